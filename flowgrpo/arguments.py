@@ -13,7 +13,7 @@ from flowgrpo.config.schema import Config
 from flowgrpo.data import provenance
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
-from flowgrpo.methods import naming
+from flowgrpo.methods import overlay
 from flowgrpo.methods.method import Method
 from flowgrpo.rewards.find import place
 
@@ -54,7 +54,7 @@ def configured(model: Any, rewards: Rewards | Omitted, prompts: Prompts | Omitte
     if isinstance(method, Method):
         if "parts" in options:
             raise UserError("parts: the method is an object, which has its parts: method.having(NAME=PART) changes one")
-        method, parts = naming.recorded(method)
+        method, parts = overlay.recorded(method)
         options = options | {"parts": parts}
     listed = prompts is not OMITTED and not isinstance(prompts, (str, Path))
     given = {"method": method, "reward": OMITTED if rewards is OMITTED else rules,

@@ -6,7 +6,9 @@ fields take. `methods.part_names` lists the parts by name without importing them
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+import json
 import math
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -127,6 +129,24 @@ def part(place: str | None = None, *, target: str | None = None, jointly: Mappin
 def ranges(cls: type) -> dict[str, Range | OneOf]:
     """Return the ranges of a part's fields by name, those of its bases with them."""
     return {name: known for base in reversed(cls.__mro__) for name, known in vars(base).get("__ranges__", {}).items()}
+
+
+def settings(part: type) -> dict[str, str]:
+    """Return a part's fields by name as text, with their defaults and what they take: `size=4 (1 or more)`."""
+    known, texts = ranges(part), {}
+    for item in dataclasses.fields(part):
+        text = item.name if item.default is dataclasses.MISSING else f"{item.name}={_shown(item.default)}"
+        taken = known.get(item.name)
+        values = "|".join(taken.known) if isinstance(taken, OneOf) else taken
+        texts[item.name] = f"{text} ({values})" if values else text
+    return texts
+
+
+def _shown(value: Any) -> str:
+    """Return a default as a recipe has it, a long text in short; a part by its name, since it is listed by itself."""
+    if isinstance(value, str) and len(value) > 40:
+        return "..."
+    return type(value).__name__ if dataclasses.is_dataclass(value) else json.dumps(value)
 
 
 def _stated(cls: type) -> dict[str, Range | OneOf]:

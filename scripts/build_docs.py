@@ -28,7 +28,7 @@ from flowgrpo.config import schema
 from flowgrpo.config.base import Section
 from flowgrpo.config.reward_rules import RewardRule
 from flowgrpo.methods import registry
-from flowgrpo.parts import OneOf, ranges
+from flowgrpo.parts import settings
 
 ROOT = Path(__file__).parent.parent
 CONFIGURATION, METHODS = ROOT / "docs" / "configuration.md", ROOT / "docs" / "methods"
@@ -284,7 +284,7 @@ def common(parts: list[Any]) -> dict[str, str]:
     """Return the fields that several parts share with equal defaults, by their names."""
     if len(parts) < 3:
         return {}
-    first, *others = [{field.name: said(part, field) for field in dataclasses.fields(part)} for part in parts]
+    first, *others = map(settings, parts)
     return {name: text for name, text in first.items() if all(other.get(name) == text for other in others)}
 
 
@@ -292,25 +292,11 @@ def values(part: Any, shared: dict[str, str]) -> str:
     """Fields of a part with their defaults in brackets, such as `size=4`; of one that extends another, its own."""
     base = next((base for base in part.__mro__[1:] if base in registry.TYPES.values()), None)
     known = {field.name: field.default for field in dataclasses.fields(base)} if base else {}
-    own = ", ".join(said(part, field) for field in dataclasses.fields(part)
+    own = ", ".join(settings(part)[field.name] for field in dataclasses.fields(part)
                     if (field.name not in known or field.default != known[field.name]) and field.name not in shared)
     listed = [f"those of `{base.__name__}`"] if base and known else []
     listed += [f"`{own}`"] if own else []
     return f" ({', '.join(listed)})" if listed else ""
-
-
-def said(part: type, field: dataclasses.Field[Any]) -> str:
-    """Field with its default, and the range of a number or the names that it takes."""
-    text = field.name if field.default is dataclasses.MISSING else f"{field.name}={shown(field.default)}"
-    known = ranges(part).get(field.name)
-    return f"{text} ({'|'.join(known.known) if isinstance(known, OneOf) else known})" if known else text
-
-
-def shown(value: Any) -> str:
-    """Default as a recipe writes it, a long text in short; a part by its name, since it is listed with its fields."""
-    if isinstance(value, str) and len(value) > 40:
-        return "..."
-    return type(value).__name__ if dataclasses.is_dataclass(value) else json.dumps(value)
 
 
 def brief(thing: Any, most: int = 100) -> str:

@@ -59,7 +59,7 @@ FAULTS = (
     fault("DDIM's std without 1 - alpha'", "samplers/kernels.py", "return Gaussian(mean, ((1 - after) * fresh).sqrt())",
           "return Gaussian(mean, fresh.sqrt())", "samplers"),
     fault("singularity at sigma 1 not replaced", "samplers/kernels.py", "data < 1e-3", "data < -1", "samplers"),
-    fault("sign of the multistep correction", "samplers/solvers.py", "(m0 + slope / 2)", "(m0 - slope / 2)",
+    fault("sign of the multistep correction", "samplers/kernels.py", "(m0 + slope / 2)", "(m0 - slope / 2)",
           "samplers"),
     fault("shift of the grid inverted", "samplers/grids.py", "t / (t + (1 - t) / shift)", "t / (t + (1 - t) * shift)",
           "samplers"),
@@ -69,7 +69,7 @@ FAULTS = (
           "self.start, self.start + 1, self.stride", "samplers"),
     fault("random steps that do not follow the epoch", "samplers/plans.py", 'random.Random(f"{seed}/{epoch}")',
           'random.Random(f"{seed}")', "samplers"),
-    fault("quiet steps are trained", "samplers/quiet_steps.py", "< LEAST)", "< 0)", "samplers"),
+    fault("quiet steps are trained", "samplers/noise.py", "< LEAST)", "< 0)", "samplers"),
     # rollout, record, replay
     fault("state recorded before it is rounded", "samplers/growth.py", "noise_like(x[of], own)).to(x.dtype)",
           "noise_like(x[of], own))", "samplers", "policies"),

@@ -17,7 +17,7 @@ from flowgrpo.config import load
 from flowgrpo.data import prompts, provenance, sets
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.report.report import data
-from flowgrpo.methods import PRESETS, Method, naming, preset, registry
+from flowgrpo.methods import PRESETS, Method, overlay, preset, registry
 from flowgrpo.methods.overlay import with_parts
 from flowgrpo.policies import checkpoints
 from flowgrpo.policies.pipelines.load import load_pipeline
@@ -168,14 +168,14 @@ def local_part() -> type:
     (preset("mix_grpo").having(shaping=Halves(0.25)),
      ("mix_grpo", {"shaping": {"type": f"{__file__}:Halves", "factor": 0.25}}))])
 def test_a_method_is_recorded_as_a_preset_and_parts(method, expected):
-    name, parts = naming.recorded(method)
+    name, parts = overlay.recorded(method)
     assert (name, parts) == expected and with_parts(preset(name), parts) == method
 
 
 def test_every_preset_is_recorded_by_its_name():
     for name, make in PRESETS.items():
-        recorded, parts = naming.recorded(make())
-        assert parts == {} and naming._differing(PRESETS[recorded](), make()) == {}, name
+        recorded, parts = overlay.recorded(make())
+        assert parts == {} and overlay._differing(PRESETS[recorded](), make()) == {}, name
 
 
 def test_a_method_with_a_part_of_no_file_trains_and_is_asked_for_on_resume(tmp_path, capsys):
@@ -197,7 +197,7 @@ def test_parts_beside_a_method_and_values_that_no_recipe_holds_are_refused(tmp_p
     with pytest.raises(UserError, match="parts: the method is an object, which has its parts"):
         flowgrpo.align(tiny.sd3(), tiny.red, TEXTS, Method(), parts={"roots": 1}, **small(tmp_path))
     with pytest.raises(UserError, match=r"method.shaping is a function: expected a frozen dataclass, or a value"):
-        naming.recorded(Method().having(shaping=lambda rewards, context=None: rewards))
+        overlay.recorded(Method().having(shaping=lambda rewards, context=None: rewards))
 
 
 def test_a_script_that_is_read_for_its_reward_does_not_train_again(tmp_path):

@@ -12,7 +12,9 @@ from typing import Annotated, Literal
 
 import pytest
 
-from flowgrpo.methods import registry
+from flowgrpo.errors import UserError
+from flowgrpo.methods import preset, registry
+from flowgrpo.methods.overlay import with_parts
 from flowgrpo.parts import Above, AtLeast, OneOf, part, ranges
 
 PACKAGE = Path(__file__).parents[1] / "flowgrpo"
@@ -86,6 +88,24 @@ def test_defaults_lie_in_their_ranges_and_names_are_of_their_modules(name):
     for field in dataclasses.fields(cls):
         if field.name in ranges(cls) and field.default is not dataclasses.MISSING:
             assert ranges(cls)[field.name].takes(field.default), field.name
+
+
+def test_a_part_of_a_users_file_states_its_ranges(tmp_path):
+    path = tmp_path / "gate.py"
+    path.write_text("""from __future__ import annotations
+from typing import Annotated
+from flowgrpo.objectives.surrogates import Surrogate
+from flowgrpo.parts import Above, part
+@part()
+class Gate(Surrogate):
+    share: Annotated[float, Above(0, to=1)] = 0.5
+    def __call__(self, log_ratio, advantage, old):
+        return -advantage * log_ratio
+""")
+    made = with_parts(preset("flow_grpo"), {"surrogate": {"type": f"{path}:Gate", "share": 1}})
+    assert made.loss.surrogate.share == 1
+    with pytest.raises(UserError, match="parts.surrogate: Gate: share is 2, expected above 0 to 1"):
+        with_parts(preset("flow_grpo"), {"surrogate": {"type": f"{path}:Gate", "share": 2}})
 
 
 def test_every_capability_of_a_part_is_read_somewhere():

@@ -79,7 +79,8 @@ def over_traces(rewards: Tensor, values: Tensor, steps: Tensor, mask: Tensor, ga
     reward = one_hot(last, count) * rewards.to(values)[:, None]
     ahead, behind = torch.zeros_like(size), torch.zeros_like(size)  # gamma (V* + decay A*), gamma R*: next step
     for step in range(count - 1, 0, -1):
-        there, before = size[:, step] > 0, step - 1
+        there = size[:, step] > 0
+        before = step - 1
         advantage = reward[:, step] - value[:, step] + ahead[:, step]
         ahead[:, before] = torch.where(there, gamma * (value[:, step] + decay * advantage), ahead[:, step])
         behind[:, before] = torch.where(there, gamma * (reward[:, step] + behind[:, step]), behind[:, step])

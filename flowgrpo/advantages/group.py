@@ -132,7 +132,8 @@ def running(rewards: Tensor, context: Context, column: int = 0, buffer: int = 32
     (rewards,) = wide(rewards)
     assert len(context.groups.prompts) == len(rewards), (len(context.groups.prompts), rewards.shape)
     seen = context.run.memory.setdefault("running", {}).setdefault(str(column), {})
-    advantages, everything = torch.zeros_like(rewards), rewards[~rewards.isnan()]
+    advantages = torch.zeros_like(rewards)
+    everything = rewards[~rewards.isnan()]
     for prompt, rows in rows_of(context.groups.prompts).items():
         present = rewards[rows]
         values = present[~present.isnan()]
@@ -267,7 +268,8 @@ def of_samples(context: Context | None, name: str, rewards: Tensor, part: str) -
     part: the name of the part that reads it, for the error.
     """
     assert context is not None, f"{part} needs a context"
-    values, what = getattr(context.samples, name), MEASURED[name]
+    values = getattr(context.samples, name)
+    what = MEASURED[name]
     if values is None:
         raise ValueError(f"{part} reads the samples' {what}, and this method has none: choose another part")
     if values.shape != rewards.shape[:2]:

@@ -177,7 +177,8 @@ class PairedGroups:
     def __call__(self, scores: Tensor, context: Context | None = None) -> Tensor:
         _require_ranked(scores)
         differ = ~zero_variance(scores)
-        right, wrong = (scores > 0).sum(1), (scores < 0).sum(1)
+        right = (scores > 0).sum(1)
+        wrong = (scores < 0).sum(1)
         hard, easy = (right < wrong) & differ, (wrong < right) & differ
         count = int(min(hard.sum(), easy.sum()))
         if not count:

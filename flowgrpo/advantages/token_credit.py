@@ -1,31 +1,209 @@
-"""Token credit: spread a sample's advantage over its decisions, `spread(taken, advantages, totals) -> [m] or [m, L]`.
+"""Credit of tokens and steps: spread a sample's advantage, `spread(taken, advantages, totals) -> [m] or [m, L]`.
 
 taken: the decisions of m samples, whole groups (of texts Completions, of pictures the Transitions of one step).
 advantages: [m], of the whole samples.
 totals: [n, G], the weighted sums of their rewards before any shaping, m = n G, NaN if none applies.
 
+Segments of a completion and their values are pure functions on tokens [m, L]. `Progress` is the credit of a denoising
+step: what it adds to the reward of the predicted clean picture.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
-from flowgrpo.advantages.segments import (
-    anchors,
-    chain,
-    cut_points,
-    merged,
-    segments_of,
-    shared_values,
-    step_advantages,
-    steps_of,
-)
+from flowgrpo.advantages.group import weighted_sum
 from flowgrpo.parts import Above, AtLeast, part
-from flowgrpo.types import Completions, Segmented, required
+from flowgrpo.types import Completions, Context, Segmented, required, wide
+
+
+def cut_points(logp: Tensor, mask: Tensor, below: float) -> Tensor:
+    """Return the tokens drawn with a probability below `below`, where completions diverge: bool [m, L]."""
+    return (logp.exp() < below) & mask
+
+
+def segments_of(cuts: Tensor, interval: int) -> Tensor:
+    """Return the segment of each token, int64 [m, L] from 0, of cut points bool [m, L].
+
+    A segment begins with a cut point and holds `interval` of them, the last one fewer. Tokens before the first cut
+    point belong to the first segment.
+    """
+    return (cuts.long().cumsum(1) - 1).clamp(min=0) // interval
+
+
+def starts_of(segments: Tensor, mask: Tensor) -> list[tuple[int, int, int]]:
+    """Return (row, segment, index of its first token) of all segments but the first of a row.
+
+    segments: int64 [m, L]; mask: bool [m, L], true for drawn tokens.
+    """
+    new = (segments[:, 1:] > segments[:, :-1]) & mask[:, 1:]
+    return [(row, int(segments[row, place + 1]), place + 1) for row, place in new.nonzero().tolist()]
+
+
+def chain(values: Tensor, segments: Tensor, rewards: Tensor) -> Tensor:
+    """Return the value that every token's segment added, [m, L]: that of the state behind it less that of the state
+    before.
+
+    values: [m, S], of the state before each segment, NaN beyond a row's last one.
+    rewards: [m], the value behind the last segment.
+
+    A row's segments add up to its reward less its first value.
+    """
+    behind = torch.cat([values[:, 1:], torch.full_like(values[:, :1], torch.nan)], 1)
+    behind = torch.where(behind.isnan(), rewards[:, None].to(values), behind)
+    return (behind - values).gather(1, segments.clamp(max=values.shape[1] - 1))
+
+
+def steps_of(ids: Tensor, mask: Tensor, every: int, ends: Collection[int] = ()) -> Tensor:
+    """Return the step of each token, int64 [m, L] from 0.
+
+    A step is `every` tokens, or ends with a token of `ends` if any are given. Masked tokens belong to the last step
+    before them.
+    """
+    if ends:
+        ended = torch.isin(ids, torch.tensor(sorted(ends))) & mask
+        steps = ended.long().cumsum(1) - ended.long()
+    else:
+        steps = (torch.arange(ids.shape[1]) // every).expand(ids.shape)
+    return torch.where(mask, steps, steps.masked_fill(~mask, 0).amax(1, keepdim=True))
+
+
+def anchors(ids: Tensor, steps: Tensor, mask: Tensor, groups: Tensor) -> Tensor:
+    """Return the state before each step and behind the last one, int64 [m, T + 1]; -1 beyond a row's end.
+
+    Two rows share a state if they have the same prompt (`groups`, int64 [m]) and the same tokens so far.
+    """
+    states = torch.full((len(ids), int(steps.max()) + 2), -1)
+    numbers: dict[tuple, int] = {}
+    for row, (tokens, step, kept, group) in enumerate(zip(ids, steps, mask, groups.tolist())):
+        state: tuple = (group,)
+        for number in step[kept].unique().tolist():
+            states[row, number] = numbers.setdefault(state, len(numbers))
+            state = (numbers[state], tuple(tokens[kept & (step == number)].tolist()))
+        states[row, int(step.max()) + 1] = numbers.setdefault(state, len(numbers))
+    return states
+
+
+def step_advantages(states: Tensor, rewards: Tensor, gamma: float, divide: bool = True) -> Tensor:
+    """Return GiGPO's step-relative advantages (2505.10978, equations 6 to 9): [m, T].
+
+    states: int64 [m, T], the state before each step, -1 for none.
+    rewards: [m], at the end.
+
+    The return of a step is gamma to the power of the steps behind it times the reward. Its advantage is that less the
+    mean return of all steps that left the same state, over their deviation (ddof 1, eps 1e-6) with `divide`. 0 for a
+    state that was left once, and for equal returns.
+    """
+    (rewards,) = wide(rewards)
+    there = states >= 0
+    flat = states.flatten()
+    behind = there.sum(1, keepdim=True) - there.long().cumsum(1)
+    returns = (gamma ** behind.to(rewards) * rewards[:, None]).flatten()
+    known = (flat >= 0) & ~returns.isnan()
+    at, kept = flat[known], returns[known]
+    size = int(states.max()) + 1
+    count = torch.zeros(size).to(kept).index_add(0, at, torch.ones_like(kept))
+    mean = torch.zeros(size).to(kept).index_add(0, at, kept) / count.clamp(min=1)
+    centred = kept - mean[at]
+    spread = (torch.zeros(size).to(kept).index_add(0, at, centred.square()) / (count - 1).clamp(min=1)).sqrt()
+    noise = spread <= 1e-6 * torch.zeros(size).to(kept).index_add(0, at, kept.abs()) / count.clamp(min=1)
+    relative = centred / (spread + 1e-6)[at] if divide else centred
+    return torch.zeros_like(returns).masked_scatter(known, relative.masked_fill(noise[at], 0)).view(states.shape)
+
+
+def shared_values(states: Tensor, rewards: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the value of each state to the samples that pass through it, and their number: both [m, T].
+
+    states: int64 [m, T], equal where samples share one, -1 for none.
+    rewards: [m], NaN for none.
+
+    The value of a state is the mean reward of its samples: in a tree, of the leaves below (SPO-tree, 2505.23564).
+    """
+    (rewards,) = wide(rewards)
+    known = (states >= 0) & ~rewards.isnan()[:, None]
+    at = states[known]
+    kept = rewards[:, None].expand(states.shape)[known]
+    size = int(states.max()) + 1
+    count = torch.zeros(size).to(kept).index_add(0, at, torch.ones_like(kept))
+    mean = torch.zeros(size).to(kept).index_add(0, at, kept) / count.clamp(min=1)
+    missing = torch.full(states.shape, torch.nan, dtype=rewards.dtype)
+    return missing.masked_scatter(known, mean[at]), torch.zeros_like(missing).masked_scatter(known, count[at])
+
+
+def merged(ids: Tensor, steps: Tensor, mask: Tensor, groups: Tensor, advantages: Tensor, history: int) -> Tensor:
+    """Return the mean advantage of all rows that take the same step, of each token: [m, L].
+
+    steps: int64 [m, L], of each token; groups: int64 [m]; advantages: [m].
+
+    Steps are the same if their groups, their tokens and those of the `history` steps before are equal; -1: of all steps
+    before. A row that takes a step twice counts twice.
+    """
+    edges: dict[tuple, list[tuple[int, Tensor]]] = {}
+    for row, (tokens, step, kept, group) in enumerate(zip(ids, steps, mask, groups.tolist())):
+        path: list[tuple[int, ...]] = []
+        for number in step[kept].unique().tolist():
+            at = kept & (step == number)
+            path.append(tuple(tokens[at].tolist()))
+            known = path if history < 0 else path[-history - 1:]
+            edges.setdefault((group, len(path) <= history, *known), []).append((row, at))
+    result = torch.zeros(ids.shape).to(advantages)
+    for taken in edges.values():
+        mean = torch.stack([advantages[row] for row, _ in taken]).mean()
+        for row, at in taken:
+            result[row] = torch.where(at.to(result.device), mean, result[row])
+    return result
+
+
+@part("progress", jointly={"weight outcome discount": "0 or more, 0 or more, and 0 to 1"})
+class Progress:
+    """Bonus of a trained step: the change of the clean prediction's reward over it (MRT, 2503.07572; IRCoCo,
+    2401.16637): `progress`.
+
+    Before every trained step the predicted clean picture is decoded and scored. A step's reward is `outcome` times the
+    sample's reward plus `weight` times its progress, and is compared by the method's advantage at that step. Papers
+    score blocks of text; the denoising form is a reconstruction.
+
+    discount: share of the later steps' progress that counts too. 0 is the step's progress alone; 1 is the sample's
+        reward less that of the prediction, which is potential-based shaping with Phi = V and Phi(end) = 0 (GRPO-R).
+    rewards: names of the run's rewards that score predictions; empty: all. One of weight 0 counts with weight 1.
+    """
+
+    weight: Annotated[float, AtLeast(0)] = 1.0
+    outcome: Annotated[float, AtLeast(0)] = 1.0
+    discount: Annotated[float, AtLeast(0, to=1)] = 0.0
+    rewards: tuple[str, ...] = ()
+
+    def bonuses(self, rewards: Tensor, context: Context) -> Tensor:
+        """Return the bonus of every trained step, [P, G, K]. rewards: [P, G, R], of the samples."""
+        weights = chosen_weights(dict(zip(context.rewards.names, context.rewards.weights)), self.rewards)
+        columns = [number for number, name in enumerate(context.rewards.names) if name in weights]
+        final = weighted_sum(rewards[..., columns], list(weights.values()))
+        return progress(required(context.samples.predicted).to(final), final, self.discount)
+
+
+def progress(values: Tensor, final: Tensor, discount: float = 0.0) -> Tensor:
+    """Return the progress of K steps, [P, G, K]: the value behind a step less that before it.
+
+    values: [P, G, K], of the states before the steps. final: [P, G], behind the last one.
+    discount: a step's result is its progress plus `discount` times the result of the next step.
+
+    Undiscounted progress of a sample's steps adds up to its final value less its first one.
+    """
+    steps = torch.cat([values[..., 1:], final[..., None]], 2) - values
+    results = [steps[..., -1]]
+    for step in range(steps.shape[2] - 2, -1, -1):
+        results.append(steps[..., step] + discount * results[-1] if discount else steps[..., step])
+    return torch.stack(results[::-1], 2)
+
+
+def chosen_weights(weights: Mapping[str, float], names: Sequence[str] = ()) -> dict[str, float]:
+    """Return the weights of the rewards `names`, 1 in place of 0; without names all of them, unchanged."""
+    return {name: weight or 1.0 for name, weight in weights.items() if name in names} if names else dict(weights)
 
 
 class TokenCredit:
@@ -72,7 +250,8 @@ class SegmentChain(TokenCredit):
 
     def __call__(self, taken: Completions, advantages: Tensor, totals: Tensor) -> Tensor:
         assert isinstance(taken, Segmented), "its rollout records segments"
-        values, old = taken.values.clone(), taken.old
+        values = taken.values.clone()
+        old = taken.old
         values[:, 0] = totals.nanmean(1, keepdim=True).expand_as(totals).flatten()
         token_advantages = chain(values, taken.segments, totals.flatten()).nan_to_num(0)
         return token_advantages * (cut_points(old.logp, old.mask, self.cut) if self.masked else old.mask)
@@ -92,7 +271,9 @@ class SegmentTree(TokenCredit):
     cut: Annotated[float, Above(0, to=1)] = 0.9
 
     def __call__(self, taken: Completions, advantages: Tensor, totals: Tensor) -> Tensor:
-        old, mask, rewards = taken.old, taken.old.mask.cpu(), totals.flatten()
+        old = taken.old
+        mask = taken.old.mask.cpu()
+        rewards = totals.flatten()
         steps = steps_of(taken.ids, mask, self.every)
         states = anchors(taken.ids, steps, mask, torch.arange(len(totals)).repeat_interleave(totals.shape[1]))
         values, sharing = shared_values(states, rewards)

@@ -1,12 +1,12 @@
 """Baselines from the history of a prompt: `part(rewards [P, G, R], weights [R], context) -> advantages [P, G]`.
 
 Each compares the weighted sum of the rewards (`group.weighted_sum`) and clamps to +-clamp. The histories are kept in
-the context's memory (`history.remembered`).
+the context's memory (`remembered`), by prompt and JSON-able.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import torch
@@ -21,9 +21,36 @@ from flowgrpo.advantages.group import (
     weighted_sum,
     whitened,
 )
-from flowgrpo.advantages.history import mean_of, remembered, require_rates
+from flowgrpo.errors import UserError
 from flowgrpo.parts import Above, AtLeast, part
 from flowgrpo.types import Context, RunState
+
+
+def remembered(memory: dict[str, Any], part: str, key: str, epoch: int, start: list[float],
+               change: Callable[[list[float]], list[float]]) -> tuple[list[float], list[float]]:
+    """Return the state of a key before this epoch, and with it.
+
+    memory[part] holds the states, which begin as `start`. The first call of an epoch changes them; later ones, for the
+    inner nodes of a tree or after a resume, return the same.
+    """
+    states = memory.setdefault(part, {})
+    entry = states.get(key, {"epoch": None, "after": start})
+    if entry["epoch"] != epoch:
+        entry = states[key] = {"epoch": epoch, "before": entry["after"], "after": change(entry["after"])}
+    return entry["before"], entry["after"]
+
+
+def mean_of(counts: Sequence[float]) -> float:
+    """Return the mean of a state [number, sum, ...]; 0 of no number."""
+    return counts[1] / counts[0] if counts[0] else 0.0
+
+
+def require_rates(part: str, total: Tensor) -> None:
+    """Raise UserError for rewards [P, G] outside 0 to 1, which are no success rates."""
+    if (total < -RELATIVE_NOISE).any() or (total > 1 + RELATIVE_NOISE).any():
+        known = total[~total.isnan()]
+        raise UserError(f"{part}: rewards from {known.min().item():g} to {known.max().item():g}, expected within 0 "
+                        "to 1, as a success rate: scale the weights, or shape the rewards first")
 
 
 class Tracked(AdvantageRule):
@@ -82,7 +109,8 @@ class ValueTracker(Tracked):
 
     def visited(self, prompt: str, rewards: Tensor, run: RunState) -> Tensor:
         require_rates("ValueTracker", rewards)
-        values, drift = rewards[~rewards.isnan()], run.memory.get("drift", 0.0)
+        values = rewards[~rewards.isnan()]
+        drift = run.memory.get("drift", 0.0)
 
         def change(state: list[float]) -> list[float]:
             keep = min(max(2 ** (-(drift - state[2]) / self.half), self.least), self.most)
@@ -164,7 +192,8 @@ class PriorBlend(Tracked):
         before, _ = remembered(
             run.memory, "PriorBlend", prompt, run.epoch, [self.evidence, self.evidence * self.prior],
             lambda state: [self.keep * state[0] + len(values), self.keep * state[1] + values.sum().item()])
-        prior, mean = mean_of(before), values.mean().item()
+        prior = mean_of(before)
+        mean = values.mean().item()
         weight = prior_weight(prior, mean, len(values))
         return rewards - (weight * prior + (1 - weight) * mean)
 
@@ -172,5 +201,6 @@ class PriorBlend(Tracked):
 def prior_weight(prior: float, mean: float, count: int) -> float:
     """Return the weight of a prior success rate beside the mean of `count` rewards: s / (s + bias^2), 1 where both are
     0. s = prior (1 - prior) / count; bias^2 = (mean - prior)^2."""
-    noise, bias = prior * (1 - prior) / count, (mean - prior) ** 2
+    noise = prior * (1 - prior) / count
+    bias = (mean - prior) ** 2
     return noise / (noise + bias) if noise + bias else 1.0

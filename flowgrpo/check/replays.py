@@ -16,12 +16,11 @@ from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.weights.trainable import TrainableWeights
 from flowgrpo.samplers.growth import explore
-from flowgrpo.samplers.kernels import FlowDDIM
+from flowgrpo.samplers.kernels import Euler, FlowDDIM
 from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.replay import replay
 from flowgrpo.samplers.rollout import RolloutSpec, seeder
 from flowgrpo.samplers.scheduler import Segment
-from flowgrpo.samplers.solvers import Euler
 
 RANK, GROUP = 4, 2
 SHARES, LARGEST_GRADIENT_ERROR = (1e-3, 1e-4), 0.01  # SHARES: small steps along the gradient

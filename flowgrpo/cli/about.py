@@ -1,4 +1,4 @@
-"""`flowgrpo check` and `flowgrpo list methods`: trainable models and available methods."""
+"""`flowgrpo check`, `flowgrpo list methods` and `list parts`: trainable models, methods and what they are made of."""
 
 from __future__ import annotations
 
@@ -125,6 +125,29 @@ def methods(
         if rows:
             print_table(["name", title, "source"], rows)
     typer.echo("Formula, recipe and differences of each, and the parts: docs/methods/index.md")
+
+
+@list_app.command("parts", short_help="List the parts that a recipe's `parts` sets.")
+def parts(
+    word: Annotated[str | None, typer.Argument(metavar="[WORD]", show_default=False,
+                                               help="List only those whose place or line has this word.")] = None,
+) -> None:
+    """List the parts of a method by their place: what each does, its fields with their defaults, and what they take."""
+    from flowgrpo.methods import registry
+    from flowgrpo.parts import settings
+
+    tables: dict[str, list[list[str]]] = {}
+    for name, place in registry.PLACES.items():
+        does, source = _summary(registry.TYPES[name].__doc__ or "")
+        fields = ", ".join(settings(registry.TYPES[name]).values())
+        row = [name, f"{does}: {fields}" if fields else does, source]
+        if not word or word.lower() in " ".join([place, *row]).lower():
+            tables.setdefault(f"parts.{place}", []).append(row)
+    if not tables:
+        raise UserError(f"no part's line has {word!r}: `flowgrpo list parts` lists all")
+    for title, rows in tables.items():
+        print_table(["name", title, "source"], rows)
+    typer.echo("What a place is, and the parts: docs/reference/parts.md")
 
 
 def _presets(module: str) -> list[list[str]]:

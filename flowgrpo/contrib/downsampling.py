@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo.advantages.group import weighted_sum
-from flowgrpo.advantages.step_credit import chosen_weights
+from flowgrpo.advantages.token_credit import chosen_weights
 from flowgrpo.parts import part
 from flowgrpo.types import Context
 

@@ -32,10 +32,9 @@ from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.rollouts.denoising import DenoisingRollouts
 from flowgrpo.rollouts.targets import RecordedSteps, Replayed
 from flowgrpo.samplers import replay
-from flowgrpo.samplers.denoiser import C
 from flowgrpo.samplers.growth import Grower, Nodes, explore
-from flowgrpo.samplers.pruning import Judge
-from flowgrpo.samplers.rollout import Part, RolloutSpec, Seed
+from flowgrpo.samplers.preview import Judge
+from flowgrpo.samplers.rollout import C, Part, RolloutSpec, Seed
 from flowgrpo.training import extensions
 from flowgrpo.training.batch_size import MOST
 from flowgrpo.training.epoch import Epoch

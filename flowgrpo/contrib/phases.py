@@ -18,9 +18,9 @@ from flowgrpo.curriculum.history import RATES, record
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.device import require_generators
 from flowgrpo.errors import UserError, nearest
-from flowgrpo.methods import capabilities, keys_read, supervised_term
+from flowgrpo.methods import capabilities, keys_read
 from flowgrpo.methods.setup import Setup
-from flowgrpo.methods.validate import resolve
+from flowgrpo.methods.validate import check_supervised, resolve
 from flowgrpo.policies import build
 from flowgrpo.rollouts.build import make_rollouts
 from flowgrpo.text.policies import engines
@@ -128,7 +128,7 @@ def _require(setup: Setup) -> None:
         require_generators(geometry(changed.train, setup.processes).samples, "samples of an epoch of a phase")
         inner = replace(setup, config=changed, method=resolve(changed, process), where=f"{where}.set: ")
         keys_read.check(inner)
-        supervised_term.check(inner)
+        check_supervised(inner)
         if process == "masks" and "text.max_tokens" in phase.set:
             raise UserError(f"{where}.set: text.max_tokens is fixed for a masked language model: leave it out")
         if unknown := sorted(phase.weights.keys() - config.rewards.keys()):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo.advantages.group import RELATIVE_NOISE, AdvantageRule, Clamp, weighted_sum
-from flowgrpo.advantages.history import remembered
+from flowgrpo.advantages.trackers import remembered
 from flowgrpo.parts import AtLeast, part
 from flowgrpo.types import Context, RunState
 

@@ -31,7 +31,11 @@ class EpochBatch:
     def __init__(self, pool: Sequence[Prompt], epoch: int, epochs: int, seed: int, processes: Processes,
                  memory: dict[str, Any] | None = None):
         self.memory = {} if memory is None else memory
-        self.pool, self.epoch, self.epochs, self.seed, self.processes = pool, epoch, epochs, seed, processes
+        self.pool = pool
+        self.epoch = epoch
+        self.epochs = epochs
+        self.seed = seed
+        self.processes = processes
         self.prompts: list[Prompt] = []
         self.turns: list[range] = []
         self.diversity: list[float] | None = None

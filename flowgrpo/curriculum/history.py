@@ -1,17 +1,20 @@
-"""Prompts of an epoch by their recorded success rates.
+"""Prompts of an epoch by their recorded success rates, and their samples by the variance of gradients.
 
 The memory holds the last rates of every sampled prompt, the mean rewards of its groups in an epoch, and the diversity
-of its last samples.
+of its last samples; of `GradientVariance` the norms of gradients.
 """
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
+import torch
 
-from flowgrpo.curriculum.order import KEY, of, require_rate, updated
+from flowgrpo.curriculum.order import KEY, learn, of, require_rate, updated
 from flowgrpo.data import sets
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.parts import Above, AtLeast, part
@@ -19,7 +22,9 @@ from flowgrpo.parts import Above, AtLeast, part
 if TYPE_CHECKING:
     from flowgrpo.curriculum.epoch_batch import EpochBatch
 
-RATES, DIVERSITY, RETAINED = "rates", "diversity", "retained"  # keys of the memory
+RATES = "rates"
+DIVERSITY = "diversity"
+RETAINED = "retained"  # keys of the memory
 LONGEST = 16  # rates kept per prompt
 
 
@@ -115,7 +120,8 @@ class InformationGain:
         return [candidates[place] for place in (-gains).argsort(kind="stable")[:count]]
 
     def learn(self, memory: dict[str, Any], drawn: EpochBatch) -> None:
-        known, keys = memory.setdefault(KEY, {}), {prompt.key for prompt in drawn.pool}
+        known = memory.setdefault(KEY, {})
+        keys = {prompt.key for prompt in drawn.pool}
         fresh: dict[str, list[float]] = {}
         for prompt, totals in zip(drawn.prompts, drawn.totals):
             if prompt.key in keys and (rewards := totals[~totals.isnan()].tolist()):
@@ -183,7 +189,8 @@ class OppositePairs:
         rates = [last_rate(memory, prompt) for prompt in pool]
         hard = [prompt for prompt, rate in zip(pool, rates) if rate is not None and 0 < rate < 0.5]
         easy = [prompt for prompt, rate in zip(pool, rates) if rate is not None and 0.5 < rate < 1]
-        rng, number = np.random.default_rng([seed, epoch, 2]), min(int(self.share * count) // 2, len(hard), len(easy))
+        rng = np.random.default_rng([seed, epoch, 2])
+        number = min(int(self.share * count) // 2, len(hard), len(easy))
         pairs = [side[place] for at in zip(rng.permutation(len(hard))[:number], rng.permutation(len(easy))[:number])
                  for side, place in zip((hard, easy), at)]
         taken = {prompt.key for prompt in pairs}
@@ -193,3 +200,69 @@ class OppositePairs:
 
     def learn(self, memory: dict[str, Any], drawn: EpochBatch) -> None:
         record(memory, drawn)
+
+
+NORMS = "gradient_norms"  # key of the memory
+
+
+@part("curriculum", reads_norms=True, jointly={"keep prior": "0 to 1 and above 0"})
+class GradientVariance:
+    """More of an epoch's groups for prompts with long gradients that are rarely right (GVM, 2505.02391): `shared_out`.
+
+    An epoch has `each` times fewer different prompts than groups, at least one group each. The rate p of a prompt is
+    the mean of its posterior, as of `Knapsack`. Its gradient norm is the root mean square over its right samples, of
+    the gradient by the logits of the drawn tokens, sqrt(sum (1 - p_t)^2); the paper's is by the last layer's weights.
+    Pictures have equal norms. Use the advantage `Pooled`, which compares all groups of a prompt as one.
+
+    alpha, beta: of the penalty of tiny rates. right: total reward from which a sample is right.
+    """
+
+    each: Annotated[int, AtLeast(1)] = 4
+    alpha: Annotated[float, AtLeast(0)] = 1e-3
+    beta: float = 2.0
+    keep: Annotated[float, AtLeast(0, to=1)] = 0.5
+    prior: Annotated[float, Above(0)] = 1.0
+    right: float = 0.5
+
+    def __call__(self, pool: Sequence[Prompt], count: int, epoch: int, seed: int, weights: Sequence[float] | None,
+                 memory: dict[str, Any], group: int) -> list[Prompt]:
+        drawn = sets.draw(list(pool), min(max(count // self.each, 1), len(pool)), epoch, seed, weights)
+        a, b = of(memory, drawn, self.prior).T
+        known = memory.get(NORMS, {})
+        usual = sum(known.values()) / len(known) if known else 1.0
+        norms = [known.get(prompt.key, usual) for prompt in drawn]
+        groups = shared_out((a / (a + b)).tolist(), norms, count, self.alpha, self.beta)
+        return [prompt for prompt, number in zip(drawn, groups) for _ in range(number)]
+
+    def learn(self, memory: dict[str, Any], drawn: EpochBatch) -> None:
+        """Learn the rates, and the norms of prompts with a right sample; others keep theirs."""
+        learn(memory, drawn, self.keep, self.prior)
+        known = memory.setdefault(NORMS, {})
+        squares = defaultdict[str, list[float]](list)
+        for prompt, totals, norms in zip(drawn.prompts, drawn.totals, drawn.norms or ()):
+            squares[prompt.key].extend(norms[totals >= self.right].square().tolist())
+        known |= {key: math.sqrt(sum(values) / len(values)) for key, values in squares.items() if values}
+
+
+def shared_out(rates: Sequence[float], norms: Sequence[float], units: int, alpha: float, beta: float,
+               least: int = 1) -> list[int]:
+    """Return the units of each prompt, `least` at least: in proportion to G / sqrt(p + alpha / p^(beta - 1)) for the
+    rate p and the norm G (2505.02391).
+
+    The least ones are set first, then all others by the largest remainder, ties by position.
+    """
+    odds = [norm / math.sqrt(max(rate, 1e-9) + alpha / max(rate, 1e-9) ** (beta - 1))
+            for rate, norm in zip(rates, norms)]
+    total = sum(odds)
+    exact = [units * share / total if total else units / len(odds) for share in odds]
+    counts = [max(math.floor(share), least) for share in exact]
+    for _ in range(units - sum(counts)):
+        counts[max(range(len(counts)), key=lambda at: exact[at] - counts[at])] += 1
+    while sum(counts) > max(units, least * len(counts)):
+        counts[max((at for at in range(len(counts)) if counts[at] > least), key=lambda at: counts[at] - exact[at])] -= 1
+    return counts
+
+
+def gradient_norms(logp: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return the norm of each row's gradient by the logits of its drawn tokens, sqrt(sum (1 - p)^2): [m, L] to [m]."""
+    return ((1 - logp.float().exp()) * mask).square().sum(1).sqrt()

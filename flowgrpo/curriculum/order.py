@@ -78,7 +78,8 @@ def of(memory: dict[str, Any], prompts: Sequence[Prompt], prior: float) -> np.nd
 
 def learn(memory: dict[str, Any], drawn: EpochBatch, keep: float, prior: float) -> None:
     """Count an epoch's rewards, within 0 to 1, one group after the other, including replaced groups."""
-    known, keys = memory.setdefault(KEY, {}), {prompt.key for prompt in drawn.pool}
+    known = memory.setdefault(KEY, {})
+    keys = {prompt.key for prompt in drawn.pool}
     for prompt, totals in zip(drawn.prompts, drawn.totals):
         if prompt.key in keys and len(rewards := totals[~totals.isnan()].double()):
             require_rate(prompt.key, rewards.min().item(), rewards.max().item())

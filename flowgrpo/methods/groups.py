@@ -1,4 +1,4 @@
-"""Groups of a method's parts: the rollout of a pipeline, the credit, and the loss."""
+"""Groups of a method's parts: the rollout of a pipeline with the modules that are trained, the credit, and the loss."""
 
 from __future__ import annotations
 
@@ -6,30 +6,50 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from flowgrpo import objectives
-from flowgrpo.advantages import group, step_credit
+from flowgrpo.advantages import group, token_credit
 from flowgrpo.advantages.gae import OutcomeHead, Recall, ValueHead
 from flowgrpo.advantages.group import AdvantageRule
 from flowgrpo.advantages.shaping import Shaping
 from flowgrpo.advantages.token_credit import TokenCredit
-from flowgrpo.methods import adapted
-from flowgrpo.methods.parts import (
-    Kernel,
-    Plan,
-    Reduction,
-    Reference,
-    Rehearsal,
-    Selection,
-    Solver,
-    StepWeight,
-)
+from flowgrpo.config.schema import Config
+from flowgrpo.errors import UserError
+from flowgrpo.methods.parts import Kernel, Plan, Reduction, Reference, Rehearsal, Selection, Solver, StepWeight
 from flowgrpo.methods.supervised import DataLoss
 from flowgrpo.objectives import reductions, references
 from flowgrpo.objectives.kl import Penalty
 from flowgrpo.objectives.ratios import LogRatio
 from flowgrpo.objectives.surrogates import Surrogate
-from flowgrpo.samplers import kernels, old_policy, plans, preview, pruning, solvers
+from flowgrpo.parts import part
+from flowgrpo.samplers import kernels, old_policy, plans
 from flowgrpo.samplers.grids import TailPoints
-from flowgrpo.samplers.learned_noise import LearnedNoise
+from flowgrpo.samplers.noise import LearnedNoise
+from flowgrpo.samplers.preview import Preview, Pruning
+
+
+@part("adapted")
+class Adapted:
+    """Trained modules: denoisers, text encoders, which are then in the graph of every replay (TexForce, 2311.15657), or
+    both.
+    """
+
+    denoisers: bool = True
+    encoders: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.denoisers and not self.encoders:
+            raise ValueError("Adapted: denoisers and encoders are both false, expected one of them to be trained")
+
+    def require_config(self, config: Config, of_text: bool) -> None:
+        """Raise UserError for options that conflict with the training of text encoders."""
+        if not self.encoders:
+            return
+        wrong = {"adapter.rank: 0, which trains all of a denoiser: set a rank": not config.adapter.rank,
+                 "adapter.dora, which is for denoisers: use false": config.adapter.dora,
+                 "memory.encoders: cpu, where they would be moved out of the graph: use keep":
+                     config.memory.encoders != "keep",
+                 "memory.shard, whose processes meet in the denoiser alone: use false": config.memory.shard}
+        for option in (option for option, applies in wrong.items() if applies):
+            raise UserError(f"text encoders are trained (parts.adapted.encoders), which does not go with {option}")
 
 
 @dataclass(frozen=True)
@@ -50,14 +70,14 @@ class Denoising:
 
     kernel: Kernel = kernels.FlowSDE(0.7)
     plan: Plan = plans.AllSteps()
-    solver: Solver = solvers.Euler()
+    solver: Solver = kernels.Euler()
     tail: float | TailPoints = 1.0
     roots: int | None = None
     strides: tuple[int, ...] = (1,)
-    preview: preview.Preview | None = None
-    pruning: pruning.Pruning | None = None
+    preview: Preview | None = None
+    pruning: Pruning | None = None
     lag: old_policy.Lag = old_policy.Lag()
-    adapted: adapted.Adapted = adapted.Adapted()
+    adapted: Adapted = Adapted()
 
     of_text: ClassVar[bool] = False
 
@@ -94,7 +114,7 @@ class Credit:
     selection: Selection | None = None
     spread: TokenCredit | None = None
     value: ValueHead | OutcomeHead | Recall | None = None
-    progress: step_credit.Progress | None = None
+    progress: token_credit.Progress | None = None
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,14 @@ import torch
 
 from flowgrpo import objectives
 from flowgrpo.curriculum import order
-from flowgrpo.curriculum.expansion import Expansion
+from flowgrpo.curriculum.resampling import Expansion
 from flowgrpo.errors import UserError
 from flowgrpo.methods.groups import Credit, Denoising, Loss
 from flowgrpo.methods.parts import Curriculum, GroupReplay, Redraw
 from flowgrpo.methods.targets import NoisedFinals, RecordedSteps, Rollout, Target
 from flowgrpo.objectives import forward_process
-from flowgrpo.objectives.best_path import LayerTuning
-from flowgrpo.samplers import kernels, noised_finals, plans, quiet_steps, solvers
+from flowgrpo.objectives.supervised import LayerTuning
+from flowgrpo.samplers import kernels, noise, noised_finals, plans
 from flowgrpo.samplers.grids import compress_tail
 from flowgrpo.samplers.rollout import RolloutSpec
 
@@ -32,7 +32,7 @@ OF_TEXT = ("tokens", "masks")  # the processes of language models: causal, maske
 _FORMS: dict[Any, Any] = {kernels.FlowDDIM: kernels.DDIM, kernels.CPS: kernels.VPCPS}
 # On a variance-preserving process in place of a part of flow matching alone: the part, and how a recipe writes it.
 FOR_VP: dict[str, tuple[Any, str]] = {
-    "kernel": (kernels.FlowDDIM(1.0), "{type: FlowDDIM, eta: 1.0}"), "solver": (solvers.Euler(), "{type: Euler}"),
+    "kernel": (kernels.FlowDDIM(1.0), "{type: FlowDDIM, eta: 1.0}"), "solver": (kernels.Euler(), "{type: Euler}"),
     "tail": (1.0, "1.0"), "strides": ((1,), "[1]"), "step_weight": (objectives.Uniform(), "{type: Uniform}")}
 
 
@@ -168,9 +168,10 @@ class Method:
 
     def of_flows_alone(self) -> list[str]:
         """Return the names of the parts that a variance-preserving process cannot have."""
-        denoising, step_weight = self.denoising, self.loss.step_weight
+        denoising = self.denoising
+        step_weight = self.loss.step_weight
         takes = {"kernel": type(_inner(denoising.kernel)) in (*_FORMS, *_FORMS.values()),
-                 "solver": isinstance(denoising.solver, solvers.Euler),
+                 "solver": isinstance(denoising.solver, kernels.Euler),
                  "tail": denoising.tail == 1, "strides": max(denoising.strides) == 1,
                  # 1 / (grid[i] - grid[i+1]) is negative on alpha-bars, which are no sigmas
                  "step_weight": not isinstance(step_weight, (objectives.InverseDelta, objectives.Sigma))}
@@ -205,12 +206,13 @@ class Method:
         Raises ValueError if the plan does not fit the grid or group, or if no trained step is left.
         """
         specs = self.planned(grid, group, shift, epoch, seed, timesteps)
-        return quiet_steps.trained_by_noise(specs) if self.scores_noise else specs
+        return noise.trained_by_noise(specs) if self.scores_noise else specs
 
     def planned(self, grid: torch.Tensor, group: int, shift: float | None, epoch: int, seed: int,
                 timesteps: torch.Tensor | None = None) -> list[RolloutSpec]:
         """Return the `explorations` with all trained steps of the plan."""
-        denoising, specs = self.denoising, []
+        denoising = self.denoising
+        specs = []
         planned = denoising.plan(len(grid) - 1, epoch, seed)
         for schedule in (planned,) if isinstance(planned, plans.Schedule) else planned:
             settled = max(schedule.stochastic, default=-1) + 1

@@ -11,7 +11,7 @@ MODULES: dict[str, dict[str, str]] = {
         "text.targets": "Completions RelaxedTraces"},
     "kernel": {
         "samplers.kernels": "ODE FlowSDE DanceSDE CPS FlowDDIM DDIM VPCPS AnnealedNoise",
-        "samplers.learned_noise": "LearnedNoise"},
+        "samplers.noise": "LearnedNoise"},
     "decoding": {
         "text.samplers.decoding": "Decoding WithAnswers Unmasking",
         "contrib.annealing": "AnnealedDecoding SpanDecoding"},
@@ -19,7 +19,7 @@ MODULES: dict[str, dict[str, str]] = {
         "samplers.plans": "AllSteps RandomSubset NoSteps Single EachStep Branches GrowingTail LastSteps RandomLast "
                           "LateStep Sliding TreeWindow"},
     "solver": {
-        "samplers.solvers": "Euler DPMSolver2M"},
+        "samplers.kernels": "Euler DPMSolver2M"},
     "tail": {
         "samplers.grids": "TailPoints"},
     "shaping": {
@@ -28,8 +28,8 @@ MODULES: dict[str, dict[str, str]] = {
         "contrib.consistency": "LikelihoodConsistency",
         "contrib.episodic": "Episodic"},
     "advantage": {
-        "advantages.baselines": "VirtualBest First SameNoise NoBaseline Unrewarded Conditional ShiftedMean Paired",
-        "advantages.correctness": "Correctness Signed Decoupled",
+        "advantages.baselines": "VirtualBest First SameNoise NoBaseline Unrewarded Conditional ShiftedMean Paired "
+                                "Correctness Signed Decoupled",
         "advantages.group": "Advantage Pooled",
         "advantages.trackers": "ValueTracker SmoothStandardised PriorBlend",
         "contrib.reshaped": "Difficulty Confidence Unconfident Consistency",
@@ -42,39 +42,38 @@ MODULES: dict[str, dict[str, str]] = {
     "log_ratio": {
         "objectives.ratios": "PlainRatio Guard SquaredErrorRatio SequenceRatio CompletionRatio Matching"},
     "surrogate": {
-        "objectives.actor_critic": "ActorCritic",
         "objectives.forward_process": "NegativeAware CentredReward GroupPreference Preference",
-        "objectives.pair_losses": "PairLoss",
-        "objectives.sequence_losses": "TaperedReinforce NegativeAwareText Discriminative Regressed PairwisePreference",
+        "objectives.sequence_losses": "TaperedReinforce NegativeAwareText Discriminative Regressed PairwisePreference "
+                                      "PairLoss",
         "objectives.surrogates": "Clip AdaptiveClip DualClip DynamicClip DivergenceMask Reinforce KLOnly TruncatedIS "
-                                 "RewardAscent",
+                                 "RewardAscent ActorCritic",
         "text.losses": "EntropyBonus HighEntropy ConflictTokens LikelihoodFloor ExpertMixture Calibrated "
                                     "RandomPolicyValue RewardLabels",
         "contrib.policy_shaping": "PolicyShaping",
         "contrib.token_weights": "TokenWeights"},
     "step_weight": {
-        "objectives.step_weights": "Uniform InverseDelta Sigma NoiseLevel"},
+        "objectives.reductions": "Uniform InverseDelta Sigma NoiseLevel"},
     "reduction": {
         "objectives.reductions": "TokenMean SequenceMean SequenceSum"},
     "kl": {
         "objectives.kl": "GaussianKL OutputError SampledKL SpanKL"},
     "kl.schedule": {
-        "objectives.schedules": "Linear Adaptive"},
+        "objectives.kl": "Linear Adaptive"},
     "reference": {
         "objectives.references": "Base EMA PreviousPolicy WeightAverage Teacher Teachers Soup SelfTeacher"},
     "rehearsal": {
         "contrib.rehearsal": "Rehearsal"},
     "tuning": {
-        "objectives.best_path": "LayerTuning"},
+        "objectives.supervised": "LayerTuning"},
     "data": {
         "methods.supervised": "NextToken PreferencePairs AlignedChains FlowMatching GuidanceDistillation PicturePairs "
                               "SelfAnswers"},
     "data.source": {
-        "methods.data_sources": "Recorded PassRate Explained"},
+        "methods.supervised": "Recorded PassRate Explained"},
     "data.balance": {
-        "objectives.balance": "FixedWeights WarmupCosine GradientNorms Convergence"},
+        "objectives.supervised": "FixedWeights WarmupCosine GradientNorms Convergence"},
     "data.token_weight": {
-        "objectives.supervised_weights": "EqualTokens Uncertain EntropyAware OneToken"},
+        "objectives.supervised": "EqualTokens Uncertain EntropyAware OneToken"},
     "preview": {
         "samplers.preview": "Preview"},
     "times": {
@@ -86,7 +85,7 @@ MODULES: dict[str, dict[str, str]] = {
     "relaxation": {
         "text.samplers.gumbel_softmax": "GumbelSoftmax"},
     "adapted": {
-        "methods.adapted": "Adapted"},
+        "methods.groups": "Adapted"},
     "draws": {
         "text.samplers.groups": "Independent EarlyExits SecondAttempt PrunedDraws Tree",
         "text.samplers.lookahead": "BranchingLookahead",
@@ -95,14 +94,13 @@ MODULES: dict[str, dict[str, str]] = {
         "advantages.token_credit": "SegmentChain SegmentTree StepGroups MergedSteps Planning Exploring",
         "text.credit": "StepScores"},
     "curriculum": {
-        "curriculum.gradient_variance": "GradientVariance",
-        "curriculum.history": "VarianceSampling InformationGain Retention OppositePairs",
+        "curriculum.history": "VarianceSampling InformationGain Retention OppositePairs GradientVariance",
         "curriculum.order": "EpochPermutation ThompsonSampling Knapsack",
         "contrib.categories": "CategoryBandit",
         "contrib.prediction": "PredictedDifficulty",
         "contrib.variants": "Variations"},
     "expansion": {
-        "curriculum.expansion": "Expansion"},
+        "curriculum.resampling": "Expansion"},
     "redraw": {
         "curriculum.resampling": "DynamicSampling AdditionalGroups Hints ExtraRollouts",
         "text.teacher_answers": "TeacherAnswers",
@@ -110,9 +108,9 @@ MODULES: dict[str, dict[str, str]] = {
     "replay": {
         "contrib.group_replay": "GroupReplay"},
     "pruning": {
-        "samplers.pruning": "Pruning"},
+        "samplers.preview": "Pruning"},
     "progress": {
-        "advantages.step_credit": "Progress"},
+        "advantages.token_credit": "Progress"},
     "value": {
         "advantages.gae": "ValueHead OutcomeHead Recall"},
     "edit": {

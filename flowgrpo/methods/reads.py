@@ -10,12 +10,12 @@ from flowgrpo import objectives
 from flowgrpo.errors import UserError
 from flowgrpo.methods import registry, targets
 from flowgrpo.methods.method import Method
-from flowgrpo.objectives import actor_critic
+from flowgrpo.objectives import surrogates
 
 
 def _by_critic(method: Method) -> bool:
     """Return True for a method of edits whose loss reads the critic alone."""
-    return isinstance(method.loss.surrogate, actor_critic.ActorCritic) and not method.loss.surrogate.ratio
+    return isinstance(method.loss.surrogate, surrogates.ActorCritic) and not method.loss.surrogate.ratio
 
 
 # Of a part that is read, what leaves it without effect: a test of the method, and its cure.

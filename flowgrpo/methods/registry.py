@@ -6,20 +6,49 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from typing import Any, TypeVar
 
 from flowgrpo.advantages.group import AdvantageRule
 from flowgrpo.advantages.shaping import Shaping
 from flowgrpo.advantages.token_credit import TokenCredit
 from flowgrpo.methods import targets
-from flowgrpo.methods.by_name import ByName
 from flowgrpo.methods.groups import Credit, Denoising, Loss
 from flowgrpo.methods.part_names import MODULES
 from flowgrpo.methods.supervised import DataLoss
-from flowgrpo.objectives.balance import Balance
 from flowgrpo.objectives.kl import Penalty
 from flowgrpo.objectives.ratios import LogRatio
-from flowgrpo.objectives.supervised_weights import TokenWeight
+from flowgrpo.objectives.supervised import Balance, TokenWeight
 from flowgrpo.objectives.surrogates import Surrogate
+
+T = TypeVar("T")
+
+
+class ByName(Mapping[str, T]):
+    """Objects by name.
+
+    places: by name the object, or the module of the package that has it under this name, such as "text.targets".
+    """
+
+    def __init__(self, places: Mapping[str, T | str]):
+        self.places: dict[str, Any] = dict(places)
+
+    def __getitem__(self, name: str) -> T:
+        found = self.places[name]
+        if isinstance(found, str):
+            found = self.places[name] = getattr(import_module(f"flowgrpo.{found}"), name)
+        return found  # type: ignore[no-any-return]  # an object, once it is loaded
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.places
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.places)
+
+    def __len__(self) -> int:
+        return len(self.places)
+
 
 _ROWS = [(name, place, module) for place, modules in MODULES.items() for module, names in modules.items()
          for name in names.split()]

@@ -11,8 +11,8 @@ from flowgrpo import objectives
 from flowgrpo.advantages.baselines import Paired
 from flowgrpo.methods.groups import Credit, Denoising, Loss
 from flowgrpo.methods.parts import Backprop, Times
-from flowgrpo.objectives import best_path
-from flowgrpo.objectives.actor_critic import ActorCritic
+from flowgrpo.objectives import supervised
+from flowgrpo.objectives.surrogates import ActorCritic
 from flowgrpo.parts import part
 from flowgrpo.samplers import latent_edits, noised_finals, reward_gradient
 from flowgrpo.samplers.rollout import RolloutSpec
@@ -72,7 +72,7 @@ class RecordedSteps(Target):
     tuning: a supervised term towards the best sample.
     """
 
-    tuning: best_path.LayerTuning = best_path.LayerTuning()
+    tuning: supervised.LayerTuning = supervised.LayerTuning()
 
     trains: ClassVar[str] = "recorded steps"
     offers: ClassVar[frozenset[str]] = frozenset({"steps", "noise", "gaussians", "likelihood", "decisions", "model",

@@ -1,17 +1,25 @@
-"""Checks of a method against a configuration: parts that do not go together are a UserError."""
+"""Checks of a method against a configuration: parts that do not go together are a UserError.
+
+The last ones are of recorded pairs, in place of samples that a run draws, and of a supervised term.
+"""
 
 from __future__ import annotations
 
 import torch
 
 from flowgrpo import objectives
+from flowgrpo.advantages.shaping import BradleyTerry
 from flowgrpo.config.schema import Config
+from flowgrpo.data.pairs import load_demonstrations, load_pairs
 from flowgrpo.errors import UserError, nearest
 from flowgrpo.gaussian import log_prob
-from flowgrpo.methods import reads, recorded_pairs, registry
+from flowgrpo.methods import reads, registry
 from flowgrpo.methods.method import OF_TEXT, Method
 from flowgrpo.methods.overlay import overlays, preset, with_parts
 from flowgrpo.methods.parts import ConfigChecked
+from flowgrpo.methods.setup import Setup
+from flowgrpo.methods.supervised import Explained, PassRate, PicturePairs, PreferencePairs
+from flowgrpo.methods.targets import NoisedFinals, RecordedPairs
 from flowgrpo.samplers.grids import shifted
 from flowgrpo.samplers.preview import require_choice
 from flowgrpo.samplers.rollout import RolloutSpec
@@ -23,12 +31,13 @@ def resolve(config: Config, process: str = "flow") -> Method:
 
     Raises UserError where they do not go together, and for a part that the user set and the method does not read.
     """
-    base, train = preset(config.method), config.train
+    base = preset(config.method)
+    train = config.train
     base.require_modality(process)  # before parts that the recipe has for another method
     requested = with_parts(base, config.parts)
     method = requested.on(process, given=config.parts)
     if config.preferences is not None:
-        method = recorded_pairs.of(method)
+        method = on_recorded_pairs(method)
     reads.require_set(base, requested, method, overlays(config.method))
     reads.require_types(method)
     _require_limits(config, method)
@@ -54,7 +63,9 @@ def resolve(config: Config, process: str = "flow") -> Method:
 
 def _require_credit(method: Method, group: int) -> None:
     """ValueError for a group of one whose samples are compared, or for a measurement that the target does not have."""
-    advantage, target, redraw = method.credit.advantage, method.target, method.redraw
+    advantage = method.credit.advantage
+    target = method.target
+    redraw = method.redraw
     if group < 2 and not advantage.single:
         raise ValueError(f"{type(advantage).__name__} compares the samples of a group: set train.group to 2 or more, "
                          f"or parts.advantage to one of {_advantages('single', True)}")
@@ -139,7 +150,8 @@ def _explorations(method: Method, config: Config, process: str) -> list[RolloutS
     """Return an epoch's explorations on the configuration's steps and samples. Raises ValueError where they, or the
     transitions of their trained steps, cannot be."""
     train, rollout = config.train, method.denoising
-    grid, x = shifted(train.steps, train.shift), torch.zeros(1, 1)
+    grid = shifted(train.steps, train.shift)
+    x = torch.zeros(1, 1)
     if process == "vp":
         grid = torch.linspace(0.01, 0.99, train.steps + 1)  # alpha-bars, as good as any for a trial
     if train.pack and not method.target.packs:
@@ -169,7 +181,8 @@ def _explorations(method: Method, config: Config, process: str) -> list[RolloutS
 
 def _require_noise(method: Method, explorations: list[RolloutSpec]) -> None:
     """ValueError where a method whose deviations differ from value to value has parts that read one per step."""
-    denoising, weight = method.denoising, method.loss.step_weight
+    denoising = method.denoising
+    weight = method.loss.step_weight
     if not denoising.learned_noise:
         return
     grows = any(spec.schedule.noise for spec in explorations)
@@ -180,3 +193,98 @@ def _require_noise(method: Method, explorations: list[RolloutSpec]) -> None:
     for part in (part for part, applies in wrong.items() if applies):
         raise ValueError(f"the kernel {type(denoising.kernel).__name__} has a std for every latent value: "
                          f"replace {part}")
+
+
+def on_recorded_pairs(method: Method) -> Method:
+    """Return a method of noised finals or of completions on recorded pairs; another one as it is."""
+    if isinstance(method.target, NoisedFinals):
+        return method.having(target=RecordedPairs(method.target.times))
+    if not method.for_tokens:
+        return method
+    from flowgrpo.text.targets import Completions, RecordedCompletions
+
+    return method.having(target=RecordedCompletions()) if type(method.target) is Completions else method
+
+
+def check_recorded_pairs(setup: Setup) -> None:
+    """Raise UserError if the method or configuration does not fit recorded pairs, or needs them and has none."""
+    config, method = setup.config, setup.method
+    if config.preferences is None:
+        if config.labels != "file":
+            raise UserError(f"labels is {config.labels!r}, but preferences is not set: set it to a file of pairs")
+        if getattr(method.loss.surrogate, "similarity", False):
+            raise UserError(f"method {config.method} pulls to the first image of recorded pairs, but preferences is "
+                            "not set: set it to a file of pairs, or parts.surrogate.similarity: 0")
+        return
+    _require_recorded(config, method)
+    _require_measured(config)
+    if config.labels == "file" and isinstance(method.credit.shaping, BradleyTerry):
+        raise UserError(f"labels is 'file', but method {config.method} samples labels from rewards, and would swap "
+                        "some of the file's: set labels: rewards, or parts.shaping: null")
+    if config.labels == "rewards" and getattr(method.loss.surrogate, "similarity", False) \
+            and not isinstance(method.credit.shaping, BradleyTerry):
+        raise UserError(f"method {config.method} with parts.surrogate.similarity pulls to what the file calls chosen, "
+                        "but labels is 'rewards', which may prefer the other image: set labels: file, or similarity: "
+                        "0")
+    if method.rollout.preview:
+        raise UserError(f"preferences is set, so no image is sampled, but method {config.method} chooses among "
+                        "previews of sampled ones: leave sol_rl out")
+    if config.train.group != 2:
+        raise UserError(f"train.group is {config.train.group}, but preferences brings pairs: set train.group: 2")
+
+
+def _require_measured(config: Config) -> None:
+    """Raise UserError for a training key of a reward that is only measured beside labels from the file."""
+    for name, rule in config.watched.items() if config.labels == "file" else ():
+        for key in (key for key in ("limit", "transform") if getattr(rule, key, None)):
+            raise UserError(f"reward.{name}.{key} is set, but labels is 'file', so that rewards are only measured: "
+                            "leave it out, or set labels: rewards")
+
+
+def _require_recorded(config: Config, method: Method) -> None:
+    """Raise UserError for a method that does not train recorded pairs."""
+    if isinstance(method.target, RecordedPairs):
+        return
+    if not method.for_tokens:
+        raise UserError(f"preferences is set, so no image is sampled, but method {config.method} trains steps of "
+                        "sampling one, or edits of sampled ones: use a method of noised finals, such as diffusion_dpo")
+    from flowgrpo.text.targets import RecordedCompletions
+
+    if not isinstance(method.target, RecordedCompletions):
+        raise UserError(f"preferences is set, but method {config.method} on this model trains {method.target.trains}, "
+                        "which recorded completions have none of: expected a causal language model and a method such "
+                        "as dpo")
+    decoding = method.generation.decoding
+    if decoding.greedy or decoding.expert:
+        raise UserError(f"preferences is set, so no completion is sampled, but method {config.method} keeps "
+                        f"{decoding.greedy} greedy samples and {decoding.expert} answers per group: set "
+                        "parts.decoding: {greedy: 0, expert: 0}, or use a method such as dpo")
+    if config.text.engine != "transformers" or config.text.engine_precision is not None:
+        raise UserError("preferences is set, so no completion is sampled, but text.engine or text.engine_precision is "
+                        "set too: leave them out")
+
+
+def check_supervised(setup: Setup) -> None:
+    """Raise UserError for a supervised term that does not go with an option, has no examples, or whose file of
+    demonstrations has a mistake."""
+    config, method = setup.config, setup.method
+    part = method.loss.data
+    if part is None:
+        return
+    wrong = {"memory.shard, whose processes would meet in other steps: use false": config.memory.shard,
+             "memory.context_parallel: use 1": config.memory.context_parallel > 1,
+             "picture.sizes, where the examples of a batch differ in size: leave it out": bool(config.picture.sizes)}
+    for option in (option for option, applies in wrong.items() if applies):
+        raise UserError(f"parts.data, a supervised term, does not go with {option}")
+    if isinstance(part.source, Explained) and not method.for_tokens:
+        raise UserError("parts.data.source is Explained, whose examples a language model writes: use PassRate here")
+    if isinstance(part, (PreferencePairs, PicturePairs)):
+        if not part.source.path:
+            raise UserError(f"parts.data is {type(part).__name__}, but names no pairs: set parts.data.source.path to a "
+                            ".jsonl file of pairs")
+        load_pairs(part.source.path, text=isinstance(part, PreferencePairs))
+    elif part.source.path:
+        load_demonstrations(part.source.path)
+    elif not method.for_tokens and not (isinstance(part.source, PassRate) and part.source.collects_own):
+        raise UserError(f"parts.data.source is {type(part.source).__name__}, which takes recorded images, but it has "
+                        "no path: set it to a .jsonl file of demonstrations")

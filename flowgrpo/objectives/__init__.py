@@ -23,7 +23,7 @@ from flowgrpo.objectives.ratios import (
     SequenceRatio,
     SquaredErrorRatio,
 )
-from flowgrpo.objectives.step_weights import InverseDelta, NoiseLevel, Sigma, Uniform
+from flowgrpo.objectives.reductions import InverseDelta, NoiseLevel, Sigma, Uniform
 from flowgrpo.objectives.surrogates import (
     AdaptiveClip,
     Clip,

@@ -45,8 +45,10 @@ class NegativeAware(OfNoised):
     most: Annotated[float, Above(0)] = 5.0
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: NoisedBatch) -> Tensor:
-        target, before = old.target[:, None], required(old.old.mean)
-        moved, good = self.beta * (required(old.new.mean) - before), goodness(advantage, self.most)
+        target = old.target[:, None]
+        before = required(old.old.mean)
+        moved = self.beta * (required(old.new.mean) - before)
+        good = goodness(advantage, self.most)
         towards, away = (_normalised(old.time * (v - target)) for v in (before + moved, before - moved))
         return self.most / self.beta * (good * towards + (1 - good) * away)
 
@@ -127,7 +129,8 @@ class Preference(OfNoised):
         return error(noised.new) - error(required(noised.reference))
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: NoisedBatch) -> Tensor:
-        peers, places = required(old.peers), torch.arange(len(required(old.peers).statistic), device=old.rows.device)
+        peers = required(old.peers)
+        places = torch.arange(len(required(old.peers).statistic), device=old.rows.device)
         group = peers.members(old.rows)
         others = group & (old.rows[:, None] != places)
         sign = (advantage - peers.advantage).sign()

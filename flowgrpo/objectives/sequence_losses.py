@@ -4,6 +4,8 @@ All are per token, [B, L], or per transition, [B, 1], with the interface of the 
 a `GroupLoss` is a `CompletionBatch`. Samples of a group are compared through `GroupStatistics`, without a gradient. A
 completion's weight in its group's loss is one number, so a micro-batch may hold a part of the group. Log-ratios and
 log-probabilities are 0 where a token does not count, so sums over a row need no mask.
+
+`PairLoss` is the family of DPO, on preference pairs of texts and pictures.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from flowgrpo.objectives.surrogates import Surrogate
-from flowgrpo.parts import Above, AtLeast, part
-from flowgrpo.types import CompletionBatch, NoisedBatch, required
+from flowgrpo.parts import Above, AtLeast, OneOf, part
+from flowgrpo.types import CompletionBatch, NoisedBatch, Scored, required
 
 
 @part("surrogate")
@@ -153,7 +155,8 @@ class Regressed(SampleLoss):
         return _mean(compared.log_ratio, compared.new.mask)
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch | NoisedBatch) -> Tensor:
-        group, statistic = required(old.peers).members(old.rows), required(old.peers).statistic
+        group = required(old.peers).members(old.rows)
+        statistic = required(old.peers).statistic
         mean = _over(statistic, group)
         spread = _over((statistic - mean).square(), group).sqrt().clamp(min=self.least)
         return ((log_ratio - mean) / spread - advantage).square()
@@ -181,7 +184,8 @@ class PairwisePreference(SampleLoss):
         return _mean(compared.new.logp - required(compared.reference).logp, compared.new.mask)
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch | NoisedBatch) -> Tensor:
-        peers, group = required(old.peers), required(old.peers).members(old.rows)
+        peers = required(old.peers)
+        group = required(old.peers).members(old.rows)
         sign = (advantage - peers.advantage).sign() * group
         top = peers.advantage.masked_fill(~group, -math.inf).amax(1, keepdim=True)
         scale = self.beta * torch.where(torch.maximum(advantage, peers.advantage) == top, self.best, 1.0)
@@ -190,7 +194,8 @@ class PairwisePreference(SampleLoss):
         share = group.sum(1, keepdim=True) / pairs.clamp(min=1)
         slope = -(sign * scale * torch.sigmoid(-apart)).sum(1, keepdim=True) * share
         value = (softplus(-apart) * sign.abs()).sum(1, keepdim=True) * share / 2
-        pull, moved = slope * (old.new.logp - required(old.reference).logp), old.new.logp - old.old.logp
+        pull = slope * (old.new.logp - required(old.reference).logp)
+        moved = old.new.logp - old.old.logp
         return value + pull - pull.detach() + self.trust * (moved.expm1() - moved)
 
     @staticmethod
@@ -209,3 +214,90 @@ def _mean(values: Tensor, mask: Tensor) -> Tensor:
 def _over(values: Tensor, group: Tensor) -> Tensor:
     """Return the mean over each row's group, bool [b, m], of values [m] or [b, m]: [b, 1]."""
     return (values * group).sum(1, keepdim=True) / group.sum(1, keepdim=True)
+
+
+FORMS = ("logistic", "squared", "hinge")
+
+
+@part("surrogate", reads_groups=True, reads_advantages=True, jointly={"beta smoothing": "above 0, and 0 to 1/2"})
+class PairLoss(SampleLoss):
+    """Loss of preference pairs, [B, N]: the mean over the pairs of a group with different advantages of f(h), h = beta
+    (s_w - s_l) - margin - offset (A_w - A_l).
+
+    s: of a sample the sum over its decisions of log p - log p_reference; without `reference` of log p; with `mean` the
+        mean over its decisions.
+    w, l: the sample of the larger advantage A, and the other.
+    form: "logistic": f = -log sigmoid(h) (DPO, 2305.18290). "squared": f = ((h - 1/2) / beta)^2 (IPO, 2310.12036).
+        "hinge": f = max(1 - h, 0) (SLiC-HF, 2305.10425).
+    smoothing: probability e of a wrong label: (1 - e) f(h) + e f(-h) (cDPO).
+    margin: SimPO's target margin (2405.14734), which has `mean` and no `reference`.
+    offset: weight of the rewards' difference, ODPO's (2402.10571), of an advantage that keeps their scale.
+    likelihood: weight of a further term, -log p of each group's best sample, the mean over its decisions (RPO,
+        2404.19733; CPO, 2401.08417).
+
+    Of texts with `SequenceMean`. Of pictures log p is -e/2, e the mean squared error at a noised final: with `beta` of
+    `Preference` this is its loss. A group of equal advantages has the value 0.
+    """
+
+    beta: Annotated[float, Above(0)] = 0.1
+    form: Annotated[str, OneOf(FORMS)] = "logistic"
+    mean: bool = False
+    reference: bool = True
+    smoothing: Annotated[float, AtLeast(0, below=0.5)] = 0.0
+    margin: float = 0.0
+    offset: Annotated[float, AtLeast(0)] = 0.0
+    likelihood: Annotated[float, AtLeast(0)] = 0.0
+
+    @property
+    def reads_reference(self) -> bool:  # type: ignore[override]
+        """True if samples are compared with the reference."""
+        return self.reference
+
+    def statistic(self, compared: CompletionBatch | NoisedBatch) -> Tensor:
+        """Return s of every sample: [b]."""
+        logp, mask = compared.new.logp, compared.new.mask
+        if self.reference:
+            logp = logp - required(compared.reference).logp
+        total = (logp * mask).sum(1)
+        return total / mask.sum(1).clamp(min=1) if self.mean else total
+
+    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch | NoisedBatch) -> Tensor:
+        peers = required(old.peers)
+        group = peers.members(old.rows).to(log_ratio.dtype)
+        apart = advantage - peers.advantage
+        sign = apart.sign() * group
+        h = sign * self.beta * (self.statistic(old)[:, None] - peers.statistic) - self.margin \
+            - self.offset * apart.abs()
+        losses = (1 - self.smoothing) * self.loss(h) + (self.smoothing * self.loss(-h) if self.smoothing else 0.0)
+        size = group.sum(1, keepdim=True)
+        pairs = _pairs(peers.advantage, group)
+        value = (losses * sign.abs()).sum(1, keepdim=True) * size / (2 * pairs.clamp(min=1))
+        value = 2 * value - value.detach()  # half of a pair's gradient is its partner's
+        if self.likelihood:
+            pull = _best(peers.advantage, group, old.rows) * size * (pairs > 0)
+            value = value - self.likelihood * pull * _mean_logp(old.new)
+        return value.expand_as(log_ratio)
+
+    def loss(self, h: Tensor) -> Tensor:
+        """Return f(h), of any shape."""
+        if self.form == "squared":
+            return ((h - 0.5) / self.beta).square()
+        return softplus(-h) if self.form == "logistic" else (1 - h).clamp(min=0)
+
+
+def _best(advantage: Tensor, group: Tensor, rows: Tensor) -> Tensor:
+    """Return the share of each row [b] in the best samples of its group [b, m], by the advantages [m]: [b, 1]."""
+    highest = advantage.masked_fill(group == 0, -math.inf).amax(1, keepdim=True)
+    best = group * (advantage == highest)
+    return best.gather(1, rows[:, None]) / best.sum(1, keepdim=True)
+
+
+def _mean_logp(scored: Scored) -> Tensor:
+    """Return the mean log-probability of each row's decisions: [b, 1]."""
+    return (scored.logp * scored.mask).sum(1, keepdim=True) / scored.mask.sum(1, keepdim=True).clamp(min=1)
+
+
+def _pairs(advantage: Tensor, group: Tensor) -> Tensor:
+    """Return the number of pairs of different advantages [m] in each row's group [b, m]: [b, 1]."""
+    differ = (advantage[:, None] != advantage).to(group.dtype)
+    return ((group @ differ) * group).sum(1, keepdim=True) / 2

@@ -10,10 +10,11 @@ import torch
 from flowgrpo.config.schema import Config
 from flowgrpo.config.sections import PIXELS, Load
 from flowgrpo.errors import UserError
-from flowgrpo.methods import keys_read, recorded_pairs, supervised_term, validate
+from flowgrpo.methods import keys_read
 from flowgrpo.methods.method import Method
 from flowgrpo.methods.setup import Setup, require_compatible
 from flowgrpo.methods.targets import LatentEdits
+from flowgrpo.methods.validate import check_recorded_pairs, check_supervised, resolve
 from flowgrpo.objectives import references
 from flowgrpo.policies import build, sources
 from flowgrpo.policies.pipelines import attention
@@ -29,7 +30,7 @@ def checked(config: Config, kind: str, device: str | torch.device) -> Method:
 
     kind: of the model. Raises UserError on the first problem.
     """
-    setup = Setup(config, kind, validate.resolve(config, build.process(kind)), device=device)
+    setup = Setup(config, kind, resolve(config, build.process(kind)), device=device)
     keys_read.check(setup)
     check(setup)
     return setup.method
@@ -38,7 +39,7 @@ def checked(config: Config, kind: str, device: str | torch.device) -> Method:
 def check(setup: Setup) -> None:
     """Raise UserError for options that conflict with each other, the method or the device."""
     for each in (require_load, require_init, require_memory, memory_options.require_waiting, sharding.require_shardable,
-                 attention.require_context_parallel, require_sizes, recorded_pairs.check, supervised_term.check):
+                 attention.require_context_parallel, require_sizes, check_recorded_pairs, check_supervised):
         each(setup)
 
 

@@ -24,8 +24,8 @@ from flowgrpo.methods.supervised import (
     PicturePairs,
     PreferencePairs,
 )
-from flowgrpo.objectives.pair_losses import PairLoss
 from flowgrpo.objectives.reductions import SequenceMean, reduced
+from flowgrpo.objectives.sequence_losses import PairLoss
 from flowgrpo.policies.pipelines.call import at_guidance
 from flowgrpo.policies.pipelines.image_latents import ImageEncoder
 from flowgrpo.policies.policy import Policy

@@ -26,10 +26,10 @@ from flowgrpo.rollouts import measured, sizes
 from flowgrpo.rollouts.base import GroupSampler, TotalReward
 from flowgrpo.rollouts.loss_inputs import LossInputs
 from flowgrpo.rollouts.targets import Drawer, Replayed, target
-from flowgrpo.samplers import cost, learned_noise, reward_gradient
+from flowgrpo.samplers import cost, noise, reward_gradient
 from flowgrpo.samplers.base_samples import BasePictures
 from flowgrpo.samplers.grids import make_grid
-from flowgrpo.samplers.quiet_steps import LEAST, deviation, message, quiet
+from flowgrpo.samplers.noise import LEAST, deviation, message, quiet
 from flowgrpo.samplers.rollout import Part, RolloutSpec, Seed
 from flowgrpo.types import Gaussian, Scored, required
 
@@ -54,7 +54,7 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
         learned = method.denoising.learned_noise
         self.network = learned.network().to(policy.device) if learned else None
         if self.network is not None:
-            policy.weights.add(learned_noise.NAME, self.network)
+            policy.weights.add(noise.NAME, self.network)
         if method.denoising.preview:
             measured.require_previews(method.denoising.preview, policy)
         self.target, self.planned = target(self), dict[tuple[int, Size | None], list[RolloutSpec]]()

@@ -16,10 +16,9 @@ from flowgrpo.device import queued
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.methods.groups import Loss
 from flowgrpo.methods.method import Method
-from flowgrpo.objectives.actor_critic import Seen
 from flowgrpo.objectives.forward_process import OfNoised
 from flowgrpo.objectives.sequence_losses import SampleLoss
-from flowgrpo.objectives.surrogates import Origin
+from flowgrpo.objectives.surrogates import Origin, Seen
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.types import CompletionBatch, GroupStatistics, NoisedBatch, Scored, required
 

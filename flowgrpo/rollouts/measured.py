@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from flowgrpo.advantages.step_credit import Progress
+from flowgrpo.advantages.token_credit import Progress
 from flowgrpo.config.geometry import BatchShape
 from flowgrpo.config.schema import Config
 from flowgrpo.log import PhaseTimer

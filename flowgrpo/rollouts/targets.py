@@ -19,7 +19,7 @@ from flowgrpo.objectives.sequence_losses import SampleLoss
 from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.rollouts.loss_inputs import EditInputs, LossInputs, NoisedInputs, SplitGroups
-from flowgrpo.samplers import joint_density, latent_edits, noised_finals, pruning, reward_gradient
+from flowgrpo.samplers import joint_density, latent_edits, noised_finals, preview, reward_gradient
 from flowgrpo.samplers.growth import explore
 from flowgrpo.samplers.old_policy import OldPolicy
 from flowgrpo.samplers.replay import replay
@@ -52,7 +52,7 @@ class Rollouts(Protocol):
 class Drawer(Protocol):
     """Sampler of groups (`targets.RecordedSteps.sample`)."""
 
-    def sample(self, conditioning: Conditioning, explorations: list[RolloutSpec], seed: Seed, judge: pruning.Judge
+    def sample(self, conditioning: Conditioning, explorations: list[RolloutSpec], seed: Seed, judge: preview.Judge
                ) -> Iterator[Part]:
         """Yield whole groups of every prompt of `conditioning`."""
 
@@ -75,11 +75,11 @@ class RecordedSteps:
         """Samples that the pipeline draws per prompt, on all processes."""
         return self.rollouts.config.train.group
 
-    def sample(self, conditioning: Conditioning, explorations: list[RolloutSpec], seed: Seed, judge: pruning.Judge
+    def sample(self, conditioning: Conditioning, explorations: list[RolloutSpec], seed: Seed, judge: preview.Judge
                ) -> Iterator[Part]:
         """Sample a group per prompt: the parts as they are finished. judge: of clean predictions on the way."""
         pruned = self.method.denoising.pruning
-        grower = None if pruned is None else partial(pruning.PrunedGrower, pruned, judge)
+        grower = None if pruned is None else partial(preview.PrunedGrower, pruned, judge)
         return explore(self.policy, conditioning, explorations, self.micro_batch, seed,
                        self.rollouts.together(len(conditioning.prompts)), grower)
 
@@ -156,7 +156,7 @@ class RewardGradient(RecordedSteps):
 
     own: targets.RewardGradient
 
-    def sample(self, conditioning: Conditioning, explorations: list[RolloutSpec], seed: Seed, judge: pruning.Judge
+    def sample(self, conditioning: Conditioning, explorations: list[RolloutSpec], seed: Seed, judge: preview.Judge
                ) -> Iterator[Part]:
         [exploration] = explorations
         return reward_gradient.explore(self.policy, conditioning, exploration, self.own.backprop,

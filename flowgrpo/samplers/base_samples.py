@@ -9,8 +9,7 @@ from typing import Generic
 import torch
 
 from flowgrpo.config.geometry import BatchShape
-from flowgrpo.samplers.denoiser import C, Denoiser
-from flowgrpo.samplers.rollout import Part
+from flowgrpo.samplers.rollout import C, Denoiser, Part
 from flowgrpo.samplers.scheduler import Segment
 
 
@@ -24,14 +23,17 @@ class BasePictures(Generic[C]):
 
     def __init__(self, policy: Denoiser[C], grid: torch.Tensor, timesteps: torch.Tensor | None, shape: BatchShape,
                  decode: Callable[[torch.Tensor, C], torch.Tensor]):
-        self.policy, self.shape, self.decode = policy, shape, decode
+        self.policy = policy
+        self.shape = shape
+        self.decode = decode
         self.task = Segment(grid, range(len(grid) - 1), timesteps=timesteps)
         self.known: dict[int, torch.Tensor] = {}
 
     def __call__(self, part: Part, conditioning: C) -> torch.Tensor:
         prompts = dict(zip(part.seeds.tolist(), part.prompts.tolist()))
         missing = [seed for seed in prompts if seed not in self.known]
-        known, self.known = self.known, {}
+        known = self.known
+        self.known = {}
         with self.policy.reference():
             for start in range(0, len(missing), self.shape.micro_batch):
                 seeds = missing[start:start + self.shape.micro_batch]
@@ -50,7 +52,8 @@ def deterministic(policy: Denoiser[C], conditioning: C, part: Part, micro_batch:
     Returns (the states, the prompt of each, int64 [u], the state that each leaf is compared with, int64 [b]).
     """
     assert part.seeds is not None and part.exploration is not None, "samples without an initial noise"
-    spec, (seeds, at) = part.exploration, part.seeds.unique(return_inverse=True)
+    spec = part.exploration
+    seeds, at = part.seeds.unique(return_inverse=True)
     prompts = torch.empty_like(seeds).scatter(0, at, part.prompts)
     task = Segment(spec.grid, range(spec.steps), solver=spec.solver, timesteps=spec.timesteps)
     finals = [policy.run(task, conditioning.rows(prompts[rows]), None, policy.generators(seeds[rows].tolist()))[0]

@@ -37,7 +37,8 @@ def update(explorations: Sequence[RolloutSpec], prompts: int, passes: int) -> in
 
 def states(exploration: RolloutSpec) -> list[int]:
     """Return the number of states of one prompt that each step starts from, [T]."""
-    counts, nodes = [], exploration.roots
+    counts = []
+    nodes = exploration.roots
     for step in range(exploration.steps):
         counts.append(nodes)
         nodes *= exploration.splits.get(step, 1)
@@ -47,5 +48,6 @@ def states(exploration: RolloutSpec) -> list[int]:
 def _grown(exploration: RolloutSpec) -> int:
     """Return the evaluations of one prompt behind the shared prefix, in every granularity."""
     start = 0 if exploration.alone else exploration.trunk
-    nodes, settled = states(exploration), exploration.settled
+    nodes = states(exploration)
+    settled = exploration.settled
     return sum(nodes[start:settled]) + exploration.group * sum(tail.steps - settled for tail in exploration.tails())

@@ -75,7 +75,8 @@ def stock(scheduler: Any, steps: int) -> Tensor:
     Qwen-Image: linspace(1, 1/steps, steps)) and a mu that depends on the image size.
     Raises ValueError for a scheduler whose sigmas do not run from 1 to 0 in `steps` steps.
     """
-    name, grid = type(scheduler).__name__, getattr(scheduler, "sigmas", None)
+    name = type(scheduler).__name__
+    grid = getattr(scheduler, "sigmas", None)
     if grid is None:
         raise ValueError(f"{name} has no sigmas: a grid needs a flow-matching scheduler")
     if scheduler.config.get("invert_sigmas"):
@@ -100,14 +101,16 @@ def alpha_bars(scheduler: Any, steps: int) -> tuple[Tensor, Tensor]:
     Raises ValueError if there are no such timesteps, if the scheduler clips, or if an alpha-bar is 0 and the network
     predicts noise, which then has no information on the data.
     """
-    name, table = type(scheduler).__name__, scheduler.alphas_cumprod.detach().cpu().float()
+    name = type(scheduler).__name__
+    table = scheduler.alphas_cumprod.detach().cpu().float()
     for key in ("clip_sample", "thresholding"):
         if scheduler.config.get(key):
             raise ValueError(f"{name} has {key}, which makes a step no Gaussian of the model's output: set it to false")
     if not 1 <= steps <= len(table):
         raise ValueError(f"{name} has {len(table)} timesteps, expected 1 to as many steps, got {steps}")
     timesteps = _timesteps(scheduler, steps)
-    first, blind = timesteps[0], scheduler.config.get("prediction_type") == "epsilon"
+    first = timesteps[0]
+    blind = scheduler.config.get("prediction_type") == "epsilon"
     if first >= len(table) or (blind and table[first] <= 0):
         raise ValueError(f"{name} starts {steps} steps at timestep {first}, expected one with an alpha-bar "
                          "above 0: take fewer steps or, with rescale_betas_zero_snr, timestep_spacing leading")

@@ -19,8 +19,7 @@ import torch
 from flowgrpo import gaussian
 from flowgrpo.config.geometry import prompts_per_part
 from flowgrpo.device import arrived, put_away, queued
-from flowgrpo.samplers.denoiser import C, Denoiser
-from flowgrpo.samplers.rollout import Part, RolloutSpec, Seed
+from flowgrpo.samplers.rollout import C, Denoiser, Part, RolloutSpec, Seed
 from flowgrpo.samplers.scheduler import StepRecord, cat_known, noise_like
 from flowgrpo.types import Scored, Transitions
 
@@ -50,7 +49,8 @@ def explore(policy: Denoiser[C], conditioning: C, explorations: Sequence[Rollout
     seed(prompt, sample) is the seed of a leaf; sample -1, -2, ... are the initial noises that leaves share.
     together: prompts per part; by default as many as a micro-batch holds. grower: of the samples of some prompts.
     """
-    first, count = 0, len(conditioning.prompts)
+    first = 0
+    count = len(conditioning.prompts)
     for prompts in torch.arange(count).split([*together] or prompts_per_part(explorations[0].group, micro_batch)):
         trunks: dict[int, Nodes] = {}
         # A shared prefix continues from a shorter one, so the shortest comes first.
@@ -65,8 +65,12 @@ class Grower(Generic[C]):
 
     def __init__(self, policy: Denoiser[C], conditioning: C, exploration: RolloutSpec, micro_batch: int, seed: Seed,
                  number: int):
-        self.policy, self.conditioning, self.exploration = policy, conditioning, exploration
-        self.micro_batch, self.seed, self.offset = micro_batch, seed, number * exploration.group
+        self.policy = policy
+        self.conditioning = conditioning
+        self.exploration = exploration
+        self.micro_batch = micro_batch
+        self.seed = seed
+        self.offset = number * exploration.group
         self.of_leaf: dict[tuple[int, int], torch.Generator] = {}
         self.recorder = Recorder(policy.states, exploration.keep_means,
                                  exploration.predicted if exploration.keep_clean else None)
@@ -78,7 +82,8 @@ class Grower(Generic[C]):
             nodes = self._split(self._advance(nodes, at, step), step, children)
             at = step + 1
         if len(exploration.strides) > 1:  # noise behind the last split is drawn once for all granularities
-            nodes, at = self._advance(nodes, at, exploration.settled), exploration.settled
+            nodes = self._advance(nodes, at, exploration.settled)
+            at = exploration.settled
         ends = (self._advance(nodes, at, tail.steps, tail).x for tail in exploration.tails())
         finals = tuple(end for end in ends if end is not None)
         transitions = tuple(self.recorder.taken[step] for step in exploration.schedule.trained)
@@ -157,7 +162,8 @@ class Grower(Generic[C]):
     def _draw(self, nodes: Nodes, step: int, children: int, generators: list[torch.Generator]) -> Nodes:
         """Draw `children` transitions from each of n states, whose noise is that of the generators, n * children."""
         assert nodes.x is not None, "a draw before the first noise"
-        records, at = [], nodes.x
+        records = []
+        at = nodes.x
         for rows in torch.arange(len(nodes.prompts)).split(self.micro_batch):
             x = at[queued(rows, at.device)]
             v = self._evaluated(nodes.prompts[rows], x, step)
@@ -197,7 +203,9 @@ class Recorder:
     """
 
     def __init__(self, states: torch.device, means: bool, predict: Predict | None = None):
-        self.states, self.means, self.predict = states, means, predict
+        self.states = states
+        self.means = means
+        self.predict = predict
         self.taken: dict[int, Transitions] = {}
         self._joined: tuple[list[torch.Tensor], torch.Tensor] | None = None  # the last states, by micro-batch and whole
         self._stored: tuple[torch.Tensor, torch.Tensor] | None = None  # the last state, here and on its device

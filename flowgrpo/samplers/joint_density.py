@@ -10,9 +10,8 @@ from torch import Tensor
 
 from flowgrpo import gaussian
 from flowgrpo.device import queued
-from flowgrpo.samplers.denoiser import C, Replayer
 from flowgrpo.samplers.replay import recorded
-from flowgrpo.samplers.rollout import Part, RolloutSpec
+from flowgrpo.samplers.rollout import C, Part, Replayer, RolloutSpec
 from flowgrpo.types import Gaussian, Scored, Transitions, required
 
 
@@ -62,7 +61,8 @@ def replay(policy: Replayer[C], conditioning: C, part: Part, micro_batch: int) -
 
     Yields (0, rows, Scored [b,1]). Scores have gradients where they are enabled, in one graph of all steps.
     """
-    [chain], exploration = recorded(part), required(part.exploration)
+    [chain] = recorded(part)
+    exploration = required(part.exploration)
     assert isinstance(chain, JointTransitions), "a chain that is not `joined`"
     for start in range(0, len(chain.x), micro_batch):
         rows = slice(start, start + micro_batch)
@@ -87,7 +87,8 @@ def _first(exploration: RolloutSpec, taken: Transitions, rows: slice) -> Tensor 
 
 def merge(links: tuple[Transitions, ...], old: Scored) -> JointTransitions:
     """Return consecutive transitions, which do not split, as one per sample, with its old score [m,1]."""
-    first, last = links[0], links[-1]
+    first = links[0]
+    last = links[-1]
     assert all(torch.equal(link.parent, torch.arange(len(link.x))) for link in links), "a chain that splits"
     return JointTransitions(first.step, first.x, first.prompts, first.parent, last.x_next, old, links=links)
 

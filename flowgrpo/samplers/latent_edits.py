@@ -21,10 +21,9 @@ from torch import Tensor
 
 from flowgrpo import gaussian
 from flowgrpo.parts import Above, AtLeast, part
-from flowgrpo.samplers.denoiser import C, Replayer
 from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.replay import replay, rescored
-from flowgrpo.samplers.rollout import Part, RolloutSpec, Seed
+from flowgrpo.samplers.rollout import C, Part, Replayer, RolloutSpec, Seed
 from flowgrpo.samplers.scheduler import noise_like
 from flowgrpo.types import Gaussian, Scored, Transitions, wide
 
@@ -118,7 +117,8 @@ def edited(editor: Editor[C], conditioning: C, part: Part, exploration: RolloutS
 
     seed: seeds of the leaves, as in the rollout; the noise of an edit is a separate draw.
     """
-    (x0,), count = part.finals, editor.edit.bases(exploration.group)
+    (x0,) = part.finals
+    count = editor.edit.bases(exploration.group)
     seeds = (_forked(seed(int(p), leaf % count)) for leaf, p in enumerate(part.prompts))
     noise = noise_like(x0, [torch.Generator().manual_seed(number) for number in seeds])
     with torch.no_grad():
@@ -126,11 +126,13 @@ def edited(editor: Editor[C], conditioning: C, part: Part, exploration: RolloutS
                            for rows in torch.arange(len(x0)).split(micro_batch)])
     drawn = gaussian.sample(editor.edit.transition(x0, means, exploration.grid, 0), noise)
     if editor.edit.acting == "pairs":
-        bases, parent = torch.arange(len(x0)), torch.arange(len(x0)).repeat_interleave(2)
+        bases = torch.arange(len(x0))
+        parent = torch.arange(len(x0)).repeat_interleave(2)
         decisions = torch.stack([torch.zeros_like(drawn), drawn], 1).flatten(0, 1)
     else:
         chosen = _chosen(editor, conditioning, part.prompts, x0, drawn, micro_batch)
-        bases, parent = chosen % len(x0), torch.arange(len(chosen))
+        bases = chosen % len(x0)
+        parent = torch.arange(len(chosen))
         decisions = torch.cat([torch.zeros_like(drawn), drawn])[chosen]
     part = _taken(editor, part, exploration, x0, bases, parent, decisions, drawn[bases[parent]])
     with torch.no_grad():
@@ -143,7 +145,8 @@ def _chosen(editor: Editor[C], conditioning: C, prompts: Tensor, x0: Tensor, dra
     `candidates` consecutive bases make a sample. A choice below b is a base, b + k the edit of base k. Ties go to the
     first, bases before edits.
     """
-    n, count = editor.edit.candidates, len(x0)
+    n = editor.edit.candidates
+    count = len(x0)
     both = torch.cat([x0, editor.edit.applied(x0, drawn)])
     with torch.no_grad():
         values = torch.cat([editor.value(conditioning.rows(prompts[rows % count]), both[rows.to(both.device)])
@@ -155,7 +158,8 @@ def _chosen(editor: Editor[C], conditioning: C, prompts: Tensor, x0: Tensor, dra
 def _taken(editor: Editor[C], part: Part, exploration: RolloutSpec, x0: Tensor, bases: Tensor, parent: Tensor,
            decisions: Tensor, proposed: Tensor) -> Part:
     """Return the part with recorded decisions [m,*D], not scored yet, at the bases [n] that samples come from."""
-    logp, of = torch.zeros(len(decisions), 1), bases[parent]
+    logp = torch.zeros(len(decisions), 1)
+    of = bases[parent]
     unscored = Scored(logp, torch.ones_like(logp, dtype=torch.bool),
                       decisions[:, None].to(editor.states) if exploration.keep_means else None)
     taken = Edits(0, x0[bases.to(x0.device)].to(editor.states), part.prompts[bases], parent,
@@ -183,7 +187,8 @@ def on_the_fly(editor: Editor[C], conditioning: C, x: Tensor) -> tuple[Tensor, T
     flat = x.flatten(0, 1)
     both = torch.stack([flat, editor.edit.applied(flat, editor.replay(rows, flat))])
     values = torch.stack([editor.value(rows, states) for states in both]).unflatten(1, x.shape[:2])
-    values, both = values.transpose(0, 1).flatten(1), both.unflatten(1, x.shape[:2]).transpose(0, 1).flatten(1, 2)
+    values = values.transpose(0, 1).flatten(1)
+    both = both.unflatten(1, x.shape[:2]).transpose(0, 1).flatten(1, 2)
     return both[torch.arange(len(x)), values.argmax(1).cpu()], values
 
 

@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 
 from flowgrpo.parts import Above, AtLeast, part
-from flowgrpo.samplers.denoiser import C, Denoiser
 from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.replay import replay, rescored
-from flowgrpo.samplers.rollout import Part, RolloutSpec, Seed
+from flowgrpo.samplers.rollout import C, Denoiser, Part, RolloutSpec, Seed
 from flowgrpo.samplers.scheduler import noise_like
 from flowgrpo.types import Gaussian, Scored, Transitions, wide
 
@@ -46,7 +45,8 @@ class GridTimes:
     shared: bool = False
 
     def __call__(self, grid: Tensor, epoch: int, seed: int) -> Tensor:
-        stop, steps = int(self.share * (len(grid) - 1)), len(grid) - 1
+        stop = int(self.share * (len(grid) - 1))
+        steps = len(grid) - 1
         if stop <= self.start:
             raise ValueError(f"GridTimes: start {self.start} and share {self.share} leave none of {steps} steps: take "
                              "an earlier start, a larger share or more steps")
@@ -113,10 +113,13 @@ def noised(policy: Denoiser[C], conditioning: C, part: Part, exploration: Rollou
     seed: seeds of the leaves, as in the rollout; the noise here is a separate draw.
     shared: one noise per group at each time; otherwise one per leaf.
     """
-    (x0,), group, vp = part.finals, exploration.group, exploration.timesteps is not None
+    (x0,) = part.finals
+    group = exploration.group
+    vp = exploration.timesteps is not None
     leaves = [-1 if shared else row % group for row in range(len(x0))]
     generators = policy.generators(_forked(seed(int(p), leaf)) for p, leaf in zip(part.prompts, leaves, strict=True))
-    rows, means = torch.arange(len(x0)), exploration.keep_means
+    rows = torch.arange(len(x0))
+    means = exploration.keep_means
     transitions = tuple(_noised(k, *states, part.prompts, rows, means) for k, states in enumerate(
         noised_states(x0, noise_like(x0, generators), t, policy.states, vp) for t in exploration.grid[:-1].tolist()))
     part = replace(part, exploration=exploration, transitions=transitions)
@@ -147,7 +150,8 @@ def exploration(times: Tensor, group: int, solver: Callable, score_means: bool, 
 
     alphas: [N], the alpha-bars of a variance-preserving process's timesteps; a time t is then timestep int(t N).
     """
-    every, timesteps = tuple(range(len(times))), None
+    every = tuple(range(len(times)))
+    timesteps = None
     if alphas is not None:
         timesteps = (times * len(alphas)).long().clamp(max=len(alphas) - 1)
         times = alphas[timesteps]

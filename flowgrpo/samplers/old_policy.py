@@ -73,7 +73,8 @@ class OldPolicy:
         if not self.lag.most:
             return
         if self.held is None:
-            self.held, self.epoch = self.weights.kept(), epoch
+            self.held = self.weights.kept()
+            self.epoch = epoch
         if epoch > self.epoch:
             decay = self.lag(self.updates)
             self.held = {key: now.lerp(self.held[key], decay) for key, now in self.weights.kept().items()}
@@ -93,4 +94,5 @@ class OldPolicy:
 
     def load_state(self, tensors: Snapshot, values: dict[str, Any]) -> None:
         """Restore the old weights of a checkpoint; without any, start again from the present ones."""
-        self.held, self.epoch = self.weights.placed(tensors) or None, values.get("epoch", 0)
+        self.held = self.weights.placed(tensors) or None
+        self.epoch = values.get("epoch", 0)

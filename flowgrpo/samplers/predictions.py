@@ -59,7 +59,8 @@ def as_noise(scheduler: Any, output: Tensor, x: Tensor, alpha: Tensor, timestep:
     kernel with only fresh noise, `VPCPS(1)`. DDIM(eta) keeps a part of the old noise, x - sqrt(a) f over sqrt(1-a).
     Either way the recorded density is that of the Gaussian that was drawn.
     """
-    kind, consistent = scheduler.config.get("prediction_type"), prediction(scheduler) == "consistency"
+    kind = scheduler.config.get("prediction_type")
+    consistent = prediction(scheduler) == "consistency"
     if kind == "epsilon" and not consistent:
         return output
     x, output = wide(x, output)

@@ -10,8 +10,7 @@ import torch
 
 from flowgrpo import gaussian
 from flowgrpo.device import queued
-from flowgrpo.samplers.denoiser import C, Replayer
-from flowgrpo.samplers.rollout import Part
+from flowgrpo.samplers.rollout import C, Part, Replayer
 from flowgrpo.types import Gaussian, Scored, Transitions, required
 
 
@@ -69,7 +68,8 @@ def _batches(sizes: list[int], micro_batch: int, pack: bool) -> list[list[tuple[
 def _evaluated(policy: Replayer[C], conditioning: C, part: Part, batch: list[tuple[int, range]]
                ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the states [b,*D] of a batch and the model's output [b,*D]."""
-    exploration, steps = part.exploration, recorded(part)
+    exploration = part.exploration
+    steps = recorded(part)
     assert exploration is not None
     taken = [(steps[k], states) for k, states in batch]
     before = [left.x[states.start:states.stop] for left, states in taken]

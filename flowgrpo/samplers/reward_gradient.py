@@ -18,8 +18,7 @@ import torch
 from flowgrpo.config.geometry import prompts_per_part
 from flowgrpo.device import queued
 from flowgrpo.parts import part
-from flowgrpo.samplers.denoiser import C, Denoiser
-from flowgrpo.samplers.rollout import Part, RolloutSpec, Seed
+from flowgrpo.samplers.rollout import C, Denoiser, Part, RolloutSpec, Seed
 from flowgrpo.samplers.scheduler import Segment
 from flowgrpo.types import Scored, Transitions, required
 
@@ -96,10 +95,12 @@ def explore(policy: Denoiser[C], conditioning: C, exploration: RolloutSpec, endi
 
     The arguments are those of `rollout.explore`. Every sample starts from a separate noise.
     """
-    group, count = exploration.group, len(conditioning.prompts)
+    group = exploration.group
+    count = len(conditioning.prompts)
     for prompts in torch.arange(count).split([*together] or prompts_per_part(group, micro_batch)):
         generators = policy.generators(seed(int(p), leaf) for p in prompts for leaf in range(group))
-        of, sampled = prompts.repeat_interleave(group), []
+        of = prompts.repeat_interleave(group)
+        sampled = []
         for rows in torch.arange(len(of)).split(micro_batch):
             drawn = generators[rows[0]:rows[-1] + 1]
             sampled.append(_sampled(policy, conditioning.rows(of[rows]), exploration, ending, drawn))
@@ -140,10 +141,13 @@ def replay(policy: Denoiser[C], conditioning: C, part: RewardGradientRollout, en
 
     Rewards have gradients where they are enabled. The interface is that of `replay.replay`.
     """
-    [taken], exploration, value = part.transitions, required(part.exploration), required(part.value)
+    [taken] = part.transitions
+    exploration = required(part.exploration)
+    value = required(part.value)
     for start in range(0, len(taken.x), micro_batch):
         rows = slice(start, start + micro_batch)
-        encoded, x = conditioning.rows(taken.prompts[rows]), queued(taken.x[rows], policy.device)
+        encoded = conditioning.rows(taken.prompts[rows])
+        x = queued(taken.x[rows], policy.device)
         data = ending(policy, encoded, x, exploration, taken.step, taken.generators[rows])
         yield 0, rows, _scored(value(taken.prompts[rows], policy.picture(data, encoded)))
 

@@ -17,9 +17,8 @@ from diffusers.utils.torch_utils import randn_tensor
 
 from flowgrpo import gaussian, types
 from flowgrpo.device import queued
-from flowgrpo.samplers.kernels import DDIM, Kernel, denoised, predict_x0
+from flowgrpo.samplers.kernels import DDIM, Euler, Kernel, denoised, predict_x0
 from flowgrpo.samplers.predictions import as_noise, process
-from flowgrpo.samplers.solvers import Euler
 from flowgrpo.types import required
 
 
@@ -175,7 +174,9 @@ class StepRecord:
                                                          for name in ("output", "x0", "first", "last")))
 
     def add(self, step: int, x: torch.Tensor, x_next: torch.Tensor, transition: types.Gaussian) -> None:
-        self.x[step], self.x_next[step], self.transition[step] = x, x_next, transition
+        self.x[step] = x
+        self.x_next[step] = x_next
+        self.transition[step] = transition
         self.logp[step] = gaussian.log_prob(transition, x_next)
 
 
@@ -224,9 +225,12 @@ class PolicyScheduler:
         policies/pipelines/call.py).
         """
         self.idle = 1 if state is not None else 0 if task.steps else self.quirk.idle
-        self.state, self.companions, self.leader = state, [], None
+        self.state = state
+        self.companions = []
+        self.leader = None
         assert not task.steps or (self.process == "vp") == (task.timesteps is not None), self.process
-        self.task, self.record = task, StepRecord(x0=x0)
+        self.task = task
+        self.record = StepRecord(x0=x0)
         return self.record
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PolicyScheduler:
@@ -242,7 +246,8 @@ class PolicyScheduler:
         """Return the record of the call, of which the scheduler holds nothing then; with companions, of all states in
         one [B,N]."""
         record = StepRecord.merged([self.record, *(twin.record for twin in self.companions)])
-        self.record, self.companions = StepRecord(), []
+        self.record = StepRecord()
+        self.companions = []
         return record
 
     def _own(self, value: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
@@ -258,7 +263,8 @@ class PolicyScheduler:
     def set_timesteps(self, num_inference_steps: int | None = None, device: str | torch.device | None = None,
                       timesteps: Any = None, sigmas: Any = None, mu: float | None = None, **_: Any) -> None:
         """Set the task's steps, whatever the pipeline asks for."""
-        task, first = self.task, self.task.steps.start
+        task = self.task
+        first = self.task.steps.start
         self._pending = [None] * self.idle + list(task.steps)
         self.num_inference_steps = len(self._pending)
         grid = 1 - task.grid if self.inverted else task.grid

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from flowgrpo.advantages.group import group_relative, weighted_sum
-from flowgrpo.advantages.segments import chain
 from flowgrpo.advantages.shaping import Shaping
-from flowgrpo.advantages.token_credit import TokenCredit
+from flowgrpo.advantages.token_credit import TokenCredit, chain
 from flowgrpo.errors import UserError
 from flowgrpo.parts import AtLeast, OneOf, part
 from flowgrpo.types import Completions, Context, Segmented, required, wide
 
 if TYPE_CHECKING:
     from flowgrpo.config.schema import Config
+
 
 @part("shaping", target="tokens", reads_answers=True)
 class ExpertReward(Shaping):

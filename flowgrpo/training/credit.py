@@ -14,7 +14,7 @@ from flowgrpo.advantages.group import below, weighted_sum
 from flowgrpo.advantages.selection import of_nodes
 from flowgrpo.methods.method import Method
 from flowgrpo.methods.targets import LatentEdits
-from flowgrpo.objectives.best_path import LayerTuning
+from flowgrpo.objectives.supervised import LayerTuning
 from flowgrpo.samplers.latent_edits import rewarded
 from flowgrpo.samplers.rollout import Part, leaves_of
 from flowgrpo.training.epoch import Epoch

@@ -16,8 +16,7 @@ from flowgrpo.curriculum.epoch_batch import EpochBatch
 from flowgrpo.data.pairs import OVERALL, decided, load_demonstrations, load_pairs
 from flowgrpo.data.prompts import Prompt, answer_of, as_line, of_records
 from flowgrpo.errors import UserError
-from flowgrpo.methods.data_sources import Explained, PassRate
-from flowgrpo.methods.supervised import DataLoss, NextToken, PicturePairs, PreferencePairs
+from flowgrpo.methods.supervised import DataLoss, Explained, NextToken, PassRate, PicturePairs, PreferencePairs
 from flowgrpo.rollouts.data_losses import Example
 from flowgrpo.samplers.rollout import Part, seeder
 from flowgrpo.training.credit import slices

@@ -29,7 +29,7 @@ class Extension:
 
     name: its key in a checkpoint.
     judges: names of the values of `judge`, for `eval.best` and `eval.stop`.
-    needs: what a run must have, of `methods.capabilities`.
+    needs: what a run must have, of `methods.setup`.
 
     What may change during a run, such as its rollouts, is read from the trainer when it is needed, and never kept.
     """

@@ -5,7 +5,7 @@ need a whole group in one process.
 from __future__ import annotations
 
 from flowgrpo import rewards
-from flowgrpo.advantages.step_credit import chosen_weights
+from flowgrpo.advantages.token_credit import chosen_weights
 from flowgrpo.config.schema import Config
 from flowgrpo.errors import UserError
 from flowgrpo.methods.method import Method

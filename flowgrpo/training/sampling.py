@@ -13,7 +13,7 @@ import torch
 
 from flowgrpo.advantages.group import AdvantageRule
 from flowgrpo.curriculum.epoch_batch import EpochBatch
-from flowgrpo.curriculum.gradient_variance import gradient_norms
+from flowgrpo.curriculum.history import gradient_norms
 from flowgrpo.data import sources
 from flowgrpo.data.prompts import NOTHING, Prompt
 from flowgrpo.device import current_gpu, use_gpu

@@ -13,7 +13,7 @@ import torch
 
 from flowgrpo import rewards
 from flowgrpo.advantages.group import group_std, weighted_sum, zero_variance
-from flowgrpo.advantages.step_credit import chosen_weights
+from flowgrpo.advantages.token_credit import chosen_weights
 from flowgrpo.config.reward_rules import Limit
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.distributed import signals

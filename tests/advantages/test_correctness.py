@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from flowgrpo.advantages.correctness import Correctness, Decoupled
+from flowgrpo.advantages.baselines import Correctness, Decoupled
 from flowgrpo.types import Context, SampleMeasures
 from tests.helpers.tables import close, f64
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flowgrpo.advantages.step_credit import Progress, chosen_weights, progress
+from flowgrpo.advantages.token_credit import Progress, chosen_weights, progress
 from flowgrpo.types import Context, RewardColumns, SampleMeasures
 
 # Two samples of one prompt: the values before three trained steps, and the reward at the end.

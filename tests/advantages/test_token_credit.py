@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from flowgrpo import methods
-from flowgrpo.advantages.segments import (
+from flowgrpo.advantages.token_credit import (
+    Exploring,
+    MergedSteps,
+    Planning,
+    SegmentChain,
+    SegmentTree,
+    StepGroups,
     anchors,
     chain,
     cut_points,
@@ -19,7 +25,6 @@ from flowgrpo.advantages.segments import (
     step_advantages,
     steps_of,
 )
-from flowgrpo.advantages.token_credit import Exploring, MergedSteps, Planning, SegmentChain, SegmentTree, StepGroups
 from flowgrpo.errors import UserError
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.text.samplers.decoding import Decoding

@@ -17,11 +17,10 @@ from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.samplers import cost
 from flowgrpo.samplers.grids import shifted
 from flowgrpo.samplers.growth import explore
-from flowgrpo.samplers.kernels import FlowSDE
+from flowgrpo.samplers.kernels import Euler, FlowSDE
 from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.replay import replay
 from flowgrpo.samplers.rollout import RolloutSpec, seeder
-from flowgrpo.samplers.solvers import Euler
 from tests.helpers import tiny, tiny_text
 
 

@@ -12,10 +12,9 @@ from flowgrpo.check import memory, reward_models
 from flowgrpo.config.geometry import geometry
 from flowgrpo.config.sections import Memory
 from flowgrpo.samplers.grids import shifted
-from flowgrpo.samplers.kernels import FlowSDE
+from flowgrpo.samplers.kernels import Euler, FlowSDE
 from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.rollout import RolloutSpec
-from flowgrpo.samplers.solvers import Euler
 from tests.helpers import tiny
 
 

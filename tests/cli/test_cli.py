@@ -226,6 +226,15 @@ def test_methods_are_found_by_a_word_and_stand_in_one_group_each(capsys):
     assert line in capsys.readouterr().err
 
 
+def test_parts_are_listed_with_what_their_fields_take(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["list", "parts", "conditional"]) == 0
+    shown = capsys.readouterr().out
+    assert "parts.advantage" in shown and "mu=0.5 (0 to 1), metric=\"logp\" (logp|length|entropy)" in shown
+    assert main(["list", "parts", "nothing_like_it"]) == 2
+    assert "no part's line has 'nothing_like_it': `flowgrpo list parts` lists all" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["methods", "rewards", "recipes"])
 def test_lists_load_no_torch(command):
     code = f"import sys; from flowgrpo.cli import main; main(['list', {command!r}]); sys.exit('torch' in sys.modules)"

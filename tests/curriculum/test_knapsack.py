@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flowgrpo.advantages.group import Pooled
-from flowgrpo.curriculum.gradient_variance import GradientVariance, gradient_norms, shared_out
+from flowgrpo.curriculum.history import GradientVariance, gradient_norms, shared_out
 from flowgrpo.curriculum.order import Knapsack, allocated, value
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.types import Context, PromptGroups

@@ -14,7 +14,7 @@ from flowgrpo.data.pairs import in_place
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import run_rewards
-from flowgrpo.methods import recorded_pairs as pairs_check
+from flowgrpo.methods import validate
 from flowgrpo.objectives.ratios import error
 from flowgrpo.rewards.pairwise import preferred
 from flowgrpo.train import Trainer
@@ -107,7 +107,7 @@ def test_the_files_verdicts_as_a_reward():
 def test_what_does_not_go_with_recorded_pairs_is_refused(options, told):
     config = load(None, {"preferences": "pairs.jsonl", "train.group": 2} | options)
     with pytest.raises(UserError, match=told):
-        pairs_check.check(loop.setup(config))
+        validate.check_recorded_pairs(loop.setup(config))
 
 
 # --- what it teaches -------------------------------------------------------------------------------------------------

@@ -12,9 +12,9 @@ from accelerate import Accelerator
 from flowgrpo.config import load
 from flowgrpo.data.pairs import Pair, in_place, load_pairs
 from flowgrpo.errors import UserError
-from flowgrpo.methods import recorded_pairs as pairs_check
+from flowgrpo.methods import validate
 from flowgrpo.methods.validate import resolve
-from flowgrpo.objectives.pair_losses import PairLoss
+from flowgrpo.objectives.sequence_losses import PairLoss
 from flowgrpo.rewards.pairwise import preferred
 from flowgrpo.run import run
 from flowgrpo.text.policies.causal_lm import CausalLM
@@ -120,13 +120,13 @@ def test_what_does_not_go_with_recorded_texts_is_refused(options, told):
     config = load(None, {"model": "starter_text", "method": "dpo", "preferences": "pairs.jsonl", "train.group": 2}
                   | options)
     with pytest.raises(UserError, match=told):
-        pairs_check.check(loop.setup(config, "causal_lm"))
+        validate.check_recorded_pairs(loop.setup(config, "causal_lm"))
 
 
 def test_a_masked_model_and_a_part_that_draws_are_refused():
     config = load(None, {"method": "dpo", "preferences": "pairs.jsonl", "train.group": 2})
     with pytest.raises(UserError, match="trains traces of an unmasking, which recorded completions have none of"):
-        pairs_check.check(loop.setup(config, "masked_lm"))
+        validate.check_recorded_pairs(loop.setup(config, "masked_lm"))
     drawn = config.model_copy(update={"parts": {"spread": {"type": "StepGroups"}}})
     with pytest.raises(UserError, match="trains recorded pairs of completions reads no spread"):
         resolve(drawn, "tokens")

@@ -20,8 +20,7 @@ from flowgrpo.config.parse import load
 from flowgrpo.config.yaml_text import Loader
 from flowgrpo.errors import UserError
 from flowgrpo.methods import preset, registry
-from flowgrpo.methods.naming import recorded
-from flowgrpo.methods.overlay import with_parts
+from flowgrpo.methods.overlay import recorded, with_parts
 from flowgrpo.methods.validate import resolve
 from flowgrpo.objectives.surrogates import Clip
 from flowgrpo.samplers import kernels

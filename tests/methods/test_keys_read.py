@@ -11,7 +11,7 @@ import pytest
 from flowgrpo.config import Config, keys, load
 from flowgrpo.config import validate as validated
 from flowgrpo.errors import UserError
-from flowgrpo.methods import keys_read, recorded_pairs
+from flowgrpo.methods import keys_read, validate
 from flowgrpo.policies import build
 from flowgrpo.training.checks import check
 from tests.helpers import loop, tiny, tiny_text
@@ -174,4 +174,4 @@ def test_training_keys_of_a_reward_that_is_only_measured_are_refused(key, value)
 
 def measured(beside: dict[str, Any]) -> None:
     config = load(None, beside)
-    recorded_pairs.check(loop.setup(config))
+    validate.check_recorded_pairs(loop.setup(config))

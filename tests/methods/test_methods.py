@@ -7,8 +7,7 @@ import math
 import pytest
 import torch
 
-from flowgrpo.advantages.baselines import First, NoBaseline
-from flowgrpo.advantages.correctness import Correctness, Signed
+from flowgrpo.advantages.baselines import Correctness, First, NoBaseline, Signed
 from flowgrpo.advantages.gae import ValueHead
 from flowgrpo.advantages.group import Advantage
 from flowgrpo.advantages.selection import BestWorst, ButFirst, DropZeroVariance, Extremes
@@ -18,13 +17,12 @@ from flowgrpo.advantages.trackers import SmoothStandardised
 from flowgrpo.config import load
 from flowgrpo.errors import UserError
 from flowgrpo.methods import preset, registry
-from flowgrpo.methods.data_sources import PassRate
 from flowgrpo.methods.method import Method
 from flowgrpo.methods.overlay import with_parts
 from flowgrpo.methods.presets import suited
 from flowgrpo.methods.presets.denoising import mix_grpo
 from flowgrpo.methods.presets.overlays import grpo_guard
-from flowgrpo.methods.supervised import NextToken, PreferencePairs
+from flowgrpo.methods.supervised import NextToken, PassRate, PreferencePairs
 from flowgrpo.methods.validate import resolve
 from flowgrpo.objectives import (
     AdaptiveClip,
@@ -41,25 +39,22 @@ from flowgrpo.objectives import (
     TruncatedIS,
     Uniform,
 )
-from flowgrpo.objectives.balance import WarmupCosine
-from flowgrpo.objectives.best_path import LayerTuning
-from flowgrpo.objectives.pair_losses import PairLoss
+from flowgrpo.objectives.kl import Linear
 from flowgrpo.objectives.ratios import CompletionRatio
 from flowgrpo.objectives.reductions import SequenceMean, SequenceSum, TokenMean
 from flowgrpo.objectives.references import SelfTeacher, Teacher
-from flowgrpo.objectives.schedules import Linear
 from flowgrpo.objectives.sequence_losses import (
     Discriminative,
     NegativeAwareText,
+    PairLoss,
     PairwisePreference,
     Regressed,
     TaperedReinforce,
 )
-from flowgrpo.objectives.supervised_weights import Uncertain
+from flowgrpo.objectives.supervised import LayerTuning, Uncertain, WarmupCosine
 from flowgrpo.samplers.grids import TailPoints
-from flowgrpo.samplers.kernels import CPS, DanceSDE, FlowDDIM, FlowSDE
+from flowgrpo.samplers.kernels import CPS, DanceSDE, DPMSolver2M, Euler, FlowDDIM, FlowSDE
 from flowgrpo.samplers.plans import AllSteps, Branches, EachStep, GrowingTail, RandomSubset, Single, Sliding, TreeWindow
-from flowgrpo.samplers.solvers import DPMSolver2M, Euler
 from flowgrpo.text.credit import ExitDecay, ExpertReward, LengthSwitch
 from flowgrpo.text.losses import (
     ConflictTokens,

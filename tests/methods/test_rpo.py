@@ -13,7 +13,7 @@ from flowgrpo.advantages.shaping import BradleyTerry
 from flowgrpo.config import load
 from flowgrpo.data.pairs import in_place
 from flowgrpo.errors import UserError
-from flowgrpo.methods import preset, recorded_pairs
+from flowgrpo.methods import preset, validate
 from flowgrpo.objectives.forward_process import Preference
 from flowgrpo.rewards.combine import Harmonic, harmonic
 from flowgrpo.samplers.noised_finals import Stratified
@@ -187,10 +187,10 @@ def test_published_defaults():
 def test_without_recorded_pairs_it_is_refused():
     config = load(None, {"method": "rpo", "train.group": 2})
     with pytest.raises(UserError, match="pulls to the first image of recorded pairs, but preferences is not set"):
-        recorded_pairs.check(loop.setup(config))
+        validate.check_recorded_pairs(loop.setup(config))
     for more in ({"parts.surrogate.similarity": 0}, {"preferences": "pairs.jsonl", "labels": "rewards"}):
         config = load(None, {"method": "rpo", "train.group": 2} | more)
-        recorded_pairs.check(loop.setup(config))
+        validate.check_recorded_pairs(loop.setup(config))
 
 
 def test_a_run_is_chosen_and_stopped_by_its_validation_value(tmp_path):

@@ -14,7 +14,7 @@ from flowgrpo.config import Config
 from flowgrpo.config.sections import Adapter
 from flowgrpo.errors import UserError
 from flowgrpo.methods import overlay, validate
-from flowgrpo.methods.adapted import Adapted
+from flowgrpo.methods.groups import Adapted
 from flowgrpo.policies.loading import load_branches, load_tuned
 from flowgrpo.policies.pipelines.load import trained_modules
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy

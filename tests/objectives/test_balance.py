@@ -7,10 +7,18 @@ import math
 import pytest
 import torch
 
-from flowgrpo.methods.data_sources import PassRate, Recorded
-from flowgrpo.methods.supervised import FlowMatching, GuidanceDistillation, NextToken
-from flowgrpo.objectives.balance import Convergence, FixedWeights, GradientNorms, Now, WarmupCosine
-from flowgrpo.objectives.supervised_weights import EntropyAware, EqualTokens, OneToken, Uncertain
+from flowgrpo.methods.supervised import FlowMatching, GuidanceDistillation, NextToken, PassRate, Recorded
+from flowgrpo.objectives.supervised import (
+    Convergence,
+    EntropyAware,
+    EqualTokens,
+    FixedWeights,
+    GradientNorms,
+    Now,
+    OneToken,
+    Uncertain,
+    WarmupCosine,
+)
 from flowgrpo.training.extensions.supervised import combined
 from tests.helpers.tables import close, f64
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flowgrpo.objectives import AdaptiveClip, Clip
-from flowgrpo.objectives.best_path import LayerTuning
+from flowgrpo.objectives.supervised import LayerTuning
 from flowgrpo.training import sampling
 from flowgrpo.training.credit import towards_best
 from flowgrpo.training.metrics import UpdateStats

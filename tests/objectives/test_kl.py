@@ -13,13 +13,11 @@ from flowgrpo.methods import preset
 from flowgrpo.methods.overlay import with_parts
 from flowgrpo.methods.validate import resolve
 from flowgrpo.objectives import ESTIMATORS, GaussianKL, OutputError, SampledKL, at_epoch, is_active, k1, k2, k3
-from flowgrpo.objectives.kl import SpanKL, spans
-from flowgrpo.objectives.schedules import Adaptive, Linear
-from flowgrpo.samplers.kernels import CPS, DDIM, DanceSDE, FlowDDIM, FlowSDE
+from flowgrpo.objectives.kl import Adaptive, Linear, SpanKL, spans
+from flowgrpo.samplers.kernels import CPS, DDIM, DanceSDE, Euler, FlowDDIM, FlowSDE
 from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.replay import score
 from flowgrpo.samplers.rollout import RolloutSpec
-from flowgrpo.samplers.solvers import Euler
 from flowgrpo.storage import checkpoint
 from flowgrpo.training import sampling, state
 from flowgrpo.training.metrics import UpdateStats

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from flowgrpo.objectives.forward_process import Preference
-from flowgrpo.objectives.pair_losses import PairLoss
 from flowgrpo.objectives.reductions import SequenceMean, reduced
+from flowgrpo.objectives.sequence_losses import PairLoss
 from flowgrpo.types import CompletionBatch, GroupStatistics, NoisedBatch, Scored
 from tests.helpers.tables import draw, f64
 

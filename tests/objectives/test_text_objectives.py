@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from flowgrpo.advantages.correctness import Correctness, Signed
+from flowgrpo.advantages.baselines import Correctness, Signed
 from flowgrpo.errors import UserError
 from flowgrpo.methods import preset
 from flowgrpo.methods.overlay import with_parts

@@ -24,18 +24,18 @@ from flowgrpo.files import tensors_of
 from flowgrpo.methods import preset
 from flowgrpo.methods.targets import LatentEdits
 from flowgrpo.methods.validate import resolve
-from flowgrpo.objectives import GaussianKL, actor_critic
-from flowgrpo.objectives.actor_critic import ActorCritic
+from flowgrpo.objectives import GaussianKL, surrogates
+from flowgrpo.objectives.surrogates import ActorCritic
 from flowgrpo.policies.loading import load_branches, load_tuned
 from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.policies.pipelines.edits import Editor, EditPolicy, EditWeights, attached, load_editor, tokens, untokens
 from flowgrpo.rollouts import loss_inputs
 from flowgrpo.run import run
 from flowgrpo.samplers import latent_edits
+from flowgrpo.samplers.kernels import Euler
 from flowgrpo.samplers.latent_edits import Edit
 from flowgrpo.samplers.replay import replay
 from flowgrpo.samplers.rollout import Part, seeder
-from flowgrpo.samplers.solvers import Euler
 from flowgrpo.training import state
 from flowgrpo.training.credit import credit
 from flowgrpo.types import Context, PromptGroups
@@ -205,7 +205,7 @@ def test_the_advantage_is_against_the_own_base_by_hand():
 
 
 def test_the_loss_by_hand():
-    seen = actor_critic.Seen(torch.tensor([[0.5], [2.0]], dtype=torch.float64), torch.tensor([[1.0], [0.0]]).double())
+    seen = surrogates.Seen(torch.tensor([[0.5], [2.0]], dtype=torch.float64), torch.tensor([[1.0], [0.0]]).double())
     ratio, advantage = torch.tensor([[1.5], [1.05]]).double().log(), torch.tensor([[2.0], [-1.0]]).double()
     loss = ActorCritic(0.1, 0.1, 0.5, through=0.0, ratio=1.0)
     torch.testing.assert_close(loss(ratio, advantage, seen), torch.tensor([[-2.2 + 0.125], [1.05 + 2.0]]).double(),
@@ -218,7 +218,7 @@ def test_the_loss_by_hand():
 
 def test_the_loss_through_the_critic_by_hand():
     """0.5 (Q - R)^2 - 2 Q(edited), with the clipped loss and without."""
-    seen = actor_critic.Seen(*torch.tensor([[[0.5], [2.0]], [[1.0], [0.0]], [[0.25], [-1.0]]], dtype=torch.float64))
+    seen = surrogates.Seen(*torch.tensor([[[0.5], [2.0]], [[1.0], [0.0]], [[0.25], [-1.0]]], dtype=torch.float64))
     ratio, advantage = torch.tensor([[1.5], [1.05]]).double().log(), torch.tensor([[2.0], [-1.0]]).double()
     alone, both = ActorCritic(0.1, 0.1, through=2.0, ratio=0.0), ActorCritic(0.1, 0.1, through=2.0, ratio=3.0)
     own = torch.tensor([[0.125 - 0.5], [2.0 + 2.0]]).double()

@@ -7,7 +7,7 @@ import torch
 
 from flowgrpo.errors import UserError
 from flowgrpo.methods import validate
-from flowgrpo.samplers.pruning import Pruning
+from flowgrpo.samplers.preview import Pruning
 from flowgrpo.training import sampling
 from tests.helpers import tiny_runs
 

@@ -14,8 +14,8 @@ from flowgrpo.methods import preset
 from flowgrpo.methods.validate import resolve
 from flowgrpo.samplers.grids import shifted
 from flowgrpo.samplers.kernels import CPS, DDIM, ODE, DanceSDE, FlowDDIM, FlowSDE
+from flowgrpo.samplers.noise import deviation
 from flowgrpo.samplers.plans import AllSteps, EachStep, Single
-from flowgrpo.samplers.quiet_steps import deviation
 from tests.helpers import tiny
 from tests.helpers.tables import stock
 

@@ -19,7 +19,7 @@ from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.samplers import joint_density
 from flowgrpo.samplers.grids import shifted
 from flowgrpo.samplers.joint_density import JointTransitions
-from flowgrpo.samplers.learned_noise import LearnedNoise, NoiseNet, Noisy
+from flowgrpo.samplers.noise import LearnedNoise, NoiseNet, Noisy
 from flowgrpo.samplers.plans import AllSteps
 from flowgrpo.storage import checkpoint
 from flowgrpo.training import sampling, state

@@ -19,12 +19,11 @@ from flowgrpo.policies.weights.checkpointing import recomputed
 from flowgrpo.rewards import differentiable
 from flowgrpo.run import run
 from flowgrpo.samplers import reward_gradient
-from flowgrpo.samplers.kernels import FlowDDIM
+from flowgrpo.samplers.kernels import Euler, FlowDDIM
 from flowgrpo.samplers.plans import LastSteps, LateStep, RandomLast
 from flowgrpo.samplers.reward_gradient import OneStep, Unroll
 from flowgrpo.samplers.rollout import RolloutSpec, seeder
 from flowgrpo.samplers.scheduler import PolicyScheduler
-from flowgrpo.samplers.solvers import Euler
 from tests.helpers import loop, tiny
 from tests.helpers.tables import close, draw, f64, near
 

@@ -15,12 +15,11 @@ from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.samplers import cost
 from flowgrpo.samplers.grids import compress_tail, shifted, thinned
 from flowgrpo.samplers.growth import explore
-from flowgrpo.samplers.kernels import FlowSDE
+from flowgrpo.samplers.kernels import DPMSolver2M, Euler, FlowSDE
 from flowgrpo.samplers.plans import AllSteps, RandomSubset, Schedule, Sliding
 from flowgrpo.samplers.replay import replay, rescored
 from flowgrpo.samplers.rollout import RolloutSpec, seeder
 from flowgrpo.samplers.scheduler import Segment
-from flowgrpo.samplers.solvers import DPMSolver2M, Euler
 from tests.helpers import tiny
 
 PROMPTS = ["red", "blue", "green"]

@@ -9,9 +9,8 @@ import torch
 from diffusers import CogVideoXDPMScheduler, FlowMatchEulerDiscreteScheduler, LCMScheduler, UniPCMultistepScheduler
 
 from flowgrpo.samplers import grids
-from flowgrpo.samplers.kernels import CPS, DanceSDE, FlowSDE, predict_x0
+from flowgrpo.samplers.kernels import CPS, DanceSDE, DPMSolver2M, Euler, FlowSDE, predict_x0
 from flowgrpo.samplers.scheduler import PolicyScheduler, Segment, noise_like
-from flowgrpo.samplers.solvers import DPMSolver2M, Euler
 from tests.helpers import tiny
 from tests.helpers.tables import stock
 

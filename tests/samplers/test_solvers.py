@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from flowgrpo.samplers.grids import compress_tail, shifted
-from flowgrpo.samplers.kernels import predict_x0
-from flowgrpo.samplers.solvers import DPMSolver2M, Euler
+from flowgrpo.samplers.kernels import DPMSolver2M, Euler, predict_x0
 
 F64 = torch.float64
 

@@ -29,13 +29,12 @@ from flowgrpo.methods.validate import resolve, substituted
 from flowgrpo.objectives import InverseDelta
 from flowgrpo.samplers.grids import alpha_bars, make_grid
 from flowgrpo.samplers.growth import explore
-from flowgrpo.samplers.kernels import CPS, DDIM, VPCPS, DanceSDE, FlowDDIM, FlowSDE, denoised
+from flowgrpo.samplers.kernels import CPS, DDIM, VPCPS, DanceSDE, DPMSolver2M, Euler, FlowDDIM, FlowSDE, denoised
 from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.predictions import as_noise, prediction, process
 from flowgrpo.samplers.replay import replay
 from flowgrpo.samplers.rollout import RolloutSpec, seeder
 from flowgrpo.samplers.scheduler import PolicyScheduler, Segment
-from flowgrpo.samplers.solvers import DPMSolver2M, Euler
 from tests.helpers import tiny
 from tests.helpers.tables import rounding
 

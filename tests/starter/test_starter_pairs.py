@@ -12,7 +12,7 @@ from torchvision.transforms.functional import to_tensor
 from flowgrpo.config import load
 from flowgrpo.data import sets
 from flowgrpo.data.pairs import OVERALL, Pair, in_place, load_pairs
-from flowgrpo.methods import recorded_pairs as pairs_check
+from flowgrpo.methods import validate
 from flowgrpo.starter.rewards.scene import scene
 from tests.helpers import loop
 
@@ -35,7 +35,7 @@ def test_pairs_are_labelled_by_scene_and_train_the_starter(tmp_path):
     for pair, one, two in zip(pairs, marks(pairs, "chosen"), marks(pairs, "rejected")):
         assert (one, two) == (1, 0) if pair.verdicts[OVERALL] == 1 else one == two
     config = load(ROOT / "configs" / "starter_dpo.yaml", {"preferences": str(file)})
-    pairs_check.check(loop.setup(config))
+    validate.check_recorded_pairs(loop.setup(config))
     train, held = in_place(config, sets.resolve(config))
     assert len(train) == sum(pair.verdicts[OVERALL] == 1 for pair in pairs) > 4  # no prompt of theirs is held out
     assert config.rewards == {"preferred": 1.0} and list(config.watched) == ["scene", "scene_graded"] and held
@@ -45,5 +45,5 @@ def test_pairs_are_labelled_by_scene_and_train_the_starter(tmp_path):
     assert all(shown.get(picture, pair.prompt) == pair.prompt for pair in pairs
                for picture in (pair.chosen, pair.rejected))
     config = load(ROOT / "configs" / "starter_rpo.yaml", {"preferences": str(tmp_path / "subjects.jsonl")})
-    pairs_check.check(loop.setup(config))
+    validate.check_recorded_pairs(loop.setup(config))
     assert len(in_place(config, sets.resolve(config))[0]) == len(subjects)

@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from flowgrpo.errors import UserError
-from flowgrpo.methods import supervised_term
-from flowgrpo.methods.data_sources import PassRate
-from flowgrpo.methods.supervised import PicturePairs, PreferencePairs
+from flowgrpo.methods import validate
+from flowgrpo.methods.supervised import PassRate, PicturePairs, PreferencePairs
 from flowgrpo.objectives import SampledKL
-from flowgrpo.objectives.balance import FixedWeights
-from flowgrpo.objectives.pair_losses import PairLoss
+from flowgrpo.objectives.sequence_losses import PairLoss
+from flowgrpo.objectives.supervised import FixedWeights
 from flowgrpo.rollouts.data_losses import at_guidance, seed_of
 from flowgrpo.samplers.scheduler import noise_like
 from flowgrpo.types import CompletionBatch, GroupStatistics, Scored
@@ -107,7 +106,7 @@ def test_with_partial_coverage_the_kl_on_own_samples_keeps_the_policy_near():
 def test_mistakes_are_one_line(data, told):
     config = tiny_text.config(method="hypo", parts={"data": data})
     with pytest.raises(UserError, match=told):
-        supervised_term.check(loop.setup(config, "causal_lm"))
+        validate.check_supervised(loop.setup(config, "causal_lm"))
 
 
 def test_pairs_are_recorded_and_have_their_own_weight():

@@ -8,7 +8,7 @@ import torch
 from flowgrpo.advantages import group_relative
 from flowgrpo.errors import UserError
 from flowgrpo.methods import validate
-from flowgrpo.samplers import quiet_steps
+from flowgrpo.samplers import noise
 from flowgrpo.samplers.kernels import denoised, predict_x0
 from flowgrpo.training import sampling
 from tests.helpers import loop, tiny, tiny_runs
@@ -100,7 +100,7 @@ def test_the_baseline_is_the_odes_sample_from_the_same_noise(roots):
 
 
 def test_a_sample_without_noise_has_no_advantage(monkeypatch):
-    monkeypatch.setattr(quiet_steps, "LEAST", 0.0)  # else a run refuses so little noise
+    monkeypatch.setattr(noise, "LEAST", 0.0)  # else a run refuses so little noise
     trainer = made(advantage={"type": "SameNoise"}, roots=None, kernel={"level": 1e-4})
     parts, conditioning, scores = sampling.sample(trainer, trainer.prompts[1:3])
     credited = loop.credit(trainer, parts, scores, conditioning.prompts)

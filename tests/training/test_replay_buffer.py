@@ -12,7 +12,7 @@ from flowgrpo.distributed.processes import Processes, make_accelerator
 from flowgrpo.errors import UserError
 from flowgrpo.methods import preset
 from flowgrpo.methods.validate import resolve
-from flowgrpo.objectives.actor_critic import ActorCritic
+from flowgrpo.objectives.surrogates import ActorCritic
 from flowgrpo.policies.pipelines.edits import Editor
 from flowgrpo.samplers.latent_edits import Edit
 from flowgrpo.training.credit import credit

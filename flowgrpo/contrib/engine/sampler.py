@@ -22,9 +22,8 @@ from flowgrpo.methods.setup import Setup
 from flowgrpo.policies.pipelines.conditioning import Conditioning, Size
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.rewards.reward import sees_base
-from flowgrpo.samplers.kernels import CPS, FlowSDE
+from flowgrpo.samplers.kernels import CPS, Euler, FlowSDE
 from flowgrpo.samplers.rollout import Part, RolloutSpec, Seed
-from flowgrpo.samplers.solvers import Euler
 from flowgrpo.types import Scored, Transitions, required
 
 SDE: dict[type, str] = {FlowSDE: "sde", CPS: "cps"}  # kernels of SGLang-Diffusion by ours

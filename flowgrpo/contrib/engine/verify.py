@@ -27,10 +27,9 @@ from flowgrpo.objectives.ratios import Guard, PlainRatio, SquaredErrorRatio
 from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.weights.lora_files import LORA_FILE
-from flowgrpo.samplers.kernels import CPS, FlowSDE, Kernel
+from flowgrpo.samplers.kernels import CPS, Euler, FlowSDE, Kernel
 from flowgrpo.samplers.plans import AllSteps
 from flowgrpo.samplers.rollout import RolloutSpec, seeder
-from flowgrpo.samplers.solvers import Euler
 
 KERNELS: dict[str, Callable[[float], Kernel]] = {"sde": FlowSDE, "cps": CPS}
 LOG_RATIOS = (PlainRatio(), Guard(), SquaredErrorRatio())  # those of the presets that an engine can sample for

@@ -10,9 +10,9 @@ import inspect
 from collections.abc import Callable
 from types import ModuleType
 
-from flowgrpo.methods.by_name import ByName
 from flowgrpo.methods.method import Method
 from flowgrpo.methods.presets import denoising, finals, overlays
+from flowgrpo.methods.registry import ByName
 
 # Presets of language models by module; a test compares.
 TEXT = {

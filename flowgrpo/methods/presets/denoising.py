@@ -6,8 +6,8 @@ from flowgrpo import objectives
 from flowgrpo.advantages import group, selection, shaping
 from flowgrpo.methods import targets
 from flowgrpo.methods.method import Method
-from flowgrpo.objectives import best_path
-from flowgrpo.samplers import kernels, learned_noise, plans, solvers
+from flowgrpo.objectives import supervised
+from flowgrpo.samplers import kernels, noise, plans
 
 
 def flow_grpo(method: Method = Method()) -> Method:
@@ -58,7 +58,7 @@ def mix_grpo_flash(method: Method = Method()) -> Method:
 
     The tail always ends at sigma 0; with one step left the released code stopped above it.
     """
-    return mix_grpo(method).having(solver=solvers.DPMSolver2M(), tail=0.4)
+    return mix_grpo(method).having(solver=kernels.DPMSolver2M(), tail=0.4)
 
 
 def tempflow_grpo(method: Method = Method()) -> Method:
@@ -100,7 +100,7 @@ def tree_rpo(method: Method = Method()) -> Method:
     return method.having(kernel=kernels.FlowSDE(0.7), plan=plans.TreeWindow(plans.Sliding(size=4), growth=0.5),
                          roots=None, advantage=group.Advantage(scale="group", order="advantages"),
                          surrogate=objectives.AdaptiveClip(1e-4, 2e-4, 1.0), kl=objectives.GaussianKL(0.0),
-                         target=targets.RecordedSteps(best_path.LayerTuning(1e-4, by="progress")))
+                         target=targets.RecordedSteps(supervised.LayerTuning(1e-4, by="progress")))
 
 
 def pref_grpo(method: Method = Method()) -> Method:
@@ -130,7 +130,7 @@ def reinflow(method: Method = Method()) -> Method:
 
     Advantages are those of the group, in place of the paper's critic; its entropy bonus is left out.
     """
-    return method.having(kernel=learned_noise.LearnedNoise(), plan=plans.AllSteps(), roots=None,
+    return method.having(kernel=noise.LearnedNoise(), plan=plans.AllSteps(), roots=None,
                          target=targets.JointDensity(),
                          advantage=group.Advantage(scale="batch", order="rewards"), log_ratio=objectives.PlainRatio(),
                          surrogate=objectives.Clip(1e-3, 1e-3), step_weight=objectives.Uniform(),

@@ -9,7 +9,7 @@ from flowgrpo.advantages import gae, group, selection, shaping
 from flowgrpo.methods import targets
 from flowgrpo.methods.method import Method
 from flowgrpo.methods.parts import Backprop, Times
-from flowgrpo.objectives import actor_critic, forward_process
+from flowgrpo.objectives import forward_process, surrogates
 from flowgrpo.samplers import kernels, latent_edits, noised_finals, old_policy, plans, reward_gradient
 
 
@@ -117,6 +117,6 @@ def expo(method: Method = Method()) -> Method:
     return method.having(target=targets.LatentEdits(latent_edits.Edit()), kernel=kernels.FlowDDIM(0.0),
                          plan=plans.NoSteps(), roots=None,
                          advantage=group.Advantage(scale="batch", order="rewards"),
-                         log_ratio=objectives.PlainRatio(), surrogate=actor_critic.ActorCritic(),
+                         log_ratio=objectives.PlainRatio(), surrogate=surrogates.ActorCritic(),
                          step_weight=objectives.Uniform(),
                          kl=objectives.GaussianKL(0.01), value=gae.Recall())

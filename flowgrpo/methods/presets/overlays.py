@@ -9,10 +9,11 @@ from typing import Any
 from flowgrpo import objectives
 from flowgrpo.advantages import baselines, group
 from flowgrpo.curriculum import order, resampling
-from flowgrpo.methods import adapted
+from flowgrpo.methods import groups
 from flowgrpo.methods.method import Method
-from flowgrpo.objectives import references, schedules
-from flowgrpo.samplers import preview
+from flowgrpo.objectives import references
+from flowgrpo.objectives.kl import Linear
+from flowgrpo.samplers.preview import Preview
 
 
 def grpo_guard(method: Method = Method()) -> Method:
@@ -31,7 +32,7 @@ def sol_rl(method: Method = Method()) -> Method:
 
     Every sample starts from a noise of its own and does not branch. As published: sol_rl+diffusion_nft.
     """
-    return method.having(preview=preview.Preview(pool=96, steps=6), roots=None)
+    return method.having(preview=Preview(pool=96, steps=6), roots=None)
 
 
 def texforce(method: Method = Method()) -> Method:
@@ -39,7 +40,7 @@ def texforce(method: Method = Method()) -> Method:
 
     As published: ddpo+texforce. Both together: parts: {adapted: {denoisers: true}}.
     """
-    return method.having(adapted=adapted.Adapted(denoisers=False, encoders=True))
+    return method.having(adapted=groups.Adapted(denoisers=False, encoders=True))
 
 
 def dynamic_sampling(method: Method = Method()) -> Method:
@@ -81,7 +82,7 @@ def kdrl(method: Method = Method()) -> Method:
 
         method = grpo(method)
     kl: Any = objectives.SampledKL(0.0, "k2") if method.for_tokens else method.loss.kl
-    return method.having(kl=replace(kl, weight=5e-3, schedule=schedules.Linear(1e-3)), reference=references.Teacher())
+    return method.having(kl=replace(kl, weight=5e-3, schedule=Linear(1e-3)), reference=references.Teacher())
 
 
 def diffusion_opd(method: Method = Method()) -> Method:

@@ -20,7 +20,7 @@ from flowgrpo.device import DTYPES
 from flowgrpo.errors import UserError
 from flowgrpo.files import tensors_of
 from flowgrpo.log import quiet
-from flowgrpo.methods.adapted import Adapted
+from flowgrpo.methods.groups import Adapted
 from flowgrpo.policies import hub, sources
 from flowgrpo.policies.pipelines import conditioned, frames, prompt_inputs
 from flowgrpo.policies.weights.lora_files import fuse

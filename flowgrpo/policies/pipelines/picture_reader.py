@@ -14,8 +14,8 @@ from torch import Tensor
 
 from flowgrpo.errors import UserError
 from flowgrpo.policies.pipelines.call import at_guidance
+from flowgrpo.samplers.kernels import Euler
 from flowgrpo.samplers.noised_finals import exploration, noised_states
-from flowgrpo.samplers.solvers import Euler
 
 if TYPE_CHECKING:
     from flowgrpo.policies.pipelines.conditioning import Conditioning

@@ -18,7 +18,7 @@ from flowgrpo.config.sections import Adapter, Memory
 from flowgrpo.device import DTYPES, ran_out
 from flowgrpo.distributed import shards
 from flowgrpo.errors import UserError, nearest
-from flowgrpo.methods.adapted import Adapted
+from flowgrpo.methods.groups import Adapted
 from flowgrpo.policies.pipelines import attention
 from flowgrpo.policies.pipelines.attention import use_attention
 from flowgrpo.policies.pipelines.call import EncodePrompt, PipelineCall, unlogged, until_set

@@ -19,9 +19,8 @@ import torch
 from flowgrpo.data.pictures import Clip
 from flowgrpo.errors import UserError
 from flowgrpo.policies.pipelines.prompt_inputs import SHARED
-from flowgrpo.samplers.denoiser import Denoiser, EncodedPrompts
 from flowgrpo.samplers.grids import make_grid
-from flowgrpo.samplers.rollout import RolloutSpec
+from flowgrpo.samplers.rollout import Denoiser, EncodedPrompts, RolloutSpec
 from flowgrpo.samplers.scheduler import Segment, StepRecord
 from flowgrpo.types import Gaussian
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 from flowgrpo import objectives
-from flowgrpo.advantages import baselines, correctness, gae, group, selection, shaping, token_credit, trackers
+from flowgrpo.advantages import baselines, gae, group, selection, shaping, token_credit, trackers
 from flowgrpo.methods import supervised
 from flowgrpo.methods.method import Method
-from flowgrpo.objectives import pair_losses, reductions, references, sequence_losses
+from flowgrpo.objectives import reductions, references, sequence_losses
 from flowgrpo.text import credit, losses, targets
 from flowgrpo.text.generation import TextGeneration
 from flowgrpo.text.samplers import decoding, groups, lookahead
@@ -89,14 +89,14 @@ def topr(method: Method = Method()) -> Method:
 
 def nft(method: Method = Method()) -> Method:
     """NFT for text: likelihood of right completions and, under an implicit policy, wrong ones (2505.18116)."""
-    return grpo(method).having(advantage=correctness.Correctness(), selection=selection.DropZeroVariance(),
+    return grpo(method).having(advantage=baselines.Correctness(), selection=selection.DropZeroVariance(),
                                surrogate=sequence_losses.NegativeAwareText(), reduction=reductions.TokenMean(),
                                kl=objectives.SampledKL(0.0))
 
 
 def disco(method: Method = Method()) -> Method:
     """DisCO: scores of right completions above those of wrong ones, in a trust region (2505.12366)."""
-    return grpo(method).having(advantage=correctness.Correctness(), surrogate=sequence_losses.Discriminative(),
+    return grpo(method).having(advantage=baselines.Correctness(), surrogate=sequence_losses.Discriminative(),
                                kl=objectives.SampledKL(0.0))
 
 
@@ -136,14 +136,14 @@ def dpo(method: Method = Method()) -> Method:
 
     Online, without `preferences`, the pair is the best and the worst of every group.
     """
-    return grpo(method).having(surrogate=pair_losses.PairLoss(0.1), selection=selection.BestWorst(2),
+    return grpo(method).having(surrogate=sequence_losses.PairLoss(0.1), selection=selection.BestWorst(2),
                                advantage=group.Advantage(scale="none", order="rewards", clamp=math.inf),
                                kl=objectives.SampledKL(0.0))
 
 
 def simpo(method: Method = Method()) -> Method:
     """SimPO: mean log-probabilities of a pair's completions a margin apart, without a reference (2405.14734)."""
-    return dpo(method).having(surrogate=pair_losses.PairLoss(2.0, mean=True, reference=False, margin=1.0))
+    return dpo(method).having(surrogate=sequence_losses.PairLoss(2.0, mean=True, reference=False, margin=1.0))
 
 
 def hypo(method: Method = Method()) -> Method:
@@ -163,7 +163,7 @@ def trpa(method: Method = Method()) -> Method:
 
 def w_reinforce(method: Method = Method()) -> Method:
     """W-REINFORCE: wrong completions pushed down, right ones pulled up a tenth as strongly (2506.01347)."""
-    return grpo(method).having(advantage=correctness.Signed(0.1, 1.0), reduction=reductions.TokenMean(),
+    return grpo(method).having(advantage=baselines.Signed(0.1, 1.0), reduction=reductions.TokenMean(),
                                kl=objectives.SampledKL(0.0))
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flowgrpo.methods import data_sources, supervised
+from flowgrpo.methods import supervised
 from flowgrpo.methods.method import Method
-from flowgrpo.objectives import balance, supervised_weights
+from flowgrpo.objectives.supervised import Uncertain, WarmupCosine
 from flowgrpo.text import credit, losses
 from flowgrpo.text.presets.completions import dapo, grpo
 
@@ -48,15 +48,15 @@ def chord(method: Method = Method()) -> Method:
     """CHORD over a base method of causal language models, GRPO without one: cross-entropy of answers added to the loss,
     its weight rising and falling, uncertain tokens first (2508.11408)."""
     method = method if method.for_tokens else grpo(method)
-    return method.having(data=supervised.NextToken(balance=balance.WarmupCosine(),
-                                                   token_weight=supervised_weights.Uncertain()))
+    return method.having(data=supervised.NextToken(balance=WarmupCosine(),
+                                                   token_weight=Uncertain()))
 
 
 def relift(method: Method = Method()) -> Method:
     """ReLIFT over a base method of causal language models, GRPO without one: prompts that all samples fail are kept
     with their answers for a supervised step (2506.07527)."""
     method = method if method.for_tokens else grpo(method)
-    return method.having(data=supervised.NextToken(source=data_sources.PassRate(solved=False), apart=True))
+    return method.having(data=supervised.NextToken(source=supervised.PassRate(solved=False), apart=True))
 
 
 def _with_answer(method: Method) -> Method:

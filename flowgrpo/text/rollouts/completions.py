@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from flowgrpo.advantages.segments import starts_of
+from flowgrpo.advantages.token_credit import starts_of
 from flowgrpo.config.geometry import BatchShape
 from flowgrpo.config.schema import Config
 from flowgrpo.data.pictures import noised_picture

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from flowgrpo.objectives import schedules
+from flowgrpo.objectives.kl import Linear
 from flowgrpo.parts import AtLeast, part
 from flowgrpo.text.samplers.decoding import Unmasking
 from flowgrpo.types import RunState
@@ -33,13 +33,13 @@ class GumbelSoftmax:
     A drawn token is one-hot and has the gradient of softmax((log p + gumbel) / temperature), straight through. With
     `relaxed` it is that mixture itself until the answer is finished, as in the released code. A low temperature has
     little bias and much variance.
-    schedule: of the temperature over epochs (`objectives.schedules`); None: constant.
+    schedule: of the temperature over epochs (`objectives.kl`); None: constant.
     last: number of last steps with a gradient.
     truncate_kl: the KL covers these steps alone; otherwise all steps, with the states of earlier ones as constants.
     """
 
     temperature: float = 1.0
-    schedule: schedules.Linear | None = None
+    schedule: Linear | None = None
     last: Annotated[int, AtLeast(1)] = 50
     kl: Annotated[float, AtLeast(0)] = 0.1
     truncate_kl: bool = False
@@ -47,7 +47,7 @@ class GumbelSoftmax:
     of_tokens = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.schedule, (schedules.Linear, type(None))):
+        if not isinstance(self.schedule, (Linear, type(None))):
             raise ValueError(f"GumbelSoftmax: schedule is {type(self.schedule).__name__}, which reads a KL's weight: "
                              "expected Linear or null")
         if not self.temperature > 0 or not getattr(self.schedule, "last", 1) > 0:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo.methods.supervised import DataLoss, NextToken, NoisedData, PicturePairs, PreferencePairs, SelfAnswers
-from flowgrpo.objectives.balance import Now
+from flowgrpo.objectives.supervised import Now
 from flowgrpo.rollouts.data_losses import DataLosses, Example, PairTokenLosses, TokenLosses
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.examples import Examples

@@ -16,12 +16,11 @@ from flowgrpo.errors import UserError
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.samplers.grids import make_grid
 from flowgrpo.samplers.growth import explore
-from flowgrpo.samplers.kernels import FlowSDE
+from flowgrpo.samplers.kernels import Euler, FlowSDE
 from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.replay import replay
 from flowgrpo.samplers.rollout import RolloutSpec, seeder
 from flowgrpo.samplers.scheduler import PolicyScheduler, Segment
-from flowgrpo.samplers.solvers import Euler
 
 GRID = torch.tensor([1.0, 0.9, 0.6, 0.3, 0.0], dtype=torch.float64)
 

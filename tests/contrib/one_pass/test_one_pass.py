@@ -15,12 +15,11 @@ from flowgrpo.errors import UserError
 from flowgrpo.methods import keys_read
 from flowgrpo.samplers import growth
 from flowgrpo.samplers.grids import shifted
-from flowgrpo.samplers.kernels import FlowSDE
+from flowgrpo.samplers.kernels import Euler, FlowSDE
 from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.replay import replay
 from flowgrpo.samplers.rollout import RolloutSpec, seeder
 from flowgrpo.samplers.scheduler import StepRecord, noise_like
-from flowgrpo.samplers.solvers import Euler
 from flowgrpo.training import credit, extensions, sampling
 from tests.helpers import features, golden_files, loop, tiny, tiny_runs, tiny_text
 

@@ -7,8 +7,7 @@ import math
 import pytest
 import torch
 
-from flowgrpo.advantages.baselines import Conditional
-from flowgrpo.advantages.correctness import Signed
+from flowgrpo.advantages.baselines import Conditional, Signed
 from flowgrpo.advantages.group import Advantage, group_relative
 from flowgrpo.contrib.reshaped import (
     Confidence,

@@ -27,12 +27,11 @@ from flowgrpo.policies.weights.forwards import fuse_norms
 from flowgrpo.policies.weights.lora_files import load_lora
 from flowgrpo.samplers.grids import make_grid
 from flowgrpo.samplers.growth import explore
-from flowgrpo.samplers.kernels import FlowDDIM
+from flowgrpo.samplers.kernels import Euler, FlowDDIM
 from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.replay import replay
 from flowgrpo.samplers.rollout import RolloutSpec, seeder
 from flowgrpo.samplers.scheduler import Segment
-from flowgrpo.samplers.solvers import Euler
 
 FACTORIES = tiny.factories()
 PUT_BACK = "does not go on from the middle of its loop as the whole loop does"

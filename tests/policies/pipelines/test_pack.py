@@ -15,11 +15,10 @@ from flowgrpo.errors import UserError
 from flowgrpo.policies.pipelines.probes import copies
 from flowgrpo.samplers.grids import make_grid, shifted
 from flowgrpo.samplers.growth import explore
-from flowgrpo.samplers.kernels import FlowSDE
+from flowgrpo.samplers.kernels import Euler, FlowSDE
 from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.replay import replay, rescored
 from flowgrpo.samplers.rollout import RolloutSpec, seeder
-from flowgrpo.samplers.solvers import Euler
 from flowgrpo.training import sampling
 from flowgrpo.training.metrics import UpdateStats
 from flowgrpo.training.optimizer import decisions

@@ -7,8 +7,8 @@ import torch
 
 from flowgrpo.errors import UserError
 from flowgrpo.methods import preset
+from flowgrpo.objectives.kl import Linear
 from flowgrpo.objectives.references import Teacher
-from flowgrpo.objectives.schedules import Linear
 from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.samplers.replay import replay
 from flowgrpo.training import sampling

@@ -25,12 +25,11 @@ from flowgrpo.policies.weights import adapters
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.samplers.grids import shifted
 from flowgrpo.samplers.growth import explore
-from flowgrpo.samplers.kernels import FlowSDE
+from flowgrpo.samplers.kernels import Euler, FlowSDE
 from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.replay import replay
 from flowgrpo.samplers.rollout import RolloutSpec, seeder
 from flowgrpo.samplers.scheduler import Segment
-from flowgrpo.samplers.solvers import Euler
 from flowgrpo.training import announcement
 from tests.helpers import tiny
 from tests.helpers.tables import near

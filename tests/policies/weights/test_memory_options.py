@@ -32,12 +32,11 @@ from flowgrpo.policies.weights.trainable import TrainableWeights
 from flowgrpo.run import run
 from flowgrpo.samplers.grids import shifted
 from flowgrpo.samplers.growth import explore
-from flowgrpo.samplers.kernels import FlowSDE
+from flowgrpo.samplers.kernels import Euler, FlowSDE
 from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.replay import replay
 from flowgrpo.samplers.rollout import RolloutSpec, seeder
 from flowgrpo.samplers.scheduler import Segment
-from flowgrpo.samplers.solvers import Euler
 from flowgrpo.storage import checkpoint
 from flowgrpo.training.optimizer import make_optimizer
 from tests.helpers import loop, tiny

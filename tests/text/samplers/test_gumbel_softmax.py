@@ -13,7 +13,7 @@ from flowgrpo import methods
 from flowgrpo.errors import UserError
 from flowgrpo.methods import validate
 from flowgrpo.objectives import RewardAscent
-from flowgrpo.objectives.schedules import Adaptive, Linear
+from flowgrpo.objectives.kl import Adaptive, Linear
 from flowgrpo.run import run
 from flowgrpo.text.policies.masked_lm import MaskedLM
 from flowgrpo.text.rewards.embeddings import SoftTexts, letters

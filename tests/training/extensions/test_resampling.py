@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from flowgrpo.curriculum.expansion import Expansion
+from flowgrpo.curriculum.resampling import Expansion
 from flowgrpo.data.prompts import Guidance, Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.methods.validate import resolve

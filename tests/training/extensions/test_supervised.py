@@ -13,10 +13,9 @@ from torch.nn.functional import cross_entropy, smooth_l1_loss
 from flowgrpo.data.pairs import Demonstration, load_demonstrations
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
-from flowgrpo.methods import preset, supervised_term
-from flowgrpo.methods.data_sources import Explained
+from flowgrpo.methods import preset, validate
 from flowgrpo.methods.overlay import with_parts
-from flowgrpo.methods.supervised import AlignedChains
+from flowgrpo.methods.supervised import AlignedChains, Explained
 from flowgrpo.methods.validate import resolve
 from flowgrpo.rollouts.data_losses import Example, seed_of
 from flowgrpo.samplers.noised_finals import noised_states
@@ -418,7 +417,7 @@ def test_a_file_of_demonstrations(tmp_path):
 def refusal(kind: str, data, **options) -> str:
     settings = tiny_runs.config(kind, HOST[kind], {"data": data}, **options)
     with pytest.raises(UserError) as caught:
-        supervised_term.check(loop.setup(settings, "causal_lm" if kind == "tokens" else "pipeline"))
+        validate.check_supervised(loop.setup(settings, "causal_lm" if kind == "tokens" else "pipeline"))
     return str(caught.value)
 
 
