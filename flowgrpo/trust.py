@@ -19,7 +19,7 @@ FLAG = "--trust-run"
 RECIPE_FLAG = "--trust"
 KEYS = {"key_env": "the key in", "token_file": "the token of the file"}  # arguments of rewards that send a secret
 # Keys of folders that a run writes, and of files that a reward reads and may write.
-WRITTEN = {"output": "writes to", "cache": "writes to", "rollout.folder": "writes to", "file": "uses the file"}
+WRITTEN = {"output": "writes to", "cache": "writes to", "file": "uses the file"}
 _FILE = re.compile(r"(.+\.py):")
 # Rewards that execute code of prompts' metadata or of completions.
 _EXECUTING = ("code_run",)
@@ -78,15 +78,16 @@ def remote_code(allowed: bool, run: Path) -> bool:
     return allowed
 
 
-def require_own(recipe: object, values: Mapping[str, Any], given: Iterable[str], flag: str | None) -> None:
+def require_own(recipe: object, values: Mapping[str, Any], given: Iterable[str], flag: str | None,
+                written: Iterable[str] = ()) -> None:
     """Raise UserError if a recipe from elsewhere executes code, sends anything to an address, reads a key or a token,
     or writes outside of the working folder.
 
     recipe: its file. values: its keys, with `given`, the dotted ones of the command line, in place. flag: the command's
-    option that allows it.
+    option that allows it. written: further dotted keys of folders that a run writes.
     """
-    own = tuple(given)
-    found = [what for path, what in _reaches(values)
+    own, folders = tuple(given), WRITTEN | dict.fromkeys(written, "writes to")
+    found = [what for path, what in _reaches(values, folders)
              if not any(path == key or path.startswith(f"{key}.") for key in own)]
     if found:
         how = f"{flag} (from Python: trust=True) lets it" if flag else "copy it below the working folder to let it"
@@ -94,23 +95,23 @@ def require_own(recipe: object, values: Mapping[str, Any], given: Iterable[str],
                         f"may not: read it, and {how}")
 
 
-def _reaches(value: object, path: str = "", key: object = "") -> Iterator[tuple[str, str]]:
+def _reaches(value: object, folders: Mapping[str, str], path: str = "", key: object = "") -> Iterator[tuple[str, str]]:
     """Yield what a recipe's value makes a run do beyond training here: the value's dotted key, and words.
 
-    key: the last one of `path`.
+    key: the last one of `path`. folders: what a run does with keys of folders and files.
     """
     if isinstance(value, (Mapping, list)):
         for name, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
             here = f"{path}.{name}".lstrip(".")
             yield from _of_text(str(name), here)
-            yield from _reaches(inner, here, name)
+            yield from _reaches(inner, folders, here, name)
     elif key == "trust_remote_code" and value:
         yield path, "runs code that comes with a model (trust_remote_code)"
     elif key in KEYS and value is not None:
         yield path, f"sends {KEYS[str(key)]} {value} ({path})"
     elif isinstance(value, str):
         yield from _of_text(value, path)
-        does = WRITTEN.get(path, WRITTEN.get(str(key)))
+        does = folders.get(path, folders.get(str(key)))
         if does and not Path(os.path.expanduser(value)).resolve().is_relative_to(Path.cwd()):
             yield path, f"{does} {value} ({path})"
 

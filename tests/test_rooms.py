@@ -9,8 +9,8 @@ from importlib import import_module
 from pathlib import Path
 
 from flowgrpo import rewards
+from flowgrpo.config import features
 from flowgrpo.methods import PRESETS, presets, registry
-from flowgrpo.training import extensions
 
 ROOT = Path(__file__).parents[1]
 LOADED = "print(*(name for name in sys.modules if name.startswith(('flowgrpo.text', 'flowgrpo.contrib'))))"
@@ -62,10 +62,10 @@ def test_the_fields_of_language_models_are_names_of_parts():
     assert {"decoding", "draws", "relaxation"} <= fields <= registry.NAMES
 
 
-def test_tables_of_extensions_and_rewards_name_what_is_there():
-    for place in extensions.TABLE:
-        module, name = place.split(":")
-        assert isinstance(getattr(import_module(f"flowgrpo.{module}"), name), type)
+def test_features_and_the_table_of_rewards_name_what_is_there():
+    for feature in features.all():
+        for place in filter(None, (feature.extension, feature.memory, feature.dry_run)):
+            assert callable(features.at(place)), place
     for place in rewards.BUILT_IN.values():
         module, name = place.split(":")
         assert callable(getattr(import_module(module), name))

@@ -6,12 +6,12 @@ import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from flowgrpo.config import features
 from flowgrpo.config.geometry import geometry
 from flowgrpo.config.schema import Config
 from flowgrpo.methods import validate
@@ -26,10 +26,6 @@ from flowgrpo.samplers.rollout import RolloutSpec
 from flowgrpo.samplers.scheduler import Segment
 
 FULL = 4  # bytes of a trained value, which is in fp32
-# Rare features whose `add(phases, measured)` adds what they keep, and the runs that have them.
-FEATURES: dict[str, Callable[[Config], bool]] = {
-    "contrib.staleness.extension": lambda config: config.train.staleness > 0,
-    "contrib.one_pass": lambda config: config.train.one_pass is True}
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +53,7 @@ def memory(policy: PipelinePolicy, config: Config, conditioning: Conditioning, r
     The whole pipeline stays on the device, so its weights are in every phase. Offloaded text encoders count only in
     encode; a denoiser that makes room for them does not; offloaded recorded states count in none. Of offloaded blocks
     the largest counts.
-    A rare feature adds what it keeps (`FEATURES`).
+    A feature adds what it keeps (`config.features`).
     Activations are those one row's forward keeps for the backward, with the policy's guidance and checkpointing, times
     the micro-batch. Not counted: temporary memory of kernels, and the one block that checkpointing recomputes at a
     time. Decoding is the peak of a micro-batch.
@@ -80,10 +76,9 @@ def memory(policy: PipelinePolicy, config: Config, conditioning: Conditioning, r
     phases = {"encode": first | staying, "rollout": later | states | scoring,
               "decode": later | states | scoring | {"decoding": _decoding(policy, conditioning, x, rows)},
               "update": later | states | staying | update}
-    for module, wanted in FEATURES.items():
-        if wanted(config):
-            import_module(f"flowgrpo.{module}").add(phases, Measured(policy, config, conditioning, recorded,
-                                                                     activations))
+    for feature in features.wanted(config, validate.resolve(config, policy.process)):
+        if feature.memory:
+            features.at(feature.memory)(phases, Measured(policy, config, conditioning, recorded, activations))
     return phases
 
 

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,7 +67,7 @@ def _predicted(config: Config, name: str, gpu: GPU, processes: int) -> dict[str,
     return _report(config.model, name, gpu, counts, settings, better) | {
         "processes": processes,
         "micro_batch": config.train.micro_batch, "checkpointing": config.train.checkpointing,
-        "one_pass": config.train.one_pass,
+        **{key.rpartition(".")[2]: attrgetter(key)(config) for key in _reported()},
         "epochs": config.train.epochs, "hours": round(counts.seconds * config.train.epochs / 3600, 4)}
 
 
@@ -175,7 +176,8 @@ def _page(report: dict[str, Any]) -> None:
             for name, phase in report["phases"].items()]
     print_table(["phase", "GiB", "reserved", "TFLOP", "seconds", "share", "kernels"], rows)
     lines = {"rows": f"{report['micro_batch']} at once (train.micro_batch), train.checkpointing "
-                     f"{str(report['checkpointing']).lower()}, train.one_pass {str(report['one_pass']).lower()}",
+                     f"{str(report['checkpointing']).lower()}" + "".join(
+                         f", {key} {str(report[key.rpartition('.')[2]]).lower()}" for key in _reported()),
              "rewards": f"{report['rewards']:.1f} GiB of reward models, beside every phase",
              "peak": f"{report['peak']:.1f} GiB of the {report['room']:.1f} that tensors can take on one "
                      f"{report['gpu']}: its memory less {report['context']:.1f} GiB of CUDA's context and 4 % between "
@@ -191,6 +193,13 @@ def _page(report: dict[str, Any]) -> None:
                            f"{_waits(report['waits_per_replay'])} per replayed micro-batch"}
     for key, text in lines.items():
         typer.echo(f"{key:<11}  {text}")
+
+
+def _reported() -> list[str]:
+    """Return keys of features whose values the report shows."""
+    from flowgrpo.config import features
+
+    return [key for feature in features.dry_runs(features.all()) for key in feature.reported]
 
 
 def _waits(reasons: dict[str, float]) -> str:

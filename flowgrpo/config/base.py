@@ -1,15 +1,34 @@
-"""Base class of all configuration sections: frozen, unknown keys are errors, numbers are finite and no truth values."""
+"""Base class of all configuration sections, and what a key says of itself: who reads it, and when."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, get_args
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic.fields import FieldInfo
+
+Share = Annotated[float, Field(ge=0, le=1)]
+# Kinds of models (`policies.build`) that read a key.
+DENOISERS = ("pipeline",)
+LEFT_TO_RIGHT = ("causal_lm", "vision_lm")
+LANGUAGE = (*LEFT_TO_RIGHT, "masked_lm")
 
 
 class Section(BaseModel):
+    """Section of a recipe: frozen, unknown keys are errors, numbers are finite and no truth values.
+
+    kinds: of models that read its keys, unless a key says others; empty: all.
+    Features add keys (`config.features`), which a type checker does not know.
+    """
+
     model_config = ConfigDict(extra="forbid", frozen=True, strict=False, allow_inf_nan=False)
+    kinds: ClassVar[tuple[str, ...]] = ()
+
+    if TYPE_CHECKING:
+        def __getattr__(self, name: str) -> Any:
+            """Return the value of a feature's key."""
 
     @field_validator("*", mode="before")
     @classmethod
@@ -18,15 +37,56 @@ class Section(BaseModel):
         dictionaries."""
         inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
         if any(isinstance(each, bool) for each in inner):
-            kinds = set(_kinds(cls.model_fields[str(info.field_name)].annotation))
+            kinds = set(types(cls.model_fields[str(info.field_name)].annotation))
             if kinds & {int, float} and not kinds & {bool, Any}:
                 raise ValueError("a number")
         return value
 
 
-def _kinds(annotation: Any) -> Iterator[Any]:
+@dataclass(frozen=True)
+class When:
+    """Condition on which a run reads a key.
+
+    reads: True for a configuration and its method that read it.
+    why: what the run has instead; {0} stands for the configuration, {1} for the method. cure: what has the key read.
+    """
+
+    reads: Callable[[Any, Any], bool]
+    why: str
+    cure: str
+
+
+@dataclass(frozen=True)
+class Key:
+    """Facts of a key beside its type and range.
+
+    kinds: of models that read it; empty: those of its section. when: all of these hold where a run reads it.
+    after: of a feature's key, the one that it follows in its section, "" for none; None: the feature's own before it.
+    writes: its value is a folder into which a run writes.
+    """
+
+    kinds: tuple[str, ...] = ()
+    when: tuple[When, ...] = ()
+    after: str | None = None
+    writes: bool = False
+
+
+def key(default: Any, *when: When, of: tuple[str, ...] = (), after: str | None = None, writes: bool = False,
+        **field: Any) -> Any:
+    """Return the field of a key, as `pydantic.Field`, with its facts (`Key`)."""
+    made = Field(default, **field)
+    made.metadata.append(Key(of, when, after, writes))
+    return made
+
+
+def facts(field: FieldInfo) -> Key:
+    """Return the facts of a field."""
+    return next((each for each in field.metadata if isinstance(each, Key)), Key())
+
+
+def types(annotation: Any) -> Iterator[Any]:
     """Yield the types that an annotation is made of."""
     if not (inner := get_args(annotation)):
         yield annotation
     for each in inner:
-        yield from _kinds(each)
+        yield from types(each)

@@ -12,10 +12,9 @@ from pydantic import ValidationError
 
 from flowgrpo import trust
 from flowgrpo.config import extends, recipes, yaml_text
-from flowgrpo.config.base import Section
-from flowgrpo.config.reward_rules import KEYED, Change, Limit, Retry, RewardRule, WatchRule
+from flowgrpo.config.base import Section, facts, types
+from flowgrpo.config.reward_rules import KEYED, Change, Limit, Retry
 from flowgrpo.config.schema import Config, fields, keys, owner, sections
-from flowgrpo.config.sections import AutoRate, EarlyStop, Fused, IPAdapter, Phase
 from flowgrpo.errors import UserError, nearest
 from flowgrpo.files import at_home, unfit, unsafe
 
@@ -44,7 +43,8 @@ def require_own(recipe: str | Path, raw: dict[str, Any], given: Iterable[str] = 
     raw: its keys, with `given`, the dotted ones of the command line, in place. flag: the command's that allows it.
     """
     if foreign := next((file for file in _files(recipes.located(recipe)) if not recipes.own(file)), None):
-        trust.require_own(foreign, raw, given, flag)
+        written = [key for key, field in fields().items() if facts(field).writes]
+        trust.require_own(foreign, raw, given, flag, written)
 
 
 def read_recipe(recipe: str | Path) -> dict[str, Any]:
@@ -184,15 +184,18 @@ def _without_tags(error: Any) -> tuple[str | int, ...]:
 
 # pydantic's names of the branches of a union
 _UNION_TAG = re.compile(r"(bool|str|(constrained-)?(int|float)|Fused|IPAdapter|AutoRate)$|<|(dict|list|literal)\[")
-_RULES: dict[str, type[Section]] = {"reward": RewardRule, "eval.rewards": WatchRule, "eval.stop": EarlyStop,
-                                    "load.lora": Fused, "load.ip_adapter": IPAdapter, "phases": Phase,
-                                    "train.lr": AutoRate}
+
+
+def _rule(key: str | None) -> type[Section] | None:
+    """Return the section within a key's value: in a list, by names, or in place of a number. None: there is none."""
+    annotation = fields()[key].annotation if key in fields() else None
+    return next((kind for kind in types(annotation) if isinstance(kind, type) and issubclass(kind, Section)), None)
 
 
 def _nearest_of(unknown: tuple[str | int, ...]) -> str:
     """Return `nearest` for an unknown key by its path, which may be within a reward's rule."""
     path = _dotted(unknown)
-    rule = _RULES.get(owner(path) or "")
+    rule = _rule(owner(path))
     if rule is None:
         return nearest_key(path, keys() if "." in path else [*keys(), *sections()])
     within = next(part for part in reversed(unknown[:-1]) if isinstance(part, str))  # a transform's index is in between

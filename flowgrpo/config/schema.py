@@ -16,9 +16,9 @@ import yaml
 from pydantic import Field, field_validator
 from pydantic.fields import FieldInfo
 
-from flowgrpo.config.base import Section
+from flowgrpo.config.base import DENOISERS, LEFT_TO_RIGHT, Section, When, key
 from flowgrpo.config.reward_rules import RewardRule, WatchRule, Weighted
-from flowgrpo.config.sections import Adapter, Eval, Guard, Load, Memory, Phase, Picture, Rollout, Text, Train
+from flowgrpo.config.sections import Adapter, Eval, Guard, Load, Memory, Picture, Rollout, Text, Train
 from flowgrpo.config.yaml_text import Dumper
 from flowgrpo.escaped import plain
 from flowgrpo.starter import CALLS, RATES
@@ -41,14 +41,17 @@ class Config(Section):
                                                  "them; sets with held-out prompts of their own take no share")
     train_on_test_set: bool = Field(False, description="train on `prompts` even if they are a published test set; the "
                                                        "report and the model card then say so")
-    preferences: str | None = Field(None, min_length=1, description="a .jsonl of pairs of images or completions, "
-                                                                    "trained on without sampling; see "
-                                                                    "docs/preferences.md")
-    labels: Literal["file", "rewards"] = Field("file", description="who says which side of such a pair is better; "
-                                               "with `file` the rewards are only measured")
-    negative_prompt: str = Field("", description="of prompts that bring none of their own")
-    cache: str | None = Field(None, description="folder for encoded prompts and kept scores, shared by runs; None: "
-                                                "memory only")
+    preferences: str | None = key(None, of=(*DENOISERS, *LEFT_TO_RIGHT), min_length=1, description="a .jsonl of pairs "
+                                  "of images or completions, trained on without sampling; see docs/preferences.md")
+    labels: Literal["file", "rewards"] = key(
+        "file", of=(*DENOISERS, *LEFT_TO_RIGHT), description="who says which side of such a pair is better; with "
+                                                             "`file` the rewards are only measured")
+    negative_prompt: str = key("", of=DENOISERS, description="of prompts that bring none of their own")
+    cache: str | None = key(
+        None, When(lambda c, m: not m.for_tokens or any(rule.cache for rule in (c.trained | c.watched).values()),
+                   "prompts of a language model are not kept, and no reward keeps its scores",
+                   "set cache: true of a reward"),
+        description="folder for encoded prompts and kept scores, shared by runs; None: memory only")
     output: str = Field("runs", min_length=1, description="the folder of all runs")
     seed: int = Field(0, ge=0, lt=2**32, description="of noise, order of prompts, adapter's first weights")
     device: Literal["auto", "cuda", "mps", "cpu"] = Field("auto", description="`auto`: the first that works")
@@ -58,8 +61,6 @@ class Config(Section):
     tracker: Literal["tensorboard", "wandb", "trackio", "none"] = Field(
         "tensorboard", description="beside `metrics.jsonl`: metrics, configuration and samples")
     trust_remote_code: bool = Field(False, description="run code that comes with a model from a hub")
-    phases: list[Phase] = Field([], description="stages of the run, such as {at: 0.5, when: {task: count}, set: "
-                                                "{train.group: 16}}; see docs/credit.md")
     load: Load = Load()
     picture: Picture = Picture()
     text: Text = Text()
@@ -135,18 +136,6 @@ class Config(Section):
         return rules | further if self._labelled else further
 
     @property
-    def guarded(self) -> str:
-        """Reward whose fall on held-out prompts the guard sees."""
-        best = self.eval.best if self.eval.best in self.trained | self.watched else None
-        return self.guard.reward or best or max(self.rewards, key=self.rewards.__getitem__)
-
-    @property
-    def best_by(self) -> str | None:
-        """Reward by which the best measured weights are kept for the end; None: the last weights are."""
-        guards = self.guard.window and self.guard.best and self.eval.every
-        return self.eval.best or (self.guarded if guards else None)
-
-    @property
     def call(self) -> dict[str, Any]:
         """Arguments of every pipeline call in addition to prompts and latents: `picture`, over the starter's own."""
         picture = self.picture
@@ -175,7 +164,7 @@ class Config(Section):
 
 @functools.cache
 def fields(section: type[Section] = Config, prefix: str = "") -> dict[str, FieldInfo]:
-    """Return all dotted keys of the configuration with their fields, in order."""
+    """Return all dotted keys of the configuration with their fields, in order. `features.add` clears what is kept."""
     dotted: dict[str, FieldInfo] = {}
     for name, field in section.model_fields.items():
         inner = getattr(field.annotation, "model_fields", None) is not None

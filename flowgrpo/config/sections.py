@@ -1,15 +1,14 @@
-"""Sections of a recipe: their keys, descriptions and defaults."""
+"""Sections of a recipe: their keys, descriptions and defaults, and which runs read them."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from flowgrpo.config.base import Section
+from flowgrpo.config.base import DENOISERS, LANGUAGE, LEFT_TO_RIGHT, Section, Share, When, key
 from flowgrpo.config.reward_rules import WatchRule
 
-Share = Annotated[float, Field(ge=0, le=1)]
 Side = Annotated[int, Field(ge=8, le=2**16)]
 Rows = Annotated[int, Field(ge=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -20,6 +19,8 @@ PIXELS = 2**28  # of a picture, or of all frames of a clip
 
 class Picture(Section):
     """Output size and arguments of the pipeline's call; None keeps the pipeline's own default."""
+
+    kinds: ClassVar = DENOISERS
 
     height: int | None = Field(None, ge=8, le=2**16, description="pixels")
     width: int | None = Field(None, ge=8, le=2**16, description="pixels")
@@ -41,52 +42,57 @@ class Picture(Section):
         return self
 
 
+# Runs whose completions are drawn by other probabilities than are trained.
+DRAWN_APART = When(lambda c, m: c.text.engine == "vllm" or c.text.engine_precision not in (None, c.precision)
+                   or c.precision != "fp32",
+                   "the model itself draws the completions in fp32, in which it is trained",
+                   "set text.engine, text.engine_precision or another precision")
+CORRECTED = When(lambda c, m: c.text.correction != "none", "text.correction is 'none'",
+                 "set text.correction: tis or mis")
+
+
 class Text(Section):
     """Prompts, decoding and engine of a language model."""
+
+    kinds: ClassVar = LANGUAGE
 
     max_tokens: int = Field(256, ge=1, le=2**24, description="of a completion, at most")
     system: str | None = Field(None, description="the system message; None: none")
     template: bool | None = Field(None, description="prompts in the tokenizer's chat template; None: where it has one")
-    truncated: Literal["keep", "mask", "penalise"] = Field("keep", description="completions that reach max_tokens "
-                                                           "without an end: trained like others, not at all, or with "
-                                                           "`penalty` taken off")
-    penalty: float = Field(1.0, gt=0, description="of `truncated: penalise`, off every transformed reward")
-    over_provision: float = Field(0.0, ge=0, description="groups begun beyond those of an epoch, as a share of "
-                                                         "`train.prompts`; unfinished ones continue in the next; 0: "
-                                                         "none; see docs/performance.md")
-    chunk: int = Field(64, ge=1, description="with `over_provision`: tokens between two checks for ended completions")
-    shared_prefix: bool = Field(True, description="read a prompt once for all samples of its group, where the model "
-                                                  "allows it")
+    truncated: Literal["keep", "mask", "penalise"] = key(
+        "keep", When(lambda c, m: c.preferences is None, "preferences is set, so that no completion is sampled",
+                     "leave preferences out"),
+        When(lambda c, m: not (m.for_tokens and m.target.follows_reward),
+             "method {0.method} trains {1.target.trains}, whose tokens are not cut off", "use another method"),
+        description="completions that reach max_tokens without an end: trained like others, not at all, or with "
+                    "`penalty` taken off")
+    penalty: float = key(1.0, When(lambda c, m: c.text.truncated == "penalise",
+                                   "text.truncated is {0.text.truncated!r}", "set text.truncated: penalise"),
+                         gt=0, description="of `truncated: penalise`, off every transformed reward")
+    shared_prefix: bool = key(True, of=LEFT_TO_RIGHT, description="read a prompt once for all samples of its group, "
+                                                                  "where the model allows it")
     eval_temperature: float = Field(0.0, ge=0, description="of the evaluation; 0 takes the likeliest token")
-    engine: Literal["transformers", "vllm"] = Field("transformers", description="what samples completions; `vllm` has "
-                                                    "not been run: docs/language_models.md")
-    engine_precision: Literal["fp32", "bf16", "fp16"] | None = Field(
-        None, description="precision in which a copy of the model samples completions; None: `precision`")
-    engine_memory: float = Field(0.4, gt=0, lt=1, description="share of the GPU that vLLM takes")
-    correction: Literal["tis", "mis", "none"] = Field("tis", description="weight of tokens of an engine, or of half "
-                                                                         "precision, by r = trainer's probability / "
-                                                                         "theirs: min(r, cap), 0 above the cap, or "
-                                                                         "none")
-    correction_cap: float = Field(2.0, ge=1, description="largest r")
-    correction_level: Literal["token", "sequence"] = Field("token", description="r of a token, or of its completion")
+    engine: Literal["transformers", "vllm"] = key(
+        "transformers", of=LEFT_TO_RIGHT, description="what samples completions; `vllm` has not been run: "
+                                                      "docs/language_models.md")
+    engine_precision: Literal["fp32", "bf16", "fp16"] | None = key(
+        None, of=LEFT_TO_RIGHT, description="precision in which a copy of the model samples completions; None: "
+                                            "`precision`")
+    engine_memory: float = key(0.4, When(lambda c, m: c.text.engine == "vllm", "text.engine is {0.text.engine!r}",
+                                         "set text.engine: vllm"),
+                               of=LEFT_TO_RIGHT, gt=0, lt=1, description="share of the GPU that vLLM takes")
+    correction: Literal["tis", "mis", "none"] = key(
+        "tis", DRAWN_APART, of=LEFT_TO_RIGHT, description="weight of tokens of an engine, or of half precision, by r = "
+        "trainer's probability / theirs: min(r, cap), 0 above the cap, or none")
+    correction_cap: float = key(2.0, DRAWN_APART, CORRECTED, of=LEFT_TO_RIGHT, ge=1, description="largest r")
+    correction_level: Literal["token", "sequence"] = key(
+        "token", DRAWN_APART, CORRECTED, of=LEFT_TO_RIGHT, description="r of a token, or of its completion")
 
 
 class Rollout(Section):
     """Engine that samples the images or clips of a rollout, or a feature cache; see docs/rollouts.md."""
 
-    engine: str | None = Field(None, min_length=1, description="address of an SGLang-Diffusion server, such as "
-                               "http://127.0.0.1:30000; None: the pipeline itself")
-    timeout: float = Field(600.0, gt=0, description="seconds for one request")
-    retries: int = Field(2, ge=0, description="further attempts where a connection fails or the server answers 5xx")
-    folder: str | None = Field(None, min_length=1, description="folder for each update's LoRA, which the engine "
-                                                               "reads too; None: a temporary one of this machine")
-    release: bool = Field(False, description="the engine leaves the GPU's memory between rollouts")
-    cache: Literal["first_block", "taylorseer", "mag"] | None = Field(
-        None, description="diffusers' feature cache in the rollouts of methods that read only final samples")
-    cache_threshold: float | None = Field(None, gt=0, description="threshold of `first_block` and `mag`: a higher "
-                                                                  "one skips more blocks; None: diffusers' own")
-    cache_interval: int | None = Field(None, ge=1, description="steps from one computed step of `taylorseer` to the "
-                                                               "next; None: diffusers' own")
+    kinds: ClassVar = DENOISERS
 
 
 class Fused(Section):
@@ -119,21 +125,20 @@ class Load(Section):
 
     variant: str | None = Field(None, min_length=1, description="of the weight files of a repository or folder: `fp16`")
     revision: str | None = Field(None, min_length=1, description="branch, tag or commit of a repository on the hub")
-    config: str | None = Field(None, min_length=1, description="for a single file in `model`: folder or hub id of a "
-                                                               "pipeline like it; None: the one that diffusers "
-                                                               "infers")
-    denoiser: str | None = Field(None, min_length=1, description="a .safetensors or .gguf file that replaces the "
-                                 "denoiser of `model`")
+    config: str | None = key(None, of=DENOISERS, min_length=1, description="for a single file in `model`: folder "
+                             "or hub id of a pipeline like it; None: the one that diffusers infers")
+    denoiser: str | None = key(None, of=DENOISERS, min_length=1, description="a .safetensors or .gguf file that "
+                               "replaces the denoiser of `model`")
     vae: str | None = Field(None, min_length=1, description="a .safetensors file, folder or hub id of an autoencoder "
                                                             "that replaces the one of `model`")
-    lora: list[str | Fused] = Field([], description="LoRAs fused into the weights first, such as a turbo LoRA: "
-                                                    "paths, or {path: FILE, scale: 0.8}")
+    lora: list[str | Fused] = key([], of=DENOISERS, description="LoRAs fused into the weights first, such as a "
+                                  "turbo LoRA: paths, or {path: FILE, scale: 0.8}")
     textual_inversion: list[str | Inversion] = Field([], description="embeddings for tokens of prompts: .safetensors "
                                                      "files, or {path: FILE, token: NAME}")
-    controlnet: str | None = Field(None, min_length=1, description="folder or hub id of a frozen ControlNet, for the"
-                                                                   " `control_image` of prompts")
-    ip_adapter: IPAdapter | None = Field(None, description="a frozen IP-Adapter, for the `ip_adapter_image` of "
-                                                           "prompts: {path: FOLDER, weights: FILE}")
+    controlnet: str | None = key(None, of=DENOISERS, min_length=1, description="folder or hub id of a frozen "
+                                 "ControlNet, for the `control_image` of prompts")
+    ip_adapter: IPAdapter | None = key(None, of=DENOISERS, description="a frozen IP-Adapter, for the "
+                                       "`ip_adapter_image` of prompts: {path: FOLDER, weights: FILE}")
 
     @property
     def fused(self) -> list[Fused]:
@@ -151,22 +156,32 @@ class Load(Section):
         return self.denoiser is not None and self.denoiser.endswith(".gguf")
 
 
+HAS_LORA = When(lambda c, m: c.adapter.rank > 0, "adapter.rank is 0, which trains all weights without a LoRA",
+                "set a rank")
+
+
 class Adapter(Section):
     """Trained weights: a LoRA (rank >= 1) on the denoiser (the method may say: on text encoders), or with `rank: 0` all
     of the denoiser's weights."""
 
     rank: int = Field(32, ge=0, description="rank of the LoRA; 0 trains all weights")
-    alpha: float | None = Field(None, gt=0, description="LoRA alpha of the training; None means a scale of 2: 2 "
-                                                      "* rank, of an rsLoRA 2 * sqrt(rank). Files have alpha = rank")
+    alpha: float | None = key(None, HAS_LORA, gt=0, description="LoRA alpha of the training; None means a scale of 2: "
+                              "2 * rank, of an rsLoRA 2 * sqrt(rank). Files have alpha = rank")
     init: str | None = Field(None, min_length=1, description="a LoRA of the same rank and targets to start from:"
                                                              " a finished run, a folder or a file")
     dora: bool = Field(False, description="a length of its own for every row of a weight (DoRA, 2402.09353)")
     rslora: bool = Field(False, description="the scale alpha / sqrt(rank) (rsLoRA, 2312.03732)")
-    targets: list[str] = Field(["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj",
-                                "to_add_out"], description="names of the modules that get an adapter; these are a "
-                                "denoiser's, in whose place a language model's stand")
-    encoder_targets: list[str] = Field(["q_proj", "k_proj", "v_proj", "out_proj", "o_proj", "q", "k", "v", "o"],
-                                       description="the same of text encoders, where the method trains them")
+    targets: list[str] = key(
+        ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"], HAS_LORA,
+        When(lambda c, m: m.for_tokens or m.denoising.adapted.denoisers, "parts.adapted.denoisers is false",
+             "set it to true"),
+        description="names of the modules that get an adapter; these are a denoiser's, in whose place a language "
+                    "model's stand")
+    encoder_targets: list[str] = key(
+        ["q_proj", "k_proj", "v_proj", "out_proj", "o_proj", "q", "k", "v", "o"],
+        When(lambda c, m: m.denoising.adapted.encoders, "the method trains no text encoder",
+             "set parts.adapted.encoders: true"),
+        of=DENOISERS, description="the same of text encoders, where the method trains them")
 
 
 class AutoRate(Section):
@@ -214,6 +229,10 @@ class Optimizer(Section):
         return self.calibration.start if self.calibration else float(self.lr)  # type: ignore[arg-type]
 
 
+HAS_GRID = When(lambda c, m: m.target.reads_grid, "preferences is set, so that no image is sampled, and parts.times "
+                "Stratified reads no grid", "set parts.times: {type: GridTimes}")
+
+
 class Train(Optimizer):
     """Training loop: its geometry, sampler and optimizer."""
 
@@ -222,33 +241,25 @@ class Train(Optimizer):
     group: int = Field(12, ge=1, description="samples per prompt; 1 where the method compares no samples of a group")
     micro_batch: Rows | Literal["auto"] = Field(8, description="rows that go through the denoiser at once; `auto`: as "
                                                 "many as fit")
-    pack: bool = Field(False, description="several steps in one batch of a replay, where that saves calls of the "
-                                          "denoiser; see docs/performance.md")
+    pack: bool = key(False, of=DENOISERS, description="several steps in one batch of a replay, where that saves calls "
+                                                      "of the denoiser; see docs/performance.md")
     updates: int = Field(1, ge=1, description="optimizer steps per pass over an epoch's samples")
     inner_epochs: int = Field(1, ge=1, description="passes over an epoch's samples")
-    one_pass: bool | Literal["auto"] = Field(False, description="no replay: the update uses the graphs of the "
-                                                                "rollout's own steps, where every sample is trained "
-                                                                "once; `auto`: where they fit; see "
-                                                                "docs/performance.md")
-    steps: int = Field(10, ge=2, le=STEPS, description="denoising steps of a rollout")
-    guidance: float = Field(1.0, ge=0, description="guidance scale of the rollout and of its replay")
-    grid: Literal["shifted", "stock"] = Field("shifted", description="`shifted`: shift(linspace(1, 0)); `stock`: the"
-                                                                     " pipeline's own sigmas, as models that predict"
-                                                                     " noise always have")
-    shift: float = Field(3.0, gt=0, description="the shift of the `shifted` sigma grid")
+    steps: int = key(10, HAS_GRID, of=DENOISERS, ge=2, le=STEPS, description="denoising steps of a rollout")
+    guidance: float = key(1.0, of=DENOISERS, ge=0, description="guidance scale of the rollout and of its replay")
+    grid: Literal["shifted", "stock"] = key(
+        "shifted", HAS_GRID, of=DENOISERS, description="`shifted`: shift(linspace(1, 0)); `stock`: the pipeline's own "
+        "sigmas, as models that predict noise always have")
+    shift: float = key(3.0, HAS_GRID, When(lambda c, m: c.train.grid != "stock",
+                                           "train.grid is 'stock', the pipeline's own", "set train.grid: shifted"),
+                       of=DENOISERS, gt=0, description="the shift of the `shifted` sigma grid")
     checkpointing: bool | Share | Literal["auto"] = Field(
         False, description="gradient checkpointing: all blocks of the denoiser, or the share that recomputes, such "
                            "as 0.5; `auto`: as few as fit")
-    compile: bool = Field(False, description="torch.compile for the denoiser's blocks")
-    ema: float = Field(0.0, ge=0, lt=1, description="decay of the moving average of the weights; 0 keeps none")
-    staleness: int = Field(0, ge=0, description="epochs sampled ahead of their update, while a thread computes "
-                                                "rewards; 0: none; see docs/performance.md")
-    staleness_cap: float = Field(5.0, ge=1, description="largest importance weight of a decision of older weights; "
-                                                        "larger ones become 0")
-    extrapolate: int = Field(0, ge=0, description="epochs by which a LoRA jumps ahead along its low-rank path; taken"
-                                                  " back if the next reward is lower; 0: none; see "
-                                                  "docs/performance.md")
-    extrapolate_every: int = Field(8, ge=2, description="epochs between two jumps, whose weights are the path")
+    compile: bool = key(False, of=DENOISERS, description="torch.compile for the denoiser's blocks")
+    ema: float = key(0.0, When(lambda c, m: c.eval.weights == "ema", "eval.weights is {0.eval.weights!r}",
+                               "set eval.weights: ema"),
+                     ge=0, lt=1, description="decay of the moving average of the weights; 0 keeps none")
     save_every: int = Field(50, ge=1, description="epochs between checkpoints; the last epoch is always saved")
     keep: int = Field(2, ge=1, description="checkpoints kept")
 
@@ -268,20 +279,10 @@ class Train(Optimizer):
         return 0.0 if self.checkpointing == "auto" else float(self.checkpointing)
 
 
-class Phase(Section):
-    """Stage of a run, which holds until the next one begins; what it does not name is the recipe's."""
-
-    at: float = Field(ge=0, description="epochs before it; below 1 a share of all epochs")
-    reach: float | None = Field(None, description="mean weighted reward of an epoch with which it begins earlier")
-    when: dict[str, Any] = Field({}, description="metadata of the prompts that are sampled: {task: counting}, or a "
-                                                 "list of values")
-    carry: Share = Field(0.0, description="share of the prompts that come from earlier phases, rather hard ones")
-    weights: dict[str, float] = Field({}, description="of rewards, by name, in place of the recipe's")
-    set: dict[str, Any] = Field({}, description="keys with values, such as {train.steps: 20, text.max_tokens: 512}")
-
-
 class Memory(Section):
     """Placement and precision of weights and activations; docs/performance.md gives the cost of each option."""
+
+    kinds: ClassVar = DENOISERS
 
     weights: Literal["full", "int8", "fp8", "nf4"] = Field(
         "full", description="of the denoiser below a LoRA: in `precision`, or by torchao (`int8`, `fp8`) or "
@@ -292,7 +293,8 @@ class Memory(Section):
     offload: Literal["none", "block_level", "leaf_level"] = Field(
         "none", description="frozen blocks of the denoiser kept in CPU memory and copied for their forward: block by"
                             " block, or layer by layer")
-    rewards: Literal["keep", "cpu"] = Field("keep", description="where reward models wait while nothing is scored")
+    rewards: Literal["keep", "cpu"] = key("keep", of=(*DENOISERS, *LANGUAGE),
+                                          description="where reward models wait while nothing is scored")
     vae: Literal["whole", "sliced", "tiled"] = Field("whole", description="a batch decoded at once, image by "
                                                      "image, or tile by tile too")
     states: Literal["device", "cpu"] = Field("device", description="where a rollout's recorded states wait for their "
@@ -316,27 +318,18 @@ class Guard(Section):
     """Guard against collapse: returns to the last good weights, see docs/reward_hacking.md; and against rewards that no
     longer answer."""
 
-    window: int = Field(0, ge=0, description="epochs that make the run's band, such as 4; outside of it the run "
-                                             "returns to its last good weights; 0: off")
-    false_alarms: float = Field(0.01, gt=0, lt=1, description="probability of a return without a cause, from which "
-                                                              "all bounds follow")
-    reward: str | None = Field(None, min_length=1, description="held-out reward whose fall counts, with "
-                                                               "`eval.every`; None: `eval.best`, or the trained one "
-                                                               "of the largest weight")
-    lr: float = Field(0.5, gt=0, le=1, description="factor of the learning rate at each return")
     unscored: int = Field(3, ge=0, description="epochs in a row in which a trained reward fails on every sample, after "
                                                "which the run is saved and ends; 0: it goes on")
-    best: bool = Field(True, description="ends with the best held-out weights, as by `eval.best`; false: with the "
-                                         "last ones")
 
 
 class Eval(Section):
     """Evaluation on held-out prompts, with the pipeline's own scheduler."""
 
-    steps: int = Field(20, ge=1, le=STEPS, description="denoising steps of the evaluation")
-    guidance: float = Field(4.5, ge=0, description="guidance scale of the evaluation, before and after alike")
-    frames: int | None = Field(None, ge=1, le=2**16, description="number of frames of the evaluation's clips; None: "
-                                                                 "`picture.frames`, as in training")
+    steps: int = key(20, of=DENOISERS, ge=1, le=STEPS, description="denoising steps of the evaluation")
+    guidance: float = key(4.5, of=DENOISERS, ge=0, description="guidance scale of the evaluation, before and after "
+                                                               "alike")
+    frames: int | None = key(None, of=DENOISERS, ge=1, le=2**16, description="number of frames of the evaluation's "
+                             "clips; None: `picture.frames`, as in training")
     every: int = Field(0, ge=0, description="epochs between images and held-out scores; 0: only before and after")
     prompts: int = Field(64, ge=1, description="held-out prompts, evenly spread over the file")
     samples: int = Field(1, ge=1, description="images per held-out prompt")

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from scipy import stats
 
+from flowgrpo.config.schema import Config
 from flowgrpo.curriculum.order import EpochPermutation
 from flowgrpo.errors import UserError
 from flowgrpo.methods import capabilities
@@ -86,6 +87,12 @@ def limit(before: Sequence[float], level: float) -> float:
         return math.inf
     reach = stats.t.isf(level, len(logs) - 1) * spread * math.sqrt(1 + 1 / len(logs))
     return float(np.exp(min(logs.mean() + reach, 700.0)))
+
+
+def reward_of(config: Config) -> str:
+    """Return the reward whose fall on held-out prompts the guard sees."""
+    best = config.eval.best if config.eval.best in config.trained | config.watched else None
+    return config.guard.reward or best or max(config.rewards, key=config.rewards.__getitem__)
 
 
 @dataclass(frozen=True)
@@ -153,6 +160,10 @@ class Guard(Extension):
         self.returns: list[str] = []
 
     @classmethod
+    def best_by(cls, config: Config) -> str | None:
+        return reward_of(config) if config.guard.best and config.eval.every else None
+
+    @classmethod
     def asked(cls, setup: Setup) -> str:
         return f"guard.window is {setup.config.guard.window}"
 
@@ -169,11 +180,12 @@ class Guard(Extension):
         config = setup.config
         if not config.eval.every:
             return
-        if config.guarded not in setup.measured:
-            raise UserError(f"guard.reward names the reward {config.guarded!r}, which is not measured: expected "
+        name = reward_of(config)
+        if name not in setup.measured:
+            raise UserError(f"guard.reward names the reward {name!r}, which is not measured: expected "
                             f"{', '.join(setup.measured)}, or name it under eval.rewards too")
-        if config.rewards.get(config.guarded, 1.0) <= 0:
-            raise UserError(f"guard.reward is {config.guarded!r}, whose weight is {config.rewards[config.guarded]:g}: "
+        if config.rewards.get(name, 1.0) <= 0:
+            raise UserError(f"guard.reward is {name!r}, whose weight is {config.rewards[name]:g}: "
                             "expected a measured reward that is better the higher it is")
 
     # --- moments -----------------------------------------------------------------------------------------------------
@@ -202,7 +214,7 @@ class Guard(Extension):
 
     def on_measured(self, measured: Measured) -> Metrics:
         """Keep weights that are the best on held-out prompts, or go back if these fell."""
-        name, settings = self.run.config.guarded, self.run.config.eval
+        name, settings = reward_of(self.run.config), self.run.config.eval
         how = fingerprint(settings, measured)
         if how != self.how:  # a resumed run may measure in another way
             self.how, self.held_out = how, []

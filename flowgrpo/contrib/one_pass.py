@@ -12,13 +12,14 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 
 from flowgrpo.check import memory, reward_models
 from flowgrpo.check.memory import Measured, planned
+from flowgrpo.config.features import DryRun
 from flowgrpo.config.schema import Config
 from flowgrpo.device import AUTO, free_memory, ran_out
 from flowgrpo.errors import UserError
@@ -173,6 +174,8 @@ class HeldSteps(RecordedSteps):
 
 def add(phases: dict[str, dict[str, int]], measured: Measured) -> None:
     """Add the activations of all trained states to the phases, in the place of those of an update's micro-batch."""
+    if measured.config.train.one_pass is not True:  # `auto`, which this decides
+        return
     _, _, explorations = planned(measured.policy, measured.config, measured.conditioning)
     states = measured.config.train.prompts * sum(left(exploration) for exploration in explorations)
     for name in ("rollout", "decode", "update"):
@@ -258,22 +261,46 @@ class OnePass(Extension):
         return {"one_pass/states": self.trainer.processes.total([self.states])[0]}
 
 
-def settled(config: Config, processes: int, fits: Callable[[Config], bool]) -> Config:
-    """Return a recipe with a value in place of `auto`: true where it goes with the run and fits. fits: a test of a
-    recipe with graphs."""
-    train = config.train
-    if train.one_pass != AUTO:
-        return config
-    held, replayed = (config.model_copy(update={"train": train.model_copy(update={"one_pass": value})})
-                      for value in (True, False))
-    goes = not any(extensions.obstacles(OnePass, setup_of(config, processes)))
-    return held if goes and fits(held) else replayed
+class OnePassDryRun(DryRun):
+    """Epochs without a replay, counted from those of a run that replays.
+
+    The forwards of the replays are left out of the update, since its graphs are those of the rollout. These are all
+    there from the rollout to the update.
+    """
+
+    options = (("train.one_pass", True, False),)
+    reported = ("train.one_pass",)
+    holding: ClassVar = ("rollout", "decode", "base", "reward", "update")  # phases
+
+    def settled(self, config: Config, processes: int, fits: Callable[[Config], bool]) -> Config:
+        """Return a recipe with a value in place of `auto`: true where it goes with the run and fits."""
+        if config.train.one_pass != AUTO:
+            return config
+        held, goes = _with(config, True), not any(extensions.obstacles(OnePass, setup_of(config, processes)))
+        return held if goes and fits(held) else _with(config, False)
+
+    def require(self, config: Config, processes: int) -> None:
+        if config.train.one_pass is True:
+            extensions.require(OnePass, setup_of(config, processes))
+
+    def run(self, config: Config) -> Config:
+        return _with(config, False)
+
+    def count(self, phases: dict[str, Any], calls: Any, times: float) -> None:
+        for name in (name for name in self.holding if name in phases):
+            more = round(calls.kept * times) - calls.graph * (name == "update")  # which has one graph at a time already
+            phases[name].allocated += more
+            phases[name].reserved += more
+        update, forwards = phases["update"], calls.forwards
+        update.flops -= forwards.flops * times
+        update.seconds -= forwards.seconds * times
+        update.kernels -= round(forwards.kernels * times)
+        update.traffic -= forwards.traffic * times
+        update.waits.subtract({reason: round(count * times) for reason, count in forwards.waits.items()})
 
 
-def require_one_pass(config: Config, processes: int) -> None:
-    """Raise UserError for a recipe with `train.one_pass: true` that cannot have it."""
-    if config.train.one_pass is True:
-        extensions.require(OnePass, setup_of(config, processes))
+def _with(config: Config, one_pass: bool) -> Config:
+    return config.model_copy(update={"train": config.train.model_copy(update={"one_pass": one_pass})})
 
 
 def setup_of(config: Config, processes: int) -> Setup:

@@ -13,7 +13,7 @@ from flowgrpo import rewards
 from flowgrpo.config.geometry import geometry
 from flowgrpo.config.parse import validate
 from flowgrpo.config.schema import Config
-from flowgrpo.config.sections import Phase
+from flowgrpo.contrib.features import Phase
 from flowgrpo.curriculum.history import RATES, record
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.device import require_generators
@@ -21,7 +21,7 @@ from flowgrpo.errors import UserError, nearest
 from flowgrpo.methods import capabilities, keys_read
 from flowgrpo.methods.setup import Setup
 from flowgrpo.methods.validate import check_supervised, resolve
-from flowgrpo.policies import build
+from flowgrpo.policies import build, options
 from flowgrpo.rollouts.build import make_rollouts
 from flowgrpo.text.policies import engines
 from flowgrpo.training.extension import Extension
@@ -163,6 +163,11 @@ class Phases(Extension):
     @classmethod
     def require(cls, setup: Setup) -> None:
         _require(setup)
+
+    @classmethod
+    def require_model(cls, setup: Setup) -> None:
+        options.require_frames(setup, {f"phases[{number}].set picture.frames": phase.set.get("picture.frames")
+                                       for number, phase in enumerate(setup.config.phases)})
 
     @classmethod
     def lacks(cls, setup: Setup) -> dict[str, str]:

@@ -11,7 +11,7 @@ import math
 import random
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,19 +20,21 @@ from typing import Any
 
 import torch
 
+from flowgrpo.config import features
+from flowgrpo.config.features import DryRun
 from flowgrpo.config.geometry import geometry, prompts_per_part
 from flowgrpo.config.schema import Config
-from flowgrpo.contrib.one_pass import require_one_pass
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.data.sets import SETS
 from flowgrpo.device import AUTO, DTYPES
-from flowgrpo.dry_run import evaluation, from_configs, one_pass, rescored, weights
+from flowgrpo.dry_run import evaluation, from_configs, weights
 from flowgrpo.dry_run.meta_gpu import META, MetaGPU, Phase
 from flowgrpo.dry_run.repeats import Repeats
 from flowgrpo.dry_run.reward_models import reward_bytes
 from flowgrpo.errors import UserError
 from flowgrpo.gpus import GIB, GPU, GPUS, GROWTH, LOADING, PLAN, gpu_key
 from flowgrpo.log import PhaseTimer
+from flowgrpo.methods import validate
 from flowgrpo.policies.build import PIPELINE, kind, make_policy
 from flowgrpo.published import named
 from flowgrpo.train import Trainer
@@ -138,28 +140,30 @@ def dry_run(config: Config, gpu: GPU = GPUS["H100"], processes: int = 1, pipe: A
     """
     config = _covered(config)
     shape = geometry(config.train, processes)
-    require_one_pass(config, processes)
+    rare = features.dry_runs(features.wanted(config, validate.resolve(config)))
+    for feature in rare:
+        feature.require(config, processes)
     few = min(shape.prompts, prompts_per_part(shape.group, shape.micro_batch) * config.train.updates)
-    meta = MetaGPU(gpu)
+    meta, short = MetaGPU(gpu), _short(config, few, rare)
     with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(devices=[]):
         make, described = from_configs.pipeline, config.load.config or config.model
         twin = make(described, DTYPES[config.precision]) if pipe is None else from_configs.like(pipe)
         with MetaGPU(gpu).running():  # which is not counted
-            policy: Any = make_policy(_short(config, few), META, twin)
+            policy: Any = make_policy(short, META, twin)
         encoders = weights.hold(meta, policy, config.memory, processes)
         calls = Repeats(meta, policy)
         with meta.running():
             image = None if config.prompts in SETS else _picture(policy, Path(folder))
-            trainer = _trainer(_short(config, few), policy, image, meta)
+            trainer = _trainer(short, policy, image, meta, rare)
             clock = trainer.clock = trainer.rollouts.clock = _Phases(meta, encoders)
             replay_waits = _counted_replays(trainer, meta)
             trainer.run_epoch()
             evaluated = None if config.eval.frames is None else evaluation.of(trainer, meta, processes)
-    phases = _extrapolated(meta, clock, shape.prompts, few, config.train.staleness)
+    phases = _extrapolated(meta, clock, shape.prompts, few, sum(feature.waiting(config) for feature in rare))
     if evaluated is not None:
         phases[EVALUATION] = evaluated
-    if config.train.one_pass is True:
-        one_pass.hold(phases, calls, shape.prompts / few)
+    for feature in rare:
+        feature.count(phases, calls, shape.prompts / few)
     estimate = Estimate(phases, reward_bytes(config),
                         _each(calls.step_waits, calls.steps), _each(replay_waits, calls.replays))
     return replace(estimate, first=LOADING + PLAN * len(meta.attentions) + GROWTH * gib(estimate.peak))
@@ -184,9 +188,11 @@ def _covered(config: Config) -> Config:
     return config.model_copy(update={"picture": config.picture.model_copy(update=largest)})
 
 
-def _short(config: Config, prompts: int) -> Config:
+def _short(config: Config, prompts: int, rare: Sequence[DryRun]) -> Config:
     """Return the recipe as it is run, with fewer prompts and without what needs values or several processes."""
-    train = {"prompts": prompts, "compile": False, "optimizer": "adamw", "one_pass": False}
+    for feature in rare:
+        config = feature.run(config)
+    train = {"prompts": prompts, "compile": False, "optimizer": "adamw"}
     parts = config.parts
     if "preview" in parts:  # its quantised copies need values
         parts = parts | {"preview": parts["preview"] | {"precision": "full"}}
@@ -209,13 +215,15 @@ def _picture(policy: Any, folder: Path) -> str | None:
     return str(file)
 
 
-def _trainer(config: Config, policy: Any, image: str | None, meta: MetaGPU) -> Trainer:
+def _trainer(config: Config, policy: Any, image: str | None, meta: MetaGPU, rare: Sequence[DryRun]
+             ) -> Trainer:
     """Return a trainer in the state of a later epoch: with other prompts, the optimizer's moments, and the old policy.
     """
     first, *later = (Prompt(f"{PROMPT} {number}", image=image) for number in range(config.train.prompts + 1))
     alone: Any = SimpleNamespace(process_index=0, num_processes=1, device=torch.device("cpu"), is_main_process=True)
     trainer = Trainer(config, alone, policy, {name: _any for name in config.trained}, ([first, *later[1:]], []))
-    rescored.stand_in(trainer.extensions)
+    for feature in rare:
+        feature.begin(trainer)
     trainer.prompts = later
     if policy.weights.large:
         trainer.optimization.ema = None  # it waits on the host
@@ -268,17 +276,16 @@ def _each(waits: Counter[str], times: int) -> dict[str, float]:
     return {reason: count / times for reason, count in waits.items() if count >= times > 0}
 
 
-def _extrapolated(meta: MetaGPU, clock: _Phases, prompts: int, few: int, staleness: int) -> dict[str, Phase]:
+def _extrapolated(meta: MetaGPU, clock: _Phases, prompts: int, few: int, waiting: int) -> dict[str, Phase]:
     """Return the phases of an epoch of `prompts`, of which `few` were run with all optimizer steps.
 
-    staleness: epochs whose samples wait beside it.
+    waiting: epochs whose samples wait beside it.
     """
     times, phases = prompts / few, {}
     states = max(clock.drawn - (clock.began or 0), 0) / few  # of one prompt
-    waiting = states * prompts * staleness
     for name in (name for name in ORDER if name in meta.phases):
         own = states * (prompts - few) if name != "encode" else 0
-        phase, more = meta.phases[name], meta.spare + round(own + waiting)
+        phase, more = meta.phases[name], meta.spare + round(own + states * prompts * waiting)
         phases[name] = Phase(phase.allocated + more, phase.reserved + more, phase.flops * times,
                              round(phase.kernels * times),
                              (phase.seconds - phase.fixed) * times + phase.fixed, phase.fixed,

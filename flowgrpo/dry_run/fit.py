@@ -6,19 +6,19 @@ import bisect
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from flowgrpo.config import features
 from flowgrpo.config.geometry import geometry
 from flowgrpo.config.schema import Config
-from flowgrpo.contrib.one_pass import settled
 from flowgrpo.device import AUTO
 from flowgrpo.dry_run.estimate import Estimate, dry_run
 from flowgrpo.errors import UserError
 from flowgrpo.gpus import GPU, GPUS
 
 # Options in the order of docs/performance.md, cheapest first: what they are changed from, and the phases they help.
+# Those of features come before them.
 LOOP = frozenset(("preview", "rollout", "decode", "base", "rescore", "update"))
 LATER = LOOP | {"reward"}
 OPTIONS: list[tuple[str, Any, Any, frozenset[str]]] = [
-    ("train.one_pass", True, False, LATER),
     ("memory.encoders", "keep", "cpu", LATER),
     ("memory.vae", "whole", "sliced", frozenset(("decode", "preview", "base"))),
     ("train.checkpointing", False, True, frozenset(("update",))),
@@ -68,7 +68,8 @@ def nearest_settings(config: Config, gpu: GPU, estimate: Estimate, processes: in
 
 def _options(config: Config, above: list[str]) -> Iterator[tuple[str, Any]]:
     """Yield the options that are not taken yet and help one of these phases."""
-    for name, old, new, helped in OPTIONS:
+    rare = [(*option, LATER) for feature in features.dry_runs(features.all()) for option in feature.options]
+    for name, old, new, helped in (*rare, *OPTIONS):
         section, key = name.split(".")
         value = getattr(getattr(config, section), key)
         if helped.isdisjoint(above):
@@ -111,7 +112,9 @@ def batch_settings(config: Config, room: float, pipe: Any = None, processes: int
 def settle(config: Config, gpu: GPU, processes: int = 1) -> Config:
     """Return a recipe with values in place of `auto`: those that fit the GPU, or else that take the least memory."""
     config = _batch(config, gpu, processes)
-    return settled(config, processes, lambda held: not dry_run(held, gpu, processes).above(gpu.room))
+    for feature in features.dry_runs(features.all()):
+        config = feature.settled(config, processes, lambda held: not dry_run(held, gpu, processes).above(gpu.room))
+    return config
 
 
 def _batch(config: Config, gpu: GPU, processes: int) -> Config:

@@ -54,6 +54,11 @@ class Target:
     has_logp: ClassVar[bool] = False
     offers: ClassVar[frozenset[str]] = frozenset()
 
+    @property
+    def reads_grid(self) -> bool:
+        """True if a run's sampling or noising follows the grid of its steps."""
+        return True
+
     def validate(self, rollout: Rollout, credit: Credit, loss: Loss, explorations: Sequence[RolloutSpec],
                  group: int) -> None:
         """Raise ValueError for parts that do not go together.
@@ -131,6 +136,10 @@ class RecordedPairs(NoisedFinals):
     trains: ClassVar[str] = "recorded pairs"
     unread: ClassVar[frozenset[str]] = NoisedFinals.unread | {"kernel", "plan", "solver", "tail", "roots", "redraw",
                                                                 "expansion", "pruning", "rehearsal"}
+
+    @property
+    def reads_grid(self) -> bool:
+        return not isinstance(self.times, noised_finals.Stratified)
 
 
 @part("target")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -160,9 +160,12 @@ def check_frames(setup: Setup) -> None:
     if config.picture.frames not in (None, call.get("num_frames")):
         raise UserError(f"picture.frames is {config.picture.frames}, and picture.call has num_frames "
                         f"{call['num_frames']}: set one of them")
-    counts = {"eval.frames": frames, "picture.frames": call.get("num_frames")} | {
-        f"phases[{number}].set picture.frames": phase.set.get("picture.frames")
-        for number, phase in enumerate(config.phases)}
+    require_frames(setup, {"eval.frames": frames, "picture.frames": call.get("num_frames")})
+
+
+def require_frames(setup: Setup, counts: Mapping[str, int | None]) -> None:
+    """Raise UserError for numbers of frames, by their keys, that the model does not make, as far as it is known."""
+    config = setup.config
     if any(counts.values()):
         from flowgrpo.policies.pipelines import frames as clips
 

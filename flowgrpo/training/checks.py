@@ -61,8 +61,10 @@ OF_MACHINE: tuple[Check, ...] = (batch_size.check_epoch, options.check, sharding
 OF_REWARDS: tuple[Check, ...] = (reward_demands.check, reward_demands.check_whole_groups)
 OF_PROMPTS: tuple[Check, ...] = (batch_size.check_evaluation, check_prompts, reward_demands.check_modality,
                                  reward_demands.check_clips, extensions.check, check_parts,
-                                 reward_demands.check_routes, best.check, options.check_frames)
-OF_MODEL: tuple[Check, ...] = (reward_demands.check_modality, check_prompts, options.check_frames)  # once it is loaded
+                                 reward_demands.check_routes, best.check, options.check_frames,
+                                 extensions.check_model)
+OF_MODEL: tuple[Check, ...] = (reward_demands.check_modality, check_prompts, options.check_frames,
+                               extensions.check_model)  # once it is loaded
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,7 +1,7 @@
 """Extensions: what most runs lack, called at named moments of the training loop.
 
-The trainer knows none of them. `extensions.TABLE` says what turns each one on; a file of `extensions/` holds all of it:
-its checks, its state in a checkpoint and its metrics.
+The trainer knows none of them. A feature (`config.features`) says what turns each one on; one file holds all of it: its
+checks, its state in a checkpoint and its metrics.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from torch import Tensor
 
+from flowgrpo.config.schema import Config
 from flowgrpo.methods.setup import Setup
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.training.epoch import Epoch
@@ -42,6 +43,14 @@ class Extension:
     @classmethod
     def require(cls, setup: Setup) -> None:
         """Raise UserError for a run that it does not go with."""
+
+    @classmethod
+    def require_model(cls, setup: Setup) -> None:
+        """Raise UserError for a run whose model it does not go with, as far as `setup.loaded` is known."""
+
+    @classmethod
+    def best_by(cls, config: Config) -> str | None:
+        """Return the reward by whose best measurement weights are kept for the end, unless `eval.best` names one."""
 
     @classmethod
     def asked(cls, setup: Setup) -> str:
@@ -121,7 +130,7 @@ class Extension:
 
 
 class Extensions:
-    """Extensions of a run, called in the order of the table."""
+    """Extensions of a run, called in the order of `extensions.ORDER`."""
 
     def __init__(self, present: list[Extension]):
         self.present = present

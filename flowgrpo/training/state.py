@@ -161,7 +161,7 @@ def room(trainer: Run) -> int:
     """
     train, weights = trainer.config.train, list(trainer.policy.weights.named.values())
     one = sum(tensor.numel() * tensor.element_size() for tensor in weights)
-    averages = (trainer.optimization.ema is not None) + (trainer.config.best_by is not None)
+    averages = (trainer.optimization.ema is not None) + (trainer.progress.best.best.reward is not None)
     snapshots = averages + len(trainer.kl_reference.snapshots)
     moments = sum(tensor.numel() for tensor in weights) * (2 if train.optimizer == "adamw8bit" else 8)
     folders = checkpoints(trainer.config.folder / "checkpoints").values()

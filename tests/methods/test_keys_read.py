@@ -10,6 +10,8 @@ import pytest
 
 from flowgrpo.config import Config, keys, load
 from flowgrpo.config import validate as validated
+from flowgrpo.config.base import facts
+from flowgrpo.config.schema import fields
 from flowgrpo.errors import UserError
 from flowgrpo.methods import keys_read, validate
 from flowgrpo.policies import build
@@ -46,13 +48,11 @@ def of(key: str, value) -> Config:
 
 
 def unread(kind: str) -> set[str]:
-    return {key for key in keys() if any(f"{key}.".startswith(f"{each}.") for each in keys_read.UNREAD[kind])}
+    return {key for key in keys() if keys_read.kinds(key) and kind not in keys_read.kinds(key)}
 
 
-def test_the_tables_name_keys_and_sections_that_there_are():
-    for kind in KINDS:
-        for each in keys_read.UNREAD[kind]:
-            assert any(f"{key}.".startswith(f"{each}.") for key in keys()), each
+def test_keys_of_one_kind_of_model_name_kinds_that_there_are():
+    assert set().union(*map(keys_read.kinds, keys())) == {*KINDS}
     assert set().union(*map(unread, KINDS)) == {*OTHER}
 
 
@@ -148,7 +148,7 @@ def test_a_key_that_is_read_on_a_condition_is_refused_without_it(key, value, wit
 
 
 def test_every_condition_is_tried():
-    assert {key for condition in keys_read.CONDITIONS for key in condition.keys} == {key for key, *_ in IDLE}
+    assert {key for key, field in fields().items() if facts(field).when} == {key for key, *_ in IDLE}
 
 
 def test_a_model_with_a_grid_of_its_own_reads_no_shift():

@@ -1,13 +1,10 @@
-"""Extensions: the moments that each overrides, the table that turns them on, their order in an epoch, their state."""
+"""Extensions: the moments that each overrides, the features that turn them on, their order in an epoch, their state."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import inspect
-import sys
 from collections.abc import Iterator
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,6 +12,7 @@ import torch
 from accelerate import Accelerator
 
 from flowgrpo.check import tiny as pipelines
+from flowgrpo.config import features
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.distributed.signals import Stopped
 from flowgrpo.errors import UserError
@@ -34,16 +32,12 @@ OF_AN_EPOCH = MOMENTS[:MOMENTS.index("on_trained") + 1]
 
 
 def listed() -> list[type[Extension]]:
-    """The classes of the table, in its order."""
-    found = []
-    for place in extensions.TABLE:
-        module, name = place.split(":")
-        found.append(getattr(importlib.import_module(f"flowgrpo.{module}"), name))
-    return found
+    """The classes of all features, in the order in which they are called."""
+    return [features.at(feature.extension) for feature in extensions.listed()]
 
 
 def made_of_all() -> list[Extension]:
-    """An extension of every class of the table, as a run makes it."""
+    """An extension of every feature, as a run makes it."""
     sign = [{"at": 1, "when": {}}]
     answers = {"data": {"type": "NextToken", "source": {"type": "PassRate"}}}
     trainers = [tiny_text.trainer(phases=sign, train__extrapolate=3, train__extrapolate_every=2,
@@ -78,11 +72,12 @@ def test_the_moments_are_those_of_an_epoch_in_its_order():
     assert passed_on == [*OF_AN_EPOCH, "on_base", "judge", "on_measured", "summary", "close"]
 
 
-@pytest.mark.parametrize("place", extensions.TABLE)
-def test_an_extension_overrides_a_moment_with_its_own_parameters_alone(place):
-    [cls] = [each for each, of in zip(listed(), extensions.TABLE) if of == place]
+@pytest.mark.parametrize("name", extensions.ORDER)
+def test_an_extension_overrides_a_moment_with_its_own_parameters_alone(name):
+    place = features.KNOWN[name].extension
+    cls = features.at(place)
     assert issubclass(cls, Extension) and cls is not Extension
-    assert cls.__module__ == f"flowgrpo.{place.split(':')[0]}"
+    assert cls.__module__ == place.split(":")[0]
     for ancestor in cls.__mro__[:cls.__mro__.index(Extension)]:
         for name, value in vars(ancestor).items():
             if name not in PUBLIC:
@@ -105,11 +100,12 @@ def test_no_attribute_hides_a_moment():
         assert not vars(extension).keys() & PUBLIC.keys(), type(extension)
 
 
-# --- the table -------------------------------------------------------------------------------------------------------
+# --- the order -------------------------------------------------------------------------------------------------------
 
-def test_the_table_names_every_extension_once_and_each_state_has_a_key_of_its_own():
+def test_the_order_names_every_feature_once_and_each_state_has_a_key_of_its_own():
     classes = listed()
-    assert len({*classes}) == len(classes) == len(extensions.TABLE)
+    assert [feature.name for feature in extensions.listed()] == [*extensions.ORDER]
+    assert len({*classes}) == len(classes) == len(extensions.ORDER)
     names = [cls.name for cls in classes if cls.name]
     assert len({*names}) == len(names)
     for cls in classes:
@@ -118,7 +114,7 @@ def test_the_table_names_every_extension_once_and_each_state_has_a_key_of_its_ow
     assert not {*names} & {*state.COUNTERS, *state.SAMPLING, *state.SNAPSHOTS, *state.REQUIRED, "optimizer"}
 
 
-def test_a_run_has_what_its_configuration_turns_on_in_the_order_of_the_table():
+def test_a_run_has_what_its_configuration_turns_on_in_their_order():
     assert loop.names(tiny_text.trainer()) == ["RewardHints"]
     made = tiny_text.trainer(train__extrapolate=3, train__extrapolate_every=2, phases=[{"at": 1, "set": {}}],
                              parts={"replay": {"type": "GroupReplay"}, "redraw": {"type": "DynamicSampling"}})
@@ -192,11 +188,9 @@ class Toy(Extension):
 
 @pytest.fixture
 def table(monkeypatch):
-    """The table with the toy in it."""
-    module: Any = ModuleType("flowgrpo.toy")
-    module.Toy = Toy
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setitem(extensions.TABLE, "toy:Toy", lambda config, method: config.train.updates == 2)
+    """The features with the toy's among them."""
+    wanted = features.Feature(name="toy", wanted=lambda config, method: config.train.updates == 2, extension=Toy)
+    monkeypatch.setitem(features.KNOWN, "toy", wanted)
 
 
 def test_a_toy_gets_every_moment_of_an_epoch_in_order(table):

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo.check.memory import Measured
+from flowgrpo.config.features import DryRun
 from flowgrpo.config.schema import Config
 from flowgrpo.contrib.staleness.partial_rollouts import make_pool, older, oldest
 from flowgrpo.data.prompts import Prompt, as_line, of_records
@@ -323,6 +324,34 @@ class Staleness(Extension):
             self.queue.append(drawn)
         if self.pool is not None:
             self.pool.load_state(within(tensors, "pool."), values.get("pool", {}))
+
+
+class StaleDryRun(DryRun):
+    """Epochs drawn as ever, and scored again as those that older weights drew: without a thread, and without a queue,
+    whose bytes are counted beside the epoch."""
+
+    def begin(self, trainer: Any) -> None:
+        present = trainer.extensions.present
+        trainer.extensions.present = [Rescored(each) if isinstance(each, Staleness) else each for each in present]
+
+    def waiting(self, config: Config) -> int:
+        return config.train.staleness
+
+
+class Rescored(Extension):
+    """Stand-in for `Staleness` in a dry run."""
+
+    def __init__(self, staleness: Staleness):
+        super().__init__(staleness.trainer)
+        self.staleness = staleness
+
+    def draw_epoch(self) -> Epoch:
+        """Draw an epoch and score its parts with the weights before the update."""
+        trainer, epoch = self.trainer, sampling.draw(self.trainer)
+        drawn = Drawn(trainer.epoch, trainer.epoch - 1, 0, epoch.groups.prompts, epoch.own, epoch.parts,
+                      conditioning=epoch.conditioning)
+        epoch.parts = self.staleness.decoupled(drawn)
+        return epoch
 
 
 def decoupled(part: Part, replayed: Iterator[tuple[int, slice, Scored]], log_ratio: LogRatio, cap: float) -> Part:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flowgrpo import loopback
+from flowgrpo.config import features
 from flowgrpo.config.parse import load
 from flowgrpo.config.schema import Config
 from flowgrpo.evaluation.report import snapshots
@@ -171,12 +172,8 @@ ALONE = {"clip_fraction": ("Clip fraction", "share of the decisions that the cli
          "diversity": ("Diversity", "of the samples of a group"),
          "weights/change": ("Change of the weights", "of the layer that changed most, over a usual layer's size"),
          "trained_updates": ("Updates", "of an epoch, with a gradient"),
-         "guard/returns": ("Returns to good weights", "so far: see docs/reward_hacking.md"),
-         "frontier/epoch": ("Epoch of the kept weights", "before reward hacking: see docs/reward_hacking.md"),
          "skipped_updates": ("Skipped updates", "so far: the gradient was not finite"),
-         "step_size/rate": ("Learning rate", "found by train.lr: auto"),
-         "step_size/moved": ("Change of the samples by an update", "over the rest of the schedule"),
-         "step_size/floor": ("Change of the samples by rounding", "over the rest of the schedule"),
+         **{key: chart for feature in features.all() for key, chart in feature.charts.items()},
          "samples_per_second": ("Samples per second", "of all processes"),
          "evaluations_per_second": ("Evaluations per second", "rows through the network, of all processes"),
          "mfu": ("Share of the peak FLOP/s", "of the GPU"),

@@ -1,14 +1,15 @@
-"""Extensions of the training loop: what turns each one on.
+"""Extensions of the training loop, in the order in which a run calls them. Each is of a feature (`config.features`).
 
-A package adds its own by an entry point in the group `flowgrpo.extensions`: a class with a `wanted`.
+A package adds its own with a feature, or alone by an entry point in the group `flowgrpo.extensions`: a class with a
+`wanted`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from importlib import import_module
-from typing import Any, TypeAlias
+from collections.abc import Iterator
 
+from flowgrpo.config import features
+from flowgrpo.config.features import Feature
 from flowgrpo.config.schema import Config
 from flowgrpo.errors import UserError
 from flowgrpo.methods import capabilities
@@ -18,42 +19,38 @@ from flowgrpo.training.extension import Extension, Extensions
 from flowgrpo.training.run import Run
 from flowgrpo.user_code import packaged
 
-Wanted: TypeAlias = Callable[[Config, Method], Any]
+# Features in the order in which their extensions are called. Others come behind them; the last ones move the weights.
+ORDER = ("phases", "engine", "feature_cache", "staleness", "one_pass", "resampling", "constraints", "hints",
+         "measured_credit", "supervised", "value_model", "variants", "rehearsal", "group_replay", "step_size",
+         "frontier", "extrapolation", "guard")
 
-# In the order in which they are called. A class is imported where it is wanted.
-TABLE: dict[str, Wanted] = {
-    "contrib.phases:Phases": lambda config, method: config.phases,
-    "contrib.engine.extension:EngineRollouts": lambda config, method: config.rollout.engine,
-    "contrib.feature_cache:RolloutCache": lambda config, method: config.rollout.cache,
-    "contrib.staleness.extension:Staleness":
-        lambda config, method: config.train.staleness or config.text.over_provision,
-    "contrib.one_pass:OnePass": lambda config, method: config.train.one_pass,
-    "training.extensions.resampling:Resampling": lambda config, method: method.redraw or method.expansion,
-    "training.extensions.constraints:Constraints":
-        lambda config, method: any(rule.limit for rule in config.trained.values()),
-    "training.extensions.hints:RewardHints": lambda config, method: True,
-    "training.extensions.measured_credit:MeasuredCredit":
-        lambda config, method: method.needs or method.judges_by_reference,
-    "training.extensions.supervised:Supervised": lambda config, method: method.loss.data,
-    "training.extensions.value_model:ValueModel": lambda config, method: method.credit.value or method.has_quality_head,
-    "contrib.variants:Variants": lambda config, method: method.writes_prompts,
-    "contrib.rehearsal:RehearsedSamples": lambda config, method: method.loss.rehearsal,
-    "contrib.group_replay:ReplayedGroups": lambda config, method: method.replay,
-    "contrib.step_size.extension:StepSize": lambda config, method: config.train.calibration,
-    "contrib.frontier:KeepFrontier": lambda config, method:
-        config.eval.best == "frontier" not in config.trained | config.watched and config.eval.every,
-    # The last ones move the weights.
-    "contrib.extrapolation:Extrapolation": lambda config, method: config.train.extrapolate,
-    "contrib.guard:Guard": lambda config, method: config.guard.window,
-}
+HERE = "flowgrpo.training.extensions"
+features.add(
+    Feature(name="resampling", wanted=lambda config, method: method.redraw or method.expansion,
+            extension=f"{HERE}.resampling:Resampling"),
+    Feature(name="constraints", wanted=lambda config, method: any(rule.limit for rule in config.trained.values()),
+            extension=f"{HERE}.constraints:Constraints"),
+    Feature(name="hints", wanted=lambda config, method: True, extension=f"{HERE}.hints:RewardHints"),
+    Feature(name="measured_credit", wanted=lambda config, method: method.needs or method.judges_by_reference,
+            extension=f"{HERE}.measured_credit:MeasuredCredit"),
+    Feature(name="supervised", wanted=lambda config, method: method.loss.data,
+            extension=f"{HERE}.supervised:Supervised"),
+    Feature(name="value_model", wanted=lambda config, method: method.credit.value or method.has_quality_head,
+            extension=f"{HERE}.value_model:ValueModel"))
+
+
+def listed() -> list[Feature]:
+    """Return the features that have an extension, in the order in which these are called."""
+    last = len(ORDER)
+    return sorted((feature for feature in features.all() if feature.extension),
+                  key=lambda feature: ORDER.index(feature.name) if feature.name in ORDER else last)
 
 
 def wanted(config: Config, method: Method) -> Iterator[type[Extension]]:
-    """Yield the extensions that a run has."""
-    for place, wants in TABLE.items():
-        if wants(config, method):
-            module, name = place.split(":")
-            yield getattr(import_module(f"flowgrpo.{module}"), name)
+    """Yield the extensions that a run has. A class is imported where it is wanted."""
+    for feature in listed():
+        if feature.wanted(config, method):
+            yield features.at(feature.extension)
     for point in packaged("flowgrpo.extensions").values():
         if (extension := point.load()).wanted(config, method):
             yield extension
@@ -73,6 +70,12 @@ def check(setup: Setup) -> None:
     """Raise UserError for an extension that does not go with the run."""
     for extension in wanted(setup.config, setup.method):
         require(extension, setup)
+
+
+def check_model(setup: Setup) -> None:
+    """Raise UserError for an extension that does not go with the model, as far as it is known."""
+    for extension in wanted(setup.config, setup.method):
+        extension.require_model(setup)
 
 
 def require(extension: type[Extension], setup: Setup) -> None:

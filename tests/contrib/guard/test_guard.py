@@ -12,8 +12,9 @@ from flowgrpo.contrib.guard import Guard, copied
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.report import report
+from flowgrpo.methods.validate import resolve
 from flowgrpo.run import run
-from flowgrpo.training import extensions, state
+from flowgrpo.training import best, extensions, state
 from flowgrpo.training.checks import check
 from tests.helpers import loop, tiny, tiny_text
 from tests.helpers.tiny_runs import next_epochs
@@ -232,13 +233,15 @@ def test_a_run_that_is_resumed_behind_a_return_ends_alike(fallen, tmp_path):
 
 def test_the_reward_of_the_held_out_prompts():
     def by(**options):
-        return tiny.config(guard__window=2, **options).best_by
+        config = tiny.config(**options)
+        return best.best_by(config, resolve(config))
 
-    assert by() is None and by(eval__every=1) == "red"
-    assert by(eval__every=1, reward={"a": 1.0, "b": 2.0}) == "b"
-    assert by(eval__every=1, guard__reward="a") == "a" and by(eval__every=1, eval__best="c") == "c"
-    assert by(eval__every=1, guard__best=False) is None
-    assert tiny.config(eval__every=1).best_by is None
+    on = {"guard__window": 2, "eval__every": 1}
+    assert by(guard__window=2) is None and by(**on) == "red"
+    assert by(**on, reward={"a": 1.0, "b": 2.0}) == "b"
+    assert by(**on, guard__reward="a") == "a" and by(**on, eval__best="c") == "c"
+    assert by(**on, guard__best=False) is None
+    assert by(eval__every=1) is None
 
 
 # --- what it does not go with ----------------------------------------------------------------------------------------
