@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from flowgrpo.config import extends
+from flowgrpo.config import recipes
 from flowgrpo.config.parse import read_recipe, require_own, validate
 from flowgrpo.config.schema import Config
 from flowgrpo.data import provenance
@@ -63,8 +63,8 @@ def configured(model: Any, rewards: Rewards | Omitted, prompts: Prompts | Omitte
              "prompts": OMITTED if listed or prompts is OMITTED else str(prompts)}
     raw = {key: value for key, value in given.items() if value is not OMITTED} | options
     if recipe is not None:
-        base, own = read_recipe(recipe), extends.keys_set(raw)
-        raw = extends.merged(base, {"name": base["name"], **raw})
+        base, own = read_recipe(recipe), recipes.keys_set(raw)
+        raw = recipes.merged(base, {"name": base["name"], **raw})
         if not trusted:
             require_own(recipe, raw, own)
     config = validate(raw)

@@ -158,7 +158,7 @@ def test_no_rooms_of_a_folder_import_each_other(folder):
 ATTRIBUTES, OWN_IMPORTS = 20, 25  # of a class; of a module, the modules of the package that it imports
 
 # What has more, with its number. A number may only fall, and a line whose number is within the limit goes.
-MORE_ATTRIBUTES = {"flowgrpo.config.schema.Config": 28, "flowgrpo.config.sections.Train": 21,
+MORE_ATTRIBUTES = {"flowgrpo.config.schema.Config": 27,
                    "flowgrpo.policies.pipelines.pipeline.PipelinePolicy": 32, "flowgrpo.training.scoring.Scoring": 21,
                    "flowgrpo.trl.config.FlowGRPOConfig": 23, "flowgrpo.trl.config.GRPOConfig": 192,  # TRL's names
                    "flowgrpo.trl.ddpo.DDPOConfig": 42}

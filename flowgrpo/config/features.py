@@ -18,6 +18,7 @@ from pydantic.fields import FieldInfo
 
 from flowgrpo.config.base import Section, facts
 from flowgrpo.config.schema import Config, fields
+from flowgrpo.errors import UserError
 from flowgrpo.user_code import guarded, packaged
 
 GROUP = "flowgrpo.features"
@@ -88,6 +89,7 @@ class DryRun:
 
 
 KNOWN: dict[str, Feature] = {}
+FAILED: list[UserError] = []
 
 
 def add(*features: Feature) -> None:
@@ -131,7 +133,16 @@ def load() -> None:
     for module in MODULES:
         import_module(module)
     for name, point in packaged(GROUP).items():
-        guarded(f"feature {name!r} of another package does not import", import_module, point.value)
+        try:
+            guarded(f"feature {name!r} of another package does not import", import_module, point.value)
+        except UserError as error:  # told where a recipe is read: nobody takes an error of this import
+            FAILED.append(error)
+
+
+def require() -> None:
+    """Raise UserError for a feature of another package that did not import."""
+    for error in FAILED:
+        raise error
 
 
 def _grow(name: str, keys: type[Section]) -> bool:

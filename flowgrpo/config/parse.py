@@ -11,7 +11,7 @@ import yaml
 from pydantic import ValidationError
 
 from flowgrpo import trust
-from flowgrpo.config import extends, recipes, yaml_text
+from flowgrpo.config import features, recipes, yaml_text
 from flowgrpo.config.base import Section, facts, types
 from flowgrpo.config.reward_rules import KEYED, Change, Limit, Retry
 from flowgrpo.config.schema import Config, fields, keys, owner, sections
@@ -66,18 +66,18 @@ def _files(path: Path) -> Iterator[Path]:
     while base is not None:
         yield base
         below.append(base)
-        base = extends.base_of(read_yaml(base), base, below[:-1])
+        base = recipes.base_of(read_yaml(base), base, below[:-1])
 
 
 def _read_recipe(path: Path, below: Sequence[Path] = ()) -> dict[str, Any]:
     """Return a recipe's keys, with those of the recipe that it extends. below: recipes that extend it."""
     raw = read_yaml(path)
-    base = extends.base_of(raw, path, below)
+    base = recipes.base_of(raw, path, below)
     if base is None:
         return raw
     inherited = _read_recipe(base, (*below, path))
     validate(inherited, where=str(base))
-    return extends.merged(inherited, raw)
+    return recipes.merged(inherited, raw)
 
 
 def validate(raw: dict[str, Any], where: str = "the options") -> Config:
@@ -85,6 +85,7 @@ def validate(raw: dict[str, Any], where: str = "the options") -> Config:
 
     Raises UserError with the path of the first wrong key.
     """
+    features.require()
     _require_text(raw, where)
     try:
         return Config.model_validate(_at_home(raw, where))

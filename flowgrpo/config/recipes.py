@@ -1,9 +1,23 @@
-"""Recipes by name: those of the package, and files."""
+"""Recipes by name, those of the package and files; and recipes that extend another one: `extends: flux_dev.yaml`, or the
+packaged `extends: flux_dev`, at the top of a recipe.
+
+A recipe inherits every key of its base that it does not set itself:
+
+- sections, such as `train`, key by key;
+- `parts` part by part, unless the recipe names a `method`: another method has other parts;
+- any other key, such as `reward` or `eval.rewards`, as a whole;
+- not `name`, which is that of the recipe's own file.
+
+A base may extend another recipe in turn. A run records the result, without `extends`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from flowgrpo.config.schema import sections
 from flowgrpo.errors import UserError, nearest
 
 FOLDER = Path(__file__).parents[1] / "recipes"  # a link to configs/ in a clone, files in an installed package
@@ -32,3 +46,55 @@ def located(given: str | Path) -> Path:
         raise UserError(f"no recipe {path.name!r}{nearest(path.name, names())}; `flowgrpo list recipes` has the "
                         "packaged ones, and a file is given with its ending, such as mine.yaml")
     return FOLDER / f"{path.name}.yaml"
+
+
+KEY = "extends"
+
+
+def base_of(raw: dict[str, Any], path: Path, below: Sequence[Path]) -> Path | None:
+    """Take `extends` out of a recipe's keys; return the file that it names: relative to the recipe's own, or packaged.
+
+    path: of the recipe. below: recipes that extend it, the first one first. None if the recipe extends none.
+    Raises UserError for a value that is no file, and for recipes that extend each other in a circle.
+    """
+    if KEY not in raw:
+        return None
+    value = raw.pop(KEY)
+    if not isinstance(value, str) or not value:
+        raise UserError(f"{path}: {KEY}: got {value!r}, expected the file of one recipe, such as flux_dev.yaml")
+    base = path.parent / value
+    if not base.exists() and value in names():
+        base = located(value)
+    if not base.is_file():
+        beside = sorted(file.name for file in base.parent.glob("*.yaml") if file.name != path.name)
+        raise UserError(f"{path}: {KEY}: no recipe at {base}{nearest(base.name, beside)}")
+    chain = [*below, path]
+    if base.resolve() in [file.resolve() for file in chain]:
+        circle = " -> ".join(file.name for file in [*chain, base])
+        raise UserError(f"{path}: {KEY}: recipes extend each other in a circle: {circle}; leave one {KEY} out")
+    return base
+
+
+def merged(base: dict[str, Any], raw: dict[str, Any]) -> dict[str, Any]:
+    """Return a recipe's keys over those of its base."""
+    left = {key: value for key, value in base.items() if key != "name"}
+    if "method" in raw:
+        left.pop("parts", None)
+    return _over(left, raw, {*sections(), "parts"}, "")
+
+
+def keys_set(raw: dict[str, Any]) -> list[str]:
+    """Return the dotted keys that a recipe sets, as `merged` takes them: those of sections, and the others whole."""
+    inner = {*sections(), "parts"}
+    return [path for key, value in raw.items() for path in
+            ([f"{key}.{name}" for name in value] if key in inner and isinstance(value, dict) else [key])]
+
+
+def _over(base: dict[str, Any], raw: dict[str, Any], inner: set[str], prefix: str) -> dict[str, Any]:
+    result = dict(base)
+    for key, value in raw.items():
+        below = result.get(key)
+        if isinstance(below, dict) and isinstance(value, dict) and prefix + key in inner:
+            value = _over(below, value, inner, f"{prefix}{key}.")
+        result[key] = value
+    return result

@@ -28,7 +28,6 @@ from flowgrpo.methods.setup import Setup
 from flowgrpo.methods.validate import resolve
 from flowgrpo.policies import build
 from flowgrpo.policies.pipelines import encoded_prompts
-from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.rollouts.denoising import DenoisingRollouts
 from flowgrpo.rollouts.targets import RecordedSteps, Replayed
@@ -152,7 +151,7 @@ class HeldSteps(RecordedSteps):
     A part is replayed as ever before its advantages are known, without gradients, and once its graphs are read.
     """
 
-    def sample(self, conditioning: Conditioning, explorations: list[RolloutSpec], seed: Seed, judge: Judge
+    def sample(self, conditioning: Any, explorations: list[RolloutSpec], seed: Seed, judge: Judge
                ) -> Iterator[Part]:
         """Yield whole groups with their graphs. Raises UserError where memory does not hold them."""
         try:
@@ -165,7 +164,7 @@ class HeldSteps(RecordedSteps):
                             "epoch until its update; set it to false, train fewer steps or prompts at once, or set "
                             "train.checkpointing: true") from error
 
-    def replay(self, part: Part, conditioning: Conditioning) -> Replayed:
+    def replay(self, part: Part, conditioning: Any) -> Replayed:
         if isinstance(part, HeldPart) and part.held is not None and part.advantages and torch.is_grad_enabled() \
                 and part.held.covers(part):
             return part.held.scored(part, conditioning, self.micro_batch)

@@ -1,6 +1,7 @@
 """Dry run of an epoch: the run's own trainer on a pretended GPU, and what it counts by phase.
 
-`dry_run` is the whole; `fit.py` finds settings that fit a GPU.
+`dry_run` is the whole; `fit.py` finds settings that fit a GPU. An evaluation with another number of frames is run for one
+micro-batch, and extrapolated to all.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -27,17 +28,64 @@ from flowgrpo.config.schema import Config
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.data.sets import SETS
 from flowgrpo.device import AUTO, DTYPES
-from flowgrpo.dry_run import evaluation, from_configs, weights
+from flowgrpo.dry_run import from_configs, weights
 from flowgrpo.dry_run.meta_gpu import META, MetaGPU, Phase
 from flowgrpo.dry_run.repeats import Repeats
-from flowgrpo.dry_run.reward_models import reward_bytes
+from flowgrpo.dry_run.weights import reward_bytes
 from flowgrpo.errors import UserError
 from flowgrpo.gpus import GIB, GPU, GPUS, GROWTH, LOADING, PLAN, gpu_key
 from flowgrpo.log import PhaseTimer
 from flowgrpo.methods import validate
 from flowgrpo.policies.build import PIPELINE, kind, make_policy
+from flowgrpo.policies.pipelines.frames import clips_of
 from flowgrpo.published import named
+from flowgrpo.samplers.grids import shifted
+from flowgrpo.samplers.rollout import seeder
+from flowgrpo.samplers.scheduler import Segment
 from flowgrpo.train import Trainer
+
+FEW = (1, 2)  # denoising steps that are run: their difference is the cost of a step
+
+
+def of(trainer: Trainer, meta: MetaGPU, processes: int) -> Phase:
+    """Return the phase of one evaluation on one of so many processes: its peak, and the cost of all held-out samples.
+
+    The stock scheduler's own arithmetic is that of a rollout's.
+    """
+    settings, rows = trainer.config.eval, trainer.geometry.micro_batch
+    total = math.ceil(settings.prompts * settings.samples / processes)
+    rows = min(rows, total)
+    one, two = (_run(trainer, meta, rows, steps) for steps in FEW)
+    times, more = total / rows, settings.steps - FEW[0]
+
+    def extrapolated(first: float, second: float) -> float:
+        return times * (first + more * max(second - first, 0))
+
+    waits = {reason: round(extrapolated(one.waits[reason], two.waits[reason])) for reason in one.waits | two.waits}
+    return Phase(meta.spare + max(one.allocated, two.allocated), meta.spare + max(one.reserved, two.reserved),
+                 extrapolated(one.flops, two.flops), round(extrapolated(one.kernels, two.kernels)),
+                 extrapolated(one.seconds, two.seconds), waits=Counter(waits),
+                 traffic=extrapolated(one.traffic, two.traffic))
+
+
+@torch.no_grad()
+def _run(trainer: Trainer, meta: MetaGPU, rows: int, steps: int) -> Phase:
+    """Return the counts of sampling and decoding so many rows with so many steps."""
+    policy, rollouts, config = cast(Any, trainer.policy), cast(Any, trainer.rollouts), trainer.config
+    settings, prompt = config.eval, trainer.prompts[0]
+    conditioning = rollouts.encode([prompt.text], [config.negative_prompt], [prompt.brings])
+    conditioning = conditioning.rows(torch.zeros(rows, dtype=torch.int64))
+    guidance, policy.guidance = policy.guidance, settings.guidance
+    flow = policy.process == "flow"
+    grid = shifted(steps, 3.0) if flow else torch.linspace(0.1, 0.99, steps + 1)  # no value changes a count
+    timesteps = None if flow else torch.linspace(900, 100, steps).long()
+    task, seed = Segment(grid, range(steps), timesteps=timesteps), seeder(0, 0)
+    with clips_of(policy, settings.frames), meta.during(f"evaluation of {steps} steps"):
+        latents, _ = policy.run(task, conditioning, generators=policy.generators(seed(0, k) for k in range(rows)))
+        policy.decode(latents, conditioning)
+    policy.guidance = guidance
+    return meta.phases[f"evaluation of {steps} steps"]
+
 
 LOG = logging.getLogger(__name__)  # the phases that a dry run begins
 ORDER = ("encode", "preview", "rollout", "decode", "base", "reward", "rescore", "update")
@@ -158,7 +206,7 @@ def dry_run(config: Config, gpu: GPU = GPUS["H100"], processes: int = 1, pipe: A
             clock = trainer.clock = trainer.rollouts.clock = _Phases(meta, encoders)
             replay_waits = _counted_replays(trainer, meta)
             trainer.run_epoch()
-            evaluated = None if config.eval.frames is None else evaluation.of(trainer, meta, processes)
+            evaluated = None if config.eval.frames is None else of(trainer, meta, processes)
     phases = _extrapolated(meta, clock, shape.prompts, few, sum(feature.waiting(config) for feature in rare))
     if evaluated is not None:
         phases[EVALUATION] = evaluated

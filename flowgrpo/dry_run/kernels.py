@@ -1,11 +1,22 @@
-"""Single kernels of a GPU that torch takes apart on the meta device: attention and RMS normalisation."""
+"""Operations on a pretended GPU that torch's meta device lacks.
+
+- Single kernels that it takes apart: attention and RMS normalisation.
+- Autocast, with the operations of CUDA's.
+- Values of small tensors: those that came from the host, and what is computed of them alone. So grids, time steps,
+  masks and lengths have their values, and code that branches on them takes its true way.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 # torch's normalisation of CUDA gives its output and the rows' rstd; on meta it is seven operations.
 _library = torch.library.Library("flowgrpo", "DEF")
@@ -73,3 +84,110 @@ def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_
 def _four(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor [..., H, N, D] with one leading dimension."""
     return tensor[None] if tensor.ndim == 3 else tensor.flatten(0, -4)
+
+
+# Names of the operations in the lower precision and in fp32, as torch's documentation of autocast lists them.
+LOWER = frozenset("""__matmul__ __rmatmul__ addbmm addmm addmv addr baddbmm bmm chain_matmul conv1d conv2d conv3d
+    conv_transpose1d conv_transpose2d conv_transpose3d einsum linear matmul mm multi_dot mv prelu""".split())
+FULL = frozenset("""__pow__ __rdiv__ __rpow__ __rtruediv__ acos asin cdist cosh cosine_similarity cross_entropy cumprod
+    cumsum dist erfinv exp expm1 group_norm kl_div l1_loss layer_norm log log10 log1p log2 log_softmax mse_loss norm
+    normalize pow prod reciprocal renorm rsqrt sinh smooth_l1_loss softmax softmin softplus sum tan""".split())
+
+
+class Autocast(TorchFunctionMode):
+    """Casts of the tensors that operations take.
+
+    As CUDA's, it casts each trained weight once and keeps it until the context ends.
+    """
+
+    def __init__(self, dtype: torch.dtype):
+        super().__init__()
+        self.dtype = dtype
+        self.casts: dict[int, torch.Tensor] = {}  # by the weight's id
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = getattr(function, "__name__", ""), kwargs or {}
+        if name in LOWER:
+            args, kwargs = tree_map_only(torch.Tensor, self.lower, (args, kwargs))
+        elif name in FULL:
+            args, kwargs = tree_map_only(torch.Tensor, _full, (args, kwargs))
+        return function(*args, **kwargs)
+
+    def lower(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor in the lower precision."""
+        if not tensor.is_floating_point() or tensor.dtype in (self.dtype, torch.float64):
+            return tensor
+        if not (tensor.requires_grad and tensor.is_leaf):
+            return tensor.to(self.dtype)
+        if id(tensor) not in self.casts:
+            self.casts[id(tensor)] = tensor.to(self.dtype)
+        return self.casts[id(tensor)]
+
+
+def _full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+
+
+@contextlib.contextmanager
+def autocast(gpu: Any, dtype: torch.dtype = torch.bfloat16, enabled: bool = True) -> Iterator[None]:
+    """Context manager: autocast of a pretended GPU, which knows it as its `autocast`."""
+    before, gpu.autocast = gpu.autocast, Autocast(dtype) if enabled else None
+    try:
+        with gpu.autocast or torch._C.DisableTorchFunction():
+            yield
+    finally:
+        gpu.autocast = before
+
+
+LARGEST = 2**16  # values of a tensor that is followed
+FACTORIES = frozenset(("arange", "zeros", "ones", "full", "scalar_tensor", "linspace"))
+
+
+class HostValues:
+    """Host copies of storages on the meta device."""
+
+    def __init__(self) -> None:
+        self._copies: dict[int, torch.UntypedStorage] = {}
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return the value of a meta tensor, which shares its memory with that of its views; None if unknown."""
+        copy = self._copies.get(tensor.untyped_storage()._cdata)
+        if copy is None:
+            return None
+        empty = torch.empty(0, dtype=tensor.dtype, device="cpu")
+        return empty.set_(copy, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+    def set(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        """Remember the value of a whole new meta tensor."""
+        storage = tensor.untyped_storage()
+        if tensor.numel() > LARGEST or storage.nbytes() > 16 * LARGEST:
+            return
+        if storage._cdata not in self._copies:
+            self._copies[storage._cdata] = torch.UntypedStorage(storage.nbytes(), device="cpu")
+            weakref.finalize(storage, self._copies.pop, storage._cdata, None)
+        known = self.of(tensor)
+        assert known is not None
+        known.copy_(value)
+
+    def follow(self, function: Any, name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor], args: Any,
+               kwargs: Any) -> None:
+        """Compute the outputs' values, if all inputs have one; else forget those of outputs that were written."""
+        known = all(tensor.untyped_storage()._cdata in self._copies for tensor in inputs)
+        if known and (inputs or name in FACTORIES) and len(outputs) == 1 and outputs[0].numel() <= LARGEST:
+            host = {"device": "cpu"} if "device" in kwargs else {}
+            args, kwargs = tree_map_only(torch.Tensor, self._on_host, (args, kwargs))
+            result = function(*args, **kwargs | host)
+            if torch.is_tensor(result):
+                self.set(outputs[0], result)
+        else:
+            for tensor in outputs:
+                self.forget(tensor)
+
+    def forget(self, tensor: torch.Tensor) -> None:
+        """Forget the value of a tensor and of its views."""
+        self._copies.pop(tensor.untyped_storage()._cdata, None)
+
+    def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        value = self.of(tensor) if tensor.is_meta else tensor
+        assert value is not None
+        return value

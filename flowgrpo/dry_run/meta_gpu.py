@@ -22,8 +22,7 @@ from torch.utils.flop_counter import flop_registry
 from flowgrpo import device
 from flowgrpo.dry_run import kernels
 from flowgrpo.dry_run.allocator import Allocator, Block
-from flowgrpo.dry_run.autocast import Autocast, autocast
-from flowgrpo.dry_run.host_values import HostValues
+from flowgrpo.dry_run.kernels import Autocast, HostValues, autocast
 from flowgrpo.gpus import BUS, GPU, HOST
 
 META = torch.device("meta")

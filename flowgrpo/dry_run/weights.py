@@ -1,15 +1,22 @@
-"""Weights on a pretended GPU: as a recipe stores them, shares them out, and sends text encoders away."""
+"""Weights on a pretended GPU: a policy's, as a recipe stores them, shares them out, and sends text encoders away; and
+bytes of the reward models that stay there."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
+from flowgrpo.config.schema import Config
 from flowgrpo.config.sections import Memory
+from flowgrpo.device import DTYPES
 from flowgrpo.dry_run.meta_gpu import MetaGPU
+from flowgrpo.errors import UserError
 from flowgrpo.policies.weights.forwards import blocks
+from flowgrpo.rewards.find import locate
+from flowgrpo.rewards.local_model import LocalModel
 
 STORED = {"full": 1.0, "int8": 0.5, "fp8": 0.5, "nf4": 0.28}  # bytes of a linear layer's weight, as a share of two
 
@@ -113,3 +120,38 @@ def _tensors(modules: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def reward_bytes(config: Config) -> float:
+    """Return the bytes of a recipe's rewards, trained and measured; a model that several of them use counts once each.
+    """
+    return sum(_bytes_of(name) for name in _names(config))
+
+
+def _bytes_of(name: str) -> float:
+    """Return the bytes of a reward's default checkpoint in its default dtype; 0 for a reward without one."""
+    try:
+        thing = locate(name)
+    except UserError:
+        return 0
+    if not (inspect.isclass(thing) and issubclass(thing, LocalModel) and thing.parameters is not None):
+        return 0
+    return thing.parameters * DTYPES[inspect.signature(thing).parameters["dtype"].default].itemsize
+
+
+def _names(config: Config) -> Iterable[str]:
+    rules = config.trained | config.watched
+    return {inner for name, rule in rules.items() for inner in (rule.use or name, *_inner(rule.args))}
+
+
+def _inner(value: Any) -> Iterable[str]:
+    """Yield the rewards that a reward's arguments name."""
+    if isinstance(value, dict):
+        named = [value.get("reward"), value.get("use")]
+        listed = value.get("rewards")
+        yield from (name for name in (*named, *(listed if isinstance(listed, list) else ())) if isinstance(name, str))
+        for inner in value.values():
+            yield from _inner(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _inner(inner)

@@ -12,19 +12,10 @@ from typing import Any
 
 from torch import Tensor
 
-from flowgrpo.config.schema import Config
 from flowgrpo.config.sections import Eval
 from flowgrpo.errors import UserError
-from flowgrpo.methods.method import Method
 from flowgrpo.methods.setup import Setup
 from flowgrpo.nouns import counted
-from flowgrpo.training import extensions
-
-
-def best_by(config: Config, method: Method) -> str | None:
-    """Return the reward by which the best measured weights are kept for the end; None: the last weights are."""
-    named = (extension.best_by(config) for extension in extensions.wanted(config, method))
-    return config.eval.best or next((name for name in named if name), None)
 
 
 @dataclass

@@ -34,8 +34,8 @@ from flowgrpo.policies.weights.change import Change
 from flowgrpo.storage import checkpoint
 from flowgrpo.storage.atomic import Background
 from flowgrpo.storage.checkpoint import GROWN, UNSTEADY
-from flowgrpo.training import endings, state
-from flowgrpo.training.best import BestWeights, best_by
+from flowgrpo.training import endings, extensions, state
+from flowgrpo.training.best import BestWeights
 from flowgrpo.training.metrics import Log, shown
 from flowgrpo.training.run import Run
 
@@ -257,7 +257,7 @@ class Progress:
         self.evaluation_due = False
         self.unscored: Counter[str] = Counter()
         self.change = Change(trainer.policy.weights)
-        self.best = BestWeights(trainer.config.eval, best_by(trainer.config, trainer.method))
+        self.best = BestWeights(trainer.config.eval, extensions.best_by(trainer.config, trainer.method))
         self.saving = Saving(trainer)
         self.saved_counters: dict[str, Any] = {}
         self.threads = Threads.of(trainer.policy.device)

@@ -29,14 +29,14 @@ features.add(
     Feature(name="resampling", wanted=lambda config, method: method.redraw or method.expansion,
             extension=f"{HERE}.resampling:Resampling"),
     Feature(name="constraints", wanted=lambda config, method: any(rule.limit for rule in config.trained.values()),
-            extension=f"{HERE}.constraints:Constraints"),
-    Feature(name="hints", wanted=lambda config, method: True, extension=f"{HERE}.hints:RewardHints"),
+            extension=f"{HERE}.rewards:Constraints"),
+    Feature(name="hints", wanted=lambda config, method: True, extension=f"{HERE}.rewards:RewardHints"),
     Feature(name="measured_credit", wanted=lambda config, method: method.needs or method.judges_by_reference,
-            extension=f"{HERE}.measured_credit:MeasuredCredit"),
+            extension=f"{HERE}.credit:MeasuredCredit"),
     Feature(name="supervised", wanted=lambda config, method: method.loss.data,
             extension=f"{HERE}.supervised:Supervised"),
     Feature(name="value_model", wanted=lambda config, method: method.credit.value or method.has_quality_head,
-            extension=f"{HERE}.value_model:ValueModel"))
+            extension=f"{HERE}.credit:ValueModel"))
 
 
 def listed() -> list[Feature]:
@@ -64,6 +64,12 @@ def of(trainer: Run) -> Extensions:
 def judged(config: Config, method: Method) -> list[str]:
     """Return the names of values by which weights can be chosen, beside rewards."""
     return [name for extension in wanted(config, method) for name in extension.judges]
+
+
+def best_by(config: Config, method: Method) -> str | None:
+    """Return the reward by which the best measured weights are kept for the end; None: the last weights are."""
+    return config.eval.best or next((by for extension in wanted(config, method) if (by := extension.best_by(config))),
+                                    None)
 
 
 def check(setup: Setup) -> None:

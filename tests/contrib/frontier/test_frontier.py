@@ -17,7 +17,7 @@ from flowgrpo.evaluation.report import report
 from flowgrpo.methods.validate import resolve
 from flowgrpo.run import run
 from flowgrpo.storage import checkpoint
-from flowgrpo.training import best, extensions
+from flowgrpo.training import extensions
 from tests.helpers import loop, tiny, tiny_text
 from tests.training.test_best import epochs, in_file, same, saved
 
@@ -134,7 +134,7 @@ def test_it_stops_where_the_frontier_ends(tmp_path):
 
 def test_a_guarded_run_keeps_it_too(tmp_path):
     config = settings("image", tmp_path, guard__window=4)
-    assert reward_of(config) == "hacked" and best.best_by(config, resolve(config)) == "frontier"
+    assert reward_of(config) == "hacked" and extensions.best_by(config, resolve(config)) == "frontier"
     assert go("image", config)["kept"].startswith("kept the weights of epoch 3")
 
 

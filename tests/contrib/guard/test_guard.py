@@ -14,7 +14,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.evaluation.report import report
 from flowgrpo.methods.validate import resolve
 from flowgrpo.run import run
-from flowgrpo.training import best, extensions, state
+from flowgrpo.training import extensions, state
 from flowgrpo.training.checks import check
 from tests.helpers import loop, tiny, tiny_text
 from tests.helpers.tiny_runs import next_epochs
@@ -234,7 +234,7 @@ def test_a_run_that_is_resumed_behind_a_return_ends_alike(fallen, tmp_path):
 def test_the_reward_of_the_held_out_prompts():
     def by(**options):
         config = tiny.config(**options)
-        return best.best_by(config, resolve(config))
+        return extensions.best_by(config, resolve(config))
 
     on = {"guard__window": 2, "eval__every": 1}
     assert by(guard__window=2) is None and by(**on) == "red"

@@ -12,7 +12,7 @@ from flowgrpo.data.prompts import Guidance, Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.methods.validate import resolve
 from flowgrpo.text.samplers.decoding import Decoding
-from flowgrpo.training.extensions.measured_credit import drift
+from flowgrpo.training.extensions.credit import drift
 from tests.helpers import loop, tiny, tiny_text
 
 GUIDE = {"redraw": {"type": "Hints", "text": "{prompt}{hint}", "learned": False}}

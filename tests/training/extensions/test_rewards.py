@@ -6,7 +6,7 @@ import pytest
 
 from flowgrpo.advantages.group import Advantage
 from flowgrpo.contrib.reward_weights import Influence
-from flowgrpo.training.extensions import hints
+from flowgrpo.training.extensions import rewards
 from tests.helpers import tiny
 
 
@@ -58,4 +58,4 @@ def test_a_batch_whose_deviation_is_far_above_that_within_groups_is_told_once(sc
     (Advantage(), False), (Advantage(order="gdpo"), False), (Advantage(order="rewards"), True),
     (Advantage(scale="none"), True), (Influence(), False)])
 def test_rules_that_add_rewards_of_any_scale(rule, expected):
-    assert hints.adds(rule) is expected
+    assert rewards.adds(rule) is expected

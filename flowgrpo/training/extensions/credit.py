@@ -1,6 +1,7 @@
-"""Measurements that a method's credit reads: entropies, log-probabilities under the reference, drift of the policy.
+"""Measurements that a method's credit reads: entropies, log-probabilities under the reference, drift of the policy; and
+its value model, or the quality head of its draws (`text.critic`).
 
-Each is one replay of recorded decisions without gradients, for methods that need it alone (`Method.needs`).
+A measurement is one replay of recorded decisions without gradients, for methods that need it alone (`Method.needs`).
 """
 
 from __future__ import annotations
@@ -11,13 +12,17 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from flowgrpo.advantages.gae import Recall
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.methods.method import Method
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.extension import Extension, Metrics
 from flowgrpo.training.kl_reference import KLReference
+from flowgrpo.training.replay_buffer import Recalling
+from flowgrpo.training.run import Run
 from flowgrpo.types import Scored, required
 
 Replay = Callable[[Part], Iterator[tuple[int, slice, Scored]]]
@@ -90,3 +95,39 @@ def drift(parts: list[Part], replay: Replay, processes: Processes) -> float:
                 terms.append((log_ratio.expm1() - log_ratio)[counted])
     every = processes.gather(torch.cat(terms))
     return every.mean().item() if len(every) else 0.0
+
+
+class ValueModel(Extension):
+    """Gives parts the advantages of their tokens, and learns from an epoch's returns behind its updates."""
+
+    name = "critic"
+    changes = True
+
+    def __init__(self, trainer: Run):
+        super().__init__(trainer)
+        self.critic: Any = _critic(trainer)
+
+    def on_credited(self, epoch: Epoch) -> None:
+        self.critic.geometry = self.trainer.geometry
+        epoch.parts = self.critic(epoch.parts, epoch.conditioning)
+
+    def on_trained(self, epoch: Epoch) -> Metrics:
+        with self.trainer.clock("update"):
+            return self.critic.fit()
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        return self.critic.state()
+
+    def load_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+        self.critic.load_state(tensors, values)
+
+
+def _critic(trainer: Run) -> Any:
+    """Return the value model of edits, or of a language model, or the quality head of its draws."""
+    part = trainer.method.credit.value
+    policy: Any = trainer.policy  # of edits, or of texts
+    if isinstance(part, Recall):
+        return Recalling(part, policy.editor, trainer.processes)
+    from flowgrpo.text.critic import make_critic
+
+    return make_critic(trainer.method, policy, trainer.geometry, trainer.processes)

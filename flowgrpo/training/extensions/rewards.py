@@ -1,4 +1,4 @@
-"""Hints: lines on what makes a run slow, or keeps it from learning. They do not stop a run."""
+"""Extensions on a run's rewards: multipliers of their constraints, and hints on what keeps a run from learning."""
 
 from __future__ import annotations
 
@@ -71,3 +71,10 @@ def adds(advantage: AdvantageRule) -> bool:
     if isinstance(advantage, Advantage):
         return advantage.order == "rewards" or advantage.scale in ("none", "leave_one_out")
     return not advantage.adapts_weights
+
+
+class Constraints(Extension):
+    """Multipliers of limited rewards. They are in the run's memory, so that a checkpoint has them."""
+
+    def on_drawn(self, epoch: Epoch) -> None:
+        epoch.metrics |= self.trainer.scoring.limits.learn(epoch.metrics)
