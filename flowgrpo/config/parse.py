@@ -22,7 +22,7 @@ from flowgrpo.files import at_home, unfit, unsafe
 def load(recipe: str | Path | None, overrides: dict[str, Any] | None = None, trusted: bool = True) -> Config:
     """Read a recipe and apply dotted overrides (`{"train.lr": "1e-4"}`; values in YAML's notation).
 
-    A recipe is a file, or the name of a packaged one, and may extend another one: see recipes.py and extends.py.
+    A recipe is a file, or the name of a packaged one, and may extend another one: see recipes.py.
     trusted: it may execute code and reach addresses wherever it comes from; a run's folder is governed by
     `trust.opening`. Raises UserError, in one line, for
     a missing or broken file, an unknown key, a wrong type or range, and for what it may not; the error names the

@@ -1,4 +1,4 @@
-"""Recipes by name, those of the package and files; and recipes that extend another one: `extends: flux_dev.yaml`, or the
+"""Recipes by name, those of the package and files; and those that extend another one: `extends: flux_dev.yaml`, or the
 packaged `extends: flux_dev`, at the top of a recipe.
 
 A recipe inherits every key of its base that it does not set itself:

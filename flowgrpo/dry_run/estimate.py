@@ -1,7 +1,7 @@
 """Dry run of an epoch: the run's own trainer on a pretended GPU, and what it counts by phase.
 
-`dry_run` is the whole; `fit.py` finds settings that fit a GPU. An evaluation with another number of frames is run for one
-micro-batch, and extrapolated to all.
+`dry_run` is the whole; `fit.py` finds settings that fit a GPU. An evaluation with another number of frames is run for
+one micro-batch, and extrapolated to all.
 """
 
 from __future__ import annotations
