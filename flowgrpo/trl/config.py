@@ -352,10 +352,10 @@ class GRPOConfig:
         def every(steps: float) -> int:
             return max(1, round((steps * total if 0 < steps < 1 else steps) / a_round)) if steps else 0
 
-        one_pass = max(1, math.ceil(prompts / groups))
-        evaluated = 0 if self.eval_strategy == "no" else one_pass if self.eval_strategy == "epoch" else \
+        a_pass = max(1, math.ceil(prompts / groups))
+        evaluated = 0 if self.eval_strategy == "no" else a_pass if self.eval_strategy == "epoch" else \
             every(self.eval_steps or (self.logging_steps if self.eval_strategy else 0))
-        saved = rounds if self.save_strategy == "no" else one_pass if self.save_strategy == "epoch" else \
+        saved = rounds if self.save_strategy == "no" else a_pass if self.save_strategy == "epoch" else \
             max(1, every(self.save_steps))
         recompute = self.gradient_checkpointing if self.activation_checkpointing is None else \
             self.activation_checkpointing
