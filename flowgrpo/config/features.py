@@ -33,8 +33,8 @@ class Feature:
 
     name: by which the order of extensions lists it.
     wanted: truth of a configuration and its method that switch it on.
-    keys: by a section's name ("" for the top), the class that has its keys there. A section that there is not is that
-    class itself.
+    keys: by a section's name ("" for the top), the class that has its keys there, whose validators are not taken. A
+    section that there is not is that class itself.
     extension: place of its `training.extension.Extension`.
     memory: place of a function (phases, measured) that adds what it keeps to the memory of `check`, by phase and part;
     measured: a `check.memory.Measured`.
