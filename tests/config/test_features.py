@@ -210,5 +210,5 @@ def test_a_feature_that_does_not_import_is_told_in_a_line(tmp_path):
     done = subprocess.run([sys.executable, "-m", "flowgrpo", "train", "starter"], cwd=ROOT, capture_output=True,
                           text=True, env=package(tmp_path, "import no_such_module\n"))
     assert done.returncode == 2
-    assert done.stderr.splitlines() == ["flowgrpo: feature 'echo' of another package does not import: "
-                                        "ModuleNotFoundError: No module named 'no_such_module'"]
+    assert done.stderr.splitlines() == ["flowgrpo: error: feature 'echo' of another package does not import: "
+                                        "ModuleNotFoundError: No module named 'no_such_module' (echoes.py, line 1)"]
