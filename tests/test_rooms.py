@@ -35,13 +35,13 @@ def test_the_presets_of_images_load_no_more():
     of_images = [name for name in PRESETS if name not in presets.OF_TEXT and not PRESETS[name]().for_tokens]
     assert len(of_images) > 30
     code = f"""from flowgrpo.config import Config
-from flowgrpo.methods import naming, preset, reads
+from flowgrpo.methods import overlay, preset, reads
 from flowgrpo.training.extensions import wanted
 for name in {of_images!r}:
     method = preset(name).on("flow")
     reads.require_types(method)
     list(wanted(Config(method=name, reward="scene"), method))
-    naming.recorded(method)"""
+    overlay.recorded(method)"""
     assert loaded(code) == LIGHT
 
 
