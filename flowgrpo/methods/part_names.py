@@ -48,7 +48,7 @@ MODULES: dict[str, dict[str, str]] = {
         "objectives.surrogates": "Clip AdaptiveClip DualClip DynamicClip DivergenceMask Reinforce KLOnly TruncatedIS "
                                  "RewardAscent ActorCritic",
         "text.losses": "EntropyBonus HighEntropy ConflictTokens LikelihoodFloor ExpertMixture Calibrated "
-                                    "RandomPolicyValue RewardLabels",
+                       "RandomPolicyValue RewardLabels",
         "contrib.policy_shaping": "PolicyShaping",
         "contrib.token_weights": "TokenWeights"},
     "step_weight": {
