@@ -94,6 +94,7 @@ def _run(ready: Ready, trainer: Trainer, listed: str | None) -> dict[str, Any]:
         if not resumed:
             metrics.log_held_out(ready.accelerator, before.mean(), 0)
             metrics.show(ready.accelerator, folder, 0, "before")
+        trainer.progress.base = before.looks
         trainer.extensions.on_base(before, measured)
         trainer.train(folder, measured)
         with endings.evaluating(trainer, folder, "last"):
@@ -142,6 +143,5 @@ def align(model: Any = OMITTED, rewards: Rewards | Omitted = OMITTED, prompts: P
     pipe = None if model is OMITTED or isinstance(model, (str, Path)) else model
     records = None if prompts is OMITTED or isinstance(prompts, (str, Path)) else of_records(prompts)
     silence()
-    config = build.with_method(config, pipe)
-    announcement.announce(config, pipe is not None)
+    config = announcement.announce(config, pipe)
     return run(config, resume, pipe=pipe, functions=functions, prompts=records)

@@ -123,9 +123,10 @@ parts: {plan: {size: 2, order: random}, kernel: {type: CPS, level: 0.8}}
 | you have | start with |
 |---|---|
 | a flow model, any reward | [`mix_grpo`](windows.md#mix_grpo), with [`grpo_guard`](modifiers.md#grpo_guard) |
-| a flow model, not distilled | [`diffusion_nft`](clean_latents.md#diffusion_nft) or [`awm`](clean_latents.md#awm) |
-| Turbo, Lightning, schnell | `mix_grpo`, with steps and guidance of the model's card; the two above blur it |
-| LCM | [`rlcm`](other_policies.md#rlcm) |
+| a flow model of many steps | [`diffusion_nft`](clean_latents.md#diffusion_nft) or [`awm`](clean_latents.md#awm) |
+| LCM, TCD | [`rlcm`](other_policies.md#rlcm), the default of such a model |
+| schnell, Z-Image-Turbo, a flow's Lightning LoRA | [`flow_grpo`](sde_steps.md#flow_grpo) with kernel CPS, the default |
+| SDXL-Turbo, SDXL-Lightning | [`ddpo`](sde_steps.md#ddpo), the default |
 | SD 1.5 or SDXL, which predict noise | [`ddpo`](sde_steps.md#ddpo) |
 | a differentiable reward and little time | [`draft`](reward_gradients.md#draft) |
 | recorded pairs of images | [`diffusion_dpo`](clean_latents.md#diffusion_dpo) |

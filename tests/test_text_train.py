@@ -12,7 +12,7 @@ from flowgrpo.cli import main
 from flowgrpo.config import Config, load
 from flowgrpo.errors import UserError
 from flowgrpo.methods import preset, presets, validate
-from flowgrpo.policies.build import with_method
+from flowgrpo.policies.defaults import fitting
 from flowgrpo.run import run
 from flowgrpo.text.samplers.decoding import Decoding
 from flowgrpo.training import loading, sampling, state
@@ -221,15 +221,15 @@ def test_a_resumed_run_shares_prompts_as_it_began(tmp_path):
     ({"model": "starter_text", "method": "dr_grpo"}, "dr_grpo"),
     ({"model": "starter_text", "method": "mix_grpo"}, "mix_grpo")])
 def test_the_default_method_fits_the_kind_of_the_model(settings, method):
-    assert with_method(Config(**settings)).method == method
+    assert fitting(Config(**settings))[0].method == method
 
 
 def test_the_default_method_of_a_folder_and_of_a_loaded_model(tmp_path):
     model, tokenizer = tiny_text.model()
     model.save_pretrained(tmp_path)
-    assert with_method(Config(model=str(tmp_path))).method == "grpo"
-    assert with_method(Config(model="loaded"), (model, tokenizer)).method == "grpo"
-    assert with_method(Config(model="loaded"), tiny.sd3()).method == "mix_grpo"
+    assert fitting(Config(model=str(tmp_path)))[0].method == "grpo"
+    assert fitting(Config(model="loaded"), (model, tokenizer))[0].method == "grpo"
+    assert fitting(Config(model="loaded"), tiny.sd3())[0].method == "mix_grpo"
 
 
 def test_a_language_model_without_a_method_or_a_template_trains(tmp_path, capsys):

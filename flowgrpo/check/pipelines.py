@@ -22,10 +22,9 @@ from flowgrpo.errors import UserError
 from flowgrpo.methods.method import Method
 from flowgrpo.methods.presets.denoising import mix_grpo
 from flowgrpo.policies import build, options
-from flowgrpo.policies.pipelines import conditioned, probes
+from flowgrpo.policies.pipelines import conditioned, few_steps, probes
 from flowgrpo.policies.pipelines.conditioned import has_ip_adapter
 from flowgrpo.policies.pipelines.conditioning import Conditioning
-from flowgrpo.policies.pipelines.load import few_steps
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.pipelines.prompt_inputs import MASKED, PICTURES, names
 from flowgrpo.policies.policy import resolve_precision
@@ -49,7 +48,8 @@ def drive(model: str | tuple[Any, dict[str, Any]], recipe: Config | None, device
     pipe, call = loading.loaded(model, config) if isinstance(model, str) else model
     result |= {"precision": precision, "pipeline": type(pipe).__name__, "scheduler": type(pipe.scheduler).__name__,
                "prediction": prediction(pipe.scheduler), "weights": memory.held(pipe.components.values()),
-               "few_steps": few_steps(pipe, model if isinstance(model, str) else "")}
+               "few_steps": _few_steps(facts := few_steps.of_pipe(pipe, model if isinstance(model, str) else "",
+                                                                   config.load))}
     loading.refuse(type(pipe))
     torch.manual_seed(0)  # initial adapter weights, so that a report is repeatable
     policy = PipelinePolicy(pipe, config.adapter, device=device, precision=config.precision, call=call,
@@ -76,7 +76,12 @@ def drive(model: str | tuple[Any, dict[str, Any]], recipe: Config | None, device
         policy.weights.save(Path(folder))  # reads the file back and raises if it differs
     if recipe is None and policy.process == "vp":  # the default method is for flows only
         config = config.model_copy(update={"method": "ddpo"})
-    result |= _cost(recipe, method) | reward_models.memory_entries(
+    if recipe is None and facts.why:
+        fitting = few_steps.fitted(Config(), facts)
+        result |= _cost(fitting, options.checked(fitting, build.PIPELINE, device))
+    else:
+        result |= _cost(recipe, method)
+    result |= reward_models.memory_entries(
         recipe, config, policy.device, lambda held: memory.memory(policy, config, conditioning, held))
 
 
@@ -100,6 +105,13 @@ def _brought(policy: PipelinePolicy, recipe: Config | None) -> Any:
     for name in missing:
         policy.given.setdefault(name, Image.linear_gradient("L").convert("RGB").resize(size))
     return None
+
+
+def _few_steps(facts: few_steps.Facts) -> str | None:
+    """Return why a pipeline is taken for one of few steps, with the defaults that fit it; None for another."""
+    if (why := facts.why) is None:
+        return None
+    return f"{why}; defaults: {few_steps.changed(Config(), few_steps.fitted(Config(), facts))}"
 
 
 def _sizes(policy: PipelinePolicy, adapter: Adapter) -> dict[str, Any]:

@@ -14,7 +14,7 @@ Keys of a pipeline, None where the check did not come that far:
 - memory: GiB by phase, for the recipe, see memory.py; memory_parts: GiB by part, of the update.
 - evaluations_per_picture, evaluations_per_picture_shared: of a rollout of the recipe's first epoch, without and
   with shared prefixes, guidance included. Without a recipe: mix_grpo, 10 steps, 12 pictures per prompt, averaged
-  over the window's places.
+  over the window's places; of a model of few steps its own defaults.
 - rewards: GiB of the weights of each reward of the recipe, and their device; leaves_device: what leaves the device
   while it has nothing to do (`memory`).
 - notes: facts that the recipe's options leave unknown.

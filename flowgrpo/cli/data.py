@@ -107,7 +107,7 @@ def _loaded(name: str) -> list[Any]:
 
     if note := sets.noted(name):
         typer.echo(note, err=True)
-    return sets.load(sets.SETS[name].train if name in sets.SETS else name)
+    return sets.given(name)
 
 
 def _parted(kept: Sequence[Any], pools: Sequence[Sequence[Any]]) -> list[list[Any]]:

@@ -48,8 +48,9 @@ def sample(
                                          "finished run, its checkpoint or hub:OWNER/NAME, for its model and weights.")],
     prompt: Annotated[list[str] | None, typer.Option(show_default=False,
                                                      help="A prompt; may be given several times.")] = None,
-    prompts: Annotated[Path | None, typer.Option(help="A prompt file in place of --prompt; the folder gets a "
-                                                 "prompts.jsonl, which names each sample, too. The same again goes "
+    prompts: Annotated[Path | None, typer.Option(metavar="FILE|SET", help="Prompts of a file, or of a set that "
+                                                 "`flowgrpo list prompts` lists, in place of --prompt; the folder gets "
+                                                 "a prompts.jsonl, which names each sample, too. The same again goes "
                                                  "on.")] = None,
     lora: Annotated[str | None, typer.Option(help=LORA)] = None,
     count: Annotated[int, typer.Option(min=1, help="Images per prompt.")] = 1,
@@ -163,7 +164,8 @@ def _writes(model: str, run: Path | None = None, weight: float | None = None) ->
 def grid(
     context: typer.Context,
     run: Annotated[Path, typer.Argument(metavar="RUN", help=RUN)],
-    prompts: Annotated[Path | None, typer.Option(help="A prompt file; without: the run's held-out prompts.")] = None,
+    prompts: Annotated[Path | None, typer.Option(metavar="FILE|SET", help="Prompts of a file or a set; without: the "
+                                                 "run's held-out prompts.")] = None,
     count: Annotated[int, typer.Option(min=1, help="Number of prompts.")] = 12,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the samples.")] = 0,
     columns: Annotated[ColumnKind | None, typer.Option(help="Setting that differs between columns; without: base and "

@@ -35,18 +35,21 @@ def predict(model: str | None, recipe: str | None, overrides: dict[str, str], na
     from flowgrpo.gpus import gpu_named
     from flowgrpo.methods import keys_read, validate
     from flowgrpo.methods.setup import Setup
-    from flowgrpo.policies import build
+    from flowgrpo.policies import build, defaults
     from flowgrpo.policies.weights import sharding
 
     gpu = gpu_named(name)
     if recipe is None:
         raise UserError("--gpu predicts an epoch of a recipe: give --recipe")
-    config = build.with_method(parse.load(recipe, overrides | ({} if model is None else {"model": model}), trusted))
+    config, told = defaults.fitting(parse.load(recipe, overrides | ({} if model is None else {"model": model}),
+                                               trusted))
     kind = build.kind(config)
     setup = Setup(config, kind, validate.resolve(config, build.process(kind)))
     keys_read.check(setup)
     sharding.require_shardable(setup)
     report = _kept(_key(config, name, processes), partial(_predicted, config, name, gpu, processes))
+    if told and not as_json:
+        typer.echo(f"{config.model}: {told}")
     typer.echo(json.dumps(report, indent=2) if as_json else summary(report))
     if not as_json:
         _page(report) if verbose else typer.echo("--verbose: memory and seconds by phase, and what is counted")

@@ -102,7 +102,7 @@ def _drawn(source: str, prompts: str, output: Path, options: dict[str, Any]) -> 
 
     if note := sets.noted(prompts):
         typer.echo(note, err=True)
-    given = sets.load(sets.SETS[prompts].train if prompts in sets.SETS else prompts)
+    given = sets.given(prompts)
     folder = output.with_name(f"{output.stem}-samples")
     listing = folder.with_name(f"{output.stem}-prompts.jsonl")
     atomic.write_text(listing, "".join(json.dumps(as_line(prompt), ensure_ascii=False) + "\n" for prompt in given))

@@ -47,17 +47,18 @@ def score(
     images: Annotated[list[Path], typer.Argument(metavar="IMAGES...", help="Images, folders of frames, or .txt "
                                                                            "files.")],
     prompt: Annotated[str | None, typer.Option(help="The prompt of all files.")] = None,
-    prompts: Annotated[Path | None, typer.Option(help="A prompt file: a prompt for each, in order.")] = None,
+    prompts: Annotated[Path | None, typer.Option(metavar="FILE|SET", help="A prompt for each, in order.")] = None,
     args: Annotated[str, typer.Option(metavar="YAML", help="Arguments of a reward that is a class.")] = "{}",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Score files with a reward."""
     from flowgrpo.cli import reward_table as table
-    from flowgrpo.data.prompts import Prompt, load_prompts
+    from flowgrpo.data import sets
+    from flowgrpo.data.prompts import Prompt
 
     if prompt is not None and prompts is not None:
         raise UserError("got --prompt and --prompts, expected one of them")
-    given = load_prompts(prompts) if prompts else [Prompt(prompt or "")] * len(images)
+    given = sets.given(prompts) if prompts else [Prompt(prompt or "")] * len(images)
     if len(given) != len(images):
         raise UserError(f"--prompts {prompts} has {counted(len(given), 'prompt')} for "
                         f"{counted(len(images), 'file')}, expected one for each")

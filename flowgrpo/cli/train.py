@@ -49,7 +49,8 @@ def train(
     method: Annotated[str | None, typer.Option(help="Presets joined by +, such as mix_grpo+grpo_guard, or "
                                               "path/to/file.py:function.")] = None,
     reward: Annotated[str | None, typer.Option(help="A reward's name, or path/to/file.py:function.")] = None,
-    prompts: Annotated[str | None, typer.Option(help="A .txt, .jsonl, .csv or .parquet file.")] = None,
+    prompts: Annotated[str | None, typer.Option(metavar="FILE|SET", help="A set of `flowgrpo list prompts`, or "
+                                               "a .txt, .jsonl, .csv or .parquet file.")] = None,
     model: Annotated[str | None, typer.Option(help="starter, a local directory, or a hub id.")] = None,
     output: Annotated[str | None, typer.Option(help="The folder that holds the runs.")] = None,
     seed: Annotated[str | None, typer.Option(metavar="INTEGER", help="Seed of the run.")] = None,
@@ -90,13 +91,9 @@ def _run(settings: Any, resume: bool | Literal["auto"]) -> int:
     """Validate a configuration's inputs, announce the run and run it. Returns 0, or UNTRAINED if it trained nothing."""
     check_inputs(settings)
     _grow_segments(settings)
-    if "method" not in settings.model_fields_set:
-        from flowgrpo.policies.build import with_method
-
-        settings = with_method(settings)
     from flowgrpo.training.announcement import announce
 
-    announce(settings)
+    settings = announce(settings)
     from flowgrpo.run import run
 
     trained = run(settings, resume=resume)["trained"]

@@ -133,6 +133,9 @@ class Load(Section):
                                                             "that replaces the one of `model`")
     lora: list[str | Fused] = key([], of=DENOISERS, description="LoRAs fused into the weights first, such as a "
                                   "turbo LoRA: paths, or {path: FILE, scale: 0.8}")
+    scheduler: dict[str, Any] = key({}, of=DENOISERS, description="keys of the scheduler's configuration in place of "
+                                    "the model's, and its `class`, as a fused LoRA needs: {timestep_spacing: "
+                                    "trailing}, {class: LCMScheduler}")
     textual_inversion: list[str | Inversion] = Field([], description="embeddings for tokens of prompts: .safetensors "
                                                      "files, or {path: FILE, token: NAME}")
     controlnet: str | None = key(None, of=DENOISERS, min_length=1, description="folder or hub id of a frozen "
@@ -321,7 +324,6 @@ class Guard(Section):
     unscored: int = Field(3, ge=0, description="epochs in a row in which a trained reward fails on every sample, after "
                                                "which the run is saved and ends; 0: it goes on")
 
-
 class Eval(Section):
     """Evaluation on held-out prompts, with the pipeline's own scheduler."""
 
@@ -331,8 +333,9 @@ class Eval(Section):
     frames: int | None = key(None, of=DENOISERS, ge=1, le=2**16, description="number of frames of the evaluation's "
                              "clips; None: `picture.frames`, as in training")
     every: int = Field(0, ge=0, description="epochs between images and held-out scores; 0: only before and after")
-    prompts: int = Field(64, ge=1, description="held-out prompts, evenly spread over the file")
-    samples: int = Field(1, ge=1, description="images per held-out prompt")
+    prompts: int = Field(64, ge=0, description="held-out prompts, evenly spread over the file; 0: no evaluation")
+    samples: int = Field(1, ge=1, description="images per held-out prompt, the group of a reward that compares a "
+                                              "group")
     weights: Literal["current", "ema"] = Field("current", description="which weights are evaluated and saved")
     best: str | None = Field(None, min_length=1, description="held-out reward that selects the weights kept at the "
                                                               "end, of those that `every` measures; `frontier`: those "
@@ -341,3 +344,11 @@ class Eval(Section):
                                                      "without a better mean of it")
     grid: int = Field(12, ge=1, description="prompts on the before/after grid page")
     rewards: list[str] | dict[str, WatchRule] = Field([], description="eval-only rewards: names, or names with rules")
+
+    @model_validator(mode="after")
+    def _measured(self) -> Eval:
+        if not self.prompts and (self.every or self.rewards):
+            name = "every" if self.every else "rewards"
+            raise ValueError(f"{name} is {getattr(self, name)}, and prompts is 0, so that nothing is measured: leave "
+                             "one of them out")
+        return self

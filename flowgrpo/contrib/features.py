@@ -153,15 +153,23 @@ class GuardKeys(Section):
                       "run returns to its last good weights; 0: off")
     false_alarms: float = key(0.01, GUARDS, gt=0, lt=1, description="probability of a return without a cause, from "
                                                                     "which all bounds follow")
+    edge_width: float | None = key(None, MEASURES, of=DENOISERS, gt=1, description="largest edge width of held-out "
+                                   "images, of the base's, such as 1.1; above it the run returns to its last good "
+                                   "weights; None: no limit")
+    diversity: float | None = key(None, MEASURES, of=DENOISERS, gt=0, lt=1, description="smallest distance of held-out "
+                                  "images of a prompt, of the base's, such as 0.9, likewise")
     reward: str | None = key(None, GUARDS, MEASURES, min_length=1, description="held-out reward whose fall counts, "
                              "with `eval.every`; None: `eval.best`, or the trained one of the largest weight")
-    lr: float = key(0.5, GUARDS, gt=0, le=1, description="factor of the learning rate at each return")
+    lr: float = key(0.5, When(lambda c, m: c.guard.window or c.guard.edge_width or c.guard.diversity,
+                              "guard.window is 0", "set guard.window, guard.edge_width or guard.diversity"),
+                    gt=0, le=1, description="factor of the learning rate at each return")
     best: bool = key(True, GUARDS, MEASURES, after="unscored", description="ends with the best held-out weights, as "
                                                                            "by `eval.best`; false: with the last ones")
 
 
 guard = Feature(
-    name="guard", wanted=lambda config, method: config.guard.window, keys={"guard": GuardKeys},
+    name="guard", keys={"guard": GuardKeys},
+    wanted=lambda config, method: config.guard.window or config.guard.edge_width or config.guard.diversity,
     extension="flowgrpo.contrib.guard:Guard", page="docs/reward_hacking.md",
     charts={"guard/returns": ("Returns to good weights", "so far: see docs/reward_hacking.md")})
 

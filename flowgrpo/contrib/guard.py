@@ -1,8 +1,12 @@
-"""Guard against collapse: `guard.window`. A run whose measurements leave its own band goes back to good weights.
+"""Guard against collapse: `guard.window`, and limits of looks. A run whose measurements leave its own band, or whose
+held-out images are blurred or alike, goes back to good weights.
 
 After an update whose weights are not finite, or whose gradient norm, KL or |log ratio| is a spike, it goes back to the
 weights before that epoch. After a fall of the training reward or of the held-out reward, it goes back to the weights
-with the best measurement. `fell` and `limit` say when. The epochs go on, with new samples and a lower learning rate.
+with the best measurement. `fell` and `limit` say when. After edges wider than `guard.edge_width` times the base's, or
+images of a prompt less than `guard.diversity` times as far apart, it goes back to the last weights within these
+limits: without a window those measured last, else those of the best measurement. The epochs go on, with new samples and
+a lower learning rate.
 
 Bounds are derived from the probability of a return without a cause. A run makes three kinds of tests: of the training
 reward, of the held-out reward, and of spikes. Each kind gets a third of that probability, and each of its tests an
@@ -15,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +30,7 @@ from scipy import stats
 from flowgrpo.config.schema import Config
 from flowgrpo.curriculum.order import EpochPermutation
 from flowgrpo.errors import UserError
+from flowgrpo.evaluation.looks import APART, EDGES, Looks
 from flowgrpo.methods import capabilities
 from flowgrpo.methods.setup import Setup
 from flowgrpo.policies.weights import adapters
@@ -95,6 +100,16 @@ def reward_of(config: Config) -> str:
     return config.guard.reward or best or max(config.rewards, key=config.rewards.__getitem__)
 
 
+def limits(settings: Any) -> dict[str, float]:
+    """Return the limits of looks that are set, by name."""
+    return {name: value for name in (EDGES, APART) if (value := getattr(settings, name)) is not None}
+
+
+def set_keys(settings: Any) -> dict[str, float]:
+    """Return the keys that switch the guard on, those that are set."""
+    return ({"window": settings.window} if settings.window else {}) | limits(settings)
+
+
 @dataclass(frozen=True)
 class Good:
     """Weights after `epoch` epochs, with all that belongs to them, by the names of a checkpoint."""
@@ -140,7 +155,7 @@ class Guard(Extension):
     good: weights with the best measurement; before: those at the start of the present epoch. None before there are any.
     recent: mean rewards of the groups of the last epochs, one list each; window: those of the best window, which ended
     `since` epochs ago. held_out: means of the held-out prompts at their best measurement; how: what identifies these.
-    signals: values of the last updates in the band. returns: a sentence each.
+    signals: values of the last updates in the band. returns: a sentence each. base: looks of the base's images.
     """
 
     name = "guard"
@@ -158,14 +173,15 @@ class Guard(Extension):
         self.how = ""
         self.signals: dict[str, deque[float]] = {key: deque(maxlen=self.settings.window) for key in SIGNALS}
         self.returns: list[str] = []
+        self.base = Looks()
 
     @classmethod
     def best_by(cls, config: Config) -> str | None:
-        return reward_of(config) if config.guard.best and config.eval.every else None
+        return reward_of(config) if config.guard.window and config.guard.best and config.eval.every else None
 
     @classmethod
     def asked(cls, setup: Setup) -> str:
-        return f"guard.window is {setup.config.guard.window}"
+        return ", ".join(f"guard.{name} is {value:g}" for name, value in set_keys(setup.config.guard).items())
 
     @classmethod
     def refused(cls, setup: Setup) -> dict[str, bool]:
@@ -178,7 +194,7 @@ class Guard(Extension):
     def require(cls, setup: Setup) -> None:
         """Raise UserError for a held-out reward that is not measured, or is better the lower it is."""
         config = setup.config
-        if not config.eval.every:
+        if not config.eval.every or not config.guard.window:
             return
         name = reward_of(config)
         if name not in setup.measured:
@@ -187,6 +203,9 @@ class Guard(Extension):
         if config.rewards.get(name, 1.0) <= 0:
             raise UserError(f"guard.reward is {name!r}, whose weight is {config.rewards[name]:g}: "
                             "expected a measured reward that is better the higher it is")
+
+    def on_base(self, measured: Measured, functions: Mapping[str, Any]) -> None:
+        self.base = measured.looks
 
     # --- moments -----------------------------------------------------------------------------------------------------
 
@@ -212,7 +231,32 @@ class Guard(Extension):
         self.before = None
         return {"guard/returns": len(self.returns)}
 
+    def judge(self, measured: Measured) -> Metrics:
+        """Return NaN as the reward that chooses the kept weights, for weights beyond the limits of looks."""
+        by = self.run.progress.best.best.reward
+        return {by: math.nan} if by and self._beyond(measured.looks) else {}
+
     def on_measured(self, measured: Measured) -> Metrics:
+        """Keep weights that are the best on held-out prompts, or go back if these fell or looks are beyond limits."""
+        if beyond := self._beyond(measured.looks):
+            self._return_to_good(beyond)
+        elif self.settings.window:
+            self._compare(measured)
+        else:
+            self.good = copied(self.run)
+        return {"guard/returns": len(self.returns)}
+
+    def _beyond(self, now: Looks) -> str:
+        """Describe looks beyond a limit; empty without."""
+        shares, most = now.of(self.base), limits(self.settings)
+        if shares.get(EDGES, 0.0) > most.get(EDGES, math.inf):
+            return f"edges became {shares[EDGES]:.2f} times as wide as the base's (guard.{EDGES} {most[EDGES]:g})"
+        if shares.get(APART, math.inf) < most.get(APART, 0.0):
+            return (f"images of a prompt became {shares[APART]:.2f} times as far apart as the base's (guard.{APART} "
+                    f"{most[APART]:g})")
+        return ""
+
+    def _compare(self, measured: Measured) -> None:
         """Keep weights that are the best on held-out prompts, or go back if these fell."""
         name, settings = reward_of(self.run.config), self.run.config.eval
         how = fingerprint(settings, measured)
@@ -226,7 +270,6 @@ class Guard(Extension):
             elif fell_paired(self.held_out, now, level):
                 self._return_to_good(f"held-out {name} fell from {np.nanmean(self.held_out):.4g} to "
                                      f"{np.nanmean(now):.4g}")
-        return {"guard/returns": len(self.returns)}
 
     # --- band --------------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ import numpy as np
 from flowgrpo.config.schema import Config
 from flowgrpo.data import hub
 from flowgrpo.data.prompts import STARTER, Prompt, load_prompts
-from flowgrpo.errors import UserError
+from flowgrpo.errors import UserError, nearest
 
 FOLDER = Path(__file__).parent / "packaged"
 LEAST = 1e-9  # share of the largest factor that replaces a factor of 0
@@ -157,6 +157,25 @@ def load(source: Path | str) -> list[Prompt]:
     """Return the prompts of a file, or of the hub (`hub:OWNER/NAME`).
     Raises UserError if there are none."""
     return hub.load(str(source)) if hub.named(source) else load_prompts(source)
+
+
+def given(prompts: Path | str) -> list[Prompt]:
+    """Return what --prompts means in every command: the training side of a set by its name, a file, or hub:OWNER/NAME.
+
+    Raises UserError if there are none.
+    """
+    name = str(prompts)
+    if name in SETS:
+        return load(SETS[name].train)
+    if not hub.named(name) and not Path(name).suffix and not Path(name).exists():
+        raise UserError(f"prompts {name!r}: no such set{nearest(name, list(SETS))}; expected a set that `flowgrpo list "
+                        "prompts` lists, or a .txt, .jsonl, .csv or .parquet file")
+    return load(prompts)
+
+
+def shown(config: Config, prompts: Path | str | None) -> list[Prompt]:
+    """Return the prompts of a file or a set (`given`), or the configuration's held-out ones."""
+    return given(prompts) if prompts else resolve(config)[1]
 
 
 def split(prompts: list[Prompt], held_out: float | str, seed: int) -> tuple[list[Prompt], list[Prompt]]:

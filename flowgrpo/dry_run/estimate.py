@@ -33,6 +33,7 @@ from flowgrpo.dry_run.meta_gpu import META, MetaGPU, Phase
 from flowgrpo.dry_run.repeats import Repeats
 from flowgrpo.dry_run.weights import reward_bytes
 from flowgrpo.errors import UserError
+from flowgrpo.evaluation import looks
 from flowgrpo.gpus import GIB, GPU, GPUS, GROWTH, LOADING, PLAN, gpu_key
 from flowgrpo.log import PhaseTimer
 from flowgrpo.methods import validate
@@ -53,7 +54,8 @@ def of(trainer: Trainer, meta: MetaGPU, processes: int) -> Phase:
     The stock scheduler's own arithmetic is that of a rollout's.
     """
     settings, rows = trainer.config.eval, trainer.geometry.micro_batch
-    total = math.ceil(settings.prompts * settings.samples / processes)
+    drawn = settings.prompts * settings.samples + looks.twins(settings.prompts, settings.samples)
+    total = max(1, math.ceil(drawn / processes))
     rows = min(rows, total)
     one, two = (_run(trainer, meta, rows, steps) for steps in FEW)
     times, more = total / rows, settings.steps - FEW[0]

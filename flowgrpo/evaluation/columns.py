@@ -21,7 +21,6 @@ import torch
 from flowgrpo import rewards
 from flowgrpo.data import sets
 from flowgrpo.data import sources as given_files
-from flowgrpo.data.prompts import load_prompts
 from flowgrpo.device import drawing
 from flowgrpo.errors import UserError
 from flowgrpo.escaped import cell, markdown
@@ -242,7 +241,7 @@ def columns(run: str | Path, kind: str, values: Sequence[str], prompts: str | Pa
     else:
         arguments = samplers.call_arguments(config.model, run)
     chosen = KINDS[kind](Column("tuned", run, seed, arguments), list(values))
-    shown = spread(load_prompts(prompts) if prompts else sets.resolve(config)[1], count)
+    shown = spread(sets.shown(config, prompts), count)
     given_files.require(shown)
     functions = run_rewards.measured(config)
     device = loading.place()

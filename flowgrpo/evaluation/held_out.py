@@ -54,7 +54,7 @@ def _measure(trainer: Trainer, functions: dict[str, Any], title: str,
             guidance=settings.guidance, samples=settings.samples, micro_batch=trainer.geometry.micro_batch,
             negative=config.negative_prompt, keep=settings.grid, title=title, encode=trainer.rollouts.encode,
             prepare=trainer.rollouts.prepare, processes=trainer.processes, reference=reference,
-            shuffle=shuffle), "evaluation")
+            shuffle=shuffle, model=config.model), "evaluation")
     return measured.without(prompts, lost, settings.grid) if any(lost) else measured
 
 
@@ -107,7 +107,8 @@ def _read_before(trainer: Trainer, folder: Path, known: dict[str, Any]) -> Measu
                   flush=True)
         return None
     return Measured([p for p in prompts for _ in range(trainer.config.eval.samples)], known["scores"],
-                    known["texts"] or pictures, known["failed"], trainer.policy.fps, known.get("shuffled") or {})
+                    known["texts"] or pictures, known["failed"], trainer.policy.fps, known.get("shuffled") or {},
+                    looks=known.get("looks"))
 
 
 def _picture(file: Path) -> torch.Tensor:
@@ -148,7 +149,7 @@ def write_before(folder: Path, measured: Measured, settings: dict[str, Any]) -> 
             if frames is not None:
                 save_clip(folder / "before" / f"{i:03d}.webp", picture, fps=measured.fps)
     content = {"settings": settings, "scores": measured.scores, "failed": measured.failed, "frames": frames,
-               "texts": texts, "shuffled": measured.shuffled}
+               "texts": texts, "shuffled": measured.shuffled, "looks": measured.looks.as_json()}
     atomic.write_text(folder / "before.json", json.dumps(finite(content)))
 
 
@@ -174,6 +175,7 @@ def finish(trainer: Trainer, functions: dict[str, Any], folder: Path, base: Meas
         "tasks": {name: {"before": base.by_task(name), "after": after.by_task(name)} for name in functions},
         "compared": compared(base, after, config.eval.samples),
         "structure": after.structure(base),
+        "looks": {"before": base.looks.as_json(), "after": after.looks.as_json()},
         "seconds": round(progress.seconds, 1), "epochs": trainer.epoch, "updates": trainer.optimization.update,
         "kept": "; ".join(filter(None, [progress.best.summary(), *trainer.extensions.summary()])) or None,
         "denoiser_evaluations": evaluations, "unit": policy.unit,
@@ -199,6 +201,8 @@ def finish(trainer: Trainer, functions: dict[str, Any], folder: Path, base: Meas
 def _draw_after(folder: Path, base: Measured, after: Measured, config: Config) -> None:
     """Write before_after.png, the samples after training that are no texts to `after`, and what their prompts bring to
     `source`."""
+    if not base.prompts:  # eval.prompts: 0
+        return
     names, of = ("before", "after"), shown_prompts(base)
     brought = picture_files.save_sources(folder, of, base.pictures)
     if not isinstance(after.pictures, list):
@@ -253,7 +257,8 @@ def print_report(summary: dict[str, Any], said: str, folder: Path, verdict: Sequ
     if summary["kept"]:
         console.print(summary["kept"], highlight=False)
     console.print(said, highlight=False)
-    console.print(f"before and after: {folder / 'before_after.png'}; report: {folder / report.FILE}", highlight=False)
+    pairs = f"before and after: {folder / 'before_after.png'}; " if of["prompts"] else ""
+    console.print(f"{pairs}report: {folder / report.FILE}", highlight=False)
     for sentence in verdict:
         console.print(plain(sentence), highlight=False)
 

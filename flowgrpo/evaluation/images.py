@@ -18,7 +18,7 @@ from tqdm import tqdm
 from flowgrpo.config.schema import Config
 from flowgrpo.data import sets, sources
 from flowgrpo.data.pictures import read_picture
-from flowgrpo.data.prompts import USER_PROMPT, Prompt, as_line, load_prompts, require_length
+from flowgrpo.data.prompts import USER_PROMPT, Prompt, as_line, require_length
 from flowgrpo.device import drawing, require_generators
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import best_of as choice
@@ -136,7 +136,7 @@ def grid(run: str | Path, prompts: str | Path | None, count: int, seed: int, out
     config = run_config(run)
     loading.require_weights(run)
     require_file(output)
-    chosen = spread(load_prompts(prompts) if prompts else sets.resolve(config)[1], count)
+    chosen = spread(sets.shown(config, prompts), count)
     sources.require(chosen)
     functions = run_rewards.measured(config)
     arguments, device = samplers.call_arguments(config.model, run), loading.place()
@@ -183,7 +183,7 @@ def sample_file(source: str, prompts: str | Path, output: str | Path, *, lora: s
         raise UserError("--key prompt: makes a text the prompt of its line, and the model generates images: name "
                         "another key")
     paths.require_folder(output)
-    given, [arm] = load_prompts(prompts), plan.arms
+    given, [arm] = sets.given(prompts), plan.arms
     sources.require(given)
     require_disk(output, len(given) * count)
     require_generators(len(given) * count, "samples")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -18,8 +19,11 @@ from flowgrpo.data import sources
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.distributed import signals
 from flowgrpo.distributed.processes import Processes
+from flowgrpo.evaluation import looks
 from flowgrpo.evaluation.distances import Shuffled, structure
+from flowgrpo.evaluation.looks import Looks
 from flowgrpo.nouns import SAMPLE, counted
+from flowgrpo.rewards import pairwise
 from flowgrpo.samplers.rollout import seeder
 
 GREY = 0.5  # in the place of a picture that could not be made
@@ -58,6 +62,8 @@ class Measured:
     failed: number of the N that each reward failed on, if its rule skips failures.
     shuffled: scores [N] under other prompts (shuffled.py), by reward; NaN where a sample has none.
     lost: [N], True for samples of prompts whose files cannot be read any more, without scores; empty for none.
+    features: `looks.features` of the pictures and their twins, and the number of each one's prompt; None for texts.
+    looks: what follows from them, or what an earlier measurement kept of them.
     """
 
     prompts: list[Prompt]
@@ -67,8 +73,12 @@ class Measured:
     fps: float | None = None
     shuffled: dict[str, list[float]] = field(default_factory=dict)
     lost: list[bool] = field(default_factory=list)
+    features: tuple[torch.Tensor, list[int]] | None = None
+    looks: Looks = Looks()  # also accepted as its JSON
 
     def __post_init__(self):
+        if not isinstance(self.looks, Looks):
+            object.__setattr__(self, "looks", looks.read(self.looks))
         for key in ("scores", "shuffled"):
             object.__setattr__(self, key, {name: [math.nan if value is None else value for value in values]
                                            for name, values in getattr(self, key).items()})
@@ -85,7 +95,8 @@ class Measured:
         if isinstance(pictures, torch.Tensor) and len(pictures):
             pictures[torch.tensor(shown)] = GREY
         gone = [each for each in lost for _ in range(samples)]
-        return replace(self._blank(gone), prompts=[prompt for prompt in prompts for _ in range(samples)],
+        seen = self.looks if self.features is None else looks.measured(*self.features, lost)
+        return replace(self._blank(gone), looks=seen, prompts=[prompt for prompt in prompts for _ in range(samples)],
                        pictures=pictures, lost=gone)
 
     def beside(self, other: Measured) -> Measured:
@@ -154,8 +165,8 @@ def measure(policy: Generating, prompts: list[Prompt], functions: dict[str, Any]
             samples: int, micro_batch: int, negative: str = "", keep: int = 0, title: str = "evaluating",
             encode: Callable[..., Any] | None = None, prepare: Callable[[list[Prompt]], None] | None = None,
             processes: Processes = Processes(),
-            reference: Callable[[], AbstractContextManager[None]] | None = None, shuffle: Collection[str] = ()
-            ) -> Measured:
+            reference: Callable[[], AbstractContextManager[None]] | None = None, shuffle: Collection[str] = (),
+            model: str | None = None) -> Measured:
     """Generate `samples` pictures per prompt with the pipeline's own scheduler, or texts, and score them.
 
     keep: number of prompts, evenly spaced, whose first picture is kept.
@@ -164,48 +175,86 @@ def measure(policy: Generating, prompts: list[Prompt], functions: dict[str, Any]
     reference: returns a context manager in which the policy is its base. Rewards that compare with the base get its
     pictures from the same seeds. None: the policy is its base already.
     shuffle: names of rewards that also score images under other prompts, where they can.
+    model: the name by which `looks` are measured, of pictures; None: they are not.
     """
-    encode = encode or policy.encode
+    encode, viewed = encode or policy.encode, model is not None and policy.modality != "text"
     seed, kept = seeder(EVAL_SEED, 0), set(evenly(len(prompts), keep))
     rows = [(i, k) for i in range(len(prompts)) for k in range(samples)]
-    local, scores, pictures, tally = processes.own(rows), [torch.empty(0, len(functions))], [], rewards.Tally()
+    scores, pictures, tally = [torch.empty(0, len(functions))], list[Any](), rewards.Tally()
     shuffled = Shuffled.of({name: functions[name] for name in shuffle} if policy.modality == "image" else {}, prompts)
     under_others = [torch.empty(0, len(shuffled.rewards))]
     undecoded = any(map(rewards.scores_latents, functions.values()))
     hidden, compared = None if processes.first else True, any(map(rewards.sees_base, functions.values()))
-    bar = tqdm(total=len(local), desc=title, unit=SAMPLE[policy.modality], leave=False, disable=hidden)
-    with processes.together(), bar:
-        if prepare is not None:
-            prepare([prompts[i] for i in dict.fromkeys(i for i, _ in local or rows[:1])])
-        for start in range(0, len(local) if processes.turns is None else processes.most(rows), micro_batch):
+    whole = any(map(pairwise.sees_groups, functions.values()))
+    local = [(i, k) for i in processes.own(range(len(prompts))) for k in range(samples)] if whole else \
+        processes.own(rows)
+    twins = [(i, 1) for i in evenly(len(prompts), looks.twins(len(prompts), samples))] if viewed else []
+    features, held = [looks.features([])], list[Any]()
+    bar = tqdm(total=len(local) + len(processes.own(twins)), desc=title, unit=SAMPLE[policy.modality], leave=False,
+               disable=hidden)
+
+    def batches(local: list[tuple[int, int]], of: list[tuple[int, int]]
+                ) -> Iterator[tuple[list[tuple[int, int]], list[Prompt], Any, list[int]]]:
+        """Yield batches of this process's rows, empty ones that it only accompanies, with what draws them."""
+        most = -(-len(prompts) // processes.count) * samples if whole and of is rows else processes.most(of)
+        for start in range(0, len(local) if processes.turns is None else most, micro_batch):
             signals.check()
             local_batch = local[start:start + micro_batch]
-            batch = local_batch or rows[:1]  # sharded weights are gathered by all processes or by none
-            of = [prompts[i] for i, _ in batch]
-            conditioning = encode([p.text for p in of], [negative if p.negative is None else p.negative for p in of],
-                                  [p.brings for p in of])
-            seeds = [seed(i, k) for i, k in batch]
+            batch = local_batch or of[:1]  # sharded weights are gathered by all processes or by none
+            given = [prompts[i] for i, _ in batch]
+            conditioning = encode([p.text for p in given], [negative if p.negative is None else p.negative
+                                                            for p in given], [p.brings for p in given])
+            yield local_batch, given, conditioning, [seed(i, k) for i, k in batch]
+            bar.update(len(local_batch))
+
+    with processes.together(), bar:
+        if prepare is not None and rows:
+            prepare([prompts[i] for i in dict.fromkeys(i for i, _ in local or rows[:1])])
+        for batch, of, conditioning, seeds in batches(local, rows):
             (outputs, latents), base = _with_base(
                 partial(_generate, policy, conditioning, seeds, steps, guidance, undecoded), reference, compared)
-            if not local_batch:
+            if not batch:
                 continue
-            texts, metadata = [p.text for p in of], [p.metadata for p in of]
-            scores.append(signals.promptly(partial(rewards.score, functions, outputs, texts, metadata, tally=tally,
-                                                   base=base, latents=latents, policy=policy, fps=policy.fps))
-                          if processes.reports else torch.zeros(len(of), len(functions)))
+            held.append((of, outputs, base, latents))
+            if not whole or sum(len(of) for of, *_ in held) % samples == 0:  # groups are scored as a whole
+                given, drawn, bases, clean = _joined(held)
+                texts, metadata = [p.text for p in given], [p.metadata for p in given]
+                scores.append(signals.promptly(partial(rewards.score, functions, drawn, texts, metadata,
+                                                       samples if whole else 1, tally, bases, clean, policy=policy,
+                                                       fps=policy.fps))
+                              if processes.reports else torch.zeros(len(given), len(functions)))
+                held = []
             if shuffled.rewards:
                 firsts = [i if k == 0 else None for i, k in batch]
                 under_others.append(signals.promptly(partial(shuffled.score, firsts, outputs, policy))
                                     if processes.reports else torch.zeros(len(of), len(shuffled.rewards)))
             pictures += [picture for (i, k), picture in zip(batch, outputs) if k == 0 and i in kept]
-            bar.update(len(batch))
+            if viewed:
+                features.append(looks.features(outputs, str(model)))
+        seconds = [looks.features([])]
+        for batch, _, conditioning, seeds in batches(processes.own(twins), twins):
+            outputs, _ = _generate(policy, conditioning, seeds, steps, guidance, False)
+            seconds.append(looks.features(outputs[:len(batch)], str(model)))
     rewards.leave(functions.values())
     columns = processes.gather(torch.cat(scores)).T.tolist()
     others = processes.gather(torch.cat(under_others)).T.tolist() if shuffled.rewards else []
+    found = (torch.cat([processes.gather(torch.cat(features)), processes.gather(torch.cat(seconds))]),
+             [i for i, _ in rows + twins]) if viewed else None
     return Measured([prompts[i] for i, _ in rows], dict(zip(functions, columns)),
                     processes.gather_samples(pictures),
                     dict(zip(functions, processes.total([tally.failed[name] for name in functions]))), policy.fps,
-                    dict(zip(shuffled.rewards, others)))
+                    dict(zip(shuffled.rewards, others)), features=found,
+                    looks=Looks() if found is None else looks.measured(*found))
+
+
+def _joined(held: list[tuple[list[Prompt], Any, Any, Any]]) -> tuple[list[Prompt], Any, Any, Any]:
+    """Return prompts, samples, the base's and latents of several batches as one."""
+    if len(held) == 1:
+        return held[0]
+    prompts, *others = zip(*held)
+    joined = [None if of[0] is None else torch.cat(of) if isinstance(of[0], torch.Tensor) else [*chain(*of)]
+              for of in others]
+    return [*chain(*prompts)], joined[0], joined[1], joined[2]
 
 
 def _generate(policy: Any, conditioning: Any, seeds: list[int], steps: int, guidance: float, undecoded: bool

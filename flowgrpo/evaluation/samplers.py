@@ -27,7 +27,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.evaluation.plan import Arm, weights_digest
 from flowgrpo.policies import build, checkpoints, loading
 from flowgrpo.policies.checkpoints import config_of
-from flowgrpo.policies.pipelines import edits, frames, prompt_inputs
+from flowgrpo.policies.pipelines import edits, few_steps, frames, prompt_inputs
 from flowgrpo.policies.pipelines.call import guidance_argument, seeded, unchecked
 from flowgrpo.policies.pipelines.load import denoisers
 from flowgrpo.policies.pipelines.rlg import Branches
@@ -51,7 +51,8 @@ def call_arguments(model: str, lora: Path | None, steps: int | None = None, guid
     """Return the arguments of the pipeline's calls besides prompt and seed. The guidance scale is `guidance`, whatever
     the pipeline calls it, and the frames per second are `fps`.
 
-    lora: a run's `eval` and `picture` set what is absent; otherwise a starter's card, or the pipeline, does.
+    lora: a run's `eval` and `picture` set what is absent; otherwise a starter's card, what fits a model of few steps,
+    or the pipeline does.
     Raises UserError for more than STEPS steps, and for a guidance that is not finite.
     """
     if steps is not None and steps > STEPS:
@@ -60,6 +61,9 @@ def call_arguments(model: str, lora: Path | None, steps: int | None = None, guid
         raise UserError(f"--guidance: got {guidance}, expected a finite number")
     arguments: dict[str, Any] = EVAL.get(model, {}) | CALLS.get(model, {})
     config, fps = config_of(lora), RATES.get(model)
+    facts = few_steps.ahead(model)
+    if config is None and model not in EVAL and facts.why:
+        arguments |= {"num_inference_steps": facts.steps, "guidance": facts.guidance}
     if config is not None:
         arguments |= config.eval_call | {"num_inference_steps": config.eval.steps, "guidance": config.eval.guidance}
         fps = config.fps
@@ -171,9 +175,11 @@ def _drawn(pipe: Any, prompts: Sequence[Prompt], seeds: Sequence[int], arguments
            negative: str) -> torch.Tensor:
     """Return the output of one call, [B, ...].
     Raises ValueError unless it has one picture or clip per prompt."""
-    pictures = call(pipe, arguments, prompt=[prompt.text for prompt in prompts], output_type="pt",
-                    generator=[torch.Generator().manual_seed(seed) for seed in seeds],
-                    negative_prompt=[negative if prompt.negative is None else prompt.negative for prompt in prompts])
+    own = [torch.Generator().manual_seed(seed) for seed in seeds]
+    with seeded(pipe.scheduler, own):
+        pictures = call(pipe, arguments, prompt=[prompt.text for prompt in prompts], output_type="pt", generator=own,
+                        negative_prompt=[negative if prompt.negative is None else prompt.negative
+                                         for prompt in prompts])
     if pictures.ndim not in (4, 5) or len(pictures) != len(prompts):
         raise ValueError(f"expected {len(prompts)} images or clips, got {list(pictures.shape)}")
     return pictures.float().cpu()

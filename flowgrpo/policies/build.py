@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from flowgrpo.text.policies.causal_lm import CausalLM
 
 PIPELINE, CAUSAL_LM, VISION_LM, MASKED_LM = "pipeline", "causal_lm", "vision_lm", "masked_lm"
-OF_LANGUAGE = "grpo"  # the method of a language model whose recipe names none
 DIFFUSION = ("llada", "dream")  # families of masked language models whose classes are not called ForMaskedLM
 _PROCESSES = {PIPELINE: "flow", CAUSAL_LM: "tokens", VISION_LM: "tokens", MASKED_LM: "masks"}
 
@@ -59,16 +58,12 @@ def kind(config: Config, loaded: Any = None) -> str:
                     "pipeline) nor a config.json (a language model)")
 
 
-def with_method(config: Config, loaded: Any = None) -> Config:
-    """Return the configuration with the method of a language model, where it names none: the default is of denoisers.
-    """
-    if "method" in config.model_fields_set:
-        return config
+def is_language(config: Config, loaded: Any = None) -> bool:
+    """Return True for a language model, judged by what is loaded, its files, or the hub."""
     here = sources.is_file(config.model) or Path(FOLDERS.get(config.model, config.model)).exists()
-    apart = loaded is None and not here
-    described = _on_hub(config.model, config.load.revision) if apart and "/" in config.model else {}
-    language = "model_type" in described if apart else kind(config, loaded) != PIPELINE
-    return config.model_copy(update={"method": OF_LANGUAGE}) if language else config
+    if loaded is not None or here:
+        return kind(config, loaded) != PIPELINE
+    return "/" in config.model and "model_type" in _on_hub(config.model, config.load.revision)
 
 
 def writes(model: str, config: Config | None = None) -> bool:

@@ -39,6 +39,7 @@ def base(model: str, files: Load) -> str:
     parts += [f"the IP-Adapter `{files.ip_adapter.path}`"] if files.ip_adapter else []
     parts += [f"the textual inversion `{each.path}`" for each in files.inversions]
     fused = ", ".join(f"`{lora.path}` at scale {lora.scale:g}" for lora in files.fused)
+    parts += [f"the scheduler's {files.scheduler}"] if files.scheduler else []
     return " with ".join(filter(None, (parts[0], " and ".join(parts[1:])))) + (f", fused with {fused}" if fused else "")
 
 

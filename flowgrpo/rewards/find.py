@@ -23,6 +23,7 @@ NEAR, SLIP = 5, 0.85  # names that a message lists; likeness at which it names o
 BUILT_IN = {
     "scene": "flowgrpo.starter.rewards.scene:scene",
     "scene_graded": "flowgrpo.starter.rewards.scene:scene_graded",
+    "scene_edge_width": "flowgrpo.starter.rewards.scene:scene_edge_width",
     "scene_soft": "flowgrpo.starter.rewards.scene_soft:scene_soft",
     "scene_style": "flowgrpo.starter.rewards.scene_soft:scene_style",
     "motion": "flowgrpo.starter.rewards.motion:motion",
@@ -34,6 +35,7 @@ BUILT_IN = {
     "jpeg_compressibility": "flowgrpo.rewards.guards:jpeg_compressibility",
     "jpeg_incompressibility": "flowgrpo.rewards.guards:jpeg_incompressibility",
     "sharpness": "flowgrpo.rewards.guards:sharpness",
+    "crispness": "flowgrpo.rewards.guards:crispness",
     "piqe": "flowgrpo.contrib.pixels:piqe",
     "safety": "flowgrpo.rewards.guards:Safety",
     "clip_score": "flowgrpo.rewards.clip:ClipScore",

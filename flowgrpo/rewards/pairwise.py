@@ -62,18 +62,25 @@ def require(rewards: Mapping[str, object], *groups: int) -> None:
                 _fitting(name, how, group)
 
 
-def measured(trained: Mapping[str, T], further: Mapping[str, T]) -> dict[str, T]:
-    """Return the rewards measured on held-out prompts, where every picture is scored alone: the further rewards, and
-    the trained ones that need no groups. (Win rates of a model against itself average 1/2 before and after.)
+def measured(trained: Mapping[str, T], further: Mapping[str, T], group: int = 1) -> dict[str, T]:
+    """Return the rewards measured on held-out prompts: the further rewards, and the trained ones that can be.
 
-    Raises UserError for a further reward that needs groups, or if nothing is left to measure.
+    group: samples of a prompt (`eval.samples`). With several a reward of groups scores them together; with one, and by
+    judges of pairs, nothing is measured: win rates of a model against itself average 1/2 before and after.
+    Raises UserError for a further reward that cannot be measured, or if nothing is left to measure.
     """
-    alone = {name: function for name, function in trained.items() if not sees_groups(function)}
-    wrong = [name for name, function in further.items() if sees_groups(function)]
+    def fits(reward: object) -> bool:
+        return not sees_groups(reward) or group > 1 and not pairing(reward)
+
+    alone = {name: function for name, function in trained.items() if fits(function)}
+    wrong = [name for name, function in further.items() if not fits(function)]
     if wrong or not (alone or further):
         name = next(iter(wrong or trained))
+        pairs = pairing({**trained, **further}[name])
         raise UserError(f"reward {name!r} compares the samples of a group, and a held-out evaluation has no groups: "
-                        "expected a reward in eval.rewards that scores one image at a time")
+                        "expected a reward in eval.rewards that scores one image at a time"
+                        + ("" if pairs else ", eval.samples of 2 or more, which are then a group, or eval.prompts: 0 "
+                                            "for no evaluation"))
     return {**alone, **further}
 
 

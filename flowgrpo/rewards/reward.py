@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 UNKNOWN = About()
 # Optional fields of a batch that a reward reads; all but the latents are passed on by name.
 LATENTS, BASE, POLICY, MEMORY, EPOCH, FPS = "latents", "base", "policy", "memory", "epoch", "fps"
-PASSED = (BASE, POLICY, MEMORY, EPOCH, FPS)
+TRAINING = "training"
+PASSED = (BASE, POLICY, MEMORY, EPOCH, FPS, TRAINING)
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +44,8 @@ class Batch:
     latents [B, ...] for a reward that reads these. base: the base model's samples, or None. latents: a tensor, or None.
     policy: the model that is trained. memory: of the run, JSON-able, that a reward may write into; by rewards' names
     until it is given to one. epoch: in which they are drawn; None outside of one, as for held-out samples.
-    fps: frames per second of videos; None where that is not known.
+    fps: frames per second of videos; None where that is not known. training: True for samples that are trained on,
+    False for those of an evaluation.
     lost: collects failures that are in no score, such as comparisons without an answer.
     """
 
@@ -57,6 +59,7 @@ class Batch:
     memory: dict[str, Any] | None = None
     epoch: int | None = None
     fps: float | None = None
+    training: bool = False
     lost: list[Failed] = field(default_factory=list)
 
     def __len__(self) -> int:
@@ -119,8 +122,9 @@ class Reward:
 
     judges: what it can be given, "image", "video" or "text". unit: what a score depends on: the sample, its group, or,
     of a judge of pairs, both samples of a pair. reads: optional fields of the batch that it needs (`base`, `latents`,
-    `policy`, `memory`, `epoch`, `fps`), and `metadata.KEY` that it compares with. differentiable: its scores are in the
-    samples' graph. parts: rewards, and other objects, that it is made of. about: range, packages and licence.
+    `policy`, `memory`, `epoch`, `fps`, `training`), and `metadata.KEY` that it compares with. differentiable: its
+    scores are in the samples' graph. parts: rewards, and other objects, that it is made of. about: range, packages and
+    licence.
     """
 
     judges: Sequence[str] = MODALITIES
@@ -143,9 +147,9 @@ class Reward:
 class Function(Reward):
     """Reward that is called as (images, prompts[, metadata]).
 
-    The names of further parameters say what it reads: `base`, `policy`, `memory`, `epoch`, `fps`, and `group`, the size
-    of the groups that the samples form. A first parameter `latents` gets the clean latents; (first, second, prompts[,
-    metadata]) is a judge of pairs.
+    The names of further parameters say what it reads: `base`, `policy`, `memory`, `epoch`, `fps`, `training`, and
+    `group`, the size of the groups that the samples form. A first parameter `latents` gets the clean latents; (first,
+    second, prompts[, metadata]) is a judge of pairs.
     Attributes say the same where names do not: `group`, `base`, `scores = "latents"`, `pairwise`, `differentiable`,
     `about`, `made_of` (what it is made of), `keyed` and `key` (of the metadata, which it compares with).
     """
@@ -173,7 +177,7 @@ class Function(Reward):
         self.parts = [as_reward(part) for part in says("made_of", ())]
         reads = {LATENTS: says("scores", names[0] if names else None) == LATENTS,
                  BASE: says(BASE, BASE in names) is True, POLICY: says("reads_policy", POLICY in names),
-                 MEMORY: MEMORY in names, EPOCH: EPOCH in names, FPS: FPS in names,
+                 MEMORY: MEMORY in names, EPOCH: EPOCH in names, FPS: FPS in names, TRAINING: TRAINING in names,
                  f"metadata.{says('key')}": bool(says("keyed", False))}
         self.reads = frozenset(field for field, read in reads.items() if read)
 

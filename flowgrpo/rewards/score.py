@@ -27,7 +27,7 @@ def score(
     rewards: Mapping[str, RewardFunction | Reward], outputs: Shown | None, prompts: Sequence[str],
     metadata: Sequence[dict[str, Any]], group: int = 1, tally: Tally | None = None, base: Tensor | None = None,
     latents: Tensor | None = None, policy: Any = None, memory: dict[str, Any] | None = None, epoch: int | None = None,
-    fps: float | None = None,
+    fps: float | None = None, training: bool = False,
 ) -> Tensor:
     """Score a batch of B outputs with each of R rewards -> [B, R] float32. Transforms are not applied here.
 
@@ -43,7 +43,7 @@ def score(
     tally: counts the failures.
     base: the base model's outputs, for rewards that compare with them; None: there are none.
     latents: clean latents [B, ...] of the outputs, for rewards that score these; None: there are none.
-    policy, memory, epoch, fps: of the run, for rewards that read them; see `Batch`.
+    policy, memory, epoch, fps, training: of the run, for rewards that read them; see `Batch`.
 
     A reward may return a list, a tensor or an array of B numbers.
     Raises UserError, with the reward's name and a prompt, if it raises, takes too long, returns another shape or number
@@ -53,7 +53,7 @@ def score(
 
     table = [[torch.nan if isinstance(value, Failed) else value for value in column]
              for column in columns(rewards, outputs, prompts, metadata, group, tally, base, latents, policy, memory,
-                               epoch, fps)]
+                               epoch, fps, training)]
     return torch.tensor(table, dtype=torch.float32).reshape(len(table), len(prompts)).T.contiguous()
 
 
@@ -61,14 +61,15 @@ def columns(
     rewards: Mapping[str, RewardFunction | Reward], outputs: Shown | None, prompts: Sequence[str],
     metadata: Sequence[dict[str, Any]], group: int = 1, tally: Tally | None = None, base: Tensor | None = None,
     latents: Tensor | None = None, policy: Any = None, memory: dict[str, Any] | None = None, epoch: int | None = None,
-    fps: float | None = None,
+    fps: float | None = None, training: bool = False,
 ) -> list[list[float | Failed]]:
     """Return R columns of B numbers as `score` does, but with failures in place.
 
     NaN only means that a reward does not apply.
     """
     assert all(len(given) == len(prompts) for given in (outputs, metadata, latents) if given is not None)
-    batch = Batch(outputs, list(prompts), list(metadata), group, base, latents, policy, memory, epoch, fps)
+    batch = Batch(outputs, list(prompts), list(metadata), group, base, latents, policy, memory, epoch, fps,
+                  training)
     return of_batch(rewards, batch, tally)
 
 

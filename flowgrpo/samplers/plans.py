@@ -267,7 +267,7 @@ class Sliding:
                 f"Sliding: a window of {self.size} from step {self.start} does not fit below step {limit} "
                 f"of {steps} steps (the last is never trained): use a smaller window"
                 + (f" (parts: {{plan: {{size: {limit - self.start}}}}})" if limit > self.start else "")
-                + ", more steps, or a method for few steps (diffusion_nft, awm; of consistency models rlcm)")
+                + ", more steps, or a method that trains every step (flow_grpo, ddpo; of consistency models rlcm)")
         return limit - self.size
 
     def _stay(self, first: int, steps: int) -> int:

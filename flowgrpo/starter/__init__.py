@@ -20,6 +20,7 @@ FOLDERS = {"starter": Path(__file__).parent / "model", "starter_video": Path(__f
            "starter_unified": Path(__file__).parent / "unified"}
 # A LoRA and a scheduler that turn the folder's model into another.
 MERGED = {"starter_consistency": Path(__file__).parent / "consistency"}
+SCENES = ("starter", "starter_consistency")  # models of scenes of flat shapes
 RATES = {"starter_video": 5.0}  # frames per second
 CALLS = {"starter": CALL, "starter_video": VIDEO_CALL, "starter_consistency": CALL}
 EVAL = {"starter": {"num_inference_steps": EVAL_STEPS, "guidance": EVAL_GUIDANCE},

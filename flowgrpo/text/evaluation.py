@@ -9,7 +9,7 @@ import torch
 
 from flowgrpo.config.schema import Config
 from flowgrpo.data import sets
-from flowgrpo.data.prompts import Prompt, load_prompts
+from flowgrpo.data.prompts import Prompt
 from flowgrpo.device import require_generators
 from flowgrpo.evaluation import best_of as choice
 from flowgrpo.evaluation import run_rewards
@@ -56,7 +56,7 @@ def grid(run: Path, prompts: Path | None, count: int, seed: int, output: Path) -
     config = run_config(run)
     config = settings(config.model, config, {})
     paths.require_file(output)
-    chosen = spread(load_prompts(prompts) if prompts else sets.resolve(config)[1], count)
+    chosen = spread(sets.shown(config, prompts), count)
     functions = run_rewards.measured(config)
     base, after = (_measured(config, lora, chosen, functions) for lora in (None, run))
     draw_pairs(output, base, after)

@@ -137,7 +137,8 @@ def _with_prompts(setup: Setup, prompts: list[Prompt] | None) -> Setup:
 
     prompts: objects that replace those of the configuration.
     """
-    config, measured = setup.config, pairwise.measured(setup.trained, setup.watched)
+    config = setup.config
+    measured = pairwise.measured(setup.trained, setup.watched, config.eval.samples) if config.eval.prompts else {}
     if prompts is None:
         sets.require_suited(config)
         split = sets.resolve(config)

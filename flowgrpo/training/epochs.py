@@ -25,6 +25,7 @@ from flowgrpo.device import DTYPES, free_memory
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import held_out
+from flowgrpo.evaluation.looks import LOOKS, Looks
 from flowgrpo.evaluation.report import symptoms
 from flowgrpo.evaluation.runs import HELD_OUT
 from flowgrpo.gpus import GPUS
@@ -243,7 +244,7 @@ class Progress:
     spent on waiting for rewards. begun: the clock's time at which training would have begun without a pause.
     evaluation_due: the last epoch is trained, and its evaluation is not done.
     unscored: epochs in a row, up to the last one, in which each trained reward failed on every sample.
-    change: how far training has moved the weights, called.
+    change: how far training has moved the weights, called. base: looks of the base's held-out images.
     best: the best weights that were measured. saving: the writer of checkpoints. saved_counters: the counters at the
     end of the last whole epoch, as a checkpoint has them. threads: torch's on a CPU; repeated: those of epochs that the
     run trained before it was interrupted, by their numbers.
@@ -262,6 +263,7 @@ class Progress:
         self.saved_counters: dict[str, Any] = {}
         self.threads = Threads.of(trainer.policy.device)
         self.repeated: dict[int, int] = {}
+        self.base = Looks()
 
 
 def run(trainer: Run, folder: Path, measured: dict[str, Any]) -> None:
@@ -344,6 +346,7 @@ def measure(trainer: Run, folder: Path, measured: dict[str, Any]) -> dict[str, f
     metrics = {f"{HELD_OUT}{name}": value for name, value in scores.mean().items()}
     judged = {f"{HELD_OUT}{name}": value for name, value in trainer.extensions.judge(scores).items()}
     progress.best.see(metrics | judged, trainer.epoch, trainer.optimization.evaluated_weights)
+    metrics |= {f"{LOOKS}{name}": share for name, share in scores.looks.of(progress.base).items()}
     metrics |= trainer.extensions.on_measured(scores)
     progress.evaluation_due = progress.saved_counters["unmeasured"] = False
     progress.begun += time.perf_counter() - paused

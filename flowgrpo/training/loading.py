@@ -13,10 +13,10 @@ from flowgrpo.data.prompts import Prompt
 from flowgrpo.device import bf16_speed, described
 from flowgrpo.methods.method import Method
 from flowgrpo.methods.setup import Setup
+from flowgrpo.methods.targets import NoisedFinals, RecordedPairs
 from flowgrpo.methods.validate import substituted
 from flowgrpo.policies import build
-from flowgrpo.policies.pipelines import padding
-from flowgrpo.policies.pipelines.load import few_steps
+from flowgrpo.policies.pipelines import few_steps, padding
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.policy import Policy
 from flowgrpo.policies.weights.low_precision import notice
@@ -36,19 +36,22 @@ def of_machine(precision: str, device: str | torch.device) -> Iterator[str]:
                "--precision=fp32")
 
 
-def of_steps(config: Config, pipe: Any) -> Iterator[str]:
-    """Yield the hint on a model of few steps for which the recipe leaves steps or guidance at their defaults."""
-    left = {f"{key}.{name}": getattr(section, name) for key, section in (("train", config.train), ("eval", config.eval))
-            for name in ("steps", "guidance") if name not in section.model_fields_set}
-    left = {key: value for key, value in left.items() if key != "train.guidance"}  # whose default is none
-    if not left or (why := few_steps(pipe, config.model)) is None:
+def of_steps(config: Config, method: Method, pipe: Any) -> Iterator[str]:
+    """Yield hints on a model of few steps: on default steps or guidance, where only the loaded model shows what it is,
+    and on a method that blurs such models."""
+    facts = few_steps.of_pipe(pipe, config.model, config.load)
+    if (why := facts.why) is None:
         return
-    fitting = {"train.steps": 4, "eval.steps": 4, "eval.guidance": 1}
-    own = "; rlcm trains its own steps" if "scheduler is a" in why and not config.method.startswith("rlcm") else ""
-    yield (f"hint: {config.model} is taken for a model of few steps ({why}), but "
-           f"{', '.join(f'{key} is {value:g}' for key, value in left.items())} by default: set those of its card, such "
-           f"as {' '.join(f'--{key}={fitting[key]}' for key in left)}{own}; methods that train on noised samples "
-           "(diffusion_nft, awm, diffusion_dpo) blur such models")
+    fitting = few_steps.fitted(config, facts)
+    left = [f"--{name}.{key}={getattr(getattr(fitting, name), key):g}" for name in ("train", "eval")
+            for key in ("steps", "guidance")
+            if getattr(getattr(config, name), key) != getattr(getattr(fitting, name), key)]
+    if left:
+        yield (f"hint: {config.model} is taken for a model of few steps ({why}), whose steps and guidance are not "
+               f"those of other models: {' '.join(left)}, or those of its card")
+    if isinstance(method.target, (NoisedFinals, RecordedPairs)):
+        yield (f"hint: {config.method} trains on noised samples, which blurs a model of few steps ({why}): take "
+               f"--method={facts.method}, which trains the model's own steps, or a guard.edge_width")
 
 
 def before(setup: Setup, precision: str, asked: str) -> Iterator[str]:
@@ -87,7 +90,7 @@ def behind(config: Config, method: Method, policy: Policy, prompts: list[Prompt]
     if line := _without_template(config, method, policy):
         yield line
     if isinstance(policy, PipelinePolicy):
-        yield from of_steps(config, policy.pipe)
+        yield from of_steps(config, method, policy.pipe)
     texts = [prompt.text for prompt in prompts]
     if isinstance(policy, PipelinePolicy) and (line := padding.cut(policy.pipe, config.call, texts)):
         yield line

@@ -28,6 +28,7 @@ from flowgrpo.training.scoring import Scoring
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+    from flowgrpo.evaluation.looks import Looks
     from flowgrpo.evaluation.measured import Measured
 
 T = TypeVar("T")
@@ -59,6 +60,7 @@ class Progress(Protocol):
     saved_counters: dict[str, Any]
     threads: Threads
     repeated: dict[int, int]
+    base: Looks
 
     @property
     def change(self) -> Change:

@@ -105,7 +105,8 @@ class Scoring:
         self._before = {0: (self.extremes, self._tally)}  # by the present turn: samples of the turns before it
         memories = {"memory": None} if rewards.remembers(functions) else {}
         # What rewards read of the run.
-        self._read: dict[str, Any] = memories | {"policy": policy, "epoch": None, "fps": getattr(policy, "fps", None)}
+        self._read: dict[str, Any] = memories | {"policy": policy, "epoch": None, "fps": getattr(policy, "fps", None),
+                                                 "training": True}
         self._unscored = False  # an epoch without any score was reported
 
     @property

@@ -112,10 +112,10 @@ class FlowGRPOTrainer:
 
     def train(self, resume_from_checkpoint: bool | str | None = None) -> dict[str, Any]:
         """Train, and return the content of summary.json."""
-        from flowgrpo.data.prompts import load_prompts
+        from flowgrpo.data import sets
 
         resume = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
-        count = len(load_prompts(self.prompts)) if isinstance(self.prompts, str) else len(self.prompts)
+        count = len(sets.given(self.prompts)) if isinstance(self.prompts, str) else len(self.prompts)
         keys = over(self.args.keys(count), self.options)
         if line := self.args.unread():
             print(line)

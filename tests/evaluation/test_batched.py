@@ -43,7 +43,17 @@ def alone(pipe, asked) -> list[torch.Tensor]:
     return [draw_one(pipe, prompt, seed, asked, "green") for prompt, seed in zip(PROMPTS, SEEDS)]
 
 
-@pytest.mark.parametrize("make, call", [(tiny.sd3, tiny.CALL), (tiny.sd15, SD15), (tiny.flux, tiny.FLUX_CALL)])
+def consistency():
+    """A pipeline whose scheduler draws noise at every step, of which the pipeline passes it no generator."""
+    from diffusers import FlowMatchLCMScheduler
+
+    pipe = tiny.sd3()
+    pipe.scheduler = FlowMatchLCMScheduler()
+    return pipe
+
+
+@pytest.mark.parametrize("make, call", [(tiny.sd3, tiny.CALL), (tiny.sd15, SD15), (tiny.flux, tiny.FLUX_CALL),
+                                        (consistency, tiny.CALL)])
 def test_pictures_of_one_call_are_those_of_single_calls(make, call):
     pipe, asked = counted(make()), ASKED | call
     expected, together = alone(pipe, asked), Together()

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from flowgrpo import device
 from flowgrpo.check.tiny import make
 from flowgrpo.check.tiny.images import flux
 from flowgrpo.check.tiny.parts import flux_transformer
 from flowgrpo.config import Config, validate
+from flowgrpo.methods import preset
 from flowgrpo.training import loading
 
 
@@ -17,39 +19,35 @@ def test_bf16_that_a_cpu_emulates_is_named_where_it_is_asked_for(monkeypatch):
     monkeypatch.setattr(loading, "bf16_speed", lambda: 0.28)
     [line] = loading.of_machine("bf16", "cpu")
     assert "multiplies it 0.28 times as fast as fp32: --precision=fp32" in line
-    for precision, device in (("auto", "cpu"), ("fp32", "cpu"), ("bf16", "cuda")):
-        assert [*loading.of_machine(precision, device)] == []
+    for asked in (("auto", "cpu"), ("fp32", "cpu"), ("bf16", "cuda")):
+        assert [*loading.of_machine(*asked)] == []
     monkeypatch.setattr(loading, "bf16_speed", lambda: 4.0)
     assert [*loading.of_machine("bf16", "cpu")] == []
     assert device.bf16_speed() > 0
 
 
-def turbo(name, **options):
-    """A tiny pipeline with a scheduler of these options."""
-    pipe = make(name)[0]
-    pipe.scheduler = type(pipe.scheduler).from_config(dict(pipe.scheduler.config) | options)
-    return pipe
+def told(pipe, method="mix_grpo", **given):
+    return [*loading.of_steps(validate({"model": "m", "method": method, **given}), preset(method), pipe)]
 
 
-@pytest.mark.parametrize("made, model, told", [
-    (lambda: make("LatentConsistencyModelPipeline")[0], "m", "(its scheduler is a LCM"),
-    (lambda: turbo("StableDiffusionXLPipeline", timestep_spacing="trailing"), "m", "(its scheduler spaces t"),
-    (lambda: flux(transformer=flux_transformer(guidance_embeds=False)), "m", "(its transformer has no"),
-    (lambda: make("StableDiffusion3Pipeline")[0], "owner/sd3.5-large-turbo", "(by its name)"),
-    (lambda: make("StableDiffusionPipeline")[0], "owner/plain", None),
-    (lambda: make("FluxPipeline")[0], "calcms", None)])
-def test_a_model_of_few_steps_with_default_steps_is_hinted_at(made, model, told):
-    given, pipe = Config(model=model), made()
-    if told is None:
-        assert [*loading.of_steps(given, pipe)] == []
-        return
-    [line] = loading.of_steps(given, pipe)
-    assert f"{model} is taken for a model of few steps {told}" in line
-    assert "train.steps is 10, eval.steps is 20, eval.guidance is 4.5 by default" in line
-    assert "--train.steps=4 --eval.steps=4 --eval.guidance=1" in line
-    assert ("rlcm trains its own steps" in line) is told.startswith("(its scheduler is")
-    assert line.endswith("methods that train on noised samples (diffusion_nft, awm, diffusion_dpo) blur such models")
-    own = validate({"model": model, "train": {"steps": 4}, "eval": {"steps": 4, "guidance": 1.0}})
-    assert [*loading.of_steps(own, pipe)] == []
-    [rest] = loading.of_steps(validate({"model": model, "train": {"steps": 4}, "eval": {"steps": 4}}), pipe)
-    assert "but eval.guidance is 4.5 by default" in rest
+def test_a_model_that_only_its_weights_show_to_be_of_few_steps_is_hinted_at():
+    schnell = flux(transformer=flux_transformer(guidance_embeds=False))
+    assert told(schnell) == [
+        "hint: m is taken for a model of few steps (its transformer has no guidance, as that of FLUX schnell), whose "
+        "steps and guidance are not those of other models: --train.steps=4 --eval.steps=4 --eval.guidance=1, or those "
+        "of its card"]
+    [rest] = told(schnell, train={"steps": 6}, eval={"steps": 6})
+    assert "other models: --eval.guidance=1, or" in rest
+    assert told(schnell, train={"steps": 6}, eval={"steps": 6, "guidance": 1.0}) == []
+    assert told(make("StableDiffusionPipeline")[0]) == [] == [*loading.of_steps(Config(model="calcms"), preset(
+        "mix_grpo"), make("FluxPipeline")[0])]
+
+
+@pytest.mark.parametrize("method, blurs", [("diffusion_nft", True), ("awm", True), ("sol_rl+diffusion_nft", True),
+                                           ("mix_grpo", False), ("draft", False)])
+def test_a_method_that_blurs_models_of_few_steps_says_so_whatever_is_given(method, blurs):
+    lcm = make("LatentConsistencyModelPipeline")[0]
+    lines = told(lcm, method, train={"steps": 4, "guidance": 8.0}, eval={"steps": 4, "guidance": 8.0})
+    assert lines == [f"hint: {method} trains on noised samples, which blurs a model of few steps (its scheduler is a "
+                     "LCMScheduler): take --method=rlcm, which trains the model's own steps, or a guard.edge_width"
+                     ] * blurs

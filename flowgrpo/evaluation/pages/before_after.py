@@ -67,6 +67,8 @@ def arrays(measured: Measured) -> dict[str, np.ndarray]:
 def rows(measured: Measured) -> list[Row]:
     """Return a row of one column for each kept picture."""
     count = len({id(prompt) for prompt in measured.prompts})
+    if not count:
+        return []
     samples, places = len(measured.prompts) // count, evenly(count, len(measured.pictures))
     return [Row(prompt.text, [picture], [{name: values[i * samples] for name, values in measured.scores.items()}],
                 sources.of(prompt, frames_of(picture)))

@@ -16,6 +16,7 @@ from flowgrpo import loopback
 from flowgrpo.config import features
 from flowgrpo.config.parse import load
 from flowgrpo.config.schema import Config
+from flowgrpo.evaluation import looks
 from flowgrpo.evaluation.report import snapshots
 from flowgrpo.evaluation.report.verdict import Nouns, changes, mean, outcome, sentences
 from flowgrpo.evaluation.runs import whole
@@ -85,7 +86,8 @@ def _data(run: Path) -> dict[str, Any]:
     nouns = Nouns(**_read(run / snapshots.FOLDER / "nouns.json"))
     return {"title": config.name, "finished": finished,
             "sentences": sentences(config, lines, reward_changes, last, finished, summary.get("kept"), nouns,
-                                   summary.get("structure"), stages[0] if stages else None),
+                                   summary.get("structure"), stages[0] if stages else None,
+                                   shares(stages)[-1][1] if len(stages) > 1 else None),
             "sample": nouns.sample,
             "changes": [each.as_json() for each in reward_changes if each.known and lines],
             "tasks": {name: cells(rows) for name, rows in summary.get("compared", {}).items() if len(rows) > 1},
@@ -131,6 +133,11 @@ def read_stages(run: Path) -> list[dict[str, Any]]:
     files = [file for file in (run / snapshots.FOLDER).glob("*.json") if file.stem not in snapshots.FACTS]
     stages = [_read(file, name=str, epoch=int, scores=dict, cards=list) for file in files]
     return sorted(stages, key=lambda stage: (stage["name"] == "after", stage["epoch"]))
+
+
+def shares(stages: list[dict[str, Any]]) -> list[tuple[int, dict[str, float]]]:
+    """Return each stage's epoch and its looks as shares of the first one's, the base's."""
+    return [(stage["epoch"], looks.read(stage.get("looks")).of(looks.read(stages[0].get("looks")))) for stage in stages]
 
 
 def digits(stages: list[dict[str, Any]], last: dict[str, Any]) -> dict[str, int]:
@@ -192,7 +199,7 @@ def charts(config: Config, lines: list[dict[str, Any]], stages: list[dict[str, A
     reward_charts = [_reward(config, name, lines, stages) | {"range": ranges.get(name) or _seen_range(name, stages)}
                      for name in (config.trained | config.watched)]
     rest = [key for key in columns(lines) if key not in PLAIN
-            and not re.fullmatch(r"reward/.+/(mean|std)|held_out/.+", key)]
+            and not re.fullmatch(rf"reward/.+/(mean|std)|held_out/.+|{looks.LOOKS}.+", key)]
     gathered = [_gathered(title, note, pattern, rest, lines) for title, note, pattern in GATHERED]
     gathered = [_in_bytes(chart, lines) if "{unit}" in chart["note"] else chart for chart in gathered]
     alone = [key for key in rest if not any(re.fullmatch(pattern, key) for _, _, pattern in GATHERED)
@@ -200,14 +207,15 @@ def charts(config: Config, lines: list[dict[str, Any]], stages: list[dict[str, A
     single = [{"title": title, "note": note, "kind": "lines", "series": [{"label": key, "key": key}]}
               for key in sorted(alone, key=lambda key: (list(ALONE) + [key]).index(key))
               for title, note in [ALONE.get(key, (key, ""))]]
-    return [chart for chart in reward_charts + single + gathered if chart["series"]]
+    return [chart for chart in [*reward_charts, _looks(stages), *single, *gathered] if chart["series"]]
 
 
 def without_zeros(all_charts: list[dict[str, Any]], lines: list[dict[str, Any]]
                   ) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the charts without diagnostics that are 0 in every epoch, and the titles of these."""
-    flat = [chart["title"] for chart in all_charts if chart["kind"] != "reward"
-            and not any(line.get(series["key"]) for series in chart["series"] for line in lines)]
+    flat = [chart["title"] for chart in all_charts if chart["kind"] != "reward" and not any(
+        any(series["y"]) if "y" in series else any(line.get(series["key"]) for line in lines)
+        for series in chart["series"])]
     return [chart for chart in all_charts if chart["title"] not in flat], flat
 
 
@@ -239,6 +247,17 @@ def _natural(label: str) -> tuple[str, int]:
     """Return a sort key that puts step 2 before step 10."""
     name, _, number = label.rpartition("_")
     return (name, int(number)) if number.isdigit() else ("", 0)
+
+
+def _looks(stages: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the chart of the held-out images' looks, as shares of the base's; without a curve for texts."""
+    points = shares(stages)
+    curves = {label: [(epoch, found[name]) for epoch, found in points if name in found]
+              for name, label in ((looks.EDGES, "edge width"), (looks.APART, "diversity within a prompt"))}
+    return {"title": "Looks, of the base", "kind": "lines",
+            "note": "1 as the base; wider edges: blurred; less diversity: images of a prompt become alike",
+            "series": [{"label": label, "x": [x for x, _ in curve], "y": [y for _, y in curve]}
+                       for label, curve in curves.items() if len(curve) > 1]}
 
 
 def _reward(config: Config, name: str, lines: list[dict[str, Any]], stages: list[dict[str, Any]]) -> dict[str, Any]:

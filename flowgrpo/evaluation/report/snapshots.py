@@ -239,7 +239,8 @@ def stage(run: Path, name: str, epoch: int, measured: Measured) -> None:
     pictures = [{"prompt": row.caption, "scores": finite(row.scores[0]), **shown(row.images[0], measured.fps),
                  **(brought(row.sources, measured.fps) if name == "before" else {})} for row in rows(measured)]
     write(run / FOLDER / f"{name}.json", {"name": name, "epoch": epoch, "scores": finite(measured.scores),
-                                          "shuffled": finite(measured.shuffled), "cards": pictures})
+                                          "shuffled": finite(measured.shuffled), "cards": pictures,
+                                          "looks": measured.looks.as_json()})
 
 
 def last(run: Path, trainer: Trainer) -> None:

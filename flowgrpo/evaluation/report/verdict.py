@@ -14,6 +14,7 @@ import numpy as np
 from flowgrpo.config.schema import Config
 from flowgrpo.data import sets
 from flowgrpo.errors import UserError
+from flowgrpo.evaluation import looks
 from flowgrpo.evaluation.report import symptoms
 from flowgrpo.evaluation.statistics import LEAST, Interval, blind, bounds, change, decimals, fixed, interval, method_of
 from flowgrpo.nouns import counted, joined, named
@@ -227,10 +228,11 @@ def _change(name: str, weight: float | None, was: list[float | None], now: list[
 
 def sentences(config: Config, lines: list[dict[str, Any]], reward_changes: list[Change], last: dict[str, Any],
               finished: bool, kept: str | None = None, nouns: Nouns = Nouns(),
-              structure: dict[str, Any] | None = None, base: dict[str, Any] | None = None) -> list[dict[str, str]]:
+              structure: dict[str, Any] | None = None, base: dict[str, Any] | None = None,
+              shares: dict[str, float] | None = None) -> list[dict[str, str]]:
     """Return the summary: {text, tone}, with tone plain, good or warn.
 
-    kept, structure: of summary.json. base: the base's stage.
+    kept, structure: of summary.json. base: the base's stage. shares: looks of the last stage as shares of the base's.
     """
     goal = joined([name if rule.weight == 1 else f"{name} ({rule.strength})" for name, rule in
                     config.trained.items()])
@@ -248,6 +250,7 @@ def sentences(config: Config, lines: list[dict[str, Any]], reward_changes: list[
         toned += [_moved(each, nouns.sample, ended.nothing) for each in reward_changes if each.known]
         toned += _hacking(reward_changes, nouns.sample)
     toned += _structure(structure)
+    toned += looks.said(shares or {})
     toned += [(tone, f"{said[0].upper()}{said[1:]}.")
               for tone, said in (blind(base["scores"], base.get("shuffled") or {}) if base else ())]
     first = last.get("first_ratio", {})

@@ -235,7 +235,7 @@ def seeded(scheduler: Any, generator: torch.Generator | Sequence[torch.Generator
     A FlowMatchLCMScheduler in a StableDiffusion3Pipeline, which passes no generator to it, would take torch's own: its
     pictures would depend on what else was drawn before.
     """
-    if generator is None or "generator" not in inspect.signature(scheduler.step).parameters:
+    if generator is None or scheduler is None or "generator" not in inspect.signature(scheduler.step).parameters:
         yield
         return
     scheduler.step = partial(scheduler.step, generator=generator)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 from flowgrpo.config.sections import Load
 from flowgrpo.data import provenance
 from flowgrpo.device import DTYPES
-from flowgrpo.errors import UserError
+from flowgrpo.errors import UserError, nearest
 from flowgrpo.files import tensors_of
 from flowgrpo.log import quiet
 from flowgrpo.methods.groups import Adapted
@@ -34,7 +33,6 @@ EXPECTED = ("a checkpoint of a whole pipeline, with load.config where diffusers 
             "alone, set model to its pipeline and load.denoiser to the file")
 ALL, ENCODERS, DENOISERS = "all", "encoders", "denoisers"  # of a pipeline: what is loaded
 CHECKERS = ("StableDiffusionSafetyChecker", "IFSafetyChecker")  # that a pipeline can do without
-QUICK = re.compile(r"turbo|lightning|schnell|(?<![a-z])lcm(?![a-z])|hyper-?sd", re.I)  # in names of models of few steps
 TIMES = {"timestep", "timesteps", "t", "timestep_ratio"}
 
 
@@ -169,21 +167,6 @@ def modality_ahead(model: str, files: Load = Load()) -> str | None:
     return None if cls is None else "video" if frames.is_video(cls) else "image"
 
 
-def few_steps(pipe: Any, model: str) -> str | None:
-    """Return why a pipeline is taken for one of 1 to 8 steps, without guidance; None for another."""
-    config, scheduler = pipe.scheduler.config, type(pipe.scheduler).__name__
-    if prediction(pipe.scheduler) == "consistency" or scheduler.startswith("TCD"):
-        return f"its scheduler is a {scheduler}"
-    if hasattr(pipe, "unet") and config.get("timestep_spacing") == "trailing" and not config.get(
-            "rescale_betas_zero_snr"):
-        return "its scheduler spaces timesteps from the last one (trailing)"
-    if pipe.config.get("is_distilled"):
-        return "it is distilled"
-    if type(pipe).__name__ == "FluxPipeline" and not pipe.transformer.config.guidance_embeds:
-        return "its transformer has no guidance, as that of FLUX schnell"
-    return "by its name" if QUICK.search(Path(model).name) else None
-
-
 def index_ahead(model: str, files: Load = Load()) -> dict[str, Any]:
     """Return a model's model_index.json, with its folder as `_folder`; empty if there is none on this machine."""
     from huggingface_hub import try_to_load_from_cache
@@ -277,6 +260,8 @@ def load_pipeline(model: str, precision: str = "fp32", trust_remote_code: bool =
                 _merge(pipe, MERGED[model])
             for lora in files.fused:
                 fuse(pipe, denoisers(pipe) | text_encoders(pipe), Path(lora.path), lora.scale)
+            if files.scheduler:
+                pipe.register_modules(scheduler=_rescheduled(pipe.scheduler, files.scheduler))
             if files.controlnet is not None:
                 pipe = conditioned.with_controlnet(pipe, files.controlnet, DTYPES[precision])
             for inversion in files.inversions:
@@ -380,6 +365,24 @@ def _missing(folder: Path) -> str | None:
     parts = [name for name, value in index.items() if isinstance(value, list) and value[0] is not None]
     lacking = [name for name in parts if not (folder / name).is_dir()]
     return f"its model_index.json names {', '.join(lacking)}, of which there is no folder" if lacking else None
+
+
+def _rescheduled(scheduler: Any, keys: Mapping[str, Any]) -> Any:
+    """Return a scheduler with other keys of its configuration, and of another class if `class` is among them.
+
+    Raises UserError for what diffusers does not know.
+    """
+    import diffusers
+
+    name = keys.get("class", type(scheduler).__name__)
+    cls: Any = getattr(diffusers, str(name), None)
+    if not hasattr(cls, "set_timesteps"):
+        raise UserError(f"load.scheduler: class is {name!r}, expected a scheduler of diffusers, such as LCMScheduler")
+    known = [*inspect.signature(cls.__init__).parameters][1:]
+    for key in keys:
+        if key != "class" and key not in known:
+            raise UserError(f"load.scheduler: {name} has no {key!r}{nearest(key, known)}")
+    return cls.from_config(dict(scheduler.config) | {key: value for key, value in keys.items() if key != "class"})
 
 
 def _require_scheduler(model: str, pipe: Any) -> None:

@@ -103,14 +103,15 @@ class Detected:
     """One blob of a picture, with scores in [0, 1]; 1 means that the blob is good enough in that respect.
 
     `centre` is (x, y), in pixels; `area` counts pixels. `shapes` [6] and `colours` [6] follow SHAPES and COLOURS.
-    `crispness` falls with the width of the edges. `unity` is 1 for a single paint and a form that is neither tiny nor
-    stretched.
+    `width` is that of its edges in pixels, and `crispness` falls with it. `unity` is 1 for a single paint and a form
+    that is neither tiny nor stretched.
     """
 
     centre: tuple[float, float]
     area: int
     shapes: np.ndarray
     colours: np.ndarray
+    width: float
     crispness: float
     unity: float
 
@@ -219,7 +220,8 @@ def _describe(offset: np.ndarray, ground: np.ndarray, blob: np.ndarray, around: 
     unity = ramp(mixture.mean(), PURITY) * ramp(aspect, ASPECT) * ramp(len(mixture), AREA)
     return Detected(
         (float(centre[0]), float(centre[1])), len(mixture), ramp(outlines, OUTLINE) * ramp(leads, LEAD),
-        ramp(np.linalg.norm(ground + towards - _PALETTE, axis=1), PAINT), float(ramp(width, EDGE)), float(unity))
+        ramp(np.linalg.norm(ground + towards - _PALETTE, axis=1), PAINT), float(width), float(ramp(width, EDGE)),
+        float(unity))
 
 
 def _compare(alpha: np.ndarray, area: float, centre: np.ndarray,
@@ -253,6 +255,30 @@ def _moments(alpha: np.ndarray, window: tuple[slice, slice]) -> tuple[float, np.
 
 
 # --- the rewards -----------------------------------------------------------------------------------------------------
+
+def edge_widths(images: Tensor | np.ndarray) -> list[float]:
+    """Return the mean width in pixels of the contours of each image's objects; NaN for an image without objects.
+
+    Drawn shapes have 1, and the shapes of an image do not change it by their number or size. An object here is a blob
+    of one paint that is neither tiny nor stretched.
+
+    images: float [B, 3, 64, 64] in [0, 1].
+    Raises ValueError for other images.
+    """
+    widths = [[blob.width for blob in _read_once(image.tobytes()).objects if blob.unity == 1]
+              for image in _pixels(images)]
+    return [float(np.mean(found)) if found else float("nan") for found in widths]
+
+
+@described(About(modality="image", range=(0, None), needs="", licence="Apache-2.0"))
+def scene_edge_width(images: Tensor | np.ndarray, prompts: Sequence[str],
+                     metadata: Sequence[dict[str, Any]] | None = None) -> list[float | None]:
+    """Mean width in pixels of the contours of an image's objects, which grows with blur; None without objects.
+
+    images: float [B, 3, 64, 64] in [0, 1]. Raises ValueError for other images.
+    """
+    return [None if width != width else width for width in edge_widths(images)]
+
 
 @dataclass(frozen=True)
 class _Slots:

@@ -11,6 +11,8 @@ import torch
 from flowgrpo.contrib.guard import Guard, copied
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
+from flowgrpo.evaluation.looks import Looks
+from flowgrpo.evaluation.measured import Measured
 from flowgrpo.evaluation.report import report
 from flowgrpo.methods.validate import resolve
 from flowgrpo.run import run
@@ -269,6 +271,59 @@ def test_a_held_out_reward_that_cannot_guard_is_refused(options, told):
     ({"guard__lr": 0.1}, "guard.lr is 0.1, but guard.window is 0"),
     ({"guard__window": 2, "guard__best": False}, "guard.best is False, but eval.every is 0")])
 def test_keys_that_are_not_read_are_refused(options, told):
+    with pytest.raises(UserError, match=told):
+        check(tiny.config(**options), pipe=tiny.sd3(), functions={"red": tiny.red},
+              prompts=[Prompt(text) for text in tiny.PROMPTS])
+
+
+# --- limits of looks -------------------------------------------------------------------------------------------------
+
+def looked(*stages):
+    """A guarded run with these looks after each epoch, over those of its base; returns it and its lines."""
+    made = tiny.trainer(guard__edge_width=1.1, guard__diversity=0.9, eval__every=1, train__epochs=8)
+    made.lines = []
+    made.say = made.lines.append
+    guard, kept = guard_of(made), []
+    guard.on_base(Measured([], {}, torch.empty(0), looks=Looks(2.0, 0.5)), {})
+    for width, apart in stages:
+        next_epochs(made, 1)
+        guard.on_measured(Measured([], {}, torch.empty(0), looks=Looks(2.0 * width, 0.5 * apart)))
+        kept.append(copied(made))
+    return made, kept
+
+
+def test_blurred_or_alike_images_bring_back_the_last_weights_within_the_limits():
+    made, kept = looked((1.0, 1.0), (1.05, 0.95), (1.12, 1.0), (1.0, 0.85))
+    assert not same_state(kept[0], kept[1])
+    assert same_state(kept[2], kept[1]) and same_state(kept[3], kept[1])
+    assert made.optimization.scale == 0.25
+    assert made.lines[-2:] == [
+        "epoch 3: edges became 1.12 times as wide as the base's (guard.edge_width 1.1), so that the run went back to "
+        "the weights of epoch 2, with 0.5 of the learning rate",
+        "epoch 4: images of a prompt became 0.85 times as far apart as the base's (guard.diversity 0.9), so that the "
+        "run went back to the weights of epoch 2, with 0.5 of the learning rate"]
+
+
+def test_the_first_weights_are_good_if_none_was_within_the_limits():
+    made, kept = looked((1.2, 1.0))
+    start = tiny.trainer(guard__edge_width=1.1, eval__every=1, train__epochs=8)
+    assert same_state(kept[0], copied(start)) and made.lines[-1].endswith("epoch 0, with 0.5 of the learning rate")
+
+
+def test_weights_beyond_the_limits_are_not_the_best():
+    made, _ = looked((1.0, 1.0))
+    guard = guard_of(made)
+    beyond = Measured([], {}, torch.empty(0), looks=Looks(2.5, 0.5))
+    assert guard.judge(beyond) == {}
+    made.progress.best.best.reward = "red"
+    assert math.isnan(guard.judge(beyond)["red"])
+    assert guard.judge(Measured([], {}, torch.empty(0), looks=Looks(2.1, 0.5))) == {}
+
+
+@pytest.mark.parametrize("options, told", [
+    ({"guard__edge_width": 1.1}, "guard.edge_width is 1.1, but eval.every is 0"),
+    ({"guard__edge_width": 1.1, "eval__every": 1, "guard__best": False}, "guard.best is False, but guard.window is 0")])
+def test_limits_need_measurements(options, told):
     with pytest.raises(UserError, match=told):
         check(tiny.config(**options), pipe=tiny.sd3(), functions={"red": tiny.red},
               prompts=[Prompt(text) for text in tiny.PROMPTS])

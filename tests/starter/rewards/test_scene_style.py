@@ -29,8 +29,8 @@ def test_gradients_by_hand():
 
 
 def test_the_coefficient_of_a_flat_image_is_the_root_of_the_flat_share():
-    assert scene_style(torch.full((1, 3, 8, 8), 0.9), [""]) == pytest.approx([reference()[0]**0.5])
-    assert reference().sum() == pytest.approx(1)
+    assert scene_style(torch.full((1, 3, 8, 8), 0.9), [""]) == pytest.approx([reference()[0][0]**0.5])
+    assert reference()[0].sum() == pytest.approx(1)
 
 
 def test_noise_blur_and_a_grain_that_the_eye_hardly_sees_lose():
@@ -39,7 +39,16 @@ def test_noise_blur_and_a_grain_that_the_eye_hardly_sees_lose():
     blurred = torch.from_numpy(gaussian_filter(images.numpy(), (0, 0, 1.5, 1.5)))
     same, grain, blur = (np.mean(scene_style(each, [""] * 16)) for each in (
         images, (images + 0.03 * noise).clamp(0, 1), blurred))
-    assert same > 0.985 and blur < 0.96 and grain < 0.25
+    assert same > 0.95 and blur < 0.5 * same and grain < 0.25
+
+
+def test_blur_lowers_it_of_grainy_images_too():
+    """A model's images have a grain, which a blur removes: that alone would raise the score."""
+    noise = 0.004 * torch.randn(16, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    grainy = (torch.from_numpy(gaussian_filter(rendered(16, 9).numpy(), (0, 0, 0.6, 0.6))) + noise).clamp(0, 1)
+    scores = [np.mean(scene_style(torch.from_numpy(gaussian_filter(grainy.numpy(), (0, 0, sigma, sigma))), [""] * 16))
+              for sigma in (0, 0.5, 1, 2)]
+    assert scores == sorted(scores, reverse=True) and scores[0] > 1.05 * scores[1] > 1.3 * scores[2]
 
 
 def test_content_and_colour_are_none_of_it():

@@ -1,0 +1,136 @@
+"""Looks of held-out images: edge widths by hand, monotone in blur whatever is shown; diversity; reports."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy.ndimage import gaussian_filter
+
+from flowgrpo.data.prompts import Prompt
+from flowgrpo.evaluation import looks
+from flowgrpo.evaluation.looks import Looks
+from flowgrpo.evaluation.report import report
+from flowgrpo.rewards.find import find
+from flowgrpo.rewards.guards import edge_widths
+from flowgrpo.run import run
+from flowgrpo.starter import scenes
+from flowgrpo.starter.rewards import scene
+from tests.helpers import tiny
+
+
+def rendered(count: int, seed: int, task: str = "two") -> torch.Tensor:
+    rng = np.random.default_rng(seed)
+    images = [scenes.render(scenes.sample_claims(rng, task), rng) for _ in range(count)]
+    return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).float()
+
+
+def blurred(images: torch.Tensor, sigma: float) -> torch.Tensor:
+    return torch.from_numpy(gaussian_filter(images.numpy(), (0, 0, sigma, sigma)))
+
+
+def photograph(side: int = 96, seed: int = 0) -> torch.Tensor:
+    """Noise with the spectrum of photographs, amplitudes 1 / frequency, beside an edge."""
+    generator = torch.Generator().manual_seed(seed)
+    spectrum = torch.fft.fft2(torch.randn(3, side, side, generator=generator))
+    frequency = torch.fft.fftfreq(side)[:, None].hypot(torch.fft.fftfreq(side)[None]).clamp(min=1 / side)
+    image = torch.fft.ifft2(spectrum / frequency).real
+    image = 0.5 + 0.1 * image / image.std()
+    image[..., side // 2:] += 0.3
+    return image.clamp(0, 1)[None]
+
+
+def step(width: float, height: float = 0.8) -> torch.Tensor:
+    """An edge with the profile of a Gaussian of that deviation; 0: between two pixels."""
+    at = torch.arange(64, dtype=torch.float64) - 31.5
+    line = (at > 0).double() if not width else 0.5 * (1 + torch.erf(at / width / 2**0.5))
+    return (0.1 + height * line).expand(1, 3, 64, 64)
+
+
+def test_edge_widths_by_hand():
+    assert edge_widths(step(0)).item() == pytest.approx(1)
+    assert edge_widths(step(3)).item() == pytest.approx(6, rel=0.02)
+    assert edge_widths(step(3, 0.1)).item() == pytest.approx(edge_widths(step(3)).item())
+    assert math.isnan(edge_widths(torch.full((1, 3, 8, 8), 0.5)).item())
+    assert math.isnan(edge_widths(torch.rand(1, 3, 2, 8)).item())
+    crispness = find("crispness")
+    assert crispness(torch.cat([step(0), torch.full((1, 3, 64, 64), 0.5)]), [""] * 2) == [pytest.approx(1), None]
+
+
+@pytest.mark.parametrize("images, widths", [
+    (rendered(12, 1), edge_widths), (rendered(12, 1), lambda of: torch.tensor(scene.edge_widths(of))),
+    (photograph(), edge_widths)])
+def test_edge_widths_grow_with_blur_and_a_blur_of_half_a_pixel_is_above_the_limits(images, widths):
+    base, *others = (widths(image).nanmean().item() for image in (
+        images, *(blurred(images, sigma) for sigma in (0.25, 0.5, 1, 2))))
+    assert base * 0.999 <= others[0] < others[1] < others[2] < others[3]
+    assert others[1] / base > looks.WIDE
+
+
+def test_size_share_and_contrast_of_what_is_shown_do_not_change_edge_widths():
+    image = photograph(128)
+    framed = torch.full_like(image, 0.5)
+    framed[..., 32:96, 32:96] = image[..., 32:96, 32:96]
+    laplacian = find("sharpness")
+    for other in (framed, image * 0.6 + 0.2):
+        assert edge_widths(other).item() == pytest.approx(edge_widths(image).item(), rel=0.1)
+        assert laplacian(other, [""]).item() < 0.5 * laplacian(image, [""]).item()
+    one, many = (scene.edge_widths(rendered(24, 3, task)) for task in ("single", "counting"))
+    assert np.nanmean(one) == pytest.approx(np.nanmean(many), rel=0.03)
+
+
+def test_contours_are_those_of_objects_alone():
+    assert find("scene_edge_width")(torch.full((1, 3, 64, 64), 0.9), ["x"]) == [None]
+    [width] = find("scene_edge_width")(rendered(1, 2), ["x"])
+    assert 0.8 < width < 1.5
+    found = looks.features(rendered(2, 2), "starter")
+    assert found[:, 0].tolist() == pytest.approx(scene.edge_widths(rendered(2, 2)))
+    assert looks.features(rendered(2, 2), "other")[:, 0].tolist() == pytest.approx(edge_widths(rendered(2, 2)).tolist())
+
+
+def test_diversity_is_the_mean_distance_within_a_prompt_by_hand():
+    black, white = torch.zeros(3, 16, 16), torch.ones(3, 16, 16)
+    found = looks.features([black, white, white, white, black])
+    assert looks.measured(found, [0, 0, 1, 1, 2]).diversity == pytest.approx(0.5)  # 1 and 0; of one there is none
+    assert looks.measured(found, [0, 0, 1, 1, 2], [True, False, False]).diversity == 0
+    assert math.isnan(looks.measured(found, [0, 1, 2, 3, 4]).diversity)
+    clip = torch.stack([black, white, black])
+    assert looks.features(clip[None])[:, 1:].tolist() == looks.features([white])[:, 1:].tolist()
+
+
+def test_shares_of_the_base_and_what_is_said_of_them():
+    base = Looks(2.0, 0.4)
+    assert Looks(2.5, 0.2).of(base) == {"edge_width": 1.25, "diversity": 0.5}
+    assert Looks().of(base) == Looks(1.0, 1.0).of(Looks()) == Looks(1.0, 1.0).of(Looks(0.0, 0.0)) == {}
+    assert looks.said({"edge_width": 1.25, "diversity": 0.5}) == [
+        ("warn", "Edges are 1.25 times as wide as the base's: the images are blurred."),
+        ("warn", "Images of a prompt are 0.50 times as far apart as the base's: they became alike.")]
+    assert [tone for tone, _ in looks.said({"edge_width": 1.05, "diversity": 0.95})] == ["plain", "plain"]
+    assert looks.said({}) == [] and looks.read(json.loads(json.dumps(base.as_json()))) == base
+    assert looks.read(None).of(base) == looks.read(Looks().as_json()).of(base) == {}
+
+
+def test_an_eighth_of_the_prompts_have_a_second_image_where_they_have_one():
+    assert [looks.twins(*given) for given in ((64, 1), (240, 1), (6, 1), (64, 2))] == [8, 30, 6, 0]
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_a_run_reports_the_looks_of_its_held_out_images(tmp_path, samples):
+    config = tiny.config(tmp_path, train__epochs=2, train__lr=0.05, eval__every=1, eval__prompts=3, held_out=0.5,
+                         eval__samples=samples, train__micro_batch=8)
+    summary = run(config, pipe=tiny.sd3(), functions={"red": tiny.red}, prompts=[Prompt(text) for text in tiny.PROMPTS])
+    before, after = (looks.read(summary["looks"][when]) for when in ("before", "after"))
+    assert before.edge_width > 0 and before.diversity > 0
+    stages = report.read_stages(config.folder)
+    assert looks.read(stages[0]["looks"]) == before and looks.read(stages[-1]["looks"]) == after
+    lines = [json.loads(line) for line in (config.folder / "metrics.jsonl").read_text().splitlines()]
+    assert {key: lines[-1][f"of_base/{key}"] for key in ("edge_width", "diversity")} == pytest.approx(after.of(before))
+    found = report.data(config.folder)
+    [chart] = [chart for chart in found["charts"] if chart["title"] == "Looks, of the base"]
+    assert [series["label"] for series in chart["series"]] == ["edge width", "diversity within a prompt"]
+    assert all(series["y"][0] == 1 and series["x"] == [0, 1, 2, 2] for series in chart["series"])
+    assert any(sentence["text"].startswith(f"Edges are {after.of(before)['edge_width']:.2f} times as wide")
+               for sentence in found["sentences"])
