@@ -12,7 +12,6 @@ from flowgrpo.cli.options import made_with
 from flowgrpo.cli.root import list_app, print_table, reward_app
 from flowgrpo.errors import UserError
 from flowgrpo.nouns import counted
-from flowgrpo.rewards.failures import Failed
 
 NONE = "the reward does not apply"
 
@@ -55,6 +54,7 @@ def score(
     from flowgrpo.cli import reward_table as table
     from flowgrpo.data import sets
     from flowgrpo.data.prompts import Prompt
+    from flowgrpo.rewards.failures import Failed
 
     if prompt is not None and prompts is not None:
         raise UserError("got --prompt and --prompts, expected one of them")
