@@ -106,7 +106,7 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
         evaluation's."""
         with self.clock("encode"):
             encoded = self.encode([p.shown for p in batch], self._negatives(batch), [p.brings for p in batch])
-            if self.config.train.pack and encoded.mixed:
+            if self.config.train.pack and encoded.layout.mixed:
                 raise UserError("train.pack is true, but the prompts' images differ in size, so that every row is a "
                                 "call of its own: set it to false, or bring the images to one size")
             if self.config.train.pack and not self.policy.vector(encoded):

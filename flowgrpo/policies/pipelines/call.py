@@ -97,7 +97,7 @@ class PipelineCall:
         guidance = conditioning.scale(guidance)
         if conditioning.parts:
             conditioning = conditioning.rows(torch.arange(len(conditioning.prompts)))  # padded, if that is possible
-        runs = conditioning.runs()
+        runs = conditioning.layout.runs
         if len(runs) == 1 and not conditioning.one_per_call:
             return self.once(conditioning, task, _cached(conditioning), guidance, **options)
         results = []
@@ -121,7 +121,7 @@ class PipelineCall:
             if state is not None:
                 options |= {"latents": None, "generator": generators(range(len(state)))}
             options = {"output_type": "latent"} | self._announced(task) | options
-        if conditioning.alone and options.get("generator"):
+        if conditioning.layout.alone and options.get("generator"):
             options["generator"] = options["generator"][0]
         given |= {"return_dict": False, self.scale: guidance} | options
         with contextlib.ExitStack() as stack:
@@ -498,7 +498,7 @@ class EncodePrompt:
     def __call__(self, plain: Conditioning, guidance: float) -> Conditioning:
         """Return the prompts' conditioning, with the values of `encode_prompt`."""
         self.one_per_call, self._shared = self._learned.get(_kinds(plain), (self.one_per_call, self._shared))
-        if not self.one_per_call and not (plain.inputs and (plain.mixed or plain.differ)):
+        if not self.one_per_call and not (plain.inputs and (plain.layout.mixed or plain.layout.differ)):
             calls = self._calls(plain, guidance)
             per_prompt = tuple(tuple(value is not None and not shared for value, shared in zip(values, shares))
                                for values, shares in zip(calls, self._shared, strict=True))

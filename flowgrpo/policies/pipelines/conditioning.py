@@ -16,6 +16,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
@@ -37,6 +38,22 @@ from flowgrpo.storage import atomic, paths
 Size = tuple[int, int]  # height and width of a picture, in pixels
 Brought = str | Inputs | None  # beside a prompt's text
 LIMIT = 8 * 2**30  # bytes of encoded prompts in the CPU's memory
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Facts of a Conditioning's rows, computed once.
+
+    alone: a call takes one prompt, and no list of prompts.
+    mixed: pictures differ in size. Some pipelines (Flux Kontext) resize all of a call to the first one's.
+    differ: rows differ in what a call has once for all of them.
+    runs: the rows that one call of the pipeline may bring, call by call.
+    """
+
+    alone: bool
+    mixed: bool
+    differ: bool
+    runs: list[range]
 
 
 @dataclass(frozen=True)
@@ -95,10 +112,22 @@ class Conditioning:
         return replace(self, prompts=taken(self.prompts), negatives=taken(self.negatives), calls=calls, sizes=sizes,
                        scales=scales, inputs={name: taken(values) for name, values in self.inputs.items()})
 
-    @property
-    def alone(self) -> bool:
-        """Return True if a call takes one prompt, and no list of prompts."""
-        return self.one_per_call and not self.listed
+    @cached_property
+    def layout(self) -> Layout:
+        """Facts of these rows that a call goes by."""
+        count = len(self.prompts)
+        shared = [self.inputs[name] for name in SHARED if name in self.inputs]
+        new = [not row or any(_differ(values[row - 1], values[row]) for values in shared) for row in range(count)]
+        differ = any(_differ(values[0], value) for values in shared for value in values[1:count])
+        mixed = any(len(set(map(_size, values))) > 1 for name, values in self.inputs.items() if name not in SHARED)
+        if self.one_per_call or mixed:
+            new = [True] * count
+        elif self.parts:
+            shapes = [part.shapes() for part in self.parts]
+            new = [begins or shapes[row] != shapes[row - 1] for row, begins in enumerate(new)]
+        cuts = [row for row, begins in enumerate(new) if begins] + [count]
+        runs = [range(start, stop) for start, stop in itertools.pairwise(cuts)]
+        return Layout(self.one_per_call and not self.listed, mixed, differ, runs)
 
     def arguments(self) -> dict[str, Any]:
         """Return texts, inputs and size of the rows as arguments of one call, clips decoded.
@@ -110,10 +139,10 @@ class Conditioning:
         given: dict[str, Any] = dict(zip(("height", "width"), self.sizes[0])) if self.sizes else {}
         for name, values in self.inputs.items():
             shown = [value.frames if isinstance(value, Clip) else value for value in values]
-            given[name] = shown[0] if self.alone or name in SHARED else shown
+            given[name] = shown[0] if self.layout.alone or name in SHARED else shown
         # Copies of the prompts: some pipelines (Z-Image) write into the list.
-        given["prompt"] = self.prompts[0] if self.alone else list(self.prompts)
-        given["negative_prompt"] = self.negatives[0] if self.alone else list(self.negatives)
+        given["prompt"] = self.prompts[0] if self.layout.alone else list(self.prompts)
+        given["negative_prompt"] = self.negatives[0] if self.layout.alone else list(self.negatives)
         return given
 
     def scale(self, usual: float) -> float:
@@ -121,32 +150,6 @@ class Conditioning:
         if len(set(self.scales)) > 1:
             raise ValueError(f"rows of guidance scales {sorted(set(self.scales))} in one call: expected one scale")
         return self.scales[0] if self.scales else usual
-
-    def runs(self) -> list[range]:
-        """Return the rows that one call of the pipeline may bring, call by call."""
-        count = len(self.prompts)
-        if self.one_per_call or self.inputs and self.mixed:
-            return [range(i, i + 1) for i in range(count)]
-        shapes = [part.shapes() for part in self.parts] or [()] * count
-        cuts = [i for i in range(count) if not i or shapes[i] != shapes[i - 1] or self._differ(i - 1, i)] + [count]
-        return [range(start, stop) for start, stop in itertools.pairwise(cuts)]
-
-    @property
-    def mixed(self) -> bool:
-        """Return True if pictures differ in size.
-
-        Some pipelines (Flux Kontext) resize all of a call to the first one's.
-        """
-        return any(len(set(map(_size, values))) > 1 for name, values in self.inputs.items() if name not in SHARED)
-
-    @property
-    def differ(self) -> bool:
-        """Return True if rows differ in what a call has once for all of them."""
-        return any(self._differ(0, row) for row in range(1, len(self.prompts)))
-
-    def _differ(self, one: int, two: int) -> bool:
-        pairs = [(self.inputs[name][one], self.inputs[name][two]) for name in SHARED if name in self.inputs]
-        return any(a is not b and not (isinstance(a, (int, float)) and a == b) for a, b in pairs)
 
     def to(self, device: torch.device | str) -> Conditioning:
         """Return the same with all tensors on the device."""
@@ -158,8 +161,12 @@ class Conditioning:
                        parts=tuple(part.mapped(change) for part in self.parts))
 
     def shapes(self) -> tuple[tuple[int, ...] | None, ...]:
-        """Apply to the tensors among the values of all calls; None for other values."""
+        """Return the shapes of the values of all calls, in order; None for a value that is no tensor."""
         return tuple(tuple(value.shape) if torch.is_tensor(value) else None for call in self.calls for value in call)
+
+
+def _differ(one: Any, two: Any) -> bool:
+    return one is not two and not (isinstance(one, (int, float)) and one == two)
 
 
 def _size(picture: Any) -> Any:
