@@ -1,11 +1,11 @@
 """Page of the benches, docs/benchmark.md, and its figures.
 
     python scripts/bench_pages.py runs/bench runs/bench_text    # takes the results of finished benches first
-    python scripts/bench_pages.py                               # of docs/bench_results.json
+    python scripts/bench_pages.py                               # of docs/data/bench_results.json
     python scripts/bench_pages.py --commands                    # prints the commands that made the results
 
 A FOLDER is that of a `flowgrpo compare methods`, one for each model. Results of a model replace its earlier ones in
-docs/bench_results.json; those of other models stay. tests/test_bench_pages.py reports a page that is not current.
+docs/data/bench_results.json; those of other models stay. tests/test_bench_pages.py reports a page that is not current.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from flowgrpo.storage import atomic
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-DATA = "bench_results.json"
+DATA = "data/bench_results.json"
 TEXTS = ("method", "model", "verdict")  # columns that are no numbers
 COLUMNS = 5  # panels beside each other
 HEAD = """# Benchmark
@@ -41,8 +41,8 @@ Each method trains the same packaged model with the same budget of evaluations, 
 [`flowgrpo compare methods`](bench.md#statistical-test). Models and worlds are small and favour methods that train early
 steps: the order may differ on large models. p-values have Holm's correction for the number of pairs, intervals none. In
 the charts each method is blue, the reference grey and the base dashed; bands are the lowest and the highest seed.
-Commits, settings and changed parts are in `docs/bench_results.json`; `python scripts/bench_pages.py --commands` prints
-the commands.
+Commits, settings and changed parts are in `docs/data/bench_results.json`; `python scripts/bench_pages.py --commands`
+prints the commands.
 """
 
 # --- docs/benchmark.md -----------------------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ def wrapped(text: str, indent: str = "") -> str:
 # --- figures ---------------------------------------------------------------------------------------------------------
 
 def figure_of(name: str) -> str:
-    return f"benchmark_{name}.png"
+    return f"images/benchmark_{name}.png"
 
 
 def draw(model: Mapping[str, Any], path: Path) -> None:
@@ -152,6 +152,7 @@ def draw(model: Mapping[str, Any], path: Path) -> None:
             axis.xaxis.set_major_locator(pyplot.MaxNLocator(2))
             axis.xaxis.set_major_formatter(lambda value, _: brief(value))
             axis.tick_params(labelsize=7, labelbottom=number + COLUMNS >= len(methods))
+        path.parent.mkdir(exist_ok=True)
         save(figure, path)
 
 
@@ -173,9 +174,10 @@ def update(docs: Path, folders: Sequence[Path]) -> list[Path]:
     texts = {docs / DATA: dumped(results)} | pages(docs, results)
     changed = [file for file, text in texts.items() if not file.is_file() or file.read_text(encoding="utf-8") != text]
     for file in changed:
+        file.parent.mkdir(parents=True, exist_ok=True)
         atomic.write_text(file, texts[file])
     figures = {docs / figure_of(model["model"]): model for model in results}
-    for file in docs.glob("benchmark*.png"):
+    for file in docs.glob("images/benchmark*.png"):
         if file not in figures:
             file.unlink()
     for file, model in figures.items():

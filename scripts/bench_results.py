@@ -1,4 +1,4 @@
-"""Results of benches as the documentation keeps them, docs/bench_results.json.
+"""Results of benches as the documentation keeps them, docs/data/bench_results.json.
 
 Kept are numbers that the pages show. Scores of single prompts, folders and seconds of the machine are left out.
 """

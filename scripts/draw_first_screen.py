@@ -1,7 +1,7 @@
 """Draw the first screen's figure from a finished demo run: images before and after, and the curve of its rewards.
 
     flowgrpo demo
-    python scripts/draw_first_screen.py runs/starter docs/before_after.png
+    python scripts/draw_first_screen.py runs/starter docs/images/before_after.png
 
 Of the held-out prompts, the first of each task that the base got wrong is shown, whatever came after. Both images of a
 prompt have one seed, and the run's sampler. The curve is the share of right images: of each epoch's samples, and

@@ -1,6 +1,6 @@
 """Draw the figures of docs/learning_rate.md from the runs and readings that docs/ holds.
 
-    python scripts/draw_rates.py            # docs/rates.json, docs/step_readings.json; seconds
+    python scripts/draw_rates.py            # docs/data/rates.json, docs/data/step_readings.json; seconds
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def draw_ends(pyplot, runs: list[dict[str, Any]]) -> None:
     axes[0].legend(loc="lower left")
     axes[0].set_ylabel("held-out reward")
     figure.supxlabel("starting rate (auto), or the rate itself (fixed, warm-up of 8 updates)", fontsize=10, color=FAINT)
-    save(figure, DOCS / "learning_rate_ends.png")
+    save(figure, DOCS / "images" / "learning_rate_ends.png")
 
 
 def draw_found(pyplot, runs: list[dict[str, Any]]) -> None:
@@ -72,7 +72,7 @@ def draw_found(pyplot, runs: list[dict[str, Any]]) -> None:
         axis.title.set_fontsize(8)
     axes[0].set_ylabel("learning rate")
     figure.supxlabel("measured epochs (of language models four updates each)", fontsize=10, color=FAINT)
-    save(figure, DOCS / "learning_rate_found.png")
+    save(figure, DOCS / "images" / "learning_rate_found.png")
 
 
 def draw_readings(pyplot, readings: list[dict[str, Any]]) -> None:
@@ -89,12 +89,12 @@ def draw_readings(pyplot, readings: list[dict[str, Any]]) -> None:
     axes[0].legend(loc="upper left")
     axes[0].set_ylabel("change of what is sampled")
     figure.supxlabel("multiple of the optimizer step; the grey line is where `auto` reads", fontsize=10, color=FAINT)
-    save(figure, DOCS / "learning_rate_readings.png")
+    save(figure, DOCS / "images" / "learning_rate_readings.png")
 
 
 def main() -> None:
-    runs = json.loads((DOCS / "rates.json").read_text())
-    readings = json.loads((DOCS / "step_readings.json").read_text())
+    runs = json.loads((DOCS / "data" / "rates.json").read_text())
+    readings = json.loads((DOCS / "data" / "step_readings.json").read_text())
     with styled() as pyplot:
         draw_ends(pyplot, runs)
         draw_found(pyplot, runs)

@@ -22,7 +22,7 @@ from flowgrpo.contrib.feature_cache import RolloutCache
 from flowgrpo.train import Trainer
 
 ROOT = Path(__file__).parent.parent
-VIDEO, DATA = ROOT / "configs" / "starter_video.yaml", ROOT / "docs" / "feature_caches.json"
+VIDEO, DATA = ROOT / "configs" / "starter_video.yaml", ROOT / "docs" / "data" / "feature_caches.json"
 CASES = [*({"cache": "first_block", "cache_threshold": threshold} for threshold in (0.05, 0.1, 0.2, 0.4)),
          *({"cache": "taylorseer", "cache_interval": interval} for interval in (2, 3, 5)),
          *({"cache": "mag", "cache_threshold": threshold} for threshold in (0.06, 0.12, 0.24))]

@@ -1,6 +1,6 @@
 """Readings of optimizer steps at several times their size, in fp32 and bf16, by the signals of `train.lr: auto`.
 
-    python scripts/step_readings.py --file docs/step_readings.json      # minutes of one core; not a run's result
+    python scripts/step_readings.py --file docs/data/step_readings.json      # minutes of one core; not a run's result
 
 Each starter trains four updates at its recipe's learning rate. After each update the trained weights are set to those
 before it and a multiple of the change, and the signal is read. The file has a row per starter, precision and update:

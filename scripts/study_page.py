@@ -1,4 +1,4 @@
-"""Section of the study of parts in docs/bench.md, from docs/studies.json.
+"""Section of the study of parts in docs/bench.md, from docs/data/studies.json.
 
     python scripts/study_page.py             # tests/test_study.py reports a page that is not current
     python scripts/study_page.py --details   # prints all rows, their settings and what was seen
@@ -28,7 +28,7 @@ from flowgrpo.storage import atomic
 
 QUOTE = '"'
 ROOT = Path(__file__).parent.parent
-PAGE, DATA = ROOT / "docs" / "bench.md", ROOT / "docs" / "studies.json"
+PAGE, DATA = ROOT / "docs" / "bench.md", ROOT / "docs" / "data" / "studies.json"
 BEGIN, END = "<!-- studies: begin -->\n", "<!-- studies: end -->\n"
 HEAD = """{summary}
 
@@ -223,7 +223,7 @@ def wrapped(text: str, indent: str = "") -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, help="results.json of a study, taken to docs/studies.json")
+    parser.add_argument("--results", type=Path, help="results.json of a study, taken to docs/data/studies.json")
     parser.add_argument("--tried", type=Path, help="the same of settings on validation prompts")
     parser.add_argument("--details", action="store_true", help="print all rows")
     args = parser.parse_args()

@@ -44,7 +44,7 @@ MASTERED = 600  # prompts of the pool KNOWN
 SIDES = {"train": (False, 600), "validation": (False, 200), "held_out": (True, 300)}  # of sums of five numbers
 TRIED = 10  # first seed of runs that are measured on validation prompts
 ROOT = Path(__file__).parent.parent
-DATA = ROOT / "docs" / "studies.json"
+DATA = ROOT / "docs" / "data" / "studies.json"
 
 
 # --- prompts ----------------------------------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ def main() -> None:
     parser.add_argument("--only", action="append", choices=sorted({row.name for row in ROWS + CANDIDATES}),
                         help="a part; may be repeated")
     parser.add_argument("--pool", action="append", choices=POOLS, help="prompts; may be repeated")
-    parser.add_argument("--new", action="store_true", help="rows that docs/studies.json lacks")
+    parser.add_argument("--new", action="store_true", help="rows that docs/data/studies.json lacks")
     args = parser.parse_args()
     silence()
     torch.set_num_threads(1)

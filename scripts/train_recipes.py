@@ -9,7 +9,7 @@ The same command goes on where it stopped; it ends after `--seconds`, also withi
 is what a user's command runs, in a process of its own that has the libraries loaded. Classes, widths and autoencoders
 are published ones (flowgrpo/published.py), tokenizers stand-ins, and an encoder's vocabulary is theirs. What a
 CPU forces is changed and listed; nothing else is. `--json FILE` writes the table's rows, each with its commit;
-`scripts/recipe_table.py --none` names those of docs/recipe_round.json in docs/recipes.md.
+`scripts/recipe_table.py --none` names those of docs/data/recipe_round.json in docs/recipes.md.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ LANGUAGE: dict[str, Any] = {
 # Areas to which a pipeline brings a reference picture, constants of its module.
 AREAS = {"QwenImageEditPlusPipeline": {"CONDITION_IMAGE_SIZE": SIDE * SIDE, "VAE_IMAGE_SIZE": SIDE * SIDE}}
 
-ROUND = ROOT / "docs" / "recipe_round.json"
+ROUND = ROOT / "docs" / "data" / "recipe_round.json"
 SECTION = """
 ## Runs on a CPU
 
@@ -69,7 +69,7 @@ quality, speed or a GPU.
 exact ones. Hence the numbers of both `wan22`, `ltx2` and `z_image_24gb`; the last is 0 if stock diffusers loads int8
 too.
 *resident* is the peak memory of the training's process with its libraries, *computed* the peak by `check FOLDER`
-without them. The last column is the commit. `docs/recipe_round.json` has what a CPU forced, recipe by recipe.
+without them. The last column is the commit. `docs/data/recipe_round.json` has what a CPU forced, recipe by recipe.
 
 | recipe | ran | card | resident, GiB | computed, GiB | commit |
 |---|---|---|---:|---:|---|
@@ -498,7 +498,7 @@ def is_whole(row: dict[str, Any]) -> bool:
 
 
 def section() -> str:
-    """Return the section of docs/recipes.md: a row per recipe of docs/recipe_round.json."""
+    """Return the section of docs/recipes.md: a row per recipe of docs/data/recipe_round.json."""
     lines = []
     for row in json.loads(ROUND.read_text(encoding="utf-8")):
         ran = "all" if row["ran"] == list(STEPS) else ", ".join(row["ran"])

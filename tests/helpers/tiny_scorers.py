@@ -33,7 +33,7 @@ def as_pil(picture: torch.Tensor) -> Image.Image:
 def drawings() -> list[torch.Tensor]:
     """Pictures of the documentation, with text and thin lines on white, [1, 3, H, W] of odd and even sizes."""
     files = {"before_after.png": (415, 1240), "rlg.png": (333, 517), "smollm2.png": (450, 301)}
-    return [transforms.functional.to_tensor(Image.open(DOCS / name).convert("RGB"))[None, :, :height, :width]
+    return [transforms.functional.to_tensor(Image.open(DOCS / "images" / name).convert("RGB"))[None, :, :height, :width]
             for name, (height, width) in files.items()]
 
 
