@@ -120,6 +120,13 @@ def formulas() -> list[tuple[str, str]]:
     return found
 
 
+def test_the_list_of_scripts_names_what_is_there():
+    folder = ROOT / "scripts"
+    named = re.findall(r"^\| `([\w/]+\.\w+)`", (folder / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(named) == len(set(named)) > 80
+    assert [name for name in named if not (folder / name).is_file()] == []
+
+
 def test_formulas_of_the_pages_are_whole():
     """scripts/docs_site.py writes them as MathML when the site is built, each formula between `qquad` for itself."""
     assert len(formulas()) > 100
