@@ -2,7 +2,7 @@
 
 Pictures are drawn by the stock pipeline, texts by the language model as a run evaluates it (draw.py).
 
-Results are saved as they are made (ledger.py), so a killed evaluation resumes, and rewards can be added later without
+Results are saved as they are made (plan.py), so a killed evaluation resumes, and rewards can be added later without
 sampling again. Under `accelerate launch` or `torchrun` every process takes an equal share of the remaining work.
 """
 

@@ -60,7 +60,7 @@ class Measured:
     pictures: of n prompts, evenly spaced: pictures [n,3,H,W], clips [n,F,3,H,W] or texts.
     fps: frames per second of clips; None for others.
     failed: number of the N that each reward failed on, if its rule skips failures.
-    shuffled: scores [N] under other prompts (shuffled.py), by reward; NaN where a sample has none.
+    shuffled: scores [N] under other prompts (distances.py), by reward; NaN where a sample has none.
     lost: [N], True for samples of prompts whose files cannot be read any more, without scores; empty for none.
     features: `looks.features` of the pictures and their twins, and the number of each one's prompt; None for texts.
     looks: what follows from them, or what an earlier measurement kept of them.

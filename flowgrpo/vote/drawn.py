@@ -23,7 +23,7 @@ def pairs(source: Path, loras: Sequence[Path], prompts: Path | None, count: int,
 
     source: a run, for its model and held-out prompts, or a model. loras: one, which is compared with the base, or two.
     prompts: a prompt file in place of the run's held-out prompts.
-    Raises UserError as `prompt_file.sample` does, and for a model without `prompts`.
+    Raises UserError as `images.sample_file` does, and for a model without `prompts`.
     """
     config = config_of(source)
     if len(loras) > 2:

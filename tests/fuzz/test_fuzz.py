@@ -74,7 +74,7 @@ def test_a_failure_is_named_by_its_kind_and_line():
 
     with pytest.raises(Exception) as caught:
         split(None, 0.5, 0)
-    assert place(caught.value).startswith(f"{type(caught.value).__name__} at splits.py:")
+    assert place(caught.value).startswith(f"{type(caught.value).__name__} at sets.py:")
 
 
 def test_a_folder_of_a_case_has_what_cases_name(tmp_path):

@@ -11,7 +11,7 @@ from flowgrpo import rewards
 from flowgrpo.config import validate
 from flowgrpo.config.reward_rules import Change, Clip, RewardRule, Threshold
 from flowgrpo.errors import UserError
-from flowgrpo.rewards import compose
+from flowgrpo.rewards.compose import apply_transform, log
 from tests.helpers import loop, tiny_text
 from tests.helpers.tables import f64
 
@@ -38,14 +38,14 @@ def same(found: torch.Tensor, expected: list) -> None:
 def test_a_transform_of_groups(transform, scores, expected):
     scores = torch.tensor(scores, dtype=torch.float64)
     before = scores.clone()
-    same(compose.apply_transform(transform, scores), expected)
+    same(apply_transform(transform, scores), expected)
     same(scores, before.tolist())
 
 
 @pytest.mark.parametrize("score", [0.0, -0.3])
 def test_the_logarithm_refuses_what_is_not_above_0(score):
     with pytest.raises(ValueError, match=f"log of the score {score:g}, expected above 0: put a clip such as"):
-        compose.log(torch.tensor([[1.0, score, NAN]]))
+        log(torch.tensor([[1.0, score, NAN]]))
 
 
 def composed(**rules) -> dict:
@@ -90,7 +90,7 @@ RISE = {"start": 0.2, "end": 0.8}
     ({"budget": 100}, [[0.0, 100.0, 150.0, 200.0, 999.0, NAN]], [[1.0, 1.0, 0.5, 0.0, 0.0, NAN]])])
 def test_a_keyed_transform(transform, scores, expected):
     [made] = validate({"reward": {"a": {"transform": [transform]}}}).trained["a"].transform
-    same(compose.apply_transform(made, torch.tensor(scores, dtype=torch.float64)), expected)
+    same(apply_transform(made, torch.tensor(scores, dtype=torch.float64)), expected)
 
 
 @pytest.mark.parametrize("change, values", [
@@ -107,14 +107,14 @@ def test_the_budgets_of_equal_factors():
     change = {"start": 256, "end": 256 * 0.9**9, "shape": "geometric", "stages": 10}
     [made] = validate({"reward": {"a": {"transform": [{"budget": change}]}}}).trained["a"].transform
     assert [round(made.budget.at(epoch / 9)) for epoch in range(4)] == [256, 230, 207, 187]
-    same(compose.apply_transform(made, torch.tensor([[256.0]]), 0.0), [[1.0]])
-    same(compose.apply_transform(made, torch.tensor([[256.0]]), 2 / 9), [[1 - (256 - 256 * 0.81) / (256 * 0.81)]])
+    same(apply_transform(made, torch.tensor([[256.0]]), 0.0), [[1.0]])
+    same(apply_transform(made, torch.tensor([[256.0]]), 2 / 9), [[1 - (256 - 256 * 0.81) / (256 * 0.81)]])
 
 
 def test_bounds_that_tighten_lower_scores_and_keep_their_order():
     rule = {"stretch": [{"start": 0.1, "end": 0.5}, {"start": 0.6, "end": 0.9}]}
     [made] = validate({"reward": {"a": {"transform": [rule]}}}).trained["a"].transform
-    early, late = (compose.apply_transform(made, f64([[0.2, 0.55, 0.7]]), share) for share in (0, 1))
+    early, late = (apply_transform(made, f64([[0.2, 0.55, 0.7]]), share) for share in (0, 1))
     same(early, [[0.2, 0.9, 1.0]])
     same(late, [[0.0, 0.125, 0.5]])
 
