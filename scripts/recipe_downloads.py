@@ -16,7 +16,8 @@ from flowgrpo.dry_run import from_configs
 from flowgrpo.policies.weights.memory_options import PACKAGES
 from flowgrpo.rewards.about import lazily
 from flowgrpo.rewards.find import find
-from flowgrpo.rewards.local_model import CHECKPOINTS, LocalModel, local_models
+from flowgrpo.rewards.local_model import LocalModel
+from flowgrpo.rewards.placement import CHECKPOINTS, local_models
 from flowgrpo.rewards.reward import about
 
 HEAD = """

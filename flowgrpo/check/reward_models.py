@@ -12,7 +12,7 @@ from flowgrpo.config.schema import Config
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import lazily
 from flowgrpo.rewards.find import find
-from flowgrpo.rewards.local_model import weight_bytes
+from flowgrpo.rewards.placement import weight_bytes
 
 
 def reward_weights(config: Config) -> dict[str, dict[str, int] | None]:

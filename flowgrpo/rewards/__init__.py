@@ -15,10 +15,10 @@ A class is instantiated once, when the reward is found, with the `args` of its r
 
 reward.py has the type that all of these become, with its facts and its one argument, a batch; wrap.py the rules of a
 recipe (config/reward_rules.py) around one, in their order; combine.py rewards made of rewards; pairwise.py judges of
-pairs. What every model in this process shares is in local_model.py and preprocessing.py. Published models stand by what
-they are: clip.py (CLIPScore, aesthetic, PickScore, HPSv2), qwen2_vl.py (HPSv3, VideoReward), vlm_judge/ (UnifiedReward,
-DeQA), geneval/, or a file of their name. The toy worlds of the starters are judged in flowgrpo/starter/rewards; rewards
-that no recipe names are in contrib (find.py lists all).
+pairs. What every model in this process shares is in local_model.py and preprocessing.py, the place of weights in
+placement.py. Published models stand by what they are: clip.py (CLIPScore, aesthetic, PickScore, HPSv2), qwen2_vl.py
+(HPSv3, VideoReward), vlm_judge/ (UnifiedReward, DeQA), geneval/, or a file of their name. The toy worlds of the
+starters are judged in flowgrpo/starter/rewards; rewards that no recipe names are in contrib (find.py lists all).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from flowgrpo.rewards.compose import (
 from flowgrpo.rewards.failures import Failed, Tally
 from flowgrpo.rewards.find import BUILT_IN, GROUP, find, locate, names, reward, source
 from flowgrpo.rewards.gradient import require_gradient, value
-from flowgrpo.rewards.local_model import leave, load
+from flowgrpo.rewards.placement import leave, load
 from flowgrpo.rewards.reward import (
     Batch,
     Reward,

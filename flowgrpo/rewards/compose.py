@@ -25,8 +25,8 @@ from flowgrpo.errors import UserError, nearest
 from flowgrpo.nouns import counted
 from flowgrpo.rewards.about import RewardFunction
 from flowgrpo.rewards.find import find
-from flowgrpo.rewards.local_model import Placement, leave
 from flowgrpo.rewards.pairwise import sees_groups
+from flowgrpo.rewards.placement import Placement, leave
 from flowgrpo.rewards.reward import EPOCH, LATENTS, MEMORY, POLICY, Batch, Function, Reward, as_reward, inside, named
 from flowgrpo.rewards.wrap import Scores, labelled, ready
 

@@ -33,7 +33,7 @@ from flowgrpo.rewards.reward import BASE, FPS, Batch, Checked, Reward, Wrapped, 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from flowgrpo.rewards.local_model import Placement
+    from flowgrpo.rewards.placement import Placement
 
 FILE = "rewards.sqlite"
 

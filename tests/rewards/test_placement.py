@@ -12,7 +12,7 @@ import torch
 
 from flowgrpo import rewards
 from flowgrpo.config.reward_rules import WatchRule
-from flowgrpo.rewards import local_model
+from flowgrpo.rewards import placement
 from flowgrpo.rewards.about import differentiable
 from tests.helpers import tiny
 from tests.rewards.test_local_model import Mean
@@ -66,11 +66,11 @@ def test_modules_are_those_of_attributes_and_of_parts():
 
     one, model = Held(), Mean(device="cpu:0")
     gated = rewards.find("gated", {"rewards": [model, one.score], "thresholds": [0.5]})
-    assert dict((type(module), str(device)) for module, device in local_model.modules(gated)) \
+    assert dict((type(module), str(device)) for module, device in placement.modules(gated)) \
         == {torch.nn.Linear: "cpu"}
-    assert [str(device) for _, device in local_model.modules(gated)] == ["cpu:0", "cpu"]
-    assert local_model.local_models(functools.partial(gated, 1)) == [model]
-    assert local_model.modules(lambda images, prompts: None) == []
+    assert [str(device) for _, device in placement.modules(gated)] == ["cpu:0", "cpu"]
+    assert placement.local_models(functools.partial(gated, 1)) == [model]
+    assert placement.modules(lambda images, prompts: None) == []
 
 
 COUNTS = {"clip_score": 151e6, "clip_cosine": 428e6, "subject_score": 428e6, "pickscore": 986e6, "hpsv2.0": 986e6,
@@ -88,8 +88,8 @@ PARTS = [("geneval", {"colours": "pixels"}, 68.7e6), ("geneval_fast", {"colours"
 def test_weights_are_counted_without_loading_them(name, args, count):
     with rewards.lazily():
         reward = rewards.find(name, {"device": "cpu"} | args)
-    assert local_model.weight_bytes(reward) == {"cpu": 4 * count}
-    assert all(model.parts is None for model in local_model.local_models(reward))
+    assert placement.weight_bytes(reward) == {"cpu": 4 * count}
+    assert all(model.parts is None for model in placement.local_models(reward))
 
 
 class Rows(Mean):
