@@ -25,13 +25,15 @@ BenchModel = Literal["starter", "starter_video", "starter_consistency", "starter
 @compare_app.command("vote", short_help="Collect blind votes on pairs of images in a browser.")
 def vote(
     places: Annotated[list[Path], typer.Argument(
-        metavar="RUN_OR_GRID | A B", show_default=False, help="A finished run, the PNG of `flowgrpo grid`, or two "
-                                                              "folders of images with equal names.")],
+        metavar="RUN_OR_GRID | A B | MODEL", show_default=False, help="A finished run, the PNG of `flowgrpo grid`, two "
+                                                                      "folders of images with equal names, or a model "
+                                                                      "with --prompts.")],
     lora: Annotated[list[Path] | None, typer.Option(
         show_default=False, help="Generate the pairs: with two LoRAs, or with the base and one.")] = None,
-    prompts: Annotated[Path | None, typer.Option(help="With --lora: a prompt file; without: the run's held-out "
-                                                 "prompts.")] = None,
-    count: Annotated[int, typer.Option(min=1, help="With --lora: number of prompts.")] = 50,
+    prompts: Annotated[Path | None, typer.Option(metavar="FILE_OR_SET", help="Generate the pairs for these prompts: "
+                                                 "without --lora two samples of the model. With only --lora: for the "
+                                                 "run's held-out prompts.")] = None,
+    count: Annotated[int, typer.Option(min=1, help="Of generated pairs: number of prompts.")] = 50,
     output: Annotated[Path, typer.Option(help="The file of pairs, for `flowgrpo reward train` and --preferences. Votes "
                                          "in it are kept, and only the other pairs are shown.")] = Path("pairs.jsonl"),
     seed: Annotated[int, typer.Option(min=0, help="Seed of the order, the sides and the samples.")] = 0,
@@ -59,14 +61,12 @@ def vote(
 def _pairs(places: list[Path], loras: list[Path], prompts: Path | None, count: int, seed: int, output: Path
            ) -> tuple[list[Comparison], tuple[str, str]]:
     """Return the pairs and the names of their sides."""
-    if not loras:
-        if prompts is not None:
-            raise UserError("--prompts: generates pairs with a LoRA: give --lora too")
+    if not loras and prompts is None:
         from flowgrpo.vote import sources
 
         return sources.pairs(places)
     if len(places) != 1:
-        raise UserError(f"--lora: goes with one run or model, got {len(places)} paths")
+        raise UserError(f"{'--lora' if loras else '--prompts'}: goes with one run or model, got {len(places)} paths")
     from flowgrpo.vote import drawn
 
     return drawn.pairs(places[0], loras, prompts, count, seed, output.with_name(f"{output.stem}-pictures"))

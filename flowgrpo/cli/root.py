@@ -27,7 +27,8 @@ TRAIN, LOOK, SHARE, EXTEND = "Train", "Look", "Share", "Extend"  # panels of the
 UsageError: Any = typer.BadParameter.__base__
 
 # Commands of the first screen, in order. Below it stand `compare`, `verify` and `contrib`; all others are in groups.
-ORDER = ("demo", "train", "check", "list", "sample", "eval", "report", "export", "push", "new", "reward", "prompts")
+ORDER = ("demo", "train", "taste", "check", "list", "sample", "eval", "report", "export", "push", "new", "reward",
+         "prompts")
 # Names of earlier versions, which work for one more release.
 RENAMED = {"encode": "prompts encode", "data": "prompts mix", "write-prompts": "prompts write",
            "proxy-prompts": "prompts proxy", "methods": "list methods", "rewards": "list rewards", "runs": "list runs",

@@ -17,6 +17,7 @@ import numpy as np
 from flowgrpo.contrib.taste.votes import SKIP, TIE, Question, Vote, VoteLog
 from flowgrpo.evaluation.statistics import WILSON, interval, ranged
 
+RECENT = 20  # checks that the page counts: earlier ones are of weights that have changed since
 TICK = 0.2  # seconds between two looks of the loop at its own stop
 
 
@@ -104,12 +105,12 @@ class LiveBallot:
         with self._changed:
             waiting = [] if self.ended else self._open()
             shown = self.questions[waiting[0]] if waiting else None
-            done = [name for name, question in self.questions.items() if name in self.log.votes and not question.check]
             of = [question for question in self.questions.values() if shown and question.batch == shown.batch]
             return {"question": shown and {"name": shown.name, "prompt": shown.prompt, "count": len(shown.files)},
                     "next": next(({"name": name, "count": len(self.questions[name].files)} for name in waiting[1:2]),
                                  None),
-                    "clicks": len(done), "total": len(of), "done": sum(each.name in self.log.votes for each in of),
+                    "clicks": sum(".q" in name for name in self.log.votes),
+                    "total": len(of), "done": sum(each.name in self.log.votes for each in of),
                     "undo": self._last() is not None and not self.ended, "left": self.left, "ended": self.ended,
                     "against": self.against(), **self.facts}
 
@@ -150,10 +151,10 @@ class LiveBallot:
                      and self.questions[name].batch > self._learned), None)
 
     def against(self) -> dict[str, Any] | None:
-        """Return how often the present model won its checks against the base, a tie as one half, with Wilson's 95 %
-        interval; None before the first."""
+        """Return how often the present model won its last checks against the base, a tie as one half, with Wilson's 95
+        % interval; None before the first."""
         worths = [1.0 if vote.choice == 1 else 0.5 if vote.choice == TIE else 0.0
-                  for name, vote in self.log.votes.items() if ".c" in name and vote.choice != SKIP]
+                  for name, vote in self.log.votes.items() if ".c" in name and vote.choice != SKIP][-RECENT:]
         if not worths:
             return None
         share = interval(np.array(worths)[:, None], WILSON)

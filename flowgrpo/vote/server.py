@@ -50,18 +50,18 @@ def address(serving: ThreadingHTTPServer) -> str:
 
 class Handler(loopback.Handler):
     """Request handler for one ballot behind a token. page: the file of the page, with [[NONCE]], and [[STYLE]] and
-    [[SCRIPT]] in the place of what all pages share. command: which printed its address."""
+    [[SCRIPT]] in the place of what all pages share. printed_by: the command that printed its address."""
 
     ballot: Any
     token: str
     page: ClassVar[str] = ""
-    command: ClassVar[str] = ""
+    printed_by: ClassVar[str] = ""
 
     def _asked(self) -> str:
         """Return what follows the token. Raises Refused for another token."""
         _, token, *rest = [*self.path.split("/", 2), ""]
         if not hmac.compare_digest(token.encode(), self.token.encode()):
-            raise Refused(403, f"expected the address that `{self.command}` printed, with its token")
+            raise Refused(403, f"expected the address that `{self.printed_by}` printed, with its token")
         return rest[0]
 
     def get(self) -> None:
@@ -71,7 +71,7 @@ class Handler(loopback.Handler):
             text = (FOLDER / self.page).read_text(encoding="utf-8")
             for name, file in (("[[STYLE]]", "shared.css"), ("[[SCRIPT]]", "shared.js")):
                 text = text.replace(name, (FOLDER / file).read_text(encoding="utf-8"))
-            text = text.replace("[[NONCE]]", nonce).replace("[[COMMAND]]", self.command)
+            text = text.replace("[[NONCE]]", nonce).replace("[[COMMAND]]", self.printed_by)
             self.send(text.encode(), "text/html; charset=utf-8", Content_Security_Policy=POLICY.format(nonce))
         elif path == "state":
             self._state()
@@ -121,7 +121,7 @@ class PairHandler(Handler):
     """Request handler for pairs."""
 
     ballot: Ballot
-    page, command = "page.html", "flowgrpo compare vote"
+    page, printed_by = "page.html", "flowgrpo compare vote"
 
     def _file(self, path: str) -> None:
         if match := re.fullmatch(r"(\d{1,9})/(left|right)(\.mp4)?", path):
@@ -167,7 +167,7 @@ class LiveHandler(Handler):
     """Request handler for a live ballot."""
 
     ballot: LiveBallot
-    page, command = "live.html", "flowgrpo taste"
+    page, printed_by = "live.html", "flowgrpo taste"
 
     def _file(self, path: str) -> None:
         match = re.fullmatch(r"(\d{1,6}\.[cq]\d{1,4})/(\d)", path)

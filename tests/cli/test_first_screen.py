@@ -26,7 +26,7 @@ def shown(monkeypatch, capsys, *arguments: str) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
-def test_the_first_screen_has_four_panels_of_twelve_commands_in_a_line_each(monkeypatch, capsys):
+def test_the_first_screen_has_four_panels_of_thirteen_commands_in_a_line_each(monkeypatch, capsys):
     lines = shown(monkeypatch, capsys)
     panels: dict[str, list[str]] = {}
     for line in lines:
@@ -37,8 +37,8 @@ def test_the_first_screen_has_four_panels_of_twelve_commands_in_a_line_each(monk
     panels.pop("Options")
     assert list(panels) == PANELS and max(map(len, lines)) <= NARROW
     named = [re.match(r"│ ([a-z]+) +\w.*\. +│$", line)[1] for panel in panels.values() for line in panel]
-    assert named == ["demo", "train", "check", "list", "sample", "eval", "report", "export", "push", "new", "reward",
-                     "prompts"]
+    assert named == ["demo", "train", "taste", "check", "list", "sample", "eval", "report", "export", "push", "new",
+                     "reward", "prompts"]
     [last] = [line for line in lines if line.startswith(" Also:")]
     assert "flowgrpo compare" in last and "flowgrpo verify" in last and last.rstrip().endswith("flowgrpo contrib.")
 

@@ -186,3 +186,9 @@ def test_a_line_that_cannot_be_written_is_no_vote(ballot, tmp_path):
     with serving(live) as ask:
         status, text = ask("vote", {"question": "0.q0", "shown": [0, 1], "choice": 0})
     assert status == 500 and b"the vote was not kept" in text and json.dumps(live.state()["undo"]) == "false"
+
+
+def test_another_token_is_told_which_command_printed_it(ballot):
+    with serving(ballot()) as ask:
+        assert ask("state", root=f"/{'x' * 22}/")[1] == \
+            b"expected the address that `flowgrpo taste` printed, with its token"

@@ -207,6 +207,13 @@ def test_pairs_are_drawn_with_the_base_and_a_lora(tmp_path, monkeypatch, capsys)
     assert names == ("base", "lora") and [each.category for each in listed] == ["star", "ring"]
     assert [each.a.relative_to(tmp_path).parts[:2] for each in listed] == [("pairs-pictures", "a")] * 2
     assert Image.open(listed[0].b).size == Image.open(listed[0].a).size
+    assert not (tmp_path / "other-pictures").exists()
+    arguments = ["compare", "vote", "starter", "--prompts", str(tmp_path / "p.jsonl"), "--count", "1", "--output",
+                 str(tmp_path / "other.jsonl"), "--port", "0"]
+    assert main(arguments) == 0
+    assert "share for seed 1 over seed 0" in capsys.readouterr().out
+    one, other = (Image.open(*(tmp_path / "other-pictures" / side).rglob("*.png")) for side in "ab")
+    assert one.size == other.size and one.tobytes() != other.tobytes()
 
 
 # --- sources ---------------------------------------------------------------------------------------------------------
@@ -292,7 +299,9 @@ def test_folders_without_a_common_name_or_prompt(tmp_path):
 @pytest.mark.parametrize("arguments, line", [
     (["none"], "none: expected a finished run, the PNG that"), (["a", "b", "c"], "got 3 paths, expected a run"),
     (["a", "none"], "no folder at"), (["a", "b", "--output", "x.json"], "expected a .jsonl file"),
-    (["a", "--prompts", "p.txt"], "--prompts: generates pairs with a LoRA: give --lora too"),
+    (["a", "b", "--prompts", "p.txt"], "--prompts: goes with one run or model, got 2 paths"),
+    (["starter", "--prompts", "p.txt"], "p.txt"),
+    (["starter", "--prompts", "starter", "--lora", "missing"], "no weights at missing"),
     (["a/0.png"], "names no two folders of images"),
     (["a", "b", "--lora", "x"], "--lora: goes with one run or model, got 2 paths"),
     (["starter", "--lora", "x"], "starter is no run, whose held-out prompts could be used: expected --prompts")])

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from flowgrpo.evaluation.measured import evenly
 from flowgrpo.samplers import noised_finals
 from flowgrpo.samplers.scheduler import noise_like
+from flowgrpo.types import required
 
 if TYPE_CHECKING:
     from flowgrpo.policies.pipelines.conditioning import Conditioning
@@ -84,12 +85,16 @@ def states(policy: PipelinePolicy, latents: Tensor, conditioning: Conditioning) 
 class DenoiserHead(nn.Module):
     """Linear score of a frozen pipeline's states: (features - mean) / scale @ weight.
 
-    model: folder or hub id of the pipeline. width: F.
+    policy: of the pipeline; None for a head that is only written. width: F.
     """
 
-    def __init__(self, model: str, width: int, device: str | torch.device = "cpu", policy: Any = None) -> None:
+    mean: Tensor
+    scale: Tensor
+    weight: Tensor
+
+    def __init__(self, policy: PipelinePolicy | None, width: int) -> None:
         super().__init__()
-        self.frozen = (frozen(model, device) if policy is None else policy,)  # a tuple: not registered
+        self.frozen = (policy,)  # a tuple: not registered
         for name in ("mean", "scale", "weight"):
             self.register_buffer(name, torch.zeros(width, dtype=torch.double))
 
@@ -102,22 +107,25 @@ class DenoiserHead(nn.Module):
         """Return features [B, F] of pictures and their prompts."""
         from flowgrpo.policies.pipelines.image_latents import ImageEncoder
 
-        policy = self.frozen[0]
+        policy = required(self.frozen[0])
         conditioning = policy.encode(list(prompts))
         encoder = ImageEncoder(policy, "reward")
         return {"features": states(policy, encoder.of_pictures(prepared, conditioning), conditioning)}
 
     def forward(self, features: Tensor) -> Tensor:
         """Return scores [B, 1]."""
-        weight = self.weight.cpu()
-        return (((features.double() - self.mean.cpu()) / self.scale.cpu()) @ weight)[:, None]
+        mean, scale, weight = (held.cpu() for held in (self.mean, self.scale, self.weight))
+        return (((features.double() - mean) / scale) @ weight)[:, None]
 
 
-def frozen(model: str, device: str | torch.device) -> Any:
-    """Return the policy of a pipeline that is not trained, in fp32 on a CPU and bf16 elsewhere."""
+def frozen_policy(model: str, call: dict[str, Any], device: str | torch.device) -> PipelinePolicy:
+    """Return the policy of a pipeline that is not trained, in fp32 on a CPU and bf16 elsewhere.
+
+    model: its folder or hub id. call: arguments of its calls.
+    """
     from flowgrpo.config.schema import Config
     from flowgrpo.policies import build
     from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 
     config = Config(model=model, precision="fp32" if torch.device(device).type == "cpu" else "bf16")
-    return PipelinePolicy(build.load(config), None, device=device, precision=config.precision, call=config.call)
+    return PipelinePolicy(build.load(config), None, device=device, precision=config.precision, call=call)

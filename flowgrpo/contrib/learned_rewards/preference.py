@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from flowgrpo.contrib.learned_rewards.denoiser_head import DENOISER, DenoiserHead, frozen_policy
 from flowgrpo.contrib.learned_rewards.preference_networks import TEXT, TOKENIZER, ClipHead, Film, saved_film
 from flowgrpo.contrib.learned_rewards.text_network import LANGUAGE, TextHead, on_model
 from flowgrpo.contrib.learned_rewards.text_network import saved as saved_text
@@ -30,7 +31,7 @@ from flowgrpo.types import required
 
 FILE, WEIGHTS = TRAINED, "network.safetensors"
 FORM = 1
-Network: TypeAlias = "Film | ClipHead | TextHead"
+Network: TypeAlias = "Film | ClipHead | TextHead | DenoiserHead"
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,9 @@ class Aspect:
 class Description:
     """Content of `reward.json`: aspects in the order of the network's outputs, the network, and its measurements.
 
-    network: {"kind": "film", "size": S}, {"kind": "clip", "model": NAME, "pretrained": TAG_OR_FILE}, or of texts
-    {"kind": "language", "model": SOURCE, "frozen": BOOL}.
+    network: {"kind": "film", "size": S}, {"kind": "clip", "model": NAME, "pretrained": TAG_OR_FILE}, {"kind":
+    "denoiser", "model": SOURCE, "call": ARGUMENTS, "width": F} of `flowgrpo taste`, or of texts {"kind": "language",
+    "model": SOURCE, "frozen": BOOL}.
     """
 
     aspects: dict[str, Aspect]
@@ -103,7 +105,7 @@ class Preference(LocalModel):
         return self.folder
 
     def _placed(self, part: Any) -> Any:
-        return part if isinstance(part, (ClipHead, TextHead)) else super()._placed(part)
+        return part if isinstance(part, (ClipHead, TextHead, DenoiserHead)) else super()._placed(part)
 
     def _loaded(self) -> tuple[Any, Tensor]:
         terms = [(self.chosen[name], term.mean, term.deviation) for name, term in self.known.aspects.items()]
@@ -186,6 +188,9 @@ def read_network(folder: Path, known: Description, device: str, dtype: str = "fp
             frozen = known.network["frozen"]
             network = on_model(known.network["model"], len(known.aspects), True) if frozen else \
                 saved_text(folder, len(known.aspects))
+        elif known.network["kind"] == DENOISER:
+            policy = frozen_policy(known.network["model"], known.network["call"], device)
+            network = DenoiserHead(policy, known.network["width"])
         else:
             clip = ClipScore(known.network["model"], known.network["pretrained"], device=device, dtype=dtype)
             network = ClipHead(clip, len(known.aspects))

@@ -20,6 +20,7 @@ from flowgrpo.contrib.taste.votes import Vote
 
 RIDGES = (1e-3, 1e-2, 1e-1, 1.0)  # per vote, of features of mean square 1 / F
 ITERATIONS = 30
+DIRECTIONS = 256  # of the features' largest spread, which a head looks at where there are more
 Seen: TypeAlias = tuple[Tensor, list[float]]  # features [k, F] of the pictures shown, and the vote's shares [k]
 
 
@@ -65,12 +66,16 @@ def fitted(votes: Sequence[Seen], ridges: Sequence[float] = RIDGES) -> Head:
 
 
 def _reduced(z: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (z in coordinates of its own rows' space [N, r], the basis [F, r]): a ridge's solution lies in it."""
-    if z.shape[1] <= z.shape[0]:
+    """Return (z in coordinates of its own rows' space [N, r], the basis [F, r]): a ridge's solution lies in it.
+
+    r is DIRECTIONS at most.
+    """
+    if z.shape[1] <= min(z.shape[0], DIRECTIONS):
         return z, torch.eye(z.shape[1], dtype=z.dtype)
-    values, vectors = torch.linalg.eigh(z @ z.T)
-    kept = values > 1e-12 * values[-1].clamp(min=1e-300)
-    basis = z.T @ (vectors[:, kept] / values[kept].sqrt())
+    wide = z.shape[1] > z.shape[0]
+    values, vectors = torch.linalg.eigh(z @ z.T if wide else z.T @ z)
+    kept = [at for at in range(len(values))[-DIRECTIONS:] if values[at] > 1e-12 * values[-1].clamp(min=1e-300)]
+    basis = z.T @ (vectors[:, kept] / values[kept].sqrt()) if wide else vectors[:, kept]
     return z @ basis, basis
 
 
@@ -91,10 +96,10 @@ def solved(groups: Sequence[Seen] | Sequence[tuple[Tensor, Tensor]], ridge: floa
             flat = centred.flatten(0, 1)
             hessian = hessian + flat.T @ flat
         step = torch.linalg.solve(hessian, gradient)
-        slope, now, size = float(gradient @ step), _loss(stacked, w, ridge), 1.0
-        while size > 1e-4 and _loss(stacked, w - size * step, ridge) > now - 1e-4 * size * slope:
-            size /= 2
-        w = w - size * step
+        slope, now, length = float(gradient @ step), _loss(stacked, w, ridge), 1.0
+        while length > 1e-4 and _loss(stacked, w - length * step, ridge) > now - 1e-4 * length * slope:
+            length /= 2
+        w = w - length * step
         if slope < 1e-12 * (1 + abs(now)):
             break
     return w, hessian
@@ -108,7 +113,8 @@ def _loss(stacked: dict[int, tuple[Tensor, Tensor]], w: Tensor, ridge: float) ->
 def _left_out(groups: Sequence[tuple[Tensor, Tensor]], ridge: float) -> tuple[float, Tensor, float]:
     """Return (the mean loss of votes that are left out one by one, w, the ridge)."""
     w, hessian = solved(groups, ridge)
-    inverse, loss = torch.linalg.inv(hessian), 0.0
+    inverse = torch.linalg.inv(hessian)
+    loss = 0.0
     for z, target in groups:
         s = z @ w
         p = s.softmax(0)

@@ -47,6 +47,20 @@ class ImageEncoder:
             self.known[path] = self._encoded(picture[None], row).cpu()
         return self.known[path], picture
 
+    def of_pictures(self, pictures: Tensor, rows: Conditioning) -> Tensor:
+        """Return the latents [B,*D] of pictures [B,3,h,w] in [0, 1] of one size, which are scaled to the run's size.
+
+        rows: of their B prompts. Raises UserError as a call does.
+        """
+        row = rows.rows(torch.tensor([0]))
+        if self.noise is None:
+            self._learn(row)
+        if tuple(pictures.shape[-2:]) != self.size:
+            pictures = torch.nn.functional.interpolate(pictures, self.size, mode="bilinear", antialias=True)
+        first = self._encoded(pictures[:1], row)
+        self.known.setdefault("", first.cpu())  # the way is proved
+        return torch.cat([first, self._encoded(pictures[1:], row)]) if len(pictures) > 1 else first
+
     def _learn(self, row: Conditioning) -> None:
         policy = self.policy
         if self.vae is None:

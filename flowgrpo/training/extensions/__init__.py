@@ -1,12 +1,14 @@
 """Extensions of the training loop, in the order in which a run calls them. Each is of a feature (`config.features`).
 
 A package adds its own with a feature, or alone by an entry point in the group `flowgrpo.extensions`: a class with a
-`wanted`.
+`wanted`. A reward that has to draw or to wait by itself brings its own: a class in the attribute `brings`, made of the
+trainer and the reward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from flowgrpo.config import features
 from flowgrpo.config.features import Feature
@@ -15,6 +17,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.methods import capabilities
 from flowgrpo.methods.method import Method
 from flowgrpo.methods.setup import Setup
+from flowgrpo.rewards import inside
 from flowgrpo.training.extension import Extension, Extensions
 from flowgrpo.training.run import Run
 from flowgrpo.user_code import packaged
@@ -56,9 +59,16 @@ def wanted(config: Config, method: Method) -> Iterator[type[Extension]]:
             yield extension
 
 
+def brought(functions: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+    """Return the extensions that trained rewards bring, each with its reward. functions: by name."""
+    origins = [part.origin for reward in functions.values() for part in inside(reward)]
+    return [(origin.brings, origin) for origin in origins if getattr(origin, "brings", None) is not None]
+
+
 def of(trainer: Run) -> Extensions:
     """Return the extensions of a trainer."""
-    return Extensions([extension(trainer) for extension in wanted(trainer.config, trainer.method)])
+    first = [extension(trainer, reward) for extension, reward in brought(trainer.scoring.functions)]
+    return Extensions(first + [extension(trainer) for extension in wanted(trainer.config, trainer.method)])
 
 
 def judged(config: Config, method: Method) -> list[str]:
@@ -74,14 +84,19 @@ def best_by(config: Config, method: Method) -> str | None:
 
 def check(setup: Setup) -> None:
     """Raise UserError for an extension that does not go with the run."""
-    for extension in wanted(setup.config, setup.method):
+    for extension in _all(setup):
         require(extension, setup)
 
 
 def check_model(setup: Setup) -> None:
     """Raise UserError for an extension that does not go with the model, as far as it is known."""
-    for extension in wanted(setup.config, setup.method):
+    for extension in _all(setup):
         extension.require_model(setup)
+
+
+def _all(setup: Setup) -> list[type[Extension]]:
+    """Return the extensions of a run, those of its rewards too."""
+    return [extension for extension, _ in brought(setup.trained)] + [*wanted(setup.config, setup.method)]
 
 
 def require(extension: type[Extension], setup: Setup) -> None:
@@ -96,7 +111,7 @@ def obstacles(extension: type[Extension], setup: Setup) -> Iterator[str]:
     """Yield what the extension does not go with in a run, in words: what the run lacks for it comes last."""
     yield from (reason for reason, applies in extension.refused(setup).items() if applies)
     lacking = capabilities.lacking(setup)
-    for other in wanted(setup.config, setup.method):
+    for other in _all(setup):
         for capability, reason in other.lacks(setup).items() if other is not extension else ():
             lacking.setdefault(capability, []).append(reason)
     for capability in (each for each in capabilities.ALL if each in extension.needs):

@@ -1,0 +1,113 @@
+"""Session of `flowgrpo taste`: its configuration, the run between the clicks, and what it leaves.
+
+The run is that of `flowgrpo train`, with the votes as its reward. When it is stopped, a second run resumes it with as
+many epochs as were trained, so that it only measures, by the head that was learned, and writes LoRA and report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from flowgrpo.config import parse
+from flowgrpo.config.schema import Config
+from flowgrpo.contrib.learned_rewards import preference
+from flowgrpo.contrib.learned_rewards.denoiser_head import DENOISER, DenoiserHead
+from flowgrpo.contrib.taste.head import Head, fitted
+from flowgrpo.contrib.taste.loop import FEATURES, VOTES, Taste, learned
+from flowgrpo.contrib.taste.votes import VoteLog
+from flowgrpo.data import provenance, sets
+from flowgrpo.data.pairs import OVERALL
+from flowgrpo.distributed.signals import Stopped
+from flowgrpo.errors import UserError
+from flowgrpo.policies import build, loading
+from flowgrpo.run import run
+from flowgrpo.storage import paths
+from flowgrpo.storage.places import CONFIG, checkpoints
+
+REWARD = "taste"  # name of the run's reward, and of the folder of the learned one
+PAIRS = "pairs.jsonl"
+MEASURED = 24  # held-out prompts of the report
+# A batch of clicks is an epoch; a KL to the few-step base holds the trajectory. No comparison has chosen these values
+# yet: scripts/taste_voter.py runs others.
+DEFAULTS: dict[str, Any] = {
+    "method": "rlcm", "reward": REWARD, "tracker": "none",
+    "parts": {"surrogate": {"low": 0.01, "high": 0.01}, "kl": {"weight": 0.03}},
+    "train.prompts": 20, "train.group": 4, "train.micro_batch": "auto", "train.inner_epochs": 4, "train.updates": 2,
+    "train.epochs": 500, "train.steps": 4, "train.guidance": 1.0, "train.grid": "stock", "train.schedule": "constant",
+    "train.lr": "auto", "train.save_every": 1, "train.keep": 2,
+    "eval.steps": 4, "eval.guidance": 1.0, "eval.prompts": 1, "eval.grid": 8}
+# Of models that ship with the package: what their own recipe sets.
+OWN: dict[str, dict[str, Any]] = {
+    "starter_consistency": {"adapter.rank": 16, "train.micro_batch": 40, "train.lr": 1e-3, "adapter.targets": [
+        "to_q", "to_k", "add_k_proj", "linear_1", "linear_2"]}}
+
+
+def configured(model: str, prompts: str, lora: str | None, output: Path, options: Mapping[str, Any], resume: bool
+               ) -> Config:
+    """Return the configuration of a session in the folder `output`. options: further keys, dotted, as texts.
+
+    Raises UserError for a folder that holds something else, prompts that are missing, a LoRA that is none, and a model
+    that writes completions.
+    """
+    paths.require_folder(output)
+    there = (output / VOTES).is_file() or (output / CONFIG).is_file()
+    if there and not resume:
+        raise UserError(f"--output {output} holds a session already: --resume goes on with it, or name another")
+    if resume and not there:
+        raise UserError(f"--resume: no session in {output}: leave --resume out, or name its folder with --output")
+    if not there and output.is_dir() and any(output.iterdir()):
+        raise UserError(f"--output {output} exists and is no session: name another")
+    provenance.require_no_slip(model)
+    if build.writes(model):
+        raise UserError(f"{model} writes completions: expected a model of images, such as starter_consistency")
+    place = {"model": model, "prompts": prompts, "name": output.resolve().name, "output": str(output.parent)}
+    start = {} if lora is None else {"adapter.init": lora}
+    config = parse.load(None, DEFAULTS | OWN.get(model, {}) | place | start | dict(options))
+    sets.resolve(config)
+    if lora is not None:
+        loading.require_weights(Path(lora))
+    return config
+
+
+def train(config: Config, taste: Taste, resume: bool) -> int:
+    """Run a session until the person, the time or a signal ends it; return the number of batches that were learned."""
+    try:
+        run(config, "auto" if resume else False, functions={REWARD: taste})
+    except Stopped:
+        pass
+    return max(checkpoints(config.folder / "checkpoints"), default=0)
+
+
+def head_of(folder: Path, log: VoteLog) -> Head:
+    """Return the head of all votes of a session, those of a batch that is not whole too."""
+    batches = [int(file.stem) for file in (folder / FEATURES).glob("*.safetensors")]
+    return fitted(learned(folder, log, max(batches, default=-1) + 1))
+
+
+def save_head(folder: Path, head: Head, config: Config, measured: Mapping[str, Any]) -> None:
+    """Write a head as a folder that `--reward` takes. config: of the pipeline whose states it scores."""
+    network, width = DenoiserHead(None, len(head.weight)), len(head.weight)
+    for name in ("mean", "scale", "weight"):
+        getattr(network, name).copy_(getattr(head, name))
+    known = preference.Description({OVERALL: preference.Aspect()},
+                                   {"kind": DENOISER, "model": config.model, "call": config.call, "width": width},
+                                   dict(measured))
+    preference.save(folder, network, known)
+
+
+def finish(config: Config, log: VoteLog, epochs: int) -> dict[str, Any]:
+    """Write pairs, head, LoRA and report of a session; return the run's summary, empty if no batch was learned."""
+    folder = config.folder
+    log.write_pairs(folder / PAIRS)
+    head = head_of(folder, log)
+    if not bool(head.weight.any()) or not epochs:
+        return {}
+    votes = sum(vote.target is not None and ".q" in name for name, vote in log.votes.items())
+    save_head(folder / REWARD, head, config, {"votes": votes, "ridge": head.ridge})
+    (folder / "before.json").unlink(missing_ok=True)  # the base is measured again, by the head
+    known = {"train": config.train.model_copy(update={"epochs": epochs}),
+             "eval": config.eval.model_copy(update={"prompts": MEASURED})}
+    return run(config.model_copy(update=known), True,
+               functions={REWARD: preference.named(folder / REWARD, None)()})

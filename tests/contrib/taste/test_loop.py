@@ -1,0 +1,150 @@
+"""The loop between the clicks on a tiny model: what is trained, resume after a stop, the head as a reward's folder."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flowgrpo import rewards
+from flowgrpo.check.tiny.images import FLUX_CALL, flux
+from flowgrpo.contrib.taste import session
+from flowgrpo.contrib.taste.head import fitted
+from flowgrpo.contrib.taste.loop import FEATURES, VOTES, Settings, Taste, clicked, rewarded
+from flowgrpo.contrib.taste.votes import SKIP, TIE, Vote, VoteLog
+from flowgrpo.data.pairs import load_pairs
+from flowgrpo.errors import UserError
+from flowgrpo.storage.places import checkpoints
+from flowgrpo.training import extensions
+from flowgrpo.vote.live import LiveBallot
+from tests.helpers import tiny
+
+
+class Scripted(LiveBallot):
+    """A person who answers every question at once, by its name, and finishes after so many votes."""
+
+    def __init__(self, log: VoteLog, votes: int):
+        super().__init__(log)
+        self.most = votes
+
+    def ask(self, questions):
+        super().ask(questions)
+        for question in questions:
+            if question.name not in self.log.votes:
+                if len(self.log.votes) == self.most:
+                    self.finish()
+                    return
+                draw, shown = random.Random(question.name), [*range(len(question.files))]
+                self.vote(question.name, shown, draw.choice([*shown, *shown, TIE, SKIP]))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "prompts.txt").write_text("\n".join([*tiny.PROMPTS, "a star", "a ring", "a box", "a hat"]) + "\n")
+    return tiny.save(tiny.sd3(), folder / "pipe")
+
+
+def config(model, output, **options):
+    parts = {key.replace("__", "."): value for key, value in options.items()}
+    prompts = str(model.parent / "prompts.txt")
+    return tiny.config(output, model=str(model), prompts=prompts, method="rlcm", reward="taste", train__grid="stock",
+                       train__steps=3, train__epochs=50, train__save_every=1, train__lr=1e-2,
+                       train__inner_epochs=2, eval__prompts=1, parts={"kl": {"weight": 0.03}}, **parts)
+
+
+def sat(config, votes: int, resume: bool = False, **settings) -> int:
+    """Sit through a session of so many votes in all; return the number of learned batches."""
+    config.folder.mkdir(parents=True, exist_ok=True)
+    person = Scripted(VoteLog(config.folder / VOTES), votes)
+    return session.train(config, Taste(person, config.folder, Settings(checks=1, **settings)), resume)
+
+
+def weights_of(config) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    last = [*checkpoints(config.folder / "checkpoints").values()][-1]
+    return {key: value for key, value in load_file(last / "state.safetensors").items() if key.startswith("weights/")}
+
+
+def test_a_session_that_was_stopped_goes_on_to_the_same_weights(model, tmp_path):
+    """Batches have 2 questions and, once weights have changed, one check before them: 2 + 2 + 3 + 3 votes."""
+    whole, parted = config(model, tmp_path / "whole"), config(model, tmp_path / "parted")
+    assert sat(whole, 10) == 4
+    assert sat(parted, 1) == 0 and sat(parted, 5, resume=True) == 2 and sat(parted, 10, resume=True) == 4
+    assert (whole.folder / VOTES).read_text() == (parted.folder / VOTES).read_text()
+    one, other = weights_of(whole), weights_of(parted)
+    assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+    lines = [json.loads(line) for line in (whole.folder / "metrics.jsonl").read_text().splitlines()]
+    again = [json.loads(line) for line in (parted.folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["loss"] for line in lines] == [line["loss"] for line in again] and len(lines) == 4
+    assert lines[0]["taste/foretold"] is None and lines[-1]["taste/votes"] <= 8
+
+
+def test_other_votes_train_other_weights(model, tmp_path):
+    first, clicks = config(model, tmp_path / "both"), config(model, tmp_path / "clicks")
+    assert sat(first, 4) == sat(clicks, 4, head=0.0) == 2
+    one, other = weights_of(first), weights_of(clicks)
+    assert any(not torch.equal(one[key], other[key]) for key in one)
+
+
+def test_what_a_session_leaves(model, tmp_path, capsys):
+    of = config(model, tmp_path)
+    learned = sat(of, 7)
+    log = VoteLog(of.folder / VOTES)
+    summary = session.finish(of, log, learned)
+    assert summary["epochs"] == 3 and (of.folder / "pytorch_lora_weights.safetensors").is_file()
+    assert (of.folder / "report.html").is_file() and len(list((of.folder / "after").glob("*.png")))
+    assert all(pair.chosen.is_file() for pair in load_pairs(of.folder / session.PAIRS))
+    folder = of.folder / session.REWARD
+    reward = rewards.find(str(folder))
+    pictures = torch.rand(3, 3, 16, 16)
+    scores = reward(pictures, ["red", "blue", "red"])
+    assert scores.shape == (3,) and len({*scores.tolist()}) == 3
+    assert torch.allclose(reward(pictures[:1], ["red"]), scores[:1], atol=1e-4)
+    assert len(list((of.folder / FEATURES).glob("*.safetensors"))) == 5  # of batches 0 to 4
+
+
+@pytest.mark.parametrize("make, call", [(flux, FLUX_CALL), (tiny.sd15, {})], ids=["flow", "noise prediction"])
+def test_other_models_by_the_defaults_of_the_command(make, call, model, tmp_path, monkeypatch):
+    """Micro-batch and learning rate are found; the model's own steps are trained."""
+    monkeypatch.chdir(tmp_path)
+    folder = tiny.save(make(), tmp_path / "pipe")
+    small = {"train.prompts": 2, "train.updates": 1, "adapter.rank": 2, "precision": "fp32", "picture.call": call}
+    of = session.configured(str(folder), str(model.parent / "prompts.txt"), None, tmp_path / "mine", small, False)
+    assert sat(of, 4) == 2
+    lines = [json.loads(line) for line in (of.folder / "metrics.jsonl").read_text().splitlines()]
+    assert all(line["trained_updates"] and line["grad_norm"] > 0 for line in lines)
+
+
+def test_a_session_without_a_whole_batch_leaves_its_votes(model, tmp_path):
+    of = config(model, tmp_path)
+    assert sat(of, 1) == 0 and session.finish(of, VoteLog(of.folder / VOTES), 0) == {}
+    assert (of.folder / session.PAIRS).is_file() and len(VoteLog(of.folder / VOTES).votes) == 1
+
+
+def test_rewards_of_a_batch_by_hand():
+    clicks = clicked({0: Vote((0, 1, 2, 3), 2), 1: Vote((0, 1), TIE), 2: Vote((0, 1), 1), 3: Vote((0, 1), SKIP)}, 4, 5)
+    third = -1 / 3
+    assert clicks.tolist() == [[pytest.approx(value) for value in row] for row in (
+        [third, third, 1, third, 0], [0] * 5, [-1, 1, 0, 0, 0], [0] * 5)]
+    head = replace(fitted([]), mean=torch.zeros(1), scale=torch.ones(1), weight=torch.tensor([2.0], dtype=torch.double))
+    features = torch.tensor([[[0.0], [1.0]], [[2.0], [5.0]]])
+    of = rewarded(head, features, torch.tensor([[0.0, 0.0], [1.0, -1.0]]), Settings(head=1.0, clicks=0.5))
+    root = ((1 + 1 + 9 + 9) / 4)**0.5  # scores 0, 2, 4, 10 less their means
+    assert of.flatten().tolist() == pytest.approx([-1 / root, 1 / root, 0.5 - 3 / root, 3 / root - 0.5])
+    assert rewarded(fitted([]), features, torch.zeros(2, 2), Settings()).abs().max() == 0
+
+
+def test_what_votes_do_not_go_with(model, tmp_path):
+    """A reward's extension is checked as those of the configuration are."""
+    taste = Taste(Scripted(VoteLog(tmp_path / VOTES), 1), tmp_path)
+    assert extensions.brought({"taste": taste})[0][1] is taste
+    of = config(model, tmp_path, guard__window=4)
+    with pytest.raises(UserError, match="which does not go with votes on samples that earlier weights drew"):
+        session.train(of, taste, False)
+    with pytest.raises(UserError, match="the samples are voted on, which does not go with"):
+        session.train(config(model, tmp_path).model_copy(update={"method": "diffusion_nft", "parts": {}}), taste, False)
