@@ -127,7 +127,7 @@ parts: {plan: {size: 2, order: random}, kernel: {type: CPS, level: 0.8}}
 | LCM, TCD | [`rlcm`](other_policies.md#rlcm), the default of such a model |
 | schnell, Z-Image-Turbo, a flow's Lightning LoRA | [`flow_grpo`](sde_steps.md#flow_grpo) with kernel CPS, the default |
 | SDXL-Turbo, SDXL-Lightning | [`ddpo`](sde_steps.md#ddpo), the default |
-| SD 1.5 or SDXL, which predict noise | [`ddpo`](sde_steps.md#ddpo) |
+| SD 1.5 or SDXL (noise) | [`mix_grpo`](windows.md#mix_grpo), as in the recipes; [`ddpo`](sde_steps.md#ddpo) |
 | a differentiable reward and little time | [`draft`](reward_gradients.md#draft) |
 | recorded pairs of images | [`diffusion_dpo`](clean_latents.md#diffusion_dpo) |
 | a language model | [`grpo`](text_policy_gradients.md#grpo); if long [`dapo`](text_policy_gradients.md#dapo) |

@@ -30,15 +30,15 @@ MOST = 200  # GPU-hours that one GPU may be asked for
 HEAD = """# Three papers, setting by setting
 
 Settings of three papers' released code, at the named commit, and those of our recipes. **None of these recipes has been
-run at full size.** Run one in a clone, on eight GPUs of 80 GB:
+run at full size.** On eight GPUs of 80 GB, the command without `--dry-run` prepares, trains, evaluates on the published
+test set, the base too, and prints the paper's number beside ours. PickScore and HPSv2.1 are of DrawBench.
 
 ```
-flowgrpo check --recipe configs/papers/flow_grpo_geneval.yaml --gpu A100 --processes 8
-accelerate launch --multi_gpu --num_processes 8 -m flowgrpo train configs/papers/flow_grpo_geneval.yaml
+flowgrpo reproduce flow_grpo/geneval --dry-run     # three commands, and the computed cost
 ```
 
 `check` computed the memory and hours below, on eight A100 of 80 GB, without rewards, evaluations and the exchange of
-gradients. For the published test sets use `flowgrpo eval` with a [suite](../prompts.md) after training.
+gradients.
 """
 
 
@@ -143,7 +143,7 @@ def page() -> str:
     text = [HEAD]
     for paper, facts in papers().items():
         tasks = facts["recipes"]
-        named = "\n".join(f"- `configs/papers/{paper}_{task}.yaml`, as `{name}`: "
+        named = "\n".join(f"- `papers/{paper}_{task}`, as `{name}`: "
                           f"{cost(paper, task).partition(': ')[2].partition('. That')[0].rstrip('.')}"
                           for task, name in tasks.items())
         lines, equal = rows(paper, next(iter(tasks)))

@@ -84,12 +84,12 @@ prompts: prompts.txt
 held_out: 0.25
 text: {max_tokens: 4}
 """
-RUN = ("flowgrpo train configs/starter.yaml", "runs/starter")
-TEXT_RUN = ("flowgrpo train configs/starter_text.yaml", "runs/starter_text")
+RUN = ("flowgrpo train starter", "runs/starter")
+TEXT_RUN = ("flowgrpo train starter_text", "runs/starter_text")
 SAMPLES = "flowgrpo sample starter --prompts prompts.txt --count 2 --output samples"
 FILES = {
     "configs": lambda folder: shutil.copytree(ROOT / "configs", folder / "configs"),
-    "configs/sdxl_pick.yaml": partial(shown_recipe, "configs/sdxl_pick.yaml"),
+    "sdxl_pick.yaml": partial(shown_recipe, "sdxl_pick.yaml"),
     "prompts.txt": partial(write, {"prompts.txt": PROMPTS}),
     "prompts.jsonl": partial(write, {"prompts.jsonl": lines(SCENES)}),
     "scenes.jsonl": partial(write, {"scenes.jsonl": lines(SCENES)}),
@@ -106,10 +106,10 @@ FILES = {
     "runs/sdxl_24gb": RUN, "runs/flux_dev_24gb": RUN,
     "runs/mine": ("flowgrpo compare grid runs/starter", "runs/starter"),
     "runs/starter_text": TEXT_RUN, "runs/enhancer": TEXT_RUN,
-    "runs/fast": ("flowgrpo train configs/starter.yaml --method=flow_grpo_fast --parts={} --name=fast",
+    "runs/fast": ("flowgrpo train starter --method=flow_grpo_fast --parts={} --name=fast",
                   "runs/fast"),
-    "runs/lr": ("flowgrpo train configs/starter.yaml --train.lr=1e-3 --name=lr", "runs/lr"),
-    "runs/rates": ("flowgrpo train configs/starter.yaml --prompts=clean.jsonl --parts.curriculum.type=Retention "
+    "runs/lr": ("flowgrpo train starter --train.lr=1e-3 --name=lr", "runs/lr"),
+    "runs/rates": ("flowgrpo train starter --prompts=clean.jsonl --parts.curriculum.type=Retention "
                    "--name=rates", "runs/rates"),
     "runs/enhancer1": ("flowgrpo train RECIPE --name=enhancer1", "runs/enhancer1"),
     "rewritten": ("flowgrpo sample runs/enhancer1 --prompts prompts.txt --count 4 --temperature 1 --key prompt "
@@ -140,11 +140,11 @@ PAIRS = "--train.epochs=1 --train.prompts=4 --train.micro_batch=8 --eval.prompts
 SMALL = ("--picture.height=128 --picture.width=128 --train.prompts=2 --train.group=4 --train.micro_batch=2 "
          "--train.steps=6")  # beside fewer blocks
 OPTIONS = {
-    "train (configs/starter_text|enhancer)": f"{TINY} --train.updates=1",
-    "(train (configs/starter.yaml|starter$)|demo)": f"{TINY} --eval.steps=2",
-    "train configs/starter.yaml --name=painter1": "--reward=sharpness",  # rewrites of digits are no scenes
-    "train configs/starter_dpo": f"{PAIRS}runs/starter_pairs/pairs.jsonl",
-    "train configs/starter_rpo": f"{PAIRS}runs/starter_pairs/subjects.jsonl",
+    "train (starter_text|enhancer)": f"{TINY} --train.updates=1",
+    "(train (configs/starter.yaml|starter(?= |$))|demo)": f"{TINY} --eval.steps=2",
+    "train (configs/starter.yaml|starter) --name=painter1": "--reward=sharpness",  # rewrites of digits are no scenes
+    "train starter_dpo": f"{PAIRS}runs/starter_pairs/pairs.jsonl",
+    "train starter_rpo": f"{PAIRS}runs/starter_pairs/subjects.jsonl",
     "check .*--gpu": SMALL,
     "check .*(flux_dev_8x80|papers/)": "--train.updates=1",  # of two prompts on eight processes
     "compare methods": "--evaluations 100",
@@ -168,7 +168,7 @@ PROMISED = {
     "compare grid": "runs/starter/grid.png", "eval .*--rlg": "{output}/rlg.png", "eval": "{output}/table.md",
     "prompts mix": "{output}", "prompts write": "{output}", "reward label": "pairs.jsonl",
     "compare vote": "> share for", "demo": "runs/starter/summary.json",
-    "report .*--live": "> Ctrl-C ends it", "report runs/fast": "runs/fast-lr.html",
+    "reproduce": "> GPU-hours", "report .*--live": "> Ctrl-C ends it", "report runs/fast": "runs/fast-lr.html",
     "report": "runs/starter/report.html", "export .*card": "runs/starter/README.md",
     "export .*--epoch": "runs/starter/**/*-epoch-*.safetensors", "export .*kohya": "{first}/kohya.safetensors",
     "export": "{first}/comfyui/*.safetensors",
@@ -185,7 +185,7 @@ LOADS = "weights of the hub"
 CANNOT = {
     "reward serve pickscore|reward label samples_a|train sd15_short|train .*--reward=pickscore": (
         LOADS, "PickScore_v1 cannot be loaded"),
-    "train configs/(sdxl_24gb|wan22).yaml|eval RUN --epoch": (LOADS, "HPS_v2.1_compressed.pt cannot be loaded"),
+    "train (configs/)?(sdxl_24gb|wan22)|eval RUN --epoch": (LOADS, "HPS_v2.1_compressed.pt cannot be loaded"),
     "prompts encode configs/wan22.yaml": (LOADS, "cannot load the model 'Wan-AI/Wan2.2-T2V-A14B-Diffusers'"),
     "reward score http": ("a service that listens", "http://127.0.0.1:8000/score gave no answer"),
     "verify http": ("a service that listens", "fault: no answer: http://127.0.0.1:30000"),

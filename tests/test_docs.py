@@ -256,15 +256,15 @@ def test_the_table_of_learning_rates_is_that_of_its_runs():
     assert [run for run in runs if "dirty" in run["commit"]] == []
 
 
-def test_tables_of_sizes_are_those_of_the_recipes():
-    """Written anew by `python scripts/host_table.py`; the row of one recipe per page is computed here."""
-    script = runpy.run_path(str(ROOT / "scripts" / "host_table.py"))
-    for page, ending in script["PAGES"].items():
-        text = page.read_text(encoding="utf-8")
-        rows = re.findall(r"^\| `(\w+)` (?:\| [\d.]+ ){3}\|$", text, re.M)
-        assert rows == script["recipes"](ending)
-        name = next(name for name in rows if name.startswith("sd"))
-        assert script["size_row"](name) in text
+def test_the_readme_counts_methods_and_modifiers_of_both_kinds_alike():
+    """As `flowgrpo list methods` lists them; drakes is of language models."""
+    from flowgrpo.cli.about import GROUPS, _presets
+
+    recorded, finals, texts, overlays = ([row[0] for module in modules for row in _presets(module)]
+                                         for modules in GROUPS.values())
+    images, language = {*recorded, *finals} - {"drakes"}, {*texts, "drakes"}
+    assert f"**{len(images)} methods for images and video, {len(language)} for language models, {len(overlays)} " \
+        "modifiers.**" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_every_launch_line_of_accelerate_names_its_processes_alike():

@@ -109,7 +109,7 @@ def test_a_reward_without_a_file_goes_by_its_name(tmp_path):
     flowgrpo.align(tiny.sd3(), {lambda images, prompts: tiny.red(images, prompts): 1.0}, TEXTS, **small(tmp_path))
     config = load(tmp_path / "run" / "config.yaml")
     assert config.trained["<lambda>"].use is None
-    with pytest.raises(UserError, match="unknown reward '<lambda>'.* from Python in no file is not found again"):
+    with pytest.raises(UserError, match="unknown reward '<lambda>'.* given from Python has to be in a file"):
         find("<lambda>")
 
 

@@ -62,6 +62,11 @@ def check(
         raise UserError("flowgrpo check needs a MODEL or a recipe")
     from flowgrpo.check.report import of_class, report
 
+    if recipe is not None and config is not None and not as_json:
+        from flowgrpo.check.needs import needs
+        from flowgrpo.cli.prepare import show, size
+
+        show(needs(config, recipe, size))
     result = report(model, config, device)
     if as_json:
         typer.echo(json.dumps(result, indent=2, default=str))

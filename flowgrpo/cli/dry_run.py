@@ -212,7 +212,7 @@ def _waits(reasons: dict[str, float]) -> str:
 
 def _nearest(nearest: dict[str, Any] | None, room: float) -> str:
     if nearest is None:
-        return "no setting helps"
+        return "no setting of memory, micro_batch or checkpointing helps: take a larger GPU or a smaller size"
     settings = ", ".join(f"{key}: {str(value).lower()}" for key, value in nearest["settings"].items())
     need = f"{nearest['peak']:.1f} GiB and {nearest['seconds']:,.0f} s"
     return f"with {settings} it fits, in {need}" if nearest["enough"] else \

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,7 +39,9 @@ def evaluate(
     source: Annotated[str, typer.Argument(metavar="MODEL_OR_RUN", help="A model, or a finished run or its checkpoint, "
                                           "as for sample.")],
     suite: Annotated[str, typer.Option(metavar="NAME|PATH", help=SUITE)],
-    output: Annotated[Path, typer.Option(help="The folder of samples, scores and tables; the same command continues.")],
+    output: Annotated[Path | None, typer.Option(help="The folder of samples, scores and tables; the same command "
+                                                "continues. Without: eval/SUITE in the run's folder, of a model "
+                                                "runs/eval/MODEL/SUITE.")] = None,
     rewards: Annotated[str, typer.Option(metavar="A,B|FILE.yaml", help="Rewards, or a file of them with their args, as "
                                          "under eval.rewards; without: those of the run.")] = "",
     lora: Annotated[str | None, typer.Option(help=LORA)] = None,
@@ -72,6 +75,7 @@ def evaluate(
         raise UserError("--base: several weights of --rlg are compared side by side; leave it out: 0 is the base")
     from flowgrpo.evaluation import evaluate as evaluation
 
+    output = output or folder_of(source, suite)
     named, scorer = asked_rewards(rewards), best_by(by)
     opening(context, trust_run, named, features, scorer)
     try:
@@ -86,6 +90,16 @@ def evaluate(
         raise
     if results:  # the first of several processes has them
         _show(results, output, ["rlg.png"] if len(weights) > 1 else [])
+
+
+def folder_of(source: str, suite: str) -> Path:
+    """Return the folder of an evaluation for which none was named."""
+    def short(name: str) -> str:
+        return re.sub(r"[^\w.-]+", "_", Path(name).stem if Path(name).is_file() else name.strip("/.")) or "suite"
+
+    run = Path(source)
+    return run / "eval" / short(suite) if (run / "config.yaml").is_file() else \
+        Path("runs") / "eval" / short(source) / short(suite)
 
 
 def _show(results: dict[str, Any], output: Path, further: list[str]) -> None:

@@ -27,8 +27,8 @@ TRAIN, LOOK, SHARE, EXTEND = "Train", "Look", "Share", "Extend"  # panels of the
 UsageError: Any = typer.BadParameter.__base__
 
 # Commands of the first screen, in order. Below it stand `compare`, `verify` and `contrib`; all others are in groups.
-ORDER = ("demo", "train", "taste", "check", "list", "sample", "eval", "report", "export", "push", "new", "reward",
-         "prompts")
+ORDER = ("demo", "train", "taste", "check", "prepare", "list", "sample", "eval", "report", "export", "push", "new",
+         "reward", "prompts")
 # Names of earlier versions, which work for one more release.
 RENAMED = {"encode": "prompts encode", "data": "prompts mix", "write-prompts": "prompts write",
            "proxy-prompts": "prompts proxy", "methods": "list methods", "rewards": "list rewards", "runs": "list runs",
@@ -71,7 +71,7 @@ def _names(group: typer.Typer) -> list[str]:
 app = typer.Typer(name="flowgrpo", cls=Commands, no_args_is_help=True, add_completion=False,
                   pretty_exceptions_enable=False, rich_markup_mode="rich", help="Align diffusers generators and "
                   "language models to a reward by group-relative RL.", epilog="Also: [bold]flowgrpo compare[/], "
-                  "[bold]flowgrpo verify[/] (of an engine) and [bold]flowgrpo contrib[/].")
+                  "[bold]reproduce[/], [bold]flowgrpo verify[/] and [bold]flowgrpo contrib[/].")
 
 
 def _group(name: str, about: str, **shown: Any) -> typer.Typer:

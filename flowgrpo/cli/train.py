@@ -66,7 +66,7 @@ def train(
     named = dict(method=method, reward=reward, prompts=prompts, model=model, output=output, seed=seed,
                  **{"eval.best": select_best})
     given = options | {key: value for key, value in named.items() if value is not None}
-    return _run(parse.load(recipe, given, trusted), "auto" if resume_auto else resume)
+    return _run(parse.load(recipe, given, trusted), "auto" if resume_auto else resume, " ".join(arguments or []))
 
 
 @app.command(cls=Resuming, rich_help_panel=TRAIN,
@@ -87,9 +87,17 @@ def demo(
     return _run(parse.load(recipes.FOLDER / "starter.yaml", options), "auto" if resume_auto else resume)
 
 
-def _run(settings: Any, resume: bool | Literal["auto"]) -> int:
-    """Validate a configuration's inputs, announce the run and run it. Returns 0, or UNTRAINED if it trained nothing."""
+def _run(settings: Any, resume: bool | Literal["auto"], asked: str = "") -> int:
+    """Validate a configuration's inputs, announce the run and run it. Returns 0, or UNTRAINED if it trained nothing.
+
+    asked: the words of the command line, for the command that gets what is missing.
+    """
     check_inputs(settings)
+    if asked and os.environ.get("RANK", "0") == "0":
+        from flowgrpo.check import needs
+
+        for told in needs.missing(settings, asked):
+            typer.echo(told)
     _grow_segments(settings)
     from flowgrpo.training.announcement import announce
 
@@ -134,7 +142,8 @@ def recipe_and_options(arguments: list[str], noun: str = "recipe",
             value = next(rest, "--")
             if value.startswith("--"):
                 raise UserError(f"option {argument} needs a value: {argument}=VALUE")
-        options[key] = value
+        if options.setdefault(key, value) != value:
+            raise UserError(f"{argument.partition('=')[0]} is given twice, {options[key]} and {value}: expected once")
     if len(named) > 1:
         raise UserError(f"expected one {noun}, got {' and '.join(named)} (values follow their option: --KEY=VALUE)")
     return next(iter(named), None), options

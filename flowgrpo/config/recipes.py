@@ -34,11 +34,14 @@ def own(recipe: Path) -> bool:
 
 
 def located(given: str | Path) -> Path:
-    """Return the file of a recipe: the file itself if there is one, else the packaged recipe of that name.
+    """Return the file of a recipe: the file itself if there is one, else the packaged recipe of that name, such as
+    sdxl_24gb or papers/flow_grpo_ocr.
 
     Raises UserError for a name that is neither. A path that is no name is returned as it is, whether it exists or not.
     """
     path = Path(given)
+    if path.parts[:1] == ("papers",) and not path.exists() and (packaged := FOLDER / f"{path}.yaml").is_file():
+        return packaged
     named = path.name == str(given) and not path.suffix
     if path.exists() and not (path.is_dir() and named and path.name in names()) or not named:
         return path

@@ -294,7 +294,7 @@ class PickScore(LocalModel):
     def _loaded(self) -> tuple[Any, Any]:
         from transformers import AutoTokenizer, CLIPModel
 
-        return (pretrained("pickscore", CLIPModel, self.model, self.revision, "model"),
+        return (pretrained("pickscore", CLIPModel, self.model, self.revision, "model", beside=self.tokenizer),
                 pretrained("pickscore", AutoTokenizer, self.tokenizer, None, "tokenizer"))
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:

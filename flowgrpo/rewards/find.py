@@ -263,7 +263,7 @@ def _from_folder(name: str) -> Any:
     if Path(name).is_dir():
         raise UserError(f"reward {name!r}: no {TRAINED} in it: expected one of `flowgrpo reward train`")
     raise UserError(f"unknown reward {name!r}{_near(name)} (`flowgrpo list rewards` lists all; or "
-                    "path/to/file.py:function; what a run was given from Python in no file is not found again)")
+                    "path/to/file.py:function; a function that was given from Python has to be in a file)")
 
 
 def _near(name: str) -> str:

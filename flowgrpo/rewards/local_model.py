@@ -18,6 +18,8 @@ from flowgrpo.errors import UserError
 from flowgrpo.policies import hub
 from flowgrpo.rewards.about import lazy
 
+REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # a hub id
+
 
 @dataclass(frozen=True, kw_only=True)
 class LocalModel:
@@ -147,14 +149,17 @@ def loading(what: str, fix: str, source: str = ".") -> Iterator[None]:
 
 
 def pretrained(reward: str, kind: Any, name: str, revision: str | None, option: str, within: str = "",
-               **more: Any) -> Any:
+               beside: str | None = None, **more: Any) -> Any:
     """Load a model or tokenizer of transformers from a folder or the hub, without running code from there.
 
-    option: the reward's argument that names it, inside the argument `within` if given.
+    option: the reward's argument that names it, inside the argument `within` if given. beside: a second repository
+    that the reward needs, for the message.
     Raises UserError, which names `option`, if it is unavailable.
     """
     given = f"{{{within}: {{{option}: FOLDER}}}}" if within else f"{{{option}: FOLDER}}"
-    fetch = f"`hf download {name}`" if re.fullmatch(r"[\w.-]+/[\w.-]+", name) else "fetch it"
+    wanted = [each for each in (name, beside) if each and REPOSITORY.fullmatch(each)] \
+        if REPOSITORY.fullmatch(name) else []
+    fetch = " and ".join(f"`hf download {each}`" for each in wanted) or "fetch it"
     with loading(f"reward {reward!r}: {name}", f"{fetch} and give its folder as args: {given}", name):
         return kind.from_pretrained(name, revision=revision, trust_remote_code=False, **more)
 
@@ -165,7 +170,9 @@ def tensors(reward: str, where: str, revision: str | None, option: str) -> dict[
     option: the reward's argument that names it.
     Raises UserError, which names `option`, if it is unavailable.
     """
-    with loading(f"reward {reward!r}: {where}", f"fetch it and give its path as args: {{{option}: FILE}}", where):
+    owner, _, file = where.rpartition("/")
+    fetch = f"`hf download {owner} {file}`" if REPOSITORY.fullmatch(owner) and not Path(owner).exists() else "fetch it"
+    with loading(f"reward {reward!r}: {where}", f"{fetch} and give its path as args: {{{option}: FILE}}", where):
         path = Path(where) if Path(where).is_file() else from_hub(where, revision)
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file

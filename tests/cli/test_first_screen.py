@@ -26,7 +26,7 @@ def shown(monkeypatch, capsys, *arguments: str) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
-def test_the_first_screen_has_four_panels_of_thirteen_commands_in_a_line_each(monkeypatch, capsys):
+def test_the_first_screen_has_four_panels_of_commands_in_a_line_each(monkeypatch, capsys):
     lines = shown(monkeypatch, capsys)
     panels: dict[str, list[str]] = {}
     for line in lines:
@@ -37,8 +37,8 @@ def test_the_first_screen_has_four_panels_of_thirteen_commands_in_a_line_each(mo
     panels.pop("Options")
     assert list(panels) == PANELS and max(map(len, lines)) <= NARROW
     named = [re.match(r"│ ([a-z]+) +\w.*\. +│$", line)[1] for panel in panels.values() for line in panel]
-    assert named == ["demo", "train", "taste", "check", "list", "sample", "eval", "report", "export", "push", "new",
-                     "reward", "prompts"]
+    assert named == ["demo", "train", "taste", "check", "prepare", "list", "sample", "eval", "report", "export", "push",
+                     "new", "reward", "prompts"]
     [last] = [line for line in lines if line.startswith(" Also:")]
     assert "flowgrpo compare" in last and "flowgrpo verify" in last and last.rstrip().endswith("flowgrpo contrib.")
 
@@ -52,7 +52,7 @@ def test_a_group_has_a_line_for_each_command(group, monkeypatch, capsys):
 
 def test_every_command_is_on_the_first_screen_or_in_a_group():
     top = typer.main.get_command(app).commands
-    assert {name for name, command in top.items() if command.hidden} == {"compare", "contrib", "verify"}
+    assert {name for name, command in top.items() if command.hidden} == {"compare", "contrib", "reproduce", "verify"}
     assert {new for new in RENAMED.values()} <= set(commands()) and not set(RENAMED) & set(top)
     assert TRAIN == top["train"].rich_help_panel
 

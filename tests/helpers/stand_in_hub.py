@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import json
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
@@ -15,7 +16,12 @@ SHA = "a" * 40
 
 
 class Hub(ThreadingHTTPServer):
-    """Repositories by name, each a dictionary of files; refusals by name: (status, error code). asked: the requests."""
+    """Repositories by name, each a dictionary of files; refusals by name: (status, error code).
+
+    asked: the requests, with the body of a POST or the range of a GET. gated: names, whose files are `allowed` or not.
+    breaks: byte counts by file, after each of which a download of it breaks off once. damaged: files whose first byte
+    is sent wrong. slow: a file that is sent in small pieces.
+    """
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -23,6 +29,11 @@ class Hub(ThreadingHTTPServer):
         self.refused: dict[str, tuple[int, str]] = {}
         self.branches: set[str] = set()
         self.asked: list[tuple[str, str, dict]] = []
+        self.gated: set[str] = set()
+        self.allowed = False
+        self.breaks: dict[str, list[int]] = {}
+        self.damaged: set[str] = set()
+        self.slow = ""
 
     @property
     def url(self) -> str:
@@ -52,11 +63,12 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = unquote(urlsplit(self.path).path)
+        begin = self.headers.get("Range", "")
         if path == "/":
             return self.answer(200)
         name = "/".join(path.removeprefix("/api/models").split("/")[1:3])
         rest = path.partition(name)[2].strip("/")
-        self.server.asked.append((self.command, path, {}))
+        self.server.asked.append((self.command, path, {"Range": begin} if begin else {}))
         if name in self.server.refused or name not in self.server.files:
             status, code = self.server.refused.get(name, (404, "RepoNotFound"))
             return self.answer(status, X_Error_Code=code, X_Error_Message=code)
@@ -67,9 +79,37 @@ class Handler(BaseHTTPRequestHandler):
             return self.json([{"type": "file", "path": file, "size": len(content),
                                "oid": hashlib.sha1(content).hexdigest()} for file, content in files.items()])
         if rest.startswith("resolve/"):
-            content = files[rest.split("/", 2)[2]]
-            return self.answer(200, content, ETag=f'"{hashlib.sha1(content).hexdigest()}"', X_Repo_Commit=SHA)
-        return self.json({"id": name, "sha": SHA, "siblings": [{"rfilename": file} for file in files]})
+            return self.content(rest.split("/", 2)[2], files[rest.split("/", 2)[2]], begin)
+        if rest == "auth-check" and name in self.server.gated and not self.server.allowed:
+            return self.answer(403, X_Error_Code="GatedRepo", X_Error_Message="gated")
+        listed = [{"rfilename": file, "size": len(content), "lfs": {
+            "sha256": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 134}}
+            for file, content in files.items()]
+        return self.json({"id": name, "sha": SHA, "siblings": listed, "gated": "auto" * (name in self.server.gated)
+                          or False})
+
+    def content(self, file: str, content: bytes, begin: str) -> None:
+        """Send a file, or its end, which may break off, be damaged or slow."""
+        start = int(begin.removeprefix("bytes=").rstrip("-") or 0)
+        tag = hashlib.sha1(content).hexdigest()
+        if file in self.server.damaged:
+            content = b"?" + content[1:]
+        self.send_response(206 if begin else 200)
+        for name, value in {"Content-Length": str(len(content) - start), "ETag": f'"{tag}"',
+                            "X-Repo-Commit": SHA}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        ends = [end for end in self.server.breaks.get(file, []) if end > start]
+        piece = 2**14 if file == self.server.slow else 2**20
+        for at in range(start, ends[0] if ends else len(content), piece):
+            self.wfile.write(content[at:min(at + piece, ends[0] if ends else len(content))])
+            if file == self.server.slow:
+                time.sleep(0.02)
+        if ends:
+            self.server.breaks[file].remove(ends[0])
+            self.close_connection = True
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()

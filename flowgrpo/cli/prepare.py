@@ -1,0 +1,139 @@
+"""`flowgrpo prepare`, and the lines of what is missing of `check` and `train`."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flowgrpo.cli.options import Trusted
+from flowgrpo.cli.root import TRAIN, app, print_table
+from flowgrpo.cli.train import recipe_and_options, recipe_argument
+from flowgrpo.errors import UserError
+from flowgrpo.nouns import counted
+
+if TYPE_CHECKING:
+    from flowgrpo.check.needs import Need
+
+CLONE = Path(__file__).parents[2]
+
+
+@app.command(rich_help_panel=TRAIN, short_help="Download what a recipe needs, after it has listed it.",
+             context_settings={"ignore_unknown_options": True})
+def prepare(
+    arguments: Annotated[list[str] | None, recipe_argument(
+        "A YAML recipe, or the name of a packaged one, and any key of the configuration.")] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    trusted: Trusted = False,
+) -> None:
+    """List what a recipe needs: extras, weights of the model and of the rewards, with sizes and licences. Then install
+    and download what is missing. The same command continues after a stop."""
+    from flowgrpo.check import needs
+    from flowgrpo.config import parse
+
+    recipe, options = recipe_and_options(arguments or [], others=("yes", "trust"))
+    if recipe is None and not options:
+        raise UserError("flowgrpo prepare needs a recipe, such as sdxl_24gb")
+    config = parse.load(recipe, options, trusted)
+    found = needs.needs(config, recipe, size)
+    show(found)
+    missing = [need for need in found if not need.here]
+    command = f"flowgrpo train {' '.join(arguments or [])}"
+    if not missing:
+        typer.echo(f"nothing is missing: {command}")
+        return
+    if first := [need for need in missing if need.accept]:
+        raise UserError("; ".join(f"{need.name}: {need.accept}" for need in first) + ": then the same command again")
+    if not yes:
+        if not sys.stdin.isatty():
+            raise UserError("nothing was installed or downloaded: give --yes")
+        typer.confirm("install and download what is missing?", default=True, abort=True)
+    install([need.name for need in missing if need.what == "extra"])
+    repositories = [need for need in needs.needs(config, recipe, size) if need.what != "extra" and not need.here]
+    if unknown := [need.name for need in repositories if not need.files]:
+        raise UserError(f"{', '.join(unknown)}: the hub does not answer: where there is a network, "
+                        + ", ".join(f"`hf download {name}`" for name in unknown))
+    with _progress(sum(file.size for need in repositories for file in need.missing)) as advance:
+        needs.fetch(repositories, advance)
+    typer.echo(f"downloaded and verified {counted(sum(len(need.missing) for need in repositories), 'file')}: {command}")
+
+
+def show(found: Sequence[Need]) -> None:
+    """Print a table of what a recipe needs, and its sum."""
+    rows = [[need.what, need.name, "" if need.gigabytes is None else f"{need.gigabytes:.1f}", need.licence,
+             need.accept or ("here" if need.here else "partly here" if len(need.missing) < len(need.files) else
+                             "missing")] for need in found]
+    if not rows:
+        typer.echo("needs no extra and no download")
+        return
+    print_table(["what", "name", "GB", "licence", "state"], rows)
+    if missing := [need for need in found if not need.here]:
+        from huggingface_hub import constants
+
+        cache = next(folder for folder in (Path(constants.HF_HUB_CACHE), *Path(constants.HF_HUB_CACHE).parents)
+                     if folder.exists())
+        typer.echo(f"to download: {sum(need.to_fetch for need in missing):.1f} GB; free there: "
+                   f"{shutil.disk_usage(cache).free / 1e9:.0f} GB")
+        if any(need.what != "extra" and not need.files for need in missing):
+            typer.echo("the hub does not answer: sizes are at two bytes a parameter, and fp32 files take twice that")
+
+
+def size(model: str) -> float | None:
+    """Return the gigabytes of a published model, computed from its parameters at two bytes each; None for another."""
+    from flowgrpo import published
+
+    if model not in published.MODELS:
+        return None
+    import torch
+
+    from flowgrpo.dry_run import from_configs
+
+    parts = (from_configs.part(*part, torch.bfloat16) for part in published.MODELS[model].parts.values())
+    return sum(2 * sum(p.numel() for p in part.parameters()) / 1e9 for part in parts
+               if isinstance(part, torch.nn.Module))
+
+
+def install(extras: Sequence[str]) -> None:
+    """Install the packages of extras, at the versions of constraints.txt where this is a clone.
+
+    Raises UserError if pip fails.
+    """
+    if not extras:
+        return
+    packages = requirements(extras)
+    lock = ["-c", str(CLONE / "constraints.txt")] if (CLONE / "constraints.txt").is_file() else []
+    command = [sys.executable, "-m", "pip", "install", *lock, *packages]
+    typer.echo(" ".join(["pip install", *lock, *(f"'{package}'" for package in packages)]))
+    if subprocess.run(command, check=False).returncode:
+        raise UserError(f"pip did not install {', '.join(packages)}: its lines above say why")
+    importlib.invalidate_caches()
+
+
+def requirements(extras: Sequence[str]) -> list[str]:
+    """Return the requirements of extras, as flowgrpo's metadata states them."""
+    found = []
+    for line in importlib.metadata.requires("flowgrpo") or []:
+        requirement, _, marker = line.partition(";")
+        if (named := re.search(r"extra == ['\"]([\w.-]+)['\"]", marker)) and named[1] in extras:
+            found.append(requirement.strip())
+    return sorted(set(found))
+
+
+@contextlib.contextmanager
+def _progress(total: int) -> Iterator[Callable[[int], None]]:
+    """Context manager: a function that is told bytes, and shows them."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+    with Progress("downloading", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(),
+                  console=Console(stderr=True)) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda count: bar.advance(task, count)

@@ -1,0 +1,131 @@
+"""`flowgrpo reproduce`: a paper's run and its evaluation, and the paper's number beside ours."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from flowgrpo.cli.options import Trusted
+from flowgrpo.cli.root import app, print_table
+from flowgrpo.errors import UserError, nearest
+
+GPU, PROCESSES = "A100", 8  # of the costs
+
+
+@dataclass(frozen=True)
+class Result:
+    """Published result: the base's and the tuned model's mean of a reward on a suite.
+
+    seconds, peak: an epoch's, and GiB of each GPU, computed for PROCESSES of GPU by `flowgrpo check`.
+    base, tuned: None where the paper's text has no number of this run that was read. source: where they are.
+    """
+
+    suite: str
+    reward: str
+    source: str
+    epochs: int
+    seconds: float
+    peak: float
+    base: float | None = None
+    tuned: float | None = None
+
+
+FLOW, NFT = "2505.05470, table 2, with KL", "2509.16117, abstract, without guidance"
+UNREAD = "the number of this run was not read in the paper"
+RESULTS = {
+    "flow_grpo/geneval": Result("geneval", "geneval", FLOW, 1000, 246.8, 62.74, 0.63, 0.95),
+    "flow_grpo/ocr": Result("ocr", "ocr", FLOW, 1000, 246.8, 62.74, 0.59, 0.92),
+    "flow_grpo/pickscore": Result("drawbench", "pickscore", f"{FLOW}, on DrawBench", 1000, 246.8, 64.4, 22.34, 23.53),
+    "mix_grpo/flux": Result("drawbench", "hpsv2.1", UNREAD, 300, 462.9, 42.97),
+    "diffusion_nft/geneval": Result("geneval", "geneval", NFT, 1000, 154.7, 37.63, 0.24, 0.98),
+    "diffusion_nft/ocr": Result("ocr", "ocr", UNREAD, 1000, 153.1, 37.62),
+    "diffusion_nft/pickscore": Result("drawbench", "pickscore", UNREAD, 1000, 154.7, 39.29)}
+
+
+@app.command(hidden=True, short_help="Train and evaluate a paper's run, beside the paper's number.",
+             context_settings={"ignore_unknown_options": True})
+def reproduce(
+    arguments: Annotated[list[str], typer.Argument(metavar="PAPER/RESULT|--KEY=VALUE", show_default=False, help="Such "
+                         "as flow_grpo/geneval, and any key of the configuration.")],
+    gpus: Annotated[int | None, typer.Option(min=1, help="Processes of the training; without: the GPUs that are "
+                                             "here.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands and the computed cost.")] = False,
+    trusted: Trusted = False,
+) -> None:
+    """Check, train and evaluate a paper's run, and print the paper's number beside ours with its interval. The same
+    command continues after a stop."""
+    from flowgrpo.cli.train import recipe_and_options
+    from flowgrpo.config import parse
+
+    name, options = recipe_and_options(list(arguments), "PAPER/RESULT", ("gpus", "dry-run", "trust"))
+    if name not in RESULTS:
+        raise UserError(f"no published result {name!r}{nearest(str(name), list(RESULTS))}; there are "
+                        f"{', '.join(RESULTS)}")
+    result, recipe = RESULTS[name], f"papers/{name.replace('/', '_')}"
+    folder = parse.load(recipe, options, trusted).folder
+    further = [f"--{key}={value}" for key, value in options.items()]
+    processes = gpus or (PROCESSES if dry_run else _gpus())
+    check, train, evaluate = commands(recipe, result, folder, processes, further)
+    if dry_run:
+        for command in (check, train, evaluate):
+            typer.echo(shlex.join(command))
+        typer.echo(cost(result))
+        return
+    if not (folder / "summary.json").is_file():
+        _ran(check if processes > 1 or gpus else [*check[:3], recipe, *further])
+        _ran(train)
+    _ran(evaluate)
+    show(name, result, json.loads((folder / "eval" / result.suite / "results.json").read_text(encoding="utf-8")))
+
+
+def commands(recipe: str, result: Result, folder: Path, processes: int, further: list[str]) -> list[list[str]]:
+    """Return the commands that check, train and evaluate. further: keys of the configuration."""
+    launch = ["accelerate", "launch", "--multi_gpu", "--num_processes", str(processes), "-m", "flowgrpo"] \
+        if processes > 1 else ["flowgrpo"]
+    return [["flowgrpo", "prepare", "--yes", recipe, *further],
+            [*launch, "train", recipe, "--resume=auto", *further],
+            ["flowgrpo", "eval", str(folder), "--suite", result.suite, "--rewards", result.reward, "--base"]]
+
+
+def cost(result: Result) -> str:
+    """Return the computed cost of the training."""
+    hours = result.epochs * result.seconds / 3600
+    return (f"training, computed: {result.peak:.1f} GiB on each of {PROCESSES} {GPU}, {result.seconds:.0f} s an epoch, "
+            f"{hours:.0f} h for {result.epochs:,} epochs, {hours * PROCESSES:,.0f} GPU-hours")
+
+
+def show(name: str, result: Result, found: dict[str, Any]) -> None:
+    """Print the paper's numbers beside those of an evaluation; GenEval's is the mean of its six tasks' means."""
+    from flowgrpo.evaluation.statistics import ALL
+
+    rows = []
+    for arm, published in (("base", result.base), ("tuned", result.tuned)):
+        ours = found["category_means"][arm][result.reward] if result.suite == "geneval" else \
+            found["arms"][arm][result.reward][ALL]
+        rows.append([arm, "-" if published is None else f"{published:g}", f"{ours['mean']:.4g}",
+                     f"{ours['low']:.4g} to {ours['high']:.4g}"])
+    print_table([f"{result.reward} on {result.suite}", "paper", "ours", "95 % interval"], rows)
+    typer.echo(f"{name}: {result.source}; {found['suite']['prompts']:,} prompts")
+
+
+def _ran(command: list[str]) -> None:
+    """Run a command of this package in a process of its own. Raises UserError if it fails."""
+    typer.echo(f"$ {shlex.join(command)}")
+    words = [sys.executable, "-m", *command] if command[0] == "flowgrpo" else \
+        [sys.executable, "-m", "accelerate.commands.accelerate_cli", *command[1:]]
+    if code := subprocess.run(words, check=False).returncode:
+        raise UserError(f"{shlex.join(command)} ended with exit code {code}: its last line says why; the same command "
+                        "continues")
+
+
+def _gpus() -> int:
+    import torch
+
+    return max(1, torch.cuda.device_count())
