@@ -82,7 +82,7 @@ def _run(ready: Ready, trainer: Trainer, listed: str | None) -> dict[str, Any]:
         for line in loading.behind(config, trainer.method, policy, setup.prompts):
             print(line, flush=True)
     with contextlib.ExitStack() as stack:
-        if policy.modality == "text":  # of backward passes too, which recompute
+        if policy.unit == "tokens":  # of backward passes too, which recompute
             stack.enter_context(without_cudnn_attention(policy.device))
         if trainer.processes.first:
             stack.enter_context(run_folder.held_folder(config, trainer.epoch, resumed, ready.changes))

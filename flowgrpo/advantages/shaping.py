@@ -26,9 +26,10 @@ class Shaping:
     merges: several rewards become one, of weight 1.
     reads_reference: it reads a likelihood of every sample under the method's reference, from the context.
     reads_answers: it is about answers that join their group.
+    of_lengths: samples of one length compare with it as without it.
     """
 
-    merges = reads_reference = reads_answers = False
+    merges = reads_reference = reads_answers = of_lengths = False
 
     def __call__(self, rewards: Tensor, context: Context | None = None) -> Tensor:
         """Return the rewards [P, G, R], [P, G, 1] if it merges them; NaN where none applies."""
@@ -74,7 +75,7 @@ class Binary(Shaping):
         return (rewards >= self.threshold).to(rewards).masked_fill(rewards.isnan(), torch.nan)
 
 
-@part("shaping", target="tokens")
+@part("shaping", target="texts", of_lengths=True)
 class Overlong(Shaping):
     """Rewards less DAPO's soft overlong punishment (2503.14476, equation 13): 0 up to the last `share` of the tokens
     that a completion may have, then linear growth to 1 at the last one."""

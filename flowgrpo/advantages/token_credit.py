@@ -227,7 +227,7 @@ class TokenCredit:
         raise NotImplementedError
 
 
-@part("spread", target="tokens", causal=True, jointly={"cut interval samples": "above 0 to 1, and 1 or more"})
+@part("spread", target="texts", causal=True, jointly={"cut interval samples": "above 0 to 1, and 1 or more"})
 class SegmentChain(TokenCredit):
     """Advantage of a token as the change of value over its segment, from Monte-Carlo continuations (SPO-chain,
     2505.23564): `segments.chain`.
@@ -257,7 +257,7 @@ class SegmentChain(TokenCredit):
         return token_advantages * (cut_points(old.logp, old.mask, self.cut) if self.masked else old.mask)
 
 
-@part("spread", target="tokens", causal=True, jointly={"every cut": "1 or more, and above 0 to 1"})
+@part("spread", target="texts", causal=True, jointly={"every cut": "1 or more, and above 0 to 1"})
 class SegmentTree(TokenCredit):
     """Advantage of a token as the change of value over its `every` tokens; a value is the mean reward of all samples of
     the group with the same tokens so far (SPO-tree, 2505.23564): `segments.shared_values`.

@@ -14,6 +14,7 @@ from flowgrpo.cli.options import (
     BY,
     ENHANCER,
     EPOCH,
+    GENERATES,
     LORA,
     PRECISION,
     RLG,
@@ -33,7 +34,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.storage import places
 
 TEMPERATURE = ("Temperature of a language model; 0 takes the likeliest token. Without: the run's, or 0 for one text, "
-               "1 for several.")
+               "1 for several and for images.")
 IMAGE = "Image that a pipeline starts from, or that a language model reads."
 BATCH = "With --prompts: samples per call of the model. Without: 1 image, 8 completions."
 KEY = "With --prompts: what prompts.jsonl calls a sample in the metadata. Without: base_image or base_text. With " \
@@ -68,6 +69,7 @@ def sample(
     best_of: Annotated[int, typer.Option(metavar="N", min=1, help=BEST_OF)] = 1,
     by: Annotated[str, typer.Option(metavar="REWARD|FILE.yaml", help=BY)] = "",
     enhancer: Annotated[str | None, typer.Option(metavar="MODEL_OR_RUN", help=ENHANCER)] = None,
+    generates: Annotated[Literal["text", "image"] | None, typer.Option(help=GENERATES)] = None,
     trust_run: Annotated[bool, typer.Option(trust.FLAG, help=TRUST)] = False,
 ) -> None:
     """Generate images, or completions, with a model, with or without a LoRA."""
@@ -82,14 +84,24 @@ def sample(
         from flowgrpo.evaluation import images
 
         typer.echo(images.sample_file(model, prompts, output, lora=weights, steps=steps, guidance=guidance, rlg=weight,
-                                      batch=batch, temperature=temperature, key=key, enhancer=rewriter, **drawn))
+                                      batch=batch, temperature=temperature, key=key, enhancer=rewriter,
+                                      generates=generates, **drawn))
     elif _writes(model, weights, weight):
         from flowgrpo.text import evaluation as texts
 
         if rewriter is not None:
             raise UserError("--enhancer: rewrites the prompts of a pipeline; leave it out for a language model")
+        if _draws(weights, generates):
+            if image is not None or steps is not None:
+                raise UserError(f"--{'steps' if image is None else 'image'}: image tokens are generated one after the "
+                                "other, from a text only: leave it out")
+            _print(texts.pictures(model, weights, prompt or [], output=output, guidance=guidance,
+                                  temperature=temperature, **drawn))
+            return
         _print(texts.sample(model, weights, prompt or [], temperature=temperature,
                             image=str(image) if image else None, **drawn))
+    elif generates is not None:
+        raise UserError(f"--generates {generates}: is of language models, and {model} is a pipeline: leave it out")
     else:
         _paint(model, weights, rewriter, drawn | {
             "prompts": prompt, "steps": steps, "guidance": guidance, "output": output, "rlg": weight, "image": image})
@@ -158,6 +170,14 @@ def _writes(model: str, run: Path | None = None, weight: float | None = None) ->
         if weight is not None:
             raise UserError("--rlg: weights the velocities of a denoiser; leave it out for a language model")
     return written
+
+
+def _draws(run: Path | None, generates: str | None) -> bool:
+    """Return True for pictures of a language model, as asked or as the run trained it."""
+    from flowgrpo.policies.checkpoints import config_of
+
+    config = config_of(run)
+    return (generates or (config.text.generates if config else "text")) == "image"
 
 
 @compare_app.command("grid", short_help="Show the base and a run on the same prompts and seeds.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -14,6 +14,7 @@ from flowgrpo.cli.options import (
     BY,
     ENHANCER,
     EPOCH,
+    GENERATES,
     LORA,
     PRECISION,
     RLG,
@@ -67,6 +68,7 @@ def evaluate(
     best_of: Annotated[int, typer.Option(metavar="N", min=1, help=BEST_OF)] = 1,
     by: Annotated[str, typer.Option(metavar="REWARD|FILE.yaml", help=BY)] = "",
     enhancer: Annotated[str | None, typer.Option(metavar="MODEL_OR_RUN", help=ENHANCER)] = None,
+    generates: Annotated[Literal["text", "image"] | None, typer.Option(help=GENERATES)] = None,
     trust_run: Annotated[bool, typer.Option(trust.FLAG, help=TRUST)] = False,
 ) -> None:
     """Score a model on a suite of prompts, by several rewards, and against its base."""
@@ -82,7 +84,7 @@ def evaluate(
         results = evaluation.evaluate(
             local_source(source), suite, named, output, lora=local_lora(lora), base=base, samples=samples, steps=steps,
             guidance=guidance, seed=seed, features=features, rlg=weights, batch=batch, temperature=temperature,
-            max_tokens=max_tokens, precision=precision, epoch=epoch, best_of=best_of, by=scorer,
+            max_tokens=max_tokens, precision=precision, epoch=epoch, best_of=best_of, by=scorer, generates=generates,
             enhancer=enhancer and local_source(enhancer),
             distance=[name.strip() for name in distance.split(",")] if distance else [])
     except KeyboardInterrupt:

@@ -24,6 +24,8 @@ Trusted = Annotated[bool, typer.Option(trust.RECIPE_FLAG, help="Let a recipe tha
                                        "working folder execute code, read keys, reach addresses and write elsewhere.")]
 RLG = "Sample with base + W * (tuned - base): 0 the base, 1 the tuned model, above 1 beyond it (RLG). Other weights " \
       "run the denoiser twice as often."
+GENERATES = ("What a language model makes: text, or image by an image head, as of Janus. Without: what the run "
+             "trained, or text.")
 BEST_OF = "Generate N for each kept sample, and keep the one that --by scores highest."
 ENHANCER = "A language model, or a run that trained one, that rewrites the prompts of a pipeline."
 BY = "The reward of --best-of: a name that `flowgrpo list rewards` lists, the run's, or a file of one with its args."

@@ -14,6 +14,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 DENOISERS = ("pipeline",)
 LEFT_TO_RIGHT = ("causal_lm", "vision_lm")
 LANGUAGE = (*LEFT_TO_RIGHT, "masked_lm")
+IMAGE_TOKENS = ("image_tokens",)
 
 
 class Section(BaseModel):

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from flowgrpo.config.base import DENOISERS, LANGUAGE, LEFT_TO_RIGHT, Section, Share, When, key
+from flowgrpo.config.base import DENOISERS, IMAGE_TOKENS, LANGUAGE, LEFT_TO_RIGHT, Section, Share, When, key
 from flowgrpo.config.reward_rules import WatchRule
 
 Side = Annotated[int, Field(ge=8, le=2**16)]
@@ -42,6 +42,7 @@ class Picture(Section):
         return self
 
 
+OF_PREFIXES = (*LEFT_TO_RIGHT, *IMAGE_TOKENS)  # kinds whose tokens follow their prompt, one after the other
 # Runs whose completions are drawn by other probabilities than are trained.
 DRAWN_APART = When(lambda c, m: c.text.engine == "vllm" or c.text.engine_precision not in (None, c.precision)
                    or c.precision != "fp32",
@@ -54,9 +55,11 @@ CORRECTED = When(lambda c, m: c.text.correction != "none", "text.correction is '
 class Text(Section):
     """Prompts, decoding and engine of a language model."""
 
-    kinds: ClassVar = LANGUAGE
+    kinds: ClassVar = (*LANGUAGE, *IMAGE_TOKENS)
 
-    max_tokens: int = Field(256, ge=1, le=2**24, description="of a completion, at most")
+    generates: Literal["text", "image"] = Field("text", description="what a completion is: an image comes from the "
+                                                                    "image head of a model such as Janus")
+    max_tokens: int = key(256, of=LANGUAGE, ge=1, le=2**24, description="of a completion, at most")
     system: str | None = Field(None, description="the system message; None: none")
     template: bool | None = Field(None, description="prompts in the tokenizer's chat template; None: where it has one")
     truncated: Literal["keep", "mask", "penalise"] = key(
@@ -64,14 +67,15 @@ class Text(Section):
                      "leave preferences out"),
         When(lambda c, m: not (m.for_tokens and m.target.follows_reward),
              "method {0.method} trains {1.target.trains}, whose tokens are not cut off", "use another method"),
-        description="completions that reach max_tokens without an end: trained like others, not at all, or with "
-                    "`penalty` taken off")
+        of=LANGUAGE, description="completions that reach max_tokens without an end: trained like others, not at all, "
+                                 "or with `penalty` taken off")
     penalty: float = key(1.0, When(lambda c, m: c.text.truncated == "penalise",
                                    "text.truncated is {0.text.truncated!r}", "set text.truncated: penalise"),
-                         gt=0, description="of `truncated: penalise`, off every transformed reward")
-    shared_prefix: bool = key(True, of=LEFT_TO_RIGHT, description="read a prompt once for all samples of its group, "
-                                                                  "where the model allows it")
-    eval_temperature: float = Field(0.0, ge=0, description="of the evaluation; 0 takes the likeliest token")
+                         of=LANGUAGE, gt=0, description="of `truncated: penalise`, off every transformed reward")
+    shared_prefix: bool = key(True, of=OF_PREFIXES, description="read a prompt once for all samples of its group, "
+                                                              "where the model allows it")
+    eval_temperature: float | None = Field(None, ge=0, description="of the evaluation; 0 takes the likeliest token; "
+                                                                   "None: 0, and 1 for images")
     engine: Literal["transformers", "vllm"] = key(
         "transformers", of=LEFT_TO_RIGHT, description="what samples completions; `vllm` has not been run: "
                                                       "docs/language_models.md")
@@ -82,11 +86,12 @@ class Text(Section):
                                          "set text.engine: vllm"),
                                of=LEFT_TO_RIGHT, gt=0, lt=1, description="share of the GPU that vLLM takes")
     correction: Literal["tis", "mis", "none"] = key(
-        "tis", DRAWN_APART, of=LEFT_TO_RIGHT, description="weight of tokens of an engine, or of half precision, by r = "
-        "trainer's probability / theirs: min(r, cap), 0 above the cap, or none")
-    correction_cap: float = key(2.0, DRAWN_APART, CORRECTED, of=LEFT_TO_RIGHT, ge=1, description="largest r")
+        "tis", DRAWN_APART, of=OF_PREFIXES, description="weight of tokens of an engine, or of half "
+        "precision, by r = trainer's probability / theirs: min(r, cap), 0 above the cap, or none")
+    correction_cap: float = key(2.0, DRAWN_APART, CORRECTED, of=OF_PREFIXES, ge=1,
+                                description="largest r")
     correction_level: Literal["token", "sequence"] = key(
-        "token", DRAWN_APART, CORRECTED, of=LEFT_TO_RIGHT, description="r of a token, or of its completion")
+        "token", DRAWN_APART, CORRECTED, of=OF_PREFIXES, description="r of a token, or of its completion")
 
 
 class Rollout(Section):
@@ -249,7 +254,8 @@ class Train(Optimizer):
     updates: int = Field(1, ge=1, description="optimizer steps per pass over an epoch's samples")
     inner_epochs: int = Field(1, ge=1, description="passes over an epoch's samples")
     steps: int = key(10, HAS_GRID, of=DENOISERS, ge=2, le=STEPS, description="denoising steps of a rollout")
-    guidance: float = key(1.0, of=DENOISERS, ge=0, description="guidance scale of the rollout and of its replay")
+    guidance: float = key(1.0, of=(*DENOISERS, *IMAGE_TOKENS), ge=0,
+                          description="guidance scale of the rollout and of its replay")
     grid: Literal["shifted", "stock"] = key(
         "shifted", HAS_GRID, of=DENOISERS, description="`shifted`: shift(linspace(1, 0)); `stock`: the pipeline's own "
         "sigmas, as models that predict noise always have")
@@ -296,7 +302,7 @@ class Memory(Section):
     offload: Literal["none", "block_level", "leaf_level"] = Field(
         "none", description="frozen blocks of the denoiser kept in CPU memory and copied for their forward: block by"
                             " block, or layer by layer")
-    rewards: Literal["keep", "cpu"] = key("keep", of=(*DENOISERS, *LANGUAGE),
+    rewards: Literal["keep", "cpu"] = key("keep", of=(*DENOISERS, *LANGUAGE, *IMAGE_TOKENS),
                                           description="where reward models wait while nothing is scored")
     vae: Literal["whole", "sliced", "tiled"] = Field("whole", description="a batch decoded at once, image by "
                                                      "image, or tile by tile too")
@@ -328,8 +334,8 @@ class Eval(Section):
     """Evaluation on held-out prompts, with the pipeline's own scheduler."""
 
     steps: int = key(20, of=DENOISERS, ge=1, le=STEPS, description="denoising steps of the evaluation")
-    guidance: float = key(4.5, of=DENOISERS, ge=0, description="guidance scale of the evaluation, before and after "
-                                                               "alike")
+    guidance: float = key(4.5, of=(*DENOISERS, *IMAGE_TOKENS), ge=0,
+                          description="guidance scale of the evaluation, before and after alike")
     frames: int | None = key(None, of=DENOISERS, ge=1, le=2**16, description="number of frames of the evaluation's "
                              "clips; None: `picture.frames`, as in training")
     every: int = Field(0, ge=0, description="epochs between images and held-out scores; 0: only before and after")

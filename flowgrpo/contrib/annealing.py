@@ -35,7 +35,7 @@ class AnnealedDecoding(Decoding):
         return torch.tensor(row, device=ids.device).expand(ids.shape)
 
 
-@part("decoding", causal=True)
+@part("decoding", target="texts", causal=True)
 class SpanDecoding(Decoding):
     """`Decoding` with another temperature inside spans, such as those of code (Thyme's GRPO-ATS: 1 for text, 0 for
     code).

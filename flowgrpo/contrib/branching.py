@@ -88,7 +88,7 @@ class SemanticBranches(CriticalTokens):
             raise UserError(f"{type(policy.model).__name__} does more to its logits than its head: set parts.draws: "
                             "{type: CriticalTokens}")
         ids, mask = completions.ids, completions.mask
-        states, head = policy.states_before(tokenized, ids.to(policy.device)), policy.model.get_output_embeddings()
+        states, head = policy.states_before(tokenized, ids.to(policy.device)), policy.head
         embeddings, heat = policy.model.get_input_embeddings().weight, decoding.temperatures(ids)
         entropy = torch.zeros(ids.shape)
         for row in range(len(ids)):  # row by row: the vocabulary may be large

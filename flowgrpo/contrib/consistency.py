@@ -12,7 +12,7 @@ from flowgrpo.parts import Above, part
 from flowgrpo.types import Completions, Context, required, wide
 
 
-@part("shaping", target="tokens", reads_reference=True)
+@part("shaping", target="texts", reads_reference=True)
 class LikelihoodConsistency(Shaping):
     """`bonus` for right samples whose answer the reference finds likely: at least as much as the right ones of the
     group in the mean (GRPO-CARE, 2506.16141). It is added to the first reward.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 VARIANTS = "variants"  # key of the memory: lines of prompts, the oldest first
 
 
-@part("curriculum", target="tokens", writes=True)
+@part("curriculum", target="texts", writes=True)
 class Variations:
     """Share of the epoch that are variants of earlier prompts, with the same reference answer (SvS, 2508.14029).
 

@@ -230,11 +230,13 @@ def columns(run: str | Path, kind: str, values: Sequence[str], prompts: str | Pa
     run, output = Path(run), Path(output)
     config = run_config(run)
     paths.require_file(output)
-    written = build.writes(config.model, config)
-    if written and kind not in OF_TEXTS:
+    by_tokens = build.writes(config.model, config)
+    written = by_tokens and config.text.generates == "text"
+    known = OF_TEXTS if written else (*OF_TEXTS, "guidance")
+    if by_tokens and kind not in known:
         raise UserError(f"--columns {kind}: is of denoisers, and {run} trained a language model; expected one of "
-                        f"{', '.join(OF_TEXTS)}")
-    if written:
+                        f"{', '.join(known)}")
+    if by_tokens:
         from flowgrpo.text.policies import engines as texts
 
         arguments = texts.asked(config, 2 if kind == "seeds" else 1, None)
@@ -245,7 +247,7 @@ def columns(run: str | Path, kind: str, values: Sequence[str], prompts: str | Pa
     given_files.require(shown)
     functions = run_rewards.measured(config)
     device = loading.place()
-    sampler = Texts(config.model, config, None, device) if written else Pipelines(
+    sampler = Texts(config.model, config, None, device) if by_tokens else Pipelines(
         config.model, config, drawing(config.precision if config.adapter.rank else "fp32", device), device)
 
     def sampled(column: Column) -> list[Any]:
@@ -255,7 +257,7 @@ def columns(run: str | Path, kind: str, values: Sequence[str], prompts: str | Pa
     bases: list[Any] = [None] * len(chosen)
     if any(map(rewards.sees_base, functions.values())):
         bases = [torch.stack(sampled(replace(column, weights=None, rlg=None))) for column in chosen]
-    fps = None if written else rate_ahead(config.model, config.load, arguments, config.fps)
+    fps = None if by_tokens else rate_ahead(config.model, config.load, arguments, config.fps)
     scores = [captions(functions, samples if written else torch.stack(samples), shown, base, fps)
               for samples, base in zip(drawn, bases)]
     rows = [Row(prompt.text, [pictures[i] for pictures in drawn],

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,10 +20,11 @@ from flowgrpo.errors import UserError
 from flowgrpo.evaluation import picture_files
 from flowgrpo.evaluation.plan import Ledger, Medium, Place, TextLedger
 from flowgrpo.evaluation.samplers import Pipelines, Texts
-from flowgrpo.policies import loading
+from flowgrpo.policies import build, loading
 from flowgrpo.rewards import guards
 from flowgrpo.samplers.rollout import seeder
 from flowgrpo.types import Completion
+from flowgrpo.version import __version__
 
 if TYPE_CHECKING:
     from flowgrpo.evaluation.plan import Plan
@@ -89,6 +91,23 @@ class Writer:
         """Return nothing: a text stores no settings."""
 
 
+class Drawer(Writer):
+    """Draw with a language model that has an image head."""
+
+    def draw(self, arm: str, prompts: Sequence[Prompt], places: Sequence[Place]) -> list[Any]:
+        """Draw pictures [3, H, W] in [0, 1], each from the seed of its place alone."""
+        return super().draw(arm, prompts, places)
+
+    def facts(self, arm: str, prompt: Prompt, place: Place, sample: Any) -> Any:
+        """Return how a picture was drawn, as AUTOMATIC1111 and ComfyUI read it."""
+        plan = self.plan
+        settings = {"Temperature": plan.asked["eval_temperature"], "CFG scale": plan.asked["guidance"],
+                    "Model": Path(plan.model).name,
+                    "Lora hashes": picture_files.lora_hashes(plan.tuned if plan.arms[arm] else None),
+                    "Version": f"flowgrpo {__version__}"}
+        return picture_files.parameters(prompt.text, self.seed_of(place.prompt, place.sample), sample, settings)
+
+
 def written_apart(samples: Sequence[str]) -> float:
     """Return the mean distance between texts of a prompt, 0 (equal) to 1 (nothing in common): 1 minus the Jaccard
     similarity of their word bigrams."""
@@ -114,3 +133,18 @@ def of_words(features: str | Callable) -> Callable:
 PICTURES = Medium("image", Painter, Ledger, lambda features: partial(drawn_apart, guards.extractor(features)), 1,
                   None)
 TEXTS = Medium("text", Writer, TextLedger, of_words, 8, "text")
+DRAWINGS = Medium("image", Drawer, Ledger, PICTURES.apart, 8, "image")
+
+
+def medium_of(model: str, config: Config | None, generates: str | None = None) -> Medium:
+    """Return what a model makes: pictures or clips by denoising, texts, or pictures by image tokens.
+
+    config: of the run that tuned it. generates: "text" or "image", of a language model; None as the run has it, or
+    texts.
+    Raises UserError for `generates` of a denoiser.
+    """
+    if build.writes(model, config):
+        return DRAWINGS if (generates or (config.text.generates if config else "")) == "image" else TEXTS
+    if generates is not None:
+        raise UserError(f"--generates {generates}: is of language models, and {model} is a pipeline: leave it out")
+    return PICTURES

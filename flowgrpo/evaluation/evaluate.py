@@ -30,7 +30,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.evaluation import best_of as choice
 from flowgrpo.evaluation import distances, draw, findings, held_out, run_rewards, samplers
 from flowgrpo.evaluation.plan import BASE, TUNED, BaseLedger, Medium, Place, Plan, digest
-from flowgrpo.policies import build, checkpoints, loading
+from flowgrpo.policies import checkpoints, loading
 from flowgrpo.rewards import Failed
 from flowgrpo.rewards.remote import exchange
 from flowgrpo.rewards.score import columns
@@ -45,8 +45,8 @@ def evaluate(source: str, suite: str, names: Sequence[str] | dict[str, WatchRule
              guidance: float | None = None, seed: int = 0, features: str | Callable = "pixels",
              rlg: Sequence[float] = (), batch: int | None = None, temperature: float | None = None,
              max_tokens: int | None = None, precision: str | None = None, epoch: int | None = None, best_of: int = 1,
-             by: str | dict[str, Any] = "", enhancer: str | None = None, distance: Sequence[str] = ()
-             ) -> dict[str, Any]:
+             by: str | dict[str, Any] = "", enhancer: str | None = None, distance: Sequence[str] = (),
+             generates: str | None = None) -> dict[str, Any]:
     """Sample a suite, score it, and write samples, `results.json`, `table.md` and `grid.png` to the folder `output`;
     returns the results.
 
@@ -63,13 +63,14 @@ def evaluate(source: str, suite: str, names: Sequence[str] | dict[str, WatchRule
     precision: None takes the run's, or the device's default. epoch: of a run's checkpoint, in place of its result.
     best_of: draws per sample, of which the one with the highest reward `by` is kept, a name or its rule by name.
     enhancer: language model or run that rewrites the prompts of pictures; rewards judge for the suite's prompts.
+    generates: "text" or "image", of a language model with an image head; None: as the run has it, or texts.
     distance: "fid", "kid" or both, of the tuned images to the base's, in `features`; see distances.py.
     A sample depends only on the seed, its prompt's number and its number within the prompt. With a `batch` of several
     per call (None: 1 picture, 8 texts) this holds up to rounding.
     Raises UserError for what cannot be loaded, and for a folder that holds another evaluation.
     """
     plan = make_plan(source, lora, base, samples, steps, guidance, seed, rlg, temperature, max_tokens, precision,
-                     epoch, best_of, by, enhancer)
+                     epoch, best_of, by, enhancer, generates)
     processes, apart = _processes(), plan.medium.apart(features)
     if processes.first:
         paths.require_folder(output)
@@ -97,7 +98,7 @@ def evaluate(source: str, suite: str, names: Sequence[str] | dict[str, WatchRule
 def make_plan(source: str, lora: str | Path | None, base: bool, samples: int, steps: int | None,
               guidance: float | None, seed: int, rlg: Sequence[float] = (), temperature: float | None = None,
               max_tokens: int | None = None, precision: str | None = None, epoch: int | None = None, best_of: int = 1,
-              by: str | dict[str, Any] = "", enhancer: str | None = None) -> Plan:
+              by: str | dict[str, Any] = "", enhancer: str | None = None, generates: str | None = None) -> Plan:
     """Resolve the source to a run or a model, of pictures or of texts.
     Raises UserError for a run with another LoRA, for a base with nothing to compare, for RLG weights without a tuned
     model or with a base, and for options of the other medium."""
@@ -107,13 +108,14 @@ def make_plan(source: str, lora: str | Path | None, base: bool, samples: int, st
     if tuned is None and rlg:
         raise UserError("--rlg guides a result away from its base: give a run, or a model and --lora")
     config = checkpoints.config_of(tuned)
-    medium = draw.TEXTS if build.writes(model, config) else draw.PICTURES
+    medium = draw.medium_of(model, config, generates)
     _require_fitting(medium, {"steps": steps, "guidance": guidance, "rlg": rlg or None, "enhancer": enhancer},
                      {"temperature": temperature, "max-tokens": max_tokens})
-    if medium is draw.TEXTS:
+    if medium is not draw.PICTURES:
         from flowgrpo.text.policies import engines as texts
 
-        arguments = texts.asked(config, samples * best_of, temperature, max_tokens)
+        arguments = texts.asked(config, samples * best_of, temperature, max_tokens, generates, guidance,
+                                model)
     else:
         arguments = samplers.call_arguments(model, tuned, steps, guidance)
     arms = {BASE: 0.0} if base or tuned is None else {}
@@ -127,7 +129,9 @@ def make_plan(source: str, lora: str | Path | None, base: bool, samples: int, st
 
 def _require_fitting(medium: Medium, of_pictures: dict[str, Any], of_texts: dict[str, Any]) -> None:
     """Raise UserError for an option of the other medium, which would have no effect."""
-    unread, of = (of_pictures, "a denoiser") if medium is draw.TEXTS else (of_texts, "a language model")
+    unread, of = (of_texts, "a language model") if medium is draw.PICTURES else (of_pictures, "a denoiser")
+    if medium is draw.DRAWINGS:  # it has a guidance, and as many tokens as its grid
+        unread = of_pictures | {"guidance": None, "max-tokens": of_texts["max-tokens"]}
     for name, value in unread.items():
         if value is not None:
             raise UserError(f"--{name}: is of {of}, and the model generates {medium.unit}s: leave it out")

@@ -215,12 +215,14 @@ def _draw_after(folder: Path, base: Measured, after: Measured, config: Config) -
 
 def described(policy: Policy, config: Config, count: int) -> str:
     """Describe in words the evaluated samples, `count` of them, and their sampling."""
-    warm = config.text.eval_temperature
+    warm, draws = config.text.eval_temperature, policy.modality != "text"
+    warm = float(draws) if warm is None else warm
     text = f"temperature {warm:g}" if warm else "greedy"
     frames = "" if config.eval.frames is None else f"{counted(config.eval.frames, 'frame')}, "
     drawn = f"{frames}{counted(config.eval.steps, 'step')}, guidance {config.eval.guidance:g}"
-    how = text if policy.modality == "text" else drawn
-    return f"{named(count, SAMPLE[policy.modality])} ({how})"
+    if policy.unit == "tokens":
+        drawn = f"{text}, guidance {config.eval.guidance:g}" if draws else text
+    return f"{named(count, SAMPLE[policy.modality])} ({drawn})"
 
 
 def sample_pictures(trainer: Trainer, functions: dict[str, Any], folder: Path) -> Measured:

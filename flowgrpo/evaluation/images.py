@@ -39,7 +39,7 @@ from flowgrpo.storage.paths import require_file, require_folder, require_room
 BLOCK = 4096  # bytes of the disk that a file takes at least
 FILE = "prompts.jsonl"
 PROMPT = "prompt"  # the key that makes a text the prompt of its line
-KEYS = {draw.PICTURES: "base_image", draw.TEXTS: "base_text"}
+KEYS = {draw.PICTURES: "base_image", draw.DRAWINGS: "base_image", draw.TEXTS: "base_text"}
 
 
 @loading.memory_told()
@@ -89,12 +89,12 @@ def sample(model: str, lora: str | Path | None, prompts: list[str], count: int, 
     if film and modality(pipe) != "video":
         raise UserError(f"--output {output}: {type(pipe).__name__} generates images: name a folder")
     folder, names = (Path(output).parent, iter([Path(output).name])) if film else (
-        Path(output), _names(prompts, count, "webp" if modality(pipe) == "video" else "png"))
-    return [*_saved(best.over(painter) if best else painter, arm, given, count, folder, names, SAMPLE[modality(pipe)],
+        Path(output), names_of(prompts, count, "webp" if modality(pipe) == "video" else "png"))
+    return [*saved(best.over(painter) if best else painter, arm, given, count, folder, names, SAMPLE[modality(pipe)],
                     plan.fps)]
 
 
-def _saved(hand: Hand, arm: str, prompts: Sequence[Prompt], count: int, folder: Path, names: Iterator[str],
+def saved(hand: Hand, arm: str, prompts: Sequence[Prompt], count: int, folder: Path, names: Iterator[str],
            unit: str, fps: float | None = None) -> Iterator[Path]:
     """Draw `count` pictures per prompt and yield their paths; each is saved before the next is drawn."""
     places = (Place(arm, i, k) for i in range(len(prompts)) for k in range(count))
@@ -156,7 +156,7 @@ def grid(run: str | Path, prompts: str | Path | None, count: int, seed: int, out
     return Path(output)
 
 
-def _names(prompts: list[str], count: int, ending: str = "png") -> Iterator[str]:
+def names_of(prompts: list[str], count: int, ending: str = "png") -> Iterator[str]:
     """Yield file names that sort like the pictures: number of the prompt, its words, number of the picture."""
     digits = max(3, len(str(len(prompts) - 1)), len(str(count - 1)))
     words = [re.sub(r"\W+", "-", text.lower()).strip("-")[:40] for text in prompts]
@@ -168,7 +168,7 @@ def sample_file(source: str, prompts: str | Path, output: str | Path, *, lora: s
            seed: int = 0, steps: int | None = None, guidance: float | None = None, rlg: float | None = None,
            batch: int | None = None, temperature: float | None = None, key: str | None = None,
            precision: str | None = None, best_of: int = 1, by: str | dict[str, Any] = "",
-           enhancer: str | None = None) -> Path:
+           enhancer: str | None = None, generates: str | None = None) -> Path:
     """Draw `count` samples of each prompt of a file, as `evaluate` does; returns `output`/prompts.jsonl.
 
     That file has a line per sample: the prompt with its metadata, and under `key` the absolute path of the picture (of
@@ -178,8 +178,8 @@ def sample_file(source: str, prompts: str | Path, output: str | Path, *, lora: s
     Raises UserError as `evaluate` does, for a folder with samples of other settings, and for pictures as prompts.
     """
     plan = make_plan(source, lora, False, count, steps, guidance, seed, [] if rlg is None else [rlg], temperature,
-                     precision=precision, best_of=best_of, by=by, enhancer=enhancer)
-    if key == PROMPT and plan.medium is draw.PICTURES:
+                     precision=precision, best_of=best_of, by=by, enhancer=enhancer, generates=generates)
+    if key == PROMPT and plan.medium is not draw.TEXTS:
         raise UserError("--key prompt: makes a text the prompt of its line, and the model generates images: name "
                         "another key")
     paths.require_folder(output)

@@ -327,7 +327,7 @@ class Plan:
     @functools.cached_property
     def fps(self) -> float | None:
         """Return the frames per second of clips; None for completions."""
-        if self.medium.modality == "text":
+        if self.medium.modality is not None:
             return None
         files = self.config.load if self.config is not None and self.config.model == self.model else Load()
         return rate_ahead(self.model, files, self.asked, self.asked.get("fps"))

@@ -34,7 +34,6 @@ from flowgrpo.policies.pipelines.rlg import Branches
 from flowgrpo.samplers.grids import require_steps
 from flowgrpo.samplers.rollout import seeder
 from flowgrpo.starter import CALLS, EVAL, RATES
-from flowgrpo.types import Completion
 
 if TYPE_CHECKING:
     from flowgrpo.text.policies.causal_lm import CausalLM
@@ -266,7 +265,7 @@ class Pipelines:
 
 
 class Texts:
-    """Sampler of completions by a language model, loaded for every arm.
+    """Sampler of completions by a language model, texts or pictures, loaded for every arm.
 
     precision: None takes the run's, or the device's default.
     """
@@ -279,12 +278,12 @@ class Texts:
         self.arm: Arm | None = None
         self.policy: CausalLM | None = None
 
-    def draw(self, arm: Arm, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Completion]:
-        """Write a completion per prompt and seed."""
+    def draw(self, arm: Arm, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Any]:
+        """Write a completion per prompt and seed, or draw a picture each [3, H, W]."""
         policy = self.load(arm)
         tell(self.threads)
         given = policy.encode([prompt.text for prompt in prompts], images=[prompt.brings for prompt in prompts])
-        return policy.generate(given, policy.generators(seeds))
+        return [*policy.generate(given, policy.generators(seeds))]
 
     def load(self, arm: Arm) -> CausalLM:
         """Load the model with an arm's weights and settings, unless they are in it, and return it."""

@@ -198,7 +198,7 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 def text(config: Config, summary: dict[str, Any], run: Path, place: str) -> str:
     """Return the card, and write its gallery. place: what the snippet loads the weights from."""
     lora, licence, pairs = has_lora(config, run), licence_of(config.model), gallery(run)
-    sample = _sample(summary, run)
+    sample = _sample(config, summary, run)
     front = yaml.safe_dump(metadata(config, licence, sample, lora, pairs), sort_keys=False).rstrip()
     prompt, brought = (pairs[0].prompt, pairs[0].brought) if pairs else (PROMPTS[sample], ())
     page = "before_after.webp" if (run / "before_after.webp").is_file() else "before_after.png"
@@ -252,7 +252,8 @@ def _base(config: Config) -> str:
 def metadata(config: Config, licence: dict[str, str], sample: str, lora: bool, pairs: Sequence[Pair] = ()
              ) -> dict[str, Any]:
     """Return the hub's metadata. A base model that is no hub id has no entry, since the hub would refuse it."""
-    library = "diffusers" if sample != "completion" else "peft" if lora else "transformers"
+    of_tokens = sample == "completion" or config.text.generates == "image"
+    library = "diffusers" if not of_tokens else "peft" if lora else "transformers"
     on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", config.model) and not Path(config.model).is_dir()
     base = {"base_model": config.model, "base_model_relation": "adapter" if lora else "finetune"} if on_hub else {}
     return {**base, "library_name": library, "license": "other", **licence,
@@ -324,6 +325,8 @@ def settings(config: Config, summary: dict[str, Any], run: Path) -> str:
     """Return the table of the settings that matter."""
     train, writes = config.train, summary["unit"] == TOKENS
     sampling = f"up to {config.text.max_tokens} tokens" if writes else f"{train.steps}, guidance {train.guidance:g}"
+    if config.text.generates == "image":
+        sampling = f"images by tokens, guidance {train.guidance:g}"
     none = "none: all weights" if config.adapter.rank == 0 else "none: an edit policy"
     adapter = run_lora.described(run) if has_lora(config, run) else none
     batch = f"{counted(train.prompts, 'prompt')} x {counted(train.group, 'sample')} each"
@@ -345,10 +348,10 @@ def _weighted(config: Config) -> str:
     return " + ".join(terms) + (f" with {', '.join(limited)}" if limited else "")
 
 
-def _sample(summary: dict[str, Any], run: Path) -> str:
+def _sample(config: Config, summary: dict[str, Any], run: Path) -> str:
     """Return the name of a sample."""
     if summary["unit"] == TOKENS:
-        return SAMPLE["text"]
+        return SAMPLE[config.text.generates]
     return SAMPLE["video" if (run / "before_after.webp").is_file() else "image"]
 
 

@@ -38,6 +38,8 @@ def snippet(config: Config, run: Path, place: str, prompt: str, brought: Sequenc
         lines = _of_pipeline(config, run, place, prompt, brought)
     elif build.kind(config) == build.CAUSAL_LM:
         lines = _of_language(config, place, prompt)
+    elif build.kind(config) == build.IMAGE_TOKENS:
+        lines = _of_drawing(config, place, prompt)
     else:
         shown = f", image={_path(place, brought[0][1])}" if brought else ""
         lines = ["from pathlib import Path", "", *_downloading(place, brought), "from flowgrpo.text import evaluation",
@@ -174,6 +176,30 @@ def _of_language(config: Config, place: str, prompt: str) -> list[str]:
             *([f"model = PeftModel.from_pretrained(model, {place!r})"] if lora else []), asked,
             f"output = model.generate(**inputs, max_new_tokens={config.text.max_tokens}, do_sample=False)",
             'print(tokenizer.decode(output[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True))']
+
+
+def _of_drawing(config: Config, place: str, prompt: str) -> list[str]:
+    imports, source = _source(config.model)
+    if config.eval.guidance <= 1 or config.text.template is False or config.text.eval_temperature not in (None, 1.0):
+        return ["from pathlib import Path", "", "from flowgrpo.text import evaluation", "",
+                f"print(evaluation.pictures({config.model!r}, Path({place!r}), [{prompt!r}], count=1, seed=0, "
+                'output=Path("pictures")))']
+    said = [{"role": "system", "content": [{"type": "text", "text": config.text.system}]}] if config.text.system else []
+    said.append({"role": "user", "content": [{"type": "text", "text": prompt}]})
+    lora = config.adapter.rank > 0
+    weights = source + _at(config, "variant", "revision") if lora else f"{place!r}, subfolder=\"model\""
+    return [*sorted({*imports, "import torch", "from PIL import Image",
+                     "from transformers import AutoModelForImageTextToText, AutoProcessor",
+                     *(["from peft import PeftModel"] if lora else [])}), "",
+            f"processor = AutoProcessor.from_pretrained({source}{_at(config, 'revision')})",
+            f"model = AutoModelForImageTextToText.from_pretrained({weights})",
+            *([f"model = PeftModel.from_pretrained(model, {place!r}).merge_and_unload()"] if lora else []),
+            f"inputs = processor.apply_chat_template({said!r}, add_generation_prompt=True, tokenize=True, "
+            'return_dict=True, return_tensors="pt", processor_kwargs={"generation_mode": "image"})',
+            'tokens = model.generate(**inputs, generation_mode="image", do_sample=True, top_k=0, '
+            f"guidance_scale={config.eval.guidance!r})",
+            "pixels = (model.decode_image_tokens(tokens)[0].float() + 1) * 127.5",
+            'Image.fromarray(pixels.clamp(0, 255).round().to(torch.uint8).cpu().numpy()).save("picture.png")']
 
 
 def _assembled(config: Config) -> tuple[list[str], str]:

@@ -27,9 +27,10 @@ def require_kind(config: Config, kind: str, where: str = "") -> None:
     for key, _ in _changed(config):
         if not (of := kinds(key)) or kind in of:
             continue
-        about = "language models" if kind == "pipeline" else "causal language models"
-        what = "denoisers" + " and causal language models" * (len(of) > 1) if "pipeline" in of else about
-        model = {"pipeline": "pipeline", "masked_lm": "masked language model"}.get(kind, "language model")
+        about = {"pipeline": "language models", "image_tokens": "texts"}.get(kind, "causal language models")
+        what = "denoisers" + " and causal language models" * ("causal_lm" in of) if "pipeline" in of else about
+        model = {"pipeline": "pipeline", "masked_lm": "masked language model",
+                 "image_tokens": "model that draws images by tokens"}.get(kind, "language model")
         raise UserError(f"{where}{key} is set, which is about {what}: leave it out for a {model} (got "
                         f"{attrgetter(key)(config)!r}, expected the default, {fields()[key].default!r})")
 

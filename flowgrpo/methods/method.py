@@ -27,7 +27,7 @@ from flowgrpo.samplers.rollout import RolloutSpec
 if TYPE_CHECKING:
     from flowgrpo.text.generation import TextGeneration
 
-OF_TEXT = ("tokens", "masks")  # the processes of language models: causal, masked
+OF_TEXT = ("tokens", "masks", "image tokens")  # the processes of language models: causal, masked, drawing
 # Of a flow and of a variance-preserving process.
 _FORMS: dict[Any, Any] = {kernels.FlowDDIM: kernels.DDIM, kernels.CPS: kernels.VPCPS}
 # On a variance-preserving process in place of a part of flow matching alone: the part, and how a recipe writes it.
@@ -120,7 +120,7 @@ class Method:
             raise self._unfit(process)
 
     def _unfit(self, process: str) -> UserError:
-        other = {"tokens": "masked language models", "masks": "causal language models"}
+        other = dict.fromkeys(OF_TEXT, "masked language models") | {"masks": "causal language models"}
         of = other.get(process, "language models") if self.for_tokens else "denoisers"
         name = type(self.generation.decoding if self.for_tokens else self.denoising.kernel).__name__
         return UserError(f"got a method of {of} (it samples by {name}), which this model is not: `flowgrpo list "
@@ -128,7 +128,7 @@ class Method:
 
     def on(self, process: str, given: Collection[str] = ()) -> Method:
         """Return the method as a process samples it: a "flow", a variance-preserving one ("vp"), "tokens" one after
-        the other, or "masks" that become tokens.
+        the other, "image tokens", or "masks" that become tokens.
 
         FlowDDIM and DDIM are one formula in two coordinates, so are CPS and VPCPS, and Euler stands for the
         deterministic step of either; Decoding unmasks as Unmasking does. What else is of flow matching alone has a
@@ -141,7 +141,12 @@ class Method:
         if process == "masks":
             return self._unmasked()
         if process == "tokens":
+            if "tokens" in self.target.offers and "texts" not in self.target.offers:
+                raise UserError(f"parts.target {type(self.target).__name__} is of {self.target.trains}: set "
+                                "text.generates: image, or leave it out")
             return self
+        if process == "image tokens":
+            return self._drawing(given)
         if process == "flow":
             return self._with_form({there: here for here, there in _FORMS.items()})
         if not isinstance(self.target, NoisedFinals):
@@ -165,6 +170,17 @@ class Method:
         unmasking = decoding if isinstance(decoding, Unmasking) else Unmasking(*dataclasses.astuple(decoding))
         return self.having(decoding=unmasking,
                            target=Traces() if isinstance(self.target, Completions) else self.target)
+
+    def _drawing(self, given: Collection[str]) -> Method:
+        """Return a method of language models on images, whose tokens are as many for each: a shaping that only
+        compares lengths is left out, unless it was given."""
+        from flowgrpo.text.targets import Completions, ImageTokens
+
+        shaping = self.credit.shaping
+        if shaping is not None and shaping.of_lengths and "shaping" not in given:
+            shaping = None
+        return self.having(shaping=shaping,
+                           target=ImageTokens() if type(self.target) is Completions else self.target)
 
     def of_flows_alone(self) -> list[str]:
         """Return the names of the parts that a variance-preserving process cannot have."""

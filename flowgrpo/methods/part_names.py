@@ -8,7 +8,7 @@ from __future__ import annotations
 MODULES: dict[str, dict[str, str]] = {
     "target": {
         "methods.targets": "RecordedSteps JointDensity NoisedFinals RewardGradient LatentEdits",
-        "text.targets": "Completions RelaxedTraces"},
+        "text.targets": "Completions ImageTokens RelaxedTraces"},
     "kernel": {
         "samplers.kernels": "ODE FlowSDE DanceSDE CPS FlowDDIM DDIM VPCPS AnnealedNoise",
         "samplers.noise": "LearnedNoise"},

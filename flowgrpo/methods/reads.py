@@ -82,7 +82,7 @@ def require_types(method: Method) -> None:
 def _kinds(of: str) -> set[str]:
     """Return the names of what is trained by the targets that offer this, and by those made of them."""
     kinds = [cast("type[targets.Target]", registry.TYPES[name]) for name in registry.of_place("target")]
-    return {target.trains for kind in kinds if of in kind.offers for target in (kind, *kind.__subclasses__())}
+    return {target.trains for kind in kinds for target in (kind, *kind.__subclasses__()) if of in target.offers}
 
 
 def _of(part: type) -> str:

@@ -65,8 +65,8 @@ GIVEN: dict[str, type] = {}
 OBJECT = "object:"
 # Groups of entry points by which an installed package adds presets and parts.
 PRESET_GROUP, PART_GROUP = "flowgrpo.methods", "flowgrpo.parts"
-# Fields that some group of some method has, by which recipes name parts; the last three are those of `text`.
-NAMES: set[str] = {"target", "decoding", "draws", "relaxation"} | {
+# Fields that some group of some method has, by which recipes name parts; the last four are those of `text`.
+NAMES: set[str] = {"target", "decoding", "draws", "relaxation", "scores"} | {
     field.name for cls in (Denoising, Credit, Loss, *vars(targets).values()) if dataclasses.is_dataclass(cls)
     for field in dataclasses.fields(cls)}
 

@@ -137,7 +137,7 @@ class DataLoss:
         return math.exp((reward - 1) / self.beta)
 
 
-@part("data", target="tokens")
+@part("data", target="texts")
 class NextToken(DataLoss):
     """Cross entropy of the next token of answers, at temperature 1: a mean over the batch's tokens.
 
@@ -148,7 +148,7 @@ class NextToken(DataLoss):
     token_weight: TokenWeight = EqualTokens()
 
 
-@part("data", target="tokens")
+@part("data", target="texts")
 class PreferencePairs(DataLoss):
     """Preference loss of recorded pairs of completions, a mean over the batch's pairs: HyPO's offline term
     (2406.01462).

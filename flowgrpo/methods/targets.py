@@ -37,10 +37,10 @@ class Target:
     scores_sampling: True if old scores are those of sampling; False: a score of finished samples.
     has_logp: True if its decisions have a log-probability, under the reference as well.
     offers: what a part can be for, which says so by its `reads_target` (a part without one goes with any target):
-        "tokens", of completions; "steps", the transition of each step; "noise", samples by the noise that they grow
-        from; "gaussians", decisions with a mean and a deviation; "noised finals"; "edits"; "likelihood", of samples
-        as they were drawn; "decisions", several of a sample, each with a loss; "model", scores by the weights of
-        another whole model; "denoiser", its training on data; "reward gradient".
+        "tokens", of completions; "texts", whose lengths differ; "steps", the transition of each step; "noise", samples
+        by the noise that they grow from; "gaussians", decisions with a mean and a deviation; "noised finals"; "edits";
+        "likelihood", of samples as they were drawn; "decisions", several of a sample, each with a loss; "model", scores
+        by the weights of another whole model; "denoiser", its training on data; "reward gradient".
     """
 
     trains: ClassVar[str]

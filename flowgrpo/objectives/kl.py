@@ -182,7 +182,7 @@ class SampledKL(Penalty):
         return ESTIMATORS[self.estimator](new.logp, reference.logp)
 
 
-@part("kl", target="tokens")
+@part("kl", target="texts")
 class SpanKL(SampledKL):
     """`SampledKL` with a factor on the weight by span, [B, N]: one attempt of a completion is held to the reference,
     the others less or not at all (stage I of SCoRe, 2409.12917, with the draws `SecondAttempt`).

@@ -27,17 +27,21 @@ if TYPE_CHECKING:
     from flowgrpo.text.policies.causal_lm import CausalLM
 
 PIPELINE, CAUSAL_LM, VISION_LM, MASKED_LM = "pipeline", "causal_lm", "vision_lm", "masked_lm"
+IMAGE_TOKENS = "image_tokens"  # a language model of DRAWING in a run with text.generates: image
+DRAWING = ("janus",)  # families of language models with an image head
 DIFFUSION = ("llada", "dream")  # families of masked language models whose classes are not called ForMaskedLM
-_PROCESSES = {PIPELINE: "flow", CAUSAL_LM: "tokens", VISION_LM: "tokens", MASKED_LM: "masks"}
+_PROCESSES = {PIPELINE: "flow", CAUSAL_LM: "tokens", VISION_LM: "tokens", MASKED_LM: "masks",
+              IMAGE_TOKENS: "image tokens"}
 
 
 def kind(config: Config, loaded: Any = None) -> str:
-    """PIPELINE for a diffusers pipeline, else which language model: CAUSAL_LM, VISION_LM for one that reads images, or
-    MASKED_LM. A folder's files say which, or what is loaded; of a hub id it is what the method is for, without a
-    request to the hub. UserError for a folder that is neither, and for a packaged model's name that is misspelt."""
+    """PIPELINE for a diffusers pipeline, else which language model: CAUSAL_LM, VISION_LM for one that reads images,
+    MASKED_LM, or IMAGE_TOKENS for one that draws them, where `text.generates` says so. A folder's files say which, or
+    what is loaded; of a hub id it is what the method is for, without a request to the hub. UserError for a folder
+    that is neither, and for a packaged model's name that is misspelt."""
     if loaded is not None:
-        return _of_language(loaded[0].config.to_dict() | {"architectures": [type(loaded[0]).__name__]}) \
-            if isinstance(loaded, tuple) else PIPELINE
+        return _of_language(loaded[0].config.to_dict() | {"architectures": [type(loaded[0]).__name__]},
+                            config.text.generates) if isinstance(loaded, tuple) else PIPELINE
     folder = Path(FOLDERS.get(config.model, config.model))
     if not folder.is_dir():
         method = overlay.with_parts(overlay.preset(config.method), config.parts)
@@ -45,11 +49,13 @@ def kind(config: Config, loaded: Any = None) -> str:
             sources.require_pipeline(config.model, method.for_tokens)
             return PIPELINE
         provenance.require_no_slip(config.model)
+        if method.for_tokens and config.text.generates == "image":
+            return IMAGE_TOKENS
         return (CAUSAL_LM if method.fits("tokens") else MASKED_LM) if method.for_tokens else PIPELINE
     if (folder / "model_index.json").is_file():
         return PIPELINE
     if (folder / "config.json").is_file():
-        return _of_language(_described(folder))
+        return _of_language(_described(folder), config.text.generates)
     if (folder / "config.yaml").is_file():
         base = read_yaml(folder / "config.yaml").get("model")
         raise UserError(f"{config.model} is a run, not a model: give the model that it trained, and its weights with "
@@ -94,8 +100,17 @@ def _described(folder: Path) -> dict[str, Any]:
     return described if isinstance(described, dict) else {}
 
 
-def _of_language(described: dict[str, Any]) -> str:
-    """Return the kind of language model of a config.json, from the names of its classes and its family."""
+def _of_language(described: dict[str, Any], draws: str = "text") -> str:
+    """Return the kind of language model of a config.json, from the names of its classes and its family.
+
+    draws: what its completions are. Raises UserError for an image of a model without an image head.
+    """
+    if draws == "image":
+        if described.get("model_type") not in DRAWING:
+            name = (described.get("architectures") or ["the model"])[0]
+            raise UserError(f"text.generates is 'image', but {name} has no image head: expected "
+                            "JanusForConditionalGeneration, or leave text.generates out")
+        return IMAGE_TOKENS
     if reads_images(described):
         return VISION_LM
     family, classes = str(described.get("model_type") or ""), described.get("architectures") or ()
@@ -147,9 +162,7 @@ def encoded(config: Config, prompts: Iterable[Prompt]) -> bool:
 
 
 def modality(loaded: Any) -> str:
-    """Return the modality of a loaded model: "image", "video" or "text"."""
-    if isinstance(loaded, tuple):
-        return "text"
+    """Return the modality of a loaded pipeline: "image" or "video"."""
     from flowgrpo.policies.pipelines import load
 
     return load.modality(loaded)
@@ -157,10 +170,10 @@ def modality(loaded: Any) -> str:
 
 def modality_ahead(config: Config, loaded: Any = None) -> str | None:
     """Return the modality of a model that is not loaded yet; None for a pipeline whose model_index.json is not here."""
+    if (of := kind(config, loaded)) != PIPELINE:
+        return "image" if of == IMAGE_TOKENS else "text"
     if loaded is not None:
         return modality(loaded)
-    if kind(config) != PIPELINE:
-        return "text"
     from flowgrpo.policies.pipelines import load
 
     return load.modality_ahead(config.model, config.load)
@@ -175,6 +188,10 @@ def require_inputs(config: Config, prompts: Sequence[Prompt], loaded: Any = None
         require_length(prompts)
     else:
         require_length(prompts, LONGEST_TEXT)
+        for prompt in prompts if kind(config, loaded) == IMAGE_TOKENS else ():
+            if prompt.brings is not None:
+                raise UserError(f"the prompt {prompt.text[:60]!r} brings an image, but image tokens are generated from "
+                                "a text only (text.generates: image): leave the image out")
         prompt_inputs.require_image_alone(prompts, config.model)
         return
     from flowgrpo.policies.pipelines import conditioned
@@ -221,7 +238,8 @@ def load_language(config: Config) -> tuple[Any, Any]:
     from flowgrpo.text.policies.text_weights import load_causal_lm
 
     folder = Path(FOLDERS.get(config.model, config.model))
-    if kind_of_model == VISION_LM or not folder.is_dir() and reads_images(_on_hub(config.model, config.load.revision)):
+    if kind_of_model in (VISION_LM, IMAGE_TOKENS) or \
+            not folder.is_dir() and reads_images(_on_hub(config.model, config.load.revision)):
         return load_causal_lm(*source, ("AutoModelForImageTextToText", "AutoProcessor"), files=config.load)
     return load_causal_lm(*source, files=config.load)
 
@@ -251,9 +269,11 @@ def language_policy(config: Config, loaded: tuple[Any, Any], adapter: Adapter | 
         unmasking: Any = validate.resolve(config, "masks").rollout.decoding
         return MaskedLM(*loaded, adapter, config.text, unmasking, **settings)
     if hasattr(loaded[1], "image_processor"):
-        from flowgrpo.text.policies.vision_lm import VisionLM
+        from flowgrpo.text.policies.image_lm import with_processor
 
-        return VisionLM(*loaded, adapter, config.text, **settings)
+        draws = kind(config, loaded) == IMAGE_TOKENS
+        target = validate.resolve(config, process(IMAGE_TOKENS)).target if draws else None
+        return with_processor(config, loaded, adapter, target, **settings)
     from flowgrpo.text.policies.causal_lm import CausalLM
 
     return CausalLM(*loaded, adapter, config.text, **settings)

@@ -26,3 +26,4 @@ CALLS = {"starter": CALL, "starter_video": VIDEO_CALL, "starter_consistency": CA
 EVAL = {"starter": {"num_inference_steps": EVAL_STEPS, "guidance": EVAL_GUIDANCE},
         "starter_video": {"num_inference_steps": EVAL_STEPS, "guidance": VIDEO_GUIDANCE},
         "starter_consistency": {"num_inference_steps": CONSISTENCY_STEPS, "guidance": 1.0}}
+TOKEN_GUIDANCE = {"starter_unified": 1.0}  # of image tokens

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from flowgrpo.config.schema import Config
 
 
-@part("shaping", target="tokens", reads_answers=True)
+@part("shaping", target="texts", reads_answers=True)
 class ExpertReward(Shaping):
     """Rewards of a group that holds the prompt's own answer (ViSurf, 2510.10606).
 
@@ -68,7 +68,7 @@ def smoothed(rewards: Tensor, expert: Tensor, weights: Sequence[float]) -> Tenso
     return torch.where((expert & (best >= totals))[..., None], mean, rewards)
 
 
-@part("shaping", target="tokens", jointly={"top least alpha": "0 to 1 each"})
+@part("shaping", target="texts", jointly={"top least alpha": "0 to 1 each"})
 class LengthSwitch(Shaping):
     """Right samples earn less the longer they are, in groups with a high share of right ones; other groups are
     unchanged (GRPO-lambda, 2505.18086).
@@ -119,7 +119,7 @@ def shortened(rewards: Tensor, right: Tensor, lengths: Tensor, alpha: float) -> 
     return rewards * (1 - alpha * ((long - mean) / (spread + 1e-6)).sigmoid())
 
 
-@part("shaping", target="tokens")
+@part("shaping", target="texts")
 class ExitDecay(Shaping):
     """Exponential decay of a group's right samples: the first keeps its reward, and each further one has half of the
     one before (S-GRPO, 2505.07686, whose group is one thought left at ever later places: `EarlyExits`).
@@ -141,7 +141,7 @@ class ExitDecay(Shaping):
 KINDS = ("group", "blame", "progress", "potential", "last")
 
 
-@part("spread", target="tokens", causal=True)
+@part("spread", target="texts", causal=True)
 class StepScores(TokenCredit):
     """Advantage of a token: `outcome` times the sample's, plus `weight` times the credit of the token's step.
 

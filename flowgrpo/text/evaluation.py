@@ -12,11 +12,12 @@ from flowgrpo.data import sets
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.device import require_generators
 from flowgrpo.evaluation import best_of as choice
-from flowgrpo.evaluation import run_rewards
+from flowgrpo.evaluation import draw, images, run_rewards
 from flowgrpo.evaluation.measured import Measured, measure, spread
 from flowgrpo.evaluation.pages.before_after import draw_pairs
-from flowgrpo.evaluation.plan import Arm
+from flowgrpo.evaluation.plan import BASE, TUNED, Arm, Plan
 from flowgrpo.evaluation.samplers import Texts
+from flowgrpo.policies import loading
 from flowgrpo.policies.checkpoints import config_of, run_config
 from flowgrpo.samplers.rollout import seeder
 from flowgrpo.storage import paths
@@ -47,6 +48,27 @@ def sample(model: str, lora: Path | None, prompts: list[str], count: int, seed: 
     return [written[place * best_of + number] for place, (number, _) in enumerate(picked)]
 
 
+@loading.memory_told()
+def pictures(model: str, lora: Path | None, prompts: list[str], count: int, seed: int, output: Path,
+             guidance: float | None = None, temperature: float | None = None, precision: str | None = None,
+             best_of: int = 1, by: str | dict[str, Any] = "") -> list[Path]:
+    """Draw `count` images per prompt by image tokens to the folder `output`; return the PNGs' paths, in order.
+
+    guidance, temperature: None takes the run's, or 5 and 1. Other arguments: see `sample`.
+    Raises UserError for a model or weights that do not load.
+    """
+    paths.require_folder(output)
+    images.require_disk(output, len(prompts) * count)
+    config, arm = config_of(lora), BASE if lora is None else TUNED
+    best = choice.make(best_of, by, config)
+    call = asked(config, count, temperature, generates="image", guidance=guidance, model=model)
+    plan = Plan(model, lora, {arm: float(lora is not None)}, None, config, call, count, seed, draw.DRAWINGS,
+                precision, best)
+    hand = plan.drawer(loading.place())
+    return [*images.saved(hand, arm, [Prompt(text) for text in prompts], count, output,
+                          images.names_of(prompts, count), "image")]
+
+
 def grid(run: Path, prompts: Path | None, count: int, seed: int, output: Path) -> Path:
     """Write base and tuned completions of `count` prompts side by side, with the run's rewards; returns `output`.
 
@@ -65,5 +87,5 @@ def grid(run: Path, prompts: Path | None, count: int, seed: int, output: Path) -
 
 def _measured(config: Config, lora: Path | None, prompts: list[Prompt], functions: dict[str, Any]) -> Measured:
     policy = load(config, lora)
-    return measure(policy, prompts, functions, steps=0, guidance=0.0, samples=1, micro_batch=config.train.rows,
-                   keep=len(prompts), title="base" if lora is None else "tuned")
+    return measure(policy, prompts, functions, steps=0, guidance=config.eval.guidance, samples=1,
+                   micro_batch=config.train.rows, keep=len(prompts), title="base" if lora is None else "tuned")

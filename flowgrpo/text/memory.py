@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -11,6 +12,7 @@ from flowgrpo.check.memory import FULL, averages, kept, tensor_bytes
 from flowgrpo.config.geometry import geometry
 from flowgrpo.config.schema import Config
 from flowgrpo.text.policies.causal_lm import CausalLM
+from flowgrpo.text.policies.image_lm import DECODED, ImageLM
 from flowgrpo.text.policies.masked_lm import MaskedLM
 from flowgrpo.text.policies.text_weights import cache_name
 from flowgrpo.text.samplers.language_model import TokenizedPrompts
@@ -38,28 +40,30 @@ def memory(policy: CausalLM, config: Config, conditioning: TokenizedPrompts, rew
     rows, row = geometry(config.train).micro_batch, conditioning.rows(torch.tensor([0]))
     evaluations = policy.evaluations
     masked = hasattr(policy, "mask")
-    cache = {} if masked else {"cache": rows * _at(config, lambda length: _cache(policy, row, length))}
-    activations = rows * _at(config, lambda length: _activations(policy, row, length))
+    most, drawn = policy.most(config.text), rows * policy.rows_drawn
+    cache = {} if masked else {"cache": drawn * _at(most, lambda length: _cache(policy, row, length))}
+    if isinstance(policy, ImageLM):
+        cache["decoder"] = min(rows, DECODED) * _decoder(policy)
+    activations = rows * _at(most, lambda length: _activations(policy, row, length))
     moments = {"adamw": 2 * trained, "adamw8bit": trained // 2}[config.train.optimizer]
     update = {"gradients and optimizer": trained + moments, "activations": activations}
     if not masked:  # a masked model's activations include its logits
-        width = policy.model.get_output_embeddings().weight.shape[0]
-        update["logits"] = 2 * 4 * width * min(rows * config.text.max_tokens, CHUNK)  # in fp32, before and after
+        update["logits"] = 2 * 4 * policy.choices * min(rows * most, CHUNK)  # in fp32, before and after
     policy.evaluations = evaluations
     scoring = {"reward models": rewards} if rewards else {}
     staying = scoring if config.memory.rewards == "keep" else {}
     return {"rollout": held | cache | scoring, "update": held | update | staying}
 
 
-def _at(config: Config, size: Callable[[int], int]) -> int:
-    """Extrapolate a size to the run's longest completion, from a short and a longer one."""
+def _at(most: int, size: Callable[[int], int]) -> int:
+    """Extrapolate a size to a completion of `most` tokens, from a short and a longer one."""
     short, long = size(SHORT), size(LONG)
-    return short + (long - short) * (config.text.max_tokens - SHORT) // (LONG - SHORT)
+    return short + (long - short) * (most - SHORT) // (LONG - SHORT)
 
 
 def _tokens(policy: CausalLM, row: TokenizedPrompts, length: int) -> torch.Tensor:
     """Return tokens [1,length] that continue the prompt with its own tokens."""
-    tokens = row.ids[0].tolist()[-1:] if not hasattr(policy, "mask") else [policy.mask]
+    tokens = policy.probe(row).tolist()[-1:] if not hasattr(policy, "mask") else [policy.mask]
     return torch.tensor([list(itertools.islice(itertools.cycle(tokens), length))], device=policy.device)
 
 
@@ -75,12 +79,30 @@ def _activations(policy: CausalLM, row: TokenizedPrompts, length: int) -> int:
 
 
 @torch.no_grad()
+def _decoder(policy: ImageLM) -> int:
+    """Return bytes that decoding one image holds at once, at most: input and output of its largest layer, twice for
+    the branch beside it."""
+    sizes: list[int] = []
+
+    def measure(_module: torch.nn.Module, given: Any, made: Any) -> None:
+        sizes.append(tensor_bytes(value for value in (*given, made) if torch.is_tensor(value)))
+
+    hooks = [module.register_forward_hook(measure) for module in policy.model.model.vqmodel.modules()
+             if not [*module.children()]]
+    try:
+        policy.decode(torch.full((1, policy.grid), policy.first))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return 2 * max(sizes)
+
+
+@torch.no_grad()
 def _cache(policy: CausalLM, row: TokenizedPrompts, length: int) -> int:
     """Return bytes of one row's keys and values; 0 for a model that stores them in another form."""
     inputs, _ = policy._joined(row, _tokens(policy, row, length + 1))
     with policy._arithmetic():
-        decoder = policy.model.base_model
-        outputs = decoder(input_ids=inputs, use_cache=True, **policy._beside(row, inputs.shape[1]))
-    layers = getattr(getattr(outputs, cache_name(decoder), None), "layers", ())
+        outputs = policy.body(**policy.read(inputs), use_cache=True, **policy._beside(row, inputs.shape[1]))
+    layers = getattr(getattr(outputs, cache_name(policy.body), None), "layers", ())
     tensors = [getattr(layer, name, None) for layer in layers for name in ("keys", "values")]
     return tensor_bytes(tensor for tensor in tensors if torch.is_tensor(tensor))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from flowgrpo import objectives
 from flowgrpo.methods.groups import Credit, Loss
@@ -21,7 +21,7 @@ class Completions(Target):
     """Tokens of completions, by their log-probability."""
 
     trains: ClassVar[str] = "completions"
-    offers: ClassVar[frozenset[str]] = frozenset({"tokens", "likelihood", "decisions", "model"})
+    offers: ClassVar[frozenset[str]] = frozenset({"tokens", "texts", "likelihood", "decisions", "model"})
     of: ClassVar[type] = TextGeneration
     has_logp: ClassVar[bool] = True
     unread: ClassVar[frozenset[str]] = frozenset({"step_weight", "progress"})
@@ -65,6 +65,32 @@ class Traces(Completions):
     """Tokens of an unmasking's trace: what completions are of a masked language model."""
 
     trains: ClassVar[str] = "traces of an unmasking"
+
+
+@part("target")
+class ImageTokens(Completions):
+    """Tokens of images: what completions are of a model with `text.generates: image`.
+
+    All have one length, the model's grid, and no text, so parts that read lengths or texts do not go with them.
+    scores: "guided": tokens count by the guided distribution, from which they are drawn (AR-GRPO, 2508.06924);
+        "conditional": they are drawn guided and count by the unguided one, as in T2I-R1, ULM-R1, GCPO and STAGE: the
+        estimate is then not the gradient of what is sampled.
+    """
+
+    scores: Literal["guided", "conditional"] = "guided"
+
+    trains: ClassVar[str] = "image tokens"
+    offers: ClassVar[frozenset[str]] = Completions.offers - {"texts"}
+    takes: ClassVar[dict[str, type]] = {"draws": groups.Independent}
+
+    def validate(self, rollout: Rollout, credit: Credit, loss: Loss, explorations: Sequence[RolloutSpec],
+                 group: int) -> None:
+        super().validate(rollout, credit, loss, explorations, group)
+        texts = {"advantage": "lengths" in credit.advantage.needs, "decoding": rollout.decoding.expert > 0,
+                 "reference": getattr(loss.reference, "makes_prompts", False)}
+        for name in (name for name, reads in texts.items() if reads):
+            raise ValueError(f"parts.{name} reads lengths or words of completions, and image tokens have one length "
+                             "and no word: choose another")
 
 
 @part("target")

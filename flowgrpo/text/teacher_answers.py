@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from flowgrpo.curriculum.epoch_batch import EpochBatch
 
 
-@part("redraw", target="tokens", puts_answers=True)
+@part("redraw", target="texts", puts_answers=True)
 class TeacherAnswers:
     """Sample a group without a sample above `fail` anew, with teachers' answers as last samples (AMPO, 2510.02227).
 

@@ -126,7 +126,7 @@ def measured(config: Config, policy: Any, prompt: Prompt) -> tuple[Estimate, Seq
     recompute, beside the one block that recomputes at a time.
     """
     negative = config.negative_prompt if prompt.negative is None else prompt.negative
-    text = policy.modality == "text"
+    text = policy.unit == "tokens"
     encode = policy.encode if text else encoded_prompts.prompt_cache(config, policy, policy.live)
     conditioning, before = encode([prompt.text], [negative], [prompt.brings]), policy.evaluations
     if config.picture.sizes:
@@ -158,6 +158,6 @@ def measured(config: Config, policy: Any, prompt: Prompt) -> tuple[Estimate, Seq
 
 def _blocks(policy: Any) -> int:
     """Return the number of a policy's blocks."""
-    if policy.modality == "text":
-        return max(getattr(policy.model.config, "num_hidden_layers", 1), 1)
+    if policy.unit == "tokens":
+        return max(getattr(policy.model.config.get_text_config(), "num_hidden_layers", 1), 1)
     return max(sum(len(blocks(module)) for module in policy.denoisers.values()), 1)

@@ -46,7 +46,7 @@ class FirstRatio:
     def of(cls, rollouts: GroupSampler[Any]) -> FirstRatio:
         """Return the check of a run's rollouts; texts have no upper bound of rounding."""
         policy, loss = rollouts.policy, rollouts.method.loss
-        return cls(rollouts, loss.surrogate, rollouts.exact, math.inf if policy.modality == "text" else ROUNDED,
+        return cls(rollouts, loss.surrogate, rollouts.exact, math.inf if policy.unit == "tokens" else ROUNDED,
                    loss.log_ratio)
 
     def __call__(self, parts: list[Part], conditioning: Encoded, say: Callable[[str], None]) -> list[Part]:

@@ -45,8 +45,9 @@ def check_modality(setup: Setup) -> None:
     known = {**setup.trained, **setup.watched}
     if modality := build.modality_ahead(setup.config, setup.loaded):
         rewards.require_modality(known, modality)
-        rewards.require_base(known, modality)
-        rewards.require_latents(known, modality)
+        made = "text" if setup.method.for_tokens else modality  # neither noise nor latents
+        rewards.require_base(known, made)
+        rewards.require_latents(known, made)
 
 
 def check_clips(setup: Setup) -> None:

@@ -149,7 +149,7 @@ def group_signals(trainer: Run, parts: list[Part], groups: int) -> tuple[Sequenc
     parts: of this process; groups: the number of all.
     """
     curriculum, norms = trainer.method.curriculum, ()
-    if getattr(curriculum, "reads_norms", False) and trainer.policy.modality == "text":
+    if getattr(curriculum, "reads_norms", False) and trainer.policy.unit == "tokens":
         olds = [part.transitions[0].old for part in parts]
         values = trainer.processes.gather(torch.cat([gradient_norms(old.logp.cpu(), old.mask.cpu()) for old in olds]))
         norms = tuple(values.view(groups, -1))

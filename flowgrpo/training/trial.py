@@ -82,7 +82,7 @@ def require(trainer: Run, measured: Functions) -> None:
     watched = {name: reward for name, reward in measured.items() if name not in trained}
     held = spread(trainer.held_out, trainer.config.eval.prompts)
     with trainer.processes.together(), _unseen(trainer.policy):
-        if trainer.policy.modality == "text":
+        if trainer.policy.unit == "tokens":
             plain = [prompt.text for prompt in [*trainer.prompts, *held] if prompt.brings is None]
             cast(Any, trainer.policy).require_context(plain)
         trainer.rollouts.require(trainer.prompts)
@@ -113,7 +113,7 @@ def _require_extremes(trainer: Run, prompts: list[Prompt]) -> None:
 
     They stay encoded for the run. Raises UserError that names the prompt.
     """
-    if trainer.policy.modality == "text" or trainer.processes.count * trainer.processes.members > 1:
+    if trainer.policy.unit == "tokens" or trainer.processes.count * trainer.processes.members > 1:
         return
     sizes = {}
     for prompt in prompts:
@@ -218,7 +218,7 @@ class Samples:
                                            torch.zeros(len(some), dtype=torch.bool)).texts
             return [drawn[i % len(drawn)] for i in range(len(rows))]
         drawn = self.policy.of_noise(conditioning, generators, output_type)
-        if output_type == "pt":
+        if output_type == "pt" and self.policy.unit != "tokens":
             require_made(self.policy.call.get("num_frames"), drawn, self.policy.pipe)
         if len(rows) == len(some):
             return drawn

@@ -10,6 +10,7 @@ from PIL import Image
 
 from flowgrpo.config.sections import Adapter, Text
 from flowgrpo.starter.arithmetic import CHARACTERS
+from flowgrpo.text.policies.image_lm import ImageLM
 from flowgrpo.text.policies.vision_lm import VisionLM
 
 SPECIAL = ["<pad>", "<s>", "</s>", "<image>", "<video>", "<look>", "<seen>", "<fake_token_around_image>",
@@ -159,3 +160,12 @@ def policy(family: str, rank: int = 2, checkpointing: bool = False, loaded=None,
     torch.manual_seed(0)
     model, processor = loaded or FAMILIES[family]()
     return VisionLM(model, processor, Adapter(rank=rank), Text(**{"max_tokens": 6} | text), checkpointing=checkpointing)
+
+
+def drawing(guidance: float = 3.0, rank: int = 2, loaded=None, conditional: bool = False, shown: float = 3.0,
+            checkpointing: float = 0.0, answers: bool = False, **text: Any) -> ImageLM:
+    """Janus as a policy of image tokens."""
+    torch.manual_seed(0)
+    model, processor = loaded or janus()
+    return ImageLM(model, processor, Adapter(rank=rank), Text(generates="image", **text), guidance=guidance,
+                   shown=shown, conditional=conditional, checkpointing=checkpointing, answers=answers)

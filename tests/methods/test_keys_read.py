@@ -18,7 +18,7 @@ from flowgrpo.policies import build
 from flowgrpo.training.checks import check
 from tests.helpers import loop, tiny, tiny_text
 
-KINDS = (build.PIPELINE, build.CAUSAL_LM, build.VISION_LM, build.MASKED_LM)
+KINDS = (build.PIPELINE, build.CAUSAL_LM, build.VISION_LM, build.MASKED_LM, build.IMAGE_TOKENS)
 # A value other than the default.
 OTHER = {"load.config": "folder", "load.denoiser": "file.safetensors", "load.lora": ["file.safetensors"],
          "memory.weights": "int8", "memory.encoders": "cpu", "memory.vae": "tiled", "memory.states": "cpu",
@@ -35,7 +35,7 @@ OTHER = {"load.config": "folder", "load.denoiser": "file.safetensors", "load.lor
          "train.pack": True, "train.one_pass": True, "train.steps": 4, "train.guidance": 2.0, "train.grid": "stock",
          "train.shift": 1.0,
          "eval.steps": 4, "eval.guidance": 1.0, "eval.frames": 9,
-         "text.max_tokens": 7, "text.system": "Be kind.", "text.template": True,
+         "text.generates": "image", "text.max_tokens": 7, "text.system": "Be kind.", "text.template": True,
          "text.truncated": "mask", "text.penalty": 2.0, "text.shared_prefix": False, "text.eval_temperature": 0.5,
          "text.engine": "vllm", "text.engine_precision": "bf16", "text.engine_memory": 0.5, "text.correction": "none",
          "text.correction_cap": 3.0, "text.correction_level": "sequence",

@@ -84,8 +84,8 @@ def test_every_part_is_for_what_some_target_offers_and_every_offer_has_a_part():
 
 
 @pytest.mark.parametrize("place, parts, told", [
-    ("log_ratio", {"type": "SequenceRatio"}, "got SequenceRatio, which reads completions or recorded pairs of "
-     "completions or traces of an unmasking, but the method trains recorded steps: expected one of "),
+    ("log_ratio", {"type": "SequenceRatio"}, "got SequenceRatio, which reads completions or image tokens or recorded "
+     "pairs of completions or traces of an unmasking, but the method trains recorded steps: expected one of "),
     ("surrogate", {"type": "RewardAscent"}, "got RewardAscent, which reads a relaxed unmasking or a reward's gradient"),
     ("log_ratio", {"type": "Matching"}, "got Matching, which reads noised finals or recorded pairs")])
 def test_a_part_for_another_target_is_refused_with_what_it_reads(place, parts, told):

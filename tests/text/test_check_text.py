@@ -87,8 +87,8 @@ def test_activations_are_those_of_a_completion_that_long():
     from flowgrpo.text import memory as text_memory
 
     policy = tiny_text.policy()
-    row, config = policy.encode(["1+2="]), tiny_text.config(text__max_tokens=50)
-    foretold = text_memory._at(config, lambda length: text_memory._activations(policy, row, length))
+    row = policy.encode(["1+2="])
+    foretold = text_memory._at(50, lambda length: text_memory._activations(policy, row, length))
     assert foretold == pytest.approx(text_memory._activations(policy, row, 50), rel=0.02)
 
 

@@ -147,7 +147,7 @@ class StepSize(Extension):
     def __init__(self, trainer: Any):
         super().__init__(trainer)
         settings = required(trainer.config.train.calibration)
-        text = trainer.policy.modality == "text"
+        text = trainer.policy.unit == "tokens"
         target, states = (NATS, COMPLETIONS) if text else (VELOCITY, STATES)
         self.kind: type[Tokens] | type[Velocity] = Tokens if text else Velocity
         self.calibration = Calibration(settings.target or target, settings.updates, self.kind.reach)

@@ -58,7 +58,7 @@ class CausalLM:
     def __init__(self, model: Any, tokenizer: Any, adapter: Adapter | None, text: Text, *,
                  device: str | torch.device = "cpu", precision: str = "fp32", checkpointing: float = 0.0):
         self.model, self.tokenizer, self.text = model, tokenizer, text
-        self._cache = cache_name(model.base_model)
+        self._cache = cache_name(self.body)
         self.device, self.dtype = torch.device(device), DTYPES[precision]
         self.states, self.exact = torch.device("cpu"), EXACT if precision == "fp32" else None
         self.evaluations = 0  # tokens that went through the model, padding included
@@ -75,7 +75,7 @@ class CausalLM:
         if checkpointing:
             recompute(model, checkpointing)
         self.checkpointing = float(checkpointing)
-        model.base_model.register_forward_pre_hook(self._count, with_kwargs=True)
+        self.body.register_forward_pre_hook(self._count, with_kwargs=True)
         # Determined by a trial: logits are the head's, prefixes shareable.
         self._head_alone: bool | None = None
         self._apart: str | None = None  # why prefixes are not shared; "" if they are
@@ -87,7 +87,45 @@ class CausalLM:
         self.checkpointing, self._apart = share, None
 
     def _count(self, _module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.evaluations += (args[0] if args else kwargs["input_ids"]).numel()
+        ids = args[0] if args else kwargs.get("input_ids")
+        self.evaluations += (kwargs["inputs_embeds"][..., 0] if ids is None else ids).numel()
+
+    # --- parts of the model ------------------------------------------------------------------------------------------
+
+    def body_of(self, model: Any) -> Any:
+        """Return the part of a model that makes states [B,S,H] of its inputs."""
+        return model.base_model
+
+    @property
+    def body(self) -> Any:
+        """The part of the model that makes states of its inputs."""
+        return self.body_of(self.model)
+
+    @property
+    def head(self) -> Callable[[Tensor], Tensor]:
+        """The function from states [n,H] before tokens to their logits [n,V]."""
+        return self.model.get_output_embeddings()
+
+    def read(self, ids: Tensor) -> dict[str, Tensor]:
+        """Return the body's input for tokens ids [B,S]."""
+        return {"input_ids": ids}
+
+    @property
+    def rows_drawn(self) -> int:
+        """Number of rows through the model for each row that is drawn."""
+        return 1
+
+    def _asked(self) -> dict[str, Any]:
+        """Return further arguments of `generate`."""
+        return {}
+
+    def columns(self, ids: Tensor) -> Tensor:
+        """Return the head's column of each token; ids: int64, any shape."""
+        return ids
+
+    def probe(self, tokenized: TokenizedPrompts) -> Tensor:
+        """Return a few tokens [n] that a completion of the first prompt may have, for trials."""
+        return tokenized.ids[0][:3]
 
     # --- prompts and samples -----------------------------------------------------------------------------------------
 
@@ -145,7 +183,7 @@ class CausalLM:
             # That of all models: a model's own, as of Janus, may pass no logits processors on.
             tokens = GenerationMixin.generate(
                 self.model, input_ids=ids, attention_mask=mask, max_new_tokens=most, do_sample=False,
-                logits_processor=LogitsProcessorList([draw]),
+                logits_processor=LogitsProcessorList([draw]), **self._asked(),
                 **self._beside(tokenized, ids.shape[1], before=True))[:, ids.shape[1]:]
         mask, cut = decided(tokens, self.ends)
         texts = self.written(tokens, mask)
@@ -196,8 +234,7 @@ class CausalLM:
             else:
                 hidden = self._whole(tokenized.rows(prompts), ids)
             if self.head_alone(tokenized):
-                head = self.model.get_output_embeddings()
-                scores = score(hidden[kept], head, ids[kept], decoding, entropy=entropy, heat=heat)
+                scores = score(hidden[kept], self.head, self.columns(ids[kept]), decoding, entropy=entropy, heat=heat)
             else:
                 scores = self._by_logits(tokenized.rows(prompts), ids, kept, decoding, entropy, heat)
         logp, *rest = (pad(torch.zeros(kept.shape, device=self.device).masked_scatter(kept, values), (0, most - length))
@@ -212,8 +249,8 @@ class CausalLM:
     def _whole(self, tokenized: TokenizedPrompts, ids: Tensor) -> Tensor:
         """Return the states [B,L,H] before each token of the completions ids [B,L], every row read from its start."""
         inputs, places = self._joined(tokenized, ids)
-        states = self.model.base_model(input_ids=inputs, use_cache=False,
-                                       **self._beside(tokenized, inputs.shape[1])).last_hidden_state
+        states = self.body(**self.read(inputs), use_cache=False,
+                           **self._beside(tokenized, inputs.shape[1])).last_hidden_state
         return states.gather(1, places[..., None].expand(-1, -1, states.shape[2]))
 
     @torch.no_grad()
@@ -233,6 +270,15 @@ class CausalLM:
         """H, the size of a hidden state."""
         return self.model.get_input_embeddings().weight.shape[1]
 
+    @property
+    def choices(self) -> int:
+        """V, the number of tokens that the head knows."""
+        return self.model.get_output_embeddings().weight.shape[0]
+
+    def most(self, text: Text) -> int:
+        """Return L, the most tokens of a completion under these settings."""
+        return text.max_tokens
+
     def _joined(self, tokenized: TokenizedPrompts, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return prompts and completions [B,S], padded on the right, where it has no effect, and the indices [B,L] of
         the states that predict the completions' tokens."""
@@ -246,9 +292,8 @@ class CausalLM:
         once, and its gradient is the sum of theirs (Prefix Grouper, 2506.05433)."""
         inputs, mask = self._left_padded(tokenized)
         positions, next_position = self._positions(tokenized, inputs, mask)
-        body = self.model.base_model
-        read = body(input_ids=inputs, attention_mask=mask, position_ids=positions, use_cache=True,
-                    **self._beside(tokenized, inputs.shape[1], before=True))
+        read = self.body(**self.read(inputs), attention_mask=mask, position_ids=positions, use_cache=True,
+                         **self._beside(tokenized, inputs.shape[1], before=True))
         first = read.last_hidden_state[:, -1:][of]
         if ids.shape[1] == 1:
             return first
@@ -256,8 +301,8 @@ class CausalLM:
         cache.batch_select_indices(of)
         visible = torch.cat([mask[of], torch.ones_like(ids[:, :-1])], 1)
         behind = next_position[of] + torch.arange(ids.shape[1] - 1, device=self.device)
-        states = body(input_ids=ids[:, :-1], attention_mask=visible, position_ids=behind, use_cache=True,
-                      **{self._cache: cache}).last_hidden_state
+        states = self.body(**self.read(ids[:, :-1]), attention_mask=visible, position_ids=behind, use_cache=True,
+                           **{self._cache: cache}).last_hidden_state
         return torch.cat([first, states], 1)
 
     def _positions(self, tokenized: TokenizedPrompts, inputs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -280,9 +325,9 @@ class CausalLM:
         if self._head_alone is None:
             before, ids = self.evaluations, tokenized.ids[0][None].to(self.device)
             beside = self._beside(tokenized.rows(torch.tensor([0])), ids.shape[1])
-            states = self.model.base_model(input_ids=ids, use_cache=False, **beside).last_hidden_state
+            states = self.body(**self.read(ids), use_cache=False, **beside).last_hidden_state
             logits = self.model(input_ids=ids, use_cache=False, **beside).logits
-            self._head_alone = torch.allclose(self.model.get_output_embeddings()(states), logits, CLOSE, CLOSE)
+            self._head_alone = torch.allclose(self.head(states), logits, CLOSE, CLOSE)
             self.evaluations = before
         return self._head_alone
 
@@ -295,13 +340,13 @@ class CausalLM:
         """Return the reason why a prompt is read once for each of its completions; empty if they share its cache."""
         if self._apart is None:
             self._apart = RECOMPUTED if self.checkpointing else self._try_prefixes(
-                tokenized.rows(torch.tensor([0])), tokenized.ids[0][:3])
+                tokenized.rows(torch.tensor([0])), self.probe(tokenized))
         return self._apart
 
     def _try_prefixes(self, tokenized: TokenizedPrompts, text: Tensor) -> str:
         """Try one prompt, and twice the tokens `text` behind it; return the reason of a failure."""
         before, ids = self.evaluations, text.repeat(2, 1).to(self.device)
-        head = self.model.get_output_embeddings()
+        head = self.head
         try:
             with self._arithmetic():
                 shared = head(self._behind_prefixes(tokenized, torch.tensor([0, 0], device=self.device), ids))

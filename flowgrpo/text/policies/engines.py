@@ -27,13 +27,14 @@ from flowgrpo.packages import needed
 from flowgrpo.policies import build, checkpoints
 from flowgrpo.policies.policy import resolve_precision
 from flowgrpo.policies.weights import adapters
-from flowgrpo.starter import FOLDERS
+from flowgrpo.starter import FOLDERS, TOKEN_GUIDANCE
 from flowgrpo.text.policies.causal_lm import CausalLM
 from flowgrpo.text.policies.text_weights import attach
 from flowgrpo.text.samplers.decoding import Decoding
 from flowgrpo.text.samplers.language_model import SampledCompletions, TokenizedPrompts
 from flowgrpo.types import required
 
+GUIDANCE = 5.0  # of images by Janus' own `generate`
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # supported by vLLM
 
 
@@ -47,7 +48,7 @@ def make(config: Config, policy: CausalLM, processes: int = 1) -> Copy | VLLM:
 
     Raises UserError if it cannot sample for this policy, or if vLLM is missing.
     """
-    if policy.process != "tokens":
+    if policy.process == "masks":
         raise UserError("text.engine and text.engine_precision: are for models that write one token after the other; "
                         "leave them out for a masked language model")
     if config.text.engine == "transformers":
@@ -183,18 +184,33 @@ def settings(model: str, run: Config | None, text: dict[str, Any], device: str |
     """Return the configuration of a language model's sampling: that of the run that trained it, with `text` on top.
     precision: as in `drawing`."""
     known = Config(method="grpo") if run is None else run
-    files = known.load if known.model == model else Load()
+    files, shown = known.load if known.model == model else Load(), known.eval
+    if "guidance" in text:  # of images
+        shown = shown.model_copy(update={"guidance": text["guidance"]})
+        text = {key: value for key, value in text.items() if key != "guidance"}
     return known.model_copy(update={"model": model, "load": files, "text": known.text.model_copy(update=text),
-                                    "precision": drawing(known.precision, device, precision)})
+                                    "eval": shown, "precision": drawing(known.precision, device, precision)})
 
 
-def asked(run: Config | None, count: int, temperature: float | None, max_tokens: int | None = None) -> dict[str, Any]:
+def asked(run: Config | None, count: int, temperature: float | None, max_tokens: int | None = None,
+          generates: str | None = None, guidance: float | None = None, model: str = "") -> dict[str, Any]:
     """Return the `text` settings that completions depend on, of a run or the defaults, for `count` completions per
-    prompt. The default temperature of several is 1."""
-    text = (Config() if run is None else run).text
+    prompt. The default temperature of several is 1, and that of images.
+
+    generates: what completions are, None as the run has it. guidance: of images, None as the run evaluates; without a
+    run as the card of the starter `model` says, or the model's own default.
+    """
+    known = Config() if run is None else run
+    text = known.text
+    if (generates or text.generates) == "image":
+        warm = text.eval_temperature if temperature is None else temperature
+        shown = known.eval.guidance if run is not None else TOKEN_GUIDANCE.get(model, GUIDANCE)
+        return {"generates": "image", "eval_temperature": 1.0 if warm is None else warm, "system": text.system,
+                "template": text.template, "guidance": shown if guidance is None else guidance}
     warm = (text.eval_temperature or float(count > 1)) if temperature is None else temperature
-    return {"eval_temperature": warm, "max_tokens": max_tokens or text.max_tokens, "system": text.system,
-            "template": text.template}
+    return ({"generates": "text"} if text.generates != "text" else {}) | {
+        "eval_temperature": warm, "max_tokens": max_tokens or text.max_tokens, "system": text.system,
+        "template": text.template}
 
 
 def load(config: Config, lora: Path | None, device: str | torch.device = "cpu") -> CausalLM:

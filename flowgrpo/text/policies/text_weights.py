@@ -153,6 +153,9 @@ class Taught(Protocol):
     def another(self, model: str) -> tuple[Any, Any]:
         """Load another model of its kind, and its tokenizer."""
 
+    def body_of(self, model: Any) -> Any:
+        """Return the part of a model that makes states."""
+
     def _count(self, _module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Count the tokens of a forward."""
 
@@ -193,5 +196,5 @@ class Teachers:
         model, tokenizer = self.policy.another(name)
         if tokenizer.get_vocab() != self.policy.tokenizer.get_vocab():
             raise UserError(f"the teacher {name!r} has another tokenizer than the model: expected the same tokens")
-        model.base_model.register_forward_pre_hook(self.policy._count, with_kwargs=True)
+        self.policy.body_of(model).register_forward_pre_hook(self.policy._count, with_kwargs=True)
         return model.to(self.policy.device).eval().requires_grad_(False)

@@ -24,6 +24,7 @@ from flowgrpo.text.samplers.decoding import TokenDistribution
 from flowgrpo.text.samplers.language_model import TokenizedPrompts
 from flowgrpo.types import Scored
 
+CLASSES = "AutoModelForImageTextToText", "AutoProcessor"  # of transformers, which load a model and its processor
 # Configuration keys of the placeholder tokens of an image, a video or a sound.
 PLACEHOLDERS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index", "audio_token_id")
 
@@ -74,14 +75,13 @@ class VisionLM(CausalLM):
             raise UserError(f"{type(model).__name__} cannot be sampled: it is no GenerationMixin of transformers, "
                             "expected a model that reads images and answers in text")
         if adapter and adapter.targets == Adapter().targets:
-            adapter = adapter.model_copy(update={"targets": _language_layers(model)})
+            adapter = adapter.model_copy(update={"targets": language_layers(model)})
         super().__init__(model, processor.tokenizer, adapter, text, **options)
         self.processor = processor
         if self.weights:
             self.weights.pipe = processor
         self.placeholders = sorted({token for name in PLACEHOLDERS
                                     if isinstance(token := getattr(model.config, name, None), int)})
-        model.generation_config.suppress_tokens = self.placeholders or None
         self._tried = False  # `unshared` has seen an image
 
     # --- prompts -----------------------------------------------------------------------------------------------------
@@ -98,7 +98,7 @@ class VisionLM(CausalLM):
                 raise UserError("a prompt brings an image, which needs the processor's chat template: leave "
                                 "text.template out, or take a processor that has one")
             return self._tokens(prompt), {}, {}
-        inputs = self._templated(prompt, image)
+        inputs = templated(self.processor, self.text, prompt, image)
         ids = inputs.pop("input_ids")[0]
         by_token = {name: value[0] for name, value in inputs.items() if value.shape[:2] == (1, len(ids))}
         return ids, by_token, {name: value for name, value in inputs.items() if name not in by_token}
@@ -107,26 +107,16 @@ class VisionLM(CausalLM):
         """Return the mask of placeholder ids, bool."""
         return torch.isin(ids, torch.tensor(self.placeholders, dtype=torch.int64))
 
-    def _templated(self, prompt: str, image: Any) -> dict[str, Tensor]:
-        said = [{"type": "image", "image": _opened(image)}] if image is not None else []
-        turns = [{"role": "user", "content": [*said, {"type": "text", "text": prompt}]}]
-        if self.text.system:  # a list, as for the prompt: not every template takes a text
-            turns.insert(0, {"role": "system", "content": [{"type": "text", "text": self.text.system}]})
-        try:
-            inputs = self.processor.apply_chat_template(turns, add_generation_prompt=True, tokenize=True,
-                                                        return_dict=True, return_tensors="pt")
-        except Exception as error:  # a template or a processor can raise anything
-            raise UserError(f"{type(self.processor).__name__} cannot read the prompt {prompt!r} "
-                            f"({' '.join(str(error).split())[:200]})") from error
-        return {name: value for name, value in inputs.items() if torch.is_tensor(value) and name != "attention_mask"}
-
     def _beside(self, tokenized: TokenizedPrompts, length: int, before: bool = False) -> dict[str, Tensor]:
         assert isinstance(tokenized, Shown), type(tokenized)
         return _by_token(tokenized, length, before, self.device) | _pictures(tokenized, self.device, self.dtype)
 
+    def _asked(self) -> dict[str, Any]:
+        # Of a call, not of the model, which may also draw images, whose tokens have the same numbers.
+        return {"suppress_tokens": self.placeholders or None}
+
     def another(self, model: str) -> tuple[Any, Any]:
-        body, processor = load_causal_lm(model, self.precision,
-                                         classes=("AutoModelForImageTextToText", "AutoProcessor"))
+        body, processor = load_causal_lm(model, self.precision, classes=CLASSES)
         return body, processor.tokenizer
 
     # --- replay ------------------------------------------------------------------------------------------------------
@@ -154,9 +144,12 @@ class VisionLM(CausalLM):
         if self._apart is None or seen and not self._tried:
             hardest = max(range(len(tokenized.ids)), key=lambda i: (bool(tokenized.pictures[i]), len(tokenized.ids[i])))
             row = tokenized.rows(torch.tensor([hardest]))
-            text = row.ids[0][~self._stand_in(row.ids[0])][:3]
-            self._apart, self._tried = RECOMPUTED if self.checkpointing else self._try_prefixes(row, text), seen
+            self._tried = seen
+            self._apart = RECOMPUTED if self.checkpointing else self._try_prefixes(row, self.probe(row))
         return self._apart
+
+    def probe(self, tokenized: TokenizedPrompts) -> Tensor:
+        return tokenized.ids[0][~self._stand_in(tokenized.ids[0])][:3]
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """As in `CausalLM`, with the place of the trial: with an image or without."""
@@ -166,6 +159,25 @@ class VisionLM(CausalLM):
         """As in `CausalLM`."""
         super().load_state(tensors, values)
         self._tried = values.get("tried", False) and self._apart is not None
+
+
+def templated(processor: Any, text: Text, prompt: str, image: Any = None, **asked: Any) -> dict[str, Tensor]:
+    """Return a processor's tensors of a prompt, and of an image before it, in its chat template.
+
+    asked: further arguments of the processor.
+    Raises UserError if it cannot read them.
+    """
+    said = [{"type": "image", "image": _opened(image)}] if image is not None else []
+    turns = [{"role": "user", "content": [*said, {"type": "text", "text": prompt}]}]
+    if text.system:  # a list, as for the prompt: not every template takes a text
+        turns.insert(0, {"role": "system", "content": [{"type": "text", "text": text.system}]})
+    try:
+        inputs = processor.apply_chat_template(turns, add_generation_prompt=True, tokenize=True, return_dict=True,
+                                               return_tensors="pt", processor_kwargs=asked)
+    except Exception as error:  # a template or a processor can raise anything
+        raise UserError(f"{type(processor).__name__} cannot read the prompt {prompt!r} "
+                        f"({' '.join(str(error).split())[:200]})") from error
+    return {name: value for name, value in inputs.items() if torch.is_tensor(value) and name != "attention_mask"}
 
 
 def _opened(image: Any) -> Any:
@@ -197,7 +209,7 @@ def _pictures(tokenized: Shown, device: torch.device, dtype: torch.dtype) -> dic
     return inputs
 
 
-def _language_layers(model: Any) -> list[str]:
+def language_layers(model: Any) -> list[str]:
     """Return the names of the language model's layers that get an adapter.
 
     If it is not a separate module, these are their last names alone.

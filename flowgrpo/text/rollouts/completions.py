@@ -82,8 +82,8 @@ class TextRollouts(GroupSampler[TokenizedPrompts]):
         return [decoding.written(answer) for answer in answers] if isinstance(decoding, WithAnswers) else answers
 
     def sample(self, conditioning: TokenizedPrompts, epoch: int, judge: TotalReward,
-               value: RewardValue | None = None, turn: int = 0) -> Iterator[tuple[Part, list[list[str]]]]:
-        """Sample a group per prompt: yield the parts as they are finished, each with its texts.
+               value: RewardValue | None = None, turn: int = 0) -> Iterator[tuple[Part, list[Any]]]:
+        """Sample a group per prompt: yield the parts as they are finished, each with its texts or pictures.
 
         judge: the total reward, by which a method learns what states are worth. value: of methods for pictures; unused
         here. turn: how often the epoch has drawn before.
@@ -106,7 +106,7 @@ class TextRollouts(GroupSampler[TokenizedPrompts]):
                 with torch.no_grad(), self.clock("update"):
                     part = self.rescored(part, conditioning)
             part = self.valued(part, conditioning, seed, judge)
-            yield part, [[text for batch in batches for text in batch.texts]]
+            yield part, [together([batch.outputs for batch in batches])]
         self.count(self.policy.evaluations - before)
 
     def recorded(self, groups: range, prompts: torch.Tensor, samples: torch.Tensor,
@@ -165,7 +165,7 @@ class TextRollouts(GroupSampler[TokenizedPrompts]):
         """Return the part with the old scores of its replay, and with weights of its tokens where precision is below
         fp32."""
         again = super().rescored(part, conditioning)
-        return again if self.policy.exact or self.policy.process != "tokens" else self.weighted(part, again)
+        return again if self.policy.exact or self.policy.process == "masks" else self.weighted(part, again)
 
     def weighted(self, drawn: Part, trained: Part) -> Part:
         """Return the part `trained`, with the trainer's log-probabilities, with weights of its tokens.
@@ -200,6 +200,11 @@ class TextRollouts(GroupSampler[TokenizedPrompts]):
     def loss_inputs(self, part: Part, conditioning: TokenizedPrompts, reference: list[Scored]) -> LossInputs:
         """Return what the surrogate reads in addition to ratio and advantage."""
         return self.target.loss_inputs(part, conditioning, reference)
+
+
+def together(outputs: list[Any]) -> Any:
+    """Return the outputs of batches as those of one: a list of texts, or pictures [B,3,H,W]."""
+    return torch.cat(outputs) if torch.is_tensor(outputs[0]) else [text for some in outputs for text in some]
 
 
 def brought(prompt: Prompt) -> Any:

@@ -147,4 +147,4 @@ class TraceTokens(CompletionTokens):
 # By the target of a method. RelaxedTraces have rollouts of their own (`relaxed`), which replay no tokens.
 TARGETS: dict[type[targets.Target], type[CompletionTokens]] = {
     targets.Completions: CompletionTokens, targets.Traces: TraceTokens, targets.RelaxedTraces: CompletionTokens,
-    targets.RecordedCompletions: CompletionTokens}
+    targets.ImageTokens: CompletionTokens, targets.RecordedCompletions: CompletionTokens}

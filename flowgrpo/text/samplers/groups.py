@@ -280,7 +280,7 @@ def alternatives(policy: CausalModel, tokenized: TokenizedPrompts, ids: Tensor, 
     if not policy.head_alone(tokenized):
         raise UserError(f"{type(policy.model).__name__} does more to its logits than its head: use a method that does "
                         "not look for other tokens")
-    states, head = policy.states_before(tokenized, ids.to(policy.device)), policy.model.get_output_embeddings()
+    states, head = policy.states_before(tokenized, ids.to(policy.device)), policy.head
     tokens, logp, likeliest = torch.zeros_like(ids), *(torch.full(ids.shape, -torch.inf) for _ in range(2))
     heat = decoding.temperatures(ids)
     for row in range(len(ids)):  # row by row: the vocabulary may be large

@@ -59,6 +59,11 @@ class SampledCompletions:
     texts: list[Completion]
     expert: Tensor | None = field(default=None, kw_only=True)
 
+    @property
+    def outputs(self) -> Any:
+        """What rewards read: the texts; of a model that draws, pictures [B,3,H,W]."""
+        return self.texts
+
 
 class LanguageModel(Protocol):
     """Policy that draws completions, token by token or mask by mask.
@@ -98,6 +103,10 @@ class CausalModel(LanguageModel, Protocol):
 
     def states_before(self, tokenized: TokenizedPrompts, ids: Tensor) -> Tensor:
         """Return the states [B,L,H] before each token of the completions ids [B,L]."""
+
+    @property
+    def head(self) -> Callable[[Tensor], Tensor]:
+        """The function from states to logits."""
 
     def head_alone(self, tokenized: TokenizedPrompts) -> bool:
         """Return True if the model's logits are those of its head alone."""

@@ -1,0 +1,329 @@
+"""Language model that draws images token by token, as a policy: `causal_lm` with an image at the end of a completion.
+
+A completion is a grid of image tokens in raster order. Its ids stand behind those of texts: V + code, V the number of
+text tokens, so that one row can hold both. Sampling is the model's own `generate`; guidance is combined in float32 from
+the logits of two rows, with and without the prompt, in the rollout and in the replay alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowgrpo.config.schema import Config
+from flowgrpo.config.sections import Adapter, Text
+from flowgrpo.errors import UserError
+from flowgrpo.text.policies.causal_lm import EXACT, CausalLM
+from flowgrpo.text.policies.text_weights import load_causal_lm
+from flowgrpo.text.policies.vision_lm import CLASSES, VisionLM, language_layers, templated
+from flowgrpo.text.samplers.decoding import Decoding, Draw, uniforms
+from flowgrpo.text.samplers.language_model import SampledCompletions, TokenizedPrompts
+from flowgrpo.types import wide
+
+HEAD = "generation_head"  # of the model, from states to logits of image tokens
+UNREAD = ("vision_model", "aligner", "lm_head")  # parts of the model that no image token goes through
+DECODED = 8  # images that are decoded at once
+
+
+@dataclass(frozen=True, eq=False)
+class SampledImages(SampledCompletions):
+    """Completions that are images. pictures: float32 [B,3,H,W] in [0, 1], on the CPU."""
+
+    pictures: Tensor = field(kw_only=True)
+
+    @property
+    def outputs(self) -> Tensor:
+        return self.pictures
+
+
+class Guided:
+    """Logits processor for the two halves of a batch, with and without prompts: guides, and draws.
+
+    The logits of `generate` are [2B,V]; those that it gets back are the drawn tokens' [B,V] (`Draw`).
+    shift: what a token's id is above its column. conditional: log-probabilities are those without guidance.
+    """
+
+    def __init__(self, draw: Draw, guidance: float, shift: int, conditional: bool):
+        self.draw, self.guidance, self.shift, self.conditional = draw, guidance, shift, conditional
+        self.ids: Tensor | None = None  # drawn so far
+        self.scores: list[Tensor] = []
+
+    def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
+        own, other = logits.chunk(2)
+        before = ids[:, :0] if self.ids is None else self.ids
+        chosen = self.draw(before, guided(own, other, self.guidance))
+        taken = chosen.argmax(-1, keepdim=True)
+        self.ids = torch.cat([before, taken + self.shift], 1)
+        if self.conditional:
+            self.scores.append(self.draw.decoding(own, taken[:, 0]).gather(1, taken))
+        return chosen
+
+    def log_probs(self) -> Tensor:
+        """Return the scores [B,L] of the drawn tokens."""
+        return torch.cat(self.scores, 1) if self.conditional else self.draw.log_probs()
+
+
+def guided(own: Tensor, other: Tensor, scale: float) -> Tensor:
+    """Return other + scale (own - other), float32 or wider: logits of a prompt's row and of the row without it."""
+    own, other = wide(own, other)
+    return own if scale == 1 else other + scale * (own - other)
+
+
+class ImageLM(CausalLM):
+    """Janus of transformers with trainable weights, from prompts to images; its arguments are those of `VisionLM`.
+
+    guidance: of the rollout and its replay; shown: of `generate`, for evaluations. 1 is none.
+    conditional: score tokens without guidance, though they are drawn with it, as several published codes do.
+    answers: weights that only answers go through are trained as well.
+    Unless `adapter.targets` names others, a LoRA trains the language model's layers and the image head. The autoencoder
+    stays frozen.
+    Raises UserError for a model without an image head, and for a generation configuration that lacks what it needs.
+    """
+
+    process, modality = "image tokens", "image"
+
+    def __init__(self, model: Any, processor: Any, adapter: Adapter | None, text: Text, *, guidance: float = 1.0,
+                 shown: float = 1.0, conditional: bool = False, answers: bool = False, **options: Any):
+        require_grid(model)
+        self.begin, blank = tokens_of(model)
+        for name, scale in (("train.guidance", guidance), ("eval.guidance", shown)):
+            if not 1 <= scale < math.inf:
+                raise UserError(f"{name} is {scale:g}, but image tokens are generated with 1, which is none, or "
+                                "more")
+        if adapter and adapter.targets == Adapter().targets:
+            layers = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)
+                      and f".{HEAD}." in f".{name}"]
+            adapter = adapter.model_copy(update={"targets": [*language_layers(model), *layers]})
+        self.grid = model.config.vision_config.num_image_tokens
+        super().__init__(model, processor.tokenizer, adapter, text.model_copy(update={"max_tokens": self.grid}),
+                         **options)
+        self.padding = model.generation_config.pad_token_id = blank
+        self.processor = processor
+        if self.weights:
+            self.weights.pipe = processor
+            if adapter and not adapter.rank:
+                self._freeze(() if answers else UNREAD)
+        self.guidance, self.shown, self.conditional = float(guidance), float(shown), conditional
+        self.exact = self.exact and EXACT * (2 * self.guidance - 1)  # rounding of both halves adds up
+        self._head_alone = True
+
+    def _freeze(self, further: Sequence[str]) -> None:
+        """Train neither the autoencoder nor these parts, which `self.weights` then leaves out."""
+        for name, part in self.model.named_modules():
+            if name.rpartition(".")[2] in ("vqmodel", *further):
+                part.requires_grad_(False)
+        self.weights.hold()
+
+    # --- parts of the model ------------------------------------------------------------------------------------------
+
+    @property
+    def first(self) -> int:
+        """V, the id of the first image token."""
+        return self.model.get_input_embeddings().weight.shape[0]
+
+    def body_of(self, model: Any) -> Any:
+        return model.model.language_model
+
+    @property
+    def head(self) -> Callable[[Tensor], Tensor]:
+        """The function from states [n,H] of prompts, or [n,2H] of both halves, to logits [n,K] of image tokens."""
+        return self._logits
+
+    def _logits(self, states: Tensor) -> Tensor:
+        head = getattr(self.model.model, HEAD)
+        if self.halves == 1:
+            return head(states)
+        own, other = states.chunk(2, -1)
+        return guided(head(own), head(other), self.guidance)
+
+    @property
+    def halves(self) -> int:
+        """Number of rows through the model for a row of a replay: 2 with guidance."""
+        return 1 if self.guidance == 1 or self.conditional else 2
+
+    @property
+    def rows_drawn(self) -> int:
+        return 2  # with the prompt and without, whatever the guidance
+
+    @property
+    def width(self) -> int:
+        return self.halves * super().width
+
+    @property
+    def choices(self) -> int:
+        return self.model.config.vq_config.num_embeddings
+
+    def read(self, ids: Tensor) -> dict[str, Tensor]:
+        """Return the embeddings [B,S,H] of text and image tokens."""
+        drawn = ids >= self.first
+        texts = self.model.get_input_embeddings()(ids.masked_fill(drawn, self.padding))
+        if not drawn.any():
+            return {"inputs_embeds": texts}
+        images = self.model.prepare_embeddings_for_image_generation(self.columns(ids[drawn]))
+        return {"inputs_embeds": texts.masked_scatter(drawn[..., None], images.to(texts.dtype))}
+
+    def columns(self, ids: Tensor) -> Tensor:
+        """Return the codes of image tokens."""
+        return ids - self.first
+
+    def probe(self, tokenized: TokenizedPrompts) -> Tensor:
+        return self.first + torch.arange(min(3, self.choices))
+
+    # --- prompts and samples -----------------------------------------------------------------------------------------
+
+    def encode(self, prompts: list[str], negatives: Sequence[str] = (), images: Sequence[Any] = ()) -> TokenizedPrompts:
+        """Tokenize the prompts, in the chat template if configured, with the token that begins an image behind each.
+
+        Raises UserError for a reference image.
+        """
+        if any(image is not None for image in images):
+            raise UserError(f"{type(self.model).__name__} generates images from a text only, but a prompt brings an "
+                            "image: leave it out, or train its answers (text.generates: text)")
+        return TokenizedPrompts(list(prompts), [self._tokens(prompt) for prompt in prompts])
+
+    def _tokens(self, prompt: str) -> Tensor:
+        if self.text.template is False or not self.processor.chat_template:
+            return torch.cat([super()._tokens(prompt), torch.tensor([self.begin])])
+        return templated(self.processor, self.text, prompt, generation_mode="image")["input_ids"][0]
+
+    def without(self, ids: Tensor) -> Tensor:
+        """Return a prompt's tokens without its text, of the same length: what guidance leads away from."""
+        kept = (ids == self.begin) | (ids == self.model.generation_config.bos_token_id)
+        return ids.masked_fill(~kept, self.padding)
+
+    @torch.no_grad()
+    def sample(self, tokenized: TokenizedPrompts, decoding: Decoding, generators: Sequence[torch.Generator],
+               greedy: Tensor) -> SampledImages:
+        """Sample an image for each row from its own generator; greedy: bool [B], rows of most likely tokens."""
+        return self._drawn(tokenized, decoding, generators, greedy, self.guidance)
+
+    def generate(self, tokenized: TokenizedPrompts, generators: Sequence[torch.Generator], *drawn: Any) -> Any:
+        """Return images [B,3,H,W] for evaluation, at `text.eval_temperature`.
+
+        drawn: the number of steps, of denoisers, and the guidance; without them it is `eval.guidance`.
+        """
+        _, guidance = drawn or (0, self.shown)
+        warm = 1.0 if self.text.eval_temperature is None else self.text.eval_temperature
+        greedy = torch.full((len(tokenized.ids),), not warm)
+        with torch.no_grad():
+            return self._drawn(tokenized, Decoding(warm or 1.0), generators, greedy, guidance).pictures
+
+    def of_noise(self, tokenized: TokenizedPrompts, generators: Sequence[torch.Generator], output_type: str = "pt"
+                 ) -> Tensor:
+        """Return images of random tokens [B,3,H,W], without a call of the language model."""
+        return self.decode(self.first + torch.stack([torch.randint(self.choices, (self.grid,), generator=each)
+                                                     for each in generators]))
+
+    def _drawn(self, tokenized: TokenizedPrompts, decoding: Decoding, generators: Sequence[torch.Generator],
+               greedy: Tensor, guidance: float) -> SampledImages:
+        from transformers import LogitsProcessorList
+
+        draw = Draw(decoding, uniforms(generators, self.grid).to(self.device), greedy.to(self.device))
+        process = Guided(draw, guidance, self.first, self.conditional)
+        ids, mask = self._left_padded(tokenized)
+        with self._arithmetic():
+            # guidance_scale 1: the model's own would be combined in its dtype, behind our processor.
+            codes = self.model.generate(input_ids=ids, attention_mask=mask, generation_mode="image", do_sample=False,
+                                        guidance_scale=1.0, max_length=ids.shape[1] + self.grid,
+                                        logits_processor=LogitsProcessorList([process]))
+        ids = (codes + self.first).cpu()
+        mask = torch.ones_like(ids, dtype=torch.bool)
+        return SampledImages(ids, process.log_probs().cpu(), mask, ~mask.any(1), [], pictures=self.decode(ids))
+
+    @torch.no_grad()
+    def decode(self, ids: Tensor) -> Tensor:
+        """Return the images [B,3,H,W] in [0, 1] of their tokens ids [B,L], float32 on the CPU, as the processor's
+        `postprocess` makes them, before its rounding."""
+        with self._arithmetic():
+            drawn = [self.model.decode_image_tokens(self.columns(some).to(self.device)).float().cpu()
+                     for some in ids.split(DECODED)]
+        mean, std = (torch.tensor(value) for value in (self.processor.image_processor.image_mean,
+                                                       self.processor.image_processor.image_std))
+        return (torch.cat(drawn) * std + mean).clamp(0, 1).permute(0, 3, 1, 2).contiguous()
+
+    def written(self, ids: Tensor, mask: Tensor) -> Any:
+        raise NotImplementedError("image tokens are no text")
+
+    def require_context(self, prompts: Sequence[str]) -> None:
+        """Raise UserError for a prompt that with its image is longer than the model's context."""
+        most = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        for prompt in sorted(dict.fromkeys(prompts), key=len)[-4:]:
+            length = len(self.encode([prompt]).ids[0])
+            if most and length + self.grid > most:
+                raise UserError(f"the prompt {prompt[:60]!r} has {length} tokens and its image {self.grid}, but the "
+                                f"model's context is {most} tokens: shorten the prompt")
+
+    def most(self, text: Text) -> int:
+        return self.grid
+
+    # --- replay ------------------------------------------------------------------------------------------------------
+
+    def _whole(self, tokenized: TokenizedPrompts, ids: Tensor) -> Tensor:
+        """Return the states [B,L,H] before each image token, with guidance [B,L,2H]: of the prompts and without."""
+        if self.halves == 1:
+            return super()._whole(tokenized, ids)
+        both = super()._whole(self._both(tokenized), torch.cat([ids, ids]))
+        return torch.cat(both.chunk(2), -1)
+
+    def _behind_prefixes(self, tokenized: TokenizedPrompts, of: Tensor, ids: Tensor) -> Tensor:
+        if self.halves == 1:
+            return super()._behind_prefixes(tokenized, of, ids)
+        places = torch.cat([of, of + len(tokenized.ids)])
+        return torch.cat(super()._behind_prefixes(self._both(tokenized), places, torch.cat([ids, ids])).chunk(2), -1)
+
+    def _both(self, tokenized: TokenizedPrompts) -> TokenizedPrompts:
+        """Return the prompts, and behind them the same without their texts."""
+        return TokenizedPrompts(tokenized.prompts * 2, [*tokenized.ids, *map(self.without, tokenized.ids)])
+
+    # --- what every policy has ---------------------------------------------------------------------------------------
+
+    def another(self, model: str) -> tuple[Any, Any]:
+        body, processor = load_causal_lm(model, self.precision, classes=CLASSES)
+        return body, processor.tokenizer
+
+    def answering(self, text: Text) -> VisionLM:
+        """Return a policy of answers about images by the same weights; text: of its completions."""
+        kept = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        own = self.model.generation_config
+        reader = VisionLM(self.model, self.processor, None, text, device=self.device, precision=self.precision)
+        reader.weights, reader.checkpointing = self.weights, self.checkpointing
+        self.model.generation_config = own
+        for parameter in kept:
+            parameter.requires_grad_(True)
+        return reader
+
+
+def with_processor(config: Config, loaded: tuple[Any, Any], adapter: Adapter | None, target: Any = None,
+                   **settings: Any) -> CausalLM:
+    """Return the policy of a model and its processor: of texts about images, or with a target `ImageTokens` of images.
+    """
+    if target is None:
+        return VisionLM(*loaded, adapter, config.text, **settings)
+    return ImageLM(*loaded, adapter, config.text, guidance=config.train.guidance, shown=config.eval.guidance,
+                   conditional=target.scores == "conditional", **settings)
+
+
+def require_grid(model: Any) -> None:
+    """Raise UserError for a model whose grid of image tokens is not its autoencoder's."""
+    config = model.config
+    grid, side = config.vision_config.num_image_tokens, config.vq_config.num_patches
+    if grid != side ** 2:
+        raise UserError(f"{type(model).__name__} generates {grid} image tokens (vision_config.num_image_tokens), but "
+                        f"its autoencoder decodes {side} x {side}: expected one grid, of the model's config.json")
+
+
+def tokens_of(model: Any) -> tuple[int, int]:
+    """Return the tokens that begin an image and that stand for a left out text. Raises UserError if one is unknown."""
+    config = model.generation_config
+    known = {"generation_kwargs.boi_token_id": (getattr(config, "generation_kwargs", None) or {}).get("boi_token_id"),
+             "pad_token_id": config.pad_token_id, "bos_token_id": config.bos_token_id}
+    for name in (name for name, token in known.items() if token is None):
+        raise UserError(f"the model's generation_config.json has no {name}, which {type(model).__name__} generates "
+                        "images by: add it")
+    begin, blank, _ = known.values()
+    return begin, blank
