@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import re
 from inspect import signature
 from pathlib import Path
@@ -15,6 +16,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from flowgrpo.check import report, tiny
 from flowgrpo.config import load
 from flowgrpo.config.geometry import geometry
+from flowgrpo.contrib.questions.answer_losses import of_claims
 from flowgrpo.data import sets
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.data.sets import SETS
@@ -32,8 +34,9 @@ from flowgrpo.samplers.kernels import CPS
 from flowgrpo.samplers.predictions import process
 from flowgrpo.samplers.preview import require_choice
 from flowgrpo.text.policies.causal_lm import CausalLM
+from flowgrpo.text.policies.image_lm import ImageLM
 from flowgrpo.types import Gaussian, Scored
-from tests.helpers import loop, tiny_text
+from tests.helpers import loop, tiny_text, tiny_vision
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "configs"
@@ -67,11 +70,12 @@ EIGHT = ("sdxl_8x80", "sd35_medium_8x80", "flux_dev_8x80", "flux_kontext_8x80", 
          "wan22_8x80")
 PIPELINES |= {name: PIPELINES[name.rpartition("_")[0]] for name in (*SHORTER, *SMALLER, *EIGHT)}
 LANGUAGE_MODELS = {"qwen3_0_6b", "smollm2_135m"}
+DRAWING = {"janus_pro_1b"}  # models of image tokens
 STARTERS = {path.stem for path in FOLDER.glob("starter*.yaml")}
 
 
 def test_every_recipe_is_tried_here():
-    assert {path.stem for path in FOLDER.glob("*.yaml")} - STARTERS == {*PIPELINES, *LANGUAGE_MODELS}
+    assert {path.stem for path in FOLDER.glob("*.yaml")} - STARTERS == {*PIPELINES, *LANGUAGE_MODELS, *DRAWING}
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.yaml")), ids=lambda path: path.stem)
@@ -98,6 +102,22 @@ def test_a_recipe_fits_its_language_model(name):
     model, tokenizer = tiny_text.model()
     weights = CausalLM(model.to(torch.bfloat16), tokenizer, config.adapter, config.text, precision="bf16").weights
     assert {key.split(".")[3] for key in weights.named} == {"0", "1"} and len(weights.named) == 2 * 7 * 2
+    geometry(config.train)
+
+
+@pytest.mark.parametrize("method", ["unirl", "unirl_sft"])
+@pytest.mark.parametrize("name", sorted(DRAWING))
+def test_a_recipe_fits_its_model_of_image_tokens(name, method):
+    """Both modes, its rewards, its questions, and its adapter on the layers and the head of a tiny model."""
+    config = load(FOLDER / f"{name}.yaml", {"method": method})
+    assert build.kind(config) == build.IMAGE_TOKENS
+    part = validate.resolve(config, build.process(build.IMAGE_TOKENS)).loss.data
+    assert part.reader == "prompt" and part.source.right == 1.0 and bool(part.pictures) is (method == "unirl_sft")
+    assert all(locate(rule.use or label) for label, rule in config.trained.items())
+    dice, prompts = random.Random(0), sets.resolve(config)[0]
+    assert all(of_claims(prompt, dice) for prompt in prompts[:40])
+    own = ImageLM(*tiny_vision.janus(), config.adapter, config.text, guidance=config.train.guidance)
+    assert {key.split(".")[2] for key in own.weights.named} == {"language_model", "generation_head"}
     geometry(config.train)
 
 

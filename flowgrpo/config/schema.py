@@ -29,8 +29,9 @@ class Config(Section):
 
     name: str = Field("run", min_length=1, description="the run's folder below `output`; a recipe's file name, unless "
                                                        "it sets another")
-    model: str = Field("starter", description="`starter`, `starter_consistency`, `starter_video`, `starter_text`, a "
-                                              "local directory, a pipeline's .safetensors file, or a hub id")
+    model: str = Field("starter", description="`starter`, `starter_consistency`, `starter_video`, `starter_text`, "
+                                              "`starter_unified`, a local directory, a pipeline's .safetensors file, "
+                                              "or a hub id")
     method: str = Field("mix_grpo", description="presets joined by +, applied from left to right")
     parts: dict[str, Any] = Field({}, description="fields of the method's parts, such as {plan: {size: 2}}")
     reward: str | dict[str, Weighted] = Field("scene_graded", min_length=1,

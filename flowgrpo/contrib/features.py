@@ -108,6 +108,11 @@ one_pass = Feature(
     extension="flowgrpo.contrib.one_pass:OnePass", memory="flowgrpo.contrib.one_pass:add",
     dry_run="flowgrpo.contrib.one_pass:OnePassDryRun", page="docs/performance.md")
 
+held_out_answers = Feature(
+    name="held_out_answers",
+    wanted=lambda config, method: method.asks_about_images or "self_answers" in config.trained,
+    extension="flowgrpo.contrib.questions.answer_losses:HeldOutAnswers", page="docs/credit.md")
+
 variants = Feature(name="variants", wanted=lambda config, method: method.writes_prompts,
                    extension="flowgrpo.contrib.variants:Variants", page="docs/prompts.md")
 
@@ -173,5 +178,5 @@ guard = Feature(
     extension="flowgrpo.contrib.guard:Guard", page="docs/reward_hacking.md",
     charts={"guard/returns": ("Returns to good weights", "so far: see docs/reward_hacking.md")})
 
-add(phases, engine, feature_cache, staleness, one_pass, variants, rehearsal, group_replay, step_size, frontier,
-    extrapolation, guard)
+add(phases, engine, feature_cache, staleness, one_pass, held_out_answers, variants, rehearsal, group_replay, step_size,
+    frontier, extrapolation, guard)

@@ -165,6 +165,7 @@ def finish(trainer: Trainer, functions: dict[str, Any], folder: Path, base: Meas
         require_saved(policy.weights.named, trainer.epoch, trainer.processes.any)
         said = policy.weights.save(folder) if first or policy.weights.sharded else ""
         after = _measure(trainer, functions, "held-out prompts, after", policy.reference)
+        trainer.extensions.on_finished(after)
     base = base.beside(after)
     summary = {
         "name": config.name, "model": config.model, "method": config.method, "seed": config.seed,

@@ -89,6 +89,9 @@ class Progress(Protocol):
 class Extended(Protocol):
     """Features of a run that most runs lack."""
 
+    def on_finished(self, measured: Any) -> None:
+        """Give them the last measurement of the run."""
+
     def summary(self) -> list[str]:
         """Return what they say in the run's summary."""
 

@@ -107,6 +107,8 @@ class Method:
         from flowgrpo.text.samplers.decoding import Unmasking
 
         rollout = self.generation
+        if self.asks_about_images and process != "image tokens":
+            return False
         if process == "masks":  # answers have no trace
             spread = self.credit.spread
             follows = self.loss.surrogate.reads_uniform  # the state that follows a token
@@ -114,12 +116,20 @@ class Method:
             return not (causal or follows or rollout.decoding.expert or self.loss.data)
         return not isinstance(rollout.decoding, Unmasking)
 
+    @property
+    def asks_about_images(self) -> bool:
+        """True if the model that is trained reads the images that it draws."""
+        return getattr(self.loss.data, "reads_target", "") == "pictures"
+
     def require_modality(self, process: str) -> None:
         """Raise UserError for a method of language models on a denoiser's process, or the other way round."""
         if self.for_tokens != (process in OF_TEXT):
             raise self._unfit(process)
 
     def _unfit(self, process: str) -> UserError:
+        if self.asks_about_images:
+            return UserError("the method asks about images that the model generates by tokens: set text.generates: "
+                             "image, for a model such as Janus")
         other = dict.fromkeys(OF_TEXT, "masked language models") | {"masks": "causal language models"}
         of = other.get(process, "language models") if self.for_tokens else "denoisers"
         name = type(self.generation.decoding if self.for_tokens else self.denoising.kernel).__name__

@@ -247,29 +247,34 @@ def _require_pairs(part: PreferencePairs | PicturePairs) -> None:
                          "source {type: Recorded, path: FILE.jsonl}, and no beta beside that of loss")
 
 
-@part("data", target="denoiser")
+READERS = ("prompt", "scene")
+
+
+@part("data", target="pictures")
 class SelfAnswers(DataLoss):
-    """Answers of the trained denoiser about its own images (UniRL, 2505.23380).
+    """Answers about the run's own images, by the weights that draw them (UniRL, 2505.23380): for models that read and
+    draw images.
 
-    A head on the denoiser's states learns the answers to the questions of the pictures' prompts. Its gradient reaches
-    the weights that draw. The reward `self_answers` scores by these answers in the same run.
-
-    time: when the clean picture is read: sigma, or the share of the timesteps of a variance-preserving process.
-    width: of the head's hidden layer.
-    samples: answers drawn to each question and compared by GRPO; 0: cross entropy.
+    source: which images are asked about; those that the reward found right show what their prompts say.
+    reader: where right answers come from. "prompt": questions of an image's prompt, with the prompt's answers. "scene":
+        balanced questions about what an image of the starter's world shows, right or not, answered from its pixels.
+    questions: of each image, in every step.
+    samples: answers drawn to each question, and compared by GRPO without division by the group's std; 0: cross entropy.
+    pictures: weight of the images' own cross entropy beside 1 of the answers'; the source should hold right ones alone.
+    length: most tokens of an answer.
+    condition: the question as the model reads it.
     """
 
     source: Source = PassRate(failed=False, mastered=True)
-    time: float = 0.1
-    width: int = 64
-    samples: int = 0
+    reader: Annotated[str, OneOf(READERS)] = "prompt"
+    questions: Annotated[int, AtLeast(1)] = 1
+    samples: Annotated[int, AtLeast(0)] = 0
+    pictures: Annotated[float, AtLeast(0)] = 0.0
+    length: Annotated[int, AtLeast(1)] = 8
 
     def __post_init__(self) -> None:
-        if not 0 < self.time < 1 or self.width < 1 or self.samples < 0 or self.samples == 1:
-            raise ValueError(f"SelfAnswers: time is {self.time}, width {self.width} and samples {self.samples}, "
-                             "expected between 0 and 1, 1 or more, and 0 or at least 2")
+        if self.samples == 1:
+            raise ValueError("SelfAnswers: samples is 1, expected 0 or at least 2, which are compared")
         if not isinstance(self.source, PassRate) or self.source.path or not self.source.collects_own:
             raise ValueError("SelfAnswers learns only from the run's own images: set data.source: {type: PassRate}, "
                              "with solved or mastered and without a path")
-        if self.condition != "{prompt}":
-            raise ValueError("SelfAnswers reads images under the empty prompt: leave data.condition out")

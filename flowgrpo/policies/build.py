@@ -14,7 +14,6 @@ from flowgrpo.data import provenance
 from flowgrpo.data.prompts import LONGEST_TEXT, Prompt, require_length
 from flowgrpo.errors import UserError
 from flowgrpo.methods import keys_read, overlay, validate
-from flowgrpo.methods.supervised import SelfAnswers
 from flowgrpo.methods.targets import LatentEdits
 from flowgrpo.policies import hub, sources
 from flowgrpo.policies.pipelines import prompt_inputs
@@ -154,7 +153,7 @@ def encoded(config: Config, prompts: Iterable[Prompt]) -> bool:
     """Return True if a run finds all of its prompts encoded, and neither trains nor asks text encoders."""
     method = overlay.with_parts(overlay.preset(config.method), config.parts)
     if config.cache is None or method.for_tokens or isinstance(method.target, LatentEdits) or \
-            isinstance(method.loss.data, SelfAnswers) or method.denoising.adapted.encoders:
+            method.denoising.adapted.encoders:
         return False
     from flowgrpo.policies.pipelines import encoded_prompts
 
@@ -272,8 +271,8 @@ def language_policy(config: Config, loaded: tuple[Any, Any], adapter: Adapter | 
         from flowgrpo.text.policies.image_lm import with_processor
 
         draws = kind(config, loaded) == IMAGE_TOKENS
-        target = validate.resolve(config, process(IMAGE_TOKENS)).target if draws else None
-        return with_processor(config, loaded, adapter, target, **settings)
+        method = validate.resolve(config, process(IMAGE_TOKENS)) if draws else None
+        return with_processor(config, loaded, adapter, method, **settings)
     from flowgrpo.text.policies.causal_lm import CausalLM
 
     return CausalLM(*loaded, adapter, config.text, **settings)

@@ -20,7 +20,7 @@ from flowgrpo.methods import overlay
 from flowgrpo.methods.method import Method
 from flowgrpo.methods.targets import LatentEdits
 from flowgrpo.policies import build
-from flowgrpo.policies.pipelines import edits, picture_reader
+from flowgrpo.policies.pipelines import edits
 from flowgrpo.policies.weights import adapters
 from flowgrpo.policies.weights.trainable import TrainableWeights
 from flowgrpo.samplers import noise
@@ -117,7 +117,7 @@ def take(live: TrainableWeights, config: Config, path: Path) -> None:
     """
     room = "ema/" if config.eval.weights == "ema" else "weights/"
     tensors, _ = checkpoint.load(path)
-    beside = tuple(f"{room}{name}." for name in (noise.NAME, picture_reader.NAME))  # not the pipeline's
+    beside = f"{room}{noise.NAME}."  # not the pipeline's
     held = {key.removeprefix(room): tensor for key, tensor in tensors.items()
             if key.startswith(room) and not key.startswith(beside)}
     if live.named.keys() != held.keys():

@@ -27,7 +27,7 @@ from flowgrpo.rewards.about import RewardFunction
 from flowgrpo.rewards.find import find
 from flowgrpo.rewards.pairwise import sees_groups
 from flowgrpo.rewards.placement import Placement, leave
-from flowgrpo.rewards.reward import EPOCH, LATENTS, MEMORY, POLICY, Batch, Function, Reward, as_reward, inside, named
+from flowgrpo.rewards.reward import EPOCH, MEMORY, POLICY, Batch, Function, Reward, as_reward, inside, named
 from flowgrpo.rewards.wrap import Scores, labelled, ready
 
 if TYPE_CHECKING:
@@ -233,8 +233,9 @@ def slow(reward: object) -> bool:
 
 
 def reads_sampler(reward: object) -> bool:
-    """True if a reward, or one inside it, scores with the pipeline that is trained, which cannot sample meanwhile."""
-    return any({POLICY, LATENTS} <= part.reads for part in inside(reward))
+    """True if a reward of images, or one inside it, scores with the model that is trained, which cannot draw meanwhile.
+    """
+    return any(POLICY in part.reads and part.about.modality == "image" for part in inside(reward))
 
 
 def require_memory(rewards: Mapping[str, object], processes: int) -> None:

@@ -115,6 +115,9 @@ class Extension:
         """Return metrics of an evaluation on the way, whose weights may be replaced."""
         return {}
 
+    def on_finished(self, measured: Measured) -> None:
+        """Read the last measurement of a run, under the weights that it keeps."""
+
     def summary(self) -> str | None:
         """Return what the run's summary and its report say of it."""
 
@@ -191,6 +194,10 @@ class Extensions:
         for extension in self.present:
             metrics |= extension.on_measured(measured)
         return metrics
+
+    def on_finished(self, measured: Measured) -> None:
+        for extension in self.present:
+            extension.on_finished(measured)
 
     def summary(self) -> list[str]:
         return [said for extension in self.present if (said := extension.summary())]

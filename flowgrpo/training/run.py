@@ -83,6 +83,9 @@ class Extended(Protocol):
     def on_measured(self, measured: Measured) -> dict[str, Any]:
         """Return their metrics of an evaluation on the way."""
 
+    def on_finished(self, measured: Measured) -> None:
+        """Give them the last measurement of the run."""
+
     def summary(self) -> list[str]:
         """Return what they say in the run's summary."""
 

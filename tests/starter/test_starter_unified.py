@@ -1,4 +1,4 @@
-"""The unified starter: what its card says of it, that stock transformers reads it, and its world."""
+"""The unified starter: what its card says of it, that stock transformers reads it, and that its recipe learns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from flowgrpo.config import load
 from flowgrpo.contrib.questions.scene_answers import Thing, balanced, read_question
+from flowgrpo.run import run
 from flowgrpo.starter import FOLDERS, lattice, scenes
 from flowgrpo.starter.rewards.scene import scene
 
@@ -70,6 +72,15 @@ def test_it_draws_and_answers_as_its_card_says(loaded):
     shown, hidden = (build.answers_right(model, processor.tokenizer, prompts, hidden)["all"]
                      for hidden in (False, True))
     assert 0.5 < np.mean(shown) < 0.72 and np.mean(hidden) < np.mean(shown) - 0.08
+
+
+def test_a_step_of_the_recipe_trains_both_halves(tmp_path):
+    short = {"output": str(tmp_path), "tracker": "none", "device": "cpu", "train.epochs": 1, "train.prompts": 2,
+             "train.micro_batch": 8,
+             "train.inner_epochs": 1, "eval.prompts": 4, "eval.grid": 2, "parts.data.batch": 8}
+    summary = run(load("starter_unified", short))
+    assert summary["max_first_log_ratio"] < 1e-4 and summary["updates"] in (3, 4)
+    assert "held-out answers: right " in summary["kept"] and "hidden" in summary["kept"]
 
 
 def test_the_lessons_are_the_same_in_every_build():

@@ -1,81 +1,278 @@
-"""Losses of the answers that a pipeline's denoiser gives about the pictures that it drew (UniRL)."""
+"""Questions about own images, answered by the weights that drew them: losses, and what is held out (UniRL).
+
+`SelfAnswers` says which images and answers. The policy draws; `answering` of it reads images and answers in text.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import cast
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from flowgrpo.advantages.group import group_relative
 from flowgrpo.contrib.questions.questions import Question, of_prompt
+from flowgrpo.contrib.questions.scene_answers import balanced, things
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
+from flowgrpo.evaluation.measured import Measured, evenly
+from flowgrpo.methods.setup import Setup
 from flowgrpo.methods.supervised import SelfAnswers
-from flowgrpo.policies.pipelines import picture_reader
-from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
-from flowgrpo.rollouts.data_losses import DataLosses, Example, seed_of
+from flowgrpo.rollouts.data_losses import DataLosses, Example, conditioned, seed_of
+from flowgrpo.starter import lattice, scenes
+from flowgrpo.starter.rewards.scene import read
+from flowgrpo.training.extension import Extension, Metrics
 from flowgrpo.training.run import Run
 
+OWN = "self_answers"  # the reward by these answers
+GREY = 0.5
+ASKED = 2  # scenes of each held-out prompt, with a question about each
+TOGETHER = 64  # questions that are read at once where nothing is trained
+MILLIONTHS = 10**6  # a share is summed over processes in whole numbers
+_READERS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Question about an image, as the model reads it, and its right answer. row: the image's."""
+
+    row: int
+    question: str
+    answer: str
+
+
+def reader_of(policy: Any, length: int) -> Any:
+    """Return the policy of answers, of `length` tokens at most, by the weights of one that draws images; made once.
+
+    Raises UserError for a model that only draws."""
+    if not hasattr(policy, "answering"):
+        raise UserError("answers about own images need a model that reads and generates images by the same weights, "
+                        f"such as Janus: got {type(policy).__name__}; another model answers by the reward "
+                        "question_answers")
+    known = _READERS.setdefault(policy, {})
+    if length not in known:
+        known[length] = policy.answering(policy.text.model_copy(update={"max_tokens": length}))
+    return known[length]
+
+
+# --- questions -------------------------------------------------------------------------------------------------------
+
+def of_scene(picture: Tensor, dice: random.Random) -> tuple[str, str] | None:
+    """Return a balanced question about a picture [3,64,64] of the starter's world and its answer; None where a blob in
+    it is no object, or it is empty."""
+    seen = things(read(picture))
+    return balanced(seen, dice) if seen and all(each.shape and each.colour for each in seen) else None
+
+
+def of_claims(prompt: Prompt, dice: random.Random) -> tuple[str, str]:
+    """Return a question of a prompt and the prompt's answer: kinds are equally likely, and in them yes and no.
+
+    Raises UserError for a prompt without questions."""
+    kinds: dict[tuple[str, ...], list[Question]] = {}
+    for each in of_prompt(prompt.text, prompt.metadata, present=True) or ():
+        yes_or_no = each.answer if each.answer in ("yes", "no") else ""
+        kinds.setdefault((*each.question.split()[:2], yes_or_no), []).append(each)
+    if not kinds:
+        raise UserError(f"parts.data SelfAnswers: the prompt {prompt.text[:60]!r} gives no question: expected metadata "
+                        "with questions, GenEval's metadata, or a prompt of the starter")
+    chosen = dice.choice(kinds[dice.choice(sorted(kinds))])
+    return chosen.question, chosen.answer
+
+
+def asked_of(part: SelfAnswers, prompts: Sequence[Prompt], pictures: Tensor, dice: random.Random) -> list[Asked]:
+    """Return the questions about pictures [B,3,H,W] of these prompts, as the model reads them."""
+    found = []
+    for row, (prompt, picture) in enumerate(zip(prompts, pictures)):
+        for _ in range(part.questions):
+            pair = of_scene(picture, dice) if part.reader == "scene" else of_claims(prompt, dice)
+            if pair is not None:
+                read_as = conditioned(part.condition, Example(Prompt(pair[0]), ""))
+                found.append(Asked(row, read_as.text, pair[1]))
+    return found
+
+
+def shown(pictures: Tensor) -> list[Any]:
+    """Return pictures [B,3,H,W] in [0, 1] as images that processors read."""
+    from PIL import Image
+
+    return [Image.fromarray(np.ascontiguousarray(picture)) for picture in
+            pictures.mul(255).round().to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()]
+
+
+def encoded(reader: Any, asked: Sequence[Asked], images: Sequence[Any]) -> Any:
+    """Return questions with their images as the reader's prompts."""
+    return reader.encode([each.question for each in asked], images=[images[each.row] for each in asked])
+
+
+def tokens(reader: Any, answers: Sequence[str]) -> tuple[Tensor, Tensor]:
+    """Return answers with their ends as ids [n,L] and mask, bool [n,L]."""
+    rows = [torch.tensor([*reader.tokenizer(answer, add_special_tokens=False)["input_ids"], reader.ends[0]])
+            for answer in answers]
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=reader.padding)
+    return ids, torch.arange(ids.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
+
+
+def said(text: str) -> str:
+    """Return an answer's words for a comparison: in lower case, without its full stop."""
+    return " ".join(text.lower().split()).rstrip(".")
+
+
+@torch.no_grad()
+def answered(reader: Any, asked: Sequence[Asked], pictures: Tensor) -> list[bool]:
+    """Return whether the likeliest answer to each question is right. pictures: [B,3,H,W]."""
+    from flowgrpo.text.samplers.decoding import Decoding
+
+    images, right = shown(pictures), []
+    for at in range(0, len(asked), TOGETHER):
+        some = asked[at:at + TOGETHER]
+        texts = reader.sample(encoded(reader, some, images), Decoding(), reader.generators(range(len(some))),
+                              torch.ones(len(some), dtype=torch.bool)).texts
+        right += [said(text) == said(each.answer) for text, each in zip(texts, some)]
+    return right
+
+
+# --- the loss --------------------------------------------------------------------------------------------------------
 
 class AnswerLosses(DataLosses):
-    """Cross entropy, or the policy gradient of GRPO, of the answers to the questions of the pictures' prompts.
+    """Cross entropy, or the policy gradient of GRPO, of answers about the run's own images; and of the images.
 
-    prompts: of the run, held-out ones too; their questions and choices are what can be answered.
-    counted: right answers and questions since the last `metrics`.
-    Raises UserError for a prompt without questions, or with a picture.
+    The mean is over the images of a batch. counted: right answers, in millionths, and questions since the last
+    `metrics`: shares of drawn answers that are right, or probabilities of the right ones.
     """
 
-    def __init__(self, part: SelfAnswers, run: Run, prompts: Sequence[Prompt]):
+    def __init__(self, part: SelfAnswers, run: Run):
         self.part, self.run = part, run
-        self.questions = {prompt.key: questions_of(prompt) for prompt in prompts}
-        every = [question for questions in self.questions.values() for question in questions]
-        texts = (sorted({question.question for question in every}),
-                 sorted({choice for question in every for choice in question.choices}))
-        self.head = picture_reader.made(cast(PipelinePolicy, run.policy), part.time, part.width, texts, run.config.seed)
+        self.policy = cast(Any, run.policy)
+        self.reader = reader_of(self.policy, part.length)
         self.counted = [0, 0]
 
     def divisor(self, examples: Sequence[Example]) -> int:
-        return sum(len(self.questions[example.prompt.key]) for example in examples)
+        return len(examples)
 
     def __call__(self, examples: Sequence[Example], places: Sequence[int], update: int) -> Iterator[Tensor]:
-        pairs = [(row, question) for row, example in enumerate(examples)
-                 for question in self.questions[example.prompt.key]]
-        contents = [example.content for example in examples if isinstance(example.content, Tensor)]
-        logp = self.head(torch.stack(contents), [(row, asked.question, asked.choices) for row, asked in pairs])
-        right = self.head.numbers([asked.answer for _, asked in pairs]).to(logp.device)
-        self.counted[0] += int(picture_reader.likeliest(logp, right).sum())
-        self.counted[1] += len(right)
-        weights = torch.tensor([self.part.weight(examples[row].reward) for row, _ in pairs]).to(logp)
-        if not self.part.samples:
-            yield -(weights * logp.gather(1, right[:, None])[:, 0]).sum()
-            return
-        generator = torch.Generator().manual_seed(seed_of(self.rollouts.config.seed, update, places[0]))
-        drawn = torch.multinomial(logp.detach().exp().cpu(), self.part.samples, True, generator=generator)
-        yield (weights * policy_gradient(logp, drawn.to(logp.device), right)).sum()
+        ids = torch.stack([cast(Tensor, example.content) for example in examples])
+        pictures = self.policy.shown_again(ids)
+        seed = seed_of(self.rollouts.config.seed, update, places[0])
+        weights = torch.tensor([self.part.weight(example.reward) for example in examples])
+        asked = asked_of(self.part, [example.prompt for example in examples], pictures, random.Random(seed))
+        if asked:
+            losses, right = self._of_answers(asked, shown(pictures), seed)
+            self.counted[0] += round(MILLIONTHS * right.sum().item())
+            self.counted[1] += len(asked)
+            rows = torch.tensor([each.row for each in asked])
+            yield (weights[rows].to(losses) * losses).sum() / self.part.questions
+        if self.part.pictures:
+            yield self.part.pictures * self._of_pictures(examples, ids, weights)
+
+    def _of_answers(self, asked: Sequence[Asked], images: Sequence[Any], seed: int) -> tuple[Tensor, Tensor]:
+        """Return the loss of each of n questions [n], and how right its answers are [n]."""
+        from flowgrpo.text.samplers.decoding import Decoding
+
+        read, count = encoded(self.reader, asked, images), self.part.samples
+        if not count:
+            logp = self.reader.log_probs(read, torch.arange(len(asked)), *tokens(
+                self.reader, [each.answer for each in asked]), Decoding()).logp.sum(1)
+            return -logp, logp.detach().exp()
+        of = torch.arange(len(asked)).repeat_interleave(count)
+        with torch.no_grad():
+            drawn = self.reader.sample(read.rows(of), Decoding(), self.reader.generators(
+                seed_of(seed, place, count) for place in range(len(of))), torch.zeros(len(of), dtype=torch.bool))
+        right = torch.tensor([said(text) == said(asked[place].answer) for text, place in zip(drawn.texts, of)]).float()
+        logp = self.reader.log_probs(read, of, drawn.ids, drawn.mask, Decoding()).logp.sum(1)
+        return policy_gradient(logp.view(-1, count), right.view(-1, count).to(logp)), right.view(-1, count).mean(1)
+
+    def _of_pictures(self, examples: Sequence[Example], ids: Tensor, weights: Tensor) -> Tensor:
+        """Return the summed cross entropy of images, each the mean of its tokens'."""
+        from flowgrpo.text.samplers.decoding import Decoding
+
+        given = self.rollouts.conditioning([example.prompt for example in examples])
+        scored = self.policy.log_probs(given, torch.arange(len(ids)), ids, torch.ones_like(ids, dtype=torch.bool),
+                                       Decoding())
+        return -(weights.to(scored.logp) * scored.logp.mean(1)).sum()
 
     def metrics(self, total: Callable[[Sequence[int]], list[int]]) -> dict[str, float]:
         right, count = total(self.counted)
         self.counted = [0, 0]
-        return {"data/accuracy": right / count} if count else {}
+        return {"data/accuracy": right / MILLIONTHS / count} if count else {}
 
 
-def questions_of(prompt: Prompt) -> list[Question]:
-    """Return the questions of a prompt. Raises UserError if it has none, or brings a picture."""
-    questions = of_prompt(prompt.text, prompt.metadata, present=True)
-    if prompt.brings is not None or not questions:
-        got = "brings a picture, and is read without it" if prompt.brings is not None else "gives no question"
-        raise UserError(f"parts.data SelfAnswers: the prompt {prompt.text[:60]!r} {got}: expected metadata with "
-                        "questions, GenEval's metadata, or a prompt of the starter, and no image")
-    return questions
+def policy_gradient(logp: Tensor, right: Tensor) -> Tensor:
+    """Return GRPO's loss [n] of K answers drawn to each of n questions: the mean of -A log p, A their rewards less the
+    mean of the K, without a division.
 
-
-def policy_gradient(logp: Tensor, drawn: Tensor, right: Tensor) -> Tensor:
-    """Return GRPO's loss [n] of K answers drawn to each of n questions: the mean of -A log p, with the reward 1 for the
-    right one compared in the group of K.
-
-    One step is made of a draw, so that the ratio is 1. logp: [n, A]; drawn: int64 [n, K]; right: int64 [n].
+    One step is made of a draw, so that the ratio is 1. logp: of whole answers [n,K]; right: their rewards [n,K].
     """
-    advantages = group_relative((drawn == right[:, None]).to(logp.dtype))
-    return -(advantages * logp.gather(1, drawn)).mean(1)
+    return -(group_relative(right, scale="none") * logp).mean(1)
+
+
+# --- what is held out ------------------------------------------------------------------------------------------------
+
+class HeldOutAnswers(Extension):
+    """Answers about held-out images, with the images shown and hidden, and the imbalance of both tasks.
+
+    In the starter's world the images are rendered scenes of the held-out prompts, with balanced questions; elsewhere
+    those shown held-out images of the run that the first trained reward finds right. Hidden images are grey. The
+    imbalance is the difference of the images' first reward and the answers' share. The formula is ours: UniRL
+    (2505.23380) names a metric of imbalance, and no source has it.
+    """
+
+    def __init__(self, trainer: Run):
+        super().__init__(trainer)
+        part = trainer.method.loss.data
+        self.part = part if isinstance(part, SelfAnswers) else SelfAnswers()
+        self.found: list[Metrics] = []
+
+    @classmethod
+    def require(cls, setup: Setup) -> None:
+        if {*setup.config.trained} == {OWN} and not setup.config.watched:
+            raise UserError(f"reward {OWN!r} is the model's judgement of itself, which can rise while the images get "
+                            "worse: add another reward, or a checker to eval.rewards")
+
+    def on_base(self, measured: Measured, functions: Mapping[str, Any]) -> None:
+        with self.trainer.policy.reference():
+            self.found = [self._measured(measured)]
+
+    def on_measured(self, measured: Measured) -> Metrics:
+        return self._measured(measured)
+
+    def on_finished(self, measured: Measured) -> None:
+        self.found.append(self._measured(measured))
+
+    def summary(self) -> str | None:
+        if not self.found:
+            return None
+        told = [", ".join(f"{name.partition('/')[2]} {value:.3f}" for name, value in found.items())
+                for found in self.found]
+        return "held-out answers: " + " -> ".join(told)
+
+    def _measured(self, measured: Measured) -> Metrics:
+        """Return the shares of right answers about what an evaluation holds out; empty where nothing can be asked."""
+        prompts, pictures = (self._scenes if self.part.reader == "scene" else self._right)(measured)
+        asked = asked_of(self.part, prompts, pictures, random.Random(0)) if prompts else []
+        if not asked:
+            return {}
+        reader = reader_of(self.trainer.policy, self.part.length)
+        before, hidden = self.trainer.policy.evaluations, torch.full_like(pictures, GREY)
+        shares = [float(np.mean(answered(reader, asked, images))) for images in (pictures, hidden)]
+        self.trainer.policy.evaluations = before
+        first = next(iter(measured.mean().values()))
+        return {"answers/right": shares[0], "answers/hidden": shares[1], "answers/imbalance": abs(first - shares[0])}
+
+    def _scenes(self, measured: Measured) -> tuple[list[Prompt], Tensor]:
+        """Return the held-out prompts, each `ASKED` times, and a rendered scene [3,64,64] of each."""
+        rng, prompts = np.random.default_rng(0), measured.prompts[::self.trainer.config.eval.samples] * ASKED
+        drawn = [lattice.paint(lattice.place(scenes.parse(prompt.text), rng)) for prompt in prompts]
+        return prompts, torch.from_numpy(np.stack(drawn))
+
+    def _right(self, measured: Measured) -> tuple[list[Prompt], Tensor]:
+        """Return the shown held-out images that the first reward finds right, [n,3,H,W], and their prompts."""
+        samples, pictures = self.trainer.config.eval.samples, measured.pictures
+        of = [samples * place for place in evenly(len(measured.prompts) // samples, len(pictures))]
+        first = next(iter(measured.scores.values()))
+        right = [place for place, row in enumerate(of) if first[row] >= self.part.source.right]
+        return [measured.prompts[of[place]] for place in right], pictures[right]

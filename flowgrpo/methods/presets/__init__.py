@@ -21,7 +21,7 @@ TEXT = {
     "text.presets.completions":
         "grpo dr_grpo dapo dcpo gspo cispo rloo reinforce_pp remax ppo topr nft disco reg_grpo real pacs rover "
         "sdpo dpo simpo hypo trpa w_reinforce gtpo grpo_lambda spo_chain spo_tree gigpo s_grpo latr trace_rl "
-        "trace_rl_value",
+        "trace_rl_value unirl unirl_sft",
 }
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from flowgrpo.config.schema import Config
 from flowgrpo.config.sections import Adapter, Text
 from flowgrpo.errors import UserError
+from flowgrpo.methods.supervised import SelfAnswers
 from flowgrpo.text.policies.causal_lm import EXACT, CausalLM
 from flowgrpo.text.policies.text_weights import load_causal_lm
 from flowgrpo.text.policies.vision_lm import CLASSES, VisionLM, language_layers, templated
@@ -28,6 +29,7 @@ from flowgrpo.types import wide
 HEAD = "generation_head"  # of the model, from states to logits of image tokens
 UNREAD = ("vision_model", "aligner", "lm_head")  # parts of the model that no image token goes through
 DECODED = 8  # images that are decoded at once
+KEPT = 2**28  # bytes of decoded images that are kept
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,6 +113,7 @@ class ImageLM(CausalLM):
         self.guidance, self.shown, self.conditional = float(guidance), float(shown), conditional
         self.exact = self.exact and EXACT * (2 * self.guidance - 1)  # rounding of both halves adds up
         self._head_alone = True
+        self.painted: dict[bytes, Tensor] = {}  # images by their tokens, the newest last
 
     def _freeze(self, further: Sequence[str]) -> None:
         """Train neither the autoencoder nor these parts, which `self.weights` then leaves out."""
@@ -244,7 +247,18 @@ class ImageLM(CausalLM):
                      for some in ids.split(DECODED)]
         mean, std = (torch.tensor(value) for value in (self.processor.image_processor.image_mean,
                                                        self.processor.image_processor.image_std))
-        return (torch.cat(drawn) * std + mean).clamp(0, 1).permute(0, 3, 1, 2).contiguous()
+        pictures = (torch.cat(drawn) * std + mean).clamp(0, 1).permute(0, 3, 1, 2).contiguous()
+        self.painted |= {row.numpy().tobytes(): each for row, each in zip(ids.cpu(), pictures)}
+        while len(self.painted) * pictures[0].nbytes > KEPT:
+            del self.painted[next(iter(self.painted))]
+        return pictures
+
+    def shown_again(self, ids: Tensor) -> Tensor:
+        """Return the images of tokens as `decode` does; those that were decoded last are not decoded again."""
+        keys = [row.numpy().tobytes() for row in ids.cpu()]
+        new = [at for at, key in enumerate(keys) if key not in self.painted]
+        decoded = dict(zip(new, self.decode(ids[new]) if new else ()))
+        return torch.stack([decoded[at] if at in decoded else self.painted[key] for at, key in enumerate(keys)])
 
     def written(self, ids: Tensor, mask: Tensor) -> Any:
         raise NotImplementedError("image tokens are no text")
@@ -298,14 +312,16 @@ class ImageLM(CausalLM):
         return reader
 
 
-def with_processor(config: Config, loaded: tuple[Any, Any], adapter: Adapter | None, target: Any = None,
+def with_processor(config: Config, loaded: tuple[Any, Any], adapter: Adapter | None, method: Any = None,
                    **settings: Any) -> CausalLM:
-    """Return the policy of a model and its processor: of texts about images, or with a target `ImageTokens` of images.
+    """Return the policy of a model and its processor: of texts about images, or with a method of `ImageTokens` of
+    images. Where the method asks about its images, weights that only answers go through are trained as well.
     """
-    if target is None:
+    if method is None:
         return VisionLM(*loaded, adapter, config.text, **settings)
     return ImageLM(*loaded, adapter, config.text, guidance=config.train.guidance, shown=config.eval.guidance,
-                   conditional=target.scores == "conditional", **settings)
+                   conditional=method.target.scores == "conditional",
+                   answers=isinstance(method.loss.data, SelfAnswers), **settings)
 
 
 def require_grid(model: Any) -> None:

@@ -9,6 +9,7 @@ from flowgrpo.advantages import baselines, gae, group, selection, shaping, token
 from flowgrpo.methods import supervised
 from flowgrpo.methods.method import Method
 from flowgrpo.objectives import reductions, references, sequence_losses
+from flowgrpo.objectives.supervised import FixedWeights
 from flowgrpo.text import credit, losses, targets
 from flowgrpo.text.generation import TextGeneration
 from flowgrpo.text.samplers import decoding, groups, lookahead
@@ -218,3 +219,17 @@ def trace_rl(method: Method = Method()) -> Method:
 def trace_rl_value(method: Method = Method()) -> Method:
     """TraceRL with its value model: advantages per token, by GAE over the steps of a trace (2509.06949)."""
     return trace_rl(method).having(value=gae.ValueHead(), advantage=baselines.NoBaseline())
+
+
+def unirl(method: Method = Method()) -> Method:
+    """UniRL: one model draws by GRPO and answers about its images by GRPO, in steps of their own (2505.23380)."""
+    answers = supervised.SelfAnswers(samples=8, apart=True, batch=32)
+    return grpo(method).having(advantage=group.Advantage(scale="none", order="rewards", clamp=math.inf),
+                               surrogate=objectives.Clip(0.2, 0.28), reduction=reductions.TokenMean(),
+                               kl=objectives.SampledKL(0.01, "k3"), data=answers)
+
+
+def unirl_sft(method: Method = Method()) -> Method:
+    """UniRL, supervised: cross entropy of images that were found right, and of answers about them (2505.23380)."""
+    answers = supervised.SelfAnswers(pictures=1.0, batch=32, balance=FixedWeights(rl=0.0, data=1.0))
+    return unirl(method).having(kl=objectives.SampledKL(0.0), data=answers)

@@ -24,8 +24,8 @@ from flowgrpo.user_code import packaged
 
 # Features in the order in which their extensions are called. Others come behind them; the last ones move the weights.
 ORDER = ("phases", "engine", "feature_cache", "staleness", "one_pass", "resampling", "constraints", "hints",
-         "measured_credit", "supervised", "value_model", "variants", "rehearsal", "group_replay", "step_size",
-         "frontier", "extrapolation", "guard")
+         "measured_credit", "supervised", "value_model", "held_out_answers", "variants", "rehearsal", "group_replay",
+         "step_size", "frontier", "extrapolation", "guard")
 
 HERE = "flowgrpo.training.extensions"
 features.add(

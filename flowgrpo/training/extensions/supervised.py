@@ -133,7 +133,7 @@ def _losses(part: DataLoss, run: Run) -> DataLosses:
     if isinstance(part, PreferencePairs):
         return PairTokenLosses(part, run)
     if isinstance(part, SelfAnswers):
-        return import_module(OF_ANSWERS).AnswerLosses(part, run, [*run.prompts, *run.held_out])
+        return import_module(OF_ANSWERS).AnswerLosses(part, run)
     from flowgrpo.rollouts.data_losses import NoisedLosses, PairNoisedLosses
 
     if isinstance(part, PicturePairs):

@@ -1,57 +1,74 @@
-"""Answers of the denoiser that draws: labels of prompts, the loss by hand, one set of weights, runs that learn both."""
+"""Answers about own images by the weights that drew them: labels, losses by hand, runs, what is held out."""
 
 from __future__ import annotations
 
+import random
 import threading
 
+import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 
+from flowgrpo.config import load
 from flowgrpo.config.reward_rules import WatchRule
-from flowgrpo.contrib.questions.answer_losses import policy_gradient, questions_of
+from flowgrpo.contrib.questions import answer_losses
+from flowgrpo.contrib.questions.answer_losses import Asked, asked_of, of_claims, of_scene, policy_gradient, reader_of
 from flowgrpo.contrib.questions.questions import Question, of_prompt
+from flowgrpo.contrib.questions.scene_answers import Thing, read_question
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.distributed.signals import Stop
 from flowgrpo.errors import UserError
+from flowgrpo.evaluation.measured import Measured
 from flowgrpo.methods.supervised import SelfAnswers
 from flowgrpo.methods.validate import resolve
-from flowgrpo.policies import checkpoints
-from flowgrpo.policies.pipelines import picture_reader
-from flowgrpo.rewards import compose, find
+from flowgrpo.rewards import compose
 from flowgrpo.rollouts.data_losses import Example
+from flowgrpo.starter import lattice, scenes
 from flowgrpo.storage import checkpoint
+from flowgrpo.train import Trainer
 from flowgrpo.training import state
 from flowgrpo.training.sampling import Scorer
-from tests.helpers import loop, tiny, tiny_runs
+from tests.helpers import loop, tiny_runs, tiny_text
+from tests.helpers import tiny_vision as tiny
 
-COLOURS = ("red", "green", "blue")
-ASKED = [Prompt(colour, metadata={"questions": [
-    {"question": "What color is it?", "answer": colour, "choices": [*COLOURS]},
-    {"question": "Is it red?", "answer": "yes" if colour == "red" else "no"}]}) for colour in COLOURS]
-ALL = {"right": 0.0, "mastered": True}
-
-
-def trainer(data=None, rewards=None, kind: str = "flow", **options):
-    data = {"type": "SelfAnswers", "batch": 3, "source": ALL} | (data or {})
-    settings = tiny_runs.config(kind, "mix_grpo" if kind == "flow" else "ddpo", {"data": data}, **options)
-    rewards = {"score": tiny.red} if rewards is None else rewards
-    if kind == "flow":
-        return tiny.trainer_of(settings, rewards, ASKED)
-    made = tiny_runs.trainer(kind, settings.model_copy(update={"parts": {}}))
-    return type(made)(settings, made.accelerator, made.policy, rewards, (ASKED, []))
+ASKED = [Prompt(f"{a}+1=", metadata={"questions": [
+    {"question": f"{a}+1=", "answer": str(a + 1), "choices": ["2", "3", "4"]},
+    {"question": f"{a}+0=", "answer": str(a), "choices": ["1", "2", "3"]}]}) for a in (1, 2, 3)]
+ALL = {"right": 0.0}
 
 
-def drawn(places=range(3)) -> list[Example]:
-    """Pictures of one value each, which tell their prompts apart."""
-    return [Example(ASKED[i], torch.full(tiny.LATENTS, float(i) - 1.0)) for i in places]
+def bright(images, prompts, metadata):
+    """Mean of the pixels."""
+    return [float(image.mean()) for image in images]
 
 
-def losses(made, examples, update: int = 0) -> torch.Tensor:
+def config(method="unirl", data=None, **options):
+    small = {"output": "nowhere", "name": "run", "device": "cpu", "precision": "fp32", "tracker": "none",
+             "method": method, "reward": "bright", "text.generates": "image", "adapter.rank": 0, "train.epochs": 2,
+             "train.prompts": 3, "train.group": 4, "train.micro_batch": 12, "train.lr": 1e-3, "eval.prompts": 2,
+             "parts": {"data": {"batch": 6, "length": 2, "source": ALL} | (data or {})}}
+    return load(None, small | options)
+
+
+def trainer(method="unirl", data=None, rewards=None, **options) -> Trainer:
+    settings = config(method, data, **options)
+    torch.manual_seed(0)
+    own = tiny_text.stir(tiny.drawing(guidance=1.0, shown=1.0, rank=0, answers=True), 0.02)
+    return Trainer(settings, Accelerator(cpu=True), own, rewards or {"bright": bright}, (ASKED, ASKED[:1]))
+
+
+def drawn(made: Trainer, count: int = 3) -> list[Example]:
+    ids = made.policy.first + torch.arange(4 * count).view(count, 4)
+    return [Example(prompt, row) for prompt, row in zip(ASKED, ids)]
+
+
+def losses(made: Trainer, examples: list[Example], update: int = 0) -> torch.Tensor:
     loss = loop.term(made).loss
     return sum(loss(examples, range(len(examples)), update)) / loss.divisor(examples)
 
 
-# --- labels and losses by hand ---------------------------------------------------------------------------------------
+# --- questions -------------------------------------------------------------------------------------------------------
 
 def test_the_prompts_claims_are_the_labels():
     own = {"questions": [{"question": "Is it?", "answer": "no"}]}
@@ -65,154 +82,159 @@ def test_the_prompts_claims_are_the_labels():
     assert "Is there a star in the picture?" not in answers
     both = of_prompt("a red star", {}, present=True)
     assert both[-1] == Question("Is there a star in the picture?", "yes") and len(both) == len(answers) + 1
-    assert questions_of(Prompt("a red star")) == both
     assert of_prompt("a photograph of my cat", {}) is None
+    # Of a prompt's own questions yes and no are equally likely, whatever there is more of.
+    dice, asked = random.Random(0), Prompt("a red star")
+    said = [of_claims(asked, dice)[1] for _ in range(400)]
+    assert abs(said.count("yes") - said.count("no")) < 60 < said.count("yes") and said.count("red") > 60
 
 
-def test_the_loss_is_the_cross_entropy_over_the_choices():
-    """At first all choices are equally likely: (3 log 3 + 3 log 2) / 6. Odds of 3 for red: -log(3/5) and -log(1/5)."""
-    made = trainer()
-    head = loop.term(made).loss.head
-    torch.testing.assert_close(losses(made, drawn()).detach(), torch.tensor([3.0, 2.0]).log().mean())
-    with torch.no_grad():
-        head.out.bias[head.answers["red"]] = torch.tensor(3.0).log()
-    found = -torch.tensor([3 / 5, 1 / 2, 1 / 5, 1 / 2, 1 / 5, 1 / 2]).log().mean()
-    torch.testing.assert_close(losses(made, drawn()).detach(), found)
-    assert losses(made, drawn([0])) < losses(made, drawn([2]))
-    weighed = trainer({"beta": 0.5})
-    half = [Example(ASKED[0], drawn()[0].content, reward=0.5)]
-    torch.testing.assert_close(losses(weighed, half), losses(trainer(), drawn([0])) / torch.e)
+def test_nothing_is_asked_of_pictures_that_cannot_be_read():
+    rng = np.random.default_rng(0)
+    objects = lattice.place(scenes.parse("a red star left of a blue ring"), rng)
+    question, answer = of_scene(torch.from_numpy(lattice.paint(objects)), random.Random(1))
+    assert read_question(question)[1]([Thing(*each) for each in objects]) == answer
+    assert of_scene(torch.full((3, 64, 64), 0.96), random.Random(1)) is None
+    # Beside a blob that is no object nothing is asked.
+    grid = torch.from_numpy(lattice.paint(objects))
+    grid[:, 30:34, 20:50] = 0.4
+    assert of_scene(grid, random.Random(1)) is None
+
+
+# --- losses by hand --------------------------------------------------------------------------------------------------
+
+def answer_log_probs(made: Trainer, question: str, answer: str, picture: torch.Tensor) -> torch.Tensor:
+    """log p of an answer and its end, by the stock model's own forward on one row."""
+    own = made.policy
+    image = answer_losses.shown(picture[None])[0]
+    inputs = own.processor.apply_chat_template(
+        [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": question}]}],
+        add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt")
+    said = torch.tensor([own.tokenizer(answer, add_special_tokens=False)["input_ids"] + [2]])
+    ids = torch.cat([inputs["input_ids"], said], 1)
+    logits = own.model(input_ids=ids, pixel_values=inputs["pixel_values"]).logits[0, -said.shape[1] - 1:-1].clone()
+    logits[:, tiny.SPECIAL.index("<image>")] = -torch.inf
+    return logits.log_softmax(-1).gather(1, said[0][:, None]).sum()
+
+
+def test_the_loss_is_the_cross_entropy_of_the_right_answers():
+    made = trainer("unirl_sft", {"pictures": 0.0})
+    examples = drawn(made)
+    seed = answer_losses.seed_of(made.config.seed, 0, 0)
+    pictures = made.policy.decode(torch.stack([each.content for each in examples]))
+    asked = asked_of(made.method.loss.data, ASKED, pictures, random.Random(seed))
+    assert [each.row for each in asked] == [0, 1, 2]
+    by_hand = torch.stack([answer_log_probs(made, each.question, each.answer, pictures[each.row]) for each in asked])
+    torch.testing.assert_close(losses(made, examples), -by_hand.mean(), rtol=1e-4, atol=1e-4)
+    told = loop.term(made).loss.metrics(list)
+    assert told["data/accuracy"] == pytest.approx(by_hand.exp().mean().item(), abs=1e-4)
+    assert loop.term(made).loss.metrics(list) == {}  # nothing was asked since
+    # Beside them, the images' own tokens.
+    whole = trainer("unirl_sft", {"pictures": 2.0})
+    ids = torch.stack([each.content for each in examples])
+    own = whole.policy.log_probs(whole.rollouts.conditioning(ASKED), torch.arange(3), ids,
+                                 torch.ones_like(ids, dtype=torch.bool), answer_losses_decoding()).logp
+    torch.testing.assert_close(losses(whole, examples), -by_hand.mean() - 2 * own.mean(), rtol=1e-4, atol=1e-4)
+
+
+def answer_losses_decoding():
+    from flowgrpo.text.samplers.decoding import Decoding
+
+    return Decoding()
 
 
 def test_the_policy_gradient_of_answers_by_hand():
-    """Four answers to a question, one right: rewards 1, 0, 0, 0 have the mean 1/4 and the deviation 1/2, so that the
-    advantages are 3/2 and three times -1/2. A group of one kind teaches nothing."""
-    logp = torch.tensor([[0.5, 0.25, 0.25], [0.5, 0.25, 0.25]]).log().requires_grad_()
-    drawn = torch.tensor([[1, 0, 0, 2], [0, 0, 2, 2]])
-    loss = policy_gradient(logp, drawn, torch.tensor([1, 1]))
-    half, quarter = torch.tensor([0.5, 0.25]).log()
-    torch.testing.assert_close(loss, torch.stack([-(1.5 * quarter - half - 0.5 * quarter) / 4, torch.zeros(())]))
+    """Four answers, one right: advantages 3/4 and three times -1/4, without a division. A group of one kind teaches
+    nothing."""
+    logp = torch.tensor([[-1.0, -2.0, -3.0, -4.0], [-1.0, -1.0, -2.0, -2.0]], requires_grad=True)
+    loss = policy_gradient(logp, torch.tensor([[1.0, 0, 0, 0], [1.0, 1, 1, 1]]))
+    torch.testing.assert_close(loss, torch.tensor([-(0.75 * -1 - 0.25 * (-2 - 3 - 4)) / 4, 0.0]))
     loss.sum().backward()
-    torch.testing.assert_close(logp.grad, torch.tensor([[0.25, -0.375, 0.125], [0.0, 0.0, 0.0]]))
+    torch.testing.assert_close(logp.grad, torch.tensor([[-0.75, 0.25, 0.25, 0.25], [0.0] * 4]) / 4)
 
 
 def test_answers_are_drawn_alike_for_a_step_and_anew_for_the_next():
-    made = trainer({"samples": 8})
-    one, two, other = (losses(made, drawn(), update).detach() for update in (0, 0, 1))
+    made = trainer(data={"samples": 64, "length": 1})
+    one, two, other = (losses(made, drawn(made), update).detach() for update in (0, 0, 1))
     assert torch.equal(one, two) and not torch.equal(one, other)
 
 
-# --- one set of weights ----------------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize("kind", ["flow", "vp"])
-def test_the_weights_that_draw_are_those_that_answer(kind):
-    """The gradient of the answers reaches the denoiser's LoRA, and a step on answers alone changes what it draws."""
-    made = trainer({"balance": {"rl": 0.0, "data": 1.0}}, kind=kind)
-    head, named = loop.term(made).loss.head, made.policy.weights.named
-    with torch.no_grad():
-        torch.nn.init.normal_(head.out.weight)
-    loop.term(made)._backward(drawn(), 0)
-    of_denoiser = [key for key, parameter in named.items() if ".lora_B." in key and parameter.grad is not None
-                   and parameter.grad.abs().max() > 1e-7]
-    assert len(of_denoiser) > 3
-    x, conditioning = torch.randn(1, *tiny.LATENTS), made.rollouts.conditioning(ASKED[:1])
-    times = head.reader.times
-
-    def velocity() -> torch.Tensor:
-        with torch.no_grad():
-            return made.policy.replay(conditioning, x, times.grid, 0, times.timesteps)
-
-    before = velocity()
+def test_the_weights_that_draw_are_those_that_answer():
+    """The gradient of answers reaches the language model, and a step on answers alone changes what it draws."""
+    made = trainer("unirl_sft", {"pictures": 0.0})
+    loop.term(made)._backward(drawn(made), 0)
+    named = made.policy.weights.named
+    reached = {key for key, weight in named.items() if weight.grad is not None and weight.grad.abs().max() > 0}
+    for part in ("language_model", "vision_model", "aligner", "lm_head"):
+        assert any(part in key for key in reached), part
+    assert not any("generation_head" in key for key in reached)
+    given = made.policy.encode(["1+1="])
+    before = made.policy.sample(given, answer_losses_decoding(), made.policy.generators([1]), torch.tensor([False]))
     made.optimization.optimizer.step()
-    assert (velocity() - before).abs().max() > 1e-5
-
-
-def test_the_picture_is_read_clean_and_under_the_empty_prompt():
-    made = trainer()
-    reader, seen = loop.term(made).loss.head.reader, []
-    made.rollouts.conditioning(ASKED[:1])  # a first call tries the pipeline
-    made.policy.denoisers["transformer"].register_forward_pre_hook(
-        lambda _, args, kwargs: seen.append(kwargs), with_kwargs=True)
-    latents = torch.randn(2, *tiny.LATENTS)
-    made.policy.guidance = 3.0
     with torch.no_grad():
-        states = reader(latents)
-    [call] = seen
-    assert states.shape == (2, 16, 16) and reader.width == 16 and made.policy.guidance == 3.0
-    torch.testing.assert_close(call["hidden_states"], 0.9 * latents)
-    torch.testing.assert_close(call["timestep"], torch.full((2,), 100.0))
-    empty = made.policy.encode([""]).calls[0][0]
-    torch.testing.assert_close(call["encoder_hidden_states"], empty.expand(2, -1, -1))
+        after = made.policy.log_probs(given, torch.tensor([0]), before.ids, before.mask, answer_losses_decoding())
+    assert (after.logp - before.logp).abs().max() > 1e-5
+    assert reader_of(made.policy, 2) is loop.term(made).loss.reader
 
 
 # --- runs ------------------------------------------------------------------------------------------------------------
 
+@pytest.mark.parametrize("method", ["unirl", "unirl_sft"])
+def test_two_epochs_of_both_tasks(method):
+    made = trainer(method)
+    metrics = tiny_runs.epochs(made, 2)
+    assert all(0 <= epoch["data/accuracy"] <= 1 and epoch["data/loss"] == epoch["data/loss"] for epoch in metrics)
+    # Twelve images an epoch: GRPO's are asked about in two steps of their own, the supervised in the one of the epoch.
+    assert made.optimization.update == (2 * 3 if method == "unirl" else 2)
+
+
 @pytest.mark.parametrize("samples", [0, 16])
-def test_the_answers_are_learned_from_the_runs_own_pictures(samples):
-    """Chance is (1/3 + 1/2) / 2; trained on its collected pictures, the denoiser answers all of them."""
-    made = trainer({"samples": samples, "batch": 6}, train__lr=1e-2, adapter__rank=4)
-    loop.term(made).examples.collected = drawn()
-    begun = None
-    for update in range(60):
+def test_answers_are_learned_from_the_runs_own_images(samples):
+    made = trainer(data={"samples": samples, "length": 1}, **{"train.lr": 3e-3})
+    examples, begun = drawn(made), None
+    for update in range(40):
         made.optimization.optimizer.zero_grad()
-        loop.term(made)._backward(loop.term(made).examples.drawn(3, update), update)
+        loop.term(made)._backward(examples, update)
         made.optimization.optimizer.step()
         last = loop.term(made).loss.metrics(list)["data/accuracy"]
         begun = last if begun is None else begun
-    assert begun < 0.7 and last == 1.0
-    assert loop.term(made).loss.metrics(list) == {}  # nothing was asked since
+    assert begun < 0.4 and last > begun + 0.3
 
 
 def composed(**arguments):
-    return compose({"self_answers": WatchRule(args=arguments)})
+    return compose({"self_answers": WatchRule(args={"length": 1} | arguments)})
 
 
 def test_a_runs_reward_is_the_answers_of_its_own_model():
-    rewards = composed(score="probability")
-    made = trainer(rewards=rewards, reward={"self_answers": 1.0})
-    head = loop.term(made).loss.head
-    with torch.no_grad():
-        head.out.bias[head.answers["red"]] = torch.tensor(3.0).log()
-    latents, metadata = torch.stack([each.content for each in drawn()]), [prompt.metadata for prompt in ASKED]
-    found = rewards["self_answers"].function(latents, list(COLOURS), metadata, made.policy)
-    assert found == pytest.approx([(3 / 5 + 1 / 2) / 2, (1 / 5 + 1 / 2) / 2, (1 / 5 + 1 / 2) / 2])
-    share = find("self_answers")
-    # Red is the likeliest colour, yes and no tie.
-    assert share(latents, list(COLOURS), metadata, made.policy) == [0.5, 0.0, 0.0]
-    with pytest.raises(UserError, match="the run's own answers know no 'Is it new"):
-        share(latents[:1], ["red"], [{"questions": [{"question": "Is it new?", "answer": "yes"}]}], made.policy)
-
-
-@pytest.mark.parametrize("samples", [0, 4])
-def test_two_epochs_of_both_tasks(samples):
-    made = trainer({"samples": samples}, composed(score="probability"), reward={"self_answers": 1.0})
-    frozen = tiny_runs.frozen(made)
-    metrics = tiny_runs.epochs(made, 2)
-    assert all(0 <= epoch["data/accuracy"] <= 1 and epoch["data/examples"] > 0 for epoch in metrics)
-    assert metrics[0]["reward/self_answers/mean"] == pytest.approx(5 / 12)  # of chance, before anything is learned
-    assert metrics[1]["reward/self_answers/mean"] != metrics[0]["reward/self_answers/mean"]
-    assert metrics[1]["reward/self_answers/std"] > 0
-    after = tiny_runs.frozen(made)
-    assert all(torch.equal(after[key], frozen[key]) for key in frozen)
+    rewards = composed()
+    made = trainer(rewards=rewards, reward={"self_answers": 1.0}, **{"eval.rewards": ["sharpness"]})
+    pictures = made.policy.decode(torch.stack([each.content for each in drawn(made)]))
+    metadata = [prompt.metadata for prompt in ASKED]
+    asked = [Asked(row, each["question"], each["answer"]) for row, entry in enumerate(metadata)
+             for each in entry["questions"]]
+    right = answer_losses.answered(reader_of(made.policy, 1), asked, pictures)
+    found = rewards["self_answers"].function(pictures, [prompt.text for prompt in ASKED], metadata, made.policy)
+    assert found == [sum(right[i:i + 2]) / 2 for i in (0, 2, 4)]
+    assert made.scoring.waits and not trainer().scoring.waits
+    with pytest.raises(UserError, match="a model that reads and generates images by the same weights, such as Janus"):
+        rewards["self_answers"].function(pictures, ["1"], metadata, None)
+    with pytest.raises(UserError, match="which changes: set cache: false"):
+        compose({"self_answers": WatchRule(cache=True)}, "folder")
+    with pytest.raises(UserError, match="condition is 'x' and length 1"):
+        composed(condition="x")
 
 
 def test_a_resumed_run_answers_as_if_nothing_had_happened(tmp_path):
-    made, other = (trainer(rewards=composed(score="probability"), reward={"self_answers": 1.0}) for _ in range(2))
+    made, other = (trainer(data={"batch": 5}) for _ in range(2))
     tiny_runs.epochs(made, 2)
     made.epoch, made.progress.saved_counters = 2, state.counters(made) | {"epoch": 2}
     state.save(made, tmp_path)
     state.restore(other, checkpoint.latest(tmp_path / "checkpoints"))
     whole, resumed = made.run_epoch(), other.run_epoch()
-    for key in ("data/loss", "data/accuracy", "reward/self_answers/mean"):
+    for key in ("data/loss", "data/accuracy", "reward/bright/mean"):
         assert whole[key] == resumed[key]
     held = other.policy.weights.named
     assert all(torch.equal(parameter, held[key]) for key, parameter in made.policy.weights.named.items())
-    assert any(key.startswith(f"{picture_reader.NAME}.") for key in held)
-    plain = tiny.policy().weights  # of the pipeline alone, which draws without the head
-    checkpoints.take(plain, made.config, checkpoint.latest(tmp_path / "checkpoints"))
-    saved, _ = checkpoint.load(checkpoint.latest(tmp_path / "checkpoints"))
-    assert plain.named and all(torch.equal(parameter, saved[f"weights/{key}"]) for key, parameter in
-                               plain.named.items())
 
 
 def test_the_reward_reads_the_model_once_nothing_is_sampled_any_more():
@@ -221,33 +243,49 @@ def test_the_reward_reads_the_model_once_nothing_is_sampled_any_more():
         future = scorer.submit(lambda: began.set() or torch.ones(1))
         assert not began.wait(0.05)
         assert scorer.results([future])[0].item() == 1.0
-    assert trainer(rewards=composed(), reward={"self_answers": 1.0}).scoring.waits and not trainer().scoring.waits
+
+
+# --- what is held out ------------------------------------------------------------------------------------------------
+
+def test_answers_about_held_out_images_are_measured_shown_and_hidden():
+    made = trainer()
+    watch = loop.extension(made, "HeldOutAnswers")
+    pictures = made.policy.decode(torch.stack([each.content for each in drawn(made)]))
+    measured = Measured(ASKED, {"bright": [1.0, -1.0, 1.0]}, pictures)
+    assert watch._right(measured)[0] == [ASKED[0], ASKED[2]]  # those that are found right, at least 0 here
+    watch.on_base(measured, {})
+    watch.on_finished(measured)
+    before, after = watch.found
+    assert before == after and before.keys() == {"answers/right", "answers/hidden", "answers/imbalance"}
+    assert before["answers/imbalance"] == pytest.approx(abs(1 / 3 - before["answers/right"]))
+    assert watch.summary().startswith(f"held-out answers: right {before['answers/right']:.3f}, hidden ")
+    watch.part = SelfAnswers(reader="scene")
+    prompts, scenes_shown = watch._scenes(Measured([Prompt("a star"), Prompt("two rings")], {}, torch.empty(0)))
+    assert len(prompts) == len(scenes_shown) == 4 and {prompt.text for prompt in prompts} == {"a star", "two rings"}
+    asked = asked_of(watch.part, prompts, scenes_shown, random.Random(0))
+    assert len(asked) == 4
+    assert "HeldOutAnswers" not in loop.names(trainer("grpo", parts={}))
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("options, told", [
-    ({"source": {"type": "Recorded", "path": "a.jsonl"}}, "learns only from the run's own images"),
+    ({"source": {"path": "a.jsonl"}}, "learns only from the run's own images"),
     ({"source": {"failed": True, "solved": False, "mastered": False}}, "learns only from the run's own images"),
-    ({"time": 1.0}, "time is 1.0"), ({"samples": 1}, "samples 1, expected"),
-    ({"condition": "{source}{prompt}"}, "under the empty prompt")])
+    ({"reader": "me"}, "reader is 'me'"), ({"samples": 1}, "samples is 1, expected")])
 def test_parts_that_do_not_go_together(options, told):
     with pytest.raises(UserError, match=told):
-        resolve(tiny_runs.config("flow", "mix_grpo", {"data": {"type": "SelfAnswers"} | options}))
+        resolve(config(data=options), "image tokens")
 
 
-def test_runs_without_questions_or_answers_are_refused():
+def test_answers_of_models_that_do_not_draw_and_rewards_without_a_checker_are_refused():
     assert SelfAnswers().source.right == 1.0 and not SelfAnswers().source.failed
-    settings = tiny_runs.config("flow", "mix_grpo", {"data": {"type": "SelfAnswers"}})
+    with pytest.raises(UserError, match="asks about images that the model generates by tokens: set text.generates"):
+        resolve(config(**{"text.generates": "text"}), "tokens")
     with pytest.raises(UserError, match="the prompt 'a cat' gives no question: expected metadata"):
-        tiny.trainer_of(settings, {"score": tiny.red}, [Prompt("a cat")])
-    rewards = composed()
-    tiny.trainer_of(tiny_runs.config("flow", "mix_grpo", reward={"self_answers": 1.0}), rewards, ASKED)
-    with pytest.raises(UserError, match="learned no answers here: set parts.data"):
-        rewards["self_answers"].function(torch.zeros(1, *tiny.LATENTS), ["red"], [ASKED[0].metadata])
-    with pytest.raises(UserError, match="which changes: set cache: false"):
-        compose({"self_answers": WatchRule(cache=True)}, "folder")
-    with pytest.raises(UserError, match="Linear has no last layer proj_out or conv_out"):
-        picture_reader.last_layer(torch.nn.Linear(2, 2))
-    with pytest.raises(UserError, match="score is 'mark' and batch_size 32"):
-        find("self_answers", {"score": "mark"})
+        of_claims(Prompt("a cat"), random.Random(0))
+    alone = config(reward={"self_answers": 1.0})
+    with pytest.raises(UserError, match="is the model's judgement of itself, .*: add another reward, or a checker to"):
+        answer_losses.HeldOutAnswers.require(loop.setup(alone, "image_tokens"))
+    answer_losses.HeldOutAnswers.require(loop.setup(config(
+        reward={"self_answers": 1.0}, **{"eval.rewards": ["sharpness"]}), "image_tokens"))
