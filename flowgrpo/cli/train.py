@@ -130,7 +130,9 @@ def recipe_and_options(arguments: list[str], noun: str = "recipe",
     noun: of what stands in the recipe's place. others: the command's options that are no keys, for hints.
     Raises UserError for an unknown key, and for two recipes.
     """
-    named, options, rest = [], {}, iter(arguments)
+    named: list[str] = []
+    options: dict[str, str] = {}
+    rest = iter(arguments)
     for argument in rest:
         if not argument.startswith("-"):
             named.append(argument)

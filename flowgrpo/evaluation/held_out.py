@@ -22,7 +22,7 @@ from flowgrpo.data.open_picture import opened, rgb
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.escaped import plain
-from flowgrpo.evaluation import picture_files
+from flowgrpo.evaluation import looks, picture_files
 from flowgrpo.evaluation.measured import EVAL_SEED, Generating, Measured, evenly, measure, readable, spread
 from flowgrpo.evaluation.pages.before_after import arrays, draw_pairs, means_of, rows, shown_prompts
 from flowgrpo.evaluation.pages.clips import save_clip, tall, untall
@@ -108,7 +108,7 @@ def _read_before(trainer: Trainer, folder: Path, known: dict[str, Any]) -> Measu
         return None
     return Measured([p for p in prompts for _ in range(trainer.config.eval.samples)], known["scores"],
                     known["texts"] or pictures, known["failed"], trainer.policy.fps, known.get("shuffled") or {},
-                    looks=known.get("looks"))
+                    looks=looks.read(known.get("looks")))
 
 
 def _picture(file: Path) -> torch.Tensor:

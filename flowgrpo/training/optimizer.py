@@ -122,7 +122,7 @@ def rate(update: int, total: int, train: Train) -> float:
     """Return the factor of the learning rate: linear warm-up, then the schedule down to 0 at the last update."""
     if update < train.warmup:
         return (update + 1) / train.warmup
-    left = max(1 - (update - train.warmup) / max(total - train.warmup, 1), 0.0)  # steps of data alone come on top
+    left = max(1 - (update - train.warmup) / max(total - train.warmup, 1), 0.0)
     return {"constant": 1.0, "linear": left, "cosine": 0.5 - 0.5 * math.cos(math.pi * left)}[train.schedule]
 
 
@@ -133,6 +133,7 @@ class Optimization:
     update: the steps so far; skipped: those that were left out for a gradient that is not finite. unsteady: the last
     one was left out.
     scale: factor of the learning rate, which extensions may change.
+    unscheduled: steps so far that the schedule does not count, as those of data alone.
     ema: moving average of the trained weights, by name; None without `train.ema`.
     """
 
@@ -145,6 +146,7 @@ class Optimization:
         self.ema = policy.weights.kept() if config.train.ema else None
         self.update = 0
         self.scale = 1.0
+        self.unscheduled = 0
         self.skipped = 0
         self.unsteady = False
 
@@ -177,7 +179,7 @@ class Optimization:
             self.scaler.update()
             return norm
         for group in self.optimizer.param_groups:
-            group["lr"] = self.scale * train.first_lr * rate(self.update, self.total_updates, train)
+            group["lr"] = self.scale * train.first_lr * rate(self.update - self.unscheduled, self.total_updates, train)
         self.update += 1
         if has_gradients:
             self._step()

@@ -36,6 +36,8 @@ RECIPES = Path(__file__).parents[2] / "configs"
 PROCESSES = ("flow", "vp", "tokens", "masks")
 # Recipes whose pipeline predicts noise, which only its loaded scheduler says.
 VARIANCE_PRESERVING = {"sd15", "sd15_24gb", "sd15_short", "sdxl", "sdxl_24gb", "sdxl_short", "starter_consistency"}
+# Presets of models that answer about their own images: tests/contrib/questions/test_self_answers.py has their values.
+ABOUT_IMAGES = ("unirl", "unirl_sft")
 # Presets whose metrics on a variance-preserving model are frozen.
 VP = ("ddpo", "b2_diffurl", "rlcm", "diffusion_dpo", "rpo", "refl", "draft", "alignprop", "expo")
 WIDTH = 100  # of a terminal, in characters
@@ -70,7 +72,7 @@ def of_presets() -> dict[str, Any]:
                 found[f"{name} ({process})"] = described(preset(name).on(process))
             except UserError:
                 found[f"{name} ({process})"] = None
-    return found
+    return found | {f"{name} (image tokens)": described(preset(name).on("image tokens")) for name in ABOUT_IMAGES}
 
 
 def process_of(name: str) -> str:

@@ -181,7 +181,7 @@ def test_a_preset_of_which_nothing_is_read_is_refused():
 
 @pytest.mark.parametrize("kind, host, part, told", [
     ("flow", "mix_grpo", {"log_ratio": {"type": "SequenceRatio"}},
-     "completions or recorded pairs of completions or traces of an unmasking, but the "
+     "completions or image tokens or recorded pairs of completions or traces of an unmasking, but the "
      "method trains recorded steps: expected one of Guard, PlainRatio, SquaredErrorRatio"),
     ("tokens", "grpo", {"surrogate": {"type": "Preference"}}, "Preference, which reads noised finals"),
     ("flow", "mix_grpo", {"advantage": {"type": "Paired"}}, "Paired, which reads latent edits"),

@@ -22,6 +22,7 @@ KINDS = (build.PIPELINE, build.CAUSAL_LM, build.VISION_LM, build.MASKED_LM, buil
 # A value other than the default.
 OTHER = {"load.config": "folder", "load.denoiser": "file.safetensors", "load.lora": ["file.safetensors"],
          "memory.weights": "int8", "memory.encoders": "cpu", "memory.vae": "tiled", "memory.states": "cpu",
+         "load.scheduler": {"timestep_spacing": "trailing"},
          "load.controlnet": "folder", "load.ip_adapter": {"path": "folder", "weights": "a.safetensors"},
          "memory.denoiser": "cpu", "memory.offload": "block_level", "picture.sizes": [[64, 64], [64, 128]],
          "memory.shard": True, "memory.attention": "native", "memory.context_parallel": 2,
@@ -29,7 +30,7 @@ OTHER = {"load.config": "folder", "load.denoiser": "file.safetensors", "load.lor
          "picture.frames": 9, "picture.fps": 12.0,
          "picture.call": {"max_sequence_length": 7}, "negative_prompt": "grey",
          "rollout.engine": "http://127.0.0.1:1", "rollout.timeout": 9.0, "rollout.retries": 9,
-         "rollout.folder": "folder", "rollout.release": True,
+         "rollout.folder": "folder", "rollout.release": True, "guard.edge_width": 1.1, "guard.diversity": 0.9,
          "rollout.cache": "mag", "rollout.cache_threshold": 0.5, "rollout.cache_interval": 2,
          "preferences": "pairs.jsonl", "labels": "rewards", "adapter.encoder_targets": ["q"], "train.compile": True,
          "train.pack": True, "train.one_pass": True, "train.steps": 4, "train.guidance": 2.0, "train.grid": "stock",
@@ -122,7 +123,7 @@ IDLE = [
     *((f"guard.{key}", value, {}, "guard.window is 0", {"guard.window": 2, "eval.every": 1})
       for key, value in (("false_alarms", 0.1), ("reward", "red"), ("lr", 0.1), ("best", False))),
     *((f"guard.{key}", value, {"guard.window": 2}, "eval.every is 0", {"guard.window": 2, "eval.every": 1})
-      for key, value in (("reward", "red"), ("best", False))),
+      for key, value in (("reward", "red"), ("best", False), ("edge_width", 1.1), ("diversity", 0.9))),
     ("train.ema", 0.9, {}, "eval.weights is 'current'", {"eval.weights": "ema"}),
     ("adapter.alpha", 8.0, {"adapter.rank": 0}, "adapter.rank is 0", {}),
     ("adapter.targets", ["to_q"], {"adapter.rank": 0}, "adapter.rank is 0", TEXT),

@@ -275,4 +275,4 @@ class HeldOutAnswers(Extension):
         of = [samples * place for place in evenly(len(measured.prompts) // samples, len(pictures))]
         first = next(iter(measured.scores.values()))
         right = [place for place, row in enumerate(of) if first[row] >= self.part.source.right]
-        return [measured.prompts[of[place]] for place in right], pictures[right]
+        return [measured.prompts[of[place]] for place in right], torch.as_tensor(pictures)[right]

@@ -144,7 +144,7 @@ def fitted(config: Config, facts: Facts) -> Config:
     wanted: dict[str, dict[str, Any]] = {}
     for name in ("train", "eval"):
         section, given = getattr(config, name), getattr(config, name).model_fields_set
-        own = {"steps": config.train.steps if "steps" in config.train.model_fields_set else facts.steps,
+        own: dict[str, Any] = {"steps": config.train.steps if "steps" in config.train.model_fields_set else facts.steps,
                "guidance": config.train.guidance if "guidance" in config.train.model_fields_set else facts.guidance}
         if name == "train":
             own |= {} if "shift" in given else {"grid": "stock"}

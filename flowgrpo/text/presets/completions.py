@@ -222,7 +222,7 @@ def trace_rl_value(method: Method = Method()) -> Method:
 
 
 def unirl(method: Method = Method()) -> Method:
-    """UniRL: one model draws by GRPO and answers about its images by GRPO, in steps of their own (2505.23380)."""
+    """UniRL: one model generates images by GRPO and answers about them by GRPO, in steps of their own (2505.23380)."""
     answers = supervised.SelfAnswers(samples=8, apart=True, batch=32)
     return grpo(method).having(advantage=group.Advantage(scale="none", order="rewards", clamp=math.inf),
                                surrogate=objectives.Clip(0.2, 0.28), reduction=reductions.TokenMean(),

@@ -22,6 +22,7 @@ from flowgrpo.types import required
 
 OF_ANSWERS = "flowgrpo.contrib.questions.answer_losses"  # of `SelfAnswers`
 MEMORY = "data"  # signals of earlier epochs, in the memory of the method's parts
+ALONE = "data_updates"  # steps of examples alone so far, likewise
 
 
 class Supervised(Extension):
@@ -52,12 +53,17 @@ class Supervised(Extension):
 
     def add_steps(self, steps: Iterable[Step]) -> Iterable[Step]:
         """Yield the optimizer steps, and behind them those of full batches of examples, which train no part."""
+        optimization, memory = self.trainer.optimization, self.trainer.memory
+        optimization.unscheduled = memory.get(ALONE, 0)
         yield from steps
         while self.part.apart:
             self.batch = self.examples.taken(self.part.batch)
             if not self.batch:
                 return
+            update = optimization.update
             yield [], 0
+            optimization.unscheduled += optimization.update - update
+            memory[ALONE] = optimization.unscheduled
             self.batch = []
 
     def on_gradients(self, update: int) -> None:

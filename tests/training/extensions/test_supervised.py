@@ -22,6 +22,7 @@ from flowgrpo.samplers.noised_finals import noised_states
 from flowgrpo.samplers.scheduler import noise_like
 from flowgrpo.storage import checkpoint
 from flowgrpo.training import state
+from flowgrpo.training.optimizer import rate
 from tests.helpers import loop, tiny, tiny_runs, tiny_text
 from tests.policies.pipelines.test_image_latents import saved
 
@@ -342,6 +343,16 @@ def test_the_hardest_prompts_get_a_step_of_their_own_once_a_batch_waits():
     metrics = made.run_epoch()
     assert made.optimization.update - before >= 2 and metrics["data/weight"] == 1.0
     assert metrics["data/examples"] < 3
+
+
+def test_steps_of_data_alone_leave_the_schedule_where_it_is():
+    made, _ = trained({"type": "NextToken", "batch": 1, "apart": True, "source": {
+        "type": "PassRate", "right": 2.0, "solved": False}}, 2, train__schedule="linear", train__epochs=4)
+    alone = made.memory["data_updates"]
+    assert alone and made.optimization.unscheduled == alone and made.optimization.update == 2 + alone
+    [group] = made.optimization.optimizer.param_groups
+    train = made.config.train
+    assert group["lr"] == pytest.approx(train.lr * rate(2, made.optimization.total_updates, train))  # 2 of them count
 
 
 def test_collected_examples_are_kept_in_a_checkpoint():
