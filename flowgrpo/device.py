@@ -206,7 +206,7 @@ def _set(read: Callable[[], T], write: Callable[[T], None], default: T, inside: 
         write(default)
 
 
-def queued(tensor: torch.Tensor, device: torch.device | str | None) -> torch.Tensor:
+def to_device(tensor: torch.Tensor, device: torch.device | str | None) -> torch.Tensor:
     """Return the tensor on the device (None: unchanged).
 
     From the CPU to a GPU the copy goes through pinned memory and is queued: the host does not wait for earlier work.

@@ -21,7 +21,7 @@ from flowgrpo.log import silence
 from flowgrpo.methods.method import Method
 from flowgrpo.packages import require_versions
 from flowgrpo.policies import build
-from flowgrpo.policies.weights.change import as_before
+from flowgrpo.policies.weights.change import restore_pipeline
 from flowgrpo.train import Trainer
 from flowgrpo.training import announcement, batch_size, checks, endings, loading, metrics, run_folder, state, trial
 from flowgrpo.training.checks import Ready
@@ -56,7 +56,7 @@ def _checked(ready: Ready, prompts: list[Prompt] | None, asked: str) -> dict[str
     loaded = loading.load(setup) if setup.loaded is None else setup.loaded
     checks.require(checks.OF_MODEL, replace(setup, loaded=loaded))
     listed = provenance.prompt_lines(config, prompts) if setup.first else None
-    with as_before(setup.loaded), rounded_products(config.precision, setup.device):
+    with restore_pipeline(setup.loaded), rounded_products(config.precision, setup.device):
         return _train(ready, loaded, listed)
 
 

@@ -17,7 +17,7 @@ import torch
 from flowgrpo.config.geometry import geometry
 from flowgrpo.config.schema import Config
 from flowgrpo.data.prompts import Prompt
-from flowgrpo.device import queued
+from flowgrpo.device import to_device
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.distributed.signals import Stop, Stopped
 from flowgrpo.log import PhaseTimer
@@ -32,7 +32,7 @@ from flowgrpo.training.first_ratio import FirstRatio
 from flowgrpo.training.kl_reference import make_reference
 from flowgrpo.training.metrics import UpdateStats
 from flowgrpo.training.optimizer import Optimization, shares
-from flowgrpo.training.scoring import Functions, Scoring
+from flowgrpo.training.scoring import RewardFunctions, Scoring
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -46,7 +46,7 @@ class Trainer:
     memory: the state of the method's parts between epochs. progress: what the run has done so far.
     """
 
-    def __init__(self, config: Config, accelerator: Accelerator, policy: Policy, train_rewards: Functions,
+    def __init__(self, config: Config, accelerator: Accelerator, policy: Policy, train_rewards: RewardFunctions,
                  prompts: tuple[list[Prompt], list[Prompt]]):
         self.config = config
         self.accelerator = accelerator
@@ -54,18 +54,18 @@ class Trainer:
         self.prompts, self.held_out = prompts
         self.method = validate.resolve(config, policy.process)
         self.processes = Processes(accelerator, config.memory.context_parallel)
-        self.processes.turns = policy.turns
+        self.processes.lockstep = policy.turns
         self.geometry = geometry(config.train, self.processes.count)
         self.memory: dict[str, Any] = {}
         self.scoring = Scoring(train_rewards, config.rewards, self.geometry.group, self.processes, self.memory, policy)
         self.clock = PhaseTimer(policy.device.type == "cuda")
         self.stop = Stop(self.processes.members > 1)
-        self.say: Callable[[str], None] = print
+        self.log: Callable[[str], None] = print
         self.rollouts = make_rollouts(config, policy, self.method, self.geometry, self.processes, self.clock,
                                       first=self.prompts[0])
         self.rollouts.decodes = self.scoring.reads_outputs
         self.extensions = extensions.of(self)  # some add weights, so that they are before the optimizer
-        self.processes.agree(policy.weights.parameters())
+        self.processes.require_equal(policy.weights.parameters())
         self.optimization = Optimization(config, policy)
         self.kl_reference = make_reference(config.train, self.method, policy, self.memory)
         self.first_ratio = FirstRatio.of(self.rollouts)
@@ -81,10 +81,13 @@ class Trainer:
         Every process samples its share of the epoch's prompts; comparisons are over all of them.
         """
         with self.extensions.around_epoch():
+            # Sample and score groups.
             epoch = self.extensions.draw_epoch() or sampling.draw(self)
+            # Let the curriculum and the extensions see them.
             self.method.curriculum.learn(self.memory, epoch.groups)
-            epoch.metrics |= self.scoring.epoch_metrics(epoch.groups, self.epoch, self.say) | epoch.groups.metrics()
+            epoch.metrics |= self.scoring.epoch_metrics(epoch.groups, self.epoch, self.log) | epoch.groups.metrics()
             self.extensions.on_drawn(epoch)
+            # Compare within groups, then learn.
             epoch.parts = credit.compared(self, epoch)
             return self.train_on(epoch)
 
@@ -92,7 +95,7 @@ class Trainer:
         """Learn from an epoch whose parts have advantages; return its metrics."""
         if self.first_ratio.max_log_ratio is None or self.first_ratio.rescore:  # in a run's first epoch, as a rule
             with self.clock("first_ratio"):
-                self.with_oom_retry(partial(self.first_ratio.check, epoch, self.rollouts, self.say), "update")
+                self.with_oom_retry(partial(self.first_ratio.check, epoch, self.rollouts, self.log), "update")
         epoch.weights = self.rollouts.step_weights(epoch.parts, self.epoch)
         self.extensions.on_credited(epoch)
         epoch.metrics |= self.learn(epoch)
@@ -115,7 +118,7 @@ class Trainer:
                     stats.decisions += self.with_oom_retry(partial(self.gradient, epoch, share, count))
                     self.processes.add_gradients(self.optimization.parameters)
                     self.extensions.on_gradients(self.optimization.update)
-                    with self.processes.together():
+                    with self.processes.collective():
                         stats.norms.append(self.optimization.step(self.extensions.on_stepped))
         self.scoring.offload()  # a reward whose gradient was followed
         metrics = stats.summary(self.processes) | self.rollouts.metrics()
@@ -125,8 +128,8 @@ class Trainer:
         """Compute the gradient of one optimizer step's parts anew; return the statistics of their decisions."""
         stats = UpdateStats()
         self.optimization.zero_grad()
-        self.rollouts.meet(share, epoch.conditioning, self.kl_reference.scores)
-        with self.processes.together():
+        self.rollouts.gather_groups(share, epoch.conditioning, self.kl_reference.scores)
+        with self.processes.collective():
             for part in self.processes.in_step(share, self.kl_reference.calls_of, before=self.stop_if_asked):
                 self.backward(epoch, part, count, stats)
             self.extensions.on_backward(self.optimization.update)
@@ -138,32 +141,35 @@ class Trainer:
         count: the divisor of every loss, `decisions` of the whole optimizer step.
         """
         method_loss, reference, device = self.method.loss, self.kl_reference, self.policy.device
-        referred = reference.scores(part)
-        loss_inputs = self.rollouts.loss_inputs(part, epoch.conditioning, referred)
+        # Replay: log-probabilities of the recorded decisions under the present weights.
+        reference_scores = reference.scores(part)
+        loss_inputs = self.rollouts.loss_inputs(part, epoch.conditioning, reference_scores)
         for batch, (k, rows, new) in enumerate(self.rollouts.replay(part, epoch.conditioning)):
             transitions = part.transitions[k]
             old = transitions.old.rows(rows).to(device)
-            advantage = queued(part.advantage(k, rows), device)
+            advantage = to_device(part.advantage(k, rows), device)
             log_ratio = method_loss.log_ratio(new, old)
-            further = loss_inputs(batch, k, rows, new, old)
-            loss = method_loss.surrogate(log_ratio, advantage, further)
-            clipped = method_loss.surrogate.clipped(log_ratio, advantage, further)
+            loss_extras = loss_inputs(batch, k, rows, new, old)
+            # Loss: the surrogate, its weights, the KL penalty, the supervised term.
+            loss = method_loss.surrogate(log_ratio, advantage, loss_extras)
+            clipped = method_loss.surrogate.clipped(log_ratio, advantage, loss_extras)
             loss = loss * (part.weights or epoch.weights)[transitions.step]
-            if transitions.correction is not None:  # decisions that other weights or another program drew
-                loss = loss * queued(transitions.correction[rows], device)
+            if transitions.importance is not None:  # decisions that other weights or another program drew
+                loss = loss * to_device(transitions.importance[rows], device)
             penalty = None
             if reference.kl.weight:
-                penalty = reference.penalty(new, referred[batch], part.rewards[k][rows])
+                penalty = reference.penalty(new, reference_scores[batch], part.rewards[k][rows])
                 loss = loss + penalty
-            if transitions.goal is not None:
-                loss = loss + self.method.tuning(new, transitions.goal.rows(rows).to(device))
+            if transitions.regression_target is not None:
+                loss = loss + self.method.tuning(new, transitions.regression_target.rows(rows).to(device))
+            # Gradient.
             self.optimization.backward(reduced(loss, method_loss.reduction(new.mask), count))
             stats.add(transitions.step, new.mask, log_ratio, clipped, loss,
                       None if penalty is None else penalty / reference.kl.weight)
 
     # --- around the epochs -------------------------------------------------------------------------------------------
 
-    def train(self, folder: Path, measured: Functions) -> None:
+    def train(self, folder: Path, measured: RewardFunctions) -> None:
         """Run the remaining epochs; save in between, at the end, and when asked to stop."""
         epochs.run(self, folder, measured)
 

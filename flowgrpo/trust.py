@@ -73,7 +73,7 @@ def reaches_out(*named: object) -> bool:
 def remote_code(allowed: bool, run: Path) -> bool:
     """Return a run's `trust_remote_code`: False while a run is opened, which is printed."""
     if allowed and _opening is not None:
-        say(f"{run}: trust_remote_code is not taken from a run's folder; {FLAG} takes it")
+        log(f"{run}: trust_remote_code is not taken from a run's folder; {FLAG} takes it")
         return False
     return allowed
 
@@ -123,7 +123,7 @@ def _of_text(text: str, path: str) -> Iterator[tuple[str, str]]:
         yield path, f"sends samples to {text}"
 
 
-def say(line: str) -> None:
+def log(line: str) -> None:
     """Print a note to stderr, once per command."""
     if _opening is not None and line not in _opening.said:
         _opening.said.add(line)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from flowgrpo.device import queued
+from flowgrpo.device import to_device
 
 T = TypeVar("T")
 C = TypeVar("C", bound="Completions")
@@ -81,8 +81,9 @@ class Scored:
     def to(self, device: torch.device) -> Scored:
         """Return the score with its large parts on the device; std and slope, a few numbers, stay in place."""
         held = self.mean, self.entropy, self.guided
-        mean, entropy, guided = (each if each is None else queued(each, device) for each in held)
-        return Scored(queued(self.logp, device), queued(self.mask, device), mean, self.std, self.slope, entropy, guided)
+        mean, entropy, guided = (each if each is None else to_device(each, device) for each in held)
+        logp, mask = to_device(self.logp, device), to_device(self.mask, device)
+        return Scored(logp, mask, mean, self.std, self.slope, entropy, guided)
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,7 +97,7 @@ class RegressionTarget:
         return RegressionTarget(self.mean[at], self.weight[at])
 
     def to(self, device: torch.device) -> RegressionTarget:
-        return RegressionTarget(queued(self.mean, device), queued(self.weight, device))
+        return RegressionTarget(to_device(self.mean, device), to_device(self.weight, device))
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +112,7 @@ class Transitions:
     old: [m, 1], their score under the policy that drew them.
     goal: of a method with a supervised term.
     clean: [n, *D], the data that the policy predicted at each state, of a method that scores it.
-    correction: [m, 1], factor on the loss of a transition, if older weights drew it than its update begins with.
+    importance: [m, 1], factor on the loss of a transition, if older weights drew it than its update begins with.
     """
 
     step: int
@@ -120,16 +121,17 @@ class Transitions:
     parent: Tensor
     x_next: Tensor
     old: Scored
-    goal: RegressionTarget | None = None
+    regression_target: RegressionTarget | None = None
     clean: Tensor | None = None
-    correction: Tensor | None = None
+    importance: Tensor | None = None
     expert = None  # all are drawn
 
     def __post_init__(self) -> None:
         assert len(self.x) == len(self.prompts) and len(self.x_next) == len(self.parent) == len(self.old.logp)
         assert self.clean is None or len(self.clean) == len(self.x), (self.clean.shape, self.x.shape)
-        assert self.goal is None or len(self.goal.mean) == len(self.parent), (self.goal.mean.shape, self.parent.shape)
-        assert self.correction is None or len(self.correction) == len(self.parent), self.correction.shape
+        target = self.regression_target
+        assert target is None or len(target.mean) == len(self.parent), (target.mean.shape, self.parent.shape)
+        assert self.importance is None or len(self.importance) == len(self.parent), self.importance.shape
 
     @property
     def counts(self) -> Tensor:
@@ -144,10 +146,11 @@ class Transitions:
             return None
         left, parent = self.parent[keep].unique_consecutive(return_inverse=True)
         at, of = keep.to(self.x_next.device), left.to(self.x.device)
-        goal, clean = self.goal and self.goal.rows(at), None if self.clean is None else self.clean[of]
-        correction = None if self.correction is None else self.correction[keep.to(self.correction.device)]
-        return Transitions(self.step, self.x[of], self.prompts[left], parent, self.x_next[at], self.old.rows(at), goal,
-                           clean, correction)
+        target = self.regression_target and self.regression_target.rows(at)
+        clean = None if self.clean is None else self.clean[of]
+        importance = None if self.importance is None else self.importance[keep.to(self.importance.device)]
+        return Transitions(self.step, self.x[of], self.prompts[left], parent, self.x_next[at], self.old.rows(at),
+                           target, clean, importance)
 
 
 class Completion(str):
@@ -177,7 +180,7 @@ class Completions:
     ids: int64 [m, L], L the most tokens that a completion may have.
     prompts: int64 [m], the prompt of each.
     old: Scored [m, L]; its mask is true for drawn tokens that count, the end included; its logp is 0 elsewhere.
-    correction: [m, L], factor on the loss of a token, if another program or arithmetic drew it than is trained.
+    importance: [m, L], factor on the loss of a token, if another program or arithmetic drew it than is trained.
     expert: bool [m], answers that came with their prompts; None if the method asks for none.
     greedy: bool [m], rows of most likely tokens, which were not drawn; None if the method asks for none.
     """
@@ -185,11 +188,11 @@ class Completions:
     ids: Tensor
     prompts: Tensor
     old: Scored
-    correction: Tensor | None = field(default=None, kw_only=True)
+    importance: Tensor | None = field(default=None, kw_only=True)
     expert: Tensor | None = field(default=None, kw_only=True)
     greedy: Tensor | None = field(default=None, kw_only=True)
     step = 0  # all tokens form one step
-    goal = None
+    regression_target = None
 
     def __post_init__(self) -> None:
         assert self.ids.shape == self.old.logp.shape, (self.ids.shape, self.old.logp.shape)

@@ -63,14 +63,14 @@ def places(images: Any, prompts: list[str]) -> list[float]:
 
 # --- their side ------------------------------------------------------------------------------------------------------
 
-class Functions(NamedTuple):
+class RewardFunctions(NamedTuple):
     """Functions of flow_grpo: a rollout, and a step with its log-probability."""
 
     rollout: Callable[..., Any]
     step: Callable[..., Any]
 
 
-def functions(clone: Path) -> Functions:
+def functions(clone: Path) -> RewardFunctions:
     """Import the functions of a clone. Raises UserError for a folder without them."""
     fix = f"expected a clone of {REPOSITORY}: git clone https://github.com/{REPOSITORY}"
     if not (clone / FOLDER).is_dir():
@@ -83,7 +83,7 @@ def functions(clone: Path) -> Functions:
             found.append(getattr(importlib.import_module(f"{FOLDER.replace('/', '.')}.{module}"), name))
         except (AttributeError, ImportError) as error:
             raise UserError(f"{clone}: {error}, {fix}") from None
-    return Functions(*found)
+    return RewardFunctions(*found)
 
 
 class Peer:
@@ -92,7 +92,7 @@ class Peer:
     prompts: what `encode_prompt` returned for every sample. arithmetic: with this program's on a CPU.
     """
 
-    def __init__(self, theirs: Functions, trainer: Trainer, prompts: tuple[Tensor | None, ...], arithmetic: bool):
+    def __init__(self, theirs: RewardFunctions, trainer: Trainer, prompts: tuple[Tensor | None, ...], arithmetic: bool):
         from peft import LoraConfig, get_peft_model
 
         config, device = trainer.config, trainer.policy.device
@@ -262,7 +262,7 @@ def seconds(run: Callable[[], Any], device: torch.device) -> float:
 class Case:
     """Sides of one case, which do the same work: functions that run an epoch and return its seconds."""
 
-    def __init__(self, theirs: Functions, given: dict[str, str]):
+    def __init__(self, theirs: RewardFunctions, given: dict[str, str]):
         self.replaying, self.held = (make_trainer(load(RECIPE, given | {"train.one_pass": value}), {"places": places})
                                      for value in ("false", "true"))
         trainer, shape = self.replaying, self.replaying.geometry

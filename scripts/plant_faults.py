@@ -94,7 +94,7 @@ FAULTS = (
           "return self.old.mask.any(1).cpu()", "return torch.ones(len(self.ids), dtype=torch.bool)", "samplers",
           "test_types.py"),
     fault("correction of kept transitions not narrowed", "types.py",
-          "self.correction[keep.to(self.correction.device)]", "self.correction[: int(keep.sum())]", "test_types.py",
+          "self.importance[keep.to(self.importance.device)]", "self.importance[: int(keep.sum())]", "test_types.py",
           "samplers"),
     # advantages
     fault("std of a group with ddof 0", "advantages/group.py", "def group_std(rewards: Tensor, ddof: int = 1)",
@@ -140,7 +140,7 @@ FAULTS = (
     fault("weights of the steps dropped", "train.py", "loss = loss * (part.weights or epoch.weights)[transitions.step]",
           "loss = loss * 1.0", *LOOP),
     fault("staleness correction dropped from the loss", "train.py",
-          "loss = loss * queued(transitions.correction[rows], device)", "pass", *LOOP),
+          "loss = loss * queued(transitions.importance[rows], device)", "pass", *LOOP),
     fault("gradients of other processes not added", "train.py",
           "self.processes.add_gradients(self.optimization.parameters)", "pass", "distributed"),
     fault("gradients not cleared between steps", "train.py", "        self.optimization.zero_grad()\n", "", *LOOP),

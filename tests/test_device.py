@@ -7,7 +7,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from flowgrpo import device
-from flowgrpo.device import put_away, queued, rounded_products, without_cudnn_attention
+from flowgrpo.device import put_away, rounded_products, to_device, without_cudnn_attention
 from flowgrpo.errors import UserError
 from flowgrpo.samplers.grids import shifted
 from flowgrpo.samplers.scheduler import PolicyScheduler, Segment
@@ -38,10 +38,10 @@ SCORED = Scored(torch.ones(2, 1), torch.ones(2, 1, dtype=torch.bool), torch.ones
 
 
 @pytest.mark.parametrize("moved, copies", [
-    (lambda: queued(torch.ones(2), "cuda"), 1),
+    (lambda: to_device(torch.ones(2), "cuda"), 1),
     (lambda: SCORED.to("cuda"), 3),  # its numbers stay
     (lambda: RegressionTarget(torch.ones(2, 1, 4), torch.ones(2, 1)).to("cuda"), 2),
-    (lambda: queued(torch.ones(2), "cpu"), 0),
+    (lambda: to_device(torch.ones(2), "cpu"), 0),
 ])
 def test_a_copy_is_queued(moved, copies):
     with Gpu() as gpu:
@@ -87,8 +87,8 @@ def test_a_scheduler_that_announces_its_steps_waits_for_nothing():
 def test_values_are_those_that_were_there():
     values = torch.arange(4.0)
     with Gpu():
-        assert torch.equal(queued(values, "cuda"), values)
-    assert queued(values, "cpu") is values and queued(values, None) is values
+        assert torch.equal(to_device(values, "cuda"), values)
+    assert to_device(values, "cpu") is values and to_device(values, None) is values
 
 
 @pytest.mark.parametrize("precision, name, before, inside", [

@@ -479,7 +479,7 @@ def test_out_of_memory_says_what_to_lower_and_saves_whole_epochs(tmp_path):
 
 def test_an_epoch_that_breaks_after_an_update_is_not_saved_as_a_whole_one(tmp_path):
     settings = tiny.config(tmp_path, train__steps=4, parts__plan__size=2, train__epochs=5, train__updates=2)
-    calls = 2 + 2 * 3 + (4 * 2 + 2 * 2 + 2)  # after the trial of `latents`: the second half of the first epoch's updates
+    calls = 2 + 2 * 3 + (4 * 2 + 2 * 2 + 2)  # to the second half of the first epoch's updates
     with pytest.raises(UserError, match="out of memory"):
         align(settings, pipe=out_of_memory(tiny.sd3(), calls + 1))
     assert not (settings.folder / "checkpoints").exists()

@@ -40,7 +40,7 @@ def test_kept_transitions_keep_their_states_and_no_other(taken, keep, rows, stat
 
 
 def test_kept_transitions_keep_their_own_corrections(taken):
-    corrected = replace(taken, correction=torch.arange(10.0).view(5, 2))
+    corrected = replace(taken, importance=torch.arange(10.0).view(5, 2))
     kept = corrected.kept(torch.tensor([0, 1, 0, 0, 1], dtype=torch.bool))
     assert kept.correction.tolist() == [[2, 3], [8, 9]]
 

@@ -139,7 +139,7 @@ def remaining(runs: Sequence[Run]) -> list[Run]:
     return [run for run in {run.folder: run for run in runs}.values() if not run.result.is_file()]
 
 
-def perform(workers: Workers, runs: Sequence[Run], say: Say) -> dict[str, str]:
+def perform(workers: Workers, runs: Sequence[Run], log: Say) -> dict[str, str]:
     """Train the runs that have no result; return the errors of failed ones, by their label.
 
     Ends early if the first FEW runs fail.
@@ -156,7 +156,7 @@ def perform(workers: Workers, runs: Sequence[Run], say: Say) -> dict[str, str]:
                 run, done = waiting.pop(future), done + 1
                 if error := future.result():
                     errors[run.label] = f"{error} (log: {log_of(run.config)})"
-                say(f"{done} of {len(left)}: {run.label}{', failed: ' + error if error else ''}")
+                log(f"{done} of {len(left)}: {run.label}{', failed: ' + error if error else ''}")
             if len(errors) == done >= FEW:
                 for future in waiting:
                     future.cancel()

@@ -131,7 +131,7 @@ class Settings:
 
 
 def evolve(weights: TrainableWeights, value: Callable[[int], float], settings: Settings,
-           say: Callable[[str], None] = print) -> list[dict[str, Any]]:
+           log: Callable[[str], None] = print) -> list[dict[str, Any]]:
     """Search the singular values for a large value, and leave the search's mean in place; return a line per generation.
 
     value: of the weights that are in place, in a generation. A value that is NaN counts as the least.
@@ -149,7 +149,7 @@ def evolve(weights: TrainableWeights, value: Callable[[int], float], settings: S
         known = [reached for reached in values if reached > -math.inf]
         lines.append({"generation": generation, "mean": sum(known) / max(len(known), 1), "best": max(values),
                       "step": search.step})
-        say(f"generation {generation + 1}/{settings.generations}: mean {lines[-1]['mean']:.4f}, best "
+        log(f"generation {generation + 1}/{settings.generations}: mean {lines[-1]['mean']:.4f}, best "
             f"{max(values):.4f}")
     space.place(search.mean)
     return lines

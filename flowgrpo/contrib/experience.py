@@ -80,7 +80,7 @@ class Settings:
 
 
 def learn(library: Library, batches: Callable[[int], Sequence[str]], sample: Callable[[Sequence[str], int], Sampled],
-          ask: Callable[[str], str], settings: Settings, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
+          ask: Callable[[str], str], settings: Settings, log: Callable[[str], None] = print) -> list[dict[str, Any]]:
     """Edit a library in place, and return a line per epoch.
 
     batches: the prompts of an epoch. sample: their groups in an epoch, of prompts behind the library. ask: the language
@@ -101,5 +101,5 @@ def learn(library: Library, batches: Callable[[int], Sequence[str]], sample: Cal
         every = [score for scores in rewards for score in scores if score == score]
         lines.append({"epoch": epoch, "reward": sum(every) / max(len(every), 1), "compared": compared, "edits": edits,
                       "lessons": len(library.entries)})
-        say(json.dumps(lines[-1]))
+        log(json.dumps(lines[-1]))
     return lines

@@ -76,7 +76,7 @@ class Extrapolation(Extension):
             worse = not self.reward >= self.before
             if worse:
                 weights.load(self.held)
-                run.say(f"epoch {run.epoch + 1}: reward {self.reward:.4g} after an extrapolation, {self.before:.4g} "
+                run.log(f"epoch {run.epoch + 1}: reward {self.reward:.4g} after an extrapolation, {self.before:.4g} "
                         "before it: its weights are restored")
             self.held, self.path = {}, []
             if worse:

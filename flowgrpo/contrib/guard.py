@@ -323,7 +323,7 @@ class Guard(Extension):
         self.run.optimization.scale *= self.settings.lr
         self.returns.append(f"epoch {self.run.epoch + (self.before is not None)}: {why}, so that the run went back to "
                             f"the weights of epoch {to.epoch}")
-        self.run.say(f"{self.returns[-1]}, with {self.settings.lr:g} of the learning rate")
+        self.run.log(f"{self.returns[-1]}, with {self.settings.lr:g} of the learning rate")
 
     def summary(self) -> str | None:
         """Return the returns, for the run's summary."""

@@ -317,7 +317,7 @@ def _chosen(trainer: Run) -> bool:
         reason = f"{needed / 2**30:.3g} GiB of {free / 2**30:.3g}, {MOST:.0%} of the free memory" if needed < math.inf \
             else "the size of a reward model is not known"
     if trainer.processes.first:
-        trainer.say(f"train.one_pass: {str(fits).lower()} (auto: {reason})")
+        trainer.log(f"train.one_pass: {str(fits).lower()} (auto: {reason})")
     return fits
 
 

@@ -231,4 +231,4 @@ class Phases(Extension):
         trainer.scoring.group = trainer.geometry.group
         trainer.scoring.given = self.config.rewards | phase.weights
         if self.number >= 0 or phase.set:
-            trainer.say(f"phase from epoch {trainer.epoch + 1}: {dict(phase.set) or 'the recipe itself'}")
+            trainer.log(f"phase from epoch {trainer.epoch + 1}: {dict(phase.set) or 'the recipe itself'}")

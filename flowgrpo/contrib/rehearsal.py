@@ -61,7 +61,7 @@ class RehearsedSamples(Extension):
         train, rollouts = self.config.train, self.trainer.rollouts
         chosen = random.Random(f"rehearsal/{self.config.seed}").choices(prompts, k=train.prompts)
         batch, parts = self.processes.own(rollouts.geometry.sliced(chosen)), []
-        with rollouts.policy.reference(), self.processes.together():
+        with rollouts.policy.reference(), self.processes.collective():
             self.conditioning = rollouts.conditioning(batch, 0)
             judge = partial(scoring.total, batch)
             for part, outputs in rollouts.sample(self.conditioning, 0, judge, partial(scoring.value, batch)):

@@ -74,8 +74,8 @@ class Processes:
             peers = [distributed.new_group(ranks, PATIENCE) for ranks in world.T.tolist()]
             teams = [distributed.new_group(ranks, PATIENCE) for ranks in world.tolist()]
             self.peers, self.team = peers[self.member], teams[self.rank]
-        self.turns: Lockstep | None = None  # of a policy whose weights are shared out
-        self.parted = False  # True once all have left `together` for one that failed
+        self.lockstep: Lockstep | None = None  # of a policy whose weights are shared out
+        self.parted = False  # True once all have left `collective` for one that failed
 
     @property
     def first(self) -> bool:
@@ -179,7 +179,7 @@ class Processes:
         self.any(False)
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def collective(self) -> Iterator[None]:
         """Context manager for work in which no process waits for another: if one fails or is asked to stop, all leave
         here.
 
@@ -190,34 +190,34 @@ class Processes:
         """
         try:
             yield
-            if self.turns is not None:
-                self.turns.join(DONE)  # go with the others until all are done
+            if self.lockstep is not None:
+                self.lockstep.join(DONE)  # go with the others until all are done
         except (Exception, Stopped) as error:
             if self.members > 1 and not isinstance(error, (UserError, Stopped)):
                 raise
             full = ran_out(error)
             with _failing(error) if not full and isinstance(error, Exception) else nullcontext():
-                if self.turns is not None:
-                    self.turns.abort()
-                others = self.turns is None and self.total([1, not full])[1]
+                if self.lockstep is not None:
+                    self.lockstep.abort()
+                others = self.lockstep is None and self.total([1, not full])[1]
             self.parted = True
             if full and others:
                 raise Stopped(ELSEWHERE) from error
             raise
-        if self.turns is None:
+        if self.lockstep is None:
             failed, otherwise = self.total([0, 0])
             self.parted = self.parted or failed > 0
             if failed:
                 raise Stopped(ELSEWHERE) if otherwise else OutOfMemoryElsewhere("out of memory on another process")
 
     def alike(self, calls: Callable[[], object]) -> AbstractContextManager[Callable[[int], object]]:
-        """Return a context, inside `together`, in which sharded processes with the same calls make them without
+        """Return a context, inside `collective`, in which sharded processes with the same calls make them without
         agreeing on each: `Lockstep.in_step`.
 
         calls: returns what this process's calls go by; equal values have the same `repr` everywhere.
         """
-        return nullcontext(lambda number: None) if self.turns is None else \
-            self.turns.in_step(zlib.crc32(repr(calls()).encode()))
+        return nullcontext(lambda number: None) if self.lockstep is None else \
+            self.lockstep.in_step(zlib.crc32(repr(calls()).encode()))
 
     def in_step(self, parts: Sequence[T], calls: Callable[[Sequence[T], Processes], object],
                 before: Callable[[], object] = lambda: None) -> Iterator[T]:
@@ -242,7 +242,7 @@ class Processes:
         parameters = [parameter for parameter in parameters if not is_shard(parameter)]
         if not parameters:
             return
-        with self.together():
+        with self.collective():
             present = torch.tensor([float(p.grad is not None) for p in parameters], device=self.device)
             flat = torch.cat([present, *(torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten()
                                          for p in parameters)])
@@ -252,7 +252,7 @@ class Processes:
             parameter.grad = piece.view_as(parameter) if has_gradient else None
 
     @torch.no_grad()
-    def agree(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+    def require_equal(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Copy the first process's values to every process, except those of sharded parameters."""
         for parameter in parameters if self.count * self.members > 1 else ():
             if not is_shard(parameter):

@@ -326,7 +326,7 @@ class MetaGPU(TorchDispatchMode):
                 return known.to(kwargs.get("dtype") or known.dtype, copy=True)
             shape = source.shape if source.numel() * source.element_size() <= WHOLE else ()
             return torch.zeros(shape, dtype=kwargs.get("dtype") or source.dtype, device="cpu").expand(source.shape)
-        if not _within(device.queued):
+        if not _within(device.to_device):
             self._wait("from the host")
         if name == "_to_copy" and source.numel() <= FILLED:
             result = torch.empty_like(source, device=META, dtype=kwargs.get("dtype") or source.dtype)

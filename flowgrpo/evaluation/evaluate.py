@@ -167,7 +167,7 @@ def _make(plan: Plan, suite: Suite, functions: dict[str, Any], ledger: BaseLedge
         processes.wait()  # the tuned samples are compared with the base's of all processes
         places = [Place(arm, i, k) for i in range(len(suite.cases)) for k in range(plan.samples)]
         remaining = processes.own([place for place in places if not functions.keys() <= known.get(place, {}).keys()])
-        with processes.together(), tqdm(total=len(remaining), desc=f"{suite.name}, {arm}", unit=plan.medium.unit,
+        with processes.collective(), tqdm(total=len(remaining), desc=f"{suite.name}, {arm}", unit=plan.medium.unit,
                                         leave=False, disable=None if processes.first else True) as bar:
             for part, some in enumerate(_parts(remaining, batch, at_once)):
                 missing = [place for place in some if not ledger.has(place)]

@@ -197,7 +197,7 @@ def measure(policy: Generating, prompts: list[Prompt], functions: dict[str, Any]
                 ) -> Iterator[tuple[list[tuple[int, int]], list[Prompt], Any, list[int]]]:
         """Yield batches of this process's rows, empty ones that it only accompanies, with what draws them."""
         most = -(-len(prompts) // processes.count) * samples if whole and of is rows else processes.most(of)
-        for start in range(0, len(local) if processes.turns is None else most, micro_batch):
+        for start in range(0, len(local) if processes.lockstep is None else most, micro_batch):
             signals.check()
             local_batch = local[start:start + micro_batch]
             batch = local_batch or of[:1]  # sharded weights are gathered by all processes or by none
@@ -207,7 +207,7 @@ def measure(policy: Generating, prompts: list[Prompt], functions: dict[str, Any]
             yield local_batch, given, conditioning, [seed(i, k) for i, k in batch]
             bar.update(len(local_batch))
 
-    with processes.together(), bar:
+    with processes.collective(), bar:
         if prepare is not None and rows:
             prepare([prompts[i] for i in dict.fromkeys(i for i, _ in local or rows[:1])])
         for batch, of, conditioning, seeds in batches(local, rows):

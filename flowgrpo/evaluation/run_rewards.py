@@ -17,8 +17,10 @@ WHY = "executes code or sends samples to an address that the run's folder names"
 
 def measured(config: Config) -> dict[str, Any]:
     """Return a run's rewards, made, for samples that are scored alone; none if all are left out."""
-    kept = rules(config)
-    return pairwise.measured(*(rewards.compose(some, config.cache) for some in kept)) if any(kept) else {}
+    trained, watched = rules(config)
+    if not trained and not watched:
+        return {}
+    return pairwise.measured(rewards.compose(trained, config.cache), rewards.compose(watched, config.cache))
 
 
 def rules(config: Config, needed: bool = False) -> tuple[dict[str, RewardRule], dict[str, WatchRule]]:
@@ -31,7 +33,7 @@ def rules(config: Config, needed: bool = False) -> tuple[dict[str, RewardRule], 
     if needed and len(out) == len(known):
         raise UserError(f"reward {out[0]!r} {WHY}: name rewards by --rewards, or add {trust.FLAG} if you trust the run")
     for label in out:
-        trust.say(f"left out: reward {label!r}, which {WHY}; {trust.FLAG} includes it")
+        trust.log(f"left out: reward {label!r}, which {WHY}; {trust.FLAG} includes it")
     return kept
 
 

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Protocol
 import torch
 from torch import Tensor
 
-from flowgrpo.device import queued
+from flowgrpo.device import to_device
 from flowgrpo.gaussian import kl
 from flowgrpo.parts import Above, AtLeast, OneOf, part
 from flowgrpo.types import Gaussian, RunState, Scored, required
@@ -199,7 +199,7 @@ class SpanKL(SampledKL):
 
     def distance(self, new: Scored, reference: Scored) -> Tensor:
         numbers = spans(new.mask).clamp(max=len(self.factors) - 1)
-        return super().distance(new, reference) * queued(torch.tensor(self.factors), numbers.device)[numbers]
+        return super().distance(new, reference) * to_device(torch.tensor(self.factors), numbers.device)[numbers]
 
 
 def spans(mask: Tensor) -> Tensor:
@@ -250,4 +250,6 @@ def beside(values: Tensor, other: Tensor) -> Tensor:
 
     A single one becomes 0-d, which torch takes from the CPU without a copy: no host waits for a GPU.
     """
-    return values.reshape(()).to(other.dtype) if values.numel() == 1 else queued(values, other.device).to(other.dtype)
+    if values.numel() == 1:
+        return values.reshape(()).to(other.dtype)
+    return to_device(values, other.device).to(other.dtype)

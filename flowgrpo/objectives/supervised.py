@@ -58,11 +58,11 @@ class LayerTuning:
                          for count in (edges, states))
         return (after - before)[:, 0].clamp(min=0)
 
-    def __call__(self, new: Scored, goal: RegressionTarget) -> Tensor:
+    def __call__(self, new: Scored, regression_target: RegressionTarget) -> Tensor:
         assert new.mean is not None and new.slope is not None, "LayerTuning needs means and slopes"
         # A mean is affine in the output: the difference of outputs is that of means over the slope.
-        apart = (new.mean - goal.mean).square().flatten(2).mean(dim=2)
-        return self.weight * goal.weight * apart / beside(new.slope, apart).square()
+        apart = (new.mean - regression_target.mean).square().flatten(2).mean(dim=2)
+        return self.weight * regression_target.weight * apart / beside(new.slope, apart).square()
 
 
 class Distribution(Protocol):

@@ -152,7 +152,7 @@ class GroupSampler(Generic[C]):
         """Return what gives the surrogate's third argument for every batch of the part's replay."""
         raise NotImplementedError
 
-    def meet(self, parts: list[Part], conditioning: C, reference: Callable[[Part], list[Scored]]) -> None:
+    def gather_groups(self, parts: list[Part], conditioning: C, reference: Callable[[Part], list[Scored]]) -> None:
         """Gather what the loss of these parts compares, if their groups are split over processes; all call it.
 
         reference: the reference's scores of a part.

@@ -266,10 +266,11 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
         """Return what the surrogate reads in addition to ratio and advantage, in every batch of the part's replay."""
         return self.target.loss_inputs(part, conditioning, reference)
 
-    def meet(self, parts: list[Part], conditioning: Conditioning, reference: Callable[[Part], list[Scored]]) -> None:
+    def gather_groups(self, parts: list[Part], conditioning: Conditioning,
+                      reference: Callable[[Part], list[Scored]]) -> None:
         """Gather what the loss of these parts compares, if their groups are split over processes; all call it."""
         if self.split_groups is not None:
-            self.split_groups.meet((part, self.target.statistics(part, conditioning, reference(part)))
+            self.split_groups.gather((part, self.target.statistics(part, conditioning, reference(part)))
                                    for part in parts)
 
     def step_weights(self, parts: list[Part], epoch: int) -> dict[int, float]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo.config.geometry import BatchShape
-from flowgrpo.device import queued
+from flowgrpo.device import to_device
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.methods.groups import Loss
 from flowgrpo.methods.method import Method
@@ -68,7 +68,7 @@ class NoisedInputs:
     def _noised(self, batch: int, k: int, rows: slice, new: Scored, old: Scored) -> NoisedBatch:
         taken = self.part.transitions[k]
         reference = self.reference[batch].to(self.device) if self.surrogate.reads_reference else None
-        target = queued(taken.x_next[rows], self.device)
+        target = to_device(taken.x_next[rows], self.device)
         return NoisedBatch(self.part.exploration.grid[taken.step].item(), new, old, target,
                            self.firsts[k] + torch.arange(rows.start, rows.stop, device=self.device), reference,
                            measure=self.measure)
@@ -84,8 +84,8 @@ class NoisedInputs:
     def _peers(self, k: int, statistic: Tensor) -> GroupStatistics:
         taken, advantage = self.part.transitions[k], self.part.advantages[k]
         assert len(statistic) == len(advantage), "the batch holds a part of a group, and there was no first pass"
-        prompts = queued(taken.prompts[taken.parent], self.device)
-        return GroupStatistics(statistic.flatten(), queued(advantage, self.device), prompts)
+        prompts = to_device(taken.prompts[taken.parent], self.device)
+        return GroupStatistics(statistic.flatten(), to_device(advantage, self.device), prompts)
 
 
 TextReplay = Callable[[], Iterator[tuple[int, slice, Scored]]]
@@ -180,9 +180,9 @@ class SplitGroups:
         self.geometry, self.processes = geometry, processes
         self.table = torch.empty(0, COLUMNS, dtype=torch.float64)
 
-    def meet(self, statistics: Iterable[tuple[Part, Sequence[Tensor]]]) -> None:
+    def gather(self, statistics: Iterable[tuple[Part, Sequence[Tensor]]]) -> None:
         """Gather the statistics [m] of the recorded steps of this process's parts; all processes call it."""
-        with self.processes.together():
+        with self.processes.collective():
             rows = [self._rows(part, k, values) for part, of in statistics for k, values in enumerate(of)]
         self.table = self.processes.gather(torch.cat([torch.empty(0, COLUMNS, dtype=torch.float64), *rows]))
 

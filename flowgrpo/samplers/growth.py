@@ -18,7 +18,7 @@ import torch
 
 from flowgrpo import gaussian
 from flowgrpo.config.geometry import prompts_per_part
-from flowgrpo.device import arrived, put_away, queued
+from flowgrpo.device import arrived, put_away, to_device
 from flowgrpo.samplers.rollout import C, Denoiser, Part, RolloutSpec, Seed
 from flowgrpo.samplers.scheduler import StepRecord, cat_known, noise_like
 from flowgrpo.types import Scored, Transitions
@@ -140,7 +140,7 @@ class Grower(Generic[C]):
         for rows in torch.arange(len(nodes.prompts)).split(self.micro_batch):
             generators = nodes.generators[rows[0]:rows[-1] + 1]
             task = exploration.task(start, stop, generators)
-            x, x0 = (None if value is None else value[queued(rows, value.device)] for value in (nodes.x, nodes.x0))
+            x, x0 = (None if value is None else value[to_device(rows, value.device)] for value in (nodes.x, nodes.x0))
             state, record = self.policy.run(task, self.conditioning.rows(nodes.prompts[rows]), x, generators, x0)
             states.append(state)
             records.append(record)
@@ -165,7 +165,7 @@ class Grower(Generic[C]):
         records = []
         at = nodes.x
         for rows in torch.arange(len(nodes.prompts)).split(self.micro_batch):
-            x = at[queued(rows, at.device)]
+            x = at[to_device(rows, at.device)]
             v = self._evaluated(nodes.prompts[rows], x, step)
             with torch.no_grad():  # a kernel may be learned
                 transition = self.exploration.transition(x, v, self.exploration.grid, step)

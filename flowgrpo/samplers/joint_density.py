@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo import gaussian
-from flowgrpo.device import queued
+from flowgrpo.device import to_device
 from flowgrpo.samplers.replay import recorded
 from flowgrpo.samplers.rollout import C, Part, Replayer, RolloutSpec
 from flowgrpo.types import Gaussian, Scored, Transitions, required
@@ -74,7 +74,7 @@ def replay(policy: Replayer[C], conditioning: C, part: Part, micro_batch: int) -
 def step_log_prob(policy: Replayer[C], conditioning: C, exploration: RolloutSpec, link: Transitions, rows: slice
                   ) -> Tensor:
     """Return the log-density [b] of one step."""
-    x, x_next = (queued(state[rows], policy.device) for state in (link.x, link.x_next))
+    x, x_next = (to_device(state[rows], policy.device) for state in (link.x, link.x_next))
     v = policy.replay(conditioning, x, exploration.grid, link.step, exploration.timesteps)
     return gaussian.log_prob(exploration.transition(x, v, exploration.grid, link.step), x_next)
 

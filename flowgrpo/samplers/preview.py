@@ -12,7 +12,7 @@ from typing import Annotated
 
 import torch
 
-from flowgrpo.device import queued
+from flowgrpo.device import to_device
 from flowgrpo.errors import UserError
 from flowgrpo.parts import Above, AtLeast, OneOf, part
 from flowgrpo.samplers.growth import Grower, Nodes
@@ -168,7 +168,7 @@ class PrunedGrower(Grower[C]):
         keep = torch.zeros(len(leaves), dtype=torch.bool).index_fill(0, rows, True)
         self.recorder.taken = {at: left for at, taken in self.recorder.taken.items()
                                if (left := taken.kept(keep)) is not None}
-        x, x0 = (None if value is None else value[queued(rows, value.device)] for value in (nodes.x, nodes.x0))
+        x, x0 = (None if value is None else value[to_device(rows, value.device)] for value in (nodes.x, nodes.x0))
         return Nodes(x, nodes.prompts[rows], [nodes.generators[row] for row in rows.tolist()], x0), step
 
     def _clean(self, nodes: Nodes, step: int) -> torch.Tensor:
@@ -178,7 +178,7 @@ class PrunedGrower(Grower[C]):
         found = []
         assert states is not None, "samples that have not begun"
         for rows in torch.arange(len(nodes.prompts)).split(self.micro_batch):
-            x = states[queued(rows, states.device)]
+            x = states[to_device(rows, states.device)]
             with self.policy.sampling():
                 v = self.policy.replay(self.conditioning.rows(nodes.prompts[rows]), x, exploration.grid, step,
                                        exploration.timesteps).detach()

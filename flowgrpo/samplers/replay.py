@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from flowgrpo import gaussian
-from flowgrpo.device import queued
+from flowgrpo.device import to_device
 from flowgrpo.samplers.rollout import C, Part, Replayer
 from flowgrpo.types import Gaussian, Scored, Transitions, required
 
@@ -73,7 +73,7 @@ def _evaluated(policy: Replayer[C], conditioning: C, part: Part, batch: list[tup
     assert exploration is not None
     taken = [(steps[k], states) for k, states in batch]
     before = [left.x[states.start:states.stop] for left, states in taken]
-    x = queued(before[0] if len(before) == 1 else torch.cat(before), policy.device)
+    x = to_device(before[0] if len(before) == 1 else torch.cat(before), policy.device)
     prompts = torch.cat([left.prompts[states.start:states.stop] for left, states in taken])
     step = taken[0][0].step if len(taken) == 1 else torch.tensor([left.step for left, states in taken for _ in states])
     return x, policy.replay(conditioning.rows(prompts), x, exploration.grid, step, exploration.timesteps)
@@ -87,8 +87,8 @@ def _scored(part: Part, taken: Transitions, states: range, x: torch.Tensor, v: t
     exploration, device = part.exploration, x.device
     assert exploration is not None
     low, high = torch.searchsorted(taken.parent, torch.tensor([states.start, states.stop])).tolist()
-    of = queued(taken.parent[low:high] - states.start, device)
-    x_next = queued(taken.x_next[low:high], device)
+    of = to_device(taken.parent[low:high] - states.start, device)
+    x_next = to_device(taken.x_next[low:high], device)
     transition = exploration.transition(x, v, exploration.grid, taken.step).rows(of)
     means = exploration.score_means or exploration.keep_means
     slope = exploration.slope(taken.step) if means else None

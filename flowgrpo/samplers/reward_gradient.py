@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 
 from flowgrpo.config.geometry import prompts_per_part
-from flowgrpo.device import queued
+from flowgrpo.device import to_device
 from flowgrpo.parts import part
 from flowgrpo.samplers.rollout import C, Denoiser, Part, RolloutSpec, Seed
 from flowgrpo.samplers.scheduler import Segment
@@ -147,7 +147,7 @@ def replay(policy: Denoiser[C], conditioning: C, part: RewardGradientRollout, en
     for start in range(0, len(taken.x), micro_batch):
         rows = slice(start, start + micro_batch)
         encoded = conditioning.rows(taken.prompts[rows])
-        x = queued(taken.x[rows], policy.device)
+        x = to_device(taken.x[rows], policy.device)
         data = ending(policy, encoded, x, exploration, taken.step, taken.generators[rows])
         yield 0, rows, _scored(value(taken.prompts[rows], policy.picture(data, encoded)))
 

@@ -16,7 +16,7 @@ import torch
 from diffusers.utils.torch_utils import randn_tensor
 
 from flowgrpo import gaussian, types
-from flowgrpo.device import queued
+from flowgrpo.device import to_device
 from flowgrpo.samplers.kernels import DDIM, Euler, Kernel, denoised, predict_x0
 from flowgrpo.samplers.predictions import as_noise, process
 from flowgrpo.types import required
@@ -48,7 +48,7 @@ QUIRKS = {
 def noise_like(x: torch.Tensor, generators: list[torch.Generator] | None) -> torch.Tensor:
     """Return standard normal noise for the states x [B,*D], in float32, each row from its own generator: [B,*D]."""
     drawn = randn_tensor(x.shape, generator=generators, device=torch.device("cpu"), dtype=torch.float32)
-    return queued(drawn, x.device)
+    return to_device(drawn, x.device)
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Segment:
     def of_state(self, values: torch.Tensor, x: torch.Tensor, i: int) -> torch.Tensor:
         """Return the value of step i among the grid's or the timesteps' `values`, or of each row's step, shaped for
         x."""
-        return values[i] if self.rows is None else queued(values[self.rows], x.device).view(-1, *[1] * (x.ndim - 1))
+        return values[i] if self.rows is None else to_device(values[self.rows], x.device).view(-1, *[1] * (x.ndim - 1))
 
     def of_rows(self, at: slice) -> Segment:
         """Return the task of some rows."""
@@ -269,20 +269,20 @@ class PolicyScheduler:
         self.num_inference_steps = len(self._pending)
         grid = 1 - task.grid if self.inverted else task.grid
         host = grid.float()
-        grid = queued(host, device)
+        grid = to_device(host, device)
         every = grid * self.config.num_train_timesteps
         if self.process == "vp":  # a task without steps comes without timesteps
             every = torch.zeros(1, dtype=torch.int64) if task.timesteps is None else task.timesteps
         elif timesteps is not None and mu is not None:  # CogView4's network reads unshifted times
             back = 1 / mu if self.config.time_shift_type == "linear" else -mu
             every = self.time_shift(back, 1.0, grid) * self.config.num_train_timesteps
-        every = queued(every, device)
+        every = to_device(every, device)
         # A pipeline that reads sigmas counts its own steps. An idle step has the index of the first.
         sigmas = host if self.quirk.host else grid
         self.sigmas = torch.cat([sigmas[first:first + 1]] * self.idle + [sigmas[first:task.steps.stop + 1]])
         self.timesteps = torch.cat([every[first:first + 1]] * self.idle + [every[first:task.steps.stop]])
         if task.rows is not None:
-            vector = every[queued(task.rows, every.device)].repeat(task.copies)
+            vector = every[to_device(task.rows, every.device)].repeat(task.copies)
             self.timesteps = vector.expand(len(self._pending), -1)
         if self.halved:
             self.timesteps = torch.cat([self.timesteps, self.timesteps])

@@ -29,7 +29,7 @@ CUT = 1  # seconds for answers to be sent after `Bounds.drain`
 
 
 def serve(name: str, reward: RewardFunction, host: str, port: int, limits: wire.Limits, token: str | None,
-          say: Callable[[str], None] = print, bounds: Bounds = Bounds()) -> None:
+          log: Callable[[str], None] = print, bounds: Bounds = Bounds()) -> None:
     """Serve a reward until the process gets SIGTERM or SIGINT; `say` gets its address. port 0: any free one.
 
     token: None asks for none, except of a privileged reward, for which one is made and printed.
@@ -43,14 +43,14 @@ def serve(name: str, reward: RewardFunction, host: str, port: int, limits: wire.
     assert isinstance(address[0], str)  # the IP address
     place = f"[{host}]" if ":" in host else host
     fresh = secrets.token_urlsafe(32) if token is None and privileged(reward) else None
-    say(f"reward {served(name)!r} at http://{place}:{listening.getsockname()[1]}/{quote(served(name), safe='')}, "
+    log(f"reward {served(name)!r} at http://{place}:{listening.getsockname()[1]}/{quote(served(name), safe='')}, "
         f"{_openness(address[0], token or fresh)}")
     if fresh:
-        say(f"This reward may run code, read files or use a key, so a token was made: {TOKEN}={fresh}")
+        log(f"This reward may run code, read files or use a key, so a token was made: {TOKEN}={fresh}")
     application = Application(name, reward, limits, token or fresh, names(host), bounds)
     config = uvicorn.Config(application, log_level="warning", access_log=False, server_header=False, lifespan="off",
                             ws="none", http="h11", timeout_graceful_shutdown=CUT)
-    Server(config, application, bounds, say).run(sockets=[listening])
+    Server(config, application, bounds, log).run(sockets=[listening])
 
 
 def _openness(address: str, token: str | None) -> str:
@@ -64,10 +64,10 @@ def _openness(address: str, token: str | None) -> str:
 class Server(uvicorn.Server):
     """Server that ends connections without a request, and drains on SIGTERM and SIGINT; a second signal ends it."""
 
-    def __init__(self, config: uvicorn.Config, application: Application, bounds: Bounds, say: Callable[[str], None]
+    def __init__(self, config: uvicorn.Config, application: Application, bounds: Bounds, log: Callable[[str], None]
                  ) -> None:
         super().__init__(config)
-        self._application, self._bounds, self._say = application, bounds, say
+        self._application, self._bounds, self._say = application, bounds, log
         self._until: float | None = None
         self._silent: dict[Any, float] = {}
 

@@ -302,7 +302,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Te
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
-def newest_whole(folder: Path, say: Callable[[str], None], required: Mapping[str, type | tuple[type, ...]]
+def newest_whole(folder: Path, log: Callable[[str], None], required: Mapping[str, type | tuple[type, ...]]
                  ) -> Path | None:
     """Return the checkpoint of the highest epoch that is whole; None without one.
 
@@ -311,17 +311,17 @@ def newest_whole(folder: Path, say: Callable[[str], None], required: Mapping[str
     """
     undo_replacing(folder)
     for name in foreign(folder):
-        say(f"ignored {folder / name}: it is no checkpoint, expected a name such as epoch-00042")
+        log(f"ignored {folder / name}: it is no checkpoint, expected a name such as epoch-00042")
     for path in reversed(list(checkpoints(folder).values())):
         wrong = damage(path, required)
         if wrong is None:
             if line := unchecked(path):
-                say(line)
+                log(line)
             return path
         aside = set_aside(path)
         earlier = latest(folder)
         then = f"{earlier.name} is tried" if earlier else "there is no earlier one"
-        say(f"the checkpoint {path} is damaged ({wrong}): it is now {aside.name}, and {then}")
+        log(f"the checkpoint {path} is damaged ({wrong}): it is now {aside.name}, and {then}")
     return None
 
 

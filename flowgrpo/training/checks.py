@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 Check: TypeAlias = Callable[[Setup], None]
-Functions: TypeAlias = dict[str, Callable[..., Any]]
+RewardFunctions: TypeAlias = dict[str, Callable[..., Any]]
 
 
 def check_prompts(setup: Setup) -> None:
@@ -88,7 +88,7 @@ class Ready:
 
 
 def check(config: Config, resume: bool | Literal["auto"] = False, pipe: Any = None,
-          functions: Functions | None = None, prompts: list[Prompt] | None = None) -> Ready:
+          functions: RewardFunctions | None = None, prompts: list[Prompt] | None = None) -> Ready:
     """Validate configuration, rewards, prompts and run folder before anything is loaded or written.
 
     Raises UserError on the first problem.
@@ -123,7 +123,7 @@ def require(checks: tuple[Check, ...], setup: Setup) -> None:
         each(setup)
 
 
-def _with_rewards(setup: Setup, functions: Functions | None) -> Setup:
+def _with_rewards(setup: Setup, functions: RewardFunctions | None) -> Setup:
     """Return the setup with its rewards. No weights are fetched yet: a reward may turn out not to serve."""
     config = setup.config
     away = config.memory.rewards == "cpu"

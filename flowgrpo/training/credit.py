@@ -177,4 +177,4 @@ def _aimed(taken: Any, part: Part, advantages: Tensor, tuning: LayerTuning) -> T
     device = rest.device
     drawn = taken.old.mean[of_best.to(device), 0] - rest[parent[of_best].to(device)]  # slope * v*
     mean = rest[parent.to(device)] + drawn[group.to(device)]
-    return replace(taken, goal=RegressionTarget(mean[:, None], weight.cpu()[group, None].to(mean)))
+    return replace(taken, regression_target=RegressionTarget(mean[:, None], weight.cpu()[group, None].to(mean)))

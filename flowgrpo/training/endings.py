@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 def with_oom_retry(work: Callable[[], T], shape: BatchShape, processes: Processes, phase: Callable[[], str],
-           say: Callable[[str], None]) -> T:
+           log: Callable[[str], None]) -> T:
     """Return work(); each time that memory runs out, halve `shape.micro_batch` and repeat it from its beginning.
 
     work: leaves nothing behind if it fails. On several processes all fail alike, by `Processes.together`.
@@ -46,13 +46,13 @@ def with_oom_retry(work: Callable[[], T], shape: BatchShape, processes: Processe
                 raise
             reason = why(error)
             place = "on another process" if isinstance(error, OutOfMemoryElsewhere) else f"in the {phase()}"
-        if shape.micro_batch == 1 or processes.turns is not None or processes.members > 1:
+        if shape.micro_batch == 1 or processes.lockstep is not None or processes.members > 1:
             raise UserError(f"out of memory {place} with train.micro_batch {shape.micro_batch} ({reason}): "
                             f"{'lower it, ' if shape.micro_batch > 1 else ''}set train.checkpointing: true or another "
                             "of the options that docs/performance.md lists in order, or take a larger device")
         # Here the error and its frames are gone, and with them the tensors that they held.
         free()
-        say(f"out of memory {place}: train.micro_batch {shape.micro_batch} -> {shape.micro_batch // 2} from "
+        log(f"out of memory {place}: train.micro_batch {shape.micro_batch} -> {shape.micro_batch // 2} from "
             "here on")
         shape.micro_batch //= 2
         processes.parted = False
@@ -74,7 +74,7 @@ def report(trainer: Run, text: str) -> None:
     """Print that the micro-batch is halved; scores of the reference of larger batches are dropped."""
     trainer.kl_reference.cached = {}
     if trainer.processes.first:
-        trainer.say(text)
+        trainer.log(text)
 
 
 @contextmanager
@@ -97,11 +97,11 @@ def saved(trainer: Run, folder: Path) -> Iterator[None]:
                         "last checkpoint") from None
     except Stopped:
         if save_whole(trainer, folder):
-            trainer.say(f"stopped after epoch {trainer.epoch}, saved in {folder}; --resume goes on")
+            trainer.log(f"stopped after epoch {trainer.epoch}, saved in {folder}; --resume goes on")
         raise
     except UserError as error:
         if save_whole(trainer, folder, spoiled=isinstance(error, NotFinite)):
-            trainer.say(f"epoch {trainer.epoch} is saved in {folder}; --resume goes on from it")
+            trainer.log(f"epoch {trainer.epoch} is saved in {folder}; --resume goes on from it")
         raise
     except Exception:
         trainer.progress.saving.finish_writing()

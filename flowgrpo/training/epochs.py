@@ -94,7 +94,7 @@ class Saving:
             if not wait and (processes.any(self.writer.busy) if shared else self.writer.busy):
                 return
             self._pending = False
-            with processes.together() if shared else nullcontext():
+            with processes.collective() if shared else nullcontext():
                 self.writer.wait()
             if self._steps:
                 self.writer.start(self._steps.pop(0))
@@ -269,13 +269,13 @@ class Progress:
 def run(trainer: Run, folder: Path, measured: dict[str, Any]) -> None:
     """Run the remaining epochs; save in between, at the end, and when asked to stop."""
     train, every, progress = trainer.config.train, trainer.config.eval.every, trainer.progress
-    log = Log(folder, trainer.accelerator, train.epochs, trainer.epoch)
+    run_log = Log(folder, trainer.accelerator, train.epochs, trainer.epoch)
     throughput = Throughput(trainer.config, trainer.policy, trainer.processes)
-    trainer.say = log.say
+    trainer.log = run_log.log
     progress.begun = time.perf_counter() - progress.seconds
-    with closing(log), trainer.stop, endings.saved(trainer, folder):
+    with closing(run_log), trainer.stop, endings.saved(trainer, folder):
         if progress.evaluation_due:  # the run was stopped in the evaluation of its last epoch
-            log.amend(measure(trainer, folder, measured))
+            run_log.amend(measure(trainer, folder, measured))
         while trainer.epoch < train.epochs and not progress.best.stopped:
             settled = settle_threads(trainer)
             metrics = throughput.epoch(lambda: trainer.run_epoch() | trainer.clock.pop(), lambda: progress.sampled)
@@ -296,12 +296,12 @@ def run(trainer: Run, folder: Path, measured: dict[str, Any]) -> None:
                 if progress.evaluation_due:
                     metrics |= measure(trainer, folder, measured)
             finally:
-                log.epoch(trainer.epoch, metrics, shown(metrics, trainer.config))
-            log.report(trainer)
+                run_log.epoch(trainer.epoch, metrics, shown(metrics, trainer.config))
+            run_log.report(trainer)
             progress.saving.look()
             if trainer.epoch < train.epochs:
                 require_scores(trainer, metrics)
-            with trainer.processes.together():
+            with trainer.processes.collective():
                 trainer.stop.check()
             last = trainer.epoch == train.epochs or progress.best.stopped
             if last or trainer.epoch % train.save_every == 0:
@@ -320,7 +320,7 @@ def settle_threads(trainer: Run) -> dict[str, int]:
     wished = torch.tensor([progress.threads.wished() if before is None else before])
     count = int(trainer.processes.gather(wished).min())
     if line := progress.threads.use(count, "" if before is None else f"as epoch {trainer.epoch + 1} had"):
-        trainer.say(line)
+        trainer.log(line)
     return {"threads": torch.get_num_threads()}
 
 

@@ -49,7 +49,7 @@ class FirstRatio:
         return cls(rollouts, loss.surrogate, rollouts.exact, math.inf if policy.unit == "tokens" else ROUNDED,
                    loss.log_ratio)
 
-    def __call__(self, parts: list[Part], conditioning: Encoded, say: Callable[[str], None]) -> list[Part]:
+    def __call__(self, parts: list[Part], conditioning: Encoded, log: Callable[[str], None]) -> list[Part]:
         """Return the parts, with old scores that agree with the replay; only the first batch of a run is checked.
 
         In fp32 the run stops above `exact`, or above MARGIN times what half the micro-batch changes, at most MOST:
@@ -72,7 +72,7 @@ class FirstRatio:
             if again <= self.exact:  # what changes by itself is no rounding
                 self.limit = max(self.exact, min(MARGIN * spread, MOST))
             if found <= self.limit:
-                say(f"first |log ratio| {found:.1e} is above {self.exact:.0e}, and half the micro-batch alone changes "
+                log(f"first |log ratio| {found:.1e} is above {self.exact:.0e}, and half the micro-batch alone changes "
                     f"log-probabilities by {spread:.1e}: the limit is {self.limit:.1e}")
         if not self.exact and not plain <= max(self.most, self.limit):
             raise UserError(f"the first |log ratio| is {plain:.1e}, and rounding makes less than {self.most:.1e} of "
@@ -82,7 +82,7 @@ class FirstRatio:
         if left > self.limit and not self.exact:
             parts = self._again(parts, conditioning)
             (_, left), rescore = self._largest(parts, conditioning), True
-            say(f"first |log ratio| {found:.1e} is above a tenth of the clip range ({self.limit:.1e}); old "
+            log(f"first |log ratio| {found:.1e} is above a tenth of the clip range ({self.limit:.1e}); old "
                 f"log-probabilities are computed again as the replay does: {left:.1e}")
         if not left <= self.limit:  # true for NaN too
             raise UserError(f"the first |log ratio| is {left:.1e}, expected at most {self.limit:.1e}: replay and "
@@ -91,16 +91,16 @@ class FirstRatio:
         self.max_log_ratio, self.rescore = found, rescore
         return parts
 
-    def check(self, epoch: Epoch, rollouts: GroupSampler[Any], say: Callable[[str], None]) -> None:
+    def check(self, epoch: Epoch, rollouts: GroupSampler[Any], log: Callable[[str], None]) -> None:
         """Check the first epoch's parts; give later ones the old scores of their replay where that is needed.
 
         rollouts: the present ones. say: prints a line.
         """
         self.rollouts = rollouts
-        epoch.parts = self(epoch.parts, epoch.sampled or epoch.conditioning, say)
+        epoch.parts = self(epoch.parts, epoch.sampled or epoch.conditioning, log)
 
     def _again(self, parts: list[Part], conditioning: Encoded) -> list[Part]:
-        with self.rollouts.old_policy.old(), self.processes.together():  # all have the old weights till all are done
+        with self.rollouts.old_policy.old(), self.processes.collective():  # all have the old weights till all are done
             return [self.rollouts.rescored(part, conditioning) for part in parts]
 
     def _spreads(self, parts: list[Part], conditioning: Encoded) -> tuple[float, float]:
@@ -109,7 +109,7 @@ class FirstRatio:
         shape = self.rollouts.geometry
         run, scores = shape.micro_batch, []
         try:
-            with self.processes.together():
+            with self.processes.collective():
                 for part in parts[:1]:
                     for shape.micro_batch in (run, run, run // 2 or 2):
                         logp = [torch.zeros_like(taken.old.logp, device="cpu") for taken in part.transitions]
@@ -126,7 +126,7 @@ class FirstRatio:
     def _largest(self, parts: list[Part], conditioning: Encoded) -> tuple[float, float]:
         """Return the largest difference of log-probabilities, and the method's largest |log ratio|; NaN if one is."""
         maxima = []
-        with self.processes.together():
+        with self.processes.collective():
             for part in parts:
                 for k, rows, new in self.rollouts.replay(part, conditioning):
                     old = part.transitions[k].old.rows(rows).to(new.logp.device)

@@ -92,7 +92,7 @@ class KLReference:
         """
         weights = self.policy.weights
         if self.is_read and (weights.large or weights.sharded) and not self._teacher and not self._present:
-            with self.policy.reference(self.snapshots), processes.together():
+            with self.policy.reference(self.snapshots), processes.collective():
                 self.cached = {}
                 for part in processes.in_step(parts, self.calls_of):
                     self.cached[id(part)] = self._kept(self.replay(part))

@@ -321,11 +321,11 @@ class Log:
         """Print a line on each symptom that the epoch before did not have, and send it to the tracker."""
         for symptom in present:
             if symptom.name not in self.alerted:
-                self.say(f"alert, epoch {epoch}: {symptom.text}")
+                self.log(f"alert, epoch {epoch}: {symptom.text}")
                 alert(self.accelerator, symptom, epoch)
         self.alerted = {symptom.name for symptom in present}
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Print a line above the progress bar."""
         if self.speaks:
             self.bar.write(text)

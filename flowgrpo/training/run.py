@@ -111,7 +111,7 @@ class Run(Protocol):
     scoring: Scoring
     clock: PhaseTimer
     stop: Stop
-    say: Callable[[str], None]
+    log: Callable[[str], None]
     rollouts: GroupSampler[Any]
     optimization: Optimization
     kl_reference: KLReference

@@ -220,7 +220,7 @@ def crash_kept(folder: Path) -> Iterator[None]:
         raise
 
 
-def keep_lines(path: Path, epoch: int, say: Callable[[str], None] = print) -> None:
+def keep_lines(path: Path, epoch: int, log: Callable[[str], None] = print) -> None:
     """Drop the metrics of epochs that will be run (again), and a last line that a kill cut off.
 
     A damaged last line is moved to NAME.damaged and reported. Raises UserError for another damaged line.
@@ -232,7 +232,7 @@ def keep_lines(path: Path, epoch: int, say: Callable[[str], None] = print) -> No
     if lines and _number(lines[-1]) is None:
         aside = path.with_name(f"{path.name}.damaged")
         atomic.append_line(aside, lines.pop().decode("utf-8", "backslashreplace"))
-        say(f"{path}: the last line is damaged: it is now in {aside.name}")
+        log(f"{path}: the last line is damaged: it is now in {aside.name}")
         atomic.write_bytes(path, b"".join(line + b"\n" for line in lines))
     read_lines(path, "epoch")  # raises
     kept = b"".join(line + b"\n" for line in lines if (_number(line) or 0) <= epoch)

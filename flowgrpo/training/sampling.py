@@ -70,7 +70,7 @@ def readable(trainer: Run, batch: list[Prompt], epoch: int) -> list[Prompt]:
     kept = sources.stand_ins(batch, lost.tolist(), trainer.prompts, frames)
     for error, prompt in zip(errors, kept):
         if error is not None and trainer.processes.first:
-            trainer.say(f"epoch {epoch}: {error}: another prompt is sampled in its place ({prompt.text[:40]!r}; "
+            trainer.log(f"epoch {epoch}: {error}: another prompt is sampled in its place ({prompt.text[:40]!r}; "
                         f"{sources.count_lost(trainer.prompts)} of {counted(len(trainer.prompts), 'prompt')} lost)")
     return kept
 
@@ -105,7 +105,7 @@ def sample(trainer: Run, batch: list[Prompt], turn: int = 0) -> tuple[list[Part]
     trainer.rollouts.old_policy.updates = trainer.optimization.update
     scoring.start_turn(turn)
     trainer.geometry.start_turn()
-    with trainer.processes.together(), Scorer(trainer.stop, scoring.waits) as scorer:
+    with trainer.processes.collective(), Scorer(trainer.stop, scoring.waits) as scorer:
         conditioning = trainer.rollouts.conditioning(batch, trainer.epoch)
         for part, outputs in sampled_parts(trainer, scoring, conditioning, batch, trainer.epoch, turn):
             parts.append(part)

@@ -25,7 +25,7 @@ from flowgrpo.rewards import Composed
 from flowgrpo.rewards.pairwise import pairing
 from flowgrpo.rollouts.base import Outputs
 
-Functions: TypeAlias = dict[str, Composed | Callable[..., Any]]  # rewards by name
+RewardFunctions: TypeAlias = dict[str, Composed | Callable[..., Any]]  # rewards by name
 
 
 class Limits:
@@ -84,7 +84,7 @@ class Scoring:
     reward_failures: samples on which each has failed since the run began, on all processes.
     """
 
-    def __init__(self, functions: Functions, weights: dict[str, float], group: int, processes: Processes,
+    def __init__(self, functions: RewardFunctions, weights: dict[str, float], group: int, processes: Processes,
                  memory: dict[str, Any] | None = None, policy: Any = None):
         self.functions, self.given, self.group, self.processes = functions, weights, group, processes
         limited = rewards.limits_of(functions)
@@ -188,7 +188,7 @@ class Scoring:
         """
         return self._score(self.functions, [batch[p] for p in rows], outputs, group, base, latents)
 
-    def _score(self, functions: Functions, of: list[Prompt], outputs: Outputs | None, group: int,
+    def _score(self, functions: RewardFunctions, of: list[Prompt], outputs: Outputs | None, group: int,
                base: torch.Tensor | None, latents: torch.Tensor | None) -> torch.Tensor:
         if not self.processes.reports:  # the scores of its team's first member are taken
             return torch.zeros(len(of), len(functions))
@@ -230,7 +230,7 @@ class Scoring:
         """Return `weighted_sum` [P,G] of scores [P,G,R], after the rewards' transforms."""
         return weighted_sum(self.shaped(scores), list(self.weights.values()))
 
-    def metrics(self, grouped: torch.Tensor, say: Callable[[str], None]) -> dict[str, float]:
+    def metrics(self, grouped: torch.Tensor, log: Callable[[str], None]) -> dict[str, float]:
         """Return the metrics of scores [groups,G,R].
 
         Per reward, before its transforms: mean, deviation and number of failures. After them: the share, of the groups
@@ -238,7 +238,7 @@ class Scoring:
         are reported.
         """
         metrics: dict[str, Any] = {}
-        failed, weights = self._take_failures(say), self.weights
+        failed, weights = self._take_failures(log), self.weights
         for name, scores, compared in zip(self.functions, grouped.unbind(-1), self.shaped(grouped).unbind(-1)):
             present = scores[~scores.isnan()]
             spread = present.std().item() if len(present) > 1 else 0.0
@@ -251,13 +251,13 @@ class Scoring:
         diversities = self.processes.gather(diversities)
         return metrics | ({"diversity": diversities.mean().item()} if len(diversities) else {})
 
-    def epoch_metrics(self, groups: Any, epoch: int, say: Callable[[str], None]) -> dict[str, float]:
+    def epoch_metrics(self, groups: Any, epoch: int, log: Callable[[str], None]) -> dict[str, float]:
         """Return the metrics of an epoch's first turn. Raises UserError if no sample of the first epoch has a score."""
-        metrics = self.metrics(groups.first, say)
-        self.require_scores(metrics, groups.prompts[0].text, epoch, say)
+        metrics = self.metrics(groups.first, log)
+        self.require_scores(metrics, groups.prompts[0].text, epoch, log)
         return metrics
 
-    def require_scores(self, metrics: dict[str, float], prompt: str, epoch: int, say: Callable[[str], None]) -> None:
+    def require_scores(self, metrics: dict[str, float], prompt: str, epoch: int, log: Callable[[str], None]) -> None:
         """Raise UserError if no sample of the first epoch, 0, has a score, though none was left out as a failure.
 
         In later epochs it is reported, once. prompt: an example from the epoch, for the message.
@@ -270,17 +270,17 @@ class Scoring:
             raise UserError(f"no sample of the first epoch had a score from {names}: expected prompts to which it "
                             f"applies, with the metadata that it reads, got such as {prompt[:60]!r}")
         if not self._unscored:
-            say(f"no sample of epoch {epoch + 1} had a score from {names}: nothing is trained in such epochs")
+            log(f"no sample of epoch {epoch + 1} had a score from {names}: nothing is trained in such epochs")
         self._unscored = True
 
-    def _take_failures(self, say: Callable[[str], None]) -> dict[str, int]:
+    def _take_failures(self, log: Callable[[str], None]) -> dict[str, int]:
         """Return the number of samples on which each reward failed in this epoch, on all processes; report and add them
         up."""
         tally, names = self._tally, list(self.functions)
         failed = dict(zip(names, self.processes.total([tally.failed[name] for name in names])))
         self.reward_failures = {name: self.reward_failures.get(name, 0) + count for name, count in failed.items()}
         for name, said in tally.said.items():
-            say(f"left out: {counted(failed[name], 'sample')} that a reward failed on; the last: {said}")
+            log(f"left out: {counted(failed[name], 'sample')} that a reward failed on; the last: {said}")
         tally.failed.clear()
         tally.said.clear()
         return failed

@@ -113,7 +113,7 @@ class Shard:
 
 def begin_shards(trainer: Run, place: Path) -> Shard:
     """Begin a checkpoint of sharded weights, and return this process's part; every process calls it."""
-    with trainer.processes.together():
+    with trainer.processes.collective():
         if trainer.processes.first:
             checkpoint.begin(place, trainer.epoch)
     tensors, values = contents(trainer)
@@ -127,10 +127,10 @@ def begin_shards(trainer: Run, place: Path) -> Shard:
 def _save_shards(trainer: Run, place: Path, keep: int) -> None:
     """Write a checkpoint with one file per shard; if a process fails, all leave, and it is not one."""
     processes, shard = trainer.processes, begin_shards(trainer, place)
-    with processes.together():
+    with processes.collective():
         if shard.writes:
             checkpoint.save_shard(place, trainer.epoch, shard.parts, shard.index, shard.count)
-    with processes.together():
+    with processes.collective():
         if processes.first:
             checkpoint.save(place, trainer.epoch, shard.whole, shard.values, keep, begun=True)
 

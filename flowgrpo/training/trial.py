@@ -34,7 +34,7 @@ from flowgrpo.rollouts.base import Outputs
 from flowgrpo.storage import paths
 from flowgrpo.training import state
 from flowgrpo.training.run import Run
-from flowgrpo.training.scoring import Functions
+from flowgrpo.training.scoring import RewardFunctions
 
 if TYPE_CHECKING:
     from flowgrpo.text.rewards.embeddings import SoftTexts
@@ -71,7 +71,7 @@ class Batch:
         return copy.deepcopy([prompt.metadata for prompt in self.prompts])
 
 
-def require(trainer: Run, measured: Functions) -> None:
+def require(trainer: Run, measured: RewardFunctions) -> None:
     """Try the rewards of a run: the trained ones on training prompts, the other `measured` ones on held-out prompts.
     Check its prompts and the free space on its disk.
 
@@ -81,7 +81,7 @@ def require(trainer: Run, measured: Functions) -> None:
     trained = trainer.scoring.functions
     watched = {name: reward for name, reward in measured.items() if name not in trained}
     held = spread(trainer.held_out, trainer.config.eval.prompts)
-    with trainer.processes.together(), _unseen(trainer.policy):
+    with trainer.processes.collective(), _unseen(trainer.policy):
         if trainer.policy.unit == "tokens":
             plain = [prompt.text for prompt in [*trainer.prompts, *held] if prompt.brings is None]
             cast(Any, trainer.policy).require_context(plain)
@@ -161,7 +161,7 @@ def _grouped_or_slow(reward: Composed) -> bool:
     return sees_groups(reward.function) or rewards.slow(reward.function)
 
 
-def _batches(functions: Functions, prompts: list[Prompt], group: int, samples: Samples) -> list[Batch]:
+def _batches(functions: RewardFunctions, prompts: list[Prompt], group: int, samples: Samples) -> list[Batch]:
     """Return the batch of each reward; a reward that applies to none of the prompts is left out."""
     batches = []
     for name, reward in functions.items():

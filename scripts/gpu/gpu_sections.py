@@ -493,7 +493,7 @@ def out_of_memory() -> Iterator[Line]:
     rows = 4 if HERE.rehearsed else 64
     bench = Bench("sd35_medium", **{"train.group": str(rows), "train.micro_batch": str(rows)})
     said: list[str] = []
-    bench.trainer.say = said.append
+    bench.trainer.log = said.append
     if HERE.rehearsed:
         backward, left = bench.trainer.backward, [1]
 
@@ -615,22 +615,22 @@ def about() -> Line:
         return line
 
 
-def say(section: str, **values: Any) -> None:
+def log(section: str, **values: Any) -> None:
     print(json.dumps({"section": section} | values), flush=True)
 
 
 def tell(section: str) -> None:
     """Run a section and print its lines. An error ends it alone."""
     note, begun = None, time.perf_counter()
-    say(section, begin=True)
+    log(section, begin=True)
     try:
         for line in globals()[section]():
-            say(section, line={key: float(f"{value:.5g}") if isinstance(value, float) else value
+            log(section, line={key: float(f"{value:.5g}") if isinstance(value, float) else value
                                for key, value in line.items()})
     except Exception as error:  # of any library, out of memory too; the other sections go on
         note = f"failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
     gc.collect()
-    say(section, end=True, note=note, seconds=round(time.perf_counter() - begun, 1))
+    log(section, end=True, note=note, seconds=round(time.perf_counter() - begun, 1))
 
 
 def main() -> None:

@@ -44,7 +44,7 @@ def red(images, prompts):
 def hangs(folder: Path, kind: str) -> int:
     """Hold the second process's interpreter, or fail there, while the first never comes to meet it."""
     processes = Processes(Accelerator(cpu=True))
-    with Watch(processes, grace=0.5, silence=1.5, failed=1.0), processes.together():
+    with Watch(processes, grace=0.5, silence=1.5, failed=1.0), processes.collective():
         if processes.rank and kind == "fails":
             raise ValueError("singular")
         if processes.rank:
@@ -77,7 +77,7 @@ class Paused(Watch):
 def pauses(folder: Path) -> int:
     """Stand still on the second process, which alone has a short patience."""
     processes = Processes(Accelerator(cpu=True))
-    with Paused(processes, grace=0.5, silence=1.5 if processes.rank else 60.0), processes.together():
+    with Paused(processes, grace=0.5, silence=1.5 if processes.rank else 60.0), processes.collective():
         time.sleep(8)
     return 0
 
@@ -90,7 +90,7 @@ def waits(folder: Path) -> int:
     """Get a signal on the second process alone, while the first waits for a reward."""
     processes, stop = Processes(Accelerator(cpu=True)), signals.Stop()
     try:
-        with Watch(processes), stop, processes.together():
+        with Watch(processes), stop, processes.collective():
             if processes.rank:
                 os.kill(os.getpid(), signal.SIGTERM)
             signals.promptly(lambda: time.sleep(600))
@@ -116,7 +116,7 @@ def signalled(folder: Path) -> int:
         with Watch(processes), stop:
             threading.Thread(target=send).start()
             try:
-                with processes.together():
+                with processes.collective():
                     signals.promptly(lambda: time.sleep(600))
             except signals.Stopped:
                 time.sleep(0.2)

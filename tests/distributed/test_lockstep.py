@@ -70,7 +70,7 @@ def one_of_two(folder: Path) -> None:
 
 def failed(processes: Processes, folder: Path) -> None:
     """Leave before the second part on the first process, then fail within a part on both; the other one is told."""
-    turns = processes.turns = Lockstep(torch.device("cpu"), lambda kind, step: torch.zeros(1))
+    turns = processes.lockstep = Lockstep(torch.device("cpu"), lambda kind, step: torch.zeros(1))
     told, begun = [], []
 
     def stop_if_asked() -> None:
@@ -78,25 +78,25 @@ def failed(processes: Processes, folder: Path) -> None:
             raise Stopped("asked")
 
     try:
-        with processes.together():
+        with processes.collective():
             for part in processes.in_step([0, 1], lambda *_: 1, before=stop_if_asked):
                 begun.append(part)
     except Stopped as error:
         told.append(str(error))
     told.append(turns.left or turns.alike)
     try:
-        with processes.together():
+        with processes.collective():
             for _ in processes.in_step([0], lambda *_: 1):
                 turns.join(TRAIN, 3)  # without a word
                 raise ZeroDivisionError("alone")
     except ZeroDivisionError as error:
         told.append(str(error))
     told.append(turns.left or turns.alike)
-    with processes.together():
+    with processes.collective():
         for _ in processes.in_step([0], lambda *_: processes.rank):  # of unequal shares nothing is said here
             told.append(turns.alike)
     (folder / f"told{processes.rank}.json").write_text(json.dumps(told))
-    processes.turns = None
+    processes.lockstep = None
     processes.wait()
 
 

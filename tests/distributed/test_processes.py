@@ -338,7 +338,7 @@ def test_one_process_hears_itself():
     alone, values = Processes(), torch.arange(3)
     assert alone.first and alone.gather(values) is values and alone.total([2, 3]) == [2, 3]
     assert alone.own([1, 2, 3]) == [1, 2, 3] and alone.any(True) and not alone.any(False)
-    with pytest.raises(ZeroDivisionError), alone.together():
+    with pytest.raises(ZeroDivisionError), alone.collective():
         1 / 0
 
 
@@ -400,7 +400,7 @@ def no_room_on_the_second(folder: Path, place: str) -> None:
     if processes.rank == 1:
         trainer.policy.pipe.transformer.register_forward_pre_hook(refuse, with_kwargs=True)
     said = []
-    trainer.say = said.append
+    trainer.log = said.append
     trainer.run_epoch()
     save_file(trainer.policy.weights.snapshot(), folder / f"{place}{processes.rank}.safetensors")
     (folder / f"{place}{processes.rank}.json").write_text(json.dumps([said, trainer.geometry.micro_batch]))

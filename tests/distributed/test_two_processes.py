@@ -27,14 +27,14 @@ def collectives(processes: Processes) -> dict:
     found["total"], found["own"] = processes.total([1, rank]), processes.own(list(range(5)))
     found["any"] = [processes.any(rank == 1), processes.any(False)]
     parameters = [torch.nn.Parameter(torch.full((2,), float(rank))) for _ in range(3)]
-    processes.agree(parameters[:1])
+    processes.require_equal(parameters[:1])
     parameters[0].grad = torch.tensor([1.0, 2.0]) * (rank + 1)
     parameters[1].grad = torch.ones(2) if rank else None
     processes.add_gradients(parameters)
     found["agreed"] = parameters[0].tolist() + parameters[1].tolist()
     found["gradients"] = [None if p.grad is None else p.grad.tolist() for p in parameters]
     try:
-        with processes.together():
+        with processes.collective():
             if rank:
                 raise ValueError("out of reach")
     except (ValueError, Stopped) as error:

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from flowgrpo.device import queued
+from flowgrpo.device import to_device
 from flowgrpo.dry_run.allocator import Allocator
 from flowgrpo.dry_run.meta_gpu import META, MetaGPU
 from flowgrpo.errors import UserError
@@ -71,7 +71,7 @@ def test_what_makes_the_host_wait_is_counted_with_its_place():
         assert len(x[x > 0]) == 8  # an unknown mask takes everything
         assert x[torch.tensor([0, 3])].shape == (2,)  # indices on the host
         counted = sum(meta.phases["work"].waits.values())
-        queued(torch.ones(8), META)
+        to_device(torch.ones(8), META)
     waits = meta.phases["work"].waits
     assert sum(waits.values()) == counted == 7 and all("test_meta_gpu.py" in reason for reason in waits)
 

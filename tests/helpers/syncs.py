@@ -80,7 +80,7 @@ def _queued() -> bool:
     """True within `device.queued`, whose copies to a GPU do not block."""
     frame = sys._getframe(2)
     while frame is not None:
-        if frame.f_code is device.queued.__code__:
+        if frame.f_code is device.to_device.__code__:
             return True
         frame = frame.f_back
     return False

@@ -75,9 +75,10 @@ def test_the_pull_by_hand():
     # Two rows of two values; means 1 and 2 off over a slope of -1/2: outputs 2 and 4 off, squares 4 and 16, mean 10.
     new = Scored(torch.zeros(2, 1, dtype=F64), torch.ones(2, 1, dtype=torch.bool), f64([[[1, 2]], [[0, 0]]]), f64([1]),
                  f64([-0.5]))
-    goal = RegressionTarget(f64([[[0, 0]], [[0, 0]]]), f64([[1.5], [2.0]]))
-    torch.testing.assert_close(LayerTuning(0.1)(new, goal), f64([[0.1 * 1.5 * 10], [0.0]]), rtol=0, atol=1e-12)
-    torch.testing.assert_close(LayerTuning(0.1)(new, goal.rows(slice(0, 1)))[0, 0], f64(1.5))
+    regression_target = RegressionTarget(f64([[[0, 0]], [[0, 0]]]), f64([[1.5], [2.0]]))
+    found = LayerTuning(0.1)(new, regression_target)
+    torch.testing.assert_close(found, f64([[0.1 * 1.5 * 10], [0.0]]), rtol=0, atol=1e-12)
+    torch.testing.assert_close(LayerTuning(0.1)(new, regression_target.rows(slice(0, 1)))[0, 0], f64(1.5))
     with pytest.raises(ValueError, match="LayerTuning: weight is -1, expected 0 or more"):
         LayerTuning(-1)
     with pytest.raises(ValueError, match="LayerTuning: by is 'reward', expected advantage or progress"):
@@ -101,11 +102,11 @@ def test_the_preset_pulls_by_progress():
     rewards = torch.zeros(2, 16)
     rewards[0, 4:8], rewards[0, 5] = 1.0, 2.0
     [part] = loop.credit(trainer, parts, rewards[..., None], conditioning.prompts)
-    gained = [taken.goal.weight[0, 0].item() for taken in part.transitions]
+    gained = [taken.regression_target.weight[0, 0].item() for taken in part.transitions]
     # Means below the path to leaf 5: 5/16, 5/8, 5/4, 3/2, 2.
     std = rewards[0].std().item()
     assert gained == pytest.approx([5 / 16 / std, 5 / 8 / std, 1 / 4 / std, 1 / 2 / std], rel=1e-4)
-    assert all((taken.goal.weight[-1] == 0).all() for taken in part.transitions)
+    assert all((taken.regression_target.weight[-1] == 0).all() for taken in part.transitions)
 
 
 def made(**options):
@@ -131,7 +132,7 @@ def test_the_pull_is_the_distance_to_the_old_output_on_the_best_path():
     old = [outputs(trainer, part, conditioning, taken) for taken in part.transitions]
     tiny.stir(trainer.policy, 0.05)
     best, weight = advantages.argmax(1), advantages.max(1).values
-    found = {k: trainer.method.target.tuning(new, part.transitions[k].goal.rows(rows))
+    found = {k: trainer.method.target.tuning(new, part.transitions[k].regression_target.rows(rows))
              for k, rows, new in trainer.rollouts.replay(part, conditioning)}  # 32 rows hold each step in one batch
     for k, taken in enumerate(part.transitions):
         edges = len(taken.parent) // 2
@@ -151,7 +152,7 @@ def test_on_the_best_path_itself_nothing_pulls_before_the_first_update():
     for k, rows, new in trainer.rollouts.replay(part, conditioning):
         taken = part.transitions[k]
         edges = len(taken.parent) // 2
-        pull = trainer.method.target.tuning(new, taken.goal.rows(rows))[:, 0].detach().view(2, edges)
+        pull = trainer.method.target.tuning(new, taken.regression_target.rows(rows))[:, 0].detach().view(2, edges)
         assert pull[0, 5 * edges // 16] < 1e-9 and (pull[1] == 0).all()  # the second group has nothing above 0
         siblings = (taken.parent[:edges] == taken.parent[5 * edges // 16]).nonzero().flatten()
         assert (pull[0, siblings] < 1e-9).all()  # they left the same state
@@ -166,7 +167,7 @@ def test_training_goes_towards_the_best_path_when_only_the_pull_is_left():
 
     def pull() -> float:
         with torch.no_grad():
-            return sum(trainer.method.target.tuning(new, still.transitions[k].goal.rows(rows)).sum().item()
+            return sum(trainer.method.target.tuning(new, still.transitions[k].regression_target.rows(rows)).sum().item()
                        for k, rows, new in trainer.rollouts.replay(still, conditioning))
 
     found = [pull()]
@@ -184,7 +185,7 @@ def test_pruned_edges_have_no_goal_left():
     parts, conditioning, grouped = sampling.sample(trainer, trainer.prompts[:2])
     [part] = loop.credit(trainer, parts, grouped, conditioning.prompts)
     for taken in part.transitions:
-        assert len(taken.goal.mean) == len(taken.goal.weight) == len(taken.parent) <= 4
+        assert len(taken.regression_target.mean) == len(taken.regression_target.weight) == len(taken.parent) <= 4
     loop.backward(trainer, part, conditioning, tiny.step_weights(trainer, [part]), decisions([part]), UpdateStats())
 
 
@@ -192,4 +193,4 @@ def test_without_a_weight_no_goal_is_kept():
     trainer = made(parts__tuning__weight=0.0)
     parts, conditioning, grouped = sampling.sample(trainer, trainer.prompts[:2])
     [part] = loop.credit(trainer, parts, grouped, conditioning.prompts)
-    assert all(taken.goal is None and taken.old.mean is None for taken in part.transitions)
+    assert all(taken.regression_target is None and taken.old.mean is None for taken in part.transitions)

@@ -255,7 +255,7 @@ def test_a_sample_that_was_skipped_is_not_trained_on():
     trainer = tiny.trainer(reward={"red": {"on_error": "skip"}}, rewards={
         "red": Composed(missing(2, 5), RewardRule(on_error="skip"))}, parts__plan__size=2)
     said = []
-    trainer.say = said.append
+    trainer.log = said.append
     batch = trainer.prompts[:2]
     parts, conditioning, grouped = sampling.sample(trainer, batch)
     assert grouped.isnan().flatten().nonzero().flatten().tolist() == [2, 5]
@@ -294,7 +294,7 @@ def test_a_skipped_reward_neither_raises_nor_lowers_a_samples_total():
 
 def test_an_epoch_without_any_reward_trains_nothing():
     trainer = tiny.trainer(rewards={"red": Composed(choking(*tiny.PROMPTS), RewardRule(on_error="skip"))})
-    trainer.say = [].append
+    trainer.log = [].append
     before = trainer.policy.weights.snapshot()
     metrics = trainer.run_epoch()
     assert metrics["reward/red/failed"] == 8 and metrics["loss"] == 0.0
@@ -308,7 +308,7 @@ def test_a_first_epoch_without_any_score_stops_and_a_later_one_is_said_once():
     told, said = message(trainer.run_epoch), []
     assert told.startswith("no sample of the first epoch had a score from 'red' or 'blue': expected prompts to which")
     assert any(repr(prompt) in told for prompt in tiny.PROMPTS) and trainer.optimization.update == 0
-    trainer.say, before = said.append, trainer.policy.weights.snapshot()
+    trainer.log, before = said.append, trainer.policy.weights.snapshot()
     for trainer.epoch in (1, 2):
         assert trainer.run_epoch()["loss"] == 0.0
     assert said == ["no sample of epoch 2 had a score from 'red' or 'blue': nothing is trained in such epochs"]

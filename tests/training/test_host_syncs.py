@@ -7,7 +7,7 @@ import torch
 from accelerate import Accelerator
 
 from flowgrpo.data.prompts import Prompt
-from flowgrpo.device import queued
+from flowgrpo.device import to_device
 from flowgrpo.gaussian import log_prob
 from flowgrpo.policies.build import make_policy
 from flowgrpo.train import Trainer
@@ -29,7 +29,7 @@ def test_what_makes_the_host_wait_is_counted():
         x[x > 0]
         torch.ones(1).to(META)
         assert sum(host.waits.values()) == 5, host.waits
-        queued(torch.ones(4), META)
+        to_device(torch.ones(4), META)
         log_prob(Gaussian(x, torch.tensor(0.5)), x + 1)  # a deviation on the CPU
     assert sum(host.waits.values()) == 5, host.waits
 

@@ -25,7 +25,7 @@ METHODS: dict[str, dict[str, Any]] = {
 def trainer(**options: Any) -> Trainer:
     made = tiny.trainer(**dict(train__lr=1e-3) | options)
     made.lines = []
-    made.say = made.lines.append
+    made.log = made.lines.append
     return made
 
 

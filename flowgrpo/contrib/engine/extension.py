@@ -27,7 +27,7 @@ class EngineRollouts(Extension):
         for spec in rollouts.explorations(0):
             sampler.require(sampler.of_rollout(spec, rollouts.grid))
         served = self.engine.info()
-        trainer.say(f"rollouts by {self.engine.url}: {served.get('model_path', 'an unnamed model')}, version "
+        trainer.log(f"rollouts by {self.engine.url}: {served.get('model_path', 'an unnamed model')}, version "
                     f"{served.get('version', 'unknown')}")
         self._placed()
 

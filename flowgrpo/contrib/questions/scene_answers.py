@@ -106,8 +106,8 @@ def _related(seen: Things, shape: str, relation: str, other: str) -> str | None:
     return None if found is None else "yes" if found == PLACES[relation] else "no"
 
 
-_ANSWERS = {"exists": _exists, "total": _total, "count": _count, "colour": _colour, "where": _where,
-            "related": _related}
+_ANSWERS: dict[str, Callable[..., str | None]] = {
+    "exists": _exists, "total": _total, "count": _count, "colour": _colour, "where": _where, "related": _related}
 
 
 Answer = Callable[[Things], str | None]

@@ -163,7 +163,7 @@ class Staleness(Extension):
         run, epochs = self.run, self.run.config.train.epochs
         self._before = run.epoch, [*self.queue], self.pool and self.pool.state()
         self.queue = [drawn for drawn in self.queue if drawn.epoch >= run.epoch]
-        with run.processes.together():  # a reward that has failed on one process ends the run on all
+        with run.processes.collective():  # a reward that has failed on one process ends the run on all
             for drawn in self.queue:
                 if drawn.scoring is None:
                     self._score(drawn)
@@ -199,7 +199,7 @@ class Staleness(Extension):
         own = run.processes.own(run.geometry.sliced(batch))
         drawn = Drawn(epoch, run.epoch, run.optimization.update, batch, own)
         run.geometry.start_turn()
-        with run.processes.together(), self._scoring(drawn):
+        with run.processes.collective(), self._scoring(drawn):
             drawn.conditioning = run.rollouts.conditioning(own, epoch)
             parts = sampling.sampled_parts(run, required(drawn.scoring), drawn.conditioning, own, epoch, 0)
             for part, outputs in parts:
@@ -236,7 +236,7 @@ class Staleness(Extension):
     def _scored(self, drawn: Drawn) -> Epoch:
         """Return an epoch with its scores, and parts whose old policy is the present one."""
         run, every = self.run, self.run.config.eval.every
-        with run.clock("reward"), run.processes.together():
+        with run.clock("reward"), run.processes.collective():
             scores = sampling.columns(run, required(drawn.scorer).results(drawn.pending))
             if every and (run.epoch + 1) % every == 0:  # an evaluation calls the same rewards
                 for waiting in self.queue:
@@ -256,10 +256,10 @@ class Staleness(Extension):
     def decoupled(self, drawn: Drawn) -> list[Part]:
         """Return the parts of an epoch that older weights drew, scored by the present ones."""
         run, self.weights = self.run, []
-        with torch.no_grad(), run.clock("rescore"), run.processes.together():
+        with torch.no_grad(), run.clock("rescore"), run.processes.collective():
             parts = [decoupled(part, run.rollouts.replay(part, drawn.conditioning), run.method.loss.log_ratio, self.cap)
                      for part in drawn.parts]
-        self.weights = [required(taken.correction).cpu()[taken.old.mask.cpu()] for part in parts
+        self.weights = [required(taken.importance).cpu()[taken.old.mask.cpu()] for part in parts
                         for taken in part.transitions]
         return parts
 
@@ -370,7 +370,7 @@ def decoupled(part: Part, replayed: Iterator[tuple[int, slice, Scored]], log_rat
 
     proximal = rescored(part, weighted())
     return replace(proximal, transitions=tuple(
-        replace(taken, correction=weight if before.correction is None else weight * before.correction.to(weight))
+        replace(taken, importance=weight if before.importance is None else weight * before.importance.to(weight))
         for taken, before, weight in zip(proximal.transitions, part.transitions, weights)))
 
 

@@ -189,7 +189,7 @@ class StepSize(Extension):
             self.reading = None  # what momentum alone does is no step to size
             return
         if self.reading is None:
-            with self.trainer.processes.together():
+            with self.trainer.processes.collective():
                 recorded = self.signal.recorded() if update == self.first else None
                 self.reading = recorded or self.signal.read()
         self.before = {key: weight.detach().clone() for key, weight in self.trainer.policy.weights.named.items()}
@@ -207,7 +207,7 @@ class StepSize(Extension):
         def measure(factor: float) -> float:
             nonlocal after
             step.scale(factor)
-            with processes.together():
+            with processes.collective():
                 after = signal.read()
             sums = processes.gather(torch.tensor([signal.sums(before, after)], dtype=torch.float64)).sum(0)
             return signal.size(*sums.tolist()) if sums.isfinite().all() else math.inf
@@ -231,7 +231,7 @@ class StepSize(Extension):
     def _tell(self, name: str) -> None:
         found = self.calibration
         if self.trainer.processes.first:
-            self.trainer.say(f"train.lr: {self.found:.3g} (auto: after {counted(found.done, 'update')}, {name} "
+            self.trainer.log(f"train.lr: {self.found:.3g} (auto: after {counted(found.done, 'update')}, {name} "
                              f"{found.moved:.2g} "
                              f"of {found.target:.2g} at the whole rate)")
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from flowgrpo.device import queued
+from flowgrpo.device import to_device
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.types import Completions, Transitions
 
@@ -108,7 +108,7 @@ class Velocity:
         """Return the model's output [b,*D] at some states of a recorded step."""
         policy, taken, spec = self.trainer.policy, part.transitions[k], part.exploration
         assert isinstance(taken, Transitions) and spec is not None
-        x = queued(taken.x[rows.to(taken.x.device)], policy.device)
+        x = to_device(taken.x[rows.to(taken.x.device)], policy.device)
         output = policy.replay(self.conditioning.rows(taken.prompts[rows]), x, spec.grid, taken.step, spec.timesteps)
         return output.detach().float()
 

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_map_only
 
 from flowgrpo.data.inputs import Inputs
 from flowgrpo.data.pictures import Clip
-from flowgrpo.device import queued
+from flowgrpo.device import to_device
 from flowgrpo.errors import UserError
 from flowgrpo.policies.pipelines import padding
 from flowgrpo.policies.pipelines.prompt_inputs import SHARED, Pictured, pictures_of
@@ -104,7 +104,7 @@ class Conditioning:
             if not torch.is_tensor(value):
                 return [value[i] for i in picked]
             if value.device not in places:
-                places[value.device] = index if value.device == index.device else queued(index, value.device)
+                places[value.device] = index if value.device == index.device else to_device(index, value.device)
             return value[places[value.device]]
 
         calls = tuple(tuple(taken(value) if per_row else value for value, per_row in zip(values, flags, strict=True))

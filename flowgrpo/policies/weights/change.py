@@ -69,7 +69,7 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def as_before(loaded: Any) -> Iterator[None]:
+def restore_pipeline(loaded: Any) -> Iterator[None]:
     """Context manager: restore a pipeline, or a tuple of a language model and its reader, if the run fails.
 
     None: the run loaded the model itself. At failure the added LoRA, hooks and forwards are removed, so another run can

@@ -25,14 +25,14 @@ def answered(key: str, answer: str | None) -> bool:
 
 def main(memory: int, seconds: float) -> None:
     """Answer line after line of standard input; memory: MiB at most, seconds: for one answer."""
-    say, sys.stdout = sys.stdout, sys.stderr  # packages' prints must not count as answers
+    log, sys.stdout = sys.stdout, sys.stderr  # packages' prints must not count as answers
     try:
         import math_verify  # noqa: F401  (slow import)
     except ImportError as error:
-        print(json.dumps(f"it cannot import math_verify: {error}"), file=say, flush=True)
+        print(json.dumps(f"it cannot import math_verify: {error}"), file=log, flush=True)
         return
     _limit(memory * 2**20)
-    print(json.dumps("ready"), file=say, flush=True)
+    print(json.dumps("ready"), file=log, flush=True)
     for line in sys.stdin:
         _end_after(seconds + 10)
         try:
@@ -40,7 +40,7 @@ def main(memory: int, seconds: float) -> None:
         except Exception:  # untrusted text can raise anything
             right = False
         _end_after(0)
-        print(json.dumps("yes" if right else "no"), file=say, flush=True)
+        print(json.dumps("yes" if right else "no"), file=log, flush=True)
 
 
 def _limit(size: int) -> None:

@@ -179,9 +179,9 @@ class TextRollouts(GroupSampler[TokenizedPrompts]):
         weights = self.mismatch(*given).masked_fill(fixed, 1.0)
         self.mismatches.append(torch.stack([given[0].float(), given[1].float(), weights.float(),
                                        self.mismatch.above(*given).float()], -1)[given[2] & ~fixed])
-        if sampled.correction is not None:
-            weights = weights * sampled.correction.to(weights)
-        return replace(trained, transitions=(replace(taken, correction=weights),))
+        if sampled.importance is not None:
+            weights = weights * sampled.importance.to(weights)
+        return replace(trained, transitions=(replace(taken, importance=weights),))
 
     def metrics(self) -> dict[str, float]:
         """Return the mismatch of sampler and trainer in this epoch, over the drawn tokens of all processes; empty where

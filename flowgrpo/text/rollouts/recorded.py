@@ -100,7 +100,7 @@ class Redrawn:
     generators: tuple[torch.Generator, ...]
     old: Scored
     step = 0
-    goal = correction = expert = None
+    regression_target = importance = expert = None
 
     @property
     def parent(self) -> Tensor:

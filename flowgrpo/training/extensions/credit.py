@@ -58,10 +58,10 @@ def measured(method: Method, parts: list[Part], replay: Replay, reference: KLRef
     """Return the parts with the entropies of their decisions and their log-probabilities under the reference, as far
     as the credit reads them; the policy is still the one that drew them."""
     if "entropy" in method.needs:
-        with processes.together():
+        with processes.collective():
             parts = [_with_entropies(part, replay(part)) for part in parts]
     if "reference" in method.needs:
-        with processes.together():
+        with processes.collective():
             parts = [part.with_measured(reference=reference.leaves(part, replay)) for part in parts]
     return parts
 
@@ -85,7 +85,7 @@ def drift(parts: list[Part], replay: Replay, processes: Processes) -> float:
     """Return the KL of the policy that drew the parts to the present one: the mean of r - 1 - log r over the decisions
     of all processes, without those drawn under guidance that is not learned; 0 without any."""
     terms = [torch.empty(0)]
-    with processes.together():
+    with processes.collective():
         for part in parts:
             for k, rows, new in replay(part):
                 old = part.transitions[k].old.rows(rows)

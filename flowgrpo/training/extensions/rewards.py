@@ -23,47 +23,47 @@ class RewardHints(Extension):
         self.advantage, self._printed = trainer.method.credit.advantage, set[str]()
 
     def on_drawn(self, epoch: Epoch) -> None:
-        self.epoch(epoch.metrics, self.trainer.scoring.spreads, self.trainer.epoch, self.trainer.say)
+        self.epoch(epoch.metrics, self.trainer.scoring.spreads, self.trainer.epoch, self.trainer.log)
         if isinstance(self.advantage, Advantage) and self.advantage.scale == "batch":
             weights = list(self.trainer.scoring.weights.values())
             shaped = self.trainer.scoring.shaped(epoch.groups.first[..., :len(weights)])
             for column in shaped.unbind(2) if self.advantage.order != "rewards" else [weighted_sum(shaped, weights)]:
-                self.starved(column, self.trainer.epoch, self.trainer.say)
+                self.starved(column, self.trainer.epoch, self.trainer.log)
 
-    def starved(self, rewards: Tensor, epoch: int, say: Callable[[str], None]) -> None:
+    def starved(self, rewards: Tensor, epoch: int, log: Callable[[str], None]) -> None:
         """Print that the batch's deviation, by which rewards [P,G] are divided, is far above that within groups."""
         within = group_std(rewards[~rewards.isnan().all(1)])
         within, whole = within[within > 0], rewards[~rewards.isnan()]
         if len(within) and (ratio := (whole.std() / within.mean()).item()) >= STARVED:
-            self._once("starved", say, f"epoch {epoch + 1}: the batch's deviation of the rewards is {ratio:.0f} times "
+            self._once("starved", log, f"epoch {epoch + 1}: the batch's deviation of the rewards is {ratio:.0f} times "
                        "that within groups that differ, and the method divides by the batch's, so that advantages are "
                        "as much smaller: leave out prompts without differences, --method=...+dynamic_sampling, or "
                        "divide by each group's, parts.advantage: {type: Advantage, scale: group}")
 
-    def epoch(self, metrics: dict[str, float], spreads: dict[str, float], epoch: int, say: Callable[[str], None]
+    def epoch(self, metrics: dict[str, float], spreads: dict[str, float], epoch: int, log: Callable[[str], None]
               ) -> None:
         """Print what an epoch's rewards show. spreads: of each reward within groups, times its weight."""
         silent = [name for name in spreads if metrics[f"reward/{name}/zero_variance_groups"] == 1]
         if len(silent) == len(spreads):
-            self._once("all", say, f"epoch {epoch + 1}: in every group all samples earn the same, so nothing is "
+            self._once("all", log, f"epoch {epoch + 1}: in every group all samples earn the same, so nothing is "
                        "learned: take a reward with values in between, prompts of another difficulty, or a larger "
                        "train.group")
             return
         for name in silent:
-            self._once(name, say, f"epoch {epoch + 1}: reward {name!r} is the same for all samples of every group "
+            self._once(name, log, f"epoch {epoch + 1}: reward {name!r} is the same for all samples of every group "
                        f"(mean {metrics[f'reward/{name}/mean']:.4g}), so that it teaches nothing")
         ranked = sorted((name for name in spreads if spreads[name] > 0), key=lambda name: spreads[name])
         if len(ranked) > 1 and adds(self.advantage) and spreads[ranked[-1]] >= TIMES * spreads[ranked[0]]:
             small, large = ranked[0], ranked[-1]
-            self._once("scale", say, f"epoch {epoch + 1}: reward {large!r} varies by {spreads[large]:.3g} within "
+            self._once("scale", log, f"epoch {epoch + 1}: reward {large!r} varies by {spreads[large]:.3g} within "
                        f"groups and {small!r} by {spreads[small]:.3g}, weights included, so that {small!r} hardly "
                        "counts: change their weights, or compare each by itself, parts.advantage: {type: Advantage, "
                        "scale: group, order: advantages}")
 
-    def _once(self, key: str, say: Callable[[str], None], line: str) -> None:
+    def _once(self, key: str, log: Callable[[str], None], line: str) -> None:
         if key not in self._printed:
             self._printed.add(key)
-            say(line)
+            log(line)
 
 
 def adds(advantage: AdvantageRule) -> bool:

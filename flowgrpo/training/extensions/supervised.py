@@ -95,7 +95,7 @@ class Supervised(Extension):
         divisor, total = self.loss.divisor(chosen), torch.zeros(())
         for parameter in run.policy.weights.parameters():
             parameter.grad = None
-        with run.processes.together():
+        with run.processes.collective():
             own = run.processes.own(places)
             for start in range(own.start, own.stop, run.geometry.micro_batch):
                 at = range(start, min(start + run.geometry.micro_batch, own.stop))

@@ -55,7 +55,7 @@ def run(rewards: list[float], **options):
     """A trainer whose epochs have these mean rewards; it jumps by 3 epochs after 2."""
     made = tiny_text.trainer(train__extrapolate=3, train__extrapolate_every=2, train__epochs=8, **options)
     made.lines = []
-    made.say = made.lines.append
+    made.log = made.lines.append
     jumping: Any = loop.extension(made, "Extrapolation")
     see = jumping.on_drawn
 

@@ -32,7 +32,7 @@ def made_with(score=None, **options):
         guard__window=3, guard__false_alarms=0.1, train__epochs=EPOCHS, train__ema=0.5, eval__weights="ema",
         train__prompts=6) | options)
     made.lines = []
-    made.say = made.lines.append
+    made.log = made.lines.append
     return made
 
 
@@ -282,7 +282,7 @@ def looked(*stages):
     """A guarded run with these looks after each epoch, over those of its base; returns it and its lines."""
     made = tiny.trainer(guard__edge_width=1.1, guard__diversity=0.9, eval__every=1, train__epochs=8)
     made.lines = []
-    made.say = made.lines.append
+    made.log = made.lines.append
     guard, kept = guard_of(made), []
     guard.on_base(Measured([], {}, torch.empty(0), looks=Looks(2.0, 0.5)), {})
     for width, apart in stages:

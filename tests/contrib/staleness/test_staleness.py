@@ -86,11 +86,11 @@ def test_decisions_of_older_weights_are_weighted_and_the_ratio_begins_at_1(kind)
     for (taken, new), before in zip(seen, drew):
         assert (new - taken.old.logp).abs().max() < 1e-5  # the clip is around the policy before the update
         mask = taken.old.mask
-        torch.testing.assert_close(taken.correction[mask], (new - before).exp()[mask].float(), rtol=1e-4, atol=1e-5)
-        apart = max(apart, (taken.correction - 1).abs()[mask].max().item())
+        torch.testing.assert_close(taken.importance[mask], (new - before).exp()[mask].float(), rtol=1e-4, atol=1e-5)
+        apart = max(apart, (taken.importance - 1).abs()[mask].max().item())
     assert apart > (1e-6 if kind == "pictures" else 1e-4)
     assert second["staleness/weight"] == pytest.approx(
-        torch.cat([taken.correction[taken.old.mask] for taken, _ in seen]).mean().item())
+        torch.cat([taken.importance[taken.old.mask] for taken, _ in seen]).mean().item())
 
 
 # --- epochs ----------------------------------------------------------------------------------------------------------

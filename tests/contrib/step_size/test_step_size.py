@@ -22,7 +22,7 @@ def run(kind: str, lr="auto", **options):
     made = tiny.trainer(train__lr=lr, **IMAGE | options) if kind == "image" else \
         tiny_text.trainer(train__lr=lr, **TEXT | options)
     made.lines = []
-    made.say = made.lines.append
+    made.log = made.lines.append
     return made
 
 

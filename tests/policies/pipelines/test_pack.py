@@ -216,7 +216,7 @@ def test_the_pull_of_layer_tuning_too():
     for pack in (False, True):
         trainer, parts, conditioning = trained(pack, "sd3", 1.0, "tree_rpo", train__group=16, train__micro_batch=24)
         tiny.stir(trainer.policy, 0.05)  # away from where the samples were drawn: nothing pulls there
-        assert any(taken.goal is not None for part in parts for taken in part.transitions)
+        assert any(taken.regression_target is not None for part in parts for taken in part.transitions)
         found.append(learned(trainer, parts, conditioning))
     (gradient, scores, before), (other, others, after) = found
     assert after < before and gradient.abs().max() > 1e-3

@@ -111,7 +111,7 @@ def test_old_scores_are_the_trainers_and_weights_tell_them_from_the_engines():
         torch.testing.assert_close(new.logp.detach(), taken.old.logp, rtol=0, atol=1e-6)
         apart = taken.old.logp - again.logp
         expected = apart.exp().clamp(max=2.0).masked_fill(~taken.old.mask, 1.0)
-        torch.testing.assert_close(taken.correction, expected, rtol=0, atol=1e-6)
+        torch.testing.assert_close(taken.importance, expected, rtol=0, atol=1e-6)
         largest = max(largest, apart.abs().max().item())
     assert largest > 1e-3
     told = made.rollouts.metrics()
@@ -145,7 +145,7 @@ def test_greedy_completions_count_whole():
     made = trainer(method="remax")
     for part in parts(made)[0]:
         [taken] = part.transitions
-        assert (taken.correction[::4] == 1).all() and (taken.correction[1::4] != 1).any()
+        assert (taken.importance[::4] == 1).all() and (taken.importance[1::4] != 1).any()
 
 
 def test_the_loss_of_a_token_is_multiplied_by_its_weight():
@@ -161,7 +161,7 @@ def test_the_loss_of_a_token_is_multiplied_by_its_weight():
         made.kl_reference.start_epoch(loop.epoch(made), made.rollouts, 0, 1)
         for part in credited:
             [taken] = part.transitions
-            own = Completions(taken.ids, taken.prompts, taken.old, correction=weight(taken.correction))
+            own = Completions(taken.ids, taken.prompts, taken.old, importance=weight(taken.importance))
             whole = type(part)(part.groups, part.prompts, None, (own,), (), part.advantages)
             loop.backward(made, whole, asked, {0: 1.0}, decisions(credited, made.method.loss.reduction), UpdateStats())
         return torch.cat([parameter.grad.flatten() for parameter in made.policy.weights.parameters()])
@@ -223,9 +223,9 @@ def test_tokens_drawn_in_half_precision_are_weighted_by_what_the_replay_gives_th
     for part, own in zip(found, exact, strict=True):
         [taken], [trained] = part.transitions, own.transitions
         torch.testing.assert_close(taken.old.logp, trained.old.logp, rtol=0, atol=1e-6)
-        before_it = trained.correction  # of the rounding in `generate` itself
-        weight = torch.full_like(taken.correction, expected).masked_fill(~taken.old.mask, 1.0)
-        torch.testing.assert_close(taken.correction, weight * before_it, rtol=1e-5, atol=1e-6)
+        before_it = trained.importance  # of the rounding in `generate` itself
+        weight = torch.full_like(taken.importance, expected).masked_fill(~taken.old.mask, 1.0)
+        torch.testing.assert_close(taken.importance, weight * before_it, rtol=1e-5, atol=1e-6)
     told = made.rollouts.metrics()
     assert told["sampler/max"] == pytest.approx(math.log(by), abs=1e-5)
     assert told["sampler/kl"] == pytest.approx(-math.log(by), abs=1e-5)
@@ -237,7 +237,7 @@ def test_what_was_not_drawn_in_half_precision_has_no_weight():
     for part in before:
         assert part.transitions[0].greedy is not None
         taken = made.rollouts.rescored(shifted(part, 1.5), asked).transitions[0]
-        assert (taken.correction[taken.greedy] == 1).all() and (taken.correction[~taken.greedy] > 1).any()
+        assert (taken.importance[taken.greedy] == 1).all() and (taken.importance[~taken.greedy] > 1).any()
 
 
 def test_a_run_in_half_precision_tells_how_far_sampling_and_training_are_apart(tmp_path):
@@ -272,8 +272,8 @@ def test_segments_are_valued_by_the_trainer_and_keep_the_engines_weights():
     asked = made.rollouts.conditioning(batch)
     [taken] = next(made.rollouts.sample(asked, 0, partial(made.scoring.total, batch)))[0].transitions
     assert isinstance(taken, Segmented) and taken.values.isfinite().any()
-    assert taken.correction.shape == taken.ids.shape and not (taken.correction == 1).all()
-    assert torch.equal(taken.rows(torch.tensor([1])).correction, taken.correction[1:2])
+    assert taken.importance.shape == taken.ids.shape and not (taken.importance == 1).all()
+    assert torch.equal(taken.rows(torch.tensor([1])).correction, taken.importance[1:2])
 
 
 def test_an_engine_for_a_masked_model_is_told():

@@ -217,7 +217,7 @@ def test_answers_join_what_an_engine_drew():
     assert texts[3] == "3" and texts[15] == "9"
     [taken] = made[0][0].transitions
     assert taken.expert.tolist() == [False] * 3 + [True]
-    torch.testing.assert_close(taken.correction[3], torch.ones(6), rtol=0, atol=1e-4)
+    torch.testing.assert_close(taken.importance[3], torch.ones(6), rtol=0, atol=1e-4)
 
 
 # --- the reward of an answer -----------------------------------------------------------------------------------------

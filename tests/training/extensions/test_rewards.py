@@ -24,7 +24,7 @@ def test_one_reward_that_never_varies_and_one_of_another_scale_are_named_once(ca
     trainer = tiny.trainer(rewards=functions, reward={"large": 1.0, "small": 2.0, "constant": 1.0}, train__group=4,
                            parts={"advantage": {"type": "Advantage", "order": "rewards"}})
     lines: list[str] = []
-    trainer.say = lines.append
+    trainer.log = lines.append
     for trainer.epoch in range(2):
         trainer.run_epoch()
     silent, scale = [line for line in lines if "reward" in line]
@@ -44,7 +44,7 @@ def test_a_batch_whose_deviation_is_far_above_that_within_groups_is_told_once(sc
                            train__micro_batch=8, parts={"advantage": {"type": "Advantage", "scale": scale,
                                                                       "order": "rewards"}})
     lines: list[str] = []
-    trainer.say = lines.append
+    trainer.log = lines.append
     for trainer.epoch in range(2):
         trainer.run_epoch()
     said = [line for line in lines if "the batch's deviation" in line]
