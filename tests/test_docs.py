@@ -33,7 +33,8 @@ INDEX = FAMILIES.pop("index.md")
 SECTIONS = {part.split("\n")[0]: (file, part) for file, text in FAMILIES.items()
             for part in re.split("^## ", text, flags=re.M)[1:]}
 PAGES = {name: text for name, (_, text) in SECTIONS.items()}
-KINDS = {"flow": build.PIPELINE, "tokens": build.CAUSAL_LM, "masks": build.MASKED_LM}
+KINDS = {"flow": build.PIPELINE, "tokens": build.CAUSAL_LM, "masks": build.MASKED_LM,
+         "image tokens": build.IMAGE_TOKENS}
 INFERENCE = {"rlg"}  # no presets: nothing is trained
 PRESETS = {name: text for name, text in PAGES.items() if name not in INFERENCE}
 
@@ -78,7 +79,7 @@ def test_the_recipe_of_a_page_works(name, tmp_path):
     (tmp_path / "recipe.yaml").write_text(block)
     recipe = load(tmp_path / "recipe.yaml")
     host = methods.preset(recipe.method)
-    process = next(process for process in ("flow", "tokens", "masks") if host.fits(process))
+    process = next(process for process in KINDS if host.fits(process))
     assert name in recipe.method.split("+") and recipe.parts
     drawn = process == "flow" and recipe.preferences is None
     assert ({"steps", "group"} if drawn else {"group"}) <= recipe.train.model_fields_set
@@ -199,7 +200,8 @@ def test_command_lines_are_found():
     assert {leaf(line.split()[1:])[0] for line in command_lines() if line.startswith("flowgrpo ")} == {
         "demo", "train", "check", "sample", "eval", "report", "export", "push", "new", "list methods", "list rewards",
         "list prompts", "list runs", "compare grid", "compare vote", "compare methods", "reward score", "reward train",
-        "reward serve", "reward label", "prompts encode", "prompts mix", "prompts write", "verify"}
+        "reward serve", "reward label", "prompts encode", "prompts mix", "prompts write", "verify", "taste", "prepare",
+        "reproduce"}
     assert any(line.startswith("accelerate launch") for line in command_lines())
 
 

@@ -42,7 +42,7 @@ def test_kept_transitions_keep_their_states_and_no_other(taken, keep, rows, stat
 def test_kept_transitions_keep_their_own_corrections(taken):
     corrected = replace(taken, importance=torch.arange(10.0).view(5, 2))
     kept = corrected.kept(torch.tensor([0, 1, 0, 0, 1], dtype=torch.bool))
-    assert kept.correction.tolist() == [[2, 3], [8, 9]]
+    assert kept.importance.tolist() == [[2, 3], [8, 9]]
 
 
 def test_all_transitions_kept_are_the_same_and_none_are_none(taken):

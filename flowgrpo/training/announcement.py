@@ -18,20 +18,22 @@ SAFETY = "; its safety checker is off in training and evaluation, where a blacke
 def announce(config: Config, pipe: Any = None) -> Config:
     """Print what a run does and where, once among the processes of a launcher; return it with defaults that fit its
     model. pipe: the model, if it is loaded already."""
-    told = ""
+    first, told = int(os.environ.get("RANK", "0")) == 0, ""
+    if first:
+        print(f"flowgrpo {__version__}, run: {config.folder}; to watch it: flowgrpo report {config.folder} --live",
+              flush=True)
     if "method" not in config.model_fields_set or not {"steps", "guidance"} <= config.eval.model_fields_set:
         from flowgrpo.policies import defaults  # loads torch
 
         config, told = defaults.fitting(config, pipe)
-    if int(os.environ.get("RANK", "0")) == 0:
+    if first:
         for line in lines(config, pipe is not None, told):
             print(line, flush=True)
     return config
 
 
 def lines(config: Config, loaded: bool = False, told: str = "") -> Iterator[str]:
-    """Return the first lines of a run."""
-    yield f"flowgrpo {__version__}, run: {config.folder}; to watch it: flowgrpo report {config.folder} --live"
+    """Return the lines that say what a run does, after the first one."""
     place = "loaded already" if loaded else origin(config.model)
     yield f"model: {config.model} ({place})" + (f"; {told}" if told else "")
     yield f"method: {config.method}" + (f", parts: {config.parts}" if config.parts else "")

@@ -51,7 +51,7 @@ def of_steps(config: Config, method: Method, pipe: Any) -> Iterator[str]:
                f"those of other models: {' '.join(left)}, or those of its card")
     if isinstance(method.target, (NoisedFinals, RecordedPairs)):
         yield (f"hint: {config.method} trains on noised samples, which blurs a model of few steps ({why}): take "
-               f"--method={facts.method}, which trains the model's own steps, or a guard.edge_width")
+               f"--method={facts.method}, which trains the model's own steps, or set a limit: docs/reward_hacking.md")
 
 
 def before(setup: Setup, precision: str, asked: str) -> Iterator[str]:

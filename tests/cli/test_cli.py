@@ -255,13 +255,22 @@ def test_rewards_are_found_by_a_word_and_stand_in_groups(capsys):
 
 
 def test_a_run_speaks_before_torch_is_loaded():
-    code = ("import sys; from flowgrpo.config import Config; from flowgrpo.training.announcement import announce; "
-            "announce(Config(reward={'scene': 2.0}, eval={'rewards': ['sharpness']}, parts={'plan': {'size': 2}})); "
-            "sys.exit('torch' in sys.modules)")
+    code = """import sys
+class Watch:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            sys.meta_path.remove(self)
+            print("torch is loaded", flush=True)
+sys.meta_path.insert(0, Watch())
+from flowgrpo.config import Config
+from flowgrpo.training.announcement import announce
+announce(Config(reward={"scene": 2.0}, eval={"rewards": ["sharpness"]}, parts={"plan": {"size": 2}}))"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[1:] == [
-        "model: starter (packaged)", "method: mix_grpo, parts: {'plan': {'size': 2}}",
+    first, *rest = done.stdout.splitlines()
+    assert first.startswith("flowgrpo ") and "--live" in first
+    assert rest == [
+        "torch is loaded", "model: starter (packaged)", "method: mix_grpo, parts: {'plan': {'size': 2}}",
         "rewards: scene (weight 2); eval-only: sharpness",
         "prompts: starter; 100 epochs of 8 prompts with 12 samples each"]
 

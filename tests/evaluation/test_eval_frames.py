@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from flowgrpo.check.tiny import make
+from flowgrpo.contrib.phases import Phases
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.dry_run.estimate import dry_run
 from flowgrpo.errors import UserError
@@ -142,7 +143,7 @@ def test_frames_of_training_are_those_that_the_pipeline_makes(name, count, expec
             options.check_frames(loop.setup(settings(tmp_path, None, **keys), "pipeline", loaded=pipe))
     with pytest.raises(UserError, match=r"phases\[0\].set " + expected):
         phases = [{"at": 0.5, "set": {"picture.frames": count}}]
-        options.check_frames(loop.setup(settings(tmp_path, None, phases=phases), "pipeline", loaded=pipe))
+        Phases.require_model(loop.setup(settings(tmp_path, None, phases=phases), "pipeline", loaded=pipe))
 
 
 def test_frames_are_refused_before_a_folder_is_loaded(tmp_path):

@@ -84,7 +84,7 @@ def test_files_sort_by_prompt_and_number(tmp_path, model):
                      "002-a-001.png"] == sorted(names)
     assert sorted((tmp_path / "deep" / "out").iterdir()) == paths
     assert all(Image.open(path).size == (16, 16) for path in paths)
-    assert [name for name in images._names(["a"] * 1001, 1)] == sorted(images._names(["a"] * 1001, 1))
+    assert [name for name in images.names_of(["a"] * 1001, 1)] == sorted(images.names_of(["a"] * 1001, 1))
 
 
 def test_a_picture_is_the_stock_pipelines(tmp_path, model):
@@ -371,7 +371,7 @@ def test_a_picture_is_saved_before_the_next_is_drawn(tmp_path):
         def facts(self, arm, prompt, place, sample):
             return f"{place.sample}"
 
-    saved = images._saved(Hand(), "base", [Prompt("a")], 10**18, tmp_path, images._names(["a"], 10**18), "image")
+    saved = images.saved(Hand(), "base", [Prompt("a")], 10**18, tmp_path, images.names_of(["a"], 10**18), "image")
     paths = [next(saved) for _ in range(3)]
     assert paths[0].name == f"000000000000000000-a-{0:018}.png"
     assert [pixels(path).max() for path in paths] == [3, 5, 8]  # of 255

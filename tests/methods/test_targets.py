@@ -21,11 +21,11 @@ from flowgrpo.methods.validate import resolve
 from flowgrpo.rollouts.targets import TARGETS
 from flowgrpo.samplers.noised_finals import GridTimes, Stratified
 from flowgrpo.text.generation import TextGeneration
-from flowgrpo.text.targets import Completions, RecordedCompletions, RelaxedTraces, Traces
+from flowgrpo.text.targets import Completions, ImageTokens, RecordedCompletions, RelaxedTraces, Traces
 from tests.helpers import tiny
 
 OF_PIPELINES = RecordedSteps(), JointDensity(), NoisedFinals(), RecordedPairs(), RewardGradient(), LatentEdits()
-OF_TEXTS = Completions(), Traces(), RelaxedTraces(), RecordedCompletions()
+OF_TEXTS = Completions(), ImageTokens(), Traces(), RelaxedTraces(), RecordedCompletions()
 
 
 def test_a_target_belongs_to_one_kind_of_rollout():

@@ -65,7 +65,7 @@ def test_a_part_of_records_of_unequal_length_cannot_be_made(wrong):
 
 
 @pytest.mark.parametrize("wrong", [
-    {"prompts": torch.zeros(2, dtype=torch.int64)}, {"correction": torch.ones(2, 1)}, {"expert": torch.ones(4).bool()}])
+    {"prompts": torch.zeros(2, dtype=torch.int64)}, {"importance": torch.ones(2, 1)}, {"expert": torch.ones(4).bool()}])
 def test_completions_of_unequal_length_cannot_be_made(wrong):
     with pytest.raises(AssertionError):
         replace(masked([[1]] * 3), **wrong)
@@ -76,7 +76,7 @@ def test_completions_of_unequal_length_cannot_be_made(wrong):
     (Segmented, {"segments": torch.arange(6).view(3, 2), "values": torch.arange(3.0)[:, None]})])
 def test_rows_keep_every_field(kind, more):
     taken = kind(**vars(masked([[1, 1], [1, 0], [1, 1]])) | more | {
-        "correction": torch.arange(6.0).view(3, 2), "expert": torch.tensor([False, True, False])})
+        "importance": torch.arange(6.0).view(3, 2), "expert": torch.tensor([False, True, False])})
     found = taken.kept(torch.tensor([False, True, True]))
     for name, value in vars(taken).items():
         got = getattr(found, name)

@@ -25,7 +25,7 @@ def corrected(part, factors):
     for taken in part.transitions:
         generator = torch.Generator().manual_seed(len(factors))
         factors.append(0.5 + 1.5 * torch.rand(taken.old.logp.shape, generator=generator))
-        transitions.append(replace(taken, correction=factors[-1]))
+        transitions.append(replace(taken, importance=factors[-1]))
     return replace(part, transitions=tuple(transitions))
 
 
@@ -50,7 +50,7 @@ def test_each_decision_weighs_its_step_and_its_correction_in_loss_and_gradient(m
     trainer.optimization.zero_grad()
     for part in parts:
         for k, rows, new in trainer.rollouts.replay(part, conditioning):
-            weighed = part.transitions[k].correction[rows] * part.advantage(k, rows).expand(new.logp.shape)
+            weighed = part.transitions[k].importance[rows] * part.advantage(k, rows).expand(new.logp.shape)
             weighed = weighed * weights[part.transitions[k].step]
             expected.append(-weighed[new.mask])
             summed = summed - (weighed * new.logp * new.mask).sum() / count

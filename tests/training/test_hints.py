@@ -49,5 +49,5 @@ def test_a_method_that_blurs_models_of_few_steps_says_so_whatever_is_given(metho
     lcm = make("LatentConsistencyModelPipeline")[0]
     lines = told(lcm, method, train={"steps": 4, "guidance": 8.0}, eval={"steps": 4, "guidance": 8.0})
     assert lines == [f"hint: {method} trains on noised samples, which blurs a model of few steps (its scheduler is a "
-                     "LCMScheduler): take --method=rlcm, which trains the model's own steps, or a guard.edge_width"
-                     ] * blurs
+                     "LCMScheduler): take --method=rlcm, which trains the model's own steps, or set a limit: "
+                     "docs/reward_hacking.md"] * blurs

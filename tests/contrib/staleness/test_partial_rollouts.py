@@ -94,11 +94,11 @@ def test_the_ratio_of_a_continued_completion_uses_the_stored_log_probabilities()
         torch.testing.assert_close(completions.old.logp[mask], new.logp.detach()[mask], rtol=0, atol=1e-5)
         expected = (new.logp.detach() - stored[rows]).exp()
         expected = expected.masked_fill(expected > 5, 0.0)
-        torch.testing.assert_close(completions.correction[mask], expected[mask], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(completions.importance[mask], expected[mask], rtol=1e-4, atol=1e-4)
         older = mask & (versions[rows] < made.optimization.update)
-        assert (completions.correction[mask & ~older] - 1).abs().max() < 1e-3
+        assert (completions.importance[mask & ~older] - 1).abs().max() < 1e-3
         at += len(completions.ids)
-    assert (torch.cat([part.transitions[0].correction for part in parts]) - 1).abs().max() > 1e-3
+    assert (torch.cat([part.transitions[0].importance for part in parts]) - 1).abs().max() > 1e-3
     assert 0 < staleness.on_trained(drawn)["partial/older"] < 1
 
 

@@ -136,7 +136,7 @@ def test_weights_are_1_on_average():
     """Given what stands before it, a token's ratio has the mean 1 under the engine that drew it."""
     made = trainer(train__group=128, train__prompts=2, train__micro_batch=128, text__correction_cap=1e9)
     found, _ = parts(made)
-    ratio = torch.cat([part.transitions[0].correction[part.transitions[0].old.mask] for part in found])
+    ratio = torch.cat([part.transitions[0].importance[part.transitions[0].old.mask] for part in found])
     assert len(ratio) > 500 and ratio.std() > 1e-3
     assert abs(ratio.mean().item() - 1) < 4 * ratio.std().item() / len(ratio) ** 0.5
 
@@ -187,7 +187,7 @@ def test_without_another_precision_there_is_no_engine():
     for options in ({}, {"text__engine_precision": "fp32"}):
         made = tiny.trainer(rewards={"short": many}, **options)
         assert type(made.rollouts) is TextRollouts
-        assert all(part.transitions[0].correction is None for part in parts(made)[0])
+        assert all(part.transitions[0].importance is None for part in parts(made)[0])
 
 
 # --- half precision, in which `generate` and the replay round differently ---------------------------------------------
@@ -273,7 +273,7 @@ def test_segments_are_valued_by_the_trainer_and_keep_the_engines_weights():
     [taken] = next(made.rollouts.sample(asked, 0, partial(made.scoring.total, batch)))[0].transitions
     assert isinstance(taken, Segmented) and taken.values.isfinite().any()
     assert taken.importance.shape == taken.ids.shape and not (taken.importance == 1).all()
-    assert torch.equal(taken.rows(torch.tensor([1])).correction, taken.importance[1:2])
+    assert torch.equal(taken.rows(torch.tensor([1])).importance, taken.importance[1:2])
 
 
 def test_an_engine_for_a_masked_model_is_told():
