@@ -1,4 +1,4 @@
-"""Draw docs/taste_page.png: the page of `flowgrpo taste` with pictures of the consistency starter, in a Chromium.
+"""Draw docs/images/taste_page.png: the page of `flowgrpo taste` with pictures of the consistency starter, in a Chromium.
 
     python scripts/draw_taste_page.py [FILE]
 """
@@ -53,4 +53,4 @@ def main(file: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs" / "taste_page.png")
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs" / "images" / "taste_page.png")

@@ -281,7 +281,7 @@ def test_it_says_what_an_epoch_and_the_run_take_on_a_gpu(name):
     assert not re.search(r"_\d+gb$", name) or int(name[-4:-2]) == memory
 
 
-PAGES = {"README.md": (r"check (\w+) --gpu 4090 +# computed: ([\d.]+) GiB, ([\d.]+) hours",),
+PAGES = {"README.md": (r"check (\w+) --gpu 4090` computes ([\d.]+) GiB and ([\d.]+) hours",),
          "docs/get_started/one_gpu.md": (
              r"check (\w+) --gpu 4090 +# fits: ([\d.]+) of 22.0 GiB, ([\d.]+) h on one 4090 \(computed",
              r"^\| `(\w+)` \|.*\| ([\d.]+) GiB, ([\d.]+) h \|$")}
