@@ -1,4 +1,4 @@
-"""Draw docs/images/taste_page.png: the page of `flowgrpo taste` with pictures of the consistency starter, in a Chromium.
+"""Draw docs/images/taste_page.png: the page of `flowgrpo taste` with images of the consistency starter, in a Chromium.
 
     python scripts/draw_taste_page.py [FILE]
 """
