@@ -150,7 +150,7 @@ class Trainer:
             advantage = to_device(part.advantage(k, rows), device)
             log_ratio = method_loss.log_ratio(new, old)
             loss_extras = loss_inputs(batch, k, rows, new, old)
-            # Loss: the surrogate, its weights, the KL penalty, the supervised term.
+            # Loss: the surrogate, its weights, and what is added to it.
             loss = method_loss.surrogate(log_ratio, advantage, loss_extras)
             clipped = method_loss.surrogate.clipped(log_ratio, advantage, loss_extras)
             loss = loss * (part.weights or epoch.weights)[transitions.step]

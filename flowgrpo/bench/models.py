@@ -1,4 +1,4 @@
-"""What a bench compares: packaged models (the settings of their recipes that all methods share, and three disjoint sets
+"""Models of a bench: packaged models (the settings of their recipes that all methods share, and three disjoint sets
 of prompts), and methods as they are given: a preset, presets joined by +, FILE.py:NAME, or a recipe file.
 """
 

@@ -1,4 +1,4 @@
-"""What a recipe needs: extras of flowgrpo, weights of its model and rewards, prompts of the hub; what of it is missing.
+"""Needs of a recipe: extras of flowgrpo, weights of its model and rewards, prompts of the hub; what of it is missing.
 
 `needs` asks the hub for the files and sizes, if it answers; without it, only what is in its cache is known. `fetch`
 downloads: several files at once, each verified, and continued where a download broke off or was killed.

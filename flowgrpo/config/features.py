@@ -29,7 +29,7 @@ Place: TypeAlias = Any
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Feature:
-    """What most runs lack. What it does not have is empty.
+    """Feature that most runs lack. What it does not have is empty.
 
     name: by which the order of extensions lists it.
     wanted: truth of a configuration and its method that switch it on.
@@ -54,7 +54,7 @@ class Feature:
 
 
 class DryRun:
-    """What a dry run (`flowgrpo.dry_run`) does for a feature. Each does nothing unless it is overridden.
+    """Work of a dry run (`flowgrpo.dry_run`) for a feature. Each does nothing unless it is overridden.
 
     options: changes that make a recipe need less memory, as (key, from, to); tried before all others.
     reported: keys whose values the report shows.

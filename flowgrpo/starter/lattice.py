@@ -67,7 +67,7 @@ def tokens(objects: Sequence[Placed]) -> np.ndarray:
 
 
 def code_vectors() -> np.ndarray:
-    """What a token says, float32 [CODES, 14] of length 1: ground or not, the shape, the quarter, the colour."""
+    """Meaning of each token, float32 [CODES, 14] of length 1: ground or not, the shape, the quarter, the colour."""
     rows = [[1.0] + [0.0] * 13]
     for shape in np.eye(len(SHAPES)):
         for colour in COLOURS.values():

@@ -271,7 +271,7 @@ def _layout(n: int, relation: str | None, rng: np.random.Generator) -> tuple[np.
 
 
 def in_relation(centres: np.ndarray, relation: str) -> bool:
-    """Whether the first of two centres [2, 2] stands on this side of the second, and clearly so."""
+    """Return True if the first of two centres [2, 2] stands on this side of the second, and clearly so."""
     along = (centres[0] - centres[1]) @ np.array(RELATIONS[relation])
     across = np.abs((centres[0] - centres[1]) @ np.array(RELATIONS[relation])[::-1])
     return bool(along > 1.3 * across)

@@ -1,4 +1,4 @@
-"""What TRL's example scripts read beside trainers: arguments of the command line, and of a LoRA."""
+"""Arguments that TRL's example scripts read beside trainers: those of the command line, and of a LoRA."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ PICTURES, FEATURES, VOTES = "pictures", "features", "votes.jsonl"  # in the run'
 
 
 class Person(Protocol):
-    """Who votes: `vote.live.LiveBallot`."""
+    """Source of votes: `vote.live.LiveBallot`."""
 
     log: VoteLog
 
@@ -62,7 +62,7 @@ class Person(Protocol):
 
 @dataclass(frozen=True)
 class Settings:
-    """What samples are rewarded for. head, clicks: the weights of both. checks: blind pairs before each batch."""
+    """Settings of the loop. head, clicks: the weights of both. checks: blind pairs before each batch."""
 
     head: float = 1.0
     clicks: float = 1.0

@@ -1,4 +1,4 @@
-"""What samplers of completions read of a language model, and what they return: protocols, tokenized prompts, sampled
+"""Language models as samplers of completions read them, and what these return: protocols, tokenized prompts, sampled
 completions, and reference answers as samples of their groups.
 """
 
@@ -61,7 +61,7 @@ class SampledCompletions:
 
     @property
     def outputs(self) -> Any:
-        """What rewards read: the texts; of a model that draws, pictures [B,3,H,W]."""
+        """Return what rewards read: the texts; of a model of image tokens, images [B,3,H,W]."""
         return self.texts
 
 
