@@ -47,8 +47,8 @@ LAYERS = [
     ("__main__",),
 ]
 HEIGHT = {room: height for height, rooms in enumerate(LAYERS) for room in rooms}
-TEXT = {"__init__": "errors", "check": "check", "credit": "advantages", "critic": "training",
-        "evaluation": "evaluation", "generation": "methods", "losses": "objectives", "memory": "check",
+TEXT = {"check": "check", "credit": "advantages", "critic": "training", "evaluation": "evaluation",
+        "generation": "methods", "losses": "objectives", "memory": "check",
         "policies": "policies", "presets": "methods", "rewards": "rewards", "rollouts": "rollouts",
         "samplers": "samplers", "targets": "methods", "teacher_answers": "curriculum"}
 # What stands above the core: the core imports none of it, and names it in tables alone.
@@ -61,6 +61,7 @@ def name_of(file: Path) -> str:
 
 
 MODULES = {name_of(file): file for file in sorted(PACKAGE.rglob("*.py"))}
+FOLDERS = {name_of(folder) for file in MODULES.values() for folder in file.parents if folder.is_relative_to(PACKAGE)}
 
 
 def imported(file: Path) -> Iterator[str]:
@@ -72,7 +73,7 @@ def imported_by(nodes: Iterable[ast.AST]) -> Iterator[str]:
     for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in MODULES)
-        elif isinstance(node, ast.ImportFrom) and node.module in MODULES:
+        elif isinstance(node, ast.ImportFrom) and node.module in MODULES.keys() | FOLDERS:
             for alias in node.names:
                 yield inner if (inner := f"{node.module}.{alias.name}") in MODULES else node.module
 
@@ -86,7 +87,7 @@ def room(module: str) -> str:
     if inner[:2] == ["starter", "rewards"]:
         return "rewards"
     if inner[:1] == ["text"]:
-        return TEXT[inner[1] if len(inner) > 1 else "__init__"]
+        return TEXT[inner[1]]
     return inner[0] if inner else "__init__"
 
 
@@ -142,7 +143,7 @@ def test_no_modules_import_each_other():
     assert circle(IMPORTS) is None
 
 
-@pytest.mark.parametrize("folder", [name for name, file in MODULES.items() if file.name == "__init__.py"])
+@pytest.mark.parametrize("folder", sorted(FOLDERS))
 def test_no_rooms_of_a_folder_import_each_other(folder):
     """A folder's files and folders, each with all that is in it. Its `__init__` stands above them."""
     depth = folder.count(".") + 1

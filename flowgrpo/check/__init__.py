@@ -1,1 +1,0 @@
-"""`flowgrpo check`: drive a model once and report what works."""

@@ -1,1 +1,0 @@
-"""Features that no image preset and no recipe names, one folder each. The core imports none of them."""

@@ -1,1 +1,0 @@
-"""Rollouts of images and video by an SGLang-Diffusion server, over HTTP: `rollout.engine`, and `flowgrpo verify`."""

@@ -1,1 +1,0 @@
-"""Rewards learned from preferences."""

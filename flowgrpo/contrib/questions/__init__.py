@@ -1,1 +1,0 @@
-"""Rewards by answers to questions about a sample."""

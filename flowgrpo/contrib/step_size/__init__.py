@@ -1,1 +1,0 @@
-"""Learning rates that a run finds: `train.lr: auto`."""

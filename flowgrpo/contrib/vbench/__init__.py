@@ -1,1 +1,0 @@
-"""VBench's dimensions."""

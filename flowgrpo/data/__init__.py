@@ -1,1 +1,0 @@
-"""Prompts, preference pairs and recorded pairs from files."""

@@ -1,1 +1,0 @@
-"""Several processes: ranks, collectives, lockstep calls, signals."""

@@ -1,1 +1,0 @@
-"""Evaluation: base against tuned, in pictures and in numbers."""

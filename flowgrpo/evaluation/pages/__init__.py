@@ -1,1 +1,0 @@
-"""Pages of samples: PNG grids, HTML, animated clips."""

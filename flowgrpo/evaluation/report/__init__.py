@@ -1,1 +1,0 @@
-"""Report of a run, as a file and live."""

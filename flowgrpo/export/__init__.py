@@ -1,1 +1,0 @@
-"""Export of trained weights: ComfyUI, merged models, model cards."""

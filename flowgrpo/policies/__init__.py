@@ -1,1 +1,0 @@
-"""Policies: trained models that draw samples and replay single decisions with gradients."""

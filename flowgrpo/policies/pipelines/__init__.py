@@ -1,1 +1,0 @@
-"""Policies over diffusers pipelines."""

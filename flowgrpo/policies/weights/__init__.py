@@ -1,1 +1,0 @@
-"""Weights of a policy: adapters, sharding, compilation, checkpointing, memory options."""

@@ -1,1 +1,0 @@
-"""GenEval: the published rules, detectors of objects, and names of their colours."""

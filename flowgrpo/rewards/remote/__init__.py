@@ -1,1 +1,0 @@
-"""Rewards computed by a server."""

@@ -1,1 +1,0 @@
-"""Rewards by a vision-language model behind an endpoint that judges samples."""

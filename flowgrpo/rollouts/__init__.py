@@ -1,1 +1,0 @@
-"""Rollouts: sample groups with a policy, replay their decisions with gradients."""

@@ -1,1 +1,0 @@
-"""Samplers: noise grids, transition kernels, deterministic solvers, and plans of the stochastic and trained steps."""

@@ -1,1 +1,0 @@
-"""Server of a reward: admission, answers, metrics."""

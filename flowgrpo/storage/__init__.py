@@ -1,1 +1,0 @@
-"""Files on disk: checkpoints, JSON, paths that can be written."""

@@ -1,1 +1,0 @@
-"""Rewards for completions of language models."""

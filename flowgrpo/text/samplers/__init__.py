@@ -1,1 +1,0 @@
-"""Samplers of language models: decoding, groups, trees, continuations."""

@@ -1,1 +1,0 @@
-"""Components of the training loop: credit, optimizer, state, metrics, run folder."""
