@@ -115,7 +115,7 @@ def package() -> list[str]:
 
 
 def private(path: str) -> Iterator[str]:
-    """Yield a line per private word that a user reads of a file; keys such as `picture.height` are none."""
+    """Yield a line per private word that a user reads of a file; keys such as `image.height` are none."""
     found = set[str]()
     for number, text in said(path):
         plain = re.sub(r"`[^`]*`", "CODE", text)

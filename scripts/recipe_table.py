@@ -98,7 +98,7 @@ def said(config: Config, seconds: float, peak: float, source: str = "") -> str:
 
 
 def noun(config: Config) -> str:
-    return "clips" if (config.picture.frames or 1) > 1 else "images"
+    return "clips" if (config.image.frames or 1) > 1 else "images"
 
 
 def path(name: str) -> Path:

@@ -99,18 +99,18 @@ def forced(name: str, folder: Path) -> dict[str, Any]:
         return LANGUAGE | ({} if config.prompts == "arithmetic" else {"prompts": "arithmetic"})
     pixels = 2 * SIDE if known.pipeline == "LTX2Pipeline" else SIDE  # its autoencoder reflects two latents or more
     keys = FORCED | {f"picture.{side}": pixels for side in ("height", "width")} | call_keys(config, known)
-    if config.picture.frames:
+    if config.image.frames:
         keys["reward"] = {"sharpness": {"use": "frames", "args": {"reward": "sharpness"}}}
-    if config.picture.frames and config.picture.frames > 1:
-        keys["picture.frames"] = FRAMES + 4 * (known.pipeline == "LTX2Pipeline")
+    if config.image.frames and config.image.frames > 1:
+        keys["image.frames"] = FRAMES + 4 * (known.pipeline == "LTX2Pipeline")
     if "preview" in config.parts:
         keys |= {"parts.preview.pool": 4, "parts.preview.steps": 2}
     if config.parts.get("plan", {}).get("size", 0) > FORCED["train.steps"] // 2:  # flow_grpo_fast's window is there
         keys["parts.plan.size"] = FORCED["train.steps"] // 2
     if "n" in config.parts.get("selection", {}):
         keys["parts.selection.n"] = FORCED["train.group"]
-    if config.picture.sizes:
-        keys["picture.sizes"] = []
+    if config.image.sizes:
+        keys["image.sizes"] = []
     if config.prompts == "pickapic":
         keys["prompts"] = "general"
     if config.prompts.endswith(".jsonl"):
@@ -132,11 +132,11 @@ def call_keys(config: Any, known: Any) -> dict[str, Any]:
 
     accepted = inspect.signature(getattr(diffusers, known.pipeline).__call__).parameters
     tokens = 128 if known.pipeline == "LTX2Pipeline" else TOKENS  # whose connectors have as many registers
-    keys: dict[str, Any] = {"picture.call.max_sequence_length": tokens} if "max_sequence_length" in accepted else {}
+    keys: dict[str, Any] = {"image.call.max_sequence_length": tokens} if "max_sequence_length" in accepted else {}
     if "use_resolution_binning" in accepted:  # Sana would draw 64 pixels as 512
-        keys["picture.call.use_resolution_binning"] = False
+        keys["image.call.use_resolution_binning"] = False
     if "max_area" in accepted:
-        keys |= {"picture.call.max_area": SIDE * SIDE, "picture.call._auto_resize": False}
+        keys |= {"image.call.max_area": SIDE * SIDE, "image.call._auto_resize": False}
     return keys
 
 

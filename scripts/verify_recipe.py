@@ -23,7 +23,7 @@ from flowgrpo.storage.json_files import read_lines
 ROOT = Path(__file__).parent.parent
 FILE = ROOT / "scripts" / "verified.json"
 NEVER = "never"
-SAME = ("model", "method", "parts", "reward", "prompts", "picture", "adapter")
+SAME = ("model", "method", "parts", "reward", "prompts", "image", "adapter")
 
 
 def verified(name: str, file: Path = FILE) -> str:

@@ -137,7 +137,7 @@ STAND_INS = {
 }
 TINY = "--train.epochs=1 --train.prompts=1 --train.group=4 --train.micro_batch=4 --eval.prompts=2"
 PAIRS = "--train.epochs=1 --train.prompts=4 --train.micro_batch=8 --eval.prompts=2 --eval.steps=2 --preferences="
-SMALL = ("--picture.height=128 --picture.width=128 --train.prompts=2 --train.group=4 --train.micro_batch=2 "
+SMALL = ("--image.height=128 --image.width=128 --train.prompts=2 --train.group=4 --train.micro_batch=2 "
          "--train.steps=6")  # beside fewer blocks
 OPTIONS = {
     "train (starter_text|enhancer)": f"{TINY} --train.updates=1",

@@ -152,11 +152,11 @@ def test_pages_and_what_the_package_says_have_the_words_of_the_field(capsys):
 @pytest.mark.parametrize("name, text, found", [
     ("cli.py", 'x = typer.Option(help="Pictures per prompt.")', ["'Pictures', expected 'image'"]),
     ("cli.py", '@app.command("a")\ndef a():\n    """Draw an image."""', ["'Draw', expected 'sample, generate'"]),
-    ("errors.py", 'raise UserError(f"{x} is drawn: set picture.height")', ["'drawn', expected 'sample, generate'"]),
+    ("errors.py", 'raise UserError(f"{x} is drawn: set image.height")', ["'drawn', expected 'sample, generate'"]),
     ("config.py", 'x = Field(0, description="texts, see `draws`")', ["'texts', expected 'completions, prompts'"]),
     ("evaluation/report/page.py", '"""Pictures."""\nx = "was only watched"', ["'watched', expected 'eval-only'"]),
     ("report.html", "<p>one standard deviation of it</p>", ["'deviation', expected 'std'"]),
-    ("recipe.yaml", "# 96 pictures\npicture: {height: 64}", ["'pictures', expected 'image'"]),
+    ("recipe.yaml", "# 96 pictures\nimage: {height: 64}", ["'pictures', expected 'image'"]),
     ("other.py", '"""Pictures."""\nx = "drawn"  # alone', [])])
 def test_a_private_word_that_a_user_reads_is_found(name, text, found, tmp_path, monkeypatch):
     (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

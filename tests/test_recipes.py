@@ -310,7 +310,7 @@ def test_a_recipe_for_another_memory_class_states_only_what_differs(name):
     base, config = (load(FOLDER / file) for file in (raw["extends"], f"{name}.yaml"))
     assert config.model == base.model == load(FOLDER / f"{name.rpartition('_')[0]}.yaml").model
     assert (config.prompts, config.rewards, config.name) == (base.prompts, base.rewards, name)
-    assert set(raw) <= {"extends", "method", "parts", "picture", "memory", "train", "eval"}
+    assert set(raw) <= {"extends", "method", "parts", "image", "memory", "train", "eval"}
 
 
 @pytest.mark.parametrize("name", PIPELINES)
@@ -319,7 +319,7 @@ def test_it_trains_on_a_set_and_measures_two_rewards_that_it_does_not_train_on(n
     config = load(FOLDER / f"{name}.yaml")
     if not name.startswith(("flux_kontext", "qwen_image_edit", "skyreels_i2v")):
         assert SETS[config.prompts].packaged or config.prompts == "pickapic" and not name.endswith("_24gb")
-        assert SETS[config.prompts].kind == ("video" if (config.picture.frames or 1) > 1 else "image")
+        assert SETS[config.prompts].kind == ("video" if (config.image.frames or 1) > 1 else "image")
     used = [{rule.args.get("reward", rule.use or label) for label, rule in rules.items()}
             for rules in (config.trained, config.watched)]
     text = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8")

@@ -611,7 +611,7 @@ def test_a_recipe_is_the_base_of_the_arguments():
 @pytest.mark.parametrize("wrong, told", [
     ({"rewards": "motion"}, "reward 'motion' judges video, but what is generated here is image"),
     ({"adapter": {"targets": ["to_qq"]}}, "match no module of the transformer"),
-    ({"picture": {"call": tiny.CALL, "height": 17}}, "refuses its arguments"),
+    ({"image": {"call": tiny.CALL, "height": 17}}, "refuses its arguments"),
 ])
 def test_a_run_that_fails_leaves_the_pipeline_as_it_was(wrong, told, tmp_path):
     pipe, given = tiny.sd3(), {"rewards": bluish, "prompts": ["red", "blue", "green", "old"]} | small(tmp_path)

@@ -149,7 +149,7 @@ def test_flow_grpo_trainer_trains_and_tells_its_callbacks(tmp_path):
     args = flowgrpo.FlowGRPOConfig(
         output_dir=str(tmp_path), run_name="mine", max_steps=2, per_device_train_batch_size=4,
         gradient_accumulation_steps=2, num_generations=4, num_inference_steps=6, reward_weights=[1.0, 0.5],
-        options=SMALL | {"picture": {"call": tiny.CALL}})
+        options=SMALL | {"image": {"call": tiny.CALL}})
     trainer = flowgrpo.FlowGRPOTrainer(
         tiny.sd3(), [reddish, tiny.red], args, [{"prompt": text, "legs": 4} for text in tiny.PROMPTS],
         callbacks=[listener])

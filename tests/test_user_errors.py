@@ -76,9 +76,9 @@ ABSENT = next(kind for kind, here in (("cuda", torch.cuda.is_available()), ("mps
     (["--eval.samples=1000000000"], "samples of an evaluation need "),
     (["--train.steps=10000000"], "train.steps: got 10000000, expected a number less than or equal to 10000"),
     (["--eval.steps=10000000"], "eval.steps: got 10000000, expected a number less than or equal to 10000"),
-    (["--picture.height=100000"], "picture.height: got 100000, expected a number less than or equal to 65536"),
-    (["--picture.height=65536", "--picture.width=65536"], "268,435,456 pixels at most, got 4,294,967,296"),
-    (["--picture.sizes=[[64, 64], [60000, 60000]]"], "268,435,456 pixels at most, got 3,600,000,000"),
+    (["--image.height=100000"], "image.height: got 100000, expected a number less than or equal to 65536"),
+    (["--image.height=65536", "--image.width=65536"], "268,435,456 pixels at most, got 4,294,967,296"),
+    (["--image.sizes=[[64, 64], [60000, 60000]]"], "268,435,456 pixels at most, got 3,600,000,000"),
     (["--name=\x1b[31mx"], "name: got '\\x1b[31mx', expected a text that is not blank, without control characters"),
     (["--name=a\nb"], "name: got 'a\\nb', expected a text"), (["--name=a\u202eb"], "name: got 'a\\u202eb', expected"),
     (["--name= "], "name: got ' ', expected a text that is not blank"),
@@ -93,8 +93,8 @@ def test_mistakes_are_told_before_anything_is_loaded_or_written(recipe, options,
     (["--adapter.targets=[to_qq]"], "adapter.targets ['to_qq'] match no module of the transformer: its linear layers"),
     (["--adapter.rank=1000000000"], "adapter.rank is 1000000000, with which the LoRA and its optimizer take "),
     (["--method=dpo"], "got a method of language models (it samples by Decoding), which this model is not: `flowgrpo"),
-    (["--picture.frames=8"], "`picture`: StableDiffusion3Pipeline takes no 'num_frames'"),
-    (["--picture.call={max_sequence_len: 9}"], "takes no 'max_sequence_len': did you mean 'max_sequence_length'?"),
+    (["--image.frames=8"], "`picture`: StableDiffusion3Pipeline takes no 'num_frames'"),
+    (["--image.call={max_sequence_len: 9}"], "takes no 'max_sequence_len': did you mean 'max_sequence_length'?"),
 ])
 def test_mistakes_that_the_model_shows_are_told_before_anything_is_written(recipe, options, line, capsys):
     assert line in told(capsys, recipe, *options)
@@ -103,7 +103,7 @@ def test_mistakes_that_the_model_shows_are_told_before_anything_is_written(recip
 
 def test_a_picture_that_the_model_cannot_draw_is_told(recipe, capsys):
     assert "StableDiffusion3Pipeline refuses its arguments: `height` and `width`" in told(
-        capsys, recipe, "--picture.height=17")
+        capsys, recipe, "--image.height=17")
 
 
 def test_missing_and_broken_recipes(recipe, capsys):

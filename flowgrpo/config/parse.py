@@ -122,6 +122,7 @@ def _require_text(value: Any, where: str, path: str = "") -> None:
 def read_yaml(path: Path) -> dict[str, Any]:
     """Read a recipe as nested dictionaries, unchecked.
 
+    The configuration that a run of an earlier version wrote comes with the keys of today.
     Raises UserError for a missing or broken file.
     """
     if why := unfit(path):
@@ -133,7 +134,27 @@ def read_yaml(path: Path) -> dict[str, Any]:
     raw = yaml_text.read(path)
     if not isinstance({} if raw is None else raw, dict):
         raise UserError(f"{path}: expected keys with values at the top, got a {type(raw).__name__}")
-    return raw or {}
+    return renewed(raw) if raw and WRITTEN <= raw.keys() else raw or {}
+
+
+RENAMED = {"picture": "image"}  # sections by the names that they had before
+WRITTEN = {"name", "model", "method", "reward", "prompts", "output", "seed", "device", "train", "eval"}  # by every run
+
+
+def renewed(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return what a run recorded, its sections and the keys that its phases set under their names of today."""
+    raw = {RENAMED.get(key, key): value for key, value in raw.items()}
+    if isinstance(phases := raw.get("phases"), list):
+        raw["phases"] = [phase | {"set": {new_name(key) or key: value for key, value in phase["set"].items()}}
+                         if isinstance(phase, dict) and isinstance(phase.get("set"), dict) else phase
+                         for phase in phases]
+    return raw
+
+
+def new_name(key: object) -> str | None:
+    """Return the name of today of a dotted key that was renamed with its section; None for any other."""
+    section, dot, rest = str(key).partition(".")
+    return RENAMED[section] + dot + rest if section in RENAMED else None
 
 
 def parse_value(path: str, text: str) -> Any:
@@ -242,7 +263,7 @@ ELSEWHERE = {
     "train.guidance": ("cfg", "cfg_scale", "guidance_scale"), "train.clip_grad": ("grad_clip", "max_grad_norm"),
     "train.checkpointing": ("activation_checkpointing", "gradient_checkpointing"),
     "train.schedule": ("lr_scheduler", "lr_scheduler_type"), "train.warmup": ("lr_warmup_steps", "warmup_steps"),
-    "picture.sizes": ("aspect_ratios", "buckets", "resolutions"),
+    "image.sizes": ("aspect_ratios", "buckets", "resolutions"),
     "memory.offload": ("enable_group_offload", "group_offload", "offload_type"),
     "train.save_every": ("save_freq", "save_steps"), "eval.every": ("eval_freq", "eval_steps"),
     "text.max_tokens": ("max_completion_length", "max_new_tokens", "max_tokens"),
@@ -256,8 +277,10 @@ _KEY_OF = {name: key for key, names in ELSEWHERE.items() for name in names}
 def nearest_key(path: str, choices: list[str]) -> str:
     """Return `nearest` for an unknown key; if none is near, the keys of its section.
 
-    A name that other libraries have for a key finds it.
+    A name that other libraries have for a key finds it, and so does the one that it had before.
     """
+    if now := new_name(path):
+        return f": it is called {now!r} now"
     if known := _KEY_OF.get(path.rpartition(".")[2]):
         return f": did you mean {known!r}?"
     inside = [key for key in keys() if key.startswith((path if path in sections() else path.rpartition(".")[0]) + ".")]

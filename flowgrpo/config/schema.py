@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 
 from flowgrpo.config.base import DENOISERS, LEFT_TO_RIGHT, Section, When, key
 from flowgrpo.config.reward_rules import RewardRule, WatchRule, Weighted
-from flowgrpo.config.sections import Adapter, Eval, Guard, Load, Memory, Picture, Rollout, Text, Train
+from flowgrpo.config.sections import Adapter, Eval, Guard, Image, Load, Memory, Rollout, Text, Train
 from flowgrpo.config.yaml_text import Dumper
 from flowgrpo.escaped import plain
 from flowgrpo.starter import CALLS, RATES
@@ -63,7 +63,7 @@ class Config(Section):
         "tensorboard", description="beside `metrics.jsonl`: metrics, configuration and samples")
     trust_remote_code: bool = Field(False, description="run code that comes with a model from a hub")
     load: Load = Load()
-    picture: Picture = Picture()
+    image: Image = Image()
     text: Text = Text()
     rollout: Rollout = Rollout()
     adapter: Adapter = Adapter()
@@ -138,17 +138,17 @@ class Config(Section):
 
     @property
     def call(self) -> dict[str, Any]:
-        """Arguments of every pipeline call in addition to prompts and latents: `picture`, over the starter's own."""
-        picture = self.picture
-        height, width = picture.sizes[0] if picture.sizes else (None, None)
-        sizes = {"height": picture.height or height, "width": picture.width or width, "num_frames": picture.frames}
+        """Arguments of every pipeline call in addition to prompts and latents: `image`, over the starter's own."""
+        image = self.image
+        height, width = image.sizes[0] if image.sizes else (None, None)
+        sizes = {"height": image.height or height, "width": image.width or width, "num_frames": image.frames}
         defaults = CALLS.get(self.model, {})
-        return defaults | {key: size for key, size in sizes.items() if size is not None} | picture.call
+        return defaults | {key: size for key, size in sizes.items() if size is not None} | image.call
 
     @property
     def fps(self) -> float | None:
-        """Frames per second of clips: `picture.fps`, or a starter's; None: the pipeline's own."""
-        return self.picture.fps or RATES.get(self.model)
+        """Frames per second of clips: `image.fps`, or a starter's; None: the pipeline's own."""
+        return self.image.fps or RATES.get(self.model)
 
     @property
     def eval_call(self) -> dict[str, Any]:

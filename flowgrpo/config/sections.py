@@ -17,7 +17,7 @@ STEPS = 10_000  # denoising steps at most
 PIXELS = 2**28  # of a picture, or of all frames of a clip
 
 
-class Picture(Section):
+class Image(Section):
     """Output size and arguments of the pipeline's call; None keeps the pipeline's own default."""
 
     kinds: ClassVar = DENOISERS
@@ -33,7 +33,7 @@ class Picture(Section):
     call: dict[str, Any] = Field({}, description="further arguments of the pipeline's call: {max_sequence_length: 77}")
 
     @model_validator(mode="after")
-    def _small(self) -> Picture:
+    def _small(self) -> Image:
         for height, width in [(self.height or 8, self.width or 8), *self.sizes]:
             if (pixels := height * width * (self.frames or 1)) > PIXELS:
                 raise ValueError(f"height x width x frames of {PIXELS:,} pixels at most, got {pixels:,}")
@@ -337,7 +337,7 @@ class Eval(Section):
     guidance: float = key(4.5, of=(*DENOISERS, *IMAGE_TOKENS), ge=0,
                           description="guidance scale of the evaluation, before and after alike")
     frames: int | None = key(None, of=DENOISERS, ge=1, le=2**16, description="number of frames of the evaluation's "
-                             "clips; None: `picture.frames`, as in training")
+                             "clips; None: `image.frames`, as in training")
     every: int = Field(0, ge=0, description="epochs between images and held-out scores; 0: only before and after")
     prompts: int = Field(64, ge=0, description="held-out prompts, evenly spread over the file; 0: no evaluation")
     samples: int = Field(1, ge=1, description="images per held-out prompt, the group of a reward that compares a "

@@ -330,8 +330,8 @@ def _needed(trainer: Run) -> float:
     negative = config.negative_prompt if prompt.negative is None else prompt.negative
     before, states = policy.evaluations, torch.get_rng_state()
     conditioning = encoded_prompts.prompt_cache(config, policy, policy.live)([prompt.text], [negative], [prompt.brings])
-    if config.picture.sizes:
-        conditioning = replace(conditioning, sizes=[max(config.picture.sizes, key=math.prod)])
+    if config.image.sizes:
+        conditioning = replace(conditioning, sizes=[max(config.image.sizes, key=math.prod)])
     share = {"prompts": math.ceil(config.train.prompts / trainer.processes.count), "one_pass": True}
     own = config.model_copy(update={"train": config.train.model_copy(update=share)})
     phases = memory.memory(policy, own, conditioning, reward_models.on_device(sizes, policy.device))

@@ -11,7 +11,7 @@ import numpy as np
 
 from flowgrpo import rewards
 from flowgrpo.config.geometry import geometry
-from flowgrpo.config.parse import validate
+from flowgrpo.config.parse import new_name, validate
 from flowgrpo.config.schema import Config
 from flowgrpo.contrib.features import Phase
 from flowgrpo.curriculum.history import RATES, record
@@ -83,7 +83,7 @@ class Carried:
         memory[MEAN] = drawn.totals.nanmean().item()
 
 
-CHANGES = ("train.steps", "train.shift", "train.group", "train.prompts", "train.lr", "picture.sizes", "picture.frames",
+CHANGES = ("train.steps", "train.shift", "train.group", "train.prompts", "train.lr", "image.sizes", "image.frames",
            "text.max_tokens")  # keys that a phase can set; evaluations keep those of the recipe
 NUMBER = "phase"  # key of the memory: the present phase's number
 
@@ -95,7 +95,8 @@ def config_of(config: Config, number: int) -> Config:
     raw = config.model_dump(mode="json") | {"phases": []}
     for key, value in config.phases[number].set.items():
         if key not in CHANGES:
-            raise UserError(f"phases[{number}].set: {key!r} cannot change within a run{nearest(key, list(CHANGES))}; "
+            hint = f": it is called {now!r} now" if (now := new_name(key)) else nearest(key, list(CHANGES))
+            raise UserError(f"phases[{number}].set: {key!r} cannot change within a run{hint}; "
                             f"expected one of {', '.join(CHANGES)}")
         section, name = key.split(".")
         raw[section] = raw[section] | {name: value}
@@ -166,7 +167,7 @@ class Phases(Extension):
 
     @classmethod
     def require_model(cls, setup: Setup) -> None:
-        options.require_frames(setup, {f"phases[{number}].set picture.frames": phase.set.get("picture.frames")
+        options.require_frames(setup, {f"phases[{number}].set image.frames": phase.set.get("image.frames")
                                        for number, phase in enumerate(setup.config.phases)})
 
     @classmethod
@@ -195,8 +196,8 @@ class Phases(Extension):
         try:
             if text is not None:
                 policy.text = config.text
-            if "picture.frames" in phase.set:
-                policy.call["num_frames"] = config.picture.frames
+            if "image.frames" in phase.set:
+                policy.call["num_frames"] = config.image.frames
             if number != self.number:
                 self._enter(trainer, config, phase)
                 self.number = trainer.memory[NUMBER] = number
@@ -206,7 +207,7 @@ class Phases(Extension):
             trainer.prompts, trainer.method = held
             if text is not None:
                 policy.text = text
-            if "picture.frames" in phase.set:
+            if "image.frames" in phase.set:
                 policy.call.clear()
                 policy.call.update(call)
 

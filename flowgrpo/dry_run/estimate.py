@@ -231,11 +231,11 @@ def _covered(config: Config) -> Config:
              "precision: fp16 (say bf16)": config.precision == "fp16"}
     for name in (name for name, applies in wrong.items() if applies):
         raise UserError(f"a dry run does not cover {name}: leave --gpu out")
-    if not config.picture.sizes:
+    if not config.image.sizes:
         return config
-    height, width = max(config.picture.sizes, key=math.prod)
+    height, width = max(config.image.sizes, key=math.prod)
     largest = {"height": height, "width": width, "sizes": []}
-    return config.model_copy(update={"picture": config.picture.model_copy(update=largest)})
+    return config.model_copy(update={"image": config.image.model_copy(update=largest)})
 
 
 def _short(config: Config, prompts: int, rare: Sequence[DryRun]) -> Config:

@@ -143,7 +143,7 @@ def _require_distance(plan: Plan, distance: Sequence[str], features: str | Calla
         raise UserError("--distance: is of images, and the model writes completions: leave it out")
     if plan.arms.keys() != {BASE, TUNED}:
         raise UserError("--distance: is of the tuned images to the base's: add --base")
-    side = (plan.config or Config()).picture
+    side = (plan.config or Config()).image
     distances.require(distance, features, images, (side.height or distances.SIDE, side.width or distances.SIDE))
 
 

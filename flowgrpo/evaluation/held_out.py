@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 
 from flowgrpo import rewards
+from flowgrpo.config.parse import renewed
 from flowgrpo.config.reward_rules import WatchRule
 from flowgrpo.config.schema import Config
 from flowgrpo.data.open_picture import opened, rgb
@@ -76,9 +77,10 @@ def _base(trainer: Trainer, functions: dict[str, Any], folder: Path, reuse: bool
     path, evaluations = folder / "before.json", trainer.policy.evaluations
     settings = measured_how(trainer.config, spread(trainer.held_out, trainer.config.eval.prompts), functions)
     known = read_object(path, "remove it, and the base is measured again") if reuse and path.exists() else {}
-    if known.get("settings") == settings and (kept := _read_before(trainer, folder, known)):
+    was = renewed(known.get("settings", {}))
+    if was == settings and (kept := _read_before(trainer, folder, known)):
         return kept
-    if reuse and {**known.get("settings", {}), "grid": settings["grid"]} != settings:
+    if reuse and {**was, "grid": settings["grid"]} != settings:
         trainer.progress.best.forget()
     with trainer.policy.reference():
         measured = _measure(trainer, functions, "held-out prompts, before",
@@ -121,7 +123,7 @@ def _picture(file: Path) -> torch.Tensor:
 
 def measured_how(config: Config, prompts: list[Prompt], functions: dict[str, Any]) -> dict[str, Any]:
     """Return the settings that the base's scores depend on, in their JSON form."""
-    of = config.model_dump(mode="json", include={"model", "precision", "negative_prompt", "picture", "text"})
+    of = config.model_dump(mode="json", include={"model", "precision", "negative_prompt", "image", "text"})
     settings = of | config.eval.model_dump(mode="json", exclude={"every", "best", "stop", "weights"}) | {
         "rewards": rules(functions), "shown": [[p.text, p.negative, p.image, p.metadata] for p in prompts]}
     return json.loads(json.dumps(settings, default=str))

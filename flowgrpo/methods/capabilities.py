@@ -29,7 +29,7 @@ def lacking(setup: Setup) -> dict[str, list[str]]:
         (LORA, "adapter.rank: 0, which trains all weights in place of a LoRA", not config.adapter.rank),
         (WHOLE_WEIGHTS, "memory.shard, whose processes hold shares of the weights", bool(config.memory.shard)),
         (AS_LEARNED, "parts.lag, whose old policy draws", method.rollout.lag.most > 0),
-        (RECORDABLE, "picture.sizes, which changes with the epoch", bool(config.picture.sizes))]
+        (RECORDABLE, "image.sizes, which changes with the epoch", bool(config.image.sizes))]
     if not method.for_tokens:
         denoising = method.denoising
         planned = denoising.plan(config.train.steps, 0, config.seed)

@@ -273,7 +273,7 @@ def check_supervised(setup: Setup) -> None:
         return
     wrong = {"memory.shard, whose processes would meet in other steps: use false": config.memory.shard,
              "memory.context_parallel: use 1": config.memory.context_parallel > 1,
-             "picture.sizes, where the examples of a batch differ in size: leave it out": bool(config.picture.sizes)}
+             "image.sizes, where the examples of a batch differ in size: leave it out": bool(config.image.sizes)}
     for option in (option for option, applies in wrong.items() if applies):
         raise UserError(f"parts.data, a supervised term, does not go with {option}")
     if isinstance(part.source, Explained) and not method.for_tokens:

@@ -137,9 +137,9 @@ def _require_kept(config: Config, method: Method, setting: str) -> None:
 
 
 def require_sizes(setup: Setup) -> None:
-    """Raise UserError for options that conflict with `picture.sizes`."""
+    """Raise UserError for options that conflict with `image.sizes`."""
     config, method = setup.config, setup.method
-    if not config.picture.sizes or method.for_tokens:
+    if not config.image.sizes or method.for_tokens:
         return
     wrong = {f"method {config.method}, which trains more than the denoiser: use another":
              isinstance(method.target, LatentEdits) or method.denoising.learned_noise is not None,
@@ -148,7 +148,7 @@ def require_sizes(setup: Setup) -> None:
              "parts.preview, which compares pictures of one size: leave sol_rl out":
              method.denoising.preview is not None,
              "memory.shard: use false": bool(config.memory.shard)}
-    require_compatible("picture.sizes is set", wrong)
+    require_compatible("image.sizes is set", wrong)
 
 
 def check_frames(setup: Setup) -> None:
@@ -157,10 +157,10 @@ def check_frames(setup: Setup) -> None:
     frames = config.eval.frames
     if frames and (pixels := frames * call.get("height", 8) * call.get("width", 8)) > PIXELS:
         raise UserError(f"eval.frames is {frames}, whose clips have {pixels:,} pixels: expected {PIXELS:,} at most")
-    if config.picture.frames not in (None, call.get("num_frames")):
-        raise UserError(f"picture.frames is {config.picture.frames}, and picture.call has num_frames "
+    if config.image.frames not in (None, call.get("num_frames")):
+        raise UserError(f"image.frames is {config.image.frames}, and image.call has num_frames "
                         f"{call['num_frames']}: set one of them")
-    require_frames(setup, {"eval.frames": frames, "picture.frames": call.get("num_frames")})
+    require_frames(setup, {"eval.frames": frames, "image.frames": call.get("num_frames")})
 
 
 def require_frames(setup: Setup, counts: Mapping[str, int | None]) -> None:

@@ -60,7 +60,7 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
         self.target, self.planned = target(self), dict[tuple[int, Size | None], list[RolloutSpec]]()
         self._grids: dict[Size | None, tuple[torch.Tensor, torch.Tensor | None]] = {None: (self.grid, self.timesteps)}
         self._require_noise()
-        sizes.require(policy, lambda: self.conditioning([first]), config.picture.sizes, geometry.slices)
+        sizes.require(policy, lambda: self.conditioning([first]), config.image.sizes, geometry.slices)
         # Only what is given pictures can put them back in; edits replay nothing of the pipeline.
         if not isinstance(method.target, targets.LatentEdits) and (policy.given or first.brings is not None):
             probes.require_middle(policy, DenoisingRollouts.conditioning(self, [first]),
@@ -114,9 +114,9 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
                                 f"call at guidance {self.policy.guidance:g}: set it to false")
         if any(p.guided for p in batch):
             encoded = self._guided(encoded, batch, epoch)
-        if epoch is None or not self.config.picture.sizes:
+        if epoch is None or not self.config.image.sizes:
             return encoded
-        return replace(encoded, sizes=sizes.drawn(self.config.picture.sizes, [p.unguided.key for p in batch], epoch,
+        return replace(encoded, sizes=sizes.drawn(self.config.image.sizes, [p.unguided.key for p in batch], epoch,
                                                   self.config.seed))
 
     def _guided(self, encoded: Conditioning, batch: list[Prompt], epoch: int | None) -> Conditioning:

@@ -59,16 +59,16 @@ def require(policy: PipelinePolicy, encode: Callable[[], Conditioning], sizes: S
         return
     name = type(policy.pipe).__name__
     if missing := {"height", "width"} - set(policy.accepts):
-        raise UserError(f"picture.sizes is set, but {name} takes no {min(missing)}: leave it out")
+        raise UserError(f"image.sizes is set, but {name} takes no {min(missing)}: leave it out")
     if slices > 1:
-        raise UserError("picture.sizes is set, but groups are split over processes: use train.prompts that the "
+        raise UserError("image.sizes is set, but groups are split over processes: use train.prompts that the "
                         "processes divide")
     conditioning, before = encode(), policy.evaluations
     if conditioning.inputs:
-        raise UserError("picture.sizes is set, but prompts bring images, whose size is theirs: leave it out")
+        raise UserError("image.sizes is set, but prompts bring images, whose size is theirs: leave it out")
     for size in sizes:
         if (made := _made(policy, replace(conditioning, sizes=[size]), name)) != size:
-            raise UserError(f"picture.sizes: {name} makes images of {made[0]} x {made[1]} where {size[0]} x {size[1]}"
+            raise UserError(f"image.sizes: {name} makes images of {made[0]} x {made[1]} where {size[0]} x {size[1]}"
                             " are asked for: use sizes that it makes, such as multiples of 16")
     policy.evaluations = before
 
@@ -83,6 +83,6 @@ def _made(policy: PipelinePolicy, conditioning: Conditioning, name: str) -> Size
         raise
     except (RuntimeError, TypeError, ValueError) as error:
         [(height, width)] = conditioning.sizes
-        raise UserError(f"picture.sizes: {name} refuses {height} x {width} ({str(error).splitlines()[0][:200]}): use "
-                        "sizes that it takes, or leave picture.sizes out") from error
+        raise UserError(f"image.sizes: {name} refuses {height} x {width} ({str(error).splitlines()[0][:200]}): use "
+                        "sizes that it takes, or leave image.sizes out") from error
     return height, width

@@ -129,8 +129,8 @@ def measured(config: Config, policy: Any, prompt: Prompt) -> tuple[Estimate, Seq
     text = policy.unit == "tokens"
     encode = policy.encode if text else encoded_prompts.prompt_cache(config, policy, policy.live)
     conditioning, before = encode([prompt.text], [negative], [prompt.brings]), policy.evaluations
-    if config.picture.sizes:
-        conditioning = replace(conditioning, sizes=[max(config.picture.sizes, key=math.prod)])
+    if config.image.sizes:
+        conditioning = replace(conditioning, sizes=[max(config.image.sizes, key=math.prod)])
     of_kind: Any = memory
     if text:
         from flowgrpo.text import memory as of_kind

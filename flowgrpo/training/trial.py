@@ -96,7 +96,7 @@ def require(trainer: Run, measured: RewardFunctions) -> None:
                 scored = [judged(batch) for batch in batches]
                 for batch in further:
                     judged(batch)
-                for batch, size in itertools.product(batches, trainer.config.picture.sizes):
+                for batch, size in itertools.product(batches, trainer.config.image.sizes):
                     if not rewards.slow(batch.reward.function):
                         judged(replace(batch, outputs=samples(batch.prompts, size)))
                 for batch in batches if trainer.method.target.follows_reward else ():

@@ -169,7 +169,7 @@ def config_of(recipe: str, device: str, small: bool, **changes: str) -> Config:
     text = RECIPES[recipe].get("text.max_tokens") is not None
     given = SHAPE | {"device": device} | RECIPES[recipe] | (TINY if small else {})
     if small:
-        given |= {"text.max_tokens": "8", "parts": "{}"} if text else {"picture": "{}", "parts": "{}"}
+        given |= {"text.max_tokens": "8", "parts": "{}"} if text else {"image": "{}", "parts": "{}"}
     for key in ("train.steps", "memory") if text else ():
         given.pop(key, None)
     return load(ROOT / "configs" / f"{recipe}.yaml", given | changes)
@@ -226,7 +226,7 @@ class Bench:
     def __init__(self, recipe: str, made: Callable[[Config], Any] = loaded, **changes: str):
         config = config_of(recipe, str(HERE.device), HERE.rehearsed, **changes)
         if HERE.rehearsed and named(config.model) is not None:
-            config = config.model_copy(update={"picture": type(config.picture)(**_tiny_picture(config))})
+            config = config.model_copy(update={"image": type(config.image)(**_tiny_picture(config))})
         self.config, self.recipe = config, recipe
         policy: Any = build.make_policy(config, HERE.device, made(config))
         self.policy, self.trainer = policy, trainer_of(config, policy)

@@ -17,7 +17,7 @@ def config(folder, method: str, micro_batch: int, guidance: float = 1.0, **parts
     return validate({
         "method": method, "parts": parts, "reward": "bright", "output": str(folder), "tracker": "none", "device": "cpu",
         "precision": "fp32",
-        "picture": {"call": tiny.CALL}, "adapter": {"rank": 2}, "eval": {"steps": 1, "prompts": 1, "grid": 1},
+        "image": {"call": tiny.CALL}, "adapter": {"rank": 2}, "eval": {"steps": 1, "prompts": 1, "grid": 1},
         "train": {"epochs": 3, "prompts": 2, "group": 3, "micro_batch": micro_batch, "guidance": guidance}})
 
 

@@ -48,7 +48,7 @@ def test_an_edit_of_several_images_from_training_to_card(name, tmp_path, monkeyp
     Path("held.jsonl").write_text("\n".join(lines[2:]))
     Path("r.yaml").write_text(yaml.dump({
         "model": "model", "prompts": "train.jsonl", "held_out": "held.jsonl", "reward": "red.py:red", "device": "cpu",
-        "precision": "fp32", "tracker": "none", "method": "mix_grpo", "picture": SEVERAL[name], "adapter": {"rank": 2},
+        "precision": "fp32", "tracker": "none", "method": "mix_grpo", "image": SEVERAL[name], "adapter": {"rank": 2},
         "train": {"epochs": 1, "prompts": 1, "group": 2, "micro_batch": 2, "steps": 6},
         "eval": {"steps": 2, "guidance": 1.0, "prompts": 2, "grid": 2}}))
     assert main(["train", "r.yaml"]) == 0
@@ -86,7 +86,7 @@ def edits(tmp_path):
 
         settings = tiny.config(
             tmp_path / "runs", prompts=str(tmp_path / "train.jsonl"), held_out=str(tmp_path / "held.jsonl"),
-            picture__call={key: value for key, value in call.items() if key != "image"}, train__prompts=2,
+            image__call={key: value for key, value in call.items() if key != "image"}, train__prompts=2,
             train__save_every=1, eval__prompts=4, eval__grid=4)
         return run(settings, pipe=pipe, functions={"red": red}, **options)
 

@@ -72,7 +72,7 @@ def test_a_session_by_the_command(tmp_path, monkeypatch, capfd):
 
     thread = threading.Thread(target=person)
     thread.start()
-    small = {"picture.call": json.dumps(tiny.CALL), "train.prompts": 2, "train.updates": 1, "train.micro_batch": 4,
+    small = {"image.call": json.dumps(tiny.CALL), "train.prompts": 2, "train.updates": 1, "train.micro_batch": 4,
              "train.inner_epochs": 1, "train.steps": 3, "adapter.rank": 2, "precision": "fp32", "eval.steps": 3}
     code = main(["taste", str(model), "--prompts", "p.txt", "--port", "0", "--output", "mine", "--minutes", "5",
                  *(f"--{key}={value}" for key, value in small.items())])

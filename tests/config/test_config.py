@@ -10,6 +10,7 @@ from flowgrpo.cli.train import recipe_and_options
 from flowgrpo.config import schema, yaml_text
 from flowgrpo.config.parse import ELSEWHERE, nearest_key
 from flowgrpo.config.schema import keys, owner
+from flowgrpo.contrib import phases
 from flowgrpo.errors import UserError
 
 
@@ -29,7 +30,7 @@ def test_defaults_pass_their_own_checks():
     {"name": "1e5", "model": "on", "method": "a+b", "negative_prompt": "null", "prompts": "été.txt"},
     {"train.lr": "1e-5", "train.betas": "[0.8, 0.95]", "train.checkpointing": "true", "adapter.targets": "[to_q]"},
     {"reward": "{scene: 0.25, my/file.py:f: 2}", "held_out": "held.jsonl", "eval.rewards": "[scene]"},
-    {"reward.scene": "1e-1", "parts": "{plan: {size: 2, share: 1e-3}}", "picture.call": "{max_sequence_length: 77}"},
+    {"reward.scene": "1e-1", "parts": "{plan: {size: 2, share: 1e-3}}", "image.call": "{max_sequence_length: 77}"},
 ])
 def test_resolved_configuration_runs_again(options, tmp_path):
     resolved = config.load(None, options)
@@ -67,12 +68,25 @@ def test_rewards_have_weights():
     ({"eval": {"stepss": 8}}, "unknown key 'eval.stepss': did you mean 'eval.steps'?"),
     ({"lr": 1e-4}, "unknown key 'lr': did you mean 'train.lr'?"),
     ({"train.lr": 1e-4}, "unknown key 'train.lr': in a file, write 'lr' below 'train'"),
-    ({"picture": {"zzz": 1}}, "'picture.zzz'; there are: picture.height, picture.width, picture.frames, picture.fps, "
-                                   "picture.sizes, picture.call"),
+    ({"image": {"zzz": 1}}, "'image.zzz'; there are: image.height, image.width, image.frames, image.fps, "
+                            "image.sizes, image.call"),
+    ({"picture": {"height": 64}}, "r.yaml: unknown key 'picture': it is called 'image' now"),
     ({"qqqq": 1}, "unknown key 'qqqq'; there are: name, model, "),
 ])
 def test_unknown_keys_name_the_nearest(raw, told):
     assert told in message(config.validate, raw, "r.yaml")
+
+
+def test_what_an_earlier_run_recorded_opens_under_the_names_of_today(tmp_path):
+    made = config.validate({"image": {"height": 72}, "phases": [{"at": 2, "set": {"image.frames": 3}}]})
+    old = made.yaml().replace("\nimage:", "\npicture:").replace("image.frames", "picture.frames")
+    (tmp_path / "config.yaml").write_text(old)
+    assert "image" not in yaml.safe_load(old) and config.load(tmp_path / "config.yaml") == made
+    (tmp_path / "recipe.yaml").write_text("picture: {height: 72}")
+    with pytest.raises(UserError, match="recipe.yaml: unknown key 'picture': it is called 'image' now"):
+        config.load(tmp_path / "recipe.yaml")
+    with pytest.raises(UserError, match="phases.0..set: 'picture.frames' .* it is called 'image.frames' now"):
+        phases.config_of(config.validate({"phases": [{"at": 2, "set": {"picture.frames": 3}}]}), 0)
 
 
 @pytest.mark.parametrize("raw, told", [
@@ -103,7 +117,7 @@ def test_wrong_types_have_their_path(raw, told):
     ("train: {epochs: true}", "train.epochs: got True, expected a number"),
     ("seed: false", "seed: got False, expected a number"),
     ("held_out: true", "held_out: got True, expected a number"),
-    ("picture: {sizes: [[true, 64]]}", "picture.sizes.0.0: got True, expected a number greater than or equal to 8"),
+    ("image: {sizes: [[true, 64]]}", "image.sizes.0.0: got True, expected a number greater than or equal to 8"),
     ("reward: {scene: true}", "reward: got {'scene': True}, expected a number"),
     ("reward: {scene: {weight: true}}", "reward.scene.weight: got True, expected a number"),
     ("reward: {scene: 0}", "reward: got {'scene': 0}, expected a weight other than 0 for one of them"),

@@ -80,8 +80,8 @@ def test_options_that_harm_are_refused():
 
 
 def test_many_wrong_entries_are_explained_at_once(tmp_path):
-    line = refusal(config.validate, {"picture": {"sizes": [["x", 1]] * 20_000}})
-    assert line.startswith("the options: picture.sizes")
+    line = refusal(config.validate, {"image": {"sizes": [["x", 1]] * 20_000}})
+    assert line.startswith("the options: image.sizes")
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ def trained(folder: Path) -> tuple:
     """A tiny Wan that a run in a folder has aligned, and its configuration; the launcher says how it is spread."""
     pipe, call = wan()
     config = tiny.config(folder, model="tiny", method="mix_grpo", parts={"plan": {"size": 2}}, reward="bright",
-                         picture__call=call, train__steps=4, train__lr=1e-3, eval__steps=2, eval__prompts=1)
+                         image__call=call, train__steps=4, train__lr=1e-3, eval__steps=2, eval__prompts=1)
     run(config, pipe=pipe, functions={"bright": bright}, prompts=[Prompt(text) for text in tiny.PROMPTS])
     return pipe, load(folder / "run" / "config.yaml", {})
 

@@ -210,7 +210,7 @@ def test_reward_models_are_held_beside_every_phase(model):
     ({"adapter__dora": True}, "does not cover adapter.dora"),
     ({"memory__context_parallel": 2}, "memory.context_parallel"),
     ({"parts__data__type": "FlowMatching"}, "supervised terms"), ({"train__pack": True}, "train.pack"),
-    ({"model": "starter_text", "method": "grpo", "picture__call": {}},
+    ({"model": "starter_text", "method": "grpo", "image__call": {}},
                                             "language models")])
 def test_what_is_not_covered_is_refused(model, options, text):
     with pytest.raises(UserError, match=text):

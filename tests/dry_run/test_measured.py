@@ -18,7 +18,7 @@ from tests.helpers import tiny, tiny_text
 
 RANK = 32
 CALL = {"max_sequence_length": 2, "height": 64, "width": 64}
-IMAGES = dict(precision="bf16", picture__call=CALL, adapter__rank=RANK, train__updates=2)
+IMAGES = dict(precision="bf16", image__call=CALL, adapter__rank=RANK, train__updates=2)
 
 
 def near(count):

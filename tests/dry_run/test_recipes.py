@@ -27,8 +27,8 @@ SHALLOW = {
     "T5EncoderModel": {"num_layers": 2}, "UMT5EncoderModel": {"num_layers": 2}, "CLIPTextModel": TEXT,
     "CLIPTextModelWithProjection": TEXT, "LlamaModel": {"num_hidden_layers": 3}, "Gemma2Model": TEXT,
     "Qwen3Model": TEXT, "Qwen2_5_VLTextModel": {"num_hidden_layers": 4}}
-SMALL = {"train.prompts": "2", "picture.height": "128", "picture.width": "128"}
-CLIPS = {"picture.frames": "5", "memory.vae": "whole"}
+SMALL = {"train.prompts": "2", "image.height": "128", "image.width": "128"}
+CLIPS = {"image.frames": "5", "memory.vae": "whole"}
 RECIPES = {file.stem: load(file) for file in sorted(CONFIGS.glob("*.yaml")) if load(file).model in published.MODELS}
 
 
@@ -67,7 +67,7 @@ def test_every_recipe_of_a_pipeline_has_its_models_configuration():
 @pytest.mark.parametrize("name", sorted(RUN.values()))
 def test_a_recipe_runs_through_all_phases(name, monkeypatch):
     recipe = load(CONFIGS / f"{name}.yaml")
-    options = SMALL | (CLIPS if recipe.picture.frames else {}) | {
+    options = SMALL | (CLIPS if recipe.image.frames else {}) | {
         "train.group": "8" if name == "hunyuan_video" else "4", "train.micro_batch": "2", "train.steps": "6"}
     config = load(CONFIGS / f"{name}.yaml", options)
     monkeypatch.setitem(published.MODELS, config.model, shallow(published.MODELS[config.model]))

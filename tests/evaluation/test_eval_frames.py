@@ -34,7 +34,7 @@ class Lengths:
 
 def settings(folder, count: int | None, **changes):
     _, call = make(WAN)
-    usual = dict(picture__call=call, reward="lengths", train__steps=2, train__epochs=1, parts={"plan": {"size": 1}},
+    usual = dict(image__call=call, reward="lengths", train__steps=2, train__epochs=1, parts={"plan": {"size": 1}},
                  eval__every=1)
     return tiny.config(folder, eval__frames=count, **usual | changes)
 
@@ -94,7 +94,7 @@ def test_frames_that_a_pipeline_does_not_take_are_refused(name, count, told, tmp
 
 def test_clips_of_too_many_pixels_and_texts_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"eval.frames is 60000, whose clips have [\d,]+ pixels: expected 268,435,456"):
-        large = settings(tmp_path, 60_000, picture__call={"height": 512, "width": 512})
+        large = settings(tmp_path, 60_000, image__call={"height": 512, "width": 512})
         options.check_frames(loop.setup(large, "pipeline"))
     from flowgrpo.methods import keys_read
 
@@ -133,32 +133,32 @@ def test_the_cost_of_an_evaluation_is_that_of_its_steps(tmp_path):
 
 
 @pytest.mark.parametrize("name, count, expected", [
-    (WAN, 4, "picture.frames is 4, but WanPipeline takes 1 more than a multiple of 2: expected 3"),
-    (WAN, 6, "picture.frames is 6, but WanPipeline takes 1 more than a multiple of 2: expected 5"),
-    ("LTXPipeline", 8, "picture.frames is 8, but LTXPipeline takes 1 more than a multiple of")])
+    (WAN, 4, "image.frames is 4, but WanPipeline takes 1 more than a multiple of 2: expected 3"),
+    (WAN, 6, "image.frames is 6, but WanPipeline takes 1 more than a multiple of 2: expected 5"),
+    ("LTXPipeline", 8, "image.frames is 8, but LTXPipeline takes 1 more than a multiple of")])
 def test_frames_of_training_are_those_that_the_pipeline_makes(name, count, expected, tmp_path):
     pipe = make(name)[0]
-    for keys in ({"picture__frames": count, "picture__call": {}}, {"picture__call": {"num_frames": count}}):
+    for keys in ({"image__frames": count, "image__call": {}}, {"image__call": {"num_frames": count}}):
         with pytest.raises(UserError, match=expected):
             options.check_frames(loop.setup(settings(tmp_path, None, **keys), "pipeline", loaded=pipe))
     with pytest.raises(UserError, match=r"phases\[0\].set " + expected):
-        phases = [{"at": 0.5, "set": {"picture.frames": count}}]
+        phases = [{"at": 0.5, "set": {"image.frames": count}}]
         Phases.require_model(loop.setup(settings(tmp_path, None, phases=phases), "pipeline", loaded=pipe))
 
 
 def test_frames_are_refused_before_a_folder_is_loaded(tmp_path):
     make(WAN)[0].save_pretrained(tmp_path / "wan")
-    with pytest.raises(UserError, match="picture.frames is 4, but WanPipeline takes 1 more than a multiple of 2"):
-        options.check_frames(loop.setup(settings(tmp_path, None, model=str(tmp_path / "wan"), picture__frames=4,
-                                                 picture__call={}), "pipeline"))
-    with pytest.raises(UserError, match="picture.frames is 5, and picture.call has num_frames 9"):
-        options.check_frames(loop.setup(settings(tmp_path, None, picture__frames=5, picture__call={"num_frames": 9}),
+    with pytest.raises(UserError, match="image.frames is 4, but WanPipeline takes 1 more than a multiple of 2"):
+        options.check_frames(loop.setup(settings(tmp_path, None, model=str(tmp_path / "wan"), image__frames=4,
+                                                 image__call={}), "pipeline"))
+    with pytest.raises(UserError, match="image.frames is 5, and image.call has num_frames 9"):
+        options.check_frames(loop.setup(settings(tmp_path, None, image__frames=5, image__call={"num_frames": 9}),
                                         "pipeline"))
 
 
 def test_a_count_that_only_the_clips_show_is_refused():
     from flowgrpo.policies.pipelines.frames import require_made
 
-    with pytest.raises(UserError, match="picture.frames is 8, but object makes clips of 9 frames: expected 9"):
+    with pytest.raises(UserError, match="image.frames is 8, but object makes clips of 9 frames: expected 9"):
         require_made(8, torch.zeros(1, 9, 3, 4, 4), object())
     require_made(9, torch.zeros(1, 9, 3, 4, 4), object())

@@ -53,7 +53,7 @@ def make_run(folder, model, change: float, rank: int = 2, **options):
     (folder / "prompts.txt").write_text("".join(f"picture {i}\n" for i in range(20)))
     config = {"model": str(model), "reward": f"{folder}/bright.py:bright", "prompts": f"{folder}/prompts.txt",
               "precision": "fp32",
-              "picture": {"call": tiny.CALL}, "eval": {"steps": 2, "guidance": 1.5}, "adapter": {"rank": rank}}
+              "image": {"call": tiny.CALL}, "eval": {"steps": 2, "guidance": 1.5}, "adapter": {"rank": rank}}
     (folder / "config.yaml").write_text(validate(config | options).yaml())
     return folder
 
@@ -134,8 +134,8 @@ def test_defaults(model, steps, guidance, expected):
 
 @pytest.mark.parametrize("raw, expected", [
     ({"model": "starter"}, {"max_sequence_length": 1}),
-    ({"model": "starter", "picture": {"call": {"max_sequence_length": 2}}}, {"max_sequence_length": 2}),
-    ({"model": "x", "picture": {"height": 64, "frames": 5, "call": {"a": 1}}}, {"height": 64, "num_frames": 5, "a": 1}),
+    ({"model": "starter", "image": {"call": {"max_sequence_length": 2}}}, {"max_sequence_length": 2}),
+    ({"model": "x", "image": {"height": 64, "frames": 5, "call": {"a": 1}}}, {"height": 64, "num_frames": 5, "a": 1}),
     ({"model": "x"}, {}),
 ])
 def test_what_a_runs_pipeline_is_called_with(raw, expected):
@@ -160,7 +160,7 @@ def test_guidance_is_the_scale_that_a_run_evaluates_with(name, more):
 
 
 def test_arguments_of_a_call_come_from_the_user_then_from_the_runs_evaluation_then_from_its_picture(tmp_path):
-    config = {"model": "x", "eval": {"steps": 9}, "picture": {"height": 64, "call": {"num_inference_steps": 7}}}
+    config = {"model": "x", "eval": {"steps": 9}, "image": {"height": 64, "call": {"num_inference_steps": 7}}}
     (tmp_path / "config.yaml").write_text(validate(config).yaml())
     of_run = {"height": 64, "num_inference_steps": 9, "guidance": 4.5}
     assert samplers.call_arguments("x", tmp_path) == of_run

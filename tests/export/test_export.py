@@ -41,7 +41,7 @@ def make_run(folder, pipe, call, rank: int = 2, alpha: float | None = 3.0, **opt
     policy.weights.save(folder)
     adapter = Adapter(rank=rank, alpha=alpha).model_dump()
     config = validate({"name": "mine", "model": str(model), "method": "mix_grpo+grpo_guard", "reward": {"bright": 2.0},
-                       "seed": 7, "precision": "fp32", "picture": {"call": call}, "adapter": adapter, **options})
+                       "seed": 7, "precision": "fp32", "image": {"call": call}, "adapter": adapter, **options})
     (folder / "config.yaml").write_text(config.yaml())
     (folder / "summary.json").write_text(json.dumps(SUMMARY))
     lines = [{"evaluations": 10 * i, "reward/bright/mean": 0.1 * i, "reward/bright/std": 1.0} for i in (1, 2, 3)]

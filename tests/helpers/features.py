@@ -30,16 +30,16 @@ Options = dict[str, Any]
 KINDS = ("image", "text")
 # What every run has besides: an image run 4 steps of FLUX at 16 x 16, two of them trained; a text run 6 tokens.
 BASE: dict[str, Options] = {
-    "image": dict(method="mix_grpo", parts={"plan": {"size": 2}}, train__steps=4, picture__height=16,
-                  picture__width=16, picture__call={"max_sequence_length": 16}, train__lr=1e-3),
+    "image": dict(method="mix_grpo", parts={"plan": {"size": 2}}, train__steps=4, image__height=16,
+                  image__width=16, image__call={"max_sequence_length": 16}, train__lr=1e-3),
     "text": dict(method="grpo", parts={}, text__max_tokens=6, train__lr=1e-2)}
 USUAL: Options = dict(model="tiny", reward={"score": 1.0}, train__micro_batch=8)
 KL = {"weight": 0.1}
 
 IMAGE: dict[str, Options] = {
     "phases_of_prompts": {"phases": [{"at": 1, "when": {"task": "b"}, "carry": 0.5}]},
-    "phases_of_sizes": {"phases": [{"at": 1, "set": {"picture.sizes": [[8, 8]]}}]},
-    "two_sizes": {"picture__sizes": [[8, 8], [16, 16]]},
+    "phases_of_sizes": {"phases": [{"at": 1, "set": {"image.sizes": [[8, 8]]}}]},
+    "two_sizes": {"image__sizes": [[8, 8], [16, 16]]},
     "staleness": {"train__staleness": 1},
     "extrapolate": {"train__extrapolate": 2, "train__extrapolate_every": 2},
     "dynamic_sampling": {"parts": {"redraw": {"type": "DynamicSampling"}}},

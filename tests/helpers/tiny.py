@@ -70,7 +70,7 @@ def red(images, prompts):
 def config(output: Path | str = "nowhere", **options: Any) -> Config:
     """A run of seconds: 2 prompts x 4 samples, 6 steps. An option train__lr is the configuration's train.lr."""
     small = dict(output=str(output), name="run", device="cpu", precision="fp32", tracker="none", reward="red",
-                 held_out=0.3, picture__call=CALL, adapter__rank=2, train__epochs=2, train__prompts=2, train__group=4,
+                 held_out=0.3, image__call=CALL, adapter__rank=2, train__epochs=2, train__prompts=2, train__group=4,
                  train__micro_batch=4, train__steps=6, eval__steps=3, eval__guidance=1.0, eval__prompts=2)
     return load(None, {key.replace("__", "."): value for key, value in (small | options).items()})
 

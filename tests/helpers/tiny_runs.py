@@ -58,7 +58,7 @@ def config(kind: str, method: str, parts: dict[str, Any] | None = None, **option
     own, made = parts_of(method) | (parts or {}), tiny_text if kind in TEXTS else tiny
     usual = dict(model="tiny", method=method, parts=own, reward="score", train__lr=1e-3, train__micro_batch=8,
                  train__epochs=3)
-    return made.config(**usual | ({"picture__call": {}} if kind == "vp" else {}) | options)
+    return made.config(**usual | ({"image__call": {}} if kind == "vp" else {}) | options)
 
 
 def loaded(kind: str):

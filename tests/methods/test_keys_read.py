@@ -24,11 +24,11 @@ OTHER = {"load.config": "folder", "load.denoiser": "file.safetensors", "load.lor
          "memory.weights": "int8", "memory.encoders": "cpu", "memory.vae": "tiled", "memory.states": "cpu",
          "load.scheduler": {"timestep_spacing": "trailing"},
          "load.controlnet": "folder", "load.ip_adapter": {"path": "folder", "weights": "a.safetensors"},
-         "memory.denoiser": "cpu", "memory.offload": "block_level", "picture.sizes": [[64, 64], [64, 128]],
+         "memory.denoiser": "cpu", "memory.offload": "block_level", "image.sizes": [[64, 64], [64, 128]],
          "memory.shard": True, "memory.attention": "native", "memory.context_parallel": 2,
-         "picture.height": 64, "picture.width": 64,
-         "picture.frames": 9, "picture.fps": 12.0,
-         "picture.call": {"max_sequence_length": 7}, "negative_prompt": "grey",
+         "image.height": 64, "image.width": 64,
+         "image.frames": 9, "image.fps": 12.0,
+         "image.call": {"max_sequence_length": 7}, "negative_prompt": "grey",
          "rollout.engine": "http://127.0.0.1:1", "rollout.timeout": 9.0, "rollout.retries": 9,
          "rollout.folder": "folder", "rollout.release": True, "guard.edge_width": 1.1, "guard.diversity": 0.9,
          "rollout.cache": "mag", "rollout.cache_threshold": 0.5, "rollout.cache_interval": 2,
@@ -78,7 +78,7 @@ def test_they_are_refused_before_a_run():
         check(tiny.config(train__extrapolate_every=4), pipe=tiny.sd3())
     with pytest.raises(UserError, match="^text.penalty is 2.0, but text.truncated is 'keep'"):
         check(tiny_text.config(text__penalty=2.0), pipe=tiny_text.model())
-    for key, value in (("train__steps", 4), ("eval__guidance", 2.0), ("picture__height", 64)):
+    for key, value in (("train__steps", 4), ("eval__guidance", 2.0), ("image__height", 64)):
         name = key.replace("__", ".")
         with pytest.raises(UserError, match=f"^{name} is set, which is about denoisers: leave it out for a language"):
             check(tiny_text.config(**{key: value}), pipe=tiny_text.model())
@@ -154,7 +154,7 @@ def test_every_condition_is_tried():
 
 def test_a_model_with_a_grid_of_its_own_reads_no_shift():
     with pytest.raises(UserError, match="^train.shift is 2.0, but this model is variance-preserving"):
-        build.make_policy(tiny.config(picture__call={}, train__shift=2.0), "cpu", tiny.sd15())
+        build.make_policy(tiny.config(image__call={}, train__shift=2.0), "cpu", tiny.sd15())
     build.make_policy(tiny.config(train__shift=2.0), "cpu", tiny.sd3())
 
 

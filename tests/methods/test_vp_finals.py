@@ -98,7 +98,7 @@ def test_a_run_on_recorded_pairs(tmp_path):
     file = pairs_file(tmp_path, *((text, "a.png", "b.png") for text in tiny.PROMPTS))
     settings = tiny.config(tmp_path, model="tiny", method="diffusion_dpo", preferences=file, train__group=2,
                            train__steps=10)
-    settings.picture.call.clear()  # what is there is for SD3
+    settings.image.call.clear()  # what is there is for SD3
     pipe = tiny.sd15()
     pipe.vae.register_to_config(shift_factor=0.0)  # which such pipelines do not read
     summary = align(settings, pipe=pipe)

@@ -33,7 +33,7 @@ def test_what_a_cpu_forces_is_a_valid_recipe_that_keeps_its_method(name, tmp_pat
         before.method, before.adapter, before.train.lr, before.train.guidance)
     assert set(before.parts) == set(after.parts)
     loop.setup(after)  # whose parts go together
-    if before.picture.frames:  # of clips, also of one frame
+    if before.image.frames:  # of clips, also of one frame
         assert [rule.use for rule in after.reward.values()] == ["frames"]
     assert (after.call.get("use_resolution_binning") is False) == name.startswith("sana")  # which would draw 512 pixels
     assert after.parts.get("plan", {}).get("size", 0) <= after.train.steps // 2  # flow_grpo_fast's window is there
@@ -84,7 +84,7 @@ def test_the_table_tells_what_ran_and_what_failed(tmp_path):
     assert edits["forced"]["prompts"] == "prompts.jsonl"  # the file names no folder of the machine
     [row] = train_recipes.rows(["sd15", "sdxl"], tmp_path)
     assert row["ran"] == ["build", "check"] and row["failed"] == "train: error: a | b" and row["processor"] == 3
-    assert row["forced"]["picture.height"] == 64 and row["forced"]["train.epochs"] == 1
+    assert row["forced"]["image.height"] == 64 and row["forced"]["train.epochs"] == 1
     last = train_recipes.table([row]).splitlines()[-1]
     assert last == "| `sd15` | 678 M parameters | build, check; failed: train: error: a \\| b | 3 | - | 1.4 | - |"
 

@@ -269,7 +269,7 @@ def test_a_pool_of_previews_is_one_group():
 
 def test_a_run_with_a_judge_measures_another_reward(tmp_path):
     settings = dict(prompts=tiny.PROMPTS, method="pref_grpo", output=str(tmp_path), tracker="none", device="cpu",
-                    held_out=0.3, picture={"call": tiny.CALL}, adapter={"rank": 2}, seed=1,
+                    held_out=0.3, image={"call": tiny.CALL}, adapter={"rank": 2}, seed=1,
                     train={"epochs": 1, "prompts": 2, "group": 4, "micro_batch": 4, "steps": 4})
     with pytest.raises(UserError, match="reward 'redder' compares the samples of a group, and a held-out evaluation"):
         align(tiny.sd3(), redder, **settings)

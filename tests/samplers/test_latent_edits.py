@@ -389,12 +389,12 @@ def test_more_candidates_are_bases_of_their_own():
 
 
 @pytest.mark.parametrize("pipe, options", [
-    (tiny.sd3, {}), (tiny.sd15, {"picture__call": {}}), (tiny.flux, {}),
+    (tiny.sd3, {}), (tiny.sd15, {"image__call": {}}), (tiny.flux, {}),
     (tiny.sd3, {"parts": {"surrogate": {"through": 0.0, "ratio": 1.0}, "advantage": {"type": "Paired"},
                           "edit": {"acting": "pairs"}}})])
 def test_two_epochs_train_the_editor_and_nothing_else(pipe, options):
     made, acting = pipe(), options.get("parts", {}).get("edit", {}).get("acting", "argmax")
-    options = {"picture__call": tiny.call_of(made)} | options
+    options = {"image__call": tiny.call_of(made)} | options
     own = policy(made, Edit(width=8, depth=1, acting=acting))
     trainer = tiny.trainer(policy=own, method="expo", train__lr=1e-3, train__updates=1, **options)
     frozen = {name: module.state_dict() for name, module in made.components.items()

@@ -360,7 +360,7 @@ def test_a_picture_with_a_gradient_is_the_one_that_is_scored():
 def test_a_model_that_predicts_noise(name):
     """Stable Diffusion 1.5: the process is variance-preserving, and its latents come from its own scheduler's grid."""
     policy = tiny.policy(tiny.sd15(), guidance=2.0)
-    trainer = made(name, policy=policy, picture__call={}, train__guidance=2.0)
+    trainer = made(name, policy=policy, image__call={}, train__guidance=2.0)
     metrics = trainer.run_epoch()
     assert policy.process == "vp" and trainer.first_ratio.max_log_ratio <= 1e-6
     assert metrics["grad_norm"] > 1e-6 and math.isfinite(metrics["loss"])

@@ -54,7 +54,7 @@ def made_of_all() -> list[Extension]:
                 tiny_runs.trainer("tokens", tiny_runs.config("tokens", "grpo", {"value": {"type": "ValueHead"}})),
                 tiny_runs.trainer("flow", tiny_runs.config("flow", "mix_grpo", train__one_pass=True))]
     pipe, call = pipelines.make("FluxPipeline")
-    cached = tiny.config(method="diffusion_nft", picture__call=call, rollout__cache="mag")
+    cached = tiny.config(method="diffusion_nft", image__call=call, rollout__cache="mag")
     trainers.append(Trainer(cached, Accelerator(cpu=True), build.make_policy(cached, torch.device("cpu"), pipe),
                             {"red": tiny.red}, ([Prompt(text) for text in tiny.PROMPTS], [])))
     with serving(TinyEngine(tiny.sd3())) as url:

@@ -282,6 +282,19 @@ def test_other_prompts_measure_the_base_again(finished):
     assert json.loads((run / "before.json").read_text())["scores"] != before["scores"]
 
 
+def test_a_run_of_the_names_before_goes_on_and_keeps_its_base(finished, capsys):
+    command, run = finished
+    for file, before, now in (("config.yaml", "\nimage:", "\npicture:"), ("before.json", '"image"', '"picture"')):
+        text = (run / file).read_text()
+        assert before in text
+        (run / file).write_text(text.replace(before, now))
+    os.utime(run / "before.json", (1, 1))
+    assert main([*command, "--resume", "--train.epochs=3"]) == 0
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("resumed with")]
+    assert not any("image" in line or "picture" in line for line in told)
+    assert (run / "before.json").stat().st_mtime == 1 and "\nimage:" in (run / "config.yaml").read_text()
+
+
 def test_another_evaluation_measures_the_base_again(finished):
     command, run = finished
     assert main([*command, "--resume", "--eval.prompts=1", "--eval.grid=1"]) == 0

@@ -32,7 +32,7 @@ class Seen:
 
 
 def config(folder="nowhere", **options):
-    return tiny.config(folder, **{"picture__sizes": SIZES, "train__prompts": 4, "train__lr": 1e-2} | options)
+    return tiny.config(folder, **{"image__sizes": SIZES, "train__prompts": 4, "train__lr": 1e-2} | options)
 
 
 def test_sizes_are_drawn_by_seed_epoch_and_prompt():
@@ -74,7 +74,7 @@ def test_every_group_is_sampled_scored_and_learned_in_its_size(method, micro_bat
 
 
 def test_each_size_has_the_pipelines_own_grid():
-    made = trainer(Seen(), tiny.flux(), train__grid="stock", picture__call=tiny.FLUX_CALL)
+    made = trainer(Seen(), tiny.flux(), train__grid="stock", image__call=tiny.FLUX_CALL)
     epoch = loop.draw(made)
     parts, conditioning = epoch.parts, epoch.conditioning
     grids = {}
@@ -118,8 +118,8 @@ def test_a_reward_that_does_not_take_a_size_is_refused_before_the_run(tmp_path):
 
 
 def test_evaluations_take_the_first_size_or_the_one_that_is_stated():
-    assert load(None, {"picture.sizes": [[64, 48], [48, 64]]}).call["height"] == 64
-    stated = load(None, {"picture.sizes": [[64, 48], [48, 64]], "picture.height": 96, "picture.width": 96}).call
+    assert load(None, {"image.sizes": [[64, 48], [48, 64]]}).call["height"] == 64
+    stated = load(None, {"image.sizes": [[64, 48], [48, 64]], "image.height": 96, "image.width": 96}).call
     assert stated["height"] == stated["width"] == 96
 
 
@@ -130,12 +130,12 @@ REFUSED = [({"preferences": "pairs.jsonl", "method": "diffusion_dpo"}, "preferen
 
 @pytest.mark.parametrize("options, told", REFUSED)
 def test_what_does_not_go_with_sizes_is_refused(options, told):
-    settings = load(None, {"picture.sizes": SIZES} | options)
+    settings = load(None, {"image.sizes": SIZES} | options)
     with pytest.raises(UserError, match=told):
         require_sizes(loop.setup(settings))
 
 
 def test_a_size_that_the_pipeline_does_not_make_is_refused_before_the_run():
-    with pytest.raises(UserError, match="picture.sizes: StableDiffusion3Pipeline (refuses|makes)") as error:
-        trainer(Seen(), picture__sizes=[[16, 16], [17, 16]])
+    with pytest.raises(UserError, match="image.sizes: StableDiffusion3Pipeline (refuses|makes)") as error:
+        trainer(Seen(), image__sizes=[[16, 16], [17, 16]])
     assert "\n" not in str(error.value)

@@ -222,5 +222,5 @@ def require_shape(policy: PipelinePolicy, conditioning: Conditioning, states: Te
     policy.evaluations = before
     if own.shape[1:] != states.shape[1:]:
         raise EngineError("answer", f"the engine's states have the shape {list(states.shape[1:])}, the pipeline's "
-                          f"{list(own.shape[1:])}: give both one size (picture.height, picture.width), and the engine "
+                          f"{list(own.shape[1:])}: give both one size (image.height, image.width), and the engine "
                           "no other layout of latents")

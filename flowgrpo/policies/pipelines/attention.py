@@ -139,6 +139,6 @@ def _of_whole_tokens(forward: Callable[..., Any], name: str, members: int) -> Ca
             if "divisible by mesh size" not in str(error):
                 raise
             raise UserError(f"memory.context_parallel is {members}, which does not divide the tokens of {name}: set "
-                            "another picture.height, width or frames, or use a divisor") from None
+                            "another image.height, width or frames, or use a divisor") from None
 
     return run

@@ -81,7 +81,7 @@ def require(config: Config) -> None:
              f"model is the file {config.model!r}: give a pipeline's folder or hub id": sources.is_file(config.model),
              "load.lora may change text encoders, so that the run encodes by itself: leave it out":
              bool(config.load.lora),
-             "picture.call brings pictures, with which the run encodes by itself": bool(
+             "image.call brings pictures, with which the run encodes by itself": bool(
                  set(PICTURES) & set(config.call))}
     for reason in (reason for reason, applies in wrong.items() if applies):
         raise UserError(f"prompts are not encoded ahead: {reason}")

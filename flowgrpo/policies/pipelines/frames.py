@@ -41,12 +41,12 @@ def is_video(cls: type) -> bool:
 def told(cls: type, call: Mapping[str, Any], fps: float | None) -> dict[str, Any]:
     """Return the arguments of a pipeline's call with the frames per second, where it takes them.
 
-    fps: `picture.fps`. Raises UserError for a pipeline of images.
+    fps: `image.fps`. Raises UserError for a pipeline of images.
     """
     if fps is None:
         return dict(call)
     if not is_video(cls):
-        raise UserError(f"picture.fps is {fps:g}, but {cls.__name__} generates images: leave it out")
+        raise UserError(f"image.fps is {fps:g}, but {cls.__name__} generates images: leave it out")
     name = taken(cls)
     return dict(call) | ({name: fps} if name else {})
 
@@ -54,8 +54,8 @@ def told(cls: type, call: Mapping[str, Any], fps: float | None) -> dict[str, Any
 def rate(cls: type, config: Mapping[str, Any], call: Mapping[str, Any], fps: float | None = None) -> float:
     """Return the frames per second of a pipeline's clips.
 
-    That is `picture.fps`, else the call's own argument or its default, else the model's in RATES.
-    config: of the pipeline and of its denoiser. fps: `picture.fps`.
+    That is `image.fps`, else the call's own argument or its default, else the model's in RATES.
+    config: of the pipeline and of its denoiser. fps: `image.fps`.
     """
     if (name := taken(cls)) is not None:
         default = inspect.signature(inspect.unwrap(cls.__call__)).parameters[name].default
@@ -124,8 +124,8 @@ def ahead(folder: Path) -> tuple[Any, int] | None:
 
 
 def require_made(count: int | None, clips: Any, pipe: Any) -> None:
-    """Raise UserError for clips [B, F, 3, H, W] of another number of frames than `picture.frames`. None: any."""
+    """Raise UserError for clips [B, F, 3, H, W] of another number of frames than `image.frames`. None: any."""
     if count is not None and clips.ndim == 5 and clips.shape[1] != count:
-        raise UserError(f"picture.frames is {count}, but {type(pipe).__name__} makes clips of "
+        raise UserError(f"image.frames is {count}, but {type(pipe).__name__} makes clips of "
                         f"{counted(clips.shape[1], 'frame')}: "
                         f"expected {clips.shape[1]}")

@@ -184,7 +184,7 @@ def index_ahead(model: str, files: Load = Load()) -> dict[str, Any]:
 
 
 def rate_ahead(model: str, files: Load, call: Mapping[str, Any], fps: float | None = None) -> float:
-    """Return `frames.rate` of a model by its files on this machine, `picture.fps` or USUAL where they are not there."""
+    """Return `frames.rate` of a model by its files on this machine, `image.fps` or USUAL where they are not there."""
     import diffusers
 
     index, denoiser = index_ahead(model, files), dict[str, Any]()

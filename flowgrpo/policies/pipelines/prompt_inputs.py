@@ -64,7 +64,7 @@ def parted(cls: type, call: Mapping[str, Any], fps: float | None = None
            ) -> tuple[int | None, dict[str, Any], dict[str, Any]]:
     """Return (the number of frames of a source video, the call's other arguments, the pictures among them).
 
-    `num_frames` stays an argument only where the pipeline takes it, or no video. fps: `picture.fps`, which becomes an
+    `num_frames` stays an argument only where the pipeline takes it, or no video. fps: `image.fps`, which becomes an
     argument where the pipeline takes it.
     """
     call = told(cls, call, fps)
@@ -101,7 +101,7 @@ def require(cls: type, prompts: Iterable[Prompt], call: Mapping[str, Any] = {}, 
             _require_alike(prompt.inputs, shapes["image"], shapes["mask_image"])
         if len(sizes) > 1:
             raise prompt.inputs.error("control_image", "differs in size from that of other prompts, and the pipeline "
-                                      "draws in its size: set picture.height and picture.width")
+                                      "draws in its size: set image.height and image.width")
 
 
 def require_image_alone(prompts: Iterable[Prompt], model: str) -> None:
@@ -166,7 +166,7 @@ def _opened(inputs: Inputs, key: str, path: str, frames: int | None) -> Size:
     except UserError as error:
         raise inputs.error(key, str(error)) from None
     if frames is not None and count < frames:
-        raise inputs.error(key, f"{path} has {counted(count, 'frame')}, but picture.frames is {frames}: expected as "
+        raise inputs.error(key, f"{path} has {counted(count, 'frame')}, but image.frames is {frames}: expected as "
                                 "many or more")
     return 0, 0
 
@@ -293,5 +293,5 @@ def _clip(pipe: Any, inputs: Inputs, call: Mapping[str, Any], size: Size | None)
     if (count - 1) % every:
         raise UserError(f"{counted(count, 'frame')}, but {type(pipe).__name__} takes 1 more than a multiple of "
                         f"{every}: set "
-                        f"picture.frames: {max(1, count - (count - 1) % every)}")
+                        f"image.frames: {max(1, count - (count - 1) % every)}")
     return Clip.of(inputs.video, count, size)

@@ -80,7 +80,7 @@ def test_packed_latents_and_clips_are_replayed(made):
     call = {("num_frames" if key == "frames" else key): value for key, value in call.items()}
     policy = tiny.stir(tiny.policy(pipe, call=call))
     with serving(TinyEngine(other)) as address:
-        own = trainer(address, stirred=False, policy=policy, parts=ALONE, picture__call=call)
+        own = trainer(address, stirred=False, policy=policy, parts=ALONE, image__call=call)
         conditioning = own.rollouts.conditioning(own.prompts[:2])
         parts = [part for part, _ in own.rollouts.sample(conditioning, 0, None)]
     assert max(gap(own, part, conditioning) for part in parts) < 2e-5
@@ -214,7 +214,7 @@ def test_a_key_of_an_engine_without_one_is_refused():
 def test_a_whole_run_trains_by_the_engine_and_goes_on_after_its_end(tmp_path, own, url):
     options = dict(method="flow_grpo", parts=ALONE, held_out=0.3, output=str(tmp_path), name="run", tracker="none",
                    device="cpu", precision="fp32", rollout={"engine": url, "folder": str(tmp_path / "loras")},
-                   picture={"call": tiny.CALL}, adapter={"rank": 2},
+                   image={"call": tiny.CALL}, adapter={"rank": 2},
                    eval={"steps": 3, "guidance": 1.0, "prompts": 2})
     train = dict(epochs=1, prompts=2, group=4, micro_batch=4, steps=4, grid="stock", guidance=1.0)
     for epochs in (1, 2):

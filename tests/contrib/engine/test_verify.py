@@ -171,7 +171,7 @@ def folder(tmp_path_factory):
 def test_the_command_prints_the_rows(folder, lora, capsys):
     own = TinyEngine(tiny.sd3())
     options = ["--precision=fp32", "--prompt=red", "--prompt=blue", "--train.steps=4", "--device=cpu",
-               "--picture.call={max_sequence_length: 2}", *([f"--lora={lora}"] if lora else [])]
+               "--image.call={max_sequence_length: 2}", *([f"--lora={lora}"] if lora else [])]
     with serving(own) as url:
         assert main(["verify", url, str(folder), *options]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -183,7 +183,7 @@ def test_the_command_takes_a_lora_file_and_ends_with_2_at_a_fault(folder, tmp_pa
     policy = tiny.stir(tiny.policy(rank=3), 0.5)
     policy.weights.save(tmp_path / "lora")
     options = ["--precision=fp32", "--prompt=red", "--train.steps=4", "--device=cpu", "--count=1",
-               "--picture.call={max_sequence_length: 2}", f"--lora={tmp_path / 'lora'}"]
+               "--image.call={max_sequence_length: 2}", f"--lora={tmp_path / 'lora'}"]
     with serving(TinyEngine(tiny.sd3(), "no LoRA")) as url:
         assert main(["verify", url, str(folder), *options]) == 2
     assert "fault: another LoRA: the engine draws without the LoRA" in capsys.readouterr().out

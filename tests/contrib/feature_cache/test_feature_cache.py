@@ -130,7 +130,7 @@ def red(outputs, prompts):
 
 def trainer(kind: str | None = "first_block", name: str = "FluxPipeline", method: str = "diffusion_nft", **options):
     pipe, call = pipelines.make(name)
-    settings = tiny.config(method=method, train__lr=1e-2, picture__call=call, **(
+    settings = tiny.config(method=method, train__lr=1e-2, image__call=call, **(
         {} if kind is None else {"rollout__cache": kind}) | options)
     torch.manual_seed(settings.seed)
     made = build.make_policy(settings, torch.device("cpu"), pipe)

@@ -126,7 +126,7 @@ def test_a_group_of_a_checkpoint_is_learned_under_its_own_input(learned):
 
 
 @pytest.mark.parametrize("options, told", [
-    (dict(parts={"replay": {"type": "GroupReplay"}}, picture__sizes=[[16, 16]]), "picture.sizes"),
+    (dict(parts={"replay": {"type": "GroupReplay"}}, image__sizes=[[16, 16]]), "image.sizes"),
     (dict(parts={"replay": {"type": "GroupReplay", "recompose": True}}), "reads lengths of texts"),
     (dict(parts={"replay": {"type": "GroupReplay"}, "plan": {"type": "EachStep"}}), "several groups")])
 def test_what_cannot_be_recorded_is_refused(options, told):

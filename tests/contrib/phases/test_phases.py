@@ -57,7 +57,7 @@ def test_a_phase_changes_what_it_sets_and_evaluations_keep_their_own():
 
 
 def test_a_phase_of_pictures_has_another_size_and_more_steps():
-    made = tiny.trainer(phases=[{"at": 1, "set": {"picture.sizes": [[8, 8]], "train.steps": 4}}], train__epochs=3,
+    made = tiny.trainer(phases=[{"at": 1, "set": {"image.sizes": [[8, 8]], "train.steps": 4}}], train__epochs=3,
                         parts={"plan": {"size": 2}})
     shapes = []
     loop.watch(made, on_drawn=lambda epoch: shapes.append((tuple(epoch.parts[0].finals[0].shape[-2:]),
@@ -140,8 +140,8 @@ def test_a_phase_of_a_stock_grid_has_no_shift():
 
 def test_a_phase_of_videos_has_other_frames():
     pipe, call = videos.FACTORIES["WanPipeline"](0)
-    settings = tiny.config(picture__call=call, parts={"plan": {"size": 2}}, train__epochs=3, train__group=2,
-                           phases=[{"at": 1, "set": {"picture.frames": 1}}])
+    settings = tiny.config(image__call=call, parts={"plan": {"size": 2}}, train__epochs=3, train__group=2,
+                           phases=[{"at": 1, "set": {"image.frames": 1}}])
     policy = build.make_policy(settings, torch.device("cpu"), pipe)
     made = Trainer(settings, Accelerator(cpu=True), policy,
                    {"red": lambda videos, prompts: videos[:, 0, 0].mean((1, 2))}, (PROMPTS, []))

@@ -259,7 +259,7 @@ def test_a_stop_while_a_reward_hangs_saves_what_was_drawn(tmp_path):
 
 @pytest.mark.parametrize("options, named", [
     (dict(method="diffusion_nft"), "noised finals"), (dict(memory__rewards="cpu"), "memory.rewards"),
-    (dict(picture__sizes=[[16, 16]]), "picture.sizes"), (dict(parts={"plan": {"type": "EachStep"}}), "several groups"),
+    (dict(image__sizes=[[16, 16]]), "image.sizes"), (dict(parts={"plan": {"type": "EachStep"}}), "several groups"),
     (dict(phases=[{"at": 2}]), "phases")])
 def test_what_cannot_be_drawn_ahead_is_refused(options, named):
     settings = tiny.config(train__staleness=1, **options)

@@ -113,7 +113,7 @@ def test_other_models_by_the_defaults_of_the_command(make, call, model, tmp_path
     """Micro-batch and learning rate are found; the model's own steps are trained."""
     monkeypatch.chdir(tmp_path)
     folder = tiny.save(make(), tmp_path / "pipe")
-    small = {"train.prompts": 2, "train.updates": 1, "adapter.rank": 2, "precision": "fp32", "picture.call": call}
+    small = {"train.prompts": 2, "train.updates": 1, "adapter.rank": 2, "precision": "fp32", "image.call": call}
     of = session.configured(str(folder), str(model.parent / "prompts.txt"), None, tmp_path / "mine", small, False)
     assert sat(of, 4) == 2
     lines = [json.loads(line) for line in (of.folder / "metrics.jsonl").read_text().splitlines()]

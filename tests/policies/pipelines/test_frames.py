@@ -1,4 +1,4 @@
-"""Frames per second of clips: the model's own, or `picture.fps`, in the pipeline's call and for rewards."""
+"""Frames per second of clips: the model's own, or `image.fps`, in the pipeline's call and for rewards."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def test_a_pipeline_that_is_told_the_rate_gets_it_and_others_do_not():
 
 def test_a_rate_of_images_and_two_rates_are_refused():
     pipe, call = make("FluxPipeline")
-    with pytest.raises(UserError, match="picture.fps is 8, but FluxPipeline generates images"):
+    with pytest.raises(UserError, match="image.fps is 8, but FluxPipeline generates images"):
         PipelinePolicy(pipe, None, call=call, fps=8)
     with pytest.raises(UserError, match="fps is 8, and call has frame_rate too: leave one out"):
-        config.validate({"reward": "sharpness", "picture": {"fps": 8, "call": {"frame_rate": 24}}})
+        config.validate({"reward": "sharpness", "image": {"fps": 8, "call": {"frame_rate": 24}}})
 
 
 def test_a_reward_that_names_fps_is_given_it():

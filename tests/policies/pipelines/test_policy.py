@@ -410,7 +410,7 @@ def with_checker(folder):
 
 def test_a_safety_checker_is_not_loaded_where_pictures_are_scored(tmp_path, capsys):
     checker, folder = with_checker(tmp_path / "model")
-    config = tiny.config(tmp_path, model=str(folder), method="ddpo", reward="sharpness", picture__call={},
+    config = tiny.config(tmp_path, model=str(folder), method="ddpo", reward="sharpness", image__call={},
                          train__guidance=4.0)
     assert build.load(config).components["safety_checker"] is None
     assert "not to disable the safety checker" not in capsys.readouterr().err

@@ -249,7 +249,7 @@ def test_a_run_trains_on_a_prompt_file_with_pictures(folders, files, tmp_path):
     (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, lines)))
     settings = config(tmp_path, model=str(folders / "sd15"), load__controlnet=str(folders / "control"),
                       load__ip_adapter=adapter(folders), prompts=str(tmp_path / "p.jsonl"), method="ddpo",
-                      picture__call={}, picture__height=16, picture__width=16, train__epochs=1)
+                      image__call={}, image__height=16, image__width=16, train__epochs=1)
     seen = []
 
     def red(images, prompts, metadata):
@@ -277,7 +277,7 @@ def test_diffusers_without_a_control_net_form_is_one_line():
     ("StableDiffusionPipeline", {"images": "a"}, "'image': StableDiffusionPipeline takes no image"),
     ("StableDiffusionPipeline", {"ip_adapter_image": "a"}, "no IP-Adapter loaded: set load.ip_adapter"),
     ("FluxPipeline", {"video": "one"}, "'video': FluxPipeline takes no video; of a prompt file's keys it takes"),
-    ("WanVideoToVideoPipeline", {"video": "one"}, "one has 9 frames, but picture.frames is 12"),
+    ("WanVideoToVideoPipeline", {"video": "one"}, "one has 9 frames, but image.frames is 12"),
     ("StableDiffusionControlNetPipeline", {"images": "a", "control_image": "b"}, "`control_image` and no other"),
     ("StableDiffusionControlNetPipeline", {"control_image": "broken"}, "'control_image': {broken} cannot be read as a"),
 ])
@@ -300,7 +300,7 @@ def test_control_pictures_of_other_sizes_need_a_size(files, tmp_path):
 
     Image.new("RGB", (32, 16)).save(tmp_path / "wide.png")
     prompts = [Prompt("a", inputs=Inputs(control_image=path)) for path in (files["a"], str(tmp_path / "wide.png"))]
-    with pytest.raises(UserError, match="set picture.height and picture.width"):
+    with pytest.raises(UserError, match="set image.height and image.width"):
         require(Steered, prompts)
     require(Steered, prompts, {"height": 16, "width": 16})
     require(Steered, prompts[:1])
@@ -319,7 +319,7 @@ def test_a_prompt_without_a_picture_that_the_model_needs_is_one_line():
 
 def test_frames_that_the_autoencoder_does_not_take_are_one_line(files):
     with pytest.raises(UserError, match="6 frames, but WanVideoToVideoPipeline takes 1 more than a multiple of 2: set "
-                                        "picture.frames: 5"):
+                                        "image.frames: 5"):
         policy("WanVideoToVideoPipeline", num_frames=6).encode(["a"], images=[Inputs(video=files["one"])])
 
 

@@ -138,7 +138,7 @@ def test_loras_are_fused_before_another_is_trained(tmp_path):
     saved(tmp_path / "turbo")
     given = {"path": str(tmp_path / "turbo" / LORA_FILE), "scale": 0.5}
     config = validate({"model": str(model), "precision": "fp32", "load": {"lora": [str(tmp_path / "turbo"), given]},
-                       "adapter": {"rank": 2}, "picture": {"call": tiny.CALL}})
+                       "adapter": {"rank": 2}, "image": {"call": tiny.CALL}})
     pipe = build.load(config)
     assert not hasattr(pipe.transformer, "peft_config")
     for key, value in merged(tmp_path / "turbo", 1.5).items():

@@ -246,7 +246,7 @@ def test_the_kind_of_a_model_is_told_by_its_files(tmp_path):
 
 @pytest.mark.parametrize("option, told", [({"memory__weights": "int8"}, "memory.weights is set"),
                                           ({"train__compile": True}, "train.compile is set"),
-                                          ({"picture__height": 64}, "picture.height is set")])
+                                          ({"image__height": 64}, "image.height is set")])
 def test_options_of_denoisers_are_refused(option, told):
     with pytest.raises(UserError, match=told):
         build.make_policy(tiny.config(**option), "cpu", tiny.model())

@@ -333,8 +333,8 @@ def test_methods_that_need_lengths_or_texts_are_refused(method, told):
 def test_keys_and_parts_of_another_kind_are_refused():
     with pytest.raises(UserError, match="^text.max_tokens is set, which is about texts: leave it out for a model that"):
         check(settings("tiny", "nowhere", text__max_tokens=6), pipe=tiny.janus())
-    with pytest.raises(UserError, match="^picture.height is set, which is about denoisers: leave it out for a model "):
-        check(settings("tiny", "nowhere", picture__height=16), pipe=tiny.janus())
+    with pytest.raises(UserError, match="^image.height is set, which is about denoisers: leave it out for a model "):
+        check(settings("tiny", "nowhere", image__height=16), pipe=tiny.janus())
     target = {"target": {"type": "ImageTokens", "scores": "conditional"}}
     with pytest.raises(UserError, match="parts.target ImageTokens is of image tokens: set text.generates: image"):
         validate.resolve(tiny_text.config(parts=target), "tokens")
