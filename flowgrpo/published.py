@@ -15,7 +15,7 @@ Part = tuple[str, dict[str, Any]]  # class of diffusers or transformers, and its
 @dataclass(frozen=True)
 class Published:
     """Published pipeline: its class, parts by name, tokenizers by name with their longest sequence, further arguments,
-    and the transformers class of its picture processor, if it has one."""
+    and the transformers class of its image processor, if it has one."""
 
     pipeline: str
     parts: dict[str, Part]

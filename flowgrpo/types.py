@@ -161,7 +161,7 @@ class Completion(str):
 
     tokens: int
     ids: tuple[int, ...]
-    picture: Tensor | None = None  # [3, H, W] in [0, 1], for display
+    image: Tensor | None = None  # [3, H, W] in [0, 1], for display
 
     def __new__(cls, text: str, tokens: int, ids: tuple[int, ...] = ()) -> Completion:
         self = super().__new__(cls, text)

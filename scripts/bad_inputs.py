@@ -250,7 +250,7 @@ NEW: dict[str, list[str]] = {
     "report, no run": ["report", "runs/nope"],
     "check, class misspelt": ["check", "StableDiffusion3Pipelin"],
     "check, no such model": ["check", "./nope"],
-    "pairs without pictures": ["reward", "train", "pairs.jsonl", "--output", "rw"],
+    "pairs without images": ["reward", "train", "pairs.jsonl", "--output", "rw"],
     "pairs, unknown key": ["reward", "train", "pairs_key.jsonl", "--output", "rw"],
     "score, no reward": ["reward", "score", "nope", "broken.png"],
     "score, wrong args": ["reward", "score", "sharpness", "zero.png", "--args", "{nope: 1}"],

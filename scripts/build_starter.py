@@ -34,7 +34,7 @@ from flowgrpo.starter import scenes
 
 MAX_TOKENS = 16  # the longest prompt of this world has 14 tokens with its start and end, and its source two more
 LATENT = dict(channels=4, size=16)
-PATCH = 4  # latent values per side of a picture token: 16 tokens
+PATCH = 4  # latent values per side of an image token: 16 tokens
 VERIFIED = 0.4  # share of the captions
 MISREAD = 0.5  # of the others
 TASK_SHARES = (0.08, 0.12, 0.18, 0.18, 0.22, 0.22)  # of the training scenes, in the order of scenes.TASKS
@@ -132,32 +132,32 @@ class PlainAttention:
 
 
 def draw(count: int, seed: int) -> tuple[torch.Tensor, list[str], list[str]]:
-    """`count` training scenes: pictures uint8 [count, 3, 64, 64], their captions, and what these should have said."""
+    """`count` training scenes: images uint8 [count, 3, 64, 64], their captions, and what these should have said."""
     rng = np.random.default_rng(seed)
-    pictures, captions, right = torch.empty(count, 3, scenes.SIZE, scenes.SIZE, dtype=torch.uint8), [], []
+    images, captions, right = torch.empty(count, 3, scenes.SIZE, scenes.SIZE, dtype=torch.uint8), [], []
     for i in range(count):
         claims = scenes.sample_claims(rng, str(rng.choice(scenes.TASKS, p=TASK_SHARES)))
         prefix = str(rng.choice(scenes.PREFIXES))
         mark = scenes.VERIFIED if rng.random() < VERIFIED else ""
         shown = scenes.misread(claims) if not mark and rng.random() < MISREAD else claims
-        picture = scenes.render(shown, rng)
-        pictures[i] = torch.from_numpy((picture * 255).round().astype(np.uint8)).permute(2, 0, 1)
+        image = scenes.render(shown, rng)
+        images[i] = torch.from_numpy((image * 255).round().astype(np.uint8)).permute(2, 0, 1)
         captions.append(claims.caption(prefix) + mark)
         right.append(shown.caption(prefix) + mark)
-    return pictures, captions, right
+    return images, captions, right
 
 
 def train_autoencoder(out: Path, device: str, steps: int):
-    """Squared and absolute error on the picture; the latent kept near unit scale and robust to a little noise."""
+    """Squared and absolute error on the image; the latent kept near unit scale and robust to a little noise."""
     vae = build_autoencoder().to(device, memory_format=torch.channels_last)
-    pictures, _, _ = draw(12_000, seed=1)
+    images, _, _ = draw(12_000, seed=1)
     optimizer = torch.optim.AdamW(vae.parameters(), lr=2e-3, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps, pct_start=0.05)
     generator = torch.Generator().manual_seed(2)
     bar = tqdm(range(steps), desc="autoencoder")
     for _ in bar:
-        rows = torch.randint(len(pictures), (64,), generator=generator)
-        x = pictures[rows].to(device, torch.float32).div(127.5).sub(1)
+        rows = torch.randint(len(images), (64,), generator=generator)
+        x = images[rows].to(device, torch.float32).div(127.5).sub(1)
         with torch.autocast(device, torch.bfloat16):
             z = vae.encoder(x)
             decoded = vae.decoder(z + 0.05 * torch.randn_like(z))
@@ -182,8 +182,8 @@ def encode_dataset(out: Path, device: str, count: int):
     parts = count // 2000
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         drawn = pool.map(draw, [2000] * parts, range(1000, 1000 + parts))
-        for pictures, captions, truths in tqdm(drawn, desc="latents", total=parts):
-            for x in pictures.split(250):
+        for images, captions, truths in tqdm(drawn, desc="latents", total=parts):
+            for x in images.split(250):
                 with torch.autocast(device, torch.bfloat16):
                     z = vae.encoder(x.to(device, torch.float32, memory_format=torch.channels_last).div(127.5).sub(1))
                     latents.append(z.cpu().half().contiguous())

@@ -69,11 +69,11 @@ class LowRank:
 
 @torch.no_grad()
 def encode_dataset(pipe, count: int, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Latents [count,4,16,16] of training pictures, as the pipeline's denoiser sees them, and of their captions tokens
+    """Latents [count,4,16,16] of training images, as the pipeline's denoiser sees them, and of their captions tokens
     [count,N,D] and pooled embeddings [count,D]."""
-    pictures, captions, _ = draw(count, seed=5000)
+    images, captions, _ = draw(count, seed=5000)
     latents = torch.cat([pipe.vae.encode(part.to(device, torch.float32).div(127.5).sub(1)).latents
-                         for part in tqdm(pictures.split(250), desc="latents")])
+                         for part in tqdm(images.split(250), desc="latents")])
     parts = [captions[start:start + 250] for start in range(0, count, 250)]
     found = [pipe.encode_prompt(part, None, None, do_classifier_free_guidance=False, **CALL)
              for part in tqdm(parts, desc="prompts")]

@@ -1,13 +1,13 @@
-"""Build the unified starter: a small Janus that draws scenes by image tokens and answers questions about pictures.
+"""Build the unified starter: a small Janus that draws scenes by image tokens and answers questions about images.
 
     python scripts/build_starter_unified.py --out runs/starter_unified               # about half an hour of one core
     python scripts/build_starter_unified.py --out runs/starter_unified --minutes 10  # stop then; again: it goes on
 
 Three stages, each with a checkpoint every 50 steps: the decoder of the image tokens, by regression, since a token of
 this world says which quarter of which object stands there (`flowgrpo.starter.lattice`); the language model, which
-learns captions to tokens and questions about pictures to answers, with one set of weights; the folder, in bf16, with
-its processor. It stops early: it draws about six pictures in ten right, and has begun to see. Prints the accuracy of
-pictures by task, and of answers to balanced questions by kind, with the pictures shown and hidden. Seeds are fixed, and
+learns captions to tokens and questions about images to answers, with one set of weights; the folder, in bf16, with
+its processor. It stops early: it draws about six images in ten right, and has begun to see. Prints the accuracy of
+images by task, and of answers to balanced questions by kind, with the images shown and hidden. Seeds are fixed, and
 one thread computes: one machine builds the same weights again.
 """
 
@@ -82,7 +82,7 @@ def build_model(words: int) -> Any:
     """Janus of small width. words: size of its vocabulary.
 
     Image tokens begin with vectors that say what they are, for the decoder as for the language model. transformers
-    draws most weights with a deviation of .02, by which so narrow a model reads neither captions nor pictures: the
+    draws most weights with a deviation of .02, by which so narrow a model reads neither captions nor images: the
     vision tower and the aligner are drawn anew by fan-in, and the others have configurations for it.
     """
     from transformers import (
@@ -167,7 +167,7 @@ class Stage:
 
 
 def decoding(tokens: Any, steps: int) -> Callable[[int], Tensor]:
-    """Loss of decoding pictures of every fullness: GroupNorm makes a colour depend on how full the picture is."""
+    """Loss of decoding images of every fullness: GroupNorm makes a colour depend on how full the image is."""
     def loss(step: int) -> Tensor:
         rng = np.random.default_rng((1, step))
         full = rng.uniform(0.05, 0.5, 8) if step < 0.7 * steps else np.full(8, 0.15)
@@ -175,33 +175,33 @@ def decoding(tokens: Any, steps: int) -> Callable[[int], Tensor]:
         target = torch.from_numpy(np.stack([lattice.paint(objects) for objects in drawn])) * 2 - 1
         grids = torch.from_numpy(np.stack([lattice.tokens(objects) for objects in drawn]))
         with torch.autocast("cpu", torch.bfloat16):
-            picture = tokens.decode(grids).float()
+            image = tokens.decode(grids).float()
         weight = 1 + 4 * ((target - 2 * lattice.GROUND + 1).abs().amax(1, keepdim=True) > 0.05)
-        return (weight * ((picture - target).square() + 0.1 * (picture - target).abs())).mean()
+        return (weight * ((image - target).square() + 0.1 * (image - target).abs())).mean()
 
     return loss
 
 
 @dataclass(frozen=True)
 class Lessons:
-    """Loss of drawing `captions` scenes and of answering `asked` questions about each of `pictures` others."""
+    """Loss of drawing `captions` scenes and of answering `asked` questions about each of `images` others."""
 
     model: Any
     tokenizer: Any
     steps: int
     captions: int
-    pictures: int
+    images: int
     asked: int
 
     def __call__(self, step: int) -> Tensor:
         rng, dice = np.random.default_rng((2, step)), random.Random(step)
         shares = EASY_SHARES if step < EASY * self.steps else TASK_SHARES
         drawn = []
-        for _ in range(max(self.captions, self.pictures)):
+        for _ in range(max(self.captions, self.images)):
             claims = scenes.sample_claims(rng, str(rng.choice(scenes.TASKS, p=shares)))
             drawn.append((claims.caption(str(rng.choice(scenes.PREFIXES))), lattice.place(claims, rng)))
         return DRAWING_WEIGHT * self.drawing(drawn[:self.captions], dice) + self.answering(
-            [objects for _, objects in drawn[:self.pictures]], dice)
+            [objects for _, objects in drawn[:self.images]], dice)
 
     def drawing(self, drawn: Sequence[tuple[str, list[lattice.Placed]]], dice: random.Random) -> Tensor:
         grids = torch.from_numpy(np.stack([lattice.tokens(objects) for _, objects in drawn]))
@@ -233,10 +233,10 @@ class Lessons:
                 row += [*asked, *said, USER]
             rows.append(row[:-1])
             labels.append(label)
-        pictures = torch.from_numpy(np.stack([lattice.paint(objects) for objects in shown]))
+        images = torch.from_numpy(np.stack([lattice.paint(objects) for objects in shown]))
         ids, wanted = padded(rows, PAD), padded(labels, -100)[:, 1:]
         states = self.model.model.language_model(
-            inputs_embeds=with_pictures(self.model, ids, pictures), use_cache=False).last_hidden_state[:, :-1]
+            inputs_embeds=with_images(self.model, ids, images), use_cache=False).last_hidden_state[:, :-1]
         return F.cross_entropy(self.model.lm_head(states[wanted != -100]).float(), wanted[wanted != -100])
 
 
@@ -249,25 +249,25 @@ def caption_ids(tokenizer: Any, caption: str) -> list[int]:
 
 
 def question_ids(tokenizer: Any, question: str) -> list[int]:
-    """Tokens of a question about a picture."""
+    """Tokens of a question about an image."""
     asked = tokenizer.convert_tokens_to_ids(tokenizer.tokenize(question))
     return [BOS, USER, BOI, *[IMAGE] * TOKENS, EOI, *asked, ASSISTANT]
 
 
-def image_of(picture: np.ndarray) -> Any:
-    """Image of a picture float [3,64,64] in [0, 1]."""
+def image_of(image: np.ndarray) -> Any:
+    """Image of an image float [3,64,64] in [0, 1]."""
     from PIL import Image
 
-    return Image.fromarray((picture.transpose(1, 2, 0) * 255).round().astype(np.uint8))
+    return Image.fromarray((image.transpose(1, 2, 0) * 255).round().astype(np.uint8))
 
 
 def seen(objects: Sequence[lattice.Placed]) -> list[Thing]:
     return [Thing(shape, colour, centre) for shape, colour, centre in objects]
 
 
-def with_pictures(model: Any, ids: Tensor, pictures: Tensor) -> Tensor:
-    """Embeddings of ids [B,T], with B pictures [B,3,64,64] in [0, 1] at their places."""
-    states = model.model.get_image_features(pictures * 2 - 1).pooler_output
+def with_images(model: Any, ids: Tensor, images: Tensor) -> Tensor:
+    """Embeddings of ids [B,T], with B images [B,3,64,64] in [0, 1] at their places."""
+    states = model.model.get_image_features(images * 2 - 1).pooler_output
     given = model.get_input_embeddings()(ids)
     return given.masked_scatter((ids == IMAGE)[..., None], states.to(given.dtype))
 
@@ -275,15 +275,15 @@ def with_pictures(model: Any, ids: Tensor, pictures: Tensor) -> Tensor:
 # --- accuracy --------------------------------------------------------------------------------------------------------
 
 @torch.no_grad()
-def pictures_right(model: Any, tokenizer: Any, prompts: Sequence[str]) -> dict[str, list[float]]:
-    """Verdicts of `scene` on a picture of each prompt, by task, drawn without guidance."""
+def images_right(model: Any, tokenizer: Any, prompts: Sequence[str]) -> dict[str, list[float]]:
+    """Verdicts of `scene` on an image of each prompt, by task, drawn without guidance."""
     torch.manual_seed(0)
     found = defaultdict(list)
     for at in range(0, len(prompts), 100):
         some = prompts[at:at + 100]
         grids = sample(model, [caption_ids(tokenizer, prompt) for prompt in some])
-        pictures = model.decode_image_tokens(grids).permute(0, 3, 1, 2).float().add(1).div(2).clamp(0, 1)
-        for prompt, right in zip(some, scene(pictures, some)):
+        images = model.decode_image_tokens(grids).permute(0, 3, 1, 2).float().add(1).div(2).clamp(0, 1)
+        for prompt, right in zip(some, scene(images, some)):
             found["all"].append(right)
             found[scenes.parse(prompt).task].append(right)
     return found
@@ -316,12 +316,12 @@ def answers_right(model: Any, tokenizer: Any, prompts: Sequence[str], hidden: bo
     rng, dice, found = np.random.default_rng(3), random.Random(3), defaultdict(list)
     for prompt in prompts:
         objects = lattice.place(scenes.parse(prompt), rng)
-        picture = torch.from_numpy(lattice.paint([] if hidden else objects))[None]
+        image = torch.from_numpy(lattice.paint([] if hidden else objects))[None]
         for _ in range(2):
             question, answer = balanced(seen(objects), dice)
             ids = torch.tensor([question_ids(tokenizer, question)])
             state = model.model.language_model(
-                inputs_embeds=with_pictures(model, ids, picture), use_cache=False).last_hidden_state[:, -1]
+                inputs_embeds=with_images(model, ids, image), use_cache=False).last_hidden_state[:, -1]
             right = float(model.lm_head(state).argmax() == tokenizer.convert_tokens_to_ids(answer))
             found["all"].append(right)
             found[read_question(question)[0]].append(right)
@@ -340,9 +340,9 @@ def held_out_prompts() -> list[str]:
 
 def tables(model: Any, tokenizer: Any) -> None:
     prompts = held_out_prompts()
-    for said, found in (("pictures", pictures_right(model, tokenizer, prompts)),
+    for said, found in (("pictures", images_right(model, tokenizer, prompts)),
                         ("answers", answers_right(model, tokenizer, prompts, False)),
-                        ("answers, pictures hidden", answers_right(model, tokenizer, prompts, True))):
+                        ("answers, images hidden", answers_right(model, tokenizer, prompts, True))):
         print(f"{said}: " + ", ".join(f"{name} {np.mean(marks):.3f} of {len(marks)}" for name, marks in found.items()),
               flush=True)
 
@@ -373,7 +373,7 @@ def main() -> None:
           1.5).run(deadline)
     tokens.requires_grad_(False)
     learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    lessons = Lessons(model, processor.tokenizer, args.steps, args.captions, args.pictures, args.asked)
+    lessons = Lessons(model, processor.tokenizer, args.steps, args.captions, args.images, args.asked)
     Stage(args.out / "language.pt", model, learned, lessons, args.steps, args.lr, 1.6).run(deadline)
     model.eval().to(torch.bfloat16).save_pretrained(args.out / "model")
     processor.save_pretrained(args.out / "model")

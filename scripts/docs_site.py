@@ -23,7 +23,7 @@ OVERLINE = re.compile(r'<mover>((?:(?!<mover>).)*?)<mo accent="true">&#x02015;</
 def on_page_markdown(markdown: str, page, **_) -> str:
     """Return the page's Markdown without links that leave docs/, since the site has no such files.
 
-    The first page has no side columns, so that its picture is as wide as the window.
+    The first page has no side columns, so that its image is as wide as the window.
     """
     if page.file.src_uri == "index.md":
         page.meta["hide"] = ["navigation", "toc"]

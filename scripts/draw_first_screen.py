@@ -70,7 +70,7 @@ def draw(run: Path, path: Path, base: Measured, tuned: Measured, places: list[in
         row, left = divmod(number, 3)
         for column, (side, colour) in enumerate(((base, GREY), (tuned, BLUE))):
             axes = figure.add_subplot(grid[row, 3 * left + column])
-            axes.imshow(np.asarray(side.pictures[place].permute(1, 2, 0).clamp(0, 1)), interpolation="nearest")
+            axes.imshow(np.asarray(side.images[place].permute(1, 2, 0).clamp(0, 1)), interpolation="nearest")
             axes.set(xticks=[], yticks=[])
             right = side.scores[STRICT][place] == 1
             axes.set_xlabel(("before" if side is base else "after") + (": right" if right else ": wrong"), fontsize=8,

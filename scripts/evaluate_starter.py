@@ -6,7 +6,7 @@
 
 The share of held-out prompts of which the strict reward `scene` finds every claim true, per task and overall (the mean
 over tasks), for several guidance scales and numbers of steps, with the pipeline's own scheduler and fixed seeds. With
-several samples also pass@k: the chance that one of k pictures is right (Codex, 2107.03374). The ceiling is the share
+several samples also pass@k: the chance that one of k images is right (Codex, 2107.03374). The ceiling is the share
 for rendered scenes that go through the autoencoder and back.
 """
 
@@ -54,10 +54,10 @@ def ceiling(pipe, count: int, seed: int = 4) -> dict[str, float]:
     """Strict accuracy of `count` rendered held-out scenes, before and after the autoencoder."""
     rng, scene = np.random.default_rng(seed), rewards.find("scene")
     drawn = [scenes.sample_prompt(rng, scenes.TASKS[i % len(scenes.TASKS)], held=True) for i in range(count)]
-    pictures = torch.tensor(np.stack([scenes.render(claims, rng) for _, claims in drawn])).float().permute(0, 3, 1, 2)
+    images = torch.tensor(np.stack([scenes.render(claims, rng) for _, claims in drawn])).float().permute(0, 3, 1, 2)
     captions = [caption for caption, _ in drawn]
-    decoded = torch.cat([pipe.vae.decode(pipe.vae.encode(part * 2 - 1).latents).sample for part in pictures.split(32)])
-    shares = {"rendered": pictures, "decoded": (decoded / 2 + 0.5).clamp(0, 1)}
+    decoded = torch.cat([pipe.vae.decode(pipe.vae.encode(part * 2 - 1).latents).sample for part in images.split(32)])
+    shares = {"rendered": images, "decoded": (decoded / 2 + 0.5).clamp(0, 1)}
     return {name: float(np.mean(scene(shown, captions))) for name, shown in shares.items()}
 
 
@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default="starter", help="starter or a directory (default: starter)")
     parser.add_argument("--guidance", type=float, nargs="+", default=GUIDANCE)
     parser.add_argument("--steps", type=int, nargs="+", default=STEPS)
-    parser.add_argument("--samples", type=int, default=1, help="pictures per prompt")
+    parser.add_argument("--samples", type=int, default=1, help="images per prompt")
     parser.add_argument("--suffix", default="", help="ends every prompt")
     parser.add_argument("--prompts", type=int, default=240, help="prompts, evenly over the held-out file")
     parser.add_argument("--ceiling", type=int, default=300, help="scenes that go through the autoencoder")
@@ -102,7 +102,7 @@ def main() -> None:
     print(table(rows))
     best = max(rows, key=lambda row: row["accuracy"]["pass@1"]["all"])
     print(f"\nbest: {best['accuracy']['pass@1']['all']:.3f} with {best['steps']} steps and guidance "
-          f"{best['guidance']:g}, {len(prompts)} prompts x {args.samples} pictures")
+          f"{best['guidance']:g}, {len(prompts)} prompts x {args.samples} images")
     if args.json:
         told = {"model": args.model, "prompts": len(prompts), "samples": args.samples, "ceiling": through, "rows": rows}
         args.json.write_text(json.dumps(told, indent=2) + "\n")

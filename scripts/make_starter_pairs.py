@@ -1,13 +1,13 @@
-"""Preference pairs for the starter, labelled by the reward `scene`: two files of pairs and their pictures.
+"""Preference pairs for the starter, labelled by the reward `scene`: two files of pairs and their images.
 
     python scripts/make_starter_pairs.py --out runs/starter_pairs    # a few minutes on 2 CPU cores
     flowgrpo train configs/starter_dpo.yaml                            # aligns the starter to pairs.jsonl
     flowgrpo train configs/starter_rpo.yaml                            # to subjects.jsonl; neither run draws anything
 
-pairs.jsonl: two pictures that the starter drew of one prompt, a right one and a wrong one; with --rendered also scenes
+pairs.jsonl: two images that the starter drew of one prompt, a right one and a wrong one; with --rendered also scenes
 as their prompts say, against ones in which something is wrong, both as the starter's autoencoder shows them.
-subjects.jsonl, as RPO wants it: of every picture that the starter drew a scene as its prompt says, the subject's
-picture, against the drawn one, right or not. Prompts are those that alignment may train on. Writes the pictures to
+subjects.jsonl, as RPO wants it: of every image that the starter drew a scene as its prompt says, the subject's
+image, against the drawn one, right or not. Prompts are those that alignment may train on. Writes the images to
 --out/pairs and --out/subjects. The seed is fixed. Says what the drawing cost, in denoiser evaluations.
 """
 
@@ -41,14 +41,14 @@ def make(folder: Path, prompts: int, rendered: int) -> Path:
 
 
 def scene_of(prompt: str, rng: np.random.Generator) -> np.ndarray:
-    """Picture uint8 [64, 64, 3] as the prompt says."""
+    """Image uint8 [64, 64, 3] as the prompt says."""
     return (scenes.render(scenes.parse(prompt), rng) * 255).round().astype(np.uint8)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/starter_pairs"))
-    parser.add_argument("--prompts", type=int, default=300, help=f"prompts, of each of which it draws {GROUP} pictures")
+    parser.add_argument("--prompts", type=int, default=300, help=f"prompts, of each of which it draws {GROUP} images")
     parser.add_argument("--rendered", type=int, default=0, help="rendered pairs beside those")
     args = parser.parse_args()
     path = make(args.out, args.prompts, args.rendered)

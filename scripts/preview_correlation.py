@@ -6,7 +6,7 @@ Every prompt's pool of noises is run deterministically on the whole grid in full
 noises with fewer steps and in low precision (torchao). Per prompt, Spearman's and Kendall's rank correlation of the two
 lists of scores (scipy); the table has the mean over prompts and seeds. Beside it stands how many of the --keep noises
 that a preview would choose, half of them the best and half the worst, the full run would choose too. The scores are
-those of the recipe's rewards, their weighted sum. A prompt whose pictures all score the same has no ranks and does not
+those of the recipe's rewards, their weighted sum. A prompt whose images all score the same has no ranks and does not
 count; how many do is in the first line.
 """
 

@@ -1,11 +1,11 @@
-"""Table of the packaged recipes: memory class, pictures per epoch, hours, prompts and rewards, computed without a GPU.
+"""Table of the packaged recipes: memory class, images per epoch, hours, prompts and rewards, computed without a GPU.
 
     python scripts/recipe_table.py                   # a dry run of each full-size recipe, half a minute each; all lines
     python scripts/recipe_table.py sd15 sdxl_24gb    # of those two; the table keeps what the other recipes say
     python scripts/recipe_table.py --none            # no dry run: docs/recipes.md of what the recipes say
 
 Each recipe has a comment `# One GPU (N GB): ...` or `# 8 GPU (N GB): ...`, which names the GPUs of its memory class. A
-dry run on one of them, as one of so many processes, writes the rest of the line: pictures, seconds and hours. The line
+dry run on one of them, as one of so many processes, writes the rest of the line: images, seconds and hours. The line
 before it states the rewards. docs/recipes.md is written from those lines and the recipes' keys.
 """
 

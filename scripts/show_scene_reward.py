@@ -1,4 +1,4 @@
-"""Show what the scene reward can tell apart: true captions, captions with one fact changed, damaged pictures.
+"""Show what the scene reward can tell apart: true captions, captions with one fact changed, damaged images.
 
     python scripts/show_scene_reward.py                  # 2,000 scenes of all tasks, both splits; about half a minute
 """
@@ -29,9 +29,9 @@ from flowgrpo.starter.scenes import (
 
 @dataclass(frozen=True)
 class Scene:
-    """Picture float32 [3, 64, 64], its prompt, what the prompt claims, and the same with the colours drawn."""
+    """Image float32 [3, 64, 64], its prompt, what the prompt claims, and the same with the colours drawn."""
 
-    picture: np.ndarray
+    image: np.ndarray
     prompt: str
     claims: Claims
     shown: Claims
@@ -45,8 +45,8 @@ def draw(count: int, seed: int) -> list[Scene]:
         prompt, claims = sample_prompt(rng, TASKS[i % len(TASKS)], held=i // len(TASKS) % 2 == 1)
         objects = tuple(replace(c, colour=c.colour or str(rng.choice(list(COLOURS)))) for c in claims.objects)
         shown = replace(claims, objects=objects)
-        picture = render(shown, rng).transpose(2, 0, 1).astype(np.float32)
-        scenes.append(Scene(picture, prompt, claims, shown))
+        image = render(shown, rng).transpose(2, 0, 1).astype(np.float32)
+        scenes.append(Scene(image, prompt, claims, shown))
     return scenes
 
 
@@ -95,72 +95,72 @@ CHANGES: dict[str, Callable[[Scene, int, np.random.Generator], Claims | None]] =
 
 
 def changed(scenes: list[Scene], change: str, seed: int) -> Iterator[tuple[np.ndarray, str]]:
-    """Each scene's picture with a caption in which `change` was made to one of its claims, where it can be made."""
+    """Each scene's image with a caption in which `change` was made to one of its claims, where it can be made."""
     rng = np.random.default_rng(seed)
     for scene in scenes:
         claims = CHANGES[change](scene, int(rng.integers(len(scene.claims.objects))), rng)
         if claims:
-            yield scene.picture, claims.caption()
+            yield scene.image, claims.caption()
 
 
-# --- damaged pictures ------------------------------------------------------------------------------------------------
+# --- damaged images ------------------------------------------------------------------------------------------------
 
-def blurred(picture: np.ndarray, sigma: float) -> np.ndarray:
-    return ndimage.gaussian_filter(picture, (0, sigma, sigma), mode="nearest")
-
-
-def noisy(picture: np.ndarray, sigma: float, rng: np.random.Generator) -> np.ndarray:
-    return np.clip(picture + rng.normal(0, sigma, picture.shape), 0, 1).astype(np.float32)
+def blurred(image: np.ndarray, sigma: float) -> np.ndarray:
+    return ndimage.gaussian_filter(image, (0, sigma, sigma), mode="nearest")
 
 
-def empty(picture: np.ndarray) -> np.ndarray:
+def noisy(image: np.ndarray, sigma: float, rng: np.random.Generator) -> np.ndarray:
+    return np.clip(image + rng.normal(0, sigma, image.shape), 0, 1).astype(np.float32)
+
+
+def empty(image: np.ndarray) -> np.ndarray:
     """Ground alone."""
-    return np.broadcast_to(picture[:, :1, :1], picture.shape)
+    return np.broadcast_to(image[:, :1, :1], image.shape)
 
 
-def half_cut(picture: np.ndarray) -> np.ndarray:
-    """Picture without its fullest half: objects are missing or cut through."""
+def half_cut(image: np.ndarray) -> np.ndarray:
+    """Image without its fullest half: objects are missing or cut through."""
     half = SIZE // 2
     halves = [(slice(None), *part) for part in (np.s_[:half, :], np.s_[half:, :], np.s_[:, :half], np.s_[:, half:])]
-    ink = np.abs(picture - picture[:, :1, :1])
+    ink = np.abs(image - image[:, :1, :1])
     fullest = max(halves, key=lambda part: ink[part].sum())
-    cut = picture.copy()
-    cut[fullest] = picture[:, :1, :1]
+    cut = image.copy()
+    cut[fullest] = image[:, :1, :1]
     return cut
 
 
 DAMAGES: dict[str, Callable[[np.ndarray, np.random.Generator], np.ndarray]] = {
-    "noise 0.02, blur 0.5 px": lambda picture, rng: noisy(blurred(picture, 0.5), 0.02, rng),
-    "blur 1 px": lambda picture, rng: blurred(picture, 1),
-    "blur 2 px": lambda picture, rng: blurred(picture, 2),
-    "blur 3 px": lambda picture, rng: blurred(picture, 3),
-    "noise 0.3": lambda picture, rng: noisy(picture, 0.3, rng),
-    "fullest half blanked": lambda picture, rng: half_cut(picture),
-    "empty": lambda picture, rng: empty(picture),
+    "noise 0.02, blur 0.5 px": lambda image, rng: noisy(blurred(image, 0.5), 0.02, rng),
+    "blur 1 px": lambda image, rng: blurred(image, 1),
+    "blur 2 px": lambda image, rng: blurred(image, 2),
+    "blur 3 px": lambda image, rng: blurred(image, 3),
+    "noise 0.3": lambda image, rng: noisy(image, 0.3, rng),
+    "fullest half blanked": lambda image, rng: half_cut(image),
+    "empty": lambda image, rng: empty(image),
 }
 
 
 # --- the table -------------------------------------------------------------------------------------------------------
 
-def row(label: str, pictures, prompts) -> str:
-    graded = np.array(scene_graded(np.stack(pictures), prompts))
+def row(label: str, images, prompts) -> str:
+    graded = np.array(scene_graded(np.stack(images), prompts))
     # `scene` is 1 exactly where `scene_graded` is, so that one reading serves both.
     return f"| {label} | {len(graded)} | {(graded == 1).mean():.3f} | {graded.mean():.3f} |"
 
 
 def table(scenes: list[Scene], seed: int) -> Iterator[str]:
-    pictures, prompts = [s.picture for s in scenes], [s.prompt for s in scenes]
+    images, prompts = [s.image for s in scenes], [s.prompt for s in scenes]
     rng = np.random.default_rng(seed)
-    yield "| pictures and captions | number | strict | graded |\n|---|---|---|---|"
-    yield row("true caption", pictures, prompts)
+    yield "| images and captions | number | strict | graded |\n|---|---|---|---|"
+    yield row("true caption", images, prompts)
     for task in TASKS:
         part = [s for s in scenes if s.claims.task == task]
-        yield row(f"true caption, {task}", [s.picture for s in part], [s.prompt for s in part])
+        yield row(f"true caption, {task}", [s.image for s in part], [s.prompt for s in part])
     for change in CHANGES:
         yield row(change, *zip(*changed(scenes, change, seed)))
-    yield row("another scene's caption", pictures, prompts[1:] + prompts[:1])
+    yield row("another scene's caption", images, prompts[1:] + prompts[:1])
     for damage, apply in DAMAGES.items():
-        yield row(damage, [apply(picture, rng) for picture in pictures], prompts)
+        yield row(damage, [apply(image, rng) for image in images], prompts)
 
 
 def main():

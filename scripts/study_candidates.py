@@ -36,7 +36,7 @@ def data(kind: str, balance: Options, **source: Any) -> dict[str, Any]:
 
 SHOWN: Options = {"source": {"type": "Recorded", "path": DEMONSTRATIONS}}
 NEAR, COVERED = "the policy stays near its base", "a divergence on the base's own samples keeps the policy near it"
-KEPT = "pictures of a prompt stay different"
+KEPT = "images of a prompt stay different"
 TAUGHT = "the cross-entropy of solutions, beside the loss and fading, teaches hard prompts"
 CANDIDATES = (
     *settings("SampledKL", NEAR, "kl", ALL, {
@@ -69,9 +69,9 @@ CANDIDATES = (
         f"weight {weight}": {"reward": GRADED | {"diversity": weight}} for weight in (0.5, 2.0)}),
     *settings("limit", "a reward that is bounded from below, in place of a weight, ends above its bound", "diversity",
               SCENES, {"diversity": {"reward": GRADED | {"diversity": {"limit": {"at_least": 0.25, "rate": 10.0}}}}}),
-    *settings("scene_graded", "nearly right pictures earn too, so groups without a right one differ", "accuracy",
+    *settings("scene_graded", "nearly right images earn too, so groups without a right one differ", "accuracy",
               SCENES, {"": {"base": {"reward": STRICT}, "reward": GRADED}}),
-    *settings("FlowMatching", "right pictures, learned beside the reward, teach what samples rarely show", "accuracy",
+    *settings("FlowMatching", "right images, learned beside the reward, teach what samples rarely show", "accuracy",
               SCENES, {f"weight {weight}": data("FlowMatching", {"data": weight}, **SHOWN) for weight in (0.3, 1.0)}),
     *settings("rlg", "drawing with more than the tuned change raises the reward, without training", "accuracy", SCENES,
               {f"weight {weight}": {"rlg": weight} for weight in (1.5, 2.0)}),

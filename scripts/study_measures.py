@@ -22,7 +22,7 @@ from flowgrpo.train import Trainer
 from flowgrpo.training import sampling, state
 
 PROMPTS, SAMPLES = 100, 8  # measured prompts of texts that are sampled at temperature 1, and the samples of each
-PICTURED = 60  # measured prompts of pictures with probe.SAMPLES samples each, for diversity and KL
+PICTURED = 60  # measured prompts of images with probe.SAMPLES samples each, for diversity and KL
 MEND = "remove the run's folder, and the same command trains it again"
 
 
@@ -62,11 +62,11 @@ def by_prompt(values: Iterable[torch.Tensor]) -> list[float]:
     return torch.cat([*values]).view(-1, SAMPLES).double().mean(1).tolist()
 
 
-def pictures(config: Config, prompts: int, rlg: float | None) -> dict[str, list[float]]:
-    """Return the strict accuracy of a picture per prompt, and quantities of PICTURED prompts.
+def images(config: Config, prompts: int, rlg: float | None) -> dict[str, list[float]]:
+    """Return the strict accuracy of an image per prompt, and quantities of PICTURED prompts.
 
-    prompts: measured ones. rlg: pictures are drawn with base + rlg * (tuned - base), and their accuracy alone is
-    measured. diversity: mean distance of a prompt's pictures. kl: to the base, of a whole sample.
+    prompts: measured ones. rlg: images are drawn with base + rlg * (tuned - base), and their accuracy alone is
+    measured. diversity: mean distance of a prompt's images. kl: to the base, of a whole sample.
     """
     trainer = trained(config)
     policy = cast(Any, trainer.policy)

@@ -70,8 +70,8 @@ TRIED = ("Settings were chosen on validation prompts, with a seed of their own, 
          "these](#settings-that-were-tried).")
 FIXED = "Their settings were set before their first run, and no other was tried."
 PICTURED = ("- **Images.** {epochs} epochs of {prompts} prompts with {group} samples, on the prompts of the image "
-            "recipe (`scenes`), by {shared}. Accuracy is strict, of one picture for each of {count} held-out prompts, "
-            "in {steps} steps at guidance {guidance:g}. Diversity is the distance between the {copies} pictures of a "
+            "recipe (`scenes`), by {shared}. Accuracy is strict, of one image for each of {count} held-out prompts, "
+            "in {steps} steps at guidance {guidance:g}. Diversity is the distance between the {copies} images of a "
             "prompt, on {pictured} prompts; the KL to the base is that of whole samples of `flow_grpo`, on the same.")
 COMPARED = "On validation prompts, with one seed that no row above has; `held-out row` is one of the table above."
 CHANGED = ("`with` is what the run with the part adds to the run without; `both` is what the two runs change in the "

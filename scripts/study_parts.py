@@ -57,21 +57,21 @@ def write_prompts(folder: Path) -> None:
     drawn = models.split(IMAGES["model"])
     lines = {ALL: split, FIVE: five, KNOWN: split | {"train": mostly_known(split["train"])},
              SCENES: {side: [as_line(prompt) for prompt in prompts] for side, prompts in drawn.items()}}
-    write_pictures(folder, drawn["train"])
+    write_images(folder, drawn["train"])
     for pool, sides in lines.items():
         for side in SIDES:
             atomic.write_text(folder / f"{pool}-{side}.jsonl", "".join(json.dumps(each) + "\n" for each in sides[side]))
 
 
-def write_pictures(folder: Path, prompts: list[Prompt]) -> None:
-    """Write a right picture of every prompt, by a fixed seed, and scenes-pictures.jsonl."""
+def write_images(folder: Path, prompts: list[Prompt]) -> None:
+    """Write a right image of every prompt, by a fixed seed, and scenes-images.jsonl."""
     rng, lines = np.random.default_rng(7), []
     (folder / "pictures").mkdir(parents=True, exist_ok=True)
     for number, prompt in enumerate(prompts):
-        name, picture = f"pictures/{number}.png", scenes.render(scenes.parse(prompt.text), rng)
-        Image.fromarray((picture * 255).round().astype(np.uint8)).save(folder / name)
-        lines.append(json.dumps({"prompt": prompt.text, "picture": name}) + "\n")
-    atomic.write_text(folder / "scenes-pictures.jsonl", "".join(lines))
+        name, image = f"pictures/{number}.png", scenes.render(scenes.parse(prompt.text), rng)
+        Image.fromarray((image * 255).round().astype(np.uint8)).save(folder / name)
+        lines.append(json.dumps({"prompt": prompt.text, "image": name}) + "\n")
+    atomic.write_text(folder / "scenes-images.jsonl", "".join(lines))
 
 
 def mostly_known(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -132,7 +132,7 @@ def finished(config: Config, prompts: int, rlg: float | None) -> dict[str, Any]:
         if not (config.folder / "summary.json").is_file():
             run(config, resume=checkpoint.latest(config.folder / "checkpoints") is not None)
         text = config.model == TEXTS["model"]
-        scores = study_measures.texts(config) if text else study_measures.pictures(config, prompts, rlg)
+        scores = study_measures.texts(config) if text else study_measures.images(config, prompts, rlg)
         spent = read_object(config.folder / "summary.json", MEND)["denoiser_evaluations"]
         atomic.write_text(file, json.dumps({"evaluations": spent, "commit": commit()} | scores))
     return read_object(file, MEND)

@@ -98,7 +98,7 @@ ROWS = (
            "Every seed kept more, 0.004 to 0.008 of 0.24, at an accuracy that is 0.07 lower. None reached the "
            "bound of 0.25."),
     chosen("scene_graded", "", SCENES,
-           "Nothing shown: single pictures are right half of the time, so few groups of 24 have none."),
+           "Nothing shown: single images are right half of the time, so few groups of 24 have none."),
     chosen("FlowMatching", "weight 0.3", SCENES,
            "Every seed lost, 0.11 to 0.18. The cause was not looked into: the data term may "
            "outweigh the reward's."),

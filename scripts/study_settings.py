@@ -86,4 +86,4 @@ SINGLE: Options = ALONE | {"train.prompts": 256, "train.group": 1}
 PARTIAL: Options = {"numeric_match": 1.0, "step_match": 0.0}
 STRICT: Options = {"scene": 1.0}
 GRADED: Options = {"scene": 1.0, "scene_graded": 1.0}
-DEMONSTRATIONS = "{prompts}/scenes-pictures.jsonl"  # in the study's folder of prompts
+DEMONSTRATIONS = "{prompts}/scenes-images.jsonl"  # in the study's folder of prompts

@@ -4,10 +4,10 @@
     python scripts/taste_voter.py FOLDER --seeds 0 1 2 --set head=0         clicks alone
     python scripts/taste_voter.py FOLDER --seeds 0 1 2 --voter random       votes at random
 
-The hidden taste is z(scene_graded) + z(share of ink), larger shapes; 15 % of the votes are for another picture, and two
-pictures that are less than TIE apart are a tie. The person is another process, which reads the page's state and its
-pictures over HTTP as a browser does. Measured are 240 held-out prompts with two noises each: how often the tuned
-model's picture is better than the base's from the same noise (ties one half), right images, edges and diversity.
+The hidden taste is z(scene_graded) + z(share of ink), larger shapes; 15 % of the votes are for another image, and two
+images that are less than TIE apart are a tie. The person is another process, which reads the page's state and its
+images over HTTP as a browser does. Measured are 240 held-out prompts with two noises each: how often the tuned
+model's image is better than the base's from the same noise (ties one half), right images, edges and diversity.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ MODEL, SAMPLES = "starter_consistency", 2
 # --- the hidden taste ------------------------------------------------------------------------------------------------
 
 def ink(images: torch.Tensor) -> np.ndarray:
-    """Return the share of each picture that is no ground."""
+    """Return the share of each image that is no ground."""
     ground = images.flatten(2).median(-1).values[:, :, None, None]
     return ((images - ground).norm(dim=1) > 0.3).float().mean((1, 2)).numpy()
 
 
 def utility(images: torch.Tensor, prompts: list[str], stats: list[float]) -> np.ndarray:
-    """Return the taste for each picture. stats: mean and deviation of both parts on the base's pictures."""
+    """Return the taste for each image. stats: mean and deviation of both parts on the base's images."""
     from flowgrpo.starter.rewards.scene import scene_graded
 
     right = np.array(scene_graded(images, prompts))
@@ -74,8 +74,8 @@ def vote(address: str, clicks: int, seconds: float, seed: int, stats: list[float
         shown = [*range(question["count"])]
         files = [urllib.request.urlopen(f"{address}{question['name']}/{place}").read() for place in shown]
         pixels = [np.asarray(Image.open(io.BytesIO(file)).convert("RGB")) for file in files]
-        pictures = torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2).float() / 255
-        worth = utility(pictures, [question["prompt"]] * len(shown), stats)
+        images = torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2).float() / 255
+        worth = utility(images, [question["prompt"]] * len(shown), stats)
         rng = np.random.default_rng([1000 + seed, *map(ord, question["name"])])  # the same after a resume
         order, choice = np.argsort(-worth), int(rng.integers(len(shown)))
         if kind != "random":
@@ -93,8 +93,8 @@ def vote(address: str, clicks: int, seconds: float, seed: int, stats: list[float
 # --- measures --------------------------------------------------------------------------------------------------------
 
 @torch.no_grad()
-def pictures_of(lora: Path | None) -> torch.Tensor:
-    """Return pictures [P * SAMPLES, 3, H, W] of the held-out prompts, by the model's own steps."""
+def images_of(lora: Path | None) -> torch.Tensor:
+    """Return images [P * SAMPLES, 3, H, W] of the held-out prompts, by the model's own steps."""
     from flowgrpo.config.schema import Config
     from flowgrpo.policies import build, loading
     from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
@@ -141,14 +141,14 @@ def edge_width(images: torch.Tensor) -> float:
 
 
 def diversity(images: torch.Tensor) -> float:
-    """Return the mean distance of the pictures of a prompt, over 16 x 16 pixels."""
+    """Return the mean distance of the images of a prompt, over 16 x 16 pixels."""
     small = torch.nn.functional.avg_pool2d(images, 4).flatten(1).unflatten(0, (-1, SAMPLES))
     apart = torch.cdist(small, small)
     return float(apart.sum((1, 2)).mean() / (SAMPLES * (SAMPLES - 1)))
 
 
 def measured(images: torch.Tensor, stats: list[float] | None = None) -> dict[str, Any]:
-    """Return the measures of pictures. stats: of the base; None: these are its own."""
+    """Return the measures of images. stats: of the base; None: these are its own."""
     from flowgrpo.starter.rewards.scene import scene, scene_graded
 
     prompts = [text for text in held_out() for _ in range(SAMPLES)]
@@ -161,12 +161,12 @@ def measured(images: torch.Tensor, stats: list[float] | None = None) -> dict[str
 
 
 def base_of(folder: Path) -> dict[str, Any]:
-    """Return the base's measures, kept in a file; with those of its pictures blurred with sigma .5."""
+    """Return the base's measures, kept in a file; with those of its images blurred with sigma .5."""
     from torchvision.transforms.functional import gaussian_blur
 
     file = folder / "base.json"
     if not file.is_file():
-        images = pictures_of(None)
+        images = images_of(None)
         blurred = edge_width(gaussian_blur(images, 5, 0.5))
         folder.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(measured(images) | {"blurred": blurred}))
@@ -174,7 +174,7 @@ def base_of(folder: Path) -> dict[str, Any]:
 
 
 def visible(now: list[float], base: list[float], rows: slice = slice(None)) -> float:
-    """Return the share of pictures that are better than the base's; those that are less than TIE apart count one half.
+    """Return the share of images that are better than the base's; those that are less than TIE apart count one half.
     """
     apart = (np.array(now) - np.array(base)).reshape(-1, SAMPLES)[rows]
     return float(np.where(np.abs(apart) < TIE, 0.5, apart > 0).mean())
@@ -213,7 +213,7 @@ def session(folder: Path, name: str, seed: int, given: argparse.Namespace, base:
     if said["clicks"] < given.clicks:
         return said
     of.finish(config, live.log, epochs)
-    now = measured(pictures_of(config.folder), base["stats"])
+    now = measured(images_of(config.folder), base["stats"])
     metrics = [json.loads(line) for line in (config.folder / "metrics.jsonl").read_text().splitlines()]
     foretold = [row.get("taste/foretold") for row in metrics][1:]
     return {"name": name, "seed": seed, "resumed": resume, "visible": visible(now["utility"], base["utility"]),

@@ -52,7 +52,7 @@ LANGUAGE: dict[str, Any] = {
     "train.prompts": 2, "train.group": 4, "train.updates": 1, "train.micro_batch": 4, "text.max_tokens": 16,
     "train.compile": False}
 
-# Areas to which a pipeline brings a reference picture, constants of its module.
+# Areas to which a pipeline brings a reference image, constants of its module.
 AREAS = {"QwenImageEditPlusPipeline": {"CONDITION_IMAGE_SIZE": SIDE * SIDE, "VAE_IMAGE_SIZE": SIDE * SIDE}}
 
 ROUND = ROOT / "docs" / "data" / "recipe_round.json"
@@ -98,7 +98,7 @@ def forced(name: str, folder: Path) -> dict[str, Any]:
     if known is None:
         return LANGUAGE | ({} if config.prompts == "arithmetic" else {"prompts": "arithmetic"})
     pixels = 2 * SIDE if known.pipeline == "LTX2Pipeline" else SIDE  # its autoencoder reflects two latents or more
-    keys = FORCED | {f"picture.{side}": pixels for side in ("height", "width")} | call_keys(config, known)
+    keys = FORCED | {f"image.{side}": pixels for side in ("height", "width")} | call_keys(config, known)
     if config.image.frames:
         keys["reward"] = {"sharpness": {"use": "frames", "args": {"reward": "sharpness"}}}
     if config.image.frames and config.image.frames > 1:
@@ -127,7 +127,7 @@ def forced(name: str, folder: Path) -> dict[str, Any]:
 
 
 def call_keys(config: Any, known: Any) -> dict[str, Any]:
-    """Return what shortens a pipeline's call: tokens of a prompt, pixels of an image and of a reference picture."""
+    """Return what shortens a pipeline's call: tokens of a prompt, pixels of an image and of a reference image."""
     import diffusers
 
     accepted = inspect.signature(getattr(diffusers, known.pipeline).__call__).parameters
@@ -213,7 +213,7 @@ def build(name: str, folder: Path, language: Path | None, whole: bool = False) -
 
 
 def write_prompts(folder: Path) -> None:
-    """Write two prompts with a picture each, for the recipes that read a user's own."""
+    """Write two prompts with an image each, for the recipes that read a user's own."""
     from PIL import Image
 
     lines = []
@@ -255,7 +255,7 @@ def stock(name: str, folder: Path) -> None:
     from flowgrpo.vote.sources import facts
 
     run = folder / "runs" / "run"
-    brought = [("image", "../../red.png")] if model_of(name) is not None and reads_pictures(name) else []
+    brought = [("image", "../../red.png")] if model_of(name) is not None and reads_images(name) else []
     lines = snippet(load(run / "config.yaml"), run, str(run), PROMPT, brought)
     if model_of(name) is None:
         names: dict[str, Any] = {}
@@ -272,7 +272,7 @@ def stock(name: str, folder: Path) -> None:
     os.chdir(folder)
     seeded = lines.replace("= pipe(", f"= pipe(generator=torch.Generator().manual_seed({seed}), ")
     exec("\n".join(line for line in seeded.splitlines() if "export_to_video(" not in line), names)
-    theirs = bytes_of(names["frames"] if "frames" in names else [names["picture"]])
+    theirs = bytes_of(names["frames"] if "frames" in names else [names["image"]])
     apart = np.abs(theirs - ours)
     print(f"largest difference {apart.max()} of 255, mean {apart.mean():.3g}; standard deviation {theirs.std():.3g}")
 
@@ -306,7 +306,7 @@ def commands(name: str, folder: Path) -> dict[str, list[str]]:
     model, run, recipe = str(folder / "model"), str(folder / "runs" / "run"), str(ROOT / "configs" / f"{name}.yaml")
     keys = [f"--{key}={json.dumps(value) if not isinstance(value, str) else value}"
             for key, value in forced(name, folder).items()]
-    image = [f"--image={folder / 'red.png'}"] if reads_pictures(name) else []
+    image = [f"--image={folder / 'red.png'}"] if reads_images(name) else []
     known = model_of(name)
     drawn = ["--steps=2"] if known else []
     return {"check": ["check", model, f"--recipe={recipe}", "--device=cpu", "--json",
@@ -329,8 +329,8 @@ def exported(name: str, folder: Path) -> list[str]:
     return [f"--output={folder / ('lora.safetensors' if known else 'merged')}"]
 
 
-def reads_pictures(name: str) -> bool:
-    """True for a recipe whose prompts have a picture each."""
+def reads_images(name: str) -> bool:
+    """True for a recipe whose prompts have an image each."""
     from flowgrpo.config import load
 
     return load(ROOT / "configs" / f"{name}.yaml").prompts.endswith("prompts.jsonl")
@@ -417,7 +417,7 @@ def take(name: str, folder: Path, until: float, language: Path | None, whole: bo
 
 
 def load_libraries(names: list[str]) -> None:
-    """Import what the steps need, so that their processes begin with it, and reduce reference pictures."""
+    """Import what the steps need, so that their processes begin with it, and reduce reference images."""
     import diffusers
     import matplotlib.pyplot  # noqa: F401
     import peft  # noqa: F401

@@ -1,15 +1,15 @@
-"""Teach a small network to answer questions about the starter's pictures, and measure it on prompts never seen.
+"""Teach a small network to answer questions about the starter's images, and measure it on prompts never seen.
 
     python scripts/train_starter_answers.py --out runs/starter_answers   # resumes by stage
 
-The pictures are those of train_starter_reward.py: rendered scenes, as their prompts say and with something wrong, the
-same after the starter's autoencoder, and pictures that the starter drew. What is in them is read by the reward
-`scene`, so the answers are the pictures', whatever their prompts say. Every epoch asks other questions.
+The images are those of train_starter_reward.py: rendered scenes, as their prompts say and with something wrong, the
+same after the starter's autoencoder, and images that the starter drew. What is in them is read by the reward
+`scene`, so the answers are the images', whatever their prompts say. Every epoch asks other questions.
 
 Prompts of training are those that alignment may train on; those of the tests are the others, and the tests ask what
 `question_answers` asks of such a prompt. Writes --out/pictures, the network's folder --out/answers for
 `question_answers: {args: {by: FOLDER}}`, and --out/accuracy.json, which also says what choosing among the starter's
-pictures by the answers does for `scene`. Seeds are fixed.
+images by the answers does for `scene`. Seeds are fixed.
 """
 
 from __future__ import annotations
@@ -47,29 +47,29 @@ WIDTH, LAYERS, LONGEST = 96, 2, 20  # of the text encoder; tokens of a question
 HELD = 20  # one prompt of so many is kept to choose the epoch by
 
 
-# --- pictures --------------------------------------------------------------------------------------------------------
+# --- images --------------------------------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
 class Shown:
-    """N pictures uint8 [N, 3, 64, 64], the prompts that they were made of, and what is in them."""
+    """N images uint8 [N, 3, 64, 64], the prompts that they were made of, and what is in them."""
 
-    pictures: Tensor
+    images: Tensor
     prompts: list[str]
     seen: list[list[Thing]]
 
 
 def keep(file: Path, batches: Iterator[tuple[Sequence[str], np.ndarray]], most: int | None = None) -> None:
-    """Write pictures, uint8 [B, 64, 64, 3] at a time, with their prompts and what is read of them."""
-    texts, pictures, seen = [], [], []
+    """Write images, uint8 [B, 64, 64, 3] at a time, with their prompts and what is read of them."""
+    texts, images, seen = [], [], []
     for prompts, made in batches:
         texts += prompts
-        pictures.append(np.moveaxis(made, -1, 1))
-        seen += [[asdict(each) for each in things(read(picture / 255))] for picture in torch.tensor(pictures[-1])]
+        images.append(np.moveaxis(made, -1, 1))
+        seen += [[asdict(each) for each in things(read(image / 255))] for image in torch.tensor(images[-1])]
         if most and len(texts) >= most:
             break
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.with_suffix(".part").open("wb") as part:
-        np.savez_compressed(part, pictures=np.concatenate(pictures)[:most],
+        np.savez_compressed(part, images=np.concatenate(images)[:most],
                             told=json.dumps({"prompts": texts[:most], "seen": seen[:most]}))
     file.with_suffix(".part").rename(file)
 
@@ -77,7 +77,7 @@ def keep(file: Path, batches: Iterator[tuple[Sequence[str], np.ndarray]], most: 
 def load(*files: Path) -> Shown:
     parts = [np.load(file, allow_pickle=False) for file in files]
     told = [json.loads(str(part["told"])) for part in parts]
-    return Shown(torch.from_numpy(np.concatenate([part["pictures"] for part in parts])),
+    return Shown(torch.from_numpy(np.concatenate([part["images"] for part in parts])),
                  [prompt for part in told for prompt in part["prompts"]],
                  [[Thing(**each | {"centre": tuple(each["centre"])}) for each in seen]
                   for part in told for seen in part["seen"]])
@@ -88,12 +88,12 @@ def both_sides(batches: Iterator[tuple[list[str], list[np.ndarray]]]) -> Iterato
 
 
 def build(folder: Path, args: argparse.Namespace) -> None:
-    """File of pictures per kind to train with, and one to test with."""
+    """File of images per kind to train with, and one to test with."""
     from flowgrpo.policies.pipelines.load import load_pipeline
 
     pipe = load_pipeline("starter")
     pipe.set_progress_bar_config(disable=True)
-    sizes = {"train": (False, args.pictures // 2, args.drawn), "test": (True, args.test, args.test_drawn)}
+    sizes = {"train": (False, args.images // 2, args.drawn), "test": (True, args.test, args.test_drawn)}
     for seed, (name, (held, count, prompts)) in enumerate(sizes.items()):
         made = {"rendered": lambda at: both_sides(rendered(at, held)),
                 "decoded": lambda at: both_sides(rendered(at, held, pipe.vae)),
@@ -102,7 +102,7 @@ def build(folder: Path, args: argparse.Namespace) -> None:
             file = folder / f"{name}_{kind}.npz"
             if not file.exists():
                 keep(file, batches(100 + 10 * seed + place), None if kind == "drawn" else count)
-                print(f"{file}: {len(load(file).prompts)} pictures", flush=True)
+                print(f"{file}: {len(load(file).prompts)} images", flush=True)
 
 
 # --- training --------------------------------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ def network(texts: Sequence[str], seed: int) -> Film:
 
 
 def train(shown: Shown, output: Path, settings: Settings, each: int) -> None:
-    """Train on `each` questions of every picture in each epoch, and write the network's folder."""
+    """Train on `each` questions of every image in each epoch, and write the network's folder."""
     catalogue = Catalogue.of(asked())
     answers = catalogue.answers(shown.seen)
     weights, model = catalogue.weights(answers), network(catalogue.texts, settings.seed)
@@ -176,16 +176,16 @@ def train(shown: Shown, output: Path, settings: Settings, each: int) -> None:
     held = torch.tensor([zlib.crc32(prompt.encode()) % HELD == 0 for prompt in shown.prompts])
 
     def questions(of: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Batches of pictures [n], in random order, with questions of each [n, `each`]."""
-        pictures = of.nonzero()[:, 0]
-        pictures = pictures[torch.randperm(len(pictures), generator=generator)]
-        asked = torch.multinomial(weights[pictures], each, generator=generator)
-        return list(zip(pictures.split(settings.batch), asked.split(settings.batch)))
+        """Batches of images [n], in random order, with questions of each [n, `each`]."""
+        images = of.nonzero()[:, 0]
+        images = images[torch.randperm(len(images), generator=generator)]
+        asked = torch.multinomial(weights[images], each, generator=generator)
+        return list(zip(images.split(settings.batch), asked.split(settings.batch)))
 
     def scores(at: Tensor, q: Tensor) -> Tensor:
-        """[n * each, A]; a picture is looked at once for all its questions."""
+        """[n * each, A]; an image is looked at once for all its questions."""
         with torch.autocast("cpu", torch.bfloat16, enabled=settings.bf16):
-            seen = model.looked(shown.pictures[at]).repeat_interleave(each, 0)
+            seen = model.looked(shown.images[at]).repeat_interleave(each, 0)
             return model.judged(seen, told["ids"][q.flatten()], told["mask"][q.flatten()]).float()
 
     def loss(batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -212,7 +212,7 @@ def train(shown: Shown, output: Path, settings: Settings, each: int) -> None:
 # --- tests -----------------------------------------------------------------------------------------------------------
 
 def tested(model: Path, file: Path) -> dict[str, Any]:
-    """Share of right answers to the questions of the pictures' own prompts, with its interval over prompts: all;
+    """Share of right answers to the questions of the images' own prompts, with its interval over prompts: all;
     those whose right answer is the prompt's, and another; and by kind. What has no right answer is not asked."""
     shown, rows = load(file), []
     for row, (prompt, seen) in enumerate(zip(shown.prompts, shown.seen)):
@@ -220,7 +220,7 @@ def tested(model: Path, file: Path) -> dict[str, Any]:
             kind, answer = read_question(question.question)
             if answer(seen) in question.choices:
                 rows.append((row, replace(question, answer=answer(seen)), kind, answer(seen) == question.answer))
-    right = ByFolder(str(model), "share").right(shown.pictures / 255, [(row, question) for row, question, *_ in rows])
+    right = ByFolder(str(model), "share").right(shown.images / 255, [(row, question) for row, question, *_ in rows])
     parts = {"all": [True] * len(rows), "as the prompt says": [same for *_, same in rows],
              "otherwise": [not same for *_, same in rows]}
     parts |= {kind: [own == kind for _, _, own, _ in rows] for kind in KINDS if kind != "related"}
@@ -233,12 +233,12 @@ def _share(marks: list[tuple[float, str]]) -> dict[str, Any]:
 
 
 def chosen(model: Path, file: Path) -> dict[str, Any]:
-    """Measure the gain of choosing by the answers: strict accuracy `scene` of the starter's pictures, of those
+    """Measure the gain of choosing by the answers: strict accuracy `scene` of the starter's images, of those
     that the reward likes best among the GROUP of a prompt, and the difference, with intervals over prompts."""
     shown = load(file)
     reward = QuestionAnswers(by=str(model), score="probability")
-    scores = torch.tensor(reward(shown.pictures / 255, shown.prompts, [{}] * len(shown.prompts))).view(-1, GROUP)
-    right = torch.tensor(scene(shown.pictures / 255, shown.prompts)).view(-1, GROUP)
+    scores = torch.tensor(reward(shown.images / 255, shown.prompts, [{}] * len(shown.prompts))).view(-1, GROUP)
+    right = torch.tensor(scene(shown.images / 255, shown.prompts)).view(-1, GROUP)
     best = right.gather(1, scores.argmax(1, keepdim=True))
     return {"drawn": interval(right.numpy()).as_json(), "chosen": interval(best.numpy()).as_json(),
             "gain": interval((best - right.mean(1, keepdim=True)).numpy(), BOOTSTRAP).as_json()}
@@ -248,30 +248,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/starter_answers"))
     parser.add_argument("--pictures", type=int, default=5_000, help="rendered and decoded, half each, to train with")
-    parser.add_argument("--drawn", type=int, default=400, help="prompts of which the starter draws pictures")
-    parser.add_argument("--test", type=int, default=300, help="rendered and decoded pictures each, to test with")
-    parser.add_argument("--test-drawn", type=int, default=30, help="prompts of the drawn pictures to test with")
-    parser.add_argument("--questions", type=int, default=6, help="per picture and epoch")
+    parser.add_argument("--drawn", type=int, default=400, help="prompts of which the starter draws images")
+    parser.add_argument("--test", type=int, default=300, help="rendered and decoded images each, to test with")
+    parser.add_argument("--test-drawn", type=int, default=30, help="prompts of the drawn images to test with")
+    parser.add_argument("--questions", type=int, default=6, help="per image and epoch")
     parser.add_argument("--epochs", type=int, default=30)
-    parser.add_argument("--batch", type=int, default=16, help="pictures per step")
+    parser.add_argument("--batch", type=int, default=16, help="images per step")
     parser.add_argument("--lr", type=float, default=1.5e-3)
     parser.add_argument("--fp32", action="store_true", help="train in fp32; without: bf16")
     args = parser.parse_args()
-    pictures, start = args.out / "pictures", time.time()
-    if not (pictures / "test_drawn.npz").exists():  # the last that is written
-        build(pictures, args)
-        print(f"pictures made after {time.time() - start:.0f} s", flush=True)
+    images, start = args.out / "pictures", time.time()
+    if not (images / "test_drawn.npz").exists():  # the last that is written
+        build(images, args)
+        print(f"images made after {time.time() - start:.0f} s", flush=True)
     if not (args.out / "answers" / FILE).exists():
-        train(load(*sorted(pictures.glob("train_*.npz"))), args.out / "answers", Settings(
+        train(load(*sorted(images.glob("train_*.npz"))), args.out / "answers", Settings(
             epochs=args.epochs, batch=args.batch, lr=args.lr, bf16=not args.fp32), args.questions)
         print(f"trained after {time.time() - start:.0f} s", flush=True)
-    found = {kind: tested(args.out / "answers", pictures / f"test_{kind}.npz")
+    found = {kind: tested(args.out / "answers", images / f"test_{kind}.npz")
              for kind in ("rendered", "decoded", "drawn")}
     for kind, parts in found.items():
         for name, row in parts.items():
             print(f"{kind}, {name}: {row.get('mean', 0):.3f} of {row['questions']} answers right "
                   f"({row.get('low', 0):.3f} to {row.get('high', 0):.3f})")
-    best = chosen(args.out / "answers", pictures / "test_drawn.npz")
+    best = chosen(args.out / "answers", images / "test_drawn.npz")
     for name, row in best.items():
         print(f"scene, {name}: {row['mean']:.3f} ({row['low']:.3f} to {row['high']:.3f}), {row['prompts']} prompts")
     (args.out / "accuracy.json").write_text(json.dumps(found | {"best_of_group": best}, indent=2) + "\n")

@@ -1,12 +1,12 @@
-"""Teach a network what the reward `scene` prefers, from pairs of pictures alone, and measure it on prompts never seen.
+"""Teach a network what the reward `scene` prefers, from pairs of images alone, and measure it on prompts never seen.
 
     python scripts/train_starter_reward.py --out runs/starter_reward   # pairs, training, accuracy; resumes by stage
 
 Three kinds of pairs, each labelled by `scene` (a tie where both are right or both wrong):
 
 - rendered: a scene as its prompt says, against one with a fact changed, a stamp, noise, blur, or a part missing;
-- decoded: the same after the starter's autoencoder, whose traces generated pictures bear;
-- drawn: two pictures that the starter drew of one prompt.
+- decoded: the same after the starter's autoencoder, whose traces generated images bear;
+- drawn: two images that the starter drew of one prompt.
 
 Prompts of training are those that alignment may train on; those of the tests are the others. Writes --out/pairs, the
 reward's folder --out/reward, and --out/accuracy.json. Seeds are fixed.
@@ -34,9 +34,9 @@ from flowgrpo.data.pairs import OVERALL, load_pairs, split
 from flowgrpo.starter import CALL, EVAL_GUIDANCE, scenes
 from flowgrpo.starter.rewards.scene import scene
 
-CHANGED, STAMPED, TIES = 0.75, 0.10, 0.15  # shares of rendered pairs; the rest of the wrong pictures is damaged
-MOST = 4  # objects that fit into a picture
-TOGETHER, GROUP, STEPS = 128, 6, 6  # pictures at once; pictures per prompt, and steps, of those that the starter draws
+CHANGED, STAMPED, TIES = 0.75, 0.10, 0.15  # shares of rendered pairs; the rest of the wrong images is damaged
+MOST = 4  # objects that fit into an image
+TOGETHER, GROUP, STEPS = 128, 6, 6  # images at once; images per prompt, and steps, of those that the starter draws
 
 
 class Pairs:
@@ -46,15 +46,15 @@ class Pairs:
         self.folder, self.name, self.lines, self.count = folder, name, [], 0
         (folder / name).mkdir(parents=True, exist_ok=True)
 
-    def keep(self, picture: np.ndarray) -> str:
-        """Write a picture uint8 [64, 64, 3] -> its path, relative to the folder."""
+    def keep(self, image: np.ndarray) -> str:
+        """Write an image uint8 [64, 64, 3] -> its path, relative to the folder."""
         path = f"{self.name}/{self.count:06d}.png"
         self.count += 1
-        Image.fromarray(picture).save(self.folder / path)
+        Image.fromarray(image).save(self.folder / path)
         return path
 
     def add(self, prompt: str, first: str, second: str, right: tuple[float, float]) -> None:
-        """Add a pair of kept pictures, of which the right one is chosen."""
+        """Add a pair of kept images, of which the right one is chosen."""
         chosen, rejected = (first, second) if right[0] >= right[1] else (second, first)
         tie = {"aspects": {OVERALL: "tie"}} if right[0] == right[1] else {}
         self.lines.append(json.dumps({"prompt": prompt, "chosen": chosen, "rejected": rejected, **tie}))
@@ -65,18 +65,18 @@ class Pairs:
         return path
 
 
-def eight_bit(pictures: np.ndarray) -> np.ndarray:
+def eight_bit(images: np.ndarray) -> np.ndarray:
     """[..., 3, 64, 64] in [0, 1] -> uint8 [..., 64, 64, 3]."""
-    return np.moveaxis((np.clip(pictures, 0, 1) * 255).round().astype(np.uint8), -3, -1)
+    return np.moveaxis((np.clip(images, 0, 1) * 255).round().astype(np.uint8), -3, -1)
 
 
-def verdicts(pictures: np.ndarray, prompts: list[str]) -> list[float]:
-    """Return the verdict of `scene` on pictures uint8 [B, 64, 64, 3]."""
-    return scene(torch.from_numpy(pictures).permute(0, 3, 1, 2) / 255, prompts)
+def verdicts(images: np.ndarray, prompts: list[str]) -> list[float]:
+    """Return the verdict of `scene` on images uint8 [B, 64, 64, 3]."""
+    return scene(torch.from_numpy(images).permute(0, 3, 1, 2) / 255, prompts)
 
 
 def scene_pair(rng: np.random.Generator, task: str, held: bool) -> tuple[str, np.ndarray, np.ndarray]:
-    """Prompt, a picture [3, 64, 64] of it, and another in which something is wrong."""
+    """Prompt, an image [3, 64, 64] of it, and another in which something is wrong."""
     prompt, claims = scenes.sample_prompt(rng, task, held, scenes.reserved)
     shown = replace(claims, objects=tuple(replace(claim, colour=claim.colour or str(rng.choice(list(scenes.COLOURS))))
                                           for claim in claims.objects))
@@ -102,24 +102,24 @@ def _changed(drawn: Scene, rng: np.random.Generator) -> scenes.Claims:
             return claims
 
 
-def _damaged(picture: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+def _damaged(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     kind = int(rng.integers(4))
     if kind == 0:
-        return noisy(picture, float(rng.uniform(0.08, 0.3)), rng)
-    return blurred(picture, float(rng.uniform(1.2, 3))) if kind == 1 else (half_cut, empty)[kind - 2](picture)
+        return noisy(image, float(rng.uniform(0.08, 0.3)), rng)
+    return blurred(image, float(rng.uniform(1.2, 3))) if kind == 1 else (half_cut, empty)[kind - 2](image)
 
 
 @torch.no_grad()
-def decoded(pictures: np.ndarray, vae, generator: torch.Generator) -> np.ndarray:
-    """Pictures [B, 3, 64, 64] through the autoencoder, with up to 0.3 of noise on the latent of each."""
-    latents = vae.encode(torch.from_numpy(pictures) * 2 - 1).latents
+def decoded(images: np.ndarray, vae, generator: torch.Generator) -> np.ndarray:
+    """Images [B, 3, 64, 64] through the autoencoder, with up to 0.3 of noise on the latent of each."""
+    latents = vae.encode(torch.from_numpy(images) * 2 - 1).latents
     level = 0.3 * torch.rand(len(latents), 1, 1, 1, generator=generator)
     noise = torch.randn(latents.shape, generator=generator)
     return (vae.decode(latents + level * noise).sample / 2 + 0.5).numpy()
 
 
 def rendered(seed: int, held: bool, vae=None) -> Iterator[tuple[list[str], list[np.ndarray]]]:
-    """Without end: TOGETHER prompts, their pictures, and others of them in which something is wrong, uint8."""
+    """Without end: TOGETHER prompts, their images, and others of them in which something is wrong, uint8."""
     rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
     while True:
         drawn = [scene_pair(rng, scenes.TASKS[i % len(scenes.TASKS)], held) for i in range(TOGETHER)]
@@ -134,16 +134,16 @@ def rendered_pairs(into: Pairs, count: int, seed: int, held: bool, vae=None) -> 
     with tqdm(total=count, desc=into.name, mininterval=2) as bar:
         while made < count:
             prompts, both = next(batches)
-            for prompt, *pictures, one, two in zip(prompts, *both, *(verdicts(side, prompts) for side in both)):
+            for prompt, *images, one, two in zip(prompts, *both, *(verdicts(side, prompts) for side in both)):
                 tie = one == two
                 if made < count and (not tie or ties < TIES * count):
-                    into.add(prompt, *map(into.keep, pictures), (one, two))
+                    into.add(prompt, *map(into.keep, images), (one, two))
                     made, ties = made + 1, ties + tie
                     bar.update()
 
 
 def drawn(pipe, prompts: int, seed: int, held: bool, told: str) -> Iterator[tuple[list[str], np.ndarray]]:
-    """Draw GROUP pictures, uint8, of each prompt, some prompts at a time, each as often as its pictures."""
+    """Draw GROUP images, uint8, of each prompt, some prompts at a time, each as often as its images."""
     rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
     texts = [scenes.sample_prompt(rng, scenes.TASKS[i % len(scenes.TASKS)], held, scenes.reserved)[0]
              for i in range(prompts)]
@@ -156,19 +156,19 @@ def drawn(pipe, prompts: int, seed: int, held: bool, told: str) -> Iterator[tupl
 
 
 def kept_groups(into: Pairs, pipe, prompts: int, seed: int, held: bool) -> Iterator[tuple[str, list[str], list[float]]]:
-    """Yield all drawn pictures: (a prompt, its pictures' paths, what `scene` says of them)."""
-    for each, pictures in drawn(pipe, prompts, seed, held, into.name):
-        yield from _groups(each, [into.keep(picture) for picture in pictures], verdicts(pictures, each))
+    """Yield all drawn images: (a prompt, its images' paths, what `scene` says of them)."""
+    for each, images in drawn(pipe, prompts, seed, held, into.name):
+        yield from _groups(each, [into.keep(image) for image in images], verdicts(images, each))
 
 
 def drawn_pairs(into: Pairs, pipe, prompts: int, seed: int, held: bool) -> None:
-    """Draw GROUP pictures of each prompt by the starter; every right one beside every wrong one."""
+    """Draw GROUP images of each prompt by the starter; every right one beside every wrong one."""
     for prompt, paths, right in kept_groups(into, pipe, prompts, seed, held):
         contrast(into, prompt, paths, right)
 
 
 def contrast(into: Pairs, prompt: str, paths: list[str], right: list[float]) -> None:
-    """Add a pair of every right picture of a prompt and every wrong one."""
+    """Add a pair of every right image of a prompt and every wrong one."""
     for i, j in ((i, j) for i in range(len(paths)) for j in range(len(paths)) if right[i] > right[j]):
         into.add(prompt, paths[i], paths[j], (right[i], right[j]))
 

@@ -7,7 +7,7 @@
 
 Against the best of 2N bases of a prompt, by the scorer, stands with as many calls of the scorer:
 
-- the best of 2N pictures as EXPO's acting policy draws them, each the critic's choice of `candidates` bases and their
+- the best of 2N images as EXPO's acting policy draws them, each the critic's choice of `candidates` bases and their
   edits: of one base, which takes no more of the denoiser, and of CANDIDATES;
 - the best of N bases and their N edits, whatever the critic thinks of them.
 
@@ -108,8 +108,8 @@ def ascended(trainer: Trainer, batch, conditioning, x: torch.Tensor, steps: int 
     optimizer = torch.optim.Adam([decision], lr)
     for _ in range(steps):
         with torch.enable_grad():
-            pictures = policy.picture(policy.editor.edit.applied(flat, decision), conditioning.rows(rows))
-            loss = -scene_soft(pictures, texts).sum()
+            images = policy.image(policy.editor.edit.applied(flat, decision), conditioning.rows(rows))
+            loss = -scene_soft(images, texts).sum()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -123,10 +123,10 @@ def drawn(trainer: Trainer, conditioning, rows: torch.Tensor, generators) -> tor
 
 
 def scored(trainer: Trainer, batch, conditioning, x: torch.Tensor) -> torch.Tensor:
-    """Reward [P, n] of the pictures of latents [P, n, *D]."""
+    """Reward [P, n] of the images of latents [P, n, *D]."""
     rows = torch.arange(len(x)).repeat_interleave(x.shape[1])
-    pictures = trainer.rollouts.decode(x.flatten(0, 1), conditioning.rows(rows))
-    return trainer.scoring.score(batch, rows, pictures, x.shape[1]).view(len(x), -1)
+    images = trainer.rollouts.decode(x.flatten(0, 1), conditioning.rows(rows))
+    return trainer.scoring.score(batch, rows, images, x.shape[1]).view(len(x), -1)
 
 
 def ranked(values: np.ndarray, known: np.ndarray) -> np.ndarray:
@@ -155,8 +155,8 @@ def main() -> None:
     print(told(f"best of {2 * N} bases", best))
     for n in (1, CANDIDATES):
         acts = found[f"acting, of {n}"]
-        print(told(f"one picture of the acting policy, of {n}", acts[:, 0]))
-        print(told(f"best of {2 * N} of its pictures, of {n}", acts.max(1)))
+        print(told(f"one image of the acting policy, of {n}", acts[:, 0]))
+        print(told(f"best of {2 * N} of its images, of {n}", acts.max(1)))
         print(told("    difference", acts.max(1) - best, BOOTSTRAP))
     print(told(f"best of {N} bases and {N} edits", both[0]))
     print(told("    difference", both[0] - best, BOOTSTRAP))

@@ -25,7 +25,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.rewards import Failed, find
 from flowgrpo.rewards.remote.exchange import brief
 
-PICTURE = torch.tensor([0.8, 0.1, 0.1])[:, None, None].expand(3, 64, 64)
+IMAGE = torch.tensor([0.8, 0.1, 0.1])[:, None, None].expand(3, 64, 64)
 QUESTION = {"template": "How well does it show {prompt}? End with `Score: N`, 0 to 10."}
 CRITERIA = {"criteria": ["it shows a star"]}
 # By reward: its kind of samples and its arguments.
@@ -38,7 +38,7 @@ REWARDS: dict[str, tuple[str, dict[str, Any]]] = {
 def asked(name: str, url: str, model: str | None) -> str:
     """Return what a reward makes of a server, as a cell of the table."""
     kind, arguments = REWARDS[name]
-    sample: Any = PICTURE[None] if kind != "text" else ["A star has five points."]
+    sample: Any = IMAGE[None] if kind != "text" else ["A star has five points."]
     try:
         with brief():
             reward: Any = find(name, arguments | {"url": url, "model": model, "retries": 0, "timeout": 120})

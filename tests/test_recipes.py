@@ -112,7 +112,7 @@ def test_a_recipe_fits_its_model_of_image_tokens(name, method):
     config = load(FOLDER / f"{name}.yaml", {"method": method})
     assert build.kind(config) == build.IMAGE_TOKENS
     part = validate.resolve(config, build.process(build.IMAGE_TOKENS)).loss.data
-    assert part.reader == "prompt" and part.source.right == 1.0 and bool(part.pictures) is (method == "unirl_sft")
+    assert part.reader == "prompt" and part.source.right == 1.0 and bool(part.images) is (method == "unirl_sft")
     assert all(locate(rule.use or label) for label, rule in config.trained.items())
     dice, prompts = random.Random(0), sets.resolve(config)[0]
     assert all(of_claims(prompt, dice) for prompt in prompts[:40])
@@ -168,7 +168,7 @@ def test_sana_is_trained_as_sol_rl_was():
 
 
 @pytest.mark.parametrize("name", [name for name in PIPELINES if name.startswith(("flux_kontext", "qwen_image_edit"))])
-def test_edits_are_rewarded_for_their_likeness_to_the_prompts_picture(name):
+def test_edits_are_rewarded_for_their_likeness_to_the_prompts_image(name):
     config = load(FOLDER / f"{name}.yaml")
     args = config.trained["subject_score"].args
     assert config.rewards == {"geneval_fast": 0.5, "subject_score": 0.5}
@@ -298,7 +298,7 @@ def test_a_pages_memory_and_hours_are_those_of_the_recipes(page):
 
 
 @pytest.mark.parametrize("name", SHORTER)
-def test_a_recipe_for_one_gpu_has_fewer_pictures_than_the_published_set_up(name):
+def test_a_recipe_for_one_gpu_has_fewer_images_than_the_published_set_up(name):
     short, whole = (load(FOLDER / f"{which}.yaml") for which in (name, name.rpartition("_")[0]))
     assert short.model == whole.model and short.train.prompts * short.train.group <= 128
     assert short.train.prompts * short.train.group < whole.train.prompts * whole.train.group
@@ -315,7 +315,7 @@ def test_a_recipe_for_another_memory_class_states_only_what_differs(name):
 
 @pytest.mark.parametrize("name", PIPELINES)
 def test_it_trains_on_a_set_and_measures_two_rewards_that_it_does_not_train_on(name):
-    """But edits and clips that go on from a picture need pictures, which no set has. Small ones need no hub."""
+    """But edits and clips that go on from an image need images, which no set has. Small ones need no hub."""
     config = load(FOLDER / f"{name}.yaml")
     if not name.startswith(("flux_kontext", "qwen_image_edit", "skyreels_i2v")):
         assert SETS[config.prompts].packaged or config.prompts == "pickapic" and not name.endswith("_24gb")

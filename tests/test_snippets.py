@@ -94,7 +94,7 @@ def test_rewards_that_are_shown_score():
 
 
 def test_the_reward_of_edits_compares_with_the_source_as_the_model_saw_it(tmp_path):
-    """A picture that is stored sideways, half red and half blue, of another aspect ratio than the output."""
+    """An image that is stored sideways, half red and half blue, of another aspect ratio than the output."""
     [block] = blocks("python", ROOT / "docs" / "edits.md")
     names: dict[str, Any] = {}
     exec(compile(block, "shown.py", "exec"), names)

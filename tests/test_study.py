@@ -131,10 +131,10 @@ def test_a_fourth_of_the_prompts_is_not_mastered():
     assert "source" not in lines[0]["metadata"] and "hints" not in mixed[0]["metadata"]
 
 
-def test_right_pictures_are_those_of_the_prompts(tmp_path):
-    study_parts.write_pictures(tmp_path, [Prompt("a red star"), Prompt("two blue circles")])
+def test_right_images_are_those_of_the_prompts(tmp_path):
+    study_parts.write_images(tmp_path, [Prompt("a red star"), Prompt("two blue circles")])
     lines = pairs.load_demonstrations(tmp_path / "scenes-pictures.jsonl")
-    shown = torch.stack([preprocessing.read_tensor(required(line.picture)) for line in lines])
+    shown = torch.stack([preprocessing.read_tensor(required(line.image)) for line in lines])
     assert [line.prompt for line in lines] == ["a red star", "two blue circles"]
     assert scene.scene(shown, ["a red star", "two blue circles"], [{}, {}]) == [1.0, 1.0]
 
@@ -170,7 +170,7 @@ def finished(folder: Path, pool: str, options: dict[str, Any], rlg: float | None
     return study_parts.finished(study_parts.configured(args, pool, "base", options, 0), args.prompts, rlg)
 
 
-def test_a_run_of_pictures_is_measured_and_drawn_with_more_than_its_change(tmp_path, monkeypatch):
+def test_a_run_of_images_is_measured_and_drawn_with_more_than_its_change(tmp_path, monkeypatch):
     monkeypatch.setattr(study_measures, "PICTURED", 2)
     options = study_settings.IMAGES | SMALL | {"train.steps": 4, "eval.steps": 2}
     run = finished(tmp_path, study_settings.SCENES, options)

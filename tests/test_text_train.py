@@ -44,7 +44,7 @@ def many(completions, prompts):
     return [len(text) + text.count("7") / 2 for text in completions]
 
 
-def test_there_are_presets_for_texts_and_they_are_not_for_pictures():
+def test_there_are_presets_for_texts_and_they_are_not_for_images():
     assert set(PRESETS) == {"grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "remax", "grpo_lambda",
                             "spo_chain", "spo_tree", "gigpo", "s_grpo", "latr", "ppo", "topr", "nft", "disco",
                             "reg_grpo", "trpa", "dcpo", "real", "pacs", "rover", "sdpo", "w_reinforce",
@@ -178,7 +178,7 @@ def arguments(folder, **options):
                           prompts=[tiny_text.Prompt(text) for text in tiny_text.PROMPTS])
 
 
-def test_a_run_leaves_its_adapter_its_numbers_and_its_pictures(tmp_path):
+def test_a_run_leaves_its_adapter_its_numbers_and_its_images(tmp_path):
     settings, given = arguments(tmp_path, eval__every=1)
     summary = run(settings, **given)
     told = json.loads((tmp_path / "run" / "summary.json").read_text())

@@ -338,7 +338,7 @@ def test_the_transitions_that_are_kept_are_the_ones_that_were_chosen():
         assert torch.equal(after.x, before.x[sorted(chosen)])
 
 
-def test_a_transition_has_the_advantage_of_the_mean_of_the_pictures_below_it():
+def test_a_transition_has_the_advantage_of_the_mean_of_the_images_below_it():
     trainer = tiny.trainer(train__group=4)
     schedule = Schedule((0, 1, 2), (0, 1, 2), children=(2, 1, 2))
     trainer.method = trainer.rollouts.method = trainer.method.having(plan=lambda *_: schedule)

@@ -93,7 +93,7 @@ def test_mistakes_are_told_before_anything_is_loaded_or_written(recipe, options,
     (["--adapter.targets=[to_qq]"], "adapter.targets ['to_qq'] match no module of the transformer: its linear layers"),
     (["--adapter.rank=1000000000"], "adapter.rank is 1000000000, with which the LoRA and its optimizer take "),
     (["--method=dpo"], "got a method of language models (it samples by Decoding), which this model is not: `flowgrpo"),
-    (["--image.frames=8"], "`picture`: StableDiffusion3Pipeline takes no 'num_frames'"),
+    (["--image.frames=8"], "`image`: StableDiffusion3Pipeline takes no 'num_frames'"),
     (["--image.call={max_sequence_len: 9}"], "takes no 'max_sequence_len': did you mean 'max_sequence_length'?"),
 ])
 def test_mistakes_that_the_model_shows_are_told_before_anything_is_written(recipe, options, line, capsys):
@@ -101,7 +101,7 @@ def test_mistakes_that_the_model_shows_are_told_before_anything_is_written(recip
     assert not (recipe.parent / "runs").exists()
 
 
-def test_a_picture_that_the_model_cannot_draw_is_told(recipe, capsys):
+def test_a_image_that_the_model_cannot_draw_is_told(recipe, capsys):
     assert "StableDiffusion3Pipeline refuses its arguments: `height` and `width`" in told(
         capsys, recipe, "--image.height=17")
 

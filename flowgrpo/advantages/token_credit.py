@@ -1,11 +1,11 @@
 """Credit of tokens and steps: spread a sample's advantage, `spread(taken, advantages, totals) -> [m] or [m, L]`.
 
-taken: the decisions of m samples, whole groups (of texts Completions, of pictures the Transitions of one step).
+taken: the decisions of m samples, whole groups (of texts Completions, of images the Transitions of one step).
 advantages: [m], of the whole samples.
 totals: [n, G], the weighted sums of their rewards before any shaping, m = n G, NaN if none applies.
 
 Segments of a completion and their values are pure functions on tokens [m, L]. `Progress` is the credit of a denoising
-step: what it adds to the reward of the predicted clean picture.
+step: what it adds to the reward of the predicted clean image.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class Progress:
     """Bonus of a trained step: the change of the clean prediction's reward over it (MRT, 2503.07572; IRCoCo,
     2401.16637): `progress`.
 
-    Before every trained step the predicted clean picture is decoded and scored. A step's reward is `outcome` times the
+    Before every trained step the predicted clean image is decoded and scored. A step's reward is `outcome` times the
     sample's reward plus `weight` times its progress, and is compared by the method's advantage at that step. Papers
     score blocks of text; the denoising form is a reconstruction.
 
@@ -333,8 +333,8 @@ class MergedSteps(TokenCredit):
 class Planning(TokenCredit):
     """Advantage A + alpha |A| on planning decisions, A on the others (HICRA, 2509.03646).
 
-    Of texts these are tokens with one of the ids `ids`, and the `first` tokens of a completion. Of pictures they are
-    the first `first` steps of the grid, of high noise, which lay out the picture; `ids` has no meaning there. HICRA
+    Of texts these are tokens with one of the ids `ids`, and the `first` tokens of a completion. Of images they are
+    the first `first` steps of the grid, of high noise, which lay out the image; `ids` has no meaning there. HICRA
     finds phrases of planning in its texts beforehand.
     """
 

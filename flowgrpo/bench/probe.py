@@ -100,7 +100,7 @@ def _moved(trainer: Trainer, folder: Path, prompts: list[Prompt]) -> dict[str, f
 def diversity(trainer: Trainer, prompts: list[Prompt]) -> list[float]:
     """Return the mean distance between SAMPLES samples of every prompt, with the evaluation's sampler."""
     policy, settings, seed = cast(Any, trainer.policy), trainer.config.eval, seeder(EVAL_SEED, 0)
-    apart = (draw.TEXTS if policy.modality == "text" else draw.PICTURES).apart("pixels")
+    apart = (draw.TEXTS if policy.modality == "text" else draw.IMAGES).apart("pixels")
     rollouts, distances = cast(Any, trainer.rollouts), []
     rollouts.prepare(prompts)
     for i, prompt in enumerate(prompts):

@@ -26,7 +26,7 @@ from flowgrpo.policies.pipelines import conditioned, few_steps, probes
 from flowgrpo.policies.pipelines.conditioned import has_ip_adapter
 from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
-from flowgrpo.policies.pipelines.prompt_inputs import MASKED, PICTURES, names
+from flowgrpo.policies.pipelines.prompt_inputs import IMAGES, MASKED, names
 from flowgrpo.policies.policy import resolve_precision
 from flowgrpo.policies.weights.lora_files import loader
 from flowgrpo.samplers import cost
@@ -35,7 +35,7 @@ from flowgrpo.samplers.predictions import prediction
 from flowgrpo.samplers.scheduler import Segment
 
 PROMPT = "a red circle"
-SIDE = 512  # pixels of a stand-in picture where the call states no size
+SIDE = 512  # pixels of a stand-in image where the call states no size
 STEPS, SAMPLES = 10, 12  # of the example whose cost is reported
 
 
@@ -61,7 +61,7 @@ def drive(model: str | tuple[Any, dict[str, Any]], recipe: Config | None, device
     result["lora_loader"] = list(dict.fromkeys(loader(pipe, name) for name in policy.weights.modules))
     conditioning = policy.encode([PROMPT], images=[_brought(policy, recipe)])
     unread = set() if has_ip_adapter(pipe) else {"ip_adapter_image"}
-    result["conditioning"] = [name for name in ("prompt", "negative_prompt", *PICTURES)
+    result["conditioning"] = [name for name in ("prompt", "negative_prompt", *IMAGES)
                               if name in policy.accepts and name not in unread]
     result["prompts_per_call"] = "one" if policy.encode_prompt.one_per_call else "any number"
     result["guidance"] = _guidance(policy, conditioning)
@@ -86,7 +86,7 @@ def drive(model: str | tuple[Any, dict[str, Any]], recipe: Config | None, device
 
 
 def _brought(policy: PipelinePolicy, recipe: Config | None) -> Any:
-    """Return what the recipe's first prompt brings beside its text, and give the pipeline pictures that it needs.
+    """Return what the recipe's first prompt brings beside its text, and give the pipeline images that it needs.
 
     Raises UserError for a prompt of the recipe's file whose files the pipeline does not take.
     """
@@ -167,8 +167,8 @@ def _cost(recipe: Config | None, method: Method) -> dict[str, float]:
         if recipe.preferences or method.target.follows_reward:
             return {}
         of = method.explorations(shifted(train.steps, train.shift), train.group, train.shift, 0, recipe.seed)
-        pictures = sum(exploration.group for exploration in of)
-        alone, shared = (count(of, 1) / pictures for count in (cost.alone, cost.rollout))
+        images = sum(exploration.group for exploration in of)
+        alone, shared = (count(of, 1) / images for count in (cost.alone, cost.rollout))
         return {"evaluations_per_picture": round(alone, 2), "evaluations_per_picture_shared": round(shared, 2)}
     method, grid = mix_grpo(), shifted(STEPS, 3.0)
     places = range(STEPS - method.rollout.plan.size)

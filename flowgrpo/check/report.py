@@ -13,7 +13,7 @@ Keys of a pipeline, None where the check did not come that far:
   difference along the gradient, in fp32, not for a DoRA.
 - memory: GiB by phase, for the recipe, see memory.py; memory_parts: GiB by part, of the update.
 - evaluations_per_picture, evaluations_per_picture_shared: of a rollout of the recipe's first epoch, without and
-  with shared prefixes, guidance included. Without a recipe: mix_grpo, 10 steps, 12 pictures per prompt, averaged
+  with shared prefixes, guidance included. Without a recipe: mix_grpo, 10 steps, 12 images per prompt, averaged
   over the window's places; of a model of few steps its own defaults.
 - rewards: GiB of the weights of each reward of the recipe, and their device; leaves_device: what leaves the device
   while it has nothing to do (`memory`).
@@ -104,7 +104,7 @@ def of_class(model: str) -> bool:
 
 def _room(result: dict[str, Any], device: str) -> str:
     weights = f", where the weights alone take {result['weights']} GiB" if "weights" in result else ""
-    options = "" if "kind" in result else ", memory.weights: int8, memory.encoders: cpu, smaller pictures"
+    options = "" if "kind" in result else ", memory.weights: int8, memory.encoders: cpu, smaller images"
     return (f"memory ran out on {device}{weights}, so that nothing is known: give a --recipe with precision: bf16, "
             f"train.checkpointing, train.micro_batch: 1{options}, or take "
             + ("--device cpu" if device == "cuda" else "a machine with more"))

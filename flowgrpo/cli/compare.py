@@ -69,7 +69,7 @@ def _pairs(places: list[Path], loras: list[Path], prompts: Path | None, count: i
         raise UserError(f"{'--lora' if loras else '--prompts'}: goes with one run or model, got {len(places)} paths")
     from flowgrpo.vote import drawn
 
-    return drawn.pairs(places[0], loras, prompts, count, seed, output.with_name(f"{output.stem}-pictures"))
+    return drawn.pairs(places[0], loras, prompts, count, seed, output.with_name(f"{output.stem}-images"))
 
 
 def _show(summary: dict[str, Any], output: Path) -> None:

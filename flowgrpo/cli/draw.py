@@ -95,7 +95,7 @@ def sample(
             if image is not None or steps is not None:
                 raise UserError(f"--{'steps' if image is None else 'image'}: image tokens are generated one after the "
                                 "other, from a text only: leave it out")
-            _print(texts.pictures(model, weights, prompt or [], output=output, guidance=guidance,
+            _print(texts.sample_images(model, weights, prompt or [], output=output, guidance=guidance,
                                   temperature=temperature, **drawn))
             return
         _print(texts.sample(model, weights, prompt or [], temperature=temperature,
@@ -108,7 +108,7 @@ def sample(
 
 
 def _paint(model: str, weights: Path | None, rewriter: str | None, drawn: dict[str, Any]) -> None:
-    """Draw pictures and print their paths; the rewritten prompts go to stderr. drawn: arguments of `images.sample`."""
+    """Draw images and print their paths; the rewritten prompts go to stderr. drawn: arguments of `images.sample`."""
     from flowgrpo.evaluation import images
     from flowgrpo.evaluation.samplers import make_enhancer
 
@@ -163,7 +163,7 @@ def _writes(model: str, run: Path | None = None, weight: float | None = None) ->
 
     config = config_of(run)
     if config is not None and model and model in FOLDERS and writes(model) != writes(config.model, config):
-        of = "pictures" if writes(model) else "texts"
+        of = "images" if writes(model) else "texts"
         raise UserError(f"--lora {run}: a run of {config.model!r}, a model of {of}, and {model!r} is none: give a run "
                         "of this model, or leave --lora out")
     if written := writes(model, config):
@@ -173,7 +173,7 @@ def _writes(model: str, run: Path | None = None, weight: float | None = None) ->
 
 
 def _draws(run: Path | None, generates: str | None) -> bool:
-    """Return True for pictures of a language model, as asked or as the run trained it."""
+    """Return True for images of a language model, as asked or as the run trained it."""
     from flowgrpo.policies.checkpoints import config_of
 
     config = config_of(run)

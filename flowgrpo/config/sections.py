@@ -14,7 +14,7 @@ Rows = Annotated[int, Field(ge=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[float, Field(gt=0)]
 STEPS = 10_000  # denoising steps at most
-PIXELS = 2**28  # of a picture, or of all frames of a clip
+PIXELS = 2**28  # of an image, or of all frames of a clip
 
 
 class Image(Section):
@@ -115,7 +115,7 @@ class Inversion(Section):
 
 
 class IPAdapter(Section):
-    """IP-Adapter: weights by which the denoiser reads the picture `ip_adapter_image` of a prompt."""
+    """IP-Adapter: weights by which the denoiser reads the image `ip_adapter_image` of a prompt."""
 
     path: str = Field(min_length=1, description="folder or hub id")
     weights: str = Field(min_length=1, description="name of the file: ip-adapter_sd15.safetensors")

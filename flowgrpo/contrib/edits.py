@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowgrpo.data.pictures import CROP, SQUEEZE, fit_of, read_picture
+from flowgrpo.data.images import CROP, SQUEEZE, fit_of, read_image
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.failures import Failed
@@ -82,7 +82,7 @@ class Preservation:
     fit: `squeeze` or `crop` for all sources, whatever the pipeline did.
 
     key: metadata key of the source's path; a prompt's `image` is under `image`. mask: metadata key of the path of a
-    picture, white (above half) where the edit may change things; prompts without one are compared everywhere.
+    image, white (above half) where the edit may change things; prompts without one are compared everywhere.
     measure: `ssim`, or `distance` for 1 - the root mean square difference of the colours, 0 to 1.
     Raises UserError for an unreadable file, and for outputs too small for the window.
     """
@@ -127,6 +127,6 @@ class Preservation:
 
 def _read(path: str, size: tuple[int, int], fit: str, opaque: bool = False) -> Tensor:
     try:
-        return tensor_of(read_picture(path, size, opaque, fit))
+        return tensor_of(read_image(path, size, opaque, fit))
     except UserError as error:
         raise UserError(f"reward 'preservation': {error}") from None

@@ -20,7 +20,7 @@ class Episodic(Shaping):
     Under 1 Billion).
 
     A sample is described by the scores of the rewards `rewards`, which may have the weight 0; they stand for the
-    paper's embedding, for pictures and texts alike. Novelty is the mean distance to the `nearest` samples of the
+    paper's embedding, for images and texts alike. Novelty is the mean distance to the `nearest` samples of the
     prompt's earlier epochs, 0 for an exact repeat. Nearness is 1 / (1 + the distance to the nearest success), whose
     total reward reached `right`. Both are 0 without such a sample. Distances are Euclidean.
 

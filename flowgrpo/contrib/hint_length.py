@@ -35,8 +35,8 @@ class HintLength:
 
     keep: the number of pairs per prompt. decay: the factor on a pair's weight per epoch of age.
     text: the template that joins prompt and hint. learned: as of `Hints`.
-    noise: shares of a prompt whose picture a language model reads go on below 0, down to -1: at the share -s the
-        picture has noise of the deviation s * noise, of values from 0 to 1. So prompts that are too hard get a hint,
+    noise: shares of a prompt whose image a language model reads go on below 0, down to -1: at the share -s the
+        image has noise of the deviation s * noise, of values from 0 to 1. So prompts that are too hard get a hint,
         and those that are too easy a perturbed input (DeepVideo-R1, 2506.07464, in a form of ours). 0: none.
 
     Rewards are within 0 to 1, and the metadata holds the text under `solution`. The model's lower asymptote is left
@@ -56,7 +56,7 @@ class HintLength:
         require_template("HintLength", self.text)
 
     def require_config(self, config: Config, of_text: bool) -> None:
-        """Raise UserError for noise on pictures that no language model reads."""
+        """Raise UserError for noise on images that no language model reads."""
         if self.noise and not of_text:
             raise UserError("parts.redraw.noise is about images that language models read, and a pipeline reads its "
                             "own: leave it out")
@@ -98,7 +98,7 @@ class HintLength:
         return {key: pairs[-self.keep:] for key, pairs in known.items()}
 
     def least(self, prompt: Prompt) -> float:
-        """Return the smallest share of a prompt: -1 if its picture can be noised, else 0."""
+        """Return the smallest share of a prompt: -1 if its image can be noised, else 0."""
         return -1.0 if self.noise and prompt.image is not None else 0.0
 
     def share(self, pairs: Sequence[Sequence[float]], epoch: int, least: float = 0.0) -> float:
@@ -111,7 +111,7 @@ class HintLength:
 
     def hinted(self, prompt: Prompt, share: float) -> Prompt:
         """Return the prompt with that share of its solution as a hint, without one if it is empty; below 0 with noise
-        on its picture."""
+        on its image."""
         if share < 0:
             return replace(prompt, guided=Guidance(prompt.text, learned=self.learned, level=share,
                                                    noise=-share * self.noise))

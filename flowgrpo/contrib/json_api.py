@@ -50,7 +50,7 @@ NOUNS = {"text": "texts", "image": "pictures", "frames": "videos"}  # what sampl
 class Template:
     """JSON with slots in its strings, such as {prompt}.
 
-    who: begins errors. longest: pixels of a picture's longer side; larger ones are shrunk. encoding: png or webp.
+    who: begins errors. longest: pixels of an image's longer side; larger ones are shrunk. encoding: png or webp.
     frames: of a video, evenly spaced.
     Raises UserError for an unknown slot.
     """
@@ -77,8 +77,8 @@ class Template:
     def filled(self, output: Tensor | str, prompt: str, entry: dict[str, Any]) -> Any:
         """Return the JSON of a sample.
 
-        output: a picture [3, H, W] or a video [F, 3, H, W] in [0, 1], or a text. entry: the prompt's metadata.
-        Raises Failed for metadata that the prompt lacks and a picture that is not finite, UserError for a slot of
+        output: an image [3, H, W] or a video [F, 3, H, W] in [0, 1], or a text. entry: the prompt's metadata.
+        Raises Failed for metadata that the prompt lacks and an image that is not finite, UserError for a slot of
         another kind of samples.
         """
         return _filled(self.json, {name: self._value(name, output, prompt, entry) for name in {*_slots(self.json)}})
@@ -97,13 +97,13 @@ class Template:
             return output
         if name == "image":
             return self._base64(output)
-        pictures = output[None] if kind == "image" else output[spaced(len(output), self.frames)]
-        return [self._base64(picture) for picture in pictures]
+        images = output[None] if kind == "image" else output[spaced(len(output), self.frames)]
+        return [self._base64(image) for image in images]
 
-    def _base64(self, picture: Tensor) -> str:
-        if not picture.isfinite().all():
-            raise Failed(f"{self.who}: a picture holds NaN or an infinity")
-        return data_url(picture, self.longest, self.encoding).partition(",")[2]
+    def _base64(self, image: Tensor) -> str:
+        if not image.isfinite().all():
+            raise Failed(f"{self.who}: an image holds NaN or an infinity")
+        return data_url(image, self.longest, self.encoding).partition(",")[2]
 
 
 def reached(value: Any, path: str, whose: str) -> Any:
@@ -196,7 +196,7 @@ class Http:
     """Score of a JSON API: a request per sample, and one number of the answer.
 
     url: of the API, several joined by commas.
-    request: the JSON body. In its strings, {prompt} is replaced by the prompt, {image} by the picture in base64,
+    request: the JSON body. In its strings, {prompt} is replaced by the prompt, {image} by the image in base64,
     {frames} by a list of a video's frames in base64, {text} by a completion, {metadata.KEY} by an entry of the prompt's
     metadata. A string of one slot alone takes the value with its type.
     answer: path to the number in the answer, such as `result.scores.0`; "" for an answer that is the number. True and
@@ -208,7 +208,7 @@ class Http:
     rate: requests a second of all processes together.
     cost: of one request in any currency, retries count too; the sum is printed at the end. budget: that a run may cost,
     until it ends or is resumed.
-    longest: pixels of a picture's longer side; larger ones are shrunk. encoding: png, or webp, which is slightly lossy.
+    longest: pixels of an image's longer side; larger ones are shrunk. encoding: png, or webp, which is slightly lossy.
     frames: sent frames of a video, evenly spaced.
 
     A call raises `TimedOut` if no URL gives a proper answer to a sample. A sample whose request is rejected, or whose

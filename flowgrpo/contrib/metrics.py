@@ -1,7 +1,7 @@
 """Metrics of other packages as rewards: `imscore:NAME`, `pyiqa:NAME` and `torchmetrics:NAME`.
 
 Higher is better in all of them: a metric of which lower is better is negated. A metric with a reference compares with
-the base model's picture of the same noise.
+the base model's image of the same noise.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ IMSCORE = {
     "pickscore_siglip": ("preference", "SiglipPreferenceScorer", "RE-N-Y/pickscore-siglip"),
     "vqascore": ("vqascore", "VQAScore", "RE-N-Y/clip-t5-xxl"),
 }
-# Metrics of a set of pictures, which no single picture has.
+# Metrics of a set of images, which no single image has.
 OF_SETS = ("InceptionScore", "PerceptualPathLength", "inception_score", "fid", "fid_dinov2", "sfid", "fid_clip")
-# Arguments by which torchmetrics takes pictures in [0, 1].
+# Arguments by which torchmetrics takes images in [0, 1].
 UNIT_RANGE: dict[str, dict[str, object]] = {
     "LearnedPerceptualImagePatchSimilarity": {"normalize": True},
     "PeakSignalNoiseRatio": {"data_range": 1.0}, "StructuralSimilarityIndexMeasure": {"data_range": 1.0},
@@ -50,7 +50,7 @@ class Adapted(LocalModel):
     """Base of the adapters.
 
     metric: its name in the package. options: further arguments of its constructor.
-    sign: 1 where higher is better, -1 where lower is. base: the metric compares with the base's pictures.
+    sign: 1 where higher is better, -1 where lower is. base: the metric compares with the base's images.
     Raises UserError for a missing package, with the command that installs it, and for an unknown metric.
     """
 
@@ -76,7 +76,7 @@ class Adapted(LocalModel):
         return package(name, self.who)
 
     def __call__(self, images: Tensor, prompts: Sequence[str], base: Tensor | None = None) -> Tensor | list[None]:
-        """Return B scores, None without the base's pictures that it compares with."""
+        """Return B scores, None without the base's images that it compares with."""
         if self.base and base is None:
             return [None] * len(prompts)
         scores = []
@@ -89,7 +89,7 @@ class Adapted(LocalModel):
         return self.sign * torch.cat(scores)
 
     def _scores(self, images: Tensor, prompts: list[str], reference: Tensor | None) -> Tensor:
-        """Return the metric's own values [B] of pictures [B, 3, H, W] in [0, 1]. reference: the base's, where `base`.
+        """Return the metric's own values [B] of images [B, 3, H, W] in [0, 1]. reference: the base's, where `base`.
         """
         raise NotImplementedError
 
@@ -160,7 +160,7 @@ class Torchmetrics(Adapted):
     """Metric of torchmetrics: a class of `torchmetrics.image` or `torchmetrics.multimodal`.
 
     The class says whether higher is better and whether it is differentiable. higher_is_better: says it where the class
-    does not. It scores one picture at a time.
+    does not. It scores one image at a time.
     """
 
     higher_is_better: bool | None = None
@@ -200,7 +200,7 @@ class Torchmetrics(Adapted):
                             for row in range(len(prompts))])
 
     def _one(self, metric: Callable[..., Tensor], image: Tensor, prompt: str, reference: Tensor | None) -> Tensor:
-        """Return the value of one picture [1, 3, H, W]."""
+        """Return the value of one image [1, 3, H, W]."""
         if vars(self)["_prompted"]:
             value = metric((image * 255).round().to(torch.uint8), [prompt])
         else:

@@ -135,7 +135,7 @@ class Confidence(Reshaped):
     formula is not known to us); "both".
 
     ACE's numerator is the present policy, here the one that drew the sample, which is the same at the first update. Of
-    a picture the log-probability of a step is a mean over its values.
+    an image the log-probability of a step is a mean over its values.
     """
 
     advantage: AdvantageRule = STANDARDISED

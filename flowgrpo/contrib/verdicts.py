@@ -127,7 +127,7 @@ def progress(success: Tensor, apart: Tensor, most: float) -> Tensor:
 class Progress(Combined):
     """1 for a success, and for a failure its nearness to the successes of its group, below 1 (SRPO).
 
-    rewards: one verdict, with `right`, the score from which on it is a success. features: of pictures as in
+    rewards: one verdict, with `right`, the score from which on it is a success. features: of images as in
     `diversity`; texts are compared by their words, 1 less the Jaccard similarity. most: bound of a failure's reward.
     After SRPO, whose distance is one to the centre of a cluster of successes; here it is that to the nearest success,
     standardised within the group. A group without a success falls back to 0 for all.

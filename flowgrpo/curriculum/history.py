@@ -58,7 +58,7 @@ class VarianceSampling:
     (variance-aware sampling of MMR1, 2509.21268).
 
     p is a prompt's newest success rate, diversity that of its last samples: for texts the share that repeats no other,
-    for pictures the mean deviation of a pixel. The score is `variance` p (1 - p) + `diversity` times the diversity, and
+    for images the mean deviation of a pixel. The score is `variance` p (1 - p) + `diversity` times the diversity, and
     a prompt that was never sampled has the largest possible one. Rates are measured whenever a prompt is trained, where
     the paper measures all prompts from time to time.
     """
@@ -212,7 +212,7 @@ class GradientVariance:
     An epoch has `each` times fewer different prompts than groups, at least one group each. The rate p of a prompt is
     the mean of its posterior, as of `Knapsack`. Its gradient norm is the root mean square over its right samples, of
     the gradient by the logits of the drawn tokens, sqrt(sum (1 - p_t)^2); the paper's is by the last layer's weights.
-    Pictures have equal norms. Use the advantage `Pooled`, which compares all groups of a prompt as one.
+    Images have equal norms. Use the advantage `Pooled`, which compares all groups of a prompt as one.
 
     alpha, beta: of the penalty of tiny rates. right: total reward from which a sample is right.
     """

@@ -138,7 +138,7 @@ class Hints:
 
     The prompt's metadata holds the hints, from the vaguest to the plainest: a list of texts under `hints`. With
     `shares` they are the first parts, of these sizes and cut between words, of the text under `solution`.
-    usual: the hints of a prompt whose metadata has none, such as ["in sharp focus"] for pictures.
+    usual: the hints of a prompt whose metadata has none, such as ["in sharp focus"] for images.
     text: the template that joins prompt and hints.
     scale: the guidance scale under which pipelines sample again; None: `train.guidance`. With it a prompt that has no
         hints is sampled again as it is.

@@ -119,5 +119,5 @@ def _column(source: str, wanted: str | None, row: dict[str, Any]) -> str:
 
 
 def _renamed(row: dict[str, Any], column: str) -> dict[str, Any]:
-    """Return the row with its prompt under `prompt`; a picture's column is left out."""
+    """Return the row with its prompt under `prompt`; an image's column is left out."""
     return {key: value for key, value in row.items() if key not in (column, "image")} | {"prompt": row[column]}

@@ -1,7 +1,7 @@
-"""Files beside a prompt's text: reference pictures, a mask, a last frame, a source video, a control picture, a picture
+"""Files beside a prompt's text: reference images, a mask, a last frame, a source video, a control image, an image
 for an IP-Adapter.
 
-A prompt file names them by path, relative to itself. They are decoded later, by pictures.py.
+A prompt file names them by path, relative to itself. They are decoded later, by images.py.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ SEPARATOR = ";"  # between the paths of a .csv file's cell
 
 @dataclass(frozen=True)
 class Inputs:
-    """Files that a prompt brings, as paths, and the scale of its control picture.
+    """Files that a prompt brings, as paths, and the scale of its control image.
 
-    images: reference pictures, in order. mask_image: white where an inpainting pipeline paints. last_image: last frame
-    of a video that begins with the reference picture. video: a file, or a folder of frames. control_image: an edge map,
-    depth map or similar, for a ControlNet. ip_adapter_image: picture whose content or style an IP-Adapter takes up.
+    images: reference images, in order. mask_image: white where an inpainting pipeline paints. last_image: last frame
+    of a video that begins with the reference image. video: a file, or a folder of frames. control_image: an edge map,
+    depth map or similar, for a ControlNet. ip_adapter_image: image whose content or style an IP-Adapter takes up.
     controlnet_conditioning_scale: factor of the ControlNet's part; None for the pipeline's default.
     place: file and line, for error messages.
     """
@@ -43,7 +43,7 @@ class Inputs:
     place: str = field(default="a prompt", compare=False)
 
     def given(self) -> dict[str, Any]:
-        """Return what is there by its key; one reference picture under `image`, several under `images`."""
+        """Return what is there by its key; one reference image under `image`, several under `images`."""
         images = {"image": self.images[0]} if len(self.images) == 1 else {"images": self.images} if self.images else {}
         others = {key: getattr(self, key) for key in (*FILES, SCALE)}
         return images | {key: value for key, value in others.items() if value is not None}
@@ -55,7 +55,7 @@ class Inputs:
                 yield key, path
 
     def metadata(self) -> dict[str, Any]:
-        """Return what rewards see: full paths under the same keys. The first of several pictures is under `image` too.
+        """Return what rewards see: full paths under the same keys. The first of several images is under `image` too.
         """
         facts: dict[str, Any] = {"image": str(Path(self.images[0]).resolve())} if self.images else {}
         for key, value in self.given().items():
@@ -65,7 +65,7 @@ class Inputs:
 
     @property
     def key(self) -> str:
-        """Identity among prompts of the same text and reference pictures; empty without other files."""
+        """Identity among prompts of the same text and reference images; empty without other files."""
         given = self.given().items()
         return "\n".join(f"{key}={value}" for key, value in given if key not in ("image", "images"))
 
@@ -84,7 +84,7 @@ def read_inputs(record: dict[str, Any], path: Path, line: int) -> Inputs:
                               if record.get(key) is not None}
     if record.get("images") is not None:
         if "image" in values:
-            raise inputs.error("images", "got `image` and `images`: put all pictures into `images`")
+            raise inputs.error("images", "got `image` and `images`: put all images into `images`")
         values["images"] = tuple(_file(inputs, "images", name, path.parent)
                                  for name in _listed(inputs, record["images"]))
     if "image" in values:
@@ -111,7 +111,7 @@ def _listed(inputs: Inputs, names: Any) -> list[Any]:
 def _file(inputs: Inputs, key: str, name: Any, folder: Path) -> str:
     if not isinstance(name, str) or not name.strip():
         raise inputs.error(key, f"expected a path, got {name!r}"
-                           + ": several pictures go under `images`" * (key == "image" and isinstance(name, list)))
+                           + ": several images go under `images`" * (key == "image" and isinstance(name, list)))
     if why := unsafe(name):
         raise inputs.error(key, f"expected a path, got {name!r}, which holds {why}")
     path = folder / name

@@ -6,7 +6,7 @@ or "tie": the better one in that respect. Every line is also a verdict of the as
 `aspects` names it. Optional `margins` is an object of aspects with numbers: how much better `chosen` is by the scores
 of a judge, below 0 where `rejected` is.
 
-A file of demonstrations is `.jsonl`, one object per line with `prompt` and either `picture` (a path, relative to the
+A file of demonstrations is `.jsonl`, one object per line with `prompt` and either `image` (a path, relative to the
 file) or `text` (an answer). Optional are `reward`, a number (default 1), and `source`, the name of where it comes from.
 """
 
@@ -30,7 +30,7 @@ KEYS = ("prompt", "chosen", "rejected", "aspects", "margins")
 OVERALL = "overall"
 ASPECT = re.compile(r"[\w-]+")  # the name of one
 WORTH = {"chosen": 1.0, "rejected": 0.0, "tie": 0.5}
-DEMONSTRATION_KEYS = ("prompt", "picture", "text", "reward", "source")
+DEMONSTRATION_KEYS = ("prompt", "image", "text", "reward", "source")
 Prompts = list[Prompt]
 
 
@@ -126,10 +126,10 @@ def _pair(row: str, path: Path, line: int, text: bool) -> Pair:
         raise _wrong(path, line, f"expected a text under 'prompt', got {prompt!r}")
     if why := unsafe(prompt):
         raise _wrong(path, line, f"the text under 'prompt' holds {why}")
-    chosen, rejected = ((_text if text else _picture)(record.get(key), key, path, line)
+    chosen, rejected = ((_text if text else _image)(record.get(key), key, path, line)
                         for key in ("chosen", "rejected"))
     if chosen == rejected:
-        what = "text" if text else "picture"
+        what = "text" if text else "image"
         raise _wrong(path, line, f"chosen and rejected are the same {what}, {record['chosen'][:200]}")
     return Pair(prompt.strip(), chosen, rejected, _verdicts(record.get("aspects"), path, line),
                 _margins(record.get("margins"), path, line))
@@ -143,9 +143,9 @@ def _text(given: Any, key: str, path: Path, line: int) -> str:
     return given
 
 
-def _picture(name: Any, key: str, path: Path, line: int) -> Path:
+def _image(name: Any, key: str, path: Path, line: int) -> Path:
     if not isinstance(name, str) or not name:
-        raise _wrong(path, line, f"expected the path of a picture under {key!r}, got {name!r}")
+        raise _wrong(path, line, f"expected the path of an image under {key!r}, got {name!r}")
     if why := unfit(path.parent / name):
         raise _wrong(path, line, f"no image at {path.parent / name}"
                      + ("" if why == "does not exist" else f": it {why}"))
@@ -180,10 +180,10 @@ def _wrong(path: Path, line: int, what: str) -> UserError:
 
 @dataclass(frozen=True)
 class Demonstration:
-    """Recorded output of a prompt: the path of a picture, or the text of an answer."""
+    """Recorded output of a prompt: the path of an image, or the text of an answer."""
 
     prompt: str
-    picture: Path | None = None
+    image: Path | None = None
     text: str | None = None
     reward: float = 1.0
     source: str = ""
@@ -212,24 +212,26 @@ def _demonstration(line: str, path: Path, number: int) -> Demonstration:
     except json.JSONDecodeError as error:
         raise _wrong_demonstration(path, number, f"not valid JSON: {error.msg} (column {error.colno})") from None
     if not isinstance(record, dict):
-        raise _wrong_demonstration(path, number, f"expected an object with the keys prompt and picture or text, "
+        raise _wrong_demonstration(path, number, f"expected an object with the keys prompt and image or text, "
                                                  f"got {record!r}")
+    if "picture" in record and "image" not in record:  # the key's name before
+        record["image"] = record.pop("picture")
     for key in record:
         if key not in DEMONSTRATION_KEYS:
             raise _wrong_demonstration(path, number, f"unknown key {key!r}{nearest(key, list(DEMONSTRATION_KEYS))}")
-    if ("picture" in record) == ("text" in record):
-        raise _wrong_demonstration(path, number, "expected either 'picture' or 'text'")
-    texts = {key: record[key] for key in ("prompt", "picture", "text", "source") if key in record}
+    if ("image" in record) == ("text" in record):
+        raise _wrong_demonstration(path, number, "expected either 'image' or 'text'")
+    texts = {key: record[key] for key in ("prompt", "image", "text", "source") if key in record}
     for key, value in {"prompt": None, **texts}.items():
         if not isinstance(value, str) or not value.strip():
             raise _wrong_demonstration(path, number, f"expected a text under {key!r}, got {value!r}")
         if why := unsafe(value):
             raise _wrong_demonstration(path, number, f"the text under {key!r} holds {why}")
-    picture = path.parent / record["picture"] if "picture" in record else None
-    if picture is not None and (why := unfit(picture)):
-        raise _wrong_demonstration(path, number, f"no image at {picture}"
+    image = path.parent / record["image"] if "image" in record else None
+    if image is not None and (why := unfit(image)):
+        raise _wrong_demonstration(path, number, f"no image at {image}"
                                    + ("" if why == "does not exist" else f": it {why}"))
-    return Demonstration(record["prompt"].strip(), picture, record.get("text"),
+    return Demonstration(record["prompt"].strip(), image, record.get("text"),
                          _number(record.get("reward", 1.0), path, number), record.get("source", ""))
 
 

@@ -213,7 +213,7 @@ def corrupted(caption: str, rng: random.Random) -> tuple[str, str, str] | None:
 def caption_errors(prompts: Sequence[Prompt], seed: int = 0) -> list[Prompt]:
     """Return a prompt to find the error for each prompt whose metadata has a `caption` that can hold one.
 
-    The wrong expression is metadata.answer, the right one metadata.right; pictures stay. The same seed makes the same
+    The wrong expression is metadata.answer, the right one metadata.right; images stay. The same seed makes the same
     errors. Raises UserError if no prompt yields one.
     """
     made = []

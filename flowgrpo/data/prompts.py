@@ -53,8 +53,8 @@ class Guidance:
     text: in place of the prompt's.
     scale: the guidance scale of a pipeline; None: `train.guidance`.
     learned: True if the loss scores samples under this input; False: under the prompt's own.
-    level: the number of hints in the text, or their share of the solution; 0: none; below 0 the picture is noised.
-    noise: deviation of the noise on the picture that a language model reads, of values from 0 to 1.
+    level: the number of hints in the text, or their share of the solution; 0: none; below 0 the image is noised.
+    noise: deviation of the noise on the image that a language model reads, of values from 0 to 1.
     answers: True if teachers' answers join the prompt's group.
     """
 
@@ -68,7 +68,7 @@ class Guidance:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt; `image` is the path of its first reference picture, `weight` its relative frequency in training.
+    """One prompt; `image` is the path of its first reference image, `weight` its relative frequency in training.
 
     inputs: all files that it brings. The metadata holds their full paths under their keys, unless it has such a key
     already.
@@ -120,16 +120,16 @@ class Prompt:
 
     @property
     def brings(self) -> str | Inputs | None:
-        """Input that a policy encodes beside the text: nothing, one reference picture's path, or all inputs."""
+        """Input that a policy encodes beside the text: nothing, one reference image's path, or all inputs."""
         if self.inputs == NOTHING:
-            return self.image  # None, or a picture that was given as an object
+            return self.image  # None, or an image that was given as an object
         return self.image if self.inputs.given().keys() <= {"image"} else self.inputs
 
 
 def of_records(records: Sequence[str | dict[str, Any] | Prompt]) -> list[Prompt]:
     """Return prompts of texts, of dictionaries with the keys of a .jsonl file's lines, or of prompts as they are.
 
-    A picture's path is relative to the working directory. Raises UserError with the number of a wrong record.
+    An image's path is relative to the working directory. Raises UserError with the number of a wrong record.
     """
     listed = Path("list")
     prompts = [record if isinstance(record, Prompt) else

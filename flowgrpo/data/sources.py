@@ -16,7 +16,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from flowgrpo.data.pictures import frames_of, read_picture
+from flowgrpo.data.images import frames_of, read_image
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.nouns import counted
@@ -46,7 +46,7 @@ def _verdict(place: Place) -> str | None:
     path, key, frames = place
     try:
         if key != "video":
-            read_picture(path, opaque=key in OPAQUE)
+            read_image(path, opaque=key in OPAQUE)
             return None
         count = 0
         for count, _ in enumerate(frames_of(Path(path)), 1):

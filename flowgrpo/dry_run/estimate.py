@@ -203,7 +203,7 @@ def dry_run(config: Config, gpu: GPU = GPUS["H100"], processes: int = 1, pipe: A
         encoders = weights.hold(meta, policy, config.memory, processes)
         calls = Repeats(meta, policy)
         with meta.running():
-            image = None if config.prompts in SETS else _picture(policy, Path(folder))
+            image = None if config.prompts in SETS else _image(policy, Path(folder))
             trainer = _trainer(short, policy, image, meta, rare)
             clock = trainer.clock = trainer.rollouts.clock = _Phases(meta, encoders)
             replay_waits = _counted_replays(trainer, meta)
@@ -251,10 +251,10 @@ def _short(config: Config, prompts: int, rare: Sequence[DryRun]) -> Config:
                                      "memory": memory, "adapter": config.adapter.model_copy(update={"init": None})})
 
 
-def _picture(policy: Any, folder: Path) -> str | None:
-    """Write a picture of the call's size, for a pipeline that takes one; return its file.
+def _image(policy: Any, folder: Path) -> str | None:
+    """Write an image of the call's size, for a pipeline that takes one; return its file.
 
-    Named prompt sets have no pictures, and a pipeline that takes texts alone as well draws from them.
+    Named prompt sets have no images, and a pipeline that takes texts alone as well draws from them.
     """
     if "image" not in policy.accepts:
         return None

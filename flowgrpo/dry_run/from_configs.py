@@ -109,9 +109,9 @@ def assembled(known: published.Published, make: Callable[[str, str, dict[str, An
 
 
 def _processor(kind: str, tokens: PreTrainedTokenizerBase, config: Any) -> Any:
-    """Return a processor of pictures of Qwen2-VL's family.
+    """Return a processor of images of Qwen2-VL's family.
 
-    The tokenizer learns the tokens of pictures, and the configuration of the text encoder their numbers.
+    The tokenizer learns the tokens of images, and the configuration of the text encoder their numbers.
     """
     import transformers
 

@@ -17,7 +17,7 @@ from flowgrpo.data.prompts import Prompt
 from flowgrpo.device import require_generators
 from flowgrpo.distributed.signals import promptly
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation import picture_files, run_rewards
+from flowgrpo.evaluation import image_files, run_rewards
 from flowgrpo.evaluation.plan import Hand, Place
 from flowgrpo.rewards import Failed
 from flowgrpo.rewards.score import columns
@@ -60,7 +60,7 @@ class BestOf:
         return {"best_of": self.count, "by": self.name}
 
     def facts(self, score: float) -> dict[str, Any]:
-        """Return how a picture was chosen, as its text chunk records it."""
+        """Return how an image was chosen, as its text chunk records it."""
         return {"Best of": self.count, "Best by": self.name, "Best score": f"{score:g}"}
 
 
@@ -110,4 +110,4 @@ class BestHand:
         """Return how a sample was drawn and chosen, None where that is not stored."""
         drawn, score = self.chosen.pop(place)
         facts = self.hand.facts(arm, prompt, drawn, sample)
-        return None if facts is None else picture_files.extended(facts, self.best.facts(score))
+        return None if facts is None else image_files.extended(facts, self.best.facts(score))

@@ -24,7 +24,7 @@ from flowgrpo.data import sources as given_files
 from flowgrpo.device import drawing
 from flowgrpo.errors import UserError
 from flowgrpo.escaped import cell, markdown
-from flowgrpo.evaluation import picture_files, run_rewards, samplers
+from flowgrpo.evaluation import image_files, run_rewards, samplers
 from flowgrpo.evaluation.measured import spread
 from flowgrpo.evaluation.pages import clips, grid, sources
 from flowgrpo.evaluation.pages.before_after import captions, frames_of, means_of
@@ -87,10 +87,10 @@ OF_TEXTS = ("checkpoints", "runs", "seeds")
 
 def write_page(path: str | Path, title: str, columns: Sequence[str], rows: Sequence[grid.Row],
                summary: grid.Summary | None = None, fps: float | None = None) -> Path:
-    """Write the rows under their columns' names, each below its prompt. Scores above those of a row's first picture
+    """Write the rows under their columns' names, each below its prompt. Scores above those of a row's first image
     have a green triangle up, below it a red one down.
 
-    Pictures are resized as on the PNG page (grid.py); clips are videos, or animated WebPs without an encoder.
+    Images are resized as on the PNG page (grid.py); clips are videos, or animated WebPs without an encoder.
     summary: the last row. fps: frames per second of clips.
     """
     path = Path(path)
@@ -162,7 +162,7 @@ def _means(summary: grid.Summary, digits: Mapping[str, int], sourced: bool) -> s
 def _image(image: torch.Tensor | str, fps: float | None) -> str:
     if isinstance(image, str):
         return f"<p>{html.escape(image)}</p>"
-    file, frames = io.BytesIO(), [grid._picture(frame) for frame in (image if image.ndim == 4 else image[None])]
+    file, frames = io.BytesIO(), [grid._image(frame) for frame in (image if image.ndim == 4 else image[None])]
     size = f'width="{frames[0].width}" height="{frames[0].height}"'
     if image.ndim == 3:
         frames[0].save(file, format="PNG")
@@ -219,8 +219,8 @@ class Column:
 @loading.memory_told()
 def columns(run: str | Path, kind: str, values: Sequence[str], prompts: str | Path | None, count: int, seed: int,
             output: str | Path) -> list[Path]:
-    """Draw `count` prompts in columns of one kind, with the run's rewards below each picture. Writes a PNG (with clips
-    also a WebP and an mp4), each picture in a folder of the PNG's name, and a self-contained HTML file; texts as HTML
+    """Draw `count` prompts in columns of one kind, with the run's rewards below each image. Writes a PNG (with clips
+    also a WebP and an mp4), each image in a folder of the PNG's name, and a self-contained HTML file; texts as HTML
     and Markdown. Returns the paths of page and HTML.
 
     run: a folder written by `flowgrpo train`. values: one per column; empty: those of the kind. prompts: a prompt file,
@@ -260,15 +260,15 @@ def columns(run: str | Path, kind: str, values: Sequence[str], prompts: str | Pa
     fps = None if by_tokens else rate_ahead(config.model, config.load, arguments, config.fps)
     scores = [captions(functions, samples if written else torch.stack(samples), shown, base, fps)
               for samples, base in zip(drawn, bases)]
-    rows = [Row(prompt.text, [pictures[i] for pictures in drawn],
+    rows = [Row(prompt.text, [images[i] for images in drawn],
                 [dict(zip(functions, values[i].tolist())) for values in scores],
                 sources.of(prompt, frames_of(drawn[0][i]))) for i, prompt in enumerate(shown)]
     names, title = [column.name for column in chosen], f"{config.name}: {kind}"
     means = means_of([dict(zip(functions, values.T[:, :, None].numpy())) for values in scores])
     first = write_table(output.with_suffix(".md"), title, names, rows, means) if written else \
-        draw_grid(output, names, rows, means, picture_files.facts(
-            run, names, shown, picture_files.save_columns(output, names, drawn, fps),
-            picture_files.save_sources(output, shown, drawn[0]), model=config.model, seed=seed,
+        draw_grid(output, names, rows, means, image_files.facts(
+            run, names, shown, image_files.save_columns(output, names, drawn, fps),
+            image_files.save_sources(output, shown, drawn[0]), model=config.model, seed=seed,
             call=arguments), fps)
     return [first, write_page(output.with_suffix(".html"), title, names, rows, means, fps)]
 

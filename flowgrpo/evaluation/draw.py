@@ -1,4 +1,4 @@
-"""Generators of an evaluation, for pictures and for texts: sample, store, and measure the distance of samples.
+"""Generators of an evaluation, for images and for texts: sample, store, and measure the distance of samples.
 
 Only this file separates the two; `evaluate` handles both alike.
 """
@@ -17,7 +17,7 @@ from flowgrpo.config.schema import Config
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.device import drawing
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation import picture_files
+from flowgrpo.evaluation import image_files
 from flowgrpo.evaluation.plan import Ledger, Medium, Place, TextLedger
 from flowgrpo.evaluation.samplers import Pipelines, Texts
 from flowgrpo.policies import build, loading
@@ -45,7 +45,7 @@ class Painter:
         return self.plan.fps
 
     def draw(self, arm: str, prompts: Sequence[Prompt], places: Sequence[Place]) -> list[torch.Tensor]:
-        """Draw pictures [3, H, W] or clips [F, 3, H, W] in [0, 1]."""
+        """Draw images [3, H, W] or clips [F, 3, H, W] in [0, 1]."""
         if self.sampler.pipe is None:
             self.require_fit()
         seeds = [self.seed_of(place.prompt, place.sample) for place in places]
@@ -57,19 +57,19 @@ class Painter:
             loading.require_fit(self.plan.model, self.plan.tuned, loading.files_of(self.plan.config, self.plan.model))
 
     def facts(self, arm: str, prompt: Prompt, place: Place, sample: torch.Tensor) -> str:
-        """Return how a picture was drawn, as AUTOMATIC1111 and ComfyUI read it."""
+        """Return how an image was drawn, as AUTOMATIC1111 and ComfyUI read it."""
         plan, weight = self.plan, self.plan.arms[arm]
         if arm not in self.settings:
             tuned = plan.tuned if weight else None
-            self.settings[arm] = picture_files.settings(self.sampler.pipe, plan.model, plan.asked, tuned,
+            self.settings[arm] = image_files.settings(self.sampler.pipe, plan.model, plan.asked, tuned,
                                                         None if weight in (0, 1) else weight)
         negative = plan.negative if prompt.negative is None else prompt.negative
         [written] = self._written([prompt])
-        return picture_files.parameters(written.text, self.seed_of(place.prompt, place.sample), sample,
+        return image_files.parameters(written.text, self.seed_of(place.prompt, place.sample), sample,
                                         self.settings[arm], negative)
 
     def _written(self, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
-        """Return the prompts that pictures are drawn from: the users', or as an enhancer rewrites them."""
+        """Return the prompts that images are drawn from: the users', or as an enhancer rewrites them."""
         return self.plan.enhancer(prompts) if self.plan.enhancer else prompts
 
 
@@ -95,17 +95,17 @@ class Drawer(Writer):
     """Draw with a language model that has an image head."""
 
     def draw(self, arm: str, prompts: Sequence[Prompt], places: Sequence[Place]) -> list[Any]:
-        """Draw pictures [3, H, W] in [0, 1], each from the seed of its place alone."""
+        """Draw images [3, H, W] in [0, 1], each from the seed of its place alone."""
         return super().draw(arm, prompts, places)
 
     def facts(self, arm: str, prompt: Prompt, place: Place, sample: Any) -> Any:
-        """Return how a picture was drawn, as AUTOMATIC1111 and ComfyUI read it."""
+        """Return how an image was drawn, as AUTOMATIC1111 and ComfyUI read it."""
         plan = self.plan
         settings = {"Temperature": plan.asked["eval_temperature"], "CFG scale": plan.asked["guidance"],
                     "Model": Path(plan.model).name,
-                    "Lora hashes": picture_files.lora_hashes(plan.tuned if plan.arms[arm] else None),
+                    "Lora hashes": image_files.lora_hashes(plan.tuned if plan.arms[arm] else None),
                     "Version": f"flowgrpo {__version__}"}
-        return picture_files.parameters(prompt.text, self.seed_of(place.prompt, place.sample), sample, settings)
+        return image_files.parameters(prompt.text, self.seed_of(place.prompt, place.sample), sample, settings)
 
 
 def written_apart(samples: Sequence[str]) -> float:
@@ -117,9 +117,9 @@ def written_apart(samples: Sequence[str]) -> float:
 
 
 def drawn_apart(features: Callable, samples: torch.Tensor) -> float:
-    """Return the mean feature distance between pictures of a prompt; for clips that of their middle frames."""
-    pictures = samples if samples.ndim == 4 else samples[:, samples.shape[1] // 2]
-    return guards.distances(torch.as_tensor(features(pictures))[None]).mean().item()
+    """Return the mean feature distance between images of a prompt; for clips that of their middle frames."""
+    images = samples if samples.ndim == 4 else samples[:, samples.shape[1] // 2]
+    return guards.distances(torch.as_tensor(features(images))[None]).mean().item()
 
 
 def of_words(features: str | Callable) -> Callable:
@@ -130,14 +130,14 @@ def of_words(features: str | Callable) -> Callable:
     return written_apart
 
 
-PICTURES = Medium("image", Painter, Ledger, lambda features: partial(drawn_apart, guards.extractor(features)), 1,
+IMAGES = Medium("image", Painter, Ledger, lambda features: partial(drawn_apart, guards.extractor(features)), 1,
                   None)
 TEXTS = Medium("text", Writer, TextLedger, of_words, 8, "text")
-DRAWINGS = Medium("image", Drawer, Ledger, PICTURES.apart, 8, "image")
+DRAWINGS = Medium("image", Drawer, Ledger, IMAGES.apart, 8, "image")
 
 
 def medium_of(model: str, config: Config | None, generates: str | None = None) -> Medium:
-    """Return what a model makes: pictures or clips by denoising, texts, or pictures by image tokens.
+    """Return what a model makes: images or clips by denoising, texts, or images by image tokens.
 
     config: of the run that tuned it. generates: "text" or "image", of a language model; None as the run has it, or
     texts.
@@ -147,4 +147,4 @@ def medium_of(model: str, config: Config | None, generates: str | None = None) -
         return DRAWINGS if (generates or (config.text.generates if config else "")) == "image" else TEXTS
     if generates is not None:
         raise UserError(f"--generates {generates}: is of language models, and {model} is a pipeline: leave it out")
-    return PICTURES
+    return IMAGES

@@ -1,6 +1,6 @@
 """Evaluation of a model on a suite of prompts: samples scored by several rewards, base and tuned on one seed.
 
-Pictures are drawn by the stock pipeline, texts by the language model as a run evaluates it (draw.py).
+Images are drawn by the stock pipeline, texts by the language model as a run evaluates it (draw.py).
 
 Results are saved as they are made (plan.py), so a killed evaluation resumes, and rewards can be added later without
 sampling again. Under `accelerate launch` or `torchrun` every process takes an equal share of the remaining work.
@@ -55,18 +55,18 @@ def evaluate(source: str, suite: str, names: Sequence[str] | dict[str, WatchRule
     names: rewards, where a run's rewards keep their rules, or rules by name; empty: those of the run.
     lora: weights to load into a model. base: also sample without them, from the same seeds, and compare.
     samples: per prompt; with several, pass@k of rewards of 0 and 1 is reported.
-    features: space of the distance between a prompt's pictures, see `rewards.guards.Diversity`.
-    rlg: draw the tuned pictures with base + rlg * (tuned - base); several weights are all drawn, and `rlg.png` plots
+    features: space of the distance between a prompt's images, see `rewards.guards.Diversity`.
+    rlg: draw the tuned images with base + rlg * (tuned - base); several weights are all drawn, and `rlg.png` plots
     the rewards over them.
     temperature, max_tokens: of a language model, in place of the run's `text` settings. Several samples default to
     temperature 1.
     precision: None takes the run's, or the device's default. epoch: of a run's checkpoint, in place of its result.
     best_of: draws per sample, of which the one with the highest reward `by` is kept, a name or its rule by name.
-    enhancer: language model or run that rewrites the prompts of pictures; rewards judge for the suite's prompts.
+    enhancer: language model or run that rewrites the prompts of images; rewards judge for the suite's prompts.
     generates: "text" or "image", of a language model with an image head; None: as the run has it, or texts.
     distance: "fid", "kid" or both, of the tuned images to the base's, in `features`; see distances.py.
     A sample depends only on the seed, its prompt's number and its number within the prompt. With a `batch` of several
-    per call (None: 1 picture, 8 texts) this holds up to rounding.
+    per call (None: 1 image, 8 texts) this holds up to rounding.
     Raises UserError for what cannot be loaded, and for a folder that holds another evaluation.
     """
     plan = make_plan(source, lora, base, samples, steps, guidance, seed, rlg, temperature, max_tokens, precision,
@@ -99,7 +99,7 @@ def make_plan(source: str, lora: str | Path | None, base: bool, samples: int, st
               guidance: float | None, seed: int, rlg: Sequence[float] = (), temperature: float | None = None,
               max_tokens: int | None = None, precision: str | None = None, epoch: int | None = None, best_of: int = 1,
               by: str | dict[str, Any] = "", enhancer: str | None = None, generates: str | None = None) -> Plan:
-    """Resolve the source to a run or a model, of pictures or of texts.
+    """Resolve the source to a run or a model, of images or of texts.
     Raises UserError for a run with another LoRA, for a base with nothing to compare, for RLG weights without a tuned
     model or with a base, and for options of the other medium."""
     model, tuned = checkpoints.source(source, lora, epoch)
@@ -111,7 +111,7 @@ def make_plan(source: str, lora: str | Path | None, base: bool, samples: int, st
     medium = draw.medium_of(model, config, generates)
     _require_fitting(medium, {"steps": steps, "guidance": guidance, "rlg": rlg or None, "enhancer": enhancer},
                      {"temperature": temperature, "max-tokens": max_tokens})
-    if medium is not draw.PICTURES:
+    if medium is not draw.IMAGES:
         from flowgrpo.text.policies import engines as texts
 
         arguments = texts.asked(config, samples * best_of, temperature, max_tokens, generates, guidance,
@@ -127,11 +127,11 @@ def make_plan(source: str, lora: str | Path | None, base: bool, samples: int, st
                 seed, medium, precision, choice.make(best_of, by, config), samplers.make_enhancer(enhancer, seed))
 
 
-def _require_fitting(medium: Medium, of_pictures: dict[str, Any], of_texts: dict[str, Any]) -> None:
+def _require_fitting(medium: Medium, of_images: dict[str, Any], of_texts: dict[str, Any]) -> None:
     """Raise UserError for an option of the other medium, which would have no effect."""
-    unread, of = (of_texts, "a language model") if medium is draw.PICTURES else (of_pictures, "a denoiser")
+    unread, of = (of_texts, "a language model") if medium is draw.IMAGES else (of_images, "a denoiser")
     if medium is draw.DRAWINGS:  # it has a guidance, and as many tokens as its grid
-        unread = of_pictures | {"guidance": None, "max-tokens": of_texts["max-tokens"]}
+        unread = of_images | {"guidance": None, "max-tokens": of_texts["max-tokens"]}
     for name, value in unread.items():
         if value is not None:
             raise UserError(f"--{name}: is of {of}, and the model generates {medium.unit}s: leave it out")

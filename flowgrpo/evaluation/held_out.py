@@ -19,11 +19,11 @@ from flowgrpo import rewards
 from flowgrpo.config.parse import renewed
 from flowgrpo.config.reward_rules import WatchRule
 from flowgrpo.config.schema import Config
-from flowgrpo.data.open_picture import opened, rgb
+from flowgrpo.data.open_image import opened, rgb
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.escaped import plain
-from flowgrpo.evaluation import looks, picture_files
+from flowgrpo.evaluation import image_files, looks
 from flowgrpo.evaluation.measured import EVAL_SEED, Generating, Measured, evenly, measure, readable, spread
 from flowgrpo.evaluation.pages.before_after import arrays, draw_pairs, means_of, rows, shown_prompts
 from flowgrpo.evaluation.pages.clips import save_clip, tall, untall
@@ -94,12 +94,12 @@ def _base(trainer: Trainer, functions: dict[str, Any], folder: Path, reuse: bool
 
 
 def _read_before(trainer: Trainer, folder: Path, known: dict[str, Any]) -> Measured | None:
-    """Return the base's samples and scores as `write_before` wrote them; None, with a line, for damaged pictures."""
-    prompts, pictures = spread(trainer.held_out, trainer.config.eval.prompts), torch.empty(0)
+    """Return the base's samples and scores as `write_before` wrote them; None, with a line, for damaged images."""
+    prompts, images = spread(trainer.held_out, trainer.config.eval.prompts), torch.empty(0)
     try:
-        kept = [untall(_picture(file), known.get("frames"))
+        kept = [untall(_image(file), known.get("frames"))
                 for file in sorted((folder / "before").glob("[0-9]*.png"))]
-        pictures = torch.stack(kept) if kept else pictures
+        images = torch.stack(kept) if kept else images
         shown = len(evenly(len(prompts), trainer.config.eval.grid))
         if not known.get("texts") and len(kept) != shown:
             raise ValueError(f"{len(kept)} images, expected {shown}")
@@ -109,16 +109,16 @@ def _read_before(trainer: Trainer, folder: Path, known: dict[str, Any]) -> Measu
                   flush=True)
         return None
     return Measured([p for p in prompts for _ in range(trainer.config.eval.samples)], known["scores"],
-                    known["texts"] or pictures, known["failed"], trainer.policy.fps, known.get("shuffled") or {},
+                    known["texts"] or images, known["failed"], trainer.policy.fps, known.get("shuffled") or {},
                     looks=looks.read(known.get("looks")))
 
 
-def _picture(file: Path) -> torch.Tensor:
-    """Return the pixels [3, H, W] of a picture of the base. Raises UserError for a file that is none."""
+def _image(file: Path) -> torch.Tensor:
+    """Return the pixels [3, H, W] of an image of the base. Raises UserError for a file that is none."""
     from torchvision.transforms.functional import to_tensor
 
-    with opened(file) as picture:
-        return to_tensor(rgb(picture))
+    with opened(file) as image:
+        return to_tensor(rgb(image))
 
 
 def measured_how(config: Config, prompts: list[Prompt], functions: dict[str, Any]) -> dict[str, Any]:
@@ -139,17 +139,17 @@ def write_before(folder: Path, measured: Measured, settings: dict[str, Any]) -> 
     """Write the base's samples, its scores, and the settings of the measurement."""
     from torchvision.utils import save_image
 
-    texts, frames = measured.pictures if isinstance(measured.pictures, list) else None, None
+    texts, frames = measured.images if isinstance(measured.images, list) else None, None
     if texts is None:
         (folder / "before.json").unlink(missing_ok=True)  # first, as it says that the samples are there
         atomic.remove(folder / "before")
         atomic.make_folder(folder / "before")
-        frames = measured.pictures.shape[1] if measured.pictures.ndim == 5 else None
-        for i, picture in enumerate(measured.pictures):
+        frames = measured.images.shape[1] if measured.images.ndim == 5 else None
+        for i, image in enumerate(measured.images):
             with atomic.replacing(folder / "before" / f"{i:03d}.png") as file:
-                save_image(tall(picture), file, format="png")
+                save_image(tall(image), file, format="png")
             if frames is not None:
-                save_clip(folder / "before" / f"{i:03d}.webp", picture, fps=measured.fps)
+                save_clip(folder / "before" / f"{i:03d}.webp", image, fps=measured.fps)
     content = {"settings": settings, "scores": measured.scores, "failed": measured.failed, "frames": frames,
                "texts": texts, "shuffled": measured.shuffled, "looks": measured.looks.as_json()}
     atomic.write_text(folder / "before.json", json.dumps(finite(content)))
@@ -207,11 +207,11 @@ def _draw_after(folder: Path, base: Measured, after: Measured, config: Config) -
     if not base.prompts:  # eval.prompts: 0
         return
     names, of = ("before", "after"), shown_prompts(base)
-    brought = picture_files.save_sources(folder, of, base.pictures)
-    if not isinstance(after.pictures, list):
-        picture_files.save_rows(folder / "after", after.pictures, after.fps)
-    draw_pairs(folder / "before_after.png", base, after, facts=picture_files.facts(
-        folder, names, of, () if isinstance(after.pictures, list) else names,
+    brought = image_files.save_sources(folder, of, base.images)
+    if not isinstance(after.images, list):
+        image_files.save_rows(folder / "after", after.images, after.fps)
+    draw_pairs(folder / "before_after.png", base, after, facts=image_files.facts(
+        folder, names, of, () if isinstance(after.images, list) else names,
         brought, model=config.model, seed=EVAL_SEED,
         call={"num_inference_steps": config.eval.steps, "guidance": config.eval.guidance}))
 
@@ -228,7 +228,7 @@ def described(policy: Policy, config: Config, count: int) -> str:
     return f"{named(count, SAMPLE[policy.modality])} ({drawn})"
 
 
-def sample_pictures(trainer: Trainer, functions: dict[str, Any], folder: Path) -> Measured:
+def sample_images(trainer: Trainer, functions: dict[str, Any], folder: Path) -> Measured:
     """Measure held-out scores during training, and write a grid page per epoch to `samples/`; return the scores."""
     evaluations = trainer.policy.evaluations
     with trainer.policy.weights.swapped(trainer.optimization.evaluated_weights()):

@@ -1,4 +1,4 @@
-"""Pictures from saved weights: those of a LoRA, base against tuned on the same prompts and seeds, and samples of every
+"""Images from saved weights: those of a LoRA, base against tuned on the same prompts and seeds, and samples of every
 prompt of a file with a prompt file that names them (for `base_similarity`, or texts of a model).
 """
 
@@ -17,12 +17,12 @@ from tqdm import tqdm
 
 from flowgrpo.config.schema import Config
 from flowgrpo.data import sets, sources
-from flowgrpo.data.pictures import read_picture
+from flowgrpo.data.images import read_image
 from flowgrpo.data.prompts import USER_PROMPT, Prompt, as_line, require_length
 from flowgrpo.device import drawing, require_generators
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import best_of as choice
-from flowgrpo.evaluation import draw, picture_files, run_rewards, samplers
+from flowgrpo.evaluation import draw, image_files, run_rewards, samplers
 from flowgrpo.evaluation.evaluate import make_plan
 from flowgrpo.evaluation.measured import Measured, spread
 from flowgrpo.evaluation.pages import clips
@@ -39,7 +39,7 @@ from flowgrpo.storage.paths import require_file, require_folder, require_room
 BLOCK = 4096  # bytes of the disk that a file takes at least
 FILE = "prompts.jsonl"
 PROMPT = "prompt"  # the key that makes a text the prompt of its line
-KEYS = {draw.PICTURES: "base_image", draw.DRAWINGS: "base_image", draw.TEXTS: "base_text"}
+KEYS = {draw.IMAGES: "base_image", draw.DRAWINGS: "base_image", draw.TEXTS: "base_text"}
 
 
 @loading.memory_told()
@@ -47,21 +47,21 @@ def sample(model: str, lora: str | Path | None, prompts: list[str], count: int, 
            guidance: float | None, output: str | Path, rlg: float | None = None,
            image: str | Path | None = None, precision: str | None = None, best_of: int = 1,
            by: str | dict[str, Any] = "", enhancer: Enhancer | None = None) -> list[Path]:
-    """Draw `count` pictures per prompt to the folder `output`, clips as animated WebP and mp4; returns the paths of the
-    pictures or WebPs, in order. An `output` that ends with .mp4 is the file of one clip.
+    """Draw `count` images per prompt to the folder `output`, clips as animated WebP and mp4; returns the paths of the
+    images or WebPs, in order. An `output` that ends with .mp4 is the file of one clip.
 
     A PNG says how it was drawn in its text chunk `parameters`, a WebP in its EXIF user comment. No file is overwritten:
     a taken name gets a number.
 
-    lora: a finished run or its checkpoint (the run's `picture`, `memory` and `precision` apply), a folder with a LoRA,
+    lora: a finished run or its checkpoint (the run's `image`, `memory` and `precision` apply), a folder with a LoRA,
     or its file; None: the base.
     steps, guidance: None takes those of the run's evaluation; without a run a starter's card's, or the pipeline's.
     rlg: draw with base + rlg * (tuned - base), see policies/pipelines/rlg.py.
-    image: file of a picture from which all prompts start. precision: None takes the run's, or the device's default.
-    best_of: draws per picture, of which the one with the highest reward `by` is kept, a name or its rule by name.
-    enhancer: rewrites the prompts that pictures are drawn from.
-    A picture depends only on the seed, its prompt's number and its number within the prompt.
-    Raises UserError for a model or weights that do not load, and for an unreadable picture.
+    image: file of an image from which all prompts start. precision: None takes the run's, or the device's default.
+    best_of: draws per image, of which the one with the highest reward `by` is kept, a name or its rule by name.
+    enhancer: rewrites the prompts that images are drawn from.
+    An image depends only on the seed, its prompt's number and its number within the prompt.
+    Raises UserError for a model or weights that do not load, and for an unreadable image.
     """
     film = Path(output).suffix == ".mp4"
     _require_film(output, len(prompts) * count) if film else require_folder(output)
@@ -69,7 +69,7 @@ def sample(model: str, lora: str | Path | None, prompts: list[str], count: int, 
     require_length(given)
     require_disk(output, len(prompts) * count)
     if image is not None:
-        read_picture(image)
+        read_image(image)
     run = None if lora is None else Path(lora)
     config = config_of(run) or Config()
     if run:
@@ -77,7 +77,7 @@ def sample(model: str, lora: str | Path | None, prompts: list[str], count: int, 
     best = choice.make(best_of, by, config)
     arm, weight = (BASE, 0.0) if run is None else (TUNED, 1.0 if rlg is None else rlg)
     plan = Plan(model, run, {arm: weight}, rlg, config.model_copy(update={"negative_prompt": ""}),
-                samplers.call_arguments(model, run, steps, guidance), count, seed, draw.PICTURES, precision, best,
+                samplers.call_arguments(model, run, steps, guidance), count, seed, draw.IMAGES, precision, best,
                 enhancer)
     painter = draw.Painter(plan, loading.place())
     painter.require_fit()
@@ -96,14 +96,14 @@ def sample(model: str, lora: str | Path | None, prompts: list[str], count: int, 
 
 def saved(hand: Hand, arm: str, prompts: Sequence[Prompt], count: int, folder: Path, names: Iterator[str],
            unit: str, fps: float | None = None) -> Iterator[Path]:
-    """Draw `count` pictures per prompt and yield their paths; each is saved before the next is drawn."""
+    """Draw `count` images per prompt and yield their paths; each is saved before the next is drawn."""
     places = (Place(arm, i, k) for i in range(len(prompts)) for k in range(count))
     for place in tqdm(places, total=len(prompts) * count, desc="sampling", unit=unit, leave=False, disable=None):
         prompt = prompts[place.prompt]
-        [picture] = hand.draw(arm, [prompt], [place])
+        [image] = hand.draw(arm, [prompt], [place])
         folder.mkdir(parents=True, exist_ok=True)
-        path = picture_files.free(folder / next(names))
-        picture_files.save(path, picture, hand.facts(arm, prompt, place, picture) or "", fps)
+        path = image_files.free(folder / next(names))
+        image_files.save(path, image, hand.facts(arm, prompt, place, image) or "", fps)
         yield path
 
 
@@ -123,13 +123,13 @@ def _require_film(output: str | Path, count: int) -> None:
 @loading.memory_told()
 def grid(run: str | Path, prompts: str | Path | None, count: int, seed: int, output: str | Path,
          rlg: float | None = None) -> Path:
-    """Draw base and tuned pictures of `count` prompts side by side, with the run's rewards below; returns `output`. The
-    pictures one by one lie in a folder of its name.
+    """Draw base and tuned images of `count` prompts side by side, with the run's rewards below; returns `output`. The
+    images one by one lie in a folder of its name.
     Clips are drawn as their frames, and animated in an additional WebP and mp4.
 
     run: a folder written by `flowgrpo train`, whose `eval` steps and guidance apply.
     prompts: a prompt file, or None for `count` of the run's held-out prompts, evenly spaced.
-    rlg: draw the tuned pictures with base + rlg * (tuned - base).
+    rlg: draw the tuned images with base + rlg * (tuned - base).
     Raises UserError for a folder that is not a run, or has no weights yet.
     """
     run = Path(run)
@@ -144,20 +144,20 @@ def grid(run: str | Path, prompts: str | Path | None, count: int, seed: int, out
     measured: list[Measured] = []
     fps = rate_ahead(config.model, config.load, arguments, config.fps)
     for arm in (Arm(None, arguments), Arm(run, arguments, rlg)):
-        pictures = torch.stack(first_of_each(sampler, arm, chosen, seed))
-        scores = captions(functions, pictures, chosen, measured[0].pictures if measured else pictures, fps)
-        measured.append(Measured(chosen, dict(zip(functions, scores.T.tolist())), pictures, fps=fps))
+        images = torch.stack(first_of_each(sampler, arm, chosen, seed))
+        scores = captions(functions, images, chosen, measured[0].images if measured else images, fps)
+        measured.append(Measured(chosen, dict(zip(functions, scores.T.tolist())), images, fps=fps))
     base, after = measured
     names = ("before", "after" if rlg is None else f"rlg {rlg:g}")
-    folders = picture_files.save_columns(Path(output), names, [[*base.pictures], [*after.pictures]], fps)
-    brought = picture_files.save_sources(Path(output), chosen, base.pictures)
-    draw_pairs(Path(output), base, after, names, picture_files.facts(
+    folders = image_files.save_columns(Path(output), names, [[*base.images], [*after.images]], fps)
+    brought = image_files.save_sources(Path(output), chosen, base.images)
+    draw_pairs(Path(output), base, after, names, image_files.facts(
         run, names, chosen, folders, brought, model=config.model, seed=seed, call=arguments))
     return Path(output)
 
 
 def names_of(prompts: list[str], count: int, ending: str = "png") -> Iterator[str]:
-    """Yield file names that sort like the pictures: number of the prompt, its words, number of the picture."""
+    """Yield file names that sort like the images: number of the prompt, its words, number of the image."""
     digits = max(3, len(str(len(prompts) - 1)), len(str(count - 1)))
     words = [re.sub(r"\W+", "-", text.lower()).strip("-")[:40] for text in prompts]
     return (f"{i:0{digits}}-{word}-{k:0{digits}}.{ending}" for i, word in enumerate(words) for k in range(count))
@@ -171,11 +171,11 @@ def sample_file(source: str, prompts: str | Path, output: str | Path, *, lora: s
            enhancer: str | None = None, generates: str | None = None) -> Path:
     """Draw `count` samples of each prompt of a file, as `evaluate` does; returns `output`/prompts.jsonl.
 
-    That file has a line per sample: the prompt with its metadata, and under `key` the absolute path of the picture (of
+    That file has a line per sample: the prompt with its metadata, and under `key` the absolute path of the image (of
     a clip's animated WebP), or the text itself. key: None means "base_image" or "base_text";
     with "prompt" a text becomes the line's prompt (see `_named`). Existing samples in the folder are kept. Other
     arguments: see `evaluate`.
-    Raises UserError as `evaluate` does, for a folder with samples of other settings, and for pictures as prompts.
+    Raises UserError as `evaluate` does, for a folder with samples of other settings, and for images as prompts.
     """
     plan = make_plan(source, lora, False, count, steps, guidance, seed, [] if rlg is None else [rlg], temperature,
                      precision=precision, best_of=best_of, by=by, enhancer=enhancer, generates=generates)

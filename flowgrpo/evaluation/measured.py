@@ -26,8 +26,8 @@ from flowgrpo.nouns import SAMPLE, counted
 from flowgrpo.rewards import pairwise
 from flowgrpo.samplers.rollout import seeder
 
-GREY = 0.5  # in the place of a picture that could not be made
-EVAL_SEED = 20_000  # independent of the run's seed, so that runs are compared on the same pictures
+GREY = 0.5  # in the place of an image that could not be made
+EVAL_SEED = 20_000  # independent of the run's seed, so that runs are compared on the same images
 
 
 class Generating(Protocol):
@@ -41,14 +41,14 @@ class Generating(Protocol):
 
     @property
     def encode(self) -> Callable[..., Any]:
-        """Return the function from prompts, negative prompts and pictures to the conditioning."""
+        """Return the function from prompts, negative prompts and images to the conditioning."""
 
     def generators(self, seeds: Iterable[int]) -> list[torch.Generator]:
         """Return a generator per seed."""
 
     @property
     def generate(self) -> Callable[..., Any]:
-        """Return the function from conditioning, generators, steps and guidance to pictures or texts."""
+        """Return the function from conditioning, generators, steps and guidance to images or texts."""
 
 
 @dataclass(frozen=True)
@@ -57,18 +57,18 @@ class Measured:
 
     prompts: [N].
     scores: by reward name, [N]; NaN where a reward does not apply (also accepted as JSON's null).
-    pictures: of n prompts, evenly spaced: pictures [n,3,H,W], clips [n,F,3,H,W] or texts.
+    images: of n prompts, evenly spaced: images [n,3,H,W], clips [n,F,3,H,W] or texts.
     fps: frames per second of clips; None for others.
     failed: number of the N that each reward failed on, if its rule skips failures.
     shuffled: scores [N] under other prompts (distances.py), by reward; NaN where a sample has none.
     lost: [N], True for samples of prompts whose files cannot be read any more, without scores; empty for none.
-    features: `looks.features` of the pictures and their twins, and the number of each one's prompt; None for texts.
+    features: `looks.features` of the images and their twins, and the number of each one's prompt; None for texts.
     looks: what follows from them, or what an earlier measurement kept of them.
     """
 
     prompts: list[Prompt]
     scores: dict[str, list[float]]
-    pictures: torch.Tensor | list[str]
+    images: torch.Tensor | list[str]
     failed: dict[str, int] = field(default_factory=dict)
     fps: float | None = None
     shuffled: dict[str, list[float]] = field(default_factory=dict)
@@ -84,20 +84,20 @@ class Measured:
                                            for name, values in getattr(self, key).items()})
 
     def without(self, prompts: list[Prompt], lost: list[bool], keep: int) -> Measured:
-        """Return the scores without those of lost prompts, in whose place others were measured, with grey pictures.
+        """Return the scores without those of lost prompts, in whose place others were measured, with grey images.
 
-        prompts: as they were meant, [n]; lost: [n]. keep: number of prompts whose picture is kept.
+        prompts: as they were meant, [n]; lost: [n]. keep: number of prompts whose image is kept.
         """
         samples = len(self.prompts) // len(prompts)
         shown = [lost[i] for i in evenly(len(prompts), keep)]
-        pictures = ["" if gone else text for text, gone in zip(self.pictures, shown)] if isinstance(
-            self.pictures, list) else self.pictures.clone()
-        if isinstance(pictures, torch.Tensor) and len(pictures):
-            pictures[torch.tensor(shown)] = GREY
+        images = ["" if gone else text for text, gone in zip(self.images, shown)] if isinstance(
+            self.images, list) else self.images.clone()
+        if isinstance(images, torch.Tensor) and len(images):
+            images[torch.tensor(shown)] = GREY
         gone = [each for each in lost for _ in range(samples)]
         seen = self.looks if self.features is None else looks.measured(*self.features, lost)
         return replace(self._blank(gone), looks=seen, prompts=[prompt for prompt in prompts for _ in range(samples)],
-                       pictures=pictures, lost=gone)
+                       images=images, lost=gone)
 
     def beside(self, other: Measured) -> Measured:
         """Return the scores of the samples that another measurement has not lost."""
@@ -109,10 +109,10 @@ class Measured:
         return replace(self, scores=scores, shuffled=shuffled)
 
     def structure(self, base: Measured) -> dict[str, Any] | None:
-        """Return the likeness of the pictures to the base's; see `distances.structure`."""
-        one, other = base.pictures, self.pictures
+        """Return the likeness of the images to the base's; see `distances.structure`."""
+        one, other = base.images, self.images
         if any(self.lost) and isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-            made = [not bool((picture == GREY).all()) for picture in other]
+            made = [not bool((image == GREY).all()) for image in other]
             one, other = one[made], other[made]
         return structure(one, other)
 
@@ -167,20 +167,20 @@ def measure(policy: Generating, prompts: list[Prompt], functions: dict[str, Any]
             processes: Processes = Processes(),
             reference: Callable[[], AbstractContextManager[None]] | None = None, shuffle: Collection[str] = (),
             model: str | None = None) -> Measured:
-    """Generate `samples` pictures per prompt with the pipeline's own scheduler, or texts, and score them.
+    """Generate `samples` images per prompt with the pipeline's own scheduler, or texts, and score them.
 
-    keep: number of prompts, evenly spaced, whose first picture is kept.
+    keep: number of prompts, evenly spaced, whose first image is kept.
     encode: encodes prompts in place of `policy.encode`. prepare: is given all prompts before the first is encoded.
     processes: share the work; all get the whole result.
     reference: returns a context manager in which the policy is its base. Rewards that compare with the base get its
-    pictures from the same seeds. None: the policy is its base already.
+    images from the same seeds. None: the policy is its base already.
     shuffle: names of rewards that also score images under other prompts, where they can.
-    model: the name by which `looks` are measured, of pictures; None: they are not.
+    model: the name by which `looks` are measured, of images; None: they are not.
     """
     encode, viewed = encode or policy.encode, model is not None and policy.modality != "text"
     seed, kept = seeder(EVAL_SEED, 0), set(evenly(len(prompts), keep))
     rows = [(i, k) for i in range(len(prompts)) for k in range(samples)]
-    scores, pictures, tally = [torch.empty(0, len(functions))], list[Any](), rewards.Tally()
+    scores, images, tally = [torch.empty(0, len(functions))], list[Any](), rewards.Tally()
     shuffled = Shuffled.of({name: functions[name] for name in shuffle} if policy.modality == "image" else {}, prompts)
     under_others = [torch.empty(0, len(shuffled.rewards))]
     undecoded = any(map(rewards.scores_latents, functions.values()))
@@ -228,7 +228,7 @@ def measure(policy: Generating, prompts: list[Prompt], functions: dict[str, Any]
                 firsts = [i if k == 0 else None for i, k in batch]
                 under_others.append(signals.promptly(partial(shuffled.score, firsts, outputs, policy))
                                     if processes.reports else torch.zeros(len(of), len(shuffled.rewards)))
-            pictures += [picture for (i, k), picture in zip(batch, outputs) if k == 0 and i in kept]
+            images += [image for (i, k), image in zip(batch, outputs) if k == 0 and i in kept]
             if viewed:
                 features.append(looks.features(outputs, str(model)))
         seconds = [looks.features([])]
@@ -241,7 +241,7 @@ def measure(policy: Generating, prompts: list[Prompt], functions: dict[str, Any]
     found = (torch.cat([processes.gather(torch.cat(features)), processes.gather(torch.cat(seconds))]),
              [i for i, _ in rows + twins]) if viewed else None
     return Measured([prompts[i] for i, _ in rows], dict(zip(functions, columns)),
-                    processes.gather_samples(pictures),
+                    processes.gather_samples(images),
                     dict(zip(functions, processes.total([tally.failed[name] for name in functions]))), policy.fps,
                     dict(zip(shuffled.rewards, others)), features=found,
                     looks=Looks() if found is None else looks.measured(*found))

@@ -1,4 +1,4 @@
-"""Plan of an evaluation (model, medium and digest) and its ledger on disk: a PNG per picture, or a line per text, and a
+"""Plan of an evaluation (model, medium and digest) and its ledger on disk: a PNG per image, or a line per text, and a
 line of scores, written immediately.
 """
 
@@ -19,11 +19,11 @@ from PIL import PngImagePlugin
 
 from flowgrpo.config.schema import Config
 from flowgrpo.config.sections import Load
-from flowgrpo.data.open_picture import opened
+from flowgrpo.data.open_image import opened
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
+from flowgrpo.evaluation.image_files import weight_files
 from flowgrpo.evaluation.pages.clips import as_image, save_clip, tall, untall
-from flowgrpo.evaluation.picture_files import weight_files
 from flowgrpo.files import unfit
 from flowgrpo.policies.pipelines.load import rate_ahead
 from flowgrpo.storage import atomic
@@ -31,8 +31,8 @@ from flowgrpo.storage.json_files import read_object
 from flowgrpo.types import Completion
 
 SETTINGS = "settings.json"
-PIXELS = 2**28  # of a picture, in which a clip's frames stand below each other
-Sample = TypeVar("Sample")  # as stored: a picture or clip, or a text
+PIXELS = 2**28  # of an image, in which a clip's frames stand below each other
+Sample = TypeVar("Sample")  # as stored: an image or clip, or a text
 Batch = TypeVar("Batch")  # as rewards take samples
 BASE, TUNED = "base", "tuned"
 
@@ -112,25 +112,25 @@ class BaseLedger(Generic[Sample, Batch]):
 
 
 class Ledger(BaseLedger[torch.Tensor, torch.Tensor]):
-    """Folder of an evaluation of pictures or clips, as one process writes it."""
+    """Folder of an evaluation of images or clips, as one process writes it."""
 
     def has(self, place: Place) -> bool:
-        """Return True if the picture exists."""
-        return self.picture(place).is_file()
+        """Return True if the image exists."""
+        return self.image(place).is_file()
 
-    def picture(self, place: Place) -> Path:
+    def image(self, place: Place) -> Path:
         return self.folder / "pictures" / place.arm / f"{place.prompt:05d}-{place.sample:02d}.png"
 
     def told(self, place: Place) -> str:
-        """Return the sample's entry in a prompt file: the absolute path of a picture, or of a clip's animated WebP."""
-        path = self.picture(place).resolve()
+        """Return the sample's entry in a prompt file: the absolute path of an image, or of a clip's animated WebP."""
+        path = self.image(place).resolve()
         clip = path.with_suffix(".webp")
         return str(clip if clip.is_file() else path)
 
     def save(self, place: Place, sample: torch.Tensor, facts: str | None = None, fps: float | None = None) -> None:
-        """Write a picture [3, H, W], or a clip [F, 3, H, W] as one tall picture, an animated one and an mp4.
+        """Write an image [3, H, W], or a clip [F, 3, H, W] as one tall image, an animated one and an mp4.
         facts: the text chunk `parameters`."""
-        path, chunks = self.picture(place), PngImagePlugin.PngInfo()
+        path, chunks = self.image(place), PngImagePlugin.PngInfo()
         path.parent.mkdir(parents=True, exist_ok=True)
         if facts is not None:
             chunks.add_text("parameters", facts)
@@ -141,11 +141,11 @@ class Ledger(BaseLedger[torch.Tensor, torch.Tensor]):
             as_image(tall(sample)).save(file, format="PNG", pnginfo=chunks)
 
     def load(self, place: Place) -> torch.Tensor:
-        """Load a picture [3, H, W] or clip [F, 3, H, W] in [0, 1].
+        """Load an image [3, H, W] or clip [F, 3, H, W] in [0, 1].
         Raises UserError if the file is damaged."""
         from torchvision.transforms.functional import to_tensor
 
-        path = self.picture(place)
+        path = self.image(place)
         try:
             with opened(path, PIXELS) as file:
                 frames = file.info.get("frames")
@@ -155,7 +155,7 @@ class Ledger(BaseLedger[torch.Tensor, torch.Tensor]):
                             "generates it again") from None
 
     def batch(self, places: Sequence[Place]) -> torch.Tensor:
-        """Stack several pictures or clips of one size, the form that rewards take."""
+        """Stack several images or clips of one size, the form that rewards take."""
         return torch.stack([self.load(place) for place in places])
 
 
@@ -271,7 +271,7 @@ class Medium:
     hand: makes the generator from a plan and a device.
     apart: makes the distance of a prompt's samples from features.
     together: default number of samples per call.
-    modality: as in rewards; None if the samples show it (pictures or clips).
+    modality: as in rewards; None if the samples show it (images or clips).
     """
 
     unit: str
@@ -288,12 +288,12 @@ class Plan:
 
     config: of the run that tuned the weights.
     asked: arguments of the pipeline's calls, or a language model's `text` settings.
-    medium: pictures or texts.
+    medium: images or texts.
     arms: weight of the tuned model by arm: 0 for the base, 1, or an RLG weight.
     rlg: requested RLG weights: None, one, or "sweep" for several, to which others may be added.
     precision: None takes the run's, or the device's default.
     best: how each sample is chosen among several draws; None: it is drawn once.
-    enhancer: rewrites the prompts that pictures are drawn from; rewards and pages read the user's.
+    enhancer: rewrites the prompts that images are drawn from; rewards and pages read the user's.
     """
 
     model: str
@@ -338,7 +338,7 @@ class Plan:
         return next((arm for arm, weight in self.arms.items() if weight == 0), None)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the settings that the pictures depend on, besides the prompts."""
+        """Return the settings that the images depend on, besides the prompts."""
         return {"model": self.model, "tuned": str(self.tuned) if self.tuned else None,
                 "weights": weights_digest(self.tuned),
                 "samples": self.samples, "seed": self.seed, "call": self.asked, "negative_prompt": self.negative,

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from flowgrpo.config.schema import Config
 from flowgrpo.config.sections import STEPS
 from flowgrpo.cores import Threads
-from flowgrpo.data.pictures import Clip
+from flowgrpo.data.images import Clip
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.plan import Arm, weights_digest
@@ -38,7 +38,7 @@ from flowgrpo.starter import CALLS, EVAL, RATES
 if TYPE_CHECKING:
     from flowgrpo.text.policies.causal_lm import CausalLM
 
-SHARE = 0.1  # maximum effect of the batch in half precision, as a share of the difference between two pictures
+SHARE = 0.1  # maximum effect of the batch in half precision, as a share of the difference between two images
 # Errors of a pipeline that takes one prompt; any other error is raised again by drawing singly.
 REFUSALS = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 INSTRUCTION = ("Rewrite the user's prompt for a text-to-image model. Keep what it says. Add details of the scene, the "
@@ -50,7 +50,7 @@ def call_arguments(model: str, lora: Path | None, steps: int | None = None, guid
     """Return the arguments of the pipeline's calls besides prompt and seed. The guidance scale is `guidance`, whatever
     the pipeline calls it, and the frames per second are `fps`.
 
-    lora: a run's `eval` and `picture` set what is absent; otherwise a starter's card, what fits a model of few steps,
+    lora: a run's `eval` and `image` set what is absent; otherwise a starter's card, what fits a model of few steps,
     or the pipeline does.
     Raises UserError for more than STEPS steps, and for a guidance that is not finite.
     """
@@ -72,7 +72,7 @@ def call_arguments(model: str, lora: Path | None, steps: int | None = None, guid
 
 @torch.no_grad()
 def draw_one(pipe: Any, prompt: Prompt, seed: int, arguments: dict[str, Any], negative: str = "") -> torch.Tensor:
-    """Draw a picture [3, H, W] or clip [F, 3, H, W] in [0, 1], by one pipeline call with noise of that seed.
+    """Draw an image [3, H, W] or clip [F, 3, H, W] in [0, 1], by one pipeline call with noise of that seed.
 
     arguments: further ones of the call, from `call_arguments`. negative: for a prompt without its own.
     Raises UserError for a pipeline with another output, and for a missing input file.
@@ -80,13 +80,13 @@ def draw_one(pipe: Any, prompt: Prompt, seed: int, arguments: dict[str, Any], ne
     if (editing := edits.attached(pipe)) is not None:
         return editing.draw([prompt], [seed], arguments, negative)[0]
     generator, image = torch.Generator().manual_seed(seed), _brought(pipe, prompt, arguments)
-    with seeded(pipe.scheduler, generator), _picture_missed(pipe, arguments | image):
-        pictures = call(pipe, arguments, prompt=prompt.text, generator=generator, output_type="pt", **image,
+    with seeded(pipe.scheduler, generator), _image_missed(pipe, arguments | image):
+        images = call(pipe, arguments, prompt=prompt.text, generator=generator, output_type="pt", **image,
                     negative_prompt=negative if prompt.negative is None else prompt.negative)
-    if pictures.ndim not in (4, 5):
-        raise UserError(f"{type(pipe).__name__} gives {list(pictures.shape)}: only images [1, 3, H, W] and clips "
+    if images.ndim not in (4, 5):
+        raise UserError(f"{type(pipe).__name__} gives {list(images.shape)}: only images [1, 3, H, W] and clips "
                         "[1, F, 3, H, W] can be written")
-    return pictures[0].float().cpu()
+    return images[0].float().cpu()
 
 
 def call(pipe: Any, arguments: dict[str, Any], **inputs: Any) -> torch.Tensor:
@@ -109,8 +109,8 @@ def _brought(pipe: Any, prompt: Prompt, call: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _picture_missed(pipe: Any, given: dict[str, Any]) -> Iterator[None]:
-    """Context manager: if a call without a picture fails on a pipeline that takes one, name that as a possible cause.
+def _image_missed(pipe: Any, given: dict[str, Any]) -> Iterator[None]:
+    """Context manager: if a call without an image fails on a pipeline that takes one, name that as a possible cause.
     """
     try:
         yield
@@ -122,7 +122,7 @@ def _picture_missed(pipe: Any, given: dict[str, Any]) -> Iterator[None]:
 
 
 class Together:
-    """Draw pictures in batched calls. The first call tests the pipeline: one of its pictures is also drawn singly.
+    """Draw images in batched calls. The first call tests the pipeline: one of its images is also drawn singly.
     `works` is None before that, then True or False."""
 
     def __init__(self) -> None:
@@ -130,7 +130,7 @@ class Together:
 
     def draw(self, pipe: Any, prompts: Sequence[Prompt], seeds: Sequence[int], arguments: dict[str, Any],
              negative: str) -> list[torch.Tensor]:
-        """Draw pictures [3, H, W] or clips [F, 3, H, W] in [0, 1], one per prompt and seed. They equal those of
+        """Draw images [3, H, W] or clips [F, 3, H, W] in [0, 1], one per prompt and seed. They equal those of
         `draw_one` up to rounding of other matrix shapes. Prompts that bring files are drawn singly.
         Raises UserError if the device runs out of memory."""
         if (editing := edits.attached(pipe)) is not None and len(prompts) > 1:
@@ -148,40 +148,40 @@ class Together:
     def _tried(self, pipe: Any, prompts: Sequence[Prompt], seeds: Sequence[int], arguments: dict[str, Any],
                negative: str) -> list[torch.Tensor]:
         try:
-            pictures = list(_drawn(pipe, prompts, seeds, arguments, negative))
+            images = list(_drawn(pipe, prompts, seeds, arguments, negative))
         except torch.OutOfMemoryError:
             raise
         except REFUSALS:
-            pictures = []
-        # The second picture: the first would match even if all rows had its noise or prompt.
+            images = []
+        # The second image: the first would match even if all rows had its noise or prompt.
         alone = draw_one(pipe, prompts[1], seeds[1], arguments, negative)
-        self.works = bool(pictures) and _same(pictures, alone)
+        self.works = bool(images) and _same(images, alone)
         if self.works:
-            return pictures
+            return images
         tqdm.write(f"{type(pipe).__name__} does not draw several prompts in one call as it draws each: one at a time")
         return [alone if i == 1 else draw_one(pipe, prompt, seed, arguments, negative)
                 for i, (prompt, seed) in enumerate(zip(prompts, seeds))]
 
 
-def _same(pictures: Sequence[torch.Tensor], alone: torch.Tensor) -> bool:
-    if pictures[1].shape != alone.shape:
+def _same(images: Sequence[torch.Tensor], alone: torch.Tensor) -> bool:
+    if images[1].shape != alone.shape:
         return False
-    return bool((pictures[1] - alone).abs().mean() <= SHARE * (pictures[1] - pictures[0]).abs().mean())
+    return bool((images[1] - alone).abs().mean() <= SHARE * (images[1] - images[0]).abs().mean())
 
 
 @torch.no_grad()
 def _drawn(pipe: Any, prompts: Sequence[Prompt], seeds: Sequence[int], arguments: dict[str, Any],
            negative: str) -> torch.Tensor:
     """Return the output of one call, [B, ...].
-    Raises ValueError unless it has one picture or clip per prompt."""
+    Raises ValueError unless it has one image or clip per prompt."""
     own = [torch.Generator().manual_seed(seed) for seed in seeds]
     with seeded(pipe.scheduler, own):
-        pictures = call(pipe, arguments, prompt=[prompt.text for prompt in prompts], output_type="pt", generator=own,
+        images = call(pipe, arguments, prompt=[prompt.text for prompt in prompts], output_type="pt", generator=own,
                         negative_prompt=[negative if prompt.negative is None else prompt.negative
                                          for prompt in prompts])
-    if pictures.ndim not in (4, 5) or len(pictures) != len(prompts):
-        raise ValueError(f"expected {len(prompts)} images or clips, got {list(pictures.shape)}")
-    return pictures.float().cpu()
+    if images.ndim not in (4, 5) or len(images) != len(prompts):
+        raise ValueError(f"expected {len(prompts)} images or clips, got {list(images.shape)}")
+    return images.float().cpu()
 
 
 class Sampler(Protocol):
@@ -265,7 +265,7 @@ class Pipelines:
 
 
 class Texts:
-    """Sampler of completions by a language model, texts or pictures, loaded for every arm.
+    """Sampler of completions by a language model, texts or images, loaded for every arm.
 
     precision: None takes the run's, or the device's default.
     """
@@ -279,7 +279,7 @@ class Texts:
         self.policy: CausalLM | None = None
 
     def draw(self, arm: Arm, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Any]:
-        """Write a completion per prompt and seed, or draw a picture each [3, H, W]."""
+        """Write a completion per prompt and seed, or draw an image each [3, H, W]."""
         policy = self.load(arm)
         tell(self.threads)
         given = policy.encode([prompt.text for prompt in prompts], images=[prompt.brings for prompt in prompts])

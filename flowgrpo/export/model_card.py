@@ -1,5 +1,5 @@
 """Model card of a finished run: hub metadata, a usage snippet, the licence, results, and its facts: prompts, rewards,
-method, versions, hashes, cost, pictures before and after, and the settings that matter.
+method, versions, hashes, cost, images before and after, and the settings that matter.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from flowgrpo.config.reward_rules import WatchRule
 from flowgrpo.config.schema import Config
 from flowgrpo.data import sets
 from flowgrpo.escaped import code, fenced, line, markdown
+from flowgrpo.evaluation.image_files import weight_files
 from flowgrpo.evaluation.pages import figures
 from flowgrpo.evaluation.pages.sources import FOLDER as SOURCES
-from flowgrpo.evaluation.picture_files import weight_files
 from flowgrpo.evaluation.report import snapshots
 from flowgrpo.evaluation.report.verdict import untrained
 from flowgrpo.evaluation.statistics import ALL, decimals, fixed, ranged
@@ -37,7 +37,7 @@ from flowgrpo.storage.json_files import read_object
 from flowgrpo.version import __version__
 
 FOLDER, PAIRS = "images", 4  # of the gallery, in the run's folder
-PICTURE = "data:image/webp;base64,"
+IMAGE = "data:image/webp;base64,"
 OF_WEIGHTS = ("model", "checkpoint", "head", "revision", "head_revision")
 TOKENS = "tokens"  # unit of a language model's count
 LICENCES = ("license", "license_name", "license_link")
@@ -46,7 +46,7 @@ PROMPTS = {"image": "a photo of a cat", "clip": "a cat walks", "completion": "He
 
 @dataclass(frozen=True)
 class Pair:
-    """Samples of a prompt before and after: paths of pictures relative to the run, or texts.
+    """Samples of a prompt before and after: paths of images relative to the run, or texts.
 
     brought: what the prompt brings, as keys of a prompt file with such paths.
     """
@@ -59,7 +59,7 @@ class Pair:
 
 
 def gallery(run: Path) -> list[Pair]:
-    """Write pictures of the first held-out prompts, before and after, to `images/`; return them, or texts."""
+    """Write images of the first held-out prompts, before and after, to `images/`; return them, or texts."""
     sides = [_cards(run, name) for name in ("before", "after")]
     for old in (*(run / FOLDER).glob("[ab]*-[0-9].webp"), *(run / FOLDER).glob("source-[0-9]-*")):
         old.unlink()
@@ -90,7 +90,7 @@ def _cards(run: Path, name: str) -> list[dict[str, Any]]:
 
 
 def _written(run: Path, name: str, url: str) -> str:
-    atomic.write_bytes(run / FOLDER / name, base64.b64decode(url.removeprefix(PICTURE)))
+    atomic.write_bytes(run / FOLDER / name, base64.b64decode(url.removeprefix(IMAGE)))
     return f"{FOLDER}/{name}"
 
 

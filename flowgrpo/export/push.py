@@ -1,4 +1,4 @@
-"""Upload of a finished run to a model hub: the card, its pictures, the weights and the configuration."""
+"""Upload of a finished run to a model hub: the card, its images, the weights and the configuration."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def _of_pipeline(config: Config, run: Path, place: str, prompt: str, brought: Se
         shown = [f"frames = pipe({arguments}).frames[0]", 'export_to_video(frames, "clip.mp4", '
                  f"fps={rate_ahead(config.model, config.load, call, config.fps):g})"]
     else:
-        shown = [f"picture = pipe({arguments}).images[0]", 'picture.save("picture.png")']
+        shown = [f"image = pipe({arguments}).images[0]", 'image.save("image.png")']
     return ["import torch", *sorted({*needed, *imports, *more}), "", made, *loading,
             'pipe.to("cuda" if torch.cuda.is_available() else "cpu")', *lines, *shown]
 
@@ -182,8 +182,8 @@ def _of_drawing(config: Config, place: str, prompt: str) -> list[str]:
     imports, source = _source(config.model)
     if config.eval.guidance <= 1 or config.text.template is False or config.text.eval_temperature not in (None, 1.0):
         return ["from pathlib import Path", "", "from flowgrpo.text import evaluation", "",
-                f"print(evaluation.pictures({config.model!r}, Path({place!r}), [{prompt!r}], count=1, seed=0, "
-                'output=Path("pictures")))']
+                f"print(evaluation.sample_images({config.model!r}, Path({place!r}), [{prompt!r}], count=1, seed=0, "
+                'output=Path("images")))']
     said = [{"role": "system", "content": [{"type": "text", "text": config.text.system}]}] if config.text.system else []
     said.append({"role": "user", "content": [{"type": "text", "text": prompt}]})
     lora = config.adapter.rank > 0
@@ -199,7 +199,7 @@ def _of_drawing(config: Config, place: str, prompt: str) -> list[str]:
             'tokens = model.generate(**inputs, generation_mode="image", do_sample=True, top_k=0, '
             f"guidance_scale={config.eval.guidance!r})",
             "pixels = (model.decode_image_tokens(tokens)[0].float() + 1) * 127.5",
-            'Image.fromarray(pixels.clamp(0, 255).round().to(torch.uint8).cpu().numpy()).save("picture.png")']
+            'Image.fromarray(pixels.clamp(0, 255).round().to(torch.uint8).cpu().numpy()).save("image.png")']
 
 
 def _assembled(config: Config) -> tuple[list[str], str]:

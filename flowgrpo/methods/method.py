@@ -119,7 +119,7 @@ class Method:
     @property
     def asks_about_images(self) -> bool:
         """True if the model that is trained reads the images that it draws."""
-        return getattr(self.loss.data, "reads_target", "") == "pictures"
+        return getattr(self.loss.data, "reads_target", "") == "images"
 
     def require_modality(self, process: str) -> None:
         """Raise UserError for a method of language models on a denoiser's process, or the other way round."""

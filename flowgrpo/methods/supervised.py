@@ -250,7 +250,7 @@ def _require_pairs(part: PreferencePairs | PicturePairs) -> None:
 READERS = ("prompt", "scene")
 
 
-@part("data", target="pictures")
+@part("data", target="images")
 class SelfAnswers(DataLoss):
     """Answers about the run's own images, by the weights that draw them (UniRL, 2505.23380): for models that read and
     draw images.
@@ -260,7 +260,7 @@ class SelfAnswers(DataLoss):
         balanced questions about what an image of the starter's world shows, right or not, answered from its pixels.
     questions: of each image, in every step.
     samples: answers drawn to each question, and compared by GRPO without division by the group's std; 0: cross entropy.
-    pictures: weight of the images' own cross entropy beside 1 of the answers'; the source should hold right ones alone.
+    images: weight of the images' own cross entropy beside 1 of the answers'; the source should hold right ones alone.
     length: most tokens of an answer.
     condition: the question as the model reads it.
     """
@@ -269,7 +269,7 @@ class SelfAnswers(DataLoss):
     reader: Annotated[str, OneOf(READERS)] = "prompt"
     questions: Annotated[int, AtLeast(1)] = 1
     samples: Annotated[int, AtLeast(0)] = 0
-    pictures: Annotated[float, AtLeast(0)] = 0.0
+    images: Annotated[float, AtLeast(0)] = 0.0
     length: Annotated[int, AtLeast(1)] = 8
 
     def __post_init__(self) -> None:

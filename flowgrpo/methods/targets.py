@@ -40,7 +40,7 @@ class Target:
         "tokens", of completions; "texts", whose lengths differ; "steps", the transition of each step; "noise", samples
         by the noise that they grow from; "gaussians", decisions with a mean and a deviation; "noised finals"; "edits";
         "likelihood", of samples as they were drawn; "decisions", several of a sample, each with a loss; "model", scores
-        by the weights of another whole model; "denoiser", its training on data; "pictures", by a model that also reads
+        by the weights of another whole model; "denoiser", its training on data; "images", by a model that also reads
         them; "reward gradient".
     """
 

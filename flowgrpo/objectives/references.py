@@ -175,7 +175,7 @@ class SelfTeacher:
 
     feedback: "sibling": the best other completion of the group with a total reward of at least `right`. "contrast":
         that one, and the most common completion with less, as in SSB (2512.05105). "answer": the prompt's reference
-        answer. "none": the template alone, for a richer prompt of pictures.
+        answer. "none": the template alone, for a richer prompt of images.
     template: the teacher's prompt, of {prompt}, {right}, {wrong} and {answer}. A sample without what it names has the
         plain prompt, and so a KL of 0.
     only_below: the KL counts for samples with a smaller total reward alone; None: all.
@@ -209,7 +209,7 @@ class SelfTeacher:
                 ) -> list[str]:
         """Return the teacher's prompt of each of a group's samples.
 
-        texts: their prompts, all [n]; completions: what was written, "" of pictures; rewards: the totals; answers: the
+        texts: their prompts, all [n]; completions: what was written, "" of images; rewards: the totals; answers: the
         prompts' own, None without one.
         """
         return [self._prompt(place, text, completions, rewards, answers[place]) for place, text in enumerate(texts)]

@@ -5,7 +5,7 @@ a `GroupLoss` is a `CompletionBatch`. Samples of a group are compared through `G
 completion's weight in its group's loss is one number, so a micro-batch may hold a part of the group. Log-ratios and
 log-probabilities are 0 where a token does not count, so sums over a row need no mask.
 
-`PairLoss` is the family of DPO, on preference pairs of texts and pictures.
+`PairLoss` is the family of DPO, on preference pairs of texts and images.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class Regressed(SampleLoss):
 
     The deviation is held constant and at least `least`, both ours: at the first update all log-ratios are 0 and so is
     their deviation. Below it the target is a log-ratio of least * A; above it only the shape counts. Of completions
-    with `CompletionRatio` and `SequenceSum`; of pictures log-ratios are means over a latent, and `least` is 1e-4 or so.
+    with `CompletionRatio` and `SequenceSum`; of images log-ratios are means over a latent, and `least` is 1e-4 or so.
     """
 
     least: Annotated[float, Above(0)] = 0.1
@@ -235,7 +235,7 @@ class PairLoss(SampleLoss):
     likelihood: weight of a further term, -log p of each group's best sample, the mean over its decisions (RPO,
         2404.19733; CPO, 2401.08417).
 
-    Of texts with `SequenceMean`. Of pictures log p is -e/2, e the mean squared error at a noised final: with `beta` of
+    Of texts with `SequenceMean`. Of images log p is -e/2, e the mean squared error at a noised final: with `beta` of
     `Preference` this is its loss. A group of equal advantages has the value 0.
     """
 

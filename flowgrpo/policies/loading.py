@@ -182,7 +182,7 @@ def require_weights(path: Path) -> None:
 
 
 def _load_checkpoint(pipe: Any, path: Path) -> None:
-    """Load a checkpoint's weights as a finished run's are loaded, so that equal weights draw equal pictures: a LoRA is
+    """Load a checkpoint's weights as a finished run's are loaded, so that equal weights draw equal images: a LoRA is
     trained in fp32, and stock diffusers loads it in the precision of its module."""
     modules = denoisers(pipe) | text_encoders(pipe)
     precisions = {f"{name}.{key}": value.dtype for name, module in modules.items()

@@ -1,4 +1,4 @@
-"""Options that do not go together: all checks of them in their order, and those of `load`, `adapter` and `picture`."""
+"""Options that do not go together: all checks of them in their order, and those of `load`, `adapter` and `image`."""
 
 from __future__ import annotations
 
@@ -143,9 +143,9 @@ def require_sizes(setup: Setup) -> None:
         return
     wrong = {f"method {config.method}, which trains more than the denoiser: use another":
              isinstance(method.target, LatentEdits) or method.denoising.learned_noise is not None,
-             "preferences, whose pictures have sizes of their own: leave one of them out":
+             "preferences, whose images have sizes of their own: leave one of them out":
              config.preferences is not None,
-             "parts.preview, which compares pictures of one size: leave sol_rl out":
+             "parts.preview, which compares images of one size: leave sol_rl out":
              method.denoising.preview is not None,
              "memory.shard: use false": bool(config.memory.shard)}
     require_compatible("image.sizes is set", wrong)

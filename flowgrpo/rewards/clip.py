@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowgrpo.data.open_picture import require_open
+from flowgrpo.data.open_image import require_open
 from flowgrpo.errors import UserError
 from flowgrpo.log import unlogged
 from flowgrpo.packages import needed
@@ -53,7 +53,7 @@ class ClipScore(LocalModel):
 
     @cached_property
     def prepare(self) -> Preparation:
-        """Preprocessing of the model's pictures."""
+        """Preprocessing of the model's images."""
         return wanted(self.models[0], self.reward)
 
     def _loaded(self) -> tuple[Any, Any]:
@@ -70,7 +70,7 @@ class ClipScore(LocalModel):
         return similarities if self.score == "cosine" else 2.5 * similarities.clamp(min=0)
 
     def features(self, images: Tensor) -> Tensor:
-        """Return the unit-length embeddings of pictures [B, 3, H, W] -> [B, D] on the CPU."""
+        """Return the unit-length embeddings of images [B, 3, H, W] -> [B, D] on the CPU."""
         return self.batched(lambda some, _: self.embedded(some), images, [""] * len(images))
 
     def embedded(self, images: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ class ClipScore(LocalModel):
         return self.encoded(self.prepare(images.to(self.device)))
 
     def encoded(self, pictures: Tensor) -> Tensor:
-        """Return the embeddings of prepared pictures on the model's device [B, 3, size, size] -> [B, D]."""
+        """Return the embeddings of prepared images on the model's device [B, 3, size, size] -> [B, D]."""
         return self.models[0].encode_image(pictures.to(self.float_type), normalize=True)
 
     def _cosines(self, images: Tensor, prompts: list[str]) -> Tensor:
@@ -101,7 +101,7 @@ class ClipCosine(ClipScore):
 
 
 def cosines(model: Any, tokenizer: Any, pictures: Tensor, prompts: list[str]) -> Tensor:
-    """Return the cosine of each prepared picture [B, 3, H, W] with its prompt under a model of open_clip -> [B].
+    """Return the cosine of each prepared image [B, 3, H, W] with its prompt under a model of open_clip -> [B].
 
     Without a graph torch's attention has another kernel; its numbers count in both cases.
     """
@@ -141,8 +141,8 @@ class SubjectClip(ClipCosine):
 class SubjectScore(LocalModel):
     """CLIP-I: cosine of the embeddings of an image and of the subject's image that its prompt brings.
 
-    key: metadata key of the subject's picture, a path relative to the working folder; None for a prompt without one.
-    `image` is the picture that a prompt brings to an editing pipeline; in recorded pairs `chosen` is the subject too.
+    key: metadata key of the subject's image, a path relative to the working folder; None for a prompt without one.
+    `image` is the image that a prompt brings to an editing pipeline; in recorded pairs `chosen` is the subject too.
     model, pretrained and parts: as in `ClipScore`. dtype (fp32), device and batch_size (32): as in `LocalModel`.
     Raises UserError for an unreadable file, and if open_clip or the weights are missing.
     """
@@ -176,7 +176,7 @@ class SubjectScore(LocalModel):
         return scores
 
     def _cosines(self, images: Tensor, paths: list[str]) -> Tensor:
-        """Return the cosine of each picture [B,3,H,W] with that of its file: [B]."""
+        """Return the cosine of each image [B,3,H,W] with that of its file: [B]."""
         subjects = {path: _read(path)[None] for path in paths}
         shown = self.clip.embedded(images)
         embeddings = torch.cat([self.clip.embedded(subject) for subject in subjects.values()])
@@ -195,7 +195,7 @@ def _read(path: str) -> Tensor:
 class Aesthetic(LocalModel):
     """LAION's aesthetic score, trained on ratings from 1 to 10: a head on an image's normalised CLIP embedding.
 
-    Pictures are prepared by transformers' rules, as in DDPO and Flow-GRPO.
+    Images are prepared by transformers' rules, as in DDPO and Flow-GRPO.
 
     head: a file, or `owner/name/file` on the hub. The default is the improved predictor (a perceptron, the file
     sac+logos+ava1-l14-linearMSE.pth of its repository); the linear heads of the first (sa_0_4_vit_l_14_linear.pth and
@@ -314,7 +314,7 @@ class PickScore(LocalModel):
 class HpsV2(LocalModel):
     """HPSv2.1: the cosine of image and prompt, around 0.2 to 0.35; tables print it times 100.
 
-    The whole picture is scaled to 224 pixels and padded with black; nothing is cropped. As in the release
+    The whole image is scaled to 224 pixels and padded with black; nothing is cropped. As in the release
     (ResizeMaxSize of its open_clip/transform.py) floats are scaled, neither rounded nor clamped: edges overshoot.
 
     antialias: false scales without a filter, as the release did with torchvision before 0.17, on which tables of 2023
@@ -338,7 +338,7 @@ class HpsV2(LocalModel):
 
     @cached_property
     def prepare(self) -> Preparation:
-        """Preprocessing of the model's pictures."""
+        """Preprocessing of the model's images."""
         return Preparation(wanted(self.models[0], self.reward).size, "longest",
                            scaling="floats" if self.antialias else "unfiltered")
 

@@ -58,7 +58,7 @@ def gated(scores: Tensor, thresholds: Sequence[float]) -> Tensor:
 
 def harmonic(image: Tensor, text: Tensor, share: float) -> Tensor:
     """Return RPO's reward of subject-driven generation: 1 / (share / image + (1 - share) / text). It is the weighted
-    harmonic mean of the similarities to the subject's picture and to the prompt. 0 where one is not above 0. A share
+    harmonic mean of the similarities to the subject's image and to the prompt. 0 where one is not above 0. A share
     of 1 or 0 ignores the other one. [B], [B] -> [B]."""
     if share in (0, 1):
         return image if share else text
@@ -102,7 +102,7 @@ class Combined(Reward):
         grouped = [part for part, reward in zip(self.rewards, composed.values()) if sees_groups(reward)]
         self._require(not grouped, "rewards", "rewards that score one sample at a time, not whole groups")
         common = [modality for modality in MODALITIES if all(modality in part.judges for part in composed.values())]
-        self._require(common, "rewards", "rewards that judge the same: pictures, videos or texts")
+        self._require(common, "rewards", "rewards that judge the same: images, videos or texts")
         facts = {"about": replace(self.about, modality="/".join(common)), "judges": common, "made": composed,
                  "parts": [*composed.values()], "reads": frozenset().union(
                      *(part.reads.intersection(PASSED) for part in composed.values())),

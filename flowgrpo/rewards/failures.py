@@ -84,7 +84,7 @@ def settled(ask: Callable[[Sequence[int]], list[float | Failed]], rows: Sequence
 def within(seconds: float | None, message: str, call: Callable[[], T]) -> T:
     """Return the result of `call` within `seconds` (None: no limit).
 
-    A thread makes the call, so pictures and models need no copy. A thread cannot be killed: a call that hangs is
+    A thread makes the call, so images and models need no copy. A thread cannot be killed: a call that hangs is
     abandoned and keeps its memory (and a processor, if busy) until it returns or the run ends. It does not keep the run
     from ending. A reward that hangs every time leaves one thread behind each time.
     Raises TimedOut, whose message begins with `message`.

@@ -1,6 +1,6 @@
 """Differentiable rewards: function or class with the attribute `differentiable = True`.
 
-Such a reward takes pictures [B, 3, H, W] (videos [B, F, 3, H, W]) as floats in [0, 1] that may carry a graph, on any
+Such a reward takes images [B, 3, H, W] (videos [B, F, 3, H, W]) as floats in [0, 1] that may carry a graph, on any
 device, and returns a tensor [B] in that graph. Everywhere else it is an ordinary reward.
 """
 
@@ -51,36 +51,36 @@ def _require_plain(name: str, reward: Reward) -> None:
                         "every answer, and waits for it: take them away")
 
 
-def value(rewards: Mapping[str, RewardFunction | Reward], weights: Mapping[str, float], pictures: Tensor,
+def value(rewards: Mapping[str, RewardFunction | Reward], weights: Mapping[str, float], images: Tensor,
           prompts: Sequence[str], metadata: Sequence[dict[str, Any]]) -> Tensor:
-    """Return the weighted sum [B] of differentiable rewards of pictures [B, ...], in one graph with them.
+    """Return the weighted sum [B] of differentiable rewards of images [B, ...], in one graph with them.
 
     A sample that a reward's rule excludes gets nothing from it.
     Raises UserError if a reward raises, or returns anything but a tensor [B] of finite numbers with a gradient.
     """
-    held = getattr(pictures, "weights", pictures)
+    held = getattr(images, "weights", images)
     require_finite(held.detach(), prompts)
-    total = held.new_zeros(len(pictures))
+    total = held.new_zeros(len(images))
     for name, reward in rewards.items():
-        rows, scores = _scored(name, reward, pictures, prompts, metadata)
+        rows, scores = _scored(name, reward, images, prompts, metadata)
         if rows:
             total = total.index_add(0, held.new_tensor(rows).long(), weights[name] * scores.to(total))
     return total
 
 
-def _scored(name: str, reward: RewardFunction | Reward, pictures: Tensor, prompts: Sequence[str],
+def _scored(name: str, reward: RewardFunction | Reward, images: Tensor, prompts: Sequence[str],
             metadata: Sequence[dict[str, Any]]) -> tuple[list[int], Tensor]:
-    """Return the rows that a reward applies to, and its scores of them in the pictures' graph."""
+    """Return the rows that a reward applies to, and its scores of them in the images' graph."""
     from flowgrpo.rewards.combine import Combined  # loads torch
 
     rule = reward.rule if isinstance(reward, Composed) else WatchRule()
     rows = [i for i, entry in enumerate(metadata) if rule.applies(entry)]
     if not rows:
-        return rows, getattr(pictures, "weights", pictures).new_zeros(0)
+        return rows, getattr(images, "weights", images).new_zeros(0)
     if isinstance(reward, Composed):
         reward.come()
     made = reward.made if isinstance(reward, Composed) else as_reward(reward, name)
-    batch = Batch(pictures[rows], [prompts[i] for i in rows], [metadata[i] for i in rows])
+    batch = Batch(images[rows], [prompts[i] for i in rows], [metadata[i] for i in rows])
     if isinstance(made, Combined):
         scores = _combined(name, made, batch.samples, batch.prompts, batch.metadata)
         there = scores.isfinite().nonzero()[:, 0].tolist()
@@ -90,14 +90,14 @@ def _scored(name: str, reward: RewardFunction | Reward, pictures: Tensor, prompt
     return rows, _checked(name, guarded(message, made, batch), batch.samples)
 
 
-def _combined(name: str, reward: Combined, pictures: Tensor, prompts: Sequence[str],
+def _combined(name: str, reward: Combined, images: Tensor, prompts: Sequence[str],
               metadata: Sequence[dict[str, Any]]) -> Tensor:
     """Return the combination [B] of a reward's parts in one graph, NaN where it does not apply."""
     import torch
 
     columns = []
     for place, part in enumerate(reward.made.values()):
-        rows, scores = _scored(f"{name}[{place}]", part, pictures, prompts, metadata)
+        rows, scores = _scored(f"{name}[{place}]", part, images, prompts, metadata)
         column = torch.full((len(prompts),), torch.nan, dtype=torch.float64, device=scores.device)
         columns.append(column.index_copy(0, torch.tensor(rows, device=scores.device).long(), scores.double()))
     return reward.combined(torch.stack([column.to(columns[0].device) for column in columns], 1))
@@ -113,7 +113,7 @@ def require_graph(name: str, reward: RewardFunction | Reward, outputs: Tensor, p
     total = value({name: reward}, {name: 1.0}, outputs, prompts, metadata).sum()
     (gradient,) = guarded(f"the gradient of reward {name!r} cannot be computed (first prompt: {prompts[0]!r})",
                           torch.autograd.grad, total, leaf, allow_unused=True)
-    expected = f"expected a gradient by its pictures (first prompt: {prompts[0]!r})"
+    expected = f"expected a gradient by its images (first prompt: {prompts[0]!r})"
     if gradient is None:
         raise UserError(f"reward {name!r} is differentiable, but its numbers do not depend on what it is given: "
                         f"{expected}: does it detach, round or copy them?")
@@ -121,18 +121,18 @@ def require_graph(name: str, reward: RewardFunction | Reward, outputs: Tensor, p
         raise UserError(f"reward {name!r} is differentiable, but its gradient holds NaN or an infinity: {expected}")
 
 
-def _checked(name: str, scores: Any, pictures: Tensor) -> Tensor:
+def _checked(name: str, scores: Any, images: Tensor) -> Tensor:
     import torch
 
-    pictures = getattr(pictures, "weights", pictures)
-    expected = f"expected a tensor of {len(pictures)} finite numbers that carries the pictures' graph"
-    if not torch.is_tensor(scores) or scores.shape != pictures.shape[:1]:
+    images = getattr(images, "weights", images)
+    expected = f"expected a tensor of {len(images)} finite numbers that carries the images' graph"
+    if not torch.is_tensor(scores) or scores.shape != images.shape[:1]:
         got = f"the shape {list(scores.shape)}" if torch.is_tensor(scores) else f"a {type(scores).__name__}"
         raise UserError(f"reward {name!r} is differentiable and returned {got}: {expected}")
     if scores.is_meta:
         raise UserError(f"reward {name!r} is differentiable and returned a tensor on the meta device, which has no "
                         f"values: {expected}")
-    if pictures.requires_grad and not scores.requires_grad:
+    if images.requires_grad and not scores.requires_grad:
         raise UserError(f"reward {name!r} is differentiable and returned numbers without a gradient: {expected}")
     if not scores.isfinite().all():
         raise UserError(f"reward {name!r} is differentiable and returned NaN or an infinity: {expected}")

@@ -1,5 +1,5 @@
 """Guards against reward hacking: small rewards that fall when a model exploits the main one, safety (safe for work)
-among them; and measures of a picture without a model: compressibility, sharpness, SSIM of two.
+among them; and measures of an image without a model: compressibility, sharpness, SSIM of two.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flowgrpo.data.open_picture import require_open
+from flowgrpo.data.open_image import require_open
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About, described
 from flowgrpo.rewards.local_model import LocalModel, pretrained
@@ -28,13 +28,13 @@ STEADY = 0.01**2, 0.03**2  # SSIM's constants, for values in [0, 1]
 
 
 def pixels(images: Tensor) -> Tensor:
-    """Return the 16 by 16 miniatures [B, 768] of pictures [B, 3, H, W], scaled so that black and white are 1 apart."""
+    """Return the 16 by 16 miniatures [B, 768] of images [B, 3, H, W], scaled so that black and white are 1 apart."""
     small = torch.nn.functional.interpolate(images.detach().cpu().double(), (SMALL, SMALL), mode="area")
     return small.flatten(1) / small[0].numel() ** 0.5
 
 
 def extractor(features: str | dict[str, Any] | Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Return a feature function, pictures [B, 3, H, W] -> [B, D]: `pixels`, CLIP's of unit length for `clip` (the model
+    """Return a feature function, images [B, 3, H, W] -> [B, D]: `pixels`, CLIP's of unit length for `clip` (the model
     of `clip_cosine`, or a dictionary of its arguments), a given function, or one in a file."""
     if features == "pixels":
         return pixels
@@ -61,7 +61,7 @@ class Diversity:
     """Diversity: mean feature distance of a sample to the others of its group.
 
     features: "pixels" (miniatures of 16 by 16; a distance of 1 is black to white), "clip" (embeddings of unit length),
-    arguments of `clip_cosine` such as {device: "cuda:1"}, a function of pictures [B, 3, H, W] to [B, D], or
+    arguments of `clip_cosine` such as {device: "cuda:1"}, a function of images [B, 3, H, W] to [B, D], or
     `file.py:function`.
     """
 
@@ -83,8 +83,8 @@ class Diversity:
 class BaseSimilarity:
     """Similarity to the base model's image of the prompt: 1 minus the distance of features, 1 for equal features.
 
-    key: metadata key of that picture's path (`flowgrpo sample --prompts` writes such a file). The file is read again
-    each time and resized to the sample's size. A prompt without one is compared with the base's picture from the same
+    key: metadata key of that image's path (`flowgrpo sample --prompts` writes such a file). The file is read again
+    each time and resized to the sample's size. A prompt without one is compared with the base's image from the same
     initial noise, which a run draws for each sample; None if there is none either.
     features: as in `Diversity`.
     Raises UserError for an unreadable file.
@@ -116,7 +116,7 @@ class BaseSimilarity:
         return scores
 
     def _base(self, entry: dict[str, Any], images: Tensor, base: Tensor | None, row: int) -> Tensor:
-        """Return the base model's picture of a row: the one in its prompt's file, or else the drawn one."""
+        """Return the base model's image of a row: the one in its prompt's file, or else the drawn one."""
         if self.key in entry:
             return _read(entry[self.key], images.shape[-2:])
         assert base is not None  # rows without either are left out
@@ -128,10 +128,10 @@ def _read(path: str, size: Sequence[int]) -> Tensor:
 
     require_open()
     try:
-        picture = read_tensor(path)
+        image = read_tensor(path)
     except UserError as error:
         raise UserError(f"reward 'base_similarity': the base model's image {error}") from None
-    return picture if picture.shape[-2:] == tuple(size) else resize(picture, list(size), antialias=True)
+    return image if image.shape[-2:] == tuple(size) else resize(image, list(size), antialias=True)
 
 
 @dataclass(frozen=True)
@@ -196,13 +196,13 @@ class OverSaturation:
 
 
 def kilobytes(images: Tensor) -> list[float]:
-    """Return the size of each picture as a JPEG, in kilobytes."""
+    """Return the size of each image as a JPEG, in kilobytes."""
     from PIL import Image
 
     sizes = []
-    for picture in eight_bit(images):
+    for image in eight_bit(images):
         kept = io.BytesIO()
-        Image.fromarray(picture).save(kept, "JPEG", quality=QUALITY)
+        Image.fromarray(image).save(kept, "JPEG", quality=QUALITY)
         sizes.append(kept.tell() / 1000)
     return sizes
 

@@ -30,7 +30,7 @@ class LocalModel:
     batch_size: samples that go through the model at once.
     parts: what `_loaded` returns, ready-made; filled at the first use.
     parameters: number of weights of the default checkpoint, None where there is none. reward: name in error messages.
-    differentiable: its scores have a gradient by the pictures, the weights never have one.
+    differentiable: its scores have a gradient by the images, the weights never have one.
     Raises UserError for an unknown dtype, an absent device and a batch_size below 1.
     """
 
@@ -83,8 +83,8 @@ class LocalModel:
         return part if isinstance(part, Head) or loaded == self.float_type else part.to(self.float_type)
 
     def batched(self, scores: Callable[[Tensor, list[str]], Tensor], images: Tensor, prompts: Sequence[str]) -> Tensor:
-        """Return `scores` of B pictures and their prompts, `batch_size` at a time -> [B] float32 on the CPU, in the
-        pictures' graph if they carry one."""
+        """Return `scores` of B images and their prompts, `batch_size` at a time -> [B] float32 on the CPU, in the
+        images' graph if they carry one."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and images.requires_grad):
             return torch.cat([scores(images[at:at + self.batch_size], list(prompts[at:at + self.batch_size]))
                               .float().cpu() for at in range(0, len(prompts), self.batch_size)])

@@ -1,4 +1,4 @@
-"""Text in a picture, read by PP-OCRv6 (small; rapidocr includes its weights) and compared with the text that the prompt
+"""Text in an image, read by PP-OCRv6 (small; rapidocr includes its weights) and compared with the text that the prompt
 asks for.
 
 That text is the metadata's `text`, one or a list, or else the first part of the prompt in quotation marks: double ones,
@@ -157,21 +157,21 @@ class Ocr:
     def __call__(self, images: Tensor, prompts: Sequence[str],
                  metadata: Sequence[dict[str, Any]]) -> list[float | None]:
         texts = [asked(prompt, entry) for prompt, entry in zip(prompts, metadata)]
-        lines = iter(read([picture for picture, wanted in zip(eight_bit(images), texts) if wanted]))
+        lines = iter(read([image for image, wanted in zip(eight_bit(images), texts) if wanted]))
         return [SCORES[self.score](next(lines), *wanted) if wanted else None for wanted in texts]
 
 
-def read(pictures: Sequence[np.ndarray]) -> list[str]:
-    """Return the lines of text in each picture, bytes [H, W, 3], from top to bottom.
+def read(images: Sequence[np.ndarray]) -> list[str]:
+    """Return the lines of text in each image, bytes [H, W, 3], from top to bottom.
 
-    Pictures are read by several engines at a time, each on one core. Upside-down text is not turned, as in Flow-GRPO.
+    Images are read by several engines at a time, each on one core. Upside-down text is not turned, as in Flow-GRPO.
     """
-    return side_by_side(lambda one: _read(pictures[one.start]), [range(i, i + 1) for i in range(len(pictures))],
+    return side_by_side(lambda one: _read(images[one.start]), [range(i, i + 1) for i in range(len(images))],
                         engines())
 
 
 def engines() -> int:
-    """Return how many pictures are read at a time: this process's share of the cores, at most MOST."""
+    """Return how many images are read at a time: this process's share of the cores, at most MOST."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(MOST, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
 
@@ -179,13 +179,13 @@ def engines() -> int:
 _IDLE: list[Any] = []  # engines that read nothing now
 
 
-def _read(picture: np.ndarray) -> str:
+def _read(image: np.ndarray) -> str:
     try:
         engine = _IDLE.pop()
     except IndexError:
         engine = _engine()
     try:
-        found = engine(picture[..., ::-1], use_cls=False)  # it takes blue, green, red
+        found = engine(image[..., ::-1], use_cls=False)  # it takes blue, green, red
     finally:
         _IDLE.append(engine)
     return " ".join(found.txts or ())

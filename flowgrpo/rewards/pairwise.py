@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-AT_ONCE = 64  # pairs in one call of a judge, to avoid copying pictures group by group
+AT_ONCE = 64  # pairs in one call of a judge, to avoid copying images group by group
 
 
 def judge(name: str, both_orders: bool = False, comparisons: int | None = None, seed: int = 0) -> Callable[[T], T]:

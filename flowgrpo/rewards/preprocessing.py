@@ -1,4 +1,4 @@
-"""Pictures as vision models take them, and as numbers and bytes."""
+"""Images as vision models take them, and as numbers and bytes."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate, pad
 
-from flowgrpo.data.open_picture import FLOATS, levels, opened, pages, require_single, rgb, upright
-from flowgrpo.data.pictures import stills
+from flowgrpo.data.images import stills
+from flowgrpo.data.open_image import FLOATS, levels, opened, pages, require_single, rgb, upright
 from flowgrpo.errors import UserError
 from flowgrpo.files import text_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-MEAN = (0.48145466, 0.4578275, 0.40821073)  # of CLIP's training pictures, kept by BLIP's models
+MEAN = (0.48145466, 0.4578275, 0.40821073)  # of CLIP's training images, kept by BLIP's models
 DEVIATION = (0.26862954, 0.26130258, 0.27577711)
 CROPS: dict[str, Callable[[float], int]] = {"torchvision": round, "transformers": int}  # of half the surplus
 LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601
@@ -28,7 +28,7 @@ LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601
 
 @dataclass(frozen=True)
 class Preparation:
-    """Convert pictures [B, 3, H, W] in [0, 1] to [B, 3, size, size], scaled and normalised on their device.
+    """Convert images [B, 3, H, W] in [0, 1] to [B, 3, size, size], scaled and normalised on their device.
 
     fit: the side that becomes `size`: the "shortest", with a centre crop; the "longest", centred on black padding; or
     both ("squash").
@@ -43,15 +43,15 @@ class Preparation:
     scaling: str = "pil"
     crop: str = "torchvision"
 
-    def __call__(self, pictures: Tensor) -> Tensor:
-        pictures = resized(pictures, self.sides(*pictures.shape[-2:]), self.scaling)
-        pictures = _middle(pictures, self.size, CROPS[self.crop]) / 255
-        mean, deviation = (torch.tensor(values, device=pictures.device)[:, None, None]
+    def __call__(self, images: Tensor) -> Tensor:
+        images = resized(images, self.sides(*images.shape[-2:]), self.scaling)
+        images = _middle(images, self.size, CROPS[self.crop]) / 255
+        mean, deviation = (torch.tensor(values, device=images.device)[:, None, None]
                            for values in (self.mean, self.deviation))
-        return (pictures - mean) / deviation
+        return (images - mean) / deviation
 
     def sides(self, height: int, width: int) -> tuple[int, int]:
-        """Return height and width of a picture before it is cropped or padded to a square."""
+        """Return height and width of an image before it is cropped or padded to a square."""
         if self.fit == "squash":
             return self.size, self.size
         if self.fit == "longest":
@@ -61,8 +61,8 @@ class Preparation:
         return int(self.size * height / short), int(self.size * width / short)
 
 
-def resized(pictures: Tensor, sides: tuple[int, int], scaling: str = "pil") -> Tensor:
-    """Resize 8-bit pictures, given as [B, 3, H, W] in [0, 1], to levels 0 to 255, float32 [B, 3, *sides]: bicubic, with
+def resized(images: Tensor, sides: tuple[int, int], scaling: str = "pil") -> Tensor:
+    """Resize 8-bit images, given as [B, 3, H, W] in [0, 1], to levels 0 to 255, float32 [B, 3, *sides]: bicubic, with
     a filter against aliasing.
 
     scaling: "pil" rounds and clamps after each axis, first the width, as PIL does. The others are torchvision's, on
@@ -70,7 +70,7 @@ def resized(pictures: Tensor, sides: tuple[int, int], scaling: str = "pil") -> T
     "unfiltered", of floats without the filter (torchvision before 0.17).
     The gradient passes straight through the rounding.
     """
-    smooth = (pictures.float() * 255).clamp(0, 255)
+    smooth = (images.float() * 255).clamp(0, 255)
     levels = straight(smooth.round(), smooth)
     if scaling != "pil":
         if tuple(levels.shape[-2:]) == tuple(sides):
@@ -89,17 +89,17 @@ def straight(exact: Tensor, smooth: Tensor) -> Tensor:
     return exact + (smooth - smooth.detach()) if smooth.requires_grad else exact
 
 
-def _middle(pictures: Tensor, size: int, start: Callable[[float], int]) -> Tensor:
-    """Return the centre of pictures, size by size; black where a picture is smaller. start: rounds half the surplus."""
-    height, width = pictures.shape[-2:]
+def _middle(images: Tensor, size: int, start: Callable[[float], int]) -> Tensor:
+    """Return the centre of images, size by size; black where an image is smaller. start: rounds half the surplus."""
+    height, width = images.shape[-2:]
     lack_h, lack_w = max(size - height, 0), max(size - width, 0)
-    pictures = pad(pictures, (lack_w // 2, lack_w - lack_w // 2, lack_h // 2, lack_h - lack_h // 2))
-    top, left = (start((side - size) / 2) for side in pictures.shape[-2:])
-    return pictures[..., top:top + size, left:left + size]
+    images = pad(images, (lack_w // 2, lack_w - lack_w // 2, lack_h // 2, lack_h - lack_h // 2))
+    top, left = (start((side - size) / 2) for side in images.shape[-2:])
+    return images[..., top:top + size, left:left + size]
 
 
 def tensor_of(image: Image) -> Tensor:
-    """Return a picture [3, H, W] in [0, 1], upright; grey of more than 8 bits keeps its levels."""
+    """Return an image [3, H, W] in [0, 1], upright; grey of more than 8 bits keeps its levels."""
     from torchvision.transforms.functional import to_tensor
 
     wide = levels(upright(image)) if "transparency" not in image.info else None
@@ -107,35 +107,35 @@ def tensor_of(image: Image) -> Tensor:
 
 
 def read_tensor(path: str | Path) -> Tensor:
-    """Return the picture of a file, upright: [3, H, W] in [0, 1]. Raises UserError if it is none."""
-    with opened(path, FLOATS) as picture:
-        require_single(picture)
-        return tensor_of(picture)
+    """Return the image of a file, upright: [3, H, W] in [0, 1]. Raises UserError if it is none."""
+    with opened(path, FLOATS) as image:
+        require_single(image)
+        return tensor_of(image)
 
 
 def read_tensors(path: str | Path) -> list[Tensor]:
-    """Return the frames of an animated picture, upright, each [3, H, W] in [0, 1]; of a still picture one.
+    """Return the frames of an animated image, upright, each [3, H, W] in [0, 1]; of a still image one.
 
     Raises UserError if it is none, and for more than FLOATS pixels in all frames.
     """
     frames: list[Tensor] = []
-    with opened(path, FLOATS) as picture:
-        for page in pages(picture) if picture.format != "MPO" else [0]:
-            picture.seek(page)
-            if (len(frames) + 1) * picture.width * picture.height > FLOATS:
+    with opened(path, FLOATS) as image:
+        for page in pages(image) if image.format != "MPO" else [0]:
+            image.seek(page)
+            if (len(frames) + 1) * image.width * image.height > FLOATS:
                 raise UserError(f"{path} has more than {FLOATS:,} pixels in its frames: scale it down, or cut it")
-            frames.append(tensor_of(picture))
+            frames.append(tensor_of(image))
     return frames
 
 
-def eight_bit(pictures: Tensor) -> np.ndarray:
-    """Return pictures [..., 3, H, W] in [0, 1] as bytes [..., H, W, 3], rounded to the nearest."""
-    return (pictures.detach().cpu().float() * 255).round().clamp(0, 255).to(torch.uint8).movedim(-3, -1).numpy()
+def eight_bit(images: Tensor) -> np.ndarray:
+    """Return images [..., 3, H, W] in [0, 1] as bytes [..., H, W, 3], rounded to the nearest."""
+    return (images.detach().cpu().float() * 255).round().clamp(0, 255).to(torch.uint8).movedim(-3, -1).numpy()
 
 
-def grey(pictures: Tensor) -> Tensor:
-    """Return the luminance [..., H, W] in [0, 1] of pictures [..., 3, H, W] in [0, 1], in float64 on the CPU."""
-    return torch.einsum("...chw,c->...hw", pictures.detach().cpu().double(), torch.tensor(LUMA, dtype=torch.float64))
+def grey(images: Tensor) -> Tensor:
+    """Return the luminance [..., H, W] in [0, 1] of images [..., 3, H, W] in [0, 1], in float64 on the CPU."""
+    return torch.einsum("...chw,c->...hw", images.detach().cpu().double(), torch.tensor(LUMA, dtype=torch.float64))
 
 
 def _alike(path: Path, frames: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -148,7 +148,7 @@ def _alike(path: Path, frames: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def read_output(path: Path) -> torch.Tensor | str:
-    """Read a picture [3,H,W] in [0, 1], a video [F,3,H,W], or a text. Raises UserError if it cannot be read."""
+    """Read an image [3,H,W] in [0, 1], a video [F,3,H,W], or a text. Raises UserError if it cannot be read."""
     if not path.exists():
         raise UserError(f"no file at {path}")
     try:

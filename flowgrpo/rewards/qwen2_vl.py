@@ -29,7 +29,7 @@ PROMPT = "{text_prompt}"  # in an instruction
 # The releases' names (before and after transformers 4.52) and those of Qwen2VLModel.
 NAMES = ((r"^model\.(?=visual\.|language_model\.)", ""), (r"^model\.", "language_model."), (r"^rm_head\.", "rm_head."),
          (r"^visual\.", "visual."))
-AREA = 256 * 28 * 28  # approximate pixels of every scaled picture: 448 by 448 for a square
+AREA = 256 * 28 * 28  # approximate pixels of every scaled image: 448 by 448 for a square
 MARK = "<|Reward|>"
 AXES = ("VQ", "MQ", "TA")
 MARKS = tuple(f"<|{axis}_reward|>" for axis in AXES)

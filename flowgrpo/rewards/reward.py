@@ -40,7 +40,7 @@ PASSED = (BASE, POLICY, MEMORY, EPOCH, FPS, TRAINING)
 class Batch:
     """B samples, in whole groups of `group` consecutive ones.
 
-    samples: pictures [B, 3, H, W] or videos [B, F, 3, H, W] in [0, 1], a list of these without B, B texts, or the clean
+    samples: images [B, 3, H, W] or videos [B, F, 3, H, W] in [0, 1], a list of these without B, B texts, or the clean
     latents [B, ...] for a reward that reads these. base: the base model's samples, or None. latents: a tensor, or None.
     policy: the model that is trained. memory: of the run, JSON-able, that a reward may write into; by rewards' names
     until it is given to one. epoch: in which they are drawn; None outside of one, as for held-out samples.
@@ -249,7 +249,7 @@ def inside(reward: Any) -> list[Reward]:
 
 
 def modality_of(outputs: object) -> str:
-    """Return the modality of a batch of outputs: pictures [B,3,H,W], videos [B,F,3,H,W], or texts."""
+    """Return the modality of a batch of outputs: images [B,3,H,W], videos [B,F,3,H,W], or texts."""
     by_dimensions: dict[int | None, str] = {4: "image", 5: "video"}
     return by_dimensions.get(getattr(outputs, "ndim", None), "text")
 

@@ -18,7 +18,7 @@ from flowgrpo.rewards.wrap import by_size, ready
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Pictures or videos in a tensor, or in a list of tensors of several sizes, or texts.
+# Images or videos in a tensor, or in a list of tensors of several sizes, or texts.
 Shown: TypeAlias = "Tensor | Sequence[Tensor] | Sequence[str]"
 FRAMES, SIDE = 5, 32  # of the clip on which a function is tried
 
@@ -35,7 +35,7 @@ def score(
     (`Failed` in place of a number), or failed and its rule skips failures.
 
     rewards: functions, or `Composed` with their rules.
-    outputs: pictures [B, 3, H, W] in [0, 1], videos [B, F, 3, H, W], a list of these without B, of which those of one
+    outputs: images [B, 3, H, W] in [0, 1], videos [B, F, 3, H, W], a list of these without B, of which those of one
     size are scored together, or a list of texts; for a `Completion` the metadata holds the number of tokens as
     `completion_tokens`. None: nothing was decoded.
     group: size of the consecutive groups that the B outputs form, for rewards that compare them (pairwise.py); 1: every
@@ -114,7 +114,7 @@ def _with_tokens(batch: Batch) -> Batch:
 
 
 def require_clips(rewards: Mapping[str, Composed], prompt: str, metadata: dict[str, Any]) -> None:
-    """Raise UserError for a function that fails on a clip [1, F, 3, H, W] and scores a picture.
+    """Raise UserError for a function that fails on a clip [1, F, 3, H, W] and scores an image.
 
     Functions that state their modality are not called, nor are objects. prompt, metadata: of a sample.
     """

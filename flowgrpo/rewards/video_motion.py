@@ -46,7 +46,7 @@ def flows(videos: Tensor) -> list[np.ndarray]:
 class TemporalConsistency:
     """Temporal consistency: 1 minus the mean difference between a frame and the next one, warped back by the flow.
 
-    Pixels that leave the picture do not count. A static clip has 1.
+    Pixels that leave the image do not count. A static clip has 1.
     """
 
     about = About(modality="video", range=(0, 1), needs="video", licence=LICENCE)
@@ -78,7 +78,7 @@ class Frames(Reward):
 
     reward: a name, or a function. args: arguments of a named one.
     every: score one of so many frames, beginning with the first.
-    Raises UserError as `rewards.find` does, and if the reward does not judge pictures one by one.
+    Raises UserError as `rewards.find` does, and if the reward does not judge images one by one.
     """
 
     reward: str | RewardFunction

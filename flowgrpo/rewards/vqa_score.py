@@ -81,7 +81,7 @@ class VqaScore(LocalModel):
         return logits.float().log_softmax(-1).gather(-1, answer[..., None])[..., 0].mean(1).exp()
 
     def _seen(self, images: Tensor, questions: list[str]) -> Tensor:
-        """Return the language model's visual inputs of the pictures, [B, queries, D]: the Q-Former reads the question
+        """Return the language model's visual inputs of the images, [B, queries, D]: the Q-Former reads the question
         too."""
         model, _, tokenizer = self.models
         pictures = Preparation(model.config.vision_config.image_size)(images.to(self.device))

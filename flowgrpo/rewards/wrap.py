@@ -3,7 +3,7 @@
 Before all of them a batch of several sizes is split, by `by_size`.
 
 Cached scores lie in `rewards.sqlite` in the folder `cache`, shared by runs. The key is a hash of the reward's name,
-arguments and source file, those of the rewards and functions it is made of (attribute `made_of`), the picture, the
+arguments and source file, those of the rewards and functions it is made of (attribute `made_of`), the image, the
 prompt and its metadata. Anything else that a reward reads is not seen (weights changed under the same name, a replaced
 server): delete the file then. SQLite locks the file for each write; a network file system may not honour that, so keep
 the folder on a local disk.
@@ -151,7 +151,7 @@ class Where(Wrapped):
 
 
 def by_size(batch: Batch, columns: Callable[[Batch], list[list[float | Failed]]]) -> list[list[float | Failed]]:
-    """Return `columns` of pictures of several sizes: those of one size are scored together, in the order of the batch.
+    """Return `columns` of images of several sizes: those of one size are scored together, in the order of the batch.
 
     Raises UserError for a group whose samples differ in size.
     """
@@ -183,7 +183,7 @@ class Scores:
             fps: float | None = None) -> str:
         """Return the hash of a sample, and of the base's sample if compared, and of the frames per second if read.
 
-        A picture is hashed by its numbers, dtype and shape.
+        An image is hashed by its numbers, dtype and shape.
         """
         hashed = hashlib.sha256()
         for part in (self.identity.encode(), prompt.encode(),
@@ -227,7 +227,7 @@ def version(name: str, function: RewardFunction) -> str:
 
 
 def _content(output: Tensor | str) -> tuple[bytes, ...]:
-    """Return the bytes of a text, or of the numbers of a picture or video."""
+    """Return the bytes of a text, or of the numbers of an image or video."""
     if isinstance(output, str):
         return (output.encode(),)
     import torch

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 Encoded: TypeAlias = "Conditioning | TokenizedPrompts"
 Outputs: TypeAlias = torch.Tensor | list[str]
-# Rewards [b], with their gradient: of the places [b] of prompts, and of their pictures [b,...] or relaxed texts.
+# Rewards [b], with their gradient: of the places [b] of prompts, and of their images [b,...] or relaxed texts.
 RewardValue: TypeAlias = Callable[[torch.Tensor, Any], torch.Tensor]
 C = TypeVar("C")  # encoded prompts: a `Conditioning` of a pipeline, `TokenizedPrompts` of a language model
 
@@ -117,7 +117,7 @@ class GroupSampler(Generic[C]):
     def conditioning(self, batch: list[Prompt], epoch: int | None = None) -> C:
         """Encode prompts, each once; rows of the result are chosen by its `rows`.
 
-        epoch: in which they are sampled, where their pictures have sizes of the epoch.
+        epoch: in which they are sampled, where their images have sizes of the epoch.
         """
         raise NotImplementedError
 

@@ -43,7 +43,7 @@ DRAWS = 2210_03142  # separates the draws for examples from others of a run
 class Example:
     """Output of a prompt that is learned.
 
-    Its content is the path of a picture, an answer's text, or what the run sampled: a final state [*D], or the tokens
+    Its content is the path of an image, an answer's text, or what the run sampled: a final state [*D], or the tokens
     [n] of an answer, on the CPU. rejected: of a pair of texts, the one that is not to be learned; its reward is the
     pair's margin.
     """
@@ -287,7 +287,7 @@ class NoisedLosses(DataLosses):
 
 
 class PairNoisedLosses(NoisedLosses):
-    """Preference loss of a pipeline on noised pairs of pictures."""
+    """Preference loss of a pipeline on noised pairs of images."""
 
     part: PicturePairs
 

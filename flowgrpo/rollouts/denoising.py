@@ -1,6 +1,6 @@
 """Rollouts of a pipeline: sample an epoch's groups, and replay them.
 
-Grids, noise and pictures are known here alone; the training loop knows of none of them.
+Grids, noise and images are known here alone; the training loop knows of none of them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from flowgrpo.rollouts.base import GroupSampler, TotalReward
 from flowgrpo.rollouts.loss_inputs import LossInputs
 from flowgrpo.rollouts.targets import Drawer, Replayed, target
 from flowgrpo.samplers import cost, noise, reward_gradient
-from flowgrpo.samplers.base_samples import BasePictures
+from flowgrpo.samplers.base_samples import BaseImages
 from flowgrpo.samplers.grids import make_grid
 from flowgrpo.samplers.noise import LEAST, deviation, message, quiet
 from flowgrpo.samplers.rollout import Part, RolloutSpec, Seed
@@ -50,7 +50,7 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
         self.encode = encoded_prompts.prompt_cache(config, policy, policy.live)
         self.grid, self.timesteps = self.make_grid(config.train.steps)
         self.shift = config.train.own_shift
-        self._base_pictures = dict[Size | None, BasePictures]()
+        self._base_images = dict[Size | None, BaseImages]()
         learned = method.denoising.learned_noise
         self.network = learned.network().to(policy.device) if learned else None
         if self.network is not None:
@@ -61,7 +61,7 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
         self._grids: dict[Size | None, tuple[torch.Tensor, torch.Tensor | None]] = {None: (self.grid, self.timesteps)}
         self._require_noise()
         sizes.require(policy, lambda: self.conditioning([first]), config.image.sizes, geometry.slices)
-        # Only what is given pictures can put them back in; edits replay nothing of the pipeline.
+        # Only what is given images can put them back in; edits replay nothing of the pipeline.
         if not isinstance(method.target, targets.LatentEdits) and (policy.given or first.brings is not None):
             probes.require_middle(policy, DenoisingRollouts.conditioning(self, [first]),
                                    probes.goes_on(method, self.explorations(0)))
@@ -90,19 +90,19 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
         return self.policy.exact if self.drawer is None else None
 
     def make_grid(self, steps: int, size: Size | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the grid [steps+1] of pictures of a size (None: the evaluation's), and its timesteps."""
+        """Return the grid [steps+1] of images of a size (None: the evaluation's), and its timesteps."""
         train, policy, of = self.config.train, self.policy, [] if size is None else [size]
         return make_grid(train.grid, steps, train.shift, policy.stock, policy.strength, lambda steps:
                          policy.stock_grid(replace(self.conditioning([self.first]), sizes=of), steps))
 
     def grid_of(self, size: Size | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the grid of the rollout's steps for pictures of a size; the pipeline's own may go by the size."""
+        """Return the grid of the rollout's steps for images of a size; the pipeline's own may go by the size."""
         if size not in self._grids:
             self._grids[size] = self.make_grid(self.config.train.steps, size)
         return self._grids[size]
 
     def conditioning(self, batch: list[Prompt], epoch: int | None = None) -> Conditioning:
-        """Encode prompts, each once, as they are sampled. epoch: whose sizes of pictures they get; None: the
+        """Encode prompts, each once, as they are sampled. epoch: whose sizes of images they get; None: the
         evaluation's."""
         with self.clock("encode"):
             encoded = self.encode([p.shown for p in batch], self._negatives(batch), [p.brings for p in batch])
@@ -139,7 +139,7 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
         return [self.config.negative_prompt if p.negative is None else p.negative for p in batch]
 
     def explorations(self, epoch: int, size: Size | None = None) -> list[RolloutSpec]:
-        """Return an epoch's grids, windows, kernels and solvers for pictures of a size; the last epoch's are kept."""
+        """Return an epoch's grids, windows, kernels and solvers for images of a size; the last epoch's are kept."""
         if (epoch, size) not in self.planned:
             train, method = self.config.train, self.method
             if self.network is not None:
@@ -164,9 +164,9 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
     def sample(self, conditioning: Conditioning, epoch: int, judge: TotalReward,
                value: reward_gradient.Value | None = None, turn: int = 0
                ) -> Iterator[tuple[Part, list[torch.Tensor | None]]]:
-        """Sample a group per prompt: yield the parts as they are finished, each with its pictures.
+        """Sample a group per prompt: yield the parts as they are finished, each with its images.
 
-        Pictures [b,...] are on the CPU, once per granularity; None where no reward looks at them.
+        Images [b,...] are on the CPU, once per granularity; None where no reward looks at them.
         judge: the total reward, by which a method with previews chooses its initial noises.
         value: the one whose gradient a method with `backprop` follows.
         turn: how often the epoch has drawn before.
@@ -196,12 +196,12 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
                 part = measured.baselined(self, part, conditioning, judge)
                 before += self.policy.evaluations - sampled  # it counts its own
             with self.clock("decode"):
-                pictures = [self.decode(final, conditioning.rows(part.prompts)) if self.decodes else None
+                images = [self.decode(final, conditioning.rows(part.prompts)) if self.decodes else None
                             for final in part.finals]
-            if pictures[0] is not None:
-                part = self.target.score(part, pictures[0], value)
+            if images[0] is not None:
+                part = self.target.score(part, images[0], value)
             sampled = self.policy.evaluations
-            yield part, pictures
+            yield part, images
             before += self.policy.evaluations - sampled  # of the base, which counts its own
         self._count(self.policy.evaluations - before, explorations)
 
@@ -230,7 +230,7 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
                 yield sizes.shifted(part, prompts.start, prompts.start * len(specs))
 
     def base(self, part: Part, conditioning: Conditioning) -> torch.Tensor | None:
-        """Return the base model's pictures [b,...] beside a part's, from the same initial noises, on the CPU.
+        """Return the base model's images [b,...] beside a part's, from the same initial noises, on the CPU.
 
         None for a part that came from none.
         """
@@ -239,14 +239,14 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
         before = self.policy.evaluations
         with self.clock("base"):
             size = conditioning.sizes[int(part.prompts[0])] if conditioning.sizes else None
-            if size not in self._base_pictures:
-                self._base_pictures[size] = BasePictures(self.policy, *self.grid_of(size), self.geometry, self.decode)
-            pictures = self._base_pictures[size](part, conditioning)
+            if size not in self._base_images:
+                self._base_images[size] = BaseImages(self.policy, *self.grid_of(size), self.geometry, self.decode)
+            images = self._base_images[size](part, conditioning)
         self.count(self.policy.evaluations - before)
-        return pictures
+        return images
 
     def decode(self, finals: torch.Tensor, conditioning: Conditioning) -> torch.Tensor:
-        """Pictures on the CPU, decoded in micro-batches."""
+        """Images on the CPU, decoded in micro-batches."""
         rows = torch.arange(len(finals)).split(self.geometry.micro_batch)
         return torch.cat([self.policy.decode(finals[at], conditioning.rows(at)).cpu() for at in rows])
 

@@ -56,9 +56,9 @@ def previewed(rollouts: Rollouts, conditioning: Conditioning, seed: Seed, judge:
             finals = previews(policy, conditioning, *grid, preview.pool, rollouts.geometry.micro_batch, seed)
         rollouts.count(policy.evaluations - before)
         of = conditioning.rows(rows.repeat_interleave(preview.pool))
-        pictures = rollouts.decode(finals, of) if rollouts.decodes else None
+        images = rollouts.decode(finals, of) if rollouts.decodes else None
     with rollouts.clock("reward"):
-        totals = judge(pictures, preview.pool, None, finals.float().cpu())
+        totals = judge(images, preview.pool, None, finals.float().cpu())
         return chosen(seed, contrasting(totals, rollouts.config.train.group))
 
 
@@ -89,6 +89,6 @@ def scored(rollouts: Rollouts, finals: torch.Tensor, prompts: torch.Tensor, cond
     """Return the total rewards [., together] of final states [n,*D] of the prompts [n]. names: of those that count."""
     with rollouts.clock("decode"):
         finals = finals.to(rollouts.policy.device)
-        pictures = rollouts.decode(finals, conditioning.rows(prompts)) if rollouts.decodes else None
+        images = rollouts.decode(finals, conditioning.rows(prompts)) if rollouts.decodes else None
     with rollouts.clock("reward"):
-        return judge(pictures, together, prompts, finals.float().cpu(), names)
+        return judge(images, together, prompts, finals.float().cpu(), names)

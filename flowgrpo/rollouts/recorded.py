@@ -25,7 +25,7 @@ from flowgrpo.samplers.rollout import Part
 
 @dataclass(frozen=True)
 class Paired(Conditioning):
-    """Encoded prompts, and of each the files of its two pictures, the chosen one first."""
+    """Encoded prompts, and of each the files of its two images, the chosen one first."""
 
     pairs: list[tuple[str, str]] = field(default_factory=list)
 
@@ -56,7 +56,7 @@ class RecordedRollouts(DenoisingRollouts):
 
     def sample(self, conditioning: Conditioning, epoch: int, judge: TotalReward, value: Value | None = None,
                turn: int = 0) -> Iterator[tuple[Part, list[torch.Tensor | None]]]:
-        """Yield the pairs of the prompts, with their pictures [b,3,H,W] as the files have them.
+        """Yield the pairs of the prompts, with their images [b,3,H,W] as the files have them.
 
         judge, value: of methods that draw; unused here. turn: how often the epoch has taken pairs before.
         """
@@ -65,7 +65,7 @@ class RecordedRollouts(DenoisingRollouts):
         seed = self.seeds(epoch, turn, len(conditioning.prompts))
         for groups, prompts, _, _ in self.whole_groups(len(conditioning.prompts)):
             with self.clock("encode"):
-                latents, pictures = zip(*(self.latents(path, conditioning.rows(torch.tensor([p])))
+                latents, images = zip(*(self.latents(path, conditioning.rows(torch.tensor([p])))
                                           for p in groups for path in conditioning.pairs[p]))
             part = Part(groups, prompts, None, (), (torch.cat(latents).to(self.policy.device),))
-            yield self.target.record(part, conditioning, epoch, seed), [torch.stack(pictures)]
+            yield self.target.record(part, conditioning, epoch, seed), [torch.stack(images)]

@@ -1,4 +1,4 @@
-"""Sizes of pictures: one for each group, so that a run trains several resolutions and aspect ratios."""
+"""Sizes of images: one for each group, so that a run trains several resolutions and aspect ratios."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def shifted(part: Part, prompts: int, groups: int) -> Part:
 
 
 def require(policy: PipelinePolicy, encode: Callable[[], Conditioning], sizes: Sequence[Size], slices: int) -> None:
-    """Raise UserError if the pipeline does not make pictures of these sizes: a step and a picture of each are tried.
+    """Raise UserError if the pipeline does not make images of these sizes: a step and an image of each are tried.
 
     encode: gives the conditioning of one prompt. slices: of every group over processes.
     """
@@ -74,7 +74,7 @@ def require(policy: PipelinePolicy, encode: Callable[[], Conditioning], sizes: S
 
 
 def _made(policy: PipelinePolicy, conditioning: Conditioning, name: str) -> Size:
-    """Return the height and width of a picture after one step."""
+    """Return the height and width of an image after one step."""
     grid, timesteps = few_steps(policy, 2)
     try:
         x, _ = policy.run(Segment(grid, range(1), timesteps=timesteps), conditioning, None, policy.generators([0]))

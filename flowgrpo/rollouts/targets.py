@@ -87,8 +87,8 @@ class RecordedSteps:
         """Return a sampled part with the transitions that are trained."""
         return part
 
-    def score(self, part: Part, pictures: torch.Tensor, value: reward_gradient.Value | None) -> Part:
-        """Return a part with what its decoded pictures [b,...] add. value: the reward whose gradient is followed."""
+    def score(self, part: Part, images: torch.Tensor, value: reward_gradient.Value | None) -> Part:
+        """Return a part with what its decoded images [b,...] add. value: the reward whose gradient is followed."""
         return part
 
     def replay(self, part: Part, conditioning: Conditioning) -> Replayed:
@@ -162,9 +162,9 @@ class RewardGradient(RecordedSteps):
         return reward_gradient.explore(self.policy, conditioning, exploration, self.own.backprop,
                                        self.micro_batch, seed, self.rollouts.together(len(conditioning.prompts)))
 
-    def score(self, part: Part, pictures: torch.Tensor, value: reward_gradient.Value | None) -> Part:
+    def score(self, part: Part, images: torch.Tensor, value: reward_gradient.Value | None) -> Part:
         with self.rollouts.clock("reward"):
-            return reward_gradient.valued(part, pictures, required(value), self.policy.device, self.micro_batch)
+            return reward_gradient.valued(part, images, required(value), self.policy.device, self.micro_batch)
 
     def replay(self, part: Part, conditioning: Conditioning) -> Replayed:
         assert isinstance(part, reward_gradient.RewardGradientRollout)

@@ -13,7 +13,7 @@ from flowgrpo.samplers.rollout import C, Denoiser, Part
 from flowgrpo.samplers.scheduler import Segment
 
 
-class BasePictures(Generic[C]):
+class BaseImages(Generic[C]):
     """Base model's samples [b,...] of a part's seeds, on the CPU; called with the part and its prompts' conditioning.
 
     They use the rollout's sigma grid [T+1] (and timesteps [T]) and no noise but the first. Samples that share an

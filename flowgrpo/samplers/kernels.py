@@ -139,7 +139,7 @@ class AnnealedNoise:
     """Kernel whose noise falls along the rollout: its level at step i times max(1 + highest - e^(i/slow), lowest).
 
     EAD's annealed temperature (Let it Calm), with the noise of a step in its place: exploration is strong early, where
-    steps decide what a picture shows, and weak late. kernel: what is annealed; its level is that of factor 1. The
+    steps decide what an image shows, and weak late. kernel: what is annealed; its level is that of factor 1. The
     factor is `highest` at step 0.
     """
 

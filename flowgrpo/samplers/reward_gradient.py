@@ -30,7 +30,7 @@ class Ending(Protocol):
                  generators: Sequence[torch.Generator]) -> torch.Tensor: ...
 
 
-# Return the reward [b] of pictures [b,...] of the prompts `rows` [b], differentiable in the pictures.
+# Return the reward [b] of images [b,...] of the prompts `rows` [b], differentiable in the images.
 Value = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -124,12 +124,12 @@ def _sampled(policy: Denoiser[C], conditioning: C, exploration: RolloutSpec, end
         return x, ending(policy, conditioning, x, exploration, step, generators).detach()
 
 
-def valued(part: Part, pictures: torch.Tensor, value: Value, device: torch.device, micro_batch: int
+def valued(part: Part, images: torch.Tensor, value: Value, device: torch.device, micro_batch: int
            ) -> RewardGradientRollout:
-    """Return the part with the rewards of its pictures [b,...] as old scores, computed in the batches of its replay."""
+    """Return the part with the rewards of its images [b,...] as old scores, computed in the batches of its replay."""
     with torch.no_grad():
-        rewards = [value(part.prompts[at], pictures[at].to(device))
-                   for at in torch.arange(len(pictures)).split(micro_batch)]
+        rewards = [value(part.prompts[at], images[at].to(device))
+                   for at in torch.arange(len(images)).split(micro_batch)]
     [taken] = part.transitions
     taken = replace(taken, old=_scored(torch.cat(rewards)))
     return RewardGradientRollout(part.groups, part.prompts, part.exploration, (taken,), part.finals, value=value)
@@ -149,7 +149,7 @@ def replay(policy: Denoiser[C], conditioning: C, part: RewardGradientRollout, en
         encoded = conditioning.rows(taken.prompts[rows])
         x = to_device(taken.x[rows], policy.device)
         data = ending(policy, encoded, x, exploration, taken.step, taken.generators[rows])
-        yield 0, rows, _scored(value(taken.prompts[rows], policy.picture(data, encoded)))
+        yield 0, rows, _scored(value(taken.prompts[rows], policy.image(data, encoded)))
 
 
 def _scored(reward: torch.Tensor) -> Scored:

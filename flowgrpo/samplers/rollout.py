@@ -293,5 +293,5 @@ class Denoiser(Replayer[C], Protocol[C]):
     def unroll(self, task: Segment, conditioning: C, latents: Tensor, checkpointing: bool = False) -> Tensor:
         """Return the last state [B,*D] of a segment, in one graph of all its steps."""
 
-    def picture(self, latents: Tensor, conditioning: C) -> Tensor:
-        """Return the decoded pictures [B,...] in [0, 1], with gradients where enabled."""
+    def image(self, latents: Tensor, conditioning: C) -> Tensor:
+        """Return the decoded images [B,...] in [0, 1], with gradients where enabled."""

@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from flowgrpo.data.open_picture import closed
+from flowgrpo.data.open_image import closed
 from flowgrpo.rewards.about import RewardFunction
 from flowgrpo.rewards.failures import Failed
 from flowgrpo.rewards.pairwise import sees_groups

@@ -5,7 +5,7 @@
               {"failed": {"1": "one line"}, ...}      also the reason, by the index of a sample without an answer
     refusal   {"error": "one line"}, with another status than 200
 
-A sample holds one of: `png`, base64 of an 8-bit RGB picture, or a list of them, the frames of a video; `safetensors`,
+A sample holds one of: `png`, base64 of an 8-bit RGB image, or a list of them, the frames of a video; `safetensors`,
 base64 of a file with one tensor of F16, BF16, F32 or F64, "output", [3, H, W] or [F, 3, H, W] in [0, 1]; `text`.
 Incoming data is untrusted. Readers raise ValueError, in one line, for any other form, and `TooLarge`, before unpacking,
 beyond the limits.
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 FLOATS = ("float16", "bfloat16", "float32", "float64")  # dtypes of a tensor
-SLACK = 2**-7  # beyond [0, 1]: bf16's rounding of a picture
+SLACK = 2**-7  # beyond [0, 1]: bf16's rounding of an image
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 CONTAINERS = 2**20  # lists and objects of one message: empty ones take 30 times their bytes in memory
 
@@ -45,7 +45,7 @@ class TooLarge(ValueError):
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a server for one request: bytes, samples, pixels of one picture or frame, and pixels of all together,
+    """Limits of a server for one request: bytes, samples, pixels of one image or frame, and pixels of all together,
     which take 12 bytes each as floats."""
 
     size: int = 64 * 2**20
@@ -85,11 +85,11 @@ class Info:
 # --- client ----------------------------------------------------------------------------------------------------------
 
 def packed(output: Tensor | str, prompt: str, metadata: dict[str, Any], exact: bool = False) -> bytes:
-    """Pack one sample of a request: a picture [3, H, W] or a video [F, 3, H, W] in [0, 1], rounded to 8 bits unless
+    """Pack one sample of a request: an image [3, H, W] or a video [F, 3, H, W] in [0, 1], rounded to 8 bits unless
     `exact`; or a text.
-    Raises UserError for metadata that is not JSON, Failed for a picture that holds NaN or an infinity."""
+    Raises UserError for metadata that is not JSON, Failed for an image that holds NaN or an infinity."""
     if not isinstance(output, str) and not output.isfinite().all():
-        raise Failed(f"a picture holds NaN or an infinity (prompt: {prompt!r})")
+        raise Failed(f"an image holds NaN or an infinity (prompt: {prompt!r})")
     try:
         return json.dumps({"prompt": prompt, "metadata": metadata, **_content(output, exact)}, allow_nan=False).encode()
     except (TypeError, ValueError) as error:
@@ -174,12 +174,12 @@ def _content(output: Tensor | str, exact: bool) -> dict[str, Any]:
     return {"png": _png(rounded) if rounded.ndim == 3 else [_png(frame) for frame in rounded]}
 
 
-def _png(picture: np.ndarray) -> str:
+def _png(image: np.ndarray) -> str:
     """Return bytes [H, W, 3] as base64 of a PNG."""
     from PIL import Image
 
     file = io.BytesIO()
-    Image.fromarray(picture).save(file, "PNG", compress_level=1)
+    Image.fromarray(image).save(file, "PNG", compress_level=1)
     return _base64(file.getvalue())
 
 
@@ -191,7 +191,7 @@ def _base64(content: bytes) -> str:
 
 @dataclass(frozen=True)
 class Request:
-    """B samples: pictures [B, 3, H, W], videos [B, F, 3, H, W] or a list of texts; whole groups of `group`."""
+    """B samples: images [B, 3, H, W], videos [B, F, 3, H, W] or a list of texts; whole groups of `group`."""
 
     outputs: Tensor | list[str]
     prompts: list[str]
@@ -225,7 +225,7 @@ class _Budget:
 
     def spend(self, frames: int, height: int, width: int) -> None:
         if height * width > self.limits.pixels:
-            raise TooLarge(f"a picture of {width} x {height}, expected {self.limits.pixels} pixels at most")
+            raise TooLarge(f"an image of {width} x {height}, expected {self.limits.pixels} pixels at most")
         self.left -= frames * height * width
         if self.left < 0:
             raise TooLarge(f"more than {self.limits.all_pixels} pixels in one request")
@@ -233,7 +233,7 @@ class _Budget:
 
 def _outputs(samples: list[dict[str, Any]], limits: Limits) -> Tensor | list[str]:
     budget = _Budget(limits)
-    readers: dict[str, Callable[[object, _Budget], Any]] = {"text": _text, "png": _pictures, "safetensors": _tensor}
+    readers: dict[str, Callable[[object, _Budget], Any]] = {"text": _text, "png": _images, "safetensors": _tensor}
     kinds = {kind for sample in samples for kind in readers if kind in sample}
     if len(kinds) != 1 or not all(kinds <= sample.keys() for sample in samples):
         raise ValueError("expected one of `png`, `safetensors` and `text`, the same in every sample")
@@ -255,27 +255,27 @@ def _text(content: object, _: _Budget) -> str:
     return content
 
 
-def _pictures(content: object, budget: _Budget) -> Tensor:
-    """Return a picture, bytes [3, H, W], or the frames of a video [F, 3, H, W]."""
+def _images(content: object, budget: _Budget) -> Tensor:
+    """Return an image, bytes [3, H, W], or the frames of a video [F, 3, H, W]."""
     import torch
 
     if not isinstance(content, list):
-        return _picture(content, budget)
-    frames = [_picture(frame, budget) for frame in content]
+        return _image(content, budget)
+    frames = [_image(frame, budget) for frame in content]
     if len({frame.shape for frame in frames}) != 1:
         raise ValueError("expected the frames of a video to be of one size, and at least one")
     return torch.stack(frames)
 
 
-def _picture(content: object, budget: _Budget) -> Tensor:
+def _image(content: object, budget: _Budget) -> Tensor:
     import numpy as np
     import torch
     from PIL import Image, UnidentifiedImageError
 
     file = io.BytesIO(_bytes(content))
     try:
-        picture = Image.open(file, formats=["PNG"])  # reads only its header
-        mode, (width, height) = picture.mode, picture.size
+        image = Image.open(file, formats=["PNG"])  # reads only its header
+        mode, (width, height) = image.mode, image.size
     except Image.DecompressionBombError as error:
         raise TooLarge(one_line(error)) from None
     except UnidentifiedImageError:  # its text has an address of this process
@@ -286,7 +286,7 @@ def _picture(content: object, budget: _Budget) -> Tensor:
     if mode != "RGB":
         raise ValueError(f"a PNG of the mode {mode}, expected RGB")
     try:
-        return torch.from_numpy(np.array(picture)).movedim(-1, 0)
+        return torch.from_numpy(np.array(image)).movedim(-1, 0)
     except Exception as error:
         raise ValueError(f"not a whole PNG ({one_line(error)})") from None
 

@@ -1,7 +1,7 @@
 """World of the unified starter: scenes of the image starter's shapes and colours on a lattice, as 8 x 8 image tokens.
 
 All objects have one radius and stand on corners of tokens, so that an object is four tokens and the ground one: a
-picture and its tokens determine each other.
+image and its tokens determine each other.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def place(claims: Claims, rng: np.random.Generator) -> list[Placed]:
 
 
 def scattered(rng: np.random.Generator, share: float) -> list[Placed]:
-    """Any objects in this share of the places of a grid, for pictures of every fullness."""
+    """Any objects in this share of the places of a grid, for images of every fullness."""
     left, top = CELL * rng.integers(0, 2, 2)
     return [(str(rng.choice(SHAPES)), str(rng.choice(list(COLOURS))), (int(x), int(y)))
             for y in range(CELL + top, scenes.SIZE - CELL + 1, 2 * CELL)
@@ -48,16 +48,16 @@ def scattered(rng: np.random.Generator, share: float) -> list[Placed]:
 
 
 def paint(objects: Sequence[Placed]) -> np.ndarray:
-    """Picture float32 [3, 64, 64] in [0, 1]."""
-    picture = np.full((3, scenes.SIZE, scenes.SIZE), GROUND, np.float32)
+    """Image float32 [3, 64, 64] in [0, 1]."""
+    image = np.full((3, scenes.SIZE, scenes.SIZE), GROUND, np.float32)
     for shape, colour, (x, y) in objects:
         mask = np.roll(_mask(shape), (y - scenes.SIZE // 2, x - scenes.SIZE // 2), (0, 1))
-        picture = picture * (1 - mask) + np.array(COLOURS[colour], np.float32)[:, None, None] * mask
-    return picture
+        image = image * (1 - mask) + np.array(COLOURS[colour], np.float32)[:, None, None] * mask
+    return image
 
 
 def tokens(objects: Sequence[Placed]) -> np.ndarray:
-    """Tokens int64 [64] of a picture, row by row."""
+    """Tokens int64 [64] of an image, row by row."""
     grid = np.zeros((SIDE, SIDE), np.int64)
     for shape, colour, (x, y) in objects:
         first = 1 + 4 * (SHAPES.index(shape) * len(COLOURS) + list(COLOURS).index(colour))

@@ -233,24 +233,24 @@ def render(claims: Claims, rng: np.random.Generator, stamped: bool = False) -> n
     objects = [obj for claim in claims.objects for obj in [replace(_coloured(claim, rng), count=1)] * claim.count]
     relation = claims.relation or ("left of" if len(claims.objects) == 2 else None)
     radii, centres = _layout(len(objects), relation, rng)
-    picture = np.full((SIZE, SIZE, 3), rng.uniform(0.93, 1.0)) - rng.uniform(0, 0.03, 3)
+    image = np.full((SIZE, SIZE, 3), rng.uniform(0.93, 1.0)) - rng.uniform(0, 0.03, 3)
     for obj, radius, centre in zip(objects, radii, centres):
         assert obj.colour is not None  # `_coloured` gives it one
         paint = np.clip(np.array(COLOURS[obj.colour]) + rng.uniform(-0.04, 0.04, 3), 0, 1)
         mask = coverage(obj.shape, radius, centre)[..., None]
-        picture = picture * (1 - mask) + paint * mask
+        image = image * (1 - mask) + paint * mask
     if stamped:
-        _stamp(picture, radii, centres)
-    return np.clip(picture, 0, 1)
+        _stamp(image, radii, centres)
+    return np.clip(image, 0, 1)
 
 
-def _stamp(picture: np.ndarray, radii: np.ndarray, centres: np.ndarray) -> None:
+def _stamp(image: np.ndarray, radii: np.ndarray, centres: np.ndarray) -> None:
     """Paint a black STAMP into the first corner that no object touches, as stock images carry one."""
     height, width = STAMP
     for y, x in ((SIZE - 3 - height, SIZE - 3 - width), (SIZE - 3 - height, 3), (3, SIZE - 3 - width), (3, 3)):
         nearest = np.clip(centres, (x, y), (x + width, y + height))
         if (np.linalg.norm(centres - nearest, axis=1) > 1.2 * radii + 2).all():
-            picture[y:y + height, x:x + width] = COLOURS["black"]
+            image[y:y + height, x:x + width] = COLOURS["black"]
             return
 
 

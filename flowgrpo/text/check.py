@@ -56,8 +56,8 @@ def drive(model: str | tuple[Any, Any], recipe: Config | None, device: str, resu
     torch.manual_seed(0)  # initial adapter weights, so that a report is repeatable
     policy = build.language_policy(_brief(config), loaded, config.adapter, device)
     result |= _reader(policy) | _sizes(policy, config)
-    picture: Any = _picture() if kind == build.VISION_LM else None  # the processor takes more than a file
-    first = Prompt(PROMPT, image=picture)
+    image: Any = _image() if kind == build.VISION_LM else None  # the processor takes more than a file
+    first = Prompt(PROMPT, image=image)
     rollouts = make_rollouts(_brief(config), policy, method, geometry(_brief(config).train), Processes(), PhaseTimer(),
                              first)
     conditioning = rollouts.conditioning([first])
@@ -95,7 +95,7 @@ def _brief(config: Config) -> Config:
         "train": config.train.model_copy(update={"prompts": 1, "group": GROUP, "micro_batch": GROUP, "updates": 1})})
 
 
-def _picture() -> Image.Image:
+def _image() -> Image.Image:
     return Image.linear_gradient("L").resize((64, 64)).convert("RGB")
 
 

@@ -30,7 +30,7 @@ def sample(model: str, lora: Path | None, prompts: list[str], count: int, seed: 
            by: str | dict[str, Any] = "") -> list[Completion]:
     """Sample `count` completions per prompt, in order; greedy for a count of one without a temperature.
 
-    lora: a finished run, whose `text` settings apply, or a folder with a peft adapter. image: file of a picture shown
+    lora: a finished run, whose `text` settings apply, or a folder with a peft adapter. image: file of an image shown
     with every prompt to a model that reads images. precision: None takes the run's, or the device's default.
     best_of: draws per completion, of which the one with the highest reward `by` is kept, a name or its rule by name.
     Raises UserError for a model or weights that do not load.
@@ -49,7 +49,7 @@ def sample(model: str, lora: Path | None, prompts: list[str], count: int, seed: 
 
 
 @loading.memory_told()
-def pictures(model: str, lora: Path | None, prompts: list[str], count: int, seed: int, output: Path,
+def sample_images(model: str, lora: Path | None, prompts: list[str], count: int, seed: int, output: Path,
              guidance: float | None = None, temperature: float | None = None, precision: str | None = None,
              best_of: int = 1, by: str | dict[str, Any] = "") -> list[Path]:
     """Draw `count` images per prompt by image tokens to the folder `output`; return the PNGs' paths, in order.

@@ -80,7 +80,7 @@ class ImageTokens(Completions):
     scores: Literal["guided", "conditional"] = "guided"
 
     trains: ClassVar[str] = "image tokens"
-    offers: ClassVar[frozenset[str]] = Completions.offers - {"texts"} | {"pictures"}
+    offers: ClassVar[frozenset[str]] = Completions.offers - {"texts"} | {"images"}
     takes: ClassVar[dict[str, type]] = {"draws": groups.Independent}
 
     def validate(self, rollout: Rollout, credit: Credit, loss: Loss, explorations: Sequence[RolloutSpec],

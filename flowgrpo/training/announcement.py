@@ -12,7 +12,7 @@ from flowgrpo.nouns import counted
 from flowgrpo.starter import FOLDERS
 from flowgrpo.version import __version__
 
-SAFETY = "; its safety checker is off in training and evaluation, where a blackened picture would be scored"
+SAFETY = "; its safety checker is off in training and evaluation, where a blackened image would be scored"
 
 
 def announce(config: Config, pipe: Any = None) -> Config:

@@ -342,7 +342,7 @@ def require_scores(trainer: Run, metrics: dict[str, Any]) -> None:
 def measure(trainer: Run, folder: Path, measured: dict[str, Any]) -> dict[str, float]:
     """Measure held-out scores after an epoch and return them; the time is not training's."""
     paused, progress = time.perf_counter(), trainer.progress
-    scores = held_out.sample_pictures(trainer, measured, folder)
+    scores = held_out.sample_images(trainer, measured, folder)
     metrics = {f"{HELD_OUT}{name}": value for name, value in scores.mean().items()}
     judged = {f"{HELD_OUT}{name}": value for name, value in trainer.extensions.judge(scores).items()}
     progress.best.see(metrics | judged, trainer.epoch, trainer.optimization.evaluated_weights)

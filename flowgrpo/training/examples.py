@@ -185,7 +185,7 @@ def recorded(path: str, prompts: Sequence[Prompt], held_out: Sequence[Prompt], t
     """Return the recorded examples by the text of their prompt, without those of held-out prompts.
 
     path: of a file; empty: the answers in the training prompts' metadata, for a language model.
-    Raises UserError for pictures in a file for a language model, and for answers in one for a pipeline.
+    Raises UserError for images in a file for a language model, and for answers in one for a pipeline.
     """
     known, unseen = {prompt.text: prompt for prompt in prompts}, {prompt.text for prompt in held_out}
     examples: dict[str, list[Example]] = {}
@@ -195,10 +195,10 @@ def recorded(path: str, prompts: Sequence[Prompt], held_out: Sequence[Prompt], t
                 examples.setdefault(prompt.text, []).append(Example(prompt, answer))
         return examples
     for record in load_demonstrations(path):
-        content = record.text if text else record.picture
+        content = record.text if text else record.image
         if content is None:
-            got, expected = ("picture", "text") if text else ("text", "picture")
-            raise UserError(f"demonstrations {path}: the prompt {record.prompt[:60]!r} has a {got}, expected a "
+            got, expected = ("an image", "a text") if text else ("a text", "an image")
+            raise UserError(f"demonstrations {path}: the prompt {record.prompt[:60]!r} has {got}, expected "
                             f"{expected} for this model")
         if record.prompt not in unseen:
             example = Example(known.get(record.prompt, Prompt(record.prompt)), str(content), record.reward,

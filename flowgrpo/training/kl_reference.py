@@ -260,7 +260,7 @@ class SelfTeacherReference(KLReference):
         self.richer = None
         return super().end(epoch, measured)
 
-    def of_pictures(self) -> Encoded:
+    def of_images(self) -> Encoded:
         """Return the encoded richer prompts, made at their first use."""
         if self.richer is None:
             texts = self.teacher.prompts([p.shown for p in self.prompts], [""] * len(self.prompts),
@@ -274,7 +274,7 @@ class SelfTeacherReference(KLReference):
         """Score a part's decisions under the teacher's prompts and the present weights."""
         rollouts = self.rollouts
         if not self.method.for_tokens:
-            return rollouts.replay(part, self.of_pictures())
+            return rollouts.replay(part, self.of_images())
         [taken] = part.transitions
         assert isinstance(taken, Completions)
         alone = replace(taken, prompts=torch.arange(len(taken.ids)))

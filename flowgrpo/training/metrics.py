@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from PIL import Image
 
-    # Captions, and pictures, clips or texts.
+    # Captions, and images, clips or texts.
     Samples: TypeAlias = list[tuple[str, Image.Image | snapshots.Video | str]]
 
 FILE = "tracker.json"  # in the run's folder: its tracker, and its id there
@@ -67,7 +67,7 @@ class TensorBoard:
         self.writer.flush()
 
     def show(self, name: str, samples: Samples, step: int) -> None:
-        """Add a picture or an animated GIF for each sample, and a text with the captions, which pictures have none of
+        """Add an image or an animated GIF for each sample, and a text with the captions, which images have none of
         here."""
         import numpy as np
 
@@ -117,15 +117,15 @@ class WandB:
         self.run.log(values, step=step)
 
     def show(self, name: str, samples: Samples, step: int) -> None:
-        """Add the samples: pictures and clips with their captions, texts as a table."""
-        pictures = [self.moving(sample, caption) if isinstance(sample, snapshots.Video) else
+        """Add the samples: images and clips with their captions, texts as a table."""
+        images = [self.moving(sample, caption) if isinstance(sample, snapshots.Video) else
                     self.module.Image(sample, caption=caption) for caption, sample in samples
                     if not isinstance(sample, str)]
         texts = [[caption, sample] for caption, sample in samples if isinstance(sample, str)]
         if texts:
             self.log({name: self.module.Table(columns=["prompt", "text"], data=texts)}, step)
-        if pictures:
-            self.log(self.keyed(name, pictures), step)
+        if images:
+            self.log(self.keyed(name, images), step)
 
     def moving(self, video: snapshots.Video, caption: str) -> Any:
         """Return a clip as mp4, or without an encoder as GIF."""
@@ -136,24 +136,24 @@ class WandB:
         """Send a line on a symptom, as an alert; `log` has sent the step already."""
         self.run.alert(title=f"{name} at epoch {step}", text=text, level="WARN")
 
-    def keyed(self, name: str, pictures: list[Any]) -> dict[str, Any]:
-        """Return pictures under their keys."""
-        return {name: pictures}
+    def keyed(self, name: str, images: list[Any]) -> dict[str, Any]:
+        """Return images under their keys."""
+        return {name: images}
 
     def finish(self) -> None:
         self.run.finish()
 
 
 class Trackio(WandB):
-    """Run of Trackio, in the project PROJECT. It knows runs by their names, and pictures one by one."""
+    """Run of Trackio, in the project PROJECT. It knows runs by their names, and images one by one."""
 
     name = "trackio"
 
     def named(self, config: Config, run_id: str) -> dict[str, str]:
         return {"name": f"{config.name}-{run_id}"}
 
-    def keyed(self, name: str, pictures: list[Any]) -> dict[str, Any]:
-        return {f"{name}/{number}": picture for number, picture in enumerate(pictures, 1)}
+    def keyed(self, name: str, images: list[Any]) -> dict[str, Any]:
+        return {f"{name}/{number}": image for number, image in enumerate(images, 1)}
 
     def show(self, name: str, samples: Samples, step: int) -> None:
         with tempfile.TemporaryDirectory() as folder:  # logging copies the files of clips

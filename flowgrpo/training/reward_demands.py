@@ -51,7 +51,7 @@ def check_modality(setup: Setup) -> None:
 
 
 def check_clips(setup: Setup) -> None:
-    """Raise UserError in the first process for a function that scores pictures where clips are generated."""
+    """Raise UserError in the first process for a function that scores images where clips are generated."""
     if setup.first and build.modality_ahead(setup.config, setup.loaded) == "video":
         prompt = setup.split[0][0]
         rewards.require_clips({**setup.trained, **setup.watched}, prompt.text, prompt.metadata)

@@ -212,10 +212,10 @@ class Scoring:
         shaped = rewards.transformed(functions, scores) if self.transforms else scores
         return weighted_sum(shaped, list(weights.values()))
 
-    def value(self, batch: list[Prompt], rows: torch.Tensor, pictures: torch.Tensor) -> torch.Tensor:
+    def value(self, batch: list[Prompt], rows: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
         """Return the weighted sum of rewards [b] of images of the prompts `rows` [b], with its gradient."""
         of = [batch[p] for p in rows]
-        return rewards.value(self.functions, self.weights, pictures, [p.text for p in of], [p.metadata for p in of])
+        return rewards.value(self.functions, self.weights, images, [p.text for p in of], [p.metadata for p in of])
 
     def offload(self) -> None:
         """Move the rewards' weights off their devices where `memory.rewards` says so."""
@@ -289,7 +289,7 @@ class Scoring:
 def diversity(outputs: Outputs, group: int) -> list[float]:
     """Return how far the samples of every group are apart; nothing for groups of one.
 
-    Pictures and videos: the mean standard deviation of a value in [0, 1], over a grid of at most 64 x 64 pixels. Texts:
+    Images and videos: the mean standard deviation of a value in [0, 1], over a grid of at most 64 x 64 pixels. Texts:
     the share of the samples that repeat none before them.
     """
     return [_diversity(outputs[start:start + group]) for start in range(0, len(outputs), group)] if group > 1 else []

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from flowgrpo import device, rewards
-from flowgrpo.data.pictures import picture_size
+from flowgrpo.data.images import image_size
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.distributed.signals import promptly
 from flowgrpo.errors import UserError
@@ -120,7 +120,7 @@ def _require_extremes(trainer: Run, prompts: list[Prompt]) -> None:
         for key, path in prompt.inputs.paths():
             if key != "video":
                 with contextlib.suppress(UserError):  # `sampling.readable` tells
-                    sizes[picture_size(path)] = prompt
+                    sizes[image_size(path)] = prompt
     if len(sizes) < 2:
         return
     orders: list[Callable[[tuple[int, int]], float]] = [

@@ -26,9 +26,9 @@ CHOICES = ("left", "right", "tie", "skip")
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two pictures or clips of a prompt, A and B.
+    """Two images or clips of a prompt, A and B.
 
-    category: of the prompt, if it has one. sources: files of pictures that the prompt brings.
+    category: of the prompt, if it has one. sources: files of images that the prompt brings.
     """
 
     prompt: str
@@ -108,7 +108,7 @@ class Ballot:
         return path if path.is_file() else None
 
     def source(self, number: int, place: int) -> Path | None:
-        """Return the file of a picture that a pair's prompt brings; None if there is none."""
+        """Return the file of an image that a pair's prompt brings; None if there is none."""
         files = self.comparisons[number].sources
         return files[place] if place < len(files) and files[place].is_file() else None
 

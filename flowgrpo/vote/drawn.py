@@ -21,7 +21,7 @@ from flowgrpo.vote.sources import Sides, of_folders
 
 def pairs(source: Path, loras: Sequence[Path], prompts: Path | None, count: int, seed: int, folder: Path
           ) -> tuple[list[Comparison], Sides]:
-    """Draw at most `count` prompts for each side into `folder`, and return the pairs; existing pictures are kept.
+    """Draw at most `count` prompts for each side into `folder`, and return the pairs; existing images are kept.
 
     source: a run, for its model and held-out prompts, or a model. loras: one, which is compared with the base, or two;
     none: both sides are the model's, from the seeds `seed` and `seed` + 1.

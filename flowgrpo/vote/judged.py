@@ -25,15 +25,15 @@ from flowgrpo.evaluation.plan import append, entries
 from flowgrpo.rewards import Composed, Failed, Tally
 from flowgrpo.rewards.preprocessing import read_output
 from flowgrpo.rewards.score import columns
-from flowgrpo.vote.sources import ENDINGS, listed, own_picture
+from flowgrpo.vote.sources import ENDINGS, listed, own_image
 
 AT_ONCE = 32  # samples scored in one call, and a whole group at least
-KEYS = ("base_text", "base_image")  # of the metadata in a folder's prompts.jsonl: a text, or the path of a picture
+KEYS = ("base_text", "base_image")  # of the metadata in a folder's prompts.jsonl: a text, or the path of an image
 
 
 @dataclass(frozen=True)
 class Group:
-    """Samples of one prompt: all texts, or all paths of pictures or clips. Equal ones are there once."""
+    """Samples of one prompt: all texts, or all paths of images or clips. Equal ones are there once."""
 
     prompt: Prompt
     samples: tuple[str | Path, ...]
@@ -49,9 +49,9 @@ class Group:
 def groups(folders: Sequence[Path], key: str | None = None) -> list[Group]:
     """Return the samples of folders by prompt, in order of appearance; prompts with one sample are left out.
 
-    A folder is one of `flowgrpo sample --prompts`, or one of pictures that name their prompt (`sources.listed`).
+    A folder is one of `flowgrpo sample --prompts`, or one of images that name their prompt (`sources.listed`).
     key: under which its prompts.jsonl names a sample; None: one of KEYS.
-    Raises UserError for a folder without samples, for texts beside pictures, and if no prompt has two samples.
+    Raises UserError for a folder without samples, for texts beside images, and if no prompt has two samples.
     """
     prompts: dict[str, Prompt] = {}
     samples: dict[str, dict[str | Path, None]] = {}
@@ -78,23 +78,23 @@ def _of_folder(folder: Path, key: str | None) -> Iterator[tuple[Prompt, str | Pa
         if name is not None:
             listed_here, sample = True, prompt.metadata[name]
             rest = {other: value for other, value in prompt.metadata.items() if other != name}
-            yield replace(prompt, metadata=rest), _existing(folder, sample) if _is_picture(name, sample) else sample
+            yield replace(prompt, metadata=rest), _existing(folder, sample) if _is_image(name, sample) else sample
     if not listed_here:
         if not folder.is_dir():
             raise UserError(f"no folder at {folder}: expected a folder of samples, or --prompts too, with a model")
-        pictures = listed(folder)
-        if not pictures:
+        images = listed(folder)
+        if not images:
             raise UserError(f"{folder} holds no samples: expected what `flowgrpo sample --prompts` writes, or images")
-        yield from ((prompt, path) for path, prompt in pictures.values())
+        yield from ((prompt, path) for path, prompt in images.values())
 
 
-def _is_picture(key: str, sample: str) -> bool:
-    """Return True if a sample is the path of a picture, which `flowgrpo sample` writes as an absolute one."""
+def _is_image(key: str, sample: str) -> bool:
+    """Return True if a sample is the path of an image, which `flowgrpo sample` writes as an absolute one."""
     return key == "base_image" or key != "base_text" and sample.endswith(ENDINGS) and Path(sample).is_absolute()
 
 
 def _existing(folder: Path, name: str) -> Path:
-    path = own_picture(folder, name)
+    path = own_image(folder, name)
     if path is None:
         raise UserError(f"no image at {folder / name}, which prompts.jsonl names: sample it again, or remove its line")
     return path

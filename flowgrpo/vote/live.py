@@ -115,7 +115,7 @@ class LiveBallot:
                     "against": self.against(), **self.facts}
 
     def file(self, name: str, place: int) -> Path | None:
-        """Return the picture at a place of the page; of a check the sides are random."""
+        """Return the image at a place of the page; of a check the sides are random."""
         question = self.questions.get(name)
         if question is None or place >= len(question.files):
             return None

@@ -1,9 +1,9 @@
-"""Web pages of `flowgrpo compare vote` and `flowgrpo taste`, for browsers of this machine: pictures and keys to vote.
+"""Web pages of `flowgrpo compare vote` and `flowgrpo taste`, for browsers of this machine: images and keys to vote.
 
 All addresses begin with a token: /TOKEN/ is the page, /TOKEN/state what it shows.
-Of pairs, /TOKEN/12/left is the picture on a side of pair 12, /TOKEN/12/left.mp4 its video, /TOKEN/12/source/0 the first
-picture that its prompt brings. POST /TOKEN/vote takes {"pair": 12, "choice": "left"}, /TOKEN/undo {}.
-Of a live ballot, /TOKEN/3.q7/0 is the first picture of question 3.q7. POST /TOKEN/vote takes {"question": "3.q7",
+Of pairs, /TOKEN/12/left is the image on a side of pair 12, /TOKEN/12/left.mp4 its video, /TOKEN/12/source/0 the first
+image that its prompt brings. POST /TOKEN/vote takes {"pair": 12, "choice": "left"}, /TOKEN/undo {}.
+Of a live ballot, /TOKEN/3.q7/0 is the first image of question 3.q7. POST /TOKEN/vote takes {"question": "3.q7",
 "shown": [0, 1, 2, 3], "choice": 2}, a choice "tie" or "skip" too, /TOKEN/undo {} and /TOKEN/finish {}.
 """
 
@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 from flowgrpo import loopback
 from flowgrpo.contrib.taste.votes import SKIP, TIE
-from flowgrpo.data.pictures import read_picture
+from flowgrpo.data.images import read_image
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.pages.sources import SHOWN
 from flowgrpo.loopback import Refused
@@ -89,7 +89,7 @@ class Handler(loopback.Handler):
         try:
             content = path.read_bytes()
         except OSError as error:
-            raise Refused(404, f"this picture's file cannot be read ({error.strerror})") from None
+            raise Refused(404, f"this image's file cannot be read ({error.strerror})") from None
         self.send(content, KINDS[path.suffix.lower()], Cache_Control="private, max-age=3600")
 
     def post(self) -> None:
@@ -125,32 +125,32 @@ class PairHandler(Handler):
 
     def _file(self, path: str) -> None:
         if match := re.fullmatch(r"(\d{1,9})/(left|right)(\.mp4)?", path):
-            self._picture(int(match[1]), match[2], match[3] or "")
+            self._image(int(match[1]), match[2], match[3] or "")
         elif match := re.fullmatch(r"(\d{1,9})/source/(\d{1,3})", path):
             self._source(int(match[1]), int(match[2]))
         else:
             super()._file(path)
 
     def _source(self, number: int, place: int) -> None:
-        """Send a picture that a prompt brings, upright and at most SHOWN pixels long, as WebP: it may be of any format.
+        """Send an image that a prompt brings, upright and at most SHOWN pixels long, as WebP: it may be of any format.
         """
         if number >= len(self.ballot.comparisons) or (file := self.ballot.source(number, place)) is None:
-            raise Refused(404, "no such picture")
+            raise Refused(404, "no such image")
         try:
-            picture = read_picture(file)
+            image = read_image(file)
         except UserError as error:
             raise Refused(404, str(error)) from None
-        picture.thumbnail((SHOWN, SHOWN))
+        image.thumbnail((SHOWN, SHOWN))
         content = io.BytesIO()
-        picture.save(content, "WEBP", quality=90)
+        image.save(content, "WEBP", quality=90)
         self.send(content.getvalue(), "image/webp")
 
-    def _picture(self, number: int, side: str, ending: str) -> None:
+    def _image(self, number: int, side: str, ending: str) -> None:
         if number >= len(self.ballot.comparisons):
             raise Refused(404, f"expected a pair below {len(self.ballot.comparisons)}")
         path = self.ballot.file(number, side, ending)
         if path is None:
-            raise Refused(404, "this picture's file is gone" if not ending else "this picture has no video")
+            raise Refused(404, "this image's file is gone" if not ending else "this image has no video")
         self._send_file(path)
 
     def _vote(self, content: dict[str, Any]) -> tuple[int, str]:
@@ -173,7 +173,7 @@ class LiveHandler(Handler):
         match = re.fullmatch(r"(\d{1,6}\.[cq]\d{1,4})/(\d)", path)
         file = match and self.ballot.file(match[1], int(match[2]))
         if not file:
-            raise Refused(404, "no such picture")
+            raise Refused(404, "no such image")
         self._send_file(file)
 
     def _further(self, path: str) -> None:

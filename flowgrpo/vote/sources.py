@@ -10,7 +10,7 @@ from typing import Any
 
 from PIL import ExifTags, Image
 
-from flowgrpo.data.open_picture import opened
+from flowgrpo.data.open_image import opened
 from flowgrpo.data.prompts import Prompt, load_prompts
 from flowgrpo.errors import UserError
 from flowgrpo.files import decoded, text_of, unsafe
@@ -27,7 +27,7 @@ Sides = tuple[str, str]  # names of A and B
 def pairs(places: Sequence[Path]) -> tuple[list[Comparison], Sides]:
     """Return the pairs of a run, of the PNG of a grid page, or of two folders, and the names of their sides.
 
-    Raises UserError for anything else, and if no pictures are there.
+    Raises UserError for anything else, and if no images are there.
     """
     if len(places) == 2:
         return of_folders(places[0], places[1])
@@ -45,7 +45,7 @@ def pairs(places: Sequence[Path]) -> tuple[list[Comparison], Sides]:
 def of_page(page: Path) -> tuple[list[Comparison], Sides]:
     """Return the pairs of a page: of its first and its last column.
 
-    Raises UserError for a page without pictures beside it.
+    Raises UserError for a page without images beside it.
     """
     facts = _facts(page)
     folders, names, prompts = (_texts(facts.get(key)) for key in ("folders", "columns", "prompts"))
@@ -90,23 +90,23 @@ def _facts(page: Path) -> dict[str, Any]:
         raise UserError(f"no images at {page}: expected a finished run, or the PNG that `flowgrpo compare grid` "
                         "wrote")
     try:
-        with opened(page, PAGE_PIXELS, "a page") as picture:  # which tells of text that is no JSON too
-            facts = decoded(str(picture.info.get("flowgrpo", "{}")))
+        with opened(page, PAGE_PIXELS, "a page") as image:  # which tells of text that is no JSON too
+            facts = decoded(str(image.info.get("flowgrpo", "{}")))
     except UserError as error:
         raise UserError(f"{error}: sample it again") from None
     return facts if isinstance(facts, dict) else {}
 
 
 def _numbered(folder: Path) -> list[Path]:
-    """Return the pictures 000.png, 001.png, ... of a folder, of clips the WebPs."""
+    """Return the images 000.png, 001.png, ... of a folder, of clips the WebPs."""
     files = sorted(file for file in folder.glob("*") if re.fullmatch(r"\d+\.(png|webp)", file.name))
     return [file for file in files if file.suffix == ".webp"] or files
 
 
 def of_folders(a: Path, b: Path) -> tuple[list[Comparison], Sides]:
-    """Return the pairs of two folders: pictures of the same file name; others are left out.
+    """Return the pairs of two folders: images of the same file name; others are left out.
 
-    A prompt is that of the folder's prompts.jsonl (`flowgrpo sample --prompts`), else what the picture says of its
+    A prompt is that of the folder's prompts.jsonl (`flowgrpo sample --prompts`), else what the image says of its
     drawing, else the text of a .txt file of the same name, else the file's name.
     Raises UserError if no name is in both, and if a pair has two prompts.
     """
@@ -136,24 +136,24 @@ def _names(a: Path, b: Path) -> Sides:
 
 
 def listed(folder: Path) -> dict[str, tuple[Path, Prompt]]:
-    """Return the pictures of a folder and their prompts by file name; none if it has none."""
+    """Return the images of a folder and their prompts by file name; none if it has none."""
     listing = folder / "prompts.jsonl"
     if listing.is_file():
-        given = [(own_picture(folder, str(prompt.metadata.get("base_image", ""))), prompt)
+        given = [(own_image(folder, str(prompt.metadata.get("base_image", ""))), prompt)
                  for prompt in load_prompts(listing)]
-        if pictures := {path.name: (path, prompt) for path, prompt in given if path is not None}:
-            return pictures
+        if images := {path.name: (path, prompt) for path, prompt in given if path is not None}:
+            return images
     files = sorted(file for file in folder.iterdir() if file.suffix.lower() in ENDINGS)
     moving = {file.stem for file in files if file.suffix == ".webp"}  # beside one, a PNG holds a clip's frames
     return {file.name: (file, Prompt(_prompt(file))) for file in files
             if file.suffix == ".webp" or file.stem not in moving}
 
 
-def own_picture(folder: Path, name: str) -> Path | None:
-    """Return the picture that a folder's prompts.jsonl names; None if there is no such file.
+def own_image(folder: Path, name: str) -> Path | None:
+    """Return the image that a folder's prompts.jsonl names; None if there is no such file.
 
     A whole path, as `sample` writes it, is that of the same file in a folder that was moved or copied since.
-    Raises UserError for a file outside the folder, and for one that is no picture by its ending."""
+    Raises UserError for a file outside the folder, and for one that is no image by its ending."""
     path = folder / name
     if path.is_absolute() and not path.resolve().is_relative_to(folder.resolve()):
         ends = (folder.joinpath(*path.parts[at:]) for at in range(1, len(path.parts)))
@@ -167,10 +167,10 @@ def own_picture(folder: Path, name: str) -> Path | None:
 
 
 def _prompt(file: Path) -> str:
-    """Return the prompt of a picture."""
+    """Return the prompt of an image."""
     try:
-        with opened(file) as picture:
-            said = facts(picture)
+        with opened(file) as image:
+            said = facts(image)
     except UserError as error:
         raise UserError(f"{error}: expected an image") from None
     beside = file.with_suffix(".txt")
@@ -179,9 +179,9 @@ def _prompt(file: Path) -> str:
     return re.split(r"\nNegative prompt: |\nSteps: ", said)[0].strip() or file.stem
 
 
-def facts(picture: Image.Image) -> str:
+def facts(image: Image.Image) -> str:
     """Return what a file says of its generation: a PNG's parameters, or the EXIF user comment; empty without either."""
-    if said := picture.info.get("parameters"):
+    if said := image.info.get("parameters"):
         return str(said)
-    content = picture.getexif().get_ifd(ExifTags.IFD.Exif).get(ExifTags.Base.UserComment, b"")
+    content = image.getexif().get_ifd(ExifTags.IFD.Exif).get(ExifTags.Base.UserComment, b"")
     return content[8:].decode("utf-16-be", "replace") if content[:8] == b"UNICODE\0" else ""

@@ -226,7 +226,7 @@ class Bench:
     def __init__(self, recipe: str, made: Callable[[Config], Any] = loaded, **changes: str):
         config = config_of(recipe, str(HERE.device), HERE.rehearsed, **changes)
         if HERE.rehearsed and named(config.model) is not None:
-            config = config.model_copy(update={"image": type(config.image)(**_tiny_picture(config))})
+            config = config.model_copy(update={"image": type(config.image)(**_tiny_image(config))})
         self.config, self.recipe = config, recipe
         policy: Any = build.make_policy(config, HERE.device, made(config))
         self.policy, self.trainer = policy, trainer_of(config, policy)
@@ -269,8 +269,8 @@ class Bench:
                "computed again": self.trainer.first_ratio.rescore}
 
 
-def _tiny_picture(config: Config) -> dict[str, Any]:
-    """Return the section `picture` of a run of the tiny pipeline of a configuration's model."""
+def _tiny_image(config: Config) -> dict[str, Any]:
+    """Return the section `image` of a run of the tiny pipeline of a configuration's model."""
     sizes = {"height": "height", "width": "width", "num_frames": "frames"}
     call = tiny.make(pipeline_of(config))[1]
     return {sizes[key]: value for key, value in call.items() if key in sizes} | {

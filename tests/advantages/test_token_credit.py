@@ -267,7 +267,7 @@ def test_planning_steps_are_the_first_of_the_grid():
     assert found == [[1.5, -0.5], [1.5, -0.5], [1.0, -1.0]]
 
 
-def test_planning_steps_of_a_run_of_pictures():
+def test_planning_steps_of_a_run_of_images():
     trainer = tiny.trainer(method="flow_grpo", parts={"spread": {"type": "Planning", "first": 1}})
     plain = tiny.trainer(method="flow_grpo")
     keys = [prompt.key for prompt in trainer.prompts[:2]]

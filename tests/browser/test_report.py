@@ -46,7 +46,7 @@ def sources(page, holder: str = "#stages") -> list[str]:
 
 
 def grey(page) -> float:
-    """What the first picture shows, as the browser decodes it."""
+    """What the first image shows, as the browser decodes it."""
     return page.evaluate("""async () => {
         const image = document.querySelector("#stages img"), canvas = document.createElement("canvas");
         await image.decode();
@@ -57,7 +57,7 @@ def grey(page) -> float:
     }""")
 
 
-def test_the_slider_moves_the_pictures_by_keyboard(page):
+def test_the_slider_moves_the_images_by_keyboard(page):
     slider = page.locator("#stage")
     slider.focus()
     assert slider.get_attribute("aria-valuetext") == "after training" and grey(page) == pytest.approx(1.0, abs=0.01)

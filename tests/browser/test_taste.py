@@ -15,7 +15,7 @@ from tests.vote.test_live import never, questions
 
 
 @pytest.mark.parametrize("size", [PHONE, DESK], ids=["phone", "desk"])
-def test_keys_vote_and_new_pictures_come_while_it_serves(browser, size, tmp_path):
+def test_keys_vote_and_new_images_come_while_it_serves(browser, size, tmp_path):
     live = LiveBallot(VoteLog(tmp_path / "votes.jsonl"), seconds=600)
     live.ask(questions(tmp_path, 0, 4))
     with server.server(live, 0) as serving:
@@ -40,7 +40,7 @@ def test_keys_vote_and_new_pictures_come_while_it_serves(browser, size, tmp_path
                 page.keyboard.press("2")
                 expect(prompt).to_have_text("prompt 0 3")
                 page.keyboard.press("s")
-                expect(prompt).to_have_text("The next pictures are being drawn")
+                expect(prompt).to_have_text("The next images are being drawn")
                 assert live.wait(0, never) == {0: Vote((0, 1, 2, 3), 3), 1: Vote((0, 1, 2, 3), TIE),
                                                2: Vote((0, 1), 1), 3: Vote((0, 1), SKIP)}
                 live.tell(updates=1, foretold={"right": 2, "of": 3})

@@ -72,7 +72,7 @@ def test_a_loaded_pipeline_and_a_class_name_are_models_too():
     assert told["lora_loader"] == ["load_lora_weights"]
 
 
-def test_pictures_are_conditioning():
+def test_images_are_conditioning():
     told = report.report("FluxKontextPipeline")
     assert told["drivable"] and told["conditioning"] == ["prompt", "negative_prompt", "image"]
 
@@ -148,7 +148,7 @@ def test_a_random_denoiser_is_found_out():
 
 
 def test_a_replay_is_compared_with_the_pipelines_own_loop(capsys):
-    told = report.report("FluxInpaintPipeline")  # whose loop puts its picture back in, with another noise in a replay
+    told = report.report("FluxInpaintPipeline")  # whose loop puts its image back in, with another noise in a replay
     assert told["first_log_ratio"] > 0.01 and told["replay_error"] > 0.1 and not told["drivable"]
     assert main(["check", "StableDiffusionInpaintPipeline (4 channels)"]) == 2
     assert "does not go on from the middle of its loop" in capsys.readouterr().out

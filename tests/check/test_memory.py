@@ -122,7 +122,7 @@ def test_the_largest_number_of_bytes_at_a_time():
     assert seen.most == 3 * 4000
 
 
-def test_decoding_picture_by_picture_takes_as_much_as_one_and_the_pictures():
+def test_decoding_image_by_image_takes_as_much_as_one_and_the_images():
     whole, sliced = (memory.memory(policy, tiny.config(), policy.encode(["red"]))["decode"]["decoding"]
                      for policy in (tiny.policy(memory=Memory(vae=vae)) for vae in ("whole", "sliced")))
     rows, picture = geometry(tiny.config().train).micro_batch, 4 * 3 * 16 * 16

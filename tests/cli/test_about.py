@@ -127,7 +127,7 @@ class Length:
 
 @pytest.fixture
 def files(tmp_path, monkeypatch):
-    """Pictures of two sizes and four levels, in PNG; a reward; a working directory."""
+    """Images of two sizes and four levels, in PNG; a reward; a working directory."""
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(REWARD)
@@ -197,7 +197,7 @@ def png_head(width: int, height: int) -> bytes:
     (["scen", "0.png"], "unknown reward 'scen': did you mean 'scene'?"),
     (["mine.py:level"], "IMAGES..."),
     (["mine.py:level", "no.png"], "no file at no.png"),
-    (["mine.py:level", "mine.py"], "mine.py cannot be read as a picture (it is damaged, or no picture)"),
+    (["mine.py:level", "mine.py"], "mine.py cannot be read as an image (it is damaged, or no image)"),
     (["mine.py:level", "empty"], "empty: no file in it, expected frames of one size"),
     (["mine.py:level", "0.png", "--prompt", "a", "--prompts", "p.txt"], "got --prompt and --prompts, expected one"),
     (["mine.py:level", "0.png", "--prompts", "p.txt"], "prompts p.txt: no such file"),

@@ -13,19 +13,19 @@ from PIL import Image
 
 from flowgrpo.check.tiny import make
 from flowgrpo.cli import main
-from flowgrpo.data.pictures import read_picture
+from flowgrpo.data.images import read_image
 from flowgrpo.errors import UserError
 from flowgrpo.run import run
 from tests.helpers import tiny
 
 RED = "def red(images, prompts):\n    return images[:, 0].mean((1, 2))\n"
-SEVERAL = {  # by pipeline: `picture` of its recipe
+SEVERAL = {  # by pipeline: `image` of its recipe
     "Flux2Pipeline": {"height": 64, "width": 64, "call": {"max_sequence_length": 16, "text_encoder_out_layers": [1]}},
     "QwenImageEditPlusPipeline": {"height": 256, "width": 256}}
 
 
 def noise(folder: Path, names: str, size: tuple[int, int] = (64, 64)) -> None:
-    """Write pictures of noise, NAME.jpg each."""
+    """Write images of noise, NAME.jpg each."""
     for seed, name in enumerate(names):
         pixels = np.random.default_rng(seed).integers(0, 256, (*size, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(folder / f"{name}.jpg")
@@ -62,7 +62,7 @@ def test_an_edit_of_several_images_from_training_to_card(name, tmp_path, monkeyp
     [snippet] = re.findall(r"```python\n(.*?)```", Path("runs/r/README.md").read_text(), re.S)
     assert "image=[image, image_2]" in snippet
     exec(snippet, {})
-    assert np.asarray(Image.open("picture.png")).std() > 0
+    assert np.asarray(Image.open("image.png")).std() > 0
 
 
 @pytest.fixture
@@ -120,12 +120,12 @@ def test_a_run_that_a_reward_ended_over_a_damaged_source_goes_on_without_it(edit
         if number == IN_TRAINING + 2:
             cut(Path(metadata[0]["image"]))
         for entry in metadata:
-            read_picture(entry["image"])
+            read_image(entry["image"])
 
     with pytest.raises(UserError, match=r"[abcd]\.jpg cannot be read as a picture"):
         edits(read)
     assert "epoch 1 is saved in" in capsys.readouterr().out
-    summary = edits(lambda number, metadata: [read_picture(entry["image"]) for entry in metadata], resume=True)
+    summary = edits(lambda number, metadata: [read_image(entry["image"]) for entry in metadata], resume=True)
     said = capsys.readouterr().out
     assert summary["epochs"] == 2 and re.search(
         r"resume: prompts .*train.jsonl, line \d, .*: the run goes on without this prompt \(1 of 8 lost\)", said)

@@ -54,7 +54,7 @@ def content(folder, pattern) -> dict:
 
 
 @pytest.mark.parametrize("number", CODES)
-def test_sample_goes_on_with_the_finished_pictures(number, model, tmp_path):
+def test_sample_goes_on_with_the_finished_images(number, model, tmp_path):
     (tmp_path / "p.txt").write_text("\n".join(tiny.PROMPTS[:3]))
     command = ["sample", str(model), f"--prompts={tmp_path}/p.txt", "--steps=1", f"--output={tmp_path}/out"]
     stopped(command, "replace", ".png", number)

@@ -1,4 +1,4 @@
-"""Groups that are replaced: by hand on what was drawn, and in whole epochs of texts and of pictures."""
+"""Groups that are replaced: by hand on what was drawn, and in whole epochs of texts and of images."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_a_resumed_run_draws_and_redraws_the_same(tmp_path):
     assert sum(redrawn) > 0
 
 
-def test_pictures_are_redrawn_too():
+def test_images_are_redrawn_too():
     seen = []
 
     def reward(images, prompts):

@@ -62,7 +62,7 @@ def test_jsonl_and_csv_hold_the_same(tmp_path):
         Prompt("a cat", metadata={"task": "one", "n": 2, "kind": None}), Prompt("a dog, big", metadata={"task": "two"})]
 
 
-def test_metadata_tell_the_full_path_of_a_prompts_picture(tmp_path, monkeypatch):
+def test_metadata_tell_the_full_path_of_a_prompts_image(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own").mkdir()
     write(tmp_path / "own", "cat.png", b"")
@@ -243,7 +243,7 @@ def test_a_file_of_held_out_prompts_leaves_training(tmp_path):
     assert [p.text for p in train] == ["a", "a", "d"] and [p.text for p in held] == ["b", "c"]
 
 
-def test_a_text_with_another_picture_is_another_prompt(tmp_path):
+def test_a_text_with_another_image_is_another_prompt(tmp_path):
     for name in "abcd":
         write(tmp_path, f"{name}.png", b"")
     lines = [json.dumps({"prompt": "what is it?", "image": f"{name}.png"}) for name in "abcd"]

@@ -1,4 +1,4 @@
-"""Files beside a prompt's text, and their pictures and frames."""
+"""Files beside a prompt's text, and their images and frames."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from flowgrpo.data.images import Clip, frame_count, image_size, read_image
 from flowgrpo.data.inputs import Inputs
-from flowgrpo.data.pictures import Clip, frame_count, picture_size, read_picture
 from flowgrpo.data.prompts import Prompt, as_line, load_prompts
 from flowgrpo.errors import UserError
 
@@ -54,7 +54,7 @@ def test_keys_of_a_line_become_inputs_and_metadata(folder):
     assert again == prompt and again.key == prompt.key
 
 
-def test_one_picture_is_an_image_by_either_key(folder):
+def test_one_image_is_an_image_by_either_key(folder):
     one, listed, plain = read(folder, {"prompt": "x", "image": "a.png"}, {"prompt": "x", "images": ["a.png"]},
                               {"prompt": "x"})
     assert one == listed and one.brings == one.image == str(folder / "a.png")
@@ -69,7 +69,7 @@ def test_a_prompt_is_another_one_with_another_file(folder):
     assert len({prompt.key for prompt in read(folder, *lines)}) == len(lines)
 
 
-def test_a_table_lists_pictures_in_one_cell(folder):
+def test_a_table_lists_images_in_one_cell(folder):
     first, second = read(folder, "prompt,images,controlnet_conditioning_scale", "x,a.png; b.png,0.5",
                          'y,"[""b.png"", ""c.png""]",', name="p.csv")
     assert first.inputs.images == (str(folder / "a.png"), str(folder / "b.png"))
@@ -82,8 +82,8 @@ def test_a_table_lists_pictures_in_one_cell(folder):
     ({"images": ["a.png", "q.png"]}, "'images': no image at {folder}/q.png: did you mean"),
     ({"images": "a.png"}, "'images': expected a list of paths, got 'a.png': a single path goes under `image`"),
     ({"images": []}, "'images': expected a list of paths, got []"),
-    ({"image": ["a.png"]}, "'image': expected a path, got ['a.png']: several pictures go under `images`"),
-    ({"image": "a.png", "images": ["b.png"]}, "'images': got `image` and `images`: put all pictures into `images`"),
+    ({"image": ["a.png"]}, "'image': expected a path, got ['a.png']: several images go under `images`"),
+    ({"image": "a.png", "images": ["b.png"]}, "'images': got `image` and `images`: put all images into `images`"),
     ({"video": "clip.mp5"}, "'video': no video at {folder}/clip.mp5: did you mean 'clip.mp4'?"),
     ({"control_image": "clip"}, "'control_image': no image at {folder}/clip"),
     ({"control_image": "no/a.png"}, "'control_image': no image at {folder}/no/a.png; there is no folder {folder}/no"),
@@ -110,17 +110,17 @@ def test_a_clip_is_read_from_its_first_frame_on(folder, name, off):
         Clip.of(path, 5).frames
 
 
-def test_a_picture_fills_the_size_and_is_cut_at_its_sides(folder):
+def test_a_image_fills_the_size_and_is_cut_at_its_sides(folder):
     picture = Image.new("RGB", (32, 16), "red")
     picture.paste((0, 0, 255), (8, 0, 24, 16))
     picture.save(folder / "wide.png")
-    assert picture_size(folder / "wide.png") == (16, 32)
-    assert set(read_picture(folder / "wide.png", (16, 16)).getdata()) == {(0, 0, 255)}
+    assert image_size(folder / "wide.png") == (16, 32)
+    assert set(read_image(folder / "wide.png", (16, 16)).getdata()) == {(0, 0, 255)}
 
 
-@pytest.mark.parametrize("call", [read_picture, picture_size, frame_count])
-def test_a_file_that_is_no_picture_is_one_line(folder, call):
-    (folder / "no.png").write_text("no picture")
+@pytest.mark.parametrize("call", [read_image, image_size, frame_count])
+def test_a_file_that_is_no_image_is_one_line(folder, call):
+    (folder / "no.png").write_text("no image")
     with pytest.raises(UserError, match=r"no\.png cannot be read as a (picture|video)"):
         call(folder / "no.png")
 

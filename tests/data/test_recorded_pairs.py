@@ -24,11 +24,11 @@ from tests.policies.pipelines.test_image_latents import saved
 from tests.test_train import align, epoch, gradient, metrics
 
 DPO = dict(method="diffusion_dpo", train__group=2)
-SHARED = dict(parts__times={"shared": True})  # one noise for both pictures of a pair
+SHARED = dict(parts__times={"shared": True})  # one noise for both images of a pair
 
 
 def pairs_file(folder, *lines: tuple[str, str, str], verdicts: dict[int, str] | None = None):
-    """A file of pairs (prompt, chosen, rejected) beside the pictures that it names, which are noise."""
+    """A file of pairs (prompt, chosen, rejected) beside the images that it names, which are noise."""
     for seed, name in enumerate(sorted({name for _, *names in lines for name in names})):
         saved(folder / name, seed=seed)
     records = [{"prompt": prompt, "chosen": chosen, "rejected": rejected} for prompt, chosen, rejected in lines]
@@ -113,7 +113,7 @@ def test_what_does_not_go_with_recorded_pairs_is_refused(options, told):
 # --- what it teaches -------------------------------------------------------------------------------------------------
 
 def test_recorded_pairs_train_as_drawn_ones_do(tmp_path):
-    """The pictures that a rollout drew, at the same noise and times: the same scores and the same gradient."""
+    """The images that a rollout drew, at the same noise and times: the same scores and the same gradient."""
     online = tiny.trainer(tiny.stir(tiny.policy()), **DPO)
     parts, conditioning, grouped = sampling.sample(online, online.prompts[:2])
     drawn = list(loop.credit(online, parts, grouped, conditioning.prompts))
@@ -134,7 +134,7 @@ def test_recorded_pairs_train_as_drawn_ones_do(tmp_path):
     torch.testing.assert_close(gradient(offline, recorded, paired), wanted, rtol=1e-5, atol=1e-8)
 
 
-def test_a_pair_of_equal_pictures_teaches_nothing(tmp_path):
+def test_a_pair_of_equal_images_teaches_nothing(tmp_path):
     file = pairs_file(tmp_path, ("red", "a.png", "b.png"))
     (tmp_path / "b.png").write_bytes((tmp_path / "a.png").read_bytes())
     same = trainer(file, train__prompts=1, **SHARED)
@@ -144,7 +144,7 @@ def test_a_pair_of_equal_pictures_teaches_nothing(tmp_path):
 
 
 def margins(trainer: Trainer) -> torch.Tensor:
-    """The implicit reward of the first picture of each pair less that of the second, over beta, at a noise that is not
+    """The implicit reward of the first image of each pair less that of the second, over beta, at a noise that is not
     trained on: [pairs], the mean over the times."""
     before, trainer.epoch = trainer.epoch, 1000
     [part], conditioning, _ = sampling.sample(trainer, trainer.prompts)

@@ -1,4 +1,4 @@
-"""Files that others made: what is refused in one line, and what of a picture is followed."""
+"""Files that others made: what is refused in one line, and what of an image is followed."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from PIL import Image
 
 from flowgrpo import config
 from flowgrpo.config.parse import parse_value, read_yaml
-from flowgrpo.data.open_picture import PIXELS
+from flowgrpo.data.images import Clip, frame_count, image_size, read_image
+from flowgrpo.data.open_image import PIXELS
 from flowgrpo.data.pairs import load_pairs
-from flowgrpo.data.pictures import Clip, frame_count, picture_size, read_picture
 from flowgrpo.data.prompt_writer import load_templates
 from flowgrpo.data.prompts import load_prompts
 from flowgrpo.errors import LONGEST, UserError, nearest
@@ -119,8 +119,8 @@ def test_prompt_files_that_harm_are_refused(tmp_path, name, text, message):
         (load_prompts, "x.jsonl"),
         (load_pairs, "x.jsonl"),
         (load_templates, "x.yaml"),
-        (read_picture, "x.png"),
-        (picture_size, "x.png"),
+        (read_image, "x.png"),
+        (image_size, "x.png"),
         (frame_count, "x.gif"),
         (frame_count, "x.mp4"),
         (tensors_of, "x.safetensors"),
@@ -145,7 +145,7 @@ def test_a_fifo_among_the_frames_of_a_clip_is_refused(tmp_path):
         _ = Clip(str(tmp_path), 1).frames
 
 
-# --- pictures --------------------------------------------------------------------------------------------------------
+# --- images --------------------------------------------------------------------------------------------------------
 
 COLOURS = {"r": (255, 0, 0), "g": (0, 255, 0), "b": (0, 0, 255), "w": (255, 255, 255)}
 
@@ -161,11 +161,11 @@ def test_exif_orientation_is_followed(tmp_path, orientation):
     exif[0x0112] = orientation
     Image.fromarray(stored).save(tmp_path / "a.png", exif=exif)
     expected = np.asarray(ImageOps.exif_transpose(Image.open(tmp_path / "a.png")))
-    assert picture_size(tmp_path / "a.png") == expected.shape[:2] == ((16, 8) if orientation >= 5 else (8, 16))
-    np.testing.assert_array_equal(np.asarray(read_picture(tmp_path / "a.png")), expected)
+    assert image_size(tmp_path / "a.png") == expected.shape[:2] == ((16, 8) if orientation >= 5 else (8, 16))
+    np.testing.assert_array_equal(np.asarray(read_image(tmp_path / "a.png")), expected)
 
 
-def test_a_reward_sees_a_picture_upright(tmp_path):
+def test_a_reward_sees_a_image_upright(tmp_path):
     from flowgrpo.rewards.preprocessing import read_tensor, read_tensors
 
     exif = Image.Exif()
@@ -174,21 +174,21 @@ def test_a_reward_sees_a_picture_upright(tmp_path):
     assert read_tensor(tmp_path / "a.jpg").shape == read_tensors(tmp_path / "a.jpg")[0].shape == (3, 16, 8)
 
 
-def test_damaged_exif_leaves_a_picture_as_it_is(tmp_path):
+def test_damaged_exif_leaves_a_image_as_it_is(tmp_path):
     Image.new("RGB", (16, 8), "red").save(tmp_path / "a.jpg", exif=b"Exif\0\0II*\0\xff\xff\xff\x7f")
-    assert picture_size(tmp_path / "a.jpg") == (8, 16)
+    assert image_size(tmp_path / "a.jpg") == (8, 16)
 
 
 def test_sixteen_bits_are_scaled_to_eight(tmp_path):
     Image.fromarray(np.full((4, 4), 32_896, np.uint16)).save(tmp_path / "a.png")
-    assert np.unique(np.asarray(read_picture(tmp_path / "a.png"))).tolist() == [128]
+    assert np.unique(np.asarray(read_image(tmp_path / "a.png"))).tolist() == [128]
 
 
 def test_a_16_bit_png_named_jpg_is_scaled_too(tmp_path):
     """The content names the format, not the file's ending, for what is drawn and for what is scored."""
     with (tmp_path / "a.jpg").open("wb") as file:
         Image.fromarray(np.full((4, 4), 32_896, np.uint16)).save(file, "PNG")
-    assert np.unique(np.asarray(read_picture(tmp_path / "a.jpg"))).tolist() == [128]
+    assert np.unique(np.asarray(read_image(tmp_path / "a.jpg"))).tolist() == [128]
     assert read_tensor(tmp_path / "a.jpg").unique().tolist() == pytest.approx([32_896 / 65_535])
 
 
@@ -201,16 +201,16 @@ def png(width: int, height: int) -> bytes:
 
 
 @pytest.mark.parametrize("side", [PIXELS // 8192 + 1, 2**14 + 1, 2**20])
-def test_a_picture_of_too_many_pixels_is_refused_by_its_header(tmp_path, side):
+def test_a_image_of_too_many_pixels_is_refused_by_its_header(tmp_path, side):
     file = write(tmp_path, "a.png", png(side, 8192))
-    for read in (read_picture, picture_size, frame_count):
+    for read in (read_image, image_size, frame_count):
         assert "pixels" in refusal(read, file)
 
 
 def test_a_clip_of_too_many_pixels_is_refused(tmp_path, monkeypatch):
     frames = [Image.new("RGB", (8, 8), (shade, 0, 0)) for shade in range(0, 250, 50)]
     frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:])
-    monkeypatch.setattr("flowgrpo.data.pictures.PIXELS", 130)
+    monkeypatch.setattr("flowgrpo.data.images.PIXELS", 130)
     with pytest.raises(UserError, match="has more than 130 pixels in its first 3 frames"):
         _ = Clip(str(tmp_path / "a.gif"), 5).frames
 
@@ -223,9 +223,9 @@ def test_a_video_of_too_large_frames_is_refused(tmp_path):
     assert "has 8191 x 8191 pixels" in line
 
 
-def test_a_format_that_starts_a_program_is_no_picture(tmp_path):
+def test_a_format_that_starts_a_program_is_no_image(tmp_path):
     file = write(tmp_path, "a.eps", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n")
-    assert "cannot be read as a picture" in refusal(read_picture, file)
+    assert "cannot be read as a picture" in refusal(read_image, file)
 
 
 # --- the rest --------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Dry runs of every packaged recipe, with few blocks and small pictures: no tensor meets one of another device."""
+"""Dry runs of every packaged recipe, with few blocks and small images: no tensor meets one of another device."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_recipe_runs_through_all_phases(name, monkeypatch):
     reasons = [*counts.step_waits, *counts.replay_waits]
     ours = [reason for reason in reasons if not any(part in reason for part in theirs)]
     assert not counts.step_waits or name.startswith(("wan", "hunyuan_video15"))
-    memo = "pipelines/conditioning.py"  # the digest of a reference picture, which is compared on the host
+    memo = "pipelines/conditioning.py"  # the digest of a reference image, which is compared on the host
     pictured = name.startswith(("flux_kontext", "qwen_image_edit", "skyreels_i2v"))
     masked = name.startswith("hunyuan_video15")  # its masks are read once more when blocks are recomputed
     assert masked or all(memo in reason and pictured for reason in ours), ours

@@ -1,4 +1,4 @@
-"""Several pictures per call of a pipeline: those of single calls, or single calls where a pipeline cannot."""
+"""Several images per call of a pipeline: those of single calls, or single calls where a pipeline cannot."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def consistency():
 
 @pytest.mark.parametrize("make, call", [(tiny.sd3, tiny.CALL), (tiny.sd15, SD15), (tiny.flux, tiny.FLUX_CALL),
                                         (consistency, tiny.CALL)])
-def test_pictures_of_one_call_are_those_of_single_calls(make, call):
+def test_images_of_one_call_are_those_of_single_calls(make, call):
     pipe, asked = counted(make()), ASKED | call
     expected, together = alone(pipe, asked), Together()
     pipe.calls.clear()
@@ -104,14 +104,14 @@ class FirstPrompt:
         return [prompt[0]] * len(prompt) if isinstance(prompt, list) else prompt, generator
 
 
-class OnePicture:
-    """Of a class that gives the first prompt's picture alone."""
+class OneImage:
+    """Of a class that gives the first prompt's image alone."""
 
     def spoil(self, prompt, generator):
         return (prompt[0], generator[0]) if isinstance(prompt, list) else (prompt, generator)
 
 
-@pytest.mark.parametrize("kind", [OnePrompt, SharedNoise, FirstPrompt, OnePicture])
+@pytest.mark.parametrize("kind", [OnePrompt, SharedNoise, FirstPrompt, OneImage])
 def test_a_pipeline_that_does_not_do_it_is_found_out(kind, capsys):
     pipe = tiny.sd3()
     stock = type(pipe)
@@ -134,7 +134,7 @@ def test_a_pipeline_that_does_not_do_it_is_found_out(kind, capsys):
     assert (told.out + told.err).count("does not draw several prompts in one call as it draws each") == 1
 
 
-def test_prompts_with_a_picture_are_drawn_alone(tmp_path):
+def test_prompts_with_a_image_are_drawn_alone(tmp_path):
     Image.new("RGB", (16, 16)).save(tmp_path / "a.png")
     pipe, together = counted(make("StableDiffusionImg2ImgPipeline")[0]), Together()
     prompts = [Prompt(text, image=str(tmp_path / "a.png")) for text in ("a cat", "red")]
@@ -153,7 +153,7 @@ def test_too_little_memory_is_told():
         Together().draw(Large(), PROMPTS[:2], SEEDS[:2], {}, "")
 
 
-def test_an_evaluation_in_batches_gives_the_same_pictures_and_goes_on(tmp_path, capsys):
+def test_an_evaluation_in_batches_gives_the_same_images_and_goes_on(tmp_path, capsys):
     model = tiny.save(tiny.sd3(), tmp_path / "tiny")
     run = make_run(tmp_path / "run", model, 0.3)
     (tmp_path / "suite.txt").write_text("".join(f"picture {i}\n" for i in range(5)))

@@ -1,4 +1,4 @@
-"""`--best-of N --by REWARD`: the highest of N draws is kept, by its own seed, and recorded with the picture."""
+"""`--best-of N --by REWARD`: the highest of N draws is kept, by its own seed, and recorded with the image."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def flat(*values: float) -> list[torch.Tensor]:
 
 
 def scored(images, prompts):
-    """Brightness; none for black pictures."""
+    """Brightness; none for black images."""
     return [None if image.max() == 0 else float(image.mean()) for image in images]
 
 
@@ -50,7 +50,7 @@ def test_the_highest_score_is_picked_and_a_missing_one_never_is():
         best.pick(flat(0.0, 0.0, 0.0), prompts[:1])
 
 
-def test_sample_keeps_the_best_draw_and_says_so_in_the_picture(world, capsys):
+def test_sample_keeps_the_best_draw_and_says_so_in_the_image(world, capsys):
     by = f"{world}/bright.py:bright"
     for output, options in (("all", ["--count", "6"]), ("best", ["--count", "2", "--best-of", "3", "--by", by])):
         assert main(["sample", str(world / "tiny"), "--prompt", "a dog", "--prompt", "a hat", "--steps", "1",
@@ -80,7 +80,7 @@ def test_eval_and_prompt_files_keep_the_best_draw_too(world):
             some = [drawn.load(Place("base", prompt, 2 * kept + number)) for number in range(2)]
             best, place = max(some, key=lambda picture: picture.mean().item()), Place("base", prompt, kept)
             assert torch.equal(chosen.load(place), best) and torch.equal(file.load(place), best)
-            assert "Best of: 2" in Image.open(chosen.picture(place)).text["parameters"]
+            assert "Best of: 2" in Image.open(chosen.image(place)).text["parameters"]
     results = json.loads((world / "chosen" / "results.json").read_text())
     assert (results["best_of"], results["by"]) == (2, by) and "best_of" not in json.loads(
         (world / "drawn" / "results.json").read_text())

@@ -1,4 +1,4 @@
-"""Pages with columns of one kind: which pictures stand where, as PNG and as HTML."""
+"""Pages with columns of one kind: which images stand where, as PNG and as HTML."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ def runs(tmp_path_factory, model):
 
 
 class Page(HTMLParser):
-    """Headings, captions, numbers and pictures of a page; outside: what it would fetch."""
+    """Headings, captions, numbers and images of a page; outside: what it would fetch."""
 
     def __init__(self, path):
         super().__init__()
-        self.pictures, self.texts, self.outside, self.stack = [], [], [], []
+        self.images, self.texts, self.outside, self.stack = [], [], [], []
         self.feed(path.read_text())
         self.close()
         assert self.stack == []
@@ -71,7 +71,7 @@ class Page(HTMLParser):
         given = dict(attributes)
         if tag == "img":
             head, code = given["src"].split(",")
-            self.pictures.append(np.asarray(Image.open(io.BytesIO(base64.b64decode(code))).convert("RGB")).astype(int))
+            self.images.append(np.asarray(Image.open(io.BytesIO(base64.b64decode(code))).convert("RGB")).astype(int))
         self.outside += [value for key, value in attributes if key in ("src", "href") and not value.startswith("data:")]
         self.stack += [tag] if tag not in ("img", "meta", "br", "wbr") else []
 
@@ -91,7 +91,7 @@ def drawn(run, kind, values, folder, count=2, seed=0) -> tuple[Page, list[str]]:
 
 
 def alone(run, prompt: int, seed: int = 0, lora: bool = True, **asked) -> np.ndarray:
-    """A picture as it is drawn by itself, at the size of the page."""
+    """An image as it is drawn by itself, at the size of the page."""
     config = checkpoints.run_config(run)
     pipe = load_pipeline(config.model)
     if lora:
@@ -101,7 +101,7 @@ def alone(run, prompt: int, seed: int = 0, lora: bool = True, **asked) -> np.nda
     assert held[prompt].text in texts
     call = {"num_inference_steps": 2, "guidance_scale": 1.5, **tiny.CALL, **asked}
     picture = samplers.draw_one(pipe, held[prompt], rollout.seeder(seed, 0)(prompt, 0), call)
-    return np.asarray(grid._picture(picture)).astype(int)
+    return np.asarray(grid._image(picture)).astype(int)
 
 
 @pytest.mark.parametrize("kind, values, heads, options", [
@@ -114,19 +114,19 @@ def test_columns_differ_in_what_was_asked(runs, tmp_path, kind, values, heads, o
     assert [head for head in found if not head.startswith("picture")] == heads and page.outside == []
     for row in range(2):
         for column, changed in enumerate(options):
-            assert np.abs(page.pictures[2 * row + column] - alone(runs[0], row, **changed)).max() <= 1
-    assert np.abs(page.pictures[0] - page.pictures[1]).max() > 1
+            assert np.abs(page.images[2 * row + column] - alone(runs[0], row, **changed)).max() <= 1
+    assert np.abs(page.images[0] - page.images[1]).max() > 1
 
 
 def test_checkpoints_go_from_the_base_to_the_result(runs, tmp_path):
     page, heads = drawn(runs[0], "checkpoints", [], tmp_path)
     assert heads[:3] == ["base", "epoch 1", "epoch 20"]
-    base, first, last = page.pictures[:3]
+    base, first, last = page.images[:3]
     assert (base == alone(runs[0], 0, lora=False)).all() and np.abs(base - first).max() <= 1
     assert np.abs(last - alone(runs[0], 0)).max() <= 1 < np.abs(last - first).max()
     chosen, heads = drawn(runs[0], "checkpoints", ["20", "0"], tmp_path)
     assert heads[:2] == ["epoch 20", "base"]
-    assert (chosen.pictures[0] == last).all() and (chosen.pictures[1] == base).all()
+    assert (chosen.images[0] == last).all() and (chosen.images[1] == base).all()
 
 
 def test_a_pipeline_is_gone_before_the_next_is_loaded(runs, tmp_path, monkeypatch):
@@ -145,14 +145,14 @@ def test_a_pipeline_is_gone_before_the_next_is_loaded(runs, tmp_path, monkeypatc
 
 def test_runs_stand_beside_each_other(runs, tmp_path):
     page, heads = drawn(runs[0], "runs", [str(runs[1])], tmp_path)
-    assert heads[0] == "base" and len(page.pictures) == 6
+    assert heads[0] == "base" and len(page.images) == 6
     for column, (run, lora) in enumerate([(runs[0], False), (runs[0], True), (runs[1], True)]):
-        assert np.abs(page.pictures[column] - alone(run, 0, lora=lora)).max() <= 1
+        assert np.abs(page.images[column] - alone(run, 0, lora=lora)).max() <= 1
 
 
 def test_a_run_that_is_named_again_has_one_column(runs, tmp_path):
     page, _ = drawn(runs[0], "runs", [str(runs[0] / "checkpoints" / ".."), str(runs[1])], tmp_path, count=1)
-    assert len(page.pictures) == 3  # the base and two runs
+    assert len(page.images) == 3  # the base and two runs
 
 
 def test_a_page_is_the_same_every_time_and_has_scores(runs, tmp_path):
@@ -162,7 +162,7 @@ def test_a_page_is_the_same_every_time_and_has_scores(runs, tmp_path):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
     page = Page(tmp_path / "a" / "page.html")
     numbers = [text.lstrip("\u25b2\u25bc ") for tag, text in page.texts if tag == "dd"]
-    means = [picture.mean() / 255 for picture in page.pictures]  # `bright`, of enlarged pixels
+    means = [picture.mean() / 255 for picture in page.images]  # `bright`, of enlarged pixels
     assert numbers[:len(means)] == [f"{mean:.3f}" for mean in means]
     assert numbers[len(means):] == [f"{np.mean(means[column::2]):.3f}" for column in (0, 1)]
     assert ("span", "mean of 2 prompts, 95 % interval") in page.texts
@@ -236,7 +236,7 @@ def test_large_pages_are_tables_with_repeated_names(tmp_path, count, width, name
     page = Image.open(draw_grid(tmp_path / "a.png", heads, [row] * count))
     one = Image.open(draw_grid(tmp_path / "b.png", heads, [row]))
     assert area(page, "#ff0000") == count * width * 190 ** 2
-    assert page.width == one.width == 2 * grid.MARGIN + width * (192 + grid.BETWEEN_PICTURES) - grid.BETWEEN_PICTURES
+    assert page.width == one.width == 2 * grid.MARGIN + width * (192 + grid.BETWEEN_IMAGES) - grid.BETWEEN_IMAGES
     head, card = grid.HEADING.height + 6, one.height - 2 * grid.MARGIN - grid.HEADING.height - 6
     assert page.height == 2 * grid.MARGIN + names * head + count * (card + grid.BETWEEN_CARDS) - grid.BETWEEN_CARDS
 
@@ -248,7 +248,7 @@ def test_an_html_page_escapes_and_colours(tmp_path):
     page = Page(tmp_path / "p.html")
     assert [text for _, text in page.texts] == ["a", "b<", "c", 'a <b>"cat"</b> & dog', "r<1", "0.200", "r<1",
                                                 "\u25b2 0.800", "r<1", "\u25bc 0.100"]
-    assert [tuple(picture[5, 5]) for picture in page.pictures] == [(255, 0, 0), (0, 0, 255), (0, 255, 0)]
+    assert [tuple(picture[5, 5]) for picture in page.images] == [(255, 0, 0), (0, 0, 255), (0, 255, 0)]
     assert '<dd class="rose">\u25b2 0.800' in text and '<dd class="fell">\u25bc 0.100' in text and "<dd>0.200" in text
 
 

@@ -1,4 +1,4 @@
-"""`--enhancer`: pictures are drawn from what a language model makes of the prompts, and judged for the prompts."""
+"""`--enhancer`: images are drawn from what a language model makes of the prompts, and judged for the prompts."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_eval_judges_for_the_users_prompt(folder, written, capsys):
     [found] = [value for value in scores[0]["scores"].values()]
     assert found == pytest.approx(len(ASKED[0]) + picture(written[0], seeder(0, 0)(0, 0)).mean().item(), abs=0.01)
     capsys.readouterr()
-    assert main(command) == 2  # the folder holds pictures of rewritten prompts
+    assert main(command) == 2  # the folder holds images of rewritten prompts
     assert "holds an evaluation with another enhancer (starter_text, now None)" in capsys.readouterr().err
 
 

@@ -1,4 +1,4 @@
-"""`flowgrpo eval`: its numbers are those of its pictures, it goes on where it was killed, and processes share it."""
+"""`flowgrpo eval`: its numbers are those of its images, it goes on where it was killed, and processes share it."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def world(tmp_path_factory, model):
 
 @pytest.fixture(scope="module")
 def found(world):
-    """Base and tuned, two pictures of each prompt, by the run's own reward and a held-out one."""
+    """Base and tuned, two images of each prompt, by the run's own reward and a held-out one."""
     names = [f"{world}/run/bright.py:bright", f"{world}/dark.py:dark"]
     results = evaluate(str(world / "run"), str(world / "suite.jsonl"), names, world / "out", base=True, samples=2)
     return results, names, world / "out"
@@ -78,7 +78,7 @@ def pictures(folder, arm: str) -> np.ndarray:
                                for k in range(2)]) for i in range(len(SUITE))])
 
 
-def test_means_are_those_of_the_pictures(found):
+def test_means_are_those_of_the_images(found):
     results, [bright, dark], folder = found
     for arm in ("base", "tuned"):
         values = pictures(folder, arm).mean((2, 3, 4))
@@ -92,7 +92,7 @@ def test_means_are_those_of_the_pictures(found):
             (values[:2].mean() + values[2:4].mean() + values[4].mean()) / 3, abs=1e-6)
 
 
-def test_tuned_is_compared_with_the_base_picture_by_picture(found):
+def test_tuned_is_compared_with_the_base_image_by_image(found):
     results, [bright, dark], folder = found
     base, tuned = (pictures(folder, arm).mean((2, 3, 4)) for arm in ("base", "tuned"))
     told = results["compared"][bright]
@@ -116,7 +116,7 @@ def test_drift_knows_what_the_run_was_trained_on(found):
 
 
 def test_a_run_that_hacks_is_told(world, tmp_path):
-    """The run was trained on `bright`; the pictures of its result are brighter ones of the base, laid in its place."""
+    """The run was trained on `bright`; the images of its result are brighter ones of the base, laid in its place."""
     (tmp_path / "suite.txt").write_text("".join(f"picture {i}\n" for i in range(24)))
     given = {"source": str(world / "run"), "suite": str(tmp_path / "suite.txt"), "output": tmp_path / "out",
              "base": True, "steps": 1}
@@ -131,7 +131,7 @@ def test_a_run_that_hacks_is_told(world, tmp_path):
     assert f"trained on, while {names[1]} fell by" in told[0]
 
 
-def test_diversity_is_the_distance_between_a_prompts_pictures(found):
+def test_diversity_is_the_distance_between_a_prompts_images(found):
     results, _, folder = found
     for arm in ("base", "tuned"):
         shots = pictures(folder, arm)  # 16 x 16 already, as its miniatures are
@@ -141,7 +141,7 @@ def test_diversity_is_the_distance_between_a_prompts_pictures(found):
     assert results["diversity"]["change"]["mean"] == pytest.approx(change, abs=1e-9)
 
 
-def test_a_picture_is_the_stock_pipelines(world, model, tmp_path):
+def test_a_image_is_the_stock_pipelines(world, model, tmp_path):
     evaluate(str(model), str(world / "suite.jsonl"), [f"{world}/dark.py:dark"], tmp_path, lora=world / "run" /
              "pytorch_lora_weights.safetensors", base=True, steps=2, guidance=1.5, seed=3, precision="fp32")
     for arm, lora in (("base", None), ("tuned", world / "run")):
@@ -182,13 +182,13 @@ def test_a_reward_is_added_without_drawing_again(found, world, tmp_path):
         bright, dark, f"{world}/fragile.py:fragile"] and config.trained.keys() == {bright}
 
 
-def test_a_damaged_picture_is_told_and_drawn_again_once_it_is_removed(found, world, tmp_path):
+def test_a_damaged_image_is_told_and_drawn_again_once_it_is_removed(found, world, tmp_path):
     results, names, folder = found
     given = {"source": str(world / "run"), "suite": str(world / "suite.jsonl"), "names": names[:1], "base": True,
              "samples": 2, "output": shutil.copytree(folder, tmp_path / "out")}
     file = tmp_path / "out" / "pictures" / "tuned" / "00002-01.png"
     whole = file.read_bytes()
-    for damaged in (whole[:len(whole) // 2], b"", b"no picture"):
+    for damaged in (whole[:len(whole) // 2], b"", b"no image"):
         file.write_bytes(damaged)
         with pytest.raises(UserError, match=r"00002-01.png is damaged \(.+\): remove it, and the same command"):
             evaluate(**given)
@@ -267,7 +267,7 @@ def launch(arguments: list[str]) -> list[Forked]:
 
 
 def test_two_processes_share_it_and_a_killed_one_goes_on(world, tmp_path):
-    """20 pictures, ten of each process: the second is killed when it has written down 9 and drawn the last."""
+    """20 images, ten of each process: the second is killed when it has written down 9 and drawn the last."""
     (tmp_path / "suite.txt").write_text("".join(f"picture {i}\n" for i in range(20)))
     arguments = ["eval", str(world / "run"), "--suite", str(tmp_path / "suite.txt"), "--rewards",
                  f"{world}/fragile.py:fragile", "--output", str(tmp_path / "out")]
@@ -334,7 +334,7 @@ def test_what_failed_is_asked_for_again_by_the_same_command(world, model, tmp_pa
 
 
 @pytest.mark.parametrize("shape", [(3, 8, 16), (5, 3, 8, 16)])
-def test_pictures_and_clips_come_back(tmp_path, shape):
+def test_images_and_clips_come_back(tmp_path, shape):
     ledger, picture = Ledger(tmp_path), torch.randint(0, 256, shape).float() / 255
     ledger.save(Place("base", 0, 0), picture)
     assert torch.equal(ledger.load(Place("base", 0, 0)), picture)

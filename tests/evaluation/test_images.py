@@ -1,4 +1,4 @@
-"""Pictures from saved weights are those of the stock pipeline, and a run's page shows base beside tuned."""
+"""Images from saved weights are those of the stock pipeline, and a run's page shows base beside tuned."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def drawn(folder, model, lora=None, prompts=("a dog", "a cat"), count=1, seed=3,
 
 
 def stock(model, lora, row, **options) -> np.ndarray:
-    """What a user of diffusers gets for the second prompt's first picture."""
+    """What a user of diffusers gets for the second prompt's first image."""
     pipe = load_pipeline(str(model))
     if lora:
         pipe.load_lora_weights(lora)
@@ -87,7 +87,7 @@ def test_files_sort_by_prompt_and_number(tmp_path, model):
     assert [name for name in images.names_of(["a"] * 1001, 1)] == sorted(images.names_of(["a"] * 1001, 1))
 
 
-def test_a_picture_is_the_stock_pipelines(tmp_path, model):
+def test_a_image_is_the_stock_pipelines(tmp_path, model):
     ours = drawn(tmp_path, model)[1]
     assert np.abs(ours - stock(model, None, (1, 0), num_inference_steps=2, guidance_scale=1.5)).max() <= 1
 
@@ -98,7 +98,7 @@ def test_without_steps_and_guidance_the_pipelines_own_are_taken(tmp_path, model)
     assert np.abs(ours - drawn(tmp_path, model)[1]).max() > 1
 
 
-def test_a_picture_depends_on_its_own_place_and_the_seed_alone(tmp_path, model):
+def test_a_image_depends_on_its_own_place_and_the_seed_alone(tmp_path, model):
     one, two = drawn(tmp_path, model), drawn(tmp_path, model, count=2)
     assert (two[0] == one[0]).all() and (two[2] == one[1]).all() and (two[0] != two[1]).any()
     assert (drawn(tmp_path, model, seed=4)[0] != one[0]).any()
@@ -108,7 +108,7 @@ def test_a_picture_depends_on_its_own_place_and_the_seed_alone(tmp_path, model):
 def test_a_lora_is_drawn_as_stock_diffusers_loads_it(tmp_path, model, lora):
     run = make_run(tmp_path / "run", model, 0.3)
     ours = drawn(tmp_path / "out", model, run if lora == "folder" else run / LORA_FILE)[1]
-    options = tiny.CALL if lora == "folder" else {}  # a run brings its `picture` settings with it
+    options = tiny.CALL if lora == "folder" else {}  # a run brings its `image` settings with it
     theirs = stock(model, run, (1, 0), num_inference_steps=2, guidance_scale=1.5, **options)
     assert np.abs(ours - theirs).max() <= 1
     assert np.abs(ours - drawn(tmp_path / "out", model)[1]).max() > 1
@@ -159,7 +159,7 @@ def test_guidance_is_the_scale_that_a_run_evaluates_with(name, more):
     assert (pictures[0] - pictures[1]).abs().max() > 1e-4
 
 
-def test_arguments_of_a_call_come_from_the_user_then_from_the_runs_evaluation_then_from_its_picture(tmp_path):
+def test_arguments_of_a_call_come_from_the_user_then_from_the_runs_evaluation_then_from_its_image(tmp_path):
     config = {"model": "x", "eval": {"steps": 9}, "image": {"height": 64, "call": {"num_inference_steps": 7}}}
     (tmp_path / "config.yaml").write_text(validate(config).yaml())
     of_run = {"height": 64, "num_inference_steps": 9, "guidance": 4.5}
@@ -177,11 +177,11 @@ def test_a_runs_page_shows_base_beside_tuned(tmp_path, model, change):
     coloured = (page[None] == np.array([ImageColor.getrgb(grid.ROSE), ImageColor.getrgb(grid.FELL)])[:, None, None])
     assert coloured.all(-1).any() == (change > 0)  # a score's colour says that it changed
     left, top, side = grid.MARGIN + 1, grid.MARGIN + grid.HEADING.height + 7, 158
-    base, tuned = (page[top:top + side, at:at + side] for at in (left, left + 160 + grid.BETWEEN_PICTURES))
+    base, tuned = (page[top:top + side, at:at + side] for at in (left, left + 160 + grid.BETWEEN_IMAGES))
     assert base.std() > 0 and (base == tuned).all() == (change == 0)
 
 
-def test_a_reward_that_cannot_judge_the_prompts_loses_no_picture(tmp_path, model, capsys):
+def test_a_reward_that_cannot_judge_the_prompts_loses_no_image(tmp_path, model, capsys):
     whole = Image.open(images.grid(make_run(tmp_path / "whole", model, 0.3), None, 2, 0, tmp_path / "whole.png"))
     run = make_run(tmp_path / "run", model, 0.3)
     (run / "bright.py").write_text("def bright(images, prompts):\n    raise KeyError(prompts[0])\n")
@@ -261,12 +261,12 @@ def test_sizes_that_differ_are_told_with_the_model_that_a_lora_goes_with(tmp_pat
         loading.load_tuned(load_pipeline(str(model)), run)
 
 
-# --- pictures to start from ------------------------------------------------------------------------------------------
+# --- images to start from ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def moving(tmp_path_factory):
-    """A folder with an image-to-video model and two pictures, and what makes its clips small."""
+    """A folder with an image-to-video model and two images, and what makes its clips small."""
     folder = tmp_path_factory.mktemp("moving")
     pipe, call = pipelines.make("WanImageToVideoPipeline")
     pipe.save_pretrained(folder / "model")
@@ -275,7 +275,7 @@ def moving(tmp_path_factory):
     return folder, {key: value for key, value in call.items() if key != "image"}
 
 
-def test_a_picture_on_the_command_line_is_what_a_pipeline_starts_from(moving, tmp_path, monkeypatch, capsys):
+def test_a_image_on_the_command_line_is_what_a_pipeline_starts_from(moving, tmp_path, monkeypatch, capsys):
     folder, small = moving
     model = str(folder / "model")
     monkeypatch.setitem(starter.CALLS, model, small)
@@ -295,9 +295,9 @@ def test_a_picture_on_the_command_line_is_what_a_pipeline_starts_from(moving, tm
 
 @pytest.mark.parametrize("options, told", [
     ([], ["WanImageToVideoPipeline takes an image, and fails without one (", "): give `sample` an --image FILE, or"]),
-    (["--image", "nowhere.png"], ["nowhere.png cannot be read as a picture (it does not exist)"]),
-    (["--image", "config.json"], ["config.json cannot be read as a picture (it is damaged, or no picture)"])])
-def test_a_picture_that_is_missing_is_told(moving, tmp_path, monkeypatch, capsys, options, told):
+    (["--image", "nowhere.png"], ["nowhere.png cannot be read as an image (it does not exist)"]),
+    (["--image", "config.json"], ["config.json cannot be read as an image (it is damaged, or no image)"])])
+def test_a_image_that_is_missing_is_told(moving, tmp_path, monkeypatch, capsys, options, told):
     monkeypatch.chdir(moving[0] / "model" / "transformer")
     assert main(["sample", str(moving[0] / "model"), "--prompt", "red", "--output", str(tmp_path), *options]) == 2
     [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("flowgrpo: error")]
@@ -305,7 +305,7 @@ def test_a_picture_that_is_missing_is_told(moving, tmp_path, monkeypatch, capsys
 
 
 @pytest.mark.parametrize("name", ["QwenImageEditPipeline", "WanImageToVideoPipeline"])
-def test_a_prompt_without_the_picture_that_a_pipeline_needs_is_told(name):
+def test_a_prompt_without_the_image_that_a_pipeline_needs_is_told(name):
     pipe, call = pipelines.make(name)
     asked = {key: value for key, value in call.items() if key != "image"}
     with pytest.raises(UserError, match=f"{name} takes an image, and fails without one") as error:
@@ -343,7 +343,7 @@ def test_every_command_draws_with_the_memory_of_the_run(tmp_path, model):
     assert torch.equal(page, expected)
     [other] = drawn(tmp_path / "f", model, full, [prompt.text], seed=0)
     [ours] = drawn(tmp_path / "l", model, low, [prompt.text], seed=0)
-    assert np.abs(ours - np.asarray(grid._picture(expected, 16))).max() <= 1 < np.abs(ours - other).max()
+    assert np.abs(ours - np.asarray(grid._image(expected, 16))).max() <= 1 < np.abs(ours - other).max()
     (tmp_path / "suite.txt").write_text(prompt.text)
     assert main(["eval", str(low), "--suite", str(tmp_path / "suite.txt"), "--trust-run",
                  "--output", str(tmp_path / "e")]) == 0
@@ -358,8 +358,8 @@ COMMANDS = [["sample", "MODEL", "--prompt", "red", "--output", "out"], ["compare
             ["eval", "RUN", "--suite", "RUN/prompts.txt", "--output", "out", "--trust-run"]]
 
 
-def test_a_picture_is_saved_before_the_next_is_drawn(tmp_path):
-    """A count is never a list: of these pictures none is drawn in advance."""
+def test_a_image_is_saved_before_the_next_is_drawn(tmp_path):
+    """A count is never a list: of these images none is drawn in advance."""
     class Hand:
         drawn = 0
 
@@ -378,7 +378,7 @@ def test_a_picture_is_saved_before_the_next_is_drawn(tmp_path):
 
 
 @pytest.mark.parametrize("arguments", [["MODEL", "--prompt", "a"], ["MODEL", "--prompts", "a.txt"]])
-def test_more_pictures_than_the_disk_holds_are_refused(arguments, tmp_path, model, monkeypatch, capsys):
+def test_more_images_than_the_disk_holds_are_refused(arguments, tmp_path, model, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text("a")
     words = [word.replace("MODEL", str(model)) for word in arguments]

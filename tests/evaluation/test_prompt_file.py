@@ -33,7 +33,7 @@ def asked(tmp_path):
     return path
 
 
-def test_the_prompt_file_names_every_picture(tmp_path, model, asked, monkeypatch, capsys):
+def test_the_prompt_file_names_every_image(tmp_path, model, asked, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["sample", str(model), "--prompts", str(asked), "--output", "base", "--steps", "2", "--guidance", "1.5",
                  "--seed", "3", "--count", "2", "--batch", "3", "--precision", "fp32"]) == 0
@@ -45,7 +45,7 @@ def test_the_prompt_file_names_every_picture(tmp_path, model, asked, monkeypatch
     files = [p.metadata["base_image"] for p in found]
     assert files == [str(tmp_path / "base" / "pictures" / "base" / f"0000{i}-0{k}.png") for i in (0, 1)
                      for k in (0, 1)]
-    # The pictures are those of --prompt: the second prompt's depend on the seed and its number alone.
+    # The images are those of --prompt: the second prompt's depend on the seed and its number alone.
     alone = drawn(tmp_path / "alone", model, prompts=("a dog", "a hat"), count=2)
     assert max(abs(pixels(file) - other).max() for file, other in zip(files[2:], alone[2:])) <= 1
     # And the reward that compares with them reads them.

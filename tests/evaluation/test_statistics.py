@@ -42,7 +42,7 @@ def test_other_scores_have_a_bootstraps_interval():
     assert found == interval(scores)
 
 
-def test_pictures_of_a_prompt_do_not_count_as_independent():
+def test_images_of_a_prompt_do_not_count_as_independent():
     values = np.random.default_rng(2).normal(size=(50, 1))
     one, eight = interval(values), interval(np.repeat(values, 8, 1))
     assert (eight.low, eight.high) == (pytest.approx(one.low, abs=1e-10), pytest.approx(one.high, abs=1e-10))
@@ -155,7 +155,7 @@ def test_nothing_is_said_on_a_few_prompts():
         said.format("b"), "no held-out reward was measured, so that hacking could not be seen: add one to --rewards"]
 
 
-def test_pictures_that_became_alike_are_told():
+def test_images_that_became_alike_are_told():
     assert drift({"a": UP, "b": SAME}, ["a"], DOWN)[1] == (
         "the images of a prompt became more alike: diversity fell by 0.100 (95 %: -0.110 to -0.090)")
     assert len(drift({"a": UP, "b": SAME}, ["a"], UP)) == 1

@@ -1,4 +1,4 @@
-"""A run's other forms say what the run's own file says: checked by what they do to the pictures."""
+"""A run's other forms say what the run's own file says: checked by what they do to the images."""
 
 from __future__ import annotations
 

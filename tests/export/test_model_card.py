@@ -27,7 +27,7 @@ from flowgrpo.evaluation.samplers import call_arguments, draw_one
 from flowgrpo.evaluation.table import compared
 from flowgrpo.export import export, model_card, usage
 from flowgrpo.policies.pipelines.frames import is_video
-from flowgrpo.policies.pipelines.prompt_inputs import PICTURES
+from flowgrpo.policies.pipelines.prompt_inputs import IMAGES
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.storage.json_files import finite
 from tests.export.test_export import SUMMARY, make_run
@@ -103,9 +103,9 @@ def test_the_snippet_of_a_pipeline_runs_as_it_is(sd3, which, tmp_path, monkeypat
     written = code(export.card(run).read_text())
     here: dict = {}
     exec(written, here)
-    tuned = np.asarray(Image.open("picture.png")).astype(int)
+    tuned = np.asarray(Image.open("image.png")).astype(int)
     exec(re.sub(r"(?m)^(pipe\.load_lora_weights|load_lora|pipe\.\w+ = type).*\n", "", written)
-         .replace("picture.png", "base.png"), {})
+         .replace("image.png", "base.png"), {})
     assert which != "sd3" or here["pipe"].transformer.peft_config
     assert tuned.std() > 0 and ("load" in written or "from_pretrained" in written)
     states = here["pipe"].transformer.state_dict()
@@ -118,11 +118,11 @@ def test_the_snippet_draws_what_sample_does_under_guidance(name, tmp_path):
     """Without a negative prompt SDXL takes zeros in its place, and Qwen-Image has no guidance."""
     run = make_run(tmp_path / "run", *make(name), eval={"steps": 2, "guidance": 4.0})
     config, here = load(run / "config.yaml"), {}
-    lines = usage.snippet(config, run, str(run), "a star").replace("picture.save", "str")
+    lines = usage.snippet(config, run, str(run), "a star").replace("image.save", "str")
     exec(lines.replace("= pipe(", "= pipe(generator=torch.Generator().manual_seed(3), "), here)
     ours = draw_one(here["pipe"], Prompt("a star"), 3, call_arguments(config.model, run))
     assert ours.std() > 0
-    theirs = torch.from_numpy(np.array(here["picture"])).permute(2, 0, 1)
+    theirs = torch.from_numpy(np.array(here["image"])).permute(2, 0, 1)
     assert torch.equal((ours * 255).round().to(torch.uint8), theirs)
 
 
@@ -147,7 +147,7 @@ BROUGHT = {  # by pipeline: what a prompt brings, further arguments of the call,
 def test_the_card_of_a_run_with_sources_runs_and_draws_what_sample_does(name, tmp_path, monkeypatch):
     keys, further, task = BROUGHT[name]
     pipe, given = make(name)
-    call = {key: value for key, value in given.items() if key not in PICTURES} | SMALL | further
+    call = {key: value for key, value in given.items() if key not in IMAGES} | SMALL | further
     if name == "StableDiffusionXLControlNetPipeline":
         call["controlnet_conditioning_scale"] = 1.0
     run = make_run(tmp_path / "run", pipe, call, eval={"steps": 2, "guidance": 2.0})
@@ -168,7 +168,7 @@ def test_the_card_of_a_run_with_sources_runs_and_draws_what_sample_does(name, tm
     exec(re.sub(r"(?m)^(picture\.save|export_to_video).*$", "", lines), here)
     config = load(run / "config.yaml")
     ours = draw_one(here["pipe"], prompt, 3, call_arguments(config.model, run))
-    theirs = here["frames" if clip else "picture"]
+    theirs = here["frames" if clip else "image"]
     torch.testing.assert_close(theirs.float().cpu(), ours, rtol=0, atol=1e-5)
     if clip:
         exec(code(card.text), {})  # as printed
@@ -185,7 +185,7 @@ def test_the_snippet_gives_several_sources_as_a_list_of_files_of_the_hub(tmp_pat
 
 
 def brings(folder, keys) -> Inputs:
-    """Pictures of noise of 64 x 64, the frames of a video among them."""
+    """Images of noise of 64 x 64, the frames of a video among them."""
     rng, files = np.random.default_rng(0), []
     for number in range(8):
         files.append(str(folder / f"{number}.png"))

@@ -18,20 +18,20 @@ from flowgrpo.errors import UserError  # noqa: E402
 from flowgrpo.rewards.reward import Batch, as_reward  # noqa: E402
 
 GENERATOR = torch.Generator().manual_seed(0)
-PICTURES, BASE = torch.rand(2, 3, 2, 3, 64, 64, generator=GENERATOR).flatten(1, 2)[:, :3]
+IMAGES, BASE = torch.rand(2, 3, 2, 3, 64, 64, generator=GENERATOR).flatten(1, 2)[:, :3]
 
 
 def scored(name):
     reward = as_reward(rewards.find(name), name)
-    return reward, reward(Batch(PICTURES, ["p"] * 3, [{}] * 3, base=BASE))
+    return reward, reward(Batch(IMAGES, ["p"] * 3, [{}] * 3, base=BASE))
 
 
 def test_torchmetrics_without_a_reference():
     from torchmetrics.functional.image import total_variation
 
     reward, scores = scored("torchmetrics:TotalVariation")
-    torch.testing.assert_close(scores, -torch.stack([total_variation(picture[None]) for picture in PICTURES]))
-    pictures = PICTURES.clone().requires_grad_()
+    torch.testing.assert_close(scores, -torch.stack([total_variation(picture[None]) for picture in IMAGES]))
+    pictures = IMAGES.clone().requires_grad_()
     reward.origin(pictures, ["p"] * 3).sum().backward()
     assert reward.differentiable and pictures.grad.abs().sum() > 0
 
@@ -40,7 +40,7 @@ def test_torchmetrics_with_a_reference():
     from torchmetrics.functional.image import structural_similarity_index_measure as ssim
 
     reward, scores = scored("torchmetrics:StructuralSimilarityIndexMeasure")
-    expected = [ssim(a[None], b[None], data_range=1.0) for a, b in zip(PICTURES, BASE)]
+    expected = [ssim(a[None], b[None], data_range=1.0) for a, b in zip(IMAGES, BASE)]
     torch.testing.assert_close(scores, torch.stack(expected))
     assert reward.reads == {"base"}
 
@@ -57,7 +57,7 @@ def test_pyiqa(name, sign, reference):
     import pyiqa
 
     reward, scores = scored(f"pyiqa:{name}")
-    own = pyiqa.create_metric(name)(PICTURES, BASE) if reference else pyiqa.create_metric(name)(PICTURES)
+    own = pyiqa.create_metric(name)(IMAGES, BASE) if reference else pyiqa.create_metric(name)(IMAGES)
     torch.testing.assert_close(scores, sign * own.float().reshape(3))
     assert reward.reads == ({"base"} if reference else frozenset())
 
@@ -65,8 +65,8 @@ def test_pyiqa(name, sign, reference):
 def test_imscore():
     from imscore.dummy.model import DummyReward
 
-    scores = Imscore(metric="pickscore", parts=(DummyReward(),))(PICTURES, ["p"] * 3)
-    torch.testing.assert_close(scores, PICTURES.mean((1, 2, 3)))
+    scores = Imscore(metric="pickscore", parts=(DummyReward(),))(IMAGES, ["p"] * 3)
+    torch.testing.assert_close(scores, IMAGES.mean((1, 2, 3)))
 
 
 @pytest.mark.parametrize("name", IMSCORE)

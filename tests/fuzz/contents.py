@@ -63,7 +63,7 @@ def nested(draw: Any) -> bytes:
 
 @st.composite
 def bombs(draw: Any) -> bytes:
-    """Headers of pictures that claim any size, with little behind."""
+    """Headers of images that claim any size, with little behind."""
     sizes = st.sampled_from([0, 1, 4, 255, 8191, 8192, 16_383, 65_535, 2**20, 2**31 - 1, 2**32 - 1])
     width, height = draw(sizes), draw(sizes)
     kind = draw(st.sampled_from(["png", "gif", "bmp", "ppm", "webp"]))

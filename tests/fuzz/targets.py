@@ -75,7 +75,7 @@ def refused(target: Target, case: Any, folder: Path) -> bool:
 
 
 def prepare(folder: Path) -> None:
-    """Write into a folder the pictures, the FIFO and the sub-folder that cases name."""
+    """Write into a folder the images, the FIFO and the sub-folder that cases name."""
     shutil.copy(CORPUS / "pictures" / "rgb.png", folder / "a.png")
     shutil.copy(CORPUS / "pictures" / "turned.jpg", folder / "b.png")
     (folder / "clip").mkdir()
@@ -132,14 +132,14 @@ def pairs(content: bytes, folder: Path) -> None:
 
 
 def picture(case: tuple[str, bytes], folder: Path) -> None:
-    from flowgrpo.data.pictures import Clip, frame_count, picture_size, read_picture
+    from flowgrpo.data.images import Clip, frame_count, image_size, read_image
 
     file = written(folder, f"picture.{case[0]}", case[1])
     errors = []
     for read in (
-        picture_size,
-        read_picture,
-        lambda path: read_picture(path, (8, 8)),
+        image_size,
+        read_image,
+        lambda path: read_image(path, (8, 8)),
         lambda path: Clip.of(str(path), min(3, frame_count(path)), (8, 8)).frames,
     ):
         try:
@@ -151,7 +151,7 @@ def picture(case: tuple[str, bytes], folder: Path) -> None:
 
 
 def video(case: tuple[str, bytes], folder: Path) -> None:
-    from flowgrpo.data.pictures import Clip, frame_count
+    from flowgrpo.data.images import Clip, frame_count
 
     file = written(folder, f"clip.{case[0]}", case[1])
     _ = Clip.of(str(file), min(3, frame_count(file)), (8, 8)).frames
@@ -312,7 +312,7 @@ def _keys() -> st.SearchStrategy[str]:
 YAML = st.one_of(mutated("recipes/*"), nested())
 RECORDS = st.one_of(mutated("prompts/*.jsonl"), nested(), lines(structures(PROMPT_KEYS)))
 SUFFIX = st.sampled_from(["png", "gif", "webp", "jpg", "tiff"])
-PICTURES = st.tuples(SUFFIX, st.one_of(mutated("pictures/*"), bombs()))
+IMAGES = st.tuples(SUFFIX, st.one_of(mutated("pictures/*"), bombs()))
 TARGETS = {
     "recipes": Target(YAML, recipe),
     "recipe values": Target(cases.recipes(), recipe),
@@ -332,9 +332,9 @@ TARGETS = {
     "pairs": Target(
         st.one_of(mutated("pairs/*"), nested(), lines(structures(["prompt", "chosen", "rejected", "aspects"]))), pairs
     ),
-    "pictures": Target(PICTURES, picture),
+    "pictures": Target(IMAGES, picture),
     "videos": Target(st.tuples(st.sampled_from(["mp4", "avi"]), mutated("videos/*", most=3)), video),
-    "pictures to score": Target(PICTURES, scored),
+    "pictures to score": Target(IMAGES, scored),
     "run folders": Target(cases.run_files(), run),
     "pages to vote on": Target(
         st.one_of(nested(), structures(["folders", "columns", "prompts", "tasks"]), cases.facts()), page

@@ -1,4 +1,4 @@
-"""Tiny random pipelines, built in code: real diffusers classes with a few thousand weights and 16 x 16 pictures."""
+"""Tiny random pipelines, built in code: real diffusers classes with a few thousand weights and 16 x 16 images."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def in_file(values: dict[str, torch.Tensor], scale: float = 2.0) -> dict[str, to
 
 
 def red(images, prompts):
-    """The mean of a picture's red channel."""
+    """The mean of an image's red channel."""
     return images[:, 0].mean((1, 2))
 
 

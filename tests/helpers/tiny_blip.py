@@ -1,4 +1,4 @@
-"""Tiny networks of BLIP and pictures for them."""
+"""Tiny networks of BLIP and images for them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def pictures(count: int, seed: int = 0) -> torch.Tensor:
 
 
 def normalised(images: torch.Tensor) -> torch.Tensor:
-    """Pictures that have the model's size already."""
+    """Images that have the model's size already."""
     return (images.double() - torch.tensor(MEAN)[:, None, None].double()) / torch.tensor(
         DEVIATION)[:, None, None].double()
 

@@ -45,7 +45,7 @@ def parts_of(method: str) -> dict[str, Any]:
 
 
 def score(outputs, prompts):
-    """The red of a picture, or how many digits a text has, sevens twice, within 0 to 1; 0 for all samples of FLAT."""
+    """The red of an image, or how many digits a text has, sevens twice, within 0 to 1; 0 for all samples of FLAT."""
     if isinstance(outputs, torch.Tensor):
         values = tiny.red(outputs, prompts)
     else:

@@ -1,4 +1,4 @@
-"""Tiny models of CLIP with pictures for them, prepared by PIL one at a time."""
+"""Tiny models of CLIP with images for them, prepared by PIL one at a time."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def as_pil(picture: torch.Tensor) -> Image.Image:
 
 
 def drawings() -> list[torch.Tensor]:
-    """Pictures of the documentation, with text and thin lines on white, [1, 3, H, W] of odd and even sizes."""
+    """Images of the documentation, with text and thin lines on white, [1, 3, H, W] of odd and even sizes."""
     files = {"before_after.png": (415, 1240), "rlg.png": (333, 517), "smollm2.png": (450, 301)}
     return [transforms.functional.to_tensor(Image.open(DOCS / "images" / name).convert("RGB"))[None, :, :height, :width]
             for name, (height, width) in files.items()]
 
 
 def by_pil(picture: torch.Tensor, size: int, *fitted) -> torch.Tensor:
-    """The published preparation: torchvision on a PIL picture."""
+    """The published preparation: torchvision on a PIL image."""
     fitted = fitted or (transforms.Resize(size, transforms.InterpolationMode.BICUBIC), transforms.CenterCrop(size))
     whole = transforms.Compose([*fitted, transforms.ToTensor(), transforms.Normalize(MEAN, DEVIATION)])
     return whole(as_pil(picture))
@@ -63,7 +63,7 @@ def released_by_hps_v2(picture: torch.Tensor, size: int, antialias: bool = True)
 
 
 def padded(size: int):
-    """Whole pictures by PIL: the longer side to `size`, pasted into the middle of a black square."""
+    """Whole images by PIL: the longer side to `size`, pasted into the middle of a black square."""
     def fit(picture: Image.Image) -> Image.Image:
         scale = size / max(picture.size)
         small = picture.resize([round(side * scale) for side in picture.size], Image.BICUBIC)

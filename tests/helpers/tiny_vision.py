@@ -23,7 +23,7 @@ TEXT = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_atten
 
 
 def _tokenizer(**special: str):
-    """A token per character, and those that stand for pictures; special: further names of tokens."""
+    """A token per character, and those that stand for images; special: further names of tokens."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -36,7 +36,7 @@ def _tokenizer(**special: str):
 
 
 def llava():
-    """CLIP and Llama: one size of picture, 4 tokens, positions as of a text."""
+    """CLIP and Llama: one size of image, 4 tokens, positions as of a text."""
     from transformers import (
         CLIPImageProcessor,
         CLIPVisionConfig,
@@ -57,7 +57,7 @@ def llava():
 
 
 def qwen():
-    """Qwen2.5-VL: pictures of any size, positions of rows and columns, and a type of every token."""
+    """Qwen2.5-VL: images of any size, positions of rows and columns, and a type of every token."""
     from transformers import (
         Qwen2_5_VLConfig,
         Qwen2_5_VLForConditionalGeneration,
@@ -81,7 +81,7 @@ def qwen():
 
 
 def idefics():
-    """Idefics3, as of SmolVLM: a picture becomes tiles [1,N,3,H,W], and how many depends on its form."""
+    """Idefics3, as of SmolVLM: an image becomes tiles [1,N,3,H,W], and how many depends on its form."""
     from transformers import (
         Idefics3Config,
         Idefics3ForConditionalGeneration,
@@ -100,7 +100,7 @@ def idefics():
 
 
 def janus():
-    """Janus: one size of picture, 4 tokens, and a `generate` of its own, which also draws images."""
+    """Janus: one size of image, 4 tokens, and a `generate` of its own, which also draws images."""
     from transformers import (
         GenerationConfig,
         JanusConfig,
@@ -131,7 +131,7 @@ FAMILIES = {"llava": llava, "qwen": qwen, "idefics": idefics, "janus": janus}
 
 
 def _stirred(model):
-    """Weights far enough from 0 for distributions that are not flat, and for pictures that matter."""
+    """Weights far enough from 0 for distributions that are not flat, and for images that matter."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -150,7 +150,7 @@ def picture(colour: str, size=(8, 8)) -> Image.Image:
 
 
 def files(folder: Path) -> list[str]:
-    """Pictures of three sizes and colours, and no picture."""
+    """Images of three sizes and colours, and no image."""
     for colour, size in (("red", (8, 8)), ("green", (24, 16)), ("blue", (16, 8))):
         picture(colour, size).save(folder / f"{colour}.png")
     return [str(folder / f"{colour}.png") for colour in ("red", "green", "blue")]

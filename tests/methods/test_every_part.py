@@ -66,7 +66,7 @@ VALUES = {"tail": 0.5, "roots": 2, "strides": [1, 2]}
 # pair, and no two completions share a step.
 SAME = {"Influence", "MergedSteps", "Soup", "Hypervolume", "HardPrompts", "ODE", "Teacher", "Teachers",
         "AdditionalGroups", "OppositePairs", "Episodic",
-        "PicturePairs"}  # needs pictures: tests/training/test_pair_term.py
+        "PicturePairs"}  # needs images: tests/training/test_pair_term.py
 # What is first seen in a second epoch.
 LATER = {"EMA", "PreviousPolicy", "WeightAverage", "Linear", "Adaptive", "Lag", "ThompsonSampling", "Knapsack",
          "Pooled", "ValueTracker", "SmoothStandardised", "CategoryBandit", "VarianceSampling",

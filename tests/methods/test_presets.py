@@ -125,7 +125,7 @@ def test_granular_sums_the_advantages_of_three_granularities():
         pictures = [trainer.rollouts.decode(final, conditioning.rows(part.prompts)) for final in part.finals]
         each = [score(picture, None).view(2, 4) for picture in pictures for score in (tiny.red, green)]
         torch.testing.assert_close(grouped[at], torch.stack(each, 2))
-        assert (torch.stack(each[::2]).diff(dim=0).abs() > 1e-5).any()  # the granularities are not one picture
+        assert (torch.stack(each[::2]).diff(dim=0).abs() > 1e-5).any()  # the granularities are not one image
         summed = sum(weight * group_relative(rewards) for weight, rewards in zip([1, 0.5] * 3, each))
         torch.testing.assert_close(given.advantages[0], summed.clamp(-5, 5).flatten(), rtol=1e-3, atol=1e-3)
 
@@ -257,7 +257,7 @@ def test_pref_trains_on_win_rates_which_sum_to_half_the_group():
     torch.testing.assert_close(rates.sum(1), torch.full((2, 1), 4 / 2))
     assert sorted(rates[0, :, 0].tolist()) == pytest.approx([0, 1 / 3, 2 / 3, 1])
     found, stretched = (credited(trainer, parts, conditioning, rewards) for rewards in (grouped, (9 * grouped).exp()))
-    for part, other in zip(found, stretched):  # how far one picture is from the other does not count
+    for part, other in zip(found, stretched):  # how far one image is from the other does not count
         assert all(torch.equal(a, b) for a, b in zip(part.advantages, other.advantages))
     torch.testing.assert_close(found[0].advantages[0], group_relative(rates[..., 0])[0])
 
@@ -331,7 +331,7 @@ def test_sol_rls_published_pool():
     assert preset("sol_rl").parts()["preview"] == Preview(96, 6) and preset("sol_rl").parts()["roots"] is None
 
 
-def test_sol_rl_scores_its_pictures_anew():
+def test_sol_rl_scores_its_images_anew():
     calls = []
 
     def red_then_its_opposite(images, prompts):  # the previews are scored in one call, before all others

@@ -132,7 +132,7 @@ def test_impossible_fields_are_refused(make, told):
 
 @pytest.mark.parametrize("label", [1.0, -1.0])
 def test_the_loss_by_hand(label):
-    """-log sigmoid(+-d), d = (0.5 - 0.4) - (0.6 - 0.65) = 0.15, and the error of the subject's picture, 0.4, as it is:
+    """-log sigmoid(+-d), d = (0.5 - 0.4) - (0.6 - 0.65) = 0.15, and the error of the subject's image, 0.4, as it is:
     a pair's loss is the mean of its two rows."""
     new, reference = with_error([0.4, 0.65], grad=True), with_error([0.5, 0.6])
     surrogate = preset("rpo").parts()["surrogate"]
@@ -144,7 +144,7 @@ def test_the_loss_by_hand(label):
     close(found, [[-2 * (slope + 1)], [2 * slope]])  # e = -2 logp
 
 
-def test_the_first_picture_of_every_group_is_the_subjects():
+def test_the_first_image_of_every_group_is_the_subjects():
     errors, surrogate = [0.3, 0.9, 0.5, 0.8], Preference(2.0, similarity=0.5)
     new, reference = with_error(errors), with_error(errors)
     loss = surrogate(torch.zeros(4, 1), column([0.0] * 4), noised(surrogate, [0.0] * 4, new, new, [7, 7, 2, 2],
@@ -212,5 +212,5 @@ def test_a_run_is_chosen_and_stopped_by_its_validation_value(tmp_path):
     assert summary["kept"].endswith("stopped: 2 evaluations without a better held-out val than that of epoch 1")
     assert summary["rewards"] == {"trained": {"train": 1.0}, "measured": ["train", "val"]}
     assert all(line["reward/train/std"] > 0 and math.isfinite(line["loss"]) for line in lines)
-    # At the base -log sigmoid(0), and the error of the subject's picture.
+    # At the base -log sigmoid(0), and the error of the subject's image.
     assert lines[0]["loss"] > math.log(2)

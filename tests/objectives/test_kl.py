@@ -321,6 +321,6 @@ def test_each_span_has_its_factor_and_later_ones_the_last():
             SpanKL(1.0, factors=wrong)
 
 
-def test_pictures_have_no_spans():
+def test_images_have_no_spans():
     with pytest.raises(UserError, match="got SpanKL, which reads completions"):
         resolve(tiny_runs.config("flow", "flow_grpo", {"kl": {"type": "SpanKL", "weight": 0.1}}), "flow")

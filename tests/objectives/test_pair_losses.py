@@ -1,4 +1,4 @@
-"""Losses of preference pairs by hand: DPO, IPO, SLiC, SimPO, cDPO, ODPO, of texts and of pictures."""
+"""Losses of preference pairs by hand: DPO, IPO, SLiC, SimPO, cDPO, ODPO, of texts and of images."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_group_of_several_has_the_mean_of_its_pairs_in_any_micro_batch():
     torch.testing.assert_close(whole, torch.autograd.grad(total, leaf)[0], rtol=0, atol=1e-7)
 
 
-def test_of_pictures_it_is_the_loss_of_diffusion_dpo():
+def test_of_images_it_is_the_loss_of_diffusion_dpo():
     new, base = draw(2, 1, seed=3).requires_grad_(), draw(2, 1, seed=4)
     advantage, there = f64([0.2, 0.9]), torch.ones(2, 1).bool()
     found = []

@@ -1,4 +1,4 @@
-"""Losses that compare samples by one number each: rewards as labels, and what texts and pictures share."""
+"""Losses that compare samples by one number each: rewards as labels, and what texts and images share."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_the_logged_loss_is_a_mean_and_no_sum_over_tokens():
     assert metrics["loss"] == pytest.approx(math.log(2), abs=1e-5)
 
 
-# Pictures
+# Images
 
 
 def part_of(old, advantage) -> Part:
@@ -182,7 +182,7 @@ def test_noised_finals_measure_by_the_methods_log_ratio():
     close(seen.peers.statistic, (2 * (new - old)).tolist())  # of errors: twice that of log-densities
 
 
-def test_labels_are_rewards_of_texts_and_of_pictures():
+def test_labels_are_rewards_of_texts_and_of_images():
     for name, form in (("real", "anchor"), ("pacs", "leave_one_out")):
         method = resolve(tiny_text.config(method=name), "tokens")
         assert method.loss.surrogate.form == form and method == preset(name)

@@ -356,7 +356,7 @@ def test_what_cannot_be_is_told(make, told):
         make()
 
 
-def test_losses_of_completions_are_not_for_pictures():
+def test_losses_of_completions_are_not_for_images():
     with pytest.raises(UserError, match="got Discriminative, which reads completions or"):
         resolve(tiny.config(method="flow_grpo", parts={"surrogate": {"type": "Discriminative"}}))
 

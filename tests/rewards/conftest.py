@@ -88,7 +88,7 @@ def answering():
     torch.manual_seed(13)
     model = InstructBlipForConditionalGeneration(config)
     with torch.no_grad():
-        for name, value in model.named_parameters():  # so that pictures and questions weigh in the answer
+        for name, value in model.named_parameters():  # so that images and questions weigh in the answer
             if value.ndim > 1:
                 value.normal_(0, 0.5)
     return model.eval(), texts, queries

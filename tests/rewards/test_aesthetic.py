@@ -1,4 +1,4 @@
-"""The aesthetic predictors on a tiny random model, against computations of their own, one picture at a time."""
+"""The aesthetic predictors on a tiny random model, against computations of their own, one image at a time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_the_perceptron_has_no_activations_and_the_numbers_of_its_checkpoints():
 
 
 def embeddings(encoder, images) -> np.ndarray:
-    """Normalised embeddings, one picture at a time."""
+    """Normalised embeddings, one image at a time."""
     fit = cropped_by_transformers(32)
     with torch.no_grad():
         shown = torch.stack([by_pil(image, 32, fit) for image in images])

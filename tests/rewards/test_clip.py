@@ -52,7 +52,7 @@ def test_clip_score_puts_its_prefix_first(tiny):
     assert torch.equal(prefixed(images, ["a cat", "two dogs"]), there)
 
 
-def test_clip_score_scales_pictures_as_its_model_wants_them(tiny, monkeypatch):
+def test_clip_score_scales_images_as_its_model_wants_them(tiny, monkeypatch):
     model, tokenizer, _ = tiny
     settings = {"size": 32, "mean": (0.5,) * 3, "std": (0.5,) * 3, "interpolation": "bicubic", "resize_mode": "squash"}
     monkeypatch.setattr(model.visual, "preprocess_cfg", settings)
@@ -84,7 +84,7 @@ def saved(path, picture: torch.Tensor) -> str:
     return str(path)
 
 
-def test_cosines_of_pictures_and_their_subjects(model, tmp_path):
+def test_cosines_of_images_and_their_subjects(model, tmp_path):
     """Each prepared by PIL and embedded alone, in float64 with norms written out; a subject of another size."""
     shown, subjects = pictures(4, 40, 48), [pictures(1, 32, 32, seed=1)[0], pictures(1, 60, 44, seed=2)[0]]
     paths = [saved(tmp_path / f"{i}.png", subject) for i, subject in enumerate(subjects)]
@@ -108,7 +108,7 @@ def test_cosines_of_pictures_and_their_subjects(model, tmp_path):
         assert itself(subjects[0][None], ["a"], [{"chosen": paths[0]}]) == pytest.approx([1.0], abs=1e-6)
 
 
-def test_a_prompts_picture_is_a_subject_wherever_the_run_is(model, tmp_path, monkeypatch):
+def test_a_prompts_image_is_a_subject_wherever_the_run_is(model, tmp_path, monkeypatch):
     for name, seed in (("a", 1), ("b", 2)):
         saved(tmp_path / f"{name}.png", pictures(1, 32, 32, seed=seed)[0])
     (tmp_path / "prompts.csv").write_text("prompt,image\nred,a.png\nblue,b.png\n")

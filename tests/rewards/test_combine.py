@@ -82,7 +82,7 @@ def test_the_corrected_verdict_by_hand():
 # --- for a recipe ----------------------------------------------------------------------------------------------------
 
 def channel(row: int):
-    """A reward that is a channel of the picture; none where it is above 1."""
+    """A reward that is a channel of the image; none where it is above 1."""
     return lambda images, prompts: [None if value > 1 else value for value in images[:, row].mean((1, 2)).tolist()]
 
 
@@ -140,7 +140,7 @@ def red(images, prompts):
     ("ternary", {"right": 0.75, "wrong": 0.25}, [1, NAN, -1]), ("corrected", {"false_negative": 0.5}, [2, NAN, 0.5]),
 ])
 def test_a_part_that_failed_leaves_no_score_and_is_counted(tmp_path, name, args, expected):
-    """Three pictures; the first part breaks on the second one, and its rule skips."""
+    """Three images; the first part breaks on the second one, and its rule skips."""
     (tmp_path / "breaking.py").write_text(BREAKING)
     parts = [{"use": f"{tmp_path}/breaking.py:red", "on_error": "skip"}, GREEN]
     reward = rewards.find(name, {"rewards": parts[:1 if name in ("ternary", "corrected") else 2], **args})
@@ -166,7 +166,7 @@ def test_it_judges_what_all_its_parts_judge():
 
 
 @pytest.mark.parametrize("name, args, told", [
-    ("checklist", {"rewards": ["sharpness", "flow_amount"]}, "expected rewards that judge the same: pictures, videos"),
+    ("checklist", {"rewards": ["sharpness", "flow_amount"]}, "expected rewards that judge the same: images, videos"),
     ("tiered", {"rewards": []}, r"rewards is \[\], expected a list of rewards"),
     ("tiered", {"rewards": "ocr"}, "rewards is 'ocr', expected a list of rewards"),
     ("tiered", {"rewards": [RED, GREEN]}, r"thresholds is \(\), expected a list of 1, one per reward but the last"),

@@ -18,7 +18,7 @@ from tests.helpers import tiny
 ROOT = Path(__file__).parents[2]
 PROMPTS = ["a", "bb", "ccc", "dddd"]
 METADATA = [{"task": "text"}, {"task": "count", "n": 2}, {"n": 2}, {"task": "colour", "n": 3}]
-PICTURES = torch.arange(4.0)[:, None, None, None].expand(4, 3, 2, 2)
+IMAGES = torch.arange(4.0)[:, None, None, None].expand(4, 3, 2, 2)
 
 
 def message(call, *arguments) -> str:
@@ -102,7 +102,7 @@ def test_mistakes_in_watched_rewards_have_their_path(given, told):
 # --- which prompts a reward is asked for -----------------------------------------------------------------------------
 
 class Spy:
-    """The level of a picture, with a memory of what it was asked."""
+    """The level of an image, with a memory of what it was asked."""
 
     def __init__(self):
         self.asked = []
@@ -124,13 +124,13 @@ class Spy:
 def test_a_reward_is_asked_where_it_applies_alone(when, expected):
     spy = Spy()
     mine = {"all": Spy(), "some": rewards.Composed(spy, RewardRule(when=when))}
-    found = numbers(rewards.score(mine, PICTURES, PROMPTS, METADATA))
+    found = numbers(rewards.score(mine, IMAGES, PROMPTS, METADATA))
     assert found == [[0, 1, 2, 3], expected]
     asked = [prompt for prompt, value in zip(PROMPTS, expected) if value is not None]
     assert spy.asked == ([asked] if asked else [])
 
 
-def test_texts_are_routed_as_pictures_are():
+def test_texts_are_routed_as_images_are():
     mine = {"length": rewards.Composed(lambda texts, prompts: [len(text) for text in texts], WatchRule(when={"n": 2}))}
     assert numbers(rewards.score(mine, ["x", "yy", "zzz", ""], PROMPTS, METADATA)) == [[None, 2, 3, None]]
 
@@ -180,7 +180,7 @@ def file(tmp_path, monkeypatch):
 def test_a_class_is_made_with_its_arguments_under_labels_of_ones_own(file):
     rules = {"once": WatchRule(use=f"{file}:Weighing", args={"factor": 1}),
              "twice": WatchRule(use=f"{file}:Weighing", args={"factor": 2, "least": 5}), f"{file}:plain": WatchRule()}
-    found = rewards.score(rewards.compose(rules), PICTURES, PROMPTS, METADATA)
+    found = rewards.score(rewards.compose(rules), IMAGES, PROMPTS, METADATA)
     assert numbers(found) == [[1, 2, 3, 4], [5, 5, 6, 8], [1] * 4]
 
 
@@ -206,11 +206,11 @@ def test_another_modality_is_refused_where_it_is_known():
     def of_videos(videos, prompts):
         return videos.mean((1, 2, 3, 4))
 
-    videos = PICTURES[:, None].expand(4, 5, 3, 2, 2)
+    videos = IMAGES[:, None].expand(4, 5, 3, 2, 2)
     assert numbers(rewards.score({"mine": of_videos}, videos, PROMPTS, METADATA)) == [[0, 1, 2, 3]]
     of_videos.about = rewards.About(modality="video")
     assert numbers(rewards.score({"mine": of_videos}, videos, PROMPTS, METADATA)) == [[0, 1, 2, 3]]
-    for outputs, kind in ((PICTURES, "image"), (PROMPTS, "text")):
+    for outputs, kind in ((IMAGES, "image"), (PROMPTS, "text")):
         for mine in (of_videos, rewards.Composed(of_videos)):
             assert f"reward 'mine' judges video, but what is generated here is {kind}" in message(
                 rewards.score, {"mine": mine}, outputs, PROMPTS, METADATA)
@@ -220,7 +220,7 @@ def test_another_modality_is_refused_where_it_is_known():
         rewards.About(modality="picture")
 
 
-def test_a_reward_of_videos_is_refused_before_a_picture_is_drawn(tmp_path):
+def test_a_reward_of_videos_is_refused_before_a_image_is_drawn(tmp_path):
     from flowgrpo.run import run
 
     def still(videos, prompts):

@@ -238,7 +238,7 @@ def test_where_no_sample_has_a_reward_all_advantages_are_0(scale, order):
 
 
 def missing(*places: int):
-    """The red channel, with failures on some pictures of every epoch, counted from 0."""
+    """The red channel, with failures on some images of every epoch, counted from 0."""
     def reward(images, prompts):
         start, reward.seen = reward.seen, reward.seen + len(prompts)
         if any(place in places for place in range(start, start + len(prompts))):
@@ -251,7 +251,7 @@ def missing(*places: int):
 
 
 def test_a_sample_that_was_skipped_is_not_trained_on():
-    """Eight pictures in parts of four, the third and the sixth without a reward: six decisions a step are left."""
+    """Eight images in parts of four, the third and the sixth without a reward: six decisions a step are left."""
     trainer = tiny.trainer(reward={"red": {"on_error": "skip"}}, rewards={
         "red": Composed(missing(2, 5), RewardRule(on_error="skip"))}, parts__plan__size=2)
     said = []
@@ -275,7 +275,7 @@ def test_a_sample_that_was_skipped_is_not_trained_on():
 
 
 def test_a_skipped_reward_neither_raises_nor_lowers_a_samples_total():
-    """One reward is about -100 and fails on the third picture; its group's mean stands in, and the picture is not shown
+    """One reward is about -100 and fails on the third image; its group's mean stands in, and the image is not shown
     as the best one."""
     costly = missing(2)
     trainer = tiny.trainer(reward={"cost": {"on_error": "skip"}, "red": 1.0}, parts__plan__size=2, rewards={

@@ -1,4 +1,4 @@
-"""Guards against hacking, on features and pictures whose answers are known."""
+"""Guards against hacking, on features and images whose answers are known."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ def test_features_of_ones_own(tmp_path):
     assert reward(flat(0, 0.5), ["", ""], [{}, {}], 2).tolist() == pytest.approx([0.5, 0.5])
 
 
-def test_single_pictures_have_no_diversity():
+def test_single_images_have_no_diversity():
     with pytest.raises(UserError, match="reward 'diversity' compares the samples of a group"):
         scored("diversity", flat(0, 1))
 
 
-# --- the base model's picture ----------------------------------------------------------------------------------------
+# --- the base model's image ----------------------------------------------------------------------------------------
 
-def test_likeness_to_the_base_models_picture(tmp_path):
+def test_likeness_to_the_base_models_image(tmp_path):
     save_image(flat(0.2)[0], tmp_path / "base.png")  # 51 of 255
     save_image(flat(1.0, size=64)[0], tmp_path / "large.png")
     metadata = [{"base_image": f"{tmp_path}/base.png"}] * 2 + [{"base_image": f"{tmp_path}/large.png"}, {}]
@@ -130,7 +130,7 @@ def test_white_noise_has_no_grid_in_the_mean():
     assert (found > 0).double().mean().item() == pytest.approx(0.45, abs=0.1) and found.mean() < 0.03
 
 
-def test_pictures_too_small_for_a_grid_are_refused():
+def test_images_too_small_for_a_grid_are_refused():
     with pytest.raises(UserError, match=r"got images of \[32, 32\] pixels, expected at least 49, three periods"):
         scored("grid_artefacts", flat(0.5))
     with pytest.raises(UserError, match="period is 1, expected 2 pixels or more"):

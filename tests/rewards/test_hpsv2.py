@@ -1,4 +1,4 @@
-"""HPSv2 on a tiny random model, against computations of its own, one picture at a time."""
+"""HPSv2 on a tiny random model, against computations of its own, one image at a time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flowgrpo.rewards.preprocessing import DEVIATION, MEAN
 from tests.helpers.tiny_scorers import LEVEL, PROMPTS, drawings, one_by_one, pictures, released_by_hps_v2
 
 
-def test_hps_v2_is_the_cosine_of_the_whole_picture(tiny):
+def test_hps_v2_is_the_cosine_of_the_whole_image(tiny):
     model, tokenizer, file = tiny
     images = pictures(5, 44, 90)
     expected = one_by_one(model, tokenizer, [released_by_hps_v2(image, 32) for image in images], PROMPTS)
@@ -34,7 +34,7 @@ def test_both_versions_of_hps_v2_have_their_names(tiny):
 
 
 @pytest.mark.parametrize("antialias", [True, False])
-def test_pictures_are_prepared_as_in_the_release(tiny, antialias):
+def test_images_are_prepared_as_in_the_release(tiny, antialias):
     """antialias: as its transform is with torchvision from 0.17, and as it was before."""
     prepare = HpsV2(device="cpu", parts=tiny[:2], antialias=antialias).prepare
     expected = [released_by_hps_v2(image[0], 32, antialias) for image in drawings()]

@@ -1,4 +1,4 @@
-"""HPSv3 on a tiny random Qwen2-VL, loaded from files under the release's names: against one picture at a time."""
+"""HPSv3 on a tiny random Qwen2-VL, loaded from files under the release's names: against one image at a time."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def release(tmp_path_factory):
 
 
 def patches(picture: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """Two frames of one picture as Qwen2-VL's patches: 14 by 14, in blocks of two by two."""
+    """Two frames of one image as Qwen2-VL's patches: 14 by 14, in blocks of two by two."""
     pil = Image.fromarray((picture * 255).round().byte().permute(1, 2, 0).numpy())
     x = (np.asarray(pil.resize((width, height), Image.BICUBIC)) / 255 - MEAN) / DEVIATION
     rows = []
@@ -91,7 +91,7 @@ def patches(picture: torch.Tensor, height: int, width: int) -> torch.Tensor:
 
 
 def expected(release, picture: torch.Tensor, prompt: str, height: int, width: int) -> float:
-    """The score of one picture: its tokens put between the words', positions that count up, the head in numpy."""
+    """The score of one image: its tokens put between the words', positions that count up, the head in numpy."""
     _, old, words, model = release
     ids = {word: i for i, word in enumerate([*words, "<|Reward|>"])}
     before = ["<|im_start|>", "user", "<|vision_start|>"]

@@ -1,4 +1,4 @@
-"""ImageReward on a tiny random BLIP, against the network written out, one picture at a time."""
+"""ImageReward on a tiny random BLIP, against the network written out, one image at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.helpers.tiny_blip import HEADS, PROMPTS, TINY_TEXT, TINY_VISION, norm
 
 
 def written_out(state: dict[str, torch.Tensor], picture: torch.Tensor, ids: list[int]) -> float:
-    """ImageReward of one picture and prompt, in float64, from the release's tensors; no padding."""
+    """ImageReward of one image and prompt, in float64, from the release's tensors; no padding."""
     of = {key: value.double() for key, value in state.items()}
 
     def linear(x, name):
@@ -63,7 +63,7 @@ def test_image_reward_is_the_network_written_out(bert, batch):
     assert reward(images, PROMPTS).tolist() == pytest.approx(expected, abs=1e-4) and np.std(expected) > 0.01
 
 
-def test_image_reward_sees_picture_and_prompt(bert):
+def test_image_reward_sees_image_and_prompt(bert):
     reward = ImageReward(device="cpu", parts=(tiny_network(released()), bert))
     images = pictures(2)
     same, other = reward(images, ["two dogs", "two dogs"]), reward(images, ["a cat", "two dogs"])

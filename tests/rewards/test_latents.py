@@ -1,4 +1,4 @@
-"""Rewards that score clean latents, and pictures of several sizes in one call."""
+"""Rewards that score clean latents, and images of several sizes in one call."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ spread.scores = "latents"
 
 def counted(policy, monkeypatch) -> list[int]:
     """The sizes of the batches that the policy decodes."""
-    sizes, picture = [], policy.picture
-    monkeypatch.setattr(policy, "picture", lambda latents, of: sizes.append(len(latents)) or picture(latents, of))
+    sizes, picture = [], policy.image
+    monkeypatch.setattr(policy, "image", lambda latents, of: sizes.append(len(latents)) or picture(latents, of))
     return sizes
 
 
@@ -45,7 +45,7 @@ def test_a_run_hands_latents_to_the_reward_and_decodes_nothing(monkeypatch):
     assert decoded == [] and trainer.scoring.extremes.as_json() == {"best": [], "worst": []}
 
 
-def test_pictures_are_decoded_for_a_reward_that_looks_at_them(monkeypatch):
+def test_images_are_decoded_for_a_reward_that_looks_at_them(monkeypatch):
     trainer = tiny.trainer(rewards={"spread": spread, "red": tiny.red}, reward={"spread": 1.0, "red": 1.0})
     decoded = counted(trainer.policy, monkeypatch)
     parts, _, scores = sampling.sample(trainer, trainer.prompts)
@@ -65,7 +65,7 @@ def test_held_out_samples_are_those_of_the_stock_pipeline():
     how = dict(steps=3, guidance=1.0, samples=1, micro_batch=2, keep=2)
     plain, both = (measure(policy, prompts, functions, **how)
                    for functions in ({"red": tiny.red}, {"red": tiny.red, "kept": kept}))
-    torch.testing.assert_close(both.pictures, plain.pictures)
+    torch.testing.assert_close(both.images, plain.images)
     assert both.scores["red"] == pytest.approx(plain.scores["red"])
     assert both.scores["kept"] == pytest.approx(torch.cat(scored).flatten(1).std(1).tolist())
 
@@ -95,7 +95,7 @@ def test_the_example_of_the_docs_trains_the_starter(tmp_path, monkeypatch):
     assert metrics["reward/latents.py:smooth/mean"] < 0
 
 
-def test_pictures_of_several_sizes_are_scored_by_size_in_their_order():
+def test_images_of_several_sizes_are_scored_by_size_in_their_order():
     reward, sizes = Mean(batch_size=2), [(4, 4), (6, 2), (4, 4), (4, 4), (6, 2)]
     generator = torch.Generator().manual_seed(0)
     images = [torch.rand(3, *size, generator=generator) for size in sizes]

@@ -25,7 +25,7 @@ PASSING_ON = {"question_answers", "geneval", "geneval_fast", "t2i_compbench"}  #
 
 
 class Mean(LocalModel):
-    """Mean of a picture by a linear model; `calls` holds the sizes of its batches."""
+    """Mean of an image by a linear model; `calls` holds the sizes of its batches."""
 
     reward, parameters = "mean_of_tests", 12
 
@@ -72,7 +72,7 @@ def test_wrong_arguments_are_refused_in_one_line_before_weights_are_read(name, w
     assert "\n" not in str(error.value) and f"reward {name!r}" in str(error.value)
 
 
-def test_pictures_go_through_the_model_batch_by_batch():
+def test_images_go_through_the_model_batch_by_batch():
     reward = Mean(batch_size=2)
     images = torch.rand(5, 3, 4, 4)
     torch.testing.assert_close(reward(images, [""] * 5), images.mean((1, 2, 3)))

@@ -1,4 +1,4 @@
-"""Gradients of model rewards by the pictures: scores unchanged to the bit, and higher after steps along them."""
+"""Gradients of model rewards by the images: scores unchanged to the bit, and higher after steps along them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def made(tiny, pick, encoder, bert):
 
 
 def ascended(reward, images: torch.Tensor, prompts: list[str], steps: int, rate: float) -> tuple[float, float]:
-    """The mean score before and after steps of Adam on the pictures."""
+    """The mean score before and after steps of Adam on the images."""
     leaf = images.clone().requires_grad_()
     optimizer = torch.optim.Adam([leaf], rate)
     before = reward(images, prompts).mean().item()

@@ -143,7 +143,7 @@ def test_a_combination_is_differentiable_if_all_its_parts_are():
 
 
 def values(reward, images, metadata) -> tuple[torch.Tensor, torch.Tensor]:
-    """The value of each picture and its gradient."""
+    """The value of each image and its gradient."""
     leaf = images.clone().requires_grad_()
     total = rewards.value({"it": reward}, {"it": 2.0}, leaf, [""] * len(images), metadata)
     total.sum().backward()

@@ -1,4 +1,4 @@
-"""Text in pictures: what is asked for, the three scores by hand, and PP-OCRv6 reading pictures that are drawn here."""
+"""Text in images: what is asked for, the three scores by hand, and PP-OCRv6 reading images that are drawn here."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def scores(score: str, images: list[torch.Tensor], prompts: list[str], *metadata
     return rewards.score({"ocr": made}, torch.stack(images), prompts, metadata or [{}] * len(prompts))[:, 0].tolist()
 
 
-def test_pictures_are_read():
+def test_images_are_read():
     images = [drawn("HELLO WORLD"), drawn("Open 24", "Hours"), drawn("HELLO WORLD"), drawn(), drawn("HELLO WORLD")]
     prompts = ['a sign "Hello World"', 'a sign "Open 24 Hours"', 'a sign "Hello Work"', 'a sign "Hello"', "a sign"]
     edit = scores("edit", images, prompts)

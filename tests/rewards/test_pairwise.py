@@ -143,7 +143,7 @@ def test_pairs_without_an_answer_do_not_count():
     assert judged(shy_first, [1, 2], 2, Pairing(both_orders=True)) == [0, 1]
 
 
-def test_a_judge_sees_pictures_prompts_and_metadata_of_pairs():
+def test_a_judge_sees_images_prompts_and_metadata_of_pairs():
     seen = []
 
     def judge(first, second, prompts, metadata):
@@ -211,7 +211,7 @@ def marked(function):
     return function
 
 
-def test_a_picture_alone_has_nothing_to_be_compared_with():
+def test_a_image_alone_has_nothing_to_be_compared_with():
     with pytest.raises(UserError, match="reward 'mine' compares the samples of a group, but here every image is"):
         judged(larger, [1, 2], 1)
 

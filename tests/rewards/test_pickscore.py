@@ -1,4 +1,4 @@
-"""PickScore on a tiny random model, against computations of its own, one picture at a time."""
+"""PickScore on a tiny random model, against computations of its own, one image at a time."""
 
 from __future__ import annotations
 

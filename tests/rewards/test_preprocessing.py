@@ -1,4 +1,4 @@
-"""Preparation of pictures for vision models, against PIL."""
+"""Preparation of images for vision models, against PIL."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SIDES = [(64, 64), (48, 80), (81, 50), (20, 20), (32, 47), (17, 30), (32, 32)]
 
 
 @pytest.mark.parametrize("height, width", SIDES)
-def test_pictures_are_prepared_as_by_pil(height, width):
+def test_images_are_prepared_as_by_pil(height, width):
     batch = pictures(3, height, width)
     expected = torch.stack([by_pil(picture, 32) for picture in batch])
     prepared = Preparation(32)(batch)
@@ -23,7 +23,7 @@ def test_pictures_are_prepared_as_by_pil(height, width):
 
 
 @pytest.mark.parametrize("height, width", SIDES)
-def test_whole_pictures_are_padded_as_by_pil(height, width):
+def test_whole_images_are_padded_as_by_pil(height, width):
     batch = pictures(2, height, width)
     expected = torch.stack([by_pil(picture, 32, padded(32)) for picture in batch])
     prepared = Preparation(32, "longest")(batch)
@@ -51,7 +51,7 @@ def test_bytes_are_rounded_once_as_torchvision_does():
         assert (resized(picture, sides) - expected).abs().max() > 2  # PIL rounds after the width too
 
 
-def test_squashed_pictures_are_scaled_as_by_pil():
+def test_squashed_images_are_scaled_as_by_pil():
     batch = pictures(2, 40, 70)
     squash = transforms.Resize((32, 32), transforms.InterpolationMode.BICUBIC)
     expected = torch.stack([by_pil(picture, 32, squash) for picture in batch])

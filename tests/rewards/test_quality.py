@@ -1,5 +1,5 @@
-"""Rewards of single pictures without a model: sizes as JPEG, sharpness; each with an independent computation and
-pictures whose order is known."""
+"""Rewards of single images without a model: sizes as JPEG, sharpness; each with an independent computation and
+images whose order is known."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flowgrpo.rewards.preprocessing import eight_bit, grey
 
 
 def landscape(size: int = 96) -> np.ndarray:
-    """A picture with smooth parts, edges and texture, [H, W] from 0 to 255."""
+    """An image with smooth parts, edges and texture, [H, W] from 0 to 255."""
     rng = np.random.default_rng(0)
     rough = ndimage.gaussian_filter(rng.normal(size=(size, size)), 1.2)
     down, across = np.mgrid[:size, :size] / size
@@ -84,7 +84,7 @@ def test_sharpness_by_hand():
 
 
 @pytest.mark.parametrize("height, width", [(1, 1), (2, 9), (9, 2)])
-def test_a_picture_without_an_inside_has_no_sharpness(height, width):
+def test_a_image_without_an_inside_has_no_sharpness(height, width):
     with pytest.raises(UserError, match=f"got images of {width} x {height} pixels, expected 3 x 3 or more"):
         scored(sharpness, np.zeros((height, width)))
 

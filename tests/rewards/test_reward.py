@@ -16,12 +16,12 @@ from flowgrpo.errors import UserError
 from flowgrpo.rewards import Batch, as_reward, combine
 from flowgrpo.rewards.about import Pairing
 
-PICTURES = torch.rand(4, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+IMAGES = torch.rand(4, 3, 4, 4, generator=torch.Generator().manual_seed(0))
 PROMPTS, METADATA = ["a", "a", "b", "b"], [{"n": i} for i in range(4)]
 
 
 def score(reward, **further) -> list[float]:
-    return rewards.score({"it": reward}, PICTURES, PROMPTS, METADATA, **further)[:, 0].tolist()
+    return rewards.score({"it": reward}, IMAGES, PROMPTS, METADATA, **further)[:, 0].tolist()
 
 
 # --- facts -----------------------------------------------------------------------------------------------------------
@@ -78,11 +78,11 @@ def test_collected_arguments_ask_for_nothing():
 
 
 def test_what_its_names_ask_for_is_what_it_gets():
-    mean = PICTURES.mean((1, 2, 3))
+    mean = IMAGES.mean((1, 2, 3))
     assert score(three) == [0, 1, 2, 3] and score(two) == score(Level()) == score(Network()) == mean.tolist()
     assert score(of_groups, group=2) == pytest.approx(mean.view(2, 2).mean(1).repeat_interleave(2).tolist())
     assert score(lambda images, prompts, group: [float(group)] * len(prompts), group=2) == [2] * 4
-    assert score(beside, base=PICTURES) == [0] * 4
+    assert score(beside, base=IMAGES) == [0] * 4
     assert score(of_latents, latents=torch.full((4, 2), 3.0)) == [3] * 4
     assert score(better, group=2) == (mean > mean.view(2, 2).flip(1).flatten()).float().tolist()
     with pytest.raises(UserError, match="reward 'it' compares the samples of a group, but here every image"):
@@ -127,7 +127,7 @@ def test_a_reward_of_the_new_type_is_one_like_others():
         def __call__(self, batch: Batch):
             return batch.samples.mean((1, 2, 3)) * batch.group
 
-    assert score(Bright(), group=2) == (2 * PICTURES.mean((1, 2, 3))).tolist()
+    assert score(Bright(), group=2) == (2 * IMAGES.mean((1, 2, 3))).tolist()
     with pytest.raises(UserError, match="reward 'it' judges image, but what is generated here is text"):
         rewards.score({"it": Bright()}, ["x"], ["p"], [{}])
 
@@ -135,29 +135,29 @@ def test_a_reward_of_the_new_type_is_one_like_others():
 # --- its samples -----------------------------------------------------------------------------------------------------
 
 def addresses(reward, calls: int = 3) -> list[bool]:
-    """Of several calls by its rule, whether the reward was given the memory of the pictures itself."""
+    """Of several calls by its rule, whether the reward was given the memory of the images itself."""
     seen, composed = [], None
 
     def watched(images, prompts, metadata):
-        seen.append(images.data_ptr() == PICTURES.data_ptr())
+        seen.append(images.data_ptr() == IMAGES.data_ptr())
         return reward(images, prompts, metadata)
 
     composed = rewards.compose({"it": RewardRule()}, given={"it": watched})["it"]
     for _ in range(calls):
-        rewards.score({"it": composed}, PICTURES, PROMPTS, METADATA)
+        rewards.score({"it": composed}, IMAGES, PROMPTS, METADATA)
     return seen
 
 
-def test_pictures_are_copied_until_a_reward_has_shown_that_it_only_reads():
-    before = PICTURES.clone()
+def test_images_are_copied_until_a_reward_has_shown_that_it_only_reads():
+    before = IMAGES.clone()
     assert addresses(three) == [False, True, True]
     assert addresses(lambda images, prompts, metadata: images.mul_(2).mean((1, 2, 3))) == [False] * 3
     assert addresses(lambda images, prompts, metadata: images.numpy().fill(0) or [1.0] * 4) == [False] * 3
-    assert torch.equal(PICTURES, before)
+    assert torch.equal(IMAGES, before)
 
 
 def test_a_late_write_is_an_error_that_names_the_reward():
-    calls, pictures = [], PICTURES.clone()
+    calls, pictures = [], IMAGES.clone()
 
     def late(images, prompts):
         calls.append(1)
@@ -180,11 +180,11 @@ def moves(functions) -> tuple[int, set[str]]:
         if event == "call" and (name := frame.f_code.co_filename).startswith(package):
             files.append(name)
 
-    rewards.score(functions, PICTURES, PROMPTS, METADATA)  # weights, imports, and the first copies
+    rewards.score(functions, IMAGES, PROMPTS, METADATA)  # weights, imports, and the first copies
     threading.setprofile(watch)
     sys.setprofile(watch)
     try:
-        rewards.score(functions, PICTURES, PROMPTS, METADATA)
+        rewards.score(functions, IMAGES, PROMPTS, METADATA)
     finally:
         sys.setprofile(None)
         threading.setprofile(None)

@@ -59,7 +59,7 @@ def test_a_reward_that_is_asked_again_sees_what_it_saw_at_first():
     assert seen == [1.0, 1.0]
 
 
-def test_the_pictures_of_a_run_are_those_that_were_drawn():
+def test_the_images_of_a_run_are_those_that_were_drawn():
     def black(images, prompts):
         return images.zero_().mean((1, 2, 3))
 

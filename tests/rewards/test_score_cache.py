@@ -16,7 +16,7 @@ from flowgrpo.rewards.wrap import FILE, version
 
 PROMPTS = ["a", "bb", "ccc"]
 METADATA = [{"n": 1}, {"n": 2}, {}]
-PICTURES = torch.rand(3, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+IMAGES = torch.rand(3, 3, 4, 4, generator=torch.Generator().manual_seed(0))
 SOURCE = """
 class Level:
     def __init__(self, factor=1.0):
@@ -41,7 +41,7 @@ def made(tmp_path, monkeypatch):
     return make
 
 
-def scored(reward, pictures=PICTURES, prompts=PROMPTS, metadata=METADATA) -> tuple[list, list]:
+def scored(reward, pictures=IMAGES, prompts=PROMPTS, metadata=METADATA) -> tuple[list, list]:
     """The scores, None for NaN, and the prompts that the reward was asked for."""
     reward.function.asked.clear()
     found = rewards.score({"level": reward}, pictures, prompts, metadata)[:, 0].tolist()
@@ -50,27 +50,27 @@ def scored(reward, pictures=PICTURES, prompts=PROMPTS, metadata=METADATA) -> tup
 
 def test_what_was_scored_is_not_asked_again_in_another_run(made):
     first, asked = scored(made())
-    assert asked == PROMPTS and first[1] is None and first[0] == pytest.approx(PICTURES[0].mean().item(), abs=1e-7)
+    assert asked == PROMPTS and first[1] is None and first[0] == pytest.approx(IMAGES[0].mean().item(), abs=1e-7)
     assert scored(made()) == (first, [])
     assert (made.folder / "kept" / FILE).read_bytes().startswith(b"SQLite format 3")
 
 
 def test_what_is_missing_alone_is_asked(made):
     everything, _ = scored(made("other"))
-    scored(made(), PICTURES[1:2], PROMPTS[1:2], METADATA[1:2])
+    scored(made(), IMAGES[1:2], PROMPTS[1:2], METADATA[1:2])
     assert scored(made()) == (everything, ["a", "ccc"])
-    assert scored(made(), PICTURES.flip(0), PROMPTS[::-1], METADATA[::-1]) == (everything[::-1], [])
+    assert scored(made(), IMAGES.flip(0), PROMPTS[::-1], METADATA[::-1]) == (everything[::-1], [])
 
 
 @pytest.mark.parametrize("change", [
-    dict(pictures=PICTURES + 1e-6), dict(pictures=PICTURES.double()), dict(pictures=PICTURES.flatten(2)),
+    dict(pictures=IMAGES + 1e-6), dict(pictures=IMAGES.double()), dict(pictures=IMAGES.flatten(2)),
     dict(prompts=[prompt + " " for prompt in PROMPTS]), dict(metadata=[{"n": 0}] * 3),
 ])
-def test_another_picture_prompt_or_metadata_is_asked_for(made, change):
+def test_another_image_prompt_or_metadata_is_asked_for(made, change):
     scored(made())
     reward = made()
     if "pictures" in change and change["pictures"].ndim == 3:
-        keys = {reward.kept.key(picture, "a", {}) for picture in (PICTURES[0], change["pictures"][0])}
+        keys = {reward.kept.key(picture, "a", {}) for picture in (IMAGES[0], change["pictures"][0])}
         assert len(keys) == 2
     else:
         assert len(scored(reward, **change)[1]) == 3
@@ -142,7 +142,7 @@ def test_a_failure_is_not_kept(made):
     reward, tally = made(file="failing.py", on_error="skip"), rewards.Tally()
 
     def ask() -> list[bool]:
-        return rewards.score({"level": reward}, PICTURES, PROMPTS, METADATA, tally=tally)[:, 0].isnan().tolist()
+        return rewards.score({"level": reward}, IMAGES, PROMPTS, METADATA, tally=tally)[:, 0].isnan().tolist()
 
     assert ask() == [False, True, True] and tally.failed == {"level": 1}
     assert ask() == [False, True, False] and tally.failed == {"level": 1}

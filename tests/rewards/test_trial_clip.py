@@ -1,4 +1,4 @@
-"""A function that judges pictures, in a recipe of a video model: one line with the cure, before the model is loaded."""
+"""A function that judges images, in a recipe of a video model: one line with the cure, before the model is loaded."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def of_a_key(images, prompts, metadata):
     return [images[0].mean() * entry["strength"] for entry in metadata]
 
 
-def test_only_a_function_that_scores_a_picture_and_no_clip_is_told():
+def test_only_a_function_that_scores_a_image_and_no_clip_is_told():
     rules = {name: WATCH for name in ("any", "key", "still")}
     require_clips(compose(rules, None, {"any": any_form, "key": of_a_key, "still": any_form}), "red", {})
     with pytest.raises(UserError, match=r"'still' judges images, .* video .*returned .*: score its frames"):

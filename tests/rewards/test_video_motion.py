@@ -1,4 +1,4 @@
-"""Motion and consistency of clips whose motion is known, and rewards of pictures lifted to clips."""
+"""Motion and consistency of clips whose motion is known, and rewards of images lifted to clips."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_larger_clip_has_the_same_speed():
     small = square((2, 1))
     large = torch.nn.functional.interpolate(small, (128, 160), mode="bicubic", antialias=True)
     [one], [other] = scored("flow_amount", [small]), scored("flow_amount", [large[..., :128]])
-    # The picture is 2 times as high and 2.5 times as wide.
+    # The image is 2 times as high and 2.5 times as wide.
     assert one == pytest.approx(5**0.5 / 64, rel=0.05) and other == pytest.approx((5**2 + 2**2)**0.5 / 128, rel=0.05)
 
 
@@ -70,7 +70,7 @@ def test_a_clip_that_changes_what_it_shows_is_less_consistent():
 
 
 def test_a_pan_is_consistent():
-    # The whole picture moves by 3 pixels: what the flow explains and what leaves the picture does not count.
+    # The whole image moves by 3 pixels: what the flow explains and what leaves the image does not count.
     wide = torch.from_numpy(texture(5, 80)).float()
     clip = torch.stack([wide[:64, 3 * i:3 * i + 64] for i in range(FRAMES)])[:, None].expand(-1, 3, -1, -1)
     unwarped = 1 - (clip[1:] - clip[:-1]).abs().mean().item()
@@ -79,7 +79,7 @@ def test_a_pan_is_consistent():
 
 
 @pytest.mark.parametrize("name", ["flow_amount", "flow_direction", "temporal_consistency"])
-def test_single_frames_and_pictures_are_refused(name):
+def test_single_frames_and_images_are_refused(name):
     args = {"direction": "up"} if name == "flow_direction" else {}
     with pytest.raises(UserError, match="with at least two frames"):
         scored(name, [square((0, 0), frames=1)], **args)
@@ -96,7 +96,7 @@ def test_a_missing_package_names_its_extra(monkeypatch):
 # --- frames ----------------------------------------------------------------------------------------------------------
 
 def level(images, prompts, metadata):
-    """The light of a picture; none where it is black, twice as much where the prompt is bold."""
+    """The light of an image; none where it is black, twice as much where the prompt is bold."""
     values = images.mean((1, 2, 3)).tolist()
     return [None if value == 0 else value * (1 + (prompt == "bold")) + entry.get("more", 0)
             for value, prompt, entry in zip(values, prompts, metadata)]

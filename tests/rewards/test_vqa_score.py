@@ -1,4 +1,4 @@
-"""VQAScore on a tiny random BLIP, against the network written out, one picture at a time."""
+"""VQAScore on a tiny random BLIP, against the network written out, one image at a time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.helpers.tiny_blip import PROMPTS, QUESTION, normalised, pictures
 
 
 def answered(model, texts, queries, image: torch.Tensor, prompt: str, answer: str) -> float:
-    """One picture: transformers' own forward with placeholders for the picture; one token of the answer at a time."""
+    """One image: transformers' own forward with placeholders for the image; one token of the answer at a time."""
     question = QUESTION.replace("{}", prompt)
     ids = torch.tensor([[39] * 3 + texts(question)["input_ids"]])
     asked = torch.tensor([queries(question)["input_ids"]])

@@ -360,13 +360,13 @@ def drawn(policy) -> torch.Tensor:
     return policy.generate(policy.encode(["red", "a cat"]), policy.generators([1, 2]), 3, 2.0)
 
 
-def test_without_training_pictures_are_the_stock_ones():
+def test_without_training_images_are_the_stock_ones():
     stock, own = tiny.policy(), policy()
     want, have = drawn(stock), drawn(own)
     assert torch.equal(want, have) and own.evaluations > 0
 
 
-def test_the_critic_chooses_between_a_picture_and_its_edit():
+def test_the_critic_chooses_between_a_image_and_its_edit():
     """Of two critics with opposite values one takes the base of a prompt and the other its edit."""
     base, own = drawn(tiny.policy()), policy()
     leave = stirred(own.editor).networks.critic.leave
@@ -412,7 +412,7 @@ def test_two_epochs_train_the_editor_and_nothing_else(pipe, options):
     assert changed == {"edit", "critic"}
 
 
-def test_a_run_saves_what_draws_its_pictures_and_resumes(tmp_path):
+def test_a_run_saves_what_draws_its_images_and_resumes(tmp_path):
     prompts = [Prompt(text) for text in tiny.PROMPTS]
     config = tiny.config(tmp_path, method="expo", train__lr=1e-2, parts__edit__width=8, parts__edit__depth=1)
     summary = run(config, pipe=tiny.sd3(), functions={"red": tiny.red}, prompts=prompts)
@@ -452,7 +452,7 @@ def finished(folder, scale: float = 0.3):
 
 
 def test_sample_and_eval_draw_by_the_critics_choice_from_a_runs_folder(tmp_path, capsys):
-    """They are the pictures of the policy itself, not all of them the base's."""
+    """They are the images of the policy itself, not all of them the base's."""
     made, by = finished(tmp_path), str(tmp_path / "bright.py")
     (tmp_path / "bright.py").write_text("def bright(images, prompts):\n    return images.flatten(1).mean(1).tolist()\n")
     (tmp_path / "suite.jsonl").write_text('{"prompt": "a dog"}\n{"prompt": "a hat"}\n')

@@ -303,7 +303,7 @@ def test_two_epochs_move_the_adapter_and_nothing_else(name):
 
 
 def adapter_gradient(policy, ending, count: int = 2, guidance: float = 1.0) -> dict[str, torch.Tensor]:
-    """The gradient of the summed red of two pictures, from a state `count` steps before the end."""
+    """The gradient of the summed red of two images, from a state `count` steps before the end."""
     conditioning, x = policy.encode(["red", "blue"]), torch.randn(2, *tiny.LATENTS,
                                                                   generator=torch.Generator().manual_seed(1))
     grid = torch.tensor([1.0, 0.8, 0.55, 0.3, 0.0])
@@ -311,7 +311,7 @@ def adapter_gradient(policy, ending, count: int = 2, guidance: float = 1.0) -> d
     final = ending(policy, conditioning, x, explored, 4 - count, policy.generators([3, 4]))
     for parameter in policy.weights.parameters():
         parameter.grad = None
-    tiny.red(policy.picture(final, conditioning), None).sum().backward()
+    tiny.red(policy.image(final, conditioning), None).sum().backward()
     return {key: p.grad.clone() for key, p in policy.weights.named.items() if p.grad is not None}
 
 
@@ -346,10 +346,10 @@ def test_a_forward_of_its_own_comes_back():
     assert module.forward is own
 
 
-def test_a_picture_with_a_gradient_is_the_one_that_is_scored():
+def test_a_image_with_a_gradient_is_the_one_that_is_scored():
     policy = tiny.policy()
     conditioning, latents = policy.encode(["red"]), torch.randn(1, *tiny.LATENTS).requires_grad_()
-    picture = policy.picture(latents, conditioning)
+    picture = policy.image(latents, conditioning)
     picture.sum().backward()
     assert torch.equal(picture.detach(), policy.decode(latents, conditioning)) and latents.grad.abs().max() > 0
     assert not policy.decode(latents, conditioning).requires_grad and 0 <= picture.min() and picture.max() <= 1

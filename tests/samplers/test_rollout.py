@@ -39,7 +39,7 @@ def only(step: int, **options) -> RolloutSpec:
     return exploration(Schedule((step,), (step,)), **options)
 
 
-# Explorations, and their evaluations for one prompt: of the rollout, of the same pictures without sharing, of a replay.
+# Explorations, and their evaluations for one prompt: of the rollout, of the same images without sharing, of a replay.
 TREES = {
     # 3 steps with 1 row, the third of which parts; 3 with 4. Recorded: 1 state at step 2, 4 at step 3.
     "shared": ([exploration()], 3 + 12, 24, 1 + 4),
@@ -265,7 +265,7 @@ def test_as_many_initial_noises_as_roots_even_where_the_first_step_is_stochastic
 
 
 @pytest.mark.parametrize("tree", ["shared", "two on one trunk", "two in falling order"])
-def test_the_prefix_is_the_deterministic_run_of_one_picture(policy, conditioning, sampled, tree):
+def test_the_prefix_is_the_deterministic_run_of_one_image(policy, conditioning, sampled, tree):
     for part in sampled(tree)[0]:
         first = part.transitions[0]
         for p in range(3):
@@ -321,7 +321,7 @@ def test_no_two_transitions_use_the_same_noise(policy, conditioning, sampled, tr
 
 
 @each_tree
-def test_neither_noise_nor_pictures_depend_on_the_micro_batch(sampled, tree):
+def test_neither_noise_nor_images_depend_on_the_micro_batch(sampled, tree):
     reference = by_group(sampled(tree)[0])
     assert len(reference) == 3 * len(TREES[tree][0])
     for micro_batch in (1, 5):

@@ -41,7 +41,7 @@ def test_it_is_the_grid_of_the_stock_pipelines_own_call(name, call):
     torch.testing.assert_close(asked(name, **call), sampled(name, **call), rtol=0, atol=1e-7)
 
 
-def test_fluxs_shift_grows_with_the_picture_as_published():
+def test_fluxs_shift_grows_with_the_image_as_published():
     """sigma = e^mu / (e^mu + 1/t - 1), mu linear in the tokens: 0.5 at 256, 1.15 at 4096."""
     times = torch.linspace(1, 1 / STEPS, STEPS, dtype=torch.float64)
     for side, tokens in ((16, 16), (32, 64)):  # 2 pixels to a latent, 2 latents to a token

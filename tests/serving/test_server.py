@@ -106,7 +106,7 @@ def post(url: str, content: bytes, **headers) -> tuple[int, str]:
 
 
 def brightness(images, prompts, metadata):
-    """The mean of a picture, times its count; None for a prompt of three letters."""
+    """The mean of an image, times its count; None for a prompt of three letters."""
     return [None if len(prompt) == 3 else picture.double().mean().item() * entry["count"]
             for picture, prompt, entry in zip(images, prompts, metadata)]
 
@@ -132,7 +132,7 @@ def recorded(reward=lengths):
 
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("shape", [(3, 4, 6), (2, 3, 4, 6)])
-def test_pictures_and_videos_arrive(shape, exact):
+def test_images_and_videos_arrive(shape, exact):
     outputs = torch.rand(5, *shape, generator=torch.Generator().manual_seed(1))
     samples = [wire.packed(*sample, exact) for sample in zip(outputs, PROMPTS, FACTS)]
     got = wire.unpacked(wire.request(samples, 5), Limits())

@@ -13,7 +13,7 @@ from safetensors.torch import save
 
 from flowgrpo import rewards
 from flowgrpo.contrib.edits import Preservation
-from flowgrpo.data import pictures
+from flowgrpo.data import images
 from flowgrpo.errors import UserError
 from flowgrpo.rewards import clip
 from flowgrpo.rewards.guards import BaseSimilarity
@@ -137,7 +137,7 @@ def test_a_path_of_a_client_is_not_opened(reward, key, tmp_path):
 
 
 @pytest.mark.parametrize("reader", [
-    pictures.read_picture, pictures.picture_size, pictures.frame_count, lambda path: pictures.Clip.of(path, 1),
+    images.read_image, images.image_size, images.frame_count, lambda path: images.Clip.of(path, 1),
     clip._read,
 ], ids=["picture", "size", "frames", "clip", "subject"])
 def test_no_reader_opens_a_path_of_a_client(reader, tmp_path):

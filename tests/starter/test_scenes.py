@@ -79,7 +79,7 @@ def test_the_two_splits_share_no_prompt(task):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_an_open_colour_is_drawn_in_every_colour(shape):
-    """Read from the picture's ink."""
+    """Read from the image's ink."""
     palette, rng, seen = np.array(list(COLOURS.values())), np.random.default_rng(3), set()
     for _ in range(60):
         picture = scenes.render(Claims((Claim(shape),)), rng)

@@ -1,4 +1,4 @@
-"""The consistency starter: how it is built, how it loads, and that its pictures depend on their seeds alone."""
+"""The consistency starter: how it is built, how it loads, and that its images depend on their seeds alone."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_stock_diffusers_draws_the_same():
     torch.testing.assert_close(*drawn, rtol=0, atol=1e-4)
 
 
-def test_a_picture_depends_on_its_seed_alone(tmp_path):
+def test_a_image_depends_on_its_seed_alone(tmp_path):
     policy = PipelinePolicy(load_pipeline(NAME), Adapter(rank=0), call=CALL)
     both = policy.generate(policy.encode(["a star", "two rings"]), policy.generators([1, 2]), 4, 1.0)
     torch.manual_seed(7)

@@ -23,7 +23,7 @@ import make_starter_pairs  # noqa: E402
 
 
 def marks(pairs: list[Pair], side: str) -> list[float]:
-    """What `scene` says of one side's pictures."""
+    """What `scene` says of one side's images."""
     return scene(torch.stack([to_tensor(Image.open(getattr(pair, side))) for pair in pairs]),
                  [pair.prompt for pair in pairs])
 
@@ -41,7 +41,7 @@ def test_pairs_are_labelled_by_scene_and_train_the_starter(tmp_path):
     assert config.rewards == {"preferred": 1.0} and list(config.watched) == ["scene", "scene_graded"] and held
     assert len(subjects) == 3 * make_starter_pairs.GROUP == len({pair.rejected for pair in subjects})
     assert set(marks(subjects, "chosen")) == {1} and len({pair.prompt for pair in subjects}) == 3
-    shown = {pair.rejected: pair.prompt for pair in subjects}  # the same pictures stand in both files
+    shown = {pair.rejected: pair.prompt for pair in subjects}  # the same images stand in both files
     assert all(shown.get(picture, pair.prompt) == pair.prompt for pair in pairs
                for picture in (pair.chosen, pair.rejected))
     config = load(ROOT / "configs" / "starter_rpo.yaml", {"preferences": str(tmp_path / "subjects.jsonl")})

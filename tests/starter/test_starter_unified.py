@@ -64,10 +64,10 @@ def test_its_decoder_paints_what_tokens_say(loaded):
 
 @torch.no_grad()
 def test_it_draws_and_answers_as_its_card_says(loaded):
-    """Pictures are right in half of the cases, answers too, and at chance with the pictures hidden."""
+    """Images are right in half of the cases, answers too, and at chance with the images hidden."""
     model, processor = loaded
     prompts = build.held_out_prompts()
-    drawn = build.pictures_right(model, processor.tokenizer, prompts[::3])["all"]
+    drawn = build.images_right(model, processor.tokenizer, prompts[::3])["all"]
     assert 0.4 < np.mean(drawn) < 0.75
     shown, hidden = (build.answers_right(model, processor.tokenizer, prompts, hidden)["all"]
                      for hidden in (False, True))
@@ -92,7 +92,7 @@ def test_the_lessons_are_the_same_in_every_build():
     assert lessons(3).item() == one != two
 
 
-def test_a_picture_and_its_tokens_determine_each_other():
+def test_a_image_and_its_tokens_determine_each_other():
     rng = np.random.default_rng(0)
     objects = lattice.place(scenes.parse("three green crosses"), rng)
     assert len(objects) == 3 and {each[:2] for each in objects} == {("cross", "green")}
@@ -109,7 +109,7 @@ def test_a_picture_and_its_tokens_determine_each_other():
     assert len(lattice.scattered(rng, 1.0)) >= 9 and lattice.scattered(rng, 0.0) == []
 
 
-def test_balanced_questions_are_those_that_the_picture_answers():
+def test_balanced_questions_are_those_that_the_image_answers():
     dice = random.Random(0)
     seen = [Thing("star", "red", (8.0, 8.0)), Thing("ring", "blue", (40.0, 8.0))]
     asked = [balanced(seen, dice) for _ in range(600)]

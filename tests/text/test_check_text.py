@@ -100,7 +100,7 @@ def test_masked_models_and_models_that_read_images():
     told = report.report(tiny_vision.llava())
     assert told["drivable"], told["reason"]
     assert told["kind"] == "language model that reads images" and told["chat_template"]
-    assert told["prompt_tokens"] > 5 + 4  # the picture's are among them
+    assert told["prompt_tokens"] > 5 + 4  # the image's are among them
 
 
 @pytest.mark.parametrize("name, cls", [("Qwen3ForCausalLM", "Qwen3ForCausalLM"), ("llama", "LlamaForCausalLM"),

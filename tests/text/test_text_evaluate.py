@@ -167,7 +167,7 @@ def test_masked_models_and_models_that_read_images(tmp_path):
     assert len({str(ids.tolist()) for ids in own.encode(["1+2="] * 2, images=[files[0], None]).ids}) == 2
 
 
-def test_a_picture_is_shown_on_the_command_line(tmp_path, capsys):
+def test_a_image_is_shown_on_the_command_line(tmp_path, capsys):
     eyes = save(tmp_path / "eyes", tiny_vision.llava())
     [red, green, _] = tiny_vision.files(tmp_path)
     own = texts.load(tiny.config(model=str(eyes), text__max_tokens=256), None)

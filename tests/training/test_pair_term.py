@@ -121,7 +121,7 @@ def test_a_long_text_of_a_pair_is_refused_before_training():
         made(text__max_tokens=2)
 
 
-def test_of_pictures_it_is_diffusion_dpo_at_one_noise_for_both(tmp_path):
+def test_of_images_it_is_diffusion_dpo_at_one_noise_for_both(tmp_path):
     for name, seed in (("a.png", 1), ("b.png", 2)):
         saved(tmp_path / name, seed=seed)
     file = tmp_path / "pairs.jsonl"

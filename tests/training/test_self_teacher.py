@@ -79,7 +79,7 @@ def test_feedback_without_information_changes_nothing():
     assert metrics["kl"] == pytest.approx(0, abs=1e-8) and metrics["grad_norm"] < 1e-5
 
 
-def test_a_richer_prompt_teaches_the_plain_one_of_pictures():
+def test_a_richer_prompt_teaches_the_plain_one_of_images():
     parts = {"reference": {"type": "SelfTeacher", "feedback": "none", "template": "{prompt}, old, old"},
              "kl": {"weight": 1.0}, "surrogate": {"type": "KLOnly"}}
     trainer = tiny.trainer(parts=parts)

@@ -1,4 +1,4 @@
-"""Several sizes of pictures in one run: one per group, drawn by the seed, and each with its grid."""
+"""Several sizes of images in one run: one per group, drawn by the seed, and each with its grid."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SIZES = [[16, 16], [8, 16], [16, 8]]
 
 
 class Seen:
-    """A reward that notes the sizes of the pictures of every batch."""
+    """A reward that notes the sizes of the images of every batch."""
 
     def __init__(self):
         self.sizes = []

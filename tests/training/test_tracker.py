@@ -93,7 +93,7 @@ def test_trackio_knows_a_run_by_a_name_of_its_own(board, tmp_path):
     assert board.keys("before") == [(0, f"before/{number}") for number in range(1, count + 1)] and count == 2
 
 
-def test_tensorboard_gets_pictures_and_the_configuration(tmp_path):
+def test_tensorboard_gets_images_and_the_configuration(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     train(tmp_path, tracker="tensorboard", train__epochs=1)

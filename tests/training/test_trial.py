@@ -239,7 +239,7 @@ FOLLOWED = {"method": "draft", "train__steps": 4}
     (lambda images, prompts: (images * 0).sum((1, 2, 3)).sqrt(), "its gradient holds NaN or an infinity"),
     (lambda images, prompts: 1 / 0, "raised on 2 samples"),
 ])
-def test_a_gradient_has_to_reach_the_pictures(reward, line):
+def test_a_gradient_has_to_reach_the_images(reward, line):
     assert line in told({"mine": differentiable(reward)}, **FOLLOWED)
 
 

@@ -124,7 +124,7 @@ def test_a_failed_group_is_reported_and_not_kept(place, capsys):
     assert len(rows(place / "pairs.scores.jsonl")) == 2
 
 
-def test_pictures_of_two_folders_by_their_prompts(place):
+def test_images_of_two_folders_by_their_prompts(place):
     for folder, seed in (("a", 1), ("b", 2)):
         (place / folder).mkdir()
         for name in ("one", "two"):

@@ -17,7 +17,7 @@ from tests.vote.test_vote import serving
 
 
 def questions(place: Path, batch: int, count: int = 2, check: bool = False) -> list[Question]:
-    """Questions of a batch, each with its own grey pictures."""
+    """Questions of a batch, each with its own grey images."""
     made = []
     for number in range(count):
         name = f"{batch}-{'c' if check else 'q'}{number}"

@@ -20,7 +20,7 @@ from flowgrpo.contrib.learned_rewards import training as reward_training
 from flowgrpo.data.pairs import OVERALL, load_pairs, split
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation import picture_files
+from flowgrpo.evaluation import image_files
 from flowgrpo.evaluation.measured import Measured
 from flowgrpo.evaluation.pages.before_after import draw_pairs
 from flowgrpo.policies.pipelines.load import load_pipeline
@@ -36,14 +36,14 @@ COUNT = 8
 
 
 def folders(place, count=COUNT):
-    """Return two folders of `count` pictures, red in a and blue in b, whose files say their prompts."""
+    """Return two folders of `count` images, red in a and blue in b, whose files say their prompts."""
     for name, channel in (("a", 0), ("b", 2)):
         (place / name).mkdir(parents=True)
         for i in range(count):
             picture = torch.zeros(3, 16, 16)
             picture[channel] = 0.5 + i / 20
-            text = picture_files.parameters(f"prompt {i}", i, picture, {"Steps": 2})
-            picture_files.save(place / name / f"{i}.png", picture, text)
+            text = image_files.parameters(f"prompt {i}", i, picture, {"Steps": 2})
+            image_files.save(place / name / f"{i}.png", picture, text)
     return [place / "a", place / "b"]
 
 
@@ -207,25 +207,25 @@ def test_pairs_are_drawn_with_the_base_and_a_lora(tmp_path, monkeypatch, capsys)
     assert names == ("base", "lora") and [each.category for each in listed] == ["star", "ring"]
     assert [each.a.relative_to(tmp_path).parts[:2] for each in listed] == [("pairs-pictures", "a")] * 2
     assert Image.open(listed[0].b).size == Image.open(listed[0].a).size
-    assert not (tmp_path / "other-pictures").exists()
+    assert not (tmp_path / "other-images").exists()
     arguments = ["compare", "vote", "starter", "--prompts", str(tmp_path / "p.jsonl"), "--count", "1", "--output",
                  str(tmp_path / "other.jsonl"), "--port", "0"]
     assert main(arguments) == 0
     assert "share for seed 1 over seed 0" in capsys.readouterr().out
-    one, other = (Image.open(*(tmp_path / "other-pictures" / side).rglob("*.png")) for side in "ab")
+    one, other = (Image.open(*(tmp_path / "other-images" / side).rglob("*.png")) for side in "ab")
     assert one.size == other.size and one.tobytes() != other.tobytes()
 
 
 # --- sources ---------------------------------------------------------------------------------------------------------
 
-def test_a_page_of_pictures_names_its_columns_and_tasks(tmp_path):
+def test_a_page_of_images_names_its_columns_and_tasks(tmp_path):
     prompts = [Prompt(f"prompt {i}", metadata={"task": "few" if i < 3 else "many"}) for i in range(6)]
     base, after = (Measured(prompts, {}, torch.full((6, 3, 8, 8), value)) for value in (0.2, 0.8))
     file = tmp_path / "grid.png"
-    kept = picture_files.save_columns(file, ("base", "epoch 40"), [base.pictures, after.pictures])
+    kept = image_files.save_columns(file, ("base", "epoch 40"), [base.images, after.images])
     assert kept == ["grid/0-base", "grid/1-epoch-40"]
     draw_pairs(file, base, after, ("base", "epoch 40"),
-               picture_files.facts(tmp_path, ("base", "epoch 40"), prompts, kept))
+               image_files.facts(tmp_path, ("base", "epoch 40"), prompts, kept))
     listed, names = pairs([file])
     assert names == ("base", "epoch 40") and [each.category for each in listed] == ["few"] * 3 + ["many"] * 3
     assert Image.open(listed[5].b).getpixel((0, 0)) == (204, 204, 204) and listed[5].prompt == "prompt 5"
@@ -247,12 +247,12 @@ def test_the_sources_of_edits_stand_above_their_pairs(tmp_path):
     prompts = [Prompt("make it red", image=str(tmp_path / f"{name}.png")) for name in "ab"]
     base = after = torch.rand(2, 3, 8, 8)
     file = tmp_path / "grid.png"
-    kept = picture_files.save_columns(file, ("base", "tuned"), [base, after])
-    brought = picture_files.save_sources(file, prompts, base)
+    kept = image_files.save_columns(file, ("base", "tuned"), [base, after])
+    brought = image_files.save_sources(file, prompts, base)
     assert brought == [["grid/source/000-image.png"], ["grid/source/001-image.png"]]
     measured = Measured(prompts, {}, base)
     draw_pairs(file, measured, measured, ("base", "tuned"),
-               picture_files.facts(tmp_path, ("base", "tuned"), prompts, kept, [["../x.png", *brought[0]], brought[1]]))
+               image_files.facts(tmp_path, ("base", "tuned"), prompts, kept, [["../x.png", *brought[0]], brought[1]]))
     listed, names = pairs([file])
     assert [[source.name for source in each.sources] for each in listed] == [["000-image.png"], ["001-image.png"]]
     ballot = Ballot(listed, names, tmp_path / "pairs.jsonl")
@@ -273,7 +273,7 @@ def test_clips_have_a_video_and_its_fallback(tmp_path, monkeypatch):
     ffmpeg.install(tmp_path / "bin", monkeypatch)
     clips = torch.rand(2, 3, 3, 8, 8)
     for name in "ab":
-        picture_files.save_rows(tmp_path / name, clips)
+        image_files.save_rows(tmp_path / name, clips)
         Image.new("RGB", (8, 24)).save(tmp_path / name / "000.png")  # the same frames, as a run and `eval` keep them
     with serving(Ballot(*pairs([tmp_path / "a", tmp_path / "b"]), tmp_path / "pairs.jsonl")) as ask:
         assert ask("state")[1]["total"] == 2
@@ -286,7 +286,7 @@ def test_folders_without_a_common_name_or_prompt(tmp_path):
     (tmp_path / "c").mkdir()
     with pytest.raises(UserError, match=r"no images of equal file names \(1 and 0 images\)"):
         pairs([a, tmp_path / "c"])
-    picture_files.save(b / "0.png", torch.zeros(3, 8, 8), "another\nNegative prompt: \nSteps: 2")
+    image_files.save(b / "0.png", torch.zeros(3, 8, 8), "another\nNegative prompt: \nSteps: 2")
     with pytest.raises(UserError, match="was generated for 'prompt 0', and .* for 'another'"):
         pairs([a, b])
     for name in "ac":
@@ -318,13 +318,13 @@ def test_counted():
 
 
 def named(folder, path) -> None:
-    """A folder whose prompts.jsonl names a picture."""
+    """A folder whose prompts.jsonl names an image."""
     folder.mkdir(exist_ok=True)
     (folder / "prompts.jsonl").write_text(json.dumps({"prompt": "a", "metadata": {"base_image": str(path)}}) + "\n")
 
 
 @pytest.mark.parametrize("place", ["../private.png", "{top}/private.png", "{top}/secret", "link.png", "notes.txt"])
-def test_prompts_of_a_folder_name_pictures_inside_it_alone(place, tmp_path):
+def test_prompts_of_a_folder_name_images_inside_it_alone(place, tmp_path):
     Image.new("RGB", (4, 4)).save(tmp_path / "private.png")
     (tmp_path / "secret").write_text("s")
     for name in ("a", "b"):
@@ -336,7 +336,7 @@ def test_prompts_of_a_folder_name_pictures_inside_it_alone(place, tmp_path):
             read()
 
 
-def test_a_picture_of_the_folder_is_shown_by_either_path(tmp_path):
+def test_a_image_of_the_folder_is_shown_by_either_path(tmp_path):
     for name, path in (("a", "x.png"), ("b", tmp_path / "b" / "x.png")):
         named(tmp_path / name, path)
         Image.new("RGB", (4, 4)).save(tmp_path / name / "x.png")

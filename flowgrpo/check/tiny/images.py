@@ -16,10 +16,10 @@ from flowgrpo.check.tiny.parts import (
     flux2_transformer,
     flux2_vae,
     flux_transformer,
+    image,
     language_model,
     lively,
     patch_vae,
-    picture,
     qwen_processor,
     qwen_transformer,
     qwen_vae,
@@ -73,17 +73,17 @@ def flux(seed: int = 0, kind: type | None = None, **options: Any) -> Pipeline:
 
 
 def kontext(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
-    """Return a FluxKontextPipeline: tokens of a reference picture follow those of the noise."""
+    """Return a FluxKontextPipeline: tokens of a reference image follow those of the noise."""
     from diffusers import FluxKontextPipeline
 
-    call = FLUX_CALL | {"image": picture(), "max_area": 256, "_auto_resize": False}
+    call = FLUX_CALL | {"image": image(), "max_area": 256, "_auto_resize": False}
     return flux(seed, FluxKontextPipeline), call
 
 
 def flux_fill(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
-    """Return a FluxFillPipeline, whose transformer reads the masked picture and the mask as channels.
+    """Return a FluxFillPipeline, whose transformer reads the masked image and the mask as channels.
 
-    16 of the state, 16 of the picture, and 16 of the mask: 2 x 2 pixels for each of the 2 x 2 packed places.
+    16 of the state, 16 of the image, and 16 of the mask: 2 x 2 pixels for each of the 2 x 2 packed places.
     """
     from diffusers import FluxFillPipeline
 
@@ -94,7 +94,7 @@ def flux_fill(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
 
 
 def flux_inpaint(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
-    """Return a FluxInpaintPipeline, which restores the picture after every step where the mask is black."""
+    """Return a FluxInpaintPipeline, which restores the image after every step where the mask is black."""
     from diffusers import FluxInpaintPipeline
 
     return flux(seed, FluxInpaintPipeline), FLUX_CALL | _masked()
@@ -110,22 +110,22 @@ def flux2(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
 
 
 def klein(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
-    """Return a Flux2KleinPipeline, with true guidance and a reference picture."""
+    """Return a Flux2KleinPipeline, with true guidance and a reference image."""
     from diffusers import Flux2KleinPipeline
     from transformers import Qwen3ForCausalLM
 
     torch.manual_seed(seed)
     pipe = with_language_model(Flux2KleinPipeline, flux2_transformer(False), Qwen3ForCausalLM, vae=flux2_vae())
-    return pipe, FLUX2_CALL | {"image": picture(64)}
+    return pipe, FLUX2_CALL | {"image": image(64)}
 
 
 def _masked() -> dict[str, Any]:
-    """Arguments of an inpainting call: a picture whose right half is drawn, from pure noise."""
+    """Arguments of an inpainting call: an image whose right half is drawn, from pure noise."""
     from PIL import Image
 
     mask = Image.new("L", (16, 16))
     mask.paste(255, (8, 0, 16, 16))
-    return {"image": picture(), "mask_image": mask, "strength": 1.0}
+    return {"image": image(), "mask_image": mask, "strength": 1.0}
 
 
 def qwen_image(seed: int = 0, kind: type | None = None) -> tuple[Pipeline, dict[str, Any]]:
@@ -138,7 +138,7 @@ def qwen_image(seed: int = 0, kind: type | None = None) -> tuple[Pipeline, dict[
 
 
 def qwen_inpaint(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
-    """Return a QwenImageInpaintPipeline, which restores the picture after every step where the mask is black."""
+    """Return a QwenImageInpaintPipeline, which restores the image after every step where the mask is black."""
     from diffusers import QwenImageInpaintPipeline
 
     pipe, call = qwen_image(seed, QwenImageInpaintPipeline)
@@ -146,9 +146,9 @@ def qwen_inpaint(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
 
 
 def qwen_edit(seed: int = 0, kind: type | None = None) -> tuple[Pipeline, dict[str, Any]]:
-    """Return a QwenImageEditPipeline, which takes one prompt per call: its prompt encoder also reads the picture.
+    """Return a QwenImageEditPipeline, which takes one prompt per call: its prompt encoder also reads the image.
 
-    It scales the picture to a million pixels, so the autoencoder shrinks by 64.
+    It scales the image to a million pixels, so the autoencoder shrinks by 64.
     """
     from diffusers import QwenImageEditPipeline
 
@@ -158,11 +158,11 @@ def qwen_edit(seed: int = 0, kind: type | None = None) -> tuple[Pipeline, dict[s
     pipe = (kind or QwenImageEditPipeline)(
         transformer=lively(qwen_transformer()), scheduler=dynamic_scheduler(), vae=patch_vae(), tokenizer=tokens,
         text_encoder=qwen_vl(tokens), processor=qwen_processor(tokens))
-    return silent(pipe), {"height": 256, "width": 256, "image": picture()}
+    return silent(pipe), {"height": 256, "width": 256, "image": image()}
 
 
 def qwen_edit_plus(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
-    """Return a QwenImageEditPlusPipeline, for several pictures."""
+    """Return a QwenImageEditPlusPipeline, for several images."""
     from diffusers import QwenImageEditPlusPipeline
 
     return qwen_edit(seed, QwenImageEditPlusPipeline)
@@ -187,7 +187,7 @@ def hidream(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
         text_encoder=text_encoder(CLIPTextModelWithProjection, tokens), tokenizer=tokens,
         text_encoder_2=text_encoder(CLIPTextModelWithProjection, tokens), tokenizer_2=tokenizer(),
         text_encoder_3=t5(tokens), tokenizer_3=tokenizer(), text_encoder_4=llama, tokenizer_4=tokenizer())
-    pipe.default_sample_size = 8  # it scales every picture to that area
+    pipe.default_sample_size = 8  # it scales every image to that area
     return silent(pipe), FLUX_CALL
 
 

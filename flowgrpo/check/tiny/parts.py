@@ -37,7 +37,7 @@ def text_encoder(kind: type, tokens: PreTrainedTokenizerBase) -> PreTrainedModel
 
 
 def autoencoder(channels: int = 4, stages: int = 2) -> Network:
-    """Return an AutoencoderTiny that shrinks pictures by 2^(stages-1)."""
+    """Return an AutoencoderTiny that shrinks images by 2^(stages-1)."""
     from diffusers import AutoencoderTiny
 
     widths, blocks = (8,) * stages, (0,) * (stages - 1)
@@ -46,7 +46,7 @@ def autoencoder(channels: int = 4, stages: int = 2) -> Network:
         decoder_block_out_channels=widths, num_decoder_blocks=(1, *blocks), upsample_fn="nearest")
     vae.register_to_config(scaling_factor=1.5, shift_factor=0.1)
     with torch.no_grad():
-        vae.decoder.layers[-1].bias.fill_(0.5)  # pictures in the middle of [0, 1], where nothing is clipped
+        vae.decoder.layers[-1].bias.fill_(0.5)  # images in the middle of [0, 1], where nothing is clipped
     return vae
 
 
@@ -77,8 +77,8 @@ def chat_tokenizer() -> CLIPTokenizer:
     return tokens
 
 
-def picture(size: int = 16) -> Image.Image:
-    """Return a colourful PIL picture."""
+def image(size: int = 16) -> Image.Image:
+    """Return a colourful PIL image."""
     import numpy as np
     from PIL import Image
 
@@ -173,7 +173,7 @@ def qwen_vl(tokens: PreTrainedTokenizerBase) -> PreTrainedModel:
 
 
 def qwen_processor(tokens: PreTrainedTokenizerBase) -> ProcessorMixin:
-    """Return the processor for `qwen_vl`, for pictures with an area of up to 56 by 56 pixels."""
+    """Return the processor for `qwen_vl`, for images with an area of up to 56 by 56 pixels."""
     from transformers import Qwen2VLImageProcessor, Qwen2VLProcessor, Qwen2VLVideoProcessor
 
     small: dict[str, Any] = {"min_pixels": 28 * 28, "max_pixels": 56 * 56}
@@ -196,7 +196,7 @@ def shifted_scheduler() -> Scheduler:
 
 
 def dynamic_scheduler() -> Scheduler:
-    """Flow matching whose shift depends on the picture's size."""
+    """Flow matching whose shift depends on the image's size."""
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     return FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
@@ -221,8 +221,8 @@ def video_t5(kind: str = "T5", vocabulary: int = 514) -> PreTrainedModel:
         vocab_size=vocabulary, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, dropout_rate=0.0))
 
 
-def video_picture(shade: int = 64) -> Image.Image:
-    """Return a PIL picture of 16 x 16, the input of an image-to-video call."""
+def video_image(shade: int = 64) -> Image.Image:
+    """Return a PIL image of 16 x 16, the input of an image-to-video call."""
     from PIL import Image
 
     return Image.linear_gradient("L").resize((16, 16)).point(lambda value: (value + shade) % 256).convert("RGB")

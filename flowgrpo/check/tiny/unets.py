@@ -1,5 +1,5 @@
 """Variance-preserving image pipelines: U-Nets, transformers that predict noise or v, and consistency models; and
-pipelines of both kinds with a live ControlNet or IP-Adapter. Control pictures have 16 x 16 pixels.
+pipelines of both kinds with a live ControlNet or IP-Adapter. Control images have 16 x 16 pixels.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from flowgrpo.check.tiny.parts import (
     Pipeline,
     Scheduler,
     autoencoder,
+    image,
     lively,
-    picture,
     silent,
     text_encoder,
     tokenizer,
@@ -35,7 +35,7 @@ UNCHECKED = {"safety_checker": None, "feature_extractor": None, "requires_safety
 # The pipeline's code fixes the prompt length of these text encoders.
 HUNYUAN_LENGTHS = (77, 256)
 SMALL = {"height": 16, "width": 16, "use_resolution_binning": False, "clean_caption": False, "max_sequence_length": 16}
-TOKENS = 4  # of a picture in an IP-Adapter; diffusers fixes their number
+TOKENS = 4  # of an image in an IP-Adapter; diffusers fixes their number
 
 
 def pndm() -> Scheduler:
@@ -103,24 +103,24 @@ def lcm_sd15(seed: int = 0) -> Pipeline:
 
 
 def inpaint(seed: int = 0, channels: int = 9) -> tuple[Pipeline, dict[str, Any]]:
-    """Return a StableDiffusionInpaintPipeline whose U-Net reads mask and masked picture as extra channels.
+    """Return a StableDiffusionInpaintPipeline whose U-Net reads mask and masked image as extra channels.
 
-    With 4 channels it reads only the state, and the pipeline restores the picture after every step.
+    With 4 channels it reads only the state, and the pipeline restores the image after every step.
     """
     from diffusers import StableDiffusionInpaintPipeline
 
     torch.manual_seed(seed)
     pipe = sd15(None, seed, StableDiffusionInpaintPipeline, unet=unet(in_channels=channels))
-    return pipe, {"image": large_picture(), "mask_image": _mask()}
+    return pipe, {"image": large_image(), "mask_image": _mask()}
 
 
 def instruct_pix2pix(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
-    """Return a StableDiffusionInstructPix2PixPipeline, which reads its picture as channels and has no encode_prompt."""
+    """Return a StableDiffusionInstructPix2PixPipeline, which reads its image as channels and has no encode_prompt."""
     from diffusers import StableDiffusionInstructPix2PixPipeline
 
     torch.manual_seed(seed)
     pipe = sd15(None, seed, StableDiffusionInstructPix2PixPipeline, unet=unet(in_channels=8))
-    return pipe, {"image": large_picture()}
+    return pipe, {"image": large_image()}
 
 
 def pixart(kind: type, seed: int = 0, scheduler: Scheduler | None = None, **options: Any) -> Pipeline:
@@ -139,7 +139,7 @@ def pixart(kind: type, seed: int = 0, scheduler: Scheduler | None = None, **opti
 def hunyuan_dit(seed: int = 0, kind: type | None = None, **options: Any) -> Pipeline:
     """Return a HunyuanDiTPipeline: v-prediction, a BERT (here a CLIP) and a T5.
 
-    Pictures are 32 x 32, in 4 x 4 latents.
+    Images are 32 x 32, in 4 x 4 latents.
     """
     from diffusers import DDPMScheduler, HunyuanDiT2DModel, HunyuanDiTPipeline
     from transformers import CLIPTextModel
@@ -242,13 +242,13 @@ def _quiet(pipe: Pipeline) -> Pipeline:
     return pipe
 
 
-def large_picture(channels: int = 3) -> torch.Tensor:
-    """One picture [1,channels,16,16] in [0, 1]: a ramp."""
+def large_image(channels: int = 3) -> torch.Tensor:
+    """One image [1,channels,16,16] in [0, 1]: a ramp."""
     return torch.linspace(0, 1, 16).expand(1, channels, 16, 16).clone()
 
 
 def _mask() -> torch.Tensor:
-    return (large_picture(1) > 0.5).float()
+    return (large_image(1) > 0.5).float()
 
 
 def _alpha(seed: int) -> tuple[Pipeline, dict[str, Any]]:
@@ -290,7 +290,7 @@ FACTORIES = {
     "PixArtSigmaPipeline": _sigma,
     "HunyuanDiTPipeline": lambda seed: (hunyuan_dit(seed), HUNYUAN_CALL),
     "CogView3PlusPipeline": lambda seed: (cogview3(seed), {"max_sequence_length": 16}),
-    "StableDiffusionImg2ImgPipeline": lambda seed: (img2img(seed), {"image": large_picture()}),
+    "StableDiffusionImg2ImgPipeline": lambda seed: (img2img(seed), {"image": large_image()}),
     "OmniGenPipeline": lambda seed: (omnigen(seed), {}),
 }
 
@@ -308,7 +308,7 @@ def unet_controlnet(width: int = WIDTH, **options: Any) -> Network:
 
 
 def _awake(control: Network, *zeros: Any) -> Network:
-    """Fill the layers that start at zero, so that the control picture has an effect."""
+    """Fill the layers that start at zero, so that the control image has an effect."""
     with torch.no_grad():
         for layer in zeros:
             layer.weight.normal_(std=0.3)
@@ -333,7 +333,7 @@ def xl_controlnet(seed: int = 0) -> Pipeline:
 
 
 def sd3_controlnet(seed: int = 0) -> Pipeline:
-    """Return a StableDiffusion3ControlNetPipeline, whose autoencoder encodes the control picture."""
+    """Return a StableDiffusion3ControlNetPipeline, whose autoencoder encodes the control image."""
     from diffusers import AutoencoderKL, SD3ControlNetModel, StableDiffusion3ControlNetPipeline
 
     pipe = sd3(seed)
@@ -345,7 +345,7 @@ def sd3_controlnet(seed: int = 0) -> Pipeline:
         down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
         block_out_channels=(4, 4), layers_per_block=1, latent_channels=4, norm_num_groups=1, sample_size=16,
         scaling_factor=1.5, shift_factor=0.1)
-    with torch.no_grad():  # the pipeline samples the control picture's latent: next to no deviation
+    with torch.no_grad():  # the pipeline samples the control image's latent: next to no deviation
         for block in control.controlnet_blocks:
             block.weight.mul_(0.1)
         vae.quant_conv.weight[4:] = 0
@@ -401,9 +401,9 @@ def ip_adapter_weights(unet: Network) -> dict[str, dict[str, torch.Tensor]]:
 
 
 CONDITIONED: dict[str, Callable[[int], tuple[Pipeline, dict[str, Any]]]] = {
-    "StableDiffusionControlNetPipeline": lambda seed: (controlnet(seed), {"image": picture()}),
-    "StableDiffusionXLControlNetPipeline": lambda seed: (xl_controlnet(seed), {"image": picture()}),
-    "StableDiffusion3ControlNetPipeline": lambda seed: (sd3_controlnet(seed), SD3_CALL | {"control_image": picture()}),
-    "FluxControlNetPipeline": lambda seed: (flux_controlnet(seed), FLUX_CALL | {"control_image": picture()}),
-    "StableDiffusionPipeline (IP-Adapter)": lambda seed: (ip_adapter(seed), {"ip_adapter_image": picture()}),
+    "StableDiffusionControlNetPipeline": lambda seed: (controlnet(seed), {"image": image()}),
+    "StableDiffusionXLControlNetPipeline": lambda seed: (xl_controlnet(seed), {"image": image()}),
+    "StableDiffusion3ControlNetPipeline": lambda seed: (sd3_controlnet(seed), SD3_CALL | {"control_image": image()}),
+    "FluxControlNetPipeline": lambda seed: (flux_controlnet(seed), FLUX_CALL | {"control_image": image()}),
+    "StableDiffusionPipeline (IP-Adapter)": lambda seed: (ip_adapter(seed), {"ip_adapter_image": image()}),
 }

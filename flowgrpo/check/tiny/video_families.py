@@ -22,7 +22,7 @@ from flowgrpo.check.tiny.parts import (
     t5,
     text_encoder,
     tokenizer,
-    video_picture,
+    video_image,
     video_t5,
 )
 
@@ -79,7 +79,7 @@ def hunyuan_skyreels(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
     pipe = HunyuanSkyreelsImageToVideoPipeline(
         text_encoder=lively(LlamaModel(llama_config())), **_hunyuan_parts(),
         transformer=_hunyuan_transformer(8, guidance_embeds=False))
-    return ready(pipe), HUNYUAN_CALL | {"image": video_picture()}
+    return ready(pipe), HUNYUAN_CALL | {"image": video_image()}
 
 
 def hunyuan15(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
@@ -115,7 +115,7 @@ def hunyuan15(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
 
 
 def hunyuan_image(kind: str, seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
-    """HunyuanVideo's image-to-video. The picture is an extra condition or the state's first frame."""
+    """HunyuanVideo's image-to-video. The image is an extra condition or the state's first frame."""
     from diffusers import HunyuanVideoImageToVideoPipeline
     from transformers import CLIPImageProcessor, CLIPVisionConfig, LlavaConfig, LlavaForConditionalGeneration
 
@@ -131,7 +131,7 @@ def hunyuan_image(kind: str, seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
         transformer=_hunyuan_transformer(9 if beside else 4, guidance_embeds=not beside, image_condition_type=kind))
     # Four image tokens stand in the text; the template is not cropped.
     template = {"template": "{}", "crop_start": 0, "image_emb_len": 4, "image_emb_start": 2, "image_emb_end": 6}
-    call = HUNYUAN_CALL | {"image": video_picture(), "prompt_template": template}
+    call = HUNYUAN_CALL | {"image": video_image(), "prompt_template": template}
     return ready(pipe), call | {"num_frames": 9} if beside else call  # four are cropped
 
 
@@ -167,7 +167,7 @@ def ltx_image(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
     from diffusers import LTXImageToVideoPipeline
 
     torch.manual_seed(seed)
-    return ready(LTXImageToVideoPipeline(**_ltx_parts())), LTX_CALL | {"image": video_picture()}
+    return ready(LTXImageToVideoPipeline(**_ltx_parts())), LTX_CALL | {"image": video_image()}
 
 
 def ltx_condition(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
@@ -176,8 +176,8 @@ def ltx_condition(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
 
     torch.manual_seed(seed)
     parts = _ltx_parts() | {"scheduler": FlowMatchEulerDiscreteScheduler()}
-    # The noise added to its picture at every step would differ between rollout and replay.
-    call = LTX_CALL | {"image": video_picture(), "image_cond_noise_scale": 0.0}
+    # The noise added to its image at every step would differ between rollout and replay.
+    call = LTX_CALL | {"image": video_image(), "image_cond_noise_scale": 0.0}
     return ready(LTXConditionPipeline(**parts)), call
 
 
@@ -238,7 +238,7 @@ def ltx2_image(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
     from diffusers import LTX2ImageToVideoPipeline
 
     torch.manual_seed(seed)
-    return ready(LTX2ImageToVideoPipeline(**_ltx2_parts())), LTX2_CALL | {"image": video_picture(), "image_crf": 0}
+    return ready(LTX2ImageToVideoPipeline(**_ltx2_parts())), LTX2_CALL | {"image": video_image(), "image_crf": 0}
 
 
 def autoencoder() -> Network:
@@ -291,7 +291,7 @@ def wan22(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
 
 
 def wan22_dense(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
-    """Wan 2.2's dense model for texts and pictures (TI2V-5B): a time step for every token."""
+    """Wan 2.2's dense model for texts and images (TI2V-5B): a time step for every token."""
     from diffusers import WanPipeline
 
     torch.manual_seed(seed)
@@ -300,14 +300,14 @@ def wan22_dense(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
 
 
 def wan_image(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
-    """Wan 2.2's image-to-video: the picture is eight extra channels, including a mask."""
+    """Wan 2.2's image-to-video: the image is eight extra channels, including a mask."""
     from diffusers import WanImageToVideoPipeline
 
     torch.manual_seed(seed)
-    # 4 of the state, 2 of the mask (one per video frame of a latent frame), 4 of the picture.
+    # 4 of the state, 2 of the mask (one per video frame of a latent frame), 4 of the image.
     experts = {"transformer": _wan_transformer(10), "transformer_2": _wan_transformer(10)}
     pipe = WanImageToVideoPipeline(boundary_ratio=0.875, **experts, **_wan_parts())
-    return ready(pipe), WAN_CALL | {"image": video_picture()}
+    return ready(pipe), WAN_CALL | {"image": video_image()}
 
 
 def wan_frames(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
@@ -316,11 +316,11 @@ def wan_frames(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
 
     torch.manual_seed(seed)
     encoder, processor = _clip()
-    # Tokens of a picture: 2 x 2 patches and one of the whole.
+    # Tokens of an image: 2 x 2 patches and one of the whole.
     denoiser = _wan_transformer(10, image_dim=16, added_kv_proj_dim=24, pos_embed_seq_len=2 * 5)
     pipe = WanImageToVideoPipeline(transformer=denoiser, image_encoder=encoder, image_processor=processor,
                                    **_wan_parts(5.0))
-    return ready(pipe), WAN_CALL | {"image": video_picture(), "last_image": video_picture(128)}
+    return ready(pipe), WAN_CALL | {"image": video_image(), "last_image": video_image(128)}
 
 
 def wan_video(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
@@ -330,7 +330,7 @@ def wan_video(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
     torch.manual_seed(seed)
     pipe = WanVideoToVideoPipeline(transformer=_wan_transformer(), **_wan_parts())
     call = {key: value for key, value in WAN_CALL.items() if key != "num_frames"}
-    return ready(pipe), call | {"video": [video_picture(16 * i) for i in range(5)]}
+    return ready(pipe), call | {"video": [video_image(16 * i) for i in range(5)]}
 
 
 def wan_vace(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
@@ -353,7 +353,7 @@ def skyreels(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
 
 
 def skyreels_image(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
-    """SkyReels V2's image-to-video, which also encodes its picture with CLIP."""
+    """SkyReels V2's image-to-video, which also encodes its image with CLIP."""
     from diffusers import SkyReelsV2ImageToVideoPipeline
 
     torch.manual_seed(seed)
@@ -361,11 +361,11 @@ def skyreels_image(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
     denoiser = _wan_transformer(10, "SkyReelsV2Transformer3DModel", image_dim=16, added_kv_proj_dim=24)
     pipe = SkyReelsV2ImageToVideoPipeline(transformer=denoiser, image_encoder=encoder, image_processor=processor,
                                           **_wan_parts(5.0))
-    return ready(pipe), WAN_CALL | {"image": video_picture()}
+    return ready(pipe), WAN_CALL | {"image": video_image()}
 
 
 def _clip() -> tuple[Any, Any]:
-    """Return a CLIP image encoder of pictures of 16 x 16 in patches of 8, and its processor."""
+    """Return a CLIP image encoder of images of 16 x 16 in patches of 8, and its processor."""
     from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModelWithProjection
 
     encoder = CLIPVisionModelWithProjection(CLIPVisionConfig(

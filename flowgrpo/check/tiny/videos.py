@@ -21,7 +21,7 @@ from flowgrpo.check.tiny.parts import (
     ready,
     text_encoder,
     tokenizer,
-    video_picture,
+    video_image,
     video_t5,
 )
 
@@ -59,13 +59,13 @@ def cogvideox(scheduler: str = "CogVideoXDPMScheduler", seed: int = 0) -> tuple[
 
 
 def cogvideox_image(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
-    """CogVideoX's image-to-video: the picture is extra channels of the first frame."""
+    """CogVideoX's image-to-video: the image is extra channels of the first frame."""
     from diffusers import CogVideoXImageToVideoPipeline
 
     torch.manual_seed(seed)
     pipe = CogVideoXImageToVideoPipeline(
         scheduler=_cogvideox_scheduler("CogVideoXDPMScheduler"), **_cogvideox_parts(8))
-    return ready(pipe), COGVIDEOX_CALL | {"image": video_picture()}
+    return ready(pipe), COGVIDEOX_CALL | {"image": video_image()}
 
 
 def cogvideox_video(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
@@ -76,7 +76,7 @@ def cogvideox_video(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
     pipe = CogVideoXVideoToVideoPipeline(
         scheduler=_cogvideox_scheduler("CogVideoXDDIMScheduler"), **_cogvideox_parts())
     call = {key: value for key, value in COGVIDEOX_CALL.items() if key != "num_frames"}
-    return ready(pipe), call | {"video": [video_picture(16 * i) for i in range(9)]}
+    return ready(pipe), call | {"video": [video_image(16 * i) for i in range(9)]}
 
 
 def mochi(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:

@@ -1,7 +1,7 @@
-"""Features of a picture that need no other model: what the frozen denoiser itself sees of it under its prompt.
+"""Features of an image that need no other model: what the frozen denoiser itself sees of it under its prompt.
 
-The picture's latent is noised to TIME with one noise for all pictures, and goes once through the denoiser. The states
-behind at most BLOCKS of its blocks, spread evenly, give their mean and deviation over the places of the picture.
+The image's latent is noised to TIME with one noise for all images, and goes once through the denoiser. The states
+behind at most BLOCKS of its blocks, spread evenly, give their mean and deviation over the places of the image.
 """
 
 from __future__ import annotations
@@ -98,19 +98,19 @@ class DenoiserHead(nn.Module):
         for name in ("mean", "scale", "weight"):
             self.register_buffer(name, torch.zeros(width, dtype=torch.double))
 
-    def prepare(self, pictures: Tensor) -> Tensor:
-        """Return pictures [B, 3, H, W] as they are."""
-        return pictures
+    def prepare(self, images: Tensor) -> Tensor:
+        """Return images [B, 3, H, W] as they are."""
+        return images
 
     @torch.no_grad()
     def rows(self, prepared: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
-        """Return features [B, F] of pictures and their prompts."""
+        """Return features [B, F] of images and their prompts."""
         from flowgrpo.policies.pipelines.image_latents import ImageEncoder
 
         policy = required(self.frozen[0])
         conditioning = policy.encode(list(prompts))
         encoder = ImageEncoder(policy, "reward")
-        return {"features": states(policy, encoder.of_pictures(prepared, conditioning), conditioning)}
+        return {"features": states(policy, encoder.of_images(prepared, conditioning), conditioning)}
 
     def forward(self, features: Tensor) -> Tensor:
         """Return scores [B, 1]."""

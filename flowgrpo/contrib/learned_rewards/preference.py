@@ -75,9 +75,9 @@ class Description:
 
 @dataclass(frozen=True)
 class Preference(LocalModel):
-    """Human or judge preference, learned from pairs of pictures by `flowgrpo reward train`.
+    """Human or judge preference, learned from pairs of images by `flowgrpo reward train`.
 
-    The sum over aspects of weight * (score - mean) / deviation. Mean and deviation are those of the held-out pictures,
+    The sum over aspects of weight * (score - mean) / deviation. Mean and deviation are those of the held-out images,
     so aspects and other rewards have similar scales. One unit is no fixed odds.
 
     folder: written by `train-reward`. aspect: only this one, with the weight 1.
@@ -117,7 +117,7 @@ class Preference(LocalModel):
         return ((self.scores(images, prompts).double() - mean) / deviation) @ weight
 
     def scores(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        """Return the network's raw scores [B, A]; their differences between pictures of a prompt are log-odds."""
+        """Return the network's raw scores [B, A]; their differences between images of a prompt are log-odds."""
         return self.batched(self._scores, images, prompts)
 
     def _scores(self, images: Tensor, prompts: list[str]) -> Tensor:

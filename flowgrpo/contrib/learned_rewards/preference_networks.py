@@ -1,8 +1,8 @@
-"""Networks of learned preference rewards: a picture and its prompt to a score per aspect.
+"""Networks of learned preference rewards: an image and its prompt to a score per aspect.
 
-Both have the same three parts. `prepare` converts pictures of any size [B, 3, H, W] in [0, 1] to the network's input.
+Both have the same three parts. `prepare` converts images of any size [B, 3, H, W] in [0, 1] to the network's input.
 `rows` maps these and their B prompts to the features that training does not change, tensors by name with B rows each,
-computed once per picture. `forward` of these rows gives the scores [B, A] of A aspects.
+computed once per image. `forward` of these rows gives the scores [B, A] of A aspects.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Film(nn.Module):
     """Small convolutional network whose blocks are scaled and shifted, per channel, by the prompt.
 
     This is FiLM (Perez et al. 2018, 1709.07871): patches of 4 by 4 pixels, convolutions down to an eighth of the side,
-    then residual blocks that also see their position. Picture and text encoder are trained together.
+    then residual blocks that also see their position. Image and text encoder are trained together.
 
-    text, tokenizer: a text encoder of transformers with its tokenizer. aspects: A. size: the pictures' side.
+    text, tokenizer: a text encoder of transformers with its tokenizer. aspects: A. size: the images' side.
     """
 
     def __init__(self, text: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, aspects: int, size: int) -> None:
@@ -55,18 +55,18 @@ class Film(nn.Module):
         return min(self.tokenizer.model_max_length, getattr(self.text.config, "max_position_embeddings", 256))
 
     def rows(self, prepared: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
-        """Return pictures uint8 [B, 3, S, S], ids and mask [B, L]."""
+        """Return images uint8 [B, 3, S, S], ids and mask [B, L]."""
         tokens = self.tokenizer(list(prompts), padding="max_length", truncation=True, max_length=self.longest,
                                 return_tensors="pt")
-        return {"pictures": (prepared * 255).round().to(torch.uint8), "ids": tokens.input_ids.to(prepared.device),
+        return {"images": (prepared * 255).round().to(torch.uint8), "ids": tokens.input_ids.to(prepared.device),
                 "mask": tokens.attention_mask.to(prepared.device)}
 
-    def forward(self, pictures: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
-        return self.judged(self.looked(pictures), ids, mask)
+    def forward(self, images: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
+        return self.judged(self.looked(images), ids, mask)
 
-    def looked(self, pictures: Tensor) -> Tensor:
-        """Return prompt-independent features of pictures [B, 3, S, S], [B, WIDTH, S / 8, S / 8]."""
-        return self.trunk(pictures.to(next(self.head.parameters()).dtype) / 127.5 - 1)
+    def looked(self, images: Tensor) -> Tensor:
+        """Return prompt-independent features of images [B, 3, S, S], [B, WIDTH, S / 8, S / 8]."""
+        return self.trunk(images.to(next(self.head.parameters()).dtype) / 127.5 - 1)
 
     def judged(self, seen: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
         """Return the scores [B, A] of `looked` features with the prompts' ids and mask [B, L]."""
@@ -102,7 +102,7 @@ class Modulated(nn.Module):
 
 
 class ClipHead(nn.Module):
-    """Head on the embeddings of a frozen CLIP model: picture, prompt, and their product, through one hidden layer.
+    """Head on the embeddings of a frozen CLIP model: image, prompt, and their product, through one hidden layer.
 
     clip: model and tokenizer of open_clip as in `ClipScore`, on their device. aspects: A.
     """
@@ -118,8 +118,8 @@ class ClipHead(nn.Module):
     @torch.no_grad()
     def rows(self, prepared: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
         """Return features [B, 3 W] of embeddings of width W."""
-        pictures = prepared.to(self.device, self.float_type)
-        text, seen = self._told(prompts), self.parts[0].encode_image(pictures, normalize=True)
+        images = prepared.to(self.device, self.float_type)
+        text, seen = self._told(prompts), self.parts[0].encode_image(images, normalize=True)
         scale = text.shape[-1] ** 0.5  # scales the numbers of a normalised embedding to around 1
         return {"features": torch.cat([seen * scale, text * scale, seen * text * scale**2], 1).float()}
 

@@ -1,6 +1,6 @@
 """Network of a preference reward of texts: a prompt and its completion to a score per aspect.
 
-It has the three parts of the networks of pictures (preference_networks.py), with texts in place of pictures.
+It has the three parts of the networks of images (preference_networks.py), with texts in place of images.
 """
 
 from __future__ import annotations

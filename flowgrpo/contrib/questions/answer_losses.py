@@ -62,10 +62,10 @@ def reader_of(policy: Any, length: int) -> Any:
 
 # --- questions -------------------------------------------------------------------------------------------------------
 
-def of_scene(picture: Tensor, dice: random.Random) -> tuple[str, str] | None:
-    """Return a balanced question about a picture [3,64,64] of the starter's world and its answer; None where a blob in
+def of_scene(image: Tensor, dice: random.Random) -> tuple[str, str] | None:
+    """Return a balanced question about an image [3,64,64] of the starter's world and its answer; None where a blob in
     it is no object, or it is empty."""
-    seen = things(read(picture))
+    seen = things(read(image))
     return balanced(seen, dice) if seen and all(each.shape and each.colour for each in seen) else None
 
 
@@ -85,11 +85,11 @@ def of_claims(prompt: Prompt, dice: random.Random) -> tuple[str, str]:
 
 
 def asked_of(part: SelfAnswers, prompts: Sequence[Prompt], pictures: Tensor, dice: random.Random) -> list[Asked]:
-    """Return the questions about pictures [B,3,H,W] of these prompts, as the model reads them."""
+    """Return the questions about images [B,3,H,W] of these prompts, as the model reads them."""
     found = []
-    for row, (prompt, picture) in enumerate(zip(prompts, pictures)):
+    for row, (prompt, image) in enumerate(zip(prompts, pictures)):
         for _ in range(part.questions):
-            pair = of_scene(picture, dice) if part.reader == "scene" else of_claims(prompt, dice)
+            pair = of_scene(image, dice) if part.reader == "scene" else of_claims(prompt, dice)
             if pair is not None:
                 read_as = conditioned(part.condition, Example(Prompt(pair[0]), ""))
                 found.append(Asked(row, read_as.text, pair[1]))
@@ -97,10 +97,10 @@ def asked_of(part: SelfAnswers, prompts: Sequence[Prompt], pictures: Tensor, dic
 
 
 def shown(pictures: Tensor) -> list[Any]:
-    """Return pictures [B,3,H,W] in [0, 1] as images that processors read."""
+    """Return images [B,3,H,W] in [0, 1] as images that processors read."""
     from PIL import Image
 
-    return [Image.fromarray(np.ascontiguousarray(picture)) for picture in
+    return [Image.fromarray(np.ascontiguousarray(image)) for image in
             pictures.mul(255).round().to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()]
 
 
@@ -124,7 +124,7 @@ def said(text: str) -> str:
 
 @torch.no_grad()
 def answered(reader: Any, asked: Sequence[Asked], pictures: Tensor) -> list[bool]:
-    """Return whether the likeliest answer to each question is right. pictures: [B,3,H,W]."""
+    """Return whether the likeliest answer to each question is right. images: [B,3,H,W]."""
     from flowgrpo.text.samplers.decoding import Decoding
 
     images, right = shown(pictures), []
@@ -166,8 +166,8 @@ class AnswerLosses(DataLosses):
             self.counted[1] += len(asked)
             rows = torch.tensor([each.row for each in asked])
             yield (weights[rows].to(losses) * losses).sum() / self.part.questions
-        if self.part.pictures:
-            yield self.part.pictures * self._of_pictures(examples, ids, weights)
+        if self.part.images:
+            yield self.part.images * self._of_images(examples, ids, weights)
 
     def _of_answers(self, asked: Sequence[Asked], images: Sequence[Any], seed: int) -> tuple[Tensor, Tensor]:
         """Return the loss of each of n questions [n], and how right its answers are [n]."""
@@ -186,7 +186,7 @@ class AnswerLosses(DataLosses):
         logp = self.reader.log_probs(read, of, drawn.ids, drawn.mask, Decoding()).logp.sum(1)
         return policy_gradient(logp.view(-1, count), right.view(-1, count).to(logp)), right.view(-1, count).mean(1)
 
-    def _of_pictures(self, examples: Sequence[Example], ids: Tensor, weights: Tensor) -> Tensor:
+    def _of_images(self, examples: Sequence[Example], ids: Tensor, weights: Tensor) -> Tensor:
         """Return the summed cross entropy of images, each the mean of its tokens'."""
         from flowgrpo.text.samplers.decoding import Decoding
 
@@ -271,7 +271,7 @@ class HeldOutAnswers(Extension):
 
     def _right(self, measured: Measured) -> tuple[list[Prompt], Tensor]:
         """Return the shown held-out images that the first reward finds right, [n,3,H,W], and their prompts."""
-        samples, pictures = self.trainer.config.eval.samples, measured.pictures
+        samples, pictures = self.trainer.config.eval.samples, measured.images
         of = [samples * place for place in evenly(len(measured.prompts) // samples, len(pictures))]
         first = next(iter(measured.scores.values()))
         right = [place for place, row in enumerate(of) if first[row] >= self.part.source.right]

@@ -18,9 +18,9 @@ LONGEST = 35  # tokens of a question
 
 @dataclass(frozen=True)
 class BlipVqa(LocalModel):
-    """Probability of "yes" against "no" as the answer to a question about a picture.
+    """Probability of "yes" against "no" as the answer to a question about an image.
 
-    model, revision: a BLIP of transformers for questions, a folder or hub id. size: pixels of a side, to which pictures
+    model, revision: a BLIP of transformers for questions, a folder or hub id. size: pixels of a side, to which images
     are squeezed; positions are interpolated.
     parts: model and tokenizer, ready-made. dtype (fp32), device and batch_size (16 questions): as in `LocalModel`.
     Raises UserError if the weights are unavailable.
@@ -40,7 +40,7 @@ class BlipVqa(LocalModel):
                 pretrained("t2i_compbench", AutoTokenizer, self.model, self.revision, "model", "vqa"))
 
     def __call__(self, images: Tensor, questions: Sequence[str]) -> Tensor:
-        """Return the probability for each picture [B, 3, H, W] in [0, 1] and its question: [B] on the CPU."""
+        """Return the probability for each image [B, 3, H, W] in [0, 1] and its question: [B] on the CPU."""
         return self.batched(self._probabilities, images, questions)
 
     def _probabilities(self, images: Tensor, questions: list[str]) -> Tensor:

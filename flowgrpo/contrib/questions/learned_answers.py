@@ -45,7 +45,7 @@ class ByFolder:
         object.__setattr__(self, "model", Preference(self.folder, **self.arguments))
 
     def right(self, images: Tensor, questions: Sequence[tuple[int, Question]]) -> list[float]:
-        """Score n questions. images: [B, 3, H, W] in [0, 1]. questions: n pairs of a picture's row and its question."""
+        """Score n questions. images: [B, 3, H, W] in [0, 1]. questions: n pairs of an image's row and its question."""
         return [self._worth(p, question.choices.index(question.answer))
                 for (_, question), p in zip(questions, self.probabilities(images, questions), strict=True)]
 

@@ -15,7 +15,7 @@ from flowgrpo.rewards.local_model import LocalModel
 
 @dataclass(frozen=True)
 class Owl(LocalModel):
-    """Open-vocabulary detector: boxes of the objects whose names are given with each picture.
+    """Open-vocabulary detector: boxes of the objects whose names are given with each image.
 
     model, revision: an OWLv2 of transformers, a folder or hub id. least: minimum score of a returned detection.
     parts: model and processor, ready-made. dtype (fp32), device and batch_size (8): as in `LocalModel`.
@@ -35,7 +35,7 @@ class Owl(LocalModel):
 
     @torch.no_grad()
     def __call__(self, images: Tensor, names: Sequence[Sequence[str]]) -> list[list[Detection]]:
-        """Return the detections in pictures [B, 3, H, W] in [0, 1] of each one's own names, highest score first."""
+        """Return the detections in images [B, 3, H, W] in [0, 1] of each one's own names, highest score first."""
         listed = [list(dict.fromkeys(some)) for some in names]
         detections: list[list[Detection]] = [[] for _ in listed]
         for count in {len(some) for some in listed} - {0}:  # of equal number: padded names would be detected too
@@ -47,7 +47,7 @@ class Owl(LocalModel):
         return detections
 
     def _detections(self, images: Tensor, names: list[list[str]]) -> list[list[Detection]]:
-        """Return the detections of pictures with equally many names."""
+        """Return the detections of images with equally many names."""
         model, processor = self.models
         pictures = (images.float() * 255).round().clamp(0, 255).to(torch.uint8).cpu()
         inputs = processor(text=[[f"a photo of a {name}" for name in some] for some in names], images=list(pictures),

@@ -1,4 +1,4 @@
-"""Reward by questions: a model answers questions about a picture, made from its prompt. The idea is UniRL's
+"""Reward by questions: a model answers questions about an image, made from its prompt. The idea is UniRL's
 (2505.23380).
 
 Here another model answers and is not trained: InstructBLIP, as in `vqascore`, one behind a judge's endpoint, or a
@@ -30,7 +30,7 @@ from flowgrpo.rewards.vqa_score import VqaScore
 
 BY, SCORES = ("vqa", "judge"), ("share", "probability", "logit")
 LEAST = 1e-6  # of a probability whose logit is taken
-TokenizedPrompts = list[tuple[int, Question]]  # the row of a picture, and a question about it
+TokenizedPrompts = list[tuple[int, Question]]  # the row of an image, and a question about it
 
 
 class Answering(VqaScore):
@@ -48,13 +48,13 @@ class QuestionAnswers:
     score: "share", of questions whose right answer is chosen; or, which a judge does not give, "probability", the mean
     probability p of the right answers, or "logit", the mean of log p - log(1 - p), without bounds: of a network for
     yes and no the difference of their scores.
-    principles: questions about every picture whose right answer is yes, in place of a prompt's own (RLBFF, 2509.21319).
+    principles: questions about every image whose right answer is yes, in place of a prompt's own (RLBFF, 2509.21319).
     key: metadata key of a prompt's own questions, {"question", "answer", "choices"}. Others are made from GenEval's
     metadata, from prompts of the starter's world, or by `writer`.
     writer: arguments of a language model's endpoint; its questions are cached in `file`.
     dtype, device, batch_size: as in `LocalModel`; None: bf16 and 8 of "vqa", fp32 and 64 of a folder. Not with a judge.
 
-    A picture without any answer is Failed.
+    An image without any answer is Failed.
     Raises UserError for a prompt that yields no question.
     """
 
@@ -138,7 +138,7 @@ class ByVqa:
     score: str
 
     def right(self, images: Tensor, questions: TokenizedPrompts) -> list[float]:
-        """Score n questions, each about the picture of its row."""
+        """Score n questions, each about the image of its row."""
         expected = self._probabilities(images, [(row, question, question.answer) for row, question in questions])
         if self.score != "share":
             return expected.tolist() if self.score == "probability" else expected.logit(LEAST).tolist()
@@ -150,7 +150,7 @@ class ByVqa:
         return (expected > likeliest).float().tolist()
 
     def _probabilities(self, images: Tensor, rows: list[tuple[int, Question, str]]) -> Tensor:
-        """Return the probability of each (picture's row, question, answer): [n]."""
+        """Return the probability of each (image's row, question, answer): [n]."""
         probabilities = torch.empty(len(rows))
         for answer in dict.fromkeys(answer for _, _, answer in rows):
             at = [i for i, row in enumerate(rows) if row[2] == answer]
@@ -171,7 +171,7 @@ class ByJudge(Asking):
             raise UserError("a judge's template names no {question}, expected it where the question belongs")
 
     def right(self, images: Tensor, questions: TokenizedPrompts) -> list[float | Failed]:
-        """Score n questions, each about the picture of its row."""
+        """Score n questions, each about the image of its row."""
         def question(i: int) -> list[dict[str, Any]]:
             row, entry = questions[i]
             text = filled(self._question, question=entry.question, choices=", ".join(entry.choices))

@@ -1,4 +1,4 @@
-"""Questions that test whether a picture shows its prompt, each with its answer, made by templates or by a model.
+"""Questions that test whether an image shows its prompt, each with its answer, made by templates or by a model.
 
 Templates read GenEval's metadata and prompts of the starter's world: objects, counts, colours and positions. For other
 prompts, a language model behind a judge's endpoint writes questions, once per prompt.
@@ -125,7 +125,7 @@ def _of_clause(clause: dict[str, Any], include: Sequence[dict[str, Any]],
 
 
 def of_claims(claims: Claims) -> list[Question]:
-    """Return the questions of a prompt of the starter's world, where a picture may show only what its prompt says.
+    """Return the questions of a prompt of the starter's world, where an image may show only what its prompt says.
     All things are counted. Every claimed shape, a single one too, and every other shape is asked for. Asking whether a
     ring is there would get the same answer for one and for three."""
     include: list[dict[str, Any]] = [{"class": claim.shape, "count": claim.count, "color": claim.colour}

@@ -1,7 +1,7 @@
-"""Every question about a picture of the starter's world, and its right answer for the objects that are there.
+"""Every question about an image of the starter's world, and its right answer for the objects that are there.
 
 The questions are those of `flowgrpo.contrib.questions.questions`, of any claims, and besides "Is there a red ring in
-the picture?" and "Is the ring above the cross?". A question that supposes what is not so, such as for the colour of a
+the image?" and "Is the ring above the cross?". A question that supposes what is not so, such as for the colour of a
 star where there is none, or are two of different colours, has no right answer.
 """
 
@@ -26,7 +26,7 @@ COUNTED = NUMBERS[:7]  # up to two more than a prompt asks for
 
 @dataclass(frozen=True)
 class Thing:
-    """Object in a picture; its centre is (x, y) in pixels, y down. shape: None for a blob that is none of the six;
+    """Object in an image; its centre is (x, y) in pixels, y down. shape: None for a blob that is none of the six;
     colour: None for none of the palette."""
 
     shape: str | None
@@ -38,7 +38,7 @@ Things = Sequence[Thing]
 
 
 def things(reading: Reading) -> list[Thing]:
-    """All that is in a picture."""
+    """All that is in an image."""
     return [Thing(each.shape, each.colour, each.centre) for each in reading.objects]
 
 
@@ -67,7 +67,7 @@ CHOICES = {"exists": ("yes", "no"), "total": COUNTED, "count": COUNTED, "colour"
 
 
 def read_question(text: str) -> tuple[str, Callable[[Things], str | None]]:
-    """Its kind, and what tells the right answer of the objects of a picture, None for none. ValueError for a question
+    """Its kind, and what tells the right answer of the objects of an image, None for none. ValueError for a question
     of another form."""
     for kind, form in _FORMS.items():
         if match := re.fullmatch(form, text):
@@ -125,8 +125,8 @@ def by_kind() -> dict[str, list[tuple[str, Answer]]]:
 
 
 def balanced(seen: Things, dice: random.Random) -> tuple[str, str]:
-    """Question about a picture, and its right answer: kinds are equally likely, then the answers that occur, then the
-    questions with that answer. So neither a kind nor its usual answer tells much without the picture."""
+    """Question about an image, and its right answer: kinds are equally likely, then the answers that occur, then the
+    questions with that answer. So neither a kind nor its usual answer tells much without the image."""
     kinds = by_kind()
     while True:
         of: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""Reward by the trained model's own answers: the weights that drew a picture answer its prompt's questions.
+"""Reward by the trained model's own answers: the weights that drew an image answer its prompt's questions.
 
     text: {generates: image}
     reward: {scene: 1.0, self_answers: 0.5}
@@ -25,7 +25,7 @@ from flowgrpo.rewards.failures import Failed
 class SelfAnswers:
     """Share of the prompt's questions that the trained model itself answers as the prompt says (UniRL, 2505.23380).
 
-    The likeliest answer counts. Alone it is no measure: it can rise while the pictures get worse.
+    The likeliest answer counts. Alone it is no measure: it can rise while the images get worse.
     key: metadata key of a prompt's own questions, as in `question_answers`.
     condition: the question as the model reads it, with {prompt} for it; as in parts.data SelfAnswers.
     length: most tokens of an answer.

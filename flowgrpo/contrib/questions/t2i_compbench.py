@@ -58,7 +58,7 @@ class T2ICompBench:
     threshold: minimum score of a detection. spacy: the model that finds noun phrases, where metadata bring none.
     vqa, clip: arguments of `BlipVqa` and of `ClipScore`. With a dimension, only its models are loaded.
     dtype, device, batch_size: as in `LocalModel`, of all models in this process; `vqa` and `clip` override them. By
-    default fp32; 16 questions for BLIP-VQA, 8 pictures for OWLv2, 32 for CLIP.
+    default fp32; 16 questions for BLIP-VQA, 8 images for OWLv2, 32 for CLIP.
     Raises UserError for another dimension, and for models and packages that are missing.
     """
 
@@ -144,7 +144,7 @@ class T2ICompBench:
         return self._models["clip"](images, texts).tolist()
 
     def _seen(self, images: Tensor, names: Sequence[Sequence[str]]) -> list[list[Detection]]:
-        """Return the detections above the threshold in each picture, highest score first."""
+        """Return the detections above the threshold in each image, highest score first."""
         detect = self._models["detector"]
         seen = detect(images, [self._named(some) for some in names]) if isinstance(detect, Owl) else detect(images)
         kept = [[one for one in (Detection(*each) for each in some) if one.score > self.threshold] for some in seen]
@@ -182,7 +182,7 @@ def _parts(dimension: str | None, prompt: str, metadata: dict[str, Any]) -> tupl
 
 def in_place(seen: Sequence[Detection], one: str, other: str, words: str, side: int) -> float:
     """Return the score of two objects and their relation: a quarter of each one's detection score and half of the
-    relation's credit; 0 if that is below a half. side: the longer one of the picture, in pixels."""
+    relation's credit; 0 if that is below a half. side: the longer one of the image, in pixels."""
     first, second = (next((each for each in seen if each.label == name), None) for name in (one, other))
     score = sum(0.25 * each.score for each in (first, second) if each is not None)
     if first is not None and second is not None:

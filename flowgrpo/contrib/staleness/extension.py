@@ -375,10 +375,10 @@ def decoupled(part: Part, replayed: Iterator[tuple[int, slice, Scored]], log_rat
 
 
 def _of_outputs(outputs: Sequence[Outputs | None]) -> tuple[Tensors, list[Any]]:
-    """Return the outputs of a part per granularity: pictures as tensors, texts with their numbers of tokens."""
-    pictures = {f"output.{place}": output.cpu().clone() for place, output in enumerate(outputs)
+    """Return the outputs of a part per granularity: images as tensors, texts with their numbers of tokens."""
+    images = {f"output.{place}": output.cpu().clone() for place, output in enumerate(outputs)
                 if isinstance(output, torch.Tensor)}
-    return pictures, [[[str(text), getattr(text, "tokens", 0)] for text in output] if isinstance(output, list) else None
+    return images, [[[str(text), getattr(text, "tokens", 0)] for text in output] if isinstance(output, list) else None
                       for output in outputs]
 
 

@@ -42,7 +42,7 @@ from flowgrpo.types import required
 
 SHOWN = 4  # pictures of a question
 CHECK_SEED = 40_000  # of the noises of checks, apart from those of training and evaluation
-PICTURES, FEATURES, VOTES = "pictures", "features", "votes.jsonl"  # in the run's folder
+IMAGES, FEATURES, VOTES = "pictures", "features", "votes.jsonl"  # in the run's folder
 
 
 class Person(Protocol):
@@ -198,9 +198,9 @@ class VotedEpochs(Extension):
             drawn.parts.append(part)
             with run.clock("features"), policy.reference():
                 features.append(states(policy, part.finals[0], encoded.rows(part.prompts)))
-            for pictures in cast(Tensor, outputs[0]).split(group):
-                for file, picture in zip(self._files(batch, "q", place, min(SHOWN, group)), pictures):
-                    _write(file, picture)
+            for images in cast(Tensor, outputs[0]).split(group):
+                for file, image in zip(self._files(batch, "q", place, min(SHOWN, group)), images):
+                    _write(file, image)
                 place += 1
         drawn.features = torch.cat(features).unflatten(0, (-1, group))
         atomic.make_folder(self.folder / FEATURES)
@@ -221,24 +221,24 @@ class VotedEpochs(Extension):
         encoded = cast(Any, run.rollouts.conditioning(prompts))
         before = policy.evaluations
 
-        def pictures() -> Tensor:
+        def images() -> Tensor:
             rows = torch.arange(count).split(run.geometry.micro_batch)
             return torch.cat([policy.generate(encoded.rows(at), policy.generators([seeds[row] for row in at]),
                                               settings.steps, settings.guidance) for at in rows])
 
         with run.clock("checks"):
             with policy.weights.swapped(run.optimization.evaluated_weights()):
-                now = pictures()
+                now = images()
             with policy.reference():
-                base = pictures()
+                base = images()
         policy.evaluations = before
         for place in range(count):
-            for file, picture in zip(self._files(batch, "c", place, 2), (base[place], now[place])):
-                _write(file, picture)
+            for file, image in zip(self._files(batch, "c", place, 2), (base[place], now[place])):
+                _write(file, image)
         return [prompt.text for prompt in prompts]
 
     def _files(self, batch: int, kind: str, place: int, count: int) -> tuple[Path, ...]:
-        return tuple(self.folder / PICTURES / f"{batch:04d}-{kind}{place:02d}-{shown}.png" for shown in range(count))
+        return tuple(self.folder / IMAGES / f"{batch:04d}-{kind}{place:02d}-{shown}.png" for shown in range(count))
 
     def _questions(self, drawn: Drawn) -> list[Question]:
         """Return a batch's checks, and then its questions."""
@@ -314,10 +314,10 @@ class VotedEpochs(Extension):
             self.queue.append(drawn)
 
 
-def _write(file: Path, picture: Tensor) -> None:
+def _write(file: Path, image: Tensor) -> None:
     """Write a picture [3, H, W] as a PNG, without waiting for the disk: a run that lost it draws it again."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    as_image(picture).save(file, format="PNG", compress_level=1)
+    as_image(image).save(file, format="PNG", compress_level=1)
 
 
 Taste.brings = VotedEpochs

@@ -28,10 +28,10 @@ def captions(functions: dict[str, Any], samples: torch.Tensor | Sequence[str], p
     per second of clips."""
     texts, metadata = [p.text for p in prompts], [p.metadata for p in prompts]
     columns = [torch.empty(len(texts), 0)]
-    pictures = cast("torch.Tensor | None", base)  # a reward that reads the base is one of pictures
+    images = cast("torch.Tensor | None", base)  # a reward that reads the base is one of images
     for name, function in functions.items():
         try:
-            columns.append(promptly(partial(rewards.score, {name: function}, samples, texts, metadata, base=pictures,
+            columns.append(promptly(partial(rewards.score, {name: function}, samples, texts, metadata, base=images,
                                             fps=fps)))
         except UserError as error:
             print(f"left out: {error}", file=sys.stderr)
@@ -41,7 +41,7 @@ def captions(functions: dict[str, Any], samples: torch.Tensor | Sequence[str], p
 
 def draw_pairs(path: Path, base: Measured, after: Measured, names: tuple[str, str] = ("before", "after"),
                facts: Mapping[str, str] | None = None) -> None:
-    """Write the grid page: base and tuned pictures of the same prompts and seeds, with their scores, and the means of
+    """Write the grid page: base and tuned images of the same prompts and seeds, with their scores, and the means of
     all measured prompts. facts: text chunks of the PNG."""
     pairs = [replace(old, images=[*old.images, *new.images], scores=[*old.scores, *new.scores])
              for old, new in zip(rows(base), rows(after))]
@@ -65,21 +65,21 @@ def arrays(measured: Measured) -> dict[str, np.ndarray]:
 
 
 def rows(measured: Measured) -> list[Row]:
-    """Return a row of one column for each kept picture."""
+    """Return a row of one column for each kept image."""
     count = len({id(prompt) for prompt in measured.prompts})
     if not count:
         return []
-    samples, places = len(measured.prompts) // count, evenly(count, len(measured.pictures))
-    return [Row(prompt.text, [picture], [{name: values[i * samples] for name, values in measured.scores.items()}],
-                sources.of(prompt, frames_of(picture)))
-            for i, prompt, picture in zip(places, shown_prompts(measured), measured.pictures)]
+    samples, places = len(measured.prompts) // count, evenly(count, len(measured.images))
+    return [Row(prompt.text, [image], [{name: values[i * samples] for name, values in measured.scores.items()}],
+                sources.of(prompt, frames_of(image)))
+            for i, prompt, image in zip(places, shown_prompts(measured), measured.images)]
 
 
-def frames_of(picture: torch.Tensor | str) -> int | None:
+def frames_of(image: torch.Tensor | str) -> int | None:
     """Return the number of frames of a clip [F, 3, H, W]; None for others."""
-    return len(picture) if not isinstance(picture, str) and picture.ndim == 4 else None
+    return len(image) if not isinstance(image, str) and image.ndim == 4 else None
 
 
 def shown_prompts(measured: Measured) -> list[Prompt]:
-    """Return the prompt of each kept picture."""
-    return spread(list({id(prompt): prompt for prompt in measured.prompts}.values()), len(measured.pictures))
+    """Return the prompt of each kept image."""
+    return spread(list({id(prompt): prompt for prompt in measured.prompts}.values()), len(measured.images))

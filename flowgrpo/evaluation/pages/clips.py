@@ -1,4 +1,4 @@
-"""Clips on disk: an animated WebP and an mp4 for viewing, and a tall picture for reading back. H.264 is encoded by
+"""Clips on disk: an animated WebP and an mp4 for viewing, and a tall image for reading back. H.264 is encoded by
 ffmpeg: that of imageio-ffmpeg (extra `mp4`), or one on the PATH.
 """
 
@@ -49,9 +49,9 @@ def require(what: str) -> None:
 
 
 def encode(frames: Sequence[Image.Image], seconds: float, comment: str = "") -> bytes | None:
-    """Return RGB pictures of one size as an mp4; None, with a line printed once, if it cannot be encoded.
+    """Return RGB images of one size as an mp4; None, with a line printed once, if it cannot be encoded.
 
-    H.264 halves the resolution of colours: small pictures are enlarged by a whole factor, to at most SMALL pixels, and
+    H.264 halves the resolution of colours: small images are enlarged by a whole factor, to at most SMALL pixels, and
     odd sizes grow by a repeated pixel.
     seconds: of the clip. comment: metadata.
     """
@@ -91,9 +91,9 @@ def _warn(line: str) -> None:
     tqdm.write(line, file=sys.stderr)
 
 
-def as_image(picture: torch.Tensor) -> Image.Image:
-    """Convert a picture [3, H, W] in [0, 1] to PIL, clamped."""
-    pixels = (picture.detach().float().cpu().clamp(0, 1) * 255).round().byte().permute(1, 2, 0)
+def as_image(image: torch.Tensor) -> Image.Image:
+    """Convert an image [3, H, W] in [0, 1] to PIL, clamped."""
+    pixels = (image.detach().float().cpu().clamp(0, 1) * 255).round().byte().permute(1, 2, 0)
     return Image.fromarray(pixels.numpy())
 
 
@@ -110,7 +110,7 @@ def durations(seconds: float, frames: int, unit: int = 1) -> list[int]:
 
 
 def animate(path: str | Path, frames: Sequence[Image.Image], seconds: float, facts: str | None = None) -> Path:
-    """Write pictures of one size as a lossless animated WebP that loops forever, and beside it as an mp4 of the same
+    """Write images of one size as a lossless animated WebP that loops forever, and beside it as an mp4 of the same
     name if there is an encoder. facts: the WebP's EXIF user comment, and the comment of the mp4."""
     path = Path(path)
     with atomic.replacing(path) as file:
@@ -146,21 +146,21 @@ def save_clip(path: str | Path, clip: torch.Tensor, facts: str | None = None, fp
 
 
 def moving(images: Sequence[torch.Tensor | str]) -> list[float]:
-    """Return the moments, in [0, 1], at which a page of pictures, clips and texts is drawn; empty without clips."""
+    """Return the moments, in [0, 1], at which a page of images, clips and texts is drawn; empty without clips."""
     count = min(max((len(image) for image in images if getattr(image, "ndim", 0) == 4), default=0), MOMENTS)
     return [i / max(count - 1, 1) for i in range(count)]
 
 
 def still(image: torch.Tensor, moment: float) -> torch.Tensor:
-    """Return the frame [3, H, W] of a picture or a clip at a moment in [0, 1]."""
+    """Return the frame [3, H, W] of an image or a clip at a moment in [0, 1]."""
     return image if image.ndim == 3 else image[round(moment * (len(image) - 1))]
 
 
 def tall(image: torch.Tensor) -> torch.Tensor:
-    """Stack a clip's frames [F, 3, H, W] vertically, [3, F * H, W]; a picture is unchanged."""
+    """Stack a clip's frames [F, 3, H, W] vertically, [3, F * H, W]; an image is unchanged."""
     return image if image.ndim == 3 else image.transpose(0, 1).flatten(1, 2)
 
 
 def untall(image: torch.Tensor, frames: int | None) -> torch.Tensor:
-    """Invert `tall`: return the picture (frames: None) or the clip."""
+    """Invert `tall`: return the image (frames: None) or the clip."""
     return image if frames is None else image.unflatten(1, (frames, -1)).transpose(0, 1)

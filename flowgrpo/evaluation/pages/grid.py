@@ -1,4 +1,4 @@
-"""Pages of pictures: before and after side by side with their scores, or a plain contact sheet. Their font is DejaVu
+"""Pages of images: before and after side by side with their scores, or a plain contact sheet. Their font is DejaVu
 Sans, which comes with matplotlib; installed fonts have the letters that it lacks.
 """
 
@@ -90,7 +90,7 @@ def _holder(letter: str) -> str:
     fallback = next((path for path in _installed() if _has(path, letter)), None)
     if fallback is None:
         if not _lacking:
-            print(f"no font of this machine has the letter {letter!r}: what is lacking is a box on pages of pictures; "
+            print(f"no font of this machine has the letter {letter!r}: what is lacking is a box on pages of images; "
                   "install a font that has it, such as Noto Sans CJK", file=sys.stderr)
         _lacking.add(letter)
     return fallback or _own()
@@ -115,11 +115,11 @@ def _has(path: str, letter: str) -> bool:
         return False
 
 
-SMALLEST, LARGEST = 160, 256  # longer side of a picture on the page, in pixels
+SMALLEST, LARGEST = 160, 256  # longer side of an image on the page, in pixels
 SEVERAL = 127  # longer side of one of several sources
 FRAME_SMALLEST, FRAME_LARGEST, FRAMES, BETWEEN_FRAMES = 80, 160, 5, 2  # of a clip's frames, side by side
 LINES = 14  # of a text
-MARGIN, BETWEEN_CARDS, BETWEEN_PICTURES = 28, 36, 14
+MARGIN, BETWEEN_CARDS, BETWEEN_IMAGES = 28, 36, 14
 BESIDE, REPEATED = 2, 6  # a page with more columns is a table, one card wide; their names repeat after so many cards
 ASPECT = 1.5  # target width over height of a page of whole cards
 PAPER, INK, FAINT, FRAME, WRITTEN = "#ffffff", "#1f2328", "#6b7280", "#d5d8dd", "#f4f5f7"
@@ -129,9 +129,9 @@ HEADING, CAPTION, SCORE = Font(16), Font(13), Font(12)
 
 @dataclass(frozen=True)
 class Row:
-    """One prompt: one picture ([3, H, W] in [0, 1]), clip ([F, 3, H, W]) or text per column, with its scores.
+    """One prompt: one image ([3, H, W] in [0, 1]), clip ([F, 3, H, W]) or text per column, with its scores.
 
-    sources: pictures that the prompt brings, which stand left of the columns.
+    sources: images that the prompt brings, which stand left of the columns.
     """
 
     caption: str
@@ -154,10 +154,10 @@ class Summary:
 
 def draw_grid(path: str | Path, columns: Sequence[str], rows: Sequence[Row], summary: Summary | None = None,
               facts: Mapping[str, str] | None = None, fps: float | None = None) -> Path:
-    """Write a PNG with a card per row, several cards side by side, and the columns' names above the pictures. With
+    """Write a PNG with a card per row, several cards side by side, and the columns' names above the images. With
     clips, also write an animated WebP and an mp4 of the same name. The sources of prompts stand left of the columns.
 
-    A score is green with a triangle up if above that of the row's first picture, red with one down if below; NaN is
+    A score is green with a triangle up if above that of the row's first image, red with one down if below; NaN is
     printed as n/a. summary: printed at the end. facts: text chunks of the PNG. fps: frames per second of clips.
     """
     assert rows and all(len(row.images) == len(row.scores) == len(columns) for row in rows)
@@ -194,13 +194,13 @@ def shown(value: float, digits: int) -> str:
 
 
 def _drawn(columns: Sequence[str], rows: Sequence[Row], summary: Summary | None) -> Image.Image:
-    pictures = [[_tile(image) for image in row.images] for row in rows]
-    cell = tuple(max(picture.size[axis] for line in pictures for picture in line) for axis in (0, 1))
+    images = [[_tile(image) for image in row.images] for row in rows]
+    cell = tuple(max(picture.size[axis] for line in images for picture in line) for axis in (0, 1))
     beside = [_beside(row.sources) if row.sources else None for row in rows]
-    lead = max((tile.width + BETWEEN_PICTURES for tile in beside if tile), default=0)
+    lead = max((tile.width + BETWEEN_IMAGES for tile in beside if tile), default=0)
     tallest = max([cell[1], *(tile.height for tile in beside if tile)])
     cell, digits = (max(cell[0], SMALLEST), tallest), digits_of(rows)
-    cards = [_card(row, line, cell, digits, tile, lead) for row, line, tile in zip(rows, pictures, beside)]
+    cards = [_card(row, line, cell, digits, tile, lead) for row, line, tile in zip(rows, images, beside)]
     end = _summary(summary, columns, cell[0], cards[0].width, digits, lead) if summary else None
     return _page(cards, columns if any(columns) else (), cell, end, lead)
 
@@ -211,7 +211,7 @@ def _still(image: torch.Tensor | str, moment: float) -> torch.Tensor:
 
 
 def contact(path: str | Path, images: Sequence[torch.Tensor], captions: Sequence[str]) -> Path:
-    """Write a PNG of pictures ([3, H, W] in [0, 1]) or clips ([F, 3, H, W]), each above its caption."""
+    """Write a PNG of images ([3, H, W] in [0, 1]) or clips ([F, 3, H, W]), each above its caption."""
     assert len(images) == len(captions)
     return draw_grid(path, [""], [Row(caption, [image], [{}]) for image, caption in zip(images, captions)])
 
@@ -219,11 +219,11 @@ def contact(path: str | Path, images: Sequence[torch.Tensor], captions: Sequence
 def _tile(image: torch.Tensor | str) -> Image.Image:
     if isinstance(image, str):
         return _written(image)
-    return _picture(image) if image.ndim == 3 else _strip(image)
+    return _image(image) if image.ndim == 3 else _strip(image)
 
 
 def _written(text: str) -> Image.Image:
-    """Draw the first LINES lines of a text as a picture."""
+    """Draw the first LINES lines of a text as an image."""
     paragraphs = text.splitlines() or [""]
     lines = [line for paragraph in paragraphs for line in _wrap(paragraph, CAPTION, LARGEST - 16, LINES)][:LINES]
     page = Image.new("RGB", (LARGEST, 16 + len(lines) * CAPTION.height), WRITTEN)
@@ -232,8 +232,8 @@ def _written(text: str) -> Image.Image:
     return page
 
 
-def _picture(image: torch.Tensor, smallest: int = SMALLEST, largest: int = LARGEST) -> Image.Image:
-    """Convert a tensor to a picture whose longer side is `smallest` to `largest` pixels."""
+def _image(image: torch.Tensor, smallest: int = SMALLEST, largest: int = LARGEST) -> Image.Image:
+    """Convert a tensor to an image whose longer side is `smallest` to `largest` pixels."""
     picture = as_image(image)
     side = max(picture.size)
     if side < smallest:
@@ -248,7 +248,7 @@ def _picture(image: torch.Tensor, smallest: int = SMALLEST, largest: int = LARGE
 def _strip(clip: torch.Tensor) -> Image.Image:
     """Place at most FRAMES frames of a clip side by side: the first, the last, and evenly spaced ones between."""
     count = min(FRAMES, len(clip))
-    frames = [_picture(clip[round(i * (len(clip) - 1) / max(count - 1, 1))], FRAME_SMALLEST, FRAME_LARGEST)
+    frames = [_image(clip[round(i * (len(clip) - 1) / max(count - 1, 1))], FRAME_SMALLEST, FRAME_LARGEST)
               for i in range(count)]
     width, height = frames[0].size
     strip = Image.new("RGB", (count * (width + BETWEEN_FRAMES) - BETWEEN_FRAMES, height), FRAME)
@@ -258,7 +258,7 @@ def _strip(clip: torch.Tensor) -> Image.Image:
 
 
 def _beside(sources: Sequence[Source]) -> Image.Image:
-    """Return the sources of a prompt as one picture: several are smaller, two in a line, each above its name."""
+    """Return the sources of a prompt as one image: several are smaller, two in a line, each above its name."""
     tiles = [_tile(picture) for _, picture in sources]
     if len(tiles) == 1:
         return tiles[0]
@@ -277,10 +277,10 @@ def _beside(sources: Sequence[Source]) -> Image.Image:
     return page
 
 
-def _card(row: Row, pictures: Sequence[Image.Image], cell: tuple[int, int], digits: Mapping[str, int],
+def _card(row: Row, images: Sequence[Image.Image], cell: tuple[int, int], digits: Mapping[str, int],
           beside: Image.Image | None = None, lead: int = 0) -> Image.Image:
     """Return the card of a row. beside: its sources; lead: the width in which they stand."""
-    width = lead + len(pictures) * (cell[0] + BETWEEN_PICTURES) - BETWEEN_PICTURES
+    width = lead + len(images) * (cell[0] + BETWEEN_IMAGES) - BETWEEN_IMAGES
     caption = _wrap(row.caption, CAPTION, width)
     told, lines = len(caption) * CAPTION.height, max(len(scores) for scores in row.scores)
     above = told + 6 if any(isinstance(image, str) for image in row.images) else 0
@@ -290,8 +290,8 @@ def _card(row: Row, pictures: Sequence[Image.Image], cell: tuple[int, int], digi
     pen = ImageDraw.Draw(card)
     if beside is not None:
         card.paste(beside, (0, above + (0 if above else (cell[1] - beside.height) // 2)))
-    for column, (picture, scores) in enumerate(zip(pictures, row.scores)):
-        left = lead + column * (cell[0] + BETWEEN_PICTURES)
+    for column, (picture, scores) in enumerate(zip(images, row.scores)):
+        left = lead + column * (cell[0] + BETWEEN_IMAGES)
         corner = left + (cell[0] - picture.width) // 2, above + (0 if above else (cell[1] - picture.height) // 2)
         card.paste(picture, corner)
         pen.rectangle((*corner, corner[0] + picture.width - 1, corner[1] + picture.height - 1), outline=FRAME)
@@ -326,7 +326,7 @@ def _summary(summary: Summary, columns: Sequence[str], width: int, total: int, d
     CAPTION.draw(pen, (0, 8), _shorten(summary.label, CAPTION, total), INK)
     _headings(pen, (lead, 8 + CAPTION.height), columns, width)
     for column, means in enumerate(summary.columns):
-        left = lead + column * (width + BETWEEN_PICTURES)
+        left = lead + column * (width + BETWEEN_IMAGES)
         for place, (name, of) in enumerate(means.items()):
             first, at = summary.columns[0][name].mean, top + place * line
             _score(pen, (left, at), width, name, of.mean, first, digits[name])
@@ -374,7 +374,7 @@ def _misfit(cards: Sequence[Image.Image], across: int) -> float:
 def _headings(pen: ImageDraw.ImageDraw, at: tuple[int, int], columns: Sequence[str], width: int) -> None:
     for column, name in enumerate(columns):
         heading = _shorten(name, HEADING, width)
-        HEADING.draw(pen, (at[0] + column * (width + BETWEEN_PICTURES), at[1]), heading, INK)
+        HEADING.draw(pen, (at[0] + column * (width + BETWEEN_IMAGES), at[1]), heading, INK)
 
 
 def _wrap(text: str, font: Font, width: int, most: int = 4) -> list[str]:

@@ -1,4 +1,4 @@
-"""Pictures that prompts bring beside their text, for pages that show the source left of before and after."""
+"""Images that prompts bring beside their text, for pages that show the source left of before and after."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from PIL import Image
 
+from flowgrpo.data.images import Clip, frame_count, read_image
 from flowgrpo.data.inputs import Inputs
-from flowgrpo.data.pictures import Clip, frame_count, read_picture
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.storage import atomic
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 NAMES = {"image": "source", "images": "source", "mask_image": "mask", "last_image": "last frame",
          "video": "source", "control_image": "control", "ip_adapter_image": "IP-Adapter"}
 FOLDER = "source"  # of a run or a page, with the files that `save` writes
-SHOWN, KEPT = 512, 2048  # maximum longer side of a picture on a page, and on disk
+SHOWN, KEPT = 512, 2048  # maximum longer side of an image on a page, and on disk
 
 
 class Source(NamedTuple):
-    """Picture [3, H, W] in [0, 1] or clip [F, 3, H, W] of a prompt, and its name on a page."""
+    """Image [3, H, W] in [0, 1] or clip [F, 3, H, W] of a prompt, and its name on a page."""
 
     name: str
-    picture: torch.Tensor
+    image: torch.Tensor
 
 
 def of(prompt: Prompt, frames: int | None = None) -> list[Source]:
@@ -41,8 +41,8 @@ def of(prompt: Prompt, frames: int | None = None) -> list[Source]:
     from torchvision.transforms.functional import to_tensor
 
     found: list[Source] = []
-    for key, pictures in _read(prompt, frames):
-        tensors = [to_tensor(_within(picture, SHOWN).convert("RGB")) for picture in pictures]
+    for key, images in _read(prompt, frames):
+        tensors = [to_tensor(_within(image, SHOWN).convert("RGB")) for image in images]
         found.append(Source(NAMES[key], torch.stack(tensors) if key == "video" else tensors[0]))
     return numbered(found)
 
@@ -59,27 +59,27 @@ def numbered(sources: Sequence[Source]) -> list[Source]:
 
 
 def save(folder: Path, prompts: Sequence[Prompt], frames: int | None = None) -> list[list[str]]:
-    """Write what prompts bring into a folder, in place of earlier files: pictures as 000-image.png, the second of
+    """Write what prompts bring into a folder, in place of earlier files: images as 000-image.png, the second of
     several as 000-image-1.png, a video as 000-video.webp without loss. Return the names of each prompt's files."""
     if folder.is_dir():
         for file in folder.iterdir():
             if re.fullmatch(r"\d+-\w+(-\d+)?\.(png|webp)", file.name):
                 file.unlink()
-    return [[_saved(folder, f"{number:03d}-{name}", key, pictures) for name, key, pictures in _named(prompt, frames)]
+    return [[_saved(folder, f"{number:03d}-{name}", key, images) for name, key, images in _named(prompt, frames)]
             for number, prompt in enumerate(prompts)]
 
 
 def _named(prompt: Prompt, frames: int | None) -> Iterator[tuple[str, str, list[Image.Image]]]:
     seen = Counter[str]()
-    for key, pictures in _read(prompt, frames):
+    for key, images in _read(prompt, frames):
         key = "image" if key == "images" else key
-        yield f"{key}-{seen[key]}" if seen[key] else key, key, pictures
+        yield f"{key}-{seen[key]}" if seen[key] else key, key, images
         seen[key] += 1
 
 
-def _saved(folder: Path, name: str, key: str, pictures: list[Image.Image]) -> str:
+def _saved(folder: Path, name: str, key: str, images: list[Image.Image]) -> str:
     file = folder / f"{name}.{'webp' if key == 'video' else 'png'}"
-    first, *rest = [_within(picture, KEPT) for picture in pictures]
+    first, *rest = [_within(image, KEPT) for image in images]
     with atomic.replacing(file) as place:
         if key == "video":
             first.save(place, format="WEBP", save_all=True, append_images=rest, lossless=True, loop=0)
@@ -89,7 +89,7 @@ def _saved(folder: Path, name: str, key: str, pictures: list[Image.Image]) -> st
 
 
 def _read(prompt: Prompt, frames: int | None) -> Iterator[tuple[str, list[Image.Image]]]:
-    """Yield each key of a prompt's files with the picture, or the frames of the clip."""
+    """Yield each key of a prompt's files with the image, or the frames of the clip."""
     image: Any = prompt.image
     if isinstance(image, Image.Image):  # given as an object
         yield "image", [image.convert("RGB")]
@@ -98,15 +98,15 @@ def _read(prompt: Prompt, frames: int | None) -> Iterator[tuple[str, list[Image.
             if key == "video":
                 yield key, Clip.of(path, min(frames or 2**31, frame_count(path))).frames
             else:
-                yield key, [read_picture(path)]
+                yield key, [read_image(path)]
         except (OSError, UserError):  # removed or damaged since the run read it
             continue
 
 
-def _within(picture: Image.Image, side: int) -> Image.Image:
-    """Return a picture whose longer side is at most `side` pixels."""
-    factor = side / max(picture.size)
+def _within(image: Image.Image, side: int) -> Image.Image:
+    """Return an image whose longer side is at most `side` pixels."""
+    factor = side / max(image.size)
     if factor >= 1:
-        return picture
-    width, height = (max(1, round(length * factor)) for length in picture.size)
-    return picture.resize((width, height), Image.Resampling.LANCZOS)
+        return image
+    width, height = (max(1, round(length * factor)) for length in image.size)
+    return image.resize((width, height), Image.Resampling.LANCZOS)

@@ -1,4 +1,4 @@
-"""Snapshots that a run keeps for its report: small pictures and scores, as JSON files in the folder `report/`.
+"""Snapshots that a run keeps for its report: small images and scores, as JSON files in the folder `report/`.
 
     machine.json                                hardware and versions
     ranges.json                                 lowest and highest score of each reward, where they are known
@@ -6,7 +6,7 @@
                                                 first has what the prompts bring, too
     last.json                                   the best and worst samples of the last epoch, and the first-ratio check
 
-Pictures are stored in them as data URLs, encoded once, so a report only reads these files.
+Images are stored in them as data URLs, encoded once, so a report only reads these files.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 FOLDER = "report"
 FACTS = ("machine", "nouns", "last", "ranges")  # files that are no stages
 VIDEO = f"data:{clips.TYPE};base64,"
-SIDE = 320  # maximum longer side of a kept picture, in pixels
-LOSSLESS = 128  # maximum side in pixels of a picture kept without loss
+SIDE = 320  # maximum longer side of a kept image, in pixels
+LOSSLESS = 128  # maximum side in pixels of an image kept without loss
 MEND = "restore it, or remove it: then the report leaves out what it said"
 EXTREMES = 6  # best samples of an epoch, and as many worst ones
 PACKAGES = ("flowgrpo", "torch", "diffusers", "transformers", "peft")
@@ -128,22 +128,22 @@ def _identity(prompt: Prompt) -> tuple[str, Any]:
 
 
 def shown(output: torch.Tensor | str, fps: float | None = None) -> dict[str, str]:
-    """Return a sample for JSON: a picture [3,H,W] or clip [F,3,H,W] as a data URL, of a clip also as a video if there
-    is an encoder, a text unchanged, with the picture that a reward drew from it. fps: frames per second."""
+    """Return a sample for JSON: an image [3,H,W] or clip [F,3,H,W] as a data URL, of a clip also as a video if there
+    is an encoder, a text unchanged, with the image that a reward drew from it. fps: frames per second."""
     if isinstance(output, str):
-        picture = getattr(output, "picture", None)
-        return {"text": output} | ({} if picture is None else {"picture": data_url(picture)})
+        image = getattr(output, "image", None)
+        return {"text": output} | ({} if image is None else {"picture": data_url(image)})
     video = video_url(output, fps) if output.ndim == 4 else None
     return {"picture": data_url(output, fps)} | ({"video": video} if video else {})
 
 
 def brought(sources: Sequence[Source], fps: float | None = None) -> dict[str, list[dict[str, str]]]:
     """Return the sources of a prompt for JSON, each as `shown` with its name; empty without any."""
-    return {"sources": [{"name": name, **shown(picture, fps)} for name, picture in sources]} if sources else {}
+    return {"sources": [{"name": name, **shown(image, fps)} for name, image in sources]} if sources else {}
 
 
 def data_url(output: torch.Tensor, fps: float | None = None) -> str:
-    """Encode a picture [3,H,W] in [0, 1], or a clip [F,3,H,W], as a WebP data URL, at most SIDE pixels long."""
+    """Encode an image [3,H,W] in [0, 1], or a clip [F,3,H,W], as a WebP data URL, at most SIDE pixels long."""
     frames = _frames(output)
     moved = dict(save_all=True, append_images=frames[1:], loop=0,
                  duration=durations(seconds_of(len(output), fps), len(frames))) if len(frames) > 1 else {}
@@ -160,7 +160,7 @@ def video_url(clip: torch.Tensor, fps: float | None = None) -> str | None:
 
 
 def _frames(output: torch.Tensor) -> list[Image.Image]:
-    """Return a picture, or the frames of a clip, at most SIDE pixels long."""
+    """Return an image, or the frames of a clip, at most SIDE pixels long."""
     frames = [as_image(output)] if output.ndim == 3 else [as_image(still(output, at)) for at in moving([output])]
     factor = SIDE / max(frames[0].size)
     if factor >= 1:
@@ -170,14 +170,14 @@ def _frames(output: torch.Tensor) -> list[Image.Image]:
 
 
 def content(card: dict[str, Any]) -> Image.Image | Video | str:
-    """Return the sample of a stored card: a picture, a clip, or a text."""
+    """Return the sample of a stored card: an image, a clip, or a text."""
     if "text" in card:
         return card["text"]
-    picture = Image.open(io.BytesIO(_bytes(card["picture"])))
-    if getattr(picture, "n_frames", 1) == 1:
-        return picture.convert("RGB")
+    image = Image.open(io.BytesIO(_bytes(card["picture"])))
+    if getattr(image, "n_frames", 1) == 1:
+        return image.convert("RGB")
     frames, milliseconds = [], 0
-    for frame in ImageSequence.Iterator(picture):
+    for frame in ImageSequence.Iterator(image):
         frames.append(frame.convert("RGB"))  # which reads the frame, and then its duration is known
         milliseconds += frame.info["duration"]
     return Video(frames, milliseconds / 1000, _bytes(card["video"]) if "video" in card else None)
@@ -236,10 +236,10 @@ def stage(run: Path, name: str, epoch: int, measured: Measured) -> None:
     """Keep a measurement on the held-out prompts after so many epochs, as the stage of that name."""
     from flowgrpo.evaluation.pages.before_after import rows
 
-    pictures = [{"prompt": row.caption, "scores": finite(row.scores[0]), **shown(row.images[0], measured.fps),
+    images = [{"prompt": row.caption, "scores": finite(row.scores[0]), **shown(row.images[0], measured.fps),
                  **(brought(row.sources, measured.fps) if name == "before" else {})} for row in rows(measured)]
     write(run / FOLDER / f"{name}.json", {"name": name, "epoch": epoch, "scores": finite(measured.scores),
-                                          "shuffled": finite(measured.shuffled), "cards": pictures,
+                                          "shuffled": finite(measured.shuffled), "cards": images,
                                           "looks": measured.looks.as_json()})
 
 

@@ -84,7 +84,7 @@ def granular_grpo(method: Method = Method()) -> Method:
 def branch_grpo(method: Method = Method()) -> Method:
     """BranchGRPO: a binary tree, whose edges are compared with those of their depth (2509.06040).
 
-    An edge is worth the mean of the pictures below it. The splits are at the paper's places of a grid of 20 steps.
+    An edge is worth the mean of the images below it. The splits are at the paper's places of a grid of 20 steps.
     """
     return method.having(kernel=kernels.DanceSDE(0.3), plan=plans.Branches(), roots=None,
                          advantage=group.Advantage(scale="group", order="advantages"),
@@ -106,7 +106,7 @@ def tree_rpo(method: Method = Method()) -> Method:
 def pref_grpo(method: Method = Method()) -> Method:
     """Pref-GRPO: a sample's reward is its win rate against the other samples of its group (2508.20751).
 
-    A pairwise judge says who wins (`flowgrpo.judge`), or the larger score of a reward that scores pictures one by one.
+    A pairwise judge says who wins (`flowgrpo.judge`), or the larger score of a reward that scores images one by one.
     """
     return method.having(kernel=kernels.FlowSDE(0.7), plan=plans.RandomSubset(0.6), roots=1,
                          shaping=shaping.WinRate(), advantage=group.Advantage(scale="group", order="advantages"),

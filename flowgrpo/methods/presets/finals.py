@@ -60,7 +60,7 @@ def diffusion_dpo(method: Method = Method()) -> Method:
 def rpo(method: Method = Method()) -> Method:
     """RPO: recorded pairs of a subject's image and a generated one, labelled anew by a harmonic reward (2407.12164).
 
-    The labels are drawn, and the subject's picture is matched whichever it prefers; beta as in the released code.
+    The labels are drawn, and the subject's image is matched whichever it prefers; beta as in the released code.
     """
     return diffusion_dpo(method).having(times=noised_finals.Stratified(4, shared=True),
                                         shaping=shaping.BradleyTerry(),

@@ -3,7 +3,7 @@
     rows that one call may bring -> our scheduler, cached prompts -> the pipeline's own call -> record of its steps
 
 A `Segment` of the scheduler (samplers/scheduler.py) states the steps of a call. Two helpers serve the pipelines that
-need them: `IdleSteps` puts a state into a loop that does not take it, and `EncoderCache` encodes a picture once.
+need them: `IdleSteps` puts a state into a loop that does not take it, and `EncoderCache` encodes an image once.
 `EncodePrompt` calls a pipeline with no steps to do, for what its `encode_prompt` returns there.
 """
 
@@ -89,7 +89,7 @@ class PipelineCall:
 
     def __call__(self, conditioning: Conditioning, task: Segment | None, guidance: float, **options: Any
                  ) -> tuple[Any, StepRecord | None]:
-        """Call the pipeline, once, or for each row if it takes one alone, or if their pictures differ in size, or for
+        """Call the pipeline, once, or for each row if it takes one alone, or if their images differ in size, or for
         each run of rows whose prompts differ in length and cannot be padded.
 
         guidance: the scale of rows without one of their own. Returns what it returns, and the task's record.
@@ -233,7 +233,7 @@ def seeded(scheduler: Any, generator: torch.Generator | Sequence[torch.Generator
     """Context manager: `scheduler.step` reads `generator`, one or one per row, unless it is called with another.
 
     A FlowMatchLCMScheduler in a StableDiffusion3Pipeline, which passes no generator to it, would take torch's own: its
-    pictures would depend on what else was drawn before.
+    images would depend on what else was drawn before.
     """
     if generator is None or scheduler is None or "generator" not in inspect.signature(scheduler.step).parameters:
         yield
@@ -247,7 +247,7 @@ def seeded(scheduler: Any, generator: torch.Generator | Sequence[torch.Generator
 
 @contextlib.contextmanager
 def unchecked(pipe: Any) -> Iterator[None]:
-    """Context manager: a pipeline without its safety checker, which blackens pictures that are to be scored."""
+    """Context manager: a pipeline without its safety checker, which blackens images that are to be scored."""
     checker = vars(pipe).get("safety_checker")
     vars(pipe)["safety_checker"] = None  # past the pipeline's own setter, which would forget the checker's class
     try:
@@ -335,7 +335,7 @@ def plain_on_cpu(device: torch.device) -> Iterator[None]:
 # --- a state that a pipeline does not take as it is ------------------------------------------------------------------
 
 # Most pipelines take a state as `latents` and hand it to their scheduler as it is. Some do not: an image-to-video
-# pipeline may set the first frame of `latents` itself and show its scheduler the others alone, mix its picture into
+# pipeline may set the first frame of `latents` itself and show its scheduler the others alone, mix its image into
 # them once more at every call, or keep a second state beside them. Their loop is given the state by its scheduler: in
 # an idle step, whose "next state" it is. What the denoiser says in an idle step is not read, so that it does not run;
 # it answers with zeros.
@@ -388,7 +388,7 @@ def _zeros(shapes: tuple, times: float) -> tuple:
                  for shape in shapes)
 
 
-# --- reference pictures, encoded once --------------------------------------------------------------------------------
+# --- reference images, encoded once --------------------------------------------------------------------------------
 
 SIZE = 64  # inputs whose encoding is kept
 
@@ -396,7 +396,7 @@ SIZE = 64  # inputs whose encoding is kept
 class EncoderCache:
     """Cache of frozen modules: `encode` of those that have one, the forward of the others.
 
-    Inside `with memo():` a latent distribution gives its mean in place of a sample, so that a picture has one encoding,
+    Inside `with memo():` a latent distribution gives its mean in place of a sample, so that an image has one encoding,
     in rollout and replay alike.
     """
 
@@ -434,7 +434,7 @@ class EncoderCache:
             return self._known[key]
 
         def remembered(*args: Any, **kwargs: Any) -> Any:
-            # Row by row, so that a picture is encoded once whatever the batch that it comes in.
+            # Row by row, so that an image is encoded once whatever the batch that it comes in.
             if name in self.rowwise and args and torch.is_tensor(args[0]) and len(args[0]) > 1:
                 return join([one(row, *args[1:], **kwargs) for row in args[0].split(1)])
             return one(*args, **kwargs)
@@ -471,17 +471,17 @@ class EncodePrompt:
         self._encode = inspect.unwrap(type(pipe).encode_prompt).__get__(pipe) if live else pipe.encode_prompt
         self.one_per_call: bool | None = None  # whether the pipeline takes one prompt per call; known after `learn`
         self._shared: tuple[tuple[bool, ...], ...] = ()
-        self._learned: dict[Kinds, tuple[bool, tuple[tuple[bool, ...], ...]]] = {}  # by kinds of pictures
+        self._learned: dict[Kinds, tuple[bool, tuple[tuple[bool, ...], ...]]] = {}  # by kinds of images
         self._bare = False
 
     def knows(self, plain: Conditioning) -> bool:
-        """Return True once it has learned from prompts with such pictures, or from prompts without any."""
+        """Return True once it has learned from prompts with such images, or from prompts without any."""
         return _kinds(plain) in self._learned
 
     def learn(self, twice: Conditioning, guidance: float, stay_apart: Callable[[], bool]) -> None:
-        """Find out which values serve all prompts, and whether a call may bring several prompts with their pictures.
+        """Find out which values serve all prompts, and whether a call may bring several prompts with their images.
 
-        twice: one prompt, two times, not yet encoded. stay_apart: whether each sees its own picture."""
+        twice: one prompt, two times, not yet encoded. stay_apart: whether each sees its own image."""
         self.one_per_call = None
         try:
             # Lengths alone would not tell: 77 tokens may meet 77 prompts. What grows with the prompts is theirs.
@@ -515,7 +515,7 @@ class EncodePrompt:
         numbers, whatever their batches. UserError where no gradient gets through.
         """
         rows = list(zip(conditioning.prompts, conditioning.negatives,
-                        zip(*([id(picture) for picture in values] for values in conditioning.inputs.values()))
+                        zip(*([id(image) for image in values] for values in conditioning.inputs.values()))
                         if conditioning.inputs else [()] * len(conditioning.prompts), strict=True))
         first = {row: rows.index(row) for row in rows}
         plain = replace(conditioning, calls=(), per_prompt=(), parts=(), sizes=[])
@@ -551,7 +551,7 @@ class EncodePrompt:
 
 
 def _kinds(plain: Conditioning) -> Kinds:
-    """Return the names of what prompts bring, and which of it are several pictures per prompt."""
+    """Return the names of what prompts bring, and which of it are several images per prompt."""
     return frozenset((name, isinstance(values[0], (list, tuple))) for name, values in plain.inputs.items())
 
 

@@ -133,7 +133,7 @@ def add_inversion(pipe: Any, inversion: Inversion) -> None:
 
 
 def has_ip_adapter(pipe: Any) -> bool:
-    """Return True if a pipeline's denoiser reads the embedding of a picture by an IP-Adapter."""
+    """Return True if a pipeline's denoiser reads the embedding of an image by an IP-Adapter."""
     parts = [getattr(pipe, name, None) for name in ("unet", "transformer")]
     return any(part is not None and (getattr(part.config, "encoder_hid_dim_type", None) == "ip_image_proj"
                                      or getattr(part, "image_proj", None) is not None) for part in parts)

@@ -27,15 +27,15 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.utils._pytree import tree_map_only
 
+from flowgrpo.data.images import Clip
 from flowgrpo.data.inputs import Inputs
-from flowgrpo.data.pictures import Clip
 from flowgrpo.device import to_device
 from flowgrpo.errors import UserError
 from flowgrpo.policies.pipelines import padding
-from flowgrpo.policies.pipelines.prompt_inputs import SHARED, Pictured, pictures_of
+from flowgrpo.policies.pipelines.prompt_inputs import SHARED, Pictured, images_of
 from flowgrpo.storage import atomic, paths
 
-Size = tuple[int, int]  # height and width of a picture, in pixels
+Size = tuple[int, int]  # height and width of an image, in pixels
 Brought = str | Inputs | None  # beside a prompt's text
 LIMIT = 8 * 2**30  # bytes of encoded prompts in the CPU's memory
 
@@ -45,7 +45,7 @@ class Layout:
     """Facts of a Conditioning's rows, computed once.
 
     alone: a call takes one prompt, and no list of prompts.
-    mixed: pictures differ in size. Some pipelines (Flux Kontext) resize all of a call to the first one's.
+    mixed: images differ in size. Some pipelines (Flux Kontext) resize all of a call to the first one's.
     differ: rows differ in what a call has once for all of them.
     runs: the rows that one call of the pipeline may bring, call by call.
     """
@@ -58,19 +58,19 @@ class Layout:
 
 @dataclass(frozen=True)
 class Conditioning:
-    """Encoded prompts: what the pipeline's `encode_prompt` returned, call by call, and the pictures that go with them.
+    """Encoded prompts: what the pipeline's `encode_prompt` returned, call by call, and the images that go with them.
 
     calls: the values of each call, in order (with true CFG the negative prompts are encoded by a call of their own).
     per_prompt: which of these values have a row per prompt; the others (None, Flux's `text_ids`) serve all prompts.
     inputs: what prompts bring beside their text by the name of the pipeline's argument, one per prompt; several
-    pictures of one prompt are a list.
+    images of one prompt are a list.
     one_per_call: the pipeline takes one prompt per call; then every value is a list of what the prompts' calls
     returned.
     bare: its `encode_prompt` returns one value, and no tuple.
     listed: such a prompt is given as a list of one, since the pipeline would take several.
     parts: of prompts that differ in length, one Conditioning each, in place of `calls`. masks: how they are padded
     (`padding.learn`); None: rows of different lengths need calls of their own.
-    sizes: of each prompt's pictures; empty: of all those of the policy's `call`.
+    sizes: of each prompt's images; empty: of all those of the policy's `call`.
     scales: of each prompt's guidance, where it is sampled at a scale of its own; empty: the policy's.
     learned: the same prompts as the loss reads them, for scores of the rollout; None: as these.
     """
@@ -169,10 +169,10 @@ def _differ(one: Any, two: Any) -> bool:
     return one is not two and not (isinstance(one, (int, float)) and one == two)
 
 
-def _size(picture: Any) -> Any:
-    if isinstance(picture, (list, tuple)):
-        return tuple(map(_size, picture))
-    return tuple(picture.shape) if hasattr(picture, "shape") else getattr(picture, "size", None)
+def _size(image: Any) -> Any:
+    if isinstance(image, (list, tuple)):
+        return tuple(map(_size, image))
+    return tuple(image.shape) if hasattr(image, "shape") else getattr(image, "size", None)
 
 
 class PromptEncoder(Pictured, Protocol):
@@ -183,7 +183,7 @@ class PromptEncoder(Pictured, Protocol):
     dtype: torch.dtype
 
     def encode(self, prompts: list[str], negatives: list[str], images: Sequence[Any] | None) -> Conditioning:
-        """Encode prompts together; images: of each prompt a reference picture, its file, or None."""
+        """Encode prompts together; images: of each prompt a reference image, its file, or None."""
 
     def probe(self, conditioning: Conditioning) -> None:
         """Find out, once, whether the scheduler sees the state that is given as `latents`."""
@@ -206,7 +206,7 @@ class PromptCache:
 
     def __call__(self, prompts: list[str], negatives: list[str],
                  images: Sequence[Brought] | None = None) -> Conditioning:
-        """images: the file of each prompt's reference picture, all that it brings, or None."""
+        """images: the file of each prompt's reference image, all that it brings, or None."""
         images = images or [None] * len(prompts)
         parts = [self._one(*row) for row in zip(prompts, negatives, images, strict=True)]
         if len({part.shapes() for part in parts}) > 1 and not self._masks:
@@ -235,7 +235,7 @@ class PromptCache:
             self._padding(list(of_shape.values()))
 
     def _padding(self, parts: list[Conditioning]) -> padding.Masks | None:
-        """Find out how the pipeline pads prompts of different lengths; of those with pictures it is not known."""
+        """Find out how the pipeline pads prompts of different lengths; of those with images it is not known."""
         if any(part.inputs or part.one_per_call for part in parts):
             return None
         path = self.folder / "padding.json" if self.folder else None
@@ -258,11 +258,11 @@ class PromptCache:
         if key in self._known:
             self._known.move_to_end(key)
             return self._known[key]
-        pictures = pictures_of(self.policy, 1, [image]) if image is not None or self.policy.given else {}
-        name = _digest(json.dumps([prompt, negative, digest(pictures)] if pictures else [prompt, negative]))
+        images = images_of(self.policy, 1, [image]) if image is not None or self.policy.given else {}
+        name = _digest(json.dumps([prompt, negative, digest(images)] if images else [prompt, negative]))
         path = self.folder / f"{name}.safetensors" if self.folder else None
         if path and path.exists():
-            return replace(_read(path, prompt, negative), inputs=pictures)
+            return replace(_read(path, prompt, negative), inputs=images)
         self._require_encoders(prompt)
         conditioning = self.policy.encode([prompt], [negative], [image]).to("cpu")
         if not path or not _write(path, conditioning):
@@ -274,7 +274,7 @@ class PromptCache:
 
 
 def entry(folder: Path, prompt: str, negative: str) -> Path:
-    """Return the file of a prompt without a picture in a cache's folder."""
+    """Return the file of a prompt without an image in a cache's folder."""
     return folder / f"{_digest(json.dumps([prompt, negative]))}.safetensors"
 
 
@@ -298,7 +298,7 @@ def gathered(parts: Sequence[Conditioning], masks: padding.Masks | None = None, 
 def join(parts: Sequence[Conditioning]) -> Conditioning:
     """Return one Conditioning with the rows of all; what has no row per prompt is the first one's.
 
-    Raises UserError if some bring a reference picture and others do not.
+    Raises UserError if some bring a reference image and others do not.
     """
     first = parts[0]
     if len({frozenset(part.inputs) for part in parts}) > 1:
@@ -310,7 +310,7 @@ def join(parts: Sequence[Conditioning]) -> Conditioning:
         for c, flags in enumerate(first.per_prompt))
     return Conditioning([p for part in parts for p in part.prompts], [n for part in parts for n in part.negatives],
                         calls, first.per_prompt,
-                        {name: [picture for part in parts for picture in part.inputs[name]] for name in first.inputs},
+                        {name: [image for part in parts for image in part.inputs[name]] for name in first.inputs},
                         first.one_per_call, first.bare, first.listed)
 
 
@@ -319,7 +319,7 @@ def _stack(values: list) -> torch.Tensor | list:
 
 
 def digest(value: Any) -> str:
-    """Return a hash of the content of tensors, pictures, arrays, and of containers of them."""
+    """Return a hash of the content of tensors, images, arrays, and of containers of them."""
     content = hashlib.blake2b(digest_size=16)
     _tell(value, content)
     return content.hexdigest()

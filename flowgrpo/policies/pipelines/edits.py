@@ -94,7 +94,7 @@ class EditNetwork(nn.Module):
 
 
 class Critic(nn.Module):
-    """(x [B,*D], prompts [B,T,E]) -> the reward [B] that it expects of the picture; 0 everywhere at its start."""
+    """(x [B,*D], prompts [B,T,E]) -> the reward [B] that it expects of the image; 0 everywhere at its start."""
 
     def __init__(self, channels: int, prompt: int, width: int, depth: int):
         super().__init__()
@@ -216,7 +216,7 @@ class EditPolicy(PipelinePolicy):
 
     def draw(self, prompts: Sequence[Prompt], seeds: Sequence[int], arguments: dict[str, Any], negative: str = ""
              ) -> torch.Tensor:
-        """Return a picture or clip of each prompt on the CPU, as `generate` of noise with these seeds.
+        """Return an image or clip of each prompt on the CPU, as `generate` of noise with these seeds.
 
         arguments: `num_inference_steps` and `guidance` of the call; without, the pipeline's defaults. Its others are
         those that the policy has. negative: for a prompt without its own.
@@ -235,7 +235,7 @@ class EditPolicy(PipelinePolicy):
     @torch.no_grad()
     def generate(self, conditioning: Conditioning, generators: list[torch.Generator], steps: int, guidance: float,
                  output_type: str = "pt") -> torch.Tensor:
-        """Return pictures on the CPU: of `candidates` bases and their edits those that the critic values most.
+        """Return images on the CPU: of `candidates` bases and their edits those that the critic values most.
 
         output_type: "latent" for latents, not decoded.
         The bases are the stock pipeline's; the first is drawn from the row's own generator.

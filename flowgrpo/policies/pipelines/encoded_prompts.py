@@ -26,7 +26,7 @@ from flowgrpo.policies.pipelines.call import EncodePrompt, PipelineCall
 from flowgrpo.policies.pipelines.conditioning import Conditioning, PromptCache, PromptEncoder, entry
 from flowgrpo.policies.pipelines.frames import told
 from flowgrpo.policies.pipelines.load import ENCODERS, load_pipeline, text_encoders
-from flowgrpo.policies.pipelines.prompt_inputs import PICTURES
+from flowgrpo.policies.pipelines.prompt_inputs import IMAGES
 from flowgrpo.starter import FOLDERS
 from flowgrpo.storage import atomic
 
@@ -81,14 +81,14 @@ def require(config: Config) -> None:
              f"model is the file {config.model!r}: give a pipeline's folder or hub id": sources.is_file(config.model),
              "load.lora may change text encoders, so that the run encodes by itself: leave it out":
              bool(config.load.lora),
-             "image.call brings pictures, with which the run encodes by itself": bool(
-                 set(PICTURES) & set(config.call))}
+             "image.call brings images, with which the run encodes by itself": bool(
+                 set(IMAGES) & set(config.call))}
     for reason in (reason for reason, applies in wrong.items() if applies):
         raise UserError(f"prompts are not encoded ahead: {reason}")
 
 
 def rows(config: Config, prompts: Iterable[Prompt]) -> list[Row]:
-    """Return the prompts with their negative prompts, each once. Raises UserError for one with a picture."""
+    """Return the prompts with their negative prompts, each once. Raises UserError for one with an image."""
     prompts = list(prompts)
     if pictured := next((prompt for prompt in prompts if prompt.brings is not None), None):
         raise UserError(f"prompts are not encoded ahead: {pictured.text[:60]!r} brings a file, with which the run "

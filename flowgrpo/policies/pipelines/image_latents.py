@@ -1,4 +1,4 @@
-"""Pictures from files as the clean latents of a pipeline, in the shape that its own denoising ends with."""
+"""Images from files as the clean latents of a pipeline, in the shape that its own denoising ends with."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flowgrpo.data.pictures import read_picture
+from flowgrpo.data.images import read_image
 from flowgrpo.errors import UserError
 from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.samplers.scheduler import Segment
@@ -23,13 +23,13 @@ ROUNDED = 0.01  # the same of pipelines in half precision
 
 
 class ImageEncoder:
-    """`latents(path, row) -> ([1,*D], [3,H,W])`: the latent of a picture, and the picture in [0, 1] at the run's size.
+    """`latents(path, row) -> ([1,*D], [3,H,W])`: the latent of an image, and the image in [0, 1] at the run's size.
 
     row: the Conditioning of any one prompt, with which the pipeline says once what it draws: the shape of its latents
-    and of its pictures. A picture that is larger, smaller or of other proportions is scaled to fill that size, and what
+    and of its images. An image that is larger, smaller or of other proportions is scaled to fill that size, and what
     stands over is cut off on both sides. The latent is the mode of what the autoencoder gives, scaled and packed as the
     pipeline does; whether it does is found out, once, by decoding the first one in both ways. `known`: the latents so
-    far, on the CPU. key: what names the pictures in messages. UserError for a picture that cannot be read, and for a
+    far, on the CPU. key: what names the images in messages. UserError for an image that cannot be read, and for a
     pipeline whose latents are others.
     """
 
@@ -42,24 +42,24 @@ class ImageEncoder:
     def __call__(self, path: str, row: Conditioning) -> tuple[Tensor, Tensor]:
         if self.noise is None:
             self._learn(row)
-        picture = read(path, self.size, self.key)
+        image = read(path, self.size, self.key)
         if path not in self.known:
-            self.known[path] = self._encoded(picture[None], row).cpu()
-        return self.known[path], picture
+            self.known[path] = self._encoded(image[None], row).cpu()
+        return self.known[path], image
 
-    def of_pictures(self, pictures: Tensor, rows: Conditioning) -> Tensor:
-        """Return the latents [B,*D] of pictures [B,3,h,w] in [0, 1] of one size, which are scaled to the run's size.
+    def of_images(self, images: Tensor, rows: Conditioning) -> Tensor:
+        """Return the latents [B,*D] of images [B,3,h,w] in [0, 1] of one size, which are scaled to the run's size.
 
         rows: of their B prompts. Raises UserError as a call does.
         """
         row = rows.rows(torch.tensor([0]))
         if self.noise is None:
             self._learn(row)
-        if tuple(pictures.shape[-2:]) != self.size:
-            pictures = torch.nn.functional.interpolate(pictures, self.size, mode="bilinear", antialias=True)
-        first = self._encoded(pictures[:1], row)
+        if tuple(images.shape[-2:]) != self.size:
+            images = torch.nn.functional.interpolate(images, self.size, mode="bilinear", antialias=True)
+        first = self._encoded(images[:1], row)
         self.known.setdefault("", first.cpu())  # the way is proved
-        return torch.cat([first, self._encoded(pictures[1:], row)]) if len(pictures) > 1 else first
+        return torch.cat([first, self._encoded(images[1:], row)]) if len(images) > 1 else first
 
     def _learn(self, row: Conditioning) -> None:
         policy = self.policy
@@ -70,11 +70,11 @@ class ImageEncoder:
         self.size = height, width
 
     @torch.no_grad()
-    def _encoded(self, picture: Tensor, row: Conditioning) -> Tensor:
-        """Return the latent [1,*D] of a picture [1,3,H,W]."""
-        plain = mode(self.vae, (2 * picture - 1).to(self.policy.device, self.vae.dtype))
+    def _encoded(self, image: Tensor, row: Conditioning) -> Tensor:
+        """Return the latent [1,*D] of an image [1,3,H,W]."""
+        plain = mode(self.vae, (2 * image - 1).to(self.policy.device, self.vae.dtype))
         latent = self._packed(scaled(plain, self.vae.config))
-        message = f"{self.key}: the pictures of {type(self.policy.pipe).__name__} cannot be encoded"
+        message = f"{self.key}: the images of {type(self.policy.pipe).__name__} cannot be encoded"
         if latent.shape[1:] != self.noise.shape[1:]:
             raise UserError(f"{message}: its latents are {list(self.noise.shape[1:])}, and those of its autoencoder "
                             f"{list(latent.shape[1:])}; use a method that samples its images")
@@ -105,24 +105,24 @@ class ImageEncoder:
 
 
 def read(path: str | Path, size: tuple[int, int], key: str = "preferences") -> Tensor:
-    """Return the picture of a file, filling the size (height, width): [3,H,W] in [0, 1].
+    """Return the image of a file, filling the size (height, width): [3,H,W] in [0, 1].
 
     Raises UserError if it is none.
     """
     from torchvision.transforms.functional import to_tensor
 
     try:
-        return to_tensor(read_picture(path, size))
+        return to_tensor(read_image(path, size))
     except UserError as error:
         raise UserError(f"{key}: {error}") from None
 
 
-def mode(vae: Any, pictures: Tensor) -> Tensor:
-    """Return the likeliest latents of pictures [B,3,H,W] in [-1, 1]; those of videos get pictures of one frame."""
+def mode(vae: Any, images: Tensor) -> Tensor:
+    """Return the likeliest latents of images [B,3,H,W] in [-1, 1]; those of videos get images of one frame."""
     try:
-        encoded = vae.encode(pictures)
+        encoded = vae.encode(images)
     except (RuntimeError, ValueError):  # an autoencoder of videos
-        encoded = vae.encode(pictures[:, :, None])
+        encoded = vae.encode(images[:, :, None])
     if hasattr(encoded, "latent_dist"):
         return encoded.latent_dist.mode()
     return encoded.latents if hasattr(encoded, "latents") else encoded.latent

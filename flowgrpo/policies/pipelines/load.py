@@ -242,7 +242,7 @@ def load_pipeline(model: str, precision: str = "fp32", trust_remote_code: bool =
 
     weights: of its denoisers, "full", or quantised as `memory_options.quantisation` says. files: where they are.
     only: ENCODERS for text encoders beside diffusers' modules without values, DENOISERS for no text encoders. checker:
-    with its safety checker, which no picture that is scored passes.
+    with its safety checker, which no image that is scored passes.
     """
     provenance.require_place(model)
     sources.require(model, files, weights)

@@ -25,7 +25,7 @@ from flowgrpo.policies.pipelines.call import EncodePrompt, PipelineCall, unlogge
 from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.policies.pipelines.load import modality, trained_modules
 from flowgrpo.policies.pipelines.probes import copies, stay_apart
-from flowgrpo.policies.pipelines.prompt_inputs import SHARED, parted, pictures_of, refused, watch
+from flowgrpo.policies.pipelines.prompt_inputs import SHARED, images_of, parted, refused, watch
 from flowgrpo.policies.pipelines.rlg import Teachers, guided, inside
 from flowgrpo.policies.weights import memory_options, sharding
 from flowgrpo.policies.weights.checkpointing import checkpoint_blocks, recomputed, supported
@@ -49,10 +49,10 @@ class PipelinePolicy:
 
     pipe: the pipeline; it is moved to `device` and its scheduler is kept for evaluation.
     adapter: None trains nothing.
-    call: arguments of every call of the pipeline (height, width, max_sequence_length, ...); pictures among them
+    call: arguments of every call of the pipeline (height, width, max_sequence_length, ...); images among them
     (`image`, `video`, ...) are for prompts that bring none of their own.
     guidance: the scale of rollouts and replays; precision: of the frozen weights and of the arithmetic. memory: where
-    text encoders and recorded states (`states`) wait, and how pictures are decoded; compiled: the denoisers' blocks.
+    text encoders and recorded states (`states`) wait, and how images are decoded; compiled: the denoisers' blocks.
     checkpointing: the share of the denoisers' blocks that recompute in the backward pass, 0 to 1.
     fps: frames per second of clips; None: the model's own (`frames.rate`).
     adapted: which modules are trained; with text encoders among them the policy is `live`, and prompts are encoded
@@ -116,11 +116,11 @@ class PipelinePolicy:
 
     def _check_call(self) -> None:
         if unknown := sorted(set(self.call | self.given) - set(self.accepts)):
-            raise UserError(f"`picture`: {type(self.pipe).__name__} takes no {unknown[0]!r}"
+            raise UserError(f"`image`: {type(self.pipe).__name__} takes no {unknown[0]!r}"
                             f"{nearest(unknown[0], sorted(set(self.accepts) - {'self'}))}")
         for name in PLACED.keys() & self.call.keys():
             if self.call[name] not in (PLACED[name], [PLACED[name]]):
-                raise UserError(f"`picture`: {name} goes by the place in the loop of {type(self.pipe).__name__}, of "
+                raise UserError(f"`image`: {name} goes by the place in the loop of {type(self.pipe).__name__}, of "
                                 "which a replay, and a rollout whose samples share steps, are a part: leave it out")
 
     def _prepare(self, name: str, module: torch.nn.Module) -> None:
@@ -146,10 +146,10 @@ class PipelinePolicy:
                images: Sequence[Any] | None = None) -> Conditioning:
         """Encode P prompts once, exactly as the pipeline's own call would. UserError where it refuses its arguments.
 
-        images: of each prompt a reference picture, its file, all that it brings (`Inputs`), or None.
+        images: of each prompt a reference image, its file, all that it brings (`Inputs`), or None.
         """
         brings = self.given or any(image is not None for image in images or ())
-        pictures = pictures_of(self, len(prompts), images) if brings else {}
+        pictures = images_of(self, len(prompts), images) if brings else {}
         plain = Conditioning(prompts, negatives or [""] * len(prompts), inputs=pictures)
         try:
             if not self.encode_prompt.knows(plain):
@@ -280,11 +280,11 @@ class PipelinePolicy:
 
     @torch.no_grad()
     def decode(self, latents: torch.Tensor, conditioning: Conditioning) -> torch.Tensor:
-        """Return `picture` without gradients."""
-        return self.picture(latents, conditioning)
+        """Return `image` without gradients."""
+        return self.image(latents, conditioning)
 
-    def picture(self, latents: torch.Tensor, conditioning: Conditioning) -> torch.Tensor:
-        """Return pictures [B,3,H,W] (or frames [B,F,3,H,W]) in [0, 1], not rounded, with gradients where enabled.
+    def image(self, latents: torch.Tensor, conditioning: Conditioning) -> torch.Tensor:
+        """Return images [B,3,H,W] (or frames [B,F,3,H,W]) in [0, 1], not rounded, with gradients where enabled.
 
         The pipeline draws them with no steps left to do.
         """
@@ -294,7 +294,7 @@ class PipelinePolicy:
     @torch.no_grad()
     def of_noise(self, conditioning: Conditioning, generators: Sequence[torch.Generator], output_type: str = "pt"
                  ) -> torch.Tensor:
-        """Return the pipeline's decoded initial noise on the CPU, in its pictures' form; "latent": not decoded."""
+        """Return the pipeline's decoded initial noise on the CPU, in its images' form; "latent": not decoded."""
         task = Segment(torch.zeros(1), range(0))
         return self._drive(conditioning, task, self.guidance, generator=generators,
                            output_type=output_type)[0].float().cpu()
@@ -302,7 +302,7 @@ class PipelinePolicy:
     @torch.no_grad()
     def generate(self, conditioning: Conditioning, generators: list[torch.Generator], steps: int, guidance: float,
                  output_type: str = "pt") -> torch.Tensor:
-        """Return pictures on the CPU as the stock pipeline draws them: by its own scheduler, steps and guidance."""
+        """Return images on the CPU as the stock pipeline draws them: by its own scheduler, steps and guidance."""
         grids.require_steps(self.stock, steps)
         self._announce(shards.RUN, steps)
         return self._drive(conditioning, None, guidance, generator=generators, num_inference_steps=steps,
@@ -311,7 +311,7 @@ class PipelinePolicy:
     @torch.no_grad()
     def stock_grid(self, conditioning: Conditioning, steps: int) -> torch.Tensor:
         """Return the sigmas [steps+1] of the stock pipeline for the first of these prompts: its scheduler's, as the
-        pipeline sets them, with its own sigmas and the picture's shift. Raises UserError where they are no grid."""
+        pipeline sets them, with its own sigmas and the image's shift. Raises UserError where they are no grid."""
         row = conditioning.rows(torch.tensor([0]))
         try:
             with until_set(self.stock):

@@ -1,8 +1,8 @@
 """Probes of a pipeline, each of a few steps at its first use: what one call of it may mix, and where one may begin.
 
-`copies`: rows of different steps, with a vector of timesteps. `stay_apart`: prompts with pictures of their own.
+`copies`: rows of different steps, with a vector of timesteps. `stay_apart`: prompts with images of their own.
 `require_middle`: a call that starts in the middle of the loop. Replays do that at every step but the first, and
-rollouts whose samples share steps do it too. A pipeline that puts a picture back in between two steps, under the noise
+rollouts whose samples share steps do it too. A pipeline that puts an image back in between two steps, under the noise
 that it drew at its start (inpainting with a denoiser that does not read the mask), has no such middle: a call that
 starts there draws another noise.
 """
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 import torch
 
-from flowgrpo.data.pictures import Clip
+from flowgrpo.data.images import Clip
 from flowgrpo.errors import UserError
 from flowgrpo.policies.pipelines.prompt_inputs import SHARED
 from flowgrpo.samplers.grids import make_grid
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 
 COPIES = (1, 2)  # of the rows in one batch of the denoiser; 2 where guidance doubles it
 EXACT, HALF = 1e-5, 0.03  # largest error of rows, as a share of the largest output: in fp32, in half precision
-SHARE = 0.1  # of the difference that another step or picture makes: what company may change
+SHARE = 0.1  # of the difference that another step or image makes: what company may change
 # What a pipeline raises that reads its timestep as one number, or chooses an expert by it.
 REFUSALS = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 SEED = 1  # of the initial noise: not one of those that an idle step's call draws with
 LARGEST, LARGEST_ROUNDED = 1e-4, 0.01  # of a state or a model output: what may differ, in fp32 and in less
 
 
-class PicturedPrompts(EncodedPrompts, Protocol):
-    """Prompts with their pictures, by the name of the pipeline's argument: a dataclass."""
+class ImagedPrompts(EncodedPrompts, Protocol):
+    """Prompts with their images, by the name of the pipeline's argument: a dataclass."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
@@ -45,11 +45,11 @@ class PicturedPrompts(EncodedPrompts, Protocol):
     def inputs(self) -> dict[str, list[Any]]: ...
 
 
-P = TypeVar("P", bound=PicturedPrompts)
+P = TypeVar("P", bound=ImagedPrompts)
 
 
 class Pipeline(Denoiser[P], Protocol[P]):
-    """Policy that encodes prompts with pictures and runs them.
+    """Policy that encodes prompts with images and runs them.
 
     pipe: the pipeline. stock: its own scheduler. evaluations: of the denoiser so far.
     """
@@ -101,10 +101,10 @@ def _agree(mixed: torch.Tensor, expected: torch.Tensor, wrong: torch.Tensor, tol
     return bool(((error <= tolerance * expected.abs().max()) & (error <= SHARE * effect)).all())
 
 
-# --- prompts with pictures -------------------------------------------------------------------------------------------
+# --- prompts with images -------------------------------------------------------------------------------------------
 
 def stay_apart(policy: Pipeline[P], twice: P) -> bool:
-    """Return True if a step of two prompts with separate pictures gives the result of each prompt alone.
+    """Return True if a step of two prompts with separate images gives the result of each prompt alone.
 
     Some pipelines (Flux2) silently take a list for several references of one prompt.
     twice: one prompt, two times, not yet encoded. What is shared (`SHARED`) never differs within a call.
@@ -126,17 +126,17 @@ def stay_apart(policy: Pipeline[P], twice: P) -> bool:
     return bool((together - torch.cat(alone)).abs().max() <= SHARE * (alone[0] - alone[1]).abs().max())
 
 
-def other(picture: Any) -> Any:
-    """Return a different picture of the same size: its negative; of frames or several pictures, of each."""
+def other(image: Any) -> Any:
+    """Return a different image of the same size: its negative; of frames or several images, of each."""
     from PIL import Image, ImageOps
 
-    if isinstance(picture, Image.Image):
-        return ImageOps.invert(picture.convert("RGB"))
-    if isinstance(picture, Clip):
-        return other(picture.frames)
-    if isinstance(picture, (list, tuple)):
-        return [other(part) for part in picture]
-    return picture.flip(-1) if torch.is_tensor(picture) else picture[..., ::-1]
+    if isinstance(image, Image.Image):
+        return ImageOps.invert(image.convert("RGB"))
+    if isinstance(image, Clip):
+        return other(image.frames)
+    if isinstance(image, (list, tuple)):
+        return [other(part) for part in image]
+    return image.flip(-1) if torch.is_tensor(image) else image[..., ::-1]
 
 
 # --- the middle of the loop ------------------------------------------------------------------------------------------

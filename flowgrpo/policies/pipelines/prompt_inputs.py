@@ -9,30 +9,30 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from flowgrpo.data import sources
+from flowgrpo.data.images import Clip, Size, frame_count, image_size, note_seen, read_image
 from flowgrpo.data.inputs import SCALE, Inputs
-from flowgrpo.data.pictures import Clip, Size, frame_count, note_seen, picture_size, read_picture
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.nouns import counted
 from flowgrpo.policies.pipelines.frames import told
 
 # Arguments of a pipeline's call that belong to a prompt.
-PICTURES = ("image", "image_reference", "mask_image", "control_image", "last_image", "video", "reference_images",
+IMAGES = ("image", "image_reference", "mask_image", "control_image", "last_image", "video", "reference_images",
             "ip_adapter_image")
 MASKED = ("image", "mask_image")  # what an inpainting pipeline needs
 ALIKE = 0.02  # by which the aspect ratio of a mask may differ from its image's
 # Of these a call has one for all its rows: rows with other values need a call of their own.
 SHARED = (SCALE, "ip_adapter_image")
-PROCESSORS = ("image_processor", "video_processor")  # of pipelines: what scales pictures for them
-# Pipelines that take several reference pictures of one prompt.
+PROCESSORS = ("image_processor", "video_processor")  # of pipelines: what scales images for them
+# Pipelines that take several reference images of one prompt.
 SEVERAL = ("Flux2Pipeline", "Flux2KleinPipeline", "Flux2KleinKVPipeline", "QwenImageEditPlusPipeline",
            "WanVACEPipeline")
 
 
 class Pictured(Protocol):
-    """Policy whose pipeline may take pictures.
+    """Policy whose pipeline may take images.
 
-    given: pictures of its `call`. accepts: the call's arguments. frames: number of a source video's; None: all.
+    given: images of its `call`. accepts: the call's arguments. frames: number of a source video's; None: all.
     """
 
     pipe: Any
@@ -62,13 +62,13 @@ def names(cls: type) -> dict[str, str]:
 
 def parted(cls: type, call: Mapping[str, Any], fps: float | None = None
            ) -> tuple[int | None, dict[str, Any], dict[str, Any]]:
-    """Return (the number of frames of a source video, the call's other arguments, the pictures among them).
+    """Return (the number of frames of a source video, the call's other arguments, the images among them).
 
     `num_frames` stays an argument only where the pipeline takes it, or no video. fps: `image.fps`, which becomes an
     argument where the pipeline takes it.
     """
     call = told(cls, call, fps)
-    takes, given = accepted(cls), {key: value for key, value in call.items() if key in PICTURES}
+    takes, given = accepted(cls), {key: value for key, value in call.items() if key in IMAGES}
     alone = "video" in takes and "num_frames" not in takes
     others = {key: value for key, value in call.items() if key not in given and not (alone and key == "num_frames")}
     return call.get("num_frames"), others, given
@@ -89,7 +89,7 @@ def require(cls: type, prompts: Iterable[Prompt], call: Mapping[str, Any] = {}, 
         for key in given:
             _require_key(cls, known, prompt.inputs, key)
         if {"image", "control_image"} <= given.keys() and known["image"] == known["control_image"]:
-            raise prompt.inputs.error("image", f"{cls.__name__} takes a `control_image` and no other picture: leave it "
+            raise prompt.inputs.error("image", f"{cls.__name__} takes a `control_image` and no other image: leave it "
                                       "out")
         _require_present(cls, known, prompt, call, ip_adapter, last)
         shapes = dict[str, Size]()
@@ -105,7 +105,7 @@ def require(cls: type, prompts: Iterable[Prompt], call: Mapping[str, Any] = {}, 
 
 
 def require_image_alone(prompts: Iterable[Prompt], model: str) -> None:
-    """Raise UserError for the first prompt that brings more than one picture to a language model."""
+    """Raise UserError for the first prompt that brings more than one image to a language model."""
     for prompt in prompts:
         for key in prompt.inputs.given().keys() - {"image"}:
             raise prompt.inputs.error(key, f"{model} is a language model, which takes one `image` at most: leave it "
@@ -117,7 +117,7 @@ def _require_key(cls: type, known: Mapping[str, str], inputs: Inputs, key: str) 
         return
     name = cls.__name__
     if key == "images" and "image" in known:
-        raise inputs.error(key, f"{name} takes one picture per prompt, got {len(inputs.images)}: give one `image`, or "
+        raise inputs.error(key, f"{name} takes one image per prompt, got {len(inputs.images)}: give one `image`, or "
                            f"take a pipeline for several ({', '.join(SEVERAL)})")
     hint = ": set load.controlnet" if key in ("control_image", SCALE) else ""
     raise inputs.error(key, f"{name} takes no {key}{hint}; of a prompt file's keys it takes "
@@ -126,7 +126,7 @@ def _require_key(cls: type, known: Mapping[str, str], inputs: Inputs, key: str) 
 
 def _require_present(cls: type, known: Mapping[str, str], prompt: Prompt, call: Mapping[str, Any],
                      ip_adapter: bool | None, last: bool | None) -> None:
-    """Raise UserError for a prompt without a picture that the pipeline needs, and for one that it has no part for."""
+    """Raise UserError for a prompt without an image that the pipeline needs, and for one that it has no part for."""
     given = prompt.inputs.given().keys() | call.keys()
     if "ip_adapter_image" in given and ip_adapter is False:
         raise prompt.inputs.error("ip_adapter_image", f"{cls.__name__} has no IP-Adapter loaded: set load.ip_adapter")
@@ -158,10 +158,10 @@ def _require_alike(inputs: Inputs, image: Size, mask: Size) -> None:
 
 
 def _opened(inputs: Inputs, key: str, path: str, frames: int | None) -> Size:
-    """Return the size of a picture; (0, 0) of a clip. Raises UserError for one that cannot be read, or is too short."""
+    """Return the size of an image; (0, 0) of a clip. Raises UserError for one that cannot be read, or is too short."""
     try:
         if key != "video":
-            return picture_size(path)
+            return image_size(path)
         count = frame_count(path)
     except UserError as error:
         raise inputs.error(key, str(error)) from None
@@ -171,10 +171,10 @@ def _opened(inputs: Inputs, key: str, path: str, frames: int | None) -> Size:
     return 0, 0
 
 
-def pictures_of(policy: Pictured, count: int, images: Sequence[Any] | None = None) -> dict[str, list[Any]]:
+def images_of(policy: Pictured, count: int, images: Sequence[Any] | None = None) -> dict[str, list[Any]]:
     """Return what `count` prompts bring beside their text, by the name of the pipeline's argument.
 
-    images: of each prompt a picture, its file, its `Inputs`, or None for what the policy's `call` gives. UserError
+    images: of each prompt an image, its file, its `Inputs`, or None for what the policy's `call` gives. UserError
     where the pipeline takes none.
     """
     brought = [_brought(policy, image) for image in images or [None] * count]
@@ -187,7 +187,7 @@ def pictures_of(policy: Pictured, count: int, images: Sequence[Any] | None = Non
 
 
 def watch(pipe: Any) -> None:
-    """Note from here on to which size a pipeline's processor squeezes the pictures of prompts."""
+    """Note from here on to which size a pipeline's processor squeezes the images of prompts."""
     from diffusers.image_processor import VaeImageProcessor
 
     for name in PROCESSORS:
@@ -205,8 +205,8 @@ def _noting(preprocess: Callable[..., Any]) -> Callable[..., Any]:
         pictures = given.get("image", given.get("video"))
         squeezed = given.get("resize_mode", "default") == "default" and given.get("crops_coords") is None
         if squeezed and hasattr(made, "shape"):
-            for picture in pictures if isinstance(pictures, (list, tuple)) else [pictures]:
-                note_seen(picture, (made.shape[-2], made.shape[-1]))
+            for image in pictures if isinstance(pictures, (list, tuple)) else [pictures]:
+                note_seen(image, (made.shape[-2], made.shape[-1]))
         return made
 
     setattr(noting, "noting", True)
@@ -214,9 +214,9 @@ def _noting(preprocess: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def refused(images: Sequence[Any] | None, pictures: Mapping[str, Sequence[Any]]) -> str:
-    """Return the place and files of the prompts whose pictures a pipeline refuses, as the begin of a message.
+    """Return the place and files of the prompts whose images a pipeline refuses, as the begin of a message.
 
-    images: of each prompt a picture, its file, its `Inputs`, or None. pictures: what the pipeline was given for them.
+    images: of each prompt an image, its file, its `Inputs`, or None. images: what the pipeline was given for them.
     """
     told = []
     for image in dict.fromkeys(image for image in images or () if isinstance(image, (str, Path, Inputs))):
@@ -240,16 +240,16 @@ def _brought(policy: Pictured, image: Any) -> dict[str, Any]:
     if not isinstance(image, (str, Path)):
         return {known["image"]: image}
     try:
-        return {known["image"]: read_picture(image)}
+        return {known["image"]: read_image(image)}
     except UserError as error:
         sources.forget(str(image))
         raise UserError(f"{sources.place_of(str(image))}{error}") from None
 
 
 def decoded(pipe: Any, inputs: Inputs, call: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a prompt's pictures, clip and scale by the argument of a pipeline's call.
+    """Return a prompt's images, clip and scale by the argument of a pipeline's call.
 
-    call: arguments of every call. The control picture and the clip's frames are scaled to fill its height and width,
+    call: arguments of every call. The control image and the clip's frames are scaled to fill its height and width,
     and what stands over is cut off; a clip is a `Clip` of its `num_frames`, counted from the first one.
     Raises UserError for a file that cannot be read, and for what the pipeline does not take.
     """
@@ -260,17 +260,17 @@ def decoded(pipe: Any, inputs: Inputs, call: Mapping[str, Any]) -> dict[str, Any
         _require_key(type(pipe), known, inputs, key)
         try:
             if key == "images":
-                values[known[key]] = [read_picture(path) for path in value]
+                values[known[key]] = [read_image(path) for path in value]
             elif key == "video":
                 values[known[key]] = _clip(pipe, inputs, call, (height, width) if height and width else None)
             elif key == "control_image":
                 sized = call.get("height") and call.get("width")
-                values[known[key]] = read_picture(value, (call["height"], call["width"]) if sized else None,
+                values[known[key]] = read_image(value, (call["height"], call["width"]) if sized else None,
                                                   opaque=True)
             elif key == "mask_image":
-                values[known[key]] = read_picture(value, opaque=True).convert("L")
+                values[known[key]] = read_image(value, opaque=True).convert("L")
             else:
-                values[known[key]] = value if key == SCALE else read_picture(value)
+                values[known[key]] = value if key == SCALE else read_image(value)
         except UserError as error:
             for path in value if isinstance(value, tuple) else [value]:
                 sources.forget(path)

@@ -4,9 +4,9 @@ By pixels, without a model: hue, saturation and value in the middle of its box. 
 or none (grey, cyan); the object gets the most common one. Background visible in the middle of the box counts too: a
 thin object on a wall of one colour gets the wall's colour.
 
-By CLIP ViT-L/14, as in the published evaluation: zero-shot classification. The picture is cut to the object's box.
+By CLIP ViT-L/14, as in the published evaluation: zero-shot classification. The image is cut to the object's box.
 Where the detector gives a mask, all outside it is painted grey, #999. Each of the ten colours is the normalised mean of
-the embeddings of three texts; the one nearest to the picture's counts.
+the embeddings of three texts; the one nearest to the image's counts.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ TENDER, STRONG = 0.55, 0.5  # saturation below which a bright red is pink; below
 GREY = 0x99  # of the background
 
 
-def colour(picture: np.ndarray, box: Sequence[float]) -> str | None:
-    """Return the colour inside a box (left, top, right, bottom) of a picture, bytes [H, W, 3]; None for none of the
-    ten, and for a box outside the picture."""
-    names, counts = np.unique(pixel_colours(_middle(picture, box)), return_counts=True)
+def colour(image: np.ndarray, box: Sequence[float]) -> str | None:
+    """Return the colour inside a box (left, top, right, bottom) of an image, bytes [H, W, 3]; None for none of the
+    ten, and for a box outside the image."""
+    names, counts = np.unique(pixel_colours(_middle(image, box)), return_counts=True)
     return str(names[counts.argmax()]) or None if len(names) else None
 
 
@@ -65,13 +65,13 @@ def _hue(channels: np.ndarray, high: np.ndarray, spread: np.ndarray) -> np.ndarr
     return np.where(spread > 0, 60 * sixth, 0)
 
 
-def _middle(picture: np.ndarray, box: Sequence[float]) -> np.ndarray:
-    """Return the pixels [N, 3] in the middle of a box; none if it lies outside the picture."""
+def _middle(image: np.ndarray, box: Sequence[float]) -> np.ndarray:
+    """Return the pixels [N, 3] in the middle of a box; none if it lies outside the image."""
     parts = []
-    for low, high, size in ((box[1], box[3], picture.shape[0]), (box[0], box[2], picture.shape[1])):
+    for low, high, size in ((box[1], box[3], image.shape[0]), (box[0], box[2], image.shape[1])):
         centre, half = (low + high) / 2, MIDDLE * (high - low) / 2
         parts.append(slice(max(math.floor(centre - half), 0), min(max(math.ceil(centre + half), 0), size)))
-    return picture[tuple(parts)].reshape(-1, 3)
+    return image[tuple(parts)].reshape(-1, 3)
 
 
 TEXTS = ("a photo of a {colour} {label}", "a photo of a {colour}-colored {label}", "a photo of a {colour} object")
@@ -85,7 +85,7 @@ class ColourClip(ClipCosine):
 
 @dataclass(frozen=True)
 class ClipColours:
-    """Colours of detections in a picture, one of GenEval's ten each, by CLIP.
+    """Colours of detections in an image, one of GenEval's ten each, by CLIP.
 
     model, pretrained, parts: as in `ClipScore`. dtype (fp32), device and batch_size (32 objects): as in `LocalModel`.
     Raises UserError if open_clip or the weights are missing.
@@ -106,11 +106,11 @@ class ClipColours:
         object.__setattr__(self, "clip", clip)
 
     @torch.no_grad()
-    def __call__(self, picture: np.ndarray, objects: Sequence[Detection], label: str) -> list[str | None]:
+    def __call__(self, image: np.ndarray, objects: Sequence[Detection], label: str) -> list[str | None]:
         if label not in self._texts:
             self._texts[label] = self._embedded(label)
-        pictures = torch.cat([self.clip.prepare(cut(picture, one).to(self.clip.device)) for one in objects])
-        shown = torch.cat([self.clip.encoded(some).float().cpu() for some in pictures.split(self.batch_size)])
+        images = torch.cat([self.clip.prepare(cut(image, one).to(self.clip.device)) for one in objects])
+        shown = torch.cat([self.clip.encoded(some).float().cpu() for some in images.split(self.batch_size)])
         return [NAMES[best] for best in (shown @ self._texts[label].T).argmax(1).tolist()]
 
     def _embedded(self, label: str) -> Tensor:
@@ -121,12 +121,12 @@ class ClipColours:
         return normalize(embedded.unflatten(0, (len(NAMES), len(TEXTS))).mean(1), dim=-1)
 
 
-def cut(picture: np.ndarray, one: Detection) -> Tensor:
-    """Return an object's part of a picture, bytes [H, W, 3], as a tensor [1, 3, h, w] in [0, 1]; grey outside its
+def cut(image: np.ndarray, one: Detection) -> Tensor:
+    """Return an object's part of an image, bytes [H, W, 3], as a tensor [1, 3, h, w] in [0, 1]; grey outside its
     mask."""
     if one.mask is not None:
-        picture = np.where(one.mask[..., None], picture, np.uint8(GREY))
+        image = np.where(one.mask[..., None], image, np.uint8(GREY))
     left, top, right, bottom = (round(side) for side in one.box)
-    left, top = (min(max(side, 0), size - 1) for side, size in ((left, picture.shape[1]), (top, picture.shape[0])))
-    part = picture[top:max(bottom, top + 1), left:max(right, left + 1)]
+    left, top = (min(max(side, 0), size - 1) for side, size in ((left, image.shape[1]), (top, image.shape[0])))
+    part = image[top:max(bottom, top + 1), left:max(right, left + 1)]
     return torch.from_numpy(np.ascontiguousarray(part)).movedim(-1, 0)[None].float() / 255

@@ -37,7 +37,7 @@ ALIASES = {"mouse": "computer mouse", "remote": "tv remote", "keyboard": "comput
 WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # torchvision's switch against unpickling anything but tensors
 OVERLAP = 0.35  # IoU threshold of FastestDet's own suppression
 ADDRESSES = ("http://", "https://")
-MOST = 100  # detections of a picture
+MOST = 100  # detections of an image
 
 
 class Detection(NamedTuple):
@@ -170,14 +170,14 @@ class Remote:
     """Detector behind an address.
 
     Sends JSON {"format": 1, "images": [PNG in base64, ...]} and expects {"detections": [[{"box": [left, top, right,
-    bottom], "label": "dog", "score": 0.9}, ...], ...]}, one list per picture.
+    bottom], "label": "dog", "score": 0.9}, ...], ...]}, one list per image.
     """
 
     url: str
     timeout: float = 60.0
 
     def __call__(self, images: Tensor) -> list[list[Detection]]:
-        body = json.dumps({"format": 1, "images": [_png(picture) for picture in eight_bit(images)]}).encode()
+        body = json.dumps({"format": 1, "images": [_png(image) for image in eight_bit(images)]}).encode()
         try:
             status, _, answer = self._client.exchange("POST", self.url, body, self.timeout, self.timeout)
             if status != 200:
@@ -185,7 +185,7 @@ class Remote:
             detections = json.loads(answer)["detections"]
             if len(detections) != len(images):
                 raise ValueError(f"{len(detections)} answers, expected {len(images)}")
-            return [[_parsed(**entry) for entry in picture] for picture in detections]
+            return [[_parsed(**entry) for entry in image] for image in detections]
         except (*self._client.faults, ValueError, TypeError, KeyError, RecursionError) as error:
             raise RuntimeError(f"the detector at {self.url} did not answer as it should: {error!r}") from None
 
@@ -201,11 +201,11 @@ def _parsed(box: list[float], label: str, score: float) -> Detection:
     return Detection((left, top, right, bottom), named(str(label)), float(score))
 
 
-def _png(picture: np.ndarray) -> str:
+def _png(image: np.ndarray) -> str:
     from PIL import Image
 
     kept = io.BytesIO()
-    Image.fromarray(picture).save(kept, "PNG")
+    Image.fromarray(image).save(kept, "PNG")
     return base64.b64encode(kept.getvalue()).decode()
 
 
@@ -246,13 +246,13 @@ class Mask2Former(LocalModel):
         inputs = processor(images=list(pictures), return_tensors="pt").to(self.device, self.float_type)
         outputs = model(**inputs)
         maps = interpolate(outputs.masks_queries_logits.float(), inputs["pixel_values"].shape[-2:], mode="bilinear")
-        there = inputs["pixel_mask"]  # 0 where the picture was padded
+        there = inputs["pixel_mask"]  # 0 where the image was padded
         return [self._objects(logits.float(), one[:, :int(part.any(1).sum()), :int(part.any(0).sum())],
                               images.shape[-2:])
                 for logits, one, part in zip(outputs.class_queries_logits, maps, there)]
 
     def _objects(self, logits: Tensor, maps: Tensor, size: torch.Size) -> list[Detection]:
-        """Return the detections of a picture of `size` (H, W).
+        """Return the detections of an image of `size` (H, W).
 
         logits: [Q, classes + 1] of the queries' classes, the last one for none. maps: [Q, h, w] of their masks.
         """

@@ -50,9 +50,9 @@ def relations(box: Sequence[float], other: Sequence[float], threshold: float = 0
     return {name for name, holds in zip(RELATIONS, (x < -0.5, x > 0.5, y < -0.5, y > 0.5)) if holds}
 
 
-def by_pixels(picture: np.ndarray, objects: Sequence[Detection], label: str) -> list[str | None]:
-    """Return the colours of detections in a picture, bytes [H, W, 3], measured in the middle of their boxes."""
-    return [colour(picture, one.box) for one in objects]
+def by_pixels(image: np.ndarray, objects: Sequence[Detection], label: str) -> list[str | None]:
+    """Return the colours of detections in an image, bytes [H, W, 3], measured in the middle of their boxes."""
+    return [colour(image, one.box) for one in objects]
 
 
 @dataclass(frozen=True)
@@ -75,18 +75,18 @@ class Rules:
                 kept[detection.label].append(detection)
         return kept
 
-    def strict(self, picture: np.ndarray, detections: Sequence[Detection], metadata: dict[str, Any]) -> float:
-        """Return 1 if a picture, bytes [H, W, 3], meets every clause of its metadata, else 0."""
+    def strict(self, image: np.ndarray, detections: Sequence[Detection], metadata: dict[str, Any]) -> float:
+        """Return 1 if an image, bytes [H, W, 3], meets every clause of its metadata, else 0."""
         objects = self.objects(detections, metadata.get("tag"))
         matched: list[list[Detection] | None] = []
         for clause in metadata["include"]:
             those = objects[clause["class"]][:clause["count"]]
-            holds = len(those) == clause["count"] and all(self._attributes(picture, those, clause, matched))
+            holds = len(those) == clause["count"] and all(self._attributes(image, those, clause, matched))
             matched.append(those if holds else None)
         excluded = any(len(objects[clause["class"]]) >= clause["count"] for clause in metadata.get("exclude", ()))
         return float(not excluded and None not in matched)
 
-    def graded(self, picture: np.ndarray, detections: Sequence[Detection], metadata: dict[str, Any]) -> float:
+    def graded(self, image: np.ndarray, detections: Sequence[Detection], metadata: dict[str, Any]) -> float:
         """Return the mean over the demands of the `include` clauses. A class's count gives 1 - |found - wanted| /
         wanted, at least 0. Its colour and its position give 1 if they and the count are right, else 0.
 
@@ -99,12 +99,12 @@ class Rules:
             those, count = objects[clause["class"]], clause["count"]
             credits.append(max(0.0, 1 - abs(len(those) - count) / count))
             demands = sum(key in clause for key in ("color", "position"))
-            right = self._attributes(picture, those, clause, matched) if len(those) == count else [False] * demands
+            right = self._attributes(image, those, clause, matched) if len(those) == count else [False] * demands
             credits += map(float, right)
             matched.append(those if len(those) == count and all(right) else None)
         return sum(credits) / len(credits)
 
-    def flow_grpo(self, picture: np.ndarray, detections: Sequence[Detection], metadata: dict[str, Any]) -> float:
+    def flow_grpo(self, image: np.ndarray, detections: Sequence[Detection], metadata: dict[str, Any]) -> float:
         """Return Flow-GRPO's training reward (2505.05470; reward_server/gen_eval.py of its reward server).
 
         The mean of these credits of the `include` clauses. Number: 1 - |found - wanted| / wanted, which can be below 0;
@@ -121,7 +121,7 @@ class Rules:
             if not right and {"color", "position"} & set(clause):
                 credits.append(0.0)
             if right and "color" in clause:
-                named = self.colours(picture, those, clause["class"]).count(clause["color"])
+                named = self.colours(image, those, clause["class"]).count(clause["color"])
                 credits.append(1 - abs(named - count) / count)
                 right = named == count
             if right and "position" in clause:
@@ -137,12 +137,12 @@ class Rules:
         return others is not None and all(relation in relations(one.box, other.box, self.position_threshold)
                                           for one in those for other in others)
 
-    def _attributes(self, picture: np.ndarray, those: list[Detection], clause: dict[str, Any],
+    def _attributes(self, image: np.ndarray, those: list[Detection], clause: dict[str, Any],
                     matched: list[list[Detection] | None]) -> list[bool]:
         """Return, for the colour and the position that a clause demands, if the objects have them."""
         right = []
         if "color" in clause:
-            names = self.colours(picture, those, clause["class"])
+            names = self.colours(image, those, clause["class"])
             right.append(all(name == clause["color"] for name in names))
         if "position" in clause:
             right.append(self._stands(those, clause, matched))
@@ -160,7 +160,7 @@ class GenEval:
     clip: arguments of `colours.ClipColours`.
     score: `strict`; `graded`, which gives credit for parts; or `flow_grpo`, the reward that Flow-GRPO trained on.
     dtype, device, batch_size: as in `LocalModel`, of the detector and of CLIP; `clip` overrides them. By default fp32;
-    8 pictures for torchvision's detectors, which take fp32 alone; 4 for Mask2Former; 32 objects for CLIP.
+    8 images for torchvision's detectors, which take fp32 alone; 4 for Mask2Former; 32 objects for CLIP.
     Other fields: as in `Rules`. A detector weaker than GenEval's needs a lower `counting_threshold`.
     Raises UserError for a clause that cannot be judged, and for common arguments that no model here takes.
     """
@@ -215,9 +215,9 @@ class GenEval:
         assert callable(self.detector) and callable(self.colours)  # found by their names at the start
         rules = Rules(self.threshold, self.counting_threshold, self.max_objects, self.position_threshold, self.colours)
         judge = getattr(rules, self.score)
-        detected = [[Detection(*one) for one in picture] for picture in self.detector(images[rows])]
-        for i, picture, detections in zip(rows, eight_bit(images[rows]), detected):
-            scores[i] = judge(picture, detections, metadata[i])
+        detected = [[Detection(*one) for one in image] for image in self.detector(images[rows])]
+        for i, image, detections in zip(rows, eight_bit(images[rows]), detected):
+            scores[i] = judge(image, detections, metadata[i])
         return scores
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flowgrpo.data.open_picture import require_open
+from flowgrpo.data.open_image import require_open
 from flowgrpo.errors import UserError
 from flowgrpo.escaped import one_line
 from flowgrpo.rewards.about import About, Pairing
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ENCODINGS = {"png": {"compress_level": 1}, "webp": {"quality": 90}}
-KEPT = 64  # encoded source pictures in memory
+KEPT = 64  # encoded source images in memory
 SHOWN = ("output", "source")
 NOUNS = {"image": "Image", "video": "Video", "text": "Text"}
 LICENCE = "Apache-2.0, the model's"
@@ -40,14 +40,14 @@ def spaced(count: int, number: int) -> list[int]:
 
 
 def data_url(picture: Tensor, longest: int, encoding: str) -> str:
-    """Return a picture [3, H, W] in [0, 1] as an 8-bit data URL, its longer side at most `longest` pixels.
-    Raises Failed for a picture that holds NaN or an infinity."""
+    """Return an image [3, H, W] in [0, 1] as an 8-bit data URL, its longer side at most `longest` pixels.
+    Raises Failed for an image that holds NaN or an infinity."""
     from PIL import Image
 
     from flowgrpo.rewards.preprocessing import eight_bit
 
     if not picture.isfinite().all():
-        raise Failed("a judge: a picture holds NaN or an infinity")
+        raise Failed("a judge: an image holds NaN or an infinity")
     image, file = Image.fromarray(eight_bit(picture)), io.BytesIO()
     if max(image.size) > longest:
         width, height = (max(1, round(side * longest / max(image.size))) for side in image.size)
@@ -56,8 +56,8 @@ def data_url(picture: Tensor, longest: int, encoding: str) -> str:
     return f"data:image/{encoding};base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
-def picture_part(url: str) -> dict[str, Any]:
-    """Return a picture's part of a message."""
+def image_part(url: str) -> dict[str, Any]:
+    """Return an image's part of a message."""
     return {"type": "image_url", "image_url": {"url": url}}
 
 
@@ -75,7 +75,7 @@ def sources(entry: dict[str, Any]) -> tuple[str, list[str]]:
 
 
 def source_parts(entry: dict[str, Any], frames: int, longest: int, encoding: str) -> list[dict[str, Any]]:
-    """Return the labelled source pictures of a prompt, or `frames` frames of its source video, as parts of a message.
+    """Return the labelled source images of a prompt, or `frames` frames of its source video, as parts of a message.
 
     entry: the prompt's metadata; without a source there are no parts. Raises UserError for an unreadable file.
     """
@@ -88,21 +88,21 @@ def source_parts(entry: dict[str, Any], frames: int, longest: int, encoding: str
             urls = _urls(path, Path(path).stat().st_mtime_ns, key == "video", frames, longest, encoding)
         except (OSError, UserError) as error:
             raise UserError(f"a judge: the source under metadata.{key} cannot be shown ({error})") from None
-        parts += [text_part(f"Source {number}:" if len(paths) > 1 else "Source:"), *map(picture_part, urls)]
+        parts += [text_part(f"Source {number}:" if len(paths) > 1 else "Source:"), *map(image_part, urls)]
     return parts
 
 
 @functools.lru_cache(maxsize=KEPT)
 def _urls(path: str, modified: int, video: bool, frames: int, longest: int, encoding: str) -> tuple[str, ...]:
-    """Return a source's pictures as data URLs. modified: of the file, which a changed one differs in."""
-    from flowgrpo.data.pictures import Clip, frame_count, read_picture
+    """Return a source's images as data URLs. modified: of the file, which a changed one differs in."""
+    from flowgrpo.data.images import Clip, frame_count, read_image
     from flowgrpo.rewards.preprocessing import tensor_of
 
-    pictures = [read_picture(path)] if not video else []
+    images = [read_image(path)] if not video else []
     if video:
         clip = Clip.of(path, frame_count(path)).frames
-        pictures = [clip[at] for at in spaced(len(clip), frames)]
-    return tuple(data_url(tensor_of(picture), longest, encoding) for picture in pictures)
+        images = [clip[at] for at in spaced(len(clip), frames)]
+    return tuple(data_url(tensor_of(picture), longest, encoding) for picture in images)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -110,10 +110,10 @@ class Asking(Endpoint):
     """Base of all judges: a question, and the outputs sent with it.
 
     template: the question, with {prompt} for the prompt; or its file, PATH.txt.
-    longest: pixels of a picture's longer side; larger ones are shrunk.
+    longest: pixels of an image's longer side; larger ones are shrunk.
     encoding: png, or webp, which is slightly lossy.
     frames: shown frames of a video, evenly spaced from the first to the last.
-    show: `output`, and `source` for the pictures or the video that the prompt brings, where it does; they come first.
+    show: `output`, and `source` for the images or the video that the prompt brings, where it does; they come first.
     """
 
     template: str = "{prompt}"
@@ -174,10 +174,10 @@ class Asking(Endpoint):
         return [*source, *[text_part("Output:")] * bool(source), *self._parts(outputs[row])]
 
     def _parts(self, output: Tensor | str) -> list[dict[str, Any]]:
-        """Return a picture [3, H, W], the frames of a video [F, 3, H, W] or a text, as parts of a message."""
+        """Return an image [3, H, W], the frames of a video [F, 3, H, W] or a text, as parts of a message."""
         if isinstance(output, str):
             return [text_part(output)]
-        return [picture_part(data_url(picture, self.longest, self.encoding))
+        return [image_part(data_url(picture, self.longest, self.encoding))
                 for picture in (output[None] if output.ndim == 3 else output[spaced(len(output), self.frames)])]
 
 

@@ -1,5 +1,5 @@
 """Released judges behind an endpoint: UnifiedReward (2503.05236), which marks and compares images and videos, and
-DeQA-Score (2501.11561), the quality of a picture.
+DeQA-Score (2501.11561), the quality of an image.
 """
 
 from __future__ import annotations

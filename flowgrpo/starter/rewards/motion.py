@@ -1,6 +1,6 @@
 """Rewards of the starter's clips: motion and appearance as the prompt claims, read from the frames.
 
-Every frame of a clip of the video starter's world (`flowgrpo.starter.motion`) is read as a picture by
+Every frame of a clip of the video starter's world (`flowgrpo.starter.motion`) is read as an image by
 `flowgrpo.starter.rewards.scene.read`. The largest blob's centroid and size, frame by frame, are the track. `motion`
 compares the track with the claimed motion and ignores the shape; `appearance` checks shape and colour and ignores the
 track. As in `scene`, every criterion is a ramp from 0 (bad) to 1 (good enough), and

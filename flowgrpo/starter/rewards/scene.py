@@ -1,12 +1,12 @@
-"""Rewards for scene prompts: check from the pixels that a picture shows what its prompt claims.
+"""Rewards for scene prompts: check from the pixels that an image shows what its prompt claims.
 
-A picture of the starter's world (`flowgrpo.starter.scenes`) is read in classical steps: the light ground, the blobs on
+An image of the starter's world (`flowgrpo.starter.scenes`) is read in classical steps: the light ground, the blobs on
 it, and for each blob its paint, its outline against the six shapes, and the softness of its edges. Every criterion is a
 ramp from 0 (bad) to 1 (good enough) and `scene_graded` is made of products and averages of them, so that
 
     scene == 1  exactly where  scene_graded == 1  exactly where every criterion is met.
 
-The verdict is that of GenEval (Ghosh et al. 2023) except that all objects count: no other may be in the picture.
+The verdict is that of GenEval (Ghosh et al. 2023) except that all objects count: no other may be in the image.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ABOUT = About(modality="image", range=(0, 1), needs="", licence="Apache-2.0")
 LIGHT = (0.70, 0.85)  # darkest channel of the ground
 TINT = (0.20, 0.08)  # largest difference between the ground's channels
 QUIET = (0.10, 0.05)  # standard deviation of the ground, per channel
-SHARE = (0.30, 0.45)  # part of the picture that is ground
+SHARE = (0.30, 0.45)  # part of the image that is ground
 DIRT = (300, 24)  # pixels that belong neither to the ground nor to a blob
 OUTLINE = (0.08, 0.03)  # mean distance between outlines over the square root of the area; circle and square: 0.042
 LEAD = (-0.12, 0.03)  # margin of the overlap with a shape over that with every other shape
@@ -46,7 +46,7 @@ STANDS_OUT = 0.45  # distance from the ground at which a pixel belongs to a blob
 STAINED = 0.20  # distance from the ground at which a pixel is dirt
 GHOST = 0.12  # the same for the mean of 3 by 3 pixels, which removes noise but keeps a faint object
 SMALLEST = 16  # pixels; smaller blobs are dirt
-MOST = 12  # blobs read per picture, the largest first; the others are dirt
+MOST = 12  # blobs read per image, the largest first; the others are dirt
 FLOOR = 0.25  # remaining credit for a wrong shape, a wrong colour or a wrong relation
 
 
@@ -96,11 +96,11 @@ def _pixel_axis(part: slice) -> np.ndarray:
     return np.arange(part.start, part.stop) + 0.5
 
 
-# --- reading a picture -----------------------------------------------------------------------------------------------
+# --- reading an image -----------------------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
 class Detected:
-    """One blob of a picture, with scores in [0, 1]; 1 means that the blob is good enough in that respect.
+    """One blob of an image, with scores in [0, 1]; 1 means that the blob is good enough in that respect.
 
     `centre` is (x, y), in pixels; `area` counts pixels. `shapes` [6] and `colours` [6] follow SHAPES and COLOURS.
     `width` is that of its edges in pixels, and `crispness` falls with it. `unity` is 1 for a single paint and a form
@@ -129,20 +129,20 @@ class Detected:
 
 @dataclass(frozen=True)
 class Reading:
-    """Blobs of a picture, largest first, and scores in [0, 1] of its ground: light, even and clean."""
+    """Blobs of an image, largest first, and scores in [0, 1] of its ground: light, even and clean."""
 
     objects: tuple[Detected, ...]
     ground: float
 
 
 def read(image: Tensor | np.ndarray) -> Reading:
-    """Read one picture, float [3, 64, 64] in [0, 1] (torch or numpy).
+    """Read one image, float [3, 64, 64] in [0, 1] (torch or numpy).
     Raises ValueError for another shape or range."""
     return _read(_pixels(torch.as_tensor(image)[None])[0])
 
 
 def detect(image: Tensor | np.ndarray) -> list[Detected]:
-    """Return all blobs of a picture [3, 64, 64] in [0, 1], largest first; non-objects have `shape` or `colour` None."""
+    """Return all blobs of an image [3, 64, 64] in [0, 1], largest first; non-objects have `shape` or `colour` None."""
     return list(read(image).objects)
 
 
@@ -157,9 +157,9 @@ def _pixels(images: Tensor | np.ndarray) -> np.ndarray:
     return pixels.contiguous().numpy()
 
 
-def _read(picture: np.ndarray) -> Reading:
-    """Read a picture [3, 64, 64]."""
-    offset = picture - np.median(picture, (1, 2), keepdims=True)
+def _read(image: np.ndarray) -> Reading:
+    """Read an image [3, 64, 64]."""
+    offset = image - np.median(image, (1, 2), keepdims=True)
     distance = _length(offset)
     labels, around = _blobs(distance > STANDS_OUT)
     outside = around == 0
@@ -167,13 +167,13 @@ def _read(picture: np.ndarray) -> Reading:
     plain = outside & (distance < STAINED) & (_length(smooth) < GHOST)
     if not plain.any():
         return Reading((), 0.0)
-    pixels = picture.reshape(3, -1).compress(plain.ravel(), 1)  # contiguous, unlike picture[:, plain]
+    pixels = image.reshape(3, -1).compress(plain.ravel(), 1)  # contiguous, unlike image[:, plain]
     ground = pixels.mean(1)
     dirt = np.count_nonzero(outside) - pixels.shape[1]
     quality = (ramp(ground.min(), LIGHT) * ramp(np.ptp(ground), TINT) * ramp(pixels.std(1).max(), QUIET)
                * ramp(pixels.shape[1] / plain.size, SHARE) * ramp(dirt, DIRT))
     inner = labels * ndimage.binary_erosion(labels > 0)
-    offset = picture - ground[:, None, None]
+    offset = image - ground[:, None, None]
     objects = (_describe(offset[(slice(None), *w)], ground, labels[w] == i, around[w] == i, inner[w] == i, w)
                for i, w in enumerate(ndimage.find_objects(around), 1))
     return Reading(tuple(objects), float(quality))
@@ -181,7 +181,7 @@ def _read(picture: np.ndarray) -> Reading:
 
 @lru_cache(maxsize=512)
 def _read_once(pixels: bytes) -> Reading:
-    """Read a picture, float32 [3, 64, 64]; `scene` and `scene_graded` of one batch share it."""
+    """Read an image, float32 [3, 64, 64]; `scene` and `scene_graded` of one batch share it."""
     return _read(np.frombuffer(pixels, np.float32).reshape(3, SIZE, SIZE))
 
 
@@ -309,7 +309,7 @@ def scene_graded(images: Tensor | np.ndarray, prompts: Sequence[str],
     gets one blob and the credit crispness * unity * shape * colour.
 
     images: float [B, 3, 64, 64] in [0, 1]; prompts: B strings.
-    Raises ValueError for other pictures, for another number of prompts, and for a prompt outside the grammar of
+    Raises ValueError for other images, for another number of prompts, and for a prompt outside the grammar of
     `scenes.parse`.
     """
     slots = [_slots(prompt) for prompt in prompts]
@@ -317,7 +317,7 @@ def scene_graded(images: Tensor | np.ndarray, prompts: Sequence[str],
     if len(pixels) != len(slots):
         raise ValueError(f"the scene reward got {len(pixels)} images and {len(slots)} prompts, "
                          "expected one prompt for each image")
-    return [_grade(_read_once(picture.tobytes()), slot) for picture, slot in zip(pixels, slots)]
+    return [_grade(_read_once(image.tobytes()), slot) for image, slot in zip(pixels, slots)]
 
 
 @described(ABOUT)

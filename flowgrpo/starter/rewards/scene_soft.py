@@ -32,7 +32,7 @@ FLOOR = 0.25  # remaining credit of a wrong relation
 TRUE = 0.5**0.5  # minimum cosine of the line of centroids to the claimed direction for a relation to hold
 TURN = 0.08  # softness of the transition from not holding to holding
 FAINT = 110.0  # pixels of a colour (the ground counts 60) below which no object is sought, unless there is no other
-WIDTH = SIZE + 32  # of the padded pictures in the transforms, so that templates do not wrap around
+WIDTH = SIZE + 32  # of the padded images in the transforms, so that templates do not wrap around
 ABOUT = About(modality="image", range=(0, 1), needs="", licence="Apache-2.0")
 BOUNDS = np.array([0.0, *np.geomspace(0.01, 1.5, 12)])  # of gradients; the largest of an image in [0, 1] is sqrt(2)
 RENDERED, SEED = 256, 0  # scenes of the reference
@@ -49,21 +49,21 @@ def _bank(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     return torch.fft.rfft2(bank.roll((-(WIDTH // 2),) * 2, (-2, -1))).conj(), bank[0].sum((2, 3))
 
 
-def membership(pictures: Tensor) -> Tensor:
-    """Return the degree in [0, 1] of each colour at every pixel: [B, 6, H, W] of pictures [B, 3, H, W].
+def membership(images: Tensor) -> Tensor:
+    """Return the degree in [0, 1] of each colour at every pixel: [B, 6, H, W] of images [B, 3, H, W].
 
     A sigmoid of the pixel's progress from the ground to the paint, times its closeness to that line.
     """
-    offset = pictures[:, None] - GROUND
-    way = pictures.new_tensor(list(COLOURS.values()))[None, :, :, None, None] - GROUND
+    offset = images[:, None] - GROUND
+    way = images.new_tensor(list(COLOURS.values()))[None, :, :, None, None] - GROUND
     along = (offset * way).sum(2) / way.square().sum(2)
     beside = (offset - way * along.clamp(0, 1)[:, :, None]).square().sum(2)
     return ((along - 0.5) / EDGE).sigmoid() / (1 + beside / TINT**2)
 
 
-def painted(pictures: Tensor) -> Tensor:
-    """Return every pixel's difference from the ground, in [0, 1]: [B, H, W] of pictures [B, 3, H, W]."""
-    far = (pictures - GROUND).square().sum(1) / STRANGE**2
+def painted(images: Tensor) -> Tensor:
+    """Return every pixel's difference from the ground, in [0, 1]: [B, H, W] of images [B, 3, H, W]."""
+    far = (images - GROUND).square().sum(1) / STRANGE**2
     return far.square() / (far.square() + 1)
 
 
@@ -86,8 +86,8 @@ def _correlated(maps: Tensor, transforms: Tensor) -> Tensor:
 def scene_soft(images: Tensor, prompts: Sequence[str], metadata: Sequence[dict[str, Any]] | None = None) -> Tensor:
     """Soft, differentiable form of `scene_graded`: degree in [0, 1] to which each image shows its prompt's claims.
 
-    images: float [B, 3, 64, 64] in [0, 1]; prompts: B strings. Returns [B]. A faithful picture has about 0.8.
-    Raises ValueError for other pictures, for another number of prompts, and for a prompt outside the grammar of
+    images: float [B, 3, 64, 64] in [0, 1]; prompts: B strings. Returns [B]. A faithful image has about 0.8.
+    Raises ValueError for other images, for another number of prompts, and for a prompt outside the grammar of
     `scenes.parse`.
     """
     if images.shape[1:] != (3, SIZE, SIZE) or len(images) != len(prompts):
@@ -101,7 +101,7 @@ def scene_soft(images: Tensor, prompts: Sequence[str], metadata: Sequence[dict[s
 
 
 def _score(maps: Tensor, paint: Tensor, claims: Claims) -> Tensor:
-    """Return the score of one picture, from its colours [6, H, W] and its paint [H, W]."""
+    """Return the score of one image, from its colours [6, H, W] and its paint [H, W]."""
     slots = [number for number, claim in enumerate(claims.objects) for _ in range(claim.count)]
     names = _sought(maps, claims)
     colours = maps[[list(COLOURS).index(name) for name in names]]
@@ -116,7 +116,7 @@ def _score(maps: Tensor, paint: Tensor, claims: Claims) -> Tensor:
 
 
 def _sought(maps: Tensor, claims: Claims) -> list[str]:
-    """Return the colours that the claims name and, if one leaves its colour open, those present in the picture."""
+    """Return the colours that the claims name and, if one leaves its colour open, those present in the image."""
     named = {claim.colour for claim in claims.objects}
     if None in named:
         mass = maps.detach().sum((1, 2))

@@ -36,11 +36,11 @@ KEPT = 2**28  # bytes of decoded images that are kept
 class SampledImages(SampledCompletions):
     """Completions that are images. pictures: float32 [B,3,H,W] in [0, 1], on the CPU."""
 
-    pictures: Tensor = field(kw_only=True)
+    images: Tensor = field(kw_only=True)
 
     @property
     def outputs(self) -> Tensor:
-        return self.pictures
+        return self.images
 
 
 class Guided:
@@ -214,7 +214,7 @@ class ImageLM(CausalLM):
         warm = 1.0 if self.text.eval_temperature is None else self.text.eval_temperature
         greedy = torch.full((len(tokenized.ids),), not warm)
         with torch.no_grad():
-            return self._drawn(tokenized, Decoding(warm or 1.0), generators, greedy, guidance).pictures
+            return self._drawn(tokenized, Decoding(warm or 1.0), generators, greedy, guidance).images
 
     def of_noise(self, tokenized: TokenizedPrompts, generators: Sequence[torch.Generator], output_type: str = "pt"
                  ) -> Tensor:
@@ -236,7 +236,7 @@ class ImageLM(CausalLM):
                                         logits_processor=LogitsProcessorList([process]))
         ids = (codes + self.first).cpu()
         mask = torch.ones_like(ids, dtype=torch.bool)
-        return SampledImages(ids, process.log_probs().cpu(), mask, ~mask.any(1), [], pictures=self.decode(ids))
+        return SampledImages(ids, process.log_probs().cpu(), mask, ~mask.any(1), [], images=self.decode(ids))
 
     @torch.no_grad()
     def decode(self, ids: Tensor) -> Tensor:
@@ -247,11 +247,11 @@ class ImageLM(CausalLM):
                      for some in ids.split(DECODED)]
         mean, std = (torch.tensor(value) for value in (self.processor.image_processor.image_mean,
                                                        self.processor.image_processor.image_std))
-        pictures = (torch.cat(drawn) * std + mean).clamp(0, 1).permute(0, 3, 1, 2).contiguous()
-        self.painted |= {row.numpy().tobytes(): each for row, each in zip(ids.cpu(), pictures)}
-        while len(self.painted) * pictures[0].nbytes > KEPT:
+        images = (torch.cat(drawn) * std + mean).clamp(0, 1).permute(0, 3, 1, 2).contiguous()
+        self.painted |= {row.numpy().tobytes(): each for row, each in zip(ids.cpu(), images)}
+        while len(self.painted) * images[0].nbytes > KEPT:
             del self.painted[next(iter(self.painted))]
-        return pictures
+        return images
 
     def shown_again(self, ids: Tensor) -> Tensor:
         """Return the images of tokens as `decode` does; those that were decoded last are not decoded again."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from flowgrpo.config.sections import Adapter, Text
-from flowgrpo.data.pictures import read_picture
+from flowgrpo.data.images import read_image
 from flowgrpo.errors import UserError
 from flowgrpo.text.policies.causal_lm import RECOMPUTED, TARGETS, CausalLM
 from flowgrpo.text.policies.text_weights import load_causal_lm
@@ -34,16 +34,16 @@ class Shown(TokenizedPrompts):
     """Prompts with their images, by the processor's names of the model's inputs.
 
     by_token: values [S,...] of each token.
-    pictures: the others, with a first dimension of any length; empty for a prompt without an image.
+    images: the others, with a first dimension of any length; empty for a prompt without an image.
     """
 
     by_token: list[dict[str, Tensor]]
-    pictures: list[dict[str, Tensor]]
+    images: list[dict[str, Tensor]]
 
     def rows(self, index: Tensor) -> Shown:
         """Return the rows `index` (int64 [B]); a row may be taken several times."""
         return Shown(*([values[i] for i in index.tolist()] for values in
-                       (self.prompts, self.ids, self.by_token, self.pictures)))
+                       (self.prompts, self.ids, self.by_token, self.images)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +109,7 @@ class VisionLM(CausalLM):
 
     def _beside(self, tokenized: TokenizedPrompts, length: int, before: bool = False) -> dict[str, Tensor]:
         assert isinstance(tokenized, Shown), type(tokenized)
-        return _by_token(tokenized, length, before, self.device) | _pictures(tokenized, self.device, self.dtype)
+        return _by_token(tokenized, length, before, self.device) | _images(tokenized, self.device, self.dtype)
 
     def _asked(self) -> dict[str, Any]:
         # Of a call, not of the model, which may also draw images, whose tokens have the same numbers.
@@ -140,9 +140,9 @@ class VisionLM(CausalLM):
         """As in `CausalLM`; tried with the longest prompt, and once more with the first image, which may not be
         shareable."""
         assert isinstance(tokenized, Shown), type(tokenized)
-        seen = any(tokenized.pictures)
+        seen = any(tokenized.images)
         if self._apart is None or seen and not self._tried:
-            hardest = max(range(len(tokenized.ids)), key=lambda i: (bool(tokenized.pictures[i]), len(tokenized.ids[i])))
+            hardest = max(range(len(tokenized.ids)), key=lambda i: (bool(tokenized.images[i]), len(tokenized.ids[i])))
             row = tokenized.rows(torch.tensor([hardest]))
             self._tried = seen
             self._apart = RECOMPUTED if self.checkpointing else self._try_prefixes(row, self.probe(row))
@@ -181,7 +181,7 @@ def templated(processor: Any, text: Text, prompt: str, image: Any = None, **aske
 
 
 def _opened(image: Any) -> Any:
-    return read_picture(image) if isinstance(image, (str, Path)) else image
+    return read_image(image) if isinstance(image, (str, Path)) else image
 
 
 def _by_token(tokenized: Shown, length: int, before: bool, device: torch.device) -> dict[str, Tensor]:
@@ -196,11 +196,11 @@ def _by_token(tokenized: Shown, length: int, before: bool, device: torch.device)
     return inputs
 
 
-def _pictures(tokenized: Shown, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+def _images(tokenized: Shown, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return the image inputs, concatenated; further dimensions are padded with 0, as processors do it."""
     inputs = {}
-    for name in sorted({name for row in tokenized.pictures for name in row}):
-        values = [row[name] for row in tokenized.pictures if name in row]
+    for name in sorted({name for row in tokenized.images for name in row}):
+        values = [row[name] for row in tokenized.images if name in row]
         most = torch.tensor([value.shape[1:] for value in values]).amax(0).tolist()
         padded = [pad(value, [size for at in range(value.ndim - 1, 0, -1)
                               for size in (0, int(most[at - 1]) - value.shape[at])]) for value in values]

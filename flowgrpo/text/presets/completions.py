@@ -231,5 +231,5 @@ def unirl(method: Method = Method()) -> Method:
 
 def unirl_sft(method: Method = Method()) -> Method:
     """UniRL, supervised: cross entropy of images that were found right, and of answers about them (2505.23380)."""
-    answers = supervised.SelfAnswers(pictures=1.0, batch=32, balance=FixedWeights(rl=0.0, data=1.0))
+    answers = supervised.SelfAnswers(images=1.0, batch=32, balance=FixedWeights(rl=0.0, data=1.0))
     return unirl(method).having(kl=objectives.SampledKL(0.0), data=answers)

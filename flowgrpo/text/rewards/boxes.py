@@ -1,4 +1,4 @@
-"""Rewards of places that a completion names: boxes of a picture, and spans of a video."""
+"""Rewards of places that a completion names: boxes of an image, and spans of a video."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ class BoxIoU:
 class BoxFormat:
     """1 if a completion, thoughts included, names a box and all its boxes are sound, otherwise 0 (GRIT).
 
-    A sound box [left, top, right, bottom] has left < right, top < bottom, and lies inside the picture.
-    key: metadata key of the picture's [width, height]; without it a box only has to start at 0 or more.
+    A sound box [left, top, right, bottom] has left < right, top < bottom, and lies inside the image.
+    key: metadata key of the image's [width, height]; without it a box only has to start at 0 or more.
     """
 
     key: str = "size"

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flowgrpo.data.open_picture import require_open
+from flowgrpo.data.open_image import require_open
 from flowgrpo.errors import UserError
 from flowgrpo.escaped import one_line
 from flowgrpo.packages import needed
@@ -260,16 +260,16 @@ def sound(code: str, longest: int) -> bool:
     return len(code) <= longest and not _OUTSIDE.search(code) and code.lower().count("<use") <= USES
 
 
-def similarity(picture: Tensor, reference: Tensor, edges: float) -> float:
-    """Return the likeness of two pictures [3, H, W] in [0, 1]: 1 for equal ones.
+def similarity(image: Tensor, reference: Tensor, edges: float) -> float:
+    """Return the likeness of two images [3, H, W] in [0, 1]: 1 for equal ones.
 
     It is 1 less the root of the mean squared difference, and with the weight `edges` the share that the steps between
     neighbouring pixels have in common: 1 less their mean absolute difference over the sum of their means.
     """
-    apart = (picture - reference).square().mean().sqrt().item()
+    apart = (image - reference).square().mean().sqrt().item()
     different, total = 0.0, 0.0
     for dim in (-1, -2):
-        one, other = picture.diff(dim=dim), reference.diff(dim=dim)
+        one, other = image.diff(dim=dim), reference.diff(dim=dim)
         different += (one - other).abs().mean().item()
         total += (one.abs().mean() + other.abs().mean()).item()
     return (1 - edges) * (1 - apart) + edges * (1 - different / total if total else 1.0)
@@ -283,7 +283,7 @@ def alike(features: Tensor, others: Tensor) -> float:
 
 
 def render(code: str, height: int, width: int) -> Tensor | None:
-    """Return SVG code as a picture [3, height, width] on white; None if it cannot be rendered. No font is loaded."""
+    """Return SVG code as an image [3, height, width] on white; None if it cannot be rendered. No font is loaded."""
     import torch
     from PIL import Image
 
@@ -292,12 +292,12 @@ def render(code: str, height: int, width: int) -> Tensor | None:
         data = resvg.svg_to_bytes(svg_string=code, width=width, height=height, background="#ffffff",
                                   skip_system_fonts=True)
         with Image.open(io.BytesIO(bytes(data))) as opened:
-            picture = opened.convert("RGB").resize((width, height))
+            image = opened.convert("RGB").resize((width, height))
     except BaseException as error:  # the renderer's own panics derive from it
         if isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError)):
             raise
         return None
-    return torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8).view(height, width, 3).permute(
+    return torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(height, width, 3).permute(
         2, 0, 1).float() / 255
 
 
@@ -306,7 +306,7 @@ class SvgRender:
     """Likeness of the image that a completion's SVG code makes to a reference image; 0 for code that makes none.
 
     key: metadata key of the reference's path; None for a prompt without it. Where a prompt brings an `image`, that is
-    the one. size: pixels of either side of both pictures. edges: weight of edges beside colours, see `similarity`.
+    the one. size: pixels of either side of both images. edges: weight of edges beside colours, see `similarity`.
     semantic: weight of the likeness of `features` beside both, see `alike`; features as in `diversity`, such as "clip".
     longest: characters; longer code scores 0. brevity: weight of the code's length over `longest`, subtracted.
     Code that names files or addresses, or repeats too much, scores 0 and is not rendered. No font is loaded, so texts
@@ -345,13 +345,13 @@ class SvgRender:
         code = svg_of(text)
         if code is None or not sound(code, self.longest):
             return 0.0
-        picture = render(code, self.size, self.size)
-        if picture is None:
+        image = render(code, self.size, self.size)
+        if image is None:
             return 0.0
         reference = _reference(path, self.size)
-        value = similarity(picture, reference, self.edges)
+        value = similarity(image, reference, self.edges)
         if self.semantic:
-            value += self.semantic * (alike(self.features(picture[None]), self.features(reference[None])) - value)
+            value += self.semantic * (alike(self.features(image[None]), self.features(reference[None])) - value)
         return max(0.0, value - self.brevity * len(code) / self.longest)
 
 

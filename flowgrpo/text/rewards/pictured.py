@@ -1,4 +1,4 @@
-"""Picture rewards of rewritten prompts: a frozen pipeline draws from a completion, and rewards score it for the prompt.
+"""Image rewards of rewritten prompts: a frozen pipeline draws from a completion, and rewards score it for the prompt.
 
     reward: {pictured: {args: {pipeline: PIPELINE, rewards: [pickscore], images: 2}}}
 
@@ -32,7 +32,7 @@ from flowgrpo.starter import CALLS, EVAL
 from flowgrpo.text.rewards.answer_keys import spoken, tagged
 from flowgrpo.types import Completion
 
-SHOWN = 320  # longer side of a picture that is kept for display, in pixels
+SHOWN = 320  # longer side of an image that is kept for display, in pixels
 NOISES = ("epoch", "prompt")
 
 
@@ -79,7 +79,7 @@ class FrozenPipeline(LocalModel):
         return (policy,)
 
     def draw(self, texts: Sequence[str], seeds: Sequence[int]) -> Tensor:
-        """Draw a picture of each text from noise of its seed: [B, 3, H, W] in [0, 1], of clips [B, F, 3, H, W]."""
+        """Draw an image of each text from noise of its seed: [B, 3, H, W] in [0, 1], of clips [B, F, 3, H, W]."""
         [policy] = self.models
         unique = list(dict.fromkeys(texts))
         conditioning = policy.encode(unique).rows(torch.tensor([unique.index(text) for text in texts]))
@@ -99,11 +99,11 @@ class FrozenPipeline(LocalModel):
 class Pictured(Combined):
     """Weighted sum of image rewards of what a frozen pipeline makes of a completion; they judge the user's prompt.
 
-    rewards: of pictures or clips, by name or rule; weights: theirs, 1 each without.
-    pipeline, lora, steps, guidance, call, parts: of `FrozenPipeline`. images: pictures per completion, whose mean
+    rewards: of images or clips, by name or rule; weights: theirs, 1 each without.
+    pipeline, lora, steps, guidance, call, parts: of `FrozenPipeline`. images: images per completion, whose mean
     counts. Completions of a prompt share their noise, so that scores differ by the text alone.
     noise: "epoch" draws other noise in every epoch, "prompt" the same in all; held-out samples always have the latter.
-    seed: of the noise. dtype, device, batch_size (8 pictures): as in `LocalModel`.
+    seed: of the noise. dtype, device, batch_size (8 images): as in `LocalModel`.
     Equal texts of a prompt are drawn once in a call.
     """
 
@@ -127,7 +127,7 @@ class Pictured(Combined):
     def __post_init__(self) -> None:
         given = self.parts
         super().__post_init__()
-        self._require({"image", "video"} & set(str(self.about.modality).split("/")), "rewards", "rewards of pictures")
+        self._require({"image", "video"} & set(str(self.about.modality).split("/")), "rewards", "rewards of images")
         self._require(self.weights is None or len(self.weights) == len(self.rewards), "weights",
                       f"{len(self.rewards)}, one per reward")
         self._require(self.images >= 1, "images", "1 or more")
@@ -150,15 +150,15 @@ class Pictured(Combined):
         shown: dict[int, Tensor] = {}
         for at in range(0, len(jobs), self.batch_size):
             rows, numbers = zip(*jobs[at:at + self.batch_size])
-            pictures = self.painter.draw([texts[row] for row in rows], [
+            images = self.painter.draw([texts[row] for row in rows], [
                 noise_seed(self.seed, epoch, prompts[row], number) for row, number in zip(rows, numbers)])
-            values = super().__call__(Batch(pictures, [prompts[row] for row in rows], [entries[row] for row in rows]))
-            for row, picture, value in zip(rows, pictures, values):
+            values = super().__call__(Batch(images, [prompts[row] for row in rows], [entries[row] for row in rows]))
+            for row, image, value in zip(rows, images, values):
                 scores[row].append(value)
-                shown.setdefault(row, small(picture))
+                shown.setdefault(row, small(image))
         for text, row in zip(outputs, first):
             if isinstance(text, Completion):
-                text.picture = shown[row]
+                text.image = shown[row]
         return [mean(scores[row]) for row in first]
 
     def combined(self, scores: Tensor) -> Tensor:
@@ -179,10 +179,10 @@ def mean(values: Sequence[float | None | Failed]) -> float | None | Failed:
     return sum(map(float, scores)) / len(scores) if scores else None  # type: ignore[arg-type]  # no failure is left
 
 
-def small(picture: Tensor) -> Tensor:
-    """Return a picture [3, H, W] in [0, 1], of a clip [F, 3, H, W] the middle frame, at most SHOWN pixels long."""
-    picture = picture[len(picture) // 2] if picture.ndim == 4 else picture
-    factor = SHOWN / max(picture.shape[1:])
+def small(image: Tensor) -> Tensor:
+    """Return an image [3, H, W] in [0, 1], of a clip [F, 3, H, W] the middle frame, at most SHOWN pixels long."""
+    image = image[len(image) // 2] if image.ndim == 4 else image
+    factor = SHOWN / max(image.shape[1:])
     if factor >= 1:
-        return picture.clone()
-    return interpolate(picture[None], scale_factor=factor, mode="area")[0]
+        return image.clone()
+    return interpolate(image[None], scale_factor=factor, mode="area")[0]

@@ -14,7 +14,7 @@ import torch
 from flowgrpo.advantages.token_credit import starts_of
 from flowgrpo.config.geometry import BatchShape
 from flowgrpo.config.schema import Config
-from flowgrpo.data.pictures import noised_picture
+from flowgrpo.data.images import noised_image
 from flowgrpo.data.prompts import Prompt, answer_of
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
@@ -83,9 +83,9 @@ class TextRollouts(GroupSampler[TokenizedPrompts]):
 
     def sample(self, conditioning: TokenizedPrompts, epoch: int, judge: TotalReward,
                value: RewardValue | None = None, turn: int = 0) -> Iterator[tuple[Part, list[Any]]]:
-        """Sample a group per prompt: yield the parts as they are finished, each with its texts or pictures.
+        """Sample a group per prompt: yield the parts as they are finished, each with its texts or images.
 
-        judge: the total reward, by which a method learns what states are worth. value: of methods for pictures; unused
+        judge: the total reward, by which a method learns what states are worth. value: of methods for images; unused
         here. turn: how often the epoch has drawn before.
         """
         before, kernel = self.policy.evaluations, self.method.generation.decoding
@@ -203,16 +203,16 @@ class TextRollouts(GroupSampler[TokenizedPrompts]):
 
 
 def together(outputs: list[Any]) -> Any:
-    """Return the outputs of batches as those of one: a list of texts, or pictures [B,3,H,W]."""
+    """Return the outputs of batches as those of one: a list of texts, or images [B,3,H,W]."""
     return torch.cat(outputs) if torch.is_tensor(outputs[0]) else [text for some in outputs for text in some]
 
 
 def brought(prompt: Prompt) -> Any:
-    """Return what a prompt brings beside its text; its picture with noise where its guidance asks for some."""
+    """Return what a prompt brings beside its text; its image with noise where its guidance asks for some."""
     guided = prompt.guided
     if not guided or not guided.noise or prompt.image is None:
         return prompt.brings
-    return noised_picture(prompt.image, guided.noise, zlib.crc32(prompt.text.encode()))
+    return noised_image(prompt.image, guided.noise, zlib.crc32(prompt.text.encode()))
 
 
 class EngineRollouts(TextRollouts):

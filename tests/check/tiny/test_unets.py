@@ -50,7 +50,7 @@ def test_without_noise_it_gives_the_latents_of_ddim(name):
     assert (other - ours).abs().max() > 0.01 * ours.std() and (ours[0] - ours[1]).abs().max() > 0.1 * ours.std()
 
 
-def test_consistency_sampling_gives_the_stock_latents_and_pictures():
+def test_consistency_sampling_gives_the_stock_latents_and_images():
     policy = driven("LatentConsistencyModelPipeline")
     grid, timesteps = alpha_bars(policy.stock, STEPS)
     conditioning, generators = policy.encode(["red", "blue"]), policy.generators([1, 2])

@@ -1,4 +1,4 @@
-"""What is special to video pipelines: experts, frames, pictures to start from, signs and order of time, sound."""
+"""What is special to video pipelines: experts, frames, images to start from, signs and order of time, sound."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_decoding_gives_all_frames(name, frames, size):
     ("LTXConditionPipeline", 4.0),  # hands its scheduler the negative velocity
     ("LTX2Pipeline", 4.0),  # two states; guidance on the predicted data
     ("WanPipeline (2.2)", 4.0),
-    ("HunyuanVideoImageToVideoPipeline", 1.0),  # mixes its picture into the state at every call
+    ("HunyuanVideoImageToVideoPipeline", 1.0),  # mixes its image into the state at every call
     ("HunyuanVideoImageToVideoPipeline (token_replace)", 1.0)])  # shows its scheduler all frames but the first
 def test_without_noise_the_frames_are_those_of_the_stock_pipeline(name, guidance):
     pipe, call = videos.FACTORIES[name](0)
@@ -146,7 +146,7 @@ def test_inverted_sigmas_by_hand():
     assert scheduler.add_noise(torch.tensor([8.0]), torch.tensor([4.0]), torch.tensor(250.0)).item() == 5.0
 
 
-# --- pictures and videos to start from -------------------------------------------------------------------------------
+# --- images and videos to start from -------------------------------------------------------------------------------
 
 def test_a_video_is_where_the_trajectory_starts():
     name = "WanVideoToVideoPipeline"

@@ -1,4 +1,4 @@
-"""Preservation of a source picture outside of the edited region."""
+"""Preservation of a source image outside of the edited region."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def source(tmp_path):
     return to_tensor(Image.open(path)), path
 
 
-def test_an_unchanged_picture_scores_1_and_noise_next_to_0(source):
+def test_an_unchanged_image_scores_1_and_noise_next_to_0(source):
     picture, path = source
     other = torch.rand(3, 24, 24)
     same, changed, none = Preservation()(torch.stack([picture, other, other]), ["p"] * 3,
@@ -75,7 +75,7 @@ def test_mistakes_are_one_line(source, tmp_path):
 
 def test_a_source_that_the_pipeline_squeezed_is_compared_squeezed(tmp_path):
     from flowgrpo.check import tiny as pipelines
-    from flowgrpo.data.pictures import fit_of, read_picture
+    from flowgrpo.data.images import fit_of, read_image
     from flowgrpo.policies.pipelines.prompt_inputs import watch
 
     wide = Image.new("RGB", (300, 40), "red")
@@ -86,7 +86,7 @@ def test_a_source_that_the_pipeline_squeezed_is_compared_squeezed(tmp_path):
     assert Preservation()(*given)[0] < 0.9 and Preservation(fit="squeeze")(*given)[0] == pytest.approx(1)
     pipe, _ = pipelines.make("WanImageToVideoPipeline")
     watch(pipe)
-    pipe.video_processor.preprocess(read_picture(tmp_path / "wide.png"), height=64, width=64)
+    pipe.video_processor.preprocess(read_image(tmp_path / "wide.png"), height=64, width=64)
     assert fit_of(tmp_path / "wide.png", (64, 64)) == "squeeze" and fit_of(tmp_path / "wide.png", (32, 64)) == "crop"
     assert Preservation()(*given)[0] == pytest.approx(1)
     assert Preservation(fit="crop")(*given)[0] < 0.9

@@ -12,7 +12,7 @@ from PIL import Image
 
 from flowgrpo.contrib.hint_length import KEY, LEAST, HintLength, fitted
 from flowgrpo.curriculum.epoch_batch import EpochBatch
-from flowgrpo.data.pictures import noised_picture, read_picture
+from flowgrpo.data.images import noised_image, read_image
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
@@ -105,15 +105,15 @@ def test_an_epoch_trains_with_hints_of_several_lengths():
     assert metrics[0]["extra_groups"] == 2 and len(trainer.memory[KEY]["2+2="]) >= 4
 
 
-# Noise on the pictures of easy prompts
+# Noise on the images of easy prompts
 
 NOISY = HintLength(text="{prompt}({hint})", noise=0.5)
 SHOWN = Prompt("7+8=", image="seven.png", metadata={"solution": WORDS})
 
 
-def test_an_easy_prompt_with_a_picture_gets_noise_and_a_hard_one_a_hint():
+def test_an_easy_prompt_with_a_image_gets_noise_and_a_hard_one_a_hint():
     found = drawn([SHOWN, LED, PLAIN, SHOWN], [[1.0] * 8, [1.0] * 8, [1.0] * 8, [0.0, 1.0] * 4])
-    [(place, noisy)] = NOISY(found)  # without a picture an easy prompt stays, and so does one near the target
+    [(place, noisy)] = NOISY(found)  # without an image an easy prompt stays, and so does one near the target
     assert place is None and noisy.shown == noisy.text == SHOWN.text and noisy.unguided == SHOWN
     assert -1 <= noisy.guided.level < 0 and noisy.guided.noise == -0.5 * noisy.guided.level
     assert noisy.learned is noisy and noisy.key != SHOWN.key and noisy.image == SHOWN.image
@@ -123,7 +123,7 @@ def test_an_easy_prompt_with_a_picture_gets_noise_and_a_hard_one_a_hint():
 
 
 def test_the_noise_follows_what_it_did():
-    """A picture that became too hard to read gets less noise in the next epoch, at last a hint."""
+    """An image that became too hard to read gets less noise in the next epoch, at last a hint."""
     memory, levels = {}, []
     for rate in (1.0, 0.0, 0.0, 0.0):
         [prompt] = NOISY.begin([SHOWN], drawn([], [], len(levels), memory))
@@ -142,7 +142,7 @@ def test_noise_or_a_hint_brings_the_accuracy_near_one_half(steep, middle):
     assert 1 / (1 + math.exp(-steep * (share - middle))) == pytest.approx(0.5, abs=0.15)
 
 
-def test_a_run_reads_the_noised_picture_and_rewards_see_the_prompt(tmp_path):
+def test_a_run_reads_the_noised_image_and_rewards_see_the_prompt(tmp_path):
     [red, *_] = tiny_vision.files(tmp_path)
     read, seen = [], []
 
@@ -159,18 +159,18 @@ def test_a_run_reads_the_noised_picture_and_rewards_see_the_prompt(tmp_path):
     metrics = trainer.run_epoch()
     clean, noised, learned = read[0][0], read[1][0], read[2]
     assert clean == red and np.array_equal(learned[1], noised) and learned[0] == red
-    assert not np.array_equal(noised, read_picture(red)) and {*seen} == {("2+2=", red)}
+    assert not np.array_equal(noised, read_image(red)) and {*seen} == {("2+2=", red)}
     assert metrics["extra_groups"] == 1 and trainer.first_ratio.max_log_ratio <= 1e-4
 
 
 def test_noise_is_of_its_deviation_and_the_same_again(tmp_path):
     Image.new("RGB", (64, 64), (128, 128, 128)).save(tmp_path / "grey.png")
-    one, again, other = (np.asarray(noised_picture(tmp_path / "grey.png", 0.1, seed)) / 255 for seed in (1, 1, 2))
+    one, again, other = (np.asarray(noised_image(tmp_path / "grey.png", 0.1, seed)) / 255 for seed in (1, 1, 2))
     assert np.array_equal(one, again) and not np.array_equal(one, other)
     assert one.std() == pytest.approx(0.1, rel=0.03) and one.mean() == pytest.approx(128 / 255, abs=0.005)
 
 
-def test_noise_is_refused_for_what_reads_no_picture():
+def test_noise_is_refused_for_what_reads_no_image():
     with pytest.raises(UserError, match="parts.redraw.noise is about images that language models read"):
         resolve(tiny_runs.config("flow", "flow_grpo", {"redraw": {"type": "HintLength", "noise": 0.1}}), "flow")
 

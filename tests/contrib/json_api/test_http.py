@@ -28,7 +28,7 @@ from flowgrpo.rewards.failures import TimedOut
 
 ROOT = Path(__file__).parents[3]
 KEY = "k-2f9a.secret_of-the-test"
-PICTURE = torch.arange(48).view(3, 4, 4) / 255
+IMAGE = torch.arange(48).view(3, 4, 4) / 255
 
 
 @contextlib.contextmanager
@@ -65,7 +65,7 @@ def message(call, *arguments, error=UserError, **keywords) -> str:
 
 def scored(url: str, count: int = 1, **settings) -> list:
     reward = Http(url=url, **{"request": {"p": "{prompt}"}, "wait": 0.0, "retries": 0} | settings)
-    return reward(PICTURE.expand(count, -1, -1, -1), [f"p{i}" for i in range(count)], [{"i": i} for i in range(count)])
+    return reward(IMAGE.expand(count, -1, -1, -1), [f"p{i}" for i in range(count)], [{"i": i} for i in range(count)])
 
 
 # --- what is sent -----------------------------------------------------------------------------------------------------
@@ -74,12 +74,12 @@ def decoded(text: str) -> np.ndarray:
     return np.asarray(Image.open(io.BytesIO(base64.b64decode(text))))
 
 
-def test_a_template_takes_values_with_their_types_and_pictures_as_png():
+def test_a_template_takes_values_with_their_types_and_images_as_png():
     template = Template("r", {"a": ["{prompt}", 1, None],
                               "b": {"c": "{metadata.of.n}", "d": "n={metadata.of.n} {prompt}"},
                               "url": "data:image/png;base64,{image}",
                               "all": "{metadata}", "{prompt}": "{}"})
-    filled = template.filled(PICTURE, "say {image}", {"of": {"n": 3}})
+    filled = template.filled(IMAGE, "say {image}", {"of": {"n": 3}})
     picture = filled.pop("url").partition("data:image/png;base64,")[2]
     assert (decoded(picture) == np.arange(48).reshape(3, 4, 4).transpose(1, 2, 0)).all()
     assert filled == {"a": ["say {image}", 1, None], "b": {"c": 3, "d": "n=3 say {image}"}, "all": {"of": {"n": 3}},
@@ -87,20 +87,20 @@ def test_a_template_takes_values_with_their_types_and_pictures_as_png():
 
 
 def test_a_video_is_sent_as_frames_and_a_text_as_it_is():
-    clip = torch.stack([PICTURE + i / 255 for i in range(5)])
+    clip = torch.stack([IMAGE + i / 255 for i in range(5)])
     frames = Template("r", "{frames}", frames=3).filled(clip, "", {})
     assert [int(decoded(frame)[0, 0, 0]) for frame in frames] == [0, 2, 4]
-    assert len(Template("r", "{frames}").filled(PICTURE, "", {})) == 1
+    assert len(Template("r", "{frames}").filled(IMAGE, "", {})) == 1
     assert Template("r", ["{text}"]).filled("an answer", "", {}) == ["an answer"]
-    assert decoded(Template("r", "{image}", longest=2).filled(PICTURE, "", {})).shape == (2, 2, 3)
+    assert decoded(Template("r", "{image}", longest=2).filled(IMAGE, "", {})).shape == (2, 2, 3)
 
 
 @pytest.mark.parametrize("slot, output, said", [
     ("{image}", "text", "its samples are texts: write {text}"),
-    ("{image}", PICTURE[None], "its samples are videos: write {frames}"),
-    ("{text}", PICTURE, "its samples are pictures: write {image}"),
+    ("{image}", IMAGE[None], "its samples are videos: write {frames}"),
+    ("{text}", IMAGE, "its samples are pictures: write {image}"),
     ("{metadata.b}", "text", "the prompt's metadata has no 'b': 'b' is not in an object of a"),
-    ("{image}", PICTURE / 0, "holds NaN")])
+    ("{image}", IMAGE / 0, "holds NaN")])
 def test_a_slot_that_cannot_be_filled_is_told(slot, output, said):
     assert said in message(Template("r", {"x": slot}).filled, output, "", {"a": 1})
 
@@ -166,7 +166,7 @@ def test_transient_faults_are_asked_again_and_counted():
 
     with api(answer) as url:
         reward = Http(url=url + "/s", retries=3, wait=0.0, cost=0.25)
-        assert reward(PICTURE[None], ["p"], [{}]) == [4.0]
+        assert reward(IMAGE[None], ["p"], [{}]) == [4.0]
     assert len(seen) == 4 and reward.meter.spent == 1.0
 
 
@@ -214,8 +214,8 @@ def test_requests_begin_at_their_rate():
 def test_a_budget_is_not_exceeded():
     with api(lambda request, headers: (200, {"score": 1})) as url:
         reward = Http(url=url, cost=0.1, budget=0.3, concurrency=2)
-        assert reward(PICTURE.expand(3, -1, -1, -1), ["p"] * 3, [{}] * 3) == [1.0] * 3
-        assert message(reward, PICTURE[None], ["p"], [{}]) == (
+        assert reward(IMAGE.expand(3, -1, -1, -1), ["p"] * 3, [{}] * 3) == [1.0] * 3
+        assert message(reward, IMAGE[None], ["p"], [{}]) == (
             "reward 'http': 3 requests of this process cost 0.3, and the next would exceed its budget of 0.3: "
             "raise budget in its args, or score fewer samples")
 

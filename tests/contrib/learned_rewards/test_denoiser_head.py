@@ -1,4 +1,4 @@
-"""What a frozen denoiser sees of pictures: pooled states of its blocks, of transformers and U-Nets."""
+"""What a frozen denoiser sees of images: pooled states of its blocks, of transformers and U-Nets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_pooled_by_hand():
 @pytest.mark.parametrize("make, call, guidance", [
     (tiny.sd3, tiny.CALL, 1.0), (tiny.sd3, tiny.CALL, 3.0), (flux, FLUX_CALL, 1.0), (tiny.sd15, {}, 3.0)],
     ids=["transformer", "guided", "packed", "unet"])
-def test_a_picture_has_the_same_features_in_every_batch(make, call, guidance):
+def test_a_image_has_the_same_features_in_every_batch(make, call, guidance):
     policy = PipelinePolicy(make(), None, call=call, guidance=guidance)
     encoded = policy.encode(["red", "a cat", "red"])
     latents = policy.of_noise(encoded, policy.generators([0, 1, 2]), "latent")
@@ -29,7 +29,7 @@ def test_a_picture_has_the_same_features_in_every_batch(make, call, guidance):
     assert features.shape[0] == 3 and torch.isfinite(features).all() and policy.evaluations == evaluations
     alone = states(policy, latents[1:2], encoded.rows(torch.tensor([1])))
     assert torch.allclose(alone, features[1:2], atol=1e-4)
-    assert (features[0] - features[2]).abs().max() > 1e-3  # another picture of the same prompt
+    assert (features[0] - features[2]).abs().max() > 1e-3  # another image of the same prompt
     assert not any(module._forward_hooks for module in blocks([*policy.denoisers.values()]))
 
 
@@ -41,7 +41,7 @@ def test_the_prompt_counts():
     assert (features[0] - features[1]).abs().max() > 1e-3
 
 
-def test_a_head_scores_pictures_of_any_size():
+def test_a_head_scores_images_of_any_size():
     policy = PipelinePolicy(tiny.sd3(), None, call=tiny.CALL)
     pictures = torch.rand(2, 3, 16, 16)
     width = DenoiserHead(policy, 0).rows(pictures, ["red", "blue"])["features"].shape[1]

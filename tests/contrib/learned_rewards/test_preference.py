@@ -81,7 +81,7 @@ def test_the_gradient_is_logistic_regression_s():
     assert np.abs(gradient.numpy() - difference.T @ (probability - verdicts.numpy()) / 40).max() < 1e-10
 
 
-def test_pictures_that_change_places_change_nothing():
+def test_images_that_change_places_change_nothing():
     margins, verdicts = torch.randn(30, 2, dtype=torch.float64), torch.tensor([0.0, 0.5, 1.0, NAN]).repeat(15)
     verdicts = verdicts.reshape(30, 2)
     assert bradley_terry(margins, verdicts).item() == pytest.approx(bradley_terry(-margins, 1 - verdicts).item(),
@@ -125,7 +125,7 @@ def test_a_file_of_pairs(folder):
     ("[1]", "expected an object with the keys prompt, chosen and rejected, got [1]"),
     (line(choosen="a.png"), "unknown key 'choosen': did you mean 'chosen'?"),
     (line(prompt=" "), "expected a text under 'prompt', got ' '"),
-    (line(chosen=None), "expected the path of a picture under 'chosen', got None"),
+    (line(chosen=None), "expected the path of an image under 'chosen', got None"),
     (line(rejected="d.png"), "no image at"),
     (line(rejected="a.png"), "chosen and rejected are the same picture, a.png"),
     (line(aspects=["colour"]), "expected an object of names and verdicts under 'aspects', got ['colour']"),
@@ -172,7 +172,7 @@ def test_no_prompt_is_on_both_sides(folder):
     assert aspects(train, held) == ["overall"]
 
 
-def test_pairs_that_share_a_picture_stand_in_one_batch():
+def test_pairs_that_share_a_image_stand_in_one_batch():
     names = ["ab", "cd", "bc", "ef", "eg", "hi", "jk", "lm"]
     pairs = [Pair("p", Path(one), Path(two)) for one, two in names]
     grouped = families(pairs)
@@ -190,7 +190,7 @@ PAINT = {"red": (0.9, 0.1, 0.1), "blue": (0.1, 0.1, 0.9)}
 
 
 def squares(folder: Path) -> Path:
-    """96 pairs: the picture whose colour the prompt names is preferred, and in `light` the lighter one."""
+    """96 pairs: the image whose colour the prompt names is preferred, and in `light` the lighter one."""
     generator, lines = torch.Generator().manual_seed(0), []
     for i, (prefix, shape, colour) in enumerate((p, s, c) for p in PREFIXES for s in SHAPES for c in PAINT):
         for dark in (0, 1):
@@ -268,21 +268,21 @@ def test_mistakes_with_the_folder(learned, monkeypatch, capsys, tmp_path):
 
 
 def written(network, folder: Path, kind: dict) -> tuple[Preference, torch.Tensor]:
-    """A network's reward as read from the folder that it is saved in, and its scores of some pictures before that."""
+    """A network's reward as read from the folder that it is saved in, and its scores of some images before that."""
     save(folder, network, Description({"overall": Aspect(), "light": Aspect()}, kind))
     with torch.no_grad():
-        return Preference(str(folder), device="cpu"), network.eval()(**network.rows(network.prepare(PICTURES), WORDS))
+        return Preference(str(folder), device="cpu"), network.eval()(**network.rows(network.prepare(IMAGES), WORDS))
 
 
-PICTURES, WORDS = torch.rand(3, 3, 24, 32, generator=torch.Generator().manual_seed(1)), ["a ring", "a red star", "x"]
+IMAGES, WORDS = torch.rand(3, 3, 24, 32, generator=torch.Generator().manual_seed(1)), ["a ring", "a red star", "x"]
 
 
 def test_scores_are_the_same_bit_for_bit_after_loading(tmp_path):
     torch.manual_seed(0)
     reward, before = written(with_text("starter", 2, 16), tmp_path, {"kind": "film", "size": 16})
-    assert torch.equal(reward.scores(PICTURES, WORDS), before) and before.shape == (3, 2) and before.std() > 0
-    assert torch.equal(reward(PICTURES, WORDS), before.double().sum(1))
-    assert not torch.allclose(reward.scores(PICTURES, WORDS[1:] + WORDS[:1]), before)  # the prompt matters
+    assert torch.equal(reward.scores(IMAGES, WORDS), before) and before.shape == (3, 2) and before.std() > 0
+    assert torch.equal(reward(IMAGES, WORDS), before.double().sum(1))
+    assert not torch.allclose(reward.scores(IMAGES, WORDS[1:] + WORDS[:1]), before)  # the prompt matters
 
 
 TINY = {"embed_dim": 16, "vision_cfg": {"image_size": 32, "layers": 1, "width": 32, "head_width": 16, "patch_size": 8},
@@ -306,7 +306,7 @@ def clip(tmp_path_factory) -> dict[str, str]:
 def test_a_head_on_clip_keeps_the_head_alone(clip, tmp_path):
     network = ClipHead(ClipScore(**clip, device="cpu"), 2)
     reward, before = written(network, tmp_path, {"kind": "clip", **clip})
-    assert torch.equal(reward.scores(PICTURES, WORDS), before) and before.std() > 0
+    assert torch.equal(reward.scores(IMAGES, WORDS), before) and before.std() > 0
     assert {key.partition(".")[0] for key in load_file(tmp_path / "network.safetensors")} == {"head"}
 
 
@@ -324,13 +324,13 @@ def test_a_head_on_clip_is_trained_and_clip_is_not(clip, learned, tmp_path):
     assert reward(images, prompts).std() > 0
 
 
-def test_mistakes_in_options_and_pictures(folder, capsys):
+def test_mistakes_in_options_and_images(folder, capsys):
     file = folder / "pairs.jsonl"
     file.write_text("\n".join(line(prompt=p) for p in ("a ring", "a star", "a ring and " + 20 * "so ")))
     train = ["reward", "train", file, "--output", folder / "r"]
     assert "expected clip and pretrained together" in told(capsys, *train, "--clip", "ViT-B-32")
     assert "device is 'abacus', which torch" in told(capsys, *train, "--device", "abacus")
-    (folder / "b.png").write_text("no picture")
+    (folder / "b.png").write_text("no image")
     assert main([str(each) for each in train]) == 2
     said = capsys.readouterr().err
     assert "1 of 3 prompts have more than the 16 tokens" in said

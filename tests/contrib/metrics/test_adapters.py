@@ -13,8 +13,8 @@ from flowgrpo.contrib.metrics import IMSCORE
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.reward import Batch, as_reward
 
-PICTURES = torch.linspace(0, 1, 2 * 3 * 4 * 4).view(2, 3, 4, 4)
-BASE = PICTURES.flip(0)
+IMAGES = torch.linspace(0, 1, 2 * 3 * 4 * 4).view(2, 3, 4, 4)
+BASE = IMAGES.flip(0)
 SOURCES = {
     "imscore/__init__.py": "", "imscore/pickscore/__init__.py": "",
     "imscore/pickscore/model.py": """
@@ -91,7 +91,7 @@ def packages(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-def scored(name, args=None, pictures=PICTURES, base=BASE):
+def scored(name, args=None, pictures=IMAGES, base=BASE):
     reward = as_reward(rewards.find(name, args), name)
     return reward, reward(Batch(pictures, ["p", "pp"], [{}, {}], base=base))
 
@@ -112,35 +112,35 @@ def test_a_missing_package_is_told_with_its_command(name):
 @pytest.mark.parametrize("name, sign", [("pyiqa:bright", 1), ("pyiqa:dark", -1), ("torchmetrics:Bright", 1)])
 def test_higher_is_better(packages, name, sign):
     reward, scores = scored(name, {"batch_size": 1})
-    assert scores.tolist() == pytest.approx((sign * PICTURES.mean((1, 2, 3))).tolist())
+    assert scores.tolist() == pytest.approx((sign * IMAGES.mean((1, 2, 3))).tolist())
     assert not reward.reads and reward.unit == "sample" and list(reward.judges) == ["image"]
 
 
 @pytest.mark.parametrize("name", ["pyiqa:far", "torchmetrics:Far"])
-def test_a_reference_is_the_bases_picture(packages, name):
+def test_a_reference_is_the_bases_image(packages, name):
     reward, scores = scored(name)
     assert reward.reads == {"base"}
-    assert scores.tolist() == pytest.approx((-(PICTURES - BASE).abs().mean((1, 2, 3))).tolist())
+    assert scores.tolist() == pytest.approx((-(IMAGES - BASE).abs().mean((1, 2, 3))).tolist())
     assert scored(name, base=None)[1] == [None, None]
 
 
 def test_imscore_gets_prompts_and_its_weights(packages):
     reward, scores = scored("imscore:pickscore")
-    assert scores.tolist() == pytest.approx((PICTURES.mean((1, 2, 3)) + torch.tensor([1.0, 2.0])).tolist())
+    assert scores.tolist() == pytest.approx((IMAGES.mean((1, 2, 3)) + torch.tensor([1.0, 2.0])).tolist())
     assert reward.origin.models[0].weights == IMSCORE["pickscore"][2]
     assert scored("imscore:pickscore", {"model": "mine"})[0].origin.models[0].weights == "mine"
 
 
 def test_torchmetrics_of_texts_gets_bytes_and_the_prompt(packages):
     reward, scores = scored("torchmetrics:Texts")
-    bytes_ = (PICTURES * 255).round().mean((1, 2, 3))
+    bytes_ = (IMAGES * 255).round().mean((1, 2, 3))
     assert scores.tolist() == pytest.approx((bytes_ + torch.tensor([1.0, 2.0])).tolist())
 
 
 @pytest.mark.parametrize("name, follows", [("imscore:pickscore", True), ("pyiqa:dark", True),
                                            ("torchmetrics:Bright", True), ("torchmetrics:Far", False)])
-def test_gradients_reach_the_pictures_where_the_package_says_so(packages, name, follows):
-    pictures = PICTURES.clone().requires_grad_()
+def test_gradients_reach_the_images_where_the_package_says_so(packages, name, follows):
+    pictures = IMAGES.clone().requires_grad_()
     reward, scores = scored(name, pictures=pictures)
     assert reward.differentiable == follows
     if follows:
@@ -175,9 +175,9 @@ def test_what_cannot_be_a_reward_is_told(packages, name, said):
 
 def test_what_a_class_does_not_say_is_said_by_the_user(packages):
     _, scores = scored("torchmetrics:Unsaid", {"higher_is_better": False})
-    assert scores.tolist() == pytest.approx((-PICTURES.mean((1, 2, 3))).tolist())
+    assert scores.tolist() == pytest.approx((-IMAGES.mean((1, 2, 3))).tolist())
 
 
-def test_several_values_for_a_picture_are_told(packages):
+def test_several_values_for_a_image_are_told(packages):
     with pytest.raises(UserError, match="'torchmetrics:Two' has several values for an image"):
         scored("torchmetrics:Two")

@@ -43,7 +43,7 @@ def test_sides_that_are_no_multiple_of_sixteen_are_mirrored():
     assert padded.shape == (96, 96) and distortion(light) == pytest.approx(block_by_block(padded), rel=1e-9)
 
 
-def test_a_spoilt_picture_is_worse():
+def test_a_spoilt_image_is_worse():
     pictures = spoilt()
     noisy, clean, flat = scored(piqe, pictures["noisy"], pictures["clean"], np.full((96, 96), 128.0))
     assert flat == 0 and noisy < clean - 0.1 and 0 <= noisy and clean <= 1

@@ -47,7 +47,7 @@ def pictures(count: int) -> torch.Tensor:
 # --- the reward ------------------------------------------------------------------------------------------------------
 
 def probabilities(model, picture: torch.Tensor, question: str, choices: tuple[str, ...]) -> list[float]:
-    """By the network alone, one question of one picture, and exponentials over the choices."""
+    """By the network alone, one question of one image, and exponentials over the choices."""
     words = model.tokenizer(question, return_tensors="pt")  # without padding
     with torch.no_grad():
         scores = model((picture[None] * 255).round().to(torch.uint8), words.input_ids, words.attention_mask)[0].tolist()
@@ -77,8 +77,8 @@ def test_yes_has_the_sigmoid_of_the_difference(answering):
     assert answers.right(pictures(1), [(0, question)]) == [pytest.approx(1 / (1 + math.exp(yes - no)), abs=1e-6)]
 
 
-def test_principles_are_questions_to_every_picture_and_a_logit_is_a_difference_of_scores(answering):
-    """The same pictures under two principles: of yes and no, the score of one less that of the other."""
+def test_principles_are_questions_to_every_image_and_a_logit_is_a_difference_of_scores(answering):
+    """The same images under two principles: of yes and no, the score of one less that of the other."""
     model, folder = answering
     shown, asked_for = pictures(3), [each.question for each in of_claims(scenes.parse("a star"))[-2:]]
     found = []
@@ -94,11 +94,11 @@ def test_principles_are_questions_to_every_picture_and_a_logit_is_a_difference_o
     assert "expected a list of yes-or-no questions" in told({"by": str(folder), "principles": "is it red?"})
 
 
-def test_a_picture_looked_at_once_is_judged_as_if_looked_at_for_each_question(answering):
+def test_a_image_looked_at_once_is_judged_as_if_looked_at_for_each_question(answering):
     model, _ = answering
     rows = model.rows(pictures(2).repeat_interleave(2, 0), PROMPTS)
     with torch.no_grad():
-        both = model.judged(model.looked(rows["pictures"][::2]).repeat_interleave(2, 0), rows["ids"], rows["mask"])
+        both = model.judged(model.looked(rows["images"][::2]).repeat_interleave(2, 0), rows["ids"], rows["mask"])
         assert torch.allclose(both, model(**rows), atol=1e-6)
 
 
@@ -218,7 +218,7 @@ def test_kinds_and_what_is_there_are_asked_in_their_shares():
 
 
 def test_choosing_by_the_answers(answering, tmp_path):
-    """Of two prompts six pictures each: what `scene` says of the one with the best answers."""
+    """Of two prompts six images each: what `scene` says of the one with the best answers."""
     rng, prompts, made = np.random.default_rng(2), ["a red star"] * 6 + ["a ring and a cross"] * 6, []
     for i, prompt in enumerate(prompts):
         shown = scenes.render(scenes.parse(prompt if i % 2 else "a blue star"), rng)
@@ -233,12 +233,12 @@ def test_choosing_by_the_answers(answering, tmp_path):
 
 
 def test_a_network_learns_is_kept_and_tested(tmp_path):
-    """From pictures to the table of accuracies, at a size that teaches next to nothing but what is mostly so."""
+    """From images to the table of accuracies, at a size that teaches next to nothing but what is mostly so."""
     file = tmp_path / "pictures" / "train_rendered.npz"
     train_starter_answers.keep(file, train_starter_answers.both_sides(train_starter_answers.rendered(0, False)), 200)
     shown = train_starter_answers.load(file)
-    assert shown.pictures.shape == (200, 3, 64, 64) and len(shown.prompts) == len(shown.seen) == 200
-    assert shown.seen[7] == things(read(shown.pictures[7] / 255))
+    assert shown.images.shape == (200, 3, 64, 64) and len(shown.prompts) == len(shown.seen) == 200
+    assert shown.seen[7] == things(read(shown.images[7] / 255))
     train_starter_answers.train(shown, tmp_path / "answers", Settings(epochs=2, batch=32), each=4)
     known = Description.read(tmp_path / "answers")
     assert tuple(known.aspects) == ANSWERS and 0.4 < known.measured["accuracy"] < 1

@@ -117,7 +117,7 @@ def probability(model, texts, queries, image: torch.Tensor, question: str, answe
 
 
 def test_the_probability_and_the_share_of_right_answers(answering):  # noqa: F811
-    """Words that the tiny model knows; of each picture other questions, one of them with three choices."""
+    """Words that the tiny model knows; of each image other questions, one of them with three choices."""
     asked = [[{"question": "is this a cat", "answer": "yes"}, {"question": "is this red", "answer": "no"}],
              [{"question": "a cube or a ball", "answer": "ball", "choices": ["cube", "ball", "cat"]}],
              [{"question": "two dogs on a mat", "answer": "yes"}, {"question": "is this blue", "answer": "red",
@@ -137,7 +137,7 @@ def test_the_probability_and_the_share_of_right_answers(answering):  # noqa: F81
 # --- by a judge ------------------------------------------------------------------------------------------------------
 
 def test_a_judge_answers_questions_of_templates():
-    """It takes the picture's level for the number of stars, and says nothing of colours."""
+    """It takes the image's level for the number of stars, and says nothing of colours."""
     def reply(body, number):
         [question] = parts(body, "text")
         return said(f"Answer: {level_of(body)}" if "How many" in question else "I do not know")
@@ -170,7 +170,7 @@ def test_a_writer_is_asked_once_per_prompt_and_kept(tmp_path):
         prompts = ["two dogs run", "fog", "two dogs run"]
         first, fog, third = reward(shades(1, 2, 3), prompts, [{}] * 3)
         assert first == third == 1 and "no questions of the prompt 'fog'" in str(fog) and isinstance(fog, Failed)
-        assert len(server.seen) == 4  # two prompts, two pictures
+        assert len(server.seen) == 4  # two prompts, two images
         assert reward(shades(1), prompts[:1], [{}]) == [1] and len(server.seen) == 5
         assert QuestionAnswers(**settings)(shades(1), prompts[:1], [{}]) == [1] and len(server.seen) == 6
         (tmp_path / "kept" / "questions.jsonl").write_text('{"prompt": "x"}\n')

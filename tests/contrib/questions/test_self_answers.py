@@ -89,7 +89,7 @@ def test_the_prompts_claims_are_the_labels():
     assert abs(said.count("yes") - said.count("no")) < 60 < said.count("yes") and said.count("red") > 60
 
 
-def test_nothing_is_asked_of_pictures_that_cannot_be_read():
+def test_nothing_is_asked_of_images_that_cannot_be_read():
     rng = np.random.default_rng(0)
     objects = lattice.place(scenes.parse("a red star left of a blue ring"), rng)
     question, answer = of_scene(torch.from_numpy(lattice.paint(objects)), random.Random(1))
@@ -118,7 +118,7 @@ def answer_log_probs(made: Trainer, question: str, answer: str, picture: torch.T
 
 
 def test_the_loss_is_the_cross_entropy_of_the_right_answers():
-    made = trainer("unirl_sft", {"pictures": 0.0})
+    made = trainer("unirl_sft", {"images": 0.0})
     examples = drawn(made)
     seed = answer_losses.seed_of(made.config.seed, 0, 0)
     pictures = made.policy.decode(torch.stack([each.content for each in examples]))
@@ -130,7 +130,7 @@ def test_the_loss_is_the_cross_entropy_of_the_right_answers():
     assert told["data/accuracy"] == pytest.approx(by_hand.exp().mean().item(), abs=1e-4)
     assert loop.term(made).loss.metrics(list) == {}  # nothing was asked since
     # Beside them, the images' own tokens.
-    whole = trainer("unirl_sft", {"pictures": 2.0})
+    whole = trainer("unirl_sft", {"images": 2.0})
     ids = torch.stack([each.content for each in examples])
     own = whole.policy.log_probs(whole.rollouts.conditioning(ASKED), torch.arange(3), ids,
                                  torch.ones_like(ids, dtype=torch.bool), answer_losses_decoding()).logp
@@ -161,7 +161,7 @@ def test_answers_are_drawn_alike_for_a_step_and_anew_for_the_next():
 
 def test_the_weights_that_draw_are_those_that_answer():
     """The gradient of answers reaches the language model, and a step on answers alone changes what it draws."""
-    made = trainer("unirl_sft", {"pictures": 0.0})
+    made = trainer("unirl_sft", {"images": 0.0})
     loop.term(made)._backward(drawn(made), 0)
     named = made.policy.weights.named
     reached = {key for key, weight in named.items() if weight.grad is not None and weight.grad.abs().max() > 0}

@@ -21,7 +21,7 @@ from flowgrpo.rewards.geneval.detectors import Detection
 from flowgrpo.rewards.preprocessing import DEVIATION, MEAN
 from tests.helpers.tiny_blip import TINY_TEXT, TINY_VISION, word_tokenizer
 
-PICTURES = (torch.rand(3, 3, 16, 16, generator=torch.Generator().manual_seed(5)) * 255).round() / 255
+IMAGES = (torch.rand(3, 3, 16, 16, generator=torch.Generator().manual_seed(5)) * 255).round() / 255
 
 # --- phrases ---------------------------------------------------------------------------------------------------------
 
@@ -50,7 +50,7 @@ def test_counted_objects_are_singular():
 # --- boxes -----------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("other, words, credit", [
-    # The first box is (100, 100, 200, 200), the picture has sides of 480.
+    # The first box is (100, 100, 200, 200), the image has sides of 480.
     ((250, 110, 350, 210), "on the left of", 1), ((250, 110, 350, 210), "on the right of", 0),
     ((110, 250, 210, 350), "on the top of", 1), ((110, 250, 210, 350), "on the bottom of", 0),
     ((110, 250, 210, 350), "on top of", 1), ((110, 250, 210, 350), "on the left of", 0),  # 10 to the right, 150 down
@@ -98,7 +98,7 @@ def stirred(model):
 def blip():
     from transformers import BlipConfig, BlipForQuestionAnswering
 
-    wide = TINY_VISION["hidden_size"]  # the decoder attends to the encoder's states, as wide as the pictures' in BLIP
+    wide = TINY_VISION["hidden_size"]  # the decoder attends to the encoder's states, as wide as the images' in BLIP
     text = TINY_TEXT | {"hidden_size": wide, "encoder_hidden_size": wide, "is_decoder": True}
     model = stirred(BlipForQuestionAnswering(BlipConfig(text_config=text | {"bos_token_id": 38},
                                                         vision_config=TINY_VISION)))
@@ -107,7 +107,7 @@ def blip():
 
 
 def by_hand(model, tokenizer, picture: torch.Tensor, question: str) -> float:
-    """P(yes) of one picture by BLIP's own forward pass, without padding."""
+    """P(yes) of one image by BLIP's own forward pass, without padding."""
     ids = torch.tensor([[39, *(tokenizer.convert_tokens_to_ids(word) for word in question.split()), 2]])
     mean, deviation = (torch.tensor(values)[:, None, None] for values in (MEAN, DEVIATION))
     with torch.no_grad():
@@ -122,17 +122,17 @@ def test_attributes_are_the_product_over_phrases(blip):
     reward = T2ICompBench(dimension="color", device="cpu", batch_size=2, vqa={"parts": blip, "size": 16})
     phrases = [["a red dog", "the big cat"], [], ["a blue cat", "a dog", "the dog"]]
     metadata = [{"noun_phrases": some} for some in phrases]
-    found = rewards.score({"it": reward}, PICTURES, ["any"] * 3, metadata)[:, 0].tolist()
+    found = rewards.score({"it": reward}, IMAGES, ["any"] * 3, metadata)[:, 0].tolist()
     expected = [1.0, 1.0, 1.0]
     for row, some in enumerate(phrases):
         for phrase in some:
-            expected[row] *= by_hand(*blip, PICTURES[row], f"{phrase}?")
+            expected[row] *= by_hand(*blip, IMAGES[row], f"{phrase}?")
     assert found == pytest.approx(expected, rel=1e-3) and expected[0] != pytest.approx(expected[2], rel=1e-2)
     assert plain('The "Red" dog?') == "the red dog?"
 
 
-def test_blip_at_another_size_takes_the_whole_picture(blip):
-    wide = torch.nn.functional.interpolate(PICTURES, (24, 32))
+def test_blip_at_another_size_takes_the_whole_image(blip):
+    wide = torch.nn.functional.interpolate(IMAGES, (24, 32))
     assert BlipVqa(parts=blip, size=32, device="cpu")(wide, ["a dog?"] * 3).shape == (3,)
 
 
@@ -153,21 +153,21 @@ def owl():
     return model, processor
 
 
-def test_owl_detects_the_names_of_each_picture(owl):
+def test_owl_detects_the_names_of_each_image(owl):
     model, processor = owl
-    both, one, none = Owl(parts=owl, least=0.0, device="cpu")(PICTURES, [["dog", "cat", "dog"], ["cat"], []])
+    both, one, none = Owl(parts=owl, least=0.0, device="cpu")(IMAGES, [["dog", "cat", "dog"], ["cat"], []])
     assert len(both) == len(one) == 4 and none == []  # 2 by 2 patches
     assert {each.label for each in both} <= {"dog", "cat"} and {each.label for each in one} == {"cat"}
     assert [each.score for each in both] == sorted((each.score for each in both), reverse=True)
-    inputs = processor(text=[["a photo of a cat"]], images=(PICTURES[1] * 255).round().byte(), return_tensors="pt")
+    inputs = processor(text=[["a photo of a cat"]], images=(IMAGES[1] * 255).round().byte(), return_tensors="pt")
     with torch.no_grad():
         logits = model(**inputs).logits[0, :, 0]
     assert [each.score for each in one] == pytest.approx(sorted(logits.sigmoid().tolist(), reverse=True), abs=1e-5)
 
 
-def test_owl_takes_pictures_with_equally_many_names_at_once(owl):
+def test_owl_takes_images_with_equally_many_names_at_once(owl):
     names = [["dog"], ["cat", "dog"], ["zebra"]]
-    at_once, single = (Owl(parts=owl, least=0.0, device="cpu", batch_size=size)(PICTURES, names) for size in (8, 1))
+    at_once, single = (Owl(parts=owl, least=0.0, device="cpu", batch_size=size)(IMAGES, names) for size in (8, 1))
     for some, others in zip(at_once, single, strict=True):
         assert [one.label for one in some] == [one.label for one in others] and len(some) == 4
         assert [value for one in some for value in (*one.box, one.score)] == pytest.approx(
@@ -179,8 +179,8 @@ def test_models_in_half_precision_are_near_fp32(blip, owl, dtype):
     def scores(kind: str) -> tuple[list[float], list[float]]:
         models = [copy.deepcopy(parts) for parts in (blip, owl)]
         vqa = BlipVqa(parts=models[0], size=16, device="cpu", dtype=kind)
-        seen = Owl(parts=models[1], least=0.0, device="cpu", dtype=kind)(PICTURES, [["dog"]] * 3)
-        return vqa(PICTURES, ["a dog?"] * 3).tolist(), [one.score for some in seen for one in some]
+        seen = Owl(parts=models[1], least=0.0, device="cpu", dtype=kind)(IMAGES, [["dog"]] * 3)
+        return vqa(IMAGES, ["a dog?"] * 3).tolist(), [one.score for some in seen for one in some]
 
     for half, full in zip(scores(dtype), scores("fp32")):
         assert half == pytest.approx(full, abs=0.05) and half != full
@@ -232,10 +232,10 @@ def test_each_prompt_is_judged_in_its_dimension(monkeypatch, blip):
     metadata = [{"category": kind} | ({} if some is None else {"noun_phrases": some})
                 for kind, some in zip(kinds, phrases)]
     metadata[5]["action"] = True
-    images = PICTURES[:1].expand(7, -1, -1, -1)
+    images = IMAGES[:1].expand(7, -1, -1, -1)
     found = rewards.score({"it": reward}, images, prompts, metadata)[:, 0].tolist()
-    asked = by_hand(*blip, PICTURES[0], "the big dog?") * by_hand(*blip, PICTURES[0], "the big woman?")
-    place = 0.25 * 0.8 + 0.25 * 0.6 + 0.5  # boxes of 100 pixels on a picture of 16: far apart on one axis alone
+    asked = by_hand(*blip, IMAGES[0], "the big dog?") * by_hand(*blip, IMAGES[0], "the big woman?")
+    place = 0.25 * 0.8 + 0.25 * 0.6 + 0.5  # boxes of 100 pixels on an image of 16: far apart on one axis alone
     assert found[:3] == pytest.approx([place, 1.0, 0.3]) and found[3] != found[3]
     assert found[4:] == pytest.approx([(asked + place) / 2, (asked + place + 0.6) / 3, (1 + 0.3) / 2], rel=1e-3)
 
@@ -249,7 +249,7 @@ def test_packaged_prompts_need_no_spacy(monkeypatch, blip):
         kinds.setdefault(prompt.metadata["category"], []).append(prompt)
     for kind, prompts in kinds.items():
         some = prompts[:2] + [prompt for prompt in prompts if prompt.metadata.get("action")][:1]
-        images = PICTURES[:1].expand(len(some), -1, -1, -1)
+        images = IMAGES[:1].expand(len(some), -1, -1, -1)
         found = reward(images, [prompt.text for prompt in some], [prompt.metadata for prompt in some])
         assert all(score is None for score in found) if kind == "3d_spatial" else all(
             0 <= score <= 2 for score in found)
@@ -282,7 +282,7 @@ def test_weights_leave_between_scorings(blip, owl, tmp_path):
     networks = {name: reward._models[name].models[0] for name in ("vqa", "detector")}
     weights = {name: next(network.parameters()) for name, network in networks.items()}
     for _ in range(2):
-        scores.append(rewards.score(functions, PICTURES, ["a dog and a cat"] * 3, metadata)[:, 0].tolist())
+        scores.append(rewards.score(functions, IMAGES, ["a dog and a cat"] * 3, metadata)[:, 0].tolist())
         here = [next(network.parameters()) is weights[name] for name, network in networks.items()]
         assert here == [len(scores) == 1] * 2  # copies stand for them from the second scoring on
         rewards.leave(functions.values())
@@ -292,18 +292,18 @@ def test_weights_leave_between_scorings(blip, owl, tmp_path):
 
 def test_a_dimension_for_all_prompts():
     reward = T2ICompBench(dimension="numeracy", detector=detector)
-    assert reward(PICTURES[:1], ["two dogs"], [{"noun_phrases": ["two dogs"]}]) == [0.5]
+    assert reward(IMAGES[:1], ["two dogs"], [{"noun_phrases": ["two dogs"]}]) == [0.5]
     assert T2ICompBench(dimension="numeracy", detector=detector, threshold=0.05)(
-        PICTURES[:1], ["two dogs"], [{"noun_phrases": ["two dogs"]}]) == [1.0]
+        IMAGES[:1], ["two dogs"], [{"noun_phrases": ["two dogs"]}]) == [1.0]
 
 
 def test_what_is_missing_is_told(monkeypatch, blip):
     monkeypatch.setitem(sys.modules, "spacy", None)
     with pytest.raises(UserError, match="no spaCy model en_core_web_sm .*: pip install spacy && python -m spacy "
                                         "download en_core_web_sm; or give each prompt the metadata noun_phrases: "):
-        T2ICompBench(detector=detector, dimension="numeracy")(PICTURES[:1], ["two dogs"], [{}])
+        T2ICompBench(detector=detector, dimension="numeracy")(IMAGES[:1], ["two dogs"], [{}])
     with pytest.raises(UserError, match="has noun_phrases 'dogs': expected a list of strings"):
-        whole(blip)(PICTURES[:1], ["two dogs"], [{"category": "color", "noun_phrases": "dogs"}])
+        whole(blip)(IMAGES[:1], ["two dogs"], [{"category": "color", "noun_phrases": "dogs"}])
     with pytest.raises(UserError, match="dimension is 'colour', expected color, shape, texture, spatial"):
         rewards.find("t2i_compbench", {"dimension": "colour"})
     with pytest.raises(UserError, match=r"detector owl: /no/folder cannot be loaded .*\{detector: 'owl:FOLDER'\}"):

@@ -107,7 +107,7 @@ def test_a_run_rehearses_the_bases_samples_which_it_draws_once():
     assert (moved[0] - moved[1]).abs().max() > 1e-4
 
 
-def test_a_picture_run_rehearses_too():
+def test_a_image_run_rehearses_too():
     trainer = tiny.trainer(parts={"rehearsal": {"type": "Rehearsal", "divergence": "js"}})
     metrics = trainer.run_epoch()
     assert math.isfinite(metrics["rehearsal"]) and loop.extension(trainer, "RehearsedSamples").parts

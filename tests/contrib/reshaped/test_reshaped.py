@@ -152,7 +152,7 @@ def test_a_missing_reward_has_no_advantage_whatever_the_change():
         assert found[0, 1] == 0 and found.isfinite().all() and found.shape == (1, 4)
 
 
-def test_measures_of_texts_are_refused_for_pictures():
+def test_measures_of_texts_are_refused_for_images():
     for parts in ({"advantage": {"type": "Conditional", "metric": "entropy"}}, {"advantage": {
             "type": "Consistency", "advantage": {"type": "Conditional", "metric": "length"}}}):
         with pytest.raises(UserError, match="of completions: the steps of a denoiser all have the same$"):

@@ -30,14 +30,14 @@ def test_pairs_of_one_feature_have_the_log_odds_of_their_votes():
 
 
 def test_the_best_of_three_has_the_shares_of_its_votes():
-    """A feature per picture: softmax(w) are the shares 1/2, 1/3 and 1/6, up to a constant."""
+    """A feature per image: softmax(w) are the shares 1/2, 1/3 and 1/6, up to a constant."""
     votes = [(torch.eye(3, dtype=torch.double), [float(place == best) for place in range(3)])
              for best in (0, 0, 0, 1, 1, 2)]
     w = solved(votes, 1e-9)[0]
     assert (w - w[2]).tolist() == pytest.approx([math.log(3), math.log(2), 0.0], abs=1e-5)
 
 
-def test_ties_hold_two_pictures_together():
+def test_ties_hold_two_images_together():
     pair = torch.tensor([[1.0], [0.0]], dtype=torch.double)
     assert solved([(pair, [0.5, 0.5])] * 5, 0.1)[0].item() == pytest.approx(0.0, abs=1e-12)
 

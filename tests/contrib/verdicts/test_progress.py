@@ -20,7 +20,7 @@ def test_failures_are_paid_by_their_nearness_to_a_success():
     close(progress(torch.tensor([True] * 3), apart, 0.8), [1, 1, 1])
 
 
-def test_progress_of_texts_and_of_pictures():
+def test_progress_of_texts_and_of_images():
     def right(outputs, prompts):
         return [float(text == "a b") if isinstance(text, str) else float(text.mean() == 1) for text in outputs]
 

@@ -59,12 +59,12 @@ def test_a_page_of_clips_lies_beside_the_same_page_animated(tmp_path):
     moments = frames_of(tmp_path / "a.webp")
     assert len(moments) == 5 and page.width > moments[0].width
     at = (grid.MARGIN + 9, grid.MARGIN + grid.HEADING.height + 20)
-    other = (at[0] + 192 + grid.BETWEEN_PICTURES, at[1])  # a picture of 64 pixels is shown three times as large
+    other = (at[0] + 192 + grid.BETWEEN_IMAGES, at[1])  # an image of 64 pixels is shown three times as large
     assert [frame.getpixel(at)[0] for frame in moments] == list(BYTES)
     assert [frame.getpixel(other)[0] for frame in moments] == list(reversed(BYTES))
 
 
-def test_a_page_of_pictures_is_not_animated(tmp_path):
+def test_a_page_of_images_is_not_animated(tmp_path):
     draw_grid(tmp_path / "a.png", [""], [Row("x", [clip(0.5)[0]], [{}])])
     assert [path.name for path in tmp_path.iterdir()] == ["a.png"]
 

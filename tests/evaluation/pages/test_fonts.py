@@ -1,4 +1,4 @@
-"""Text of picture pages."""
+"""Text of image pages."""
 
 from __future__ import annotations
 

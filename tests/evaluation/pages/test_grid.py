@@ -1,4 +1,4 @@
-"""Pages of pictures: what is on them, where, and in which colour."""
+"""Pages of images: what is on them, where, and in which colour."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def test_scores_are_green_where_they_rose_and_red_where_they_fell(before, after,
     assert (area(page, grid.ROSE) > 0) == rose and (area(page, grid.FELL) > 0) == fell
 
 
-def test_pictures_stand_side_by_side_enlarged(tmp_path):
+def test_images_stand_side_by_side_enlarged(tmp_path):
     rows = [Row("x", [RED, BLUE], [{}, {}])] * 4
     page = Image.open(draw_grid(tmp_path / "deep" / "a.png", ["before", "after"], rows))
-    inner = (3 * 64 - 2) ** 2  # a picture of 64 pixels is shown three times as large, in a frame of one pixel
+    inner = (3 * 64 - 2) ** 2  # an image of 64 pixels is shown three times as large, in a frame of one pixel
     assert area(page, "#ff0000") == area(page, "#0000ff") == 4 * inner
     left = grid.MARGIN + 1
-    line = [page.getpixel((x, page.height // 3)) for x in range(left, left + 2 * 192 + grid.BETWEEN_PICTURES - 2)]
-    assert line == [(255, 0, 0)] * 190 + [line[190]] + [(255, 255, 255)] * grid.BETWEEN_PICTURES + [line[190]] + [
+    line = [page.getpixel((x, page.height // 3)) for x in range(left, left + 2 * 192 + grid.BETWEEN_IMAGES - 2)]
+    assert line == [(255, 0, 0)] * 190 + [line[190]] + [(255, 255, 255)] * grid.BETWEEN_IMAGES + [line[190]] + [
         (0, 0, 255)] * 190
 
 
@@ -52,12 +52,12 @@ def test_pictures_stand_side_by_side_enlarged(tmp_path):
     (64, 64, (192, 192)), (32, 16, (80, 160)), (100, 100, (200, 200)), (160, 80, (80, 160)), (256, 200, (200, 256)),
     (512, 1024, (256, 128)), (1024, 1024, (256, 256)), (2000, 1, (1, 256)),
 ])
-def test_pictures_have_a_readable_size(height, width, expected):
-    assert grid._picture(torch.rand(3, height, width)).size == expected
+def test_images_have_a_readable_size(height, width, expected):
+    assert grid._image(torch.rand(3, height, width)).size == expected
 
 
 def test_enlarged_pixels_keep_their_values():
-    picture = grid._picture(torch.tensor([0.0, 0.5, 2.0, -1.0]).view(1, 2, 2).expand(3, 2, 2).to(torch.bfloat16))
+    picture = grid._image(torch.tensor([0.0, 0.5, 2.0, -1.0]).view(1, 2, 2).expand(3, 2, 2).to(torch.bfloat16))
     corners = [picture.getpixel(at)[0] for at in ((0, 0), (159, 0), (0, 159), (159, 159))]
     assert corners == [0, 128, 255, 0]
 
@@ -152,8 +152,8 @@ def test_means_with_intervals_end_a_page(tmp_path):
     assert means_of([{"r": column[:1]} for column in scores]) is None and means_of([{}]) is None
 
 
-def test_the_prompt_stands_above_texts_and_below_pictures(tmp_path):
-    """The first dark pixel under the heading is the prompt's or the picture's."""
+def test_the_prompt_stands_above_texts_and_below_images(tmp_path):
+    """The first dark pixel under the heading is the prompt's or the image's."""
     for image, words_first in (("an answer", True), (RED, False)):
         page = grid._card(Row("a prompt", [image], [{"r": 1.0}]), [grid._tile(image)], (192, 192), {"r": 3})
         top = [page.getpixel((x, y)) for y in range(12) for x in range(100)]

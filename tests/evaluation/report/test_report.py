@@ -36,7 +36,7 @@ KEYS = ("reward/scene/mean", "reward/scene/std", "reward/scene/zero_variance_gro
 
 
 def measured(*scores: float, watched: float = 0.5) -> Measured:
-    """Held-out scores of as many prompts; two pictures are kept."""
+    """Held-out scores of as many prompts; two images are kept."""
     prompts = [Prompt(EVIL), *(Prompt(f"prompt {i}") for i in range(1, len(scores)))]
     return Measured(prompts, {"scene": list(scores), "piqe": [watched] * len(scores)}, torch.full((2, 3, 8, 8), 0.2))
 
@@ -230,7 +230,7 @@ def test_a_card_has_aligned_lines_with_intervals():
     assert change.as_json()["way"] == 0
 
 
-def test_pictures_of_one_prompt_are_not_counted_as_independent():
+def test_images_of_one_prompt_are_not_counted_as_independent():
     _, [change] = judged({"a": [0.0] * 6}, {"a": [1.0, 1.0, 0.0, 0.0, 0.5, None]}, {"a": 1.0}, samples=2)
     assert change.change.prompts == 3 and change.count == 5 and change.change.mean == pytest.approx(0.5)
 
@@ -317,13 +317,13 @@ def decoded(url: str) -> Image.Image:
     return Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2])))
 
 
-def test_small_pictures_are_kept_without_loss():
+def test_small_images_are_kept_without_loss():
     pixels = torch.randint(0, 256, (3, 16, 24), generator=torch.Generator().manual_seed(0))
     found = torch.tensor(list(decoded(snapshots.data_url(pixels / 255)).convert("RGB").tobytes()))
     assert torch.equal(found.view(16, 24, 3).permute(2, 0, 1), pixels)
 
 
-def test_large_pictures_and_clips_are_made_smaller():
+def test_large_images_and_clips_are_made_smaller():
     assert decoded(snapshots.data_url(torch.rand(3, 320, 640))).size == (320, 160)
     clip = decoded(snapshots.data_url(torch.linspace(0, 1, 5)[:, None, None, None].expand(5, 3, 8, 8)))
     assert clip.n_frames == 5 and clip.size == (8, 8)
@@ -376,7 +376,7 @@ def test_what_an_earlier_run_has_kept_is_dropped(tmp_path):
     assert report.data(run)["machine"]["processes"] == "2"
 
 
-def test_training_keeps_its_pictures_and_writes_the_report(tmp_path):
+def test_training_keeps_its_images_and_writes_the_report(tmp_path):
     trainer = tiny.trainer(output=tmp_path, eval__every=1)
     trainer.held_out = [Prompt("held out"), Prompt(EVIL)]
     run = trainer.config.folder
@@ -389,7 +389,7 @@ def test_training_keeps_its_pictures_and_writes_the_report(tmp_path):
     best, worst = found["extremes"]["best"], found["extremes"]["worst"]
     assert len({each["prompt"] for each in best}) == len(best) == len(worst) == 2
     assert best[0]["scores"]["red"] >= best[1]["scores"]["red"] > worst[0]["scores"]["red"]
-    for sample in best + worst + found["stages"][1]["cards"]:  # each score is that of the picture beside it
+    for sample in best + worst + found["stages"][1]["cards"]:  # each score is that of the image beside it
         assert torch.tensor(list(decoded(sample["picture"]).convert("RGB").tobytes()[::3])).float().mean() / 255 == \
             pytest.approx(sample["scores"]["red"], abs=3e-3)
 

@@ -37,7 +37,7 @@ FACTORIES = tiny.factories()
 PUT_BACK = "does not go on from the middle of its loop as the whole loop does"
 # Classes that cannot be driven, and what `check` says of them.
 UNFIT = {
-    # They put their picture back in after every step, under the noise of the whole run.
+    # They put their image back in after every step, under the noise of the whole run.
     "FluxInpaintPipeline": PUT_BACK,
     "QwenImageInpaintPipeline": PUT_BACK,
     "StableDiffusionInpaintPipeline (4 channels)": PUT_BACK,
@@ -214,7 +214,7 @@ def test_the_prompt_changes_the_output(case):
         assert (case.output(conditioning=swapped) - case.output()).abs().max() > 1e-4
 
 
-def test_a_prompt_sees_its_own_picture(case):
+def test_a_prompt_sees_its_own_image(case):
     policy = case.policy
     if "image" not in policy.given:
         assert not case.conditioning.inputs.get("image")
@@ -231,7 +231,7 @@ def test_a_prompt_sees_its_own_picture(case):
     assert (ours[1] - theirs[1]).abs().max() > 1e-4
 
 
-def test_decoding_gives_pictures_or_frames(case):
+def test_decoding_gives_images_or_frames(case):
     seen = case.policy.decode(case.run(range(STEPS))[0], case.conditioning)
     assert seen.ndim in (4, 5) and seen.shape[0] == 2 and seen.shape[-3] == 3
     assert torch.isfinite(seen).all() and seen.min() >= 0 and seen.max() <= 1 and seen.std() > 1e-3

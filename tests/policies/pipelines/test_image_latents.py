@@ -1,4 +1,4 @@
-"""Pictures of files as latents: what the pipeline decodes is the picture as its autoencoder keeps it."""
+"""Images of files as latents: what the pipeline decodes is the image as its autoencoder keeps it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.helpers import tiny
 
 
 def saved(path, height=16, width=16, seed=0):
-    """A colourful picture in a file, and what it shows [3, height, width]."""
+    """A colourful image in a file, and what it shows [3, height, width]."""
     values = torch.randint(0, 256, (height, width, 3), generator=torch.Generator().manual_seed(seed))
     Image.fromarray(values.to(torch.uint8).numpy()).save(path)
     return str(path), values.permute(2, 0, 1) / 255
@@ -38,7 +38,7 @@ def test_an_autoencoders_latents_by_its_config():
 
 @pytest.mark.parametrize("make", [images.sd3, images.flux, images.qwen_image])
 def test_a_round_trip_through_the_pipeline_is_one_through_its_autoencoder(make, tmp_path):
-    """Packed or not, of pictures or of videos of one frame: pipelines' own decoding is the judge."""
+    """Packed or not, of images or of videos of one frame: pipelines' own decoding is the judge."""
     policy = policy_of(make())
     row, latents = policy.encode(["red"]), ImageEncoder(policy)
     drawn = policy.run(START, row, None, policy.generators([1]))[0]
@@ -54,7 +54,7 @@ def test_a_round_trip_through_the_pipeline_is_one_through_its_autoencoder(make, 
     assert not torch.equal(policy.decode(latent, row), policy.decode(drawn, row))
 
 
-def test_a_picture_is_encoded_once(tmp_path):
+def test_a_image_is_encoded_once(tmp_path):
     policy = tiny.policy()
     row, latents = policy.encode(["red"]), ImageEncoder(policy)
     first, second = (saved(tmp_path / f"{name}.png", seed=seed)[0] for seed, name in enumerate("ab"))
@@ -65,7 +65,7 @@ def test_a_picture_is_encoded_once(tmp_path):
     assert latents(first, row)[0] is one and len(encoded) == 2 and latents.known.keys() == {first, second}
 
 
-def test_pictures_fill_the_runs_size(tmp_path):
+def test_images_fill_the_runs_size(tmp_path):
     wide = torch.zeros(3, 8, 32)
     wide[0, :, 12:20] = 1  # red in the middle, which is kept; what stands over on both sides is cut off
     Image.fromarray((wide.permute(1, 2, 0) * 255).to(torch.uint8).numpy()).save(tmp_path / "wide.png")
@@ -76,8 +76,8 @@ def test_pictures_fill_the_runs_size(tmp_path):
         assert torch.equal(read(tmp_path / "wide.png", (8, 32)), to_tensor(picture))
 
 
-def test_a_broken_picture_is_told_in_one_line(tmp_path):
-    (tmp_path / "a.png").write_text("no picture")
+def test_a_broken_image_is_told_in_one_line(tmp_path):
+    (tmp_path / "a.png").write_text("no image")
     with pytest.raises(UserError, match=r"preferences: .*a\.png cannot be read as a picture \(it is damaged.*\)$"):
         read(tmp_path / "a.png", (16, 16))
 

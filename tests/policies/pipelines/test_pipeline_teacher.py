@@ -45,7 +45,7 @@ def test_the_reference_is_the_teacher(tmp_path):
         assert (one.mean - plain.mean).abs().max() > 1e-3
 
 
-def test_over_pictures_the_hosts_kl_fades_and_a_teacher_of_another_family_is_refused(tmp_path):
+def test_over_images_the_hosts_kl_fades_and_a_teacher_of_another_family_is_refused(tmp_path):
     loss = preset("flow_grpo", "kdrl").loss
     assert loss.kl == type(loss.kl)(5e-3, Linear(1e-3)) and loss.reference == Teacher()
     assert preset("kdrl").for_tokens

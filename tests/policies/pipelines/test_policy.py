@@ -188,7 +188,7 @@ def test_swapped_weights_come_back(rank):
     assert all(torch.equal(kept[key], parameter) for key, parameter in policy.weights.named.items())
 
 
-def test_the_same_seed_gives_the_same_weights_and_pictures():
+def test_the_same_seed_gives_the_same_weights_and_images():
     made = []
     for _ in range(2):
         policy = tiny.trainer(seed=7).policy
@@ -305,7 +305,7 @@ def test_all_weights_are_saved_as_a_denoiser(tmp_path):
     assert all(torch.equal(trained[f"transformer.{key}"], value) for key, value in loaded.named_parameters())
 
 
-# --- prompts and pictures --------------------------------------------------------------------------------------------
+# --- prompts and images --------------------------------------------------------------------------------------------
 
 def test_rows_of_the_conditioning_follow_the_prompts():
     policy = tiny.policy()
@@ -386,7 +386,7 @@ def test_the_pipeline_is_left_as_it_was():
 
 
 class Blackening(torch.nn.Module):
-    """Safety checker that flags every picture."""
+    """Safety checker that flags every image."""
 
     dtype, device = torch.float32, torch.device("cpu")
 
@@ -408,7 +408,7 @@ def with_checker(folder):
     return checker, folder
 
 
-def test_a_safety_checker_is_not_loaded_where_pictures_are_scored(tmp_path, capsys):
+def test_a_safety_checker_is_not_loaded_where_images_are_scored(tmp_path, capsys):
     checker, folder = with_checker(tmp_path / "model")
     config = tiny.config(tmp_path, model=str(folder), method="ddpo", reward="sharpness", image__call={},
                          train__guidance=4.0)

@@ -48,7 +48,7 @@ def test_where_replays_are_right_only_methods_that_share_steps_are_refused():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["StableDiffusionInpaintPipeline", "LTXConditionPipeline"])
-def test_a_picture_that_the_denoiser_reads_stops_nothing(name, dtype):
+def test_a_image_that_the_denoiser_reads_stops_nothing(name, dtype):
     trained = policy(name, dtype)
     conditioning, before = trained.encode(["red"]), trained.evaluations
     probes.require_middle(trained, conditioning)

@@ -24,7 +24,7 @@ from flowgrpo.policies.pipelines import conditioned, probes
 from flowgrpo.policies.pipelines.conditioning import PromptCache
 from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
-from flowgrpo.policies.pipelines.prompt_inputs import PICTURES, names, require
+from flowgrpo.policies.pipelines.prompt_inputs import IMAGES, names, require
 from flowgrpo.run import run
 from flowgrpo.samplers.scheduler import Segment
 from tests.helpers.tiny import config, save
@@ -35,13 +35,13 @@ CONTROL = ["StableDiffusionControlNetPipeline", "StableDiffusionXLControlNetPipe
 
 def policy(name, **more):
     pipe, call = tiny.make(name)
-    call = {key: value for key, value in call.items() if key not in PICTURES}
+    call = {key: value for key, value in call.items() if key not in IMAGES}
     return PipelinePolicy(pipe, Adapter(rank=2), call=call | more, guidance=2.0)
 
 
 @pytest.fixture
 def files(tmp_path):
-    """Four pictures of noise, 64 x 64, and two folders of nine frames of 16 x 16."""
+    """Four images of noise, 64 x 64, and two folders of nine frames of 16 x 16."""
     rng = np.random.default_rng(0)
     for name in "abcd":
         Image.fromarray(rng.integers(0, 256, (64, 64, 3), dtype=np.uint8)).save(tmp_path / f"{name}.png")
@@ -89,13 +89,13 @@ def sees_its_own(live, brought):
 
 
 @pytest.mark.parametrize("name", ["QwenImageEditPlusPipeline", "Flux2KleinPipeline"])
-def test_every_prompt_sees_all_its_reference_pictures(name, files, monkeypatch):
+def test_every_prompt_sees_all_its_reference_images(name, files, monkeypatch):
     monkeypatch.setattr(pipeline_qwenimage_edit_plus, "VAE_IMAGE_SIZE", 128 * 128)  # pixels, 1024 x 1024 at first
     a, b, c = (files[key] for key in "abc")
     assert sees_its_own(policy(name), [Inputs((a, b)), Inputs((a, c))])[1] > 1e-3
 
 
-def test_prompts_with_other_numbers_of_pictures_share_a_batch(files):
+def test_prompts_with_other_numbers_of_images_share_a_batch(files):
     a, b = files["a"], files["b"]
     assert sees_its_own(policy("Flux2Pipeline"), [a, Inputs((a, b))])[1] > 1e-3
 
@@ -110,13 +110,13 @@ def test_every_prompt_sees_its_video(name, files):
 
 
 @pytest.mark.parametrize("name", CONTROL)
-def test_every_prompt_sees_its_control_picture(name, files):
+def test_every_prompt_sees_its_control_image(name, files):
     live = policy(name, height=16, width=16)
     assert sees_its_own(live, [Inputs(control_image=files["a"]), Inputs(control_image=files["b"])])[1] > 1e-3
 
 
 @pytest.mark.parametrize("name", ["StableDiffusionInpaintPipeline", "FluxFillPipeline"])
-def test_every_prompt_sees_its_own_mask_and_picture(name, files, masks):
+def test_every_prompt_sees_its_own_mask_and_image(name, files, masks):
     live = policy(name, height=16, width=16)
     for brought in ([Inputs((files["a"],), mask_image=masks[side]) for side in ("left", "right")],
                     [Inputs((files[key],), mask_image=masks["left"]) for key in "ab"]):
@@ -174,7 +174,7 @@ def _pipe_and_adapter(name):
     return tiny.make(name)[0], Adapter(rank=2)
 
 
-def test_every_prompt_sees_the_picture_of_its_ip_adapter(files):
+def test_every_prompt_sees_the_image_of_its_ip_adapter(files):
     live = policy("StableDiffusionPipeline (IP-Adapter)")
     brought = [Inputs(ip_adapter_image=files[name]) for name in "ab"]
     conditioning, apart = sees_its_own(live, brought)
@@ -242,8 +242,8 @@ def test_what_does_not_fit_is_one_line(folders, model, files, expected):
     assert expected in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_run_trains_on_a_prompt_file_with_pictures(folders, files, tmp_path):
-    """The reward sees the control picture's path; before the update a replay gives the rollout's probabilities."""
+def test_a_run_trains_on_a_prompt_file_with_images(folders, files, tmp_path):
+    """The reward sees the control image's path; before the update a replay gives the rollout's probabilities."""
     lines = [{"prompt": f"p {name}", "control_image": f"{name}.png", "ip_adapter_image": f"{name}.png",
               "controlnet_conditioning_scale": scale} for name, scale in zip("abcd", (0.5, 1, 1, 0.7))]
     (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, lines)))
@@ -272,7 +272,7 @@ def test_diffusers_without_a_control_net_form_is_one_line():
 
 
 @pytest.mark.parametrize("name, inputs, expected", [
-    ("FluxKontextPipeline", {"images": "ab"}, "'images': FluxKontextPipeline takes one picture per prompt, got 2"),
+    ("FluxKontextPipeline", {"images": "ab"}, "'images': FluxKontextPipeline takes one image per prompt, got 2"),
     ("StableDiffusionPipeline", {"control_image": "a"}, "takes no control_image: set load.controlnet"),
     ("StableDiffusionPipeline", {"images": "a"}, "'image': StableDiffusionPipeline takes no image"),
     ("StableDiffusionPipeline", {"ip_adapter_image": "a"}, "no IP-Adapter loaded: set load.ip_adapter"),
@@ -284,7 +284,7 @@ def test_diffusers_without_a_control_net_form_is_one_line():
 def test_files_that_a_pipeline_does_not_take_are_one_line(name, inputs, expected, files, tmp_path):
     import diffusers
 
-    (tmp_path / "broken.png").write_text("no picture")
+    (tmp_path / "broken.png").write_text("no image")
     files["broken"] = str(tmp_path / "broken.png")
     values = {key: tuple(files[one] for one in value) if key == "images" else files[value]
               for key, value in inputs.items()}
@@ -295,7 +295,7 @@ def test_files_that_a_pipeline_does_not_take_are_one_line(name, inputs, expected
     assert expected.format(**files) in str(caught.value)
 
 
-def test_control_pictures_of_other_sizes_need_a_size(files, tmp_path):
+def test_control_images_of_other_sizes_need_a_size(files, tmp_path):
     from diffusers import StableDiffusionControlNetPipeline as Steered
 
     Image.new("RGB", (32, 16)).save(tmp_path / "wide.png")
@@ -306,7 +306,7 @@ def test_control_pictures_of_other_sizes_need_a_size(files, tmp_path):
     require(Steered, prompts[:1])
 
 
-def test_a_prompt_without_a_picture_that_the_model_needs_is_one_line():
+def test_a_prompt_without_a_image_that_the_model_needs_is_one_line():
     from diffusers import StableDiffusionControlNetPipeline, StableDiffusionPipeline
 
     with pytest.raises(UserError, match="the model has an IP-Adapter, but the prompt 'a' has no ip_adapter_image"):

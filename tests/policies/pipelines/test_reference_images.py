@@ -1,4 +1,4 @@
-"""Reference pictures: one per prompt, seen by that prompt alone, and encoded once."""
+"""Reference images: one per prompt, seen by that prompt alone, and encoded once."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def output(policy, conditioning, rows=2):
         return policy.replay(conditioning, x, shifted(3, 3.0), 1)
 
 
-def test_every_row_sees_the_picture_of_its_prompt(kontext, files):
+def test_every_row_sees_the_image_of_its_prompt(kontext, files):
     conditioning = kontext.encode(["a", "a"], images=files)
     assert [image.getpixel((0, 0)) for image in conditioning.inputs["image"]] == [(255, 0, 0), (0, 0, 255)]
     together = output(kontext, conditioning)
@@ -55,8 +55,8 @@ def test_every_row_sees_the_picture_of_its_prompt(kontext, files):
 
 @pytest.mark.parametrize("name", ["FluxKontextPipeline", "QwenImageEditPipeline"])
 @pytest.mark.parametrize("encoder", [True, False])
-def test_pictures_of_other_shapes_change_nobodys_row(name, encoder, tmp_path):
-    """These pipelines bring all pictures of a call to the shape of the first one."""
+def test_images_of_other_shapes_change_nobodys_row(name, encoder, tmp_path):
+    """These pipelines bring all images of a call to the shape of the first one."""
     for file, size in (("square", (16, 16)), ("wide", (64, 16))):
         noise = torch.rand(*size[::-1], 3, generator=torch.Generator().manual_seed(size[0]))
         Image.fromarray((255 * noise).byte().numpy()).save(tmp_path / f"{file}.png")
@@ -73,7 +73,7 @@ def test_pictures_of_other_shapes_change_nobodys_row(name, encoder, tmp_path):
         torch.testing.assert_close(together[row], drawn([row])[0], rtol=0, atol=1e-5)
 
 
-def test_what_is_learned_of_prompts_without_pictures_is_not_said_of_those_with(tmp_path):
+def test_what_is_learned_of_prompts_without_images_is_not_said_of_those_with(tmp_path):
     live = policy("Flux2KleinPipeline")
     live.given.clear()
     live.encode(["a"])
@@ -89,19 +89,19 @@ def test_what_is_learned_of_prompts_without_pictures_is_not_said_of_those_with(t
     ("StableDiffusion3Pipeline", "skip_guidance_layers", [0]), ("Lumina2Pipeline", "cfg_trunc_ratio", 0.5),
     ("CogVideoXPipeline", "use_dynamic_cfg", True), ("StableDiffusionControlNetPipeline", "control_guidance_end", 0.5)])
 def test_guidance_that_goes_by_the_place_in_the_loop_is_refused(name, argument, value):
-    with pytest.raises(UserError, match=f"`picture`: {argument} goes by the place in the loop of {name}"):
+    with pytest.raises(UserError, match=f"`image`: {argument} goes by the place in the loop of {name}"):
         policy(name, **{argument: value})
     neutral = PLACED[argument]
     assert policy(name, **{argument: neutral}).call[argument] == neutral
 
 
-def test_a_prompt_without_a_picture_has_that_of_the_call(kontext, files):
+def test_a_prompt_without_a_image_has_that_of_the_call(kontext, files):
     own = kontext.given["image"]
     conditioning = kontext.encode(["a", "a"], images=[files[0], None])
     assert conditioning.inputs["image"][1] is own and kontext.encode(["a"]).inputs["image"] == [own]
 
 
-def test_pictures_are_encoded_once_and_not_again_in_a_replay(files, monkeypatch):
+def test_images_are_encoded_once_and_not_again_in_a_replay(files, monkeypatch):
     live, rows, encode = policy(), [], AutoencoderTiny.encode
 
     def counted(vae, x, *args, **kwargs):
@@ -118,7 +118,7 @@ def test_pictures_are_encoded_once_and_not_again_in_a_replay(files, monkeypatch)
     assert rows == [1]
 
 
-def test_the_encoder_keeps_prompts_with_different_pictures_apart(kontext, files, tmp_path):
+def test_the_encoder_keeps_prompts_with_different_images_apart(kontext, files, tmp_path):
     encoder = PromptCache(kontext, tmp_path / "cache")
     both = encoder(["a", "a"], ["", ""], files)
     assert len(both.inputs["image"]) == 2
@@ -127,7 +127,7 @@ def test_the_encoder_keeps_prompts_with_different_pictures_apart(kontext, files,
     assert all(torch.equal(a, b) for a, b in zip(again.calls[0], both.calls[0], strict=True))
 
 
-def test_mistakes_with_pictures_are_told(files):
+def test_mistakes_with_images_are_told(files):
     live = policy("FluxPipeline")
     with pytest.raises(UserError, match="FluxPipeline takes no image, but a prompt brings one"):
         live.encode(["a"], images=files[:1])
@@ -139,14 +139,14 @@ def test_mistakes_with_pictures_are_told(files):
         join([bare.encode(["a"]), bare.encode(["a"], images=files[:1])])
 
 
-def test_pipelines_that_share_their_pictures_among_prompts_are_called_for_each():
+def test_pipelines_that_share_their_images_among_prompts_are_called_for_each():
     together, apart = policy(), policy("Flux2KleinPipeline")
     for live in (together, apart):
         live.encode(["a"])
     assert (together.encode_prompt.one_per_call, apart.encode_prompt.one_per_call) == (False, True)
 
 
-def test_the_other_picture_is_the_negative():
+def test_the_other_image_is_the_negative():
     black = Image.new("RGB", (2, 2), "black")
     assert other(black).getpixel((0, 0)) == (255, 255, 255)
     assert [each.getpixel((1, 1)) for each in other([black, other(black)])] == [(255,) * 3, (0,) * 3]

@@ -44,7 +44,7 @@ def test_linear_layers_read_contiguous_rows_and_gradients_stay():
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_a_policys_pictures_are_those_of_the_stock_pipeline(rank):
+def test_a_policys_images_are_those_of_the_stock_pipeline(rank):
     """LoRA layers read contiguous rows too."""
     stock = load_pipeline("starter")
     policy = PipelinePolicy(load_pipeline("starter"), Adapter(rank=rank) if rank else None, call=CALL)

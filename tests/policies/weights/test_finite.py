@@ -67,7 +67,7 @@ def line(capsys, *arguments: object) -> str:
 
 
 def test_a_run_whose_weights_break_keeps_its_good_checkpoints(trained, tmp_path, capsys):
-    """The reward tolerates pictures of NaN."""
+    """The reward tolerates images of NaN."""
     command, run = trained
     shutil.copytree(run, tmp_path / "run")
     more = [*command, f"--output={tmp_path}", "--resume", "--train.epochs=5", "--train.lr=1e308"]
@@ -81,7 +81,7 @@ def test_a_run_whose_weights_break_keeps_its_good_checkpoints(trained, tmp_path,
 
 
 def test_weights_that_break_are_blamed_and_not_the_reward(trained, tmp_path, capsys):
-    """A reward that fails on pictures of NaN does so before the first checkpoint."""
+    """A reward that fails on images of NaN does so before the first checkpoint."""
     command, _ = trained
     (tmp_path / "reward.py").write_text(REWARD.replace("return", "assert images.isfinite().all(), 'odd'\n    return"))
     said = line(capsys, *command, f"--output={tmp_path}", "--train.lr=1e308", "--train.save_every=9",
@@ -145,6 +145,6 @@ def test_half_a_lora_is_told(model, trained, tmp_path, capsys):
         assert "lora_A.weight, but without " in said and "expected both sides of every layer" in said
 
 
-def test_a_run_of_pictures_is_no_lora_of_texts(trained, capsys):
+def test_a_run_of_images_is_no_lora_of_texts(trained, capsys):
     said = line(capsys, "sample", "starter_text", "--prompt", "1+2=", "--lora", trained[1])
     assert f"--lora {trained[1]}: a run of " in said and "a model of pictures, and 'starter_text' is none" in said

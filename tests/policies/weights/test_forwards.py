@@ -144,7 +144,7 @@ def test_autocast_is_left_out_where_all_frozen_weights_have_the_runs_precision(a
 
 
 @pytest.mark.parametrize("adapter", [{}, {"dora": True}, {"rank": 0}])
-def test_pictures_are_decoded_as_the_stock_pipeline_does(adapter):
+def test_images_are_decoded_as_the_stock_pipeline_does(adapter):
     pipe, kinds = tiny.sd3().to(torch.bfloat16), []
     with torch.no_grad():
         expected = pipe.vae.decode(torch.ones(1, *tiny.LATENTS).bfloat16()).sample

@@ -120,7 +120,7 @@ def test_quantised_blocks_wait_too(weights, saved):
 
 
 @pytest.mark.parametrize("options", [TURNS, {"offload": "leaf_level"}])
-def test_pictures_of_a_run_are_drawn_with_weights_that_wait(options, saved, monkeypatch):
+def test_images_of_a_run_are_drawn_with_weights_that_wait(options, saved, monkeypatch):
     """The pipeline takes a LoRA that is loaded later, on whatever device its block is."""
     monkeypatch.setattr(loading, "place", lambda device=None: META)
     pipe = loading.make_pipeline(str(saved), "fp32", memory=Memory(**options))

@@ -226,7 +226,7 @@ def noises(prompt: int, samples) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("precision", LOW)
-def test_the_chosen_pictures_start_from_bit_identical_noise(precision):
+def test_the_chosen_images_start_from_bit_identical_noise(precision):
     trainer = tiny.trainer(method="mix_grpo+sol_rl", parts__preview={"pool": 9, "steps": 2, "precision": precision})
     tiny.stir(trainer.policy)
     before = weights(trainer.policy)

@@ -309,7 +309,7 @@ def phases(policy) -> list[str]:
 
 
 @pytest.mark.parametrize("how", ["sliced", "tiled"])
-def test_pictures_are_decoded_one_by_one(how):
+def test_images_are_decoded_one_by_one(how):
     (one, call), (two, _) = (pipelines.make("WanPipeline") for _ in range(2))
     whole, parts = tiny.policy(one, call=call), tiny.policy(two, call=call, memory=Memory(vae=how))
     vae, seen = parts.pipe.vae, []
@@ -323,8 +323,8 @@ def test_pictures_are_decoded_one_by_one(how):
     assert seen[-3:] == [1, 1, 1]
 
 
-def test_the_starters_pictures_are_decoded_tile_by_tile():
-    """Of its autoencoder diffusers thinks that a picture has 8 times the size of its latents."""
+def test_the_starters_images_are_decoded_tile_by_tile():
+    """Of its autoencoder diffusers thinks that an image has 8 times the size of its latents."""
     pipe = load_pipeline("starter")
     pipe.vae.tile_sample_min_size = 64
     whole = PipelinePolicy(pipe, None, guidance=2.0)

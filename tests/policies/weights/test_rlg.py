@@ -253,9 +253,9 @@ def test_sample_draws_with_the_weight(tmp_path, model, lora_run):
 def test_columns_of_weights_go_from_the_base_to_the_result_and_beyond(tmp_path, lora_run):
     page, heads = drawn(lora_run, "rlg", ["2", "0", "1"], tmp_path)
     assert heads[:3] == ["rlg 2", "rlg 0", "rlg 1"]
-    assert (page.pictures[1] == alone(lora_run, 0, lora=False)).all()
-    assert (page.pictures[2] == alone(lora_run, 0)).all()
-    assert np.abs(page.pictures[0] - page.pictures[2]).max() > 1
+    assert (page.images[1] == alone(lora_run, 0, lora=False)).all()
+    assert (page.images[2] == alone(lora_run, 0)).all()
+    assert np.abs(page.images[0] - page.images[2]).max() > 1
     _, heads = drawn(lora_run, "rlg", [], tmp_path, count=1)
     assert heads[:5] == ["rlg 0", "rlg 0.5", "rlg 1", "rlg 1.5", "rlg 2"]
 

@@ -37,7 +37,7 @@ def judged(found: list[Detection], wanted: dict, score: str = "strict", picture:
 
 
 def painted(*boxes) -> torch.Tensor:
-    """A grey picture with boxes ((left, top, right, bottom), colour)."""
+    """A grey image with boxes ((left, top, right, bottom), colour)."""
     picture = torch.full((3, 64, 64), 0.5)
     for (left, top, right, bottom), name in boxes:
         paint = torch.tensor(ImageColor.getrgb(name)) / 255
@@ -182,7 +182,7 @@ def test_the_middle_of_the_box_decides():
     assert colours.colour(picture, (16, 16, 64, 64)) is None  # grey
     assert colours.colour(picture, (70, 70, 90, 90)) is None  # outside
     assert colours.colour(picture, (12.2, 12.2, 12.4, 12.4)) == "red"  # less than a pixel
-    assert colours.colour(picture[8:, 8:], (-16, -16, 16, 16)) == "red"  # of the middle, what is in the picture
+    assert colours.colour(picture[8:, 8:], (-16, -16, 16, 16)) == "red"  # of the middle, what is in the image
 
 
 # --- the reward ------------------------------------------------------------------------------------------------------
@@ -328,7 +328,7 @@ def test_a_model_of_torchvision():
 
 
 class Answering(BaseHTTPRequestHandler):
-    """Answers with one box per picture, whose score is the picture's mean."""
+    """Answers with one box per image, whose score is the image's mean."""
 
     def do_POST(self):
         sent = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

@@ -55,14 +55,14 @@ def parts():
     return tiny()
 
 
-PICTURES = (torch.rand(3, 3, 24, 36, generator=torch.Generator().manual_seed(1)) * 255).round() / 255
+IMAGES = (torch.rand(3, 3, 24, 36, generator=torch.Generator().manual_seed(1)) * 255).round() / 255
 
 
 def test_detections_of_mask2former_are_those_of_its_outputs(parts):
     model, processor = parts
-    found = Mask2Former(parts=parts, least=0.05, device="cpu", batch_size=2)(PICTURES)
+    found = Mask2Former(parts=parts, least=0.05, device="cpu", batch_size=2)(IMAGES)
     names = ["dog", "computer mouse", "cat"]
-    for picture, detections in zip(PICTURES, found):
+    for picture, detections in zip(IMAGES, found):
         inputs = processor(images=[(picture * 255).round().byte()], return_tensors="pt")
         assert inputs["pixel_values"].shape[-2:] == (64, 96)  # 48 by 72, scaled up to multiples of 32
         with torch.no_grad():
@@ -102,7 +102,7 @@ def test_mask2former_is_a_detector_by_name(parts, tmp_path):
     for part in parts:
         part.save_pretrained(tmp_path)
     detector = detectors.detector(f"mask2former:{tmp_path}")
-    assert detector.labels == ("dog", "computer mouse", "cat") and len(detector(PICTURES)) == 3
+    assert detector.labels == ("dog", "computer mouse", "cat") and len(detector(IMAGES)) == 3
     with pytest.raises(UserError, match=r"detector mask2former: .*/gone cannot be loaded .*: fetch it and give its "
                                         r"folder as args: \{detector: 'mask2former:FOLDER'\}"):
         detectors.detector(f"mask2former:{tmp_path}/gone")
@@ -111,7 +111,7 @@ def test_mask2former_is_a_detector_by_name(parts, tmp_path):
 # --- colours ---------------------------------------------------------------------------------------------------------
 
 class ByHand(torch.nn.Module):
-    """A picture's embedding is its mean colour; a text's that of the colour which it names, longer or shorter."""
+    """An image's embedding is its mean colour; a text's that of the colour which it names, longer or shorter."""
 
     visual = torch.nn.Identity()
     visual.image_size = 8
@@ -162,7 +162,7 @@ def test_a_colour_is_the_nearest_mean_of_three_texts():
     model = CLIP(16, {"image_size": 32, "layers": 1, "width": 32, "head_width": 16, "patch_size": 8},
                  {"context_length": 77, "vocab_size": 49408, "width": 16, "heads": 2, "layers": 1}).eval()
     tokenizer = open_clip.get_tokenizer("ViT-B-32")
-    picture = (PICTURES[0] * 255).round().byte().permute(1, 2, 0).numpy()
+    picture = (IMAGES[0] * 255).round().byte().permute(1, 2, 0).numpy()
     some = [Detection((0, 0, 20, 20), "dog", 0.9), Detection((10, 4, 36, 24), "dog", 0.8)]
     found = ClipColours(parts=(model, tokenizer), device="cpu")(picture, some, "dog")
     prepared = transforms.Compose([transforms.Resize(32, transforms.InterpolationMode.BICUBIC),
@@ -308,7 +308,7 @@ def test_common_arguments_that_no_model_takes_are_refused(args, message):
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_mask2former_in_half_precision_is_near_fp32(parts, dtype):
-    half, full = (Mask2Former(parts=copy.deepcopy(parts), least=0.0, device="cpu", dtype=name)(PICTURES)
+    half, full = (Mask2Former(parts=copy.deepcopy(parts), least=0.0, device="cpu", dtype=name)(IMAGES)
                   for name in (dtype, "fp32"))
     for one, other in zip(half, full):
         scores, expected = (sorted(each.score for each in some) for some in (one, other))

@@ -40,7 +40,7 @@ def message(call, *arguments, error=UserError, **keywords) -> str:
 
 # --- what an answer says ---------------------------------------------------------------------------------------------
 
-REFUSAL = "I'm sorry, but I can't rate this picture. Score: 0"
+REFUSAL = "I'm sorry, but I can't rate this image. Score: 0"
 
 
 @pytest.mark.parametrize("text, score", [
@@ -178,7 +178,7 @@ def opened(url: str) -> Image.Image:
     return picture
 
 
-def test_pictures_are_sent_as_they_are_or_smaller():
+def test_images_are_sent_as_they_are_or_smaller():
     picture = torch.rand(3, 8, 20, generator=torch.Generator().manual_seed(0))
     got = torch.from_numpy(np.array(opened(data_url(picture, 20, "png")))).movedim(-1, 0)
     assert torch.equal(got, (picture * 255).round().to(torch.uint8))
@@ -248,7 +248,7 @@ def endpoint(reply):
 
 
 def shades(*levels: int) -> torch.Tensor:
-    """Grey pictures of these levels, of 255."""
+    """Grey images of these levels, of 255."""
     return torch.tensor(levels)[:, None, None, None].expand(-1, 3, 4, 4) / 255
 
 
@@ -265,7 +265,7 @@ def parts(body: dict, kind: str) -> list:
 
 
 def level_of(body: dict) -> int:
-    """The red of the only picture that a question shows."""
+    """The red of the only image that a question shows."""
     [shown] = parts(body, "image_url")
     return opened(shown["url"]).getpixel((0, 0))[0]
 
@@ -351,7 +351,7 @@ def test_an_answer_that_says_nothing_is_no_score_and_counted(reply, told):
 @pytest.mark.parametrize("name, given", [
     ("gated", {"thresholds": [0.5]}), ("tiered", {"thresholds": [0.5]}), ("checklist", {"thresholds": [0.5, 0]})])
 def test_a_gate_does_not_open_where_its_judge_declines(name, given):
-    """Of three pictures the judge passes the first, declines the second, and marks the third too low."""
+    """Of three images the judge passes the first, declines the second, and marks the third too low."""
     tally = Tally()
     with endpoint(lambda body, number: said({9: "Score: 9", 5: REFUSAL, 0: "Score: 0"}[level_of(body)])) as server:
         safe = {"use": "judge", "args": {"url": server.url, "scale": [0, 10], **QUICK}}

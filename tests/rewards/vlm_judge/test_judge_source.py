@@ -17,7 +17,7 @@ from tests.rewards.vlm_judge.test_judge import ONE, QUICK, answered, endpoint, o
 
 @pytest.fixture
 def sources(tmp_path):
-    """Metadata of a prompt with one source picture, with two, with a source video, and without."""
+    """Metadata of a prompt with one source image, with two, with a source video, and without."""
     for level in (40, 80):
         Image.new("RGB", (4, 4), (level,) * 3).save(tmp_path / f"{level}.png")
     (tmp_path / "clip").mkdir()
@@ -28,7 +28,7 @@ def sources(tmp_path):
 
 
 def shown(body) -> tuple[list[str], list[int]]:
-    """The labels of a question, and the levels of its pictures, in order."""
+    """The labels of a question, and the levels of its images, in order."""
     levels = [opened(picture["url"]).getpixel((0, 0))[0] for picture in parts(body, "image_url")]
     return [text for text in parts(body, "text") if text.endswith(":")], levels
 

@@ -21,7 +21,7 @@ _SPEC.loader.exec_module(show)
 
 
 def draw(*objects, ground: float = 0.96) -> torch.Tensor:
-    """A picture [3, 64, 64] of (shape, colour, centre) or (shape, colour, centre, radius), later ones on top."""
+    """An image [3, 64, 64] of (shape, colour, centre) or (shape, colour, centre, radius), later ones on top."""
     picture = np.full((3, SIZE, SIZE), ground)
     for shape, colour, centre, *radius in objects:
         mask = coverage(shape, radius[0] if radius else 9.0, centre)
@@ -58,7 +58,7 @@ def scores(pictures, prompts) -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_true_captions_are_accepted_in_all_tasks_of_both_splits(drawn):
-    strict, _ = scores([s.picture for s in drawn], [s.prompt for s in drawn])
+    strict, _ = scores([s.image for s in drawn], [s.prompt for s in drawn])
     for task in TASKS:
         assert strict[[s.claims.task == task for s in drawn]].mean() >= 0.99
 
@@ -66,7 +66,7 @@ def test_true_captions_are_accepted_in_all_tasks_of_both_splits(drawn):
 @pytest.mark.parametrize("sigma, blur", [(0.02, 0.0), (0.03, 0.0), (0.0, 0.5), (0.02, 0.5)])
 def test_a_little_noise_and_blur_are_forgiven(drawn, sigma, blur):
     rng = np.random.default_rng(11)
-    pictures = [show.noisy(show.blurred(s.picture, blur), sigma, rng) for s in drawn]
+    pictures = [show.noisy(show.blurred(s.image, blur), sigma, rng) for s in drawn]
     assert scores(pictures, [s.prompt for s in drawn])[0].mean() >= 0.97
 
 
@@ -80,23 +80,23 @@ def test_one_changed_fact_is_refused_and_costs_much_but_not_all(drawn, change):
 
 
 @pytest.mark.parametrize("damage", ["blur 3 px", "noise 0.3", "empty"])
-def test_pictures_without_readable_objects_are_worth_nothing(drawn, damage):
+def test_images_without_readable_objects_are_worth_nothing(drawn, damage):
     rng = np.random.default_rng(13)
-    strict, graded = scores([show.DAMAGES[damage](s.picture, rng) for s in drawn], [s.prompt for s in drawn])
+    strict, graded = scores([show.DAMAGES[damage](s.image, rng) for s in drawn], [s.prompt for s in drawn])
     assert strict.max() == 0 and graded.mean() < 0.01 and graded.max() < 0.15
 
 
-def test_pictures_that_lost_their_fullest_half_are_refused(drawn):
+def test_images_that_lost_their_fullest_half_are_refused(drawn):
     # A triangle cut level is a smaller triangle, and rightly accepted.
     rest = [s for s in drawn if s.claims.objects != (replace(s.claims.objects[0], shape="triangle", count=1),)]
     assert len(rest) > 250
-    strict, graded = scores([show.half_cut(s.picture) for s in rest], [s.prompt for s in rest])
+    strict, graded = scores([show.half_cut(s.image) for s in rest], [s.prompt for s in rest])
     assert strict.max() == 0 and graded.mean() < 0.25
 
 
 def test_the_reward_falls_with_blur_and_is_gone_at_two_and_a_half_pixels(drawn):
     prompts = [s.prompt for s in drawn]
-    means = [np.mean(scene_graded(np.stack([show.blurred(s.picture, sigma) for s in drawn]), prompts))
+    means = [np.mean(scene_graded(np.stack([show.blurred(s.image, sigma) for s in drawn]), prompts))
              for sigma in (0.5, 1.0, 1.5, 2.0, 2.5)]
     assert means == sorted(means, reverse=True)
     assert means[0] > 0.99 and 0.1 < means[2] < 0.7 and means[4] < 0.05
@@ -104,11 +104,11 @@ def test_the_reward_falls_with_blur_and_is_gone_at_two_and_a_half_pixels(drawn):
 
 def test_another_scenes_caption_earns_less_than_one_wrong_fact(drawn):
     prompts = [s.prompt for s in drawn]
-    strict, graded = scores([s.picture for s in drawn], prompts[1:] + prompts[:1])
+    strict, graded = scores([s.image for s in drawn], prompts[1:] + prompts[:1])
     assert strict.mean() < 0.05 and graded.mean() < 0.35
 
 
-# --- pictures made by hand -------------------------------------------------------------------------------------------
+# --- images made by hand -------------------------------------------------------------------------------------------
 
 def test_each_object_is_read_with_its_shape_colour_and_place():
     for shape in SHAPES:
@@ -269,14 +269,14 @@ def test_stretched_turned_and_cut_shapes_are_refused():
         assert strict == 0 and graded < 0.3
 
 
-def test_objects_that_leave_the_picture_are_refused():
+def test_objects_that_leave_the_image_are_refused():
     for shape in SHAPES:
         assert both(draw((shape, "red", (2, 32), 12.0)), f"a {shape}")[0] == 0
 
 
 @pytest.mark.parametrize("name", ["white", "grey", "black", "checks", "stripes", "fine checks", "slope", "hue", "noise",
                                   "soft noise"])
-def test_pictures_of_nothing_are_worth_nothing(name):
+def test_images_of_nothing_are_worth_nothing(name):
     rng = np.random.default_rng(14)
     y, x = np.mgrid[:SIZE, :SIZE]
     clouds = show.blurred(rng.normal(0.8, 3, (1, SIZE, SIZE)), 3)[0]
@@ -334,7 +334,7 @@ def test_rows_are_scored_on_their_own_and_half_precision_and_numpy_read_alike():
     assert scene(pictures[:0], []) == []
 
 
-def test_both_rewards_of_a_batch_read_each_picture_once():
+def test_both_rewards_of_a_batch_read_each_image_once():
     pictures, prompts = torch.stack([RING_STAR, draw(("square", "green", (32, 32)))]), ["a ring", "a green square"]
     _read_once.cache_clear()
     assert scene(pictures, prompts) == [0.0, 1.0] and scene_graded(pictures, prompts)[0] < 1

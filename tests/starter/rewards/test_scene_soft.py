@@ -1,4 +1,4 @@
-"""The soft scene reward: it prefers what its prompt claims, and every picture has a gradient."""
+"""The soft scene reward: it prefers what its prompt claims, and every image has a gradient."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def drawn(prompts: list[Claims], rng: np.random.Generator) -> torch.Tensor:
 
 
 @torch.no_grad()
-def test_true_pictures_beat_those_with_one_fact_changed():
+def test_true_images_beat_those_with_one_fact_changed():
     """All of 204 pairs, of every task and kind of change; of 240 others all were right too."""
     rng = np.random.default_rng(7)
     claims = [sample_claims(rng, TASKS[i % len(TASKS)]) for i in range(204)]
@@ -47,7 +47,7 @@ def test_true_pictures_beat_those_with_one_fact_changed():
 
 @pytest.mark.parametrize("prompt", ["a circle", "a red star", "three rings", "a cross left of a star",
                                     "a blue square and a black ring"])
-def test_every_picture_has_a_gradient(prompt):
+def test_every_image_has_a_gradient(prompt):
     rng = np.random.default_rng(0)
     pictures = torch.stack([torch.ones(3, 64, 64), torch.full((3, 64, 64), 0.95), torch.zeros(3, 64, 64),
                             torch.from_numpy(rng.random((3, 64, 64))).float(), *drawn([parse(prompt)], rng)])

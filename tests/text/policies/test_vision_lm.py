@@ -1,4 +1,4 @@
-"""Models that read images as policies: what their pictures do to samples, replays, gradients and files."""
+"""Models that read images as policies: what their images do to samples, replays, gradients and files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BARRED = [tiny.SPECIAL.index(name) for name in ("<image>", "<video>")]
 
 @pytest.fixture()
 def images(tmp_path):
-    """Of `PROMPTS`: three pictures, and none."""
+    """Of `PROMPTS`: three images, and none."""
     return [*tiny.files(tmp_path), None]
 
 
@@ -42,7 +42,7 @@ def replayed(own: VisionLM, asked, found, decoding=Decoding(), prompts=None):
 
 
 def by_hand(own: VisionLM, family: str, images, found, prompts=PROMPTS, temperature=1.0) -> torch.Tensor:
-    """Row by row, from the processor's inputs and the model's own logits, without those that stand for pictures."""
+    """Row by row, from the processor's inputs and the model's own logits, without those that stand for images."""
     rows = torch.zeros(found.ids.shape)
     for row, (prompt, image) in enumerate(zip(prompts, images)):
         text = f"<s>{'' if image is None else '<look><image><seen>'}{prompt}"
@@ -72,7 +72,7 @@ def test_replay_rollout_and_the_models_own_logits_agree(family, shared, images):
     again = replayed(own, asked, found, decoding)
     torch.testing.assert_close(again.logp, found.logp, rtol=0, atol=1e-5)
     torch.testing.assert_close(again.logp, by_hand(own, family, images, found, temperature=0.7), rtol=0, atol=1e-5)
-    # The same prompt twice or more, so that its picture is read once.
+    # The same prompt twice or more, so that its image is read once.
     prompts, twice = torch.tensor([0, 0, 1, 1]), own.encode(PROMPTS[:2], images=images[:2])
     of, seen = [PROMPTS[i] for i in prompts], [images[i] for i in prompts]
     _, found = sampled(own, seen, of)
@@ -83,13 +83,13 @@ def test_replay_rollout_and_the_models_own_logits_agree(family, shared, images):
 
 @FAMILIES
 @torch.no_grad()
-def test_another_picture_changes_what_a_prompt_is_answered(family, images):
+def test_another_image_changes_what_a_prompt_is_answered(family, images):
     own = tiny.policy(family)
     asked, found = sampled(own, images)
     other = own.encode(PROMPTS, images=[*images[2::-1], None])
     change = (replayed(own, other, found).logp - found.logp).abs().amax(1)
     assert (change[[0, 2]] > 1e-3).all()
-    assert (change[[1, 3]] < 1e-5).all()  # the picture in the middle, and the row without one, are the same
+    assert (change[[1, 3]] < 1e-5).all()  # the image in the middle, and the row without one, are the same
 
 
 @FAMILIES
@@ -101,12 +101,12 @@ def test_a_completion_does_not_depend_on_its_batch(family, images):
         asked, alone = sampled(own, [image], [prompt], [row + 1])
         assert alone.texts[0] == together.texts[row] and torch.equal(alone.mask[0], together.mask[row])
         torch.testing.assert_close(alone.logp[0], together.logp[row], rtol=0, atol=1e-5)
-        assert bool(asked.pictures[0]) is (image is not None)
+        assert bool(asked.images[0]) is (image is not None)
 
 
 @FAMILIES
 @torch.no_grad()
-def test_no_completion_holds_what_stands_for_a_picture(family, images):
+def test_no_completion_holds_what_stands_for_a_image(family, images):
     own, flat = tiny.policy(family, max_tokens=12), Decoding(100.0)
     asked, found = sampled(own, images[:1] * 32, PROMPTS[:1] * 32, range(32), flat)
     drawn = found.ids[found.mask]
@@ -120,7 +120,7 @@ def test_no_completion_holds_what_stands_for_a_picture(family, images):
 
 
 @FAMILIES
-def test_a_picture_that_a_group_shares_is_read_once_and_gives_the_same_gradient(family, images):
+def test_a_image_that_a_group_shares_is_read_once_and_gives_the_same_gradient(family, images):
     gradients, counts, prompts = [], [], torch.tensor([0, 0, 0, 1, 1, 1])
     for shared in (True, False):
         own = tiny_text.stir(tiny.policy(family, shared_prefix=shared))
@@ -139,11 +139,11 @@ def test_a_picture_that_a_group_shares_is_read_once_and_gives_the_same_gradient(
 
 
 @FAMILIES
-def test_a_model_that_cannot_share_a_picture_reads_whole_rows(family, images):
+def test_a_model_that_cannot_share_a_image_reads_whole_rows(family, images):
     own = tiny.policy(family)
     text, asked = own.encode(PROMPTS, images=[None] * 4), own.encode(PROMPTS, images=images)
     own._positions = lambda asked, inputs, mask: ((mask.cumsum(1) - 1).clamp(min=0), mask.sum(1, keepdim=True))
-    assert own.shares(text)  # positions of a text are right for texts, and for pictures that are counted so
+    assert own.shares(text)  # positions of a text are right for texts, and for images that are counted so
     assert own.shares(asked) is (family != "qwen")
     assert ("of their spread, expected at most 0.001" in own.unshared(asked)) is (family == "qwen")
 
@@ -176,14 +176,14 @@ def test_checkpointing_gives_the_same_gradient(family, images):
 @FAMILIES
 def test_what_cannot_be_read_is_told_in_a_line(family, images, tmp_path):
     own = tiny.policy(family)
-    (tmp_path / "text.png").write_text("no picture")
+    (tmp_path / "text.png").write_text("no image")
     with pytest.raises(UserError, match="text.png cannot be read"):
         own.encode(["1+2="], images=[tmp_path / "text.png"])
     with pytest.raises(UserError, match="Processor cannot read the prompt '<image>1"):
         own.encode(["<image>1+2="], images=images[:1])
     with pytest.raises(UserError, match="needs the processor's chat template"):
         tiny.policy(family, template=False).encode(["1+2="], images=images[:1])
-    own.processor.chat_template = "{{ bos_token }}{{ messages[0]['content'][-1]['text'] }}"  # leaves pictures out
+    own.processor.chat_template = "{{ bos_token }}{{ messages[0]['content'][-1]['text'] }}"  # leaves images out
     with pytest.raises(UserError, match="Processor cannot read the prompt"):
         own.encode(["1+2="], images=images[:1])
 
@@ -211,7 +211,7 @@ def test_a_run_on_prompts_with_images_and_what_it_leaves(family, tmp_path, image
     tuned = texts.load(settings, settings.folder)
     asked = tuned.encode(PROMPTS[:2], images=images[:2])
     read = {"input_ids": asked.ids[1][None], "attention_mask": torch.ones_like(asked.ids[1][None])} | \
-        {name: value[None] for name, value in asked.by_token[1].items()} | asked.pictures[1]
+        {name: value[None] for name, value in asked.by_token[1].items()} | asked.images[1]
     base = AutoModelForImageTextToText.from_pretrained(settings.model).eval()
     with torch.no_grad():
         ours, before = tuned.model(**read).logits, base(**read).logits

@@ -1,4 +1,4 @@
-"""Reward of a rewritten prompt: the picture reward, for the user's prompt, of what a frozen pipeline draws from it."""
+"""Reward of a rewritten prompt: the image reward, for the user's prompt, of what a frozen pipeline draws from it."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ def reward(policy, function=tiny.red, **options) -> Pictured:
 
 
 def drawn(text: str, prompt: str, number: int = 0, epoch: int | None = None) -> torch.Tensor:
-    """The stock pipeline's own picture of a text from the noise of a prompt."""
+    """The stock pipeline's own image of a text from the noise of a prompt."""
     return draw_one(tiny.sd3(), Prompt(text), noise_seed(0, epoch, prompt, number), STEPS | tiny.CALL)
 
 
 def judged(images, prompts, metadata):
-    """The red of a picture, and what the reward was asked about."""
+    """The red of an image, and what the reward was asked about."""
     return [float(red) + 10 * len(prompt) + 100 * entry["n"]
             for red, prompt, entry in zip(tiny.red(images, prompts), prompts, metadata)]
 
 
-def test_the_score_is_the_picture_rewards_for_the_users_prompt(policy):
+def test_the_score_is_the_image_rewards_for_the_users_prompt(policy):
     texts = ["a cat", "a dog", "a cat", "<think>a hat?</think> old ", "hm <answer>a dog</answer>"]
     prompts, metadata = ["red", "red", "red", "blue", "blue"], [{"n": n} for n in (0, 1, 0, 0, 0)]
     values = reward(policy, judged, images=2, batch_size=3)(Batch(texts, prompts, metadata))
@@ -59,7 +59,7 @@ def test_equal_texts_of_a_group_have_equal_scores_and_are_drawn_once(policy):
     texts = [Completion("7", 1), Completion("7", 2), Completion("8", 1), Completion("7", 1)]
     scores = rewards.score({"r": reward(policy, guidance=1.0)}, texts, ["a"] * 3 + ["b"], [{}] * 4, 2)
     assert scores[0] == scores[1] and len(scores.unique()) == 3
-    assert policy.evaluations - before == 3 * 2  # three pictures of two steps
+    assert policy.evaluations - before == 3 * 2  # three images of two steps
 
 
 def test_noise_is_of_the_epoch_and_the_prompt_alone(policy):
@@ -92,17 +92,17 @@ def test_weights_missing_scores_and_failures(policy):
     assert one(Batch(["a", "b"], ["red", "blue"], [{}] * 2)) == [1.0, None]
 
 
-def test_the_report_shows_the_picture_beside_the_text(policy):
+def test_the_report_shows_the_image_beside_the_text(policy):
     text = Completion("a cat", 3)
     rewards.score({"r": reward(policy)}, [text], ["red"], [{}])
-    torch.testing.assert_close(text.picture, drawn("a cat", "red"), atol=2e-5, rtol=0)
+    torch.testing.assert_close(text.image, drawn("a cat", "red"), atol=2e-5, rtol=0)
     card = snapshots.shown(text)
     assert card["text"] == "a cat" and card["picture"].startswith("data:image/webp;base64,")
     assert snapshots.content(card) == "a cat" and snapshots.shown(Completion("a cat", 3)) == {"text": "a cat"}
 
 
 def test_an_enhancer_learns_the_one_token_that_is_right():
-    """The right picture is that of the text "7": the share of "7" rises, with another pipeline's weights untouched."""
+    """The right image is that of the text "7": the share of "7" rises, with another pipeline's weights untouched."""
     policy = painter()
     right = {prompt: drawn("7", prompt) for prompt in tiny_text.PROMPTS}
     frozen = tiny.weights(policy)

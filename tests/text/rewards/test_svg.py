@@ -1,4 +1,4 @@
-"""SVG code as a reward: which code is rendered, and the likeness of pictures by hand. The renderer: tests/extra."""
+"""SVG code as a reward: which code is rendered, and the likeness of images by hand. The renderer: tests/extra."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_code_that_names_something_outside_or_repeats_too_much_is_not_rendered(i
     assert sound(f"<svg>{inside}</svg>", 1500) == kept
 
 
-def test_the_likeness_of_pictures():
+def test_the_likeness_of_images():
     black, white = torch.zeros(3, 4, 4), torch.ones(3, 4, 4)
     half = torch.zeros(3, 4, 4)
     half[..., 2:] = 1

@@ -349,7 +349,7 @@ def test_needed_items_and_rubrics_that_are_none():
 
 # --- lists of texts, as a run has them -------------------------------------------------------------------------------
 
-def test_texts_are_routed_skipped_and_kept_as_pictures_are(tmp_path):
+def test_texts_are_routed_skipped_and_kept_as_images_are(tmp_path):
     """A route, an answer per sample, a failure that is skipped, and kept scores, on lists of texts."""
     rule = RewardRule(use="exact_match", cache=True, when={"task": "word"})
     composed = rewards.compose({"r": rule}, str(tmp_path))
@@ -376,7 +376,7 @@ def test_texts_are_routed_skipped_and_kept_as_pictures_are(tmp_path):
     assert asked == [texts, ["a"], ["b"], ["a"]]
 
 
-def test_a_reward_for_text_refuses_pictures():
+def test_a_reward_for_text_refuses_images():
     assert "reward 'r' judges text" in message(rewards.score, {"r": ExactMatch()}, torch.zeros(1, 3, 4, 4), ["p"], [{}])
 
 

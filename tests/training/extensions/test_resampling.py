@@ -69,7 +69,7 @@ def test_the_first_ratio_of_a_hinted_text_is_that_of_both_prompts():
     assert trainer.first_ratio.max_log_ratio <= 1e-5 < 1e-3 < metrics["log_ratio_max"]
 
 
-def test_an_expanded_prompt_of_pictures_is_sampled_and_the_plain_one_is_learned():
+def test_an_expanded_prompt_of_images_is_sampled_and_the_plain_one_is_learned():
     trainer = tiny.trainer(parts={"expansion": {"type": "Expansion", "text": "{prompt}, old, old"}})
     seen = []
     judge = trainer.scoring.functions["red"]
@@ -85,7 +85,7 @@ def test_an_expanded_prompt_of_pictures_is_sampled_and_the_plain_one_is_learned(
     assert trainer.run_epoch()["grad_norm"] > 0 and trainer.first_ratio.max_log_ratio <= 1e-6
 
 
-def test_pictures_are_sampled_at_one_scale_and_learned_at_another():
+def test_images_are_sampled_at_one_scale_and_learned_at_another():
     trainer, loud = tiny.trainer(parts=LOUD), tiny.trainer(train__guidance=3.0)
     epoch = loop.draw(trainer)
     [part, *_], learned, [other, *_] = epoch.parts, epoch.conditioning, loop.draw(loud).parts

@@ -75,7 +75,7 @@ def noised(made, examples):
     return made.rollouts.conditioning([example.prompt for example in examples]), x, target, times
 
 
-# --- pictures --------------------------------------------------------------------------------------------------------
+# --- images --------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("kind", ["flow", "vp"])
 def test_flow_matching_has_the_gradient_of_the_plain_loss(kind):
@@ -173,10 +173,10 @@ def test_a_linear_denoiser_learns_its_guidance_in_closed_form():
     assert loop.term(made).loss.errors(policy.replay(None, x, None, 0), target, 0.5).abs().max() == 0
 
 
-def test_pictures_of_a_file_are_learned(tmp_path):
+def test_images_of_a_file_are_learned(tmp_path):
     for seed, name in enumerate("ab"):
         saved(tmp_path / f"{name}.png", seed=seed)
-    lines = [{"prompt": "red", "picture": "a.png"}, {"prompt": "a pond", "picture": "b.png", "reward": 0.5}]
+    lines = [{"prompt": "red", "image": "a.png"}, {"prompt": "a pond", "picture": "b.png", "reward": 0.5}]
     (tmp_path / "own.jsonl").write_text("\n".join(map(json.dumps, lines)))
     made = trainer("flow", {"type": "FlowMatching", "balance": {"rl": 0.0, "data": 1.0}, "source": {
         "type": "Recorded", "path": str(tmp_path / "own.jsonl")}}, train__lr=3e-3)
@@ -408,13 +408,13 @@ def test_runs_of_two_epochs(kind, data):
 def test_a_file_of_demonstrations(tmp_path):
     saved(tmp_path / "a.png")
     file = tmp_path / "own.jsonl"
-    file.write_text('{"prompt": " red ", "picture": "a.png", "source": "me"}\n\n'
+    file.write_text('{"prompt": " red ", "image": "a.png", "source": "me"}\n\n'
                     '{"prompt": "1+2=", "text": "3", "reward": 0.1}\n')
     assert load_demonstrations(file) == [Demonstration("red", tmp_path / "a.png", source="me"),
                                          Demonstration("1+2=", text="3", reward=0.1)]
-    for line, told in (('{"prompt": "red"}', "line 1: expected either 'picture' or 'text'"),
-                       ('{"prompt": "red", "text": "a", "picture": "a.png"}', "expected either"),
-                       ('{"prompt": "red", "picture": "c.png"}', "no image at"),
+    for line, told in (('{"prompt": "red"}', "line 1: expected either 'image' or 'text'"),
+                       ('{"prompt": "red", "text": "a", "image": "a.png"}', "expected either"),
+                       ('{"prompt": "red", "image": "c.png"}', "no image at"),
                        ('{"prompt": "", "text": "a"}', "expected a text under 'prompt', got ''"),
                        ('{"prompt": "a", "text": "a", "reward": "high"}', "expected a number under 'reward'"),
                        ('{"prompt": "a", "txt": "a"}', "unknown key 'txt': did you mean 'text'"),
@@ -461,5 +461,5 @@ def test_answers_have_to_be_there_and_of_the_models_kind(tmp_path):
     with pytest.raises(UserError, match="answer of the prompt '1\\+2=' has 7 tokens, .* text.max_tokens is 6: raise"):
         tiny_text.trainer(parts={"data": long})
     (tmp_path / "own.jsonl").write_text('{"prompt": "red", "text": "3"}')
-    with pytest.raises(UserError, match="has a text, expected a picture for this model"):
+    with pytest.raises(UserError, match="has a text, expected an image for this model"):
         trainer("flow", {"type": "FlowMatching", "source": {"path": str(tmp_path / "own.jsonl")}})

@@ -1,4 +1,4 @@
-"""Rewards that compare with the base model's picture: the same prompt, the same initial noise, no LoRA, no further
+"""Rewards that compare with the base model's image: the same prompt, the same initial noise, no LoRA, no further
 noise; drawn once for samples that share it, and counted."""
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ far.base = True
 
 
 class Far:
-    """Minus the distance to the base's picture; what it was called with is kept."""
+    """Minus the distance to the base's image; what it was called with is kept."""
 
     base = True
 
@@ -148,7 +148,7 @@ def test_base_similarity_takes_what_the_run_draws():
     assert math.isnan(routed[0]) and routed[1] == pytest.approx(0.6)  # the rows of both are cut alike
 
 
-def test_a_picture_of_the_metadata_goes_first(tmp_path):
+def test_a_image_of_the_metadata_goes_first(tmp_path):
     save_image(torch.full((3, 16, 16), 0.8), tmp_path / "base.png")  # 204 of 255
     found = ask(guards.BaseSimilarity(), BASE, ({"base_image": f"{tmp_path}/base.png"}, {}))
     assert found == pytest.approx([0.4, 0.6], abs=1e-5)

@@ -1,4 +1,4 @@
-"""Pictures as files: PNGs that say how they were drawn, under names that are free; and those of a page one by one,
+"""Images as files: PNGs that say how they were drawn, under names that are free; and those of a page one by one,
 full-sized, which `flowgrpo compare vote` shows.
 """
 
@@ -32,25 +32,25 @@ OF_PARTS = (f"*/{LORA_FILE}", f"*/{ADAPTER_FILE}", "*/diffusion_pytorch_model*.s
             "text_encoder*/model*.safetensors", "model/model*.safetensors")
 
 
-def save(path: Path, picture: torch.Tensor, parameters: str, fps: float | None = None) -> None:
-    """Write a picture [3, H, W] in [0, 1] as PNG with the text chunk `parameters`, or a clip [F, 3, H, W] as animated
+def save(path: Path, image: torch.Tensor, parameters: str, fps: float | None = None) -> None:
+    """Write an image [3, H, W] in [0, 1] as PNG with the text chunk `parameters`, or a clip [F, 3, H, W] as animated
     WebP with the same text as EXIF user comment, where AUTOMATIC1111 and ComfyUI read it, and as mp4.
 
     fps: frames per second of a clip.
     """
-    if picture.ndim == 4:
-        save_clip(path, picture, parameters, fps)
+    if image.ndim == 4:
+        save_clip(path, image, parameters, fps)
         return
     from torchvision.transforms.functional import to_pil_image
 
     chunk = PngInfo()
     chunk.add_text("parameters", parameters)
     with atomic.replacing(path) as file:
-        to_pil_image(picture.mul(255).add(0.5).clamp(0, 255).to(torch.uint8)).save(file, "PNG", pnginfo=chunk)
+        to_pil_image(image.mul(255).add(0.5).clamp(0, 255).to(torch.uint8)).save(file, "PNG", pnginfo=chunk)
 
 
 def settings(pipe: Any, model: str, arguments: dict[str, Any], run: Path | None, rlg: float | None) -> dict[str, Any]:
-    """Return what all pictures of a call share, by the names of AUTOMATIC1111.
+    """Return what all images of a call share, by the names of AUTOMATIC1111.
 
     arguments: of the call; the pipeline's defaults stand for absent steps and guidance. run: a finished run, its
     checkpoint, a folder with a LoRA, or its file.
@@ -64,13 +64,13 @@ def settings(pipe: Any, model: str, arguments: dict[str, Any], run: Path | None,
             "Version": f"flowgrpo {__version__}"}
 
 
-def parameters(prompt: str, seed: int, picture: torch.Tensor, settings: dict[str, Any], negative: str = "") -> str:
-    """Return how a picture [3, H, W] or clip [F, 3, H, W] was drawn, in AUTOMATIC1111's notation: the prompt, the
+def parameters(prompt: str, seed: int, image: torch.Tensor, settings: dict[str, Any], negative: str = "") -> str:
+    """Return how an image [3, H, W] or clip [F, 3, H, W] was drawn, in AUTOMATIC1111's notation: the prompt, the
     negative prompt (without that line ComfyUI reads nothing), and a line of settings.
 
-    seed: of the picture's own noise.
+    seed: of the image's own noise.
     """
-    fields = settings | {"Seed": seed, "Size": f"{picture.shape[-1]}x{picture.shape[-2]}"}
+    fields = settings | {"Seed": seed, "Size": f"{image.shape[-1]}x{image.shape[-2]}"}
     line = ", ".join(f"{name}: {quoted(value)}" for name, value in fields.items() if value is not None)
     return f"{prompt}\nNegative prompt: {negative}\n{line}"
 
@@ -106,8 +106,8 @@ def weight_files(run: Path) -> list[tuple[str, Path]]:
 
 def facts(run: Path, columns: Sequence[str], prompts: Sequence[Prompt], folders: Sequence[str] = (),
           sources: Sequence[Sequence[str]] = (), **further: Any) -> dict[str, str]:
-    """Return the text chunk `flowgrpo` of a page of pictures: JSON with the run, its hashes, columns, prompts and their
-    tasks. folders: of the columns' pictures, relative to the page. sources: likewise, of each prompt the files of what
+    """Return the text chunk `flowgrpo` of a page of images: JSON with the run, its hashes, columns, prompts and their
+    tasks. folders: of the columns' images, relative to the page. sources: likewise, of each prompt the files of what
     it brings."""
     told = {"version": __version__, "run": run.resolve().name, "weights": lora_hashes(run), "columns": list(columns),
             "prompts": [prompt.text for prompt in prompts],
@@ -132,7 +132,7 @@ def free(path: Path) -> Path:
 
 
 def save_rows(folder: Path, samples: Sequence[torch.Tensor] | torch.Tensor, fps: float | None = None) -> None:
-    """Write pictures [3, H, W] as 000.png, and clips [F, 3, H, W] as 000.webp, into a folder, in place of earlier
+    """Write images [3, H, W] as 000.png, and clips [F, 3, H, W] as 000.webp, into a folder, in place of earlier
     ones. fps: frames per second of clips."""
     atomic.make_folder(folder)
     for file in folder.iterdir():
@@ -158,12 +158,12 @@ def save_sources(place: Path, prompts: Sequence[Prompt], samples: Sequence[torch
 
 def save_columns(page: Path, names: Sequence[str], columns: Sequence[Sequence[Any]], fps: float | None = None
                  ) -> list[str]:
-    """Write the pictures of each column of a page into a folder below the page's name; return the folders.
+    """Write the images of each column of a page into a folder below the page's name; return the folders.
 
-    columns: of pictures and clips, as of `save`.
+    columns: of images and clips, as of `save`.
     """
     folders = [f"{page.stem}/{number}-{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-')}"
                for number, name in enumerate(names)]
-    for folder, pictures in zip(folders, columns, strict=True):
-        save_rows(page.parent / folder, pictures, fps)
+    for folder, images in zip(folders, columns, strict=True):
+        save_rows(page.parent / folder, images, fps)
     return folders

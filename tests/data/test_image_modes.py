@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageCms
 
-from flowgrpo.data.pictures import Clip, frame_count, picture_size, read_picture
+from flowgrpo.data.images import Clip, frame_count, image_size, read_image
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.preprocessing import read_output, read_tensor
 
@@ -19,7 +19,7 @@ def grey(values, dtype=np.uint8):
 
 
 def two(one, other, mode="RGBA"):
-    """A picture whose upper half has one colour, and the lower the other."""
+    """An image whose upper half has one colour, and the lower the other."""
     picture = Image.new(mode, (8, 8), one)
     picture.paste(other, (0, 4, 8, 8))
     return picture
@@ -32,7 +32,7 @@ def two(one, other, mode="RGBA"):
 ])
 def test_a_grey_ramp_goes_from_black_to_white(name, picture, tmp_path):
     picture.save(tmp_path / name)
-    read = np.asarray(read_picture(tmp_path / name))
+    read = np.asarray(read_image(tmp_path / name))
     np.testing.assert_allclose(read, np.repeat(RAMP[..., None], 3, 2), atol=1)
     np.testing.assert_allclose(read_tensor(tmp_path / name)[0], RAMP / 255, atol=1 / 255)
 
@@ -45,7 +45,7 @@ def test_a_grey_ramp_goes_from_black_to_white(name, picture, tmp_path):
 ])
 def test_values_of_an_unknown_range_are_refused(name, picture, expected, tmp_path):
     picture.save(tmp_path / name)
-    for read in (read_picture, read_tensor):
+    for read in (read_image, read_tensor):
         with pytest.raises(UserError) as caught:
             read(tmp_path / name)
         assert str(caught.value).startswith(f"{tmp_path / name} {expected}")
@@ -59,11 +59,11 @@ def test_values_of_an_unknown_range_are_refused(name, picture, expected, tmp_pat
 def test_transparency_is_white_and_refused_where_it_has_no_meaning(name, picture, tmp_path):
     given = {"transparency": (1, 2, 3)} if picture.mode == "RGB" else {}
     picture.save(tmp_path / name, **given | ({"lossless": True, "exact": True} if name.endswith("webp") else {}))
-    read = np.asarray(read_picture(tmp_path / name))
+    read = np.asarray(read_image(tmp_path / name))
     assert read[0, 0].tolist() == [255, 0, 0] and read[7, 7].tolist() == [255, 255, 255]
     assert read_tensor(tmp_path / name)[:, 7, 7].tolist() == [1, 1, 1]
     with pytest.raises(UserError, match="has transparency"):
-        read_picture(tmp_path / name, opaque=True)
+        read_image(tmp_path / name, opaque=True)
 
 
 @pytest.mark.parametrize("mode", ["LA", "CMYK", "LAB", "RGBX", "1", "P"])
@@ -72,7 +72,7 @@ def test_other_modes_keep_their_colours(mode, tmp_path):
     picture = ImageCms.profileToProfile(picture, ImageCms.createProfile("sRGB"), ImageCms.createProfile("LAB"),
                                         outputMode="LAB") if mode == "LAB" else picture.convert(mode)
     picture.save(tmp_path / "a.tif")
-    read = np.asarray(read_picture(tmp_path / "a.tif"))
+    read = np.asarray(read_image(tmp_path / "a.tif"))
     assert read[0, 0].min() >= 253 and read[7, 7].max() <= 2
 
 
@@ -83,8 +83,8 @@ def test_orientation_turns_once(ending, tmp_path):
     stored = Image.new("RGB", (32, 16), "white")
     stored.paste((0, 0, 0), (0, 0, 16, 16))
     stored.save(tmp_path / f"a.{ending}", exif=exif)
-    read = np.asarray(read_picture(tmp_path / f"a.{ending}"))
-    assert picture_size(tmp_path / f"a.{ending}") == read.shape[:2] == (32, 16)
+    read = np.asarray(read_image(tmp_path / f"a.{ending}"))
+    assert image_size(tmp_path / f"a.{ending}") == read.shape[:2] == (32, 16)
     assert read[:12].mean() < 5 and read[20:].mean() > 250
     assert read_tensor(tmp_path / f"a.{ending}").shape == (3, 32, 16)
 
@@ -93,24 +93,24 @@ def test_a_colour_profile_and_a_gamma_are_applied(tmp_path):
     lab = ImageCms.createProfile("LAB")
     profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("XYZ")).tobytes()
     Image.new("RGB", (8, 8), (128,) * 3).save(tmp_path / "bad.png", icc_profile=b"no profile")
-    assert np.asarray(read_picture(tmp_path / "bad.png"))[0, 0].tolist() == [128] * 3 and lab and profile
+    assert np.asarray(read_image(tmp_path / "bad.png"))[0, 0].tolist() == [128] * 3 and lab and profile
     from PIL import PngImagePlugin
 
     chunks = PngImagePlugin.PngInfo()
     chunks.add(b"gAMA", (100_000).to_bytes(4, "big"))  # linear
     Image.new("RGB", (8, 8), (55,) * 3).save(tmp_path / "linear.png", pnginfo=chunks)
-    assert np.asarray(read_picture(tmp_path / "linear.png"))[0, 0].tolist() == [127] * 3
+    assert np.asarray(read_image(tmp_path / "linear.png"))[0, 0].tolist() == [127] * 3
 
 
 @pytest.mark.parametrize("start, expected", [
-    (b"", "it is empty"), (b"hello", "it is damaged, or no picture"),
+    (b"", "it is empty"), (b"hello", "it is damaged, or no image"),
     (b"\0\0\0\x1cftypavif", "its format is AVIF, expected BMP, GIF, JPEG, PNG, PPM, TIFF or WEBP: convert it"),
     (b"\0\0\0\x1cftypheic", "its format is HEIF"), (b"\xff\x0a", "its format is JPEG XL"),
 ])
 def test_a_file_of_another_format_is_called_so(start, expected, tmp_path):
     (tmp_path / "a.png").write_bytes(start)
     with pytest.raises(UserError) as caught:
-        read_picture(tmp_path / "a.png")
+        read_image(tmp_path / "a.png")
     assert expected in str(caught.value)
 
 
@@ -120,13 +120,13 @@ SHADES = [20 * number for number in range(12)]
 
 @pytest.mark.parametrize("name, form", [("a.gif", {}), ("a.webp", {"lossless": True}), ("a.png", {}), ("a.tif", {}),
                                         ("a.dat", {"format": "GIF"})])
-def test_frames_of_a_file_are_in_order_and_no_single_picture(name, form, tmp_path):
+def test_frames_of_a_file_are_in_order_and_no_single_image(name, form, tmp_path):
     FRAMES[0].save(tmp_path / name, save_all=True, append_images=FRAMES[1:], **form)
     assert frame_count(tmp_path / name) == 12
     read = [np.asarray(frame).mean() for frame in Clip.of(str(tmp_path / name), 12).frames]
     np.testing.assert_allclose(read, SHADES, atol=1)
-    with pytest.raises(UserError, match=r"holds 12 pictures, expected one: .* `video`"):
-        read_picture(tmp_path / name)
+    with pytest.raises(UserError, match=r"holds 12 images, expected one: .* `video`"):
+        read_image(tmp_path / name)
 
 
 def test_the_still_image_of_an_animated_png_is_no_frame(tmp_path):

@@ -1,4 +1,4 @@
-"""Pictures and clips from the files that prompts name."""
+"""Images and clips from the files that prompts name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flowgrpo.data.open_picture import SIDEWAYS, opened, orientation, pages, require_open, require_single, rgb
+from flowgrpo.data.open_image import SIDEWAYS, opened, orientation, pages, require_open, require_single, rgb
 from flowgrpo.errors import UserError
 from flowgrpo.files import unfit
 from flowgrpo.nouns import counted
@@ -19,30 +19,30 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 STILLS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".ppm", ".pgm", ".pnm")  # of a folder
-UNREAD = (".avif", ".heic", ".heif", ".jxl", ".jp2", ".exr", ".hdr", ".tga", ".psd")  # pictures, of other formats
+UNREAD = (".avif", ".heic", ".heif", ".jxl", ".jp2", ".exr", ".hdr", ".tga", ".psd")  # images, of other formats
 STARTS = (b"GIF8", b"RIFF", b"\x89PNG", b"II*\0", b"MM\0*")  # of clips that PIL reads
 KEPT = 4  # clips whose frames stay in memory
 FRAME = 2**25  # pixels of a clip's frame, of which decoders take several copies
 PIXELS = 2**28  # of a clip's frames together; 768 MiB
 
 SQUEEZE, CROP = "squeeze", "crop"
-SOURCE = "source_path"  # attribute of pictures that were read: their file
+SOURCE = "source_path"  # attribute of images that were read: their file
 
 Size = tuple[int, int]  # height, width
 _seen: dict[str, Size] = {}  # by file: the size that a pipeline squeezed it to
 
 
-def read_picture(path: str | Path, size: Size | None = None, opaque: bool = False, fit: str | None = None) -> Image:
-    """Return the picture of a file as upright RGB; with a size, as a model that draws in that size saw it.
+def read_image(path: str | Path, size: Size | None = None, opaque: bool = False, fit: str | None = None) -> Image:
+    """Return the image of a file as upright RGB; with a size, as a model that draws in that size saw it.
 
     fit: "squeeze" to scale it without regard to its proportions, "crop" to scale it to fill the size and to cut the
     sides that stand over; None: as `fit_of`. Transparency is laid on white; opaque: refused. Raises UserError if it is
     none, for several in a file, and for one whose values are not clear.
     """
     require_open()
-    with opened(path) as picture:
-        require_single(picture)
-        read = rgb(picture, opaque)
+    with opened(path) as image:
+        require_single(image)
+        read = rgb(image, opaque)
     if size is not None and (fit or fit_of(path, size)) == SQUEEZE:
         from PIL.Image import Resampling
 
@@ -53,39 +53,39 @@ def read_picture(path: str | Path, size: Size | None = None, opaque: bool = Fals
 
 
 def fit_of(path: str | Path, size: Size) -> str:
-    """Return how a pipeline of this process brought a file's picture to a size: "squeeze", or "crop" where none did."""
+    """Return how a pipeline of this process brought a file's image to a size: "squeeze", or "crop" where none did."""
     return SQUEEZE if _seen.get(str(Path(path).resolve())) == size else CROP
 
 
-def note_seen(picture: Any, size: Size) -> None:
-    """Note that a pipeline scaled a picture of `read_picture` to a size without regard to its proportions."""
-    if path := getattr(picture, SOURCE, None):
+def note_seen(image: Any, size: Size) -> None:
+    """Note that a pipeline scaled an image of `read_image` to a size without regard to its proportions."""
+    if path := getattr(image, SOURCE, None):
         _seen[str(Path(path).resolve())] = size
 
 
-def noised_picture(path: str | Path, deviation: float, seed: int) -> Image:
-    """Return the picture of a file with Gaussian noise on its values from 0 to 1. Raises UserError if it is none."""
+def noised_image(path: str | Path, deviation: float, seed: int) -> Image:
+    """Return the image of a file with Gaussian noise on its values from 0 to 1. Raises UserError if it is none."""
     import numpy as np
     from PIL import Image
 
-    values = np.asarray(read_picture(path)) / 255
+    values = np.asarray(read_image(path)) / 255
     values = values + deviation * np.random.default_rng(seed).standard_normal(values.shape)
     return Image.fromarray((values.clip(0, 1) * 255).round().astype(np.uint8))
 
 
-def picture_size(path: str | Path) -> Size:
-    """Return (height, width) of a picture's file, upright, from its header. Raises UserError if it is no picture."""
+def image_size(path: str | Path) -> Size:
+    """Return (height, width) of an image's file, upright, from its header. Raises UserError if it is no image."""
     require_open()
-    with opened(path) as picture:
-        require_single(picture)
-        return picture.size if orientation(picture) >= SIDEWAYS else picture.size[::-1]
+    with opened(path) as image:
+        require_single(image)
+        return image.size if orientation(image) >= SIDEWAYS else image.size[::-1]
 
 
 @dataclass(frozen=True)
 class Clip:
     """Clip that is decoded when `frames` is read.
 
-    path: of a video, an animated WebP, GIF or PNG, a TIFF of several pages, or a folder of pictures in the order of
+    path: of a video, an animated WebP, GIF or PNG, a TIFF of several pages, or a folder of images in the order of
     their names, numbers in them by value. count: frames, from the first on. size: (height, width) that each frame is
     scaled to fill; None leaves them. modified: of the file, so that a changed one is another clip.
     Raises UserError in `frames` for a clip that is shorter, and for one that cannot be read.
@@ -103,7 +103,7 @@ class Clip:
 
     @property
     def frames(self) -> list[Image]:
-        """RGB pictures, `count` of them."""
+        """RGB images, `count` of them."""
         return list(_decoded(self))
 
 
@@ -128,8 +128,8 @@ def frame_count(path: str | Path) -> int:
     if path.is_dir():
         count = len(stills(path))
     elif _by_pillow(path):
-        with opened(path, FRAME, "a video") as picture:
-            count = len(pages(picture))
+        with opened(path, FRAME, "a video") as image:
+            count = len(pages(image))
     else:
         capture, cv2 = _opened(path)
         count = int(capture.get(cv2.CAP_PROP_FRAME_COUNT))
@@ -142,7 +142,7 @@ def frame_count(path: str | Path) -> int:
 
 
 def frames_of(path: Path) -> Iterator[Image]:
-    """Yield the frames of a clip as RGB pictures of one size. Raises UserError where it cannot be read."""
+    """Yield the frames of a clip as RGB images of one size. Raises UserError where it cannot be read."""
     size = None
     for number, frame in enumerate(_frames(path), 1):
         if frame.size != (size := size or frame.size):
@@ -155,13 +155,13 @@ def _frames(path: Path) -> Iterator[Image]:
     from PIL import Image
 
     if path.is_dir():
-        yield from map(read_picture, stills(path))
+        yield from map(read_image, stills(path))
         return
     if _by_pillow(path):
-        with opened(path, FRAME, "a video") as picture:
-            for page in pages(picture):
-                picture.seek(page)
-                yield rgb(picture)
+        with opened(path, FRAME, "a video") as image:
+            for page in pages(image):
+                image.seek(page)
+                yield rgb(image)
         return
     capture, cv2 = _opened(path)
     try:
@@ -174,7 +174,7 @@ def _frames(path: Path) -> Iterator[Image]:
 
 
 def _by_pillow(path: Path) -> bool:
-    """Return True for a clip in a format of pictures, by its first bytes and its name. UserError for an empty file."""
+    """Return True for a clip in a format of images, by its first bytes and its name. UserError for an empty file."""
     if why := unfit(path):
         raise UserError(f"{path} cannot be read as a video (it {why})")
     with path.open("rb") as file:
@@ -201,9 +201,9 @@ def _opened(path: Path) -> tuple[Any, Any]:
 
 
 def stills(folder: Path) -> list[Path]:
-    """Return the pictures of a folder in the order of their names, numbers in them by value: frame2, frame10.
+    """Return the images of a folder in the order of their names, numbers in them by value: frame2, frame10.
 
-    Raises UserError for pictures of a format that is not read, and for two of one name.
+    Raises UserError for images of a format that is not read, and for two of one name.
     """
     files = [file for file in folder.iterdir() if not file.name.startswith(".")]
     if other := sorted(file.name for file in files if file.suffix.lower() in UNREAD):
@@ -221,9 +221,9 @@ def _natural(file: Path) -> tuple[list[tuple[int, str]], str]:
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts if part], file.name
 
 
-def _fitted(picture: Image, size: Size | None) -> Image:
+def _fitted(image: Image, size: Size | None) -> Image:
     from PIL import Image, ImageOps
 
-    if size is None or picture.size == size[::-1]:
-        return picture
-    return ImageOps.fit(picture, size[::-1], Image.Resampling.LANCZOS)
+    if size is None or image.size == size[::-1]:
+        return image
+    return ImageOps.fit(image, size[::-1], Image.Resampling.LANCZOS)

@@ -1,4 +1,4 @@
-"""Picture files that others made: opened within limits, upright, as RGB of what their maker saw. A reward server opens
+"""Image files that others made: opened within limits, upright, as RGB of what their maker saw. A reward server opens
 no file that a client names.
 """
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")  # others start programs, such as EPS
-PIXELS = 2**26  # of a picture; RGB and its source take 448 MiB
+PIXELS = 2**26  # of an image; RGB and its source take 448 MiB
 FLOATS = 2**25  # pixels of what is read as floats, over all frames; 384 MiB
 ORIENTATION = 0x0112  # EXIF tag
 SIDEWAYS = 5  # first orientation that swaps height and width
@@ -36,12 +36,12 @@ _closed = 0
 
 
 class Unclear(ValueError):
-    """Picture whose values have no certain meaning; its message says why and how to convert it."""
+    """Image whose values have no certain meaning; its message says why and how to convert it."""
 
 
 @contextmanager
-def opened(path: str | Path, most: int = PIXELS, what: str = "a picture") -> Iterator[Image]:
-    """Open a picture's file. most: its pixels. what: expected content in an error, such as "a video".
+def opened(path: str | Path, most: int = PIXELS, what: str = "an image") -> Iterator[Image]:
+    """Open an image's file. most: its pixels. what: expected content in an error, such as "a video".
 
     Raises UserError for a file that is not regular, of another format than FORMATS, too large or damaged; also for an
     error of the body, since many files are decoded there.
@@ -53,11 +53,11 @@ def opened(path: str | Path, most: int = PIXELS, what: str = "a picture") -> Ite
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Pillow's, of sizes and of damaged metadata
-            with Image.open(path, formats=FORMATS) as picture:
-                if picture.width * picture.height > most:
-                    raise UserError(f"{path} has {picture.width} x {picture.height} pixels, expected {most:,} at most: "
+            with Image.open(path, formats=FORMATS) as image:
+                if image.width * image.height > most:
+                    raise UserError(f"{path} has {image.width} x {image.height} pixels, expected {most:,} at most: "
                                     "scale it down")
-                yield picture
+                yield image
     except UserError:
         raise
     except Unclear as error:
@@ -84,7 +84,7 @@ def _unidentified(path: Path) -> str:
             return f"its format is {name}, {read}"
     if _starts_as_tiff(path):
         return "a TIFF of a layout that Pillow does not read, such as RGB of floats: save it with 8 or 16 bits"
-    return "it is damaged, or no picture"
+    return "it is damaged, or no image"
 
 
 def _starts_as_tiff(path: str | Path) -> bool:
@@ -92,74 +92,74 @@ def _starts_as_tiff(path: str | Path) -> bool:
         return file.read(4) in (b"II*\0", b"MM\0*")
 
 
-def orientation(picture: Image) -> int:
-    """Return a picture's EXIF orientation, 1 to 8; 1 where there is none, where the EXIF is damaged, and for a TIFF,
+def orientation(image: Image) -> int:
+    """Return an image's EXIF orientation, 1 to 8; 1 where there is none, where the EXIF is damaged, and for a TIFF,
     which Pillow turns as it loads it."""
     try:
-        value = None if picture.format == "TIFF" else picture.getexif().get(ORIENTATION)
+        value = None if image.format == "TIFF" else image.getexif().get(ORIENTATION)
     except Exception:  # broken EXIF can raise anything
         return 1
     return value if isinstance(value, int) and 1 <= value <= 8 else 1
 
 
-def upright(picture: Image) -> Image:
-    """Return a picture turned and mirrored as its EXIF orientation says."""
+def upright(image: Image) -> Image:
+    """Return an image turned and mirrored as its EXIF orientation says."""
     from PIL.Image import Transpose
 
     turns = {2: Transpose.FLIP_LEFT_RIGHT, 3: Transpose.ROTATE_180, 4: Transpose.FLIP_TOP_BOTTOM,
              5: Transpose.TRANSPOSE, 6: Transpose.ROTATE_270, 7: Transpose.TRANSVERSE, 8: Transpose.ROTATE_90}
-    turn = turns.get(orientation(picture))
-    return picture if turn is None else picture.transpose(turn)
+    turn = turns.get(orientation(image))
+    return image if turn is None else image.transpose(turn)
 
 
-def pages(picture: Image) -> list[int]:
+def pages(image: Image) -> list[int]:
     """Return the numbers of a file's frames or pages, without the previews of a TIFF and the still image of an APNG."""
-    numbers = range(getattr(picture, "n_frames", 1))
-    if picture.format == "TIFF" and len(numbers) > 1:
-        kept = [page for page in numbers if not _of_page(picture, page, SUBFILE, 0) & 1] or [0]
-        picture.seek(0)
+    numbers = range(getattr(image, "n_frames", 1))
+    if image.format == "TIFF" and len(numbers) > 1:
+        kept = [page for page in numbers if not _of_page(image, page, SUBFILE, 0) & 1] or [0]
+        image.seek(0)
         return kept
-    return [*numbers][1 if picture.info.get("default_image") and len(numbers) > 1 else 0:]
+    return [*numbers][1 if image.info.get("default_image") and len(numbers) > 1 else 0:]
 
 
-def require_single(picture: Image) -> None:
-    """Raise Unclear for a file of several pictures, such as an animation; a phone's photo with previews is one."""
-    if picture.format != "MPO" and (count := len(pages(picture))) > 1:
-        raise Unclear(f"holds {count} pictures, expected one: save the one that is meant, or give the file as a "
+def require_single(image: Image) -> None:
+    """Raise Unclear for a file of several images, such as an animation; a phone's photo with previews is one."""
+    if image.format != "MPO" and (count := len(pages(image))) > 1:
+        raise Unclear(f"holds {count} images, expected one: save the one that is meant, or give the file as a "
                       "`video`")
 
 
-def _of_page(picture: Any, page: int, tag: int, default: int) -> int:
-    picture.seek(page)
-    value = picture.tag_v2.get(tag, default)
+def _of_page(image: Any, page: int, tag: int, default: int) -> int:
+    image.seek(page)
+    value = image.tag_v2.get(tag, default)
     return int(value[0] if isinstance(value, tuple) else value)
 
 
-def levels(picture: Image) -> np.ndarray | None:
-    """Return the samples [H, W] in [0, 1], float32, of a grey picture of more than 8 bits; None for other pictures.
+def levels(image: Image) -> np.ndarray | None:
+    """Return the samples [H, W] in [0, 1], float32, of a grey image of more than 8 bits; None for other images.
 
     Integers of 16 bits, and TIFFs of 12, have their full range. Values of 32 bits have none: floats from 0 to 1 are
     taken, and integers that end between 256 and 65,535, as 16 bits. Raises Unclear for others.
     """
     import numpy as np
 
-    tags: Any = getattr(picture, "tag_v2", {})
+    tags: Any = getattr(image, "tag_v2", {})
     bits, signed = (_first(tags.get(tag)) for tag in (BITS, SAMPLES))
-    if signed == SIGNED and (picture.mode == "L" or bits == 16):
+    if signed == SIGNED and (image.mode == "L" or bits == 16):
         raise Unclear("has signed integers, whose black and white are not known: save it with 8 or 16 unsigned bits")
-    if not picture.mode.startswith(("I", "F")):
+    if not image.mode.startswith(("I", "F")):
         return None
     inverted = _first(tags.get(WHITE_IS)) == 0
-    values = np.asarray(picture, dtype=np.float32 if picture.mode == "F" else np.int64)
+    values = np.asarray(image, dtype=np.float32 if image.mode == "F" else np.int64)
     low, high = (values.min(), values.max()) if np.isfinite(values).all() else (np.nan, np.nan)
-    if picture.mode == "F":
+    if image.mode == "F":
         if not (low >= 0 and high <= 1):
             raise Unclear(f"has float values from {low:g} to {high:g}, expected 0 to 1: scale them, or save it with 8 "
                           "or 16 bits")
         top = 1.0
     else:
         top = 4095.0 if bits == 12 else 65535.0
-        if picture.mode == "I" and picture.format != "PPM" and not (low >= 0 and 255 < high <= 65535):
+        if image.mode == "I" and image.format != "PPM" and not (low >= 0 and 255 < high <= 65535):
             raise Unclear(f"has 32-bit values from {low} to {high}, whose white is not known: save it with 8 or 16 "
                           "bits")
     scaled = values.astype(np.float32) / np.float32(top)
@@ -170,20 +170,20 @@ def _first(value: Any) -> Any:
     return value[0] if isinstance(value, tuple) else value
 
 
-def rgb(picture: Image, opaque: bool = False) -> Image:
-    """Return a picture as upright RGB in sRGB: profiles are applied, samples of more bits rounded to 8.
+def rgb(image: Image, opaque: bool = False) -> Image:
+    """Return an image as upright RGB in sRGB: profiles are applied, samples of more bits rounded to 8.
 
     Transparency is laid on white; opaque: refused. Raises Unclear for that, and for values of an unknown range.
     """
     import numpy as np
     from PIL import Image
 
-    picture = upright(picture)
-    picture.load()
-    info, wide, alpha = picture.info, levels(picture), _alpha(picture)
+    image = upright(image)
+    image.load()
+    info, wide, alpha = image.info, levels(image), _alpha(image)
     if wide is not None:
-        picture = Image.fromarray((wide * 255).round().astype(np.uint8))
-    coloured = _coloured(picture, info.get("icc_profile"))
+        image = Image.fromarray((wide * 255).round().astype(np.uint8))
+    coloured = _coloured(image, info.get("icc_profile"))
     gamma = info.get("gamma")
     if gamma and not {"icc_profile", "srgb"} & info.keys() and abs(gamma - SRGB_GAMMA) > 0.02:
         coloured = coloured.point([round(255 * (level / 255) ** (SRGB_GAMMA / gamma)) for level in range(256)] * 3)
@@ -196,38 +196,38 @@ def rgb(picture: Image, opaque: bool = False) -> Image:
     return white
 
 
-def _alpha(picture: Image) -> Image | None:
-    """Return the opacity of a picture as mode L; None for an opaque one."""
+def _alpha(image: Image) -> Image | None:
+    """Return the opacity of an image as mode L; None for an opaque one."""
     import numpy as np
     from PIL import Image
 
-    if not picture.has_transparency_data:
+    if not image.has_transparency_data:
         return None
-    if picture.mode.startswith("I"):
-        clear = np.asarray(picture) == picture.info["transparency"]
+    if image.mode.startswith("I"):
+        clear = np.asarray(image) == image.info["transparency"]
         return Image.fromarray(np.where(clear, 0, 255).astype(np.uint8))
-    return picture.convert("RGBA").getchannel("A")
+    return image.convert("RGBA").getchannel("A")
 
 
-def _coloured(picture: Image, profile: bytes | None) -> Image:
-    """Return a picture's colours as RGB in sRGB, whatever its transparency. profile: its ICC profile."""
+def _coloured(image: Image, profile: bytes | None) -> Image:
+    """Return an image's colours as RGB in sRGB, whatever its transparency. profile: its ICC profile."""
     import io
 
     from PIL import ImageCms
 
-    if picture.mode in ("La", "RGBa"):  # colours times opacity
-        picture = picture.convert(f"{picture.mode[:-1]}A")
+    if image.mode in ("La", "RGBa"):  # colours times opacity
+        image = image.convert(f"{image.mode[:-1]}A")
     if profile:
-        base = {"LA": "L", "1": "L"}.get(picture.mode, picture.mode)
+        base = {"LA": "L", "1": "L"}.get(image.mode, image.mode)
         with contextlib.suppress(ImageCms.PyCMSError, OSError):  # a damaged profile, or of another kind of colours
             own = ImageCms.ImageCmsProfile(io.BytesIO(profile))
             if not ImageCms.getProfileDescription(own).startswith("sRGB"):
-                shown = ImageCms.profileToProfile(picture.convert(base if base in ("L", "CMYK") else "RGB"), own,
+                shown = ImageCms.profileToProfile(image.convert(base if base in ("L", "CMYK") else "RGB"), own,
                                                   ImageCms.createProfile("sRGB"),
                                                   ImageCms.Intent.RELATIVE_COLORIMETRIC, "RGB")
                 assert shown is not None  # of a call that is not in place
                 return shown
-    return picture.convert("RGB")
+    return image.convert("RGB")
 
 
 @contextmanager
