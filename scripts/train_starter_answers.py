@@ -31,8 +31,7 @@ from train_starter_reward import GROUP, drawn, rendered
 from flowgrpo.contrib.learned_rewards.preference import FILE, Aspect, Description, save
 from flowgrpo.contrib.learned_rewards.preference_networks import Film
 from flowgrpo.contrib.learned_rewards.training import Settings, fit, share
-from flowgrpo.contrib.questions.learned_answers import ByFolder
-from flowgrpo.contrib.questions.question_answers import QuestionAnswers
+from flowgrpo.contrib.questions.question_answers import ByFolder, QuestionAnswers
 from flowgrpo.contrib.questions.questions import Question, of_claims
 from flowgrpo.contrib.questions.scene_answers import CHOICES, KINDS, Thing, asked, read_question, things
 from flowgrpo.evaluation.statistics import BOOTSTRAP, interval

@@ -50,7 +50,7 @@ HEIGHT = {room: height for height, rooms in enumerate(LAYERS) for room in rooms}
 TEXT = {"check": "check", "credit": "advantages", "critic": "training", "evaluation": "evaluation",
         "generation": "methods", "losses": "objectives", "memory": "check",
         "policies": "policies", "presets": "methods", "rewards": "rewards", "rollouts": "rollouts",
-        "samplers": "samplers", "targets": "methods", "teacher_answers": "curriculum"}
+        "samplers": "samplers", "targets": "methods"}
 # What stands above the core: the core imports none of it, and names it in tables alone.
 ABOVE = {"contrib", "bench", "dry_run", "serving", "vote", "__init__", "cli", "__main__"}
 

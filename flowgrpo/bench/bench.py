@@ -22,7 +22,7 @@ from flowgrpo.bench.plan import FACTORS, SWEEP, Plan, Request, Run, begin
 from flowgrpo.config.schema import Config
 from flowgrpo.errors import UserError
 from flowgrpo.nouns import counted
-from flowgrpo.storage import atomic, lock
+from flowgrpo.storage import atomic, places
 from flowgrpo.storage.json_files import read_lines
 
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
@@ -236,7 +236,7 @@ def run(request: Request, jobs: int | None = None) -> None:
     Raises UserError before anything is written for a request that cannot be run, and at the end if runs failed.
     """
     plan, jobs = Plan(request), jobs or max(cores() // 2, 1)
-    with lock.held(request.output):
+    with places.held(request.output):
         begin(request)
         with Workers(jobs, request.output) as workers:
             bench = Bench(plan, workers)

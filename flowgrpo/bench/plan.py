@@ -30,7 +30,7 @@ from flowgrpo.samplers.reward_gradient import Unroll
 from flowgrpo.samplers.rollout import RolloutSpec
 from flowgrpo.storage import atomic, paths
 from flowgrpo.storage.json_files import read_object
-from flowgrpo.storage.lock import LOCK
+from flowgrpo.storage.places import LOCK
 from flowgrpo.version import __version__
 
 BENCH, RESULT = "bench.json", "result.json"  # in the folder of a bench, and of a finished run

@@ -98,10 +98,10 @@ def _run(task: Task) -> dict[str, Any]:
     from flowgrpo.bench import probe
     from flowgrpo.config import parse
     from flowgrpo.run import run
-    from flowgrpo.storage import checkpoint, lock
+    from flowgrpo.storage import checkpoint, places
 
     config, begun = parse.load(task["config"]), time.monotonic()
-    while lock.is_held(config.folder) and time.monotonic() - begun < PATIENCE:
+    while places.is_held(config.folder) and time.monotonic() - begun < PATIENCE:
         time.sleep(0.2)  # a worker of a killed bench saves this run
     if not (config.folder / "summary.json").is_file():
         run(config, resume=checkpoint.latest(config.folder / "checkpoints") is not None)

@@ -161,7 +161,7 @@ def train_text_reward(
     seed: Annotated[int, typer.Option(min=0, help="Seed of the held-out share, and of --degrade.")] = 0,
 ) -> None:
     """Train a reward of completions from labels or pairs: a linear head per aspect and category."""
-    from flowgrpo.contrib.learned_rewards.labelled_texts import load_labelled
+    from flowgrpo.contrib.learned_rewards.text_training import load_labelled
 
     labelled = load_labelled(texts)
     from flowgrpo.contrib.learned_rewards import text_training as training

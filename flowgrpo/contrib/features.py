@@ -48,7 +48,7 @@ class EngineKeys(Section):
 
 
 engine = Feature(name="engine", wanted=lambda config, method: config.rollout.engine, keys={"rollout": EngineKeys},
-                 extension="flowgrpo.contrib.engine.extension:EngineRollouts", page="docs/rollouts.md")
+                 extension="flowgrpo.contrib.engine.sampler:EngineRollouts", page="docs/rollouts.md")
 
 
 class CacheKeys(Section):

@@ -29,6 +29,8 @@ from flowgrpo.evaluation.statistics import (
     CONFIDENCE,
     WILSON,
     Interval,
+    Scores,
+    cell,
     change,
     decimals,
     drift,
@@ -36,8 +38,7 @@ from flowgrpo.evaluation.statistics import (
     mean_of,
     win_rate,
 )
-from flowgrpo.evaluation.table import Scores, cell
-from flowgrpo.evaluation.table import show as print_table
+from flowgrpo.evaluation.statistics import show as print_table
 from flowgrpo.log import plain_console
 from flowgrpo.nouns import counted
 from flowgrpo.rewards.reward import about

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 
 from flowgrpo import rewards
@@ -29,8 +31,7 @@ from flowgrpo.evaluation.pages.before_after import arrays, draw_pairs, means_of,
 from flowgrpo.evaluation.pages.clips import save_clip, tall, untall
 from flowgrpo.evaluation.pages.grid import draw_grid
 from flowgrpo.evaluation.report import report, snapshots
-from flowgrpo.evaluation.statistics import ALL, blind
-from flowgrpo.evaluation.table import cells, compared, show
+from flowgrpo.evaluation.statistics import ALL, Rows, Scores, blind, cells, show
 from flowgrpo.evaluation.trainer import Trainer
 from flowgrpo.log import plain_console
 from flowgrpo.nouns import SAMPLE, counted, named
@@ -199,6 +200,23 @@ def finish(trainer: Trainer, functions: dict[str, Any], folder: Path, base: Meas
         report.write(folder)
         print_report(summary, said, folder, [each["text"] for each in report.data(folder)["sentences"]])
     return summary
+
+
+def compared(base: Measured, after: Measured, samples: int) -> dict[str, Rows]:
+    """Return for each reward a row per `task` of the prompts' metadata, and one of all prompts, the last.
+
+    samples: per prompt. A row has the intervals `before`, `after` and `change` as dictionaries.
+    """
+    tasks = defaultdict(list)
+    for number, prompt in enumerate(base.prompts[::samples]):
+        if "task" in prompt.metadata:
+            tasks[str(prompt.metadata["task"])].append(number)
+    scores = Scores({arm: {name: np.array(values).reshape(-1, samples) for name, values in measured.scores.items()}
+                     for arm, measured in (("before", base), ("after", after))},
+                    {**tasks, ALL: list(range(len(base.prompts) // samples))})
+    means, changes = scores.means(), scores.pairs()
+    return {name: {category: {arm: of_arm[name][category] for arm, of_arm in means.items()} | {"change": moved}
+                   for category, moved in of_reward.items()} for name, of_reward in changes.items()}
 
 
 def _draw_after(folder: Path, base: Measured, after: Measured, config: Config) -> None:

@@ -11,8 +11,7 @@ from typing import Any
 from flowgrpo.config.parse import read_yaml
 from flowgrpo.errors import UserError
 from flowgrpo.storage.json_files import read_lines, read_object
-from flowgrpo.storage.lock import is_held
-from flowgrpo.storage.places import CONFIG, CRASH
+from flowgrpo.storage.places import CONFIG, CRASH, is_held
 
 MEND = "restore it, or remove it"
 HELD_OUT = "held_out/"  # before the names of rewards in metrics.jsonl

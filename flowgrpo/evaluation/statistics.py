@@ -1,17 +1,22 @@
-"""Confidence intervals of means, changes and win rates, signs of drift, and numbers as text: one number of decimals for
-all values of a reward.
+"""Statistics of scores: intervals of means, changes and win rates, signs of drift, numbers as text with one number of
+decimals for all values of a reward, and the table of scores by arm, reward, prompt and sample.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from flowgrpo.escaped import plain
 from flowgrpo.nouns import counted
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 MOST = 6  # decimals
 CONFIDENCE = 0.95
@@ -256,3 +261,69 @@ def blind(scores: Mapping[str, Sequence[float | None]], shuffled: Mapping[str, S
                                  f"({fixed(other.mean(), digits)} against {fixed(own.mean(), digits)} on {count} "
                                  "images): it cannot tell whether an image fits its prompt"))
     return said
+
+
+Entry = dict[str, Any]  # an interval in its JSON form
+Rows = dict[str, dict[str, Entry]]  # by category: the intervals of all arms, and `change`
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Scores of an evaluation.
+
+    arms: by arm and reward, [N, S] of N prompts with S samples each, NaN where the reward does not apply.
+    categories: rows of each category, and of `ALL`.
+    """
+
+    arms: dict[str, dict[str, np.ndarray]]
+    categories: dict[str, list[int]]
+
+    @cached_property
+    def methods(self) -> dict[str, str]:
+        """Return the method of a reward's intervals, by reward."""
+        rewards = next(iter(self.arms.values()))
+        return {name: method_of(*(of_arm[name] for of_arm in self.arms.values())) for name in rewards}
+
+    def means(self) -> dict[str, dict[str, dict[str, Entry]]]:
+        """Return means with intervals, by arm, reward and category."""
+        return {arm: {name: {category: interval(values[rows], self.methods[name]).as_json()
+                             for category, rows in self.categories.items()} for name, values in of_arm.items()}
+                for arm, of_arm in self.arms.items()}
+
+    def pairs(self, of: Callable[..., Interval] = change) -> dict[str, dict[str, Entry]]:
+        """Return a statistic of the first arm and the second on the same prompts and seeds, by reward and category."""
+        first, second = self.arms.values()
+        return {name: {category: of(first[name][rows], second[name][rows], self.methods[name]).as_json()
+                       for category, rows in self.categories.items()} for name in first}
+
+
+def cells(rows: Rows) -> list[list[str]]:
+    """Return a line of text per row: task, before, after and change, with one number of decimals."""
+    digits = digits_of(rows)
+    return [[task, *(cell(entry, digits, "+" * (key == "change")) for key, entry in row.items())]
+            for task, row in rows.items()]
+
+
+def digits_of(rows: Rows) -> int:
+    """Return the decimals of a table."""
+    return decimals((row[key]["mean"] for row in rows.values() for key in ("before", "after")),
+                    [rows[ALL]["change"]["mean"]])
+
+
+def cell(entry: Entry, digits: int = 3, sign: str = "") -> str:
+    """Return a mean with its interval as text. sign: "+" for changes."""
+    return ranged(entry["mean"], entry["low"], entry["high"], digits, sign)
+
+
+def show(console: Console, title: str, caption: str, headings: Sequence[str], lines: Sequence[Sequence[str]],
+         rule: bool = False) -> None:
+    """Print a table whose last line is of all prompts. rule: draw one above that line."""
+    from rich.table import Table
+
+    table = Table(title=plain(title), caption=caption)
+    for number, heading in enumerate(headings):
+        table.add_column(plain(heading), justify="right" if number else "left")
+    for number, line in enumerate(lines, 1):
+        last = number == len(lines)
+        table.add_row(*map(plain, line), end_section=rule and number == len(lines) - 1, style="bold" if last else "")
+    console.print(table)

@@ -24,8 +24,7 @@ from flowgrpo.evaluation.pages import figures
 from flowgrpo.evaluation.pages.sources import FOLDER as SOURCES
 from flowgrpo.evaluation.report import snapshots
 from flowgrpo.evaluation.report.verdict import untrained
-from flowgrpo.evaluation.statistics import ALL, decimals, fixed, ranged
-from flowgrpo.evaluation.table import Rows, digits_of
+from flowgrpo.evaluation.statistics import ALL, Rows, decimals, digits_of, fixed, ranged
 from flowgrpo.export import run_lora
 from flowgrpo.export.usage import snippet, task
 from flowgrpo.nouns import SAMPLE, counted

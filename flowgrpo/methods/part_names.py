@@ -103,7 +103,7 @@ MODULES: dict[str, dict[str, str]] = {
         "curriculum.resampling": "Expansion"},
     "redraw": {
         "curriculum.resampling": "DynamicSampling AdditionalGroups Hints ExtraRollouts",
-        "text.teacher_answers": "TeacherAnswers",
+        "text.rollouts.completions": "TeacherAnswers",
         "contrib.hint_length": "HintLength"},
     "replay": {
         "contrib.group_replay": "GroupReplay"},

@@ -20,9 +20,9 @@ def make_rollouts(config: Config, policy: Policy, method: Method, geometry: Batc
     """Make what samples and replays a policy. first: a prompt, with which a pipeline's own grid is read."""
     given: tuple[Any, ...] = config, policy, method, geometry, processes, clock
     if method.for_tokens:
-        from flowgrpo.text.rollouts import build
+        from flowgrpo.text.rollouts import recorded
 
-        return build.make_rollouts(*given)
+        return recorded.make_rollouts(*given)
     given = (*given, first)
     if isinstance(method.target, RecordedPairs):
         from flowgrpo.rollouts.recorded import RecordedRollouts

@@ -1,11 +1,14 @@
 """Rollouts of a pipeline: sample an epoch's groups, and replay them.
 
 Grids, noise and images are known here alone; the training loop knows of none of them.
+Each group has a size, so that a run trains several resolutions and aspect ratios.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import hashlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -22,7 +25,8 @@ from flowgrpo.methods.method import Method
 from flowgrpo.policies.pipelines import encoded_prompts, probes
 from flowgrpo.policies.pipelines.conditioning import Conditioning, Size
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
-from flowgrpo.rollouts import measured, sizes
+from flowgrpo.policies.pipelines.probes import few_steps
+from flowgrpo.rollouts import measured
 from flowgrpo.rollouts.base import GroupSampler, TotalReward
 from flowgrpo.rollouts.loss_inputs import LossInputs
 from flowgrpo.rollouts.targets import Drawer, Replayed, target
@@ -31,7 +35,80 @@ from flowgrpo.samplers.base_samples import BaseImages
 from flowgrpo.samplers.grids import make_grid
 from flowgrpo.samplers.noise import LEAST, deviation, message, quiet
 from flowgrpo.samplers.rollout import Part, RolloutSpec, Seed
+from flowgrpo.samplers.scheduler import Segment
 from flowgrpo.types import Gaussian, Scored, required
+
+
+def draw_sizes(sizes: Sequence[Size], keys: Sequence[str], epoch: int, seed: int) -> list[Size]:
+    """Return the (height, width) of each prompt's group in an epoch: all sizes are as likely.
+
+    A pure function of its arguments: the same on every process, and after a resume.
+    keys: of the prompts (`Prompt.key`). Groups of one prompt in an epoch have one size.
+    """
+    return [sizes[int.from_bytes(hashlib.sha256(f"{seed} {epoch} {key}".encode()).digest()[:8], "big") % len(sizes)]
+            for key in keys]
+
+
+def runs(sizes: Sequence[Size]) -> Iterator[tuple[range, Size]]:
+    """Yield consecutive prompts of one size, and that size. sizes: of the prompts."""
+    start = 0
+    for size, same in itertools.groupby(sizes):
+        stop = start + len(list(same))
+        yield range(start, stop), size
+        start = stop
+
+
+def behind(seed: Seed, first: int) -> Seed:
+    """Return the seeds of prompts whose first is the one at place `first`."""
+    return seed if not first else lambda prompt, sample: seed(first + prompt, sample)
+
+
+def shifted(part: Part, prompts: int, groups: int) -> Part:
+    """Return the part of later prompts: its prompts and groups are counted from these."""
+    if not prompts:
+        return part
+    taken = tuple(replace(one, prompts=one.prompts + prompts) for one in part.transitions)
+    return replace(part, groups=range(part.groups.start + groups, part.groups.stop + groups),
+                   prompts=part.prompts + prompts, transitions=taken)
+
+
+def require_sizes(policy: PipelinePolicy, encode: Callable[[], Conditioning], sizes: Sequence[Size],
+                  slices: int) -> None:
+    """Raise UserError if the pipeline does not make images of these sizes: a step and an image of each are tried.
+
+    encode: gives the conditioning of one prompt. slices: of every group over processes.
+    """
+    if not sizes:
+        return
+    name = type(policy.pipe).__name__
+    if missing := {"height", "width"} - set(policy.accepts):
+        raise UserError(f"image.sizes is set, but {name} takes no {min(missing)}: leave it out")
+    if slices > 1:
+        raise UserError("image.sizes is set, but groups are split over processes: use train.prompts that the "
+                        "processes divide")
+    conditioning, before = encode(), policy.evaluations
+    if conditioning.inputs:
+        raise UserError("image.sizes is set, but prompts bring images, whose size is theirs: leave it out")
+    for size in sizes:
+        if (made := _made(policy, replace(conditioning, sizes=[size]), name)) != size:
+            raise UserError(f"image.sizes: {name} makes images of {made[0]} x {made[1]} where {size[0]} x {size[1]}"
+                            " are asked for: use sizes that it makes, such as multiples of 16")
+    policy.evaluations = before
+
+
+def _made(policy: PipelinePolicy, conditioning: Conditioning, name: str) -> Size:
+    """Return the height and width of an image after one step."""
+    grid, timesteps = few_steps(policy, 2)
+    try:
+        x, _ = policy.run(Segment(grid, range(1), timesteps=timesteps), conditioning, None, policy.generators([0]))
+        height, width = policy.decode(x, conditioning).shape[-2:]
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, TypeError, ValueError) as error:
+        [(height, width)] = conditioning.sizes
+        raise UserError(f"image.sizes: {name} refuses {height} x {width} ({str(error).splitlines()[0][:200]}): use "
+                        "sizes that it takes, or leave image.sizes out") from error
+    return height, width
 
 
 class DenoisingRollouts(GroupSampler[Conditioning]):
@@ -60,7 +137,7 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
         self.target, self.planned = target(self), dict[tuple[int, Size | None], list[RolloutSpec]]()
         self._grids: dict[Size | None, tuple[torch.Tensor, torch.Tensor | None]] = {None: (self.grid, self.timesteps)}
         self._require_noise()
-        sizes.require(policy, lambda: self.conditioning([first]), config.image.sizes, geometry.slices)
+        require_sizes(policy, lambda: self.conditioning([first]), config.image.sizes, geometry.slices)
         # Only what is given images can put them back in; edits replay nothing of the pipeline.
         if not isinstance(method.target, targets.LatentEdits) and (policy.given or first.brings is not None):
             probes.require_middle(policy, DenoisingRollouts.conditioning(self, [first]),
@@ -116,7 +193,7 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
             encoded = self._guided(encoded, batch, epoch)
         if epoch is None or not self.config.image.sizes:
             return encoded
-        return replace(encoded, sizes=sizes.drawn(self.config.image.sizes, [p.unguided.key for p in batch], epoch,
+        return replace(encoded, sizes=draw_sizes(self.config.image.sizes, [p.unguided.key for p in batch], epoch,
                                                   self.config.seed))
 
     def _guided(self, encoded: Conditioning, batch: list[Prompt], epoch: int | None) -> Conditioning:
@@ -223,11 +300,11 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
         if not conditioning.sizes:
             yield from drawer.sample(conditioning, self.explorations(epoch), seed, of_states)
             return
-        for prompts, size in sizes.runs(conditioning.sizes):
+        for prompts, size in runs(conditioning.sizes):
             of = conditioning.rows(torch.tensor([*prompts]))
             specs, first = self.explorations(epoch, size), prompts.start
-            for part in drawer.sample(of, specs, sizes.behind(seed, prompts.start), of_states):
-                yield sizes.shifted(part, prompts.start, prompts.start * len(specs))
+            for part in drawer.sample(of, specs, behind(seed, prompts.start), of_states):
+                yield shifted(part, prompts.start, prompts.start * len(specs))
 
     def base(self, part: Part, conditioning: Conditioning) -> torch.Tensor | None:
         """Return the base model's images [b,...] beside a part's, from the same initial noises, on the CPU.

@@ -1,17 +1,88 @@
-"""Admission of requests to a reward server: bodies arrive in a bounded time, and one batch is scored at a time."""
+"""Admission of requests to a reward server: bodies arrive in a bounded time, and one batch is scored at a time.
+
+A server answers under its own host names alone: a page of another site can make its name resolve to this machine (DNS
+rebinding), and its requests then bear that name. Metrics are in Prometheus' text form.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
+import socket
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from flowgrpo.escaped import one_line
-from flowgrpo.serving.metrics import Metrics
+from flowgrpo.loopback import NAMES, host_name
+
+KIND = "text/plain; version=0.0.4; charset=utf-8"
+BOUNDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)  # seconds
+
+
+class Metrics:
+    """Counts of scoring requests.
+
+    in_flight: begun and not answered yet. queue: complete ones that wait for their turn.
+    """
+
+    def __init__(self) -> None:
+        self.in_flight = self.queue = 0
+        self._statuses: Counter[int] = Counter()
+        self._within = [0] * len(BOUNDS)
+        self._seconds = 0.0
+
+    def add(self, status: int, seconds: float) -> None:
+        """Count an answered request. seconds: from its headers to its answer."""
+        self._statuses[status] += 1
+        self._seconds += seconds
+        for place, bound in enumerate(BOUNDS):
+            self._within[place] += seconds <= bound
+
+    def text(self) -> str:
+        """Return all metrics."""
+        count = sum(self._statuses.values())
+        lines = ["# TYPE flowgrpo_reward_requests_total counter",
+                 *(f'flowgrpo_reward_requests_total{{status="{status}"}} {number}'
+                   for status, number in sorted(self._statuses.items())),
+                 "# TYPE flowgrpo_reward_in_flight gauge", f"flowgrpo_reward_in_flight {self.in_flight}",
+                 "# TYPE flowgrpo_reward_queue_length gauge", f"flowgrpo_reward_queue_length {self.queue}",
+                 "# TYPE flowgrpo_reward_seconds histogram",
+                 *(f'flowgrpo_reward_seconds_bucket{{le="{bound:g}"}} {number}'
+                   for bound, number in zip(BOUNDS, self._within)),
+                 f'flowgrpo_reward_seconds_bucket{{le="+Inf"}} {count}',
+                 f"flowgrpo_reward_seconds_sum {self._seconds:.6f}", f"flowgrpo_reward_seconds_count {count}"]
+        return "\n".join(lines) + "\n"
+
+
+def names(host: str) -> frozenset[str]:
+    """Return the names of a server that listens on `host`: that one, this machine's, and the loopback's."""
+    return frozenset(name.lower() for name in (*NAMES, host, socket.gethostname()))
+
+
+def is_address(name: str) -> bool:
+    """True for an IP address, which no name server can make another's."""
+    try:
+        ipaddress.ip_address(name.partition("%")[0])
+    except ValueError:
+        return False
+    return True
+
+
+def is_loopback(address: str) -> bool:
+    """True for an IP address that other machines do not reach."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def known(header: str, accepted: frozenset[str]) -> bool:
+    """True if a Host header has one of the names, or an IP address."""
+    name = host_name(header)
+    return name in accepted or is_address(name)
+
 
 T = TypeVar("T")
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]

@@ -1,12 +1,20 @@
-"""Places of a run by path: its folder, its checkpoints, its LoRA file. Loads no torch."""
+"""Places of a run by path: its folder, its checkpoints, its LoRA file; and its lock, held by the run that writes to it.
+
+Loads no torch.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from flowgrpo.errors import UserError
+from flowgrpo.storage import atomic
 
 STATE = "state.safetensors"  # the file that makes a folder a checkpoint
 CONFIG = "config.yaml"  # the file that makes a folder a run
@@ -93,3 +101,38 @@ def beside(path: Path, name: str) -> Path:
     if not is_checkpoint(path):
         return path / name
     return run_of(path) / Path(name).with_stem(f"{Path(name).stem}-{path.name}")
+
+
+LOCK = ".lock"  # in the folder of an active run
+
+
+@contextlib.contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Context manager: lock the folder against other runs; without effect on a file system without locks.
+
+    Raises UserError if another run has it.
+    """
+    atomic.make_folder(folder)
+    lock = FileLock(folder / LOCK)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        raise UserError(f"another run is writing to {folder}: give this one another name (--name), or wait for that "
+                        "one") from None
+    except (NotImplementedError, OSError):
+        pass
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def is_held(folder: Path) -> bool:
+    """Return True if a run is writing to the folder."""
+    if not (folder / LOCK).is_file():
+        return False
+    try:
+        with held(folder):
+            return False
+    except UserError:
+        return True

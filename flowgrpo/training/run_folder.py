@@ -28,11 +28,10 @@ from flowgrpo.packages import version
 from flowgrpo.policies.policy import Policy
 from flowgrpo.rewards.find import GROUP
 from flowgrpo.starter import FOLDERS
-from flowgrpo.storage import atomic, checkpoint, lock
+from flowgrpo.storage import atomic, checkpoint, places
 from flowgrpo.storage.json_files import decoded, read_lines, read_object
-from flowgrpo.storage.lock import held
 from flowgrpo.storage.manifest import sha256
-from flowgrpo.storage.places import CRASH, checkpoints, epoch_of
+from flowgrpo.storage.places import CRASH, checkpoints, epoch_of, held
 from flowgrpo.training import state
 from flowgrpo.user_code import packaged
 
@@ -330,7 +329,7 @@ def held_folder(config: Config, epoch: int, resumed: bool, changes: list[str]) -
         print(f"{folder} held an earlier run, which is now {moved}")
     for change in changes:
         print(f"resumed with {change}")
-    with lock.held(folder):
+    with places.held(folder):
         (folder / CRASH).unlink(missing_ok=True)
         with crash_kept(folder):
             atomic.write_text(folder / "config.yaml", config.yaml())

@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from flowgrpo.device import to_device
-from flowgrpo.dry_run.allocator import Allocator
-from flowgrpo.dry_run.meta_gpu import META, MetaGPU
+from flowgrpo.dry_run.meta_gpu import META, Allocator, MetaGPU
 from flowgrpo.errors import UserError
 from flowgrpo.gpus import CONTEXT, GIB, GPU, GPUS, gpu_named
 

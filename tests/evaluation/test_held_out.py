@@ -12,9 +12,9 @@ import torch
 from flowgrpo.cli.root import print_table
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.evaluation import findings, held_out
+from flowgrpo.evaluation.held_out import compared
 from flowgrpo.evaluation.measured import Measured
-from flowgrpo.evaluation.statistics import decimals
-from flowgrpo.evaluation.table import cells, compared
+from flowgrpo.evaluation.statistics import cells, decimals
 
 TASKS = [1, ["a", "b"], "[/red]x", "[red]y", ":cat:", {"of": 2}]
 

@@ -14,7 +14,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.evaluation.report import comparison
 from flowgrpo.evaluation.runs import Run, listed
 from flowgrpo.run import run
-from flowgrpo.storage.lock import held
+from flowgrpo.storage.places import held
 from tests.cli.test_cli import told
 from tests.helpers import tiny
 

@@ -19,12 +19,12 @@ from flowgrpo.data import sets
 from flowgrpo.data.inputs import Inputs
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.escaped import plain
+from flowgrpo.evaluation.held_out import compared
 from flowgrpo.evaluation.measured import Measured
 from flowgrpo.evaluation.pages import sources
 from flowgrpo.evaluation.report import snapshots
 from flowgrpo.evaluation.report.snapshots import commit, data_url, write
 from flowgrpo.evaluation.samplers import call_arguments, draw_one
-from flowgrpo.evaluation.table import compared
 from flowgrpo.export import export, model_card, usage
 from flowgrpo.policies.pipelines.frames import is_video
 from flowgrpo.policies.pipelines.prompt_inputs import IMAGES

@@ -286,12 +286,12 @@ def request(content: bytes, folder: Path) -> None:
 
 
 def answer(content: bytes, folder: Path) -> None:
-    from flowgrpo.contrib.engine import msgpack
+    from flowgrpo.contrib.engine.client import unpacked
     from flowgrpo.rewards.vlm_judge import client
 
     _ = client._error(content)
     errors = []
-    for read in (lambda: client.answer(content), lambda: client._models(content), lambda: msgpack.unpacked(content)):
+    for read in (lambda: client.answer(content), lambda: client._models(content), lambda: unpacked(content)):
         try:
             read()
         except ValueError as error:

@@ -11,10 +11,8 @@ from contextlib import contextmanager
 import uvicorn
 
 from flowgrpo.serving import wire
-from flowgrpo.serving.answers import Application
-from flowgrpo.serving.gate import Bounds
-from flowgrpo.serving.hosts import names
-from flowgrpo.serving.server import Server
+from flowgrpo.serving.gate import Bounds, names
+from flowgrpo.serving.server import Application, Server
 
 JSON = {"Content-Type": "application/json"}
 

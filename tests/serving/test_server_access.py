@@ -20,8 +20,8 @@ from flowgrpo.rewards.guards import BaseSimilarity
 from flowgrpo.rewards.reward import privileged
 from flowgrpo.rewards.vlm_judge.judge import Judge
 from flowgrpo.serving import wire
-from flowgrpo.serving.answers import scored
 from flowgrpo.serving.gate import Refused
+from flowgrpo.serving.server import scored
 from tests.helpers.reward_server import lengths, raw, request, running, status_of
 
 # --- who may ask -----------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from flowgrpo.contrib.engine import msgpack
+from flowgrpo.contrib.engine import client
 from flowgrpo.contrib.engine.client import Engine, Request
 from tests.contrib.engine.server import FIELDS, TinyEngine, packed, serving
 from tests.helpers import tiny
@@ -99,7 +99,7 @@ class Release(TinyEngine):
                                                    if key in FIELDS})
         if status != 200:
             return status, answer
-        samples = [classes.RolloutResponse(**self._written(sample)) for sample in msgpack.unpacked(answer)]
+        samples = [classes.RolloutResponse(**self._written(sample)) for sample in client.unpacked(answer)]
         return 200, packed([sample.model_dump() for sample in samples])
 
     def _written(self, value: Any) -> Any:

@@ -16,7 +16,7 @@ from flowgrpo.objectives.surrogates import ActorCritic
 from flowgrpo.policies.pipelines.edits import Editor
 from flowgrpo.samplers.latent_edits import Edit
 from flowgrpo.training.credit import credit
-from flowgrpo.training.replay_buffer import Recalling
+from flowgrpo.training.extensions.credit import Recalling
 from flowgrpo.types import Context, PromptGroups
 from tests.helpers import tiny
 from tests.samplers.test_latent_edits import asked, reward, sampled, stirred

@@ -21,7 +21,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.run import align
 from flowgrpo.storage import checkpoint
-from flowgrpo.storage.lock import held
+from flowgrpo.storage.places import held
 from flowgrpo.training import run_folder
 from flowgrpo.training.run_folder import keep_lines
 from tests.helpers import tiny

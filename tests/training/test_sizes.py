@@ -13,7 +13,7 @@ from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.policies import build
 from flowgrpo.policies.options import require_sizes
-from flowgrpo.rollouts.sizes import drawn
+from flowgrpo.rollouts.denoising import draw_sizes
 from flowgrpo.run import run
 from tests.helpers import loop, tiny
 
@@ -37,9 +37,9 @@ def config(folder="nowhere", **options):
 
 def test_sizes_are_drawn_by_seed_epoch_and_prompt():
     sizes, keys = [(8, 8), (8, 16), (16, 8)], [f"prompt {i}" for i in range(600)]
-    first = drawn(sizes, keys, 3, 5)
-    assert first == drawn(sizes, keys, 3, 5) and first[10:] == drawn(sizes, keys[10:], 3, 5)
-    assert first != drawn(sizes, keys, 4, 5) and first != drawn(sizes, keys, 3, 6)
+    first = draw_sizes(sizes, keys, 3, 5)
+    assert first == draw_sizes(sizes, keys, 3, 5) and first[10:] == draw_sizes(sizes, keys[10:], 3, 5)
+    assert first != draw_sizes(sizes, keys, 4, 5) and first != draw_sizes(sizes, keys, 3, 6)
     counts = collections.Counter(first)
     assert len(counts) == 3 and min(counts.values()) > 150
 
@@ -61,7 +61,7 @@ def test_every_group_is_sampled_scored_and_learned_in_its_size(method, micro_bat
     before = made.policy.weights.snapshot()
     epoch = loop.draw(made)
     parts, conditioning, keys = epoch.parts, epoch.conditioning, [prompt.key for prompt in epoch.groups.prompts]
-    wanted = drawn([tuple(size) for size in SIZES], keys, 0, made.config.seed)
+    wanted = draw_sizes([tuple(size) for size in SIZES], keys, 0, made.config.seed)
     assert conditioning.sizes == wanted and len(set(wanted)) > 1
     sizes = [{wanted[int(place)] for place in part.prompts} for part in parts]
     assert all(len(of) == 1 for of in sizes) and [of.pop() for of in sizes] == seen.sizes

@@ -1,9 +1,9 @@
-"""Rollouts by an engine: requests of whole groups, the parts that their answers become, and what a stock engine cannot
-do.
-"""
+"""Rollouts by an engine (`rollout.engine`): requests of whole groups, the parts that their answers become, and what a
+stock engine cannot do."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
@@ -24,6 +24,7 @@ from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.rewards.reward import sees_base
 from flowgrpo.samplers.kernels import CPS, Euler, FlowSDE
 from flowgrpo.samplers.rollout import Part, RolloutSpec, Seed
+from flowgrpo.training.extension import Extension
 from flowgrpo.types import Scored, Transitions, required
 
 SDE: dict[type, str] = {FlowSDE: "sde", CPS: "cps"}  # kernels of SGLang-Diffusion by ours
@@ -224,3 +225,40 @@ def require_shape(policy: PipelinePolicy, conditioning: Conditioning, states: Te
         raise EngineError("answer", f"the engine's states have the shape {list(states.shape[1:])}, the pipeline's "
                           f"{list(own.shape[1:])}: give both one size (image.height, image.width), and the engine "
                           "no other layout of latents")
+
+
+class EngineRollouts(Extension):
+    """Rollouts whose samples an engine draws. Replays stay the trainer's, so that the first-ratio check of every run
+    compares the engine's log-probabilities with theirs."""
+
+    def __init__(self, trainer: Any):
+        super().__init__(trainer)
+        own = trainer.config.rollout
+        self.engine = Engine(own.engine, own.timeout, own.retries)
+        self.lora = LoraSender(self.engine, own.folder)
+        rollouts = trainer.rollouts
+        for spec in rollouts.explorations(0):
+            require(of_rollout(spec, rollouts.grid))
+        served = self.engine.info()
+        trainer.log(f"rollouts by {self.engine.url}: {served.get('model_path', 'an unnamed model')}, version "
+                    f"{served.get('version', 'unknown')}")
+        self._placed()
+
+    @classmethod
+    def require(cls, setup: Setup) -> None:
+        check(setup)
+
+    def _placed(self) -> None:
+        """Have the present rollouts draw by the engine."""
+        rollouts: Any = self.trainer.rollouts  # those of a denoiser, as the check of the run says
+        if rollouts.drawer is None:
+            rollouts.drawer = EngineSampler(self.engine, self.lora, rollouts, self.trainer.config.rollout.release)
+
+    @contextlib.contextmanager
+    def around_epoch(self) -> Iterator[None]:
+        """Context manager: rollouts that a phase made anew draw by the engine too."""
+        self._placed()
+        yield
+
+    def close(self) -> None:
+        self.lora.close()

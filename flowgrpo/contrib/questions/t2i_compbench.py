@@ -5,25 +5,132 @@ phrase ("a red book?"); the score is the product of the probabilities of "yes". 
 Numeracy: boxes of each counted object. Non-spatial: the cosine of CLIP ViT-B/32. Complex: the mean of attributes with
 places, or with actions, or with both. Boxes are OWLv2's or another detector's. The release has UniDet,
 with whose scores they are not comparable.
+
+BLIP-VQA (2201.12086) is asked as T2I-CompBench asks it; OWLv2 (2306.09683) detects objects that are named in words.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from flowgrpo.contrib.questions.blip_vqa import BlipVqa
-from flowgrpo.contrib.questions.owl import Owl
 from flowgrpo.contrib.questions.phrases import Phrases, counted, related, relation
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.clip import ClipScore
-from flowgrpo.rewards.geneval.detectors import Detection, Detector, detector, in_process
-from flowgrpo.rewards.local_model import passed_on
+from flowgrpo.rewards.geneval.detectors import Detection, Detector, detector, in_process, released
+from flowgrpo.rewards.local_model import LocalModel, passed_on, pretrained
+from flowgrpo.rewards.preprocessing import Preparation
+
+LONGEST = 35  # tokens of a question
+
+
+@dataclass(frozen=True)
+class BlipVqa(LocalModel):
+    """Probability of "yes" against "no" as the answer to a question about an image.
+
+    model, revision: a BLIP of transformers for questions, a folder or hub id. size: pixels of a side, to which images
+    are squeezed; positions are interpolated.
+    parts: model and tokenizer, ready-made. dtype (fp32), device and batch_size (16 questions): as in `LocalModel`.
+    Raises UserError if the weights are unavailable.
+    """
+
+    model: str = "Salesforce/blip-vqa-capfilt-large"
+    revision: str | None = None
+    size: int = 480
+    batch_size: int = field(default=16, kw_only=True)
+    reward, parameters = "t2i_compbench", 361e6
+
+    def _loaded(self) -> tuple[Any, Any]:
+        from transformers import AutoTokenizer, BlipForQuestionAnswering
+
+        return (pretrained("t2i_compbench", BlipForQuestionAnswering, self.model, self.revision, "model", "vqa",
+                           dtype=self.float_type),
+                pretrained("t2i_compbench", AutoTokenizer, self.model, self.revision, "model", "vqa"))
+
+    def __call__(self, images: Tensor, questions: Sequence[str]) -> Tensor:
+        """Return the probability for each image [B, 3, H, W] in [0, 1] and its question: [B] on the CPU."""
+        return self.batched(self._probabilities, images, questions)
+
+    def _probabilities(self, images: Tensor, questions: list[str]) -> Tensor:
+        model, tokenizer = self.models
+        pictures = Preparation(self.size, "squash")(images.to(self.device)).to(model.dtype)
+        seen = model.vision_model(pixel_values=pictures, interpolate_pos_encoding=True).last_hidden_state
+        read = tokenizer([plain(question) for question in questions], padding=True, truncation=True,
+                         max_length=LONGEST, return_tensors="pt").to(self.device)
+        read.input_ids[:, 0] = model.config.text_config.vocab_size - 1  # the mark of the encoder, as in training
+        states = model.text_encoder(input_ids=read.input_ids, attention_mask=read.attention_mask,
+                                    encoder_hidden_states=seen).last_hidden_state
+        start = torch.full((len(questions), 1), model.decoder_start_token_id, device=states.device)
+        logits = model.text_decoder(input_ids=start, encoder_hidden_states=states,
+                                    encoder_attention_mask=read.attention_mask).logits[:, 0]
+        return logits[:, tokenizer.convert_tokens_to_ids(["yes", "no"])].float().softmax(-1)[:, 0]
+
+
+def plain(question: str) -> str:
+    """Return a question as BLIP was trained on it: lower case, without punctuation but the question mark."""
+    return re.sub(r'[.!"()*#:;~]', "", question.lower()).rstrip()
+
+
+@dataclass(frozen=True)
+class Owl(LocalModel):
+    """Open-vocabulary detector: boxes of the objects whose names are given with each image.
+
+    model, revision: an OWLv2 of transformers, a folder or hub id. least: minimum score of a returned detection.
+    parts: model and processor, ready-made. dtype (fp32), device and batch_size (8): as in `LocalModel`.
+    Raises UserError if the weights are unavailable.
+    """
+
+    model: str = "google/owlv2-base-patch16-ensemble"
+    revision: str | None = None
+    least: float = 0.1
+    batch_size: int = field(default=8, kw_only=True)
+    reward, parameters = "t2i_compbench", 155e6
+
+    def _loaded(self) -> tuple[Any, Any]:
+        from transformers import Owlv2ForObjectDetection, Owlv2Processor
+
+        return released(self, "owl", self.model, self.revision, Owlv2ForObjectDetection, Owlv2Processor)
+
+    @torch.no_grad()
+    def __call__(self, images: Tensor, names: Sequence[Sequence[str]]) -> list[list[Detection]]:
+        """Return the detections in images [B, 3, H, W] in [0, 1] of each one's own names, highest score first."""
+        listed = [list(dict.fromkeys(some)) for some in names]
+        detections: list[list[Detection]] = [[] for _ in listed]
+        for count in {len(some) for some in listed} - {0}:  # of equal number: padded names would be detected too
+            rows = [row for row, some in enumerate(listed) if len(some) == count]
+            for at in range(0, len(rows), self.batch_size):
+                batch = rows[at:at + self.batch_size]
+                for row, some in zip(batch, self._detections(images[batch], [listed[row] for row in batch])):
+                    detections[row] = some
+        return detections
+
+    def _detections(self, images: Tensor, names: list[list[str]]) -> list[list[Detection]]:
+        """Return the detections of images with equally many names."""
+        model, processor = self.models
+        pictures = (images.float() * 255).round().clamp(0, 255).to(torch.uint8).cpu()
+        inputs = processor(text=[[f"a photo of a {name}" for name in some] for some in names], images=list(pictures),
+                           return_tensors="pt")
+        outputs = model(**inputs.to(self.device, self.float_type))
+        outputs.logits, outputs.pred_boxes = outputs.logits.float(), outputs.pred_boxes.float()
+        seen = processor.image_processor.post_process_object_detection(
+            outputs, threshold=self.least, target_sizes=[tuple(images.shape[-2:])] * len(names))
+        return [_sorted(some, *(one[key].tolist() for key in ("boxes", "labels", "scores")))
+                for some, one in zip(names, seen)]
+
+
+def _sorted(names: list[str], boxes: list[list[float]], labels: list[int], scores: list[float]) -> list[Detection]:
+    """Return detections, highest score first."""
+    detections = [Detection((left, top, right, bottom), names[label], score)
+                  for (left, top, right, bottom), label, score in zip(boxes, labels, scores)]
+    return sorted(detections, key=lambda one: -one.score)
+
 
 ATTRIBUTES = ("color", "shape", "texture")
 DIMENSIONS = (*ATTRIBUTES, "spatial", "numeracy", "non_spatial", "complex")

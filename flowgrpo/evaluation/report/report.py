@@ -20,8 +20,7 @@ from flowgrpo.evaluation import looks
 from flowgrpo.evaluation.report import snapshots
 from flowgrpo.evaluation.report.verdict import Nouns, changes, mean, outcome, sentences
 from flowgrpo.evaluation.runs import whole
-from flowgrpo.evaluation.statistics import decimals
-from flowgrpo.evaluation.table import cells
+from flowgrpo.evaluation.statistics import cells, decimals
 from flowgrpo.storage import atomic
 from flowgrpo.storage.json_files import read_lines, read_object
 from flowgrpo.storage.places import run_of

@@ -1,5 +1,5 @@
 """Rollouts of language models, causal and masked: sample completions, and replay them with gradients. An inference
-engine may sample, with importance weights towards the trainer.
+engine may sample, with importance weights towards the trainer. Teachers may answer in the groups that fail.
 """
 
 from __future__ import annotations
@@ -7,19 +7,21 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from flowgrpo.advantages.token_credit import starts_of
 from flowgrpo.config.geometry import BatchShape
 from flowgrpo.config.schema import Config
+from flowgrpo.curriculum.resampling import failing
 from flowgrpo.data.images import noised_image
-from flowgrpo.data.prompts import Prompt, answer_of
+from flowgrpo.data.prompts import Guidance, Prompt, answer_of
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
 from flowgrpo.log import PhaseTimer
 from flowgrpo.methods.method import Method
+from flowgrpo.parts import part
 from flowgrpo.rollouts.base import GroupSampler, RewardValue, TotalReward
 from flowgrpo.rollouts.loss_inputs import LossInputs
 from flowgrpo.samplers.rollout import Part, Seed
@@ -32,8 +34,36 @@ from flowgrpo.text.samplers.decoding import WithAnswers
 from flowgrpo.text.samplers.groups import Independent, joined, segmented
 from flowgrpo.text.samplers.importance import Mismatch
 from flowgrpo.text.samplers.language_model import SampledCompletions, TokenizedPrompts, ranked, with_answers
-from flowgrpo.text.teacher_answers import TeacherAnswers, solutions_of
 from flowgrpo.types import Scored
+
+if TYPE_CHECKING:
+    from flowgrpo.curriculum.epoch_batch import EpochBatch
+
+@part("redraw", target="texts", puts_answers=True)
+class TeacherAnswers:
+    """Sample a group without a sample above `fail` anew, with teachers' answers as last samples (AMPO, 2510.02227).
+
+    The metadata holds the teachers' answers under `solutions`, a list of texts or of {"text": ..., "right": true}, and
+    the right answer under `answer`. Up to `decoding.expert` of them join the group: those whose reasoning, the text
+    before the right answer, makes that answer likeliest for the policy. All other groups have samples alone.
+
+    AMPO keeps the samples of the group that failed; here they are drawn anew.
+    """
+
+    fail: float = 0.0
+
+    def __call__(self, drawn: EpochBatch) -> list[tuple[int, Prompt]]:
+        failed = failing(drawn, self.fail)
+        prompts = [(place, drawn.prompts[place]) for place in drawn.standing() if failed[place]]
+        return [(place, replace(prompt, guided=Guidance(prompt.text, answers=True))) for place, prompt in prompts
+                if solutions_of(prompt) and not prompt.guided]
+
+
+def solutions_of(prompt: Prompt) -> list[str]:
+    """Return the teachers' right answers in a prompt's metadata, in order."""
+    listed = prompt.metadata.get("solutions") or ()
+    entries = [entry if isinstance(entry, dict) else {"text": entry} for entry in listed]
+    return [str(entry["text"]) for entry in entries if entry.get("text") and entry.get("right", True)]
 
 
 class TextRollouts(GroupSampler[TokenizedPrompts]):

@@ -1,5 +1,7 @@
 """Rollouts of language models for recorded pairs of texts, and for a reward's gradient through a masked model
 (`gumbel_softmax`).
+
+Make the rollouts of a language model.
 """
 
 from __future__ import annotations
@@ -20,16 +22,18 @@ from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
 from flowgrpo.log import PhaseTimer
 from flowgrpo.methods.method import Method
+from flowgrpo.policies.policy import Policy
 from flowgrpo.rollouts.base import GroupSampler, RewardValue, TotalReward
 from flowgrpo.rollouts.loss_inputs import LossInputs
 from flowgrpo.samplers.rollout import Part
+from flowgrpo.text.policies import engines
 from flowgrpo.text.policies.masked_lm import MaskedLM
 from flowgrpo.text.rewards.embeddings import SoftTexts
 from flowgrpo.text.rollouts.completions import TextRollouts
 from flowgrpo.text.samplers.decoding import decided
 from flowgrpo.text.samplers.gumbel_softmax import GumbelSoftmax
 from flowgrpo.text.samplers.language_model import SampledCompletions, TokenizedPrompts
-from flowgrpo.text.targets import RelaxedTraces
+from flowgrpo.text.targets import RecordedCompletions, RelaxedTraces
 from flowgrpo.types import Completion, Scored, required
 
 SIDES = ("chosen", "rejected")  # of a prompt's metadata, as `data.pairs` sets them
@@ -186,3 +190,22 @@ class RelaxedRollouts(TextRollouts):
         counted, _ = decided(answers.argmax(-1), self.policy.ends)
         reward = required(part.value)(prompts, SoftTexts(answers * counted[..., None], self.tokens))
         return answers, reward - relaxation.kl * kl
+
+
+def make_rollouts(config: Config, policy: Policy, method: Method, geometry: BatchShape, processes: Processes,
+                  clock: PhaseTimer) -> GroupSampler[Any]:
+    """Make what samples and replays a language model."""
+    given: tuple[Any, ...] = config, policy, method, geometry, processes, clock
+    if isinstance(method.target, RelaxedTraces):
+
+        return RelaxedRollouts(*given)
+    if isinstance(method.target, RecordedCompletions):
+
+        return RecordedTextRollouts(*given)
+    if engines.wanted(config):
+        from flowgrpo.text.rollouts.completions import EngineRollouts
+
+        return EngineRollouts(*given)
+    from flowgrpo.text.rollouts.completions import TextRollouts
+
+    return TextRollouts(*given)

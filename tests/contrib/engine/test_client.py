@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save
 
 from flowgrpo import gaussian
-from flowgrpo.contrib.engine import lora, msgpack
+from flowgrpo.contrib.engine import client, lora
 from flowgrpo.contrib.engine.client import Engine, EngineError, Request
 from flowgrpo.errors import UserError
 from flowgrpo.samplers.kernels import CPS, FlowSDE
@@ -32,12 +32,12 @@ FORMS = [(b"\xff", -1), (b"\xe0", -32), (b"\xcc\xff", 255), (b"\xcd\x01\x00", 25
 
 @pytest.mark.parametrize("value", VALUES, ids=repr)
 def test_a_message_is_read(value):
-    assert msgpack.unpacked(packed(value)) == value
+    assert client.unpacked(packed(value)) == value
 
 
 @pytest.mark.parametrize("content, value", FORMS)
 def test_every_form_of_a_value_is_read(content, value):
-    found = msgpack.unpacked(content)
+    found = client.unpacked(content)
     assert found == value and type(found) is type(value)
 
 
@@ -48,7 +48,7 @@ def test_every_form_of_a_value_is_read(content, value):
     (struct.pack(">BI", 0xdd, 2**32 - 1), "ends within"), (b"\xa1\xff", "utf-8")])
 def test_other_bytes_are_refused(content, why):
     with pytest.raises(ValueError, match=why):
-        msgpack.unpacked(content)
+        client.unpacked(content)
 
 
 def request(**changes):
@@ -232,7 +232,7 @@ def test_a_sample_of_another_form_is_a_line(change, told):
 
 def test_a_message_of_many_values_is_not_read_to_its_end():
     with pytest.raises(ValueError, match="too many values"):
-        msgpack.unpacked(struct.pack(">BI", 0xdd, 2**21) + b"\xc0" * 2**21)
+        client.unpacked(struct.pack(">BI", 0xdd, 2**21) + b"\xc0" * 2**21)
 
 
 @pytest.mark.parametrize("url", ["http://[::1", "http://h\u00f6st:1", "http://h ost:1", "http://h:99999", "http://h\n:1"])

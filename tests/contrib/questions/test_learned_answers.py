@@ -14,7 +14,7 @@ from flowgrpo.contrib.learned_rewards.preference import Aspect, Description, sav
 from flowgrpo.contrib.learned_rewards.preference_networks import with_text
 from flowgrpo.contrib.learned_rewards.training import Settings
 from flowgrpo.contrib.questions import scene_answers
-from flowgrpo.contrib.questions.learned_answers import ByFolder
+from flowgrpo.contrib.questions.question_answers import ByFolder
 from flowgrpo.contrib.questions.questions import of_claims
 from flowgrpo.contrib.questions.scene_answers import Thing, asked, read_question, things
 from flowgrpo.errors import UserError

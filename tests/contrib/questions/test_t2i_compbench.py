@@ -11,10 +11,8 @@ import torch
 
 from flowgrpo import rewards
 from flowgrpo.config.reward_rules import WatchRule
-from flowgrpo.contrib.questions.blip_vqa import BlipVqa, plain
-from flowgrpo.contrib.questions.owl import Owl
 from flowgrpo.contrib.questions.phrases import counted, related, singular
-from flowgrpo.contrib.questions.t2i_compbench import T2ICompBench, in_number, in_place, placed_as
+from flowgrpo.contrib.questions.t2i_compbench import BlipVqa, Owl, T2ICompBench, in_number, in_place, placed_as, plain
 from flowgrpo.data import sets
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.geneval.detectors import Detection

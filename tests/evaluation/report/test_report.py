@@ -22,10 +22,10 @@ from flowgrpo.cli import main
 from flowgrpo.config import validate
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
+from flowgrpo.evaluation.held_out import compared
 from flowgrpo.evaluation.measured import Measured
 from flowgrpo.evaluation.report import report, snapshots, verdict
 from flowgrpo.evaluation.report.report import server
-from flowgrpo.evaluation.table import compared
 from flowgrpo.storage.json_files import finite
 from tests.helpers import tiny
 

@@ -9,8 +9,18 @@ import torch
 
 from flowgrpo import rewards
 from flowgrpo.__main__ import main
-from flowgrpo.contrib.learned_rewards.labelled_texts import LabelledText, degraded, load_labelled
-from flowgrpo.contrib.learned_rewards.text_training import LOGISTIC, PAIRS, SQUARED, Settings, fit, measured, train
+from flowgrpo.contrib.learned_rewards.text_training import (
+    LOGISTIC,
+    PAIRS,
+    SQUARED,
+    LabelledText,
+    Settings,
+    degraded,
+    fit,
+    load_labelled,
+    measured,
+    train,
+)
 from flowgrpo.errors import UserError
 from flowgrpo.text.rewards.embeddings import SemanticSimilarity, pooled
 from tests.helpers import tiny_text

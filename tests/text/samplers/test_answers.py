@@ -17,8 +17,8 @@ from flowgrpo.methods.validate import resolve
 from flowgrpo.objectives import Clip, Reinforce
 from flowgrpo.text.credit import ExpertReward
 from flowgrpo.text.losses import Calibrated, ExpertMixture
+from flowgrpo.text.rollouts.completions import TeacherAnswers, solutions_of
 from flowgrpo.text.samplers.decoding import Decoding, WithAnswers
-from flowgrpo.text.teacher_answers import TeacherAnswers, solutions_of
 from flowgrpo.training.credit import context_of
 from flowgrpo.types import CompletionBatch, Context, GroupStatistics, RewardColumns, SampleMeasures, Scored
 from tests.helpers import loop, tiny, tiny_text
