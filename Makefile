@@ -12,7 +12,7 @@ VENV := $(if $(CONSTRAINTS),.venv,.venv-newest)
 BIN := $(VENV)/bin
 INSTALL = $(BIN)/python -m pip install --quiet $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)) --editable
 # The extras whose packages constraints.txt pins: all but vllm, which pins a torch of its own.
-LOCKED = test browser docs lint clip server ocr video mp4 text svg translation parquet datasets wandb trackio torchao bitsandbytes
+LOCKED = test browser docs lint clip server ocr video mp4 text svg fid translation parquet datasets wandb trackio torchao bitsandbytes
 # Without the pages of methods.
 PROSE = README.md CONTRIBUTING.md $(shell find docs -name '*.md' -not -path 'docs/methods/*')
 

@@ -16,6 +16,7 @@ from flowgrpo.version import __version__
 # Modules of each extra of pyproject.toml: they identify its packages, however these were installed.
 EXTRAS = {"clip": ("open_clip",), "server": ("uvicorn",), "ocr": ("rapidocr", "onnxruntime"),
           "video": ("cv2",), "mp4": ("imageio_ffmpeg",), "text": ("math_verify", "jsonschema"), "svg": ("resvg_py",),
+          "fid": ("torchmetrics", "torch_fidelity"),
           "translation": ("sacrebleu",), "parquet": ("pyarrow",),
           "datasets": ("datasets",), "vllm": ("vllm",), "wandb": ("wandb",), "trackio": ("trackio",),
           "torchao": ("torchao",),

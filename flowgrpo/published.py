@@ -49,6 +49,21 @@ QWEN3_4B: Part = "Qwen3Model", {
     "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960}
 # Of FLUX.2-klein-4B: the same with a language head, which has the embeddings' weights.
 QWEN3_4B_HEAD: Part = "Qwen3ForCausalLM", QWEN3_4B[1] | {"tie_word_embeddings": True}
+# Of FLUX.2-klein-9B.
+QWEN3_8B_HEAD: Part = "Qwen3ForCausalLM", {
+    "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960}
+QWEN3_VL_4B: Part = "Qwen3VLModel", {
+    "text_config": QWEN3_4B[1] | {"max_position_embeddings": 262144, "rope_parameters": {
+        "mrope_section": [24, 20, 20], "mrope_interleaved": True, "rope_type": "default", "rope_theta": 5e6}},
+    "vision_config": {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16,
+                      "out_hidden_size": 2560, "deepstack_visual_indexes": [5, 11, 17]}}
+MISTRAL_24B: Part = "Mistral3ForConditionalGeneration", {
+    "text_config": {"model_type": "mistral", "vocab_size": 131072, "hidden_size": 5120, "intermediate_size": 32768,
+                    "num_hidden_layers": 40, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+                    "max_position_embeddings": 131072},
+    "vision_config": {"model_type": "pixtral", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24,
+                      "num_attention_heads": 16, "image_size": 1540, "patch_size": 14}}
 QWEN_VL_7B_TEXT: Part = "Qwen2_5_VLTextModel", QWEN_VL_7B[1]["text_config"]
 # google/byt5-small with the 1,126 colours and fonts of Glyph-SDXL-v2; their number is not confirmed.
 BYT5_SMALL: Part = "T5EncoderModel", {
@@ -180,6 +195,32 @@ MODELS: dict[str, Published] = {
             "vae": ("AutoencoderKLFlux2", {}), "text_encoder": QWEN3_4B_HEAD,
             "scheduler": FLUX_GRID},  # not confirmed; the pipeline computes the shift
         {"tokenizer": 512}),
+    # scripts/convert_flux2_to_diffusers.py of diffusers: klein-9b and flux2-dev
+    "black-forest-labs/FLUX.2-klein-base-9B": Published(
+        "Flux2KleinPipeline", {
+            "transformer": ("Flux2Transformer2DModel", {
+                "num_layers": 8, "num_single_layers": 24, "num_attention_heads": 32, "joint_attention_dim": 12288,
+                "guidance_embeds": False}),
+            "vae": ("AutoencoderKLFlux2", {}), "text_encoder": QWEN3_8B_HEAD,
+            "scheduler": FLUX_GRID},  # not confirmed; the pipeline computes the shift
+        {"tokenizer": 512}),
+    "black-forest-labs/FLUX.2-dev": Published(
+        "Flux2Pipeline", {
+            "transformer": ("Flux2Transformer2DModel", {}), "vae": ("AutoencoderKLFlux2", {}),
+            "text_encoder": MISTRAL_24B, "scheduler": FLUX_GRID},
+        {"tokenizer": 512}),
+    # Widths are the defaults of Krea2Transformer2DModel, the grid that of Krea2Pipeline's docstring.
+    "krea/Krea-2-Raw": Published(
+        "Krea2Pipeline", {
+            "transformer": ("Krea2Transformer2DModel", {}), "vae": QWEN_VAE, "text_encoder": QWEN3_VL_4B,
+            "scheduler": (FLOW, {"use_dynamic_shifting": True, "base_shift": 0.5, "max_shift": 1.15,
+                                 "max_image_seq_len": 6400})},
+        {"tokenizer": 131072}),
+    "lodestones/Chroma1-HD": Published(
+        "ChromaPipeline", {
+            "transformer": ("ChromaTransformer2DModel", {}), "vae": KL_FLUX, "text_encoder": T5_XXL,
+            "scheduler": FLUX_GRID},  # not confirmed; the pipeline computes the shift
+        {"tokenizer": 512}),
     "Qwen/Qwen-Image": Published(
         "QwenImagePipeline", {
             "transformer": ("QwenImageTransformer2DModel", {}), "vae": QWEN_VAE, "text_encoder": QWEN_VL_7B,
@@ -202,6 +243,12 @@ MODELS: dict[str, Published] = {
             "transformer": ("ZImageTransformer2DModel", {
                 "axes_lens": [1536, 512, 512]}),  # not confirmed; no weight has this size
             "vae": KL_FLUX, "text_encoder": QWEN3_4B, "scheduler": (FLOW, {"shift": 3.0})},
+        {"tokenizer": 131072}),
+    "Tongyi-MAI/Z-Image": Published(
+        "ZImagePipeline", {
+            "transformer": ("ZImageTransformer2DModel", {
+                "axes_lens": [1536, 512, 512]}),  # not confirmed; no weight has this size
+            "vae": KL_FLUX, "text_encoder": QWEN3_4B, "scheduler": (FLOW, {"shift": 6.0})},  # shift not confirmed
         {"tokenizer": 131072}),
     "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": _wan(_WAN_1B),
     "Wan-AI/Wan2.1-T2V-14B-Diffusers": _wan(_WAN_14B, shift=5.0),  # not confirmed; the recipe sets its own grid

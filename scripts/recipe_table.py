@@ -38,7 +38,7 @@ HEAD = """# Recipes of full-size models
 Each recipe aligns one published model on GPUs of one memory class. `flowgrpo train sdxl_24gb` finds it by name in any
 folder. Your own recipe [extends](configuration.md) one by `extends: sdxl_24gb`; a local file of that name wins.
 
-Peak memory of each GPU and hours of all epochs are **computed** by
+GiB (the peak of each GPU) and hours (of all epochs) are **computed** by
 `flowgrpo check RECIPE --gpu GPU --processes N` ([what is counted](performance.md#estimate-memory-and-time)). **No GPU
 has confirmed an hour of this table.** Hours are lower bounds, without rewards and evaluations. No recipe has been run
 at full size on a GPU unless its row says so: `loads` (and measures the base), a number of epochs, or `curve` (all
@@ -54,8 +54,8 @@ Recipes of edits and of videos from an image read your own prompt file, with an 
 TABLE = """
 ## All recipes
 
-| recipe | method | GPUs | computed peak, GiB | computed hours | trained on |
-|---|---|---|---:|---:|---|
+| recipe | GiB | hours | GPUs | method | trained on |
+|---|---:|---:|---|---|---|
 """
 MODELS_HEAD = """
 
@@ -142,8 +142,8 @@ def row(name: str) -> str:
     gpus = f"{line['gpu']} ({line['memory']} GB)"
     if line["count"] == "One" and float(hours.replace(",", "")) > MOST:
         hours += "*"
-    cells = [f"`{name}`" + (f" ({level})" if level != "never" else ""), f"`{config.method}`",
-             gpus if line["count"] == "One" else f"{line['count']} x {gpus}", peak, hours,
+    cells = [f"`{name}`" + (f" ({level})" if level != "never" else ""), peak, hours,
+             gpus if line["count"] == "One" else f"{line['count']} x {gpus}", f"`{config.method}`",
              listed(rewards(config.trained))]
     return f"| {' | '.join(cells)} |"
 

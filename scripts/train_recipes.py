@@ -38,8 +38,8 @@ SIDE, FRAMES, VOCABULARY, TOKENS = 64, 5, 512, 32  # pixels, frames, words of an
 DENOISER = {"num_layers": 2, "num_single_layers": 1, "n_layers": 2, "num_refiner_layers": 1, "n_refiner_layers": 1,
             "layers_per_block": 1}
 ENCODER = {"num_hidden_layers": 2, "num_layers": 1, "depth": 1}
-READ = {"Flux2KleinPipeline": 28, "HunyuanVideoPipeline": 4, "HunyuanSkyreelsImageToVideoPipeline": 4,
-        "HunyuanVideo15Pipeline": 4, "LTX2Pipeline": 48}
+READ = {"Flux2KleinPipeline": 28, "Flux2Pipeline": 30, "Krea2Pipeline": 35, "HunyuanVideoPipeline": 4,
+        "HunyuanSkyreelsImageToVideoPipeline": 4, "HunyuanVideo15Pipeline": 4, "LTX2Pipeline": 48}
 NARROW = {"intermediate_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1}
 DEEP = 8  # layers, from which an encoder is narrow
 WIDE = 2500  # width of a denoiser, from which it has one block
@@ -115,6 +115,8 @@ def forced(name: str, folder: Path) -> dict[str, Any]:
         keys["prompts"] = "general"
     if config.prompts.endswith(".jsonl"):
         keys |= {"prompts": str(folder / "prompts.jsonl"), "held_out": 0.5}
+    if config.memory.encoders == "ahead":
+        keys["cache"] = str(folder / "encoded")
     if config.memory.weights == "nf4":
         keys["memory.weights"] = "full"
     if config.memory.shard:

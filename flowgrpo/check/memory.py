@@ -73,7 +73,8 @@ def memory(policy: PipelinePolicy, config: Config, conditioning: Conditioning, r
     first = held | ({} if policy.encoders.beside is None else {"denoisers": 0})
     scoring = {"reward models": rewards} if rewards else {}
     staying = scoring if config.memory.rewards == "keep" else {}
-    phases = {"encode": first | staying, "rollout": later | states | scoring,
+    ahead = {"text encoders": held["text encoders"]} if config.memory.encoders == "ahead" else None
+    phases = {"encode": first | staying if ahead is None else ahead, "rollout": later | states | scoring,
               "decode": later | states | scoring | {"decoding": _decoding(policy, conditioning, x, rows)},
               "update": later | states | staying | update}
     for feature in features.wanted(config, validate.resolve(config, policy.process)):

@@ -36,7 +36,7 @@ def predict(model: str | None, recipe: str | None, overrides: dict[str, str], na
     from flowgrpo.methods import keys_read, validate
     from flowgrpo.methods.setup import Setup
     from flowgrpo.policies import build, defaults
-    from flowgrpo.policies.weights import sharding
+    from flowgrpo.policies.weights import memory_options, sharding
 
     gpu = gpu_named(name)
     if recipe is None:
@@ -47,6 +47,8 @@ def predict(model: str | None, recipe: str | None, overrides: dict[str, str], na
     setup = Setup(config, kind, validate.resolve(config, build.process(kind)))
     keys_read.check(setup)
     sharding.require_shardable(setup)
+    for require in (memory_options.require_ahead, memory_options.require_waiting):
+        require(setup)
     report = _kept(_key(config, name, processes), partial(_predicted, config, name, gpu, processes))
     if told and not as_json:
         typer.echo(f"{config.model}: {told}")
@@ -156,6 +158,7 @@ def _report(model: str, name: str, gpu: GPU, counts: Estimate, settings: dict[st
             "enough": not better.above(gpu.room)}
     return {"model": model, "gpu": name.upper(), "measured": False, "basis": counts.basis, "phases": phases,
             "rewards": round(gib(counts.rewards), 2), "context": round(gib(CONTEXT), 2),
+            "away": f" but {' and '.join(sorted(counts.away))}" * bool(counts.away),
             "peak": round(gib(counts.peak), 2), "room": round(gib(gpu.room), 2), "seconds": round(counts.seconds, 1),
             "first_epoch": round(counts.first, 1),
             "waits_per_step": counts.step_waits, "waits_per_replay": counts.replay_waits,
@@ -181,7 +184,7 @@ def _page(report: dict[str, Any]) -> None:
     lines = {"rows": f"{report['micro_batch']} at once (train.micro_batch), train.checkpointing "
                      f"{str(report['checkpointing']).lower()}" + "".join(
                          f", {key} {str(report[key.rpartition('.')[2]]).lower()}" for key in _reported()),
-             "rewards": f"{report['rewards']:.1f} GiB of reward models, beside every phase",
+             "rewards": f"{report['rewards']:.1f} GiB of reward models, beside every phase" + report["away"],
              "peak": f"{report['peak']:.1f} GiB of the {report['room']:.1f} that tensors can take on one "
                      f"{report['gpu']}: its memory less {report['context']:.1f} GiB of CUDA's context and 4 % between "
                      "the allocator's blocks",

@@ -24,7 +24,8 @@ class Result:
     """Published result: the base's and the tuned model's mean of a reward on a suite.
 
     seconds, peak: an epoch's, and GiB of each GPU, computed for PROCESSES of GPU by `flowgrpo check`.
-    base, tuned: None where the paper's text has no number of this run that was read. source: where they are.
+    base, tuned: None where the paper has no number of this run. source: where they are, and on which prompts if not on
+    the suite. recipe: without: papers/PAPER_RESULT.
     """
 
     suite: str
@@ -35,18 +36,21 @@ class Result:
     peak: float
     base: float | None = None
     tuned: float | None = None
+    recipe: str | None = None
 
 
-FLOW, NFT = "2505.05470, table 2, with KL", "2509.16117, abstract, without guidance"
-UNREAD = "the number of this run was not read in the paper"
+FLOW, NFT = "2505.05470, table 2, with KL", "2509.16117, table 2, without guidance"
+MIX = "2507.21802, tables 1 and 6, window 4, on HPDv2's 400 test prompts"
 RESULTS = {
     "flow_grpo/geneval": Result("geneval", "geneval", FLOW, 1000, 246.8, 62.74, 0.63, 0.95),
     "flow_grpo/ocr": Result("ocr", "ocr", FLOW, 1000, 246.8, 62.74, 0.59, 0.92),
     "flow_grpo/pickscore": Result("drawbench", "pickscore", f"{FLOW}, on DrawBench", 1000, 246.8, 64.4, 22.34, 23.53),
-    "mix_grpo/flux": Result("drawbench", "hpsv2.1", UNREAD, 300, 462.9, 42.97),
-    "diffusion_nft/geneval": Result("geneval", "geneval", NFT, 1000, 154.7, 37.63, 0.24, 0.98),
-    "diffusion_nft/ocr": Result("ocr", "ocr", UNREAD, 1000, 153.1, 37.62),
-    "diffusion_nft/pickscore": Result("drawbench", "pickscore", UNREAD, 1000, 154.7, 39.29)}
+    "mix_grpo/flux": Result("drawbench", "hpsv2.1", MIX, 300, 462.9, 42.97, 0.313, 0.367),
+    "diffusion_nft/geneval": Result("geneval", "geneval", f"{NFT}, 1,000 iterations", 1000, 154.7, 37.63, 0.24,
+                                     0.98),
+    "diffusion_nft/ocr": Result("ocr", "ocr", f"{NFT}, 150 iterations", 1000, 153.1, 37.62, 0.12, 0.97),
+    "diffusion_nft/pickscore": Result("drawbench", "pickscore", f"{NFT}, on DrawBench, 2,000 iterations", 1000, 154.7,
+                                       39.29, 20.51, 24.03)}
 
 
 @app.command(hidden=True, short_help="Train and evaluate a paper's run, beside the paper's number.",
@@ -61,6 +65,7 @@ def reproduce(
 ) -> None:
     """Check, train and evaluate a paper's run, and print the paper's number beside ours with its interval. The same
     command continues after a stop."""
+    from flowgrpo.cli.evaluate import folder_of
     from flowgrpo.cli.train import recipe_and_options
     from flowgrpo.config import parse
 
@@ -68,7 +73,8 @@ def reproduce(
     if name not in RESULTS:
         raise UserError(f"no published result {name!r}{nearest(str(name), list(RESULTS))}; there are "
                         f"{', '.join(RESULTS)}")
-    result, recipe = RESULTS[name], f"papers/{name.replace('/', '_')}"
+    result = RESULTS[name]
+    recipe = result.recipe or f"papers/{name.replace('/', '_')}"
     folder = parse.load(recipe, options, trusted).folder
     further = [f"--{key}={value}" for key, value in options.items()]
     processes = gpus or (PROCESSES if dry_run else _gpus())
@@ -79,10 +85,11 @@ def reproduce(
         typer.echo(cost(result))
         return
     if not (folder / "summary.json").is_file():
-        _ran(check if processes > 1 or gpus else [*check[:3], recipe, *further])
+        _ran(check)
         _ran(train)
     _ran(evaluate)
-    show(name, result, json.loads((folder / "eval" / result.suite / "results.json").read_text(encoding="utf-8")))
+    found = folder_of(str(folder), result.suite) / "results.json"
+    show(name, result, json.loads(found.read_text(encoding="utf-8")))
 
 
 def commands(recipe: str, result: Result, folder: Path, processes: int, further: list[str]) -> list[list[str]]:

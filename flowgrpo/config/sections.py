@@ -296,7 +296,9 @@ class Memory(Section):
     weights: Literal["full", "int8", "fp8", "nf4"] = Field(
         "full", description="of the denoiser below a LoRA: in `precision`, or by torchao (`int8`, `fp8`) or "
                             "bitsandbytes (`nf4`)")
-    encoders: Literal["keep", "cpu"] = Field("keep", description="where text encoders wait while nothing is encoded")
+    encoders: Literal["keep", "cpu", "ahead"] = Field(
+        "keep", description="where text encoders wait while nothing is encoded; `ahead`: they encode all prompts into "
+                            "`cache` before the denoiser is loaded, and are not loaded again")
     denoiser: Literal["keep", "cpu"] = Field("keep", description="where frozen weights of the denoiser wait while "
                                              "prompts are encoded; `cpu` goes with `encoders: cpu`")
     offload: Literal["none", "block_level", "leaf_level"] = Field(

@@ -37,6 +37,7 @@ from flowgrpo.evaluation import looks
 from flowgrpo.gpus import GIB, GPU, GPUS, GROWTH, LOADING, PLAN, gpu_key
 from flowgrpo.log import PhaseTimer
 from flowgrpo.methods import validate
+from flowgrpo.methods.targets import RewardGradient
 from flowgrpo.policies.build import PIPELINE, kind, make_policy
 from flowgrpo.policies.pipelines.frames import clips_of
 from flowgrpo.published import named
@@ -103,7 +104,7 @@ class Estimate:
     """Counts of an epoch on one process.
 
     phases: by name, in the order of an epoch; with `eval.frames` also an evaluation, which is no part of the epoch.
-    rewards: bytes of the reward models, which are not in the phases.
+    rewards: bytes of the reward models, which are not in the phases. away: phases in which they are not on the device.
     steps: denoising steps of the rollouts that were run. replays: micro-batches that were replayed with a backward.
     step_waits, replay_waits: how often the host waits for the GPU in each of them, by reason; once per call is not.
     first: seconds that a first epoch takes longer, at least. factors: by phase, measured seconds over computed ones;
@@ -117,15 +118,20 @@ class Estimate:
     first: float = 0.0
     factors: dict[str, float] = field(default_factory=dict)
     source: str = ""
+    away: frozenset[str] = frozenset()
+
+    def used(self, phase: str) -> float:
+        """Return the bytes of tensors that are in use in a phase at most, reward models included."""
+        return self.phases[phase].allocated + (0 if phase in self.away else self.rewards)
 
     @property
     def peak(self) -> float:
         """Bytes of tensors that are in use at most, reward models included."""
-        return self.rewards + max(phase.allocated for phase in self.phases.values())
+        return max(map(self.used, self.phases))
 
     def above(self, room: float) -> list[str]:
         """Return the phases that need more than `room` bytes."""
-        return [name for name, phase in self.phases.items() if self.rewards + phase.allocated > room]
+        return [name for name in self.phases if self.used(name) > room]
 
     @property
     def seconds(self) -> float:
@@ -216,6 +222,9 @@ def dry_run(config: Config, gpu: GPU = GPUS["H100"], processes: int = 1, pipe: A
         feature.count(phases, calls, shape.prompts / few)
     estimate = Estimate(phases, reward_bytes(config),
                         _each(calls.step_waits, calls.steps), _each(replay_waits, calls.replays))
+    away = {"encode": config.memory.encoders == "ahead" or config.memory.rewards == "cpu",
+            "update": config.memory.rewards == "cpu" and not isinstance(trainer.method.target, RewardGradient)}
+    estimate = replace(estimate, away=frozenset(phase for phase, empty in away.items() if empty))
     return replace(estimate, first=LOADING + PLAN * len(meta.attentions) + GROWTH * gib(estimate.peak))
 
 

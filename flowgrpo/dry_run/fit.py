@@ -19,6 +19,7 @@ from flowgrpo.gpus import GPU, GPUS
 LOOP = frozenset(("preview", "rollout", "decode", "base", "rescore", "update"))
 LATER = LOOP | {"reward"}
 OPTIONS: list[tuple[str, Any, Any, frozenset[str]]] = [
+    ("memory.rewards", "keep", "cpu", frozenset(("encode", "update"))),
     ("memory.encoders", "keep", "cpu", LATER),
     ("memory.vae", "whole", "sliced", frozenset(("decode", "preview", "base"))),
     ("train.checkpointing", False, True, frozenset(("update",))),
@@ -27,6 +28,7 @@ OPTIONS: list[tuple[str, Any, Any, frozenset[str]]] = [
     ("memory.weights", "full", "int8", LATER | {"encode"}),
     ("memory.vae", "sliced", "tiled", frozenset(("decode", "preview", "base"))),
     ("memory.weights", "int8", "nf4", LATER | {"encode"}),
+    ("memory.encoders", "cpu", "ahead", frozenset(("encode",))),
 ]
 
 
@@ -50,7 +52,8 @@ def nearest_settings(config: Config, gpu: GPU, estimate: Estimate, processes: in
     settings: dict[str, Any] = {}
     refused: set[tuple[str, Any]] = set()
     while above := estimate.above(gpu.room):
-        option = next((option for option in _options(changed(config, settings), above) if option not in refused), None)
+        option = next((option for option in _options(changed(config, settings), above) if option not in refused and (
+            option[0] != "memory.rewards" or estimate.rewards)), None)
         if option is None:
             return settings, estimate
         try:

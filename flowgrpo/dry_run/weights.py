@@ -26,7 +26,7 @@ def hold(meta: MetaGPU, policy: Any, memory: Memory, processes: int) -> Any:
 
     processes: over which `memory.shard` shares weights of the denoisers.
     """
-    encoders, turns = policy.encoders, memory.denoiser == "cpu"
+    encoders, turns, ahead = policy.encoders, memory.denoiser == "cpu", memory.encoders == "ahead"
     stored, count = STORED[memory.weights], processes if memory.shard else 1
     if memory.offload != "none":
         for module in policy.denoisers.values():
@@ -38,11 +38,15 @@ def hold(meta: MetaGPU, policy: Any, memory: Memory, processes: int) -> Any:
     parts = [part for part in policy.pipe.components.values() if isinstance(part, torch.nn.Module)]
     meta.hold(_tensors(part for part in parts if encoders.here or part not in encoders.modules))
 
+    others = _tensors(part for part in parts if part not in [*encoders.modules, *policy.denoisers.values()])
+
     def come() -> None:
         if not encoders.here:
             tensors = _tensors(encoders.modules)
-            if turns:
+            if turns or ahead:
                 meta.drop(_frozen(policy.denoisers.values()))
+            if ahead:
+                meta.drop(others)
             meta.hold(tensors)
             meta.bus(_bytes(tensors), fixed=True)
             encoders.here = True
@@ -51,10 +55,11 @@ def hold(meta: MetaGPU, policy: Any, memory: Memory, processes: int) -> Any:
         if encoders.here and encoders.away is not None:
             meta.drop(_tensors(encoders.modules))
             encoders.here = False
-            if turns:
+            if turns or ahead:
                 for module in policy.denoisers.values():
                     _hold_denoiser(meta, module, stored, count)
-                meta.hold(_frozen(policy.denoisers.values()))
+                meta.hold([*_frozen(policy.denoisers.values()), *(others if ahead else [])])
+            if turns:
                 meta.bus(round(stored * _bytes(_frozen(policy.denoisers.values()))), fixed=True)
 
     encoders.come, encoders.offload = come, leave

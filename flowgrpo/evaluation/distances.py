@@ -72,8 +72,8 @@ def require(names: Sequence[str], features: str | Callable, images: int, size: t
         if name not in DISTANCES:
             raise UserError(f"--distance: got {name!r}, expected {' or '.join(DISTANCES)}, or both with a comma")
     if names and features == "pixels":
-        raise UserError("--distance: is of the features of a network: add --features clip, or path/to/file.py:function "
-                        "of an Inception network of your own")
+        raise UserError("--distance: is of the features of a network: add --features inception (those of published FID)"
+                        ", --features clip, or path/to/file.py:function")
     least = {name: LEAST if name == "kid" else _count(features, size) + 1 for name in names}
     for name, count in least.items():
         if images < count:

@@ -113,7 +113,7 @@ def make_pipeline(model: str, precision: str, trust_remote_code: bool = False, d
     modules = denoisers(pipe)
     encoders = Encoders(pipe, device, away, modules if memory_options.later(memory) else ())
     if away is not None:
-        encoders.attend(pipe)
+        encoders.attend(pipe, on_cpu=memory.encoders == "ahead")
         pipe.__class__ = placed(type(pipe), device)  # diffusers takes the place of a part that may be away
     if memory_options.later(memory):
         for module in modules.values():

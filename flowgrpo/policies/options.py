@@ -38,7 +38,8 @@ def checked(config: Config, kind: str, device: str | torch.device) -> Method:
 
 def check(setup: Setup) -> None:
     """Raise UserError for options that conflict with each other, the method or the device."""
-    for each in (require_load, require_init, require_memory, memory_options.require_waiting, sharding.require_shardable,
+    for each in (require_load, require_init, require_memory, memory_options.require_ahead,
+                 memory_options.require_waiting, sharding.require_shardable,
                  attention.require_context_parallel, require_sizes, check_recorded_pairs, check_supervised):
         each(setup)
 

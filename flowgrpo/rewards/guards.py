@@ -5,8 +5,10 @@ among them; and measures of an image without a model: compressibility, sharpness
 from __future__ import annotations
 
 import io
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from flowgrpo.data.open_image import require_open
 from flowgrpo.errors import UserError
+from flowgrpo.packages import needed
 from flowgrpo.rewards.about import About, described
 from flowgrpo.rewards.local_model import LocalModel, pretrained
 from flowgrpo.rewards.preprocessing import eight_bit, grey, read_tensor
@@ -24,6 +27,9 @@ SMALL = 16  # side of the miniatures of `pixels`
 QUALITY = 95
 SIDE, DEVIATION = 11, 1.5  # pixels of SSIM's Gaussian window
 FLAT = 1e-12  # mean square of the Laplacian of an image without edges
+# Weights of FID, as torch-fidelity converted them.
+INCEPTION = ("https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/"
+             "weights-inception-2015-12-05-6726825d.pth")
 STEADY = 0.01**2, 0.03**2  # SSIM's constants, for values in [0, 1]
 
 
@@ -35,9 +41,12 @@ def pixels(images: Tensor) -> Tensor:
 
 def extractor(features: str | dict[str, Any] | Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """Return a feature function, images [B, 3, H, W] -> [B, D]: `pixels`, CLIP's of unit length for `clip` (the model
-    of `clip_cosine`, or a dictionary of its arguments), a given function, or one in a file."""
+    of `clip_cosine`, or a dictionary of its arguments), those of FID for `inception`, a given function, or one in a
+    file."""
     if features == "pixels":
         return pixels
+    if features == "inception":
+        return inception()
     if features == "clip" or isinstance(features, dict):
         from flowgrpo.rewards.clip import ClipCosine
 
@@ -47,6 +56,30 @@ def extractor(features: str | dict[str, Any] | Callable[[Tensor], Tensor]) -> Ca
     from flowgrpo.user_code import load
 
     return load(features)
+
+
+def inception() -> Callable[[Tensor], Tensor]:
+    """Return torchmetrics' feature function of FID: images [B, 3, H, W] in [0, 1] -> [B, 2048], of the InceptionV3 of
+    torch-fidelity. Raises UserError if a package, or the file of weights in torch's cache, is missing."""
+    who = "--features inception"
+    needed("torch_fidelity", "fid", who)
+    network = needed("torchmetrics.image.fid", "fid", who).NoTrainInceptionV3
+    file = Path(torch.hub.get_dir()) / "checkpoints" / INCEPTION.rpartition("/")[2]
+    if not file.is_file():
+        raise UserError(f"{who} reads weights that are not here: curl -L --create-dirs -o {file} {INCEPTION}")
+    try:
+        torch.load(file, weights_only=True)  # torch-fidelity unpickles it: values alone are taken
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise UserError(f"{who}: {file} is not a file of weights ({type(error).__name__}): remove it, and fetch it "
+                        "again") from None
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    extract = network("inception-v3-compat", ["2048"], str(file)).to(device)
+
+    @torch.no_grad()
+    def features(images: Tensor) -> Tensor:
+        return extract((255 * images).round().clamp(0, 255).byte().to(device)).cpu()
+
+    return features
 
 
 def distances(features: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from flowgrpo.config.schema import Config
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.device import bf16_speed, described
+from flowgrpo.errors import UserError
 from flowgrpo.methods.method import Method
 from flowgrpo.methods.setup import Setup
 from flowgrpo.methods.targets import NoisedFinals, RecordedPairs
@@ -71,6 +73,9 @@ def load(setup: Setup) -> Any:
     if first:
         print(f"loading {config.model} ...", flush=True)
     encoded = build.encoded(config, setup.prompts)
+    if config.memory.encoders == "ahead" and not encoded:
+        _encode_ahead(setup)
+        encoded = True
     loaded = build.load(config, encoders=not encoded)
     if first and encoded:
         print(f"text encoders are not loaded: all prompts are encoded in {config.cache}", flush=True)
@@ -78,6 +83,34 @@ def load(setup: Setup) -> Any:
         print(f"loaded in {time.monotonic() - start:.1f} s: {announcement.described(loaded)}"
               + announcement.SAFETY * build.has_checker(config), flush=True)
     return loaded
+
+
+def _encode_ahead(setup: Setup) -> None:
+    """Encode all prompts of a run into its cache by text encoders alone, which are then released.
+
+    They are on the run's device, or on the CPU where they do not fit. Raises UserError for several processes.
+    """
+    from tqdm import tqdm
+
+    from flowgrpo.policies.pipelines import encoded_prompts
+
+    config = setup.config
+    if setup.all_processes > 1:
+        raise UserError(f"memory.encoders is ahead, and {setup.all_processes} processes have prompts that are not in "
+                        f"{config.cache}: `flowgrpo prompts encode` with the same recipe first")
+    def fill(device: str | torch.device) -> encoded_prompts.Filled:
+        return encoded_prompts.fill(config, setup.prompts, torch.device(device), lambda rows: tqdm(
+            rows, desc="encoding", unit="prompt", leave=False, disable=None))
+
+    try:
+        filled = fill(setup.device)
+    except torch.OutOfMemoryError:
+        print("text encoders do not fit the device: prompts are encoded on the CPU", flush=True)
+        filled = fill("cpu")
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    print(f"encoded {filled.new:,} of {filled.prompts:,} prompts in {filled.folder}", flush=True)
 
 
 def behind(config: Config, method: Method, policy: Policy, prompts: list[Prompt]) -> Iterator[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import io
 import subprocess
 import sys
 import time
@@ -153,3 +155,32 @@ def test_prepare_lists_downloads_and_says_the_next_command(serving, capsys):
     assert "downloaded and verified 6 files: flowgrpo train --model=owner/pipe --reward=pickscore" in said
     assert main(["prepare", *arguments]) == 0
     assert "nothing is missing: flowgrpo train" in capsys.readouterr().out
+
+
+class Terminal(io.StringIO):
+    """Input of a person, who has typed an answer."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_person_is_asked_and_no_downloads_nothing(serving, tmp_path, capsys, monkeypatch):
+    arguments = [f"--model={MODEL}", "--reward=jpeg_compressibility", "--method=mix_grpo"]
+    monkeypatch.setattr(sys, "stdin", Terminal("n\n"))
+    assert main(["prepare", *arguments]) != 0
+    assert "install and download what is missing? [Y/n]" in capsys.readouterr().out
+    assert not list((tmp_path / "hub").rglob("*.safetensors"))
+    monkeypatch.setattr(sys, "stdin", Terminal("y\n"))
+    assert main(["prepare", *arguments]) == 0
+    assert "unet/diffusion_pytorch_model.safetensors" in cached(tmp_path, MODEL)
+
+
+def test_extras_are_installed_by_pip_whose_failure_is_one_line(capfd, monkeypatch):
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: [
+        "pip; extra == 'here'", "no-such-package-of-ours>=1; extra == 'gone'"])
+    prepare.install(["here"])
+    assert "pip install -c " in capfd.readouterr().out
+    with pytest.raises(UserError, match="^pip did not install no-such-package-of-ours>=1: its lines above say why$"):
+        prepare.install(["gone"])
+    assert "no-such-package-of-ours" in capfd.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 
 import pytest
@@ -14,6 +15,7 @@ from flowgrpo.check import tiny as pipelines
 from flowgrpo.cli import main
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.data.sets import resolve
+from flowgrpo.errors import UserError
 from flowgrpo.policies import build
 from flowgrpo.policies.pipelines.conditioning import PromptCache
 from flowgrpo.policies.pipelines.encoded_prompts import complete
@@ -94,3 +96,42 @@ def test_how_prompts_of_different_lengths_are_padded_is_kept(tmp_path):
 def test_what_is_not_encoded_ahead_is_told_in_one_line(options, told, tmp_path, capsys):
     assert main(["prompts", "encode", *(option.replace("HERE", str(tmp_path)) for option in options)]) == 2
     assert told in capsys.readouterr().err
+
+
+def test_ahead_a_run_encodes_all_prompts_before_the_denoiser_is_loaded(model, tmp_path, capsys, monkeypatch):
+    """The weights are those of a run that encodes as it goes, and a second run finds all prompts in the cache."""
+    loads, load = [], build.load
+    monkeypatch.setattr(build, "load", lambda config, encoders=True: loads.append(encoders) or load(config, encoders))
+    results = []
+    for name, options in (("plain", {"cache": None}), ("ahead", {"memory__encoders": "ahead"}),
+                          ("again", {"memory__encoders": "ahead"})):
+        (tmp_path / name).mkdir()
+        _, config = recipe(tmp_path / name, model, **{"cache": str(tmp_path / "cache")} | options)
+        run(config, functions={"red": tiny.red})
+        results.append(load_file(config.folder / "pytorch_lora_weights.safetensors"))
+    said = capsys.readouterr().out
+    assert loads == [True, False, False] and said.count("encoded 7 of 7 prompts in") == 1
+    assert said.count("text encoders are not loaded") == 2
+    assert all(torch.equal(results[0][key], other[key]) for other in results[1:] for key in other)
+
+
+@pytest.mark.parametrize("options, told", [
+    ({"cache": None}, "prompts are not encoded ahead: cache is not set"),
+    ({"memory__denoiser": "cpu"}, "memory.encoders is ahead, which does not go with memory.denoiser: cpu"),
+    ({"parts": {"adapted": {"encoders": True, "denoisers": False}}}, "does not go with text encoders that are trained"),
+    ])
+def test_what_does_not_go_with_ahead_is_said_before_the_model_is_loaded(model, tmp_path, options, told):
+    _, config = recipe(tmp_path, model, **{"memory__encoders": "ahead"} | options)
+    with pytest.raises(UserError, match=re.escape(told)):
+        run(config, functions={"red": tiny.red})
+
+
+def test_beside_a_denoiser_without_room_the_encoders_encode_where_they_wait(model):
+    """As `sample` and `eval` of a run with `memory.encoders: ahead`: the encoders never come."""
+    from flowgrpo.config.sections import Memory
+    from flowgrpo.policies.loading import make_pipeline
+
+    stock, waits = (make_pipeline(str(model), "fp32", memory=Memory(encoders=way)) for way in ("cpu", "ahead"))
+    asked = dict(prompt="a red owl", prompt_2=None, prompt_3=None, device=torch.device("cpu"))
+    for one, other in zip(stock.encode_prompt(**asked), waits.encode_prompt(**asked)):
+        assert torch.equal(one, other)

@@ -51,6 +51,40 @@ def test_the_papers_number_stands_beside_ours(capsys):
     assert "flow_grpo/geneval: 2505.05470, table 2, with KL; 553 prompts".split() in lines
 
 
+@pytest.mark.parametrize("name, base, tuned", [
+    ("flow_grpo/pickscore", 22.34, 23.53), ("mix_grpo/flux", 0.313, 0.367), ("diffusion_nft/geneval", 0.24, 0.98),
+    ("diffusion_nft/ocr", 0.12, 0.97), ("diffusion_nft/pickscore", 20.51, 24.03)])
+def test_published_numbers_are_those_of_the_papers_tables(name, base, tuned):
+    result = reproduce.RESULTS[name]
+    assert (result.base, result.tuned) == (base, tuned) and "table" in result.source
+
+
+def test_a_stand_in_is_trained_evaluated_and_shown_and_the_same_command_goes_on(tmp_path, monkeypatch, capfd):
+    """All three commands as a user's, on the toy model: its number is a "paper's" here."""
+    (tmp_path / "suite.jsonl").write_text("".join(json.dumps({"prompt": f"a red {shape}", "metadata": {}}) + "\n"
+                                                  for shape in ("circle", "square", "triangle")))
+    (tmp_path / "toy.yaml").write_text(
+        "extends: starter\nreward: sharpness\nprecision: fp32\neval: {every: 0, prompts: 1, grid: 1, steps: 2, "
+        "rewards: []}\ntrain: {epochs: 1, prompts: 1, group: 4, micro_batch: 4, steps: 4, updates: 1}\n"
+        f"output: {tmp_path / 'runs'}\nname: toy\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    toy = reproduce.Result(str(tmp_path / "suite.jsonl"), "sharpness", "table 1 of a stand-in", 1, 1.0, 1.0, 0.5, 0.75,
+                           str(tmp_path / "toy.yaml"))
+    monkeypatch.setitem(reproduce.RESULTS, "toy/sharpness", toy)
+    assert main(["reproduce", "toy/sharpness", "--gpus=1"]) == 0
+    found = json.loads((tmp_path / "runs" / "toy" / "eval" / "suite" / "results.json").read_text())
+    said = capfd.readouterr().out
+    rows = [line.split() for line in said.splitlines()]
+    for arm, published in (("base", "0.5"), ("tuned", "0.75")):
+        ours = found["arms"][arm]["sharpness"]["all prompts"]
+        assert [arm, published, f"{ours['mean']:.4g}", f"{ours['low']:.4g}", "to", f"{ours['high']:.4g}"] in rows
+    assert "toy/sharpness: table 1 of a stand-in; 3 prompts" in said and said.count("$ flowgrpo ") == 3
+    assert main(["reproduce", "toy/sharpness", "--gpus=1"]) == 0
+    again = capfd.readouterr().out
+    assert again.count("$ flowgrpo ") == 1 and "table 1 of a stand-in" in again  # the run is there
+
+
 @pytest.mark.parametrize("source, suite, folder", [
     ("runs/mine", "geneval", "runs/mine/eval/geneval"), ("owner/model", "geneval", "runs/eval/owner_model/geneval"),
     ("runs/mine", "hub:owner/set?split=test", "runs/mine/eval/hub_owner_set_split_test")])

@@ -191,6 +191,11 @@ def test_options_of_memory_lower_the_phases_they_are_for(model):
     weights, rounding = sum(p.numel() * p.element_size() for p in frozen.parameters()), 512 * len(linear) * 2
     assert away["encode"].allocated - turns["encode"].allocated == pytest.approx(weights, abs=rounding)
     assert turns["rollout"].allocated == pytest.approx(away["rollout"].allocated, rel=0.02)
+    alone = dry_run(config(model, memory__encoders="ahead", cache="encoded")).phases
+    vae = sum(p.numel() * p.element_size() for p in from_configs.pipeline(str(model / "model"), torch.bfloat16).vae.
+              parameters())
+    assert away["encode"].allocated - alone["encode"].allocated == pytest.approx(weights + vae, abs=2 * rounding)
+    assert alone["rollout"].allocated == pytest.approx(away["rollout"].allocated, rel=0.02)
     waiting = dry_run(config(model, memory__offload="block_level", train__checkpointing=True)).phases
     blocks = [sum(p.numel() * p.element_size() for p in block.parameters()) for block in frozen.transformer_blocks]
     saved = base["reward"].allocated - waiting["reward"].allocated
@@ -204,6 +209,9 @@ def test_reward_models_are_held_beside_every_phase(model):
     options = config(model, reward=rewards, eval__rewards=["pickscore", "ocr"])
     assert dry_run(options).rewards == 2 * 4 * 0.986e9
     assert dry_run(options).peak > 2 * 4 * 0.986e9
+    left = dry_run(fit.changed(options, {"memory.rewards": "cpu"}))  # after an epoch is scored
+    assert left.away == {"encode", "update"} and left.used("encode") == left.phases["encode"].allocated
+    assert left.peak == left.rewards + max(left.phases[name].allocated for name in left.phases.keys() - left.away)
 
 
 @pytest.mark.parametrize("options, text", [
@@ -239,7 +247,7 @@ def test_the_nearest_settings_are_the_cheapest_that_fit(model):
 def test_what_fits_nowhere_says_so(model):
     recipe = config(model, **LOW)
     found, estimated = fit.nearest_settings(recipe, gpu(2**16), dry_run(recipe))
-    assert found == {"memory.weights": "nf4"} and estimated.above(2**16)
+    assert found == {"memory.weights": "nf4", "memory.encoders": "ahead"} and estimated.above(2**16)
 
 
 def test_batch_settings_are_the_largest_that_fit(model):

@@ -17,6 +17,8 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 TEXT = {"num_hidden_layers": 2}
 SHALLOW = {
     "SD3Transformer2DModel": {"num_layers": 2, "dual_attention_layers": (0,)},
+    "ChromaTransformer2DModel": {"num_layers": 2, "num_single_layers": 2},
+    "Krea2Transformer2DModel": {"num_layers": 2},
     "FluxTransformer2DModel": {"num_layers": 2, "num_single_layers": 2},
     "Flux2Transformer2DModel": {"num_layers": 1, "num_single_layers": 2},
     "HunyuanVideoTransformer3DModel": {"num_layers": 2, "num_single_layers": 2},

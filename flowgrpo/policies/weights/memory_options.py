@@ -12,15 +12,34 @@ from typing import Any, Protocol
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_map_only
 
 from flowgrpo.config.sections import Memory
 from flowgrpo.errors import UserError
 from flowgrpo.methods.setup import Setup, require_compatible
+from flowgrpo.methods.targets import LatentEdits
 from flowgrpo.policies.weights.checkpointing import WRONG, supported
 from flowgrpo.policies.weights.forwards import blocks
 
 BLOCK, LEAF = "block_level", "leaf_level"  # the names that diffusers has for them
 PACKAGES = {"int8": "torchao", "fp8": "torchao", "nf4": "bitsandbytes"}
+
+
+def require_ahead(setup: Setup) -> None:
+    """Raise UserError for options that conflict with `memory.encoders: ahead`."""
+    config, method = setup.config, setup.method
+    if config.memory.encoders != "ahead":
+        return
+    from flowgrpo.policies.pipelines import encoded_prompts
+
+    wrong = {"a model that is loaded already: use cpu": setup.loaded is not None,
+             "memory.denoiser: cpu, which would never wait: use keep": config.memory.denoiser == "cpu",
+             "text encoders that are trained: set parts.adapted.encoders: false": method.denoising.adapted.encoders,
+             "the method of edits, which encodes by itself: use cpu": isinstance(method.target, LatentEdits),
+             "memory.shard: use cpu": bool(config.memory.shard),
+             "memory.context_parallel: use cpu": config.memory.context_parallel > 1}
+    require_compatible("memory.encoders is ahead", wrong)
+    encoded_prompts.require(config)
 
 
 def require_waiting(setup: Setup) -> None:
@@ -291,12 +310,20 @@ class Encoders(Offloaded):
             if away is None or part not in self.modules:
                 part.to(device)
 
-    def attend(self, pipe: Any) -> None:
-        """Make the stock pipeline's own calls bring the encoders for their prompts, and offload them afterwards."""
-        encode = pipe.encode_prompt
+    def attend(self, pipe: Any, on_cpu: bool = False) -> None:
+        """Make the stock pipeline's own calls bring the encoders for their prompts, and offload them afterwards.
+
+        on_cpu: the encoders stay there and encode there, beside a denoiser that leaves them no room.
+        """
+        encode, taken = pipe.encode_prompt, inspect.signature(pipe.encode_prompt)
 
         @functools.wraps(encode)
         def attended(*args: Any, **kwargs: Any) -> Any:
+            if on_cpu:
+                given = taken.bind_partial(*args, **kwargs)
+                given.arguments |= {"device": torch.device("cpu")} if "device" in taken.parameters else {}
+                return tree_map_only(torch.Tensor, lambda value: value.to(self.device),
+                                     encode(*given.args, **given.kwargs))
             self.come()
             try:
                 return encode(*args, **kwargs)
