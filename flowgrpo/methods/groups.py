@@ -45,7 +45,7 @@ class Adapted:
             return
         wrong = {"adapter.rank: 0, which trains all of a denoiser: set a rank": not config.adapter.rank,
                  "adapter.dora, which is for denoisers: use false": config.adapter.dora,
-                 "memory.encoders: cpu, where they would be moved out of the graph: use keep":
+                 f"memory.encoders: {config.memory.encoders}, where they would be moved out of the graph: use keep":
                      config.memory.encoders != "keep",
                  "memory.shard, whose processes meet in the denoiser alone: use false": config.memory.shard}
         for option in (option for option, applies in wrong.items() if applies):

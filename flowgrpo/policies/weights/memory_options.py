@@ -34,7 +34,6 @@ def require_ahead(setup: Setup) -> None:
 
     wrong = {"a model that is loaded already: use cpu": setup.loaded is not None,
              "memory.denoiser: cpu, which would never wait: use keep": config.memory.denoiser == "cpu",
-             "text encoders that are trained: set parts.adapted.encoders: false": method.denoising.adapted.encoders,
              "the method of edits, which encodes by itself: use cpu": isinstance(method.target, LatentEdits),
              "memory.shard: use cpu": bool(config.memory.shard),
              "memory.context_parallel: use cpu": config.memory.context_parallel > 1}
