@@ -35,7 +35,7 @@ def predict(model: str | None, recipe: str | None, overrides: dict[str, str], na
     from flowgrpo.gpus import gpu_named
     from flowgrpo.methods import keys_read, validate
     from flowgrpo.methods.setup import Setup
-    from flowgrpo.policies import build, defaults
+    from flowgrpo.policies import build, defaults, options
     from flowgrpo.policies.weights import memory_options, sharding
 
     gpu = gpu_named(name)
@@ -47,7 +47,7 @@ def predict(model: str | None, recipe: str | None, overrides: dict[str, str], na
     setup = Setup(config, kind, validate.resolve(config, build.process(kind)))
     keys_read.check(setup)
     sharding.require_shardable(setup)
-    for require in (memory_options.require_ahead, memory_options.require_waiting):
+    for require in (options.require_ahead, memory_options.require_waiting):
         require(setup)
     report = _kept(_key(config, name, processes), partial(_predicted, config, name, gpu, processes))
     if told and not as_json:

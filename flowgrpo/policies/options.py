@@ -17,7 +17,7 @@ from flowgrpo.methods.targets import LatentEdits
 from flowgrpo.methods.validate import check_recorded_pairs, check_supervised, resolve
 from flowgrpo.objectives import references
 from flowgrpo.policies import build, sources
-from flowgrpo.policies.pipelines import attention
+from flowgrpo.policies.pipelines import attention, encoded_prompts
 from flowgrpo.policies.pipelines.attention import require_attention
 from flowgrpo.policies.weights import memory_options, sharding
 from flowgrpo.policies.weights.lora_files import require_lora
@@ -38,7 +38,7 @@ def checked(config: Config, kind: str, device: str | torch.device) -> Method:
 
 def check(setup: Setup) -> None:
     """Raise UserError for options that conflict with each other, the method or the device."""
-    for each in (require_load, require_init, require_memory, memory_options.require_ahead,
+    for each in (require_load, require_init, require_memory, require_ahead,
                  memory_options.require_waiting, sharding.require_shardable,
                  attention.require_context_parallel, require_sizes, check_recorded_pairs, check_supervised):
         each(setup)
@@ -95,6 +95,20 @@ def require_memory(setup: Setup) -> None:
                         "besides: use the reference EMA or PreviousPolicy, or adapter.dora: false")
     if config.train.optimizer == "adamw8bit":
         require_package("train.optimizer is 'adamw8bit'", "bitsandbytes")
+
+
+def require_ahead(setup: Setup) -> None:
+    """Raise UserError for options that conflict with `memory.encoders: ahead`."""
+    config, method = setup.config, setup.method
+    if config.memory.encoders != "ahead":
+        return
+    wrong = {"a model that is loaded already: use cpu": setup.loaded is not None,
+             "memory.denoiser: cpu, which would never wait: use keep": config.memory.denoiser == "cpu",
+             "the method of edits, which encodes by itself: use cpu": isinstance(method.target, LatentEdits),
+             "memory.shard: use cpu": bool(config.memory.shard),
+             "memory.context_parallel: use cpu": config.memory.context_parallel > 1}
+    require_compatible("memory.encoders is ahead", wrong)
+    encoded_prompts.require(config)
 
 
 def _require_models(config: Config, name: str, models: Sequence[str]) -> None:

@@ -17,28 +17,11 @@ from torch.utils._pytree import tree_map_only
 from flowgrpo.config.sections import Memory
 from flowgrpo.errors import UserError
 from flowgrpo.methods.setup import Setup, require_compatible
-from flowgrpo.methods.targets import LatentEdits
 from flowgrpo.policies.weights.checkpointing import WRONG, supported
 from flowgrpo.policies.weights.forwards import blocks
 
 BLOCK, LEAF = "block_level", "leaf_level"  # the names that diffusers has for them
 PACKAGES = {"int8": "torchao", "fp8": "torchao", "nf4": "bitsandbytes"}
-
-
-def require_ahead(setup: Setup) -> None:
-    """Raise UserError for options that conflict with `memory.encoders: ahead`."""
-    config, method = setup.config, setup.method
-    if config.memory.encoders != "ahead":
-        return
-    from flowgrpo.policies.pipelines import encoded_prompts
-
-    wrong = {"a model that is loaded already: use cpu": setup.loaded is not None,
-             "memory.denoiser: cpu, which would never wait: use keep": config.memory.denoiser == "cpu",
-             "the method of edits, which encodes by itself: use cpu": isinstance(method.target, LatentEdits),
-             "memory.shard: use cpu": bool(config.memory.shard),
-             "memory.context_parallel: use cpu": config.memory.context_parallel > 1}
-    require_compatible("memory.encoders is ahead", wrong)
-    encoded_prompts.require(config)
 
 
 def require_waiting(setup: Setup) -> None:
