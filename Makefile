@@ -22,9 +22,10 @@ PYTEST = $(BIN)/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder
 CHROMIUM := $(firstword $(foreach name,chromium chromium-browser google-chrome,$(shell command -v $(name))))
 # Jobs are run where Debian's Slurm is installed: its daemons are in /usr/sbin.
 SLURM := $(and $(wildcard /usr/sbin/slurmctld),$(wildcard /usr/sbin/munged))
-# Judges are asked where the packages of `transformers serve` are installed.
+# Judges are asked where the packages of `transformers serve`, or of llama.cpp's server, are installed.
 PACKAGES = $(VENV)/lib/python3*/site-packages
-SERVERS = $(and $(wildcard $(PACKAGES)/fastapi),$(wildcard $(PACKAGES)/openai))
+SERVERS = $(if $(and $(wildcard $(PACKAGES)/fastapi),$(wildcard $(PACKAGES)/openai)),tests/servers/test_judges.py) \
+    $(if $(and $(wildcard $(PACKAGES)/llama_cpp),$(wildcard $(PACKAGES)/gguf)),tests/servers/test_llama_cpp.py)
 # Request classes of SGLang's wheel, where it can be fetched: unpacked without the packages that it needs to serve.
 export FLOWGRPO_SGLANG := $(VENV)/sglang
 
@@ -37,12 +38,12 @@ test: $(VENV)/tested
 
 test-all: $(VENV)/tested-all
 	-test -d $(FLOWGRPO_SGLANG) || $(BIN)/python -m pip install --quiet --no-deps --target $(FLOWGRPO_SGLANG) sglang==0.5.23
-	$(PYTEST) tests $(if $(CHROMIUM),tests/browser) $(if $(SLURM),tests/slurm) $(if $(SERVERS),tests/servers) \
+	$(PYTEST) tests $(if $(CHROMIUM),tests/browser) $(if $(SLURM),tests/slurm) $(SERVERS) \
 	    $$(test -d $(FLOWGRPO_SGLANG)/sglang && echo tests/sglang)
 	@test -d $(FLOWGRPO_SGLANG)/sglang || echo "SGLang's wheel could not be fetched, so tests/sglang did not run"
 	$(if $(CHROMIUM),,@echo "no Chromium was found, so tests/browser did not run (Debian: apt-get install chromium)")
 	$(if $(SLURM),,@echo "no Slurm was found, so tests/slurm did not run (Debian: apt-get install slurm-wlm munge)")
-	$(if $(SERVERS),,@echo "no transformers serve was found, so tests/servers did not run ($(BIN)/python -m pip install 'transformers[serving]')")
+	$(if $(word 2,$(SERVERS)),,@echo "of tests/servers ran: $(or $(strip $(SERVERS)),nothing) ($(BIN)/python -m pip install 'transformers[serving]' 'llama-cpp-python[server]' gguf)")
 
 fuzz: $(VENV)/tested
 	$(BIN)/python -m tests.fuzz.battery --seconds 600 --failures fuzz_failures.json

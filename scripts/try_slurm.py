@@ -1,4 +1,4 @@
-"""Start a Slurm of one node with four made-up GPUs, and run scripts/launch/slurm.sh through its cases.
+"""Start a Slurm of one node with eight made-up GPUs, and run scripts/launch/slurm.sh through its cases.
 
 Needs Debian's `slurm-wlm` and `munge`, not their services: the daemons have a folder of their own. Jobs are the starter
 on the CPU, 2 prompts with 4 samples. Prints a table; exits with 1 if a case fails.
@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -60,7 +61,7 @@ SlurmdPort={daemon}
 GresTypes=gpu
 SlurmdParameters=config_overrides
 FirstJobId={first}
-NodeName={host} NodeAddr=127.0.0.1 CPUs=16 Sockets=1 CoresPerSocket=16 ThreadsPerCore=1 Gres=gpu:4 RealMemory=4000
+NodeName={host} NodeAddr=127.0.0.1 CPUs=16 Sockets=1 CoresPerSocket=16 ThreadsPerCore=1 Gres=gpu:8 RealMemory=4000
 PartitionName=main Nodes={host} Default=YES MaxTime=60 State=UP OverSubscribe=FORCE:4
 """
 
@@ -137,9 +138,9 @@ def node() -> Iterator[Node]:
     (folder / "slurm.conf").write_text(CONFIG.format(host=host, user=getpass.getuser(), folder=folder,
                                                      controller=ports[0], daemon=ports[1],
                                                      first=secrets.randbelow(50_000) + 1))
-    (folder / "gres.conf").write_text(f"NodeName={host} Name=gpu File={folder}/gpu[0-3]\n")
-    for name in ("gpu0", "gpu1", "gpu2", "gpu3"):
-        (folder / name).touch()
+    (folder / "gres.conf").write_text(f"NodeName={host} Name=gpu File={folder}/gpu[0-7]\n")
+    for number in range(8):
+        (folder / f"gpu{number}").touch()
     for name in ("spool", "state", "jobs"):
         (folder / name).mkdir()
     key = folder / "munge.key"
@@ -192,7 +193,7 @@ def stop(node: Node, launcher: str, number: int, *command: str) -> str:
     """Stop a run after a random time in an epoch; return the job's state. Its last whole epoch has to be saved."""
     name = f"stop-{launcher}-{number}"
     job = node.submit(name, epochs=500, FLOWGRPO_LAUNCHER=launcher)
-    node.trains(job, name, 2)
+    node.trains(job, name, 1 + number % 2)
     time.sleep(random.Random(number).random() * 2)
     node.ran(*(command or ("scancel",)), job)
     state, rows = node.end(job), node.rows(name)
@@ -203,9 +204,20 @@ def stop(node: Node, launcher: str, number: int, *command: str) -> str:
     return state
 
 
-def stops(node: Node, launcher: str, rounds: int) -> str:
-    """scancel, so many times."""
-    states = {stop(node, launcher, number) for number in range(rounds)}
+def stops(node: Node, launcher: str, rounds: int, beside: int) -> str:
+    """scancel, so many times, of so many jobs at once."""
+    lost: list[str] = []
+
+    def state(number: int) -> str:
+        try:
+            return stop(node, launcher, number)
+        except Failed as error:
+            lost.append(str(error))
+            return ""
+
+    with ThreadPoolExecutor(beside) as threads:
+        states = {*threads.map(state, range(rounds))}
+    require(not lost, f"{len(lost)} of {rounds} lose it: {lost[:1]}")
     return f"{rounds} of {rounds} keep the last whole epoch, {' '.join(states)}"
 
 
@@ -277,7 +289,7 @@ def no_gpu(node: Node) -> str:
 def smaller(node: Node) -> str:
     """A node with fewer GPUs, then fewer CPUs, than asked for: sbatch refuses the job, or squeue has the reason."""
     said = []
-    for options, gpus in (([], 8), (["--cpus-per-task", "64"], 2)):
+    for options, gpus in (([], 16), (["--cpus-per-task", "64"], 2)):
         try:
             job = node.submit("smaller", *options, gpus=gpus)
         except Failed as error:
@@ -316,11 +328,11 @@ def one_line(node: Node, job: str) -> str:
     return line
 
 
-def cases(rounds: int) -> dict[str, Callable[[Node], str]]:
+def cases(rounds: int, beside: int = 1) -> dict[str, Callable[[Node], str]]:
     """Return all cases by name."""
     both: dict[str, Callable[[Node], str]] = {}
     for launcher in LAUNCHERS:
-        both |= {f"scancel, {launcher}": lambda node, by=launcher: stops(node, by, rounds),
+        both |= {f"scancel, {launcher}": lambda node, by=launcher: stops(node, by, rounds, beside),
                  f"scancel --signal=USR1, {launcher}": lambda node, by=launcher: warning(node, by),
                  f"two jobs on one node, {launcher}": lambda node, by=launcher: two_jobs(node, by),
                  f"wrong option, {launcher}": lambda node, by=launcher: mistake(node, by)}
@@ -331,12 +343,13 @@ def cases(rounds: int) -> dict[str, Callable[[Node], str]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20, help="Stops per launcher.")
+    parser.add_argument("--beside", type=int, default=1, help="Of these stops, jobs at once: up to 4.")
     parser.add_argument("--only", default="", help="Part of the names of the cases.")
     options = parser.parse_args()
     failed = 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the daemons
     with node() as running:
-        for name, case in cases(options.rounds).items():
+        for name, case in cases(options.rounds, options.beside).items():
             if options.only in name:
                 began = time.monotonic()
                 try:

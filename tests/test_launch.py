@@ -70,7 +70,7 @@ def test_slurm_without_a_gpu_says_so(tmp_path):
 
 def test_slurm_with_fewer_cpus_than_processes_says_so(tmp_path):
     said, *command = job(tmp_path, SLURM_GPUS_ON_NODE="4", SLURM_CPUS_ON_NODE="1")
-    assert said.startswith("slurm.sh: 1 CPUs for 4 processes on a node") and command[0] == "accelerate"
+    assert said.startswith("slurm.sh: fewer CPUs (1) than processes (4) on a node") and command[0] == "accelerate"
 
 
 @pytest.mark.parametrize("options, expected", [

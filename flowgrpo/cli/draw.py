@@ -59,7 +59,7 @@ def sample(
     steps: Annotated[int | None, typer.Option(min=1, help="Denoising steps; without: the run's or pipeline's.")] = None,
     guidance: Annotated[float | None, typer.Option(min=0, help="Guidance scale; likewise.")] = None,
     rlg: Annotated[str | None, typer.Option(metavar="W", help=RLG)] = None,
-    output: Annotated[Path, typer.Option(help="The folder of the images; or x.mp4, for one clip.")] = Path("samples"),
+    output: Annotated[Path, typer.Option(help="A folder; of one sample also a .png, .webp or .mp4.")] = Path("samples"),
     temperature: Annotated[float | None, typer.Option(min=0, help=TEMPERATURE)] = None,
     image: Annotated[Path | None, typer.Option(help=IMAGE)] = None,
     batch: Annotated[int | None, typer.Option(min=1, help=BATCH)] = None,

@@ -124,9 +124,10 @@ def tensors_hash(file: Path) -> str:
 
 
 def free(path: Path) -> Path:
-    """Return a path that does not exist: this one, or with the first free number from 2 on behind its name."""
+    """Return a path that does not exist: this one, or with the first free number from 2 on behind its name. The mp4 of
+    a WebP is to be free, too."""
     number = 2
-    while path.exists():
+    while path.exists() or (path.suffix.lower() == ".webp" and path.with_suffix(".mp4").exists()):
         path, number = path.with_name(f"{path.stem.rpartition('~')[0] or path.stem}~{number}{path.suffix}"), number + 1
     return path
 

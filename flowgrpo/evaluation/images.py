@@ -5,6 +5,7 @@ prompt of a file with a prompt file that names them (for `base_similarity`, or t
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -39,6 +40,7 @@ from flowgrpo.storage.paths import require_file, require_folder, require_room
 BLOCK = 4096  # bytes of the disk that a file takes at least
 FILE = "prompts.jsonl"
 PROMPT = "prompt"  # the key that makes a text the prompt of its line
+FILES = {"image": (".png",), "video": (".webp", ".mp4")}  # endings of one sample's file, by what is generated
 KEYS = {draw.IMAGES: "base_image", draw.DRAWINGS: "base_image", draw.TEXTS: "base_text"}
 
 
@@ -48,7 +50,7 @@ def sample(model: str, lora: str | Path | None, prompts: list[str], count: int, 
            image: str | Path | None = None, precision: str | None = None, best_of: int = 1,
            by: str | dict[str, Any] = "", enhancer: Enhancer | None = None) -> list[Path]:
     """Draw `count` images per prompt to the folder `output`, clips as animated WebP and mp4; returns the paths of the
-    images or WebPs, in order. An `output` that ends with .mp4 is the file of one clip.
+    images or WebPs, in order. An `output` that ends as in FILES is the file of one sample.
 
     A PNG says how it was drawn in its text chunk `parameters`, a WebP in its EXIF user comment. No file is overwritten:
     a taken name gets a number.
@@ -63,8 +65,7 @@ def sample(model: str, lora: str | Path | None, prompts: list[str], count: int, 
     An image depends only on the seed, its prompt's number and its number within the prompt.
     Raises UserError for a model or weights that do not load, and for an unreadable image.
     """
-    film = Path(output).suffix == ".mp4"
-    _require_film(output, len(prompts) * count) if film else require_folder(output)
+    one = one_file(output, len(prompts) * count)
     given = [Prompt(text, image=None if image is None else str(image)) for text in prompts]
     require_length(given)
     require_disk(output, len(prompts) * count)
@@ -86,12 +87,13 @@ def sample(model: str, lora: str | Path | None, prompts: list[str], count: int, 
     pipe = painter.sampler.load(plan.arm(arm))
     if image is not None and "image" not in inspect.signature(pipe.__call__).parameters:
         raise UserError(f"--image: {type(pipe).__name__} takes no image: leave it out")
-    if film and modality(pipe) != "video":
-        raise UserError(f"--output {output}: {type(pipe).__name__} generates images: name a folder")
-    folder, names = (Path(output).parent, iter([Path(output).name])) if film else (
-        Path(output), names_of(prompts, count, "webp" if modality(pipe) == "video" else "png"))
-    return [*saved(best.over(painter) if best else painter, arm, given, count, folder, names, SAMPLE[modality(pipe)],
-                    plan.fps)]
+    kind = modality(pipe)
+    if one and Path(output).suffix.lower() not in FILES[kind]:
+        raise UserError(f"--output {output}: {type(pipe).__name__} generates {SAMPLE[kind]}s: expected the name of a "
+                        f"{' or '.join(FILES[kind])} file, or of a folder")
+    folder, names = (Path(output).parent, iter([Path(output).name])) if one else (
+        Path(output), names_of(prompts, count, "webp" if kind == "video" else "png"))
+    return [*saved(best.over(painter) if best else painter, arm, given, count, folder, names, SAMPLE[kind], plan.fps)]
 
 
 def saved(hand: Hand, arm: str, prompts: Sequence[Prompt], count: int, folder: Path, names: Iterator[str],
@@ -112,12 +114,21 @@ def require_disk(output: str | Path, files: int) -> None:
     require_room(Path(output), BLOCK * files, f"{files:,} samples", "ask for fewer, make room, or name another output")
 
 
-def _require_film(output: str | Path, count: int) -> None:
-    """Raise UserError if an mp4 cannot be written, or is to hold several clips."""
+def one_file(output: str | Path, count: int, endings: Sequence[str] = tuple(itertools.chain(*FILES.values()))) -> bool:
+    """Return whether `output` is the file of one sample, by its ending, and no folder.
+
+    Raises UserError if it cannot be written, or is a file and there are several samples.
+    """
+    ending = Path(output).suffix.lower()
+    if ending not in endings or Path(output).is_dir():
+        require_folder(output, f" or of one sample's {', '.join(endings)} file")
+        return False
     if count != 1:
-        raise UserError(f"--output {output}: is the file of one clip, got {count}: name a folder")
-    clips.require(f"--output {output}")
+        raise UserError(f"--output {output}: is the file of one sample, got {count}: name a folder")
+    if ending == ".mp4":
+        clips.require(f"--output {output}")
     require_file(output)
+    return True
 
 
 @loading.memory_told()

@@ -75,12 +75,12 @@ def draw_one(pipe: Any, prompt: Prompt, seed: int, arguments: dict[str, Any], ne
     """Draw an image [3, H, W] or clip [F, 3, H, W] in [0, 1], by one pipeline call with noise of that seed.
 
     arguments: further ones of the call, from `call_arguments`. negative: for a prompt without its own.
-    Raises UserError for a pipeline with another output, and for a missing input file.
+    Raises UserError for a pipeline with another output, or that refuses its arguments, and for a missing input file.
     """
     if (editing := edits.attached(pipe)) is not None:
         return editing.draw([prompt], [seed], arguments, negative)[0]
     generator, image = torch.Generator().manual_seed(seed), _brought(pipe, prompt, arguments)
-    with seeded(pipe.scheduler, generator), _image_missed(pipe, arguments | image):
+    with seeded(pipe.scheduler, generator), _refused(pipe, prompt, arguments, image):
         images = call(pipe, arguments, prompt=prompt.text, generator=generator, output_type="pt", **image,
                     negative_prompt=negative if prompt.negative is None else prompt.negative)
     if images.ndim not in (4, 5):
@@ -109,16 +109,22 @@ def _brought(pipe: Any, prompt: Prompt, call: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _image_missed(pipe: Any, given: dict[str, Any]) -> Iterator[None]:
-    """Context manager: if a call without an image fails on a pipeline that takes one, name that as a possible cause.
-    """
+def _refused(pipe: Any, prompt: Prompt, arguments: dict[str, Any], images: dict[str, Any]) -> Iterator[None]:
+    """Context manager: a pipeline's refusal is one line. If a call without an image fails on a pipeline that takes
+    one, that is named as a possible cause. images: what the prompt brings, as arguments."""
     try:
         yield
-    except (AttributeError, TypeError, ValueError) as error:
-        if "image" in given or "image" not in inspect.signature(pipe.__call__).parameters:
+    except (*prompt_inputs.REFUSALS, AttributeError) as error:
+        takes = "image" in inspect.signature(pipe.__call__).parameters and "image" not in arguments | images
+        if takes and isinstance(error, (AttributeError, TypeError, ValueError)) and not isinstance(error, UserError):
+            raise UserError(f"{type(pipe).__name__} takes an image, and fails without one "
+                            f"({' '.join(str(error).split())}): give `sample` an --image FILE, or every prompt of the "
+                            "file an `image`") from error
+        told = prompt_inputs.refusal(pipe, error, [prompt.brings], {
+            name: value if isinstance(value, list) else [value] for name, value in images.items()}, bool(images))
+        if told is None:
             raise
-        raise UserError(f"{type(pipe).__name__} takes an image, and fails without one ({' '.join(str(error).split())}):"
-                        " give `sample` an --image FILE, or every prompt of the file an `image`") from error
+        raise told from error
 
 
 class Together:

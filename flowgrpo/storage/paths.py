@@ -21,13 +21,13 @@ ENDINGS = {f".{ending}" for ending in (
 BROKEN = (errno.EIO, errno.ESTALE, errno.ENXIO, errno.ENODEV, errno.EROFS, errno.EBADMSG)  # of a disk or its server
 
 
-def require_folder(path: str | Path) -> None:
+def require_folder(path: str | Path, other: str = "") -> None:
     """Raise UserError if no file can be written below the folder `path`, or if its name is that of a file.
 
-    The folder need not exist, and is not left behind.
+    The folder need not exist, and is not left behind. other: what may be named besides, for the error.
     """
     if (ending := Path(path).suffix.lower()) in ENDINGS and not Path(path).is_dir():
-        raise UserError(f"{path}: got the name of a {ending} file, expected that of a folder")
+        raise UserError(f"{path}: got the name of a {ending} file, expected that of a folder{other}")
     _try(Path(path), Path(path))
 
 

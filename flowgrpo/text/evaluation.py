@@ -52,12 +52,13 @@ def sample(model: str, lora: Path | None, prompts: list[str], count: int, seed: 
 def sample_images(model: str, lora: Path | None, prompts: list[str], count: int, seed: int, output: Path,
              guidance: float | None = None, temperature: float | None = None, precision: str | None = None,
              best_of: int = 1, by: str | dict[str, Any] = "") -> list[Path]:
-    """Draw `count` images per prompt by image tokens to the folder `output`; return the PNGs' paths, in order.
+    """Draw `count` images per prompt by image tokens to the folder `output`, or one to the PNG `output`; return their
+    paths, in order.
 
     guidance, temperature: None takes the run's, or 5 and 1. Other arguments: see `sample`.
     Raises UserError for a model or weights that do not load.
     """
-    paths.require_folder(output)
+    one = images.one_file(output, len(prompts) * count, images.FILES["image"])
     images.require_disk(output, len(prompts) * count)
     config, arm = config_of(lora), BASE if lora is None else TUNED
     best = choice.make(best_of, by, config)
@@ -65,8 +66,8 @@ def sample_images(model: str, lora: Path | None, prompts: list[str], count: int,
     plan = Plan(model, lora, {arm: float(lora is not None)}, None, config, call, count, seed, draw.DRAWINGS,
                 precision, best)
     hand = plan.drawer(loading.place())
-    return [*images.saved(hand, arm, [Prompt(text) for text in prompts], count, output,
-                          images.names_of(prompts, count), "image")]
+    folder, names = (output.parent, iter([output.name])) if one else (output, images.names_of(prompts, count))
+    return [*images.saved(hand, arm, [Prompt(text) for text in prompts], count, folder, names, "image")]
 
 
 def grid(run: Path, prompts: Path | None, count: int, seed: int, output: Path) -> Path:

@@ -20,7 +20,7 @@ if [ "$GPUS" -eq 0 ]; then
     GPUS=1
 fi
 if [ "${SLURM_CPUS_ON_NODE:-$GPUS}" -lt "$GPUS" ]; then
-    echo "slurm.sh: $SLURM_CPUS_ON_NODE CPUs for $GPUS processes on a node: ask for more by sbatch --cpus-per-task N"
+    echo "slurm.sh: fewer CPUs ($SLURM_CPUS_ON_NODE) than processes ($GPUS) on a node: ask for more by sbatch --cpus-per-task N"
 fi
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_ON_NODE:-$GPUS}  # of a node; a step would take one
 read -r HOST < <(scontrol show hostnames "$SLURM_JOB_NODELIST")

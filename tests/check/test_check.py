@@ -9,6 +9,7 @@ import torch
 from diffusers import EDMEulerScheduler
 
 from flowgrpo.check import memory, replays, report
+from flowgrpo.check.tiny import make
 from flowgrpo.cli import main
 from flowgrpo.config import Config, load
 from flowgrpo.config.sections import Adapter
@@ -55,6 +56,13 @@ def test_embedded_guidance_and_packed_latents():
     assert told["guidance"] == "embedded: one evaluation per step" and told["pipeline"] == "FluxPipeline"
     assert len(told["latent_shape"]) == 2 and told["latent_shape"][1] == 16
     assert told["replay_error"] == told["first_log_ratio"] == 0
+
+
+def test_a_clip_of_the_pipelines_own_length_is_named_as_a_cause(tmp_path, capsys):
+    folder = str(tiny.save(make("WanPipeline")[0], tmp_path / "wan"))
+    assert main(["check", folder, "--json"]) == 2
+    told = json.loads(capsys.readouterr().out)["reason"]
+    assert told.startswith("RuntimeError: shape") and told.endswith("--image.frames sets another")
 
 
 def test_a_process_without_alpha_bars_cannot(tmp_path):

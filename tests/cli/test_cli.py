@@ -315,7 +315,8 @@ def test_a_wrong_value_is_in_the_line(options, end, capsys):
     assert capsys.readouterr().err.endswith(end)
 
 
-@pytest.mark.parametrize("name", ["star.png", "x.EXE"])
+@pytest.mark.parametrize("name", ["star.jpg", "x.EXE", "x.webm"])
 def test_a_folder_with_the_name_of_a_file_is_refused(name, tmp_path, capsys):
     assert main(["sample", "starter", "--prompt", "a", "--output", str(tmp_path / name)]) == 2
-    assert "expected that of a folder" in capsys.readouterr().err and not (tmp_path / name).exists()
+    assert "expected that of a folder or of one sample's .png, .webp, .mp4 file" in capsys.readouterr().err
+    assert not (tmp_path / name).exists()

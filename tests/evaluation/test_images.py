@@ -87,6 +87,15 @@ def test_files_sort_by_prompt_and_number(tmp_path, model):
     assert [name for name in images.names_of(["a"] * 1001, 1)] == sorted(images.names_of(["a"] * 1001, 1))
 
 
+def test_one_image_may_name_its_file(tmp_path, model):
+    for name in ("a.png", "B.PNG"):
+        assert images.sample(str(model), None, ["a"], 1, 0, 1, 1.0, tmp_path / "in" / name) == [tmp_path / "in" / name]
+    assert images.sample(str(model), None, ["a"], 1, 0, 1, 1.0, tmp_path / "in" / "a.png")[0].name == "a~2.png"
+    assert Image.open(tmp_path / "in" / "B.PNG").format == "PNG"
+    with pytest.raises(UserError, match="a.png: is the file of one sample, got 2"):
+        images.sample(str(model), None, ["a", "b"], 1, 0, 1, 1.0, tmp_path / "a.png")
+
+
 def test_a_image_is_the_stock_pipelines(tmp_path, model):
     ours = drawn(tmp_path, model)[1]
     assert np.abs(ours - stock(model, None, (1, 0), num_inference_steps=2, guidance_scale=1.5)).max() <= 1
@@ -302,6 +311,16 @@ def test_a_image_that_is_missing_is_told(moving, tmp_path, monkeypatch, capsys, 
     assert main(["sample", str(moving[0] / "model"), "--prompt", "red", "--output", str(tmp_path), *options]) == 2
     [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("flowgrpo: error")]
     assert all(part in line for part in told)
+
+
+def test_what_a_pipeline_refuses_is_one_line(tmp_path):
+    pipe, call = pipelines.make("FluxKontextPipeline")
+    Image.new("RGB", (1, 1)).save(tmp_path / "one.png")
+    asked = {key: value for key, value in call.items() if key != "image"} | {"num_inference_steps": 1}
+    with pytest.raises(UserError, match=r"one.png \(1 x 1 pixels\): FluxKontextPipeline refuses its arguments: Zero"):
+        samplers.draw_one(pipe, Prompt("red", image=str(tmp_path / "one.png")), 0, asked)
+    with pytest.raises(UserError, match="^StableDiffusion3Pipeline refuses its arguments: `height` and `width`"):
+        samplers.draw_one(tiny.sd3(), Prompt("red"), 0, tiny.CALL | {"height": 17, "num_inference_steps": 1})
 
 
 @pytest.mark.parametrize("name", ["QwenImageEditPipeline", "WanImageToVideoPipeline"])

@@ -131,7 +131,7 @@ def test_sample_writes_one_mp4(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"--output .*x.mp4: mp4 needs ffmpeg .*'flowgrpo\[mp4\]'"):
         images.sample("starter_video", None, PROMPTS[:1], 1, 0, 3, None, file)
     log = ffmpeg.install(tmp_path / "bin", monkeypatch)
-    with pytest.raises(UserError, match="x.mp4: is the file of one clip, got 2: name a folder"):
+    with pytest.raises(UserError, match="x.mp4: is the file of one sample, got 2: name a folder"):
         images.sample("starter_video", None, PROMPTS[:1], 2, 0, 3, None, file)
     assert images.sample("starter_video", None, PROMPTS[:1], 1, 0, 3, None, file) == [file]
     arguments, pixels = ffmpeg.call(log)
@@ -139,7 +139,12 @@ def test_sample_writes_one_mp4(tmp_path, monkeypatch):
     assert "128x128" in arguments and len(pixels) % size == 0 and len(pixels) > size
     assert f"comment={PROMPTS[0]}\n" in arguments[arguments.index("-metadata") + 1]
     assert [path.name for path in file.parent.iterdir()] == ["x.mp4"] and file.read_bytes() == ffmpeg.BYTES
-    with pytest.raises(UserError, match="x.mp4: .*Pipeline generates images: name a folder"):
+    for name in ("Y.MP4", "z.webp"):
+        [path] = images.sample("starter_video", None, PROMPTS[:1], 1, 0, 1, None, tmp_path / "others" / name)
+        assert path == tmp_path / "others" / name and path.is_file()
+    with pytest.raises(UserError, match="x.png: .*Pipeline generates clips: expected the name of a .webp or .mp4 file"):
+        images.sample("starter_video", None, PROMPTS[:1], 1, 0, 1, None, tmp_path / "x.png")
+    with pytest.raises(UserError, match="x.mp4: .*Pipeline generates images: expected the name of a .png file, or of"):
         images.sample("starter", None, ["a"], 1, 0, 1, None, file)
 
 

@@ -136,7 +136,7 @@ def save_clip(path: str | Path, clip: torch.Tensor, facts: str | None = None, fp
     Raises UserError if such an mp4 cannot be encoded.
     """
     path, frames, seconds = Path(path), [as_image(frame) for frame in clip], seconds_of(len(clip), fps)
-    if path.suffix != ".mp4":
+    if path.suffix.lower() != ".mp4":
         return animate(path, frames, seconds, facts)
     video = encode(frames, seconds, facts or "")
     if video is None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from flowgrpo.config.sections import Adapter, Memory
-from flowgrpo.device import DTYPES, ran_out
+from flowgrpo.device import DTYPES
 from flowgrpo.distributed import shards
 from flowgrpo.errors import UserError, nearest
 from flowgrpo.methods.groups import Adapted
@@ -25,7 +25,7 @@ from flowgrpo.policies.pipelines.call import EncodePrompt, PipelineCall, unlogge
 from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.policies.pipelines.load import modality, trained_modules
 from flowgrpo.policies.pipelines.probes import copies, stay_apart
-from flowgrpo.policies.pipelines.prompt_inputs import SHARED, images_of, parted, refused, watch
+from flowgrpo.policies.pipelines.prompt_inputs import REFUSALS, SHARED, images_of, parted, refusal, watch
 from flowgrpo.policies.pipelines.rlg import Teachers, guided, inside
 from flowgrpo.policies.weights import memory_options, sharding
 from flowgrpo.policies.weights.checkpointing import checkpoint_blocks, recomputed, supported
@@ -156,14 +156,10 @@ class PipelinePolicy:
                 twice = plain.rows(torch.tensor([0, 0]))
                 self.encode_prompt.learn(twice, self.guidance, lambda: stay_apart(self, twice))
             conditioning = self.encode_prompt(plain, self.guidance)
-        except (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            if isinstance(error, UserError) or ran_out(error) or not (brings or isinstance(error, (TypeError,
-                                                                                                   ValueError))):
+        except REFUSALS as error:
+            if (told := refusal(self.pipe, error, images, pictures, bool(brings))) is None:
                 raise
-            said = " ".join(str(error).split())[:300]
-            told = said if isinstance(error, (TypeError, ValueError)) else f"{type(error).__name__}: {said}"
-            raise UserError(f"{refused(images, pictures)}{type(self.pipe).__name__} refuses its arguments: {told}"
-                            ) from error
+            raise told from error
         self.probe(conditioning)
         return conditioning
 

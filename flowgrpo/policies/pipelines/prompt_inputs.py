@@ -12,10 +12,13 @@ from flowgrpo.data import sources
 from flowgrpo.data.images import Clip, Size, frame_count, image_size, note_seen, read_image
 from flowgrpo.data.inputs import SCALE, Inputs
 from flowgrpo.data.prompts import Prompt
+from flowgrpo.device import ran_out
 from flowgrpo.errors import UserError
 from flowgrpo.nouns import counted
 from flowgrpo.policies.pipelines.frames import told
 
+# What a pipeline raises that refuses its arguments.
+REFUSALS = (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError)
 # Arguments of a pipeline's call that belong to a prompt.
 IMAGES = ("image", "image_reference", "mask_image", "control_image", "last_image", "video", "reference_images",
             "ip_adapter_image")
@@ -211,6 +214,20 @@ def _noting(preprocess: Callable[..., Any]) -> Callable[..., Any]:
 
     setattr(noting, "noting", True)
     return noting
+
+
+def refusal(pipe: Any, error: Exception, images: Sequence[Any] | None, pictures: Mapping[str, Sequence[Any]],
+            brings: bool) -> UserError | None:
+    """Return the line of what a pipeline's call raised; None if it is no refusal of its arguments.
+
+    brings: images are among the arguments, whose sizes fail in many ways. Others: see `refused`.
+    """
+    plain = isinstance(error, (TypeError, ValueError))
+    if isinstance(error, UserError) or ran_out(error) or not (plain or brings):
+        return None
+    said = " ".join(str(error).split())[:300]
+    return UserError(f"{refused(images, pictures)}{type(pipe).__name__} refuses its arguments: "
+                     f"{said if plain else f'{type(error).__name__}: {said}'}")
 
 
 def refused(images: Sequence[Any] | None, pictures: Mapping[str, Sequence[Any]]) -> str:
