@@ -64,11 +64,6 @@ MODULES = {name_of(file): file for file in sorted(PACKAGE.rglob("*.py"))}
 FOLDERS = {name_of(folder) for file in MODULES.values() for folder in file.parents if folder.is_relative_to(PACKAGE)}
 
 
-def imported(file: Path) -> Iterator[str]:
-    """Modules of the package that a file imports, wherever in it."""
-    return imported_by(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
-
-
 def imported_by(nodes: Iterable[ast.AST]) -> Iterator[str]:
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -78,7 +73,15 @@ def imported_by(nodes: Iterable[ast.AST]) -> Iterator[str]:
                 yield inner if (inner := f"{node.module}.{alias.name}") in MODULES else node.module
 
 
-IMPORTS = {name: set(imported(file)) - {name} for name, file in MODULES.items()}
+@pytest.fixture(scope="module")
+def trees() -> dict[str, ast.Module]:
+    return {name: ast.parse(file.read_text(encoding="utf-8")) for name, file in MODULES.items()}
+
+
+@pytest.fixture(scope="module")
+def imports(trees) -> dict[str, set[str]]:
+    """Modules of the package that each of them imports, wherever in it."""
+    return {name: set(imported_by(ast.walk(tree))) - {name} for name, tree in trees.items()}
 
 
 def room(module: str) -> str:
@@ -99,8 +102,8 @@ def circle(graph: dict[str, set[str]]) -> str | None:
     return None
 
 
-def at_import(file: Path) -> set[str]:
-    """Modules of the package that are imported with a file: not inside a function, nor for type checkers alone."""
+def at_import(tree: ast.Module) -> set[str]:
+    """Modules of the package that are imported with one: not inside a function, nor for type checkers alone."""
     def statements(node: ast.AST) -> Iterator[ast.stmt]:
         for inner in ast.iter_child_nodes(node):
             if isinstance(inner, (ast.Import, ast.ImportFrom)):
@@ -110,48 +113,48 @@ def at_import(file: Path) -> set[str]:
             elif not isinstance(inner, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
                 yield from statements(inner)
 
-    return set(imported_by(statements(ast.parse(file.read_text(encoding="utf-8")))))
+    return set(imported_by(statements(tree)))
 
 
 def test_every_room_has_a_layer():
     assert {room(module) for module in MODULES} == set(HEIGHT)
 
 
-def test_the_core_imports_nothing_that_stands_above_it():
+def test_the_core_imports_nothing_that_stands_above_it(imports):
     """Neither inside a function nor for a type checker."""
-    wrong = [f"{module} imports {other}" for module, others in IMPORTS.items() for other in others
+    wrong = [f"{module} imports {other}" for module, others in imports.items() for other in others
              if room(module) not in ABOVE and room(other) in ABOVE - {"__init__"}]
     assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.fast
-def test_the_core_imports_text_only_where_it_is_needed():
+def test_the_core_imports_text_only_where_it_is_needed(trees):
     """A module outside `text` and above imports it inside a function, so that an image run loads none of it."""
-    wrong = [f"{module} imports {other}" for module, file in MODULES.items() for other in sorted(at_import(file))
+    wrong = [f"{module} imports {other}" for module, tree in trees.items() for other in sorted(at_import(tree))
              if room(module) not in ABOVE and not module.startswith("flowgrpo.text")
              and other.startswith("flowgrpo.text")]
     assert not wrong, "\n".join(wrong)
 
 
-def test_imports_point_to_lower_layers():
-    upward = [f"{module} imports {other}" for module, others in IMPORTS.items() for other in others
+def test_imports_point_to_lower_layers(imports):
+    upward = [f"{module} imports {other}" for module, others in imports.items() for other in others
               if room(module) != room(other) and HEIGHT[room(other)] >= HEIGHT[room(module)]]
     assert not upward, "\n".join(upward)
 
 
-def test_no_modules_import_each_other():
-    assert circle(IMPORTS) is None
+def test_no_modules_import_each_other(imports):
+    assert circle(imports) is None
 
 
 @pytest.mark.parametrize("folder", sorted(FOLDERS))
-def test_no_rooms_of_a_folder_import_each_other(folder):
+def test_no_rooms_of_a_folder_import_each_other(folder, imports):
     """A folder's files and folders, each with all that is in it. Its `__init__` stands above them."""
     depth = folder.count(".") + 1
     inside = {module: room(module) if depth == 1 else module.split(".")[depth] for module in MODULES
               if module.startswith(f"{folder}.")}
     graph: dict[str, set[str]] = {}
     for module, place in inside.items():
-        graph.setdefault(place, set()).update(inside[other] for other in IMPORTS[module]
+        graph.setdefault(place, set()).update(inside[other] for other in imports[module]
                                               if other in inside and inside[other] != place)
     assert circle(graph) is None
 
@@ -182,11 +185,11 @@ def above(counts: dict[str, int], limit: int) -> dict[str, int]:
 
 
 @pytest.mark.fast
-def test_classes_have_few_attributes():
-    classes = {f"{name}.{node.name}": len(attributes(node)) for name, file in MODULES.items()
-               for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))) if isinstance(node, ast.ClassDef)}
+def test_classes_have_few_attributes(trees):
+    classes = {f"{name}.{node.name}": len(attributes(node)) for name, tree in trees.items()
+               for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
     assert above(classes, ATTRIBUTES) == MORE_ATTRIBUTES
 
 
-def test_modules_import_few_of_ours():
-    assert above({name: len(others) for name, others in IMPORTS.items()}, OWN_IMPORTS) == MORE_IMPORTS
+def test_modules_import_few_of_ours(imports):
+    assert above({name: len(others) for name, others in imports.items()}, OWN_IMPORTS) == MORE_IMPORTS

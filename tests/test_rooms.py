@@ -26,8 +26,9 @@ def loaded(code: str) -> list[str]:
 
 
 def test_an_image_run_loads_no_module_of_language_models_and_records_of_contrib_alone(tmp_path):
-    options = ["train", "configs/starter.yaml", "--train.epochs=1", "--train.prompts=2", "--train.updates=1",
-               "--train.lr=1e-3", "--eval.prompts=2", "--eval.every=0", "--device=cpu", f"--output={tmp_path / 'run'}"]
+    options = ["train", "configs/starter.yaml", "--train.epochs=1", "--train.prompts=2", "--train.group=4",
+               "--train.updates=1", "--train.steps=4", "--train.lr=1e-3", "--eval.prompts=2", "--eval.steps=2",
+               "--eval.every=0", "--device=cpu", f"--output={tmp_path / 'run'}"]
     assert loaded(f"from flowgrpo.cli import main\nassert main({options!r}) == 0") == LIGHT
 
 

@@ -219,6 +219,7 @@ def test_a_reward_that_fails_in_training_loses_no_whole_epoch(recipe, answer, li
     assert epochs == [1, 2, 3] and (run / "summary.json").exists()
 
 
+@pytest.mark.fast
 def test_a_reward_that_fails_between_epochs_loses_no_epoch(recipe, capsys):
     """The fifth call measures the held-out prompts after the first epoch."""
     file = recipe.with_name("reward.py")

@@ -406,7 +406,8 @@ def compiled() -> Iterator[Line]:
     graphs = torch._dynamo.utils.counters["stats"]
     compile_blocks(bench.module, "eager" if HERE.rehearsed else "inductor")
     bench.policy.compiled = True
-    for what in ("compiled", "compiled, checkpointing"):
+    kinds = ("compiled", "compiled, checkpointing")
+    for what in kinds[1:] if HERE.rehearsed else kinds:  # tracing a graph is what takes its time
         if what != "compiled":
             checkpoint_blocks(bench.module, bench.policy.driver.attention, True)
         first = {"first rollout s": clock(bench.rollout), "first update s": clock(bench.update)}
@@ -418,7 +419,8 @@ def compiled() -> Iterator[Line]:
 
 def _starter(recipe: str, method: str, precision: str, device: torch.device, parts: str = "{}") -> Trainer:
     given = STARTER | {"method": method, "precision": precision, "device": str(device), "parts": parts}
-    given |= {"text.max_tokens": "16"} if recipe == "starter_text" else {"train.steps": "6"}
+    lengths = ("8", "3") if HERE.rehearsed else ("16", "6")
+    given |= {"text.max_tokens": lengths[0]} if recipe == "starter_text" else {"train.steps": lengths[1]}
     given |= {"train.group": "4", "train.micro_batch": "4"} if HERE.rehearsed else {}
     return make_trainer(load(ROOT / "configs" / f"{recipe}.yaml", given))
 
@@ -539,7 +541,7 @@ def killed() -> Iterator[Line]:
         run = Path(folder) / "starter"
         given = [f"--output={folder}", "--name=starter", f"--device={HERE.device.type}", "--tracker=none",
                  "--train.save_every=1", f"--train.epochs={count}", "--train.prompts=1", "--train.group=4",
-                 "--train.micro_batch=4", "--train.updates=1", "--train.lr=1e-3", "--eval.prompts=2",
+                 "--train.micro_batch=4", "--train.updates=1", "--train.lr=1e-3", "--train.steps=4", "--eval.prompts=2",
                  "--eval.steps=2", "--eval.grid=1"]
         command = ["train", str(ROOT / "configs" / "starter.yaml"), *given]
         # A fork has its packages loaded, which saves most of a rehearsal; the state of a GPU does not outlive one.

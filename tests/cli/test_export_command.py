@@ -45,6 +45,7 @@ def test_comfyui(finished, tmp_path, capsys, monkeypatch, asked):
     assert torch.equal(layers[f"{layer}.lora_down.weight"], own[name]) and len(layers) == 3 * len(own) / 2
 
 
+@pytest.mark.fast
 def test_a_checkpoint_is_exported_as_the_result_is(finished, tmp_path, capsys):
     """The last checkpoint holds the result's weights."""
     result = load_file(exported(capsys, str(finished), "--output", str(tmp_path / "result.safetensors")))

@@ -115,6 +115,7 @@ def test_drift_knows_what_the_run_was_trained_on(found):
                                 "needed" for name in (bright, dark)]
 
 
+@pytest.mark.fast
 def test_a_run_that_hacks_is_told(world, tmp_path):
     """The run was trained on `bright`; the images of its result are brighter ones of the base, laid in its place."""
     (tmp_path / "suite.txt").write_text("".join(f"picture {i}\n" for i in range(24)))

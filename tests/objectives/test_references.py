@@ -162,6 +162,7 @@ def test_an_adapter_that_has_not_moved_is_at_any_reference():
         assert trainer.run_epoch()["kl"] == 0
 
 
+@pytest.mark.fast
 def test_old_is_the_policy_at_the_start_of_the_epoch():
     trainer = made({"type": "PreviousPolicy"}, train__epochs=3)
     for trainer.epoch in range(3):

@@ -222,6 +222,7 @@ def test_without_a_lag_nothing_is_copied():
     assert old_policy.held is None
 
 
+@pytest.mark.fast
 def test_rollouts_and_old_scores_are_the_old_policys():
     found = {}
     for draws in (True, False):

@@ -79,7 +79,8 @@ def test_the_rewards_read_the_answer_and_the_steps():
     assert set(find("step_match")([f"1;{answer}" for answer in answers], told, metadata)) == {0.0}
 
 
-@pytest.mark.parametrize("method", ["grpo", "gspo", "ppo", "spo_tree", "s_grpo", "latr"])
+@pytest.mark.parametrize("method", [pytest.param("grpo", marks=pytest.mark.fast), "gspo", "ppo", "spo_tree",
+                                    "s_grpo", "latr"])
 def test_the_first_ratio_is_one(method, tmp_path):
     parts = {"s_grpo": {"draws": {"exit": ";", "close": ";"}}}.get(method, tiny_text.PARTS.get(method, {}))
     short = {"method": method, "parts": parts, "output": str(tmp_path), "tracker": "none",

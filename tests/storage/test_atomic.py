@@ -59,6 +59,7 @@ def test_a_folder_is_removed(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.fast
 def test_no_module_writes_a_file_in_place():
     """Whatever is written elsewhere can be cut off by a kill."""
     writing = {str(file.relative_to(PACKAGE)) for file in PACKAGE.rglob("*.py") if WRITE.search(file.read_text())}

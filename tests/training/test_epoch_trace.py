@@ -28,8 +28,8 @@ MOST = {("starter", None): (45, 42, 700),
         ("starter_text", None): (34, 31, 291)}
 
 
-@pytest.mark.fast
-@pytest.mark.parametrize("recipe, method", MOST)
+@pytest.mark.parametrize("recipe, method", [pytest.param(*key, marks=[pytest.mark.fast] if key[1] is None else [])
+                                            for key in MOST])
 def test_an_epoch_enters_no_more_files_and_classes_than_listed(recipe, method):
     with one_thread():
         trace = traced(configuration(recipe, method))

@@ -318,6 +318,7 @@ def test_what_does_not_fit_is_told(finished, options, told, capsys):
     assert (run / "config.yaml").read_text() == kept and len(lines(run)) == EPOCHS
 
 
+@pytest.mark.fast
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_goes_on(finished, uninterrupted, capsys):
     command, run = finished
     (checkpoint.latest(run / "checkpoints") / "state.safetensors").write_bytes(b"half of it")

@@ -87,6 +87,7 @@ def test_packed_latents_and_clips_are_replayed(made):
     assert sum(len(part.finals[0]) for part in parts) == 8
 
 
+@pytest.mark.fast
 def test_the_engine_has_the_lora_of_every_epoch_and_the_update_changes_the_weights(url, own):
     made = trainer(url, parts=ALONE)
     before = {key: value.clone() for key, value in made.policy.weights.named.items()}

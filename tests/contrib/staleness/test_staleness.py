@@ -95,7 +95,7 @@ def test_decisions_of_older_weights_are_weighted_and_the_ratio_begins_at_1(kind)
 
 # --- epochs ----------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("kind", ["pictures", "text"])
+@pytest.mark.parametrize("kind", [pytest.param("pictures", marks=pytest.mark.fast), "text"])
 def test_without_staleness_it_is_the_synchronous_run_bit_for_bit(kind):
     made, other = trainer(kind), trainer(kind)
     assert "Staleness" not in loop.names(made)

@@ -1,7 +1,7 @@
 """Every pipeline class that a tiny instance can be built of is driven, replayed, trained, saved and loaded.
 
-No line here is about one class; the tables at the top say what is known of some. The fast tier makes three checks of
-each class: replay, gradient, and the LoRA in the stock pipeline.
+No line here is about one class; the tables at the top say what is known of some. The fast tier makes two checks of each
+class: replay and gradient.
 """
 
 from __future__ import annotations
@@ -244,7 +244,6 @@ def test_one_row_is_what_it_is_among_others(case):
     assert (together - alone).abs().max() <= BATCH * together.abs().max()
 
 
-@pytest.mark.fast
 def test_the_stock_pipeline_loads_the_lora(case, tmp_path):
     """With an alpha that is not the rank, and a B that is not zero."""
     assert "same scale" in case.policy.weights.save(tmp_path)

@@ -95,7 +95,8 @@ def test_the_first_ratio_is_one(method):
         assert torch.equal(new.std, old.std)
 
 
-@pytest.mark.parametrize("method", ["flow_grpo", "mix_grpo", "branch_grpo", "tempflow_grpo"])
+@pytest.mark.parametrize("method", [pytest.param("flow_grpo", marks=pytest.mark.fast), "mix_grpo", "branch_grpo",
+                                    "tempflow_grpo"])
 def test_the_first_ratio_is_one_in_half_precision(method):
     policy = tiny.policy(tiny.sd3().to(torch.bfloat16), precision="bf16", guidance=3.0)
     trainer = tiny.trainer(tiny.stir(policy), method=method, precision="bf16", **ROOM)

@@ -66,6 +66,7 @@ def line(capsys, *arguments: object) -> str:
     return said
 
 
+@pytest.mark.fast
 def test_a_run_whose_weights_break_keeps_its_good_checkpoints(trained, tmp_path, capsys):
     """The reward tolerates images of NaN."""
     command, run = trained

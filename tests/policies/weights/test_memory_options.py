@@ -162,6 +162,7 @@ def test_the_estimate_counts_int8_weights_as_they_are_kept(both):
     assert full - low == sum(3 * weight.numel() - 5 * len(weight) for weight in quantised(both[1]).values())
 
 
+@pytest.mark.fast
 def test_a_run_with_all_that_saves_memory(saved, tmp_path):
     config = tiny.config(tmp_path, model=str(saved), memory={"weights": "int8", "encoders": "cpu", "states": "cpu"},
                          train__optimizer="adamw8bit", train__lr=1e-2, train__checkpointing=True, adapter__rslora=True)

@@ -250,6 +250,7 @@ def test_the_trainers_memory_and_environment_are_not_read(kind, monkeypatch):
 
 
 @battery
+@pytest.mark.fast
 def test_no_folder_of_the_trainer_is_seen(kind, tmp_path):
     """Only Python's installation, the system's libraries, four devices, and the code's own job and folder."""
     for path in (tmp_path, Path.cwd(), Path(sys.prefix) / "pyvenv.cfg", "/etc/passwd", "/sys", "/var", "/run",
