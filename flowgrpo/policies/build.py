@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 PIPELINE, CAUSAL_LM, VISION_LM, MASKED_LM = "pipeline", "causal_lm", "vision_lm", "masked_lm"
 IMAGE_TOKENS = "image_tokens"  # a language model of DRAWING in a run with text.generates: image
 DRAWING = ("janus",)  # families of language models with an image head
+IN_TEXT = ("emu3", "chameleon", "glm_image")  # those that draw with tokens of their texts' vocabulary
 DIFFUSION = ("llada", "dream")  # families of masked language models whose classes are not called ForMaskedLM
 _PROCESSES = {PIPELINE: "flow", CAUSAL_LM: "tokens", VISION_LM: "tokens", MASKED_LM: "masks",
               IMAGE_TOKENS: "image tokens"}
@@ -107,8 +108,10 @@ def _of_language(described: dict[str, Any], draws: str = "text") -> str:
     if draws == "image":
         if described.get("model_type") not in DRAWING:
             name = (described.get("architectures") or ["the model"])[0]
-            raise UserError(f"text.generates is 'image', but {name} has no image head: expected "
-                            "JanusForConditionalGeneration, or leave text.generates out")
+            why = ("draws images with tokens of its texts, whose places and line ends are not known here"
+                   if described.get("model_type") in IN_TEXT else "has no image head")
+            raise UserError(f"text.generates is 'image', but {name} {why}: expected JanusForConditionalGeneration, or "
+                            "leave text.generates out")
         return IMAGE_TOKENS
     if reads_images(described):
         return VISION_LM

@@ -15,9 +15,14 @@ OF_LANGUAGE = "grpo"  # the method of a language model whose recipe names none
 def fitting(config: Config, loaded: Any = None) -> tuple[Config, str]:
     """Return the configuration whose absent keys fit the model, and what is to be said of it; empty for nothing.
 
-    A language model gets its method, a packaged model the evaluation of its card, a model of few steps its method,
-    steps, grid and guidance. The defaults are of other denoisers. Given values stay.
+    A language model gets its method, one of image tokens the guidance of its rollout in evaluations, a packaged model
+    the evaluation of its card, a model of few steps its method, steps, grid and guidance. The defaults are of other
+    denoisers. Given values stay.
     """
+    if config.text.generates == "image" and "guidance" not in config.eval.model_fields_set:
+        scale = config.train.guidance
+        config = config.model_copy(update={"eval": config.eval.model_copy(update={"guidance": scale})})
+        return fitting(config, loaded)[0], f"eval.guidance {scale:g}, that of the rollout (train.guidance)"
     if "method" not in config.model_fields_set and build.is_language(config, loaded):
         return config.model_copy(update={"method": OF_LANGUAGE}), ""
     if isinstance(loaded, tuple):

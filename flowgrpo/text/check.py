@@ -32,7 +32,7 @@ from flowgrpo.types import Completions, Scored
 
 PROMPT, TOKENS, GROUP = "1+2=", 8, 2
 KINDS = {build.CAUSAL_LM: "causal language model", build.VISION_LM: "language model that reads images",
-         build.MASKED_LM: "masked language model"}
+         build.MASKED_LM: "masked language model", build.IMAGE_TOKENS: "language model that draws images"}
 # Reported fields of a language model.
 FIELDS = ("precision", "kind", "class", "weights", "tokenizer", "vocabulary", "chat_template", "end_tokens",
           "pad_token", "parameters", "trained_parameters", "lora_parameters", "lora_targets", "prompt_tokens",
@@ -70,7 +70,7 @@ def drive(model: str | tuple[Any, Any], recipe: Config | None, device: str, resu
     _replayed(rollouts, part, conditioning, result)
     result["lora_grad"] = gradient_norm([policy.model], policy.weights)
     if policy.dtype == torch.float32 and not config.adapter.dora:
-        given = _given(policy, part)
+        given = _given(policy, part, conditioning)
         result["gradient_error"] = gradient_error(lambda: _size(rollouts, given, conditioning), policy.weights)
         require_exact(result)
     with TemporaryDirectory() as folder:
@@ -134,12 +134,13 @@ def _replayed(rollouts: GroupSampler[Any], part: Part, conditioning: TokenizedPr
                         f"{exact:.0e}; look for dropout or a random module")
 
 
-def _given(policy: CausalLM, part: Part) -> Part:
-    """Return the part with the prompt's text, repeated, in place of the sampled tokens. If a model is sure of its own
-    tokens, log-probabilities of 0 say nothing about their gradient."""
+def _given(policy: CausalLM, part: Part, conditioning: TokenizedPrompts) -> Part:
+    """Return the part with the prompt's text, or a few image tokens, repeated, in place of the sampled tokens. If a
+    model is sure of its own tokens, log-probabilities of 0 say nothing about their gradient."""
     [taken] = part.transitions
     assert isinstance(taken, Completions)
-    text = itertools.cycle(policy.tokenizer(PROMPT, add_special_tokens=False)["input_ids"])
+    text = itertools.cycle(policy.tokenizer(PROMPT, add_special_tokens=False)["input_ids"] if policy.modality == "text"
+                           else policy.probe(conditioning).tolist())
     ids = torch.tensor([list(itertools.islice(text, taken.ids.shape[1]))]).expand_as(taken.ids).contiguous()
     old = Scored(torch.zeros(ids.shape), torch.ones_like(ids, dtype=torch.bool))
     return replace(part, transitions=(replace(taken, ids=ids, old=old),))

@@ -89,11 +89,14 @@ class Examples:
         pool = self.pool
         return random.Random(f"data/{self.run.config.seed}/{update}").sample(pool, min(count, len(pool)))
 
-    def taken(self, count: int) -> list[Example]:
-        """Remove the oldest `count` collected examples and return them; none if there are fewer."""
+    def taken(self, count: int, update: int) -> list[Example]:
+        """Remove `count` collected examples and return them, by the run's seed and the step, so that a batch mixes
+        prompts; none if there are fewer."""
         if len(self.collected) < count:
             return []
-        batch, self.collected = self.collected[:count], self.collected[count:]
+        batch = self.drawn(count, update)
+        gone = {id(example) for example in batch}
+        self.collected = [example for example in self.collected if id(example) not in gone]
         return batch
 
     # --- collection --------------------------------------------------------------------------------------------------

@@ -103,6 +103,15 @@ def test_masked_models_and_models_that_read_images():
     assert told["prompt_tokens"] > 5 + 4  # the image's are among them
 
 
+def test_a_model_of_image_tokens():
+    config = load(None, {"method": "grpo", "text.generates": "image", "precision": "fp32", "train.guidance": 3.0})
+    told = report.report(tiny_vision.janus(), config, "cpu")
+    assert told["drivable"], told["reason"]
+    assert told["kind"] == "language model that draws images" and told["completion_tokens"] == 4
+    assert told["first_log_ratio"] <= 3e-5 and told["lora_grad"] > 0 and told["gradient_error"] <= 0.01
+    assert "vision_head" in told["lora_targets"]  # the image head's
+
+
 @pytest.mark.parametrize("name, cls", [("Qwen3ForCausalLM", "Qwen3ForCausalLM"), ("llama", "LlamaForCausalLM"),
                                        ("BertForMaskedLM", "BertForMaskedLM")])
 def test_a_tiny_instance_by_its_name(name, cls):

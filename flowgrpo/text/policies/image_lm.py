@@ -1,8 +1,9 @@
 """Language model that draws images token by token, as a policy: `causal_lm` with an image at the end of a completion.
 
 A completion is a grid of image tokens in raster order. Its ids stand behind those of texts: V + code, V the number of
-text tokens, so that one row can hold both. Sampling is the model's own `generate`; guidance is combined in float32 from
-the logits of two rows, with and without the prompt, in the rollout and in the replay alike.
+text tokens, so that one row can hold both. Sampling with guidance is the model's own `generate`; guidance is combined
+in float32 from the logits of two rows, with and without the prompt, in the rollout and in the replay alike. Without
+guidance, which that `generate` does not have, one row is read for each image.
 """
 
 from __future__ import annotations
@@ -151,7 +152,7 @@ class ImageLM(CausalLM):
 
     @property
     def rows_drawn(self) -> int:
-        return 2  # with the prompt and without, whatever the guidance
+        return 1 if self.guidance == 1 else 2  # with the prompt and without
 
     @property
     def width(self) -> int:
@@ -224,19 +225,38 @@ class ImageLM(CausalLM):
 
     def _drawn(self, tokenized: TokenizedPrompts, decoding: Decoding, generators: Sequence[torch.Generator],
                greedy: Tensor, guidance: float) -> SampledImages:
-        from transformers import LogitsProcessorList
+        from transformers import LogitsProcessorList, StaticCache
 
         draw = Draw(decoding, uniforms(generators, self.grid).to(self.device), greedy.to(self.device))
-        process = Guided(draw, guidance, self.first, self.conditional)
         ids, mask = self._left_padded(tokenized)
         with self._arithmetic():
-            # guidance_scale 1: the model's own would be combined in its dtype, behind our processor.
-            codes = self.model.generate(input_ids=ids, attention_mask=mask, generation_mode="image", do_sample=False,
-                                        guidance_scale=1.0, max_length=ids.shape[1] + self.grid,
-                                        logits_processor=LogitsProcessorList([process]))
-        ids = (codes + self.first).cpu()
+            if guidance == 1:
+                ids, logp = self._unguided(ids, mask, draw).cpu(), draw.log_probs().cpu()
+            else:
+                process = Guided(draw, guidance, self.first, self.conditional)
+                # The model's own is as long as the longest before, by which a resumed run would round otherwise.
+                cache = StaticCache(self.model.config.get_text_config(), max_cache_len=ids.shape[1] + self.grid)
+                # guidance_scale 1: the model's own would be combined in its dtype, behind our processor.
+                codes = self.model.generate(input_ids=ids, attention_mask=mask, generation_mode="image",
+                                            do_sample=False, guidance_scale=1.0, max_length=ids.shape[1] + self.grid,
+                                            logits_processor=LogitsProcessorList([process]), **{self._cache: cache})
+                ids, logp = (codes + self.first).cpu(), process.log_probs().cpu()
         mask = torch.ones_like(ids, dtype=torch.bool)
-        return SampledImages(ids, process.log_probs().cpu(), mask, ~mask.any(1), [], images=self.decode(ids))
+        return SampledImages(ids, logp, mask, ~mask.any(1), [], images=self.decode(ids))
+
+    def _unguided(self, ids: Tensor, mask: Tensor, draw: Draw) -> Tensor:
+        """Return image tokens [B,L] behind the left-padded prompts ids [B,S], by the loop of the model's `generate`
+        with one row for each image."""
+        given, tokens, positions = ids, ids[:, :0], (mask.cumsum(1) - 1).clamp(min=0)
+        cache: dict[str, Any] = {}
+        for _ in range(self.grid):
+            read = self.body(**self.read(given), attention_mask=mask, position_ids=positions, use_cache=True, **cache)
+            cache = {self._cache: getattr(read, self._cache)}
+            given = draw(tokens, getattr(self.model.model, HEAD)(read.last_hidden_state[:, -1])).argmax(-1, True)
+            given = given + self.first
+            tokens, mask = torch.cat([tokens, given], 1), torch.cat([mask, torch.ones_like(given)], 1)
+            positions = positions[:, -1:] + 1
+        return tokens
 
     @torch.no_grad()
     def decode(self, ids: Tensor) -> Tensor:

@@ -183,10 +183,13 @@ class Draw:
 
     def _temperature(self, drawn: Tensor) -> Tensor | None:
         """Return the temperature [B] of the place behind the tokens drawn so far, [B,t]; None if all are 1."""
-        last = drawn.new_zeros(1)
-        heat = [self.decoding.temperatures(torch.cat([begun.to(drawn), row, last])[None])
-                for begun, row in zip(self.begun, drawn)]
-        return None if heat[0] is None else torch.stack([row[0, -1] for row in heat if row is not None])
+        last, found = drawn.new_zeros(1), []
+        for begun, row in zip(self.begun, drawn):
+            heat = self.decoding.temperatures(torch.cat([begun.to(drawn), row, last])[None])
+            if heat is None:  # as of every row
+                return None
+            found.append(heat[0, -1])
+        return torch.stack(found)
 
     def log_probs(self) -> Tensor:
         return torch.cat(self.found, 1)

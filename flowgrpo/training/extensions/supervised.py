@@ -57,7 +57,7 @@ class Supervised(Extension):
         optimization.unscheduled = memory.get(ALONE, 0)
         yield from steps
         while self.part.apart:
-            self.batch = self.examples.taken(self.part.batch)
+            self.batch = self.examples.taken(self.part.batch, self.trainer.optimization.update)
             if not self.batch:
                 return
             update = optimization.update

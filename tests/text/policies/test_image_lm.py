@@ -17,7 +17,7 @@ from flowgrpo.config.sections import Text
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.methods import validate
-from flowgrpo.policies import build
+from flowgrpo.policies import build, defaults
 from flowgrpo.run import run
 from flowgrpo.text.policies.image_lm import ImageLM
 from flowgrpo.text.samplers.decoding import Decoding
@@ -234,7 +234,7 @@ def test_the_same_weights_answer_about_images(tmp_path):
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 
-def test_what_cannot_be_drawn_is_told_in_a_line():
+def test_what_cannot_be_drawn_is_told_in_a_line(tmp_path):
     own = tiny.drawing()
     with pytest.raises(UserError, match="JanusForConditionalGeneration generates images from a text only, but a "):
         own.encode(["1+2="], images=[Image.new("RGB", (8, 8))])
@@ -256,6 +256,9 @@ def test_what_cannot_be_drawn_is_told_in_a_line():
     for loaded, name in ((tiny.llava(), "LlavaForConditionalGeneration"), (tiny_text.model(), "Qwen3ForCausalLM")):
         with pytest.raises(UserError, match=f"text.generates is 'image', but {name} has no image head"):
             build.kind(config, loaded)
+    (tmp_path / "config.json").write_text('{"model_type": "emu3", "architectures": ["Emu3ForConditionalGeneration"]}')
+    with pytest.raises(UserError, match="but Emu3ForConditionalGeneration draws images with tokens of its texts"):
+        build.kind(config.model_copy(update={"model": str(tmp_path)}))
 
 
 # --- runs ------------------------------------------------------------------------------------------------------------
@@ -347,6 +350,14 @@ def test_keys_and_parts_of_another_kind_are_refused():
               prompts=[Prompt(text) for text in tiny_text.PROMPTS])
 
 
+@pytest.mark.parametrize("given, guidance", [({"train__guidance": 3.0}, 3.0), ({}, 1.0),
+                                             ({"train__guidance": 3.0, "eval__guidance": 2.0}, 2.0)])
+def test_an_evaluation_has_the_guidance_of_the_rollout_unless_given(given, guidance):
+    config = tiny_text.config("nowhere", model="tiny", text__generates="image", **given)
+    fitted, told = defaults.fitting(config, tiny.janus())
+    assert fitted.eval.guidance == guidance and ("that of the rollout" in told) is ("eval__guidance" not in given)
+
+
 def one_of_two(folder: Path) -> None:
     """Two epochs on this process's half of the prompts; its weights."""
     trainer = drawn(train__lr=1e-2, train__micro_batch=4)
@@ -366,13 +377,14 @@ def test_two_processes_train_as_one(tmp_path):
         torch.testing.assert_close(first[key], value, rtol=0, atol=2e-4)
 
 
-def test_a_killed_run_goes_on(model, tmp_path):
-    whole, part = (settings(model, tmp_path / name, train__epochs=3, train__save_every=2, train__keep=3)
+@GUIDANCE
+def test_a_killed_run_goes_on_bit_for_bit(guidance, model, tmp_path):
+    whole, part = (settings(model, tmp_path / name, train__epochs=3, train__save_every=2, train__keep=3,
+                            train__guidance=guidance)
                    for name in ("whole", "part"))
     trained(whole)
     trained(part)
     shutil.rmtree(part.folder / "checkpoints" / "epoch-00003")
     trained(part, resume=True)
     one, two = (load_file(each.folder / "adapter_model.safetensors") for each in (whole, part))
-    for key, value in one.items():
-        torch.testing.assert_close(two[key], value, rtol=0, atol=1e-5)
+    assert one.keys() == two.keys() and all(torch.equal(two[key], value) for key, value in one.items())

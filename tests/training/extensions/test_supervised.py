@@ -345,6 +345,19 @@ def test_the_hardest_prompts_get_a_step_of_their_own_once_a_batch_waits():
     assert metrics["data/examples"] < 3
 
 
+def test_a_batch_of_its_own_mixes_the_prompts_of_an_epoch():
+    """Samples of a group look alike: a batch of the oldest ones would be those of one prompt."""
+    examples = loop.term(trainer("tokens", {"type": "NextToken", "batch": 4, "apart": True, "source": {
+        "type": "PassRate", "right": 0.0, "mastered": True}})).examples
+    waiting = [Example(Prompt(text), str(place)) for text in ("1+2=", "3+4=") for place in range(4)]
+    examples.collected = list(waiting)
+    batches = [examples.taken(4, update) for update in range(3)]
+    assert [len({example.prompt.text for example in batch}) for batch in batches] == [2, 2, 0]
+    assert sorted(map(waiting.index, batches[0] + batches[1])) == list(range(8))
+    examples.collected = list(waiting)
+    assert examples.taken(4, 0) == batches[0]  # as a resumed run does
+
+
 def test_steps_of_data_alone_leave_the_schedule_where_it_is():
     made, _ = trained({"type": "NextToken", "batch": 1, "apart": True, "source": {
         "type": "PassRate", "right": 2.0, "solved": False}}, 2, train__schedule="linear", train__epochs=4)
