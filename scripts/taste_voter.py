@@ -3,6 +3,9 @@
     python scripts/taste_voter.py FOLDER --seeds 0 1 2                      the default loop
     python scripts/taste_voter.py FOLDER --seeds 0 1 2 --set head=0         clicks alone
     python scripts/taste_voter.py FOLDER --seeds 0 1 2 --voter random       votes at random
+    python scripts/taste_voter.py FOLDER --table                            docs/taste.md's table, of all of these
+
+A row names its sessions by `--label`; the table has those of LABELS.
 
 The hidden taste is z(scene_graded) + z(share of ink), larger shapes; 15 % of the votes are for another image, and two
 images that are less than TIE apart are a tie. The person is another process, which reads the page's state and its
@@ -26,9 +29,19 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from revisions import commit
 
 TIE, FLIPS = 0.25, 0.15
 MODEL, SAMPLES = "starter_consistency", 2
+ROOT = Path(__file__).parents[1]
+PAGE, KEPT = ROOT / "docs" / "taste.md", ROOT / "docs" / "data" / "taste_sessions.jsonl"
+EIGHT = "eight images, two passes (`train.group=8 train.inner_epochs=2`)"
+LABELS = {"both": "head and clicks: the default", "slow": "the same, `train.lr=5e-4`", "eight": f"the same, {EIGHT}",
+          "head": "head alone (`clicks=0`), eight images", "clicks": "clicks alone (`head=0`), eight images",
+          "random": "head and clicks, eight images, votes at random"}
+HEAD = """| rewards | commit | seeds | won | mean | right images | edges | variety | s per click |
+|---|---|---|---|---:|---|---|---|---|
+"""
 
 
 # --- the hidden taste ------------------------------------------------------------------------------------------------
@@ -180,6 +193,38 @@ def visible(now: list[float], base: list[float], rows: slice = slice(None)) -> f
     return float(np.where(np.abs(apart) < TIE, 0.5, apart > 0).mean())
 
 
+# --- the table -------------------------------------------------------------------------------------------------------
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return the table of sessions, a row per label: every seed's value, or the range of all seeds."""
+    lines = []
+    for label, said in LABELS.items():
+        if not (of := sorted((row for row in rows if row["label"] == label), key=lambda row: row["seed"])):
+            continue
+        won = [row["visible"] for row in of]
+        right, edge, apart, spent = (_range([row[key] for row in of], form) for key, form in (
+            ("strict", "+.3f"), ("edge", ".2f"), ("diversity", ".2f"), ("seconds_per_click", ".2f")))
+        commits, seeds = ", ".join(sorted({row["commit"] for row in of})), ", ".join(str(row["seed"]) for row in of)
+        lines.append(f"| {said} | {commits} | {seeds} | {', '.join(f'{each:.2f}' for each in won)} | "
+                     f"{np.mean(won):.2f} | {right} | {edge} | {apart} | {spent} |")
+    return HEAD + "\n".join(lines)
+
+
+def _range(values: list[float], form: str) -> str:
+    low, high = (format(value, form) for value in (min(values), max(values)))
+    return low if low == high else f"{low} to {high}"
+
+
+def write_table(folder: Path) -> None:
+    """Write the last row of each label and seed of a folder to docs/data, and the table of all to docs/taste.md."""
+    rows = {(row["label"], row["seed"]): row for file in (KEPT, folder / "rows.jsonl") if file.is_file()
+            for row in map(json.loads, file.read_text().splitlines()) if row["label"] in LABELS}
+    KEPT.write_text("".join(json.dumps(rows[key]) + "\n" for key in sorted(rows)))
+    text = PAGE.read_text()
+    begin, end = text.index(HEAD.splitlines()[0]), text.index("\n\n", text.index(HEAD.splitlines()[0]))
+    PAGE.write_text(text[:begin] + table([*rows.values()]) + text[end:])
+
+
 # --- a session -------------------------------------------------------------------------------------------------------
 
 def session(folder: Path, name: str, seed: int, given: argparse.Namespace, base: dict[str, Any]) -> dict[str, Any]:
@@ -216,7 +261,8 @@ def session(folder: Path, name: str, seed: int, given: argparse.Namespace, base:
     now = measured(images_of(config.folder), base["stats"])
     metrics = [json.loads(line) for line in (config.folder / "metrics.jsonl").read_text().splitlines()]
     foretold = [row.get("taste/foretold") for row in metrics][1:]
-    return {"name": name, "seed": seed, "resumed": resume, "visible": visible(now["utility"], base["utility"]),
+    return {"name": name, "label": given.label, "commit": commit(), "set": given.set, "seed": seed,
+            "resumed": resume, "visible": visible(now["utility"], base["utility"]),
             "visible_even": visible(now["utility"], base["utility"], slice(0, None, 2)),
             "visible_odd": visible(now["utility"], base["utility"], slice(1, None, 2)),
             "strict": now["strict"] - base["strict"], "edge": now["edge"] / base["edge"],
@@ -237,7 +283,11 @@ def main() -> None:
     parser.add_argument("--set", nargs="*", default=[], help="head= and clicks= of the loop, or "
                         "keys of the run, such as train.lr=5e-4")
     parser.add_argument("--label", default="both")
+    parser.add_argument("--table", action="store_true", help="write docs/taste.md's table of the folder's rows")
     given = parser.parse_args()
+    if given.table:
+        write_table(given.folder)
+        return
     base = base_of(given.folder)
     print(f"base: strict {base['strict']:.3f}, edge {base['edge']:.3f}; blurred with sigma .5: edge "
           f"{base['blurred'] / base['edge']:.3f} of it", flush=True)

@@ -73,7 +73,24 @@ def _predicted(config: Config, name: str, gpu: GPU, processes: int) -> dict[str,
         "processes": processes,
         "micro_batch": config.train.micro_batch, "checkpointing": config.train.checkpointing,
         **{key.rpartition(".")[2]: attrgetter(key)(config) for key in _reported()},
-        "epochs": config.train.epochs, "hours": round(counts.seconds * config.train.epochs / 3600, 4)}
+        "taste": _of_taste(config, name, gpu, processes), "epochs": config.train.epochs,
+        "hours": round(counts.seconds * config.train.epochs / 3600, 4)}
+
+
+def _of_taste(config: Config, name: str, gpu: GPU, processes: int) -> dict[str, float] | None:
+    """Return seconds per click and the peak of a session of `flowgrpo taste` on the recipe's model; None where it is
+    not one of few steps."""
+    from flowgrpo.contrib.taste import session
+    from flowgrpo.dry_run import estimate
+    from flowgrpo.policies.pipelines import few_steps
+
+    if processes > 1 or (config.image.frames or 1) > 1 or few_steps.ahead(config.model, config.load).why is None:
+        return None
+    sitting = session.of_recipe(config)
+    counts = estimate.dry_run(sitting, gpu).corrected(name, config.model)
+    seconds = session.seconds_per_click(lambda phase: counts.taken(phase) if phase in counts.phases else 0.0,
+                                        sitting.train.steps)
+    return {"seconds": round(seconds, 2), "peak": round(estimate.gib(counts.peak), 2)}
 
 
 @contextmanager
@@ -171,6 +188,9 @@ def summary(report: dict[str, Any]) -> str:
     gpus = f"one {report['gpu']}" if count == 1 else f"{count} {report['gpu']}"
     line = (f"{'does not fit' if report['above'] else 'fits'}: {report['peak']:.1f} of {report['room']:.1f} GiB, "
             f"{hours:,.{0 if hours >= 10 else 1}f} h on {gpus} ({report['basis']})")
+    if sitting := report.get("taste"):
+        line += (f"\nflowgrpo taste: {sitting['seconds']:.1f} s per click, {sitting['peak']:.1f} GiB "
+                 f"({report['basis']})")
     if not report["above"]:
         return line
     return f"{line}\n{', '.join(report['above'])}: {_nearest(report['nearest'], report['room'])}"

@@ -159,7 +159,7 @@ class Guard(Extension):
     """
 
     name = "guard"
-    needs = frozenset({capabilities.PRESENT_WEIGHTS, capabilities.OWN_SAMPLES, capabilities.WHOLE_WEIGHTS})
+    needs = frozenset({capabilities.OWN_SAMPLES, capabilities.WHOLE_WEIGHTS})
 
     def __init__(self, trainer: Run):
         super().__init__(trainer)
@@ -182,6 +182,11 @@ class Guard(Extension):
     @classmethod
     def asked(cls, setup: Setup) -> str:
         return ", ".join(f"guard.{name} is {value:g}" for name, value in set_keys(setup.config.guard).items())
+
+    @classmethod
+    def needed(cls, setup: Setup) -> frozenset[str]:
+        """Return its needs: a window compares the rewards of the weights that an epoch begins with; looks do not."""
+        return cls.needs | ({capabilities.PRESENT_WEIGHTS} if setup.config.guard.window else frozenset())
 
     @classmethod
     def refused(cls, setup: Setup) -> dict[str, bool]:

@@ -42,7 +42,7 @@ MODULES: dict[str, dict[str, str]] = {
     "log_ratio": {
         "objectives.ratios": "PlainRatio Guard SquaredErrorRatio SequenceRatio CompletionRatio Matching"},
     "surrogate": {
-        "objectives.forward_process": "NegativeAware CentredReward GroupPreference Preference",
+        "objectives.forward_process": "NegativeAware CentredReward GroupPreference Preference StepPreference",
         "objectives.sequence_losses": "TaperedReinforce NegativeAwareText Discriminative Regressed PairwisePreference "
                                       "PairLoss",
         "objectives.surrogates": "Clip AdaptiveClip DualClip DynamicClip DivergenceMask Reinforce KLOnly TruncatedIS "

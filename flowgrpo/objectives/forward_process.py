@@ -129,19 +129,46 @@ class Preference(OfNoised):
         return error(noised.new) - error(required(noised.reference))
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: NoisedBatch) -> Tensor:
-        peers = required(old.peers)
-        places = torch.arange(len(required(old.peers).statistic), device=old.rows.device)
-        group = peers.members(old.rows)
-        others = group & (old.rows[:, None] != places)
-        sign = (advantage - peers.advantage).sign()
-        losses = softplus(sign * self.beta / 2 * (self.statistic(old) - peers.statistic))
-        value = (losses * others).sum(1, keepdim=True) / others.sum(1, keepdim=True).clamp(min=1)
-        value = 2 * value - value.detach()  # half of a pair's gradient is its partner's
+        value, group, others = preferred(self.statistic(old), advantage, old, self.beta)
         if not self.similarity:
             return value
+        places = torch.arange(group.shape[1], device=old.rows.device)
         before = (group & (places < old.rows[:, None])).any(1, keepdim=True)
         first = ~before & others.any(1, keepdim=True)  # the remaining sample of a pair may be either one
         return value + self.similarity * first * group.sum(1, keepdim=True) * error(old.new)
+
+
+@part("surrogate", reads_reference=True, reads_groups=True)
+class StepPreference(OfNoised):
+    """Loss of PSO (2410.03190), -log sigmoid(beta (r_w - r_l)), of the pairs of a group at one recorded step: [B, 1].
+
+    r is the method's log-ratio of a sample's own step to the reference, w the sample of the larger advantage and l the
+    other. Pairs count as for `Preference`. beta is in the unit of `gaussian.log_prob`, a mean over dimensions; the
+    paper's, of their sum, is smaller by their number.
+    """
+
+    reads_target = "steps"
+    beta: Annotated[float, Above(0)] = 100.0
+
+    def statistic(self, noised: NoisedBatch) -> Tensor:
+        return -2 * required(noised.measure)(noised.new, required(noised.reference))
+
+    def __call__(self, log_ratio: Tensor, advantage: Tensor, old: NoisedBatch) -> Tensor:
+        return preferred(self.statistic(old), advantage, old, self.beta)[0]
+
+
+def preferred(own: Tensor, advantage: Tensor, of: NoisedBatch, beta: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (the mean of -log sigmoid(-beta/2 (d_w - d_l)) over a sample's pairs [b, 1], its group, the others of it).
+
+    own: d of the samples [b, 1], whose value has the gradient of both sides of their pairs. The masks are [b, m].
+    """
+    peers = required(of.peers)
+    group = peers.members(of.rows)
+    others = group & (of.rows[:, None] != torch.arange(len(peers.statistic), device=of.rows.device))
+    sign = (advantage - peers.advantage).sign()
+    losses = softplus(sign * beta / 2 * (own - peers.statistic))
+    value = (losses * others).sum(1, keepdim=True) / others.sum(1, keepdim=True).clamp(min=1)
+    return 2 * value - value.detach(), group, others  # half of a pair's gradient is its partner's
 
 
 def goodness(advantage: Tensor, most: float) -> Tensor:

@@ -159,8 +159,9 @@ def damage(folder: Path, required: Mapping[str, type | tuple[type, ...]] = Mappi
             return f"{VALUES} has {str(value)[:40]} under {key!r}"
     if "epoch" in required and values["epoch"] != epoch_of(folder):
         return f"{VALUES} has {values['epoch']} under 'epoch'"
-    if values.get("update") and not any(key.startswith("optimizer/") for key in shapes):
-        return "the optimizer's state is missing"
+    if values.get("update") and not manifest.has_manifest(folder) and \
+            not any(key.startswith("optimizer/") for key in shapes):
+        return "the optimizer's state is missing"  # with a manifest it is that of a return to the first weights
     return wrong
 
 

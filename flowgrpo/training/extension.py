@@ -30,7 +30,7 @@ class Extension:
 
     name: its key in a checkpoint.
     judges: names of the values of `judge`, for `eval.best` and `eval.stop`.
-    needs: what a run must have, of `methods.setup`.
+    needs: what a run must have, of `methods.capabilities`.
 
     What may change during a run, such as its rollouts, is read from the trainer when it is needed, and never kept.
     """
@@ -56,6 +56,11 @@ class Extension:
     def asked(cls, setup: Setup) -> str:
         """Return how the run asks for it, as a refusal begins; empty: it stays off where it does not go."""
         return f"the extension {cls.__name__} is on"
+
+    @classmethod
+    def needed(cls, setup: Setup) -> frozenset[str]:
+        """Return what this run must have: `needs`, where no setting adds to it."""
+        return cls.needs
 
     @classmethod
     def lacks(cls, setup: Setup) -> dict[str, str]:

@@ -104,7 +104,7 @@ def require(trainer: Run, measured: RewardFunctions) -> None:
                                   batch.metadata)
             rewards.leave(measured.values())
             rewards.leave(trained.values())
-            if batches and not any(scored) and not any(_grouped_or_slow(batch.reward) for batch in batches):
+            if batches and not any(scored) and not any(_untried(batch.reward) for batch in batches):
                 _require_real_scores(trainer)
 
 
@@ -157,8 +157,10 @@ def judged(batch: Batch) -> bool:
     return bool(said) or not bool(scores.isnan().all())
 
 
-def _grouped_or_slow(reward: Composed) -> bool:
-    return sees_groups(reward.function) or rewards.slow(reward.function)
+def _untried(reward: Composed) -> bool:
+    """Return True for a reward of groups, a slow one, and one whose extension brings its scores."""
+    return sees_groups(reward.function) or rewards.slow(reward.function) or \
+        any(getattr(part.origin, "brings", None) is not None for part in rewards.inside(reward))
 
 
 def _batches(functions: RewardFunctions, prompts: list[Prompt], group: int, samples: Samples) -> list[Batch]:

@@ -10,6 +10,7 @@ import torch
 from flowgrpo.cli import main
 from flowgrpo.cli.dry_run import summary
 from flowgrpo.config import load
+from flowgrpo.contrib.taste import session
 from flowgrpo.dry_run import estimate, fit, from_configs
 from flowgrpo.dry_run.estimate import dry_run
 from flowgrpo.dry_run.meta_gpu import Phase
@@ -310,6 +311,23 @@ def test_the_command_says_it_first_and_the_rest_on_request(recipe, capsys):
     assert lines[0].startswith(f"fits: {peak:.1f} of {room:.1f} GiB, ")
     assert lines[0].endswith(" h on one H200 (computed, no measurement yet on this card)")
     assert lines[1:] == ["--verbose: memory and seconds by phase, and what is counted"]
+
+
+def test_a_model_of_few_steps_has_the_seconds_per_click_of_taste(recipe, model, capsys):
+    (few := model / "tiny-turbo").symlink_to(model / "model")
+    assert main(["check", str(few), "--recipe", recipe, "--gpu", "h200"]) == 0
+    said = capsys.readouterr().out.splitlines()[-2]
+    sitting = session.of_recipe(load(recipe, {"model": str(few)}))
+    counts = dry_run(sitting, GPUS["H200"])
+    seconds = session.seconds_per_click(counts.taken, sitting.train.steps)
+    assert seconds > 0.01 and said == (f"flowgrpo taste: {seconds:.1f} s per click, {counts.peak / 2**30:.1f} GiB "
+                                       "(computed, no measurement yet on this card)")
+
+
+def test_seconds_per_click_by_hand():
+    """A batch draws 12 s, and 42 images beside its 80; a look is one of four steps; the update has four passes."""
+    taken = {"encode": 2.0, "rollout": 8.0, "decode": 4.0, "update": 96.0}
+    assert session.seconds_per_click(taken.__getitem__, 4) == pytest.approx((2 + 12 * 122 / 80 + 2 + 96 + 8) / 20)
 
 
 def test_the_command_shows_what_it_does_and_answers_from_a_cache_the_second_time(recipe, tmp_path, capsys, monkeypatch):

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from flowgrpo.gaussian import log_prob
-from flowgrpo.objectives import Clip, Sigma
-from flowgrpo.objectives.forward_process import CentredReward, GroupPreference, NegativeAware, Preference, goodness
+from flowgrpo.objectives import Clip, PlainRatio, Sigma
+from flowgrpo.objectives.forward_process import (
+    CentredReward,
+    GroupPreference,
+    NegativeAware,
+    Preference,
+    StepPreference,
+    goodness,
+)
 from flowgrpo.objectives.ratios import Matching, error
 from flowgrpo.samplers.noised_finals import matching
 from flowgrpo.types import Gaussian, GroupStatistics, NoisedBatch, Scored
@@ -34,12 +42,12 @@ def noised(surrogate, advantage: list[float], new: Scored, old: Scored, group=No
            time: float = 0.75) -> NoisedBatch:
     """What the surrogate reads of whole groups, by default of one."""
     rows = torch.arange(len(advantage))
-    found = NoisedBatch(time, new, old, target, rows, reference)
+    found = NoisedBatch(time, new, old, target, rows, reference, measure=PlainRatio())
     if not surrogate.reads_groups:
         return found
     group = torch.zeros(len(rows), dtype=torch.int64) if group is None else torch.tensor(group)
     peers = GroupStatistics(surrogate.statistic(found).detach().flatten(), f64(advantage), group)
-    return NoisedBatch(time, new, old, target, rows, reference, peers)
+    return replace(found, peers=peers)
 
 
 def velocities(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -232,6 +240,23 @@ def test_a_sample_without_a_partner_has_no_loss():
     new = with_error([0.3], grad=True)
     loss = dpo(new, with_error([0.5]), [1.0])
     assert loss.item() == 0 and torch.autograd.grad(loss.sum(), new.logp)[0].item() == 0
+
+
+# --- pso -------------------------------------------------------------------------------------------------------------
+
+def test_pso_by_hand():
+    """Log-ratios to the reference are 0.1, -0.2 and 0.4; 0 is better than 1 and 2, which tie; beta 5."""
+    new, reference = (Scored(column(values), torch.ones(len(values), 1, dtype=torch.bool))
+                      for values in ([-1.0, -1.2, -0.7], [-1.1, -1.0, -1.1]))
+    new.logp.requires_grad_()
+    surrogate, advantage = StepPreference(5.0), [1.0, -1.0, -1.0]
+    read = noised(surrogate, advantage, new, new, None, reference)
+    loss = surrogate(torch.zeros(3, 1), column(advantage), read)
+    first, second, tie = (math.log(1 + math.exp(-5 * apart)) for apart in (0.3, -0.3, 0.0))
+    close(loss.detach(), [[(first + second) / 2], [(first + tie) / 2], [(second + tie) / 2]])
+    slopes = [5 / (1 + math.exp(5 * apart)) for apart in (0.3, -0.3)]  # of a pair's loss, by the better one's log-ratio
+    [found] = torch.autograd.grad(loss.sum(), new.logp)
+    close(found, [[-sum(slopes)], [slopes[0]], [slopes[1]]])
 
 
 # --- peers -----------------------------------------------------------------------------------------------------------

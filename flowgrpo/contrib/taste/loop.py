@@ -2,7 +2,8 @@
 
 Epoch k trains on batch k of questions. Batch k + 1 is drawn by the weights before that epoch's update, so that the
 person votes on it meanwhile. Its samples are one epoch older than the weights that learn from them, for which the loss
-is decoupled as that of `train.staleness`. What the run trains depends on the votes alone, never on their times.
+is decoupled as that of `train.staleness`; a loss of pairs compares with the reference and reads no old policy. What the
+run trains depends on the votes alone, never on their times.
 
 The reward of a sample is the head's score less its group's mean, in deviations of the batch, plus the click on it. That
 is 1 for the chosen picture, and -1 / (k - 1) for the k - 1 others that were shown beside it.
@@ -14,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -39,6 +40,9 @@ from flowgrpo.training.extension import Extension, Metrics
 from flowgrpo.training.run import Run
 from flowgrpo.training.state import restored, stored, within
 from flowgrpo.types import required
+
+if TYPE_CHECKING:
+    from flowgrpo.evaluation.measured import Measured
 
 SHOWN = 4  # pictures of a question
 CHECK_SEED = 40_000  # of the noises of checks, apart from those of training and evaluation
@@ -72,7 +76,7 @@ class Settings:
 class Taste:
     """Reward of a person's votes. The trainer does not call it for the samples it trains on: its extension draws them.
 
-    folder: of the run. Outside of training a sample scores 0.
+    folder: of the run. Outside of training no sample has a score: nobody votes on it.
     """
 
     about = About(modality="image", range=(None, None), needs="", licence="Apache-2.0")
@@ -81,8 +85,8 @@ class Taste:
     def __init__(self, person: Person, folder: Path, settings: Settings = Settings()):
         self.person, self.folder, self.settings = person, folder, settings
 
-    def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]) -> list[float]:
-        return [0.0] * len(prompts)
+    def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]) -> list[None]:
+        return [None] * len(prompts)
 
 
 @dataclass(eq=False)
@@ -266,7 +270,7 @@ class VotedEpochs(Extension):
         batch.add(drawn.prompts, scores, run.scoring.weighted(scores))
         run.scoring.end_epoch()
         parts = drawn.parts
-        if drawn.update != run.optimization.update:
+        if drawn.update != run.optimization.update and not run.method.loss.surrogate.reads_groups:
             parts = run.with_oom_retry(partial(self._decoupled, drawn), "update")
         self.metrics = {"taste/votes": len(self.taught), "taste/ridge": self.head.ridge,
                         "taste/foretold": right / decided if decided else float("nan")}
@@ -285,6 +289,11 @@ class VotedEpochs(Extension):
         self.queue = self.queue[1:]
         self.person.tell(updates=self.run.optimization.update)
         return self.metrics
+
+    def on_measured(self, measured: Measured) -> Metrics:
+        """Show the looks of held-out images, as shares of the base's."""
+        self.person.tell(looks=measured.looks.of(self.run.progress.base))
+        return {}
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ many epochs as were trained, so that it only measures, by the head that was lear
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,13 @@ from flowgrpo.config.schema import Config
 from flowgrpo.contrib.learned_rewards import preference
 from flowgrpo.contrib.learned_rewards.denoiser_head import DENOISER, DenoiserHead
 from flowgrpo.contrib.taste.head import Head, fitted
-from flowgrpo.contrib.taste.loop import FEATURES, VOTES, Taste, learned
+from flowgrpo.contrib.taste.loop import FEATURES, VOTES, Settings, Taste, learned
 from flowgrpo.contrib.taste.votes import VoteLog
 from flowgrpo.data import provenance, sets
 from flowgrpo.data.pairs import OVERALL
 from flowgrpo.distributed.signals import Stopped
 from flowgrpo.errors import UserError
+from flowgrpo.evaluation.looks import ALIKE, WIDE, twins
 from flowgrpo.policies import build, loading
 from flowgrpo.run import run
 from flowgrpo.storage import paths
@@ -28,16 +29,18 @@ from flowgrpo.storage.places import CONFIG, checkpoints
 
 REWARD = "taste"  # name of the run's reward, and of the folder of the learned one
 PAIRS = "pairs.jsonl"
-MEASURED = 24  # held-out prompts of the report
-# A batch of clicks is an epoch; a KL to the few-step base holds the trajectory. No comparison has chosen these values
-# yet: scripts/taste_voter.py runs others.
+MEASURED = 24  # held-out prompts of the report, and of the limits after each batch
+# A batch of clicks is an epoch; a KL to the few-step base holds the trajectory. Of the settings in docs/taste.md these
+# alone won with every seed; they do not hold the model in each.
 DEFAULTS: dict[str, Any] = {
     "method": "rlcm", "reward": REWARD, "tracker": "none",
     "parts": {"surrogate": {"low": 0.01, "high": 0.01}, "kl": {"weight": 0.03}},
     "train.prompts": 20, "train.group": 4, "train.micro_batch": "auto", "train.inner_epochs": 4, "train.updates": 2,
     "train.epochs": 500, "train.steps": 4, "train.guidance": 1.0, "train.grid": "stock", "train.schedule": "constant",
     "train.lr": "auto", "train.save_every": 1, "train.keep": 2,
-    "eval.steps": 4, "eval.guidance": 1.0, "eval.prompts": 1, "eval.grid": 8}
+    "eval.steps": 4, "eval.guidance": 1.0, "eval.prompts": MEASURED, "eval.grid": 8, "eval.every": 1,
+    "guard.edge_width": WIDE, "guard.diversity": ALIKE}
+ROWS = (1, 2, 4, 8, 20, 40)  # micro-batches that fit DEFAULTS
 # Of models that ship with the package: what their own recipe sets.
 OWN: dict[str, dict[str, Any]] = {
     "starter_consistency": {"adapter.rank": 16, "train.micro_batch": 40, "train.lr": 1e-3, "adapter.targets": [
@@ -69,6 +72,32 @@ def configured(model: str, prompts: str, lora: str | None, output: Path, options
     if lora is not None:
         loading.require_weights(Path(lora))
     return config
+
+
+def of_recipe(recipe: Config) -> Config:
+    """Return the configuration of a session on a recipe's model, size, memory and adapter, for a dry run."""
+    rows = max(size for size in ROWS if size <= recipe.train.rows)
+    kept = {name: getattr(recipe, name).model_dump(exclude_unset=True)
+            for name in ("load", "image", "adapter", "memory")}
+    steps, guidance = recipe.train.steps, recipe.train.guidance
+    return parse.load(None, kept | DEFAULTS | {
+        "model": recipe.model, "precision": recipe.precision, "reward": "sharpness", "train.lr": 1e-4,
+        "train.micro_batch": rows, "train.checkpointing": recipe.train.checkpointing, "train.steps": steps,
+        "train.guidance": guidance, "eval.steps": steps, "eval.guidance": guidance,
+        "eval.every": 0, "guard.edge_width": None, "guard.diversity": None})  # there are no values to hold
+
+
+def seconds_per_click(taken: Callable[[str], float], steps: int) -> float:
+    """Return the seconds of a batch per click: to draw, to look at, to learn, to check and to hold within limits.
+
+    taken: seconds of a phase of `of_recipe`'s epoch. A look is one step, and scoring a batch again for the weights
+    that it meets a third of one pass over it.
+    """
+    clicks, drawn = DEFAULTS["train.prompts"], DEFAULTS["train.prompts"] * DEFAULTS["train.group"]
+    further = 2 * Settings().checks + MEASURED + twins(MEASURED, 1)
+    draw = taken("rollout") + taken("decode")
+    learn = taken("update") * (1 + 1 / (3 * DEFAULTS["train.inner_epochs"]))
+    return float((taken("encode") + draw * (1 + further / drawn) + taken("rollout") / steps + learn) / clicks)
 
 
 def train(config: Config, taste: Taste, resume: bool) -> int:
@@ -107,7 +136,6 @@ def finish(config: Config, log: VoteLog, epochs: int) -> dict[str, Any]:
     votes = sum(vote.target is not None and ".q" in name for name, vote in log.votes.items())
     save_head(folder / REWARD, head, config, {"votes": votes, "ridge": head.ridge})
     (folder / "before.json").unlink(missing_ok=True)  # the base is measured again, by the head
-    known = {"train": config.train.model_copy(update={"epochs": epochs}),
-             "eval": config.eval.model_copy(update={"prompts": MEASURED})}
+    known = {"train": config.train.model_copy(update={"epochs": epochs})}
     return run(config.model_copy(update=known), True,
                functions={REWARD: preference.named(folder / REWARD, None)()})

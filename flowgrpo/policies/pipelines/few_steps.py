@@ -27,6 +27,10 @@ COUNT = re.compile(r"(?<!\d)(\d{1,2})[-_ ]?steps?(?![a-z])", re.I)
 STEPS = {"z-image-turbo": 8, "sprint": 2}  # of cards whose name does not tell; others: USUAL
 USUAL, MOST = 4, 16
 SCHEDULERS = re.compile(r"LCM|TCD|SCM")  # classes that step from one estimate of the data to the next
+EMBEDDED = {  # pipelines of whole models whose network reads a guidance, by their names
+    r"(?<![a-z])lcm(?![a-z])(?!.*lora).*(xl|ssd)": "StableDiffusionXLPipeline",
+    r"(?<![a-z])lcm(?![a-z])(?!.*lora)": "LatentConsistencyModelPipeline",
+    r"sana.?sprint": "SanaSprintPipeline", r"flux(?!.*schnell)": "FluxPipeline"}
 LEVEL = 0.8  # of CPS: an SDE step whose noise stays that of the next noise level, however long it is
 
 
@@ -78,7 +82,10 @@ class Facts:
         import diffusers
 
         read = (self.unet or {}).get("time_cond_proj_dim") or (self.transformer or {}).get("guidance_embeds")
-        call = getattr(getattr(diffusers, self.pipeline, None), "__call__", None)
+        pipeline = self.pipeline
+        if not pipeline and self.names:  # its files are not here
+            read = pipeline = next((of for name, of in EMBEDDED.items() if re.search(name, self.names[0], re.I)), "")
+        call = getattr(getattr(diffusers, pipeline, None), "__call__", None)
         own = inspect.signature(call).parameters.get("guidance_scale") if read and call is not None else None
         return float(own.default) if own is not None and isinstance(own.default, (int, float)) else 1.0
 

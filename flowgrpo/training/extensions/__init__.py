@@ -114,5 +114,5 @@ def obstacles(extension: type[Extension], setup: Setup) -> Iterator[str]:
     for other in _all(setup):
         for capability, reason in other.lacks(setup).items() if other is not extension else ():
             lacking.setdefault(capability, []).append(reason)
-    for capability in (each for each in capabilities.ALL if each in extension.needs):
+    for capability in (each for each in capabilities.ALL if each in extension.needed(setup)):
         yield from lacking.get(capability, ())

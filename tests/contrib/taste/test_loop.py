@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +24,7 @@ from flowgrpo.storage.places import checkpoints
 from flowgrpo.training import extensions
 from flowgrpo.vote.live import LiveBallot
 from tests.helpers import tiny
+from tests.helpers.forked import Forked
 
 
 class Scripted(LiveBallot):
@@ -82,6 +86,60 @@ def test_a_session_that_was_stopped_goes_on_to_the_same_weights(model, tmp_path)
     again = [json.loads(line) for line in (parted.folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["loss"] for line in lines] == [line["loss"] for line in again] and len(lines) == 4
     assert lines[0]["taste/foretold"] is None and lines[-1]["taste/votes"] <= 8
+
+
+def on(config) -> None:
+    """Begin or go on with a session of 10 votes, in a process of its own."""
+    sat(config, 10, resume=(config.folder / VOTES).is_file())
+
+
+def killed(config, after: int) -> None:
+    """As `on`, until SIGKILL comes behind so many votes, while the next one is written."""
+    fsync = os.fsync
+
+    def cut(file: int) -> None:
+        place = Path(os.readlink(f"/proc/self/fd/{file}"))
+        if place.name == VOTES and place.read_bytes().count(b"\n") > after:
+            os.truncate(place, place.stat().st_size - 3)
+            os.kill(os.getpid(), signal.SIGKILL)
+        fsync(file)
+
+    os.fsync = cut
+    on(config)
+
+
+def test_a_kill_loses_the_click_in_hand_alone(model, tmp_path):
+    """The kills come in the first batch, before anything is learned, and in the third, whose checks wait."""
+    whole, parted = config(model, tmp_path / "whole"), config(model, tmp_path / "parted")
+    assert sat(whole, 10) == 4
+    for votes in (1, 6):
+        process = Forked(killed, parted, votes)
+        assert process.wait() == -signal.SIGKILL, process.streams()
+        assert len(VoteLog(parted.folder / VOTES).votes) == votes
+    process = Forked(on, parted)
+    assert process.wait() == 0, process.streams()
+    assert (whole.folder / VOTES).read_text() == (parted.folder / VOTES).read_text()
+    one, other = weights_of(whole), weights_of(parted)
+    assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+def test_images_beyond_the_limits_bring_the_last_good_weights_back(model, tmp_path):
+    """The looks of held-out images need no vote. A session goes on, also from a checkpoint of the first weights."""
+    limits = {"eval__every": 1, "guard__edge_width": 1 + 1e-9, "guard__diversity": 1 - 1e-9}
+    of = config(model, tmp_path, **limits)
+    assert sat(of, 4) == 2 and sat(of, 7, resume=True) == 3
+    lines = [json.loads(line) for line in (of.folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["guard/returns"] for line in lines] == [1, 2, 3]
+    weights = weights_of(of)
+    assert all(not weights[key].any() for key in weights if "lora_B" in key) and any("lora_B" in key for key in weights)
+    assert all(line["grad_norm"] > 0 and line["held_out/taste"] is None for line in lines)  # nobody votes on these
+
+
+def test_the_limits_are_on_by_default(model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    of = session.configured(str(model), str(model.parent / "prompts.txt"), None, tmp_path / "mine", {}, False)
+    assert (of.guard.edge_width, of.guard.diversity, of.eval.every) == (1.1, 0.9, 1)
+    assert of.eval.prompts == session.MEASURED
 
 
 def test_other_votes_train_other_weights(model, tmp_path):

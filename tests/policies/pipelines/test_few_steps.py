@@ -87,9 +87,11 @@ def test_given_values_always_win():
 
 @pytest.mark.parametrize("name, expected", [
     ("stabilityai/sdxl-turbo", SDXL), ("black-forest-labs/FLUX.1-schnell", FLOW),
-    ("SimianLuo/LCM_Dreamshaper_v7", SDXL | {"method": "rlcm"}), ("ByteDance/SDXL-Lightning", SDXL),
+    ("SimianLuo/LCM_Dreamshaper_v7", LCM), ("latent-consistency/lcm-sdxl", LCM | {"train": (4, 5), "eval": (4, 5)}),
+    ("owner/lcm-lora-merged", SDXL | {"method": "rlcm"}), ("ByteDance/SDXL-Lightning", SDXL),
     ("owner/Wan2.1-T2V-14B-StepDistill", FLOW), ("owner/wan-tmd", FLOW),
-    ("Efficient-Large-Model/Sana_Sprint_1.6B_1024px_diffusers", FLOW | {"train": (2, 1), "eval": (2, 1)}),
+    ("Efficient-Large-Model/Sana_Sprint_1.6B_1024px_diffusers", FLOW | {"train": (2, 4.5), "eval": (2, 4.5)}),
+    ("owner/FLUX.1-turbo", FLOW | {"train": (4, 3.5), "eval": (4, 3.5)}),
     ("owner/turbot-2step", FLOW | {"train": (2, 1), "eval": (2, 1)})])
 def test_a_model_that_is_not_here_is_known_by_its_name(name, expected):
     assert of(few_steps.fitted(Config(model=name), few_steps.ahead(name))) == expected
