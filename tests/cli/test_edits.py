@@ -101,7 +101,7 @@ def test_a_training_source_that_is_damaged_in_mid_run_costs_its_prompt(edits, tm
     summary = edits(lambda number, _: [cut(tmp_path / f"{name}.jpg") for name in "abc"] if number == IN_TRAINING else 0)
     said = capsys.readouterr().out
     assert summary["epochs"] == 2 and summary["updates"] > 0
-    lost = re.findall(r"epoch 1: prompts .*train.jsonl, line (\d), 'image': .*/([abc]).jpg cannot be read as a picture "
+    lost = re.findall(r"epoch 1: prompts .*train.jsonl, line (\d), 'image': .*/([abc]).jpg cannot be read as an image "
                       r".*: another prompt is sampled in its place \('edit d'; \d of 4 prompts lost\)", said)
     assert lost and all("abcd"[int(line) - 1] == name for line, name in lost)
 
@@ -122,7 +122,7 @@ def test_a_run_that_a_reward_ended_over_a_damaged_source_goes_on_without_it(edit
         for entry in metadata:
             read_image(entry["image"])
 
-    with pytest.raises(UserError, match=r"[abcd]\.jpg cannot be read as a picture"):
+    with pytest.raises(UserError, match=r"[abcd]\.jpg cannot be read as an image"):
         edits(read)
     assert "epoch 1 is saved in" in capsys.readouterr().out
     summary = edits(lambda number, metadata: [read_image(entry["image"]) for entry in metadata], resume=True)

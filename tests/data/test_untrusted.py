@@ -225,7 +225,7 @@ def test_a_video_of_too_large_frames_is_refused(tmp_path):
 
 def test_a_format_that_starts_a_program_is_no_image(tmp_path):
     file = write(tmp_path, "a.eps", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n")
-    assert "cannot be read as a picture" in refusal(read_image, file)
+    assert "cannot be read as an image" in refusal(read_image, file)
 
 
 # --- the rest --------------------------------------------------------------------------------------------------------

@@ -165,7 +165,7 @@ def test_the_card_of_a_run_with_sources_runs_and_draws_what_sample_does(name, tm
     assert "| prompt | source | before | after |" in card.text or not keys
     here: dict = {}
     lines = code(card.text).replace("= pipe(", "= pipe(generator=torch.Generator().manual_seed(3), output_type='pt', ")
-    exec(re.sub(r"(?m)^(picture\.save|export_to_video).*$", "", lines), here)
+    exec(re.sub(r"(?m)^(image\.save|export_to_video).*$", "", lines), here)
     config = load(run / "config.yaml")
     ours = draw_one(here["pipe"], prompt, 3, call_arguments(config.model, run))
     theirs = here["frames" if clip else "image"]

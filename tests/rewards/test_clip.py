@@ -128,5 +128,5 @@ def test_weights_that_cannot_be_had_are_told_of_this_reward():
 
 def test_a_subject_that_cannot_be_read_is_told(model, tmp_path):
     reward = SubjectScore(device="cpu", parts=(model, None))
-    with pytest.raises(UserError, match="reward 'subject_score': .*none.png cannot be read as a picture"):
+    with pytest.raises(UserError, match="reward 'subject_score': .*none.png cannot be read as an image"):
         reward(torch.zeros(1, 3, 8, 8), ["a"], [{"subject": str(tmp_path / "none.png")}])

@@ -69,7 +69,7 @@ def test_mistakes_are_one_line(source, tmp_path):
         Preservation(measure="lpips")
     with pytest.raises(UserError, match="got images of 8 x 8 pixels, expected 11 x 11 or more"):
         Preservation()(torch.zeros(1, 3, 8, 8), ["p"], [{"image": source[1]}])
-    with pytest.raises(UserError, match=r"reward 'preservation': .*no\.png cannot be read as a picture"):
+    with pytest.raises(UserError, match=r"reward 'preservation': .*no\.png cannot be read as an image"):
         Preservation()(torch.zeros(1, 3, 16, 16), ["p"], [{"image": str(tmp_path / "no.png")}])
 
 

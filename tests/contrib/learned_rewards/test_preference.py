@@ -127,7 +127,7 @@ def test_a_file_of_pairs(folder):
     (line(prompt=" "), "expected a text under 'prompt', got ' '"),
     (line(chosen=None), "expected the path of an image under 'chosen', got None"),
     (line(rejected="d.png"), "no image at"),
-    (line(rejected="a.png"), "chosen and rejected are the same picture, a.png"),
+    (line(rejected="a.png"), "chosen and rejected are the same image, a.png"),
     (line(aspects=["colour"]), "expected an object of names and verdicts under 'aspects', got ['colour']"),
     (line(aspects={"colour": "first"}), "aspect 'colour': expected \"chosen\", \"rejected\" or \"tie\", got 'first'"),
     (line(aspects={"a:b": "tie"}), "the aspect 'a:b' is no name"),

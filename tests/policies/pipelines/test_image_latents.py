@@ -78,7 +78,7 @@ def test_images_fill_the_runs_size(tmp_path):
 
 def test_a_broken_image_is_told_in_one_line(tmp_path):
     (tmp_path / "a.png").write_text("no image")
-    with pytest.raises(UserError, match=r"preferences: .*a\.png cannot be read as a picture \(it is damaged.*\)$"):
+    with pytest.raises(UserError, match=r"preferences: .*a\.png cannot be read as an image \(it is damaged.*\)$"):
         read(tmp_path / "a.png", (16, 16))
 
 
