@@ -133,7 +133,7 @@ def test_a_fourth_of_the_prompts_is_not_mastered():
 
 def test_right_images_are_those_of_the_prompts(tmp_path):
     study_parts.write_images(tmp_path, [Prompt("a red star"), Prompt("two blue circles")])
-    lines = pairs.load_demonstrations(tmp_path / "scenes-pictures.jsonl")
+    lines = pairs.load_demonstrations(tmp_path / "scenes-images.jsonl")
     shown = torch.stack([preprocessing.read_tensor(required(line.image)) for line in lines])
     assert [line.prompt for line in lines] == ["a red star", "two blue circles"]
     assert scene.scene(shown, ["a red star", "two blue circles"], [{}, {}]) == [1.0, 1.0]

@@ -121,7 +121,7 @@ def test_a_image_fills_the_size_and_is_cut_at_its_sides(folder):
 @pytest.mark.parametrize("call", [read_image, image_size, frame_count])
 def test_a_file_that_is_no_image_is_one_line(folder, call):
     (folder / "no.png").write_text("no image")
-    with pytest.raises(UserError, match=r"no\.png cannot be read as a (picture|video)"):
+    with pytest.raises(UserError, match=r"no\.png cannot be read as an? (image|video)"):
         call(folder / "no.png")
 
 

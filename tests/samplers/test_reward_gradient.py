@@ -56,7 +56,7 @@ class Matrices:
     def replay(self, conditioning, x, grid, step, timesteps=None):
         return x @ self.weight[step].T
 
-    def picture(self, latents, conditioning):
+    def image(self, latents, conditioning):
         return latents
 
     def sampling(self):

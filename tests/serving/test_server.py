@@ -500,7 +500,7 @@ def test_a_sample_beyond_the_limits_is_told_with_the_option():
         told = message(Remote(url, **QUICK), torch.rand(1, 3, 32, 32), ["a"], [{}])
         assert "--max-mb" in told and url in told
     with serving(lengths, limits=Limits(pixels=100)) as url:
-        assert "answered 413: a picture of 32 x 32" in message(Remote(url, **QUICK), torch.rand(1, 3, 32, 32), ["a"],
+        assert "answered 413: an image of 32 x 32" in message(Remote(url, **QUICK), torch.rand(1, 3, 32, 32), ["a"],
                                                               [{}])
 
 

@@ -98,7 +98,7 @@ def test_a_video_is_sent_as_frames_and_a_text_as_it_is():
 @pytest.mark.parametrize("slot, output, said", [
     ("{image}", "text", "its samples are texts: write {text}"),
     ("{image}", IMAGE[None], "its samples are videos: write {frames}"),
-    ("{text}", IMAGE, "its samples are pictures: write {image}"),
+    ("{text}", IMAGE, "its samples are images: write {image}"),
     ("{metadata.b}", "text", "the prompt's metadata has no 'b': 'b' is not in an object of a"),
     ("{image}", IMAGE / 0, "holds NaN")])
 def test_a_slot_that_cannot_be_filled_is_told(slot, output, said):

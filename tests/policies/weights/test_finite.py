@@ -148,4 +148,4 @@ def test_half_a_lora_is_told(model, trained, tmp_path, capsys):
 
 def test_a_run_of_images_is_no_lora_of_texts(trained, capsys):
     said = line(capsys, "sample", "starter_text", "--prompt", "1+2=", "--lora", trained[1])
-    assert f"--lora {trained[1]}: a run of " in said and "a model of pictures, and 'starter_text' is none" in said
+    assert f"--lora {trained[1]}: a run of " in said and "a model of images, and 'starter_text' is none" in said

@@ -130,7 +130,7 @@ def test_rewritten(completion, text):
 @pytest.mark.parametrize("options, said", [
     ({"images": 0}, "images is 0, expected 1 or more"),
     ({"noise": "step"}, "noise is 'step', expected epoch or prompt"),
-    ({"weights": [1, 2]}, "weights is .* expected 1, one per reward"), ({"rewards": ["exact_match"]}, "of pictures"),
+    ({"weights": [1, 2]}, "weights is .* expected 1, one per reward"), ({"rewards": ["exact_match"]}, "of images"),
     ({"batch_size": 0}, "batch_size is 0"), ({"dtype": "int4"}, "dtype is 'int4'"),
     ({"pipeline": "no/such/folder/here"}, "no/such/folder/here")])
 def test_what_is_refused(options, said):
