@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 NAMES = ("prompt", "image", "frames", "text", "metadata")  # of slots; metadata.KEY too
 SLOT = re.compile(r"\{([A-Za-z]\w*(?:\.[\w-]+)*)\}")
-NOUNS = {"text": "texts", "image": "pictures", "frames": "videos"}  # what samples are, by their slot
+NOUNS = {"text": "texts", "image": "images", "frames": "videos"}  # what samples are, by their slot
 
 
 @dataclass(frozen=True)
