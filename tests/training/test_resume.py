@@ -282,12 +282,13 @@ def test_other_prompts_measure_the_base_again(finished):
     assert json.loads((run / "before.json").read_text())["scores"] != before["scores"]
 
 
-def test_a_run_of_the_names_before_goes_on_and_keeps_its_base(finished, capsys):
+def test_a_run_of_the_names_before_goes_on_and_keeps_its_base(finished, uninterrupted, capsys):
     command, run = finished
     for file, before, now in (("config.yaml", "\nimage:", "\npicture:"), ("before.json", '"image"', '"picture"')):
         text = (run / file).read_text()
         assert before in text
-        (run / file).write_text(text.replace(before, now))
+        moved = text.replace(str(uninterrupted.parent), str(run.parent))  # the reward's file, which the base depends on
+        (run / file).write_text(moved.replace(before, now))
     os.utime(run / "before.json", (1, 1))
     assert main([*command, "--resume", f"--train.epochs={EPOCHS + 1}"]) == 0
     told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("resumed with")]
