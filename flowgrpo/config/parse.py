@@ -142,8 +142,13 @@ WRITTEN = {"name", "model", "method", "reward", "prompts", "output", "seed", "de
 
 
 def renewed(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return what a run recorded, its sections and the keys that its phases set under their names of today."""
+    """Return what a run recorded, its sections and the keys that its phases set under their names of today.
+
+    Completions were evaluated at a temperature of 0 before its default was None, which is 0 for them.
+    """
     raw = {RENAMED.get(key, key): value for key, value in raw.items()}
+    if isinstance(text := raw.get("text"), dict) and "generates" not in text and text.get("eval_temperature") == 0:
+        raw["text"] = text | {"eval_temperature": None}
     if isinstance(phases := raw.get("phases"), list):
         raw["phases"] = [phase | {"set": {new_name(key) or key: value for key, value in phase["set"].items()}}
                          if isinstance(phase, dict) and isinstance(phase.get("set"), dict) else phase

@@ -21,6 +21,7 @@ from flowgrpo import rewards
 from flowgrpo.config.parse import renewed
 from flowgrpo.config.reward_rules import WatchRule
 from flowgrpo.config.schema import Config
+from flowgrpo.config.sections import Image, Text
 from flowgrpo.data.open_image import opened, rgb
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
@@ -78,7 +79,7 @@ def _base(trainer: Trainer, functions: dict[str, Any], folder: Path, reuse: bool
     path, evaluations = folder / "before.json", trainer.policy.evaluations
     settings = measured_how(trainer.config, spread(trainer.held_out, trainer.config.eval.prompts), functions)
     known = read_object(path, "remove it, and the base is measured again") if reuse and path.exists() else {}
-    was = renewed(known.get("settings", {}))
+    was = recorded(known.get("settings", {}))
     if was == settings and (kept := _read_before(trainer, folder, known)):
         return kept
     if reuse and {**was, "grid": settings["grid"]} != settings:
@@ -128,6 +129,13 @@ def measured_how(config: Config, prompts: list[Prompt], functions: dict[str, Any
     settings = of | config.eval.model_dump(mode="json", exclude={"every", "best", "stop", "weights"}) | {
         "rewards": rules(functions), "shown": [[p.text, p.negative, p.image, p.metadata] for p in prompts]}
     return json.loads(json.dumps(settings, default=str))
+
+
+def recorded(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of an earlier measurement under the keys of today; a key that it lacks has its default."""
+    was = renewed(settings)
+    return was and was | {name: section().model_dump(mode="json") | was.get(name, {})
+                          for name, section in (("image", Image), ("text", Text))}
 
 
 def rules(functions: dict[str, Any]) -> dict[str, Any]:

@@ -284,7 +284,10 @@ def test_other_prompts_measure_the_base_again(finished):
 
 def test_a_run_of_the_names_before_goes_on_and_keeps_its_base(finished, uninterrupted, capsys):
     command, run = finished
-    for file, before, now in (("config.yaml", "\nimage:", "\npicture:"), ("before.json", '"image"', '"picture"')):
+    for file, before, now in (("config.yaml", "\nimage:", "\npicture:"), ("before.json", '"image"', '"picture"'),
+                              ("config.yaml", "  generates: text\n", ""), ("before.json", '"generates": "text", ', ""),
+                              ("config.yaml", "eval_temperature: null", "eval_temperature: 0.0"),
+                              ("before.json", '"eval_temperature": null', '"eval_temperature": 0.0')):
         text = (run / file).read_text()
         assert before in text
         moved = text.replace(str(uninterrupted.parent), str(run.parent))  # the reward's file, which the base depends on
