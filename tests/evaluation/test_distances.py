@@ -114,7 +114,8 @@ def test_an_evaluation_compares_all_tuned_images_with_the_bases(world):
 
 @pytest.mark.parametrize("options, told", [
     (["--distance=fid"], "--distance: is of the tuned images to the base's: add --base"),
-    (["--distance=fid", "--base"], "--distance: is of the features of a network: add --features clip, or "),
+    (["--distance=fid", "--base"], "--distance: is of the features of a network: add --features inception (those of "
+     "published FID), --features clip, or "),
     (["--distance=fidd", "--base", "--features={network}"], "--distance: got 'fidd', expected fid or kid, or both"),
     (["--distance=kid", "--base", "--features={network}", "--suite={folder}/few.txt"],
      "--distance kid: got 3 images of each model, expected at least 20: raise --samples, or use a longer suite"),
