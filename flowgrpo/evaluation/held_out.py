@@ -21,7 +21,6 @@ from flowgrpo import rewards
 from flowgrpo.config.parse import renewed
 from flowgrpo.config.reward_rules import WatchRule
 from flowgrpo.config.schema import Config
-from flowgrpo.config.sections import Image, Text
 from flowgrpo.data.open_image import opened, rgb
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
@@ -134,8 +133,8 @@ def measured_how(config: Config, prompts: list[Prompt], functions: dict[str, Any
 def recorded(settings: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of an earlier measurement under the keys of today; a key that it lacks has its default."""
     was = renewed(settings)
-    return was and was | {name: section().model_dump(mode="json") | was.get(name, {})
-                          for name, section in (("image", Image), ("text", Text))}
+    return was and was | {name: Config.model_fields[name].default.model_dump(mode="json") | was.get(name, {})
+                          for name in ("image", "text")}
 
 
 def rules(functions: dict[str, Any]) -> dict[str, Any]:
