@@ -54,7 +54,7 @@ docs: $(VENV)/documented
 lint: $(VENV)/linted
 	$(BIN)/ruff check
 	$(BIN)/mypy
-	$(BIN)/python scripts/check_prose.py
+	$(BIN)/python scripts/docs/check_prose.py
 	$(BIN)/proselint check $(PROSE)
 
 lock:
@@ -63,8 +63,8 @@ lock:
 	    --custom-compile-command 'make lock' $(LOCKED:%=--extra %) --output-file constraints.txt
 
 ends:
-	scripts/ends.sh lowest
-	scripts/ends.sh newest
+	scripts/fuzz/ends.sh lowest
+	scripts/fuzz/ends.sh newest
 
 # Without --system-site-packages and without torchaudio, whose build may not fit torch's.
 $(VENV)/installed: pyproject.toml $(CONSTRAINTS)

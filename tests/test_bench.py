@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.helpers import tiny
 
-sys.path.append(str(Path(__file__).parent.parent / "scripts"))
+sys.path.append(str(Path(__file__).parent.parent / "scripts" / "measure"))
 
 import bench_overhead  # noqa: E402
 

@@ -17,7 +17,7 @@ from flowgrpo.errors import UserError
 from tests.helpers.commands import commands
 
 ROOT = Path(__file__).parent.parent
-sys.path.append(str(ROOT / "scripts"))
+sys.path.append(str(ROOT / "scripts" / "docs"))
 
 import bench_pages  # noqa: E402
 import bench_results  # noqa: E402
@@ -168,5 +168,5 @@ def test_kept_results_are_small_and_read_back_the_same(folders, docs):
 def test_the_page_is_current():
     results = bench_results.load(bench_pages.DOCS / bench_pages.DATA)
     [(file, text)] = bench_pages.pages(bench_pages.DOCS, results).items()
-    assert file.read_text(encoding="utf-8") == text, "run scripts/bench_pages.py"
+    assert file.read_text(encoding="utf-8") == text, "run scripts/docs/bench_pages.py"
     assert all((bench_pages.DOCS / bench_pages.figure_of(model["model"])).is_file() for model in results)

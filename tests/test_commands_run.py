@@ -49,7 +49,7 @@ def picture(name: str, folder: Path) -> None:
 
 
 def starter_pairs(folder: Path) -> None:
-    """Write pairs as those of scripts/make_starter_pairs.py: a scene as its prompt says, and another one."""
+    """Write pairs as those of scripts/build/make_starter_pairs.py: a scene as its prompt says, and another one."""
     place, rng = folder / "runs" / "starter_pairs", np.random.default_rng(0)
     place.mkdir(parents=True)
     for number, prompt in enumerate(TEXTS):

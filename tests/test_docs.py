@@ -22,7 +22,7 @@ from tests.helpers import loop
 from tests.helpers.commands import commands, leaf
 
 ROOT = Path(__file__).parent.parent
-sys.path.append(str(ROOT / "scripts"))
+sys.path.append(str(ROOT / "scripts" / "docs"))
 
 import build_docs  # noqa: E402
 import check_prose  # noqa: E402
@@ -41,7 +41,7 @@ PRESETS = {name: text for name, text in PAGES.items() if name not in INFERENCE}
 
 @pytest.mark.parametrize("target", build_docs.PAGES, ids=lambda path: path.name)
 def test_generated_pages_are_current(target):
-    assert target.read_text(encoding="utf-8") == build_docs.PAGES[target](), "run scripts/build_docs.py"
+    assert target.read_text(encoding="utf-8") == build_docs.PAGES[target](), "run scripts/docs/build_docs.py"
 
 
 def test_a_preset_without_a_section_is_told_in_one_line(monkeypatch):
@@ -121,15 +121,16 @@ def formulas() -> list[tuple[str, str]]:
     return found
 
 
-def test_the_list_of_scripts_names_what_is_there():
+def test_the_list_of_scripts_names_each_once():
     folder = ROOT / "scripts"
-    named = re.findall(r"^\| `([\w/]+\.\w+)`", (folder / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
-    assert len(named) == len(set(named)) > 80
-    assert [name for name in named if not (folder / name).is_file()] == []
+    named = re.findall(r"^\| `([\w/]+\.\w+)` \| \w", (folder / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    there = [str(path.relative_to(folder)) for path in folder.glob("*/*") if path.suffix in (".py", ".sh", ".yaml")]
+    assert sorted(named) == sorted(there) and len(there) > 80
+    assert [path.name for path in folder.iterdir() if path.is_file()] == ["README.md"]
 
 
 def test_formulas_of_the_pages_are_whole():
-    """scripts/docs_site.py writes them as MathML when the site is built, each formula between `qquad` for itself."""
+    """`docs_site.py` writes them as MathML when the site is built, each formula between `qquad` for itself."""
     assert len(formulas()) > 100
     for page, latex in formulas():
         for part in latex.split("\\qquad"):
@@ -227,9 +228,13 @@ def test_the_prompt_files_that_are_shown_hold_the_same(tmp_path):
 
 
 def test_scripts_that_are_named_exist():
-    for file in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
-        named = re.findall(r"scripts/\w+\.py", file.read_text(encoding="utf-8"))
-        assert [name for name in named if not (ROOT / name).is_file()] == [], file
+    pages = [*ROOT.glob("*.md"), ROOT / "Makefile", ROOT / "mkdocs.yml", *(ROOT / ".github").rglob("*.yml"),
+             *(ROOT / "docs").rglob("*.md"), *(ROOT / "flowgrpo").rglob("*.md"), *(ROOT / "flowgrpo").rglob("*.py"),
+             *(ROOT / "scripts").rglob("*.*"), *(ROOT / "configs").rglob("*.yaml")]
+    for file in [page for page in pages if page.suffix != ".pyc"]:
+        named = re.findall(r"(?<![\w/])scripts/[\w/]+\.(?:py|sh|json|txt|yaml)\b", file.read_text(encoding="utf-8"))
+        assert [name for name in named if not (ROOT / name).is_file()
+                and not (file.name == "published.py" and "convert_" in name)] == [], file
 
 
 def test_links_of_the_documents_lead_to_files():
@@ -244,14 +249,14 @@ def test_recipes_stay_short_and_load():
 
 
 def test_the_table_of_recipes_says_what_the_recipes_say():
-    """Written anew by `python scripts/recipe_table.py --none`."""
-    script = runpy.run_path(str(ROOT / "scripts" / "recipe_table.py"))
+    """Written anew by `python scripts/docs/recipe_table.py --none`."""
+    script = runpy.run_path(str(ROOT / "scripts" / "docs" / "recipe_table.py"))
     assert (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8") == script["page"]()
 
 
 def test_the_table_of_learning_rates_is_that_of_its_runs():
-    """Written anew by `python scripts/tune_rates.py --file docs/data/rates.json --table`."""
-    script = runpy.run_path(str(ROOT / "scripts" / "tune_rates.py"))
+    """Written anew by `python scripts/measure/tune_rates.py --file docs/data/rates.json --table`."""
+    script = runpy.run_path(str(ROOT / "scripts" / "measure" / "tune_rates.py"))
     runs = json.loads((ROOT / "docs" / "data" / "rates.json").read_text(encoding="utf-8"))
     page = (ROOT / "docs" / "learning_rate.md").read_text(encoding="utf-8")
     assert script["summary"](runs) in page
@@ -279,12 +284,12 @@ def test_every_launch_line_of_accelerate_names_its_processes_alike():
 
 
 def test_the_loop_that_the_concepts_page_shows_is_the_loop():
-    """`python scripts/concepts_code.py` writes it."""
+    """`python scripts/docs/concepts_code.py` writes it."""
     page = concepts_code.PAGE.read_text(encoding="utf-8")
     assert len(concepts_code.BLOCK.findall(page)) == 1 and concepts_code.written(page) == page
 
 
 def test_what_changed_on_a_gpu_is_the_table_of_the_script():
-    script = runpy.run_path(str(ROOT / "scripts" / "dry_run_table.py"))
+    script = runpy.run_path(str(ROOT / "scripts" / "docs" / "dry_run_table.py"))
     text = script["PAGE"].read_text(encoding="utf-8")
-    assert script["BEGIN"] + script["changes"]() + script["END"] in text, "run scripts/dry_run_table.py --changes"
+    assert script["BEGIN"] + script["changes"]() + script["END"] in text, "run scripts/docs/dry_run_table.py --changes"

@@ -13,7 +13,7 @@ from flowgrpo.methods import registry
 from flowgrpo.methods.presets import PRESETS
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "scripts"))
+sys.path.insert(0, str(ROOT / "scripts" / "docs"))
 
 import mechanisms  # noqa: E402
 

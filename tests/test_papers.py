@@ -13,7 +13,7 @@ from flowgrpo.methods import keys_read
 from flowgrpo.methods.setup import Setup
 from flowgrpo.policies import build
 
-sys.path.append(str(Path(__file__).parents[1] / "scripts"))
+sys.path.append(str(Path(__file__).parents[1] / "scripts" / "docs"))
 
 import paper_tables  # noqa: E402
 
@@ -21,7 +21,7 @@ RECIPES = [(paper, task) for paper, facts in paper_tables.papers().items() for t
 
 
 def test_the_page_is_current():
-    assert paper_tables.PAGE.read_text(encoding="utf-8") == paper_tables.page(), "run scripts/paper_tables.py"
+    assert paper_tables.PAGE.read_text(encoding="utf-8") == paper_tables.page(), "run scripts/docs/paper_tables.py"
 
 
 def test_every_recipe_has_its_table():
@@ -55,7 +55,7 @@ def test_costs_are_those_of_a_dry_run_and_what_one_gpu_cannot_do_is_said(monkeyp
     known = paper_tables.costs()
     known["flow_grpo_geneval"] |= {"epochs": 10}
     monkeypatch.setattr(paper_tables, "costs", lambda: known)
-    with pytest.raises(ValueError, match="its costs are of 10 epochs, and it has 1000: run scripts/paper_tables.py"):
+    with pytest.raises(ValueError, match="its costs are of 10 epochs, and it has 1000: run scripts/"):
         paper_tables.cost("flow_grpo", "geneval")
 
 

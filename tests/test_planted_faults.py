@@ -1,11 +1,11 @@
-"""Planted faults of scripts/plant_faults.py: each still applies to the present code."""
+"""Planted faults of scripts/measure/plant_faults.py: each still applies to the present code."""
 
 from __future__ import annotations
 
 import ast
 from pathlib import Path
 
-from scripts.plant_faults import FAULTS
+from scripts.measure.plant_faults import FAULTS
 
 ROOT = Path(__file__).parents[1]
 

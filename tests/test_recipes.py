@@ -271,7 +271,7 @@ def test_it_says_whose_set_up_it_is_and_what_to_change(name):
 
 @pytest.mark.parametrize("name", PIPELINES)
 def test_it_says_what_an_epoch_and_the_run_take_on_a_gpu(name):
-    """Numbers of `scripts/recipe_table.py`, which agree with its keys and with each other; the GPU has the memory."""
+    """Numbers of `recipe_table.py`, which agree with its keys and with each other; the GPU has the memory."""
     text, train = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8"), load(FOLDER / f"{name}.yaml").train
     count = 8 if name.endswith("_8x80") else "One"
     line = re.search(rf"^# {count} (\w+) \((\d+) GB\): ([\d,]+) (?:images|clips) an epoch in ([\d,]+) s, "

@@ -1,4 +1,4 @@
-"""Numbers of rewards on fixed images: what scripts/reward_numbers.py draws, writes and compares."""
+"""Numbers of rewards on fixed images: what scripts/measure/reward_numbers.py draws, writes and compares."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from datetime import datetime, timezone
 
 from flowgrpo.rewards.preprocessing import eight_bit
-from scripts import reward_numbers
+from scripts.measure import reward_numbers
 
 # The bytes of the three images, rows of red, green and blue. With other ones, numbers of earlier files do not compare.
 SHA256 = ["94bb8bd7b871588854b99d3e49a8b053b01dad1821d161ad6f48aefc77e4ac36",

@@ -1,4 +1,4 @@
-"""The table and the curve of the language model's runs (scripts/train_smollm2.py), of a run that is trained here."""
+"""The table and the curve of the language model's runs (scripts/build/train_smollm2.py), of a run trained here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-sys.path.append(str(Path(__file__).parents[1] / "scripts"))
+sys.path.append(str(Path(__file__).parents[1] / "scripts" / "build"))
+sys.path.append(str(Path(__file__).parents[1] / "scripts" / "docs"))
 
 import train_recipes  # noqa: E402
 import train_smollm2  # noqa: E402

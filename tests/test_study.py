@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-sys.path.append(str(Path(__file__).parent.parent / "scripts"))
+sys.path.append(str(Path(__file__).parent.parent / "scripts" / "docs"))
+sys.path.append(str(Path(__file__).parent.parent / "scripts" / "measure"))
 
 import study_candidates  # noqa: E402
 import study_measures  # noqa: E402
@@ -194,7 +195,7 @@ def test_a_run_of_texts_is_measured_once(tmp_path, monkeypatch):
 def test_the_page_is_current():
     results = json.loads(study_page.DATA.read_text(encoding="utf-8"))
     text = study_page.PAGE.read_text(encoding="utf-8")
-    assert study_page.written(text, results) == text and study_page.page(results) in text, "run scripts/study_page.py"
+    assert study_page.written(text, results) == text and study_page.page(results) in text, "run study_page.py"
 
 
 def test_the_page_is_short_and_names_the_parts_that_help():

@@ -10,7 +10,7 @@ import pytest
 
 from flowgrpo.config import load
 
-sys.path.append(str(Path(__file__).parents[1] / "scripts"))
+sys.path.append(str(Path(__file__).parents[1] / "scripts" / "docs"))
 
 import verify_recipe  # noqa: E402
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from flowgrpo.data.prompts import Prompt
 
-# Facts of the built-in rewards, written by scripts/build_docs.py.
+# Facts of the built-in rewards, written by scripts/docs/build_docs.py.
 FACTS = Path(__file__).with_name("built_in.json")
 TITLES = ("of images and videos", "of texts", "of both", "of what the reward does not state")
 AT_ONCE = 16  # files of one size that a reward sees together

@@ -2,9 +2,9 @@
 prompts into training and held-out parts.
 
 `prompts: NAME` trains on a set, `flowgrpo eval --suite NAME` measures on its held-out side. `flowgrpo list prompts`
-lists them. Packaged files are written by scripts/build_prompt_sets.py from the published ones, and those of our own by
-scripts/build_training_prompts.py and scripts/build_word_problems.py. A set of the role `test` is a published benchmark,
-or has its prompts: training on it is an error, unless the user says so.
+lists them. Packaged files are written by scripts/build: build_prompt_sets.py from the published ones, and those of
+our own by build_training_prompts.py and build_word_problems.py. A set of the role `test` is a published benchmark, or
+has its prompts: training on it is an error, unless the user says so.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Parts by their place and module.
 
-`scripts/build_docs.py` writes this file from the decorators `flowgrpo.parts.part`.
+`scripts/docs/build_docs.py` writes this file from the decorators `flowgrpo.parts.part`.
 """
 
 from __future__ import annotations

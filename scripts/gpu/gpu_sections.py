@@ -24,7 +24,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(1, str(ROOT / "scripts"))
+sys.path.insert(1, str(ROOT / "scripts" / "measure"))
 
 import bench_overhead  # noqa: E402
 import one_pass_ratio  # noqa: E402
@@ -466,7 +466,7 @@ def beside_flow_grpo() -> Iterator[Line]:
     if not HERE.clone.name:
         yield {"note": "no clone of flow_grpo was given: --clone FOLDER"}
         return
-    command = [sys.executable, str(ROOT / "scripts" / "beside_flow_grpo.py"), str(HERE.clone), "--device",
+    command = [sys.executable, str(ROOT / "scripts" / "measure" / "beside_flow_grpo.py"), str(HERE.clone), "--device",
                HERE.device.type, *(["--epochs=1", "--repetitions=1", "--cases=window_2_of_6"] if HERE.rehearsed
                                    else ["--epochs=3", "--repetitions=2"])]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -10,7 +10,7 @@ import pytest
 from flowgrpo.cli import main, reproduce
 from flowgrpo.cli.evaluate import folder_of
 
-COSTS = json.loads((Path(__file__).parents[2] / "scripts" / "paper_costs.json").read_text(encoding="utf-8"))
+COSTS = json.loads((Path(__file__).parents[2] / "scripts" / "docs" / "paper_costs.json").read_text(encoding="utf-8"))
 
 
 def test_results_are_the_recipes_of_the_papers_with_their_costs():

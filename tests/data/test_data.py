@@ -335,7 +335,7 @@ def test_what_is_not_wanted_comes_last():
 # --- the starter's prompts -------------------------------------------------------------------------------------------
 
 def test_starter_prompts_are_what_the_script_builds():
-    built = runpy.run_path(str(ROOT / "scripts" / "build_prompts.py"))["build"]()
+    built = runpy.run_path(str(ROOT / "scripts" / "build" / "build_prompts.py"))["build"]()
     for name, records in built.items():
         assert [json.loads(line) for line in (STARTER / name).read_text().splitlines()] == records
 

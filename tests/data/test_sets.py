@@ -17,7 +17,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.rewards.find import names
 from flowgrpo.rewards.geneval.rules import require_judgeable
 
-sys.path.append(str(Path(__file__).parents[2] / "scripts"))
+sys.path.append(str(Path(__file__).parents[2] / "scripts" / "build"))
 
 import build_suites  # noqa: E402
 import build_training_prompts  # noqa: E402

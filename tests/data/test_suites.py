@@ -19,7 +19,7 @@ from flowgrpo.rewards.geneval.colours import NAMES
 from flowgrpo.rewards.geneval.detectors import OBJECTS
 from flowgrpo.rewards.geneval.rules import require_judgeable
 
-sys.path.append(str(Path(__file__).parents[2] / "scripts"))
+sys.path.append(str(Path(__file__).parents[2] / "scripts" / "build"))
 
 import build_suites  # noqa: E402
 

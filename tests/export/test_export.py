@@ -107,7 +107,7 @@ def test_a_lora_in_pefts_own_format_is_merged_and_has_the_kohya_layout(pixart, t
     assert changed and not layers and set(before) == set(after)
 
 
-# By tiny pipeline and form: [layer, rows, columns, rank] as the programs loaded them, by `scripts/lora_loaders.py`.
+# By tiny pipeline and form: [layer, rows, columns, rank] as the programs loaded them, by `lora_loaders.py`.
 NAMES = json.loads((Path(__file__).parent / "names.json").read_text())
 
 

@@ -1,4 +1,4 @@
-"""Sequence design with a known optimum: the world of scripts/try_drakes.py with four letters, and all that its process
+"""Sequence design with a known optimum: the world of try_drakes.py with four letters, and all that its process
 does by enumeration."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-sys.path.append(str(Path(__file__).parents[2] / "scripts"))
+sys.path.append(str(Path(__file__).parents[2] / "scripts" / "measure"))
 
 import try_drakes  # noqa: E402
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "scripts"))
+sys.path.append(str(ROOT / "scripts" / "docs"))
 
 import train_recipes  # noqa: E402
 
@@ -23,7 +23,7 @@ STEPS = ["build", "check", "train", "sample", "grid", "export", "stock"]
                                           (["sd15"], "largest difference 0 of 255, mean 0;")], ids=["texts", "images"])
 def test_a_recipe_runs_from_its_model_to_stock_libraries(names, stock, tmp_path, monkeypatch):
     """The card's lines draw and write what `sample` does, bit for bit; the table can be printed again."""
-    command = [sys.executable, str(ROOT / "scripts" / "train_recipes.py"), *names, f"--folder={tmp_path}",
+    command = [sys.executable, str(ROOT / "scripts" / "docs" / "train_recipes.py"), *names, f"--folder={tmp_path}",
                f"--json={tmp_path / 'rows.json'}"]
     told = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert told.returncode == 0, told.stderr

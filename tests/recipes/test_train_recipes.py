@@ -1,4 +1,4 @@
-"""The round of the recipes (scripts/train_recipes.py): what it changes, what it builds, its steps and its table."""
+"""The round of the recipes (train_recipes.py): what it changes, what it builds, its steps and its table."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flowgrpo.config import load
 from flowgrpo.dry_run import from_configs
 from tests.helpers import loop
 
-sys.path.append(str(Path(__file__).parents[2] / "scripts"))
+sys.path.append(str(Path(__file__).parents[2] / "scripts" / "docs"))
 
 import train_recipes  # noqa: E402
 

@@ -19,7 +19,7 @@ from flowgrpo.check.tiny.parts import chat_tokenizer
 from flowgrpo.errors import UserError
 from flowgrpo.rewards import find
 
-sys.path.append(str(Path(__file__).parents[2] / "scripts"))
+sys.path.append(str(Path(__file__).parents[2] / "scripts" / "fuzz"))
 import try_judges  # noqa: E402
 
 LONGEST = 600.0  # seconds in which a server answers, on a busy machine too

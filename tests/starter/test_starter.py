@@ -24,7 +24,7 @@ from flowgrpo.starter.rewards.scene import scene, scene_graded
 from flowgrpo.train import Trainer
 from tests.helpers.tables import rounding
 
-sys.path.append(str(Path(__file__).parents[2] / "scripts"))
+sys.path.append(str(Path(__file__).parents[2] / "scripts" / "build"))
 
 import build_starter as build  # noqa: E402
 

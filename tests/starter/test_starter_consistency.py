@@ -24,7 +24,7 @@ from flowgrpo.samplers.grids import require_steps
 from flowgrpo.starter import CALL, EVAL, FOLDERS, MERGED
 from tests.helpers import tiny
 
-sys.path.append(str(Path(__file__).parents[2] / "scripts"))
+sys.path.append(str(Path(__file__).parents[2] / "scripts" / "build"))
 
 import build_starter_consistency as build  # noqa: E402
 

@@ -17,7 +17,7 @@ from flowgrpo.starter.rewards.scene import scene
 from tests.helpers import loop
 
 ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "scripts"))
+sys.path.append(str(ROOT / "scripts" / "build"))
 
 import make_starter_pairs  # noqa: E402
 

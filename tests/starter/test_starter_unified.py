@@ -18,7 +18,7 @@ from flowgrpo.run import run
 from flowgrpo.starter import FOLDERS, lattice, scenes
 from flowgrpo.starter.rewards.scene import scene
 
-sys.path.append(str(Path(__file__).parents[2] / "scripts"))
+sys.path.append(str(Path(__file__).parents[2] / "scripts" / "build"))
 
 import build_starter_unified as build  # noqa: E402
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[2] / "scripts"))
+sys.path.append(str(Path(__file__).parents[2] / "scripts" / "measure"))
 
 import compare_features  # noqa: E402
 from compare_features import compare, difference  # noqa: E402

@@ -1,6 +1,6 @@
 """Length of the path of an epoch: files, classes and moves between files, at most as many as listed here.
 
-`python scripts/trace_epoch.py` prints the numbers. The list may only shrink.
+`python scripts/measure/trace_epoch.py` prints the numbers. The list may only shrink.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from flowgrpo.distributed import signals
 from flowgrpo.distributed.signals import Stop
 from tests.helpers.threads import one_thread
 
-sys.path.append(str(Path(__file__).parents[2] / "scripts"))
+sys.path.append(str(Path(__file__).parents[2] / "scripts" / "measure"))
 
 from trace_epoch import Trace, configuration, traced  # noqa: E402
 

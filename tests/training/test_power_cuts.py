@@ -1,4 +1,4 @@
-"""Runs go on after a power cut as if nothing had happened; the long form is scripts/try_power_cuts.py."""
+"""Runs go on after a power cut as if nothing had happened; the long form is scripts/fuzz/try_power_cuts.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from flowgrpo.storage import atomic
 from flowgrpo.training import epochs
 
-sys.path.append(str(Path(__file__).parents[2] / "scripts"))
+sys.path.append(str(Path(__file__).parents[2] / "scripts" / "fuzz"))
 from power_cuts import Recorder, build
 from try_power_cuts import cut, prepare, recorded
 

@@ -7,7 +7,7 @@ prompt's own (`questions.py`).
 
 A small network is a folder of the form that `flowgrpo reward train` writes. Its aspects are the answers that it knows,
 and its text input is the question. P(answer) is the softmax of its scores over the choices; for yes and no it is
-sigmoid(yes - no). `scripts/train_starter_answers.py` trains one.
+sigmoid(yes - no). `scripts/build/train_starter_answers.py` trains one.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from flowgrpo.rewards.clip import ClipScore
 from flowgrpo.starter.rewards.scene import scene
 from flowgrpo.starter.scenes import PREFIXES, SHAPES, parse, reserved
 
-sys.path.append(str(Path(__file__).parents[3] / "scripts"))
+sys.path.append(str(Path(__file__).parents[3] / "scripts" / "build"))
 
 import train_starter_reward  # noqa: E402
 

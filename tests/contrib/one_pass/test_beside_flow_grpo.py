@@ -9,7 +9,7 @@ import pytest
 
 from flowgrpo.errors import UserError
 
-sys.path.append(str(Path(__file__).parents[3] / "scripts"))
+sys.path.append(str(Path(__file__).parents[3] / "scripts" / "measure"))
 
 import beside_flow_grpo  # noqa: E402
 

@@ -12,7 +12,7 @@ from flowgrpo.contrib.one_pass import OnePass
 from flowgrpo.training import extensions
 from tests.helpers import loop, tiny_runs
 
-sys.path.append(str(Path(__file__).parents[3] / "scripts"))
+sys.path.append(str(Path(__file__).parents[3] / "scripts" / "measure"))
 
 import one_pass_ratio  # noqa: E402
 

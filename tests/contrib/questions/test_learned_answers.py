@@ -22,7 +22,7 @@ from flowgrpo.rewards import find
 from flowgrpo.starter import scenes
 from flowgrpo.starter.rewards.scene import read
 
-sys.path.append(str(Path(__file__).parents[3] / "scripts"))
+sys.path.append(str(Path(__file__).parents[3] / "scripts" / "build"))
 
 import train_starter_answers  # noqa: E402
 from train_starter_answers import ANSWERS, Catalogue, answer_loss  # noqa: E402

@@ -270,7 +270,7 @@ def test_check_says_what_stops_a_pipeline(name):
 
 
 def test_the_page_tells_of_every_class():
-    """The page is written by scripts/build_pipelines.py; verdicts are those of the tests above."""
+    """The page is written by scripts/docs/build_pipelines.py; verdicts are those of the tests above."""
     page = (Path(__file__).parents[3] / "docs" / "pipelines.md").read_text()
     works, _, fails = page.partition("Not supported:")
     rows = re.findall(r"^\| [\w, ]+ \| [^|]+ \| (\w[^|]+) \|$", works, re.M)[1:]

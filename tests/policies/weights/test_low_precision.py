@@ -26,7 +26,7 @@ from flowgrpo.samplers.rollout import seeder
 from flowgrpo.training import sampling
 from tests.helpers import tiny
 
-sys.path.append(str(Path(__file__).parents[3] / "scripts"))
+sys.path.append(str(Path(__file__).parents[3] / "scripts" / "measure"))
 
 from preview_correlation import agreement  # noqa: E402
 

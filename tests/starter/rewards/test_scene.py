@@ -14,7 +14,7 @@ import torch
 from flowgrpo.starter.rewards.scene import _read_once, detect, read, scene, scene_graded
 from flowgrpo.starter.scenes import COLOURS, SHAPES, SIZE, TASKS, coverage
 
-_SCRIPT = Path(__file__).parents[3] / "scripts" / "show_scene_reward.py"  # its scenes are tested too, not a copy
+_SCRIPT = Path(__file__).parents[3] / "scripts" / "build" / "show_scene_reward.py"  # not a copy
 _SPEC = spec_from_file_location("show_scene_reward", _SCRIPT)
 show = sys.modules["show_scene_reward"] = module_from_spec(_SPEC)
 _SPEC.loader.exec_module(show)

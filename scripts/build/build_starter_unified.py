@@ -1,0 +1,384 @@
+"""Build the unified starter: a small Janus that draws scenes by image tokens and answers questions about images.
+
+    python scripts/build/build_starter_unified.py --out runs/starter_unified            # about half an hour of one core
+    python scripts/build/build_starter_unified.py --out runs/starter_unified --minutes 10  # stop then; again: continues
+
+Three stages, each with a checkpoint every 50 steps: the decoder of the image tokens, by regression, since a token of
+this world says which quarter of which object stands there (`flowgrpo.starter.lattice`); the language model, which
+learns captions to tokens and questions about images to answers, with one set of weights; the folder, in bf16, with
+its processor. It stops early: it draws about six images in ten right, and has begun to see. Prints the accuracy of
+images by task, and of answers to balanced questions by kind, with the images shown and hidden. Seeds are fixed, and
+one thread computes: one machine builds the same weights again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+
+from flowgrpo.contrib.questions.scene_answers import CHOICES, Thing, balanced, read_question
+from flowgrpo.starter import lattice, scenes
+from flowgrpo.starter.rewards.scene import scene
+
+TOKENS = lattice.SIDE ** 2
+SPECIAL = ("<pad>", "<bos>", "<eos>", "<boi>", "<eoi>", "<image>", "<user>", "<assistant>")
+PAD, BOS, EOS, BOI, EOI, IMAGE, USER, ASSISTANT = range(len(SPECIAL))
+WIDTH, LAYERS = 96, 3
+TASK_SHARES = (0.08, 0.12, 0.18, 0.18, 0.22, 0.22)  # of the training scenes, in the order of scenes.TASKS
+EASY_SHARES = (0.25, 0.35, 0.25, 0.05, 0.05, 0.05)  # of the first EASY of the steps
+EASY = 0.27
+GROUND_WEIGHT = 0.3  # of the ground's tokens, beside 1 of an object's
+DRAWING_WEIGHT = 4.0  # of the loss of drawing, beside 1 of answering's
+UNCONDITIONAL = 0.1  # share of captions that are hidden, so that guidance has its other half
+TEMPLATE = ("{{ bos_token }}{% for message in messages %}"
+            "{{ '<user>' if message['role'] == 'user' else '<assistant>' }}"
+            "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+            "{% for part in message['content'] %}{{ '<image>' if part['type'] == 'image' else part['text'] }}"
+            "{% endfor %}{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}")
+
+
+# --- the model -------------------------------------------------------------------------------------------------------
+
+def words() -> list[str]:
+    """All words of captions, questions and answers, sorted."""
+    text = ("a an one and of picture drawing image is there in the how many are thing things what color where seen "
+            "from or ? , :").split()
+    texts = (*scenes.COUNTS, *scenes.SHAPES, *scenes.PLURALS, *scenes.COLOURS, *scenes.RELATIONS,
+             *(answer for answers in CHOICES.values() for answer in answers))
+    return sorted({*text, *(word for text in texts for word in text.split())})
+
+
+def build_processor() -> Any:
+    """JanusProcessor whose tokens are the words of this world."""
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+    from transformers import JanusImageProcessor, JanusProcessor, PreTrainedTokenizerFast
+
+    vocabulary = {word: at for at, word in enumerate((*SPECIAL, *words(), "<unknown>"))}
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unknown>"))
+    inner.normalizer, inner.pre_tokenizer = normalizers.Lowercase(), pre_tokenizers.Whitespace()
+    inner.add_special_tokens(list(SPECIAL))
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>", unk_token="<unknown>",
+        padding_side="left",
+        extra_special_tokens={"image_token": "<image>", "boi_token": "<boi>", "eoi_token": "<eoi>"})
+    size = {"height": scenes.SIZE, "width": scenes.SIZE}
+    return JanusProcessor(JanusImageProcessor(size=size, min_size=1, image_mean=[0.5] * 3, image_std=[0.5] * 3),
+                          tokenizer, chat_template=TEMPLATE, num_image_tokens=TOKENS)
+
+
+def build_model(words: int) -> Any:
+    """Janus of small width. words: size of its vocabulary.
+
+    Image tokens begin with vectors that say what they are, for the decoder as for the language model. transformers
+    draws most weights with a deviation of .02, by which so narrow a model reads neither captions nor images: the
+    vision tower and the aligner are drawn anew by fan-in, and the others have configurations for it.
+    """
+    from transformers import (
+        GenerationConfig,
+        JanusConfig,
+        JanusForConditionalGeneration,
+        JanusVisionConfig,
+        JanusVQVAEConfig,
+        LlamaConfig,
+    )
+
+    heads = WIDTH // 32
+    text = LlamaConfig(
+        vocab_size=words, hidden_size=WIDTH, intermediate_size=4 * WIDTH, num_hidden_layers=LAYERS,
+        num_attention_heads=heads, num_key_value_heads=heads, max_position_embeddings=384,
+        initializer_range=WIDTH**-0.5, bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD,
+        tie_word_embeddings=False)
+    vision = JanusVisionConfig(
+        hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=heads, image_size=scenes.SIZE,
+        patch_size=lattice.CELL, mlp_ratio=2.0, projection_dim=WIDTH, depth=2, num_image_tokens=TOKENS)
+    tokens = JanusVQVAEConfig(
+        embed_dim=lattice.code_vectors().shape[1], num_embeddings=lattice.CODES, latent_channels=32, base_channels=32,
+        channel_multiplier=[1, 1, 1, 2], num_res_blocks=0, initializer_range=0.06, projection_dim=WIDTH,
+        image_token_embed_dim=WIDTH, num_patches=lattice.SIDE)
+    model: Any = JanusForConditionalGeneration(JanusConfig(
+        text_config=text, vision_config=vision, vq_config=tokens, image_token_id=IMAGE, tie_word_embeddings=False))
+    model.generation_config = GenerationConfig(
+        bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD, generation_kwargs={"boi_token_id": BOI})
+    with torch.no_grad():
+        for part in (*model.model.vision_model.modules(), *model.model.aligner.modules()):
+            if isinstance(part, (torch.nn.Linear, torch.nn.Conv2d)):
+                part.weight.normal_(0, part.weight[0].numel()**-0.5)
+            elif isinstance(part, torch.nn.Embedding):
+                part.weight.normal_(0, 0.3)
+        codes = torch.from_numpy(lattice.code_vectors())
+        model.model.vqmodel.quantize.embedding.weight.copy_(codes)
+        model.model.generation_embeddings.weight.copy_(codes)
+    return model
+
+
+# --- training --------------------------------------------------------------------------------------------------------
+
+@dataclass
+class Stage:
+    """Steps of AdamW with a checkpoint; loss: of a step's number. Stops the script at `deadline`, in seconds."""
+
+    file: Path
+    model: torch.nn.Module
+    parameters: list[torch.nn.Parameter]
+    loss: Callable[[int], Tensor]
+    steps: int
+    lr: float
+    fade: float  # how steeply the rate falls to its last twentieth
+
+    def run(self, deadline: float) -> None:
+        betas = (0.9, 0.98)
+        optimizer, start = torch.optim.AdamW(self.parameters, self.lr, weight_decay=0.01, betas=betas), 0
+        if self.file.exists():
+            state = torch.load(self.file, weights_only=True)  # our own file
+            self.model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+            start = state["step"]
+        shown = 0.0
+        for step in (bar := tqdm(range(start, self.steps), initial=start, total=self.steps, mininterval=20)):
+            rate = min(1, (step + 1) / 50) * max(0.05, min(1, self.fade * (1 - step / self.steps)))
+            for group in optimizer.param_groups:
+                group["lr"] = self.lr * rate
+            torch.manual_seed(step)
+            loss = self.loss(step)
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
+            optimizer.step()
+            shown = 0.95 * (shown or loss.item()) + 0.05 * loss.item()
+            bar.set_postfix(loss=f"{shown:.4f}", refresh=False)
+            if (late := time.monotonic() > deadline) or (step + 1) % 50 == 0 or step + 1 == self.steps:
+                torch.save({"model": self.model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1},
+                           part := self.file.with_suffix(".part"))
+                part.rename(self.file)
+            if late and step + 1 < self.steps:
+                raise SystemExit(f"{self.file.stem}: stopped after {step + 1} of {self.steps} steps; run it again")
+
+
+def decoding(tokens: Any, steps: int) -> Callable[[int], Tensor]:
+    """Loss of decoding images of every fullness: GroupNorm makes a colour depend on how full the image is."""
+    def loss(step: int) -> Tensor:
+        rng = np.random.default_rng((1, step))
+        full = rng.uniform(0.05, 0.5, 8) if step < 0.7 * steps else np.full(8, 0.15)
+        drawn = [lattice.scattered(rng, share) for share in full]
+        target = torch.from_numpy(np.stack([lattice.paint(objects) for objects in drawn])) * 2 - 1
+        grids = torch.from_numpy(np.stack([lattice.tokens(objects) for objects in drawn]))
+        with torch.autocast("cpu", torch.bfloat16):
+            image = tokens.decode(grids).float()
+        weight = 1 + 4 * ((target - 2 * lattice.GROUND + 1).abs().amax(1, keepdim=True) > 0.05)
+        return (weight * ((image - target).square() + 0.1 * (image - target).abs())).mean()
+
+    return loss
+
+
+@dataclass(frozen=True)
+class Lessons:
+    """Loss of drawing `captions` scenes and of answering `asked` questions about each of `images` others."""
+
+    model: Any
+    tokenizer: Any
+    steps: int
+    captions: int
+    images: int
+    asked: int
+
+    def __call__(self, step: int) -> Tensor:
+        rng, dice = np.random.default_rng((2, step)), random.Random(step)
+        shares = EASY_SHARES if step < EASY * self.steps else TASK_SHARES
+        drawn = []
+        for _ in range(max(self.captions, self.images)):
+            claims = scenes.sample_claims(rng, str(rng.choice(scenes.TASKS, p=shares)))
+            drawn.append((claims.caption(str(rng.choice(scenes.PREFIXES))), lattice.place(claims, rng)))
+        return DRAWING_WEIGHT * self.drawing(drawn[:self.captions], dice) + self.answering(
+            [objects for _, objects in drawn[:self.images]], dice)
+
+    def drawing(self, drawn: Sequence[tuple[str, list[lattice.Placed]]], dice: random.Random) -> Tensor:
+        grids = torch.from_numpy(np.stack([lattice.tokens(objects) for _, objects in drawn]))
+        rows = [caption_ids(self.tokenizer, caption) for caption, _ in drawn]
+        rows = [row if dice.random() > UNCONDITIONAL else [at if at in (BOS, BOI) else PAD for at in row]
+                for row in rows]
+        images = self.model.prepare_embeddings_for_image_generation(grids[:, :-1])
+        texts = self.model.get_input_embeddings()(padded(rows, PAD))
+        lengths = [len(row) for row in rows]
+        given = [torch.cat([text[:length], image.to(text)]) for text, image, length in zip(texts, images, lengths)]
+        states = self.model.model.language_model(
+            inputs_embeds=torch.nn.utils.rnn.pad_sequence(given, batch_first=True), use_cache=False).last_hidden_state
+        places = torch.tensor(lengths)[:, None] - 1 + torch.arange(TOKENS)
+        states = states.gather(1, places[..., None].expand(-1, -1, WIDTH))
+        losses = F.cross_entropy(self.model.model.generation_head(states).float().flatten(0, 1), grids.flatten(),
+                                 reduction="none")
+        weights = torch.where(grids.flatten() > 0, 1.0, GROUND_WEIGHT)
+        return (losses * weights).sum() / weights.sum()
+
+    def answering(self, shown: Sequence[list[lattice.Placed]], dice: random.Random) -> Tensor:
+        rows, labels = [], []
+        for objects in shown:
+            row, label = [BOS, USER, BOI, *[IMAGE] * TOKENS, EOI], []
+            for _ in range(self.asked):
+                question, answer = balanced(seen(objects), dice)
+                asked = [*self.tokenizer.convert_tokens_to_ids(self.tokenizer.tokenize(question)), ASSISTANT]
+                said = [self.tokenizer.convert_tokens_to_ids(answer), EOS]
+                label += [-100] * (len(row) + len(asked) - len(label)) + said
+                row += [*asked, *said, USER]
+            rows.append(row[:-1])
+            labels.append(label)
+        images = torch.from_numpy(np.stack([lattice.paint(objects) for objects in shown]))
+        ids, wanted = padded(rows, PAD), padded(labels, -100)[:, 1:]
+        states = self.model.model.language_model(
+            inputs_embeds=with_images(self.model, ids, images), use_cache=False).last_hidden_state[:, :-1]
+        return F.cross_entropy(self.model.lm_head(states[wanted != -100]).float(), wanted[wanted != -100])
+
+
+def padded(rows: Iterable[list[int]], value: int) -> Tensor:
+    return torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], True, value)
+
+
+def caption_ids(tokenizer: Any, caption: str) -> list[int]:
+    return [BOS, USER, *tokenizer.convert_tokens_to_ids(tokenizer.tokenize(caption)), ASSISTANT, BOI]
+
+
+def question_ids(tokenizer: Any, question: str) -> list[int]:
+    """Tokens of a question about an image."""
+    asked = tokenizer.convert_tokens_to_ids(tokenizer.tokenize(question))
+    return [BOS, USER, BOI, *[IMAGE] * TOKENS, EOI, *asked, ASSISTANT]
+
+
+def image_of(image: np.ndarray) -> Any:
+    """Image of an image float [3,64,64] in [0, 1]."""
+    from PIL import Image
+
+    return Image.fromarray((image.transpose(1, 2, 0) * 255).round().astype(np.uint8))
+
+
+def seen(objects: Sequence[lattice.Placed]) -> list[Thing]:
+    return [Thing(shape, colour, centre) for shape, colour, centre in objects]
+
+
+def with_images(model: Any, ids: Tensor, images: Tensor) -> Tensor:
+    """Embeddings of ids [B,T], with B images [B,3,64,64] in [0, 1] at their places."""
+    states = model.model.get_image_features(images * 2 - 1).pooler_output
+    given = model.get_input_embeddings()(ids)
+    return given.masked_scatter((ids == IMAGE)[..., None], states.to(given.dtype))
+
+
+# --- accuracy --------------------------------------------------------------------------------------------------------
+
+@torch.no_grad()
+def images_right(model: Any, tokenizer: Any, prompts: Sequence[str]) -> dict[str, list[float]]:
+    """Verdicts of `scene` on an image of each prompt, by task, drawn without guidance."""
+    torch.manual_seed(0)
+    found = defaultdict(list)
+    for at in range(0, len(prompts), 100):
+        some = prompts[at:at + 100]
+        grids = sample(model, [caption_ids(tokenizer, prompt) for prompt in some])
+        images = model.decode_image_tokens(grids).permute(0, 3, 1, 2).float().add(1).div(2).clamp(0, 1)
+        for prompt, right in zip(some, scene(images, some)):
+            found["all"].append(right)
+            found[scenes.parse(prompt).task].append(right)
+    return found
+
+
+def sample(model: Any, rows: list[list[int]]) -> Tensor:
+    """Tokens [B,64] drawn behind these prompts."""
+    length = max(map(len, rows))
+    ids = torch.tensor([[PAD] * (length - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in rows])
+    given, cache, drawn = model.get_input_embeddings()(ids), None, []
+    for _ in range(TOKENS):
+        made = model.model.language_model(
+            inputs_embeds=given, attention_mask=mask, past_key_values=cache, use_cache=True,
+            position_ids=(mask.cumsum(1) - 1).clamp(min=0)[:, -given.shape[1]:])
+        cache = made.past_key_values
+        chances = model.model.generation_head(made.last_hidden_state[:, -1]).float().softmax(-1)
+        drawn.append(torch.multinomial(chances, 1))
+        given = model.prepare_embeddings_for_image_generation(drawn[-1])
+        mask = torch.cat([mask, mask.new_ones(len(rows), 1)], 1)
+    return torch.cat(drawn, 1)
+
+
+@torch.no_grad()
+def answers_right(model: Any, tokenizer: Any, prompts: Sequence[str], hidden: bool) -> dict[str, list[float]]:
+    """Whether the likeliest word is the right answer to two balanced questions about a scene of each prompt, by kind.
+
+    hidden: about an empty ground in its place.
+    """
+    rng, dice, found = np.random.default_rng(3), random.Random(3), defaultdict(list)
+    for prompt in prompts:
+        objects = lattice.place(scenes.parse(prompt), rng)
+        image = torch.from_numpy(lattice.paint([] if hidden else objects))[None]
+        for _ in range(2):
+            question, answer = balanced(seen(objects), dice)
+            ids = torch.tensor([question_ids(tokenizer, question)])
+            state = model.model.language_model(
+                inputs_embeds=with_images(model, ids, image), use_cache=False).last_hidden_state[:, -1]
+            right = float(model.lm_head(state).argmax() == tokenizer.convert_tokens_to_ids(answer))
+            found["all"].append(right)
+            found[read_question(question)[0]].append(right)
+    return found
+
+
+def held_out_prompts() -> list[str]:
+    """Prompts of the packaged held-out file."""
+    import json
+
+    import flowgrpo.starter
+
+    lines = (Path(flowgrpo.starter.__file__).parent / "held_out.jsonl").read_text().splitlines()
+    return [json.loads(line)["prompt"] for line in lines]
+
+
+def tables(model: Any, tokenizer: Any) -> None:
+    prompts = held_out_prompts()
+    for said, found in (("pictures", images_right(model, tokenizer, prompts)),
+                        ("answers", answers_right(model, tokenizer, prompts, False)),
+                        ("answers, images hidden", answers_right(model, tokenizer, prompts, True))):
+        print(f"{said}: " + ", ".join(f"{name} {np.mean(marks):.3f} of {len(marks)}" for name, marks in found.items()),
+              flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--minutes", type=float, default=1e6, help="stop after so many, to go on at the next call")
+    parser.add_argument("--decoder-steps", type=int, default=1200)
+    parser.add_argument("--steps", type=int, default=700, help="of the language model")
+    parser.add_argument("--captions", type=int, default=48, help="per step")
+    parser.add_argument("--pictures", type=int, default=12, help="per step, that are asked about")
+    parser.add_argument("--asked", type=int, default=3, help="questions about each")
+    parser.add_argument("--lr", type=float, default=2e-3)
+    args = parser.parse_args()
+    deadline = time.monotonic() + 60 * args.minutes
+    args.out.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    processor = build_processor()
+    model = build_model(len(processor.tokenizer))
+    tokens = model.model.vqmodel.requires_grad_(False)
+    print(f"{sum(parameter.numel() for parameter in model.parameters()):,} weights", flush=True)
+    trained = [*tokens.decoder.parameters(), *tokens.post_quant_conv.parameters()]
+    for parameter in trained:
+        parameter.requires_grad_(True)
+    Stage(args.out / "decoder.pt", tokens, trained, decoding(tokens, args.decoder_steps), args.decoder_steps, 2e-3,
+          1.5).run(deadline)
+    tokens.requires_grad_(False)
+    learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    lessons = Lessons(model, processor.tokenizer, args.steps, args.captions, args.images, args.asked)
+    Stage(args.out / "language.pt", model, learned, lessons, args.steps, args.lr, 1.6).run(deadline)
+    model.eval().to(torch.bfloat16).save_pretrained(args.out / "model")
+    processor.save_pretrained(args.out / "model")
+    tables(model.float(), processor.tokenizer)
+
+
+if __name__ == "__main__":
+    main()
