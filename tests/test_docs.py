@@ -243,6 +243,39 @@ def test_links_of_the_documents_lead_to_files():
         assert [link for link in links if not (file.parent / link).exists()] == [], file
 
 
+def tour_faults(page: str) -> list[str]:
+    """Paths, links and names of the page that are not there, and folders that its tree leaves out."""
+    tree = re.findall(r"```\nflowgrpo/\n(.*?)```", page, re.DOTALL)[0]
+    inside = re.findall(r"(?<!\S)(\w+(?:/|\.py))(?=\s)", tree)
+    paths = inside + re.findall(r"`((?:\w+/)+[\w./]*|\w+\.(?:py|md|toml|txt))`", page)
+    faults = [path for path in paths
+              if not any((ROOT / folder / path).exists() for folder in ("", "flowgrpo", "scripts/docs"))]
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", page):
+        file = ROOT / (target or "CONTRIBUTING.md")
+        if not file.is_file():
+            faults.append(target)
+        elif anchor:
+            titles = re.findall(r"^#+ (.+)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+            faults += [f"#{anchor}"] * (anchor not in {re.sub(r"[^\w ]", "", title.lower()).replace(" ", "-")
+                                                       for title in titles})
+    for name, path in re.findall(r"`([A-Z_]+)` of `([\w/]+\.py)`", page):
+        faults += [name] * (not re.search(rf"^{name}\b", (ROOT / path).read_text(encoding="utf-8"), re.MULTILINE))
+    rooms = [f"{path.name}/" for path in (ROOT / "flowgrpo").iterdir() if path.is_dir() and path.name[0] != "_"]
+    roots = [f"{name}/" for name in ("configs", "docker", "docs", "examples", "scripts", "tests")]
+    return faults + [room for room in rooms if room not in inside] + [
+        root for root in roots if f"`{root}`" not in page]
+
+
+def test_the_tour_of_the_house_is_that_of_its_tree():
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert tour_faults(page) == []
+    for right, wrong, fault in (("  storage/ ", "  stores/ ", ["stores/", "storage/"]),
+                                ("`BUILT_IN` of", "`BUILT` of", ["BUILT"]),
+                                ("#a-feature", "#features", ["#features"]),
+                                ("(docs/pipelines.md)", "(docs/pipes.md)", ["docs/pipes.md"])):
+        assert page.count(right) and tour_faults(page.replace(right, wrong)) == fault
+
+
 def test_recipes_stay_short_and_load():
     for recipe in (ROOT / "configs").glob("*.yaml"):
         assert len(recipe.read_text().splitlines()) < 40 and load(recipe).name == recipe.stem
