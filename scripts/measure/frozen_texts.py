@@ -2,7 +2,7 @@
 
     python scripts/measure/frozen_texts.py record FOLDER           # lists, keys and resolved recipes
     python scripts/measure/frozen_texts.py compare BEFORE AFTER    # exit code 1 where they differ
-    PYTHONPATH=scripts python -m pytest -p frozen_texts --refusals FOLDER/refusals.txt tests
+    PYTHONPATH=scripts/measure python -m pytest -p frozen_texts --refusals FOLDER/refusals.txt tests
 
 The last one records the messages of all errors that the tests expect.
 `scripts/measure/compare_features.py` compares the bits of every feature.
