@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from flowgrpo.bench import collect
-from flowgrpo.bench.models import MODELS
-from flowgrpo.bench.plan import PUBLISHED, Plan, Request, Run, begin
 from flowgrpo.errors import UserError
+from flowgrpo.tools.bench import collect
+from flowgrpo.tools.bench.models import MODELS
+from flowgrpo.tools.bench.plan import PUBLISHED, Plan, Request, Run, begin
 from tests.helpers.commands import commands
 
 ROOT = Path(__file__).parent.parent

@@ -60,11 +60,11 @@ ATTRIBUTES = [
     ("diffusers:FluxPipeline", "_pack_latents", "policies/pipelines/image_latents.py"),
     ("diffusers:FluxTransformer2DModel", "_cp_plan", "policies/pipelines/attention.py"),
     ("diffusers:FluxTransformer2DModel", "_hf_peft_config_loaded", "policies/weights/adapters.py"),
-    ("diffusers:FluxTransformer2DModel", "_keep_in_fp32_modules", "dry_run/from_configs.py"),
+    ("diffusers:FluxTransformer2DModel", "_keep_in_fp32_modules", "tools/dry_run/from_configs.py"),
     ("diffusers:FluxTransformer2DModel", "_supports_gradient_checkpointing", "policies/weights/checkpointing.py"),
-    ("transformers:PreTrainedModel", "_from_config", "dry_run/from_configs.py"),
+    ("transformers:PreTrainedModel", "_from_config", "tools/dry_run/from_configs.py"),
     ("transformers:PreTrainedModel", "_hf_peft_config_loaded", "policies/weights/adapters.py"),
-    ("transformers:PreTrainedModel", "_keep_in_fp32_modules", "dry_run/from_configs.py"),
+    ("transformers:PreTrainedModel", "_keep_in_fp32_modules", "tools/dry_run/from_configs.py"),
 ]
 
 FORBIDDEN = {"add_adapter", "set_adapter", "disable_adapters", "enable_adapters", "active_adapters",

@@ -23,11 +23,11 @@ from flowgrpo import published
 from flowgrpo.cli.train import UNTRAINED, recipe_and_options
 from flowgrpo.config import load
 from flowgrpo.starter import scenes
-from tests.dry_run.test_recipes import shallow
 from tests.helpers import chat_endpoint, stand_in_hub
 from tests.helpers.commands import leaf
 from tests.helpers.shown_commands import VISITED, Typed, value, words
 from tests.test_docs import ROOT, command_lines
+from tests.tools.dry_run.test_recipes import shallow
 
 
 def write(files: dict[str, str], folder: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flowgrpo.dry_run import from_configs
+from flowgrpo.tools.dry_run import from_configs
 from tests.helpers import tiny
 
 sys.path.append(str(Path(__file__).parents[1] / "scripts" / "gpu"))

@@ -76,7 +76,7 @@ sys.meta_path[:] = [Fresh if finder is PathFinder else finder for finder in sys.
 
 ENCODE = """
 import json, tempfile
-from flowgrpo.check import tiny
+from flowgrpo.tools.check import tiny
 from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.config.sections import Adapter

@@ -13,7 +13,6 @@ import torch
 import yaml
 from diffusers import FlowMatchEulerDiscreteScheduler
 
-from flowgrpo.check import report, tiny
 from flowgrpo.config import load
 from flowgrpo.config.geometry import geometry
 from flowgrpo.contrib.questions.answer_losses import of_claims
@@ -35,6 +34,7 @@ from flowgrpo.samplers.predictions import process
 from flowgrpo.samplers.preview import require_choice
 from flowgrpo.text.policies.causal_lm import CausalLM
 from flowgrpo.text.policies.image_lm import ImageLM
+from flowgrpo.tools.check import report, tiny
 from flowgrpo.types import Gaussian, Scored
 from tests.helpers import loop, tiny_text, tiny_vision
 

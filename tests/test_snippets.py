@@ -16,10 +16,10 @@ import yaml
 from PIL import Image
 
 from flowgrpo import config
-from flowgrpo.bench import models
 from flowgrpo.cli import main
 from flowgrpo.config.geometry import geometry
 from flowgrpo.data.prompt_writer import load_templates
+from flowgrpo.tools.bench import models
 
 ROOT = Path(__file__).parent.parent
 # One epoch of one prompt, measured on two.

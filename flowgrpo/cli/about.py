@@ -60,11 +60,11 @@ def check(
     model = model or (config.model if config and recipe else None)
     if model is None:
         raise UserError("flowgrpo check needs a MODEL or a recipe")
-    from flowgrpo.check.report import of_class, report
+    from flowgrpo.tools.check.report import of_class, report
 
     if recipe is not None and config is not None and not as_json:
-        from flowgrpo.check.needs import needs
         from flowgrpo.cli.prepare import show, size
+        from flowgrpo.tools.check.needs import needs
 
         show(needs(config, recipe, size))
     result = report(model, config, device)

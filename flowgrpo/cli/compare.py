@@ -17,7 +17,7 @@ from flowgrpo.nouns import counted
 from flowgrpo.storage import paths
 
 if TYPE_CHECKING:
-    from flowgrpo.vote.ballot import Comparison
+    from flowgrpo.tools.vote.ballot import Comparison
 
 BenchModel = Literal["starter", "starter_video", "starter_consistency", "starter_text"]
 
@@ -41,8 +41,8 @@ def vote(
 ) -> None:
     """Collect preferences: serve pairs of images or clips side by side to browsers of this machine, blind and in
     random order, and write the votes as a file of pairs. Ctrl-C ends it."""
-    from flowgrpo.vote.ballot import Ballot
-    from flowgrpo.vote.server import address, server
+    from flowgrpo.tools.vote.ballot import Ballot
+    from flowgrpo.tools.vote.server import address, server
 
     if output.suffix != ".jsonl":
         raise UserError(f"--output {output}: expected a .jsonl file")
@@ -62,12 +62,12 @@ def _pairs(places: list[Path], loras: list[Path], prompts: Path | None, count: i
            ) -> tuple[list[Comparison], tuple[str, str]]:
     """Return the pairs and the names of their sides."""
     if not loras and prompts is None:
-        from flowgrpo.vote import sources
+        from flowgrpo.tools.vote import sources
 
         return sources.pairs(places)
     if len(places) != 1:
         raise UserError(f"{'--lora' if loras else '--prompts'}: goes with one run or model, got {len(places)} paths")
-    from flowgrpo.vote import drawn
+    from flowgrpo.tools.vote import drawn
 
     return drawn.pairs(places[0], loras, prompts, count, seed, output.with_name(f"{output.stem}-images"))
 
@@ -105,9 +105,9 @@ def bench(
 ) -> None:
     """Compare methods on a packaged model from the same budget: accuracy with intervals and tests, cost, KL and
     diversity. Writes results.md, results.json and index.html."""
-    from flowgrpo.bench import models
-    from flowgrpo.bench.bench import run
-    from flowgrpo.bench.plan import Request
+    from flowgrpo.tools.bench import models
+    from flowgrpo.tools.bench.bench import run
+    from flowgrpo.tools.bench.plan import Request
 
     given, swept = ([name.strip() for name in names.split(",") if name.strip()] for names in (methods, sweep))
     run(Request(given, model, reference or models.model(model).reference, evaluations, seeds, points, prompts, swept,

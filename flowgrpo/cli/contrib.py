@@ -35,7 +35,7 @@ def evolve(
     from flowgrpo.policies.weights.lora_files import require_lora
 
     require_lora("adapter.init", config.adapter.init)
-    from flowgrpo.contrib import evolve
+    from flowgrpo.tools import evolve
 
     policy, value = _value(config)
     lines = evolve.evolve(policy.weights, value, evolve.Settings(generations, population, spread, config.seed),
@@ -89,8 +89,8 @@ def learn_experience(
     """Learn lessons for the prompt in place of weights: a language model compares scored samples."""
     config = settings_for(output, arguments, ("epochs", "edits", "lessons", "url", "served", "key-env"),
                           {"method": "grpo"}, trusted)
-    from flowgrpo.contrib import experience
     from flowgrpo.rewards.vlm_judge.client import Endpoint, user
+    from flowgrpo.tools import experience
 
     endpoint = Endpoint(url=url, model=served, key_env=key_env, temperature=0.0, max_tokens=2048)
     batches, sample = _sampling(config)

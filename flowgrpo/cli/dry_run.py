@@ -20,8 +20,8 @@ from flowgrpo.errors import UserError
 
 if TYPE_CHECKING:
     from flowgrpo.config import Config
-    from flowgrpo.dry_run.estimate import Estimate
     from flowgrpo.gpus import GPU
+    from flowgrpo.tools.dry_run.estimate import Estimate
 
 
 def predict(model: str | None, recipe: str | None, overrides: dict[str, str], name: str, processes: int,
@@ -61,7 +61,7 @@ def predict(model: str | None, recipe: str | None, overrides: dict[str, str], na
 
 def _predicted(config: Config, name: str, gpu: GPU, processes: int) -> dict[str, Any]:
     """Return the report of a recipe by dry runs, whose phases are shown on stderr."""
-    from flowgrpo.dry_run import estimate, fit
+    from flowgrpo.tools.dry_run import estimate, fit
 
     with _shown(name, estimate.LOG):
         config = fit.settle(config, gpu, processes)
@@ -81,8 +81,8 @@ def _of_taste(config: Config, name: str, gpu: GPU, processes: int) -> dict[str, 
     """Return seconds per click and the peak of a session of `flowgrpo taste` on the recipe's model; None where it is
     not one of few steps."""
     from flowgrpo.contrib.taste import session
-    from flowgrpo.dry_run import estimate
     from flowgrpo.policies.pipelines import few_steps
+    from flowgrpo.tools.dry_run import estimate
 
     if processes > 1 or (config.image.frames or 1) > 1 or few_steps.ahead(config.model, config.load).why is None:
         return None
@@ -120,9 +120,9 @@ def _key(config: Config, name: str, processes: int) -> str | None:
     from importlib.metadata import version
 
     import flowgrpo
-    from flowgrpo.dry_run.estimate import MEASURED
     from flowgrpo.gpus import gpu_named
     from flowgrpo.published import MODELS
+    from flowgrpo.tools.dry_run.estimate import MEASURED
 
     described, recipe = Path(config.load.config or config.model), config.yaml()
     if ".py" in recipe:
@@ -162,8 +162,8 @@ def _kept(key: str | None, make: Callable[[], dict[str, Any]]) -> dict[str, Any]
 def _report(model: str, name: str, gpu: GPU, counts: Estimate, settings: dict[str, Any], better: Estimate
             ) -> dict[str, Any]:
     """Return the report: memory in GiB, FLOPs in 10^12, for one process and an epoch."""
-    from flowgrpo.dry_run.estimate import gib
     from flowgrpo.gpus import CONTEXT
+    from flowgrpo.tools.dry_run.estimate import gib
 
     phases = {key: {"allocated": round(gib(phase.allocated), 2), "reserved": round(gib(phase.reserved), 2),
                     "tflop": round(phase.flops / 1e12, 1), "seconds": round(counts.taken(key), 1),

@@ -51,7 +51,7 @@ def label(
 ) -> None:
     """Label preference pairs of images or completions with rewards or judges: a verdict and a margin for each."""
     rules = rules_of(rewards)
-    from flowgrpo.vote import judged, labels
+    from flowgrpo.tools.vote import judged, labels
 
     labels.require_output(output)
     labels.require_aspects(rules)

@@ -21,7 +21,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.nouns import counted
 
 if TYPE_CHECKING:
-    from flowgrpo.check.needs import Need
+    from flowgrpo.tools.check.needs import Need
 
 CLONE = Path(__file__).parents[2]
 
@@ -36,8 +36,8 @@ def prepare(
 ) -> None:
     """List what a recipe needs: extras, weights of the model and of the rewards, with sizes and licences. Then install
     and download what is missing. The same command continues after a stop."""
-    from flowgrpo.check import needs
     from flowgrpo.config import parse
+    from flowgrpo.tools.check import needs
 
     recipe, options = recipe_and_options(arguments or [], others=("yes", "trust"))
     if recipe is None and not options:
@@ -94,7 +94,7 @@ def size(model: str) -> float | None:
         return None
     import torch
 
-    from flowgrpo.dry_run import from_configs
+    from flowgrpo.tools.dry_run import from_configs
 
     parts = (from_configs.part(*part, torch.bfloat16) for part in published.MODELS[model].parts.values())
     return sum(2 * sum(p.numel() for p in part.parameters()) / 1e9 for part in parts

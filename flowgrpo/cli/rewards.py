@@ -127,7 +127,7 @@ def train_reward(
     texts = model is not None
     sides = split(load_pairs(pairs, texts), _share_or_file(held_out), texts)
     aspects(*sides)  # report mistakes before torch is loaded
-    from flowgrpo.contrib.learned_rewards import training
+    from flowgrpo.tools.learned_rewards import training
 
     accuracies = training.train(*sides, output, training.Settings(
         text=text, size=size, clip=clip, pretrained=pretrained, model=model, frozen=frozen, margins=margins,
@@ -161,10 +161,10 @@ def train_text_reward(
     seed: Annotated[int, typer.Option(min=0, help="Seed of the held-out share, and of --degrade.")] = 0,
 ) -> None:
     """Train a reward of completions from labels or pairs: a linear head per aspect and category."""
-    from flowgrpo.contrib.learned_rewards.text_training import load_labelled
+    from flowgrpo.tools.learned_rewards.text_training import load_labelled
 
     labelled = load_labelled(texts)
-    from flowgrpo.contrib.learned_rewards import text_training as training
+    from flowgrpo.tools.learned_rewards import text_training as training
 
     results = training.train(labelled, output, training.Settings(encoder, penalty, held_out, degrade, seed))
     print_table(["category", "aspect", "measure", "value", "held-out completions"],

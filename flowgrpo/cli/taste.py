@@ -39,8 +39,8 @@ def taste(
     from flowgrpo.contrib.taste import session
     from flowgrpo.contrib.taste.loop import VOTES, Taste
     from flowgrpo.contrib.taste.votes import VoteLog
-    from flowgrpo.vote.live import LiveBallot
-    from flowgrpo.vote.server import address, server
+    from flowgrpo.tools.vote.live import LiveBallot
+    from flowgrpo.tools.vote.server import address, server
 
     others = ("prompts", "lora", "minutes", "output", "resume", "port")
     model, options = recipe_and_options(arguments or [], noun="model", others=others)

@@ -94,7 +94,7 @@ def _run(settings: Any, resume: bool | Literal["auto"], asked: str = "") -> int:
     """
     check_inputs(settings)
     if asked and os.environ.get("RANK", "0") == "0":
-        from flowgrpo.check import needs
+        from flowgrpo.tools.check import needs
 
         for told in needs.missing(settings, asked):
             typer.echo(told)

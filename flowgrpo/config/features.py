@@ -54,7 +54,7 @@ class Feature:
 
 
 class DryRun:
-    """Work of a dry run (`flowgrpo.dry_run`) for a feature. Each does nothing unless it is overridden.
+    """Work of a dry run (`flowgrpo check --gpu`) for a feature. Each does nothing unless it is overridden.
 
     options: changes that make a recipe need less memory, as (key, from, to); tried before all others.
     reported: keys whose values the report shows.

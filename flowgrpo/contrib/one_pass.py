@@ -17,8 +17,6 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-from flowgrpo.check import memory, reward_models
-from flowgrpo.check.memory import Measured, planned
 from flowgrpo.config.features import DryRun
 from flowgrpo.config.schema import Config
 from flowgrpo.device import AUTO, free_memory, ran_out
@@ -35,10 +33,11 @@ from flowgrpo.samplers import replay
 from flowgrpo.samplers.growth import Grower, Nodes, explore
 from flowgrpo.samplers.preview import Judge
 from flowgrpo.samplers.rollout import C, Part, RolloutSpec, Seed
-from flowgrpo.training import extensions
+from flowgrpo.training import extensions, memory, reward_memory
 from flowgrpo.training.batch_size import MOST
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.extension import Extension, Metrics
+from flowgrpo.training.memory import Measured, planned
 from flowgrpo.training.run import Run
 
 
@@ -324,7 +323,7 @@ def _chosen(trainer: Run) -> bool:
 def _needed(trainer: Run) -> float:
     """Return the bytes of this process with the graphs; infinite where those of a reward model are not known."""
     config, policy, prompt = trainer.config, cast(PipelinePolicy, trainer.policy), trainer.prompts[0]
-    sizes = reward_models.reward_weights(config)
+    sizes = reward_memory.reward_weights(config)
     if any(size is None for size in sizes.values()):
         return math.inf
     negative = config.negative_prompt if prompt.negative is None else prompt.negative
@@ -334,7 +333,7 @@ def _needed(trainer: Run) -> float:
         conditioning = replace(conditioning, sizes=[max(config.image.sizes, key=math.prod)])
     share = {"prompts": math.ceil(config.train.prompts / trainer.processes.count), "one_pass": True}
     own = config.model_copy(update={"train": config.train.model_copy(update=share)})
-    phases = memory.memory(policy, own, conditioning, reward_models.on_device(sizes, policy.device))
+    phases = memory.memory(policy, own, conditioning, reward_memory.on_device(sizes, policy.device))
     policy.evaluations = before
     torch.set_rng_state(states)
     return float(max(sum(parts.values()) for parts in phases.values()))

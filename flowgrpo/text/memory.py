@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from flowgrpo.check.memory import FULL, averages, kept, tensor_bytes
 from flowgrpo.config.geometry import geometry
 from flowgrpo.config.schema import Config
 from flowgrpo.text.policies.causal_lm import CausalLM
@@ -16,6 +15,7 @@ from flowgrpo.text.policies.image_lm import DECODED, ImageLM
 from flowgrpo.text.policies.masked_lm import MaskedLM
 from flowgrpo.text.policies.text_weights import cache_name
 from flowgrpo.text.samplers.language_model import TokenizedPrompts
+from flowgrpo.training.memory import FULL, averages, kept, tensor_bytes
 
 SHORT, LONG = 4, 12  # tokens of the measured completions
 CHUNK = 1024  # tokens whose logits are held at once (tokens.score)

@@ -1,6 +1,6 @@
 """Micro-batch and checkpointing of a run that leaves them to the machine: `auto`.
 
-They come from the memory estimate of the run's own model (check/memory.py, text/memory.py) and the memory that
+They come from the memory estimate of the run's own model (training/memory.py, text/memory.py) and the memory that
 its device has left. Checkpointing is the last resort, because it costs up to one more forward per update.
 """
 
@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from flowgrpo.check import memory
 from flowgrpo.config.geometry import geometry
 from flowgrpo.config.schema import Config
 from flowgrpo.data.prompts import Prompt
@@ -24,6 +23,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.methods.setup import Setup
 from flowgrpo.policies.pipelines import encoded_prompts
 from flowgrpo.policies.weights.forwards import blocks
+from flowgrpo.training import memory
 
 SHARES = (0.0, 0.5, 1.0)  # of blocks that recompute, in the order in which they are tried
 MOST = 0.9  # share of the memory that an estimate may fill: kernels have temporary memory

@@ -30,13 +30,13 @@ from train_starter_reward import GROUP, drawn, rendered
 
 from flowgrpo.contrib.learned_rewards.preference import FILE, Aspect, Description, save
 from flowgrpo.contrib.learned_rewards.preference_networks import Film
-from flowgrpo.contrib.learned_rewards.training import Settings, fit, share
 from flowgrpo.contrib.questions.question_answers import ByFolder, QuestionAnswers
 from flowgrpo.contrib.questions.questions import Question, of_claims
 from flowgrpo.contrib.questions.scene_answers import CHOICES, KINDS, Thing, asked, read_question, things
 from flowgrpo.evaluation.statistics import BOOTSTRAP, interval
 from flowgrpo.starter import scenes
 from flowgrpo.starter.rewards.scene import read, scene
+from flowgrpo.tools.learned_rewards.training import Settings, fit, share
 
 ANSWERS = tuple(dict.fromkeys(choice for choices in CHOICES.values() for choice in choices))
 # The shares of the questions.

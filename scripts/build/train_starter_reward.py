@@ -29,10 +29,10 @@ from torchvision.transforms.functional import to_tensor
 from tqdm import tqdm
 
 from flowgrpo.contrib.learned_rewards.preference import Preference
-from flowgrpo.contrib.learned_rewards.training import Settings, accuracy, train
 from flowgrpo.data.pairs import OVERALL, load_pairs, split
 from flowgrpo.starter import CALL, EVAL_GUIDANCE, scenes
 from flowgrpo.starter.rewards.scene import scene
+from flowgrpo.tools.learned_rewards.training import Settings, accuracy, train
 
 CHANGED, STAMPED, TIES = 0.75, 0.10, 0.15  # shares of rendered pairs; the rest of the wrong images is damaged
 MOST = 4  # objects that fit into an image

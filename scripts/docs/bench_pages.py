@@ -21,14 +21,14 @@ from typing import Any
 from bench_results import ELSEWHERE, collected, dumped, load, merged
 from build_docs import page_of
 
-from flowgrpo.bench import models, table
-from flowgrpo.bench.page import count as brief
 from flowgrpo.config import validate
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.pages.figures import COLOURS, FAINT, INK, save, styled
 from flowgrpo.evaluation.statistics import fixed
 from flowgrpo.methods.presets import PRESETS
 from flowgrpo.storage import atomic
+from flowgrpo.tools.bench import models, table
+from flowgrpo.tools.bench.page import count as brief
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

@@ -11,12 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flowgrpo.bench import models, table
-from flowgrpo.bench.plan import BENCH
 from flowgrpo.config.parse import read_yaml
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.report.snapshots import FOLDER
 from flowgrpo.storage.json_files import read_object
+from flowgrpo.tools.bench import models, table
+from flowgrpo.tools.bench.plan import BENCH
 
 MEND = "run the command of the bench again"
 KEPT = ("model", "unit", "evaluations", "seeds", "points", "prompts", "measured_prompts", "measured", "trained",

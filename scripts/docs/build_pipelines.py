@@ -26,8 +26,8 @@ HAND_WRITTEN = "## Loading a model"  # heading of the part below the table, whic
 
 
 def rows() -> list[dict[str, Any]]:
-    from flowgrpo.check import tiny
-    from flowgrpo.check.report import report
+    from flowgrpo.tools.check import tiny
+    from flowgrpo.tools.check.report import report
 
     return [report(name) for name in sorted({*tiny.factories(), *tiny.UNFIT}, key=str.lower)]
 

@@ -19,10 +19,10 @@ import numpy as np
 import torch
 
 from flowgrpo import rewards
-from flowgrpo.bench.probe import trainer_of
 from flowgrpo.config import parse
 from flowgrpo.evaluation.measured import Measured, measure, spread
 from flowgrpo.storage import checkpoint
+from flowgrpo.tools.bench.probe import trainer_of
 from flowgrpo.training import state
 
 matplotlib.use("Agg")

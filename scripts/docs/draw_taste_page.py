@@ -16,8 +16,8 @@ from playwright.sync_api import sync_playwright
 from flowgrpo.contrib.taste.votes import Question, VoteLog
 from flowgrpo.data.prompts import STARTER, load_prompts
 from flowgrpo.evaluation import images
-from flowgrpo.vote.live import LiveBallot
-from flowgrpo.vote.server import address, server
+from flowgrpo.tools.vote.live import LiveBallot
+from flowgrpo.tools.vote.server import address, server
 
 ROOT = Path(__file__).parents[2]
 SIZE = {"width": 1000, "height": 560}

@@ -21,8 +21,8 @@ import recipe_table
 from revisions import commit
 
 from flowgrpo.config import load
-from flowgrpo.dry_run.estimate import Estimate, dry_run, gib
 from flowgrpo.gpus import GPUS, gpu_named
+from flowgrpo.tools.dry_run.estimate import Estimate, dry_run, gib
 
 ROOT = Path(__file__).parents[2]
 CHANGES, PAGE = ROOT / "scripts" / "docs" / "dry_run_changes.json", ROOT / "docs" / "performance.md"

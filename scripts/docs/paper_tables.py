@@ -16,10 +16,10 @@ from typing import Any
 
 from flowgrpo.config import load
 from flowgrpo.config.schema import Config
-from flowgrpo.dry_run.estimate import dry_run, gib
 from flowgrpo.gpus import gpu_named
 from flowgrpo.methods import validate
 from flowgrpo.methods.method import Method
+from flowgrpo.tools.dry_run.estimate import dry_run, gib
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "get_started" / "papers.md"

@@ -12,13 +12,13 @@ import torch
 from flowgrpo import published
 from flowgrpo.config.schema import Config
 from flowgrpo.data.sets import SETS
-from flowgrpo.dry_run import from_configs
 from flowgrpo.policies.weights.memory_options import PACKAGES
 from flowgrpo.rewards.about import lazily
 from flowgrpo.rewards.find import find
 from flowgrpo.rewards.local_model import LocalModel
 from flowgrpo.rewards.placement import CHECKPOINTS, local_models
 from flowgrpo.rewards.reward import about
+from flowgrpo.tools.dry_run import from_configs
 
 HEAD = """
 ## Downloads

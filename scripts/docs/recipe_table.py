@@ -23,9 +23,9 @@ import verify_recipe
 
 from flowgrpo.config import load
 from flowgrpo.config.schema import Config
-from flowgrpo.dry_run.estimate import dry_run, gib
 from flowgrpo.gpus import gpu_named
 from flowgrpo.published import MODELS
+from flowgrpo.tools.dry_run.estimate import dry_run, gib
 
 ROOT = Path(__file__).parents[2]
 MOST = 200  # hours on one GPU

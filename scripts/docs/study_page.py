@@ -24,10 +24,10 @@ from study_rows import ROWS  # noqa: E402
 from study_settings import IMAGES, POOLS, SCENES, TEXTS, Options, Row  # noqa: E402
 from study_statistics import accuracies, merged, named, table, tried  # noqa: E402
 
-from flowgrpo.bench import models  # noqa: E402
 from flowgrpo.methods import PRESETS, registry  # noqa: E402
 from flowgrpo.rewards import BUILT_IN  # noqa: E402
 from flowgrpo.storage import atomic  # noqa: E402
+from flowgrpo.tools.bench import models  # noqa: E402
 
 QUOTE = '"'
 ROOT = Path(__file__).parents[2]

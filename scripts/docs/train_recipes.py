@@ -184,7 +184,7 @@ def build(name: str, folder: Path, language: Path | None, whole: bool = False) -
     import diffusers
     import transformers
 
-    from flowgrpo.dry_run import from_configs
+    from flowgrpo.tools.dry_run import from_configs
 
     def fewer(kind: Any, config: dict[str, Any], depths: dict[str, Any]) -> dict[str, Any]:
         return config if whole else shallow(kind, config, depths)
@@ -254,7 +254,7 @@ def stock(name: str, folder: Path) -> None:
 
     from flowgrpo.config import load
     from flowgrpo.export.usage import snippet
-    from flowgrpo.vote.sources import facts
+    from flowgrpo.tools.vote.sources import facts
 
     run = folder / "runs" / "run"
     brought = [("image", "../../red.png")] if model_of(name) is not None and reads_images(name) else []
@@ -428,11 +428,11 @@ def load_libraries(names: list[str]) -> None:
     from diffusers import StableDiffusionPipeline  # noqa: F401
     from transformers import AutoModelForCausalLM, Qwen3ForCausalLM  # noqa: F401
 
-    import flowgrpo.check.report
     import flowgrpo.cli
     import flowgrpo.export.export
-    import flowgrpo.text.check
     import flowgrpo.text.evaluation
+    import flowgrpo.tools.check.language
+    import flowgrpo.tools.check.report
     import flowgrpo.train  # noqa: F401
 
     torch.set_num_threads(1)

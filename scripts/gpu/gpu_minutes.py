@@ -5,7 +5,7 @@
     python scripts/gpu/gpu_minutes.py run results.json --rehearse   # tiny models on the CPU, in under a minute
     python scripts/gpu/gpu_minutes.py check results.json            # in a checkout; exit code 1 if something is wrong
     python scripts/gpu/gpu_minutes.py page results.json             # docs/gpu.md
-    python scripts/gpu/gpu_minutes.py factors results.json          # flowgrpo/dry_run/measured.json, by dry runs
+    python scripts/gpu/gpu_minutes.py factors results.json          # flowgrpo/tools/dry_run/measured.json, by dry runs
 
 Models have random weights of full size, and nothing is downloaded. Sections run one after another, in the order of the
 questions, and no other work beside them. Those of one group share a process and a model. A section that fails, that
@@ -298,8 +298,8 @@ def factors(results: Mapping[str, Any], computed: Any) -> dict[str, dict[str, An
 def _computed(card: str) -> Any:
     from gpu_sections import config_of
 
-    from flowgrpo.dry_run.estimate import dry_run
     from flowgrpo.gpus import gpu_named
+    from flowgrpo.tools.dry_run.estimate import dry_run
 
     def computed(about: Line) -> dict[str, float]:
         phases = dry_run(config_of(about["recipe"], "cpu", False), gpu_named(card)).phases

@@ -33,14 +33,11 @@ import torch.nn.functional as F  # noqa: E402
 from common import epoch_of, make_trainer, updated  # noqa: E402
 
 from flowgrpo import gpus, rewards  # noqa: E402
-from flowgrpo.check import tiny  # noqa: E402
-from flowgrpo.check.tiny import texts  # noqa: E402
 from flowgrpo.cli import main as main_of_flowgrpo  # noqa: E402
 from flowgrpo.config import Config, load  # noqa: E402
 from flowgrpo.data.prompts import Prompt  # noqa: E402
 from flowgrpo.device import DTYPES, rounded_products  # noqa: E402
 from flowgrpo.distributed.processes import make_accelerator  # noqa: E402
-from flowgrpo.dry_run import from_configs  # noqa: E402
 from flowgrpo.errors import UserError  # noqa: E402
 from flowgrpo.policies import build  # noqa: E402
 from flowgrpo.policies.weights.checkpointing import checkpoint_blocks  # noqa: E402
@@ -53,6 +50,9 @@ from flowgrpo.policies.weights.low_precision import LOWEST, capability  # noqa: 
 from flowgrpo.published import named  # noqa: E402
 from flowgrpo.samplers.growth import explore  # noqa: E402
 from flowgrpo.samplers.rollout import seeder  # noqa: E402
+from flowgrpo.tools.check import tiny  # noqa: E402
+from flowgrpo.tools.check.tiny import texts  # noqa: E402
+from flowgrpo.tools.dry_run import from_configs  # noqa: E402
 from flowgrpo.train import Trainer  # noqa: E402
 from flowgrpo.training.epochs import peak  # noqa: E402
 

@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from flowgrpo.bench import probe
+from flowgrpo.tools.bench import probe
 
 TRAINED = "scene"
 EVAL_ONLY = "scene_style"

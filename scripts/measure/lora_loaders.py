@@ -49,13 +49,13 @@ Change = dict[str, torch.Tensor]  # by layer
 
 def write_case(name: str, folder: Path) -> dict[str, Any]:
     """Write a tiny pipeline's LoRA, its exports and what its layers add; return the case's facts."""
-    from flowgrpo.check.tiny import make
     from flowgrpo.config import validate
     from flowgrpo.config.sections import Adapter
     from flowgrpo.errors import UserError
     from flowgrpo.export import export
     from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
     from flowgrpo.policies.weights.trainable import lora_layers
+    from flowgrpo.tools.check.tiny import make
 
     torch.manual_seed(0)
     pipe, call = make(name)
@@ -98,8 +98,8 @@ def result(expected: Change, found: Change, keys: int, unmatched: int) -> dict[s
 # --- diffusers, peft, SGLang -----------------------------------------------------------------------------------------
 
 def by_diffusers(facts: dict[str, Any], file: Path, _: None) -> dict[str, Any]:
-    from flowgrpo.check.tiny import make
     from flowgrpo.policies.weights.trainable import lora_layers
+    from flowgrpo.tools.check.tiny import make
 
     torch.manual_seed(0)
     pipe, _ = make(facts["pipeline"])
@@ -116,8 +116,8 @@ def by_peft(facts: dict[str, Any], file: Path, _: None) -> dict[str, Any]:
     from peft.functional import inject_adapter_in_model, set_peft_model_state_dict
     from safetensors import safe_open
 
-    from flowgrpo.check.tiny import make
     from flowgrpo.policies.weights.trainable import lora_layers
+    from flowgrpo.tools.check.tiny import make
 
     pipe, _ = make(facts["pipeline"])
     part, module = facts["part"], getattr(pipe, facts["part"])
@@ -388,7 +388,7 @@ def kohya_network(facts: dict[str, Any]) -> tuple[Any, Any] | None:
     if cls == "UNet2DConditionModel":
         import networks.lora as network
 
-        from flowgrpo.check.tiny import make
+        from flowgrpo.tools.check.tiny import make
 
         return network, make(facts["pipeline"])[0].unet
     with torch.device("meta"):
@@ -449,7 +449,7 @@ def by_kohya(facts: dict[str, Any], file: Path, _: Path) -> dict[str, Any] | Non
 def by_ai_toolkit(facts: dict[str, Any], file: Path, _: Path) -> dict[str, Any]:
     from toolkit.lora_special import LoRASpecialNetwork
 
-    from flowgrpo.check.tiny import make
+    from flowgrpo.tools.check.tiny import make
 
     module = getattr(make(facts["pipeline"])[0], facts["part"])
     unet = facts["part"] == "unet"

@@ -26,10 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowgrpo.bench import models, probe
-from flowgrpo.bench.models import Entry, entries
 from flowgrpo.config import parse
 from flowgrpo.log import silence
+from flowgrpo.tools.bench import models, probe
+from flowgrpo.tools.bench.models import Entry, entries
 from flowgrpo.train import Trainer
 from flowgrpo.training import credit, sampling
 

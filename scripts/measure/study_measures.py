@@ -10,7 +10,6 @@ from typing import Any, cast
 import torch
 from study_settings import TEXTS
 
-from flowgrpo.bench import models, probe
 from flowgrpo.config import parse
 from flowgrpo.config.schema import Config
 from flowgrpo.evaluation.measured import EVAL_SEED, measure, spread
@@ -18,6 +17,7 @@ from flowgrpo.policies.pipelines.load import denoisers
 from flowgrpo.policies.pipelines.rlg import Branches
 from flowgrpo.storage import checkpoint
 from flowgrpo.storage.json_files import read_object
+from flowgrpo.tools.bench import models, probe
 from flowgrpo.train import Trainer
 from flowgrpo.training import sampling, state
 

@@ -29,7 +29,6 @@ from study_rows import ROWS
 from study_settings import ALL, FIVE, IMAGES, KNOWN, POOLS, SCENES, TEXTS, Options, Row
 from study_statistics import KEYS, compared, judged, table
 
-from flowgrpo.bench import models
 from flowgrpo.config import parse
 from flowgrpo.config.schema import Config
 from flowgrpo.data.prompts import Prompt, as_line
@@ -39,6 +38,7 @@ from flowgrpo.starter import scenes
 from flowgrpo.starter.arithmetic import Problem, draw, solution
 from flowgrpo.storage import atomic, checkpoint
 from flowgrpo.storage.json_files import read_object
+from flowgrpo.tools.bench import models
 
 MASTERED = 600  # prompts of the pool KNOWN
 SIDES = {"train": (False, 600), "validation": (False, 200), "held_out": (True, 300)}  # of sums of five numbers

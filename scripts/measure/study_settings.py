@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from flowgrpo.bench import models
 from flowgrpo.starter import EVAL
+from flowgrpo.tools.bench import models
 
 Options = dict[str, Any]  # dotted keys of a recipe
 

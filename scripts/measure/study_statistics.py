@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from flowgrpo.bench.collect import CONFIDENCE, compare, holm
+from flowgrpo.tools.bench.collect import CONFIDENCE, compare, holm
 
 # Quantities of a run, and whether a higher value is better.
 HIGHER = {"accuracy": True, "pass@8": True, "entropy": True, "kl": False, "diversity": True}

@@ -234,8 +234,8 @@ def session(folder: Path, name: str, seed: int, given: argparse.Namespace, base:
     from flowgrpo.contrib.taste import session as of
     from flowgrpo.contrib.taste.loop import VOTES, Settings, Taste
     from flowgrpo.contrib.taste.votes import VoteLog
-    from flowgrpo.vote.live import LiveBallot
-    from flowgrpo.vote.server import address, server
+    from flowgrpo.tools.vote.live import LiveBallot
+    from flowgrpo.tools.vote.server import address, server
 
     keys = dict(text.split("=", 1) for text in given.set)
     settings = {key: float(keys.pop(key)) for key in ("head", "clicks") if key in keys}

@@ -8,10 +8,10 @@ import pytest
 from playwright.sync_api import expect
 
 from flowgrpo.contrib.taste.votes import SKIP, TIE, Vote, VoteLog
-from flowgrpo.vote import server
-from flowgrpo.vote.live import LiveBallot
+from flowgrpo.tools.vote import server
+from flowgrpo.tools.vote.live import LiveBallot
 from tests.browser.opened import DESK, PHONE, opened, overflow
-from tests.vote.test_live import never, questions
+from tests.tools.vote.test_live import never, questions
 
 
 @pytest.mark.parametrize("size", [PHONE, DESK], ids=["phone", "desk"])

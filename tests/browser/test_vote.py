@@ -8,11 +8,11 @@ import threading
 import pytest
 from playwright.sync_api import expect
 
-from flowgrpo.vote import server
-from flowgrpo.vote.ballot import Ballot
-from flowgrpo.vote.sources import pairs
+from flowgrpo.tools.vote import server
+from flowgrpo.tools.vote.ballot import Ballot
+from flowgrpo.tools.vote.sources import pairs
 from tests.browser.opened import DESK, PHONE, opened, overflow
-from tests.vote.test_vote import folders
+from tests.tools.vote.test_vote import folders
 
 
 @pytest.mark.parametrize("size", [PHONE, DESK], ids=["phone", "desk"])

@@ -11,11 +11,11 @@ import pytest
 import yaml
 from PIL import Image
 
-from flowgrpo.check.tiny import make
 from flowgrpo.cli import main
 from flowgrpo.data.images import read_image
 from flowgrpo.errors import UserError
 from flowgrpo.run import run
+from flowgrpo.tools.check.tiny import make
 from tests.helpers import tiny
 
 RED = "def red(images, prompts):\n    return images[:, 0].mean((1, 2))\n"

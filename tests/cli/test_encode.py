@@ -11,7 +11,6 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from flowgrpo.check import tiny as pipelines
 from flowgrpo.cli import main
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.data.sets import resolve
@@ -21,6 +20,7 @@ from flowgrpo.policies.pipelines.conditioning import PromptCache
 from flowgrpo.policies.pipelines.encoded_prompts import complete
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.run import run
+from flowgrpo.tools.check import tiny as pipelines
 from tests.helpers import tiny
 
 LINES = [{"prompt": text} for text in tiny.PROMPTS] + [{"prompt": "a red owl", "negative_prompt": "old"}]

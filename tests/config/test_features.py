@@ -24,7 +24,7 @@ KEYS = {f"{section}.{name}".lstrip(".") for each in RECORDS for section, cls in 
 # Features that a part of the method switches on: the table of parts has their modules, and `Method` their names.
 BY_PARTS = {"variants", "rehearsal", "group_replay", "held_out_answers"}
 TABLE = "flowgrpo/training/extensions/__init__.py"  # the one table of their names
-ABOVE = ("contrib/", "bench/", "serving/", "vote/")  # rooms above the core
+ABOVE = ("contrib/", "serving/", "tools/bench/", "tools/vote/")  # rooms above the core
 
 
 def found(pattern: str) -> list[str]:
@@ -144,9 +144,9 @@ RUN = '''
 import json, sys
 from flowgrpo.config import Config, keys, load
 from flowgrpo.cli.dry_run import _reported
-from flowgrpo.check import memory
-from flowgrpo.dry_run.estimate import dry_run
-from flowgrpo.dry_run.fit import _options
+from flowgrpo.training import memory
+from flowgrpo.tools.dry_run.estimate import dry_run
+from flowgrpo.tools.dry_run.fit import _options
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.report.report import ALONE
 from flowgrpo.methods import keys_read

@@ -12,7 +12,6 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 
-from flowgrpo.check.tiny.video_families import wan
 from flowgrpo.config import load
 from flowgrpo.config.geometry import teams
 from flowgrpo.config.sections import Memory
@@ -22,6 +21,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.evaluation.measured import measure
 from flowgrpo.policies.pipelines import attention
 from flowgrpo.policies.pipelines.attention import require_context_parallel
+from flowgrpo.tools.check.tiny.video_families import wan
 from flowgrpo.training import state
 from tests.distributed.test_processes import held
 from tests.distributed.test_split_groups import launch

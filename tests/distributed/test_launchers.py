@@ -14,13 +14,13 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils.launch import prepare_multi_gpu_env
 from safetensors.torch import load_file, save_file
 
-from flowgrpo.check.tiny.video_families import wan
 from flowgrpo.config import load
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.distributed import launchers
 from flowgrpo.distributed.processes import make_accelerator
 from flowgrpo.errors import UserError
 from flowgrpo.run import run
+from flowgrpo.tools.check.tiny.video_families import wan
 from flowgrpo.training import checks
 from tests.distributed.test_processes import free_ports
 from tests.helpers import tiny, tiny_text

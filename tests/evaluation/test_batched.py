@@ -10,12 +10,12 @@ import pytest
 import torch
 from PIL import Image
 
-from flowgrpo.check import tiny as pipelines
-from flowgrpo.check.tiny import make
 from flowgrpo.cli import main
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.samplers import Together, draw_one
+from flowgrpo.tools.check import tiny as pipelines
+from flowgrpo.tools.check.tiny import make
 from tests.evaluation.test_images import make_run
 from tests.helpers import tiny
 

@@ -20,8 +20,8 @@ from flowgrpo.evaluation.report import report
 from flowgrpo.export import run_lora
 from flowgrpo.export.export import finished, lora
 from flowgrpo.policies.weights.lora_files import LORA_FILE
-from flowgrpo.vote.ballot import Ballot
-from flowgrpo.vote.sources import pairs
+from flowgrpo.tools.vote.ballot import Ballot
+from flowgrpo.tools.vote.sources import pairs
 from tests.fuzz import CORPUS
 
 

@@ -7,15 +7,15 @@ import json
 import pytest
 import torch
 
-from flowgrpo.check.tiny import make
 from flowgrpo.contrib.phases import Phases
 from flowgrpo.data.prompts import Prompt
-from flowgrpo.dry_run.estimate import dry_run
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.samplers import call_arguments
 from flowgrpo.policies import options
 from flowgrpo.policies.pipelines.frames import clips_of
 from flowgrpo.run import run
+from flowgrpo.tools.check.tiny import make
+from flowgrpo.tools.dry_run.estimate import dry_run
 from tests.helpers import loop, tiny, tiny_text
 
 WAN = "WanPipeline"

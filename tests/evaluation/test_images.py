@@ -11,7 +11,6 @@ from PIL import Image, ImageColor
 from safetensors.torch import load_file, save_file
 
 from flowgrpo import starter
-from flowgrpo.check import tiny as pipelines
 from flowgrpo.cli import main
 from flowgrpo.config import validate
 from flowgrpo.config.sections import Adapter
@@ -29,6 +28,7 @@ from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.samplers.rollout import seeder
+from flowgrpo.tools.check import tiny as pipelines
 from tests.helpers import tiny
 
 BRIGHT = "def bright(images, prompts):\n    return images.flatten(1).mean(1).tolist()\n"

@@ -13,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from flowgrpo.check.tiny import make
 from flowgrpo.config import validate
 from flowgrpo.config.sections import Adapter
 from flowgrpo.errors import UserError
@@ -26,6 +25,7 @@ from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.weights.adapters import merge
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.storage.manifest import order_metadata
+from flowgrpo.tools.check.tiny import make
 from tests.helpers import tiny
 
 SUMMARY = {"before": {"bright": 0.25}, "after": {"bright": 0.5},

@@ -13,7 +13,6 @@ from huggingface_hub import ModelCard
 from PIL import Image
 from safetensors.torch import save_file
 
-from flowgrpo.check.tiny import make
 from flowgrpo.config import load, validate
 from flowgrpo.data import sets
 from flowgrpo.data.inputs import Inputs
@@ -30,6 +29,7 @@ from flowgrpo.policies.pipelines.frames import is_video
 from flowgrpo.policies.pipelines.prompt_inputs import IMAGES
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.storage.json_files import finite
+from flowgrpo.tools.check.tiny import make
 from tests.export.test_export import SUMMARY, make_run
 from tests.export.test_export_text import finished
 from tests.helpers import tiny

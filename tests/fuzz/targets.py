@@ -122,7 +122,7 @@ def prompts(case: tuple[str, bytes], folder: Path) -> None:
 
 def pairs(content: bytes, folder: Path) -> None:
     from flowgrpo.data.pairs import aspects, load_pairs, split
-    from flowgrpo.vote.ballot import Ballot, Comparison
+    from flowgrpo.tools.vote.ballot import Ballot, Comparison
 
     file = written(folder, "pairs.jsonl", content)
     with contextlib.suppress(UserError):
@@ -188,7 +188,7 @@ def run(changes: dict[str, bytes | None], folder: Path) -> None:
 def page(content: bytes, folder: Path) -> None:
     from PIL import Image, PngImagePlugin
 
-    from flowgrpo.vote.sources import pairs as listed
+    from flowgrpo.tools.vote.sources import pairs as listed
 
     info = PngImagePlugin.PngInfo()
     info.add_itxt("flowgrpo", content.decode("utf-8", "replace"))
@@ -200,7 +200,7 @@ def page(content: bytes, folder: Path) -> None:
 
 
 def folders(case: tuple[str, bytes, bytes], folder: Path) -> None:
-    from flowgrpo.vote.sources import pairs as listed
+    from flowgrpo.tools.vote.sources import pairs as listed
 
     for name in ("0", "1"):
         (folder / name).mkdir()

@@ -9,9 +9,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from flowgrpo.check.tiny.images import FLUX_CALL, SD3_CALL, flux, sd3  # noqa: F401 tests read them here
-from flowgrpo.check.tiny.unets import SD_NOISE as SD15_NOISE  # noqa: F401 the tests read it here
-from flowgrpo.check.tiny.unets import pndm, sd15  # noqa: F401
 from flowgrpo.config import Config, load
 from flowgrpo.config.sections import Adapter
 from flowgrpo.data.prompts import Prompt
@@ -19,6 +16,9 @@ from flowgrpo.methods import preset
 from flowgrpo.methods.overlay import with_parts
 from flowgrpo.policies import build
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
+from flowgrpo.tools.check.tiny.images import FLUX_CALL, SD3_CALL, flux, sd3  # noqa: F401 tests read them here
+from flowgrpo.tools.check.tiny.unets import SD_NOISE as SD15_NOISE  # noqa: F401 the tests read it here
+from flowgrpo.tools.check.tiny.unets import pndm, sd15  # noqa: F401
 from flowgrpo.train import Trainer
 
 LATENTS = (4, 8, 8)

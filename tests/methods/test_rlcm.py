@@ -9,12 +9,12 @@ import torch
 from diffusers import FlowMatchLCMScheduler
 
 from flowgrpo import gaussian
-from flowgrpo.check.tiny.unets import lcm_sd15
 from flowgrpo.methods import preset
 from flowgrpo.methods.validate import resolve
 from flowgrpo.samplers import kernels
 from flowgrpo.samplers.growth import explore
 from flowgrpo.samplers.rollout import seeder
+from flowgrpo.tools.check.tiny.unets import lcm_sd15
 from tests.helpers import tiny
 
 STEPS, GUIDANCE = 4, 8.0

@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import load_file
 
 from flowgrpo import methods, run
-from flowgrpo.check import report
 from flowgrpo.config import Config
 from flowgrpo.config.sections import Adapter
 from flowgrpo.errors import UserError
@@ -22,6 +21,7 @@ from flowgrpo.policies.weights.adapters import merge
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.samplers.grids import shifted
 from flowgrpo.storage import checkpoint
+from flowgrpo.tools.check import report
 from flowgrpo.training import state
 from tests.helpers import tiny
 

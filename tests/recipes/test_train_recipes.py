@@ -15,7 +15,7 @@ from PIL import Image
 
 from flowgrpo import published
 from flowgrpo.config import load
-from flowgrpo.dry_run import from_configs
+from flowgrpo.tools.dry_run import from_configs
 from tests.helpers import loop
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts" / "docs"))

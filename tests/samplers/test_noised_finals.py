@@ -10,7 +10,6 @@ import torch
 
 from flowgrpo.advantages.group import Advantage
 from flowgrpo.advantages.selection import BestWorst
-from flowgrpo.check import memory
 from flowgrpo.config.sections import Adapter
 from flowgrpo.errors import UserError
 from flowgrpo.methods import preset
@@ -26,7 +25,7 @@ from flowgrpo.samplers.noised_finals import GridTimes, RandomGridTimes, Stratifi
 from flowgrpo.samplers.old_policy import Lag, OldPolicy
 from flowgrpo.samplers.plans import NoSteps
 from flowgrpo.storage import checkpoint
-from flowgrpo.training import sampling, state
+from flowgrpo.training import memory, sampling, state
 from tests.helpers import loop, tiny
 from tests.test_train import gradient
 

@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flowgrpo.check.memory import _per_group
 from flowgrpo.config.sections import Adapter
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.samplers import cost
@@ -20,6 +19,7 @@ from flowgrpo.samplers.plans import AllSteps, RandomSubset, Schedule, Sliding
 from flowgrpo.samplers.replay import replay, rescored
 from flowgrpo.samplers.rollout import RolloutSpec, seeder
 from flowgrpo.samplers.scheduler import Segment
+from flowgrpo.training.memory import _per_group
 from tests.helpers import tiny
 
 PROMPTS = ["red", "blue", "green"]

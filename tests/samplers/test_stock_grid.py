@@ -8,9 +8,9 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
-from flowgrpo.check import memory
-from flowgrpo.check.tiny import make
 from flowgrpo.samplers.scheduler import Segment
+from flowgrpo.tools.check.tiny import make
+from flowgrpo.training import memory
 from tests.helpers import tiny
 
 STEPS = 5

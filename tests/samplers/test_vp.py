@@ -19,8 +19,6 @@ from diffusers import (
 )
 
 from flowgrpo import gaussian
-from flowgrpo.check import report
-from flowgrpo.check.tiny.unets import lcm
 from flowgrpo.errors import UserError
 from flowgrpo.methods import preset
 from flowgrpo.methods.method import FOR_VP, Method
@@ -35,6 +33,8 @@ from flowgrpo.samplers.predictions import as_noise, prediction, process
 from flowgrpo.samplers.replay import replay
 from flowgrpo.samplers.rollout import RolloutSpec, seeder
 from flowgrpo.samplers.scheduler import PolicyScheduler, Segment
+from flowgrpo.tools.check import report
+from flowgrpo.tools.check.tiny.unets import lcm
 from tests.helpers import tiny
 from tests.helpers.tables import rounding
 

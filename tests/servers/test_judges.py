@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from flowgrpo.check.tiny.parts import chat_tokenizer
 from flowgrpo.errors import UserError
 from flowgrpo.rewards import find
+from flowgrpo.tools.check.tiny.parts import chat_tokenizer
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts" / "fuzz"))
 import try_judges  # noqa: E402

@@ -12,9 +12,9 @@ from flowgrpo.storage import atomic
 PACKAGE = Path(__file__).parents[2] / "flowgrpo"
 WRITE = re.compile(r"(?<!atomic)\.write_(?:text|bytes)\(|open\([^()]*[\"'][wx]b?[\"']|\.savefig\(|shutil\.copy")
 TEMPORARY = {  # files in a folder that is deleted afterwards, or under a name that `atomic` gave
-    "check/tiny/unets.py", "policies/checkpoints.py", "evaluation/pages/figures.py", "text/rewards/sandbox/run.py",
-    "data/sources.py", "contrib/vbench/vbench_child.py", "contrib/vbench/dimensions.py", "storage/atomic.py",
-    "storage/manifest.py", "training/metrics.py"}
+    "tools/check/tiny/unets.py", "policies/checkpoints.py", "evaluation/pages/figures.py",
+    "text/rewards/sandbox/run.py", "data/sources.py", "contrib/vbench/vbench_child.py",
+    "contrib/vbench/dimensions.py", "storage/atomic.py", "storage/manifest.py", "training/metrics.py"}
 
 
 def test_a_write_that_fails_leaves_the_earlier_file(tmp_path):

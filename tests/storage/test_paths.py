@@ -13,11 +13,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from flowgrpo.check.tiny import make
 from flowgrpo.cli import main
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.report import snapshots
 from flowgrpo.storage import checkpoint, paths
+from flowgrpo.tools.check.tiny import make
 from flowgrpo.training.metrics import Log
 from tests.export.test_export import make_run
 from tests.helpers import tiny

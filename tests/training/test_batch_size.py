@@ -8,8 +8,6 @@ from typing import Any
 import psutil
 import pytest
 
-from flowgrpo.check import memory
-from flowgrpo.check.tiny import make
 from flowgrpo.config.parse import load
 from flowgrpo.config.sections import Adapter
 from flowgrpo.data.prompts import Prompt
@@ -18,6 +16,8 @@ from flowgrpo.errors import UserError
 from flowgrpo.policies.build import make_policy
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.run import run
+from flowgrpo.tools.check.tiny import make
+from flowgrpo.training import memory
 from flowgrpo.training.batch_size import Choice, choose, measured, micro_batches
 from tests.helpers import tiny, tiny_text
 

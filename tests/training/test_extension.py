@@ -11,7 +11,6 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from flowgrpo.check import tiny as pipelines
 from flowgrpo.config import features
 from flowgrpo.contrib.questions.answer_losses import HeldOutAnswers
 from flowgrpo.data.prompts import Prompt
@@ -20,6 +19,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.methods import capabilities
 from flowgrpo.methods.setup import Setup
 from flowgrpo.policies import build
+from flowgrpo.tools.check import tiny as pipelines
 from flowgrpo.train import Trainer
 from flowgrpo.training import extensions, state
 from flowgrpo.training.epoch import Epoch

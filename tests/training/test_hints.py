@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from flowgrpo import device
-from flowgrpo.check.tiny import make
-from flowgrpo.check.tiny.images import flux
-from flowgrpo.check.tiny.parts import flux_transformer
 from flowgrpo.config import Config, validate
 from flowgrpo.methods import preset
+from flowgrpo.tools.check.tiny import make
+from flowgrpo.tools.check.tiny.images import flux
+from flowgrpo.tools.check.tiny.parts import flux_transformer
 from flowgrpo.training import loading
 
 

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowgrpo.check.memory import Measured
 from flowgrpo.config.features import DryRun
 from flowgrpo.config.schema import Config
 from flowgrpo.contrib.staleness.partial_rollouts import make_pool, older, oldest
@@ -43,6 +42,7 @@ from flowgrpo.text.samplers.groups import Independent
 from flowgrpo.training import sampling
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.extension import Extension, Metrics
+from flowgrpo.training.memory import Measured
 from flowgrpo.training.run import Run
 from flowgrpo.training.scoring import Scoring
 from flowgrpo.training.state import restored, stored, within

@@ -74,9 +74,9 @@ def test_mistakes_are_one_line(source, tmp_path):
 
 
 def test_a_source_that_the_pipeline_squeezed_is_compared_squeezed(tmp_path):
-    from flowgrpo.check import tiny as pipelines
     from flowgrpo.data.images import fit_of, read_image
     from flowgrpo.policies.pipelines.prompt_inputs import watch
+    from flowgrpo.tools.check import tiny as pipelines
 
     wide = Image.new("RGB", (300, 40), "red")
     wide.paste((0, 0, 255), (200, 0, 300, 40))

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import flowgrpo
-from flowgrpo.check.tiny import video_families
 from flowgrpo.config import load
 from flowgrpo.contrib.engine import sampler
 from flowgrpo.contrib.engine.client import EngineError
@@ -15,6 +14,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.methods import keys_read, validate
 from flowgrpo.methods.setup import Setup
 from flowgrpo.rollouts.denoising import DenoisingRollouts
+from flowgrpo.tools.check.tiny import video_families
 from flowgrpo.training import extensions, sampling
 from tests.contrib.engine.server import TinyEngine, serving
 from tests.helpers import tiny

@@ -8,7 +8,6 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from flowgrpo.check import tiny as pipelines
 from flowgrpo.config import load
 from flowgrpo.config.sections import Adapter, Rollout
 from flowgrpo.contrib.feature_cache import FeatureCache, RolloutCache
@@ -19,6 +18,7 @@ from flowgrpo.policies import build
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.samplers.grids import shifted
 from flowgrpo.samplers.scheduler import Segment
+from flowgrpo.tools.check import tiny as pipelines
 from flowgrpo.train import Trainer
 from flowgrpo.training import extensions, state
 from tests.helpers import loop, tiny

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flowgrpo.check.tiny.images import FLUX_CALL, flux
 from flowgrpo.contrib.learned_rewards.denoiser_head import DenoiserHead, blocks, pooled, states
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
+from flowgrpo.tools.check.tiny.images import FLUX_CALL, flux
 from tests.helpers import tiny
 
 

@@ -20,12 +20,12 @@ from flowgrpo import rewards
 from flowgrpo.cli import main
 from flowgrpo.contrib.learned_rewards.preference import Aspect, Description, Preference, save
 from flowgrpo.contrib.learned_rewards.preference_networks import ClipHead, with_text
-from flowgrpo.contrib.learned_rewards.training import Settings, accuracy, batches, bradley_terry, families, right
-from flowgrpo.contrib.learned_rewards.training import train as train_reward
 from flowgrpo.data.pairs import Pair, aspects, load_pairs, split
 from flowgrpo.rewards.clip import ClipScore
 from flowgrpo.starter.rewards.scene import scene
 from flowgrpo.starter.scenes import PREFIXES, SHAPES, parse, reserved
+from flowgrpo.tools.learned_rewards.training import Settings, accuracy, batches, bradley_terry, families, right
+from flowgrpo.tools.learned_rewards.training import train as train_reward
 
 sys.path.append(str(Path(__file__).parents[3] / "scripts" / "build"))
 

@@ -11,9 +11,9 @@ import torch
 from flowgrpo import rewards
 from flowgrpo.cli import main
 from flowgrpo.contrib.learned_rewards.preference import TextPreference
-from flowgrpo.contrib.learned_rewards.training import Settings, _apart, families
-from flowgrpo.contrib.learned_rewards.training import train as train_reward
 from flowgrpo.data.pairs import Pair
+from flowgrpo.tools.learned_rewards.training import Settings, _apart, families
+from flowgrpo.tools.learned_rewards.training import train as train_reward
 
 
 def sums(count: int, seed: int) -> list[Pair]:

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flowgrpo.check import memory
 from flowgrpo.contrib.one_pass import HeldGrower, HeldPart, HeldSteps, OnePass
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
@@ -20,7 +19,7 @@ from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.replay import replay
 from flowgrpo.samplers.rollout import RolloutSpec, seeder
 from flowgrpo.samplers.scheduler import StepRecord, noise_like
-from flowgrpo.training import credit, extensions, sampling
+from flowgrpo.training import credit, extensions, memory, sampling
 from tests.helpers import features, golden_files, loop, tiny, tiny_runs, tiny_text
 
 

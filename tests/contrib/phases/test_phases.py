@@ -9,7 +9,6 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from flowgrpo.check.tiny import videos
 from flowgrpo.contrib.phases import Carried, Phases
 from flowgrpo.curriculum.epoch_batch import EpochBatch
 from flowgrpo.curriculum.order import EpochPermutation
@@ -17,6 +16,7 @@ from flowgrpo.data.prompts import Prompt
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
 from flowgrpo.policies import build
+from flowgrpo.tools.check.tiny import videos
 from flowgrpo.train import Trainer
 from flowgrpo.training import state
 from tests.helpers import loop, tiny, tiny_text

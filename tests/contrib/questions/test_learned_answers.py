@@ -12,7 +12,6 @@ import torch
 
 from flowgrpo.contrib.learned_rewards.preference import Aspect, Description, save
 from flowgrpo.contrib.learned_rewards.preference_networks import with_text
-from flowgrpo.contrib.learned_rewards.training import Settings
 from flowgrpo.contrib.questions import scene_answers
 from flowgrpo.contrib.questions.question_answers import ByFolder
 from flowgrpo.contrib.questions.questions import of_claims
@@ -21,6 +20,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.rewards import find
 from flowgrpo.starter import scenes
 from flowgrpo.starter.rewards.scene import read
+from flowgrpo.tools.learned_rewards.training import Settings
 
 sys.path.append(str(Path(__file__).parents[3] / "scripts" / "build"))
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from flowgrpo import rewards
-from flowgrpo.check.tiny.images import FLUX_CALL, flux
 from flowgrpo.contrib.taste import session
 from flowgrpo.contrib.taste.head import fitted
 from flowgrpo.contrib.taste.loop import FEATURES, VOTES, Settings, Taste, clicked, rewarded
@@ -21,8 +20,9 @@ from flowgrpo.contrib.taste.votes import SKIP, TIE, Vote, VoteLog
 from flowgrpo.data.pairs import load_pairs
 from flowgrpo.errors import UserError
 from flowgrpo.storage.places import checkpoints
+from flowgrpo.tools.check.tiny.images import FLUX_CALL, flux
+from flowgrpo.tools.vote.live import LiveBallot
 from flowgrpo.training import extensions
-from flowgrpo.vote.live import LiveBallot
 from tests.helpers import tiny
 from tests.helpers.forked import Forked
 

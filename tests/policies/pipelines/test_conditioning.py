@@ -4,13 +4,13 @@ import pytest
 import torch
 from diffusers import StableDiffusion3Pipeline
 
-from flowgrpo.check import tiny as pipelines
 from flowgrpo.config.sections import Adapter
 from flowgrpo.policies.pipelines import padding
 from flowgrpo.policies.pipelines.conditioning import Conditioning, PromptCache, _write, digest, fingerprint, join
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.samplers.grids import shifted
 from flowgrpo.samplers.scheduler import Segment
+from flowgrpo.tools.check import tiny as pipelines
 from tests.helpers.tiny import CALL, sd3
 
 

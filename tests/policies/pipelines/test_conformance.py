@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 
-from flowgrpo.check import report, tiny
 from flowgrpo.config.sections import Adapter
 from flowgrpo.device import DTYPES
 from flowgrpo.methods.method import Method
@@ -32,6 +31,7 @@ from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.replay import replay
 from flowgrpo.samplers.rollout import RolloutSpec, seeder
 from flowgrpo.samplers.scheduler import Segment
+from flowgrpo.tools.check import report, tiny
 
 FACTORIES = tiny.factories()
 PUT_BACK = "does not go on from the middle of its loop as the whole loop does"

@@ -6,9 +6,6 @@ import json
 
 import pytest
 
-from flowgrpo.check.tiny import make
-from flowgrpo.check.tiny.images import flux
-from flowgrpo.check.tiny.parts import flux_transformer
 from flowgrpo.config import Config, validate
 from flowgrpo.config.sections import Load
 from flowgrpo.errors import UserError
@@ -17,6 +14,9 @@ from flowgrpo.methods import validate as methods
 from flowgrpo.policies import defaults
 from flowgrpo.policies.pipelines import few_steps
 from flowgrpo.policies.pipelines.load import load_pipeline
+from flowgrpo.tools.check.tiny import make
+from flowgrpo.tools.check.tiny.images import flux
+from flowgrpo.tools.check.tiny.parts import flux_transformer
 from tests.helpers import tiny
 
 

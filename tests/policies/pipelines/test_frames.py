@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from flowgrpo import config, rewards
-from flowgrpo.check.tiny import make
 from flowgrpo.config.sections import Load
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
@@ -17,6 +16,7 @@ from flowgrpo.evaluation.samplers import draw_one
 from flowgrpo.policies.pipelines.frames import rate_of, told
 from flowgrpo.policies.pipelines.load import rate_ahead
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
+from flowgrpo.tools.check.tiny import make
 
 
 @pytest.mark.parametrize("name, expected", [

@@ -7,9 +7,9 @@ import torch
 from PIL import Image
 from torchvision.transforms.functional import to_tensor
 
-from flowgrpo.check.tiny import images
 from flowgrpo.errors import UserError
 from flowgrpo.policies.pipelines.image_latents import START, ImageEncoder, mode, read, scaled
+from flowgrpo.tools.check.tiny import images
 from tests.helpers import tiny
 
 

@@ -8,8 +8,6 @@ import pytest
 import torch
 from diffusers import DDIMScheduler
 
-from flowgrpo.check.tiny import make
-from flowgrpo.check.tiny.unets import lcm
 from flowgrpo.config.sections import Memory
 from flowgrpo.errors import UserError
 from flowgrpo.policies.pipelines.probes import copies
@@ -19,6 +17,8 @@ from flowgrpo.samplers.kernels import Euler, FlowSDE
 from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.replay import replay, rescored
 from flowgrpo.samplers.rollout import RolloutSpec, seeder
+from flowgrpo.tools.check.tiny import make
+from flowgrpo.tools.check.tiny.unets import lcm
 from flowgrpo.training import sampling
 from flowgrpo.training.metrics import UpdateStats
 from flowgrpo.training.optimizer import decisions

@@ -10,7 +10,6 @@ import torch
 from safetensors import safe_open
 from transformers import CLIPConfig, CLIPImageProcessor
 
-from flowgrpo.check.report import report
 from flowgrpo.config.sections import Adapter
 from flowgrpo.errors import UserError
 from flowgrpo.methods import preset
@@ -30,6 +29,7 @@ from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.replay import replay
 from flowgrpo.samplers.rollout import RolloutSpec, seeder
 from flowgrpo.samplers.scheduler import Segment
+from flowgrpo.tools.check.report import report
 from flowgrpo.training import announcement
 from tests.helpers import tiny
 from tests.helpers.tables import near

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flowgrpo.check import report
-from flowgrpo.check.tiny import make
 from flowgrpo.config import Config
 from flowgrpo.config.sections import Adapter
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.policies.pipelines import probes
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
+from flowgrpo.tools.check import report
+from flowgrpo.tools.check.tiny import make
 from tests.helpers import tiny
 
 PROMPTS = [Prompt("red"), Prompt("sky")]

@@ -12,10 +12,6 @@ from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus
 from PIL import Image
 from safetensors.torch import save_file
 
-from flowgrpo.check import tiny
-from flowgrpo.check.tiny import unets as builders
-from flowgrpo.check.tiny.images import sd3
-from flowgrpo.check.tiny.unets import sd15, sdxl
 from flowgrpo.config.sections import Adapter, Load
 from flowgrpo.data.inputs import Inputs
 from flowgrpo.data.prompts import Prompt
@@ -27,6 +23,10 @@ from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.pipelines.prompt_inputs import IMAGES, names, require
 from flowgrpo.run import run
 from flowgrpo.samplers.scheduler import Segment
+from flowgrpo.tools.check import tiny
+from flowgrpo.tools.check.tiny import unets as builders
+from flowgrpo.tools.check.tiny.images import sd3
+from flowgrpo.tools.check.tiny.unets import sd15, sdxl
 from tests.helpers.tiny import config, save
 
 CONTROL = ["StableDiffusionControlNetPipeline", "StableDiffusionXLControlNetPipeline",

@@ -9,7 +9,6 @@ from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKLOutput
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from PIL import Image
 
-from flowgrpo.check import tiny
 from flowgrpo.config.sections import Adapter
 from flowgrpo.errors import UserError
 from flowgrpo.policies.pipelines.call import EncoderCache
@@ -19,6 +18,7 @@ from flowgrpo.policies.pipelines.pipeline import PLACED, PipelinePolicy
 from flowgrpo.policies.pipelines.probes import other
 from flowgrpo.samplers.grids import shifted
 from flowgrpo.samplers.scheduler import Segment
+from flowgrpo.tools.check import tiny
 
 
 def policy(name="FluxKontextPipeline", **more):

@@ -10,8 +10,6 @@ import torch
 from huggingface_hub import constants
 from safetensors.torch import save_file
 
-from flowgrpo.check.tiny import make
-from flowgrpo.check.tiny.unets import sdxl
 from flowgrpo.cli import main
 from flowgrpo.config import validate
 from flowgrpo.config.sections import Load
@@ -19,6 +17,8 @@ from flowgrpo.errors import UserError
 from flowgrpo.policies import build, loading, options, sources
 from flowgrpo.policies.pipelines import conditioned, load
 from flowgrpo.policies.pipelines.load import denoisers, load_pipeline
+from flowgrpo.tools.check.tiny import make
+from flowgrpo.tools.check.tiny.unets import sdxl
 from tests.helpers import loop, tiny
 
 OTHER = 7  # seed of weights that differ from a tiny model's usual ones

@@ -6,7 +6,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flowgrpo.check import memory, report, tiny
 from flowgrpo.config import Config
 from flowgrpo.config.sections import Adapter
 from flowgrpo.errors import UserError
@@ -14,6 +13,8 @@ from flowgrpo.policies.pipelines import probes
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.weights import checkpointing
 from flowgrpo.samplers.scheduler import Segment
+from flowgrpo.tools.check import report, tiny
+from flowgrpo.training import memory
 from tests.helpers import tiny_text
 
 # HunyuanDiT has no checkpointing in diffusers, Chroma's leaves a mask out, PAG's attention is there for a call alone.

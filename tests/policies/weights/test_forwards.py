@@ -8,11 +8,11 @@ from diffusers.models.normalization import MochiRMSNorm, RMSNorm
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
-from flowgrpo.check.tiny import texts
 from flowgrpo.config.sections import Adapter
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.weights.forwards import fuse_norms, fuse_text_norms, without_casts
 from flowgrpo.policies.weights.trainable import lora_layers
+from flowgrpo.tools.check.tiny import texts
 from tests.helpers import tiny, tiny_text
 
 PROMPTS = ["red", "blue"]

@@ -11,7 +11,6 @@ import pytest
 import torch
 from peft import LoraConfig
 
-from flowgrpo.check import memory
 from flowgrpo.config import load
 from flowgrpo.config.sections import Adapter, Memory
 from flowgrpo.data.prompts import Prompt
@@ -21,6 +20,7 @@ from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.weights.memory_options import offload, require_waiting
 from flowgrpo.run import run
+from flowgrpo.training import memory
 from tests.helpers import loop, tiny
 from tests.helpers.syncs import META, HostSyncs
 

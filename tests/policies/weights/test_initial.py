@@ -6,7 +6,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from flowgrpo.check import report
 from flowgrpo.config import validate
 from flowgrpo.config.sections import Adapter, Text
 from flowgrpo.errors import UserError
@@ -16,6 +15,7 @@ from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.text.policies.causal_lm import CausalLM
+from flowgrpo.tools.check import report
 from tests.helpers import loop, tiny, tiny_text
 
 
@@ -62,7 +62,7 @@ def test_a_file_does_and_its_values_keep_their_precision(tmp_path):
 
 
 def test_a_class_without_a_loader_starts_too(tmp_path):
-    from flowgrpo.check import tiny as pipelines
+    from flowgrpo.tools.check import tiny as pipelines
 
     pipe, call = pipelines.make("PixArtSigmaPipeline")
     policy = tiny.stir(PipelinePolicy(pipe, Adapter(rank=2), call=call))

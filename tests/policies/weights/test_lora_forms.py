@@ -9,13 +9,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from flowgrpo.check.tiny import make
 from flowgrpo.config.sections import Adapter
 from flowgrpo.errors import UserError
 from flowgrpo.policies import loading
 from flowgrpo.policies.pipelines.load import denoisers, text_encoders
 from flowgrpo.policies.weights import adapters, lora_files
 from flowgrpo.policies.weights.trainable import TrainableWeights
+from flowgrpo.tools.check.tiny import make
 from tests.helpers import tiny
 
 RANK = 2

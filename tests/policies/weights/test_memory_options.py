@@ -14,8 +14,6 @@ import torch
 from safetensors import safe_open
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flowgrpo.check import memory
-from flowgrpo.check import tiny as pipelines
 from flowgrpo.config import load
 from flowgrpo.config.sections import Adapter, Memory, Train
 from flowgrpo.data.prompts import Prompt
@@ -38,6 +36,8 @@ from flowgrpo.samplers.replay import replay
 from flowgrpo.samplers.rollout import RolloutSpec, seeder
 from flowgrpo.samplers.scheduler import Segment
 from flowgrpo.storage import checkpoint
+from flowgrpo.tools.check import tiny as pipelines
+from flowgrpo.training import memory
 from flowgrpo.training.optimizer import make_optimizer
 from tests.helpers import loop, tiny
 

@@ -9,7 +9,9 @@ import torch
 
 from flowgrpo import rewards
 from flowgrpo.__main__ import main
-from flowgrpo.contrib.learned_rewards.text_training import (
+from flowgrpo.errors import UserError
+from flowgrpo.text.rewards.embeddings import SemanticSimilarity, pooled
+from flowgrpo.tools.learned_rewards.text_training import (
     LOGISTIC,
     PAIRS,
     SQUARED,
@@ -21,8 +23,6 @@ from flowgrpo.contrib.learned_rewards.text_training import (
     measured,
     train,
 )
-from flowgrpo.errors import UserError
-from flowgrpo.text.rewards.embeddings import SemanticSimilarity, pooled
 from tests.helpers import tiny_text
 
 

@@ -1,0 +1,341 @@
+"""Page of a bench: index.html, one file without scripts, at any width, light and dark. Its figures are SVG in the
+page's colours, each with a title for readers of the screen.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flowgrpo.tools.bench import table
+
+Point = tuple[float, float, float, float]  # x, mean, lowest, highest
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 340, 210, 40, 10, 10, 26  # of a panel and its margins
+LONGEST = 18  # letters of a bar's label
+SECOND = "var(--accent)"
+FIRST = "var(--faint)"
+STYLE = """:root {
+  --paper: #fcfcfb; --card: #ffffff; --ink: #1f2328; --faint: #5c636d; --line: #d9dce1; --accent: #1d5fd1;
+  --good: #15703a; --warn: #a8320f; --warn-paper: #fdf0e9; --good-paper: #ebf6ef; }
+@media (prefers-color-scheme: dark) { :root {
+  --paper: #14171b; --card: #1c2026; --ink: #e6e8eb; --faint: #a0a7b1; --line: #363c45; --accent: #7fb0ff;
+  --good: #63cf8d; --warn: #ffa37a; --warn-paper: #33221b; --good-paper: #182b20; } }
+* { box-sizing: border-box; }
+body { margin: 0; background: var(--paper); color: var(--ink); font: 16px/1.5 system-ui, sans-serif; }
+main { max-width: 1120px; margin: 0 auto; padding: 20px 16px 64px; }
+h1 { font-size: 1.6rem; margin: 0 0 8px; } h2 { font-size: 1.2rem; margin: 36px 0 8px; }
+h3 { font-size: 1rem; margin: 0 0 2px; overflow-wrap: anywhere; }
+p { margin: 0 0 8px; max-width: 68em; overflow-wrap: anywhere; } .faint { color: var(--faint); font-size: .875rem; }
+.cards { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 330px), 1fr)); gap: 14px; }
+figure { margin: 0; min-width: 0; background: var(--card); border: 1px solid var(--line); border-radius: 8px;
+  padding: 12px; }
+figcaption { color: var(--faint); font-size: .8125rem; font-variant-numeric: tabular-nums; }
+svg { display: block; width: 100%; max-width: 480px; height: auto; margin-top: 6px; }
+text { font-size: 11px; fill: var(--faint); font-variant-numeric: tabular-nums; } text.ink { fill: var(--ink); }
+.grid { stroke: var(--line); } .goal { stroke: var(--ink); stroke-dasharray: 4 4; opacity: .55; fill: none; }
+.bar { fill: var(--accent); opacity: .75; } .whisker { stroke: var(--ink); stroke-width: 2; }
+.dot { fill: var(--card); stroke: var(--ink); stroke-width: 2; }
+.wide { overflow-x: auto; } table { border-collapse: collapse; font-size: .875rem; }
+th, td { padding: 5px 12px; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap;
+  font-variant-numeric: tabular-nums; }
+th:first-child, td:first-child { text-align: left; padding-left: 0; position: sticky; left: 0;
+  background: var(--paper); white-space: normal; overflow-wrap: break-word; min-width: 12em; max-width: 17em; }
+@media (max-width: 600px) { th:first-child { min-width: 9.5em; max-width: 9.5em; } th, td { padding: 5px 8px; } }
+thead th { vertical-align: bottom; white-space: normal; min-width: 4em; color: var(--faint); font-weight: 600; }
+.above { color: var(--good); background: var(--good-paper); }
+.below { color: var(--warn); background: var(--warn-paper); }
+.key { display: inline-block; width: 18px; height: 0; border-top: 3px solid; margin-right: 6px;
+  vertical-align: middle; }
+"""
+HEAD = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,"><title>{title}</title>
+<style>
+{style}</style></head><body><main>
+<h1>{title}</h1>
+"""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Curve with a band, in a CSS colour. dots: mark its points, where x may fall from one to the next."""
+
+    points: Sequence[Point]
+    colour: str
+    dots: bool = False
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Axes of panels that share a scale: the largest x, and the range of y."""
+
+    end: float
+    low: float
+    high: float
+
+    def x(self, value: float) -> float:
+        return LEFT + value / self.end * (WIDTH - LEFT - RIGHT)
+
+    def y(self, value: float) -> float:
+        return HEIGHT - BOTTOM - (value - self.low) / (self.high - self.low) * (HEIGHT - BOTTOM - TOP)
+
+
+def frame(curves: Sequence[Sequence[Point]]) -> Frame:
+    """Return axes that hold all curves, with round bounds of y."""
+    low = min(point[2] for curve in curves for point in curve)
+    high = max(point[3] for curve in curves for point in curve)
+    step = tick(high - low)
+    bottom, top = math.floor(low / step) * step, math.ceil(high / step) * step
+    return Frame(max(point[0] for curve in curves for point in curve) or 1.0, bottom,
+                 top if top > bottom else bottom + step)
+
+
+def tick(span: float) -> float:
+    """Return a round distance of ticks, 1, 2 or 5 times a power of ten, about a quarter of the span; 0.1 of none."""
+    if span <= 0:
+        return 0.1
+    power = 10.0 ** math.floor(math.log10(span / 4))
+    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= span / 4 * 0.999)
+
+
+def panel(curves: Sequence[Curve], axes: Frame, title: str, goal: float | None = None) -> str:
+    """Return curves with their bands in axes. title: text for screen readers. goal: dashed line."""
+    parts = [*_axes(axes)]
+    if goal is not None and axes.low <= goal <= axes.high:
+        parts.append(f'<path class="goal" d="M{LEFT} {axes.y(goal):.1f}H{WIDTH - RIGHT}"/>')
+    for curve in curves:
+        upper = [f"{axes.x(x):.1f},{axes.y(high):.1f}" for x, _, _, high in curve.points]
+        lower = [f"{axes.x(x):.1f},{axes.y(low):.1f}" for x, _, low, _ in reversed(curve.points)]
+        line = " ".join(f"{axes.x(x):.1f},{axes.y(mean):.1f}" for x, mean, _, _ in curve.points)
+        parts.append(f'<polygon points="{" ".join(upper + lower)}" fill="{curve.colour}" opacity="0.18"/>'
+                     f'<polyline points="{line}" fill="none" stroke="{curve.colour}" stroke-width="2.2"/>')
+        parts += [f'<circle cx="{axes.x(x):.1f}" cy="{axes.y(mean):.1f}" r="3" fill="{curve.colour}"/>'
+                  for x, mean, *_ in curve.points if curve.dots]
+    return _svg(WIDTH, HEIGHT, title, parts)
+
+
+def _axes(axes: Frame) -> list[str]:
+    step, base = tick(axes.high - axes.low), HEIGHT - BOTTOM
+    digits = max(-math.floor(math.log10(step)), 0)
+    parts = []
+    for number in range(round((axes.high - axes.low) / step) + 1):
+        value = axes.low + number * step
+        parts.append(f'<path class="grid" d="M{LEFT} {axes.y(value):.1f}H{WIDTH - RIGHT}"/>'
+                     f'<text x="{LEFT - 6}" y="{axes.y(value) + 4:.1f}" text-anchor="end">{value:.{digits}f}</text>')
+    for share, anchor in ((0, "start"), (0.5, "middle"), (1, "end")):
+        parts.append(f'<text x="{axes.x(share * axes.end):.1f}" y="{base + 18}" text-anchor="{anchor}">'
+                     f'{count(share * axes.end)}</text>')
+    return parts
+
+
+def count(value: float) -> str:
+    """Return a number in short: 20,000 as 20k, 0.1234 as 0.12."""
+    return f"{value / 1000:g}k" if value >= 10_000 and value % 100 == 0 else \
+        f"{value / 1000:.1f}k" if value >= 1000 else f"{value:.0f}" if value >= 100 else f"{value:.2g}"
+
+
+def shortened(name: str) -> str:
+    """Return a label of at most LONGEST letters: the beginning and the end, where presets joined by + differ."""
+    end = (LONGEST - 1) // 2
+    return name if len(name) <= LONGEST else f"{name[:LONGEST - 1 - end]}…{name[-end:]}"
+
+
+def bars(values: Sequence[tuple[str, float | None, str]], title: str, mark: float | None = None,
+         whiskers: Sequence[tuple[float, float]] = (), end: float = 0.0, dots: Sequence[float | None] = ()) -> str:
+    """Return horizontal bars from 0: (label, value, its text). mark: value of a dashed line, such as the base's.
+
+    whiskers: an interval of each bar. end: value that the axis holds at least. dots: a second value of each bar.
+    """
+    known = [value for value in (*(value for _, value, _ in values), *dots) if value is not None]
+    known += [high for _, high in whiskers]
+    end = max([*known, end, 0 if mark is None else mark, 1e-12]) * 1.02
+    row, width, label, number = 26, 340, 132, 58
+    scale = (width - label - number) / end
+    height, parts = row * len(values) + 6, []
+    for place, (name, value, text) in enumerate(values):
+        top, short = place * row + 4, shortened(name)
+        parts.append(f'<text x="{label - 8}" y="{top + 15}" text-anchor="end" class="ink">{html.escape(short)}'
+                     f"<title>{html.escape(name)}</title></text>")
+        if value is not None:
+            parts.append(f'<rect x="{label}" y="{top + 3}" width="{max(value, 0) * scale:.1f}" height="{row - 10}" '
+                         f'rx="2" class="bar"/>')
+        if whiskers:
+            low, high = (label + max(bound, 0) * scale for bound in whiskers[place])
+            parts.append(f'<path class="whisker" d="M{low:.1f} {top + 11}H{high:.1f}"/>')
+        if dots and (dot := dots[place]) is not None:
+            parts.append(f'<circle class="dot" cx="{label + max(dot, 0) * scale:.1f}" cy="{top + 11}" r="4"/>')
+        parts.append(f'<text x="{width - 2}" y="{top + 15}" text-anchor="end">{html.escape(text)}</text>')
+    if mark is not None:
+        parts.append(f'<path class="goal" d="M{label + mark * scale:.1f} 2V{height - 2}"/>')
+    return _svg(width, height, title, parts)
+
+
+def _svg(width: int, height: int, title: str, parts: Sequence[str]) -> str:
+    told = html.escape(title, quote=True)
+    return f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{told}">{"".join(parts)}</svg>\n'
+
+
+def page(results: dict[str, Any]) -> str:
+    """Return the HTML of a bench's results."""
+    title = html.escape(f"Methods on {results['model']}")
+    first, *rest = (f"<p>{_code(line)}</p>\n" for line in table.notes(results) if line)
+    return "".join([
+        HEAD.format(title=title, style=STYLE), first,
+        _section("Accuracy", _rows(table.accuracies(results)) + _accuracy_bars(results)), *_curves(results),
+        _section("Cost", _rows(table.costs(results)) + _cost_bars(results), _code(table.COST)), _tasks(results),
+        *_orders(results), _section("Notes", "".join(rest)) if rest else "", "</main></body></html>\n"])
+
+
+def _code(text: str) -> str:
+    """Return a Markdown paragraph as HTML: its code spans, and all else escaped."""
+    return "".join(f"<code>{html.escape(part)}</code>" if number % 2 else html.escape(part)
+                   for number, part in enumerate(text.split("`")))
+
+
+def _section(title: str, content: str, told: str = "") -> str:
+    return f"<h2>{title}</h2>\n" + (f'<p class="faint">{told}</p>\n' if told else "") + content
+
+
+def _rows(rows: table.Rows, classes: bool = False) -> str:
+    """Return a table. classes: cells are styled by their text."""
+    heads, body = rows
+    head = "".join(f'<th scope="col">{html.escape(text)}</th>' for text in heads)
+    lines = []
+    for first, *rest in body:
+        cells = "".join(f'<td{f" class={text}" if classes and text in ("above", "below") else ""}>'
+                        f"{html.escape(text)}</td>" for text in rest)
+        name = re.sub(r"([_+])", r"\1<wbr>", html.escape(first))  # a name may break there
+        lines.append(f'<tr><th scope="row">{name}</th>{cells}</tr>\n')
+    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>\n{"".join(lines)}</tbody></table></div>\n'
+
+
+def _figure(title: str, caption: str, svg: str) -> str:
+    return (f"<figure><h3>{html.escape(title)}</h3><figcaption>{html.escape(caption)}</figcaption>{svg}</figure>\n")
+
+
+# --- curves ----------------------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Sight:
+    """Panels of one curve of every method. key: of the curve in the results; y: its values in words; x: what they are
+    drawn against, in words, with its unit where a value of it is given."""
+
+    key: str
+    y: str
+    x: str
+    unit: str
+    note: str = ""
+
+
+DISTANCE = "the distance to the base", "of distance"
+ROOT = (" The distance is the square root of the KL to the base per sample, in nats; dots are the measured epochs, "
+        "in their order. A curve above and to the left of another gains more for less.")
+WITHIN = " Diversity is the distance between the samples of a prompt, as a share of the base's."
+
+
+def _curves(results: dict[str, Any]) -> list[str]:
+    """Return the sections of curves: over evaluations, and over the distance to the base where it was measured."""
+    sights = [Sight("curve", "Accuracy", results["unit"], results["unit"]),
+              Sight("frontier", "Accuracy", *DISTANCE, ROOT),
+              Sight("diversities", "Diversity kept", *DISTANCE, WITHIN)]
+    return [_panels(results, sight) for sight in sights
+            if any(len(method[sight.key]) > 1 for method in results["methods"])]
+
+
+def _panels(results: dict[str, Any], sight: Sight) -> str:
+    """Return a panel per method: its curve over the reference's, in the same axes."""
+    methods = [method for method in table.ranked(results) if len(method[sight.key]) > 1]
+    axes = frame([method[sight.key] for method in methods])
+    reference = next((method for method in methods if method["label"] == results["reference"]), None)
+    shown = [method for method in methods if method is not reference] or methods
+    figures = "".join(_panel(method, reference, axes, sight) for method in shown)
+    beside = f', <span class="key" style="border-color: {FIRST}"></span>{html.escape(str(results["reference"]))}'
+    key = (f'<span class="key" style="border-color: {SECOND}"></span>the method{beside if reference else ""}; bands '
+           f"are the lowest and the highest seed, the dashed line is the base.{sight.note}")
+    return _section(f"{sight.y} against {html.escape(sight.x)}", f'<div class="cards">\n{figures}</div>\n', key)
+
+
+def _panel(method: dict[str, Any], reference: dict[str, Any] | None, axes: Frame, sight: Sight) -> str:
+    """Return the panel of a method."""
+    own = method[sight.key]
+    dots = sight.x == DISTANCE[0]
+    curves = ([Curve(reference[sight.key], FIRST, dots)] if reference else []) + [Curve(own, SECOND, dots)]
+    beside = f", {reference['label']} at {reference[sight.key][-1][1]:.3f}" if reference else ""
+    (_, base, *_), (x, last, *_) = own[0], own[-1]
+    told = (f"{method['label']}: {sight.y.lower()} from {base:.3f} to {last:.3f} after {_amount(x)} {sight.unit}"
+            f"{beside}")
+    return _figure(method["label"], f"{base:.3f} to {last:.3f}{beside}", panel(curves, axes, told, base))
+
+
+def _amount(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.2g}"
+
+
+# --- bars ------------------------------------------------------------------------------------------------------------
+
+def _accuracy_bars(results: dict[str, Any]) -> str:
+    """Return bars of the accuracy with its intervals, and dots at the best of a sweep."""
+    methods = table.ranked(results)
+    tuned = [method["tuned"]["accuracy"] if "tuned" in method else None for method in methods]
+    swept = any(best is not None for best in tuned)
+    told = ", ".join(f"{method['label']} {method['accuracy']:.3f} ({method['low']:.3f} to {method['high']:.3f})"
+                     + (f", {best:.3f} with the best of the sweep" if best is not None else "")
+                     for method, best in zip(methods, tuned, strict=True))
+    drawn = bars([(method["label"], method["accuracy"], f"{method['accuracy']:.3f}") for method in methods],
+                 f"Accuracy: {told}", results["base"], [(method["low"], method["high"]) for method in methods],
+                 dots=tuned if swept else ())
+    caption = "with 95 % intervals; the dashed line is the base" + ("; a dot is the best of the sweep" if swept else "")
+    return f'<div class="cards" style="margin-top: 14px">\n{_figure("Accuracy", caption, drawn)}</div>\n'
+
+
+def _cost_bars(results: dict[str, Any]) -> str:
+    """Return bars of seconds, KL, diversity and the watched rewards."""
+    methods = table.ranked(results)
+    figures = [("Seconds of training", f"as a ratio to {results['reference']}, the dashed line", "seconds_ratio", 1.0),
+               ("KL to the base", "per sample, of the trained model", "kl", None),
+               ("Diversity kept", "within a prompt, as a share of the base's, the dashed line", "diversity", 1.0)]
+    drawn = [_figure(title, caption, bars([(method["label"], method[key], _number(method[key])) for method in methods],
+                                          _told(title, methods, key), mark))
+             for title, caption, key, mark in figures]
+    for name in results["watched"]:
+        values = [(method["label"], method["watched"][name]["after"], _number(method["watched"][name]["after"]))
+                  for method in methods]
+        before = methods[0]["watched"][name]["before"]
+        if all(value is None or value >= 0 for _, value, _ in values):
+            drawn.append(_figure(name, "eval-only; the dashed line is the base", bars(
+                values, f"{name}: {', '.join(f'{label} {text}' for label, _, text in values)}", before)))
+    return f'<div class="cards" style="margin-top: 14px">\n{"".join(drawn)}</div>\n'
+
+
+def _told(title: str, methods: list[dict[str, Any]], key: str) -> str:
+    return f"{title}: {', '.join(f'''{method['label']} {_number(method[key])}''' for method in methods)}"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
+
+
+def _tasks(results: dict[str, Any]) -> str:
+    """Return bars of every task's accuracy; nothing for prompts without tasks."""
+    if not results["base_tasks"]:
+        return ""
+    methods = table.ranked(results)
+    highest = max(method["tasks"][task] for method in methods for task in results["base_tasks"])
+    figures = [_figure(task, f"base {base:.3f}, the dashed line", bars(
+        [(method["label"], method["tasks"][task], f"{method['tasks'][task]:.3f}") for method in methods],
+        f"{task}: {', '.join(f'''{method['label']} {method['tasks'][task]:.3f}''' for method in methods)}", base,
+        end=highest)) for task, base in results["base_tasks"].items()]
+    return _section("Tasks", f'<div class="cards">\n{"".join(figures)}</div>\n')
+
+
+def _orders(results: dict[str, Any]) -> list[str]:
+    """Return the matrices of tests."""
+    told = ("Methods of rows that are significantly above or below that of the column with its number, at 5 %: "
+            f"{html.escape(results['test'])}.")
+    return [_section(title, _rows(table.order(results, key), classes=True), told)
+            for title, key in (("Order", "differences"), ("Order, best of the sweep", "tuned_differences"))
+            if results[key]]

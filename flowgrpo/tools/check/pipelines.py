@@ -1,0 +1,179 @@
+"""Check that a pipeline can be trained: run three steps, two of them stochastic, replay and differentiate them.
+
+Language models: language.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from flowgrpo.config.schema import Config
+from flowgrpo.config.sections import Adapter, Load
+from flowgrpo.data.prompts import load_prompts
+from flowgrpo.errors import UserError
+from flowgrpo.methods.method import Method
+from flowgrpo.methods.presets.denoising import mix_grpo
+from flowgrpo.policies import build, options
+from flowgrpo.policies.pipelines import conditioned, few_steps, probes
+from flowgrpo.policies.pipelines.conditioned import has_ip_adapter
+from flowgrpo.policies.pipelines.conditioning import Conditioning
+from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
+from flowgrpo.policies.pipelines.prompt_inputs import IMAGES, MASKED, names
+from flowgrpo.policies.policy import resolve_precision
+from flowgrpo.policies.weights.lora_files import loader
+from flowgrpo.samplers import cost
+from flowgrpo.samplers.grids import shifted
+from flowgrpo.samplers.predictions import prediction
+from flowgrpo.samplers.scheduler import Segment
+from flowgrpo.tools.check import loading, replays
+from flowgrpo.tools.check.replays import GROUP, RANK
+from flowgrpo.training import memory, reward_memory
+
+PROMPT = "a red circle"
+SIDE = 512  # pixels of a stand-in image where the call states no size
+STEPS, SAMPLES = 10, 12  # of the example whose cost is reported
+
+
+def drive(model: str | tuple[Any, dict[str, Any]], recipe: Config | None, device: str, result: dict[str, Any]) -> None:
+    """Fill `result` step by step. Raises the error that stops the pipeline."""
+    config = recipe or Config(precision="fp32", adapter={"rank": RANK})  # replays and gradients are exact
+    config = config.model_copy(update={"load": config.load if config.model == model else Load()})
+    config, precision = resolve_precision(config, device, None if isinstance(model, str) else model[0])
+    method = options.checked(config, build.PIPELINE, device)
+    pipe, call = loading.loaded(model, config) if isinstance(model, str) else model
+    result |= {"precision": precision, "pipeline": type(pipe).__name__, "scheduler": type(pipe.scheduler).__name__,
+               "prediction": prediction(pipe.scheduler), "weights": memory.held(pipe.components.values()),
+               "few_steps": _few_steps(facts := few_steps.of_pipe(pipe, model if isinstance(model, str) else "",
+                                                                   config.load))}
+    loading.refuse(type(pipe))
+    torch.manual_seed(0)  # initial adapter weights, so that a report is repeatable
+    policy = PipelinePolicy(pipe, config.adapter, device=device, precision=config.precision, call=call,
+                            checkpointing=config.train.recomputed, memory=config.memory,
+                            adapted=method.rollout.adapted)
+    if not policy.denoisers:
+        raise UserError(f"{type(pipe).__name__} has no denoiser: no module whose forward takes a time")
+    result |= {"denoisers": list(policy.denoisers), **_sizes(policy, config.adapter)}
+    result["lora_loader"] = list(dict.fromkeys(loader(pipe, name) for name in policy.weights.modules))
+    conditioning = policy.encode([PROMPT], images=[_brought(policy, recipe)])
+    unread = set() if has_ip_adapter(pipe) else {"ip_adapter_image"}
+    result["conditioning"] = [name for name in ("prompt", "negative_prompt", *IMAGES)
+                              if name in policy.accepts and name not in unread]
+    result["prompts_per_call"] = "one" if policy.encode_prompt.one_per_call else "any number"
+    result["guidance"] = _guidance(policy, conditioning)
+    policy.guidance = config.train.guidance
+    result["timesteps_per_call"] = "one per row" if policy.vector(conditioning) else "one"
+    replays.replayed(policy, conditioning, result, min(GROUP, config.train.rows))
+    probes.require_middle(policy, conditioning, recipe is None or _goes_on(method, config))
+    replays.require_equal(policy, result)
+    if policy.dtype == torch.float32 and not config.adapter.dora:
+        replays.differentiated(policy, conditioning, result)
+    with TemporaryDirectory() as folder:
+        policy.weights.save(Path(folder))  # reads the file back and raises if it differs
+    if recipe is None and policy.process == "vp":  # the default method is for flows only
+        config = config.model_copy(update={"method": "ddpo"})
+    if recipe is None and facts.why:
+        fitting = few_steps.fitted(Config(), facts)
+        result |= _cost(fitting, options.checked(fitting, build.PIPELINE, device))
+    else:
+        result |= _cost(recipe, method)
+    result |= reward_memory.memory_entries(
+        recipe, config, policy.device, lambda held: memory.memory(policy, config, conditioning, held))
+
+
+def _brought(policy: PipelinePolicy, recipe: Config | None) -> Any:
+    """Return what the recipe's first prompt brings beside its text, and give the pipeline images that it needs.
+
+    Raises UserError for a prompt of the recipe's file whose files the pipeline does not take.
+    """
+    if recipe is not None and Path(recipe.prompts).is_file():
+        prompts = load_prompts(recipe.prompts)
+        conditioned.require_prompts(recipe, prompts, policy.pipe)
+        if prompts[0].brings is not None:
+            return prompts[0].brings
+    from PIL import Image
+
+    size = policy.call.get("width") or SIDE, policy.call.get("height") or SIDE
+    known, cls = names(type(policy.pipe)), type(policy.pipe).__name__
+    missing = [known["control_image"]] if "ControlNet" in cls else []
+    missing += [name for name in MASKED if "mask_image" in known]
+    missing += ["ip_adapter_image"] * has_ip_adapter(policy.pipe)
+    for name in missing:
+        policy.given.setdefault(name, Image.linear_gradient("L").convert("RGB").resize(size))
+    return None
+
+
+def _few_steps(facts: few_steps.Facts) -> str | None:
+    """Return why a pipeline is taken for one of few steps, with the defaults that fit it; None for another."""
+    if (why := facts.why) is None:
+        return None
+    return f"{why}; defaults: {few_steps.changed(Config(), few_steps.fitted(Config(), facts))}"
+
+
+def _sizes(policy: PipelinePolicy, adapter: Adapter) -> dict[str, Any]:
+    names, ours = {key.split(".lora_")[0] for key in policy.weights.named}, set(policy.weights.parameters())
+    sizes = [p.numel() for module in policy.denoisers.values() for p in module.parameters()
+             if not adapter.rank or p not in ours]
+    targets = dict.fromkeys([*adapter.targets, *adapter.encoder_targets])
+    return {"parameters": sum(sizes), "lora_parameters": sum(p.numel() for p in ours),
+            "lora_targets": [target for target in targets if any(name.endswith("." + target) for name in names)]}
+
+
+def _guidance(policy: PipelinePolicy, conditioning: Conditioning) -> str:
+    """Describe the pipeline's guidance: the denoiser calls of a step at scale 4, compared with scale 1 (or 0 if that
+    turns it off)."""
+    rows, (grid, timesteps) = {}, probes.few_steps(policy, 2)
+    for policy.guidance in (4.0, 0.0, 1.0):
+        with _counted(policy) as batches:
+            policy.run(Segment(grid, range(1), timesteps=timesteps), conditioning, None, policy.generators([0]))
+        rows[policy.guidance] = batches
+    off = min((1.0, 0.0), key=lambda scale: sum(rows[scale]))
+    if sum(rows[4.0]) == sum(rows[off]):
+        embedded = any(getattr(module.config, "guidance_embeds", False)
+                       or getattr(module.config, "time_cond_proj_dim", None) for module in policy.denoisers.values())
+        return "embedded: one evaluation per step" if embedded else "none"
+    calls = "one batch of twice the rows" if len(rows[4.0]) == len(rows[off]) else "two calls per step"
+    return calls if off else f"{calls}, off at 0"
+
+
+@contextmanager
+def _counted(policy: PipelinePolicy) -> Iterator[list[int]]:
+    """Context manager: append the batch size of every denoiser call to the list."""
+    batches: list[int] = []
+    hooks = [module.register_forward_hook(lambda _, args, kwargs, out: batches.append(len(out[0])), with_kwargs=True)
+             for module in policy.denoisers.values()]
+    try:
+        yield batches
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _goes_on(method: Method, config: Config) -> bool:
+    train = config.train
+    grid = shifted(train.steps, train.shift)
+    return probes.goes_on(method, method.explorations(grid, train.group, train.shift, 0, config.seed))
+
+
+def _cost(recipe: Config | None, method: Method) -> dict[str, float]:
+    """Return the cost of the recipe's first epoch, or of one of MixGRPO's without a recipe. Empty for a method that
+    samples no groups."""
+    if recipe:
+        train = recipe.train
+        if recipe.preferences or method.target.follows_reward:
+            return {}
+        of = method.explorations(shifted(train.steps, train.shift), train.group, train.shift, 0, recipe.seed)
+        images = sum(exploration.group for exploration in of)
+        alone, shared = (count(of, 1) / images for count in (cost.alone, cost.rollout))
+        return {"evaluations_per_picture": round(alone, 2), "evaluations_per_picture_shared": round(shared, 2)}
+    method, grid = mix_grpo(), shifted(STEPS, 3.0)
+    places = range(STEPS - method.rollout.plan.size)
+    explorations = [method.explorations(grid, SAMPLES, 3.0, place * method.rollout.plan.every, 0) for place in places]
+    alone, shared = (sum(count(exploration, 1) for exploration in explorations) / (len(places) * SAMPLES)
+                     for count in (cost.alone, cost.rollout))
+    return {"evaluations_per_picture": round(alone, 2), "evaluations_per_picture_shared": round(shared, 2)}

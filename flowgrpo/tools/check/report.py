@@ -1,0 +1,143 @@
+"""Report of `flowgrpo check`.
+
+Keys of a pipeline, None where the check did not come that far:
+- model; drivable: None for a diffusers class without a tiny instance, and if memory ran out; reason: one line, if
+  not drivable; precision: with the reason if it is chosen.
+- pipeline, scheduler, prediction, few_steps (why it is taken for a model of few steps, whose card has steps and
+  guidance), weights (GiB of all parts), denoisers, parameters, lora_parameters, lora_targets;
+  lora_loader: the function that loads each trained module's LoRA into the stock pipeline.
+- conditioning (arguments that differ between prompts), prompts_per_call, guidance.
+- At the recipe's guidance: timesteps_per_call (`train.pack` works), picture_shape, latent_shape; replay_error:
+  largest difference of a transition's mean between rollout and replay; first_log_ratio: largest |log ratio| of the
+  replay, which has to be 0; lora_grad: norm of the adapter's gradient; gradient_error: relative error of a finite
+  difference along the gradient, in fp32, not for a DoRA.
+- memory: GiB by phase, for the recipe, see training/memory.py; memory_parts: GiB by part, of the update.
+- evaluations_per_picture, evaluations_per_picture_shared: of a rollout of the recipe's first epoch, without and
+  with shared prefixes, guidance included. Without a recipe: mix_grpo, 10 steps, 12 images per prompt, averaged
+  over the window's places; of a model of few steps its own defaults.
+- rewards: GiB of the weights of each reward of the recipe, and their device; leaves_device: what leaves the device
+  while it has nothing to do (`memory`).
+- notes: facts that the recipe's options leave unknown.
+
+Additional keys of a language model: kind, class, tokenizer, vocabulary, chat_template (present or not), end_tokens,
+pad_token; prompt_tokens, completion_tokens: of a prompt and the longest of its two completions; trained_parameters
+if all are trained; unless masked: shared_prefix (a group's prompt is read once; otherwise "no" with the reason) and
+head_alone (logits are the head's, so only those of sampled tokens are computed). code_boundary: boundaries on this
+machine for the reward `code_run`, or why there is none.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flowgrpo.config.schema import Config
+from flowgrpo.device import ran_out, rounded_products
+from flowgrpo.errors import UserError
+from flowgrpo.policies import build, hub, sources
+from flowgrpo.policies.pipelines import frames
+from flowgrpo.starter import FOLDERS
+from flowgrpo.tools.check import tiny
+from flowgrpo.tools.check.loading import Unknown
+from flowgrpo.tools.check.pipelines import drive
+from flowgrpo.tools.check.tiny import texts
+
+# Reported fields of a pipeline; `language.FIELDS` are those of a language model.
+FIELDS = ("precision", "pipeline", "scheduler", "prediction", "weights", "few_steps", "denoisers", "parameters",
+          "lora_parameters", "lora_targets", "lora_loader", "conditioning", "prompts_per_call", "guidance",
+          "timesteps_per_call", "picture_shape", "latent_shape", "replay_error", "first_log_ratio", "lora_grad",
+          "gradient_error", "memory", "memory_parts", "rewards", "leaves_device", "evaluations_per_picture",
+          "evaluations_per_picture_shared", "notes")
+
+
+def report(model: str | tuple[Any, Any], config: Config | None = None, device: str | None = None) -> dict[str, Any]:
+    """Drive `model` through a rollout, a replay and a gradient, and return the report.
+
+    model: `starter`, a directory, a hub id, the name of a diffusers or transformers class (a tiny random instance is
+    built), a loaded (pipeline, arguments of its call), or a loaded (language model, tokenizer or processor).
+    config: a recipe, for the pipeline's arguments, adapter, precision, guidance, checkpointing and memory estimate.
+    None: the defaults, in fp32.
+    device: cpu, cuda, or None for cuda if present.
+    Raises UserError if the device is absent.
+    The keys of the report are those of the module's docstring.
+    """
+    named = model if isinstance(model, str) else type(model[0]).__name__
+    result: dict[str, Any] = {"model": named, "drivable": False, "reason": None}
+    fields: tuple[str, ...] = FIELDS
+    device = _device(device)
+    try:
+        with torch.random.fork_rng(), rounded_products("fp32", device):
+            if is_text(model):
+                from flowgrpo.text.rewards.sandbox.choose import described as boundaries
+                from flowgrpo.tools.check import language as language
+
+                fields = language.FIELDS
+                result["code_boundary"] = boundaries()
+                language.drive(model, config, device, result)
+            else:
+                drive(model, config, device, result)
+        result |= {"drivable": True, "notes": _notes(config) or None}
+    except (Unknown, hub.Unreachable) as error:
+        result |= {"drivable": None, "reason": str(error)}
+    except Exception as error:  # third-party pipelines can raise anything; the error is the answer
+        message = " ".join(str(error).split()) or "no message"
+        if ran_out(error):
+            result |= {"drivable": None, "reason": _room(result, device)}
+        else:
+            result["reason"] = message if isinstance(error, UserError) else (
+                f"{type(error).__name__}: {message}{_frames(result, config)}")
+    return dict.fromkeys((*result, *fields)) | result
+
+
+def is_text(model: Any) -> bool:
+    """Return True for a language model: a loaded one, the name of a transformers class or family, a folder or a hub id.
+    """
+    if not isinstance(model, str):
+        return hasattr(model[0], "get_input_embeddings")
+    return not model.endswith("Pipeline") and (texts.knows(model) or build.writes(model))
+
+
+def of_class(model: str) -> bool:
+    """Return True for the name of a class of which a tiny random instance is made."""
+    return model not in FOLDERS and not Path(model).exists() and (model in tiny.factories() or texts.knows(model))
+
+
+def _frames(result: dict[str, Any], config: Config | None) -> str:
+    """Return a hint for a pipeline of clips that was called with its own number of frames."""
+    import diffusers
+
+    cls = getattr(diffusers, str(result.get("pipeline")), None)
+    given = config is not None and config.image.frames is not None
+    return "" if cls is None or given or not frames.is_video(cls) else (
+        "; it was called with its own number of frames, and --image.frames sets another")
+
+
+def _room(result: dict[str, Any], device: str) -> str:
+    weights = f", where the weights alone take {result['weights']} GiB" if "weights" in result else ""
+    options = "" if "kind" in result else ", memory.weights: int8, memory.encoders: cpu, smaller images"
+    return (f"memory ran out on {device}{weights}, so that nothing is known: give a --recipe with precision: bf16, "
+            f"train.checkpointing, train.micro_batch: 1{options}, or take "
+            + ("--device cpu" if device == "cuda" else "a machine with more"))
+
+
+def _notes(config: Config | None) -> list[str]:
+    if config is None:
+        return []
+    untold = {"the gradient's error is left out: with adapter.dora peft holds the norms of the weights constant in the "
+              "backward": config.adapter.dora,
+              "memory is of one process that holds all weights: memory.shard leaves each its share of the denoisers":
+              config.memory.shard}
+    notes = [note for note, applies in untold.items() if applies]
+    if config.load.lora or config.load.denoiser is not None:
+        notes.append(f"the LoRA's base is {sources.base(config.model, config.load)}")
+    return notes
+
+
+def _device(requested: str | None) -> str:
+    present = ["cuda"] * torch.cuda.is_available() + ["cpu"]
+    if requested and requested not in present:
+        raise UserError(f"--device is {requested!r}, but the check runs on {' or '.join(present)} here: take one of "
+                        "these")
+    return requested or present[0]

@@ -1,0 +1,147 @@
+"""Settings with which a recipe fits a GPU, by dry runs."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from flowgrpo.config import features
+from flowgrpo.config.geometry import geometry
+from flowgrpo.config.schema import Config
+from flowgrpo.device import AUTO
+from flowgrpo.errors import UserError
+from flowgrpo.gpus import GPU, GPUS
+from flowgrpo.tools.dry_run.estimate import Estimate, dry_run
+
+# Options in the order of docs/performance.md, cheapest first: what they are changed from, and the phases they help.
+# Those of features come before them.
+LOOP = frozenset(("preview", "rollout", "decode", "base", "rescore", "update"))
+LATER = LOOP | {"reward"}
+OPTIONS: list[tuple[str, Any, Any, frozenset[str]]] = [
+    ("memory.rewards", "keep", "cpu", frozenset(("encode", "update"))),
+    ("memory.encoders", "keep", "cpu", LATER),
+    ("memory.vae", "whole", "sliced", frozenset(("decode", "preview", "base"))),
+    ("train.checkpointing", False, True, frozenset(("update",))),
+    ("train.micro_batch", None, None, LOOP),
+    ("memory.states", "device", "cpu", LATER),
+    ("memory.weights", "full", "int8", LATER | {"encode"}),
+    ("memory.vae", "sliced", "tiled", frozenset(("decode", "preview", "base"))),
+    ("memory.weights", "int8", "nf4", LATER | {"encode"}),
+    ("memory.encoders", "cpu", "ahead", frozenset(("encode",))),
+]
+
+
+def changed(config: Config, options: dict[str, Any]) -> Config:
+    """Return a recipe with other values of options such as `memory.vae`."""
+    for name, value in options.items():
+        section, key = name.split(".")
+        inner = getattr(config, section).model_copy(update={key: value})
+        config = config.model_copy(update={section: inner})
+    return config
+
+
+def nearest_settings(config: Config, gpu: GPU, estimate: Estimate, processes: int = 1, pipe: Any = None
+                     ) -> tuple[dict[str, Any], Estimate]:
+    """Return changes of a recipe that make it fit, as {"memory.vae": "sliced"}, and its estimate with them.
+
+    estimate: of the recipe as it is. Options are tried in the documented order, cheapest first, and only those that
+    help a phase that does not fit; the first that fits ends the search. Then those that are not needed are taken back.
+    The estimate shows if nothing fits.
+    """
+    settings: dict[str, Any] = {}
+    refused: set[tuple[str, Any]] = set()
+    while above := estimate.above(gpu.room):
+        option = next((option for option in _options(changed(config, settings), above) if option not in refused and (
+            option[0] != "memory.rewards" or estimate.rewards)), None)
+        if option is None:
+            return settings, estimate
+        try:
+            trial = settings | dict([option])
+            estimate, settings = dry_run(changed(config, trial), gpu, processes, pipe), trial
+        except UserError:  # an autoencoder without slices, a micro-batch that does not divide
+            refused.add(option)
+    for name in list(settings)[:-1]:
+        without = {key: value for key, value in settings.items() if key != name}
+        trial_estimate = dry_run(changed(config, without), gpu, processes, pipe)
+        if not trial_estimate.above(gpu.room):
+            estimate, settings = trial_estimate, without
+    return settings, estimate
+
+
+def _options(config: Config, above: list[str]) -> Iterator[tuple[str, Any]]:
+    """Yield the options that are not taken yet and help one of these phases."""
+    rare = [(*option, LATER) for feature in features.dry_runs(features.all()) for option in feature.options]
+    for name, old, new, helped in (*rare, *OPTIONS):
+        section, key = name.split(".")
+        value = getattr(getattr(config, section), key)
+        if helped.isdisjoint(above):
+            continue
+        if name == "train.micro_batch":
+            smaller = (rows for rows in range(value // 2, 0, -1) if config.train.group % rows == 0)
+            yield from ((name, rows) for rows in list(smaller)[:1])
+        elif value == old or name == "train.checkpointing" and value < new:  # a share of the blocks
+            yield name, new
+
+
+def batch_settings(config: Config, room: float, pipe: Any = None, processes: int = 1,
+                   micro_batches: Sequence[int] = (), checkpointing: Sequence[bool] = (False, True)
+                   ) -> dict[str, Any] | None:
+    """Return the micro-batch and the checkpointing of the fastest epoch that fits `room` bytes.
+
+    The result is {"micro_batch": 8, "checkpointing": False}: of each setting of checkpointing the largest micro-batch
+    that fits, and of these the one with fewer seconds. None if nothing fits.
+    config: its micro_batch and checkpointing are not read. room: as `GPU.room`, or the
+    free bytes of a device less a few per cent. pipe: as in `dry_run`. micro_batches, checkpointing: those to choose
+    from; without micro_batches the divisors of the group, and whole groups. A dry run takes seconds to half a minute,
+    and there are about four for each setting of checkpointing. Raises UserError for what a dry run does not cover.
+    """
+    sizes = sorted(micro_batches) or _micro_batches(config, processes)
+    best: list[tuple[float, int, bool]] = []
+    for setting in checkpointing:
+        estimates: dict[int, Estimate] = {}
+
+        def above(size: int) -> bool:
+            options = {"train.micro_batch": size, "train.checkpointing": setting}
+            estimates[size] = dry_run(changed(config, options), GPUS["H100"], processes, pipe)
+            return bool(estimates[size].above(room))
+
+        fitting = bisect.bisect_left(sizes, True, key=above)
+        if fitting:
+            best.append((estimates[sizes[fitting - 1]].seconds, sizes[fitting - 1], setting))
+    return None if not best else {"micro_batch": min(best)[1], "checkpointing": min(best)[2]}
+
+
+def settle(config: Config, gpu: GPU, processes: int = 1) -> Config:
+    """Return a recipe with values in place of `auto`: those that fit the GPU, or else that take the least memory."""
+    config = _batch(config, gpu, processes)
+    for feature in features.dry_runs(features.all()):
+        config = feature.settled(config, processes, lambda held: not dry_run(held, gpu, processes).above(gpu.room))
+    return config
+
+
+def _batch(config: Config, gpu: GPU, processes: int) -> Config:
+    train = config.train
+    if AUTO not in (train.micro_batch, train.checkpointing):
+        return config
+    sizes = () if train.micro_batch == AUTO else (train.rows,)
+    shares = (False, True) if train.checkpointing == AUTO else (bool(train.checkpointing),)
+    chosen = batch_settings(config, gpu.room, None, processes, sizes, shares)
+    least = {"micro_batch": min(sizes, default=1), "checkpointing": shares[-1]}
+    return config.model_copy(update={"train": train.model_copy(update=chosen or least)})
+
+
+def _micro_batches(config: Config, processes: int) -> list[int]:
+    """Return micro-batches that divide the group, and whole groups that divide the epoch's prompts."""
+    group, prompts = config.train.group, config.train.prompts // processes
+    sizes = [size for size in range(1, group) if group % size == 0]
+    sizes += [group * count for count in range(1, prompts + 1) if prompts % count == 0]
+    return [size for size in sizes if _valid(changed(config, {"train.micro_batch": size}), processes)]
+
+
+def _valid(config: Config, processes: int) -> bool:
+    try:
+        geometry(config.train, processes)
+    except UserError:
+        return False
+    return True

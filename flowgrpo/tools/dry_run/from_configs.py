@@ -1,0 +1,200 @@
+"""Pipelines without weights: every component from its configuration, on the meta device."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from flowgrpo import published
+from flowgrpo.errors import UserError
+from flowgrpo.log import quiet
+from flowgrpo.starter import FOLDERS
+from flowgrpo.tools.dry_run.meta_gpu import META
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+WEIGHTS = ["*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.msgpack", "*.h5", "*.onnx*", "*.gguf", "*.png",
+           "*.jpg", "*.mp4"]
+VISION_TOKENS = {"image": "<|image_pad|>", "video": "<|video_pad|>", "vision_start": "<|vision_start|>",
+                 "vision_end": "<|vision_end|>"}
+# The last message's text, as chat templates have it.
+TEMPLATE = ("{% set content = messages[-1]['content'] %}{% if content is string %}{{ content }}"
+            "{% else %}{% for part in content %}{{ part['text'] }}{% endfor %}{% endif %}")
+
+
+def pipeline(model: str, dtype: torch.dtype) -> Any:
+    """Return a pipeline with weights of this dtype and no values.
+
+    model: a packaged configuration's hub id or pipeline class, a starter's name, a folder, or another hub id, of which
+    configurations and tokenizers are fetched. Raises UserError if there is no such pipeline.
+    """
+    known = None if Path(model).is_dir() else published.named(model)
+    with quiet():
+        pipe = _of_folder(_folder(model), dtype) if known is None else _of_published(known, dtype)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def like(pipe: Any) -> Any:
+    """Return a loaded pipeline's twin on the meta device, in its dtypes."""
+    components = {name: _twin(part) if isinstance(part, torch.nn.Module) else part
+                  for name, part in pipe.components.items()}
+    options = {key: value for key, value in pipe.config.items() if not key.startswith("_") and key not in components}
+    with quiet():
+        twin = type(pipe)(**components, **options)
+    twin.set_progress_bar_config(disable=True)
+    return twin
+
+
+def _twin(module: Any) -> torch.nn.Module:
+    kind, dtype = type(module), module.dtype
+    if hasattr(kind, "load_config"):
+        return _of_diffusers(kind, dict(module.config), dtype)
+    return _of_transformers(kind, module.config, dtype)
+
+
+@contextlib.contextmanager
+def _made_in(dtype: torch.dtype) -> Iterator[None]:
+    """Context manager: modules are made on the meta device in this dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with META:
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _of_diffusers(kind: Any, config: dict[str, Any], dtype: torch.dtype) -> torch.nn.Module:
+    """Return a model as diffusers loads it: some of its modules stay in fp32."""
+    with _made_in(dtype):
+        module = kind.from_config(config)
+    kept = getattr(module, "_keep_in_fp32_modules", None) or ()
+    for key, parameter in module.named_parameters():
+        if any(name in key.split(".") for name in kept):
+            parameter.data = parameter.data.float()
+    return module
+
+
+def _of_transformers(kind: Any, config: Any, dtype: torch.dtype) -> torch.nn.Module:
+    with META:
+        return kind._from_config(config, dtype=dtype)
+
+
+# --- a packaged configuration ----------------------------------------------------------------------------------------
+
+def _of_published(known: published.Published, dtype: torch.dtype) -> Any:
+    return assembled(known, lambda name, kind, config: part(kind, config, dtype))
+
+
+def assembled(known: published.Published, make: Callable[[str, str, dict[str, Any]], Any]) -> Any:
+    """Return a published pipeline with stand-in tokenizers, its components made by `make(name, class, config)`."""
+    import diffusers
+
+    components = {name: make(name, kind, config) for name, (kind, config) in known.parts.items()}
+    tokenizers: dict[str, Any] = {name: tokenizer(length) for name, length in known.tokenizers.items()}
+    if known.processor:
+        tokenizers["processor"] = _processor(known.processor, tokenizers["tokenizer"],
+                                             components["text_encoder"].config)
+    pipe = getattr(diffusers, known.pipeline)(**components, **tokenizers, **known.options)
+    if cropped := getattr(pipe, "prompt_template_encode_start_idx", 0):  # tokens before the prompt; others follow it
+        pipe.tokenizer.chat_template = "0 " * cropped + TEMPLATE + " 0"
+    return pipe
+
+
+def _processor(kind: str, tokens: PreTrainedTokenizerBase, config: Any) -> Any:
+    """Return a processor of images of Qwen2-VL's family.
+
+    The tokenizer learns the tokens of images, and the configuration of the text encoder their numbers.
+    """
+    import transformers
+
+    tokens.add_special_tokens({"additional_special_tokens": list(VISION_TOKENS.values())})
+    for name, token in VISION_TOKENS.items():
+        setattr(config, f"{name}_token_id", tokens.convert_tokens_to_ids(token))
+    return getattr(transformers, kind)(transformers.Qwen2VLImageProcessor(), tokens,
+                                       transformers.Qwen2VLVideoProcessor(), chat_template=TEMPLATE)
+
+
+def part(kind: str, config: dict[str, Any], dtype: torch.dtype) -> Any:
+    """Return a component of a class of diffusers or transformers: a module without values, a scheduler or a guider.
+
+    kind: name of the class; below diffusers with its module, such as pipelines.ltx2.LTX2TextConnectors.
+    """
+    import diffusers
+    import transformers
+
+    if "." not in kind and not hasattr(diffusers, kind):
+        cls: Any = getattr(transformers, kind)
+        return _of_transformers(cls, cls.config_class(**config), dtype)
+    module, _, name = kind.rpartition(".")  # of a class that diffusers does not name at its top
+    cls = getattr(importlib.import_module(f"diffusers.{module}") if module else diffusers, name)
+    return _of_diffusers(cls, config, dtype) if issubclass(cls, torch.nn.Module) else cls(**config)
+
+
+def tokenizer(length: int) -> PreTrainedTokenizerBase:
+    """Return a tokenizer whose tokens are words and punctuation marks; all but numbers below 100 are unknown."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    special = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+    words = [*special.values(), *map(str, range(100))]
+    tokens = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    tokens.pre_tokenizer = pre_tokenizers.Whitespace()
+    ends = [("<s>", 0), ("</s>", 2)]
+    tokens.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=ends)
+    return PreTrainedTokenizerFast(tokenizer_object=tokens, model_max_length=length, chat_template=TEMPLATE, **special)
+
+
+# --- a folder's files ------------------------------------------------------------------------------------------------
+
+def _folder(model: str) -> Path:
+    if model in FOLDERS or Path(model).is_dir():
+        return Path(FOLDERS.get(model, model))
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, ignore_patterns=WEIGHTS))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise UserError(f"the configuration of {model!r} cannot be fetched ({str(error).splitlines()[0]}): give a "
+                        f"folder that has it, or one of {', '.join(published.MODELS)}") from error
+
+
+def _of_folder(folder: Path, dtype: torch.dtype) -> Any:
+    import diffusers
+
+    index = folder / "model_index.json"
+    if not index.is_file():
+        raise UserError(f"no model_index.json in {folder}: a dry run needs the folder or hub id of a pipeline")
+    described = diffusers.DiffusionPipeline.load_config(folder)
+    cls = getattr(diffusers, described["_class_name"], None)
+    if cls is None:
+        raise UserError(f"diffusers has no {described['_class_name']}, which {index} names")
+    parts = {name: value for name, value in described.items() if not name.startswith("_")}
+    components = {name: _component(folder, name, value[0], value[1], dtype)
+                  if isinstance(value, list) and len(value) == 2 else value for name, value in parts.items()}
+    return cls(**components)
+
+
+def _component(folder: Path, name: str, library: str | None, kind: str | None, dtype: torch.dtype) -> Any:
+    """Return a component: modules without weights, all else as it is loaded."""
+    if library is None or kind is None:
+        return None
+    import diffusers
+    import transformers
+
+    cls = getattr({"diffusers": diffusers, "transformers": transformers}.get(library), kind, None)
+    if cls is None:
+        raise UserError(f"the component {name} is a {kind} of {library}, which a dry run cannot make")
+    if not issubclass(cls, torch.nn.Module):
+        return cls.from_pretrained(folder, subfolder=name)
+    if library == "diffusers":
+        return _of_diffusers(cls, cls.load_config(folder, subfolder=name), dtype)
+    return _of_transformers(cls, cls.config_class.from_pretrained(folder, subfolder=name), dtype)

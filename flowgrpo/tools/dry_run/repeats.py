@@ -1,0 +1,163 @@
+"""Repeated calls of a policy, which are counted and not run: a denoiser's forward, a replay with its backward, a
+decoding. A call repeats another if its tensors have the same shapes and dtypes, and its other arguments are equal."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from flowgrpo.tools.dry_run.meta_gpu import META, MetaGPU, Phase
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Shape, strides and dtype of a tensor, which hold no memory."""
+
+    size: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> Shape:
+        return Shape(tensor.shape, tensor.stride(), tensor.dtype)
+
+    def empty(self) -> torch.Tensor:
+        """Return a new tensor of the shape."""
+        return torch.empty_strided(self.size, self.strides, dtype=self.dtype, device=META)
+
+
+class Repeats:
+    """Calls of a policy on a pretended GPU.
+
+    steps: of its rollouts. replays: with a backward. step_waits: reasons for the host to wait in the steps.
+    forwards: of the replays, whose graphs keep `kept` bytes together, and one of them `graph` bytes at most.
+    """
+
+    def __init__(self, gpu: MetaGPU, policy: Any):
+        self.gpu, self.policy = gpu, policy
+        self.steps = self.replays = 0
+        self.step_waits: Counter[str] = Counter()
+        self.forwards, self.kept, self.graph = Phase(), 0, 0
+        self._graphs: dict[Any, int] = {}  # bytes of the graph of a replay
+        self._calls: dict[Any, tuple[Phase, Any]] = {}
+        self._backwards: dict[Any, tuple[Phase, list[torch.nn.Parameter]]] = {}
+        self._replayed: tuple[Any, int] = None, 0  # key of the last replay, and bytes in use before it
+        for module in policy.denoisers.values():
+            for part in module.modules() if policy.driver.casts else ():
+                part.forward = self._recomputed(part.forward)
+            module.forward = self._forward(module, module.forward)
+        policy.run, policy.decode = self._run(policy.run), self._decode(policy.decode)
+        policy.replay, policy.backward = self._replay(policy.replay), self._backward(policy.backward)
+
+    def _once(self, key: Any, call: Callable[[], Any]) -> Any:
+        """Return the call's outputs; of a repeated one they are new tensors of the same shapes."""
+        if key in self._calls:
+            work, shapes = self._calls[key]
+            self.gpu.repeat(work)
+            return tree_map_only(Shape, Shape.empty, shapes)
+        with self.gpu.measured() as work:
+            outputs = call()
+        self._calls[key] = work, tree_map_only(torch.Tensor, Shape.of, outputs)
+        return outputs
+
+    def _forward(self, module: torch.nn.Module, forward: Callable) -> Callable:
+        @functools.wraps(forward)  # pipelines look at its arguments
+        def answer(*args: Any, **kwargs: Any) -> Any:
+            if torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            if self.gpu.autocast is not None:
+                self._cast(module)
+            adapted = not any(layer.disable_adapters for layer in self.policy.weights.layers().values())
+            return self._once((id(module), adapted, _key(args, kwargs)), lambda: forward(*args, **kwargs))
+        return answer
+
+    def _recomputed(self, forward: Callable) -> Callable:
+        """Return a forward with the arithmetic of the first one if a backward pass calls it again."""
+        @functools.wraps(forward)
+        def answer(*args: Any, **kwargs: Any) -> Any:
+            if self.gpu.autocast is not None:
+                return forward(*args, **kwargs)
+            with self.policy.driver.arithmetic():
+                return forward(*args, **kwargs)
+        return answer
+
+    def _cast(self, module: torch.nn.Module) -> None:
+        """Cast a denoiser's weights, which autocast does in the first of the calls that it surrounds."""
+        for part in module.modules():
+            if isinstance(part, (torch.nn.Linear, torch.nn.modules.conv._ConvNd)):
+                for parameter in part.parameters():
+                    self.gpu.autocast.lower(parameter)
+
+    def _decode(self, decode: Callable) -> Callable:
+        def answer(latents: torch.Tensor, conditioning: Any) -> Any:
+            return self._once(("decode", _key(latents)), lambda: decode(latents, conditioning))
+        return answer
+
+    def _run(self, run: Callable) -> Callable:
+        def answer(task: Any, *args: Any, **kwargs: Any) -> Any:
+            with self.gpu.measured() as work:
+                result = run(task, *args, **kwargs)
+            self.steps += len(task.steps)
+            self.step_waits.update(work.waits)
+            return result
+        return answer
+
+    def _replay(self, replay: Callable) -> Callable:
+        def answer(conditioning: Any, x: torch.Tensor, grid: torch.Tensor, step: Any, timesteps: Any = None) -> Any:
+            def call() -> torch.Tensor:
+                return replay(conditioning, x, grid, step, timesteps)
+
+            if not torch.is_grad_enabled():
+                return call()
+            self.replays += 1
+            if not self.policy.weights.adapter.rank:  # the first replay of an update is to stand for the others
+                self._hold_gradients(self.policy.weights.parameters())
+            key = "replay", _key(conditioning.calls, x), self._expert(grid, step)
+            before = self.gpu.memory.in_use
+            self._replayed = key, before
+            with self.gpu.measured() as work:
+                output = self._once(key, call)
+            self.forwards.add(work)
+            graph = self._graphs.setdefault(key, self.gpu.memory.in_use - before)  # a first call alone keeps it
+            self.kept, self.graph = self.kept + graph, max(self.graph, graph)
+            return output
+        return answer
+
+    def _backward(self, backward: Callable) -> Callable:
+        def answer(loss: torch.Tensor) -> None:
+            key, before = self._replayed
+            if key not in self._backwards:
+                with self.gpu.measured(before) as work:
+                    backward(loss)
+                reached = [part for part in self.policy.weights.parameters() if part.grad is not None]
+                self._backwards[key] = work, reached
+                return
+            work, reached = self._backwards[key]
+            self.gpu.repeat(work)
+            gradients = [part.grad for part in reached if part.grad is not None]
+            self._once(("sum", len(gradients)), lambda: [gradient.add_(gradient) for gradient in gradients] and None)
+            self._hold_gradients(reached)
+        return answer
+
+    def _hold_gradients(self, parameters: list[torch.nn.Parameter]) -> None:
+        """Make the gradients that parameters lack."""
+        with self.gpu.sharded():
+            for part in parameters:
+                part.grad = torch.empty_like(part) if part.grad is None else part.grad
+
+    def _expert(self, grid: torch.Tensor, step: Any) -> bool:
+        """Return True for a step of the first of two denoisers, which share the grid."""
+        boundary = self.policy.pipe.config.get("boundary_ratio")
+        return boundary is not None and bool((grid[step] >= boundary).all())
+
+
+def _key(*values: Any) -> tuple[Any, ...]:
+    """Return what a call's arguments have in common with those of its repetitions."""
+    return tuple(Shape.of(leaf) if torch.is_tensor(leaf) else
+                 leaf if isinstance(leaf, (int, float, str)) else type(leaf) for leaf in tree_leaves(values))

@@ -1,0 +1,135 @@
+"""Preference pairs from the scores of samples: which samples of a prompt become a pair, and its verdicts by aspect."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowgrpo import rewards
+from flowgrpo.advantages.group import weighted_sum
+from flowgrpo.config.reward_rules import RewardRule
+from flowgrpo.data.pairs import ASPECT, OVERALL
+from flowgrpo.errors import UserError
+from flowgrpo.rewards import Composed
+from flowgrpo.storage import atomic, paths
+from flowgrpo.tools.vote.judged import Group, Scores
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Choice of the pairs of a prompt.
+
+    every: all pairs of its samples; otherwise its best sample and its worst.
+    least: total by which the chosen one has to be better, more than that.
+    tie: difference of an aspect up to which it is a tie.
+    """
+
+    every: bool = False
+    least: float = 0.0
+    tie: float = 0.0
+
+    def pairs(self, totals: Tensor) -> list[tuple[int, int]]:
+        """Return (chosen, rejected) of the totals [G] of a prompt's samples; one with NaN is in no pair."""
+        ranked = [place for place in totals.argsort(descending=True, stable=True).tolist()
+                  if not totals[place].isnan()]
+        ends = list(zip(ranked[:1], ranked[-1:]))
+        pairs = [(good, bad) for at, good in enumerate(ranked) for bad in ranked[at + 1:]] if self.every else ends
+        return [(good, bad) for good, bad in pairs if float(totals[good] - totals[bad]) > self.least]
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """Result: numbers of pairs, of prompts with samples and of prompts without a pair, and of failed samples by
+    reward, with the last failure."""
+
+    pairs: int
+    prompts: int
+    without: int
+    failed: dict[str, tuple[int, str]]
+
+
+def require_aspects(rules: dict[str, RewardRule]) -> None:
+    """Raise UserError for no reward, and for several of which one has a name that no aspect can have."""
+    if not rules:
+        raise UserError("--rewards: expected the names of rewards, such as --rewards scene (`flowgrpo list rewards` "
+                        "lists them)")
+    for name, rule in rules.items():
+        if rule.limit is not None:
+            raise UserError(f"--rewards: {name!r} has a limit, which a run's epochs have; give it a weight")
+        if len(rules) > 1 and (name == OVERALL or not ASPECT.fullmatch(name)):
+            raise UserError(f"--rewards: {name!r} cannot name an aspect: expected letters, digits, _ and -, other than "
+                            f"{OVERALL}; in FILE.yaml give it a label, such as colour: {{use: {name!r}}}")
+
+
+def label(groups: Sequence[Group], rules: dict[str, RewardRule], output: Path, choice: Choice) -> Labelled:
+    """Score the samples of prompts, and write the pairs that they make to `output`, a .jsonl file of pairs.
+
+    Each reward is an aspect, if there are several; the aspect `overall` is their weighted sum after transforms. Margins
+    are differences of these. Scores are kept beside `output`, so the same command goes on.
+    Raises UserError if no prompt has a pair, and as rewards do.
+    """
+    kept = scores_file(output)
+    composed = rewards.compose(rules)
+    rewards.require_routes(composed, [group.prompt.metadata for group in groups])
+    atomic.make_folder(output.parent)
+    scoring = Scores(composed, kept)
+    table = scoring(groups)
+    weights = [rule.weight for rule in rules.values()]
+    rows = [_rows(group, scores, composed, weights, output.parent, choice) for group, scores in zip(groups, table)]
+    failed = {name: (count, scoring.failed.said[name]) for name, count in scoring.failed.failed.items()}
+    lines = [json.dumps(row, ensure_ascii=False) + "\n" for several in rows for row in several]
+    if not lines:
+        why = f"; {failed[next(iter(failed))][1]}" if failed else ""
+        raise UserError(f"no prompt has a pair: the samples of each score the same, or differ by {choice.least:g} at "
+                        f"most: sample more per prompt, or lower --least{why}")
+    atomic.write_text(output, "".join(lines))
+    return Labelled(len(lines), len(groups), sum(not several for several in rows), failed)
+
+
+def scores_file(output: Path) -> Path:
+    """Return the file of scores beside a file of pairs."""
+    return output.with_suffix(".scores.jsonl")
+
+
+def require_output(output: Path) -> None:
+    """Raise UserError for anything but a .jsonl file that does not exist yet or that this command wrote."""
+    if output.suffix != ".jsonl":
+        raise UserError(f"--output {output}: expected a .jsonl file")
+    paths.require_file(output)
+    if output.exists() and not scores_file(output).is_file():
+        raise UserError(f"--output {output} holds pairs that this command did not write: name another file")
+
+
+def _rows(group: Group, scores: Tensor, composed: dict[str, Composed], weights: Sequence[float], folder: Path,
+          choice: Choice) -> list[dict[str, Any]]:
+    """Return the lines of a prompt's pairs. scores: [G, R]; weights: of the R rewards."""
+    shaped = rewards.transformed(composed, scores[None])
+    [totals] = weighted_sum(shaped, weights)
+    signed = shaped[0] * torch.tensor(weights, dtype=shaped.dtype).sign()
+    rows = []
+    for good, bad in choice.pairs(totals):
+        apart = dict(zip(composed, (signed[good] - signed[bad]).tolist())) if len(composed) > 1 else {}
+        apart = {name: value for name, value in apart.items() if value == value}
+        row: dict[str, Any] = {"prompt": group.prompt.text, "chosen": _content(group.samples[good], folder),
+                               "rejected": _content(group.samples[bad], folder)}
+        if apart:
+            row["aspects"] = {name: _verdict(value, choice.tie) for name, value in apart.items()}
+        rows.append(row | {"margins": {OVERALL: float(totals[good] - totals[bad])} | apart})
+    return rows
+
+
+def _verdict(apart: float, tie: float) -> str:
+    return "tie" if abs(apart) <= tie else "chosen" if apart > 0 else "rejected"
+
+
+def _content(sample: str | Path, folder: Path) -> str:
+    if isinstance(sample, str):
+        return sample
+    return Path(os.path.relpath(sample.resolve(), folder.resolve())).as_posix()

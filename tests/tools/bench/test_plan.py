@@ -1,0 +1,271 @@
+"""Methods, prompts and runs of a bench, and the requests that it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from flowgrpo.cli import main
+from flowgrpo.config import load
+from flowgrpo.config.sections import Adapter
+from flowgrpo.errors import UserError
+from flowgrpo.methods import PRESETS, preset
+from flowgrpo.methods.overlay import with_parts
+from flowgrpo.methods.targets import LatentEdits
+from flowgrpo.policies.pipelines.load import load_pipeline
+from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
+from flowgrpo.starter import CALLS, EVAL
+from flowgrpo.tools.bench import models, plan
+from flowgrpo.tools.bench.bench import cores, duration, remaining, seconds, threads_each
+from flowgrpo.tools.bench.models import Entry, clip_of, entries
+from flowgrpo.tools.bench.plan import Plan, Request, epoch_cost
+
+RECIPES = Path(__file__).parents[3] / "configs"
+TRIAL = {"first": 200.0, "following": 100.0, "seconds": 2.0, "measuring": 0.5}
+
+
+@pytest.fixture
+def request_of(tmp_path):
+    def made(*methods, model="starter", **changes):
+        usual = Request(list(methods), model, models.model(model).reference, 40_000, 3, 4, None, [],
+                        tmp_path / "bench")
+        return replace(usual, **changes)
+
+    return made
+
+
+@pytest.mark.parametrize("name", models.MODELS)
+def test_three_sides_share_no_text_and_hold_all_tasks(name):
+    sides = models.split(name)
+    keys = [{prompt.key for prompt in sides[side]} for side in models.SIDES]
+    assert all(keys) and not (keys[0] & keys[1] or keys[0] & keys[2] or keys[1] & keys[2])
+    tasks = [{prompt.metadata["task"] for prompt in sides[side]} for side in ("validation", "held_out")]
+    assert tasks[0] == tasks[1]
+    assert len(keys[1]) == pytest.approx(len(keys[0] | keys[1]) / models.VALIDATION, abs=len(tasks[0]))
+
+
+@pytest.mark.parametrize("name", models.MODELS)
+def test_every_setting_of_the_recipe_is_taken_or_listed_with_a_reason(request_of, name):
+    made = Plan(request_of(models.model(name).reference, model=name, evaluations=10**6))
+    for entry in made.unforeseen:
+        made.learn(entry, 10**4, 10**4)
+    recipe, own = (models.flat(config.model_dump()) for config in (load(name), made.published()[0].config))
+    recipe["reward"] = load(name).reward if isinstance(load(name).reward, dict) else {load(name).reward: 1.0}
+    differing = {key for key in recipe.keys() | own.keys() if recipe.get(key) != own.get(key)}
+    apart = models.MODELS[name].differs
+    assert differing - models.OF_BENCH.keys() == apart.keys()
+    assert models.OF_BENCH.keys() <= own.keys()
+    assert [(key, value, why) for key, _, value, why in models.differences(name)] == [
+        (key, *of) for key, of in apart.items()] and all(own[key] == value for key, (value, _) in apart.items())
+    if card := EVAL.get(name):
+        assert (own["eval.steps"], own["eval.guidance"]) == (card["num_inference_steps"], card["guidance"])
+
+
+def test_the_page_lists_every_difference_and_its_reason():
+    text = (RECIPES.parent / "docs" / "bench.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| (`.*`) \| (.*) \|$", text, re.M))
+    listed = {key: why for names, why in rows.items() for key in re.findall(r"`([^`]+)`", names)}
+    expected = models.OF_BENCH | {f"{key} of {name}": why for name, of in models.MODELS.items()
+                                  for key, (_, why) in of.differs.items()}
+    assert listed == expected
+
+
+@pytest.mark.parametrize("name", ["starter", "starter_consistency", "starter_video"])
+def test_a_models_process_is_that_of_its_policy(name):
+    policy = PipelinePolicy(load_pipeline(name), Adapter(rank=1), call=CALLS.get(name, {}))
+    assert models.MODELS[name].process == policy.process
+
+
+@pytest.mark.parametrize("name", models.MODELS)
+def test_every_preset_of_a_model_can_be_run_or_says_why_not(request_of, name):
+    of, refused = models.MODELS[name], []
+    for given in PRESETS:
+        try:
+            made = Plan(request_of(given, model=name, evaluations=10**6))
+        except UserError as error:
+            refused.append((given, str(error)))
+            continue
+        assert made.trial(made.entries[0]).method == given
+    assert of.reference not in dict(refused) and all(error for _, error in refused)
+    assert len(refused) < len(PRESETS)
+
+
+def test_methods_are_presets_files_and_recipes(request_of, tmp_path):
+    file, recipe = tmp_path / "my.py", tmp_path / "wide.yaml"
+    file.write_text("from flowgrpo.methods import preset\n\n\ndef mine(method):\n    return preset('mix_grpo')\n")
+    recipe.write_text(yaml.dump({"method": "mix_grpo", "parts": {"plan": {"size": 3}}, "train": {"lr": 1e-4},
+                                 "eval": {"steps": 3}, "seed": 7}))
+    made = Plan(request_of("mix_grpo+grpo_guard", f"{file}:mine", str(recipe), "refl"))
+    assert [entry.label for entry in made.entries] == ["mix_grpo+grpo_guard", "mine", "wide", "refl", "flow_grpo"]
+    runs = made.published()
+    assert [run.label for run in runs[:6]] == [f"{entry.label} seed 0" for entry in made.entries] + [
+        "mix_grpo+grpo_guard seed 1"]
+    mine, wide, refl = (run.config for run in runs[1:4])
+    assert wide.parts == {"plan": {"size": 3}} and wide.train.lr == 1e-4 and wide.seed == 0
+    assert wide.eval.steps == mine.eval.steps == EVAL["starter"]["num_inference_steps"]
+    assert made.entries[2].adjusted == {"method": "mix_grpo", "parts": {"plan": {"size": 3}}, "train.lr": 1e-4}
+    assert mine.method.endswith("my.py:mine") and refl.reward == {"scene_soft": 1.0}
+    assert all(run.foretold >= 40_000 for run in runs)
+
+
+def test_a_recipe_names_its_differentiable_reward(request_of, tmp_path):
+    recipe = tmp_path / "whole.yaml"
+    for reward in ("scene_soft", {"soft": {"use": "scene_soft"}}):
+        recipe.write_text(yaml.dump({"method": "draft", "reward": reward, "parts": {"plan": {"count": 3}}}))
+        assert Plan(request_of(str(recipe))).entries[0].settings["reward"] == reward
+    recipe.write_text(yaml.dump({"method": "draft", "reward": "scene"}))
+    with pytest.raises(UserError, match="reward 'scene' is not differentiable"):
+        Plan(request_of(str(recipe)))
+
+
+def test_a_runs_folder_says_what_it_depends_on(request_of, tmp_path):
+    file = tmp_path / "my.py"
+    file.write_text("def mine(method):\n    return method\n")
+
+    def name(**changes):
+        return Plan(request_of(f"{file}:mine", **changes)).published()[0].folder.name
+
+    before = name()
+    assert name(seeds=5) == name(output=tmp_path / "elsewhere") == before != name(points=2)
+    file.write_text("def mine(method):\n    return method.having()\n")
+    assert name() != before
+
+
+def test_a_sweep_scales_rate_and_clip_on_validation_prompts(request_of, tmp_path):
+    recipe = tmp_path / "ddpo_twice.yaml"  # its second update has ratios that a clip can cut
+    recipe.write_text(yaml.dump({"method": "ddpo", "train": {"updates": 2}}))
+    made = Plan(request_of(str(recipe), "ddpo", "refl", "awm", reference="ddpo",
+                           sweep=[str(recipe), "ddpo", "refl"]))
+    runs = made.sweep()
+    assert [sum(run.entry.label == entry.label for run in runs) for entry in made.entries] == [9, 3, 3, 0]
+    assert {run.seed for run in runs} == {3} and all("validation" in str(run.config.held_out) for run in runs)
+    usual = made.run(made.entries[0], 0, plan.PUBLISHED)
+    scaled = made.run(made.entries[0], 0, plan.TUNED, 3.0, 1 / 3)
+    clip = clip_of(made.entries[0], 1.0)
+    assert scaled.config.train.lr == pytest.approx(3 * usual.config.train.lr)
+    assert scaled.config.parts["surrogate"] == pytest.approx({key: value / 3 for key, value in clip.items()})
+    assert [run.folder for run in made.tuned({"ddpo_twice": (1.0, 1.0)})] == [
+        made.run(made.entries[0], seed, plan.PUBLISHED).folder for seed in range(3)]
+    assert clip_of(made.entries[2], 1.0) == {}
+    confirming = made.confirming({"ddpo": (3.0, 1.0), "refl": (1.0, 1.0)})
+    assert [(run.entry.label, run.seed, run.lr, run.column) for run in confirming] == [
+        ("ddpo", seed, 3.0, plan.SWEEP) for seed in (4, 5)]
+
+
+def test_a_sweep_is_of_all_methods_or_of_named_ones(request_of):
+    given = ("ddpo", "refl", "flow_grpo")
+    assert {run.entry.label for run in Plan(request_of(*given, sweep=plan.ALL)).sweep()} == {*given}
+    assert not Plan(request_of(*given)).sweep()
+    with pytest.raises(UserError, match="--sweep: got 'dppo', expected methods of --methods, or all.*ddpo"):
+        Plan(request_of(*given, sweep=["dppo"]))
+
+
+def test_a_selection_by_scores_is_measured_before_runs_are_listed(request_of):
+    made = Plan(request_of("b2_diffurl", "diffusion_dpo", "flow_grpo"))  # best and worst: two, whatever the scores
+    assert [entry.label for entry in made.unforeseen] == ["b2_diffurl"]
+    config = made.run(made.entries[1], 0, plan.PUBLISHED).config.model_copy(update={"method": "b2_diffurl"})
+    costs = [epoch_cost(config, epoch) for epoch in range(200)]  # they grow with the trained interval
+    made.learn(made.entries[0], costs[0], costs[1] // 2)
+    runs = made.published()[:3]
+    assert runs[0].foretold is None and costs[1] < costs[150]
+    assert sum(costs[:runs[0].config.train.epochs]) / 2 == pytest.approx(40_000, abs=costs[150])
+    assert all(run.foretold >= 40_000 for run in runs[1:])
+
+
+@pytest.mark.parametrize("name, factor, low, high", [("cispo", 3.0, 1.0, 12.0), ("cispo", 1 / 3, 1.0, 4 / 3),
+                                                     ("ppo", 3.0, 0.6, 0.6), ("gspo", 1 / 3, 1e-4, 4e-4 / 3)])
+def test_a_bound_of_one_below_bounds_nothing_and_stays(name, factor, low, high):
+    [entry] = entries([name], "starter_text", models.MODELS["starter_text"])
+    assert clip_of(entry, factor) == {"low": pytest.approx(low), "high": pytest.approx(high)}
+
+
+@pytest.mark.parametrize("factor", plan.FACTORS)
+def test_every_loss_takes_its_scaled_clip(factor):
+    for name in (name for name in PRESETS if not isinstance(preset(name).target, LatentEdits)):
+        fields = clip_of(Entry(name, name, {"method": name}, {}), factor)
+        taken = with_parts(preset(name), {"surrogate": fields}).loss.surrogate
+        inner = fields.pop("surrogate", {})
+        assert fields == {key: getattr(taken, key) for key in fields}, name
+        assert inner == {key: getattr(taken.surrogate, key) for key in inner}, name
+
+
+def test_a_clip_that_a_loss_refuses_is_reported_before_the_first_run(request_of, tmp_path):
+    file = tmp_path / "narrow.py"
+    file.write_text("""
+from dataclasses import dataclass
+from flowgrpo.objectives.surrogates import Clip
+
+@dataclass(frozen=True)
+class Narrow(Clip):
+    def __post_init__(self):
+        if self.high > 2e-4:
+            raise ValueError(f"Narrow: high is {self.high}, expected 2e-4 at most")
+
+def mine(method):
+    return method.having(surrogate=Narrow())
+""")
+    recipe = tmp_path / "narrow.yaml"
+    recipe.write_text(yaml.dump({"method": f"flow_grpo+{file}:mine", "train": {"updates": 2}}))
+    with pytest.raises(UserError, match="Narrow: high is 0.0003.*, expected 2e-4 at most"):
+        Plan(replace(request_of(str(recipe), "flow_grpo", sweep=[str(recipe)]), trusted=True)).sweep()
+
+
+def test_a_wrapped_clip_is_scaled_inside():
+    [entry] = entries(["grpo+entropy_bonus"], "starter_text", models.MODELS["starter_text"])
+    assert clip_of(entry, 3.0) == {"surrogate": {"low": pytest.approx(0.6), "high": pytest.approx(0.6)}}
+
+
+@pytest.mark.parametrize("arguments, error", [
+    (["--methods", "mixgrpo"], "unknown method 'mixgrpo': did you mean 'mix_grpo'?"),
+    (["--methods", "mix_grpo,mix_grpo"], "--methods: mix_grpo is given twice"),
+    (["--methods", ","], "--methods: got none, expected names"),
+    (["--methods", "mix_grpo", "--evaluations", "50"], "--evaluations: got 50, but the first epoch of mix_grpo takes"),
+    (["--methods", "mix_grpo", "--model", "starter_text"], "got a method of denoisers"),
+    (["--methods", "refl", "--model", "starter_video"], "reward 'motion' is not differentiable"),
+    (["--methods", "mix_grpo", "--reference", "flow_gpo"], "unknown method 'flow_gpo'"),
+    (["--methods", "none.yaml"], "no recipe at none.yaml"),
+])
+def test_what_cannot_be_run_is_one_line(arguments, error, tmp_path, capsys):
+    assert main(["compare", "methods", *arguments, "--output", str(tmp_path / "bench")]) == 2
+    assert error in capsys.readouterr().err and not (tmp_path / "bench").exists()
+
+
+def test_a_folder_holds_one_bench(request_of, tmp_path, capsys):
+    request = request_of("mix_grpo")
+    plan.begin(request)
+    files = {side: len((request.output / "prompts" / f"{side}.jsonl").read_text().splitlines())
+             for side in models.SIDES}
+    assert files == {side: len(prompts) for side, prompts in models.split("starter").items()}
+    Plan(request_of("ddpo", seeds=5))  # methods and seeds may be added
+    with pytest.raises(UserError, match="holds a bench with evaluations 40000, got 50000: name another folder"):
+        Plan(request_of("mix_grpo", evaluations=50_000))
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a.txt").write_text("mine")
+    with pytest.raises(UserError, match="notes holds other files and no bench"):
+        Plan(request_of("mix_grpo", output=tmp_path / "notes"))
+
+
+def test_expected_seconds_by_hand(request_of):
+    runs = Plan(request_of("mix_grpo", seeds=1)).published()
+    # 40,000 of 100 evaluations in 2 s each; the prompts before, at every point and after, and 10 samples, 0.5 s each
+    each = [400 * 2.0 + 0.5 * (10 + run.config.eval.prompts * (2 + run.config.train.epochs // run.config.eval.every))
+            for run in runs]
+    assert seconds(runs, TRIAL, 40_000, 10, 2) == pytest.approx(sum(each) / 2)
+    runs[0].folder.mkdir(parents=True)
+    runs[0].result.write_text(json.dumps({}))
+    assert remaining([*runs, *runs]) == runs[1:]
+    assert [duration(value) for value in (40, 720, 12_600)] == ["about 40 s", "about 12 min", "about 3.5 h"]
+
+
+@pytest.mark.parametrize("asked, jobs, expected", [
+    (None, 1, cores()), (None, 10_000, 1), ("1", 1, 1), ("100000", 1, cores()), ("0", 1, 1), ("4,2", 1, cores())])
+def test_jobs_share_the_cores_within_the_threads_that_are_asked_for(asked, jobs, expected, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if asked is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", asked)
+    assert threads_each(jobs) == expected

@@ -1,0 +1,248 @@
+"""What `flowgrpo check` says of pipelines that can be trained and of those that cannot."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from diffusers import EDMEulerScheduler
+
+from flowgrpo.cli import main
+from flowgrpo.config import Config, load
+from flowgrpo.config.sections import Adapter
+from flowgrpo.errors import UserError
+from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
+from flowgrpo.samplers import cost
+from flowgrpo.samplers.grids import shifted
+from flowgrpo.samplers.growth import explore
+from flowgrpo.samplers.kernels import Euler, FlowSDE
+from flowgrpo.samplers.plans import Schedule
+from flowgrpo.samplers.replay import replay
+from flowgrpo.samplers.rollout import RolloutSpec, seeder
+from flowgrpo.tools.check import replays, report
+from flowgrpo.tools.check.tiny import make
+from flowgrpo.training import memory
+from tests.helpers import tiny, tiny_text
+
+
+def exhausted(*_):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(tiny.save(tiny.sd3(), tmp_path_factory.mktemp("model") / "sd3"))
+
+
+def test_a_pipeline_that_can_be_trained(model):
+    told = report.report(model)
+    denoiser = tiny.sd3().transformer
+    # Rank 4 on eight layers of width 16 in two blocks; the last block's text side has no output layer.
+    assert told == told | {
+        "model": model, "drivable": True, "reason": None, "pipeline": "StableDiffusion3Pipeline",
+        "scheduler": "FlowMatchEulerDiscreteScheduler", "prediction": "velocity", "denoisers": ["transformer"],
+        "parameters": sum(p.numel() for p in denoiser.parameters()), "lora_parameters": (8 + 7) * 2 * 4 * 16,
+        "lora_targets": Adapter().targets, "guidance": "one batch of twice the rows",
+        "timesteps_per_call": "one per row", "latent_shape": [4, 8, 8],
+        "picture_shape": [3, 16, 16], "replay_error": 0.0, "first_log_ratio": 0.0, "evaluations_per_picture": 10.0,
+        "evaluations_per_picture_shared": 6.79}  # 10 - 3.5 * 11/12
+    assert told["lora_grad"] > 0 and set(told) == {"model", "drivable", "reason", *report.FIELDS}
+    assert told == report.report(model)
+
+
+def test_embedded_guidance_and_packed_latents():
+    told = report.report((tiny.flux(), tiny.FLUX_CALL))
+    assert told["drivable"], told["reason"]
+    assert told["guidance"] == "embedded: one evaluation per step" and told["pipeline"] == "FluxPipeline"
+    assert len(told["latent_shape"]) == 2 and told["latent_shape"][1] == 16
+    assert told["replay_error"] == told["first_log_ratio"] == 0
+
+
+def test_a_clip_of_the_pipelines_own_length_is_named_as_a_cause(tmp_path, capsys):
+    folder = str(tiny.save(make("WanPipeline")[0], tmp_path / "wan"))
+    assert main(["check", folder, "--json"]) == 2
+    told = json.loads(capsys.readouterr().out)["reason"]
+    assert told.startswith("RuntimeError: shape") and told.endswith("--image.frames sets another")
+
+
+def test_a_process_without_alpha_bars_cannot(tmp_path):
+    pipe = tiny.sd3()
+    pipe.register_modules(scheduler=EDMEulerScheduler())
+    told = report.report(str(tiny.save(pipe, tmp_path / "edm")))
+    assert not told["drivable"] and told["prediction"] == "epsilon"
+    assert told["reason"].startswith("EDMEulerScheduler (prediction 'epsilon') cannot be driven: expected")
+
+
+def test_a_loaded_pipeline_and_a_class_name_are_models_too():
+    told = report.report("StableDiffusion3Pipeline")
+    assert told == report.report((tiny.sd3(), tiny.CALL)) and told["drivable"] and told["latent_shape"] == [4, 8, 8]
+    assert told["conditioning"] == ["prompt", "negative_prompt"] and told["prompts_per_call"] == "any number"
+    assert told["lora_loader"] == ["load_lora_weights"]
+
+
+def test_images_are_conditioning():
+    told = report.report("FluxKontextPipeline")
+    assert told["drivable"] and told["conditioning"] == ["prompt", "negative_prompt", "image"]
+
+
+@pytest.mark.parametrize("name, reason", [
+    ("HiDreamImagePipeline", "the gradient is off by "),
+    ("OmniGenPipeline", "OmniGenPipeline has no encode_prompt"),
+    ("StableDiffusion4Pipeline", "no tiny 'StableDiffusion4Pipeline' can be built: did you mean"),
+    ("StableDiffusionPipelin", "no tiny 'StableDiffusionPipelin' can be built: did you mean 'StableDiffusionPipel"),
+])
+def test_a_class_that_cannot_be_driven_is_told_without_a_model(name, reason):
+    told = report.report(name)
+    assert not told["drivable"] and told["reason"].startswith(reason)
+
+
+def test_the_estimate_is_for_the_recipes_guidance_and_checkpointing():
+    def activations(**train):  # one prompt with 4096 samples at once, so that GiB are not 0
+        room = {"prompts": 1, "group": 4096, "micro_batch": 4096, "steps": 2} | train
+        told = report.report("StableDiffusion3Pipeline", Config(method="flow_grpo", precision="fp32", train=room,
+                                                                adapter={"rank": 4}))
+        assert told["drivable"] and list(told["memory"]) == ["encode", "rollout", "decode", "update"]
+        return told["memory_parts"]["activations"]
+
+    plain, guided, both = activations(), activations(guidance=4.0), activations(guidance=4.0, checkpointing=True)
+    assert 1.9 < guided / plain < 2.1 and 0 < both < 0.2 * guided
+
+
+def test_of_a_dora_the_gradients_error_is_left_out_and_that_is_said(capsys, tmp_path):
+    (tmp_path / "recipe.yaml").write_text("precision: fp32\nadapter: {rank: 4, dora: true}\n")
+    assert main(["check", "StableDiffusion3Pipeline", "--recipe", str(tmp_path / "recipe.yaml")]) == 0
+    told = capsys.readouterr().out
+    assert "gradient error" not in told and "the gradient's error is left out: with adapter.dora peft holds" in told
+    text = report.report("Qwen3ForCausalLM", Config(method="grpo", precision="fp32", adapter={"rank": 4, "dora": True}))
+    assert text["drivable"] and text["gradient_error"] is None and "adapter.dora" in text["notes"][0]
+
+
+@pytest.mark.parametrize("options, reason", [
+    ({"memory": {"shard": True}, "adapter": {"rank": 4, "dora": True}}, "memory.shard is true, which does not go with"),
+    ({"labels": "rewards"}, "labels is 'rewards', but preferences is not set"),
+])
+def test_what_training_refuses_of_a_recipe_check_refuses_too(options, reason):
+    told = report.report("StableDiffusion3Pipeline", Config(**options))
+    assert not told["drivable"] and told["reason"].startswith(reason)
+
+
+def test_the_memory_of_a_run_that_is_shared_out_is_said_to_be_that_of_one_process():
+    told = report.report("StableDiffusion3Pipeline", Config(memory={"shard": True}, adapter={"rank": 4}))
+    assert told["drivable"] and told["notes"][0].startswith("memory is of one process that holds all weights")
+
+
+@pytest.mark.parametrize("name", ["OmniGenPipeline", "no/such/folder"])
+def test_what_is_unknown_of_a_pipeline_is_told_as_such(name, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    told = report.report(name)
+    assert not told["drivable"] and told["replay_error"] is None and told["memory"] is None
+    assert list(told) == ["model", "drivable", "reason", *report.FIELDS]
+
+
+def test_a_pipeline_that_does_not_load_cannot(tmp_path):
+    told = report.report(str(tmp_path))
+    assert not told["drivable"] and "\n" not in told["reason"]
+    assert told["reason"].startswith(f"cannot load the model '{tmp_path}'")
+
+
+def test_a_random_denoiser_is_found_out():
+    policy = PipelinePolicy(tiny.sd3(), Adapter(rank=4), call=tiny.CALL)
+    policy.pipe.transformer.register_forward_hook(lambda _, args, out: (out[0] + 0.01 * torch.randn(out[0].shape),))
+    found = {}
+    with pytest.raises(UserError, match=r"replay and rollout disagree: \|log ratio\| "):
+        replays.replayed(policy, policy.encode(["a"]), found)
+        replays.require_equal(policy, found)
+    assert found["first_log_ratio"] > 1e-6 and found["replay_error"] > 0
+
+
+def test_a_replay_is_compared_with_the_pipelines_own_loop(capsys):
+    told = report.report("FluxInpaintPipeline")  # whose loop puts its image back in, with another noise in a replay
+    assert told["first_log_ratio"] > 0.01 and told["replay_error"] > 0.1 and not told["drivable"]
+    assert main(["check", "StableDiffusionInpaintPipeline (4 channels)"]) == 2
+    assert "does not go on from the middle of its loop" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("exhaust", [lambda *_: torch.empty(2**58), exhausted])  # bytes that no machine has
+@pytest.mark.parametrize("make", [lambda: (tiny.sd3(), tiny.CALL), tiny_text.model])
+def test_where_memory_runs_out_nothing_is_known(make, exhaust):
+    loaded = make()
+    getattr(loaded[0], "transformer", loaded[0]).register_forward_pre_hook(exhaust)
+    told = report.report(loaded, device="cpu")
+    assert told["drivable"] is None and told["weights"] == 0.0  # GiB, rounded
+    assert told["reason"].startswith("memory ran out on cpu, where the weights alone take 0.0 GiB, so that nothing is ")
+    assert ("memory.encoders" in told["reason"]) == ("pipeline" in told)
+
+
+def test_the_weights_are_counted():
+    # A float32 weight of 2**27 numbers, not touched, and so in no memory, is half a GiB.
+    assert memory.held([torch.nn.Linear(2**14, 2**13, bias=False, device="meta"), None, "tokenizer"]) == 0.5
+
+
+@pytest.mark.parametrize("options, alone, shared", [
+    ({"method": "flow_grpo"}, 6.0, 6.0), ({"method": "dance_grpo"}, 6.0, round((1 + 4 * 5) / 4, 2)),
+    ({"method": "draft", "reward": "scene_soft"}, None, None)])
+def test_a_recipes_rollout_costs_what_its_own_plan_says(options, alone, shared):
+    """6 steps and groups of 4; dance_grpo's share their initial noise, and so the first step."""
+    recipe = load(None, {"train.steps": 6, "train.group": 4, "adapter.rank": 2} | options)
+    told = report.report("StableDiffusion3Pipeline", recipe, "cpu")
+    assert (told["evaluations_per_picture"], told["evaluations_per_picture_shared"]) == (alone, shared)
+
+
+def test_the_device_is_asked_for(capsys):
+    assert main(["check", "StableDiffusion3Pipeline", "--device", "cpu"]) == 0
+    told = capsys.readouterr().out
+    assert "Pipeline (a tiny random instance: its sizes are not those of a model)\n" in told and "GiB" not in told
+    assert "\nevaluations per picture         10\n" in told
+    assert main(["check", "StableDiffusion3Pipeline", "--device", "tpu"]) == 2
+    assert "--device is 'tpu', but the check runs on " in capsys.readouterr().err
+
+
+def test_a_frozen_adapter_is_found_out():
+    policy = PipelinePolicy(tiny.sd3(), Adapter(rank=4), call=tiny.CALL)
+    first = policy.weights.parameters()[0]
+    policy.pipe.transformer.register_forward_hook(lambda _, args, out: (out[0].detach() + 0 * first.sum(),))
+    with pytest.raises(UserError, match="the gradient that reaches the adapter has the norm 0.0"):
+        replays.replayed(policy, policy.encode(["a"]), {})
+
+
+def test_of_a_class_without_a_tiny_instance_nothing_is_known(capsys):
+    assert main(["check", "FluxImg2ImgPipeline"]) == 2
+    assert capsys.readouterr().out.splitlines() == [
+        "model     FluxImg2ImgPipeline", "drivable  unknown",
+        "reason    there is no tiny instance of FluxImg2ImgPipeline, so that nothing is known of it: give a directory "
+        "or a hub id of such a pipeline"]
+    assert report.report("FluxImg2ImgPipeline")["drivable"] is None
+
+
+def test_the_command_exits_with_2_where_it_cannot(model, tmp_path, capsys):
+    assert main(["check", model, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["drivable"] is True
+    assert main(["check", str(tmp_path)]) == 2
+    out = capsys.readouterr().out
+    assert "drivable  no" in out and "reason    cannot load the model" in out
+
+
+@pytest.mark.parametrize("micro_batch", [4, 5, 8])  # 3 prompts of 4 rows: whole groups, parts of groups
+@pytest.mark.parametrize("stochastic, shared, guidance", [((2, 3), True, 1.0), ((2, 3), False, 1.0), ((0,), True, 1.0),
+                                                          ((1, 2), True, 3.0)])
+def test_costs_are_what_the_denoiser_counts(stochastic, shared, guidance, micro_batch):
+    policy = PipelinePolicy(tiny.sd3(), Adapter(rank=1), guidance=guidance, call=tiny.CALL)
+    schedule, doubled = Schedule(stochastic, stochastic), 2 if guidance > 1 else 1
+    exploration = RolloutSpec(shifted(5, 3.0), schedule, FlowSDE(), Euler(), 4, 1 if shared else 4)
+    conditioning = policy.encode(["a", "b", "c"])
+    before = policy.evaluations
+    parts = list(explore(policy, conditioning, [exploration], micro_batch, seeder(0, 0)))
+    assert policy.evaluations - before == doubled * cost.rollout([exploration], 3)
+    before = policy.evaluations
+    for part in parts:
+        list(replay(policy, conditioning, part, micro_batch))
+    assert policy.evaluations - before == doubled * cost.update([exploration], 3, 1)
+
+
+def test_costs_of_whole_groups_by_hand():
+    window = Schedule((2, 3), (2, 3))
+    shared, alone = (RolloutSpec(shifted(5, 3.0), window, FlowSDE(), Euler(), 4, roots) for roots in (1, 4))
+    # 3 prompts through steps 0, 1 and the parting step 2; 12 rows through the other two. A replay: 3 rows, then 12.
+    assert cost.rollout([shared], 3) == 3 * 3 + 12 * 2 and cost.rollout([alone], 3) == 12 * 5 == cost.alone([shared], 3)
+    assert cost.update([shared], 3, 1) == 3 + 12 and cost.update([alone], 3, 2) == 2 * 24

@@ -1,0 +1,89 @@
+"""Evolution of singular values: the same products, the dimension of the search, and a reward without a gradient."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from flowgrpo.__main__ import main
+from flowgrpo.errors import UserError
+from flowgrpo.tools.evolve import SeparableCMA, Settings, SingularValues, evolve, factors
+from tests.helpers import tiny, tiny_text
+
+
+def products(weights) -> list[torch.Tensor]:
+    return [layer.lora_B["default"].weight.detach().flatten(1) @ layer.lora_A["default"].weight.detach().flatten(1)
+            for layer in weights.layers().values()]
+
+
+def test_the_factors_are_the_decomposition_of_the_product():
+    generator = torch.Generator().manual_seed(0)
+    b, a = torch.randn(7, 3, generator=generator), torch.randn(3, 5, generator=generator)
+    left, values, right = factors(b, a)
+    torch.testing.assert_close(left * values.float() @ right, b @ a, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(values.float(), torch.linalg.svdvals(b @ a)[:3], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(left.T @ left, torch.eye(3), rtol=0, atol=1e-5)
+
+
+def test_the_search_finds_the_top_of_a_hill():
+    top, scales = np.arange(6) / 3, np.array([1, 2, 4, 8, 16, 32.0])
+    search = SeparableCMA(np.zeros(6), 0.5, 10)
+    for _ in range(150):
+        search.learn([-(scales * (point - top) ** 2).sum() for point in search.points()])
+    assert np.abs(search.mean - top).max() < 1e-3 and search.step < 0.05
+    one = SeparableCMA(np.zeros(2), 1.0, 4)
+    points = one.points()
+    one.learn([0.0, 3.0, 1.0, 2.0])  # the better half: the second, and the fourth
+    weights = np.array([np.log(2.5), np.log(2.5 / 2)]) / np.log(2.5 ** 2 / 2)
+    assert one.mean == pytest.approx(weights @ points[[1, 3]])
+
+
+@pytest.mark.parametrize("make", [lambda: tiny.policy(rank=3), lambda: tiny_text.policy(rank=3)])
+def test_the_search_is_over_rank_times_layers_numbers(make):
+    policy = make()
+    with pytest.raises(UserError, match="its singular values are 0: expected a trained one"):
+        SingularValues(policy.weights)
+    (tiny if policy.modality == "image" else tiny_text).stir(policy)
+    before = products(policy.weights)
+    space = SingularValues(policy.weights)
+    assert len(space.first) == 3 * len(policy.weights.layers())
+    space.place(np.zeros(len(space.first)))
+    for after, product in zip(products(policy.weights), before):
+        torch.testing.assert_close(after, product, rtol=1e-4, atol=1e-6)
+    space.place(-space.first / space.scale)
+    assert max(product.abs().max() for product in products(policy.weights)) < 1e-6
+
+
+def test_a_reward_without_a_gradient_rises():
+    policy = tiny_text.stir(tiny_text.policy(rank=2))
+    frozen = {key: value.clone() for key, value in policy.model.state_dict().items() if "lora" not in key}
+
+    @torch.no_grad()
+    def value(generation: int) -> float:
+        size = sum(float(product.square().sum()) for product in products(policy.weights)) ** 0.5
+        return -float(round(50 * abs(size - 0.5)))  # a step function
+
+    lines = evolve(policy.weights, value, Settings(generations=25, population=8, spread=0.3), lambda line: None)
+    assert lines[-1]["mean"] > lines[0]["mean"] and value(0) >= lines[0]["best"]
+    assert all(parameter.grad is None for parameter in policy.weights.parameters())
+    assert all(torch.equal(policy.model.state_dict()[key], kept) for key, kept in frozen.items())
+
+
+def test_the_command_writes_a_lora_and_its_generations(tmp_path, capsys):
+    model, tokenizer = tiny_text.model()
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    tiny_text.stir(tiny_text.policy((model, tokenizer), rank=2)).weights.save(tmp_path / "lora")
+    (tmp_path / "prompts.txt").write_text("\n".join(tiny_text.PROMPTS), encoding="utf-8")
+    given = ["contrib", "evolve", "--output", str(tmp_path / "out"), f"--model={tmp_path / 'model'}", "--method=grpo",
+             "--reward=distinct", f"--prompts={tmp_path / 'prompts.txt'}", "--held_out=0.3", "--train.prompts=2",
+             "--train.group=2", "--text.max_tokens=4", "--adapter.rank=2", "--device=cpu", "--precision=fp32",
+             "--generations", "2", "--population", "4"]
+    assert main(given) == 2 and "adapter.init is not set" in capsys.readouterr().err
+    assert main([*given, f"--adapter.init={tmp_path / 'lora'}"]) == 0
+    lines = [json.loads(line) for line in (tmp_path / "out" / "evolution.jsonl").read_text().splitlines()]
+    assert [line["generation"] for line in lines] == [0, 1] and lines[0]["step"] > 0
+    assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
