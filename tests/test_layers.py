@@ -49,7 +49,7 @@ LAYERS = [
 ]
 HEIGHT = {room: height for height, rooms in enumerate(LAYERS) for room in rooms}
 TEXT = {"credit": "advantages", "critic": "training", "evaluation": "evaluation",
-        "generation": "methods", "losses": "objectives", "memory": "training",
+        "losses": "objectives", "memory": "training",
         "policies": "policies", "presets": "methods", "rewards": "rewards", "rollouts": "rollouts",
         "samplers": "samplers", "targets": "methods"}
 # What stands above the core: the core imports none of it, and names it in tables alone.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from flowgrpo import objectives
 from flowgrpo.advantages import group, token_credit
@@ -52,6 +52,9 @@ class Adapted:
             raise UserError(f"text encoders are trained (parts.adapted.encoders), which does not go with {option}")
 
 
+OF_TEXT = ("tokens", "masks", "image tokens")  # the processes of language models: causal, masked, drawing
+
+
 @dataclass(frozen=True)
 class Denoising:
     """Rollout of a pipeline.
@@ -80,6 +83,10 @@ class Denoising:
     adapted: Adapted = Adapted()
 
     of_text: ClassVar[bool] = False
+
+    def fits(self, method: Any, process: str) -> bool:
+        """Return True if it samples models of this process."""
+        return process not in OF_TEXT
 
     @property
     def noisy(self) -> str:

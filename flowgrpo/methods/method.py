@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 
@@ -15,19 +15,15 @@ from flowgrpo import objectives
 from flowgrpo.curriculum import order
 from flowgrpo.curriculum.resampling import Expansion
 from flowgrpo.errors import UserError
-from flowgrpo.methods.groups import Credit, Denoising, Loss
+from flowgrpo.methods.groups import OF_TEXT, Credit, Denoising, Loss
 from flowgrpo.methods.parts import Curriculum, GroupReplay, Redraw
-from flowgrpo.methods.targets import NoisedFinals, RecordedSteps, Rollout, Target
+from flowgrpo.methods.targets import NoisedFinals, RecordedSteps, Rollout, Target, TokenRollout
 from flowgrpo.objectives import forward_process
 from flowgrpo.objectives.supervised import LayerTuning
 from flowgrpo.samplers import kernels, noise, noised_finals, plans
 from flowgrpo.samplers.grids import compress_tail
 from flowgrpo.samplers.rollout import RolloutSpec
 
-if TYPE_CHECKING:
-    from flowgrpo.text.generation import TextGeneration
-
-OF_TEXT = ("tokens", "masks", "image tokens")  # the processes of language models: causal, masked, drawing
 # Of a flow and of a variance-preserving process.
 _FORMS: dict[Any, Any] = {kernels.FlowDDIM: kernels.DDIM, kernels.CPS: kernels.VPCPS}
 # On a variance-preserving process in place of a part of flow matching alone: the part, and how a recipe writes it.
@@ -102,19 +98,7 @@ class Method:
 
     def fits(self, process: str) -> bool:
         """Return True if the rollout samples models of this process; an unmasking one cannot draw left to right."""
-        if not self.for_tokens or process not in OF_TEXT:
-            return not self.for_tokens and process not in OF_TEXT
-        from flowgrpo.text.samplers.decoding import Unmasking
-
-        rollout = self.generation
-        if self.asks_about_images and process != "image tokens":
-            return False
-        if process == "masks":  # answers have no trace
-            spread = self.credit.spread
-            follows = self.loss.surrogate.reads_uniform  # the state that follows a token
-            causal = spread and spread.causal or rollout.draws.causal or rollout.decoding.causal
-            return not (causal or follows or rollout.decoding.expert or self.loss.data)
-        return not isinstance(rollout.decoding, Unmasking)
+        return self.rollout.fits(self, process)
 
     @property
     def asks_about_images(self) -> bool:
@@ -148,15 +132,8 @@ class Method:
         """
         if not self.fits(process):
             raise self._unfit(process)
-        if process == "masks":
-            return self._unmasked()
-        if process == "tokens":
-            if "tokens" in self.target.offers and "texts" not in self.target.offers:
-                raise UserError(f"parts.target {type(self.target).__name__} is of {self.target.trains}: set "
-                                "text.generates: image, or leave it out")
-            return self
-        if process == "image tokens":
-            return self._drawing(given)
+        if self.for_tokens:
+            return self.generation.on(self, process, given)  # type: ignore[no-any-return]  # a method
         if process == "flow":
             return self._with_form({there: here for here, there in _FORMS.items()})
         if not isinstance(self.target, NoisedFinals):
@@ -170,27 +147,6 @@ class Method:
         # A rollout that draws nothing on its way has no use for a kernel.
         silent = self.denoising.noisy == "none"
         return (self.having(kernel=kernels.DDIM(0.0)) if silent else self)._on_vp(given)
-
-    def _unmasked(self) -> Method:
-        """Return a method of language models on masked ones."""
-        from flowgrpo.text.samplers.decoding import Unmasking
-        from flowgrpo.text.targets import Completions, Traces
-
-        decoding = self.generation.decoding
-        unmasking = decoding if isinstance(decoding, Unmasking) else Unmasking(*dataclasses.astuple(decoding))
-        return self.having(decoding=unmasking,
-                           target=Traces() if isinstance(self.target, Completions) else self.target)
-
-    def _drawing(self, given: Collection[str]) -> Method:
-        """Return a method of language models on images, whose tokens are as many for each: a shaping that only
-        compares lengths is left out, unless it was given."""
-        from flowgrpo.text.targets import Completions, ImageTokens
-
-        shaping = self.credit.shaping
-        if shaping is not None and shaping.of_lengths and "shaping" not in given:
-            shaping = None
-        return self.having(shaping=shaping,
-                           target=ImageTokens() if type(self.target) is Completions else self.target)
 
     def of_flows_alone(self) -> list[str]:
         """Return the names of the parts that a variance-preserving process cannot have."""
@@ -269,10 +225,10 @@ class Method:
         return self.rollout
 
     @property
-    def generation(self) -> TextGeneration:
+    def generation(self) -> TokenRollout:
         """Return the rollout of a language model's method."""
         assert self.for_tokens, "a pipeline's method"
-        return cast("TextGeneration", self.rollout)
+        return cast(TokenRollout, self.rollout)
 
     @property
     def off_policy(self) -> bool:
@@ -308,11 +264,7 @@ class Method:
     @property
     def has_quality_head(self) -> bool:
         """True where draws are pruned by a head that the run trains."""
-        if not self.for_tokens:
-            return False
-        from flowgrpo.text.samplers.groups import PrunedDraws
-
-        return isinstance(self.generation.draws, PrunedDraws)
+        return self.for_tokens and bool(getattr(self.generation.draws, "trains_head", False))
 
     @property
     def needs(self) -> frozenset[str]:

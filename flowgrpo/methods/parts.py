@@ -7,7 +7,7 @@ G: samples per prompt; R: rewards; D: the shape of a latent; T: steps of a rollo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Generator, Tensor
 
@@ -18,9 +18,6 @@ from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.rollout import RolloutSpec
 from flowgrpo.types import Context, Gaussian
 
-if TYPE_CHECKING:
-    from flowgrpo.text.samplers.decoding import Decoding
-    from flowgrpo.text.samplers.language_model import SampledCompletions, TokenizedPrompts
 
 @runtime_checkable
 class ConfigChecked(Protocol):
@@ -66,8 +63,8 @@ class GroupDraw(Protocol):
     def leaves(self) -> int:
         """Return the number whose multiple the size of a group is."""
 
-    def __call__(self, policy: Any, tokenized: TokenizedPrompts, decoding: Decoding, generators: Sequence[Generator],
-                 greedy: Tensor, group: int, micro_batch: int) -> list[SampledCompletions]:
+    def __call__(self, policy: Any, tokenized: Any, decoding: Any, generators: Sequence[Generator], greedy: Tensor,
+                 group: int, micro_batch: int) -> list[Any]:
         """Return completions of the prompts `tokenized`, [B] in whole groups. greedy: bool [B]."""
 
 

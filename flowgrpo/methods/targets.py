@@ -3,24 +3,47 @@ takes. `rollouts.targets` samples, records and replays them; `text.targets` has 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 from flowgrpo import objectives
 from flowgrpo.advantages.baselines import Paired
 from flowgrpo.methods.groups import Credit, Denoising, Loss
-from flowgrpo.methods.parts import Backprop, Times
+from flowgrpo.methods.parts import Backprop, GroupDraw, Times
 from flowgrpo.objectives import supervised
 from flowgrpo.objectives.surrogates import ActorCritic
 from flowgrpo.parts import part
-from flowgrpo.samplers import latent_edits, noised_finals, reward_gradient
+from flowgrpo.samplers import latent_edits, noised_finals, old_policy, reward_gradient
 from flowgrpo.samplers.rollout import RolloutSpec
 
-if TYPE_CHECKING:
-    from flowgrpo.text.generation import TextGeneration
 
-Rollout: TypeAlias = "Denoising | TextGeneration"
+class TokenRollout(Protocol):
+    """Rollout of a language model.
+
+    decoding: how a token is drawn. draws: how the completions of a group are.
+    """
+
+    of_text: ClassVar[bool]
+    strides: ClassVar[tuple[int, ...]]
+    lag: ClassVar[old_policy.Lag]
+    preview: ClassVar[None]
+    pruning: ClassVar[None]
+
+    @property
+    def decoding(self) -> Any: ...
+
+    @property
+    def draws(self) -> GroupDraw: ...
+
+    def fits(self, method: Any, process: str) -> bool:
+        """Return True if it samples models of this process under a method."""
+
+    def on(self, method: Any, process: str, given: Collection[str]) -> Any:
+        """Return the method as that process samples it. given: names of parts that the user set."""
+
+
+Rollout: TypeAlias = Denoising | TokenRollout
 
 
 @dataclass(frozen=True)
@@ -35,6 +58,7 @@ class Target:
     packs: True if `train.pack` can put its decisions into one call.
     follows_reward: True if it is the reward's gradient.
     scores_sampling: True if old scores are those of sampling; False: a score of finished samples.
+    recorded: True if it scores recorded pairs, and nothing is sampled.
     has_logp: True if its decisions have a log-probability, under the reference as well.
     offers: what a part can be for, which says so by its `reads_target` (a part without one goes with any target):
         "tokens", of completions; "texts", whose lengths differ; "steps", the transition of each step; "noise", samples
@@ -54,11 +78,16 @@ class Target:
     scores_sampling: ClassVar[bool] = True
     has_logp: ClassVar[bool] = False
     offers: ClassVar[frozenset[str]] = frozenset()
+    recorded: ClassVar[bool] = False
 
     @property
     def reads_grid(self) -> bool:
         """True if a run's sampling or noising follows the grid of its steps."""
         return True
+
+    def of_pairs(self) -> Target:
+        """Return the target that scores recorded pairs in its place; itself where there is none."""
+        return self
 
     def validate(self, rollout: Rollout, credit: Credit, loss: Loss, explorations: Sequence[RolloutSpec],
                  group: int) -> None:
@@ -129,12 +158,16 @@ class NoisedFinals(Target):
     unread: ClassVar[frozenset[str]] = _OF_TEXT | {"value", "progress", "strides", "replay"}
     packs: ClassVar[bool] = True
 
+    def of_pairs(self) -> Target:
+        return RecordedPairs(self.times)
+
 
 @dataclass(frozen=True)
 class RecordedPairs(NoisedFinals):
     """Noised finals of recorded pairs, without sampling: the target of a run with `preferences`."""
 
     trains: ClassVar[str] = "recorded pairs"
+    recorded: ClassVar[bool] = True
     unread: ClassVar[frozenset[str]] = NoisedFinals.unread | {"kernel", "plan", "solver", "tail", "roots", "redraw",
                                                                 "expansion", "pruning", "rehearsal"}
 

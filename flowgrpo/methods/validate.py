@@ -19,7 +19,7 @@ from flowgrpo.methods.overlay import overlays, preset, with_parts
 from flowgrpo.methods.parts import ConfigChecked
 from flowgrpo.methods.setup import Setup
 from flowgrpo.methods.supervised import Explained, PassRate, PicturePairs, PreferencePairs
-from flowgrpo.methods.targets import NoisedFinals, RecordedPairs
+from flowgrpo.methods.targets import RecordedPairs
 from flowgrpo.samplers.grids import shifted
 from flowgrpo.samplers.preview import require_choice
 from flowgrpo.samplers.rollout import RolloutSpec
@@ -197,13 +197,7 @@ def _require_noise(method: Method, explorations: list[RolloutSpec]) -> None:
 
 def on_recorded_pairs(method: Method) -> Method:
     """Return a method of noised finals or of completions on recorded pairs; another one as it is."""
-    if isinstance(method.target, NoisedFinals):
-        return method.having(target=RecordedPairs(method.target.times))
-    if not method.for_tokens:
-        return method
-    from flowgrpo.text.targets import Completions, RecordedCompletions
-
-    return method.having(target=RecordedCompletions()) if type(method.target) is Completions else method
+    return method.having(target=method.target.of_pairs())
 
 
 def check_recorded_pairs(setup: Setup) -> None:
@@ -248,9 +242,7 @@ def _require_recorded(config: Config, method: Method) -> None:
     if not method.for_tokens:
         raise UserError(f"preferences is set, so no image is sampled, but method {config.method} trains steps of "
                         "sampling one, or edits of sampled ones: use a method of noised finals, such as diffusion_dpo")
-    from flowgrpo.text.targets import RecordedCompletions
-
-    if not isinstance(method.target, RecordedCompletions):
+    if not method.target.recorded:
         raise UserError(f"preferences is set, but method {config.method} on this model trains {method.target.trains}, "
                         "which recorded completions have none of: expected a causal language model and a method such "
                         "as dpo")

@@ -1,19 +1,71 @@
-"""Targets of language models: what the loss of a method scores. `text.rollouts.targets` samples and replays them."""
+"""Rollout of a language model, as a group of a method's parts, and its targets: what the loss of a method scores.
+`text.rollouts.targets` samples and replays them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import astuple, dataclass
 from typing import ClassVar, Literal
 
 from flowgrpo import objectives
-from flowgrpo.methods.groups import Credit, Loss
+from flowgrpo.errors import UserError
+from flowgrpo.methods.groups import OF_TEXT, Credit, Loss
+from flowgrpo.methods.method import Method
+from flowgrpo.methods.parts import GroupDraw
 from flowgrpo.methods.targets import Rollout, Target
 from flowgrpo.parts import part
+from flowgrpo.samplers import old_policy
 from flowgrpo.samplers.rollout import RolloutSpec
-from flowgrpo.text.generation import TextGeneration
 from flowgrpo.text.samplers import groups, gumbel_softmax
-from flowgrpo.text.samplers.decoding import Unmasking
+from flowgrpo.text.samplers.decoding import Decoding, Unmasking
+
+
+@dataclass(frozen=True)
+class TextGeneration:
+    """Rollout of a language model.
+
+    decoding: temperature and cuts; of a masked model an `Unmasking`.
+    draws: how the completions of a group are drawn.
+    """
+
+    decoding: Decoding = Decoding()
+    draws: GroupDraw = groups.Independent()
+
+    of_text: ClassVar[bool] = True
+    # What the rollout of a pipeline alone can choose: one granularity, drawn by the present policy without previews.
+    strides: ClassVar[tuple[int, ...]] = (1,)
+    lag: ClassVar[old_policy.Lag] = old_policy.Lag()
+    preview: ClassVar[None] = None
+    pruning: ClassVar[None] = None
+
+    def fits(self, method: Method, process: str) -> bool:
+        """Return True if it samples models of this process under a method; an unmasking cannot draw left to right."""
+        if process not in OF_TEXT or method.asks_about_images and process != "image tokens":
+            return False
+        if process == "masks":  # answers have no trace
+            spread = method.credit.spread
+            follows = method.loss.surrogate.reads_uniform  # the state that follows a token
+            causal = spread and spread.causal or self.draws.causal or self.decoding.causal
+            return not (causal or follows or self.decoding.expert or method.loss.data)
+        return not isinstance(self.decoding, Unmasking)
+
+    def on(self, method: Method, process: str, given: Collection[str]) -> Method:
+        """Return the method as a process samples it: "tokens" one after the other, "masks" that become tokens, or
+        "image tokens", as many for each image, so that a shaping that only compares lengths is left out, unless it was
+        given. Raises UserError for image tokens of a model that writes texts."""
+        target = method.target
+        if process == "masks":
+            unmasking = self.decoding if isinstance(self.decoding, Unmasking) else Unmasking(*astuple(self.decoding))
+            return method.having(decoding=unmasking, target=Traces() if isinstance(target, Completions) else target)
+        if process == "image tokens":
+            shaping = method.credit.shaping
+            if shaping is not None and shaping.of_lengths and "shaping" not in given:
+                shaping = None
+            return method.having(shaping=shaping, target=ImageTokens() if type(target) is Completions else target)
+        if "tokens" in target.offers and "texts" not in target.offers:
+            raise UserError(f"parts.target {type(target).__name__} is of {target.trains}: set text.generates: image, "
+                            "or leave it out")
+        return method
 
 
 @part("target")
@@ -25,6 +77,9 @@ class Completions(Target):
     of: ClassVar[type] = TextGeneration
     has_logp: ClassVar[bool] = True
     unread: ClassVar[frozenset[str]] = frozenset({"step_weight", "progress"})
+
+    def of_pairs(self) -> Target:
+        return RecordedCompletions() if type(self) is Completions else self
 
     def validate(self, rollout: Rollout, credit: Credit, loss: Loss, explorations: Sequence[RolloutSpec],
                  group: int) -> None:
@@ -56,6 +111,7 @@ class RecordedCompletions(Completions):
     """
 
     trains: ClassVar[str] = "recorded pairs of completions"
+    recorded: ClassVar[bool] = True
     unread: ClassVar[frozenset[str]] = Completions.unread | {"draws", "spread", "value", "redraw", "replay",
                                                              "rehearsal"}
 

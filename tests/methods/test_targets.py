@@ -20,8 +20,7 @@ from flowgrpo.methods.targets import (
 from flowgrpo.methods.validate import resolve
 from flowgrpo.rollouts.targets import TARGETS
 from flowgrpo.samplers.noised_finals import GridTimes, Stratified
-from flowgrpo.text.generation import TextGeneration
-from flowgrpo.text.targets import Completions, ImageTokens, RecordedCompletions, RelaxedTraces, Traces
+from flowgrpo.text.targets import Completions, ImageTokens, RecordedCompletions, RelaxedTraces, TextGeneration, Traces
 from tests.helpers import tiny
 
 OF_PIPELINES = RecordedSteps(), JointDensity(), NoisedFinals(), RecordedPairs(), RewardGradient(), LatentEdits()

@@ -11,8 +11,8 @@ from flowgrpo.methods.method import Method
 from flowgrpo.objectives import reductions, references, sequence_losses
 from flowgrpo.objectives.supervised import FixedWeights
 from flowgrpo.text import credit, losses, targets
-from flowgrpo.text.generation import TextGeneration
 from flowgrpo.text.samplers import decoding, groups, lookahead
+from flowgrpo.text.targets import TextGeneration
 
 
 def grpo(method: Method = Method()) -> Method:

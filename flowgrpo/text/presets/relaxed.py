@@ -7,8 +7,8 @@ from flowgrpo.advantages import group
 from flowgrpo.methods.method import Method
 from flowgrpo.objectives import reductions, references
 from flowgrpo.text import targets
-from flowgrpo.text.generation import TextGeneration
 from flowgrpo.text.samplers import decoding, gumbel_softmax
+from flowgrpo.text.targets import TextGeneration
 
 
 def drakes(method: Method = Method()) -> Method:

@@ -187,6 +187,7 @@ class PrunedDraws:
     passes: Annotated[int, AtLeast(1)] = 4
     causal = True
     leaves = 1
+    trains_head = True
 
     def __call__(self, policy: CausalModel, tokenized: TokenizedPrompts, decoding: Decoding,
                  generators: Sequence[torch.Generator], greedy: Tensor, group: int, micro_batch: int
