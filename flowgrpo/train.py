@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from flowgrpo import domains
 from flowgrpo.config.geometry import geometry
 from flowgrpo.config.schema import Config
 from flowgrpo.data.prompts import Prompt
@@ -24,7 +25,6 @@ from flowgrpo.log import PhaseTimer
 from flowgrpo.methods import validate
 from flowgrpo.objectives.reductions import reduced
 from flowgrpo.policies.policy import Policy
-from flowgrpo.rollouts.build import make_rollouts
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.training import credit, endings, epochs, extensions, sampling, state
 from flowgrpo.training.epoch import Epoch
@@ -61,8 +61,8 @@ class Trainer:
         self.clock = PhaseTimer(policy.device.type == "cuda")
         self.stop = Stop(self.processes.members > 1)
         self.log: Callable[[str], None] = print
-        self.rollouts = make_rollouts(config, policy, self.method, self.geometry, self.processes, self.clock,
-                                      first=self.prompts[0])
+        self.rollouts = domains.of(policy.process).rollouts(config, policy, self.method, self.geometry, self.processes,
+                                                            self.clock, first=self.prompts[0])
         self.rollouts.decodes = self.scoring.reads_outputs
         self.extensions = extensions.of(self)  # some add weights, so that they are before the optimizer
         self.processes.require_equal(policy.weights.parameters())

@@ -13,7 +13,8 @@ from flowgrpo.config import features
 from flowgrpo.methods import PRESETS, presets, registry
 
 ROOT = Path(__file__).parents[1]
-LIGHT = ["flowgrpo.contrib", "flowgrpo.contrib.features"]  # records of features, of which the configuration has keys
+# Records of features, of which the configuration has keys, and of the domain.
+LIGHT = ["flowgrpo.contrib", "flowgrpo.contrib.features", "flowgrpo.text"]
 LOADED = "print(*(name for name in sys.modules if name.startswith(('flowgrpo.text', 'flowgrpo.contrib'))))"
 
 
@@ -47,10 +48,10 @@ for name in {of_images!r}:
 
 
 def test_the_table_of_text_presets_is_that_of_their_modules():
-    for module, names in presets.TEXT.items():
-        assert [*presets.of_module(import_module(f"flowgrpo.{module}"))] == names.split(), module
+    for module, names in presets.OF_DOMAINS.items():
+        assert [*presets.of_module(import_module(f"flowgrpo.{module}"))] == names, module
     found = {file.stem for file in (ROOT / "flowgrpo" / "text" / "presets").glob("*.py")} - {"__init__"}
-    assert {module.rpartition(".")[2] for module in presets.TEXT} == found
+    assert {module.rpartition(".")[2] for module in presets.OF_DOMAINS} == found
     texts = {name for name in PRESETS if PRESETS[name]().for_tokens}
     assert texts == {*presets.OF_TEXT} | presets.TEXT_ALONE
 

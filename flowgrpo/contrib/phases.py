@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flowgrpo import rewards
+from flowgrpo import domains, rewards
 from flowgrpo.config.geometry import geometry
 from flowgrpo.config.parse import new_name, validate
 from flowgrpo.config.schema import Config
@@ -22,7 +22,6 @@ from flowgrpo.methods import capabilities, keys_read
 from flowgrpo.methods.setup import Setup
 from flowgrpo.methods.validate import check_supervised, resolve
 from flowgrpo.policies import build, options
-from flowgrpo.rollouts.build import make_rollouts
 from flowgrpo.text.policies import engines
 from flowgrpo.training.extension import Extension
 from flowgrpo.training.run import Run
@@ -225,8 +224,9 @@ class Phases(Extension):
         trainer.config = trainer.optimization.config = config
         trainer.geometry = geometry(config.train, trainer.processes.count)
         trainer.geometry.micro_batch = min(trainer.geometry.micro_batch, lowered)
-        trainer.rollouts = make_rollouts(config, trainer.policy, trainer.method, trainer.geometry, trainer.processes,
-                                         trainer.clock, first=trainer.prompts[0])
+        trainer.rollouts = domains.of(trainer.policy.process).rollouts(
+            config, trainer.policy, trainer.method, trainer.geometry, trainer.processes, trainer.clock,
+            first=trainer.prompts[0])
         for name in ("decodes", "rollout_evaluations", "saved_evaluations", "old_policy"):
             setattr(trainer.rollouts, name, getattr(before, name))
         trainer.scoring.group = trainer.geometry.group

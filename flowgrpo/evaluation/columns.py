@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flowgrpo import rewards
+from flowgrpo import domains, rewards
 from flowgrpo.data import sets
 from flowgrpo.data import sources as given_files
 from flowgrpo.device import drawing
@@ -237,9 +237,7 @@ def columns(run: str | Path, kind: str, values: Sequence[str], prompts: str | Pa
         raise UserError(f"--columns {kind}: is of denoisers, and {run} trained a language model; expected one of "
                         f"{', '.join(known)}")
     if by_tokens:
-        from flowgrpo.text.policies import engines as texts
-
-        arguments = texts.asked(config, 2 if kind == "seeds" else 1, None)
+        arguments = domains.of("tokens").asked(config, 2 if kind == "seeds" else 1, None)
     else:
         arguments = samplers.call_arguments(config.model, run)
     chosen = KINDS[kind](Column("tuned", run, seed, arguments), list(values))

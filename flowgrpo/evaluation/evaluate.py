@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from flowgrpo import rewards
+from flowgrpo import domains, rewards
 from flowgrpo.config.reward_rules import WatchRule
 from flowgrpo.config.schema import Config
 from flowgrpo.data.suites import Suite, load_suite
@@ -112,10 +112,8 @@ def make_plan(source: str, lora: str | Path | None, base: bool, samples: int, st
     _require_fitting(medium, {"steps": steps, "guidance": guidance, "rlg": rlg or None, "enhancer": enhancer},
                      {"temperature": temperature, "max-tokens": max_tokens})
     if medium is not draw.IMAGES:
-        from flowgrpo.text.policies import engines as texts
-
-        arguments = texts.asked(config, samples * best_of, temperature, max_tokens, generates, guidance,
-                                model)
+        arguments = domains.of("tokens").asked(config, samples * best_of, temperature, max_tokens, generates, guidance,
+                                               model)
     else:
         arguments = samplers.call_arguments(model, tuned, steps, guidance)
     arms = {BASE: 0.0} if base or tuned is None else {}

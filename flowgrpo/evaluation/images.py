@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from flowgrpo import domains
 from flowgrpo.config.schema import Config
 from flowgrpo.data import sets, sources
 from flowgrpo.data.images import read_image
@@ -215,9 +216,7 @@ def _named(prompt: Prompt, key: str, sample: str) -> Prompt:
     text in its metadata; a sample without a text changes nothing."""
     if key != PROMPT:
         return replace(prompt, metadata=prompt.metadata | {key: sample})
-    from flowgrpo.text.rewards.pictured import rewritten
-
-    text = rewritten(sample) or prompt.text
+    text = domains.of("tokens").rewritten(sample) or prompt.text
     return replace(prompt, text=text, metadata={USER_PROMPT: prompt.text} | prompt.metadata)
 
 

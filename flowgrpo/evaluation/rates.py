@@ -80,8 +80,6 @@ def _of_evaluation(source: Path, sets: Sequence[str], reward: str | None) -> Rat
 def likelihoods(policy: Any, prompts: Sequence[Prompt]) -> Rates:
     """Return the likelihood of every prompt's answer under a causal language model: exp of the mean log-probability of
     its tokens and its end. Prompts without an answer are left out."""
-    from flowgrpo.text.samplers.decoding import Decoding
-
     rates: Rates = {}
     for prompt in prompts:
         if (answer := answer_of(prompt)) is None:
@@ -89,6 +87,6 @@ def likelihoods(policy: Any, prompts: Sequence[Prompt]) -> Rates:
         ids = torch.tensor([[*policy.tokenizer(answer, add_special_tokens=False)["input_ids"], policy.ends[0]]])
         mask = torch.ones_like(ids, dtype=torch.bool)
         tokenized = policy.encode([prompt.text], images=[prompt.brings])
-        scored = policy.log_probs(tokenized, torch.zeros(1, dtype=torch.int64), ids, mask, Decoding())
+        scored = policy.log_probs(tokenized, torch.zeros(1, dtype=torch.int64), ids, mask, policy.plain)
         rates[prompt.key] = [scored.logp.mean().exp().item()]
     return rates

@@ -13,11 +13,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from tqdm import tqdm
 
+from flowgrpo import domains
 from flowgrpo.config.schema import Config
 from flowgrpo.config.sections import STEPS
 from flowgrpo.cores import Threads
@@ -32,11 +33,8 @@ from flowgrpo.policies.pipelines.call import guidance_argument, seeded, unchecke
 from flowgrpo.policies.pipelines.load import denoisers
 from flowgrpo.policies.pipelines.rlg import Branches
 from flowgrpo.samplers.grids import require_steps
-from flowgrpo.samplers.rollout import seeder
+from flowgrpo.samplers.rollout import noise_seed, seeder
 from flowgrpo.starter import CALLS, EVAL, RATES
-
-if TYPE_CHECKING:
-    from flowgrpo.text.policies.causal_lm import CausalLM
 
 SHARE = 0.1  # maximum effect of the batch in half precision, as a share of the difference between two images
 # Errors of a pipeline that takes one prompt; any other error is raised again by drawing singly.
@@ -282,7 +280,7 @@ class Texts:
         self.model, self.config, self.precision, self.device = model, config, precision, device
         self.threads = Threads.of(device)
         self.arm: Arm | None = None
-        self.policy: CausalLM | None = None
+        self.policy: Any = None
 
     def draw(self, arm: Arm, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Any]:
         """Write a completion per prompt and seed, or draw an image each [3, H, W]."""
@@ -291,14 +289,13 @@ class Texts:
         given = policy.encode([prompt.text for prompt in prompts], images=[prompt.brings for prompt in prompts])
         return [*policy.generate(given, policy.generators(seeds))]
 
-    def load(self, arm: Arm) -> CausalLM:
+    def load(self, arm: Arm) -> Any:
         """Load the model with an arm's weights and settings, unless they are in it, and return it."""
         if self.policy is None or arm != self.arm:
-            from flowgrpo.text.policies import engines as texts
-
             self.policy = None  # two models at once may not fit
-            config = texts.settings(self.model, self.config, arm.asked, self.device, self.precision)
-            self.policy, self.arm = texts.load(config, arm.weights, self.device), arm
+            self.policy = domains.of("tokens").sampler(self.model, self.config, arm.asked, arm.weights, self.device,
+                                                       self.precision)
+            self.arm = arm
         return self.policy
 
 
@@ -312,8 +309,6 @@ class Enhancer:
     """
 
     def __init__(self, source: str, seed: int = 0):
-        from flowgrpo.text.policies import engines as texts
-
         self.source, self.seed = source, seed
         model, self.weights = checkpoints.source(source)
         run = checkpoints.config_of(self.weights)
@@ -321,7 +316,8 @@ class Enhancer:
             raise UserError(f"--enhancer {source}: generates images, expected a language model, or a run that trained "
                             "one")
         self.sampler = Texts(model, run, None, loading.place())
-        self.arm = Arm(self.weights, texts.asked(run, 1, None) | ({} if run else {"system": INSTRUCTION}))
+        asked = domains.of("tokens").asked(run, 1, None)
+        self.arm = Arm(self.weights, asked | ({} if run else {"system": INSTRUCTION}))
         self.known: dict[str, str] = {}
 
     def __call__(self, prompts: Sequence[Prompt]) -> list[Prompt]:
@@ -333,11 +329,9 @@ class Enhancer:
         return [replace(prompt, text=self.known[prompt.text]) for prompt in prompts]
 
     def _rewrite(self, some: Sequence[str]) -> None:
-        from flowgrpo.text.rewards.pictured import noise_seed, rewritten
-
         seeds = [noise_seed(self.seed, None, text, 0) for text in some]
         written = self.sampler.draw(self.arm, [Prompt(text) for text in some], seeds)
-        self.known.update(zip(some, map(rewritten, written)))
+        self.known.update(zip(some, map(domains.of("tokens").rewritten, written)))
 
     def as_json(self) -> dict[str, Any]:
         """Return how prompts are rewritten, as evaluations record it."""

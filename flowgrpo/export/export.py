@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from flowgrpo import domains
 from flowgrpo.config.parse import load
 from flowgrpo.config.schema import Config
 from flowgrpo.config.sections import Load
@@ -171,14 +172,13 @@ def merged(run: Path, output: Path) -> Path:
 
 
 def _merged_language_model(config: Config, run: Path, output: Path) -> None:
-    from flowgrpo.policies import build
     from flowgrpo.policies.weights import adapters
-    from flowgrpo.text.policies.text_weights import attach
 
+    texts = domains.of("tokens")
     options = {} if config.adapter.rank else {"model": str(run / "model"), "load": Load()}
-    model, reader = build.load_language(config.model_copy(update={"precision": "fp32"} | options))
+    model, reader = texts.load(config.model_copy(update={"precision": "fp32"} | options))
     if config.adapter.rank:
-        attach(model, run)
+        texts.attach(model, run)
         adapters.merge(model)
     model.to(DTYPES[config.precision]).save_pretrained(output)
     reader.save_pretrained(output)

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flowgrpo import domains
 from flowgrpo.config.parse import read_yaml
 from flowgrpo.config.schema import Config
-from flowgrpo.config.sections import Adapter
 from flowgrpo.data import provenance
 from flowgrpo.data.prompts import LONGEST_TEXT, Prompt, require_length
 from flowgrpo.errors import UserError
-from flowgrpo.methods import keys_read, overlay, validate
+from flowgrpo.methods import keys_read, overlay
 from flowgrpo.methods.targets import LatentEdits
 from flowgrpo.policies import hub, sources
 from flowgrpo.policies.pipelines import prompt_inputs
@@ -22,16 +22,9 @@ from flowgrpo.starter import FOLDERS
 if TYPE_CHECKING:
     import torch
 
-    from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
-    from flowgrpo.text.policies.causal_lm import CausalLM
-
 PIPELINE, CAUSAL_LM, VISION_LM, MASKED_LM = "pipeline", "causal_lm", "vision_lm", "masked_lm"
-IMAGE_TOKENS = "image_tokens"  # a language model of DRAWING in a run with text.generates: image
-DRAWING = ("janus",)  # families of language models with an image head
-IN_TEXT = ("emu3", "chameleon", "glm_image")  # those that draw with tokens of their texts' vocabulary
-DIFFUSION = ("llada", "dream")  # families of masked language models whose classes are not called ForMaskedLM
-_PROCESSES = {PIPELINE: "flow", CAUSAL_LM: "tokens", VISION_LM: "tokens", MASKED_LM: "masks",
-              IMAGE_TOKENS: "image tokens"}
+IMAGE_TOKENS = "image_tokens"  # a language model of images in a run with text.generates: image
+
 
 
 def kind(config: Config, loaded: Any = None) -> str:
@@ -40,8 +33,10 @@ def kind(config: Config, loaded: Any = None) -> str:
     what is loaded; of a hub id it is what the method is for, without a request to the hub. UserError for a folder
     that is neither, and for a packaged model's name that is misspelt."""
     if loaded is not None:
-        return _of_language(loaded[0].config.to_dict() | {"architectures": [type(loaded[0]).__name__]},
-                            config.text.generates) if isinstance(loaded, tuple) else PIPELINE
+        if not isinstance(loaded, tuple):
+            return PIPELINE
+        described = loaded[0].config.to_dict() | {"architectures": [type(loaded[0]).__name__]}
+        return str(domains.of("tokens").kind(described, config.text.generates))
     folder = Path(FOLDERS.get(config.model, config.model))
     if not folder.is_dir():
         method = overlay.with_parts(overlay.preset(config.method), config.parts)
@@ -55,7 +50,7 @@ def kind(config: Config, loaded: Any = None) -> str:
     if (folder / "model_index.json").is_file():
         return PIPELINE
     if (folder / "config.json").is_file():
-        return _of_language(_described(folder), config.text.generates)
+        return str(domains.of("tokens").kind(_described(folder), config.text.generates))
     if (folder / "config.yaml").is_file():
         base = read_yaml(folder / "config.yaml").get("model")
         raise UserError(f"{config.model} is a run, not a model: give the model that it trained, and its weights with "
@@ -69,7 +64,7 @@ def is_language(config: Config, loaded: Any = None) -> bool:
     here = sources.is_file(config.model) or Path(FOLDERS.get(config.model, config.model)).exists()
     if loaded is not None or here:
         return kind(config, loaded) != PIPELINE
-    return "/" in config.model and "model_type" in _on_hub(config.model, config.load.revision)
+    return "/" in config.model and "model_type" in on_hub(config.model, config.load.revision)
 
 
 def writes(model: str, config: Config | None = None) -> bool:
@@ -82,13 +77,13 @@ def writes(model: str, config: Config | None = None) -> bool:
         return False
     if config is None and model not in FOLDERS and "/" in model and not Path(model).exists():
         provenance.require_no_slip(model)
-        return bool(_on_hub(model))
+        return bool(on_hub(model))
     return kind(Config(model=model) if config is None else config) != PIPELINE
 
 
 def process(kind: str) -> str:
     """Return the process with which a method's parts are tried before the model is loaded."""
-    return _PROCESSES[kind]
+    return next(domain.kinds[kind] for domain in domains.all() if kind in domain.kinds)
 
 
 def _described(folder: Path) -> dict[str, Any]:
@@ -100,37 +95,6 @@ def _described(folder: Path) -> dict[str, Any]:
     return described if isinstance(described, dict) else {}
 
 
-def _of_language(described: dict[str, Any], draws: str = "text") -> str:
-    """Return the kind of language model of a config.json, from the names of its classes and its family.
-
-    draws: what its completions are. Raises UserError for an image of a model without an image head.
-    """
-    if draws == "image":
-        if described.get("model_type") not in DRAWING:
-            name = (described.get("architectures") or ["the model"])[0]
-            why = ("draws images with tokens of its texts, whose places and line ends are not known here"
-                   if described.get("model_type") in IN_TEXT else "has no image head")
-            raise UserError(f"text.generates is 'image', but {name} {why}: expected JanusForConditionalGeneration, or "
-                            "leave text.generates out")
-        return IMAGE_TOKENS
-    if reads_images(described):
-        return VISION_LM
-    family, classes = str(described.get("model_type") or ""), described.get("architectures") or ()
-    masked = family.lower() in DIFFUSION or any(name.endswith("ForMaskedLM") for name in classes)
-    return MASKED_LM if masked else CAUSAL_LM
-
-
-def reads_images(described: dict[str, Any]) -> bool:
-    """Return True if transformers lists this config.json's model for image and text to text."""
-    from transformers.models.auto import modeling_auto
-
-    both = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-    for name in described.get("architectures") or ():
-        alone = name in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()  # some stand in both lists
-        return name in both.values() and ("vision_config" in described or not alone)
-    return described.get("model_type") in both and "vision_config" in described
-
-
 def load(config: Config, encoders: bool = True) -> Any:
     """Load the pipeline of a configuration, or its (model, tokenizer or processor).
 
@@ -138,7 +102,7 @@ def load(config: Config, encoders: bool = True) -> Any:
     """
     if (kind_of_model := kind(config)) != PIPELINE:
         keys_read.require_kind(config, kind_of_model)
-        return load_language(config)
+        return domains.of("tokens").load(config)
     from flowgrpo.policies.pipelines.load import ALL, DENOISERS, load_pipeline
 
     return load_pipeline(config.model, config.precision, config.trust_remote_code, config.memory.weights, config.load,
@@ -201,7 +165,7 @@ def require_inputs(config: Config, prompts: Sequence[Prompt], loaded: Any = None
     conditioned.require_prompts(config, prompts, loaded)
 
 
-def make_policy(config: Config, device: str | torch.device, loaded: Any = None) -> PipelinePolicy | CausalLM:
+def make_policy(config: Config, device: str | torch.device, loaded: Any = None) -> Any:
     """Return the policy of a configuration.
 
     loaded: its pipeline or (model, tokenizer or processor), if it is loaded already.
@@ -209,7 +173,7 @@ def make_policy(config: Config, device: str | torch.device, loaded: Any = None) 
     pipe = load(config) if loaded is None else loaded
     if isinstance(pipe, tuple):
         keys_read.require_kind(config, kind(config, pipe))
-        return language_policy(config, pipe, config.adapter, device)
+        return domains.of("tokens").policy(config, pipe, config.adapter, device)
     from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
     from flowgrpo.samplers import predictions
 
@@ -225,28 +189,7 @@ def make_policy(config: Config, device: str | torch.device, loaded: Any = None) 
     return PipelinePolicy(pipe, config.adapter, adapted=method.rollout.adapted, **options)
 
 
-def load_language(config: Config) -> tuple[Any, Any]:
-    """Load a language model with its tokenizer, or with its processor if it reads images. Raises UserError if it does
-    not load."""
-    provenance.require_place(config.model)
-    sources.require(config.model, config.load)
-    hub.require(config.model)
-    source = config.model, config.precision, config.trust_remote_code
-    kind_of_model = kind(config)
-    if kind_of_model == MASKED_LM:
-        from flowgrpo.text.policies.masked_lm import load_masked_lm
-
-        return load_masked_lm(*source, files=config.load)
-    from flowgrpo.text.policies.text_weights import load_causal_lm
-
-    folder = Path(FOLDERS.get(config.model, config.model))
-    if kind_of_model in (VISION_LM, IMAGE_TOKENS) or \
-            not folder.is_dir() and reads_images(_on_hub(config.model, config.load.revision)):
-        return load_causal_lm(*source, ("AutoModelForImageTextToText", "AutoProcessor"), files=config.load)
-    return load_causal_lm(*source, files=config.load)
-
-
-def _on_hub(model: str, revision: str | None = None) -> dict[str, Any]:
+def on_hub(model: str, revision: str | None = None) -> dict[str, Any]:
     """Return the config.json of a hub id; empty if there is none, as for a pipeline."""
     from transformers import PreTrainedConfig
 
@@ -255,27 +198,3 @@ def _on_hub(model: str, revision: str | None = None) -> dict[str, Any]:
         return PreTrainedConfig.get_config_dict(model, revision=revision)[0]
     except OSError:  # as loading will tell
         return {}
-
-
-def language_policy(config: Config, loaded: tuple[Any, Any], adapter: Adapter | None,
-                    device: str | torch.device = "cpu") -> CausalLM:
-    """Return the policy of a loaded language model and its tokenizer or processor.
-
-    adapter: what is trained of it, None for nothing.
-    """
-    settings: dict[str, Any] = dict(device=device, precision=config.precision,
-                                    checkpointing=config.train.recomputed)
-    if kind(config, loaded) == MASKED_LM:
-        from flowgrpo.text.policies.masked_lm import MaskedLM
-
-        unmasking: Any = validate.resolve(config, "masks").rollout.decoding
-        return MaskedLM(*loaded, adapter, config.text, unmasking, **settings)
-    if hasattr(loaded[1], "image_processor"):
-        from flowgrpo.text.policies.image_lm import with_processor
-
-        draws = kind(config, loaded) == IMAGE_TOKENS
-        method = validate.resolve(config, process(IMAGE_TOKENS)) if draws else None
-        return with_processor(config, loaded, adapter, method, **settings)
-    from flowgrpo.text.policies.causal_lm import CausalLM
-
-    return CausalLM(*loaded, adapter, config.text, **settings)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flowgrpo import trust
+from flowgrpo import domains, trust
 from flowgrpo.config.parse import load as load_config
 from flowgrpo.config.schema import Config
 from flowgrpo.config.sections import Adapter
@@ -29,8 +29,6 @@ from flowgrpo.storage.places import CONFIG, is_checkpoint, run_of, weights_of
 
 if TYPE_CHECKING:
     import torch
-
-    from flowgrpo.text.policies.causal_lm import CausalLM
 
 
 def run_config(path: Path) -> Config:
@@ -98,9 +96,10 @@ def load(pipe: Any, path: Path) -> TrainableWeights:
     return weights
 
 
-def language_policy(config: Config, path: Path, device: str | torch.device = "cpu") -> CausalLM:
+def language_policy(config: Config, path: Path, device: str | torch.device = "cpu") -> Any:
     """Return a language model with a checkpoint's weights. Raises UserError if they belong to another model."""
-    policy = build.language_policy(config, build.load_language(config), _fresh(config.adapter), device)
+    texts = domains.of("tokens")
+    policy = texts.policy(config, texts.load(config), _fresh(config.adapter), device)
     take(policy.weights, config, path)
     return policy
 

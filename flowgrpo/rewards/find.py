@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from flowgrpo import domains
 from flowgrpo.errors import LIKE, UserError, nearest
 from flowgrpo.rewards.about import TRAINED, RewardFunction
 from flowgrpo.rewards.remote import exchange
@@ -81,46 +82,15 @@ BUILT_IN = {
     "scaled": "flowgrpo.contrib.verdicts:Scaled",
     "user_prompt": "flowgrpo.contrib.verdicts:UserPrompt",
     "progress": "flowgrpo.contrib.verdicts:Progress",
-    "majority": "flowgrpo.text.rewards.majority:Majority",
-    "pseudo_labels": "flowgrpo.text.rewards.majority:PseudoLabels",
-    "refined_labels": "flowgrpo.text.rewards.majority:RefinedLabels",
     "preferred": "flowgrpo.rewards.pairwise:preferred",
     "diversity": "flowgrpo.rewards.guards:Diversity",
     "base_similarity": "flowgrpo.rewards.guards:BaseSimilarity",
     "grid_artefacts": "flowgrpo.rewards.guards:GridArtefacts",
     "over_saturation": "flowgrpo.rewards.guards:OverSaturation",
-    "exact_match": "flowgrpo.text.rewards.rules:ExactMatch",
-    "numeric_match": "flowgrpo.text.rewards.numeric:NumericMatch",
-    "math_answer": "flowgrpo.text.rewards.numeric:MathAnswer",
-    "step_match": "flowgrpo.text.rewards.rules:StepMatch",
-    "format_tags": "flowgrpo.text.rewards.rules:FormatTags",
-    "text_length": "flowgrpo.text.rewards.rules:Length",
-    "completion_length": "flowgrpo.text.rewards.rules:CompletionLength",
-    "length_curve": "flowgrpo.text.rewards.rules:LengthCurve",
-    "box_iou": "flowgrpo.text.rewards.boxes:BoxIoU",
-    "box_format": "flowgrpo.text.rewards.boxes:BoxFormat",
-    "time_iou": "flowgrpo.text.rewards.boxes:TimeIoU",
-    "overlong": "flowgrpo.text.rewards.rules:Overlong",
-    "repetition": "flowgrpo.text.rewards.rules:Repetition",
-    "distinct": "flowgrpo.text.rewards.rules:Distinct",
-    "text_diversity": "flowgrpo.text.rewards.embeddings:TextDiversity",
-    "reference_band": "flowgrpo.text.rewards.embeddings:ReferenceBand",
-    "json_schema": "flowgrpo.text.rewards.code_tests:JsonSchema",
-    "code_run": "flowgrpo.text.rewards.code_tests:CodeRun",
-    "rubric": "flowgrpo.text.rewards.judge:Rubric",
-    "text_judge": "flowgrpo.text.rewards.judge:TextJudge",
     "text_judge_rubric": "flowgrpo.contrib.criteria:TextJudgeRubric",
-    "reference_likelihood": "flowgrpo.text.rewards.models:ReferenceLikelihood",
-    "reasoning_depth": "flowgrpo.text.rewards.models:ReasoningDepth",
-    "multi_choice": "flowgrpo.text.rewards.rules:MultiChoice",
     "caption_answers": "flowgrpo.contrib.questions.caption_answers:CaptionAnswers",
-    "pictured": "flowgrpo.text.rewards.pictured:Pictured",
-    "svg_render": "flowgrpo.text.rewards.code_tests:SvgRender",
-    "translation": "flowgrpo.text.rewards.rules:Translation",
-    "semantic_similarity": "flowgrpo.text.rewards.embeddings:SemanticSimilarity",
-    "text_scorer": "flowgrpo.text.rewards.embeddings:TextScorer",
-    "reward_model": "flowgrpo.text.rewards.models:RewardModel",
 }
+BUILT_IN |= {name: place for domain in domains.all() for name, place in domain.rewards.items()}
 LEARNED = "flowgrpo.contrib.learned_rewards.preference:named"  # of a folder of `flowgrpo reward train`
 # Names of earlier releases.
 ALIASES = {"pick_score": "pickscore", "hps_v2": "hpsv2.1", "hps_v3": "hpsv3", "image_reward": "imagereward",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 
@@ -21,15 +21,11 @@ from flowgrpo.samplers.rollout import Part, RolloutSpec, Seed, seeder
 from flowgrpo.storage.checkpoint import Stateful
 from flowgrpo.types import Scored
 
-if TYPE_CHECKING:
-    from flowgrpo.policies.pipelines.conditioning import Conditioning
-    from flowgrpo.text.samplers.language_model import TokenizedPrompts
-
-Encoded: TypeAlias = "Conditioning | TokenizedPrompts"
+Encoded: TypeAlias = Any  # prompts: a `Conditioning` of a pipeline, `TokenizedPrompts` of a language model
 Outputs: TypeAlias = torch.Tensor | list[str]
 # Rewards [b], with their gradient: of the places [b] of prompts, and of their images [b,...] or relaxed texts.
 RewardValue: TypeAlias = Callable[[torch.Tensor, Any], torch.Tensor]
-C = TypeVar("C")  # encoded prompts: a `Conditioning` of a pipeline, `TokenizedPrompts` of a language model
+C = TypeVar("C")  # `Encoded`
 
 
 class TotalReward(Protocol):

@@ -167,15 +167,13 @@ class TokenLosses(TextExamples):
         return sum(len(self.tokens(example)) for example in examples)
 
     def __call__(self, examples: Sequence[Example], places: Sequence[int], update: int) -> Iterator[Tensor]:
-        from flowgrpo.text.samplers.decoding import Decoding
-
         rows = [self.tokens(example) for example in examples]
         ids, mask = self.padded(rows)
         encoded = self.rollouts.conditioning([conditioned(self.part.condition, example) for example in examples])
         weigh = self.part.token_weight
         seed = seed_of(self.rollouts.config.seed, update, places[0])
         scored = self.policy.log_probs(encoded, torch.arange(len(rows)), ids, mask,
-                                       weigh.distribution(seed) or Decoding(), weigh.reads_entropy)
+                                       weigh.distribution(seed) or self.policy.plain, weigh.reads_entropy)
         weights = torch.tensor([self.part.weight(example.reward) for example in examples])[:, None].to(scored.logp)
         yield -(weights * weigh(scored.logp, scored.entropy, scored.mask) * scored.logp * scored.mask).sum()
         if isinstance(self.part, AlignedChains) and self.part.contrast:

@@ -14,6 +14,7 @@ from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
 from flowgrpo.log import PhaseTimer
 from flowgrpo.methods.method import Method
+from flowgrpo.methods.targets import RecordedPairs
 from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.policies.pipelines.image_latents import ImageEncoder
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
@@ -69,3 +70,10 @@ class RecordedRollouts(DenoisingRollouts):
                                           for p in groups for path in conditioning.pairs[p]))
             part = Part(groups, prompts, None, (), (torch.cat(latents).to(self.policy.device),))
             yield self.target.record(part, conditioning, epoch, seed), [torch.stack(images)]
+
+
+def make_rollouts(config: Config, policy: PipelinePolicy, method: Method, geometry: BatchShape, processes: Processes,
+                  clock: PhaseTimer, first: Prompt) -> DenoisingRollouts:
+    """Make what samples and replays a pipeline. first: a prompt, with which its own grid is read."""
+    kind = RecordedRollouts if isinstance(method.target, RecordedPairs) else DenoisingRollouts
+    return kind(config, policy, method, geometry, processes, clock, first)

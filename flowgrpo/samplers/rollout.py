@@ -5,6 +5,7 @@ pipeline, as protocols of policies and encoded prompts.
 from __future__ import annotations
 
 import functools
+import hashlib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -22,6 +23,15 @@ from flowgrpo.samplers.scheduler import Segment, StepRecord
 from flowgrpo.types import Completions, Gaussian, Scored, Transitions, required
 
 Seed = Callable[[int, int], int]
+
+
+def noise_seed(seed: int, epoch: int | None, prompt: str, number: int) -> int:
+    """Return the seed of a prompt's noise of that number, the same for all rewrites of the prompt.
+
+    epoch: None for noise that is the same in every epoch.
+    """
+    digest = hashlib.sha256(f"{seed}/{epoch}/{number}/{prompt}".encode("utf-8", "surrogatepass")).digest()
+    return int.from_bytes(digest[:6], "big")
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from flowgrpo import domains
 from flowgrpo.config.geometry import geometry
 from flowgrpo.config.schema import Config
 from flowgrpo.data.prompts import Prompt
@@ -23,7 +24,6 @@ from flowgrpo.errors import UserError
 from flowgrpo.methods.setup import Setup
 from flowgrpo.policies.pipelines import encoded_prompts
 from flowgrpo.policies.weights.forwards import blocks
-from flowgrpo.training import memory
 
 SHARES = (0.0, 0.5, 1.0)  # of blocks that recompute, in the order in which they are tried
 MOST = 0.9  # share of the memory that an estimate may fill: kernels have temporary memory
@@ -131,13 +131,11 @@ def measured(config: Config, policy: Any, prompt: Prompt) -> tuple[Estimate, Seq
     conditioning, before = encode([prompt.text], [negative], [prompt.brings]), policy.evaluations
     if config.image.sizes:
         conditioning = replace(conditioning, sizes=[max(config.image.sizes, key=math.prod)])
-    of_kind: Any = memory
-    if text:
-        from flowgrpo.text import memory as of_kind
+    memory = domains.of(policy.process).memory
 
     def phases(rows: int) -> dict[str, dict[str, int]]:
         train = config.train.model_copy(update={"micro_batch": rows})
-        return of_kind.memory(policy, config.model_copy(update={"train": train}), conditioning)
+        return memory(policy, config.model_copy(update={"train": train}), conditioning)
 
     once, twice = ({name: sum(parts.values()) for name, parts in phases(rows).items()} for rows in (1, 2))
     saved, shares = 0, [config.train.recomputed]

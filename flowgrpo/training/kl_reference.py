@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -24,9 +24,6 @@ from flowgrpo.samplers.replay import calls, rescored
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.types import Completions, RunState, Scored
-
-if TYPE_CHECKING:
-    from flowgrpo.text.policies.causal_lm import CausalLM
 
 Snapshot = dict[str, torch.Tensor]
 Replay = Callable[[Part], Iterator[tuple[int, slice, Scored]]]
@@ -279,13 +276,13 @@ class SelfTeacherReference(KLReference):
         assert isinstance(taken, Completions)
         alone = replace(taken, prompts=torch.arange(len(taken.ids)))
         prompts = self.of_texts(taken, part.rewards[0].tolist())
-        policy = cast("CausalLM", rollouts.policy)
+        policy = cast(Any, rollouts.policy)
         of = policy.encode([prompt.text for prompt in prompts], images=[prompt.brings for prompt in prompts])
         return rollouts.replay(replace(part, transitions=(alone,)), of)
 
     def of_texts(self, taken: Completions, rewards: list[float]) -> list[Prompt]:
         """Return the teacher's prompt of each completion, as its group and their rewards make it."""
-        written = [str(text) for text in cast("CausalLM", self.policy).written(taken.ids, taken.old.mask)]
+        written = [str(text) for text in cast(Any, self.policy).written(taken.ids, taken.old.mask)]
         prompts = [self.prompts[place] for place in taken.prompts.tolist()]
         for place in taken.prompts.unique():
             rows = (taken.prompts == place).nonzero()[:, 0].tolist()

@@ -13,7 +13,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 
@@ -35,9 +35,6 @@ from flowgrpo.storage import paths
 from flowgrpo.training import state
 from flowgrpo.training.run import Run
 from flowgrpo.training.scoring import RewardFunctions
-
-if TYPE_CHECKING:
-    from flowgrpo.text.rewards.embeddings import SoftTexts
 
 SAMPLES = 2  # per batch: one alone would not reveal a reward that always returns one number
 TOKENS = 8  # of a completion, at most
@@ -227,17 +224,12 @@ class Samples:
         share = torch.linspace(0, 1, len(rows)).view(-1, *[1] * (drawn.ndim - 1))
         return torch.lerp(drawn[:1], drawn[1:], share)
 
-    def in_graph(self, batch: Batch) -> torch.Tensor | SoftTexts:
+    def in_graph(self, batch: Batch) -> Any:
         """Return the outputs for a reward whose gradient is followed: for texts, their prompts' own tokens."""
         if self.policy.modality != "text":
             assert isinstance(batch.outputs, torch.Tensor)
             return batch.outputs.to(self.policy.device).clone().requires_grad_()
-        from flowgrpo.text.rewards.embeddings import SoftTexts
-
-        tokens = self.rollouts.tokens
-        [ids] = self.policy.encode([batch.prompts[0].text]).ids
-        weights = torch.nn.functional.one_hot(ids, len(tokens)).float().to(self.policy.device)
-        return SoftTexts(weights.repeat(len(batch.prompts), 1, 1).requires_grad_(), tokens)
+        return self.rollouts.stated(batch.prompts[0], len(batch.prompts))
 
 
 @contextlib.contextmanager

@@ -18,7 +18,6 @@ import os
 import platform
 import shutil
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from PIL import Image, ImageSequence
 
+from flowgrpo import domains
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.evaluation.pages import clips
 from flowgrpo.evaluation.pages.clips import as_image, durations, moving, seconds_of, still
@@ -206,8 +206,8 @@ def machine(device: str | torch.device, processes: int, precision: str) -> dict[
     """Describe hardware, precision, versions, and the boundary of a model's code if a reward has one, in words."""
     from flowgrpo.device import described
 
-    sandbox = sys.modules.get("flowgrpo.text.rewards.sandbox.choose")  # loaded by a reward that runs a model's code
-    boundary = sandbox.used() if sandbox else None
+    used = [domain.boundary.loaded for domain in domains.all() if domain.boundary]  # by a reward that runs code
+    boundary = next((told() for told in used if told), None)
     return {"device": described(device), "precision": precision, "processes": str(processes),
             "cores": str(os.cpu_count()),
             "system": f"{platform.system()} {platform.machine()}", "Python": platform.python_version(),

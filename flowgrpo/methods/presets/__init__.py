@@ -1,28 +1,19 @@
 """Named methods: functions from a Method to a Method, which hold what differs.
 
 A new one adds at most one part, one preset and one test. Every public function of the modules here is a preset, and so
-is every one of `text.presets`, which TEXT names.
+is every one that a domain names.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import ModuleType
 
+from flowgrpo import domains
 from flowgrpo.methods.method import Method
 from flowgrpo.methods.presets import denoising, finals, overlays
 from flowgrpo.methods.registry import ByName
-
-# Presets of language models by module; a test compares.
-TEXT = {
-    "text.presets.overlays": "entropy_bonus high_entropy llds visurf rl_plus chord relift",
-    "text.presets.relaxed": "drakes",
-    "text.presets.completions":
-        "grpo dr_grpo dapo dcpo gspo cispo rloo reinforce_pp remax ppo topr nft disco reg_grpo real pacs rover "
-        "sdpo dpo simpo hypo trpa w_reinforce gtpo grpo_lambda spo_chain spo_tree gigpo s_grpo latr trace_rl "
-        "trace_rl_value unirl unirl_sft",
-}
 
 
 def of_module(module: ModuleType) -> dict[str, Callable[..., Method]]:
@@ -31,12 +22,19 @@ def of_module(module: ModuleType) -> dict[str, Callable[..., Method]]:
             and function.__module__ == module.__name__ and not name.startswith("_")}
 
 
-OF_TEXT: dict[str, str] = {name: module for module, names in TEXT.items() for name in names.split()}
+OF_DOMAINS = {module: names.split() for domain in domains.all() for module, names in domain.presets.items()}
+OF_TEXT: dict[str, str] = {name: module for module, names in OF_DOMAINS.items() for name in names}
 PRESETS: ByName[Callable[..., Method]] = ByName(
     {**of_module(denoising), **of_module(overlays), **of_module(finals), **OF_TEXT})
+
+
+def _names(modules: Iterable[str]) -> set[str]:
+    return {name for module in modules for name in OF_DOMAINS[module]}
+
+
 # Base methods of denoisers: they name what is sampled and trained. Modifiers change one thing of a base method.
-BASE_METHODS = {*of_module(denoising), *of_module(finals), *TEXT["text.presets.relaxed"].split()}
-OVERLAYS = {*of_module(overlays), *TEXT["text.presets.overlays"].split()}
+BASE_METHODS = {*of_module(denoising), *of_module(finals)}.union(*(_names(each.base_methods) for each in domains.all()))
+OVERLAYS = {*of_module(overlays)}.union(*(_names(each.modifiers) for each in domains.all()))
 
 TEXT_ALONE = {"kdrl"}  # modifiers of any base method that make one of language models without it
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from flowgrpo import objectives
+from flowgrpo import domains, objectives
 from flowgrpo.advantages import baselines, group
 from flowgrpo.curriculum import order, resampling
 from flowgrpo.methods import groups
@@ -78,9 +78,7 @@ def kdrl(method: Method = Method()) -> Method:
     The teacher is `reference.model`.
     """
     if method == Method():
-        from flowgrpo.text.presets.completions import grpo
-
-        method = grpo(method)
+        method = domains.of("tokens").base_method(method)
     kl: Any = objectives.SampledKL(0.0, "k2") if method.for_tokens else method.loss.kl
     return method.having(kl=replace(kl, weight=5e-3, schedule=Linear(1e-3)), reference=references.Teacher())
 

@@ -218,6 +218,11 @@ class CausalLM:
 
     # --- replay ------------------------------------------------------------------------------------------------------
 
+    @property
+    def plain(self) -> Decoding:
+        """Return the distribution of tokens as the model has it."""
+        return Decoding()
+
     def log_probs(self, tokenized: TokenizedPrompts, prompts: Tensor, ids: Tensor, mask: Tensor,
                   decoding: TokenDistribution, entropy: bool | str = False) -> Scored:
         """Return the score [B,L] of completions ids [B,L] of the prompts [B] (indices in `tokenized`), 0 where mask is

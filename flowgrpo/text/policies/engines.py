@@ -24,10 +24,11 @@ from flowgrpo.config.sections import Load
 from flowgrpo.device import DTYPES, drawing
 from flowgrpo.errors import UserError
 from flowgrpo.packages import needed
-from flowgrpo.policies import build, checkpoints
+from flowgrpo.policies import checkpoints
 from flowgrpo.policies.policy import resolve_precision
 from flowgrpo.policies.weights import adapters
 from flowgrpo.starter import FOLDERS, TOKEN_GUIDANCE
+from flowgrpo.text.policies import kinds
 from flowgrpo.text.policies.causal_lm import CausalLM
 from flowgrpo.text.policies.text_weights import attach
 from flowgrpo.text.samplers.decoding import Decoding
@@ -213,6 +214,12 @@ def asked(run: Config | None, count: int, temperature: float | None, max_tokens:
         "template": text.template}
 
 
+def sampler(model: str, run: Config | None, text: dict[str, Any], lora: Path | None,
+            device: str | torch.device = "cpu", precision: str | None = None) -> CausalLM:
+    """Load the policy for sampling with the `settings` of a run and its weights."""
+    return load(settings(model, run, text, device, precision), lora, device)
+
+
 def load(config: Config, lora: Path | None, device: str | torch.device = "cpu") -> CausalLM:
     """Load the policy for sampling, with nothing trained.
     Raises UserError if something does not load."""
@@ -221,11 +228,11 @@ def load(config: Config, lora: Path | None, device: str | torch.device = "cpu") 
         config, lora = config.model_copy(update={"model": str(lora / "model"), "load": Load()}), None
     if lora is not None and checkpoints.is_checkpoint(lora):
         return checkpoints.language_policy(config, lora, device)
-    loaded, reader = build.load_language(config)
+    loaded, reader = kinds.load(config)
     if lora is not None:
         if not (lora / adapters.CONFIG).is_file():
             hint = "the run has not finished: --resume it" if (lora / "config.yaml").is_file() else \
                 "expected a finished run, or a folder with an adapter"
             raise UserError(f"no weights at {lora} ({adapters.CONFIG} is missing): {hint}")
         attach(loaded, lora)
-    return build.language_policy(config, (loaded, reader), None, device)
+    return kinds.make_policy(config, (loaded, reader), None, device)

@@ -8,7 +8,6 @@ It trains a prompt enhancer: a language model that rewrites prompts, with the pi
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import inspect
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -28,6 +27,7 @@ from flowgrpo.rewards.combine import Combined
 from flowgrpo.rewards.failures import Failed, first_failed
 from flowgrpo.rewards.local_model import LocalModel, require_arguments
 from flowgrpo.rewards.reward import EPOCH, Batch
+from flowgrpo.samplers.rollout import noise_seed
 from flowgrpo.starter import CALLS, EVAL
 from flowgrpo.text.rewards.answer_keys import spoken, tagged
 from flowgrpo.types import Completion
@@ -42,15 +42,6 @@ def rewritten(completion: str) -> str:
     text = spoken(completion)
     answer = tagged(text)
     return (text if answer is None else answer).strip()
-
-
-def noise_seed(seed: int, epoch: int | None, prompt: str, number: int) -> int:
-    """Return the seed of a prompt's noise of that number, the same for all rewrites of the prompt.
-
-    epoch: None for noise that is the same in every epoch.
-    """
-    digest = hashlib.sha256(f"{seed}/{epoch}/{number}/{prompt}".encode("utf-8", "surrogatepass")).digest()
-    return int.from_bytes(digest[:6], "big")
 
 
 @dataclass(frozen=True, eq=False)

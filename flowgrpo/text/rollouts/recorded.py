@@ -141,6 +141,12 @@ class RelaxedRollouts(TextRollouts):
         self.base_weights = {key: tensor.detach().clone() for key, tensor in weights.named.items()}
         self.tokens = tuple(self.policy.vocabulary())
 
+    def stated(self, prompt: Prompt, count: int) -> SoftTexts:
+        """Return a prompt's own tokens `count` times, as texts with a graph."""
+        [ids] = self.policy.encode([prompt.text]).ids
+        weights = torch.nn.functional.one_hot(ids, len(self.tokens)).float().to(self.policy.device)
+        return SoftTexts(weights.repeat(count, 1, 1).requires_grad_(), self.tokens)
+
     def sample(self, conditioning: TokenizedPrompts, epoch: int, judge: TotalReward,
                value: RewardValue | None = None, turn: int = 0) -> Iterator[tuple[Part, list[list[str]]]]:
         """Sample a group per prompt: yield the parts as they are finished, each with its texts.
@@ -193,14 +199,12 @@ class RelaxedRollouts(TextRollouts):
 
 
 def make_rollouts(config: Config, policy: Policy, method: Method, geometry: BatchShape, processes: Processes,
-                  clock: PhaseTimer) -> GroupSampler[Any]:
-    """Make what samples and replays a language model."""
+                  clock: PhaseTimer, first: Prompt) -> GroupSampler[Any]:
+    """Make what samples and replays a language model. first: a prompt, of which it reads nothing."""
     given: tuple[Any, ...] = config, policy, method, geometry, processes, clock
     if isinstance(method.target, RelaxedTraces):
-
         return RelaxedRollouts(*given)
     if isinstance(method.target, RecordedCompletions):
-
         return RecordedTextRollouts(*given)
     if engines.wanted(config):
         from flowgrpo.text.rollouts.completions import EngineRollouts

@@ -21,10 +21,11 @@ from flowgrpo.log import PhaseTimer
 from flowgrpo.policies import build, options
 from flowgrpo.policies.policy import resolve_precision
 from flowgrpo.rollouts.base import GroupSampler
-from flowgrpo.rollouts.build import make_rollouts
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.text import memory as text_memory
+from flowgrpo.text.policies import kinds
 from flowgrpo.text.policies.causal_lm import CausalLM
+from flowgrpo.text.rollouts.recorded import make_rollouts
 from flowgrpo.text.samplers.language_model import TokenizedPrompts
 from flowgrpo.tools.check.tiny import texts as tiny
 from flowgrpo.training import memory, reward_memory
@@ -54,7 +55,7 @@ def drive(model: str | tuple[Any, Any], recipe: Config | None, device: str, resu
                "weights": memory.held(loaded)}
     method = options.checked(config, kind, device)
     torch.manual_seed(0)  # initial adapter weights, so that a report is repeatable
-    policy = build.language_policy(_brief(config), loaded, config.adapter, device)
+    policy = kinds.make_policy(_brief(config), loaded, config.adapter, device)
     result |= _reader(policy) | _sizes(policy, config)
     image: Any = _image() if kind == build.VISION_LM else None  # the processor takes more than a file
     first = Prompt(PROMPT, image=image)
@@ -83,7 +84,7 @@ def _loaded(model: str | tuple[Any, Any], config: Config) -> tuple:
     if not isinstance(model, str):
         return model
     if not tiny.knows(model) or Path(model).exists():
-        return build.load_language(config)
+        return kinds.load(config)
     network, reader = tiny.make(model)
     return network.to(DTYPES[config.precision]), reader  # type: ignore[arg-type]  # its decorator has no types
 

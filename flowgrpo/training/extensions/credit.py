@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
+from flowgrpo import domains
 from flowgrpo.advantages.gae import Recall
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.methods.method import Method
@@ -212,6 +213,4 @@ def _critic(trainer: Run) -> Any:
     policy: Any = trainer.policy  # of edits, or of texts
     if isinstance(part, Recall):
         return Recalling(part, policy.editor, trainer.processes)
-    from flowgrpo.text.critic import make_critic
-
-    return make_critic(trainer.method, policy, trainer.geometry, trainer.processes)
+    return domains.of(policy.process).critic(trainer.method, policy, trainer.geometry, trainer.processes)

@@ -19,6 +19,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.methods import validate
 from flowgrpo.policies import build, defaults
 from flowgrpo.run import run
+from flowgrpo.text.policies import kinds
 from flowgrpo.text.policies.image_lm import ImageLM
 from flowgrpo.text.samplers.decoding import Decoding
 from flowgrpo.train import Trainer
@@ -306,7 +307,7 @@ def drawn(method="grpo", own=None, reward=red, **options) -> Trainer:
     """A trainer of two prompts x 4 images, on prompts that stay the same."""
     config = settings("tiny", "nowhere", method, **options)
     torch.manual_seed(config.seed)
-    own = own or build.language_policy(config, tiny.janus(), config.adapter)
+    own = own or kinds.make_policy(config, tiny.janus(), config.adapter)
     return Trainer(config, Accelerator(cpu=True), own, {"red": reward},
                    ([Prompt(text) for text in tiny_text.PROMPTS], []))
 

@@ -13,6 +13,7 @@ from flowgrpo.config import Config
 from flowgrpo.config.sections import Text
 from flowgrpo.errors import UserError
 from flowgrpo.policies import build
+from flowgrpo.text.policies import kinds
 from flowgrpo.text.policies.causal_lm import CausalLM
 from flowgrpo.text.policies.vision_lm import VisionLM
 from flowgrpo.text.samplers.decoding import Decoding
@@ -252,11 +253,11 @@ def test_a_model_that_transformers_cannot_sample_is_told_in_a_line():
 
 def test_which_models_read_images_is_told_by_what_transformers_knows_of_them():
     def read(architecture, **more):
-        return build.reads_images({"architectures": [architecture]} | more)
+        return kinds.reads_images({"architectures": [architecture]} | more)
 
     assert read("LlavaForConditionalGeneration") and read("Qwen3VLForConditionalGeneration")
     assert read("Gemma3ForConditionalGeneration", vision_config={})
-    assert not read("Qwen3ForCausalLM") and not read("Gemma3ForCausalLM") and not build.reads_images({})
-    assert build.reads_images({"model_type": "llava", "vision_config": {}})
+    assert not read("Qwen3ForCausalLM") and not read("Gemma3ForCausalLM") and not kinds.reads_images({})
+    assert kinds.reads_images({"model_type": "llava", "vision_config": {}})
     assert isinstance(build.make_policy(tiny_text.config(), "cpu", tiny.llava()), VisionLM)
     assert type(build.make_policy(tiny_text.config(), "cpu", tiny_text.model())) is CausalLM

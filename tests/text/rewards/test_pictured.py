@@ -12,7 +12,8 @@ from flowgrpo.evaluation.report import snapshots
 from flowgrpo.evaluation.samplers import draw_one
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.rewards import Batch
-from flowgrpo.text.rewards.pictured import Pictured, noise_seed, rewritten
+from flowgrpo.samplers.rollout import noise_seed
+from flowgrpo.text.rewards.pictured import Pictured, rewritten
 from flowgrpo.types import Completion
 from tests.helpers import tiny, tiny_text
 

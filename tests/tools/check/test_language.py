@@ -40,11 +40,11 @@ def test_memory_by_hand(tmp_path, model):
     (tmp_path / "recipe.yaml").write_text("method: grpo\nprecision: fp32\ntext: {max_tokens: 1000}\nadapter: "
                                           "{rank: 64}\ntrain: {micro_batch: 16, group: 16}\n")
     found = {}
-    from flowgrpo.policies import build
     from flowgrpo.text import memory as text_memory
+    from flowgrpo.text.policies import kinds
 
     config = load(tmp_path / "recipe.yaml")
-    policy = build.language_policy(config, tiny_text.model(), config.adapter)
+    policy = kinds.make_policy(config, tiny_text.model(), config.adapter)
     asked = policy.encode(["1+2="])
     for rows in (8, 16):
         own = config.model_copy(update={"train": config.train.model_copy(update={"micro_batch": rows})})

@@ -1,0 +1,91 @@
+"""Kinds of language models: which a config.json describes, and how one is loaded and becomes a policy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flowgrpo.config.schema import Config
+from flowgrpo.config.sections import Adapter
+from flowgrpo.data import provenance
+from flowgrpo.errors import UserError
+from flowgrpo.methods import validate
+from flowgrpo.policies import build, hub, sources
+from flowgrpo.policies.build import CAUSAL_LM, IMAGE_TOKENS, MASKED_LM, VISION_LM
+from flowgrpo.starter import FOLDERS
+from flowgrpo.text.policies.causal_lm import CausalLM
+from flowgrpo.text.policies.image_lm import with_processor
+from flowgrpo.text.policies.masked_lm import MaskedLM, load_masked_lm
+from flowgrpo.text.policies.text_weights import load_causal_lm
+
+DRAWING = ("janus",)  # families of language models with an image head
+IN_TEXT = ("emu3", "chameleon", "glm_image")  # those that draw with tokens of their texts' vocabulary
+DIFFUSION = ("llada", "dream")  # families of masked language models whose classes are not called ForMaskedLM
+
+
+def kind_of(described: dict[str, Any], draws: str = "text") -> str:
+    """Return the kind of language model of a config.json, from the names of its classes and its family.
+
+    draws: what its completions are. Raises UserError for an image of a model without an image head.
+    """
+    if draws == "image":
+        if described.get("model_type") not in DRAWING:
+            name = (described.get("architectures") or ["the model"])[0]
+            why = ("draws images with tokens of its texts, whose places and line ends are not known here"
+                   if described.get("model_type") in IN_TEXT else "has no image head")
+            raise UserError(f"text.generates is 'image', but {name} {why}: expected JanusForConditionalGeneration, or "
+                            "leave text.generates out")
+        return IMAGE_TOKENS
+    if reads_images(described):
+        return VISION_LM
+    family, classes = str(described.get("model_type") or ""), described.get("architectures") or ()
+    masked = family.lower() in DIFFUSION or any(name.endswith("ForMaskedLM") for name in classes)
+    return MASKED_LM if masked else CAUSAL_LM
+
+
+def reads_images(described: dict[str, Any]) -> bool:
+    """Return True if transformers lists this config.json's model for image and text to text."""
+    from transformers.models.auto import modeling_auto
+
+    both = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    for name in described.get("architectures") or ():
+        alone = name in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()  # some stand in both lists
+        return name in both.values() and ("vision_config" in described or not alone)
+    return described.get("model_type") in both and "vision_config" in described
+
+
+def load(config: Config) -> tuple[Any, Any]:
+    """Load a language model with its tokenizer, or with its processor if it reads images. Raises UserError if it does
+    not load."""
+    provenance.require_place(config.model)
+    sources.require(config.model, config.load)
+    hub.require(config.model)
+    source = config.model, config.precision, config.trust_remote_code
+    kind_of_model = build.kind(config)
+    if kind_of_model == MASKED_LM:
+            return load_masked_lm(*source, files=config.load)
+    folder = Path(FOLDERS.get(config.model, config.model))
+    if kind_of_model in (VISION_LM, IMAGE_TOKENS) or \
+            not folder.is_dir() and reads_images(build.on_hub(config.model, config.load.revision)):
+        return load_causal_lm(*source, ("AutoModelForImageTextToText", "AutoProcessor"), files=config.load)
+    return load_causal_lm(*source, files=config.load)
+
+
+def make_policy(config: Config, loaded: tuple[Any, Any], adapter: Adapter | None,
+                    device: str | torch.device = "cpu") -> CausalLM:
+    """Return the policy of a loaded language model and its tokenizer or processor.
+
+    adapter: what is trained of it, None for nothing.
+    """
+    settings: dict[str, Any] = dict(device=device, precision=config.precision,
+                                    checkpointing=config.train.recomputed)
+    if build.kind(config, loaded) == MASKED_LM:
+        unmasking: Any = validate.resolve(config, "masks").rollout.decoding
+        return MaskedLM(*loaded, adapter, config.text, unmasking, **settings)
+    if hasattr(loaded[1], "image_processor"):
+        draws = build.kind(config, loaded) == IMAGE_TOKENS
+        method = validate.resolve(config, build.process(IMAGE_TOKENS)) if draws else None
+        return with_processor(config, loaded, adapter, method, **settings)
+    return CausalLM(*loaded, adapter, config.text, **settings)
