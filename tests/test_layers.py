@@ -21,9 +21,9 @@ PACKAGE = Path(__file__).parents[1] / "flowgrpo"
 LAYERS = [
     ("domains", "errors", "nouns", "parts", "version"),
     ("escaped", "images", "trust"),
-    ("cores", "device", "files", "gpus", "loopback", "packages", "published", "starter", "user_code"),
+    ("cores", "device", "files", "gpus", "host_weights", "loopback", "packages", "published", "starter", "user_code"),
     ("types", "config"),
-    ("gaussian",),
+    ("gaussian", "hub"),
     ("data", "objectives"),
     ("samplers",),
     ("advantages",),
@@ -86,10 +86,8 @@ def imports(trees) -> dict[str, set[str]]:
 
 
 def room(module: str) -> str:
-    """The room of a module; rewards of the starter stand with the rewards."""
+    """The room of a module."""
     _, *inner = module.split(".")
-    if inner[:2] == ["starter", "rewards"]:
-        return "rewards"
     if inner[:1] == ["text"]:
         return TEXT[inner[1]] if inner[1:] else "images"
     return inner[0] if inner else "__init__"

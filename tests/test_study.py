@@ -26,7 +26,7 @@ import study_statistics  # noqa: E402
 from flowgrpo.data import pairs  # noqa: E402
 from flowgrpo.data.prompts import Prompt  # noqa: E402
 from flowgrpo.rewards import preprocessing  # noqa: E402
-from flowgrpo.starter.rewards import scene  # noqa: E402
+from flowgrpo.rewards.starter import scene  # noqa: E402
 from flowgrpo.types import required  # noqa: E402
 
 

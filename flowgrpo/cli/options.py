@@ -7,9 +7,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from flowgrpo import trust
+from flowgrpo import hub, trust
 from flowgrpo.errors import UserError
-from flowgrpo.policies import hub
 from flowgrpo.storage import places
 
 Precision = Literal["auto", "fp32", "bf16", "fp16"]

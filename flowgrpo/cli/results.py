@@ -7,12 +7,11 @@ from typing import Annotated, Literal
 
 import typer
 
-from flowgrpo import trust
+from flowgrpo import hub, trust
 from flowgrpo.cli.options import EPOCH, RUN, TRUST, local, opening, page_of
 from flowgrpo.cli.root import LOOK, SHARE, app
 from flowgrpo.errors import UserError
 from flowgrpo.nouns import counted
-from flowgrpo.policies import hub
 from flowgrpo.storage import paths, places
 
 ExportForm = Literal["comfyui", "kohya", "merged", "card"]

@@ -87,7 +87,7 @@ def _features(image: Tensor, model: str) -> Tensor:
 
     widths = guards.edge_widths(image)
     if model in SCENES and image.shape[-2:] == (SIZE, SIZE):
-        from flowgrpo.starter.rewards import scene
+        from flowgrpo.rewards.starter import scene
 
         widths = torch.tensor(scene.edge_widths(image))
     return torch.cat([widths[:, None].float(), guards.pixels(image).float()], 1)

@@ -6,11 +6,11 @@ import glob
 from pathlib import Path
 from typing import Any
 
+from flowgrpo import hub
 from flowgrpo.errors import UserError
 from flowgrpo.escaped import line
 from flowgrpo.evaluation.report.verdict import untrained
 from flowgrpo.export.export import CARD, COMFYUI, card, finished
-from flowgrpo.policies import hub
 from flowgrpo.storage.places import CONFIG
 
 # Uploaded files: below the run's folder, and below folders of weights.

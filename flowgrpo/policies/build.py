@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flowgrpo import domains
+from flowgrpo import domains, hub
 from flowgrpo.config.parse import read_yaml
 from flowgrpo.config.schema import Config
 from flowgrpo.data import provenance
@@ -15,7 +15,7 @@ from flowgrpo.data.prompts import LONGEST_TEXT, Prompt, require_length
 from flowgrpo.errors import UserError
 from flowgrpo.methods import keys_read, overlay
 from flowgrpo.methods.targets import LatentEdits
-from flowgrpo.policies import hub, sources
+from flowgrpo.policies import sources
 from flowgrpo.policies.pipelines import prompt_inputs
 from flowgrpo.starter import FOLDERS
 

@@ -18,7 +18,7 @@ recipe (config/reward_rules.py) around one, in their order; combine.py rewards m
 pairs. What every model in this process shares is in local_model.py and preprocessing.py, the place of weights in
 placement.py. Published models stand by what they are: clip.py (CLIPScore, aesthetic, PickScore, HPSv2), qwen2_vl.py
 (HPSv3, VideoReward), vlm_judge/ (UnifiedReward, DeQA), geneval/, or a file of their name. The toy worlds of the
-starters are judged in flowgrpo/starter/rewards; rewards that no recipe names are in contrib (find.py lists all).
+starters are judged in flowgrpo/rewards/starter; rewards that no recipe names are in contrib (find.py lists all).
 """
 
 from __future__ import annotations

@@ -22,14 +22,14 @@ T = TypeVar("T")
 GROUP = "flowgrpo.rewards"
 NEAR, SLIP = 5, 0.85  # names that a message lists; likeness at which it names one alone
 BUILT_IN = {
-    "scene": "flowgrpo.starter.rewards.scene:scene",
-    "scene_graded": "flowgrpo.starter.rewards.scene:scene_graded",
-    "scene_edge_width": "flowgrpo.starter.rewards.scene:scene_edge_width",
-    "scene_soft": "flowgrpo.starter.rewards.scene_soft:scene_soft",
-    "scene_style": "flowgrpo.starter.rewards.scene_soft:scene_style",
-    "motion": "flowgrpo.starter.rewards.motion:motion",
-    "motion_graded": "flowgrpo.starter.rewards.motion:motion_graded",
-    "appearance": "flowgrpo.starter.rewards.motion:appearance",
+    "scene": "flowgrpo.rewards.starter.scene:scene",
+    "scene_graded": "flowgrpo.rewards.starter.scene:scene_graded",
+    "scene_edge_width": "flowgrpo.rewards.starter.scene:scene_edge_width",
+    "scene_soft": "flowgrpo.rewards.starter.scene_soft:scene_soft",
+    "scene_style": "flowgrpo.rewards.starter.scene_soft:scene_style",
+    "motion": "flowgrpo.rewards.starter.motion:motion",
+    "motion_graded": "flowgrpo.rewards.starter.motion:motion_graded",
+    "appearance": "flowgrpo.rewards.starter.motion:appearance",
     "ocr": "flowgrpo.rewards.ocr:Ocr",
     "geneval": "flowgrpo.rewards.geneval.rules:GenEval",
     "geneval_fast": "flowgrpo.rewards.geneval.rules:GenEvalFast",

@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from flowgrpo import hub
 from flowgrpo.device import DTYPES, default_device
 from flowgrpo.errors import UserError
-from flowgrpo.policies import hub
 from flowgrpo.rewards.about import lazy
 
 REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # a hub id

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from flowgrpo.policies.weights.memory_options import Offloaded
+    from flowgrpo.host_weights import Offloaded
     from flowgrpo.rewards.local_model import LocalModel
 
 CHECKPOINTS = ("model", "checkpoint", "pretrained", "head", "name")  # arguments that name weights
@@ -46,7 +46,7 @@ class Placement:
         """Move the weights off their device, if they have to; nothing that carries their graph may be left."""
         if not self.away:
             return
-        from flowgrpo.policies.weights.memory_options import Offloaded
+        from flowgrpo.host_weights import Offloaded
 
         known = {id(module) for group in self.groups.values() for module in group.modules}
         for module, device in modules(self.reward):

@@ -29,8 +29,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from flowgrpo.contrib.questions.scene_answers import CHOICES, Thing, balanced, read_question
+from flowgrpo.rewards.starter.scene import scene
 from flowgrpo.starter import lattice, scenes
-from flowgrpo.starter.rewards.scene import scene
 
 TOKENS = lattice.SIDE ** 2
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<boi>", "<eoi>", "<image>", "<user>", "<assistant>")

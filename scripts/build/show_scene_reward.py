@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from scipy import ndimage
 
-from flowgrpo.starter.rewards.scene import scene_graded
+from flowgrpo.rewards.starter.scene import scene_graded
 from flowgrpo.starter.scenes import (
     COLOURS,
     COUNTS,

@@ -34,8 +34,8 @@ from flowgrpo.contrib.questions.question_answers import ByFolder, QuestionAnswer
 from flowgrpo.contrib.questions.questions import Question, of_claims
 from flowgrpo.contrib.questions.scene_answers import CHOICES, KINDS, Thing, asked, read_question, things
 from flowgrpo.evaluation.statistics import BOOTSTRAP, interval
+from flowgrpo.rewards.starter.scene import read, scene
 from flowgrpo.starter import scenes
-from flowgrpo.starter.rewards.scene import read, scene
 from flowgrpo.tools.learned_rewards.training import Settings, fit, share
 
 ANSWERS = tuple(dict.fromkeys(choice for choices in CHOICES.values() for choice in choices))

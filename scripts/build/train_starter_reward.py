@@ -30,8 +30,8 @@ from tqdm import tqdm
 
 from flowgrpo.contrib.learned_rewards.preference import Preference
 from flowgrpo.data.pairs import OVERALL, load_pairs, split
+from flowgrpo.rewards.starter.scene import scene
 from flowgrpo.starter import CALL, EVAL_GUIDANCE, scenes
-from flowgrpo.starter.rewards.scene import scene
 from flowgrpo.tools.learned_rewards.training import Settings, accuracy, train
 
 CHANGED, STAMPED, TIES = 0.75, 0.10, 0.15  # shares of rendered pairs; the rest of the wrong images is damaged

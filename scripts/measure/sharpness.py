@@ -33,8 +33,8 @@ from flowgrpo.evaluation.measured import spread
 from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.rewards.guards import edge_widths
 from flowgrpo.rewards.preprocessing import LUMA
+from flowgrpo.rewards.starter import scene
 from flowgrpo.starter import scenes
-from flowgrpo.starter.rewards import scene
 from flowgrpo.types import required
 
 PHOTOGRAPHS = {"skimage": ("data/astronaut.png", "data/chelsea.png", "data/coffee.png", "data/rocket.jpg",

@@ -56,7 +56,7 @@ def ink(images: torch.Tensor) -> np.ndarray:
 
 def utility(images: torch.Tensor, prompts: list[str], stats: list[float]) -> np.ndarray:
     """Return the taste for each image. stats: mean and deviation of both parts on the base's images."""
-    from flowgrpo.starter.rewards.scene import scene_graded
+    from flowgrpo.rewards.starter.scene import scene_graded
 
     right = np.array(scene_graded(images, prompts))
     return (right - stats[0]) / stats[1] + (ink(images) - stats[2]) / stats[3]
@@ -136,7 +136,7 @@ def held_out() -> list[str]:
 
 def edge_width(images: torch.Tensor) -> float:
     """Return the median width in pixels of the shapes' edges: 1 as drawn, 3 after a blur of one pixel."""
-    from flowgrpo.starter.rewards import scene
+    from flowgrpo.rewards.starter import scene
 
     widths, compare = [], scene._compare
 
@@ -164,7 +164,7 @@ def diversity(images: torch.Tensor) -> float:
 
 def measured(images: torch.Tensor, stats: list[float] | None = None) -> dict[str, Any]:
     """Return the measures of images. stats: of the base; None: these are its own."""
-    from flowgrpo.starter.rewards.scene import scene, scene_graded
+    from flowgrpo.rewards.starter.scene import scene, scene_graded
 
     prompts = [text for text in held_out() for _ in range(SAMPLES)]
     if stats is None:

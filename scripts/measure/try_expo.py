@@ -37,9 +37,9 @@ from flowgrpo.evaluation.measured import spread
 from flowgrpo.evaluation.statistics import BOOTSTRAP, interval
 from flowgrpo.policies.build import make_policy
 from flowgrpo.policies.policy import resolve_precision
+from flowgrpo.rewards.starter.scene_soft import scene_soft
 from flowgrpo.samplers import latent_edits
 from flowgrpo.samplers.rollout import seeder
-from flowgrpo.starter.rewards.scene_soft import scene_soft
 from flowgrpo.train import Trainer
 
 N, CANDIDATES, PROMPTS, AT_ONCE, SEED = 4, 4, 120, 12, 20_000

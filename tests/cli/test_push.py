@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from flowgrpo.cli import main
 from flowgrpo.config import load
 from flowgrpo.export import push
-from flowgrpo.policies.hub import fetched, is_lora
+from flowgrpo.hub import fetched, is_lora
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from tests.export.test_export import make_run
 from tests.helpers import stand_in_hub, tiny

@@ -16,9 +16,9 @@ from flowgrpo.evaluation.looks import Looks
 from flowgrpo.evaluation.report import report
 from flowgrpo.rewards.find import find
 from flowgrpo.rewards.guards import edge_widths
+from flowgrpo.rewards.starter import scene
 from flowgrpo.run import run
 from flowgrpo.starter import scenes
-from flowgrpo.starter.rewards import scene
 from tests.helpers import tiny
 
 

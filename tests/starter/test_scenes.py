@@ -10,8 +10,8 @@ import pytest
 import torch
 from scipy import ndimage
 
+from flowgrpo.rewards.starter.scene import scene
 from flowgrpo.starter import scenes
-from flowgrpo.starter.rewards.scene import scene
 from flowgrpo.starter.scenes import COLOURS, HELD_PAIRS, PREFIXES, RELATIONS, SHAPES, SIZE, TASKS, Claim, Claims, parse
 
 

@@ -19,8 +19,8 @@ from flowgrpo.methods import preset
 from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.policies.pipelines.pipeline import STARTER, PipelinePolicy
 from flowgrpo.policies.weights.lora_files import LORA_FILE
+from flowgrpo.rewards.starter.scene import scene, scene_graded
 from flowgrpo.starter import CALL, EVAL_GUIDANCE, scenes
-from flowgrpo.starter.rewards.scene import scene, scene_graded
 from flowgrpo.train import Trainer
 from tests.helpers.tables import rounding
 

@@ -13,7 +13,7 @@ from flowgrpo.config import load
 from flowgrpo.data import sets
 from flowgrpo.data.pairs import OVERALL, Pair, in_place, load_pairs
 from flowgrpo.methods import validate
-from flowgrpo.starter.rewards.scene import scene
+from flowgrpo.rewards.starter.scene import scene
 from tests.helpers import loop
 
 ROOT = Path(__file__).parents[2]

@@ -14,9 +14,9 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from flowgrpo.config import load
 from flowgrpo.contrib.questions.scene_answers import Thing, balanced, read_question
+from flowgrpo.rewards.starter.scene import scene
 from flowgrpo.run import run
 from flowgrpo.starter import FOLDERS, lattice, scenes
-from flowgrpo.starter.rewards.scene import scene
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts" / "build"))
 

@@ -22,11 +22,11 @@ from flowgrpo.evaluation import held_out, images, measured
 from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.weights.lora_files import LORA_FILE
+from flowgrpo.rewards.starter.motion import appearance, motion
 from flowgrpo.samplers.growth import explore
 from flowgrpo.samplers.rollout import seeder
 from flowgrpo.starter import FOLDERS, VIDEO_CALL, VIDEO_GUIDANCE, scenes
 from flowgrpo.starter.motion import STYLES, TASKS, clips, parse, render
-from flowgrpo.starter.rewards.motion import appearance, motion
 from flowgrpo.train import Trainer
 from tests.helpers import ffmpeg
 

@@ -23,9 +23,9 @@ from flowgrpo.errors import UserError
 from flowgrpo.evaluation.measured import Measured, evenly
 from flowgrpo.methods.setup import Setup
 from flowgrpo.methods.supervised import SelfAnswers
+from flowgrpo.rewards.starter.scene import read
 from flowgrpo.rollouts.data_losses import DataLosses, Example, conditioned, seed_of
 from flowgrpo.starter import lattice, scenes
-from flowgrpo.starter.rewards.scene import read
 from flowgrpo.training.extension import Extension, Metrics
 from flowgrpo.training.run import Run
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from flowgrpo.contrib.questions.questions import NUMBERS, PLACES, Question, of_claims, of_clauses
 from flowgrpo.rewards.geneval.colours import NAMES
-from flowgrpo.starter.rewards.scene import Reading
+from flowgrpo.rewards.starter.scene import Reading
 from flowgrpo.starter.scenes import COLOURS, COUNTS, PLURALS, RELATIONS, SHAPES, Claim, Claims
 
 COUNTED = NUMBERS[:7]  # up to two more than a prompt asks for

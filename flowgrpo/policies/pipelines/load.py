@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from flowgrpo import hub
 from flowgrpo.config.sections import Load
 from flowgrpo.data import provenance
 from flowgrpo.device import DTYPES
@@ -20,7 +21,7 @@ from flowgrpo.errors import UserError, nearest
 from flowgrpo.files import tensors_of
 from flowgrpo.log import quiet
 from flowgrpo.methods.groups import Adapted
-from flowgrpo.policies import hub, sources
+from flowgrpo.policies import sources
 from flowgrpo.policies.pipelines import conditioned, frames, prompt_inputs
 from flowgrpo.policies.weights.lora_files import fuse
 from flowgrpo.policies.weights.low_precision import repair_zero_rows

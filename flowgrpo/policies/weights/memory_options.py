@@ -7,15 +7,15 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 
 from flowgrpo.config.sections import Memory
 from flowgrpo.errors import UserError
+from flowgrpo.host_weights import HostWeights, Offloaded, move_rest
 from flowgrpo.methods.setup import Setup, require_compatible
 from flowgrpo.policies.weights.checkpointing import WRONG, supported
 from flowgrpo.policies.weights.forwards import blocks
@@ -56,78 +56,6 @@ class Waiting(Protocol):
     beside: HostWeights | None
 
     def offload(self) -> None: ...
-
-
-class HostWeights:
-    """Weights of modules in the CPU's memory, pinned for a GPU; between `come` and `leave` copies stand for them.
-
-    deep: with all that is inside the modules. Weights that are on the device when they come stay there.
-    """
-
-    def __init__(self, modules: Iterable[torch.nn.Module], device: torch.device, deep: bool = True):
-        self.modules, self.device, self.deep, self.here = list(modules), device, deep, False
-        self._waiting: list[tuple[dict[str, Any], str, torch.Tensor]] = []  # of each copy on the device, its original
-
-    def come(self) -> None:
-        """Copy the weights to the device; the host does not wait for the copies."""
-        if self.here:
-            return
-        self.here = True
-        copies: dict[int, torch.Tensor] = {}  # tied weights have one
-        for place, name, tensor in [*self._tensors()]:
-            if id(tensor) not in copies:
-                copies[id(tensor)] = self._copy(tensor)
-            self._waiting.append((place, name, tensor))
-            place[name] = copies[id(tensor)]
-
-    def offload(self) -> None:
-        """Drop the copies on the device; nothing is copied back."""
-        for place, name, tensor in self._waiting:
-            place[name] = tensor
-        self._waiting, self.here = [], False
-
-    def _tensors(self) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
-        """Yield the parameters and buffers that wait, with the dictionary that holds each and its name there."""
-        for part in (part for module in self.modules for part in (module.modules() if self.deep else [module])):
-            places: tuple[dict[str, Any], ...] = part._parameters, part._buffers
-            for place in places:
-                for name, tensor in place.items():
-                    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
-                    if (plain or is_traceable_wrapper_subclass(tensor)) and tensor.device != self.device:
-                        yield place, name, tensor
-
-    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self.device.type == "cuda":
-            _pin(tensor)
-        return _copied(tensor, self.device)
-
-
-def _pin(tensor: torch.Tensor) -> None:
-    """Pin a tensor's memory in place; of a quantised one that of its parts."""
-    if not is_traceable_wrapper_subclass(tensor):
-        tensor.data = tensor.data if tensor.is_pinned() else tensor.data.pin_memory()
-        return
-    for name in tensor.__tensor_flatten__()[0]:
-        part = getattr(tensor, name)
-        if not part.is_pinned():
-            setattr(tensor, name, part.pin_memory())
-
-
-def move_rest(module: torch.nn.Module, device: torch.device, waiting: Iterable[torch.nn.Module]) -> None:
-    """Move a module to the device, without the modules inside it that wait; of these the trained weights alone."""
-    away = {part for one in waiting for part in one.modules()}
-    copies: dict[int, torch.Tensor] = {}  # tied weights have one
-    for part in module.modules():
-        places: tuple[dict[str, Any], ...] = part._parameters, part._buffers
-        for place in places:
-            for name, tensor in place.items():
-                if tensor is not None and (part not in away or tensor.requires_grad) and tensor.device != device:
-                    place[name] = copies.setdefault(id(tensor), _copied(tensor, device))
-
-
-def _copied(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    copy = tensor.detach().to(device, non_blocking=True)
-    return torch.nn.Parameter(copy, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else copy
 
 
 def offload(module: torch.nn.Module, device: torch.device, level: str) -> list[HostWeights]:
@@ -236,40 +164,6 @@ def quantisation(names: Iterable[str], weights: str, dtype: torch.dtype) -> Any:
     else:
         form = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
     return PipelineQuantizationConfig(quant_mapping=dict.fromkeys(names, form))
-
-
-class Offloaded:
-    """Frozen modules that leave the device for `away` while they have nothing to do; with `away` None they stay.
-
-    Their weights stay in the CPU's memory, pinned for a GPU, and to leave drops the copies on the device.
-    """
-
-    def __init__(self, modules: Iterable[torch.nn.Module], device: torch.device, away: str | None, here: bool):
-        """here: they are on the device now."""
-        self.device, self.away, self.here = device, away, here
-        self._weights = HostWeights(modules, device)
-
-    @property
-    def modules(self) -> list[torch.nn.Module]:
-        return self._weights.modules
-
-    def come(self) -> None:
-        """Copy the modules to the device; the host does not wait for the copies."""
-        if self.here:
-            return
-        self.here = True
-        self._weights.come()
-        for module in self.modules:
-            module.to(self.device)  # quantised weights, which know how they are moved
-
-    def offload(self) -> None:
-        """Drop the copies on the device; nothing is copied back."""
-        if not self.here or self.away is None:
-            return
-        self._weights.offload()
-        self.here = False
-        for module in self.modules:
-            module.to(self.away)  # what was quantised, or added since
 
 
 class Encoders(Offloaded):

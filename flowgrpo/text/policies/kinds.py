@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
+from flowgrpo import hub
 from flowgrpo.config.schema import Config
 from flowgrpo.config.sections import Adapter
 from flowgrpo.data import provenance
 from flowgrpo.errors import UserError
 from flowgrpo.methods import validate
-from flowgrpo.policies import build, hub, sources
+from flowgrpo.policies import build, sources
 from flowgrpo.policies.build import CAUSAL_LM, IMAGE_TOKENS, MASKED_LM, VISION_LM
 from flowgrpo.starter import FOLDERS
 from flowgrpo.text.policies.causal_lm import CausalLM

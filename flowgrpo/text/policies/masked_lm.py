@@ -17,11 +17,11 @@ from torch.func import functional_call
 from torch.nn.functional import one_hot
 from torch.utils.checkpoint import checkpoint
 
+from flowgrpo import hub
 from flowgrpo.config.sections import Adapter, Load, Text
 from flowgrpo.device import DTYPES
 from flowgrpo.errors import UserError
 from flowgrpo.log import quiet
-from flowgrpo.policies import hub
 from flowgrpo.text.policies import causal_lm
 from flowgrpo.text.policies.causal_lm import CausalLM
 from flowgrpo.text.policies.text_weights import at_revision, present

@@ -10,13 +10,13 @@ from typing import Any, Protocol
 
 import torch
 
+from flowgrpo import hub
 from flowgrpo.config.sections import Load
 from flowgrpo.device import DTYPES
 from flowgrpo.errors import UserError
 from flowgrpo.log import quiet
 from flowgrpo.nouns import counted
 from flowgrpo.packages import broken
-from flowgrpo.policies import hub
 from flowgrpo.policies.weights import adapters
 from flowgrpo.policies.weights.trainable import TrainableWeights
 from flowgrpo.starter import FOLDERS

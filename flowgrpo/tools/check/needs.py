@@ -18,12 +18,12 @@ from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from flowgrpo import hub
 from flowgrpo.config import recipes
 from flowgrpo.config.schema import Config
 from flowgrpo.data.sets import SETS
 from flowgrpo.errors import UserError
 from flowgrpo.packages import present
-from flowgrpo.policies import hub
 from flowgrpo.policies.weights.memory_options import PACKAGES
 from flowgrpo.rewards.about import About, lazily
 from flowgrpo.rewards.find import ALIASES, BUILT_IN, find, locate

@@ -33,15 +33,15 @@ from typing import Any
 
 import torch
 
+from flowgrpo import hub
 from flowgrpo.config.schema import Config
 from flowgrpo.device import ran_out, rounded_products
 from flowgrpo.errors import UserError
-from flowgrpo.policies import build, hub, sources
+from flowgrpo.policies import build, sources
 from flowgrpo.policies.pipelines import frames
 from flowgrpo.starter import FOLDERS
 from flowgrpo.tools.check import tiny
-from flowgrpo.tools.check.loading import Unknown
-from flowgrpo.tools.check.pipelines import drive
+from flowgrpo.tools.check.pipelines import Unknown, drive
 from flowgrpo.tools.check.tiny import texts
 
 # Reported fields of a pipeline; `language.FIELDS` are those of a language model.

@@ -22,7 +22,7 @@ from flowgrpo.contrib.learned_rewards.preference import Aspect, Description, Pre
 from flowgrpo.contrib.learned_rewards.preference_networks import ClipHead, with_text
 from flowgrpo.data.pairs import Pair, aspects, load_pairs, split
 from flowgrpo.rewards.clip import ClipScore
-from flowgrpo.starter.rewards.scene import scene
+from flowgrpo.rewards.starter.scene import scene
 from flowgrpo.starter.scenes import PREFIXES, SHAPES, parse, reserved
 from flowgrpo.tools.learned_rewards.training import Settings, accuracy, batches, bradley_terry, families, right
 from flowgrpo.tools.learned_rewards.training import train as train_reward

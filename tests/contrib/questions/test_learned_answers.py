@@ -18,8 +18,8 @@ from flowgrpo.contrib.questions.questions import of_claims
 from flowgrpo.contrib.questions.scene_answers import Thing, asked, read_question, things
 from flowgrpo.errors import UserError
 from flowgrpo.rewards import find
+from flowgrpo.rewards.starter.scene import read
 from flowgrpo.starter import scenes
-from flowgrpo.starter.rewards.scene import read
 from flowgrpo.tools.learned_rewards.training import Settings
 
 sys.path.append(str(Path(__file__).parents[3] / "scripts" / "build"))

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
+from flowgrpo import hub
 from flowgrpo.cli import main, prepare
 from flowgrpo.config import load
 from flowgrpo.errors import UserError
-from flowgrpo.policies import hub
 from flowgrpo.tools.check import needs
 from flowgrpo.tools.check.needs import File
 from tests.helpers import stand_in_hub

@@ -10,9 +10,9 @@ import pytest
 import torch
 from scipy import ndimage
 
+from flowgrpo.rewards.starter.motion import appearance, motion, motion_graded, read_clips, track
+from flowgrpo.rewards.starter.scene import scene
 from flowgrpo.starter.motion import FRAMES, MOTIONS, PHRASES, STYLES, TASKS, Clip, clips, held_out, parse, render
-from flowgrpo.starter.rewards.motion import appearance, motion, motion_graded, read_clips, track
-from flowgrpo.starter.rewards.scene import scene
 from flowgrpo.starter.scenes import COLOURS, SHAPES, SIZE, coverage
 
 GROUND = 0.96

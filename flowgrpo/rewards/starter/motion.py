@@ -1,7 +1,7 @@
 """Rewards of the starter's clips: motion and appearance as the prompt claims, read from the frames.
 
 Every frame of a clip of the video starter's world (`flowgrpo.starter.motion`) is read as an image by
-`flowgrpo.starter.rewards.scene.read`. The largest blob's centroid and size, frame by frame, are the track. `motion`
+`flowgrpo.rewards.starter.scene.read`. The largest blob's centroid and size, frame by frame, are the track. `motion`
 compares the track with the claimed motion and ignores the shape; `appearance` checks shape and colour and ignores the
 track. As in `scene`, every criterion is a ramp from 0 (bad) to 1 (good enough), and
 
@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from flowgrpo.rewards.about import About, described
+from flowgrpo.rewards.starter.scene import FLOOR, Reading, ramp, read
 from flowgrpo.starter.motion import MOTIONS, Clip, parse
-from flowgrpo.starter.rewards.scene import FLOOR, Reading, ramp, read
 from flowgrpo.starter.scenes import SIZE
 
 ABOUT = About(modality="video", range=(0, 1), needs="", licence="Apache-2.0")

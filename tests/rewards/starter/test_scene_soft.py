@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from flowgrpo.rewards import find, require_gradient, score
-from flowgrpo.starter.rewards.scene import scene
-from flowgrpo.starter.rewards.scene_soft import membership, overlaps, painted, scene_soft
+from flowgrpo.rewards.starter.scene import scene
+from flowgrpo.rewards.starter.scene_soft import membership, overlaps, painted, scene_soft
 from flowgrpo.starter.scenes import COLOURS, RELATIONS, SHAPES, TASKS, Claims, coverage, parse, render, sample_claims
 
 

@@ -8,8 +8,8 @@ import torch
 from scipy.ndimage import gaussian_filter
 
 from flowgrpo.rewards.find import find
+from flowgrpo.rewards.starter.scene_soft import gradients, reference, scene_style
 from flowgrpo.starter import scenes
-from flowgrpo.starter.rewards.scene_soft import gradients, reference, scene_style
 
 
 def rendered(count: int, seed: int) -> torch.Tensor:

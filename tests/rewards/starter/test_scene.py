@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from flowgrpo.starter.rewards.scene import _read_once, detect, read, scene, scene_graded
+from flowgrpo.rewards.starter.scene import _read_once, detect, read, scene, scene_graded
 from flowgrpo.starter.scenes import COLOURS, SHAPES, SIZE, TASKS, coverage
 
 _SCRIPT = Path(__file__).parents[3] / "scripts" / "build" / "show_scene_reward.py"  # not a copy

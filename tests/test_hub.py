@@ -11,9 +11,9 @@ from huggingface_hub import constants
 from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from flowgrpo import hub
 from flowgrpo.cli import main
 from flowgrpo.errors import UserError
-from flowgrpo.policies import hub
 from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.text.policies.masked_lm import load_masked_lm
 from flowgrpo.text.policies.text_weights import load_causal_lm
