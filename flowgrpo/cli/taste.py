@@ -37,7 +37,7 @@ def taste(
     pairs.jsonl, the learned taste as a reward, and a report.
     """
     from flowgrpo.contrib.taste import session
-    from flowgrpo.contrib.taste.loop import VOTES, Taste
+    from flowgrpo.contrib.taste.loop import ROUNDS, VOTES, Taste
     from flowgrpo.contrib.taste.votes import VoteLog
     from flowgrpo.tools.vote.live import LiveBallot
     from flowgrpo.tools.vote.server import address, server
@@ -52,10 +52,10 @@ def taste(
         thread = threading.Thread(target=serving.serve_forever, daemon=True)
         thread.start()
         typer.echo(f"{address(serving)} (vote there; its Finish button or Ctrl-C ends the session)")
-        learned = session.train(config, Taste(live, config.folder), resume)
-        summary = session.finish(config, live.log, learned)
+        epochs = session.train(config, Taste(live, config.folder), resume)
+        summary = session.finish(config, live.log, epochs)
         serving.shutdown()
-    return _told(config.folder, live, learned, summary)
+    return _told(config.folder, live, -(-epochs // ROUNDS), summary)
 
 
 def _told(folder: Path, live: Any, learned: int, summary: dict[str, Any]) -> int:

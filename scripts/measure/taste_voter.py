@@ -232,13 +232,12 @@ def write_table(folder: Path) -> None:
 def session(folder: Path, name: str, seed: int, given: argparse.Namespace, base: dict[str, Any]) -> dict[str, Any]:
     """Run a session with a simulated person; return its row."""
     from flowgrpo.contrib.taste import session as of
-    from flowgrpo.contrib.taste.loop import VOTES, Settings, Taste
+    from flowgrpo.contrib.taste.loop import VOTES, Taste
     from flowgrpo.contrib.taste.votes import VoteLog
     from flowgrpo.tools.vote.live import LiveBallot
     from flowgrpo.tools.vote.server import address, server
 
     keys = dict(text.split("=", 1) for text in given.set)
-    settings = {key: float(keys.pop(key)) for key in ("head", "clicks") if key in keys}
     keys = {"seed": str(seed), "precision": "bf16"} | keys
     resume = (folder / name / VOTES).is_file()
     config = of.configured(MODEL, "starter", None, folder / name, keys, resume)
@@ -252,7 +251,7 @@ def session(folder: Path, name: str, seed: int, given: argparse.Namespace, base:
         person = subprocess.Popen([sys.executable, __file__, "vote", address(serving), *told], stdout=subprocess.PIPE,
                                   text=True)
         began, wall = time.process_time(), time.monotonic()
-        epochs = of.train(config, Taste(live, config.folder, Settings(**settings)), resume)
+        epochs = of.train(config, Taste(live, config.folder), resume)
         spent, wall = before + time.process_time() - began, time.monotonic() - wall
         kept.write_text(json.dumps(spent))
         said = json.loads(person.communicate()[0].splitlines()[-1])
@@ -282,8 +281,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=1e9, help="seconds of a session, after which the same command "
                         "goes on with it")
     parser.add_argument("--voter", choices=("taste", "random"), default="taste")
-    parser.add_argument("--set", nargs="*", default=[], help="head= and clicks= of the loop, or "
-                        "keys of the run, such as train.lr=5e-4")
+    parser.add_argument("--set", nargs="*", default=[], help="keys of the run, such as train.lr=5e-4")
     parser.add_argument("--label", default="both")
     parser.add_argument("--table", action="store_true", help="write docs/taste.md's table of the folder's rows")
     given = parser.parse_args()
