@@ -25,7 +25,11 @@ class UserError(ValueError):
 
 
 class NotFinite(UserError):
-    """Samples that hold NaN or an infinity, found before a reward sees them."""
+    """Samples that hold NaN or an infinity, found before a reward sees them. found: what was found; then an advice."""
+
+    def __init__(self, found: str, advice: str = "") -> None:
+        self.found = found
+        super().__init__(found + f": {advice}" * bool(advice))
 
 
 def _one_line(text: str) -> str:

@@ -24,7 +24,7 @@ from flowgrpo.config.sections import STEPS
 from flowgrpo.cores import Threads
 from flowgrpo.data.images import Clip
 from flowgrpo.data.prompts import Prompt
-from flowgrpo.errors import UserError
+from flowgrpo.errors import NotFinite, UserError
 from flowgrpo.evaluation.plan import Arm, weights_digest
 from flowgrpo.policies import build, checkpoints, loading
 from flowgrpo.policies.checkpoints import config_of
@@ -32,6 +32,8 @@ from flowgrpo.policies.pipelines import edits, few_steps, frames, prompt_inputs
 from flowgrpo.policies.pipelines.call import guidance_argument, seeded, unchecked
 from flowgrpo.policies.pipelines.load import denoisers
 from flowgrpo.policies.pipelines.rlg import Branches
+from flowgrpo.policies.weights.adapters import culprit
+from flowgrpo.rewards.reward import require_finite
 from flowgrpo.samplers.grids import require_steps
 from flowgrpo.samplers.rollout import noise_seed, seeder
 from flowgrpo.starter import CALLS, EVAL, RATES
@@ -119,10 +121,22 @@ def _refused(pipe: Any, prompt: Prompt, arguments: dict[str, Any], images: dict[
                             f"({' '.join(str(error).split())}): give `sample` an --image FILE, or every prompt of the "
                             "file an `image`") from error
         told = prompt_inputs.refusal(pipe, error, [prompt.brings], {
-            name: value if isinstance(value, list) else [value] for name, value in images.items()}, bool(images))
+            name: value if isinstance(value, list) else [value] for name, value in images.items()}, arguments)
         if told is None:
             raise
         raise told from error
+
+
+def _require_finite(samples: Sequence[Any], prompts: Sequence[Prompt], parts: dict[str, Any]) -> None:
+    """Raise NotFinite for the first image that holds NaN or an infinity, with the weight of the model's parts that
+    does."""
+    for sample, prompt in zip(samples, prompts):
+        try:
+            require_finite(sample, [prompt.text] * len(sample))
+        except NotFinite as error:
+            if line := culprit(parts):
+                raise NotFinite(error.found, line) from None
+            raise
 
 
 class Together:
@@ -241,7 +255,9 @@ class Pipelines:
             assert arm.rlg is not None  # the same kind of arm, else `load` had loaded it
             weighted = self.branches.at(arm.rlg)
         with weighted, unchecked(self.pipe):
-            return self.batched.draw(self.pipe, prompts, seeds, arm.asked, self.config.negative_prompt)
+            drawn = self.batched.draw(self.pipe, prompts, seeds, arm.asked, self.config.negative_prompt)
+        _require_finite(drawn, prompts, self.pipe.components)
+        return drawn
 
     def load(self, arm: Arm) -> Any:
         """Load the pipeline with an arm's weights, unless they are in it, and return it.
@@ -287,7 +303,9 @@ class Texts:
         policy = self.load(arm)
         tell(self.threads)
         given = policy.encode([prompt.text for prompt in prompts], images=[prompt.brings for prompt in prompts])
-        return [*policy.generate(given, policy.generators(seeds))]
+        drawn = [*policy.generate(given, policy.generators(seeds))]
+        _require_finite(drawn, prompts, {"model": policy.model})
+        return drawn
 
     def load(self, arm: Arm) -> Any:
         """Load the model with an arm's weights and settings, unless they are in it, and return it."""

@@ -370,9 +370,9 @@ def require_finite(samples: Any, prompts: Sequence[str], what: str = "sample") -
     if not hasattr(samples, "isfinite") or samples.isfinite().all():
         return
     row = next(row for row, sample in enumerate(samples) if not sample.isfinite().all())
-    raise NotFinite(f"the {what} of the prompt {prompts[row][:60]!r} holds NaN or an infinity: look at the precision "
-                    "(autoencoders overflow in fp16: --precision=bf16, or fp32), at the weights of the autoencoder and "
-                    "the denoiser, and at train.lr")
+    raise NotFinite(f"the {what} of the prompt {prompts[row][:60]!r} holds NaN or an infinity",
+                    "look at the precision (autoencoders overflow in fp16: --precision=bf16, or fp32), at the weights "
+                    "of the autoencoder and the denoiser, and at train.lr")
 
 
 def _writes(batch: Batch) -> list[int]:

@@ -132,8 +132,7 @@ def explained(trainer: Run, folder: Path) -> Iterator[None]:
     try:
         yield
     except NotFinite as error:
-        found = str(error).partition(": look at ")[0]
-        raise UserError(f"{found}, and no reward has seen it: {_cause(trainer, folder)}") from None
+        raise UserError(f"{error.found}, and no reward has seen it: {_cause(trainer, folder)}") from None
 
 
 def _cause(trainer: Run, folder: Path) -> str:
@@ -145,10 +144,8 @@ def _cause(trainer: Run, folder: Path) -> str:
                 f"({trainer.config.train.rate}) is too large: {_way_back(trainer, folder)}")
     pipe: Any = getattr(trainer.policy, "pipe", None)
     parts = pipe.components if pipe is not None else {"model": getattr(trainer.policy, "model", None)}
-    for name, part in parts.items():
-        if isinstance(part, torch.nn.Module) and (key := adapters.odd({**dict(part.named_parameters()),
-                                                                     **dict(part.named_buffers())})):
-            return f"the model's own {name}.{key} holds NaN or an infinity: load whole weights"
+    if line := adapters.culprit(parts):
+        return line
     half = trainer.config.precision
     advice = ("look at the model's autoencoder and denoiser" if half == "fp32" else
               f"look first at the precision ({half}: try --precision={'bf16 or ' * (half == 'fp16')}fp32), then at the "

@@ -29,6 +29,7 @@ from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.samplers.rollout import seeder
 from flowgrpo.tools.check import tiny as pipelines
+from flowgrpo.tools.check.report import report
 from tests.helpers import tiny
 
 BRIGHT = "def bright(images, prompts):\n    return images.flatten(1).mean(1).tolist()\n"
@@ -321,6 +322,15 @@ def test_what_a_pipeline_refuses_is_one_line(tmp_path):
         samplers.draw_one(pipe, Prompt("red", image=str(tmp_path / "one.png")), 0, asked)
     with pytest.raises(UserError, match="^StableDiffusion3Pipeline refuses its arguments: `height` and `width`"):
         samplers.draw_one(tiny.sd3(), Prompt("red"), 0, tiny.CALL | {"height": 17, "num_inference_steps": 1})
+
+
+def test_a_number_of_frames_that_a_pipeline_does_not_take_is_one_line():
+    pipe = load_pipeline(str(starter.FOLDERS["starter_video"]))
+    with pytest.raises(UserError, match="^WanPipeline refuses its arguments: RuntimeError: shape .* with its own "
+                                        "number of frames, and image.frames sets another"):
+        samplers.draw_one(pipe, Prompt("red"), 0, {"height": 16, "width": 16, "num_inference_steps": 1})
+    told = report((pipe, {"height": 16, "width": 16}))
+    assert told["drivable"] is False and "and image.frames sets another" in told["reason"]
 
 
 @pytest.mark.parametrize("name", ["QwenImageEditPipeline", "WanImageToVideoPipeline"])

@@ -156,11 +156,11 @@ class PipelinePolicy:
                 twice = plain.rows(torch.tensor([0, 0]))
                 self.encode_prompt.learn(twice, self.guidance, lambda: stay_apart(self, twice))
             conditioning = self.encode_prompt(plain, self.guidance)
+            self.probe(conditioning)
         except REFUSALS as error:
-            if (told := refusal(self.pipe, error, images, pictures, bool(brings))) is None:
+            if (told := refusal(self.pipe, error, images, pictures, self.call)) is None:
                 raise
             raise told from error
-        self.probe(conditioning)
         return conditioning
 
     def _skipped(self, rows: int) -> None:

@@ -15,7 +15,7 @@ from flowgrpo.data.prompts import Prompt
 from flowgrpo.device import ran_out
 from flowgrpo.errors import UserError
 from flowgrpo.nouns import counted
-from flowgrpo.policies.pipelines.frames import told
+from flowgrpo.policies.pipelines.frames import is_video, told
 
 # What a pipeline raises that refuses its arguments.
 REFUSALS = (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError)
@@ -217,17 +217,18 @@ def _noting(preprocess: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def refusal(pipe: Any, error: Exception, images: Sequence[Any] | None, pictures: Mapping[str, Sequence[Any]],
-            brings: bool) -> UserError | None:
-    """Return the line of what a pipeline's call raised; None if it is no refusal of its arguments.
+            call: Mapping[str, Any]) -> UserError | None:
+    """Return the line of what a pipeline's call raised; None for a line of ours, and if memory ran out.
 
-    brings: images are among the arguments, whose sizes fail in many ways. Others: see `refused`.
+    call: its further arguments. Others: see `refused`.
     """
-    plain = isinstance(error, (TypeError, ValueError))
-    if isinstance(error, UserError) or ran_out(error) or not (plain or brings):
+    if isinstance(error, UserError) or ran_out(error):
         return None
-    said = " ".join(str(error).split())[:300]
+    plain, said = isinstance(error, (TypeError, ValueError)), " ".join(str(error).split())[:300]
+    own = not plain and is_video(type(pipe)) and "num_frames" not in call
     return UserError(f"{refused(images, pictures)}{type(pipe).__name__} refuses its arguments: "
-                     f"{said if plain else f'{type(error).__name__}: {said}'}")
+                     f"{said if plain else f'{type(error).__name__}: {said}'}"
+                     + "; it was called with its own number of frames, and image.frames sets another" * own)
 
 
 def refused(images: Sequence[Any] | None, pictures: Mapping[str, Sequence[Any]]) -> str:

@@ -37,12 +37,26 @@ def odd(tensors: Mapping[str, torch.Tensor]) -> str | None:
 
     Of a sharded one this process's rows are read.
     """
-    floats = {key: local(tensor) for key, tensor in tensors.items() if tensor.is_floating_point()}
+    floats = {key: local(tensor) for key, tensor in tensors.items()
+              if tensor.is_floating_point() and not tensor.is_meta}
     flags = [(value.float() if value.element_size() == 1 else value).isfinite().all() for value in floats.values()]
     if not flags:
         return None
     known = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist()  # the host waits once
     return next((key for key, finite in zip(floats, known) if not finite), None)
+
+
+def culprit(parts: Mapping[str, Any], buffers: bool = True) -> str | None:
+    """Return the line about the first weight of a model's parts that is not finite; None if all are.
+
+    parts: modules by name; anything else is not looked at. buffers: look at these too.
+    """
+    for name, part in parts.items():
+        if isinstance(part, torch.nn.Module) and (key := odd({**dict(part.named_parameters()),
+                                                              **dict(part.named_buffers() if buffers else ())})):
+            weight = f"{name}.{key}".replace(".base_layer", "")
+            return f"the model's own {weight} holds NaN or an infinity: load whole weights"
+    return None
 
 
 def require_saved(tensors: Mapping[str, torch.Tensor], epoch: int, anywhere: Callable[[bool], bool] = bool) -> None:

@@ -16,7 +16,8 @@ from torch.nn.functional import pad
 
 from flowgrpo.config.sections import Adapter, Text
 from flowgrpo.device import DTYPES, without_cudnn_attention
-from flowgrpo.errors import UserError
+from flowgrpo.errors import NotFinite, UserError
+from flowgrpo.policies.weights.adapters import culprit
 from flowgrpo.policies.weights.checkpointing import recompute
 from flowgrpo.policies.weights.forwards import fuse_text_norms
 from flowgrpo.samplers.rollout import generators
@@ -188,9 +189,17 @@ class CausalLM:
         mask, cut = decided(tokens, self.ends)
         texts = self.written(tokens, mask)
         short = 0, most - tokens.shape[1]
-        logp = draw.log_probs().masked_fill(~mask, 0.0)
+        logp = self._sound(draw.log_probs().masked_fill(~mask, 0.0), tokenized)
         ids, logp, mask = (pad(values, short).cpu() for values in (tokens, logp, mask))
         return SampledCompletions(ids, logp, mask, cut.cpu(), texts)
+
+    def _sound(self, logp: Tensor, tokenized: TokenizedPrompts) -> Tensor:
+        """Return log-probabilities [B,L] of drawn tokens. Raises NotFinite if one is NaN, with the weight that is."""
+        if logp.isnan().any():
+            prompt = tokenized.prompts[int(logp.isnan().any(1).long().argmax())]
+            raise NotFinite(f"the completion of the prompt {prompt[:60]!r} has probabilities of NaN", culprit(
+                {"model": self.model}) or "look at the precision (--precision=bf16, or fp32), and at train.lr")
+        return logp
 
     def written(self, ids: Tensor, mask: Tensor) -> list[Completion]:
         """Return the texts of ids [B,L] where mask is true."""

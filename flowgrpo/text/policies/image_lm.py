@@ -242,7 +242,7 @@ class ImageLM(CausalLM):
                                             logits_processor=LogitsProcessorList([process]), **{self._cache: cache})
                 ids, logp = (codes + self.first).cpu(), process.log_probs().cpu()
         mask = torch.ones_like(ids, dtype=torch.bool)
-        return SampledImages(ids, logp, mask, ~mask.any(1), [], images=self.decode(ids))
+        return SampledImages(ids, self._sound(logp, tokenized), mask, ~mask.any(1), [], images=self.decode(ids))
 
     def _unguided(self, ids: Tensor, mask: Tensor, draw: Draw) -> Tensor:
         """Return image tokens [B,L] behind the left-padded prompts ids [B,S], by the loop of the model's `generate`

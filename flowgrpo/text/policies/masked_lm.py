@@ -87,7 +87,8 @@ class MaskedLM(CausalLM):
         texts = self.written(ids, mask)
         if unmasking.shrink > 1:
             logp = self.log_probs(tokenized, torch.arange(count), ids, mask, unmasking, steps, count).logp
-        return SampledTrace(ids.cpu(), logp.masked_fill(~mask, 0.0).cpu(), mask.cpu(), cut.cpu(), texts, steps.cpu())
+        logp = self._sound(logp.masked_fill(~mask, 0.0), tokenized)
+        return SampledTrace(ids.cpu(), logp.cpu(), mask.cpu(), cut.cpu(), texts, steps.cpu())
 
     def _unmask(self, prompts: Tensor, unmasking: Unmasking, draws: Tensor, lots: Tensor, greedy: Tensor
                 ) -> tuple[Tensor, Tensor, Tensor]:

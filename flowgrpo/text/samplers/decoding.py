@@ -156,7 +156,8 @@ def drawn(log_probs: Tensor, uniform: Tensor) -> Tensor:
     One number decides a token, so a row's draws do not depend on other rows, on V or on the device.
     """
     mass = log_probs.double().exp().cumsum(-1)
-    return torch.searchsorted(mass, (uniform.double() * mass[:, -1])[:, None], right=True)[:, 0]
+    passed = torch.searchsorted(mass, (uniform.double() * mass[:, -1])[:, None], right=True)[:, 0]
+    return passed.clamp(max=log_probs.shape[1] - 1)  # V where the mass is NaN
 
 
 class Draw:

@@ -43,7 +43,7 @@ FIELDS = ("precision", "kind", "class", "weights", "tokenizer", "vocabulary", "c
 
 def drive(model: str | tuple[Any, Any], recipe: Config | None, device: str, result: dict[str, Any]) -> None:
     """Fill `result` step by step (fields: `report.report`). Raises the error that stops the model."""
-    from flowgrpo.tools.check.replays import RANK, gradient_error, gradient_norm, require_exact
+    from flowgrpo.tools.check.replays import RANK, gradient_error, gradient_norm, require_exact, require_whole
 
     config = recipe or Config(method="grpo", precision="fp32", adapter={"rank": RANK})
     config = config.model_copy(update={"preferences": None, "labels": "file"})  # a check draws its samples
@@ -53,6 +53,7 @@ def drive(model: str | tuple[Any, Any], recipe: Config | None, device: str, resu
     kind = build.kind(config, loaded)
     result |= {"precision": precision, "kind": KINDS[kind], "class": type(loaded[0]).__name__,
                "weights": memory.held(loaded)}
+    require_whole({"model": loaded[0]})
     method = options.checked(config, kind, device)
     torch.manual_seed(0)  # initial adapter weights, so that a report is repeatable
     policy = kinds.make_policy(_brief(config), loaded, config.adapter, device)

@@ -58,6 +58,7 @@ def drive(model: str | tuple[Any, dict[str, Any]], recipe: Config | None, device
                "few_steps": _few_steps(facts := few_steps.of_pipe(pipe, model if isinstance(model, str) else "",
                                                                    config.load))}
     refuse(type(pipe))
+    replays.require_whole(pipe.components)
     torch.manual_seed(0)  # initial adapter weights, so that a report is repeatable
     policy = PipelinePolicy(pipe, config.adapter, device=device, precision=config.precision, call=call,
                             checkpointing=config.train.recomputed, memory=config.memory,

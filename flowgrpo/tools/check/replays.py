@@ -4,7 +4,7 @@ differences.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from flowgrpo.methods.method import Method
 from flowgrpo.policies.pipelines import probes
 from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
+from flowgrpo.policies.weights.adapters import culprit
 from flowgrpo.policies.weights.trainable import TrainableWeights
 from flowgrpo.samplers.growth import explore
 from flowgrpo.samplers.kernels import Euler, FlowDDIM
@@ -24,6 +25,12 @@ from flowgrpo.samplers.scheduler import Segment
 
 RANK, GROUP = 4, 2
 SHARES, LARGEST_GRADIENT_ERROR = (1e-3, 1e-4), 0.01  # SHARES: small steps along the gradient
+
+
+def require_whole(parts: Mapping[str, Any]) -> None:
+    """Raise UserError if a weight of a model's parts, modules by name, is not finite."""
+    if line := culprit(parts, buffers=False):
+        raise UserError(line)
 
 
 def gradient_norm(modules: Sequence[torch.nn.Module], weights: TrainableWeights) -> float:

@@ -38,7 +38,6 @@ from flowgrpo.config.schema import Config
 from flowgrpo.device import ran_out, rounded_products
 from flowgrpo.errors import UserError
 from flowgrpo.policies import build, sources
-from flowgrpo.policies.pipelines import frames
 from flowgrpo.starter import FOLDERS
 from flowgrpo.tools.check import tiny
 from flowgrpo.tools.check.pipelines import Unknown, drive
@@ -86,8 +85,7 @@ def report(model: str | tuple[Any, Any], config: Config | None = None, device: s
         if ran_out(error):
             result |= {"drivable": None, "reason": _room(result, device)}
         else:
-            result["reason"] = message if isinstance(error, UserError) else (
-                f"{type(error).__name__}: {message}{_frames(result, config)}")
+            result["reason"] = message if isinstance(error, UserError) else f"{type(error).__name__}: {message}"
     return dict.fromkeys((*result, *fields)) | result
 
 
@@ -102,16 +100,6 @@ def is_text(model: Any) -> bool:
 def of_class(model: str) -> bool:
     """Return True for the name of a class of which a tiny random instance is made."""
     return model not in FOLDERS and not Path(model).exists() and (model in tiny.factories() or texts.knows(model))
-
-
-def _frames(result: dict[str, Any], config: Config | None) -> str:
-    """Return a hint for a pipeline of clips that was called with its own number of frames."""
-    import diffusers
-
-    cls = getattr(diffusers, str(result.get("pipeline")), None)
-    given = config is not None and config.image.frames is not None
-    return "" if cls is None or given or not frames.is_video(cls) else (
-        "; it was called with its own number of frames, and --image.frames sets another")
 
 
 def _room(result: dict[str, Any], device: str) -> str:

@@ -15,7 +15,9 @@ from flowgrpo.cli import main
 from flowgrpo.errors import UserError
 from flowgrpo.policies.weights import adapters
 from flowgrpo.policies.weights.lora_files import LORA_FILE
+from flowgrpo.starter import FOLDERS
 from flowgrpo.storage import checkpoint, manifest
+from flowgrpo.tools.check.report import report
 from tests.helpers import tiny
 
 REWARD = "def kind(images, prompts):\n    return images.nan_to_num().mean((1, 2, 3))\n"
@@ -59,10 +61,11 @@ def trained(model, tmp_path_factory):
 
 
 def line(capsys, *arguments: object) -> str:
-    """Run a command that has to end in one line, beside those of its epochs, and return it."""
+    """Run a command that has to end in one line, beside those of its epochs and libraries, and return it."""
     capsys.readouterr()
     assert main([str(argument) for argument in arguments]) == 2
-    [said] = [text for text in capsys.readouterr().err.split("\n") if text and not text.startswith("epoch ")]
+    others = "epoch ", "[transformers]"
+    [said] = [text for text in capsys.readouterr().err.split("\n") if text and not text.startswith(others)]
     return said
 
 
@@ -130,6 +133,30 @@ def test_a_checkpoint_that_is_not_finite_is_not_read(model, trained, tmp_path, c
     assert "holds NaN or an infinity" in said and "remove it to go on from epoch-00001" in said
     assert json.loads((last / "state.json").read_text())["epoch"] == 2  # it is left as it was
     assert "holds NaN or an infinity" in line(capsys, "sample", model, "--prompt", "a", "--lora", last)
+
+
+@pytest.fixture(scope="module", params=["starter", "starter_text", "starter_unified"])
+def spoiled(request, tmp_path_factory):
+    """A model whose weights are NaN, and its recipe."""
+    place = tmp_path_factory.mktemp(request.param) / "model"
+    shutil.copytree(FOLDERS[request.param], place)
+    file = next((place / "transformer" if request.param == "starter" else place).glob("*.safetensors"))
+    save_file({key: torch.full_like(tensor, math.nan) for key, tensor in load_file(file).items()}, file)
+    return place, request.param
+
+
+def test_a_model_that_is_not_finite_is_told_by_every_command(spoiled, tmp_path, capsys, monkeypatch):
+    place, recipe = spoiled
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prompts.txt").write_text("1\n")
+    steps, few = (["--steps=2"], ["--eval.steps=2", "--eval.prompts=2"]) if recipe == "starter" else ([], [])
+    (tmp_path / "r.py").write_text("def one(samples, prompts):\n    return [1.0] * len(prompts)\n")
+    for command in (["sample", place, "--prompt", "1", *steps],
+                    ["eval", place, "--suite", "prompts.txt", "--rewards", "r.py:one", *steps],
+                    ["train", recipe, f"--model={place}", "--tracker=none", "--precision=fp32", *few]):
+        assert "weight holds NaN or an infinity: load whole weights" in line(capsys, *command)
+    assert not [*tmp_path.rglob("*.png")]
+    assert "weight holds NaN or an infinity: load whole weights" in str(report(str(place))["reason"])
 
 
 def test_half_a_lora_is_told(model, trained, tmp_path, capsys):

@@ -63,7 +63,8 @@ def test_a_clip_of_the_pipelines_own_length_is_named_as_a_cause(tmp_path, capsys
     folder = str(tiny.save(make("WanPipeline")[0], tmp_path / "wan"))
     assert main(["check", folder, "--json"]) == 2
     told = json.loads(capsys.readouterr().out)["reason"]
-    assert told.startswith("RuntimeError: shape") and told.endswith("--image.frames sets another")
+    assert told.startswith("WanPipeline refuses its arguments: RuntimeError: shape")
+    assert told.endswith("; it was called with its own number of frames, and image.frames sets another")
 
 
 def test_a_process_without_alpha_bars_cannot(tmp_path):
