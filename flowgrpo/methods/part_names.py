@@ -71,7 +71,7 @@ MODULES: dict[str, dict[str, str]] = {
     "data.source": {
         "methods.supervised": "Recorded PassRate Explained"},
     "data.balance": {
-        "objectives.supervised": "FixedWeights WarmupCosine GradientNorms Convergence"},
+        "objectives.supervised": "FixedWeights WarmupCosine GradientNorms EqualNorms Convergence"},
     "data.token_weight": {
         "objectives.supervised": "EqualTokens Uncertain EntropyAware OneToken"},
     "preview": {

@@ -254,6 +254,21 @@ class GradientNorms(Balance):
         return data / whole if whole else 0.0
 
 
+@part("data.balance", reads_norms=True)
+class EqualNorms(Balance):
+    """L_RL + w L_data, with w such that the data gradient has `share` of the reinforcement gradient's norm.
+
+    An optimizer with one state for both then follows both, however far apart their losses are. A step without a
+    reinforcement gradient leaves the data out; one without a data gradient is the reinforcement gradient's.
+    """
+
+    share: Annotated[float, Above(0)] = 1.0
+
+    def __call__(self, now: Now) -> tuple[float, float]:
+        rl, data = now.norms
+        return 1.0, self.share * rl / data if data else 0.0
+
+
 @part("data.balance", jointly={"window temperature": "1 or more, and above 0"})
 class Convergence(Balance):
     """Weights that move to the objective that converges least: they sum to 1, and volatility counts too (RECAP,

@@ -11,6 +11,7 @@ from flowgrpo.methods.supervised import FlowMatching, GuidanceDistillation, Next
 from flowgrpo.objectives.supervised import (
     Convergence,
     EntropyAware,
+    EqualNorms,
     EqualTokens,
     FixedWeights,
     GradientNorms,
@@ -44,6 +45,13 @@ def test_sasr_draws_a_loss_by_the_norms_of_the_gradients():
     assert part(Now(3, drawn=0.49, norms=(1.0, 2.0))) == (0.0, 1.0)
     assert part(Now(3, drawn=0.51, norms=(1.0, 2.0))) == (1.0, 0.0)
     assert part(Now(2, drawn=0.99, norms=(1.0, 0.0))) == (0.0, 1.0)  # the warm-up is data alone
+
+
+def test_equal_norms_scale_the_data_to_a_share_of_the_reinforcement_gradient():
+    part = EqualNorms(share=0.5)
+    assert part(Now(0, norms=(0.1, 1.3))) == (1.0, pytest.approx(0.5 * 0.1 / 1.3))
+    assert part(Now(0, norms=(3.0, 0.5))) == (1.0, 3.0)  # and up
+    assert part(Now(0, norms=(0.0, 1.3))) == (1.0, 0.0) == part(Now(0, norms=(0.1, 0.0)))
 
 
 def test_recap_moves_away_from_what_is_flat():

@@ -265,6 +265,17 @@ def test_the_steps_gradient_is_the_balance_of_both(drawn, rl, data):
         torch.testing.assert_close(parameter.grad, 2.0 * rl + data * gradient)
 
 
+def test_the_data_gradient_gets_the_norm_of_the_reinforcement_gradient():
+    made = trainer("tokens", {"type": "NextToken", "balance": {"type": "EqualNorms"}})
+    parameters = made.policy.weights.parameters()
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, 2.0)
+    loop.term(made).on_gradients(0)
+    count = sum(parameter.numel() for parameter in parameters)
+    added = torch.cat([(parameter.grad - 2.0).flatten() for parameter in parameters])
+    assert added.norm().item() == pytest.approx(2.0 * count**0.5, rel=1e-5)
+
+
 def collect(made, epoch, totals: torch.Tensor) -> None:
     """Show the term an epoch whose samples have these rewards [P,G]."""
     keys = [prompt.key for prompt in epoch.groups.prompts]
