@@ -504,7 +504,7 @@ class EncodePrompt:
                                for values, shares in zip(calls, self._shared, strict=True))
             return replace(plain, calls=calls, per_prompt=per_prompt, bare=self._bare)
         plain = replace(plain, one_per_call=True, listed=not self.one_per_call)
-        rows = [self._calls(plain.rows(torch.tensor([i])), guidance) for i in range(len(plain.prompts))]
+        rows = [self._calls(row, guidance) for row in plain.each()]
         calls = tuple(tuple(map(list, zip(*values))) for values in zip(*rows, strict=True))
         return replace(plain, calls=calls, per_prompt=tuple((True,) * len(values) for values in calls), bare=self._bare)
 
@@ -520,7 +520,7 @@ class EncodePrompt:
         first = {row: rows.index(row) for row in rows}
         plain = replace(conditioning, calls=(), per_prompt=(), parts=(), sizes=[])
         plain = plain.rows(torch.tensor(list(first.values())))
-        parts = [self(plain.rows(torch.tensor([at])), guidance) for at in range(len(first))]
+        parts = [self(row, guidance) for row in plain.each()]
         if torch.is_grad_enabled() and not any(_in_graph(call) for one in parts for call in one.calls):
             raise UserError(f"encode_prompt of {type(self.driver.pipe).__name__} gives no gradient of its text "
                             "encoders: train only the denoiser, parts: {adapted: {encoders: false, denoisers: true}}")
@@ -542,8 +542,8 @@ class EncodePrompt:
             return values
 
         # Under guidance in either phase the negative embeddings have to be there.
-        self.driver.once(plain, Segment(torch.ones(1), range(0)), remember, max(guidance, 2.0),
-                         generator=generators(range(len(plain.prompts))))
+        noise = [torch.Generator().manual_seed(row) for row in range(len(plain.prompts))]
+        self.driver.once(plain, Segment(torch.ones(1), range(0)), remember, max(guidance, 2.0), generator=noise)
         if not calls:
             raise UserError(f"{type(self.driver.pipe).__name__} does not call its encode_prompt: its conditioning "
                             "cannot be cached")

@@ -112,6 +112,10 @@ class Conditioning:
         return replace(self, prompts=taken(self.prompts), negatives=taken(self.negatives), calls=calls, sizes=sizes,
                        scales=scales, inputs={name: taken(values) for name, values in self.inputs.items()})
 
+    def each(self) -> list[Conditioning]:
+        """Return the rows one by one."""
+        return [self.rows(torch.tensor([row])) for row in range(len(self.prompts))]
+
     @cached_property
     def layout(self) -> Layout:
         """Facts of these rows that a call goes by."""
