@@ -24,7 +24,7 @@ from flowgrpo.policies.pipelines.call import placed
 from flowgrpo.policies.pipelines.load import denoisers, load_pipeline, text_encoders
 from flowgrpo.policies.pipelines.rlg import Branches
 from flowgrpo.policies.weights import adapters, memory_options
-from flowgrpo.policies.weights.lora_files import LORA_FILE, attach, tell
+from flowgrpo.policies.weights.lora_files import LORA_FILE, attach, read, tell
 from flowgrpo.policies.weights.memory_options import Encoders, decode_in_parts, require_quantiser
 from flowgrpo.starter import FOLDERS
 from flowgrpo.storage.places import STATE, is_checkpoint
@@ -169,11 +169,13 @@ def load_branches(pipe: Any, path: Path) -> Branches:
 
 
 def require_weights(path: Path) -> None:
-    """Raise UserError, before anything is drawn, if a path has no weights, or a LoRA that is not finite."""
+    """Raise UserError, before anything is drawn, if a path has no weights, or a LoRA that is damaged."""
     known = any((path / name).is_file() for name in (LORA_FILE, edits.FILE))
     if path.is_file() or checkpoints.is_checkpoint(path) or known or (path / adapters.CONFIG).is_file() or any(
             file for name in (adapters.CONFIG, "config.json") for file in path.glob(f"*/{name}")):
-        if (path / LORA_FILE).is_file():
+        if path.is_file() and path.name != edits.FILE:
+            read(path)
+        elif (path / LORA_FILE).is_file():
             adapters.require_file(path / LORA_FILE)
         return
     hint = "the run has not finished: --resume it" if (path / "config.yaml").is_file() else \

@@ -63,6 +63,13 @@ def processor() -> float:
     return used.ru_utime + used.ru_stime
 
 
+def once(arguments: list[str]) -> list[str]:
+    """Return a command line with the last of each --KEY=VALUE: the command line takes none twice."""
+    last = {argument.partition("=")[0]: place for place, argument in enumerate(arguments)}
+    return [argument for place, argument in enumerate(arguments)
+            if not (argument.startswith("--") and "=" in argument) or last[argument.partition("=")[0]] == place]
+
+
 def limited() -> None:
     """Limit the address space of this process."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
@@ -101,9 +108,10 @@ def main() -> int:
         bad_inputs.prepare(folder, lambda *arguments: tried(list(arguments), folder))
         bad_edges.prepare(folder)
         print("| case | exit code | s | of the processor | verdict | last line |\n|---|---:|---:|---:|---|---|")
-        for name, arguments in (bad_edges.CASES if given.edges else bad_inputs.CASES | bad_edges.CASES).items():
+        for name, said in (bad_edges.CASES if given.edges else bad_inputs.CASES | bad_edges.CASES).items():
             if given.only and name not in given.only:
                 continue
+            arguments = once(said)
             outcome = tried(arguments, folder)
             verdict = outcome.wrong(name in FINE, arguments[0] == "check", given.limit)
             if not verdict and bad_edges.SAYS.get(name, "") not in " ".join(outcome.lines):

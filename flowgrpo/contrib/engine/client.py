@@ -245,7 +245,7 @@ class Engine:
                              {"target_module": module, "expected_named_tensors_sha256": dict(hashes)}, refusals=(400,))
         if not isinstance(answer, dict):
             raise EngineError("answer", f"{self.url}: its checker of weights answered {_kind(answer)}")
-        return bool(answer.get("success")), str(answer.get("message", ""))
+        return answer.get("success") is True, str(answer.get("message", ""))
 
     def checksum(self, modules: Sequence[str]) -> dict[str, str]:
         """Return the SHA-256 of all weights of modules, by their names."""
@@ -272,7 +272,7 @@ class Engine:
 
     def _done(self, path: str) -> None:
         answer = self._asked("POST", path, {})
-        if not isinstance(answer, dict) or not answer.get("success"):
+        if not isinstance(answer, dict) or answer.get("success") is not True:
             said = answer.get("message", "") if isinstance(answer, dict) else _kind(answer)
             raise EngineError("answer", f"{self.url}{path} did not succeed: {said}")
 
@@ -295,6 +295,11 @@ class Engine:
             raise EngineError("answer", f"{self.url} sent states, log-probabilities or sigmas that are not finite")
         further = [self._tensor(debug.get(key), key) if request.means else None
                    for key in ("rollout_prev_sample_means", "rollout_model_outputs")]
+        whole = torch.Size((request.steps, *states.shape[1:]))
+        for tensor in further:
+            if tensor is not None and (tensor.shape != whole or not tensor.isfinite().all()):
+                raise EngineError("answer", f"{self.url} sent means or outputs of the shape {list(tensor.shape)}, "
+                                            f"expected {list(whole)}, all finite")
         return Sample(states, logp.float(), sigmas.float(), *further)
 
     def _object(self, answer: dict[str, Any], key: str) -> dict[str, Any]:

@@ -184,7 +184,7 @@ def part_of(policy: PipelinePolicy, conditioning: Conditioning, samples: Sequenc
     """
     for sample in samples:
         require_grid(sample.sigmas, spec.grid)
-    require_shape(policy, conditioning, samples[0].states, spec)
+    require_shape(policy, conditioning, samples, spec)
     trained, device = spec.schedule.trained, policy.states
     kept = sorted({spec.steps, *trained, *(step + 1 for step in trained)})
     # A tensor per state, which two steps share.
@@ -216,13 +216,14 @@ def require_grid(sigmas: Tensor, grid: Tensor) -> None:
                           "server) and the size of the image")
 
 
-def require_shape(policy: PipelinePolicy, conditioning: Conditioning, states: Tensor, spec: RolloutSpec) -> None:
-    """Raise EngineError for states [K,*D] of another shape than the pipeline's."""
+def require_shape(policy: PipelinePolicy, conditioning: Conditioning, samples: Sequence[Sample], spec: RolloutSpec
+                  ) -> None:
+    """Raise EngineError for a sample whose states [K,*D] have another shape than the pipeline's."""
     before, generators = policy.evaluations, policy.generators([0])
     own, _ = policy.run(spec.task(0, 0, generators), conditioning.rows(torch.tensor([0])), None, generators)
     policy.evaluations = before
-    if own.shape[1:] != states.shape[1:]:
-        raise EngineError("answer", f"the engine's states have the shape {list(states.shape[1:])}, the pipeline's "
+    if odd := [sample.states.shape[1:] for sample in samples if sample.states.shape[1:] != own.shape[1:]]:
+        raise EngineError("answer", f"the engine's states have the shape {list(odd[0])}, the pipeline's "
                           f"{list(own.shape[1:])}: give both one size (image.height, image.width), and the engine "
                           "no other layout of latents")
 

@@ -230,6 +230,27 @@ def test_a_sample_of_another_form_is_a_line(change, told):
         engine._sample(good, request(means=False))
 
 
+@pytest.mark.parametrize("means, told", [
+    (torch.zeros(3, 1, 4, 4), "of the shape [3, 1, 4, 4], expected [4, 1, 4, 4], all finite"),
+    (torch.zeros(4, 4, 4), "of the shape [4, 4, 4]"), (torch.tensor(0.0), "of the shape []"),
+    (torch.full((4, 1, 4, 4), math.nan), "expected [4, 1, 4, 4], all finite")])
+def test_means_of_another_form_are_a_line(means, told):
+    sent = {"prompt": "red", "rollout_log_probs": tensor_of(torch.zeros(4)),
+            "dit_trajectory": {"latents": tensor_of(STATES), "sigmas": tensor_of(torch.linspace(1, 0, 5))},
+            "rollout_debug_tensors": {"rollout_prev_sample_means": tensor_of(means),
+                                      "rollout_model_outputs": tensor_of(torch.zeros(4, 1, 4, 4))}}
+    with pytest.raises(EngineError, match=re.escape(told)):
+        Engine("http://127.0.0.1:1")._sample(sent, request())
+
+
+def test_a_success_is_true_and_no_text(monkeypatch):
+    engine = Engine("http://127.0.0.1:1")
+    monkeypatch.setattr(engine, "_asked", lambda *_, **__: {"success": "false", "message": "m"})
+    assert engine.compared("transformer", {}) == (False, "m")
+    with pytest.raises(EngineError, match="/release_memory_occupation did not succeed: m"):
+        engine.release()
+
+
 def test_a_message_of_many_values_is_not_read_to_its_end():
     with pytest.raises(ValueError, match="too many values"):
         client.unpacked(struct.pack(">BI", 0xdd, 2**21) + b"\xc0" * 2**21)

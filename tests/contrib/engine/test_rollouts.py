@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import load as load_tensors
 
 import flowgrpo
 from flowgrpo.config import load
@@ -16,7 +17,7 @@ from flowgrpo.methods.setup import Setup
 from flowgrpo.rollouts.denoising import DenoisingRollouts
 from flowgrpo.tools.check.tiny import video_families
 from flowgrpo.training import extensions, sampling
-from tests.contrib.engine.server import TinyEngine, serving
+from tests.contrib.engine.server import TinyEngine, serving, tensor
 from tests.helpers import tiny
 
 ALONE = {"roots": None}
@@ -156,6 +157,20 @@ def test_an_engine_of_another_size_is_named(url, own):
     made = trainer(url, parts=ALONE)
     with pytest.raises(EngineError, match=r"states have the shape \[4, 4, 4\], the pipeline's \[4, 8, 8\]"):
         made.run_epoch()
+
+
+def test_one_sample_of_another_size_is_named(url, own):
+    whole = own.drawn
+
+    def cut(*asked):
+        answers = whole(*asked)
+        states = load_tensors(answers[-1]["dit_trajectory"]["latents"]["data"])["t"]
+        answers[-1]["dit_trajectory"]["latents"] = tensor(states[..., :4])
+        return answers
+
+    own.drawn = cut
+    with pytest.raises(EngineError, match=r"states have the shape \[4, 8, 4\], the pipeline's \[4, 8, 8\]"):
+        trainer(url, parts=ALONE).run_epoch()
 
 
 @pytest.mark.parametrize("options, said", [

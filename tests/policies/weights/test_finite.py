@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from flowgrpo.cli import main
 from flowgrpo.errors import UserError
+from flowgrpo.policies import loading
 from flowgrpo.policies.weights import adapters
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.starter import FOLDERS
@@ -171,6 +172,18 @@ def test_half_a_lora_is_told(model, trained, tmp_path, capsys):
     for given in (run, file):
         said = line(capsys, "sample", model, "--prompt", "a", "--steps", "2", "--lora", given)
         assert "lora_A.weight, but without " in said and "expected both sides of every layer" in said
+
+
+def test_a_damaged_file_is_told_before_the_model_is_loaded(trained, tmp_path):
+    file = tmp_path / LORA_FILE
+    shutil.copy(trained[1] / LORA_FILE, file)
+    loading.require_weights(file)
+    broken(file)
+    with pytest.raises(UserError, match="holds NaN or an infinity, expected finite weights"):
+        loading.require_weights(file)
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(UserError, match="cannot be read"):
+        loading.require_weights(file)
 
 
 def test_a_run_of_images_is_no_lora_of_texts(trained, capsys):
