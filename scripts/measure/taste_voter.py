@@ -1,14 +1,13 @@
-"""A simulated person at the page of `flowgrpo taste`: does the model take on a taste that no reward of the run knows?
+"""A simulated user of the page of `flowgrpo taste`: does the model take on a taste that no reward of the run knows?
 
-    python scripts/measure/taste_voter.py FOLDER --seeds 0 1 2                      the default loop
-    python scripts/measure/taste_voter.py FOLDER --seeds 0 1 2 --set head=0         clicks alone
-    python scripts/measure/taste_voter.py FOLDER --seeds 0 1 2 --voter random       votes at random
+    python scripts/measure/taste_voter.py FOLDER --seeds 0 1 2
+    python scripts/measure/taste_voter.py FOLDER --seeds 0 1 2 --voter random --label random
     python scripts/measure/taste_voter.py FOLDER --table                            the table of docs/taste.md
 
 A row names its sessions by `--label`; the table has those of LABELS.
 
 The hidden taste is z(scene_graded) + z(share of ink), larger shapes; 15 % of the votes are for another image, and two
-images that are less than TIE apart are a tie. The person is another process, which reads the page's state and its
+images that are less than TIE apart are a tie. The user is another process, which reads the page's state and its
 images over HTTP as a browser does. Measured are 240 held-out prompts with two noises each: how often the tuned
 model's image is better than the base's from the same noise (ties one half), right images, edges and diversity.
 """
@@ -37,10 +36,12 @@ TIE, FLIPS = 0.25, 0.15
 MODEL, SAMPLES = "starter_consistency", 2
 ROOT = Path(__file__).parents[2]
 PAGE, KEPT = ROOT / "docs" / "taste.md", ROOT / "docs" / "data" / "taste_sessions.jsonl"
-EIGHT = "eight images, two passes (`train.group=8 train.inner_epochs=2`)"
-LABELS = {"both": "head and clicks: the default", "slow": "the same, `train.lr=5e-4`", "eight": f"the same, {EIGHT}",
-          "head": "head alone (`clicks=0`), eight images", "clicks": "clicks alone (`head=0`), eight images",
-          "random": "head and clicks, eight images, votes at random"}
+OLD, EIGHT = "voted samples", "eight images, two passes"
+LABELS = {"default": "four rounds of fresh samples, which the head scores: the default",
+          "random": "the same, votes at random",
+          "both": f"{OLD}, head and clicks", "slow": f"{OLD}, head and clicks, half of the rate",
+          "eight": f"{OLD}, head and clicks, {EIGHT}", "head": f"{OLD}, head alone, {EIGHT}",
+          "clicks": f"{OLD}, clicks alone, {EIGHT}", "eight_random": f"{OLD}, {EIGHT}, votes at random"}
 HEAD = """| rewards | commit | seeds | won | mean | right images | edges | variety | s per click |
 |---|---|---|---|---:|---|---|---|---|
 """
@@ -62,7 +63,7 @@ def utility(images: torch.Tensor, prompts: list[str], stats: list[float]) -> np.
     return (right - stats[0]) / stats[1] + (ink(images) - stats[2]) / stats[3]
 
 
-# --- the person ------------------------------------------------------------------------------------------------------
+# --- the user --------------------------------------------------------------------------------------------------------
 
 def vote(address: str, clicks: int, seconds: float, seed: int, stats: list[float], kind: str, limit: float) -> None:
     """Vote until `clicks` questions have an answer or `limit` seconds are over, finish the session, and print how long
@@ -230,7 +231,7 @@ def write_table(folder: Path) -> None:
 # --- a session -------------------------------------------------------------------------------------------------------
 
 def session(folder: Path, name: str, seed: int, given: argparse.Namespace, base: dict[str, Any]) -> dict[str, Any]:
-    """Run a session with a simulated person; return its row."""
+    """Run a session with a simulated user; return its row."""
     from flowgrpo.contrib.taste import session as of
     from flowgrpo.contrib.taste.loop import VOTES, Taste
     from flowgrpo.contrib.taste.votes import VoteLog
@@ -248,13 +249,13 @@ def session(folder: Path, name: str, seed: int, given: argparse.Namespace, base:
     with server(live, 0) as serving:
         threading.Thread(target=serving.serve_forever, daemon=True).start()
         told = map(str, (given.clicks, given.seconds, seed, json.dumps(base["stats"]), given.voter, given.limit))
-        person = subprocess.Popen([sys.executable, __file__, "vote", address(serving), *told], stdout=subprocess.PIPE,
-                                  text=True)
+        user = subprocess.Popen([sys.executable, __file__, "vote", address(serving), *told], stdout=subprocess.PIPE,
+                                text=True)
         began, wall = time.process_time(), time.monotonic()
         epochs = of.train(config, Taste(live, config.folder), resume)
         spent, wall = before + time.process_time() - began, time.monotonic() - wall
         kept.write_text(json.dumps(spent))
-        said = json.loads(person.communicate()[0].splitlines()[-1])
+        said = json.loads(user.communicate()[0].splitlines()[-1])
         serving.shutdown()
     if said["clicks"] < given.clicks:
         return said
@@ -277,12 +278,12 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--clicks", type=int, default=200)
-    parser.add_argument("--seconds", type=float, default=0.0, help="of the person per click")
+    parser.add_argument("--seconds", type=float, default=0.0, help="of the user per click")
     parser.add_argument("--limit", type=float, default=1e9, help="seconds of a session, after which the same command "
                         "goes on with it")
     parser.add_argument("--voter", choices=("taste", "random"), default="taste")
     parser.add_argument("--set", nargs="*", default=[], help="keys of the run, such as train.lr=5e-4")
-    parser.add_argument("--label", default="both")
+    parser.add_argument("--label", default="default")
     parser.add_argument("--table", action="store_true", help="write docs/taste.md's table of the folder's rows")
     given = parser.parse_args()
     if given.table:

@@ -1,6 +1,6 @@
 """Head on frozen features that learns a taste from votes: Plackett-Luce on the best of several, Bradley-Terry on two.
 
-The score of a picture is linear in its features, s = w z. The probability that it is the best of those shown is
+The score of an image is linear in its features, s = w z. The probability that it is the best of those shown is
 softmax(s). The loss is the cross-entropy to the vote's shares, of which a tie gives each the same, plus a ridge on w.
 It is convex; Newton's method solves it. The ridge is the best of a few by approximate leave-one-out (Rad and Maleki,
 1801.10243, on groups of rows): with A = Z H^-1 Z' of a vote's rows, p their probabilities and W = diag(p) - p p', its
@@ -21,11 +21,11 @@ from flowgrpo.contrib.taste.votes import Vote
 RIDGES = (1e-3, 1e-2, 1e-1, 1.0)  # per vote, of features of mean square 1 / F
 ITERATIONS = 30
 DIRECTIONS = 256  # of the features' largest spread, which a head looks at where there are more
-Seen: TypeAlias = tuple[Tensor, list[float]]  # features [k, F] of the pictures shown, and the vote's shares [k]
+Seen: TypeAlias = tuple[Tensor, list[float]]  # features [k, F] of the images shown, and the vote's shares [k]
 
 
 def seen(features: Tensor, vote: Vote) -> Seen | None:
-    """Return what a vote teaches; None for a skipped one. features: [n, F] of all pictures of its question."""
+    """Return what a vote teaches; None for a skipped one. features: [n, F] of all images of its question."""
     return None if vote.target is None else (features[list(vote.shown)], vote.target)
 
 
@@ -39,7 +39,7 @@ class Head:
     ridge: float = 0.0
 
     def __call__(self, features: Tensor) -> Tensor:
-        """Return scores [B], float64. Differences between pictures of a prompt are log-odds."""
+        """Return scores [B], float64. Differences between images of a prompt are log-odds."""
         return ((features.double() - self.mean) / self.scale) @ self.weight
 
     def right(self, votes: Sequence[Seen]) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
@@ -48,7 +49,7 @@ CHECK_SEED = 40_000  # of the noises of checks, apart from those of training and
 IMAGES, FEATURES, VOTES = "pictures", "features", "votes.jsonl"  # in the run's folder
 
 
-class Person(Protocol):
+class Voter(Protocol):
     """Source of votes: `vote.live.LiveBallot`."""
 
     log: VoteLog
@@ -64,7 +65,7 @@ class Person(Protocol):
 
 
 class Taste:
-    """Reward of a person's votes. The trainer does not call it for the samples it trains on: its extension draws them.
+    """Reward of the user's votes. The trainer does not call it for the samples it trains on: its extension draws them.
 
     folder: of the run. checks: blind pairs before each batch. rounds: epochs of a batch. Outside of training no sample
     has a score.
@@ -73,8 +74,8 @@ class Taste:
     about = About(modality="image", range=(None, None), needs="", licence="Apache-2.0")
     brings: ClassVar[Any]  # VotedEpochs, which is defined below
 
-    def __init__(self, person: Person, folder: Path, checks: int = CHECKS, rounds: int = ROUNDS):
-        self.person, self.folder, self.checks, self.rounds = person, folder, checks, rounds
+    def __init__(self, voter: Voter, folder: Path, checks: int = CHECKS, rounds: int = ROUNDS):
+        self.voter, self.folder, self.checks, self.rounds = voter, folder, checks, rounds
 
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]) -> list[None]:
         return [None] * len(prompts)
@@ -126,7 +127,7 @@ class VotedEpochs(Extension):
 
     def __init__(self, trainer: Run, taste: Taste):
         super().__init__(trainer)
-        self.run, self.taste, self.person, self.folder = trainer, taste, taste.person, taste.folder
+        self.run, self.taste, self.voter, self.folder = trainer, taste, taste.voter, taste.folder
         self.queue: list[Drawn] = []
         self.asked_again = False  # of a checkpoint's queue
         self.head = fitted([])
@@ -160,21 +161,21 @@ class VotedEpochs(Extension):
     def _fit(self, batches: int) -> None:
         """Fit the head to the votes on the first batches, unless it is."""
         if batches and not self.taught:
-            self.taught = learned(self.folder, self.person.log, batches)
+            self.taught = learned(self.folder, self.voter.log, batches)
             self.head = fitted(self.taught)
 
     def _learn(self, batch: int) -> None:
         """Draw the batch behind the present one, wait for the votes on the present one, and fit the head to all."""
         run = self.run
         for drawn in self.queue[:0 if self.asked_again else None]:
-            self.person.ask(self._questions(drawn))
+            self.voter.ask(self._questions(drawn))
         self.asked_again = True
         for each in range(batch + len(self.queue), batch + 2):
             drawn = run.with_oom_retry(partial(self._drawn, each))
             self.queue.append(drawn)
-            self.person.ask(self._questions(drawn))
+            self.voter.ask(self._questions(drawn))
         with run.clock("reward"):
-            votes = self.person.wait(batch, run.stop.check)
+            votes = self.voter.wait(batch, run.stop.check)
         if votes is None:
             run.stop.asked = True
             run.stop.check()
@@ -187,7 +188,7 @@ class VotedEpochs(Extension):
         self.queue = self.queue[1:]
         self.metrics = {"taste/votes": len(self.taught), "taste/ridge": self.head.ridge,
                         "taste/foretold": right / decided if decided else float("nan")}
-        self.person.tell(updates=run.optimization.update,
+        self.voter.tell(updates=run.optimization.update,
                          **{"foretold": {"right": right, "of": decided}} if decided else {})
 
     def _scored(self) -> Epoch:
@@ -278,12 +279,12 @@ class VotedEpochs(Extension):
 
     def on_trained(self, epoch: Epoch) -> Metrics:
         """Return the number of votes that taught the head, and the share of the last batch that it foretold."""
-        self.person.tell(updates=self.run.optimization.update)
+        self.voter.tell(updates=self.run.optimization.update)
         return self.metrics
 
     def on_measured(self, measured: Measured) -> Metrics:
         """Show the looks of held-out images, as shares of the base's."""
-        self.person.tell(looks=measured.looks.of(self.run.progress.base))
+        self.voter.tell(looks=measured.looks.of(self.run.progress.base))
         return {}
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
@@ -298,11 +299,17 @@ class VotedEpochs(Extension):
         if any("parts" in entry for entry in waiting):
             raise UserError(f"--resume: the session in {self.folder} is of an earlier version, which learned from the "
                             f"voted samples themselves: begin a new one, or train on its {VOTES}")
-        self.queue, self.asked_again = [Drawn(**entry) for entry in waiting], False
+        self.queue = [*takewhile(self._is_whole, (Drawn(**entry) for entry in waiting))]
+        self.asked_again = False
+
+    def _is_whole(self, drawn: Drawn) -> bool:
+        """Return True if all images of a batch are there: a power cut can lose those of the last seconds."""
+        files = [file for question in self._questions(drawn) for file in question.files]
+        return all(file.is_file() and file.stat().st_size for file in files)
 
 
 def _write(file: Path, image: Tensor) -> None:
-    """Write a picture [3, H, W] as a PNG, without waiting for the disk: a run that lost it draws it again."""
+    """Write an image [3, H, W] as a PNG, without waiting for the disk: a resumed run draws a lost one again."""
     file.parent.mkdir(parents=True, exist_ok=True)
     as_image(image).save(file, format="PNG", compress_level=1)
 

@@ -1,4 +1,4 @@
-"""Questions to a person, the votes, and the file that keeps them: a line per click, on disk before the next one."""
+"""Questions to the user, the votes, and the file that keeps them: a line per click, on disk before the next one."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ TIE, SKIP = "tie", "skip"
 
 @dataclass(frozen=True)
 class Question:
-    """Pictures of one prompt, of which a person chooses the best.
+    """Images of one prompt, of which the user chooses the best.
 
-    batch, place: its number. check: the pictures are the base's and the present model's, from the same noise, and no
+    batch, place: its number. check: the images are the base's and the present model's, from the same noise, and no
     training reads the vote.
     """
 
@@ -39,7 +39,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Vote:
-    """Vote on a question. shown: places of the pictures that were shown. choice: the place of the best of them, TIE
+    """Vote on a question. shown: places of the images that were shown. choice: the place of the best of them, TIE
     or SKIP."""
 
     shown: tuple[int, ...]
@@ -47,7 +47,7 @@ class Vote:
 
     @property
     def target(self) -> list[float] | None:
-        """Return the shares of the shown pictures, which sum to 1; None for a skipped question."""
+        """Return the shares of the shown images, which sum to 1; None for a skipped question."""
         if self.choice == SKIP:
             return None
         return [1 / len(self.shown) if self.choice == TIE else float(place == self.choice) for place in self.shown]

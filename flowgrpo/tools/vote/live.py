@@ -30,7 +30,7 @@ class LiveBallot:
 
     log: file of the votes. seed: of the sides of checks.
     clock: seconds that the session may take; it begins with the first question. None: no limit.
-    facts: what the loop tells the page. ended: the person has finished, or the time is over.
+    facts: what the loop tells the page. ended: the user has finished, or the time is over.
     """
 
     def __init__(self, log: VoteLog, seconds: float | None = None, seed: int = 0,

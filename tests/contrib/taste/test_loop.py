@@ -28,7 +28,7 @@ from tests.helpers.forked import Forked
 
 
 class Scripted(LiveBallot):
-    """A person who answers every question at once, by its name, and finishes after so many votes."""
+    """A user who answers every question at once, by its name, and finishes after so many votes."""
 
     def __init__(self, log: VoteLog, votes: int):
         super().__init__(log)
@@ -63,8 +63,8 @@ def config(model, output, **options):
 def sat(config, votes: int, resume: bool = False) -> int:
     """Sit through a session of so many votes in all; return the number of learned batches, of two epochs each."""
     config.folder.mkdir(parents=True, exist_ok=True)
-    person = Scripted(VoteLog(config.folder / VOTES), votes)
-    epochs = session.train(config, Taste(person, config.folder, checks=1, rounds=2), resume)
+    user = Scripted(VoteLog(config.folder / VOTES), votes)
+    epochs = session.train(config, Taste(user, config.folder, checks=1, rounds=2), resume)
     assert epochs % 2 == 0
     return epochs // 2
 
@@ -142,6 +142,16 @@ def test_the_limits_are_on_by_default(model, tmp_path, monkeypatch):
     of = session.configured(str(model), str(model.parent / "prompts.txt"), None, tmp_path / "mine", {}, False)
     assert (of.guard.edge_width, of.guard.diversity, of.eval.every) == (1.1, 0.9, loop.ROUNDS)
     assert of.eval.prompts == session.MEASURED
+
+
+def test_a_batch_whose_images_were_lost_is_drawn_again(model, tmp_path):
+    of = config(model, tmp_path)
+    assert sat(of, 4) == 2
+    kept, lost = (of.folder / "pictures" / f"000{batch}-q00-0.png" for batch in (2, 3))
+    before = kept.stat().st_mtime_ns
+    lost.write_bytes(b"")
+    assert sat(of, 7, resume=True) == 3
+    assert lost.stat().st_size and kept.stat().st_mtime_ns == before
 
 
 def test_other_votes_train_other_weights(model, tmp_path, monkeypatch):
