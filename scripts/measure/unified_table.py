@@ -6,7 +6,8 @@
 
 Every row is one run of configs/starter_unified.yaml: the strict accuracy `scene` of images of held-out prompts, the
 share of right answers to balanced questions about rendered held-out scenes, the same with the images hidden, and the
-imbalance, each before and after. Prints the rows as they come, then the table in Markdown; writes `table.json`.
+imbalance, each before and after. Prints the rows as they come, then the table in Markdown, with the processor seconds
+of each run; writes `table.json`, and reads the rows that are there.
 """
 
 from __future__ import annotations
@@ -14,14 +15,20 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 from flowgrpo.config import load
 from flowgrpo.run import run
 
+sys.path.append(str(Path(__file__).parents[1] / "docs"))
+from revisions import commit  # noqa: E402 -- a script of the folder beside
+
 RECIPE = Path(__file__).parents[2] / "configs" / "starter_unified.yaml"
-OWN: dict[str, Any] = {"reward": {"self_answers": {"args": {"length": 3}}}, "eval.rewards": ["scene"]}
+OWN: dict[str, Any] = {"reward": {"self_answers": {"args": {"length": 3}}}, "eval.rewards": ["scene"],
+                       "parts.kl.weight": 0.01, "parts.advantage.scale": "none"}
 PROMPTS: dict[str, Any] = {"parts.data.reader": "prompt"}  # what every image is said to show
 BARE: dict[str, Any] = {"parts.kl.weight": 0.0, "parts.advantage.scale": "group"}
 ARMS: dict[str, dict[str, dict[str, Any]]] = {
@@ -65,16 +72,18 @@ def main() -> None:
             key = f"{args.table}/{arm}/{seed}"
             if key not in rows:
                 folder = args.output / re.sub(r"\W+", "_", key)
+                began = time.process_time()
                 summary = run(load(RECIPE, given | changes | {"seed": seed, "output": str(folder), "tracker": "none"}))
                 rows[key] = {name: list(pair) for name, pair in result(summary).items()} | {
-                    "seconds": summary["seconds"]}
+                    "seconds": round(time.process_time() - began), "commit": commit()}
                 file.write_text(json.dumps(rows, indent=1) + "\n")
             print(key, rows[key], flush=True)
-    print("| run | seed | " + " | ".join(NUMBERS) + " | seconds |\n|" + "---|" * (len(NUMBERS) + 3))
+    print("| run | seed | " + " | ".join(NUMBERS) + " | processor, s |\n|" + "---|" * (len(NUMBERS) + 3))
     for key, row in rows.items():
         _, arm, seed = key.split("/")
         cells = [f"{row[name][0]:.3f} to {row[name][1]:.3f}" if name in row else "" for name in NUMBERS]
         print(f"| {arm} | {seed} | " + " | ".join(cells) + f" | {row['seconds']:.0f} |")
+    print(f"commits: {', '.join(sorted({row['commit'] for row in rows.values()}))}")
 
 
 if __name__ == "__main__":
