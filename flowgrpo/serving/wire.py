@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FORMAT = 1
+SIGNATURE = b"\x89PNG\r\n\x1a\n"
 FLOATS = ("float16", "bfloat16", "float32", "float64")  # dtypes of a tensor
 SLACK = 2**-7  # beyond [0, 1]: bf16's rounding of an image
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -279,7 +280,9 @@ def _image(content: object, budget: _Budget) -> Tensor:
     except Image.DecompressionBombError as error:
         raise TooLarge(one_line(error)) from None
     except UnidentifiedImageError:  # its text has an address of this process
-        raise ValueError(f"not a PNG: it begins with the bytes {file.getvalue()[:8].hex(' ') or '(none)'}") from None
+        begin = file.getvalue()[:8]
+        raise ValueError("a PNG that is cut in its header" if begin == SIGNATURE else
+                         f"not a PNG: it begins with the bytes {begin.hex(' ') or '(none)'}") from None
     except Exception as error:  # a broken file can raise anything
         raise ValueError(f"not a PNG ({one_line(error)})") from None
     budget.spend(1, height, width)

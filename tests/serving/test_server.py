@@ -187,6 +187,7 @@ def tensors(**named: torch.Tensor) -> str:
     (of({"png": 3}), "expected base64"),
     (of({"png": "%%%"}), "base64"),
     (of({"png": base64.b64encode(b"GIF89a").decode()}), "not a PNG"),
+    (of({"png": base64.b64encode(wire.SIGNATURE + b"\0\0\0\r").decode()}), "a PNG that is cut in its header"),
     (of({"png": png(40, 40)[:80]}), "not a whole PNG"),
     (of({"png": png(1, 1, "RGBA")}), "a PNG of the mode RGBA, expected RGB"),
     (of({"png": []}), "frames"),
