@@ -21,8 +21,15 @@ HEADER = 2**24  # bytes of a safetensors file's header
 DEEPEST = 64  # levels of lists and objects
 DIGITS = 300  # of a number
 _SURROGATE = re.compile("[\ud800-\udfff]")
+_ADDRESS = re.compile(r"[a-z][a-z\d+.-]+:/|data:", re.I)  # a Path has one slash of two
 _KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",
           stat.S_IFDIR: "a folder"}
+
+
+def address(path: str | Path) -> str | None:
+    """Return the address that stands in the place of a path, such as https://host/a.png; None for a path."""
+    text = str(path)
+    return text[:200].replace(":/", "://", 1).replace(":///", "://", 1) if _ADDRESS.match(text) else None
 
 
 def unfit(path: str | Path) -> str | None:
@@ -33,7 +40,7 @@ def unfit(path: str | Path) -> str | None:
     try:
         mode = Path(path).stat().st_mode
     except FileNotFoundError:
-        return "does not exist"
+        return "is an address, expected a file: download it first" if address(path) else "does not exist"
     except (OSError, ValueError) as error:  # ValueError: a NUL
         return f"cannot be opened ({getattr(error, 'strerror', None) or error})"
     kind = _KINDS.get(stat.S_IFMT(mode), "special")
@@ -43,9 +50,8 @@ def unfit(path: str | Path) -> str | None:
 def require_ending(path: Path, endings: tuple[str, ...], what: str) -> None:
     """Raise UserError for a path that is empty, an address, or of another ending. what: begins the error."""
     expected = f"expected a {', '.join(endings[:-1])}{' or ' * (len(endings) > 1)}{endings[-1]} file"
-    if re.match(r"[a-z][a-z\d+.-]+:/", str(path), re.I):  # a Path has one slash of two
-        raise UserError(f"{what}: got the address {str(path).replace(':/', '://', 1)}, {expected} of this machine: "
-                        "download it first")
+    if found := address(path):
+        raise UserError(f"{what}: got the address {found}, {expected} of this machine: download it first")
     if not path.name:
         raise UserError(f"{what}: got no file name, {expected}")
     if path.suffix not in endings:

@@ -88,7 +88,8 @@ def score_files(name: str, arguments: dict[str, Any], files: Sequence[Path], pro
                 ) -> list[float | Failed]:
     """Return the scores of files, each with its prompt, by the reward of that name; NaN where it does not apply.
 
-    A file is an image; a folder of images, or an animated GIF or WebP, is a video; a .txt file a text.
+    A file is an image; a folder of images, an animated GIF or WebP, or an .mp4 and its like, is a video; a .txt file a
+    text.
     Raises UserError for an unreadable file, and as `find` and `score` do.
     """
     from flowgrpo.rewards.preprocessing import read_output  # loads torch

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from flowgrpo.errors import UserError
-from flowgrpo.files import decoded, unfit, unsafe
+from flowgrpo.files import address, decoded, unfit, unsafe
 
 FILES = ("mask_image", "last_image", "video", "control_image", "ip_adapter_image")  # keys of one path, besides `image`
 SCALE = "controlnet_conditioning_scale"
@@ -116,6 +116,8 @@ def _file(inputs: Inputs, key: str, name: Any, folder: Path) -> str:
         raise inputs.error(key, f"expected a path, got {name!r}, which holds {why}")
     path = folder / name
     why = unfit(path)
+    if why and (found := address(name)):
+        raise inputs.error(key, f"got the address {found}, expected a path: download it first")
     if why and not (key == "video" and path.is_dir()):
         what = "video" if key == "video" else "image"
         raise inputs.error(key, f"no {what} at {path}{_nearest(path) if why == 'does not exist' else f': it {why}'}")

@@ -39,8 +39,6 @@ from flowgrpo.samplers.rollout import noise_seed, seeder
 from flowgrpo.starter import CALLS, EVAL, RATES
 
 SHARE = 0.1  # maximum effect of the batch in half precision, as a share of the difference between two images
-# Errors of a pipeline that takes one prompt; any other error is raised again by drawing singly.
-REFUSALS = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 INSTRUCTION = ("Rewrite the user's prompt for a text-to-image model. Keep what it says. Add details of the scene, the "
                "light and the style. Answer with the new prompt alone.")
 
@@ -114,7 +112,7 @@ def _refused(pipe: Any, prompt: Prompt, arguments: dict[str, Any], images: dict[
     one, that is named as a possible cause. images: what the prompt brings, as arguments."""
     try:
         yield
-    except (*prompt_inputs.REFUSALS, AttributeError) as error:
+    except prompt_inputs.REFUSALS as error:
         takes = "image" in inspect.signature(pipe.__call__).parameters and "image" not in arguments | images
         if takes and isinstance(error, (AttributeError, TypeError, ValueError)) and not isinstance(error, UserError):
             raise UserError(f"{type(pipe).__name__} takes an image, and fails without one "
@@ -169,7 +167,7 @@ class Together:
             images = list(_drawn(pipe, prompts, seeds, arguments, negative))
         except torch.OutOfMemoryError:
             raise
-        except REFUSALS:
+        except prompt_inputs.REFUSALS:  # it takes one prompt; any other error is raised again by drawing singly
             images = []
         # The second image: the first would match even if all rows had its noise or prompt.
         alone = draw_one(pipe, prompts[1], seeds[1], arguments, negative)

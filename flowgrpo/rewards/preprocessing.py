@@ -12,16 +12,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate, pad
 
-from flowgrpo.data.images import stills
+from flowgrpo.data.images import frames_of, stills
 from flowgrpo.data.open_image import FLOATS, levels, opened, pages, require_single, rgb, upright
 from flowgrpo.errors import UserError
-from flowgrpo.files import text_of
+from flowgrpo.files import text_of, unfit
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 MEAN = (0.48145466, 0.4578275, 0.40821073)  # of CLIP's training images, kept by BLIP's models
 DEVIATION = (0.26862954, 0.26130258, 0.27577711)
+VIDEOS = (".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi")
 CROPS: dict[str, Callable[[float], int]] = {"torchvision": round, "transformers": int}  # of half the surplus
 LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601
 
@@ -128,6 +129,18 @@ def read_tensors(path: str | Path) -> list[Tensor]:
     return frames
 
 
+def video_tensors(path: Path) -> list[Tensor]:
+    """Return the frames of a video, each [3, H, W] in [0, 1]. Raises UserError as `read_tensors` does."""
+    frames: list[Tensor] = []
+    for frame in frames_of(path):
+        if (len(frames) + 1) * frame.width * frame.height > FLOATS:
+            raise UserError(f"{path} has more than {FLOATS:,} pixels in its frames: scale it down, or cut it")
+        frames.append(tensor_of(frame))
+    if not frames:
+        raise UserError(f"{path} holds no frame that can be read")
+    return frames
+
+
 def eight_bit(images: Tensor) -> np.ndarray:
     """Return images [..., 3, H, W] in [0, 1] as bytes [..., H, W, 3], rounded to the nearest."""
     return (images.detach().cpu().float() * 255).round().clamp(0, 255).to(torch.uint8).movedim(-3, -1).numpy()
@@ -150,14 +163,15 @@ def _alike(path: Path, frames: list[torch.Tensor]) -> list[torch.Tensor]:
 def read_output(path: Path) -> torch.Tensor | str:
     """Read an image [3,H,W] in [0, 1], a video [F,3,H,W], or a text. Raises UserError if it cannot be read."""
     if not path.exists():
-        raise UserError(f"no file at {path}")
+        why = unfit(path)
+        raise UserError(f"no file at {path}" + f": it {why}" * (why != "does not exist"))
     try:
         if path.suffix == ".txt":
             return text_of(path)
         if path.is_dir():
             return torch.stack(_alike(path, [read_tensor(file) for file in stills(path)]))
-        frames = read_tensors(path)
+        frames = video_tensors(path) if path.suffix.lower() in VIDEOS else read_tensors(path)
         return torch.stack(_alike(path, frames)) if len(frames) > 1 else frames[0]
     except RuntimeError as error:
-        raise UserError(f"{path} cannot be read ({' '.join(str(error).split())[:200]}): expected an image, a folder "
-                        "of frames of one size, or a .txt file") from None
+        raise UserError(f"{path} cannot be read ({' '.join(str(error).split())[:200]}): expected an image, a video, "
+                        "a folder of frames of one size, or a .txt file") from None

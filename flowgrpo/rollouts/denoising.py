@@ -144,12 +144,19 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
                                    probes.goes_on(method, self.explorations(0)))
 
     def _require_noise(self) -> None:
-        """Print which steps of the run are not trained. Raises UserError for an epoch that has no others."""
+        """Print which steps of the run are not trained.
+
+        Raises UserError for an epoch that has no others, and for a plan that the steps left by a strength do not fit.
+        """
         train, method, found = self.config.train, self.method, dict[int, float]()
         given = self.grid, self.target.drawn, self.shift
         if not method.scores_noise:
             return
-        whole = replace(method.planned(*given, 0, self.config.seed, self.timesteps)[0], grid=self.grid)
+        try:
+            whole = replace(method.planned(*given, 0, self.config.seed, self.timesteps)[0], grid=self.grid)
+        except ValueError as error:  # the configuration's own check knows train.steps alone
+            raise UserError(f"a strength of {self.policy.strength:g} leaves {len(self.grid) - 1} of {train.steps} "
+                            f"steps: {error}") from None
         if all(deviation(whole, step) >= LEAST for step in range(len(self.grid) - 2)):
             return
         for epoch in range(train.epochs):

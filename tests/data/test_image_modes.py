@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from PIL import Image, ImageCms
@@ -141,6 +143,13 @@ def test_frames_of_a_folder_go_by_their_numbers(tmp_path):
     (tmp_path / "._frame0.png").write_bytes(b"of a file system")
     assert [np.asarray(frame).mean() for frame in Clip.of(str(tmp_path), 12).frames] == SHADES
     np.testing.assert_allclose(read_output(tmp_path)[:, 0, 0, 0] * 255, SHADES, atol=1e-3)
+
+
+def test_an_address_in_the_place_of_a_file_says_to_download_it():
+    with pytest.raises(UserError, match="no file at https:/a.b/c.png: it is an address, expected a file: download it"):
+        read_output(Path("https://a.b/c.png"))
+    with pytest.raises(UserError, match=r"cannot be read as an image \(it is an address, expected a file: download it"):
+        read_image("https://a.b/c.png")
 
 
 def test_a_folder_that_holds_more_than_one_clip_is_refused(tmp_path):

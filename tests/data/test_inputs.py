@@ -13,6 +13,7 @@ from flowgrpo.data.images import Clip, frame_count, image_size, read_image
 from flowgrpo.data.inputs import Inputs
 from flowgrpo.data.prompts import Prompt, as_line, load_prompts
 from flowgrpo.errors import UserError
+from flowgrpo.rewards.preprocessing import read_output
 
 SHADES = (0, 80, 160, 240)
 
@@ -86,6 +87,8 @@ def test_a_table_lists_images_in_one_cell(folder):
     ({"image": "a.png", "images": ["b.png"]}, "'images': got `image` and `images`: put all images into `images`"),
     ({"video": "clip.mp5"}, "'video': no video at {folder}/clip.mp5: did you mean 'clip.mp4'?"),
     ({"control_image": "clip"}, "'control_image': no image at {folder}/clip"),
+    ({"image": "https://a.b/c.png"}, "'image': got the address https://a.b/c.png, expected a path: download it first"),
+    ({"mask_image": "data:image/png;base64,iVBO", "image": "a.png"}, "'mask_image': got the address data:image/png;"),
     ({"control_image": "no/a.png"}, "'control_image': no image at {folder}/no/a.png; there is no folder {folder}/no"),
     ({"controlnet_conditioning_scale": -1}, "'controlnet_conditioning_scale': expected a number of 0 or more"),
     ({"control_imag": "a.png"}, "unknown key 'control_imag': did you mean 'control_image'?"),
@@ -108,6 +111,13 @@ def test_a_clip_is_read_from_its_first_frame_on(folder, name, off):
     assert [frame.size for frame in Clip.of(path, 2, (8, 8)).frames] == [(8, 8)] * 2
     with pytest.raises(UserError, match="has 4 frames, expected 5"):
         Clip.of(path, 5).frames
+
+
+@pytest.mark.parametrize("name, off", [("clip.gif", 4), ("clip.mp4", 12)])
+def test_a_reward_scores_the_frames_of_a_file_in_order(folder, name, off):
+    frames = read_output(folder / name)
+    assert frames.shape == (4, 3, 16, 32)
+    np.testing.assert_allclose(frames.mean((1, 2, 3)) * 255, SHADES, atol=off)
 
 
 def test_a_image_fills_the_size_and_is_cut_at_its_sides(folder):

@@ -25,7 +25,7 @@ from flowgrpo.policies.pipelines.call import EncodePrompt, PipelineCall, unlogge
 from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.policies.pipelines.load import modality, trained_modules
 from flowgrpo.policies.pipelines.probes import copies, stay_apart
-from flowgrpo.policies.pipelines.prompt_inputs import REFUSALS, SHARED, images_of, parted, refusal, watch
+from flowgrpo.policies.pipelines.prompt_inputs import SHARED, images_of, one_line, parted, watch
 from flowgrpo.policies.pipelines.rlg import Teachers, guided, inside
 from flowgrpo.policies.weights import memory_options, sharding
 from flowgrpo.policies.weights.checkpointing import checkpoint_blocks, recomputed, supported
@@ -151,16 +151,12 @@ class PipelinePolicy:
         brings = self.given or any(image is not None for image in images or ())
         pictures = images_of(self, len(prompts), images) if brings else {}
         plain = Conditioning(prompts, negatives or [""] * len(prompts), inputs=pictures)
-        try:
+        with one_line(self.pipe, self.call, images, pictures):
             if not self.encode_prompt.knows(plain):
                 twice = plain.rows(torch.tensor([0, 0]))
                 self.encode_prompt.learn(twice, self.guidance, lambda: stay_apart(self, twice))
             conditioning = self.encode_prompt(plain, self.guidance)
             self.probe(conditioning)
-        except REFUSALS as error:
-            if (told := refusal(self.pipe, error, images, pictures, self.call)) is None:
-                raise
-            raise told from error
         return conditioning
 
     def _skipped(self, rows: int) -> None:
@@ -285,7 +281,8 @@ class PipelinePolicy:
         The pipeline draws them with no steps left to do.
         """
         task = Segment(torch.zeros(1), range(0))
-        return self._drive(conditioning, task, self.guidance, latents=latents, output_type="pt")[0].float()
+        with one_line(self.pipe, self.call):
+            return self._drive(conditioning, task, self.guidance, latents=latents, output_type="pt")[0].float()
 
     @torch.no_grad()
     def of_noise(self, conditioning: Conditioning, generators: Sequence[torch.Generator], output_type: str = "pt"
@@ -301,8 +298,9 @@ class PipelinePolicy:
         """Return images on the CPU as the stock pipeline draws them: by its own scheduler, steps and guidance."""
         grids.require_steps(self.stock, steps)
         self._announce(shards.RUN, steps)
-        return self._drive(conditioning, None, guidance, generator=generators, num_inference_steps=steps,
-                           output_type=output_type)[0].float().cpu()
+        with one_line(self.pipe, self.call):
+            return self._drive(conditioning, None, guidance, generator=generators, num_inference_steps=steps,
+                               output_type=output_type)[0].float().cpu()
 
     @torch.no_grad()
     def stock_grid(self, conditioning: Conditioning, steps: int) -> torch.Tensor:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,7 +19,8 @@ from flowgrpo.nouns import counted
 from flowgrpo.policies.pipelines.frames import is_video, told
 
 # What a pipeline raises that refuses its arguments.
-REFUSALS = (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError)
+REFUSALS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, RuntimeError,
+            TypeError, ValueError)
 # Arguments of a pipeline's call that belong to a prompt.
 IMAGES = ("image", "image_reference", "mask_image", "control_image", "last_image", "video", "reference_images",
             "ip_adapter_image")
@@ -229,6 +231,18 @@ def refusal(pipe: Any, error: Exception, images: Sequence[Any] | None, pictures:
     return UserError(f"{refused(images, pictures)}{type(pipe).__name__} refuses its arguments: "
                      f"{said if plain else f'{type(error).__name__}: {said}'}"
                      + "; it was called with its own number of frames, and image.frames sets another" * own)
+
+
+@contextlib.contextmanager
+def one_line(pipe: Any, call: Mapping[str, Any], images: Sequence[Any] | None = None,
+             pictures: Mapping[str, Sequence[Any]] | None = None) -> Iterator[None]:
+    """Context manager: what the call of a pipeline raises is the line of `refusal`."""
+    try:
+        yield
+    except REFUSALS as error:
+        if (told := refusal(pipe, error, images, pictures or {}, call)) is None:
+            raise
+        raise told from error
 
 
 def refused(images: Sequence[Any] | None, pictures: Mapping[str, Sequence[Any]]) -> str:

@@ -235,7 +235,8 @@ def answer(body: bytes) -> Answer:
         refused = bool(message.get("refusal")) or reason == "content_filter"
         return Answer(text, refused, reason == "length", _tokens(choice.get("logprobs")))
     except (KeyError, IndexError, TypeError, AttributeError, ValueError, RecursionError) as error:
-        raise ValueError(f"no chat completion ({type(error).__name__}: {error})") from None
+        said = _error(body)["message"] if isinstance(error, KeyError) and body.strip() != b"{}" else ""
+        raise ValueError(f"no chat completion ({said[:300] or f'{type(error).__name__}: {error}'})") from None
 
 
 def _text(content: Any) -> str:

@@ -18,7 +18,7 @@ LONGEST = 10_000  # characters of an answer that are read, from its end
 LEVELS = {"excellent": 5.0, "good": 4.0, "fair": 3.0, "poor": 2.0, "bad": 1.0}
 Range = tuple[float, float]
 
-_NUMBER = r"(?<!\d)(-?\d{1,9}(?:\.\d{1,9})?)(?!\d)(?![.,]\d)(?!\s{0,3}(?:to|-|–)\s{0,3}\d)"
+_NUMBER = r"(?<!\d)(-?\d{1,9}(?:\.\d{1,9})?)(?!\d|e[+-]?\d)(?![.,]\d)(?!\s{0,3}(?:to|-|–)\s{0,3}\d)"
 _OF = rf"{_NUMBER}(?:\s*(?:/|out\s+of)\s*(\d+(?:\.\d+)?))?"
 _LABEL = r"\b(?:score|rating|mark|grade)\b(?:\s*\([^)]{0,40}\))?\s*(?::|=|is\b|of\b|[-–]\s)?\s*"
 _LAST_LABEL = re.compile(rf"\b(?:final|overall|total)\s+{_LABEL}{_OF}", re.I)

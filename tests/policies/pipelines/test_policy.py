@@ -29,6 +29,7 @@ from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.replay import replay
 from flowgrpo.samplers.rollout import RolloutSpec, seeder
 from flowgrpo.samplers.scheduler import Segment
+from flowgrpo.tools.check import tiny as tiny_pipelines
 from flowgrpo.tools.check.report import report
 from flowgrpo.training import announcement
 from tests.helpers import tiny
@@ -236,6 +237,27 @@ def test_arguments_that_the_pipeline_refuses_are_told():
     policy = PipelinePolicy(tiny.sd3(), Adapter(), call={"height": 17})
     with pytest.raises(UserError, match="refuses its arguments:.*17"):
         policy.encode(["red"])
+
+
+@pytest.mark.parametrize("name, call, told", [
+    ("StableDiffusion3Pipeline", {"joint_attention_kwargs": 3}, "AttributeError: 'int' object has no attribute"),
+    ("StableDiffusionPipeline", {"cross_attention_kwargs": 3}, "'int' object"),
+    ("LTXPipeline", {"attention_kwargs": 3}, "AttributeError: 'int' object has no attribute")])
+def test_an_argument_of_another_type_is_one_line(name, call, told):
+    pipe, needed = tiny_pipelines.make(name)
+    policy = PipelinePolicy(pipe, Adapter(rank=2), call=needed | call)
+    with pytest.raises(UserError, match=f"^{name} refuses its arguments: .*{told}"):
+        policy.encode(["red"])
+
+
+def test_what_a_pipeline_refuses_in_its_decoding_or_evaluation_is_one_line():
+    pipe, needed = tiny_pipelines.make("StableDiffusionPipeline")
+    policy = PipelinePolicy(pipe, Adapter(rank=2), call=needed | {"guidance_rescale": "a"})
+    conditioning = policy.encode(["red"])
+    with pytest.raises(UserError, match="^StableDiffusionPipeline refuses its arguments: "):
+        policy.generate(conditioning, policy.generators([0]), 2, 5.0)
+    with pytest.raises(UserError, match="^StableDiffusionPipeline refuses its arguments: RuntimeError"):
+        policy.decode(torch.zeros(1, 3, 2, 2), conditioning)
 
 
 # --- files -----------------------------------------------------------------------------------------------------------

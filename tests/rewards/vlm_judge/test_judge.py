@@ -56,6 +56,7 @@ REFUSAL = "I'm sorry, but I can't rate this image. Score: 0"
     ("<think>score: 1, or 2?</think>Score: 7", 7), ("<think>a</think><answer>7</answer>", 7),
     # no answer
     ("", None), ("It is good.", None), ("I see 3 cats.", None), ("11", None), ("-1", None), ("Score: 11", None),
+    ("Score: 1e2", None), ("Score: 7e-1", None),
     ("Score: -1", None), ("4/5", None), ("Score: 4/5", None), ("a score of 1 to 5", None), ("score: high", None),
     ('{"score": null}', None), ('{"score": NaN}', None), ('{"score": 1e400}', None), ('{"score": [8]}', None),
     ("<think>Score: 7", None), (REFUSAL, None), ("As an AI, I cannot. Score: 5", None), ("[" * 3000, None),
@@ -390,6 +391,8 @@ def test_what_passes_is_asked_again(fault):
     ((500, {}, {"error": "oops"}), "answered 500: oops (asked 3 times)"),
     ((429, {}, {"error": {"message": "slow\ndown"}}), "answered 429: slow down (asked 3 times)"),
     ((200, {}, b"garbage"), "gave no proper answer: no chat completion"), ((200, {}, None), "gave no answer (Remote"),
+    ((200, {}, {"error": {"message": "it loads"}}), "no chat completion (it loads)"),
+    ((200, {}, {"detail": "busy"}), "no chat completion (busy)"), ((200, {}, {}), "(KeyError: 'choices')"),
 ])
 def test_an_outage_follows_the_policy(fault, told):
     with endpoint([fault]) as server:

@@ -21,6 +21,7 @@ from flowgrpo.samplers.replay import replay
 from flowgrpo.samplers.rollout import RolloutSpec, seeder
 from flowgrpo.samplers.scheduler import PolicyScheduler, Segment
 from flowgrpo.tools.check.tiny import videos
+from tests.helpers import tiny
 
 GRID = torch.tensor([1.0, 0.9, 0.6, 0.3, 0.0], dtype=torch.float64)
 
@@ -166,6 +167,11 @@ def test_a_video_is_where_the_trajectory_starts():
 def test_a_strength_that_leaves_nothing_is_told():
     with pytest.raises(UserError, match="a strength of 0.1 leaves none of 5 steps"):
         make_grid("shifted", 5, 3.0, FlowMatchEulerDiscreteScheduler(), 0.1)
+
+
+def test_a_window_that_the_steps_left_by_a_strength_do_not_fit_is_told():
+    with pytest.raises(UserError, match="^a strength of 0.8 leaves 4 of 6 steps: Sliding: a window of 4 from step 0"):
+        tiny.trainer(policy_of("WanVideoToVideoPipeline"), method="mix_grpo", train__steps=6)
 
 
 @pytest.mark.parametrize("name", ["HunyuanVideoImageToVideoPipeline (token_replace)", "LTXImageToVideoPipeline"])
