@@ -1,5 +1,9 @@
-"""Bench, from its first check to its page: workers in parallel share the tasks; the progress of all, and what the rest
-will take.
+"""Bench (`flowgrpo compare methods`), from its first check to its page: workers in parallel share the tasks; the
+progress of all, and what the rest will take.
+
+models.py has the settings that all methods share, plan.py the runs (a method, a seed, a rate, a clip), their
+methods and budgets, worker.py the process that trains them, probe.py what it measures of a trained one, collect.py
+results.json with its statistics, table.py and page.py the pages.
 """
 
 from __future__ import annotations
