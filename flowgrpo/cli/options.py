@@ -64,7 +64,7 @@ def local_lora(given: str | Path | None) -> str | None:
 
 def page_of(given: Path, run: Path, name: str) -> Path:
     """Return the default path of a file made from a run: in its folder, or here for a run of the hub."""
-    return Path(name) if hub.is_named(str(given)) else places.beside(run, name)
+    return Path(name) if hub.is_named(str(given)) else places.default_output(run, name)
 
 
 def one_weight(text: str | None) -> float | None:

@@ -37,7 +37,7 @@ from flowgrpo.policies import build, loading
 from flowgrpo.policies.checkpoints import run_config
 from flowgrpo.policies.pipelines.load import rate_ahead
 from flowgrpo.storage import atomic, paths
-from flowgrpo.storage.places import is_checkpoint, listed, run_of
+from flowgrpo.storage.places import is_checkpoint, list_checkpoints, run_of
 
 if TYPE_CHECKING:
     from flowgrpo.evaluation.statistics import Interval
@@ -276,7 +276,7 @@ def columns(run: str | Path, kind: str, values: Sequence[str], prompts: str | Pa
 def _checkpoints(tuned: Column, values: list[str]) -> list[Column]:
     """Columns by epoch, 0 for the base; without values the base and every kept checkpoint."""
     assert tuned.weights is not None
-    folders = listed(run_of(tuned.weights))
+    folders = list_checkpoints(run_of(tuned.weights))
     epochs = [_number("checkpoints", value, int) for value in values] or [0, *folders]
     missing = [epoch for epoch in epochs if epoch and epoch not in folders]
     if missing or not folders:

@@ -102,7 +102,7 @@ def _unsteady(folder: Path) -> bool:
         return True
 
 
-def grown(folder: Path) -> bool:
+def has_diverged(folder: Path) -> bool:
     """Return True for a checkpoint whose weights have grown beyond use, or that cannot be read."""
     try:
         return bool(_values(folder).get(GROWN))
@@ -172,7 +172,7 @@ def _values(folder: Path) -> dict[str, Any]:
     return values
 
 
-def unchecked(folder: Path) -> str | None:
+def manifest_note(folder: Path) -> str | None:
     """Return a sentence about a checkpoint without a manifest; None with one."""
     return None if manifest.has_manifest(folder) else \
         f"{folder} has no {manifest.MANIFEST}, as it is of an older run: its checksums cannot be verified"
@@ -236,7 +236,7 @@ def load(folder: Path, rows: Callable[[str], slice | None] = lambda key: None, v
     Raises UserError if they cannot be read.
     """
     try:
-        if verify and (line := unchecked(folder)):
+        if verify and (line := manifest_note(folder)):
             print(line, file=sys.stderr)
         if verify and (difference := manifest.difference(folder)):
             raise ValueError(difference)
@@ -316,7 +316,7 @@ def newest_whole(folder: Path, log: Callable[[str], None], required: Mapping[str
     for path in reversed(list(checkpoints(folder).values())):
         wrong = damage(path, required)
         if wrong is None:
-            if line := unchecked(path):
+            if line := manifest_note(path):
                 log(line)
             return path
         aside = set_aside(path)

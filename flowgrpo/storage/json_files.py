@@ -33,7 +33,7 @@ def read_object(path: Path, mend: str, **kinds: type) -> dict[str, Any]:
     if path.exists() and (why := unfit(path)):
         raise UserError(f"{path} is damaged (it {why}): {mend}")
     try:
-        content = decoded(path.read_text(encoding="utf-8"))
+        content = decode(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or nested too deeply
         raise UserError(f"{path} is damaged ({error}): {mend}") from None
     except OSError as error:
@@ -59,7 +59,7 @@ def read_lines(path: Path, *numbers: str) -> list[dict[str, Any]]:
     return [_line(path, number, line, numbers) for number, line in enumerate(lines, 1)]
 
 
-def decoded(text: str) -> Any:
+def decode(text: str) -> Any:
     """Return the value of a JSON text. Raises ValueError for one with NaN or an infinity, also as 1e999."""
     return json.loads(text, parse_constant=_number, parse_float=_number)
 
@@ -72,7 +72,7 @@ def _number(text: str) -> float:
 
 def _line(path: Path, number: int, line: bytes, numbers: tuple[str, ...]) -> dict[str, Any]:
     try:
-        record = decoded(line.decode())
+        record = decode(line.decode())
         if isinstance(record, dict) and all(isinstance(record.get(key), (int, float)) for key in numbers):
             wrong = [key for key, value in record.items() if key.startswith(GROUPS) and
                      not isinstance(value, (int, float, NoneType))]

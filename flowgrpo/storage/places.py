@@ -47,7 +47,7 @@ def foreign(folder: Path) -> list[str]:
                   if not NAMED.fullmatch(path.name) and ".damaged" not in path.name)
 
 
-def listed(run: Path) -> dict[int, Path]:
+def list_checkpoints(run: Path) -> dict[int, Path]:
     """Return a run's checkpoints by epoch; print a line on stderr about other folders beside them."""
     for name in foreign(run / "checkpoints"):
         print(f"ignored {run / 'checkpoints' / name}: it is no checkpoint, expected a name such as epoch-00042",
@@ -86,14 +86,14 @@ def weights_of(path: Path, epoch: int | None = None) -> Path:
         return path if is_checkpoint(path) else run
     if is_checkpoint(path):
         raise UserError(f"--epoch {epoch}: {path} is a checkpoint already; leave one of them out")
-    saved = listed(run)
+    saved = list_checkpoints(run)
     if epoch not in saved:
         raise UserError(f"--epoch {epoch}: {run} has no such checkpoint; there are: "
                         f"{', '.join(map(str, saved)) or 'none'} (train.keep says how many are kept)")
     return saved[epoch]
 
 
-def beside(path: Path, name: str) -> Path:
+def default_output(path: Path, name: str) -> Path:
     """Return the default path of a file made from weights: in the run's folder, of a checkpoint with its epoch.
 
     Example: kohya.safetensors, kohya-epoch-00010.safetensors.
@@ -107,7 +107,7 @@ LOCK = ".lock"  # in the folder of an active run
 
 
 @contextlib.contextmanager
-def held(folder: Path) -> Iterator[None]:
+def lock_run(folder: Path) -> Iterator[None]:
     """Context manager: lock the folder against other runs; without effect on a file system without locks.
 
     Raises UserError if another run has it.
@@ -132,7 +132,7 @@ def is_held(folder: Path) -> bool:
     if not (folder / LOCK).is_file():
         return False
     try:
-        with held(folder):
+        with lock_run(folder):
             return False
     except UserError:
         return True

@@ -169,7 +169,7 @@ def _way_back(trainer: Run, folder: Path) -> str:
     is set aside."""
     trainer.progress.saving.finish_writing()
     places = checkpoints(folder / "checkpoints")
-    good = [epoch for epoch, path in places.items() if not checkpoint.grown(path)]
+    good = [epoch for epoch, path in places.items() if not checkpoint.has_diverged(path)]
     for epoch in places.keys() - good:
         with suppress(OSError):  # another process has
             checkpoint.set_aside(places[epoch])

@@ -29,9 +29,9 @@ from flowgrpo.policies.policy import Policy
 from flowgrpo.rewards.find import GROUP
 from flowgrpo.starter import FOLDERS
 from flowgrpo.storage import atomic, checkpoint, places
-from flowgrpo.storage.json_files import decoded, read_lines, read_object
+from flowgrpo.storage.json_files import decode, read_lines, read_object
 from flowgrpo.storage.manifest import sha256
-from flowgrpo.storage.places import CRASH, checkpoints, epoch_of, held
+from flowgrpo.storage.places import CRASH, checkpoints, epoch_of, lock_run
 from flowgrpo.training import state
 from flowgrpo.user_code import packaged
 
@@ -163,7 +163,7 @@ def check(setup: Setup) -> None:
 def require_free(folder: Path) -> None:
     """Raise UserError if another run is writing to the folder."""
     if folder.is_dir():
-        with held(folder):
+        with lock_run(folder):
             pass
 
 
@@ -242,7 +242,7 @@ def keep_lines(path: Path, epoch: int, log: Callable[[str], None] = print) -> No
 def _row(line: bytes) -> dict[str, Any]:
     """Return the metrics of a line that has an epoch; {} if it is damaged."""
     try:
-        row = decoded(line.decode())
+        row = decode(line.decode())
         return row if isinstance(row["epoch"], (int, float)) else {}
     except (ValueError, KeyError, TypeError, RecursionError):
         return {}
@@ -329,7 +329,7 @@ def held_folder(config: Config, epoch: int, resumed: bool, changes: list[str]) -
         print(f"{folder} held an earlier run, which is now {moved}")
     for change in changes:
         print(f"resumed with {change}")
-    with places.held(folder):
+    with places.lock_run(folder):
         (folder / CRASH).unlink(missing_ok=True)
         with crash_kept(folder):
             atomic.write_text(folder / "config.yaml", config.yaml())

@@ -14,7 +14,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.evaluation.report import comparison
 from flowgrpo.evaluation.runs import Run, listed
 from flowgrpo.run import run
-from flowgrpo.storage.places import held
+from flowgrpo.storage.places import lock_run
 from tests.cli.test_cli import told
 from tests.helpers import tiny
 
@@ -43,7 +43,7 @@ def test_runs_are_listed_the_newest_first_with_their_state(tmp_path, capsys):
     (written(tmp_path, "odd", 1, time=200) / "metrics.jsonl").write_text("nonsense\n")
     os.utime(tmp_path / "odd" / "metrics.jsonl", (200, 200))
     (tmp_path / "no_run").mkdir()
-    with held(tmp_path / "begun"):
+    with lock_run(tmp_path / "begun"):
         runs = listed(tmp_path)
     red = {"red": pytest.approx(0.2)}
     assert runs == [Run("begun", "running", "starter", "mix_grpo", 0, 3, red, {}, 400),

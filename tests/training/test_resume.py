@@ -21,7 +21,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.run import align
 from flowgrpo.storage import checkpoint
-from flowgrpo.storage.places import held
+from flowgrpo.storage.places import lock_run
 from flowgrpo.training import run_folder
 from flowgrpo.training.run_folder import keep_lines
 from tests.helpers import tiny
@@ -239,7 +239,7 @@ def test_a_new_run_of_the_same_name_starts_anew_and_loses_nothing(finished, caps
 def test_a_folder_that_a_run_writes_to_is_not_taken(finished, capsys):
     command, run = finished
     files = {path.relative_to(run): path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    with held(run):
+    with lock_run(run):
         for more in ([], ["--resume"]):
             assert main([*command, *more]) == 2
             assert f"another run is writing to {run}: give this one another name" in capsys.readouterr().err

@@ -241,7 +241,7 @@ def run(request: Request, jobs: int | None = None) -> None:
     Raises UserError before anything is written for a request that cannot be run, and at the end if runs failed.
     """
     plan, jobs = Plan(request), jobs or max(cores() // 2, 1)
-    with places.held(request.output):
+    with places.lock_run(request.output):
         begin(request)
         with Workers(jobs, request.output) as workers:
             bench = Bench(plan, workers)
