@@ -85,5 +85,5 @@ $(VENV)/tested: $(VENV)/installed
 	touch $@
 
 $(VENV)/tested-all: $(VENV)/tested
-	$(INSTALL) '.[test,browser]'
+	$(INSTALL) '.[test,browser,docs]'
 	touch $@

@@ -51,8 +51,8 @@ def evaluate(
     steps: Annotated[int | None, typer.Option(min=1, help="Denoising steps; without: the run's or pipeline's.")] = None,
     guidance: Annotated[float | None, typer.Option(min=0, help="Guidance scale; likewise.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the samples.")] = 0,
-    features: Annotated[str, typer.Option(help="Features whose distances are the diversity: pixels, clip, or "
-                                               "path/to/file.py:function.")] = "pixels",
+    features: Annotated[str, typer.Option(help="Features whose distances are the diversity: pixels, clip, "
+                                               "inception, or path/to/file.py:function.")] = "pixels",
     distance: Annotated[str, typer.Option(metavar="fid,kid", help="FID, KID or both, of the tuned images to the "
                                           "base's, in --features; needs --base.")] = "",
     rlg: Annotated[str | None, typer.Option(metavar="W|W,W", help=f"{RLG} Several: each is scored, and rlg.png shows "
