@@ -181,6 +181,7 @@ def loras(folder: Path) -> dict[str, dict[tuple[str, str], torch.Tensor] | None]
 
 SEEN: list[Any] = []  # images [3, H, W] or brightness of frames [F] that a pipeline's processor made, from 0 to 1
 BUILT: list[Any] = []  # pipelines
+WITHIN: list[Any] = []  # holds a processor while it reads the frames of a clip
 MASK: list[str] = []  # holds a name while a mask is looked for, and not the image beside it
 
 
@@ -195,16 +196,18 @@ def recorded() -> Iterator[None]:
 
     def picture(self: Any, *arguments: Any, **keywords: Any) -> Any:
         made = kept[0](self, *arguments, **keywords)
-        if MASK and not self.config.do_binarize:
+        if WITHIN or MASK and not self.config.do_binarize:
             return made
         SEEN.append(made[0].float() / 2 + .5 if self.config.do_normalize else made[0].float())
         raise Seen
 
     def video(self: Any, *arguments: Any, **keywords: Any) -> Any:
-        VaeImageProcessor.preprocess = kept[0]  # it reads the frames one by one
-        made = kept[1](self, *arguments, **keywords)
+        WITHIN.append(self)
+        try:
+            made = kept[1](self, *arguments, **keywords)  # it reads the frames by `preprocess`
+        finally:
+            WITHIN.clear()
         SEEN.append((made[0].float() / 2 + .5).mean((0, 2, 3)))
-        VaeImageProcessor.preprocess = picture
         raise Seen
 
     def forward(module: torch.nn.Module, _: Any) -> None:
