@@ -357,10 +357,10 @@ def lora_doors(name: str, meant: dict[tuple[str, str], torch.Tensor] | None) -> 
     return {"load.lora": train(model, "--prompts=starter", f"--load.lora=['{file}']", "--adapter.rank=2") or
             weights(meant),
             "adapter.init": train(model, "--prompts=starter", *begun) or weights(meant),
-            "sample --lora": ran("sample", model, "--prompt", "a", "--lora", file, "--steps", "2", "--output",
-                                 tempfile.mkdtemp()) or weights(meant),
+            "sample --lora": ran("sample", model, "--prompt", "a", "--lora", file, "--steps", "2", "--precision",
+                                 "fp32", "--output", tempfile.mkdtemp()) or weights(meant),
             "eval --lora": ran("eval", model, "--suite", "suite.jsonl", "--rewards", "r.py:seen", "--lora", file,
-                               "--steps", "2", "--output", tempfile.mkdtemp()) or weights(meant)}
+                               "--steps", "2", "--precision", "fp32", "--output", tempfile.mkdtemp()) or weights(meant)}
 
 
 def models() -> None:

@@ -170,8 +170,8 @@ class VotedEpochs(Extension):
         for drawn in self.queue[:0 if self.asked_again else None]:
             self.voter.ask(self._questions(drawn))
         self.asked_again = True
-        for each in range(batch + len(self.queue), batch + 2):
-            drawn = run.with_oom_retry(partial(self._drawn, each))
+        for number in range(batch + len(self.queue), batch + 2):
+            drawn = run.with_oom_retry(partial(self._drawn, number))
             self.queue.append(drawn)
             self.voter.ask(self._questions(drawn))
         with run.clock("reward"):
