@@ -103,6 +103,7 @@ def rewarded(head: Head, features: Tensor) -> Tensor:
 
 
 def features_file(folder: Path, batch: int) -> Path:
+    """Return the file of a batch's features, "shown" [questions, images, F]."""
     return folder / FEATURES / f"{batch:05d}.safetensors"
 
 
@@ -129,7 +130,7 @@ class VotedEpochs(Extension):
         super().__init__(trainer)
         self.run, self.taste, self.voter, self.folder = trainer, taste, taste.voter, taste.folder
         self.queue: list[Drawn] = []
-        self.asked_again = False  # of a checkpoint's queue
+        self.unasked: list[Drawn] = []  # of a checkpoint's queue
         self.head = fitted([])
         self.taught: list[Seen] = []
         self.metrics: Metrics = {}
@@ -153,6 +154,9 @@ class VotedEpochs(Extension):
         """
         run = self.run
         batch, turn = divmod(run.epoch, self.taste.rounds)
+        for drawn in self.unasked:
+            self.voter.ask(self._questions(drawn))
+        self.unasked = []
         self._fit(batch if turn == 0 else batch + 1)  # a resumed run's head
         if turn == 0:
             self._learn(batch)
@@ -167,9 +171,6 @@ class VotedEpochs(Extension):
     def _learn(self, batch: int) -> None:
         """Draw the batch behind the present one, wait for the votes on the present one, and fit the head to all."""
         run = self.run
-        for drawn in self.queue[:0 if self.asked_again else None]:
-            self.voter.ask(self._questions(drawn))
-        self.asked_again = True
         for number in range(batch + len(self.queue), batch + 2):
             drawn = run.with_oom_retry(partial(self._drawn, number))
             self.queue.append(drawn)
@@ -300,7 +301,7 @@ class VotedEpochs(Extension):
             raise UserError(f"--resume: the session in {self.folder} is of an earlier version, which learned from the "
                             f"voted samples themselves: begin a new one, or train on its {VOTES}")
         self.queue = [*takewhile(self._is_whole, (Drawn(**entry) for entry in waiting))]
-        self.asked_again = False
+        self.unasked = [*self.queue]
 
     def _is_whole(self, drawn: Drawn) -> bool:
         """Return True if all images of a batch are there: a power cut can lose those of the last seconds."""

@@ -90,6 +90,17 @@ def test_a_session_that_was_stopped_goes_on_to_the_same_weights(model, tmp_path)
     assert lines[0]["taste/foretold"] is None and lines[-1]["taste/votes"] <= 8
 
 
+def test_a_run_that_ended_within_a_batch_goes_on_to_the_same_weights(model, tmp_path):
+    whole, parted = config(model, tmp_path / "whole"), config(model, tmp_path / "parted")
+    assert sat(whole, 7) == 3
+    short = parted.model_copy(update={"train": parted.train.model_copy(update={"epochs": 3})})
+    short.folder.mkdir(parents=True)
+    assert session.train(short, Taste(Scripted(VoteLog(short.folder / VOTES), 7), short.folder, 1, 2), False) == 3
+    assert sat(parted, 7, resume=True) == 3
+    one, other = weights_of(whole), weights_of(parted)
+    assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
 def on(config) -> None:
     """Begin or go on with a session of 10 votes, in a process of its own."""
     sat(config, 10, resume=(config.folder / VOTES).is_file())
