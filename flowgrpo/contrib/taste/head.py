@@ -5,10 +5,14 @@ softmax(s). The loss is the cross-entropy to the vote's shares, of which a tie g
 It is convex; Newton's method solves it. The ridge is the best of a few by approximate leave-one-out (Rad and Maleki,
 1801.10243, on groups of rows): with A = Z H^-1 Z' of a vote's rows, p their probabilities and W = diag(p) - p p', its
 scores without it are s + A (1 - W A)^-1 (p - y).
+
+A head beats chance if votes that are left out are likelier by it than by equal shares, by more than one standard error
+of the mean difference (the rule of Breiman and others, 1984).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -31,12 +35,22 @@ def seen(features: Tensor, vote: Vote) -> Seen | None:
 
 @dataclass(frozen=True)
 class Head:
-    """Linear score of features [B, F]: (features - mean) / scale @ weight. ridge: chosen, 0 of an empty head."""
+    """Linear score of features [B, F]: (features - mean) / scale @ weight.
+
+    ridge: chosen, 0 of an empty head. gain: mean log-likelihood of a vote that is left out, above chance, in nats;
+    error: its standard error.
+    """
 
     mean: Tensor
     scale: Tensor
     weight: Tensor
     ridge: float = 0.0
+    gain: float = 0.0
+    error: float = 0.0
+
+    def beats_chance(self, errors: float = 1.0) -> bool:
+        """Return True if it predicts votes better than chance, by more than so many standard errors."""
+        return self.gain > errors * self.error
 
     def __call__(self, features: Tensor) -> Tensor:
         """Return scores [B], float64. Differences between images of a prompt are log-odds."""
@@ -60,9 +74,11 @@ def fitted(votes: Sequence[Seen], ridges: Sequence[float] = RIDGES) -> Head:
     sizes = [len(target) for _, target in votes]
     shares = [torch.tensor(target, dtype=torch.double) for _, target in votes]
     groups = list(zip(z.split(sizes), shares))
-    best = min((_left_out(groups, ridge * len(votes)) for ridge in ridges), key=lambda found: found[0])
-    ridge = ridges[0] if len(ridges) == 1 else best[2] / len(votes)
-    return Head(mean, scale, basis @ best[1], ridge)
+    found = {ridge: _left_out(groups, ridge * len(votes)) for ridge in ridges}
+    ridge = max(found, key=lambda one: float(found[one][0].mean()))
+    gains, w = found[ridge]
+    error = float(gains.std()) / len(votes)**0.5 if len(votes) > 1 else math.inf
+    return Head(mean, scale, basis @ w, ridge, float(gains.mean()), error)
 
 
 def _reduced(z: Tensor) -> tuple[Tensor, Tensor]:
@@ -110,16 +126,16 @@ def _loss(stacked: dict[int, tuple[Tensor, Tensor]], w: Tensor, ridge: float) ->
     return float(torch.stack(losses).sum() + ridge / 2 * w @ w)
 
 
-def _left_out(groups: Sequence[tuple[Tensor, Tensor]], ridge: float) -> tuple[float, Tensor, float]:
-    """Return (the mean loss of votes that are left out one by one, w, the ridge)."""
+def _left_out(groups: Sequence[tuple[Tensor, Tensor]], ridge: float) -> tuple[Tensor, Tensor]:
+    """Return (log-likelihoods [N] of votes that are left out one by one, above those of chance; w)."""
     w, hessian = solved(groups, ridge)
     inverse = torch.linalg.inv(hessian)
-    loss = 0.0
+    gains = []
     for z, target in groups:
         s = z @ w
         p = s.softmax(0)
         a = z @ inverse @ z.T
         without = s + a @ torch.linalg.solve(torch.eye(len(s), dtype=s.dtype) - (p.diag() - torch.outer(p, p)) @ a,
                                              p - target)
-        loss -= float(target @ without.log_softmax(0))
-    return loss / len(groups), w, ridge
+        gains.append(target @ without.log_softmax(0) + math.log(len(s)))
+    return torch.stack(gains), w

@@ -2,9 +2,9 @@
 
 Batch b of questions is a few epochs long. The first of them waits for the votes on the batch and fits the head to all
 votes so far. Each of them draws fresh samples by the present weights, the head scores these, and the weights learn from
-the scores: votes are few and each trains the head for good, samples are many and each trains the weights once. Batch
-b + 1 is drawn before batch b is learned, so that the user votes on it meanwhile. What the run trains depends on the
-votes alone, never on their times.
+the scores: votes are few and each trains the head for good, samples are many and each trains the weights once. While
+the head does not beat chance all samples have the same reward. Batch b + 1 is drawn before batch b is learned, so that
+the user votes on it meanwhile. What the run trains depends on the votes alone, never on their times.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.evaluation.pages.clips import as_image
 from flowgrpo.methods import capabilities
 from flowgrpo.methods.setup import Setup
+from flowgrpo.nouns import counted
 from flowgrpo.rewards.about import About
 from flowgrpo.rollouts.base import Encoded
 from flowgrpo.samplers.rollout import Part, seeder
@@ -67,15 +68,17 @@ class Voter(Protocol):
 class Taste:
     """Reward of the user's votes. The trainer does not call it for the samples it trains on: its extension draws them.
 
-    folder: of the run. checks: blind pairs before each batch. rounds: epochs of a batch. Outside of training no sample
+    folder: of the run. checks: blind pairs before each batch. rounds: epochs of a batch. errors: standard errors by
+    which a head must predict votes better than chance before the weights learn from it. Outside of training no sample
     has a score.
     """
 
     about = About(modality="image", range=(None, None), needs="", licence="Apache-2.0")
     brings: ClassVar[Any]  # VotedEpochs, which is defined below
 
-    def __init__(self, voter: Voter, folder: Path, checks: int = CHECKS, rounds: int = ROUNDS):
-        self.voter, self.folder, self.checks, self.rounds = voter, folder, checks, rounds
+    def __init__(self, voter: Voter, folder: Path, checks: int = CHECKS, rounds: int = ROUNDS,
+                 errors: float = 1.0):
+        self.voter, self.folder, self.checks, self.rounds, self.errors = voter, folder, checks, rounds, errors
 
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]) -> list[None]:
         return [None] * len(prompts)
@@ -186,8 +189,12 @@ class VotedEpochs(Extension):
         right, decided = self.head.right(of) if self.taught else (0, 0)
         self.taught = self.taught + of
         self.head = fitted(self.taught)
+        if not self.head.beats_chance(self.taste.errors):
+            run.log(f"epoch {run.epoch + 1}: after {counted(len(self.taught), 'vote')} the learned taste does not "
+                    "predict one better than chance, so that this batch teaches the weights nothing")
         self.queue = self.queue[1:]
         self.metrics = {"taste/votes": len(self.taught), "taste/ridge": self.head.ridge,
+                        "taste/gain": self.head.gain, "taste/gain_error": self.head.error,
                         "taste/foretold": right / decided if decided else float("nan")}
         self.voter.tell(updates=run.optimization.update,
                          **{"foretold": {"right": right, "of": decided}} if decided else {})
@@ -199,7 +206,8 @@ class VotedEpochs(Extension):
         drawn = [*self._sampled(prompts, run.epoch)]
         with run.clock("reward"):
             features = torch.cat([of for _, _, of, _ in drawn]).unflatten(0, (-1, group))
-            scores = rewarded(self.head, features)[..., None]
+            scores = (rewarded(self.head, features) if self.head.beats_chance(self.taste.errors) else
+                      features.new_zeros(features.shape[:2]).float())[..., None]
         batch = sampling.empty_batch(run, run.epoch)
         batch.add(prompts, scores, run.scoring.weighted(scores))
         run.scoring.end_epoch()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from flowgrpo.advantages.group import Advantage, AdvantageRule, group_std, weighted_sum
+from flowgrpo.training import extensions
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.extension import Extension
 from flowgrpo.training.run import Run
@@ -16,13 +17,15 @@ TIMES = 100  # one reward's weighted deviation over another's, from which only t
 
 
 class RewardHints(Extension):
-    """Hints on the rewards of a run, each printed once."""
+    """Hints on the rewards of a run, each printed once. A reward that brings its own draws gives its own."""
 
     def __init__(self, trainer: Run):
         super().__init__(trainer)
         self.advantage, self._printed = trainer.method.credit.advantage, set[str]()
 
     def on_drawn(self, epoch: Epoch) -> None:
+        if extensions.brought(self.trainer.scoring.functions):
+            return
         self.epoch(epoch.metrics, self.trainer.scoring.spreads, self.trainer.epoch, self.trainer.log)
         if isinstance(self.advantage, Advantage) and self.advantage.scale == "batch":
             weights = list(self.trainer.scoring.weights.values())

@@ -49,7 +49,8 @@ def test_leave_one_out_is_that_of_refits():
         for left in range(len(votes)):
             w = solved([vote for place, vote in enumerate(votes) if place != left], ridge)[0]
             exact -= float(votes[left][1] @ (votes[left][0] @ w).log_softmax(0))
-        assert head._left_out(votes, ridge)[0] == pytest.approx(exact / len(votes), rel=0.02)
+        gains = head._left_out(votes, ridge)[0] - math.log(4)
+        assert float(-gains.mean()) == pytest.approx(exact / len(votes), rel=0.02)
 
 
 @pytest.mark.parametrize("width", [6, 300], ids=["few features", "more features than pictures"])
@@ -80,3 +81,24 @@ def test_what_a_vote_teaches():
     rows, shares = seen(features, Vote((1, 0), TIE))
     assert rows.tolist() == [[2, 3], [0, 1]] and shares == [0.5, 0.5]
     assert fitted([(features, [0.0, 0, 0, 1])]).right([(features, [0.25] * 4), (features, [0.0, 0, 0, 1])]) == (1, 1)
+
+
+def test_a_head_of_a_taste_beats_chance_and_one_of_random_votes_does_not():
+    assert fitted(of_taste(40)).beats_chance()
+    drawn = of_taste(200)
+    random = [(z, drawn[place - 1][1]) for place, (z, _) in enumerate(drawn)]
+    learned = fitted(random)
+    assert not learned.beats_chance() and learned.gain < 2 * learned.error
+    assert not fitted([]).beats_chance() and not fitted(drawn[:1]).beats_chance()
+
+
+def test_the_gain_is_that_of_refits_over_chance():
+    votes = of_taste(30, 3)
+    learned, gains = fitted(votes, [0.1]), []
+    rows = (torch.cat([z for z, _ in votes]).double() - learned.mean) / learned.scale
+    groups = [(z, torch.tensor(target, dtype=torch.double)) for z, (_, target) in zip(rows.split(4), votes)]
+    for left, (z, target) in enumerate(groups):
+        w = solved([vote for place, vote in enumerate(groups) if place != left], 0.1 * len(votes))[0]
+        gains.append(float(target @ (z @ w).log_softmax(0)) + math.log(4))
+    assert learned.gain == pytest.approx(sum(gains) / 30, rel=0.02)
+    assert learned.error == pytest.approx(torch.tensor(gains).std().item() / 30**0.5, rel=0.05)

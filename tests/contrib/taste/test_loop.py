@@ -60,11 +60,14 @@ def config(model, output, **options):
                        eval__prompts=1, parts={"kl": {"weight": 0.03}}, **parts)
 
 
-def sat(config, votes: int, resume: bool = False) -> int:
-    """Sit through a session of so many votes in all; return the number of learned batches, of two epochs each."""
+def sat(config, votes: int, resume: bool = False, errors: float = -1e9) -> int:
+    """Sit through a session of so many votes in all; return the number of learned batches, of two epochs each.
+
+    errors: so few votes never beat chance, and teach the weights all the same.
+    """
     config.folder.mkdir(parents=True, exist_ok=True)
     user = Scripted(VoteLog(config.folder / VOTES), votes)
-    epochs = session.train(config, Taste(user, config.folder, checks=1, rounds=2), resume)
+    epochs = session.train(config, Taste(user, config.folder, checks=1, rounds=2, errors=errors), resume)
     assert epochs % 2 == 0
     return epochs // 2
 
@@ -95,7 +98,7 @@ def test_a_run_that_ended_within_a_batch_goes_on_to_the_same_weights(model, tmp_
     assert sat(whole, 7) == 3
     short = parted.model_copy(update={"train": parted.train.model_copy(update={"epochs": 3})})
     short.folder.mkdir(parents=True)
-    assert session.train(short, Taste(Scripted(VoteLog(short.folder / VOTES), 7), short.folder, 1, 2), False) == 3
+    assert session.train(short, Taste(Scripted(VoteLog(short.folder / VOTES), 7), short.folder, 1, 2, -1e9), False) == 3
     assert sat(parted, 7, resume=True) == 3
     one, other = weights_of(whole), weights_of(parted)
     assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
@@ -223,3 +226,15 @@ def test_what_votes_do_not_go_with(model, tmp_path):
     assert extensions.brought({"taste": taste})[0][1] is taste
     with pytest.raises(UserError, match="the samples are voted on, which does not go with"):
         session.train(config(model, tmp_path).model_copy(update={"method": "diffusion_nft", "parts": {}}), taste, False)
+
+
+def test_votes_that_predict_none_leave_the_weights_where_they_were(model, tmp_path, capsys):
+    """No sample is better than another, and the session still leaves a LoRA."""
+    of = config(model, tmp_path)
+    assert sat(of, 4, errors=1e9) == 2
+    weights = weights_of(of)
+    assert all(not weights[key].any() for key in weights if "lora_B" in key) and any("lora_B" in key for key in weights)
+    assert "does not predict one better than chance" in (shown := capsys.readouterr().out)
+    assert "all samples earn the same" not in shown
+    session.finish(of, VoteLog(of.folder / VOTES), 4)
+    assert (of.folder / "pytorch_lora_weights.safetensors").is_file()
