@@ -268,6 +268,14 @@ def test_a_run_that_is_not_there_is_no_name_of_the_hub(tmp_path, capsys, monkeyp
         assert refused(capsys, "sample", "runs/sdxl", "--prompt=x").endswith(told)
 
 
+@pytest.mark.parametrize("path", ["/nowhere/x", "./x", "a/b/c"])
+def test_a_path_is_no_name_of_the_hub(tmp_path, capsys, monkeypatch, path):
+    monkeypatch.chdir(tmp_path)
+    assert refused(capsys, "sample", path, "--prompt=x").endswith(f"no model or run '{path}': there is no such folder")
+    assert main(["check", path]) == 2
+    assert f"no model or run '{path}'" in capsys.readouterr().out
+
+
 def test_a_run_in_the_place_of_a_model_is_told(tmp_path, capsys):
     (tmp_path / "config.yaml").write_text(tiny.config(model="owner/name").yaml())
     told = f"{tmp_path} is a run, not a model: give the model that it trained"

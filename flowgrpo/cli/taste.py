@@ -72,5 +72,7 @@ def _told(folder: Path, live: Any, learned: int, summary: dict[str, Any]) -> int
     if not summary:
         typer.echo(f"no batch of clicks was complete, so that nothing is trained: --output {folder} --resume goes on")
         return UNTRAINED
+    for sentence in summary["trained"]["said"][:1]:
+        typer.echo(sentence)
     typer.echo(f"your taste as a reward: --reward {folder / REWARD}")
-    return 0
+    return UNTRAINED if summary["trained"]["nothing"] else 0

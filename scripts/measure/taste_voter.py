@@ -37,8 +37,9 @@ MODEL, SAMPLES = "starter_consistency", 2
 ROOT = Path(__file__).parents[2]
 PAGE, KEPT = ROOT / "docs" / "taste.md", ROOT / "docs" / "data" / "taste_sessions.jsonl"
 OLD, EIGHT = "voted samples", "eight images, two passes"
-LABELS = {"default": "four rounds of fresh samples, which the head scores: the default",
+LABELS = {"default": "four rounds of fresh samples, which a head that beats chance scores: the default",
           "random": "the same, votes at random",
+          "always": "the same by any head", "always_random": "the same by any head, votes at random",
           "both": f"{OLD}, head and clicks", "slow": f"{OLD}, head and clicks, half of the rate",
           "eight": f"{OLD}, head and clicks, {EIGHT}", "head": f"{OLD}, head alone, {EIGHT}",
           "clicks": f"{OLD}, clicks alone, {EIGHT}", "eight_random": f"{OLD}, {EIGHT}, votes at random"}
