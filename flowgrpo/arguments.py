@@ -54,7 +54,7 @@ def configured(model: Any, rewards: Rewards | Omitted, prompts: Prompts | Omitte
     if isinstance(method, Method):
         if "parts" in options:
             raise UserError("parts: the method is an object, which has its parts: method.having(NAME=PART) changes one")
-        method, parts = overlay.recorded(method)
+        method, parts = overlay.preset_and_parts(method)
         options = options | {"parts": parts}
     listed = prompts is not OMITTED and not isinstance(prompts, (str, Path))
     given = {"method": method, "reward": OMITTED if rewards is OMITTED else rules,
@@ -64,7 +64,7 @@ def configured(model: Any, rewards: Rewards | Omitted, prompts: Prompts | Omitte
     raw = {key: value for key, value in given.items() if value is not OMITTED} | options
     if recipe is not None:
         base, own = read_recipe(recipe), recipes.keys_set(raw)
-        raw = recipes.merged(base, {"name": base["name"], **raw})
+        raw = recipes.merge(base, {"name": base["name"], **raw})
         if not trusted:
             require_own(recipe, raw, own)
     config = validate(raw)

@@ -69,7 +69,7 @@ def _train(ready: Ready, loaded: Any, listed: str | None) -> dict[str, Any]:
     if ready.last:
         state.restore(trainer, ready.last)
     trainer.progress.threads, trainer.progress.repeated = ready.threads, ready.repeated
-    with endings.explained(trainer, config.folder):
+    with endings.explain_not_finite(trainer, config.folder):
         return _run(ready, trainer, listed)
 
 

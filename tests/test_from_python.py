@@ -168,13 +168,13 @@ def local_part() -> type:
     (preset("mix_grpo").having(shaping=Halves(0.25)),
      ("mix_grpo", {"shaping": {"type": f"{__file__}:Halves", "factor": 0.25}}))])
 def test_a_method_is_recorded_as_a_preset_and_parts(method, expected):
-    name, parts = overlay.recorded(method)
+    name, parts = overlay.preset_and_parts(method)
     assert (name, parts) == expected and with_parts(preset(name), parts) == method
 
 
 def test_every_preset_is_recorded_by_its_name():
     for name, make in PRESETS.items():
-        recorded, parts = overlay.recorded(make())
+        recorded, parts = overlay.preset_and_parts(make())
         assert parts == {} and overlay._differing(PRESETS[recorded](), make()) == {}, name
 
 
@@ -197,7 +197,7 @@ def test_parts_beside_a_method_and_values_that_no_recipe_holds_are_refused(tmp_p
     with pytest.raises(UserError, match="parts: the method is an object, which has its parts"):
         flowgrpo.align(tiny.sd3(), tiny.red, TEXTS, Method(), parts={"roots": 1}, **small(tmp_path))
     with pytest.raises(UserError, match=r"method.shaping is a function: expected a frozen dataclass, or a value"):
-        overlay.recorded(Method().having(shaping=lambda rewards, context=None: rewards))
+        overlay.preset_and_parts(Method().having(shaping=lambda rewards, context=None: rewards))
 
 
 def test_a_script_that_is_read_for_its_reward_does_not_train_again(tmp_path):

@@ -43,7 +43,7 @@ for name in {of_images!r}:
     method = preset(name).on("flow")
     reads.require_types(method)
     list(wanted(Config(method=name, reward="scene"), method))
-    overlay.recorded(method)"""
+    overlay.preset_and_parts(method)"""
     assert loaded(code) == LIGHT
 
 

@@ -20,7 +20,7 @@ from flowgrpo.training.metrics import UpdateStats
 from flowgrpo.training.optimizer import decisions
 from tests.helpers import loop, tiny, tiny_text
 
-PRESETS = presets.suited("tokens")
+PRESETS = presets.presets_for("tokens")
 
 
 def credited(trainer):

@@ -57,7 +57,7 @@ def _value(config: Any) -> tuple[Any, Any]:
 
     device = pick_device(config.device)
     config, _ = resolve_precision(config, device)
-    functions = pairwise.measured(rewards.compose(config.trained, config.cache), {})
+    functions = pairwise.held_out_rewards(rewards.compose(config.trained, config.cache), {})
     prompts = sets.resolve(config)[0]
     policy: Any = build.make_policy(config, torch.device(device), build.load(config))
     rewards.require_modality(functions, policy.modality)

@@ -105,9 +105,9 @@ def _weighted(sets: Sequence[str]) -> tuple[list[str], list[float]]:
 def _loaded(name: str) -> list[Any]:
     from flowgrpo.data import sets
 
-    if note := sets.noted(name):
+    if note := sets.note_on_test_sets(name):
         typer.echo(note, err=True)
-    return sets.given(name)
+    return sets.resolve_prompts(name)
 
 
 def _parted(kept: Sequence[Any], pools: Sequence[Sequence[Any]]) -> list[list[Any]]:
@@ -178,12 +178,12 @@ def _write(output: Path, pools: Sequence[Sequence[Any]], weights: Sequence[float
            ) -> None:
     """Write the mixture of the sets. Raises UserError if no prompt is left."""
     from flowgrpo.data.prompts import as_line
-    from flowgrpo.data.selection import mixed
+    from flowgrpo.data.selection import mix
 
     left = [(pool, weight) for pool, weight in zip(pools, weights) if pool and weight > 0]
     if not left:
         raise UserError("no prompt is left: choose a wider --low and --high, or other rates")
-    prompts = mixed([pool for pool, _ in left], [weight for _, weight in left], count, seed)
+    prompts = mix([pool for pool, _ in left], [weight for _, weight in left], count, seed)
     atomic.write_text(output, "".join(json.dumps(as_line(prompt), ensure_ascii=False) + "\n" for prompt in prompts))
     typer.echo(f"{output}: {counted(len(prompts), 'prompt')}")
 

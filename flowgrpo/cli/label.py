@@ -100,9 +100,9 @@ def _drawn(source: str, prompts: str, output: Path, options: dict[str, Any]) -> 
     from flowgrpo.evaluation import images
     from flowgrpo.storage import atomic
 
-    if note := sets.noted(prompts):
+    if note := sets.note_on_test_sets(prompts):
         typer.echo(note, err=True)
-    given = sets.given(prompts)
+    given = sets.resolve_prompts(prompts)
     folder = output.with_name(f"{output.stem}-samples")
     listing = folder.with_name(f"{output.stem}-prompts.jsonl")
     atomic.write_text(listing, "".join(json.dumps(as_line(prompt), ensure_ascii=False) + "\n" for prompt in given))

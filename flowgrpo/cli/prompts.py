@@ -49,11 +49,11 @@ def prompts(
 def _preview(name: str, count: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return facts of a set, and some of its training prompts, spread evenly over it."""
     from flowgrpo.data import sets
-    from flowgrpo.data.hub import named
+    from flowgrpo.data.hub import is_dataset
     from flowgrpo.data.prompts import as_line
 
     one = sets.SETS.get(name)
-    if one is None and not named(name) and not Path(name).suffix:
+    if one is None and not is_dataset(name) and not Path(name).suffix:
         raise UserError(f"prompts {name!r}: no such set{nearest(name, list(sets.SETS))}; `flowgrpo list prompts` "
                         "lists them")
     train = sets.load(one.train if one else name)
@@ -114,7 +114,7 @@ def proxy_prompts(
 ) -> None:
     """Write prompts whose right answer is known by construction: a caption's error, critiques of solutions, or
     inverted choices."""
-    from flowgrpo.data.prompt_writer import caption_errors, critiques, inverted
+    from flowgrpo.data.prompt_writer import caption_errors, critiques, with_inversions
     from flowgrpo.data.prompts import as_line, load_prompts
 
     if kind not in ("caption_error", "critique", "inversion"):
@@ -122,7 +122,7 @@ def proxy_prompts(
     if output.exists() or output.suffix != ".jsonl":
         raise UserError(f"--output: got {output}, expected a .jsonl file that does not exist yet")
     prompts = load_prompts(file)
-    made = {"caption_error": lambda: caption_errors(prompts, seed), "inversion": lambda: inverted(prompts),
+    made = {"caption_error": lambda: caption_errors(prompts, seed), "inversion": lambda: with_inversions(prompts),
             "critique": lambda: critiques(prompts, share, seed)}[kind]()
     atomic.write_text(output, "".join(json.dumps(as_line(prompt), ensure_ascii=False) + "\n" for prompt in made))
     typer.echo(f"{output}: {counted(len(made), 'prompt')}")

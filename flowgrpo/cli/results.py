@@ -59,7 +59,7 @@ def _write(files: Path, run: Path, place: Path, form: ExportForm | None, output:
     from flowgrpo.export import export as forms
     from flowgrpo.export.model_card import TOKENS
 
-    config, summary = forms.finished(files)
+    config, summary = forms.load_finished(files)
     if form == "merged" or form is None and summary["unit"] == TOKENS:
         typer.echo(forms.merged(files, output or page_of(run, place, "merged")))
     else:

@@ -58,7 +58,7 @@ def score(
 
     if prompt is not None and prompts is not None:
         raise UserError("got --prompt and --prompts, expected one of them")
-    given = sets.given(prompts) if prompts else [Prompt(prompt or "")] * len(images)
+    given = sets.resolve_prompts(prompts) if prompts else [Prompt(prompt or "")] * len(images)
     if len(given) != len(images):
         raise UserError(f"--prompts {prompts} has {counted(len(given), 'prompt')} for "
                         f"{counted(len(images), 'file')}, expected one for each")

@@ -21,9 +21,9 @@ def runs(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List runs, the newest first: model, method, epochs, rewards on held-out prompts before and after, and state."""
-    from flowgrpo.evaluation.runs import listed
+    from flowgrpo.evaluation.runs import list_runs
 
-    rows = listed(folder)
+    rows = list_runs(folder)
     if as_json:
         typer.echo(json.dumps([asdict(run) for run in rows], indent=2))
     else:

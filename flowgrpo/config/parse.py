@@ -42,7 +42,7 @@ def require_own(recipe: str | Path, raw: dict[str, Any], given: Iterable[str] = 
 
     raw: its keys, with `given`, the dotted ones of the command line, in place. flag: the command's that allows it.
     """
-    if foreign := next((file for file in _files(recipes.located(recipe)) if not recipes.own(file)), None):
+    if foreign := next((file for file in _files(recipes.locate(recipe)) if not recipes.is_own(file)), None):
         written = [key for key, field in fields().items() if facts(field).writes]
         trust.require_own(foreign, raw, given, flag, written)
 
@@ -52,7 +52,7 @@ def read_recipe(recipe: str | Path) -> dict[str, Any]:
 
     Raises UserError as `load`.
     """
-    path = recipes.located(recipe)
+    path = recipes.locate(recipe)
     raw = _read_recipe(path)
     raw.setdefault("name", path.stem)
     validate(raw, where=str(path))
@@ -77,7 +77,7 @@ def _read_recipe(path: Path, below: Sequence[Path] = ()) -> dict[str, Any]:
         return raw
     inherited = _read_recipe(base, (*below, path))
     validate(inherited, where=str(base))
-    return recipes.merged(inherited, raw)
+    return recipes.merge(inherited, raw)
 
 
 def validate(raw: dict[str, Any], where: str = "the options") -> Config:
@@ -134,14 +134,14 @@ def read_yaml(path: Path) -> dict[str, Any]:
     raw = yaml_text.read(path)
     if not isinstance({} if raw is None else raw, dict):
         raise UserError(f"{path}: expected keys with values at the top, got a {type(raw).__name__}")
-    return renewed(raw) if raw and WRITTEN <= raw.keys() else raw or {}
+    return migrate(raw) if raw and WRITTEN <= raw.keys() else raw or {}
 
 
 RENAMED = {"picture": "image"}  # sections by the names that they had before
 WRITTEN = {"name", "model", "method", "reward", "prompts", "output", "seed", "device", "train", "eval"}  # by every run
 
 
-def renewed(raw: dict[str, Any]) -> dict[str, Any]:
+def migrate(raw: dict[str, Any]) -> dict[str, Any]:
     """Return what a run recorded, its sections and the keys that its phases set under their names of today.
 
     Completions were evaluated at a temperature of 0 before its default was None, which is 0 for them.
@@ -169,7 +169,7 @@ def parse_value(path: str, text: str) -> Any:
     try:
         return yaml_text.parse(text)
     except yaml.YAMLError as error:
-        raise UserError(f"--{path}: {text!r} is not valid YAML: {yaml_text.broken(error)}") from None
+        raise UserError(f"--{path}: {text!r} is not valid YAML: {yaml_text.describe_error(error)}") from None
 
 
 def _assign(raw: dict[str, Any], path: str, value: Any) -> None:

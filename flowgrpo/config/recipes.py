@@ -28,12 +28,12 @@ def names() -> list[str]:
     return sorted(file.stem for file in FOLDER.glob("*.yaml"))
 
 
-def own(recipe: Path) -> bool:
+def is_own(recipe: Path) -> bool:
     """Return True for a packaged recipe, and for one below the working folder; a link counts as what it leads to."""
     return any(recipe.resolve().is_relative_to(folder) for folder in (FOLDER.resolve(), Path.cwd().resolve()))
 
 
-def located(given: str | Path) -> Path:
+def locate(given: str | Path) -> Path:
     """Return the file of a recipe: the file itself if there is one, else the packaged recipe of that name, such as
     sdxl_24gb or papers/flow_grpo_ocr.
 
@@ -67,7 +67,7 @@ def base_of(raw: dict[str, Any], path: Path, below: Sequence[Path]) -> Path | No
         raise UserError(f"{path}: {KEY}: got {value!r}, expected the file of one recipe, such as flux_dev.yaml")
     base = path.parent / value
     if not base.exists() and value in names():
-        base = located(value)
+        base = locate(value)
     if not base.is_file():
         beside = sorted(file.name for file in base.parent.glob("*.yaml") if file.name != path.name)
         raise UserError(f"{path}: {KEY}: no recipe at {base}{nearest(base.name, beside)}")
@@ -78,7 +78,7 @@ def base_of(raw: dict[str, Any], path: Path, below: Sequence[Path]) -> Path | No
     return base
 
 
-def merged(base: dict[str, Any], raw: dict[str, Any]) -> dict[str, Any]:
+def merge(base: dict[str, Any], raw: dict[str, Any]) -> dict[str, Any]:
     """Return a recipe's keys over those of its base."""
     left = {key: value for key, value in base.items() if key != "name"}
     if "method" in raw:

@@ -121,10 +121,10 @@ def read(path: Path) -> Any:
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror or error})") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not valid YAML: {broken(error)}") from None
+        raise UserError(f"{path} is not valid YAML: {describe_error(error)}") from None
 
 
-def broken(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """Return what is wrong with a YAML text, with line and column where they are known."""
     mark = getattr(error, "problem_mark", None)
     if mark:

@@ -14,8 +14,8 @@ from flowgrpo.escaped import one_line
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.failures import Failed
 from flowgrpo.rewards.vlm_judge.client import Answer, Endpoint, user
-from flowgrpo.rewards.vlm_judge.judge import LICENCE, Asking, filled, text_part
-from flowgrpo.rewards.vlm_judge.parse import conclusion, objects, refused, yes
+from flowgrpo.rewards.vlm_judge.judge import LICENCE, Asking, fill_template, text_part
+from flowgrpo.rewards.vlm_judge.parse import conclusion, declines, objects, yes
 from flowgrpo.storage import atomic
 from flowgrpo.text.rewards.judge import Tagged
 
@@ -144,7 +144,7 @@ class JudgeRubric(Asking):
             row = rows[place]
             numbered = "\n".join(f"{i}. {each.text}" for i, each in enumerate(lists[row], 1))
             return [*self._shown(outputs, metadata, row),
-                    text_part(filled(self._question, prompt=prompts[row], criteria=numbered))]
+                    text_part(fill_template(self._question, prompt=prompts[row], criteria=numbered))]
 
         def read(answer: Answer, place: int) -> float | None:
             criteria = lists[rows[place]]
@@ -173,7 +173,7 @@ def answers(text: str, count: int) -> list[bool | None]:
     """Return for each of `count` numbered criteria whether it is met: from JSON, {"1": "yes", ...}, or lines ("2. no");
     None if unstated or contradictory."""
     readings: list[set[bool | None]] = [set() for _ in range(count)]
-    text = "" if refused(text) else conclusion(text)
+    text = "" if declines(text) else conclusion(text)
     keyed = [record for record in objects(text) if any(re.search(r"\d", key) for key in record)]
     pairs = keyed[-1].items() if keyed else _ITEM.findall(text)
     for key, value in pairs:
@@ -224,7 +224,7 @@ class CriteriaWriter(CachedWriter[Criterion]):
         """Return the valid criteria in a model's answer, whatever surrounds them; none if it declined or was cut off.
         """
         written: list[Criterion] = []
-        for entry in () if answer.refused or answer.cut or refused(answer.text) else objects(conclusion(answer.text)):
+        for entry in () if answer.refused or answer.cut or declines(answer.text) else objects(conclusion(answer.text)):
             try:
                 written += weighted([entry])
             except UserError:  # another object

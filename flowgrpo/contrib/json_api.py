@@ -36,7 +36,7 @@ from flowgrpo.nouns import counted
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.failures import Failed, TimedOut
 from flowgrpo.rewards.remote.exchange import Later, Service, Unanswered, as_json, environment_key, seconds, side_by_side
-from flowgrpo.rewards.vlm_judge.judge import ENCODINGS, data_url, spaced
+from flowgrpo.rewards.vlm_judge.judge import ENCODINGS, data_url, frame_index
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -97,7 +97,7 @@ class Template:
             return output
         if name == "image":
             return self._base64(output)
-        images = output[None] if kind == "image" else output[spaced(len(output), self.frames)]
+        images = output[None] if kind == "image" else output[frame_index(len(output), self.frames)]
         return [self._base64(image) for image in images]
 
     def _base64(self, image: Tensor) -> str:

@@ -37,7 +37,7 @@ from flowgrpo.training import extensions, memory, reward_memory
 from flowgrpo.training.batch_size import MOST
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.extension import Extension, Metrics
-from flowgrpo.training.memory import Measured, planned
+from flowgrpo.training.memory import Measured, plan_first_epoch
 from flowgrpo.training.run import Run
 
 
@@ -174,7 +174,7 @@ def add(phases: dict[str, dict[str, int]], measured: Measured) -> None:
     """Add the activations of all trained states to the phases, in the place of those of an update's micro-batch."""
     if measured.config.train.one_pass is not True:  # `auto`, which this decides
         return
-    _, _, explorations = planned(measured.policy, measured.config, measured.conditioning)
+    _, _, explorations = plan_first_epoch(measured.policy, measured.config, measured.conditioning)
     states = measured.config.train.prompts * sum(left(exploration) for exploration in explorations)
     for name in ("rollout", "decode", "update"):
         phases[name]["graphs of the rollout"] = measured.activations * states

@@ -45,7 +45,7 @@ class HubPrompts:
     unique: bool = False
 
 
-def named(source: Path | str) -> bool:
+def is_dataset(source: Path | str) -> bool:
     """Return True for a dataset of the hub."""
     return isinstance(source, str) and source.startswith(PREFIX)
 
@@ -91,7 +91,7 @@ def load(source: str) -> list[Prompt]:
     if wanted.unique:
         texts = dict.fromkeys(str(row[column]).strip() for row in whole if row[column])
         whole = ({column: text} for text in texts)
-    return of_rows((_renamed(row, column) for row in itertools.islice(whole, wanted.limit)), Path(source))
+    return of_rows((_rename(row, column) for row in itertools.islice(whole, wanted.limit)), Path(source))
 
 
 def _rows(source: str, dataset: HubPrompts) -> Iterator[dict[str, Any]]:
@@ -118,6 +118,6 @@ def _column(source: str, wanted: str | None, row: dict[str, Any]) -> str:
     return column
 
 
-def _renamed(row: dict[str, Any], column: str) -> dict[str, Any]:
+def _rename(row: dict[str, Any], column: str) -> dict[str, Any]:
     """Return the row with its prompt under `prompt`; an image's column is left out."""
     return {key: value for key, value in row.items() if key not in (column, "image")} | {"prompt": row[column]}

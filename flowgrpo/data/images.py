@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flowgrpo.data.open_image import SIDEWAYS, opened, orientation, pages, require_open, require_single, rgb
+from flowgrpo.data.open_image import SIDEWAYS, open_checked, orientation, pages, require_open, require_single, rgb
 from flowgrpo.errors import UserError
 from flowgrpo.files import unfit
 from flowgrpo.nouns import counted
@@ -40,14 +40,14 @@ def read_image(path: str | Path, size: Size | None = None, opaque: bool = False,
     none, for several in a file, and for one whose values are not clear.
     """
     require_open()
-    with opened(path) as image:
+    with open_checked(path) as image:
         require_single(image)
         read = rgb(image, opaque)
     if size is not None and (fit or fit_of(path, size)) == SQUEEZE:
         from PIL.Image import Resampling
 
         return read.resize(size[::-1], Resampling.LANCZOS)
-    read = _fitted(read, size)
+    read = _fit(read, size)
     setattr(read, SOURCE, str(path))
     return read
 
@@ -76,7 +76,7 @@ def noised_image(path: str | Path, deviation: float, seed: int) -> Image:
 def image_size(path: str | Path) -> Size:
     """Return (height, width) of an image's file, upright, from its header. Raises UserError if it is no image."""
     require_open()
-    with opened(path) as image:
+    with open_checked(path) as image:
         require_single(image)
         return image.size if orientation(image) >= SIDEWAYS else image.size[::-1]
 
@@ -104,14 +104,14 @@ class Clip:
     @property
     def frames(self) -> list[Image]:
         """RGB images, `count` of them."""
-        return list(_decoded(self))
+        return list(_decode(self))
 
 
 @functools.lru_cache(maxsize=KEPT)
-def _decoded(clip: Clip) -> tuple[Image, ...]:
+def _decode(clip: Clip) -> tuple[Image, ...]:
     frames: list[Image] = []
     for frame in frames_of(Path(clip.path)):
-        frames.append(_fitted(frame, clip.size))
+        frames.append(_fit(frame, clip.size))
         if sum(kept.width * kept.height for kept in frames) > PIXELS:
             raise UserError(f"{clip.path} has more than {PIXELS:,} pixels in its first "
                             f"{counted(len(frames), 'frame')}: scale it "
@@ -128,10 +128,10 @@ def frame_count(path: str | Path) -> int:
     if path.is_dir():
         count = len(stills(path))
     elif _by_pillow(path):
-        with opened(path, FRAME, "a video") as image:
+        with open_checked(path, FRAME, "a video") as image:
             count = len(pages(image))
     else:
-        capture, cv2 = _opened(path)
+        capture, cv2 = _open_video(path)
         count = int(capture.get(cv2.CAP_PROP_FRAME_COUNT))
         capture.release()
         if count <= 0:  # the container does not say
@@ -158,12 +158,12 @@ def _frames(path: Path) -> Iterator[Image]:
         yield from map(read_image, stills(path))
         return
     if _by_pillow(path):
-        with opened(path, FRAME, "a video") as image:
+        with open_checked(path, FRAME, "a video") as image:
             for page in pages(image):
                 image.seek(page)
                 yield rgb(image)
         return
-    capture, cv2 = _opened(path)
+    capture, cv2 = _open_video(path)
     try:
         while (read := capture.read())[0]:
             yield Image.fromarray(cv2.cvtColor(read[1], cv2.COLOR_BGR2RGB))
@@ -185,7 +185,7 @@ def _by_pillow(path: Path) -> bool:
     return known or path.suffix.lower() in (*STILLS, *UNREAD, ".apng")
 
 
-def _opened(path: Path) -> tuple[Any, Any]:
+def _open_video(path: Path) -> tuple[Any, Any]:
     """Return an open video and OpenCV, which reads it."""
     from flowgrpo.packages import needed
 
@@ -221,7 +221,7 @@ def _natural(file: Path) -> tuple[list[tuple[int, str]], str]:
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts if part], file.name
 
 
-def _fitted(image: Image, size: Size | None) -> Image:
+def _fit(image: Image, size: Size | None) -> Image:
     from PIL import Image, ImageOps
 
     if size is None or image.size == size[::-1]:

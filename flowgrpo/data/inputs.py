@@ -86,7 +86,7 @@ def read_inputs(record: dict[str, Any], path: Path, line: int) -> Inputs:
         if "image" in values:
             raise inputs.error("images", "got `image` and `images`: put all images into `images`")
         values["images"] = tuple(_file(inputs, "images", name, path.parent)
-                                 for name in _listed(inputs, record["images"]))
+                                 for name in _entries(inputs, record["images"]))
     if "image" in values:
         values["images"] = (values.pop("image"),)
     if record.get(SCALE) is not None:
@@ -94,7 +94,7 @@ def read_inputs(record: dict[str, Any], path: Path, line: int) -> Inputs:
     return Inputs(**values, place=inputs.place)
 
 
-def _listed(inputs: Inputs, names: Any) -> list[Any]:
+def _entries(inputs: Inputs, names: Any) -> list[Any]:
     """Return the entries of `images`; a text, of a table's cell, is a JSON list or paths with semicolons between."""
     if isinstance(names, str) and names.lstrip().startswith("["):
         try:

@@ -40,7 +40,7 @@ class Unclear(ValueError):
 
 
 @contextmanager
-def opened(path: str | Path, most: int = PIXELS, what: str = "an image") -> Iterator[Image]:
+def open_checked(path: str | Path, most: int = PIXELS, what: str = "an image") -> Iterator[Image]:
     """Open an image's file. most: its pixels. what: expected content in an error, such as "a video".
 
     Raises UserError for a file that is not regular, of another format than FORMATS, too large or damaged; also for an
@@ -231,7 +231,7 @@ def _coloured(image: Image, profile: bytes | None) -> Image:
 
 
 @contextmanager
-def closed() -> Iterator[None]:
+def refuse_opening() -> Iterator[None]:
     """Context manager, for every thread: `require_open` refuses."""
     global _closed
     _closed += 1

@@ -69,7 +69,7 @@ def load_pairs(path: str | Path, text: bool = False) -> list[Pair]:
     return pairs
 
 
-def decided(pairs: Sequence[Pair]) -> list[Pair]:
+def without_ties(pairs: Sequence[Pair]) -> list[Pair]:
     """Return the pairs without the ties of `overall`, each with its preferred side as `chosen`."""
     return [pair if pair.verdicts[OVERALL] else Pair(pair.prompt, pair.rejected, pair.chosen)
             for pair in pairs if pair.verdicts[OVERALL] != 0.5]
@@ -259,7 +259,8 @@ def in_place(config: Config, split: tuple[Prompts, Prompts], text: bool = False)
     train, held = split
     known, unseen = {prompt.text: prompt for prompt in train}, {prompt.text for prompt in held}
     pairs = load_pairs(config.preferences, text)
-    pairs = [pair for pair in (pairs if config.labels == "rewards" else decided(pairs)) if pair.prompt not in unseen]
+    pairs = [pair for pair in (pairs if config.labels == "rewards" else without_ties(pairs))
+             if pair.prompt not in unseen]
     if not pairs:
         raise UserError(f"preferences {config.preferences}: every pair is a tie or one of a held-out prompt, which "
                         "leaves none to train on")

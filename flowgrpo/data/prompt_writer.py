@@ -170,7 +170,7 @@ def variants(prompts: Sequence[Prompt], count: int, ask: Callable[[list[dict[str
     return written
 
 
-def inverted(prompts: Sequence[Prompt]) -> list[Prompt]:
+def with_inversions(prompts: Sequence[Prompt]) -> list[Prompt]:
     """Return prompts with choices, each followed by its inversion, whose answer is all other choices (TW-GRPO).
 
     The metadata have `choices`, the labels of the choices in the text, and `answer`, one of them or a list. Prompts
@@ -195,7 +195,7 @@ def inverted(prompts: Sequence[Prompt]) -> list[Prompt]:
     return made
 
 
-def corrupted(caption: str, rng: random.Random) -> tuple[str, str, str] | None:
+def corrupt(caption: str, rng: random.Random) -> tuple[str, str, str] | None:
     """Return a caption with one expression exchanged, the wrong expression, and the right one; None if it has none that
     can be exchanged. The wrong one stands in it once."""
     places = list(_WORD.finditer(caption))
@@ -219,7 +219,7 @@ def caption_errors(prompts: Sequence[Prompt], seed: int = 0) -> list[Prompt]:
     made = []
     for prompt in prompts:
         caption = prompt.metadata.get("caption")
-        changed = corrupted(caption, random.Random(f"{seed}/{caption}")) if isinstance(caption, str) else None
+        changed = corrupt(caption, random.Random(f"{seed}/{caption}")) if isinstance(caption, str) else None
         if changed is not None:
             text, wrong, right = changed
             made.append(replace(prompt, text=FIND.format(caption=text), metadata=prompt.metadata | {

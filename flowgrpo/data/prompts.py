@@ -218,14 +218,14 @@ def _of_line(row: Any, path: Path, line: int) -> Any:
     return _with_facts(row, path, line) if row.keys() - set(KEYS) or isinstance(row.get("prompt"), list) else row
 
 
-def _asked(row: dict[str, Any], path: Path, line: int) -> dict[str, Any]:
+def _with_prompt(row: dict[str, Any], path: Path, line: int) -> dict[str, Any]:
     """Return a row with `prompt`, where it has a question or messages in its place. Raises UserError for messages that
     are no single question."""
     if "prompt" not in row and (name := next((key for key in QUESTIONS if key in row), None)):
         row = {"prompt": row[name]} | {key: value for key, value in row.items() if key != name}
     if isinstance(turns := row.get("prompt"), list):
-        said = [(turn.get("role"), _said(turn.get("content"), path, line)) if isinstance(turn, dict) else (None, "")
-                for turn in turns]
+        said = [(turn.get("role"), _message_text(turn.get("content"), path, line)) if isinstance(turn, dict)
+                else (None, "") for turn in turns]
         roles = [role for role, _ in said]
         if "system" in roles:
             raise _wrong(path, line, "a message of the system: leave it out, and set text.system, which all prompts "
@@ -237,7 +237,7 @@ def _asked(row: dict[str, Any], path: Path, line: int) -> dict[str, Any]:
     return row
 
 
-def _said(content: Any, path: Path, line: int) -> str:
+def _message_text(content: Any, path: Path, line: int) -> str:
     """Return the text of a message, also one in parts."""
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     if not all(isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
@@ -286,7 +286,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
         if (count := parquet.read_metadata(path).num_rows) > ROWS:  # a few bytes can stand for any number
             raise UserError(f"{path}: {count:,} rows, expected {ROWS:,} at most: split it")
         columns = [field.name for field in parquet.read_schema(path) if "binary" not in str(field.type)]
-        return [_plain(row) for row in parquet.read_table(path, columns=columns).to_pylist()]
+        return [_json_value(row) for row in parquet.read_table(path, columns=columns).to_pylist()]
     except UserError:
         raise
     except Exception as error:  # a broken file can raise anything
@@ -294,12 +294,12 @@ def rows(path: Path) -> list[dict[str, Any]]:
                         ) from None
 
 
-def _plain(value: Any) -> Any:
+def _json_value(value: Any) -> Any:
     """Return a cell's value as JSON has it; a value without a JSON form, such as a duration, as its text."""
     if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
+        return {key: _json_value(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(inner) for inner in value]
+        return [_json_value(inner) for inner in value]
     if isinstance(value, (date, time)):  # a datetime is a date
         return value.isoformat()
     if isinstance(value, Decimal):
@@ -315,7 +315,7 @@ def _read_parquet(_: str, path: Path) -> Records:
 
 def of_rows(table: Iterable[dict[str, Any]], path: Path) -> list[Prompt]:
     """Return the prompts of a table's rows, as of a .parquet file; path: the table's name in messages."""
-    records = _of_columns((_plain(row) for row in table), path)
+    records = _of_columns((_json_value(row) for row in table), path)
     return [_prompt(record, path, line) for line, record in records]
 
 
@@ -328,7 +328,7 @@ def _of_columns(table: Iterable[dict[str, Any]], path: Path) -> Records:
 
 def _with_facts(row: dict[str, Any], path: Path, line: int) -> dict[str, Any]:
     """Convert a row to our keys; columns that are not ours become metadata."""
-    row = _asked(row, path, line)
+    row = _with_prompt(row, path, line)
     metadata = row.pop("metadata", None)
     metadata = {} if metadata is None else metadata
     if isinstance(metadata, str):

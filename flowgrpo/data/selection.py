@@ -77,7 +77,7 @@ def ranked(prompts: Sequence[Prompt], rates: Rates, by: str) -> list[Prompt]:
     return sorted((prompt for prompt in prompts if rates.get(prompt.key)), key=lambda prompt: value(rates[prompt.key]))
 
 
-def mixed(sets: Sequence[Sequence[Prompt]], weights: Sequence[float], count: int | None, seed: int) -> list[Prompt]:
+def mix(sets: Sequence[Sequence[Prompt]], weights: Sequence[float], count: int | None, seed: int) -> list[Prompt]:
     """Return the prompts of several sets in proportion to `weights`.
 
     With a count, so many prompts, drawn at random from each set. Without one, all prompts, whose own weights then give

@@ -121,7 +121,7 @@ def test_set(prompts: str) -> str | None:
     """Return the name of the test set that `prompts` is: by its name, its file or its place on the hub."""
     if prompts in SETS:
         return prompts if SETS[prompts].role == "test" else None
-    given = prompts if hub.named(prompts) else Path(prompts).resolve()
+    given = prompts if hub.is_dataset(prompts) else Path(prompts).resolve()
     return next((name for name, one in SETS.items() for side in one.tests
                  if given == (side.resolve() if isinstance(side, Path) else side)), None)
 
@@ -140,7 +140,7 @@ def require_training_set(prompts: str) -> None:
                         "it. With train_on_test_set: true the run goes ahead, and its report and card say so")
 
 
-def noted(prompts: str) -> str | None:
+def note_on_test_sets(prompts: str) -> str | None:
     """Return a note for files that are made from a test set, which no run can refuse any more; None for others."""
     return f"note: {prompts} is a test set: evaluate on what is made of it, and do not train on it" \
         if test_set(prompts) else None
@@ -156,10 +156,10 @@ def caution(prompts: str) -> str:
 def load(source: Path | str) -> list[Prompt]:
     """Return the prompts of a file, or of the hub (`hub:OWNER/NAME`).
     Raises UserError if there are none."""
-    return hub.load(str(source)) if hub.named(source) else load_prompts(source)
+    return hub.load(str(source)) if hub.is_dataset(source) else load_prompts(source)
 
 
-def given(prompts: Path | str) -> list[Prompt]:
+def resolve_prompts(prompts: Path | str) -> list[Prompt]:
     """Return what --prompts means in every command: the training side of a set by its name, a file, or hub:OWNER/NAME.
 
     Raises UserError if there are none.
@@ -167,15 +167,15 @@ def given(prompts: Path | str) -> list[Prompt]:
     name = str(prompts)
     if name in SETS:
         return load(SETS[name].train)
-    if not hub.named(name) and not Path(name).suffix and not Path(name).exists():
+    if not hub.is_dataset(name) and not Path(name).suffix and not Path(name).exists():
         raise UserError(f"prompts {name!r}: no such set{nearest(name, list(SETS))}; expected a set that `flowgrpo list "
                         "prompts` lists, or a .txt, .jsonl, .csv or .parquet file")
     return load(prompts)
 
 
-def shown(config: Config, prompts: Path | str | None) -> list[Prompt]:
+def prompts_to_show(config: Config, prompts: Path | str | None) -> list[Prompt]:
     """Return the prompts of a file or a set (`given`), or the configuration's held-out ones."""
-    return given(prompts) if prompts else resolve(config)[1]
+    return resolve_prompts(prompts) if prompts else resolve(config)[1]
 
 
 def split(prompts: list[Prompt], held_out: float | str, seed: int) -> tuple[list[Prompt], list[Prompt]]:

@@ -69,7 +69,7 @@ def load_suite(name: str) -> Suite:
     name = name.lower() if name.lower() in sets.SETS else name
     path = SHIPPED.get(name) or Path(name)
     fetched = sets.SETS[name].held_out or sets.SETS[name].train if name in sets.SETS else name
-    if name not in SHIPPED and hub.named(fetched):
+    if name not in SHIPPED and hub.is_dataset(fetched):
         return Suite(name, "hub", tuple(Case(prompt, _own_category(prompt)) for prompt in sets.load(fetched)))
     if not path.exists():
         match = HUB.fullmatch(name)

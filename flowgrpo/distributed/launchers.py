@@ -28,7 +28,7 @@ FIRST = 5.0  # seconds that an error of another process than the first is held b
 PLAIN = "use accelerate launch --multi_gpu, or configs/accelerate/one_machine.yaml"
 
 
-def used(environment: Mapping[str, str], prefixes: tuple[str, ...] = (THEIRS, OURS)) -> list[str]:
+def accelerate_kinds(environment: Mapping[str, str], prefixes: tuple[str, ...] = (THEIRS, OURS)) -> list[str]:
     """Return what accelerate was configured for, of KINDS."""
     return [kind for kind in KINDS if any(_true(environment, f"{prefix}{kind}") for prefix in prefixes)]
 
@@ -39,7 +39,7 @@ def _true(environment: Mapping[str, str], name: str) -> bool:
 
 def require_taken(environment: Mapping[str, str]) -> None:
     """Raise UserError for a configuration of accelerate's that this command does not read."""
-    for kind in used(environment, (THEIRS,)):
+    for kind in accelerate_kinds(environment, (THEIRS,)):
         raise UserError(f"launched with {kind}, which only flowgrpo train and align read: {PLAIN}")
 
 
@@ -48,18 +48,18 @@ def take_over(environment: MutableMapping[str, str]) -> dict[str, Any]:
 
     Raises UserError for what a run cannot do.
     """
-    keys = asked(environment)
-    for kind in used(environment, (THEIRS,)):
+    keys = accelerate_keys(environment)
+    for kind in accelerate_kinds(environment, (THEIRS,)):
         environment.update({f"{THEIRS}{kind}": "false", f"{OURS}{kind}": "true"})
     return keys
 
 
-def asked(environment: Mapping[str, str]) -> dict[str, Any]:
+def accelerate_keys(environment: Mapping[str, str]) -> dict[str, Any]:
     """Return the keys of the recipe that stand for accelerate's configuration.
 
     Raises UserError for what a run cannot do.
     """
-    kinds = used(environment)
+    kinds = accelerate_kinds(environment)
     for kind in ("DEEPSPEED", "MEGATRON_LM"):
         if kind in kinds:
             raise UserError(f"launched with {kind}, which is not supported: use FSDP2 (fsdp_version: 2) or, without "

@@ -44,7 +44,7 @@ class Stopped(KeyboardInterrupt):
     """Stop requested, at a point where the run's state is consistent."""
 
 
-def caught() -> list[signal.Signals]:
+def stop_signals() -> list[signal.Signals]:
     """Return the signals that request a stop here: those that the system has and nobody ignores, as nohup does SIGHUP.
     """
     known = [signal.Signals[name] for name in STOPS if name in signal.Signals.__members__]
@@ -52,14 +52,14 @@ def caught() -> list[signal.Signals]:
             (signal.SIG_IGN, None)]  # None: a handler of a C library
 
 
-def launched() -> bool:
+def under_launcher() -> bool:
     """True under a launcher or a scheduler, which may pass one stop on by several ways."""
     return any(name in os.environ for name in LAUNCHED)
 
 
-def same(number: int) -> float:
+def grace_period(number: int) -> float:
     """Return the seconds after the first signal within which this one is the same stop."""
-    return SAME_LAUNCHED.get(signal.Signals(number), SAME) if launched() else SAME
+    return SAME_LAUNCHED.get(signal.Signals(number), SAME) if under_launcher() else SAME
 
 
 class Stop:
@@ -85,14 +85,14 @@ class Stop:
         self._restore()
         main = threading.current_thread() is threading.main_thread()
         self._terminals = [number for number in (1, 2) if os.isatty(number)]
-        self._before = {number: signal.signal(number, self._ask) for number in (caught() if main else ())}
+        self._before = {number: signal.signal(number, self._ask) for number in (stop_signals() if main else ())}
         _active.append(self)
         _latest[:] = [self]
         return self
 
     def __exit__(self, *_: object) -> None:
         _active.remove(self)
-        if self.asked and launched():
+        if self.asked and under_launcher():
             self._since, self._warned = time.monotonic(), False
         else:
             self._restore()
@@ -105,10 +105,10 @@ class Stop:
     def _ask(self, number: int, frame: FrameType | None) -> None:
         repeated = signal.Signals(number).name in REPEATED
         first, now = self._since is None, time.monotonic()
-        if self._warned and number == signal.SIGTERM and launched():
+        if self._warned and number == signal.SIGTERM and under_launcher():
             self._since = now
         self._warned = repeated and (first or self._warned)
-        if self._since is not None and not repeated and now - self._since > same(number):
+        if self._since is not None and not repeated and now - self._since > grace_period(number):
             if self not in _active:
                 self._restore()
                 signal.raise_signal(number)
@@ -148,18 +148,18 @@ def ask() -> None:
         stop.asked = True
 
 
-def asked() -> bool:
+def stop_requested() -> bool:
     """Return True if the run that trains now was asked to stop."""
     return any(stop.asked for stop in _active)
 
 
 def check() -> None:
     """Raise Stopped if the run that trains now was asked to stop and its processes need not leave together."""
-    if asked() and not any(stop.teams for stop in _active):
+    if stop_requested() and not any(stop.teams for stop in _active):
         raise Stopped
 
 
-def begun(call: Callable[[], T]) -> Future[T]:
+def start_thread(call: Callable[[], T]) -> Future[T]:
     """Run `call` in a daemon thread, on the GPU of this one; return its future.
 
     A call that hangs does not keep the process from ending.
@@ -204,7 +204,7 @@ def promptly(call: Callable[[], T]) -> T:
     """Return `call()`; in the main thread a signal ends the wait for it, whatever it does."""
     if threading.current_thread() is not threading.main_thread():
         return call()
-    return result(begun(call))
+    return result(start_thread(call))
 
 
 class Limit:

@@ -136,7 +136,7 @@ class Watch:
                         selector.unregister(key.fileobj)
                 now = time.monotonic()
                 if now - beaten >= BEAT and not self._ended.is_set():
-                    beaten, news = now, signals.asked() and not stopping
+                    beaten, news = now, signals.stop_requested() and not stopping
                     stopping = stopping or news
                     self._tell(STOP + b"\n" if news else b"\n", last=False)
                 if now - before < 2 * BEAT:  # after a pause of its own, this process first reads what was sent in it

@@ -110,4 +110,4 @@ class BestHand:
         """Return how a sample was drawn and chosen, None where that is not stored."""
         drawn, score = self.chosen.pop(place)
         facts = self.hand.facts(arm, prompt, drawn, sample)
-        return None if facts is None else image_files.extended(facts, self.best.facts(score))
+        return None if facts is None else image_files.extend_parameters(facts, self.best.facts(score))

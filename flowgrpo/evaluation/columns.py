@@ -32,7 +32,7 @@ from flowgrpo.evaluation.pages.clips import durations, seconds_of
 from flowgrpo.evaluation.pages.grid import Row, draw_grid
 from flowgrpo.evaluation.plan import Arm
 from flowgrpo.evaluation.samplers import Pipelines, Texts, first_of_each
-from flowgrpo.evaluation.statistics import bounds, ranged
+from flowgrpo.evaluation.statistics import bounds, format_interval
 from flowgrpo.policies import build, loading
 from flowgrpo.policies.checkpoints import run_config
 from flowgrpo.policies.pipelines.load import rate_ahead
@@ -127,12 +127,12 @@ def _short(name: str) -> str:
 
 
 def _ranged(of: Interval, digits: int) -> str:
-    return ranged(of.mean, of.low, of.high, digits)
+    return format_interval(of.mean, of.low, of.high, digits)
 
 
 def _scored(text: torch.Tensor | str, scores: dict[str, float], digits: Mapping[str, int]) -> str:
     assert isinstance(text, str), "a table is of texts"
-    listed = ", ".join(f"{_short(name)} {grid.shown(value, digits[name])}" for name, value in scores.items())
+    listed = ", ".join(f"{_short(name)} {grid.format_score(value, digits[name])}" for name, value in scores.items())
     return f"{cell(text)}<br>{cell(listed)}" if listed else cell(text)
 
 
@@ -191,9 +191,9 @@ def _scores(scores: dict[str, float], first: dict[str, float], digits: Mapping[s
 
 
 def _line(name: str, value: float, before: float, digits: int, below: str = "") -> str:
-    mark = MARKS[grid.moved(value, before, digits)]
+    mark = MARKS[grid.direction(value, before, digits)]
     label = re.sub(r"(?<=[_.])", "<wbr>", html.escape(_short(name)))  # a name may break there
-    return f"<dt>{label}</dt><dd{mark}{grid.shown(value, digits)}{below}</dd>"
+    return f"<dt>{label}</dt><dd{mark}{grid.format_score(value, digits)}{below}</dd>"
 
 
 @dataclass(frozen=True)
@@ -241,9 +241,9 @@ def columns(run: str | Path, kind: str, values: Sequence[str], prompts: str | Pa
     else:
         arguments = samplers.call_arguments(config.model, run)
     chosen = KINDS[kind](Column("tuned", run, seed, arguments), list(values))
-    shown = spread(sets.shown(config, prompts), count)
+    shown = spread(sets.prompts_to_show(config, prompts), count)
     given_files.require(shown)
-    functions = run_rewards.measured(config)
+    functions = run_rewards.rewards_of_run(config)
     device = loading.place()
     sampler = Texts(config.model, config, None, device) if by_tokens else Pipelines(
         config.model, config, drawing(config.precision if config.adapter.rank else "fp32", device), device)

@@ -87,7 +87,7 @@ def _count(features: str | Callable, size: tuple[int, int]) -> int:
     return int(torch.as_tensor(guards.extractor(features)(torch.zeros(2, 3, *size))).flatten(1).shape[1])
 
 
-def measured(names: Sequence[str], features: str | Callable, base: Iterable[Tensor], tuned: Iterable[Tensor]
+def measure_distances(names: Sequence[str], features: str | Callable, base: Iterable[Tensor], tuned: Iterable[Tensor]
              ) -> dict[str, Any]:
     """Return the distances by name, the features and the number of images of each set.
 

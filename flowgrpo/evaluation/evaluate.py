@@ -74,7 +74,7 @@ def evaluate(source: str, suite: str, names: Sequence[str] | dict[str, WatchRule
     processes, apart = _processes(), plan.medium.apart(features)
     if processes.first:
         paths.require_folder(output)
-    chosen, functions = load_suite(suite), run_rewards.asked(plan.config, names)
+    chosen, functions = load_suite(suite), run_rewards.rewards_by_name(plan.config, names)
     require_generators(len(chosen.cases) * samples, "samples")
     if distance:
         _require_distance(plan, distance, features, len(chosen.cases) * samples)

@@ -233,13 +233,13 @@ def write(plan: Plan, suite: Suite, functions: dict[str, Any], ledger: BaseLedge
     trained = list(plan.config.trained) if plan.config else None
     summary = summarise(suite, scores, spread, trained, f"{plan.medium.unit}s")
     results = {"suite": {"name": suite.name, "format": suite.form, "prompts": shape[0],
-                         "trained": seen(plan.config, suite)}, **plan.as_json(),
+                         "trained": count_trained(plan.config, suite)}, **plan.as_json(),
                "unit": plan.medium.unit, "failed": failed, **summary,
                "tries": {arm: tries({name: scores[arm][name] for name in verdicts(functions)},
                                     _answers(arm, shape, functions, ledger)) for arm in plan.arms}}
     if distance[0]:
         base, tuned = ((ledger.batch(row) for row in _places(arm, shape)) for arm in (BASE, TUNED))
-        results["distances"] = distances.measured(*distance, base, tuned)
+        results["distances"] = distances.measure_distances(*distance, base, tuned)
     text = json.dumps(finite(results), indent=2)
     atomic.write_text(ledger.folder / "results.json", text + "\n")
     atomic.write_text(ledger.folder / "table.md", markdown(results))
@@ -249,11 +249,11 @@ def write(plan: Plan, suite: Suite, functions: dict[str, Any], ledger: BaseLedge
     return results
 
 
-def seen(config: Config | None, suite: Suite) -> int:
+def count_trained(config: Config | None, suite: Suite) -> int:
     """Return the number of a suite's prompts on which a run trained; 0 where its prompts are of the hub, or not there
     any more."""
     named = None if config is None else sets.SETS.get(config.prompts)
-    if config is None or hub.named(named.train if named else config.prompts):
+    if config is None or hub.is_dataset(named.train if named else config.prompts):
         return 0
     try:
         train, _ = sets.resolve(config)

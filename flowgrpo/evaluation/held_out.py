@@ -18,10 +18,10 @@ import numpy as np
 import torch
 
 from flowgrpo import rewards
-from flowgrpo.config.parse import renewed
+from flowgrpo.config.parse import migrate
 from flowgrpo.config.reward_rules import WatchRule
 from flowgrpo.config.schema import Config
-from flowgrpo.data.open_image import opened, rgb
+from flowgrpo.data.open_image import open_checked, rgb
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.escaped import plain
@@ -78,7 +78,7 @@ def _base(trainer: Trainer, functions: dict[str, Any], folder: Path, reuse: bool
     path, evaluations = folder / "before.json", trainer.policy.evaluations
     settings = measured_how(trainer.config, spread(trainer.held_out, trainer.config.eval.prompts), functions)
     known = read_object(path, "remove it, and the base is measured again") if reuse and path.exists() else {}
-    was = recorded(known.get("settings", {}))
+    was = current_settings(known.get("settings", {}))
     if was == settings and (kept := _read_before(trainer, folder, known)):
         return kept
     if reuse and {**was, "grid": settings["grid"]} != settings:
@@ -118,7 +118,7 @@ def _image(file: Path) -> torch.Tensor:
     """Return the pixels [3, H, W] of an image of the base. Raises UserError for a file that is none."""
     from torchvision.transforms.functional import to_tensor
 
-    with opened(file) as image:
+    with open_checked(file) as image:
         return to_tensor(rgb(image))
 
 
@@ -130,9 +130,9 @@ def measured_how(config: Config, prompts: list[Prompt], functions: dict[str, Any
     return json.loads(json.dumps(settings, default=str))
 
 
-def recorded(settings: dict[str, Any]) -> dict[str, Any]:
+def current_settings(settings: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of an earlier measurement under the keys of today; a key that it lacks has its default."""
-    was = renewed(settings)
+    was = migrate(settings)
     return was and was | {name: Config.model_fields[name].default.model_dump(mode="json") | was.get(name, {})
                           for name in ("image", "text")}
 
@@ -181,10 +181,10 @@ def finish(trainer: Trainer, functions: dict[str, Any], folder: Path, base: Meas
         "name": config.name, "model": config.model, "method": config.method, "seed": config.seed,
         "evaluation": {"prompts": len(base.prompts), "lost": sum(after.lost), "samples": config.eval.samples,
                        "steps": config.eval.steps, "guidance": config.eval.guidance, "seed": EVAL_SEED,
-                       "of": described(policy, config, len(base.prompts))},
+                       "of": describe_sampling(policy, config, len(base.prompts))},
         "before": base.mean(), "after": after.mean(),
         "tasks": {name: {"before": base.by_task(name), "after": after.by_task(name)} for name in functions},
-        "compared": compared(base, after, config.eval.samples),
+        "compared": compare_rewards(base, after, config.eval.samples),
         "structure": after.structure(base),
         "looks": {"before": base.looks.as_json(), "after": after.looks.as_json()},
         "seconds": round(progress.seconds, 1), "epochs": trainer.epoch, "updates": trainer.optimization.update,
@@ -198,7 +198,7 @@ def finish(trainer: Trainer, functions: dict[str, Any], folder: Path, base: Meas
         "reward_failures": {"trained": trainer.scoring.reward_failures, "before": base.failed, "after": after.failed},
         "rewards": {"trained": config.rewards, "measured": list(functions)}}
     if first:
-        summary["trained"] = report.trained(config, folder)
+        summary["trained"] = report.training_facts(config, folder)
         _draw_after(folder, base, after, config)
         summary |= {"total_seconds": round(time.perf_counter() - began, 1), "resumed": resumed}
         atomic.write_text(folder / "summary.json", json.dumps(finite(summary), indent=2) + "\n")
@@ -209,7 +209,7 @@ def finish(trainer: Trainer, functions: dict[str, Any], folder: Path, base: Meas
     return summary
 
 
-def compared(base: Measured, after: Measured, samples: int) -> dict[str, Rows]:
+def compare_rewards(base: Measured, after: Measured, samples: int) -> dict[str, Rows]:
     """Return for each reward a row per `task` of the prompts' metadata, and one of all prompts, the last.
 
     samples: per prompt. A row has the intervals `before`, `after` and `change` as dictionaries.
@@ -241,7 +241,7 @@ def _draw_after(folder: Path, base: Measured, after: Measured, config: Config) -
         call={"num_inference_steps": config.eval.steps, "guidance": config.eval.guidance}))
 
 
-def described(policy: Policy, config: Config, count: int) -> str:
+def describe_sampling(policy: Policy, config: Config, count: int) -> str:
     """Describe in words the evaluated samples, `count` of them, and their sampling."""
     warm, draws = config.text.eval_temperature, policy.modality != "text"
     warm = float(draws) if warm is None else warm
@@ -277,7 +277,7 @@ def print_report(summary: dict[str, Any], said: str, folder: Path, verdict: Sequ
              f"95 % intervals: {tasks[ALL]['before']['method']}", ("task", "before", "after", "change"), cells(tasks),
              rule=True)
     first = "-" if summary["max_first_log_ratio"] is None else f"{summary['max_first_log_ratio']:.1e}"
-    console.print(f"{spent(summary)}; {summary['denoiser_evaluations']:,} {summary['unit']} "
+    console.print(f"{describe_time(summary)}; {summary['denoiser_evaluations']:,} {summary['unit']} "
                   f"({summary['rollout_evaluations_per_picture']:.2f} per sample in the rollout; shared "
                   f"prefixes saved {summary['rollout_evaluations_saved_by_sharing']:,}), "
                   f"largest first |log ratio| {first}", highlight=False)
@@ -293,7 +293,7 @@ def print_report(summary: dict[str, Any], said: str, folder: Path, verdict: Sequ
         console.print(plain(sentence), highlight=False)
 
 
-def spent(summary: dict[str, Any]) -> str:
+def describe_time(summary: dict[str, Any]) -> str:
     """Describe in words the seconds of a run."""
     since = "since it was resumed" if summary["resumed"] else "in all, with loading and evaluation"
     epochs = " of all epochs" if summary["resumed"] else ""

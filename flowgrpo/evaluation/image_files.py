@@ -71,16 +71,16 @@ def parameters(prompt: str, seed: int, image: torch.Tensor, settings: dict[str, 
     seed: of the image's own noise.
     """
     fields = settings | {"Seed": seed, "Size": f"{image.shape[-1]}x{image.shape[-2]}"}
-    line = ", ".join(f"{name}: {quoted(value)}" for name, value in fields.items() if value is not None)
+    line = ", ".join(f"{name}: {quote(value)}" for name, value in fields.items() if value is not None)
     return f"{prompt}\nNegative prompt: {negative}\n{line}"
 
 
-def extended(parameters: str, fields: dict[str, Any]) -> str:
+def extend_parameters(parameters: str, fields: dict[str, Any]) -> str:
     """Return `parameters` with further fields behind its line of settings."""
-    return ", ".join([parameters, *(f"{name}: {quoted(value)}" for name, value in fields.items())])
+    return ", ".join([parameters, *(f"{name}: {quote(value)}" for name, value in fields.items())])
 
 
-def quoted(value: object) -> str:
+def quote(value: object) -> str:
     """Return a value as AUTOMATIC1111 writes it: in quotes if it has a comma, a colon or a line break."""
     text = str(value)
     return json.dumps(text, ensure_ascii=False) if re.search(r"[,:\n]", text) else text

@@ -94,10 +94,11 @@ def sample(model: str, lora: str | Path | None, prompts: list[str], count: int, 
                         f"{' or '.join(FILES[kind])} file, or of a folder")
     folder, names = (Path(output).parent, iter([Path(output).name])) if one else (
         Path(output), names_of(prompts, count, "webp" if kind == "video" else "png"))
-    return [*saved(best.over(painter) if best else painter, arm, given, count, folder, names, SAMPLE[kind], plan.fps)]
+    sampler = best.over(painter) if best else painter
+    return [*draw_files(sampler, arm, given, count, folder, names, SAMPLE[kind], plan.fps)]
 
 
-def saved(hand: Hand, arm: str, prompts: Sequence[Prompt], count: int, folder: Path, names: Iterator[str],
+def draw_files(hand: Hand, arm: str, prompts: Sequence[Prompt], count: int, folder: Path, names: Iterator[str],
            unit: str, fps: float | None = None) -> Iterator[Path]:
     """Draw `count` images per prompt and yield their paths; each is saved before the next is drawn."""
     places = (Place(arm, i, k) for i in range(len(prompts)) for k in range(count))
@@ -148,9 +149,9 @@ def grid(run: str | Path, prompts: str | Path | None, count: int, seed: int, out
     config = run_config(run)
     loading.require_weights(run)
     require_file(output)
-    chosen = spread(sets.shown(config, prompts), count)
+    chosen = spread(sets.prompts_to_show(config, prompts), count)
     sources.require(chosen)
-    functions = run_rewards.measured(config)
+    functions = run_rewards.rewards_of_run(config)
     arguments, device = samplers.call_arguments(config.model, run), loading.place()
     sampler = Pipelines(config.model, config, drawing(config.precision, device), device)
     measured: list[Measured] = []
@@ -195,7 +196,7 @@ def sample_file(source: str, prompts: str | Path, output: str | Path, *, lora: s
         raise UserError("--key prompt: makes a text the prompt of its line, and the model generates images: name "
                         "another key")
     paths.require_folder(output)
-    given, [arm] = sets.given(prompts), plan.arms
+    given, [arm] = sets.resolve_prompts(prompts), plan.arms
     sources.require(given)
     require_disk(output, len(given) * count)
     require_generators(len(given) * count, "samples")

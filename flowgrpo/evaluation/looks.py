@@ -93,7 +93,7 @@ def _features(image: Tensor, model: str) -> Tensor:
     return torch.cat([widths[:, None].float(), guards.pixels(image).float()], 1)
 
 
-def measured(found: Tensor, prompts: Sequence[int], lost: Sequence[bool] = ()) -> Looks:
+def measure_looks(found: Tensor, prompts: Sequence[int], lost: Sequence[bool] = ()) -> Looks:
     """Return the looks of images by their `features` [N, D].
 
     prompts: number of each image's prompt, [N]. lost: by that number, prompts that are left out; empty for none.
@@ -111,7 +111,7 @@ def measured(found: Tensor, prompts: Sequence[int], lost: Sequence[bool] = ()) -
                  torch.stack(apart).mean().item() if apart else math.nan)
 
 
-def said(shares: Mapping[str, float]) -> list[tuple[str, str]]:
+def describe_looks(shares: Mapping[str, float]) -> list[tuple[str, str]]:
     """Describe looks as shares of the base's, each with its tone: plain, or warn beyond WIDE and ALIKE."""
     told = []
     if EDGES in shares:

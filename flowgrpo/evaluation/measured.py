@@ -95,7 +95,7 @@ class Measured:
         if isinstance(images, torch.Tensor) and len(images):
             images[torch.tensor(shown)] = GREY
         gone = [each for each in lost for _ in range(samples)]
-        seen = self.looks if self.features is None else looks.measured(*self.features, lost)
+        seen = self.looks if self.features is None else looks.measure_looks(*self.features, lost)
         return replace(self._blank(gone), looks=seen, prompts=[prompt for prompt in prompts for _ in range(samples)],
                        images=images, lost=gone)
 
@@ -244,7 +244,7 @@ def measure(policy: Generating, prompts: list[Prompt], functions: dict[str, Any]
                     processes.gather_samples(images),
                     dict(zip(functions, processes.total([tally.failed[name] for name in functions]))), policy.fps,
                     dict(zip(shuffled.rewards, others)), features=found,
-                    looks=Looks() if found is None else looks.measured(*found))
+                    looks=Looks() if found is None else looks.measure_looks(*found))
 
 
 def _joined(held: list[tuple[list[Prompt], Any, Any, Any]]) -> tuple[list[Prompt], Any, Any, Any]:

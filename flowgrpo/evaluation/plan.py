@@ -19,7 +19,7 @@ from PIL import PngImagePlugin
 
 from flowgrpo.config.schema import Config
 from flowgrpo.config.sections import Load
-from flowgrpo.data.open_image import opened
+from flowgrpo.data.open_image import open_checked
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.image_files import weight_files
@@ -147,7 +147,7 @@ class Ledger(BaseLedger[torch.Tensor, torch.Tensor]):
 
         path = self.image(place)
         try:
-            with opened(path, PIXELS) as file:
+            with open_checked(path, PIXELS) as file:
                 frames = file.info.get("frames")
                 return untall(to_tensor(file.convert("RGB")), None if frames is None else int(frames))
         except (OSError, SyntaxError, ValueError) as error:  # Pillow's errors for a damaged file

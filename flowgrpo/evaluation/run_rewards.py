@@ -15,12 +15,12 @@ Rule = TypeVar("Rule", bound=WatchRule)
 WHY = "executes code or sends samples to an address that the run's folder names"
 
 
-def measured(config: Config) -> dict[str, Any]:
+def rewards_of_run(config: Config) -> dict[str, Any]:
     """Return a run's rewards, made, for samples that are scored alone; none if all are left out."""
     trained, watched = rules(config)
     if not trained and not watched:
         return {}
-    return pairwise.measured(rewards.compose(trained, config.cache), rewards.compose(watched, config.cache))
+    return pairwise.held_out_rewards(rewards.compose(trained, config.cache), rewards.compose(watched, config.cache))
 
 
 def rules(config: Config, needed: bool = False) -> tuple[dict[str, RewardRule], dict[str, WatchRule]]:
@@ -49,7 +49,7 @@ def rule(config: Config | None, name: str) -> WatchRule:
     return known
 
 
-def asked(config: Config | None, names: Sequence[str] | dict[str, WatchRule]) -> dict[str, Any]:
+def rewards_by_name(config: Config | None, names: Sequence[str] | dict[str, WatchRule]) -> dict[str, Any]:
     """Return rewards by their names or rules, made; the run's where none is named.
 
     Raises UserError if there are none.
@@ -65,7 +65,7 @@ def asked(config: Config | None, names: Sequence[str] | dict[str, WatchRule]) ->
     composed = rewards.compose(chosen, config.cache if config else None)
     # The run's rewards that need groups are dropped; one requested by name raises.
     trained = {name: composed.pop(name) for name in chosen if config and not names and name in config.trained}
-    return pairwise.measured(trained, composed)
+    return pairwise.held_out_rewards(trained, composed)
 
 
 def _kept(given: dict[str, Rule]) -> dict[str, Rule]:

@@ -41,7 +41,7 @@ class Run:
 
 
 @contextmanager
-def whole(folder: Path) -> Iterator[None]:
+def require_format(folder: Path) -> Iterator[None]:
     """Context manager: raise UserError for files of a run whose content has another form than a run writes."""
     try:
         yield
@@ -52,7 +52,7 @@ def whole(folder: Path) -> Iterator[None]:
         raise UserError(f"{folder}: a file of the run is damaged ({said[:200]}): {MEND}") from error
 
 
-def listed(folder: Path) -> list[Run]:
+def list_runs(folder: Path) -> list[Run]:
     """Return the runs in a folder, or the run that the folder is, the newest first. Raises UserError if there are
     none."""
     files = [*folder.glob(CONFIG), *folder.glob(f"*/{CONFIG}")]
@@ -67,7 +67,7 @@ def read(folder: Path) -> Run:
     name = folder.resolve().name
     changed = max(file.stat().st_mtime for file in (folder / CONFIG, metrics) if file.is_file())
     try:
-        with whole(folder):
+        with require_format(folder):
             return _described(folder, name, changed)
     except UserError:
         return Run(name, changed=changed)

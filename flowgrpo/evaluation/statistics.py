@@ -45,21 +45,22 @@ def _exponent(value: float) -> int:
     return math.floor(math.log10(value))
 
 
-def fixed(value: float | None, digits: int, sign: str = "") -> str:
+def format_value(value: float | None, digits: int, sign: str = "") -> str:
     """Return a value with so many decimals, a dash for None and NaN. sign: "+" for changes."""
     if value is None or math.isnan(value):
         return "-"
     return f"{value if round(value, digits) else 0.0:{sign if round(value, digits) else ''}.{digits}f}"
 
 
-def ranged(mean: float | None, low: float | None, high: float | None, digits: int, sign: str = "") -> str:
+def format_interval(mean: float | None, low: float | None, high: float | None, digits: int, sign: str = "") -> str:
     """Return a mean with its interval in brackets, if it has one."""
-    return f"{fixed(mean, digits, sign)} {bounds(low, high, digits, sign)}".strip()
+    return f"{format_value(mean, digits, sign)} {bounds(low, high, digits, sign)}".strip()
 
 
 def bounds(low: float | None, high: float | None, digits: int, sign: str = "") -> str:
     """Return an interval in brackets, an empty text if there is none."""
-    return "" if fixed(low, digits) == "-" else f"[{fixed(low, digits, sign)}, {fixed(high, digits, sign)}]"
+    ends = [format_value(end, digits, sign) for end in (low, high)]
+    return "" if ends[0] == "-" else f"[{ends[0]}, {ends[1]}]"
 
 
 @dataclass(frozen=True)
@@ -258,8 +259,8 @@ def blind(scores: Mapping[str, Sequence[float | None]], shuffled: Mapping[str, S
                                   "under other prompts"))
         elif found.low <= 0 <= found.high:
             said.append(("warn", f"reward {name!r} gives images of other prompts the same scores "
-                                 f"({fixed(other.mean(), digits)} against {fixed(own.mean(), digits)} on {count} "
-                                 "images): it cannot tell whether an image fits its prompt"))
+                                 f"({format_value(other.mean(), digits)} against {format_value(own.mean(), digits)} on "
+                                 f"{count} images): it cannot tell whether an image fits its prompt"))
     return said
 
 
@@ -312,7 +313,7 @@ def digits_of(rows: Rows) -> int:
 
 def cell(entry: Entry, digits: int = 3, sign: str = "") -> str:
     """Return a mean with its interval as text. sign: "+" for changes."""
-    return ranged(entry["mean"], entry["low"], entry["high"], digits, sign)
+    return format_interval(entry["mean"], entry["low"], entry["high"], digits, sign)
 
 
 def show(console: Console, title: str, caption: str, headings: Sequence[str], lines: Sequence[Sequence[str]],

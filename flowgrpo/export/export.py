@@ -18,7 +18,7 @@ from flowgrpo.config.schema import Config
 from flowgrpo.config.sections import Load
 from flowgrpo.device import DTYPES, pick_device
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation.runs import whole
+from flowgrpo.evaluation.runs import require_format
 from flowgrpo.export import comfy_names, model_card, run_lora
 from flowgrpo.policies import sources
 from flowgrpo.policies.checkpoints import run_config
@@ -36,12 +36,12 @@ CARD = "README.md"
 SECOND = "transformer_2"  # the expert of the low-noise steps
 
 
-def finished(run: Path) -> tuple[Config, dict[str, Any]]:
+def load_finished(run: Path) -> tuple[Config, dict[str, Any]]:
     """Return a run's configuration and summary.
     Raises UserError if the folder is not a finished run."""
     if not (run_of(run) / "summary.json").is_file():
         raise UserError(f"the run {run} has not finished (it has no summary.json): --resume it")
-    with whole(run):
+    with require_format(run):
         return run_config(run), read_object(run / "summary.json", "restore it, or --resume the run", unit=str)
 
 
@@ -161,7 +161,7 @@ def merged(run: Path, output: Path) -> Path:
     fp32.
     Raises UserError if the model or the weights do not load.
     """
-    config, summary = finished(run)
+    config, summary = load_finished(run)
     config, _ = resolve_precision(config, pick_device(config.device))
     paths.require_folder(output)
     write = _merged_language_model if summary["unit"] == model_card.TOKENS else _merged_pipeline
@@ -213,7 +213,7 @@ def card(run: Path, repository: str | None = None) -> Path:
 
     repository: on a hub, that the card's snippet loads; None: the run's folder.
     """
-    config, summary = finished(run)
+    config, summary = load_finished(run)
     model_card.curves(run, run / "curves.png", summary["unit"])
     atomic.write_text(run / CARD, model_card.text(config, summary, run, repository or str(run)))
     return run / CARD

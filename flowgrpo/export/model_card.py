@@ -24,7 +24,7 @@ from flowgrpo.evaluation.pages import figures
 from flowgrpo.evaluation.pages.sources import FOLDER as SOURCES
 from flowgrpo.evaluation.report import snapshots
 from flowgrpo.evaluation.report.verdict import untrained
-from flowgrpo.evaluation.statistics import ALL, Rows, decimals, digits_of, fixed, ranged
+from flowgrpo.evaluation.statistics import ALL, Rows, decimals, digits_of, format_interval, format_value
 from flowgrpo.export import run_lora
 from flowgrpo.export.usage import snippet, task
 from flowgrpo.nouns import SAMPLE, counted
@@ -311,13 +311,14 @@ def results(config: Config, summary: dict[str, Any]) -> str:
 
 def _row(rows: Rows) -> list[str]:
     digits = digits_of({ALL: rows[ALL]})
-    return [ranged(of["mean"], of["low"], of["high"], digits, "+" * (key == "change")) for key, of in rows[ALL].items()]
+    return [format_interval(of["mean"], of["low"], of["high"], digits, "+" * (key == "change"))
+            for key, of in rows[ALL].items()]
 
 
 def _plain(before: float | None, after: float | None) -> list[str]:
     change = None if before is None or after is None else after - before
     digits = decimals([before, after], [change])
-    return [fixed(before, digits), fixed(after, digits), fixed(change, digits, "+")]
+    return [format_value(before, digits), format_value(after, digits), format_value(change, digits, "+")]
 
 
 def settings(config: Config, summary: dict[str, Any], run: Path) -> str:
@@ -327,7 +328,7 @@ def settings(config: Config, summary: dict[str, Any], run: Path) -> str:
     if config.text.generates == "image":
         sampling = f"images by tokens, guidance {train.guidance:g}"
     none = "none: all weights" if config.adapter.rank == 0 else "none: an edit policy"
-    adapter = run_lora.described(run) if has_lora(config, run) else none
+    adapter = run_lora.describe_rank(run) if has_lora(config, run) else none
     batch = f"{counted(train.prompts, 'prompt')} x {counted(train.group, 'sample')} each"
     epochs = f"{summary['epochs']}, {batch}; {counted(summary['updates'], 'update')}"
     measured, rate = summary["evaluation"]["of"], "auto" if train.calibration else f"{train.lr:g}"

@@ -10,7 +10,7 @@ from flowgrpo import hub
 from flowgrpo.errors import UserError
 from flowgrpo.escaped import line
 from flowgrpo.evaluation.report.verdict import untrained
-from flowgrpo.export.export import CARD, COMFYUI, card, finished
+from flowgrpo.export.export import CARD, COMFYUI, card, load_finished
 from flowgrpo.storage.places import CONFIG
 
 # Uploaded files: below the run's folder, and below folders of weights.
@@ -37,7 +37,7 @@ def prepare(run: Path, repository: str) -> list[Path]:
     Raises UserError for a malformed name, and for an unfinished run.
     """
     require_name(repository)
-    for sentence in untrained(finished(run)[1]):
+    for sentence in untrained(load_finished(run)[1]):
         print(line(sentence), flush=True)
     card(run, repository)
     return files(run)
@@ -68,7 +68,7 @@ def push(run: Path, repository: str, private: bool = False, revision: str | None
     from huggingface_hub import HfApi, constants, get_token
 
     require_name(repository)
-    finished(run)
+    load_finished(run)
     if constants.HF_HUB_OFFLINE or not hub.answers(constants.ENDPOINT):
         why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} does not answer"
         raise UserError(f"the upload to {repository} needs a network ({why}); --dry-run lists the files")

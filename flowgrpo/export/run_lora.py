@@ -45,7 +45,7 @@ def read(run: Path) -> Parts:
     return parts
 
 
-def described(run: Path) -> str:
+def describe_rank(run: Path) -> str:
     """Return the rank and alpha of a run's LoRA as its files have them, such as "rank 16, alpha 16"; empty without one.
 
     Raises UserError for a file that does not state them.

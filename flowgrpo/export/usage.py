@@ -106,7 +106,7 @@ def _of_pipeline(config: Config, run: Path, place: str, prompt: str, brought: Se
     further = f"dtype={dtype}{_at(config, 'variant', 'revision')}{absent}"
     made = f"pipe = DiffusionPipeline.from_pretrained({source}, {further})"
     needed = ["from diffusers import DiffusionPipeline"]
-    if config.model in MERGED or sources.assembled(config.model, config.load):
+    if config.model in MERGED or sources.needs_assembly(config.model, config.load):
         imports, needed = ["from flowgrpo.policies.pipelines.load import load_pipeline"], []
         named, further = _assembled(config)
         imports, made = imports + named, f"pipe = load_pipeline({config.model!r}{further})"

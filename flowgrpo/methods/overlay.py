@@ -54,10 +54,10 @@ def _preset(name: str) -> Callable[..., Method]:
     else:
         raise UserError(f"unknown method {name!r}{nearest(name, [*PRESETS, *points])} (`flowgrpo list methods` lists "
                         "all; or path/to/file.py:function)")
-    return lambda method: _applied(name, function, method)
+    return lambda method: _apply(name, function, method)
 
 
-def _applied(name: str, function: Any, method: Method) -> Method:
+def _apply(name: str, function: Any, method: Method) -> Method:
     """Return function(method). Raises UserError if that fails or is no method."""
     if isinstance(function, type) and dataclasses.is_dataclass(function):
         place = next((place for place, base in registry.BASES.items() if issubclass(function, base)), "PLACE")
@@ -198,17 +198,17 @@ def overlays(method: str) -> dict[str, tuple[Method, Method]]:
     return pairs
 
 
-def recorded(method: Method) -> tuple[str, dict[str, Any]]:
+def preset_and_parts(method: Method) -> tuple[str, dict[str, Any]]:
     """Return (preset, parts) of which a recipe makes the same method.
 
     A class of FILE.py is recorded by its place, another one by its name alone: this process knows it from now on, other
     ones ask for the object. Raises UserError for a part that is no dataclass, and for a value that YAML cannot hold.
     """
     name, base = min(_candidates(method).items(), key=lambda item: len(_differing(item[1], method)))
-    parts = {key: _described(part, base.parts().get(key), f"method.{key}")
+    parts = {key: _describe(part, base.parts().get(key), f"method.{key}")
              for key, part in _differing(base, method).items()}
     if type(base.target) is not type(method.target):
-        parts = {"target": _described(method.target, None, "method.target")} | parts
+        parts = {"target": _describe(method.target, None, "method.target")} | parts
     if _differing(with_parts(base, parts), method):
         raise UserError(f"method: its parts cannot be written to a recipe as they are, beside {name}: {parts}")
     return name, parts
@@ -236,7 +236,7 @@ def _plain(value: Any) -> Any:
     return [*map(_plain, value)] if isinstance(value, (list, tuple)) else value
 
 
-def _described(value: Any, present: Any, path: str) -> Any:
+def _describe(value: Any, present: Any, path: str) -> Any:
     """Return a part as a recipe has it: its type, and its fields that differ from the present part's or the default."""
     if not dataclasses.is_dataclass(value):
         return _value(value, path)
@@ -246,7 +246,7 @@ def _described(value: Any, present: Any, path: str) -> Any:
         present = None if required else cls()
     fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(cls)}
     return {"type": _type_name(cls)} | {
-        name: _described(inner, getattr(present, name, None), f"{path}.{name}") for name, inner in fields.items()
+        name: _describe(inner, getattr(present, name, None), f"{path}.{name}") for name, inner in fields.items()
         if present is None or _plain(getattr(present, name)) != _plain(inner)}
 
 

@@ -136,7 +136,7 @@ def _require_loss(method: Method) -> None:
                          "parts.decoding.expert to their number")
 
 
-def substituted(config: Config, method: Method) -> str | None:
+def describe_substitutes(config: Config, method: Method) -> str | None:
     """Return a line on the parts that a variance-preserving process has in place of the requested ones, or None."""
     if method.for_tokens or method.of_flows_alone():  # it stayed as it was
         return None

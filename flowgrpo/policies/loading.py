@@ -44,7 +44,7 @@ def require_fit(model: str, path: Path, files: Load = Load()) -> None:
     files: where else the model's weights are. What cannot be read without loading the model is left to that.
     """
     folder, origin = Path(FOLDERS.get(model, model)), trained_on(path)
-    if not origin or sources.assembled(model, files) or not (folder / "model_index.json").is_file():
+    if not origin or sources.needs_assembly(model, files) or not (folder / "model_index.json").is_file():
         return
     known: dict[str, dict[str, tuple[str, list[int]]]] = {}
     for layer, (inner, outer) in _layers(path).items():

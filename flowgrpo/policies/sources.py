@@ -25,7 +25,7 @@ def is_file(model: str) -> bool:
     return not Path(model).is_dir() and (Path(model).is_file() or Path(model).suffix in WEIGHTS)
 
 
-def assembled(model: str, files: Load) -> bool:
+def needs_assembly(model: str, files: Load) -> bool:
     """Return True for a pipeline that stock `from_pretrained` does not load by itself."""
     return is_file(model) or any((files.denoiser, files.vae, files.lora, files.controlnet, files.ip_adapter,
                                    files.textual_inversion))

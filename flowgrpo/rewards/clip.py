@@ -17,7 +17,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.log import unlogged
 from flowgrpo.packages import needed
 from flowgrpo.rewards.about import About
-from flowgrpo.rewards.local_model import Head, LocalModel, fill, loading, pretrained, tensors
+from flowgrpo.rewards.local_model import Head, LocalModel, fill, load_pretrained, loading, tensors
 from flowgrpo.rewards.preprocessing import Preparation, read_tensor, straight
 
 SCORES = ("clipscore", "cosine")
@@ -49,12 +49,12 @@ class ClipScore(LocalModel):
         super().__post_init__()
 
     def _require(self, parts: tuple[Any, ...]) -> None:
-        wanted(parts[0], self.reward)
+        preprocessing_of(parts[0], self.reward)
 
     @cached_property
     def prepare(self) -> Preparation:
         """Preprocessing of the model's images."""
-        return wanted(self.models[0], self.reward)
+        return preprocessing_of(self.models[0], self.reward)
 
     def _loaded(self) -> tuple[Any, Any]:
         open_clip = needed("open_clip", "clip", f"reward {self.reward!r}")
@@ -118,7 +118,7 @@ def _cosines(model: Any, tokenizer: Any, pictures: Tensor, prompts: list[str]) -
     return (shown.float() * said.float()).sum(-1)
 
 
-def wanted(model: Any, reward: str) -> Preparation:
+def preprocessing_of(model: Any, reward: str) -> Preparation:
     """Return the preprocessing of a model of open_clip.
     Raises UserError for one that is not bicubic or not square."""
     config = getattr(model.visual, "preprocess_cfg", {})
@@ -218,8 +218,8 @@ class Aesthetic(LocalModel):
     def _loaded(self) -> tuple[Any, Any]:
         from transformers import CLIPVisionModelWithProjection
 
-        head = made("aesthetic", tensors("aesthetic", self.head, self.head_revision, "head"), self.head)
-        encoder = pretrained("aesthetic", CLIPVisionModelWithProjection, self.model, self.revision, "model")
+        head = make_head("aesthetic", tensors("aesthetic", self.head, self.head_revision, "head"), self.head)
+        encoder = load_pretrained("aesthetic", CLIPVisionModelWithProjection, self.model, self.revision, "model")
         width, taken = encoder.visual_projection.out_features, next(head.parameters()).shape[1]
         if width != taken:
             raise UserError(f"reward 'aesthetic': {self.model} gives {width} numbers, but the head {self.head} takes "
@@ -236,7 +236,7 @@ class Aesthetic(LocalModel):
         return head(embeddings / embeddings.norm(dim=-1, keepdim=True))[:, 0]
 
 
-def made(reward: str, state: dict[str, Tensor], where: str) -> torch.nn.Module:
+def make_head(reward: str, state: dict[str, Tensor], where: str) -> torch.nn.Module:
     """Return the head of a checkpoint: a perceptron (`layers.0.weight` and so on) or a linear one (`weight`)."""
     state = {key.removeprefix("layers."): value for key, value in state.items()}
     first = state.get("0.weight", state.get("weight"))
@@ -294,8 +294,8 @@ class PickScore(LocalModel):
     def _loaded(self) -> tuple[Any, Any]:
         from transformers import AutoTokenizer, CLIPModel
 
-        return (pretrained("pickscore", CLIPModel, self.model, self.revision, "model", beside=self.tokenizer),
-                pretrained("pickscore", AutoTokenizer, self.tokenizer, None, "tokenizer"))
+        return (load_pretrained("pickscore", CLIPModel, self.model, self.revision, "model", beside=self.tokenizer),
+                load_pretrained("pickscore", AutoTokenizer, self.tokenizer, None, "tokenizer"))
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         return self.batched(self._scores, images, prompts) / self.divide
@@ -334,12 +334,12 @@ class HpsV2(LocalModel):
     about = About(modality="image", range=(-1, 1), needs="clip", licence="Apache-2.0")
 
     def _require(self, parts: tuple[Any, ...]) -> None:
-        wanted(parts[0], self.reward)
+        preprocessing_of(parts[0], self.reward)
 
     @cached_property
     def prepare(self) -> Preparation:
         """Preprocessing of the model's images."""
-        return Preparation(wanted(self.models[0], self.reward).size, "longest",
+        return Preparation(preprocessing_of(self.models[0], self.reward).size, "longest",
                            scaling="floats" if self.antialias else "unfiltered")
 
     def _loaded(self) -> tuple[Any, Any]:

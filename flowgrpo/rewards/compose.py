@@ -28,7 +28,7 @@ from flowgrpo.rewards.find import find
 from flowgrpo.rewards.pairwise import sees_groups
 from flowgrpo.rewards.placement import Placement, leave
 from flowgrpo.rewards.reward import EPOCH, MEMORY, POLICY, Batch, Function, Reward, as_reward, inside, named
-from flowgrpo.rewards.wrap import Scores, labelled, ready
+from flowgrpo.rewards.wrap import Scores, ready, relabel_errors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -151,7 +151,7 @@ def _composed(label: str, rule: WatchRule, cache: str | None, given: RewardFunct
     name = rule.use or label
     if given is not None and rule.args:
         raise UserError(f"reward {label!r} takes no args: it is given as an object")
-    with labelled(label, rule.use):
+    with relabel_errors(label, rule.use):
         function = find(name, rule.args) if given is None else given
     made = as_reward(function, label)
     if isinstance(made, Function):

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from flowgrpo.config.reward_rules import Retry
-from flowgrpo.distributed.signals import begun
+from flowgrpo.distributed.signals import start_thread
 from flowgrpo.errors import UserError
 from flowgrpo.nouns import counted
 
@@ -91,7 +91,7 @@ def within(seconds: float | None, message: str, call: Callable[[], T]) -> T:
     """
     if seconds is None:
         return call()
-    future = begun(call)
+    future = start_thread(call)
     if not wait([future], seconds).done:
         raise TimedOut(f"{message}: no answer within {seconds:g} s")
     return future.result()

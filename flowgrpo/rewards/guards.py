@@ -19,7 +19,7 @@ from flowgrpo.data.open_image import require_open
 from flowgrpo.errors import UserError
 from flowgrpo.packages import needed
 from flowgrpo.rewards.about import About, described
-from flowgrpo.rewards.local_model import LocalModel, pretrained
+from flowgrpo.rewards.local_model import LocalModel, load_pretrained
 from flowgrpo.rewards.preprocessing import eight_bit, grey, read_tensor
 
 LICENCE = "Apache-2.0"
@@ -330,8 +330,8 @@ class Safety(LocalModel):
     def _loaded(self) -> tuple[Any, Any, list[int]]:
         from transformers import AutoImageProcessor, AutoModelForImageClassification
 
-        classifier = pretrained("safety", AutoModelForImageClassification, self.model, self.revision, "model")
-        processor = pretrained("safety", AutoImageProcessor, self.model, self.revision, "model")
+        classifier = load_pretrained("safety", AutoModelForImageClassification, self.model, self.revision, "model")
+        processor = load_pretrained("safety", AutoImageProcessor, self.model, self.revision, "model")
         labels, unsafe = classifier.config.id2label, {name.lower() for name in self.unsafe}
         rows = [row for row, label in labels.items() if label.lower() in unsafe]
         if len(rows) != len(unsafe):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.clip import perceptron
-from flowgrpo.rewards.local_model import LocalModel, fill, pretrained, tensors
+from flowgrpo.rewards.local_model import LocalModel, fill, load_pretrained, tensors
 from flowgrpo.rewards.preprocessing import Preparation
 
 AVERAGE, SPREAD = 0.16717362830052426, 1.0333394966054072  # of the head on the release's training pairs
@@ -67,8 +67,8 @@ class ImageReward(LocalModel):
 
         state = tensors("imagereward", self.checkpoint, self.revision, "checkpoint")
         parts = network()
-        fill("imagereward", parts, renamed(state), self.checkpoint)
-        return parts, pretrained("imagereward", AutoTokenizer, self.tokenizer, None, "tokenizer")
+        fill("imagereward", parts, rename_tensors(state), self.checkpoint)
+        return parts, load_pretrained("imagereward", AutoTokenizer, self.tokenizer, None, "tokenizer")
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         return self.batched(self._scores, images, prompts)
@@ -99,7 +99,7 @@ def network(vision: dict[str, Any] | None = None, text: dict[str, Any] | None = 
                           "head": perceptron(reading.hidden_size)})
 
 
-def renamed(state: dict[str, Tensor]) -> dict[str, Tensor]:
+def rename_tensors(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the released checkpoint's tensors under this network's names, without those used only in training."""
     result = {}
     for key, value in state.items():

@@ -44,7 +44,7 @@ class LocalModel:
 
     def __post_init__(self) -> None:
         require_arguments(self.reward, self.dtype, self.device, self.batch_size)
-        object.__setattr__(self, "device", placed(self.device))
+        object.__setattr__(self, "device", resolve_device(self.device))
         if self.parts is not None or not lazy.get():
             self.models
 
@@ -124,7 +124,7 @@ def devices() -> list[str]:
     return [*gpus, *["mps"] * torch.backends.mps.is_available(), "cpu"]
 
 
-def placed(device: str | None) -> str:
+def resolve_device(device: str | None) -> str:
     """Return the device of that name; None: for this process's GPU, with its index, or the CPU.
 
     A name without an index would be another GPU in another thread.
@@ -148,7 +148,7 @@ def loading(what: str, fix: str, source: str = ".") -> Iterator[None]:
         raise UserError(f"{what} cannot be loaded ({reason}): {fix}") from None
 
 
-def pretrained(reward: str, kind: Any, name: str, revision: str | None, option: str, within: str = "",
+def load_pretrained(reward: str, kind: Any, name: str, revision: str | None, option: str, within: str = "",
                beside: str | None = None, **more: Any) -> Any:
     """Load a model or tokenizer of transformers from a folder or the hub, without running code from there.
 

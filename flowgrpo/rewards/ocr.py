@@ -50,7 +50,7 @@ QUOTED = (_pattern(DOUBLE, r"(?<!\d){start}([^{ends}]+)[{ends}]"),  # a digit: i
           _pattern(TITLES, "{start}([^{ends}]+)[{ends}]"))
 
 
-def asked(prompt: str, metadata: dict[str, Any]) -> tuple[str, ...]:
+def target_text(prompt: str, metadata: dict[str, Any]) -> tuple[str, ...]:
     """Return what a prompt asks to be written, empty if nothing. Raises UserError for metadata that are none."""
     given = metadata.get("text")
     if given is None:
@@ -156,7 +156,7 @@ class Ocr:
 
     def __call__(self, images: Tensor, prompts: Sequence[str],
                  metadata: Sequence[dict[str, Any]]) -> list[float | None]:
-        texts = [asked(prompt, entry) for prompt, entry in zip(prompts, metadata)]
+        texts = [target_text(prompt, entry) for prompt, entry in zip(prompts, metadata)]
         lines = iter(read([image for image, wanted in zip(eight_bit(images), texts) if wanted]))
         return [SCORES[self.score](next(lines), *wanted) if wanted else None for wanted in texts]
 

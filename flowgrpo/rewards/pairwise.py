@@ -62,7 +62,7 @@ def require(rewards: Mapping[str, object], *groups: int) -> None:
                 _fitting(name, how, group)
 
 
-def measured(trained: Mapping[str, T], further: Mapping[str, T], group: int = 1) -> dict[str, T]:
+def held_out_rewards(trained: Mapping[str, T], further: Mapping[str, T], group: int = 1) -> dict[str, T]:
     """Return the rewards measured on held-out prompts: the further rewards, and the trained ones that can be.
 
     group: samples of a prompt (`eval.samples`). With several a reward of groups scores them together; with one, and by

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate, pad
 
 from flowgrpo.data.images import frames_of, stills
-from flowgrpo.data.open_image import FLOATS, levels, opened, pages, require_single, rgb, upright
+from flowgrpo.data.open_image import FLOATS, levels, open_checked, pages, require_single, rgb, upright
 from flowgrpo.errors import UserError
 from flowgrpo.files import text_of, unfit
 
@@ -45,7 +45,7 @@ class Preparation:
     crop: str = "torchvision"
 
     def __call__(self, images: Tensor) -> Tensor:
-        images = resized(images, self.sides(*images.shape[-2:]), self.scaling)
+        images = resize_images(images, self.sides(*images.shape[-2:]), self.scaling)
         images = _middle(images, self.size, CROPS[self.crop]) / 255
         mean, deviation = (torch.tensor(values, device=images.device)[:, None, None]
                            for values in (self.mean, self.deviation))
@@ -62,7 +62,7 @@ class Preparation:
         return int(self.size * height / short), int(self.size * width / short)
 
 
-def resized(images: Tensor, sides: tuple[int, int], scaling: str = "pil") -> Tensor:
+def resize_images(images: Tensor, sides: tuple[int, int], scaling: str = "pil") -> Tensor:
     """Resize 8-bit images, given as [B, 3, H, W] in [0, 1], to levels 0 to 255, float32 [B, 3, *sides]: bicubic, with
     a filter against aliasing.
 
@@ -109,7 +109,7 @@ def tensor_of(image: Image) -> Tensor:
 
 def read_tensor(path: str | Path) -> Tensor:
     """Return the image of a file, upright: [3, H, W] in [0, 1]. Raises UserError if it is none."""
-    with opened(path, FLOATS) as image:
+    with open_checked(path, FLOATS) as image:
         require_single(image)
         return tensor_of(image)
 
@@ -120,7 +120,7 @@ def read_tensors(path: str | Path) -> list[Tensor]:
     Raises UserError if it is none, and for more than FLOATS pixels in all frames.
     """
     frames: list[Tensor] = []
-    with opened(path, FLOATS) as image:
+    with open_checked(path, FLOATS) as image:
         for page in pages(image) if image.format != "MPO" else [0]:
             image.seek(page)
             if (len(frames) + 1) * image.width * image.height > FLOATS:

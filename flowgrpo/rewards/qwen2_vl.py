@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About
-from flowgrpo.rewards.local_model import Head, LocalModel, fill, from_hub, loading, pretrained, tensors
-from flowgrpo.rewards.preprocessing import resized
+from flowgrpo.rewards.local_model import Head, LocalModel, fill, from_hub, load_pretrained, loading, tensors
+from flowgrpo.rewards.preprocessing import resize_images
 from flowgrpo.rewards.released_text import strings, texts
 
 PROMPT = "{text_prompt}"  # in an instruction
@@ -49,8 +49,8 @@ def base(reward: str, name: str, option: str, marks: Sequence[str]) -> tuple[Any
     """
     from transformers import Qwen2VLConfig, Qwen2VLProcessor
 
-    config = pretrained(reward, Qwen2VLConfig, name, None, option)
-    processor = pretrained(reward, Qwen2VLProcessor, name, None, option)
+    config = load_pretrained(reward, Qwen2VLConfig, name, None, option)
+    processor = load_pretrained(reward, Qwen2VLProcessor, name, None, option)
     processor.tokenizer.padding_side = "right"
     processor.tokenizer.add_tokens([*marks], special_tokens=True)
     return config, processor
@@ -88,7 +88,7 @@ def placeholder(kind: str) -> str:
     return f"<|{kind}_pad|>"
 
 
-def renamed(state: dict[str, Tensor]) -> dict[str, Tensor]:
+def rename_tensors(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the released tensors under the names of Qwen2VLModel, and `rm_head`; without the language head."""
     result = {}
     for key, value in state.items():
@@ -98,7 +98,7 @@ def renamed(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return result
 
 
-def assembled(config: Any, state: dict[str, Tensor], dtype: torch.dtype) -> nn.Module:
+def assemble_model(config: Any, state: dict[str, Tensor], dtype: torch.dtype) -> nn.Module:
     """Build Qwen2VLModel with every tensor of `state`.
     Raises ValueError for a missing or an extra tensor."""
     from transformers import Qwen2VLModel
@@ -143,18 +143,18 @@ class HpsV3(LocalModel):
         super().__post_init__()
 
     def _loaded(self) -> tuple[Any, nn.Module, Any]:
-        state = renamed(tensors("hpsv3", self.checkpoint, self.revision, "checkpoint"))
+        state = rename_tensors(tensors("hpsv3", self.checkpoint, self.revision, "checkpoint"))
         config, processor = base("hpsv3", self.model, "model", [MARK])
         with loading(f"reward 'hpsv3': {self.checkpoint}", "give the checkpoint that was made for this reward"):
             head = ranking_head(state)
-            return assembled(config, state, self.float_type), head, processor
+            return assemble_model(config, state, self.float_type), head, processor
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         return self.batched(self._scores, images, prompts)
 
     def _scores(self, images: Tensor, prompts: list[str]) -> Tensor:
         model, head, processor = self.models
-        pictures = resized(images.to(self.device), sides(*images.shape[-2:]))
+        pictures = resize_images(images.to(self.device), sides(*images.shape[-2:]))
         pictures = pictures if pictures.requires_grad else pictures.to(torch.uint8)
         seen = processor.image_processor(images=list(pictures), do_resize=False, return_tensors="pt").to(self.device)
         shown = model.visual(seen.pixel_values.to(model.dtype), grid_thw=seen.image_grid_thw).pooler_output
@@ -243,9 +243,9 @@ class VideoReward(LocalModel):
         config, processor = base("videoalign", self.base, "base", MARKS)
         state = tensors("videoalign", str(weights), None, "model")
         with loading(f"reward 'videoalign': {weights}", FIX):
-            state = renamed(merged(state, released["peft_lora_config"]))
+            state = rename_tensors(merge_lora(state, released["peft_lora_config"]))
             head = linear_head(state)
-            model = assembled(config, state, self.float_type)
+            model = assemble_model(config, state, self.float_type)
         return model, head, processor, CONSTANTS | (released.get("inference_config") or {})
 
     def __call__(self, videos: Tensor, prompts: Sequence[str], fps: float | None = None) -> Tensor:
@@ -277,7 +277,7 @@ class VideoReward(LocalModel):
         frames = videos[:, looked_at(videos.shape[1], self.fps or fps or USUAL)]
         height, width = videos.shape[-2:]
         sides = smart_resize(height, width, factor=28, min_pixels=LEAST, max_pixels=MOST)
-        pictures = resized(frames.to(self.device).flatten(0, 1), sides, "bytes")
+        pictures = resize_images(frames.to(self.device).flatten(0, 1), sides, "bytes")
         pictures = pictures.to(torch.uint8).unflatten(0, frames.shape[:2])
         process = self.models[2].video_processor
         return process(videos=list(pictures), do_resize=False, do_sample_frames=False, return_tensors="pt"
@@ -306,7 +306,7 @@ def files(model: str) -> tuple[Path, Path]:
     raise FileNotFoundError("no checkpoint-*/model.safetensors or model.pth")
 
 
-def merged(state: dict[str, Tensor], lora: dict[str, Any]) -> dict[str, Tensor]:
+def merge_lora(state: dict[str, Tensor], lora: dict[str, Any]) -> dict[str, Tensor]:
     """Return a checkpoint of PEFT with its LoRA added to the weights, under the names without PEFT's parts.
 
     lora: its configuration, with `lora_r` and `lora_alpha`.

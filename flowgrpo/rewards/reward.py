@@ -269,7 +269,7 @@ def scores_latents(reward: object) -> bool:
     return LATENTS in as_reward(reward).reads
 
 
-def privileged(reward: object) -> bool:
+def is_privileged(reward: object) -> bool:
     """True if a reward, or a part of it, may do more for a request than score it: run code, read files, use a key.
 
     Built-in rewards say so by the attribute `privileged`; any code from elsewhere may.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About
-from flowgrpo.rewards.local_model import LocalModel, pretrained
+from flowgrpo.rewards.local_model import LocalModel, load_pretrained
 from flowgrpo.rewards.preprocessing import Preparation
 
 LONGEST = 128  # tokens of a question
@@ -60,9 +60,9 @@ class VqaScore(LocalModel):
     def _loaded(self) -> tuple[Any, Any, Any]:
         from transformers import InstructBlipForConditionalGeneration, InstructBlipProcessor
 
-        model = pretrained(self.reward, InstructBlipForConditionalGeneration, self.model, self.revision, "model",
+        model = load_pretrained(self.reward, InstructBlipForConditionalGeneration, self.model, self.revision, "model",
                            self.within, dtype=self.float_type)
-        processor = pretrained(self.reward, InstructBlipProcessor, self.model, self.revision, "model", self.within)
+        processor = load_pretrained(self.reward, InstructBlipProcessor, self.model, self.revision, "model", self.within)
         return model, processor.tokenizer, processor.qformer_tokenizer
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:

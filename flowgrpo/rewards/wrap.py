@@ -57,7 +57,7 @@ def ready(name: str, reward: Reward, rule: WatchRule = WatchRule(), kept: Scores
 
 
 @contextmanager
-def labelled(label: str, use: str | None) -> Iterator[None]:
+def relabel_errors(label: str, use: str | None) -> Iterator[None]:
     """Context manager: an error that names a reward as its rule does, by `use`, names its label too."""
     try:
         yield
@@ -75,7 +75,7 @@ class Labelled(Wrapped):
         self.use = use
 
     def __call__(self, batch: Batch) -> Any:
-        with labelled(self.name, self.use):
+        with relabel_errors(self.name, self.use):
             return self.reward(batch)
 
 

@@ -14,7 +14,7 @@ from flowgrpo.log import PhaseTimer
 from flowgrpo.methods.method import Method
 from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
-from flowgrpo.policies.weights.low_precision import quantised, require_low_precision
+from flowgrpo.policies.weights.low_precision import require_low_precision, with_quantised_weights
 from flowgrpo.rollouts.base import TotalReward
 from flowgrpo.samplers.base_samples import deterministic
 from flowgrpo.samplers.old_policy import OldPolicy
@@ -52,7 +52,7 @@ def previewed(rollouts: Rollouts, conditioning: Conditioning, seed: Seed, judge:
     before = policy.evaluations
     with rollouts.clock("preview"):
         grid, rows = rollouts.make_grid(preview.steps), torch.arange(len(conditioning.prompts))
-        with quantised(policy, preview.precision):
+        with with_quantised_weights(policy, preview.precision):
             finals = previews(policy, conditioning, *grid, preview.pool, rollouts.geometry.micro_batch, seed)
         rollouts.count(policy.evaluations - before)
         of = conditioning.rows(rows.repeat_interleave(preview.pool))

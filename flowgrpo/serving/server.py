@@ -19,12 +19,12 @@ from urllib.parse import quote
 
 import uvicorn
 
-from flowgrpo.data.open_image import closed
+from flowgrpo.data.open_image import refuse_opening
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import RewardFunction
 from flowgrpo.rewards.failures import Failed
 from flowgrpo.rewards.pairwise import sees_groups
-from flowgrpo.rewards.reward import about, privileged
+from flowgrpo.rewards.reward import about, is_privileged
 from flowgrpo.rewards.score import columns
 from flowgrpo.serving import wire
 from flowgrpo.serving.client import TOKEN
@@ -136,7 +136,7 @@ def scored(name: str, reward: RewardFunction, body: bytes | bytearray, limits: w
     samples; 500 for our own error."""
     try:
         batch = wire.unpacked(body, limits)
-        with closed():
+        with refuse_opening():
             return wire.answer(*columns({name: reward}, batch.outputs, batch.prompts, batch.metadata, batch.group))
     except wire.TooLarge as error:
         refused = Refused(413, str(error))
@@ -172,7 +172,7 @@ def serve(name: str, reward: RewardFunction, host: str, port: int, limits: wire.
         raise UserError(f"cannot listen on {host} port {port} ({error}): choose another --host or --port") from None
     assert isinstance(address[0], str)  # the IP address
     place = f"[{host}]" if ":" in host else host
-    fresh = secrets.token_urlsafe(32) if token is None and privileged(reward) else None
+    fresh = secrets.token_urlsafe(32) if token is None and is_privileged(reward) else None
     log(f"reward {served(name)!r} at http://{place}:{listening.getsockname()[1]}/{quote(served(name), safe='')}, "
         f"{_openness(address[0], token or fresh)}")
     if fresh:

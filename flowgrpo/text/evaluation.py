@@ -67,7 +67,7 @@ def sample_images(model: str, lora: Path | None, prompts: list[str], count: int,
                 precision, best)
     hand = plan.drawer(loading.place())
     folder, names = (output.parent, iter([output.name])) if one else (output, images.names_of(prompts, count))
-    return [*images.saved(hand, arm, [Prompt(text) for text in prompts], count, folder, names, "image")]
+    return [*images.draw_files(hand, arm, [Prompt(text) for text in prompts], count, folder, names, "image")]
 
 
 def grid(run: Path, prompts: Path | None, count: int, seed: int, output: Path) -> Path:
@@ -79,8 +79,8 @@ def grid(run: Path, prompts: Path | None, count: int, seed: int, output: Path) -
     config = run_config(run)
     config = settings(config.model, config, {})
     paths.require_file(output)
-    chosen = spread(sets.shown(config, prompts), count)
-    functions = run_rewards.measured(config)
+    chosen = spread(sets.prompts_to_show(config, prompts), count)
+    functions = run_rewards.rewards_of_run(config)
     base, after = (_measured(config, lora, chosen, functions) for lora in (None, run))
     draw_pairs(output, base, after)
     return output

@@ -15,7 +15,7 @@ from flowgrpo.text.policies.image_lm import DECODED, ImageLM
 from flowgrpo.text.policies.masked_lm import MaskedLM
 from flowgrpo.text.policies.text_weights import cache_name
 from flowgrpo.text.samplers.language_model import TokenizedPrompts
-from flowgrpo.training.memory import FULL, averages, kept, tensor_bytes
+from flowgrpo.training.memory import FULL, activation_bytes, averages, tensor_bytes
 
 SHORT, LONG = 4, 12  # tokens of the measured completions
 CHUNK = 1024  # tokens whose logits are held at once (tokens.score)
@@ -74,8 +74,8 @@ def _activations(policy: CausalLM, row: TokenizedPrompts, length: int) -> int:
         if hasattr(policy, "mask"):
             assert isinstance(policy, MaskedLM)
             prompts = policy._together(row, torch.tensor([0]))
-            return kept([policy.model], lambda: policy._logits(prompts, ids))
-        return kept([policy.model], lambda: policy._whole(row, ids))
+            return activation_bytes([policy.model], lambda: policy._logits(prompts, ids))
+        return activation_bytes([policy.model], lambda: policy._whole(row, ids))
 
 
 @torch.no_grad()

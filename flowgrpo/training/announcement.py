@@ -54,7 +54,7 @@ def origin(model: str) -> str:
     return "a folder here" if Path(model).is_dir() else "from the hub, or its cache here"
 
 
-def described(loaded: Any) -> str:
+def describe_model(loaded: Any) -> str:
     """Return the class and the number of parameters of a loaded pipeline, or of a (model, tokenizer or processor)."""
     parts = [loaded[0]] if isinstance(loaded, tuple) else [part for part in loaded.components.values()
                                                            if hasattr(part, "parameters")]

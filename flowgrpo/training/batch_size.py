@@ -87,7 +87,7 @@ def fit_micro_batch(config: Config, policy: Any, prompt: Prompt, processes: Proc
     train = config.train
     if AUTO not in (train.micro_batch, train.checkpointing):
         return config
-    estimate, shares = measured(config, policy, prompt)
+    estimate, shares = measure_estimate(config, policy, prompt)
     rooms = processes.gather(torch.tensor([MOST * free_memory(policy.device)], dtype=torch.float64))
     room, sizes = rooms.min().item(), micro_batches(config, processes.count)
     chosen = choose(sizes, shares, room, estimate)
@@ -119,7 +119,7 @@ def _key(share: float) -> bool | float:
     return bool(share) if share in (0, 1) else share
 
 
-def measured(config: Config, policy: Any, prompt: Prompt) -> tuple[Estimate, Sequence[float]]:
+def measure_estimate(config: Config, policy: Any, prompt: Prompt) -> tuple[Estimate, Sequence[float]]:
     """Return the estimate of a run with its policy, measured on one prompt, and the shares to choose from.
 
     Every phase is linear in the micro-batch. The activations of an update are linear in the share of blocks that

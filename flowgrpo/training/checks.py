@@ -138,13 +138,14 @@ def _with_prompts(setup: Setup, prompts: list[Prompt] | None) -> Setup:
     prompts: objects that replace those of the configuration.
     """
     config = setup.config
-    measured = pairwise.measured(setup.trained, setup.watched, config.eval.samples) if config.eval.prompts else {}
+    measured = (pairwise.held_out_rewards(setup.trained, setup.watched, config.eval.samples) if config.eval.prompts
+                else {})
     if prompts is None:
         sets.require_suited(config)
         split = sets.resolve(config)
     else:
         split = sets.split(prompts, config.held_out, sets.SPLIT_SEED)
-    return replace(setup, measured=measured, judged=extensions.judged(config, setup.method),
+    return replace(setup, measured=measured, judged=extensions.selector_names(config, setup.method),
                    split=pairs.in_place(config, split, setup.method.for_tokens))
 
 

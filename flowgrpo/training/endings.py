@@ -78,7 +78,7 @@ def report(trainer: Run, text: str) -> None:
 
 
 @contextmanager
-def saved(trainer: Run, folder: Path) -> Iterator[None]:
+def save_on_stop(trainer: Run, folder: Path) -> Iterator[None]:
     """Context manager around the epochs: save the last whole one if a stop or an error ends them.
 
     A checkpoint that is being written is waited for, except by a second signal.
@@ -124,7 +124,7 @@ def evaluating(trainer: Run, folder: Path, which: str) -> Iterator[None]:
 
 
 @contextmanager
-def explained(trainer: Run, folder: Path) -> Iterator[None]:
+def explain_not_finite(trainer: Run, folder: Path) -> Iterator[None]:
     """Context manager: to the error for samples that are not finite, add its most likely cause and the way on.
 
     Raises UserError in place of it.

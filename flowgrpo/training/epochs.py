@@ -37,7 +37,7 @@ from flowgrpo.storage.atomic import Background
 from flowgrpo.storage.checkpoint import GROWN, UNSTEADY
 from flowgrpo.training import endings, extensions, state
 from flowgrpo.training.best import BestWeights
-from flowgrpo.training.metrics import Log, shown
+from flowgrpo.training.metrics import Log, progress_metrics
 from flowgrpo.training.run import Run
 
 LARGE = 2**28  # bytes of a process's tensors; a smaller checkpoint is written without a thread
@@ -273,7 +273,7 @@ def run(trainer: Run, folder: Path, measured: dict[str, Any]) -> None:
     throughput = Throughput(trainer.config, trainer.policy, trainer.processes)
     trainer.log = run_log.log
     progress.begun = time.perf_counter() - progress.seconds
-    with closing(run_log), trainer.stop, endings.saved(trainer, folder):
+    with closing(run_log), trainer.stop, endings.save_on_stop(trainer, folder):
         if progress.evaluation_due:  # the run was stopped in the evaluation of its last epoch
             run_log.amend(measure(trainer, folder, measured))
         while trainer.epoch < train.epochs and not progress.best.stopped:
@@ -296,7 +296,7 @@ def run(trainer: Run, folder: Path, measured: dict[str, Any]) -> None:
                 if progress.evaluation_due:
                     metrics |= measure(trainer, folder, measured)
             finally:
-                run_log.epoch(trainer.epoch, metrics, shown(metrics, trainer.config))
+                run_log.epoch(trainer.epoch, metrics, progress_metrics(metrics, trainer.config))
             run_log.report(trainer)
             progress.saving.look()
             if trainer.epoch < train.epochs:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo.curriculum.epoch_batch import EpochBatch
-from flowgrpo.data.pairs import OVERALL, decided, load_demonstrations, load_pairs
+from flowgrpo.data.pairs import OVERALL, load_demonstrations, load_pairs, without_ties
 from flowgrpo.data.prompts import Prompt, answer_of, as_line, of_records
 from flowgrpo.errors import UserError
 from flowgrpo.methods.supervised import DataLoss, Explained, NextToken, PassRate, PicturePairs, PreferencePairs
@@ -26,7 +26,7 @@ from flowgrpo.types import Completions
 TURN = 7_000  # separates the draws of explanations from those of an epoch's samples
 
 
-def explained(run: Run, source: Explained, prompt: Prompt, place: int, right: Sequence[Tensor],
+def first_explanation(run: Run, source: Explained, prompt: Prompt, place: int, right: Sequence[Tensor],
               wrong: Sequence[Tensor]) -> list[Tensor]:
     """Return the first explanation of a prompt whose total reward reaches `source.right`, as tokens [n], in a list;
     none if none does, if a side has no sample, or if the richer prompt does not fit the model's context.
@@ -68,7 +68,7 @@ class Examples:
     def __init__(self, part: DataLoss, run: Run):
         source, text = part.source, isinstance(part, (NextToken, PreferencePairs))
         self.source, self.run, self.text = source, run, text
-        of = pairs if isinstance(part, (PreferencePairs, PicturePairs)) else recorded
+        of = pairs if isinstance(part, (PreferencePairs, PicturePairs)) else load_examples
         self.recorded = of(source.path, run.prompts, run.held_out, text)
         self.collected: list[Example] = []
         self.marked: list[Example] = []
@@ -123,7 +123,7 @@ class Examples:
         winners = self._winners(of_group, right, parts)
         if isinstance(self.source, Explained):
             losers = self._winners(of_group, ~right & ~local.isnan(), parts)
-            winners = {place: explained(self.run, self.source, prompt, place, winners.get(place, []),
+            winners = {place: first_explanation(self.run, self.source, prompt, place, winners.get(place, []),
                                         losers.get(place, [])) for place, prompt in enumerate(prompts.values())}
         for (key, prompt), (good, count) in zip(prompts.items(), passed.tolist()):
             takes = self.source.takes(good, count)
@@ -184,7 +184,8 @@ def _contents(part: Part) -> Tensor:
     return part.finals[0].detach().cpu()
 
 
-def recorded(path: str, prompts: Sequence[Prompt], held_out: Sequence[Prompt], text: bool) -> dict[str, list[Example]]:
+def load_examples(path: str, prompts: Sequence[Prompt], held_out: Sequence[Prompt], text: bool
+                  ) -> dict[str, list[Example]]:
     """Return the recorded examples by the text of their prompt, without those of held-out prompts.
 
     path: of a file; empty: the answers in the training prompts' metadata, for a language model.
@@ -214,7 +215,7 @@ def pairs(path: str, prompts: Sequence[Prompt], held_out: Sequence[Prompt], text
     """Return the pairs of a file by the text of their prompt, as `recorded` does; ties are left out."""
     known, unseen = {prompt.text: prompt for prompt in prompts}, {prompt.text for prompt in held_out}
     examples: dict[str, list[Example]] = {}
-    for pair in decided(load_pairs(path, text)):
+    for pair in without_ties(load_pairs(path, text)):
         if pair.prompt not in unseen:
             margin = pair.margins.get(OVERALL, 1.0)
             examples.setdefault(pair.prompt, []).append(Example(

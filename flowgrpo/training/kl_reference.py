@@ -224,11 +224,11 @@ class TeachersReference(KLReference):
                 replayed = [*self.replay(part)]
             own = [self.of[part.transitions[k].prompts[rows].cpu()] == number for k, rows, _ in replayed]
             scores = [score for _, _, score in replayed]
-            found = [joined(*pair) for pair in zip(found, scores, own, strict=True)] if found else scores
+            found = [join_rows(*pair) for pair in zip(found, scores, own, strict=True)] if found else scores
         return found
 
 
-def joined(one: Scored, other: Scored, rows: Tensor) -> Scored:
+def join_rows(one: Scored, other: Scored, rows: Tensor) -> Scored:
     """Return a score with these rows, bool [b], of another one."""
     def chosen(first: Tensor | None, second: Tensor | None) -> Tensor | None:
         if first is None or second is None or len(first) != len(rows):

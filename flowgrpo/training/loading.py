@@ -16,7 +16,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.methods.method import Method
 from flowgrpo.methods.setup import Setup
 from flowgrpo.methods.targets import NoisedFinals, RecordedPairs
-from flowgrpo.methods.validate import substituted
+from flowgrpo.methods.validate import describe_substitutes
 from flowgrpo.policies import build
 from flowgrpo.policies.pipelines import few_steps, padding
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
@@ -80,7 +80,7 @@ def load(setup: Setup) -> Any:
     if first and encoded:
         print(f"text encoders are not loaded: all prompts are encoded in {config.cache}", flush=True)
     if first:
-        print(f"loaded in {time.monotonic() - start:.1f} s: {announcement.described(loaded)}"
+        print(f"loaded in {time.monotonic() - start:.1f} s: {announcement.describe_model(loaded)}"
               + announcement.SAFETY * build.has_checker(config), flush=True)
     return loaded
 
@@ -115,7 +115,7 @@ def _encode_ahead(setup: Setup) -> None:
 
 def behind(config: Config, method: Method, policy: Policy, prompts: list[Prompt]) -> Iterator[str]:
     """Yield the lines on what a loaded model does otherwise than the recipe says."""
-    if line := substituted(config, method):
+    if line := describe_substitutes(config, method):
         yield line
     preview = method.rollout.preview
     if preview and (line := notice(preview.precision, policy.device)):

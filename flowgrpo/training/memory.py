@@ -98,7 +98,7 @@ def total(phase: dict[str, int]) -> float:
     return round(sum(phase.values()) / 2**30, 3)
 
 
-def held(parts: Iterable[object]) -> float:
+def weights_gib(parts: Iterable[object]) -> float:
     """Return the GiB of the weights of all given parts that have any."""
     modules = [part for part in parts if isinstance(part, torch.nn.Module)]
     return total({"": tensor_bytes(tensor for part in modules for tensor in [*part.parameters(), *part.buffers()])})
@@ -140,10 +140,10 @@ def _one_row(policy: PipelinePolicy, conditioning: Conditioning) -> tuple[torch.
     grid, timesteps = few_steps(policy, 2)
     x, _ = policy.run(Segment(grid, range(1), timesteps=timesteps), conditioning, None, policy.generators([0]))
     modules = [part for part in policy.pipe.components.values() if isinstance(part, torch.nn.Module)]
-    return x, kept(modules, lambda: policy.replay(conditioning, x, grid, 1, timesteps))
+    return x, activation_bytes(modules, lambda: policy.replay(conditioning, x, grid, 1, timesteps))
 
 
-def kept(modules: Iterable[torch.nn.Module], forward: Callable[[], torch.Tensor]) -> int:
+def activation_bytes(modules: Iterable[torch.nn.Module], forward: Callable[[], torch.Tensor]) -> int:
     """Return the bytes that `forward` keeps for its backward, without the modules' weights."""
     weights = {part.untyped_storage().data_ptr() for module in modules for p in module.parameters()
                for part in _stored(p)}
@@ -197,7 +197,7 @@ class Peak(TorchDispatchMode):
 def _recorded(policy: PipelinePolicy, config: Config, conditioning: Conditioning, x: torch.Tensor) -> int:
     """Return bytes of what an epoch's rollout keeps: the states around every trained step and at the end, each in the
     dtype of x, one state, and fp32 means of the old policy if the loss reads them."""
-    train, (method, grid, explorations) = config.train, planned(policy, config, conditioning)
+    train, (method, grid, explorations) = config.train, plan_first_epoch(policy, config, conditioning)
     noised = method.noised(grid, train.group, 0, config.seed)
     if noised is not None:  # states, targets, old velocities, and finals of the sampled part
         times = len(noised.schedule.trained)
@@ -207,7 +207,7 @@ def _recorded(policy: PipelinePolicy, config: Config, conditioning: Conditioning
     return train.prompts * sum(states * tensor_bytes([x]) + means * 4 * x.numel() for states, means in counts)
 
 
-def planned(policy: PipelinePolicy, config: Config, conditioning: Conditioning
+def plan_first_epoch(policy: PipelinePolicy, config: Config, conditioning: Conditioning
              ) -> tuple[Method, torch.Tensor, list[RolloutSpec]]:
     """Return the method of a run, its grid, and its explorations in the first epoch."""
     train, method = config.train, validate.resolve(config, policy.process)

@@ -371,7 +371,7 @@ class UpdateStats:
                 **{f"clip_fraction/step_{step}": clipped[of == step].mean().item() for step in steps}}
 
 
-def shown(metrics: dict[str, Any], config: Config) -> dict[str, str]:
+def progress_metrics(metrics: dict[str, Any], config: Config) -> dict[str, str]:
     """Return the metrics of an epoch for the progress bar."""
     rewards_now = {name: f"{metrics[f'reward/{name}/mean']:.3f}" for name in config.rewards}
     return rewards_now | {"clip": f"{metrics.get('clip_fraction', 0):.2f}", "grad": f"{metrics['grad_norm']:.2g}"}

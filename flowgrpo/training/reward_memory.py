@@ -37,7 +37,7 @@ def on_device(sizes: dict[str, dict[str, int] | None], device: torch.device) -> 
     return sum(size for of in sizes.values() for name, size in (of or {}).items() if same(name))
 
 
-def described(sizes: dict[str, dict[str, int] | None], config: Config) -> dict[str, Any]:
+def describe_rewards(sizes: dict[str, dict[str, int] | None], config: Config) -> dict[str, Any]:
     """Return the report's entry of each reward: GiB, and its device; "unknown" for one that cannot be made here."""
     away = config.memory.rewards == "cpu"
     return {label: "unknown" if of is None else ", ".join(
@@ -46,7 +46,7 @@ def described(sizes: dict[str, dict[str, int] | None], config: Config) -> dict[s
         for name, size in of.items()) for label, of in sizes.items()}
 
 
-def leaving(config: Config) -> list[str]:
+def parts_that_leave(config: Config) -> list[str]:
     """Return what leaves the device while it has nothing to do."""
     room = config.memory
     parts = {"text encoders": room.encoders == "cpu", "recorded states": room.states == "cpu",
@@ -63,7 +63,7 @@ def memory_entries(recipe: Config | None, config: Config, device: torch.device,
     """
     sizes = reward_weights(recipe) if recipe else {}
     found = phases(on_device(sizes, device))
-    told = {"rewards": described(sizes, config), "leaves_device": leaving(config)}
+    told = {"rewards": describe_rewards(sizes, config), "leaves_device": parts_that_leave(config)}
     return {key: value for key, value in told.items() if value} | {
         "memory": {name: memory.total(parts) for name, parts in found.items()},
         "memory_parts": {name: memory.total({name: size}) for name, size in found["update"].items()}}

@@ -245,7 +245,7 @@ def record_of(kind: str, step: int, given: Tensors) -> Any:
     return KINDS[kind](**rest | ({"step": step} if kind == "Transitions" else {}), old=old)
 
 
-def stored(part: Part) -> tuple[Tensors, dict[str, Any]]:
+def store_part(part: Part) -> tuple[Tensors, dict[str, Any]]:
     """Return the (tensors, values) of a sampled part, which has no advantages yet."""
     single = {"prompts": part.prompts} | ({} if part.seeds is None else {"seeds": part.seeds}) | part.measured
     tensors = {name: value.cpu().clone() for name, value in single.items()}
@@ -256,7 +256,7 @@ def stored(part: Part) -> tuple[Tensors, dict[str, Any]]:
     return tensors, {"groups": [part.groups.start, part.groups.stop], "steps": steps, "finals": len(part.finals)}
 
 
-def restored(tensors: Tensors, values: dict[str, Any], rollouts: GroupSampler[Any], epoch: int) -> Part:
+def restore_part(tensors: Tensors, values: dict[str, Any], rollouts: GroupSampler[Any], epoch: int) -> Part:
     """Return the part of `stored`. epoch: the one that drew it."""
     transitions = tuple(record_of(kind, step, within(tensors, f"{place}."))
                         for place, (kind, step) in enumerate(values["steps"]))

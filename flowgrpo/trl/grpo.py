@@ -115,7 +115,7 @@ class FlowGRPOTrainer:
         from flowgrpo.data import sets
 
         resume = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
-        count = len(sets.given(self.prompts)) if isinstance(self.prompts, str) else len(self.prompts)
+        count = len(sets.resolve_prompts(self.prompts)) if isinstance(self.prompts, str) else len(self.prompts)
         keys = over(self.args.keys(count), self.options)
         if line := self.args.unread():
             print(line)

@@ -24,7 +24,7 @@ from build_docs import page_of
 from flowgrpo.config import validate
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.pages.figures import COLOURS, FAINT, INK, save, styled
-from flowgrpo.evaluation.statistics import fixed
+from flowgrpo.evaluation.statistics import format_value
 from flowgrpo.methods.presets import PRESETS
 from flowgrpo.storage import atomic
 from flowgrpo.tools.bench import models, table
@@ -93,7 +93,7 @@ def accuracies(model: Mapping[str, Any]) -> table.Rows:
     """Return the table of accuracies, the most accurate first, with what each needed for the reference's gain."""
     heads = ["method", "accuracy, 95 %", f"p against `{model['reference']}`",
              f"{model['unit']} to {model['goals'][-1][0]:.0%} of its gain"]
-    rows = [["base", fixed(model["base"], 3), "", ""]]
+    rows = [["base", format_value(model["base"], 3), "", ""]]
     for method in model["methods"]:
         test, needed = method["difference"], method["reached"][-1]
         rows.append([linked(method["label"]), ranged(method["accuracy"], method["low"], method["high"]),
@@ -107,7 +107,7 @@ def linked(label: str) -> str:
 
 
 def ranged(mean: float, low: float, high: float) -> str:
-    return f"{fixed(mean, 3)} ({fixed(low, 3)}, {fixed(high, 3)})"
+    return f"{format_value(mean, 3)} ({format_value(low, 3)}, {format_value(high, 3)})"
 
 
 def probability(p: float) -> str:

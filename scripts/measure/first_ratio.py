@@ -19,7 +19,7 @@ from common import RECIPE, make_trainer, options
 
 from flowgrpo.config import load
 from flowgrpo.methods import preset
-from flowgrpo.methods.presets import suited
+from flowgrpo.methods.presets import presets_for
 from flowgrpo.methods.targets import JointDensity, RecordedSteps
 from flowgrpo.train import Trainer
 
@@ -27,7 +27,7 @@ OVER = {"grpo_guard": "mix_grpo+grpo_guard", "flow_dppo": "flow_grpo+flow_dppo",
         "texforce": "ddpo+texforce"}
 # Those that change which prompts are drawn have the ratios of their base methods; expo trains no denoiser.
 ELSEWHERE = {"dynamic_sampling", "mopps", "knapsack_rl", "scaf_grpo", "ghpo", "expo"}
-METHODS = [OVER.get(name, name) for name in suited("flow")
+METHODS = [OVER.get(name, name) for name in presets_for("flow")
            if isinstance(preset(name).target, (RecordedSteps, JointDensity)) and name not in ELSEWHERE]
 PRECISIONS = ("fp32", "bf16")
 

@@ -22,7 +22,7 @@ from scipy.stats import kendalltau, spearmanr
 
 from flowgrpo.config import load
 from flowgrpo.evaluation.measured import spread
-from flowgrpo.policies.weights.low_precision import quantised
+from flowgrpo.policies.weights.low_precision import with_quantised_weights
 from flowgrpo.samplers.grids import make_grid
 from flowgrpo.samplers.preview import PRECISIONS, contrasting, previews
 from flowgrpo.samplers.rollout import seeder
@@ -35,7 +35,7 @@ def scores(trainer: Trainer, prompts: list, pool: int, steps: int, precision: st
     conditioning = policy.encode([prompt.text for prompt in prompts])
     grid = make_grid(config.train.grid, steps, config.train.shift, policy.stock, policy.strength,
                      partial(policy.stock_grid, conditioning))
-    with quantised(policy, precision):
+    with with_quantised_weights(policy, precision):
         finals = previews(policy, conditioning, *grid, pool, trainer.geometry.micro_batch, seeder(seed, 0))
     rows = torch.arange(len(prompts)).repeat_interleave(pool)
     found = trainer.scoring.score(prompts, rows, trainer.rollouts.decode(finals, conditioning.rows(rows)), pool)

@@ -69,5 +69,5 @@ def test_a_name_has_an_owner():
 def test_named_sets_of_the_hub_parse():
     for one in sets.SETS.values():
         for side in (one.train, one.held_out):
-            if hub.named(side):
+            if hub.is_dataset(side):
                 assert hub.parse(side).column and "/" in hub.parse(side).id

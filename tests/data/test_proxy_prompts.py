@@ -7,7 +7,7 @@ import random
 import pytest
 
 from flowgrpo import rewards
-from flowgrpo.data.prompt_writer import caption_errors, corrupted, critiques, inverted
+from flowgrpo.data.prompt_writer import caption_errors, corrupt, critiques, with_inversions
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 
@@ -17,16 +17,16 @@ CAPTION = "Two dogs and a red car in front of a tall house, a man on the left."
 def test_an_error_is_one_expression_that_the_caption_did_not_have():
     seen = set()
     for seed in range(40):
-        text, wrong, right = corrupted(CAPTION, random.Random(seed))
+        text, wrong, right = corrupt(CAPTION, random.Random(seed))
         assert text.count(wrong) == 1 and wrong not in CAPTION and text.replace(wrong, right) == CAPTION
-        assert (text, wrong, right) == corrupted(CAPTION, random.Random(seed))
+        assert (text, wrong, right) == corrupt(CAPTION, random.Random(seed))
         seen.add(right)
     assert seen == {"Two", "red", "car", "in front of", "tall", "man", "left"}
 
 
 def test_what_has_no_word_to_exchange_is_left_out():
-    assert corrupted("A leftover redwood.", random.Random(0)) is None
-    assert corrupted("left of, and right of", random.Random(0)) is None
+    assert corrupt("A leftover redwood.", random.Random(0)) is None
+    assert corrupt("left of, and right of", random.Random(0)) is None
 
 
 def test_the_exact_span_is_rewarded():
@@ -71,7 +71,7 @@ def test_too_few_solutions_are_an_error():
 
 def test_an_inverted_question_has_all_other_choices_for_its_answer():
     prompts = [Prompt("Which? A B C", metadata={"choices": ["A", "B", "C"], "answer": "B"}), Prompt("none")]
-    plain, turned = inverted(prompts)
+    plain, turned = with_inversions(prompts)
     assert (plain.text, plain.metadata["answer"]) == ("Which? A B C", ["B"])
     assert turned.metadata["answer"] == ["A", "C"]
     assert turned.text.startswith("Which? A B C\nName the choices that do NOT")
@@ -79,6 +79,6 @@ def test_an_inverted_question_has_all_other_choices_for_its_answer():
                           ["p"] * 2, [turned.metadata] * 2)
     assert found[:, 0].tolist() == [0.5, 1]
     with pytest.raises(UserError, match="is .'D'., expected of"):
-        inverted([Prompt("q", metadata={"choices": ["A"], "answer": "D"})])
+        with_inversions([Prompt("q", metadata={"choices": ["A"], "answer": "D"})])
     with pytest.raises(UserError, match="none of 1 prompt has metadata.choices"):
-        inverted(prompts[1:])
+        with_inversions(prompts[1:])

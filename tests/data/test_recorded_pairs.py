@@ -80,9 +80,10 @@ def test_who_labels_is_trained_on_and_the_rest_is_measured():
     assert list(by_file.watched) == ["scene", "jpeg_compressibility", "sharpness"]
     by_rewards = by_file.model_copy(update={"labels": "rewards"})
     assert (by_rewards.trained, by_rewards.watched) == (plain.trained, plain.watched)
-    assert list(run_rewards.asked(by_file, [])) == ["scene", "jpeg_compressibility", "sharpness"]  # of `flowgrpo eval`
+    of_eval = list(run_rewards.rewards_by_name(by_file, []))
+    assert of_eval == ["scene", "jpeg_compressibility", "sharpness"]
     with pytest.raises(UserError, match="'preferred' compares the samples of a group"):
-        run_rewards.asked(by_file, ["preferred"])
+        run_rewards.rewards_by_name(by_file, ["preferred"])
 
 
 def test_the_files_verdicts_as_a_reward():

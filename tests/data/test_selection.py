@@ -7,7 +7,7 @@ import pytest
 
 from flowgrpo.data.prompt_writer import variant_request, variants
 from flowgrpo.data.prompts import Prompt
-from flowgrpo.data.selection import best_mixture, deduplicated, mixed, ranked, within
+from flowgrpo.data.selection import best_mixture, deduplicated, mix, ranked, within
 from flowgrpo.errors import UserError
 
 
@@ -37,14 +37,14 @@ def test_prompts_by_their_rates():
 
 def test_sets_are_mixed_by_weights():
     one, two = [Prompt(f"a{i}") for i in range(30)], [Prompt(f"b{i}") for i in range(10)]
-    drawn = texts(mixed([one, two], [3.0, 1.0], 10, 0))
+    drawn = texts(mix([one, two], [3.0, 1.0], 10, 0))
     assert sum(text[0] == "a" for text in drawn) == 8 and len(set(drawn)) == 10  # 7.5 and 2.5, the first remainder
-    assert drawn != texts(mixed([one, two], [3.0, 1.0], 10, 1))
-    whole = mixed([one, two], [1.0, 1.0], None, 0)
+    assert drawn != texts(mix([one, two], [3.0, 1.0], 10, 1))
+    whole = mix([one, two], [1.0, 1.0], None, 0)
     assert sum(prompt.weight for prompt in whole[:30]) == pytest.approx(20) == sum(p.weight for p in whole[30:])
-    assert mixed([one], [5.0], None, 0) == one
+    assert mix([one], [5.0], None, 0) == one
     with pytest.raises(UserError, match="set 2 has 10 prompts, and its share is 20"):
-        mixed([one, two], [1.0, 1.0], 40, 0)
+        mix([one, two], [1.0, 1.0], 40, 0)
 
 
 def test_the_surrogate_finds_the_best_mixture():

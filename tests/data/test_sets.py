@@ -151,7 +151,7 @@ def test_recorded_pairs_are_trained_on_in_place_of_a_test_set():
 
 def test_prompts_are_a_set_a_file_or_a_dataset_in_every_command(tmp_path):
     (tmp_path / "own.txt").write_text("a red star\n")
-    assert [prompt.text for prompt in sets.given(tmp_path / "own.txt")] == ["a red star"]
-    assert sets.given("starter") == sets.load(sets.SETS["starter"].train)
+    assert [prompt.text for prompt in sets.resolve_prompts(tmp_path / "own.txt")] == ["a red star"]
+    assert sets.resolve_prompts("starter") == sets.load(sets.SETS["starter"].train)
     with pytest.raises(UserError, match="^prompts 'startr': no such set: did you mean 'starter'"):
-        sets.given("startr")
+        sets.resolve_prompts("startr")

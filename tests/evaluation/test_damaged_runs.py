@@ -18,7 +18,7 @@ from flowgrpo.evaluation import runs
 from flowgrpo.evaluation.plan import entries
 from flowgrpo.evaluation.report import report
 from flowgrpo.export import run_lora
-from flowgrpo.export.export import finished, lora
+from flowgrpo.export.export import load_finished, lora
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.tools.vote.ballot import Ballot
 from flowgrpo.tools.vote.sources import pairs
@@ -39,7 +39,7 @@ def run(tmp_path):
 
 def test_the_run_of_the_corpus_is_whole(run):
     assert runs.read(run).state == "finished" and report.write(run).is_file()
-    assert finished(run)[1]["unit"] == "denoiser evaluations"
+    assert load_finished(run)[1]["unit"] == "denoiser evaluations"
 
 
 @pytest.mark.parametrize("name, content", [
@@ -68,7 +68,7 @@ def test_a_report_of_damaged_files_is_refused(run, name, content):
 @pytest.mark.parametrize("content", ["[" * 50, "[" * 100_000, "3", "{}", '{"unit": 3}'])
 def test_a_damaged_summary_is_refused_by_exports(run, content):
     (run / "summary.json").write_text(content)
-    assert "damaged" in refusal(finished, run)
+    assert "damaged" in refusal(load_finished, run)
 
 
 @pytest.mark.parametrize("tensors, adapter, message", [

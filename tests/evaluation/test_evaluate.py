@@ -19,7 +19,7 @@ from flowgrpo.data.suites import load_suite
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import findings, statistics
 from flowgrpo.evaluation.evaluate import evaluate
-from flowgrpo.evaluation.findings import notes, seen
+from flowgrpo.evaluation.findings import count_trained, notes
 from flowgrpo.evaluation.plan import Ledger, Place
 from flowgrpo.storage.json_files import finite
 from tests.evaluation.test_images import make_run, stock
@@ -348,8 +348,9 @@ def test_a_suite_says_how_many_of_its_prompts_the_run_trained_on(world, tmp_path
     (tmp_path / "held.jsonl").write_text(json.dumps({"prompt": "a cup"}))
     settings = validate({"prompts": str(train), "held_out": str(tmp_path / "held.jsonl"), "reward": "red"})
     suite = load_suite(str(world / "suite.jsonl"))
-    assert seen(settings, suite) == 2
-    assert seen(None, suite) == seen(settings.model_copy(update={"prompts": "gone.jsonl"}), suite) == 0
+    assert count_trained(settings, suite) == 2
+    assert count_trained(None, suite) == 0
+    assert count_trained(settings.model_copy(update={"prompts": "gone.jsonl"}), suite) == 0
     told = {"arms": {"tuned": {}}, "category_means": {"tuned": {}}, "unit": "image", "failed": {}, "tries": {},
             "diversity": {}, "drift": [], "suite": {"prompts": 5, "trained": 2}}
     assert notes(told) == [

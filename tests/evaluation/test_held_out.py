@@ -12,7 +12,7 @@ import torch
 from flowgrpo.cli.root import print_table
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.evaluation import findings, held_out
-from flowgrpo.evaluation.held_out import compared
+from flowgrpo.evaluation.held_out import compare_rewards
 from flowgrpo.evaluation.measured import Measured
 from flowgrpo.evaluation.statistics import cells, decimals
 
@@ -27,8 +27,9 @@ def measured(*scores: float, tasks=TASKS) -> Measured:
 
 def summary(before: Measured, after: Measured) -> dict:
     return {"evaluation": {"prompts": len(before.prompts), "of": "images"}, "before": before.mean(),
-            "after": after.mean(), "compared": compared(before, after, 1), "total_seconds": 24.3, "resumed": False,
-            "seconds": 1.0, "denoiser_evaluations": 2, "unit": "evaluations", "rollout_evaluations_per_picture": 1.0,
+            "after": after.mean(), "compared": compare_rewards(before, after, 1), "total_seconds": 24.3,
+            "resumed": False, "seconds": 1.0, "denoiser_evaluations": 2, "unit": "evaluations",
+            "rollout_evaluations_per_picture": 1.0,
             "rollout_evaluations_saved_by_sharing": 0, "max_first_log_ratio": None, "kept": "kept [bold]",
             "updates": 5, "skipped_updates": 2}
 
@@ -76,17 +77,17 @@ def test_all_rows_of_a_table_have_intervals_of_one_kind(capsys):
     """A task whose graded scores are all 1 has a bootstrap's interval as the others; of one prompt there is none."""
     tasks = "aab"
     before, after = measured(0.25, 0.75, 1.0, tasks=tasks), measured(1.0, 1.0, 1.0, tasks=tasks)
-    rows = compared(before, after, 1)["[b]"]
+    rows = compare_rewards(before, after, 1)["[b]"]
     assert {entry["method"] for row in rows.values() for entry in row.values()} == {"bootstrap over prompts"}
     assert cells(rows) == [["a", "0.500 [0.250, 0.750]", "1.000 [1.000, 1.000]", "+0.500 [+0.250, +0.750]"],
                            ["b", "1.000", "1.000", "0.000"], *cells(rows)[2:]]
-    strict = compared(measured(0, 1, 1, tasks=tasks), measured(1, 1, 1, tasks=tasks), 1)["[b]"]
+    strict = compare_rewards(measured(0, 1, 1, tasks=tasks), measured(1, 1, 1, tasks=tasks), 1)["[b]"]
     assert {entry["method"] for row in strict.values() for entry in row.values()} == {"Wilson"}
     assert cells(strict)[1][:2] == ["b", "1.000 [0.207, 1.000]"]
 
 
 def test_small_rewards_have_the_digits_of_their_change():
-    rows = compared(measured(0.0071, 0.0073, tasks="ab"), measured(0.0064, 0.0062, tasks="ab"), 1)["[b]"]
+    rows = compare_rewards(measured(0.0071, 0.0073, tasks="ab"), measured(0.0064, 0.0062, tasks="ab"), 1)["[b]"]
     assert cells(rows)[0] == ["a", "0.00710", "0.00640", "-0.00070"]
 
 
@@ -99,4 +100,4 @@ def test_decimals_of_a_column(values, changes, expected):
 
 def test_a_resumed_run_says_so():
     told = {"total_seconds": 12.0, "seconds": 40.0, "resumed": True}
-    assert held_out.spent(told) == "12 s since it was resumed, 40 s of training of all epochs"
+    assert held_out.describe_time(told) == "12 s since it was resumed, 40 s of training of all epochs"

@@ -400,7 +400,7 @@ def test_a_image_is_saved_before_the_next_is_drawn(tmp_path):
         def facts(self, arm, prompt, place, sample):
             return f"{place.sample}"
 
-    saved = images.saved(Hand(), "base", [Prompt("a")], 10**18, tmp_path, images.names_of(["a"], 10**18), "image")
+    saved = images.draw_files(Hand(), "base", [Prompt("a")], 10**18, tmp_path, images.names_of(["a"], 10**18), "image")
     paths = [next(saved) for _ in range(3)]
     assert paths[0].name == f"000000000000000000-a-{0:018}.png"
     assert [pixels(path).max() for path in paths] == [3, 5, 8]  # of 255

@@ -94,9 +94,9 @@ def test_contours_are_those_of_objects_alone():
 def test_diversity_is_the_mean_distance_within_a_prompt_by_hand():
     black, white = torch.zeros(3, 16, 16), torch.ones(3, 16, 16)
     found = looks.features([black, white, white, white, black])
-    assert looks.measured(found, [0, 0, 1, 1, 2]).diversity == pytest.approx(0.5)  # 1 and 0; of one there is none
-    assert looks.measured(found, [0, 0, 1, 1, 2], [True, False, False]).diversity == 0
-    assert math.isnan(looks.measured(found, [0, 1, 2, 3, 4]).diversity)
+    assert looks.measure_looks(found, [0, 0, 1, 1, 2]).diversity == pytest.approx(0.5)  # 1 and 0; of one there is none
+    assert looks.measure_looks(found, [0, 0, 1, 1, 2], [True, False, False]).diversity == 0
+    assert math.isnan(looks.measure_looks(found, [0, 1, 2, 3, 4]).diversity)
     clip = torch.stack([black, white, black])
     assert looks.features(clip[None])[:, 1:].tolist() == looks.features([white])[:, 1:].tolist()
 
@@ -105,11 +105,11 @@ def test_shares_of_the_base_and_what_is_said_of_them():
     base = Looks(2.0, 0.4)
     assert Looks(2.5, 0.2).of(base) == {"edge_width": 1.25, "diversity": 0.5}
     assert Looks().of(base) == Looks(1.0, 1.0).of(Looks()) == Looks(1.0, 1.0).of(Looks(0.0, 0.0)) == {}
-    assert looks.said({"edge_width": 1.25, "diversity": 0.5}) == [
+    assert looks.describe_looks({"edge_width": 1.25, "diversity": 0.5}) == [
         ("warn", "Edges are 1.25 times as wide as the base's: the images are blurred."),
         ("warn", "Images of a prompt are 0.50 times as far apart as the base's: they became alike.")]
-    assert [tone for tone, _ in looks.said({"edge_width": 1.05, "diversity": 0.95})] == ["plain", "plain"]
-    assert looks.said({}) == [] and looks.read(json.loads(json.dumps(base.as_json()))) == base
+    assert [tone for tone, _ in looks.describe_looks({"edge_width": 1.05, "diversity": 0.95})] == ["plain", "plain"]
+    assert looks.describe_looks({}) == [] and looks.read(json.loads(json.dumps(base.as_json()))) == base
     assert looks.read(None).of(base) == looks.read(Looks().as_json()).of(base) == {}
 
 

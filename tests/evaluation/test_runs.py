@@ -12,7 +12,7 @@ from flowgrpo.cli import main
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.report import comparison
-from flowgrpo.evaluation.runs import Run, listed
+from flowgrpo.evaluation.runs import Run, list_runs
 from flowgrpo.run import run
 from flowgrpo.storage.places import lock_run
 from tests.cli.test_cli import told
@@ -44,7 +44,7 @@ def test_runs_are_listed_the_newest_first_with_their_state(tmp_path, capsys):
     os.utime(tmp_path / "odd" / "metrics.jsonl", (200, 200))
     (tmp_path / "no_run").mkdir()
     with lock_run(tmp_path / "begun"):
-        runs = listed(tmp_path)
+        runs = list_runs(tmp_path)
     red = {"red": pytest.approx(0.2)}
     assert runs == [Run("begun", "running", "starter", "mix_grpo", 0, 3, red, {}, 400),
                     Run("broken_off", "stopped", "starter", "flow_grpo", 2, 3, red, {"red": 0.5}, 300),
@@ -70,20 +70,20 @@ def test_a_run_that_an_error_ended_is_called_crashed(tmp_path, capsys):
     given = dict(functions={"red": red}, prompts=[Prompt(text) for text in tiny.PROMPTS])
     with pytest.raises(UserError, match="the scorer is gone"):
         run(settings, pipe=tiny.sd3(), **given)
-    [found] = listed(tmp_path)
+    [found] = list_runs(tmp_path)
     assert found.state == "crashed"
     said = (settings.folder / "crash.txt").read_text()
     assert "RuntimeError: the scorer is gone" in said and said.count("\n") == 1
     assert main(["runs", str(tmp_path)]) == 0 and "crashed" in capsys.readouterr().out
     run(settings, pipe=tiny.sd3(), **given)
-    assert [found.state for found in listed(tmp_path)] == ["finished"]
+    assert [found.state for found in list_runs(tmp_path)] == ["finished"]
     assert not (settings.folder / "crash.txt").exists()
 
 
 def test_a_finished_run_that_went_on_is_stopped(tmp_path):
     folder = written(tmp_path, "longer", 2, time=100)
     (folder / "metrics.jsonl").write_text('{"epoch": 3}\n')
-    [run] = listed(tmp_path)
+    [run] = list_runs(tmp_path)
     assert (run.state, run.epochs) == ("stopped", 3)
 
 

@@ -275,7 +275,7 @@ def test_what_is_no_finished_run_is_refused(tmp_path, files, told):
     for name in files:
         (tmp_path / name).write_text("")
     with pytest.raises(UserError) as error:
-        export.finished(tmp_path)
+        export.load_finished(tmp_path)
     assert told in str(error.value)
 
 

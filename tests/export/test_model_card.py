@@ -18,7 +18,7 @@ from flowgrpo.data import sets
 from flowgrpo.data.inputs import Inputs
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.escaped import plain
-from flowgrpo.evaluation.held_out import compared
+from flowgrpo.evaluation.held_out import compare_rewards
 from flowgrpo.evaluation.measured import Measured
 from flowgrpo.evaluation.pages import sources
 from flowgrpo.evaluation.report import snapshots
@@ -60,7 +60,7 @@ def test_the_card_says_what_the_run_says(sd3):
 def test_results_have_intervals():
     prompts, scores = [Prompt(str(i)) for i in range(4)], ([0.0, 0.0, 1.0, 0.0], [1.0, 1.0, 1.0, 0.0])
     before, after = (Measured(prompts, {"bright": values}, torch.empty(0)) for values in scores)
-    told = model_card.results(validate({"reward": "bright"}), SUMMARY | {"compared": compared(before, after, 1)})
+    told = model_card.results(validate({"reward": "bright"}), SUMMARY | {"compared": compare_rewards(before, after, 1)})
     assert "| bright | 0.250 [0.046, 0.699] | 0.750 [0.301, 0.954] | +0.500 [" in told
     assert told.endswith("95 % intervals: Wilson.")
 

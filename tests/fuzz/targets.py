@@ -177,11 +177,11 @@ def run(changes: dict[str, bytes | None], folder: Path) -> None:
     with contextlib.suppress(UserError):
         from flowgrpo.cli.runs import _cells
 
-        json.dumps([_cells(each) for each in runs.listed(folder / "runs")])
+        json.dumps([_cells(each) for each in runs.list_runs(folder / "runs")])
     with contextlib.suppress(UserError):
-        from flowgrpo.export.export import finished
+        from flowgrpo.export.export import load_finished
 
-        finished(place)
+        load_finished(place)
     report.write(place)
 
 

@@ -67,7 +67,7 @@ def of_presets() -> dict[str, Any]:
     """Every preset on every process that it is for; None where a variance-preserving one refuses it."""
     found = {}
     for process in PROCESSES:
-        for name in presets.suited("flow" if process == "vp" else process):
+        for name in presets.presets_for("flow" if process == "vp" else process):
             try:
                 found[f"{name} ({process})"] = described(preset(name).on(process))
             except UserError:
@@ -128,7 +128,7 @@ OVERLAYS = {"flow": ("mix_grpo+grpo_guard", "flow_grpo+flow_dppo", "sol_rl+diffu
             "tokens": ("dapo+dynamic_sampling", "grpo+scaf_grpo", "grpo+ghpo")}
 # Every preset on every kind of model that it is for, modifiers over a base method.
 RUNS = [(kind, method) for kind in tiny_runs.KINDS for method in
-        [*(name for name in presets.suited("flow" if kind == "vp" else kind)
+        [*(name for name in presets.presets_for("flow" if kind == "vp" else kind)
            if (name in presets.BASE_METHODS or kind in tiny_runs.TEXTS) and (kind != "vp" or name in VP)),
          *OVERLAYS.get(kind, ())]]
 METRICS = ("loss", "grad_norm", "log_ratio_max", "clip_fraction", "kl", "reward/score/mean", "value_loss")

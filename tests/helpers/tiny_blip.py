@@ -87,7 +87,7 @@ def released() -> dict[str, torch.Tensor]:
 
 def tiny_network(state: dict[str, torch.Tensor]) -> torch.nn.ModuleDict:
     parts = image_reward.network(TINY_VISION, TINY_TEXT)
-    parts.load_state_dict(image_reward.renamed(state))
+    parts.load_state_dict(image_reward.rename_tensors(state))
     return parts
 
 

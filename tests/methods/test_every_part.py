@@ -104,7 +104,7 @@ def answer(kind: str, host: str, parts: dict[str, Any], **options):
 
 
 def hosts(kind: str) -> list[str]:
-    found = presets.suited("flow" if kind == "vp" else kind)
+    found = presets.presets_for("flow" if kind == "vp" else kind)
     return [name for name in found if not isinstance(answer(kind, name, {}), str)]
 
 

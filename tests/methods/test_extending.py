@@ -20,7 +20,7 @@ from flowgrpo.config.parse import load
 from flowgrpo.config.yaml_text import Loader
 from flowgrpo.errors import UserError
 from flowgrpo.methods import preset, registry
-from flowgrpo.methods.overlay import recorded, with_parts
+from flowgrpo.methods.overlay import preset_and_parts, with_parts
 from flowgrpo.methods.validate import resolve
 from flowgrpo.objectives.surrogates import Clip
 from flowgrpo.samplers import kernels
@@ -267,7 +267,7 @@ def test_an_installed_package_brings_methods_and_parts(package, capsys):
     config = tiny.config(method="flow_grpo+two_far_steps", parts={"surrogate": {"type": "FarGate", "temperature": 2.0}})
     method = resolve(config)
     assert (method.rollout.plan.size, type(method.loss.surrogate).__module__) == (2, "far_methods")
-    assert recorded(preset("flow_grpo").having(surrogate=type(method.loss.surrogate)(2.0))) == (
+    assert preset_and_parts(preset("flow_grpo").having(surrogate=type(method.loss.surrogate)(2.0))) == (
         "flow_grpo", {"surrogate": {"type": "FarGate", "temperature": 2.0}})
     assert resolve(tiny.config(method="mix_grpo", parts={"surrogate": {"type": "Clip"}})).loss.surrogate == Clip()
     assert main(["list", "methods", "two_far"]) == 0

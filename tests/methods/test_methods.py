@@ -19,7 +19,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.methods import preset, registry
 from flowgrpo.methods.method import Method
 from flowgrpo.methods.overlay import with_parts
-from flowgrpo.methods.presets import suited
+from flowgrpo.methods.presets import presets_for
 from flowgrpo.methods.presets.denoising import mix_grpo
 from flowgrpo.methods.presets.overlays import grpo_guard
 from flowgrpo.methods.supervised import NextToken, PassRate, PreferencePairs
@@ -198,8 +198,8 @@ def test_published_defaults(name):
 
 
 def test_every_preset_has_its_defaults_published_here():
-    assert set(suited("flow")) == {*PUBLISHED, *OVERLAYS, *NOISED, *GRADIENT, *LEARNED, *EDITS}
-    assert set(suited("tokens")) == set(OF_TOKENS)
+    assert set(presets_for("flow")) == {*PUBLISHED, *OVERLAYS, *NOISED, *GRADIENT, *LEARNED, *EDITS}
+    assert set(presets_for("tokens")) == set(OF_TOKENS)
 
 
 def test_guard_changes_the_objective_of_any_host_and_nothing_else():

@@ -20,7 +20,7 @@ from flowgrpo.objectives.supervised import (
     Uncertain,
     WarmupCosine,
 )
-from flowgrpo.training.extensions.supervised import combined
+from flowgrpo.training.extensions.supervised import combine_gradients
 from tests.helpers.tables import close, f64
 
 # --- two gradients ---------------------------------------------------------------------------------------------------
@@ -71,12 +71,13 @@ def test_gradients_are_combined_and_absent_ones_are_zeros():
     def of(*values):
         return torch.tensor(values, dtype=torch.float64)
 
-    close(combined(of(1, 2), 0.5, of(10, 20), 0.1), [1.5, 3.0])
-    close(combined(of(1, 2), 1.0, of(10, 20), 0.1), [2.0, 4.0])
-    close(combined(of(1, math.inf), 0.0, of(10, 20), 1.0), [10.0, 20.0])
-    close(combined(None, 1.0, of(10, 20), 0.1), [1.0, 2.0])
+    close(combine_gradients(of(1, 2), 0.5, of(10, 20), 0.1), [1.5, 3.0])
+    close(combine_gradients(of(1, 2), 1.0, of(10, 20), 0.1), [2.0, 4.0])
+    close(combine_gradients(of(1, math.inf), 0.0, of(10, 20), 1.0), [10.0, 20.0])
+    close(combine_gradients(None, 1.0, of(10, 20), 0.1), [1.0, 2.0])
     kept = of(1, 2)
-    assert combined(kept, 1.0, of(math.nan, 1), 0.0) is kept and combined(None, 1.0, None, 1.0) is None
+    assert combine_gradients(kept, 1.0, of(math.nan, 1), 0.0) is kept
+    assert combine_gradients(None, 1.0, None, 1.0) is None
 
 
 @pytest.mark.parametrize("make, told", [

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flowgrpo.rewards.failures import within
-from flowgrpo.rewards.local_model import placed
+from flowgrpo.rewards.local_model import resolve_device
 from flowgrpo.training import sampling
 from tests.helpers import tiny
 
@@ -28,7 +28,7 @@ def chosen(monkeypatch) -> dict[int, int]:
 
 def test_a_reward_is_placed_on_its_processs_gpu(chosen, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert placed(None) == "cuda:3" and placed("cuda:1") == "cuda:1" and placed("cpu") == "cpu"
+    assert resolve_device(None) == "cuda:3" and resolve_device("cuda:1") == "cuda:1" and resolve_device("cpu") == "cpu"
 
 
 def test_a_call_with_a_time_limit_is_made_on_its_callers_gpu(chosen):

@@ -12,7 +12,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.rewards import qwen2_vl
 from flowgrpo.rewards.find import find
 from flowgrpo.rewards.preprocessing import DEVIATION, MEAN
-from flowgrpo.rewards.qwen2_vl import HpsV3, renamed
+from flowgrpo.rewards.qwen2_vl import HpsV3, rename_tensors
 
 PROMPTS = ["a red cube", "two dogs", "a cat on a mat"]
 TEXT = "rate the picture of {text_prompt} now : <|Reward|> end"
@@ -132,7 +132,7 @@ def test_both_names_of_the_checkpoint():
     new = {"model.visual.a": value, "model.language_model.layers.0.b": value, "lm_head.weight": value,
            "rm_head.0.bias": value}
     wanted = {"visual.a", "language_model.layers.0.b", "rm_head.0.bias"}
-    assert set(renamed(old)) == wanted and set(renamed(new)) == wanted
+    assert set(rename_tensors(old)) == wanted and set(rename_tensors(new)) == wanted
 
 
 def test_the_instruction_is_read_from_the_package_and_nothing_is_run(tmp_path, monkeypatch):

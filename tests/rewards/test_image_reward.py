@@ -94,12 +94,12 @@ def test_the_released_network_has_the_names_and_shapes_of_the_checkpoint():
     assert shapes["vision.encoder.layers.23.self_attn.qkv.weight"] == (3072, 1024)
     assert shapes["text.encoder.layer.11.crossattention.self.key.weight"] == (768, 1024)
     assert shapes["text.embeddings.word_embeddings.weight"] == (30524, 768)
-    assert set(image_reward.renamed(released())) == set(tiny_network(released()).state_dict())
+    assert set(image_reward.rename_tensors(released())) == set(tiny_network(released()).state_dict())
 
 
 def test_another_checkpoint_is_refused(tmp_path):
     state = released()
     state["mlp.layers.7.weight"] = torch.zeros(2, 16)
     with pytest.raises(UserError, match="x.pt cannot be loaded .*give the checkpoint that was made for this reward"):
-        local_model.fill("imagereward", image_reward.network(TINY_VISION, TINY_TEXT), image_reward.renamed(state),
-                         "x.pt")
+        local_model.fill("imagereward", image_reward.network(TINY_VISION, TINY_TEXT),
+                         image_reward.rename_tensors(state), "x.pt")

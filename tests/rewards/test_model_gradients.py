@@ -79,7 +79,7 @@ def test_the_gradient_of_resizing_is_that_of_its_unrounded_form():
     images = torch.rand(2, 3, 20, 24, generator=torch.Generator().manual_seed(2)) * 0.5 + 0.25
     leaf, plain = images.clone().requires_grad_(), images.clone().requires_grad_()
     toward = torch.randn(2, 3, 10, 12, generator=torch.Generator().manual_seed(3))
-    (preprocessing.resized(leaf, (10, 12)) * toward).sum().backward()
+    (preprocessing.resize_images(leaf, (10, 12)) * toward).sum().backward()
     scaled = plain * 255
     for size in ((20, 12), (10, 12)):
         scaled = torch.nn.functional.interpolate(scaled, size, mode="bicubic", antialias=True)

@@ -46,7 +46,7 @@ def drawn(*lines: str, size: int = 256, height: int = 34) -> torch.Tensor:
     ("the dog's sign “it's 'open'”", {}, ["it's 'open'"]),
 ])
 def test_the_texts_that_are_asked_for(prompt, metadata, text):
-    assert list(ocr.asked(prompt, metadata)) == text
+    assert list(ocr.target_text(prompt, metadata)) == text
 
 
 @pytest.mark.parametrize("prompt", [prompt for line in """
@@ -58,13 +58,13 @@ def test_the_texts_that_are_asked_for(prompt, metadata, text):
     〈OPEN〉라는 책; 간판에 'OPEN'이라고; 간판에 “OPEN”이라고
 """.strip().splitlines() for prompt in line.split(";")])
 def test_every_languages_quotation_marks_are_seen(prompt):
-    assert ocr.asked(prompt, {}) == ("OPEN",)
+    assert ocr.target_text(prompt, {}) == ("OPEN",)
 
 
 @pytest.mark.parametrize("text", [{"a": 1}, True, [["OPEN"]], ["OPEN", None]])
 def test_a_text_that_is_none_is_told(text):
     with pytest.raises(UserError, match=r"^reward 'ocr': a prompt's text is .*, expected a text or a list of them$"):
-        ocr.asked("a sign", {"text": text})
+        ocr.target_text("a sign", {"text": text})
 
 
 @pytest.mark.parametrize("form, same", [

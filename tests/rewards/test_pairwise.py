@@ -16,7 +16,7 @@ from flowgrpo.advantages import group_relative
 from flowgrpo.advantages.shaping import WinRate, lifted
 from flowgrpo.errors import UserError
 from flowgrpo.rewards import find
-from flowgrpo.rewards.pairwise import Pairing, measured, pairing, require
+from flowgrpo.rewards.pairwise import Pairing, held_out_rewards, pairing, require
 from flowgrpo.run import align
 from flowgrpo.training import sampling
 from flowgrpo.types import Context, RewardColumns
@@ -218,11 +218,11 @@ def test_a_image_alone_has_nothing_to_be_compared_with():
 
 def test_what_a_held_out_evaluation_measures():
     judge = marked(lambda first, second, prompts: [0.5] * len(prompts))
-    assert measured({"judge": judge, "red": tiny.red}, {"green": len}) == {"red": tiny.red, "green": len}
-    assert measured({"judge": judge}, {"red": tiny.red}) == {"red": tiny.red}
+    assert held_out_rewards({"judge": judge, "red": tiny.red}, {"green": len}) == {"red": tiny.red, "green": len}
+    assert held_out_rewards({"judge": judge}, {"red": tiny.red}) == {"red": tiny.red}
     for trained, further in (({"judge": judge}, {}), ({"red": tiny.red}, {"judge": judge})):
         with pytest.raises(UserError, match="reward 'judge' compares the samples of a group, and a held-out "):
-            measured(trained, further)
+            held_out_rewards(trained, further)
 
 
 # --- pref_grpo with a true judge -------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torchvision import transforms
 
-from flowgrpo.rewards.preprocessing import Preparation, resized
+from flowgrpo.rewards.preprocessing import Preparation, resize_images
 from tests.helpers.tiny_scorers import LEVEL, by_pil, cropped_by_transformers, drawings, padded, pictures
 
 SIDES = [(64, 64), (48, 80), (81, 50), (20, 20), (32, 47), (17, 30), (32, 32)]
@@ -47,8 +47,8 @@ def test_bytes_are_rounded_once_as_torchvision_does():
         sides = (picture.shape[-2] // 3, picture.shape[-1] // 4)
         expected = transforms.functional.resize(levels, list(sides), transforms.InterpolationMode.BICUBIC,
                                                 antialias=True)
-        assert torch.equal(resized(picture, sides, "bytes"), expected.float())
-        assert (resized(picture, sides) - expected).abs().max() > 2  # PIL rounds after the width too
+        assert torch.equal(resize_images(picture, sides, "bytes"), expected.float())
+        assert (resize_images(picture, sides) - expected).abs().max() > 2  # PIL rounds after the width too
 
 
 def test_squashed_images_are_scaled_as_by_pil():
@@ -59,7 +59,7 @@ def test_squashed_images_are_scaled_as_by_pil():
 
 
 def test_scaling_does_not_leave_the_range_of_colours():
-    levels = resized(pictures(4, 100, 90), (30, 27))
+    levels = resize_images(pictures(4, 100, 90), (30, 27))
     assert levels.min() >= 0 and levels.max() <= 255 and torch.equal(levels, levels.round())
 
 

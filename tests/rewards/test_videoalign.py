@@ -14,7 +14,7 @@ from torchvision.transforms.functional import InterpolationMode, resize
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.find import find
 from flowgrpo.rewards.preprocessing import DEVIATION, MEAN
-from flowgrpo.rewards.qwen2_vl import MARKS, instruction, looked_at, merged
+from flowgrpo.rewards.qwen2_vl import MARKS, instruction, looked_at, merge_lora
 
 PROMPTS = ["a red cube", "two dogs", "a cat on a mat"]
 TEXT = "how does it look : <|VQ_reward|> and move : <|MQ_reward|> and match {text_prompt} : <|TA_reward|> end"
@@ -169,9 +169,10 @@ def test_lora_is_added_to_the_weights():
              "base_model.model.a.base_layer.bias": torch.ones(2),
              "base_model.model.a.lora_A.default.weight": torch.tensor([[1.0, 2.0]]),
              "base_model.model.a.lora_B.default.weight": torch.tensor([[1.0], [3.0]]), "b.weight": torch.ones(1)}
-    plain = merged(state, {"lora_r": 1, "lora_alpha": 2})
+    plain = merge_lora(state, {"lora_r": 1, "lora_alpha": 2})
     assert plain["a.weight"].tolist() == [[2, 4], [6, 12]] and set(plain) == {"a.weight", "a.bias", "b.weight"}
-    assert merged(state, {"lora_r": 4, "lora_alpha": 2, "use_rslora": True})["a.weight"].tolist() == [[1, 2], [3, 6]]
+    rank_stable = merge_lora(state, {"lora_r": 4, "lora_alpha": 2, "use_rslora": True})
+    assert rank_stable["a.weight"].tolist() == [[1, 2], [3, 6]]
 
 
 class Command:

@@ -18,7 +18,7 @@ from tests.helpers import loop, tiny, tiny_text
 from tests.samplers.test_rollout import BINARY, exploration
 from tests.test_recipes import FOLDER
 
-TEXTS = presets.suited("tokens")
+TEXTS = presets.presets_for("tokens")
 PARTS = tiny_text.PARTS | {"chord": {"data": {"source": {"type": "PassRate"}}}}
 
 

@@ -15,7 +15,7 @@ from flowgrpo.methods import preset
 from flowgrpo.methods.validate import resolve
 from flowgrpo.objectives import RewardAscent
 from flowgrpo.policies.weights import sharding
-from flowgrpo.policies.weights.checkpointing import recomputed
+from flowgrpo.policies.weights.checkpointing import recompute_forwards
 from flowgrpo.rewards import differentiable
 from flowgrpo.run import run
 from flowgrpo.samplers import reward_gradient
@@ -341,7 +341,7 @@ def test_blocks_that_are_checkpointed_and_a_decoder_give_the_same_gradient():
 def test_a_forward_of_its_own_comes_back():
     module = torch.nn.Identity()
     own = module.forward = lambda x: 2 * x
-    with recomputed([module], torch.no_grad):
+    with recompute_forwards([module], torch.no_grad):
         assert module.forward is not own
     assert module.forward is own
 

@@ -23,7 +23,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.methods import preset
 from flowgrpo.methods.method import FOR_VP, Method
 from flowgrpo.methods.overlay import with_parts
-from flowgrpo.methods.validate import resolve, substituted
+from flowgrpo.methods.validate import describe_substitutes, resolve
 from flowgrpo.objectives import InverseDelta
 from flowgrpo.samplers.grids import alpha_bars, make_grid
 from flowgrpo.samplers.growth import explore
@@ -392,9 +392,10 @@ def test_a_method_of_flows_takes_ddim_and_says_so(name):
     settings = tiny.config(method=name, train__steps=11, train__group=16)
     method = resolve(settings, "vp")
     assert method.rollout.kernel == DDIM(1.0)
-    assert "kernel FlowSDE" in substituted(settings, method) or "kernel DanceSDE" in substituted(settings, method)
-    assert substituted(settings, resolve(settings, "flow")) is None
-    assert substituted(tiny.config(method="ddpo"), resolve(tiny.config(method="ddpo"), "vp")) is None
+    told = describe_substitutes(settings, method)
+    assert "kernel FlowSDE" in told or "kernel DanceSDE" in told
+    assert describe_substitutes(settings, resolve(settings, "flow")) is None
+    assert describe_substitutes(tiny.config(method="ddpo"), resolve(tiny.config(method="ddpo"), "vp")) is None
 
 
 def test_a_run_is_refused_before_it_starts():

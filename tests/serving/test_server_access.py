@@ -17,7 +17,7 @@ from flowgrpo.data import images
 from flowgrpo.errors import UserError
 from flowgrpo.rewards import clip
 from flowgrpo.rewards.guards import BaseSimilarity
-from flowgrpo.rewards.reward import privileged
+from flowgrpo.rewards.reward import is_privileged
 from flowgrpo.rewards.vlm_judge.judge import Judge
 from flowgrpo.serving import wire
 from flowgrpo.serving.gate import Refused
@@ -71,14 +71,14 @@ def test_the_token_opens_a_server_under_another_name():
     ("frames", {"reward": "base_similarity"}, True), ("frames", {"reward": "scene"}, False),
 ])
 def test_rewards_that_do_more_than_score_ask_for_a_token(name, args, asks):
-    assert privileged(rewards.find(name, args)) is asks
+    assert is_privileged(rewards.find(name, args)) is asks
 
 
 def test_rewards_of_files_ask_for_a_token(tmp_path):
     file = tmp_path / "own.py"
     file.write_text("def red(images, prompts):\n    return [0.0] * len(prompts)\n")
-    assert privileged(rewards.find(f"{file}:red")) and privileged(lengths)
-    assert privileged(rewards.find("harmonic", {"rewards": ["scene", f"{file}:red"]}))
+    assert is_privileged(rewards.find(f"{file}:red")) and is_privileged(lengths)
+    assert is_privileged(rewards.find("harmonic", {"rewards": ["scene", f"{file}:red"]}))
 
 
 # --- what may be asked -----------------------------------------------------------------------------------------------

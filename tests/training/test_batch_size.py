@@ -18,7 +18,7 @@ from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.run import run
 from flowgrpo.tools.check.tiny import make
 from flowgrpo.training import memory
-from flowgrpo.training.batch_size import Choice, choose, measured, micro_batches
+from flowgrpo.training.batch_size import Choice, choose, measure_estimate, micro_batches
 from tests.helpers import tiny, tiny_text
 
 
@@ -56,7 +56,7 @@ def test_the_estimate_is_that_of_the_check():
     pipe, call = make("StableDiffusionPipeline")
     policy = PipelinePolicy(pipe, Adapter(rank=2), call=call)
     settings = tiny.config(method="ddpo", train__checkpointing="auto")
-    estimated, shares = measured(settings, policy, Prompt("red"))
+    estimated, shares = measure_estimate(settings, policy, Prompt("red"))
     assert shares == [0.0, 0.5, 1.0] and policy.checkpointing == 0 and policy.evaluations == 0
     plain, half, whole = (estimated(64, share) for share in shares)
     sizes = []
@@ -70,7 +70,7 @@ def test_the_estimate_is_that_of_the_check():
 
 def test_a_language_model_is_measured_too():
     settings = tiny_text.config(train__micro_batch="auto", train__checkpointing="auto")
-    estimated, shares = measured(settings, tiny_text.policy(), Prompt("1+2="))
+    estimated, shares = measure_estimate(settings, tiny_text.policy(), Prompt("1+2="))
     assert len(shares) == 3 and estimated(64, 1.0) < estimated(64, 0.0) and estimated(64, 0.0) > estimated(1, 0.0)
 
 
@@ -87,7 +87,7 @@ def trained(settings: Any, resume: bool = False) -> Any:
 
 def test_a_run_chooses_tells_writes_and_keeps_it(tmp_path, monkeypatch, capsys):
     policy = make_policy(tiny.config(), "cpu", tiny.sd3())
-    estimated, _ = measured(tiny.config(train__checkpointing="auto"), policy, Prompt("red"))
+    estimated, _ = measure_estimate(tiny.config(train__checkpointing="auto"), policy, Prompt("red"))
     settings = tiny.config(tmp_path, train__micro_batch="auto", train__checkpointing="auto", train__epochs=1)
     leave(monkeypatch, 1.001 * estimated(4, 0.0) / 0.9)
     train = trained(settings)

@@ -11,7 +11,7 @@ from flowgrpo import rewards
 from flowgrpo.config import validate
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
-from flowgrpo.rewards.pairwise import measured
+from flowgrpo.rewards.pairwise import held_out_rewards
 from flowgrpo.run import run
 from tests.helpers import tiny
 
@@ -55,13 +55,13 @@ def test_what_cannot_be_measured_is_refused_with_the_ways_out():
     def pairs(first, second, prompts):
         return [1.0] * len(first)
 
-    assert measured({"g": grouped}, {}, 2) == {"g": grouped} and measured({"p": pairs}, {"g": grouped}, 2) == {
-        "g": grouped}
+    assert held_out_rewards({"g": grouped}, {}, 2) == {"g": grouped}
+    assert held_out_rewards({"p": pairs}, {"g": grouped}, 2) == {"g": grouped}
     with pytest.raises(UserError, match="no groups: expected .* one image at a time, eval.samples of 2 or more, which "
                                         "are then a group, or eval.prompts: 0 for no evaluation$"):
-        measured({"g": grouped}, {})
+        held_out_rewards({"g": grouped}, {})
     with pytest.raises(UserError, match="one image at a time$"):
-        measured({}, {"p": pairs}, 2)
+        held_out_rewards({}, {"p": pairs}, 2)
 
 
 def test_a_reward_knows_whether_its_samples_are_trained_on():

@@ -34,7 +34,7 @@ OF_AN_EPOCH = MOMENTS[:MOMENTS.index("on_trained") + 1]
 
 def listed() -> list[type[Extension]]:
     """The classes of all features, in the order in which they are called."""
-    return [features.at(feature.extension) for feature in extensions.listed()]
+    return [features.at(feature.extension) for feature in extensions.list_extensions()]
 
 
 def made_of_all() -> list[Extension]:
@@ -106,7 +106,7 @@ def test_no_attribute_hides_a_moment():
 
 def test_the_order_names_every_feature_once_and_each_state_has_a_key_of_its_own():
     classes = listed()
-    assert [feature.name for feature in extensions.listed()] == [*extensions.ORDER]
+    assert [feature.name for feature in extensions.list_extensions()] == [*extensions.ORDER]
     assert len({*classes}) == len(classes) == len(extensions.ORDER)
     names = [cls.name for cls in classes if cls.name]
     assert len({*names}) == len(names)

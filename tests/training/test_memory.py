@@ -62,10 +62,10 @@ def test_the_report_of_rewards_names_bytes_device_and_what_leaves():
     config = tiny.config(memory__rewards="cpu", memory__encoders="cpu",
                          reward={"pickscore": {"args": {"dtype": "bf16"}}, "hpsv3": 1.0})
     sizes = {"pickscore": {"cuda:1": 2**30}, "hpsv3": None, "safety": {"cpu": 2**28}}
-    assert reward_memory.described(sizes, config) == {
+    assert reward_memory.describe_rewards(sizes, config) == {
         "pickscore": "1.000 GiB on cuda:1, which it leaves after scoring", "hpsv3": "unknown",
         "safety": "0.250 GiB on cpu"}
-    assert reward_memory.leaving(config) == ["text encoders", "reward models"]
+    assert reward_memory.parts_that_leave(config) == ["text encoders", "reward models"]
     assert reward_memory.on_device(sizes, torch.device("cuda:1")) == 2**30
     assert reward_memory.on_device(sizes, torch.device("cuda")) == 0
 
@@ -87,7 +87,7 @@ def test_activations_are_those_that_the_backward_reads():
     layer = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 8))
     x = torch.ones(3, 8, requires_grad=True)
     # Inputs of both layers and of the activation: 3 x (8 + 16 + 16) numbers; weights do not count.
-    assert memory.kept([layer], lambda: layer(x)) == 4 * 3 * (8 + 16 + 16)
+    assert memory.activation_bytes([layer], lambda: layer(x)) == 4 * 3 * (8 + 16 + 16)
 
 
 def test_what_the_backward_reads_is_freed_at_once():
@@ -101,7 +101,7 @@ def test_what_the_backward_reads_is_freed_at_once():
     collecting = gc.isenabled()
     gc.disable()  # a cycle would stay
     try:
-        assert memory.kept([layer], lambda: forward().sum()) > 0 and inner[0]() is None
+        assert memory.activation_bytes([layer], lambda: forward().sum()) > 0 and inner[0]() is None
     finally:
         if collecting:
             gc.enable()
@@ -139,6 +139,6 @@ def test_measured_activations_are_freed():
 
     gc.disable()
     try:
-        assert memory.kept([], forward) == 16 and outputs[0]() is None
+        assert memory.activation_bytes([], forward) == 16 and outputs[0]() is None
     finally:
         gc.enable()

@@ -14,7 +14,7 @@ from flowgrpo.cli import main
 from flowgrpo.storage import atomic, checkpoint, paths
 from flowgrpo.storage.places import checkpoints
 from flowgrpo.training import epochs, state
-from flowgrpo.training.endings import saved
+from flowgrpo.training.endings import save_on_stop
 from tests.helpers import tiny
 from tests.helpers.forked import Forked
 from tests.training.test_resume import arguments, assert_same, lines
@@ -126,13 +126,13 @@ def test_a_write_that_fails_is_raised_at_the_next_look(large, tmp_path, monkeypa
 
 def test_an_error_of_the_run_waits_for_the_write(large, held, tmp_path, monkeypatch, capsys):
     trainer = trained(tmp_path)
-    with pytest.raises(ZeroDivisionError), saved(trainer, tmp_path):
+    with pytest.raises(ZeroDivisionError), save_on_stop(trainer, tmp_path):
         trainer.progress.saving(tmp_path, last=False)
         threading.Timer(0.2, held.set).start()
         raise ZeroDivisionError
     assert [*checkpoints(tmp_path / "checkpoints")] == [1]
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(ZeroDivisionError), saved(trainer, tmp_path):
+    with pytest.raises(ZeroDivisionError), save_on_stop(trainer, tmp_path):
         trainer.progress.saving(tmp_path, last=False)
         raise ZeroDivisionError
     assert capsys.readouterr().out == (
@@ -141,7 +141,7 @@ def test_an_error_of_the_run_waits_for_the_write(large, held, tmp_path, monkeypa
 
 def test_a_second_signal_does_not_wait(large, held, tmp_path):
     trainer = trained(tmp_path)
-    with pytest.raises(KeyboardInterrupt), saved(trainer, tmp_path):
+    with pytest.raises(KeyboardInterrupt), save_on_stop(trainer, tmp_path):
         trainer.progress.saving(tmp_path, last=False)
         raise KeyboardInterrupt
     assert trainer.progress.saving.writer.busy and checkpoints(tmp_path / "checkpoints") == {}

@@ -172,7 +172,7 @@ def sent_clip(folder, **options):
     config, accelerator = tiny.config(folder, **options), SimpleNamespace(is_main_process=True, trackers=[])
     metrics.start(accelerator, config)
     clip = torch.tensor([0.0, 1.0, 0.2])[:, None, None, None].expand(3, 3, 8, 8)
-    cards = [{"prompt": "a dot", "scores": {"red": 0.5}, **snapshots.shown(clip)}]
+    cards = [{"prompt": "a dot", "scores": {"red": 0.5}, **snapshots.sample_as_json(clip)}]
     snapshots.write(config.folder / "report" / "before.json", {"cards": cards})
     return lambda: metrics.show(accelerator, config.folder, 0, "before")
 

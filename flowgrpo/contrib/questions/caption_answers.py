@@ -17,7 +17,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.failures import Failed
 from flowgrpo.rewards.vlm_judge.client import Answer
-from flowgrpo.rewards.vlm_judge.judge import LICENCE, filled, text_part
+from flowgrpo.rewards.vlm_judge.judge import LICENCE, fill_template, text_part
 from flowgrpo.text.rewards.judge import Tagged
 
 
@@ -53,7 +53,7 @@ class CaptionAnswers(Tagged):
 
         def question(place: int) -> list[dict[str, Any]]:
             row, entry, order = asked[place]
-            text = filled(self._question, question=entry.question, choices=", ".join(rotated(entry, order)))
+            text = fill_template(self._question, question=entry.question, choices=", ".join(rotated(entry, order)))
             return [*self._parts(completions[row]), text_part(text)]
 
         def read(answer: Answer, place: int) -> float | None:

@@ -28,8 +28,8 @@ from flowgrpo.rewards.about import TRAINED, About
 from flowgrpo.rewards.failures import Failed
 from flowgrpo.rewards.local_model import passed_on
 from flowgrpo.rewards.vlm_judge.client import Answer
-from flowgrpo.rewards.vlm_judge.judge import Asking, filled, text_part
-from flowgrpo.rewards.vlm_judge.parse import conclusion, refused
+from flowgrpo.rewards.vlm_judge.judge import Asking, fill_template, text_part
+from flowgrpo.rewards.vlm_judge.parse import conclusion, declines
 from flowgrpo.rewards.vqa_score import VqaScore
 
 ALWAYS = ("yes", "no")  # answers known by every such network
@@ -232,7 +232,7 @@ class ByJudge(Asking):
         """Score n questions, each about the image of its row."""
         def question(i: int) -> list[dict[str, Any]]:
             row, entry = questions[i]
-            text = filled(self._question, question=entry.question, choices=", ".join(entry.choices))
+            text = fill_template(self._question, question=entry.question, choices=", ".join(entry.choices))
             return [*self._parts(images[row]), text_part(text)]
 
         def read(answer: Answer, i: int) -> float | None:
@@ -244,7 +244,7 @@ class ByJudge(Asking):
 
 def chosen_in(text: str, choices: Sequence[str]) -> str | None:
     """Return the one choice that an answer names, after its last `Answer:` if it has one; digits match number words."""
-    if refused(text):
+    if declines(text):
         return None
     said = re.split(r"\banswer\s*(?:is|:|=)", conclusion(text).lower())[-1]
     said = re.sub(r"\b\d+\b", lambda digit: NUMBERS[int(digit[0])] if int(digit[0]) < len(NUMBERS) else digit[0], said)

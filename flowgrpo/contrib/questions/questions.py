@@ -15,7 +15,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.escaped import one_line
 from flowgrpo.rewards.geneval.colours import NAMES
 from flowgrpo.rewards.vlm_judge.client import Answer
-from flowgrpo.rewards.vlm_judge.parse import conclusion, objects, refused
+from flowgrpo.rewards.vlm_judge.parse import conclusion, declines, objects
 from flowgrpo.starter.scenes import SHAPES, Claims, parse
 
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
@@ -188,7 +188,7 @@ class Writer(CachedWriter[Question]):
 
 def written_in(answer: Answer) -> list[Question]:
     """Return the valid questions in a model's answer, whatever surrounds them; none if it declined or was cut off."""
-    if answer.refused or answer.cut or refused(answer.text):
+    if answer.refused or answer.cut or declines(answer.text):
         return []
     questions = []
     for entry in objects(conclusion(answer.text)):

@@ -24,8 +24,8 @@ from flowgrpo.contrib.questions.phrases import Phrases, counted, related, relati
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.clip import ClipScore
-from flowgrpo.rewards.geneval.detectors import Detection, Detector, detector, in_process, released
-from flowgrpo.rewards.local_model import LocalModel, passed_on, pretrained
+from flowgrpo.rewards.geneval.detectors import Detection, Detector, detector, in_process, load_detector
+from flowgrpo.rewards.local_model import LocalModel, load_pretrained, passed_on
 from flowgrpo.rewards.preprocessing import Preparation
 
 LONGEST = 35  # tokens of a question
@@ -50,9 +50,9 @@ class BlipVqa(LocalModel):
     def _loaded(self) -> tuple[Any, Any]:
         from transformers import AutoTokenizer, BlipForQuestionAnswering
 
-        return (pretrained("t2i_compbench", BlipForQuestionAnswering, self.model, self.revision, "model", "vqa",
+        return (load_pretrained("t2i_compbench", BlipForQuestionAnswering, self.model, self.revision, "model", "vqa",
                            dtype=self.float_type),
-                pretrained("t2i_compbench", AutoTokenizer, self.model, self.revision, "model", "vqa"))
+                load_pretrained("t2i_compbench", AutoTokenizer, self.model, self.revision, "model", "vqa"))
 
     def __call__(self, images: Tensor, questions: Sequence[str]) -> Tensor:
         """Return the probability for each image [B, 3, H, W] in [0, 1] and its question: [B] on the CPU."""
@@ -96,7 +96,7 @@ class Owl(LocalModel):
     def _loaded(self) -> tuple[Any, Any]:
         from transformers import Owlv2ForObjectDetection, Owlv2Processor
 
-        return released(self, "owl", self.model, self.revision, Owlv2ForObjectDetection, Owlv2Processor)
+        return load_detector(self, "owl", self.model, self.revision, Owlv2ForObjectDetection, Owlv2Processor)
 
     @torch.no_grad()
     def __call__(self, images: Tensor, names: Sequence[Sequence[str]]) -> list[list[Detection]]:

@@ -45,7 +45,7 @@ from flowgrpo.training.extension import Extension, Metrics
 from flowgrpo.training.memory import Measured
 from flowgrpo.training.run import Run
 from flowgrpo.training.scoring import Scoring
-from flowgrpo.training.state import restored, stored, within
+from flowgrpo.training.state import restore_part, store_part, within
 from flowgrpo.types import Completion, Scored, required
 
 
@@ -300,7 +300,7 @@ class Staleness(Extension):
         for place, drawn in enumerate(queue):
             parts = []
             for number, (part, outputs) in enumerate(zip(drawn.parts, drawn.outputs)):
-                kept, of = stored(part)
+                kept, of = store_part(part)
                 shown, texts = _of_outputs(outputs)
                 tensors |= {f"{place}.{number}.{name}": value for name, value in (kept | shown).items()}
                 parts.append(of | {"outputs": texts})
@@ -319,7 +319,7 @@ class Staleness(Extension):
                           older=(entry["older"][0], entry["older"][1]))
             for number, part in enumerate(entry["parts"]):
                 own = within(tensors, f"{place}.{number}.")
-                drawn.parts.append(restored(own, part, self.run.rollouts, drawn.epoch))
+                drawn.parts.append(restore_part(own, part, self.run.rollouts, drawn.epoch))
                 drawn.outputs.append(_outputs_of(own, part["outputs"]))
             self.queue.append(drawn)
         if self.pool is not None:

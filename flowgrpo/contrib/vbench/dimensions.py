@@ -29,7 +29,7 @@ from torch.nn.functional import interpolate, normalize
 from flowgrpo.errors import UserError
 from flowgrpo.packages import needed
 from flowgrpo.rewards.about import About, described
-from flowgrpo.rewards.local_model import LocalModel, placed, pretrained, require_arguments
+from flowgrpo.rewards.local_model import LocalModel, load_pretrained, require_arguments, resolve_device
 from flowgrpo.rewards.preprocessing import DEVIATION, MEAN, eight_bit
 
 SIZE = 224  # pixels of the shorter side
@@ -72,7 +72,7 @@ class _Consistency(LocalModel):
     about = About(modality="video", range=(0, 1), needs="", licence="Apache-2.0, the model's")
 
     def _loaded(self) -> tuple[Any]:
-        return (pretrained(self.reward, self._kind(), self.model, self.revision, "model", dtype=self.float_type),)
+        return (load_pretrained(self.reward, self._kind(), self.model, self.revision, "model", dtype=self.float_type),)
 
     def _kind(self) -> Any:
         raise NotImplementedError
@@ -222,7 +222,7 @@ class VBench:
             for file, clip in zip(asked, clips):
                 write(folder / "videos" / file, eight_bit(clip), fps)
             (folder / "asked.json").write_text(json.dumps({
-                "dimension": self.dimension, "videos": asked, "device": placed(self.device)}))
+                "dimension": self.dimension, "videos": asked, "device": resolve_device(self.device)}))
             done = self._run([str(CHILD), str(folder)])
             if done.returncode or not (folder / "answer.json").is_file():
                 raise RuntimeError(f"vbench failed on {self.dimension}: {_last(done.stderr)}")

@@ -20,7 +20,7 @@ from PIL.PngImagePlugin import PngInfo
 
 from flowgrpo.evaluation.pages.clips import animate, as_image, moving, seconds_of, still
 from flowgrpo.evaluation.pages.sources import Source
-from flowgrpo.evaluation.statistics import bounds, decimals, fixed
+from flowgrpo.evaluation.statistics import bounds, decimals, format_value
 from flowgrpo.nouns import counted
 from flowgrpo.storage import atomic
 
@@ -181,16 +181,16 @@ def digits_of(rows: Sequence[Row]) -> dict[str, int]:
     return {name: decimals(scores.get(name) for row in rows for scores in row.scores) for name in names}
 
 
-def moved(value: float, before: float, digits: int) -> int:
+def direction(value: float, before: float, digits: int) -> int:
     """Return 1 if a value is shown above the one before, -1 below, 0 otherwise."""
-    if math.isnan(value) or math.isnan(before) or shown(value, digits) == shown(before, digits):
+    if math.isnan(value) or math.isnan(before) or format_score(value, digits) == format_score(before, digits):
         return 0
     return 1 if value > before else -1
 
 
-def shown(value: float, digits: int) -> str:
+def format_score(value: float, digits: int) -> str:
     """Return a score as text, n/a for NaN."""
-    return "n/a" if math.isnan(value) else fixed(value, digits)
+    return "n/a" if math.isnan(value) else format_value(value, digits)
 
 
 def _drawn(columns: Sequence[str], rows: Sequence[Row], summary: Summary | None) -> Image.Image:
@@ -306,7 +306,7 @@ def _card(row: Row, images: Sequence[Image.Image], cell: tuple[int, int], digits
 def _score(pen: ImageDraw.ImageDraw, at: tuple[int, int], width: int, name: str, value: float, before: float,
            digits: int) -> None:
     """Draw a line of a score: name on the left, value on the right with a triangle if it rose or fell."""
-    text, change = shown(value, digits), moved(value, before, digits)
+    text, change = format_score(value, digits), direction(value, before, digits)
     colour = {1: ROSE, 0: INK, -1: FELL}[change]
     left = at[0] + width - SCORE.getlength(text)
     SCORE.draw(pen, (left, at[1]), text, colour)

@@ -44,10 +44,10 @@ def of(prompt: Prompt, frames: int | None = None) -> list[Source]:
     for key, images in _read(prompt, frames):
         tensors = [to_tensor(_within(image, SHOWN).convert("RGB")) for image in images]
         found.append(Source(NAMES[key], torch.stack(tensors) if key == "video" else tensors[0]))
-    return numbered(found)
+    return number_sources(found)
 
 
-def numbered(sources: Sequence[Source]) -> list[Source]:
+def number_sources(sources: Sequence[Source]) -> list[Source]:
     """Return sources with numbers behind names that several have."""
     count, seen = Counter(source.name for source in sources), Counter[str]()
     named = []

@@ -61,13 +61,13 @@ def write(runs: Sequence[Path], output: Path | None = None) -> Path:
     names = [folder.name for folder in folders]
     labels = names if len(set(names)) == len(names) else list(map(str, folders))
     output = output or folders[0].parent / f"{'-'.join(names)}.html"
-    compared = [Compared(label, flat(read_yaml(folder / CONFIG)), measured(folder))
+    compared = [Compared(label, flat(read_yaml(folder / CONFIG)), measured_epochs(folder))
                 for label, folder in zip(labels, folders)]
     atomic.write_text(output, page(compared))
     return output
 
 
-def measured(folder: Path) -> list[dict[str, Any]]:
+def measured_epochs(folder: Path) -> list[dict[str, Any]]:
     """Return the metrics of a run's epochs, with the held-out rewards before the first one and after the last one."""
     lines, run = read_lines(folder / "metrics.jsonl", "epoch"), read(folder)
     last = lines[-1] if lines and run.state == "finished" else {}

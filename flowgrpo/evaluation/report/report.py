@@ -19,7 +19,7 @@ from flowgrpo.config.schema import Config
 from flowgrpo.evaluation import looks
 from flowgrpo.evaluation.report import snapshots
 from flowgrpo.evaluation.report.verdict import Nouns, changes, mean, outcome, sentences
-from flowgrpo.evaluation.runs import whole
+from flowgrpo.evaluation.runs import require_format
 from flowgrpo.evaluation.statistics import cells, decimals
 from flowgrpo.storage import atomic
 from flowgrpo.storage.json_files import read_lines, read_object
@@ -46,7 +46,7 @@ def during(trainer: Trainer, run: Path) -> bool:
 def write(run: Path) -> Path:
     """Write `report.html` into a run's folder; returns its path.
     Raises UserError for a folder that is not a run."""
-    with whole(run):  # NaN has no form in the page
+    with require_format(run):  # NaN has no form in the page
         text = page(data(run))
     atomic.write_text(run / FILE, text)
     return run / FILE
@@ -54,12 +54,12 @@ def write(run: Path) -> Path:
 
 def page(content: dict[str, Any], live: bool = False) -> str:
     """Return the HTML of a report's data. live: the page asks its server for newer data."""
-    filled = {"TITLE": html.escape(content["title"]), "DATA": embedded(content), "LIVE": " data-live" if live else "",
+    filled = {"TITLE": html.escape(content["title"]), "DATA": embed(content), "LIVE": " data-live" if live else "",
               "CONNECT": "; connect-src 'self'" if live else ""}
     return re.sub(r"\[\[([A-Z]+)\]\]", lambda match: filled[match[1]], TEMPLATE.read_text(encoding="utf-8"))
 
 
-def embedded(content: dict[str, Any]) -> str:
+def embed(content: dict[str, Any]) -> str:
     """Return JSON that is safe in a <script>: it neither ends the element nor reads as an address."""
     text = json.dumps(content, allow_nan=False, separators=(",", ":"))
     for sign in "<>&":
@@ -71,7 +71,7 @@ def data(run: Path) -> dict[str, Any]:
     """Return all data of a report.
     Raises UserError for a folder that is not a run, and for a damaged file."""
     run = run_of(run)
-    with whole(run):
+    with require_format(run):
         return _data(run)
 
 
@@ -91,18 +91,18 @@ def _data(run: Path) -> dict[str, Any]:
             "changes": [each.as_json() for each in reward_changes if each.known and lines],
             "tasks": {name: cells(rows) for name, rows in summary.get("compared", {}).items() if len(rows) > 1},
             "digits": digits(stages, last),
-            "metrics": columns(lines), "charts": drawn, "zeros": zeros, "stages": thinned(stages),
+            "metrics": columns(lines), "charts": drawn, "zeros": zeros, "stages": thin(stages),
             "extremes": {key: last.get(key, []) for key in ("best", "worst")} | {"epoch": last.get("epoch")},
             "phases": phases(lines), "machine": _read(run / snapshots.FOLDER / "machine.json"), "config": config.yaml()}
 
 
-def trained(config: Config, run: Path) -> dict[str, Any]:
+def training_facts(config: Config, run: Path) -> dict[str, Any]:
     """Return what a run's summary says of its training: the epochs that trained, if none did, and both in words."""
     ended = outcome(config, read_lines(run / "metrics.jsonl", *PLAIN))
     return {"epochs": ended.epochs - len(ended.idle), "nothing": ended.nothing, "said": ended.sentences}
 
 
-def changed(run: Path) -> str:
+def source_mark(run: Path) -> str:
     """Return a mark that changes with the report's source files: of their names, sizes, inodes and times.
 
     A time that goes back is a change as well.
@@ -146,7 +146,7 @@ def digits(stages: list[dict[str, Any]], last: dict[str, Any]) -> dict[str, int]
     return {name: decimals(card["scores"].get(name) for card in cards) for name in names}
 
 
-def thinned(stages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def thin(stages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the slider's stages: at most STAGES, evenly spaced, with the first and the last."""
     count = min(STAGES, len(stages))
     places = [i * (len(stages) - 1) // max(count - 1, 1) for i in range(count)]
@@ -306,7 +306,7 @@ class Live:
 
     def version(self) -> str:
         """Return a mark that changes with the run's files."""
-        return f'"{changed(self._run)}"'
+        return f'"{source_mark(self._run)}"'
 
     def content(self) -> dict[str, Any]:
         """Return the report's data.

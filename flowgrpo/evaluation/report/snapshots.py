@@ -103,8 +103,9 @@ class Extremes:
 
     def as_json(self, fps: float | None = None) -> dict[str, list[dict[str, Any]]]:
         """Return both lists for JSON, the most extreme sample first. fps: frames per second of clips."""
-        return {side: [{"prompt": prompt.text, "scores": finite(dict(zip(self.names, scores))), **shown(output, fps),
-                        **brought(of(prompt, len(output) if getattr(output, "ndim", 0) == 4 else None), fps)}
+        return {side: [{"prompt": prompt.text, "scores": finite(dict(zip(self.names, scores))),
+                        **sample_as_json(output, fps),
+                        **sources_as_json(of(prompt, len(output) if getattr(output, "ndim", 0) == 4 else None), fps)}
                        for _, prompt, scores, output in kept]
                 for side, kept in (("best", self.best), ("worst", self.worst))}
 
@@ -127,7 +128,7 @@ def _identity(prompt: Prompt) -> tuple[str, Any]:
     return prompt.text, prompt.inputs
 
 
-def shown(output: torch.Tensor | str, fps: float | None = None) -> dict[str, str]:
+def sample_as_json(output: torch.Tensor | str, fps: float | None = None) -> dict[str, str]:
     """Return a sample for JSON: an image [3,H,W] or clip [F,3,H,W] as a data URL, of a clip also as a video if there
     is an encoder, a text unchanged, with the image that a reward drew from it. fps: frames per second."""
     if isinstance(output, str):
@@ -137,9 +138,9 @@ def shown(output: torch.Tensor | str, fps: float | None = None) -> dict[str, str
     return {"picture": data_url(output, fps)} | ({"video": video} if video else {})
 
 
-def brought(sources: Sequence[Source], fps: float | None = None) -> dict[str, list[dict[str, str]]]:
+def sources_as_json(sources: Sequence[Source], fps: float | None = None) -> dict[str, list[dict[str, str]]]:
     """Return the sources of a prompt for JSON, each as `shown` with its name; empty without any."""
-    return {"sources": [{"name": name, **shown(image, fps)} for name, image in sources]} if sources else {}
+    return {"sources": [{"name": name, **sample_as_json(image, fps)} for name, image in sources]} if sources else {}
 
 
 def data_url(output: torch.Tensor, fps: float | None = None) -> str:
@@ -236,8 +237,8 @@ def stage(run: Path, name: str, epoch: int, measured: Measured) -> None:
     """Keep a measurement on the held-out prompts after so many epochs, as the stage of that name."""
     from flowgrpo.evaluation.pages.before_after import rows
 
-    images = [{"prompt": row.caption, "scores": finite(row.scores[0]), **shown(row.images[0], measured.fps),
-                 **(brought(row.sources, measured.fps) if name == "before" else {})} for row in rows(measured)]
+    images = [{"prompt": row.caption, "scores": finite(row.scores[0]), **sample_as_json(row.images[0], measured.fps),
+                 **(sources_as_json(row.sources, measured.fps) if name == "before" else {})} for row in rows(measured)]
     write(run / FOLDER / f"{name}.json", {"name": name, "epoch": epoch, "scores": finite(measured.scores),
                                           "shuffled": finite(measured.shuffled), "cards": images,
                                           "looks": measured.looks.as_json()})

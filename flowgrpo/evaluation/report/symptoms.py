@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from flowgrpo.config.schema import Config
-from flowgrpo.evaluation.statistics import decimals, fixed
+from flowgrpo.evaluation.statistics import decimals, format_value
 
 # Epochs after which a flat reward, a clip fraction, equal rewards and a collapse are symptoms.
 FLAT, CLIPPED, EQUAL, COLLAPSED = 20, 10, 5, 3
@@ -67,7 +67,7 @@ def _flat(config: Config, lines: Sequence[dict[str, Any]], start: Sequence[dict[
         if any(_rose(earlier, second, rule.direction) for earlier in (first, begun) if earlier is not None):
             return None
         digits = decimals([first.mean(), second.mean()])
-        moves.append(f"{name} {fixed(first.mean(), digits)} to {fixed(second.mean(), digits)}")
+        moves.append(f"{name} {format_value(first.mean(), digits)} to {format_value(second.mean(), digits)}")
     if not moves:
         return None
     return (f"no trained reward clearly rose in the last {FLAT} epochs ({', '.join(moves)}): look at train.lr, the KL "

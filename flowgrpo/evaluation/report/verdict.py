@@ -16,7 +16,17 @@ from flowgrpo.data import sets
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import looks
 from flowgrpo.evaluation.report import symptoms
-from flowgrpo.evaluation.statistics import LEAST, Interval, blind, bounds, change, decimals, fixed, interval, method_of
+from flowgrpo.evaluation.statistics import (
+    LEAST,
+    Interval,
+    blind,
+    bounds,
+    change,
+    decimals,
+    format_value,
+    interval,
+    method_of,
+)
 from flowgrpo.nouns import counted, joined, named
 
 UNMOVED = 1e-7  # change of the weights, as `TrainableWeights.change`, that no sample shows
@@ -185,7 +195,7 @@ class Change:
     def as_json(self) -> dict[str, Any]:
         """Return the change for the page: numbers as text."""
         shown = (("before", self.before, ""), ("now", self.now, ""), ("change", self.change, "+"))
-        lines = [[label, fixed(of.mean, self.digits, sign), bounds(of.low, of.high, self.digits, sign)]
+        lines = [[label, format_value(of.mean, self.digits, sign), bounds(of.low, of.high, self.digits, sign)]
                  for label, of, sign in shown]
         moved = (self.change.mean > 0) - (self.change.mean < 0)
         return {"name": self.name, "weight": self.weight, "lines": lines, "count": self.count, "way": self.way,
@@ -250,7 +260,7 @@ def sentences(config: Config, lines: list[dict[str, Any]], reward_changes: list[
         toned += [_moved(each, nouns.sample, ended.nothing) for each in reward_changes if each.known]
         toned += _hacking(reward_changes, nouns.sample)
     toned += _structure(structure)
-    toned += looks.said(shares or {})
+    toned += looks.describe_looks(shares or {})
     toned += [(tone, f"{said[0].upper()}{said[1:]}.")
               for tone, said in (blind(base["scores"], base.get("shuffled") or {}) if base else ())]
     first = last.get("first_ratio", {})
@@ -264,8 +274,8 @@ def _moved(moved: Change, sample: str, untrained: bool = False) -> tuple[str, st
     """Describe one reward's change in a sentence. untrained: no weight changed."""
     kind = "trained on" if moved.weight is not None else "eval-only"
     images = f"{moved.count} held-out {named(moved.count, sample)}"
-    before, now = (fixed(of.mean, moved.digits) for of in (moved.before, moved.now))
-    by, low, high = (fixed(value, moved.digits, "+")
+    before, now = (format_value(of.mean, moved.digits) for of in (moved.before, moved.now))
+    by, low, high = (format_value(value, moved.digits, "+")
                      for value in (moved.change.mean, moved.change.low, moved.change.high))
     certain = "" if low == "-" else f", 95 %: {low} to {high}"
     ends = f"from {before} to {now} on {images} ({by}{certain})"

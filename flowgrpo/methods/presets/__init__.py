@@ -39,6 +39,6 @@ OVERLAYS = {*of_module(overlays)}.union(*(_names(each.modifiers) for each in dom
 TEXT_ALONE = {"kdrl"}  # modifiers of any base method that make one of language models without it
 
 
-def suited(process: str) -> list[str]:
+def presets_for(process: str) -> list[str]:
     """Return the presets for a process, such as "tokens"."""
     return [name for name, make in PRESETS.items() if make().fits(process)]

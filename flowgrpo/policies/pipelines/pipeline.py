@@ -28,7 +28,7 @@ from flowgrpo.policies.pipelines.probes import copies, stay_apart
 from flowgrpo.policies.pipelines.prompt_inputs import SHARED, images_of, one_line, parted, watch
 from flowgrpo.policies.pipelines.rlg import Teachers, guided, inside
 from flowgrpo.policies.weights import memory_options, sharding
-from flowgrpo.policies.weights.checkpointing import checkpoint_blocks, recomputed, supported
+from flowgrpo.policies.weights.checkpointing import checkpoint_blocks, recompute_forwards, supports_checkpointing
 from flowgrpo.policies.weights.forwards import compile_blocks, contiguous_inputs, fuse_norms, without_casts
 from flowgrpo.policies.weights.memory_options import Encoders, decode_in_parts
 from flowgrpo.policies.weights.trainable import TrainableWeights
@@ -138,7 +138,7 @@ class PipelinePolicy:
     def checkpoint(self, share: float) -> None:
         """Recompute this share of the denoisers' and the autoencoder's blocks in the backward pass, from here on."""
         self.checkpointing = share
-        for module in (*self.denoisers.values(), *filter(supported, [self.pipe.components.get("vae")])):
+        for module in (*self.denoisers.values(), *filter(supports_checkpointing, [self.pipe.components.get("vae")])):
             checkpoint_blocks(module, self.driver.attention, self.compiled, share)
 
     @torch.no_grad()
@@ -266,7 +266,8 @@ class PipelinePolicy:
         Where gradients are enabled, all its steps are in one graph.
         checkpointing: the backward computes every forward of a denoiser again.
         """
-        kept = recomputed(self.denoisers.values(), self.driver.attention) if checkpointing else contextlib.nullcontext()
+        kept = (recompute_forwards(self.denoisers.values(), self.driver.attention) if checkpointing
+                else contextlib.nullcontext())
         with kept:
             return self._drive(conditioning, replace(task, unrolled=True), self.guidance, latents=latents)[0]
 

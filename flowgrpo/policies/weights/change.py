@@ -46,9 +46,9 @@ class Change:
         for key, layer in self.weights.layers().items():
             names = [f"{key}.lora_{side}.default.weight" for side in "AB"]
             if all(name in self.weights.named for name in names):
-                down, up = (_wide(self.weights.named[name]) for name in names)
+                down, up = (_as_matrix(self.weights.named[name]) for name in names)
                 if self._began and not is_shard(self.weights.named[names[0]]):
-                    first = [_wide(self._began[name]).to(down.device) for name in names]
+                    first = [_as_matrix(self._began[name]).to(down.device) for name in names]
                     down, up = torch.cat([down, first[0]]), torch.cat([up, -first[1]], 1)
                 squares = ((down @ down.T) * (up.T @ up)).sum() / len(up)  # |B A|^2 = tr(A A^T B^T B)
                 found.append(layer.scaling["default"] * squares.clamp(min=0).sqrt().cpu())
@@ -61,7 +61,7 @@ class Change:
         return float((processes.gather(largest) if self.weights.sharded else largest).max())
 
 
-def _wide(tensor: Tensor) -> Tensor:
+def _as_matrix(tensor: Tensor) -> Tensor:
     """Return a parameter as a matrix [outputs, rest], whole, in float64, or float32 where the device has no other."""
     whole: Tensor = tensor.full_tensor() if is_shard(tensor) else tensor  # type: ignore[attr-defined]
     matrix = whole.detach().reshape(len(whole), -1) if whole.ndim else whole.detach().view(1, 1)

@@ -47,7 +47,7 @@ def checkpoint_blocks(module: torch.nn.Module, context: Context, compiled: bool 
     A repeated call changes the share. Raises UserError for a module without either, and for the latter if blocks are to
     be compiled.
     """
-    if supported(module) and type(module).__name__ not in WRONG:
+    if supports_checkpointing(module) and type(module).__name__ not in WRONG:
         # By its call, not its forward: a compiled block runs compiled, and a sharded one is collected.
         denoiser: Any = module
         chosen = Share(share)
@@ -66,13 +66,13 @@ def checkpoint_blocks(module: torch.nn.Module, context: Context, compiled: bool 
         block.forward = _again(forward, context, block) if chosen(block) else forward
 
 
-def supported(module: Any) -> bool:
+def supports_checkpointing(module: Any) -> bool:
     """True for a module that diffusers can checkpoint."""
     return getattr(module, "_supports_gradient_checkpointing", False)
 
 
 @contextlib.contextmanager
-def recomputed(modules: Iterable[torch.nn.Module], context: Context) -> Iterator[None]:
+def recompute_forwards(modules: Iterable[torch.nn.Module], context: Context) -> Iterator[None]:
     """Context manager: a forward of these modules stores only its arguments and is recomputed in the backward pass.
 
     The recomputation runs inside `context()`, which must restore the present state (the same attention kernel).

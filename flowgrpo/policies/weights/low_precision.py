@@ -29,7 +29,7 @@ class Denoising(Protocol):
     device: torch.device
 
 
-def suited(capability: tuple[int, int]) -> str:
+def lowest_precision(capability: tuple[int, int]) -> str:
     """Return the lowest precision whose products a GPU of this compute capability computes; (0, 0): another device."""
     return next(precision for precision, lowest in LOWEST.items() if capability >= lowest)
 
@@ -39,7 +39,7 @@ def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
-def chosen(precision: str, device: torch.device) -> str:
+def resolve_auto(precision: str, device: torch.device) -> str:
     """Return the precision that "auto" takes on a device; any other one itself.
 
     It is the one that suits a GPU, and "full" on other devices and without torchao.
@@ -47,14 +47,14 @@ def chosen(precision: str, device: torch.device) -> str:
     if precision != "auto":
         return precision
     here = device.type == "cuda" and importlib.util.find_spec("torchao") is not None
-    return suited(capability(device)) if here else "full"
+    return lowest_precision(capability(device)) if here else "full"
 
 
 def notice(precision: str, device: torch.device) -> str | None:
     """Return a line on the precision that "auto" takes on a device; None for any other precision."""
     if precision != "auto":
         return None
-    if (taken := chosen(precision, device)) != "full":
+    if (taken := resolve_auto(precision, device)) != "full":
         return f"previews are drawn in {taken}"
     why = "torchao is not installed (pip install 'flowgrpo[torchao]')" if device.type == "cuda" else \
         f"a low one is for GPUs, and the device is {device.type}"
@@ -75,7 +75,7 @@ def require_low_precision(precision: str, device: torch.device) -> None:
 
 
 @contextlib.contextmanager
-def quantised(policy: Denoising, precision: str) -> Iterator[None]:
+def with_quantised_weights(policy: Denoising, precision: str) -> Iterator[None]:
     """Context manager: the policy's denoisers use weights quantised from their present ones, and quantise their inputs.
 
     precision: "int8" or "fp8" (e4m3), with a scale per row of the weight and of the input; "nvfp4" (e2m1), with a scale
@@ -84,14 +84,14 @@ def quantised(policy: Denoising, precision: str) -> Iterator[None]:
     At exit the original weights are restored bit for bit, and the copies are freed. Gradients are not recorded inside.
     Linear layers whose sides are not multiples of 16 keep their precision.
     """
-    precision = chosen(precision, policy.device)
+    precision = resolve_auto(precision, policy.device)
     if precision == "full":
         yield
         return
     require_low_precision(precision, policy.device)
     with contextlib.ExitStack() as restored, torch.no_grad():
         for layer in _layers(policy):
-            weight = _quantised(layer.weight, precision)
+            weight = _quantise(layer.weight, precision)
             restored.callback(setattr, layer, "weight", layer.weight)
             restored.callback(layer.register_forward_pre_hook(_contiguous).remove)
             layer.weight = weight
@@ -105,7 +105,7 @@ def _layers(policy: Denoising) -> list[torch.nn.Linear]:
     return [layer for layer in layers if not any(side % UNIT for side in layer.weight.shape)]
 
 
-def _quantised(weight: torch.Tensor, precision: str) -> torch.nn.Parameter:
+def _quantise(weight: torch.Tensor, precision: str) -> torch.nn.Parameter:
     """Return a quantised copy of a weight [out, in]."""
     from torchao.quantization import quantize_
 

@@ -17,7 +17,7 @@ from flowgrpo.config.sections import Memory
 from flowgrpo.errors import UserError
 from flowgrpo.host_weights import HostWeights, Offloaded, move_rest
 from flowgrpo.methods.setup import Setup, require_compatible
-from flowgrpo.policies.weights.checkpointing import WRONG, supported
+from flowgrpo.policies.weights.checkpointing import WRONG, supports_checkpointing
 from flowgrpo.policies.weights.forwards import blocks
 
 BLOCK, LEAF = "block_level", "leaf_level"  # the names that diffusers has for them
@@ -69,7 +69,7 @@ def offload(module: torch.nn.Module, device: torch.device, level: str) -> list[H
     setting = f"memory.offload is {level}, but {type(module).__name__} has no"
     if not parts:
         raise UserError(f"{setting} list of blocks: use none")
-    if not supported(module) or type(module).__name__ in WRONG:
+    if not supports_checkpointing(module) or type(module).__name__ in WRONG:
         raise UserError(f"{setting} gradient checkpointing by diffusers: use none")
     move_rest(module, device, parts)
     if level == LEAF:

@@ -53,12 +53,12 @@ class Detection(NamedTuple):
 Detector = Callable[[Tensor], list[list[Detection]]]
 
 
-def named(label: str) -> str:
+def canonical_label(label: str) -> str:
     """Return GenEval's name of an object that a detector calls by another one."""
     return ALIASES.get(label, label)
 
 
-def released(detector: LocalModel, name: str, model: str, revision: str | None, network: Any, processor: Any
+def load_detector(detector: LocalModel, name: str, model: str, revision: str | None, network: Any, processor: Any
              ) -> tuple[Any, Any]:
     """Load a detector's network, in its dtype, and its processor: classes of transformers, without code from the hub.
 
@@ -136,12 +136,13 @@ class Torchvision(LocalModel):
     @property
     def labels(self) -> tuple[str, ...]:
         """Classes that the model knows, by GenEval's names."""
-        return tuple(named(category) for category in self.categories or () if category not in ("__background__", "N/A"))
+        return tuple(canonical_label(category) for category in self.categories or ()
+                     if category not in ("__background__", "N/A"))
 
     def __call__(self, images: Tensor) -> list[list[Detection]]:
         categories = self.categories
         assert categories is not None  # those of the weights, or given with the model
-        return [[Detection(tuple(box), named(categories[label]), score) for box, label, score in
+        return [[Detection(tuple(box), canonical_label(categories[label]), score) for box, label, score in
                  zip(*(output[key].tolist() for key in ("boxes", "labels", "scores")))]
                 for some in images.float().split(self.batch_size)
                 for output in self.models[0](list(some.to(self.device)))]
@@ -198,7 +199,7 @@ class Remote:
 
 def _parsed(box: list[float], label: str, score: float) -> Detection:
     left, top, right, bottom = map(float, box)
-    return Detection((left, top, right, bottom), named(str(label)), float(score))
+    return Detection((left, top, right, bottom), canonical_label(str(label)), float(score))
 
 
 def _png(image: np.ndarray) -> str:
@@ -228,13 +229,13 @@ class Mask2Former(LocalModel):
     def _loaded(self) -> tuple[Any, Any]:
         from transformers import AutoImageProcessor, Mask2FormerForUniversalSegmentation
 
-        return released(self, "mask2former", self.model, self.revision, Mask2FormerForUniversalSegmentation,
+        return load_detector(self, "mask2former", self.model, self.revision, Mask2FormerForUniversalSegmentation,
                         AutoImageProcessor)
 
     @property
     def labels(self) -> tuple[str, ...]:
         """Classes that the model knows, by GenEval's names."""
-        return tuple(named(name) for name in self.models[0].config.id2label.values())
+        return tuple(canonical_label(name) for name in self.models[0].config.id2label.values())
 
     @torch.no_grad()
     def __call__(self, images: Tensor) -> list[list[Detection]]:

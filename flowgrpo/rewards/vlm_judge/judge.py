@@ -20,7 +20,7 @@ from flowgrpo.rewards.about import About, Pairing
 from flowgrpo.rewards.failures import Failed
 from flowgrpo.rewards.reward import modality_of
 from flowgrpo.rewards.vlm_judge.client import Answer, Endpoint, user
-from flowgrpo.rewards.vlm_judge.parse import compared, parser
+from flowgrpo.rewards.vlm_judge.parse import parser, verdict_parser
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,7 +32,7 @@ NOUNS = {"image": "Image", "video": "Video", "text": "Text"}
 LICENCE = "Apache-2.0, the model's"
 
 
-def spaced(count: int, number: int) -> list[int]:
+def frame_index(count: int, number: int) -> list[int]:
     """Return `number` of `count` frames, evenly spaced from first to last; the middle one for one, all if fewer."""
     if number >= count:
         return list(range(count))
@@ -101,7 +101,7 @@ def _urls(path: str, modified: int, video: bool, frames: int, longest: int, enco
     images = [read_image(path)] if not video else []
     if video:
         clip = Clip.of(path, frame_count(path)).frames
-        images = [clip[at] for at in spaced(len(clip), frames)]
+        images = [clip[at] for at in frame_index(len(clip), frames)]
     return tuple(data_url(tensor_of(picture), longest, encoding) for picture in images)
 
 
@@ -157,7 +157,7 @@ class Asking(Endpoint):
         asked = self._asked(modality_of(outputs))
 
         def question(row: int) -> list[dict[str, Any]]:
-            return [*self._shown(outputs, metadata, row), text_part(filled(asked, prompt=prompts[row]))]
+            return [*self._shown(outputs, metadata, row), text_part(fill_template(asked, prompt=prompts[row]))]
 
         return self._values(question, lambda answer, _: read(answer), len(prompts))
 
@@ -178,7 +178,7 @@ class Asking(Endpoint):
         if isinstance(output, str):
             return [text_part(output)]
         return [image_part(data_url(picture, self.longest, self.encoding))
-                for picture in (output[None] if output.ndim == 3 else output[spaced(len(output), self.frames)])]
+                for picture in (output[None] if output.ndim == 3 else output[frame_index(len(output), self.frames)])]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -210,7 +210,7 @@ class Judge(Asking):
 class JudgePairs(Asking):
     """Preference of a model between two outputs, as win rates within a group; a pair without an answer does not count.
 
-    parse: "verdict", or a regular expression as in `parse.compared`. both_orders, comparisons, seed: as in
+    parse: "verdict", or a regular expression as in `parse.verdict_parser`. both_orders, comparisons, seed: as in
     `pairwise.Pairing`; here every pair is judged in both orders by default.
     """
 
@@ -227,7 +227,7 @@ class JudgePairs(Asking):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._set(_parser=compared(self.parse), pairwise=Pairing(self.both_orders, self.comparisons, self.seed))
+        self._set(_parser=verdict_parser(self.parse), pairwise=Pairing(self.both_orders, self.comparisons, self.seed))
 
     def __call__(self, first: Tensor | Sequence[str], second: Tensor | Sequence[str], prompts: Sequence[str],
                  metadata: Sequence[dict[str, Any]] = ()) -> list[float | Failed]:
@@ -237,7 +237,8 @@ class JudgePairs(Asking):
 
         def question(row: int) -> list[dict[str, Any]]:
             sides = [[*self._label(modality, i), *self._parts(side[row])] for i, side in enumerate((first, second), 1)]
-            return [*self._source(metadata, row), *sides[0], *sides[1], text_part(filled(asked, prompt=prompts[row]))]
+            text = text_part(fill_template(asked, prompt=prompts[row]))
+            return [*self._source(metadata, row), *sides[0], *sides[1], text]
 
         return self._values(question, lambda answer, _: None if answer.cut else self._parser(answer.text), len(prompts))
 
@@ -246,7 +247,7 @@ class JudgePairs(Asking):
         return [text_part(f"{NOUNS[modality]} {number}:")]
 
 
-def filled(template: str, **texts: str) -> str:
+def fill_template(template: str, **texts: str) -> str:
     """Return a template with each {name} replaced by its text; other braces stay, and so do those inside the texts."""
     return re.sub("|".join(rf"\{{{name}\}}" for name in texts), lambda match: texts[match[0][1:-1]], template)
 

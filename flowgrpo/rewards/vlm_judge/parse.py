@@ -43,7 +43,7 @@ def parser(parse: str, scale: Sequence[float] | None = None) -> Callable[[str], 
     read, limits = _reader(parse)
 
     def parsed(text: str) -> float | None:
-        value = None if refused(text) else read(text, limits or low_high)
+        value = None if declines(text) else read(text, limits or low_high)
         if value is None or not math.isfinite(value) or not _within(value, limits) or not _within(value, low_high):
             return None
         return value if low_high is None else (value - low_high[0]) / (low_high[1] - low_high[0])
@@ -64,7 +64,7 @@ def conclusion(text: str) -> str:
     return re.sub(r"`|\*\*|__|(?<!\w)[*_](?=\w)|(?<=\w)[*_](?!\w)", "", inner[-1] if inner else text).strip()
 
 
-def refused(text: str) -> bool:
+def declines(text: str) -> bool:
     """True if an answer begins by declining to judge."""
     return _REFUSAL.match(conclusion(text)) is not None
 
@@ -202,7 +202,7 @@ _KEYS = ("better", "winner", "preferred", "verdict", "choice", "answer")
 
 def verdict(text: str) -> float | None:
     """Return 1 if an answer prefers the first of two, 0 the second, 0.5 for a tie; the last statement counts."""
-    if refused(text):
+    if declines(text):
         return None
     text = conclusion(text)
     choices = [record[key] for record in objects(text) for key in _KEYS if key in record]
@@ -214,14 +214,14 @@ def verdict(text: str) -> float | None:
     return said[-1] if said else None
 
 
-def compared(parse: str) -> Callable[[str], float | None]:
+def verdict_parser(parse: str) -> Callable[[str], float | None]:
     """Return a parser, text -> 1, 0, 0.5 or None, for "verdict", or for a regular expression whose group names one of
     the two (1, 2, A, B, first, second), or a tie.
     Raises UserError for neither."""
     if parse == "verdict":
         return verdict
     last = _last(parse, "expected `verdict`, or a regular expression with one group around 1, 2, A, B or tie")
-    return lambda text: None if refused(text) else _side(last(text) or "")
+    return lambda text: None if declines(text) else _side(last(text) or "")
 
 
 def _side(text: str) -> float | None:
@@ -249,7 +249,7 @@ def _meant(match: re.Match[str]) -> float | None:
 
 def level(text: str) -> float | None:
     """Return the value of the one level that an answer names: excellent 5, good 4, fair 3, poor 2, bad 1."""
-    words = set(re.findall(rf"(?<!not )\b({'|'.join(LEVELS)})\b", "" if refused(text) else conclusion(text).lower()))
+    words = set(re.findall(rf"(?<!not )\b({'|'.join(LEVELS)})\b", "" if declines(text) else conclusion(text).lower()))
     return LEVELS[words.pop()] if len(words) == 1 else None
 
 

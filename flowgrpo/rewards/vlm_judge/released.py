@@ -14,7 +14,7 @@ from flowgrpo.rewards.released_text import texts
 from flowgrpo.rewards.reward import modality_of
 from flowgrpo.rewards.vlm_judge.client import Answer
 from flowgrpo.rewards.vlm_judge.judge import LICENCE, Asking, JudgePairs
-from flowgrpo.rewards.vlm_judge.parse import expected_level, level, parser, refused
+from flowgrpo.rewards.vlm_judge.parse import declines, expected_level, level, parser
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -114,5 +114,5 @@ class DeQA(Asking):
         return [*super()._messages(parts), *begun]
 
     def _level(self, answer: Answer) -> float | None:
-        expected = None if refused(answer.text) else expected_level(answer.tokens)
+        expected = None if declines(answer.text) else expected_level(answer.tokens)
         return level(answer.text) if expected is None else expected

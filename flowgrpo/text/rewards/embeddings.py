@@ -18,7 +18,7 @@ from flowgrpo.data.selection import features
 from flowgrpo.errors import UserError, nearest
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.guards import distances
-from flowgrpo.rewards.local_model import LocalModel, loading, pretrained
+from flowgrpo.rewards.local_model import LocalModel, load_pretrained, loading
 from flowgrpo.storage import atomic
 from flowgrpo.text.rewards.answer_keys import LICENCE, keys, several, spoken, stated
 from flowgrpo.text.rewards.rules import normalised
@@ -41,8 +41,8 @@ class TextEncoder(LocalModel):
     def _loaded(self) -> tuple[Any, ...]:
         from transformers import AutoModel, AutoTokenizer
 
-        network = pretrained(self.reward, AutoModel, self.model, self.revision, "model", dtype=self.float_type)
-        return network, pretrained(self.reward, AutoTokenizer, self.model, self.revision, "model")
+        network = load_pretrained(self.reward, AutoModel, self.model, self.revision, "model", dtype=self.float_type)
+        return network, load_pretrained(self.reward, AutoTokenizer, self.model, self.revision, "model")
 
     @torch.no_grad()
     def embedded(self, texts: Sequence[str]) -> Tensor:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About
-from flowgrpo.rewards.local_model import LocalModel, pretrained, require_arguments
-from flowgrpo.rewards.vlm_judge.judge import filled
+from flowgrpo.rewards.local_model import LocalModel, load_pretrained, require_arguments
+from flowgrpo.rewards.vlm_judge.judge import fill_template
 from flowgrpo.text.rewards.answer_keys import LICENCE, keys, several, spoken
 
 if TYPE_CHECKING:
@@ -50,9 +50,9 @@ class PolicyModel(LocalModel):
     def _loaded(self) -> tuple[Any, Any]:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        network = pretrained(self.reward, AutoModelForCausalLM, self.model, None, "model", dtype=self.float_type,
+        network = load_pretrained(self.reward, AutoModelForCausalLM, self.model, None, "model", dtype=self.float_type,
                              use_safetensors=True)
-        return network, pretrained(self.reward, AutoTokenizer, self.model, None, "model")
+        return network, load_pretrained(self.reward, AutoTokenizer, self.model, None, "model")
 
     def _prompt(self, prompt: str, policy: Any) -> tuple[Any, Any, list[int]]:
         """Return the network, the tokenizer, and a prompt's tokens. policy: the one that is trained, or None."""
@@ -110,9 +110,9 @@ class RewardModel(LocalModel):
     def _loaded(self) -> tuple[Any, Any]:
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-        network = pretrained("reward_model", AutoModelForSequenceClassification, self.model, self.revision, "model",
-                             dtype=self.float_type, use_safetensors=True)
-        return network, pretrained("reward_model", AutoTokenizer, self.model, self.revision, "model")
+        network = load_pretrained("reward_model", AutoModelForSequenceClassification, self.model, self.revision,
+                                  "model", dtype=self.float_type, use_safetensors=True)
+        return network, load_pretrained("reward_model", AutoTokenizer, self.model, self.revision, "model")
 
     @torch.no_grad()
     def __call__(self, completions: Sequence[str], prompts: Sequence[str]) -> list[float | None]:
@@ -130,7 +130,8 @@ class RewardModel(LocalModel):
         _, tokenizer = self.models
         completion = completion if self.thoughts else spoken(completion)
         if self.template is not None:
-            return tokenizer(filled(self.template, prompt=prompt, completion=completion))["input_ids"][-self.longest:]
+            text = fill_template(self.template, prompt=prompt, completion=completion)
+            return tokenizer(text)["input_ids"][-self.longest:]
         turns = [{"role": "system", "content": self.system}] if self.system else []
         turns += [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
         text = tokenizer.apply_chat_template(turns, tokenize=False)  # includes the special tokens already

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from flowgrpo.evaluation.statistics import fixed
+from flowgrpo.evaluation.statistics import format_value
 
 Rows = tuple[list[str], list[list[str]]]  # headings and lines
 COST = ("`to 50%`: evaluations to that share of the reference's gain over the base; `spent`: all evaluations of "
@@ -27,11 +27,11 @@ def accuracies(results: dict[str, Any]) -> Rows:
     swept = any("tuned" in method for method in results["methods"])
     equal = [f"at {results['cost']:,.0f}"] if unequal(results) else []
     heads = ["method", "accuracy", "95 %", "seeds", "gain", *equal] + ["best of sweep", "its lr, clip"] * swept
-    rows = [["base", fixed(results["base"], 3)] + [""] * (len(heads) - 2)]
+    rows = [["base", format_value(results["base"], 3)] + [""] * (len(heads) - 2)]
     for method in ranked(results):
-        row = [method["label"], fixed(method["accuracy"], 3), f"{method['low']:.3f} to {method['high']:.3f}",
-               f"{method['lowest']:.3f} to {method['highest']:.3f}", fixed(method["gain"], 3, "+"),
-               *([fixed(method["at_cost"], 3)] if equal else [])]
+        row = [method["label"], format_value(method["accuracy"], 3), f"{method['low']:.3f} to {method['high']:.3f}",
+               f"{method['lowest']:.3f} to {method['highest']:.3f}", format_value(method["gain"], 3, "+"),
+               *([format_value(method["at_cost"], 3)] if equal else [])]
         rows.append(row + (_tuned(method) if swept else []))
     return heads, rows
 
@@ -64,8 +64,8 @@ def costs(results: dict[str, Any]) -> Rows:
 def tasks(results: dict[str, Any]) -> Rows:
     """Return the accuracy of every task."""
     names = list(results["base_tasks"])
-    rows = [["base", *(fixed(results["base_tasks"][name], 3) for name in names)]]
-    return ["method", *names], rows + [[method["label"], *(fixed(method["tasks"][name], 3) for name in names)]
+    rows = [["base", *(format_value(results["base_tasks"][name], 3) for name in names)]]
+    return ["method", *names], rows + [[method["label"], *(format_value(method["tasks"][name], 3) for name in names)]
                                        for method in ranked(results)]
 
 

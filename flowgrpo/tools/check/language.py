@@ -52,7 +52,7 @@ def drive(model: str | tuple[Any, Any], recipe: Config | None, device: str, resu
     loaded = _loaded(model, config)
     kind = build.kind(config, loaded)
     result |= {"precision": precision, "kind": KINDS[kind], "class": type(loaded[0]).__name__,
-               "weights": memory.held(loaded)}
+               "weights": memory.weights_gib(loaded)}
     require_whole({"model": loaded[0]})
     method = options.checked(config, kind, device)
     torch.manual_seed(0)  # initial adapter weights, so that a report is repeatable

@@ -48,7 +48,7 @@ def drive(model: str | tuple[Any, dict[str, Any]], recipe: Config | None, device
     method = options.checked(config, build.PIPELINE, device)
     pipe, call = loading.loaded(model, config) if isinstance(model, str) else model
     result |= {"precision": precision, "pipeline": type(pipe).__name__, "scheduler": type(pipe.scheduler).__name__,
-               "prediction": prediction(pipe.scheduler), "weights": memory.held(pipe.components.values()),
+               "prediction": prediction(pipe.scheduler), "weights": memory.weights_gib(pipe.components.values()),
                "few_steps": _few_steps(facts := few_steps.of_pipe(pipe, model if isinstance(model, str) else "",
                                                                    config.load))}
     loading.refuse(type(pipe))

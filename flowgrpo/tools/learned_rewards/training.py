@@ -29,7 +29,7 @@ from flowgrpo.data.pairs import Pair, aspects
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.statistics import Interval, interval
 from flowgrpo.rewards.clip import ClipScore
-from flowgrpo.rewards.local_model import placed
+from flowgrpo.rewards.local_model import resolve_device
 from flowgrpo.rewards.preprocessing import read_tensor
 from flowgrpo.storage import paths
 from flowgrpo.types import required
@@ -193,7 +193,7 @@ def _device(name: str | None) -> str:
     Raises UserError if torch cannot use it.
     """
     try:
-        return str(torch.empty(0, device=placed(name)).device)
+        return str(torch.empty(0, device=resolve_device(name)).device)
     except (RuntimeError, AssertionError):
         raise UserError(f"device is {name!r}, which torch {torch.__version__} cannot use here: leave it out, or take "
                         "cpu") from None

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from flowgrpo.data.pairs import OVERALL, load_pairs
-from flowgrpo.evaluation.statistics import ALL, WILSON, Interval, interval, ranged
+from flowgrpo.evaluation.statistics import ALL, WILSON, Interval, format_interval, interval
 from flowgrpo.storage import atomic
 
 CHOICES = ("left", "right", "tie", "skip")
@@ -183,5 +183,5 @@ def counted(worths: Sequence[float]) -> dict[str, Any]:
     decided = [worth for worth in worths if worth != 0.5]
     share = interval(np.array(decided, dtype=np.float64)[:, None], WILSON) if decided else \
         Interval(math.nan, math.nan, math.nan, WILSON, 0)
-    text = ranged(share.mean, share.low, share.high, 2) if decided else "-"
+    text = format_interval(share.mean, share.low, share.high, 2) if decided else "-"
     return {"votes": len(worths), "ties": len(worths) - len(decided), "b": int(sum(decided)), "share": text}

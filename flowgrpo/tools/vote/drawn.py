@@ -32,7 +32,7 @@ def pairs(source: Path, loras: Sequence[Path], prompts: Path | None, count: int,
     if len(loras) > 2:
         raise UserError(f"--lora: got {len(loras)}, expected one, which is compared with the base, or two")
     if prompts is not None:
-        chosen = spread(sets.given(prompts), count)
+        chosen = spread(sets.resolve_prompts(prompts), count)
     elif config is not None:
         chosen = spread(sets.resolve(config)[1], count)
     else:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from flowgrpo.contrib.taste.votes import SKIP, TIE, Question, Vote, VoteLog
-from flowgrpo.evaluation.statistics import WILSON, interval, ranged
+from flowgrpo.evaluation.statistics import WILSON, format_interval, interval
 
 RECENT = 20  # checks that the page counts: earlier ones are of weights that have changed since
 TICK = 0.2  # seconds between two looks of the loop at its own stop
@@ -158,4 +158,4 @@ class LiveBallot:
         if not worths:
             return None
         share = interval(np.array(worths)[:, None], WILSON)
-        return {"wins": sum(worths), "of": len(worths), "share": ranged(share.mean, share.low, share.high, 2)}
+        return {"wins": sum(worths), "of": len(worths), "share": format_interval(share.mean, share.low, share.high, 2)}

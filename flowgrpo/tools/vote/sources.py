@@ -10,7 +10,7 @@ from typing import Any
 
 from PIL import ExifTags, Image
 
-from flowgrpo.data.open_image import opened
+from flowgrpo.data.open_image import open_checked
 from flowgrpo.data.prompts import Prompt, load_prompts
 from flowgrpo.errors import UserError
 from flowgrpo.files import decoded, text_of, unsafe
@@ -90,7 +90,7 @@ def _facts(page: Path) -> dict[str, Any]:
         raise UserError(f"no images at {page}: expected a finished run, or the PNG that `flowgrpo compare grid` "
                         "wrote")
     try:
-        with opened(page, PAGE_PIXELS, "a page") as image:  # which tells of text that is no JSON too
+        with open_checked(page, PAGE_PIXELS, "a page") as image:  # which tells of text that is no JSON too
             facts = decoded(str(image.info.get("flowgrpo", "{}")))
     except UserError as error:
         raise UserError(f"{error}: sample it again") from None
@@ -169,7 +169,7 @@ def own_image(folder: Path, name: str) -> Path | None:
 def _prompt(file: Path) -> str:
     """Return the prompt of an image."""
     try:
-        with opened(file) as image:
+        with open_checked(file) as image:
             said = facts(image)
     except UserError as error:
         raise UserError(f"{error}: expected an image") from None

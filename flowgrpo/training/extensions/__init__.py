@@ -42,7 +42,7 @@ features.add(
             extension=f"{HERE}.credit:ValueModel"))
 
 
-def listed() -> list[Feature]:
+def list_extensions() -> list[Feature]:
     """Return the features that have an extension, in the order in which these are called."""
     last = len(ORDER)
     return sorted((feature for feature in features.all() if feature.extension),
@@ -51,7 +51,7 @@ def listed() -> list[Feature]:
 
 def wanted(config: Config, method: Method) -> Iterator[type[Extension]]:
     """Yield the extensions that a run has. A class is imported where it is wanted."""
-    for feature in listed():
+    for feature in list_extensions():
         if feature.wanted(config, method):
             yield features.at(feature.extension)
     for point in packaged("flowgrpo.extensions").values():
@@ -59,7 +59,7 @@ def wanted(config: Config, method: Method) -> Iterator[type[Extension]]:
             yield extension
 
 
-def brought(functions: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+def extensions_of_rewards(functions: Mapping[str, Any]) -> list[tuple[Any, Any]]:
     """Return the extensions that trained rewards bring, each with its reward. functions: by name."""
     origins = [part.origin for reward in functions.values() for part in inside(reward)]
     return [(origin.brings, origin) for origin in origins if getattr(origin, "brings", None) is not None]
@@ -67,11 +67,11 @@ def brought(functions: Mapping[str, Any]) -> list[tuple[Any, Any]]:
 
 def of(trainer: Run) -> Extensions:
     """Return the extensions of a trainer."""
-    first = [extension(trainer, reward) for extension, reward in brought(trainer.scoring.functions)]
+    first = [extension(trainer, reward) for extension, reward in extensions_of_rewards(trainer.scoring.functions)]
     return Extensions(first + [extension(trainer) for extension in wanted(trainer.config, trainer.method)])
 
 
-def judged(config: Config, method: Method) -> list[str]:
+def selector_names(config: Config, method: Method) -> list[str]:
     """Return the names of values by which weights can be chosen, beside rewards."""
     return [name for extension in wanted(config, method) for name in extension.judges]
 
@@ -96,7 +96,7 @@ def check_model(setup: Setup) -> None:
 
 def _all(setup: Setup) -> list[type[Extension]]:
     """Return the extensions of a run, those of its rewards too."""
-    return [extension for extension, _ in brought(setup.trained)] + [*wanted(setup.config, setup.method)]
+    return [extension for extension, _ in extensions_of_rewards(setup.trained)] + [*wanted(setup.config, setup.method)]
 
 
 def require(extension: type[Extension], setup: Setup) -> None:

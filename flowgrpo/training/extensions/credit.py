@@ -122,14 +122,14 @@ class MeasuredCredit(Extension):
     def _examined(self, epoch: Epoch) -> list[Part]:
         trainer, parts, replay = self.trainer, epoch.parts, self._replay(epoch)
         if trainer.method.needs:
-            parts = measured(trainer.method, parts, replay, trainer.kl_reference, trainer.processes)
+            parts = measure_decisions(trainer.method, parts, replay, trainer.kl_reference, trainer.processes)
         trainer.kl_reference.score_samples(parts, replay, trainer.processes)
         return parts
 
     def on_trained(self, epoch: Epoch) -> Metrics:
         trainer = self.trainer
         if "drift" in trainer.method.needs:
-            trainer.with_oom_retry(partial(drifted, trainer.method, trainer.memory, epoch.parts, self._replay(epoch),
+            trainer.with_oom_retry(partial(add_drift, trainer.method, trainer.memory, epoch.parts, self._replay(epoch),
                                    trainer.processes), "update")
         return {}
 
@@ -138,7 +138,7 @@ class MeasuredCredit(Extension):
 
 
 @torch.no_grad()
-def measured(method: Method, parts: list[Part], replay: Replay, reference: KLReference, processes: Processes
+def measure_decisions(method: Method, parts: list[Part], replay: Replay, reference: KLReference, processes: Processes
              ) -> list[Part]:
     """Return the parts with the entropies of their decisions and their log-probabilities under the reference, as far
     as the credit reads them; the policy is still the one that drew them."""
@@ -159,7 +159,7 @@ def _with_entropies(part: Part, replayed: Iterator[tuple[int, slice, Scored]]) -
                                            for taken, entropy in zip(part.transitions, entropies)))
 
 
-def drifted(method: Method, memory: dict[str, Any], parts: list[Part], replay: Replay, processes: Processes) -> None:
+def add_drift(method: Method, memory: dict[str, Any], parts: list[Part], replay: Replay, processes: Processes) -> None:
     """Add an epoch's `drift` to memory["drift"], where decisions have a log-probability."""
     if method.target.has_logp:
         memory["drift"] = memory.get("drift", 0.0) + drift(parts, replay, processes)

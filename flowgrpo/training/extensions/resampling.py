@@ -55,7 +55,7 @@ class Resampling(Extension):
             parts = [replace(part, transitions=tuple(replace(taken, old=replace(
                 taken.old, guided=off[taken.prompts[taken.parent].cpu()].to(taken.old.logp.device)))
                 for taken in part.transitions)) for part in parts]
-        return [moved(part, earlier) if earlier else part for part in parts]
+        return [shift_groups(part, earlier) if earlier else part for part in parts]
 
     def _expanded(self, batch: list[Prompt]) -> list[Prompt]:
         expansion = self.trainer.method.expansion
@@ -65,7 +65,7 @@ class Resampling(Extension):
         return self.trainer.rollouts.conditioning(prompts, self.trainer.epoch)
 
 
-def moved(part: Part, by: int) -> Part:
+def shift_groups(part: Part, by: int) -> Part:
     """Return the part of a later turn, shifted by the `by` groups of earlier turns, one per prompt."""
     transitions = tuple(replace(taken, prompts=taken.prompts + by) for taken in part.transitions)
     return replace(part, groups=range(part.groups.start + by, part.groups.stop + by), prompts=part.prompts + by,

@@ -86,7 +86,7 @@ class Supervised(Extension):
             norms = norm(before), norm([parameter.grad for parameter in parameters])
             weights = part.balance(Now(now.update, now.drawn, norms, now.signals))
         for parameter, gradient in zip(parameters, before):
-            parameter.grad = combined(gradient, weights[0], parameter.grad, weights[1])
+            parameter.grad = combine_gradients(gradient, weights[0], parameter.grad, weights[1])
         self.weights.append(weights[1])
 
     def _backward(self, chosen: Sequence[Example], update: int) -> None:
@@ -153,7 +153,7 @@ def norm(gradients: Sequence[Tensor | None]) -> float:
     return torch.nn.utils.get_total_norm(present).item() if present else 0.0
 
 
-def combined(one: Tensor | None, a: float, two: Tensor | None, b: float) -> Tensor | None:
+def combine_gradients(one: Tensor | None, a: float, two: Tensor | None, b: float) -> Tensor | None:
     """Return a * one + b * two, in the place of a gradient; None counts as zeros, and so does what has weight 0."""
     one, two = one if a else None, two if b else None
     if one is None or two is None:

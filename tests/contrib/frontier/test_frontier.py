@@ -140,8 +140,8 @@ def test_a_guarded_run_keeps_it_too(tmp_path):
 
 def test_a_reward_of_that_name_comes_first():
     named = tiny.config(eval__every=1, eval__best="frontier", eval__rewards=["frontier"])
-    assert extensions.judged(named, resolve(named, "flow")) == []
-    assert extensions.judged(settings("image", "nowhere"), resolve(named, "flow")) == ["frontier"]
+    assert extensions.selector_names(named, resolve(named, "flow")) == []
+    assert extensions.selector_names(settings("image", "nowhere"), resolve(named, "flow")) == ["frontier"]
 
 
 def test_a_distance_to_the_base_is_no_eval_only_reward():

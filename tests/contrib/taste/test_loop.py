@@ -223,7 +223,7 @@ def test_rewards_of_a_batch_by_hand():
 def test_what_votes_do_not_go_with(model, tmp_path):
     """A reward's extension is checked as those of the configuration are."""
     taste = Taste(Scripted(VoteLog(tmp_path / VOTES), 1), tmp_path)
-    assert extensions.brought({"taste": taste})[0][1] is taste
+    assert extensions.extensions_of_rewards({"taste": taste})[0][1] is taste
     with pytest.raises(UserError, match="the samples are voted on, which does not go with"):
         session.train(config(model, tmp_path).model_copy(update={"method": "diffusion_nft", "parts": {}}), taste, False)
 

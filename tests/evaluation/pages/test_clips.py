@@ -77,7 +77,7 @@ def test_a_clip_takes_the_seconds_of_its_frames(tmp_path, frames, fps, milliseco
     for file in (save_clip(tmp_path / "a.webp", shown, fps=fps), page):
         with Image.open(file) as picture:
             assert abs(sum(each.info["duration"] for each in frames_read(picture)) - milliseconds) <= 1
-    kept = snapshots.content(snapshots.shown(shown, fps))
+    kept = snapshots.content(snapshots.sample_as_json(shown, fps))
     assert abs(kept.seconds - frames / fps) < 0.001
     with Image.open(io.BytesIO(kept.gif())) as picture:
         assert abs(sum(each.info["duration"] for each in frames_read(picture)) - milliseconds) <= 10

@@ -163,4 +163,4 @@ def test_the_prompt_stands_above_texts_and_below_images(tmp_path):
 def test_small_scores_have_enough_decimals():
     rows = [Row("x", [RED, BLUE], [{"r": 0.0071}, {"r": 0.0064}])]
     digits = grid.digits_of(rows)
-    assert digits == {"r": 5} and grid.shown(0.0071, 5) == "0.00710" and grid.moved(0.0064, 0.0071, 5) == -1
+    assert digits == {"r": 5} and grid.format_score(0.0071, 5) == "0.00710" and grid.direction(0.0064, 0.0071, 5) == -1

@@ -54,12 +54,12 @@ def test_pages_show_the_video_with_the_webp_as_fallback(tmp_path, log):
     [(video, picture)] = re.findall(r'<video [^>]* muted playsinline><source type="video/mp4" src="([^"]+)">'
                                     r'<img [^>]* src="data:image/webp;base64,([^"]+)"></video>', text)
     assert base64.b64decode(video.partition(",")[2]) == ffmpeg.BYTES and base64.b64decode(picture)[8:12] == b"WEBP"
-    card = snapshots.shown(CLIP)
+    card = snapshots.sample_as_json(CLIP)
     assert card["video"] == clips.TYPE.join(("data:", ";base64,")) + base64.b64encode(ffmpeg.BYTES).decode()
     assert dict(zip(*[ffmpeg.call(log)[0][at:] for at in (0, 1)]))["-s"] == "128x160"  # enlarged 32 times
     kept = snapshots.content(card)
     assert kept.mp4 == ffmpeg.BYTES and [frame.getpixel((1, 1))[0] for frame in kept.frames] == [0, 255, 51]
-    assert "video" not in snapshots.shown(CLIP[0])
+    assert "video" not in snapshots.sample_as_json(CLIP[0])
 
 
 def test_without_an_encoder_one_line_says_so_and_the_webp_remains(tmp_path, monkeypatch, capsys):
@@ -70,7 +70,7 @@ def test_without_an_encoder_one_line_says_so_and_the_webp_remains(tmp_path, monk
     assert capsys.readouterr().err == ("clips are saved as WebP alone: mp4 needs ffmpeg with H.264: pip install "
                                        "'flowgrpo[mp4]'\n")
     assert "<video" not in write_page(tmp_path / "p.html", "t", ["a"], [Row("x", [CLIP], [{}])]).read_text()
-    assert set(snapshots.shown(CLIP)) == {"picture"}
+    assert set(snapshots.sample_as_json(CLIP)) == {"picture"}
     with pytest.raises(UserError, match=r"b.mp4 cannot be written: mp4 needs ffmpeg .*flowgrpo\[mp4\]"):
         save_clip(tmp_path / "b.mp4", CLIP)
 

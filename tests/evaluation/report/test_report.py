@@ -22,7 +22,7 @@ from flowgrpo.cli import main
 from flowgrpo.config import validate
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation.held_out import compared
+from flowgrpo.evaluation.held_out import compare_rewards
 from flowgrpo.evaluation.measured import Measured
 from flowgrpo.evaluation.report import report, snapshots, verdict
 from flowgrpo.evaluation.report.report import server
@@ -135,7 +135,7 @@ def test_the_slider_has_every_measurement_in_order(tmp_path):
 @pytest.mark.parametrize("count", [1, 2, 39, 40, 41, 100])
 def test_a_slider_of_many_measurements_keeps_both_ends(count):
     stages = [{"name": f"epoch-{i:05d}", "epoch": i, "cards": []} for i in range(count)]
-    labels = [stage["label"] for stage in report.thinned(stages)]
+    labels = [stage["label"] for stage in report.thin(stages)]
     assert len(set(labels)) == len(labels) == min(count, 40)
     assert labels[0] == "epoch 0" and labels[-1] == f"epoch {count - 1}"
 
@@ -185,7 +185,7 @@ def test_the_table_of_tasks_is_that_of_the_summary(tmp_path):
     run, scores = make_run(tmp_path / "run"), ([0.0] * 4, [0.0071, 0.0062] * 2)
     prompts = [Prompt(f"p{i}", metadata={"task": "ab"[i % 2]}) for i in range(4)]
     before, after = (Measured(prompts, {"scene": values}, torch.empty(0)) for values in scores)
-    (run / "summary.json").write_text(json.dumps(finite({"compared": compared(before, after, 1)})))
+    (run / "summary.json").write_text(json.dumps(finite({"compared": compare_rewards(before, after, 1)})))
     [rows] = report.data(run)["tasks"].values()
     assert [row[0] for row in rows] == ["a", "b", "all prompts"]
     assert rows[0][1:] == ["0.00000 [0.00000, 0.00000]", "0.00710 [0.00710, 0.00710]", "+0.00710 [+0.00710, +0.00710]"]

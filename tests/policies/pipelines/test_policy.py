@@ -13,7 +13,7 @@ from transformers import CLIPConfig, CLIPImageProcessor
 from flowgrpo.config.sections import Adapter
 from flowgrpo.errors import UserError
 from flowgrpo.methods import preset
-from flowgrpo.methods.presets import suited
+from flowgrpo.methods.presets import presets_for
 from flowgrpo.methods.targets import RecordedSteps
 from flowgrpo.policies import build
 from flowgrpo.policies.loading import make_pipeline
@@ -37,7 +37,7 @@ from tests.helpers.tables import near
 
 # The others are met in tests/samplers/test_noised_finals.py, tests/samplers/test_reward_gradient.py and
 # tests/samplers/test_reinflow.py.
-METHODS = [*(name for name in suited("flow") if type(preset(name).target) is RecordedSteps),
+METHODS = [*(name for name in presets_for("flow") if type(preset(name).target) is RecordedSteps),
            "mix_grpo+grpo_guard"]
 ROWS = torch.tensor([0, 0, 1, 1])
 
@@ -456,4 +456,4 @@ def test_a_safety_checker_does_not_blacken_what_is_scored():
     assert policy.generate(conditioning, policy.generators([0, 1]), 2, 1.0).abs().sum() > 0
     assert isinstance(pipe.safety_checker, Blackening) and pipe.config["safety_checker"][1] == "Blackening"
     assert pipe("red", num_inference_steps=2, output_type="pt").images.abs().sum() == 0, "the stock pipeline keeps it"
-    assert announcement.described(pipe).endswith(announcement.SAFETY)
+    assert announcement.describe_model(pipe).endswith(announcement.SAFETY)

@@ -13,7 +13,7 @@ from flowgrpo.methods.validate import resolve
 from flowgrpo.objectives.references import Teachers
 from flowgrpo.policies.options import checked
 from flowgrpo.training import sampling, state
-from flowgrpo.training.kl_reference import joined
+from flowgrpo.training.kl_reference import join_rows
 from flowgrpo.training.metrics import UpdateStats
 from flowgrpo.types import Scored
 from tests.helpers import loop, tiny
@@ -97,7 +97,7 @@ def test_a_resumed_run_has_its_teachers(models, tmp_path):
 def test_rows_of_two_scores_are_joined():
     one, two = (Scored(torch.full((3, 1), value), torch.ones(3, 1, dtype=torch.bool), torch.full((3, 1, 2), value),
                        torch.tensor([0.5])) for value in (1.0, 2.0))
-    found = joined(one, two, torch.tensor([False, True, False]))
+    found = join_rows(one, two, torch.tensor([False, True, False]))
     assert found.logp.flatten().tolist() == [1, 2, 1] and found.mean[:, 0, 0].tolist() == [1, 2, 1]
     assert found.std.tolist() == [0.5] and found.entropy is None
 

@@ -34,7 +34,7 @@ def replayed(name: str, checkpointing: float) -> tuple[torch.Tensor, torch.Tenso
     conditioning, (grid, timesteps) = policy.encode(["red"], ["old"]), probes.few_steps(policy, 3)
     x, _ = policy.run(Segment(grid, range(1), timesteps=timesteps), conditioning, None, policy.generators([0]))
     modules = [part for part in pipe.components.values() if isinstance(part, torch.nn.Module)]
-    held = memory.kept(modules, lambda: policy.replay(conditioning, x, grid, 1, timesteps))
+    held = memory.activation_bytes(modules, lambda: policy.replay(conditioning, x, grid, 1, timesteps))
     output = policy.replay(conditioning, x, grid, 1, timesteps)
     output.square().mean().backward()
     gradients = [p.grad.flatten() for p in policy.weights.parameters() if p.grad is not None]
@@ -75,7 +75,7 @@ def test_the_share_can_change_on_a_policy(name):
     modules, held = [part for part in pipe.components.values() if isinstance(part, torch.nn.Module)], []
     for share in (0.0, 1.0, 0.0, 0.5):
         policy.checkpoint(share)
-        held.append(memory.kept(modules, lambda: policy.replay(conditioning, x, grid, 1, timesteps)))
+        held.append(memory.activation_bytes(modules, lambda: policy.replay(conditioning, x, grid, 1, timesteps)))
     assert held[0] == held[2] > held[3] > held[1], held
 
 
@@ -84,7 +84,7 @@ def test_a_share_of_a_language_models_layers_recomputes():
     for share in (0.0, 0.5, 1.0):
         own = tiny_text.stir(tiny_text.policy(checkpointing=share))
         ids = torch.tensor([[1, 2, 3, 4, 5]])
-        held.append(memory.kept([own.model], lambda: own.model(input_ids=ids, use_cache=False).logits))
+        held.append(memory.activation_bytes([own.model], lambda: own.model(input_ids=ids, use_cache=False).logits))
         own.model(input_ids=ids, use_cache=False).logits.square().mean().backward()
         gradients.append(torch.cat([p.grad.flatten() for p in own.weights.parameters()]))
     assert held[0] > held[1] > held[2] > 0, held

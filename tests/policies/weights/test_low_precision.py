@@ -12,13 +12,13 @@ import torch
 
 from flowgrpo.errors import UserError
 from flowgrpo.policies.weights.low_precision import (
-    _quantised,
-    chosen,
+    _quantise,
     form,
+    lowest_precision,
     notice,
-    quantised,
     require_low_precision,
-    suited,
+    resolve_auto,
+    with_quantised_weights,
 )
 from flowgrpo.samplers.grids import shifted
 from flowgrpo.samplers.preview import PRECISIONS, Preview, previews
@@ -57,7 +57,7 @@ def test_a_preview_differs_little_and_leaves_the_weights_as_they_were(policy, pr
     conditioning, before = policy.encode(["red", "a cat"]), weights(policy)
     parameters = dict(policy.denoisers["transformer"].named_parameters())
     full = looked(policy, conditioning)
-    with quantised(policy, precision):
+    with with_quantised_weights(policy, precision):
         low = looked(policy, conditioning)
     assert 0 < far(low, full) < LARGEST
     after = weights(policy)
@@ -71,7 +71,7 @@ def test_a_preview_differs_little_and_leaves_the_weights_as_they_were(policy, pr
     ((0, 0), "int8"), ((7, 5), "int8"), ((8, 0), "int8"), ((8, 6), "int8"), ((8, 9), "fp8"), ((9, 0), "fp8"),
     ((10, 0), "nvfp4"), ((10, 3), "nvfp4"), ((12, 0), "nvfp4")])
 def test_the_precision_that_suits_a_gpu_follows_from_its_compute_capability(capability, precision):
-    assert suited(capability) == precision
+    assert lowest_precision(capability) == precision
 
 
 @pytest.mark.parametrize("capability, refused", [((8, 0), ["fp8", "nvfp4"]), ((9, 0), ["nvfp4"]), ((10, 0), [])])
@@ -118,7 +118,7 @@ def test_rows_of_zeros_have_the_product_zero_in_fp8(fp8_here, dtype):
     layer.weight.data[5] = 0
     with torch.no_grad():
         full = layer(inputs)
-        layer.weight = _quantised(layer.weight, "fp8")
+        layer.weight = _quantise(layer.weight, "fp8")
         low, none = layer(inputs), layer(0 * inputs)
     assert torch.equal(low[0], full[0]) and torch.equal(low[1, 2], full[1, 2]) and torch.equal(none[2], full[0])
     assert torch.equal(low[..., 5], full[..., 5])
@@ -127,7 +127,7 @@ def test_rows_of_zeros_have_the_product_zero_in_fp8(fp8_here, dtype):
 
 def test_a_weight_of_zeros_is_zeros_in_fp8(fp8_here):
     for dtype in (torch.bfloat16, torch.float32):
-        low = _quantised(torch.zeros(32, 32, dtype=dtype), "fp8")
+        low = _quantise(torch.zeros(32, 32, dtype=dtype), "fp8")
         assert torch.equal(low.dequantize(), torch.zeros(32, 32, dtype=dtype)) and (low.scale == 1).all()
 
 
@@ -135,7 +135,7 @@ def test_a_weight_of_zeros_is_zeros_in_fp8(fp8_here):
 def test_the_adapter_stays_in_full_precision_and_is_the_present_one(policy, precision):
     """Only base weights are quantised; a LoRA that has moved since is seen by the next preview."""
     conditioning, kept = policy.encode(["red"]), policy.weights.snapshot()
-    with quantised(policy, precision):
+    with with_quantised_weights(policy, precision):
         assert {type(p) for p in policy.weights.parameters()} == {torch.nn.Parameter}
         layers = [layer for name, layer in policy.denoisers["transformer"].named_modules()
                   if isinstance(layer, torch.nn.Linear) and "lora_" not in name]
@@ -144,7 +144,7 @@ def test_the_adapter_stays_in_full_precision_and_is_the_present_one(policy, prec
     fitting = [layer for layer in layers if not any(side % 16 for side in layer.weight.shape)]
     assert len(fitting) > 10 and len([name for name in changed if name != "Tensor"]) == len(fitting)
     tiny.stir(policy)
-    with quantised(policy, precision):
+    with with_quantised_weights(policy, precision):
         assert far(looked(policy, conditioning), first) > 1e-2
     policy.weights.load(kept)
 
@@ -152,10 +152,10 @@ def test_the_adapter_stays_in_full_precision_and_is_the_present_one(policy, prec
 def test_weights_that_are_all_trained_are_copied_anew():
     policy = tiny.policy(rank=0)
     conditioning = policy.encode(["red"])
-    with quantised(policy, "int8"):
+    with with_quantised_weights(policy, "int8"):
         first = looked(policy, conditioning)
     tiny.stir(policy)
-    with quantised(policy, "int8"):
+    with with_quantised_weights(policy, "int8"):
         assert far(looked(policy, conditioning), first) > 1e-2
     assert all(parameter.requires_grad for parameter in policy.weights.parameters())
 
@@ -164,7 +164,7 @@ def test_the_copies_are_freed_even_after_an_error(policy):
     before = weights(policy)
     layer = next(layer for name, layer in policy.denoisers["transformer"].named_modules()
                  if isinstance(layer, torch.nn.Linear) and "lora_" not in name)
-    with pytest.raises(ArithmeticError), quantised(policy, "int8"):
+    with pytest.raises(ArithmeticError), with_quantised_weights(policy, "int8"):
         copy = weakref.ref(layer.weight)
         raise ArithmeticError
     gc.collect()
@@ -174,7 +174,7 @@ def test_the_copies_are_freed_even_after_an_error(policy):
 def test_full_precision_changes_nothing(policy):
     layer = next(layer for layer in policy.denoisers["transformer"].modules() if isinstance(layer, torch.nn.Linear))
     weight = layer.weight
-    with quantised(policy, "full"):
+    with with_quantised_weights(policy, "full"):
         assert layer.weight is weight and torch.is_grad_enabled()
 
 
@@ -183,7 +183,7 @@ def test_half_precision_models_are_quantised_too(precision):
     policy = tiny.stir(tiny.policy(tiny.sd3().to(torch.bfloat16), precision="bf16"))
     conditioning = policy.encode(["red"])
     full = looked(policy, conditioning)
-    with quantised(policy, precision):
+    with with_quantised_weights(policy, precision):
         assert 0 < far(looked(policy, conditioning).float(), full.float()) < LARGEST + 0.05
 
 
@@ -195,7 +195,7 @@ def test_half_precision_models_are_quantised_too(precision):
 def test_auto_is_low_where_the_device_has_it_and_full_elsewhere(device, capability, torchao, taken, told, monkeypatch):
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if torchao else None)
-    assert chosen("auto", torch.device(device)) == taken and chosen("fp8", torch.device(device)) == "fp8"
+    assert resolve_auto("auto", torch.device(device)) == taken and resolve_auto("fp8", torch.device(device)) == "fp8"
     assert notice("auto", torch.device(device)) == f"previews are drawn {told}"
     assert notice("full", torch.device(device)) is None
     require_low_precision("auto", torch.device(device))
@@ -204,7 +204,7 @@ def test_auto_is_low_where_the_device_has_it_and_full_elsewhere(device, capabili
 def test_auto_changes_nothing_on_a_cpu(policy):
     conditioning = policy.encode(["red"])
     full = looked(policy, conditioning)
-    with quantised(policy, Preview().precision):
+    with with_quantised_weights(policy, Preview().precision):
         assert torch.equal(looked(policy, conditioning), full)
 
 
@@ -232,7 +232,7 @@ def test_the_chosen_images_start_from_bit_identical_noise(precision):
     before = weights(trainer.policy)
     parts, conditioning, _ = sampling.sample(trainer, trainer.prompts[:2])
     assert all(torch.equal(value, before[key]) for key, value in weights(trainer.policy).items())
-    with quantised(trainer.policy, precision):
+    with with_quantised_weights(trainer.policy, precision):
         finals = previews(trainer.policy, conditioning, shifted(2, 3.0), None, 9, 4, seeder(0, 0))
     scores = tiny.red(trainer.rollouts.decode(finals, conditioning.rows(torch.arange(2).repeat_interleave(9))), None)
     for prompt, part in enumerate(parts):

@@ -257,7 +257,7 @@ def test_the_names_are_the_eighty_of_geneval():
 def test_every_category_of_torchvisions_weights_has_one_of_these_names():
     from torchvision.models.detection import FasterRCNN_ResNet50_FPN_V2_Weights as TrainableWeights
 
-    names = {detectors.named(name) for name in TrainableWeights.DEFAULT.meta["categories"]}
+    names = {detectors.canonical_label(name) for name in TrainableWeights.DEFAULT.meta["categories"]}
     assert names - {"__background__", "N/A"} == set(OBJECTS)
 
 

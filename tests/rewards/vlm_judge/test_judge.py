@@ -26,8 +26,8 @@ from flowgrpo.errors import UserError
 from flowgrpo.rewards import Composed, Failed, Tally
 from flowgrpo.rewards.failures import TimedOut
 from flowgrpo.rewards.remote.exchange import brief, seconds
-from flowgrpo.rewards.vlm_judge.judge import Judge, JudgePairs, data_url, filled, spaced
-from flowgrpo.rewards.vlm_judge.parse import compared, expected_level, level, parser, verdict
+from flowgrpo.rewards.vlm_judge.judge import Judge, JudgePairs, data_url, fill_template, frame_index
+from flowgrpo.rewards.vlm_judge.parse import expected_level, level, parser, verdict, verdict_parser
 from flowgrpo.rewards.vlm_judge.released import DeQA
 
 
@@ -110,9 +110,9 @@ def test_a_verdict_is_found(text, first):
 
 
 def test_a_verdict_in_another_form():
-    read = compared(r"PICK (\w+)")
+    read = verdict_parser(r"PICK (\w+)")
     assert [read("PICK A, no: PICK B"), read("PICK first"), read("PICK 9"), read("none")] == [0, 1, None, None]
-    assert "expected `verdict`" in message(compared, "prefer")
+    assert "expected `verdict`" in message(verdict_parser, "prefer")
 
 
 @pytest.mark.parametrize("text, met", [
@@ -162,14 +162,14 @@ def test_levels_count_by_their_probabilities():
 # --- what is sent ----------------------------------------------------------------------------------------------------
 
 def test_a_template_is_filled_once():
-    assert filled('{prompt} {"a": {}} {criteria}', prompt="{criteria}", criteria="c") == '{criteria} {"a": {}} c'
+    assert fill_template('{prompt} {"a": {}} {criteria}', prompt="{criteria}", criteria="c") == '{criteria} {"a": {}} c'
 
 
 @pytest.mark.parametrize("count, wanted, rows", [
     (9, 3, [0, 4, 8]), (9, 1, [4]), (3, 8, [0, 1, 2]), (16, 4, [0, 5, 10, 15]), (2, 2, [0, 1]),
 ])
 def test_frames_are_spread(count, wanted, rows):
-    assert spaced(count, wanted) == rows
+    assert frame_index(count, wanted) == rows
 
 
 def opened(url: str) -> Image.Image:

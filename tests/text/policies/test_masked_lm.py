@@ -317,7 +317,8 @@ def test_trace_rl_is_as_published():
 def test_what_is_for_tokens_unmasks_and_what_unmasks_is_not_for_causal_models():
     causal = ("spo_chain", "spo_tree", "gigpo", "s_grpo", "latr", "visurf", "rl_plus", "chord", "relift", "rover",
               "hypo")
-    assert {*presets.suited("masks")} == {*presets.suited("tokens"), "trace_rl", "trace_rl_value", "drakes"} - {*causal}
+    fits = {*presets.presets_for("tokens"), "trace_rl", "trace_rl_value", "drakes"} - {*causal}
+    assert {*presets.presets_for("masks")} == fits
     assert methods.preset("gspo").on("masks").rollout.decoding == Unmasking()
     warm = overlay.with_parts(methods.preset("remax"), {"decoding": {"temperature": 0.5, "min_p": 0.1}})
     assert warm.on("masks").rollout.decoding == Unmasking(0.5, min_p=0.1, greedy=1)

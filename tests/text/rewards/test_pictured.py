@@ -97,9 +97,9 @@ def test_the_report_shows_the_image_beside_the_text(policy):
     text = Completion("a cat", 3)
     rewards.score({"r": reward(policy)}, [text], ["red"], [{}])
     torch.testing.assert_close(text.image, drawn("a cat", "red"), atol=2e-5, rtol=0)
-    card = snapshots.shown(text)
+    card = snapshots.sample_as_json(text)
     assert card["text"] == "a cat" and card["picture"].startswith("data:image/webp;base64,")
-    assert snapshots.content(card) == "a cat" and snapshots.shown(Completion("a cat", 3)) == {"text": "a cat"}
+    assert snapshots.content(card) == "a cat" and snapshots.sample_as_json(Completion("a cat", 3)) == {"text": "a cat"}
 
 
 def test_an_enhancer_learns_the_one_token_that_is_right():

@@ -177,7 +177,7 @@ def test_where_memory_runs_out_nothing_is_known(make, exhaust):
 
 def test_the_weights_are_counted():
     # A float32 weight of 2**27 numbers, not touched, and so in no memory, is half a GiB.
-    assert memory.held([torch.nn.Linear(2**14, 2**13, bias=False, device="meta"), None, "tokenizer"]) == 0.5
+    assert memory.weights_gib([torch.nn.Linear(2**14, 2**13, bias=False, device="meta"), None, "tokenizer"]) == 0.5
 
 
 @pytest.mark.parametrize("options, alone, shared", [
