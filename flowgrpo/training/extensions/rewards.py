@@ -24,7 +24,7 @@ class RewardHints(Extension):
         self.advantage, self._printed = trainer.method.credit.advantage, set[str]()
 
     def on_drawn(self, epoch: Epoch) -> None:
-        if extensions.brought(self.trainer.scoring.functions):
+        if extensions.extensions_of_rewards(self.trainer.scoring.functions):
             return
         self.epoch(epoch.metrics, self.trainer.scoring.spreads, self.trainer.epoch, self.trainer.log)
         if isinstance(self.advantage, Advantage) and self.advantage.scale == "batch":
