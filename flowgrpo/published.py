@@ -120,6 +120,12 @@ def _unipc(shift: float) -> Part:
 _FLUX_PARTS: dict[str, Part] = {
     "transformer": ("FluxTransformer2DModel", {"guidance_embeds": True}), "scheduler": FLUX_GRID, "vae": KL_FLUX,
     "text_encoder": CLIP_L, "text_encoder_2": T5_XXL}
+_XL: dict[str, Any] = {
+    "block_out_channels": (320, 640, 1280), "cross_attention_dim": 2048,
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"), "attention_head_dim": (5, 10, 20),
+    "transformer_layers_per_block": (1, 2, 10), "use_linear_projection": True, "addition_embed_type": "text_time",
+    "addition_time_embed_dim": 256, "projection_class_embeddings_input_dim": 2816}
 _WAN_14B: Part = "WanTransformer3DModel", {}
 _WAN_1B: Part = "WanTransformer3DModel", {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}
 
@@ -165,15 +171,15 @@ MODELS: dict[str, Published] = {
         {"tokenizer": 77}, {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}),
     "stabilityai/stable-diffusion-xl-base-1.0": Published(
         "StableDiffusionXLPipeline", {
-            "unet": ("UNet2DConditionModel", {
-                "sample_size": 128, "block_out_channels": (320, 640, 1280), "cross_attention_dim": 2048,
-                "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-                "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
-                "attention_head_dim": (5, 10, 20), "transformer_layers_per_block": (1, 2, 10),
-                "use_linear_projection": True, "addition_embed_type": "text_time", "addition_time_embed_dim": 256,
-                "projection_class_embeddings_input_dim": 2816}),
+            "unet": ("UNet2DConditionModel", _XL | {"sample_size": 128}),
             "vae": KL_XL, "text_encoder": CLIP_L, "text_encoder_2": CLIP_G,
             "scheduler": ("EulerDiscreteScheduler", _SD_BETAS | {"timestep_spacing": "leading"})},
+        {"tokenizer": 77, "tokenizer_2": 77}),
+    "stabilityai/sdxl-turbo": Published(
+        "StableDiffusionXLPipeline", {
+            "unet": ("UNet2DConditionModel", _XL | {"sample_size": 64}), "vae": KL_XL, "text_encoder": CLIP_L,
+            "text_encoder_2": CLIP_G,
+            "scheduler": ("EulerAncestralDiscreteScheduler", _SD_BETAS | {"timestep_spacing": "trailing"})},
         {"tokenizer": 77, "tokenizer_2": 77}),
     "stabilityai/stable-diffusion-3.5-medium": Published(
         "StableDiffusion3Pipeline", {
@@ -184,6 +190,10 @@ MODELS: dict[str, Published] = {
             "text_encoder_2": CLIP_G, "text_encoder_3": T5_XXL},
         {"tokenizer": 77, "tokenizer_2": 77, "tokenizer_3": 512}),
     "black-forest-labs/FLUX.1-dev": Published("FluxPipeline", _FLUX_PARTS, {"tokenizer": 77, "tokenizer_2": 512}),
+    "black-forest-labs/FLUX.1-schnell": Published(
+        "FluxPipeline", _FLUX_PARTS | {"transformer": ("FluxTransformer2DModel", {"guidance_embeds": False}),
+                                       "scheduler": (FLOW, {"shift": 1.0})},
+        {"tokenizer": 77, "tokenizer_2": 256}),
     "black-forest-labs/FLUX.1-Kontext-dev": Published(
         "FluxKontextPipeline", _FLUX_PARTS, {"tokenizer": 77, "tokenizer_2": 512}),
     # scripts/convert_flux2_to_diffusers.py of diffusers: klein-4b

@@ -44,6 +44,8 @@ FOLDER = ROOT / "configs"
 PIPELINES = {
     "sd15": ("StableDiffusionPipeline", "vp"),
     "sdxl": ("StableDiffusionXLPipeline", "vp"),
+    "sdxl_turbo_24gb": ("StableDiffusionXLPipeline", "vp"),
+    "flux_schnell_24gb": ("FluxPipeline", "flow"),
     "sd35_medium": ("StableDiffusion3Pipeline", "flow"),
     "flux_dev": ("FluxPipeline", "flow"),
     "flux_kontext": ("FluxKontextPipeline", "flow"),

@@ -107,6 +107,7 @@ def forced(name: str, folder: Path) -> dict[str, Any]:
         keys |= {"parts.preview.pool": 4, "parts.preview.steps": 2}
     if config.parts.get("plan", {}).get("size", 0) > FORCED["train.steps"] // 2:  # flow_grpo_fast's window is there
         keys["parts.plan.size"] = FORCED["train.steps"] // 2
+    keys |= {f"guard.{name}": None for name in config.guard.model_fields_set}  # of evaluations within a run
     if "n" in config.parts.get("selection", {}):
         keys["parts.selection.n"] = FORCED["train.group"]
     if config.image.sizes:
