@@ -63,6 +63,14 @@ def test_every_preset_has_a_short_section_and_its_line_in_the_index():
     assert [name for name in INFERENCE if f"[`{name}`]({SECTIONS[name][0]}#{name})" not in INDEX] == []
 
 
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_section_has_its_papers_title_a_sentence_a_formula_and_the_command_of_its_recipe(name):
+    heading, title, sentence, *_ = PRESETS[name].split("\n\n")
+    assert heading == name and re.fullmatch(r"\[.{15,}\]\(https://arxiv\.org/abs/\d{4}\.\d{5}\)", title)
+    assert re.match(r"[A-Z].*(?:[.:]|to|\*\*)$", sentence, re.S) and re.search(r"\$.*[=<>\\].*\$", PRESETS[name], re.S)
+    assert f"```yaml\n# flowgrpo train {name}.yaml" in PRESETS[name]
+
+
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 110
 
@@ -81,6 +89,7 @@ def test_the_recipe_of_a_page_works(name, tmp_path):
     host = methods.preset(recipe.method)
     process = next(process for process in KINDS if host.fits(process))
     assert name in recipe.method.split("+") and recipe.parts
+    assert recipe.model.startswith("starter") or process == "masks"
     drawn = process == "flow" and recipe.preferences is None
     assert ({"steps", "group"} if drawn else {"group"}) <= recipe.train.model_fields_set
     keys_read.check(loop.setup(recipe, KINDS[process]))

@@ -80,9 +80,9 @@ def test_the_laptops_python_trains_and_stock_diffusers_reads_it(tmp_path, monkey
 
 
 def test_rewards_that_are_shown_score():
-    """Those of docs/reward_writing.md, whose later blocks read names of earlier ones."""
+    """Those of docs/rewards.md, whose later blocks read names of earlier ones."""
     names: dict[str, Any] = {}
-    for block in blocks("python", ROOT / "docs" / "reward_writing.md"):
+    for block in blocks("python", ROOT / "docs" / "rewards.md"):
         exec(compile(block, "shown.py", "exec"), names)
         if "About(" in block:
             assert names["red"].about.modality == "image"

@@ -95,7 +95,7 @@ class Text(Section):
 
 
 class Rollout(Section):
-    """Engine that samples the images or clips of a rollout, or a feature cache; see docs/rollouts.md."""
+    """Engine that samples the images or clips of a rollout, or a feature cache; see docs/performance.md."""
 
     kinds: ClassVar = DENOISERS
 

@@ -48,7 +48,7 @@ class EngineKeys(Section):
 
 
 engine = Feature(name="engine", wanted=lambda config, method: config.rollout.engine, keys={"rollout": EngineKeys},
-                 extension="flowgrpo.contrib.engine.sampler:EngineRollouts", page="docs/rollouts.md")
+                 extension="flowgrpo.contrib.engine.sampler:EngineRollouts", page="docs/performance.md")
 
 
 class CacheKeys(Section):
@@ -68,7 +68,7 @@ class CacheKeys(Section):
 
 feature_cache = Feature(name="feature_cache", wanted=lambda config, method: config.rollout.cache,
                         keys={"rollout": CacheKeys}, extension="flowgrpo.contrib.feature_cache:RolloutCache",
-                        page="docs/rollouts.md")
+                        page="docs/performance.md")
 
 
 class StalenessKeys(Section):

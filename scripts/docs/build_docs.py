@@ -113,7 +113,8 @@ METHODS_HEAD = r"""# Methods
 
 A preset (`--method=mix_grpo`) sets the algorithm only: batch size, steps and guidance come from the recipe.
 `mix_grpo+grpo_guard` applies presets from left to right. `parts` changes single settings, or replaces a component with
-a `type` ([all parts](../reference/parts.md)):
+a `type` ([all parts](../reference/parts.md)). A section's recipe is a file: save it under the name in
+its first line, which is the command that runs it. Most extend a starter and download nothing.
 
 ```yaml
 method: mix_grpo

@@ -5,7 +5,7 @@
 
 The distance is the root mean square difference of the images, over that of images of different seeds: 0 is the same
 image, 1 as far as another sample. The table has the mean and the largest of the seeds. `--write` names the JSON that
-docs/rollouts.md shows.
+docs/performance.md shows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ VIDEO, DATA = ROOT / "configs" / "starter_video.yaml", ROOT / "docs" / "data" / 
 CASES = [*({"cache": "first_block", "cache_threshold": threshold} for threshold in (0.05, 0.1, 0.2, 0.4)),
          *({"cache": "taylorseer", "cache_interval": interval} for interval in (2, 3, 5)),
          *({"cache": "mag", "cache_threshold": threshold} for threshold in (0.06, 0.12, 0.24))]
-PAGE, BEGIN, END = ROOT / "docs" / "rollouts.md", "<!-- distances: begin -->", "<!-- distances: end -->"
+PAGE, BEGIN, END = ROOT / "docs" / "performance.md", "<!-- distances: begin -->", "<!-- distances: end -->"
 PROMPTS, SAMPLES = 4, 2
 
 

@@ -19,7 +19,7 @@ from flowgrpo.training import sampling
 from tests.helpers import tiny
 from tests.rewards.test_local_model import Mean
 
-DOCS = Path(__file__).parents[2] / "docs" / "reward_writing.md"
+DOCS = Path(__file__).parents[2] / "docs" / "rewards.md"
 
 
 def spread(latents, prompts):

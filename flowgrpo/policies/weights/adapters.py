@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from flowgrpo.distributed.shards import local
 from flowgrpo.errors import UserError
@@ -35,15 +36,23 @@ SCALED = ".lora_B.weight"
 def odd(tensors: Mapping[str, torch.Tensor]) -> str | None:
     """Return the name of the first tensor that holds NaN or an infinity; None if all are finite.
 
-    Of a sharded one this process's rows are read.
+    Of a sharded one this process's rows are read, of a quantized one (torchao) its scales.
     """
-    floats = {key: local(tensor) for key, tensor in tensors.items()
-              if tensor.is_floating_point() and not tensor.is_meta}
-    flags = [(value.float() if value.element_size() == 1 else value).isfinite().all() for value in floats.values()]
+    held = [(key, part) for key, tensor in tensors.items() for part in _plain(local(tensor))]
+    floats = [(key, part) for key, part in held if part.is_floating_point() and not part.is_meta]
+    flags = [(part.float() if part.element_size() == 1 else part).isfinite().all() for _, part in floats]
     if not flags:
         return None
     known = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist()  # the host waits once
-    return next((key for key, finite in zip(floats, known) if not finite), None)
+    return next((key for (key, _), finite in zip(floats, known) if not finite), None)
+
+
+def _plain(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors that one is made of: itself, unless it wraps others, which may lack `isfinite`."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    inner: Any = tensor
+    return [part for name in inner.__tensor_flatten__()[0] for part in _plain(getattr(inner, name))]
 
 
 def culprit(parts: Mapping[str, Any], buffers: bool = True) -> str | None:

@@ -1,4 +1,4 @@
-"""Table of docs/rollouts.md: from its JSON, and by the script that measures it."""
+"""Table of docs/performance.md: from its JSON, and by the script that measures it."""
 
 from __future__ import annotations
 

@@ -189,3 +189,14 @@ def test_a_damaged_file_is_told_before_the_model_is_loaded(trained, tmp_path):
 def test_a_run_of_images_is_no_lora_of_texts(trained, capsys):
     said = line(capsys, "sample", "starter_text", "--prompt", "1+2=", "--lora", trained[1])
     assert f"--lora {trained[1]}: a run of " in said and "a model of images, and 'starter_text' is none" in said
+
+
+def test_a_quantised_weight_is_read_by_its_scales():
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    module = torch.nn.Linear(32, 32).requires_grad_(False)
+    quantize_(module, Int8WeightOnlyConfig(version=2))
+    assert "Int8Tensor" in type(module.weight).__name__ and adapters.culprit({"transformer": module}) is None
+    module.weight.scale[0] = math.nan
+    assert adapters.culprit({"transformer": module}) == (
+        "the model's own transformer.weight holds NaN or an infinity: load whole weights")
