@@ -284,6 +284,20 @@ MODELS: dict[str, Published] = {
 }
 
 
+def _janus(width: int, inner: int, layers: int, heads: int) -> dict[str, Any]:
+    """Configuration of a Janus-Pro; its vision tower and its autoencoder have the sizes of transformers' defaults."""
+    return {"text_config": {"model_type": "llama", "vocab_size": 102400, "hidden_size": width,
+                            "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads,
+                            "num_key_value_heads": heads, "max_position_embeddings": 16384},
+            "vision_config": {"projection_dim": width}, "tie_word_embeddings": False,
+            "vq_config": {"projection_dim": width, "image_token_embed_dim": width}}
+
+
+# Configurations of models of image tokens.
+LANGUAGE = {"deepseek-community/Janus-Pro-1B": _janus(2048, 5632, 24, 16),
+            "deepseek-community/Janus-Pro-7B": _janus(4096, 11008, 30, 32)}
+
+
 def named(model: str) -> Published | None:
     """Return the configuration of a hub id, or of the first model of a pipeline's class; None if there is none."""
     of_class = (published for published in MODELS.values() if published.pipeline == model)

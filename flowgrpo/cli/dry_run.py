@@ -65,7 +65,7 @@ def _predicted(config: Config, name: str, gpu: GPU, processes: int) -> dict[str,
 
     with _shown(name, estimate.LOG):
         config = fit.settle(config, gpu, processes)
-        counts = estimate.dry_run(config, gpu, processes)
+        counts = fit.epoch(config, gpu, processes)
         settings, better = ({}, counts) if not counts.above(gpu.room) else fit.nearest_settings(
             config, gpu, counts, processes)
     counts, better = (each.corrected(name, config.model) for each in (counts, better))
@@ -121,7 +121,7 @@ def _key(config: Config, name: str, processes: int) -> str | None:
 
     import flowgrpo
     from flowgrpo.gpus import gpu_named
-    from flowgrpo.published import MODELS
+    from flowgrpo.published import LANGUAGE, MODELS
     from flowgrpo.tools.dry_run.estimate import MEASURED
 
     described, recipe = Path(config.load.config or config.model), config.yaml()
@@ -130,7 +130,7 @@ def _key(config: Config, name: str, processes: int) -> str | None:
     if described.is_dir():
         model: Any = {str(file): file.read_text(encoding="utf-8") for file in sorted(described.rglob("*.json"))
                       if file.stat().st_size < 2**20}
-    elif (model := repr(MODELS.get(config.model))) == "None":
+    elif (model := repr(MODELS.get(config.model) or LANGUAGE.get(config.model))) == "None":
         return None
     root = Path(flowgrpo.__file__).parent
     sources = [(str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in sorted(root.rglob("*.py"))]

@@ -92,6 +92,7 @@ def _run(trainer: Trainer, meta: MetaGPU, rows: int, steps: int) -> Phase:
 
 LOG = logging.getLogger(__name__)  # the phases that a dry run begins
 ORDER = ("encode", "preview", "rollout", "decode", "base", "reward", "rescore", "update")
+ANSWERS = "answers"  # a phase of questions about own images
 EVALUATION = "evaluation"  # a phase beside the epoch
 ONCE = "once"  # a part of the update, which more prompts do not make longer
 # Seconds that a GPU took over those computed, by card, pipeline and phase, with the commit that was measured.

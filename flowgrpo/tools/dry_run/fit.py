@@ -12,17 +12,18 @@ from flowgrpo.config.schema import Config
 from flowgrpo.device import AUTO
 from flowgrpo.errors import UserError
 from flowgrpo.gpus import GPU, GPUS
-from flowgrpo.tools.dry_run.estimate import Estimate, dry_run
+from flowgrpo.policies.build import IMAGE_TOKENS, kind
+from flowgrpo.tools.dry_run.estimate import ANSWERS, Estimate, dry_run
 
 # Options in the order of docs/performance.md, cheapest first: what they are changed from, and the phases they help.
 # Those of features come before them.
-LOOP = frozenset(("preview", "rollout", "decode", "base", "rescore", "update"))
+LOOP = frozenset(("preview", "rollout", "decode", "base", "rescore", "update", ANSWERS))
 LATER = LOOP | {"reward"}
 OPTIONS: list[tuple[str, Any, Any, frozenset[str]]] = [
     ("memory.rewards", "keep", "cpu", frozenset(("encode", "update"))),
     ("memory.encoders", "keep", "cpu", LATER),
     ("memory.vae", "whole", "sliced", frozenset(("decode", "preview", "base"))),
-    ("train.checkpointing", False, True, frozenset(("update",))),
+    ("train.checkpointing", False, True, frozenset(("update", ANSWERS))),
     ("train.micro_batch", None, None, LOOP),
     ("memory.states", "device", "cpu", LATER),
     ("memory.weights", "full", "int8", LATER | {"encode"}),
@@ -30,6 +31,15 @@ OPTIONS: list[tuple[str, Any, Any, frozenset[str]]] = [
     ("memory.weights", "int8", "nf4", LATER | {"encode"}),
     ("memory.encoders", "cpu", "ahead", frozenset(("encode",))),
 ]
+
+
+def epoch(config: Config, gpu: GPU, processes: int = 1, pipe: Any = None) -> Estimate:
+    """Return the counts of an epoch: of a pipeline, or of a model of image tokens."""
+    if pipe is None and kind(config) == IMAGE_TOKENS:
+        from flowgrpo.tools.dry_run import tokens
+
+        return tokens.dry_run(config, gpu, processes)
+    return dry_run(config, gpu, processes, pipe)
 
 
 def changed(config: Config, options: dict[str, Any]) -> Config:
@@ -58,12 +68,12 @@ def nearest_settings(config: Config, gpu: GPU, estimate: Estimate, processes: in
             return settings, estimate
         try:
             trial = settings | dict([option])
-            estimate, settings = dry_run(changed(config, trial), gpu, processes, pipe), trial
+            estimate, settings = epoch(changed(config, trial), gpu, processes, pipe), trial
         except UserError:  # an autoencoder without slices, a micro-batch that does not divide
             refused.add(option)
     for name in list(settings)[:-1]:
         without = {key: value for key, value in settings.items() if key != name}
-        trial_estimate = dry_run(changed(config, without), gpu, processes, pipe)
+        trial_estimate = epoch(changed(config, without), gpu, processes, pipe)
         if not trial_estimate.above(gpu.room):
             estimate, settings = trial_estimate, without
     return settings, estimate
@@ -71,11 +81,12 @@ def nearest_settings(config: Config, gpu: GPU, estimate: Estimate, processes: in
 
 def _options(config: Config, above: list[str]) -> Iterator[tuple[str, Any]]:
     """Yield the options that are not taken yet and help one of these phases."""
+    of_language = config.text.generates == "image"  # whose weights stay whole, and on the device
     rare = [(*option, LATER) for feature in features.dry_runs(features.all()) for option in feature.options]
     for name, old, new, helped in (*rare, *OPTIONS):
         section, key = name.split(".")
         value = getattr(getattr(config, section), key)
-        if helped.isdisjoint(above):
+        if helped.isdisjoint(above) or of_language and section != "train":
             continue
         if name == "train.micro_batch":
             smaller = (rows for rows in range(value // 2, 0, -1) if config.train.group % rows == 0)
@@ -103,7 +114,7 @@ def batch_settings(config: Config, room: float, pipe: Any = None, processes: int
 
         def above(size: int) -> bool:
             options = {"train.micro_batch": size, "train.checkpointing": setting}
-            estimates[size] = dry_run(changed(config, options), GPUS["H100"], processes, pipe)
+            estimates[size] = epoch(changed(config, options), GPUS["H100"], processes, pipe)
             return bool(estimates[size].above(room))
 
         fitting = bisect.bisect_left(sizes, True, key=above)
@@ -116,7 +127,7 @@ def settle(config: Config, gpu: GPU, processes: int = 1) -> Config:
     """Return a recipe with values in place of `auto`: those that fit the GPU, or else that take the least memory."""
     config = _batch(config, gpu, processes)
     for feature in features.dry_runs(features.all()):
-        config = feature.settled(config, processes, lambda held: not dry_run(held, gpu, processes).above(gpu.room))
+        config = feature.settled(config, processes, lambda held: not epoch(held, gpu, processes).above(gpu.room))
     return config
 
 

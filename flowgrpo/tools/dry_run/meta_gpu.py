@@ -186,7 +186,7 @@ class MetaGPU(TorchDispatchMode):
         functional.scaled_dot_product_attention, functional.rms_norm = self._attention, kernels.rms_norm
         stock.tensor, stock.autocast = from_host, self._autocast
         try:
-            with torch.autograd.set_multithreading_enabled(False), self:
+            with torch.autograd.set_multithreading_enabled(False), self._checkpoints(), self:
                 yield
         finally:
             functional.scaled_dot_product_attention, functional.rms_norm, stock.tensor, stock.autocast = before
@@ -201,6 +201,28 @@ class MetaGPU(TorchDispatchMode):
         if device_type != META.type:
             return _cast(device_type, *args, **options)
         return autocast(self, *args, **options)
+
+    @contextlib.contextmanager
+    def _checkpoints(self) -> Iterator[None]:
+        """Context manager: torch's checkpointing restores the pretended autocast in a recomputed forward, as CUDA's.
+
+        Inside a backward no mode of functions is active.
+        """
+        stock: Any = torch
+        before = stock.amp.is_autocast_available, stock.is_autocast_enabled, stock.get_autocast_dtype
+        own, cast = META.type, stock.amp.autocast
+        stock.amp.is_autocast_available = lambda kind: kind == own or before[0](kind)
+        stock.is_autocast_enabled = lambda *kind: self.autocast is not None if kind == (own,) else before[1](*kind)
+        stock.get_autocast_dtype = lambda kind: (self.autocast.dtype if self.autocast else torch.bfloat16
+                                                 ) if kind == own else before[2](kind)
+        stock.amp.autocast = lambda device_type, dtype=None, enabled=True, cache_enabled=None: (
+            autocast(self, dtype or torch.bfloat16, enabled) if device_type == own
+            else cast(device_type, dtype, enabled, cache_enabled))
+        try:
+            yield
+        finally:
+            stock.amp.is_autocast_available, stock.is_autocast_enabled, stock.get_autocast_dtype = before
+            stock.amp.autocast = cast
 
     @contextlib.contextmanager
     def sharded(self) -> Iterator[None]:
