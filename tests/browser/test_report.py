@@ -7,8 +7,10 @@ import threading
 
 import pytest
 import torch
+from PIL import Image
 from playwright.sync_api import expect
 
+from flowgrpo.data.prompts import load_prompts
 from flowgrpo.evaluation.report import report, snapshots
 from flowgrpo.evaluation.report.report import server
 from tests.browser.opened import DESK, PHONE, opened, overflow
@@ -134,6 +136,38 @@ def test_it_fits_the_screen(browser, run, size, scheme):
         assert lines.evaluate_all("all => all.every(each => each.scrollWidth <= each.clientWidth)")
         dark = page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 27)"
         assert dark == (scheme == "dark")
+
+
+@pytest.fixture(scope="module", params=["edit", "clip"])
+def sourced(request, tmp_path_factory):
+    """A run whose prompts bring an image and a mask, and its outputs: images or clips of 320 x 200 pixels."""
+    folder = tmp_path_factory.mktemp(request.param)
+    for name, level in (("source", 90), ("mask", 255)):
+        Image.new("RGB", (320, 200), (level,) * 3).save(folder / f"{name}.png")
+    rows = [{"prompt": f"a long request to change one thing and to leave everything else as it is, number {number}",
+             "image": "source.png", "mask_image": "mask.png"} for number in range(2)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts, run = load_prompts(folder / "prompts.jsonl"), make_run(folder / "run")
+    for name, epoch, grey in (("before", 0, 0.2), ("after", 4, 0.8)):
+        shape = (2, 9, 3, 200, 320) if request.param == "clip" else (2, 3, 200, 320)
+        scores = {"scene": [grey, grey / 2], "piqe": [0.5, 0.5]}
+        snapshots.stage(run, name, epoch, Measured(prompts, scores, torch.full(shape, grey)))
+    report.write(run)
+    return run
+
+
+@pytest.mark.parametrize("size", [PHONE, DESK], ids=["phone", "desk"])
+def test_sources_and_outputs_are_seen_whole(browser, sourced, size):
+    with opened(browser, (sourced / "report.html").as_uri(), size) as page:
+        page.locator("details").evaluate_all("all => all.forEach(each => { each.open = true; })")
+        assert overflow(page) <= 0
+        figure = page.locator("#stages figure").first
+        assert [word for word in ("source", "mask") if word not in figure.inner_text()] == []
+        shown = page.locator("#stages img, #stages video")
+        assert shown.count() >= 6  # two prompts: source, mask and output
+        boxes = shown.evaluate_all("""all => all.map(each => each.getBoundingClientRect())
+            .map(box => [box.left, box.right - innerWidth, box.width])""")
+        assert all(left >= 0 and over <= 0 and width >= 40 for left, over, width in boxes), boxes
 
 
 def test_live_it_follows_without_losing_its_place(browser, tmp_path):
