@@ -244,10 +244,11 @@ def sentences(config: Config, lines: list[dict[str, Any]], reward_changes: list[
 
     kept, structure: of summary.json. base: the base's stage. shares: looks of the last stage as shares of the base's.
     """
-    goal = joined([name if rule.weight == 1 else f"{name} ({rule.strength})" for name, rule in
-                    config.trained.items()])
     line = lines[-1] if lines else {"epoch": 0, "evaluations": 0, "seconds": 0.0}
     ended = outcome(config, lines)
+    unheard = {name for name, epochs in ended.silent if len(epochs) == ended.epochs and not ended.nothing}
+    goal = joined([name if rule.weight == 1 else f"{name} ({rule.strength})" for name, rule in
+                   config.trained.items() if name not in unheard or unheard == {*config.trained}])
     untrained = [("warn", sentence) for sentence in ended.sentences]
     doing = "is being" if not finished else "was to be" if ended.nothing else "was"
     toned = [("plain", f"{config.model} {doing} aligned to {goal} with {config.method}: "

@@ -50,6 +50,15 @@ def test_what_was_not_trained_is_told(rewards, lines, said):
     assert not said or told[0] in shown[:2]
 
 
+@pytest.mark.parametrize("lines, goal", [
+    ([line(1, a=NONE, b=VARIES), line(2, a=NONE, b=VARIES)], "b"),
+    ([line(1, a=NONE, b=VARIES), line(2, a=VARIES, b=VARIES)], "a and b"),
+    ([line(1, 0, a=NONE, b=GROUPS)], "a and b")])
+def test_a_run_was_not_aligned_to_a_reward_that_never_gave_a_score(lines, goal):
+    shown = " ".join(each["text"] for each in sentences(validate({"reward": {"a": 1.0, "b": 1.0}}), lines, [], {}, True))
+    assert f" aligned to {goal} with " in shown
+
+
 def test_a_reward_of_weight_0_is_no_cause():
     config = validate({"reward": {"a": 0.0, "b": 1.0}})
     assert outcome(config, [line(1, 0, a=VARIES, b=HALF)]).sentences[0].startswith(
