@@ -55,7 +55,8 @@ def test_what_was_not_trained_is_told(rewards, lines, said):
     ([line(1, a=NONE, b=VARIES), line(2, a=VARIES, b=VARIES)], "a and b"),
     ([line(1, 0, a=NONE, b=GROUPS)], "a and b")])
 def test_a_run_was_not_aligned_to_a_reward_that_never_gave_a_score(lines, goal):
-    shown = " ".join(each["text"] for each in sentences(validate({"reward": {"a": 1.0, "b": 1.0}}), lines, [], {}, True))
+    config = validate({"reward": {"a": 1.0, "b": 1.0}})
+    shown = " ".join(each["text"] for each in sentences(config, lines, [], {}, True))
     assert f" aligned to {goal} with " in shown
 
 
