@@ -51,7 +51,6 @@ from flowgrpo.published import named  # noqa: E402
 from flowgrpo.samplers.growth import explore  # noqa: E402
 from flowgrpo.samplers.rollout import seeder  # noqa: E402
 from flowgrpo.tools.check import tiny  # noqa: E402
-from flowgrpo.tools.check.tiny import texts  # noqa: E402
 from flowgrpo.tools.dry_run import from_configs  # noqa: E402
 from flowgrpo.train import Trainer  # noqa: E402
 from flowgrpo.training.epochs import peak  # noqa: E402
@@ -205,7 +204,7 @@ def loaded(config: Config) -> Any:
         return tiny.make(pipeline_of(config))[0].to(dtype) if HERE.rehearsed else \
             filled(from_configs.pipeline(config.model, dtype), HERE.device, dtype)
     if HERE.rehearsed:
-        return texts.make("Qwen3ForCausalLM")
+        return tiny.make_language_model("Qwen3ForCausalLM")
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     tokens = from_configs.tokenizer(QWEN3["max_position_embeddings"])

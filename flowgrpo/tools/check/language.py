@@ -27,7 +27,7 @@ from flowgrpo.text.policies import kinds
 from flowgrpo.text.policies.causal_lm import CausalLM
 from flowgrpo.text.rollouts.recorded import make_rollouts
 from flowgrpo.text.samplers.language_model import TokenizedPrompts
-from flowgrpo.tools.check.tiny import texts as tiny
+from flowgrpo.tools.check import tiny
 from flowgrpo.training import memory, reward_memory
 from flowgrpo.types import Completions, Scored
 
@@ -84,9 +84,9 @@ def drive(model: str | tuple[Any, Any], recipe: Config | None, device: str, resu
 def _loaded(model: str | tuple[Any, Any], config: Config) -> tuple:
     if not isinstance(model, str):
         return model
-    if not tiny.knows(model) or Path(model).exists():
+    if not tiny.is_language_model(model) or Path(model).exists():
         return kinds.load(config)
-    network, reader = tiny.make(model)
+    network, reader = tiny.make_language_model(model)
     return network.to(DTYPES[config.precision]), reader  # type: ignore[arg-type]  # its decorator has no types
 
 

@@ -42,7 +42,6 @@ from flowgrpo.starter import FOLDERS
 from flowgrpo.tools.check import tiny
 from flowgrpo.tools.check.loading import Unknown
 from flowgrpo.tools.check.pipelines import drive
-from flowgrpo.tools.check.tiny import texts
 
 # Reported fields of a pipeline; `language.FIELDS` are those of a language model.
 FIELDS = ("precision", "pipeline", "scheduler", "prediction", "weights", "few_steps", "denoisers", "parameters",
@@ -95,12 +94,13 @@ def is_text(model: Any) -> bool:
     """
     if not isinstance(model, str):
         return hasattr(model[0], "get_input_embeddings")
-    return not model.endswith("Pipeline") and (texts.knows(model) or build.writes(model))
+    return not model.endswith("Pipeline") and (tiny.is_language_model(model) or build.writes(model))
 
 
 def of_class(model: str) -> bool:
     """Return True for the name of a class of which a tiny random instance is made."""
-    return model not in FOLDERS and not Path(model).exists() and (model in tiny.factories() or texts.knows(model))
+    return model not in FOLDERS and not Path(model).exists() and (
+        model in tiny.factories() or tiny.is_language_model(model))
 
 
 def _room(result: dict[str, Any], device: str) -> str:

@@ -12,7 +12,7 @@ from flowgrpo.config.sections import Adapter
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.weights.forwards import fuse_norms, fuse_text_norms, without_casts
 from flowgrpo.policies.weights.trainable import lora_layers
-from flowgrpo.tools.check.tiny import texts
+from flowgrpo.tools.check.tiny import make_language_model
 from tests.helpers import tiny, tiny_text
 
 PROMPTS = ["red", "blue"]
@@ -122,7 +122,7 @@ def test_a_norm_whose_weight_has_another_dtype_answers_as_stock():
     ("Olmo2ForCausalLM", 9), ("SmolLM3ForCausalLM", 5), ("Gemma3ForCausalLM", 0)])
 def test_fused_norms_of_language_models_agree_with_stock_and_between_rollout_and_replay(name, count):
     """Two layers with two norms each, the last, and Qwen3's of queries and keys; Gemma's adds 1 to its weight."""
-    model, tokenizer = texts.make(name)
+    model, tokenizer = make_language_model(name)
     with torch.no_grad():
         for weight in (p for key, p in model.named_parameters() if "norm" in key):
             weight.copy_(torch.rand(weight.shape, generator=torch.Generator().manual_seed(0)) + 0.5)

@@ -12,7 +12,7 @@ from flowgrpo.config import load
 from flowgrpo.text.policies.causal_lm import TARGETS
 from flowgrpo.text.rewards.sandbox import choose
 from flowgrpo.tools.check import report
-from flowgrpo.tools.check.tiny import texts
+from flowgrpo.tools.check.tiny import LARGEST
 from tests.helpers import tiny, tiny_masked, tiny_text, tiny_vision
 from tests.text.test_text_evaluate import save
 
@@ -117,7 +117,7 @@ def test_a_model_of_image_tokens():
 def test_a_tiny_instance_by_its_name(name, cls):
     told = report.report(name)
     assert told["drivable"], told["reason"]
-    assert told["class"] == cls and told["parameters"] < texts.LARGEST and told["first_log_ratio"] <= 1e-4
+    assert told["class"] == cls and told["parameters"] < LARGEST and told["first_log_ratio"] <= 1e-4
 
 
 def test_what_cannot_be_trained_says_why():
