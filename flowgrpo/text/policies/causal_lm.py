@@ -166,7 +166,7 @@ class CausalLM:
             if most and length + self.text.max_tokens > most:
                 raise UserError(f"the prompt {prompt[:60]!r} has {length} tokens and its completion up to "
                                 f"{self.text.max_tokens}, but the model's context is {most} tokens: lower "
-                                "text.max_tokens, or shorten the prompt")
+                                "text.max_tokens (max_completion_length from TRL), or shorten the prompt")
 
     @torch.no_grad()
     def sample(self, tokenized: TokenizedPrompts, decoding: Decoding, generators: Sequence[torch.Generator],
