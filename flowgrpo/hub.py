@@ -93,11 +93,28 @@ def load_error(error: BaseException, model: str, what: str, expected: str, reaso
 
     what: a noun for the model. expected: what would load. reason: a better one than the raised error's.
     """
-    if told := refusal(error, model) or broken(error):
+    if told := refusal(error, model) or broken(error) or _other_sizes(error):
         return UserError(f"cannot load the {what} {model!r}: {told}")
     lines = str(error).strip().splitlines()
     return UserError(f"cannot load the {what} {model!r} ({reason or (lines or [type(error).__name__])[0]}): expected "
                      f"{expected}")
+
+
+def _other_sizes(error: BaseException) -> str | None:
+    """Return what differs where weights have other sizes than their configuration says; None for another error.
+
+    transformers logs them in a report and raises without them: they stand in the frame that raises."""
+    for each in causes(error):
+        step = each.__traceback__
+        while step is not None:
+            differing = getattr(step.tb_frame.f_locals.get("loading_info"), "mismatched_keys", None)
+            if differing and step.tb_next is None:
+                name, got, expected = min(differing)
+                others = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
+                return (f"{name} is {[*got]} in its weights, but {[*expected]} by its config.json{others}: take the "
+                        "config.json that was saved with the weights")
+            step = step.tb_next
+    return None
 
 
 def refusal(error: BaseException, model: str) -> str | None:

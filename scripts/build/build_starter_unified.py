@@ -3,17 +3,19 @@
     python scripts/build/build_starter_unified.py --out runs/starter_unified            # about half an hour of one core
     python scripts/build/build_starter_unified.py --out runs/starter_unified --minutes 10  # stop then; again: continues
 
-Three stages, each with a checkpoint every 50 steps: the decoder of the image tokens, by regression, since a token of
-this world says which quarter of which object stands there (`flowgrpo.starter.lattice`); the language model, which
-learns captions to tokens and questions about images to answers, with one set of weights; the folder, in bf16, with
-its processor. It stops early: it draws about six images in ten right, and has begun to see. Prints the accuracy of
-images by task, and of answers to balanced questions by kind, with the images shown and hidden. Seeds are fixed, and
-one thread computes: one machine builds the same weights again.
+Stages, each with a checkpoint every 50 steps: the decoder of the image tokens, by regression, since a token of this
+world says which quarter of which object stands there (`flowgrpo.starter.lattice`); the language model, which learns
+captions to tokens and questions about images to answers, with one set of weights; the vision tower, whose features
+become the words of what stands in a cell; questions for what is there; both tasks again; the folder, in bf16, with its
+processor. It stops early: it draws about half of the images right, and has begun to see. Prints the accuracy of images
+by task, and of answers to balanced questions by kind, with the images shown and hidden. Seeds are fixed, and one thread
+computes: one machine builds the same weights again.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import time
 from collections import defaultdict
@@ -182,6 +184,31 @@ def decoding(tokens: Any, steps: int) -> Callable[[int], Tensor]:
     return loss
 
 
+def naming(model: Any, tokenizer: Any) -> Callable[[int], Tensor]:
+    """Loss of naming what stands in each cell of an image: the vision tower's features there become the sum of the
+    embeddings of its shape's and colour's words, and zeros on the ground, so that words find what they name."""
+    table = model.get_input_embeddings().weight.detach()
+    shapes, colours = (table[tokenizer.convert_tokens_to_ids(list(names))].clone()
+                       for names in (scenes.SHAPES, scenes.COLOURS))
+    named = (shapes[:, None] + colours).flatten(0, 1)
+
+    def loss(step: int) -> Tensor:
+        rng = np.random.default_rng((3, step))
+        drawn = [lattice.scattered(rng, share) for share in rng.uniform(0.05, 0.3, 16)]
+        grids = torch.from_numpy(np.stack([lattice.tokens(objects) for objects in drawn])).flatten()
+        images = torch.from_numpy(np.stack([lattice.paint(objects) for objects in drawn]))
+        found = model.model.get_image_features(images * 2 - 1).pooler_output.flatten(0, 1)
+        of, seen = (grids[grids > 0] - 1) // 4, F.normalize(found[grids > 0], dim=1) * 10
+        wanted = torch.zeros_like(found)
+        wanted[grids > 0] = named[of]
+        count = len(colours)
+        return (F.cross_entropy(seen @ F.normalize(shapes, dim=1).T, of // count)
+                + F.cross_entropy(seen @ F.normalize(colours, dim=1).T, of % count)
+                + (found - wanted).square().sum(1).mean())
+
+    return loss
+
+
 @dataclass(frozen=True)
 class Lessons:
     """Loss of drawing `captions` scenes and of answering `asked` questions about each of `images` others."""
@@ -192,16 +219,20 @@ class Lessons:
     captions: int
     images: int
     asked: int
+    easy: float = EASY
+    weight: float = DRAWING_WEIGHT
+    first: int = 0  # number of the first step, which says what is drawn
+    only: str = ""  # the kind of the questions; "" for all
 
     def __call__(self, step: int) -> Tensor:
-        rng, dice = np.random.default_rng((2, step)), random.Random(step)
-        shares = EASY_SHARES if step < EASY * self.steps else TASK_SHARES
+        rng, dice = np.random.default_rng((2, self.first + step)), random.Random(self.first + step)
+        shares = EASY_SHARES if step < self.easy * self.steps else TASK_SHARES
         drawn = []
         for _ in range(max(self.captions, self.images)):
             claims = scenes.sample_claims(rng, str(rng.choice(scenes.TASKS, p=shares)))
             drawn.append((claims.caption(str(rng.choice(scenes.PREFIXES))), lattice.place(claims, rng)))
-        return DRAWING_WEIGHT * self.drawing(drawn[:self.captions], dice) + self.answering(
-            [objects for _, objects in drawn[:self.images]], dice)
+        loss = self.weight * self.drawing(drawn[:self.captions], dice) if self.captions else 0
+        return loss + self.answering([objects for _, objects in drawn[:self.images]], dice)
 
     def drawing(self, drawn: Sequence[tuple[str, list[lattice.Placed]]], dice: random.Random) -> Tensor:
         grids = torch.from_numpy(np.stack([lattice.tokens(objects) for _, objects in drawn]))
@@ -224,9 +255,10 @@ class Lessons:
     def answering(self, shown: Sequence[list[lattice.Placed]], dice: random.Random) -> Tensor:
         rows, labels = [], []
         for objects in shown:
-            row, label = [BOS, USER, BOI, *[IMAGE] * TOKENS, EOI], []
+            row = [BOS, USER, BOI, *[IMAGE] * TOKENS, EOI]
+            label: list[int] = []
             for _ in range(self.asked):
-                question, answer = balanced(seen(objects), dice)
+                question, answer = balanced(seen(objects), dice, self.only)
                 asked = [*self.tokenizer.convert_tokens_to_ids(self.tokenizer.tokenize(question)), ASSISTANT]
                 said = [self.tokenizer.convert_tokens_to_ids(answer), EOS]
                 label += [-100] * (len(row) + len(asked) - len(label)) + said
@@ -340,7 +372,7 @@ def held_out_prompts() -> list[str]:
 
 def tables(model: Any, tokenizer: Any) -> None:
     prompts = held_out_prompts()
-    for said, found in (("pictures", images_right(model, tokenizer, prompts)),
+    for said, found in (("images", images_right(model, tokenizer, prompts)),
                         ("answers", answers_right(model, tokenizer, prompts, False)),
                         ("answers, images hidden", answers_right(model, tokenizer, prompts, True))):
         print(f"{said}: " + ", ".join(f"{name} {np.mean(marks):.3f} of {len(marks)}" for name, marks in found.items()),
@@ -354,8 +386,11 @@ def main() -> None:
     parser.add_argument("--decoder-steps", type=int, default=1200)
     parser.add_argument("--steps", type=int, default=700, help="of the language model")
     parser.add_argument("--captions", type=int, default=48, help="per step")
-    parser.add_argument("--pictures", type=int, default=12, help="per step, that are asked about")
+    parser.add_argument("--images", type=int, default=12, help="per step, that are asked about")
     parser.add_argument("--asked", type=int, default=3, help="questions about each")
+    parser.add_argument("--seeing-steps", type=int, default=500, help="of the vision tower alone")
+    parser.add_argument("--looking-steps", type=int, default=150, help="of questions for what is there, alone")
+    parser.add_argument("--last-steps", type=int, default=140, help="of both tasks behind it")
     parser.add_argument("--lr", type=float, default=2e-3)
     args = parser.parse_args()
     deadline = time.monotonic() + 60 * args.minutes
@@ -375,6 +410,15 @@ def main() -> None:
     learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
     lessons = Lessons(model, processor.tokenizer, args.steps, args.captions, args.images, args.asked)
     Stage(args.out / "language.pt", model, learned, lessons, args.steps, args.lr, 1.6).run(deadline)
+    eyes = [*model.model.vision_model.parameters(), *model.model.aligner.parameters()]
+    with torch.no_grad():
+        model.model.aligner.hidden_layers[-1].weight.mul_(0.1)  # features of about the size of words
+    Stage(args.out / "eyes.pt", model, eyes, naming(model, processor.tokenizer), args.seeing_steps, 2e-3, 1.6
+          ).run(deadline)
+    looking = Lessons(model, processor.tokenizer, args.looking_steps, 0, 12, 12, easy=0, first=4000, only="exists")
+    Stage(args.out / "looking.pt", model, learned, looking, args.looking_steps, 1e-3, math.inf).run(deadline)
+    lessons = Lessons(model, processor.tokenizer, args.last_steps, 32, 12, 8, easy=0, weight=2.0, first=5000)
+    Stage(args.out / "both.pt", model, learned, lessons, args.last_steps, 1e-3, 1.6).run(deadline)
     model.eval().to(torch.bfloat16).save_pretrained(args.out / "model")
     processor.save_pretrained(args.out / "model")
     tables(model.float(), processor.tokenizer)

@@ -4,10 +4,11 @@
     python scripts/measure/unified_table.py --output runs/unified --table rewards --seeds 0
     python scripts/measure/unified_table.py --output runs/unified --only both --seeds 0 1
 
-Every row is one run of configs/starter_unified.yaml: the strict accuracy `scene` of images of held-out prompts, the
-share of right answers to balanced questions about rendered held-out scenes, the same with the images hidden, and the
-imbalance, each before and after. Prints the rows as they come, then the table in Markdown, with the processor seconds
-of each run; writes `table.json`, and reads the rows that are there.
+Every row is one run of configs/starter_unified.yaml. Its weights, and those it began with, draw two images of each of
+the 240 held-out prompts: their strict accuracy `scene`. They answer 960 balanced questions about rendered held-out
+scenes, shown and hidden: the shares of right answers. The imbalance is the difference of images and answers. Prompts,
+questions and seeds of these are the same for all rows. Prints the rows as they come, then the table in Markdown, with
+the processor seconds of each run, its own evaluations in them; writes `table.json`, and reads the rows that are there.
 """
 
 from __future__ import annotations
@@ -20,11 +21,16 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
 from flowgrpo.config import load
 from flowgrpo.run import run
+from flowgrpo.starter import FOLDERS
 
-sys.path.append(str(Path(__file__).parents[1] / "docs"))
-from revisions import commit  # noqa: E402 -- a script of the folder beside
+sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("docs", "build")]
+from build_starter_unified import answers_right, held_out_prompts, images_right  # noqa: E402 -- of a folder beside
+from revisions import commit  # noqa: E402
 
 RECIPE = Path(__file__).parents[2] / "configs" / "starter_unified.yaml"
 OWN: dict[str, Any] = {"reward": {"self_answers": {"args": {"length": 3}}}, "eval.rewards": ["scene"],
@@ -47,12 +53,15 @@ ARMS: dict[str, dict[str, dict[str, Any]]] = {
 NUMBERS = ("images", "right", "hidden", "imbalance")
 
 
-def result(summary: dict[str, Any]) -> dict[str, tuple[float, float]]:
-    """Return each number before and after a run, from its summary."""
-    told = re.findall(r"(right|hidden|imbalance) ([0-9.]+)", summary["kept"] or "")
-    found = {name: [float(value) for other, value in told if other == name] for name in NUMBERS[1:]}
-    found["images"] = [summary[side]["scene"] for side in ("before", "after")]
-    return {name: (found[name][0], found[name][-1]) for name in NUMBERS if found[name]}
+def measured(folder: Path) -> dict[str, float]:
+    """Return what the weights of a folder draw and answer, and the strict accuracy of each task's images."""
+    from transformers import AutoProcessor, JanusForConditionalGeneration
+
+    model = JanusForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer, prompts = AutoProcessor.from_pretrained(folder).tokenizer, 2 * held_out_prompts()
+    drawn = {name: float(np.mean(found)) for name, found in images_right(model, tokenizer, prompts).items()}
+    right, hidden = (float(np.mean(answers_right(model, tokenizer, prompts, blank)["all"])) for blank in (False, True))
+    return {"images": drawn.pop("all"), "right": right, "hidden": hidden} | drawn
 
 
 def main() -> None:
@@ -73,15 +82,19 @@ def main() -> None:
             if key not in rows:
                 folder = args.output / re.sub(r"\W+", "_", key)
                 began = time.process_time()
-                summary = run(load(RECIPE, given | changes | {"seed": seed, "output": str(folder), "tracker": "none"}))
-                rows[key] = {name: list(pair) for name, pair in result(summary).items()} | {
-                    "seconds": round(time.process_time() - began), "commit": commit()}
+                config = load(RECIPE, given | changes | {"seed": seed, "output": str(folder), "tracker": "none"})
+                run(config)
+                seconds = round(time.process_time() - began)
+                before, after = (measured(weights) for weights in (FOLDERS[config.model], *folder.glob("*/model")))
+                rows[key] = {name: [before[name], after[name]] for name in before} | {
+                    "seconds": seconds, "commit": commit()}
                 file.write_text(json.dumps(rows, indent=1) + "\n")
             print(key, rows[key], flush=True)
     print("| run | seed | " + " | ".join(NUMBERS) + " | processor, s |\n|" + "---|" * (len(NUMBERS) + 3))
     for key, row in rows.items():
         _, arm, seed = key.split("/")
-        cells = [f"{row[name][0]:.3f} to {row[name][1]:.3f}" if name in row else "" for name in NUMBERS]
+        row["imbalance"] = [abs(image - right) for image, right in zip(row["images"], row["right"])]
+        cells = [f"{row[name][0]:.3f} to {row[name][1]:.3f}" for name in NUMBERS]
         print(f"| {arm} | {seed} | " + " | ".join(cells) + f" | {row['seconds']:.0f} |")
     print(f"commits: {', '.join(sorted({row['commit'] for row in rows.values()}))}")
 

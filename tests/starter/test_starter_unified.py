@@ -87,9 +87,11 @@ def test_the_lessons_are_the_same_in_every_build():
     """A step's loss depends on its number alone, also where the build was interrupted."""
     torch.manual_seed(0)
     processor = build.build_processor()
-    lessons = build.Lessons(build.build_model(len(processor.tokenizer)), processor.tokenizer, 10, 2, 2, 2)
-    one, two = lessons(3).item(), lessons(4).item()
-    assert lessons(3).item() == one != two
+    model = build.build_model(len(processor.tokenizer))
+    for lessons in (build.Lessons(model, processor.tokenizer, 10, 2, 2, 2), build.naming(model, processor.tokenizer),
+                    build.Lessons(model, processor.tokenizer, 10, 0, 2, 2, easy=0, first=5, only="exists")):
+        one, two = lessons(3).item(), lessons(4).item()
+        assert lessons(3).item() == one != two
 
 
 def test_a_image_and_its_tokens_determine_each_other():
@@ -114,6 +116,7 @@ def test_balanced_questions_are_those_that_the_image_answers():
     seen = [Thing("star", "red", (8.0, 8.0)), Thing("ring", "blue", (40.0, 8.0))]
     asked = [balanced(seen, dice) for _ in range(600)]
     assert all(read_question(question)[1](seen) == answer for question, answer in asked)
+    assert {read_question(balanced(seen, dice, "exists")[0])[0] for _ in range(40)} == {"exists"}
     kinds = [read_question(question)[0] for question, _ in asked]
     assert kinds.count("exists") == pytest.approx(600 * 2 / 7, abs=50)  # of plain and of coloured shapes
     assert all(kinds.count(kind) == pytest.approx(600 / 7, abs=40) for kind in ("total", "count", "colour", "where",

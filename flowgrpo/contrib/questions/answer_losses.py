@@ -216,9 +216,10 @@ class HeldOutAnswers(Extension):
     """Answers about held-out images, with the images shown and hidden, and the imbalance of both tasks.
 
     In the starter's world the images are rendered scenes of the held-out prompts, with balanced questions; elsewhere
-    those shown held-out images of the run that the first trained reward finds right. Hidden images are grey. The
-    imbalance is the difference of the images' first reward and the answers' share. The formula is ours: UniRL
-    (2505.23380) names a metric of imbalance, and no source has it.
+    those shown held-out images of the run that the first trained reward finds right. Hidden images are grey; in the
+    starter's world its empty ground, since a grey image is of another world. The imbalance is the difference of the
+    images' first reward and the answers' share. The formula is ours: UniRL (2505.23380) names a metric of imbalance,
+    and no source has it.
     """
 
     def __init__(self, trainer: Run):
@@ -257,7 +258,8 @@ class HeldOutAnswers(Extension):
         if not asked:
             return {}
         reader = reader_of(self.trainer.policy, self.part.length)
-        before, hidden = self.trainer.policy.evaluations, torch.full_like(pictures, GREY)
+        before = self.trainer.policy.evaluations
+        hidden = torch.full_like(pictures, lattice.GROUND if self.part.reader == "scene" else GREY)
         shares = [float(np.mean(answered(reader, asked, images))) for images in (pictures, hidden)]
         self.trainer.policy.evaluations = before
         first = next(iter(measured.mean().values()))

@@ -124,10 +124,12 @@ def by_kind() -> dict[str, list[tuple[str, Answer]]]:
     return kinds
 
 
-def balanced(seen: Things, dice: random.Random) -> tuple[str, str]:
+def balanced(seen: Things, dice: random.Random, only: str = "") -> tuple[str, str]:
     """Question about an image, and its right answer: kinds are equally likely, then the answers that occur, then the
-    questions with that answer. So neither a kind nor its usual answer tells much without the image."""
-    kinds = by_kind()
+    questions with that answer. So neither a kind nor its usual answer tells much without the image.
+
+    only: what the names of the kinds to ask begin with."""
+    kinds = {name: asked for name, asked in by_kind().items() if name.startswith(only)}
     while True:
         of: dict[str, list[str]] = {}
         for question, answer in kinds[dice.choice(list(kinds))]:

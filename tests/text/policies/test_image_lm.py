@@ -21,6 +21,7 @@ from flowgrpo.policies import build, defaults
 from flowgrpo.run import run
 from flowgrpo.text.policies import kinds
 from flowgrpo.text.policies.image_lm import ImageLM
+from flowgrpo.text.policies.text_weights import load_causal_lm
 from flowgrpo.text.samplers.decoding import Decoding
 from flowgrpo.train import Trainer
 from flowgrpo.training.checks import check
@@ -253,6 +254,11 @@ def test_what_cannot_be_drawn_is_told_in_a_line(tmp_path):
     model.config.vision_config.num_image_tokens = 9
     with pytest.raises(UserError, match="generates 9 image tokens .*, but its autoencoder decodes 2 x 2"):
         tiny.drawing(loaded=(model, processor))
+    model, processor = tiny.janus()
+    model.config.vision_config.image_size = 12
+    model.save_pretrained(tmp_path / "other")
+    with pytest.raises(UserError, match=r"position_embedding.weight is \[4, 16\] in its weights, but \[9, 16\] by its"):
+        load_causal_lm(str(tmp_path / "other"), classes=("AutoModelForImageTextToText", "AutoProcessor"))
     config = Config(method="grpo", model="tiny", text={"generates": "image"})
     for loaded, name in ((tiny.llava(), "LlavaForConditionalGeneration"), (tiny_text.model(), "Qwen3ForCausalLM")):
         with pytest.raises(UserError, match=f"text.generates is 'image', but {name} has no image head"):
