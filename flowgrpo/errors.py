@@ -8,6 +8,7 @@ import re
 LIKE = 0.6  # likeness from 0 to 1 at which one word is taken for a slip of another
 LONGEST = 4000  # characters of an error; a longer one loses its middle
 COMPARED = 200  # characters of a word that are compared with others
+EXCERPT = 200  # characters of a value of the user within an error
 # Control characters, line ends, changes of a text's direction, and halves of surrogate pairs.
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # of an object in memory, in its repr
@@ -37,6 +38,12 @@ def _one_line(text: str) -> str:
         text = f"{text[:LONGEST * 2 // 3]} [...] {text[-LONGEST // 4:]}"
     text = _ADDRESS.sub("", text)
     return _CONTROL.sub(lambda match: " " if match[0] in "\n\r\t" else ascii(match[0])[1:-1], text)
+
+
+def excerpt(value: object) -> str:
+    """Return the repr of a value for an error; of one of more than EXCERPT characters, such as bytes, both ends."""
+    text = repr(value)
+    return text if len(text) <= EXCERPT else f"{text[:EXCERPT * 3 // 4]} [...] {text[-EXCERPT // 8:]}"
 
 
 def nearest(word: str, choices: list[str]) -> str:

@@ -39,9 +39,11 @@ def unfit(path: str | Path) -> str | None:
     """
     try:
         mode = Path(path).stat().st_mode
-    except FileNotFoundError:
-        return "is an address, expected a file: download it first" if address(path) else "does not exist"
     except (OSError, ValueError) as error:  # ValueError: a NUL
+        if address(path):  # one with its data is too long for a name
+            return "is an address, expected a file: download it first"
+        if isinstance(error, FileNotFoundError):
+            return "does not exist"
         return f"cannot be opened ({getattr(error, 'strerror', None) or error})"
     kind = _KINDS.get(stat.S_IFMT(mode), "special")
     return None if stat.S_ISREG(mode) else f"is {kind}, expected a regular file"

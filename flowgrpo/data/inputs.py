@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flowgrpo.errors import UserError
+from flowgrpo.errors import UserError, excerpt
 from flowgrpo.files import address, decoded, unfit, unsafe
 
 FILES = ("mask_image", "last_image", "video", "control_image", "ip_adapter_image")  # keys of one path, besides `image`
@@ -100,20 +100,22 @@ def _entries(inputs: Inputs, names: Any) -> list[Any]:
         try:
             names = decoded(names)
         except ValueError:
-            raise inputs.error("images", f"not a JSON list: {names!r}") from None
+            raise inputs.error("images", f"not a JSON list: {excerpt(names)}") from None
     elif isinstance(names, str) and SEPARATOR in names:
         names = [name.strip() for name in names.split(SEPARATOR)]
     if not isinstance(names, list) or not names:
-        raise inputs.error("images", f"expected a list of paths, got {names!r}: a single path goes under `image`")
+        raise inputs.error("images", f"expected a list of paths, got {excerpt(names)}: a single path goes under "
+                           "`image`")
     return names
 
 
 def _file(inputs: Inputs, key: str, name: Any, folder: Path) -> str:
+    name = str(name) if isinstance(name, Path) else name
     if not isinstance(name, str) or not name.strip():
-        raise inputs.error(key, f"expected a path, got {name!r}"
+        raise inputs.error(key, f"expected a path, got {excerpt(name)}"
                            + ": several images go under `images`" * (key == "image" and isinstance(name, list)))
     if why := unsafe(name):
-        raise inputs.error(key, f"expected a path, got {name!r}, which holds {why}")
+        raise inputs.error(key, f"expected a path, got {excerpt(name)}, which holds {why}")
     path = folder / name
     why = unfit(path)
     if why and (found := address(name)):
@@ -138,5 +140,5 @@ def _scale(inputs: Inputs, value: Any) -> float:
     except (TypeError, ValueError, OverflowError):
         scale = math.nan
     if not 0 <= scale < math.inf:
-        raise inputs.error(SCALE, f"expected a number of 0 or more, such as 0.8, got {value!r}")
+        raise inputs.error(SCALE, f"expected a number of 0 or more, such as 0.8, got {excerpt(value)}")
     return scale

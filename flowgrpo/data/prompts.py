@@ -31,7 +31,7 @@ from typing import Any
 
 from flowgrpo.data import inputs as files
 from flowgrpo.data.inputs import Inputs
-from flowgrpo.errors import UserError, nearest
+from flowgrpo.errors import UserError, excerpt, nearest
 from flowgrpo.files import decoded, require_ending, require_size, unfit, unsafe
 
 ANSWERS = ("solution", "answer")  # of a prompt's metadata: the first that it has
@@ -354,14 +354,14 @@ def _json(text: str, path: Path, line: int) -> Any:
 
 def _prompt(record: Any, path: Path, line: int) -> Prompt:
     if not isinstance(record, dict):
-        raise _wrong(path, line, f"expected an object with the key 'prompt', got {record!r}")
+        raise _wrong(path, line, f"expected an object with the key 'prompt', got {excerpt(record)}")
     text, negative, metadata = record.get("prompt"), record.get("negative_prompt"), record.get("metadata")
     if not isinstance(text, str) or not text.strip():
-        raise _wrong(path, line, f"expected a text under 'prompt', got {text!r}")
+        raise _wrong(path, line, f"expected a text under 'prompt', got {excerpt(text)}")
     if not isinstance(negative, str | None):
-        raise _wrong(path, line, f"expected a text under 'negative_prompt', got {negative!r}")
+        raise _wrong(path, line, f"expected a text under 'negative_prompt', got {excerpt(negative)}")
     if not isinstance(metadata, dict | None):
-        raise _wrong(path, line, f"expected an object under 'metadata', got {metadata!r}")
+        raise _wrong(path, line, f"expected an object under 'metadata', got {excerpt(metadata)}")
     for key in ("prompt", "negative_prompt"):
         if why := unsafe(record.get(key) or ""):
             raise _wrong(path, line, f"the text under {key!r} holds {why}")
@@ -377,7 +377,7 @@ def _weight(value: Any, path: Path, line: int) -> float:
     except (TypeError, ValueError, OverflowError):
         weight = math.nan
     if isinstance(value, bool) or not 0 < weight < math.inf:
-        raise _wrong(path, line, f"expected a positive number under 'weight', got {value!r}")
+        raise _wrong(path, line, f"expected a positive number under 'weight', got {excerpt(value)}")
     return weight
 
 

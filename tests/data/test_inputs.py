@@ -11,7 +11,7 @@ from PIL import Image
 
 from flowgrpo.data.images import Clip, frame_count, image_size, read_image
 from flowgrpo.data.inputs import Inputs
-from flowgrpo.data.prompts import Prompt, as_line, load_prompts
+from flowgrpo.data.prompts import Prompt, as_line, load_prompts, of_records
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.preprocessing import read_output
 
@@ -89,6 +89,7 @@ def test_a_table_lists_images_in_one_cell(folder):
     ({"control_image": "clip"}, "'control_image': no image at {folder}/clip"),
     ({"image": "https://a.b/c.png"}, "'image': got the address https://a.b/c.png, expected a path: download it first"),
     ({"mask_image": "data:image/png;base64,iVBO", "image": "a.png"}, "'mask_image': got the address data:image/png;"),
+    ({"image": "data:image/png;base64," + "A" * 9000}, "'image': got the address data:image/png;base64,AAA"),
     ({"control_image": "no/a.png"}, "'control_image': no image at {folder}/no/a.png; there is no folder {folder}/no"),
     ({"controlnet_conditioning_scale": -1}, "'controlnet_conditioning_scale': expected a number of 0 or more"),
     ({"control_imag": "a.png"}, "unknown key 'control_imag': did you mean 'control_image'?"),
@@ -98,6 +99,25 @@ def test_a_wrong_key_is_one_line_with_file_line_and_key(folder, line, expected):
         read(folder, {"prompt": "fine"}, {"prompt": "x"} | line)
     assert str(caught.value).startswith(f"prompts {folder}/p.jsonl, line 2") and "\n" not in str(caught.value)
     assert expected.format(folder=folder) in str(caught.value)
+
+
+def test_paths_from_python_are_paths(folder):
+    one, several = of_records([{"prompt": "x", "image": folder / "a.png", "mask_image": folder / "b.png"},
+                               {"prompt": "x", "images": [folder / "a.png", folder / "b.png"]}])
+    assert one.inputs.given() == {"image": str(folder / "a.png"), "mask_image": str(folder / "b.png")}
+    assert several.inputs.images == (str(folder / "a.png"), str(folder / "b.png"))
+
+
+@pytest.mark.parametrize("record", [
+    {"prompt": "x", "image": {"bytes": bytes(9000), "path": "a.png"}}, {"prompt": "x", "image": ["a.png"] * 3000},
+    {"prompt": "x", "images": {"bytes": bytes(9000)}}, {"prompt": "x", "images": "[" + "x" * 9000},
+    {"prompt": "x", "controlnet_conditioning_scale": "x" * 9000}, {"prompt": bytes(9000)}, bytes(9000),
+    {"prompt": "x", "weight": "x" * 9000}, {"prompt": "x", "negative_prompt": bytes(9000)},
+    {"prompt": "x", "metadata": bytes(9000)}])
+def test_a_long_value_is_told_by_its_ends(record):
+    with pytest.raises(UserError, match=r"^prompts list, line 1.* \[\.\.\.\] ") as caught:
+        of_records([record])
+    assert len(str(caught.value)) < 320
 
 
 @pytest.mark.parametrize("name, off", [("clip", 0), ("clip.gif", 4), ("clip.webp", 6), ("clip.mp4", 12)])
