@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 
+from flowgrpo.data import inputs
 from flowgrpo.data.prompts import Prompt, of_rows
 from flowgrpo.errors import UserError, nearest
 
@@ -106,6 +107,7 @@ def _rows(source: str, dataset: HubPrompts) -> Iterator[dict[str, Any]]:
                         "a public dataset, or `hf auth login` before, and a network for the first time") from None
     features = getattr(rows, "features", None) or {}
     media = {name for name, feature in features.items() if type(feature).__name__ in ("Image", "Audio", "Video")}
+    inputs.note_unread(f"prompts {source}", tuple(sorted(media)))
     for row in rows.remove_columns([*media]) if media else rows:  # type: ignore[attr-defined]
         yield row
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from flowgrpo.data.open_image import SIDEWAYS, open_checked, orientation, pages, require_open, require_single, rgb
 from flowgrpo.errors import UserError
-from flowgrpo.files import unfit
+from flowgrpo.files import address, unfit
 from flowgrpo.nouns import counted
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ def _frames(path: Path) -> Iterator[Image]:
 def _by_pillow(path: Path) -> bool:
     """Return True for a clip in a format of images, by its first bytes and its name. UserError for an empty file."""
     if why := unfit(path):
-        raise UserError(f"{path} cannot be read as a video (it {why})")
+        raise UserError(f"{address(path) or path} cannot be read as a video (it {why})")
     with path.open("rb") as file:
         start = file.read(12)
     if not start:

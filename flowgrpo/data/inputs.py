@@ -7,7 +7,9 @@ A prompt file names them by path, relative to itself. They are decoded later, by
 from __future__ import annotations
 
 import difflib
+import functools
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -107,6 +109,15 @@ def _entries(inputs: Inputs, names: Any) -> list[Any]:
         raise inputs.error("images", f"expected a list of paths, got {excerpt(names)}: a single path goes under "
                            "`image`")
     return names
+
+
+
+@functools.cache
+def note_unread(source: str, columns: tuple[str, ...]) -> None:
+    """Print, once, that a table's columns of images are left out, where a prompt file would have paths."""
+    if named := [name for name in columns if name in KEYS]:
+        print(f"{source}: the images in the column {named[0]!r} are not read, so that its prompts go without: to use "
+              "them save each as a file, and give its path", file=sys.stderr)
 
 
 def _file(inputs: Inputs, key: str, name: Any, folder: Path) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flowgrpo.errors import UserError
-from flowgrpo.files import unfit
+from flowgrpo.files import address, unfit
 
 if TYPE_CHECKING:
     import numpy as np
@@ -49,7 +49,7 @@ def open_checked(path: str | Path, most: int = PIXELS, what: str = "an image") -
     from PIL import Image, UnidentifiedImageError
 
     if why := unfit(path):
-        raise UserError(f"{path} cannot be read as {what} (it {why})")
+        raise UserError(f"{address(path) or path} cannot be read as {what} (it {why})")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Pillow's, of sizes and of damaged metadata

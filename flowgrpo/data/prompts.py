@@ -285,7 +285,9 @@ def rows(path: Path) -> list[dict[str, Any]]:
     try:
         if (count := parquet.read_metadata(path).num_rows) > ROWS:  # a few bytes can stand for any number
             raise UserError(f"{path}: {count:,} rows, expected {ROWS:,} at most: split it")
-        columns = [field.name for field in parquet.read_schema(path) if "binary" not in str(field.type)]
+        schema = parquet.read_schema(path)
+        columns = [field.name for field in schema if "binary" not in str(field.type)]
+        files.note_unread(str(path), tuple(name for name in schema.names if name not in columns))
         return [_json_value(row) for row in parquet.read_table(path, columns=columns).to_pylist()]
     except UserError:
         raise

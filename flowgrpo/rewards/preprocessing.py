@@ -15,7 +15,7 @@ from torch.nn.functional import interpolate, pad
 from flowgrpo.data.images import frames_of, stills
 from flowgrpo.data.open_image import FLOATS, levels, open_checked, pages, require_single, rgb, upright
 from flowgrpo.errors import UserError
-from flowgrpo.files import text_of, unfit
+from flowgrpo.files import address, text_of, unfit
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -164,7 +164,7 @@ def read_output(path: Path) -> torch.Tensor | str:
     """Read an image [3,H,W] in [0, 1], a video [F,3,H,W], or a text. Raises UserError if it cannot be read."""
     if not path.exists():
         why = unfit(path)
-        raise UserError(f"no file at {path}" + f": it {why}" * (why != "does not exist"))
+        raise UserError(f"no file at {address(path) or path}" + f": it {why}" * (why != "does not exist"))
     try:
         if path.suffix == ".txt":
             return text_of(path)

@@ -115,6 +115,16 @@ def test_other_keys_are_metadata_in_every_form(tmp_path):
         Prompt("3 and 4?", metadata={"answer": "7", "source": "own"})]
 
 
+def test_images_in_a_table_are_left_out_with_a_line(tmp_path, capsys):
+    """A data set of captions is one of prompts; one of edits has to name files."""
+    rows = [{"prompt": "a cat", "image": {"bytes": b"png", "path": "x"}, "embedding": b"bytes"}]
+    for _ in range(2):
+        assert load_prompts(table(tmp_path / "p.parquet", rows)) == [Prompt("a cat")]
+    assert capsys.readouterr().err == (
+        f"{tmp_path / 'p.parquet'}: the images in the column 'image' are not read, so that its prompts go without: to "
+        "use them save each as a file, and give its path\n")
+
+
 def test_parquet_holds_the_same(tmp_path):
     rows = [{"prompt": "a cat", "negative_prompt": "blurry", "metadata": {"task": "one", "n": 2}, "weight": 2.5,
              "level": "easy", "image": {"bytes": b"no path", "path": "x"}, "raw": b"bytes"},

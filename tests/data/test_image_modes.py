@@ -146,7 +146,7 @@ def test_frames_of_a_folder_go_by_their_numbers(tmp_path):
 
 
 def test_an_address_in_the_place_of_a_file_says_to_download_it():
-    with pytest.raises(UserError, match="no file at https:/a.b/c.png: it is an address, expected a file: download it"):
+    with pytest.raises(UserError, match="no file at https://a.b/c.png: it is an address, expected a file: download it"):
         read_output(Path("https://a.b/c.png"))
     with pytest.raises(UserError, match=r"cannot be read as an image \(it is an address, expected a file: download it"):
         read_image("https://a.b/c.png")

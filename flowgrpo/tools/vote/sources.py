@@ -115,7 +115,8 @@ def of_folders(a: Path, b: Path) -> tuple[list[Comparison], Sides]:
             raise UserError(f"no folder at {folder}: expected two folders of images with equal file names")
     left, right = listed(a), listed(b)
     if not left.keys() & right.keys():
-        raise UserError(f"{a} and {b} have no images of equal file names ({len(left)} and {len(right)} images)")
+        raise UserError(f"{a} and {b} have no images of equal file names ({len(left)} and {len(right)} images): "
+                        f"expected {', '.join(ENDINGS)}")
     comparisons = []
     for name in left:
         if name not in right:
