@@ -268,7 +268,7 @@ def test_a_run_that_is_not_there_is_no_name_of_the_hub(tmp_path, capsys, monkeyp
         assert refused(capsys, "sample", "runs/sdxl", "--prompt=x").endswith(told)
 
 
-@pytest.mark.parametrize("path", ["/nowhere/x", "./x", "a/b/c"])
+@pytest.mark.parametrize("path", ["/nowhere/x", "./x", "../b/c"])
 def test_a_path_is_no_name_of_the_hub(tmp_path, capsys, monkeypatch, path):
     monkeypatch.chdir(tmp_path)
     assert refused(capsys, "sample", path, "--prompt=x").endswith(f"no model or run '{path}': there is no such folder")

@@ -49,7 +49,7 @@ def require_no_slip(model: str) -> None:
         if near or of_runs or len(Path(model).parts) > 2:
             raise UserError(f"no model or run {model!r}: {inside} has no folder of that name"
                             + (f": did you mean {str(inside / near[0])!r}?" if near else ""))
-    if model.startswith(("/", ".", "~")) or len(Path(model).parts) > 2:
+    if model.startswith(("/", ".", "~")):
         raise UserError(f"no model or run {model!r}: there is no such folder")
     near = [] if inside else difflib.get_close_matches(model, FOLDERS, n=1, cutoff=0.75)
     if near:

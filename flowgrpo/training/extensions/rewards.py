@@ -22,9 +22,10 @@ class RewardHints(Extension):
     def __init__(self, trainer: Run):
         super().__init__(trainer)
         self.advantage, self._printed = trainer.method.credit.advantage, set[str]()
+        self._silent = bool(extensions.extensions_of_rewards(trainer.scoring.functions))
 
     def on_drawn(self, epoch: Epoch) -> None:
-        if extensions.extensions_of_rewards(self.trainer.scoring.functions):
+        if self._silent:
             return
         self.epoch(epoch.metrics, self.trainer.scoring.spreads, self.trainer.epoch, self.trainer.log)
         if isinstance(self.advantage, Advantage) and self.advantage.scale == "batch":
