@@ -182,6 +182,8 @@ class MetaGPU(TorchDispatchMode):
         copied, and autocast has the operations of CUDA's."""
         stock: Any = torch
         functional: Any = F
+        with META:  # the first context of a device fixes which functions obey it: those of torch, not these
+            torch.empty(0)
         before = F.scaled_dot_product_attention, F.rms_norm, torch.tensor, torch.autocast
         functional.scaled_dot_product_attention, functional.rms_norm = self._attention, kernels.rms_norm
         stock.tensor, stock.autocast = from_host, self._autocast

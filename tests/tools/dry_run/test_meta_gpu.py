@@ -7,6 +7,7 @@ import gc
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._device import _device_constructors
 
 from flowgrpo.device import to_device
 from flowgrpo.errors import UserError
@@ -129,6 +130,16 @@ def test_attention_of_other_ranks_and_grouped_heads_keeps_its_shape():
         assert F.scaled_dot_product_attention(five, five, five).shape == five.shape
         query, key = torch.empty(1, 4, 16, 8, device="meta"), torch.empty(1, 2, 16, 8, device="meta")
         assert F.scaled_dot_product_attention(query, key, key, enable_gqa=True).shape == query.shape
+
+
+def test_a_devices_context_holds_for_all_functions_afterwards():
+    """transformers asks for the device of `torch.tensor([])` whether it is about to load weights."""
+    _device_constructors.cache_clear()  # as in a process whose first context of a device is within a dry run
+    with MetaGPU(GPUS["4090"]).running(), META:
+        torch.empty(0)
+    with META:
+        assert torch.tensor([]).device == META
+    assert torch.tensor([]).device.type == "cpu"
 
 
 def test_attention_and_normalisation_are_themselves_again_afterwards():
