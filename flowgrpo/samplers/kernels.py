@@ -205,9 +205,9 @@ def euler(x: Tensor, v: Tensor, grid: Tensor, i: int) -> Tensor:
 def _at(x: Tensor, v: Tensor, grid: Tensor, i: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return x and v, and grid[i] and grid[i+1] as 0-d tensors, all in the dtype of the computation."""
     assert 0 <= i < len(grid) - 1, f"step {i} of a grid of {len(grid) - 1} steps"
-    x, v = wide(x, v)
-    now, after = grid[i : i + 2].to(x.dtype)
-    return x, v, now, after
+    dtype = torch.promote_types(v.dtype, torch.promote_types(x.dtype, torch.float32))
+    now, after = grid[i : i + 2].to(dtype)
+    return x.to(dtype), v.to(dtype), now, after
 
 
 def _euler_maruyama(x: Tensor, v: Tensor, sigma: Tensor, after: Tensor, g: Tensor | float) -> Gaussian:

@@ -230,6 +230,7 @@ class PolicyScheduler:
         self.leader = None
         assert not task.steps or (self.process == "vp") == (task.timesteps is not None), self.process
         self.task = task
+        self.multistep = task.multistep
         self.record = StepRecord(x0=x0)
         return self.record
 
@@ -264,28 +265,28 @@ class PolicyScheduler:
                       timesteps: Any = None, sigmas: Any = None, mu: float | None = None, **_: Any) -> None:
         """Set the task's steps, whatever the pipeline asks for."""
         task = self.task
-        first = self.task.steps.start
+        first = task.steps.start
         self._pending = [None] * self.idle + list(task.steps)
         self.num_inference_steps = len(self._pending)
-        grid = 1 - task.grid if self.inverted else task.grid
-        host = grid.float()
-        grid = to_device(host, device)
+        grid = (1 - task.grid if self.inverted else task.grid).float()
         every = grid * self.config.num_train_timesteps
         if self.process == "vp":  # a task without steps comes without timesteps
             every = torch.zeros(1, dtype=torch.int64) if task.timesteps is None else task.timesteps
         elif timesteps is not None and mu is not None:  # CogView4's network reads unshifted times
             back = 1 / mu if self.config.time_shift_type == "linear" else -mu
             every = self.time_shift(back, 1.0, grid) * self.config.num_train_timesteps
-        every = to_device(every, device)
         # A pipeline that reads sigmas counts its own steps. An idle step has the index of the first.
-        sigmas = host if self.quirk.host else grid
-        self.sigmas = torch.cat([sigmas[first:first + 1]] * self.idle + [sigmas[first:task.steps.stop + 1]])
+        self.sigmas = torch.cat([grid[first:first + 1]] * self.idle + [grid[first:task.steps.stop + 1]])
         self.timesteps = torch.cat([every[first:first + 1]] * self.idle + [every[first:task.steps.stop]])
         if task.rows is not None:
+            every = to_device(every, device)
             vector = every[to_device(task.rows, every.device)].repeat(task.copies)
             self.timesteps = vector.expand(len(self._pending), -1)
         if self.halved:
             self.timesteps = torch.cat([self.timesteps, self.timesteps])
+        if device is not None and torch.device(device).type != "cpu":
+            self.timesteps = to_device(self.timesteps, device)
+            self.sigmas = self.sigmas if self.quirk.host else to_device(self.sigmas, device)
 
     @property
     def idling(self) -> bool:
@@ -343,7 +344,7 @@ class PolicyScheduler:
             x_next = self._draw(x, output, i)
         else:
             x_next = task.advanced(x, output, i, self._own(self.record.x0, x)).to(x.dtype)
-        if task.multistep:
+        if self.multistep:
             self.record.x0 = task.predict_x0(x, output, i)
         return x_next
 
