@@ -180,18 +180,16 @@ def measure(policy: Generating, prompts: list[Prompt], functions: dict[str, Any]
     encode, viewed = encode or policy.encode, model is not None and policy.modality != "text"
     seed, kept = seeder(EVAL_SEED, 0), set(evenly(len(prompts), keep))
     rows = [(i, k) for i in range(len(prompts)) for k in range(samples)]
-    scores, images, tally = [torch.empty(0, len(functions))], list[Any](), rewards.Tally()
-    shuffled = Shuffled.of({name: functions[name] for name in shuffle} if policy.modality == "image" else {}, prompts)
-    under_others = [torch.empty(0, len(shuffled.rewards))]
-    undecoded = any(map(rewards.scores_latents, functions.values()))
-    hidden, compared = None if processes.first else True, any(map(rewards.sees_base, functions.values()))
     whole = any(map(pairwise.sees_groups, functions.values()))
     local = [(i, k) for i in processes.own(range(len(prompts))) for k in range(samples)] if whole else \
         processes.own(rows)
     twins = [(i, 1) for i in evenly(len(prompts), looks.twins(len(prompts), samples))] if viewed else []
-    features, held = [looks.features([])], list[Any]()
+    scoring = Scoring(functions, samples if whole else 1, policy, processes.reports)
+    shuffled = Shuffled.of({name: functions[name] for name in shuffle} if policy.modality == "image" else {}, prompts)
+    under_others = [torch.empty(0, len(shuffled.rewards))]
+    images, features, seconds = list[Any](), [looks.features([])], [looks.features([])]
     bar = tqdm(total=len(local) + len(processes.own(twins)), desc=title, unit=SAMPLE[policy.modality], leave=False,
-               disable=hidden)
+               disable=None if processes.first else True)
 
     def batches(local: list[tuple[int, int]], of: list[tuple[int, int]]
                 ) -> Iterator[tuple[list[tuple[int, int]], list[Prompt], Any, list[int]]]:
@@ -212,18 +210,11 @@ def measure(policy: Generating, prompts: list[Prompt], functions: dict[str, Any]
             prepare([prompts[i] for i in dict.fromkeys(i for i, _ in local or rows[:1])])
         for batch, of, conditioning, seeds in batches(local, rows):
             (outputs, latents), base = _with_base(
-                partial(_generate, policy, conditioning, seeds, steps, guidance, undecoded), reference, compared)
+                partial(_generate, policy, conditioning, seeds, steps, guidance, scoring.undecoded), reference,
+                scoring.compared)
             if not batch:
                 continue
-            held.append((of, outputs, base, latents))
-            if not whole or sum(len(of) for of, *_ in held) % samples == 0:  # groups are scored as a whole
-                given, drawn, bases, clean = _joined(held)
-                texts, metadata = [p.text for p in given], [p.metadata for p in given]
-                scores.append(signals.promptly(partial(rewards.score, functions, drawn, texts, metadata,
-                                                       samples if whole else 1, tally, bases, clean, policy=policy,
-                                                       fps=policy.fps))
-                              if processes.reports else torch.zeros(len(given), len(functions)))
-                held = []
+            scoring.add(of, outputs, base, latents)
             if shuffled.rewards:
                 firsts = [i if k == 0 else None for i, k in batch]
                 under_others.append(signals.promptly(partial(shuffled.score, firsts, outputs, policy))
@@ -231,20 +222,49 @@ def measure(policy: Generating, prompts: list[Prompt], functions: dict[str, Any]
             images += [image for (i, k), image in zip(batch, outputs) if k == 0 and i in kept]
             if viewed:
                 features.append(looks.features(outputs, str(model)))
-        seconds = [looks.features([])]
         for batch, _, conditioning, seeds in batches(processes.own(twins), twins):
             outputs, _ = _generate(policy, conditioning, seeds, steps, guidance, False)
             seconds.append(looks.features(outputs[:len(batch)], str(model)))
     rewards.leave(functions.values())
-    columns = processes.gather(torch.cat(scores)).T.tolist()
+    columns = processes.gather(torch.cat(scoring.scores)).T.tolist()
     others = processes.gather(torch.cat(under_others)).T.tolist() if shuffled.rewards else []
     found = (torch.cat([processes.gather(torch.cat(features)), processes.gather(torch.cat(seconds))]),
              [i for i, _ in rows + twins]) if viewed else None
-    return Measured([prompts[i] for i, _ in rows], dict(zip(functions, columns)),
-                    processes.gather_samples(images),
-                    dict(zip(functions, processes.total([tally.failed[name] for name in functions]))), policy.fps,
-                    dict(zip(shuffled.rewards, others)), features=found,
+    failed = processes.total([scoring.tally.failed[name] for name in functions])
+    return Measured([prompts[i] for i, _ in rows], dict(zip(functions, columns)), processes.gather_samples(images),
+                    dict(zip(functions, failed)), policy.fps, dict(zip(shuffled.rewards, others)), features=found,
                     looks=Looks() if found is None else looks.measure_looks(*found))
+
+
+class Scoring:
+    """Scores of samples that come in batches.
+
+    functions: rewards by name. group: samples that are scored together, 1 without a reward that compares them.
+    reports: this process scores; another one has zeros.
+    scores: of each batch, [n, rewards]. tally: of failures.
+    """
+
+    def __init__(self, functions: dict[str, Any], group: int, policy: Generating, reports: bool):
+        self.functions, self.group, self.policy, self.reports = functions, group, policy, reports
+        self.undecoded = any(map(rewards.scores_latents, functions.values()))
+        self.compared = any(map(rewards.sees_base, functions.values()))
+        self.scores, self.tally = [torch.empty(0, len(functions))], rewards.Tally()
+        self._held = list[Any]()
+
+    def add(self, prompts: list[Prompt], samples: Any, base: Any, latents: Any) -> None:
+        """Score a batch, together with those before it if a group ends with it."""
+        self._held.append((prompts, samples, base, latents))
+        if sum(len(held) for held, *_ in self._held) % self.group:
+            return
+        given, drawn, bases, clean = _joined(self._held)
+        self._held = []
+        if not self.reports:
+            self.scores.append(torch.zeros(len(given), len(self.functions)))
+            return
+        texts, metadata = [prompt.text for prompt in given], [prompt.metadata for prompt in given]
+        self.scores.append(signals.promptly(partial(
+            rewards.score, self.functions, drawn, texts, metadata, self.group, self.tally, bases, clean,
+            policy=self.policy, fps=self.policy.fps)))
 
 
 def _joined(held: list[tuple[list[Prompt], Any, Any, Any]]) -> tuple[list[Prompt], Any, Any, Any]:
