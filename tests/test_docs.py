@@ -329,9 +329,3 @@ def test_the_loop_that_the_concepts_page_shows_is_the_loop():
     """`python scripts/docs/concepts_code.py` writes it."""
     page = concepts_code.PAGE.read_text(encoding="utf-8")
     assert len(concepts_code.BLOCK.findall(page)) == 1 and concepts_code.written(page) == page
-
-
-def test_what_changed_on_a_gpu_is_the_table_of_the_script():
-    script = runpy.run_path(str(ROOT / "scripts" / "docs" / "dry_run_table.py"))
-    text = script["PAGE"].read_text(encoding="utf-8")
-    assert script["BEGIN"] + script["changes"]() + script["END"] in text, "run scripts/docs/dry_run_table.py --changes"

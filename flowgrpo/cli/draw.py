@@ -57,7 +57,7 @@ def sample(
     count: Annotated[int, typer.Option(min=1, help="Images per prompt.")] = 1,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the samples.")] = 0,
     steps: Annotated[int | None, typer.Option(min=1, help="Denoising steps; without: the run's or pipeline's.")] = None,
-    guidance: Annotated[float | None, typer.Option(min=0, help="Guidance scale; likewise.")] = None,
+    guidance: Annotated[float | None, typer.Option(min=0, help="Guidance scale, as for --steps.")] = None,
     rlg: Annotated[str | None, typer.Option(metavar="W", help=RLG)] = None,
     output: Annotated[Path, typer.Option(help="A folder; of one sample also a .png, .webp or .mp4.")] = Path("samples"),
     temperature: Annotated[float | None, typer.Option(min=0, help=TEMPERATURE)] = None,

@@ -49,7 +49,7 @@ def evaluate(
     base: Annotated[bool, typer.Option("--base", help="Sample the base too, and compare.")] = False,
     samples: Annotated[int, typer.Option(min=1, help="Images or completions per prompt; several: also pass@k.")] = 1,
     steps: Annotated[int | None, typer.Option(min=1, help="Denoising steps; without: the run's or pipeline's.")] = None,
-    guidance: Annotated[float | None, typer.Option(min=0, help="Guidance scale; likewise.")] = None,
+    guidance: Annotated[float | None, typer.Option(min=0, help="Guidance scale, as for --steps.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the samples.")] = 0,
     features: Annotated[str, typer.Option(help="Features whose distances are the diversity: pixels, clip, "
                                                "inception, or path/to/file.py:function.")] = "pixels",

@@ -164,10 +164,10 @@ $$
 
 PARTS_HEAD = """# Parts of a method
 
-Set a part by its key in `parts`: `parts: {plan: {size: 2}}` changes one field, `parts: {kernel: {type: CPS}}` replaces
-the component. In brackets are its fields with their defaults and what they take; a field without a value has to be
-given. `null` removes an optional part. [Methods](../methods/index.md) says which preset sets which part, and [methods
-of your own](../extending.md#contracts) which class your own part extends.
+`parts: {plan: {size: 2}}` changes one field of a part, `parts: {kernel: {type: CPS}}` replaces the part, and `null`
+removes an optional one. In brackets are the fields with their defaults; a field without a default is required.
+`flowgrpo list parts WORD` prints the range of each field. [Methods](../methods/index.md) explains the parts of each
+preset, and [contracts](../extending.md#contracts) the class that your own part extends.
 """
 
 PLACES = {"target": "what the loss scores",
@@ -286,15 +286,20 @@ def common(parts: list[Any]) -> dict[str, str]:
     """Return the fields that several parts share with equal defaults, by their names."""
     if len(parts) < 3:
         return {}
-    first, *others = map(settings, parts)
+    first, *others = map(fields, parts)
     return {name: text for name, text in first.items() if all(other.get(name) == text for other in others)}
+
+
+def fields(part: Any) -> dict[str, str]:
+    """Return the fields of a part with their defaults and choices, without the ranges of numbers."""
+    return {name: re.sub(r" \((?!\w+\|)[^()]*\)$", "", text) for name, text in settings(part).items()}
 
 
 def values(part: Any, shared: dict[str, str]) -> str:
     """Fields of a part with their defaults in brackets, such as `size=4`; of one that extends another, its own."""
     base = next((base for base in part.__mro__[1:] if base in registry.TYPES.values()), None)
     known = {field.name: field.default for field in dataclasses.fields(base)} if base else {}
-    own = ", ".join(settings(part)[field.name] for field in dataclasses.fields(part)
+    own = ", ".join(fields(part)[field.name] for field in dataclasses.fields(part)
                     if (field.name not in known or field.default != known[field.name]) and field.name not in shared)
     listed = [f"those of `{base.__name__}`"] if base and known else []
     listed += [f"`{own}`"] if own else []
@@ -339,12 +344,25 @@ def page_of(name: str) -> str:
 
 COMMANDS_HEAD = """# Commands
 
-`RUN` is a run's folder, one of its checkpoints (`RUN/checkpoints/epoch-00050`, or `RUN --epoch 50`), or
-`hub:OWNER/NAME`. `MODEL` is `starter`, a folder, a file, a hub id or a run. A mistake is one line and exit code 2.
-A run that went through its epochs and trained nothing has exit code 3, on every process; an interrupt 130.
-Defaults are in brackets; an option without one is off, or of `train` the recipe's. `flowgrpo COMMAND --help` says more.
+`flowgrpo COMMAND --help` prints every option in full. Defaults are in brackets; an option without one is off, or of
+`train` the recipe's.
+
+| argument | value |
+|---|---|
+| `RECIPE` | a YAML file, or the name of a packaged recipe, such as `sdxl_24gb` |
+| `--KEY=VALUE` | any key of the [configuration](../configuration.md), such as `--train.lr=1e-4` |
+| `MODEL` | `starter`, a folder, a file, a hub id or a run |
+| `RUN` | a run's folder, one of its checkpoints (`RUN --epoch 50`), or `hub:OWNER/NAME[@REVISION]` |
+| `WORD` | print only the lines that have this word |
+
+A mistake is one line and exit code 2. A run that trained nothing has exit code 3; an interrupt 130.
 
 """
+# Options with one meaning in all commands, and arguments that the head explains.
+SHARED = {f"--{name}" for name in (
+    "args", "batch", "best-of", "by", "device", "enhancer", "epoch", "generates", "guidance", "json", "lora", "port",
+    "precision", "resume", "rlg", "seed", "steps", "temperature", "trust", "trust-run")}
+EXPLAINED = {"RECIPE|--KEY=VALUE", "MODEL|--KEY=VALUE", "--KEY=VALUE", "RUN", "MODEL_OR_RUN", "WORD"}
 
 
 def commands() -> str:
@@ -353,32 +371,38 @@ def commands() -> str:
 
     from flowgrpo.cli import app
 
-    sections, every = list[str](), dict[str, Any]()
+    every, lines = dict[str, Any](), dict[str, Counter[str]]()
     root = typer.main.get_command(app)
     for name in root.list_commands(None):
         inner = getattr(root.commands[name], "commands", {name: root.commands[name]})
         every |= {name if each is root.commands[name] else f"{name} {of}": each for of, each in inner.items()}
-    lines = Counter(_item(parameter) for command in every.values() for parameter in command.params
-                    if not getattr(parameter, "hidden", False))
-    shared = sorted(line for line, count in lines.items() if count > 1 and not re.search("--help`|required", line))
-    sections.append("\n".join(["## Shared options", "", "Options of several commands:", "", *shared, ""]))
+    for command in every.values():
+        for parameter in command.params:
+            if (spelled := parameter.opts[0]) in SHARED:
+                lines.setdefault(spelled, Counter())[_item(parameter)] += 1
+    shared = sorted(count.most_common(1)[0][0] for count in lines.values())
+    sections = ["\n".join(["## Shared options", "", "Options of several commands:", "", *shared, ""])]
     for name, command in every.items():
         about = re.split(r"(?<=\w)\. (?=[A-Z])", " ".join((command.help or "").split()))[0].rstrip(".") + "."
         usage = " ".join([f"flowgrpo {name}", *(_usage(parameter) for parameter in command.params)])
         shown = [parameter for parameter in command.params
-                 if parameter.name != "help" and not getattr(parameter, "hidden", False)]
-        own = [line for line in map(_item, shown) if line not in shared]
-        also = ", ".join(_spelling(parameter) for parameter in shown if _item(parameter) in shared)
+                 if parameter.name != "help" and not getattr(parameter, "hidden", False)
+                 and not (parameter.param_type_name == "argument"
+                          and (parameter.metavar or parameter.name.upper()).strip("[]") in EXPLAINED)]
+        own = [_item(parameter) for parameter in shown if parameter.opts[0] not in SHARED]
+        also = ", ".join(_spelling(parameter) for parameter in shown if parameter.opts[0] in SHARED)
         own += [f"- [Shared](#shared-options): {also}"] if also else []
         sections.append("\n".join([f"## {name}", "", about, "", f"`{' '.join(usage.split())}`", "", *own, ""]))
-    return COMMANDS_HEAD + "\n".join(sections).rstrip() + "\n"
+    return COMMANDS_HEAD + re.sub("\n{3,}", "\n\n", "\n".join(sections)).rstrip() + "\n"
 
 
 def _item(parameter: Any) -> str:
-    """Return the line of an argument or option, with the first sentence of its help."""
-    sentence = re.split(r"(?<=[\w)])\. ", " ".join((parameter.help or "").split()))[0].rstrip(".")
-    about = shortened(sentence, "; ", 9)
-    return f"- {_spelling(parameter)}{_default(parameter)}{f': {about}' if about else ''}".replace("\\[", "[")
+    """Return the line of an argument or option, with the first clause of its help."""
+    about = re.split(r"(?<=[\w)])\. ", " ".join((parameter.help or "").split()))[0].rstrip(".")
+    for end, most in (("; ", 8), (": ", 10), (", ", 11)):
+        about = shortened(about, end, most)
+    default = "" if parameter.opts[0] in SHARED else _default(parameter)
+    return f"- {_spelling(parameter)}{default}{f': {about}' if about else ''}".replace("\\[", "[")
 
 
 def _usage(parameter: Any) -> str:

@@ -3,9 +3,7 @@
     python scripts/docs/dry_run_table.py                          # every recipe, a minute each at most; prints Markdown
     python scripts/docs/dry_run_table.py flux_dev sdxl --json FILE  # those two; other rows of the file stay
     python scripts/docs/dry_run_table.py --none --json FILE       # the table of the file's rows
-    python scripts/docs/dry_run_table.py --changes                # docs/performance.md: an earlier commit and now
 
-scripts/docs/dry_run_changes.json has the rows of both, {"before": rows, "after": rows}, of --json at each commit.
 Nothing is downloaded: the models' configurations are those of flowgrpo/published.py.
 """
 
@@ -25,8 +23,6 @@ from flowgrpo.gpus import GPUS, gpu_named
 from flowgrpo.tools.dry_run.estimate import Estimate, dry_run, gib
 
 ROOT = Path(__file__).parents[2]
-CHANGES, PAGE = ROOT / "scripts" / "docs" / "dry_run_changes.json", ROOT / "docs" / "performance.md"
-BEGIN, END = "<!-- changes: begin -->\n", "<!-- changes: end -->\n"
 
 
 def row(name: str, gpu: str) -> dict[str, Any]:
@@ -64,33 +60,6 @@ def markdown(rows: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def changes() -> str:
-    """Return the table of what changed: before and after, of an epoch on one GPU."""
-    both = json.loads(CHANGES.read_text(encoding="utf-8"))
-    before, after = both["before"], both["after"]
-    commits = [sorted({row["commit"][:8] for row in rows.values()}) for rows in (before, after)]
-    [gpu] = {row["gpu"] for row in after.values()}
-    lines = [f"Computed on one {gpu}, at `{', '.join(commits[0])}` -> `{', '.join(commits[1])}`, by "
-             "`scripts/docs/dry_run_table.py`.", "",
-             "| recipe | rollout, s | update, s | kernels, millions | peak, GiB | epoch, s | now moved, TB |",
-             "|---|---|---|---|---|---|---:|"]
-    main = ("rollout", "update")
-    for name, row in after.items():
-        pair = before[name], row
-        cells = [[each["phases"][phase]["seconds"] for each in pair] for phase in main]
-        cells.append([sum(each["phases"][phase]["kernels"] for phase in main) / 1e6 for each in pair])
-        cells += [[each[key] for each in pair] for key in ("peak_gib", "seconds")]
-        moved = sum(row["phases"][phase]["tbyte"] for phase in main)
-        lines.append(f"| `{name}` | {' | '.join(f'{old:,.1f} -> {new:,.1f}' for old, new in cells)} | {moved:,.0f} |")
-    return "\n".join(lines) + "\n"
-
-
-def write_changes() -> None:
-    """Replace what stands between the page's two marks."""
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    PAGE.write_text(before + BEGIN + changes() + END + rest.partition(END)[2], encoding="utf-8")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = recipe_table.names()
@@ -98,11 +67,7 @@ def main() -> None:
     parser.add_argument("--none", action="store_true", help="run none, and use the rows of the file")
     parser.add_argument("--gpu", default="H200")
     parser.add_argument("--json", type=Path, help="rows by recipe, which are read and written there")
-    parser.add_argument("--changes", action="store_true", help="write the table of docs/performance.md, and run none")
     args = parser.parse_args()
-    if args.changes:
-        write_changes()
-        return
     rows = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
     for name in [] if args.none else args.recipes or names:
         rows[name] = row(name, args.gpu.upper())

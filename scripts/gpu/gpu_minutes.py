@@ -47,6 +47,23 @@ QUESTIONS = {
     5: "Beside flow_grpo's own functions",
     6: "Out of memory, killed and resumed, one pass, quantised",
     7: "Other models"}
+REHEARSED = """# Measurements on a GPU
+
+**This script has not run on a GPU yet.** It measures a GPU in ten minutes and writes this page. Models have random
+weights of full size, and nothing is downloaded.
+
+```sh
+python scripts/gpu/gpu_minutes.py wheels wheels            # on a machine with a network: packages that the other lacks
+python scripts/gpu/gpu_minutes.py run results.json --wheels wheels --commit SHA      # on the machine with the GPU
+python scripts/gpu/gpu_minutes.py check results.json       # what is wrong with the results, a line each
+python scripts/gpu/gpu_minutes.py page results.json        # this page
+python scripts/gpu/gpu_minutes.py factors results.json     # factors of `flowgrpo check --gpu`, by card and pipeline
+```
+
+`run results.json --rehearse` tries it with tiny models on a CPU, in under a minute. A section that fails or runs out of
+its time is noted, and the next one runs. The sections:
+
+"""
 
 
 @dataclass(frozen=True)
@@ -242,15 +259,14 @@ def complaints(results: Mapping[str, Any], files: str | None) -> Iterator[str]:
 
 def page(results: Mapping[str, Any]) -> str:
     """Return docs/gpu.md, of the results and of nothing else."""
-    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items() if version)
-    text = ["# Measurements on a GPU", ""]
     if results["rehearsed"]:
-        text += ["**Rehearsed: no number on this page is of a GPU.** Tiny models ran on a CPU, to show that the script",
-                 "runs. The page is made anew when a GPU has been measured.", ""]
-    else:
-        text += ["Models of full size with random weights. Seconds end with the last kernel. Nothing ran beside them.",
-                 ""]
-    text += [f"By `scripts/gpu/gpu_minutes.py` at commit `{results['commit'][:8]}` on {results['device']} in "
+        return REHEARSED + "\n".join(
+            f"- {title}: " + ", ".join(f"`{each.name}`" for each in SECTIONS if each.question == number)
+            for number, title in QUESTIONS.items()) + "\n"
+    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items() if version)
+    text = ["# Measurements on a GPU", "",
+            "Models of full size with random weights. Seconds end with the last kernel. Nothing ran beside them.", "",
+            f"By `scripts/gpu/gpu_minutes.py` at commit `{results['commit'][:8]}` on {results['device']} in "
              f"{results['seconds']:.0f} s, with {versions}.", ""]
     for number, title in QUESTIONS.items():
         text += [f"## {number}. {title}", ""]

@@ -4,7 +4,7 @@
     python scripts/measure/taste_voter.py FOLDER --seeds 0 1 2 --voter random --label random
     python scripts/measure/taste_voter.py FOLDER --table                            the table of docs/taste.md
 
-A row names its sessions by `--label`; the table has those of LABELS.
+A row names its sessions by `--label`; the file has those of LABELS, the table those of SHOWN.
 
 The hidden taste is z(scene_graded) + z(share of ink), larger shapes; 15 % of the votes are for another image, and two
 images that are less than TIE apart are a tie. The user is another process, which reads the page's state and its
@@ -37,13 +37,13 @@ MODEL, SAMPLES = "starter_consistency", 2
 ROOT = Path(__file__).parents[2]
 PAGE, KEPT = ROOT / "docs" / "taste.md", ROOT / "docs" / "data" / "taste_sessions.jsonl"
 OLD, EIGHT = "voted samples", "eight images, two passes"
-LABELS = {"default": "four rounds of fresh samples, which a head that beats chance scores: the default",
-          "random": "the same, votes at random",
+LABELS = {"default": "the simulated user", "random": "votes at random",
           "always": "the same by any head", "always_random": "the same by any head, votes at random",
           "both": f"{OLD}, head and clicks", "slow": f"{OLD}, head and clicks, half of the rate",
           "eight": f"{OLD}, head and clicks, {EIGHT}", "head": f"{OLD}, head alone, {EIGHT}",
           "clicks": f"{OLD}, clicks alone, {EIGHT}", "eight_random": f"{OLD}, {EIGHT}, votes at random"}
-HEAD = """| rewards | commit | seeds | won | mean | right images | edges | variety | s per click |
+SHOWN = ("default", "random")
+HEAD = """| votes | commit | seeds | won | mean | right images | edges | variety | s per click |
 |---|---|---|---|---:|---|---|---|---|
 """
 
@@ -202,14 +202,14 @@ def visible(now: list[float], base: list[float], rows: slice = slice(None)) -> f
 def table(rows: list[dict[str, Any]]) -> str:
     """Return the table of sessions, a row per label: every seed's value, or the range of all seeds."""
     lines = []
-    for label, said in LABELS.items():
+    for label in SHOWN:
         if not (of := sorted((row for row in rows if row["label"] == label), key=lambda row: row["seed"])):
             continue
         won = [row["visible"] for row in of]
         right, edge, apart, spent = (_range([row[key] for row in of], form) for key, form in (
             ("strict", "+.3f"), ("edge", ".2f"), ("diversity", ".2f"), ("seconds_per_click", ".2f")))
         commits, seeds = ", ".join(sorted({row["commit"] for row in of})), ", ".join(str(row["seed"]) for row in of)
-        lines.append(f"| {said} | {commits} | {seeds} | {', '.join(f'{each:.2f}' for each in won)} | "
+        lines.append(f"| {LABELS[label]} | {commits} | {seeds} | {', '.join(f'{each:.2f}' for each in won)} | "
                      f"{np.mean(won):.2f} | {right} | {edge} | {apart} | {spent} |")
     return HEAD + "\n".join(lines)
 
