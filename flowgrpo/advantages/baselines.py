@@ -189,7 +189,7 @@ def upper_half(metric: Tensor) -> Tensor:
 
 @part("advantage", target="edits")
 class Paired(AdvantageRule):
-    """Reward of an edit less its base's, for groups of (base, its edit), (base, its edit), ...; the differences are
+    """Reward of an edit less its base's: groups are (base, its edit), (base, its edit), ...; the differences are
     standardised over the whole batch.
 
     They are taken less their mean and over their deviation. A base has advantage 0: its reward is the baseline. So

@@ -15,7 +15,7 @@ from flowgrpo.text.losses import WrappedLoss
 
 @part("surrogate", target="likelihood", reads_guided=True, jointly={"gamma probability": "above 0, and above 0 to 1"})
 class PolicyShaping(WrappedLoss):
-    """-A f(r), f(r) = r / (r + gamma), on samples of guidance that the loss does not read and on prompts' own answers;
+    """-A r/(r+gamma) on samples of guidance that the loss does not read and on prompts' own answers;
     the surrogate's loss on the others, [B, N] (policy shaping of LUFFY, 2504.14945).
 
     Of a guided sample r is p(o | prompt) / p_old(o | guidance), of an answer p / `probability` (LUFFY: 1). f is below 1

@@ -45,7 +45,7 @@ def corrected(score: Tensor, false_positive: float, false_negative: float) -> Te
 
 @dataclass(frozen=True, eq=False)
 class Ternary(Combined):
-    """1 where a reward reaches `right`, -1 where it is at most `wrong`, 0 between and where it answers None."""
+    """1 if a reward reaches `right`, -1 up to `wrong`, else 0, also for None."""
 
     right: float = 1.0
     wrong: float = 0.0
@@ -62,7 +62,7 @@ class Ternary(Combined):
 
 @dataclass(frozen=True, eq=False)
 class Checklist(Combined):
-    """Share of several rewards, among those that apply, that reach their thresholds (1 for each by default)."""
+    """Share of several rewards that reach their thresholds (1 for each by default), among those that apply."""
 
     thresholds: Sequence[float] | None = None
     about = replace(LIKE_ITS_PARTS, range=(0, 1))

@@ -177,7 +177,7 @@ class Tiered(Combined):
 
 @dataclass(frozen=True, eq=False)
 class Gated(Combined):
-    """Last of several rewards where all before it reach their thresholds, else 0."""
+    """Last of several rewards if the others reach their thresholds, else 0."""
 
     thresholds: Sequence[float] = ()
     smooth = True
@@ -193,7 +193,7 @@ class Gated(Combined):
 
 @dataclass(frozen=True, eq=False)
 class Harmonic(Combined):
-    """Weighted harmonic mean of two similarities, to a subject's image and to the prompt, in this order (RPO).
+    """Weighted harmonic mean of the similarities to a subject's image and to the prompt (RPO), in this order.
     share: weight of the first. cosines: the rewards are cosines, each counted as (cos + 1) / 2."""
 
     share: float = 0.5

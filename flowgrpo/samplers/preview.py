@@ -99,7 +99,7 @@ Judge = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 
 @part("pruning", jointly={"pool step": "2 or more, and above 0"})
 class Pruning:
-    """Samples that are begun, and the step before which some stop (ARRoL).
+    """Number of begun samples, and the step before which some stop (ARRoL).
 
     At `step` the clean prediction of every sample is decoded and scored by the run's rewards. As many go on as a group
     has; the others cost no further evaluation and are not trained. The rewards are in the place of ARRoL's quality

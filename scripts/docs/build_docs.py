@@ -430,9 +430,9 @@ def _default(parameter: Any) -> str:
 CATALOGUE = ROOT / "docs" / "reward_catalogue.md"
 ALL_REWARDS = """## All rewards
 
-Nothing is imported or downloaded before a recipe names a reward. In brackets are the range where it is bounded, what it
-needs (an extra of flowgrpo, `pip install 'flowgrpo[clip]'`, or a package), and the licence unless it is Apache-2.0.
-[Rewards for language models](text_rewards.md#the-rewards) describes those without a description.
+In brackets are the range where it is bounded, what it needs (an extra of flowgrpo, `pip install 'flowgrpo[clip]'`, or a
+package), and the licence unless it is Apache-2.0. [Rewards for language models](text_rewards.md#the-rewards) describes
+those without a description.
 """
 
 
@@ -453,7 +453,7 @@ def reward_catalogue() -> str:
         if f"`{reward['name']}`" in described:  # rewards with the same facts share a line
             alike.setdefault(modality, {}).setdefault(brackets, []).append(f"`{reward['name']}`")
         else:
-            kinds.setdefault(modality, []).append(f"- `{reward['name']}`{brackets}: {brief(locate(reward['name']))}")
+            kinds.setdefault(modality, []).append(f"- `{reward['name']}`{brackets}: {brief(locate(reward['name']), 12)}")
     for modality, groups in alike.items():
         kinds.setdefault(modality, []).extend(f"- {', '.join(names)}{brackets}" for brackets, names in groups.items())
     written = CATALOGUE.read_text(encoding="utf-8").partition(ALL_REWARDS.partition("\n")[0])[0]

@@ -39,10 +39,9 @@ Each recipe aligns one published model on GPUs of one memory class. `flowgrpo tr
 folder. Your own recipe [extends](configuration.md) one by `extends: sdxl_24gb`; a local file of that name wins.
 
 GiB (the peak of each GPU) and hours (of all epochs) are **computed** by
-`flowgrpo check RECIPE --gpu GPU --processes N` ([what is counted](performance.md#estimate-memory-and-time)). **No GPU
-has confirmed an hour of this table.** Hours are lower bounds, without rewards and evaluations. No recipe has been run
-at full size on a GPU unless its row says so: `loads` (and measures the base), a number of epochs, or `curve` (all
-epochs, and each trained reward has risen on held-out prompts, 95 %).
+`flowgrpo check RECIPE --gpu GPU --processes N` ([what is counted](performance.md#estimate-memory-and-time)). Hours are
+lower bounds, without rewards and evaluations. **No recipe has run at full size on a GPU unless its row says so**:
+`loads`, a number of epochs, or `curve` (each trained reward has risen on held-out prompts, 95 %).
 
 Check a licence on the model's page before you publish weights. For a gated model, accept its licence there and run
 `hf auth login`.

@@ -56,23 +56,14 @@ LANGUAGE: dict[str, Any] = {
 AREAS = {"QwenImageEditPlusPipeline": {"CONDITION_IMAGE_SIZE": SIDE * SIDE, "VAE_IMAGE_SIZE": SIDE * SIDE}}
 
 ROUND = ROOT / "docs" / "data" / "recipe_round.json"
+SAME = ("0 of 255", "the same text")
 SECTION = """
 ## Runs on a CPU
 
-`scripts/docs/train_recipes.py` took these recipes through `check`, `train`, `sample`, `compare grid`, `export` and
-the lines of the model card. Models have their published classes and widths, one or two blocks (*whole*: all of them),
-random weights and 64 pixels (`ltx2`: 128); a run has one epoch. It shows that a recipe runs from end to end, and
-nothing about quality, speed or a GPU.
-
-*card* is the largest difference of the image, or of all frames of a clip, by stock libraries from that of
-`flowgrpo sample`, in steps of 255. With `memory.weights: int8` a run samples from rounded weights, and the card loads
-exact ones. Hence the numbers of both `wan22`, `ltx2` and `z_image_24gb`; the last is 0 if stock diffusers loads int8
-too.
-*resident* is the peak memory of the training's process with its libraries, *computed* the peak by `check FOLDER`
-without them. The last column is the commit. `docs/data/recipe_round.json` has what a CPU forced, recipe by recipe.
-
-| recipe | ran | card | resident, GiB | computed, GiB | commit |
-|---|---|---|---:|---:|---|
+`scripts/docs/train_recipes.py` took {count} recipes through `check`, `train`, `sample`, `compare grid`, `export` and the
+lines of the model card, with published classes and widths, one or two blocks, random weights and small images. This
+says nothing about quality, speed or a GPU. {failed}Images by the card equal those of `flowgrpo sample` in every
+pixel{others}. [Peaks, commits and changed keys of each recipe](data/recipe_round.json).
 """
 
 
@@ -501,16 +492,14 @@ def is_whole(row: dict[str, Any]) -> bool:
 
 
 def section() -> str:
-    """Return the section of docs/recipes.md: a row per recipe of docs/data/recipe_round.json."""
-    lines = []
-    for row in json.loads(ROUND.read_text(encoding="utf-8")):
-        ran = "all" if row["ran"] == list(STEPS) else ", ".join(row["ran"])
-        failed = f"; failed: {row['failed'].partition(':')[0]}" if row["failed"] else ""
-        card = (row["stock"] or "-").partition(",")[0].removeprefix("largest difference ")
-        cells = [f"`{row['recipe']}`" + ", whole" * is_whole(row), ran + failed, card, row["peak"], row["estimate"],
-                 row["commit"]]
-        lines.append("| " + " | ".join("-" if cell is None else str(cell) for cell in cells) + " |\n")
-    return SECTION + "".join(lines)
+    """Return the section of docs/recipes.md, of docs/data/recipe_round.json."""
+    found = json.loads(ROUND.read_text(encoding="utf-8"))
+    cards = {row["recipe"]: (row["stock"] or "nothing").partition(",")[0].removeprefix("largest difference ")
+             for row in found if not row["failed"]}
+    others = ", ".join(f"`{name}` ({card})" for name, card in cards.items() if card not in SAME)
+    failed = ", ".join(f"`{row['recipe']}` ({row['failed'].partition(':')[0]})" for row in found if row["failed"])
+    return SECTION.format(count=len({row["recipe"] for row in found}), failed=failed and f"Failed: {failed}. ",
+                          others=others and f", unless a run samples from int8 weights: {others}")
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ from flowgrpo.text.rewards.judge import Tagged
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CaptionAnswers(Tagged):
-    """Share of a prompt's questions that a language model, which sees no image, answers rightly from a caption.
+    """Share of questions that a language model answers rightly from only a caption.
 
     key: metadata key of the questions, {"question", "answer", "choices"}; None for a prompt without it.
     orders: how often each question is asked, every time with its choices rotated by one place: as many orders as
