@@ -34,17 +34,16 @@ ROOT = Path(__file__).parents[2]
 CONFIGURATION, METHODS = ROOT / "docs" / "configuration.md", ROOT / "docs" / "methods"
 HEAD = """# Configuration
 
-A recipe is a YAML file that states differences from these defaults, sections as nested keys:
+A recipe is a YAML file that states differences from these defaults:
 
 ```yaml
 method: mix_grpo
 train: {lr: 1e-4, group: 16}
 ```
 
-On the command line a key is dotted, `--train.lr=1e-4`, and overrides the recipe. Paths (of prompts, rewards, models,
-`output`) are relative to the working directory. In brackets are the default and, where it does not show it, the type.
-Every run writes its resolved configuration to `config.yaml`, which is a recipe itself. `parts` changes fields of
-the method's [parts](reference/parts.md), such as `parts: {plan: {size: 2}}`.
+On the command line a key is dotted, `--train.lr=1e-4`, and overrides the recipe. Paths are relative to the working
+directory. In brackets are the default and, where it does not show it, the type. Every run writes its resolved
+configuration to `config.yaml`, which is a recipe itself.
 
 A recipe can extend another one: a packaged one by its name, or a file relative to its own.
 
@@ -113,8 +112,8 @@ METHODS_HEAD = r"""# Methods
 
 A preset (`--method=mix_grpo`) sets the algorithm only: batch size, steps and guidance come from the recipe.
 `mix_grpo+grpo_guard` applies presets from left to right. `parts` changes single settings, or replaces a component with
-a `type` ([all parts](../reference/parts.md)). A section's recipe is a file: save it under the name in
-its first line, which is the command that runs it. Most extend a starter and download nothing.
+a `type` ([all parts](../reference/parts.md)). Save a section's recipe under the name in its first line, which is the
+command that runs it. Most extend a starter and download nothing.
 
 ```yaml
 method: mix_grpo
@@ -157,9 +156,9 @@ $$
 - Clip ranges are in the unit of a *mean* log-density: log p is the mean over the latent's values. The released CPS
   drops $1/(2s^2)$ from it, as does `log_ratio: {type: SquaredErrorRatio}`.
 - Models that predict noise or v (SD 1.5, SDXL, CogVideoX) take all methods but `reinflow`, `diffusion_nft`, `awm`,
-  `dgpo` and `crd`. Components for flow matching only are replaced: the SDE step becomes DDIM.
+  `dgpo` and `crd`, with DDIM as the SDE step.
 - At inference `--rlg W` guides a tuned model by its base ([`rlg`](modifiers.md#rlg)). `--best-of N --by REWARD` of
-  `sample` and `eval` generates N samples and keeps the one with the highest reward (Gen-Drive, 2410.05582).
+  `sample` and `eval` keeps the best of N samples (Gen-Drive, 2410.05582).
 """
 
 PARTS_HEAD = """# Parts of a method

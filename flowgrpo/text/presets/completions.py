@@ -89,7 +89,7 @@ def topr(method: Method = Method()) -> Method:
 
 
 def nft(method: Method = Method()) -> Method:
-    """NFT for text: likelihood of right completions and, under an implicit policy, wrong ones (2505.18116)."""
+    """NFT for text: likelihood of right completions, and of wrong ones under an implicit policy (2505.18116)."""
     return grpo(method).having(advantage=baselines.Correctness(), selection=selection.DropZeroVariance(),
                                surrogate=sequence_losses.NegativeAwareText(), reduction=reductions.TokenMean(),
                                kl=objectives.SampledKL(0.0))
