@@ -40,13 +40,12 @@ class Config(Section):
                                                               ".jsonl, .csv or .parquet file, or hub:OWNER/NAME")
     held_out: float | str = Field(0.1, description="share of the prompts that is never trained on, or a file of "
                                                  "them; sets with held-out prompts of their own take no share")
-    train_on_test_set: bool = Field(False, description="train on `prompts` even if they are a published test set; the "
-                                                       "report and the model card then say so")
+    train_on_test_set: bool = Field(False, description="train on `prompts` even if they are a published test set")
     preferences: str | None = key(None, of=(*DENOISERS, *LEFT_TO_RIGHT), min_length=1, description="a .jsonl of pairs "
                                   "of images or completions, trained on without sampling; see docs/preferences.md")
     labels: Literal["file", "rewards"] = key(
-        "file", of=(*DENOISERS, *LEFT_TO_RIGHT), description="who says which side of such a pair is better; with "
-                                                             "`file` the rewards are only measured")
+        "file", of=(*DENOISERS, *LEFT_TO_RIGHT), description="which side of a pair is better: as the file or the "
+                                                             "rewards say")
     negative_prompt: str = key("", of=DENOISERS, description="of prompts that bring none of their own")
     cache: str | None = key(
         None, When(lambda c, m: not m.for_tokens or any(rule.cache for rule in (c.trained | c.watched).values()),
@@ -57,8 +56,8 @@ class Config(Section):
     seed: int = Field(0, ge=0, lt=2**32, description="of noise, order of prompts, adapter's first weights")
     device: Literal["auto", "cuda", "mps", "cpu"] = Field("auto", description="`auto`: the first that works")
     precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
-        "auto", description="of frozen weights and of the arithmetic; with fp16 the loss is scaled; `auto`: bf16 where "
-                            "the device computes in it natively, else fp32, which the run prints and keeps")
+        "auto", description="of frozen weights and of the arithmetic; `auto`: bf16 where the device computes in it "
+                            "natively, else fp32")
     tracker: Literal["tensorboard", "wandb", "trackio", "none"] = Field(
         "tensorboard", description="beside `metrics.jsonl`: metrics, configuration and samples")
     trust_remote_code: bool = Field(False, description="run code that comes with a model from a hub")

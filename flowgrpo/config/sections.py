@@ -25,8 +25,7 @@ class Image(Section):
     height: int | None = Field(None, ge=8, le=2**16, description="pixels")
     width: int | None = Field(None, ge=8, le=2**16, description="pixels")
     frames: int | None = Field(None, ge=1, le=2**16, description="number of frames, for video pipelines")
-    fps: float | None = Field(None, gt=0, le=240, description="frames per second of clips, in files, pages and "
-                              "rewards, and in the call of a pipeline that takes them; None: the model's own")
+    fps: float | None = Field(None, gt=0, le=240, description="frames per second of clips; None: the model's own")
     sizes: list[tuple[Side, Side]] = Field(
         [], description="[height, width] pairs in pixels, one per group; evaluations take `height` and `width`, or "
                         "the first pair")
@@ -138,9 +137,8 @@ class Load(Section):
                                                             "that replaces the one of `model`")
     lora: list[str | Fused] = key([], of=DENOISERS, description="LoRAs fused into the weights first, such as a "
                                   "turbo LoRA: paths, or {path: FILE, scale: 0.8}")
-    scheduler: dict[str, Any] = key({}, of=DENOISERS, description="keys of the scheduler's configuration in place of "
-                                    "the model's, and its `class`, as a fused LoRA needs: {timestep_spacing: "
-                                    "trailing}, {class: LCMScheduler}")
+    scheduler: dict[str, Any] = key({}, of=DENOISERS, description="keys of the scheduler's configuration, and its "
+                                    "`class`: {timestep_spacing: trailing}, {class: LCMScheduler}")
     textual_inversion: list[str | Inversion] = Field([], description="embeddings for tokens of prompts: .safetensors "
                                                      "files, or {path: FILE, token: NAME}")
     controlnet: str | None = key(None, of=DENOISERS, min_length=1, description="folder or hub id of a frozen "
@@ -183,8 +181,7 @@ class Adapter(Section):
         ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"], HAS_LORA,
         When(lambda c, m: m.for_tokens or m.denoising.adapted.denoisers, "parts.adapted.denoisers is false",
              "set it to true"),
-        description="names of the modules that get an adapter; these are a denoiser's, in whose place a language "
-                    "model's stand")
+        description="names of the modules that get an adapter; these are a denoiser's")
     encoder_targets: list[str] = key(
         ["q_proj", "k_proj", "v_proj", "out_proj", "o_proj", "q", "k", "v", "o"],
         When(lambda c, m: m.denoising.adapted.encoders, "the method trains no text encoder",
@@ -298,7 +295,7 @@ class Memory(Section):
                             "bitsandbytes (`nf4`)")
     encoders: Literal["keep", "cpu", "ahead"] = Field(
         "keep", description="where text encoders wait while nothing is encoded; `ahead`: they encode all prompts into "
-                            "`cache` before the denoiser is loaded, and are not loaded again")
+                            "`cache` before the denoiser is loaded")
     denoiser: Literal["keep", "cpu"] = Field("keep", description="where frozen weights of the denoiser wait while "
                                              "prompts are encoded; `cpu` goes with `encoders: cpu`")
     offload: Literal["none", "block_level", "leaf_level"] = Field(
@@ -311,8 +308,7 @@ class Memory(Section):
     states: Literal["device", "cpu"] = Field("device", description="where a rollout's recorded states wait for their "
                                              "replay")
     attention: Literal["auto", "native", "cudnn", "flash", "flash3", "xformers"] = Field(
-        "auto", description="attention kernel of the denoiser: diffusers' default, torch's, cuDNN's, "
-                            "FlashAttention's (packages flash_attn, or kernels for 3) or xformers'")
+        "auto", description="attention kernel of the denoiser; `flash` needs the package flash_attn, `flash3` kernels")
     shard: bool | Literal["nodes"] = Field(False, description="denoiser sharded by FSDP2 over all processes, or over"
                                                               " those of each node (`nodes`)")
     context_parallel: int = Field(1, ge=1, description="processes that share the tokens of one sample (Ulysses)")
@@ -329,8 +325,8 @@ class Guard(Section):
     """Guard against collapse: returns to the last good weights, see docs/reward_hacking.md; and against rewards that no
     longer answer."""
 
-    unscored: int = Field(3, ge=0, description="epochs in a row in which a trained reward fails on every sample, after "
-                                               "which the run is saved and ends; 0: it goes on")
+    unscored: int = Field(3, ge=0, description="epochs in a row in which a trained reward fails on every sample, "
+                                               "before the run ends; 0: no limit")
 
 class Eval(Section):
     """Evaluation on held-out prompts, with the pipeline's own scheduler."""
@@ -342,8 +338,7 @@ class Eval(Section):
                              "clips; None: `image.frames`, as in training")
     every: int = Field(0, ge=0, description="epochs between images and held-out scores; 0: only before and after")
     prompts: int = Field(64, ge=0, description="held-out prompts, evenly spread over the file; 0: no evaluation")
-    samples: int = Field(1, ge=1, description="images per held-out prompt, the group of a reward that compares a "
-                                              "group")
+    samples: int = Field(1, ge=1, description="images per held-out prompt: the group of a reward")
     weights: Literal["current", "ema"] = Field("current", description="which weights are evaluated and saved")
     best: str | None = Field(None, min_length=1, description="held-out reward that selects the weights kept at the "
                                                               "end, of those that `every` measures; `frontier`: those "

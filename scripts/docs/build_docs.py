@@ -382,7 +382,8 @@ def commands() -> str:
     shared = sorted(count.most_common(1)[0][0] for count in lines.values())
     sections = ["\n".join(["## Shared options", "", "Options of several commands:", "", *shared, ""])]
     for name, command in every.items():
-        about = re.split(r"(?<=\w)\. (?=[A-Z])", " ".join((command.help or "").split()))[0].rstrip(".") + "."
+        about = re.split(r"(?<=\w)\. (?=[A-Z])", " ".join((command.help or "").split()))[0].rstrip(".")
+        about = shortened(shortened(about, "; ", 14), ": ", 14) + "."
         usage = " ".join([f"flowgrpo {name}", *(_usage(parameter) for parameter in command.params)])
         shown = [parameter for parameter in command.params
                  if parameter.name != "help" and not getattr(parameter, "hidden", False)
@@ -398,7 +399,7 @@ def commands() -> str:
 def _item(parameter: Any) -> str:
     """Return the line of an argument or option, with the first clause of its help."""
     about = re.split(r"(?<=[\w)])\. ", " ".join((parameter.help or "").split()))[0].rstrip(".")
-    for end, most in (("; ", 8), (": ", 10), (", ", 11)):
+    for end, most in (("; ", 8), (": ", 9), (", or ", 9), (", ", 11)):
         about = shortened(about, end, most)
     default = "" if parameter.opts[0] in SHARED else _default(parameter)
     return f"- {_spelling(parameter)}{default}{f': {about}' if about else ''}".replace("\\[", "[")
@@ -452,7 +453,8 @@ def reward_catalogue() -> str:
         if f"`{reward['name']}`" in described:  # rewards with the same facts share a line
             alike.setdefault(modality, {}).setdefault(brackets, []).append(f"`{reward['name']}`")
         else:
-            kinds.setdefault(modality, []).append(f"- `{reward['name']}`{brackets}: {brief(locate(reward['name']), 12)}")
+            about = brief(locate(reward["name"]), 12)
+            kinds.setdefault(modality, []).append(f"- `{reward['name']}`{brackets}: {about}")
     for modality, groups in alike.items():
         kinds.setdefault(modality, []).extend(f"- {', '.join(names)}{brackets}" for brackets, names in groups.items())
     written = CATALOGUE.read_text(encoding="utf-8").partition(ALL_REWARDS.partition("\n")[0])[0]

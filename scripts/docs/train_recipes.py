@@ -60,10 +60,11 @@ SAME = ("0 of 255", "the same text")
 SECTION = """
 ## Runs on a CPU
 
-`scripts/docs/train_recipes.py` took {count} recipes through `check`, `train`, `sample`, `compare grid`, `export` and the
-lines of the model card, with published classes and widths, one or two blocks, random weights and small images. This
+`scripts/docs/train_recipes.py` took {count} recipes through `check`, `train`, `sample`, `compare grid`, `export` and
+the lines of the model card, with published classes and widths, one or two blocks, random weights and small images. This
 says nothing about quality, speed or a GPU. {failed}Images by the card equal those of `flowgrpo sample` in every
-pixel{others}. [Peaks, commits and changed keys of each recipe](data/recipe_round.json).
+pixel{others}. `docs/data/recipe_round.json` has peaks, commits and changed
+keys.
 """
 
 
