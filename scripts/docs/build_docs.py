@@ -150,7 +150,7 @@ $$
 \mathcal{L} = \max\bigl(-A r,\; -A\operatorname{clip}(r, 1-\epsilon, 1+\epsilon)\bigr), \qquad \epsilon = 10^{-4}
 $$
 
-- It is the mean over trained decisions. A lies within +-5; a group without variance has A = 0.
+- It is the mean over trained decisions. A is within +-5; a group without variance has A = 0.
 - A recorded latent is rounded to the pipeline's dtype *before* it is scored, so that the first ratio is 1.
 - The last step adds no noise and is never trained.
 - Clip ranges are in the unit of a *mean* log-density: log p is the mean over the latent's values. The released CPS

@@ -12,7 +12,7 @@ INTRODUCTION = """# Pipelines
 
 You can align any class of the first table without adapter code. It states what `flowgrpo check NAME` says of a tiny
 random instance, with real diffusers code and no weights: rollout and replay agree before any update, with a log-ratio
-below 1e-6 in fp32. A class that is not listed may work too: `flowgrpo check MODEL` tells, for a hub id or a folder.
+below 1e-6 in fp32. `flowgrpo check MODEL` tests a class that is not listed.
 
 With two calls, or a batch of twice the rows, guidance costs twice a plain step. `load_lora_weights` reads a saved LoRA
 into the stock pipeline. A dagger marks classes without it, which need peft: `inject_adapter_in_model` with the folder's

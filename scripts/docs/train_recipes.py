@@ -21,6 +21,7 @@ import json
 import os
 import re
 import sys
+import textwrap
 import time
 import traceback
 from collections.abc import Callable
@@ -57,15 +58,10 @@ AREAS = {"QwenImageEditPlusPipeline": {"CONDITION_IMAGE_SIZE": SIDE * SIDE, "VAE
 
 ROUND = ROOT / "docs" / "data" / "recipe_round.json"
 SAME = ("0 of 255", "the same text")
-SECTION = """
-## Runs on a CPU
-
-`scripts/docs/train_recipes.py` took {count} recipes through `check`, `train`, `sample`, `compare grid`, `export` and
-the lines of the model card, with published classes and widths, one or two blocks, random weights and small images. This
-says nothing about quality, speed or a GPU. {failed}Images by the card equal those of `flowgrpo sample` in every
-pixel{others}. `docs/data/recipe_round.json` has peaks, commits and changed
-keys.
-"""
+SECTION = """`scripts/docs/train_recipes.py` took {count} recipes through `check`, `train`, `sample`, `compare grid`,
+`export` and the lines of the model card, with published classes and widths, one or two blocks, random weights and small
+images. This says nothing about quality, speed or a GPU. {failed}Images by the card equal those of `flowgrpo sample` in
+every pixel{others}. `docs/data/recipe_round.json` has peaks, commits and changed keys."""
 
 
 def recipes() -> list[str]:
@@ -499,8 +495,9 @@ def section() -> str:
              for row in found if not row["failed"]}
     others = ", ".join(f"`{name}` ({card})" for name, card in cards.items() if card not in SAME)
     failed = ", ".join(f"`{row['recipe']}` ({row['failed'].partition(':')[0]})" for row in found if row["failed"])
-    return SECTION.format(count=len({row["recipe"] for row in found}), failed=failed and f"Failed: {failed}. ",
-                          others=others and f", unless a run samples from int8 weights: {others}")
+    text = SECTION.format(count=len({row["recipe"] for row in found}), failed=failed and f"Failed: {failed}. ",
+                          others=others and f", but for {others}; of a run with int8 weights the card loads exact ones")
+    return "\n## Runs on a CPU\n\n" + textwrap.fill(text, 120, break_on_hyphens=False) + "\n"
 
 
 def main() -> None:
