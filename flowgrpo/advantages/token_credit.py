@@ -310,7 +310,7 @@ class StepGroups(TokenCredit):
 @part("spread", target="tokens", causal=True,
       jointly={"every history": "1 or more, and 0 or more, or -1 for all steps before"})
 class MergedSteps(TokenCredit):
-    """Advantage of a step: the mean over all completions of the group that take the same step, merged to one edge of
+    """Advantage of a step as the mean over all completions of the group that take it, merged to one edge of
     their graph (SALT, 2510.20022: shared steps are neutral, divergent ones keep their outcome): `merged`.
 
     A step is `every` tokens, or ends with one of the token ids `ends` if given, such as a newline's. history: steps

@@ -136,7 +136,7 @@ class InformationGain:
 
 @part("curriculum", jointly={"after keep by": "numbers of 1 or more, and hardest or variance"})
 class Retention:
-    """All prompts in turn; from epoch `after` on only the `keep` of the first rank.
+    """All prompts in turn, from epoch `after` on only the `keep` of the first rank.
 
     by: "hardest", the lowest newest rate first, ranked anew in every epoch (hard-focus curriculum of DRIVE);
         "variance", of a prompt's rates so far, the largest first, ranked once (1-shot RLVR, 2504.20571).

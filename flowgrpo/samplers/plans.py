@@ -64,8 +64,8 @@ class AllSteps:
 
 @part("plan", noisy="every")
 class RandomSubset:
-    """Every step but the last adds noise; int((T-1) * fraction) of them, at least one, are trained, drawn anew each
-    epoch (DanceGRPO, 2505.07818, whose code draws them per sample)."""
+    """Random share of the steps is trained: int((T-1) * fraction), at least one, drawn anew each epoch; every step but
+    the last adds noise (DanceGRPO, 2505.07818, whose code draws them per sample)."""
 
     fraction: Annotated[float, Above(0, to=1, words="above 0 and at most 1")] = 0.6
 
@@ -112,7 +112,7 @@ class EachStep:
 
 @part("plan", noisy="every", jointly={"branch every pruned": "2 or more, 1 or more, and 0 or more"})
 class Branches:
-    """Tree: every step but the last draws noise, and each state has `branch` children at the steps `splits`
+    """Tree whose states have `branch` children at the steps `splits`; every step but the last adds noise
     (BranchGRPO, 2509.06040: 16 leaves of splits 0, 3, 6, 9 of 20 steps).
 
     Depth pruning: `pruned` consecutive steps are sampled and not trained. They start as the last ones and move up by
@@ -143,8 +143,8 @@ class Branches:
 
 @part("plan", noisy="every")
 class GrowingTail:
-    """Every step but the last adds noise; the last n before it are trained, and every state splits into `branch` at
-    the first trained step (B2-DiffuRL, 2503.11240, backward progressive training).
+    """Tail of trained steps that grows: every step but the last adds noise, the last n before it are trained, and every
+    state splits into `branch` at the first trained step (B2-DiffuRL, 2503.11240, backward progressive training).
 
     n grows from `first` to `final` shares of the steps over `stages` epochs (14 to 20 of 20 steps over 100 there).
     """

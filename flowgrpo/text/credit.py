@@ -143,7 +143,7 @@ KINDS = ("group", "blame", "progress", "potential", "last")
 
 @part("spread", target="texts", causal=True)
 class StepScores(TokenCredit):
-    """Advantage of a token: `outcome` times the sample's, plus `weight` times the credit of the token's step.
+    """Advantage of a token with the credit of its step: `outcome` times the sample's, plus `weight` times that credit.
 
     A step ends with a token whose text completes `ends`. The rewards `rewards` score it, as any text.
     kind: the credit of a step.

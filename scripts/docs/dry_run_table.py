@@ -22,7 +22,6 @@ from flowgrpo.config import load
 from flowgrpo.gpus import GPUS, gpu_named
 from flowgrpo.tools.dry_run.estimate import Estimate, dry_run, gib
 
-ROOT = Path(__file__).parents[2]
 
 
 def row(name: str, gpu: str) -> dict[str, Any]:

@@ -324,7 +324,7 @@ def segmented(policy: CausalModel, tokenized: TokenizedPrompts, taken: Completio
 
 @part("draws", causal=True)
 class Tree:
-    """Tree: after every `tokens` tokens each completion so far continues in `children` ways (SPO-tree, 2505.23564).
+    """Tree of completions: each continues in `children` ways after every `tokens` tokens (SPO-tree, 2505.23564).
 
     children: of the first split, the second and so on. A group has as many samples as the tree has leaves, or a
     multiple of them from separate roots. One of the ways is the present completion; the others are drawn anew from its
