@@ -23,7 +23,6 @@ from flowgrpo.gpus import GPUS, gpu_named
 from flowgrpo.tools.dry_run.estimate import Estimate, dry_run, gib
 
 
-
 def row(name: str, gpu: str) -> dict[str, Any]:
     """Run a recipe dry, as one of the processes that its comment names; return its row."""
     begun, count = time.monotonic(), recipe_table.processes(recipe_table.comment(name))
