@@ -25,7 +25,7 @@ from flowgrpo.text.policies.text_weights import load_causal_lm
 from flowgrpo.text.policies.vision_lm import CLASSES, VisionLM, language_layers, templated
 from flowgrpo.text.samplers.decoding import Decoding, Draw, uniforms
 from flowgrpo.text.samplers.language_model import SampledCompletions, TokenizedPrompts
-from flowgrpo.types import wide
+from flowgrpo.types import required, wide
 
 HEAD = "generation_head"  # of the model, from states to logits of image tokens
 UNREAD = ("vision_model", "aligner", "lm_head")  # parts of the model that no image token goes through
@@ -275,10 +275,11 @@ class ImageLM(CausalLM):
 
     def shown_again(self, ids: Tensor) -> Tensor:
         """Return the images of tokens as `decode` does; those that were decoded last are not decoded again."""
-        keys = [row.numpy().tobytes() for row in ids.cpu()]
-        new = [at for at, key in enumerate(keys) if key not in self.painted]
-        decoded = dict(zip(new, self.decode(ids[new]) if new else ()))
-        return torch.stack([decoded[at] if at in decoded else self.painted[key] for at, key in enumerate(keys)])
+        shown = [self.painted.get(row.numpy().tobytes()) for row in ids.cpu()]
+        new = [at for at, image in enumerate(shown) if image is None]
+        for at, image in zip(new, self.decode(ids[new]) if new else ()):  # which may drop others of these
+            shown[at] = image
+        return torch.stack([required(image) for image in shown])
 
     def written(self, ids: Tensor, mask: Tensor) -> Any:
         raise NotImplementedError("image tokens are no text")

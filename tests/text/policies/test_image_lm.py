@@ -19,7 +19,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.methods import validate
 from flowgrpo.policies import build, defaults
 from flowgrpo.run import run
-from flowgrpo.text.policies import kinds
+from flowgrpo.text.policies import image_lm, kinds
 from flowgrpo.text.policies.image_lm import ImageLM
 from flowgrpo.text.policies.text_weights import load_causal_lm
 from flowgrpo.text.samplers.decoding import Decoding
@@ -180,6 +180,17 @@ def test_an_image_depends_on_its_seed_alone_and_is_the_autoencoders():
 
 
 # --- weights ---------------------------------------------------------------------------------------------------------
+
+
+def test_images_are_shown_again_whatever_the_memory_still_holds(monkeypatch):
+    own = tiny.drawing()
+    ids = own.first + torch.arange(4 * own.grid).reshape(4, -1) % 7
+    images = own.decode(ids)
+    monkeypatch.setattr(image_lm, "KEPT", 2 * images[0].nbytes)
+    own.decode(ids[:2])
+    torch.testing.assert_close(own.shown_again(ids), images)
+    torch.testing.assert_close(own.shown_again(ids[[3, 0, 3]]), images[[3, 0, 3]])
+    assert len(own.painted) == 2
 
 
 def test_a_lora_trains_the_language_model_and_the_image_head():
