@@ -74,6 +74,14 @@ def at_home(text: str) -> str:
     return path
 
 
+def beside(file: Path, name: str) -> Path:
+    """Return the path that a file names: relative to the file, or below the home folder for one that begins with ~.
+
+    Raises UserError as `at_home`.
+    """
+    return file.parent / at_home(name)
+
+
 def require_size(path: Path, most: int, what: str) -> None:
     """Raise UserError for a file of more than `most` bytes. what: begins the error."""
     size = path.stat().st_size

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -46,7 +47,7 @@ def prepare(
     found = needs.needs(config, recipe, size)
     show(found)
     missing = [need for need in found if not need.here]
-    command = f"flowgrpo train {' '.join(arguments or [])}"
+    command = f"flowgrpo train {shlex.join(arguments or [])}"
     if not missing:
         typer.echo(f"nothing is missing: {command}")
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -66,7 +67,8 @@ def train(
     named = dict(method=method, reward=reward, prompts=prompts, model=model, output=output, seed=seed,
                  **{"eval.best": select_best})
     given = options | {key: value for key, value in named.items() if value is not None}
-    return _run(parse.load(recipe, given, trusted), "auto" if resume_auto else resume, " ".join(arguments or []))
+    asked = [*(arguments or []), *(f"--{key}={value}" for key, value in named.items() if value is not None)]
+    return _run(parse.load(recipe, given, trusted), "auto" if resume_auto else resume, recipe, shlex.join(asked))
 
 
 @app.command(cls=Resuming, rich_help_panel=TRAIN,
@@ -87,17 +89,19 @@ def demo(
     return _run(parse.load(recipes.FOLDER / "starter.yaml", options), "auto" if resume_auto else resume)
 
 
-def _run(settings: Any, resume: bool | Literal["auto"], asked: str = "") -> int:
+def _run(settings: Any, resume: bool | Literal["auto"], recipe: str | None = None, asked: str = "") -> int:
     """Validate a configuration's inputs, announce the run and run it. Returns 0, or UNTRAINED if it trained nothing.
 
-    asked: the words of the command line, for the command that gets what is missing.
+    recipe: its name. asked: the words of the command line, for the command that downloads what is missing.
     """
     check_inputs(settings)
     if asked and os.environ.get("RANK", "0") == "0":
+        from flowgrpo.cli import prepare
         from flowgrpo.tools.check import needs
 
-        for told in needs.missing(settings, asked):
-            typer.echo(told)
+        if lacking := needs.missing(settings, recipe, prepare.size):
+            prepare.show(lacking)
+            typer.echo(f"to install and download all of it: flowgrpo prepare {asked}")
     _grow_segments(settings)
     from flowgrpo.training.announcement import announce
 

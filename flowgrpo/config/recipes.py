@@ -19,6 +19,7 @@ from typing import Any
 
 from flowgrpo.config.schema import sections
 from flowgrpo.errors import UserError, nearest
+from flowgrpo.files import at_home, beside
 
 FOLDER = Path(__file__).parents[1] / "recipes"  # a link to configs/ in a clone, files in an installed package
 
@@ -39,7 +40,7 @@ def locate(given: str | Path) -> Path:
 
     Raises UserError for a name that is neither. A path that is no name is returned as it is, whether it exists or not.
     """
-    path = Path(given)
+    path = Path(at_home(str(given)))
     if path.parts[:1] == ("papers",) and not path.exists() and (packaged := FOLDER / f"{path}.yaml").is_file():
         return packaged
     named = path.name == str(given) and not path.suffix
@@ -65,12 +66,15 @@ def base_of(raw: dict[str, Any], path: Path, below: Sequence[Path]) -> Path | No
     value = raw.pop(KEY)
     if not isinstance(value, str) or not value:
         raise UserError(f"{path}: {KEY}: got {value!r}, expected the file of one recipe, such as flux_dev.yaml")
-    base = path.parent / value
+    try:
+        base = beside(path, value)
+    except UserError as error:
+        raise UserError(f"{path}: {KEY}: {error}") from None
     if not base.exists() and value in names():
         base = locate(value)
     if not base.is_file():
-        beside = sorted(file.name for file in base.parent.glob("*.yaml") if file.name != path.name)
-        raise UserError(f"{path}: {KEY}: no recipe at {base}{nearest(base.name, beside)}")
+        others = sorted(file.name for file in base.parent.glob("*.yaml") if file.name != path.name)
+        raise UserError(f"{path}: {KEY}: no recipe at {base}{nearest(base.name, others)}")
     chain = [*below, path]
     if base.resolve() in [file.resolve() for file in chain]:
         circle = " -> ".join(file.name for file in [*chain, base])

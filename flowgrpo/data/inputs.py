@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from flowgrpo.errors import UserError, excerpt
-from flowgrpo.files import address, decoded, unfit, unsafe
+from flowgrpo.files import address, beside, decoded, unfit, unsafe
 
 FILES = ("mask_image", "last_image", "video", "control_image", "ip_adapter_image")  # keys of one path, besides `image`
 SCALE = "controlnet_conditioning_scale"
@@ -82,12 +82,12 @@ def read_inputs(record: dict[str, Any], path: Path, line: int) -> Inputs:
     Raises UserError with file, line and key: for another type, an absent file, and `image` beside `images`.
     """
     inputs = Inputs(place=f"prompts {path}, line {line}")
-    values: dict[str, Any] = {key: _file(inputs, key, record[key], path.parent) for key in ("image", *FILES)
+    values: dict[str, Any] = {key: _file(inputs, key, record[key], path) for key in ("image", *FILES)
                               if record.get(key) is not None}
     if record.get("images") is not None:
         if "image" in values:
             raise inputs.error("images", "got `image` and `images`: put all images into `images`")
-        values["images"] = tuple(_file(inputs, "images", name, path.parent)
+        values["images"] = tuple(_file(inputs, "images", name, path)
                                  for name in _entries(inputs, record["images"]))
     if "image" in values:
         values["images"] = (values.pop("image"),)
@@ -120,14 +120,17 @@ def note_unread(source: str, columns: tuple[str, ...]) -> None:
               "them save each as a file, and give its path", file=sys.stderr)
 
 
-def _file(inputs: Inputs, key: str, name: Any, folder: Path) -> str:
+def _file(inputs: Inputs, key: str, name: Any, file: Path) -> str:
     name = str(name) if isinstance(name, Path) else name
     if not isinstance(name, str) or not name.strip():
         raise inputs.error(key, f"expected a path, got {excerpt(name)}"
                            + ": several images go under `images`" * (key == "image" and isinstance(name, list)))
     if why := unsafe(name):
         raise inputs.error(key, f"expected a path, got {excerpt(name)}, which holds {why}")
-    path = folder / name
+    try:
+        path = beside(file, name)
+    except UserError as error:
+        raise inputs.error(key, str(error)) from None
     why = unfit(path)
     if why and (found := address(name)):
         raise inputs.error(key, f"got the address {found}, expected a path: download it first")

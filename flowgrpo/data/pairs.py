@@ -24,7 +24,7 @@ from flowgrpo.config.schema import Config
 from flowgrpo.data import sets
 from flowgrpo.data.prompts import LARGEST, Prompt
 from flowgrpo.errors import UserError, nearest
-from flowgrpo.files import decoded, require_ending, require_size, unfit, unsafe
+from flowgrpo.files import beside, decoded, require_ending, require_size, unfit, unsafe
 
 KEYS = ("prompt", "chosen", "rejected", "aspects", "margins")
 OVERALL = "overall"
@@ -146,10 +146,13 @@ def _text(given: Any, key: str, path: Path, line: int) -> str:
 def _image(name: Any, key: str, path: Path, line: int) -> Path:
     if not isinstance(name, str) or not name:
         raise _wrong(path, line, f"expected the path of an image under {key!r}, got {name!r}")
-    if why := unfit(path.parent / name):
-        raise _wrong(path, line, f"no image at {path.parent / name}"
-                     + ("" if why == "does not exist" else f": it {why}"))
-    return path.parent / name
+    try:
+        image = beside(path, name)
+    except UserError as error:
+        raise _wrong(path, line, str(error)) from None
+    if why := unfit(image):
+        raise _wrong(path, line, f"no image at {image}" + ("" if why == "does not exist" else f": it {why}"))
+    return image
 
 
 def _verdicts(given: Any, path: Path, line: int) -> dict[str, float]:
@@ -227,7 +230,10 @@ def _demonstration(line: str, path: Path, number: int) -> Demonstration:
             raise _wrong_demonstration(path, number, f"expected a text under {key!r}, got {value!r}")
         if why := unsafe(value):
             raise _wrong_demonstration(path, number, f"the text under {key!r} holds {why}")
-    image = path.parent / record["image"] if "image" in record else None
+    try:
+        image = beside(path, record["image"]) if "image" in record else None
+    except UserError as error:
+        raise _wrong_demonstration(path, number, str(error)) from None
     if image is not None and (why := unfit(image)):
         raise _wrong_demonstration(path, number, f"no image at {image}"
                                    + ("" if why == "does not exist" else f": it {why}"))

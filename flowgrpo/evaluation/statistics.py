@@ -25,6 +25,7 @@ RESAMPLES = 2000
 LEAST = 20  # prompts; with fewer, a bootstrap's interval is too narrow to report drift
 PAIRS = 8  # images under their own prompts and others; with fewer, nothing is said of whether a reward reads prompts
 EXACT = 1e-5  # relative difference of scores that is rounding
+NEAR = 0.5  # of the std of scores: changes of a mean within it are small
 WILSON, BOOTSTRAP = "Wilson", "bootstrap over prompts"
 ALL = "all prompts"  # row of all categories
 
@@ -240,8 +241,8 @@ def _amount(name: str, change: Interval) -> str:
 
 def blind(scores: Mapping[str, Sequence[float | None]], shuffled: Mapping[str, Sequence[float | None]]
           ) -> list[tuple[str, str]]:
-    """Describe the rewards whose mean under other prompts is within the paired 95 % interval of that under their own,
-    each with the tone of a report: warn, or plain for one whose every score is the same.
+    """Describe the rewards whose mean under other prompts is not known to differ from that under their own, each with
+    the tone of a report: warn where the paired 95 % interval of the difference is within NEAR std of the scores.
 
     scores, shuffled: [N] by reward; NaN or None where there is none. A reward with fewer than PAIRS pairs is left out.
     """
@@ -254,13 +255,18 @@ def blind(scores: Mapping[str, Sequence[float | None]], shuffled: Mapping[str, S
             continue
         found = change(other[:, None], own[:, None])
         digits = decimals([own.mean(), other.mean()], [found.mean])
+        theirs, mine = format_value(other.mean(), digits), format_value(own.mean(), digits)
         if np.allclose(own, other, rtol=EXACT, atol=0) and np.ptp(own):
             said.append(("plain", f"reward {name!r} does not read the prompt: {count} images have the same scores "
                                   "under other prompts"))
+        elif 0 <= -found.low <= NEAR * own.std() and 0 <= found.high <= NEAR * own.std():
+            said.append(("warn", f"reward {name!r} gives images the same scores under other prompts ({theirs} against "
+                                 f"{mine} on {count} images): it does not tell whether an image fits its prompt"))
         elif found.low <= 0 <= found.high:
-            said.append(("warn", f"reward {name!r} gives images of other prompts the same scores "
-                                 f"({format_value(other.mean(), digits)} against {format_value(own.mean(), digits)} on "
-                                 f"{count} images): it cannot tell whether an image fits its prompt"))
+            said.append(("plain", f"reward {name!r} may not tell whether an image fits its prompt: on {count} images "
+                                  f"{theirs} under other prompts against {mine} under their own, a difference of "
+                                  f"{found.low:+.{digits}f} to {found.high:+.{digits}f} (95 %); more eval.prompts "
+                                  "narrow it"))
     return said
 
 

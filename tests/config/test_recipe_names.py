@@ -39,6 +39,18 @@ def test_a_recipe_of_the_user_extends_a_packaged_one(tmp_path):
     assert found.model_copy(update={"reward": "hpsv2.1", "name": "sdxl_24gb"}) == load("sdxl_24gb")
 
 
+def test_a_recipe_below_the_home_folder(tmp_path, monkeypatch):
+    """By its own name and under `extends`; a folder named ~ is not looked for."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "base.yaml").write_text("extends: starter\nprompts: ~/p.txt\n")
+    (tmp_path / "mine.yaml").write_text("extends: ~/base.yaml\nseed: 3\n")
+    found = load("~/mine.yaml")
+    assert (found.seed, found.prompts, found.name) == (3, str(tmp_path / "p.txt"), "mine")
+    (tmp_path / "mine.yaml").write_text("extends: ~nobody-of-this-name/base.yaml\n")
+    with pytest.raises(UserError, match="mine.yaml: extends: ~nobody-of-this-name/base.yaml: there is no user 'nobody"):
+        load("~/mine.yaml")
+
+
 @pytest.mark.parametrize("given, told", [
     ("sdxl_24g", "no recipe 'sdxl_24g': did you mean 'sdxl_24gb'?"),
     ("nothing_near_it", "no recipe 'nothing_near_it'"),

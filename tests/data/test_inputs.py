@@ -11,6 +11,7 @@ from PIL import Image
 
 from flowgrpo.data.images import Clip, frame_count, image_size, read_image
 from flowgrpo.data.inputs import Inputs
+from flowgrpo.data.pairs import load_demonstrations, load_pairs
 from flowgrpo.data.prompts import Prompt, as_line, load_prompts, of_records
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.preprocessing import read_output
@@ -61,6 +62,30 @@ def test_one_image_is_an_image_by_either_key(folder):
     assert one == listed and one.brings == one.image == str(folder / "a.png")
     assert plain.brings is None and plain.metadata == {} and plain.key == "x"
     assert Prompt("x", image="a.png").inputs.images == ("a.png",)
+
+
+def test_files_below_the_home_folder(folder, monkeypatch):
+    """Of prompts, of pairs and of demonstrations."""
+    monkeypatch.setenv("HOME", str(folder))
+    (folder / "lists").mkdir()
+    [prompt] = read(folder, {"prompt": "x", "images": ["~/a.png", "~/b.png"], "video": "~/clip.gif"},
+                    name="lists/p.jsonl")
+    assert prompt.inputs == Inputs((str(folder / "a.png"), str(folder / "b.png")), str(folder / "clip.gif"))
+    (folder / "lists" / "two.jsonl").write_text('{"prompt": "x", "chosen": "~/a.png", "rejected": "~/b.png"}')
+    [pair] = load_pairs(folder / "lists" / "two.jsonl")
+    assert (pair.chosen, pair.rejected) == (folder / "a.png", folder / "b.png")
+    (folder / "lists" / "one.jsonl").write_text('{"prompt": "x", "image": "~/a.png"}')
+    assert load_demonstrations(folder / "lists" / "one.jsonl")[0].image == folder / "a.png"
+
+
+@pytest.mark.parametrize("load, line, place", [
+    (load_prompts, {"prompt": "x", "image": "~nobody-of-this-name/a.png"}, "prompts .*, line 1, 'image'"),
+    (load_pairs, {"prompt": "x", "chosen": "~nobody-of-this-name/a.png", "rejected": "b.png"}, "pairs .*, line 1"),
+    (load_demonstrations, {"prompt": "x", "image": "~nobody-of-this-name/a.png"}, "demonstrations .*, line 1")])
+def test_a_file_of_a_user_who_does_not_exist_is_one_line(folder, load, line, place):
+    (folder / "p.jsonl").write_text(json.dumps(line))
+    with pytest.raises(UserError, match=f"^{place}: ~nobody-of-this-name/a.png: there is no user 'nobody"):
+        load(folder / "p.jsonl")
 
 
 def test_a_prompt_is_another_one_with_another_file(folder):

@@ -91,17 +91,10 @@ def needs(config: Config, recipe: str | None = None, sizes: Callable[[str], floa
     return sorted(dict.fromkeys(found), key=lambda need: need.here)
 
 
-def missing(config: Config, asked: str) -> list[str]:
-    """Return a line per thing that a run lacks, and the command that gets all of them; none for a single extra or
-    reward, whose own error says what to do. asked: the words of the command line."""
-    lacking = [need for need in needs(config, asked.partition(" ")[0]) if not need.here]
-    if len(lacking) < 2 and not any(need.what == "model" for need in lacking):
-        return []
-    lines = []
-    for need in lacking:
-        facts = ["" if need.gigabytes is None else f"{need.gigabytes:.1f} GB", need.licence, need.accept]
-        lines.append(", ".join([f"missing: {need.what} {need.name}", *filter(None, facts)]))
-    return [*lines, f"all of it: flowgrpo prepare {asked}"]
+def missing(config: Config, recipe: str | None, sizes: Callable[[str], float | None] = lambda _: None) -> list[Need]:
+    """Return what a run lacks, as `needs`; nothing for a single extra or reward, whose own error says what to do."""
+    lacking = [need for need in needs(config, recipe, sizes) if not need.here]
+    return lacking if len(lacking) > 1 or any(need.what == "model" for need in lacking) else []
 
 
 def extras(config: Config) -> list[str]:

@@ -158,6 +158,23 @@ def test_prepare_lists_downloads_and_says_the_next_command(serving, capsys):
     assert "nothing is missing: flowgrpo train" in capsys.readouterr().out
 
 
+def test_train_lists_all_that_is_missing_before_it_fails(serving, tmp_path, capsys, monkeypatch):
+    """With gigabytes and the command that downloads it, in which options are as the user gave them; without the hub the
+    sizes of a published model are known too."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    words = ["train", "sd15_short", "--reward={pickscore: 1, aesthetic: 0.5}", "--precision=fp32"]
+    assert main([*words, "--eval.rewards=[]", "--tracker=none"]) == 2
+    out = capsys.readouterr().out.splitlines()
+    table = [line.split() for line in out if line.strip().endswith("missing")]
+    assert table[0][:3] == ["model", "stable-diffusion-v1-5/stable-diffusion-v1-5", "2.1"]
+    assert {row[2] for row in table if row[0] == "reward"} == {
+        SCORER, WORDS, "openai/clip-vit-large-patch14", "trl-lib/ddpo-aesthetic-predictor"}
+    told = out.index("to install and download all of it: flowgrpo prepare sd15_short --precision=fp32 "
+                     "'--eval.rewards=[]' --tracker=none '--reward={pickscore: 1, aesthetic: 0.5}'")
+    assert told < next(place for place, line in enumerate(out) if line.startswith("model:"))
+
+
 class Terminal(io.StringIO):
     """Input of a person, who has typed an answer."""
 
