@@ -162,6 +162,15 @@ def _ltx2() -> Published:
         {"tokenizer": 1024})
 
 
+# scripts/convert_flux2_to_diffusers.py of diffusers: klein-4b
+_KLEIN_4B: dict[str, Part] = {
+    "transformer": ("Flux2Transformer2DModel", {
+        "num_layers": 5, "num_single_layers": 20, "num_attention_heads": 24, "joint_attention_dim": 7680,
+        "guidance_embeds": False}),
+    "vae": ("AutoencoderKLFlux2", {}), "text_encoder": QWEN3_4B_HEAD,
+    "scheduler": FLUX_GRID}  # not confirmed; the pipeline computes the shift
+
+
 MODELS: dict[str, Published] = {
     "stable-diffusion-v1-5/stable-diffusion-v1-5": Published(
         "StableDiffusionPipeline", {
@@ -196,15 +205,9 @@ MODELS: dict[str, Published] = {
         {"tokenizer": 77, "tokenizer_2": 256}),
     "black-forest-labs/FLUX.1-Kontext-dev": Published(
         "FluxKontextPipeline", _FLUX_PARTS, {"tokenizer": 77, "tokenizer_2": 512}),
-    # scripts/convert_flux2_to_diffusers.py of diffusers: klein-4b
-    "black-forest-labs/FLUX.2-klein-base-4B": Published(
-        "Flux2KleinPipeline", {
-            "transformer": ("Flux2Transformer2DModel", {
-                "num_layers": 5, "num_single_layers": 20, "num_attention_heads": 24, "joint_attention_dim": 7680,
-                "guidance_embeds": False}),
-            "vae": ("AutoencoderKLFlux2", {}), "text_encoder": QWEN3_4B_HEAD,
-            "scheduler": FLUX_GRID},  # not confirmed; the pipeline computes the shift
-        {"tokenizer": 512}),
+    "black-forest-labs/FLUX.2-klein-base-4B": Published("Flux2KleinPipeline", _KLEIN_4B, {"tokenizer": 512}),
+    "black-forest-labs/FLUX.2-klein-4B": Published(
+        "Flux2KleinPipeline", _KLEIN_4B, {"tokenizer": 512}, {"is_distilled": True}),
     # scripts/convert_flux2_to_diffusers.py of diffusers: klein-9b and flux2-dev
     "black-forest-labs/FLUX.2-klein-base-9B": Published(
         "Flux2KleinPipeline", {

@@ -71,7 +71,8 @@ PIPELINES = {
 # For other GPUs, of the recipe whose name they begin with: one of them, or eight.
 SHORTER = ("sd15_24gb", "sdxl_24gb", "sdxl_48gb", "sd35_medium_24gb", "flux_dev_24gb", "flux_dev_48gb",
            "flux_kontext_48gb", "flux2_klein_24gb", "qwen_image_48gb", "qwen_image_80gb", "z_image_24gb", "sana_24gb",
-           "qwen_image_24gb", "wan21_1b_24gb", "wan22_5b_24gb", "sd15_short", "sdxl_short")
+           "qwen_image_24gb", "wan21_1b_24gb", "wan22_5b_24gb", "sd15_short", "sdxl_short", "z_image_short",
+           "flux2_klein_short")
 SMALLER = ("qwen_image_edit_48gb", "hunyuan_video15_48gb")  # of recipes that are for one GPU already
 EIGHT = ("sdxl_8x80", "sd35_medium_8x80", "flux_dev_8x80", "flux_kontext_8x80", "qwen_image_8x80",
          "wan22_8x80")

@@ -150,10 +150,10 @@ def require_prompts(config: Config, prompts: Sequence[Prompt], pipe: Any = None)
     """Raise UserError for the first prompt whose files the run's pipeline does not take, or that lacks one.
 
     pipe: the pipeline, once it is loaded; before, it is known of a local folder, and its class is imported only where
-    a file is at stake.
+    a prompt brings a file or needs one.
     """
     if pipe is None and config.load.controlnet is None and config.load.ip_adapter is None and not any(
-            prompt.brings is not None for prompt in prompts):
+            prompt.brings is not None for prompt in prompts) and not prompt_inputs.EDITORS.search(_class_name(config)):
         return
     cls = type(pipe) if pipe is not None else _class_of(config)
     present = has_ip_adapter(pipe) if pipe is not None else config.load.ip_adapter is not None or None
@@ -165,12 +165,18 @@ def _class_of(config: Config) -> Any:
     """Return the class of the pipeline that a run will load; None where no local folder says it."""
     import diffusers
 
-    index = Path(FOLDERS.get(config.model, config.model)) / "model_index.json"
-    try:
-        name = json.loads(index.read_text(encoding="utf-8"))["_class_name"]
-    except (OSError, ValueError, LookupError, TypeError):  # loading will say what is wrong
+    if not (name := _class_name(config)):
         return None
     return steered_class(name) if config.load.controlnet is not None else getattr(diffusers, name, None)
+
+
+def _class_name(config: Config) -> str:
+    """Return the name of the pipeline's class by a local folder; "" where none says it."""
+    index = Path(FOLDERS.get(config.model, config.model)) / "model_index.json"
+    try:
+        return str(json.loads(index.read_text(encoding="utf-8"))["_class_name"])
+    except (OSError, ValueError, LookupError, TypeError):  # loading will say what is wrong
+        return ""
 
 
 def _short(error: BaseException) -> str:

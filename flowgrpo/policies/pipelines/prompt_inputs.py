@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,6 +26,8 @@ REFUSALS = (ArithmeticError, AssertionError, AttributeError, ImportError, Lookup
 IMAGES = ("image", "image_reference", "mask_image", "control_image", "last_image", "video", "reference_images",
             "ip_adapter_image")
 MASKED = ("image", "mask_image")  # what an inpainting pipeline needs
+# Names of pipelines that start from an image, though their call may have a default of None for it.
+EDITORS = re.compile(r"Edit|Kontext|Pix2Pix|Img2Img|ImageToVideo")
 ALIKE = 0.02  # by which the aspect ratio of a mask may differ from its image's
 # Of these a call has one for all its rows: rows with other values need a call of their own.
 SHARED = (SCALE, "ip_adapter_image")
@@ -146,8 +149,8 @@ def _require_present(cls: type, known: Mapping[str, str], prompt: Prompt, call: 
     if last:
         needed += [(key, "the model makes the frames between a first and a last one", "")
                    for key in ("image", "last_image")]
-    if "image" in known and accepted(cls)[known["image"]].default is inspect.Parameter.empty and not (
-            {"images", "control_image", known["image"]} & given):
+    if "image" in known and not {"images", "control_image", known["image"]} & given and (
+            EDITORS.search(cls.__name__) or accepted(cls)[known["image"]].default is inspect.Parameter.empty):
         needed.append(("image", f"{cls.__name__} starts from an image", ""))
     for key, why, otherwise in needed:
         if key not in given:

@@ -12,6 +12,7 @@ from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus
 from PIL import Image
 from safetensors.torch import save_file
 
+import flowgrpo
 from flowgrpo.config.sections import Adapter, Load
 from flowgrpo.data.inputs import Inputs
 from flowgrpo.data.prompts import Prompt
@@ -136,6 +137,8 @@ def test_every_prompt_sees_its_last_frame(files):
                                                                   "last one, but the prompt 'p' has no last_image"),
     ("SkyReelsV2ImageToVideoPipeline", ["image", "last_image"], "the model takes a first frame alone"),
     ("SkyReelsV2ImageToVideoPipeline", [], "starts from an image, but the prompt 'p' has no image"),
+    ("FluxKontextPipeline", [], "starts from an image, but the prompt 'p' has no image: give every prompt one"),
+    ("QwenImageEditPlusPipeline", [], "starts from an image, but the prompt 'p' has no image"),
     ("FluxKontextPipeline", ["image", "mask_image"], "takes no mask_image; of a prompt file's keys it takes image")])
 def test_prompts_that_lack_a_file_or_bring_one_too_many_are_refused(name, inputs, told, files):
     pipe, given = tiny.make(name)[0], {key: files["a"] for key in inputs}
@@ -330,3 +333,15 @@ def test_keys_by_class():
     assert names(diffusers.StableDiffusionControlNetImg2ImgPipeline)["control_image"] == "control_image"
     assert names(diffusers.WanVACEPipeline)["images"] == "reference_images"
     assert "images" not in names(diffusers.QwenImageEditPipeline) and not names(diffusers.SanaPipeline)
+
+
+def test_an_edit_of_no_image_is_refused_from_python_and_of_a_folder_before_it_is_loaded(tmp_path):
+    pipe = tiny.make("FluxKontextPipeline")[0]
+    lines = [{"prompt": f"make it {colour}", "image": None} for colour in ("red", "blue")]
+    told = "FluxKontextPipeline starts from an image, but the prompt .make it (red|blue). has no image"
+    for model in (pipe, tmp_path / "kontext"):
+        pipe.save_pretrained(tmp_path / "kontext")
+        (tmp_path / "kontext" / "transformer" / "diffusion_pytorch_model.safetensors").unlink()
+        with pytest.raises(UserError, match=told):
+            flowgrpo.align(model, "sharpness", lines, output=str(tmp_path / "runs"), device="cpu", tracker="none")
+    assert not (tmp_path / "runs").exists()
