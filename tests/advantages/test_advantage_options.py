@@ -226,9 +226,7 @@ def test_weighted_sum_by_hand():
         lambda: Advantage(least=33),
         lambda: Advantage(buffer=8, least=0),
         lambda: group_relative(f64([[1, 2]]), "running"),
-        lambda: weighted_sum(f64([[[1, 2]]]), [1.0]),
-    ],
-)
+        lambda: weighted_sum(f64([[[1, 2]]]), [1.0])])
 def test_mistakes_are_named(call):
     with pytest.raises(ValueError, match="expected") as error:
         call()

@@ -196,9 +196,7 @@ def test_the_part_of_a_method_is_combine_with_its_settings():
         lambda: combine(REWARDS, [1.0]),
         lambda: combine(REWARDS[0], [1.0, 1.0]),
         lambda: combine(REWARDS, [1.0, 1.0], order="sum"),
-        lambda: combine(REWARDS, [1.0, 1.0], scale="std"),
-    ],
-)
+        lambda: combine(REWARDS, [1.0, 1.0], scale="std")])
 def test_mistakes_are_named(call):
     with pytest.raises(ValueError, match="expected") as error:
         call()

@@ -135,9 +135,7 @@ def test_the_conditional_part_reads_log_probabilities():
         lambda: Conditional(mu=1.5),
         lambda: Conditional(metric="width"),
         lambda: Conditional(upper=-1),
-        lambda: ShiftedMean(shift=math.inf),
-    ],
-)
+        lambda: ShiftedMean(shift=math.inf)])
 def test_mistakes_are_named(call):
     with pytest.raises(ValueError, match="expected") as error:
         call()

@@ -117,22 +117,18 @@ def test_the_value_of_a_state_is_the_mean_reward_of_its_continuations():
     mask = torch.ones(4, 6, dtype=torch.bool)
     taken = Completions(ids, torch.tensor([0, 0, 1, 1]), Scored(torch.zeros(4, 6), mask))
     segments = torch.tensor([[0, 0, 1, 1, 1, 2], [0] * 6, [0, 0, 0, 1, 1, 1], [0] * 6])
-
     def judge(texts, group, prompts):
         told.append((texts, prompts.tolist()))
         return torch.arange(len(texts)).float().view(-1, group)
-
     found = [segmented(own, asked, taken, segments, starts_of(segments, mask), 3, Decoding(),
                        lambda prompt, sample: 1000 * prompt + sample, 2, size, judge) for size in (2, 9)]
     means = torch.tensor([[-1, 1, 4.0], [-1, -1, -1], [-1, 7, -1], [-1, -1, -1]])
     assert torch.equal(found[0].values.nan_to_num(-1), means)
     assert told[0] == told[1] and told[0][1] == [0] * 6 + [1] * 3  # however many go through the model at once
     assert len(set(told[0][0])) > 3
-
     def skipping(texts, group, prompts):
         scored = torch.tensor([[False, True, True], [False] * 3, [True] * 3])
         return judge(texts, group, prompts).where(scored, math.nan)
-
     found = segmented(own, asked, taken, segments, starts_of(segments, mask), 3, Decoding(),
                       lambda prompt, sample: 1000 * prompt + sample, 2, 9, skipping)
     means = torch.tensor([[-1, 1.5, -1], [-1, -1, -1], [-1, 7, -1], [-1, -1, -1]])  # of continuations with a reward
@@ -257,11 +253,9 @@ def test_planning_tokens_have_larger_advantages_by_hand():
 
 def test_planning_steps_are_the_first_of_the_grid():
     logp = torch.zeros(2, 1)
-
     def step(number: int) -> Transitions:
         return Transitions(number, torch.zeros(2, 3), torch.zeros(2).long(), torch.arange(2), torch.zeros(2, 3),
                            Scored(logp, torch.ones(2, 1).bool()))
-
     advantages = torch.tensor([1.0, -1.0])
     found = [Planning(0.5, first=2)(step(number), advantages, advantages).tolist() for number in range(3)]
     assert found == [[1.5, -0.5], [1.5, -0.5], [1.0, -1.0]]
@@ -330,10 +324,8 @@ def test_steps_that_completions_share_have_the_mean_of_their_advantages():
     taken = Completions(ids, torch.tensor([0, 0, 0, 1]), Scored(torch.zeros(4, 3), mask))
     advantages, totals = torch.tensor([1.0, -1.0, 0.5, 4.0]), torch.zeros(4, 1)
     groups = torch.tensor([0, 0, 0, 1])
-
     def found(history: int) -> list:
         return merged(ids, steps_of(ids, mask, 1), mask, groups, advantages, history).tolist()
-
     # The other group shares nothing, and its masked token has no credit.
     last = [4.0, 4.0, 0.0]
     assert found(-1) == [[0, 0, 1], [0, 0, -1], [0.5, 0.5, 0.5], last]  # shared beginnings alone

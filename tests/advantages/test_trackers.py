@@ -121,20 +121,16 @@ def test_a_run_of_single_samples_learns_and_measures_how_far_it_moved(make, opti
 def test_a_run_draws_prompts_by_what_the_tracker_remembers(monkeypatch):
     trainer = tiny.trainer(parts={"advantage": {"type": "ValueTracker", "floor": 0.01}}, train__prompts=1)
     drawn = []
-
     def sampled(trainer, batch, turn):
         drawn.extend(prompt.text for prompt in batch)
         raise InterruptedError
-
     monkeypatch.setattr(sampling, "sample", sampled)
-
     def epochs(count: int) -> list[str]:
         drawn.clear()
         for trainer.epoch in range(count):
             with pytest.raises(InterruptedError):
                 trainer.run_epoch()
         return list(drawn)
-
     assert sorted(epochs(6)) == sorted(tiny.PROMPTS)  # nothing is known: a walk through all
     rates = dict(zip(tiny.PROMPTS, (0.5, 0.5, 0.0, 1.0, 0.2, 0.8)))
     trainer.memory["ValueTracker"] = {name: {"epoch": 0, "after": [10, 10 * rate]} for name, rate in rates.items()}
@@ -197,11 +193,9 @@ def test_the_weight_of_a_prior_by_hand():
 def test_a_good_prior_halves_the_error_of_the_baseline_and_a_bad_one_adds_little():
     # All outcomes of four draws at a rate of .3, with their probabilities: mean squared errors of the baselines.
     outcomes = [(k / 4, math.comb(4, k) * 0.3 ** k * 0.7 ** (4 - k)) for k in range(5)]
-
     def error(prior: float) -> float:
         return sum(p * (w * prior + (1 - w) * mean - 0.3) ** 2
                    for mean, p in outcomes for w in (prior_weight(prior, mean, 4),))
-
     alone = sum(p * (mean - 0.3) ** 2 for mean, p in outcomes)
     assert alone == pytest.approx(0.0525) and error(0.35) < 0.5 * alone and error(0.9) < 1.15 * alone
 

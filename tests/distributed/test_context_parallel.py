@@ -30,14 +30,11 @@ from tests.helpers import loop, tiny
 SMALL = dict(train__prompts=4, train__group=2, train__micro_batch=2, train__lr=1e-3, train__steps=3, train__epochs=2)
 CASES = {
     "mix_grpo": dict(method="mix_grpo", parts__plan__size=2, train__updates=2, train__checkpointing=True),
-    "diffusion_nft": dict(method="diffusion_nft"),
-}
+    "diffusion_nft": dict(method="diffusion_nft")}
 # The same with weights that the processes hold in shares: under a LoRA, and all of them, which are trained.
 SHARDED = {
-    "lora": CASES["mix_grpo"],
-    "nft": CASES["diffusion_nft"],
-    "full": CASES["mix_grpo"] | dict(adapter__rank=0, train__lr=1e-4),
-}
+    "lora": CASES["mix_grpo"], "nft": CASES["diffusion_nft"],
+    "full": CASES["mix_grpo"] | dict(adapter__rank=0, train__lr=1e-4)}
 
 
 def bright(images, prompts):
@@ -178,8 +175,7 @@ def test_a_team_trains_as_one_process(case, folder):
     ({"method": "draft"}, "method draft, which trains more than the denoiser"),
     ({"method": "reinflow"}, "method reinflow, which trains more than the denoiser"),
     ({"method": "flow_grpo+sol_rl"}, "parts.preview: leave sol_rl out"),
-    ({"method": "ddpo+texforce"}, "text encoders that are trained"),
-])
+    ({"method": "ddpo+texforce"}, "text encoders that are trained")])
 def test_what_does_not_go_with_it_is_refused_in_one_line(options, told):
     chosen = load(None, {"memory.context_parallel": 2} | options)
     with pytest.raises(UserError, match=f"memory.context_parallel is 2, which does not go with {told}") as caught:

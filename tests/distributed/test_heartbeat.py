@@ -106,12 +106,10 @@ def test_a_signal_of_one_process_stops_all(tmp_path):
 def signalled(folder: Path) -> int:
     """Save while the process gets SIGTERM three times, as from Slurm, and from torch's launcher as it ends."""
     processes, stop = Processes(Accelerator(cpu=True)), signals.Stop()
-
     def send() -> None:
         for _ in range(3):
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(0.15)
-
     try:
         with Watch(processes), stop:
             threading.Thread(target=send).start()

@@ -21,8 +21,7 @@ SMALL = SMALL | dict(train__steps=4)
 CASES = {
     "equal": dict(method="flow_grpo", parts__kl={"type": "GaussianKL", "weight": 0.1}, train__inner_epochs=2),
     "finals": dict(method="diffusion_nft", train__inner_epochs=2),
-    "unequal": dict(method="flow_grpo", parts__selection={"type": "DropZeroVariance"}, train__updates=2),
-}
+    "unequal": dict(method="flow_grpo", parts__selection={"type": "DropZeroVariance"}, train__updates=2)}
 
 
 def trained(case: str, shard: bool):
@@ -72,11 +71,9 @@ def failed(processes: Processes, folder: Path) -> None:
     """Leave before the second part on the first process, then fail within a part on both; the other one is told."""
     turns = processes.lockstep = Lockstep(torch.device("cpu"), lambda kind, step: torch.zeros(1))
     told, begun = [], []
-
     def stop_if_asked() -> None:
         if processes.rank == 0 and begun:
             raise Stopped("asked")
-
     try:
         with processes.collective():
             for part in processes.in_step([0, 1], lambda *_: 1, before=stop_if_asked):

@@ -366,14 +366,11 @@ def out_of_memory_on_the_second(folder: Path, place: str) -> None:
     in the optimizer's step."""
     processes = Processes(Accelerator(cpu=True))
     trainer = tiny.trainer(**SMALL | CASES["mix_grpo"])
-
     def step(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-
     def full(parameter: torch.Tensor) -> None:
         if trainer.optimization.update == 1:
             parameter.grad = parameter.grad.as_subclass(Full)
-
     if processes.rank == 1 and place == "step":
         trained = trainer.optimization
         trained.optimizer.register_step_pre_hook(lambda *_: step() if trained.update == 1 else None)
@@ -392,11 +389,9 @@ def no_room_on_the_second(folder: Path, place: str) -> None:
     """Train in two processes, of which the second has no room for more than two rows in its rollouts or updates."""
     processes = Processes(Accelerator(cpu=True))
     trainer = tiny.trainer(**SMALL | CASES["mix_grpo"])
-
     def refuse(module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
         if len(kwargs["hidden_states"]) > 2 and torch.is_grad_enabled() == (place == "update"):
             raise torch.OutOfMemoryError("CUDA out of memory.")
-
     if processes.rank == 1:
         trainer.policy.pipe.transformer.register_forward_pre_hook(refuse, with_kwargs=True)
     said = []

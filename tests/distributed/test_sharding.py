@@ -37,8 +37,7 @@ CASES = {
     "full kl": FULL | dict(method="flow_grpo", parts__kl={"type": "GaussianKL", "weight": 0.1}, train__updates=2,
                            parts__selection={"type": "DropZeroVariance"}),
     "full lag": FULL | dict(method="diffusion_nft", train__updates=2),
-    "lora": LORA | dict(method="mix_grpo", parts__plan__size=2, train__inner_epochs=2),
-}
+    "lora": LORA | dict(method="mix_grpo", parts__plan__size=2, train__inner_epochs=2)}
 
 
 # --- in every process ------------------------------------------------------------------------------------------------
@@ -170,7 +169,6 @@ def folder(tmp_path_factory):
 def alone():
     """Weights and metrics of the cases on one process, each trained once."""
     known = {}
-
     def trained(case: str):
         if case not in known:
             trainer = made(case, False)
@@ -285,7 +283,6 @@ def test_nodes_of_other_sizes_are_refused_in_one_line(size):
 
 def test_an_older_torch_is_refused_in_one_line(monkeypatch):
     from torch.distributed import fsdp
-
     monkeypatch.delattr(fsdp.FSDPModule, "set_force_sum_reduction_for_comms")
     sharding.require(True, False, 2, {})
     with pytest.raises(UserError, match="cannot sum gradients, as adapter.rank: 0 needs: install torch 2.8 or"):

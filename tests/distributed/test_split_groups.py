@@ -109,8 +109,7 @@ def test_a_split_group_trains_as_a_whole_one(case, folder):
     ({"method": "flow_grpo", "memory.shard": True}, 12, "memory.shard takes processes that sample alike"),
     ({"method": "flow_grpo", "parts.target": {"type": "RecordedSteps", "tuning": {"type": "LayerTuning",
                                                                                  "weight": 0.1}}}, 16,
-     "parts.tuning pulls towards the best sample"),
-])
+     "parts.tuning pulls towards the best sample")])
 def test_a_method_that_needs_whole_groups_is_refused_in_one_line(options, processes, told):
     config = load(None, {"train.prompts": 8, "train.group": 12, "train.micro_batch": 4} | options)
     reward_demands.check_whole_groups(loop.setup(config, processes=4))

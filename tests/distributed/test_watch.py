@@ -67,8 +67,7 @@ def waits(folder: Path, end: str) -> int:
     ("refused", [2, 3, 2], ": no space"),
     ("interrupted", [2, 3, 2], "was ended by a second signal"),
     ("stopped", [0, 3, 0], None),
-    ("done", [0, 0, 0], None),
-])
+    ("done", [0, 0, 0], None)])
 def test_the_others_end_with_the_reason_of_a_lost_process(end, codes, told, tmp_path):
     ended = launch(waits, 3, tmp_path, end, timeout=90)
     assert [code for code, _ in ended] == codes, ended

@@ -54,7 +54,6 @@ def child(name: str, seconds: float, first: int) -> dict[str, Any]:
     target, counts = TARGETS[name], {"cases": 0, "refused": 0, "slowest": 0.0}
     failures: dict[str, str] = {}
     signal.signal(signal.SIGALRM, _late)
-
     def once(case: Any) -> None:
         began = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
@@ -68,7 +67,6 @@ def child(name: str, seconds: float, first: int) -> dict[str, Any]:
                 signal.setitimer(signal.ITIMER_REAL, 0)
         counts["cases"] += 1
         counts["slowest"] = max(counts["slowest"], time.monotonic() - began)
-
     with tempfile.TemporaryDirectory() as folder:  # imports what the target needs, before the limit
         prepare(Path(folder))
         try:
@@ -83,8 +81,7 @@ def child(name: str, seconds: float, first: int) -> dict[str, Any]:
             deadline=None,
             database=None,
             phases=[Phase.generate],
-            suppress_health_check=list(HealthCheck),
-        )(given(target.strategy)(once))
+            suppress_health_check=list(HealthCheck))(given(target.strategy)(once))
         seed(number)(run)()
         number += 1
     return {**counts, "failures": failures}
@@ -115,18 +112,14 @@ def main() -> int:
         except (subprocess.TimeoutExpired, IndexError, ValueError) as error:
             said = getattr(error, "stderr", None) or getattr(locals().get("done"), "stderr", "")
             result = {
-                "cases": 0,
-                "refused": 0,
-                "slowest": 0.0,
-                "failures": {f"the process ended: {error}": str(said)[-2000:]},
-            }
+                "cases": 0, "refused": 0, "slowest": 0.0,
+                "failures": {f"the process ended: {error}": str(said)[-2000:]}}
         total += result["cases"]
         failed |= {f"{name}: {where}": case for where, case in result["failures"].items()}
         print(
             f"{name:<20}{result['cases']:>8,}{result['refused']:>9,}{result['slowest']:>8.1f} s"
             f"{len(result['failures']):>10}",
-            flush=True,
-        )
+            flush=True)
     print(f"{'all':<20}{total:>8,}")
     for where in failed:
         print(f"- {where}")

@@ -25,8 +25,7 @@ def mutated(draw: Any, pattern: str, most: int = 6) -> bytes:
     files = sorted(file for file in CORPUS.glob(pattern) if file.is_file())
     content = draw(st.sampled_from(files)).read_bytes()
     for kind in draw(
-        st.lists(st.sampled_from(["flip", "cut", "insert", "token", "repeat", "splice", "end"]), max_size=most)
-    ):
+        st.lists(st.sampled_from(["flip", "cut", "insert", "token", "repeat", "splice", "end"]), max_size=most)):
         at = draw(st.integers(0, 2**16)) % (len(content) + 1)
         if kind == "flip" and at < len(content):
             content = content[:at] + bytes([draw(st.integers(0, 255))]) + content[at + 1 :]
@@ -55,8 +54,7 @@ def nested(draw: Any) -> bytes:
     text = opening * depth + draw(st.sampled_from([b"", b"1", b"]" * depth, b"}" * depth, b"1" + b"}" * depth]))
     if draw(st.booleans()):
         text = b"".join(
-            b"a%d: &a%d [%s]\n" % (i, i, b", ".join([b"*a%d" % (i - 1)] * 9) if i else b"x") for i in range(9)
-        )
+            b"a%d: &a%d [%s]\n" % (i, i, b", ".join([b"*a%d" % (i - 1)] * 9) if i else b"x") for i in range(9))
     head = draw(st.sampled_from([b"", b"train: ", b"parts: ", b'{"prompt": "a", "metadata": ', b"parts: {a: "]))
     return (head + text)[: 2**20]
 
@@ -75,11 +73,9 @@ def bombs(draw: Any) -> bytes:
             *[b"zTXtx\0\0" + zlib.compress(bytes(2**24))] * draw(st.integers(0, 2)),
             *[b"acTL" + struct.pack(">II", draw(sizes), 0)] * draw(st.integers(0, 1)),
             b"IDAT" + data,
-            b"IEND",
-        ]
+            b"IEND"]
         return b"\x89PNG\r\n\x1a\n" + b"".join(
-            struct.pack(">I", len(part) - 4) + part + struct.pack(">I", zlib.crc32(part)) for part in parts
-        )
+            struct.pack(">I", len(part) - 4) + part + struct.pack(">I", zlib.crc32(part)) for part in parts)
     if kind == "gif":
         return (
             b"GIF89a"
@@ -88,8 +84,7 @@ def bombs(draw: Any) -> bytes:
             + bytes(6)
             + (b",\0\0\0\0" + struct.pack("<HH", width % 2**16, height % 2**16) + b"\0\x02\x02D\x01\0")
             * draw(st.sampled_from([1, 2, 3000]))
-            + b";"
-        )
+            + b";")
     if kind == "bmp":
         return (
             b"BM"
@@ -106,10 +101,8 @@ def bombs(draw: Any) -> bytes:
                 0,
                 0,
                 0,
-                0,
-            )
-            + bytes(4)
-        )
+                0)
+            + bytes(4))
     if kind == "ppm":
         return b"P%d\n%d %d\n%d\n" % (draw(st.integers(1, 6)), width, height, draw(sizes)) + bytes(64)
     body = (
@@ -118,6 +111,5 @@ def bombs(draw: Any) -> bytes:
         + bytes([draw(st.integers(0, 63))])
         + bytes(3)
         + struct.pack("<I", width % 2**14)[:3]
-        + struct.pack("<I", height % 2**14)[:3]
-    )
+        + struct.pack("<I", height % 2**14)[:3])
     return b"RIFF" + struct.pack("<I", len(body) + 4) + b"WEBP" + body

@@ -20,20 +20,8 @@ from tests.fuzz.cases import lines, structures
 from tests.fuzz.contents import bombs, mutated, nested
 
 PROMPT_KEYS = [
-    "prompt",
-    "negative_prompt",
-    "metadata",
-    "weight",
-    "image",
-    "images",
-    "video",
-    "control_image",
-    "controlnet_conditioning_scale",
-    "question",
-    "answer",
-    "tag",
-    "include",
-]
+    "prompt", "negative_prompt", "metadata", "weight", "image", "images", "video", "control_image",
+    "controlnet_conditioning_scale", "question", "answer", "tag", "include"]
 
 ANSWER_KEYS = ["choices", "message", "delta", "content", "tool_calls", "function", "arguments", "logprobs", "data",
                "id", "error", "detail", "loc", "msg", "type", "text", "finish_reason", "index"]
@@ -67,8 +55,7 @@ def refused(target: Target, case: Any, folder: Path) -> bool:
     except target.refuses as error:
         if (
             re.search("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\ud800-\udfff]", str(error))
-            or len(str(error)) > 5000
-        ):
+            or len(str(error)) > 5000):
             raise Broken(f"no printable line: {str(error)[:200]!r}") from error
         return True
     return False
@@ -92,7 +79,6 @@ def written(folder: Path, name: str, content: bytes) -> Path:
 
 def recipe(content: bytes, folder: Path) -> None:
     from flowgrpo import config
-
     settings = config.load(written(folder, "recipe.yaml", content))
     settings.yaml().encode()
     _ = settings.rewards, settings.watched, settings.call, settings.folder
@@ -100,20 +86,17 @@ def recipe(content: bytes, folder: Path) -> None:
 
 def override(case: tuple[str, str], folder: Path) -> None:
     from flowgrpo import config
-
     config.load(None, dict([case])).yaml().encode()
 
 
 def templates(content: bytes, folder: Path) -> None:
     from flowgrpo.data.prompt_writer import load_templates
-
     for prompt in load_templates(written(folder, "templates.yaml", content)).write(5, 0):
         prompt.text.encode()
 
 
 def prompts(case: tuple[str, bytes], folder: Path) -> None:
     from flowgrpo.data.prompts import as_line, load_prompts
-
     name, content = case
     for prompt in load_prompts(written(folder, name, content)):
         json.dumps(as_line(prompt), ensure_ascii=False).encode()
@@ -123,7 +106,6 @@ def prompts(case: tuple[str, bytes], folder: Path) -> None:
 def pairs(content: bytes, folder: Path) -> None:
     from flowgrpo.data.pairs import aspects, load_pairs, split
     from flowgrpo.tools.vote.ballot import Ballot, Comparison
-
     file = written(folder, "pairs.jsonl", content)
     with contextlib.suppress(UserError):
         Ballot([Comparison("a star", folder / "a.png", folder / "b.png")], ("a", "b"), file).state()
@@ -133,15 +115,13 @@ def pairs(content: bytes, folder: Path) -> None:
 
 def picture(case: tuple[str, bytes], folder: Path) -> None:
     from flowgrpo.data.images import Clip, frame_count, image_size, read_image
-
     file = written(folder, f"picture.{case[0]}", case[1])
     errors = []
     for read in (
         image_size,
         read_image,
         lambda path: read_image(path, (8, 8)),
-        lambda path: Clip.of(str(path), min(3, frame_count(path)), (8, 8)).frames,
-    ):
+        lambda path: Clip.of(str(path), min(3, frame_count(path)), (8, 8)).frames):
         try:
             read(file)
         except UserError as error:
@@ -152,21 +132,18 @@ def picture(case: tuple[str, bytes], folder: Path) -> None:
 
 def video(case: tuple[str, bytes], folder: Path) -> None:
     from flowgrpo.data.images import Clip, frame_count
-
     file = written(folder, f"clip.{case[0]}", case[1])
     _ = Clip.of(str(file), min(3, frame_count(file)), (8, 8)).frames
 
 
 def scored(case: tuple[str, bytes], folder: Path) -> None:
     from flowgrpo.rewards.preprocessing import read_output
-
     read_output(written(folder, f"picture.{case[0]}", case[1]))
 
 
 def run(changes: dict[str, bytes | None], folder: Path) -> None:
     from flowgrpo.evaluation import runs
     from flowgrpo.evaluation.report import report
-
     place = folder / "runs" / "mine"
     shutil.copytree(CORPUS / "run", place)
     for name, content in changes.items():
@@ -176,11 +153,9 @@ def run(changes: dict[str, bytes | None], folder: Path) -> None:
             (place / name).write_bytes(other.read_bytes() if other and other.is_file() else content)
     with contextlib.suppress(UserError):
         from flowgrpo.cli.runs import _cells
-
         json.dumps([_cells(each) for each in runs.list_runs(folder / "runs")])
     with contextlib.suppress(UserError):
         from flowgrpo.export.export import load_finished
-
         load_finished(place)
     report.write(place)
 
@@ -189,7 +164,6 @@ def page(content: bytes, folder: Path) -> None:
     from PIL import Image, PngImagePlugin
 
     from flowgrpo.tools.vote.sources import pairs as listed
-
     info = PngImagePlugin.PngInfo()
     info.add_itxt("flowgrpo", content.decode("utf-8", "replace"))
     Image.new("RGB", (2, 2)).save(folder / "page.png", pnginfo=info)
@@ -201,7 +175,6 @@ def page(content: bytes, folder: Path) -> None:
 
 def folders(case: tuple[str, bytes, bytes], folder: Path) -> None:
     from flowgrpo.tools.vote.sources import pairs as listed
-
     for name in ("0", "1"):
         (folder / name).mkdir()
         written(folder / name, case[0], case[1])
@@ -215,7 +188,6 @@ def tensors(content: bytes, folder: Path) -> None:
     from flowgrpo.export.export import _renamed
     from flowgrpo.policies.pipelines.load import _shapes
     from flowgrpo.policies.weights.lora_files import LORA_FILE
-
     file = written(folder, LORA_FILE, content)
     with contextlib.suppress(UserError):
         _shapes(str(file))
@@ -230,7 +202,6 @@ def edited(case: tuple[dict[str, Any], dict[str, list[int]]], folder: Path) -> N
     from flowgrpo.storage import checkpoint
     from flowgrpo.storage.checkpoint import newest_whole
     from flowgrpo.training.state import REQUIRED
-
     whole = {"epoch": 1, "update": 1, "memory": {}, "reward_failures": {}, "evaluations": 0, "rescore": False,
              "rollout_evaluations": 0, "saved_evaluations": 0}
     tensors = {"weights/a": torch.ones(2), "optimizer/0.exp_avg": torch.ones(2)}
@@ -248,7 +219,6 @@ def lora(case: tuple[str, float], folder: Path) -> None:
     from safetensors.torch import save_file
 
     from flowgrpo.policies.weights import adapters
-
     values = torch.full((2, 2), case[1], dtype=torch.float64).to(getattr(torch, case[0]))
     save_file({f"transformer.a.lora_{side}.weight": values.clone() for side in "AB"}, folder / "lora.safetensors")
     adapters.require_file(folder / "lora.safetensors")
@@ -259,7 +229,6 @@ def lora(case: tuple[str, float], folder: Path) -> None:
 def number(text: str, folder: Path) -> None:
     """A number of a recipe as YAML has it: what is taken is the number that the text says."""
     from flowgrpo import config
-
     taken = config.load(None, {"train.epochs": text}).train.epochs
     if taken != float(text.strip(" '\"\n\t").replace("_", "") if "x" not in text and "b" not in text else int(text, 0)):
         raise Broken(f"{text!r} was taken for {taken}")
@@ -269,14 +238,12 @@ def request(content: bytes, folder: Path) -> None:
     import safetensors.torch  # noqa: F401  # before the limit of memory, whatever the first case is
 
     from flowgrpo.serving import wire
-
     _ = wire.refusal(content)
     errors = []
     for read in (
         lambda: wire.unpacked(content, wire.Limits()),
         lambda: wire.scores(content, 2),
-        lambda: wire.Info.read(content),
-    ):
+        lambda: wire.Info.read(content)):
         try:
             read()
         except ValueError as error:
@@ -288,7 +255,6 @@ def request(content: bytes, folder: Path) -> None:
 def answer(content: bytes, folder: Path) -> None:
     from flowgrpo.contrib.engine.client import unpacked
     from flowgrpo.rewards.vlm_judge import client
-
     _ = client._error(content)
     errors = []
     for read in (lambda: client.answer(content), lambda: client._models(content), lambda: unpacked(content)):
@@ -305,7 +271,6 @@ def answer(content: bytes, folder: Path) -> None:
 
 def _keys() -> st.SearchStrategy[str]:
     from flowgrpo.config.schema import keys, sections
-
     return st.one_of(st.sampled_from([*keys(), *sections()]), st.text(max_size=8))
 
 
@@ -318,8 +283,7 @@ TARGETS = {
     "recipe values": Target(cases.recipes(), recipe),
     "overrides": Target(
         st.tuples(_keys(), st.one_of(st.text(max_size=12), cases.VALUES.map(json.dumps), nested().map(bytes.decode))),
-        override,
-    ),
+        override),
     "templates": Target(
         st.one_of(mutated("templates/*"), nested(), structures(["templates", "slots", "metadata"])), templates
     ),
@@ -347,21 +311,15 @@ TARGETS = {
     "LoRAs": Target(
         st.tuples(
             st.sampled_from(["float32", "bfloat16", "float16", "bool", "int64", "uint8", "complex64", "float8_e4m3fn"]),
-            st.one_of(st.floats(-2, 2), st.sampled_from([1e30, -1e7, float("inf"), float("nan")])),
-        ),
-        lora,
-    ),
+            st.one_of(st.floats(-2, 2), st.sampled_from([1e30, -1e7, float("inf"), float("nan")]))),
+        lora),
     "numbers": Target(
         st.one_of(
             st.from_regex(r"[-+]?[0-9][0-9_:.]{0,5}", fullmatch=True),
-            st.sampled_from(["yes", "true", "on", "010", "0x1F", "0b11", "0o10", "1:30", "1e2", "1_0", "08", "٣"]),
-        ),
-        number,
-    ),
+            st.sampled_from(["yes", "true", "on", "010", "0x1F", "0b11", "0o10", "1:30", "1e2", "1_0", "08", "٣"])),
+        number),
     "server requests": Target(cases.requests(), request, ValueError),
     "servers' answers": Target(
         st.one_of(st.binary(max_size=200), nested(), structures(ANSWER_KEYS), structures(ANSWER_KEYS).map(streamed)),
         answer,
-        ValueError,
-    ),
-}
+        ValueError)}

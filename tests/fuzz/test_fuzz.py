@@ -15,10 +15,8 @@ from tests.fuzz.targets import TARGETS, prepare, refused
 @pytest.fixture
 def late():
     """Turn a hang into an error."""
-
     def stop(*_):
         raise Hang(f"longer than {SECONDS} s")
-
     before = signal.signal(signal.SIGALRM, stop)
     signal.alarm(SECONDS)
     yield
@@ -29,29 +27,19 @@ def late():
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_few_examples_return_or_are_refused_in_one_line(name, tmp_path_factory, late):
     target = TARGETS[name]
-
     @settings(max_examples=6, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(target.strategy)
     def once(case):
         folder = tmp_path_factory.mktemp("case")
         prepare(folder)
         assert refused(target, case, folder) in (True, False)
-
     once()
 
 
 FILES = {
-    "recipes": "recipes/*",
-    "templates": "templates/*",
-    "prompts txt": "prompts/*.txt",
-    "prompts csv": "prompts/*.csv",
-    "prompts jsonl": "prompts/*.jsonl",
-    "prompts parquet": "prompts/*.parquet",
-    "pairs": "pairs/*",
-    "pictures": "pictures/*",
-    "videos": "videos/*",
-    "pictures to score": "pictures/*",
-}
+    "recipes": "recipes/*", "templates": "templates/*", "prompts txt": "prompts/*.txt", "prompts csv": "prompts/*.csv",
+    "prompts jsonl": "prompts/*.jsonl", "prompts parquet": "prompts/*.parquet", "pairs": "pairs/*",
+    "pictures": "pictures/*", "videos": "videos/*", "pictures to score": "pictures/*"}
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -62,8 +50,7 @@ def test_whole_files_of_the_corpus_are_read(name, tmp_path_factory, late):
         case = (
             content
             if name in ("recipes", "templates", "pairs")
-            else (f"p{file.suffix}" if name.startswith("prompts") else file.suffix[1:], content)
-        )
+            else (f"p{file.suffix}" if name.startswith("prompts") else file.suffix[1:], content))
         refusal = refused(TARGETS[name], case, folder)
         odd = name in ("recipes", "templates", "pairs") or file.stem == "clip"  # an image of several frames
         assert not refusal or odd, file
@@ -71,7 +58,6 @@ def test_whole_files_of_the_corpus_are_read(name, tmp_path_factory, late):
 
 def test_a_failure_is_named_by_its_kind_and_line():
     from flowgrpo.data.sets import split
-
     with pytest.raises(Exception) as caught:
         split(None, 0.5, 0)
     assert place(caught.value).startswith(f"{type(caught.value).__name__} at sets.py:")

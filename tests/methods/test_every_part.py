@@ -160,8 +160,7 @@ def test_every_part_that_is_taken_trains_otherwise(kind, host):
     ("flow", "flow_grpo", {"solver": {"type": "DPMSolver2M"}}, "solver"),
     ("flow", "draft", {"advantage": {"scale": "batch"}}, "advantage"),
     ("flow", "draft", {"shaping": {"type": "WinRate"}}, "shaping"),
-    ("masks", "drakes", {"redraw": {"type": "DynamicSampling"}}, "redraw"),
-])
+    ("masks", "drakes", {"redraw": {"type": "DynamicSampling"}}, "redraw")])
 def test_a_part_that_is_set_and_not_read_is_refused_with_those_that_are(kind, host, parts, place):
     told = answer(kind, host, parts)
     assert f" reads no {place}: got parts.{place} " in told and ", leave it out; it has: " in told
@@ -184,7 +183,6 @@ def test_a_preset_of_which_nothing_is_read_is_refused():
      "completions or image tokens or recorded pairs of completions or traces of an unmasking, but the "
      "method trains recorded steps: expected one of Guard, PlainRatio, SquaredErrorRatio"),
     ("tokens", "grpo", {"surrogate": {"type": "Preference"}}, "Preference, which reads noised finals"),
-    ("flow", "mix_grpo", {"advantage": {"type": "Paired"}}, "Paired, which reads latent edits"),
-])
+    ("flow", "mix_grpo", {"advantage": {"type": "Paired"}}, "Paired, which reads latent edits")])
 def test_a_part_that_reads_something_else_is_refused_with_what_fits(kind, host, part, told):
     assert told in answer(kind, host, part)

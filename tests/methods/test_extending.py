@@ -85,7 +85,6 @@ def sampler_test(tmp_path, monkeypatch):
         monkeypatch.syspath_prepend(tmp_path)
         monkeypatch.delitem(sys.modules, "fading", raising=False)
         return runpy.run_path(str(tmp_path / "test_fading.py"))["test_a_small_step_keeps_the_variance"]
-
     return made
 
 
@@ -204,8 +203,7 @@ def test_a_preset_of_a_file_stands_in_a_chain():
     ({"surrogate": {"type": "soft_gate.py:SoftGate", "heat": 1}}, "unknown key parts.surrogate.heat"),
     ({"kernel": {"type": "my_methods.py:two_steps"}}, "got my_methods.py:two_steps, expected a frozen dataclass"),
     ({"target": {"type": "examples/blocks.py:Blocks"}, "step_weight": {"type": "Sigma"}},
-     "a method that trains blocks of steps reads no step_weight"),
-])
+     "a method that trains blocks of steps reads no step_weight")])
 def test_mistakes_are_one_line(parts, line):
     with pytest.raises(UserError) as caught:
         resolve(tiny.config(method="flow_grpo", parts={"kl": {"weight": 0.0}} | parts))
@@ -281,8 +279,7 @@ def test_an_installed_package_brings_methods_and_parts(package, capsys):
     ("flow_grpo", {"surrogate": {"type": "FarGat"}}, "parts.surrogate.type: unknown part 'FarGat': did you mean "
                                                      "'FarGate'?"),
     ("flow_grpo", {"kl": {"type": "FarGate"}}, "parts.kl.type: got FarGate, expected a frozen dataclass that extends "
-                                               "flowgrpo.objectives.kl.Penalty"),
-])
+                                               "flowgrpo.objectives.kl.Penalty")])
 def test_mistakes_with_an_installed_package_are_one_line(method, parts, line, package):
     with pytest.raises(UserError) as caught:
         resolve(tiny.config(method=method, parts=parts))

@@ -91,8 +91,7 @@ PUBLISHED = {
                  0.0),
     "pref_grpo": (FlowSDE(0.7), RandomSubset(0.6), Euler(), 1.0, True, "group", "advantages", 1e-4, 0.0),
     "b2_diffurl": (FlowDDIM(1.0), GrowingTail(4, 0.7, 1.0, 100), Euler(), 1.0, False, "running", "rewards", 0.1, 0.0),
-    "rlcm": (CPS(1.0), AllSteps(), Euler(), 1.0, False, "running", "rewards", 1e-4, 0.0),
-}
+    "rlcm": (CPS(1.0), AllSteps(), Euler(), 1.0, False, "running", "rewards", 1e-4, 0.0)}
 CLAMPS = {"rlcm": 10.0}  # of the advantage
 # What a preset has beside these.
 OTHER = {"tempflow_grpo": {"step_weight": NoiseLevel()}, "granular_grpo": {"strides": (1, 2, 3)},
@@ -144,8 +143,7 @@ OF_TOKENS = {
     **dict.fromkeys(("chord", "relift"), (PlainRatio(), Clip(0.2, 0.2), SequenceMean(), "group", "rewards",
                                           SampledKL(0.04, "k3"))),
     "llds": (PlainRatio(), LikelihoodFloor(Clip(0.2, 0.2), 0.1), SequenceMean(), "group", "rewards",
-             SampledKL(0.04, "k3")),
-}
+             SampledKL(0.04, "k3"))}
 OTHER_OF_TOKENS = {"dapo": {"shaping": Overlong(0.2), "selection": DropZeroVariance()},
                    "grpo_lambda": {"shaping": LengthSwitch(0.2, 0.0, 0.2, 1.0)},
                    "spo_chain": {"spread": SegmentChain(0.9, 5, 9, True)},
@@ -241,8 +239,7 @@ def test_means_of_the_old_policy_are_read_by_all_of_these_but_a_kl():
     ("mixgrpo", "unknown method 'mixgrpo': did you mean 'mix_grpo'?"),
     ("mix_grpo+guard", "unknown method 'guard': did you mean 'grpo_guard'?"),
     ("", "unknown method ''"),
-    ("mix_grpo++grpo_guard", "unknown method ''"),
-])
+    ("mix_grpo++grpo_guard", "unknown method ''")])
 def test_an_unknown_method_is_told_with_the_nearest(name, told):
     with pytest.raises(UserError) as caught:
         preset(name)
@@ -280,8 +277,7 @@ def test_parts_are_laid_over_a_method():
     ({"plan": {"type": "Single"}}, "parts.plan: "),
     ({"tail": 0}, "parts: tail is 0, expected above 0 and at most 1"),
     ({"surrogate": {"low": 2}}, "parts.surrogate: Clip: low is 2"),
-    ({"selection": {"type": "BestWorst", "n": 3}}, "parts.selection: BestWorst: n is 3"),
-])
+    ({"selection": {"type": "BestWorst", "n": 3}}, "parts.selection: BestWorst: n is 3")])
 def test_mistakes_in_parts_are_told_with_their_path(parts, told):
     with pytest.raises(UserError) as caught:
         with_parts(preset("mix_grpo"), parts)
@@ -340,8 +336,7 @@ def test_a_place_without_parts_takes_none():
     ({"parts": {"plan": {"size": 2.5}}}, "train.steps 6"),
     ({"parts": {"selection": {"type": "BestWorst", "n": 8}}}, "n is 8, expected at most the 4 samples of a group"),
     ({"parts": {"kernel": {"level": 0}}}, "expected 0.02 or more: use more noise"),
-    ({"parts": {"kernel": {"type": "CPS", "level": 0}}}, "expected 0.02 or more: use more noise"),
-])
+    ({"parts": {"kernel": {"type": "CPS", "level": 0}}}, "expected 0.02 or more: use more noise")])
 def test_parts_that_do_not_fit_the_run_are_told_before_it(options, told):
     with pytest.raises(UserError) as caught:
         resolve(tiny.config(**options))

@@ -152,7 +152,6 @@ def test_branch_depth_pruning_leaves_out_steps_that_slide_to_the_last_split():
         schedule = plan(12, epoch, 0)
         assert schedule.stochastic == tuple(range(11))
         return sorted(set(schedule.stochastic) - set(schedule.trained))
-
     plan = Branches((0, 3, 6), pruned=2, every=30)
     assert [left_out(plan, epoch) for epoch in (0, 29, 30, 60, 90, 120, 999)] == [
         [9, 10], [9, 10], [8, 9], [7, 8], [6, 7], [6, 7], [6, 7]]
@@ -175,8 +174,7 @@ LATE, EVEN = [0, 1, 2, 3, 12, 13, 14, 15], list(range(16))
     ({}, [[1, 3, 5, 7, 9, 11, 13, 15], range(8), range(4), range(2)], [1, 2, 2, 2, 4, 4, 4, 8, 8, 8, 8]),
     ({"of": "depth"}, [LATE, range(8), range(4), range(2)], [1, 2, 2, 2, 4, 4, 4, 8, 8, 4, 8]),
     ({"depths": "all"}, [EVEN[1::2], [1, 3, 5, 7], [1, 3], [1]], [1, 1, 1, 2, 2, 2, 4, 4, 4, 8, 8]),
-    ({"of": "depth", "depths": "all"}, [LATE, [0, 1, 6, 7], [0, 3], [0, 1]], [1, 2, 2, 2, 2, 2, 2, 4, 4, 4, 8]),
-])
+    ({"of": "depth", "depths": "all"}, [LATE, [0, 1, 6, 7], [0, 3], [0, 1]], [1, 2, 2, 2, 2, 2, 2, 4, 4, 4, 8])])
 def test_branch_width_pruning_neither_replays_nor_counts_what_it_leaves_out(settings, kept, states):
     trainer = made("branch_grpo", parts__selection={"type": "WidthPruning"} | settings)
     parts, conditioning, _ = sampled(trainer)
@@ -232,8 +230,7 @@ def test_weights_by_noise_follow_the_noise_that_grows_in_a_tree():
 @pytest.mark.parametrize("kernel, told", [
     ({"type": "FlowDDIM", "eta": 0.9}, "FlowDDIM: eta is 1.0125, expected 0 to 1: it is the kernel's times 1.125, the "
                                        "plan's factor on the noise of a step; lower the plan's growth or the kernel's"),
-    ({"type": "CPS", "level": 0.8}, "CPS: level is 1.1, expected 0 to 1: it is the kernel's times 1.375"),
-])
+    ({"type": "CPS", "level": 0.8}, "CPS: level is 1.1, expected 0 to 1: it is the kernel's times 1.375")])
 def test_noise_that_grows_out_of_the_kernels_range_is_told_before_the_run(kernel, told):
     with pytest.raises(UserError) as caught:
         made("tree_rpo", parts__kernel=kernel)
@@ -333,11 +330,9 @@ def test_sol_rls_published_pool():
 
 def test_sol_rl_scores_its_images_anew():
     calls = []
-
     def red_then_its_opposite(images, prompts):  # the previews are scored in one call, before all others
         calls.append(tiny.red(images, prompts) * (-1 if calls else 1))
         return calls[-1]
-
     trainer = made("mix_grpo+sol_rl", parts__preview={"pool": 9, "steps": 2}, rewards={"red": red_then_its_opposite})
     parts, conditioning, grouped = sampled(trainer)
     assert [len(call) for call in calls] == [18, 4, 4]

@@ -164,10 +164,8 @@ def test_a_pair_of_which_a_reward_is_missing_teaches_nothing(tmp_path, missing):
     file = pairs_file(tmp_path, ("red", "a.png", "b.png"))
     settings = tiny.config(preferences=file, labels="rewards", method="rpo", train__group=2, train__prompts=1)
     left_out = ["subject", "drawn", "none"].index(missing)
-
     def some(images, prompts):
         return [None if i == left_out else score for i, score in enumerate(red(images, prompts).tolist())]
-
     trainer = Trainer(settings, Accelerator(cpu=True), tiny.stir(tiny.policy()), {"red": some},
                       in_place(settings, ([], [])))
     assert (gradient(trainer, *epoch(trainer)).norm() > 0) == (missing == "none")

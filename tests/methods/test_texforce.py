@@ -87,10 +87,8 @@ def test_the_gradient_is_that_of_a_small_step():
     tiny.stir(made)
     x = torch.randn(2, *tiny.LATENTS, generator=torch.Generator().manual_seed(2))
     conditioning, grid = made.encode(["red", "blue"]), shifted(4, 3.0)
-
     def value() -> torch.Tensor:
         return made.replay(conditioning, x, grid, 1).square().mean()
-
     value().backward()
     parameters = made.weights.parameters()
     direction = [p.grad / torch.cat([q.grad.flatten() for q in parameters]).norm() for p in parameters]
@@ -107,11 +105,9 @@ def test_rollouts_decoding_and_evaluation_read_the_present_encoders():
     made = policy(tiny.sd3())
     conditioning = made.encode(["red", "blue"])
     x, grid = torch.ones(2, *tiny.LATENTS), shifted(4, 3.0)
-
     def seen() -> list[torch.Tensor]:
         with torch.no_grad():
             return [made.replay(conditioning, x, grid, 1), made.generate(conditioning, made.generators([1, 2]), 2, 3.0)]
-
     base = seen()
     tiny.stir(made, 0.3)
     tuned = seen()
@@ -160,11 +156,9 @@ def test_stock_diffusers_loads_the_adapters_and_draws_the_same(name, adapted, tm
     assert keys == {"text_encoder"} | denoiser | ({"text_encoder_2"} if name == "sd3" else set())
     ours = made.generate(made.encode(["red", "blue"]), made.generators([1, 2]), 3, 2.5, "latent")
     stock = PIPES[name]()
-
     def latents():
         return stock(["red", "blue"], num_inference_steps=3, guidance_scale=2.5, output_type="latent",
                      generator=PipelinePolicy.generators([1, 2]), **tiny.call_of(stock)).images
-
     untuned = latents()
     if name == "flux":  # whose T5 has no loader in diffusers
         load_tuned(stock, tmp_path)
@@ -197,11 +191,9 @@ def test_rlg_takes_the_weights_0_and_1(tmp_path):
     made = tiny.stir(policy(tiny.sd3()), 0.3)
     made.weights.save(tmp_path)
     stock = tiny.sd3()
-
     def drawn():
         return stock(["red"], num_inference_steps=2, guidance_scale=2.5, output_type="latent",
                      generator=PipelinePolicy.generators([1]), **tiny.call_of(stock)).images
-
     base = drawn()
     branches = load_branches(stock, tmp_path)
     with branches.at(0):

@@ -50,11 +50,9 @@ def published(trainer, part, beta: float) -> torch.Tensor:
     text = policy.pipe.encode_prompt([trainer.prompts[i].text for i in part.prompts], "cpu", 1, False)[0]
     for k, time in enumerate(part.exploration.timesteps.tolist()):
         taken, better = part.transitions[k], part.advantages[k] > 0
-
         def errors() -> torch.Tensor:
             predicted = policy.pipe.unet(taken.x, torch.tensor(time), encoder_hidden_states=text).sample
             return (predicted - taken.x_next).pow(2).mean((1, 2, 3))
-
         model = errors()
         with torch.no_grad(), policy.reference():
             reference = errors()

@@ -70,7 +70,6 @@ def test_recap_moves_away_from_what_is_flat():
 def test_gradients_are_combined_and_absent_ones_are_zeros():
     def of(*values):
         return torch.tensor(values, dtype=torch.float64)
-
     close(combine_gradients(of(1, 2), 0.5, of(10, 20), 0.1), [1.5, 3.0])
     close(combine_gradients(of(1, 2), 1.0, of(10, 20), 0.1), [2.0, 4.0])
     close(combine_gradients(of(1, math.inf), 0.0, of(10, 20), 1.0), [10.0, 20.0])

@@ -164,12 +164,10 @@ def test_training_goes_towards_the_best_path_when_only_the_pull_is_left():
     parts, conditioning, grouped = sampling.sample(trainer, trainer.prompts[:2])
     [part] = loop.credit(trainer, parts, grouped, conditioning.prompts)
     still = type(part)(**{**vars(part), "advantages": tuple(torch.zeros_like(a) for a in part.advantages)})
-
     def pull() -> float:
         with torch.no_grad():
             return sum(trainer.method.target.tuning(new, still.transitions[k].regression_target.rows(rows)).sum().item()
                        for k, rows, new in trainer.rollouts.replay(still, conditioning))
-
     found = [pull()]
     for _ in range(4):
         trainer.optimization.optimizer.zero_grad()

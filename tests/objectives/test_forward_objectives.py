@@ -225,10 +225,8 @@ def test_dpos_gradient_is_that_of_all_pairs():
     new, reference = with_error([0.3, 0.9, 0.4, 0.8, 0.2], grad=True), with_error([0.5, 0.2, 0.7, 0.1, 0.6])
     loss = dpo(new, reference, advantage, beta, group)
     d = (error(new) - error(reference)).flatten()
-
     def pair(w: int, loser: int) -> torch.Tensor:
         return -torch.nn.functional.logsigmoid(-beta / 2 * (d[w] - d[loser]))
-
     first, second = (pair(0, 1) + pair(0, 2) + pair(2, 1)) / 3, pair(3, 4)
     whole = (3 * first + 2 * second) / 5
     close(loss.mean().detach(), whole.item())

@@ -35,8 +35,7 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize(("estimator", "value", "slope"), [
     (k1, math.log(2), 1.0),
     (k2, math.log(2) ** 2 / 2, math.log(2)),
-    (k3, math.log(2) - 0.5, 0.5),
-])
+    (k3, math.log(2) - 0.5, 0.5)])
 def test_estimators_by_hand(estimator, value, slope):
     # p = 1/2, q = 1/4, so that q/p = 1/2; the slope is the factor of grad log p.
     new = torch.tensor([[math.log(0.5)]], dtype=F64, requires_grad=True)
@@ -66,8 +65,7 @@ def test_the_means_of_the_estimators_and_of_their_gradients():
     for estimator, gradient in [
         (k1, torch.zeros(9, dtype=F64)),
         (k2, divergence_gradient(theta, reference, forward=False)),
-        (k3, divergence_gradient(theta, reference, forward=True)),
-    ]:
+        (k3, divergence_gradient(theta, reference, forward=True))]:
         value, found = expected(estimator, theta, reference)
         torch.testing.assert_close(found, gradient, rtol=0, atol=1e-10)
         if estimator is not k2:
@@ -280,9 +278,7 @@ def test_the_measured_kl_is_the_mean_over_decisions():
         lambda: Linear(-0.1),
         lambda: Adaptive(target=0),
         lambda: Adaptive(target=1, factor=1),
-        lambda: GaussianKL(0.0, Adaptive(0.1)),
-    ],
-)
+        lambda: GaussianKL(0.0, Adaptive(0.1))])
 def test_mistakes_are_named(call):
     with pytest.raises(ValueError, match="expected") as error:
         call()

@@ -122,8 +122,7 @@ CLIP_TABLE = [
     (-2, 1.3, 2.6, 2.6),
     (0, 0.7, 0.0, 0.0),
     (0, 1.0, 0.0, 0.0),
-    (0, 1.3, 0.0, 0.0),
-]
+    (0, 1.3, 0.0, 0.0)]
 
 
 @pytest.mark.parametrize(("advantage", "ratio", "loss", "gradient"), CLIP_TABLE)

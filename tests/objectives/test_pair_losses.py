@@ -23,12 +23,10 @@ def loss_of(part: PairLoss, advantage=(1.0, 0.0), new=NEW, base=BASE, mask=MASK,
     new, every = new.clone().requires_grad_(), torch.arange(len(new))
     advantage = f64(advantage)
     group = torch.zeros(len(new)).long() if group is None else group
-
     def batch(at, peers=None):
         now = Scored(new[at], mask[at])
         return CompletionBatch(now, now, torch.zeros_like(now.logp), at, mask.long(), mask, Scored(base[at], mask[at]),
                                peers)
-
     peers = GroupStatistics(part.statistic(batch(every)).detach(), advantage, group)
     reduction, total = SequenceMean(), torch.zeros((), dtype=torch.float64)
     for at in rows or [every]:

@@ -42,8 +42,7 @@ def numbers(part, values: list[float]) -> list[list[float]]:
     (EMA(decay=0), [[8.0], [4.0], [2.0], [6.0], [0.0]]),
     (WeightAverage(every=1, size=2), [[8.0], [8.0, 4.0], [4.0, 2.0], [2.0, 6.0], [6.0, 0.0]]),
     (WeightAverage(every=2, size=3), [[8.0], [8.0], [8.0, 2.0], [8.0, 2.0], [8.0, 2.0, 0.0]]),
-    (WeightAverage(every=3, size=1), [[8.0], [8.0], [8.0], [6.0], [6.0]]),
-])
+    (WeightAverage(every=3, size=1), [[8.0], [8.0], [8.0], [6.0], [6.0]])])
 def test_what_is_held_by_hand(part, expected):
     assert numbers(part, [8.0, 4.0, 2.0, 6.0, 0.0]) == expected
 
@@ -51,7 +50,6 @@ def test_what_is_held_by_hand(part, expected):
 def test_weights_that_are_not_asked_for_are_not_copied():
     def refuse():
         raise AssertionError("copied")
-
     held = [{"w": torch.ones(1)}]
     assert Base()([], refuse, 0) == []
     assert PreviousPolicy(3)(held, refuse, 4) is held and WeightAverage(3)(held, refuse, 4) is held

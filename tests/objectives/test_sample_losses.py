@@ -39,12 +39,10 @@ def of_texts(part: RewardLabels, log_ratio, reduction, rows=(slice(0, 5),)) -> t
     new, old, base = scored(1), scored(2), scored(3)
     new.logp.requires_grad_()
     total = torch.zeros((), dtype=torch.float64)
-
     def batch(at, peers=None):
         mine = [each.rows(torch.arange(5)[at]) for each in (new, old, base)]
         return CompletionBatch(mine[0], mine[1], log_ratio(mine[0], mine[1]), torch.arange(5)[at],
                                torch.zeros(5, 4).long(), MASK, mine[2], peers, measure=log_ratio)
-
     peers = GroupStatistics(part.statistic(batch(slice(0, 5))).detach(), REWARD, GROUP)
     for at in rows:
         piece = batch(at, peers)

@@ -71,8 +71,7 @@ def test_clip_and_dual_clip_do_not_read_the_old_log_probability():
     (2, 10.0, -2.2, 0.0, True),
     (2, 1.05, -2.1, -2.1, False),
     (2, 0.1, -0.2, -0.2, False),
-    (0, 10.0, 0.0, 0.0, False),
-])
+    (0, 10.0, 0.0, 0.0, False)])
 def test_dual_clip_by_hand(advantage, ratio, loss, gradient, clipped):
     found = tried(DualClip(low=0.2, high=0.1, dual=3.0), advantage, ratio)
     assert found == (pytest.approx(loss, abs=1e-12), pytest.approx(gradient, abs=1e-12), clipped)
@@ -100,8 +99,7 @@ def test_dual_clip_has_the_unit_of_clip():
     (0.9, 0.5 + 0.5 * math.sqrt(1 - 0.64 / 0.9), 0.5 + 0.5 * math.sqrt(1 + 0.8 / 0.9)),
     (0.01, 0.5, 5.0),
     (1.0, 0.8, 0.5 + 0.5 * math.sqrt(1.8)),
-    (1e-9, 0.5, 10.0),
-])
+    (1e-9, 0.5, 10.0)])
 def test_dynamic_clip_by_hand(q, low, high):
     part = DynamicClip(low=0.16, high=0.2)
     assert tried(part, 1.0, high * 1.01, q) == (pytest.approx(-high, abs=1e-10), 0, True)
@@ -150,9 +148,7 @@ def test_reinforce_by_hand(advantage, ratio):
         lambda: DualClip(0.1, 0.1, dual=1.0),
         lambda: DynamicClip(low=1.2),
         lambda: DynamicClip(high=-1),
-        lambda: DynamicClip(cap=0.5),
-    ],
-)
+        lambda: DynamicClip(cap=0.5)])
 def test_mistakes_are_named(call):
     with pytest.raises(ValueError, match="expected") as error:
         call()

@@ -42,12 +42,10 @@ def gradient(surrogate, log_ratio, reduction, advantage=RIGHT, rows=(slice(0, 5)
     """Of the reduced loss, taken in pieces `rows`, by log p."""
     new, old, base = scored(1, scale), scored(2, scale), scored(3, scale)
     new.logp.requires_grad_()
-
     def compared(at, peers=None):
         own = [each.rows(torch.arange(5)[at]) for each in (new, old, base)]
         return CompletionBatch(own[0], own[1], log_ratio(own[0], own[1]), torch.arange(5)[at], torch.zeros(5, 4).long(),
                                MASK, own[2], peers)
-
     peers = GroupStatistics(surrogate.statistic(compared(slice(0, 5))).detach(), advantage, GROUP)
     for at in rows:
         piece = compared(at, peers)
@@ -158,7 +156,6 @@ def test_discos_gradient_is_that_of_the_groups_losses(score, temperature, delta)
             over = (mean(old - new)[own].mean() - delta).clamp(min=0)
             total += len(own) * (worst - scores[right].mean() + 50 * over.square())
         return total / 5
-
     found = gradient(Discriminative(score, temperature, 50.0, delta), lambda new, old: new.logp - old.logp,
                      SequenceMean())
     torch.testing.assert_close(found, written_out(loss), rtol=0, atol=1e-12)
@@ -197,7 +194,6 @@ def test_within_its_trust_region_disco_has_no_penalty():
 
 def test_reg_grpos_gradient_is_that_of_the_groups_losses():
     advantage = f64([1, 0.5, -1.5, 2, -2])
-
     def loss(new, old, base):
         total = 0
         for own in ([0, 1, 2], [3, 4]):
@@ -205,7 +201,6 @@ def test_reg_grpos_gradient_is_that_of_the_groups_losses():
             spread = found.std(correction=0).detach().clamp(min=0.1)
             total += ((found - found.mean()) / spread - advantage[own]).square().sum()
         return total / 5
-
     found = gradient(Regressed(0.1), CompletionRatio(), SequenceSum(), advantage)
     torch.testing.assert_close(found, written_out(loss), rtol=0, atol=1e-12)
 
@@ -226,26 +221,22 @@ def test_reg_grpo_rests_where_standardised_log_ratios_are_the_advantages():
 def test_trpas_gradient_is_that_of_the_groups_pairs():
     # Levels 2, 1, 1 and 3, 3: of the first group the first is preferred to both, the second has no pair.
     advantage = f64([2, 1, 1, 3, 3])
-
     def loss(new, old, base):
         apart = mean(new - base)
         pairs = torch.stack([-torch.nn.functional.logsigmoid(2.5 * 2 * (apart[0] - apart[j])) for j in (1, 2)])
         moved = new - old
         return (3 * pairs.mean() + 0.7 * mean(moved.exp() - 1 - moved).sum()) / 5
-
     found = gradient(PairwisePreference(2.0, 2.5, 0.7), lambda new, old: new.logp - old.logp, SequenceMean(), advantage)
     torch.testing.assert_close(found, written_out(loss), rtol=0, atol=1e-12)
 
 
 def test_of_trpas_pairs_those_below_the_best_level_count_once():
     advantage = f64([2, 1, 0, 3, 3])
-
     def loss(new, old, base):
         apart = mean(new - base)
         pairs = [-torch.nn.functional.logsigmoid(scale * (apart[i] - apart[j]))
                  for i, j, scale in ((0, 1, 2.5), (0, 2, 2.5), (1, 2, 1.0))]
         return 3 * torch.stack(pairs).mean() / 5
-
     found = gradient(PairwisePreference(1.0, trust=0.0), lambda new, old: new.logp - old.logp, SequenceMean(),
                      advantage)
     torch.testing.assert_close(found, written_out(loss), rtol=0, atol=1e-12)
@@ -336,7 +327,6 @@ def test_a_tenth_of_the_pull_keeps_all_right_answers():
             push = torch.nn.functional.one_hot(taken, 3) - policy[:, None]
             logits = logits + 0.5 * (push * advantage[taken][..., None]).mean(1)
         return logits.softmax(1)[:, :2].amin(1).mean(), logits.softmax(1)[:, 2].mean()
-
     (pulled, wrong), (pushed, left) = rarer(1.0, 0.0), rarer(0.1, 1.0)
     assert pulled < 0.2 < 0.3 < pushed and wrong < 0.02 and left < 0.02
 
@@ -349,8 +339,7 @@ def test_a_tenth_of_the_pull_keeps_all_right_answers():
     (lambda: Discriminative(delta=-1), "delta -1, expected above 0, and 0 or more"),
     (lambda: Regressed(0), "least is 0, expected above 0"),
     (lambda: PairwisePreference(best=0), "best 0 and trust"),
-    (lambda: Signed(0, 0), "expected 0 or more, and one of them above 0"),
-])
+    (lambda: Signed(0, 0), "expected 0 or more, and one of them above 0")])
 def test_what_cannot_be_is_told(make, told):
     with pytest.raises(ValueError, match=told):
         make()
@@ -384,11 +373,9 @@ def test_a_first_pass_is_made_where_batches_cut_groups_and_only_there(method):
         parts = [part for part in loop.credit(trainer, parts, scores, [p.text for p in batch]) if part is not None]
         seen, replay = [], trainer.rollouts.target.replay
         trainer.kl_reference.start_epoch(loop.epoch(trainer), trainer.rollouts, 0, 1)
-
         def counted(part, asked):
             seen.append(len(part.transitions[0].ids))
             return replay(part, asked)
-
         trainer.rollouts.target.replay = counted
         for part in parts:
             loop.backward(trainer, part, asked, {0: 1.0}, 8, UpdateStats())

@@ -30,8 +30,7 @@ from tests.helpers import tiny, tiny_text
     (Arithmetic("cpu", speed=0.77), "fp32",
      "this CPU multiplies bf16 0.77 times as fast as fp32, and 1.2 times are expected of it"),
     (Arithmetic("cpu", speed=0.0268), "fp32",
-     "this CPU multiplies bf16 0.027 times as fast as fp32, and 1.2 times are expected of it"),
-])
+     "this CPU multiplies bf16 0.027 times as fast as fp32, and 1.2 times are expected of it")])
 def test_the_choice_and_its_reason(found, precision, reason):
     assert choose(found) == (precision, reason)
 

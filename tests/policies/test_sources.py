@@ -24,14 +24,12 @@ def hub(monkeypatch, tmp_path):
     """Return a function that makes a folder in the cache of a hub that nothing may ask."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-
     def folder(repository: str, revision: str):
         place = tmp_path / f"models--{repository.replace('/', '--')}"
         (place / "refs").mkdir(parents=True, exist_ok=True)
         commit = {"main": "a" * 40, "v2": "b" * 40}[revision]
         (place / "refs" / revision).write_text(commit)
         return place / "snapshots" / commit
-
     return folder
 
 

@@ -167,7 +167,6 @@ def test_groups_see_it_too():
         def __call__(self, images, prompts, metadata, group, base):
             return ((images - base).flatten(1).mean(1).view(-1, group).mean(1, keepdim=True).expand(-1, group).flatten()
                     + group)
-
     images = torch.tensor([0.2, 0.7])[:, None, None, None].expand(-1, 3, 4, 4)
     found = rewards.score({"it": Both()}, images, ["", ""], [{}, {}], 2, base=torch.full((2, 3, 4, 4), 0.3))
     assert found[:, 0].tolist() == pytest.approx([2.15, 2.15])
@@ -175,12 +174,10 @@ def test_groups_see_it_too():
 
 def test_kept_scores_are_of_one_base(tmp_path):
     calls = []
-
     class Counted(guards.BaseSimilarity):
         def __call__(self, images, *rest, **named):
             calls.append(len(images))
             return super().__call__(images, *rest, **named)
-
     made = rewards.compose({"it": RewardRule(cache=True)}, str(tmp_path), {"it": Counted()})
     images = torch.tensor([0.2, 0.7])[:, None, None, None].expand(-1, 3, 16, 16)
     each = [rewards.score(made, images, ["", ""], [{}, {}], base=base)[:, 0].tolist()
@@ -208,7 +205,6 @@ def test_texts_have_no_noise_to_share():
 def finished(tmp_path_factory):
     """A finished run on a tiny model, and a reward beside it."""
     from tests.evaluation.test_images import make_run
-
     folder = tmp_path_factory.mktemp("finished")
     run = make_run(folder / "run", tiny.save(tiny.sd3(), folder / "tiny"), 0.3)
     (folder / "far.py").write_text(FAR)

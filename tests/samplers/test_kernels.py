@@ -71,9 +71,7 @@ DDIM_STD = 0.7 * math.sqrt(1 - (0.7 * 0.2 / (0.8 * 0.3)) ** 2)
         (DanceSDE(0.3), (0.8, 0.7), euler_maruyama(1, 0.5, 0.8, 0.7, 0.3), 0.3 * 0.1**0.5, (0.9438125, 0.0948683)),
         (CPS(0.8), (0.8, 0.7), posterior(1, 0.5, 0.8, 0.7, CPS_STD), CPS_STD, (0.4179431, 0.6657396)),
         (FlowDDIM(1.0), (0.8, 0.7), posterior(1, 0.5, 0.8, 0.7, DDIM_STD), DDIM_STD, (0.6291667, 0.5685630)),
-        (FlowSDE(0.7), (1.0, 0.96), 0.735, 0.7, (0.735, 0.7)),
-    ],
-)
+        (FlowSDE(0.7), (1.0, 0.96), 0.735, 0.7, (0.735, 0.7))])
 def test_published_vectors(kernel, grid, mean, std, published):
     x = torch.ones(1, dtype=F64)
     step = kernel(x, x / 2, scalars(*grid), 0)
@@ -180,9 +178,7 @@ def final_variance(kernel, variance: float, steps: int, decode_x0: bool = False,
         (DanceSDE(0.3), False, ("0.59", "2.3", "248")),
         (DanceSDE(0.3), True, ("0.57", "0.09", "0.001")),
         (CPS(0.8), False, ("0.40", "0.077", "0.0009")),
-        (FlowDDIM(1.0), False, ("0.44", "0.078", "0.0009")),
-    ],
-)
+        (FlowDDIM(1.0), False, ("0.44", "0.078", "0.0009"))])
 def test_published_spreads(kernel, decode_x0, published):
     for variance, text in zip((0.25, 0.01, 1e-4), published, strict=True):
         decimals = len(text.partition(".")[2])
@@ -234,8 +230,7 @@ def test_kernels_tend_to_their_deterministic_step(kernel):
 @pytest.mark.parametrize(
     ("kernel", "expected"),
     [(FlowSDE(0.7), FlowSDE(0.35)), (DanceSDE(0.3), DanceSDE(0.15)), (CPS(0.8), CPS(0.4)),
-     (FlowDDIM(1.0), FlowDDIM(0.5)), (DDIM(0.6), DDIM(0.3))],
-)
+     (FlowDDIM(1.0), FlowDDIM(0.5)), (DDIM(0.6), DDIM(0.3))])
 def test_a_scaled_kernel_has_a_multiple_of_its_noise(kernel, expected):
     assert scaled(kernel, 0.5) == expected
     assert scaled(kernel, 1) == kernel and type(scaled(kernel, 0)) is type(kernel)
@@ -346,8 +341,7 @@ def test_a_step_outside_the_grid_is_refused(i):
 
 @pytest.mark.parametrize(
     ("kernel", "value"),
-    [(FlowSDE, -0.1), (DanceSDE, -0.1), (CPS, 1.1), (CPS, -0.1), (FlowDDIM, 1.1), (DDIM, 1.1), (DDIM, float("nan"))],
-)
+    [(FlowSDE, -0.1), (DanceSDE, -0.1), (CPS, 1.1), (CPS, -0.1), (FlowDDIM, 1.1), (DDIM, 1.1), (DDIM, float("nan"))])
 def test_impossible_levels_are_refused_by_name(kernel, value):
     with pytest.raises(ValueError, match=f"{kernel.__name__}: (level|eta) is {value}, expected 0"):
         kernel(value)

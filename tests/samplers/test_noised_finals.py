@@ -38,8 +38,7 @@ PUBLISHED = {
              Lag(slope=0.001, most=0.3, draws=False), 0.001, Uniform(), None),
     "crd": (CentredReward(1.0, 5.0), Matching(), GridTimes(share=0.99), Lag(start=0.25, slope=0.005, most=0.999), 0.05,
             Uniform(), None),
-    "diffusion_dpo": (Preference(100.0), Matching(), Stratified(4), Lag(), 0.0, Uniform(), BestWorst(2)),
-}
+    "diffusion_dpo": (Preference(100.0), Matching(), Stratified(4), Lag(), 0.0, Uniform(), BestWorst(2))}
 COMPARING = ("dgpo", "crd", "diffusion_dpo")  # the samples of a group
 
 
@@ -172,8 +171,7 @@ def test_an_old_lora_and_its_average_stay_on_the_device(monkeypatch):
     (Lag(), {0: 0, 500: 0}),
     (Lag(slope=0.001, most=0.5), {0: 0, 1: 0.001, 400: 0.4, 500: 0.5, 900: 0.5}),
     (Lag(after=75, slope=0.0075, most=0.999), {75: 0, 77: 0.015, 208: 0.9975, 209: 0.999}),
-    (Lag(start=0.25, slope=0.005, most=0.999), {0: 0.25, 10: 0.3, 200: 0.999}),
-])
+    (Lag(start=0.25, slope=0.005, most=0.999), {0: 0.25, 10: 0.3, 200: 0.999})])
 def test_decays_by_hand(lag, expected):
     assert {updates: lag(updates) for updates in expected} == pytest.approx(expected)
 
@@ -378,12 +376,10 @@ def test_a_better_matched_good_sample_is_what_every_method_reaches_for():
         trainer = tiny.trainer(method=name, train__micro_batch=8, train__lr=1e-3, parts__kl__weight=0.0)
         tiny.stir(trainer.policy)
         parts, conditioning = epoch(trainer)
-
         def fit() -> float:
             with torch.no_grad():
                 return sum((part.advantages[k][rows] * new.logp[:, 0]).sum().item() for part in parts
                            for k, rows, new in trainer.rollouts.replay(part, conditioning))
-
         before = fit()
         for _ in range(3):
             gradient(trainer, parts, conditioning)
@@ -406,8 +402,7 @@ def test_a_better_matched_good_sample_is_what_every_method_reaches_for():
     (dict(method="awm", parts__log_ratio={"type": "Guard"}), "expected one of Matching, PlainRatio"),
     (dict(method="awm", parts__times={"start": 5}), "leave none of 6 steps"),
     (dict(method="awm", parts__reference={"type": "PreviousPolicy"}, parts__kl__weight=0.0),
-     "got parts.reference PreviousPolicy (it is read by a KL"),
-])
+     "got parts.reference PreviousPolicy (it is read by a KL")])
 def test_what_does_not_go_together_is_told_before_a_run(options, told):
     with pytest.raises(UserError) as caught:
         resolve(tiny.config(**options))

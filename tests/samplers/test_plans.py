@@ -124,9 +124,7 @@ def test_seeds_draw_differently(plan):
         (Sliding(size=1), 1),
         (AllSteps(), 1),
         (RandomSubset(), 1),
-        (Single(0), 1),
-    ],
-)
+        (Single(0), 1)])
 def test_plans_that_leave_nothing_to_train_are_refused(plan, steps):
     with pytest.raises(ValueError) as error:
         plan(steps, 0, 0)
@@ -135,8 +133,7 @@ def test_plans_that_leave_nothing_to_train_are_refused(plan, steps):
 
 @pytest.mark.parametrize(
     "settings",
-    [{"order": "slow"}, {"size": 0}, {"stride": 0}, {"every": 0}, {"every_min": 0}, {"start": -1}, {"rate": -0.1}],
-)
+    [{"order": "slow"}, {"size": 0}, {"stride": 0}, {"every": 0}, {"every_min": 0}, {"start": -1}, {"rate": -0.1}])
 def test_impossible_windows_are_refused_by_name(settings):
     ((name, value),) = settings.items()
     with pytest.raises(ValueError, match=f"Sliding: {name} is {value!r}, expected"):

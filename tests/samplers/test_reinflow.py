@@ -148,10 +148,8 @@ def test_two_epochs_move_the_lora_and_the_network_and_nothing_else():
 def test_the_network_is_left_out_at_inference_and_of_the_lora(tmp_path):
     made = trainer()
     conditioning = made.policy.encode(["red"])
-
     def picture() -> torch.Tensor:
         return made.policy.generate(conditioning, made.policy.generators([1]), 3, 1.0)
-
     before = picture()
     with torch.no_grad():
         for parameter in made.rollouts.network.parameters():

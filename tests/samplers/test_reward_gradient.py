@@ -154,13 +154,11 @@ def test_the_whole_gradient_is_that_of_finite_differences(eta):
     """Of rollouts from their initial noise, in which every step draws the same noise as before."""
     policy, parts = sampled(LastSteps(STEPS), Unroll(), eta)
     found, shift = gradient(policy, parts, Unroll()), 1e-5
-
     def rollout(weight) -> float:
         other = Matrices()
         other.weight = weight
         _, again = sampled(LastSteps(1), Unroll(), eta, other)  # its graph is short, its rollout the same
         return sum(part.transitions[0].old.logp.sum().item() for part in again)
-
     for at in [(0, 0, 1), (1, 2, 0), (2, 1, 1), (3, 0, 2)]:
         both = []
         for sign in (1, -1):

@@ -88,14 +88,12 @@ def sample(policy, conditioning, *plans: RolloutSpec, micro_batch=24, epoch=0, r
 def sampled(policy, conditioning):
     """The parts of a rollout of one of the TREES and its evaluations, sampled once for all tests."""
     found = {}
-
     def of(tree: str, micro_batch: int = 24):
         if (tree, micro_batch) not in found:
             before = policy.evaluations
             parts = sample(policy, conditioning, *TREES[tree][0], micro_batch=micro_batch)
             found[tree, micro_batch] = parts, policy.evaluations - before
         return found[tree, micro_batch]
-
     return of
 
 
@@ -109,7 +107,6 @@ def guided(policy):
             yield
         finally:
             policy.guidance = before
-
     return to
 
 
@@ -153,10 +150,8 @@ def largest_log_ratio(policy, conditioning, parts, micro_batch) -> float:
 @pytest.mark.parametrize("solver", [Euler(), DPMSolver2M()])
 def test_a_run_cut_in_two_equals_the_whole(policy, conditioning, stop, solver):
     plan = replace(exploration(), solver=solver)
-
     def run(start, stop, draws, latents=None, x0=None):
         return policy.run(plan.task(start, stop, draws), conditioning, latents, policy.generators(range(3)), x0)
-
     whole, record = run(0, STEPS, policy.generators(range(3, 6)))
     draws = policy.generators(range(3, 6))
     middle, first = run(0, stop, draws)
@@ -299,8 +294,7 @@ def test_the_leaves_end_with_the_deterministic_run_of_the_last_states(policy, co
     ({"schedule": BINARY, "roots": 4}, r"4 initial noises and splits into \[2, 2\] make 16 .* the group of 4"),
     ({"schedule": Schedule((2, 3), (2, 3), children=(1, 1))}, "1 initial noises and splits into 1 make 1 samples"),
     ({"strides": ()}, r"strides are \[\], expected at least one, each 1 or more"),
-    ({"strides": (1, 0)}, r"strides are \[1, 0\], expected at least one, each 1 or more"),
-])
+    ({"strides": (1, 0)}, r"strides are \[1, 0\], expected at least one, each 1 or more")])
 def test_roots_splits_and_strides_that_make_no_group_are_refused(kwargs, told):
     with pytest.raises(ValueError, match=told) as error:
         exploration(**kwargs)
@@ -431,8 +425,7 @@ def test_a_replay_has_gradients_and_rescored_parts_have_none(conditioning, sampl
     (Sliding(size=2, start=1), (1, 2)),
     (lambda *_: Schedule((0, 1, 2, 3, 4), (0, 2, 3)), (0, 2, 3)),
     (lambda *_: Schedule((0, 1, 2, 3, 4), (1, 4)), (1, 4)),
-    (lambda *_: replace(BINARY, trained=(1, 3)), (1, 3)),
-])
+    (lambda *_: replace(BINARY, trained=(1, 3)), (1, 3))])
 def test_trained_steps_are_recorded_in_grid_order(policy, conditioning, plan, steps):
     [part] = sample(policy, conditioning, exploration(plan(STEPS, 0, 0)))
     assert tuple(taken.step for taken in part.transitions) == steps

@@ -70,8 +70,7 @@ def exploration(policy, schedule: Schedule, group: int = 2, roots: int = 2, **op
     ({"steps_offset": 1, "set_alpha_to_one": False}, [3, 1], [0.3024, 0.72, 0.9]),
     ({}, [2, 0], [0.504, 0.9, 1]),
     ({"timestep_spacing": "trailing"}, [3, 1], [0.3024, 0.72, 1]),
-    ({"timestep_spacing": "linspace"}, [3, 0], [0.3024, 0.9, 1]),
-])
+    ({"timestep_spacing": "linspace"}, [3, 0], [0.3024, 0.9, 1])])
 def test_alpha_bars_by_hand(options, timesteps, alphas):
     scheduler = DDIMScheduler(num_train_timesteps=4, trained_betas=[0.1, 0.2, 0.3, 0.4], clip_sample=False, **options)
     grid, times = alpha_bars(scheduler, 2)
@@ -92,8 +91,7 @@ def test_alpha_bars_of_sd15_end_above_zero_noise():
     ({}, 1001, "has 1000 timesteps, expected 1 to as many steps, got 1001"),
     ({"steps_offset": 1}, 1000, "at timestep 1000, expected one with an alpha-bar above 0"),
     ({"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}, 5, "timestep 999, .* above 0.*spacing leading"),
-    ({"prediction_type": "v_prediction", "steps_offset": 1}, 1000, "at timestep 1000"),
-])
+    ({"prediction_type": "v_prediction", "steps_offset": 1}, 1000, "at timestep 1000")])
 def test_grids_that_cannot_be_driven_are_told(options, steps, told):
     scheduler = DDIMScheduler(**{"clip_sample": False} | options)
     with pytest.raises(UserError, match=told) as caught:
@@ -375,8 +373,7 @@ def test_ddim_and_cps_have_a_form_in_either_process(flow, vp):
      "kernel: {type: FlowDDIM, eta: 1.0}, solver: {type: Euler}"),
     (preset("ddpo").having(tail=0.4), "tail: 1.0"),
     (preset("ddpo").having(strides=(1, 2)), "strides: [1]"),
-    (preset("ddpo").having(step_weight=InverseDelta()), "step_weight: {type: Uniform}"),
-])
+    (preset("ddpo").having(step_weight=InverseDelta()), "step_weight: {type: Uniform}")])
 def test_what_a_user_sets_of_flows_alone_is_refused_with_its_cure(method, cure):
     with pytest.raises(UserError) as caught:
         method.on("vp", given=FOR_VP)
@@ -412,15 +409,12 @@ FLOW_DDIM = {"kernel": {"type": "FlowDDIM", "eta": 1.0}}
     ("ddpo", {"kernel": {"type": "DDIM", "eta": 0.5}}),
     ("ddpo", {"kernel": {"type": "CPS", "level": 1.0}}),
     ("mix_grpo+grpo_guard", FLOW_DDIM | {"step_weight": {"type": "NoiseLevel"}}),
-    ("ddpo+sol_rl", {"preview": {"pool": 6, "steps": 2}}),
-])
+    ("ddpo+sol_rl", {"preview": {"pool": 6, "steps": 2}})])
 def test_an_epoch_changes_what_is_trained_and_nothing_else(method, parts):
     policy = tiny.stir(vp_policy(guidance=2.0))
     modules = {name: m for name, m in policy.pipe.components.items() if isinstance(m, torch.nn.Module)}
-
     def weights():
         return {f"{name}.{key}": p.detach().clone() for name, m in modules.items() for key, p in m.named_parameters()}
-
     before = weights()
     trainer = tiny.trainer(policy, method=method, parts=parts, train__guidance=2.0, train__micro_batch=8)
     metrics = trainer.run_epoch()

@@ -188,8 +188,7 @@ def test_what_is_of_another_reward_is_not_taken_from_a_checkpoint():
     ({"best": "red"}, "eval.best is set, but eval.every is 0"),
     ({"stop": {"reward": "red", "patience": 1}}, "eval.stop is set, but eval.every is 0"),
     ({"best": "blue", "every": 1}, "eval.best names the reward 'blue', which is not measured: expected red, aim"),
-    ({"stop": {"reward": "blue", "patience": 1}, "every": 1}, "eval.stop names the reward 'blue'"),
-])
+    ({"stop": {"reward": "blue", "patience": 1}, "every": 1}, "eval.stop names the reward 'blue'")])
 def test_rewards_that_are_never_measured_are_told(options, told):
     with pytest.raises(UserError, match=told):
         check(loop.setup(tiny.config(eval=options), "pipeline", rewards=dict.fromkeys(("red", "aim"), tiny.red)))
@@ -200,8 +199,7 @@ def test_rewards_that_are_never_measured_are_told(options, told):
     ({"stop": {"reward": "a", "patience": 0}}, "eval.stop.patience: got 0, expected a number greater than or equal"),
     ({"stop": {"reward": "a", "patience": 2, "patince": 1}}, "unknown key 'eval.stop.patince': did you mean 'patienc"),
     ({"stop": 3}, "eval.stop: got 3, expected keys with values"),
-    ({"best": 3}, "eval.best: got 3, expected"),
-])
+    ({"best": 3}, "eval.best: got 3, expected")])
 def test_keys_are_strict(raw, told):
     with pytest.raises(UserError, match=told):
         validate({"eval": raw})

@@ -51,10 +51,8 @@ def test_a_reward_of_groups_is_measured_on_the_images_of_a_prompt(tmp_path, rows
 def test_what_cannot_be_measured_is_refused_with_the_ways_out():
     def grouped(images, prompts, metadata, group):
         return [0.0] * len(images)
-
     def pairs(first, second, prompts):
         return [1.0] * len(first)
-
     assert held_out_rewards({"g": grouped}, {}, 2) == {"g": grouped}
     assert held_out_rewards({"p": pairs}, {"g": grouped}, 2) == {"g": grouped}
     with pytest.raises(UserError, match="no groups: expected .* one image at a time, eval.samples of 2 or more, which "
@@ -66,13 +64,10 @@ def test_what_cannot_be_measured_is_refused_with_the_ways_out():
 
 def test_a_reward_knows_whether_its_samples_are_trained_on():
     seen = []
-
     def voter(images, prompts, training: bool):
         seen.append(training)
         return [0.0] * len(images)
-
     import torch
-
     rewards.score({"voter": voter}, torch.rand(2, 3, 8, 8), ["a"] * 2, [{}] * 2)
     rewards.score({"voter": voter}, torch.rand(2, 3, 8, 8), ["a"] * 2, [{}] * 2, training=True)
     assert seen == [False, True]

@@ -257,7 +257,6 @@ def test_what_a_toy_needs_and_lacks_is_weighed_with_the_other_extensions_and_the
     def check(**options: Any) -> None:
         settings = tiny_text.config(train__updates=2, **options)
         extensions.check(loop.setup(settings, "causal_lm", prompts=[Prompt("1+2=")]))
-
     check(train__staleness=1)
     monkeypatch.setattr(Toy, "lacks", classmethod(lambda cls, setup: {capabilities.RECORDABLE: "a toy, which melts"}))
     check()
@@ -285,10 +284,8 @@ def test_extensions_name_capabilities_that_there_are():
 def test_a_stop_does_not_leave_an_epoch_that_has_changed_an_extensions_state(table, changes, monkeypatch):
     monkeypatch.setattr(Toy, "changes", changes)
     made = tiny_text.trainer(train__updates=2)
-
     def asked(epoch: Epoch) -> None:
         made.stop.asked = True
-
     loop.watch(made, on_credited=asked)
     if not changes:
         with pytest.raises(Stopped):
@@ -302,7 +299,6 @@ def test_a_package_adds_one(monkeypatch):
         @staticmethod
         def load() -> Any:
             return type("Added", (Toy,), {"wanted": staticmethod(lambda config, method: config.train.group == 4)})
-
     monkeypatch.setattr(extensions, "packaged", lambda group: {"added": Entry} if "extensions" in group else {})
     made = tiny_text.trainer()
     assert loop.names(made) == ["RewardHints", "Added"] and made.run_epoch()["toy"] == 1.0

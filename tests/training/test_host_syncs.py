@@ -48,7 +48,6 @@ def test_no_step_of_a_rollout_and_no_replayed_micro_batch_waits(method):
         epoch = loop.draw(trainer)
         parts, conditioning = epoch.parts, epoch.conditioning
         epoch.parts = credit.compared(trainer, epoch)
-
         host.waits.clear()
         [exploration] = trainer.rollouts.explorations(0)[:1]
         generators = policy.generators(range(2))
@@ -56,7 +55,6 @@ def test_no_step_of_a_rollout_and_no_replayed_micro_batch_waits(method):
                    generators)
         [(first, count)] = host.waits.items()
         assert "torch_utils.py" in first and count == 1, host.waits  # the copy of the initial noise
-
         host.waits.clear()
         trainer.kl_reference.start_epoch(epoch, trainer.rollouts, 0, 1)
         epoch.weights = trainer.rollouts.step_weights(parts, 0)

@@ -16,10 +16,8 @@ def test_an_epoch_reads_no_scores_of_an_earlier_one():
     trainer = tiny.trainer(parts__kl={"type": "GaussianKL", "weight": 0.1}, train__inner_epochs=2)
     [part], conditioning, _ = sampling.sample(trainer, trainer.prompts[:1])
     epoch = loop.epoch(trainer, [part], conditioning)
-
     def scores() -> torch.Tensor:
         return torch.cat([score.logp for score in trainer.kl_reference.scores(part)])
-
     trainer.kl_reference.start_epoch(epoch, trainer.rollouts, 0, 2)
     before = scores()
     with torch.no_grad():

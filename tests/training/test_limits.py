@@ -58,11 +58,9 @@ def test_a_resumed_run_has_the_multipliers_of_an_unbroken_one(tmp_path):
     def settings(name, epochs):
         return tiny_text.config(tmp_path, name=name, train__epochs=epochs, train__schedule="constant", train__warmup=0,
                                 reward={"short": 1.0, "cost": {"limit": {"at_most": 0.05, "rate": 1.0}}})
-
     def multipliers(name):
         return [json.loads(line)["limit/cost/multiplier"]
                 for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-
     given = {"functions": {"short": tiny_text.short, "cost": cost}, "prompts": [Prompt(each) for each in
                                                                                  tiny_text.PROMPTS]}
     for name, epochs in (("whole", [3]), ("part", [1, 3])):

@@ -92,12 +92,10 @@ def test_activations_are_those_that_the_backward_reads():
 
 def test_what_the_backward_reads_is_freed_at_once():
     layer, inner = torch.nn.Linear(8, 8), []
-
     def forward() -> torch.Tensor:
         output = layer(torch.ones(3, 8)).exp()
         inner.append(weakref.ref(output))
         return output
-
     collecting = gc.isenabled()
     gc.disable()  # a cycle would stay
     try:
@@ -131,12 +129,10 @@ def test_decoding_image_by_image_takes_as_much_as_one_and_the_images():
 
 def test_measured_activations_are_freed():
     x, outputs = torch.ones(4, requires_grad=True), []
-
     def forward():
         output = x.sigmoid()  # keeps its own output
         outputs.append(weakref.ref(output))
         return output.sum()
-
     gc.disable()
     try:
         assert memory.activation_bytes([], forward) == 16 and outputs[0]() is None

@@ -38,7 +38,6 @@ def refuse_above(made: Trainer, rows: int, when: Callable[[], bool], error: Exce
     def refuse(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if len(kwargs["hidden_states"]) > rows and when():
             raise error
-
     made.policy.pipe.transformer.register_forward_pre_hook(refuse, with_kwargs=True)
 
 
@@ -80,12 +79,10 @@ def test_a_decoder_without_room_decodes_less_at_once(monkeypatch):
     expected = epochs(trainer(train__micro_batch=2), 1)
     made = trainer(train__micro_batch=4)
     decode = made.policy.decode
-
     def refusing(latents, conditioning):
         if len(latents) > 2:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return decode(latents, conditioning)
-
     monkeypatch.setattr(made.policy, "decode", refusing)
     assert_equal(epochs(made, 1), expected)
     assert made.lines == ["out of memory in the decode: train.micro_batch 4 -> 2 from here on"]

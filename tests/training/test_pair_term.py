@@ -38,12 +38,10 @@ def test_the_term_has_the_value_and_gradient_of_dpo_in_any_micro_batch():
     assert [each.reward for each in examples] == [1.0, 1.0, 1.0, 0.5]
     loop.term(trainer)._backward(examples, 0)
     found, [value] = grads(trainer), loop.term(trainer).losses
-
     def whole(text: str, prompt: str) -> torch.Tensor:
         row = loop.term(trainer).loss.row(text)[None]
         return trainer.policy.log_probs(trainer.policy.encode([prompt]), torch.zeros(1).long(), row,
                                         torch.ones_like(row).bool(), trainer.method.generation.decoding).logp.sum()
-
     losses = []
     for prompt, (chosen, rejected) in PAIRS.items():
         with trainer.policy.reference():
@@ -72,7 +70,6 @@ def test_with_partial_coverage_the_kl_on_own_samples_keeps_the_policy_near():
     """Three actions with logits x, 0 and 2 x. Pairs prefer the first to the second; the third, which shares the
     feature, is in no pair. Offline all mass goes to it; with the KL on samples of the policy it does not."""
     base = torch.log_softmax(torch.zeros(3, dtype=torch.float64), 0)
-
     def trained(weight: float) -> torch.Tensor:
         x = torch.zeros((), dtype=torch.float64, requires_grad=True)
         part, kl = PairLoss(0.5), SampledKL(weight, "k2")
@@ -93,7 +90,6 @@ def test_with_partial_coverage_the_kl_on_own_samples_keeps_the_policy_near():
             [gradient] = torch.autograd.grad(loss, x)
             x = (x - 0.2 * gradient).detach().requires_grad_()
         return torch.log_softmax(torch.stack([x, 0 * x, 2 * x]), 0).detach().exp()
-
     offline, hybrid = trained(0.0), trained(0.5)
     assert offline[2] > 0.97 and hybrid[2] < 0.7 and hybrid[0] > hybrid[1]
 
@@ -131,19 +127,16 @@ def test_of_images_it_is_diffusion_dpo_at_one_noise_for_both(tmp_path):
     [example] = loop.term(trainer).examples.recorded["red"]
     loop.term(trainer)._backward([example], 0)
     found, [value], policy, loss = grads(trainer), loop.term(trainer).losses, trainer.policy, loop.term(trainer).loss
-
     encoded = trainer.rollouts.conditioning([example.prompt]).rows(torch.tensor([0, 0]))
     x0 = torch.cat([loss.encoder(str(tmp_path / name), encoded.rows(torch.tensor([row])))[0]
                     for row, name in enumerate(("a.png", "b.png"))])
     noise = noise_like(x0[:1], policy.generators([seed_of(trainer.config.seed, 0, 0)]))
     times = loss.times(0)
     t = times.grid[0].item()
-
     def errors() -> torch.Tensor:
         with at_guidance(policy, 1.0):
             output = policy.replay(encoded, (1 - t) * x0 + t * noise, times.grid, 0, times.timesteps)
         return (output - (noise - x0)).flatten(1).square().mean(1)
-
     with policy.reference():
         base = errors()
     apart = errors() - base

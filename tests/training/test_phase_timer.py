@@ -23,7 +23,6 @@ def test_without_a_gpu_phases_take_the_hosts_seconds(monkeypatch):
 def test_on_a_gpu_phases_take_the_seconds_between_its_events_and_wait_once(monkeypatch):
     """The host queues work of 1, 2, 4 and 8 s and waits for none of it; a phase that raises counts too."""
     gpu, waits = [0.0], []
-
     class Event:
         def __init__(self, enable_timing: bool):
             assert enable_timing
@@ -36,7 +35,6 @@ def test_on_a_gpu_phases_take_the_seconds_between_its_events_and_wait_once(monke
 
         def elapsed_time(self, end: Event) -> float:
             return 1000 * (end.at - self.at)
-
     monkeypatch.setattr(torch.cuda, "Event", Event)
     clock = PhaseTimer(events=True)
     for phase, seconds in (("rollout", 1), ("decode", 2), ("rollout", 4)):

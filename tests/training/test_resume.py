@@ -312,8 +312,7 @@ def test_another_evaluation_measures_the_base_again(finished):
     (["--adapter.alpha=1"], "--resume: adapter.alpha is 1.0, but the run in "),
     (["--method=mix_grpo_flash"], "--resume: method is 'mix_grpo_flash', but the run in "),
     (["--train.epochs=2"], "--resume: train.epochs is 2, but 6 are done"),
-    (["--name=other"], "--resume: no checkpoint in "),
-])
+    (["--name=other"], "--resume: no checkpoint in ")])
 def test_what_does_not_fit_is_told(finished, options, told, capsys):
     command, run = finished
     kept = (run / "config.yaml").read_text()

@@ -163,14 +163,12 @@ def test_a_stop_of_a_run(large, model, uninterrupted, tmp_path):
 def dying(command: list[str]) -> int:
     """A run whose process is killed while the thread writes its second checkpoint."""
     epochs.LARGE, calls = 0, []
-
     def fsync(file: int) -> None:
         if in_the_thread():
             calls.append(file)
             if ".epoch-00004.tmp" in os.readlink(f"/proc/self/fd/{file}"):
                 os.kill(os.getpid(), signal.SIGKILL)
         FSYNC(file)
-
     os.fsync = fsync
     return main(command)
 

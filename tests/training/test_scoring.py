@@ -50,11 +50,9 @@ def test_samples_that_are_not_finite_stop_the_run_before_a_reward(part, told, tm
     pipe, seen = tiny.sd3(), []
     with torch.no_grad():
         next(iter(list(getattr(pipe, part).parameters())[-1:])).view(-1)[0] = torch.nan
-
     def tolerant(images, prompts):
         seen.append(images.isfinite().all())
         return images[:, 0].mean((1, 2)).nan_to_num(0.5)
-
     with pytest.raises(UserError, match=r"^the sample of the prompt '\w+' holds NaN or an infinity, and no reward has "
                                         r"seen it: " + told):
         run(tiny.config(tmp_path), pipe=pipe, functions={"red": tolerant},
@@ -69,10 +67,8 @@ def test_a_reward_that_no_longer_answers_ends_the_run_with_its_epochs_saved(epoc
     config = tiny.config(tmp_path, train__epochs=epochs, guard__unscored=2, reward={
         "red": 1.0, "gone": {"weight": 1.0, "on_error": "skip"}})
     given = dict(prompts=[Prompt(text) for text in tiny.PROMPTS])
-
     def gone(images, prompts):
         raise RuntimeError("no answer")
-
     if epochs == 2:
         summary = run(config, pipe=tiny.sd3(), functions={"red": tiny.red, "gone": gone}, **given)
         assert summary["trained"] == {"epochs": 2, "nothing": False,

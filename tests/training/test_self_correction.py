@@ -41,7 +41,6 @@ def test_the_gradient_by_hand():
     [part], stats = credited, UpdateStats()
     loop.backward(trainer, part, conditioning, {0: 1.0}, 8, stats)
     found = [p.grad.clone() for p in trainer.policy.weights.parameters()]
-
     taken, own = part.transitions[0], trainer.policy
     advantage = group_relative(torch.tensor(sevens(seconds(trainer, taken), [])).view(2, 4), "group").flatten()
     assert advantage.abs().max() > 0.5

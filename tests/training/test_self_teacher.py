@@ -105,12 +105,10 @@ def test_prompts_of_later_turns_follow_those_of_the_first_and_a_repeated_turn_is
     a, b, c = trainer.prompts[:3]
     sampling.draw_groups(trainer, drawn, [a])
     failures = iter([torch.OutOfMemoryError("no room")])
-
     def failing(*given):
         for error in failures:
             raise error
         return sample(*given)
-
     trainer.rollouts.sample = failing
     sampling.draw_groups(trainer, drawn, [c])
     assert trainer.geometry.micro_batch < trainer.config.train.micro_batch and drawn.groups.turn == 2

@@ -110,7 +110,6 @@ def test_a_reward_that_does_not_take_a_size_is_refused_before_the_run(tmp_path):
         if images.shape[-1] != images.shape[-2]:
             raise ValueError("expected square pictures")
         return images[:, 0].mean((1, 2))
-
     settings = config(tmp_path, model=str(tiny.save(tiny.sd3(), tmp_path / "model")))
     with pytest.raises(UserError, match="expected square pictures"):
         run(settings, functions={"red": square}, prompts=[Prompt(text) for text in tiny.PROMPTS])

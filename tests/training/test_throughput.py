@@ -84,12 +84,10 @@ def test_an_epochs_throughput_by_hand(monkeypatch):
     trainer, sampled = tiny.trainer(), iter([8, 24])
     measured = meter_of(trainer)
     measured.meter, measured.peak = FlopMeter([], 1), 500.0
-
     def run() -> dict:
         trainer.policy.evaluations += 96
         measured.meter.total += 1000
         return {"loss": 1.0}
-
     found = measured.epoch(run, lambda: next(sampled))
     assert found.pop("memory/host") > 0
     assert found == {"loss": 1.0, "samples_per_second": 4, "evaluations_per_second": 24, "mfu": 0.5}

@@ -95,16 +95,13 @@ def test_trackio_knows_a_run_by_a_name_of_its_own(board, tmp_path):
 
 def test_tensorboard_gets_images_and_the_configuration(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     train(tmp_path, tracker="tensorboard", train__epochs=1)
     train(tmp_path, resume=True, tracker="tensorboard", train__epochs=2)
     folder = tmp_path / "run"
     events = EventAccumulator(str(folder / "events"), size_guidance={"images": 0, "scalars": 0, "tensors": 0}).Reload()
-
     def in_time(found):
         """Events in the order of their time: files of one second are read in the order of their names."""
         return sorted(found, key=lambda event: event.wall_time)
-
     assert [event.step for event in in_time(events.Scalars("reward/red/mean"))] == [1, 2]
     assert [event.step for event in in_time(events.Scalars("held_out/red"))] == [0, 1, 2]
     for tag in events.Tags()["scalars"]:
@@ -127,7 +124,6 @@ def test_tensorboard_gets_images_and_the_configuration(tmp_path):
 @pytest.mark.parametrize("every, steps", [(0, [0, 2]), (1, [0, 1, 2]), (3, [0, 2])])
 def test_held_out_means_are_scalars_before_and_after(every, steps, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     config = tiny.config(tmp_path, train__group=3, train__prompts=1, eval__every=every, tracker="tensorboard")
     summary = run(config, pipe=tiny.sd3(), functions={"red": tiny.red}, prompts=[Prompt(text) for text in tiny.PROMPTS])
     found = EventAccumulator(str(config.folder / "events")).Reload().Scalars("held_out/red")
@@ -139,7 +135,6 @@ def test_held_out_means_are_scalars_before_and_after(every, steps, tmp_path):
 def test_a_symptom_is_alerted_once_and_the_report_says_the_same(board, tmp_path, capsys):
     def constant(images, prompts):
         return [0.5] * len(prompts)
-
     config = tiny.config(tmp_path, train__group=3, train__prompts=1, train__epochs=6, tracker="wandb")
     run(config, False, pipe=tiny.sd3(), functions={"red": constant}, prompts=[Prompt(text) for text in tiny.PROMPTS])
     text = "100 % of the groups of 5 epochs have equal rewards and teach nothing: look at the prompts' difficulty, "
@@ -179,7 +174,6 @@ def sent_clip(folder, **options):
 
 def test_tensorboard_gets_a_clip_as_a_gif(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     sent_clip(tmp_path, tracker="tensorboard")()
     events = EventAccumulator(str(tmp_path / "run" / "events"), size_guidance={"images": 0}).Reload()
     [event] = events.Images("before/1")
@@ -212,7 +206,6 @@ def test_a_new_run_in_a_folder_has_a_new_id(board, tmp_path):
 def test_a_tracker_that_does_not_start_is_told(board, tmp_path):
     def refuse(**settings):
         raise RuntimeError("401\nunauthorised")
-
     board.module.init = refuse
     with pytest.raises(UserError, match="tracker 'wandb' does not start .RuntimeError: 401 unauthorised.: set tracker"):
         metrics.start(SimpleNamespace(is_main_process=True, trackers=[]), tiny.config(tmp_path, tracker="wandb"))

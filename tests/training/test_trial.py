@@ -84,8 +84,7 @@ BROKEN = {
     "a set": (lambda images, prompts: {0.5, 1.0}, "expected 2 numbers, one per sample"),
     "beyond float": (lambda images, prompts: [10**400] * 2, "expected a finite number"),
     "async": (later, "is an `async def`: expected a function that returns a number per sample"),
-    "None each": (lambda images, prompts: [None] * len(prompts), "no sample of 2 prompts had a score from 'mine'"),
-}
+    "None each": (lambda images, prompts: [None] * len(prompts), "no sample of 2 prompts had a score from 'mine'")}
 
 
 @pytest.mark.parametrize("case", BROKEN)
@@ -123,7 +122,6 @@ def test_nothing_that_a_reward_does_to_its_samples_is_seen_by_another():
         images.zero_()
         metadata[0].clear()
         return [0.5] * len(prompts)
-
     seen, watched = Seen(), Seen()
     trainer = tried({"careless": careless, "seen": seen}, {"clears": careless, "watched": watched})
     assert seen.calls[0].outputs.max() > 0 and watched.calls[0].outputs.max() > 0
@@ -169,7 +167,6 @@ def test_a_reward_that_compares_with_the_base_has_one():
 def test_failures_follow_their_policy(capsys):
     def failing(images, prompts):
         raise OSError("away")
-
     trainer = tried({"mine": failing}, rules={"mine": RewardRule(on_error="skip")})
     assert "reward 'mine' failed on a trial sample, which a run leaves out and counts: reward 'mine' raised" in \
         capsys.readouterr().out
@@ -212,7 +209,6 @@ def test_a_run_is_the_same_with_and_without_a_trial(make):
     """Also of a reward that draws random numbers from everywhere."""
     def noisy(outputs, prompts):
         return [len(prompt) + random.random() + np.random.rand() + torch.rand(()).item() for prompt in prompts]
-
     found = []
     for first in (True, False):
         random.seed(3), np.random.seed(3), torch.manual_seed(3)
@@ -237,8 +233,7 @@ FOLLOWED = {"method": "draft", "train__steps": 4}
     (lambda images, prompts: images.detach().mean((1, 2, 3)), "returned numbers without a gradient"),
     (lambda images, prompts: images.mean((1, 2, 3)).tolist(), "is differentiable and returned a list"),
     (lambda images, prompts: (images * 0).sum((1, 2, 3)).sqrt(), "its gradient holds NaN or an infinity"),
-    (lambda images, prompts: 1 / 0, "raised on 2 samples"),
-])
+    (lambda images, prompts: 1 / 0, "raised on 2 samples")])
 def test_a_gradient_has_to_reach_the_images(reward, line):
     assert line in told({"mine": differentiable(reward)}, **FOLLOWED)
 
@@ -255,7 +250,6 @@ def test_a_gradient_of_tokens():
                                text__max_tokens=tiny_dna.LENGTH)
         trainer.prompts = [Prompt("="), Prompt("==")]
         return trainer
-
     trial.require(own(differentiable(lambda texts, prompts: letters(texts, "AG").sum((1, 2)))), {})
     for blind, line in ((lambda texts, prompts: torch.ones(len(texts), requires_grad=True), "do not depend on what it"),
                         (lambda texts, prompts: letters(texts, "AG").detach().sum((1, 2)), "without a gradient")):
@@ -303,7 +297,6 @@ def gone() -> str:
 def answering(*statuses):
     """A server that answers with these statuses in turn, the last one for all that follow -> (its URL, its paths)."""
     asked = []
-
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
             asked.append(self.path)
@@ -316,7 +309,6 @@ def answering(*statuses):
 
         def log_message(self, *_):
             pass
-
     server = HTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
     try:
@@ -363,18 +355,14 @@ def test_a_judge_of_pairs_is_asked_of_one_pair(capsys):
 def test_a_busy_service_is_asked_again():
     def service(**options) -> Service:
         return Service("it", ["a", "b"], timeout=1, headers={}, **{"retries": 3, "wait": 0} | options)
-
     def attempts(error: Exception, **options) -> int:
         asked = []
-
         def attempt(url: str):
             asked.append(url)
             raise error
-
         with brief(), pytest.raises(Failed, match=f".asked {options.get('told', 5)} times?"):
             service(**{key: value for key, value in options.items() if key != "told"}).asked(attempt)
         return len(asked)
-
     assert attempts(Unanswered("503")) == 5
     assert attempts(Unanswered("503"), wait=1e6, told=1) == 1
     assert attempts(Later("429", 0.001), wait=0.001) == 5
@@ -398,7 +386,6 @@ def test_room_for_checkpoints(tmp_path, monkeypatch):
 def test_the_room_that_checkpoints_take(tmp_path):
     """As much as what is kept and one more; what an earlier part of the run left is there already."""
     from flowgrpo.training import state
-
     trainer = tiny.trainer(output=tmp_path, train__keep=2, train__epochs=9, train__save_every=1, train__ema=0.9)
     trainer.run_epoch()
     whole = state.room(trainer)

@@ -60,8 +60,7 @@ def test_a_kernel_that_diffusers_refuses_is_told():
     ("flash3", (8, 9), "bf16", "needs a GPU of compute capability 9.0, and cuda has 8.9: use auto"),
     ("cudnn", (7, 5), "bf16", "needs a GPU of compute capability 8.0, and cuda has 7.5: use auto"),
     ("cudnn", (9, 0), "fp32", "computes in bf16 and fp16, and precision is 'fp32': use auto, or precision: bf16"),
-    ("cudnn", (0, 0), "bf16", "needs a GPU of compute capability 8.0, and cpu has none: use auto"),
-])
+    ("cudnn", (0, 0), "bf16", "needs a GPU of compute capability 8.0, and cpu has none: use auto")])
 def test_what_a_kernel_lacks_is_told_before_a_model_loads(name, capability, precision, refusal, monkeypatch):
     here = {"flash3": "kernels"}.get(name)
     monkeypatch.setattr(importlib.util, "find_spec", lambda package: object() if package == here else None)

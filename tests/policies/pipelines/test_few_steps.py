@@ -23,7 +23,6 @@ from tests.helpers import tiny
 def turbo(name, scheduler=None, **options):
     """A tiny pipeline with a scheduler of these options."""
     import diffusers
-
     pipe = make(name)[0]
     kind = type(pipe.scheduler) if scheduler is None else getattr(diffusers, scheduler)
     pipe.scheduler = kind.from_config(dict(pipe.scheduler.config) | options)

@@ -109,7 +109,6 @@ def test_a_model_that_reads_one_step_for_all_rows_is_found_out():
     def output(task, read):
         at = torch.tensor([task.steps.start] * 2) if task.rows is None else read(task.rows)
         return torch.tensor([[1.0], [2.0]]) + at[:, None]
-
     assert copies(lambda task: output(task, lambda rows: rows), "flow", True) == 1
     assert copies(lambda task: output(task, lambda rows: rows[:1].expand(2)), "flow", True) == 0
     assert copies(lambda task: torch.ones(2, 1) if task.rows is None else torch.full((2, 1), 1.1), "flow", True) == 0
@@ -238,11 +237,9 @@ def test_in_half_precision_scores_are_the_same_once_they_are_computed_in_the_sam
     assert policy.vector(conditioning)
     plan = RolloutSpec(shifted(6, 3.0), TREE, FlowSDE(0.7), Euler(), 4)
     part = next(explore(policy, conditioning, [plan], 4, seeder(0, 0)))  # 1 state at its first step, in a batch alone
-
     def largest(part) -> float:
         with torch.no_grad():
             return max((new.logp - part.transitions[k].old.logp[rows]).abs().max().item()
                        for k, rows, new in replay(policy, conditioning, part, 10, pack=True))
-
     again = rescored(part, replay(policy, conditioning, part, 10, pack=True))
     assert largest(part) < 1e-2 and largest(again) == 0

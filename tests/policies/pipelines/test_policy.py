@@ -269,12 +269,10 @@ def test_stock_diffusers_loads_the_lora_and_gives_the_same_latents(pipe, tmp_pat
     assert LORA_FILE in said and "same scale" in said
     ours = policy.generate(policy.encode(["red", "blue"], ["old", "old"]), policy.generators([1, 2]), 3, 2.5, "latent")
     stock = pipe()
-
     def latents():
         options = {"negative_prompt": ["old", "old"]} if pipe is tiny.sd3 else {}
         return stock(["red", "blue"], num_inference_steps=3, guidance_scale=2.5, output_type="latent",
                      generator=PipelinePolicy.generators([1, 2]), **tiny.call_of(stock), **options).images
-
     untuned = latents()
     stock.load_lora_weights(tmp_path)
     near(latents(), ours, depth=3 * 2 * 6)  # 3 steps through 2 blocks of 6 layers
@@ -420,7 +418,6 @@ class Blackening(torch.nn.Module):
 def with_checker(folder):
     """Save SD 1.5 with a safety checker of published form to a folder."""
     from diffusers.pipelines.stable_diffusion import StableDiffusionSafetyChecker
-
     sizes = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
     checker = StableDiffusionSafetyChecker(CLIPConfig(
         vision_config=sizes | dict(image_size=16, patch_size=8), text_config=sizes, projection_dim=8))

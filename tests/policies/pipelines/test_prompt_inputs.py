@@ -233,8 +233,7 @@ def test_a_control_net_and_an_ip_adapter_are_added_to_a_pipeline(folders):
     ("sd15", {"controlnet": "sd15"}, "which has no config.json: expected a ControlNet's folder"),
     ("sd15", {"controlnet": "no/such/place"}, "which has no config.json: expected a ControlNet's folder"),
     ("sd15", {"ip_adapter": {"weights": "no.safetensors"}}, "load.ip_adapter: there is no file"),
-    ("sdxl", {"ip_adapter": {}}, "does not load into StableDiffusionXLPipeline"),
-])
+    ("sdxl", {"ip_adapter": {}}, "does not load into StableDiffusionXLPipeline")])
 def test_what_does_not_fit_is_one_line(folders, model, files, expected):
     if "controlnet" in files:
         files = {"controlnet": str(folders / files["controlnet"])}
@@ -254,11 +253,9 @@ def test_a_run_trains_on_a_prompt_file_with_images(folders, files, tmp_path):
                       load__ip_adapter=adapter(folders), prompts=str(tmp_path / "p.jsonl"), method="ddpo",
                       image__call={}, image__height=16, image__width=16, train__epochs=1)
     seen = []
-
     def red(images, prompts, metadata):
         seen.extend(entry["control_image"] for entry in metadata)
         return images[:, 0].mean((1, 2))
-
     summary = run(settings, functions={"red": red})
     assert summary["max_first_log_ratio"] <= 1e-6 and summary["updates"] > 0
     assert set(seen) == {files[name] for name in "abcd"}
@@ -286,7 +283,6 @@ def test_diffusers_without_a_control_net_form_is_one_line():
 ])
 def test_files_that_a_pipeline_does_not_take_are_one_line(name, inputs, expected, files, tmp_path):
     import diffusers
-
     (tmp_path / "broken.png").write_text("no image")
     files["broken"] = str(tmp_path / "broken.png")
     values = {key: tuple(files[one] for one in value) if key == "images" else files[value]
@@ -300,7 +296,6 @@ def test_files_that_a_pipeline_does_not_take_are_one_line(name, inputs, expected
 
 def test_control_images_of_other_sizes_need_a_size(files, tmp_path):
     from diffusers import StableDiffusionControlNetPipeline as Steered
-
     Image.new("RGB", (32, 16)).save(tmp_path / "wide.png")
     prompts = [Prompt("a", inputs=Inputs(control_image=path)) for path in (files["a"], str(tmp_path / "wide.png"))]
     with pytest.raises(UserError, match="set image.height and image.width"):
@@ -311,7 +306,6 @@ def test_control_images_of_other_sizes_need_a_size(files, tmp_path):
 
 def test_a_prompt_without_a_image_that_the_model_needs_is_one_line():
     from diffusers import StableDiffusionControlNetPipeline, StableDiffusionPipeline
-
     with pytest.raises(UserError, match="the model has an IP-Adapter, but the prompt 'a' has no ip_adapter_image"):
         require(StableDiffusionPipeline, [Prompt("a")], {}, True)
     require(StableDiffusionPipeline, [Prompt("a")], {}, None)
@@ -328,7 +322,6 @@ def test_frames_that_the_autoencoder_does_not_take_are_one_line(files):
 
 def test_keys_by_class():
     import diffusers
-
     assert names(diffusers.StableDiffusionControlNetPipeline)["control_image"] == "image"
     assert names(diffusers.StableDiffusionControlNetImg2ImgPipeline)["control_image"] == "control_image"
     assert names(diffusers.WanVACEPipeline)["images"] == "reference_images"

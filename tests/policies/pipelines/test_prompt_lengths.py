@@ -18,16 +18,13 @@ def test_prompts_that_are_cut_are_counted_once():
 def test_limits_are_of_the_call_but_for_clip():
     class Tokenizer:
         model_max_length = 512
-
     class CLIPTokenizer(Tokenizer):
         model_max_length = 77
-
     class Pipe:
         components = {"tokenizer": CLIPTokenizer(), "tokenizer_2": Tokenizer(), "scheduler": None}
 
         def __call__(self, prompt, max_sequence_length=256):
             """A call."""
-
     lengths = {name: most for name, (_, most) in padding.limits(Pipe(), {}).items()}
     assert lengths == {"tokenizer": 77, "tokenizer_2": 256}
     lengths = {name: most for name, (_, most) in padding.limits(Pipe(), {"max_sequence_length": 32}).items()}

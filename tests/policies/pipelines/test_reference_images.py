@@ -63,11 +63,9 @@ def test_images_of_other_shapes_change_nobodys_row(name, encoder, tmp_path):
     live, images = policy(name), [str(tmp_path / "square.png"), str(tmp_path / "wide.png")]
     encode = PromptCache(live) if encoder else live.encode
     task = Segment(shifted(3, 3.0), range(3))
-
     def drawn(rows: list[int]) -> torch.Tensor:
         conditioning = encode(["a"] * len(rows), [""] * len(rows), [images[i] for i in rows])
         return live.run(task, conditioning, None, live.generators(rows))[0]
-
     together = drawn([0, 1])
     for row in (0, 1):
         torch.testing.assert_close(together[row], drawn([row])[0], rtol=0, atol=1e-5)
@@ -103,11 +101,9 @@ def test_a_prompt_without_a_image_has_that_of_the_call(kontext, files):
 
 def test_images_are_encoded_once_and_not_again_in_a_replay(files, monkeypatch):
     live, rows, encode = policy(), [], AutoencoderTiny.encode
-
     def counted(vae, x, *args, **kwargs):
         rows.append(len(x))
         return encode(vae, x, *args, **kwargs)
-
     monkeypatch.setattr(AutoencoderTiny, "encode", counted)
     conditioning = live.encode(["a", "b"], images=files)
     rows.clear()

@@ -72,7 +72,6 @@ def test_the_policy_moves_to_its_teachers(models):
 def test_rewards_are_measured_and_train_nothing(models):
     def blue(images, prompts):
         return -tiny.red(images, prompts)
-
     ends = []
     for reward in (tiny.red, blue):
         trainer = made({"models": models}, {"red": reward})

@@ -35,7 +35,6 @@ def logits(model) -> torch.Tensor:
 
 def stock_of_peft(folder):
     from peft import PeftModel
-
     return PeftModel.from_pretrained(tiny_text.model()[0], folder)
 
 
@@ -104,8 +103,7 @@ DOORS = {
     "adapter.init": lambda folder, pipe: PipelinePolicy(pipe, Adapter(rank=2, init=str(folder)), call=tiny.CALL),
     "and saved again": lambda folder, pipe: again(folder, pipe),
     "merged": lambda folder, pipe: pipe.transformer.load_state_dict(
-        load_pipeline(str(export.merged(folder, folder / "merged"))).transformer.state_dict()),
-}
+        load_pipeline(str(export.merged(folder, folder / "merged"))).transformer.state_dict())}
 
 
 def again(folder, pipe) -> None:
@@ -140,7 +138,6 @@ def test_an_export_of_an_earlier_version_acts_at_its_strength(tmp_path):
 def test_a_written_adapter_has_its_scale_in_its_weights(patterns, options, tmp_path):
     """For each layer alpha is the rank, whatever ranks, alphas and form it had."""
     from peft import LoraConfig
-
     module = torch.nn.ModuleDict({name: torch.nn.Linear(6, 6) for name in "ab"})
     adapters.add(module, LoraConfig(r=2, lora_alpha=5, target_modules=["a", "b"], init_lora_weights=False, **options,
                                     **patterns), "default")
@@ -159,7 +156,6 @@ def test_a_written_adapter_has_its_scale_in_its_weights(patterns, options, tmp_p
 @pytest.mark.parametrize("name", ["transformer", "text_encoder", "text_encoder_2"])
 def test_a_module_is_as_before_when_its_adapter_is_removed(name):
     from peft import LoraConfig
-
     module = getattr(tiny.flux(), name)
     before, kinds = {**module.state_dict()}, [type(part) for part in module.modules()]
     targets = [key for key, part in module.named_modules() if isinstance(part, torch.nn.Linear)][:2]
@@ -175,7 +171,6 @@ def test_a_module_is_as_before_when_its_adapter_is_removed(name):
 
 def test_one_adapter_of_two_is_deleted():
     from peft import LoraConfig
-
     module = tiny.flux().transformer
     [target] = [key for key, part in module.named_modules() if isinstance(part, torch.nn.Linear)][:1]
     for name in ("one", "two"):

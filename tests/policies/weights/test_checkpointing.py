@@ -109,8 +109,7 @@ def test_checkpointing_that_computes_something_else_is_found_out(monkeypatch):
 
 @pytest.mark.parametrize("module, compiled, told", [
     (torch.nn.Linear(2, 2), False, "Linear has no list of blocks: use false$"),
-    (tiny.make("HunyuanDiTPipeline")[0].transformer, True, "HunyuanDiT2DModel .* not go with train.compile: "),
-])
+    (tiny.make("HunyuanDiTPipeline")[0].transformer, True, "HunyuanDiT2DModel .* not go with train.compile: ")])
 def test_a_denoiser_whose_blocks_cannot_be_computed_again_is_refused(module, compiled, told):
     with pytest.raises(UserError, match=f"^train.checkpointing is on, but {told}"):
         checkpointing.checkpoint_blocks(module, torch.no_grad, compiled)

@@ -193,7 +193,6 @@ def test_a_run_of_images_is_no_lora_of_texts(trained, capsys):
 
 def test_a_quantised_weight_is_read_by_its_scales():
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
-
     module = torch.nn.Linear(32, 32).requires_grad_(False)
     quantize_(module, Int8WeightOnlyConfig(version=2))
     assert "Int8Tensor" in type(module.weight).__name__ and adapters.culprit({"transformer": module}) is None

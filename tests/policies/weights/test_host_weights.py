@@ -72,10 +72,8 @@ def test_weights_of_blocks_come_for_their_forward_alone(level):
 def test_denoiser_and_text_encoders_are_on_the_device_by_turns():
     policy, seen = on_meta(**TURNS), []
     module = policy.denoisers["transformer"]
-
     def look(*_):
         seen.append((frozen(module), {tensor.device.type for tensor in policy.encoders.modules[0].parameters()}))
-
     assert frozen(module) == {"cpu"} and trained(policy) == {"meta"}
     policy.encoders.modules[0].register_forward_pre_hook(look)
     module.register_forward_pre_hook(look)
@@ -156,8 +154,7 @@ REFUSED = [
     ({"memory.offload": "block_level", "train.checkpointing": True, "adapter.rank": 0}, "set a rank"),
     ({"memory.offload": "block_level", "train.checkpointing": True, "adapter.dora": True}, "adapter.dora"),
     ({"memory.offload": "block_level", "train.checkpointing": True, "memory.denoiser": "cpu"}, "use keep"),
-    ({"memory.denoiser": "cpu", "memory.encoders": "cpu", "memory.context_parallel": 2}, "context_parallel: use 1"),
-]
+    ({"memory.denoiser": "cpu", "memory.encoders": "cpu", "memory.context_parallel": 2}, "context_parallel: use 1")]
 
 
 @pytest.mark.parametrize("options, told", REFUSED)

@@ -63,7 +63,6 @@ def test_a_file_does_and_its_values_keep_their_precision(tmp_path):
 
 def test_a_class_without_a_loader_starts_too(tmp_path):
     from flowgrpo.tools.check import tiny as pipelines
-
     pipe, call = pipelines.make("PixArtSigmaPipeline")
     policy = tiny.stir(PipelinePolicy(pipe, Adapter(rank=2), call=call))
     policy.weights.save(tmp_path)

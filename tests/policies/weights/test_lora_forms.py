@@ -86,8 +86,7 @@ FORMS = {
     "plain": (plain, 1.0, ("unet",)), "plain_te": (lambda pipe: plain(pipe, BOTH), 1.0, BOTH),
     "plain_alpha": (lambda pipe: plain(pipe, alpha=1.0), 0.5, ("unet",)), "kohya": (kohya, 0.5, ("unet",)),
     "kohya_te": (lambda pipe: kohya(pipe, BOTH), 0.5, BOTH),
-    "kohya_without": (lambda pipe: kohya(pipe, alpha=None), 1.0, ("unet",)),
-}
+    "kohya_without": (lambda pipe: kohya(pipe, alpha=None), 1.0, ("unet",))}
 
 
 @pytest.mark.parametrize("door", [fused, sampled])
@@ -161,8 +160,7 @@ REFUSED = {
     "biases": (lambda pipe: plain(pipe) | {key.replace(".weight", ".bias"): torch.ones(4) for key in plain(pipe)
                                            if "lora_B" in key}, "holds a LoRA with biases"),
     "unknown": (unknown, r"(\d+) of its \d+ layers are applied to StableDiffusionPipeline, and 1 are not, or at "
-                         "another scale, such as unet.nowhere.to_q"),
-}
+                         "another scale, such as unet.nowhere.to_q")}
 
 
 def begun(path):

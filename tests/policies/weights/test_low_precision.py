@@ -105,7 +105,6 @@ def test_every_form_quantises_the_inputs_too(dtype, fp8):
 def fp8_here(monkeypatch):
     """fp8 on a CPU: torch has the products, and torchao asserts a GPU before it makes the weights."""
     from torchao.quantization import quant_api
-
     monkeypatch.setattr(quant_api, "_check_hardware_support", lambda granularities: None)
 
 

@@ -190,8 +190,7 @@ REFUSED = [
     ({"adapter.dora": True, "parts": {"reference": {"type": "WeightAverage"}, "kl": {"weight": 0.1}}},
      "EMA or PreviousPolicy"),
     ({"parts": {"reference": {"type": "Soup", "models": ["nowhere"]}, "kl": {"weight": 0.1}}},
-     "parts.reference.models is 'nowhere', which has no LoRA"),
-]
+     "parts.reference.models is 'nowhere', which has no LoRA")]
 
 
 @pytest.mark.parametrize("options, told", REFUSED)
@@ -395,7 +394,6 @@ def quadratic(kind: str):
     generator = torch.Generator().manual_seed(0)
     parameters = [torch.nn.Parameter(torch.randn(n, generator=generator)) for n in (8192, 5000)]
     optimizer = make_optimizer(Train(optimizer=kind, lr=0.1, weight_decay=0.0), parameters)
-
     def step(times: int) -> None:
         for _ in range(times):
             for parameter in parameters:
@@ -501,11 +499,9 @@ def test_reference_predictions_are_computed_once_for_all_inner_epochs():
 
 def test_a_large_reference_is_put_in_place_once_per_epoch(monkeypatch):
     entered, swapped = [], TrainableWeights.swapped
-
     def counted(self, values):
         entered.append(len(values))
         return swapped(self, values)
-
     monkeypatch.setattr(TrainableWeights, "swapped", counted)
     few, count = epoch_of(False, 1, adapter__rank=0), len(entered)
     monkeypatch.setattr(trainable, "KEPT", 1000)

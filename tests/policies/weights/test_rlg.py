@@ -125,7 +125,6 @@ def test_modules_are_left_as_they_were():
 def picture(pipe, at=None, **asked) -> torch.Tensor:
     def draw():
         return samplers.draw_one(pipe, Prompt("a cat"), 5, ASKED | asked)
-
     if at is None:
         return draw()
     with at:
@@ -159,7 +158,6 @@ def test_the_blend_itself_ends_at_base_and_tuned_bit_for_bit(model, run):
 
         def __ne__(self, other):
             return True
-
     pipe = load_pipeline(str(model))
     base, branches = picture(pipe), loading.load_branches(pipe, run)
     tuned, calls = picture(pipe), []
@@ -196,13 +194,11 @@ def test_a_policys_own_sampler_is_guided_as_the_stock_pipeline_is(rank):
     policy = tiny.stir(tiny.policy(rank=rank, guidance=3.0))
     conditioning = policy.encode(["red", "a cat"])
     grid = policy.stock_grid(conditioning, 3)
-
     def ran() -> tuple[torch.Tensor, int]:
         before = policy.evaluations
         with torch.no_grad():
             last, _ = policy.run(Segment(grid, range(3)), conditioning, generators=policy.generators([1, 2]))
         return last, policy.evaluations - before
-
     tuned, cost = ran()
     with policy.reference():
         base, _ = ran()
@@ -240,7 +236,6 @@ def test_sample_draws_with_the_weight(tmp_path, model, lora_run):
                      str(tmp_path / name), *options]) == 0
         [file] = (tmp_path / name).iterdir()
         return pixels(file)
-
     asked = ["--lora", str(lora_run / LORA_FILE)]
     base, tuned = one("base"), one("tuned", *asked)
     assert (one("0", *asked, "--rlg", "0") == base).all() and (one("1", *asked, "--rlg", "1") == tuned).all()
@@ -306,7 +301,6 @@ def test_a_sweep_tells_each_weight_and_plots_the_rewards(swept, lora_run):
 def test_the_curves_are_those_of_the_results():
     def entry(mean):
         return {findings.ALL: {"mean": mean, "low": mean - 0.1, "high": mean + 0.1}}
-
     found = figures.curves({"a": 0.0, "b": 1.5}, {"a": {"x": entry(0.5), "y": entry(3)},
                                                     "b": {"x": entry(0.75), "y": entry(1)}})
     assert found["x"] == ([0.0, 1.5], [0.5, 0.75], [0.4, 0.65], [0.6, 0.85]) and found["y"].means == [3, 1]

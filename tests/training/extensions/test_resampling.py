@@ -43,7 +43,6 @@ def guided_texts(**options):
     epoch)."""
     def reward(texts, prompts, metadata):
         return [float(len(text)) if prompt == "7+7=" else 0.0 for text, prompt in zip(texts, prompts)]
-
     trainer = tiny_text.trainer(rewards={"short": reward}, train__prompts=2, train__epochs=1,
                                 **{"parts": GUIDE} | options)
     tiny_text.stir(trainer.policy)

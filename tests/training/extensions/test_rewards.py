@@ -13,13 +13,10 @@ from tests.helpers import tiny
 def test_one_reward_that_never_varies_and_one_of_another_scale_are_named_once(capsys):
     def large(images, prompts):
         return [float(1000 * (i % 4)) for i in range(len(prompts))]
-
     def small(images, prompts):
         return [0.25 * (i % 4) for i in range(len(prompts))]
-
     def constant(images, prompts):
         return [0.5] * len(prompts)
-
     functions = {"large": large, "small": small, "constant": constant}
     trainer = tiny.trainer(rewards=functions, reward={"large": 1.0, "small": 2.0, "constant": 1.0}, train__group=4,
                            parts={"advantage": {"type": "Advantage", "order": "rewards"}})
@@ -39,7 +36,6 @@ def test_a_batch_whose_deviation_is_far_above_that_within_groups_is_told_once(sc
     """One prompt of two scores 1 throughout; the others 0, 0.01, 0.02, 0.03."""
     def uneven(images, prompts):
         return [1.0 if prompt == prompts[0] else 0.01 * (i % 4) for i, prompt in enumerate(prompts)]
-
     trainer = tiny.trainer(rewards={"uneven": uneven}, reward="uneven", train__group=4, train__prompts=2,
                            train__micro_batch=8, parts={"advantage": {"type": "Advantage", "scale": scale,
                                                                       "order": "rewards"}})

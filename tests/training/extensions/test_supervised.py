@@ -144,7 +144,6 @@ class Linear:
 
     def reference(self):
         policy = self
-
         class Base(torch.no_grad):
             def __enter__(self):
                 super().__enter__()
@@ -153,7 +152,6 @@ class Linear:
             def __exit__(self, *error):
                 policy.now = policy.trained
                 super().__exit__(*error)
-
         return Base()
 
 
@@ -184,11 +182,9 @@ def test_images_of_a_file_are_learned(tmp_path):
     assert all(epoch["data/examples"] == 2 and epoch["data/loss"] > 0 for epoch in found)
     examples = loop.term(made).examples.pool
     assert [example.reward for example in examples] == [1.0, 0.5]
-
     def loss() -> float:
         with torch.no_grad():
             return sum(float(each) for update in range(8) for each in loop.term(made).loss(examples, range(2), update))
-
     before = loss()
     for _ in range(8):
         made.optimization.optimizer.zero_grad()
@@ -304,14 +300,12 @@ def test_answers_are_drawn_to_their_own_annotation():
     losses, policy = loop.term(made).loss, tiny_text.stir(made.policy)
     prompts = [Prompt("1+2=", metadata={"answer": "3"}), Prompt("7+8=", metadata={"answer": "15"}), Prompt("9=")]
     examples = [Example(prompts[0], "3+0"), Example(prompts[1], "15"), Example(prompts[2], "9")]
-
     def shown(example):
         ids = losses.tokens(example)
         prompt = policy.encode([example.prompt.text]).ids[0]
         made = policy.model(input_ids=torch.cat([prompt, ids])[None], output_hidden_states=True).hidden_states[-1][0]
         mean = made[len(prompt) - 1:-1].mean(0)
         return mean / mean.norm()
-
     anchors = torch.stack([shown(Example(prompts[0], "3")), shown(Example(prompts[1], "15"))])
     odds = torch.stack([shown(example) for example in examples[:2]]) @ anchors.T / 0.2
     counts = [len(losses.tokens(example)) for example in examples[:2]]
