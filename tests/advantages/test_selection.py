@@ -34,15 +34,10 @@ def test_best_worst_keeps_exactly_n_of_each_group():
         assert (BestWorst(n)(scores).sum(dim=1) == n).all()
 
 
-@pytest.mark.parametrize("n", [0, -2, 3])
-def test_best_worst_wants_an_even_number(n):
-    with pytest.raises(ValueError, match=f"BestWorst: n is {n}, expected an even number"):
-        BestWorst(n)
-
-
-def test_best_worst_wants_enough_samples():
-    with pytest.raises(ValueError, match="BestWorst: n is 8, expected at most the 6 samples of a group"):
-        BestWorst(8)(SCORES)
+@pytest.mark.parametrize("part", [BestWorst(8), MaxVariance(7), MaxVariance(2, last=7)])
+def test_a_group_has_enough_samples(part):
+    with pytest.raises(ValueError, match=rf"{type(part).__name__}: \w+ is [78], expected at most the 6 samples of"):
+        part(SCORES)
 
 
 @pytest.mark.parametrize("part", [BestWorst(2), MaxVariance(2), Extremes(), Beyond(0.5), WidthPruning()])
@@ -90,13 +85,6 @@ def test_max_variance_relaxes_to_whole_groups():
     assert part(SCORES)[0].sum() == 2 and MaxVariance(3)(SCORES, Context(RunState(8, epochs=9)))[0].sum() == 3
 
 
-def test_max_variance_names_mistakes():
-    for call in (lambda: MaxVariance(1), lambda: MaxVariance(4, last=3), lambda: MaxVariance(7)(SCORES),
-                 lambda: MaxVariance(2, last=7)(SCORES)):
-        with pytest.raises(ValueError, match="MaxVariance: .* expected"):
-            call()
-
-
 # Extremes
 
 
@@ -112,11 +100,6 @@ def test_extremes_by_hand():
 
 def test_extremes_keep_one_sample_of_a_tie():
     assert Extremes(0, 1)(torch.tensor([[2.0, 2.0, 0.0, 0.0]])).tolist() == [[True, False, True, False]]
-
-
-def test_extremes_names_mistakes():
-    with pytest.raises(ValueError, match="Extremes: low is 1 and high 0, expected low <= high"):
-        Extremes(1, 0)
 
 
 # The width of a tree
@@ -154,12 +137,6 @@ def test_inner_nodes_are_pruned_where_it_is_asked_for():
     assert of_nodes(WidthPruning(depths="all"), leaves, scores, (2, 2, 2)).tolist() == [[False, True, True, False]]
 
 
-def test_width_pruning_names_mistakes():
-    for call in (lambda: WidthPruning("leaves"), lambda: WidthPruning(depths="first"), lambda: WidthPruning(share=0)):
-        with pytest.raises(ValueError, match="WidthPruning: .* expected"):
-            call()
-
-
 # Beyond
 
 
@@ -169,8 +146,6 @@ def test_beyond_by_hand():
     assert Beyond(0.5)(scores).tolist() == [[False] * 4, [True] * 4]
     assert Beyond(0.75)(scores).tolist() == [[False] * 4, [False, False, True, True]]
     assert Beyond(0)(scores).all() and Beyond(0.9)(torch.ones(2, 3)).all()
-    with pytest.raises(ValueError, match="Beyond: quantile is 1, expected"):
-        Beyond(1)
 
 
 def test_hard_and_easy_groups_are_kept_in_pairs():

@@ -8,17 +8,10 @@ import torch
 from flowgrpo.advantages import group_relative
 from flowgrpo.advantages.shaping import Balanced, Binary, Compressed, Unlikely, WinRate, lifted, unlikely, win_rates
 from flowgrpo.types import Context, RewardColumns, RunState, SampleMeasures
+from tests.helpers.tables import close, f64
 
 F64 = torch.float64
 NAN = math.nan
-
-
-def f64(values: list) -> torch.Tensor:
-    return torch.tensor(values, dtype=F64)
-
-
-def close(actual: torch.Tensor, expected: list, atol: float = 1e-10) -> None:
-    torch.testing.assert_close(actual, f64(expected), rtol=0, atol=atol, equal_nan=True)
 
 
 # Unlikely
@@ -47,8 +40,6 @@ def test_unlikely_refuses_what_it_would_turn_round():
         unlikely(f64([[[1], [-2], [NAN]]]), f64([[1, 2, 3]]), 0.25)
     with pytest.raises(ValueError, match="Unlikely reads the samples' log-probabilities, and this method has none"):
         Unlikely()(f64([[[1]]]), Context())
-    with pytest.raises(ValueError, match="Unlikely: beta is 1.2"):
-        Unlikely(1.2)
 
 
 # Win rates
@@ -87,11 +78,6 @@ def test_a_group_of_ties_has_no_advantage():
     tied = lifted(f64([[[0.30001], [0.3], [0.30002]]]), 0.01)
     close(tied, [[[0.5], [0.5], [0.5]]])
     assert (group_relative(tied[..., 0]) == 0).all()
-
-
-def test_a_margin_below_zero_is_refused():
-    with pytest.raises(ValueError, match="WinRate: margin is -1"):
-        WinRate(-1)
 
 
 def test_binary_by_hand():
@@ -137,6 +123,3 @@ def test_a_perfect_sample_no_longer_makes_all_others_bad():
     plain, shaped = group_relative(rewards[..., 0]), group_relative(Compressed()(rewards)[..., 0])
     assert (plain[0, 1:] < 0).all() and shaped[0, 2] >= 0
     assert torch.equal(shaped.argsort(), plain.argsort())
-    for wrong in ({"high": 0}, {"low": 0}):
-        with pytest.raises(ValueError, match="Compressed: .* expected above 0 each"):
-            Compressed(**wrong)

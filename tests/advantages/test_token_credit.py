@@ -1,4 +1,4 @@
-"""Advantages of segments and steps: by hand on tokens, and in epochs of a tiny model."""
+"""Advantages of segments, steps and clean predictions: by hand, and in epochs of a tiny model."""
 
 from __future__ import annotations
 
@@ -7,25 +7,26 @@ import math
 import pytest
 import torch
 
-from flowgrpo import methods
 from flowgrpo.advantages.token_credit import (
     Exploring,
     MergedSteps,
     Planning,
+    Progress,
     SegmentChain,
     SegmentTree,
     StepGroups,
     anchors,
     chain,
+    chosen_weights,
     cut_points,
     merged,
+    progress,
     segments_of,
     shared_values,
     starts_of,
     step_advantages,
     steps_of,
 )
-from flowgrpo.errors import UserError
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.text.samplers.decoding import Decoding
 from flowgrpo.text.samplers.groups import continued, segmented
@@ -33,7 +34,7 @@ from flowgrpo.text.samplers.language_model import TokenizedPrompts
 from flowgrpo.training import sampling
 from flowgrpo.training.metrics import UpdateStats
 from flowgrpo.training.optimizer import decisions
-from flowgrpo.types import Completions, Scored, Segmented, Transitions
+from flowgrpo.types import Completions, Context, RewardColumns, SampleMeasures, Scored, Segmented, Transitions
 from tests.helpers import loop, tiny, tiny_text
 
 P = torch.tensor([[0.5, 0.95, 0.8, 0.99, 0.1, 0.2], [0.99, 0.3, 0.99, 0.4, 0.5, 0.5]], dtype=torch.float64)
@@ -228,19 +229,6 @@ def test_states_that_are_left_once_leave_the_samples_advantage():
     assert torch.equal(nothing, advantages[:, None].expand(4, 4))
 
 
-@pytest.mark.parametrize("method", ["spo_chain", "spo_tree", "gigpo"])
-def test_tokens_in_no_order_have_neither(method):
-    with pytest.raises(UserError, match="a method of causal language models"):
-        methods.preset(method).on("masks")
-
-
-@pytest.mark.parametrize("part, options", [(SegmentChain, dict(cut=0.0)), (SegmentChain, dict(samples=0)),
-                                           (StepGroups, dict(every=0)), (StepGroups, dict(gamma=0.0))])
-def test_impossible_spreads(part, options):
-    with pytest.raises(ValueError, match=f"{part.__name__}: "):
-        part(**options)
-
-
 def test_planning_tokens_have_larger_advantages_by_hand():
     ids, mask = torch.tensor([[5, 7, 9, 7], [7, 3, 4, 0]]), torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]]).bool()
     taken = Completions(ids, torch.zeros(2, dtype=torch.long), Scored(torch.zeros(2, 4), mask))
@@ -282,11 +270,6 @@ def test_uncertain_tokens_are_pulled_up_more_and_no_sign_turns_around():
     assert (Exploring(alpha=9.0, kappa=1.1)(taken, torch.tensor([1.0, -1.0]), torch.zeros(1, 2))[1] < 0).all()
     assert torch.equal(Exploring(alpha=0.0)(taken, torch.tensor([1.0, 0.0]), torch.zeros(1, 2)),
                        torch.tensor([[1.0] * 3, [0.0] * 3]))
-    for wrong in ({"kappa": 1}, {"alpha": -1}):
-        with pytest.raises(ValueError, match="Exploring: .* expected"):
-            Exploring(**wrong)
-    with pytest.raises(ValueError, match="Planning: .* expected .* a first decision or an id"):
-        Planning(first=0)
 
 
 def test_the_entropies_of_a_run_are_those_of_the_policy_that_drew():
@@ -335,5 +318,35 @@ def test_steps_that_completions_share_have_the_mean_of_their_advantages():
         [0, third, 0.75], [0, third, -1], [0.5, third, 0.75], last]
     alone = MergedSteps(every=3)(taken, advantages, totals)  # groups of one: GRPO's own
     assert alone[:3].tolist() == [[1.0] * 3, [-1.0] * 3, [0.5] * 3]
-    with pytest.raises(ValueError, match="MergedSteps: every is 0"):
-        MergedSteps(every=0)
+
+
+# Two samples of one prompt: the values before three trained steps, and the reward at the end.
+VALUES, FINAL = torch.tensor([[[0.1, 0.4, 0.4], [0.5, 0.3, 0.2]]]), torch.tensor([[0.9, 0.6]])
+
+
+def test_progress_telescopes_to_the_reward_less_the_first_value():
+    steps = progress(VALUES, FINAL)
+    torch.testing.assert_close(steps, torch.tensor([[[0.3, 0.0, 0.5], [-0.2, -0.1, 0.4]]]))
+    assert steps[0, 0, 1] == 0  # a step that changes nothing
+    torch.testing.assert_close(steps.sum(2), FINAL - VALUES[..., 0])
+
+
+def test_discounts_by_hand():
+    # 0.5: from the end, 0.5; 0 + 0.25; 0.3 + 0.125.
+    torch.testing.assert_close(progress(VALUES, FINAL, 0.5)[0, 0], torch.tensor([0.425, 0.25, 0.5]))
+    # 1: potential-based shaping, the reward less the potential of the state.
+    torch.testing.assert_close(progress(VALUES, FINAL, 1.0), FINAL[..., None] - VALUES)
+
+
+def test_a_missing_value_leaves_the_two_steps_beside_it_without_progress():
+    values = VALUES.clone()
+    values[0, 0, 1] = torch.nan
+    assert progress(values, FINAL)[0, 0].isnan().tolist() == [True, True, False]
+
+
+def test_the_rewards_that_are_named_score_the_end_too():
+    rewards = torch.stack([FINAL, torch.tensor([[5.0, 7.0]])], 2)
+    context = Context(rewards=RewardColumns(["red", "green"], [0.0, 2.0]), samples=SampleMeasures(predicted=VALUES))
+    torch.testing.assert_close(Progress(rewards=("red",)).bonuses(rewards, context), progress(VALUES, FINAL))
+    torch.testing.assert_close(Progress().bonuses(rewards, context), progress(VALUES, 2 * rewards[..., 1]))
+    assert chosen_weights({"red": 0.0, "green": 2.0}, ["red"]) == {"red": 1.0}

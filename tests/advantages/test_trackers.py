@@ -11,7 +11,6 @@ import torch
 from torch.distributions import Beta
 
 from flowgrpo.advantages.trackers import PriorBlend, SmoothStandardised, ValueTracker, prior_weight
-from flowgrpo.errors import UserError
 from flowgrpo.methods.validate import resolve
 from flowgrpo.training import sampling
 from tests.helpers import tiny, tiny_text
@@ -93,10 +92,6 @@ def test_a_policy_that_moved_half_way_forgets_half():
 
 
 def test_groups_of_one_are_for_parts_that_compare_no_samples():
-    with pytest.raises(UserError, match="Advantage compares the samples of a group: set train.group to 2 or more, or "
-                                        "parts.advantage to one of NoBaseline, RiskAverse, Signed, Unrewarded, "
-                                        "ValueTracker$"):
-        resolve(tiny.config(train__group=1))
     for advantage in ({"type": "ValueTracker"}, {"type": "Difficulty", "advantage": {"type": "Signed"}}):
         settings = tiny.config(method="flow_grpo", train__group=1, parts={"advantage": advantage, "roots": 1})
         assert resolve(settings).credit.advantage.single
@@ -175,8 +170,6 @@ def test_smooth_standardisation_of_a_prompt_that_always_agreed_is_zero():
         found = part(f64([[[1], [1]], [[NAN], [NAN]]]), [1.0], context)
         assert (found == 0).all()
     assert list(context.run.memory["SmoothStandardised"]) == ["a"]
-    with pytest.raises(ValueError, match="clamp is 0, expected above 0"):
-        SmoothStandardised(clamp=0)
 
 
 # Blend with a prior
@@ -212,16 +205,6 @@ def test_a_blended_baseline_by_hand():
     close(part(f64([[[1]] * 4]), [1.0], context), [[weight * 0.1] * 4])
     with pytest.raises(ValueError, match="PriorBlend: rewards from .* expected within 0 to 1"):
         part(f64([[[2], [0]]]), [1.0], context)
-
-
-@pytest.mark.parametrize("call", [
-    lambda: ValueTracker(half=0), lambda: ValueTracker(least=0.9, most=0.8), lambda: ValueTracker(prior=-0.1),
-    lambda: ValueTracker(evidence=0), lambda: ValueTracker(floor=-1), lambda: PriorBlend(keep=2),
-    lambda: PriorBlend(evidence=0)])
-def test_mistakes_are_named(call):
-    with pytest.raises(ValueError, match="expected") as error:
-        call()
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("part", [ValueTracker(), SmoothStandardised(), PriorBlend()])

@@ -12,7 +12,6 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 
-from flowgrpo.config import load
 from flowgrpo.config.geometry import teams
 from flowgrpo.config.sections import Memory
 from flowgrpo.distributed import shards
@@ -20,12 +19,11 @@ from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.measured import measure
 from flowgrpo.policies.pipelines import attention
-from flowgrpo.policies.pipelines.attention import require_context_parallel
 from flowgrpo.tools.check.tiny.video_families import wan
 from flowgrpo.training import state
 from tests.distributed.test_processes import held
 from tests.distributed.test_split_groups import launch
-from tests.helpers import loop, tiny
+from tests.helpers import tiny
 
 SMALL = dict(train__prompts=4, train__group=2, train__micro_batch=2, train__lr=1e-3, train__steps=3, train__epochs=2)
 CASES = {
@@ -167,22 +165,6 @@ def test_a_team_trains_as_one_process(case, folder):
         assert each["any"] and each["total"] == [len(found) // 2, len(found) // 2 - 1]
     assert [each["first"] for each in found] == [True] + [False] * (len(found) - 1)
     assert all((each["calls"] > 0) == (place % 2 == 0) for place, each in enumerate(found))  # the first member's scores
-
-
-@pytest.mark.parametrize("options, told", [
-    ({"train.compile": True}, "train.compile: use false"),
-    ({"cache": "k"}, "cache, from which"),
-    ({"method": "draft"}, "method draft, which trains more than the denoiser"),
-    ({"method": "reinflow"}, "method reinflow, which trains more than the denoiser"),
-    ({"method": "flow_grpo+sol_rl"}, "parts.preview: leave sol_rl out"),
-    ({"method": "ddpo+texforce"}, "text encoders that are trained")])
-def test_what_does_not_go_with_it_is_refused_in_one_line(options, told):
-    chosen = load(None, {"memory.context_parallel": 2} | options)
-    with pytest.raises(UserError, match=f"memory.context_parallel is 2, which does not go with {told}") as caught:
-        require_context_parallel(loop.setup(chosen))
-    assert "\n" not in str(caught.value)
-    free = load(None, options)
-    require_context_parallel(loop.setup(free))
 
 
 def test_teams_divide_the_processes():

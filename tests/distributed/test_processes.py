@@ -23,17 +23,15 @@ from safetensors.torch import load_file, save_file
 
 from flowgrpo.cli import main
 from flowgrpo.cli.train import UNTRAINED
-from flowgrpo.config import load
 from flowgrpo.data import sets
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.distributed.signals import Stopped
 from flowgrpo.errors import UserError
 from flowgrpo.policies.weights.lora_files import LORA_FILE
-from flowgrpo.policies.weights.sharding import require_shardable
 from flowgrpo.training import state, trial
 from flowgrpo.training.optimizer import chunks
-from tests.helpers import loop, tiny
+from tests.helpers import tiny
 from tests.helpers.forked import Forked
 
 # Prompts are sampled one by one, so that one process and two replay the very same batches.
@@ -347,16 +345,6 @@ def test_a_part_goes_to_the_step_of_its_place_among_all():
     steps = [chunks(everywhere[at], 3, range(11)[at], 11) for at in shares]
     assert [sum(each, []) for each in zip(*steps, strict=True)] == chunks(everywhere, 3)
     assert chunks([], 3, [], 2) == [[], []] and chunks([7], 3, [1], 2) == [[], [7]]
-
-
-@pytest.mark.parametrize("options", [
-    {"memory.weights": "int8"}, {"adapter.dora": True}, {"train.compile": True}, {"cache": "k"}])
-def test_what_does_not_go_with_sharing_out_is_refused_in_one_line(options):
-    chosen = load(None, {"memory.shard": True} | options)
-    with pytest.raises(UserError, match=f"memory.shard is true, which does not go with {[*options][0]}"):
-        require_shardable(loop.setup(chosen))
-    free = load(None, options)
-    require_shardable(loop.setup(free))
 
 
 # --- failures of one -------------------------------------------------------------------------------------------------

@@ -16,16 +16,14 @@ from diffusers import SD3Transformer2DModel
 from safetensors.torch import load_file, save_file
 
 from flowgrpo.cli import main
-from flowgrpo.config import load
 from flowgrpo.distributed import shards
 from flowgrpo.errors import UserError
 from flowgrpo.policies.weights import sharding
-from flowgrpo.policies.weights.sharding import require_shardable
 from flowgrpo.storage import checkpoint
 from flowgrpo.training import epochs as saves
 from flowgrpo.training import state
 from tests.distributed.test_processes import REWARD, SMALL, arguments, free_ports, half_flat, held, join_anew
-from tests.helpers import loop, tiny
+from tests.helpers import tiny
 from tests.helpers.forked import Forked
 
 # AdamW divides by gradients: those that are zero but for rounding move weights by the learning rate's share of it.
@@ -303,21 +301,3 @@ def test_scalars_and_weights_of_another_precision_than_most_stay_whole():
         "1.weight", "1.bias", "scale"}
     assert sharding._apart(torch.nn.GELU(), set()) == set()
 
-
-@pytest.mark.parametrize(("shard", "option"), [
-    ("nodes", {"train.optimizer": "adamw8bit"}), (True, {"precision": "fp16"})])
-def test_what_does_not_go_with_shards_of_all_weights_is_refused_in_one_line(shard, option):
-    chosen = load(None, {"memory.shard": shard, "adapter.rank": 0} | option)
-    with pytest.raises(UserError, match=f"memory.shard is {str(shard).lower()}, which does not go with adapter.rank"):
-        require_shardable(loop.setup(chosen))
-    chosen = load(None, {"memory.shard": shard, "adapter.rank": 4} | option)
-    require_shardable(loop.setup(chosen))
-
-
-@pytest.mark.parametrize(("method", "reason"), [
-    ("reinflow", "whose graph has many steps"), ("refl", "whose graph has many steps"),
-    ("expo", "which trains nothing of the pipeline")])
-def test_methods_that_cannot_be_sharded_are_refused_in_one_line(method, reason):
-    chosen = tiny.config(method=method, memory__shard="nodes")
-    with pytest.raises(UserError, match=f"memory.shard is nodes, .* method {method}, {reason}"):
-        require_shardable(loop.setup(chosen))

@@ -13,7 +13,7 @@ def f64(values: list) -> torch.Tensor:
 
 def close(actual: torch.Tensor, expected: list, atol: float = 1e-10) -> None:
     """AssertionError where a value is off by more than `atol`, or the shape or dtype is another."""
-    torch.testing.assert_close(actual, f64(expected), rtol=0, atol=atol)
+    torch.testing.assert_close(actual, f64(expected), rtol=0, atol=atol, equal_nan=True)
 
 
 def rounding(values: torch.Tensor, depth: int) -> float:

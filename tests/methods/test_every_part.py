@@ -1,5 +1,4 @@
-"""Every part in every place on every kind of model: refused in one line before anything is sampled, or trained
-otherwise than the host's own."""
+"""Targets, and every part in every place on every kind of model: refused in a line, or trained otherwise."""
 
 from __future__ import annotations
 
@@ -12,9 +11,104 @@ import torch
 
 from flowgrpo.errors import UserError
 from flowgrpo.methods import preset, presets, reads, registry
+from flowgrpo.methods.groups import Denoising
+from flowgrpo.methods.method import Method
 from flowgrpo.methods.overlay import with_parts
+from flowgrpo.methods.targets import (
+    JointDensity,
+    LatentEdits,
+    NoisedFinals,
+    RecordedPairs,
+    RecordedSteps,
+    RewardGradient,
+)
 from flowgrpo.methods.validate import resolve
-from tests.helpers import tiny_runs, tiny_text
+from flowgrpo.rollouts.targets import TARGETS
+from flowgrpo.samplers.noised_finals import GridTimes, Stratified
+from flowgrpo.text.targets import Completions, ImageTokens, RecordedCompletions, RelaxedTraces, TextGeneration, Traces
+from tests.helpers import tiny, tiny_runs, tiny_text
+
+OF_PIPELINES = RecordedSteps(), JointDensity(), NoisedFinals(), RecordedPairs(), RewardGradient(), LatentEdits()
+OF_TEXTS = Completions(), ImageTokens(), Traces(), RelaxedTraces(), RecordedCompletions()
+
+
+def test_a_target_belongs_to_one_kind_of_rollout():
+    for own, other, targets in ((Denoising(), TextGeneration(), OF_PIPELINES), (TextGeneration(), Denoising(),
+                                                                               OF_TEXTS)):
+        for target in targets:
+            assert Method(own, target).target == target
+            with pytest.raises(ValueError, match=f"{type(target).__name__} is no target of {type(other).__name__}"):
+                Method(other, target)
+
+
+def test_every_target_of_a_pipeline_has_its_rollouts():
+    assert {type(target) for target in OF_PIPELINES} <= {*TARGETS}
+
+
+def test_fields_of_groups_have_different_names():
+    for name in ("mix_grpo", "diffusion_nft", "draft", "expo", "grpo", "drakes"):
+        method = preset(name)
+        groups = (method.rollout, method.target, method.credit, method.loss)
+        assert len(method.parts()) == sum(len(vars(group)) for group in groups) + 4
+
+
+def test_a_part_is_replaced_wherever_it_stands_and_whole_groups_come_first():
+    method = Method().having(times=Stratified(2), target=NoisedFinals(), roots=1)
+    assert (method.target, method.rollout.roots) == (NoisedFinals(Stratified(2)), 1)
+    with pytest.raises(ValueError, match="a method that trains recorded steps reads no times"):
+        Method().having(times=GridTimes())
+
+
+def test_a_recipe_names_the_target_and_its_parts():
+    parts = {"times": {"share": 0.6}, "target": {"type": "NoisedFinals"}}
+    assert with_parts(preset("mix_grpo"), parts).target == NoisedFinals(GridTimes(share=0.6))
+    with pytest.raises(UserError, match="Completions is no target of Denoising"):
+        with_parts(preset("mix_grpo"), {"target": {"type": "Completions"}})
+
+
+def test_recorded_pairs_replace_noised_finals():
+    config = tiny.config(method="diffusion_dpo", preferences="pairs.jsonl", train__group=2)
+    assert resolve(config).target == RecordedPairs(Stratified(4))
+    assert resolve(tiny.config(method="diffusion_dpo", train__group=2)).target == NoisedFinals(Stratified(4))
+
+
+@pytest.mark.parametrize("target", [*OF_PIPELINES, *OF_TEXTS])
+def test_what_is_left_unread_is_the_name_of_a_part(target):
+    method = Method(TextGeneration() if isinstance(target, OF_TEXTS_TYPES) else Denoising(), target)
+    assert target.unread <= {*method.parts()} and {*target.takes} <= {*method.parts()} - target.unread
+
+
+OF_TEXTS_TYPES = tuple(type(target) for target in OF_TEXTS)
+
+
+def test_every_part_is_for_what_some_target_offers_and_every_offer_has_a_part():
+    offered = {word for target in (*OF_PIPELINES, *OF_TEXTS) for word in target.offers}
+    read = {getattr(registry.TYPES[name], "reads_target", "") for name in registry.TYPES}
+    assert read - {""} == offered
+
+
+def test_a_part_of_a_users_own_says_what_it_is_for(tmp_path):
+    (tmp_path / "own.py").write_text("""from dataclasses import dataclass
+from flowgrpo.objectives import PlainRatio
+
+@dataclass(frozen=True)
+class Mine(PlainRatio):
+    reads_target = "noised finals"
+""")
+    mine = {"log_ratio": {"type": f"{tmp_path / 'own.py'}:Mine"}}
+    assert type(resolve(tiny.config(method="diffusion_nft", parts=mine)).loss.log_ratio).__name__ == "Mine"
+    with pytest.raises(UserError, match="got Mine, which reads noised finals or recorded pairs, but the method trains"):
+        resolve(tiny.config(method="flow_grpo", parts=mine))
+
+
+def test_a_plan_says_truly_which_steps_draw_noise():
+    for name in registry.of_place("plan"):
+        plan = registry.TYPES[name](**{"Single": {"step": 1}}.get(name, {}))
+        planned = plan(20, 0, 0)
+        for schedule in planned if isinstance(planned, tuple) else (planned,):
+            noisy = {20: "every", 19: "every", 0: "none"}.get(len(schedule.stochastic), "some")
+            assert Denoising(plan=plan).noisy == noisy, name
+
 
 ALL = {*registry.MODULES, "roots", "strides"}
 # Hosts of everything that is trained of every kind of model, and the places whose parts are trained there.
@@ -171,18 +265,5 @@ def test_a_value_that_the_host_has_already_is_no_setting():
         assert answer("flow", "mix_grpo", parts) == answer("flow", "mix_grpo", {})
 
 
-def test_a_preset_of_which_nothing_is_read_is_refused():
-    for method, told in (("grpo+sol_rl", "method grpo+sol_rl: a method that trains completions reads no preview"),
-                         ("grpo+texforce", "method grpo+texforce: a method that trains completions reads no adapted")):
-        assert told in answer("tokens", method, {})
+def test_a_preset_of_which_a_part_is_read_is_taken():
     assert answer("flow", "draft+knapsack_rl", {}) == with_parts(preset("draft", "knapsack_rl"), {})
-
-
-@pytest.mark.parametrize("kind, host, part, told", [
-    ("flow", "mix_grpo", {"log_ratio": {"type": "SequenceRatio"}},
-     "completions or image tokens or recorded pairs of completions or traces of an unmasking, but the "
-     "method trains recorded steps: expected one of Guard, PlainRatio, SquaredErrorRatio"),
-    ("tokens", "grpo", {"surrogate": {"type": "Preference"}}, "Preference, which reads noised finals"),
-    ("flow", "mix_grpo", {"advantage": {"type": "Paired"}}, "Paired, which reads latent edits")])
-def test_a_part_that_reads_something_else_is_refused_with_what_fits(kind, host, part, told):
-    assert told in answer(kind, host, part)

@@ -15,8 +15,7 @@ from flowgrpo.config.schema import fields
 from flowgrpo.errors import UserError
 from flowgrpo.methods import keys_read, validate
 from flowgrpo.policies import build
-from flowgrpo.training.checks import check
-from tests.helpers import loop, tiny, tiny_text
+from tests.helpers import loop, tiny
 
 KINDS = (build.PIPELINE, build.CAUSAL_LM, build.VISION_LM, build.MASKED_LM, build.IMAGE_TOKENS)
 # A value other than the default.
@@ -69,19 +68,6 @@ def test_a_key_that_a_kind_of_model_does_not_read_is_refused_and_others_are_not(
         with pytest.raises(UserError, match=rf"^{key} is set, which is about .*: leave it out for a ") as caught:
             keys_read.require_kind(config, kind)
         assert "\n" not in str(caught.value) and repr(operator.attrgetter(key)(config)) in str(caught.value)
-
-
-def test_they_are_refused_before_a_run():
-    with pytest.raises(UserError, match="^text.engine is set, which is about language models: leave it out for a pipe"):
-        check(tiny.config(text__engine="vllm"), pipe=tiny.sd3())
-    with pytest.raises(UserError, match="^train.extrapolate_every is 4, but train.extrapolate is 0"):
-        check(tiny.config(train__extrapolate_every=4), pipe=tiny.sd3())
-    with pytest.raises(UserError, match="^text.penalty is 2.0, but text.truncated is 'keep'"):
-        check(tiny_text.config(text__penalty=2.0), pipe=tiny_text.model())
-    for key, value in (("train__steps", 4), ("eval__guidance", 2.0), ("image__height", 64)):
-        name = key.replace("__", ".")
-        with pytest.raises(UserError, match=f"^{name} is set, which is about denoisers: leave it out for a language"):
-            check(tiny_text.config(**{key: value}), pipe=tiny_text.model())
 
 
 # Keys with a value, what leaves them unread beside it, the reason that is given, and what has them read instead.
@@ -160,8 +146,6 @@ def test_a_model_with_a_grid_of_its_own_reads_no_shift():
 
 def test_a_text_run_reads_where_reward_models_wait():
     require("memory.rewards", "cpu", TEXT)
-    with pytest.raises(UserError, match="^memory.vae is set, which is about denoisers"):
-        require("memory.vae", "tiled", TEXT)
 
 
 @pytest.mark.parametrize("key, value", [("limit", {"at_most": 0.1}), ("transform", ["rank"])])

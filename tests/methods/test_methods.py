@@ -215,10 +215,6 @@ def test_presets_stack_from_left_to_right():
     for names in (["diffusion_nft+ddpo"], ["draft", "mix_grpo"], ["tree_rpo", "grpo_guard+tree_rpo"]):
         with pytest.raises(UserError, match=r"got the base methods .* and .*, expected one: keep one of them"):
             preset(*names)
-    for name in ("draft", "reinflow", "expo"):
-        assert resolve(tiny.config(method=name, parts={}))
-        with pytest.raises(UserError, match="train.pack puts recorded steps into one call"):
-            resolve(tiny.config(method=name, parts={}, train__pack=True))
 
 
 def test_means_are_read_by_a_kl_by_guard_and_by_layer_tuning_only():
@@ -328,19 +324,6 @@ def test_a_place_without_parts_takes_none():
             with_parts(preset("flow_grpo"), parts)
     with pytest.raises(UserError, match="^unknown key parts.type"):
         with_parts(preset("flow_grpo"), {"type": "Clip"})
-
-
-@pytest.mark.parametrize("options, told", [
-    ({"train__steps": 4}, "a window of 4 from step 0 does not fit below step 3 of 4 steps"),
-    ({"parts": {"plan": {"type": "Single", "step": 5}}}, "Single: step is 5, expected 0 to 4"),
-    ({"parts": {"plan": {"size": 2.5}}}, "train.steps 6"),
-    ({"parts": {"selection": {"type": "BestWorst", "n": 8}}}, "n is 8, expected at most the 4 samples of a group"),
-    ({"parts": {"kernel": {"level": 0}}}, "expected 0.02 or more: use more noise"),
-    ({"parts": {"kernel": {"type": "CPS", "level": 0}}}, "expected 0.02 or more: use more noise")])
-def test_parts_that_do_not_fit_the_run_are_told_before_it(options, told):
-    with pytest.raises(UserError) as caught:
-        resolve(tiny.config(**options))
-    assert told in str(caught.value) and "\n" not in str(caught.value)
 
 
 # --- the loss of every method, on one model, one batch and one pair of rewards ---------------------------------------

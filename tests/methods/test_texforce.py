@@ -8,11 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from flowgrpo import methods, run
+from flowgrpo import methods
 from flowgrpo.config import Config
 from flowgrpo.config.sections import Adapter
 from flowgrpo.errors import UserError
-from flowgrpo.methods import overlay, validate
+from flowgrpo.methods import overlay
 from flowgrpo.methods.groups import Adapted
 from flowgrpo.policies.loading import load_branches, load_tuned
 from flowgrpo.policies.pipelines.load import trained_modules
@@ -226,14 +226,6 @@ def test_a_checkpoint_brings_the_encoders_back(tmp_path):
 
 # --- mistakes --------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("options, told", [
-    ({"adapter__rank": 0}, "adapter.rank: 0"), ({"adapter__dora": True}, "adapter.dora"),
-    ({"memory__encoders": "cpu"}, "memory.encoders: cpu")])
-def test_options_that_do_not_go_together_are_told(options, told):
-    with pytest.raises(UserError, match=f"text encoders are trained.*does not go with {told}"):
-        run.run(tiny.config(method="flow_grpo+texforce", **options))
-
-
 def test_the_preset_changes_what_is_trained_and_nothing_else():
     assert methods.preset("ddpo+texforce") == methods.preset("ddpo").having(adapted=ALONE)
     both = overlay.with_parts(methods.preset("ddpo+texforce"), {"adapted": {"denoisers": True}})
@@ -249,5 +241,3 @@ def test_something_has_to_be_trained():
         trained_modules(pipe, ALONE)
     with pytest.raises(UserError, match="adapter.encoder_targets.*match no module of the text_encoder"):
         PipelinePolicy(tiny.sd3(), Adapter(rank=2, encoder_targets=["nothing"]), adapted=ALONE)
-    with pytest.raises(UserError, match="reads no adapted"):
-        validate.resolve(tiny.config(method="grpo+texforce"), "tokens")

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from flowgrpo.methods.supervised import FlowMatching, GuidanceDistillation, NextToken, PassRate, Recorded
+from flowgrpo.methods.supervised import NextToken, PassRate
 from flowgrpo.objectives.supervised import (
     Convergence,
     EntropyAware,
@@ -77,23 +77,6 @@ def test_gradients_are_combined_and_absent_ones_are_zeros():
     kept = of(1, 2)
     assert combine_gradients(kept, 1.0, of(math.nan, 1), 0.0) is kept
     assert combine_gradients(None, 1.0, None, 1.0) is None
-
-
-@pytest.mark.parametrize("make, told", [
-    (lambda: WarmupCosine(peak=0.1, valley=0.2), "peak is 0.1 and valley 0.2"),
-    (lambda: GradientNorms(gamma=0), "gamma is 0"), (lambda: FixedWeights(0), "data is 0"),
-    (lambda: Convergence(window=0), "window is 0"), (lambda: OneToken(wrong=0.1), "wrong 0.1"),
-    (lambda: EntropyAware(0), "scale is 0"), (lambda: PassRate(failed=False, solved=False), "all false"),
-    (lambda: NextToken(apart=True), "set data.source: {type: PassRate}"),
-    (lambda: FlowMatching(apart=True, balance=FixedWeights(0.5)), "has no balance"),
-    (lambda: NextToken(condition="{source}"), "expected a text with {prompt}"),
-    (lambda: NextToken(condition="{prompt} {other}"), "expected a text with {prompt}"),
-    (lambda: NextToken(source=Recorded("own.jsonl"), batch=0), "batch is 0"),
-    (lambda: GuidanceDistillation(scale=1.0, base=False), "the teacher has the student's weights and its guidance"),
-    (lambda: FlowMatching(distance="l1"), "distance is 'l1', expected one of squared, smooth_l1")])
-def test_values_that_make_no_sense_are_refused(make, told):
-    with pytest.raises(ValueError, match=told.replace("{", r"\{").replace("}", r"\}")):
-        make()
 
 
 # --- tokens and examples ---------------------------------------------------------------------------------------------

@@ -15,12 +15,9 @@ from flowgrpo.training.metrics import UpdateStats
 from flowgrpo.training.optimizer import decisions
 from flowgrpo.types import RegressionTarget, Scored
 from tests.helpers import loop, tiny
+from tests.helpers.tables import f64
 
 F64 = torch.float64
-
-
-def f64(values: list) -> torch.Tensor:
-    return torch.tensor(values, dtype=F64)
 
 
 # --- the clip --------------------------------------------------------------------------------------------------------
@@ -63,12 +60,6 @@ def test_without_a_range_it_is_the_plain_clip():
         assert torch.equal(part.clipped(log_ratio, advantage), plain.clipped(log_ratio, advantage))
 
 
-@pytest.mark.parametrize("settings", [{"low": 0.2, "high": 0.1}, {"sensitivity": -1}, {"low": -0.1}, {"low": 1.5}])
-def test_impossible_bounds_are_refused(settings):
-    with pytest.raises(ValueError, match="^AdaptiveClip: low is .* expected"):
-        AdaptiveClip(**settings)
-
-
 # --- the pull --------------------------------------------------------------------------------------------------------
 
 def test_the_pull_by_hand():
@@ -79,10 +70,6 @@ def test_the_pull_by_hand():
     found = LayerTuning(0.1)(new, regression_target)
     torch.testing.assert_close(found, f64([[0.1 * 1.5 * 10], [0.0]]), rtol=0, atol=1e-12)
     torch.testing.assert_close(LayerTuning(0.1)(new, regression_target.rows(slice(0, 1)))[0, 0], f64(1.5))
-    with pytest.raises(ValueError, match="LayerTuning: weight is -1, expected 0 or more"):
-        LayerTuning(-1)
-    with pytest.raises(ValueError, match="LayerTuning: by is 'reward', expected advantage or progress"):
-        LayerTuning(by="reward")
 
 
 def test_progress_divides_the_best_advantage_over_the_depths_of_the_tree():

@@ -262,15 +262,3 @@ def test_pso_by_hand():
 def test_who_is_in_whose_group():
     peers = GroupStatistics(f64([0.0] * 4), f64([0.0] * 4), torch.tensor([5, 5, 2, 5]))
     assert peers.members(torch.tensor([2, 3])).tolist() == [[False, False, True, False], [True, True, False, True]]
-
-
-
-
-@pytest.mark.parametrize("make, told", [
-    (lambda: NegativeAware(0.0), "NegativeAware: beta is 0.0"), (lambda: CentredReward(1.0, -1.0), "most is -1.0"),
-    (lambda: GroupPreference(low=2.0), "GroupPreference: low is 2.0"), (lambda: Preference(-1.0), "Preference: beta"),
-    (lambda: Matching(0.0), "Matching: power is 0.0"),
-])
-def test_impossible_fields_are_refused(make, told):
-    with pytest.raises(ValueError, match=told):
-        make()

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from flowgrpo.advantages.baselines import Correctness, Signed
-from flowgrpo.errors import UserError
 from flowgrpo.methods import preset
 from flowgrpo.methods.overlay import with_parts
 from flowgrpo.methods.validate import resolve
@@ -25,7 +24,7 @@ from flowgrpo.text.losses import RandomPolicyValue
 from flowgrpo.training import sampling
 from flowgrpo.training.metrics import UpdateStats
 from flowgrpo.types import CompletionBatch, GroupStatistics, Scored
-from tests.helpers import loop, tiny, tiny_text
+from tests.helpers import loop, tiny_text
 from tests.helpers.tables import close, draw, f64
 
 # Two groups, of 3 and 2 completions of up to 4 tokens; numbers of them by which float32 divides exactly.
@@ -331,29 +330,7 @@ def test_a_tenth_of_the_pull_keeps_all_right_answers():
     assert pulled < 0.2 < 0.3 < pushed and wrong < 0.02 and left < 0.02
 
 
-@pytest.mark.parametrize("make, told", [
-    (lambda: TaperedReinforce(0), "most is 0, expected above 0"),
-    (lambda: NegativeAwareText("both"), "weight is 'both', expected sqrt or linear"),
-    (lambda: NegativeAwareText(floor=0), "floor is 0, expected above 0"),
-    (lambda: Discriminative("prob"), "score is 'prob', expected log or ratio"),
-    (lambda: Discriminative(delta=-1), "delta -1, expected above 0, and 0 or more"),
-    (lambda: Regressed(0), "least is 0, expected above 0"),
-    (lambda: PairwisePreference(best=0), "best 0 and trust"),
-    (lambda: Signed(0, 0), "expected 0 or more, and one of them above 0")])
-def test_what_cannot_be_is_told(make, told):
-    with pytest.raises(ValueError, match=told):
-        make()
-
-
-def test_losses_of_completions_are_not_for_images():
-    with pytest.raises(UserError, match="got Discriminative, which reads completions or"):
-        resolve(tiny.config(method="flow_grpo", parts={"surrogate": {"type": "Discriminative"}}))
-
-
-def test_losses_of_whole_completions_need_one_advantage_for_each():
-    for method in ("spo_chain+disco", "gigpo+reg_grpo", "gigpo+gtpo"):
-        with pytest.raises(UserError, match="reads one advantage per completion, .*parts.spread: null"):
-            resolve(tiny_text.config(method=method), "tokens")
+def test_the_entropy_of_tokens_goes_with_an_advantage_of_each():
     assert resolve(tiny_text.config(method="gigpo+high_entropy"), "tokens").reads_entropy
 
 

@@ -23,7 +23,6 @@ from flowgrpo.export.export import card, lora, merged
 from flowgrpo.files import tensors_of
 from flowgrpo.methods import preset
 from flowgrpo.methods.targets import LatentEdits
-from flowgrpo.methods.validate import resolve
 from flowgrpo.objectives import GaussianKL, surrogates
 from flowgrpo.objectives.surrogates import ActorCritic
 from flowgrpo.policies.loading import load_branches, load_tuned
@@ -97,13 +96,6 @@ def test_an_edit_is_bounded_and_none_is_the_base_itself():
     far = edit(torch.tensor([[-1e9, -2.0, 0.0, 0.1, 1e9]], dtype=torch.float64))
     expected = [-0.25, 0.25 * math.tanh(-2), 0, 0.25 * math.tanh(0.1), 0.25]
     torch.testing.assert_close(far[0], torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-15)
-
-
-@pytest.mark.parametrize("fields", [{"bound": 0}, {"std": -1.0}, {"width": 6}, {"width": 0}, {"depth": 0},
-                                    {"candidates": 0}])
-def test_impossible_fields_are_refused(fields):
-    with pytest.raises(ValueError, match=f"Edit: {next(iter(fields))} is .*, expected "):
-        Edit(**fields)
 
 
 @pytest.mark.parametrize("shape", [(2, 3), (2, 7, 3), (2, 3, 4, 5), (2, 3, 2, 4, 5)])
@@ -211,9 +203,6 @@ def test_the_loss_by_hand():
     torch.testing.assert_close(loss(ratio, advantage, seen), torch.tensor([[-2.2 + 0.125], [1.05 + 2.0]]).double(),
                                rtol=0, atol=1e-7)
     assert loss.clipped(ratio, advantage).tolist() == [[True], [False]]
-    for fields in ({"critic": -0.1}, {"low": -1.0}, {"through": -1.0}, {"ratio": -1.0}, {"through": 0.0}):
-        with pytest.raises(ValueError):
-            ActorCritic(**fields)
 
 
 def test_the_loss_through_the_critic_by_hand():
@@ -484,26 +473,6 @@ def test_sizes_that_a_file_names_are_not_allocated(edit, sizes, tmp_path):
     save_file(tensors, tmp_path / "edit.safetensors", named)
     with pytest.raises(UserError, match="no edit policy at .*: expected the folder of a finished run that trained"):
         load_editor(tmp_path)
-
-
-@pytest.mark.parametrize("options, told", [
-    (dict(method="expo", train__group=3, parts={"edit": {"acting": "pairs"}}), "train.group is 3"),
-    (dict(method="expo", parts={"surrogate": {"ratio": 1.0}}), "are chosen by the critic: set parts.edit.acting"),
-    (dict(method="expo", parts={"advantage": {"type": "Paired"}}), "reads no advantage: got parts.advantage Paired"),
-    (dict(method="expo", parts={"edit": {"acting": "best"}}), "Edit: acting is 'best', expected argmax or pairs"),
-    (dict(method="expo+grpo_guard"), "got Clip, but the method trains latent edits: expected one of ActorCritic"),
-    (dict(method="expo", parts={"surrogate": {"ratio": 1.0}, "edit": {"acting": "pairs"}}),
-     "the advantage Advantage gives bases some, which no policy sampled: set parts.advantage: {type: Paired}, or"),
-    (dict(method="expo+texforce"), "reads no adapted: got the preset texforce"),
-    (dict(method="flow_grpo", parts={"surrogate": {"type": "ActorCritic"}}),
-     "ActorCritic, which reads latent edits, but the method trains recorded steps"),
-    (dict(method="expo", parts={"preview": {"type": "Preview"}}), "reads no preview: got parts.preview Preview"),
-    (dict(method="expo", parts={"times": {"type": "GridTimes"}}), "reads no times: got parts.times GridTimes"),
-    (dict(method="expo", parts={"edit": {"bound": 0}}), "Edit: bound is 0")])
-def test_parts_that_do_not_go_with_an_edit_are_refused(options, told):
-    with pytest.raises(UserError) as caught:
-        resolve(tiny.config(**options))
-    assert told in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_defaults():

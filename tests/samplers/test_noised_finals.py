@@ -11,10 +11,8 @@ import torch
 from flowgrpo.advantages.group import Advantage
 from flowgrpo.advantages.selection import BestWorst
 from flowgrpo.config.sections import Adapter
-from flowgrpo.errors import UserError
 from flowgrpo.methods import preset
 from flowgrpo.methods.overlay import with_parts
-from flowgrpo.methods.validate import resolve
 from flowgrpo.objectives import Clip, OutputError, Sigma, Uniform
 from flowgrpo.objectives.forward_process import CentredReward, GroupPreference, NegativeAware, Preference
 from flowgrpo.objectives.ratios import Matching
@@ -133,19 +131,6 @@ def test_the_recipe_of_sol_rl_draws_six_of_all_ten_times():
 def test_times_are_functions_of_seed_and_epoch(times):
     drawn = [[times(shifted(12, 3.0), each, seed).tolist() for each in range(20)] for seed in (0, 0, 1)]
     assert drawn[0] == drawn[1] != drawn[2] and len({tuple(each) for each in drawn[0]}) > 10
-
-
-@pytest.mark.parametrize("make, told", [
-    (lambda: GridTimes(every=0), "GridTimes: every is 0"), (lambda: GridTimes(share=1.1), "share 1.1, expected"),
-    (lambda: Stratified(count=0), "Stratified: count is 0"), (lambda: Stratified(low=0.5, high=0.5), "low 0.5"),
-    (lambda: GridTimes(start=3, share=0.5)(shifted(6, 3.0), 0, 0), "leave none of 6 steps"),
-    (lambda: RandomGridTimes(0.0), "RandomGridTimes: share is 0.0"),
-    (lambda: RandomGridTimes(0.1)(shifted(6, 3.0), 0, 0), "share 0.1 leaves none of 6 steps"),
-    (lambda: Lag(start=0.5, most=0.4), "Lag: start is 0.5, most 0.4"), (lambda: Lag(slope=-1.0), "slope -1.0"),
-])
-def test_impossible_fields_are_refused(make, told):
-    with pytest.raises(ValueError, match=told):
-        make()
 
 
 # --- the old policy --------------------------------------------------------------------------------------------------
@@ -388,32 +373,6 @@ def test_a_better_matched_good_sample_is_what_every_method_reaches_for():
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize("options, told", [
-    (dict(method="mix_grpo", parts__plan={"type": "NoSteps"}), "the plan NoSteps records no step to be trained"),
-    (dict(method="mix_grpo", parts__surrogate={"type": "NegativeAware"}),
-     "NegativeAware, which reads noised finals or recorded pairs"),
-    (dict(method="awm", parts__strides=[1, 2]), "reads no strides: got parts.strides (1, 2)"),
-    (dict(method="awm", parts__tuning={"weight": 0.1}), "reads no tuning"),
-    (dict(method="diffusion_nft+grpo_guard"),
-     "Guard, which reads latent edits or recorded steps, but the method trains noised finals"),
-    (dict(method="diffusion_dpo", parts__step_weight={"type": "InverseDelta"}),
-     "InverseDelta, which reads recorded steps"),
-    (dict(method="awm", parts__log_ratio={"type": "Guard"}), "expected one of Matching, PlainRatio"),
-    (dict(method="awm", parts__times={"start": 5}), "leave none of 6 steps"),
-    (dict(method="awm", parts__reference={"type": "PreviousPolicy"}, parts__kl__weight=0.0),
-     "got parts.reference PreviousPolicy (it is read by a KL")])
-def test_what_does_not_go_together_is_told_before_a_run(options, told):
-    with pytest.raises(UserError) as caught:
-        resolve(tiny.config(**options))
-    assert told in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_a_variance_preserving_model_is_refused_in_one_line():
-    with pytest.raises(UserError) as caught:
-        resolve(tiny.config(method="diffusion_nft"), "vp")
-    assert "GridTimes" in str(caught.value) and "ddpo" in str(caught.value) and "\n" not in str(caught.value)
-
 
 def test_a_comparison_with_the_reference_keeps_it_without_a_kl():
     trainer = tiny.trainer(method="diffusion_dpo", parts__reference={"type": "PreviousPolicy"})

@@ -251,8 +251,6 @@ def test_all_noise_is_fresh_at_level_1_and_none_at_level_0():
     torch.testing.assert_close(kept.mean, DDIM(0.0)(x, noise, grid, 0).mean, rtol=0, atol=1e-12)
     assert VPCPS(1.0)(x, noise, grid, 1).std == 0
     torch.testing.assert_close(VPCPS(1.0)(x, noise, grid, 1).mean, (x - 0.6 * noise) / 0.8, rtol=0, atol=1e-12)
-    with pytest.raises(ValueError, match="VPCPS: level is 1.1, expected 0 to 1"):
-        VPCPS(1.1)
 
 
 def test_a_terminal_signal_of_zero_steps_as_the_stock_scheduler():
@@ -398,8 +396,6 @@ def test_a_method_of_flows_takes_ddim_and_says_so(name):
 def test_a_run_is_refused_before_it_starts():
     with pytest.raises(UserError, match=r"kernel FlowSDE\(level=0.7\) is for flow matching"):
         tiny.trainer(vp_policy(), method="mix_grpo", parts__kernel={"type": "FlowSDE"})
-    with pytest.raises(UserError, match="expected 0.02 or more: use more noise"):
-        resolve(tiny.config(method="ddpo", parts={"kernel": {"eta": 0.0}}), "vp")
 
 
 FLOW_DDIM = {"kernel": {"type": "FlowDDIM", "eta": 1.0}}

@@ -10,8 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from flowgrpo.cli import main
-from flowgrpo.config import load, validate
+from flowgrpo.config import load
 from flowgrpo.config.sections import Eval
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
@@ -19,8 +18,8 @@ from flowgrpo.evaluation.report import report
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.run import run
 from flowgrpo.storage import checkpoint
-from flowgrpo.training.best import BestWeights, check
-from tests.helpers import loop, tiny
+from flowgrpo.training.best import BestWeights
+from tests.helpers import tiny
 
 PEAK = [0.1, 0.3, 0.9, 0.4, 0.9, 0.2, 0.1, 0.0]  # what the held-out reward says of the evaluations on the way
 
@@ -182,32 +181,6 @@ def test_what_is_of_another_reward_is_not_taken_from_a_checkpoint():
         tensors, values = old.state()
         new.load_state(tensors, json.loads(json.dumps(values)))
         assert (new.best.epoch, new.stop.epoch, bool(new.weights)) == (epoch, epoch, named == "a")
-
-
-@pytest.mark.parametrize("options, told", [
-    ({"best": "red"}, "eval.best is set, but eval.every is 0"),
-    ({"stop": {"reward": "red", "patience": 1}}, "eval.stop is set, but eval.every is 0"),
-    ({"best": "blue", "every": 1}, "eval.best names the reward 'blue', which is not measured: expected red, aim"),
-    ({"stop": {"reward": "blue", "patience": 1}, "every": 1}, "eval.stop names the reward 'blue'")])
-def test_rewards_that_are_never_measured_are_told(options, told):
-    with pytest.raises(UserError, match=told):
-        check(loop.setup(tiny.config(eval=options), "pipeline", rewards=dict.fromkeys(("red", "aim"), tiny.red)))
-
-
-@pytest.mark.parametrize("raw, told", [
-    ({"stop": {"reward": "a"}}, "eval.stop.patience: got .*, expected one more value"),
-    ({"stop": {"reward": "a", "patience": 0}}, "eval.stop.patience: got 0, expected a number greater than or equal"),
-    ({"stop": {"reward": "a", "patience": 2, "patince": 1}}, "unknown key 'eval.stop.patince': did you mean 'patienc"),
-    ({"stop": 3}, "eval.stop: got 3, expected keys with values"),
-    ({"best": 3}, "eval.best: got 3, expected")])
-def test_keys_are_strict(raw, told):
-    with pytest.raises(UserError, match=told):
-        validate({"eval": raw})
-
-
-def test_select_best_of_the_command_line(tmp_path, capsys):
-    assert main(["train", "--select-best", "scene", f"--output={tmp_path}"]) == 2
-    assert "eval.best is set, but eval.every is 0" in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
 def test_options_of_the_command_line():

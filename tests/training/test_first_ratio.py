@@ -1,4 +1,4 @@
-"""The limit of the first ratio: by precision and clip range, and where nothing is clipped."""
+"""The limit of the first ratio, by precision and clip range, and the epoch of the reference's scores."""
 
 from __future__ import annotations
 
@@ -108,3 +108,24 @@ def test_a_run_that_agrees_replays_nothing_twice():
     rows = sum(len(taken.x) for part in parts for taken in part.transitions)
     assert trainer.policy.evaluations - before == rows * (2 if trainer.policy.guidance > 1 else 1)
     assert trainer.first_ratio.max_log_ratio <= 1e-6 and trainer.first_ratio.limit == 1e-6
+
+
+def test_an_epoch_reads_no_scores_of_an_earlier_one():
+    """Scores are kept for the passes of one epoch, and the next one computes them anew, also where the last broke off.
+
+    The reference is the base model, whose weights are changed here between the epochs.
+    """
+    trainer = tiny.trainer(parts__kl={"type": "GaussianKL", "weight": 0.1}, train__inner_epochs=2)
+    [part], conditioning, _ = sampling.sample(trainer, trainer.prompts[:1])
+    epoch = loop.epoch(trainer, [part], conditioning)
+    def scores() -> torch.Tensor:
+        return torch.cat([score.logp for score in trainer.kl_reference.scores(part)])
+    trainer.kl_reference.start_epoch(epoch, trainer.rollouts, 0, 2)
+    before = scores()
+    with torch.no_grad():
+        for name, weight in trainer.policy.pipe.transformer.named_parameters():
+            if "lora" not in name:
+                weight.mul_(1.1)
+    assert torch.equal(scores(), before)  # the second pass
+    trainer.kl_reference.start_epoch(epoch, trainer.rollouts, 1, 2)
+    assert (scores() - before).abs().max() > 1e-4

@@ -10,7 +10,6 @@ import pytest
 from flowgrpo.config import validate
 from flowgrpo.config.reward_rules import Limit
 from flowgrpo.data.prompts import Prompt
-from flowgrpo.errors import UserError
 from flowgrpo.run import run
 from flowgrpo.training.announcement import lines
 from flowgrpo.training.scoring import Limits
@@ -76,20 +75,3 @@ def test_the_notation_of_a_recipe():
     assert config.rewards == {"scene": 1.0, "safety": 0.0} and validate(config.model_dump()) == config
     assert "rewards: scene (weight 1), safety (at most 0.1)" in list(lines(config))
 
-
-@pytest.mark.parametrize("rule, message", [
-    ({"limit": {"at_most": 0.1, "at_least": 0.1}}, "expected either at_most or at_least"),
-    ({"limit": {"at_most": 0.1}, "weight": 2}, "expected a weight or a limit"),
-    ({"limit": {"atmost": 0.1}}, "unknown key 'reward.safety.limit.atmost': did you mean 'at_most'")])
-def test_a_limit_that_cannot_be(rule, message):
-    with pytest.raises(UserError, match=message):
-        validate({"reward": {"scene": 1.0, "safety": rule}})
-
-
-@pytest.mark.parametrize("options, message", [
-    ({"reward": {"cost": {"limit": {"at_most": 1}}}}, "cost has a limit, but nothing else is trained on"),
-    ({"reward": {"short": 1, "cost": {"limit": {"at_most": 1}}}, "parts__advantage__type": "Influence"},
-     "parts.advantage Influence")])
-def test_limits_that_go_with_nothing(options, message):
-    with pytest.raises(UserError, match=message):
-        tiny_text.trainer(**options)

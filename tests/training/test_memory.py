@@ -1,21 +1,36 @@
-"""The memory that `check` foretells, against sizes worked by hand."""
+"""Memory: what `check` foretells, the micro-batch and checkpointing of `auto`, and runs that run out of it."""
 
 from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
+import psutil
 import pytest
 import torch
 
 from flowgrpo.config.geometry import geometry
-from flowgrpo.config.sections import Memory
+from flowgrpo.config.parse import load
+from flowgrpo.config.sections import Adapter, Memory
+from flowgrpo.data.prompts import Prompt
+from flowgrpo.device import free_memory
+from flowgrpo.errors import UserError
+from flowgrpo.evaluation import held_out
+from flowgrpo.policies.build import make_policy
+from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
+from flowgrpo.run import run
 from flowgrpo.samplers.grids import shifted
 from flowgrpo.samplers.kernels import Euler, FlowSDE
 from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.rollout import RolloutSpec
-from flowgrpo.training import memory, reward_memory
-from tests.helpers import tiny
+from flowgrpo.tools.check.tiny import make
+from flowgrpo.train import Trainer
+from flowgrpo.training import memory, reward_memory, state
+from flowgrpo.training.batch_size import Choice, choose, measure_estimate, micro_batches
+from tests.helpers import tiny, tiny_text
 
 
 def test_parts_of_a_run_by_hand():
@@ -138,3 +153,196 @@ def test_measured_activations_are_freed():
         assert memory.activation_bytes([], forward) == 16 and outputs[0]() is None
     finally:
         gc.enable()
+
+
+def estimate(rows: int, share: float) -> float:
+    """10 for the weights; of a row 4, or 1 where all blocks recompute."""
+    return 10 + rows * (4 - 3 * share)
+
+
+@pytest.mark.parametrize("room, shares, expected", [
+    (100, (0.0, 0.5, 1.0), Choice(8, 0.0, 42.0)),
+    (42, (0.0, 0.5, 1.0), Choice(8, 0.0, 42.0)),
+    (41, (0.0, 0.5, 1.0), Choice(4, 0.0, 26.0)),
+    (14, (0.0, 0.5, 1.0), Choice(1, 0.0, 14.0)),  # with checkpointing 2 would fit
+    (13, (0.0, 0.5, 1.0), Choice(1, 0.5, 12.5)),
+    (12, (0.0, 0.5, 1.0), Choice(2, 1.0, 12.0)),
+    (10, (0.0, 0.5, 1.0), None),
+    (30, (1.0,), Choice(8, 1.0, 18.0)),  # checkpointing: true in the recipe
+])
+def test_the_largest_micro_batch_with_the_least_checkpointing(room, shares, expected):
+    assert choose([1, 2, 4, 8], shares, room, estimate) == expected
+
+
+@pytest.mark.parametrize("train, processes, expected", [
+    ({"prompts": 8, "group": 12}, 1, [1, 2, 4, 8, 16, 32, 64]),
+    ({"prompts": 8, "group": 12}, 2, [1, 2, 4, 8, 16, 32]),
+    ({"prompts": 4, "group": 4, "updates": 2}, 1, [1, 2, 4, 8]),  # 16 rows would be one part, for two updates
+    ({"prompts": 8, "group": 12, "micro_batch": 6}, 1, [6]),
+])
+def test_micro_batches_are_powers_of_two_up_to_the_samples_of_a_process(train, processes, expected):
+    options = {f"train__{key}": value for key, value in {"micro_batch": "auto", **train}.items()}
+    assert micro_batches(tiny.config(**options), processes) == expected
+
+
+def test_the_estimate_is_that_of_the_check():
+    pipe, call = make("StableDiffusionPipeline")
+    policy = PipelinePolicy(pipe, Adapter(rank=2), call=call)
+    settings = tiny.config(method="ddpo", train__checkpointing="auto")
+    estimated, shares = measure_estimate(settings, policy, Prompt("red"))
+    assert shares == [0.0, 0.5, 1.0] and policy.checkpointing == 0 and policy.evaluations == 0
+    plain, half, whole = (estimated(64, share) for share in shares)
+    sizes = []
+    for share in (0.0, 1.0):
+        policy.checkpoint(share)
+        phases = memory.memory(policy, tiny.config(method="ddpo", train__micro_batch=64), policy.encode(["red"]))
+        sizes.append(max(sum(parts.values()) for parts in phases.values()))
+    # The check does not count the block that recomputes, and here it is one of two.
+    assert plain == sizes[0] == half > whole > sizes[1]
+
+
+def test_a_language_model_is_measured_too():
+    settings = tiny_text.config(train__micro_batch="auto", train__checkpointing="auto")
+    estimated, shares = measure_estimate(settings, tiny_text.policy(), Prompt("1+2="))
+    assert len(shares) == 3 and estimated(64, 1.0) < estimated(64, 0.0) and estimated(64, 0.0) > estimated(1, 0.0)
+
+
+def leave(monkeypatch: pytest.MonkeyPatch, size: float) -> None:
+    """Let the host have so many bytes."""
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=size))
+    monkeypatch.setattr(psutil.Process, "memory_info", lambda _: SimpleNamespace(rss=0))
+
+
+def trained(settings: Any, resume: bool = False) -> Any:
+    run(settings, resume, pipe=tiny.sd3(), functions={"red": tiny.red}, prompts=[Prompt(text) for text in tiny.PROMPTS])
+    return load(settings.folder / "config.yaml").train
+
+
+def test_a_run_chooses_tells_writes_and_keeps_it(tmp_path, monkeypatch, capsys):
+    policy = make_policy(tiny.config(), "cpu", tiny.sd3())
+    estimated, _ = measure_estimate(tiny.config(train__checkpointing="auto"), policy, Prompt("red"))
+    settings = tiny.config(tmp_path, train__micro_batch="auto", train__checkpointing="auto", train__epochs=1)
+    leave(monkeypatch, 1.001 * estimated(4, 0.0) / 0.9)
+    train = trained(settings)
+    assert (train.micro_batch, train.checkpointing) == (4, False)
+    said = capsys.readouterr().out
+    assert "train.micro_batch: 4, train.checkpointing: false (auto: " in said and "; 8 would take " in said
+    leave(monkeypatch, 1e12)
+    longer = tiny.config(tmp_path, train__micro_batch="auto", train__checkpointing="auto", train__epochs=2)
+    assert trained(longer, resume=True).micro_batch == 4 and "(auto: " not in capsys.readouterr().out
+
+
+def test_a_run_without_room_for_one_row_says_so(tmp_path, monkeypatch):
+    leave(monkeypatch, 100_000)  # for the generators of eight samples
+    with pytest.raises(UserError, match="^train.micro_batch 1 with train.checkpointing True takes .* GiB, and 90% of "):
+        trained(tiny.config(tmp_path, train__micro_batch="auto", train__checkpointing="auto"))
+
+
+def test_free_memory_is_at_most_that_of_the_host():
+    assert 0 < free_memory("cpu") <= psutil.virtual_memory().total
+
+
+METHODS: dict[str, dict[str, Any]] = {
+    "mix_grpo": dict(method="mix_grpo", train__updates=2),
+    # Scores of the reference are kept for the second pass, in batches.
+    "flow_grpo": dict(method="flow_grpo", parts__kl={"weight": 0.04}, train__inner_epochs=2),
+    "diffusion_nft": dict(method="diffusion_nft"),
+}
+
+
+def trainer(**options: Any) -> Trainer:
+    made = tiny.trainer(**dict(train__lr=1e-3) | options)
+    made.lines = []
+    made.log = made.lines.append
+    return made
+
+
+CUDA = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nand much more")
+CPU = RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory")
+
+
+def refuse_above(made: Trainer, rows: int, when: Callable[[], bool], error: Exception = CUDA) -> None:
+    """Let calls of the denoiser with more rows run out of memory, while `when()`."""
+    def refuse(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if len(kwargs["hidden_states"]) > rows and when():
+            raise error
+    made.policy.pipe.transformer.register_forward_pre_hook(refuse, with_kwargs=True)
+
+
+def epochs(made: Trainer, count: int = 2) -> dict[str, torch.Tensor]:
+    for made.epoch in range(count):
+        made.metrics = made.run_epoch()
+    return made.policy.weights.snapshot()
+
+
+def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for key, tensor in one.items():
+        torch.testing.assert_close(tensor, other[key], rtol=0, atol=1e-6)
+
+
+def test_a_cpu_without_memory_takes_half_the_micro_batch():
+    made = trainer(train__micro_batch=4, **METHODS["mix_grpo"])
+    refuse_above(made, 2, lambda: True, CPU)
+    assert_equal(epochs(made, 1), epochs(trainer(train__micro_batch=2, **METHODS["mix_grpo"]), 1))
+    assert made.lines == ["out of memory in the rollout: train.micro_batch 4 -> 2 from here on"]
+
+
+@pytest.mark.parametrize("phase", ["rollout", "update"])
+@pytest.mark.parametrize("method", METHODS)
+def test_the_weights_are_those_of_the_smaller_micro_batch_from_the_start(method, phase):
+    expected = epochs(trainer(train__micro_batch=2, **METHODS[method]))
+    made = trainer(train__micro_batch=4, **METHODS[method])
+    # In the update only from its second step, or of the second epoch, on: what was done before stays.
+    refuse_above(made, 2, lambda: torch.is_grad_enabled() and made.optimization.update > 0 if phase == "update"
+                 else not torch.is_grad_enabled() and made.epoch > 0)
+    learned = epochs(made)
+    assert_equal(learned, expected)
+    assert any(tensor.abs().max() > 0 for key, tensor in learned.items() if "lora_B" in key)
+    assert made.lines == [f"out of memory in the {phase}: train.micro_batch 4 -> 2 from here on"]
+    assert made.geometry.micro_batch == 2
+
+
+def test_a_decoder_without_room_decodes_less_at_once(monkeypatch):
+    expected = epochs(trainer(train__micro_batch=2), 1)
+    made = trainer(train__micro_batch=4)
+    decode = made.policy.decode
+    def refusing(latents, conditioning):
+        if len(latents) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return decode(latents, conditioning)
+    monkeypatch.setattr(made.policy, "decode", refusing)
+    assert_equal(epochs(made, 1), expected)
+    assert made.lines == ["out of memory in the decode: train.micro_batch 4 -> 2 from here on"]
+
+
+def test_an_evaluation_without_room_draws_less_at_once(tmp_path):
+    found = []
+    for size, refused in ((1, False), (4, True)):
+        made = trainer(train__micro_batch=size, eval__prompts=4, output=str(tmp_path))
+        made.held_out = made.prompts[:4]
+        refuse_above(made, 1, lambda refused=refused: refused)
+        found.append(held_out._measure(made, {"red": tiny.red}, "held-out"))
+    assert found[0].scores["red"] == pytest.approx(found[1].scores["red"], abs=1e-6)
+    assert made.lines == [f"out of memory in the evaluation: train.micro_batch {was} -> {was // 2} from here on"
+                          for was in (4, 2)]
+
+
+def test_without_room_for_a_single_row_the_run_says_what_to_change():
+    made = trainer(train__micro_batch=2)
+    refuse_above(made, 0, torch.is_grad_enabled)
+    with pytest.raises(UserError, match="^out of memory in the update with train.micro_batch 1 .CUDA out of memory.* "
+                                        "GiB.: set train.checkpointing: true or another"):
+        made.run_epoch()
+    assert made.lines == ["out of memory in the update: train.micro_batch 2 -> 1 from here on"]
+
+
+@pytest.mark.parametrize("configured, expected", [(4, 2), (3, 3)])
+def test_a_resumed_run_keeps_the_smaller_micro_batch(tmp_path, configured, expected):
+    made = trainer(train__micro_batch=4)
+    made.geometry.micro_batch = 2
+    made.epoch, made.progress.saved_counters = 1, state.counters(made) | {"epoch": 1}
+    state.save(made, tmp_path)
+    again = trainer(train__micro_batch=configured)
+    state.restore(again, tmp_path / "checkpoints" / "epoch-00001")
+    assert again.geometry.micro_batch == expected

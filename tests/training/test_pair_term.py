@@ -8,15 +8,14 @@ import pytest
 import torch
 
 from flowgrpo.errors import UserError
-from flowgrpo.methods import validate
-from flowgrpo.methods.supervised import PassRate, PicturePairs, PreferencePairs
+from flowgrpo.methods.supervised import PicturePairs, PreferencePairs
 from flowgrpo.objectives import SampledKL
 from flowgrpo.objectives.sequence_losses import PairLoss
 from flowgrpo.objectives.supervised import FixedWeights
 from flowgrpo.rollouts.data_losses import at_guidance, seed_of
 from flowgrpo.samplers.scheduler import noise_like
 from flowgrpo.types import CompletionBatch, GroupStatistics, Scored
-from tests.helpers import loop, tiny_runs, tiny_text
+from tests.helpers import loop, tiny_runs
 from tests.policies.pipelines.test_image_latents import saved
 
 PAIRS = {"1+2=": ("3", "12"), "33+4=": ("37", "7"), "5;66=": (";61", "6"), "7+8=": ("15", "1")}
@@ -94,22 +93,8 @@ def test_with_partial_coverage_the_kl_on_own_samples_keeps_the_policy_near():
     assert offline[2] > 0.97 and hybrid[2] < 0.7 and hybrid[0] > hybrid[1]
 
 
-@pytest.mark.parametrize("data, told", [
-    ({"source": {"path": ""}}, "names no pairs: set parts.data.source.path to a .jsonl file of pairs"),
-    ({"source": {"path": "nowhere.jsonl"}}, "pairs nowhere.jsonl: no such file"),
-    ({"source": {"type": "PassRate"}}, "its source is a file of pairs"),
-    ({"beta": 1.0}, "and no beta beside that of loss")])
-def test_mistakes_are_one_line(data, told):
-    config = tiny_text.config(method="hypo", parts={"data": data})
-    with pytest.raises(UserError, match=told):
-        validate.check_supervised(loop.setup(config, "causal_lm"))
-
-
-def test_pairs_are_recorded_and_have_their_own_weight():
+def test_pairs_have_a_weight_of_their_own():
     assert PreferencePairs().balance == PicturePairs().balance == FixedWeights(data=1.0)
-    for make in (lambda: PreferencePairs(source=PassRate()), lambda: PicturePairs(beta=0.5)):
-        with pytest.raises(ValueError, match="its source is a file of pairs and it weighs no rewards"):
-            make()
 
 
 def test_a_long_text_of_a_pair_is_refused_before_training():

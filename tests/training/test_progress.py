@@ -6,12 +6,10 @@ import pytest
 import torch
 
 from flowgrpo.advantages import group_relative
-from flowgrpo.errors import UserError
-from flowgrpo.methods import validate
 from flowgrpo.samplers import noise
 from flowgrpo.samplers.kernels import denoised, predict_x0
 from flowgrpo.training import sampling
-from tests.helpers import loop, tiny, tiny_runs
+from tests.helpers import loop, tiny_runs
 
 PROGRESS = {"progress": {"type": "Progress", "weight": 2.0}}
 
@@ -65,11 +63,6 @@ def test_a_weight_of_nothing_is_the_method_without():
         tiny_runs.epochs(trainer, 1)
     ones, others = (trainer.policy.weights.snapshot() for trainer in (plain, weighted))
     assert all(torch.equal(ones[name], others[name]) for name in ones)
-
-
-def test_an_unknown_reward_is_refused_in_a_line():
-    with pytest.raises(UserError, match="parts.progress.rewards: unknown reward 'rde'"):
-        validate.resolve(tiny.config(parts={"progress": {"type": "Progress", "rewards": ["rde"]}}), "flow")
 
 
 # --- the deterministic sample as a baseline --------------------------------------------------------------------------

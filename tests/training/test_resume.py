@@ -157,11 +157,6 @@ def test_one_command_begins_goes_on_and_ends(model, uninterrupted, tmp_path, cap
     assert len([*(tmp_path / "run.1" / "checkpoints").glob("*.damaged")]) == 2
 
 
-def test_another_value_of_resume_is_told(model, tmp_path, capsys):
-    assert main([*arguments(model, tmp_path), "--resume=yes"]) == 2
-    assert capsys.readouterr().err == "flowgrpo: error: got --resume=yes, expected --resume or --resume=auto\n"
-
-
 def test_after_a_kill_while_epochs_are_drawn_ahead(model, tmp_path):
     """Call 13 is that of the sixth epoch, which is drawn before the update of the fourth."""
     whole = arguments(model, tmp_path / "whole", train__staleness=2)

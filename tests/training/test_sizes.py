@@ -12,7 +12,6 @@ from flowgrpo.config import load
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.policies import build
-from flowgrpo.policies.options import require_sizes
 from flowgrpo.rollouts.denoising import draw_sizes
 from flowgrpo.run import run
 from tests.helpers import loop, tiny
@@ -120,18 +119,6 @@ def test_evaluations_take_the_first_size_or_the_one_that_is_stated():
     assert load(None, {"image.sizes": [[64, 48], [48, 64]]}).call["height"] == 64
     stated = load(None, {"image.sizes": [[64, 48], [48, 64]], "image.height": 96, "image.width": 96}).call
     assert stated["height"] == stated["width"] == 96
-
-
-REFUSED = [({"preferences": "pairs.jsonl", "method": "diffusion_dpo"}, "preferences"),
-           ({"method": "mix_grpo+sol_rl"}, "parts.preview"), ({"method": "expo"}, "trains more than the denoiser"),
-           ({"memory.shard": True}, "memory.shard: use false")]
-
-
-@pytest.mark.parametrize("options, told", REFUSED)
-def test_what_does_not_go_with_sizes_is_refused(options, told):
-    settings = load(None, {"image.sizes": SIZES} | options)
-    with pytest.raises(UserError, match=told):
-        require_sizes(loop.setup(settings))
 
 
 def test_a_size_that_the_pipeline_does_not_make_is_refused_before_the_run():

@@ -1,4 +1,4 @@
-"""Attention kernels by name: torch's own computes as before, and what is missing is told before a model loads."""
+"""Attention kernels: by name, and the plain one of a CPU."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib.util
 
 import pytest
 import torch
+import torch.nn.functional as F
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
 from flowgrpo.config import load
@@ -13,6 +14,8 @@ from flowgrpo.config.sections import Memory
 from flowgrpo.errors import UserError
 from flowgrpo.policies.options import require_memory
 from flowgrpo.policies.pipelines.attention import KERNELS, require_attention
+from flowgrpo.policies.pipelines.call import plain_on_cpu
+from flowgrpo.policies.weights.forwards import FUSED, plain
 from flowgrpo.samplers.grids import shifted
 from flowgrpo.samplers.scheduler import Segment
 from tests.helpers import loop, tiny
@@ -77,3 +80,31 @@ def test_a_gpu_with_the_package_takes_every_kernel(monkeypatch):
     for name in ("auto", *KERNELS):
         require_attention(name, torch.device("cuda"), "bf16")
     assert ("auto", *KERNELS) == Memory.model_fields["attention"].annotation.__args__
+
+
+def qkv(requires_grad=False):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(2, 3, 5, 4, dtype=torch.float64, generator=generator).requires_grad_(requires_grad)
+            for _ in range(3)]
+
+
+@pytest.mark.parametrize("options", [{}, {"scale": 0.3}, {"attn_mask": torch.linspace(-2, 2, 25).double().view(5, 5)},
+                                     {"is_causal": True}, {"attn_mask": torch.ones(5, 5).tril().bool()}])
+def test_plain_attention_is_the_fused_one(options):
+    assert torch.allclose(plain(*qkv(), **options), FUSED(*qkv(), **options), rtol=0, atol=1e-12)
+
+
+def test_plain_attention_has_the_same_gradients():
+    ours, theirs = qkv(True), qkv(True)
+    plain(*ours).square().sum().backward()
+    FUSED(*theirs).square().sum().backward()
+    for a, b in zip(ours, theirs):
+        assert torch.allclose(a.grad, b.grad, rtol=0, atol=1e-12)
+
+
+def test_it_is_in_place_only_inside_and_only_on_a_cpu():
+    with plain_on_cpu(torch.device("cpu")):
+        assert F.scaled_dot_product_attention is plain
+    assert F.scaled_dot_product_attention is FUSED
+    with plain_on_cpu(torch.device("cuda")):
+        assert F.scaled_dot_product_attention is FUSED

@@ -14,7 +14,7 @@ from flowgrpo.cli import main
 from flowgrpo.config import validate
 from flowgrpo.config.sections import Load
 from flowgrpo.errors import UserError
-from flowgrpo.policies import build, loading, options, sources
+from flowgrpo.policies import build, loading, options
 from flowgrpo.policies.pipelines import conditioned, load
 from flowgrpo.policies.pipelines.load import denoisers, load_pipeline
 from flowgrpo.tools.check.tiny import make
@@ -101,16 +101,6 @@ def message(call, *arguments, **options) -> str:
         call(*arguments, **options)
     assert "\n" not in str(caught.value)
     return str(caught.value)
-
-
-@pytest.mark.parametrize("given, told", [
-    ({"model": "gone.safetensors"}, "model is 'gone.safetensors', but there is no such file"),
-    ({"model": "model.ckpt"}, "model is 'model.ckpt': expected a .safetensors file"),
-    ({"load": {"config": "a/b"}}, "load.config is 'a/b', which is of a single file, but model is 'starter'"),
-    ({"load": {"denoiser": "a.bin"}}, "load.denoiser is 'a.bin': expected a .safetensors or .gguf file"),
-    ({"load": {"denoiser": "a.gguf"}}, "load.denoiser is 'a.gguf', but there is no such file")])
-def test_files_that_are_not_here_are_refused_before_anything_is_loaded(given, told):
-    assert told in message(options.require_load, loop.setup(validate(given), "pipeline"))
 
 
 def test_files_that_do_not_fit_are_told(tmp_path, monkeypatch):
@@ -253,5 +243,3 @@ def test_what_no_textual_inversion_is_for_is_one_line(tmp_path):
         inverted("WanPipeline", tmp_path, {"<a>": torch.ones(1, 8)})
     with pytest.raises(UserError, match=r"holds <a> of width 3: expected embeddings of width \d+ for the text_encoder"):
         inverted("StableDiffusionPipeline", tmp_path, {"<a>": torch.ones(1, 3)})
-    with pytest.raises(UserError, match="load.textual_inversion is 'a.pt': expected a .safetensors file"):
-        sources.require("starter", Load(textual_inversion=["a.pt"]))

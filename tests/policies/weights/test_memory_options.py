@@ -180,27 +180,6 @@ def test_nf4_is_asked_of_diffusers_for_every_denoiser():
     assert memory_options.quantisation(["transformer"], "full", torch.bfloat16) is None
 
 
-REFUSED = [
-    ({"memory.weights": "nf4"}, "only onto a GPU"),
-    ({"memory.weights": "int8", "adapter.rank": 0}, "cannot be trained"),
-    ({"memory.weights": "int8", "adapter.dora": True}, "adapter.dora"),
-    ({"memory.weights": "fp8", "adapter.rank": 0}, "memory.weights is 'fp8', but adapter.rank is 0"),
-    ({"memory.weights": "int8", "method": "mix_grpo+sol_rl", "parts": {"preview": {"precision": "int8"}}}, "once"),
-    ({"adapter.rank": 0, "adapter.rslora": True}, "set a rank"),
-    ({"adapter.dora": True, "parts": {"reference": {"type": "WeightAverage"}, "kl": {"weight": 0.1}}},
-     "EMA or PreviousPolicy"),
-    ({"parts": {"reference": {"type": "Soup", "models": ["nowhere"]}, "kl": {"weight": 0.1}}},
-     "parts.reference.models is 'nowhere', which has no LoRA")]
-
-
-@pytest.mark.parametrize("options, told", REFUSED)
-def test_what_does_not_go_together_is_refused_in_one_line(options, told):
-    config = load(None, options)
-    with pytest.raises(UserError, match=told) as error:
-        require_memory(loop.setup(config))
-    assert "\n" not in str(error.value)
-
-
 def test_a_pipeline_that_is_loaded_already_is_not_quantised():
     config = load(None, {"memory.weights": "int8"})
     require_memory(loop.setup(config))
