@@ -84,11 +84,11 @@ class Tier:
 def group_of(item: pytest.Item) -> str | None:
     """Return the group of a test, all of which one worker runs; None for a test of its own.
 
-    Files that start processes by `launch` or `Forked` are one group: pairs that wait for each other's turns beside
-    other pairs take several times as long, and each worker would load the libraries for its own. Else tests that share
-    a fixture of their file are one.
+    Files that start processes by `launch`, `together` or `Forked` are one group: pairs that wait for each other's
+    turns beside other pairs take several times as long, and each worker would load the libraries for its own. Else
+    tests that share a fixture of their file are one.
     """
-    if hasattr(item.module, "launch") or hasattr(item.module, "Forked"):
+    if any(hasattr(item.module, name) for name in ("launch", "together", "Forked")):
         return "processes"
     return str(item.path.relative_to(ROOT)) if shares_a_fixture(item) else None
 

@@ -178,13 +178,6 @@ def test_the_advantage_of_a_node_is_among_its_equals():
     assert (Advantage()(below(LEAVES[:1, :, :1], 4), [1.0]) == 0).all()  # one node alone says nothing
 
 
-def test_the_part_of_a_method_is_combine_with_its_settings():
-    rewards = torch.randn(3, 4, 2, dtype=F64, generator=torch.Generator().manual_seed(2))
-    assert torch.equal(Advantage()(rewards, [1, 2]), combine(rewards, [1, 2]))
-    part = Advantage(scale="batch", order="rewards", clamp=0.7)
-    assert torch.equal(part(rewards, [1, 2]), combine(rewards, [1, 2], "batch", "rewards", 0.7))
-
-
 def test_a_context_remembers_for_itself():
     one, other = Context(), Context()
     one.run.memory["seen"] = 1
@@ -193,8 +186,6 @@ def test_a_context_remembers_for_itself():
 
 
 # Leave one out
-
-
 def test_leave_one_out_by_hand():
     # Means of the others: 4, 3.5, 1.5. A missing reward is nobody's other.
     close(group_relative(f64([[1, 2, 6]]), "leave_one_out"), [[-3, -1.5, 4.5]])
@@ -213,8 +204,6 @@ def test_leave_one_out_of_nothing_is_zero(group):
 
 
 # Running statistics
-
-
 def test_running_by_hand():
     part, context = Advantage(scale="running", buffer=4, least=3), of_epoch(["a", "b"])
     # Two rewards of each prompt are too few: the batch, 1, 3, 0, 4, has mean 2 and squares 1, 1, 4, 4.
@@ -307,8 +296,6 @@ def test_the_other_scales_read_no_context():
 
 
 # GDPO
-
-
 def test_gdpo_by_hand():
     # Group scale gives -1, 0, 1 and -1, 1, 0 for the first prompt, 1, -1, 0 and zeros for the second; weights 1 and 2.
     rewards = f64([[[1, 10], [2, 30], [3, 20]], [[9, 5], [3, 5], [6, 5]]])
@@ -353,8 +340,6 @@ def test_whitened_by_hand():
 
 
 # Trim
-
-
 def test_trim_silences_both_tails():
     rewards = f64([[[5], [1], [4], [2], [3]], [[0], [0], [9], [0], [0]]])
     # A fifth of five is one sample at either end; ties go by position.
@@ -374,6 +359,7 @@ def test_trim_rounds_down(share, size, cut):
 
 def test_the_part_passes_its_options_on():
     rewards = draw(3, 10, 2)
+    assert torch.equal(Advantage()(rewards, [1, 2]), combine(rewards, [1, 2]))
     part = Advantage(scale="leave_one_out", order="gdpo", clamp=1.2, trim=0.2)
     assert torch.equal(part(rewards, [1, 2]), combine(rewards, [1, 2], "leave_one_out", "gdpo", 1.2, 0.2))
 

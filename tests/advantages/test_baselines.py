@@ -25,8 +25,6 @@ NAN = math.nan
 
 
 # Virtual best
-
-
 def test_virtual_best_by_hand():
     wrong = -1 / math.sqrt(8)
     close(virtual_best(f64([[0] * 8, [1] * 8, [1] + [0] * 7]), 1.0)[:2], [[wrong] * 8, [0] * 8])
@@ -59,8 +57,6 @@ def test_a_reward_above_the_best_is_refused():
 
 
 # Shifted mean
-
-
 def test_the_shifted_mean_by_hand():
     # A group that agrees is pulled up by a tenth; of 1, 0, 0, 1 good samples have .6 and bad ones -.4.
     rewards = f64([[[0], [0], [0], [0]], [[1], [0], [0], [1]], [[1], [NAN], [0], [NAN]]])
@@ -70,8 +66,6 @@ def test_the_shifted_mean_by_hand():
 
 
 # Conditional
-
-
 def test_conditional_by_hand():
     # Likely half: rewards 1, 0 (mean 1/2); unlikely half: 3, 1 (mean 2).
     rewards, logp = f64([[1, 3, 0, 1]]), f64([[-1, -8, -2, -9]])
@@ -138,7 +132,6 @@ def test_a_part_that_reads_more_than_rewards_needs_a_context():
 
 
 # --- the deterministic sample from the same noise --------------------------------------------------------------------
-
 def test_same_noise_by_hand():
     rewards = torch.tensor([[[1.0, 2.0], [3.0, 0.0]], [[0.5, 1.0], [torch.nan, torch.nan]]])
     context = Context(samples=SampleMeasures(baseline=torch.tensor([[2.0, 2.0], [1.0, 3.0]])))

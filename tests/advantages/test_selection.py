@@ -59,8 +59,6 @@ def test_groups_without_variance_are_dropped_whole():
 
 
 # The largest variance
-
-
 def test_max_variance_by_hand():
     scores = torch.tensor([[0.5, 1.0, 0.0, 0.45, 0.9, 0.1, 0.55], [2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 9.0]])
     keep = MaxVariance(3)(scores)
@@ -86,8 +84,6 @@ def test_max_variance_relaxes_to_whole_groups():
 
 
 # Extremes
-
-
 def test_extremes_by_hand():
     scores = torch.tensor([[0.2, 1.5, -0.4, -0.9, 0.5, 0.6], [0.4, 0.3, 0.2, -0.5, 0.1, 0.0]])
     whole = [[False, True, False, True, False, False], [False, False, False, True, False, False]]
@@ -103,7 +99,6 @@ def test_extremes_keep_one_sample_of_a_tie():
 
 
 # The width of a tree
-
 TREE = torch.tensor([[1.0, 2, 9, 3, 4, 4, 0, 7]])
 
 
@@ -138,8 +133,6 @@ def test_inner_nodes_are_pruned_where_it_is_asked_for():
 
 
 # Beyond
-
-
 def test_beyond_by_hand():
     # Distances from 0 of the whole batch: 0 to 7.
     scores = torch.tensor([[0.0, -1.0, 2.0, -3.0], [4.0, -5.0, 6.0, -7.0]])

@@ -15,8 +15,6 @@ NAN = math.nan
 
 
 # Unlikely
-
-
 def test_unlikely_by_hand():
     # Four right samples, from the likeliest to the rarest.
     shaped = unlikely(f64([[[1], [1], [1], [1]]]), f64([[-1, -2, -3, -4]]), 0.25)
@@ -43,8 +41,6 @@ def test_unlikely_refuses_what_it_would_turn_round():
 
 
 # Win rates
-
-
 def test_win_rates_by_hand():
     # 0 beats 1 and ties with 2; 1 beats 2. The diagonal does not count.
     wins = f64([[9, 1, 0.5], [0, NAN, 1], [0.5, 0, 0]])
@@ -86,8 +82,6 @@ def test_binary_by_hand():
 
 
 # Balanced drops
-
-
 def test_surplus_bad_samples_are_dropped_and_the_rest_centred_anew():
     rewards = f64([[1, 0, 0, 0, 1, 0, 0, NAN], [0] * 8, [1] * 6 + [0, 0]])[..., None]
     found = Balanced()(rewards)[..., 0]
@@ -107,8 +101,6 @@ def test_balance_reads_the_weighted_sum():
 
 
 # Compressed rewards
-
-
 def test_compressed_rewards_by_hand():
     part = Compressed(threshold=0.5, high=0.1, low=2.0)
     scale = math.expm1(2)

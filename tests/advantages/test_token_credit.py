@@ -46,7 +46,6 @@ def old(p=P, mask=MASK) -> Scored:
 
 
 # --- SPO -------------------------------------------------------------------------------------------------------------
-
 def test_segments_begin_at_cut_points():
     cuts = cut_points(P.log(), MASK, 0.9)
     assert cuts.long().tolist() == [[1, 0, 1, 0, 1, 1], [0, 1, 0, 1, 0, 0]]
@@ -184,7 +183,6 @@ def test_values_of_a_tree_are_means_of_the_leaves_below():
 
 
 # --- GiGPO -----------------------------------------------------------------------------------------------------------
-
 IDS = torch.tensor([[4, 5, 6, 7], [4, 5, 8, 9], [4, 9, 6, 7], [4, 5, 6, 0]])
 DRAWN = torch.tensor([[True] * 4, [True] * 4, [True] * 4, [True, True, True, False]])
 
@@ -299,7 +297,6 @@ def test_of_two_right_paths_from_one_state_the_shorter_has_the_larger_advantage(
 
 
 # --- SALT ------------------------------------------------------------------------------------------------------------
-
 def test_steps_that_completions_share_have_the_mean_of_their_advantages():
     # Steps of one token; of three completions two begin with 1, all have 2 behind it, and 9 ends two.
     ids = torch.tensor([[1, 2, 9], [1, 2, 8], [3, 2, 9], [1, 2, 9]])

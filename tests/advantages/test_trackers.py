@@ -21,8 +21,6 @@ NAN = math.nan
 
 
 # Value tracker
-
-
 def test_value_tracker_by_hand():
     part, context = ValueTracker(least=0.5, most=0.5), of_epoch(["a", "b"])
     # A = +-1/2, with deviation 1/2. Then a has evidence 5 of which 3 successes, b 2: rates .6 and .4.
@@ -144,8 +142,6 @@ def test_a_run_with_a_tracker_learns_and_remembers():
 
 
 # Smooth standardisation
-
-
 def test_smooth_standardisation_by_hand():
     part, context = SmoothStandardised(), of_epoch(["a"])
     first = 0.5 / (math.sqrt(1 / 3) + 1e-8)
@@ -173,8 +169,6 @@ def test_smooth_standardisation_of_a_prompt_that_always_agreed_is_zero():
 
 
 # Blend with a prior
-
-
 def test_the_weight_of_a_prior_by_hand():
     # Variance of a mean of four at 0.5: 1/16. One deviation, 1/4, away both weigh the same; at two, bias^2 is 1/4.
     assert prior_weight(0.5, 0.5, 4) == 1.0 and prior_weight(0.5, 0.25, 4) == prior_weight(0.5, 0.75, 4) == 0.5

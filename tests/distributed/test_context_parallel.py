@@ -22,8 +22,8 @@ from flowgrpo.policies.pipelines import attention
 from flowgrpo.tools.check.tiny.video_families import wan
 from flowgrpo.training import state
 from tests.distributed.test_processes import held
-from tests.distributed.test_split_groups import launch
 from tests.helpers import tiny
+from tests.helpers.processes import together
 
 SMALL = dict(train__prompts=4, train__group=2, train__micro_batch=2, train__lr=1e-3, train__steps=3, train__epochs=2)
 CASES = {
@@ -111,8 +111,7 @@ def sharded(tmp_path_factory):
     """By the number of processes: what one team or two have left behind, with shares of the weights."""
     folders = {count: tmp_path_factory.mktemp(f"sharded{count}") for count in (2, 4)}
     for count, folder in folders.items():
-        ended = launch(one_of_sharded, count, folder, 2)
-        assert [code for code, _ in ended] == [0] * count, ended
+        together(one_of_sharded, count, folder, 2)
     return folders
 
 
@@ -136,8 +135,7 @@ def test_a_team_that_shares_tokens_and_weights_trains_as_one_process(case, count
 def folder(request, tmp_path_factory):
     """What one team or two, of two processes each, have left behind."""
     folder = tmp_path_factory.mktemp("context")
-    ended = launch(one_of_several, request.param, folder, 2)
-    assert [code for code, _ in ended] == [0] * request.param, ended
+    together(one_of_several, request.param, folder, 2)
     return folder
 
 
@@ -189,8 +187,7 @@ def no_plan(folder: Path) -> None:
 
 
 def test_a_model_that_cannot_be_split_is_refused_in_one_line(tmp_path):
-    ended = launch(no_plan, 4, tmp_path)
-    assert [code for code, _ in ended] == [0] * 4, ended
+    together(no_plan, 4, tmp_path)
     plan, heads, tokens = (tmp_path / "told").read_text().splitlines()
     assert plan == "memory.context_parallel is 2, but diffusers has no plan to split SD3Transformer2DModel: use 1"
     assert tokens.startswith("memory.context_parallel is 2, which does not divide the tokens of WanTransformer3DModel")

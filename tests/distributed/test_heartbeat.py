@@ -18,8 +18,8 @@ from flowgrpo.distributed.processes import Processes
 from flowgrpo.distributed.watch import Watch
 from flowgrpo.errors import UserError
 from flowgrpo.storage import checkpoint
-from tests.distributed.test_split_groups import launch
 from tests.helpers import tiny
+from tests.helpers.processes import launch
 
 REWARD = '''
 import os
@@ -132,7 +132,6 @@ def test_signals_that_are_one_stop_let_all_processes_save(tmp_path):
 
 
 # --- a run -----------------------------------------------------------------------------------------------------------
-
 def run(folder: Path) -> int:
     signals.PATIENCE = 5.0
     return main(["train", "--trust", str(folder / "recipe.yaml")])

@@ -22,9 +22,9 @@ from flowgrpo.errors import UserError
 from flowgrpo.run import run
 from flowgrpo.tools.check.tiny.video_families import wan
 from flowgrpo.training import checks
-from tests.distributed.test_processes import free_ports
 from tests.helpers import tiny, tiny_text
 from tests.helpers.forked import Forked
+from tests.helpers.processes import free_ports, together
 
 FSDP2 = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}
 
@@ -106,7 +106,6 @@ def test_a_recipe_that_says_otherwise_and_a_language_model_are_refused(tmp_path)
 
 
 # --- two processes ---------------------------------------------------------------------------------------------------
-
 CASES = {"shards": FSDP2, "tokens": sizes(cp=2), "shards and tokens": FSDP2 | sizes(cp=2)}
 
 
@@ -143,16 +142,8 @@ def one_of_two(folder: Path, case: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_two_processes_that_accelerate_configured_train_as_one(case, tmp_path):
     environment = launched(tmp_path, CASES[case])
-    [port] = free_ports(1)
-    both = [Forked(one_of_two, tmp_path, case, **environment | {
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1", "RANK": str(rank),
-        "LOCAL_RANK": str(rank)}) for rank in range(2)]
-    try:
-        ended = [(each.wait(300), each.streams()) for each in both]
-    finally:
-        for each in both:
-            each.kill()
-    assert [code for code, _ in ended] == [0, 0], ended
+    port = free_ports(1)[0]
+    (out, _), _ = together(one_of_two, 2, tmp_path, case, timeout=300, **environment | {"MASTER_PORT": port})
     pipe, _ = trained(tmp_path / "alone")
     whole, weights = sum(each.numel() for each in pipe.transformer.parameters()), lora(pipe)
     assert max(value.abs().max() for key, value in weights.items() if "lora_B" in key) > 1e-4
@@ -162,7 +153,6 @@ def test_two_processes_that_accelerate_configured_train_as_one(case, tmp_path):
         assert (found["held"] < 0.8 * whole) == ("shards" in case)
         for key, value in load_file(tmp_path / f"{case}{rank}.safetensors").items():
             torch.testing.assert_close(value, weights[key], rtol=0, atol=1e-6)
-    out = ended[0][1][0]
     assert ("memory.shard: true (from accelerate's configuration)" in out) == ("shards" in case)
     assert ("memory.context_parallel: 2 (from accelerate's configuration)" in out) == ("tokens" in case)
 

@@ -14,8 +14,8 @@ from flowgrpo.distributed.processes import Processes
 from flowgrpo.distributed.shards import LOOK, MEET, TRAIN, Lockstep
 from flowgrpo.distributed.signals import Stopped
 from tests.distributed.test_processes import SMALL, half_flat
-from tests.distributed.test_split_groups import launch
 from tests.helpers import tiny
+from tests.helpers.processes import together
 
 SMALL = SMALL | dict(train__steps=4)
 CASES = {
@@ -100,8 +100,7 @@ def failed(processes: Processes, folder: Path) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("lockstep")
-    ended = launch(one_of_two, 2, folder)
-    assert [code for code, _ in ended] == [0, 0], ended
+    together(one_of_two, 2, folder)
     return folder
 
 

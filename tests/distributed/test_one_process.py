@@ -10,8 +10,8 @@ import pytest
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.training.checks import check
-from tests.distributed.test_split_groups import launch
 from tests.helpers import tiny, tiny_text
+from tests.helpers.processes import together
 
 REPLAY = {"parts": {"replay": {"type": "GroupReplay"}}}
 # Options of a run, whether it is of texts, and what its message says.
@@ -47,8 +47,7 @@ def one_of_two(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def messages(tmp_path_factory):
     folder = tmp_path_factory.mktemp("one")
-    ended = launch(one_of_two, 2, folder)
-    assert [code for code, _ in ended] == [0, 0], ended
+    together(one_of_two, 2, folder)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 

@@ -5,13 +5,10 @@ One launch does all that takes two: `one_of_two`, run in each process, leaves wh
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import re
 import shutil
-import socket
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -32,7 +29,7 @@ from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.training import state, trial
 from flowgrpo.training.optimizer import chunks
 from tests.helpers import tiny
-from tests.helpers.forked import Forked
+from tests.helpers.processes import free_ports, together
 
 # Prompts are sampled one by one, so that one process and two replay the very same batches.
 SMALL = dict(train__prompts=4, train__group=4, train__micro_batch=4, train__lr=1e-3)
@@ -80,7 +77,6 @@ def same(images, prompts):
 
 
 # --- in both processes -----------------------------------------------------------------------------------------------
-
 def half_flat():
     """A reward that says nothing of the second half of the first epoch's prompts, which are the second process's."""
     batch = sets.draw([Prompt(text) for text in tiny.PROMPTS], 4, 0, 0)
@@ -153,23 +149,6 @@ def one_of_two(folder: Path) -> None:
 
 
 # --- what the tests look at ------------------------------------------------------------------------------------------
-
-PORTS = itertools.count(10_000 + 100 * (os.getpid() % 200))  # below those that a system gives to clients
-
-
-def free_ports(count: int) -> list[str]:
-    """Free ports, each given once. They are opened later: those of other workers are other ones."""
-    found: list[str] = []
-    while len(found) < count:
-        port = next(PORTS)
-        try:
-            socket.create_server(("127.0.0.1", port)).close()
-        except OSError:
-            continue
-        found.append(str(port))
-    return found
-
-
 def recipe(folder: Path) -> None:
     """A folder with a model, prompts, a reward and the recipe of a run with a moving average and a warm-up."""
     (folder / "reward.py").write_text(REWARD)
@@ -183,27 +162,13 @@ def recipe(folder: Path) -> None:
     (folder / "recipe.yaml").write_text(settings.yaml())
 
 
-def launch(folder: Path) -> list[tuple[str, str]]:
-    """Run `one_of_two` in two processes; what each wrote to its two streams."""
-    ports = dict(zip(("MASTER_PORT", "SECOND_PORT", "THIRD_PORT", "FOURTH_PORT", "FIFTH_PORT"), free_ports(5)))
-    launched = [Forked(one_of_two, folder, **ports, MASTER_ADDR="127.0.0.1", OMP_NUM_THREADS="1", WORLD_SIZE="2",
-                       LOCAL_WORLD_SIZE="2", RANK=rank, LOCAL_RANK=rank) for rank in "01"]
-    try:
-        codes = [each.wait(900) for each in launched]
-    finally:
-        for each in launched:
-            each.kill()
-    said = [each.streams() for each in launched]
-    assert codes == [0, 0], said
-    return said
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """What two processes have left behind, beside the recipe that they ran."""
     folder = tmp_path_factory.mktemp("processes")
     recipe(folder)
-    (folder / "said.json").write_text(json.dumps(launch(folder)))
+    ports = dict(zip(("MASTER_PORT", "SECOND_PORT", "THIRD_PORT", "FOURTH_PORT", "FIFTH_PORT"), free_ports(5)))
+    (folder / "said.json").write_text(json.dumps(together(one_of_two, 2, folder, timeout=900, **ports)))
     return folder
 
 
@@ -331,7 +296,6 @@ def test_one_process_makes_the_same_run_and_goes_on_with_that_of_two(resumed, fo
 
 
 # --- alone -----------------------------------------------------------------------------------------------------------
-
 def test_one_process_hears_itself():
     alone, values = Processes(), torch.arange(3)
     assert alone.first and alone.gather(values) is values and alone.total([2, 3]) == [2, 3]
@@ -348,7 +312,6 @@ def test_a_part_goes_to_the_step_of_its_place_among_all():
 
 
 # --- failures of one -------------------------------------------------------------------------------------------------
-
 def out_of_memory_on_the_second(folder: Path, place: str) -> None:
     """Train in two processes, of which the second has no memory left in its second update: in the sum of gradients, or
     in the optimizer's step."""
@@ -391,7 +354,7 @@ def no_room_on_the_second(folder: Path, place: str) -> None:
 
 @pytest.mark.parametrize("place", ["rollout", "update"])
 def test_when_one_has_no_room_both_take_smaller_micro_batches(place, tmp_path):
-    in_two(no_room_on_the_second, tmp_path, place)
+    together(no_room_on_the_second, 2, tmp_path, place, timeout=120)
     told = [json.loads((tmp_path / f"{place}{rank}.json").read_text()) for rank in (0, 1)]
     assert told == [[["out of memory on another process: train.micro_batch 4 -> 2 from here on"], 2], [[], 2]]
     alone = tiny.trainer(**SMALL | CASES["mix_grpo"] | {"train__micro_batch": 2})
@@ -412,21 +375,9 @@ class Full(torch.Tensor):
         return super().__torch_function__(function, types, args, kwargs or {})
 
 
-def in_two(function: Callable[[Path, str], None], folder: Path, place: str) -> None:
-    """Run a function of this file in two processes."""
-    [port] = free_ports(1)
-    both = [Forked(function, folder, place, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, OMP_NUM_THREADS="1",
-                   WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", RANK=rank, LOCAL_RANK=rank) for rank in "01"]
-    try:
-        assert [each.wait(120) for each in both] == [0, 0], [each.streams() for each in both]
-    finally:
-        for each in both:
-            each.kill()
-
-
 @pytest.mark.parametrize("place", ["step", "sum"])
 def test_when_one_has_no_memory_left_all_end(place, tmp_path):
-    in_two(out_of_memory_on_the_second, tmp_path, place)
+    together(out_of_memory_on_the_second, 2, tmp_path, place, timeout=120)
     first, second = ((tmp_path / f"{place}{rank}").read_text() for rank in (0, 1))
     assert first == "Stopped: out of memory on another process"
     assert second.startswith("UserError: out of memory (CUDA out of memory.")

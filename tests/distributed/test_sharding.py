@@ -22,9 +22,9 @@ from flowgrpo.policies.weights import sharding
 from flowgrpo.storage import checkpoint
 from flowgrpo.training import epochs as saves
 from flowgrpo.training import state
-from tests.distributed.test_processes import REWARD, SMALL, arguments, free_ports, half_flat, held, join_anew
+from tests.distributed.test_processes import REWARD, SMALL, arguments, half_flat, held, join_anew
 from tests.helpers import tiny
-from tests.helpers.forked import Forked
+from tests.helpers.processes import free_ports, together
 
 # AdamW divides by gradients: those that are zero but for rounding move weights by the learning rate's share of it.
 LORA = SMALL | dict(train__steps=4)
@@ -39,7 +39,6 @@ CASES = {
 
 
 # --- in every process ------------------------------------------------------------------------------------------------
-
 def made(case: str, shard: bool | str, **options):
     """A trainer of a case before its first epoch."""
     return tiny.trainer(rewards={"red": half_flat() if case == "full kl" else tiny.red}, memory__shard=shard,
@@ -121,19 +120,6 @@ def free(folder: Path, index: int) -> str:
 
 
 # --- what the tests look at ------------------------------------------------------------------------------------------
-
-def launch(function, folder: Path, count: int, port: str, of_node: int) -> None:
-    launched = [Forked(function, folder, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, OMP_NUM_THREADS="1",
-                       WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(of_node), RANK=str(rank),
-                       LOCAL_RANK=str(rank % of_node)) for rank in range(count)]
-    try:
-        codes = [process.wait(500) for process in launched]
-    finally:
-        for process in launched:
-            process.kill()
-    assert not any(codes), [process.streams() for process in launched]
-
-
 def recipe(folder: Path) -> None:
     """A run of all weights, sharded, whose second process asks to stop in the second epoch."""
     (folder / "reward.py").write_text(REWARD)
@@ -155,10 +141,10 @@ def folder(tmp_path_factory):
     trainer = made("full", False)
     epochs(trainer, 0, 1)
     state.save(trainer, folder / "of one")
-    launch(one_of_two, folder, 2, ports[0], 2)
+    together(one_of_two, 2, folder, timeout=500, MASTER_PORT=ports[0])
     assert [(folder / f"code{rank}").read_text() for rank in range(2)] == ["130", "130"]
     shutil.copytree(folder / "run", folder / "stopped")
-    launch(one_of_four, folder, 4, ports[2], 2)
+    together(one_of_four, 4, folder, timeout=500, node=2, MASTER_PORT=ports[2])
     assert [(folder / f"code{rank}").read_text() for rank in range(4)] == ["0"] * 4
     return folder
 
@@ -266,7 +252,6 @@ def test_a_stopped_run_of_two_is_finished_by_two_nodes_of_two(folder):
 
 
 # --- alone -----------------------------------------------------------------------------------------------------------
-
 def test_a_run_of_one_process_cannot_be_sharded(folder, capsys):
     assert main([*arguments(folder, "refused")]) == 2
     assert "memory.shard is true, but the run has one process: launch several" in capsys.readouterr().err

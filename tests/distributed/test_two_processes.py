@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.distributed.signals import Stopped
 from tests.distributed.test_processes import same_as_alone, trained
-from tests.distributed.test_split_groups import launch
+from tests.helpers.processes import together
 
 pytestmark = pytest.mark.fast
 
@@ -54,8 +54,7 @@ def one_of_two(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
-    ended = launch(one_of_two, 2, folder)
-    assert [code for code, _ in ended] == [0, 0], ended
+    together(one_of_two, 2, folder)
     return folder
 
 

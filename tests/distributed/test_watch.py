@@ -20,8 +20,8 @@ from flowgrpo.distributed.watch import Watch
 from flowgrpo.errors import UserError
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.storage import checkpoint
-from tests.distributed.test_split_groups import launch
 from tests.helpers import tiny
+from tests.helpers.processes import launch
 
 REWARD = '''
 import os
@@ -103,7 +103,6 @@ def test_an_error_of_a_collective_names_the_lost_process(tmp_path):
 
 
 # --- a run -----------------------------------------------------------------------------------------------------------
-
 def run(folder: Path, output: str, *further: str) -> int:
     return main(["train", "--trust", str(folder / "recipe.yaml"), f"--output={folder / output}", *further])
 

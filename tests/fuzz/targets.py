@@ -75,8 +75,6 @@ def written(folder: Path, name: str, content: bytes) -> Path:
 
 
 # --- readers ---------------------------------------------------------------------------------------------------------
-
-
 def recipe(content: bytes, folder: Path) -> None:
     from flowgrpo import config
     settings = config.load(written(folder, "recipe.yaml", content))
@@ -267,8 +265,6 @@ def answer(content: bytes, folder: Path) -> None:
 
 
 # --- all -------------------------------------------------------------------------------------------------------------
-
-
 def _keys() -> st.SearchStrategy[str]:
     from flowgrpo.config.schema import keys, sections
     return st.one_of(st.sampled_from([*keys(), *sections()]), st.text(max_size=8))

@@ -130,7 +130,6 @@ def test_a_part_reports_a_metric_of_its_own():
 
 
 # --- contracts -------------------------------------------------------------------------------------------------------
-
 ROWS = {place: (extends, methods) for place, extends, methods in re.findall(
     r"^- `([\w.]+)`(?: \(([^)]+)\))?: (.+(?:\n  .+)*)", PAGE.split("## Contracts")[1].partition("What they mean:")[0],
     re.M)}
@@ -159,7 +158,6 @@ def test_contracts_are_those_of_the_parts(place):
 
 
 # --- files of the page -----------------------------------------------------------------------------------------------
-
 def test_the_kernel_by_hand():
     """Compare with DanceSDE at the level of each step, and at level 0 with the Euler step."""
     fading, grid = part("fading.py:FadingSDE"), f64([1.0, 0.75, 0.5, 0.0])

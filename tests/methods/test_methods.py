@@ -327,7 +327,6 @@ def test_a_place_without_parts_takes_none():
 
 
 # --- the loss of every method, on one model, one batch and one pair of rewards ---------------------------------------
-
 GROWN = ("branch_grpo", "tree_rpo", "b2_diffurl")  # they need room for their splits, and a group that these make
 
 

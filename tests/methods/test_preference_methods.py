@@ -35,7 +35,6 @@ NAN = math.nan
 
 
 # --- the harmonic reward ---------------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("share, image, text, value", [
     (0.5, 0.8, 0.2, 0.32),                # 1 / (0.625 + 2.5), far below the mean 0.5
     (0.3, 0.8, 0.2, 1 / 3.875),           # 1 / (0.375 + 3.5)
@@ -71,7 +70,6 @@ def test_cosines_become_similarities_first():
 
 
 # --- labels ----------------------------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("one, two, scale", [(0.7, 0.2, 1.0), (0.2, 0.7, 1.0), (0.5, 0.5, 1.0), (0.3, 0.2, 10.0)])
 def test_labels_are_drawn_as_bradley_and_terry_say(one, two, scale):
     pairs = 40_000
@@ -126,7 +124,6 @@ def test_labels_depend_on_the_epoch_alone():
 
 
 # --- the loss --------------------------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("label", [1.0, -1.0])
 def test_the_loss_by_hand(label):
     """-log sigmoid(+-d), d = (0.5 - 0.4) - (0.6 - 0.65) = 0.15, and the error of the subject's image, 0.4, as it is:
@@ -169,7 +166,6 @@ def test_a_pair_of_which_a_reward_is_missing_teaches_nothing(tmp_path, missing):
 
 
 # --- the preset ------------------------------------------------------------------------------------------------------
-
 def test_published_defaults():
     method, plain = preset("rpo"), preset("diffusion_dpo")
     assert method.loss.surrogate == Preference(2.0, similarity=1.0) and method.credit.shaping == BradleyTerry(1.0)

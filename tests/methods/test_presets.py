@@ -51,7 +51,6 @@ def credited(trainer, parts, conditioning, grouped):
 
 
 # --- ddpo ------------------------------------------------------------------------------------------------------------
-
 def test_ddpo_compares_with_the_epochs_before_even_after_a_checkpoint(tmp_path):
     trainer = made("ddpo", parts__advantage__least=8)
     parts, conditioning, _ = sampled(trainer)
@@ -72,7 +71,6 @@ def test_ddpo_compares_with_the_epochs_before_even_after_a_checkpoint(tmp_path):
 
 
 # --- tempflow_grpo ---------------------------------------------------------------------------------------------------
-
 def test_tempflow_has_a_schedule_per_step():
     assert [(each.stochastic, each.trained) for each in EachStep()(6, 0, 0)] == [((step,),) * 2 for step in range(5)]
     assert len(EachStep()(10, 3, 7)) == 9 and len(EachStep(stop=0.5)(16, 0, 0)) == 8 and len(EachStep()(2, 0, 0)) == 1
@@ -113,7 +111,6 @@ def test_tempflow_weights_go_with_the_noise_and_have_mean_one():
 
 
 # --- granular_grpo ---------------------------------------------------------------------------------------------------
-
 def test_granular_sums_the_advantages_of_three_granularities():
     trainer = made("granular_grpo", reward={"red": 1.0, "green": 0.5}, rewards={"red": tiny.red, "green": green},
                    train__micro_batch=8)
@@ -131,7 +128,6 @@ def test_granular_sums_the_advantages_of_three_granularities():
 
 
 # --- branch_grpo -----------------------------------------------------------------------------------------------------
-
 def test_branch_edges_have_the_advantage_of_the_mean_below_them_among_their_depth():
     trainer = made("branch_grpo")
     parts, conditioning, _ = sampled(trainer)
@@ -198,7 +194,6 @@ def test_branch_width_pruning_neither_replays_nor_counts_what_it_leaves_out(sett
 
 
 # --- tree_rpo --------------------------------------------------------------------------------------------------------
-
 def test_tree_noise_grows_linearly_with_the_depth():
     trainer = made("tree_rpo", parts__kl__weight=0.004)  # a KL has deviations recorded
     [part] = sampled(trainer)[0]
@@ -239,7 +234,6 @@ def test_a_tree_moves_with_its_window():
 
 
 # --- pref_grpo -------------------------------------------------------------------------------------------------------
-
 def test_pref_trains_on_win_rates_which_sum_to_half_the_group():
     trainer = made("pref_grpo")
     parts, conditioning, grouped = sampled(trainer)
@@ -253,7 +247,6 @@ def test_pref_trains_on_win_rates_which_sum_to_half_the_group():
 
 
 # --- b2_diffurl ------------------------------------------------------------------------------------------------------
-
 def test_b2_trains_an_interval_that_grows_from_the_end_and_splits_where_it_begins():
     plan = preset("b2_diffurl").parts()["plan"]
     for epoch, count in ((0, 13), (50, 16), (99, 18), (100, 19), (500, 19)):  # of 19: 70 %, 85 %, 99.7 %, all
@@ -290,7 +283,6 @@ def test_b2_takes_its_branch_groups_from_the_plan_and_a_second_number_is_refused
 
 
 # --- sol_rl ----------------------------------------------------------------------------------------------------------
-
 def noises(prompt: int, samples) -> torch.Tensor:
     """The initial noises of epoch 0, from their seeds."""
     generators = [torch.Generator().manual_seed(seeder(0, 0)(prompt, int(sample))) for sample in samples]

@@ -43,7 +43,6 @@ def trainer(process: str, **options):
 
 
 # --- the transition ---------------------------------------------------------------------------------------------------
-
 def consistency(x: torch.Tensor, mean: float, spread: float, data: float, noise: float) -> torch.Tensor:
     """The consistency function of data N(mean, spread^2) at x = data x0 + noise eps: the flow of marginals keeps a
     state's place in them."""
@@ -143,7 +142,6 @@ def test_on_a_flow_it_draws_what_the_stock_scheduler_draws(seed):
 
 
 # --- the method -------------------------------------------------------------------------------------------------------
-
 def test_it_takes_the_form_of_the_process():
     assert preset("rlcm").on("flow").rollout.kernel == kernels.CPS(1.0)
     assert preset("rlcm").on("vp").rollout.kernel == kernels.VPCPS(1.0)

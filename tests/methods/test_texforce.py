@@ -20,9 +20,7 @@ from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.weights.adapters import merge
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.samplers.grids import shifted
-from flowgrpo.storage import checkpoint
 from flowgrpo.tools.check import report
-from flowgrpo.training import state
 from tests.helpers import tiny
 
 ALONE, BOTH = Adapted(denoisers=False, encoders=True), Adapted(denoisers=True, encoders=True)
@@ -61,7 +59,6 @@ def test_a_recipe_that_trains_the_text_encoder_is_told_of_that():
 
 
 # --- what is trained -------------------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("name", PIPES)
 @pytest.mark.parametrize("adapted", [ALONE, BOTH], ids=["alone", "both"])
 def test_two_epochs_move_the_adapters_of_the_encoders_and_nothing_else(name, adapted):
@@ -142,7 +139,6 @@ def test_a_prompt_is_encoded_once_whatever_its_rows():
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("name", PIPES)
 @pytest.mark.parametrize("adapted", [ALONE, BOTH], ids=["alone", "both"])
 def test_stock_diffusers_loads_the_adapters_and_draws_the_same(name, adapted, tmp_path):
@@ -212,20 +208,7 @@ def test_half_precision_keeps_its_adapters_in_full(tmp_path):
     assert all(value.dtype == torch.float32 for value in load_file(tmp_path / LORA_FILE).values())
 
 
-def test_a_checkpoint_brings_the_encoders_back(tmp_path):
-    made = trainer("sd3")
-    made.run_epoch()
-    made.epoch = 1
-    made.progress.saved_counters = state.counters(made)
-    state.save(made, tmp_path)
-    again = trainer("sd3")
-    state.restore(again, checkpoint.latest(tmp_path / "checkpoints"))
-    assert all(torch.equal(made.policy.weights.named[key], p) for key, p in again.policy.weights.named.items())
-    assert all(key.startswith("text_encoder") for key in again.policy.weights.named)
-
-
 # --- mistakes --------------------------------------------------------------------------------------------------------
-
 def test_the_preset_changes_what_is_trained_and_nothing_else():
     assert methods.preset("ddpo+texforce") == methods.preset("ddpo").having(adapted=ALONE)
     both = overlay.with_parts(methods.preset("ddpo+texforce"), {"adapted": {"denoisers": True}})

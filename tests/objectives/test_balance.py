@@ -23,9 +23,8 @@ from flowgrpo.objectives.supervised import (
 from flowgrpo.training.extensions.supervised import combine_gradients
 from tests.helpers.tables import close, f64
 
+
 # --- two gradients ---------------------------------------------------------------------------------------------------
-
-
 def test_chords_mu_rises_linearly_and_falls_as_a_cosine():
     part = WarmupCosine(peak=0.5, valley=0.1, warmup=10, decay=20)
     # (1 + cos(pi/2)) / 2 = 1/2 in the middle of the decay: 0.1 + 0.4 / 2.
@@ -80,7 +79,6 @@ def test_gradients_are_combined_and_absent_ones_are_zeros():
 
 
 # --- tokens and examples ---------------------------------------------------------------------------------------------
-
 def test_chord_weighs_a_token_by_p_times_1_minus_p():
     p = f64([[1e-12, 0.2, 0.5, 0.9, 1.0]]).log().requires_grad_()
     weights = Uncertain()(p, None, torch.ones(1, 5, dtype=torch.bool))

@@ -21,7 +21,6 @@ F64 = torch.float64
 
 
 # --- the clip --------------------------------------------------------------------------------------------------------
-
 def test_the_adaptive_clip_by_hand():
     # sigmoid(log 3) = 3/4 and sigmoid(-log 3) = 1/4: of a good sample r is within 1 - 0.15 and 1 + 0.25, of a bad one
     # within 1 - 0.25 and 1 + 0.15.
@@ -61,7 +60,6 @@ def test_without_a_range_it_is_the_plain_clip():
 
 
 # --- the pull --------------------------------------------------------------------------------------------------------
-
 def test_the_pull_by_hand():
     # Two rows of two values; means 1 and 2 off over a slope of -1/2: outputs 2 and 4 off, squares 4 and 16, mean 10.
     new = Scored(torch.zeros(2, 1, dtype=F64), torch.ones(2, 1, dtype=torch.bool), f64([[[1, 2]], [[0, 0]]]), f64([1]),

@@ -71,7 +71,6 @@ def test_goodness_by_hand():
 
 
 # --- diffusion_nft ---------------------------------------------------------------------------------------------------
-
 def nft(surrogate, v, v_old, u, advantage: list[float], time: float = 0.75) -> torch.Tensor:
     read = noised(surrogate, advantage, scored(v, u), scored(v_old, u), target=u, time=time)
     return surrogate(torch.zeros(ROWS, 1), column(advantage), read)
@@ -114,7 +113,6 @@ def test_nft_by_hand():
 
 
 # --- awm -------------------------------------------------------------------------------------------------------------
-
 def test_awm_by_hand():
     """At the old policy the ratio is 1 and the loss -A; its gradient is A t f'(e) grad e, f'(e) = (e + 1e-10)^-0.75."""
     v, _, u = velocities()
@@ -138,7 +136,6 @@ def test_the_log_ratio_by_hand():
 
 
 # --- dgpo ------------------------------------------------------------------------------------------------------------
-
 def test_dgpos_weights_by_hand():
     """Two groups of two: sums of A (e - e_ref) are 1 * (-0.1) - 1 * 0.2 and 2 * 0.3 - 2 * 0.1; beta 10, halved."""
     surrogate, advantage, group = GroupPreference(10.0), [1.0, -1.0, 2.0, -2.0], [7, 7, 3, 3]
@@ -165,7 +162,6 @@ def test_dgpo_cuts_the_gradient_of_what_has_moved_far_enough():
 
 
 # --- crd -------------------------------------------------------------------------------------------------------------
-
 def test_crd_by_hand():
     """Values v of one number with target 0: l(v) = v^2 / |v| = |v|. R = |v_old| - |v|; r = A/10 + 1/2."""
     surrogate, advantage = CentredReward(2.0), [1.0, 2.0, -3.0, 5.0]
@@ -189,7 +185,6 @@ def test_crds_gradient_is_that_of_the_whole_group():
 
 
 # --- diffusion_dpo ---------------------------------------------------------------------------------------------------
-
 def dpo(new: Scored, reference: Scored, advantage: list[float], beta: float = 20.0, group=None) -> torch.Tensor:
     surrogate = Preference(beta)
     read = noised(surrogate, advantage, new, new, group, reference)
@@ -241,7 +236,6 @@ def test_a_sample_without_a_partner_has_no_loss():
 
 
 # --- pso -------------------------------------------------------------------------------------------------------------
-
 def test_pso_by_hand():
     """Log-ratios to the reference are 0.1, -0.2 and 0.4; 0 is better than 1 and 2, which tie; beta 5."""
     new, reference = (Scored(column(values), torch.ones(len(values), 1, dtype=torch.bool))
@@ -258,7 +252,6 @@ def test_pso_by_hand():
 
 
 # --- peers -----------------------------------------------------------------------------------------------------------
-
 def test_who_is_in_whose_group():
     peers = GroupStatistics(f64([0.0] * 4), f64([0.0] * 4), torch.tensor([5, 5, 2, 5]))
     assert peers.members(torch.tensor([2, 3])).tolist() == [[False, False, True, False], [True, True, False, True]]

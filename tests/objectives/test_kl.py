@@ -114,7 +114,6 @@ def test_the_default_is_k3_and_weight_zero_needs_no_reference():
 
 
 # The error of the model's outputs
-
 GRID = torch.tensor([1, 0.9, 0.65, 0.3, 0], dtype=F64)
 BARS = torch.tensor([0.01, 0.2, 0.5, 0.8, 0.99], dtype=F64)
 
@@ -147,8 +146,6 @@ def test_the_gaussian_kl_weighs_the_output_error_by_the_step():
 
 
 # Schedules
-
-
 def run_at(epoch: int, epochs: int = 5, **last: float | None) -> RunState:
     return RunState(epoch, epochs, {"kl": last} if last else {})
 
@@ -180,8 +177,6 @@ def test_a_kl_is_read_where_its_weight_is_ever_above_zero():
 
 
 # In a run
-
-
 def parts_of(**kl) -> dict:
     return {"kl": {"weight": 0.01} | kl}
 
@@ -273,8 +268,6 @@ def test_a_schedule_belongs_to_a_kl_alone():
 
 
 # By span
-
-
 def test_spans_are_counted_by_the_holes_between_them():
     mask = torch.tensor([[1, 1, 0, 0, 1, 0, 1, 0], [1, 1, 1, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 0, 0]]).bool()
     found = spans(mask)

@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler
 
 from flowgrpo.gaussian import kl, log_prob
 from flowgrpo.objectives import (
@@ -30,7 +29,7 @@ from flowgrpo.objectives import (
 from flowgrpo.samplers.grids import shifted
 from flowgrpo.samplers.kernels import CPS, DanceSDE, FlowDDIM, FlowSDE
 from flowgrpo.types import Gaussian, Scored
-from tests.helpers.tables import draw, f64, stock
+from tests.helpers.tables import draw, f64
 
 F64 = torch.float64
 
@@ -43,8 +42,6 @@ def scored(mean: torch.Tensor, std: torch.Tensor, x_next: torch.Tensor) -> Score
 
 
 # Log-ratios
-
-
 def test_both_log_ratios_by_hand():
     # From 0 with std 1/2, x' = 1/2, so z = 1; the new mean is 0.2. logp changes by (0.25 - 0.09) / 0.5 = 0.32,
     # b = 0.04 / 0.5 = 0.08, and 0.5 * 0.4 = 0.2 = z * 0.2.
@@ -132,16 +129,12 @@ CLIP_TABLE = [
 @pytest.mark.parametrize(("advantage", "ratio", "loss", "gradient"), CLIP_TABLE)
 def test_clip_by_hand(advantage, ratio, loss, gradient):
     log_ratio = torch.tensor([[math.log(ratio)]], dtype=F64, requires_grad=True)
-    value = Clip(low=0.2, high=0.1)(log_ratio, torch.tensor([[float(advantage)]], dtype=F64))
+    clip, given = Clip(low=0.2, high=0.1), torch.tensor([[float(advantage)]], dtype=F64)
+    value = clip(log_ratio, given)
     value.sum().backward()
     assert value.item() == pytest.approx(loss, abs=1e-12)
     assert log_ratio.grad.item() == pytest.approx(gradient, abs=1e-12)
-
-
-@pytest.mark.parametrize(("advantage", "ratio", "loss", "gradient"), CLIP_TABLE)
-def test_clipped_is_where_the_gradient_is_cut(advantage, ratio, loss, gradient):
-    log_ratio, a = torch.tensor([[math.log(ratio)]], dtype=F64), torch.tensor([[float(advantage)]], dtype=F64)
-    assert Clip(low=0.2, high=0.1).clipped(log_ratio, a).item() == (advantage != 0 and gradient == 0)
+    assert clip.clipped(log_ratio, given).item() == (advantage != 0 and gradient == 0)
 
 
 def test_clip_is_the_published_formula():
@@ -149,8 +142,6 @@ def test_clip_is_the_published_formula():
     ratio = log_ratio.exp()
     expected = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.9, 1.2))
     torch.testing.assert_close(Clip(0.1, 0.2)(log_ratio, advantage), expected, rtol=0, atol=1e-12)
-    every = Clip(0.1, 0.2)(log_ratio, advantage.expand(20, 30))
-    assert torch.equal(every, Clip(0.1, 0.2)(log_ratio, advantage))
 
 
 def test_the_range_of_guard_is_told_apart_in_float32():
@@ -162,14 +153,7 @@ def test_the_range_of_guard_is_told_apart_in_float32():
     assert log_ratio.grad.tolist() == [[pytest.approx(-1, abs=1e-5), 0]]
 
 
-def test_an_advantage_without_decisions_is_refused():
-    with pytest.raises(AssertionError):
-        Clip()(torch.zeros(3, 3), torch.ones(3))
-
-
 # Step weights, regulariser, reduction
-
-
 def test_step_weights_by_hand():
     grid, kernel = torch.tensor([1, 0.9, 0.65, 0], dtype=F64), DanceSDE(0.3)
     assert Uniform()(kernel, grid, (0, 2)).tolist() == [1, 1]
@@ -192,18 +176,6 @@ def test_noise_levels_have_mean_one_and_the_proportions_of_the_deviations(kernel
     torch.testing.assert_close(weights * std[0], std * weights[0], rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("level, grid, published", [
-    (0.7, stock(FlowMatchEulerDiscreteScheduler(shift=3.0), 10), 2.252),
-    (0.9, shifted(10, 3.158), 1.726),  # FLUX at 1024 x 1024: mu = 1.15
-])
-def test_the_released_normalisers_of_tempflow(level, grid, published):
-    # 1 / mean(std) over all steps but the last, of a grid of 10.
-    x = torch.zeros(1, 1, dtype=F64)
-    weights = NoiseLevel()(FlowSDE(level), grid.to(F64), range(9))
-    std = torch.stack([FlowSDE(level)(x, x, grid.to(F64), step).std for step in range(9)])
-    torch.testing.assert_close(weights / std, torch.full((9,), published, dtype=F64), rtol=0, atol=5e-4)
-
-
 def test_gaussian_kl_is_the_weighted_kl_of_each_decision():
     std = torch.tensor([0.3, 0.8], dtype=F64)
     mean, other, x_next = draw(3, 2, 4, 5).requires_grad_(), draw(3, 2, 4, 5, seed=1), draw(3, 2, 4, 5, seed=2)
@@ -222,11 +194,6 @@ def test_gaussian_kl_by_hand():
     std, zero = torch.tensor([0.5], dtype=F64), torch.zeros(1, 1, 2, dtype=F64)
     new = scored(torch.tensor([[[0.3, -0.1]]], dtype=F64), std, zero)
     assert GaussianKL(0.5)(new, scored(zero, std, zero)).item() == pytest.approx(0.05, abs=1e-12)
-
-
-def test_no_kl_needs_no_reference():
-    new = Scored(torch.ones(2, 3), torch.ones(2, 3, dtype=torch.bool))
-    assert torch.equal(GaussianKL()(new, None), torch.zeros(2, 3))
 
 
 def tried(surrogate, advantage: float, ratio: float, q: float = 0.5) -> tuple[float, float, bool]:
@@ -270,8 +237,6 @@ def test_clip_and_dual_clip_do_not_read_the_old_log_probability():
 
 
 # Dual clip
-
-
 @pytest.mark.parametrize(("advantage", "ratio", "loss", "gradient", "clipped"), [
     (-1, 10.0, 3.0, 0.0, True),
     (-2, 3.5, 6.0, 0.0, True),
@@ -303,8 +268,6 @@ def test_dual_clip_has_the_unit_of_clip():
 
 
 # Dynamic clip
-
-
 @pytest.mark.parametrize(("q", "low", "high"), [
     (0.9, 0.5 + 0.5 * math.sqrt(1 - 0.64 / 0.9), 0.5 + 0.5 * math.sqrt(1 + 0.8 / 0.9)),
     (0.01, 0.5, 5.0),
@@ -342,8 +305,6 @@ def test_dynamic_clip_needs_the_old_log_probability():
 
 
 # REINFORCE
-
-
 @pytest.mark.parametrize("ratio", [0.1, 1.0, 7.0])
 @pytest.mark.parametrize("advantage", [-2.0, 3.0])
 def test_reinforce_by_hand(advantage, ratio):

@@ -56,7 +56,6 @@ def test_weights_that_are_not_asked_for_are_not_copied():
 
 
 # --- the weights in place --------------------------------------------------------------------------------------------
-
 def output(policy, held=None) -> torch.Tensor:
     """The policy's velocity, with `held` that of the reference."""
     conditioning = policy.encode(tiny.PROMPTS[:2])
@@ -145,7 +144,6 @@ def test_a_soup_of_whole_models_is_their_weighted_mean(tmp_path):
 
 
 # --- in a run --------------------------------------------------------------------------------------------------------
-
 def made(reference: dict, **options):
     parts = recipe(reference, **options.pop("kl", {})) | {"plan": {"size": 2}}
     trainer = tiny.trainer(parts=parts, train__steps=4, train__lr=1e-2, **options)
@@ -245,7 +243,6 @@ def test_a_run_that_goes_on_with_another_reference_begins_it_anew(tmp_path):
 
 
 # --- recipes ---------------------------------------------------------------------------------------------------------
-
 def test_a_recipe_names_its_reference():
     assert preset("flow_grpo").parts()["reference"] == Base()
     method = with_parts(preset("flow_grpo"), {"reference": {"type": "WeightAverage", "every": 5}})

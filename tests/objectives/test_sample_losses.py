@@ -138,8 +138,6 @@ def test_the_logged_loss_is_a_mean_and_no_sum_over_tokens():
 
 
 # Images
-
-
 def part_of(old, advantage) -> Part:
     """One recorded step of two groups, of three and two transitions, each from a state of its own."""
     x = torch.zeros(5, 1)

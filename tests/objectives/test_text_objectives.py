@@ -67,8 +67,6 @@ def written_out(loss, scale=0.3) -> torch.Tensor:
 
 
 # TOPR
-
-
 def test_the_ratio_of_a_completion_is_that_of_its_tokens_together():
     new, old = scored(1), scored(2)
     new.logp.requires_grad_()
@@ -110,8 +108,6 @@ def test_one_old_batch_with_bad_samples_keeps_tapered_logits_finite(tapered):
 
 
 # NFT
-
-
 def test_nft_by_hand():
     # p = 1/2: w = 1 with "sqrt". Right: -log r. Wrong: (1 - r/2) / (1/2) = 2 - r, at least the floor.
     log_ratio = f64([[1, 1.5, 0.5]]).log().expand(2, 3)
@@ -142,8 +138,6 @@ def test_below_its_floor_the_negative_ratio_keeps_its_gradient():
 
 
 # Groups
-
-
 @pytest.mark.parametrize("score, temperature, delta", [("log", 10, 1e-4), ("ratio", 1, 1e-4), ("log", math.inf, 99)])
 def test_discos_gradient_is_that_of_the_groups_losses(score, temperature, delta):
     def loss(new, old, base):
@@ -253,8 +247,6 @@ def test_pieces_of_groups_have_the_gradient_of_whole_ones(surrogate, log_ratio, 
 
 
 # Values of the random policy
-
-
 def test_rover_regresses_on_the_reward_and_the_mean_value_of_the_next_state():
     # A row of three tokens and one of one; Q of the tokens, means of log(p / p_old) over all tokens per state.
     mask = torch.tensor([[1, 1, 1], [1, 0, 0]]).bool()
@@ -300,8 +292,6 @@ def test_a_run_records_the_means_of_the_policy_that_drew():
 
 
 # Right and wrong
-
-
 def test_right_is_what_earns_more_than_the_groups_mean():
     rewards = f64([[1, 0, 0, 0], [3, 9, 8, math.nan], [1, 1, 1, 1], [0, 0, 0, 0]])[..., None]
     close(Correctness()(rewards, [1.0]), [[0.75, -0.25, -0.25, -0.25], [-2 / 3, 1 / 3, 1 / 3, 0], [0] * 4, [0] * 4])

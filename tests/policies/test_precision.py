@@ -71,7 +71,6 @@ def test_auto_takes_a_device_that_works():
 
 
 # --- a run -----------------------------------------------------------------------------------------------------------
-
 @pytest.fixture
 def recipe(tmp_path):
     """A recipe that leaves the precision to the machine."""

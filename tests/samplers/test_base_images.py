@@ -131,7 +131,6 @@ def test_a_run_starts_as_its_base_and_is_measured_beside_it(tmp_path):
 
 
 # --- scoring ---------------------------------------------------------------------------------------------------------
-
 def ask(reward, base, metadata=({}, {}), **rule) -> list[float]:
     images = torch.tensor([0.2, 0.7])[:, None, None, None].expand(-1, 3, 16, 16)
     made = rewards.compose({"it": RewardRule(**rule)}, given={"it": reward})
@@ -200,7 +199,6 @@ def test_texts_have_no_noise_to_share():
 
 
 # --- saved weights ---------------------------------------------------------------------------------------------------
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A finished run on a tiny model, and a reward beside it."""

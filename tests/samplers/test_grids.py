@@ -39,12 +39,6 @@ def test_shifted_starts_at_exactly_one_and_ends_at_exactly_zero(shift):
     assert grid[0] == 1 and grid[-1] == 0 and (grid.diff() < 0).all()
 
 
-@pytest.mark.parametrize(("steps", "shift"), [(0, 3), (10, 0), (10, -1), (10, float("nan"))])
-def test_shifted_refuses_impossible_settings(steps, shift):
-    with pytest.raises(ValueError, match="expected"):
-        shifted(steps, shift)
-
-
 def test_stock_of_sd3_shifts_twice():
     scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
     grid = stock(scheduler, 10)
@@ -134,10 +128,22 @@ def test_a_run_on_the_stock_grid_keeps_its_shift_in_the_tail():
     assert torch.equal(short.grid, own.rollouts.grid[[0, 1, 2, 4, 6]])
 
 
-@pytest.mark.parametrize(("after", "ratio", "shift"), [(10, 0.4, 3), (-1, 0.4, 3), (3, 0, 3), (3, 1.1, 3), (3, 0.4, 0)])
-def test_compress_tail_refuses_impossible_settings(after, ratio, shift):
-    with pytest.raises(ValueError, match="expected"):
-        compress_tail(shifted(10, 3), after, ratio, shift)
+GRID = shifted(10, 3)
+THINNED = "after is {} and stride {}, expected 0 to 9 and 1 or more"
+
+
+@pytest.mark.parametrize("make, told", [
+    (lambda: shifted(0, 3), "steps is 0, expected 1 or more"),
+    *((lambda shift=shift: shifted(10, shift), f"shift is {shift}, expected above 0") for shift in (0, -1, math.nan)),
+    *((lambda given=given: compress_tail(GRID, *given), told) for given, told in (
+        ((10, 0.4, 3), "after is 10, expected 0 to 9"), ((-1, 0.4, 3), "after is -1, expected 0 to 9"),
+        ((3, 0, 3), "ratio is 0, expected above 0"), ((3, 1.1, 3), "ratio is 1.1, expected above 0 and at most 1"),
+        ((3, 0.4, 0), "shift is 0, expected above 0"))),
+    *((lambda given=given: thinned(GRID, *given), THINNED.format(*given)) for given in (
+        (10, 2), (-1, 2), (3, 0), (3, -2)))])
+def test_impossible_settings_are_refused(make, told):
+    with pytest.raises(ValueError, match=told):
+        make()
 
 
 @pytest.mark.parametrize(("steps", "after", "stride", "kept"), [
@@ -165,12 +171,6 @@ def test_thinned_keeps_the_head_and_ends_at_zero_once(dtype, stride):
         assert short.dtype == dtype and torch.equal(short[: after + 2], grid[: after + 2])
         assert short[-1] == 0 and (short.diff() < 0).all() and set(short.tolist()) <= set(grid.tolist())
         assert len(short) - 2 - after == math.ceil((25 - after - 1) / stride)
-
-
-@pytest.mark.parametrize(("after", "stride"), [(10, 2), (-1, 2), (3, 0), (3, -2)])
-def test_thinned_refuses_impossible_settings(after, stride):
-    with pytest.raises(ValueError, match=f"after is {after} and stride {stride}, expected 0 to 9 and 1 or more"):
-        thinned(shifted(10, 3), after, stride)
 
 
 STEPS = 5

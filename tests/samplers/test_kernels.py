@@ -37,6 +37,7 @@ from tests.helpers.tables import draw, stock
 
 F64 = torch.float64
 FLOW = [FlowSDE, DanceSDE, CPS, FlowDDIM]
+SOLVERS = [Euler(), DPMSolver2M()]
 KERNELS = [ODE(), *(kernel() for kernel in FLOW), DDIM()]
 
 
@@ -49,8 +50,6 @@ def grid_of(kernel) -> torch.Tensor:
 
 
 # Values
-
-
 def posterior(x: float, v: float, s: float, after: float, std: float) -> float:
     return (1 - after) * (x - s * v) + math.sqrt(after**2 - std**2) * (x + (1 - s) * v)
 
@@ -155,8 +154,6 @@ def test_posteriors_draw_nothing_on_the_last_step():
 
 
 # Marginals: Gaussian data of variance V, whose exact velocity is linear in x
-
-
 def final_variance(kernel, variance: float, steps: int, decode_x0: bool = False, start: float = 1.0) -> float:
     """Variance of the final state over `variance`, by propagating it through the linear map of each step."""
     grid, one = start * shifted(steps, 3), torch.ones(1, dtype=F64)
@@ -205,8 +202,6 @@ def test_cps_never_recovers_the_spread_of_the_data():
 
 
 # Limits
-
-
 @pytest.mark.parametrize("kernel", FLOW)
 def test_level_zero_is_the_ode_to_the_last_bit(kernel):
     x, v, grid = draw(3, 4), draw(3, 4, seed=1), shifted(10, 3)
@@ -293,8 +288,6 @@ def test_flow_sde_on_the_stock_grids_of_multistep_schedulers():
 
 
 # Numbers
-
-
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_every_step_of_a_grid_is_finite(kernel):
     x, v, grid = draw(3, 4), draw(3, 4, seed=1), grid_of(kernel)
@@ -317,11 +310,12 @@ def test_half_states_are_computed_in_float32(kernel, dtype):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_no_kernel_reads_a_value_back(kernel):
+def test_no_kernel_or_solver_reads_a_value_back(kernel):
     # Tensors on the meta device have no values: reading one raises.
     x = torch.empty(2, 3, device="meta")
     step = kernel(x, x, torch.empty(5, device="meta"), 1)
     assert step.mean.shape == (2, 3) and step.std.shape == ()
+    assert all(solver(x, x, torch.empty(5, device="meta"), 2, x).shape == (2, 3) for solver in SOLVERS)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -340,7 +334,6 @@ def test_a_step_outside_the_grid_is_refused(i):
 
 
 # --- noise that anneals ----------------------------------------------------------------------------------------------
-
 def test_annealed_by_hand():
     """EAD's published schedule: highest 1.2, d = 400."""
     found = [annealed(t, 1.2, 0.1, 400) for t in (0, 50, 100, 200, 10_000)]
@@ -409,23 +402,6 @@ def test_dpm_is_of_first_order_around_sigma_one():
     torch.testing.assert_close(value, x - 0.2 * v, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, F64])
-def test_every_step_is_finite_in_float32_or_wider(dtype):
-    x, v, previous = draw(3, 4).to(dtype), draw(3, 4, seed=1).to(dtype), None
-    grid = compress_tail(shifted(25, 3), 4, 0.4, 3)
-    for i in range(len(grid) - 1):
-        value = DPMSolver2M()(x, v, grid, i, previous)
-        assert value.isfinite().all() and value.dtype == (F64 if dtype == F64 else torch.float32)
-        previous = predict_x0(x, v, grid[i])
-
-
-def test_half_states_are_stepped_in_float32():
-    x, v, previous = draw(3, 4).bfloat16(), draw(3, 4, seed=1).bfloat16(), draw(3, 4, seed=2).float()
-    grid = shifted(10, 3)
-    for solver in (Euler(), DPMSolver2M()):
-        assert torch.equal(solver(x, v, grid, 4, previous), solver(x.float(), v.float(), grid, 4, previous))
-
-
 def solve(solver, steps: int) -> float:
     """Integrate Gaussian data of variance 1/4 with its exact velocity from sigma 0.9 to 0.1, starting at x = 1."""
     grid, x, previous = torch.linspace(0.9, 0.1, steps + 1, dtype=F64), torch.ones(1, dtype=F64), None
@@ -444,10 +420,17 @@ def test_order_of_convergence(solver, order):
         assert math.log2(coarse / fine) == pytest.approx(order, abs=0.1)
 
 
-def test_no_solver_reads_a_value_back():
-    x, grid = torch.empty(2, 3, device="meta"), torch.empty(5, device="meta")
-    for solver in (Euler(), DPMSolver2M()):
-        assert solver(x, x, grid, 2, x).shape == (2, 3)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, F64])
+def test_every_step_of_a_solver_is_finite_and_in_float32_or_wider(dtype):
+    grid = compress_tail(shifted(25, 3), 4, 0.4, 3)
+    wide, previous = F64 if dtype == F64 else torch.float32, None
+    x, v = draw(3, 4).to(dtype), draw(3, 4, seed=1).to(dtype)
+    for i in range(len(grid) - 1):
+        for solver in SOLVERS:
+            value = solver(x, v, grid, i, previous)
+            assert value.isfinite().all() and value.dtype == wide
+            assert torch.equal(value, solver(x.to(wide), v.to(wide), grid, i, previous))
+        previous = predict_x0(x, v, grid[i])
 
 
 def test_a_history_at_step_zero_is_refused():

@@ -89,7 +89,6 @@ def trained(editor: Editor, method, epochs: int, prompts: int = 16, group: int =
 
 
 # --- one edit --------------------------------------------------------------------------------------------------------
-
 def test_an_edit_is_bounded_and_none_is_the_base_itself():
     edit, x = Edit(bound=0.25), torch.randn(4, 3, 5, 5, dtype=torch.bfloat16)
     assert torch.equal(edit.applied(x, torch.zeros(4, 3, 5, 5)), x) and edit.applied(x, x.float()).dtype == x.dtype
@@ -184,7 +183,6 @@ def test_the_kl_is_the_distance_to_no_edit():
 
 
 # --- advantage and loss ----------------------------------------------------------------------------------------------
-
 def test_the_advantage_is_against_the_own_base_by_hand():
     """Gains 1, 3, -1, 1 of mean 1 and deviation sqrt(2)."""
     rewards = torch.tensor([[[0.0], [1.0], [10.0], [13.0]], [[5.0], [4.0], [-2.0], [-1.0]]])
@@ -273,7 +271,6 @@ def test_no_gradient_of_the_critic_reaches_the_edit_and_the_other_way_round():
 
 
 # --- the toy: N(0, I) in two dimensions, reward -|x - c|^2 -----------------------------------------------------------
-
 def test_the_edit_alone_moves_to_the_optimum_of_a_known_critic():
     """Q = -w |x - c|^2 is given and stays; the best edit within the bound is c - x, cut at -1 and 1."""
     torch.manual_seed(0)
@@ -338,7 +335,6 @@ def test_equal_values_leave_the_first_base():
 
 
 # --- pipelines -------------------------------------------------------------------------------------------------------
-
 def policy(pipe=None, edit: Edit = Edit(width=8, depth=1), **options) -> EditPolicy:
     pipe = pipe or tiny.sd3()
     torch.manual_seed(0)

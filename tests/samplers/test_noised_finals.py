@@ -22,8 +22,7 @@ from flowgrpo.samplers.grids import shifted
 from flowgrpo.samplers.noised_finals import GridTimes, RandomGridTimes, Stratified, matching
 from flowgrpo.samplers.old_policy import Lag, OldPolicy
 from flowgrpo.samplers.plans import NoSteps
-from flowgrpo.storage import checkpoint
-from flowgrpo.training import memory, sampling, state
+from flowgrpo.training import memory, sampling
 from tests.helpers import loop, tiny
 from tests.test_train import gradient
 
@@ -73,7 +72,6 @@ def test_what_is_trained_does_not_depend_on_the_presets_before(name):
 
 
 # --- times -----------------------------------------------------------------------------------------------------------
-
 def places(times, steps: int, epochs: int) -> list[tuple[int, ...]]:
     """Which steps of the grid an epoch's times are."""
     grid = shifted(steps, 3.0)
@@ -134,7 +132,6 @@ def test_times_are_functions_of_seed_and_epoch(times):
 
 
 # --- the old policy --------------------------------------------------------------------------------------------------
-
 def test_an_old_lora_and_its_average_stay_on_the_device(monkeypatch):
     pipe = tiny.sd3()
     pipe.transformer.to("meta")
@@ -225,28 +222,7 @@ def test_rollouts_and_old_scores_are_the_old_policys():
     assert torch.equal(found[False], present) and not torch.allclose(found[True], present, atol=1e-3)
 
 
-def test_a_resumed_run_has_the_same_old_policy(tmp_path):
-    options = dict(method="diffusion_nft", parts__lag={"start": 0.5, "slope": 0.1, "most": 0.9}, train__lr=0.02)
-    trainer = tiny.trainer(**options)
-    for trainer.epoch in range(2):
-        trainer.run_epoch()
-    trainer.epoch = 2
-    trainer.progress.saved_counters = state.counters(trainer)
-    state.save(trainer, tmp_path)
-    again = tiny.trainer(**options)
-    state.restore(again, checkpoint.latest(tmp_path / "checkpoints"))
-    assert again.rollouts.old_policy.epoch == 1
-    for each in (trainer, again):
-        each.metrics = each.run_epoch()
-    held, kept = (each.rollouts.old_policy.held for each in (trainer, again))
-    assert all(torch.equal(kept[key], held[key]) for key in held) and trainer.metrics.keys() == again.metrics.keys()
-    assert any(not torch.equal(held[key], now) for key, now in trainer.policy.weights.snapshot().items())
-    now = again.policy.weights.snapshot()
-    assert all(torch.equal(value, now[key]) for key, value in trainer.policy.weights.snapshot().items())
-
-
 # --- noised finals ---------------------------------------------------------------------------------------------------
-
 def test_the_kernel_is_a_unit_gaussian_around_the_velocity():
     v, u = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64).chunk(2, 1)
     found = matching(torch.zeros_like(v), v, shifted(4, 3.0), 2)
@@ -318,7 +294,6 @@ def test_what_noised_finals_hold_is_foretold():
 
 
 # --- runs ------------------------------------------------------------------------------------------------------------
-
 def test_in_half_precision_old_scores_stand_as_they_are():
     policy = tiny.stir(tiny.policy(tiny.sd3().to(torch.bfloat16), precision="bf16"))
     trainer = tiny.trainer(policy, precision="bf16", method="diffusion_nft")
@@ -372,8 +347,7 @@ def test_a_better_matched_good_sample_is_what_every_method_reaches_for():
         assert fit() > before, name
 
 
-# --- what is refused -------------------------------------------------------------------------------------------------
-
+# --- parts -----------------------------------------------------------------------------------------------------------
 def test_a_comparison_with_the_reference_keeps_it_without_a_kl():
     trainer = tiny.trainer(method="diffusion_dpo", parts__reference={"type": "PreviousPolicy"})
     assert trainer.method.loss.kl.weight == 0 and len(trainer.kl_reference.snapshots) == 1

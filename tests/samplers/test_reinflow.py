@@ -20,8 +20,7 @@ from flowgrpo.samplers.grids import shifted
 from flowgrpo.samplers.joint_density import JointTransitions
 from flowgrpo.samplers.noise import LearnedNoise, NoiseNet, Noisy
 from flowgrpo.samplers.plans import AllSteps
-from flowgrpo.storage import checkpoint
-from flowgrpo.training import sampling, state
+from flowgrpo.training import sampling
 from tests.helpers import tiny
 from tests.helpers.tables import close, draw, f64
 
@@ -45,7 +44,6 @@ def trainer(method: str = "reinflow", **options):
 
 
 # --- the kernel ------------------------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("scale", [0.5, 100.0])
 def test_the_step_is_eulers_with_a_level_of_noise_between_the_bounds(scale):
     x, v = 4 * draw(3, 2, 5), draw(3, 2, 5, seed=1)
@@ -76,7 +74,6 @@ def test_the_upper_bound_holds_and_then_falls_along_a_cosine():
 
 
 # --- the joint density -----------------------------------------------------------------------------------------------
-
 def test_the_joint_density_is_that_of_torch_distributions():
     """Of three steps with learned noise: the sum over all values, over their number and that of the terms."""
     kernel, states = Noisy(network(), 0.2, 0.48), [draw(2, 3, 4, seed=seed) for seed in range(4)]
@@ -108,7 +105,6 @@ def test_the_gradient_of_the_density_reaches_network_and_flow():
 
 
 # --- a run -----------------------------------------------------------------------------------------------------------
-
 def test_a_sample_is_one_decision_and_its_first_ratio_is_one():
     made = trainer()
     parts, conditioning, _ = sampling.sample(made, made.prompts[:2])
@@ -171,22 +167,6 @@ def test_the_base_has_the_noise_that_the_run_began_with(rank):
     assert all(torch.equal(value, moved[key]) for key, value in made.policy.weights.snapshot().items())
 
 
-def test_a_checkpoint_brings_the_network_back(tmp_path):
-    made = trainer(train__ema=0.5)
-    made.run_epoch()
-    made.epoch = 1
-    made.progress.saved_counters = state.counters(made)
-    state.save(made, tmp_path)
-    again = trainer(train__ema=0.5)
-    state.restore(again, checkpoint.latest(tmp_path / "checkpoints"))
-    for key, parameter in made.rollouts.network.named_parameters():
-        assert torch.equal(dict(again.rollouts.network.named_parameters())[key], parameter)
-        assert torch.equal(again.optimization.ema[f"noise.{key}"], made.optimization.ema[f"noise.{key}"])
-    for each in (made, again):
-        each.run_epoch()
-    assert all(torch.equal(p, again.policy.weights.named[key]) for key, p in made.policy.weights.named.items())
-
-
 def test_the_bounds_of_an_epoch_are_those_of_its_rollout():
     made = trainer(train__epochs=4, parts__kernel__hold=0.0)
     uppers = [made.rollouts.explorations(epoch)[0].kernel.high for epoch in range(4)]
@@ -210,8 +190,7 @@ def test_steps_may_stay_decisions_of_their_own():
     assert all(p.grad is not None for p in made.rollouts.network.parameters())
 
 
-# --- mistakes --------------------------------------------------------------------------------------------------------
-
+# --- the preset ------------------------------------------------------------------------------------------------------
 def test_what_the_paper_has():
     method = preset("reinflow")
     assert method.target == JointDensity() and method.rollout.kernel == LearnedNoise(0.2, 0.48, 0.35, 0.7)

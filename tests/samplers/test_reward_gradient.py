@@ -107,7 +107,6 @@ def gradient(policy, parts, ending) -> torch.Tensor:
 
 
 # --- the graph -------------------------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("ending", [OneStep(), Unroll(), Unroll(checkpointing=True)])
 @pytest.mark.parametrize("eta", [0.0, 1.0])
 @pytest.mark.parametrize("count", [1, 2, 4])
@@ -198,7 +197,6 @@ def test_the_last_step_draws_no_noise():
 
 
 # --- the parts -------------------------------------------------------------------------------------------------------
-
 def test_ascent_by_hand():
     log_ratio, old = f64([[0.5], [0.0], [-0.25]]), f64([[1.0], [3.0], [2.0]])
     close(RewardAscent()(log_ratio, None, old), [[-1.5], [-3.0], [-1.75]])
@@ -234,7 +232,6 @@ def test_defaults():
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_reward_without_a_gradient_is_refused_before_anything_is_loaded(name, tmp_path):
     prompts = [Prompt(text) for text in tiny.PROMPTS]
@@ -244,7 +241,6 @@ def test_a_reward_without_a_gradient_is_refused_before_anything_is_loaded(name, 
 
 
 # --- on pipelines ----------------------------------------------------------------------------------------------------
-
 def made(method: str, **options):
     trainer = tiny.trainer(method=method, **options)
     tiny.stir(trainer.policy)

@@ -146,8 +146,6 @@ def largest_log_ratio(policy, conditioning, parts, micro_batch) -> float:
 
 
 # --- what runs once ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("stop", [1, 3, 5])
 @pytest.mark.parametrize("solver", [Euler(), DPMSolver2M()])
 def test_a_run_cut_in_two_equals_the_whole(policy, conditioning, stop, solver):
@@ -204,8 +202,6 @@ def test_neither_encoding_nor_decoding_nor_an_empty_trunk_runs_the_denoiser(poli
 
 
 # --- the tree ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("micro_batch", [1, 5, 24])
 @each_tree
 def test_a_part_holds_whole_groups(sampled, tree, micro_batch):
@@ -304,8 +300,6 @@ def test_roots_splits_and_strides_that_make_no_group_are_refused(kwargs, told):
 
 
 # --- noise ------------------------------------------------------------------------------------------------------------
-
-
 @each_tree
 def test_no_two_transitions_use_the_same_noise(policy, conditioning, sampled, tree):
     noise = drawn_noise(sampled(tree)[0])
@@ -367,8 +361,6 @@ def test_the_noise_of_a_split_is_multiplied_too(policy, conditioning):
 
 
 # --- replay -----------------------------------------------------------------------------------------------------------
-
-
 @each_tree
 def test_the_replay_of_a_tree_gives_exactly_the_old_log_probabilities(policy, conditioning, sampled, tree):
     assert largest_log_ratio(policy, conditioning, sampled(tree)[0], 24) == 0
@@ -420,8 +412,6 @@ def test_a_replay_has_gradients_and_rescored_parts_have_none(conditioning, sampl
 
 
 # --- what is recorded -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("plan, steps", [
     (AllSteps(), (0, 1, 2, 3, 4)),
     (Sliding(size=2, start=1), (1, 2)),
@@ -496,8 +486,6 @@ def test_a_part_of_which_nothing_is_kept_is_none(sampled):
 
 
 # --- grids behind the noise -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("ratio, steps", [(0.4, 5), (0.01, 5), (0.8, 7)])
 def test_a_compressed_tail_is_shorter_and_ends_at_the_data(policy, conditioning, ratio, steps):
     grid = compress_tail(shifted(8, 3.0), 4, ratio, 3.0)  # 4 steps lie behind the window: 1, 1 and 3 are left

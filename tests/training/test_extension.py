@@ -63,7 +63,6 @@ def made_of_all() -> list[Extension]:
 
 
 # --- the interface ---------------------------------------------------------------------------------------------------
-
 def test_the_moments_are_those_of_an_epoch_in_its_order():
     assert OF_AN_EPOCH == ["around_epoch", "draw_epoch", "on_drawn", "on_credited", "add_steps", "on_backward",
                            "on_gradients", "on_stepped", "on_trained"]
@@ -103,7 +102,6 @@ def test_no_attribute_hides_a_moment():
 
 
 # --- the order -------------------------------------------------------------------------------------------------------
-
 def test_the_order_names_every_feature_once_and_each_state_has_a_key_of_its_own():
     classes = listed()
     assert [feature.name for feature in extensions.list_extensions()] == [*extensions.ORDER]
@@ -124,7 +122,6 @@ def test_a_run_has_what_its_configuration_turns_on_in_their_order():
 
 
 # --- a toy -----------------------------------------------------------------------------------------------------------
-
 class Toy(Extension):
     """Records its moments."""
 

@@ -29,38 +29,39 @@ def test_limits_by_hand(surrogate, limit):
     assert FirstRatio(rollouts, surrogate, exact=None).limit == pytest.approx(limit)
 
 
-def test_what_no_rounding_makes_stops_a_run_below_fp32_too():
-    trainer = tiny.trainer(tiny.policy(tiny.sd3().to(torch.bfloat16), precision="bf16"), precision="bf16")
+def bf16(**options):
+    return tiny.trainer(tiny.policy(tiny.sd3().to(torch.bfloat16), precision="bf16"), precision="bf16", **options)
+
+
+def shifted(trainer, off: float):
+    """(parts of an epoch, of which the old scores of the first transition are off, conditioning, that transition)."""
     parts, conditioning, grouped = sampling.sample(trainer, trainer.prompts[:2])
     [first, *rest] = loop.credit(trainer, parts, grouped, conditioning.prompts)
     taken = first.transitions[0]
-    off = replace(taken, old=replace(taken.old, logp=taken.old.logp + 0.05))
+    moved = replace(taken, old=replace(taken.old, logp=taken.old.logp + off))
+    return [replace(first, transitions=(moved, *first.transitions[1:])), *rest], conditioning, taken
+
+
+def test_what_no_rounding_makes_stops_a_run_below_fp32_too():
+    trainer = bf16()
+    parts, conditioning, taken = shifted(trainer, 0.05)
     with pytest.raises(UserError, match=r"the first \|log ratio\| is 5.0e-02, and rounding makes less than 2.0e-02"):
-        trainer.first_ratio([replace(first, transitions=(off, *first.transitions[1:])), *rest], conditioning, print)
+        trainer.first_ratio(parts, conditioning, print)
 
 
 def test_without_a_clip_old_scores_that_differ_are_computed_again_too():
-    policy = tiny.policy(tiny.sd3().to(torch.bfloat16), precision="bf16")
-    trainer = tiny.trainer(policy, precision="bf16", method="ddpo", parts__surrogate={"type": "Reinforce"})
-    parts, conditioning, grouped = sampling.sample(trainer, trainer.prompts[:2])
-    [first, *rest] = loop.credit(trainer, parts, grouped, conditioning.prompts)
-    taken = first.transitions[0]
-    off = replace(taken, old=replace(taken.old, logp=taken.old.logp + 1e-4))
-    first = replace(first, transitions=(off, *first.transitions[1:]))
-    again = trainer.first_ratio([first, *rest], conditioning, print)
+    trainer = bf16(method="ddpo", parts__surrogate={"type": "Reinforce"})
+    parts, conditioning, taken = shifted(trainer, 1e-4)
+    again = trainer.first_ratio(parts, conditioning, print)
     assert trainer.first_ratio.rescore and trainer.first_ratio.max_log_ratio == pytest.approx(1e-4, rel=0.1)
     torch.testing.assert_close(again[0].transitions[0].old.logp, taken.old.logp, rtol=0, atol=1e-5)
 
 
 def test_the_limit_is_for_the_methods_own_log_ratio():
     """Guard's is the deviation times the difference of log-probabilities: 1e-4 of these is below its limit."""
-    policy = tiny.policy(tiny.sd3().to(torch.bfloat16), precision="bf16")
-    trainer = tiny.trainer(policy, precision="bf16", method="flow_grpo+grpo_guard")
-    parts, conditioning, grouped = sampling.sample(trainer, trainer.prompts[:2])
-    [first, *rest] = loop.credit(trainer, parts, grouped, conditioning.prompts)
-    taken = first.transitions[0]
-    off = replace(taken, old=replace(taken.old, logp=taken.old.logp + 1e-4))
-    trainer.first_ratio([replace(first, transitions=(off, *first.transitions[1:])), *rest], conditioning, print)
+    trainer = bf16(method="flow_grpo+grpo_guard")
+    parts, conditioning, taken = shifted(trainer, 1e-4)
+    trainer.first_ratio(parts, conditioning, print)
     std = taken.old.std.flatten()[0].item()
     assert 0 < std < 1 and trainer.first_ratio.max_log_ratio == pytest.approx(1e-4 * std, rel=0.05)
 

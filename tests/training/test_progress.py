@@ -66,7 +66,6 @@ def test_a_weight_of_nothing_is_the_method_without():
 
 
 # --- the deterministic sample as a baseline --------------------------------------------------------------------------
-
 def euler(trainer, x, conditioning, grid):
     for step, delta in enumerate((grid[:-1] - grid[1:]).float()):
         with torch.no_grad():

@@ -44,7 +44,7 @@ IMAGES = [
     (term(**FLOW, source={"path": "a.jsonl"}), "no such file"),
     (term(**FLOW) | {"memory.shard": True}, "does not go with memory.shard"),
     (term(type="NextToken"), "parts.data: got NextToken, which reads completions"),
-    ({"method": "rpo", "train.group": 2, "parts": {}}, "pulls to the first image of recorded pairs, but preferences is not set"),
+    ({"method": "rpo", "train.group": 2, "parts": {}}, "the first image of recorded pairs, but preferences is not set"),
     # keys that nothing reads
     ({"text.engine": "vllm"}, "text.engine is set, which is about language models: leave it out for a pipe"),
     ({"train.extrapolate_every": 4}, "train.extrapolate_every is 4, but train.extrapolate is 0"),

@@ -69,18 +69,6 @@ def test_the_critic_comes_to_know_the_rewards_and_nothing_else_moves():
     assert all(p.grad is None for p in kept.editor.networks.parameters())
 
 
-def test_a_checkpoint_goes_on_as_if_it_had_not_stopped():
-    kept, again = recalling(steps=3), recalling(steps=3)
-    states = torch.randn(50, 2, generator=torch.Generator().manual_seed(0))
-    kept.remember(states, torch.ones(1, 1, 1), torch.zeros(50, dtype=torch.int64), reward(states))
-    fitted(kept, 2)
-    again.editor.networks.load_state_dict(kept.editor.networks.state_dict())
-    tensors, values = kept.state()
-    again.load_state({key: value.clone() for key, value in tensors.items()}, values)
-    assert fitted(kept, 2) == fitted(again, 2)
-    again.load_state({}, {})
-
-
 def validated(method):
     method.target.validate(method.rollout, method.credit, method.loss, [], 4)
 

@@ -224,7 +224,6 @@ def test_a_run_is_the_same_with_and_without_a_trial(make):
 
 
 # --- gradients -------------------------------------------------------------------------------------------------------
-
 FOLLOWED = {"method": "draft", "train__steps": 4}
 
 
@@ -258,7 +257,6 @@ def test_a_gradient_of_tokens():
 
 
 # --- texts -----------------------------------------------------------------------------------------------------------
-
 def test_completions_are_short(tmp_path):
     seen = Seen()
     trainer = tried({"mine": seen}, make=tiny_text, text__max_tokens=40)
@@ -286,7 +284,6 @@ def test_a_tokenizer_without_a_token_for_padding_is_no_mistake():
 
 
 # --- what is not in this process -------------------------------------------------------------------------------------
-
 def gone() -> str:
     """A URL where nothing listens."""
     with socket.create_server(("127.0.0.1", 0)) as closed:
@@ -375,7 +372,6 @@ def test_a_reward_server_that_is_not_there_is_told_at_once():
 
 
 # --- disk, tracker ---------------------------------------------------------------------------------------------------
-
 def test_room_for_checkpoints(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     line = told({"red": tiny.red}, output=tmp_path / "not" / "there")

@@ -63,8 +63,6 @@ def tree(policy):
 
 
 # --- which pipelines -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", PIPELINES)
 @pytest.mark.parametrize("guidance", [1.0, 4.0])
 def test_rows_of_different_steps_give_what_each_gives_alone(name, guidance):
@@ -169,8 +167,6 @@ def test_scores_are_those_of_a_replay_step_by_step(policy, tree, micro_batch):
 
 
 # --- gradients -------------------------------------------------------------------------------------------------------
-
-
 def trained(pack: bool, name: str, guidance: float, method: str, **options):
     """A trainer with what it sampled before its first update: parts with advantages, and the conditioning."""
     policy = policy_of(name, guidance)

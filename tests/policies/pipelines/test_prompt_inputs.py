@@ -187,8 +187,6 @@ def test_every_prompt_sees_the_image_of_its_ip_adapter(files):
 
 
 # --- loading ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """An SD 1.5 pipeline, ControlNets of SD 1.5 and SDXL, and an IP-Adapter with its image encoder."""
@@ -269,8 +267,6 @@ def test_diffusers_without_a_control_net_form_is_one_line():
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name, inputs, expected", [
     ("FluxKontextPipeline", {"images": "ab"}, "'images': FluxKontextPipeline takes one image per prompt, got 2"),
     ("StableDiffusionPipeline", {"control_image": "a"}, "takes no control_image: set load.controlnet"),

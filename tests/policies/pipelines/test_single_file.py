@@ -206,7 +206,6 @@ def test_a_checkpoint_without_a_network_names_itself_and_load_config(tmp_path, m
 
 
 # --- textual inversions ----------------------------------------------------------------------------------------------
-
 def inverted(name, tmp_path, tensors, **options):
     save_file(tensors, tmp_path / "my-style.safetensors")
     pipe = make(name)[0]

@@ -178,7 +178,6 @@ def test_what_would_be_lost_is_refused_at_every_door(form, door, tmp_path):
 
 
 # --- other families --------------------------------------------------------------------------------------------------
-
 WAN = {f"blocks.0.attn{number}.{ours}": f"blocks_0_{kind}_attn_{theirs}"
        for number, kind in ((1, "self"), (2, "cross"))
        for ours, theirs in (("to_q", "q"), ("to_k", "k"), ("to_v", "v"), ("to_out.0", "o"))}

@@ -215,7 +215,6 @@ def test_an_absent_torchao_is_told(monkeypatch):
 
 
 # --- sol_rl in low precision -----------------------------------------------------------------------------------------
-
 def noises(prompt: int, samples) -> torch.Tensor:
     """The initial noises of epoch 0, from their seeds."""
     generators = [torch.Generator().manual_seed(seeder(0, 0)(prompt, int(sample))) for sample in samples]

@@ -59,8 +59,6 @@ def first_log_ratio(policy, part, conditioning=None) -> float:
 
 
 # --- a quantised denoiser ------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     return tiny.save(tiny.sd3(), tmp_path_factory.mktemp("sd3"))
@@ -95,24 +93,6 @@ def test_int8_weights_are_integers_near_the_full_ones(both):
         assert weight.qdata.dtype == torch.int8 and ((weight.dequantize() - weights[key]).abs() <= 0.51 * step).all()
 
 
-def test_a_lora_on_int8_weights_samples_and_replays_as_ever(both):
-    full, low = (rollout(policy).finals[0] for policy in both)
-    assert 0 < ((low - full).norm() / full.norm()).item() < 0.05
-    policy = both[1]
-    assert first_log_ratio(policy, rollout(policy)) <= 1e-6
-    ours = {id(p) for p in policy.weights.parameters()}
-    reached = [id(p) for p in policy.denoisers["transformer"].parameters() if p.grad is not None and p.grad.any()]
-    assert reached and set(reached) <= ours
-
-
-def test_the_file_of_a_lora_on_int8_weights_is_the_same_as_ever(both, tmp_path):
-    for policy, name in zip(both, ("full", "int8")):
-        policy.weights.save(tmp_path / name)  # reads it back beside the live one
-    (tensors, told), (low, low_told) = (contents(tmp_path / name / LORA_FILE) for name in ("full", "int8"))
-    assert tensors.keys() == low.keys() and all(torch.equal(tensors[key], low[key]) for key in tensors)
-    assert told == low_told and told["transformer.lora_alpha"] == told["transformer.r"]
-
-
 def test_fp8_weights_are_floats_of_three_bits_near_the_full_ones(both, fp8):
     """A row's largest value is scaled to 448, the largest of e4m3; others round to 3 bits of mantissa, or, below
     2^-6, to multiples of 2^-9."""
@@ -134,17 +114,20 @@ def test_zero_rows_of_fp8_weights_are_zero(tmp_path):
     assert weight.dequantize().isfinite().all() and not weight.dequantize()[3].any() and weight.scale[3] == 1
 
 
-def test_a_lora_on_fp8_weights_samples_replays_and_is_saved_as_ever(both, fp8, tmp_path):
-    full, low = (rollout(policy).finals[0] for policy in (both[0], fp8))
-    assert 0 < ((low - full).norm() / full.norm()).item() < 0.1
-    assert first_log_ratio(fp8, rollout(fp8)) <= 1e-6
-    ours = {id(p) for p in fp8.weights.parameters()}
-    reached = [id(p) for p in fp8.denoisers["transformer"].parameters() if p.grad is not None and p.grad.any()]
+@pytest.mark.parametrize("weights, most", [("int8", 0.05), ("fp8", 0.1)])
+def test_a_lora_on_low_weights_samples_replays_and_is_saved_as_ever(weights, most, both, fp8, tmp_path):
+    policy = both[1] if weights == "int8" else fp8
+    full, low = (rollout(each).finals[0] for each in (both[0], policy))
+    assert 0 < ((low - full).norm() / full.norm()).item() < most
+    assert first_log_ratio(policy, rollout(policy)) <= 1e-6
+    ours = {id(p) for p in policy.weights.parameters()}
+    reached = [id(p) for p in policy.denoisers["transformer"].parameters() if p.grad is not None and p.grad.any()]
     assert reached and set(reached) <= ours
-    for policy, name in ((both[0], "full"), (fp8, "fp8")):
-        policy.weights.save(tmp_path / name)  # reads it back beside the live one
-    (tensors, told), (low, low_told) = (contents(tmp_path / name / LORA_FILE) for name in ("full", "fp8"))
-    assert told == low_told and all(torch.equal(tensors[key], low[key]) for key in tensors)
+    for each, name in ((both[0], "full"), (policy, "low")):
+        each.weights.save(tmp_path / name)  # reads it back beside the live one
+    (tensors, told), (low, low_told) = (contents(tmp_path / name / LORA_FILE) for name in ("full", "low"))
+    assert tensors.keys() == low.keys() and all(torch.equal(tensors[key], low[key]) for key in tensors)
+    assert told == low_told and told["transformer.lora_alpha"] == told["transformer.r"]
 
 
 def contents(file):
@@ -188,8 +171,6 @@ def test_a_pipeline_that_is_loaded_already_is_not_quantised():
 
 
 # --- who waits where -----------------------------------------------------------------------------------------------
-
-
 def test_only_text_encoders_leave():
     pipe = tiny.sd3()
     encoders = memory_options.Encoders(pipe, torch.device("meta"), "cpu")
@@ -359,8 +340,6 @@ def test_the_estimate_leaves_out_what_waits_elsewhere():
 
 
 # --- the optimizer and the compiler --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", ["adamw", "adamw8bit"])
 def test_without_trained_weights_there_is_a_line(kind):
     with pytest.raises(UserError, match="no weight is trained: .*flowgrpo check") as error:
@@ -454,8 +433,6 @@ def seeded():
 
 
 # --- reference predictions -----------------------------------------------------------------------------------------
-
-
 def epoch_of(again: bool, passes: int = 2, **options):
     """(weights, evaluations of the update, KL) of an epoch of some passes with a KL; `again`: nothing is kept."""
     trainer = tiny.trainer(train__inner_epochs=passes, train__lr=1e-2,
@@ -491,8 +468,6 @@ def test_a_large_reference_is_put_in_place_once_per_epoch(monkeypatch):
 
 
 # --- other kinds of LoRA -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("options, scale", [
     ({"dora": True}, 2.0), ({"dora": True, "alpha": 3.0}, 0.75),
     ({"rslora": True}, 2.0), ({"rslora": True, "alpha": 8.0}, 4.0)])

@@ -121,7 +121,6 @@ def test_modules_are_left_as_they_were():
 
 
 # --- pipelines -------------------------------------------------------------------------------------------------------
-
 def picture(pipe, at=None, **asked) -> torch.Tensor:
     def draw():
         return samplers.draw_one(pipe, Prompt("a cat"), 5, ASKED | asked)
@@ -229,7 +228,6 @@ def test_a_tuned_text_encoder_is_refused_between_and_switched_off_at_0(model):
 
 
 # --- commands --------------------------------------------------------------------------------------------------------
-
 def test_sample_draws_with_the_weight(tmp_path, model, lora_run):
     def one(name, *options):
         assert main(["sample", str(model), "--prompt", "a cat", "--steps", "2", "--guidance", "1.5", "--output",

@@ -16,8 +16,6 @@ from flowgrpo.errors import UserError
 from flowgrpo.rollouts.data_losses import Example, seed_of
 from flowgrpo.samplers.noised_finals import noised_states
 from flowgrpo.samplers.scheduler import noise_like
-from flowgrpo.storage import checkpoint
-from flowgrpo.training import state
 from flowgrpo.training.optimizer import rate
 from tests.helpers import loop, tiny, tiny_runs, tiny_text
 from tests.policies.pipelines.test_image_latents import saved
@@ -72,7 +70,6 @@ def noised(made, examples):
 
 
 # --- images --------------------------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("kind", ["flow", "vp"])
 def test_flow_matching_has_the_gradient_of_the_plain_loss(kind):
     made, examples = trainer(kind, {"type": "FlowMatching"}, train__micro_batch=2, train__guidance=3.0), latents(3)
@@ -191,7 +188,6 @@ def test_images_of_a_file_are_learned(tmp_path):
 
 
 # --- texts -----------------------------------------------------------------------------------------------------------
-
 def test_the_term_of_answers_is_plain_cross_entropy():
     made = trainer("tokens", {"type": "NextToken"}, train__micro_batch=2)
     examples = [Example(Prompt("1+2="), "3"), Example(Prompt("33+4="), "37"), Example(Prompt("5;66="), ";61")]
@@ -224,7 +220,6 @@ def test_a_source_is_a_condition_of_the_prompt():
 
 
 # --- in the loop -----------------------------------------------------------------------------------------------------
-
 def trained(data, epochs: int = 1, **options):
     made = trainer("tokens", data, **options)
     metrics = tiny_runs.epochs(made, epochs)
@@ -381,20 +376,6 @@ def test_collected_examples_are_kept_in_a_checkpoint():
         assert torch.equal(one.content, two.content) if torch.is_tensor(one.content) else one.content == two.content
 
 
-def test_a_resumed_run_trains_as_if_nothing_had_happened(tmp_path):
-    data = {"type": "FlowMatching", "batch": 3, "source": OWN, "balance": {"type": "Convergence", "window": 1}}
-    made, other = (trainer("flow", data) for _ in range(2))
-    tiny_runs.epochs(made, 2)
-    made.epoch, made.progress.saved_counters = 2, state.counters(made) | {"epoch": 2}
-    state.save(made, tmp_path)
-    state.restore(other, checkpoint.latest(tmp_path / "checkpoints"))
-    assert other.epoch == 2 and other.memory["data"] == made.memory["data"]
-    whole, resumed = made.run_epoch(), other.run_epoch()
-    assert whole["data/loss"] == resumed["data/loss"] and whole["data/weight"] == resumed["data/weight"] != 0.5
-    for one, two in zip(made.policy.weights.parameters(), other.policy.weights.parameters(), strict=True):
-        assert torch.equal(one, two)
-
-
 @pytest.mark.parametrize("kind, data", [
     ("tokens", {"type": "NextToken", "balance": {"type": "Convergence", "window": 1}}),
     ("tokens", {"type": "NextToken", "token_weight": {"type": "OneToken", "samples": 8, "wrong": -0.1}}),
@@ -414,7 +395,6 @@ def test_runs_of_two_epochs(kind, data):
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------
-
 def test_a_file_of_demonstrations(tmp_path):
     saved(tmp_path / "a.png")
     file = tmp_path / "own.jsonl"
