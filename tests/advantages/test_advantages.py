@@ -1,7 +1,5 @@
 """Group-relative advantages by hand: scales, orders, running statistics, trimming, nodes of a tree."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import deque

@@ -1,7 +1,5 @@
 """Advantages against other baselines than the group's mean, and of right and wrong samples, by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Advantages of segments, steps and clean predictions: by hand, and in epochs of a tiny model."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

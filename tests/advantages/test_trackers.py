@@ -1,7 +1,5 @@
 """Baselines from the history of a prompt, by hand, and in epochs of tiny models."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter

@@ -1,7 +1,5 @@
 """Processes that share the tokens of their rows train as one, by diffusers' context parallelism on gloo."""
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path

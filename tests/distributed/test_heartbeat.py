@@ -1,7 +1,5 @@
 """A process that hangs or fails ends the others within a bound, with its reason; a stop of one is one of all."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

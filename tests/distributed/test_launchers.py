@@ -1,7 +1,5 @@
 """What `accelerate launch` was configured for is read: by accelerate's own command, and in two processes each."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Sharded processes with equal shares agree once per part; with other shares, on every call."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

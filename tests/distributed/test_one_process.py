@@ -1,7 +1,5 @@
 """What is exact in one process alone is refused in two, in one line, before anything is loaded."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 One launch does all that takes two: `one_of_two`, run in each process, leaves what it found in a folder.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

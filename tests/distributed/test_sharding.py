@@ -3,8 +3,6 @@
 `one_of_two` and `one_of_four` are all that a process does in its launch; they leave what they found in a folder.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

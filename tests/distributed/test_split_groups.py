@@ -1,7 +1,5 @@
 """Groups whose samples lie on several processes train as those of one process."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

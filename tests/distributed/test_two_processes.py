@@ -1,7 +1,5 @@
 """Two processes in seconds: their collectives, and a method that trains as on one. `test_processes` has the rest."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

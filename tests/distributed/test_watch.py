@@ -1,7 +1,5 @@
 """A process that is lost ends the others, with its reason; the run goes on from its checkpoint on any number."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

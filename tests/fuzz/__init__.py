@@ -1,7 +1,5 @@
 """Battery of hostile inputs, and its corpus."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 CORPUS = Path(__file__).with_name("corpus")

@@ -4,8 +4,6 @@ Each target runs in a process of its own, which may take MEMORY bytes more than 
 table counts cases, refusals and failures; a failure's first case is written to `--failures`.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import resource

@@ -1,7 +1,5 @@
 """Hypothesis strategies of structures: recipes, records and folders with hostile values."""
 
-from __future__ import annotations
-
 import json
 import struct
 from typing import Any

@@ -1,7 +1,5 @@
 """Hypothesis strategies of bytes: files of the corpus with edits, texts that nest, and headers that claim any size."""
 
-from __future__ import annotations
-
 import struct
 import zlib
 from typing import Any

@@ -1,7 +1,5 @@
 """Targets of the battery: by name the strategy of its cases, and the readers that each case passes through."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

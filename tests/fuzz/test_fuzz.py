@@ -1,7 +1,5 @@
 """Hostile inputs: corpus and a few examples of each target; `make fuzz` runs many."""
 
-from __future__ import annotations
-
 import signal
 
 import pytest

@@ -1,7 +1,5 @@
 """Targets, and every part in every place on every kind of model: refused in a line, or trained otherwise."""
 
-from __future__ import annotations
-
 import functools
 import json
 from typing import Any

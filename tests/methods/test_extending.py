@@ -1,7 +1,5 @@
 """docs/extending.md: its files train as they stand there, and are as short as it says."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import re

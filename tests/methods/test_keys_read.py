@@ -1,7 +1,5 @@
 """Keys of the configuration that a kind of model does not read: refused when they differ from their default."""
 
-from __future__ import annotations
-
 import operator
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """Methods as compositions: presets stack, parts can be changed, and every method's loss is its own."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Methods of preferences: RPO (2407.12164), and Diffusion-DPO on variance-preserving models."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

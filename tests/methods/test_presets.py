@@ -1,7 +1,5 @@
 """What makes each preset the method that it is."""
 
-from __future__ import annotations
-
 import math
 from itertools import accumulate
 

@@ -1,7 +1,5 @@
 """Values that a part does not take: named in one line with the part's place, as a recipe's author sees it."""
 
-from __future__ import annotations
-
 import math
 import re
 from typing import Any

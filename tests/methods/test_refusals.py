@@ -1,7 +1,5 @@
 """Parts and settings that do not go together: one line before a run, which says what was given and what fits."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """RLCM: multistep consistency sampling as the policy, on a latent consistency model and on a flow."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Text encoders in the graph: what is trained, what is encoded anew, and files that stock diffusers reads."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Weights of supervised terms: the balance of two gradients, and of an answer's tokens."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """LayerTuning: clip bounds that adapt to the advantage, and the pull towards the best path of a group."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Losses of forward-process methods, in closed form: values, weights and gradients in float64."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

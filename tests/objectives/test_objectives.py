@@ -1,7 +1,5 @@
 """Log-ratios, surrogates, step weights and Gaussian KL against tables worked by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

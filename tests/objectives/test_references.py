@@ -1,7 +1,5 @@
 """References: which weights a KL holds the policy to, epoch by epoch, and that a resumed run holds to the same."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from peft.tuners.lora import LoraLayer

@@ -1,7 +1,5 @@
 """Losses that compare samples: rewards as labels, and the family of preference pairs, of texts and of images."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Losses of completions as wholes, against tables worked by hand and the losses written out for whole groups."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

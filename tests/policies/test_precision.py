@@ -1,7 +1,5 @@
 """The precision and the device that a machine suits: what is chosen and why, and that a run keeps it."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Options of the model, its memory and its adapter that do not go together: one line of the command, exit code 2."""
 
-from __future__ import annotations
-
 import pytest
 
 from flowgrpo.config import load

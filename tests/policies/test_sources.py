@@ -1,7 +1,5 @@
 """Where a model's files are: variants and revisions, on tiny models and a hub's cache without a network."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

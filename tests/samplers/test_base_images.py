@@ -1,8 +1,6 @@
 """Rewards that compare with the base model's image: the same prompt, the same initial noise, no LoRA, no further
 noise; drawn once for samples that share it, and counted."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -1,7 +1,5 @@
 """Grids: shifts, tails and granularities by hand, and the stock grid of a pipeline, whatever its scheduler is told."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

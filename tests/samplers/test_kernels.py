@@ -1,7 +1,5 @@
 """Kernels and solvers: published values, limits, orders of convergence, and numbers in every precision."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """EXPO: bounded edits of final latents, their density, the critic, best of base and edited at equal scorer calls."""
 
-from __future__ import annotations
-
 import json
 import math
 

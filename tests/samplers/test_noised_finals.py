@@ -1,7 +1,5 @@
 """Noised finals: when, how and under whose weights they are scored, and runs of the methods that train on them."""
 
-from __future__ import annotations
-
 import math
 from itertools import combinations
 

@@ -1,7 +1,5 @@
 """Pairing of decisions with their credit where some rows have no decision that counts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

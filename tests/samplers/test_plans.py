@@ -1,7 +1,5 @@
 """Which steps are trained: plans by hand, and steps with too little noise, which are left out."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Noise learned beside the flow: its bounds, the joint density of a chain, what is trained, and what is kept of it."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

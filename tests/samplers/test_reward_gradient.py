@@ -1,7 +1,5 @@
 """Reward backpropagation: what is in the graph, its gradient, and the runs of refl, draft and alignprop."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

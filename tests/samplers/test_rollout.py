@@ -1,7 +1,5 @@
 """Exploration: trees, what branches share, their noise, what they cost, their replay; samples that are not finished."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from dataclasses import replace

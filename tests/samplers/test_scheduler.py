@@ -1,7 +1,5 @@
 """PolicyScheduler on a stock pipeline: the stock latents without noise, exact records with it."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

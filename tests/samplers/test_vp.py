@@ -1,7 +1,5 @@
 """Variance-preserving pipelines, driven by DDIM: grids by hand, the stock latents, replay, and the methods on them."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

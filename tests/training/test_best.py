@@ -1,7 +1,5 @@
 """The best weights by a held-out reward, and early stop: on a run whose held-out reward peaks in the middle."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -1,7 +1,5 @@
 """Comparison of two versions of the package by their features: what is said of each, and the exit code."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

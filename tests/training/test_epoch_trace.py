@@ -3,8 +3,6 @@
 `python scripts/measure/trace_epoch.py` prints the numbers. The list may only shrink.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 from concurrent.futures import Future

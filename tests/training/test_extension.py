@@ -1,7 +1,5 @@
 """Extensions: the moments that each overrides, the features that turn them on, their order in an epoch, their state."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 from collections.abc import Iterator

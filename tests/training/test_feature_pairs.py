@@ -3,8 +3,6 @@
 CRASHES are the pairs that do neither, and REFUSED those that are refused. Both lists may only shrink.
 """
 
-from __future__ import annotations
-
 import functools
 
 import pytest

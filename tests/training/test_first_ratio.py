@@ -1,7 +1,5 @@
 """The limit of the first ratio, by precision and clip range, and the epoch of the reference's scores."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from types import SimpleNamespace

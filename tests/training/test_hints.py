@@ -1,7 +1,5 @@
 """Hints on a machine, on a model and on rewards: each on its condition, once, with the numbers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Hot path of a run: the host reads no value of the device in a step of a rollout or a micro-batch of a replay."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from accelerate import Accelerator

@@ -1,7 +1,5 @@
 """Constraints: their multipliers by hand, a policy that ends at its limit, and their state in a run."""
 
-from __future__ import annotations
-
 import json
 import math
 

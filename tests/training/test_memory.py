@@ -1,7 +1,5 @@
 """Memory: what `check` foretells, the micro-batch and checkpointing of `auto`, and runs that run out of it."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Steps of the optimizer in closed form, factors on the loss of a decision, and the gradient of large groups."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """HyPO: the preference loss of recorded pairs beside a KL on samples of the run."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

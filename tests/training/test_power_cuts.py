@@ -1,7 +1,5 @@
 """Runs go on after a power cut as if nothing had happened; the long form is scripts/fuzz/try_power_cuts.py."""
 
-from __future__ import annotations
-
 import random
 import sys
 from pathlib import Path

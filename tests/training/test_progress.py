@@ -1,7 +1,5 @@
 """Credit of steps by their clean predictions, and the deterministic sample as a baseline, on a tiny pipeline."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Settings of a run that do not go together: one line of the command, exit code 2, before anything is loaded."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The replay buffer of the critic of edits: what it keeps, what it teaches, and that it goes on from a checkpoint."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

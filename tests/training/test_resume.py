@@ -1,7 +1,5 @@
 """A run that was killed goes on to the same weights to the last bit; large checkpoints are written by a thread."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """Metrics of scores and samples, what stops a run, and held-out evaluation of rewards that compare a group."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Self-teachers and self-correction: what they read in addition, a KL to them, and what counts in a KL."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

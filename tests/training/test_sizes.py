@@ -1,7 +1,5 @@
 """Several sizes of images in one run: one per group, drawn by the seed, and each with its grid."""
 
-from __future__ import annotations
-
 import collections
 
 import pytest

@@ -1,7 +1,5 @@
 """A stop does not wait for a reward: the last whole epoch is saved, and the run goes on from it to the same end."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

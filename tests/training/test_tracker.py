@@ -1,7 +1,5 @@
 """Trackers: name, id, configuration, metrics and samples that a run sends, and the id that a resumed run keeps."""
 
-from __future__ import annotations
-
 import importlib.machinery
 import io
 import json

@@ -1,7 +1,5 @@
 """The trial of rewards before a run: what it finds, what it asks for, and that nothing of it stays."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

@@ -1,7 +1,5 @@
 """Attention kernels: by name, and the plain one of a CPU."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import pytest

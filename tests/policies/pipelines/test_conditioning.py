@@ -1,7 +1,5 @@
 """Encoded prompts: rows, padding, memory and disk, and prompts that are longer than an encoder reads."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest

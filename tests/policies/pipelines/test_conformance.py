@@ -4,8 +4,6 @@ No line here is about one class; the tables at the top say what is known of some
 class: replay and gradient.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from dataclasses import dataclass

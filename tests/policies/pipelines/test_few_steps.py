@@ -1,7 +1,5 @@
 """Models of few steps: known by tiny instances of each class, by files and by names; defaults that fit."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Frames per second of clips: the model's own, or `image.fps`, in the pipeline's call and for rewards."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Images of files as latents: what the pipeline decodes is the image as its autoencoder keeps it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from PIL import Image

@@ -1,7 +1,5 @@
 """Several steps in one batch of a replay: which pipelines take it, what it saves, and that it changes nothing."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

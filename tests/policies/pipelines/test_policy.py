@@ -1,7 +1,5 @@
 """A pipeline as a policy: replay, reference, gradients, and a LoRA that stock diffusers loads."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

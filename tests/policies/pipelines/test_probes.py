@@ -1,7 +1,5 @@
 """Pipelines whose loop has no middle are refused where a method would start there."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

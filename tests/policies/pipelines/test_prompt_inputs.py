@@ -1,7 +1,5 @@
 """What prompts bring beside their text reaches the pipeline's call, in rollout and replay alike."""
 
-from __future__ import annotations
-
 import json
 import re
 

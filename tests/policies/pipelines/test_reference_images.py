@@ -1,7 +1,5 @@
 """Reference images: one per prompt, seen by that prompt alone, and encoded once."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from diffusers import AutoencoderTiny

@@ -1,7 +1,5 @@
 """Pipelines and denoisers from single files, by diffusers' own readers, on tiny models without a network."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 

@@ -1,7 +1,5 @@
 """Teachers: one pipeline as the reference of a KL, and one per source of prompts."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

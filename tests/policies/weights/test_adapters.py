@@ -1,7 +1,5 @@
 """Adapters by peft alone: added, loaded, deleted and removed, in files that stock libraries and earlier runs share."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """Gradient checkpointing changes what is held and nothing else: where diffusers computes blocks again, where it cannot,
 and where it computes something else."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Weights that are not finite are neither saved nor read, and how far trained weights have changed."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -1,7 +1,5 @@
 """Forwards in fewer kernels, and layouts for a CPU: results stay those of peft, diffusers and the stock pipeline."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -3,8 +3,6 @@
 A policy on the meta device stands for one on a GPU: torch refuses a product of tensors on two devices there too.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

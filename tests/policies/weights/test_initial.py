@@ -1,7 +1,5 @@
 """A run that starts from an existing LoRA: the same values, or one line that says what differs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from safetensors.torch import load_file

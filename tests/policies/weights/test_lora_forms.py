@@ -1,7 +1,5 @@
 """LoRA files of others, in every form and at every door: applied exactly, or refused in a line with counts."""
 
-from __future__ import annotations
-
 import json
 import re
 

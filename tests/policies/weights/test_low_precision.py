@@ -1,7 +1,5 @@
 """Previews in low precision: near to full precision, from the same noise, and without a trace in the weights."""
 
-from __future__ import annotations
-
 import gc
 import sys
 import weakref

@@ -1,7 +1,5 @@
 """Less memory changes where things are and how they are kept, and nothing else of a run."""
 
-from __future__ import annotations
-
 import collections
 import copy
 import dataclasses

@@ -1,7 +1,5 @@
 """RLG: base + weight * (tuned - base), in closed form on Gaussians, and on tiny pipelines through every command."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math

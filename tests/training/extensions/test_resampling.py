@@ -1,7 +1,5 @@
 """Sampling under guidance that the loss does not read: texts, guidance scales, the ratio and who sees what."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Supervised terms of runs: their gradients against plain losses, what is collected, and runs of two epochs."""
 
-from __future__ import annotations
-
 import copy
 import json
 from functools import partial
