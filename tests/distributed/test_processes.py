@@ -179,10 +179,10 @@ def found(folder):
 @pytest.mark.parametrize("case", CASES)
 def test_two_processes_train_as_one(case, folder, found):
     both = [load_file(folder / f"process{rank}" / f"{case}.safetensors") for rank in (0, 1)]
-    same_as_alone(case, both, [each[case] for each in found])
+    assert_same_as_alone(case, both, [each[case] for each in found])
 
 
-def same_as_alone(case: str, both: list[dict[str, torch.Tensor]], found: list[dict]) -> None:
+def assert_same_as_alone(case: str, both: list[dict[str, torch.Tensor]], found: list[dict]) -> None:
     """Compare the weights and what was found on two processes with a run on one."""
     trainer, alone = trained(case)
     start = tiny.trainer(**SMALL | CASES[case]).policy.weights.snapshot()

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.distributed.signals import Stopped
-from tests.distributed.test_processes import same_as_alone, trained
+from tests.distributed.test_processes import assert_same_as_alone, trained
 from tests.helpers.processes import together
 
 pytestmark = pytest.mark.fast
@@ -75,4 +75,4 @@ def test_what_processes_tell_each_other(found):
 
 def test_two_processes_train_as_one(folder, found):
     both = [load_file(folder / f"{rank}.safetensors") for rank in (0, 1)]
-    same_as_alone("mix_grpo", both, [each["mix_grpo"] for each in found])
+    assert_same_as_alone("mix_grpo", both, [each["mix_grpo"] for each in found])

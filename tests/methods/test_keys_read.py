@@ -143,7 +143,7 @@ def test_a_model_with_a_grid_of_its_own_reads_no_shift():
 
 
 def test_a_text_run_reads_where_reward_models_wait():
-    require("memory.rewards", "cpu", TEXT)
+    assert require("memory.rewards", "cpu", TEXT) is None
 
 
 @pytest.mark.parametrize("key, value", [("limit", {"at_most": 0.1}), ("transform", ["rank"])])

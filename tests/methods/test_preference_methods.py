@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from accelerate import Accelerator
-from diffusers import DDIMScheduler, DDPMScheduler
+from diffusers import DDPMScheduler
 
 from flowgrpo.advantages.group import Advantage, combine
 from flowgrpo.advantages.shaping import BradleyTerry
@@ -202,9 +202,6 @@ def test_a_run_is_chosen_and_stopped_by_its_validation_value(tmp_path):
     assert lines[0]["loss"] > math.log(2)
 
 
-DDIM_V = DDIMScheduler(prediction_type="v_prediction", clip_sample=False, **tiny.SD15_NOISE)
-
-
 def made(method="diffusion_dpo", stock=None, **options):
     """A trainer on pairs that the tiny SD1.5 draws, its LoRA off its start."""
     policy = tiny.stir(tiny.policy(tiny.sd15(stock or tiny.pndm())), 0.03)
@@ -260,19 +257,6 @@ def test_the_loss_and_its_gradient_are_those_of_the_released_script(beta):
     stats.norms.append(found.norm())
     assert stats.summary()["loss"] == pytest.approx(loss.item(), rel=1e-4)
     torch.testing.assert_close(found / wanted.norm(), wanted / wanted.norm(), rtol=0, atol=1e-3)
-
-
-@pytest.mark.parametrize("stock", [tiny.pndm(), DDIM_V])
-@pytest.mark.parametrize("method", ["diffusion_dpo", "rpo"])
-def test_an_epoch_has_the_first_ratio_one_and_moves_the_lora_alone(method, stock):
-    trainer = made(method, stock)
-    before = {key: value.clone() for key, value in trainer.policy.pipe.unet.state_dict().items()}
-    metrics = trainer.run_epoch()
-    after = trainer.policy.pipe.unet.state_dict()
-    changed = {key for key in before if not torch.equal(before[key], after[key])}
-    assert changed and all("lora_" in key for key in changed)
-    assert trainer.first_ratio.max_log_ratio <= 1e-6
-    assert trainer.optimization.update == 1 and math.isfinite(metrics["loss"])
 
 
 def test_a_run_on_recorded_pairs(tmp_path):

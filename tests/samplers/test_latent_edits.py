@@ -371,30 +371,6 @@ def test_more_candidates_are_bases_of_their_own():
     assert torch.equal(own.generate(own.encode(["red"]), own.generators([4]), 2, 1.0), want)
 
 
-@pytest.mark.parametrize("pipe, options", [
-    (tiny.sd3, {}), (tiny.sd15, {"image__call": {}}), (tiny.flux, {}),
-    (tiny.sd3, {"parts": {"surrogate": {"through": 0.0, "ratio": 1.0}, "advantage": {"type": "Paired"},
-                          "edit": {"acting": "pairs"}}})])
-def test_two_epochs_train_the_editor_and_nothing_else(pipe, options):
-    made, acting = pipe(), options.get("parts", {}).get("edit", {}).get("acting", "argmax")
-    options = {"image__call": tiny.call_of(made)} | options
-    own = policy(made, Edit(width=8, depth=1, acting=acting))
-    trainer = tiny.trainer(policy=own, method="expo", train__lr=1e-3, train__updates=1, **options)
-    frozen = {name: module.state_dict() for name, module in made.components.items()
-              if isinstance(module, torch.nn.Module)}
-    frozen = {(name, key): value.clone() for name, held in frozen.items() for key, value in held.items()}
-    start = trainer.policy.weights.snapshot()
-    for trainer.epoch in range(2):
-        metrics = trainer.run_epoch()
-        assert math.isfinite(metrics["loss"]) and metrics["grad_norm"] > 0 and not metrics["skipped_updates"]
-    assert trainer.first_ratio.max_log_ratio <= 1e-6 and trainer.optimization.update == 2
-    for (name, key), value in frozen.items():
-        assert torch.equal(made.components[name].state_dict()[key], value)
-    changed = {key.split(".")[0] for key, value in trainer.policy.weights.snapshot().items()
-               if not torch.equal(value, start[key])}
-    assert changed == {"edit", "critic"}
-
-
 def test_a_run_saves_what_draws_its_images_and_resumes(tmp_path):
     prompts = [Prompt(text) for text in tiny.PROMPTS]
     config = tiny.config(tmp_path, method="expo", train__lr=1e-2, parts__edit__width=8, parts__edit__depth=1)

@@ -34,9 +34,6 @@ PUBLISHED = {
     "crd": (CentredReward(1.0, 5.0), Matching(), GridTimes(share=0.99), Lag(start=0.25, slope=0.005, most=0.999), 0.05,
             Uniform(), None),
     "diffusion_dpo": (Preference(100.0), Matching(), Stratified(4), Lag(), 0.0, Uniform(), BestWorst(2))}
-COMPARING = ("dgpo", "crd", "diffusion_dpo")  # the samples of a group
-
-
 def epoch(trainer):
     """One epoch's parts, each transition with its advantage, and the conditioning, before any update."""
     parts, conditioning, grouped = sampling.sample(trainer, trainer.prompts[:2])

@@ -11,7 +11,6 @@ from flowgrpo.training.extensions.credit import drift
 from tests.helpers import loop, tiny, tiny_text
 
 GUIDE = {"redraw": {"type": "Hints", "text": "{prompt}{hint}", "learned": False}}
-SHAPED = {"surrogate": {"type": "PolicyShaping"}}
 LOUD = {"expansion": {"type": "Expansion", "scale": 3.0}}
 
 
