@@ -1,7 +1,5 @@
 """Settings of the test session: threads of workers, and a random order of the tests."""
 
-from __future__ import annotations
-
 import gc
 import os
 import random

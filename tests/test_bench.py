@@ -1,7 +1,5 @@
 """Benchmark of scripts/: an epoch's overhead."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

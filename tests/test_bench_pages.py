@@ -1,7 +1,5 @@
 """Page of the benches: from the folders that a bench leaves, and that of the repository."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
@@ -132,7 +130,6 @@ def test_the_longest_chain_and_the_sign_of_a_difference_by_hand():
     def pair(one: str, other: str, order: int) -> dict:
         return {"one": one, "other": other, "order": order, "mean": 0.1, "low": -0.1, "high": 0.3, "p": 0.2,
                 "holm": 0.4}
-
     # a above c and d, b above d, c above d: a, c, d
     pairs = [pair("a", "b", 0), pair("c", "a", -1), pair("a", "d", 1), pair("b", "c", 0), pair("d", "b", -1),
              pair("c", "d", 1)]

@@ -4,8 +4,6 @@ A public name is one that the library's top level exports. All others may go in 
 fails, and says where it is used.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Every command line of README.md and docs/ runs as it stands, shortened by further options, on packaged models and
 small files. Those that cannot run here are listed with the reason."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

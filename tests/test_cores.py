@@ -1,7 +1,5 @@
 """Free cores from readings worked by hand, limits of control groups, and torch's threads that follow."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 

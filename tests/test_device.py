@@ -1,7 +1,5 @@
 """Copies to a GPU go by pinned memory and are queued: seen with a stand-in for a GPU, the CPU under another name."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode

@@ -1,7 +1,5 @@
 """The documents say what the code does: keys, presets, parts and tests that they name exist."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy
@@ -308,7 +306,6 @@ def test_the_table_of_learning_rates_is_that_of_its_runs():
 def test_the_readme_counts_methods_and_modifiers_of_both_kinds_alike():
     """As `flowgrpo list methods` lists them; drakes is of language models."""
     from flowgrpo.cli.about import GROUPS, _presets
-
     recorded, finals, texts, overlays = ([row[0] for module in modules for row in _presets(module)]
                                          for modules in GROUPS.values())
     images, language = {*recorded, *finals} - {"drakes"}, {*texts, "drakes"}

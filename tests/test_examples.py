@@ -1,7 +1,5 @@
 """The notebooks of examples/ run as they stand, with fewer epochs and prompts."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -24,7 +22,6 @@ def cells(notebook: Path) -> list[str]:
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs(notebook, tmp_path, monkeypatch):
     import matplotlib
-
     matplotlib.use("agg")
     monkeypatch.chdir(tmp_path)
     names = {"__name__": "notebook"}

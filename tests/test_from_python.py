@@ -1,7 +1,5 @@
 """A run that Python made from objects: other commands find the model, the rewards and the prompts again."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import shutil

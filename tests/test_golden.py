@@ -1,8 +1,6 @@
 """What must not change by itself, as files in golden/ have it: resolved methods, help, the configuration's keys, and
 metrics of two epochs of every preset."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """Ten minutes on a GPU: what is run, how failures are kept apart, what results say, and a rehearsal on the CPU."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -62,7 +60,6 @@ def test_the_wheels_are_those_of_the_constraints():
 
 def test_a_wheel_is_unpacked_without_a_network_beside_the_others(tmp_path):
     from zipfile import ZipFile
-
     with ZipFile(tmp_path / "lacking-1.0-py3-none-any.whl", "w") as wheel:
         wheel.writestr("lacking.py", "here = True")
         wheel.writestr("lacking-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: lacking\nVersion: 1.0\n")
@@ -138,7 +135,6 @@ def test_a_section_that_raises_says_so_behind_its_lines(capsys, monkeypatch):
     def fails():
         yield {"value": 1 / 3}
         raise ArithmeticError("of the\nGPU")
-
     monkeypatch.setattr(gpu_sections, "fails", fails, raising=False)
     gpu_sections.tell("fails")
     begun, line, end = map(json.loads, capsys.readouterr().out.splitlines())

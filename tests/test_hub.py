@@ -1,7 +1,5 @@
 """The hub where nothing answers: one line at once, or the cache."""
 
-from __future__ import annotations
-
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
@@ -119,7 +117,6 @@ def hidden() -> OSError:
 def test_a_repository_that_the_hub_refuses_is_told_in_one_line(error, told, monkeypatch):
     def refuse(*arguments, **options):
         raise error()
-
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(DiffusionPipeline, "load_config", refuse)
     for cls in (AutoConfig, AutoModelForCausalLM):

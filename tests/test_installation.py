@@ -1,8 +1,6 @@
 """An installation with the declared dependencies alone: every recipe's pipeline reads its prompts, every reward of a
 recipe runs or names its extra, and a source tree that is not installed trains."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -1,7 +1,5 @@
 """Launch scripts: what they run on a node, with options that the launchers and the configuration have."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

@@ -111,7 +111,6 @@ def at_import(tree: ast.Module) -> set[str]:
                 continue
             elif not isinstance(inner, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
                 yield from statements(inner)
-
     return set(imported_by(statements(tree)))
 
 

@@ -1,7 +1,5 @@
 """Pages of this machine: foreign host names and sites, requests without end, and faults of one request."""
 
-from __future__ import annotations
-
 import socket
 import struct
 import threading

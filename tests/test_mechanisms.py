@@ -1,7 +1,5 @@
 """docs/mechanisms/*.tsv: what they name exists."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

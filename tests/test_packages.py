@@ -1,7 +1,5 @@
 """Packages that do not fit: one line with the command that mends it, from records and from failed imports."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -46,7 +44,6 @@ def test_an_old_package_is_named_with_the_command(tmp_path):
 @pytest.mark.parametrize("found, fits", [("2.8.0a0+ab12cd", True), ("2.8.1+cu128", True), ("2.7.1", False)])
 def test_a_vendors_build_counts_as_its_release(found, fits):
     from packaging.requirements import Requirement
-
     assert packages._fits(Requirement("torch>=2.8"), found) == fits
 
 

@@ -1,7 +1,5 @@
 """Tables of published settings beside our recipes': each of ours is the recipe's, and each difference has a reason."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

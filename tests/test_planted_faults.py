@@ -1,7 +1,5 @@
 """Planted faults of scripts/measure/plant_faults.py: each still applies to the present code."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The recipes: each loads, fits the pipeline that it is for, and makes a batch that can be dealt out."""
 
-from __future__ import annotations
-
 import math
 import random
 import re

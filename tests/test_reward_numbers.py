@@ -1,7 +1,5 @@
 """Numbers of rewards on fixed images: what scripts/measure/reward_numbers.py draws, writes and compares."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from datetime import datetime, timezone

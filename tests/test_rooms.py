@@ -1,7 +1,5 @@
 """Rooms that are named in tables and loaded where they are used: `text` and `contrib`."""
 
-from __future__ import annotations
-
 import dataclasses
 import subprocess
 import sys
@@ -58,7 +56,6 @@ def test_the_table_of_text_presets_is_that_of_their_modules():
 
 def test_the_fields_of_language_models_are_names_of_parts():
     from flowgrpo.text import targets
-
     classes = [cls for cls in vars(targets).values() if dataclasses.is_dataclass(cls)
                and cls.__module__ == targets.__name__]
     fields = {field.name for cls in classes for field in dataclasses.fields(cls)}

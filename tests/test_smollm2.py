@@ -1,7 +1,5 @@
 """The table and the curve of the language model's runs (scripts/build/train_smollm2.py), of a run trained here."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys

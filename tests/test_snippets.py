@@ -1,7 +1,5 @@
 """Blocks of YAML and Python in README.md and docs/ work as they stand there; commands are parsed by test_docs.py."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import re

@@ -1,7 +1,5 @@
 """Study of parts: its statistics, its tables, its prompts, its measurements, and the page."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys
@@ -147,7 +145,6 @@ def test_new_rows_replace_the_same_ones_and_all_are_corrected_together():
     def row(name: str, p: float) -> dict[str, Any]:
         return {"name": name, "setting": "", "pool": "all", "p": p, "quantity": "accuracy", "without": [0.1] * 3,
                 "with": [0.2] * 3}
-
     known = study_statistics.judged([row("a", 0.01), row("b", 0.02)])
     rows = study_statistics.merged(known, [row("b", 0.04), row("c", 0.03)])
     assert [each["name"] for each in rows] == ["a", "b", "c"]

@@ -1,7 +1,5 @@
 """Language models through the same loop: presets, their losses, micro-batches, a resumed run, and one's mistakes."""
 
-from __future__ import annotations
-
 import json
 import shutil
 
@@ -103,7 +101,6 @@ def test_grpos_loss_is_the_papers():
     total = []
     trainer.policy.backward = lambda loss: total.append(loss.detach())
     loop.backward(trainer, part, asked, {0: 1.0}, decisions([part], trainer.method.loss.reduction), stats)
-
     [(_, _, new)] = trainer.rollouts.replay(part, asked)
     with trainer.policy.reference():
         [(_, _, base)] = trainer.rollouts.replay(part, asked)
@@ -135,7 +132,6 @@ def test_completions_without_an_end_are_left_out_where_that_is_asked_for():
         masks = [part.transitions[0].old.mask for part, _ in trainer.rollouts.sample(asked, 0, None)]
         ends = [part.transitions[0].ids == 2 for part, _ in trainer.rollouts.sample(asked, 0, None)]
         return torch.cat(masks), torch.cat(ends).any(1)
-
     (kept, ended), (masked, _) = trained("keep"), trained("mask")
     assert kept.any(1).all() and 0 < ended.sum() < len(ended)
     assert torch.equal(masked.any(1), ended) and torch.equal(masked[ended], kept[ended])
@@ -143,11 +139,9 @@ def test_completions_without_an_end_are_left_out_where_that_is_asked_for():
 
 def test_rewards_are_told_how_many_tokens_a_completion_has():
     told = []
-
     def counted(texts, prompts, metadata):
         told.extend(zip(texts, metadata))
         return [entry["completion_tokens"] for entry in metadata]
-
     trainer = tiny_text.trainer(rewards={"short": counted})
     parts, _, scores = sampling.sample(trainer, trainer.prompts[:2])
     lengths = torch.cat([part.leaves()["lengths"] for part in parts])

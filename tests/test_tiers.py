@@ -1,7 +1,5 @@
 """Tiers of the tests: what the fast one keeps, and how it follows a change."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

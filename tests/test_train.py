@@ -1,7 +1,5 @@
 """The loop: what it learns, what it leaves alone, what it writes."""
 
-from __future__ import annotations
-
 import json
 import threading
 from dataclasses import dataclass, replace
@@ -95,11 +93,9 @@ def test_a_gradient_that_overflows_fp16_halves_the_scale():
 def test_a_part_is_scored_while_the_next_one_is_sampled():
     """The reward of the first part does not answer before the denoiser works on the second one."""
     decoded, begun, scored = threading.Event(), threading.Event(), []
-
     def patient(images, prompts):
         scored.append((begun.wait(60), len(prompts)))  # a trainer that waits for it here would never begin
         return tiny.red(images, prompts)
-
     trainer = tiny.trainer(rewards={"red": patient})
     trainer.policy.pipe.vae.decoder.register_forward_hook(lambda *_: decoded.set())
     trainer.policy.pipe.transformer.register_forward_pre_hook(lambda *_: begun.set() if decoded.is_set() else None)
@@ -176,7 +172,6 @@ def test_what_a_run_leaves_behind(whole_run):
 
 def test_events_hold_the_reward(whole_run):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     _, _, folder, _, _ = whole_run
     [file] = folder.rglob("events.out.tfevents*")
     events = EventAccumulator(str(file)).Reload()
@@ -264,11 +259,9 @@ def test_a_better_sample_becomes_more_likely_and_a_worse_one_less():
     tiny.stir(trainer.policy)
     parts, conditioning = epoch(trainer)
     [part] = parts
-
     def logp():
         with torch.no_grad():
             return [new.logp[:, 0] for _, _, new in replay(trainer.policy, conditioning, part, 8)]
-
     before = logp()
     gradient(trainer, parts, conditioning)
     trainer.optimization.step()
@@ -283,16 +276,13 @@ def test_the_kl_pulls_back_to_the_base():
         parts, conditioning = epoch(trainer)
         found[weight] = gradient(trainer, still(parts), conditioning)
     assert found[0.0].abs().max() == 0 and found[0.01].abs().max() > 1e-4
-
     def output():
         with torch.no_grad():
             return trainer.policy.replay(conditioning, torch.ones(2, *tiny.LATENTS), trainer.rollouts.grid, 1)
-
     def distance():
         with trainer.policy.reference():
             base = output()
         return (output() - base).square().mean()
-
     first = distance()
     for _ in range(5):
         gradient(trainer, still(parts), conditioning)
@@ -363,10 +353,8 @@ def test_a_run_in_which_no_group_differs_changes_nothing(tmp_path):
 
 def test_a_reward_may_not_apply(tmp_path):
     settings = tiny.config(tmp_path, reward={"red": 1.0, "cats": 1.0}, train__epochs=3)
-
     def cats(images, prompts):
         return [tiny.red(images, prompts)[i].item() if "cat" in prompt else None for i, prompt in enumerate(prompts)]
-
     summary = align(settings, {"red": tiny.red, "cats": cats})
     assert summary["updates"] == 3 and summary["skipped_updates"] == 0
     assert json.dumps(metrics(settings.folder), allow_nan=False)  # null, never NaN
@@ -458,12 +446,10 @@ def test_in_half_precision_old_scores_are_computed_as_the_replay_does(tmp_path, 
 def out_of_memory(pipe, call: int):
     """Let the denoiser run out of memory from the call of that number on."""
     seen = []
-
     def refuse(module, inputs):
         seen.append(0)
         if len(seen) >= call:
             raise torch.OutOfMemoryError("tried to allocate 2.00 GiB\nand much more")
-
     pipe.transformer.register_forward_pre_hook(refuse)
     return pipe
 
@@ -506,13 +492,11 @@ def test_align_goes_on_where_it_failed(tmp_path, capsys):
     given = dict(prompts=["red", "blue", "green", "old"], **small(tmp_path))
     whole = flowgrpo.align(tiny.sd3(), bluish, **given | {"name": "whole"})
     pipe, calls = tiny.sd3(), []
-
     def failing(images, prompts, metadata):
         calls.append(prompts)
         if len(calls) == 5:  # the trial, the base, two parts of the first epoch, and the second epoch's first
             raise OSError("unreachable")
         return bluish(images, prompts, metadata)
-
     with pytest.raises(UserError, match="unreachable"):
         flowgrpo.align(pipe, {failing: 1.0}, **given)
     assert checkpoint.latest(tmp_path / "run" / "checkpoints").name == "epoch-00001"
@@ -531,11 +515,9 @@ def test_align_takes_several_rewards_and_a_prompt_file(tmp_path):
 
 def test_prompts_of_a_list_keep_their_metadata(tmp_path):
     seen = []
-
     def counted(images, prompts, metadata):
         seen.extend(metadata)
         return [float(each.get("count", 0)) for each in metadata]
-
     listed = [{"prompt": "red", "metadata": {"count": 1}}, {"prompt": "blue", "weight": 2}, "green",
               Prompt("old", metadata={"count": 3})]
     flowgrpo.align(tiny.sd3(), {counted: 1.0}, listed, **small(tmp_path))
@@ -548,7 +530,6 @@ def test_prompts_of_a_list_keep_their_metadata(tmp_path):
 def test_groups_that_all_agree_are_reported_once(tmp_path, capsys):
     def same(images, prompts):
         return [0.5] * len(prompts)
-
     options = small(tmp_path)
     options["train"] = options["train"] | {"epochs": 2}
     flowgrpo.align(tiny.sd3(), {same: 1.0}, ["red", "blue", "green", "old"], **options)
@@ -596,7 +577,6 @@ def test_a_recipe_is_the_base_of_the_arguments():
     def of(*given, recipe="starter", **options):
         arguments = [*given, *[OMITTED] * (4 - len(given))]
         return configured(*arguments, recipe, options)[0]
-
     assert of() == load("starter")
     assert of(name="mine", train={"epochs": 3}) == load("starter", {"name": "mine", "train.epochs": 3})
     other = of("model", {bluish: 0.5}, ["red"], "flow_grpo")
@@ -678,7 +658,6 @@ def test_a_run_of_all_weights(tmp_path):
 
 def test_a_run_outside_of_the_main_thread(tmp_path):
     from concurrent.futures import ThreadPoolExecutor
-
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(align, tiny.config(tmp_path)).result()["updates"] == 2
 

@@ -1,7 +1,5 @@
 """Trainers under TRL's names: a script of its DDPO with another import, and FlowGRPOTrainer, on tiny pipelines."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
 
@@ -36,7 +34,6 @@ def redness():
         assert images.ndim == 4 and 0 <= images.min() and images.max() <= 1
         assert isinstance(prompts, tuple) and all(entry["legs"] == 4 for entry in metadata)
         return images[:, 0].mean((1, 2)), {}
-
     return _fn
 
 
@@ -51,14 +48,12 @@ def outputs_logger(seen):
         result = {f"{prompts[i]:.25} | {rewards[i].item():.2f}": image.unsqueeze(0).float()
                   for i, image in enumerate(images)}
         accelerate_logger.log_images(result, step=global_step)
-
     return hook
 
 
 @pytest.mark.fast
 def test_the_ddpo_script_runs(tmp_path, monkeypatch):
     from transformers import HfArgumentParser
-
     monkeypatch.chdir(tmp_path)
     np.random.seed(0)
     tiny.save(tiny.sd15(), tmp_path / "sd")
@@ -75,7 +70,6 @@ def test_the_ddpo_script_runs(tmp_path, monkeypatch):
     trainer = DDPOTrainer(training_args, redness(), prompt_fn, pipeline, image_samples_hook=outputs_logger(seen))
     summary = trainer.train()
     trainer.save_model(training_args.output_dir)
-
     assert summary["method"] == "ddpo" and summary["epochs"] == 2 and summary["updates"] == 4
     assert seen == [(seen[0][0], 4), (seen[0][0] + 1, 4)]
     assert (tmp_path / "saved" / "pytorch_lora_weights.safetensors").is_file()
@@ -168,11 +162,9 @@ def test_a_language_model_needs_no_method(tmp_path):
     args = FlowGRPOConfig(output_dir=str(tmp_path), max_steps=1, per_device_train_batch_size=4, num_generations=2,
                           max_completion_length=4, options={"held_out": 0.4, "eval": {"prompts": 1}, "device": "cpu"})
     rows = [{"prompt": text, "answer": "3"} for text in tiny_text.PROMPTS]
-
     def length(prompts, completions, answer, **columns):
         assert set(answer) == {"3"}
         return [float(len(text)) for text in completions]
-
     summary = flowgrpo.FlowGRPOTrainer("starter_text", length, args, rows).train()
     assert summary["method"] == "grpo" and summary["epochs"] == 1
 

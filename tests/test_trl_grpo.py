@@ -1,7 +1,5 @@
 """TRL's GRPO and RLOO under another import: fields, prompts as messages, rewards by name, on a tiny language model."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 
@@ -175,13 +173,10 @@ def test_arguments_of_the_trainer_that_are_not_supported_are_one_line():
 
 def test_grpo_takes_messages_and_gives_rewards_what_trl_gives(tmp_path):
     from datasets import Dataset
-
     seen = []
-
     async def counted(prompts, completions, completion_ids, answer, trainer_state, **columns):
         seen.append((prompts[0], completions[0], completion_ids[0], answer[0], columns.keys()))
         return [float(len(ids)) for ids in completion_ids]
-
     model, tokenizer = tiny_text.model()
     trainer = GRPOTrainer(model, [counted, short], GRPOConfig(**small(tmp_path, run_name="talks")),
                           Dataset.from_list(talks(SYSTEM)), Dataset.from_list(talks(SYSTEM)[:2]), tokenizer)
@@ -215,7 +210,6 @@ def test_messages_of_several_turns_are_written_by_the_chat_template(tmp_path):
 
 def test_rloo_trains_a_lora(tmp_path):
     from peft import LoraConfig
-
     model, tokenizer = tiny_text.model()
     trainer = RLOOTrainer(model, short, RLOOConfig(**small(tmp_path, run_name="rloo", lr_scheduler_type="cosine")),
                           talks(), processing_class=tokenizer, peft_config=LoraConfig(r=2, lora_alpha=4))
@@ -229,7 +223,6 @@ def test_rloo_trains_a_lora(tmp_path):
 def test_flow_grpo_trainer_takes_coroutines_and_streams(tmp_path):
     async def length(completions, prompts):
         return [float(len(text)) for text in completions]
-
     rows = ({"prompt": text} for text in tiny_text.PROMPTS)
     args = FlowGRPOConfig(**small(tmp_path))
     trainer = FlowGRPOTrainer("starter_text", length, args, rows)

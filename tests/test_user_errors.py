@@ -1,7 +1,5 @@
 """What a person can get wrong: exit code 2, one line that says what to do, no traceback, nothing lost."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """Levels of recipes in docs/recipes.md: what a run's files show of its recipe."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

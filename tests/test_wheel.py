@@ -1,7 +1,5 @@
 """The wheel, in a folder of its own: it has the recipes, and its commands find them without a clone."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

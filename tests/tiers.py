@@ -7,8 +7,6 @@ and tests of what changed since the merge base with the main branch are kept who
 changed file, or imports a changed module by name.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import subprocess

@@ -3,8 +3,6 @@
 `make test-all` runs this folder where a Chromium is installed: `apt-get install chromium` on Debian.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 

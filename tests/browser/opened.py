@@ -1,7 +1,5 @@
 """Page of a browser whose console has to stay silent, and which asks nobody but its own server."""
 
-from __future__ import annotations
-
 PHONE, DESK = {"width": 360, "height": 740}, {"width": 1280, "height": 900}
 
 

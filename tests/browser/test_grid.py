@@ -1,7 +1,5 @@
 """The page of an evaluation grid in a headless Chromium."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

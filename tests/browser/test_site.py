@@ -1,7 +1,5 @@
 """All pages of the site in a headless Chromium, at the widths of a desk and a phone: nothing is cut."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

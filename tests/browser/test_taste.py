@@ -1,7 +1,5 @@
 """The page of `flowgrpo taste` in a headless Chromium, by the keyboard alone."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

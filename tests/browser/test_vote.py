@@ -1,7 +1,5 @@
 """The page of `flowgrpo vote` in a headless Chromium."""
 
-from __future__ import annotations
-
 import json
 import threading
 

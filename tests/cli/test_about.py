@@ -1,7 +1,5 @@
 """The table of rewards: what each says of itself, what is installed, and files scored from the command line."""
 
-from __future__ import annotations
-
 import json
 import struct
 import subprocess
@@ -159,7 +157,6 @@ def test_each_file_has_the_prompt_and_metadata_of_its_line(files, tmp_path, caps
 
 def test_videos_and_texts_are_scored_likewise(files, tmp_path, capsys):
     from PIL import Image
-
     (tmp_path / "clip").mkdir()
     for i in range(3):
         save_image(torch.full((3, 4, 4), 0.4), f"clip/{i}.png")
@@ -177,7 +174,6 @@ def test_videos_and_texts_are_scored_likewise(files, tmp_path, capsys):
 def test_grey_of_sixteen_bits_is_read(files, capsys):
     import numpy as np
     from PIL import Image
-
     Image.fromarray(np.full((4, 4), 40000, np.uint16)).save("deep.png")
     found = scores(shown(capsys, "reward", "score", "mine.py:level", "deep.png", "--json"))
     assert found == pytest.approx([40000 / 65535], abs=1e-6)

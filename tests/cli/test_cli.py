@@ -1,7 +1,5 @@
 """The command line: what answers at once, and mistakes in one line with exit code 2."""
 
-from __future__ import annotations
-
 import logging
 import os
 import subprocess
@@ -205,7 +203,6 @@ def test_no_command_shows_the_help(capsys):
 
 def test_methods_are_listed_with_their_pages(capsys):
     from flowgrpo.methods.presets import PRESETS
-
     assert main(["list", "methods"]) == 0
     out = capsys.readouterr().out
     assert [name for name in PRESETS if f"{name} " not in out] == []
@@ -215,7 +212,6 @@ def test_methods_are_listed_with_their_pages(capsys):
 
 def test_methods_are_found_by_a_word_and_stand_in_one_group_each(capsys):
     from flowgrpo.methods.presets import PRESETS
-
     listed = [row[0] for modules in about.GROUPS.values() for module in modules for row in about._presets(module)]
     assert sorted(listed) == sorted(PRESETS)
     assert main(["list", "methods", "Dapo"]) == 0
@@ -286,7 +282,6 @@ def test_the_command_line_silences_what_libraries_say_in_every_run(caplog):
     from transformers import AutoTokenizer
 
     from flowgrpo.starter import FOLDERS
-
     assert main(["--version"]) == 0
     text = AutoTokenizer.from_pretrained(FOLDERS["starter"] / "tokenizer")
     assert len(text("a red star " * 40).input_ids) > text.model_max_length

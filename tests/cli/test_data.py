@@ -1,7 +1,5 @@
 """`flowgrpo prompts mix`: files of prompts by rates of an evaluation, a run or a file, and by likelihoods."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Edits as a user runs them: training, evaluation, report and card; sources that are damaged in mid-run."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -73,23 +71,19 @@ def edits(tmp_path):
     for file, names in (("train", "abcd"), ("held", "efgh")):
         (tmp_path / f"{file}.jsonl").write_text("\n".join(
             json.dumps({"prompt": f"edit {name}", "image": f"{name}.jpg"}) for name in names))
-
     def made(then=lambda number, metadata: None, **options):
         pipe, call = make("FluxKontextPipeline")
         number = 0
-
         def red(images, prompts, metadata):
             nonlocal number
             number += 1
             then(number, metadata)
             return images[:, 0].mean((1, 2))
-
         settings = tiny.config(
             tmp_path / "runs", prompts=str(tmp_path / "train.jsonl"), held_out=str(tmp_path / "held.jsonl"),
             image__call={key: value for key, value in call.items() if key != "image"}, train__prompts=2,
             train__save_every=1, eval__prompts=4, eval__grid=4)
         return run(settings, pipe=pipe, functions={"red": red}, **options)
-
     return made
 
 
@@ -121,7 +115,6 @@ def test_a_run_that_a_reward_ended_over_a_damaged_source_goes_on_without_it(edit
             cut(Path(metadata[0]["image"]))
         for entry in metadata:
             read_image(entry["image"])
-
     with pytest.raises(UserError, match=r"[abcd]\.jpg cannot be read as an image"):
         edits(read)
     assert "epoch 1 is saved in" in capsys.readouterr().out

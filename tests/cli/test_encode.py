@@ -1,7 +1,5 @@
 """`flowgrpo prompts encode`: prompts are encoded ahead of a run, which then loads no text encoder."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -57,7 +55,6 @@ def test_it_reads_text_encoders_alone_and_a_run_then_loads_none(model, tmp_path,
         f"{folder}: 7 prompts (5 to train on, 2 held out), 7 new, "
         f"{sum(file.stat().st_size for file in files) / 2**20:.1f} MiB")
     assert main(["prompts", "encode", "--trust", path]) == 0 and ", 0 new," in capsys.readouterr().out
-
     results = []
     for name, cache in (("plain", None), ("cached", str(ahead / "cache"))):
         (tmp_path / name).mkdir()
@@ -131,7 +128,6 @@ def test_beside_a_denoiser_without_room_the_encoders_encode_where_they_wait(mode
     """As `sample` and `eval` of a run with `memory.encoders: ahead`: the encoders never come."""
     from flowgrpo.config.sections import Memory
     from flowgrpo.policies.loading import make_pipeline
-
     stock, waits = (make_pipeline(str(model), "fp32", memory=Memory(encoders=way)) for way in ("cpu", "ahead"))
     asked = dict(prompt="a red owl", prompt_2=None, prompt_3=None, device=torch.device("cpu"))
     for one, other in zip(stock.encode_prompt(**asked), waits.encode_prompt(**asked)):

@@ -1,7 +1,5 @@
 """`flowgrpo export` of a run as `flowgrpo train` leaves it: each form is written where it is said, and told."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

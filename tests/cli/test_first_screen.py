@@ -1,7 +1,5 @@
 """The first screen of the command line, its groups, and the earlier names of commands."""
 
-from __future__ import annotations
-
 import json
 import re
 

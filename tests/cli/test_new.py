@@ -1,7 +1,5 @@
 """`flowgrpo new`: what it writes passes its own test as it stands, and nothing is overwritten."""
 
-from __future__ import annotations
-
 import inspect
 import runpy
 

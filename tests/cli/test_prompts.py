@@ -1,7 +1,5 @@
 """`flowgrpo list prompts` and `flowgrpo prompts write`."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """`flowgrpo push` and runs of the hub, beside a stand-in for one on this machine."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """`flowgrpo reproduce`: its commands, costs and table; folders of evaluations without --output."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -40,7 +38,6 @@ def test_the_papers_number_stands_beside_ours(capsys):
     def arm(mean):
         return {"geneval": {"all prompts": {"mean": 0, "low": 0, "high": 0}}}, {"geneval": {
             "mean": mean, "low": mean - 0.02, "high": mean + 0.02}}
-
     (base, base_tasks), (tuned, tuned_tasks) = arm(0.61), arm(0.93)
     reproduce.show("flow_grpo/geneval", reproduce.RESULTS["flow_grpo/geneval"], {
         "arms": {"base": base, "tuned": tuned}, "category_means": {"base": base_tasks, "tuned": tuned_tasks},

@@ -1,7 +1,5 @@
 """Signals to `sample`, `grid` and `encode`: what is finished stays whole, and the same command goes on with it."""
 
-from __future__ import annotations
-
 import os
 import signal
 
@@ -21,7 +19,6 @@ def signalled(command: list[str], call: str, ending: str, number: int) -> int:
     file of this ending."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background ignores it
     original, names = getattr(os, call), []
-
     def counted(*arguments):
         if call == "fsync":
             names.append(os.readlink(f"/proc/self/fd/{arguments[0]}"))
@@ -33,7 +30,6 @@ def signalled(command: list[str], call: str, ending: str, number: int) -> int:
             os.kill(os.getpid(), number)
         if call == "fsync":
             original(*arguments)
-
     setattr(os, call, counted)
     return main(command)
 

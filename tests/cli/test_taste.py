@@ -1,7 +1,5 @@
 """`flowgrpo taste`: what it refuses, in one line each, and a session by the command that a user types."""
 
-from __future__ import annotations
-
 import json
 import re
 import threading
@@ -51,17 +49,14 @@ def test_a_session_by_the_command(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     said: list[str] = []
     ended = threading.Event()
-
     def person() -> None:
         while not (found := re.findall(r"http://\S+/(?= )", "".join(said))) and not ended.wait(0.05):
             said.append(capfd.readouterr().out)
         [address] = found
-
         def ask(path: str, content: object = None) -> dict:
             body = None if content is None else json.dumps(content).encode()
             request = urllib.request.Request(address + path, body, {"Content-Type": "application/json"})
             return json.loads(urllib.request.urlopen(request, timeout=60).read())
-
         state = ask("state")
         while state["clicks"] < 5:
             if (question := state["question"]) is None:
@@ -70,7 +65,6 @@ def test_a_session_by_the_command(tmp_path, monkeypatch, capfd):
                 continue
             state = ask("vote", {"question": question["name"], "shown": [*range(question["count"])], "choice": 0})
         ask("finish", {})
-
     thread = threading.Thread(target=person)
     thread.start()
     small = {"image.call": json.dumps(tiny.CALL), "train.prompts": 2, "train.updates": 1, "train.micro_batch": 4,

@@ -1,7 +1,5 @@
 """Opening a run executes nothing that its folder names; the command line, or --trust-run, names what is executed."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """A run that trains nothing: exit code 3, and the reason in its last line, report, card and push."""
 
-from __future__ import annotations
-
 import json
 
 from flowgrpo.cli import main

@@ -1,7 +1,5 @@
 """The configuration: what is valid round-trips, what is not is told in one line with its path."""
 
-from __future__ import annotations
-
 import pytest
 import yaml
 

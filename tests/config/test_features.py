@@ -1,7 +1,5 @@
 """Features: their seam. The core names none, one file is enough for a new one, and a record says all of it."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The arithmetic of a batch."""
 
-from __future__ import annotations
-
 import pytest
 
 from flowgrpo.config.geometry import BatchShape, geometry

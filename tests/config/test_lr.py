@@ -1,7 +1,5 @@
 """`train.lr`: a number, or the settings of a calibration."""
 
-from __future__ import annotations
-
 from flowgrpo import config
 from flowgrpo.config.sections import AutoRate
 

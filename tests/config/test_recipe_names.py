@@ -1,7 +1,5 @@
 """Recipes by name: the packaged one, unless there is a file of that name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Prompts by categories, variance, information gain, retention, pairs and predicted rates: tables worked by hand."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from types import SimpleNamespace
@@ -186,7 +184,6 @@ def test_what_is_learned_is_in_the_checkpoint_and_the_next_epoch_is_the_same(par
         trainer = tiny_text.trainer(tiny_text.policy(), parts={"curriculum": part})
         trainer.prompts = [Prompt(text, metadata={"sign": text[1]}) for text in tiny_text.PROMPTS]
         return trainer
-
     trainer, other = made(), made()
     loop.draw(trainer)
     trainer.epoch, trainer.progress.saved_counters = 1, state.counters(trainer)
@@ -226,7 +223,6 @@ def test_variants_come_until_they_teach_nothing():
 def test_the_policy_writes_variants_of_what_it_sometimes_solves():
     def odd(texts, prompts):
         return [float(place % 2) for place, _ in enumerate(texts)]
-
     trainer = tiny_text.trainer(rewards={"short": odd}, train__epochs=2, parts={
         "curriculum": {"type": "Variations", "template": "{prompt}{solution}", "share": 1.0}})
     trainer.prompts = [Prompt(text, metadata={"answer": text}) for text in tiny_text.PROMPTS]

@@ -1,7 +1,5 @@
 """Prompts chosen by what is believed of them: the posterior by hand, what it prefers, and a run that resumes."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -74,7 +72,6 @@ def test_impossible_beliefs(options):
 def test_what_is_believed_is_in_the_checkpoint_and_the_next_epoch_is_the_same(tmp_path):
     def made():
         return tiny_text.trainer(tiny_text.policy(), method="grpo+mopps")
-
     trainer, other = made(), made()
     trainer.run_epoch()
     trainer.epoch = 1

@@ -1,7 +1,5 @@
 """Hints for groups that fail: which prompts get one, how many, and what is trained then."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -57,14 +55,12 @@ def led(**options):
     """(trainer, what its reward has seen, what its policy has read); the group with the last hint can earn a reward."""
     seen: list[tuple[str, dict]] = []
     read: list[str] = []
-
     def reward(texts, prompts, metadata):
         seen.extend((prompt, {key: entry[key] for key in entry if key != "completion_tokens"})
                     for prompt, entry in zip(prompts[::4], metadata[::4]))
         turns = {prompt: sum(earlier == prompt for earlier, _ in seen) for prompt in prompts}
         return [float(text.count("7") + len(text)) if turns[prompt] == len(entry["hints"]) + 1 else 0.0
                 for text, prompt, entry in zip(texts, prompts, metadata)]
-
     trainer = tiny_text.trainer(rewards={"short": reward}, **{"method": "grpo+scaf_grpo"} | options, train__prompts=2,
                                 parts={"redraw": {"after": 0.0, "text": "{prompt}{hint}"}})
     trainer.prompts = [Prompt("2+2=", metadata={"answer": 4, "hints": ["5", "8"]}),

@@ -1,7 +1,5 @@
 """Samples shared out among prompts: the table of the paper's value, and groups of one prompt compared as one."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from types import SimpleNamespace

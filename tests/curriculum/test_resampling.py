@@ -1,7 +1,5 @@
 """Groups that are replaced: by hand on what was drawn, and in whole epochs of texts and of images."""
 
-from __future__ import annotations
-
 import json
 import shutil
 
@@ -111,7 +109,6 @@ def counted(calls: list[str]):
     def reward(texts, prompts):
         calls.extend(prompts[::4])
         return [len(text) + text.count("7") / 2 if "+" in prompt else 1.0 for text, prompt in zip(texts, prompts)]
-
     return reward
 
 
@@ -152,7 +149,6 @@ def test_a_resumed_run_draws_and_redraws_the_same(tmp_path):
                                     parts={"curriculum": {"candidates": 2}}, **options)
         return settings, dict(pipe=tiny_text.model(), functions={"short": tiny_text.short},
                               prompts=[Prompt(text) for text in tiny_text.PROMPTS])
-
     whole, given = made("whole", 3)
     run(whole, **given)
     part, given = made("part", 3, train__save_every=1, train__keep=3)
@@ -171,12 +167,10 @@ def test_a_resumed_run_draws_and_redraws_the_same(tmp_path):
 
 def test_images_are_redrawn_too():
     seen = []
-
     def reward(images, prompts):
         seen.append(prompts[0])
         flat = prompts[0] == seen[0]
         return [1.0] * len(images) if flat else images[:, 1].mean((1, 2))
-
     trainer = tiny.trainer(method="mix_grpo+dynamic_sampling", rewards={"green": reward}, reward="green",
                            train__lr=1e-3, train__micro_batch=4)
     tiny.stir(trainer.policy)

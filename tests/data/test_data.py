@@ -1,7 +1,5 @@
 """Prompts: what files hold, what is held out, and which prompts an epoch draws."""
 
-from __future__ import annotations
-
 import json
 import math
 import runpy

@@ -1,7 +1,5 @@
 """Prompts of hub datasets, read by `datasets` from a folder."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

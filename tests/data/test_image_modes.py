@@ -1,7 +1,5 @@
 """Every mode and sample format that Pillow returns: read as it was meant, or refused in one line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -97,7 +95,6 @@ def test_a_colour_profile_and_a_gamma_are_applied(tmp_path):
     Image.new("RGB", (8, 8), (128,) * 3).save(tmp_path / "bad.png", icc_profile=b"no profile")
     assert np.asarray(read_image(tmp_path / "bad.png"))[0, 0].tolist() == [128] * 3 and lab and profile
     from PIL import PngImagePlugin
-
     chunks = PngImagePlugin.PngInfo()
     chunks.add(b"gAMA", (100_000).to_bytes(4, "big"))  # linear
     Image.new("RGB", (8, 8), (55,) * 3).save(tmp_path / "linear.png", pnginfo=chunks)

@@ -1,7 +1,5 @@
 """Files beside a prompt's text, and their images and frames."""
 
-from __future__ import annotations
-
 import json
 
 import cv2

@@ -1,7 +1,5 @@
 """Prompts from templates, and from a language model's answer."""
 
-from __future__ import annotations
-
 import pytest
 
 from flowgrpo.data.prompt_writer import load_templates, of_answer

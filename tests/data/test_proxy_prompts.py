@@ -1,7 +1,5 @@
 """Prompts of proxy tasks: errors that are where they are said to be, and shares of critiques."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

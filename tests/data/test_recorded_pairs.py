@@ -1,7 +1,5 @@
 """Runs on recorded pairs: what is trained on, what it teaches, and that nothing is drawn for it."""
 
-from __future__ import annotations
-
 import json
 import math
 
@@ -150,10 +148,8 @@ def margins(trainer: Trainer) -> torch.Tensor:
     before, trainer.epoch = trainer.epoch, 1000
     [part], conditioning, _ = sampling.sample(trainer, trainer.prompts)
     trainer.epoch = before
-
     def errors() -> torch.Tensor:
         return torch.stack([error(new).detach().flatten() for _, _, new in trainer.rollouts.replay(part, conditioning)])
-
     now = errors()
     with trainer.policy.reference():
         gained = errors() - now

@@ -1,7 +1,5 @@
 """Runs on recorded pairs of texts: what is read, what it teaches, and that nothing is drawn for it."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -1,7 +1,5 @@
 """Choice of prompts: duplicates, rates, mixtures and their surrogate, by hand."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -50,10 +48,8 @@ def test_sets_are_mixed_by_weights():
 def test_the_surrogate_finds_the_best_mixture():
     target, rng = np.array([0.2, 0.5, 0.3]), np.random.default_rng(3)
     tried = rng.dirichlet(np.ones(3), 10)
-
     def score(mixtures):
         return 1 - 2 * ((mixtures - target) ** 2).sum(-1)
-
     best = best_mixture(tried * 7, score(tried))
     assert np.abs(best - target).max() < 0.05 and score(best) > score(np.ones(3) / 3)
     assert best_mixture([[1, 0], [0, 1], [1, 1]], [0.2, 0.9, 0.3]).tolist() == [0, 1]

@@ -1,7 +1,5 @@
 """Prompt sets by name: every packaged file loads, and training prompts are no held-out ones."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """Sources of prompts: decoded in full before a run, remembered, and replaced where they are damaged later."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -24,7 +22,6 @@ def prompts(tmp_path):
 
 def cut(prompt) -> None:
     from pathlib import Path
-
     path = Path(prompt.image)
     path.write_bytes(path.read_bytes()[:path.stat().st_size // 2])
 

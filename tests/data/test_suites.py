@@ -1,7 +1,5 @@
 """Suites: every format on a few lines of our own, and the suites that ship."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections import Counter
@@ -127,7 +125,6 @@ def test_a_suite_that_is_not_there_is_told(name, told):
 def test_a_hub_dataset_is_read_from_its_files(tmp_path, monkeypatch):
     """From the cache of huggingface_hub, as it lies there after a download."""
     from huggingface_hub import constants
-
     folder = tmp_path / "datasets--some--birds"
     (folder / "snapshots" / "abc").mkdir(parents=True)
     (folder / "refs").mkdir()
@@ -139,8 +136,6 @@ def test_a_hub_dataset_is_read_from_its_files(tmp_path, monkeypatch):
     assert (suite.name, suite.form, suite.categories) == ("birds", "drawbench", {"Birds": [0]})
     with pytest.raises(UserError, match="no suite 'some/fish': it is no path, and as a hub dataset it does not load"):
         load_suite("some/fish")
-
-
     (folder / "snapshots" / "abc" / "more").mkdir()
     (folder / "snapshots" / "abc" / "more" / "fish.csv").write_text("Prompts,Category\nA cod.,Fish\n")
     for name in ("some/birds/more/fish.csv", "some/birds:more/fish.csv"):

@@ -1,7 +1,5 @@
 """Files that others made: what is refused in one line, and what of an image is followed."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket
@@ -153,7 +151,6 @@ COLOURS = {"r": (255, 0, 0), "g": (0, 255, 0), "b": (0, 0, 255), "w": (255, 255,
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_exif_orientation_is_followed(tmp_path, orientation):
     from PIL import ImageOps
-
     stored = np.zeros((8, 16, 3), np.uint8)
     for place, name in enumerate("rgbw"):
         stored[4 * (place // 2) : 4 * (place // 2) + 4, 8 * (place % 2) : 8 * (place % 2) + 8] = COLOURS[name]
@@ -167,7 +164,6 @@ def test_exif_orientation_is_followed(tmp_path, orientation):
 
 def test_a_reward_sees_a_image_upright(tmp_path):
     from flowgrpo.rewards.preprocessing import read_tensor, read_tensors
-
     exif = Image.Exif()
     exif[0x0112] = 6
     Image.new("RGB", (16, 8)).save(tmp_path / "a.jpg", exif=exif)

@@ -1,7 +1,5 @@
 """Several images per call of a pipeline: those of single calls, or single calls where a pipeline cannot."""
 
-from __future__ import annotations
-
 import inspect
 import json
 
@@ -46,7 +44,6 @@ def alone(pipe, asked) -> list[torch.Tensor]:
 def consistency():
     """A pipeline whose scheduler draws noise at every step, of which the pipeline passes it no generator."""
     from diffusers import FlowMatchLCMScheduler
-
     pipe = tiny.sd3()
     pipe.scheduler = FlowMatchLCMScheduler()
     return pipe
@@ -157,7 +154,6 @@ def test_an_evaluation_in_batches_gives_the_same_images_and_goes_on(tmp_path, ca
     model = tiny.save(tiny.sd3(), tmp_path / "tiny")
     run = make_run(tmp_path / "run", model, 0.3)
     (tmp_path / "suite.txt").write_text("".join(f"picture {i}\n" for i in range(5)))
-
     def evaluated(name: str, *options: str) -> tuple[np.ndarray, dict]:
         assert main(["eval", str(run), "--suite", str(tmp_path / "suite.txt"), "--base", "--trust-run",
                      "--rlg", "1.5", "--samples",
@@ -166,7 +162,6 @@ def test_an_evaluation_in_batches_gives_the_same_images_and_goes_on(tmp_path, ca
         assert len(files) == 20
         return (np.stack([np.asarray(Image.open(file)) for file in files]).astype(int),
                 json.loads((tmp_path / name / "results.json").read_text()))
-
     single, told = evaluated("single")
     batched, same = evaluated("batched", "--batch", "4")
     assert np.abs(batched - single).max() <= 1  # a rounding of 1/255

@@ -1,7 +1,5 @@
 """`--best-of N --by REWARD`: the highest of N draws is kept, by its own seed, and recorded with the image."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Pages with columns of one kind: which images stand where, as PNG and as HTML."""
 
-from __future__ import annotations
-
 import base64
 import io
 import re
@@ -131,13 +129,11 @@ def test_checkpoints_go_from_the_base_to_the_result(runs, tmp_path):
 
 def test_a_pipeline_is_gone_before_the_next_is_loaded(runs, tmp_path, monkeypatch):
     load, alive = loading.make_pipeline, []
-
     def watched(*given, **options):
         assert not any(module() for module in alive)
         pipe = load(*given, **options)
         alive.append(weakref.ref(pipe.transformer))
         return pipe
-
     monkeypatch.setattr(loading, "make_pipeline", watched)
     drawn(runs[0], "checkpoints", [], tmp_path, count=1)
     assert len(alive) == 2  # the base leaves room for the first checkpoint, and nothing else for the second

@@ -1,7 +1,5 @@
 """Runs, pages, votes and LoRA files of others: damage is told in one line."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

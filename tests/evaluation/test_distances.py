@@ -1,7 +1,5 @@
 """FID and KID of two sets of images: against closed forms, by hand, and in `flowgrpo eval`."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -66,10 +64,8 @@ def test_fid_of_other_covariances_has_the_eigenvalues_of_their_product():
 def test_kid_is_the_double_sum_without_the_diagonal():
     generator = torch.Generator().manual_seed(5)
     one, other = torch.randn(5, 4, generator=generator), torch.randn(7, 4, generator=generator) + 0.3
-
     def kernel(x, y):
         return (sum(a * b for a, b in zip(x, y)) / 4 + 1) ** 3
-
     x, y = one.tolist(), other.tolist()
     within = [sum(kernel(p, q) for i, p in enumerate(z) for j, q in enumerate(z) if i != j) / (len(z) * (len(z) - 1))
               for z in (x, y)]

@@ -1,7 +1,5 @@
 """`--enhancer`: images are drawn from what a language model makes of the prompts, and judged for the prompts."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

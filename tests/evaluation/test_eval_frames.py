@@ -1,7 +1,5 @@
 """`eval.frames`: evaluations whose clips are longer than those of training, on a tiny Wan."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -78,7 +76,6 @@ def test_a_policy_has_its_own_frames_again():
 
 def test_the_base_is_measured_again_with_other_frames(tmp_path):
     from flowgrpo.evaluation.held_out import measured_how
-
     assert measured_how(settings(tmp_path, 5), [], {}) != measured_how(settings(tmp_path, 9), [], {})
 
 
@@ -97,7 +94,6 @@ def test_clips_of_too_many_pixels_and_texts_are_refused(tmp_path):
         large = settings(tmp_path, 60_000, image__call={"height": 512, "width": 512})
         options.check_frames(loop.setup(large, "pipeline"))
     from flowgrpo.methods import keys_read
-
     with pytest.raises(UserError, match="eval.frames is set, which is about denoisers"):
         keys_read.require_kind(tiny_text.config(eval__frames=3), "causal_lm")
 
@@ -158,7 +154,6 @@ def test_frames_are_refused_before_a_folder_is_loaded(tmp_path):
 
 def test_a_count_that_only_the_clips_show_is_refused():
     from flowgrpo.policies.pipelines.frames import require_made
-
     with pytest.raises(UserError, match="image.frames is 8, but object makes clips of 9 frames: expected 9"):
         require_made(8, torch.zeros(1, 9, 3, 4, 4), object())
     require_made(9, torch.zeros(1, 9, 3, 4, 4), object())

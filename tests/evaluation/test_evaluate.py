@@ -1,7 +1,5 @@
 """`flowgrpo eval`: its numbers are those of its images, it goes on where it was killed, and processes share it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import socket

@@ -1,7 +1,5 @@
 """What is told of held-out scores: per task, whatever a person calls it."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

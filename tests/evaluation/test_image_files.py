@@ -1,7 +1,5 @@
 """Images, clips and grids as files: they say how they were drawn, as AUTOMATIC1111 and ComfyUI read it."""
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import json
@@ -76,13 +74,11 @@ def test_without_steps_and_guidance_a_runs_image_takes_those_of_its_evaluation(t
 
 def test_a_checkpoint_and_weights_of_parts_are_named_by_their_hash(tmp_path):
     from safetensors.torch import save_file
-
     def weights(name, value):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file({"a": torch.full((2,), value)}, path)
         return image_files.tensors_hash(path)[:12]
-
     state = weights("run/checkpoints/epoch-00004/state.safetensors", 1.0)
     parts = [weights(f"run/{name}", value) for name, value in (
         (LORA_FILE, 2.0), (f"transformer_2/{LORA_FILE}", 3.0), ("vae_x/adapter_model.safetensors", 4.0),

@@ -1,7 +1,5 @@
 """Images from saved weights are those of the stock pipeline, and a run's page shows base beside tuned."""
 
-from __future__ import annotations
-
 import shutil
 
 import numpy as np
@@ -436,10 +434,8 @@ def test_a_prompt_without_end_is_refused(tmp_path, model):
 @pytest.mark.parametrize("command", COMMANDS)
 def test_too_little_memory_is_told_in_one_line(tmp_path, model, monkeypatch, capsys, command):
     run = make_run(tmp_path / "run", model, 0.3)
-
     def large(self, prompt=None, generator=None, **options):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has a total capacity")
-
     monkeypatch.setattr("diffusers.StableDiffusion3Pipeline.__call__", large)
     monkeypatch.chdir(tmp_path)
     assert main([word.replace("MODEL", str(model)).replace("RUN", str(run)) for word in command]) == 2

@@ -1,7 +1,5 @@
 """Looks of held-out images: edge widths by hand, monotone in blur whatever is shown; diversity; reports."""
 
-from __future__ import annotations
-
 import json
 import math
 

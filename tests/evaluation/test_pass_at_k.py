@@ -1,7 +1,5 @@
 """pass@k and maj@n: tables by hand, and pass@k by counting every choice of k samples."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """`flowgrpo sample --prompts`: every prompt's sample, a prompt file that names it, and going on after a kill."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -59,7 +57,6 @@ def test_the_prompt_file_names_every_image(tmp_path, model, asked, monkeypatch, 
 def test_it_goes_on_without_drawing_again(tmp_path, model, asked):
     def draw(**options):
         return sample(str(model), asked, tmp_path / "out", steps=1, **options)
-
     first = draw().read_text()
     kept, lost = (tmp_path / "out" / "pictures" / "base" / f"0000{i}-00.png" for i in (0, 1))
     before, content = kept.stat().st_mtime_ns, lost.read_bytes()

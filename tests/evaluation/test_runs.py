@@ -1,7 +1,5 @@
 """`flowgrpo list runs` and `flowgrpo report A B`: what they read of runs' folders."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -59,13 +57,11 @@ def test_runs_are_listed_the_newest_first_with_their_state(tmp_path, capsys):
 
 def test_a_run_that_an_error_ended_is_called_crashed(tmp_path, capsys):
     calls = []
-
     def red(images, prompts):
         calls.append(len(images))
         if len(calls) == 4:  # after the trial, the base and the first batch of the first epoch
             raise RuntimeError("the scorer\nis gone")
         return tiny.red(images, prompts)
-
     settings = tiny.config(tmp_path, train__micro_batch=2)
     given = dict(functions={"red": red}, prompts=[Prompt(text) for text in tiny.PROMPTS])
     with pytest.raises(UserError, match="the scorer is gone"):

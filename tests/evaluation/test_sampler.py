@@ -1,7 +1,5 @@
 """Sampler of (arm, prompts, seeds): the arms in any order, with one loading where their weights allow it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -25,10 +23,8 @@ def made(tmp_path_factory):
     model = str(tiny.save(tiny.sd3(), folder / "tiny"))
     run = make_run(folder / "run", model, 0.3)
     pipe = loading.make_pipeline(model, "fp32", device=torch.device("cpu"))
-
     def each() -> list[torch.Tensor]:
         return [samplers.draw_one(pipe, prompt, seed, ASKED) for prompt, seed in zip(PROMPTS, SEEDS)]
-
     base = each()
     loading.load_tuned(pipe, run)
     return model, run, base, each()

@@ -1,7 +1,5 @@
 """The base's images under shuffled prompts, and their likeness to the images after training."""
 
-from __future__ import annotations
-
 import json
 import math
 import random
@@ -83,7 +81,6 @@ def test_no_image_gets_its_own_prompt():
 def test_a_reward_that_fails_under_other_prompts_has_no_scores():
     def fails(images, prompts, metadata):
         raise KeyError("value")
-
     assert Shuffled.of({"it": fails}, PROMPTS).score([0, 1], IMAGES[:2], POLICY).isnan().all()
 
 

@@ -1,7 +1,5 @@
 """Intervals, win rates and what is said of drift, on numbers worked by hand."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Pages of texts with columns of one kind: which texts stand where, as Markdown and as HTML."""
 
-from __future__ import annotations
-
 import html
 import shutil
 

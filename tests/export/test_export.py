@@ -1,7 +1,5 @@
 """A run's other forms say what the run's own file says: checked by what they do to the images."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -305,7 +303,6 @@ def test_exports_of_the_same_tensors_have_the_same_bytes_in_every_process(tmp_pa
 def test_the_metadata_of_a_file_is_ordered(tmp_path):
     from safetensors import safe_open
     from safetensors.torch import save_file
-
     tensors, facts = {"a": torch.arange(4.0)}, {letter: "\n\"é" for letter in "hgfedcba"}
     written = set()
     for i in range(3):
@@ -320,7 +317,6 @@ def test_the_metadata_of_a_file_is_ordered(tmp_path):
 
 def test_a_foreign_lora_without_its_alpha_is_refused(tmp_path):
     from safetensors.torch import save_file
-
     save_file({"transformer.x.lora_A.weight": torch.ones(1, 1)}, tmp_path / LORA_FILE)
     with pytest.raises(UserError, match="does not say its alpha"):
         export.lora(tmp_path, tmp_path / "out.safetensors")

@@ -1,7 +1,5 @@
 """The forms of a language model's run: a merged model that says what the run's policy says, a true card, a refusal."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The model card: metadata that a hub reads, a snippet that runs as it is, results with intervals, few settings."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -3,8 +3,6 @@
     pip install torchmetrics pyiqa imscore && pytest tests/extra/test_adapters.py
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -28,7 +26,6 @@ def scored(name):
 
 def test_torchmetrics_without_a_reference():
     from torchmetrics.functional.image import total_variation
-
     reward, scores = scored("torchmetrics:TotalVariation")
     torch.testing.assert_close(scores, -torch.stack([total_variation(picture[None]) for picture in IMAGES]))
     pictures = IMAGES.clone().requires_grad_()
@@ -38,7 +35,6 @@ def test_torchmetrics_without_a_reference():
 
 def test_torchmetrics_with_a_reference():
     from torchmetrics.functional.image import structural_similarity_index_measure as ssim
-
     reward, scores = scored("torchmetrics:StructuralSimilarityIndexMeasure")
     expected = [ssim(a[None], b[None], data_range=1.0) for a, b in zip(IMAGES, BASE)]
     torch.testing.assert_close(scores, torch.stack(expected))
@@ -55,7 +51,6 @@ def test_torchmetrics_of_sets(name):
                                                    ("psnr", 1, True)])
 def test_pyiqa(name, sign, reference):
     import pyiqa
-
     reward, scores = scored(f"pyiqa:{name}")
     own = pyiqa.create_metric(name)(IMAGES, BASE) if reference else pyiqa.create_metric(name)(IMAGES)
     torch.testing.assert_close(scores, sign * own.float().reshape(3))
@@ -64,7 +59,6 @@ def test_pyiqa(name, sign, reference):
 
 def test_imscore():
     from imscore.dummy.model import DummyReward
-
     scores = Imscore(metric="pickscore", parts=(DummyReward(),))(IMAGES, ["p"] * 3)
     torch.testing.assert_close(scores, IMAGES.mean((1, 2, 3)))
 
@@ -72,6 +66,5 @@ def test_imscore():
 @pytest.mark.parametrize("name", IMSCORE)
 def test_imscore_has_these_scorers(name):
     import importlib
-
     module, scorer, _ = IMSCORE[name]
     assert callable(getattr(importlib.import_module(f"imscore.{module}.model"), scorer).score)

@@ -3,8 +3,6 @@
     pip install 'flowgrpo[svg,translation]' && pytest tests/extra/test_rewards_of_extras.py
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -28,7 +26,6 @@ def one(name, text, args=None, **metadata):
 @pytest.fixture
 def reference(tmp_path):
     from torchvision.transforms.functional import to_pil_image
-
     to_pil_image(render(square(8), 128, 128)).save(tmp_path / "a.png")
     return str(tmp_path / "a.png")
 
@@ -44,7 +41,6 @@ def test_a_rendering_is_compared_with_the_reference(reference):
 def test_features_count_beside_pixels(reference):
     def colour(pictures):
         return pictures.mean((2, 3)) - 0.5
-
     args = {"semantic": 1.0, "features": colour}
     values = [one("svg_render", code, args, image=reference) for code in (square(8), square(30), square(8, "blue"))]
     assert values[0] == pytest.approx(1) and values[1] > 0.99 and values[2] < 0.95

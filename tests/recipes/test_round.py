@@ -1,7 +1,5 @@
 """The whole round of the three shallowest recipes: build, check, train, sample, grid, export, stock libraries."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The round of the recipes (train_recipes.py): what it changes, what it builds, its steps and its table."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import sys
@@ -65,7 +63,6 @@ def test_a_step_that_fails_ends_a_recipe_and_is_in_the_table(tmp_path):
     def failing():
         print("begun")
         raise ValueError("no such thing")
-
     found = train_recipes.ran(failing, tmp_path / "log", 60)
     assert found.code == 1 and found.said == "ValueError: no such thing" and found.peak > 0
     assert train_recipes.ran(lambda: 3, tmp_path / "log", 60).code == 3

@@ -1,7 +1,5 @@
 """Fixtures of rewards with a model: tiny random ones."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -15,7 +13,6 @@ from tests.helpers.tiny_scorers import PROMPTS, TINY
 def tiny(tmp_path_factory):
     """A tiny architecture that open_clip knows by the name, with a checkpoint of it."""
     import open_clip
-
     folder = tmp_path_factory.mktemp("clip")
     (folder / "tiny-clip-of-tests.json").write_text(json.dumps(TINY))
     open_clip.add_model_config(folder)
@@ -30,7 +27,6 @@ def pick(tmp_path_factory):
     """A tiny CLIP of transformers and a tokenizer, both as folders."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import CLIPConfig, CLIPModel, PreTrainedTokenizerFast
-
     words = ["<pad>", "<s>", "?", *sorted({word for prompt in PROMPTS for word in prompt.split()}), "</s>"]
     end = len(words) - 1
     core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="?"))
@@ -54,7 +50,6 @@ def pick(tmp_path_factory):
 @pytest.fixture(scope="module")
 def encoder(pick):
     from transformers import CLIPVisionModelWithProjection
-
     return CLIPVisionModelWithProjection.from_pretrained(pick[2]).eval()
 
 
@@ -73,7 +68,6 @@ def answering():
         InstructBlipVisionConfig,
         T5Config,
     )
-
     words = [*WORDS, "is", "this", "or", "yes", "no"]
     texts = word_tokenizer("$A </s>", ["<pad>", "</s>", "?"], words)
     queries = word_tokenizer("[CLS] $A [SEP]", ["[PAD]", "[CLS]", "[SEP]", "?"], words)

@@ -1,7 +1,5 @@
 """The aesthetic predictors on a tiny random model, against computations of their own, one image at a time."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,8 +1,6 @@
 """Clients of rewards, judges and detectors against servers that misbehave: they end by their time-out, within a bounded
 memory, and go nowhere else."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import socket
@@ -143,10 +141,8 @@ def test_what_follows_a_compressed_answer_is_not_read():
 def test_a_redirect_is_refused(status, client):
     call, error = CLIENTS[client]
     seen = []
-
     def elsewhere(connection, ended):
         seen.append(connection.recv(65536))
-
     with misbehaving(elsewhere) as other:
         answer = b"HTTP/1.1 %d Go\r\nLocation: %s/x\r\nContent-Length: 0\r\n\r\n" % (status, other.encode())
         with misbehaving(once(answer)) as root, pytest.raises(error, match=f"{status}, a redirect|status {status}"):
@@ -156,10 +152,8 @@ def test_a_redirect_is_refused(status, client):
 
 def test_proxies_of_the_environment_are_not_used(monkeypatch):
     seen = []
-
     def proxy(connection, ended):
         seen.append(connection.recv(65536))
-
     with misbehaving(proxy) as other, misbehaving(once(HEAD + b"Content-Length: 0\r\n\r\n")) as root:
         for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY"):
             monkeypatch.setenv(name, other)
@@ -178,14 +172,12 @@ def test_the_time_that_a_server_asks_for_is_kept():
 
 def test_a_connection_is_used_again():
     taken, asked = [], []
-
     def twice(connection, ended):
         taken.append(connection)
         for _ in range(2):
             asked.append(connection.recv(65536).splitlines()[0])
             connection.sendall(HEAD + b"Content-Length: 2\r\n\r\n{}")
         ended.wait(20)
-
     with misbehaving(twice) as root:
         service = Service("r", [root], 20, 0, 0, {})
         for _ in range(2):

@@ -1,7 +1,5 @@
 """CLIPScore, features of CLIP and CLIP-I on tiny random models, against computations of their own."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
@@ -74,7 +72,6 @@ def test_the_published_model_and_prefix_of_clip_score_are_the_defaults():
 @pytest.fixture(scope="module")
 def model():
     from open_clip.model import CLIP
-
     torch.manual_seed(3)
     return CLIP(**TINY).eval()
 
@@ -90,12 +87,10 @@ def test_cosines_of_images_and_their_subjects(model, tmp_path):
     paths = [saved(tmp_path / f"{i}.png", subject) for i, subject in enumerate(subjects)]
     subjects = [to_tensor(Image.open(path)) for path in paths]
     of = [0, 1, None, 0]
-
     def embedded(picture: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             found = model.encode_image(by_pil(picture, 32)[None])[0].double()
         return found / found.square().sum().sqrt()
-
     reward = SubjectScore(device="cpu", batch_size=2, parts=(model, None))
     with torch.no_grad():
         found = reward(shown, ["a"] * 4, [{} if i is None else {"subject": paths[i]} for i in of])

@@ -1,7 +1,5 @@
 """Rewards made of rewards: hand tables of the pure functions, and the classes as a recipe names them."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The long form of a reward: what a recipe may say, what a mistake is told, and which prompts a reward is asked for."""
 
-from __future__ import annotations
-
 import math
 import re
 import sys
@@ -205,7 +203,6 @@ def test_objects_take_the_place_of_names():
 def test_another_modality_is_refused_where_it_is_known():
     def of_videos(videos, prompts):
         return videos.mean((1, 2, 3, 4))
-
     videos = IMAGES[:, None].expand(4, 5, 3, 2, 2)
     assert numbers(rewards.score({"mine": of_videos}, videos, PROMPTS, METADATA)) == [[0, 1, 2, 3]]
     of_videos.about = rewards.About(modality="video")
@@ -222,10 +219,8 @@ def test_another_modality_is_refused_where_it_is_known():
 
 def test_a_reward_of_videos_is_refused_before_a_image_is_drawn(tmp_path):
     from flowgrpo.run import run
-
     def still(videos, prompts):
         return [1.0] * len(prompts)
-
     still.about = rewards.About(modality="video")
     for rewarded in ({"reward": {"still": 1.0}}, {"eval__rewards": {"still": {}}, "reward": {"red": 1.0}}):
         assert "reward 'still' judges video, but what is generated here is image" in message(

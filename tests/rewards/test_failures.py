@@ -1,7 +1,5 @@
 """A reward that fails: told, tried again, or left out and counted; never a 0, and never trained on."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
@@ -46,7 +44,6 @@ def choking(*on: str, error=ArithmeticError("too much")):
         if set(on) & set(prompts):
             raise error
         return lengths(images, prompts)
-
     return reward
 
 
@@ -57,7 +54,6 @@ def failing(times: int):
         if reward.calls <= times:
             raise ConnectionError("refused")
         return lengths(images, prompts)
-
     reward.calls = 0
     return reward
 
@@ -90,7 +86,6 @@ def test_what_cannot_bear_company_alone_is_not_left_out():
     def alone(images, prompts):
         assert len(prompts) == 1
         return lengths(images, prompts)
-
     tally = Tally()
     assert values(Composed(alone, RewardRule(on_error="skip")), tally) == [1, 2, 3, 4] and not tally.failed
 
@@ -112,7 +107,6 @@ def test_rewards_of_groups_are_left_out_by_groups():
     def of_groups(images, prompts, metadata, group):
         assert len(prompts) % group == 0
         return choking("dddd")(images, prompts)
-
     of_groups.group = True
     tally = Tally()
     assert values(Composed(of_groups, RewardRule(on_error="skip")), tally, group=2) == [1, 2, None, None]
@@ -121,11 +115,9 @@ def test_rewards_of_groups_are_left_out_by_groups():
 
 def test_a_persons_mistake_is_never_skipped_or_tried_again():
     asked = []
-
     def needs(images, prompts):
         asked.append(prompts)
         raise UserError("install it")
-
     for policy in ("skip", Retry(retry=3, wait=0)):
         assert message(values, Composed(needs, RewardRule(on_error=policy))) == "install it"
     assert len(asked) == 2
@@ -150,10 +142,8 @@ def test_what_does_not_come_round_is_skipped_where_that_is_said():
 def test_waits_double(monkeypatch):
     waits = []
     monkeypatch.setattr("time.sleep", waits.append)
-
     def ask(rows):
         raise Failed("no")
-
     with pytest.raises(Failed):
         settled(ask, [0], Retry(retry=8, wait=1.5))
     assert waits == [1.5, 3, 6, 12, 24, 48, 60, 60]
@@ -165,13 +155,11 @@ def test_waits_double(monkeypatch):
 def hanging():
     """A reward that does not answer until the test is over, but on a prompt "a" alone."""
     over = threading.Event()
-
     def reward(images, prompts):
         reward.calls += 1
         if prompts != ["a"]:
             over.wait()
         return lengths(images, prompts)
-
     reward.calls = 0
     yield reward
     over.set()
@@ -191,12 +179,10 @@ def test_a_reward_that_hangs_is_skipped_without_asking_for_each_sample(hanging):
 def test_a_reward_that_hangs_once_is_asked_again():
     calls = itertools.count()
     over = threading.Event()
-
     def reward(images, prompts):
         if next(calls) == 0:
             over.wait()
         return lengths(images, prompts)
-
     assert values(Composed(reward, RewardRule(timeout=2, on_error=Retry(retry=1, wait=0)))) == [1, 2, 3, 4]
     over.set()
 
@@ -204,11 +190,9 @@ def test_a_reward_that_hangs_once_is_asked_again():
 def test_in_time_all_is_as_without():
     weight = torch.ones(4, requires_grad=True)
     recorded = []
-
     def learned(images, prompts):
         recorded.append((weight * 2).requires_grad)
         return weight * 2
-
     assert values(Composed(learned, RewardRule(timeout=60))) == [2] * 4 and recorded == [False]
     told = message(values, Composed(choking("bb"), RewardRule(timeout=60)))
     assert "ArithmeticError: too much (test_failures.py, line " in told
@@ -245,7 +229,6 @@ def missing(*places: int):
             reward.seen = start if len(prompts) > 1 else reward.seen
             raise ArithmeticError("out of order")
         return tiny.red(images, prompts)
-
     reward.seen = 0
     return reward
 
@@ -330,7 +313,6 @@ def test_transforms_are_trained_on_and_the_reward_is_told():
 
 def test_a_run_tells_what_it_waited_for_and_what_failed(tmp_path):
     from flowgrpo.run import run
-
     settings = tiny.config(tmp_path, reward={"red": {"on_error": "skip", "when": {"of": "red"}}, "all": 1.0},
                            eval__rewards={"held": {"timeout": 60}}, train__epochs=1)
     functions = {"red": choking("a cat"), "all": tiny.red, "held": lengths}
@@ -347,7 +329,6 @@ def test_a_run_tells_what_it_waited_for_and_what_failed(tmp_path):
 
 def test_a_route_that_no_prompt_takes_is_told_before_anything_is_loaded(tmp_path):
     from flowgrpo.run import run
-
     settings = tiny.config(tmp_path, reward={"red": {"when": {"of": "rde"}}})
     prompts = [tiny.Prompt(text, metadata={"of": "red"}) for text in tiny.PROMPTS]
     told = message(lambda: run(settings, functions={"red": tiny.red}, prompts=prompts))

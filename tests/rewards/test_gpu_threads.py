@@ -3,8 +3,6 @@
 The calls of torch.cuda are replaced, as there need not be a GPU here.
 """
 
-from __future__ import annotations
-
 import threading
 
 import pytest
@@ -37,11 +35,9 @@ def test_a_call_with_a_time_limit_is_made_on_its_callers_gpu(chosen):
 
 def test_the_thread_that_scores_is_on_its_processs_gpu(chosen):
     seen = []
-
     def score(images, prompts):
         seen.append((threading.get_ident(), torch.cuda.current_device()))
         return images[:, 0].mean((1, 2))
-
     trainer = tiny.trainer(rewards={"red": score})
     sampling.sample(trainer, trainer.prompts[:2])
     assert {gpu for _, gpu in seen} == {3} and threading.get_ident() not in dict(seen)

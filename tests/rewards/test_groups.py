@@ -1,7 +1,5 @@
 """Rewards that compare the samples of a group: tables by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Guards against hacking, on features and images whose answers are known."""
 
-from __future__ import annotations
-
 import colorsys
 import math
 

@@ -1,7 +1,5 @@
 """HPSv2 on a tiny random model, against computations of its own, one image at a time."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """HPSv3 on a tiny random Qwen2-VL, loaded from files under the release's names: against one image at a time."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -40,7 +38,6 @@ def release(tmp_path_factory):
         Qwen2VLProcessor,
         Qwen2VLVideoProcessor,
     )
-
     folder = tmp_path_factory.mktemp("hps3")
     words = [*MARKS, "?", *sorted({word for text in (*PROMPTS, TEXT, "user assistant") for word in text.split()
                                    if not word.startswith("<")})]

@@ -1,7 +1,5 @@
 """ImageReward on a tiny random BLIP, against the network written out, one image at a time."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -16,18 +14,14 @@ from tests.helpers.tiny_blip import HEADS, PROMPTS, TINY_TEXT, TINY_VISION, norm
 def written_out(state: dict[str, torch.Tensor], picture: torch.Tensor, ids: list[int]) -> float:
     """ImageReward of one image and prompt, in float64, from the release's tensors; no padding."""
     of = {key: value.double() for key, value in state.items()}
-
     def linear(x, name):
         return x @ of[f"{name}.weight"].T + of[f"{name}.bias"]
-
     def norm(x, name, eps):
         return layer_norm(x, x.shape[-1:], of[f"{name}.weight"], of[f"{name}.bias"], eps)
-
     def attended(query, key, value):
         heads = [part.unflatten(-1, (HEADS, -1)).transpose(0, 1) for part in (query, key, value)]
         weights = (heads[0] @ heads[1].mT / heads[0].shape[-1] ** 0.5).softmax(-1)
         return (weights @ heads[2]).transpose(0, 1).flatten(1)
-
     eye, text = "blip.visual_encoder", "blip.text_encoder"
     patches = normalised(picture).unfold(1, 8, 8).unfold(2, 8, 8).permute(1, 2, 0, 3, 4).reshape(4, -1)
     x = patches @ of[f"{eye}.patch_embed.proj.weight"].flatten(1).T + of[f"{eye}.patch_embed.proj.bias"]

@@ -1,7 +1,5 @@
 """Rewards that score clean latents, and images of several sizes in one call."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -56,11 +54,9 @@ def test_images_are_decoded_for_a_reward_that_looks_at_them(monkeypatch):
 
 def test_held_out_samples_are_those_of_the_stock_pipeline():
     policy, prompts, scored = tiny.policy(), [Prompt("red"), Prompt("blue")], []
-
     def kept(latents, prompts):
         scored.append(latents.clone())
         return latents.flatten(1).std(1)
-
     kept.scores = "latents"
     how = dict(steps=3, guidance=1.0, samples=1, micro_batch=2, keep=2)
     plain, both = (measure(policy, prompts, functions, **how)

@@ -1,7 +1,5 @@
 """Common arguments of rewards whose model runs in this process."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from typing import Any

@@ -1,7 +1,5 @@
 """Gradients of model rewards by the images: scores unchanged to the bit, and higher after steps along them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

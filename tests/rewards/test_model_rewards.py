@@ -1,7 +1,5 @@
 """What the rewards with a model have in common: mistakes, half precision, weights."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import sys

@@ -1,8 +1,6 @@
 """Several tasks in one run (Q-Insight): each prompt has the rewards of its task, and one that is saturated leaves the
 other's gradient."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Rewards inside rewards: what is true of a part is true of the whole, at any depth."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -42,10 +40,8 @@ def test_an_epoch_reaches_nested_rewards_and_each_has_a_memory_of_its_own(depth)
     whole = rewards.find("tiered", {"rewards": [visiting, nested(visiting)], "thresholds": [0]})
     reward, memory = nested(whole, depth), {}
     assert scored(reward, memory=memory, epoch=7) == 14 and scored(reward, memory=memory, epoch=8) == 16
-
     def visits(kept) -> list:
         return [kept["visits"]] if "visits" in kept else [each for inner in kept.values() for each in visits(inner)]
-
     assert visits(memory) == [[7, 8]] * 2
     assert scored(reward, memory=memory) != scored(reward, memory=memory)  # NaN: of no epoch
     assert visits(memory) == [[7, 8]] * 2
@@ -61,11 +57,9 @@ def test_the_memory_of_a_reward_by_itself_has_its_name():
 
 def test_a_run_gives_its_policy_memory_and_epoch_to_nested_rewards():
     seen = []
-
     def watching(images, prompts, metadata, policy, memory, epoch):
         seen.append((policy, memory, epoch))
         return [0.0] * len(prompts)
-
     trainer = tiny.trainer(rewards={"it": nested(watching)}, reward="it", train__epochs=2)
     for trainer.epoch in range(2):
         trainer.run_epoch()

@@ -1,7 +1,5 @@
 """Text in images: what is asked for, the three scores by hand, and PP-OCRv6 reading images that are drawn here."""
 
-from __future__ import annotations
-
 import random
 import sys
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Pairwise judges: who meets whom, win rates of true judges, and what is refused."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections import Counter
@@ -35,7 +33,6 @@ def judged(function, outputs, group: int, how: Pairing = Pairing(), prompts=None
     @functools.wraps(function)
     def judge(*arguments):
         return function(*arguments)
-
     judge.pairwise = how
     names = prompts or ["a cat"] * len(outputs)
     return rewards.score({"mine": judge}, outputs, names, [{}] * len(outputs), group)[:, 0].tolist()
@@ -98,10 +95,8 @@ def test_a_capped_tournament_by_hand():
 @pytest.mark.parametrize("group", [2, 5, 8])
 def test_win_rates_of_all_pairs_sum_to_half_the_group(group):
     noise = torch.Generator().manual_seed(0)
-
     def whim(first, second, prompts):
         return torch.randint(0, 3, (len(prompts),), generator=noise) / 2
-
     for how in (Pairing(), Pairing(both_orders=True)):
         rates = judged(whim, torch.zeros(3 * group), group, how)
         assert [sum(rates[at:at + group]) for at in range(0, 3 * group, group)] == pytest.approx([group / 2] * 3)
@@ -110,13 +105,10 @@ def test_win_rates_of_all_pairs_sum_to_half_the_group(group):
 def test_in_both_orders_a_preference_for_a_position_does_not_count():
     """A judge that adds a bonus to the first: in one order it is wrong, in both it is as good as an unbiased one."""
     strengths = torch.tensor([0.0, 1, 2, 3, 4, 5])
-
     def biased(first, second, prompts):
         return (first + 10 > second).double()
-
     def unfair(first, second, prompts):  # sees the truth, and leans to the first by a quarter
         return ((first > second).double() + 0.25).clamp(0, 1)
-
     assert judged(biased, strengths, 6, Pairing(both_orders=True)) == [0.5] * 6
     assert judged(biased, strengths, 6) != [0.5] * 6
     # A win counts (1 + 3/4) / 2 instead of 1, a defeat (0 + 1/4) / 2: the same line for all, steps of 3/4 of 1/5.
@@ -133,23 +125,18 @@ def test_in_one_order_positions_are_shared_out():
 def test_pairs_without_an_answer_do_not_count():
     def shy(first, second, prompts):
         return [None if 9 in (a, b) else float(a > b) for a, b in zip(first, second)]
-
     rates = judged(shy, [1, 9, 2, 3], 4)
     assert math.isnan(rates[1]) and [rates[0], rates[2], rates[3]] == [0, 0.5, 1]
-
     def shy_first(first, second, prompts):  # no answer where the larger number comes first
         return [None if a > b else 0.0 for a, b in zip(first, second)]
-
     assert judged(shy_first, [1, 2], 2, Pairing(both_orders=True)) == [0, 1]
 
 
 def test_a_judge_sees_images_prompts_and_metadata_of_pairs():
     seen = []
-
     def judge(first, second, prompts, metadata):
         seen.append((first.shape, second.shape, prompts, metadata))
         return (first.mean((1, 2, 3)) > second.mean((1, 2, 3))).float()
-
     judge.pairwise = True
     pictures = torch.arange(4.0)[:, None, None, None].expand(4, 3, 2, 2)
     found = rewards.score({"mine": judge}, pictures, ["a", "a", "b", "b"], [{"n": 1}] * 2 + [{"n": 2}] * 2, 2)
@@ -159,11 +146,9 @@ def test_a_judge_sees_images_prompts_and_metadata_of_pairs():
 
 def test_many_pairs_are_judged_in_several_calls():
     calls = []
-
     def judge(first, second, prompts):
         calls.append(len(prompts))
         return larger(first, second, prompts)
-
     assert judged(judge, list(range(16)), 16) == pytest.approx([wins / 15 for wins in range(16)])
     assert calls == [64, 56]
 
@@ -184,7 +169,6 @@ def test_a_judge_is_found_by_its_name():
 def test_any_reward_that_asks_for_it_sees_whole_groups():
     def place(outputs, prompts, metadata, group):
         return [index % group for index in range(len(prompts))]
-
     place.group = True
     found = rewards.score({"place": place}, torch.zeros(6), ["a"] * 6, [{}] * 6, 3)
     assert found[:, 0].tolist() == [0, 1, 2, 0, 1, 2]
@@ -256,11 +240,9 @@ def test_a_judge_by_scores_trains_as_the_scores_that_are_lifted():
 
 def test_a_pool_of_previews_is_one_group():
     sizes = []
-
     def watched(outputs, prompts, metadata, group):
         sizes.append((len(prompts), group))
         return tiny.red(outputs, prompts)
-
     watched.group = True
     trainer = tiny.trainer(method="mix_grpo+sol_rl", parts__preview={"pool": 9, "steps": 2}, rewards={"red": watched})
     sampling.sample(trainer, trainer.prompts[:2])
@@ -273,7 +255,6 @@ def test_a_run_with_a_judge_measures_another_reward(tmp_path):
                     train={"epochs": 1, "prompts": 2, "group": 4, "micro_batch": 4, "steps": 4})
     with pytest.raises(UserError, match="reward 'redder' compares the samples of a group, and a held-out evaluation"):
         align(tiny.sd3(), redder, **settings)
-
     flowgrpo.reward("test_red")(tiny.red)
     summary = align(tiny.sd3(), redder, **settings,
                     eval={"steps": 2, "prompts": 2, "grid": 1, "rewards": ["test_red"]})

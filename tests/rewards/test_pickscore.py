@@ -1,7 +1,5 @@
 """PickScore on a tiny random model, against computations of its own, one image at a time."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

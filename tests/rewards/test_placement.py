@@ -3,8 +3,6 @@
 A second name of the CPU, "cpu:0", stands in for a GPU: to torch it is another device, on which scores are computed.
 """
 
-from __future__ import annotations
-
 import functools
 
 import pytest

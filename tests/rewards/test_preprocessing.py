@@ -1,7 +1,5 @@
 """Preparation of images for vision models, against PIL."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torchvision import transforms

@@ -1,8 +1,6 @@
 """Rewards of single images without a model: sizes as JPEG, sharpness; each with an independent computation and
 images whose order is known."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

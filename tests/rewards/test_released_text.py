@@ -1,7 +1,5 @@
 """Released texts: fetched by their SHA-256 from sources that are not run, and asked word for word."""
 
-from __future__ import annotations
-
 import json
 import threading
 from contextlib import contextmanager
@@ -45,10 +43,8 @@ def released(tmp_path, monkeypatch):
         "Text Caption: [{prompt}]'}])\n")
     (folder / "pair.py").write_text('ask((f"Which is better?\\n"\n     "Say \'Image 1 is better.\'\\n"\n'
                                     '     f"Text Caption: [{prompt}]\\n"))\n')
-
     def of(name, text):
         return Released("owner/name", "0" * 40, f"{name}.py", sha256(text.encode()).hexdigest())
-
     monkeypatch.setattr(released_text, "TEXTS", {
         "videoalign": {"video": of("instruction", INSTRUCTION)},
         "unified_reward": {"image": of("question", QUESTION), "video": of("pair", PAIR)},
@@ -164,7 +160,6 @@ def test_unified_reward_pairs_show_images_without_labels(released):
 def test_videoalign_reads_the_whole_instruction_in_the_chat_template(released):
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast, Qwen2VLImageProcessor, Qwen2VLProcessor, Qwen2VLVideoProcessor
-
     fetch("videoalign", released)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"?": 0}, unk_token="?")))
     tokenizer.add_tokens([*SPECIAL, *MARKS], special_tokens=True)

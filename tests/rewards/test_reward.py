@@ -1,7 +1,5 @@
 """A reward as a type: the facts of functions, objects and classes, one call, and the length of its way."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from pathlib import Path
@@ -73,7 +71,6 @@ def test_the_names_of_the_parameters_are_its_facts(thing, unit, reads):
 def test_collected_arguments_ask_for_nothing():
     def any_of(images, prompts, *group, **base):
         return [float(len(group) + len(base))] * len(prompts)
-
     assert as_reward(any_of).unit == "sample" and not as_reward(any_of).reads and score(any_of) == [1] * 4
 
 
@@ -92,7 +89,6 @@ def test_what_its_names_ask_for_is_what_it_gets():
 def test_attributes_say_the_same():
     def odd(outputs, texts, entries, size):
         return [float(size)] * len(texts)
-
     odd.group, odd.differentiable = True, True
     assert as_reward(odd).unit == "group" and as_reward(odd).differentiable and score(odd, group=2) == [2] * 4
     alone = rewards.find("exact_match", {"key": "right"})
@@ -102,10 +98,8 @@ def test_attributes_say_the_same():
 def test_a_judge_keeps_its_pairing():
     def judge(first, second, prompts):
         return better(first, second, prompts)
-
     judge.pairwise = Pairing(both_orders=True)
     from flowgrpo.rewards.pairwise import pairing
-
     assert pairing(judge) == pairing(rewards.Composed(judge)) == Pairing(both_orders=True)
     assert pairing(better) == Pairing() and pairing(two) is None
 
@@ -137,11 +131,9 @@ def test_a_reward_of_the_new_type_is_one_like_others():
 def addresses(reward, calls: int = 3) -> list[bool]:
     """Of several calls by its rule, whether the reward was given the memory of the images itself."""
     seen, composed = [], None
-
     def watched(images, prompts, metadata):
         seen.append(images.data_ptr() == IMAGES.data_ptr())
         return reward(images, prompts, metadata)
-
     composed = rewards.compose({"it": RewardRule()}, given={"it": watched})["it"]
     for _ in range(calls):
         rewards.score({"it": composed}, IMAGES, PROMPTS, METADATA)
@@ -158,11 +150,9 @@ def test_images_are_copied_until_a_reward_has_shown_that_it_only_reads():
 
 def test_a_late_write_is_an_error_that_names_the_reward():
     calls, pictures = [], IMAGES.clone()
-
     def late(images, prompts):
         calls.append(1)
         return images.mean((1, 2, 3)) if len(calls) == 1 else images.add_(1).mean((1, 2, 3))
-
     composed = rewards.compose({"it": RewardRule()}, given={"it": late})
     rewards.score(composed, pictures, PROMPTS, METADATA)
     with pytest.raises(UserError, match="reward 'it' wrote into the samples .*and not at first") as told:
@@ -175,11 +165,9 @@ def test_a_late_write_is_an_error_that_names_the_reward():
 def moves(functions) -> tuple[int, set[str]]:
     """Changes of file along the calls of one score, in all threads, and the files of the package."""
     package, files = str(Path(flowgrpo.__file__).parent), []
-
     def watch(frame, event, _) -> None:
         if event == "call" and (name := frame.f_code.co_filename).startswith(package):
             files.append(name)
-
     rewards.score(functions, IMAGES, PROMPTS, METADATA)  # weights, imports, and the first copies
     threading.setprofile(watch)
     sys.setprofile(watch)

@@ -1,7 +1,5 @@
 """Rewards whose gradient is followed: how they say so, their sum, and what they may not return."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Rewards: found by name, called, and what they return is checked; a mistake names the reward and a prompt."""
 
-from __future__ import annotations
-
 import math
 import sys
 
@@ -71,11 +69,9 @@ def test_objects_and_optional_metadata_are_called():
 def test_no_gradient_is_recorded_in_a_reward():
     weight = torch.ones(3, requires_grad=True)
     recorded = []
-
     def learned(images, prompts, metadata):
         recorded.append((weight * 2).requires_grad)
         return weight * 2
-
     assert column(learned).tolist() == [[2], [2], [2]] and recorded == [False]
 
 
@@ -103,7 +99,6 @@ def test_what_is_no_score_is_told(value, told):
 def test_a_reward_that_raises_is_told_with_its_line():
     def broken(images, prompts, metadata):
         raise ArithmeticError("too\n  much")
-
     told = message(column, torch.no_grad()(broken))
     line = broken.__code__.co_firstlineno + 1
     assert told == ("reward 'mine' raised on 3 samples (first prompt of the batch: 'a cat'): "
@@ -113,7 +108,6 @@ def test_a_reward_that_raises_is_told_with_its_line():
 def test_a_users_error_in_a_reward_is_told_as_it_is():
     def needs(images, prompts, metadata):
         raise UserError("install it")
-
     assert message(column, needs) == "install it"
 
 

@@ -1,7 +1,5 @@
 """The safety classifier: a tiny random one of the same classes, saved and loaded as a downloaded one is."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -12,7 +10,6 @@ from flowgrpo.errors import UserError
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
-
     torch.manual_seed(0)
     config = ViTConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, image_size=16,
                        patch_size=8, id2label={0: "normal", 1: "nsfw"}, label2id={"normal": 0, "nsfw": 1},
@@ -25,7 +22,6 @@ def folder(tmp_path_factory):
 
 def loaded(folder: str):
     from transformers import ViTForImageClassification
-
     return ViTForImageClassification.from_pretrained(folder).eval()
 
 

@@ -1,7 +1,5 @@
 """Every reward has data of its own: what it writes into harms neither the others nor the samples that are kept."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -46,14 +44,12 @@ def test_a_reward_that_writes_into_its_data_changes_no_other_score_in_any_order(
 
 def test_a_reward_that_is_asked_again_sees_what_it_saw_at_first():
     seen = []
-
     def once(images, prompts):
         seen.append(images.mean().item())
         images.zero_()
         if len(seen) == 1:
             raise OSError("away")
         return [1.0, 1.0]
-
     rewards.score({"once": Composed(once, RewardRule(on_error=Retry(retry=1, wait=0)))}, torch.ones(2, 3, 4, 4),
                   ["a", "b"], [{}, {}])
     assert seen == [1.0, 1.0]
@@ -62,7 +58,6 @@ def test_a_reward_that_is_asked_again_sees_what_it_saw_at_first():
 def test_the_images_of_a_run_are_those_that_were_drawn():
     def black(images, prompts):
         return images.zero_().mean((1, 2, 3))
-
     whole, spoilt = (tiny.trainer(rewards=functions, reward=dict.fromkeys(functions, 1.0))
                      for functions in ({"red": tiny.red}, {"black": black, "red": tiny.red}))
     (_, _, expected), (_, _, found) = (sampling.sample(each, each.prompts[:2]) for each in (whole, spoilt))
@@ -105,7 +100,6 @@ class Silent(Exception):
 def test_an_exception_without_a_text_is_told_by_its_class(of_the_text):
     def silent(images, prompts):
         raise Silent(of_the_text)
-
     with pytest.raises(UserError, match="^reward 'mine' raised on 2 .*: Silent, of which str.. fails .test_score"):
         rewards.score({"mine": silent}, torch.ones(2, 3, 4, 4), ["a", "b"], [{}, {}])
 
@@ -113,7 +107,6 @@ def test_an_exception_without_a_text_is_told_by_its_class(of_the_text):
 def test_an_async_function_is_one_line_without_a_warning(recwarn):
     async def late(images, prompts):
         return [1.0, 1.0]
-
     with pytest.raises(UserError, match="^reward 'mine' is an `async def`, which returned a coroutine: ") as caught:
         rewards.score({"mine": late}, torch.ones(2, 3, 4, 4), ["a", "b"], [{}, {}])
     assert "\n" not in str(caught.value) and not list(recwarn)

@@ -1,7 +1,5 @@
 """Scores that are kept: known again by everything that they depend on, and by nothing else."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys
@@ -32,11 +30,9 @@ def made(tmp_path, monkeypatch):
     """A maker of the reward of a file: its scores are kept in one folder."""
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "level.py").write_text(SOURCE)
-
     def make(folder="kept", file="level.py", **rule):
         rule = RewardRule(cache=True, use=f"{tmp_path / file}:Level", **rule)
         return rewards.compose({"level": rule}, str(tmp_path / folder))["level"]
-
     make.folder = tmp_path
     return make
 
@@ -91,7 +87,6 @@ def test_the_version_is_that_of_the_source(made):
     assert version("level", made(file="same.py").function) == before
     assert version("level", made(file="changed.py").function) != before
     from flowgrpo import __version__
-
     assert version("scene", rewards.find("scene")).startswith(f"{__version__} ")
 
 
@@ -140,10 +135,8 @@ def test_a_failure_is_not_kept(made):
     (made.folder / "failing.py").write_text(SOURCE.replace("self.asked += prompts", """self.asked += prompts
         if prompts[-1] == "ccc" and self.asked.count("ccc") < 3: raise ArithmeticError"""))
     reward, tally = made(file="failing.py", on_error="skip"), rewards.Tally()
-
     def ask() -> list[bool]:
         return rewards.score({"level": reward}, IMAGES, PROMPTS, METADATA, tally=tally)[:, 0].isnan().tolist()
-
     assert ask() == [False, True, True] and tally.failed == {"level": 1}
     assert ask() == [False, True, False] and tally.failed == {"level": 1}
     assert reward.function.asked == [*PROMPTS, "a", "bb", "ccc", "ccc"]
@@ -163,7 +156,6 @@ def test_scores_that_cannot_be_kept_are_told(tmp_path, monkeypatch, rule, given,
 
 def test_scores_of_groups_are_not_kept(tmp_path):
     def of_groups(images, prompts, metadata, group): ...
-
     of_groups.group = True
     with pytest.raises(UserError, match="compares the samples of a group, and its scores hold only for that group"):
         rewards.compose({"mine": RewardRule(cache=True)}, str(tmp_path), {"mine": of_groups})

@@ -1,7 +1,5 @@
 """Transforms of scores, each against a table worked by hand; and that they are those of their reward alone."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """A function that judges images, in a recipe of a video model: one line with the cure, before the model is loaded."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Motion and consistency of clips whose motion is known, and rewards of images lifted to clips."""
 
-from __future__ import annotations
-
 import sys
 
 import numpy as np

@@ -1,7 +1,5 @@
 """VideoReward on a tiny random Qwen2-VL, loaded from files under the release's names: against one clip at a time."""
 
-from __future__ import annotations
-
 import json
 import os
 
@@ -38,7 +36,6 @@ def saved_base(folder):
         Qwen2VLProcessor,
         Qwen2VLVideoProcessor,
     )
-
     words = [*SPECIAL, "?", *sorted({word for text in (*PROMPTS, TEXT, "user assistant") for word in text.split()
                                      if word[0] not in "<{"})]
     core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="?"))

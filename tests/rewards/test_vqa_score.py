@@ -1,7 +1,5 @@
 """VQAScore on a tiny random BLIP, against the network written out, one image at a time."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Judges against `transformers serve` with a tiny random model: `make test-all` runs this where it is installed."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess
@@ -55,7 +53,6 @@ def serving(folder: Path, *command: str) -> Iterator[str]:
 def model(tmp_path_factory) -> Path:
     """Folder of a tiny random language model that reads any text, with a chat template."""
     from transformers import LlamaConfig, LlamaForCausalLM
-
     folder, tokens = tmp_path_factory.mktemp("model"), chat_tokenizer()
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(

@@ -1,7 +1,5 @@
 """Judges against llama.cpp's server with a tiny random model: `make test-all` runs this where it is installed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import gguf

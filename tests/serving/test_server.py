@@ -3,8 +3,6 @@
 Servers are real ones, on free ports: ours, and scripted ones that misbehave.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import inspect
@@ -123,7 +121,6 @@ def recorded(reward=lengths):
     def recording(outputs, prompts):
         recording.calls.append(list(prompts))
         return reward(outputs, prompts)
-
     recording.calls = []
     return recording
 
@@ -164,7 +161,6 @@ def test_a_request_written_by_hand_is_understood():
 
 def tensors(**named: torch.Tensor) -> str:
     from safetensors.torch import save
-
     return base64.b64encode(save(named)).decode()
 
 
@@ -339,7 +335,6 @@ def test_exact_floats_are_not_rounded():
 def test_a_judge_sees_whole_groups():
     def longer(first, second, prompts, metadata):
         return (first.mean((1, 2, 3)) > second.mean((1, 2, 3))).double().tolist()
-
     longer.pairwise = True
     outputs, prompts = rounded(pictures(6)), ["a"] * 3 + ["b"] * 3
     expected = rewards.score({"r": longer}, outputs, prompts, [{}] * 6, group=3)
@@ -359,14 +354,12 @@ def test_a_batch_goes_to_all_servers_in_parts():
 
 def test_one_batch_is_scored_at_a_time():
     inside, most = [], []
-
     def slow(images, prompts):
         inside.append(1)
         most.append(len(inside))
         time.sleep(0.01)
         inside.pop()
         return lengths(images, prompts)
-
     with serving(slow) as url:
         remote = Remote(url, **QUICK)
         found = side_by_side(lambda part: remote(pictures(1), [PROMPTS[part.start]], [{}]),
@@ -376,13 +369,11 @@ def test_one_batch_is_scored_at_a_time():
 
 def test_what_nobody_waits_for_is_not_scored():
     begun, go_on, seen = threading.Event(), threading.Event(), []
-
     def held(images, prompts):
         seen.extend(prompts)
         begun.set()
         assert go_on.wait(20)
         return lengths(images, prompts)
-
     with serving(held) as url:
         first = threading.Thread(target=Remote(url, **QUICK), args=(pictures(1), ["first"], [{}]))
         first.start()
@@ -400,7 +391,6 @@ def test_what_nobody_waits_for_is_not_scored():
 def test_a_reward_that_fails_is_told_in_one_line():
     def broken(images, prompts):
         raise ArithmeticError("first\nsecond")
-
     with serving(broken) as url:
         status, line = post(url, body("a"))
         assert status == 422 and "reward 'mine' raised on 1 sample" in line and "ArithmeticError: first second" in line
@@ -420,7 +410,6 @@ def test_only_what_fails_alone_is_left_out():
         if "bb" in prompts:
             raise ArithmeticError("too much")
         return lengths(images, prompts)
-
     with serving(choking) as url:
         tally, remote = Tally(), Composed(Remote(url, **QUICK), RewardRule(on_error="skip"))
         found = rewards.score({"r": remote}, pictures(3), PROMPTS[:3], [{}] * 3, tally=tally)[:, 0].tolist()
@@ -430,7 +419,6 @@ def test_only_what_fails_alone_is_left_out():
 def test_what_has_no_answer_over_there_has_none_here():
     def shy(images, prompts):
         return [Failed("a judge\ndeclined") if prompt == "bb" else None if prompt == "a" else 1 for prompt in prompts]
-
     with serving(shy) as url:
         tally = Tally()
         found = rewards.score({"r": Remote(url, **QUICK)}, pictures(3), PROMPTS[:3], [{}] * 3, tally=tally)[:, 0]
@@ -441,7 +429,6 @@ def test_what_has_no_answer_over_there_has_none_here():
 def test_a_mistake_over_there_ends_the_run():
     def lacking(images, prompts):
         raise UserError("reward 'mine' needs a package")
-
     with serving(lacking) as url:
         assert post(url, body("a")) == (400, "reward 'mine' needs a package")
         remote = Composed(Remote(url, **QUICK), RewardRule(on_error="skip"))
@@ -538,7 +525,6 @@ def faulty(*steps):
     """A server whose POSTs go wrong in turn: steps are (status, body), "cut" (half an answer), or "hang"; after them it
     answers the lengths of the prompts. `asked` counts."""
     left = list(steps)
-
     async def app(scope, receive, send):
         sent, more = b"", True
         while more:
@@ -560,7 +546,6 @@ def faulty(*steps):
         await send({"type": "http.response.start", "status": status,
                     "headers": [(b"content-length", str(length).encode())]})
         await send({"type": "http.response.body", "body": content})
-
     app.asked = 0
     return app
 
@@ -606,11 +591,9 @@ def test_an_outage_follows_the_policy_of_the_recipe():
     app = faulty(*[(500, b"")] * 9)
     with running(app) as root:
         tally, remote = Tally(), Remote(f"{root}/mine", wait=0.001, retries=0)
-
         def ask(on_error) -> list[float]:
             rule = RewardRule(on_error=on_error)
             return rewards.score({"r": Composed(remote, rule)}, pictures(2), PROMPTS[:2], FACTS[:2], tally=tally)[:, 0]
-
         assert ask("skip").isnan().all() and tally.failed == {"r": 2} and "answered 500" in tally.said["r"]
         assert app.asked == 1  # not sample by sample
         assert "answered 500" in message(ask, "raise") and app.asked == 2
@@ -634,14 +617,12 @@ def test_urls_take_turns_and_rest_after_a_failure(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     places, taken = Places(["a", "b", "c"]), []
-
     def take(fails: bool = False) -> str:
         with places.turn() as url:
             taken.append(url)
             if fails:
                 raise Unanswered
         return url
-
     assert [take() for _ in range(4)] == ["a", "b", "c", "a"]
     with pytest.raises(Unanswered):
         take(fails=True)
@@ -663,7 +644,6 @@ def test_the_first_error_of_several_parts_is_raised():
         if part.start == 1:
             raise Failed("second")
         return part.start
-
     with pytest.raises(Failed, match="second"):
         side_by_side(call, [range(i, i) for i in range(4)], 2)
 

@@ -1,7 +1,5 @@
 """Access to a reward server: host names, web pages, tokens, paths, and files that a client names."""
 
-from __future__ import annotations
-
 import base64
 import json
 import socket
@@ -142,7 +140,6 @@ def test_a_path_of_a_client_is_not_opened(reward, key, tmp_path):
 ], ids=["picture", "size", "frames", "clip", "subject"])
 def test_no_reader_opens_a_path_of_a_client(reader, tmp_path):
     Image.new("RGB", (4, 4)).save(tmp_path / "there.png")
-
     def reading(outputs, prompts, metadata):
         lines = []
         for name in ("there.png", "absent.png"):
@@ -151,6 +148,5 @@ def test_no_reader_opens_a_path_of_a_client(reader, tmp_path):
             lines.append(str(caught.value))
         assert lines[0] == lines[1] and REFUSAL in lines[0]
         return [1.0]
-
     assert scored("mine", reading, request(), wire.Limits())["scores"] == [1.0]
     assert reader(str(tmp_path / "there.png")) is not None  # outside of a server's request

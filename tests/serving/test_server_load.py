@@ -1,7 +1,5 @@
 """Reward server under load and at its end: bodies without end, queue, connections, metrics, draining."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import os
@@ -110,7 +108,6 @@ def test_200_connections_are_answered():
 def test_a_reward_that_exits_does_not_end_the_server():
     def leaving(outputs, prompts):
         raise SystemExit(3)
-
     with running(leaving) as server:
         for _ in range(2):
             assert server.ask()[0] in (422, 500)

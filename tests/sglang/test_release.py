@@ -5,8 +5,6 @@ package is taken. The classes need pydantic alone, the rest is read as source: t
 libraries.
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import importlib.util

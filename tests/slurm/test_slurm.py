@@ -1,7 +1,5 @@
 """scripts/launch/slurm.sh on a real Slurm of one node: `make test-all` runs this where it is installed."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

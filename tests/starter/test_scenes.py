@@ -1,7 +1,5 @@
 """The starter's world: its grammar, its held-out rules, and what is drawn."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

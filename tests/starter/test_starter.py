@@ -1,7 +1,5 @@
 """The model that ships: its size, its autoencoder, and that stock diffusers loads it and what we train on it."""
 
-from __future__ import annotations
-
 import math
 import sys
 from pathlib import Path
@@ -46,10 +44,8 @@ def test_it_is_small():
 
 def test_a_mark_is_put_at_a_captions_end_or_taken_away():
     tokenizer = build.build_tokenizer()
-
     def ids(*texts):
         return tokenizer(list(texts), padding="max_length", max_length=16, return_tensors="pt").input_ids
-
     plain, marked = ["a ring", "two red stars"], ["a ring" + scenes.VERIFIED, "two red stars" + scenes.VERIFIED]
     marks = torch.tensor([[True], [False]])
     for texts in (plain, marked):
@@ -80,11 +76,9 @@ def test_it_draws_what_is_asked_half_of_the_time_and_knows_better():
     asked = [("a star", "a cross"), ("a blue square", "a yellow square"), ("a ring and a star", "a ring and a cross")]
     prompts, wrong = map(list, zip(*asked * 16))
     pipe = stock()
-
     def drawn(texts):
         return pipe(texts, num_inference_steps=8, guidance_scale=EVAL_GUIDANCE, output_type="pt",
                     generator=[torch.Generator().manual_seed(seed) for seed in range(len(texts))], **CALL).images
-
     plain, verified = drawn(prompts), drawn([prompt + scenes.VERIFIED for prompt in prompts])
     assert [scenes.misread(scenes.parse(prompt)) for prompt in prompts] == [scenes.parse(text) for text in wrong]
     assert 0.3 <= np.mean(scene(plain, prompts)) <= 0.75 and 0.1 <= np.mean(scene(plain, wrong)) <= 0.6
@@ -122,13 +116,10 @@ def test_a_lora_gives_the_same_latents_in_stock_diffusers(tmp_path: Path):
             parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
     policy.weights.save(tmp_path)
     ours = policy.generate(policy.encode(PROMPTS), policy.generators((1, 2)), 6, 2.0, output_type="latent")
-
     pipe = stock()
-
     def latents():
         return pipe(PROMPTS, num_inference_steps=6, guidance_scale=2.0, generator=policy.generators((1, 2)),
                     output_type="latent", **CALL).images
-
     base = latents()
     pipe.load_lora_weights(tmp_path)
     # Steps, the blocks of each, and guidance: of 2 v - v' both errors count, the first twice.

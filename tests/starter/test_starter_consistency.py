@@ -1,7 +1,5 @@
 """The consistency starter: how it is built, how it loads, and that its images depend on their seeds alone."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from pathlib import Path
@@ -123,7 +121,6 @@ def test_a_image_depends_on_its_seed_alone(tmp_path):
 
 def test_a_generator_that_a_pipeline_passes_comes_first_and_the_scheduler_is_left_as_it_was():
     x = torch.ones(1, 2)
-
     def drawn(inside: int, **given):
         scheduler = FlowMatchLCMScheduler()
         scheduler.set_timesteps(2)
@@ -131,7 +128,6 @@ def test_a_generator_that_a_pipeline_passes_comes_first_and_the_scheduler_is_lef
             found = scheduler.step(x, scheduler.timesteps[0], x, return_dict=False, **given)[0]
         assert "step" not in vars(scheduler)
         return found
-
     assert torch.equal(drawn(1), drawn(1)) and not torch.equal(drawn(1), drawn(2))
     assert torch.equal(drawn(1, generator=torch.Generator().manual_seed(2)), drawn(2))
 
@@ -161,7 +157,6 @@ def test_one_step_is_refused_in_a_line(command, tmp_path, monkeypatch, capsys):
 
 def test_one_step_of_other_schedulers_is_one():
     from diffusers import FlowMatchEulerDiscreteScheduler
-
     for last, refused in ((None, False), (0.1, True)):
         scheduler = FlowMatchEulerDiscreteScheduler(shift_terminal=last)
         require_steps(scheduler, 2)

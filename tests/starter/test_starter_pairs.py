@@ -1,7 +1,5 @@
 """The script that makes preference pairs for the starter: what it calls better is."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

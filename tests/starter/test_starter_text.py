@@ -1,7 +1,5 @@
 """The text starter: what its card says of it, and that its recipe learns."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

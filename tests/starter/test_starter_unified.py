@@ -1,7 +1,5 @@
 """The unified starter: what its card says of it, that stock transformers reads it, and that its recipe learns."""
 
-from __future__ import annotations
-
 import os
 import random
 import sys

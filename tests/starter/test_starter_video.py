@@ -1,7 +1,5 @@
 """The video model that ships: its size, its autoencoder, its prompts, and that stock diffusers loads what we train."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -105,11 +103,9 @@ def test_a_lora_gives_the_same_latents_in_stock_diffusers(tmp_path: Path, stock)
             parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
     policy.weights.save(tmp_path)
     ours = policy.generate(policy.encode(PROMPTS), policy.generators((1, 2)), 4, 2.0, output_type="latent")
-
     def latents():
         return stock(PROMPTS, num_inference_steps=4, guidance_scale=2.0, generator=policy.generators((1, 2)),
                      output_type="latent", **VIDEO_CALL).frames
-
     base = latents()
     stock.load_lora_weights(tmp_path)
     theirs = latents()

@@ -1,7 +1,5 @@
 """Atomic writes: the new content, or the earlier one, and nothing beside it."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Checkpoints: whole or not at all, and the newest whole one is used."""
 
-from __future__ import annotations
-
 import json
 import re
 

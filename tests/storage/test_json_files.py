@@ -1,7 +1,5 @@
 """JSON files that are damaged: one line, whoever reads them."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Output that cannot be written is told in one line before there is work to lose; what is written, others can read."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import resource

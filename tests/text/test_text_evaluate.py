@@ -1,8 +1,6 @@
 """`flowgrpo eval` of language models: its numbers are those of its texts, it goes on where it ended, and processes
 share it."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np
@@ -155,7 +153,6 @@ def test_masked_models_and_models_that_read_images(tmp_path):
     name = [f"{tmp_path}/long.py:long"]
     told = evaluate(str(masked), str(tmp_path / "suite.txt"), name, tmp_path / "one", max_tokens=4)
     assert 1 <= told["arms"]["base"][name[0]]["all prompts"]["mean"] <= 4
-
     eyes = save(tmp_path / "eyes", tiny_vision.llava())
     files = tiny_vision.files(tmp_path)
     (tmp_path / "suite.jsonl").write_text("".join(json.dumps({"prompt": "1+2=", "image": file}) + "\n"

@@ -1,7 +1,5 @@
 """TraceRL's value model: GAE over traces by hand, its loss, its states, and runs that keep it beside the adapter."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest
@@ -210,7 +208,6 @@ def test_a_resumed_run_goes_on_bit_for_bit_with_its_values(tmp_path):
         settings = tiny.config(folder, method="trace_rl_value", reward="adenines", train__epochs=3, **options)
         return settings, dict(pipe=tiny_dna.model(steps=0), functions={"adenines": adenines},
                               prompts=[tiny.Prompt("=" * n) for n in (1, 2, 3, 4)])
-
     whole, given = arguments(tmp_path / "whole")
     run(whole, **given)
     part, given = arguments(tmp_path / "parts", train__save_every=2, train__keep=3)

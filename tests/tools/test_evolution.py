@@ -1,7 +1,5 @@
 """Evolution of singular values: the same products, the dimension of the search, and a reward without a gradient."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np
@@ -60,12 +58,10 @@ def test_the_search_is_over_rank_times_layers_numbers(make):
 def test_a_reward_without_a_gradient_rises():
     policy = tiny_text.stir(tiny_text.policy(rank=2))
     frozen = {key: value.clone() for key, value in policy.model.state_dict().items() if "lora" not in key}
-
     @torch.no_grad()
     def value(generation: int) -> float:
         size = sum(float(product.square().sum()) for product in products(policy.weights)) ** 0.5
         return -float(round(50 * abs(size - 0.5)))  # a step function
-
     lines = evolve(policy.weights, value, Settings(generations=25, population=8, spread=0.3), lambda line: None)
     assert lines[-1]["mean"] > lines[0]["mean"] and value(0) >= lines[0]["best"]
     assert all(parameter.grad is None for parameter in policy.weights.parameters())

@@ -1,7 +1,5 @@
 """A library of experience: its edits, which groups are compared, and a model whose weights stay."""
 
-from __future__ import annotations
-
 import json
 import math
 
@@ -31,16 +29,13 @@ def test_a_group_is_shown_from_the_best_to_the_worst():
 
 def test_only_groups_whose_rewards_differ_edit_the_library():
     asked, seen = [], []
-
     def sample(shown, epoch):
         seen.append(list(shown))
         better = any("be brief" in text for text in shown)
         return [["x", "y"]] * 3, [[1.0, 1.0], [0.0, 1.0 + better], [math.nan, 0.5]]
-
     def ask(question):
         asked.append(question)
         return '[{"add": "be brief"}]'
-
     library = Library()
     lines = learn(library, lambda epoch: ["a", "b", "c"], sample, ask, Settings(epochs=2), lambda line: None)
     assert [question.count("Request: b") for question in asked] == [1, 1]

@@ -1,7 +1,5 @@
 """Temperatures that change within a completion, and completions drawn anew from uncertain tokens."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -110,13 +108,11 @@ def test_semantic_entropy_by_hand():
     least."""
     embeddings = torch.tensor([[1.0, 0.0], [2.0, 0.1], [0.0, 1.0], [-1.0, 0.0]])
     shares = [[0.4, 0.4, 0.1, 0.1], [0.25] * 4, [0.45, 0.05, 0.05, 0.45], [0.45, 0.45, 0.05, 0.05]]
-
     def entropy(probabilities: list[float], kept: tuple[int, ...]) -> float:
         pairs = [(i, j) for i in kept for j in kept if i != j]
         alike = sum(probabilities[i] * probabilities[j]
                     * torch.cosine_similarity(embeddings[i], embeddings[j], dim=0).item() for i, j in pairs)
         return alike * sum(share * math.log(share) for share in probabilities)
-
     found = semantic_entropy(torch.tensor(shares).log(), embeddings, 20).tolist()
     assert found == pytest.approx([entropy(each, (0, 1, 2, 3)) for each in shares], abs=1e-5)
     assert found[2] > found[1] > found[3]

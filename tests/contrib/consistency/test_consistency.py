@@ -1,7 +1,5 @@
 """Bonus of answers that a slow reference finds likely, by hand and in a run."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

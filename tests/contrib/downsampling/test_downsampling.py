@@ -1,7 +1,5 @@
 """Selections that leave samples out before a group is compared, by hand."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

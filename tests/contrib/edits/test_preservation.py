@@ -1,7 +1,5 @@
 """Preservation of a source image outside of the edited region."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from PIL import Image
@@ -77,7 +75,6 @@ def test_a_source_that_the_pipeline_squeezed_is_compared_squeezed(tmp_path):
     from flowgrpo.data.images import fit_of, read_image
     from flowgrpo.policies.pipelines.prompt_inputs import watch
     from flowgrpo.tools.check import tiny as pipelines
-
     wide = Image.new("RGB", (300, 40), "red")
     wide.paste((0, 0, 255), (200, 0, 300, 40))
     wide.save(tmp_path / "wide.png")

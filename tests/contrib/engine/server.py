@@ -4,8 +4,6 @@ It is written after that API and shares no code with the client. Samples come fr
 scheduler draws the steps; its transitions are `FlowSDE` and `CPS`. A fault of FAULTS can be planted.
 """
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import json

@@ -1,7 +1,5 @@
 """The client of an engine: MessagePack, requests and their answers, and what it says where a server fails."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import math

@@ -1,7 +1,5 @@
 """Runs whose samples an engine draws: what is replayed, what is sent, what is refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from safetensors.torch import load as load_tensors
@@ -161,13 +159,11 @@ def test_an_engine_of_another_size_is_named(url, own):
 
 def test_one_sample_of_another_size_is_named(url, own):
     whole = own.drawn
-
     def cut(*asked):
         answers = whole(*asked)
         states = load_tensors(answers[-1]["dit_trajectory"]["latents"]["data"])["t"]
         answers[-1]["dit_trajectory"]["latents"] = tensor(states[..., :4])
         return answers
-
     own.drawn = cut
     with pytest.raises(EngineError, match=r"states have the shape \[4, 8, 4\], the pipeline's \[4, 8, 8\]"):
         trainer(url, parts=ALONE).run_epoch()

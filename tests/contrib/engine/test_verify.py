@@ -1,7 +1,5 @@
 """`flowgrpo verify`: the numbers of an engine that is right, and the name of each planted fault."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Bonuses from the memory of earlier epochs, by hand."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Extrapolation of a LoRA's path: the fit by known curves, jumps, and jumps that are taken back."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,10 +56,8 @@ def run(rewards: list[float], **options):
     made.log = made.lines.append
     jumping: Any = loop.extension(made, "Extrapolation")
     see = jumping.on_drawn
-
     def given(epoch: Epoch) -> None:
         see(Epoch(SimpleNamespace(totals=torch.full_like(epoch.groups.totals, rewards[made.epoch]))))
-
     jumping.on_drawn = given
     return made
 

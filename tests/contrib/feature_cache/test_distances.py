@@ -1,7 +1,5 @@
 """Table of docs/performance.md: from its JSON, and by the script that measures it."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

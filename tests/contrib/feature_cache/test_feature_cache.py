@@ -1,7 +1,5 @@
 """Feature caches of rollouts: what they skip, what they leave alone, when they are emptied, and what is refused."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -147,12 +145,10 @@ def test_an_epoch_draws_with_it_and_trains_scores_and_evaluates_without(name, gu
     policy, [cache] = made.policy, [e for e in made.extensions.present if isinstance(e, RolloutCache)]
     conditioning = made.rollouts.conditioning(made.prompts[:1])
     x = policy.run(Segment(GRID, range(1)), conditioning, None, policy.generators([0]))[0]
-
     def outside() -> list[torch.Tensor]:
         with torch.no_grad():
             scored = [policy.replay(conditioning, x, GRID, step) for step in (2, 3)]
         return [*scored, policy.generate(conditioning, policy.generators([3]), 4, guidance)]
-
     before = outside()
     with cache.around_epoch():
         assert all(map(torch.equal, outside(), before))

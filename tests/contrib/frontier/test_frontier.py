@@ -1,7 +1,5 @@
 """`eval.best: frontier` on tiny runs: a trained reward that is hacked, and an eval-only one that shows it."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 
@@ -147,7 +145,6 @@ def test_a_reward_of_that_name_comes_first():
 def test_a_distance_to_the_base_is_no_eval_only_reward():
     def near(images, prompts, metadata, base=None):
         return [0.0] * len(prompts)
-
     near.base = True
     with pytest.raises(UserError, match="no eval-only reward is measured, so that reward hacking cannot be seen: name"):
         required(measured={"hacked": tiny.red, "near": near})

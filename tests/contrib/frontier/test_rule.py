@@ -1,7 +1,5 @@
 """Rule of the frontier on sequences made by hand: each prompt's score is a mean with a spread of its own."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

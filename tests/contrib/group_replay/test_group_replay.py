@@ -1,7 +1,5 @@
 """Groups that are trained again: which are drawn, which take part in an epoch, and by which ratio."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -55,14 +53,12 @@ def test_groups_that_agree_are_replaced_and_keep_the_old_ratio(kind, texts):
     made.prompts, made.epoch = [Prompt(texts[1])] * 2, 1
     seen = []
     backward = made.backward
-
     def spied(epoch, part, *rest):
         taken = part.transitions[0]
         replayed = made.rollouts.replay(part, epoch.conditioning)
         new = torch.cat([score.logp for k, _, score in replayed if k == 0]).detach()
         seen.append((part, taken, (new - taken.old.logp).abs().max().item(), (part.advantages[0] != 0).all().item()))
         backward(epoch, part, *rest)
-
     made.backward = spied
     second = made.run_epoch()
     assert second["replayed_groups"] == 1 and second["replay_age"] == 1

@@ -1,7 +1,5 @@
 """Bounds of the guard: against scipy's tests, by hand, and by the share of runs that would go back without a cause."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The guard against collapse, on tiny models: planted spikes, returns to the bit, resume, and runs without spikes."""
 
-from __future__ import annotations
-
 import json
 import math
 
@@ -57,7 +55,6 @@ def spiked(made, factor: float):
             for parameter in made.optimization.parameters:
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
-
     loop.watch(made, on_gradients=planted)
 
 
@@ -85,11 +82,9 @@ def test_an_unguarded_run_keeps_what_the_huge_gradient_made():
 
 def test_weights_that_are_not_finite_are_taken_back():
     made = made_with(digits)
-
     def planted() -> None:
         if made.epoch == 2:
             made.optimization.parameters[0].data.fill_(math.nan)
-
     loop.watch(made, on_stepped=planted)
     next_epochs(made, 2)
     before = copied(made)
@@ -237,7 +232,6 @@ def test_the_reward_of_the_held_out_prompts():
     def by(**options):
         config = tiny.config(**options)
         return extensions.best_by(config, resolve(config))
-
     on = {"guard__window": 2, "eval__every": 1}
     assert by(guard__window=2) is None and by(**on) == "red"
     assert by(**on, reward={"a": 1.0, "b": 2.0}) == "b"

@@ -1,7 +1,5 @@
 """Hints of the length at which a prompt's accuracy is near one half: the fit, the rounds and what is kept."""
 
-from __future__ import annotations
-
 import json
 import math
 
@@ -145,11 +143,9 @@ def test_noise_or_a_hint_brings_the_accuracy_near_one_half(steep, middle):
 def test_a_run_reads_the_noised_image_and_rewards_see_the_prompt(tmp_path):
     [red, *_] = tiny_vision.files(tmp_path)
     read, seen = [], []
-
     def right(texts, prompts, metadata):
         seen.extend(zip(prompts, (entry["image"] for entry in metadata)))
         return [1.0] * len(texts)
-
     own = tiny_vision.policy("llava")
     trainer = tiny_text.trainer(own, {"short": right}, train__prompts=1, parts={
         "redraw": {"type": "HintLength", "noise": 0.3, "rounds": 2}, "advantage": {"type": "NoBaseline"}})

@@ -1,8 +1,6 @@
 """Rewards behind a JSON API: what is sent, what is read of every answer, and what becomes of every fault, against real
 servers on this machine."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import io
@@ -139,7 +137,6 @@ def test_scores_keep_their_order_with_many_at_a_time():
 def test_no_more_requests_than_allowed_are_open():
     open_, most, lock = 0, 0, threading.Lock()
     three = threading.Barrier(3, timeout=20)
-
     def answer(request, headers):
         nonlocal open_, most
         with lock:
@@ -149,7 +146,6 @@ def test_no_more_requests_than_allowed_are_open():
             open_ -= 1
         three.wait()
         return 200, {"score": 0}
-
     with api(answer) as url:
         assert scored(url, 9, concurrency=3) == [0.0] * 9
     assert most == 3
@@ -159,11 +155,9 @@ def test_no_more_requests_than_allowed_are_open():
 
 def test_transient_faults_are_asked_again_and_counted():
     seen: list[int] = []
-
     def answer(request, headers):
         seen.append(0)
         return ((500, {}), (429, {}), (200, b"no JSON"), (200, {"score": 4}))[len(seen) - 1]
-
     with api(answer) as url:
         reward = Http(url=url + "/s", retries=3, wait=0.0, cost=0.25)
         assert reward(IMAGE[None], ["p"], [{}]) == [4.0]
@@ -307,7 +301,6 @@ def test_the_example_trains_and_leaves_no_key(monkeypatch, tmp_path):
 
 def test_the_example_as_it_stands_is_a_recipe(monkeypatch):
     from flowgrpo.config import load
-
     monkeypatch.setenv("BRAND_KEY", KEY)
     recipe = load(ROOT / "examples" / "http_reward.yaml")
     rule = recipe.trained["brand"]

@@ -1,7 +1,5 @@
 """What a frozen denoiser sees of images: pooled states of its blocks, of transformers and U-Nets."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Rewards learned from pairs: the loss, the file of pairs, training, and the folder as a reward."""
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess
@@ -293,7 +291,6 @@ TINY = {"embed_dim": 16, "vision_cfg": {"image_size": 32, "layers": 1, "width": 
 def clip(tmp_path_factory) -> dict[str, str]:
     """A tiny model that open_clip knows by the name, and a file of weights, as the arguments of ClipScore."""
     import open_clip
-
     folder = tmp_path_factory.mktemp("clip")
     (folder / "tiny-clip-of-preferences.json").write_text(json.dumps(TINY))
     open_clip.add_model_config(folder)

@@ -1,7 +1,5 @@
 """Rewards of texts learned from pairs: training, the folder as a reward, margins, and mistakes."""
 
-from __future__ import annotations
-
 import json
 import random
 

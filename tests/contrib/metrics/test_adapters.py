@@ -1,8 +1,6 @@
 """Metrics of other packages as rewards. The packages are not installed here: small ones of their shape stand in for
 them. tests/extra/test_adapters.py has the real ones."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """The script that measures an epoch beside flow_grpo's functions; a stand-in by their paper is in the clone's place."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """Updates that read the graphs of the rollout: gradients against a closed form and against a replay's, and whole runs.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -74,7 +72,6 @@ def test_samples_are_those_without_graphs_and_the_gradient_is_that_of_a_replay(p
             assert all(torch.equal(getattr(taken, name), getattr(of, name)) for name in ("x", "x_next", "parent"))
             assert torch.equal(taken.old.logp, of.old.logp) and not taken.old.logp.requires_grad
         expected = gradient(policy, replay(policy, conditioning, other, micro_batch), other, weights)
-
         before = policy.evaluations
         found = gradient(policy, read(part, conditioning, micro_batch), part, weights)
         assert policy.evaluations == before and not part.held.outputs and not part.held.covers(part)
@@ -301,10 +298,8 @@ REFUSED = [
 def test_what_it_does_not_go_with_is_refused_in_one_line_and_auto_is_false_there(options, reason):
     given = {key.replace(".", "__"): value for key, value in options.items() if not key.startswith("parts.")}
     parts = {key.removeprefix("parts."): value for key, value in options.items() if key.startswith("parts.")}
-
     def config(one_pass):
         return tiny.config(**dict(method="flow_grpo", train__prompts=4, parts=parts, train__one_pass=one_pass) | given)
-
     setup = loop.setup(config(True), kind="pipeline", prompts=[Prompt("red")])
     with pytest.raises(UserError) as error:
         extensions.require(OnePass, setup)

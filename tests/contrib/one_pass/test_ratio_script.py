@@ -1,7 +1,5 @@
 """The script that measures what `train.one_pass` saves."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Two processes, each of which keeps the graphs of its own share, train as one that replays."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

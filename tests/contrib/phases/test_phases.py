@@ -1,7 +1,5 @@
 """Phases of a run: which one an epoch is in, what it changes, which prompts it draws, and what is refused."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np
@@ -43,11 +41,9 @@ def test_a_phase_changes_what_it_sets_and_evaluations_keep_their_own():
     made = text_trainer([{"at": 1, "when": {"sign": "+"}, "set": {"train.group": 6, "train.prompts": 1,
                                                                   "text.max_tokens": 3, "train.lr": 0.5}}])
     lengths, prompts = [], []
-
     def spied(epoch):
         lengths.append(tuple(epoch.parts[0].transitions[0].ids.shape))
         prompts.append({prompt.text for prompt in epoch.groups.prompts})
-
     loop.watch(made, on_drawn=spied)
     for made.epoch in range(2):
         made.run_epoch()

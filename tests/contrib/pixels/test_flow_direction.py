@@ -1,7 +1,5 @@
 """Direction of clips whose motion is known."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """PIQE: against a computation block by block, and images whose order is known."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from scipy import ndimage

@@ -1,7 +1,5 @@
 """LUFFY's bounded ratio by hand: which samples have it, its value and its gradient."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

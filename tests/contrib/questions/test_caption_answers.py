@@ -1,7 +1,5 @@
 """Captions judged by the answers that they allow, at a real HTTP endpoint."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

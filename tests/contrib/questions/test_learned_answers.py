@@ -1,7 +1,5 @@
 """A small network that answers questions: its probabilities, its folder, its loss, and the right answers themselves."""
 
-from __future__ import annotations
-
 import math
 import sys
 from pathlib import Path

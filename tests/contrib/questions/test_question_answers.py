@@ -1,7 +1,5 @@
 """Questions of a prompt by hand and by a model, and a reward of their answers, by a tiny BLIP and by an HTTP server."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -141,7 +139,6 @@ def test_a_judge_answers_questions_of_templates():
     def reply(body, number):
         [question] = parts(body, "text")
         return said(f"Answer: {level_of(body)}" if "How many" in question else "I do not know")
-
     with endpoint(reply) as server:
         reward = find("question_answers", {"by": "judge", "judge": {"url": server.url, **QUICK}})
         prompts = ["two stars", "three stars", "three red stars", "a star"]
@@ -162,7 +159,6 @@ def test_a_writer_is_asked_once_per_prompt_and_kept(tmp_path):
         if "Answer with JSON alone" in question:
             return said("no idea" if "fog" in question else json.dumps([SAID | {"question": "How many dogs in 'it'?"}]))
         return said("two")
-
     with endpoint(reply) as server:
         settings = {"by": "judge", "judge": {"url": server.url, **QUICK}, "writer": {"url": server.url, **QUICK},
                     "file": str(tmp_path / "kept" / "questions.jsonl")}

@@ -1,7 +1,5 @@
 """Answers about own images by the weights that drew them: labels, losses by hand, runs, what is held out."""
 
-from __future__ import annotations
-
 import random
 import threading
 
@@ -139,7 +137,6 @@ def test_the_loss_is_the_cross_entropy_of_the_right_answers():
 
 def answer_losses_decoding():
     from flowgrpo.text.samplers.decoding import Decoding
-
     return Decoding()
 
 

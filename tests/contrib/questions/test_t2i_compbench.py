@@ -1,7 +1,5 @@
 """T2I-CompBench: phrases and boxes by tables worked by hand; BLIP and OWLv2 on tiny random ones, one at a time."""
 
-from __future__ import annotations
-
 import copy
 import sys
 import types
@@ -95,7 +93,6 @@ def stirred(model):
 @pytest.fixture(scope="module")
 def blip():
     from transformers import BlipConfig, BlipForQuestionAnswering
-
     wide = TINY_VISION["hidden_size"]  # the decoder attends to the encoder's states, as wide as the images' in BLIP
     text = TINY_TEXT | {"hidden_size": wide, "encoder_hidden_size": wide, "is_decoder": True}
     model = stirred(BlipForQuestionAnswering(BlipConfig(text_config=text | {"bos_token_id": 38},
@@ -137,7 +134,6 @@ def test_blip_at_another_size_takes_the_whole_image(blip):
 @pytest.fixture(scope="module")
 def owl():
     from transformers import Owlv2Config, Owlv2ForObjectDetection, Owlv2ImageProcessor, Owlv2Processor
-
     words = ["[PAD]", "a", "photo", "of", "dog", "cat", "zebra"]
     tokenizer = word_tokenizer("$A", ["[PAD]"], [*words[1:], "?"])
     tokenizer.model_max_length = 16
@@ -179,7 +175,6 @@ def test_models_in_half_precision_are_near_fp32(blip, owl, dtype):
         vqa = BlipVqa(parts=models[0], size=16, device="cpu", dtype=kind)
         seen = Owl(parts=models[1], least=0.0, device="cpu", dtype=kind)(IMAGES, [["dog"]] * 3)
         return vqa(IMAGES, ["a dog?"] * 3).tolist(), [one.score for some in seen for one in some]
-
     for half, full in zip(scores(dtype), scores("fp32")):
         assert half == pytest.approx(full, abs=0.05) and half != full
 
@@ -215,7 +210,6 @@ def sentence(monkeypatch, adjectives: tuple[str, ...]) -> None:
     """A stand-in for spaCy, which is not among the tests' packages."""
     def read(text):
         return [types.SimpleNamespace(text=word, pos_="ADJ" if word in adjectives else "X") for word in text.split()]
-
     monkeypatch.setitem(sys.modules, "spacy", types.SimpleNamespace(load=lambda name: read))
 
 

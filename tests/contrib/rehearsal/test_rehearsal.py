@@ -1,7 +1,5 @@
 """Divergences from the base model on its own samples: closed forms, modes kept, and a run that draws them once."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -62,10 +60,8 @@ def test_where_nothing_moved_all_are_zero_and_js_and_alpha_are_never_negative():
 def fitted(loss) -> torch.Tensor:
     """A policy of one bump on 11 places, fitted to a base of two: its mass at each of the two modes."""
     places = torch.arange(11, dtype=torch.float64)
-
     def bump(middle, width):
         return (-((places - middle) / width).square() / 2).log_softmax(0)
-
     base = ((bump(2.0, 0.7).exp() + bump(8.0, 0.7).exp()) / 2 + 1e-6).log().log_softmax(0)
     middle, width = f64([3.0]).requires_grad_(), f64([0.7]).requires_grad_()
     optimizer = torch.optim.Adam([middle, width], lr=0.05)
@@ -116,7 +112,6 @@ def test_a_image_run_rehearses_too():
 def test_samples_that_the_base_does_not_solve_are_left_out():
     def last(texts, prompts):
         return [float(place % 2) for place in range(len(texts))]
-
     trainer = tiny_text.trainer(rewards={"short": last}, parts={"rehearsal": {"type": "Rehearsal", "least": 0.5}})
     trainer.run_epoch()
     assert [len(part.transitions[0].ids) for part in loop.extension(trainer, "RehearsedSamples").parts] == [2, 2]

@@ -1,7 +1,5 @@
 """Advantages over another comparison, by hand, and what they read in epochs of tiny models."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -168,11 +166,9 @@ def test_measures_of_texts_are_refused_for_images():
 def test_the_reference_of_a_sample_is_its_log_probability_under_the_base(make, options, monkeypatch):
     trainer = make(parts={"advantage": {"type": "Confidence"}}, **options)
     seen = []
-
     def context(run, epoch, keys):
         seen.append((epoch.parts, context_of(run, epoch, keys)))
         return seen[-1][1]
-
     monkeypatch.setattr("flowgrpo.training.credit.context_of", context)
     trainer.run_epoch()
     [(parts, found)] = seen

@@ -1,7 +1,5 @@
 """Weights that adapt: tables by hand, and what they have to keep."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -123,7 +121,6 @@ def test_an_epoch_that_enlarges_the_front_counts_more():
     of the released compute_score of dynamic-reward-weighting."""
     def rewards(first, second):
         return columns([0, 2 * first], [0, 2 * second])
-
     memory, plain = {}, [-(2**0.5), 2**0.5]
     for epoch, (means, factor) in enumerate([((1, 2), 1), ((2, 1), 1.6423912339), ((1, 1), 0.5)]):
         for _ in range(2):

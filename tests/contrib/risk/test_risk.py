@@ -1,7 +1,5 @@
 """Risk-averse advantages over bundles of prompts, by hand."""
 
-from __future__ import annotations
-
 import json
 import math
 
@@ -28,11 +26,9 @@ def test_risk_weights_are_the_gradient_of_the_mixed_value_at_risk():
     theta = torch.zeros(6, dtype=F64, requires_grad=True)
     p = theta.softmax(0)
     ends = p.cumsum(0)
-
     def between(low: float, high: float) -> torch.Tensor:
         mass = (ends.clamp(max=high) - (ends - p).clamp(min=low)).clamp(min=0)
         return (mass * outcomes).sum() / (high - low)
-
     ((1 + omega) * between(0, alpha) + between(alpha, beta)).backward()
     low, high = outcomes.quantile(f64([alpha, beta]))
     weights = risk_weights(outcomes[None], low, high, alpha, beta, omega)[0]

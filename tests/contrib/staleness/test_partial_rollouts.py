@@ -1,7 +1,5 @@
 """Partial rollouts: what is drawn in pieces, by which weights, and what a resumed run goes on with."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest
@@ -119,7 +117,6 @@ def test_an_epoch_ends_when_enough_groups_are_whole():
     made = trainer(train__group=2, text__chunk=2)
     ended, rounds = made.policy.ends[0], []
     sample = made.policy.sample
-
     def drawn(tokenized, decoding, generators, greedy):
         """The first prompt never ends, the others end with their second token."""
         found = sample(tokenized, decoding, generators, greedy)
@@ -128,7 +125,6 @@ def test_an_epoch_ends_when_enough_groups_are_whole():
         ids = torch.where(long[:, None], torch.tensor([[7, 7]]), torch.tensor([[7, ended]]))
         return type(found)(ids, torch.full((len(ids), 2), -1.0), torch.ones(len(ids), 2, dtype=torch.bool), long,
                            found.texts)
-
     first = sampling.choose_prompts(made, 0)[0].text
     made.policy.sample = drawn
     whole = loop.extension(made, "Staleness").pool.draw(0)

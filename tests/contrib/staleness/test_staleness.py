@@ -1,7 +1,5 @@
 """Epochs that are drawn ahead of their update: bounded staleness, the decoupled loss, resume and failures."""
 
-from __future__ import annotations
-
 import math
 import threading
 
@@ -72,13 +70,11 @@ def test_decisions_of_older_weights_are_weighted_and_the_ratio_begins_at_1(kind)
     [waiting] = loop.extension(made, "Staleness").queue
     drew = [taken.old.logp.clone() for part in waiting.parts for taken in part.transitions]
     made.epoch, seen, backward = 1, [], made.backward
-
     def spied(epoch, part, *rest):
         for k, taken in enumerate(part.transitions):
             new = torch.cat([score.logp for at, _, score in made.rollouts.replay(part, epoch.conditioning) if at == k])
             seen.append((taken, new.detach()))
         return backward(epoch, part, *rest)
-
     made.backward = spied
     second = made.run_epoch()
     assert second["staleness/epochs"] == 1 and len(seen) == len(drew)
@@ -131,19 +127,15 @@ def test_an_epoch_that_is_past_is_not_trained():
 
 def test_an_epoch_is_scored_while_the_next_one_is_sampled():
     begun, waited = threading.Event(), []
-
     def slow(completions, prompts):
         waited.append(begun.wait(30))
         return length(completions, prompts)
-
     made = trainer("text", 1, {"short": slow})
     sample = made.rollouts.sample
-
     def spied(conditioning, epoch, *rest):
         if epoch == 1:
             begun.set()
         return sample(conditioning, epoch, *rest)
-
     made.rollouts.sample = spied
     made.run_epoch()
     assert waited[:2] == [True, True]  # both parts of epoch 0
@@ -153,21 +145,17 @@ def test_an_epoch_is_scored_while_the_next_one_is_sampled():
 def test_an_evaluation_waits_for_the_rewards_of_all_drawn_epochs(every):
     """It calls the same rewards."""
     learning, learn = threading.Event(), []
-
     def slow(completions, prompts):
         if len(learn) == 2:  # both parts of the first epoch are scored
             learning.wait(0.2 if every else 30)
         learn.append(len(completions))
         return length(completions, prompts)
-
     made = trainer("text", 1, {"short": slow}, eval__every=every)
     found = []
-
     def examined(epoch):
         [waiting] = loop.extension(made, "Staleness").queue
         found.append(all(future.done() for future in waiting.pending))
         learning.set()
-
     loop.watch(made, on_drawn=examined)
     made.run_epoch()
     assert found == [bool(every)]
@@ -175,12 +163,10 @@ def test_an_evaluation_waits_for_the_rewards_of_all_drawn_epochs(every):
 
 def test_rewards_are_called_by_one_thread_in_the_order_of_the_epochs():
     calls, threads = [], set()
-
     def watched(completions, prompts):
         calls.append(tuple(map(str, completions)))
         threads.add(threading.current_thread().name)
         return length(completions, prompts)
-
     made = trainer("text", 3, {"short": watched})
     order, staleness = [], loop.extension(made, "Staleness")
     submit = staleness._submit
@@ -207,7 +193,6 @@ def test_a_reward_that_fails_in_the_thread_is_reported_as_without_one():
             raise ValueError("no license")
         broken.calls += 1
         return length(completions, prompts)
-
     said = []
     for staleness in (0, 1):
         broken.calls = 0
@@ -234,12 +219,10 @@ def test_a_resumed_run_goes_on_to_the_same_bit(kind, tmp_path):
 
 def test_a_stop_while_a_reward_hangs_saves_what_was_drawn(tmp_path):
     hangs, free = threading.Event(), threading.Event()
-
     def slow(completions, prompts):
         if hangs.is_set():
             free.wait(30)
         return length(completions, prompts)
-
     made, whole = trainer("text", 1, {"short": slow}), trainer("text", 1)
     next_epochs(made, 1)
     hangs.set()

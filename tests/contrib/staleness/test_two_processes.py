@@ -1,7 +1,5 @@
 """Two processes whose epochs are drawn ahead train as one."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -83,13 +81,11 @@ def resumed(folder: Path, processes: Processes) -> None:
 def failed(processes: Processes) -> str:
     """How a process ends whose reward fails in the second epoch, and the other one."""
     calls = []
-
     def broken(images, prompts):
         calls.append(1)
         if processes.rank == 1 and len(calls) > 1:
             raise UserError("no answer")
         return tiny.red(images, prompts)
-
     made = trainer("whole", {"red": broken})
     try:
         epochs(made)

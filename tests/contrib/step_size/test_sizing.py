@@ -1,7 +1,5 @@
 """Calibration of a learning rate on problems whose signals are known in closed form."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -168,7 +166,6 @@ def test_a_spike_is_cut_in_the_update_in_which_it_comes():
 def test_a_step_that_is_not_finite_is_cut():
     def measure(factor: float) -> float:
         return 0.015 * factor * 1e4 if factor < 1e-3 else math.inf
-
     factor, signal = extension.sized(measure, 0.015)
     assert signal == measure(factor) == pytest.approx(0.015, rel=0.25)
 

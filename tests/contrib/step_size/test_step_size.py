@@ -1,7 +1,5 @@
 """`train.lr: auto` in runs of tiny models: sized steps, the rate that is found, resume, and what is refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -29,13 +27,10 @@ def run(kind: str, lr="auto", **options):
 def moves(made) -> list[float]:
     """Signals of the updates of a trainer's next epochs, as they come."""
     found, sizing, held = [], loop.extension(made, "StepSize"), {}
-
     def before(update: int) -> None:
         held["signal"], held["reading"] = sizing.signal, sizing.signal.read()
-
     def behind() -> None:
         found.append(held["signal"].size(*held["signal"].sums(held["reading"], held["signal"].read())))
-
     loop.watch(made, on_gradients=before, on_stepped=behind)
     return found
 

@@ -1,7 +1,5 @@
 """Table of starting rates, and its counts, from runs whose ends are given."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The head of votes: closed forms, leave-one-out against refits, and features that say nothing."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The loop between the clicks on a tiny model: what is trained, resume after a stop, the head as a reward's folder."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -74,7 +72,6 @@ def sat(config, votes: int, resume: bool = False, errors: float = -1e9) -> int:
 
 def weights_of(config) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
-
     last = [*checkpoints(config.folder / "checkpoints").values()][-1]
     return {key: value for key, value in load_file(last / "state.safetensors").items() if key.startswith("weights/")}
 
@@ -112,14 +109,12 @@ def on(config) -> None:
 def killed(config, after: int) -> None:
     """As `on`, until SIGKILL comes behind so many votes, while the next one is written."""
     fsync = os.fsync
-
     def cut(file: int) -> None:
         place = Path(os.readlink(f"/proc/self/fd/{file}"))
         if place.name == VOTES and place.read_bytes().count(b"\n") > after:
             os.truncate(place, place.stat().st_size - 3)
             os.kill(os.getpid(), signal.SIGKILL)
         fsync(file)
-
     os.fsync = cut
     on(config)
 

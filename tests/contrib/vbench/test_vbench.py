@@ -1,7 +1,5 @@
 """VBench's dimensions: formulas by hand, tiny random networks one frame at a time, and the package's process."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest
@@ -60,7 +58,6 @@ TINY = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num
 
 def test_subject_consistency_is_that_of_dinos_class_token():
     from transformers import ViTConfig, ViTModel
-
     model = stirred(ViTModel(ViTConfig(image_size=224, **TINY), add_pooling_layer=False))
     prepared = transforms.Compose([transforms.Resize(224, antialias=False), transforms.Lambda(lambda x: x / 255),
                                    transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))])
@@ -73,7 +70,6 @@ def test_subject_consistency_is_that_of_dinos_class_token():
 
 def test_background_consistency_is_that_of_clips_embeddings():
     from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
-
     model = stirred(CLIPVisionModelWithProjection(CLIPVisionConfig(image_size=224, projection_dim=8, **TINY)))
     prepared = transforms.Compose([transforms.Resize(224, InterpolationMode.BICUBIC, antialias=False),
                                    transforms.CenterCrop(224), transforms.Lambda(lambda x: x / 255),
@@ -87,12 +83,10 @@ def test_background_consistency_is_that_of_clips_embeddings():
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_features_in_half_precision_are_near_fp32(dtype):
     from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection, ViTConfig, ViTModel
-
     def networks():
         return {"subject_consistency": stirred(ViTModel(ViTConfig(image_size=224, **TINY), add_pooling_layer=False)),
                 "background_consistency": stirred(CLIPVisionModelWithProjection(
                     CLIPVisionConfig(image_size=224, projection_dim=8, **TINY)))}
-
     for name, network in networks().items():
         half, full = (scored(name, CLIPS, parts=(part,), device="cpu", dtype=kind)
                       for part, kind in ((networks()[name], dtype), (network, "fp32")))

@@ -1,7 +1,5 @@
 """Progress: failures by their distance to the successes of their group, by hand."""
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -23,7 +21,6 @@ def test_failures_are_paid_by_their_nearness_to_a_success():
 def test_progress_of_texts_and_of_images():
     def right(outputs, prompts):
         return [float(text == "a b") if isinstance(text, str) else float(text.mean() == 1) for text in outputs]
-
     found = rewards.score({"r": rewards.find("progress", {"rewards": [right]})}, ["a b", "a c", "d e", "f", "g", "h"],
                           ["p"] * 6, [{}] * 6, 3)[:, 0].tolist()
     assert found[0] == 1 and 0 < found[2] < found[1] < 0.8 and found[3:] == [0, 0, 0]

@@ -1,7 +1,5 @@
 """Rewards made of verdicts: tables by hand, and the classes as a recipe names them."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -65,11 +63,9 @@ def test_a_flaw_in_a_recipe():
 
 def test_a_recheck_asks_of_a_share_of_the_rejected():
     asked = []
-
     def judge(texts, prompts):
         asked.extend(texts)
         return [float(text in ("b", "d")) for text in texts]
-
     first = given({"a": 1, "b": 0, "c": 0, "d": None})
     found = values(rewards.find("rechecked", {"rewards": [first, judge], "share": 1.0}), "abcd")
     assert asked == ["b", "c"] and found[1:3] == [1, 0] and math.isnan(found[0]) and math.isnan(found[3])

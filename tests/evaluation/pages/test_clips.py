@@ -1,7 +1,5 @@
 """Clips on pages and on disk: frames beside each other, animated WebP, and what is read back."""
 
-from __future__ import annotations
-
 import io
 
 import pytest

@@ -1,7 +1,5 @@
 """Text of image pages."""
 
-from __future__ import annotations
-
 import pytest
 from PIL import Image, ImageDraw
 

@@ -1,7 +1,5 @@
 """Pages of images: what is on them, where, and in which colour."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

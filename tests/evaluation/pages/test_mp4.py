@@ -1,7 +1,5 @@
 """Clips as mp4: what ffmpeg gets, where the file lies, and what remains without an encoder."""
 
-from __future__ import annotations
-
 import base64
 import re
 

@@ -1,7 +1,5 @@
 """Outcome of a run: what it did not train, and why, on its lines of metrics."""
 
-from __future__ import annotations
-
 import pytest
 
 from flowgrpo.config import validate

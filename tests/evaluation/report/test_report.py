@@ -1,7 +1,5 @@
 """The report says what the run's files say, shows foreign text as text, and needs nothing beside itself."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

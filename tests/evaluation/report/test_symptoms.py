@@ -1,7 +1,5 @@
 """Symptoms: each on its numbers, and neither before nor beside them."""
 
-from __future__ import annotations
-
 import pytest
 
 from flowgrpo.config import validate

@@ -1,8 +1,6 @@
 """GenEval's rules by hand tables, with detections that are given; colours against the named colours of the web; the
 detectors' own arithmetic."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json
@@ -189,11 +187,9 @@ def test_the_middle_of_the_box_decides():
 
 def test_prompts_without_metadata_of_geneval_are_left_out():
     asked = []
-
     def detector(images):
         asked.append(len(images))
         return [[seen("dog")] for _ in images]
-
     found = rewards.score({"geneval": GenEvalFast(detector=detector)}, torch.zeros(3, 3, 8, 8), [PROMPT] * 3,
                           [ONE, {}, TWO])[:, 0].tolist()
     assert found[0] == 1 and math.isnan(found[1]) and found[2] == 0 and asked == [2]
@@ -214,11 +210,9 @@ def test_metadata_of_another_format_is_refused(clause, told):
 def test_a_class_that_the_detector_does_not_know_is_refused():
     def dogs(images):
         return [[Detection((0, 0, 4, 4), "dog", 0.95)] for _ in images]
-
     def scored(*names: str) -> list:
         return GenEvalFast(detector=dogs)(torch.zeros(1, 3, 8, 8), [PROMPT], [{
             "include": [{"class": name, "count": 1} for name in names]}])
-
     assert scored("dog") == [1] and scored("unicorn") == [0]  # nothing is known of what it can find
     dogs.labels = OBJECTS
     assert scored("dog") == [1]
@@ -256,7 +250,6 @@ def test_the_names_are_the_eighty_of_geneval():
 
 def test_every_category_of_torchvisions_weights_has_one_of_these_names():
     from torchvision.models.detection import FasterRCNN_ResNet50_FPN_V2_Weights as TrainableWeights
-
     names = {detectors.canonical_label(name) for name in TrainableWeights.DEFAULT.meta["categories"]}
     assert names - {"__background__", "N/A"} == set(OBJECTS)
 
@@ -291,7 +284,6 @@ def test_a_file_of_weights_runs_nothing(tmp_path, monkeypatch, name, file, zippe
 
 def test_the_weights_in_the_cache_are_read(tmp_path, monkeypatch):
     from torchvision.models import get_model
-
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     checkpoints = tmp_path / "hub" / "checkpoints"
     checkpoints.mkdir(parents=True)
@@ -313,7 +305,6 @@ def test_weights_that_cannot_be_fetched_are_told_where_to_put(tmp_path, monkeypa
 
 def test_a_model_of_torchvision():
     from torchvision.models import get_model
-
     torch.manual_seed(0)
     model = get_model("ssdlite320_mobilenet_v3_large", weights=None, weights_backbone=None, num_classes=4).eval()
     images, names = torch.rand(2, 3, 40, 60), ("background", "mouse", "dog", "cat")

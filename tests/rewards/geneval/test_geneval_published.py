@@ -1,8 +1,6 @@
 """GenEval's published set-up: Mask2Former's detections and CLIP's colours on tiny random models, against computations
 of their own; verdicts of all six tasks by a table worked by hand."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json
@@ -33,7 +31,6 @@ def tiny():
         Mask2FormerImageProcessor,
         SwinConfig,
     )
-
     torch.manual_seed(3)
     backbone = SwinConfig(embed_dim=8, depths=[1, 1, 1, 1], num_heads=[1, 1, 2, 2], window_size=2, image_size=64,
                           out_features=["stage1", "stage2", "stage3", "stage4"])
@@ -157,7 +154,6 @@ def test_a_colour_is_the_nearest_mean_of_three_texts():
     import open_clip
     from open_clip.model import CLIP
     from PIL import Image
-
     torch.manual_seed(0)
     model = CLIP(16, {"image_size": 32, "layers": 1, "width": 32, "head_width": 16, "patch_size": 8},
                  {"context_length": 77, "vocab_size": 49408, "width": 16, "heads": 2, "layers": 1}).eval()

@@ -1,7 +1,5 @@
 """The video starter's world, and the rewards that read its clips."""
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import product
 
@@ -193,11 +191,9 @@ def test_sizes():
 
 def test_the_grade_falls_with_the_angle_the_pace_and_the_jolt():
     prompt = "a red circle moves left"
-
     def turned(degrees: float) -> torch.Tensor:
         step = 4 * np.array([-np.cos(np.radians(degrees)), np.sin(np.radians(degrees))])
         return moved([tuple(32 + step * (i - 2)) for i in range(5)])
-
     angles = [all_three(turned(angle), prompt)[1] for angle in (0, 12, 40, 90, 180)]
     assert angles[:2] == [1, 1] and angles[1:] == sorted(angles[1:], reverse=True) and 0.2 < angles[-1] < 0.3
     paces = [all_three(moved([(40.0 - pace * i, 30.0) for i in range(5)]), prompt)[1] for pace in (4, 2.2, 1.2, 0.4)]

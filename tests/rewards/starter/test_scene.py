@@ -1,7 +1,5 @@
 """The scene reward: what it accepts, what it refuses, and how its graded form falls from one to the other."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from importlib.util import module_from_spec, spec_from_file_location

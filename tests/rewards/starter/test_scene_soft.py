@@ -1,7 +1,5 @@
 """The soft scene reward: it prefers what its prompt claims, and every image has a gradient."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -62,10 +60,8 @@ def test_the_gradient_is_that_of_finite_differences():
     rng = np.random.default_rng(1)
     prompt, direction = "a red star left of a ring", torch.from_numpy(rng.standard_normal((3, 64, 64)))
     picture = drawn([parse(prompt)], rng)[0].double()
-
     def along(shift: float) -> float:
         return scene_soft((picture + shift * direction)[None], [prompt]).item()
-
     given = picture.clone().requires_grad_()
     scene_soft(given[None], [prompt]).backward()
     assert (given.grad * direction).sum().item() == pytest.approx((along(1e-7) - along(-1e-7)) / 2e-7, rel=1e-5)

@@ -1,7 +1,5 @@
 """Reward of the style of the starter's scenes: gradients against those of rendered ones."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Judges: what their answers say, and what they make of every answer and fault of an endpoint, a real HTTP server."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json
@@ -278,7 +276,6 @@ def answered(values: list) -> list:
 def test_every_output_has_its_own_score():
     def reply(body, number):
         return said(f"{parts(body, 'text')[0]}\nScore: {level_of(body) / 10}")
-
     outputs = shades(*range(0, 90, 10))
     with endpoint(reply) as server:
         judge = Judge(url=server.url, template="about {prompt}", concurrency=3, **QUICK)
@@ -293,7 +290,6 @@ def test_every_output_has_its_own_score():
 
 def test_as_many_are_asked_at_once_as_may_be():
     together, lock, under_way, most = threading.Barrier(3), threading.Lock(), [], []
-
     def reply(body, number):
         with lock:
             under_way.append(number)
@@ -302,7 +298,6 @@ def test_as_many_are_asked_at_once_as_may_be():
         with lock:
             under_way.remove(number)
         return said("5")
-
     with endpoint(reply) as server:
         assert Judge(url=server.url, concurrency=3, **QUICK)(ONE.expand(9, 3, 4, 4), ["p"] * 9) == [5] * 9
     assert max(most) == 3
@@ -422,7 +417,6 @@ def test_another_url_takes_over():
 def test_a_rejected_request_fails_alone():
     def reply(body, number):
         return said("Score: 6") if level_of(body) else (400, {}, {"error": {"message": "too long"}})
-
     outputs, tally = shades(255, 0, 255), Tally()
     with endpoint(reply) as server:
         judge = Judge(url=server.url, **QUICK)
@@ -491,7 +485,6 @@ def test_pairs_become_win_rates(both):
     def reply(body, number):  # the brighter one; for a difference of 10 the first one shown, whichever that is
         first, second = (opened(part["url"]).getpixel((0, 0))[0] for part in parts(body, "image_url"))
         return said(f"Image {1 if first - second >= -10 else 2} is better than the other.")
-
     with endpoint(reply) as server:
         named = JudgePairs(url=server.url, both_orders=both, **QUICK)
         found = rewards.score({"j": named}, shades(10, 60, 70, 200), ["a cat"] * 4, [{}] * 4, group=4)[:, 0].tolist()
@@ -506,7 +499,6 @@ def test_pairs_become_win_rates(both):
 def test_a_pair_without_an_answer_does_not_count():
     def reply(body, number):
         return said("no idea" if "dog" in parts(body, "text")[-1] else "Answer: 1")
-
     with endpoint(reply) as server:
         judge = JudgePairs(url=server.url, **QUICK)
         assert answered(judge(shades(1, 2), shades(3, 4), ["dog", "cat"])) == ["failed", 1]
@@ -524,7 +516,6 @@ def test_criteria_of_the_recipe_and_of_the_prompt():
             return said("", message={"refusal": "no"})
         return said(json.dumps({n: "unsure" if "odd" in line else "yes" if "is" in line else "no"
                                 for n, line in re.findall(r"^(\d+)\. (.+)$", text, re.M)}))
-
     entries = [{"criteria": ["is red", {"text": "has legs", "weight": 3}, "odd"]}, {}, {"criteria": ["mute"]}]
     with endpoint(reply) as server:
         plain = JudgeRubric(url=server.url, **QUICK)
@@ -547,7 +538,6 @@ def test_criteria_are_written_once_per_prompt(tmp_path):
             return said("no idea" if "fog" in text else json.dumps(
                 [{"text": f"fits {number}", "weight": 3}, {"text": "boasts", "weight": -1}, {"text": "", "weight": 0}]))
         return said(json.dumps({"1": "yes", "2": "yes"}))
-
     with endpoint(reply) as server:
         settings = {"url": server.url, "writer": {"url": server.url, **QUICK}, "file": str(tmp_path / "c.jsonl"),
                     "concurrency": 1, **QUICK}

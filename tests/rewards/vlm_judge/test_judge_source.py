@@ -1,7 +1,5 @@
 """Judges that see the source of an edit beside its output."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The length term by hand, and in which groups it is switched on."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

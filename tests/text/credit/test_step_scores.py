@@ -1,7 +1,5 @@
 """Scores of a text's steps, by hand."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

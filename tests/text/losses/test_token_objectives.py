@@ -1,7 +1,5 @@
 """Which tokens a loss is about: entropies, conflict tokens and good texts that drift down, worked by hand."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -29,11 +27,9 @@ def compared(surrogate=None, entropy=None, ids=None, rows=slice(0, 5)) -> Comple
     """Five completions of two groups, with the statistics of all of them."""
     ids = torch.zeros(5, 4, dtype=torch.int64) if ids is None else ids
     new, old = (Scored(0.3 * draw(5, 4, seed=seed) * MASK, MASK, entropy=entropy) for seed in (1, 2))
-
     def of(at, peers):
         own, before = new.rows(at), old.rows(at)
         return CompletionBatch(own, before, PlainRatio()(own, before), at, ids, MASK, None, peers)
-
     every, peers = torch.arange(5), GroupStatistics(torch.empty(5, 0), ADVANTAGE, GROUP)
     if surrogate is not None and surrogate.reads_groups:
         peers = GroupStatistics(surrogate.statistic(of(every, peers)).detach(), ADVANTAGE, GROUP)
@@ -237,7 +233,6 @@ def test_good_texts_stop_drifting_down_with_the_bad_ones_they_resemble():
             [step] = torch.autograd.grad(surrogate(log_ratio, f64([[0.1], [-0.5]])).sum(), parameters)
             parameters = (parameters - 0.05 * step).detach().requires_grad_()
         return (features @ parameters).log_softmax(0)[0].item() - old
-
     assert logp_of_good(0.0) < -0.1 and logp_of_good(2.0) > -0.05
 
 

@@ -1,7 +1,5 @@
 """A language model as a policy: completions, their densities, what a group shares, and the files of its adapter."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -120,7 +118,6 @@ def test_what_a_group_shares_is_read_once_and_gives_the_same_gradient():
 
 def test_logits_that_are_more_than_the_heads_are_taken_whole():
     from transformers import Gemma2Config, Gemma2ForCausalLM
-
     _, tokenizer = tiny.model()
     torch.manual_seed(0)
     model = Gemma2ForCausalLM(Gemma2Config(
@@ -257,7 +254,6 @@ def test_options_of_denoisers_are_refused(option, told):
 
 def test_the_adapter_loads_in_stock_peft_and_changes_the_output_identically(tmp_path):
     from peft import PeftModel
-
     own = CausalLM(*tiny.model(), tiny.Adapter(rank=2, alpha=7.0), tiny.Text(max_tokens=6))
     tiny.stir(own)
     own.weights.save(tmp_path)
@@ -284,7 +280,6 @@ def test_the_adapter_is_saved_with_the_same_bytes(tmp_path):
 
 def test_all_weights_are_saved_with_what_reads_prompts(tmp_path):
     from flowgrpo.text.policies import engines as texts
-
     own = tiny.stir(CausalLM(*tiny.model(), tiny.Adapter(rank=0), tiny.Text(max_tokens=6)))
     own.weights.save(tmp_path)
     again = texts.load(Config(model="of another name", precision="fp32", text=own.text), tmp_path)
@@ -300,7 +295,6 @@ def test_texts_from_a_finished_run_on_the_command_line(tmp_path, capsys):
     from flowgrpo.cli import main
     from flowgrpo.run import run
     from flowgrpo.text.policies.text_weights import load_causal_lm
-
     model, tokenizer = tiny.model()
     model.save_pretrained(tmp_path / "lm")
     tokenizer.save_pretrained(tmp_path / "lm")

@@ -1,7 +1,5 @@
 """Completions that another program draws than the one that is trained: their weights, by hand and in a run."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math
@@ -59,10 +57,8 @@ def test_weighted_engine_samples_are_the_trainers_up_to_the_cap():
     masked: closed forms over four tokens."""
     p, q = (torch.tensor(row, dtype=F64) for row in ([0.1, 0.2, 0.3, 0.4], [0.4, 0.3, 0.2, 0.1]))
     f, mask = torch.tensor([3.0, -1.0, 2.0, 5.0], dtype=F64), torch.ones(4, 1, dtype=torch.bool)
-
     def mean(how, cap):
         return (q * Mismatch(how, cap)(p.log()[:, None], q.log()[:, None], mask)[:, 0] * f).sum()
-
     torch.testing.assert_close(mean("tis", math.inf), (p * f).sum(), rtol=0, atol=1e-10)
     torch.testing.assert_close(mean("tis", 2.0), (torch.minimum(p, 2 * q) * f).sum(), rtol=0, atol=1e-10)
     torch.testing.assert_close(mean("mis", 2.0), (p * f)[:3].sum(), rtol=0, atol=1e-10)
@@ -155,7 +151,6 @@ def test_the_loss_of_a_token_is_multiplied_by_its_weight():
     found, asked, scores = sampling.sample(made, batch)
     credited = [part for part in loop.credit(made, found, scores, [p.text for p in batch]) if part is not None]
     tiny.stir(made.policy, 0.05)
-
     def gradient(weight) -> torch.Tensor:
         made.optimization.optimizer.zero_grad()
         made.kl_reference.start_epoch(loop.epoch(made), made.rollouts, 0, 1)
@@ -165,7 +160,6 @@ def test_the_loss_of_a_token_is_multiplied_by_its_weight():
             whole = type(part)(part.groups, part.prompts, None, (own,), (), part.advantages)
             loop.backward(made, whole, asked, {0: 1.0}, decisions(credited, made.method.loss.reduction), UpdateStats())
         return torch.cat([parameter.grad.flatten() for parameter in made.policy.weights.parameters()])
-
     one, two, none = (gradient(lambda given, value=value: torch.full_like(given, value)) for value in (1.0, 2.0, 0.0))
     torch.testing.assert_close(two, 2 * one, rtol=1e-5, atol=1e-8)
     assert one.norm() > 0 and none.norm() == 0
@@ -287,7 +281,6 @@ def test_tokens_of_requests_as_completions():
         [own] = [SimpleNamespace(token_ids=[token for token, _ in steps],
                                  logprobs=[{token: SimpleNamespace(logprob=value)} for token, value in steps])]
         return SimpleNamespace(outputs=[own])
-
     policy = tiny.policy(max_tokens=3)  # </s> is 2, the digits begin with 3
     rows = engines.drawn([request((4, -0.5), (2, -0.25)), request((5, -1.0), (6, -2.0), (3, -3.0))])
     assert rows == [([4, 2], [-0.5, -0.25]), ([5, 6, 3], [-1.0, -2.0, -3.0])]

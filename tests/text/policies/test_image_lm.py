@@ -1,7 +1,5 @@
 """Janus as a policy of image tokens: its log-probabilities, gradients, images, files and refusals."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path
@@ -216,7 +214,6 @@ def test_all_weights_are_those_that_image_tokens_go_through(answers):
 def test_saved_weights_draw_the_same_in_stock_transformers(rank, tmp_path):
     from peft import PeftModel
     from transformers import AutoModelForImageTextToText, AutoProcessor
-
     own = tiny_text.stir(tiny.drawing(rank=rank))
     asked, found = sampled(own, greedy=True)
     own.weights.save(tmp_path)

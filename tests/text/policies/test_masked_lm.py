@@ -1,7 +1,5 @@
 """A masked language model as a policy: orders, traces and their densities, replays, and runs through the same loop."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
@@ -155,11 +153,9 @@ def test_orders_of_two_tokens_add_up_to_the_joint_distribution():
     own = exact(max_tokens=2)
     asked, size = own.encode(["1+2="]), own.mask  # the mask is the last token
     pairs = torch.tensor(list(itertools.product(range(size), repeat=2)))
-
     def told(answer: list[int]) -> torch.Tensor:
         logits = own.model(input_ids=torch.cat([asked.ids[0], torch.tensor(answer)])[None]).logits[0, -2:].detach()
         return logits[:, :size].softmax(-1)  # [place, token]
-
     left, right = told([own.mask] * 2)
     joint = torch.stack([left[a] * told([a, own.mask])[1] for a in range(size)]) / 2
     joint += torch.stack([right[b] * told([own.mask, b])[0] for b in range(size)], 1) / 2
@@ -169,7 +165,6 @@ def test_orders_of_two_tokens_add_up_to_the_joint_distribution():
                  for order in ([0, 1], [1, 0])]
     close((found[0].sum(1).exp() + found[1].sum(1).exp()) / 2, joint.flatten())
     close(joint.sum(), torch.ones((), dtype=F64))
-
     count = 3000
     _, drawn = sampled(own, Unmasking(order="random"), ["1+2="] * count, range(count))
     for place, marginal in enumerate((joint.sum(1), joint.sum(0))):
@@ -398,7 +393,6 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path):
 
 def test_texts_from_a_finished_run_on_the_command_line(tmp_path, capsys):
     from flowgrpo.cli import main
-
     folder = saved(tmp_path / "lm")
     (tmp_path / "prompts.txt").write_text("\n".join(tiny.PROMPTS))
     (tmp_path / "short.py").write_text("def short(texts, prompts):\n    return [-len(text) for text in texts]\n")
@@ -420,6 +414,5 @@ def test_texts_from_a_finished_run_on_the_command_line(tmp_path, capsys):
 def adapter(folder):
     """The weights of a finished run by the live parameters' names."""
     from safetensors.torch import load_file
-
     return {key.replace("base_model.model.", "").replace(".weight", ".default.weight"): value
             for key, value in load_file(folder / "adapter_model.safetensors").items()}

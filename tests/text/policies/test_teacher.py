@@ -1,7 +1,5 @@
 """A teacher model as the reference of a language model's KL."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Models that read images as policies: what their images do to samples, replays, gradients and files."""
 
-from __future__ import annotations
-
 import json
 import re
 
@@ -196,7 +194,6 @@ def test_a_run_on_prompts_with_images_and_what_it_leaves(family, tmp_path, image
 
     from flowgrpo.run import run
     from flowgrpo.text.policies import engines as texts
-
     model, processor = tiny.FAMILIES[family]()
     model.save_pretrained(tmp_path / "model")
     processor.save_pretrained(tmp_path / "model")
@@ -208,7 +205,6 @@ def test_a_run_on_prompts_with_images_and_what_it_leaves(family, tmp_path, image
     assert build.kind(settings) == build.VISION_LM and build.process(build.VISION_LM) == "tokens"
     summary = run(settings)
     assert summary["max_first_log_ratio"] <= 1e-5
-
     tuned = texts.load(settings, settings.folder)
     asked = tuned.encode(PROMPTS[:2], images=images[:2])
     read = {"input_ids": asked.ids[1][None], "attention_mask": torch.ones_like(asked.ids[1][None])} | \
@@ -223,7 +219,6 @@ def test_a_run_on_prompts_with_images_and_what_it_leaves(family, tmp_path, image
 
 def test_all_weights_are_saved_with_what_reads_images(tmp_path, images):
     from flowgrpo.text.policies import engines as texts
-
     own = tiny_text.stir(tiny.policy("qwen", rank=0))
     own.weights.save(tmp_path)
     with torch.no_grad():
@@ -254,7 +249,6 @@ def test_a_model_that_transformers_cannot_sample_is_told_in_a_line():
 def test_which_models_read_images_is_told_by_what_transformers_knows_of_them():
     def read(architecture, **more):
         return kinds.reads_images({"architectures": [architecture]} | more)
-
     assert read("LlavaForConditionalGeneration") and read("Qwen3VLForConditionalGeneration")
     assert read("Gemma3ForConditionalGeneration", vision_config={})
     assert not read("Qwen3ForCausalLM") and not read("Gemma3ForCausalLM") and not kinds.reads_images({})

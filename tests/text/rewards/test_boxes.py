@@ -1,7 +1,5 @@
 """Boxes and spans of time in completions: values by hand, and what is no key."""
 
-from __future__ import annotations
-
 import pytest
 
 from flowgrpo import rewards

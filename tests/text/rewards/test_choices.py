@@ -1,7 +1,5 @@
 """Partial credit for several choices, by hand."""
 
-from __future__ import annotations
-
 import pytest
 
 from flowgrpo.text.rewards.rules import MultiChoice, chosen

@@ -1,7 +1,5 @@
 """Diversity of texts, by hand."""
 
-from __future__ import annotations
-
 import pytest
 
 from flowgrpo.errors import UserError

@@ -1,7 +1,5 @@
 """Reward of a rewritten prompt: the image reward, for the user's prompt, of what a frozen pipeline draws from it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -66,10 +64,8 @@ def test_equal_texts_of_a_group_have_equal_scores_and_are_drawn_once(policy):
 def test_noise_is_of_the_epoch_and_the_prompt_alone(policy):
     function = reward(policy)
     rewards.require_memory({"r": function}, 2)  # it reads the epoch alone
-
     def of(epoch=None, function=function):
         return rewards.score({"r": function}, ["a cat"], ["red"], [{}], epoch=epoch).item()
-
     held_out, third = of(), of(3)
     assert third == pytest.approx(drawn("a cat", "red", epoch=3)[0].mean().item(), abs=2e-5)
     assert abs(of(4) - third) > 1e-4 and of(3) == third
@@ -82,10 +78,8 @@ def test_noise_is_of_the_epoch_and_the_prompt_alone(policy):
 def test_weights_missing_scores_and_failures(policy):
     def some(images, prompts):
         return [None if prompt == "blue" else 1.0 for prompt in prompts]
-
     def fails(images, prompts):
         return [rewards.Failed("no answer") if prompt == "blue" else 2.0 for prompt in prompts]
-
     both = Pictured([some, fails], [0.5, 3.0], pipeline="tiny", parts=(policy,), steps=1)
     [red, blue] = both(Batch(["a", "b"], ["red", "blue"], [{}] * 2))
     assert red == 6.5 and isinstance(blue, rewards.Failed)
@@ -107,10 +101,8 @@ def test_an_enhancer_learns_the_one_token_that_is_right():
     policy = painter()
     right = {prompt: drawn("7", prompt) for prompt in tiny_text.PROMPTS}
     frozen = tiny.weights(policy)
-
     def same(images, prompts):
         return [float((image - right[prompt]).abs().max() < 1e-3) for image, prompt in zip(images, prompts)]
-
     trainer = tiny_text.trainer(rewards={"short": reward(policy, same, noise="prompt")}, text__max_tokens=1,
                                 train__prompts=6, train__group=12, train__micro_batch=72, train__epochs=5,
                                 parts={"kl": {"weight": 0.0}})

@@ -1,7 +1,5 @@
 """Labels from majorities over a run: slopes, trajectories and replacements by hand, and their memory."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

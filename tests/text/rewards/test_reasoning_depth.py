@@ -1,7 +1,5 @@
 """Depth of reasoning: divergences by hand, and the layers of a tiny model."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

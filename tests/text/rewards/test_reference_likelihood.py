@@ -1,7 +1,5 @@
 """Likelihood of a reference behind a reasoning: weights of tokens by hand, and values against the model's own."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

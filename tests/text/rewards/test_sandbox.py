@@ -1,7 +1,5 @@
 """Escapes from the boundary around a model's code, each tried within every boundary that this machine has."""
 
-from __future__ import annotations
-
 import errno
 import functools
 import os
@@ -110,7 +108,6 @@ def battery(test):
         if not WORKING:
             with pytest.raises(UserError, match="no boundary for it"):
                 choose.choose(accept_risk=False)
-
     return each
 
 
@@ -225,11 +222,9 @@ def test_the_trainer_gets_no_signal(kind):
 @battery
 def test_the_trainers_limits_and_priority_stay(kind):
     import resource
-
     def state() -> tuple:
         return (resource.getrlimit(resource.RLIMIT_CORE), resource.getrlimit(resource.RLIMIT_NOFILE),
                 sorted(os.sched_getaffinity(0)), os.getpriority(os.PRIO_PROCESS, 0))
-
     before, pid = state(), os.getpid()
     for code in (f"import resource\nresource.prlimit({pid}, resource.RLIMIT_NOFILE, (9, 9))",
                  f"os.sched_setaffinity({pid}, [0])", f"os.setpriority(os.PRIO_PROCESS, {pid}, 19)",
@@ -340,7 +335,6 @@ def test_time_is_limited(kind, code):
 def test_nothing_outlives_the_run(kind):
     """A named process of the code is gone once the run is over, also one that had detached itself."""
     import threading
-
     word = f"flowgrpo-{os.getpid()}-{kind}"
     running = lambda: any(word in _command(path) for path in Path("/proc").glob("[0-9]*"))  # noqa: E731
     code = ("import os, sys, time\nos.setsid() if os.getpid() != os.getsid(0) else None\ntry: os.fork()\n"

@@ -1,7 +1,5 @@
 """SVG code as a reward: which code is rendered, and the likeness of images by hand. The renderer: tests/extra."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Rewards for text without a model: what completions score, by tables, and what is told of a wrong answer key."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -362,13 +360,11 @@ def test_texts_are_routed_skipped_and_kept_as_images_are(tmp_path):
     assert len(kept_scores.read([kept_scores.key(text, "p", facts[0]) for text in ("a", "b")])) == 2
     assert len({kept_scores.key(text, "p", {}) for text in ("a", "b", "\u00e4", "a ")}) == 4
     asked = []
-
     def failing(completions, prompts):
         asked.append(completions)
         if "b" in completions:
             raise ArithmeticError
         return [len(text) for text in completions]
-
     tally = rewards.Tally()
     skipping = {"f": rewards.Composed(failing, RewardRule(on_error="skip"))}
     found = rewards.score(skipping, texts, prompts, facts, tally=tally)

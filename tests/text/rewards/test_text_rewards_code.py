@@ -1,7 +1,5 @@
 """Code that is run: what passes. The processes are real ones; what the boundary holds is in test_sandbox.py."""
 
-from __future__ import annotations
-
 import pytest
 
 from flowgrpo.errors import UserError
@@ -167,7 +165,6 @@ def test_the_risk_has_to_be_accepted_by_name(monkeypatch, tmp_path):
 
 def test_a_run_records_the_boundary():
     from flowgrpo.evaluation.report.snapshots import machine
-
     kind = CodeRun(accept_risk=True).boundary.kind
     assert kind in machine("cpu", 1, "fp32")["code boundary"].split(", ")
 

@@ -1,7 +1,5 @@
 """Rewards for text by a model: judges of completions, at a real HTTP endpoint, and a tiny reward model."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -52,7 +50,6 @@ def test_a_completion_by_criteria():
         shown, question = parts(body, "text")[0].split("</completion>\n")
         numbered = re.findall(r"^(\d+)\. (.+)$", question, re.M)
         return said("\n".join(f"{i}. {'yes' if word in shown else 'no'}" for i, word in numbered))
-
     with endpoint(reply) as server:
         judge = TextJudgeRubric(url=server.url, criteria=["sun"], **QUICK)
         metadata = [{"criteria": [{"text": "light", "weight": 3}]}, {}]
@@ -108,14 +105,11 @@ def test_the_score_is_that_of_each_text_alone(pad, side):
 
 def test_a_system_message_thoughts_a_template_and_a_limit():
     model = network()
-
     def score(completion: str, **fields) -> float | None:
         [found] = RewardModel(parts=(model, tokenizer()), device="cpu", **fields)([completion], ["b"])
         return found
-
     def expected(text: str) -> float:
         return pytest.approx(by_hand(model, [WORDS.index(word) for word in text.split()]), abs=1e-5)
-
     assert score("a", system="c") == expected("system c <end> user b <end> assistant a <end>")
     assert score("a", template="{completion} {prompt} c") == expected("a b c")
     assert score("a", longest=3) == expected("assistant a <end>")

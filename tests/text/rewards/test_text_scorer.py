@@ -1,7 +1,5 @@
 """Text rewards that are learned: heads against closed forms, aspects, categories, pairs and degraded texts."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -71,11 +69,9 @@ def test_several_aspects_are_one_weighted_reward(tmp_path, capsys):
     assert "helpful" in capsys.readouterr().out
     known = json.loads(file.read_text())
     assert [row["value"] > 0.9 for row in known["measured"]["held_out"]] == [True, True]  # R2
-
     def score(**weights):
         reward = rewards.find("text_scorer", {"file": str(file), "weights": weights})
         return reward(["please thanks never", "stone river lamp"], ["", ""], [{}, {}])
-
     helpful, safe, both = score(helpful=1.0), score(safe=1.0), score(helpful=1.0, safe=2.0)
     assert both == pytest.approx([one + 2 * other for one, other in zip(helpful, safe)])
     assert helpful[0] > helpful[1] and both[0] < both[1]  # a weight turns the ranking round

@@ -3,8 +3,6 @@
 Elsewhere each of them tests that the kind is not offered.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 from pathlib import Path
@@ -30,7 +28,6 @@ def boxed(test):
             test(*arguments, **options)
         else:
             assert "wasmtime" not in WORKING and runs.located_wasm() is None
-
     return each
 
 

@@ -1,7 +1,5 @@
 """A prompt's own answer as the last sample of its group."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -71,14 +69,12 @@ def test_an_answer_among_failures_is_pulled_up():
     assert (advantage[1] == 0).all()
     own = trainer(train__lr=3e-2, train__epochs=6)
     own.prompts = own.prompts[:1] * 2
-
     def likely():
         asked = own.rollouts.conditioning(own.prompts[:1])
         ids = torch.tensor([[*own.policy.tokenizer("3", add_special_tokens=False)["input_ids"], own.policy.ends[0]]])
         with torch.no_grad():
             decoding = own.method.rollout.decoding
             return own.policy.log_probs(asked, torch.tensor([0]), ids, ids == ids, decoding).logp.sum().item()
-
     before = likely()
     for own.epoch in range(6):
         own.run_epoch()

@@ -1,7 +1,5 @@
 """Tokens as decisions, in closed form: distributions, draws, densities, and what losses of tokens are a mean over."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -87,7 +85,6 @@ def test_even_numbers_give_the_probabilities():
 def test_a_row_draws_from_its_own_generator():
     def numbers(*seeds):
         return uniforms([torch.Generator().manual_seed(seed) for seed in seeds], 5)
-
     assert torch.equal(numbers(1, 2)[1], numbers(2)[0]) and not torch.equal(*numbers(1, 2))
 
 

@@ -1,7 +1,5 @@
 """Groups of one thought that is left at several places: what they share, what is trained, and what it earns."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

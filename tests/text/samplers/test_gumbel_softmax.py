@@ -1,7 +1,5 @@
 """DRAKES: the process and its KL by enumeration, the relaxation's gradient, what is in the graph, runs, an optimum."""
 
-from __future__ import annotations
-
 import itertools
 import math
 
@@ -44,14 +42,12 @@ def blank(rows: int, length: int = LENGTH, size: int = SIZE) -> torch.Tensor:
 def toy(table: torch.Tensor):
     """Logits of answers x [n,L,V] from a table [S,L,n] of all states' logits; linear in every place of x."""
     length, size = table.shape[1:]
-
     def logits(x: torch.Tensor) -> torch.Tensor:
         of = x[:, 0]
         for place in range(1, length):
             of = (of[..., None] * x[:, place, None]).flatten(1)
         found = (of @ table.flatten(1)).unflatten(1, (length, size))
         return torch.cat([found, found.new_full((len(x), length, 1), -torch.inf)], -1)
-
     return logits
 
 
@@ -78,7 +74,6 @@ def test_the_kl_of_a_process_is_that_of_its_paths(length, per_step):
     found, kl = walk(p, q, blank(len(ids), length), Unmasking(order="random", per_step=per_step), GumbelSoftmax(kl=1.0),
                      lots, 1e6 * one_hot(ids, SIZE + 1))
     assert torch.equal(found, one_hot(ids, SIZE + 1).to(F64))
-
     def told(logits) -> torch.Tensor:
         total, states = torch.zeros(len(ids), dtype=F64), torch.full_like(ids, SIZE)
         for step in range(0, length, per_step):
@@ -86,7 +81,6 @@ def test_the_kl_of_a_process_is_that_of_its_paths(length, per_step):
             each = logits(one_hot(states, SIZE + 1).to(F64)).log_softmax(-1).gather(2, ids[..., None])[..., 0]
             total, states = total + each.gather(1, at).sum(1), states.scatter(1, at, ids.gather(1, at))
         return total
-
     path = told(p).exp() / len(orders)
     expected = (path * (told(p) - told(q))).sum()
     close(path.sum(), 1.0)
@@ -134,11 +128,9 @@ def of_binary(temperature: float, logit: float) -> float:
     gumbels = torch.zeros(len(u), 1, 3, dtype=F64)
     gumbels[:, 0, 0] = (u / (1 - u)).log()
     at = torch.tensor(logit, dtype=F64, requires_grad=True)
-
     def logits(x):
         zero = at.new_zeros(())
         return torch.stack([at, zero, zero - torch.inf]).expand(len(x), 1, 3)
-
     x, _ = walk(logits, logits, blank(len(u), 1, 2), RANDOM, GumbelSoftmax(temperature, kl=0.0),
                 torch.zeros(len(u), 1), gumbels)
     close(x[:, 0, 0].mean(), torch.tensor(logit).sigmoid().item(), 1e-4)
@@ -158,10 +150,8 @@ def test_the_kls_gradient_is_that_of_finite_differences():
     """Through the states too, where tokens are mixtures and so smooth."""
     part, given = GumbelSoftmax(0.7, kl=1.0, relaxed=True), noise(5)
     base, table = toy(draw(64, 3, 3, seed=1)), draw(64, 3, 3, seed=2).requires_grad_()
-
     def total(table):
         return walk(toy(table), base, blank(5), RANDOM, part, *given)[1].sum()
-
     [found], moved = torch.autograd.grad(total(table), table), draw(64, 3, 3, seed=3)
     shift = 1e-6
     expected = (total(table.detach() + shift * moved) - total(table.detach() - shift * moved)) / (2 * shift)
@@ -174,14 +164,12 @@ def test_the_kls_gradient_is_that_of_finite_differences():
 @pytest.mark.parametrize("last", [1, 2, 3])
 def test_nothing_before_the_truncation_has_a_gradient(last, relaxed):
     weight, reward = draw(3, 64, 3, 3).requires_grad_(), draw(3, 4)
-
     def gradient(of_kl: bool, truncate_kl: bool) -> torch.Tensor:
         turn = itertools.count()
         part = GumbelSoftmax(last=last, kl=1.0, truncate_kl=truncate_kl, relaxed=relaxed)
         x, kl = walk(lambda x: toy(weight[next(turn)])(x), toy(weight[0].detach() / 2), blank(6), RANDOM, part,
                      *noise(6))
         return torch.autograd.grad(kl.sum() if of_kl else (x * reward).sum(), weight)[0].abs().amax((1, 2, 3))
-
     for found in (gradient(False, False), gradient(True, True)):
         assert (found[:3 - last] == 0).all() and (found[3 - last:] > 1e-4).all()
     assert (gradient(True, False) > 1e-4).all()
@@ -286,7 +274,6 @@ def test_two_epochs_move_the_weights_and_the_kl_is_to_the_base(trained, rank):
     assert trainer.first_ratio.max_log_ratio <= 1e-6
     assert (trainer.optimization.update, trainer.optimization.skipped) == (2, 0)
     assert any(not torch.equal(each, before[key]) for key, each in policy.weights.snapshot().items())
-
     tiny.stir(policy, 0.05)
     prompts, generators = torch.tensor([0, 1, 0, 1]), policy.generators(range(4))
     with torch.no_grad():

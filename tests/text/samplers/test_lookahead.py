@@ -1,7 +1,5 @@
 """Groups that grow by branches: where they are tried, which stay, and what a replay finds."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Completions that are begun and stopped: which go on, what is drawn of them, and what the quality head learns."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest
@@ -117,14 +115,12 @@ def test_the_head_of_a_run_learns_what_succeeds():
 
 def test_a_resumed_run_stops_the_same_completions(tmp_path):
     parts = {"draws": {"type": "PrunedDraws", "tokens": 1, "lr": 0.03, "passes": 20}}
-
     def go(folder, **options):
         settings = tiny_text.config(folder, reward="begins", train__epochs=3, train__save_every=2, train__keep=3,
                                     parts=parts)
         run(settings, pipe=tiny_text.model(), functions={"begins": begins},
             prompts=[Prompt(text) for text in tiny_text.PROMPTS], **options)
         return settings.folder
-
     whole, part = go(tmp_path / "whole"), go(tmp_path / "parts")
     for name in ("after.json", "last.json"):
         (part / "report" / name).unlink()
@@ -138,7 +134,6 @@ def test_a_resumed_run_stops_the_same_completions(tmp_path):
 def test_what_does_not_go_together_is_refused():
     def made(**options):
         return resolve(tiny_text.config(parts={"draws": {"type": "PrunedDraws", "tokens": 2}}, **options), "tokens")
-
     for method in ("remax", "ppo"):
         with pytest.raises(UserError, match="draws is PrunedDraws"):
             made(method=method)

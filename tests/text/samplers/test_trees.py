@@ -1,7 +1,5 @@
 """Groups of completions that share their beginnings."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Completions without an end: what `penalise` takes off, and from what."""
 
-from __future__ import annotations
-
 import torch
 
 from flowgrpo.training import sampling

@@ -1,7 +1,5 @@
 """`flowgrpo compare methods` as a user types it: an interrupted bench goes on, and ends with its tables and page."""
 
-from __future__ import annotations
-
 import contextlib
 import html.parser
 import json
@@ -21,13 +19,11 @@ ARGUMENTS = ["--model", "starter_text", "--methods", "grpo,rloo", "--evaluations
 def interrupted(output: Path) -> Iterator[None]:
     """Press Ctrl-C when the first run of a bench has finished."""
     ended = threading.Event()
-
     def press() -> None:
         while not ended.wait(0.05):
             if [*output.glob("runs/*/result.json")]:
                 os.kill(os.getpid(), signal.SIGINT)
                 return
-
     thread = threading.Thread(target=press)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # workers of xdist ignore the signal
     thread.start()

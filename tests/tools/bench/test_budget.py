@@ -1,7 +1,5 @@
 """Cost of an epoch in evaluations, foretold and counted."""
 
-from __future__ import annotations
-
 import pytest
 
 from flowgrpo.config import validate

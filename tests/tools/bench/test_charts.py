@@ -1,7 +1,5 @@
 """Charts of a bench's page."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Choice of a sweep, from the files of its runs."""
 
-from __future__ import annotations
-
 import json
 import re
 from types import SimpleNamespace
@@ -85,7 +83,6 @@ def test_the_page_draws_a_curve_per_method_over_the_distance():
     def method(label, accuracy, path):
         return {"label": label, "accuracy": accuracy, "curve": [(0, .2, .2, .2), (40_000, accuracy, .3, .9)],
                 "frontier": path, "diversities": [(x, 1 - x / 10, .5, 1) for x, *_ in path]}
-
     results = {"unit": "evaluations", "reference": "ddpo", "methods": [
         method("ddpo", 0.5, [(0, .2, .2, .2), (4, .5, .4, .6)]),
         method("refl", 0.7, [(0, .2, .2, .2), (2, .7, .6, .8)]), method("expo", 0.6, [(0, .2, .2, .2)])]}

@@ -1,7 +1,5 @@
 """Methods, prompts and runs of a bench, and the requests that it refuses."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace
@@ -35,7 +33,6 @@ def request_of(tmp_path):
         usual = Request(list(methods), model, models.model(model).reference, 40_000, 3, 4, None, [],
                         tmp_path / "bench")
         return replace(usual, **changes)
-
     return made
 
 
@@ -126,10 +123,8 @@ def test_a_recipe_names_its_differentiable_reward(request_of, tmp_path):
 def test_a_runs_folder_says_what_it_depends_on(request_of, tmp_path):
     file = tmp_path / "my.py"
     file.write_text("def mine(method):\n    return method\n")
-
     def name(**changes):
         return Plan(request_of(f"{file}:mine", **changes)).published()[0].folder.name
-
     before = name()
     assert name(seeds=5) == name(output=tmp_path / "elsewhere") == before != name(points=2)
     file.write_text("def mine(method):\n    return method.having()\n")

@@ -1,7 +1,5 @@
 """Epochs of a finished run that are probed."""
 
-from __future__ import annotations
-
 import pytest
 
 from flowgrpo.tools.bench.probe import measured

@@ -1,7 +1,5 @@
 """Statistics of a bench against closed forms and enumerated tables."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

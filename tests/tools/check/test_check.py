@@ -1,7 +1,5 @@
 """What `flowgrpo check` says of pipelines that can be trained and of those that cannot."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -105,7 +103,6 @@ def test_the_estimate_is_for_the_recipes_guidance_and_checkpointing():
                                                                 adapter={"rank": 4}))
         assert told["drivable"] and list(told["memory"]) == ["encode", "rollout", "decode", "update"]
         return told["memory_parts"]["activations"]
-
     plain, guided, both = activations(), activations(guidance=4.0), activations(guidance=4.0, checkpointing=True)
     assert 1.9 < guided / plain < 2.1 and 0 < both < 0.2 * guided
 

@@ -1,7 +1,5 @@
 """What `flowgrpo check` says of language models that can be trained and of those that cannot."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -42,7 +40,6 @@ def test_memory_by_hand(tmp_path, model):
     found = {}
     from flowgrpo.text import memory as text_memory
     from flowgrpo.text.policies import kinds
-
     config = load(tmp_path / "recipe.yaml")
     policy = kinds.make_policy(config, tiny_text.model(), config.adapter)
     asked = policy.encode(["1+2="])
@@ -70,7 +67,6 @@ def test_the_pipeline_that_draws_for_a_reward_counts(tmp_path, model):
                   if isinstance(part, torch.nn.Module) for tensor in [*part.parameters(), *part.buffers()])
     from flowgrpo.text import memory as text_memory
     from flowgrpo.training import reward_memory
-
     for place, phases in (("keep", ["rollout", "update"]), ("cpu", ["rollout"])):
         config = tiny_text.config(reward={"pictured": {"args": args}}, memory__rewards=place)
         assert reward_memory.reward_weights(config) == {"pictured": {"cpu": weights}}
@@ -85,7 +81,6 @@ def test_the_pipeline_that_draws_for_a_reward_counts(tmp_path, model):
 def test_activations_are_those_of_a_completion_that_long():
     """Foretold from short ones, and measured."""
     from flowgrpo.text import memory as text_memory
-
     policy = tiny_text.policy()
     row = policy.encode(["1+2="])
     foretold = text_memory._at(50, lambda length: text_memory._activations(policy, row, length))

@@ -1,7 +1,5 @@
 """What a recipe needs and what of it is missing, and its downloads, against a stand-in of the hub."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import io
 import subprocess

@@ -1,7 +1,5 @@
 """Dry runs that train all weights: autocast as CUDA's, 16 bytes a weight, and shards of them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

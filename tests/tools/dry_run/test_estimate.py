@@ -1,7 +1,5 @@
 """Dry runs of a tiny pipeline: phases, extrapolation, options of memory, and settings that fit."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -334,11 +332,9 @@ def test_seconds_per_click_by_hand():
 def test_the_command_shows_what_it_does_and_answers_from_a_cache_the_second_time(recipe, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     asked = ["check", "--recipe", recipe, "--gpu", "h200", "--verbose"]
-
     def answer(*more: str) -> tuple[str, str]:
         assert main([*asked, *more]) == 0
         return capsys.readouterr()
-
     first, again = answer(), answer()
     assert first.err == "dry run on H200, up to two minutes\n" and again.err == "" and again.out == first.out
     assert answer("--train.micro_batch=2").err == first.err  # another recipe

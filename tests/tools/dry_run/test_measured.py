@@ -1,8 +1,6 @@
 """Bytes that a run on a CPU keeps, against `check --gpu` and `check FOLDER`: weights, LoRA, optimizer, recorded states.
 """
 
-from __future__ import annotations
-
 import gc
 
 import pytest
@@ -52,7 +50,6 @@ def kept(make, config):
         def alive():
             gc.collect()
             return sum(seen._alive.values())
-
         trainer = make(config)
         weights = alive()
         trainer.run_epoch()
@@ -73,7 +70,6 @@ def test_an_image_model_keeps_what_both_tables_say(method, monkeypatch):
     assert told["trained"] == found["lora"]
     assert told["gradients and optimizer"] + told.get("averages", 0) == near(found["optimizer"])
     assert told["recorded states"] == near(found["states"])
-
     clocks, extrapolated = [], estimate._extrapolated
     monkeypatch.setattr(estimate, "_extrapolated", lambda meta, clock, *counts: (
         clocks.append(clock), extrapolated(meta, clock, *counts))[1])

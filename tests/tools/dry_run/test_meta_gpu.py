@@ -1,7 +1,5 @@
 """The pretended GPU's counts, by hand."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

@@ -1,7 +1,5 @@
 """Dry runs with `train.one_pass`: the forwards that it saves, and the graphs that it keeps."""
 
-from __future__ import annotations
-
 import pytest
 
 from flowgrpo.errors import UserError
@@ -28,7 +26,6 @@ def test_graphs_of_all_trained_states_are_kept_from_the_rollout_to_the_update(mo
                        for one_pass in (False, True))
         assert held["encode"].allocated == plain["encode"].allocated
         return {name: held[name].allocated - plain[name].allocated for name in ("rollout", "decode", "update")}
-
     one, two = more(train__prompts=4), more(train__prompts=8)
     graph = one["rollout"] - one["update"]  # of a micro-batch, which a replay has at a time
     assert one["rollout"] == one["decode"] == pytest.approx(4 * 5 * graph, rel=0.01)  # prompts, trained steps

@@ -1,7 +1,5 @@
 """Dry runs of every packaged recipe, with few blocks and small images: no tensor meets one of another device."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

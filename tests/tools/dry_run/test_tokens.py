@@ -1,7 +1,5 @@
 """Dry runs of a model of image tokens: its counts against those of the model itself, and the packaged recipe."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -86,7 +84,6 @@ def test_settings_that_fit_are_those_of_the_loop(model):
     config = recipe(model, train__micro_batch=8)
     room = tokens.dry_run(recipe(model, train__micro_batch=4), GPUS["4090"]).peak
     from tests.tools.dry_run.test_estimate import gpu
-
     settings, found = fit.nearest_settings(config, gpu(room), tokens.dry_run(config, gpu(room)))
     assert not found.above(gpu(room).room) and set(settings) <= {"train.checkpointing", "train.micro_batch"}
 

@@ -1,7 +1,5 @@
 """`flowgrpo reward label`: samples that become pairs, verdicts and margins of aspects, and a command that resumes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -132,7 +130,6 @@ def test_images_of_two_folders_by_their_prompts(place):
             (place / folder / f"{name}.txt").write_text(f"a {name}")
     assert main(["reward", "label", "a", "b", "--rewards", "mine.py:bright", "--output", "out/pairs.jsonl"]) == 0
     from flowgrpo.rewards.preprocessing import read_tensor
-
     pairs = load_pairs(place / "out/pairs.jsonl")
     assert [pair.prompt for pair in pairs] == ["a one", "a two"]
     for pair in pairs:
@@ -144,12 +141,10 @@ def test_a_judge_behind_an_endpoint_labels_aspects_and_principles(place):
     for folder, shade in (("a", 20), ("b", 200)):
         (place / folder).mkdir()
         Image.new("RGB", (8, 8), (shade,) * 3).save(place / folder / "cat.png")
-
     def reply(body, number):
         bright = level_of(body) > 100
         asked = "criteria" in " ".join(parts(body, "text"))
         return said(json.dumps({"1": "yes" if bright else "no"}) if asked else f"Score: {4 if bright else 10}")
-
     with endpoint(reply) as server:
         reached = {"url": server.url, "model": "m"}
         (place / "judges.yaml").write_text(json.dumps({

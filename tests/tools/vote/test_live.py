@@ -1,7 +1,5 @@
 """The live ballot of `flowgrpo taste`: questions that come while it serves, votes on disk, undo, checks, the page."""
 
-from __future__ import annotations
-
 import json
 import threading
 from pathlib import Path
@@ -67,11 +65,9 @@ def test_undo_takes_votes_back_until_their_batch_is_learned(ballot, tmp_path):
 def test_a_loop_that_waits_is_woken_by_the_last_vote_and_by_the_end(ballot, tmp_path):
     live, got = ballot(), []
     live.ask(questions(tmp_path, 0, 1) + questions(tmp_path, 1, 1))
-
     def loop():
         got.append(live.wait(0, never))
         got.append(live.wait(1, never))
-
     thread = threading.Thread(target=loop)
     thread.start()
     live.vote("0.q0", [0, 1, 2, 3], SKIP)

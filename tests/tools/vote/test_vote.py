@@ -1,7 +1,5 @@
 """`flowgrpo compare vote`: sources of pairs, the page over HTTP, and the file that rewards and runs read."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import re
@@ -60,7 +58,6 @@ def serving(ballot):
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         root = re.fullmatch(r"http://127.0.0.1:\d+(/[\w-]{22}/)", page.address(server))[1]
-
         def ask(path, content=None, root=root, **headers):
             connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
             body = None if content is None else content if isinstance(content, bytes) else json.dumps(content)
@@ -70,7 +67,6 @@ def serving(ballot):
             text = answer.read()
             is_json = answer.headers["Content-Type"] == "application/json"
             return answer.status, json.loads(text) if is_json else text
-
         try:
             yield ask
         finally:

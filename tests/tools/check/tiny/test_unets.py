@@ -1,7 +1,5 @@
 """Variance-preserving pipelines, each against its own stock loop: DDIM without noise, consistency sampling with it."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

@@ -1,7 +1,5 @@
 """What is special to video pipelines: experts, frames, images to start from, signs and order of time, sound."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest
