@@ -25,7 +25,7 @@ from tests.helpers import chat_endpoint, stand_in_hub
 from tests.helpers.commands import leaf
 from tests.helpers.shown_commands import VISITED, Typed, value, words
 from tests.test_docs import ROOT, command_lines
-from tests.tools.dry_run.test_recipes import shallow
+from tests.tools.dry_run.test_kinds import shallow
 
 
 def write(files: dict[str, str], folder: Path) -> None:

@@ -4,9 +4,11 @@ import json
 import re
 import runpy
 import shlex
-import sys
 from pathlib import Path
 
+import build_docs
+import check_prose
+import concepts_code
 import pytest
 import yaml
 
@@ -20,11 +22,7 @@ from tests.helpers import loop
 from tests.helpers.commands import commands, leaf
 
 ROOT = Path(__file__).parent.parent
-sys.path.append(str(ROOT / "scripts" / "docs"))
 
-import build_docs  # noqa: E402
-import check_prose  # noqa: E402
-import concepts_code  # noqa: E402
 
 FAMILIES = {file.name: file.read_text(encoding="utf-8") for file in sorted((ROOT / "docs" / "methods").glob("*.md"))}
 INDEX = FAMILIES.pop("index.md")

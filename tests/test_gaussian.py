@@ -1,9 +1,13 @@
+"""Densities of Gaussians, and shapes of the types."""
+
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.distributions import Normal, kl_divergence
 
 from flowgrpo.gaussian import kl, log_prob, sample
-from flowgrpo.types import Gaussian
+from flowgrpo.types import Completions, Gaussian, Scored, Transitions, wide
 
 F64 = torch.float64
 
@@ -77,3 +81,89 @@ def test_sample_is_mean_plus_std_noise():
     assert torch.equal(sample(Gaussian(mean, std), noise), mean + 0.5 * noise)
     assert torch.equal(sample(Gaussian(mean, torch.zeros((), dtype=F64)), noise), mean)
     assert sample(Gaussian(mean.float(), std.float()), noise.bfloat16()).dtype == torch.float32
+
+
+def scored(decisions: int, **kept: torch.Tensor) -> Scored:
+    logp = torch.arange(float(decisions))[:, None]
+    return Scored(logp, torch.ones_like(logp, dtype=torch.bool), **kept)
+
+
+@pytest.fixture
+def taken() -> Transitions:
+    """Three states of prompts 4, 4 and 7, which 2, 1 and 2 transitions left."""
+    x, x_next = torch.arange(6.0).reshape(3, 2), torch.arange(10.0).reshape(5, 2) + 100
+    old = scored(5, mean=torch.arange(10.0).reshape(5, 1, 2) + 200, std=torch.tensor([0.5]))
+    return Transitions(3, x, torch.tensor([4, 4, 7]), torch.tensor([0, 0, 1, 2, 2]), x_next, old)
+
+
+@pytest.mark.parametrize("keep, rows, states, parent", [
+    ([0, 1, 0, 0, 0], [1], [0], [0]),
+    ([1, 1, 0, 0, 1], [0, 1, 4], [0, 2], [0, 0, 1]),
+    ([0, 0, 1, 1, 1], [2, 3, 4], [1, 2], [0, 1, 1]),
+    ([1, 0, 1, 0, 1], [0, 2, 4], [0, 1, 2], [0, 1, 2]),
+])
+def test_kept_transitions_keep_their_states_and_no_other(taken, keep, rows, states, parent):
+    found = taken.kept(torch.tensor(keep, dtype=torch.bool))
+    assert found.step == 3 and found.parent.tolist() == parent
+    assert torch.equal(found.x, taken.x[states]) and torch.equal(found.prompts, taken.prompts[states])
+    assert torch.equal(found.x_next, taken.x_next[rows]) and found.old.logp[:, 0].tolist() == rows
+    assert torch.equal(found.old.mean, taken.old.mean[rows]) and torch.equal(found.old.std, taken.old.std)
+    # The state and the prompt that every transition left are what they were.
+    before = taken.parent[rows]
+    assert torch.equal(found.x[found.parent], taken.x[before])
+    assert torch.equal(found.prompts[found.parent], taken.prompts[before])
+
+
+def test_kept_transitions_keep_their_own_corrections(taken):
+    corrected = replace(taken, importance=torch.arange(10.0).view(5, 2))
+    kept = corrected.kept(torch.tensor([0, 1, 0, 0, 1], dtype=torch.bool))
+    assert kept.importance.tolist() == [[2, 3], [8, 9]]
+
+
+def test_all_transitions_kept_are_the_same_and_none_are_none(taken):
+    assert taken.kept(torch.ones(5, dtype=torch.bool)) is taken
+    assert taken.kept(torch.zeros(5, dtype=torch.bool)) is None
+
+
+@pytest.mark.parametrize("states, prompts, parents, following, scores", [
+    (3, 2, 5, 5, 5), (3, 3, 4, 5, 5), (3, 3, 5, 4, 5), (3, 3, 5, 5, 4)])
+def test_transitions_refuse_lengths_that_do_not_belong_together(states, prompts, parents, following, scores):
+    with pytest.raises(AssertionError):
+        Transitions(0, torch.zeros(states, 2), torch.zeros(prompts, dtype=torch.int64),
+                    torch.zeros(parents, dtype=torch.int64), torch.zeros(following, 2), scored(scores))
+
+
+def test_rows_of_a_score_take_everything_along():
+    logp, mask = torch.arange(6.0).reshape(3, 2), torch.tensor([[1, 1], [0, 1], [1, 0]], dtype=torch.bool)
+    mean, each = torch.arange(24.0).reshape(3, 2, 4), torch.arange(6.0).reshape(3, 2) + 50
+    step = torch.tensor([0.1, 0.2])
+    for at in (torch.tensor([2, 0]), torch.tensor([True, False, True]), slice(1, 3)):
+        found = Scored(logp, mask, mean, each).rows(at)
+        for value, whole in ((found.logp, logp), (found.mask, mask), (found.mean, mean), (found.std, each)):
+            assert torch.equal(value, whole[at])
+        assert Scored(logp, mask, mean, step).rows(at).std is step  # one per decision, whatever the rows
+        bare = Scored(logp, mask).rows(at)
+        assert torch.equal(bare.logp, logp[at]) and bare.mean is None and bare.std is None
+
+
+def test_records_refuse_shapes_that_do_not_belong_together():
+    with pytest.raises(AssertionError):
+        Completions(torch.zeros(2, 4, dtype=torch.int64), torch.zeros(2, dtype=torch.int64),
+                    Scored(torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)))
+    with pytest.raises(AssertionError):
+        Scored(torch.zeros(2, 3), torch.ones(2, 1, dtype=torch.bool))
+    with pytest.raises(AssertionError):
+        Scored(torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool), mean=torch.zeros(3, 2, 4))
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ((torch.bfloat16,), torch.float32),
+        ((torch.int64, torch.float16), torch.float32),
+        ((torch.float16, torch.float32), torch.float32),
+        ((torch.float32, torch.float64), torch.float64),
+    ],
+)
+def test_wide_is_the_common_dtype_and_float32_at_least(given, expected):
+    assert {t.dtype for t in wide(*(torch.zeros(1, dtype=dtype) for dtype in given))} == {expected}

@@ -2,21 +2,17 @@
 
 import json
 import subprocess
-import sys
 from importlib.metadata import version
 from pathlib import Path
 
+import gpu_minutes
+import gpu_sections
 import pytest
 import torch
+from gpu_minutes import SECTIONS, Section
 
 from flowgrpo.tools.dry_run import from_configs
 from tests.helpers import tiny
-
-sys.path.append(str(Path(__file__).parents[1] / "scripts" / "gpu"))
-
-import gpu_minutes  # noqa: E402
-import gpu_sections  # noqa: E402
-from gpu_minutes import SECTIONS, Section  # noqa: E402
 
 COMMIT, FILES = "a" * 40, "b" * 64
 

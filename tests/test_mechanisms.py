@@ -1,19 +1,19 @@
-"""docs/mechanisms/*.tsv: what they name exists."""
+"""docs/mechanisms/*.tsv, and planted faults: what they name exists."""
 
-import sys
+import ast
 from pathlib import Path
 
+import mechanisms
 import pytest
 
 from flowgrpo import rewards
 from flowgrpo.config import schema
 from flowgrpo.methods import registry
 from flowgrpo.methods.presets import PRESETS
+from scripts.measure.plant_faults import FAULTS
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "scripts" / "docs"))
 
-import mechanisms  # noqa: E402
 
 ROWS = {f"{kind} {number}": row for (kind, number), row in mechanisms.rows().items()}
 WORKING = {name: row for name, row in ROWS.items() if row.state in ("works", "partial")}
@@ -65,3 +65,12 @@ def test_a_second_line_of_evidence_and_an_unknown_kind_are_refused(lines, tmp_pa
     monkeypatch.setattr(mechanisms, "FOLDER", tmp_path)
     with pytest.raises(ValueError, match="CORE 1 (ours|code): stands twice, or its kind is not of"):
         mechanisms.evidence()
+
+
+def test_every_fault_changes_one_place_and_leaves_code_that_parses():
+    assert len({fault.about for fault in FAULTS}) == len(FAULTS) >= 60
+    for fault in FAULTS:
+        text = (ROOT / fault.file).read_text(encoding="utf-8")
+        assert text.count(fault.old) == 1, f"{fault.about}: {text.count(fault.old)} places in {fault.file}"
+        ast.parse(text.replace(fault.old, fault.new))
+        assert fault.rooms and all((ROOT / room).exists() for room in fault.rooms), fault.about

@@ -1,13 +1,16 @@
-"""The recipes: each loads, fits the pipeline that it is for, and makes a batch that can be dealt out."""
+"""The recipes: each loads, fits its pipeline, and makes a batch that can be dealt out; papers' settings, and levels."""
 
+import json
 import math
 import random
 import re
 from inspect import signature
 from pathlib import Path
 
+import paper_tables
 import pytest
 import torch
+import verify_recipe
 import yaml
 from diffusers import FlowMatchEulerDiscreteScheduler
 
@@ -20,6 +23,7 @@ from flowgrpo.data.sets import SETS
 from flowgrpo.gaussian import log_prob
 from flowgrpo.gpus import GPUS
 from flowgrpo.methods import keys_read, validate
+from flowgrpo.methods.setup import Setup
 from flowgrpo.objectives import Clip, PlainRatio
 from flowgrpo.objectives.forward_process import NegativeAware
 from flowgrpo.policies import build, options
@@ -334,3 +338,106 @@ def test_it_trains_on_a_set_and_measures_two_rewards_that_it_does_not_train_on(n
     said = re.search(r"^# Trained on: (.*)\. Eval-only: (.*)\.$", text, re.M)
     assert [set(names.split(", ")) for names in said.groups()] == used
     assert len(used[1]) == 2 and not used[0] & used[1] and all(locate(reward) for reward in used[1])
+
+
+RECIPES = [(paper, task) for paper, facts in paper_tables.papers().items() for task in facts["recipes"]]
+
+
+def test_the_page_is_current():
+    assert paper_tables.PAGE.read_text(encoding="utf-8") == paper_tables.page(), "run scripts/docs/paper_tables.py"
+
+
+def test_every_recipe_has_its_table():
+    files = {file.stem for file in paper_tables.FOLDER.glob("*.yaml")}
+    assert files == {f"{paper}_{task}" for paper, task in RECIPES}
+
+
+@pytest.mark.parametrize("paper, task", RECIPES)
+def test_a_recipe_has_keys_that_are_read_and_shares_its_samples_among_eight(paper, task):
+    config, method = paper_tables.recipe(paper, task)
+    keys_read.check(Setup(config, build.PIPELINE, method))
+    shape = geometry(config.train, paper_tables.GPUS)
+    assert paper_tables.GPUS * shape.prompts == config.train.prompts
+
+
+@pytest.mark.parametrize("paper, task, key, ours", [
+    ("flow_grpo", "geneval", "train.guidance", 4.5), ("flow_grpo", "pickscore", "parts.kl.weight", 0.001),
+    ("flow_grpo", "ocr", "parts.advantage.scale", "batch"), ("mix_grpo", "flux", "parts.plan.size", 4),
+    ("mix_grpo", "flux", "reward", "hpsv2.1, pickscore, imagereward"), ("diffusion_nft", "ocr", "parts.lag.after", 75),
+    ("diffusion_nft", "geneval", "parts.surrogate.beta", 1.0), ("diffusion_nft", "ocr", "gpus", 8)])
+def test_a_value_is_that_of_the_resolved_recipe(paper, task, key, ours):
+    assert paper_tables.value(key, *paper_tables.recipe(paper, task)) == ours
+
+
+def test_costs_are_those_of_a_dry_run_and_what_one_gpu_cannot_do_is_said(monkeypatch):
+    """246.8 s, 1,000 epochs, 8 GPUs: 68.6 h, 548 GPU-hours."""
+    assert set(paper_tables.costs()) == {f"{paper}_{task}" for paper, task in RECIPES}
+    text = paper_tables.cost("flow_grpo", "geneval")
+    assert re.search(r" 6\d\.\d GiB each, 247 s an epoch, 69 h for 1,000 epochs, 548 GPU-hours\. That is too long "
+                     "for one GPU", text)
+    known = paper_tables.costs()
+    known["flow_grpo_geneval"] |= {"epochs": 10}
+    monkeypatch.setattr(paper_tables, "costs", lambda: known)
+    with pytest.raises(ValueError, match="its costs are of 10 epochs, and it has 1000: run scripts/"):
+        paper_tables.cost("flow_grpo", "geneval")
+
+
+def test_a_difference_needs_a_reason(monkeypatch):
+    changed = paper_tables.papers()
+    row = next(row for row in changed["flow_grpo"]["rows"] if row[1] == "train.lr")
+    row[2] = 1e-4
+    monkeypatch.setattr(paper_tables, "papers", lambda: changed)
+    with pytest.raises(ValueError, match="flow_grpo_ocr: learning rate is 0.0001 there and 0.0003 here: write why"):
+        paper_tables.rows("flow_grpo", "ocr")
+
+
+NAME = "sdxl_24gb"
+RECIPE = load(verify_recipe.ROOT / "configs" / f"{NAME}.yaml")
+
+
+def run(folder: Path, epochs: int = 0, low: float | None = None, device: str = "cuda:0 (NVIDIA H100)", **changes
+        ) -> Path:
+    """The files of a run of the recipe with so many epochs; low: the lower end of the reward's change at the end."""
+    made = folder / NAME
+    (made / "report").mkdir(parents=True, exist_ok=True)
+    (made / "config.yaml").write_text(load(verify_recipe.ROOT / "configs" / f"{NAME}.yaml", changes).yaml())
+    (made / "report" / "machine.json").write_text(json.dumps({"device": device, "processes": "1", "commit": "abc"}))
+    (made / "metrics.jsonl").write_text("".join(f'{{"epoch": {epoch + 1}}}\n' for epoch in range(epochs)))
+    (made / "before.json").write_text("{}")
+    if low is not None:
+        rows = {verify_recipe.ALL: {"change": {"low": low}}}
+        (made / "summary.json").write_text(json.dumps({"compared": {name: rows for name in RECIPE.trained}}))
+    return made
+
+
+@pytest.mark.parametrize("epochs, low, level", [
+    (0, None, "loads"), (1, None, "1 epoch"), (12, 0.1, "12 epochs"), (RECIPE.train.epochs, 0.1, "curve"),
+    (RECIPE.train.epochs, -0.1, f"{RECIPE.train.epochs} epochs"),
+    (RECIPE.train.epochs, None, f"{RECIPE.train.epochs} epochs")])
+def test_the_level_is_what_the_files_show(epochs, low, level, tmp_path):
+    assert verify_recipe.level(run(tmp_path, epochs, low), RECIPE) == level
+
+
+@pytest.mark.parametrize("given, told", [
+    ({"device": "cpu"}, "ran on a CPU"), ({"train.lr": 1e-3}, "differs from its recipe in train"),
+    ({"prompts": "ocr"}, "differs from its recipe in prompts")])
+def test_another_run_does_not_count(given, told, tmp_path):
+    with pytest.raises(SystemExit, match=told):
+        verify_recipe.level(run(tmp_path, 3, **given), RECIPE)
+
+
+def test_fewer_epochs_than_the_recipes_count_as_so_many(tmp_path):
+    assert verify_recipe.level(run(tmp_path, 2, **{"train.epochs": 2}), RECIPE) == "2 epochs"
+
+
+def test_the_file_is_written_and_read(tmp_path):
+    file = tmp_path / "verified.json"
+    file.write_text("{}")
+    assert verify_recipe.verified(NAME, file) == "never"
+    verify_recipe.main(run(tmp_path, 5), file)
+    assert verify_recipe.verified(NAME, file) == "5 epochs" and json.loads(file.read_text())[NAME]["commit"] == "abc"
+
+
+def test_the_file_names_recipes():
+    assert all((verify_recipe.ROOT / "configs" / f"{name}.yaml").is_file() for name in json.loads(
+        verify_recipe.FILE.read_text(encoding="utf-8")))

@@ -2,30 +2,25 @@
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import study_candidates
+import study_measures
+import study_page
+import study_parts
+import study_rows
+import study_settings
+import study_statistics
 import torch
 
-sys.path.append(str(Path(__file__).parent.parent / "scripts" / "docs"))
-sys.path.append(str(Path(__file__).parent.parent / "scripts" / "measure"))
-
-import study_candidates  # noqa: E402
-import study_measures  # noqa: E402
-import study_page  # noqa: E402
-import study_parts  # noqa: E402
-import study_rows  # noqa: E402
-import study_settings  # noqa: E402
-import study_statistics  # noqa: E402
-
-from flowgrpo.data import pairs  # noqa: E402
-from flowgrpo.data.prompts import Prompt  # noqa: E402
-from flowgrpo.rewards import preprocessing  # noqa: E402
-from flowgrpo.rewards.starter import scene  # noqa: E402
-from flowgrpo.types import required  # noqa: E402
+from flowgrpo.data import pairs
+from flowgrpo.data.prompts import Prompt
+from flowgrpo.rewards import preprocessing
+from flowgrpo.rewards.starter import scene
+from flowgrpo.types import required
 
 
 def scores(rate: float, seed: int, prompts: int = 200) -> np.ndarray:

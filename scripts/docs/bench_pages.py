@@ -5,7 +5,7 @@
     python scripts/docs/bench_pages.py --commands                    # prints the commands that made the results
 
 A FOLDER is that of a `flowgrpo compare methods`, one for each model. Results of a model replace its earlier ones in
-docs/data/bench_results.json; those of other models stay. tests/test_bench_pages.py reports a page that is not current.
+docs/data/bench_results.json; those of other models stay. tests/test_bench.py reports a page that is not current.
 """
 
 from __future__ import annotations

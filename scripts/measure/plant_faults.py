@@ -5,7 +5,7 @@
     python scripts/measure/plant_faults.py --output planted.json --table     # print the table of what ran
 
 A fault replaces one line in a copy of the tree. The tests of its room run first, then all of the tier: a tier finds
-the fault if one test fails. `tests/test_planted_faults.py` holds that every fault still applies.
+the fault if one test fails. `tests/test_mechanisms.py` holds that every fault still applies.
 """
 
 from __future__ import annotations
@@ -92,9 +92,9 @@ FAULTS = (
           "samplers"),
     fault("completion rows kept without their mask", "types.py",
           "return self.old.mask.any(1).cpu()", "return torch.ones(len(self.ids), dtype=torch.bool)", "samplers",
-          "test_types.py"),
+          "test_gaussian.py"),
     fault("correction of kept transitions not narrowed", "types.py",
-          "self.importance[keep.to(self.importance.device)]", "self.importance[: int(keep.sum())]", "test_types.py",
+          "self.importance[keep.to(self.importance.device)]", "self.importance[: int(keep.sum())]", "test_gaussian.py",
           "samplers"),
     # advantages
     fault("std of a group with ddof 0", "advantages/group.py", "def group_std(rewards: Tensor, ddof: int = 1)",

@@ -8,6 +8,7 @@ from flowgrpo.cli.train import recipe_and_options
 from flowgrpo.config import schema, yaml_text
 from flowgrpo.config.parse import ELSEWHERE, nearest_key
 from flowgrpo.config.schema import keys, owner
+from flowgrpo.config.sections import AutoRate
 from flowgrpo.contrib import phases
 from flowgrpo.errors import UserError
 
@@ -280,3 +281,18 @@ def test_a_key_that_stands_twice_is_refused(tmp_path):
 def test_a_runs_name_stays_inside_its_output(name):
     with pytest.raises(UserError, match="name: got .*expected the name of one folder, without slashes"):
         config.validate({"name": name})
+
+
+def train(lr):
+    return config.load(None, {"train.lr": lr}).train
+
+
+def test_a_rate_is_a_number_or_found():
+    assert train("1e-3").calibration is None and train("1e-3").first_lr == 1e-3
+    assert train("auto").calibration == AutoRate() and train("auto").first_lr == AutoRate().start
+    own = train("{start: 1e-5, target: 0.03}")
+    assert own.calibration == AutoRate(start=1e-5, target=0.03) and own.first_lr == 1e-5
+
+
+def test_the_default_is_a_number():
+    assert config.Config().train.calibration is None and config.Config().train.first_lr == 3e-4

@@ -1,5 +1,6 @@
-"""Prompts by categories, variance, information gain, retention, pairs and predicted rates: tables worked by hand."""
+"""Prompts chosen by categories, variance, gain, beliefs, rates and a knapsack: tables worked by hand, and runs."""
 
+import itertools
 import math
 from collections import Counter
 from types import SimpleNamespace
@@ -8,13 +9,23 @@ import numpy as np
 import pytest
 import torch
 
-from flowgrpo.advantages.group import group_relative
+from flowgrpo.advantages.group import Pooled, group_relative
 from flowgrpo.config import Config
 from flowgrpo.contrib.categories import CategoryBandit
 from flowgrpo.contrib.prediction import PredictedDifficulty, predicted
 from flowgrpo.contrib.variants import Variations
+from flowgrpo.curriculum import order
 from flowgrpo.curriculum.epoch_batch import EpochBatch
-from flowgrpo.curriculum.history import InformationGain, OppositePairs, Retention, VarianceSampling
+from flowgrpo.curriculum.history import (
+    GradientVariance,
+    InformationGain,
+    OppositePairs,
+    Retention,
+    VarianceSampling,
+    gradient_norms,
+    shared_out,
+)
+from flowgrpo.curriculum.order import EpochPermutation, Knapsack, ThompsonSampling, allocated, value
 from flowgrpo.curriculum.resampling import ExtraRollouts
 from flowgrpo.data import sets
 from flowgrpo.data.prompts import Prompt
@@ -22,6 +33,7 @@ from flowgrpo.data.selection import features
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
 from flowgrpo.training import state
+from flowgrpo.types import Context, PromptGroups
 from tests.helpers import loop, tiny, tiny_text
 
 POOL = [Prompt(f"p{i}", metadata={"task": "abc"[i % 3]}) for i in range(12)]
@@ -233,3 +245,167 @@ def test_the_policy_writes_variants_of_what_it_sometimes_solves():
     trainer.epoch = 1
     drawn = loop.draw(trainer).groups
     assert [prompt.text for prompt in drawn.prompts][:len(lines)] == [line["prompt"] for line in lines][:2]
+
+
+LARGE_POOL = [Prompt(f"p{i}") for i in range(200)]
+
+
+def told(part: ThompsonSampling, memory: dict, prompts: list[Prompt], totals: torch.Tensor, epoch: int = 0) -> None:
+    drawn = EpochBatch(LARGE_POOL, epoch, 10, 0, Processes())
+    drawn.add(prompts, totals[..., None], totals)
+    part.learn(memory, drawn)
+
+
+def test_the_posterior_by_hand():
+    part = ThompsonSampling(keep=0.5, prior=1.0)
+    memory: dict = {}
+    told(part, memory, [LARGE_POOL[0]], torch.tensor([[1.0, 1.0, 0.0, 1.0]]))
+    assert memory["beliefs"]["p0"] == [4.0, 2.0]  # 0.5 * 1 + 0.5 * 1 + 3 and + 1
+    told(part, memory, [LARGE_POOL[0], Prompt("a hint")], torch.tensor([[0.0, 0.0, torch.nan, 0.0], [1.0] * 4]))
+    assert memory["beliefs"] == {"p0": [2.5, 4.5]}  # of 3 samples; 0.5 * 4 + 0.5 + 0 and 0.5 * 2 + 0.5 + 3
+    assert order.updated(3.0, 2.0, 0.25, 8, 1.0, 1.0) == (5.0, 8.0)  # without forgetting: Beta's own
+    with pytest.raises(UserError, match="rewards from 0 to 2"):
+        told(part, memory, [LARGE_POOL[0]], torch.tensor([[0.0, 2.0]]))
+
+
+def test_prompts_of_middling_rates_are_drawn():
+    rates = np.linspace(0, 1, len(LARGE_POOL))
+    part, memory = ThompsonSampling(candidates=8), {}
+    rng, chosen = np.random.default_rng(0), []
+    for epoch in range(120):
+        batch = part(LARGE_POOL, 8, epoch, 0, None, memory, 8)
+        assert len({prompt.key for prompt in batch}) == 8
+        own = np.array([rates[int(prompt.text[1:])] for prompt in batch])
+        chosen += own.tolist() if epoch >= 60 else []
+        told(part, memory, batch, torch.from_numpy((rng.random((8, 8)) < own[:, None]).astype(np.float64)), epoch)
+    middling = np.mean([0.3 <= rate <= 0.7 for rate in chosen])
+    assert middling > 0.6  # of prompts drawn evenly 0.4
+
+
+def test_the_nearest_to_the_target_of_the_candidates():
+    memory = {"beliefs": {prompt.key: [1e7 * i, 1e7 * (199 - i)] for i, prompt in enumerate(LARGE_POOL) if 0 < i < 199}}
+    found = ThompsonSampling(target=0.25, candidates=1000)(LARGE_POOL, 3, 5, 0, None, memory, 8)
+    assert {prompt.text for prompt in found} == {"p49", "p50", "p51"}
+
+
+def test_one_candidate_each_is_the_plain_draw():
+    for part in (ThompsonSampling(candidates=1), EpochPermutation()):
+        assert sorted(p.text for p in part(LARGE_POOL, 7, 3, 1, None, {}, 8)) == sorted(
+            p.text for p in sets.draw(LARGE_POOL, 7, 3, 1))
+    assert EpochPermutation()(LARGE_POOL, 7, 3, 1, None, {}, 8) == sets.draw(LARGE_POOL, 7, 3, 1)
+    assert len(ThompsonSampling()(LARGE_POOL[:3], 7, 0, 0, None, {}, 8)) == 7
+
+
+@pytest.mark.parametrize("options", [dict(target=1.5), dict(keep=-0.1), dict(candidates=0), dict(prior=0.0)])
+def test_impossible_beliefs(options):
+    with pytest.raises(ValueError, match="ThompsonSampling: "):
+        ThompsonSampling(**options)
+
+
+def test_what_is_believed_is_in_the_checkpoint_and_the_next_epoch_is_the_same(tmp_path):
+    def made():
+        return tiny_text.trainer(tiny_text.policy(), method="grpo+mopps")
+    trainer, other = made(), made()
+    trainer.run_epoch()
+    trainer.epoch = 1
+    trainer.progress.saved_counters = state.counters(trainer)
+    state.save(trainer, tmp_path)
+    state.restore(other, tmp_path / "checkpoints" / "epoch-00001")
+    assert other.memory == trainer.memory and len(trainer.memory["beliefs"]) == 2
+    drawn = [each.method.curriculum(each.prompts, 2, 1, 0, None, each.memory, 4) for each in (trainer, other)]
+    assert drawn[0] == drawn[1]
+
+
+RATES = (0.05, 0.2, 0.5, 0.95)
+
+
+def test_the_budget_goes_where_it_is_worth_most():
+    assert allocated(RATES, 32, 1, least=2) == [10, 13, 7, 2]
+    worth = sum(value(own, rate) for own, rate in zip((10, 13, 7, 2), RATES))
+    assert worth == pytest.approx(0.262, abs=5e-4) and sum(value(8, rate) for rate in RATES) == pytest.approx(0.247,
+                                                                                                           abs=5e-4)
+    assert value(2, 0.5) == pytest.approx(0.5 * 0.125, abs=1e-12) and value(1, 0.3) == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_one_unit_after_the_other_finds_the_best_of_all(size):
+    rates, units = (0.1, 0.4, 0.8), 9
+    found = allocated(rates, units, size)
+    best = max((own for own in itertools.product(range(1, units), repeat=3) if sum(own) == units),
+               key=lambda own: math.fsum(value(n * size, rate) for n, rate in zip(own, rates)))
+    assert sum(found) == units and found == list(best)
+
+
+def test_prompts_come_as_often_as_they_have_groups():
+    pool = [Prompt(text) for text in "abcdefgh"]
+    memory = {"beliefs": {"a": [1.0, 19.0], "b": [4.0, 16.0], "c": [10.0, 10.0], "d": [19.0, 1.0]}}
+    found = Knapsack(each=4)(pool[:4], 16, 0, 0, None, memory, 2)
+    asked = list(dict.fromkeys(found))
+    rates = {"a": 0.05, "b": 0.2, "c": 0.5, "d": 0.95}
+    assert [found.count(prompt) for prompt in asked] == allocated([rates[p.text] for p in asked], 16, 2)
+    assert sorted(p.text for p in asked) == list("abcd") and found.count(pool[1]) > found.count(pool[3]) == 1
+    assert len(set(Knapsack(each=4)(pool, 16, 0, 0, None, {}, 2))) == 4
+    assert Knapsack(each=9)(pool, 3, 0, 0, None, {}, 2) == [Knapsack(each=9)(pool, 3, 0, 0, None, {}, 2)[0]] * 3
+
+
+def test_groups_of_one_prompt_are_compared_as_one():
+    rewards = torch.tensor([[1.0, 1.0], [0.0, 4.0], [0.0, 0.0]], dtype=torch.float64)[..., None]
+    found = Pooled("none")(rewards, [2.0], Context(groups=PromptGroups(["x", "y", "x"])))
+    assert found.tolist() == [[1, 1], [-4, 4], [-1, -1]]
+    scaled = Pooled()(rewards, [1.0], Context(groups=PromptGroups(["x", "y", "x"])))
+    assert scaled[0, 0].item() == pytest.approx(0.5 / (math.sqrt(1 / 3) + 1e-8), abs=1e-10)
+    missing = torch.tensor([[1.0, math.nan], [0.0, 0.0]], dtype=torch.float64)[..., None]
+    assert Pooled("none")(missing, [1.0], Context(groups=PromptGroups(["x", "x"]))).tolist() == [
+        [pytest.approx(2 / 3), 0], [pytest.approx(-1 / 3)] * 2]
+
+
+def test_an_epoch_learns_and_the_next_one_reads_it():
+    trainer = tiny_text.trainer(tiny_text.policy(), method="grpo+knapsack_rl", train__prompts=4,
+                                parts={"curriculum": {"each": 2}})
+    for trainer.epoch in range(2):
+        drawn = loop.draw(trainer).groups
+        assert len(drawn.prompts) == 4 and len(set(drawn.prompts)) == 2
+    assert 2 <= len(trainer.memory["beliefs"]) <= 4
+    trainer.run_epoch()
+    assert trainer.optimization.update == 1 and trainer.first_ratio.max_log_ratio <= 1e-5
+
+
+# --- GVM -------------------------------------------------------------------------------------------------------------
+
+def test_units_that_minimise_the_variance_by_hand():
+    # 1 / sqrt(p + .001 / p): 3.78, 1.98 and 1.05 of 6.82 in all, of 48: 26.6, 14.0 and 7.4.
+    assert shared_out((0.02, 0.25, 0.9), (1, 1, 1), 48, 1e-3, 2.0) == [27, 14, 7]
+    assert shared_out((0.5, 0.5), (1, 3), 8, 1e-3, 2.0) == [2, 6]
+    assert shared_out((0.5, 0.5, 0.5), (0, 1, 1), 9, 1e-3, 2.0) == [1, 4, 4]  # a prompt without gradient: the least
+    assert shared_out((0.5, 0.5), (0, 0), 4, 1e-3, 2.0) == [2, 2]
+
+
+def test_the_norm_of_a_gradient_by_the_logits_of_drawn_tokens():
+    logp = torch.tensor([[0.5, 0.25, 0.9], [1.0, 1.0, 0.1]]).log()
+    mask = torch.tensor([[True, True, False], [True, True, False]])
+    assert gradient_norms(logp, mask).tolist() == pytest.approx([math.sqrt(0.25 + 0.5625), 0], abs=1e-6)
+
+
+def test_norms_of_right_samples_decide_the_next_epochs_groups():
+    pool = [Prompt("a"), Prompt("b"), Prompt("c"), Prompt("d")]
+    part, memory = GradientVariance(each=4, keep=1.0), {}
+    drawn = SimpleNamespace(pool=pool, prompts=pool[:2], totals=torch.tensor([[1.0, 0.0], [0.0, 1.0]]),
+                            norms=[torch.tensor([3.0, 9.0]), torch.tensor([9.0, 1.0])])
+    part.learn(memory, drawn)
+    assert memory["gradient_norms"] == {"a": 3.0, "b": 1.0}
+    prompts = part(pool[:2], 8, 0, 0, None, memory, 2)  # as rare, a gradient three times as long
+    assert [prompts.count(prompt) for prompt in pool] == [6, 2, 0, 0]
+    part.learn(memory, SimpleNamespace(pool=pool, prompts=pool[:1], totals=torch.zeros(1, 2), norms=[torch.ones(2)]))
+    assert memory["gradient_norms"]["a"] == 3.0  # nothing was right
+    trainer = tiny_text.trainer(tiny_text.policy(), train__prompts=4, parts={
+        "curriculum": {"type": "GradientVariance", "each": 2, "right": 0.0}, "advantage": {"type": "Pooled"}})
+    trainer.run_epoch()
+    assert trainer.memory["gradient_norms"] and min(trainer.memory["gradient_norms"].values()) > 0
+
+
+@pytest.mark.parametrize("make", [lambda: GradientVariance(each=0), lambda: GradientVariance(keep=2.0),
+                                  lambda: Knapsack(each=0), lambda: Knapsack(keep=2.0), lambda: Pooled("batch"),
+                                  lambda: Pooled(clamp=0.0)])
+def test_impossible_numbers_of_a_knapsack(make):
+    with pytest.raises(ValueError, match="is "):
+        make()

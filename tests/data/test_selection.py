@@ -1,9 +1,21 @@
-"""Choice of prompts: duplicates, rates, mixtures and their surrogate, by hand."""
+"""Choice and writing of prompts: duplicates, rates, mixtures, templates, and prompts of proxy tasks."""
+
+import random
 
 import numpy as np
 import pytest
 
-from flowgrpo.data.prompt_writer import variant_request, variants
+from flowgrpo import rewards
+from flowgrpo.data.prompt_writer import (
+    caption_errors,
+    corrupt,
+    critiques,
+    load_templates,
+    of_answer,
+    variant_request,
+    variants,
+    with_inversions,
+)
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.data.selection import best_mixture, deduplicated, mix, ranked, within
 from flowgrpo.errors import UserError
@@ -64,3 +76,126 @@ def test_variants_keep_the_reference():
     assert [(prompt.text, prompt.metadata, prompt.weight) for prompt in written] == [
         ("three owls", {"count": 3}, 2.0), ("owls, three of them", {"count": 3}, 2.0), ("a small cat", {}, 1.0)]
     assert "3 times" in variant_request("x", 3)[0]["content"]
+
+
+TEMPLATES = """
+templates: ["{count} {animal}s", "a {colour} {animal}"]
+slots:
+  count: {two: 2, three: 3}
+  animal: [owl, cat]
+  colour: [red, blue, green]
+metadata: {task: zoo}
+"""
+
+
+def write(folder, text: str = TEMPLATES):
+    (folder / "templates.yaml").write_text(text)
+    return load_templates(folder / "templates.yaml")
+
+
+def test_all_combinations_come_once_with_their_facts(tmp_path):
+    prompts = write(tmp_path).write(100, seed=0)
+    assert len({prompt.text for prompt in prompts}) == len(prompts) == 2 * 2 + 3 * 2
+    facts = {prompt.text: prompt.metadata for prompt in prompts}
+    assert facts["two owls"] == {"task": "zoo", "count": 2, "animal": "owl"}
+    assert facts["a green cat"] == {"task": "zoo", "colour": "green", "animal": "cat"}
+
+
+def test_templates_take_turns_and_the_seed_chooses(tmp_path):
+    templates = write(tmp_path)
+    first = [prompt.text for prompt in templates.write(4, seed=0)]
+    assert sum(text.startswith("a ") for text in first) == 2
+    assert first == [prompt.text for prompt in templates.write(4, seed=0)]
+    assert any(first != [prompt.text for prompt in templates.write(4, seed=seed)] for seed in range(1, 4))
+
+
+@pytest.mark.parametrize("text, message", [
+    ("slots: {}", "expected a list under 'templates'"),
+    ("templates: ['{animl}']\nslots: {animal: [owl]}", "has the slot 'animl': did you mean 'animal'?"),
+    ("templates: ['{animal']\nslots: {animal: [owl]}", "the template '{animal' is not one"),
+    ("templates: ['{animal}']\nslots: {animal: []}", "slots.animal: got [], expected a list of words"),
+    ("template: ['x']\ntemplates: ['x']", "unknown key 'template': did you mean 'templates'?"),
+    ("templates: [", "is not valid YAML: expected the node content"),
+])
+def test_mistakes_name_the_key(tmp_path, text, message):
+    with pytest.raises(UserError) as caught:
+        write(tmp_path, text)
+    assert message in str(caught.value)
+
+
+def test_lines_of_an_answer_lose_numbers_and_quotes():
+    answer = 'Here are two prompts:\n1. "a red hat"\n2) two owls\n\n- 3 cats'
+    assert of_answer(answer) == ["a red hat", "two owls", "3 cats"]
+
+
+CAPTION = "Two dogs and a red car in front of a tall house, a man on the left."
+
+
+def test_an_error_is_one_expression_that_the_caption_did_not_have():
+    seen = set()
+    for seed in range(40):
+        text, wrong, right = corrupt(CAPTION, random.Random(seed))
+        assert text.count(wrong) == 1 and wrong not in CAPTION and text.replace(wrong, right) == CAPTION
+        assert (text, wrong, right) == corrupt(CAPTION, random.Random(seed))
+        seen.add(right)
+    assert seen == {"Two", "red", "car", "in front of", "tall", "man", "left"}
+
+
+def test_what_has_no_word_to_exchange_is_left_out():
+    assert corrupt("A leftover redwood.", random.Random(0)) is None
+    assert corrupt("left of, and right of", random.Random(0)) is None
+
+
+def test_the_exact_span_is_rewarded():
+    prompts = [Prompt("describe", metadata={"caption": CAPTION}), Prompt("describe", metadata={"caption": "Sky."})]
+    [made] = caption_errors(prompts, seed=1)
+    answer = made.metadata["answer"]
+    assert caption_errors(prompts, seed=1) == [made] and answer in made.text
+    assert made.metadata["task"] == "caption_error"
+    texts = [f"<answer>{answer}</answer>", f"<answer>{answer} house</answer>", made.metadata["right"]]
+    found = rewards.score({"r": rewards.find("exact_match")}, texts, ["p"] * 3, [made.metadata] * 3)
+    assert found[:, 0].tolist() == [1, 0, 0]
+    with pytest.raises(UserError, match="none of 1 prompt has a caption"):
+        caption_errors(prompts[1:])
+
+
+def solved(right: int, wrong: int) -> list[Prompt]:
+    every = [{"text": f"s{i}", "right": i < right} for i in range(right + wrong)]
+    return [Prompt(f"q{i}", metadata={"answer": "1", "solutions": every[i::8]}) for i in range(8)]
+
+
+def test_a_fifth_of_the_prompts_are_critiques_of_both_kinds():
+    made = critiques(solved(10, 10), 0.2)
+    asked = [prompt for prompt in made if prompt.metadata.get("task") == "critique"]
+    assert len(made) == 10 and sorted(prompt.metadata["answer"] for prompt in asked) == ["right", "wrong"]
+    assert all("solutions" not in prompt.metadata for prompt in made) and made == critiques(solved(10, 10), 0.2)
+    half = critiques(solved(10, 2), 0.5)
+    verdicts = [prompt.metadata["answer"] for prompt in half[8:]]
+    assert len(half) == 16 and verdicts.count("wrong") == 2
+    always = [float(verdict == "right") for verdict in (p.metadata["answer"] for p in critiques(solved(8, 8), 0.6)[8:])]
+    assert sum(always) / len(always) == 0.5  # a critic that always says right scores the base rate
+    for prompt in asked:
+        number = int(prompt.text.rpartition("s")[2])
+        assert prompt.metadata["answer"] == ("right" if number < 10 else "wrong")
+
+
+def test_too_few_solutions_are_an_error():
+    with pytest.raises(UserError, match="2 solutions for 8 critiques"):
+        critiques(solved(1, 1), 0.5)
+    with pytest.raises(UserError, match="has 'x', expected"):
+        critiques([Prompt("q", metadata={"solutions": ["x"]})])
+
+
+def test_an_inverted_question_has_all_other_choices_for_its_answer():
+    prompts = [Prompt("Which? A B C", metadata={"choices": ["A", "B", "C"], "answer": "B"}), Prompt("none")]
+    plain, turned = with_inversions(prompts)
+    assert (plain.text, plain.metadata["answer"]) == ("Which? A B C", ["B"])
+    assert turned.metadata["answer"] == ["A", "C"]
+    assert turned.text.startswith("Which? A B C\nName the choices that do NOT")
+    found = rewards.score({"r": rewards.find("multi_choice")}, ["<answer>A</answer>", "<answer>C, A</answer>"],
+                          ["p"] * 2, [turned.metadata] * 2)
+    assert found[:, 0].tolist() == [0.5, 1]
+    with pytest.raises(UserError, match="is .'D'., expected of"):
+        with_inversions([Prompt("q", metadata={"choices": ["A"], "answer": "D"})])
+    with pytest.raises(UserError, match="none of 1 prompt has metadata.choices"):
+        with_inversions(prompts[1:])

@@ -1,25 +1,26 @@
-"""Prompt sets by name: every packaged file loads, and training prompts are no held-out ones."""
+"""Prompt sets by name and suites: every packaged file loads, every format on a few lines of our own."""
 
 import json
 import re
-import sys
-from pathlib import Path
+from collections import Counter
 
+import build_suites
+import build_training_prompts
+import build_word_problems
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from flowgrpo.config import parse
-from flowgrpo.data import sets
+from flowgrpo.contrib.questions.questions import Question, of_list
+from flowgrpo.data import prompts, sets
 from flowgrpo.data.prompts import load_prompts
-from flowgrpo.data.suites import load_suite
+from flowgrpo.data.suites import SHIPPED, load_suite
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.find import names
+from flowgrpo.rewards.geneval.colours import NAMES
+from flowgrpo.rewards.geneval.detectors import OBJECTS
 from flowgrpo.rewards.geneval.rules import require_judgeable
-
-sys.path.append(str(Path(__file__).parents[2] / "scripts" / "build"))
-
-import build_suites  # noqa: E402
-import build_training_prompts  # noqa: E402
-import build_word_problems  # noqa: E402
 
 PACKAGED = [name for name, one in sets.SETS.items() if one.packaged]
 COUNTS = {"geneval": (2150, 553), "t2i_compbench": (5557, 2400), "partiprompts": (1469, 163), "ocr": (3000, 1018),
@@ -96,8 +97,8 @@ def test_word_problems_are_solved_by_their_answers(name, kinds):
     names and things."""
     sides = [load_prompts(getattr(sets.SETS[name], side)) for side in ("train", "held_out")]
     seen = [set(), set()]
-    for side, prompts in enumerate(sides):
-        for prompt in prompts:
+    for side, problems in enumerate(sides):
+        for prompt in problems:
             kind = prompt.metadata["category"]
             numbers = [int(number) for number in re.findall(r"\d+", prompt.text)]
             times = next((times for times, word in build_word_problems.MULTIPLES if f" {word} " in prompt.text), 0)
@@ -153,3 +154,212 @@ def test_prompts_are_a_set_a_file_or_a_dataset_in_every_command(tmp_path):
     assert sets.resolve_prompts("starter") == sets.load(sets.SETS["starter"].train)
     with pytest.raises(UserError, match="^prompts 'startr': no such set: did you mean 'starter'"):
         sets.resolve_prompts("startr")
+
+
+GENEVAL = '{"tag": "counting", "include": [{"class": "owl", "count": 2}], "exclude": [], "prompt": "two owls"}\n'
+UNIGEN = ('index,prompt_en,sub_dims_en\n0,"A red, round hat.","{""Subjects"": ""Object"", ""Testpoints"": '
+          '[""Attribute - Color"", ""Attribute - Shape"", ""Style""]}"\n')
+DPG = ("item_id,text,proposition_id,dependency,category_broad,question_natural_language\n"
+       "vrd3,A hat on a hen.,1,0,entity,Is there a hat?\nvrd3,A hat on a hen.,2,1,relation,Is it on a hen?\n"
+       "12,A bell.,1,0,entity,Is there a bell?\n")
+
+
+def loaded(folder, name: str, text: str):
+    (folder / name).write_text(text)
+    suite = load_suite(str(folder / name))
+    return suite, [(case.prompt.text, case.prompt.metadata, case.categories) for case in suite.cases]
+
+
+@pytest.mark.parametrize("name, text, form, expected", [
+    ("any.jsonl", GENEVAL, "geneval", [("two owls", {
+        "tag": "counting", "include": [{"class": "owl", "count": 2}], "exclude": []}, ("counting",))]),
+    ("any.tsv", 'Prompt\tCategory\tChallenge\tNote\nan owl says "hi\tAnimals\tBasic\t\n', "partiprompts",
+     [('an owl says "hi', {"challenge": "Basic"}, ("Animals",))]),
+    ("any.csv", 'Prompts,Category\n"Owls, two.",Counting\n', "drawbench", [("Owls, two.", {}, ("Counting",))]),
+    ("any.csv", UNIGEN, "unigenbench", [("A red, round hat.", {
+        "Subjects": "Object", "Testpoints": ["Attribute - Color", "Attribute - Shape", "Style"]},
+        ("Attribute", "Style"))]),
+    ("any.jsonl", '{"id": "vrd3", "prompt": "A hat."}\n{"id": "7", "prompt": "A bell."}\n', "dpg",
+     [("A hat.", {"id": "vrd3"}, ("vrd",)), ("A bell.", {"id": "7"}, ("dpg",))]),
+    ("any.csv", DPG, "dpg", [
+        ("A hat on a hen.", {"id": "vrd3", "questions": [
+            {"question": "Is there a hat?", "answer": "yes", "proposition_id": "1", "dependency": "0"},
+            {"question": "Is it on a hen?", "answer": "yes", "proposition_id": "2", "dependency": "1"}]}, ("vrd",)),
+        ("A bell.", {"id": "12", "questions": [
+            {"question": "Is there a bell?", "answer": "yes", "proposition_id": "1", "dependency": "0"}]}, ("dpg",))]),
+    ("test.txt", 'A sign with "Hello You" on it\n\nA mug, "Tea"\n', "ocr",
+     [('A sign with "Hello You" on it', {"text": "Hello You"}, ()), ('A mug, "Tea"', {"text": "Tea"}, ())]),
+    ("t2i_compbench_3d_spatial_val.txt", "an owl behind a hat\n", "t2i_compbench",
+     [("an owl behind a hat", {}, ("3d_spatial",))]),
+    ("non_spatial_val.txt", "an owl reads\n", "t2i_compbench", [("an owl reads", {}, ("non_spatial",))]),
+    ("list.txt", 'An owl.\nA "quoted" hen.\n', "prompts", [("An owl.", {}, ()), ('A "quoted" hen.', {}, ())]),
+    ("own.jsonl", '{"prompt": "an owl", "metadata": {"task": "birds"}}\n', "flowgrpo",
+     [("an owl", {"task": "birds"}, ("birds",))]),
+])
+def test_a_format_is_told_by_its_content(tmp_path, name, text, form, expected):
+    suite, cases = loaded(tmp_path, name, text)
+    assert (suite.form, cases) == (form, expected) and suite.name == name.rpartition(".")[0]
+
+
+def test_a_folder_of_files_is_one_suite(tmp_path):
+    files = {"color_train": "a red owl", "color_val": "a blue owl\na red hen", "shape_val": "a round hat"}
+    for name, text in files.items():
+        (tmp_path / f"{name}.txt").write_text(text + "\n")
+    suite = load_suite(str(tmp_path))
+    assert [prompt.text for prompt in suite.prompts] == ["a blue owl", "a red hen", "a round hat"]
+    assert suite.categories == {"color": [0, 1], "shape": [2]}
+
+
+def test_the_questions_of_dpg_are_those_that_a_reward_asks(tmp_path):
+    suite, _ = loaded(tmp_path, "any.csv", DPG)
+    assert [of_list(prompt.metadata["questions"]) for prompt in suite.prompts] == [
+        [Question("Is there a hat?", "yes"), Question("Is it on a hen?", "yes")], [Question("Is there a bell?", "yes")]]
+
+
+def test_a_folder_of_one_line_files_is_dpgs(tmp_path):
+    for name, text in [("0", "An owl."), ("whoops4", "A hat.\n")]:
+        (tmp_path / f"{name}.txt").write_text(text)
+    suite = load_suite(str(tmp_path))
+    assert (suite.form, suite.categories) == ("dpg", {"dpg": [0], "whoops": [1]})
+
+
+def test_a_prompt_counts_in_each_of_its_categories(tmp_path):
+    suite, _ = loaded(tmp_path, "any.csv", UNIGEN + '1,Fog.,"{""Testpoints"": [""Style""]}"\n')
+    assert suite.categories == {"Attribute": [0], "Style": [0, 1]}
+
+
+@pytest.mark.parametrize("name, text, told", [
+    ("any.jsonl", GENEVAL + '{"tag": "cou', r"any.jsonl, line 2: not valid JSON"),
+    ("any.jsonl", GENEVAL + "3\n", r"any.jsonl, line 2: expected an object, got 3"),
+    ("any.jsonl", GENEVAL + '{"prompt": "an owl"}\n', r"a record is not like the first one, .*KeyError: 'tag'"),
+    ("any.jsonl", GENEVAL.replace('"two owls"', "3"), "any.jsonl, record 1: expected a text under 'prompt', got 3"),
+    ("any.jsonl", GENEVAL + GENEVAL.replace('"counting"', "null"), "record 2: expected a text under 'tag', got None"),
+    ("any.csv", "Prompts,Category\nAn owl.\n", "any.csv, record 1: expected a text under 'Category', got None"),
+    ("any.jsonl", '{"question": ["a"], "answer": 3}', "record 1: expected a text under 'question', got .'a'.$"),
+    ("any.jsonl", "", "holds no prompt"),
+    ("any.txt", "\n \n", "holds no prompt"),
+    ("any.png", "", "expected a file that ends in .jsonl, .csv"),
+])
+def test_a_broken_suite_is_told(tmp_path, name, text, told):
+    with pytest.raises(UserError, match=told) as error:
+        loaded(tmp_path, name, text)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name, told", [
+    ("nothing", "no suite 'nothing': expected one that `flowgrpo list prompts` lists, a file"),
+    ("./no/such/file.csv", "no suite './no/such/file.csv': expected one"),
+    ("some/birds/folder", "no suite 'some/birds/folder': expected .* with or without one of its files behind it"),
+    ("no/file.csv", "no suite 'no/file.csv': expected one"),
+])
+def test_a_suite_that_is_not_there_is_told(name, told):
+    with pytest.raises(UserError, match=told):
+        load_suite(name)
+
+
+def test_a_hub_dataset_is_read_from_its_files(tmp_path, monkeypatch):
+    """From the cache of huggingface_hub, as it lies there after a download."""
+    from huggingface_hub import constants
+    folder = tmp_path / "datasets--some--birds"
+    (folder / "snapshots" / "abc").mkdir(parents=True)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("abc")
+    (folder / "snapshots" / "abc" / "data.csv").write_text("Prompts,Category\nAn owl.,Birds\n")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    suite = load_suite("some/birds")
+    assert (suite.name, suite.form, suite.categories) == ("birds", "drawbench", {"Birds": [0]})
+    with pytest.raises(UserError, match="no suite 'some/fish': it is no path, and as a hub dataset it does not load"):
+        load_suite("some/fish")
+    (folder / "snapshots" / "abc" / "more").mkdir()
+    (folder / "snapshots" / "abc" / "more" / "fish.csv").write_text("Prompts,Category\nA cod.,Fish\n")
+    for name in ("some/birds/more/fish.csv", "some/birds:more/fish.csv"):
+        suite = load_suite(name)
+        assert (suite.name, suite.categories) == ("fish", {"Fish": [0]})
+    with pytest.raises(UserError, match="no suite 'some/birds:no.csv': the hub dataset some/birds has no file no.csv"):
+        load_suite("some/birds:no.csv")
+
+
+def test_a_folder_as_datasets_lie_on_the_hub(tmp_path):
+    """Splits in parquet, with a licence and a README beside them."""
+    (tmp_path / "data").mkdir()
+    for split, text in (("train", "An owl."), ("test", "A hen."), ("train-a", "A cow.")):
+        rows = [{"Prompts": text, "Category": "Birds", "picture": b"..."}]
+        parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "data" / f"{split}-00000-of-00001.parquet")
+    for name in ("LICENSE.txt", "README.txt", "NOTICE-1.txt"):
+        (tmp_path / name).write_text("Permission is granted.\nProvided that.\n")
+    suite = load_suite(str(tmp_path))
+    assert suite.form == "drawbench" and [prompt.text for prompt in suite.prompts] == ["A hen.", "A cow."]
+    (tmp_path / "license_plates.csv").write_text("Prompts,Category\nA duck.,Birds\n")
+    assert [prompt.text for prompt in load_suite(str(tmp_path)).prompts] == ["A duck."]
+
+
+@pytest.mark.parametrize("name, rows, form, expected", [
+    ("geneval", [{"tag": "counting", "include": [{"class": "owl", "count": 2}], "prompt": "two owls"}], "geneval",
+     [("two owls", {"tag": "counting", "include": [{"class": "owl", "count": 2}]}, ("counting",))]),
+    ("questions", [{"question": "3 and 4?", "answer": "3+4\n#### 7"}], "questions",
+     [("3 and 4?", {"answer": "7"}, ())]),
+    ("own", [{"prompt": "an owl", "category": "birds", "n": 1}], "flowgrpo",
+     [("an owl", {"category": "birds", "n": 1}, ("birds",))]),
+])
+def test_parquet_has_the_formats_of_the_others(tmp_path, name, rows, form, expected):
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / f"{name}.parquet")
+    suite = load_suite(str(tmp_path / f"{name}.parquet"))
+    assert suite.form == form
+    assert [(case.prompt.text, case.prompt.metadata, case.categories) for case in suite.cases] == expected
+
+
+def test_files_of_several_formats_are_no_suite(tmp_path):
+    (tmp_path / "a.jsonl").write_text(GENEVAL)
+    (tmp_path / "b.csv").write_text("Prompts,Category\nOwls.,x\n")
+    with pytest.raises(UserError, match=r"several formats \(geneval, drawbench\)"):
+        load_suite(str(tmp_path))
+
+
+def test_the_starters_suite_is_its_held_out_file():
+    suite = load_suite("starter")
+    assert suite.prompts == prompts.load_prompts(prompts.STARTER / "held_out.jsonl")
+    assert {name: len(rows) for name, rows in suite.categories.items()} == Counter(
+        prompt.metadata["task"] for prompt in suite.prompts)
+
+
+# --- the one over COCO's names ---------------------------------------------------------------------------------------
+
+def test_the_shipped_suite_is_what_the_script_writes():
+    assert [json.loads(line) for line in SHIPPED["geneval_coco"].read_text().splitlines()] == build_suites.build()
+
+
+def test_its_metadata_can_be_judged_and_says_what_the_prompt_says():
+    suite = load_suite("geneval_coco")
+    assert suite.form == "geneval" and len({prompt.text for prompt in suite.prompts}) == len(suite.prompts)
+    for prompt in suite.prompts:
+        require_judgeable(prompt.metadata, prompt.text)
+        for clause in prompt.metadata["include"]:
+            assert clause["class"] in OBJECTS and clause.get("color", "") in prompt.text
+            assert build_suites.many(clause["class"]) in prompt.text if clause["count"] > 1 else \
+                clause["class"] in prompt.text
+            assert clause.get("position", [""])[0] in prompt.text
+
+
+def test_it_is_balanced():
+    suite, counts = load_suite("geneval_coco"), {}
+    assert {name: len(rows) for name, rows in suite.categories.items()} == {
+        "single_object": 80, "two_object": 100, "counting": 76, "colors": 79, "position": 100, "color_attr": 100}
+    for tag, rows in suite.categories.items():
+        counts[tag] = Counter(clause["class"] for i in rows for clause in suite.cases[i].prompt.metadata["include"])
+    assert set(counts["single_object"].values()) == set(counts["counting"].values()) == {1}
+    assert all(1 <= min(found.values()) and max(found.values()) <= 5 for found in counts.values())
+    colours = Counter(clause["color"] for prompt in suite.prompts for clause in prompt.metadata["include"]
+                      if "color" in clause)
+    assert set(colours) == set(NAMES) and max(colours.values()) - min(colours.values()) <= 6
+
+
+@pytest.mark.parametrize("name, article, plural", [
+    ("apple", "an apple", "apples"), ("bus", "a bus", "buses"), ("knife", "a knife", "knives"),
+    ("sheep", "a sheep", "sheep"), ("toothbrush", "a toothbrush", "toothbrushes"), ("couch", "a couch", "couches"),
+    ("computer mouse", "a computer mouse", "computer mice"), ("umbrella", "an umbrella", "umbrellas"),
+    ("sandwich", "a sandwich", "sandwiches"), ("skis", "a pair of skis", "skises"),
+])
+def test_english(name, article, plural):
+    assert build_suites.one(name) == article
+    assert name in build_suites.UNCOUNTED or build_suites.many(name) == plural

@@ -28,8 +28,7 @@ from flowgrpo.policies.pipelines.prompt_inputs import IMAGES
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.storage.json_files import finite
 from flowgrpo.tools.check.tiny import make
-from tests.export.test_export import SUMMARY, make_run
-from tests.export.test_export_text import finished
+from tests.export.test_export import SUMMARY, finished, make_run
 from tests.helpers import tiny
 
 

@@ -7,11 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import train_recipes
 
 ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "scripts" / "docs"))
 
-import train_recipes  # noqa: E402
 
 STEPS = ["build", "check", "train", "sample", "grid", "export", "stock"]
 

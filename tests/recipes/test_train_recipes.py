@@ -9,16 +9,13 @@ import diffusers
 import numpy as np
 import pytest
 import torch
+import train_recipes
 from PIL import Image
 
 from flowgrpo import published
 from flowgrpo.config import load
 from flowgrpo.tools.dry_run import from_configs
 from tests.helpers import loop
-
-sys.path.append(str(Path(__file__).parents[2] / "scripts" / "docs"))
-
-import train_recipes  # noqa: E402
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

@@ -1,19 +1,34 @@
-"""CLIPScore, features of CLIP and CLIP-I on tiny random models, against computations of their own."""
+"""CLIPScore, CLIP-I, PickScore, HPSv2 and aesthetic predictors on tiny random models, against own computations."""
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 from torchvision.transforms.functional import to_tensor
 
 from flowgrpo.data.prompts import load_prompts
 from flowgrpo.errors import UserError
-from flowgrpo.rewards.clip import ClipCosine, ClipScore, SubjectScore
+from flowgrpo.rewards import clip
+from flowgrpo.rewards.about import lazily
+from flowgrpo.rewards.clip import Aesthetic, ClipCosine, ClipScore, HpsV2, PickScore, SubjectScore
+from flowgrpo.rewards.find import find
 from flowgrpo.rewards.guards import Diversity
-from flowgrpo.rewards.preprocessing import Preparation
+from flowgrpo.rewards.preprocessing import DEVIATION, MEAN, Preparation
 from flowgrpo.rewards.score import score
-from tests.helpers.tiny_scorers import PROMPTS, TINY, by_pil, one_by_one, pictures
+from tests.helpers.tiny_scorers import (
+    LEVEL,
+    PROMPTS,
+    TINY,
+    by_pil,
+    cropped_by_transformers,
+    drawings,
+    one_by_one,
+    pictures,
+    released_by_hps_v2,
+)
 
 
 @pytest.mark.parametrize("batch", [1, 2, 32])
@@ -125,3 +140,123 @@ def test_a_subject_that_cannot_be_read_is_told(model, tmp_path):
     reward = SubjectScore(device="cpu", parts=(model, None))
     with pytest.raises(UserError, match="reward 'subject_score': .*none.png cannot be read as an image"):
         reward(torch.zeros(1, 3, 8, 8), ["a"], [{"subject": str(tmp_path / "none.png")}])
+
+
+def test_hps_v2_is_the_cosine_of_the_whole_image(tiny):
+    model, tokenizer, file = tiny
+    images = pictures(5, 44, 90)
+    expected = one_by_one(model, tokenizer, [released_by_hps_v2(image, 32) for image in images], PROMPTS)
+    reward = HpsV2(file, model="tiny-clip-of-tests", device="cpu", batch_size=2)
+    assert torch.allclose(reward(images, PROMPTS).double(), expected, atol=1e-6)
+    assert expected.std() > 0.01
+    ready = HpsV2(device="cpu", parts=(model, tokenizer))
+    assert torch.allclose(ready(images, PROMPTS), reward(images, PROMPTS), atol=1e-6)
+
+
+def test_both_versions_of_hps_v2_have_their_names(tiny):
+    model, tokenizer, file = tiny
+    images, options = pictures(2, 44, 90), {"model": "tiny-clip-of-tests", "device": "cpu"}
+    one, two = (find(name, {"checkpoint": file, **options}) for name in ("hpsv2.0", "hpsv2.1"))
+    assert torch.equal(one(images, PROMPTS[:2]), two(images, PROMPTS[:2]))
+    with lazily():
+        assert [find(name).checkpoint for name in ("hpsv2.0", "hpsv2.1")] == [
+            "xswu/HPSv2/HPS_v2_compressed.pt", "xswu/HPSv2/HPS_v2.1_compressed.pt"]
+
+
+@pytest.mark.parametrize("antialias", [True, False])
+def test_images_are_prepared_as_in_the_release(tiny, antialias):
+    """antialias: as its transform is with torchvision from 0.17, and as it was before."""
+    prepare = HpsV2(device="cpu", parts=tiny[:2], antialias=antialias).prepare
+    expected = [released_by_hps_v2(image[0], 32, antialias) for image in drawings()]
+    for image, one in zip(drawings(), expected):
+        torch.testing.assert_close(prepare(image)[0], one, atol=1e-5, rtol=0)
+    other = HpsV2(device="cpu", parts=tiny[:2], antialias=not antialias).prepare
+    assert (other(drawings()[0])[0] - expected[0]).abs().max() > 20 * LEVEL
+
+
+def test_edges_overshoot_as_in_the_release(tiny):
+    white, black = ((1 - torch.tensor(MEAN)) / torch.tensor(DEVIATION), -torch.tensor(MEAN) / torch.tensor(DEVIATION))
+    prepared = HpsV2(device="cpu", parts=tiny[:2]).prepare(pictures(2, 90, 64))
+    assert (prepared > white[:, None, None] + LEVEL).any() and (prepared < black[:, None, None] - LEVEL).any()
+
+
+def pick_expected(model, tokenizer, images, prompts) -> list[float]:
+    scores, fit = [], cropped_by_transformers(32)
+    with torch.no_grad():
+        for image, prompt in zip(images, prompts):
+            ids = torch.tensor([tokenizer(prompt)["input_ids"]])  # alone, so without padding
+            text = model.text_projection(model.text_model(input_ids=ids).last_hidden_state[0, ids.shape[1] - 1])
+            seen = model.vision_model(pixel_values=by_pil(image, 32, fit)[None]).pooler_output
+            shown = model.visual_projection(seen)[0]
+            scores.append(np.exp(1.7) * torch.cosine_similarity(text, shown, dim=0).item())
+    return scores
+
+
+@pytest.mark.parametrize("batch", [1, 3, 32])
+def test_pick_score_is_the_scaled_cosine(pick, batch):
+    model, tokenizer, folder = pick
+    images = pictures(5, 32, 67, seed=1)
+    expected = pick_expected(model, tokenizer, images, PROMPTS)
+    reward = PickScore(folder, tokenizer=folder, device="cpu", batch_size=batch)
+    assert reward(images, PROMPTS).tolist() == pytest.approx(expected, abs=1e-4) and np.std(expected) > 0.05
+    trained = PickScore(divide=26, device="cpu", parts=(model, tokenizer))
+    assert trained(images, PROMPTS).tolist() == pytest.approx([value / 26 for value in expected], abs=1e-5)
+
+
+def test_pick_score_cuts_long_prompts(pick):
+    model, tokenizer, _ = pick
+    long = " ".join(["two dogs"] * 40)
+    [value] = PickScore(device="cpu", parts=(model, tokenizer))(pictures(1, 32, 32), [long]).tolist()
+    assert np.isfinite(value)
+
+
+def test_the_perceptron_has_no_activations_and_the_numbers_of_its_checkpoints():
+    head = clip.perceptron(6)
+    assert list(head.state_dict()) == [f"{i}.{kind}" for i in (0, 2, 4, 6, 7) for kind in ("weight", "bias")]
+    one, two = torch.randn(2, 6), torch.randn(2, 6)
+    zero = head(torch.zeros(1, 6))
+    assert torch.allclose(head(one + two), head(one) + head(two) - zero, atol=1e-6)  # affine
+
+
+def embeddings(encoder, images) -> np.ndarray:
+    """Normalised embeddings, one image at a time."""
+    fit = cropped_by_transformers(32)
+    with torch.no_grad():
+        shown = torch.stack([by_pil(image, 32, fit) for image in images])
+        embedded = torch.cat([encoder(pixel_values=one[None]).image_embeds for one in shown]).double()
+    return (embedded / embedded.square().sum(1, keepdim=True).sqrt()).numpy()
+
+
+@pytest.mark.parametrize("batch", [2, 32])
+def test_the_perceptron_of_the_improved_predictor(pick, encoder, tmp_path, batch):
+    torch.manual_seed(7)
+    state = {f"layers.{key}": value for key, value in clip.perceptron(8).state_dict().items()}
+    state["layers.7.bias"] += 5
+    torch.save(state, tmp_path / "head.pth")
+    images = pictures(5, 32, 67, seed=2)
+    values = embeddings(encoder, images)
+    for layer in (0, 2, 4, 6, 7):
+        weight, bias = (state[f"layers.{layer}.{kind}"].double().numpy() for kind in ("weight", "bias"))
+        values = values @ weight.T + bias
+    reward = Aesthetic(pick[2], head=str(tmp_path / "head.pth"), device="cpu", batch_size=batch)
+    assert reward(images, [""] * 5).tolist() == pytest.approx(values[:, 0].tolist(), abs=1e-5)
+
+
+def test_linear_heads(pick, encoder, tmp_path):
+    state = {"weight": torch.randn(1, 8), "bias": torch.tensor([4.0])}
+    save_file(state, tmp_path / "linear.safetensors")
+    images = pictures(3, 32, 32, seed=4)
+    expected = embeddings(encoder, images) @ state["weight"].double().numpy()[0] + 4
+    reward = Aesthetic(pick[2], head=str(tmp_path / "linear.safetensors"), device="cpu")
+    assert reward(images, [""] * 3).tolist() == pytest.approx(expected.tolist(), abs=1e-5) and np.std(expected) > 0.01
+
+
+@pytest.mark.parametrize("state, line", [
+    ({"weight": torch.zeros(1, 6), "bias": torch.zeros(1)}, "gives 8 numbers, but the head"),
+    ({"first.weight": torch.zeros(1, 8)}, "has first.weight, expected the tensors of a perceptron"),
+    ({"layers.0.weight": torch.zeros(1024, 8)}, "give the checkpoint that was made for this reward"),
+])
+def test_a_wrong_head_is_told(pick, tmp_path, state, line):
+    save_file(state, tmp_path / "wrong.safetensors")
+    with pytest.raises(UserError, match=line):
+        Aesthetic(pick[2], head=str(tmp_path / "wrong.safetensors"), device="cpu")

@@ -1,18 +1,32 @@
-"""Common arguments of rewards whose model runs in this process."""
+"""Rewards whose model runs in this process: common arguments, mistakes, precision, weights, placement and threads."""
 
+import copy
 import functools
 import inspect
+import logging
+import sys
+import threading
 from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
 
+from flowgrpo import rewards
+from flowgrpo.config.reward_rules import WatchRule
 from flowgrpo.errors import UserError
-from flowgrpo.rewards import clip, local_model
-from flowgrpo.rewards.about import lazily
+from flowgrpo.log import unlogged
+from flowgrpo.rewards import clip, local_model, placement
+from flowgrpo.rewards.about import differentiable, lazily
+from flowgrpo.rewards.clip import Aesthetic, ClipScore, HpsV2, PickScore
+from flowgrpo.rewards.failures import within
 from flowgrpo.rewards.find import BUILT_IN, find, locate
-from flowgrpo.rewards.local_model import LocalModel
+from flowgrpo.rewards.local_model import LocalModel, resolve_device
 from flowgrpo.rewards.qwen2_vl import MARKS
+from flowgrpo.rewards.score import score
+from flowgrpo.training import sampling
+from tests.helpers import tiny
+from tests.helpers.tiny_scorers import PROMPTS, pictures
 from tests.rewards.test_safety import folder  # noqa: F401  # a fixture
 
 WITH_MODELS = {"safety", "clip_score", "clip_cosine", "subject_score", "aesthetic", "pickscore", "hpsv2.0", "hpsv2.1",
@@ -121,3 +135,214 @@ def test_devices_are_listed(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", functools.partial(int, 2))
     assert local_model.devices()[:2] == ["cuda:0", "cuda:1"] and local_model.devices()[-1] == "cpu"
+
+
+def test_nothing_but_tensors_is_unpickled(pick, tmp_path):
+    torch.save({"weight": torch.nn.Linear(8, 1)}, tmp_path / "module.pth")
+    with pytest.raises(UserError, match="module.pth cannot be loaded .*args: {head: FILE}"):
+        Aesthetic(pick[2], head=str(tmp_path / "module.pth"), device="cpu")
+
+
+def test_a_long_reason_is_cut_between_words():
+    with pytest.raises(UserError, match=r"^weights cannot be loaded \(check your( \w+){29} \.\.\.\): fetch them$"), \
+            local_model.loading("weights", "fetch them"):
+        raise OSError("check your\n" + "link " * 40)
+
+
+@pytest.mark.parametrize("name, arguments", [
+    ("clip_score", {}), ("pickscore", {"model": "owner/name"}), ("safety", {"model": "owner/name"}),
+    ("imagereward", {"checkpoint": "owner/name/file.pt"})])
+def test_a_hub_that_does_not_answer_is_asked_once(name, arguments, monkeypatch, tmp_path, caplog):
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(UserError, match=r"not in the hub's cache, and no network \(http://127.0.0.1:9 does not ans"):
+        find(name, arguments)
+    assert constants.HF_HUB_OFFLINE
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]  # of open_clip
+
+
+@pytest.mark.parametrize("name, arguments, line", [
+    ("clip_score", {"pretrained": "/no/weights.pt"}, "fetch|open_clip.list_pretrained"),
+    ("clip_score", {"score": "cos"}, "score is 'cos', expected clipscore or cosine"),
+    ("hpsv2.1", {"checkpoint": "/no/HPS.pt"}, "/no/HPS.pt cannot be loaded .no such file.: fetch it and give its path"),
+    ("pickscore", {"model": "/no/folder"}, "/no/folder cannot be loaded .*: fetch it and give its folder as args"),
+    ("pickscore", {"model": "no/model"}, "no/model cannot be loaded .*: `hf download no/model` and "
+     "`hf download laion/CLIP-ViT-H-14-laion2B-s32B-b79K` and give its folder"),
+    ("pickscore", {"divide": 0}, "divide is 0, expected a number above 0"),
+    ("aesthetic", {"head": "/no/head.pth"}, "/no/head.pth cannot be loaded .*: fetch it and give its path"),
+    ("hpsv2.1", {"chekpoint": "x"}, "takes no argument 'chekpoint': did you mean 'checkpoint'?"),
+])
+def test_mistakes_are_told_in_one_line(name, arguments, line, caplog):
+    with pytest.raises(UserError, match=line) as error:
+        find(name, arguments)
+    assert "\n" not in str(error.value) and name in str(error.value)
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+def test_errors_of_another_program_are_logged_while_a_model_is_loaded(caplog):
+    with unlogged("open_clip"):
+        logging.error("of another program")
+    assert caplog.messages == ["of another program"]
+
+
+@pytest.mark.parametrize("name", ["clip_score", "hpsv2.1"])
+def test_a_missing_package_is_named_with_its_extra(name, monkeypatch):
+    monkeypatch.setitem(sys.modules, "open_clip", None)
+    with pytest.raises(UserError, match=rf"reward '{name}' needs open_clip .*pip install 'flowgrpo\[clip\]'"):
+        find(name)
+
+
+def test_scores_in_bf16_are_near_those_in_fp32(tiny, pick, encoder):
+    images, head = pictures(5, 40, 40), clip.perceptron(8)
+    for kind, parts in ((ClipScore, tiny[:2]), (HpsV2, tiny[:2]), (PickScore, pick[:2]), (Aesthetic, (encoder, head))):
+        half, full = (kind(dtype=dtype, device="cpu", parts=copy.deepcopy(parts))(images, PROMPTS)
+                      for dtype in ("bf16", "fp32"))
+        assert half.dtype == torch.float32 and 0 < (half - full).abs().max() < 0.02 * full.abs().max() + 0.02, kind
+
+
+def test_they_are_rewards_like_others(tiny, pick):
+    images, metadata = pictures(5, 40, 40), [{}] * 5
+    both = {"clip_score": ClipScore(device="cpu", parts=tiny[:2]),
+            "pickscore": PickScore(device="cpu", parts=pick[:2])}
+    columns = score(both, images, PROMPTS, metadata)
+    assert columns.shape == (5, 2) and not columns.isnan().any()
+    assert torch.equal(columns[:, 1], both["pickscore"](images, PROMPTS))
+
+
+IMAGES = torch.rand(5, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+
+
+def scored(functions) -> list[float]:
+    return rewards.score(functions, IMAGES, [""] * 5, [{}] * 5)[:, 0].tolist()
+
+
+def composed(function, away=True) -> dict[str, rewards.Composed]:
+    return rewards.compose({"own": WatchRule()}, None, {"own": function}, away)
+
+
+def test_weights_leave_after_scoring_and_come_back_before_the_next():
+    reward = Mean(device="cpu:0")
+    weight, functions = reward.models[0].weight, composed(reward)
+    expected = scored({"own": Mean()})
+    for _ in range(2):
+        assert reward.models[0].weight is weight  # the CPU's copy
+        assert scored(functions) == expected
+        assert reward.models[0].weight is not weight and torch.equal(reward.models[0].weight, weight)
+        rewards.leave(functions.values())
+
+
+def test_weights_stay_without_the_option_and_on_the_cpu():
+    for reward, away in ((Mean(device="cpu:0"), False), (Mean(device="cpu"), True)):
+        weight, functions = reward.models[0].weight, composed(reward, away)
+        scored(functions)
+        assert reward.models[0].weight is weight
+        rewards.leave(functions.values())
+        assert not functions["own"].placement.groups
+
+
+def test_weights_that_are_not_loaded_are_loaded_before_the_first_scoring():
+    with rewards.lazily():
+        reward = Mean(device="cpu:0")
+        functions = composed(reward)
+    assert reward.parts is None
+    assert scored(functions) == scored({"own": Mean()}) and reward.parts is not None
+
+
+def test_modules_are_those_of_attributes_and_of_parts():
+    class Held:
+        def __init__(self):
+            self.inner = {"model": [torch.nn.Linear(2, 2)]}
+
+        def score(self, images, prompts):
+            return [0.0] * len(prompts)
+
+    one, model = Held(), Mean(device="cpu:0")
+    gated = rewards.find("gated", {"rewards": [model, one.score], "thresholds": [0.5]})
+    assert dict((type(module), str(device)) for module, device in placement.modules(gated)) \
+        == {torch.nn.Linear: "cpu"}
+    assert [str(device) for _, device in placement.modules(gated)] == ["cpu:0", "cpu"]
+    assert placement.local_models(functools.partial(gated, 1)) == [model]
+    assert placement.modules(lambda images, prompts: None) == []
+
+
+COUNTS = {"clip_score": 151e6, "clip_cosine": 428e6, "subject_score": 428e6, "pickscore": 986e6, "hpsv2.0": 986e6,
+          "imagereward": 447e6, "vqascore": 4.02e9 / 2, "question_answers": 4.02e9 / 2, "geneval_fast": 43.7e6,
+          "geneval": (68.7 + 428) * 1e6, "subject_consistency": 86.4e6, "background_consistency": 87.8e6,
+          "t2i_compbench": (361 + 155 + 151) * 1e6}  # in fp32; half in bf16
+PARTS = [("geneval", {"colours": "pixels"}, 68.7e6), ("geneval_fast", {"colours": "clip"}, (43.7 + 428) * 1e6),
+         ("geneval", {"detector": "http://127.0.0.1:1/", "dtype": "bf16"}, 214e6),
+         ("t2i_compbench", {"dimension": "shape", "dtype": "fp16"}, 180.5e6),
+         ("t2i_compbench", {"dimension": "numeracy", "detector": "mask2former"}, 68.7e6),
+         ("t2i_compbench", {"dimension": "non_spatial", "clip": {"dtype": "bf16"}}, 75.5e6)]
+
+
+@pytest.mark.parametrize("name, args, count", [*((name, {}, count) for name, count in COUNTS.items()), *PARTS])
+def test_weights_are_counted_without_loading_them(name, args, count):
+    with rewards.lazily():
+        reward = rewards.find(name, {"device": "cpu"} | args)
+    assert placement.weight_bytes(reward) == {"cpu": 4 * count}
+    assert all(model.parts is None for model in placement.local_models(reward))
+
+
+class Rows(Mean):
+    def __call__(self, images, prompts):
+        return self._scores(images, prompts)
+
+
+@pytest.mark.parametrize("method, kind", [("mix_grpo", Mean), ("refl", differentiable(Rows))])
+def test_a_run_is_the_same_with_weights_that_leave(method, kind):
+    metrics, weights = [], []
+    for away in (False, True):
+        reward = kind(device="cpu:0")
+        first, moved = reward.models[0].weight, []
+        functions = composed(reward, away)
+        if away:
+            host = functions["own"].placement.groups[torch.device("cpu:0")]._weights
+            host._copy = lambda tensor, moved=moved, come=host._copy: moved.append(tensor.shape) or come(tensor)
+        trainer = tiny.trainer(rewards=functions, method=method, reward="own", train__epochs=2)
+        metrics.append([{key: value for key, value in trainer.run_epoch().items() if "seconds" not in key}
+                        for _ in range(2)])
+        assert reward.models[0].weight is first  # left after every epoch
+        weights.append({key: value.clone() for key, value in trainer.policy.weights.named.items()})
+        assert bool(moved) == away
+    for kept, left in zip(*metrics):
+        assert kept == pytest.approx(left, nan_ok=True)
+    for key, value in weights[0].items():
+        assert torch.equal(value, weights[1][key])
+
+
+@pytest.fixture
+def chosen(monkeypatch) -> dict[int, int]:
+    """The GPU of every thread, by its identity, as torch.cuda would keep it; the main thread's is the fourth."""
+    gpus = {threading.get_ident(): 3}
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: gpus.get(threading.get_ident(), 0))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: gpus.update({threading.get_ident(): index}))
+    return gpus
+
+
+def test_a_reward_is_placed_on_its_processs_gpu(chosen, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert resolve_device(None) == "cuda:3" and resolve_device("cuda:1") == "cuda:1" and resolve_device("cpu") == "cpu"
+
+
+def test_a_call_with_a_time_limit_is_made_on_its_callers_gpu(chosen):
+    assert within(60, "it", torch.cuda.current_device) == within(None, "it", torch.cuda.current_device) == 3
+
+
+def test_the_thread_that_scores_is_on_its_processs_gpu(chosen):
+    seen = []
+    def score(images, prompts):
+        seen.append((threading.get_ident(), torch.cuda.current_device()))
+        return images[:, 0].mean((1, 2))
+    trainer = tiny.trainer(rewards={"red": score})
+    sampling.sample(trainer, trainer.prompts[:2])
+    assert {gpu for _, gpu in seen} == {3} and threading.get_ident() not in dict(seen)
+
+
+def test_without_cuda_no_thread_asks_for_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: pytest.fail("a GPU was asked for"))
+    assert within(60, "it", lambda: 1) == 1

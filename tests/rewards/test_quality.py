@@ -1,5 +1,4 @@
-"""Rewards of single images without a model: sizes as JPEG, sharpness; each with an independent computation and
-images whose order is known."""
+"""Rewards of single images without a model, and the safety classifier."""
 
 import numpy as np
 import pytest

@@ -12,13 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import try_judges
 
 from flowgrpo.errors import UserError
 from flowgrpo.rewards import find
 from flowgrpo.tools.check.tiny.parts import chat_tokenizer
-
-sys.path.append(str(Path(__file__).parents[2] / "scripts" / "fuzz"))
-import try_judges  # noqa: E402
 
 LONGEST = 600.0  # seconds in which a server answers, on a busy machine too
 TEXTS = [name for name, (kind, _) in try_judges.REWARDS.items() if kind == "text"]

@@ -1,12 +1,8 @@
 """scripts/launch/slurm.sh on a real Slurm of one node: `make test-all` runs this where it is installed."""
 
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.append(str(Path(__file__).parents[2] / "scripts" / "fuzz"))
-import try_slurm  # noqa: E402
+import try_slurm
 
 
 @pytest.fixture(scope="module")

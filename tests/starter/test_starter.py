@@ -1,30 +1,32 @@
-"""The model that ships: its size, its autoencoder, and that stock diffusers loads it and what we train on it."""
+"""The model that ships: its size, its autoencoder, that stock diffusers loads it, and its pairs."""
 
 import math
-import sys
 from pathlib import Path
 
+import build_starter as build
+import make_starter_pairs
 import numpy as np
 import pytest
 import torch
 from diffusers import StableDiffusion3Pipeline
+from PIL import Image
+from torchvision.transforms.functional import to_tensor
 
-from flowgrpo.config import validate
+from flowgrpo.config import load, validate
 from flowgrpo.config.sections import Adapter
 from flowgrpo.data import sets
+from flowgrpo.data.pairs import OVERALL, Pair, in_place, load_pairs
 from flowgrpo.distributed.processes import make_accelerator
 from flowgrpo.methods import preset
+from flowgrpo.methods import validate as methods_validate
 from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.policies.pipelines.pipeline import STARTER, PipelinePolicy
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.rewards.starter.scene import scene, scene_graded
 from flowgrpo.starter import CALL, EVAL_GUIDANCE, scenes
 from flowgrpo.train import Trainer
+from tests.helpers import loop
 from tests.helpers.tables import rounding
-
-sys.path.append(str(Path(__file__).parents[2] / "scripts" / "build"))
-
-import build_starter as build  # noqa: E402
 
 PROMPTS = ["three red stars", "a ring left of a cross"]
 
@@ -126,3 +128,33 @@ def test_a_lora_gives_the_same_latents_in_stock_diffusers(tmp_path: Path):
     depth = 6 * len(policy.pipe.transformer.transformer_blocks) * 3
     assert (tmp_path / LORA_FILE).exists() and (latents() - ours).abs().max() <= rounding(ours, depth)
     assert (base - ours).abs().max() > 0.01
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def marks(pairs: list[Pair], side: str) -> list[float]:
+    """What `scene` says of one side's images."""
+    return scene(torch.stack([to_tensor(Image.open(getattr(pair, side))) for pair in pairs]),
+                 [pair.prompt for pair in pairs])
+
+
+def test_pairs_are_labelled_by_scene_and_train_the_starter(tmp_path):
+    file = make_starter_pairs.make(tmp_path, prompts=3, rendered=8)
+    pairs, subjects = load_pairs(file), load_pairs(tmp_path / "subjects.jsonl")
+    assert file == tmp_path / "pairs.jsonl" and len(pairs) >= 8
+    for pair, one, two in zip(pairs, marks(pairs, "chosen"), marks(pairs, "rejected")):
+        assert (one, two) == (1, 0) if pair.verdicts[OVERALL] == 1 else one == two
+    config = load(ROOT / "configs" / "starter_dpo.yaml", {"preferences": str(file)})
+    methods_validate.check_recorded_pairs(loop.setup(config))
+    train, held = in_place(config, sets.resolve(config))
+    assert len(train) == sum(pair.verdicts[OVERALL] == 1 for pair in pairs) > 4  # no prompt of theirs is held out
+    assert config.rewards == {"preferred": 1.0} and list(config.watched) == ["scene", "scene_graded"] and held
+    assert len(subjects) == 3 * make_starter_pairs.GROUP == len({pair.rejected for pair in subjects})
+    assert set(marks(subjects, "chosen")) == {1} and len({pair.prompt for pair in subjects}) == 3
+    shown = {pair.rejected: pair.prompt for pair in subjects}  # the same images stand in both files
+    assert all(shown.get(picture, pair.prompt) == pair.prompt for pair in pairs
+               for picture in (pair.chosen, pair.rejected))
+    config = load(ROOT / "configs" / "starter_rpo.yaml", {"preferences": str(tmp_path / "subjects.jsonl")})
+    methods_validate.check_recorded_pairs(loop.setup(config))
+    assert len(in_place(config, sets.resolve(config))[0]) == len(subjects)

@@ -1,9 +1,9 @@
 """The consistency starter: how it is built, how it loads, and that its images depend on their seeds alone."""
 
 import contextlib
-import sys
 from pathlib import Path
 
+import build_starter_consistency as build
 import pytest
 import torch
 from diffusers import FlowMatchLCMScheduler, StableDiffusion3Pipeline
@@ -21,10 +21,6 @@ from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.samplers.grids import require_steps
 from flowgrpo.starter import CALL, EVAL, FOLDERS, MERGED
 from tests.helpers import tiny
-
-sys.path.append(str(Path(__file__).parents[2] / "scripts" / "build"))
-
-import build_starter_consistency as build  # noqa: E402
 
 NAME = "starter_consistency"
 RECIPE = Path(__file__).parents[2] / "configs" / f"{NAME}.yaml"

@@ -2,9 +2,8 @@
 
 import os
 import random
-import sys
-from pathlib import Path
 
+import build_starter_unified as build
 import numpy as np
 import pytest
 import torch
@@ -15,10 +14,6 @@ from flowgrpo.contrib.questions.scene_answers import Thing, balanced, read_quest
 from flowgrpo.rewards.starter.scene import scene
 from flowgrpo.run import run
 from flowgrpo.starter import FOLDERS, lattice, scenes
-
-sys.path.append(str(Path(__file__).parents[2] / "scripts" / "build"))
-
-import build_starter_unified as build  # noqa: E402
 
 FOLDER = FOLDERS["starter_unified"]
 

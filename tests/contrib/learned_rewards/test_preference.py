@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import train_starter_reward
 from PIL import Image
 from safetensors.torch import load_file
 from torchvision.transforms.functional import to_tensor
@@ -24,10 +25,6 @@ from flowgrpo.rewards.starter.scene import scene
 from flowgrpo.starter.scenes import PREFIXES, SHAPES, parse, reserved
 from flowgrpo.tools.learned_rewards.training import Settings, accuracy, batches, bradley_terry, families, right
 from flowgrpo.tools.learned_rewards.training import train as train_reward
-
-sys.path.append(str(Path(__file__).parents[3] / "scripts" / "build"))
-
-import train_starter_reward  # noqa: E402
 
 NAN = math.nan
 

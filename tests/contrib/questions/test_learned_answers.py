@@ -1,12 +1,12 @@
 """A small network that answers questions: its probabilities, its folder, its loss, and the right answers themselves."""
 
 import math
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import train_starter_answers
+from train_starter_answers import ANSWERS, Catalogue, answer_loss
 
 from flowgrpo.contrib.learned_rewards.preference import Aspect, Description, save
 from flowgrpo.contrib.learned_rewards.preference_networks import with_text
@@ -19,11 +19,6 @@ from flowgrpo.rewards import find
 from flowgrpo.rewards.starter.scene import read
 from flowgrpo.starter import scenes
 from flowgrpo.tools.learned_rewards.training import Settings
-
-sys.path.append(str(Path(__file__).parents[3] / "scripts" / "build"))
-
-import train_starter_answers  # noqa: E402
-from train_starter_answers import ANSWERS, Catalogue, answer_loss  # noqa: E402
 
 PROMPTS = ["a star", "three black rings", "a drawing of a ring above a cross", "a red circle and a blue star"]
 

@@ -1,4 +1,4 @@
-"""Pages of images: what is on them, where, and in which colour."""
+"""Pages of images: what is on them, where, in which colour and font."""
 
 import math
 
@@ -162,3 +162,12 @@ def test_small_scores_have_enough_decimals():
     rows = [Row("x", [RED, BLUE], [{"r": 0.0071}, {"r": 0.0064}])]
     digits = grid.digits_of(rows)
     assert digits == {"r": 5} and grid.format_score(0.0071, 5) == "0.00710" and grid.direction(0.0064, 0.0071, 5) == -1
+
+
+@pytest.mark.parametrize("size", [16, 40])
+def test_a_line_is_drawn_from_its_upper_left_corner_within_its_height(size):
+    page, font = Image.new("L", (600, 200), 0), Font(size)
+    font.draw(ImageDraw.Draw(page), (10, 50), "Élg", "white")
+    left, top, right, bottom = page.getbbox()
+    assert 10 <= left < 10 + size / 4 and right <= 11 + font.getlength("Élg")
+    assert 50 <= top < 50 + size / 2 and 50 + size < bottom <= 50 + font.height

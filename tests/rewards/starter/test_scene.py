@@ -1,21 +1,38 @@
-"""The scene reward: what it accepts, what it refuses, and how its graded form falls from one to the other."""
+"""The rewards of the starter's scenes: hard, graded, soft, and of the style."""
 
-import sys
 from dataclasses import replace
-from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
 
 import numpy as np
 import pytest
+import show_scene_reward as show
 import torch
+from scipy.ndimage import gaussian_filter
 
+from flowgrpo.rewards import find, require_gradient, score
+from flowgrpo.rewards.find import find as find_reward
 from flowgrpo.rewards.starter.scene import _read_once, detect, read, scene, scene_graded
-from flowgrpo.starter.scenes import COLOURS, SHAPES, SIZE, TASKS, coverage
-
-_SCRIPT = Path(__file__).parents[3] / "scripts" / "build" / "show_scene_reward.py"  # not a copy
-_SPEC = spec_from_file_location("show_scene_reward", _SCRIPT)
-show = sys.modules["show_scene_reward"] = module_from_spec(_SPEC)
-_SPEC.loader.exec_module(show)
+from flowgrpo.rewards.starter.scene_soft import (
+    gradients,
+    membership,
+    overlaps,
+    painted,
+    reference,
+    scene_soft,
+    scene_style,
+)
+from flowgrpo.starter import scenes
+from flowgrpo.starter.scenes import (
+    COLOURS,
+    RELATIONS,
+    SHAPES,
+    SIZE,
+    TASKS,
+    Claims,
+    coverage,
+    parse,
+    render,
+    sample_claims,
+)
 
 
 def draw(*objects, ground: float = 0.96) -> torch.Tensor:
@@ -353,3 +370,158 @@ def test_wrong_calls_are_errors_of_one_line():
         with pytest.raises(ValueError) as error:
             scene(images, prompts)
         assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def changed(claims: Claims, rng: np.random.Generator) -> Claims:
+    """The claims with one fact changed: a shape, a colour, the number or the relation."""
+    first, *others = claims.objects
+    kinds = ["shape"] + ["colour"] * bool(first.colour) + ["number"] * (claims.task == "counting")
+    kind = str(rng.choice(kinds + ["relation"] * bool(claims.relation)))
+    if kind == "relation":
+        return replace(claims, relation=str(rng.choice([each for each in RELATIONS if each != claims.relation])))
+    free = {"shape": [each for each in SHAPES if each not in {claim.shape for claim in claims.objects}],
+            "colour": [each for each in COLOURS if each != first.colour],
+            "number": [each for each in (2, 3, 4) if each != first.count]}[kind]
+    new = rng.choice(free)
+    other = replace(first, **{"count" if kind == "number" else kind: int(new) if kind == "number" else str(new)})
+    return replace(claims, objects=(other, *others))
+
+
+def render_scenes(prompts: list[Claims], rng: np.random.Generator) -> torch.Tensor:
+    return torch.from_numpy(np.stack([render(claims, rng) for claims in prompts])).float().movedim(3, 1)
+
+
+@torch.no_grad()
+def test_true_images_beat_those_with_one_fact_changed():
+    """All of 204 pairs, of every task and kind of change; of 240 others all were right too."""
+    rng = np.random.default_rng(7)
+    claims = [sample_claims(rng, TASKS[i % len(TASKS)]) for i in range(204)]
+    prompts = [each.caption() for each in claims]
+    true = scene_soft(render_scenes(claims, rng), prompts)
+    false = scene_soft(render_scenes([changed(each, rng) for each in claims], rng), prompts)
+    assert (true > false).double().mean() >= 0.99
+    assert true.min() > 0.5 and 0.7 < true.mean() <= true.max() <= 1 and false.min() >= 0 and false.mean() < 0.35
+
+
+@pytest.mark.parametrize("prompt", ["a circle", "a red star", "three rings", "a cross left of a star",
+                                    "a blue square and a black ring"])
+def test_every_image_has_a_gradient(prompt):
+    rng = np.random.default_rng(0)
+    pictures = torch.stack([torch.ones(3, 64, 64), torch.full((3, 64, 64), 0.95), torch.zeros(3, 64, 64),
+                            torch.from_numpy(rng.random((3, 64, 64))).float(), *render_scenes([parse(prompt)], rng)])
+    pictures.requires_grad_()
+    scores = scene_soft(pictures, [prompt] * len(pictures))
+    scores.sum().backward()
+    assert scores.isfinite().all() and pictures.grad.isfinite().all()
+    assert (pictures.grad.flatten(1).norm(dim=1) > 1e-6).all()
+
+
+def test_the_gradient_is_that_of_finite_differences():
+    rng = np.random.default_rng(1)
+    prompt, direction = "a red star left of a ring", torch.from_numpy(rng.standard_normal((3, 64, 64)))
+    picture = render_scenes([parse(prompt)], rng)[0].double()
+    def along(shift: float) -> float:
+        return scene_soft((picture + shift * direction)[None], [prompt]).item()
+    given = picture.clone().requires_grad_()
+    scene_soft(given[None], [prompt]).backward()
+    assert (given.grad * direction).sum().item() == pytest.approx((along(1e-7) - along(-1e-7)) / 2e-7, rel=1e-5)
+
+
+def test_following_the_gradient_repaints_an_object():
+    """A blue circle becomes a red one, as which the exact reward sees it too."""
+    picture = render_scenes([parse("a blue circle")], np.random.default_rng(3)).requires_grad_()
+    assert scene(picture, ["a blue circle"]) == [1.0]
+    optimizer = torch.optim.Adam([picture], lr=0.03)
+    for _ in range(40):
+        optimizer.zero_grad()
+        (-scene_soft(picture, ["a red circle"])).sum().backward()
+        optimizer.step()
+        with torch.no_grad():
+            picture.clamp_(0, 1)
+    assert scene(picture, ["a red circle"]) == [1.0] and scene_soft(picture, ["a red circle"]).item() > 0.75
+
+
+def test_maps_by_hand():
+    ground, red = torch.full((3,), 0.95, dtype=torch.float64), torch.tensor(COLOURS["red"], dtype=torch.float64)
+    pictures = torch.stack([ground, red, (ground + red) / 2])[:, :, None, None].expand(3, 3, 2, 2)
+    own = membership(pictures)[:, 0, 0, 0]
+    expected = 1 / (1 + np.exp(-np.array([-0.5, 0.5, 0.0]) / 0.12))
+    np.testing.assert_allclose(own, expected, atol=1e-10)
+    far = ((red - 0.95).square().sum() / 0.35**2).item()
+    np.testing.assert_allclose(painted(pictures)[:2, 0, 0], [0.0, far**2 / (far**2 + 1)], atol=1e-10)
+
+
+def test_overlaps_are_intersection_over_union():
+    """Of a square of one of the radii with its own template, in place and moved, summed pixel by pixel."""
+    radius = 7.3 * 1.11**3
+    mask = torch.from_numpy(coverage("square", radius, (30.5, 22.5)))
+    for x, y in ((30, 22), (33, 20)):
+        template = torch.from_numpy(coverage("square", radius, (x + 0.5, y + 0.5)))
+        disc = torch.from_numpy(coverage("circle", 1.25 * radius / 0.97, (x + 0.5, y + 0.5)))
+        found = overlaps(mask[None] / 2, mask)[0, SHAPES.index("square"), 3, y, x]
+        union = template.sum() + (mask * (disc - template).clamp(min=0)).sum()
+        torch.testing.assert_close(found, (mask * template).sum() / 2 / union, rtol=0, atol=1e-10)
+
+
+def test_it_is_a_reward_like_others():
+    reward = find("scene_soft")
+    require_gradient({"scene_soft": reward})
+    picture = render_scenes([parse("a red star")], np.random.default_rng(0))
+    found = score({"soft": reward}, picture, ["a red star"], [{}])
+    assert found.shape == (1, 1) and found[0, 0].item() == pytest.approx(scene_soft(picture, ["a red star"]).item())
+    with pytest.raises(ValueError, match="got images of shape"):
+        scene_soft(torch.ones(1, 3, 32, 32), ["a star"])
+    assert scene_soft(torch.ones(0, 3, 64, 64), []).shape == (0,)
+
+
+def rendered(count: int, seed: int) -> torch.Tensor:
+    rng = np.random.default_rng(seed)
+    images = [scenes.render(scenes.sample_claims(rng, "two"), rng) for _ in range(count)]
+    return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).float()
+
+
+def test_gradients_by_hand():
+    image = np.zeros((1, 3, 3, 3))
+    image[0, :, 0, 1] = 0.3  # right of the first pixel and below it: (0.3, 0), (-0.3, -0.3), (0, 0), (0, 0)
+    expected = np.histogram([0.3, 0.3 * 2**0.5, 0, 0], [0.0, *np.geomspace(0.01, 1.5, 12)])[0] / 4
+    assert gradients(image) == pytest.approx(expected[None])
+    image[0, 1:] = 0  # of one channel in three: a third of the length
+    expected = np.histogram([0.1, 0.1 * 2**0.5, 0, 0], [0.0, *np.geomspace(0.01, 1.5, 12)])[0] / 4
+    assert gradients(image) == pytest.approx(expected[None])
+
+
+def test_the_coefficient_of_a_flat_image_is_the_root_of_the_flat_share():
+    assert scene_style(torch.full((1, 3, 8, 8), 0.9), [""]) == pytest.approx([reference()[0][0]**0.5])
+    assert reference()[0].sum() == pytest.approx(1)
+
+
+def test_noise_blur_and_a_grain_that_the_eye_hardly_sees_lose():
+    images = rendered(16, seed=7)
+    noise = torch.randn(images.shape, generator=torch.Generator().manual_seed(0))
+    blurred = torch.from_numpy(gaussian_filter(images.numpy(), (0, 0, 1.5, 1.5)))
+    same, grain, blur = (np.mean(scene_style(each, [""] * 16)) for each in (
+        images, (images + 0.03 * noise).clamp(0, 1), blurred))
+    assert same > 0.95 and blur < 0.5 * same and grain < 0.25
+
+
+def test_blur_lowers_it_of_grainy_images_too():
+    """A model's images have a grain, which a blur removes: that alone would raise the score."""
+    noise = 0.004 * torch.randn(16, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    grainy = (torch.from_numpy(gaussian_filter(rendered(16, 9).numpy(), (0, 0, 0.6, 0.6))) + noise).clamp(0, 1)
+    scores = [np.mean(scene_style(torch.from_numpy(gaussian_filter(grainy.numpy(), (0, 0, sigma, sigma))), [""] * 16))
+              for sigma in (0, 0.5, 1, 2)]
+    assert scores == sorted(scores, reverse=True) and scores[0] > 1.05 * scores[1] > 1.3 * scores[2]
+
+
+def test_content_and_colour_are_none_of_it():
+    images = rendered(4, seed=8)
+    turned = scene_style(images.transpose(2, 3), [""] * 4)
+    assert scene_style(images[:, [1, 2, 0]], ["a red ring"] * 4) == pytest.approx(scene_style(images, [""] * 4))
+    assert scene_style(1 - images, [""] * 4) == pytest.approx(scene_style(images, [""] * 4), abs=1e-3)
+    assert turned == pytest.approx(scene_style(images, [""] * 4), abs=0.02)
+
+
+def test_it_is_found_by_its_name_and_says_what_it_got():
+    assert find_reward("scene_style") is scene_style
+    with pytest.raises(ValueError, match=r"scene_style got images of shape \[3, 64, 64\], expected \[B, 3, H, W\]"):
+        scene_style(torch.zeros(3, 64, 64), [""])

@@ -1,4 +1,4 @@
-"""Escapes from the boundary around a model's code, each tried within every boundary that this machine has."""
+"""Escapes from the boundary around a model's code, each tried within every boundary of this machine."""
 
 import errno
 import functools
@@ -14,7 +14,6 @@ import pytest
 from flowgrpo.errors import UserError
 from flowgrpo.text.rewards.sandbox import choose
 from flowgrpo.text.rewards.sandbox import run as boundaries
-from flowgrpo.text.rewards.sandbox import run as runs
 from flowgrpo.text.rewards.sandbox.run import Checks, Limits, asserts, program, remove, run
 
 WORKING, REASONS = choose.available()
@@ -38,7 +37,7 @@ def refusal(boundary: boundaries.Boundary, code: str, limits: Limits = SLOW) -> 
 def none(monkeypatch, folder: Path) -> None:
     """Let nothing be installed but the programs in a folder."""
     monkeypatch.setenv("PATH", str(folder))
-    monkeypatch.setattr(runs, "PACKAGES", ("flowgrpo.absent",) * 2)
+    monkeypatch.setattr(boundaries, "PACKAGES", ("flowgrpo.absent",) * 2)
 
 
 def test_what_this_machine_has_is_said():
@@ -94,7 +93,7 @@ def test_a_wrapper_that_confines_nothing_is_found_out(monkeypatch, tmp_path):
 # --- what faults were found by ---------------------------------------------------------------------------------------
 
 # Kinds that work here. Without any, the tests below show that the code does not run at all.
-KINDS = [kind for kind in WORKING if kind != "wasmtime"] or [None]  # that one is in test_wasm.py
+KINDS = [kind for kind in WORKING if kind != "wasmtime"] or [None]  # its cases are at the end
 
 
 def battery(test):
@@ -458,3 +457,115 @@ def test_accepted_risk_keeps_limits_and_verdict(tmp_path, monkeypatch):
                     "raise OSError(ctypes.get_errno(), '')")
             assert refusal(bare, code) == "PermissionError EPERM", call
     assert list(tmp_path.iterdir()) == []
+
+
+BOX = WORKING.get("wasmtime")
+ABSENT = ("SyntaxError", "NameError")
+
+
+def boxed(test):
+    """Run a test within the boundary; where it is not installed, test that it is not offered."""
+    @functools.wraps(test)
+    def each(*arguments, **options):
+        if BOX is not None:
+            test(*arguments, **options)
+        else:
+            assert "wasmtime" not in WORKING and boundaries.located_wasm() is None
+    return each
+
+
+def test_a_file_that_is_another_is_refused(tmp_path):
+    (tmp_path / boundaries.FILE).write_bytes(b"\0asm")
+    with pytest.raises(UserError, match="is not the known CPython for WebAssembly: its SHA-256 differs"):
+        boundaries.compiled(tmp_path / boundaries.FILE)
+
+
+@boxed
+@pytest.mark.parametrize("way", WRITES)
+def test_nothing_is_written(way, tmp_path):
+    (tmp_path / "kept").write_text("mine")
+    raised = refusal(BOX, f"FOLDER = {str(tmp_path)!r}\n{WRITES[way]}")
+    own = way == "Python's own files"  # a copy in the memory of this one instance
+    assert own or raised and not raised.startswith(ABSENT), raised
+    assert [file.name for file in tmp_path.iterdir()] == ["kept"] and (tmp_path / "kept").read_text() == "mine"
+
+
+@boxed
+@pytest.mark.parametrize("way", PROCESSES)
+def test_wasm_starts_no_process(way):
+    raised = refusal(BOX, PROCESSES[way].replace("CLONE", "56"))
+    assert raised and not raised.startswith(ABSENT), raised
+
+
+@boxed
+@pytest.mark.parametrize("code", [
+    "import threading\nthreading.Thread(target=print).start()", "import ctypes", "import resource",
+    "import socket\nsocket.socket()", "import socket\nsocket.create_connection(('127.0.0.1', 80))",
+    "os.kill(1, 9)", "os.stat('/etc/passwd')", "os.stat('/proc/self/environ')", "os.listdir('/')", "os.mkdir('/tmp/a')",
+    "os.open('/job/../../etc/passwd', os.O_RDONLY)", "os.open('/box/inside/../run.py', os.O_RDONLY)",
+    "os.symlink('/etc/passwd', '/job/in2')", "os.chdir('/..')\nos.stat('etc')", "os.environ['PATH']",
+    f"os.stat({str(Path.cwd())!r})", f"os.stat({sys.prefix!r})"])
+def test_nothing_else_is_reached(code):
+    raised = refusal(BOX, code)
+    assert raised and not raised.startswith(ABSENT), raised
+
+
+@boxed
+def test_the_code_sees_its_job_and_its_library():
+    assert inside(BOX, "import os\nprint(sorted(os.listdir('/job')), os.listdir('/usr'), dict(os.environ))") == (
+        "['in', 'job.json'] ['local'] {}")
+
+
+@boxed
+@pytest.mark.parametrize("way", FORGED)
+def test_wasm_forges_no_verdict(way):
+    assert run(FORGED[way], Checks(asserts=KEPT), Limits(seconds=3), BOX).passed == (False,) * 5
+
+
+@boxed
+def test_code_is_scored():
+    tests = ["assert f([1, 2]) == [2, 4]", "assert f([1]) == [1]", "x = []\nassert f(x) is not x", "assert g(f)"]
+    code = "import re, heapq\nprint('said')\ndef f(x): return [2 * y for y in x]\ndef g(h): return h([1]) == [2]"
+    assert asserts(code, tests, SLOW, BOX) == [True, False, True, True]
+    output = program("print(sum(map(int, input().split())))", "3 4\n", SLOW, BOX)
+    assert (output.status, output.text) == (0, "7\n")
+    assert program("import sys\nsys.exit(3)", "", SLOW, BOX).status == 3
+
+
+@boxed
+@pytest.mark.parametrize("code", ["x = bytearray(2**30)", "x = []\nwhile True: x.append(bytes(2**20))"])
+def test_memory_is_limited(code):
+    assert refusal(BOX, code, Limits(seconds=60, memory=128)) == "MemoryError"
+
+
+@boxed
+@pytest.mark.parametrize("code", ["while True: pass", "import time; time.sleep(600)",
+                                  "import os, time\nos.close(1)\ntime.sleep(600)", "def f(): f()\nf()"])
+def test_time_and_the_stack_are_limited(code):
+    assert program(code, "", Limits(seconds=1), BOX).status != 0
+
+
+@boxed
+def test_wasm_floods_end():
+    output = program("while True: print('a' * 1000)", "", Limits(seconds=60, files=1), BOX)
+    assert output.status is None and len(output.text) == 2**20
+
+
+@boxed
+def test_the_process_ends_with_the_run(tmp_path):
+    running = lambda: [path for path in Path("/proc").glob("[0-9]*") if _is_host(path)]  # noqa: E731
+    before = running()
+    assert program("import time; time.sleep(600)", "", Limits(seconds=1), BOX).status is None
+    assert running() == before
+
+
+def _is_host(process: Path) -> bool:
+    try:
+        return str(boundaries.HOST) in (process / "cmdline").read_text()
+    except OSError:
+        return False
+
+
+def test_the_preferred_kind_is_of_the_kernel():
+    assert list(boundaries.KINDS) == ["bubblewrap", "nsjail", "wasmtime"]
+    assert list(choose.available()[0]) == [kind for kind in boundaries.KINDS if kind in WORKING]

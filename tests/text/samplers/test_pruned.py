@@ -1,4 +1,4 @@
-"""Completions that are begun and stopped: which go on, what is drawn of them, and what the quality head learns."""
+"""Completions that are stopped: pruned by a quality head, or cut at the bound of tokens."""
 
 import shutil
 
@@ -12,6 +12,7 @@ from flowgrpo.run import run
 from flowgrpo.storage import checkpoint
 from flowgrpo.text.samplers.decoding import Decoding
 from flowgrpo.text.samplers.groups import PrunedDraws, looked
+from flowgrpo.training import sampling
 from tests.helpers import loop, tiny_text
 
 
@@ -141,3 +142,23 @@ def test_what_does_not_go_together_is_refused():
         drawn(tokens=6)
     with pytest.raises(ValueError, match="begun is 1"):
         PrunedDraws(begun=1)
+
+
+def advantages(truncated: str, **options):
+    """(advantages [P,G], scores [P,G,R], which completions were cut [P,G]) of an epoch's first two prompts."""
+    trainer = tiny_text.trainer(tiny_text.policy(truncated=truncated), method="dr_grpo", text__truncated=truncated,
+                                **options)
+    batch = trainer.prompts[:2]
+    parts, _, scores = sampling.sample(trainer, batch)
+    ends = torch.cat([(part.transitions[0].ids == 2).any(1) for part in parts]).view(-1, 4)
+    credited = loop.credit(trainer, parts, scores, [prompt.key for prompt in batch])
+    return torch.cat([part.advantages[0] for part in credited]).view(-1, 4), scores, ~ends
+
+
+def test_a_completion_that_was_cut_off_loses_the_penalty():
+    plain, scores, cut = advantages("keep")
+    found, penalised, _ = advantages("penalise", text__penalty=0.5)
+    assert 0 < cut.sum() < cut.numel() and torch.equal(scores, penalised)  # what is reported is what was scored
+    less = scores[..., 0] - 0.5 * cut
+    assert torch.allclose(plain, scores[..., 0] - scores[..., 0].mean(1, keepdim=True))
+    assert torch.allclose(found, less - less.mean(1, keepdim=True)) and not torch.allclose(found, plain)

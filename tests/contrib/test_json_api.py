@@ -1,0 +1,331 @@
+"""Rewards behind a JSON API: what is sent, what is read of every answer, and what becomes of every fault, against real
+servers on this machine."""
+
+import base64
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from flowgrpo import rewards
+from flowgrpo.contrib.json_api import Http, Meter, Template, reached
+from flowgrpo.errors import UserError
+from flowgrpo.rewards import Failed
+from flowgrpo.rewards.failures import TimedOut
+
+ROOT = Path(__file__).parents[2]
+KEY = "k-2f9a.secret_of-the-test"
+IMAGE = torch.arange(48).view(3, 4, 4) / 255
+
+
+@contextlib.contextmanager
+def api(answer: Callable[[dict, dict], tuple[int, object]]) -> Iterator[str]:
+    """URL of an API that answers `answer(request, headers)`, a status and JSON, or bytes."""
+    class Answering(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            status, content = answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))),
+                                     dict(self.headers) | {"path": self.path})
+            body = content if isinstance(content, bytes) else json.dumps(content).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            """Print nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Answering)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def message(call, *arguments, error=UserError, **keywords) -> str:
+    with pytest.raises(error) as caught:
+        call(*arguments, **keywords)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def scored(url: str, count: int = 1, **settings) -> list:
+    reward = Http(url=url, **{"request": {"p": "{prompt}"}, "wait": 0.0, "retries": 0} | settings)
+    return reward(IMAGE.expand(count, -1, -1, -1), [f"p{i}" for i in range(count)], [{"i": i} for i in range(count)])
+
+
+# --- what is sent -----------------------------------------------------------------------------------------------------
+
+def decoded(text: str) -> np.ndarray:
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode(text))))
+
+
+def test_a_template_takes_values_with_their_types_and_images_as_png():
+    template = Template("r", {"a": ["{prompt}", 1, None],
+                              "b": {"c": "{metadata.of.n}", "d": "n={metadata.of.n} {prompt}"},
+                              "url": "data:image/png;base64,{image}",
+                              "all": "{metadata}", "{prompt}": "{}"})
+    filled = template.filled(IMAGE, "say {image}", {"of": {"n": 3}})
+    picture = filled.pop("url").partition("data:image/png;base64,")[2]
+    assert (decoded(picture) == np.arange(48).reshape(3, 4, 4).transpose(1, 2, 0)).all()
+    assert filled == {"a": ["say {image}", 1, None], "b": {"c": 3, "d": "n=3 say {image}"}, "all": {"of": {"n": 3}},
+                      "{prompt}": "{}"}
+
+
+def test_a_video_is_sent_as_frames_and_a_text_as_it_is():
+    clip = torch.stack([IMAGE + i / 255 for i in range(5)])
+    frames = Template("r", "{frames}", frames=3).filled(clip, "", {})
+    assert [int(decoded(frame)[0, 0, 0]) for frame in frames] == [0, 2, 4]
+    assert len(Template("r", "{frames}").filled(IMAGE, "", {})) == 1
+    assert Template("r", ["{text}"]).filled("an answer", "", {}) == ["an answer"]
+    assert decoded(Template("r", "{image}", longest=2).filled(IMAGE, "", {})).shape == (2, 2, 3)
+
+
+@pytest.mark.parametrize("slot, output, said", [
+    ("{image}", "text", "its samples are texts: write {text}"),
+    ("{image}", IMAGE[None], "its samples are videos: write {frames}"),
+    ("{text}", IMAGE, "its samples are images: write {image}"),
+    ("{metadata.b}", "text", "the prompt's metadata has no 'b': 'b' is not in an object of a"),
+    ("{image}", IMAGE / 0, "holds NaN")])
+def test_a_slot_that_cannot_be_filled_is_told(slot, output, said):
+    assert said in message(Template("r", {"x": slot}).filled, output, "", {"a": 1})
+
+
+def test_an_unknown_slot_is_told_with_the_nearest():
+    assert message(Http, url="http://h/s", request={"x": ["{promt}"]}) == \
+        "reward 'http': its request has the slot {promt}: did you mean 'prompt'?"
+
+
+# --- what is read -----------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("answer, path, score", [
+    ({"score": 0.5}, "score", 0.5), ({"a": [{"b": 2}, {"b": -3}]}, "a.1.b", -3.0), (7, "", 7.0),
+    ({"ok": True}, "ok", 1.0), ({"ok": False}, "ok", 0.0), ({"score": None}, "score", None)])
+def test_a_number_at_a_path_is_the_score(answer, path, score):
+    with api(lambda request, headers: (200, answer)) as url:
+        assert scored(url, answer=path) == [score]
+
+
+@pytest.mark.parametrize("answer, said", [
+    ({"error": "busy", "id": 3}, "has no 'score.0': 'score' is not in an object of error, id"),
+    ({"score": [], }, "'0' is not in a list of 0"), ({"score": 4}, "'0' is not in a value of type int"),
+    ({"score": ["high"]}, "a value of type str for a score"), ({"score": [10**400]}, "a value of type int for a score"),
+    (b'{"score": [NaN]}', "a value of type float for a score")])
+def test_an_answer_without_a_number_fails_its_sample_alone(answer, said):
+    with api(lambda request, headers: (200, answer if request["p"] == "p1" else {"score": [1]})) as url:
+        first, second, third = scored(url, 3, answer="score.0")
+    assert (first, third) == (1.0, 1.0) and isinstance(second, Failed) and said in str(second)
+
+
+def test_scores_keep_their_order_with_many_at_a_time():
+    with api(lambda request, headers: (200, {"score": int(request["p"][1:])})) as url:
+        assert scored(url, 40, concurrency=8) == list(range(40))
+
+
+def test_no_more_requests_than_allowed_are_open():
+    open_, most, lock = 0, 0, threading.Lock()
+    three = threading.Barrier(3, timeout=20)
+    def answer(request, headers):
+        nonlocal open_, most
+        with lock:
+            open_, most = open_ + 1, max(most, open_ + 1)
+        three.wait()  # proves that three are open, and would break with fewer
+        with lock:
+            open_ -= 1
+        three.wait()
+        return 200, {"score": 0}
+    with api(answer) as url:
+        assert scored(url, 9, concurrency=3) == [0.0] * 9
+    assert most == 3
+
+
+# --- faults -----------------------------------------------------------------------------------------------------------
+
+def test_transient_faults_are_asked_again_and_counted():
+    seen: list[int] = []
+    def answer(request, headers):
+        seen.append(0)
+        return ((500, {}), (429, {}), (200, b"no JSON"), (200, {"score": 4}))[len(seen) - 1]
+    with api(answer) as url:
+        reward = Http(url=url + "/s", retries=3, wait=0.0, cost=0.25)
+        assert reward(IMAGE[None], ["p"], [{}]) == [4.0]
+    assert len(seen) == 4 and reward.meter.spent == 1.0
+
+
+def test_an_outage_is_a_time_out():
+    with api(lambda request, headers: (503, {"error": "down"})) as url:
+        said = message(scored, url + "/s", retries=1, error=TimedOut)
+    assert said == f"reward 'http': {url}/s answered 503: {{\"error\": \"down\"}} (asked 2 times)"
+
+
+@pytest.mark.parametrize("status, said", [
+    (401, "set key_env to the name of the environment variable"), (404, "expected an address that takes POST requests"),
+    (405, "expected an address that takes POST"), (413, "make longest smaller")])
+def test_a_mistake_of_the_user_ends_the_run(status, said):
+    with api(lambda request, headers: (status, {})) as url:
+        error = message(scored, url)
+    assert said in error and f"answered {status}" in error
+
+
+@pytest.mark.parametrize("status", [202, 400, 422])
+def test_a_rejected_sample_fails_alone(status):
+    with api(lambda request, headers: (status, {"error": "unsafe"}) if request["p"] == "p0" else (200, {"score": 2})
+             ) as url:
+        first, second = scored(url, 2)
+    assert isinstance(first, Failed) and f"answered {status}: " in str(first) and second == 2.0
+
+
+@pytest.mark.parametrize("settings, said", [
+    ({"url": "ftp://h/s"}, "url is 'ftp://h/s', expected https://host/path"),
+    ({"url": "http://h:port/s"}, "expected https://host/path"), ({"url": "score"}, "url is 'score'"),
+    ({"concurrency": 0}, "concurrency is 0, expected 1 or more"), ({"timeout": 0}, "timeout is 0, expected above 0"),
+    ({"rate": 0}, "rate is 0"), ({"budget": 3}, "budget is 3, expected above 0, with a cost above 0"),
+    ({"encoding": "jpg"}, "encoding is 'jpg', expected png or webp")])
+def test_wrong_settings_are_told(settings, said):
+    assert said in message(Http, **{"url": "http://h/s"} | settings)
+
+
+# --- rate and cost ----------------------------------------------------------------------------------------------------
+
+def test_requests_begin_at_their_rate():
+    meter = Meter(0, None, rate=4.0)
+    assert [meter.begin(now) for now in (10.0, 10.0, 10.1, 20.0, 20.25)] == pytest.approx([0, 0.25, 0.4, 0, 0])
+    assert [Meter(0, None, None).begin(1.0) for _ in range(3)] == [0, 0, 0]
+
+
+def test_a_budget_is_not_exceeded():
+    with api(lambda request, headers: (200, {"score": 1})) as url:
+        reward = Http(url=url, cost=0.1, budget=0.3, concurrency=2)
+        assert reward(IMAGE.expand(3, -1, -1, -1), ["p"] * 3, [{}] * 3) == [1.0] * 3
+        assert message(reward, IMAGE[None], ["p"], [{}]) == (
+            "reward 'http': 3 requests of this process cost 0.3, and the next would exceed its budget of 0.3: "
+            "raise budget in its args, or score fewer samples")
+
+
+def test_processes_share_rate_and_budget(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    meter = Http(url="http://h/s", cost=1, budget=8, rate=10).meter
+    assert (meter.budget, meter.rate) == (2, 2.5)
+
+
+# --- the key ----------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("header, sent", [("Authorization", f"Bearer {KEY}"), ("X-Api-Key", KEY)])
+def test_the_key_of_the_environment_is_sent(header, sent, monkeypatch):
+    monkeypatch.setenv("BRAND_KEY", KEY)
+    got: list[dict] = []
+    with api(lambda request, headers: got.append(headers) or (200, {"score": 1})) as url:
+        scored(url + "/v1/score/?version=2", key_env="BRAND_KEY", key_header=header, headers={"X-Version": 7})
+    assert (got[0][header], got[0]["X-Version"], got[0]["path"]) == (sent, "7", "/v1/score/?version=2")
+
+
+def test_the_key_is_in_no_message(monkeypatch):
+    monkeypatch.setenv("BRAND_KEY", KEY)
+    for status, error in ((401, UserError), (404, UserError), (500, TimedOut)):
+        with api(lambda request, headers: (status, {"you sent": headers["Authorization"]})) as url:
+            said = message(scored, url, key_env="BRAND_KEY", error=error)
+        assert KEY not in said and (status == 401 or "Bearer [key]" in said)
+    for content in ({"score": f"Bearer {KEY}"}, f"Bearer {KEY}".encode()):
+        with api(lambda request, headers: (200, content)) as url:
+            try:
+                [said] = scored(url, key_env="BRAND_KEY")
+            except TimedOut as error:
+                said = error
+        assert KEY not in str(said)
+    assert KEY not in repr(vars(Http(url="https://h/s", key_env="BRAND_KEY", headers={})))
+
+
+@pytest.mark.parametrize("settings, said", [
+    ({"key_env": KEY}, "key_env is no name of an environment variable"),
+    ({"key_env": "NO_SUCH_KEY"}, "key_env is 'NO_SUCH_KEY': expected an environment variable of that name"),
+    ({"headers": {"X-Api-Key": KEY}}, "the header 'X-Api-Key' may hold a secret"),
+    ({"url": f"https://h/s?api_key={KEY}"}, "the url of https://h/s holds a name or a key"),
+    ({"url": f"https://me:{KEY}@h/s"}, "the url of h/s holds a name or a key")])
+def test_a_key_in_the_recipe_is_refused_and_not_shown(settings, said):
+    error = message(Http, **{"url": "http://h/s"} | settings)
+    assert said in error and KEY not in error
+
+
+# --- the example ------------------------------------------------------------------------------------------------------
+
+@contextlib.contextmanager
+def example(monkeypatch) -> Iterator[ThreadingHTTPServer]:
+    sys.path.insert(0, str(ROOT / "examples"))
+    try:
+        from http_reward import Api
+    finally:
+        sys.path.pop(0)
+    monkeypatch.setenv("BRAND_KEY", KEY)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Api)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_the_example_trains_and_leaves_no_key(monkeypatch, tmp_path):
+    recipe = (ROOT / "examples" / "http_reward.yaml").read_text(encoding="utf-8")
+    with example(monkeypatch) as server:
+        recipe = recipe.replace("127.0.0.1:8900", f"127.0.0.1:{server.server_port}").replace(
+            "../configs", str(ROOT / "configs"))
+        (tmp_path / "mine.yaml").write_text(recipe)
+        done = subprocess.run(
+            [sys.executable, "-m", "flowgrpo", "train", "mine.yaml", "--train.epochs=1", "--train.group=4",
+             "--train.prompts=2", "--train.steps=4", "--eval.prompts=2", "--eval.steps=2", "--name=brand"],
+            cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("reward 'http': ")]
+    count = int(line.split()[2])
+    assert count >= 9 and line == f"reward 'http': {count} requests cost {count * 1e-4:.10g}"
+    [metrics] = (tmp_path / "runs").glob("*/metrics.jsonl")
+    means = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert any(0 < epoch.get("reward/brand/mean", 0) < 1 for epoch in means)
+    written = [file for file in tmp_path.rglob("*") if file.is_file()]
+    assert len(written) > 5 and not any(KEY.encode() in file.read_bytes() for file in written)
+    assert KEY not in done.stdout + done.stderr
+
+
+def test_the_example_as_it_stands_is_a_recipe(monkeypatch):
+    from flowgrpo.config import load
+    monkeypatch.setenv("BRAND_KEY", KEY)
+    recipe = load(ROOT / "examples" / "http_reward.yaml")
+    rule = recipe.trained["brand"]
+    with example(monkeypatch) as server:
+        url = f"http://127.0.0.1:{server.server_port}/v1/score"
+        reward = rewards.find("http", rule.args | {"url": url})
+        red = torch.zeros(2, 3, 8, 8)
+        red[1, 0] = 1
+        assert reward(red, ["p", "p"], [{}, {}]) == [0.0, 1.0]
+        monkeypatch.setenv("BRAND_KEY", "another")
+        assert message(reward, red, ["p", "p"], [{}, {}]).endswith("answered 401: the key in BRAND_KEY is not accepted")
+
+
+def test_reached_names_what_is_missing():
+    assert reached([1, {"a": 2}], "1.a", "x") == 2
+    assert message(reached, {"a": {}}, "a.b", "its answer") == \
+        "its answer has no 'a.b': 'b' is not in an object of no keys"
+
+
+@pytest.mark.parametrize("settings, said", [
+    ({"headers": {"X-A": "\u00e9"}}, "the header 'X-A' has the value '\u00e9', expected printable ASCII"),
+    ({"headers": {"X-A": "a\r\nB: c"}}, "expected printable ASCII"),
+    ({"headers": {"X A": "a"}}, "expected printable ASCII"),
+    ({"request": {"x": float("nan")}}, "request is not JSON"), ({"request": {"x": {1, 2}}}, "request is not JSON"),
+    ({"key_header": "X\u00e9"}, "key_header is 'X\u00e9', expected a header's name"),
+])
+def test_what_no_request_can_hold_is_told_at_once(settings, said):
+    assert said in message(Http, url="http://127.0.0.1:1/s", **settings)
