@@ -22,6 +22,7 @@ from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.rewards import find
 from flowgrpo.samplers import plans
 from tests.helpers import tiny
+from tests.helpers.refusals import message
 
 find_module = importlib.import_module("flowgrpo.rewards.find")
 TEXTS = [*tiny.PROMPTS, " a caf\u00e9 "]
@@ -127,8 +128,7 @@ def decorated(tmp_path):
 def test_decorated_rewards_are_found_by_file_and_either_name(decorated):
     assert find(f"{decorated}:reddish") is find(f"{decorated}:anything") and find("reddish").__name__ == "anything"
     assert find(f"{decorated}:dark").__name__ == "<lambda>"
-    with pytest.raises(UserError, match="has no 'darc': did you mean 'dark'"):
-        find(f"{decorated}:darc")
+    assert "has no 'darc': did you mean 'dark'" in message(find, f"{decorated}:darc")
 
 
 def test_a_decorated_reward_of_a_run_is_found_again(decorated, tmp_path):
@@ -202,6 +202,5 @@ def test_a_script_that_is_read_for_its_reward_does_not_train_again(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import flowgrpo\n\n\ndef red(images, prompts):\n    return images[:, 0].mean((1, 2))\n\n\n"
                       f"flowgrpo.align('starter', red, ['a', 'b'], output={str(tmp_path / 'runs')!r})\n")
-    with pytest.raises(UserError, match="script.py calls align while it is read for a reward: put that call below"):
-        find(f"{script}:red")
+    assert "script.py calls align while it is read for a reward: put that call below" in message(find, f"{script}:red")
     assert not (tmp_path / "runs").exists()

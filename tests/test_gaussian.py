@@ -8,6 +8,7 @@ from torch.distributions import Normal, kl_divergence
 
 from flowgrpo.gaussian import kl, log_prob, sample
 from flowgrpo.types import Completions, Gaussian, Scored, Transitions, wide
+from tests.helpers.refusals import message
 
 F64 = torch.float64
 
@@ -57,8 +58,7 @@ def test_a_deterministic_step_has_no_density(std):
     with pytest.raises(ValueError, match="std 0") as error:
         log_prob(gaussian, torch.zeros(1, 2))
     assert "\n" not in str(error.value)
-    with pytest.raises(ValueError, match="std 0"):
-        kl(gaussian, Gaussian(torch.ones(1, 2), gaussian.std))
+    assert "std 0" in message(lambda: kl(gaussian, Gaussian(torch.ones(1, 2), gaussian.std)), error=ValueError)
 
 
 def test_kl_is_the_mean_of_the_gaussian_kl_and_has_a_gradient():

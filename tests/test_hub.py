@@ -11,10 +11,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from flowgrpo import hub
 from flowgrpo.cli import main
-from flowgrpo.errors import UserError
 from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.text.policies.masked_lm import load_masked_lm
 from flowgrpo.text.policies.text_weights import load_causal_lm
+from tests.helpers.refusals import message
 
 
 @pytest.fixture
@@ -29,8 +29,7 @@ def silent(monkeypatch, tmp_path):
 def test_a_model_of_a_hub_that_does_not_answer_is_refused_in_one_line(silent, capsys):
     expected = "not in the hub's cache, and no network (http://127.0.0.1:9 does not answer): `hf download owner/name`"
     for model in ("owner/name", "name", "no/name/at/all"):
-        with pytest.raises(UserError, match="no network"):
-            hub.require(model)
+        assert "no network" in message(hub.require, model)
     for arguments in (["sample", "owner/name", "--prompt=x"], ["train", "--model=owner/name", f"--output={silent}"]):
         assert main(arguments) == 2
         error = capsys.readouterr().err
@@ -122,8 +121,7 @@ def test_a_repository_that_the_hub_refuses_is_told_in_one_line(error, told, monk
     for cls in (AutoConfig, AutoModelForCausalLM):
         monkeypatch.setattr(cls, "from_pretrained", refuse)
     for load in (load_pipeline, load_causal_lm, load_masked_lm):
-        with pytest.raises(UserError) as caught:
-            load("owner/name")
+        caught = message(load, "owner/name")
         page = f"{constants.ENDPOINT}/owner/name"
-        assert told.format(page=page) in str(caught.value) and "\n" not in str(caught.value)
-        assert str(caught.value).startswith("cannot load the ") and "'owner/name'" in str(caught.value)
+        assert told.format(page=page) in caught
+        assert caught.startswith("cannot load the ") and "'owner/name'" in caught

@@ -14,6 +14,7 @@ from flowgrpo.config import load
 from flowgrpo.errors import UserError
 from flowgrpo.trl import DDPOConfig, DDPOTrainer, DefaultDDPOStableDiffusionPipeline, FlowGRPOConfig, FlowGRPOTrainer
 from tests.helpers import tiny, tiny_text
+from tests.helpers.refusals import message
 
 SMALL = {"eval": {"prompts": 2, "steps": 2, "guidance": 1.0}, "held_out": 0.3, "device": "cpu", "precision": "fp32",
          "adapter": {"rank": 2}}
@@ -81,8 +82,7 @@ def test_the_ddpo_script_runs(tmp_path, monkeypatch):
     captions = json.loads((last / "captions.json").read_text())
     assert captions and all(caption.split(" | ")[0] in ANIMALS for caption in captions)
     assert Image.open(last / "000.png").size == (16, 16)
-    with pytest.raises(UserError, match="push_to_hub: not supported here: flowgrpo push saved/ddpo"):
-        trainer.push_to_hub("mine")
+    assert "push_to_hub: not supported here: flowgrpo push saved/ddpo" in message(trainer.push_to_hub, "mine")
 
 
 def test_prompts_are_drawn_as_often_as_the_function_gives_them():
@@ -204,9 +204,7 @@ def test_a_reward_by_name_is_watched_under_its_name(tmp_path):
     ({"options": [1]}, "options: got [1], expected a dictionary of flowgrpo's keys"),
 ])
 def test_arguments_of_another_kind_are_refused(given, told):
-    with pytest.raises(UserError) as caught:
-        FlowGRPOConfig(**given).keys(4)
-    assert str(caught.value) == told
+    assert message(lambda: FlowGRPOConfig(**given).keys(4)) == told
 
 
 @pytest.mark.parametrize("given, told", [
@@ -215,9 +213,7 @@ def test_arguments_of_another_kind_are_refused(given, told):
     ({"peft_config": {"r": 4}}, "peft_config: got a dict without r and lora_alpha, expected a LoraConfig of peft"),
 ])
 def test_objects_of_another_kind_are_refused(given, told):
-    with pytest.raises(UserError) as caught:
-        FlowGRPOTrainer("starter", "scene", None, ["a star"], **given)
-    assert told in str(caught.value)
+    assert told in message(FlowGRPOTrainer, "starter", "scene", None, ["a star"], **given)
 
 
 def test_settings_of_ddpo_of_another_kind_are_refused():

@@ -19,6 +19,7 @@ from flowgrpo.rewards.vlm_judge.judge import Judge
 from flowgrpo.serving import client
 from tests.evaluation.test_images import make_run
 from tests.helpers import tiny
+from tests.helpers.refusals import message
 
 EVIL = """
 from pathlib import Path
@@ -195,9 +196,8 @@ def test_a_recipe_from_elsewhere_reaches_out_only_where_it_is_trusted(values, do
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "linked").symlink_to(tmp_path / "given")
     monkeypatch.chdir(tmp_path / "here")
-    with pytest.raises(UserError) as caught:
-        parse.load(given, trusted=False)
-    assert str(caught.value).startswith(f"{given} ") and does in str(caught.value)
+    caught = message(parse.load, given, trusted=False)
+    assert caught.startswith(f"{given} ") and does in caught
     with pytest.raises(UserError, match="--trust"):  # so does one that extends it
         (tmp_path / "here" / "own.yaml").write_text(f"extends: {given}\n")
         parse.load("own.yaml", trusted=False)
@@ -236,8 +236,7 @@ def test_commands_refuse_it_in_a_line(command, tmp_path, monkeypatch, capsys):
     assert line == (f"flowgrpo: error: {given} sends the key in HF_TOKEN (reward.e.args.key_env); sends samples to "
                     f"http://there:1/x; writes to {tmp_path}/cache (cache): it is neither packaged nor below the "
                     "working folder, so it may not: read it, and --trust (from Python: trust=True) lets it")
-    with pytest.raises(UserError, match="sends the key in HF_TOKEN"):
-        flowgrpo.align(recipe=given)
+    assert "sends the key in HF_TOKEN" in message(flowgrpo.align, recipe=given)
     with pytest.raises(UserError, match="copy it below the working folder"):
         (tmp_path / "rules.yaml").write_text(yaml.safe_dump({"e": HTTP}))
         asked_rewards(str(tmp_path / "rules.yaml"))

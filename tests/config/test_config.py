@@ -11,13 +11,7 @@ from flowgrpo.config.schema import keys, owner
 from flowgrpo.config.sections import AutoRate
 from flowgrpo.contrib import phases
 from flowgrpo.errors import UserError
-
-
-def message(call, *arguments) -> str:
-    with pytest.raises(UserError) as caught:
-        call(*arguments)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+from tests.helpers.refusals import message
 
 
 def test_defaults_pass_their_own_checks():

@@ -23,6 +23,7 @@ from flowgrpo.contrib.json_api import Http, Meter, Template, reached
 from flowgrpo.errors import UserError
 from flowgrpo.rewards import Failed
 from flowgrpo.rewards.failures import TimedOut
+from tests.helpers.refusals import message
 
 ROOT = Path(__file__).parents[2]
 KEY = "k-2f9a.secret_of-the-test"
@@ -52,13 +53,6 @@ def api(answer: Callable[[dict, dict], tuple[int, object]]) -> Iterator[str]:
     finally:
         server.shutdown()
         server.server_close()
-
-
-def message(call, *arguments, error=UserError, **keywords) -> str:
-    with pytest.raises(error) as caught:
-        call(*arguments, **keywords)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def scored(url: str, count: int = 1, **settings) -> list:

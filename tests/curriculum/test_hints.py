@@ -8,6 +8,7 @@ from flowgrpo.curriculum.resampling import Hints
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.distributed.processes import Processes
 from tests.helpers import tiny_text
+from tests.helpers.refusals import message
 
 LED = Prompt("2+2=", metadata={"answer": 4, "hints": ["count", "it is 4"]})
 PLAIN = Prompt("1+2=", metadata={"answer": 3})
@@ -86,5 +87,4 @@ def test_an_epoch_trains_on_the_prompt_with_its_hint():
 @pytest.mark.parametrize("options", [dict(shares=(0.5, 0.25)), dict(shares=(0.0,)), dict(after=2.0),
                                      dict(text="{hint}")])
 def test_impossible_hints(options):
-    with pytest.raises(ValueError, match="Hints: "):
-        Hints(**options)
+    assert "Hints: " in message(Hints, **options, error=ValueError)

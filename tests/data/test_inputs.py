@@ -14,6 +14,7 @@ from flowgrpo.data.pairs import load_demonstrations, load_pairs
 from flowgrpo.data.prompts import Prompt, as_line, load_prompts, of_records
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.preprocessing import read_output, read_tensor
+from tests.helpers.refusals import message
 
 SHADES = (0, 80, 160, 240)
 
@@ -119,10 +120,9 @@ def test_a_table_lists_images_in_one_cell(folder):
     ({"control_imag": "a.png"}, "unknown key 'control_imag': did you mean 'control_image'?"),
 ])
 def test_a_wrong_key_is_one_line_with_file_line_and_key(folder, line, expected):
-    with pytest.raises(UserError) as caught:
-        read(folder, {"prompt": "fine"}, {"prompt": "x"} | line)
-    assert str(caught.value).startswith(f"prompts {folder}/p.jsonl, line 2") and "\n" not in str(caught.value)
-    assert expected.format(folder=folder) in str(caught.value)
+    caught = message(lambda: read(folder, {"prompt": "fine"}, {"prompt": "x"} | line))
+    assert caught.startswith(f"prompts {folder}/p.jsonl, line 2")
+    assert expected.format(folder=folder) in caught
 
 
 def test_paths_from_python_are_paths(folder):
@@ -153,8 +153,7 @@ def test_a_clip_is_read_from_its_first_frame_on(folder, name, off):
     shades = [np.asarray(frame).mean() for frame in frames]
     np.testing.assert_allclose(shades, SHADES[:3], atol=off)
     assert [frame.size for frame in Clip.of(path, 2, (8, 8)).frames] == [(8, 8)] * 2
-    with pytest.raises(UserError, match="has 4 frames, expected 5"):
-        Clip.of(path, 5).frames
+    assert "has 4 frames, expected 5" in message(lambda: Clip.of(path, 5).frames)
 
 
 @pytest.mark.parametrize("name, off", [("clip.gif", 4), ("clip.mp4", 12)])
@@ -184,8 +183,7 @@ def test_a_file_that_is_no_video_is_one_line(folder):
     with pytest.raises(UserError, match=r"no\.mp4 cannot be read as a video: expected one that OpenCV reads"):
         frame_count(folder / "no.mp4")
     (folder / "empty").mkdir()
-    with pytest.raises(UserError, match="holds no frame"):
-        frame_count(folder / "empty")
+    assert "holds no frame" in message(lambda: frame_count(folder / "empty"))
 
 
 RAMP = np.linspace(0, 255, 64).reshape(8, 8)  # black to white
@@ -224,9 +222,7 @@ def test_a_grey_ramp_goes_from_black_to_white(name, picture, tmp_path):
 def test_values_of_an_unknown_range_are_refused(name, picture, expected, tmp_path):
     picture.save(tmp_path / name)
     for read in (read_image, read_tensor):
-        with pytest.raises(UserError) as caught:
-            read(tmp_path / name)
-        assert str(caught.value).startswith(f"{tmp_path / name} {expected}")
+        assert message(lambda: read(tmp_path / name)).startswith(f"{tmp_path / name} {expected}")
 
 
 @pytest.mark.parametrize("name, picture", [
@@ -240,8 +236,7 @@ def test_transparency_is_white_and_refused_where_it_has_no_meaning(name, picture
     read = np.asarray(read_image(tmp_path / name))
     assert read[0, 0].tolist() == [255, 0, 0] and read[7, 7].tolist() == [255, 255, 255]
     assert read_tensor(tmp_path / name)[:, 7, 7].tolist() == [1, 1, 1]
-    with pytest.raises(UserError, match="has transparency"):
-        read_image(tmp_path / name, opaque=True)
+    assert "has transparency" in message(lambda: read_image(tmp_path / name, opaque=True))
 
 
 @pytest.mark.parametrize("mode", ["LA", "CMYK", "LAB", "RGBX", "1", "P"])
@@ -286,9 +281,7 @@ def test_a_colour_profile_and_a_gamma_are_applied(tmp_path):
 ])
 def test_a_file_of_another_format_is_called_so(start, expected, tmp_path):
     (tmp_path / "a.png").write_bytes(start)
-    with pytest.raises(UserError) as caught:
-        read_image(tmp_path / "a.png")
-    assert expected in str(caught.value)
+    assert expected in message(lambda: read_image(tmp_path / "a.png"))
 
 
 FRAMES = [Image.new("RGB", (8, 8), (20 * number,) * 3) for number in range(12)]
@@ -330,11 +323,8 @@ def test_an_address_in_the_place_of_a_file_says_to_download_it():
 def test_a_folder_that_holds_more_than_one_clip_is_refused(tmp_path):
     FRAMES[0].save(tmp_path / "f0.png")
     FRAMES[0].resize((4, 4)).save(tmp_path / "f1.png")
-    with pytest.raises(UserError, match="frame 2 has 4 x 4 pixels, and the first 8 x 8"):
-        Clip.of(str(tmp_path), 2).frames
+    assert "frame 2 has 4 x 4 pixels, and the first 8 x 8" in message(lambda: Clip.of(str(tmp_path), 2).frames)
     FRAMES[0].save(tmp_path / "f0.bmp")
-    with pytest.raises(UserError, match=r"holds f0\.bmp and f0\.png, expected one file for each frame"):
-        frame_count(tmp_path)
+    assert "holds f0.bmp and f0.png, expected one file for each frame" in message(frame_count, tmp_path)
     (tmp_path / "f2.avif").write_bytes(b"")
-    with pytest.raises(UserError, match=r"holds f2\.avif, expected frames of"):
-        frame_count(tmp_path)
+    assert "holds f2.avif, expected frames of" in message(frame_count, tmp_path)

@@ -20,6 +20,7 @@ from flowgrpo.text.targets import RecordedCompletions
 from flowgrpo.train import Trainer
 from flowgrpo.training import sampling
 from tests.helpers import loop, tiny_text
+from tests.helpers.refusals import message
 
 RIGHT = [("1+2=", "3", "4"), ("33+4=", "37", "1"), ("5;66=", ";61", "61"), ("7+8=", "15", "78")]
 DPO = dict(method="dpo", train__group=2, train__prompts=4, train__micro_batch=8, train__updates=1)
@@ -45,8 +46,7 @@ def test_a_file_of_texts_and_its_mistakes(tmp_path):
                                 "aspects": {"tone": "rejected"}}))
     assert load_pairs(file, text=True) == [Pair("a", "b", "", {"overall": 1.0, "tone": 0.0},
                                                 {"overall": 2.0, "tone": -0.5})]
-    with pytest.raises(UserError, match="no image at"):
-        load_pairs(file)
+    assert "no image at" in message(load_pairs, file)
     for row, told in (({"chosen": "b", "rejected": "b"}, "chosen and rejected are the same text, b"),
                       ({"chosen": 1, "rejected": "b"}, "expected a text under 'chosen', got 1"),
                       ({"chosen": "b\0", "rejected": "b"}, "the text under 'chosen' holds"),
@@ -126,8 +126,7 @@ def test_a_masked_model_and_a_part_that_draws_are_refused():
     with pytest.raises(UserError, match="trains traces of an unmasking, which recorded completions have none of"):
         validate.check_recorded_pairs(loop.setup(config, "masked_lm"))
     drawn = config.model_copy(update={"parts": {"spread": {"type": "StepGroups"}}})
-    with pytest.raises(UserError, match="trains recorded pairs of completions reads no spread"):
-        resolve(drawn, "tokens")
+    assert "trains recorded pairs of completions reads no spread" in message(resolve, drawn, "tokens")
 
 
 def test_a_text_that_is_too_long_is_refused_before_training(tmp_path):

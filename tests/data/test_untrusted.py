@@ -21,13 +21,12 @@ from flowgrpo.data.prompts import load_prompts
 from flowgrpo.errors import LONGEST, UserError, nearest
 from flowgrpo.files import decoded, tensors_of
 from flowgrpo.rewards.preprocessing import read_tensor
+from tests.helpers.refusals import message
 
 
 def refusal(call, *arguments) -> str:
     """Return the one line of a UserError."""
-    with pytest.raises(UserError) as caught:
-        call(*arguments)
-    line = str(caught.value)
+    line = message(call, *arguments)
     assert line.isprintable() and len(line) < 2 * LONGEST
     return line
 

@@ -12,6 +12,7 @@ from flowgrpo.rewards.clip import Aesthetic, ClipScore, HpsV2, PickScore
 from flowgrpo.rewards.image_reward import ImageReward
 from flowgrpo.rewards.qwen2_vl import HpsV3
 from tests.helpers import tiny as pipelines
+from tests.helpers.refusals import message
 from tests.helpers.tiny_blip import released, tiny_network
 from tests.helpers.tiny_scorers import pictures
 from tests.rewards.test_hpsv3 import release  # noqa: F401
@@ -48,16 +49,14 @@ def test_the_weighted_sum_and_its_gradient():
 
 def test_they_say_so_themselves():
     require_gradient({"red": Composed(red), "bright": Bright()})
-    with pytest.raises(UserError, match="reward 'len' is not differentiable"):
-        require_gradient({"red": red, "len": len})
+    assert "reward 'len' is not differentiable" in message(require_gradient, {"red": red, "len": len})
     with pytest.raises(UserError, match="reward 'red' has a transform"):
         require_gradient({"red": Composed(red, RewardRule(transform=["log"]))})
 
 
 @pytest.mark.parametrize("rule", [RewardRule(on_error="skip"), RewardRule(timeout=5.0)])
 def test_failures_cannot_be_passed_over(rule):
-    with pytest.raises(UserError, match="reward 'red' has on_error or timeout"):
-        require_gradient({"red": Composed(red, rule)})
+    assert "reward 'red' has on_error or timeout" in message(lambda: require_gradient({"red": Composed(red, rule)}))
 
 
 def test_what_raises_is_told_in_one_line_with_its_place():

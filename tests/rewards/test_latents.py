@@ -15,6 +15,7 @@ from flowgrpo.evaluation.measured import measure
 from flowgrpo.rewards.gradient import require_gradient
 from flowgrpo.training import sampling
 from tests.helpers import tiny
+from tests.helpers.refusals import message
 from tests.rewards.test_local_model import Mean
 
 DOCS = Path(__file__).parents[2] / "docs" / "rewards.md"
@@ -69,8 +70,7 @@ def test_held_out_samples_are_those_of_the_stock_pipeline():
 def test_latents_are_refused_where_there_are_none():
     with pytest.raises(UserError, match="reward 'spread' scores latents .* only decoded samples are known"):
         rewards.score({"spread": spread}, torch.rand(2, 3, 4, 4), ["", ""], [{}, {}])
-    with pytest.raises(UserError, match="'spread' is not differentiable"):
-        require_gradient({"spread": spread})
+    assert "'spread' is not differentiable" in message(require_gradient, {"spread": spread})
     with pytest.raises(UserError, match="'spread' scores latents, and this method follows"):
         require_gradient({"spread": rewards.differentiable(type("Soft", (), {"scores": "latents"}))})
     with pytest.raises(UserError, match="scores latents .* and this model writes completions"):

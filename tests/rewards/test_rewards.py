@@ -11,16 +11,10 @@ from flowgrpo import config, rewards
 from flowgrpo.config.reward_rules import WatchRule
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.find import ALIASES, _told
+from tests.helpers.refusals import message
 
 PROMPTS = ["a cat", "a dog", "a bird"]
 METADATA = [{"n": 1}, {"n": 2}, {"n": 3}]
-
-
-def message(call, *arguments) -> str:
-    with pytest.raises(UserError) as caught:
-        call(*arguments)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def column(function) -> torch.Tensor:

@@ -16,6 +16,7 @@ from flowgrpo.config.reward_rules import WatchRule
 from flowgrpo.errors import UserError
 from flowgrpo.rewards import About, compose, require_clips, score
 from flowgrpo.rewards.video_motion import Frames
+from tests.helpers.refusals import message
 
 SIDE, FRAMES = 64, 5
 
@@ -84,8 +85,7 @@ def test_a_pan_is_consistent():
 @pytest.mark.parametrize("name", ["flow_amount", "flow_direction", "temporal_consistency"])
 def test_single_frames_and_images_are_refused(name):
     args = {"direction": "up"} if name == "flow_direction" else {}
-    with pytest.raises(UserError, match="with at least two frames"):
-        scored(name, [square((0, 0), frames=1)], **args)
+    assert "with at least two frames" in message(lambda: scored(name, [square((0, 0), frames=1)], **args))
     with pytest.raises(UserError, match="judges video, but what is generated here is image"):
         rewards.score({name: rewards.find(name)}, torch.zeros(1, 3, 8, 8), [""], [{}])
 
@@ -127,8 +127,7 @@ def test_a_reward_by_name_and_its_arguments():
 
 
 def test_what_cannot_be_lifted_is_refused():
-    with pytest.raises(UserError, match="frames is 'max' and every 1, expected mean or min and 1 or more"):
-        Frames(level, "max")
+    assert "frames is 'max' and every 1, expected mean or min and 1 or more" in message(Frames, level, "max")
     for name in ("flow_amount", "diversity"):
         with pytest.raises(UserError, match=f"'{name}' is no reward of single images: choose one that is"):
             rewards.find("frames", {"reward": name})

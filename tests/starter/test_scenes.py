@@ -11,6 +11,7 @@ from scipy import ndimage
 from flowgrpo.rewards.starter.scene import scene
 from flowgrpo.starter import scenes
 from flowgrpo.starter.scenes import COLOURS, HELD_PAIRS, PREFIXES, RELATIONS, SHAPES, SIZE, TASKS, Claim, Claims, parse
+from tests.helpers.refusals import message
 
 
 @pytest.mark.parametrize("prefix", PREFIXES)
@@ -37,9 +38,8 @@ def test_captions_written_by_hand():
     "", "ring", "a pink ring", "a red", "red ring", "five rings", "a hexagon", "a ring and", "a ring beside a cross",
     "a ring and a cross and a star", "a ring left a cross", "a photo of a ring", "a ring, a cross", "a red blue ring"])
 def test_a_prompt_outside_the_grammar_is_an_error_that_names_it(prompt):
-    with pytest.raises(ValueError) as error:
-        parse(prompt)
-    assert repr(prompt) in str(error.value) and "triangle" in str(error.value) and "\n" not in str(error.value)
+    error = message(parse, prompt, error=ValueError)
+    assert repr(prompt) in error and "triangle" in error
 
 
 def test_held_pairs_take_one_colour_from_every_shape_and_one_shape_from_every_colour():

@@ -17,6 +17,7 @@ from flowgrpo.tools.check.tiny import video_families
 from flowgrpo.training import extensions, sampling
 from tests.contrib.engine.server import TinyEngine, serving, tensor
 from tests.helpers import tiny
+from tests.helpers.refusals import message
 
 ALONE = {"roots": None}
 
@@ -153,8 +154,7 @@ def test_an_engine_of_another_size_is_named(url, own):
     own.pipe.transformer.config.sample_size = 4
     own.pipe.default_sample_size = 4
     made = trainer(url, parts=ALONE)
-    with pytest.raises(EngineError, match=r"states have the shape \[4, 4, 4\], the pipeline's \[4, 8, 8\]"):
-        made.run_epoch()
+    assert "states have the shape [4, 4, 4], the pipeline's [4, 8, 8]" in message(made.run_epoch, error=EngineError)
 
 
 def test_one_sample_of_another_size_is_named(url, own):

@@ -15,6 +15,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from tests.contrib.engine.server import TinyEngine, serving
 from tests.helpers import tiny
+from tests.helpers.refusals import message
 
 ASKED = Asked(("red", "blue"), count=2, steps=4)
 
@@ -192,8 +193,7 @@ def test_the_command_takes_a_lora_file_and_ends_with_2_at_a_fault(folder, tmp_pa
 
 def test_a_lora_that_an_engine_changes_is_refused(tmp_path):
     PipelinePolicy(tiny.sd3(), Adapter(rank=2, dora=True), call=tiny.CALL).weights.save(tmp_path / "lora")
-    with pytest.raises(UserError, match="has use_dora, expected a plain LoRA"):
-        verify.adapter_of(tmp_path / "lora")
+    assert "has use_dora, expected a plain LoRA" in message(lambda: verify.adapter_of(tmp_path / "lora"))
     (tmp_path / "other.safetensors").write_bytes(b"other")
     with pytest.raises(UserError, match="expected a LoRA of a denoiser with its rank"):
         verify.adapter_of(tmp_path / "other.safetensors")
@@ -210,5 +210,4 @@ def test_a_slip_of_the_command_line_is_one_line(folder, options, said, capsys):
 
 def test_a_model_without_a_flow_is_refused():
     policy = tiny.policy(tiny.sd15(), call={})
-    with pytest.raises(UserError, match="expected a flow"):
-        verify.specified(policy, policy.encode(["red"]), ASKED)
+    assert "expected a flow" in message(lambda: verify.specified(policy, policy.encode(["red"]), ASKED))

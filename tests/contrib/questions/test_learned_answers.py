@@ -19,6 +19,7 @@ from flowgrpo.rewards import find
 from flowgrpo.rewards.starter.scene import read
 from flowgrpo.starter import scenes
 from flowgrpo.tools.learned_rewards.training import Settings
+from tests.helpers.refusals import message
 
 PROMPTS = ["a star", "three black rings", "a drawing of a ring above a cross", "a red circle and a blue star"]
 
@@ -96,10 +97,7 @@ def test_a_image_looked_at_once_is_judged_as_if_looked_at_for_each_question(answ
 
 
 def told(arguments: dict) -> str:
-    with pytest.raises(UserError) as caught:
-        find("question_answers", arguments)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+    return message(find, "question_answers", arguments)
 
 
 def test_a_wrong_folder_is_told_in_one_line(answering, tmp_path):

@@ -29,6 +29,7 @@ from flowgrpo.training import state
 from flowgrpo.training.sampling import Scorer
 from tests.helpers import loop, tiny_runs, tiny_text
 from tests.helpers import tiny_vision as tiny
+from tests.helpers.refusals import message
 
 ASKED = [Prompt(f"{a}+1=", metadata={"questions": [
     {"question": f"{a}+1=", "answer": str(a + 1), "choices": ["2", "3", "4"]},
@@ -217,8 +218,7 @@ def test_a_runs_reward_is_the_answers_of_its_own_model():
         rewards["self_answers"].function(pictures, ["1"], metadata, None)
     with pytest.raises(UserError, match="which changes: set cache: false"):
         compose({"self_answers": WatchRule(cache=True)}, "folder")
-    with pytest.raises(UserError, match="condition is 'x' and length 1"):
-        composed(condition="x")
+    assert "condition is 'x' and length 1" in message(composed, condition="x")
 
 
 def test_a_resumed_run_answers_as_if_nothing_had_happened(tmp_path):

@@ -12,6 +12,7 @@ from flowgrpo.rewards.starter.motion import appearance, motion, motion_graded, r
 from flowgrpo.rewards.starter.scene import scene
 from flowgrpo.starter.motion import FRAMES, MOTIONS, PHRASES, STYLES, TASKS, Clip, clips, held_out, parse, render
 from flowgrpo.starter.scenes import COLOURS, SHAPES, SIZE, coverage
+from tests.helpers.refusals import message
 
 GROUND = 0.96
 
@@ -235,10 +236,7 @@ def test_mistakes_are_told():
     for reward in (motion, motion_graded, appearance):
         with pytest.raises(ValueError, match=r"got videos of shape \[5, 3, 64, 64\], expected \[B, F, 3, 64, 64\]"):
             reward(clip[0], prompt)
-        with pytest.raises(ValueError, match="at least 3 frames"):
-            reward(clip[:, :2], prompt)
-        with pytest.raises(ValueError, match="1 videos and 2 prompts"):
-            reward(clip, prompt * 2)
-        with pytest.raises(ValueError, match="cannot read the prompt 'a dog'"):
-            reward(clip, ["a dog"])
+        assert "at least 3 frames" in message(lambda: reward(clip[:, :2], prompt), error=ValueError)
+        assert "1 videos and 2 prompts" in message(lambda: reward(clip, prompt * 2), error=ValueError)
+        assert "cannot read the prompt 'a dog'" in message(reward, clip, ["a dog"], error=ValueError)
         assert reward(clip, prompt) == [1.0]

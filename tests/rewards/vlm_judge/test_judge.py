@@ -27,14 +27,7 @@ from flowgrpo.rewards.remote.exchange import brief, seconds
 from flowgrpo.rewards.vlm_judge.judge import Judge, JudgePairs, data_url, fill_template, frame_index
 from flowgrpo.rewards.vlm_judge.parse import expected_level, level, parser, verdict, verdict_parser
 from flowgrpo.rewards.vlm_judge.released import DeQA
-
-
-def message(call, *arguments, error=UserError, **keywords) -> str:
-    with pytest.raises(error) as caught:
-        call(*arguments, **keywords)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
+from tests.helpers.refusals import message
 
 # --- what an answer says ---------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from flowgrpo.contrib.criteria import JudgeRubric
 from flowgrpo.contrib.edits import EditJudge
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.vlm_judge.judge import Judge, JudgePairs
+from tests.helpers.refusals import message
 from tests.rewards.vlm_judge.test_judge import ONE, QUICK, answered, endpoint, opened, parts, said, shades
 
 
@@ -55,8 +56,7 @@ def test_an_unreadable_source_is_one_line(tmp_path):
         judge = Judge(url=server.url, show=["source", "output"], **QUICK)
         with pytest.raises(UserError, match=r"a judge: the source under metadata\.image cannot be shown"):
             judge(ONE, ["p"], [{"image": str(tmp_path / "no.png")}])
-    with pytest.raises(UserError, match=r"a judge has show \['sorce'\]: expected \[output\] or \[output, source\]"):
-        Judge(show=["sorce"])
+    assert "a judge has show ['sorce']: expected [output] or [output, source]" in message(Judge, show=["sorce"])
 
 
 def marks(instruction, preservation, quality):
@@ -80,5 +80,4 @@ def test_an_edit_without_all_marks_has_no_score(sources):
         judge = EditJudge(url=server.url, concurrency=1, **QUICK)
         values = judge(torch.zeros(3, 3, 4, 4), ["p"] * 3, [sources[0]] * 3)
     assert answered(values) == ["failed"] * 3
-    with pytest.raises(UserError, match="axis is 'overal', expected overall, instruction, preservation, quality"):
-        EditJudge(axis="overal")
+    assert "axis is 'overal', expected overall, instruction, preservation, quality" in message(EditJudge, axis="overal")

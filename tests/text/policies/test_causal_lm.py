@@ -12,6 +12,7 @@ from flowgrpo.text.policies.causal_lm import RECOMPUTED, CausalLM, relative_erro
 from flowgrpo.text.samplers.decoding import Decoding
 from flowgrpo.types import Scored
 from tests.helpers import tiny_text as tiny
+from tests.helpers.refusals import message
 
 ASKED = ["1+2=", "90;1=", "5;66=", "1+2="]
 
@@ -188,8 +189,7 @@ def test_checkpointing_reads_whole_rows_and_gives_the_same_gradient():
 
 
 def test_a_model_without_layers_to_compute_again_is_told():
-    with pytest.raises(UserError, match="train.checkpointing is on, but Linear has no layers"):
-        recompute(torch.nn.Linear(1, 1))
+    assert "train.checkpointing is on, but Linear has no layers" in message(lambda: recompute(torch.nn.Linear(1, 1)))
 
 
 def test_the_reference_is_the_base_model():
@@ -215,11 +215,9 @@ def test_prompts_stand_in_the_chat_template_where_there_is_one():
 
 def test_what_a_language_model_cannot_take_is_told_in_a_line():
     model, tokenizer = tiny.model()
-    with pytest.raises(UserError, match="takes no image"):
-        tiny.policy().encode(["1+2="], images=["picture.png"])
+    assert "takes no image" in message(lambda: tiny.policy().encode(["1+2="], images=["picture.png"]))
     tokenizer.chat_template = None
-    with pytest.raises(UserError, match="no chat template"):
-        tiny.policy((model, tokenizer), template=True).encode(["1+2="])
+    assert "no chat template" in message(lambda: tiny.policy((model, tokenizer), template=True).encode(["1+2="]))
     with pytest.raises(UserError, match="precision is 'bf16'"):
         CausalLM(*tiny.model(), tiny.Adapter(rank=2), tiny.Text(), precision="bf16")
 
@@ -234,8 +232,7 @@ def test_the_kind_of_a_model_is_told_by_its_files(tmp_path):
     found = {name: build.kind(tiny.config(model=str(tmp_path / name))) for name in ("lm", "pipe")}
     assert found == {"lm": build.CAUSAL_LM, "pipe": build.PIPELINE}
     assert build.kind(tiny.config(model="starter")) == build.PIPELINE
-    with pytest.raises(UserError, match="neither a model_index.json"):
-        build.kind(tiny.config(model=str(tmp_path / "neither")))
+    assert "neither a model_index.json" in message(lambda: build.kind(tiny.config(model=str(tmp_path / "neither"))))
     # Of a hub id, which is not asked for its files, the method says it.
     assert build.kind(tiny.config(model="some/model", method="grpo")) == build.CAUSAL_LM
     assert build.kind(tiny.config(model="some/model", method="mix_grpo+grpo_guard")) == build.PIPELINE

@@ -25,6 +25,7 @@ from flowgrpo.training.metrics import UpdateStats
 from flowgrpo.training.optimizer import decisions
 from tests.helpers import loop
 from tests.helpers import tiny_text as tiny
+from tests.helpers.refusals import message
 from tests.helpers.tiny_masked import model, policy
 
 ASKED = ["1+2=", "90;1=", "5;66=", "1+2="]
@@ -260,14 +261,12 @@ def test_the_kind_of_a_model_is_told_by_its_architecture(tmp_path):
     unmasks = {"decoding": {"type": "Unmasking"}}
     assert build.kind(tiny.config(model="some/model", method="gspo", parts=unmasks)) == build.MASKED_LM
     assert build.kind(tiny.config(model="some/model", method="gspo")) == build.CAUSAL_LM
-    with pytest.raises(UserError, match="config.json is not JSON"):
-        build.kind(tiny.config(model=str(tmp_path / "broken")))
+    assert "config.json is not JSON" in message(lambda: build.kind(tiny.config(model=str(tmp_path / "broken"))))
 
 
 def test_a_model_without_a_mask_is_refused_in_a_line():
     bert, _ = model()
-    with pytest.raises(UserError, match="which token is a mask"):
-        policy((bert, build_tokenizer()))
+    assert "which token is a mask" in message(lambda: policy((bert, build_tokenizer())))
 
 
 CODE = """
@@ -290,8 +289,7 @@ def test_a_models_own_code_runs_only_where_that_is_allowed(tmp_path, monkeypatch
                    auto_map={"AutoConfig": "own_code.OwnConfig", "AutoModel": "own_code.OwnModel"})
     (folder / "own_code.py").write_text(CODE)
     assert build.kind(tiny.config(model=str(folder))) == build.MASKED_LM
-    with pytest.raises(UserError, match="trust_remote_code: true"):
-        load_masked_lm(str(folder))
+    assert "trust_remote_code: true" in message(lambda: load_masked_lm(str(folder)))
     own = policy(load_masked_lm(str(folder), trust_remote_code=True))
     assert type(own.model).__name__ == "OwnModel" and own.mask == 16 and not own.shift
     assert torch.equal(sampled(own)[1].ids, sampled(policy())[1].ids)
@@ -320,10 +318,8 @@ def test_what_is_for_tokens_unmasks_and_what_unmasks_is_not_for_causal_models():
     assert methods.preset("trace_rl").on("masks") == methods.preset("trace_rl")
     with pytest.raises(UserError, match="masked language models .it samples by Unmasking.*flowgrpo list methods"):
         methods.preset("trace_rl").on("tokens")
-    with pytest.raises(UserError, match="a method of denoisers"):
-        methods.preset("mix_grpo").on("masks")
-    with pytest.raises(UserError, match="a method of language models"):
-        methods.preset("trace_rl").on("flow")
+    assert "a method of denoisers" in message(lambda: methods.preset("mix_grpo").on("masks"))
+    assert "a method of language models" in message(lambda: methods.preset("trace_rl").on("flow"))
 
 
 def many(completions, prompts):

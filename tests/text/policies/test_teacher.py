@@ -14,6 +14,7 @@ from flowgrpo.text.samplers.decoding import Decoding
 from flowgrpo.training import sampling
 from flowgrpo.types import RunState
 from tests.helpers import loop, tiny, tiny_text
+from tests.helpers.refusals import message
 from tests.helpers.tables import close
 
 
@@ -74,8 +75,7 @@ def test_without_a_reward_the_policy_moves_to_its_teacher(tmp_path):
 
 def test_a_teacher_with_another_tokenizer_is_refused(tmp_path):
     own = trainer(teacher(tmp_path, extra=["zz"]))
-    with pytest.raises(UserError, match="another tokenizer than the model"):
-        own.run_epoch()
+    assert "another tokenizer than the model" in message(own.run_epoch)
 
 
 def test_a_teacher_is_for_what_has_decisions_of_a_model():

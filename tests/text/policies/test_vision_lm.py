@@ -17,6 +17,7 @@ from flowgrpo.text.policies.vision_lm import VisionLM
 from flowgrpo.text.samplers.decoding import Decoding
 from tests.helpers import tiny_text
 from tests.helpers import tiny_vision as tiny
+from tests.helpers.refusals import message
 
 PROMPTS = ["1+2=", "90;1=", "5;66=", "1+2="]
 FAMILIES = pytest.mark.parametrize("family", sorted(tiny.FAMILIES))
@@ -176,15 +177,13 @@ def test_checkpointing_gives_the_same_gradient(family, images):
 def test_what_cannot_be_read_is_told_in_a_line(family, images, tmp_path):
     own = tiny.policy(family)
     (tmp_path / "text.png").write_text("no image")
-    with pytest.raises(UserError, match="text.png cannot be read"):
-        own.encode(["1+2="], images=[tmp_path / "text.png"])
+    assert "text.png cannot be read" in message(lambda: own.encode(["1+2="], images=[tmp_path / "text.png"]))
     with pytest.raises(UserError, match="Processor cannot read the prompt '<image>1"):
         own.encode(["<image>1+2="], images=images[:1])
     with pytest.raises(UserError, match="needs the processor's chat template"):
         tiny.policy(family, template=False).encode(["1+2="], images=images[:1])
     own.processor.chat_template = "{{ bos_token }}{{ messages[0]['content'][-1]['text'] }}"  # leaves images out
-    with pytest.raises(UserError, match="Processor cannot read the prompt"):
-        own.encode(["1+2="], images=images[:1])
+    assert "Processor cannot read the prompt" in message(lambda: own.encode(["1+2="], images=images[:1]))
 
 
 @FAMILIES

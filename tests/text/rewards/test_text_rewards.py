@@ -11,7 +11,6 @@ import torch
 
 from flowgrpo import rewards
 from flowgrpo.config.reward_rules import RewardRule
-from flowgrpo.errors import UserError
 from flowgrpo.text.rewards.answer_keys import abstains, boxed, marked, spoken, stated
 from flowgrpo.text.rewards.code_tests import JsonSchema
 from flowgrpo.text.rewards.judge import Rubric
@@ -33,13 +32,7 @@ from flowgrpo.text.rewards.rules import (
     turning,
     window,
 )
-
-
-def message(call, *arguments, **keywords) -> str:
-    with pytest.raises(UserError) as caught:
-        call(*arguments, **keywords)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+from tests.helpers.refusals import message
 
 
 def one(reward, completion: str, **metadata) -> float | None:

@@ -2,20 +2,13 @@
 
 import pytest
 
-from flowgrpo.errors import UserError
 from flowgrpo.rewards import find
 from flowgrpo.text.rewards.code_tests import CodeRun, code_of, paced, read_tests
 from flowgrpo.text.rewards.sandbox.choose import choose
 from flowgrpo.text.rewards.sandbox.run import Boundary, Checks, Limits, asserts, printed
+from tests.helpers.refusals import message
 
 SLOW = Limits(seconds=60)
-
-
-def message(call, *arguments, **keywords) -> str:
-    with pytest.raises(UserError) as caught:
-        call(*arguments, **keywords)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 # --- what is asked for -----------------------------------------------------------------------------------------------
@@ -36,10 +29,8 @@ def test_tests_are_read():
     assert read_tests("assert 1") == read_tests(["assert 1"]) == Checks(asserts=("assert 1",))
     assert read_tests([{"input": "1", "output": "2"}]) == Checks(pairs=(("1", "2"),))
     for wrong in ([], {}, [3], [{"input": "1"}], ["assert 1", {"input": "", "output": ""}]):
-        with pytest.raises(ValueError, match="expected a list of strings"):
-            read_tests(wrong)
-    with pytest.raises(ValueError, match="and 'assert f\\(' in it is not Python"):
-        read_tests(["assert f("])
+        assert "expected a list of strings" in message(read_tests, wrong, error=ValueError)
+    assert "and 'assert f(' in it is not Python" in message(read_tests, ["assert f("], error=ValueError)
     assert printed("a \nb\n\n") == printed("a\nb") != printed("a b")
 
 

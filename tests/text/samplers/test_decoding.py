@@ -12,6 +12,7 @@ from flowgrpo.objectives import Clip, Reinforce, SequenceRatio, TruncatedIS
 from flowgrpo.objectives.reductions import SequenceMean, SequenceSum, TokenMean, reduced
 from flowgrpo.text.samplers.decoding import Decoding, Draw, decided, drawn, score, uniforms
 from flowgrpo.types import Context, SampleMeasures, Scored
+from tests.helpers.refusals import message
 
 F64 = torch.float64
 LOGITS = torch.tensor([[0.5, 0.3, 0.15, 0.05]], dtype=F64).log()
@@ -199,13 +200,11 @@ def test_overlong_tails_are_punished_linearly():
     rewards = torch.tensor([[[1.0], [1.0], [1.0], [torch.nan]]], dtype=F64)
     close(Overlong(0.2)(rewards, context)[0, :, 0], [1, 1, 0.5, math.nan])
     close(Overlong(1.0)(rewards, context)[0, :3, 0], [0.6, 0.2, 0.1])
-    with pytest.raises(ValueError, match="share is 0"):
-        Overlong(0)
+    assert "share is 0" in message(Overlong, 0, error=ValueError)
 
 
 def test_the_first_sample_is_the_baseline_and_is_not_trained():
     rewards = torch.tensor([[[0.5], [1.0], [0.0]], [[1.0], [1.0], [torch.nan]]], dtype=F64)
     close(First()(rewards, [2.0]), [[0, 1, -1], [0, 0, 0]])
     assert ButFirst()(torch.zeros(2, 3)).tolist() == [[False, True, True]] * 2
-    with pytest.raises(ValueError, match="ButFirst"):
-        ButFirst()(torch.zeros(2, 1))
+    assert "ButFirst" in message(lambda: ButFirst()(torch.zeros(2, 1)), error=ValueError)

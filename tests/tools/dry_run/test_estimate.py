@@ -16,6 +16,7 @@ from flowgrpo.tools.dry_run.estimate import dry_run
 from flowgrpo.tools.dry_run.meta_gpu import Phase
 from flowgrpo.tools.dry_run.repeats import Repeats
 from tests.helpers import tiny
+from tests.helpers.refusals import message
 
 # All options of memory but quantised weights.
 LOW = {"memory__encoders": "cpu", "memory__vae": "tiled", "memory__states": "cpu", "train__micro_batch": 1,
@@ -226,8 +227,7 @@ def test_what_is_not_covered_is_refused(model, options, text):
 
 def test_a_folder_without_a_pipeline_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({}))
-    with pytest.raises(UserError, match="no model_index.json in"):
-        from_configs.pipeline(str(tmp_path), torch.bfloat16)
+    assert "no model_index.json in" in message(lambda: from_configs.pipeline(str(tmp_path), torch.bfloat16))
 
 
 # --- settings that fit -----------------------------------------------------------------------------------------------
