@@ -65,24 +65,18 @@ class Away(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-def test_a_copy_that_is_put_away_goes_into_pinned_memory_and_is_queued():
+def test_copies_and_schedulers_wait_for_nothing():
     tensor = torch.arange(3.0)
     with Away(tensor) as seen:
         found = put_away(tensor, torch.device("cpu"))
     assert seen.copies == [(True, True)] and torch.equal(found, tensor) and found is not tensor
     assert put_away(tensor, torch.device("cpu")) is tensor
-
-
-def test_a_scheduler_that_announces_its_steps_waits_for_nothing():
     scheduler = PolicyScheduler.over(tiny.sd3().scheduler)
     scheduler.follow(Segment(shifted(4, 3.0), range(4)))
     with Gpu() as gpu:
         scheduler.set_timesteps(4, device="cuda")
     assert gpu.copies == [(True, True)] * 2
     torch.testing.assert_close(scheduler.sigmas, shifted(4, 3.0).float())
-
-
-def test_values_are_those_that_were_there():
     values = torch.arange(4.0)
     with Gpu():
         assert torch.equal(to_device(values, "cuda"), values)
@@ -161,13 +155,10 @@ def test_errors_that_say_that_memory_ran_out(error, full):
     assert device.ran_out(error) == full
 
 
-def test_a_cpu_that_has_no_memory_left_says_so():
+def test_memory_that_is_not_there_is_told():
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**50)
     assert device.ran_out(caught.value)
-
-
-def test_more_generators_than_memory_are_refused():
     assert len(torch.Generator().get_state()) == device.GENERATOR
     device.require_generators(1000, "samples")
     with pytest.raises(UserError, match="1,000,000,000 samples need 4,709 GiB .* ask for [0-9,]+ at most") as caught:

@@ -46,13 +46,10 @@ def test_a_preset_without_a_section_is_told_in_one_line(monkeypatch):
         build_docs.page_of("mix_grpo")
 
 
-def test_every_part_has_its_place_in_the_reference():
+def test_parts_and_presets_have_their_sections():
     page = (ROOT / "docs" / "reference" / "parts.md").read_text(encoding="utf-8")
     assert registry.MODULES.keys() == build_docs.PLACES.keys()
     assert [name for name in registry.TYPES if f"\n- `{name}`" not in page] == []
-
-
-def test_every_preset_has_a_short_section_and_its_line_in_the_index():
     assert PRESETS.keys() == methods.PRESETS.keys() and len(FAMILIES) <= 12
     assert [name for name, text in PAGES.items() if len(text.splitlines()) > 75] == []
     assert [name for name in methods.PRESETS if f"- [`{name}`]({SECTIONS[name][0]}#{name}): " not in INDEX] == []
@@ -67,11 +64,8 @@ def test_a_section_has_its_papers_title_a_sentence_a_formula_and_the_command_of_
     assert f"```yaml\n# flowgrpo train {name}.yaml" in PRESETS[name]
 
 
-def test_the_readme_is_short():
+def test_the_readme_is_short_and_pages_are_in_the_navigation():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 110
-
-
-def test_every_page_is_in_the_navigation():
     site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     pages = [page.relative_to(ROOT / "docs") for page in (ROOT / "docs").rglob("*.md")]
     assert [str(page) for page in pages if f": {page}\n" not in site] == []
@@ -232,7 +226,7 @@ def test_the_prompt_files_that_are_shown_hold_the_same(tmp_path):
     assert lines == table and lines[0].metadata == {"task": "counting", "count": 2} and lines[1].negative == "blurry"
 
 
-def test_scripts_that_are_named_exist():
+def test_scripts_and_links_lead_to_files():
     pages = [*ROOT.glob("*.md"), ROOT / "Makefile", ROOT / "mkdocs.yml", *(ROOT / ".github").rglob("*.yml"),
              *(ROOT / "docs").rglob("*.md"), *(ROOT / "flowgrpo").rglob("*.md"), *(ROOT / "flowgrpo").rglob("*.py"),
              *(ROOT / "scripts").rglob("*.*"), *(ROOT / "configs").rglob("*.yaml")]
@@ -240,9 +234,6 @@ def test_scripts_that_are_named_exist():
         named = re.findall(r"(?<![\w/])scripts/[\w/]+\.(?:py|sh|json|txt|yaml)\b", file.read_text(encoding="utf-8"))
         assert [name for name in named if not (ROOT / name).is_file()
                 and not (file.name == "published.py" and "convert_" in name)] == [], file
-
-
-def test_links_of_the_documents_lead_to_files():
     for file in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
         links = re.findall(r"\]\((?!https?:)([^)#]+)", file.read_text(encoding="utf-8"))
         assert [link for link in links if not (file.parent / link).exists()] == [], file
@@ -281,19 +272,13 @@ def test_the_tour_of_the_house_is_that_of_its_tree():
         assert page.count(right) and tour_faults(page.replace(right, wrong)) == fault
 
 
-def test_recipes_stay_short_and_load():
+def test_the_table_of_recipes_and_learning_rates():
     for recipe in (ROOT / "configs").glob("*.yaml"):
         assert len(recipe.read_text().splitlines()) < 40 and load(recipe).name == recipe.stem
-
-
-def test_the_table_of_recipes_says_what_the_recipes_say():
-    """Written anew by `python scripts/docs/recipe_table.py --none`."""
+    # Written anew by `python scripts/docs/recipe_table.py --none`.
     script = runpy.run_path(str(ROOT / "scripts" / "docs" / "recipe_table.py"))
     assert (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8") == script["page"]()
-
-
-def test_the_table_of_learning_rates_is_that_of_its_runs():
-    """Written anew by `python scripts/measure/tune_rates.py --file docs/data/rates.json --table`."""
+    # Written anew by `python scripts/measure/tune_rates.py --file docs/data/rates.json --table`.
     script = runpy.run_path(str(ROOT / "scripts" / "measure" / "tune_rates.py"))
     runs = json.loads((ROOT / "docs" / "data" / "rates.json").read_text(encoding="utf-8"))
     page = (ROOT / "docs" / "learning_rate.md").read_text(encoding="utf-8")
@@ -320,7 +305,7 @@ def test_every_launch_line_of_accelerate_names_its_processes_alike():
     assert [line for line in lines if not re.match(alike, line)] == []
 
 
-def test_the_loop_that_the_concepts_page_shows_is_the_loop():
+def test_the_concepts_loop_and_the_gpu_table():
     """`python scripts/docs/concepts_code.py` writes it."""
     page = concepts_code.PAGE.read_text(encoding="utf-8")
     assert len(concepts_code.BLOCK.findall(page)) == 1 and concepts_code.written(page) == page

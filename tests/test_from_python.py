@@ -191,14 +191,11 @@ def test_a_method_with_a_part_of_no_file_trains_and_is_asked_for_on_resume(tmp_p
     assert "parts.shaping.type: object:Local was an object of a Python run, in no file: pass it again" in line
 
 
-def test_parts_beside_a_method_and_values_that_no_recipe_holds_are_refused(tmp_path):
+def test_values_and_scripts_that_no_recipe_holds(tmp_path):
     with pytest.raises(UserError, match="parts: the method is an object, which has its parts"):
         flowgrpo.align(tiny.sd3(), tiny.red, TEXTS, Method(), parts={"roots": 1}, **small(tmp_path))
     with pytest.raises(UserError, match=r"method.shaping is a function: expected a frozen dataclass, or a value"):
         overlay.preset_and_parts(Method().having(shaping=lambda rewards, context=None: rewards))
-
-
-def test_a_script_that_is_read_for_its_reward_does_not_train_again(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import flowgrpo\n\n\ndef red(images, prompts):\n    return images[:, 0].mean((1, 2))\n\n\n"
                       f"flowgrpo.align('starter', red, ['a', 'b'], output={str(tmp_path / 'runs')!r})\n")

@@ -25,12 +25,9 @@ def test_log_prob_is_the_mean_of_the_normal_log_density(std_shape):
     torch.testing.assert_close(log_prob(Gaussian(mean, std), x), expected, rtol=0, atol=1e-12)
 
 
-def test_log_prob_of_rows_without_dimensions():
+def test_log_prob_by_hand_and_without_dimensions():
     mean, x, std = draw(5), draw(5, seed=1), torch.tensor(0.3, dtype=F64)
     torch.testing.assert_close(log_prob(Gaussian(mean, std), x), Normal(mean, std).log_prob(x), rtol=0, atol=1e-12)
-
-
-def test_log_prob_by_hand():
     # z = 1 and z = 2 at std 2: mean of -1/2 and -2, less log 2 + log(2 pi)/2 = 0.6931471806 + 0.9189385332.
     gaussian = Gaussian(torch.zeros(1, 2, dtype=F64), torch.tensor(2.0, dtype=F64))
     value = log_prob(gaussian, torch.tensor([[2.0, -4.0]], dtype=F64))
@@ -61,22 +58,16 @@ def test_a_deterministic_step_has_no_density(std):
     assert "std 0" in message(lambda: kl(gaussian, Gaussian(torch.ones(1, 2), gaussian.std)), error=ValueError)
 
 
-def test_kl_is_the_mean_of_the_gaussian_kl_and_has_a_gradient():
+def test_kl_of_gaussians_and_samples():
     mean, other, std = draw(3, 2, 2).requires_grad_(), draw(3, 2, 2, seed=1), torch.tensor(0.7, dtype=F64)
     value = kl(Gaussian(mean, std), Gaussian(other, std.clone()))
     expected = kl_divergence(Normal(mean, std), Normal(other, std)).mean(dim=(1, 2))
     torch.testing.assert_close(value, expected, rtol=0, atol=1e-12)
     value.sum().backward()
     torch.testing.assert_close(mean.grad, (mean.detach() - other) / 0.49 / 4, rtol=0, atol=1e-12)
-
-
-def test_kl_of_two_kernels_is_refused():
     mean = torch.zeros(1, 2)
     with pytest.raises(AssertionError):
         kl(Gaussian(mean, torch.tensor(1.0)), Gaussian(mean, torch.tensor(2.0)))
-
-
-def test_sample_is_mean_plus_std_noise():
     mean, noise, std = draw(2, 3), draw(2, 3, seed=1), torch.tensor(0.5, dtype=F64)
     assert torch.equal(sample(Gaussian(mean, std), noise), mean + 0.5 * noise)
     assert torch.equal(sample(Gaussian(mean, torch.zeros((), dtype=F64)), noise), mean)
@@ -114,13 +105,10 @@ def test_kept_transitions_keep_their_states_and_no_other(taken, keep, rows, stat
     assert torch.equal(found.prompts[found.parent], taken.prompts[before])
 
 
-def test_kept_transitions_keep_their_own_corrections(taken):
+def test_transitions_that_are_kept(taken):
     corrected = replace(taken, importance=torch.arange(10.0).view(5, 2))
     kept = corrected.kept(torch.tensor([0, 1, 0, 0, 1], dtype=torch.bool))
     assert kept.importance.tolist() == [[2, 3], [8, 9]]
-
-
-def test_all_transitions_kept_are_the_same_and_none_are_none(taken):
     assert taken.kept(torch.ones(5, dtype=torch.bool)) is taken
     assert taken.kept(torch.zeros(5, dtype=torch.bool)) is None
 

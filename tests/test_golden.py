@@ -17,18 +17,12 @@ def test_methods_are_what_they_were(section, made):
     assert made() == json.loads(golden_files.kept("methods"))[section]
 
 
-def test_every_recipe_and_every_preset_is_frozen():
+def test_recipes_presets_keys_and_help_are_frozen():
     found = json.loads(golden_files.kept("methods"))
     assert {*found["recipes"]} == {path.stem for path in golden_files.RECIPES.glob("*.yaml")}
     assert {name.split(" ")[0] for name in found["presets"]} == {*golden_files.presets.PRESETS}
-
-
-def test_the_configuration_has_the_keys_and_defaults_that_it_had():
     assert golden_files.config().splitlines() == golden_files.kept("config").splitlines()
-
-
-def test_help_says_what_it_said():
-    """Word by word: frames and the breaks of lines are the terminal library's."""
+    # Word by word: frames and the breaks of lines are the terminal library's.
     now, before = (re.sub(r"[─│╭╮╰╯\s]+", " ", text).split() for text in (golden_files.help_texts(),
                                                                           golden_files.kept("help")))
     assert now == before

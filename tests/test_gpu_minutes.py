@@ -155,20 +155,17 @@ def test_what_is_wrong_with_results_is_a_line_each(results, files, lines):
     assert [*gpu_minutes.complaints(results, files)] == lines
 
 
-def test_the_page_has_the_lines_of_the_results_and_says_what_failed():
+def test_pages_of_results_and_rehearsals():
     text = gpu_minutes.page(whole(sections=noted("sdxl", "failed: OutOfMemoryError: x")))
     assert "at commit `aaaaaaaa` on NVIDIA H100 in 400 s, with torch 2.11.0." in text and "Rehearsed" not in text
     assert "## 7. Other models" in text and "| what | seconds |\n|---|---|\n| epochs | 0.25 |\n" in text
     assert "`sdxl`, 1 s: failed: OutOfMemoryError: x" in text
-
-
-def test_the_page_of_a_rehearsal_has_no_number_and_lists_the_sections():
     text = gpu_minutes.page(whole(rehearsed=True))
-    assert text.startswith("# Measurements on a GPU\n\n**This script has not run on a GPU yet.**")
-    assert "- Variants: `variants`, `compiled`\n" in text and "| what |" not in text
+    assert text.startswith("# Measurements on a GPU
 
-
-def test_the_documented_page_is_that_of_the_kept_results():
+**This script has not run on a GPU yet.**")
+    assert "- Variants: `variants`, `compiled`
+" in text and "| what |" not in text
     results = json.loads((gpu_minutes.ROOT / "scripts" / "gpu" / "results.json").read_text())
     assert gpu_minutes.PAGE.read_text() == gpu_minutes.page(results)
     assert {entry["name"] for entry in results["sections"]} == {each.name for each in SECTIONS}

@@ -56,17 +56,11 @@ def job(folder: Path, *options: str, **environment: str) -> list[str]:
                OUTPUT="runs", **environment)
 
 
-def test_one_gpu_of_slurm_needs_no_launcher(tmp_path):
+def test_slurm_without_launcher_gpu_or_cpus(tmp_path):
     assert job(tmp_path, "--train.lr=1e-5", SLURM_GPUS_ON_NODE="1") == [
         "-m", "flowgrpo", "train", RECIPE, "--output=runs", "--name=wan21_1b", "--resume=auto", "--train.lr=1e-5"]
-
-
-def test_slurm_without_a_gpu_says_so(tmp_path):
     said, *command = job(tmp_path)
     assert said.startswith("slurm.sh: no GPU: one process per node") and command[:2] == ["-m", "flowgrpo"]
-
-
-def test_slurm_with_fewer_cpus_than_processes_says_so(tmp_path):
     said, *command = job(tmp_path, SLURM_GPUS_ON_NODE="4", SLURM_CPUS_ON_NODE="1")
     assert said.startswith("slurm.sh: fewer CPUs (1) than processes (4) on a node") and command[0] == "accelerate"
 

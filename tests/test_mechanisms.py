@@ -26,33 +26,21 @@ def known() -> set[str]:
     return {*PRESETS, *registry.TYPES, *rewards.BUILT_IN, *schema.fields(), *places}
 
 
-def test_every_row_is_of_a_paper():
+def test_rows_have_papers_names_tests_and_evidence():
     assert mechanisms.rows().keys() <= mechanisms.papers().keys()
     assert all(row.note for row in ROWS.values() if row.state in ("reason", "partial"))
-
-
-def test_names_can_be_written_in_a_recipe():
     for name, row in WORKING.items():
         names = {part.split(":")[0].rstrip("*") for part in row.names}
         commands = {part for part in names if part.startswith(("flowgrpo ", "--"))}
         keys = {part for part in names - commands if part.startswith(("parts.", "train.", "text.", "eval.", "reward."))}
         assert row.names and names - commands - keys <= known(), (name, names - commands - keys - known())
-
-
-def test_tests_exist():
     for name, row in WORKING.items():
         assert row.tests, name
         for test in row.tests:
             file, function = test.split("::")[:2]
             assert f"def {function.split('[')[0]}(" in (ROOT / file).read_text(encoding="utf-8"), (name, test)
-
-
-def test_every_working_row_has_evidence():
     assert EVIDENCE.keys() == WORKING.keys()
-
-
-def test_evidence_is_a_test_of_the_row():
-    """A row works by a number that is not ours; in part it may have none, and then its evidence says what lacks."""
+    # A row works by a number that is not ours; in part it may have none, and then its evidence says what lacks.
     for name, row in WORKING.items():
         found, named = EVIDENCE[name], [test.split("::")[1] for test in row.tests]
         assert found.what and (found.kind != "none" or row.state == "partial" and not found.test), name

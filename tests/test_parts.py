@@ -67,15 +67,11 @@ def test_a_wrong_value_is_named_with_what_is_expected(settings, message):
         Longer(**settings)
 
 
-def test_a_plain_dataclass_of_a_part_keeps_its_ranges():
-    @dataclasses.dataclass(frozen=True)
+def test_ranges_of_plain_dataclasses_and_bases():
     class Mine(Whole):
         own: int = 0
 
     assert "Mine: count is 0, expected 1 or more" in message(Mine, count=0, error=ValueError)
-
-
-def test_ranges_of_a_part_are_read_with_those_of_its_bases():
     assert {name: str(known) for name, known in ranges(Longer).items()} == {
         "count": "1 or more", "rate": "above 0 to 1", "way": "one of up, down", "shape": "one of round, square",
         "low": "0 to 1", "high": "1 or more", "bare": "0 to below 1", "more": "between 0 and 1"}

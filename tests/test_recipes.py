@@ -138,7 +138,7 @@ def on_a_cpu(name, **options):
 
 
 @pytest.mark.parametrize("name", PIPELINES)
-def test_a_recipe_fits_its_pipeline(name):
+def test_a_recipe_fits_its_pipeline_and_a_tiny_instance(name):
     """Its method on the pipeline's own process and grid, the arguments of its call, its adapter on every denoiser."""
     config, (cls, kind) = on_a_cpu(name), PIPELINES[name]
     pipe, call = tiny.make(cls)
@@ -156,11 +156,7 @@ def test_a_recipe_fits_its_pipeline(name):
     assert explorations and all(each.schedule.trained for each in (explorations if noised is None else [noised]))
     if method.rollout.preview:
         require_choice(explorations, method.rollout.preview.pool)
-
-
-@pytest.mark.parametrize("name", PIPELINES)
-def test_a_recipe_can_be_checked_on_a_tiny_instance(name):
-    """In the precision of the GPUs that it is for: a replay repeats the rollout bit for bit."""
+    # In the precision of the GPUs that it is for: a replay repeats the rollout bit for bit.
     told = report.report(PIPELINES[name][0], on_a_cpu(name, precision="bf16"))
     assert told["drivable"], told["reason"]
     assert told["replay_error"] == told["first_log_ratio"] == 0 and told["lora_grad"] > 0
@@ -343,11 +339,8 @@ def test_it_trains_on_a_set_and_measures_two_rewards_that_it_does_not_train_on(n
 RECIPES = [(paper, task) for paper, facts in paper_tables.papers().items() for task in facts["recipes"]]
 
 
-def test_the_page_is_current():
+def test_the_page_has_every_table():
     assert paper_tables.PAGE.read_text(encoding="utf-8") == paper_tables.page(), "run scripts/docs/paper_tables.py"
-
-
-def test_every_recipe_has_its_table():
     files = {file.stem for file in paper_tables.FOLDER.glob("*.yaml")}
     assert files == {f"{paper}_{task}" for paper, task in RECIPES}
 
@@ -426,11 +419,8 @@ def test_another_run_does_not_count(given, told, tmp_path):
         verify_recipe.level(run(tmp_path, 3, **given), RECIPE)
 
 
-def test_fewer_epochs_than_the_recipes_count_as_so_many(tmp_path):
+def test_levels_of_fewer_epochs_and_the_file(tmp_path):
     assert verify_recipe.level(run(tmp_path, 2, **{"train.epochs": 2}), RECIPE) == "2 epochs"
-
-
-def test_the_file_is_written_and_read(tmp_path):
     file = tmp_path / "verified.json"
     file.write_text("{}")
     assert verify_recipe.verified(NAME, file) == "never"

@@ -13,14 +13,11 @@ SHA256 = ["94bb8bd7b871588854b99d3e49a8b053b01dad1821d161ad6f48aefc77e4ac36",
           "63c7b37c0119dfc4e1ed08bcbeab36666cf0ae09f2cb30f2b69374c5fa161986"]
 
 
-def test_the_images_are_the_same_bytes_everywhere():
+def test_images_and_scorers_of_the_numbers():
     assert [hashlib.sha256(image.tobytes()).hexdigest() for image in eight_bit(reward_numbers.images())] == SHA256
     clips = reward_numbers.clips()
     assert clips.shape == (3, 8, 3, 512, 512)
     assert (clips[0, 1, :, :, 4:] == clips[0, 0, :, :, :-4]).all()
-
-
-def test_every_scorer_with_a_published_name_is_asked():
     names = set(reward_numbers.scorers())
     assert {"pickscore", "hpsv2.0", "hpsv2.1", "hpsv3", "imagereward", "aesthetic", "clip_score", "vqascore", "geneval",
             "ocr", "deqa", "unified_reward", "videoalign"} <= names

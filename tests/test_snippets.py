@@ -128,15 +128,12 @@ def test_what_the_page_of_one_gpu_imports_exists(number, methods):
     assert all(callable(other) for other in others)
 
 
-def test_make_targets_that_are_shown_exist():
+def test_make_targets_and_the_benchs_recipe():
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     shown = {target for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
              for target in re.findall(r"(?:`|^)make ([a-z]+)", page.read_text(encoding="utf-8"), re.M)}
     assert {"test", "demo"} <= shown and [name for name in shown if not re.search(f"^{name}:", makefile, re.M)] == []
-
-
-def test_the_benchs_own_recipe_makes_two_updates_of_an_epoch():
-    """Over the settings that the bench shares; losses differ from the second update on."""
+    # Over the settings that the bench shares; losses differ from the second update on.
     shown = yaml.safe_load(bench_example()[0])
     train = {key[6:]: value for key, value in models.shared("starter").items() if key.startswith("train.")}
     made = geometry(config.validate({"train": train | shown["train"]}).train, 1)

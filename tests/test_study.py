@@ -27,20 +27,28 @@ def scores(rate: float, seed: int, prompts: int = 200) -> np.ndarray:
     return (np.random.default_rng(seed).random((3, prompts)) < rate).astype(float)
 
 
-def test_a_large_difference_is_found_and_none_is_not():
+def test_differences_are_found_and_corrected():
     better, same = study_statistics.compared(scores(0.3, 0), scores(0.7, 1)), scores(0.5, 2)
     assert better["difference"] > 0.3 and better["low"] > 0.2 and better["p"] < 0.01
     none = study_statistics.compared(same, same)
     assert none["difference"] == 0 and none["p"] > 0.9 and none["low"] < 0 < none["high"]
     assert better["with"] == pytest.approx(scores(0.7, 1).mean(1).tolist())
+    row = {"without": [0.1], "with": [0.2], "quantity": "accuracy"}
+    told = study_statistics.judged([row | {"p": 0.02}, row | {"p": 0.04}, row | {"p": 0.01}])
+    assert [each["holm"] for each in told] == pytest.approx([0.04, 0.04, 0.03])
+    assert [(each["better"], each["verdict"]) for each in told] == [(1, 1)] * 3
 
 
-def test_welchs_test_is_that_of_the_means_of_seeds():
+def test_welchs_test_and_later_rows():
     without, having = (np.repeat([[value] for value in side], 4, 1) for side in ([0.1, 0.2, 0.3], [0.5, 0.7, 0.9]))
     # t = 0.5 / sqrt(0.01 / 3 + 0.04 / 3) = 3.873 with 2.94 degrees of freedom
     assert study_statistics.compared(without, having)["welch"] == pytest.approx(0.0315, abs=5e-4)
     assert study_statistics.compared(without, without)["welch"] == 1
     assert study_statistics.compared(np.zeros((3, 4)), np.ones((3, 4)))["welch"] == 0
+    tried = {row.key for row in study_candidates.CANDIDATES}
+    assert all(row.key in tried for row in study_rows.ROWS if row.setting or row.pool == study_settings.SCENES)
+    row = study_rows.chosen("SampledKL", "weight 0.5", study_settings.ALL, "as seen")
+    assert (row.options["parts"]["kl"], row.seen) == ({"weight": 0.5}, "as seen")
 
 
 @pytest.mark.parametrize("seeds, p, quantity, verdict", [
@@ -50,13 +58,6 @@ def test_welchs_test_is_that_of_the_means_of_seeds():
 def test_a_verdict_needs_significance_and_every_seed(seeds, p, quantity, verdict):
     result = {"without": [0.2, 0.2, 0.2], "with": seeds, "p": p, "quantity": quantity}
     assert study_statistics.verdict(result) == verdict
-
-
-def test_p_values_are_corrected_for_the_number_of_rows():
-    row = {"without": [0.1], "with": [0.2], "quantity": "accuracy"}
-    told = study_statistics.judged([row | {"p": 0.02}, row | {"p": 0.04}, row | {"p": 0.01}])
-    assert [each["holm"] for each in told] == pytest.approx([0.04, 0.04, 0.03])
-    assert [(each["better"], each["verdict"]) for each in told] == [(1, 1)] * 3
 
 
 def test_the_table_shows_seeds_difference_and_verdict():
@@ -84,13 +85,6 @@ def test_rows_change_what_they_name_and_nothing_else():
         assert row.options["model"] == ("starter" if row.pool == study_settings.SCENES else "starter_text")
 
 
-def test_a_later_row_has_a_setting_that_was_tried():
-    tried = {row.key for row in study_candidates.CANDIDATES}
-    assert all(row.key in tried for row in study_rows.ROWS if row.setting or row.pool == study_settings.SCENES)
-    row = study_rows.chosen("SampledKL", "weight 0.5", study_settings.ALL, "as seen")
-    assert (row.options["parts"]["kl"], row.seen) == ({"weight": 0.5}, "as seen")
-
-
 def test_options_of_a_row_are_over_its_base():
     row = study_settings.Row("part", "", "accuracy", method="relift", parts={"data": {"batch": 2}},
                          reward={"step_match": 1.0}, more={"train.epochs": 3},
@@ -111,13 +105,10 @@ def test_sides_of_the_sums_of_five_are_disjoint_and_only_the_last_is_held_out():
     assert {problem.held_out for problem in sides["held_out"]} == {True}
 
 
-def test_a_hint_is_the_first_half_of_the_partial_sums():
+def test_hints_and_prompts_that_are_not_mastered():
     problem = study_parts.Problem((10, 20, 30, 40, 50))
     assert study_parts.line(problem) == {"prompt": "10+20+30+40+50=", "metadata": {
         "answer": "150", "solution": "30;60;100;150", "task": "5 numbers", "hints": ["30;60;"]}}
-
-
-def test_a_fourth_of_the_prompts_is_not_mastered():
     lines = [{"prompt": f"{number}+10=", "metadata": {"answer": str(number + 10)}} for number in range(1600)]
     mixed = study_parts.mostly_known(lines)
     sources = [each["metadata"]["source"] for each in mixed]
@@ -184,13 +175,10 @@ def test_a_run_of_texts_is_measured_once(tmp_path, monkeypatch):
     assert finished(tmp_path, study_settings.FIVE, study_settings.TEXTS | SMALL) == {"kept": True}
 
 
-def test_the_page_is_current():
+def test_the_page_is_current_and_short():
     results = json.loads(study_page.DATA.read_text(encoding="utf-8"))
     text = study_page.PAGE.read_text(encoding="utf-8")
     assert study_page.written(text, results) == text and study_page.page(results) in text, "run study_page.py"
-
-
-def test_the_page_is_short_and_names_the_parts_that_help():
     results = json.loads(study_page.DATA.read_text(encoding="utf-8"))
     text = study_page.page(results)
     sure = [row for row in results["rows"] if row["verdict"] == 1 and row["holm"] < 0.05]

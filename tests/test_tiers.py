@@ -44,20 +44,14 @@ def test_a_function_keeps_as_many_cases_as_fit(seconds, cases):
         assert kept(chosen) == ["0", "2", "5"]
 
 
-def test_a_mark_or_a_change_keeps_all_cases():
+def test_changes_marks_and_fixtures_keep_cases():
     durations = {"tests/a/test_b.py::test_c": 9.0}
     assert len(tiers.fast(items("test_c", 4, marks=("fast",)), durations, set())) == 4
     assert len(tiers.fast(items("test_c", 4), durations, {ROOT / "tests/a/test_b.py"})) == 4
-
-
-def test_the_fixture_of_a_file_counts_for_those_that_read_it():
     durations = {"tests/a/test_b.py": 9.0}
     assert tiers.fast(items("test_c", 2, fixture="module"), durations, set()) == set()
     assert len(tiers.fast(items("test_c", 2, fixture="function"), durations, set())) == 2
     assert len(tiers.fast(items("test_c", 2), durations, set())) == 2
-
-
-def test_a_changed_module_keeps_the_tests_that_mirror_or_import_it():
     chosen = tiers.changed_tests({ROOT / "flowgrpo/gaussian.py", ROOT / "docs/index.md"})
     assert {ROOT / "tests/test_gaussian.py", ROOT / "tests/samplers/test_kernels.py"} <= chosen
     assert ROOT / "tests/storage/test_checkpoint.py" not in chosen
@@ -71,14 +65,11 @@ def test_durations_are_of_tests_that_exist():
         assert not function or f"def {function.split('::')[-1]}(" in text, f"{name}: renew tests/durations.json"
 
 
-def test_the_longest_files_come_first_and_keep_their_order():
+def test_files_come_longest_first_and_in_groups():
     short, long, fixture = (items(name, 2, file=f"tests/a/test_{name}.py") for name in ("short", "long", "fixture"))
     durations = {"tests/a/test_short.py::short": 0.5, "tests/a/test_long.py::long": 2.0, "tests/a/test_fixture.py": 3.0}
     mixed = [test for three in zip(short, fixture, long) for test in three]
     assert tiers.longest_first(mixed, durations) == long + fixture + short
-
-
-def test_files_that_launch_processes_are_one_group_and_users_of_a_fixture_one_each():
     [alone], [shares] = items("test_c", 1), items("test_c", 1, fixture="module")
     assert tiers.group_of(alone) is None and tiers.group_of(shares) == "tests/a/test_b.py"
     for item in (alone, shares):

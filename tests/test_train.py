@@ -126,14 +126,11 @@ def every_weight(pipe):
                 yield f"{name}.{key.replace('.base_layer', '')}", value.detach()
 
 
-def test_the_reward_rises(whole_run):
+def test_whole_run_logs_rises_and_changes_what_is_trained(whole_run):
     _, summary, folder, _, _ = whole_run
     curve = [line["reward/red/mean"] for line in metrics(folder)]
     assert sum(curve[-5:]) / 5 > sum(curve[:5]) / 5 + 0.02
     assert summary["after"]["red"] > summary["before"]["red"] + 0.02
-
-
-def test_every_epoch_is_logged_once_with_finite_numbers(whole_run):
     _, _, folder, _, _ = whole_run
     lines = metrics(folder)
     assert [line["epoch"] for line in lines] == list(range(1, 31))
@@ -145,15 +142,18 @@ def test_every_epoch_is_logged_once_with_finite_numbers(whole_run):
         assert line["samples_per_second"] > 0 and line["evaluations_per_second"] > line["samples_per_second"]
     assert lines[0]["log_ratio_max"] <= 1e-6
     assert {line["epoch"] for line in lines if "held_out/red" in line} == {10, 20, 30}
-
-
-def test_only_what_is_trained_changes(whole_run):
     _, _, _, pipe, before = whole_run
     after = dict(every_weight(pipe))
     lora = {key for key in after if "lora_" in key}
     assert after.keys() - lora == before.keys() and lora
     assert all(torch.equal(after[key], before[key]) for key in before)
     assert sum(after[key].abs().max() > 0 for key in lora if "lora_B" in key) > 10
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    _, _, folder, _, _ = whole_run
+    [file] = folder.rglob("events.out.tfevents*")
+    events = EventAccumulator(str(file)).Reload()
+    logged = {event.step: event.value for event in events.Scalars("reward/red/mean")}
+    assert logged == {line["epoch"]: pytest.approx(line["reward/red/mean"], abs=1e-6) for line in metrics(folder)}
 
 
 def test_what_a_run_leaves_behind(whole_run):
@@ -169,15 +169,6 @@ def test_what_a_run_leaves_behind(whole_run):
     saved = {key.removeprefix("transformer."): value for key, value in load_file(folder / LORA_FILE).items()}
     trained = tiny.in_file(trained, 1.5)
     assert saved.keys() == trained.keys() and all(torch.equal(saved[key], trained[key]) for key in saved)
-
-
-def test_events_hold_the_reward(whole_run):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    _, _, folder, _, _ = whole_run
-    [file] = folder.rglob("events.out.tfevents*")
-    events = EventAccumulator(str(file)).Reload()
-    logged = {event.step: event.value for event in events.Scalars("reward/red/mean")}
-    assert logged == {line["epoch"]: pytest.approx(line["reward/red/mean"], abs=1e-6) for line in metrics(folder)}
 
 
 def test_the_summary_says_what_happened(whole_run):
@@ -234,7 +225,7 @@ def test_the_gradient_does_not_depend_on_the_micro_batch(method):
         torch.testing.assert_close(other / scale, found[0] / scale, rtol=0, atol=1e-5)
 
 
-def test_updates_part_the_gradient_by_the_decisions_they_hold():
+def test_decisions_and_parts_are_counted():
     trainer = tiny.trainer(train__prompts=3, train__group=4, train__micro_batch=4)
     tiny.stir(trainer.policy)
     parts, conditioning = epoch(trainer)
@@ -243,14 +234,8 @@ def test_updates_part_the_gradient_by_the_decisions_they_hold():
     assert [[part.groups for part in share] for share in shares] == [[range(0, 1), range(2, 3)], [range(1, 2)]]
     pieces = [gradient(trainer, share, conditioning) * len(share) / 3 for share in shares]
     torch.testing.assert_close(sum(pieces), whole, rtol=1e-4, atol=1e-6)
-
-
-def test_the_count_of_decisions_is_rows_times_trained_steps():
     parts, _ = epoch(tiny.trainer(train__micro_batch=3))
     assert decisions(parts) == 8 * 4 and decisions(parts[1:]) == 4 * 4
-
-
-def test_parts_are_dealt_out_evenly():
     assert chunks(list(range(7)), 3) == [[0, 3, 6], [1, 4], [2, 5]]
     assert chunks([1, 2], 3) == [[1], [2]] and chunks([], 3) == []
 
@@ -343,25 +328,19 @@ def test_a_transition_has_the_advantage_of_the_mean_of_the_images_below_it():
     torch.testing.assert_close(advantages[2], trainer.method.credit.advantage(grouped, [1.0]).flatten())
 
 
-def test_a_run_in_which_no_group_differs_changes_nothing(tmp_path):
+def test_rewards_that_do_not_apply_and_updates_count(tmp_path):
     settings = tiny.config(tmp_path, reward="same", parts__selection={"type": "DropZeroVariance"})
     summary = align(settings, {"same": lambda images, prompts: [0.5] * len(prompts)})
     assert (summary["updates"], summary["max_first_log_ratio"]) == (0, None)
     assert summary["before"] == summary["after"] == {"same": 0.5}
     saved = load_file(settings.folder / LORA_FILE)
     assert all(value.abs().max() == 0 for key, value in saved.items() if "lora_B" in key)
-
-
-def test_a_reward_may_not_apply(tmp_path):
     settings = tiny.config(tmp_path, reward={"red": 1.0, "cats": 1.0}, train__epochs=3)
     def cats(images, prompts):
         return [tiny.red(images, prompts)[i].item() if "cat" in prompt else None for i, prompt in enumerate(prompts)]
     summary = align(settings, {"red": tiny.red, "cats": cats})
     assert summary["updates"] == 3 and summary["skipped_updates"] == 0
     assert json.dumps(metrics(settings.folder), allow_nan=False)  # null, never NaN
-
-
-def test_updates_and_inner_epochs_count(tmp_path):
     trainer = tiny.trainer(train__updates=2, train__inner_epochs=3)
     found = trainer.run_epoch()
     assert trainer.optimization.update == 6 and trainer.optimization.total_updates == 2 * 3 * 2
@@ -505,13 +484,10 @@ def test_align_goes_on_where_it_failed(tmp_path, capsys):
     assert all(torch.equal(saved[0][key], saved[1][key]) for key in saved[1])
 
 
-def test_align_takes_several_rewards_and_a_prompt_file(tmp_path):
+def test_prompts_of_files_and_lists(tmp_path):
     (tmp_path / "p.txt").write_text("red\nblue\ngreen\nold\n")
     summary = flowgrpo.align(tiny.sd3(), {bluish: 0.5, tiny.red: 2.0}, tmp_path / "p.txt", **small(tmp_path))
     assert summary["rewards"]["trained"] == {"bluish": 0.5, "red": 2.0}
-
-
-def test_prompts_of_a_list_keep_their_metadata(tmp_path):
     seen = []
     def counted(images, prompts, metadata):
         seen.extend(metadata)
@@ -635,20 +611,14 @@ def test_how_an_adapter_is_taken_off_is_told_and_true():
     assert len(tiny_text.policy(tiny_text.model()).weights.named) == count
 
 
-def test_a_reward_need_not_be_hashable(tmp_path):
+def test_unhashable_rewards_all_weights_and_threads(tmp_path):
     with pytest.raises(UserError, match="no model 'startr', and no folder of that name: did you mean 'starter'"):
         flowgrpo.align("startr", Bright(), ["a", "b"], **small(tmp_path))
-
-
-def test_a_run_of_all_weights(tmp_path):
     settings = tiny.config(tmp_path, adapter__rank=0, train__lr=1e-3)
     summary = align(settings)
     loaded = type(tiny.sd3().transformer).from_pretrained(settings.folder / "transformer")
     base = dict(tiny.sd3().transformer.named_parameters())
     assert summary["updates"] == 2 and any((base[key] != value).any() for key, value in loaded.named_parameters())
-
-
-def test_a_run_outside_of_the_main_thread(tmp_path):
     from concurrent.futures import ThreadPoolExecutor
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(align, tiny.config(tmp_path)).result()["updates"] == 2

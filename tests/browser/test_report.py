@@ -57,7 +57,7 @@ def grey(page) -> float:
     }""")
 
 
-def test_the_slider_moves_the_images_by_keyboard(page):
+def test_the_slider_and_the_toggle_show_the_images(page):
     slider = page.locator("#stage")
     slider.focus()
     assert slider.get_attribute("aria-valuetext") == "after training" and grey(page) == pytest.approx(1.0, abs=0.01)
@@ -66,9 +66,6 @@ def test_the_slider_moves_the_images_by_keyboard(page):
         slider.press(key)
         assert page.locator("#stage-name").inner_text() == slider.get_attribute("aria-valuetext") == label
         assert grey(page) == pytest.approx(value, abs=0.01)
-
-
-def test_the_toggle_shows_the_base(page):
     page.locator("#base").focus()
     for label, pressed, value in (("before training", "true", 0.1), ("after training", "false", 1.0)):
         page.keyboard.press("Enter")

@@ -130,12 +130,9 @@ def test_values_of_yaml(text, value):
     assert yaml_text.parse(text) == value and type(yaml_text.parse(text)) is type(value)
 
 
-def test_an_octal_number_is_refused():
+def test_numbers_weights_of_zero_and_limits_stay_and_octal_is_refused():
     with pytest.raises(yaml.YAMLError, match="got 010, which is 8 in YAML 1.1 and 10 in YAML 1.2"):
         yaml_text.parse("a: 010")
-
-
-def test_weights_of_zero_beside_others_and_limits_stay():
     assert config.validate({"reward": {"a": 1, "b": 0}}).rewards == {"a": 1.0, "b": 0.0}
     assert config.validate({"reward": {"a": {"limit": {"at_most": 0.1}}}}).rewards == {"a": 0.0}
     assert config.validate({"train": {"checkpointing": True}, "memory": {"shard": "yes"}}).memory.shard is True
@@ -281,12 +278,9 @@ def train(lr):
     return config.load(None, {"train.lr": lr}).train
 
 
-def test_a_rate_is_a_number_or_found():
+def test_a_rate_is_a_number_found_or_the_default():
     assert train("1e-3").calibration is None and train("1e-3").first_lr == 1e-3
     assert train("auto").calibration == AutoRate() and train("auto").first_lr == AutoRate().start
     own = train("{start: 1e-5, target: 0.03}")
     assert own.calibration == AutoRate(start=1e-5, target=0.03) and own.first_lr == 1e-5
-
-
-def test_the_default_is_a_number():
     assert config.Config().train.calibration is None and config.Config().train.first_lr == 3e-4

@@ -35,20 +35,14 @@ def found(pattern: str) -> list[str]:
 
 # --- the core --------------------------------------------------------------------------------------------------------
 
-def test_the_core_names_no_key_of_a_feature():
+def test_the_core_names_no_key_module_or_class_of_a_feature():
     assert len(KEYS) == 23
     dotted = [re.escape(each) for each in KEYS if "." in each] + [r"config\.phases"]
     assert found(rf"\b({'|'.join(dotted)})\b") == []
-
-
-def test_the_core_names_no_module_and_no_class_of_a_feature():
     modules = {each.extension.removeprefix("flowgrpo.").split(":")[0] for each in RECORDS if each.name not in BY_PARTS}
     classes = {each.extension.split(":")[1] for each in RECORDS} - {"Guard", "Phases", "EngineRollouts"}  # other things
     assert len(RECORDS) == 13 and len(modules) == 9
     assert found(rf"\b({'|'.join([*map(re.escape, modules), *classes])})\b") == []
-
-
-def test_the_core_names_features_in_one_table_alone():
     words = {"phases", "engine", "frontier", "guard"}  # of everyday: those of a GPU, a rate, an answer
     names = {each.name for each in RECORDS} - BY_PARTS - words
     assert names == {"feature_cache", "staleness", "one_pass", "step_size", "extrapolation"}
@@ -65,15 +59,12 @@ def test_records_load_nothing_of_what_they_name():
 
 # --- records ---------------------------------------------------------------------------------------------------------
 
-def test_keys_of_features_are_keys_of_the_configuration_with_their_defaults():
+def test_keys_of_features_are_keys_of_the_configuration_where_their_fields_say():
     assert KEYS < {*keys()}
     for name, cls in ((name, cls) for each in RECORDS for name, cls in each.keys.items()):
         section = getattr(Config(), name) if name else Config()
         for each, field in cls.model_fields.items():
             assert getattr(section, each) == field.default == fields()[f"{name}.{each}".lstrip(".")].default
-
-
-def test_keys_stand_where_their_fields_say():
     order = keys()
     for before, after in (("train.inner_epochs", "train.one_pass"), ("train.ema", "train.staleness"),
                           ("train.staleness_cap", "train.extrapolate"), ("text.penalty", "text.over_provision"),

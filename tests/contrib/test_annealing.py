@@ -28,9 +28,11 @@ def drawn(part, decoding=Decoding(), micro_batch: int = 8, group: int = 8, promp
     return own, rows, ids, logp, mask
 
 
-def test_the_published_temperatures():
+def test_the_published_temperatures_and_what_a_temperature_draws():
     heat = AnnealedDecoding(highest=1.2, lowest=0.1, slow=400.0).temperatures(torch.zeros(2, 1001, dtype=torch.int64))
     assert heat[1, [0, 50, 100, 200, 1000]].tolist() == pytest.approx([1.2, 1.0669, 0.9160, 0.5513, 0.1], abs=1e-4)
+    found, same = drawn(Independent()), drawn(Independent(), AnnealedDecoding(highest=1.0, lowest=1.0))
+    assert torch.equal(found[2], same[2])
 
 
 def test_a_span_is_between_its_marks():
@@ -50,11 +52,6 @@ def test_log_probabilities_are_those_of_what_was_sampled(part, decoding):
     assert (again.logp - logp)[mask].abs().max() <= tolerance < 1e-3
     plain = own.log_probs(rows, torch.arange(16), ids, mask, Decoding())
     assert (type(decoding) is Decoding) == bool((plain.logp - logp)[mask].abs().max() <= tolerance)
-
-
-def test_a_temperature_of_one_draws_what_no_temperature_does():
-    found, same = drawn(Independent()), drawn(Independent(), AnnealedDecoding(highest=1.0, lowest=1.0))
-    assert torch.equal(found[2], same[2])
 
 
 def test_inside_spans_samples_are_nearly_greedy():
@@ -83,13 +80,10 @@ def test_what_is_regrown_leaves_at_the_most_uncertain_token(part):
     assert apart >= 4
 
 
-def test_samples_that_start_again_are_independent_ones():
+def test_samples_that_start_again_are_independent_and_need_no_neighbour():
     plain, fresh = drawn(Independent()), drawn(CriticalTokens(fresh=1.0))
     assert torch.equal(plain[2][:4], fresh[2][:4])  # the originals
     assert len({tuple(row.tolist()) for row in fresh[2][:8]}) > 5
-
-
-def test_a_group_needs_no_neighbour():
     whole, alone = drawn(CriticalTokens(0.5, 2, 0.3)), drawn(CriticalTokens(0.5, 2, 0.3), micro_batch=3, prompts=1)
     assert torch.equal(whole[2][:8] * whole[4][:8], alone[2] * alone[4])
 

@@ -22,14 +22,11 @@ def kept(part, rewards=REWARDS, epoch: int = 0) -> list[int]:
     return part.before(rewards, WEIGHTS, context)[0].nonzero().flatten().tolist()
 
 
-def test_consistent_samples_are_kept_in_balance():
+def test_consistent_and_right_samples_stay_in_balance_and_of_the_best_quality():
     assert kept(Consistent(4, ("process",))) == [0, 3, 5, 7]
     assert kept(Consistent(6, ("process",))) == [0, 2, 3, 4, 5, 7]
     # three are wrong: one right sample more than that, and no more.
     assert kept(Consistent(8, ("process",))) == [0, 2, 3, 4, 5, 6, 7]
-
-
-def test_the_ratio_of_right_ones_stays_and_they_are_of_the_best_quality():
     found = [kept(ResampleCorrect(4, ("process",)), epoch=epoch) for epoch in range(60)]
     for places in found:
         right = [place for place in places if SAMPLES[place][0]]
@@ -37,9 +34,6 @@ def test_the_ratio_of_right_ones_stays_and_they_are_of_the_best_quality():
         assert len(right) == round(4 * 5 / 8)
     counts = [sum(place in places for places in found) for place in (4, 5, 7)]
     assert all(8 <= count for count in counts)  # wrong ones by lot: about 40 of 60 or 20, whatever their quality
-
-
-def test_neither_kind_is_lost_and_a_group_of_one_kind_keeps_as_many():
     one = torch.tensor([[(1, 0.5)] + [(0, 0.5)] * 7])
     assert 0 in kept(ResampleCorrect(2, ("process",)), one) and len(kept(ResampleCorrect(2, ("process",)), one)) == 2
     alike = torch.tensor([[(0.0, 0.1 * place) for place in range(8)]])

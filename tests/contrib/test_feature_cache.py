@@ -242,21 +242,15 @@ def test_recorded_pairs_and_language_models_have_nothing_to_cache():
             keys_read.check(loop.setup(config, build.kind(config)))
 
 
-def test_the_page_has_the_table_of_the_numbers():
+def test_a_row_of_distances_and_the_page_of_the_numbers():
     found, text = json.loads(feature_caches.DATA.read_text()), feature_caches.PAGE.read_text()
     assert feature_caches.page(text, found) == text
     assert found["seeds"] == 3 and all(len(each["distances"]) == 3 for each in found["rows"])
-
-
-def test_a_row_has_the_mean_and_the_largest_distance():
     rows = [{"cache": "mag", "cache_threshold": 0.1, "skipped": 0.25, "distances": [0.1, 0.3, 0.2]},
             {"cache": "taylorseer", "cache_interval": 3, "skipped": 0.5, "distances": [0.0, 0.0, 0.0]}]
     assert feature_caches.table({"rows": rows}).splitlines()[2:] == [
         "| `mag` | `cache_threshold: 0.1` | 25% | 0.200 | 0.300 |",
         "| `taylorseer` | `cache_interval: 3` | 50% | 0.000 | 0.000 |"]
-
-
-def test_the_distance_is_a_root_mean_square():
     assert feature_caches.distance(torch.tensor([1.0, 2.0]), torch.tensor([4.0, -2.0])) == pytest.approx(12.5**0.5)
 
 

@@ -139,13 +139,10 @@ def test_a_guarded_run_keeps_it_too(tmp_path):
     assert go("image", config)["kept"].startswith("kept the weights of epoch 3")
 
 
-def test_a_reward_of_that_name_comes_first():
+def test_names_that_are_no_frontier():
     named = tiny.config(eval__every=1, eval__best="frontier", eval__rewards=["frontier"])
     assert extensions.selector_names(named, resolve(named, "flow")) == []
     assert extensions.selector_names(settings("image", "nowhere"), resolve(named, "flow")) == ["frontier"]
-
-
-def test_a_distance_to_the_base_is_no_eval_only_reward():
     def near(images, prompts, metadata, base=None):
         return [0.0] * len(prompts)
     near.base = True
@@ -307,16 +304,13 @@ def test_eval_only_rewards_that_stay_cost_little_of_the_trained_one(count):
     assert TRAINED[kept].mean() > 0.965 * TRAINED[-1]
 
 
-def test_the_value_is_the_trained_reward_and_rises():
+def test_the_value_is_the_trained_reward_and_several_by_hand():
     rule, values = Frontier({"red": 1.0, "blue": 0.5}), []
     rule.begin(scores(0, red=0, blue=0, gold=.5))
     for number, (red, blue) in enumerate([(.2, .4), (.6, .4), (.6, .8)], 1):
         assert rule.see(scores(number, red=red, blue=blue, gold=.5))[0]
         values.append(rule.value)
     assert values == pytest.approx([.4, .8, 1.0])
-
-
-def test_the_change_of_several_rewards_by_hand():
     nan, weights = math.nan, {"a": 1.0, "b": -2.0}
     before = {"a": [1, nan, nan, nan, 1], "b": [0, 3, nan, 1, 2]}
     now = {"a": [2, nan, nan, 5, 4], "b": [1, 2, nan, 1, nan]}

@@ -301,13 +301,10 @@ def test_blurred_or_alike_images_bring_back_the_last_weights_within_the_limits()
         "run went back to the weights of epoch 2, with 0.5 of the learning rate"]
 
 
-def test_the_first_weights_are_good_if_none_was_within_the_limits():
+def test_the_first_weights_are_good_and_those_beyond_the_limits_not_the_best():
     made, kept = looked((1.2, 1.0))
     start = tiny.trainer(guard__edge_width=1.1, eval__every=1, train__epochs=8)
     assert same_state(kept[0], copied(start)) and made.lines[-1].endswith("epoch 0, with 0.5 of the learning rate")
-
-
-def test_weights_beyond_the_limits_are_not_the_best():
     made, _ = looked((1.0, 1.0))
     guard = guard_of(made)
     beyond = Measured([], {}, torch.empty(0), looks=Looks(2.5, 0.5))
@@ -352,20 +349,17 @@ def test_a_fall_of_pairs_is_that_of_their_differences(seed):
     assert guard.fell_paired([*best, math.nan], [*now, 0.0], found * 1.01)
 
 
-def test_values_without_a_spread_decide_by_themselves():
+def test_limits_of_spikes_and_values_without_a_spread_by_hand():
     assert guard.fell([1, 1], [0, 0], 1e-9) and not guard.fell([0, 0], [1, 1], 0.4)
     assert guard.fell_paired([1, 1], [0, 0], 1e-9) and not guard.fell_paired([1, 1], [1, 1], 0.4)
     assert not guard.fell([1], [0, 0], 0.4) and not guard.fell_paired([1], [0], 0.4)
-
-
-def test_the_limit_of_a_spike_by_hand():
-    """Logarithms 0, 1, 2: mean 1, deviation 1; the bound is exp(1 + t sqrt(4/3)) with t of 2 degrees of freedom."""
+    # Logarithms 0, 1, 2: mean 1, deviation 1; the bound is exp(1 + t sqrt(4/3)) with t of 2 degrees of freedom.
     expected = math.exp(1 + stats.t.isf(0.1, 2) * math.sqrt(4 / 3))
     assert guard.limit(np.exp([0, 1, 2]), 0.1) == pytest.approx(expected)
     assert guard.limit([1, 2], 0.1) == guard.limit([1, 1, 1], 0.1) == math.inf
 
 
-def test_runs_without_a_fall_go_back_no_more_often_than_said():
+def test_false_alarms_are_no_more_often_than_said():
     """400 runs of 12 epochs x 8 groups with one mean, each window of two epochs against the best before it."""
     rng, level, alarms = np.random.default_rng(0), guard.of_pairs(0.3, 12), 0
     for _ in range(400):
@@ -373,9 +367,6 @@ def test_runs_without_a_fall_go_back_no_more_often_than_said():
         alarms += any(guard.fell(rewards[i:i + 2].ravel(), rewards[j:j + 2].ravel(), level)
                       for i in range(11) for j in range(i + 2, 11))
     assert alarms / 400 < 0.1  # a third of .3
-
-
-def test_updates_without_a_spike_go_back_no_more_often_than_said():
     rng, level = np.random.default_rng(0), guard.of_spikes(0.3, 12)
     runs = rng.lognormal(0, 0.5, (400, 12))
     alarms = sum(any(run[k] > guard.limit(run[max(0, k - 4):k], level) for k in range(12)) for run in runs)

@@ -37,15 +37,12 @@ def words(prompt: Prompt) -> int:
     return len(prompt.shown.partition("(")[2].split())
 
 
-def test_two_points_are_on_the_curve():
+def test_the_fit_by_hand_and_its_direction():
     # The measured pair and the prior: sigmoid(b) = 1/18 and sigmoid(a + b) = 0.95.
     slope, offset = fitted([(0.0, 1 / 18, 8.0)])
     assert offset == pytest.approx(logit(1 / 18), abs=5e-3) and slope + offset == pytest.approx(logit(0.95), abs=0.03)
     assert PART.share([[0.0, 0.0, 8, 0]], 0) == pytest.approx(-offset / slope)
     assert PART.share([], 0) == 0 and PART.share([[0.0, 1.0, 8, 0]], 0) == 0
-
-
-def test_a_longer_hint_never_lowers_the_accuracy_of_the_model():
     slope, offset = fitted([(0.2, 0.9, 50.0), (0.8, 0.2, 50.0)])
     assert slope == LEAST and -5 < offset < 5
 

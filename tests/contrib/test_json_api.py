@@ -123,9 +123,20 @@ def test_an_answer_without_a_number_fails_its_sample_alone(answer, said):
     assert (first, third) == (1.0, 1.0) and isinstance(second, Failed) and said in str(second)
 
 
-def test_scores_keep_their_order_with_many_at_a_time():
+def test_requests_keep_their_order_and_faults_are_asked_again():
     with api(lambda request, headers: (200, {"score": int(request["p"][1:])})) as url:
         assert scored(url, 40, concurrency=8) == list(range(40))
+    seen: list[int] = []
+    def answer(request, headers):
+        seen.append(0)
+        return ((500, {}), (429, {}), (200, b"no JSON"), (200, {"score": 4}))[len(seen) - 1]
+    with api(answer) as url:
+        reward = Http(url=url + "/s", retries=3, wait=0.0, cost=0.25)
+        assert reward(IMAGE[None], ["p"], [{}]) == [4.0]
+    assert len(seen) == 4 and reward.meter.spent == 1.0
+    with api(lambda request, headers: (503, {"error": "down"})) as url:
+        said = message(scored, url + "/s", retries=1, error=TimedOut)
+    assert said == f"reward 'http': {url}/s answered 503: {{\"error\": \"down\"}} (asked 2 times)"
 
 
 def test_no_more_requests_than_allowed_are_open():
@@ -146,22 +157,6 @@ def test_no_more_requests_than_allowed_are_open():
 
 
 # --- faults -----------------------------------------------------------------------------------------------------------
-
-def test_transient_faults_are_asked_again_and_counted():
-    seen: list[int] = []
-    def answer(request, headers):
-        seen.append(0)
-        return ((500, {}), (429, {}), (200, b"no JSON"), (200, {"score": 4}))[len(seen) - 1]
-    with api(answer) as url:
-        reward = Http(url=url + "/s", retries=3, wait=0.0, cost=0.25)
-        assert reward(IMAGE[None], ["p"], [{}]) == [4.0]
-    assert len(seen) == 4 and reward.meter.spent == 1.0
-
-
-def test_an_outage_is_a_time_out():
-    with api(lambda request, headers: (503, {"error": "down"})) as url:
-        said = message(scored, url + "/s", retries=1, error=TimedOut)
-    assert said == f"reward 'http': {url}/s answered 503: {{\"error\": \"down\"}} (asked 2 times)"
 
 
 @pytest.mark.parametrize("status, said", [
@@ -193,13 +188,10 @@ def test_wrong_settings_are_told(settings, said):
 
 # --- rate and cost ----------------------------------------------------------------------------------------------------
 
-def test_requests_begin_at_their_rate():
+def test_requests_keep_their_rate_and_budget():
     meter = Meter(0, None, rate=4.0)
     assert [meter.begin(now) for now in (10.0, 10.0, 10.1, 20.0, 20.25)] == pytest.approx([0, 0.25, 0.4, 0, 0])
     assert [Meter(0, None, None).begin(1.0) for _ in range(3)] == [0, 0, 0]
-
-
-def test_a_budget_is_not_exceeded():
     with api(lambda request, headers: (200, {"score": 1})) as url:
         reward = Http(url=url, cost=0.1, budget=0.3, concurrency=2)
         assert reward(IMAGE.expand(3, -1, -1, -1), ["p"] * 3, [{}] * 3) == [1.0] * 3

@@ -122,14 +122,11 @@ def test_a_reference_is_the_bases_image(packages, name):
     assert scored(name, base=None)[1] == [None, None]
 
 
-def test_imscore_gets_prompts_and_its_weights(packages):
+def test_imscore_and_torchmetrics_get_what_they_read(packages):
     reward, scores = scored("imscore:pickscore")
     assert scores.tolist() == pytest.approx((IMAGES.mean((1, 2, 3)) + torch.tensor([1.0, 2.0])).tolist())
     assert reward.origin.models[0].weights == IMSCORE["pickscore"][2]
     assert scored("imscore:pickscore", {"model": "mine"})[0].origin.models[0].weights == "mine"
-
-
-def test_torchmetrics_of_texts_gets_bytes_and_the_prompt(packages):
     reward, scores = scored("torchmetrics:Texts")
     bytes_ = (IMAGES * 255).round().mean((1, 2, 3))
     assert scores.tolist() == pytest.approx((bytes_ + torch.tensor([1.0, 2.0])).tolist())
@@ -171,11 +168,8 @@ def test_what_cannot_be_a_reward_is_told(packages, name, said):
     assert said in message(name)
 
 
-def test_what_a_class_does_not_say_is_said_by_the_user(packages):
+def test_what_a_class_does_not_say_or_returns_too_often(packages):
     _, scores = scored("torchmetrics:Unsaid", {"higher_is_better": False})
     assert scores.tolist() == pytest.approx((-IMAGES.mean((1, 2, 3))).tolist())
-
-
-def test_several_values_for_a_image_are_told(packages):
     with pytest.raises(UserError, match="'torchmetrics:Two' has several values for an image"):
         scored("torchmetrics:Two")

@@ -453,14 +453,11 @@ def test_a_clone_without_the_function(clone, monkeypatch, capsys):
     assert code == 2 and "has no attribute 'pipeline_with_logprob', expected a clone of yifan123/flow_grpo" in line
 
 
-def test_a_row_has_medians_and_all_repetitions():
+def test_rows_and_lines_have_medians_and_every_repetition():
     found = [{"replay": replay, "one_pass": 1.0, "bare": 3.0, "theirs": 2.0, "same": 2.0} for replay in (1.0, 3.0, 2.0)]
     assert beside_flow_grpo.line("all_of_10", found) == (
         "| all_of_10 | 1.00 (0.50, 1.50, 1.00) | 0.50 (0.50, 0.50, 0.50) | 1.00 (0.50, 1.50, 1.00) | "
         "0.50 (0.50, 0.50, 0.50) | 1.50 (1.50, 1.50, 1.50) |")
-
-
-def test_a_line_has_the_median_and_every_repetition():
     assert one_pass_ratio.line("all_of_10", [1.4, 1.0, 1.25]) == "| all_of_10 | 1.25 | 1.40, 1.00, 1.25 |"
 
 

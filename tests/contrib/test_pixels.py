@@ -60,18 +60,12 @@ def block_by_block(light: np.ndarray) -> float:
     return 100 * (sum(harms) + 1) / (len(harms) + 1)
 
 
-def test_piqe_is_that_of_its_paper():
+def test_piqe_of_mirrored_and_spoilt_images():
     for light in spoilt().values():
         assert distortion(light) == pytest.approx(block_by_block(light), rel=1e-9)
-
-
-def test_sides_that_are_no_multiple_of_sixteen_are_mirrored():
     light = landscape()[:90, :85]
     padded = np.vstack([np.hstack([light, light[:, :-12:-1]]), np.hstack([light, light[:, :-12:-1]])[:-7:-1]])
     assert padded.shape == (96, 96) and distortion(light) == pytest.approx(block_by_block(padded), rel=1e-9)
-
-
-def test_a_spoilt_image_is_worse():
     pictures = spoilt()
     noisy, clean, flat = scores(piqe, pictures["noisy"], pictures["clean"], np.full((96, 96), 128.0))
     assert flat == 0 and noisy < clean - 0.1 and 0 <= noisy and clean <= 1

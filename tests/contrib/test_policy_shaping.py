@@ -19,7 +19,7 @@ def origin(part: PolicyShaping, new, old, guided=None, answers=None):
     return new.logp - old.logp, surrogate_input(part, new, old, None if answers is None else torch.tensor(answers))
 
 
-def test_guided_samples_and_answers_have_the_bounded_ratio_and_others_the_surrogates():
+def test_the_bounded_ratio_and_its_gradient():
     part = PolicyShaping(Clip(0.2, 0.2), gamma=0.1)
     new, old = [[0.5, 0.1], [0.05, 0.9], [0.1, 0.4]], [[0.25, 0.2], [0.5, 0.1], [0.3, 0.3]]
     ratio, read = origin(part, new, old, [False, True, False], [False, False, True])
@@ -29,18 +29,12 @@ def test_guided_samples_and_answers_have_the_bounded_ratio_and_others_the_surrog
     half = PolicyShaping(gamma=0.1, probability=0.5)
     close(half(ratio, f64([[0], [0], [1]]), read)[2:], [[-0.2 / 0.3, -0.8 / 0.9]])
     assert (part.low, part.high) == (0.2, 0.2)
-
-
-def test_unlikely_decisions_have_the_larger_gradient():
     part = PolicyShaping()
     ratios = torch.tensor([[0.01, 0.1, 1.0, 10.0]], dtype=torch.float64).log().requires_grad_()
     old = Scored(torch.zeros(1, 4, dtype=torch.float64), torch.ones(1, 4).bool(), guided=torch.tensor([True]))
     part(ratios, f64([[-1]]), surrogate_input(part, Scored(ratios, old.mask), old)).sum().backward()
     close(ratios.grad, [[0.1 * r / (r + 0.1) ** 2 for r in (0.01, 0.1, 1.0, 10.0)]])
     assert math.isclose(ratios.grad.max().item(), 0.25, abs_tol=1e-12)
-
-
-def test_without_marks_it_is_the_surrogate():
     part = PolicyShaping(Clip(0.1, 0.1))
     ratio, read = origin(part, [[0.5]], [[0.25]])
     close(part(ratio, f64([[1]]), read), [[-1.1]])

@@ -40,14 +40,11 @@ def test_the_mean_over_the_bases_samples_is_the_divergence_and_so_is_its_gradien
                                atol=1e-12)
 
 
-def test_alpha_is_that_of_the_released_code():
+def test_alpha_and_divergences_where_nothing_moved():
     # Outputs of DPH-RL's alpha_divergence_f for log-probabilities of the policy and of the base.
     policy, base = f64([-1.0, -2.0, -0.5]), f64([-1.5, -1.0, -0.5])
     close(Rehearsal(1.0, "alpha")(policy, base), [0.16970199324270216, 0.281091180124577, 0], 1e-12)
     close(Rehearsal(1.0, "alpha", 0.8)(policy, base), [0.1535833504023615, 0.34278209472691645, 0], 1e-12)
-
-
-def test_where_nothing_moved_all_are_zero_and_js_and_alpha_are_never_negative():
     logp = f64([[-3.0, -1.0, -0.1]])
     for part in (Rehearsal(1.0), Rehearsal(1.0, "js"), Rehearsal(1.0, "alpha", 0.3)):
         close(part(logp, logp), [[0, 0, 0]])

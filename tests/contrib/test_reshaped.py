@@ -40,7 +40,7 @@ def columns(*rows: list) -> torch.Tensor:
 # Difficulty
 
 
-def test_the_curves_of_difficulty_by_hand():
+def test_the_curves_of_difficulty_and_entropy_of_outcomes_by_hand():
     mean = f64([0, 0.5, 1])
     close(difficulty(mean, "exp", 1), [math.e, math.exp(0.5), 1])
     close(difficulty(mean, "power", 2), [1.05 ** 2, 0.55 ** 2, 0.05 ** 2])
@@ -48,6 +48,9 @@ def test_the_curves_of_difficulty_by_hand():
     close(difficulty(mean, "none", 1), [1, 1, 1])
     with pytest.raises(ValueError, match="Difficulty: mean rewards from 0 to 2, expected within 0 to 1: scale"):
         difficulty(f64([0, 2]), "exp", 1)
+    quarter = -(0.25 * math.log(0.25) + 0.75 * math.log(0.75)) / math.log(2)
+    found = outcome_entropy(f64([[0, 1, 0, 1], [1, 1, 1, 1], [1, 0, 0, 0], [1, 2, 3, 4], [1, 0, NAN, NAN], [NAN] * 4]))
+    close(found, [1, 0, quarter, 1, 1, 0])
 
 
 def test_hard_groups_weigh_more_and_groups_that_agree_nothing():
@@ -95,17 +98,11 @@ def test_overconfident_errors_are_pushed_harder_by_hand():
         ace(rewards, [1.0], Context(samples=SampleMeasures(context.samples.logp)))
 
 
-def test_of_two_successes_the_less_likely_weighs_more():
+def test_the_less_likely_of_equal_samples_weighs_more():
     context = Context(samples=SampleMeasures(f64([[-1, -3, -2, -2]])))
     found = Confidence(CENTRED, side="positive", against="group")(columns([1, 1, 0, 0]), [1.0], context)[0]
     # Confidence +1 and -1 beside the group's mean, -2.
     close(found, [0.5 * (1 + math.log1p(math.exp(-1))), 0.5 * (1 + math.log1p(math.exp(1))), -0.5, -0.5])
-
-
-# Unconfident
-
-
-def test_of_equal_samples_the_less_likely_has_the_larger_advantage():
     context = Context(samples=SampleMeasures(f64([[-1, -2, -3, -2], [-1, -2, -3, -2]])))
     rewards = columns([1, 1, 1, 0], [0, 0.2, 0, 0])
     found, plain = Unconfident(CENTRED, 0.3)(rewards, [1.0], context), CENTRED(rewards, [1.0])
@@ -115,13 +112,10 @@ def test_of_equal_samples_the_less_likely_has_the_larger_advantage():
     close(bounded[0], [0.125, 0.25, 0.375, -0.75])
 
 
+# Unconfident
+
+
 # Consistency
-
-
-def test_the_entropy_of_outcomes_by_hand():
-    quarter = -(0.25 * math.log(0.25) + 0.75 * math.log(0.75)) / math.log(2)
-    found = outcome_entropy(f64([[0, 1, 0, 1], [1, 1, 1, 1], [1, 0, 0, 0], [1, 2, 3, 4], [1, 0, NAN, NAN], [NAN] * 4]))
-    close(found, [1, 0, quarter, 1, 1, 0])
 
 
 def test_groups_that_agree_learn_from_the_others_by_hand():
@@ -190,13 +184,10 @@ def test_the_reference_of_a_sample_is_its_log_probability_under_the_base(make, o
 F64 = torch.float64
 
 
-def test_risk_weights_by_hand():
+def test_risk_weights_by_hand_and_as_a_gradient():
     # 0 to 10 in steps of 2: the quantiles .2 and .8 are 2 and 8. Tail (r-2)/.2 below 2, band (clip(r, 2, 8) - 8) / .6.
     weights = risk_weights(f64([[0, 2, 4, 6, 8, 10]]), 2.0, 8.0, 0.2, 0.8, 0.5)
     close(weights, [[1.5 * -10 - 10, -10, -20 / 3, -10 / 3, 0, 0]])
-
-
-def test_risk_weights_are_the_gradient_of_the_mixed_value_at_risk():
     # A policy softmax(theta) over six outcomes, whose quantiles .2 and .8 lie inside the second and the fifth.
     outcomes, alpha, beta, omega = f64([-3, -1, 0, 2, 5, 6]), 0.2, 0.8, 0.7
     theta = torch.zeros(6, dtype=F64, requires_grad=True)
@@ -284,22 +275,16 @@ def shaped(part, values, epoch, memory, right=0.0):
     return (part(rewards, context)[0, :, 0] - right).tolist()
 
 
-def test_novelty_is_the_distance_to_the_nearest_of_earlier_epochs():
+def test_novelty_nearness_and_the_bounded_memory():
     memory, part = {}, Episodic(("shape",), explore=1.0, exploit=1.0, nearest=2)
     assert shaped(part, [0.0, 1.0, 5.0], 0, memory) == [0, 0, 0]
     memory = json.loads(json.dumps(memory))  # as a checkpoint keeps it
     for _ in range(2):  # a repeated call of the epoch starts from the epochs before
         assert shaped(part, [0.0, 3.0, 5.0], 1, memory) == pytest.approx([0.5, 2.0, 2.0])
     assert shaped(Episodic(("shape",), 1.0, nearest=1), [0.0, 3.0, 4.0], 2, memory) == pytest.approx([0, 0, 1.0])
-
-
-def test_nearness_to_a_success_falls_with_the_distance():
     memory, part = {}, Episodic(("shape",), explore=0.0, exploit=0.5)
     assert shaped(part, [2.0, 4.0], 0, memory, right=1.0) == [0, 0]
     assert shaped(part, [2.0, 3.0, 7.0], 1, memory) == pytest.approx([0.5, 0.25, 0.125])
-
-
-def test_the_memory_is_bounded_and_per_prompt():
     memory, part = {}, Episodic(("shape",), size=3)
     for epoch in range(4):
         shaped(part, [float(epoch), 10.0 + epoch], epoch, memory)
@@ -307,9 +292,6 @@ def test_the_memory_is_bounded_and_per_prompt():
     rewards = torch.tensor([[[0.0, 5.0]]])
     context = of_epoch("another", 4, memory)
     assert part(rewards, context).item() == 0
-
-
-def test_a_sample_without_a_description_has_no_bonus_and_one_without_reward_none():
     memory, part = {}, Episodic(("shape",), explore=1.0, exploit=0.0, nearest=1)
     shaped(part, [0.0, 1.0], 0, memory)
     rewards = torch.tensor([[[0.5, torch.nan], [torch.nan, torch.nan], [0.5, 3.0]]])

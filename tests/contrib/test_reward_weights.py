@@ -42,18 +42,20 @@ def test_weights_move_by_their_influence(each, weights, influence):
     close(adapted(columns(*each), f64(weights), 2), [sum(weights) * each / sum(moved) for each in moved])
 
 
-def test_a_reward_that_is_saturated_in_some_groups_counts_by_the_others():
+def test_the_sum_is_under_adapted_weights_which_keep_their_sum():
     advantages = torch.cat([columns(ONE, OTHER), columns(ONE, NONE), columns(ONE, NONE), columns(ONE, NONE)])
     moved = [math.exp(0.5), math.exp(0.5 / 4)]
     close(adapted(advantages, f64([1, 1]), 1), [2 * each / sum(moved) for each in moved])
-
-
-def test_the_sum_is_under_the_adapted_weights():
-    """(0, 0, 1, 1) has the deviation sqrt(1/3): advantages of +-sqrt(3)/2, whose square is 3/4, 3/8 under a half."""
+    # (0, 0, 1, 1) has the deviation sqrt(1/3): advantages of +-sqrt(3)/2, whose square is 3/4, 3/8 under a half.
     share = math.exp(0.375) / (math.exp(0.375) + 1)
     expected = 2 * share * math.sqrt(0.75)
     found = Influence()(columns([0, 0, 1, 1], [5, 5, 5, 5]), [1, 1])
     assert found[0].tolist() == pytest.approx([-expected, -expected, expected, expected], abs=1e-7)
+    weights = adapted(columns(ONE, NONE) * 100, f64([1, 3]), 50)
+    close(weights, [4, 0])
+    assert (Influence()(columns(NONE, NONE), [1, 1]) == 0).all()
+    method = overlay.with_parts(methods.preset("flow_grpo"), {"advantage": {"type": "Influence", "rate": 2}})
+    assert method.credit.advantage == Influence(2)
 
 
 def test_without_a_rate_it_is_the_weighted_sum_of_advantages():
@@ -66,17 +68,6 @@ def test_without_a_rate_it_is_the_weighted_sum_of_advantages():
     scaled = rewards * f64([10, 1, 100]) + 7  # the scale of a reward is of no consequence
     assert torch.allclose(Influence()(scaled, weights), Influence()(rewards, weights), atol=1e-6)
     assert Influence(clamp=0.5)(rewards, weights).abs().max() == 0.5
-
-
-def test_weights_keep_their_sum_and_stay_finite():
-    weights = adapted(columns(ONE, NONE) * 100, f64([1, 3]), 50)
-    close(weights, [4, 0])
-    assert (Influence()(columns(NONE, NONE), [1, 1]) == 0).all()
-
-
-def test_a_recipe_names_it():
-    method = overlay.with_parts(methods.preset("flow_grpo"), {"advantage": {"type": "Influence", "rate": 2}})
-    assert method.credit.advantage == Influence(2)
 
 
 @pytest.mark.parametrize("make, told", [
@@ -112,13 +103,10 @@ def test_the_volume_below_a_front(points, volume):
     assert hypervolume(points) == pytest.approx(volume)
 
 
-def test_a_front_keeps_what_nothing_exceeds():
+def test_a_front_and_its_growth():
     assert front([[1, 1], [2, 0], [1, 1], [2, 2], [0, 3]]) == [[2, 2], [0, 3]]
-
-
-def test_an_epoch_that_enlarges_the_front_counts_more():
-    """Means (1, 2), then (2, 1), which adds 1 to a volume of 2, then (1, 1), which adds none; the factors are outputs
-    of the released compute_score of dynamic-reward-weighting."""
+    # Means (1, 2), then (2, 1), which adds 1 to a volume of 2, then (1, 1), which adds none; the factors are outputs
+    # of the released compute_score of dynamic-reward-weighting.
     def rewards(first, second):
         return columns([0, 2 * first], [0, 2 * second])
     memory, plain = {}, [-(2**0.5), 2**0.5]

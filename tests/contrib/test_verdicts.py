@@ -29,34 +29,25 @@ def given(answers: dict):
     return lambda texts, prompts: [answers[text] for text in texts]
 
 
-def test_votes_count_by_their_certainty():
+def test_votes_and_their_certainty():
     scores = f64([[0.95, 0.4, 0.4],  # 0.9 for, 0.2 + 0.2 against: a certain voter outvotes two
                   [0.9, 0.1, 0.1],  # all as certain: the plain majority
                   [1, 1, 0], [0.5, 0.5, 0.5], [0.8, 0.2, NAN], [NAN, NAN, 0.3], [NAN, NAN, NAN]])
     same(verdicts.votes(scores), [1, 0, 1, 0.5, 0.5, 0, NAN])
-
-
-def test_a_vote_in_a_recipe():
     voters = [given({"a": 0.95, "b": 0.1}), given({"a": 0.4, "b": None}), given({"a": 0.4, "b": 0.6})]
     assert values(rewards.find("votes", {"rewards": voters}), "ab") == [1, 0]
     with pytest.raises(UserError, match="a voter scores 2, expected from 0 to 1"):
         values(rewards.find("votes", {"rewards": [given({"a": 2})]}), "a")
 
 
-def test_a_flaw_lies_between_right_and_wrong():
+def test_flaws_between_right_and_wrong():
     scores = f64([[1, 1], [1, 0.5], [1, 0.4], [0, 1], [0, 0], [1, NAN], [NAN, 1]])
     same(verdicts.flawed(scores, 1, 0.5), [1, 1, 0, -1, -1, 1, NAN])
-
-
-def test_flawed_samples_help_early_and_are_suppressed_later():
-    """With the deviation of all 8 (ddof 0) they are +1.73 and -0.71."""
+    # With the deviation of all 8 (ddof 0) they are +1.73 and -0.71.
     early, late = f64([[0] * 2 + [-1] * 6]), f64([[1] * 5 + [0] * 2 + [-1]])
     for rewards_of, expected, flaw in ((early, 3**0.5, 0), (late, -(0.5**0.5), 5)):
         found = group_relative(rewards_of)[0, flaw].item() * (8 / 7) ** 0.5
         assert found == pytest.approx(expected, abs=1e-6)
-
-
-def test_a_flaw_in_a_recipe():
     both = [given({"a": 1, "b": 1, "c": 0}), given({"a": 1, "b": 0, "c": 1})]
     assert values(rewards.find("flawed", {"rewards": both}), "abc") == [1, 0, -1]
     with pytest.raises(UserError, match="rewards is .*, expected two rewards"):
@@ -75,14 +66,11 @@ def test_a_recheck_asks_of_a_share_of_the_rejected():
     assert sum(some) == pytest.approx(500, abs=80) and some == [verdicts.drawn(str(i), "p", 0.25) for i in range(2000)]
 
 
-def test_a_difficulty_scales_a_reward():
+def test_difficulties_and_rewritten_prompts():
     reward = rewards.find("scaled", {"rewards": [given({"a": 0.5, "b": None})]})
     found = values(reward, "aaab", [{"difficulty": 2}, {"difficulty": 0.5}, {}, {}])
     assert found[:3] == [1, 0.25, 0.5] and math.isnan(found[3])
     assert "metadata.difficulty is 'hard', expected a number" in message(values, reward, "a", [{"difficulty": "hard"}])
-
-
-def test_a_rewritten_prompts_sample_is_judged_for_the_users():
     reward = rewards.find("user_prompt", {"rewards": [lambda texts, prompts: [float(prompt == "a cat")
                                                                               for prompt in prompts]]})
     scores = rewards.score({"r": reward}, ["x", "x", "x"], ["a fluffy cat", "a cat", "a cat"],

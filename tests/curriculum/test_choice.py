@@ -47,7 +47,7 @@ def drawn(groups: list[tuple[Prompt, list[float]]], diversity: list[float] = (),
     return batch
 
 
-def test_the_values_of_categories_follow_by_temporal_differences():
+def test_values_and_confidence_of_categories_by_hand():
     part, memory = CategoryBandit(rate=0.25, temperature=0.5), {}
     part.learn(memory, drawn([(POOL[0], NONE), (POOL[1], HALF), (POOL[2], ALL)]))
     size = 0.5 / math.sqrt(1 / 3)  # |r - 1/2| over the deviation, ddof 1
@@ -57,9 +57,6 @@ def test_the_values_of_categories_follow_by_temporal_differences():
     memory["categories"] = {"a": [0.0, 1, []], "b": [0.5, 1, []], "c": [1.0, 1, []]}
     odds = [math.exp(0), math.exp(1), math.exp(2)]
     assert part.probabilities(memory, "abc").tolist() == pytest.approx([each / sum(odds) for each in odds])
-
-
-def test_the_upper_confidence_of_categories_by_hand():
     part = CategoryBandit(window=3, bonus=1.0)
     memory = {"categories": {"a": [0.1, 100, []], "b": [0.8, 100, []], "c": [0.4, 2, []]}}
     assert part.scores(memory, "abc") == pytest.approx([0.424, 1.124, 2.282], abs=1e-3)
@@ -134,16 +131,13 @@ def test_the_hardest_or_the_most_varied_prompts_are_retained():
     assert {prompt.text for prompt in one(POOL, 4, 2, 0, None, memory, 4)} == {"p2"}  # chosen once
 
 
-def test_pairs_of_a_rare_success_and_a_rare_failure():
+def test_rates_by_softmax_and_pairs_of_rare_outcomes_by_hand():
     memory = {"rates": {"p0": [1 / 8], "p1": [7 / 8], "p2": [0.0], "p3": [1.0], "p4": [0.5]}}
     pair = OppositePairs()(POOL, 4, 0, 0, None, memory, 8)
     assert [prompt.text for prompt in pair[:2]] == ["p0", "p1"] and len({prompt.text for prompt in pair}) == 4
     advantages = group_relative(torch.tensor([[1.0] + [0.0] * 7, [0.0] + [1.0] * 7]))
     assert advantages[0, 0] == -advantages[1, 0] == pytest.approx(7 / math.sqrt(8))
     assert OppositePairs()(POOL, 4, 3, 0, None, {}, 8) == sets.draw(POOL, 4, 3, 0)
-
-
-def test_a_predicted_rate_is_the_softmax_of_similarities_by_hand():
     # "a cat" and "a dog" share one of three features, a cosine of 1/3: weights 1 and exp(-(2/3) / 0.5) of .9 and .1.
     other = math.exp(-(2 / 3) / 0.5)
     found = predicted(["a cat", "a dog"], ["a cat", "a dog"], [0.9, 0.1], 0.5)
@@ -280,13 +274,10 @@ def test_prompts_of_middling_rates_are_drawn():
     assert middling > 0.6  # of prompts drawn evenly 0.4
 
 
-def test_the_nearest_to_the_target_of_the_candidates():
+def test_candidates_near_the_target():
     memory = {"beliefs": {prompt.key: [1e7 * i, 1e7 * (199 - i)] for i, prompt in enumerate(LARGE_POOL) if 0 < i < 199}}
     found = ThompsonSampling(target=0.25, candidates=1000)(LARGE_POOL, 3, 5, 0, None, memory, 8)
     assert {prompt.text for prompt in found} == {"p49", "p50", "p51"}
-
-
-def test_one_candidate_each_is_the_plain_draw():
     for part in (ThompsonSampling(candidates=1), EpochPermutation()):
         assert sorted(p.text for p in part(LARGE_POOL, 7, 3, 1, None, {}, 8)) == sorted(
             p.text for p in sets.draw(LARGE_POOL, 7, 3, 1))
@@ -369,15 +360,12 @@ def test_an_epoch_learns_and_the_next_one_reads_it():
 
 # --- GVM -------------------------------------------------------------------------------------------------------------
 
-def test_units_that_minimise_the_variance_by_hand():
+def test_units_and_norms_by_hand():
     # 1 / sqrt(p + .001 / p): 3.78, 1.98 and 1.05 of 6.82 in all, of 48: 26.6, 14.0 and 7.4.
     assert shared_out((0.02, 0.25, 0.9), (1, 1, 1), 48, 1e-3, 2.0) == [27, 14, 7]
     assert shared_out((0.5, 0.5), (1, 3), 8, 1e-3, 2.0) == [2, 6]
     assert shared_out((0.5, 0.5, 0.5), (0, 1, 1), 9, 1e-3, 2.0) == [1, 4, 4]  # a prompt without gradient: the least
     assert shared_out((0.5, 0.5), (0, 0), 4, 1e-3, 2.0) == [2, 2]
-
-
-def test_the_norm_of_a_gradient_by_the_logits_of_drawn_tokens():
     logp = torch.tensor([[0.5, 0.25, 0.9], [1.0, 1.0, 0.1]]).log()
     mask = torch.tensor([[True, True, False], [True, True, False]])
     assert gradient_norms(logp, mask).tolist() == pytest.approx([math.sqrt(0.25 + 0.5625), 0], abs=1e-6)

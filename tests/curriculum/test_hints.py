@@ -35,16 +35,13 @@ def test_a_group_that_fails_gets_one_hint_more_each_time():
     assert LED.metadata == {"answer": 4, "hints": ["count", "it is 4"]} and part.helped(LED) == once
 
 
-def test_ever_longer_beginnings_of_the_solution():
+def test_beginnings_of_a_solution_for_those_below_the_mark():
     part = Hints(shares=(0.25, 0.5, 1.0), text="{prompt} ({hint})")
     texts, prompt = [], SOLVED
     while (prompt := part.helped(prompt)) is not None:
         texts.append(prompt.shown)
     assert texts == ["5-66= (take five)", "5-66= (take five away)", "5-66= (take five away from sixty six)"]
     assert part.helped(LED) is None
-
-
-def test_nobody_is_helped_at_first_or_above_the_mark():
     failing = [[0.0, 0.0]]
     assert Hints(after=0.5)(drawn([LED], failing, epoch=4)) == []
     assert len(Hints(after=0.5)(drawn([LED], failing, epoch=5))) == 1

@@ -283,48 +283,36 @@ def test_equal_weights_walk_through_the_data(n, count):
         assert len(set(passes)) > 1 or n == 1
 
 
-def test_every_first_place_is_equally_likely():
+def test_every_first_place_is_equally_likely_and_epochs_are_pure_functions():
     prompts = named(*map(str, range(4)))
     counts = Counter(draw(prompts, 3, 0, seed)[0].text for seed in range(4000))
     assert all(abs(counts[str(i)] - 1000) < 5 * (4000 * 0.25 * 0.75) ** 0.5 for i in range(4))
-
-
-def test_drawing_is_a_pure_function_of_epoch_and_seed():
     for prompts in (named(*"abcdefgh"), [Prompt(text, weight=1 + i) for i, text in enumerate("abcdefgh")]):
         assert draw(prompts, 3, 11, 2) == draw(prompts, 3, 11, 2)
         assert draw(prompts, 3, 11, 2) != draw(prompts, 3, 12, 2)
         assert [draw(prompts, 3, e, 2) for e in range(5)] != [draw(prompts, 3, e, 3) for e in range(5)]
 
 
-def test_weights_are_probabilities():
+def test_weights_are_probabilities_and_repeat_only_if_they_must():
     prompts = [Prompt("a", weight=1), Prompt("b", weight=2), Prompt("c", weight=5)]
     counts = Counter(draw(prompts, 1, epoch, 0)[0].text for epoch in range(8000))
     for text, share in (("a", 1 / 8), ("b", 2 / 8), ("c", 5 / 8)):
         assert abs(counts[text] - 8000 * share) < 5 * (8000 * share * (1 - share)) ** 0.5
-
-
-def test_weighted_epochs_repeat_no_prompt_unless_they_must():
     prompts = [Prompt(text, weight=10.0 ** i) for i, text in enumerate("abcd")]
     for epoch in range(50):
         assert max(Counter(p.text for p in draw(prompts, 3, epoch, 0)).values()) == 1
         assert sorted(Counter(p.text for p in draw(prompts, 6, epoch, 0)).values()) == [1, 1, 2, 2]
-
-
-def test_equal_wishes_change_nothing():
     for prompts in (named(*"abcdef"), [Prompt(text, weight=1 + i) for i, text in enumerate("abcdef")]):
         for wanted in (None, [0.55] * 6, [0] * 6):
             assert [draw(prompts, 4, e, 1, wanted) for e in range(9)] == [draw(prompts, 4, e, 1) for e in range(9)]
 
 
-def test_prompts_are_drawn_as_often_as_they_are_wanted_times_their_weight():
+def test_wishes_times_weights():
     prompts = [Prompt("a", weight=1), Prompt("b", weight=2), Prompt("c", weight=4)]
     counts = Counter(draw(prompts, 1, epoch, 0, [4, 1, 0.5])[0].text for epoch in range(8000))
     for text, share in (("a", 4 / 8), ("b", 2 / 8), ("c", 2 / 8)):
         assert abs(counts[text] - 8000 * share) < 5 * (8000 * share * (1 - share)) ** 0.5
     assert draw(prompts, 2, 7, 3, [4, 1, 0.5]) == draw(prompts, 2, 7, 3, [4, 1, 0.5])
-
-
-def test_what_is_not_wanted_comes_last():
     prompts = named(*"abcd")
     for epoch in range(30):
         drawn = [prompt.text for prompt in draw(prompts, 3, epoch, 0, [0, 1, 0, 1])]
@@ -333,20 +321,14 @@ def test_what_is_not_wanted_comes_last():
 
 # --- the starter's prompts -------------------------------------------------------------------------------------------
 
-def test_starter_prompts_are_what_the_script_builds():
+def test_starter_prompts_are_the_scripts_disjoint_and_on_their_side():
     built = runpy.run_path(str(ROOT / "scripts" / "build" / "build_prompts.py"))["build"]()
     for name, records in built.items():
         assert [json.loads(line) for line in (STARTER / name).read_text().splitlines()] == records
-
-
-def test_starter_prompts_are_disjoint():
     train, held = resolve(Config())
     texts = [p.text for p in train], [p.text for p in held]
     assert len(texts[0]) == len(set(texts[0])) == 600
     assert not set(texts[0]) & set(texts[1])
-
-
-def test_starter_prompts_are_on_their_side():
     for prompts, side in zip(resolve(Config()), (False, True)):
         for prompt in prompts:
             claims = scenes.parse(prompt.text)

@@ -56,12 +56,17 @@ def test_keys_of_a_line_become_inputs_and_metadata(folder):
     assert again == prompt and again.key == prompt.key
 
 
-def test_one_image_is_an_image_by_either_key(folder):
+def test_one_image_by_either_key_and_in_a_table(folder):
     one, listed, plain = read(folder, {"prompt": "x", "image": "a.png"}, {"prompt": "x", "images": ["a.png"]},
                               {"prompt": "x"})
     assert one == listed and one.brings == one.image == str(folder / "a.png")
     assert plain.brings is None and plain.metadata == {} and plain.key == "x"
     assert Prompt("x", image="a.png").inputs.images == ("a.png",)
+    first, second = read(folder, "prompt,images,controlnet_conditioning_scale", "x,a.png; b.png,0.5",
+                         'y,"[""b.png"", ""c.png""]",', name="p.csv")
+    assert first.inputs.images == (str(folder / "a.png"), str(folder / "b.png"))
+    assert first.inputs.controlnet_conditioning_scale == 0.5
+    assert second.inputs.images == (str(folder / "b.png"), str(folder / "c.png"))
 
 
 def test_files_below_the_home_folder(folder, monkeypatch):
@@ -93,14 +98,6 @@ def test_a_prompt_is_another_one_with_another_file(folder):
              {"prompt": "x", "control_image": "a.png"}, {"prompt": "x", "video": "clip"},
              {"prompt": "x", "control_image": "a.png", "controlnet_conditioning_scale": 0.5}]
     assert len({prompt.key for prompt in read(folder, *lines)}) == len(lines)
-
-
-def test_a_table_lists_images_in_one_cell(folder):
-    first, second = read(folder, "prompt,images,controlnet_conditioning_scale", "x,a.png; b.png,0.5",
-                         'y,"[""b.png"", ""c.png""]",', name="p.csv")
-    assert first.inputs.images == (str(folder / "a.png"), str(folder / "b.png"))
-    assert first.inputs.controlnet_conditioning_scale == 0.5
-    assert second.inputs.images == (str(folder / "b.png"), str(folder / "c.png"))
 
 
 @pytest.mark.parametrize("line, expected", [

@@ -92,15 +92,12 @@ def write(folder, text: str = TEMPLATES):
     return load_templates(folder / "templates.yaml")
 
 
-def test_all_combinations_come_once_with_their_facts(tmp_path):
+def test_templates_give_all_combinations_and_take_turns(tmp_path):
     prompts = write(tmp_path).write(100, seed=0)
     assert len({prompt.text for prompt in prompts}) == len(prompts) == 2 * 2 + 3 * 2
     facts = {prompt.text: prompt.metadata for prompt in prompts}
     assert facts["two owls"] == {"task": "zoo", "count": 2, "animal": "owl"}
     assert facts["a green cat"] == {"task": "zoo", "colour": "green", "animal": "cat"}
-
-
-def test_templates_take_turns_and_the_seed_chooses(tmp_path):
     templates = write(tmp_path)
     first = [prompt.text for prompt in templates.write(4, seed=0)]
     assert sum(text.startswith("a ") for text in first) == 2
@@ -130,7 +127,7 @@ def test_lines_of_an_answer_lose_numbers_and_quotes():
 CAPTION = "Two dogs and a red car in front of a tall house, a man on the left."
 
 
-def test_an_error_is_one_expression_that_the_caption_did_not_have():
+def test_errors_of_captions_are_one_word_that_is_rewarded():
     seen = set()
     for seed in range(40):
         text, wrong, right = corrupt(CAPTION, random.Random(seed))
@@ -138,14 +135,8 @@ def test_an_error_is_one_expression_that_the_caption_did_not_have():
         assert (text, wrong, right) == corrupt(CAPTION, random.Random(seed))
         seen.add(right)
     assert seen == {"Two", "red", "car", "in front of", "tall", "man", "left"}
-
-
-def test_what_has_no_word_to_exchange_is_left_out():
     assert corrupt("A leftover redwood.", random.Random(0)) is None
     assert corrupt("left of, and right of", random.Random(0)) is None
-
-
-def test_the_exact_span_is_rewarded():
     prompts = [Prompt("describe", metadata={"caption": CAPTION}), Prompt("describe", metadata={"caption": "Sky."})]
     [made] = caption_errors(prompts, seed=1)
     answer = made.metadata["answer"]

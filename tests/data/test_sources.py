@@ -115,13 +115,10 @@ def test_mistakes_name_the_option(dataset, source, message):
     assert message in str(caught.value)
 
 
-def test_a_name_has_an_owner():
+def test_names_of_the_hub_have_an_owner():
     assert "expected hub:OWNER/NAME or hub:OWNER/NAME:CONFIG, got 'captions'" in message(hub.parse, "hub:captions")
     assert hub.parse("hub:openai/gsm8k:main?split=test&revision=refs/convert/parquet") == hub.HubPrompts(
         "openai/gsm8k", "main", None, "test", "refs/convert/parquet")
-
-
-def test_named_sets_of_the_hub_parse():
     for one in sets.SETS.values():
         for side in (one.train, one.held_out):
             if hub.is_dataset(side):

@@ -161,26 +161,20 @@ def test_exif_orientation_is_followed(tmp_path, orientation):
     np.testing.assert_array_equal(np.asarray(read_image(tmp_path / "a.png")), expected)
 
 
-def test_a_reward_sees_a_image_upright(tmp_path):
+def test_upright_images_and_damaged_exif(tmp_path):
     from flowgrpo.rewards.preprocessing import read_tensor, read_tensors
     exif = Image.Exif()
     exif[0x0112] = 6
     Image.new("RGB", (16, 8)).save(tmp_path / "a.jpg", exif=exif)
     assert read_tensor(tmp_path / "a.jpg").shape == read_tensors(tmp_path / "a.jpg")[0].shape == (3, 16, 8)
-
-
-def test_damaged_exif_leaves_a_image_as_it_is(tmp_path):
     Image.new("RGB", (16, 8), "red").save(tmp_path / "a.jpg", exif=b"Exif\0\0II*\0\xff\xff\xff\x7f")
     assert image_size(tmp_path / "a.jpg") == (8, 16)
 
 
-def test_sixteen_bits_are_scaled_to_eight(tmp_path):
+def test_sixteen_bits_are_scaled_whatever_the_name(tmp_path):
     Image.fromarray(np.full((4, 4), 32_896, np.uint16)).save(tmp_path / "a.png")
     assert np.unique(np.asarray(read_image(tmp_path / "a.png"))).tolist() == [128]
-
-
-def test_a_16_bit_png_named_jpg_is_scaled_too(tmp_path):
-    """The content names the format, not the file's ending, for what is drawn and for what is scored."""
+    # The content names the format, not the file's ending, for what is drawn and for what is scored.
     with (tmp_path / "a.jpg").open("wb") as file:
         Image.fromarray(np.full((4, 4), 32_896, np.uint16)).save(file, "PNG")
     assert np.unique(np.asarray(read_image(tmp_path / "a.jpg"))).tolist() == [128]

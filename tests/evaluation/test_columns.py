@@ -145,14 +145,11 @@ def test_a_pipeline_is_gone_before_the_next_is_loaded(runs, tmp_path, monkeypatc
     assert len(alive) == 2  # the base leaves room for the first checkpoint, and nothing else for the second
 
 
-def test_runs_stand_beside_each_other(runs, tmp_path):
+def test_runs_beside_each_other_once_each(runs, tmp_path):
     page, heads = drawn(runs[0], "runs", [str(runs[1])], tmp_path)
     assert heads[0] == "base" and len(page.images) == 6
     for column, (run, lora) in enumerate([(runs[0], False), (runs[0], True), (runs[1], True)]):
         assert np.abs(page.images[column] - alone(run, 0, lora=lora)).max() <= 1
-
-
-def test_a_run_that_is_named_again_has_one_column(runs, tmp_path):
     page, _ = drawn(runs[0], "runs", [str(runs[0] / "checkpoints" / ".."), str(runs[1])], tmp_path, count=1)
     assert len(page.images) == 3  # the base and two runs
 

@@ -76,7 +76,7 @@ def pictures(folder, arm: str) -> np.ndarray:
                                for k in range(2)]) for i in range(len(SUITE))])
 
 
-def test_means_are_those_of_the_images(found):
+def test_means_and_pairs_are_those_of_the_images(found):
     results, [bright, dark], folder = found
     for arm in ("base", "tuned"):
         values = pictures(folder, arm).mean((2, 3, 4))
@@ -88,10 +88,6 @@ def test_means_are_those_of_the_images(found):
             assert told[name]["prompts"] == len(rows)
         assert results["category_means"][arm][bright]["mean"] == pytest.approx(
             (values[:2].mean() + values[2:4].mean() + values[4].mean()) / 3, abs=1e-6)
-
-
-def test_tuned_is_compared_with_the_base_image_by_image(found):
-    results, [bright, dark], folder = found
     base, tuned = (pictures(folder, arm).mean((2, 3, 4)) for arm in ("base", "tuned"))
     told = results["compared"][bright]
     assert told["change"]["all prompts"]["mean"] == pytest.approx((tuned - base).mean(), abs=1e-6)

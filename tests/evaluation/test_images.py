@@ -77,7 +77,7 @@ def stock(model, lora, row, **options) -> np.ndarray:
         return np.asarray(pipe("a cat", generator=generator, **options).images[0]).astype(int)
 
 
-def test_files_sort_by_prompt_and_number(tmp_path, model):
+def test_names_of_files(tmp_path, model):
     paths = images.sample(str(model), None, ["b, c!", "a", "a"], 2, 0, 1, 1.0, tmp_path / "deep" / "out")
     names = [path.name for path in paths]
     assert names == ["000-b-c-000.png", "000-b-c-001.png", "001-a-000.png", "001-a-001.png", "002-a-000.png",
@@ -85,9 +85,6 @@ def test_files_sort_by_prompt_and_number(tmp_path, model):
     assert sorted((tmp_path / "deep" / "out").iterdir()) == paths
     assert all(Image.open(path).size == (16, 16) for path in paths)
     assert [name for name in images.names_of(["a"] * 1001, 1)] == sorted(images.names_of(["a"] * 1001, 1))
-
-
-def test_one_image_may_name_its_file(tmp_path, model):
     for name in ("a.png", "B.PNG"):
         assert images.sample(str(model), None, ["a"], 1, 0, 1, 1.0, tmp_path / "in" / name) == [tmp_path / "in" / name]
     assert images.sample(str(model), None, ["a"], 1, 0, 1, 1.0, tmp_path / "in" / "a.png")[0].name == "a~2.png"
@@ -96,18 +93,12 @@ def test_one_image_may_name_its_file(tmp_path, model):
         images.sample(str(model), None, ["a", "b"], 1, 0, 1, 1.0, tmp_path / "a.png")
 
 
-def test_a_image_is_the_stock_pipelines(tmp_path, model):
+def test_images_of_the_stock_pipeline_by_place_and_seed(tmp_path, model):
     ours = drawn(tmp_path, model)[1]
     assert np.abs(ours - stock(model, None, (1, 0), num_inference_steps=2, guidance_scale=1.5)).max() <= 1
-
-
-def test_without_steps_and_guidance_the_pipelines_own_are_taken(tmp_path, model):
     ours = drawn(tmp_path, model, steps=None, guidance=None)[1]
     assert np.abs(ours - stock(model, None, (1, 0))).max() <= 1
     assert np.abs(ours - drawn(tmp_path, model)[1]).max() > 1
-
-
-def test_a_image_depends_on_its_own_place_and_the_seed_alone(tmp_path, model):
     one, two = drawn(tmp_path, model), drawn(tmp_path, model, count=2)
     assert (two[0] == one[0]).all() and (two[2] == one[1]).all() and (two[0] != two[1]).any()
     assert (drawn(tmp_path, model, seed=4)[0] != one[0]).any()

@@ -162,7 +162,7 @@ def gaussian(mean, std, rotation=None, count=40, seed=0):
     return (scaled if rotation is None else scaled @ rotation.T) + torch.tensor(mean, dtype=torch.float64)
 
 
-def test_fid_of_gaussians_with_common_axes_is_the_distance_of_means_and_stds():
+def test_fid_is_the_frechet_distance_of_gaussians():
     """|m1 - m2|^2 + |s1 - s2|^2, in any rotation: (3, -1, 2) apart, stds 1, 2, 0 and 2, 5, 1.
 
     A std of 0 is 1e-8 in float64: the root of a rounding of 1e-16.
@@ -174,10 +174,7 @@ def test_fid_of_gaussians_with_common_axes_is_the_distance_of_means_and_stds():
         assert distances.fid(one, other) == pytest.approx(14 + 1 + 9 + 1, abs=1e-6)
         assert distances.fid(other, one) == pytest.approx(25, abs=1e-6)
         assert distances.fid(one, one) == pytest.approx(0, abs=1e-6)
-
-
-def test_fid_of_other_covariances_has_the_eigenvalues_of_their_product():
-    """The trace of (S1 S2)^(1/2) is the sum of the roots of the eigenvalues of S1 S2, as torchmetrics takes it."""
+    # The trace of (S1 S2)^(1/2) is the sum of the roots of the eigenvalues of S1 S2, as torchmetrics takes it.
     generator = torch.Generator().manual_seed(3)
     one, other = (torch.randn(50, 6, generator=generator) @ torch.randn(6, 6, generator=generator) for _ in range(2))
     first, second = torch.cov(one.double().T), torch.cov(other.double().T)
@@ -187,7 +184,7 @@ def test_fid_of_other_covariances_has_the_eigenvalues_of_their_product():
     assert distances.fid(one, other) == pytest.approx(expected, rel=1e-9)
 
 
-def test_kid_is_the_double_sum_without_the_diagonal():
+def test_kid_is_the_unbiased_double_sum():
     generator = torch.Generator().manual_seed(5)
     one, other = torch.randn(5, 4, generator=generator), torch.randn(7, 4, generator=generator) + 0.3
     def kernel(x, y):
@@ -197,10 +194,7 @@ def test_kid_is_the_double_sum_without_the_diagonal():
               for z in (x, y)]
     across = sum(kernel(p, q) for p in x for q in y) / 35
     assert distances.kid(one, other) == pytest.approx(sum(within) - 2 * across, rel=1e-10)
-
-
-def test_kid_is_unbiased():
-    """Over many pairs of sets of one distribution its mean is 0, within five standard errors."""
+    # Over many pairs of sets of one distribution its mean is 0, within five standard errors.
     draws = torch.randn(400, 2, 6, 3, generator=torch.Generator().manual_seed(0))
     found = torch.tensor([distances.kid(*pair) for pair in draws], dtype=torch.float64)
     assert found.mean().abs() < 5 * found.std() / 20 and (found < 0).any()

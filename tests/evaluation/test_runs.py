@@ -244,19 +244,13 @@ def test_a_page_of_others_is_refused(tmp_path, facts):
     assert "page.png" in refusal(pairs, [tmp_path / "page.png"])
 
 
-def test_an_evaluation_skips_lines_that_nest_and_a_fifo(tmp_path):
+def test_evaluations_pages_and_votes_that_are_damaged(tmp_path):
     (tmp_path / "scores-0.jsonl").write_text("[" * 100_000 + '\n{"a": 1}\n')
     os.mkfifo(tmp_path / "scores-1.jsonl")
     assert list(entries(tmp_path, "scores-*.jsonl")) == [{"a": 1}]
-
-
-def test_a_page_that_names_too_long_a_folder_is_refused(tmp_path):
     info = PngImagePlugin.PngInfo()
     info.add_itxt("flowgrpo", json.dumps({"folders": ["0", "x" * 5000], "columns": ["x", "y"], "prompts": ["a"]}))
     Image.new("RGB", (2, 2)).save(tmp_path / "page.png", pnginfo=info)
     assert "names a folder that cannot be read (File name too long)" in refusal(pairs, [tmp_path / "page.png"])
-
-
-def test_votes_that_are_no_text_are_refused(tmp_path):
     (tmp_path / "pairs.jsonl").write_bytes(b'{"prompt": "\xff"}')
     assert "not UTF-8 text" in refusal(Ballot, [], ("a", "b"), tmp_path / "pairs.jsonl")

@@ -71,15 +71,12 @@ def test_a_image_says_how_it_was_drawn_and_is_drawn_so_again(tmp_path, model):
     assert np.abs(pixels(path) - np.asarray(again).astype(int)).max() <= 1
 
 
-def test_without_steps_and_guidance_a_image_names_the_pipelines_own(tmp_path, model):
+def test_images_without_steps_name_those_of_the_pipeline_or_run(tmp_path, model):
     [path] = images.sample(str(model), None, ["a cat"], 1, 3, None, None, tmp_path, precision="fp32")
     defaults = inspect.signature(load_pipeline(str(model)).__call__).parameters
     _, settings = told(path)
     assert settings["Steps"] == str(defaults["num_inference_steps"].default)
     assert settings["CFG scale"] == str(defaults["guidance_scale"].default) and "Lora hashes" not in settings
-
-
-def test_without_steps_and_guidance_a_runs_image_takes_those_of_its_evaluation(tmp_path, model):
     run = make_run(tmp_path / "run", model, 0.3)
     [path] = images.sample(str(model), run, ["a cat"], 1, 3, None, None, tmp_path / "out")
     [other] = images.sample(str(model), run, ["a cat"], 1, 3, 3, None, tmp_path / "out")
@@ -119,14 +116,11 @@ def test_a_clip_says_how_it_was_drawn(tmp_path):
     assert exif.startswith(b"UNICODE\0") and exif[8:].decode("utf-16-be") == text and "Size: 16x8" in text
 
 
-def test_images_of_a_prompt_file_say_how_they_were_drawn(tmp_path, model):
+def test_files_of_prompts_and_grids_say_how_they_were_drawn(tmp_path, model):
     (tmp_path / "prompts.txt").write_text("a cat\na dog\n")
     images.sample_file(str(model), tmp_path / "prompts.txt", tmp_path / "out", steps=2, guidance=1.5, seed=3)
     prompt, settings = told(tmp_path / "out" / "pictures" / "base" / "00001-00.png")
     assert prompt == "a dog" and settings["Seed"] == str(seeder(3, 0)(1, 0)) and settings["Steps"] == "2"
-
-
-def test_a_grid_names_its_run_and_prompts(tmp_path, model):
     run = make_run(tmp_path / "run", model, 0.3)
     page = images.grid(run, None, 2, 5, tmp_path / "grid.png")
     found = json.loads(Image.open(page).text["flowgrpo"])
@@ -414,7 +408,7 @@ def same(found, expected) -> bool:
     return all(torch.allclose(one, other, atol=1e-5) for one, other in zip(found, expected, strict=True))
 
 
-def test_the_arms_draw_in_any_order(made):
+def test_arms_in_any_order_and_samples_alone(made):
     model, run, base, tuned = made
     assert not same(base, tuned)
     drawing, loaded = sampler(model), []
@@ -422,6 +416,8 @@ def test_the_arms_draw_in_any_order(made):
         assert same(drawing.draw(arm, PROMPTS, SEEDS), expected)
         loaded.append(drawing.pipe)
     assert loaded[0] is loaded[1] is not loaded[2]  # weights do not leave a pipeline
+    model, run, base, _ = made
+    assert same(sampler(model).draw(Arm(None, FEW_STEPS), PROMPTS[1:], SEEDS[1:]), base[1:])
 
 
 def test_blends_of_one_pair_are_loaded_once(made):
@@ -432,11 +428,6 @@ def test_blends_of_one_pair_are_loaded_once(made):
         loaded.append(drawing.pipe)
     assert loaded[0] is loaded[1] is loaded[2]
     assert same(drawing.draw(Arm(run, FEW_STEPS), PROMPTS, SEEDS), tuned) and drawing.pipe is not loaded[0]
-
-
-def test_a_sample_does_not_depend_on_the_others(made):
-    model, run, base, _ = made
-    assert same(sampler(model).draw(Arm(None, FEW_STEPS), PROMPTS[1:], SEEDS[1:]), base[1:])
 
 
 BATCH = [Prompt("a cat"), Prompt("a cat"), Prompt("two dogs", negative="blue"), Prompt("red")]

@@ -70,15 +70,12 @@ def test_a_reward_of_some_prompts_gets_prompts_to_which_it_applies():
         i: (i + 16) % 32 for i in range(0, 32, 2)}
 
 
-def test_no_image_gets_its_own_prompt():
+def test_no_image_gets_its_own_prompt_and_failures_have_no_scores():
     """Of 16 prompts that are 8, twice, another one is 7 or 9 away; of 7 prompts, and of one 16 times, there is none."""
     [others] = Shuffled.of({"fits": fits}, PROMPTS[:8] * 2).others.values()
     assert len(others) == 16 and all(other.metadata["value"] == (i + 7) % 8 for i, other in others.items())
     assert not Shuffled.of({"fits": fits}, PROMPTS[:7]).rewards
     assert not Shuffled.of({"fits": fits}, PROMPTS[:1] * 16).rewards
-
-
-def test_a_reward_that_fails_under_other_prompts_has_no_scores():
     def fails(images, prompts, metadata):
         raise KeyError("value")
     assert Shuffled.of({"it": fails}, PROMPTS).score([0, 1], IMAGES[:2], POLICY).isnan().all()

@@ -35,16 +35,13 @@ def test_a_share_has_wilsons_interval(hits, count):
     assert found.high == pytest.approx(min((middle + half) / (1 + z * z / count), 1), abs=1e-10)
 
 
-def test_other_scores_have_a_bootstraps_interval():
+def test_images_of_a_prompt_are_dependent_and_other_scores_have_a_bootstrap():
     scores = np.random.default_rng(1).normal(2.0, 0.5, (400, 1))
     found, half = interval(scores), 1.96 * scores.std() / 20
     assert found.method == BOOTSTRAP and found.mean == pytest.approx(scores.mean(), abs=1e-12)
     assert found.low == pytest.approx(found.mean - half, abs=0.1 * half)
     assert found.high == pytest.approx(found.mean + half, abs=0.1 * half)
     assert found == interval(scores)
-
-
-def test_images_of_a_prompt_do_not_count_as_independent():
     values = np.random.default_rng(2).normal(size=(50, 1))
     one, eight = interval(values), interval(np.repeat(values, 8, 1))
     assert (eight.low, eight.high) == (pytest.approx(one.low, abs=1e-10), pytest.approx(one.high, abs=1e-10))
@@ -95,31 +92,22 @@ def test_the_change_of_a_share_has_newcombes_interval(both, one, other, neither,
     assert (rate.low, rate.high) == (pytest.approx(0.5 + found.low / 2), pytest.approx(0.5 + found.high / 2))
 
 
-def test_one_gain_among_ten_prompts_is_no_rise():
+def test_changes_wins_and_categories():
     before, after = np.zeros((10, 1)), np.array([1.0] + [0.0] * 9)[:, None]
     found = change(before, after)
     assert found.mean == pytest.approx(0.1) and found.low < 0 < found.high
     assert interval(after - before, BOOTSTRAP).low == 0
     graded = change(before + 0.25, after + 0.25)
     assert graded == interval(after - before, BOOTSTRAP)
-
-
-def test_changes_are_of_samples_with_both_scores():
     before, after = np.array([[1.0], [NAN], [0.0]]), np.array([[1.0], [1.0], [1.0]])
     assert (change(before, after).mean, change(before, after).prompts) == (0.5, 2)
     assert math.isnan(change(np.array([[NAN]]), np.array([[1.0]])).mean)
-
-
-def test_the_mean_over_categories_has_an_interval():
     parts = [Interval(0.5, 0.4, 0.7, BOOTSTRAP, 10), Interval(0.7, 0.4, 0.9, BOOTSTRAP, 5),
              Interval(NAN, NAN, NAN, BOOTSTRAP, 0)]
     found = mean_of(parts)
     assert (found.mean, found.prompts) == (pytest.approx(0.6), 15)
     assert found.low == pytest.approx(0.6 - math.sqrt(0.1**2 + 0.3**2) / 2)
     assert found.high == pytest.approx(0.6 + math.sqrt(0.2**2 + 0.2**2) / 2)
-
-
-def test_wins_are_paired_and_ties_are_halves():
     base, tuned = np.array([[1, 2, NAN], [5, 5, 1.0]]), np.array([[2, 1, 3], [5, NAN, 0.0]])
     np.testing.assert_array_equal(wins(base, tuned), [[1, 0, NAN], [0.5, NAN, 0]])
 
@@ -149,15 +137,12 @@ def test_drift_is_said_in_words(changes, trained, expected):
     assert drift(changes, trained) == expected
 
 
-def test_nothing_is_said_on_a_few_prompts():
+def test_nothing_is_said_on_few_prompts_and_alike_images_are_told():
     few = Interval(0.2, 0.1, 0.3, BOOTSTRAP, 19)
     said = "nothing is said of drift in {}: it has scores on 19 prompts, and at least 20 are needed"
     assert drift({"b": few}, ["a"], DOWN) == [said.format("b")]
     assert drift({"a": UP, "b": few}, ["a"]) == [
         said.format("b"), "no held-out reward was measured, so that hacking could not be seen: add one to --rewards"]
-
-
-def test_images_that_became_alike_are_told():
     assert drift({"a": UP, "b": SAME}, ["a"], DOWN)[1] == (
         "the images of a prompt became more alike: diversity fell by 0.100 (95 %: -0.110 to -0.090)")
     assert len(drift({"a": UP, "b": SAME}, ["a"], UP)) == 1
@@ -193,7 +178,7 @@ def test_the_majority_by_hand(answers, scores, expected):
     assert majority(answers, scores) == pytest.approx(expected, nan_ok=True)
 
 
-def test_what_is_told_of_several_rewards():
+def test_what_is_told_of_rewards_and_not_of_penalties():
     """Of a table [3,4] with a prompt that the reward does not apply to; of a score between 0 and 1 nothing is told."""
     right = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [NAN, NAN, NAN, NAN]])
     answers = [["a", "b", "b", "c"], ["a", "a", "b", "c"], ["a"] * 4]
@@ -204,10 +189,7 @@ def test_what_is_told_of_several_rewards():
                                    "maj@4": 0.5})  # b leads in the first row, a in the second
     assert all(told["prompts"] == 2 for told in found["right"].values())
     assert tries({"right": right[:, :1]}, {}) == {} and powers(6) == [1, 2, 4, 6] and powers(8) == [1, 2, 4, 8]
-
-
-def test_penalties_are_no_verdicts():
-    """repetition and overlong are 0 at best, sharpness has no bound; of a plain function nothing is known."""
+    # repetition and overlong are 0 at best, sharpness has no bound; of a plain function nothing is known.
     given = {name: rewards.find(name) for name in ("repetition", "numeric_match", "exact_match", "sharpness")}
     given["overlong"] = rewards.find("overlong", {"longest": 8, "buffer": 4})
     assert verdicts(given | {"own": len}) == ["numeric_match", "exact_match", "own"]

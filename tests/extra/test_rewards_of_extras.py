@@ -30,29 +30,20 @@ def reference(tmp_path):
     return str(tmp_path / "a.png")
 
 
-def test_a_rendering_is_compared_with_the_reference(reference):
+def test_renderings_features_and_length(reference):
     assert render(square(0), 64, 64)[:, 20, 4].tolist() == [1, 0, 0]
     values = [one("svg_render", code, image=reference) for code in
               (square(8), square(9), square(14), square(30), square(8, "blue"))]
     assert values[0] == 1 and values[:4] == sorted(values[:4], reverse=True) and len({*values}) == 5
     assert values[4] < 0.9
-
-
-def test_features_count_beside_pixels(reference):
     def colour(pictures):
         return pictures.mean((2, 3)) - 0.5
     args = {"semantic": 1.0, "features": colour}
     values = [one("svg_render", code, args, image=reference) for code in (square(8), square(30), square(8, "blue"))]
     assert values[0] == pytest.approx(1) and values[1] > 0.99 and values[2] < 0.95
-
-
-def test_what_cannot_be_rendered_scores_0(reference):
     for code in ("none", "<svg><rect", "<svg>&</svg>", f'<svg><image href="{reference}"/></svg>'):
         assert one("svg_render", code, image=reference) == 0
     assert one("svg_render", square(8)) is None
-
-
-def test_length_breaks_ties_alone(reference):
     args = {"brevity": 0.01, "longest": 1000}
     short, long = square(8), square(8).replace("/></svg>", " " * 100 + "/></svg>")
     first, second, other = (one("svg_render", code, args, image=reference) for code in (short, long, square(9)))

@@ -109,13 +109,10 @@ def test_a_lora_without_names_in_comfyui_is_exported_as_a_merged_model(tmp_path)
     assert train_recipes.exported("wan22", tmp_path) == [f"--output={tmp_path / 'lora.safetensors'}"]
 
 
-def test_frames_of_a_pipeline_are_bytes():
+def test_stand_ins_of_frames_and_tokenizers():
     values = np.array([[[[0.0, 0.5, 1.0]]], [[[0.25, 0.1, 0.9]]]])  # as numpy: 2 frames of one pixel
     assert train_recipes.bytes_of(values).tolist() == [[[[0, 128, 255]]], [[[64, 26, 230]]]]
     assert train_recipes.bytes_of([Image.new("RGB", (1, 1), (7, 0, 255))]).tolist() == [[[[7, 0, 255]]]]
-
-
-def test_a_stand_in_tokenizer_keeps_the_prompt_behind_a_cropped_template():
     known = published.MODELS["hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v"]
     pipe = from_configs.assembled(known, lambda name, kind, config: from_configs.part(kind, config, torch.bfloat16))
     for text, words in (("a red fox", 3), ("", 0)):  # an empty one has a token too, as every published template has

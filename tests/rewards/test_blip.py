@@ -70,23 +70,17 @@ def test_image_reward_is_the_network_written_out(bert, batch):
     assert reward(images, PROMPTS).tolist() == pytest.approx(expected, abs=1e-4) and np.std(expected) > 0.01
 
 
-def test_image_reward_sees_image_and_prompt(bert):
+def test_image_reward_reads_both_in_bf16_and_cuts_prompts(bert):
     reward = ImageReward(device="cpu", parts=(tiny_network(released()), bert))
     images = pictures(2)
     same, other = reward(images, ["two dogs", "two dogs"]), reward(images, ["a cat", "two dogs"])
     assert same[1] == pytest.approx(other[1].item(), abs=1e-6)
     assert abs(same[0] - same[1]) > 1e-4 and abs(same[0] - other[0]) > 1e-4
-
-
-def test_image_reward_in_bf16_is_near_that_in_fp32(bert):
     images, state = pictures(5), released()
     networks = [tiny_network(state) for _ in range(2)]
     half, full = (ImageReward(dtype=dtype, device="cpu", parts=(network, bert))(images, PROMPTS)
                   for dtype, network in zip(("bf16", "fp32"), networks))
     assert 0 < (half - full).abs().max() < 0.05 and networks[0]["head"][0].weight.dtype == torch.float32
-
-
-def test_image_reward_cuts_prompts_at_35_tokens(bert):
     reward = ImageReward(device="cpu", parts=(tiny_network(released()), bert))
     long = " ".join(["dogs"] * 33)  # 33 words and two marks
     values = reward(pictures(1).expand(2, -1, -1, -1), [long, long + " cat on a mat"])

@@ -27,7 +27,7 @@ def same(found: torch.Tensor, expected: list[float]) -> None:
 
 # --- pure ------------------------------------------------------------------------------------------------------------
 
-def test_tiers():
+def test_tiers_and_gates():
     scores = f64([[1, 1, 0.8],  # all counts
                   [0.5, 1, 0.8],  # the lowest just passes
                   [0.4, 1, 0.8],  # the lowest fails: it counts itself, nothing above it does
@@ -39,33 +39,21 @@ def test_tiers():
                   [NAN, NAN, NAN]])
     same(combine.tiered(scores, [0.5, 1]), [2.8, 2.3, 0.4, 1.9, 0, 1.8, 1.8, 0.4, NAN])
     same(combine.tiered(scores, [0.5, 1], [1, 10, 100]), [91, 90.5, 0.4, 10, 0, 90, 81, 0.4, NAN])
-
-
-def test_a_higher_tier_orders_only_what_passed_the_lower_one():
     passed = combine.tiered(f64([[1, 0.2], [1, 0.7]]), [1])
     failed = combine.tiered(f64([[0, 0.2], [0, 0.7]]), [1])
     assert passed[0] < passed[1] and failed[0] == failed[1] < passed[0]
-
-
-def test_gates():
     scores = f64([[1, 0.3, 7], [0.9, 0.3, 7], [1, 0.2, 7], [1, 0.3, -7], [NAN, 0.3, 7], [1, NAN, 7], [1, 0.3, NAN],
                   [0, 0, -7]])
     same(combine.gated(scores, [1, 0.3]), [7, 0, 0, -7, 7, 7, NAN, 0])
 
 
-def test_abstaining_stands_between_right_and_wrong():
+def test_abstentions_checklists_and_the_harmonic_mean():
     same(verdicts.ternary(f64([1, 0.8, 0.79, 0.5, 0.21, 0.2, 0, NAN]), 0.8, 0.2), [1, 1, 0, 0, 0, -1, -1, 0])
     # Among a group that abstains or is wrong, abstaining is the better one; a binary reward has both at 0.
     abstains, wrong = verdicts.ternary(f64([NAN, 0]), 1, 0).tolist()
     assert abstains > wrong
-
-
-def test_the_share_of_a_checklist():
     scores = f64([[1, 1, 0.5, 1], [1, 0, 0.5, 0], [1, NAN, 0.4, NAN], [0, 0, 0, 0], [NAN] * 4])
     same(verdicts.checklist(scores, [1, 1, 0.5, 1]), [1, 0.5, 0.5, 0, NAN])
-
-
-def test_the_harmonic_mean():
     # 1 / (0.3 / 0.8 + 0.7 / 0.2) = 1 / 3.875, below the arithmetic 0.3 * 0.8 + 0.7 * 0.2 = 0.38.
     image, text = f64([0.8, 0.5, 1, 0, 0.5, -0.1, NAN]), f64([0.2, 0.5, 1, 0.9, 0, 0.5, 0.5])
     same(combine.harmonic(image, text, 0.3), [1 / 3.875, 0.5, 1, 0, 0, 0, NAN])
@@ -156,13 +144,10 @@ def test_a_part_that_failed_leaves_no_score_and_is_counted(tmp_path, name, args,
     assert tally.failed == {"it": 1} and "AssertionError" in tally.said["it"]
 
 
-def test_compositions_compose():
+def test_compositions_compose_and_judge_what_their_parts_judge():
     inner = {"use": "gated", "args": {"rewards": ["sharpness", {"use": "over_saturation"}], "thresholds": [0.0]}}
     found = scored(rewards.find("ternary", {"rewards": [inner], "right": 0, "wrong": -0.5}), (0.5, 0.5, 0.5), (1, 0, 0))
     assert found == [1, -1]
-
-
-def test_it_judges_what_all_its_parts_judge():
     assert rewards.find("gated", {"rewards": [RED]}).about.modality == "image/video/text"
     assert rewards.find("checklist", {"rewards": [RED, "sharpness"]}).about == rewards.About("image", (0, 1), "",
                                                                                              "the rewards'")
@@ -239,20 +224,14 @@ def test_each_reward_has_its_own_from_left_to_right_in_every_granularity():
     assert torch.equal(scores, before)
 
 
-def test_without_transforms_scores_are_themselves():
+def test_the_notation_of_transforms_and_scores_without_any():
     scores = torch.rand(2, 3, 2)
     plain = {"plain": len, "ruled": rewards.Composed(len)}
     near(rewards.transformed(plain, scores), scores.tolist())
     assert not any(map(rewards.transforms_of, plain.values()))
     assert rewards.transforms_of(composed(ocr=["log"])["ocr"]) == ["log"]
-
-
-def test_a_refused_score_names_its_reward():
     with pytest.raises(UserError, match="^reward 'ocr': log of the score 0, expected above 0"):
         rewards.transformed(composed(ocr=["log"]), torch.zeros(1, 2, 1))
-
-
-def test_the_notation_of_a_recipe():
     raw = {"reward": {"a": {"transform": [{"clip": [0, 1]}, "log", "rank", {"threshold": 0.5}]}}}
     assert validate(raw).trained["a"].transform == [Clip(clip=(0, 1)), "log", "rank", Threshold(threshold=0.5)]
 
@@ -333,13 +312,10 @@ def test_the_majority_of_a_group(answers, agree, share):
     assert majority.agreement(list(answers)) == agree and majority.frequencies(list(answers)) == pytest.approx(share)
 
 
-def test_the_certainty_of_a_group():
+def test_a_majority_by_hand_and_in_a_recipe():
     half = math.log(2)
     assert [majority.certainty(answers) for answers in ("aaaa", "abcd", "aabb", "a")] == pytest.approx(
         [1, 0, 1 - half / math.log(4), 1])
-
-
-def test_a_majority_in_a_recipe_reads_no_label():
     assert scores_of("majority", {}, [A, A, B, A, C, B, B, B, A, C], 5) == [1, 1, 0, 1, 0, 1, 1, 1, 0, 0]
     assert scores_of("majority", {"score": "share", "certainty": 0.5}, [A, A, A, A], 4) == [1.5] * 4
     assert scores_of("majority", {"kind": "number"}, ["it is 2", "2.0", "3", "two"], 4) == [1, 1, 0, 0]

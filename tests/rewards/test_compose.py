@@ -127,12 +127,9 @@ def test_a_reward_is_asked_where_it_applies_alone(when, expected):
     assert spy.asked == ([asked] if asked else [])
 
 
-def test_texts_are_routed_as_images_are():
+def test_routes_of_texts_and_routes_that_no_prompt_takes():
     mine = {"length": rewards.Composed(lambda texts, prompts: [len(text) for text in texts], WatchRule(when={"n": 2}))}
     assert numbers(rewards.score(mine, ["x", "yy", "zzz", ""], PROMPTS, METADATA)) == [[None, 2, 3, None]]
-
-
-def test_a_route_that_no_prompt_takes_is_told_with_what_there_is():
     mine = rewards.compose({"scene": WatchRule(when={"task": "txet"})})
     assert message(rewards.require_routes, mine, METADATA) == (
         "reward 'scene' applies to no prompt: its `when` is {'task': 'txet'}, and the metadata of 4 prompts has n, "
@@ -306,13 +303,10 @@ def test_an_epoch_reaches_nested_rewards_and_each_has_a_memory_of_its_own(depth)
         rewards.require_memory({"it": reward}, 2)
 
 
-def test_the_memory_of_a_reward_by_itself_has_its_name():
+def test_the_memory_of_nested_rewards():
     memory = {}
     scored(visiting, memory=memory, epoch=7)
     assert memory == {"it": {"visits": [7]}}
-
-
-def test_a_run_gives_its_policy_memory_and_epoch_to_nested_rewards():
     seen = []
     def watching(images, prompts, metadata, policy, memory, epoch):
         seen.append((policy, memory, epoch))
@@ -322,9 +316,6 @@ def test_a_run_gives_its_policy_memory_and_epoch_to_nested_rewards():
         trainer.run_epoch()
     assert {epoch for _, _, epoch in seen} == {0, 1} and all(policy is trainer.policy for policy, _, _ in seen)
     assert all(memory is seen[0][1] for _, memory, _ in seen) and trainer.memory["rewards"]["it"]
-
-
-def test_the_policy_reaches_nested_rewards():
     assert scored(nested(own), policy=5) == 5
 
 
@@ -353,13 +344,10 @@ def test_a_typo_in_the_route_of_a_gate_is_told(when):
     assert "\n" not in str(told.value) and "metadata of 1 prompt has" in str(told.value)  # to which the whole applies
 
 
-def test_a_route_that_some_prompts_take_stays():
+def test_routes_and_keys_of_nested_rewards():
     gate = {"use": "over_saturation", "when": {"task": "t"}}
     rewards.require_routes(rewards.compose({"whole": RewardRule(
         use="gated", args={"rewards": [gate, "sharpness"], "thresholds": [0]})}), [{"task": "t"}, {}])
-
-
-def test_a_key_of_a_nested_reward_that_no_prompt_has_is_told():
     composed = rewards.compose({"it": RewardRule(use="tiered", args={
         "rewards": [{"use": "ternary", "args": {"rewards": [{"use": "exact_match", "args": {"key": "anser"}}]}}]})})
     with pytest.raises(UserError, match=r"reward 'it\[0\]\[0\]' compares with metadata.anser, which none of the 1"):
@@ -400,14 +388,11 @@ def values(reward, images, metadata) -> tuple[torch.Tensor, torch.Tensor]:
     return total.detach(), leaf.grad
 
 
-def test_the_gradient_of_a_gate_is_that_of_what_it_lets_through():
+def test_gradients_of_gates_and_harmonic_means_by_hand():
     images = torch.tensor([[0.75, 0.5, 0], [0.25, 0.5, 0]])[:, :, None, None].expand(2, 3, 2, 2)
     value, gradient = values(combined.Gated([red, green], [0.5]), images, [{}, {}])
     assert value.tolist() == [1.0, 0.0]
     assert (gradient[0, 1] == 2 / 4).all() and not gradient[0, [0, 2]].any() and not gradient[1].any()
-
-
-def test_the_gradient_of_a_harmonic_mean_by_hand():
     images = torch.tensor([[0.8, 0.2, 0]])[:, :, None, None].expand(1, 3, 2, 2)
     value, gradient = values(combined.Harmonic([red, green], 0.3), images, [{}])
     mean = 1 / (0.3 / 0.8 + 0.7 / 0.2)

@@ -86,22 +86,16 @@ def test_what_fails_alone_is_left_out_and_counted_once(broken):
     assert tally.failed == {"mine": 1}
 
 
-def test_what_cannot_bear_company_alone_is_not_left_out():
+def test_what_is_no_failure():
     def alone(images, prompts):
         assert len(prompts) == 1
         return lengths(images, prompts)
     tally = Tally()
     assert values(Composed(alone, RewardRule(on_error="skip")), tally) == [1, 2, 3, 4] and not tally.failed
-
-
-def test_none_is_no_failure():
     tally = Tally()
     assert values(Composed(lambda images, prompts: [None, 0, None, 0], RewardRule(on_error="skip")), tally) == [
         None, 0, None, 0]
     assert not tally.failed
-
-
-def test_a_reward_says_itself_where_it_has_no_answer():
     tally = Tally()
     assert values(lambda images, prompts: [1, Failed("no idea"), None, 4], tally) == [1, None, None, 4]
     assert tally.failed == {"mine": 1} and tally.said == {"mine": "no idea"}
@@ -129,15 +123,12 @@ def test_a_persons_mistake_is_never_skipped_or_tried_again():
 
 # --- retry -----------------------------------------------------------------------------------------------------------
 
-def test_a_reward_is_asked_again_as_often_as_said():
+def test_attempts_and_skips_are_as_said():
     reward = failing(2)
     assert values(Composed(reward, RewardRule(on_error=Retry(retry=2, wait=0)))) == [1, 2, 3, 4] and reward.calls == 3
     reward = failing(3)
     told = message(values, Composed(reward, RewardRule(on_error=Retry(retry=2, wait=0))))
     assert "ConnectionError: refused" in told and told.endswith("(asked 3 times)") and reward.calls == 3
-
-
-def test_what_does_not_come_round_is_skipped_where_that_is_said():
     tally = Tally()
     rule = RewardRule(on_error=Retry(retry=1, wait=0, then="skip"))
     assert values(Composed(choking("a", "ccc"), rule), tally) == [None, 2, None, 4] and tally.failed == {"mine": 2}
@@ -169,12 +160,9 @@ def hanging():
     over.set()
 
 
-def test_a_reward_that_hangs_is_told(hanging):
+def test_a_hanging_reward_is_told_or_skipped(hanging):
     assert message(values, Composed(hanging, RewardRule(timeout=0.05))) == (
         "reward 'mine' hangs on 4 samples (first prompt of the batch: 'a'): no answer within 0.05 s")
-
-
-def test_a_reward_that_hangs_is_skipped_without_asking_for_each_sample(hanging):
     tally = Tally()
     assert values(Composed(hanging, RewardRule(timeout=0.05, on_error="skip")), tally) == [None] * 4
     assert tally.failed == {"mine": 4} and hanging.calls == 1
@@ -206,7 +194,7 @@ def test_in_time_all_is_as_without():
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("scale", [*SCALES, "running"])
-def test_a_sample_without_a_reward_is_as_if_it_had_not_been_drawn(scale, order):
+def test_missing_rewards_are_as_if_not_sampled(scale, order):
     """The advantages of five samples of which the second has no reward are those of the other four, and a 0."""
     torch.manual_seed(0)
     others = torch.randn(3, 4, 2, dtype=torch.float64)
@@ -216,11 +204,6 @@ def test_a_sample_without_a_reward_is_as_if_it_had_not_been_drawn(scale, order):
                        for each in (with_lost, others))
     torch.testing.assert_close(found[:, [0, 2, 3, 4]], expected, rtol=0, atol=1e-12)
     assert (found[:, 1] == 0).all() and expected.abs().min() > 0
-
-
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("scale", [*SCALES, "running"])
-def test_where_no_sample_has_a_reward_all_advantages_are_0(scale, order):
     nothing = torch.full((2, 3, 2), NAN)
     assert (combine(nothing, [1.0, 0.5], scale, order, context=Context(groups=PromptGroups(["p", "q"]))) == 0).all()
 
@@ -383,14 +366,11 @@ def test_an_answer_without_end_ends_by_the_time_out(fault, client):
     assert "\n" not in str(caught.value) and root in str(caught.value)
 
 
-def test_a_server_that_reads_nothing_ends_by_the_time_out():
+def test_servers_that_say_nothing_end_by_the_time_out():
     with misbehaving(mute, buffer=4096) as root:
         began = time.monotonic()
         assert "gave no answer within 0.5 s" in message(lambda: judge(root, text="x" * 2**24), error=TimedOut)
         assert time.monotonic() - began < SHORT + GENEROUS
-
-
-def test_a_tls_handshake_without_end_ends_by_the_time_out():
     with misbehaving(mute) as root:
         began = time.monotonic()
         with pytest.raises(TimedOut, match="took no connection within 0.5 s"):
@@ -434,16 +414,13 @@ def test_another_encoding_is_refused(coding, content, line):
         judge(root, timeout=20)
 
 
-def test_a_compressed_answer_is_read():
+def test_compressed_answers():
     answer = json.dumps({"choices": [{"message": {"content": "7"}}]}).encode()
     with misbehaving(once(packed(gzip.compress(answer)))) as root:
         judge(root, timeout=20)
     packed_body, plain = Body(" Deflate"), Body("")
     assert packed_body.add(zeros(1, wbits=15)) and packed_body.whole() == bytes(2**20)
     assert not plain.add(b"a") and not plain.add(b"b") and plain.whole() == b"ab"
-
-
-def test_what_follows_a_compressed_answer_is_not_read():
     answer = json.dumps({"choices": [{"message": {"content": "7"}}]}).encode()
     endless = repeated(HEAD + b"Content-Encoding: gzip\r\n\r\n" + gzip.compress(answer), b"more")
     with misbehaving(endless) as root:

@@ -28,20 +28,14 @@ def flat(*levels: float, size: int = 32) -> torch.Tensor:
 
 # --- diversity -------------------------------------------------------------------------------------------------------
 
-def test_mean_distances_within_a_group():
+def test_distances_within_a_group():
     # A triangle of sides 3, 4, 5; and a group of equals. Groups do not see each other.
     features = f64([[[0, 0], [3, 0], [0, 4]], [[7, 7], [7, 7], [7, 7]]])
     close(guards.distances(features), [[3.5, 4, 4.5], [0, 0, 0]])
-
-
-def test_black_and_white_are_one_apart():
     found = scored("diversity", flat(0, 1, 0.25, 0.25), group=2)
     assert found == pytest.approx([1, 1, 0, 0], abs=1e-6)
     # 0, 1, 0.25, 0.25 as one group: (1 + 2 * 0.25) / 3, (1 + 2 * 0.75) / 3, (0.25 + 0.75) / 3.
     assert scored("diversity", flat(0, 1, 0.25, 0.25), group=4) == pytest.approx([0.5, 2.5 / 3, 1 / 3, 1 / 3], abs=1e-6)
-
-
-def test_a_copy_in_the_group_costs_its_twin():
     images = torch.rand(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     apart = scored("diversity", images, group=4)
     images[3] = images[0]
@@ -115,20 +109,14 @@ def test_patches_are_seen_at_their_period():
     assert seen_at_8 < -0.5
 
 
-def test_a_stronger_grid_costs_more():
+def test_grids_by_strength_and_noise():
     images = torch.stack([torch.from_numpy(natural() + grid(128, 16, strength, True)).float().expand(3, -1, -1)
                           for strength in (0, 0.05, 0.1, 0.4)])
     found = scored("grid_artefacts", images)
     assert found == sorted(found, reverse=True) and len(set(found)) == 4 and min(found) >= -1
-
-
-def test_white_noise_has_no_grid_in_the_mean():
     profiles = torch.rand(4000, 255, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     found = guards.periodic(profiles, 16)
     assert (found > 0).double().mean().item() == pytest.approx(0.45, abs=0.1) and found.mean() < 0.03
-
-
-def test_images_too_small_for_a_grid_are_refused():
     with pytest.raises(UserError, match=r"got images of \[32, 32\] pixels, expected at least 49, three periods"):
         scored("grid_artefacts", flat(0.5))
     assert "period is 1, expected 2 pixels or more" in message(rewards.find, "grid_artefacts", {"period": 1})
@@ -136,7 +124,7 @@ def test_images_too_small_for_a_grid_are_refused():
 
 # --- saturation ------------------------------------------------------------------------------------------------------
 
-def test_colourfulness_above_the_limit():
+def test_colourfulness_and_its_limit():
     colours = [(1, 0, 0), (0.9, 0.1, 0.1), (0.85, 0.1, 0.1), (0.8, 0.1, 0.5), (0.5, 0.5, 0.5), (0.3, 0, 0)]
     images = torch.tensor(colours)[:, :, None, None].expand(-1, -1, 8, 8)
     # Beyond 0.7, over 0.3: 1 -> 1, 0.8 -> 1/3, 0.75 -> 1/6, 0.7 and less -> 0.
@@ -144,13 +132,7 @@ def test_colourfulness_above_the_limit():
     half = images[:1].clone()
     half[..., 4:] = 0.5
     assert scored("over_saturation", half) == pytest.approx([-0.5])
-
-
-def test_colourfulness_is_saturation_times_value():
     pixels = torch.rand(50, 3, 1, 1, generator=torch.Generator().manual_seed(0))
     expected = [-s * v for _, s, v in (colorsys.rgb_to_hsv(*pixel) for pixel in pixels.flatten(1).tolist())]
     assert scored("over_saturation", pixels, limit=0.0) == pytest.approx(expected, abs=1e-6)
-
-
-def test_a_limit_that_leaves_nothing_is_refused():
     assert "limit is 1.0, expected from 0 to below 1" in message(rewards.find, "over_saturation", {"limit": 1.0})

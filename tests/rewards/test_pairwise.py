@@ -77,14 +77,11 @@ def test_a_cap_that_is_not_regular_is_refused_with_the_nearest(group, comparison
 
 # --- win rates -------------------------------------------------------------------------------------------------------
 
-def test_win_rates_by_hand():
+def test_win_rates_and_capped_tournaments_by_hand():
     # 5 beats all; the two 3s tie and beat 1: (1/2 + 1) / 3 each.
     assert judged(larger, [3, 5, 3, 1], 4) == pytest.approx([0.5, 1, 0.5, 0])
     assert judged(larger, [3, 5, 3, 1], 2) == [0, 1, 1, 0]  # two groups: 3 against 5, 3 against 1
     assert judged(larger, torch.tensor([3.0, 5, 3, 1]), 4, Pairing(both_orders=True)) == pytest.approx([0.5, 1, 0.5, 0])
-
-
-def test_a_capped_tournament_by_hand():
     [(a, b), (c, d)] = Pairing(comparisons=2).pairs(4, "a cat")
     expected = [0.0] * 4
     for first, second in ((a, b), (c, d)):
@@ -102,7 +99,7 @@ def test_win_rates_of_all_pairs_sum_to_half_the_group(group):
         assert [sum(rates[at:at + group]) for at in range(0, 3 * group, group)] == pytest.approx([group / 2] * 3)
 
 
-def test_in_both_orders_a_preference_for_a_position_does_not_count():
+def test_positions_do_not_count():
     """A judge that adds a bonus to the first: in one order it is wrong, in both it is as good as an unbiased one."""
     strengths = torch.tensor([0.0, 1, 2, 3, 4, 5])
     def biased(first, second, prompts):
@@ -115,10 +112,7 @@ def test_in_both_orders_a_preference_for_a_position_does_not_count():
     expected = [0.125 + 0.75 * wins / 5 for wins in range(6)]
     assert judged(unfair, strengths, 6, Pairing(both_orders=True)) == pytest.approx(expected)
     assert judged(unfair, strengths, 6) != pytest.approx(expected, abs=1e-3)
-
-
-def test_in_one_order_positions_are_shared_out():
-    """In an odd group everybody is first as often as second, so that a judge who only sees positions is fair."""
+    # In an odd group everybody is first as often as second, so that a judge who only sees positions is fair.
     assert judged(lambda first, second, prompts: [1] * len(prompts), [0] * 7, 7) == pytest.approx([0.5] * 7)
 
 
@@ -193,12 +187,9 @@ def marked(function):
     return function
 
 
-def test_a_image_alone_has_nothing_to_be_compared_with():
+def test_lone_images_and_held_out_evaluations():
     with pytest.raises(UserError, match="reward 'mine' compares the samples of a group, but here every image is"):
         judged(larger, [1, 2], 1)
-
-
-def test_what_a_held_out_evaluation_measures():
     judge = marked(lambda first, second, prompts: [0.5] * len(prompts))
     assert held_out_rewards({"judge": judge, "red": tiny.red}, {"green": len}) == {"red": tiny.red, "green": len}
     assert held_out_rewards({"judge": judge}, {"red": tiny.red}) == {"red": tiny.red}

@@ -11,17 +11,13 @@ SIDES = [(64, 64), (48, 80), (81, 50), (20, 20), (32, 47), (17, 30), (32, 32)]
 
 
 @pytest.mark.parametrize("height, width", SIDES)
-def test_images_are_prepared_as_by_pil(height, width):
+def test_images_are_cropped_and_padded_as_by_pil(height, width):
     batch = pictures(3, height, width)
     expected = torch.stack([by_pil(picture, 32) for picture in batch])
     prepared = Preparation(32)(batch)
     assert prepared.shape == (3, 3, 32, 32)
     assert (prepared - expected).abs().max() <= LEVEL
     assert (prepared - expected).abs().mean() < LEVEL / 20
-
-
-@pytest.mark.parametrize("height, width", SIDES)
-def test_whole_images_are_padded_as_by_pil(height, width):
     batch = pictures(2, height, width)
     expected = torch.stack([by_pil(picture, 32, padded(32)) for picture in batch])
     prepared = Preparation(32, "longest")(batch)
@@ -49,19 +45,13 @@ def test_bytes_are_rounded_once_as_torchvision_does():
         assert (resize_images(picture, sides) - expected).abs().max() > 2  # PIL rounds after the width too
 
 
-def test_squashed_images_are_scaled_as_by_pil():
+def test_scaling_squashes_as_pil_and_keeps_the_range():
     batch = pictures(2, 40, 70)
     squash = transforms.Resize((32, 32), transforms.InterpolationMode.BICUBIC)
     expected = torch.stack([by_pil(picture, 32, squash) for picture in batch])
     assert (Preparation(32, "squash")(batch) - expected).abs().max() <= LEVEL
-
-
-def test_scaling_does_not_leave_the_range_of_colours():
     levels = resize_images(pictures(4, 100, 90), (30, 27))
     assert levels.min() >= 0 and levels.max() <= 255 and torch.equal(levels, levels.round())
-
-
-def test_other_means_and_deviations():
     grey = torch.full((1, 3, 8, 8), 0.6)
     prepared = Preparation(8, mean=(0.5, 0.4, 0.2), deviation=(0.1, 0.2, 0.5))(grey)
     assert prepared[0, :, 3, 3].tolist() == pytest.approx([1, 1, 0.8], abs=1e-6)

@@ -39,12 +39,9 @@ def scored(reward, *lights: np.ndarray) -> list[float]:
 
 # --- pixels ----------------------------------------------------------------------------------------------------------
 
-def test_bytes_are_rounded_and_bounded():
+def test_bytes_and_luminance():
     values = torch.tensor([-0.1, 0.0, 0.49 / 255, 0.51 / 255, 1.0, 1.2]).expand(1, 3, 1, 6)
     assert eight_bit(values)[0, 0, :, 1].tolist() == [0, 0, 0, 1, 255, 255]
-
-
-def test_luminance_is_that_of_pillow():
     pixels = np.random.default_rng(0).integers(0, 256, (8, 9, 3), dtype=np.uint8)
     expected = np.array(Image.fromarray(pixels).convert("L")).astype(float)
     found = grey(torch.from_numpy(pixels).movedim(-1, 0) / 255).numpy() * 255
@@ -71,28 +68,22 @@ def test_noise_is_large_and_a_blur_is_small():
 
 # --- sharpness -------------------------------------------------------------------------------------------------------
 
-def test_sharpness_by_hand():
+def test_sharpness_of_blurs_by_hand_and_by_scipy():
     # A checkerboard: the Laplacian is +4 on black and -4 on white, in equal numbers. Columns of which every other is
     # white: +2 and -2. A slope: 0.
     checkers = np.indices((6, 6)).sum(0) % 2 * 255.0
     columns = np.indices((6, 6))[1] % 2 * 255.0
     slope = np.indices((6, 6))[1] * 51.0
     assert scored(sharpness, checkers, columns, slope) == pytest.approx([16, 4, 0], abs=1e-5)
+    light = landscape()
+    expected = ndimage.laplace(light / 255)[1:-1, 1:-1].var()
+    assert scored(sharpness, light) == pytest.approx([expected], rel=1e-5)
+    pictures = spoilt()
+    blurred, clean, noisy = scored(sharpness, *(pictures[name] for name in ("blurred", "clean", "noisy")))
+    assert blurred < clean < noisy  # noise counts as sharp
 
 
 @pytest.mark.parametrize("height, width", [(1, 1), (2, 9), (9, 2)])
 def test_a_image_without_an_inside_has_no_sharpness(height, width):
     with pytest.raises(UserError, match=f"got images of {width} x {height} pixels, expected 3 x 3 or more"):
         scored(sharpness, np.zeros((height, width)))
-
-
-def test_sharpness_is_the_variance_of_scipys_laplacian():
-    light = landscape()
-    expected = ndimage.laplace(light / 255)[1:-1, 1:-1].var()
-    assert scored(sharpness, light) == pytest.approx([expected], rel=1e-5)
-
-
-def test_a_blur_is_less_sharp():
-    pictures = spoilt()
-    blurred, clean, noisy = scored(sharpness, *(pictures[name] for name in ("blurred", "clean", "noisy")))
-    assert blurred < clean < noisy  # noise counts as sharp

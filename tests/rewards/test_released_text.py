@@ -69,15 +69,12 @@ def served(folder):
         server.server_close()
 
 
-def test_the_texts_are_those_of_the_released_files():
+def test_texts_are_those_of_the_released_sources():
     assert {(reward, kind): text.sha256 for reward, of in TEXTS.items() for kind, text in of.items()} == SHA256
     for of in TEXTS.values():
         for text in of.values():
             assert text.licence == "MIT" and len(text.commit) == 40
             assert text.url == f"https://raw.githubusercontent.com/{text.repository}/{text.commit}/{text.path}"
-
-
-def test_strings_of_a_source_are_read_and_nothing_is_run():
     assert list(strings("gone.run()\nx = 'a' 'b'\ny = f'{x} c {d.e}'")) == ["ab", "{x} c {d.e}", " c "]
     assert list(strings("no python (")) == []
 

@@ -73,13 +73,10 @@ def test_the_names_of_the_parameters_are_its_facts(thing, unit, reads):
     assert as_reward(made) is made and made.origin is thing
 
 
-def test_collected_arguments_ask_for_nothing():
+def test_names_and_attributes_ask_for_arguments():
     def any_of(images, prompts, *group, **base):
         return [float(len(group) + len(base))] * len(prompts)
     assert as_reward(any_of).unit == "sample" and not as_reward(any_of).reads and score(any_of) == [1] * 4
-
-
-def test_what_its_names_ask_for_is_what_it_gets():
     mean = IMAGES.mean((1, 2, 3))
     assert score(three) == [0, 1, 2, 3] and score(two) == score(Level()) == score(Network()) == mean.tolist()
     assert score(of_groups, group=2) == pytest.approx(mean.view(2, 2).mean(1).repeat_interleave(2).tolist())
@@ -88,9 +85,6 @@ def test_what_its_names_ask_for_is_what_it_gets():
     assert score(of_latents, latents=torch.full((4, 2), 3.0)) == [3] * 4
     assert score(better, group=2) == (mean > mean.view(2, 2).flip(1).flatten()).float().tolist()
     assert "reward 'it' compares the samples of a group, but here every image" in message(score, of_groups)
-
-
-def test_attributes_say_the_same():
     def odd(outputs, texts, entries, size):
         return [float(size)] * len(texts)
     odd.group, odd.differentiable = True, True

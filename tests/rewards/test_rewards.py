@@ -37,7 +37,7 @@ def test_lists_arrays_and_tensors_are_numbers(values):
     assert scores[:, 0].tolist() == [0.25, -1, 1]
 
 
-def test_each_reward_has_a_column_and_sees_the_batch():
+def test_columns_of_rewards_and_none():
     images = torch.arange(3.0)[:, None, None, None].expand(3, 3, 2, 2)
     scores = rewards.score({
         "level": lambda images, prompts, metadata: images.mean((1, 2, 3)),
@@ -45,9 +45,6 @@ def test_each_reward_has_a_column_and_sees_the_batch():
         "n": lambda images, prompts, metadata: [entry["n"] for entry in metadata],
     }, images, PROMPTS, METADATA)
     assert scores.tolist() == [[0, 5, 1], [1, 5, 2], [2, 6, 3]]
-
-
-def test_none_is_not_applicable():
     scores = column(returning([1.0, None, 0.0]))[:, 0].tolist()
     assert scores[0] == 1 and math.isnan(scores[1]) and scores[2] == 0
 
@@ -90,22 +87,16 @@ def test_what_is_no_score_is_told(value, told):
     assert told in message(column, returning(value))
 
 
-def test_a_reward_that_raises_is_told_with_its_line():
+def test_errors_of_rewards():
     def broken(images, prompts, metadata):
         raise ArithmeticError("too\n  much")
     told = message(column, torch.no_grad()(broken))
     line = broken.__code__.co_firstlineno + 1
     assert told == ("reward 'mine' raised on 3 samples (first prompt of the batch: 'a cat'): "
                     f"ArithmeticError: too much (test_rewards.py, line {line})")
-
-
-def test_a_users_error_in_a_reward_is_told_as_it_is():
     def needs(images, prompts, metadata):
         raise UserError("install it")
     assert message(column, needs) == "install it"
-
-
-def test_a_reward_with_other_arguments_is_told():
     assert "takes (images): expected (images, prompts, metadata)" in message(column, lambda images: [1.0])
 
 
@@ -125,15 +116,9 @@ def test_registered_functions_and_classes_are_found(monkeypatch):
     assert rewards.source("ones") == "registered" and rewards.source("scene") == "built in"
 
 
-def test_built_in_names_are_taken():
+def test_names_of_rewards():
     assert "taken by a built-in reward" in message(rewards.reward, "scene")
-
-
-def test_every_built_in_reward_is_found():
     assert all(callable(rewards.locate(name)) for name in rewards.BUILT_IN)  # a class; made, some read weights
-
-
-def test_unknown_names_tell_the_nearest():
     assert "unknown reward 'scen_graded': did you mean 'scene_graded'?" in message(rewards.find, "scen_graded")
     told = message(rewards.find, "zzzzzzzzz")
     assert told.startswith("unknown reward 'zzzzzzzzz' (`flowgrpo list rewards` lists all; or path/to/file.py:")

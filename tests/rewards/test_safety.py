@@ -35,15 +35,12 @@ def test_the_score_is_the_probability_of_the_other_class(folder):
     assert found.std() > 0.01
 
 
-def test_images_of_another_size_are_resized(folder):
+def test_resized_and_many_images(folder):
     # An image of one colour is the same at every size.
     reward = rewards.find("safety", {"model": folder, "device": "cpu"})
     shades = torch.rand(4, 3, 1, 1, generator=torch.Generator().manual_seed(2))
     small, large = (reward(shades.expand(-1, -1, side, side), [""] * 4) for side in (16, 50))
     torch.testing.assert_close(small, large, rtol=0, atol=1e-5)
-
-
-def test_more_images_than_fit_at_once(folder):
     reward = rewards.find("safety", {"model": folder, "device": "cpu"})
     images = torch.rand(35, 3, 16, 16, generator=torch.Generator().manual_seed(3))
     torch.testing.assert_close(reward(images, [""] * 35)[32:], reward(images[32:], [""] * 3), rtol=0, atol=1e-6)

@@ -45,14 +45,11 @@ def scored(reward, pictures=IMAGES, prompts=PROMPTS, metadata=METADATA) -> tuple
     return [None if math.isnan(value) else value for value in found], list(reward.function.asked)
 
 
-def test_what_was_scored_is_not_asked_again_in_another_run(made):
+def test_what_was_scored_is_not_asked_again(made):
     first, asked = scored(made())
     assert asked == PROMPTS and first[1] is None and first[0] == pytest.approx(IMAGES[0].mean().item(), abs=1e-7)
     assert scored(made()) == (first, [])
     assert (made.folder / "kept" / FILE).read_bytes().startswith(b"SQLite format 3")
-
-
-def test_what_is_missing_alone_is_asked(made):
     everything, _ = scored(made("other"))
     scored(made(), IMAGES[1:2], PROMPTS[1:2], METADATA[1:2])
     assert scored(made()) == (everything, ["a", "ccc"])
@@ -73,15 +70,12 @@ def test_another_image_prompt_or_metadata_is_asked_for(made, change):
         assert len(scored(reward, **change)[1]) == 3
 
 
-def test_other_arguments_and_another_source_are_asked_for(made):
+def test_arguments_and_sources_make_versions(made):
     (first, _), (double, asked) = scored(made()), scored(made(args={"factor": 2.0}))
     assert asked == PROMPTS and double[0] == pytest.approx(2 * first[0])
     (made.folder / "changed.py").write_text(SOURCE.replace("self.factor *", "3 *"))
     triple, asked = scored(made(file="changed.py"))
     assert asked == PROMPTS and triple[0] == pytest.approx(3 * first[0])
-
-
-def test_the_version_is_that_of_the_source(made):
     before = version("level", made().function)
     (made.folder / "same.py").write_text(SOURCE)
     (made.folder / "changed.py").write_text(SOURCE + "\n")

@@ -45,15 +45,12 @@ def scored(name: str, clips: list[torch.Tensor], metadata: list[dict] | None = N
 
 # --- how much --------------------------------------------------------------------------------------------------------
 
-def test_the_speed_is_that_of_the_square():
+def test_speeds_of_squares_of_any_size():
     still, two, three, diagonal = scored("flow_amount", [square((0, 0)), square((2, 0)), square((0, 3)),
                                                          square((3, -4), (10, 36))])
     assert still < 0.1 / SIDE
     assert two == pytest.approx(2 / SIDE, rel=0.05) and three == pytest.approx(3 / SIDE, rel=0.05)
     assert diagonal == pytest.approx(5 / SIDE, rel=0.05)
-
-
-def test_a_larger_clip_has_the_same_speed():
     small = square((2, 1))
     large = torch.nn.functional.interpolate(small, (128, 160), mode="bicubic", antialias=True)
     [one], [other] = scored("flow_amount", [small]), scored("flow_amount", [large[..., :128]])
@@ -63,7 +60,7 @@ def test_a_larger_clip_has_the_same_speed():
 
 # --- consistency -----------------------------------------------------------------------------------------------------
 
-def test_a_clip_that_changes_what_it_shows_is_less_consistent():
+def test_consistency_of_changes_and_pans():
     still, moving = square((0, 0)), square((2, 0))
     flicker = (moving * torch.tensor([1.0, 0.7, 1.0, 0.7, 1.0])[:, None, None, None]).clone()
     other = torch.stack([square((0, 0), seed=i)[0] for i in range(FRAMES)])
@@ -71,9 +68,6 @@ def test_a_clip_that_changes_what_it_shows_is_less_consistent():
     assert none == 1 and smooth > 0.97 and smooth - 0.01 > max(brightness, patches)
     # Half the light of a mean of 0.5 lost at every step, up or down: about 0.15 of difference that no flow mends.
     assert brightness == pytest.approx(1 - 0.3 * 0.5, abs=0.05)
-
-
-def test_a_pan_is_consistent():
     # The whole image moves by 3 pixels: what the flow explains and what leaves the image does not count.
     wide = torch.from_numpy(texture(5, 80)).float()
     clip = torch.stack([wide[:64, 3 * i:3 * i + 64] for i in range(FRAMES)])[:, None].expand(-1, 3, -1, -1)

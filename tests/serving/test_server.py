@@ -288,16 +288,13 @@ def test_a_remote_reward_scores_as_the_reward_itself():
         assert httpx.get(url.replace("mine", "health"), trust_env=False).json() == {"status": "ok"}
 
 
-def test_a_recipe_names_a_server():
+def test_recipes_name_a_server():
     with serving(lengths) as url:
         rules = config.validate({"reward": {url: 1.0, "far": {"use": url, "args": QUICK, "cache": True}}}).trained
         with tempfile.TemporaryDirectory() as folder:
             found = rewards.compose(rules, cache=folder)
             assert rewards.score(found, pictures(2), PROMPTS[:2], FACTS[:2]).tolist() == [[1, 1], [2, 2]]
         assert list(config.validate({"reward": url}).trained) == [url]
-
-
-def test_the_recipe_of_the_page_works():
     page = (Path(__file__).parents[2] / "docs" / "reward_server.md").read_text(encoding="utf-8")
     [block] = re.findall(r"```\n(reward:\n  \"http.*?)```", page, re.S)
     rules = config.validate(yaml.safe_load(block)).trained
@@ -306,12 +303,9 @@ def test_the_recipe_of_the_page_works():
         inspect.signature(rewards.locate(rule.use or name)).bind(**rule.args)
 
 
-def test_texts_are_scored():
+def test_texts_and_their_metadata_are_scored():
     with serving(lambda texts, prompts: [len(text) for text in texts]) as url:
         assert Remote(url, **QUICK)(["a", "", "ccc"], PROMPTS[:3], [{}] * 3) == [1, 0, 3]
-
-
-def test_a_reward_for_texts_gets_their_metadata():
     facts = [{"answer": "Gr\u00f6\u00dfe"}, {}, {"answer": "x"}]
     with serving(rewards.find("exact_match")) as url:
         remote = Remote(url, **QUICK)
@@ -399,7 +393,7 @@ def test_a_reward_with_an_unfit_answer_fails_over_there(answer):
         assert status == 422 and "reward 'mine' returned" in line
 
 
-def test_only_what_fails_alone_is_left_out():
+def test_failures_over_there():
     def choking(images, prompts):
         if "bb" in prompts:
             raise ArithmeticError("too much")
@@ -408,9 +402,6 @@ def test_only_what_fails_alone_is_left_out():
         tally, remote = Tally(), Composed(Remote(url, **QUICK), RewardRule(on_error="skip"))
         found = rewards.score({"r": remote}, pictures(3), PROMPTS[:3], [{}] * 3, tally=tally)[:, 0].tolist()
     assert found[::2] == [1, 3] and math.isnan(found[1]) and tally.failed == {"r": 1}
-
-
-def test_what_has_no_answer_over_there_has_none_here():
     def shy(images, prompts):
         return [Failed("a judge\ndeclined") if prompt == "bb" else None if prompt == "a" else 1 for prompt in prompts]
     with serving(shy) as url:
@@ -418,9 +409,6 @@ def test_what_has_no_answer_over_there_has_none_here():
         found = rewards.score({"r": Remote(url, **QUICK)}, pictures(3), PROMPTS[:3], [{}] * 3, tally=tally)[:, 0]
     assert found.isnan().tolist() == [True, True, False]
     assert tally.failed == {"r": 1} and tally.said == {"r": "a judge declined"}
-
-
-def test_a_mistake_over_there_ends_the_run():
     def lacking(images, prompts):
         raise UserError("reward 'mine' needs a package")
     with serving(lacking) as url:

@@ -85,7 +85,7 @@ def test_readers_and_bytes_are_bounded():
         assert server.ask()[0] == 200
 
 
-def test_a_full_queue_asks_to_come_back():
+def test_many_connections_and_a_full_queue():
     with held_reward() as (reward, begun, go_on), running(reward, Bounds(queue=1)) as server:
         first = server.begin(raw(request()))
         assert begun.wait(20)
@@ -95,9 +95,6 @@ def test_a_full_queue_asks_to_come_back():
         assert (status, headers["Retry-After"]) == (503, "5") and "1 requests are waiting already" in text
         go_on.set()
         assert status_of(first) == status_of(second) == 200
-
-
-def test_200_connections_are_answered():
     with running() as server:
         held = [server.begin(b"") for _ in range(200)]
         for connection in held:

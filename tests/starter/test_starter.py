@@ -37,11 +37,18 @@ def stock():
     return pipe
 
 
-def test_it_is_small():
+def test_it_is_small_and_knows_its_words():
     weights = list(STARTER.rglob("*.safetensors"))
     assert sum(file.stat().st_size for file in STARTER.rglob("*")) <= 30e6 and len(weights) == 4
     modules = [part for part in stock().components.values() if isinstance(part, torch.nn.Module)]
     assert sum(p.numel() for module in modules for p in module.parameters()) <= 12e6
+    tokenizer = load_pipeline("starter").tokenizer
+    for task in scenes.TASKS:
+        prompt, _ = scenes.sample_prompt(np.random.default_rng(0), task, held=False)
+        assert len(tokenizer(prompt).input_ids) == len(prompt.split()) + 2
+        assert len(tokenizer(prompt + scenes.VERIFIED).input_ids) == len(prompt.split()) + 4
+    longest = "a drawing of a red ring left of a blue cross" + scenes.VERIFIED
+    assert len(tokenizer(longest).input_ids) <= tokenizer.model_max_length
 
 
 def test_a_mark_is_put_at_a_captions_end_or_taken_away():
@@ -52,16 +59,6 @@ def test_a_mark_is_put_at_a_captions_end_or_taken_away():
     marks = torch.tensor([[True], [False]])
     for texts in (plain, marked):
         assert torch.equal(build.with_mark(tokenizer, ids(*texts), marks), ids(marked[0], plain[1]))
-
-
-def test_every_word_of_the_world_is_one_token():
-    tokenizer = load_pipeline("starter").tokenizer
-    for task in scenes.TASKS:
-        prompt, _ = scenes.sample_prompt(np.random.default_rng(0), task, held=False)
-        assert len(tokenizer(prompt).input_ids) == len(prompt.split()) + 2
-        assert len(tokenizer(prompt + scenes.VERIFIED).input_ids) == len(prompt.split()) + 4
-    longest = "a drawing of a red ring left of a blue cross" + scenes.VERIFIED
-    assert len(tokenizer(longest).input_ids) <= tokenizer.model_max_length
 
 
 @torch.no_grad()

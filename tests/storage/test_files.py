@@ -94,13 +94,10 @@ def test_a_damaged_object_is_told_in_one_line(text, tmp_path):
     assert "\n" not in str(caught.value)
 
 
-def test_a_fifo_is_not_waited_for(tmp_path):
+def test_fifos_and_deep_lines(tmp_path):
     os.mkfifo(tmp_path / "a.json")
     with pytest.raises(UserError, match=r"a.json is damaged \(it is a FIFO, expected a regular file\): remove it"):
         read_object(tmp_path / "a.json", "remove it")
-
-
-def test_a_deep_line_is_named(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps({"epoch": 1}) + f"\n{DEEP}\n")
     with pytest.raises(UserError, match="a.jsonl, line 2: damaged .*: remove that line"):
         read_lines(tmp_path / "a.jsonl", "epoch")

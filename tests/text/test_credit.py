@@ -25,47 +25,35 @@ def taken(scores) -> Segmented:
                      torch.tensor(scores))
 
 
-def test_steps_end_with_a_text():
+def test_steps_end_with_a_text_and_differ_in_one():
     assert text_steps([*"1\n23\n4"], "\n", "".join) == [2, 5, 6]
     assert text_steps([*"ab. c. "], ". ", "".join) == [4, 7]
     assert text_steps([*"abc"], "\n", "".join) == [3] and text_steps([], "\n", "".join) == []
-
-
-def test_only_the_step_that_differs_has_an_advantage():
     found = StepScores("group")(taken([[0.5, 1.0, 0.2], [0.5, 0.0, 0.2], [0.5, 0.5, NAN]]), NONE, TOTALS)
     torch.testing.assert_close(found, torch.tensor([[0.0, 1, 1, 0], [0, 0, -1, 0], [0, 0, 0, 0]]))
-
-
-def test_steps_that_few_samples_have_are_compared_among_these():
     found = StepScores("group")(taken([[0.5, 0.5, 3.0], [0.5, 0.5, 1.0], [0.5, 0.5, NAN]]), NONE, TOTALS)
     half = 2**0.5 / 2
     torch.testing.assert_close(found, torch.tensor([[0, 0, 0, half], [0, 0, 0, -half], [0.0] * 4]))
 
 
-def test_the_tokens_of_a_criticised_step_alone_lose():
+def test_criticised_steps_and_false_alarms():
     outcome = torch.tensor([1.0, -0.5, 0.25])
     part = StepScores("blame", weight=0.3)
     found = part(taken([[1.0, 0.0, 1.0], [1.0, 1.0, 1.0], [NAN, 1.0, NAN]]), outcome, TOTALS)
     expected = torch.tensor([[1, 0.7, 0.7, 1], [-0.5] * 4, [0.25, 0.25, 0.25, 0]])
     torch.testing.assert_close(found, expected)
-
-
-def test_a_majority_overrules_one_false_alarm():
     votes = torch.tensor([[1.0, 0, 1], [0, 0, 1], [NAN, NAN, NAN], [1, NAN, 0]])
     assert StepScores(votes=3).voted(votes).tolist()[:2] == [1, 0]
     assert StepScores(votes=3).voted(votes)[2].isnan() and StepScores(votes=3).voted(votes)[3] == 0
     assert StepScores().voted(torch.tensor([[0.3], [0.9]])).tolist() == pytest.approx([0.3, 0.9])
 
 
-def test_potentials_add_up_to_nothing():
+def test_potentials_and_progress_add_up():
     found = StepScores("potential", weight=2.0)(
         taken([[0.6, 0.7, 0.1], [0.4, 0.4, 0.1], [0.9, 0.1, NAN]]), torch.tensor([1.0, 0.0, 0.0]), TOTALS)
     # Scores behind the steps but the last: .6, .7 / .4, .4 / .9; the sums of the steps' credits are 0.
     expected = torch.tensor([[2.2, 1.2, 1.2, -0.4], [0.8, 0.8, 0.0, -0.8], [1.8, -1.8, -1.8, 0.0]])
     torch.testing.assert_close(found, expected)
-
-
-def test_progress_adds_up_to_the_reward_less_the_groups_mean():
     part = StepScores("progress", outcome=0.0)
     found = part(taken([[0.6, 0.7, 0.1], [0.4, 0.4, 0.1], [0.9, 0.1, NAN]]), NONE, TOTALS)
     expected = torch.tensor([[0.1, 0.1, 0.1, 0.3], [-0.1, -0.1, 0.0, -0.4], [0.4, -0.4, -0.4, 0.0]])
@@ -74,23 +62,17 @@ def test_progress_adds_up_to_the_reward_less_the_groups_mean():
     assert sums == pytest.approx([0.5, -0.5, 0.0], abs=1e-6)
 
 
-def test_neighbours_of_one_verdict_are_a_thought():
+def test_thoughts_and_weights_of_steps():
     scores = torch.tensor([[1.0, 0.8, 0.0, 0.2, 1.0], [0.0, 1.0, NAN, NAN, NAN]])
     segments = torch.tensor([[0, 1, 2, 2, 3, 4], [0, 0, 1, 1, 1, 1]])
     merged, values = merged_steps(segments, scores, 0.5)
     assert merged.tolist() == [[0, 0, 1, 1, 1, 2], [0, 0, 1, 1, 1, 1]]
     torch.testing.assert_close(values[0, :3], torch.tensor([0.9, 0.1, 1.0]))
     torch.testing.assert_close(values[1, :2], torch.tensor([0.0, 1.0]))
-
-
-def test_steps_count_less_the_more_of_a_group_is_right():
     given = taken([[0.5, 1.0, 0.2], [0.5, 0.0, 0.2], [0.5, 0.5, NAN]])
     eased = StepScores("group", easing=True)(given, NONE, TOTALS)
     torch.testing.assert_close(eased, 0.5 * StepScores("group")(given, NONE, TOTALS))
     assert not StepScores("group", easing=True)(given, NONE, torch.ones(1, 3)).any()
-
-
-def test_the_last_steps_score_is_that_of_every_step():
     found = StepScores("last", weight=2.0)(taken([[9.0, 0.0, 1.0], [0.0, 5.0, 3.0], [7.0, 2.0, NAN]]), NONE, TOTALS)
     torch.testing.assert_close(found, torch.tensor([[-2.0] * 4, [2.0] * 4, [0.0] * 4]))
 
@@ -146,13 +128,10 @@ def test_groups_that_are_right_often_enough_have_it(part, on):
     assert all(torch.equal(found[i], whole[i]) for i in on)
 
 
-def test_other_rewards_and_missing_ones_stay():
+def test_missing_rewards_and_shares():
     both = torch.cat([REWARDS, REWARDS * 3], dim=2)
     both[1, 0, 0] = torch.nan
     found = LengthSwitch(top=1.0)(both, Context(samples=SampleMeasures(lengths=LENGTHS)))
     assert torch.equal(found[..., 1], both[..., 1]) and torch.equal(found.isnan(), both.isnan())
     assert found[1, 1, 0] == pytest.approx(1 - 0.2 * sigmoid(-5 / (5 + 1e-6)), abs=1e-10)  # 20 of 20 and 30
-
-
-def test_impossible_shares():
     assert "LengthSwitch: top is 2" in message(LengthSwitch, top=2.0, error=ValueError)

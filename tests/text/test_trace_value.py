@@ -26,16 +26,13 @@ from tests.helpers.tables import close, draw, f64
 YES = torch.ones(1, 3, dtype=torch.bool)
 
 
-def test_advantages_over_a_trace_by_hand():
+def test_advantages_over_traces_by_hand():
     """gamma 0.9, decay 0.8. Row 1: step 0 is worth 0.2, step 1, the last, (0.4 + 0.6) / 2 with A* = 1 - 0.5. Row 2: the
     third token does not count, so that step 2 is the last, A* = -1 - 0.3, and step 1 is empty."""
     steps, mask = torch.tensor([[0, 1, 1], [2, 0, 3]]), torch.tensor([[True, True, True], [True, True, False]])
     advantages, returns = over_traces(f64([1.0, -1.0]), f64([[0.2, 0.4, 0.6], [0.3, 0.1, 0.9]]), steps, mask, 0.9, 0.8)
     close(advantages, [[-0.2 + 0.9 * 0.5 + 0.72 * 0.5, 0.6, 0.4], [-1.3, -0.1 + 0.9 * 0.3 - 0.72 * 1.3, 0.0]])
     close(returns, [[0.9, 1.0, 1.0], [-1.0, -0.9, 0.0]])
-
-
-def test_without_discounts_an_advantage_is_the_return_less_the_value():
     values, steps = draw(5, 7), torch.randint(0, 4, (5, 7), generator=torch.Generator().manual_seed(0))
     rewards, mask = draw(5, seed=1), draw(5, 7, seed=2) > -1
     advantages, returns = over_traces(rewards, values, steps, mask, 1.0, 1.0)

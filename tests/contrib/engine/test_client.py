@@ -71,14 +71,11 @@ def test_samples_and_their_log_probabilities_are_those_of_the_kernel(sde, kernel
             assert abs(float(expected) - float(sample.logp[step])) < 1e-5
 
 
-def test_the_states_that_are_asked_for_come_back():
+def test_a_request_has_every_seed_and_the_states_come_back():
     with serving(TinyEngine(tiny.sd3())) as url:
         [every] = Engine(url).rollout(request(seeds=(1,)))
         [some] = Engine(url).rollout(request(seeds=(1,), states=(1, 2, 4), means=False))
     assert torch.equal(some.states, every.states[[1, 2, 4]]) and some.means is None
-
-
-def test_a_request_has_every_seed_of_its_samples():
     body = request().body()
     assert body["seed"] == 3 and body["extra_sampling_params"] == {"seed": [3, 2**60], "max_sequence_length": 2}
     assert body["num_outputs_per_prompt"] == 2 and body["guidance_scale"] == 1.0
@@ -98,7 +95,7 @@ def test_a_server_that_fails_is_named_in_one_line(fault, kind, said):
     assert error.value.fault == kind and "\n" not in str(error.value)
 
 
-def test_a_server_that_is_busy_is_asked_again():
+def test_busy_absent_and_refusing_servers():
     own = TinyEngine(tiny.sd3())
     with serving(own) as url:
         own.failures = 2
@@ -106,17 +103,11 @@ def test_a_server_that_is_busy_is_asked_again():
         own.failures = 3
         with pytest.raises(EngineError, match=r"answered 503: warming up \(asked 3 times\): is the engine running"):
             Engine(url, wait=0.01).rollout(request())
-
-
-def test_a_place_without_a_server_is_named():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
         with pytest.raises(EngineError, match=r"refused.*\(asked 2 times\)"):
             Engine(url, retries=1, wait=0.01).info()
-
-
-def test_what_the_server_refuses_is_said_at_once():
     own = TinyEngine(tiny.sd3())
     with serving(own) as url:
         with pytest.raises(EngineError, match="answered 404: Not Found: is it an SGLang-Diffusion server"):

@@ -150,14 +150,11 @@ def test_an_engine_that_draws_from_another_policy_stops_the_run(url, own, fault,
         made.run_epoch()
 
 
-def test_an_engine_of_another_size_is_named(url, own):
+def test_wrong_sizes_of_an_engine_or_a_sample_are_named(url, own):
     own.pipe.transformer.config.sample_size = 4
     own.pipe.default_sample_size = 4
     made = trainer(url, parts=ALONE)
     assert "states have the shape [4, 4, 4], the pipeline's [4, 8, 8]" in message(made.run_epoch, error=EngineError)
-
-
-def test_one_sample_of_another_size_is_named(url, own):
     whole = own.drawn
     def cut(*asked):
         answers = whole(*asked)

@@ -78,45 +78,30 @@ def test_half_precision_shows_in_its_rows_alone():
 EVERY = [(False, 1), (False, 2), (True, 1), (True, 2)]
 
 
-def test_wrong_sigmas_are_named():
+def test_wrong_or_unused_sigmas_are_named():
     assert named(rows("wrong sigma")) == {place: ["wrong sigma"] for place in EVERY}
-
-
-def test_sigmas_that_are_sent_but_not_sampled_on_are_named():
     found = rows("unsaid sigma")
     assert named(found) == {place: ["wrong sigma"] for place in EVERY}
     assert "sigmas of the shift 3.5 and sends others" in found[0].found[0]
 
 
-def test_a_lora_without_effect_is_named():
+def test_a_lora_that_is_not_ours_is_named():
     found = rows("no LoRA")
     assert named(found) == {(True, 1): ["another LoRA"], (True, 2): ["another LoRA"]}
     assert "draws without the LoRA, from the base model" in found[-1].found[0]
-
-
-def test_another_lora_is_named_by_its_checksum():
     with pytest.raises(EngineError, match="holds another LoRA") as error:
         rows("another LoRA")
     assert error.value.fault == "another LoRA"
 
 
-def test_states_in_half_precision_are_named():
+def test_states_requests_and_seeds_that_are_wrong_are_named():
     assert named(rows("bf16 states")) == {place: ["bf16 states"] for place in EVERY}
-
-
-def test_a_dropped_request_is_named():
     with pytest.raises(EngineError, match="sent 1 of 2 samples") as error:
         rows("dropped request")
     assert error.value.fault == "dropped request"
-
-
-def test_a_repeated_seed_is_named():
     found = rows("repeated seed")
     assert named(found) == {place: ["repeated seed"] for place in EVERY if place[1] > 1}
     assert "samples 0 and 1 of 4 have one initial noise" in found[1].found[0]
-
-
-def test_a_time_out_is_named():
     with pytest.raises(EngineError, match="did not answer within 0.2 s") as error:
         rows("time-out", lora=False, timeout=0.2)
     assert error.value.fault == "time-out"
@@ -129,19 +114,13 @@ def test_a_wrong_kernel_is_named(kind, drawn):
     assert f"draws by {drawn}" in found[0].found[0]
 
 
-def test_a_shuffled_batch_is_named():
+def test_outputs_of_another_batch_prompt_or_weights_are_named():
     found = rows("shuffled batch")
     assert named(found) == {place: ["shuffled batch"] for place in EVERY if place[1] > 1}
     assert "sample 0 of a request of 2 is sample 1 of those that come one by one" in found[1].found[0]
-
-
-def test_a_sample_of_another_prompt_is_named():
     found = rows("mixed prompts", lora=False)
     assert named(found) == {(False, 1): ["shuffled batch"], (False, 2): ["shuffled batch"]}
     assert "sample 0, of prompt 0, was drawn for prompt 1" in found[0].found[0]
-
-
-def test_other_weights_are_named_by_their_outputs():
     own = TinyEngine(tiny.sd3(seed=1))
     with serving(own) as url:
         found = verify.rows(Engine(url), policy_of, ("fp32",), ASKED, None)

@@ -56,12 +56,21 @@ def test_the_loss_by_hand(margin, verdict, loss):
     assert bradley_terry(column(margin), column(verdict)).item() == pytest.approx(loss, abs=1e-10)
 
 
-def test_what_a_pair_says_nothing_of_is_left_out():
+def test_pairs_say_the_same_in_either_order_and_only_preferences_count():
     margins = torch.tensor([[1.0, 5.0], [-2.0, 0.0]], dtype=torch.float64, requires_grad=True)
     loss = bradley_terry(margins, torch.tensor([[1.0, NAN], [0.0, 0.5]]))
     assert loss.item() == pytest.approx((0.31326168751822286 + 0.12692801104297252 + math.log(2)) / 3, abs=1e-10)
     [gradient] = torch.autograd.grad(loss, margins)
     assert gradient[0, 1] == 0 and gradient[1, 1] == 0 and (gradient[:, 0] != 0).all()  # absent, and a tie at a tie
+    margins, verdicts = torch.randn(30, 2, dtype=torch.float64), torch.tensor([0.0, 0.5, 1.0, NAN]).repeat(15)
+    verdicts = verdicts.reshape(30, 2)
+    assert bradley_terry(margins, verdicts).item() == pytest.approx(bradley_terry(-margins, 1 - verdicts).item(),
+                                                                     abs=1e-12)
+    assert torch.equal(right(margins, verdicts).nan_to_num(9), right(-margins, 1 - verdicts).nan_to_num(9))
+    margins, verdicts = column(2, -1, 0, 3, -4), column(1, 1, 0, 0.5, NAN)
+    assert right(margins, verdicts)[:, 0].nan_to_num(9).tolist() == [1, 0, 0.5, 9, 9]
+    found = accuracy(margins[:, 0], verdicts[:, 0], ["a", "a", "b", "c", "c"])
+    assert found.mean == 0.5 and found.prompts == 2  # of a and b, each of which has 1/2
 
 
 def test_the_gradient_is_logistic_regression_s():
@@ -74,21 +83,6 @@ def test_the_gradient_is_logistic_regression_s():
     difference = (chosen - rejected).numpy()
     probability = 1 / (1 + np.exp(-difference @ weight.detach().numpy()))
     assert np.abs(gradient.numpy() - difference.T @ (probability - verdicts.numpy()) / 40).max() < 1e-10
-
-
-def test_images_that_change_places_change_nothing():
-    margins, verdicts = torch.randn(30, 2, dtype=torch.float64), torch.tensor([0.0, 0.5, 1.0, NAN]).repeat(15)
-    verdicts = verdicts.reshape(30, 2)
-    assert bradley_terry(margins, verdicts).item() == pytest.approx(bradley_terry(-margins, 1 - verdicts).item(),
-                                                                     abs=1e-12)
-    assert torch.equal(right(margins, verdicts).nan_to_num(9), right(-margins, 1 - verdicts).nan_to_num(9))
-
-
-def test_accuracy_counts_preferences_alone():
-    margins, verdicts = column(2, -1, 0, 3, -4), column(1, 1, 0, 0.5, NAN)
-    assert right(margins, verdicts)[:, 0].nan_to_num(9).tolist() == [1, 0, 0.5, 9, 9]
-    found = accuracy(margins[:, 0], verdicts[:, 0], ["a", "a", "b", "c", "c"])
-    assert found.mean == 0.5 and found.prompts == 2  # of a and b, each of which has 1/2
 
 
 # --- pairs -----------------------------------------------------------------------------------------------------------

@@ -67,13 +67,10 @@ def test_a_frozen_model_trains_its_head_alone_and_is_loaded_by_its_name(tmp_path
     assert reward(["127", "12"], ["4+4="] * 2).diff() < 0
 
 
-def test_margins_are_what_scores_are_to_differ_by():
+def test_margins_of_scores_and_batches_of_one_prompt():
     pairs = [Pair("a", "b", "c", margins={"overall": 2.0, "short": -1.0}), Pair("a", "b", "d")]
     assert _apart(pairs, ["overall", "short"], 0.5).tolist() == [[1.0, -0.5], [0.0, 0.0]]
     assert _apart(pairs[1:], ["overall"], 0.0).tolist() == [[0.0]]
-
-
-def test_texts_of_other_prompts_share_no_batch():
     pairs = [Pair("a", "1", "2"), Pair("b", "1", "2"), Pair("a", "2", "3")]
     assert families(pairs) == [[0, 2], [1]]
 

@@ -172,16 +172,13 @@ def test_every_question_is_read_and_every_other_refused():
 
 # --- training --------------------------------------------------------------------------------------------------------
 
-def test_the_loss_by_hand():
+def test_the_loss_and_its_gradient_by_hand():
     """log 2 and 3 of what is allowed: log 4 - log 3 for the right one of odds 3 to 1; the mean of both for none."""
     scores = torch.tensor([[math.log(3), 0.0, 9.0], [math.log(3), 0.0, -9.0]], dtype=torch.float64)
     allowed = torch.tensor([[True, True, False]] * 2)
     for answers, expected in (((0, 0), math.log(4 / 3)), ((1, 1), math.log(4)),
                               ((0, -1), (math.log(4 / 3) * 3 + math.log(4)) / 4)):
         assert answer_loss(scores, allowed, torch.tensor(answers)).item() == pytest.approx(expected, abs=1e-10)
-
-
-def test_the_losss_gradient_is_the_probability_less_the_target():
     scores = torch.randn(5, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
     allowed = torch.tensor([[True] * 4 + [False] * 3, [False] * 3 + [True] * 4, [True] * 7, [True, True] + [False] * 5,
                             [True] * 7])

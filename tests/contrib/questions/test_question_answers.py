@@ -185,13 +185,10 @@ def test_mistakes_are_told_in_one_line(arguments, told):
     assert told in message(find, "question_answers", arguments)
 
 
-def test_weights_that_cannot_be_had_are_told_of_this_reward():
+def test_missing_weights_and_questions_are_told():
     with pytest.raises(UserError, match=r"^reward 'question_answers': /no/folder cannot be loaded .*: fetch it and "
                                         r"give its folder as args: \{vqa: \{model: FOLDER\}\}$"):
         QuestionAnswers(vqa={"model": "/no/folder"})
-
-
-def test_a_prompt_without_questions_is_refused():
     reward = QuestionAnswers(by="judge")
     with pytest.raises(UserError, match="no question can be made of the prompt 'fog': give metadata"):
         reward(shades(1), ["fog"], [{}])

@@ -155,13 +155,10 @@ def test_methods_of_images_can_be_calibrated(method):
     assert first["step_size/moved"] == 0.015 and first["step_size/floor"] < 0.15 * 8 * 0.015
 
 
-def test_updates_without_a_gradient_size_nothing():
+def test_what_sizes_nothing():
     made = tiny.trainer(rewards={"red": lambda images, prompts: [0.0] * len(prompts)}, train__lr="auto", **IMAGE)
     [line] = next_epochs(made, 1)
     assert line["step_size/rate"] == AutoRate().start and loop.extension(made, "StepSize").calibration.done == 0
-
-
-def test_a_number_needs_none_of_it():
     assert "StepSize" not in loop.names(run("image", 1e-3))
     assert run("image", 1e-3).config.train.first_lr == 1e-3
 
@@ -254,15 +251,12 @@ def test_states_are_spread_evenly_over_all(sizes, count, expected):
     assert [rows.tolist() for rows in signals.spread(sizes, count)] == expected
 
 
-def test_six_decades_of_starting_rates_end_at_the_same_rate():
+def test_starting_rates_end_alike_and_no_sample_is_lost():
     ends = [calibrated(10.0**power)[0] for power in range(-6, 1)]
     toy = Linear()
     toy.step(1.0)
     assert ends == pytest.approx([0.015 / toy.exact()] * 7, rel=0.02)
     assert max(ends) / min(ends) < 1.02
-
-
-def test_the_first_step_itself_is_scaled_and_no_sample_is_lost():
     toy, found = Linear(), extension.Calibration(0.015, 12)
     toy.step(1.0)
     factor = found(toy.measure, 1.0, 1.0)
@@ -279,12 +273,9 @@ def test_the_floor_of_rounding_is_measured_and_hardly_moves_the_rate(floor):
     assert noisy == pytest.approx(clean, rel=0.05)
 
 
-def test_a_step_that_is_read_at_its_own_size_would_be_too_small():
+def test_a_floor_is_seen_and_a_step_at_its_own_size_would_be_too_small():
     clean, _, _ = calibrated(1e-4, decay=0.0)
     assert calibrated(1e-4, 0.014, decay=0.0, reach=1.0)[0] < 0.6 * clean
-
-
-def test_a_floor_above_half_of_what_is_read_is_seen_in_the_first_update():
     for floor, refused in ((0.05, False), (0.07, True)):
         toy, found = Linear(floor), extension.Calibration(0.015, 12, 8.0)
         toy.step(1e-3)
@@ -330,20 +321,14 @@ def test_a_spike_is_cut_in_the_update_in_which_it_comes():
     assert toy.exact() < 0.015 * extension.NEAR * 1.001
 
 
-def test_a_step_that_is_not_finite_is_cut():
+def test_steps_that_are_infinite_or_move_nothing_and_schedules_below_the_floor():
     def measure(factor: float) -> float:
         return 0.015 * factor * 1e4 if factor < 1e-3 else math.inf
     factor, signal = extension.sized(measure, 0.015)
     assert signal == measure(factor) == pytest.approx(0.015, rel=0.25)
-
-
-def test_a_step_that_moves_nothing_stays_below_the_highest_rate():
     found = extension.Calibration(0.015, 12)
     found(lambda factor: 0.0, 1.0, 1e-3)
     assert 1e-3 * found.scale == pytest.approx(extension.HIGHEST)
-
-
-def test_what_a_schedule_leaves_is_not_read_below_the_floor():
     found = extension.Calibration(0.015, 12, 8.0, scale=2.0, floor=0.01, done=5)
     found(lambda factor: 0.01, 0.05, 1e-3)
     assert found.scale == 2.0 and found.done == 6
@@ -360,14 +345,11 @@ RUNS = [ran("fixed", 1e-5, before=0.5, after=0.51), ran("fixed", 1e-3, before=0.
         ran("auto", 1e-3, error="train.lr is auto, but")]
 
 
-def test_a_row_has_the_means_of_a_start_and_what_refused_runs_say():
+def test_rows_have_means_and_auto_is_compared_with_the_best_fixed_rate():
     lines = table(RUNS).splitlines()
     assert lines[2:5] == ["| text | grpo | fp32 | 1e-05 | 0.830 | 0.0008 | 0.510 | 0 |",
                           "| text | grpo | fp32 | 0.001 | train.lr is auto, but | - | 0.850 | 0, 1 |",
                           "| text | grpo | fp32 | 1 | 0.810 | 0.0007 | 0.460 | 0, 1 |"]
-
-
-def test_auto_runs_are_compared_with_the_best_fixed_rate_on_the_same_seeds():
-    """1e-3 is the best: 0.8 and 0.9, mean 0.85. 0.83 of seed 0 is above the first; 0.81 of seed 1 is 0.09 below."""
+    # 1e-3 is the best: 0.8 and 0.9, mean 0.85. 0.83 of seed 0 is above the first; 0.81 of seed 1 is 0.09 below.
     assert summary(RUNS).splitlines()[2:] == [
         "| text | grpo | fp32 | 0.500 | 0.001 | 0.850 | 0.820 | -0.090 | 1 of 2 | 0.0007 to 0.0008 | 0 of 2 | 1 of 4 |"]

@@ -18,25 +18,18 @@ def of_taste(count: int, width: int = 6, shown: int = 4) -> list[head.Seen]:
     return [(z, [float(place == int(z[:, 0].argmax())) for place in range(shown)]) for z in drawn]
 
 
-def test_pairs_of_one_feature_have_the_log_odds_of_their_votes():
+def test_shares_of_votes_by_hand_and_ties():
     """Without a ridge, 3 of 4 votes for a difference of 1 give w = log 3; with one, w solves p - 3/4 = -ridge w / 4."""
     pair = torch.tensor([[1.0], [0.0]], dtype=torch.double)
     votes = [(pair, [1.0, 0.0])] * 3 + [(pair, [0.0, 1.0])]
     assert solved(votes, 1e-9)[0].item() == pytest.approx(math.log(3), abs=1e-6)
     w = solved(votes, 2.0)[0].item()
     assert 4 / (1 + math.exp(-w)) - 3 == pytest.approx(-2 * w, abs=1e-9)
-
-
-def test_the_best_of_three_has_the_shares_of_its_votes():
-    """A feature per image: softmax(w) are the shares 1/2, 1/3 and 1/6, up to a constant."""
+    # A feature per image: softmax(w) are the shares 1/2, 1/3 and 1/6, up to a constant.
     votes = [(torch.eye(3, dtype=torch.double), [float(place == best) for place in range(3)])
              for best in (0, 0, 0, 1, 1, 2)]
     w = solved(votes, 1e-9)[0]
     assert (w - w[2]).tolist() == pytest.approx([math.log(3), math.log(2), 0.0], abs=1e-5)
-
-
-def test_ties_hold_two_images_together():
-    pair = torch.tensor([[1.0], [0.0]], dtype=torch.double)
     assert solved([(pair, [0.5, 0.5])] * 5, 0.1)[0].item() == pytest.approx(0.0, abs=1e-12)
 
 
@@ -67,13 +60,10 @@ def test_the_solution_in_the_space_of_rows_is_that_of_all_features():
     assert torch.allclose(whole, own, atol=1e-8)
 
 
-def test_no_votes_and_constant_features_score_nothing():
+def test_votes_teach_and_constant_features_score_nothing():
     assert fitted([])(torch.randn(3, 1)).tolist() == [0, 0, 0]
     same = fitted([(torch.ones(4, 5), [1.0, 0, 0, 0])])
     assert same(torch.ones(2, 5)).tolist() == [0, 0] and torch.isfinite(same.weight).all()
-
-
-def test_what_a_vote_teaches():
     features = torch.arange(8.0).view(4, 2)
     assert seen(features, Vote((0, 1, 2, 3), SKIP)) is None
     rows, shares = seen(features, Vote((1, 0), TIE))

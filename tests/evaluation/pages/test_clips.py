@@ -56,7 +56,7 @@ def test_a_clip_is_saved_without_loss(tmp_path):
     assert [frame.getpixel((9, 50)) for frame in frames] == [(value,) * 3 for value in BYTES]
 
 
-def test_a_page_of_clips_lies_beside_the_same_page_animated(tmp_path):
+def test_clips_lie_beside_their_page_and_images_are_not_animated(tmp_path):
     rows = [Row("x", [clip(*GREYS), clip(*reversed(GREYS))], [{"r": 0.0}, {"r": 1.0}])] * 2
     page = Image.open(draw_grid(tmp_path / "a.png", ["before", "after"], rows))
     moments = frames_of(tmp_path / "a.webp")
@@ -65,9 +65,6 @@ def test_a_page_of_clips_lies_beside_the_same_page_animated(tmp_path):
     other = (at[0] + 192 + grid.BETWEEN_IMAGES, at[1])  # an image of 64 pixels is shown three times as large
     assert [frame.getpixel(at)[0] for frame in moments] == list(BYTES)
     assert [frame.getpixel(other)[0] for frame in moments] == list(reversed(BYTES))
-
-
-def test_a_page_of_images_is_not_animated(tmp_path):
     draw_grid(tmp_path / "a.png", [""], [Row("x", [clip(0.5)[0]], [{}])])
     assert [path.name for path in tmp_path.iterdir()] == ["a.png"]
 

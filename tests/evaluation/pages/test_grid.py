@@ -67,14 +67,11 @@ def test_every_card_is_on_the_page(count, tmp_path):
     assert count < 3 or 0.5 < page.width / page.height < 3
 
 
-def test_captions_are_wrapped_and_nothing_is_lost():
+def test_captions_wrap_or_end_in_an_ellipsis():
     text = "a photograph of an astronaut who rides a horse on the moon in golden light"
     lines = grid._wrap(text, grid.CAPTION, 190)
     assert " ".join(lines) == text and 2 < len(lines) <= 4
     assert all(grid.CAPTION.getlength(line) <= 190 for line in lines)
-
-
-def test_what_cannot_fit_ends_in_an_ellipsis():
     lines = grid._wrap("word " * 200, grid.CAPTION, 190)
     assert len(lines) == 4 and lines[-1].endswith("...") and grid.CAPTION.getlength(lines[-1]) <= 190
     assert grid._wrap("w" * 500, grid.CAPTION, 190)[0].endswith("...")
@@ -111,15 +108,12 @@ def test_each_letter_of_a_word_has_its_own_shape(word):
     assert Font(24).getlength(word) == pytest.approx(sum(map(Font(24).getlength, word)), abs=2)  # kerning
 
 
-def test_a_line_may_need_two_fonts():
+def test_a_line_may_need_two_fonts_and_a_mark_stays():
     text, font = f"up {SERIF} down", Font(20)
     pieces = ["up ", f"{SERIF} ", "down"]
     assert font.getlength(text) == pytest.approx(sum(map(font.getlength, pieces)))
     runs = list(font._runs(text))
     assert [run for _, run in runs] == pieces and len({piece for piece, _ in runs}) == 2
-
-
-def test_a_mark_stays_with_its_letter():
     assert [run for _, run in Font(20)._runs(f"e\u0301{SERIF}\u0301\ufe0f")] == ["e\u0301", f"{SERIF}\u0301\ufe0f"]
 
 

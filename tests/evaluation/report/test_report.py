@@ -68,16 +68,13 @@ def read(text: str) -> dict:
     return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)[1])
 
 
-def test_the_metrics_in_the_file_are_those_of_the_run(tmp_path):
+def test_the_metrics_in_the_file_and_a_line_that_waits(tmp_path):
     run = make_run(tmp_path / "run")
     found = read(report.write(run).read_text())["metrics"]
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert set(found) == {key for line in lines for key in line}
     for key, values in found.items():
         assert values == [line.get(key) for line in lines]
-
-
-def test_a_line_that_is_still_being_written_waits(tmp_path):
     run = make_run(tmp_path / "run")
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"epoch": 5, "lo')
@@ -106,16 +103,13 @@ def test_a_damaged_file_is_told_in_one_line(tmp_path, capsys, file, text, told):
         assert main(["report", str(run)]) == 0
 
 
-def test_foreign_text_is_no_markup_and_no_address(tmp_path):
+def test_foreign_text_is_no_markup_and_nothing_is_loaded(tmp_path):
     text = report.write(make_run(tmp_path / "run")).read_text()
     assert text.count("<script") == text.count("</script") == 2 and "<!--" not in text
     assert "<img" not in text and "<b>mine" not in text and "&lt;b&gt;mine" in text
     assert not re.search(r"https?://", text, re.I) and "innerHTML" not in text
     found = read(text)
     assert found["title"] == "<b>mine" and found["stages"][0]["cards"][0]["prompt"] == EVIL
-
-
-def test_nothing_is_loaded_from_elsewhere(tmp_path):
     text = report.write(make_run(tmp_path / "run")).read_text()
     assert re.search(r'Content-Security-Policy" content="default-src \'none\'; img-src data:;', text)
     assert "connect-src" not in text and "<html lang=\"en\">" in text
@@ -168,7 +162,7 @@ def test_memory_is_shown_in_its_unit(most, unit, size):
         {"label": "reserved", "key": "memory/reserved", "size": size}]}
 
 
-def test_a_chart_knows_the_range_of_its_score(tmp_path):
+def test_charts_have_their_range_and_end(tmp_path):
     """Known from the reward itself, or from all held-out scores."""
     run = make_run(tmp_path / "run")
     ranges = {chart["title"]: chart.get("range") for chart in report.data(run)["charts"]}
@@ -177,6 +171,8 @@ def test_a_chart_knows_the_range_of_its_score(tmp_path):
     snapshots.stage(run, "after", 4, measured(1.0, 0.75, 1.0, watched=40.0))
     ranges = {chart["title"]: chart.get("range") for chart in report.data(run)["charts"]}
     assert ranges["scene"] == [0, None] and ranges["piqe"] is None
+    charts = {chart["title"]: chart["series"] for chart in report.data(make_run(tmp_path / "run", epochs=5))["charts"]}
+    assert charts["scene"][1] == {"label": "held-out prompts", "x": [0, 2, 4, 5], "y": [0.125, 0.5, 0.5, 2.75 / 3]}
 
 
 def test_the_table_of_tasks_is_that_of_the_summary(tmp_path):
@@ -187,11 +183,6 @@ def test_the_table_of_tasks_is_that_of_the_summary(tmp_path):
     [rows] = report.data(run)["tasks"].values()
     assert [row[0] for row in rows] == ["a", "b", "all prompts"]
     assert rows[0][1:] == ["0.00000 [0.00000, 0.00000]", "0.00710 [0.00710, 0.00710]", "+0.00710 [+0.00710, +0.00710]"]
-
-
-def test_the_end_is_a_point_of_the_curve_where_its_epoch_was_not_measured(tmp_path):
-    charts = {chart["title"]: chart["series"] for chart in report.data(make_run(tmp_path / "run", epochs=5))["charts"]}
-    assert charts["scene"][1] == {"label": "held-out prompts", "x": [0, 2, 4, 5], "y": [0.125, 0.5, 0.5, 2.75 / 3]}
 
 
 def test_phases_add_up_longest_first():
@@ -220,20 +211,14 @@ def test_a_small_change_is_shown_with_more_decimals(now, digits):
     assert change.digits == digits
 
 
-def test_a_card_has_aligned_lines_with_intervals():
+def test_cards_have_intervals_and_few_prompts_no_verdict():
     _, [change] = judged({"a": [0.25, 0.75] * 12}, {"a": [0.5] * 24}, {"a": 1.0})
     before, now, moved = change.as_json()["lines"]
     assert before[:2] == ["before", "0.500"] and now == ["now", "0.500", "[0.500, 0.500]"]
     assert before[2] == "[0.396, 0.604]" and moved == ["change", "0.000", "[-0.104, +0.104]"]
     assert change.as_json()["way"] == 0
-
-
-def test_images_of_one_prompt_are_not_counted_as_independent():
     _, [change] = judged({"a": [0.0] * 6}, {"a": [1.0, 1.0, 0.0, 0.0, 0.5, None]}, {"a": 1.0}, samples=2)
     assert change.change.prompts == 3 and change.count == 5 and change.change.mean == pytest.approx(0.5)
-
-
-def test_few_prompts_allow_no_verdict():
     config, [few] = judged({"a": [0.1] * 19}, {"a": [0.8] * 19}, {"a": 1.0})
     _, [enough] = judged({"a": [0.1] * 20}, {"a": [0.8] * 20}, {"a": 1.0})
     assert (few.way, enough.way) == (0, 1)
@@ -292,16 +277,13 @@ def test_a_report_of_texts_speaks_of_completions_and_tokens(tmp_path):
     assert any("held-out completions" in text for text in told) and not any("picture" in text for text in told)
 
 
-def test_one_measurement_is_no_change(tmp_path):
+def test_one_measurement_and_a_run_that_has_just_begun(tmp_path):
     run = make_run(tmp_path / "run")
     for file in (run / "report").glob("*.json"):
         if file.stem not in ("before", "machine", "nouns"):
             file.unlink()
     found = report.data(run)
     assert found["changes"] == [] and len(found["sentences"]) == 1 and len(found["stages"]) == 1
-
-
-def test_a_run_that_has_just_begun_has_a_report(tmp_path):
     (tmp_path / "config.yaml").write_text(validate({}).yaml())
     found = read(report.write(tmp_path).read_text())
     assert found["stages"] == found["changes"] == found["charts"] == [] and len(found["sentences"]) == 1
@@ -315,13 +297,10 @@ def decoded(url: str) -> Image.Image:
     return Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2])))
 
 
-def test_small_images_are_kept_without_loss():
+def test_small_images_are_kept_and_large_ones_made_smaller():
     pixels = torch.randint(0, 256, (3, 16, 24), generator=torch.Generator().manual_seed(0))
     found = torch.tensor(list(decoded(snapshots.data_url(pixels / 255)).convert("RGB").tobytes()))
     assert torch.equal(found.view(16, 24, 3).permute(2, 0, 1), pixels)
-
-
-def test_large_images_and_clips_are_made_smaller():
     assert decoded(snapshots.data_url(torch.rand(3, 320, 640))).size == (320, 160)
     clip = decoded(snapshots.data_url(torch.linspace(0, 1, 5)[:, None, None, None].expand(5, 3, 8, 8)))
     assert clip.n_frames == 5 and clip.size == (8, 8)
@@ -345,16 +324,13 @@ def test_extremes_by_hand():
     assert decoded(listed["best"][0]["picture"]).getpixel((0, 0)) == (round(255 * 7 / 8),) * 3
 
 
-def test_a_sample_that_lost_a_score_is_no_extreme():
+def test_only_the_most_extreme_scored_samples_are_kept():
     """Of p the third and of q both lack what the others have; r has the first reward alone."""
     found, nan = snapshots.Extremes(["a", "b"]), math.nan
     scores = torch.tensor([[0.5, 1], [0.2, 1], [0.9, nan], [nan, 1], [0.1, nan], [0.4, nan], [0.3, nan], [nan, nan]])
     found.add([*map(Prompt, "pppqqrrr")], ["text"] * 8, scores, torch.arange(8.0))
     assert [(total, prompt.text) for total, prompt, *_ in found.best] == [(6, "r"), (1, "p")]
     assert [(total, prompt.text) for total, prompt, *_ in found.worst] == [(0, "p"), (5, "r")]
-
-
-def test_only_the_most_extreme_are_kept():
     found = snapshots.Extremes(["a"])
     totals = torch.tensor([3.0, 9, 1, 7, 5, 0, 8, 2, 6, 4])
     for i in range(10):

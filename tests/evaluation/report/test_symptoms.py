@@ -60,19 +60,13 @@ def test_a_run_was_not_aligned_to_a_reward_that_never_gave_a_score(lines, goal):
     assert f" aligned to {goal} with " in shown
 
 
-def test_a_reward_of_weight_0_is_no_cause():
+def test_causes_of_earlier_lines_and_of_weight_0():
     config = validate({"reward": {"a": 0.0, "b": 1.0}})
     assert outcome(config, [line(1, 0, a=VARIES, b=HALF)]).sentences[0].startswith(
         "Nothing was trained in 1 epoch: b gave every sample 0.5.")
-
-
-def test_lines_of_earlier_versions_say_it_by_the_gradient():
     known = [{key: value for key, value in line(1, a=VARIES).items() if key != "trained_updates"} | {"grad_norm": norm}
              for norm in (0.0, 0.1, None)]
     assert [outcome(validate({"reward": "a"}), [each]).nothing for each in known] == [True, False, False]
-
-
-def test_a_summary_of_another_form_is_refused():
     assert untrained({}) == [] and untrained({"trained": {"said": ["so"]}}) == ["so"]
     assert "summary.json: trained is 5, expected a list under `said`" in message(untrained, {"trained": 5})
 
@@ -102,15 +96,12 @@ def test_a_reward_that_does_not_improve(slope, weight, flat):
     assert names({"reward": {"a": weight}}, lines([9.0, *noisy(slope)])) == ["flat reward"] * flat
 
 
-def test_a_reward_that_rose_and_stays_is_not_flat():
+def test_rewards_that_rose_or_improve_are_not_flat():
     """A run whose reward rose by .5 in its first epochs, and has been level for the last FLAT ones."""
     early = [value - 0.5 for value in noisy(0.0, START)]
     assert names({"reward": {"a": 1.0}}, lines([*early, *noisy(0.0, 2 * FLAT)])) == []
     assert names({"reward": {"a": -1.0}}, lines([*early, *noisy(0.0, 2 * FLAT)])) == ["flat reward"]
     assert names({"reward": {"a": 1.0}}, lines(noisy(0.0, 3 * FLAT))) == ["flat reward"]
-
-
-def test_one_of_several_rewards_that_improves_is_enough():
     both = [one | other for one, other in zip(lines(noisy(0.0)), lines(noisy(0.01), name="b"))]
     assert names({"reward": {"a": 1.0, "b": 1.0}}, both) == []
     assert names({"reward": {"a": 1.0}}, lines([None] * FLAT)) == []  # no sample had a score

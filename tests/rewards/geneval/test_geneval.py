@@ -72,13 +72,10 @@ def test_counts(wanted, found, strict, graded):
     assert judged(found, wanted, "graded") == pytest.approx(graded, abs=1e-7)
 
 
-def test_at_most_sixteen_objects_of_a_class_are_seen():
+def test_sixteen_objects_of_a_class_and_thresholds():
     many = {"tag": "counting", "include": [{"class": "dog", "count": 16}], "exclude": [{"class": "dog", "count": 17}]}
     assert judged([seen("dog")] * 20, many) == 1
     assert judged([seen("dog")] * 20, many, max_objects=17) == 0
-
-
-def test_thresholds_are_arguments():
     assert judged([seen("dog", 0.5)] * 3, THREE) == 0
     assert judged([seen("dog", 0.5)] * 3, THREE, counting_threshold=0.4) == 1
     assert judged([seen("dog", 0.5)], ONE, threshold=0.6) == 0
@@ -164,7 +161,7 @@ def test_named_colours_of_the_web(name, web):
     assert dict(zip(web.split(), colours.pixel_colours(pixels))) == dict.fromkeys(web.split(), name)
 
 
-def test_hues_are_those_of_pillow():
+def test_hues_of_pillow_at_the_middle_of_the_box():
     pixels = np.random.default_rng(0).integers(0, 256, (500, 3), dtype=np.uint8)
     pixels = pixels[np.ptp(pixels, axis=1) > 40]
     expected = np.array(Image.fromarray(pixels[None]).convert("HSV"))[0, :, 0] * (360.0 / 255)
@@ -172,9 +169,6 @@ def test_hues_are_those_of_pillow():
     found = colours._hue(channels, channels.max(-1), np.ptp(channels, -1))
     apart = np.abs(found - expected) % 360
     assert np.minimum(apart, 360 - apart).max() < 3  # Pillow has 256 steps
-
-
-def test_the_middle_of_the_box_decides():
     picture = (painted(((8, 8, 24, 24), "red")).permute(1, 2, 0) * 255).byte().numpy()
     assert colours.colour(picture, (8, 8, 24, 24)) == "red"
     assert colours.colour(picture, (0, 0, 32, 32)) == "red"  # grey around it, the middle half is red
@@ -224,34 +218,26 @@ def test_a_class_that_the_detector_does_not_know_is_refused():
     assert detectors.Torchvision(model=model, categories=("N/A", "mouse")).labels == ("computer mouse",)
 
 
-def test_other_scores_and_detectors_are_refused(tmp_path):
+def test_detectors_from_files_and_by_wrong_names(tmp_path):
     assert "score is 'loose', expected strict, graded" in message(rewards.find, "geneval_fast", {"score": "loose"})
     with pytest.raises(UserError, match="no detector 'fasterrcnn': expected one of torchvision's"):
         rewards.find("geneval_fast", {"detector": "fasterrcnn"})
-
-
-def test_a_detector_from_a_file(tmp_path):
     (tmp_path / "mine.py").write_text("def dogs(images):\n    return [[((0, 0, 4, 4), 'dog', 0.95)] for _ in images]\n")
     reward = rewards.find("geneval_fast", {"detector": f"{tmp_path}/mine.py:dogs"})
     assert reward(torch.zeros(2, 3, 8, 8), [PROMPT] * 2, [ONE, TWO]) == [1, 0]
 
 
-def test_rules_are_the_defaults_of_the_reward():
+def test_rules_and_names_are_those_of_geneval():
     mine, rules = GenEvalFast(detector=len), Rules()
     assert [getattr(mine, name) for name in vars(rules)] == list(vars(rules).values())
-
-
-# --- detectors -------------------------------------------------------------------------------------------------------
-
-def test_the_names_are_the_eighty_of_geneval():
     assert len(OBJECTS) == len(set(OBJECTS)) == 80 and OBJECTS[0] == "person" and OBJECTS[-1] == "toothbrush"
     assert {"computer mouse", "tv remote", "computer keyboard", "potted plant", "wine glass"} <= set(OBJECTS)
-
-
-def test_every_category_of_torchvisions_weights_has_one_of_these_names():
     from torchvision.models.detection import FasterRCNN_ResNet50_FPN_V2_Weights as TrainableWeights
     names = {detectors.canonical_label(name) for name in TrainableWeights.DEFAULT.meta["categories"]}
     assert names - {"__background__", "N/A"} == set(OBJECTS)
+
+
+# --- detectors -------------------------------------------------------------------------------------------------------
 
 
 class Command:

@@ -53,7 +53,7 @@ def test_other_prompts_are_refused(prompt):
         parse(prompt)
 
 
-def test_one_in_six_is_held_out_and_no_pair_is_only_there():
+def test_prompts_tasks_and_frames():
     held, known = clips(held=True), clips(held=False)
     assert (len(held), len(known)) == (42, 210) and all(map(held_out, held)) and not any(map(held_out, known))
     for name, values in (("shape", SHAPES), ("colour", COLOURS), ("motion", MOTIONS)):
@@ -61,16 +61,10 @@ def test_one_in_six_is_held_out_and_no_pair_is_only_there():
     assert {(c.shape, c.colour) for c in known} == set(product(SHAPES, COLOURS))
     assert {(c.shape, c.motion) for c in known} == set(product(SHAPES, MOTIONS))
     assert {(c.colour, c.motion) for c in known} == set(product(COLOURS, MOTIONS))
-
-
-def test_tasks():
     assert {name: Clip("ring", "red", name).task for name in MOTIONS} == {
         "left": "direction", "right": "direction", "up": "direction", "down": "direction", "grow": "size",
         "shrink": "size", "stay": "still"}
     assert TASKS == ("direction", "size", "still") and set(PHRASES) == set(MOTIONS)
-
-
-def test_a_frame_is_the_shape_on_its_ground():
     rng = np.random.default_rng(3)
     for shape in SHAPES:
         drawn = render(Clip(shape, "black", "stay"), rng)
@@ -210,24 +204,18 @@ def test_an_uneven_pace_is_refused_though_the_course_is_right():
     assert strict == 0 and 0.2 < graded < 0.8 and shown == 1
 
 
-def test_a_second_object_and_a_change_of_colour_cost_the_motion_too():
+def test_wrong_frames_further_objects_and_empty_clips():
     clip = moved(LEFT)
     assert all_three(clip, "a red circle moves left") == (1, 1, 1)
     both = torch.minimum(clip, moved([(54.0, 54.0)] * 5, radius=7.0))
     assert all_three(both, "a red circle moves left")[0] == all_three(both, "a red circle moves left")[2] == 0
     turned = torch.cat([clip[:3], moved(LEFT[3:], colour="blue")])
     assert all_three(turned, "a red circle moves left")[0] == 0
-
-
-def test_one_wrong_frame_costs_the_appearance_and_it_is_that_of_the_scene_reward():
     clip = moved(LEFT)
     clip[3] = frame("square", centre=LEFT[3])
     assert all_three(clip, "a red circle moves left")[::2] == (1, 0)
     assert scene(clip, ["a red circle"] * 5) == [1, 1, 1, 0, 1]
     assert all_three(moved(LEFT)[[4, 1, 3, 0, 2]], "a red circle moves left")[::2] == (0, 1)
-
-
-def test_an_empty_clip_is_worth_nothing():
     assert all_three(torch.full((5, 3, 64, 64), 0.95), "a red circle moves left") == (0, 0, 0)
 
 

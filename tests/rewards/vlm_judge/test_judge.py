@@ -141,19 +141,17 @@ def test_a_level_is_found(text, value):
     assert level(text) == value
 
 
-def test_levels_count_by_their_probabilities():
+def test_probabilities_of_levels_and_templates():
     told = {" good": math.log(0.5), " Good": math.log(0.1), " fair": math.log(0.2), " cat": math.log(0.1)}
     tokens = [(" The", {" The": 0.0}), (" good", told), (" bad", {" bad": 0.0})]
     assert expected_level(tokens) == pytest.approx((4 * 0.6 + 3 * 0.2) / 0.8, abs=1e-12)
     assert expected_level([("ex", {"ex": math.log(0.5), "po": math.log(0.25)})]) == pytest.approx(4, abs=1e-12)
     assert expected_level([("cat", told)]) is None and expected_level([]) is None
     assert expected_level([("good", {"cat": 0.0})]) is None
+    assert fill_template('{prompt} {"a": {}} {criteria}', prompt="{criteria}", criteria="c") == '{criteria} {"a": {}} c'
 
 
 # --- what is sent ----------------------------------------------------------------------------------------------------
-
-def test_a_template_is_filled_once():
-    assert fill_template('{prompt} {"a": {}} {criteria}', prompt="{criteria}", criteria="c") == '{criteria} {"a": {}} c'
 
 
 @pytest.mark.parametrize("count, wanted, rows", [
@@ -591,11 +589,15 @@ def test_a_key_that_a_server_refuses_is_not_sent_again(refusal, status, sent, to
     assert told in capsys.readouterr().err
 
 
-def test_a_key_of_extra_is_sent_or_fails():
+def test_extra_keys_and_probabilities_that_are_refused():
     with endpoint([(400, {}, REASONING)]) as server:
         judge = Judge(url=server.url, extra={"max_tokens": 9}, **QUICK)
         assert "Use 'max_completion_tokens' instead" in message(judge, ONE, ["p"], error=Failed)
     assert len(server.seen) == 1
+    with endpoint([(422, {}, FIELDS), said("good")]) as server:
+        assert DeQA(url=server.url, **QUICK)(ONE, ["p"]) == [4]
+    assert {"logprobs", "top_logprobs"} <= server.seen[0][2].keys()
+    assert not {"logprobs", "top_logprobs"} & server.seen[1][2].keys()
 
 
 def test_the_beginning_of_an_answer_goes_to_servers_that_go_on_from_it():
@@ -606,13 +608,6 @@ def test_the_beginning_of_an_answer_goes_to_servers_that_go_on_from_it():
         body = server.seen[0][2]
         assert [each["role"] for each in body["messages"]] == ["user"] + ["assistant"] * known
         assert ("continue_final_message" in body, "add_generation_prompt" in body) == (known, known)
-
-
-def test_keys_of_probabilities_are_left_out_where_they_are_refused():
-    with endpoint([(422, {}, FIELDS), said("good")]) as server:
-        assert DeQA(url=server.url, **QUICK)(ONE, ["p"]) == [4]
-    assert {"logprobs", "top_logprobs"} <= server.seen[0][2].keys()
-    assert not {"logprobs", "top_logprobs"} & server.seen[1][2].keys()
 
 
 # Servers that were not run here, by their documentation: owner of their models, the keys of a request that it lists,

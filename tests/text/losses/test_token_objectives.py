@@ -39,9 +39,21 @@ def compared(surrogate=None, entropy=None, ids=None, rows=slice(0, 5)) -> Comple
 # Entropy
 
 
-def test_entropies_by_hand():
+def test_entropies_by_hand_and_their_gradient():
     close(entropy_of(f64([[0.5, 0.25, 0.25], [1, 0, 0], [1 / 3, 1 / 3, 1 / 3]]).log()),
           [1.5 * math.log(2), 0, math.log(3)])
+    logits = draw(3, 4, seed=2).requires_grad_()
+    score(logits, lambda states: states, torch.tensor([0, 1, 2]), Decoding(), entropy=True)[:, 1].sum().backward()
+    own = logits.detach().clone().requires_grad_()
+    torch.distributions.Categorical(logits=own).entropy().sum().backward()
+    close(logits.grad, own.grad.tolist())
+    entropy = draw(5, 4, seed=4).abs()
+    read = compared(entropy=entropy)
+    advantage = ADVANTAGE[:, None]
+    plain = Clip(0.2, 0.2)(read.log_ratio, advantage, read.old.logp)
+    close(EntropyBonus(Clip(0.2, 0.2), 0.05)(read.log_ratio, advantage, read), (plain - 0.05 * entropy).tolist())
+    assert torch.equal(EntropyBonus().clipped(read.log_ratio, advantage, read),
+                       Clip(0.2, 0.2).clipped(read.log_ratio, advantage))
 
 
 def test_the_score_has_the_entropy_of_what_was_drawn_from():
@@ -57,14 +69,6 @@ def test_the_score_has_the_entropy_of_what_was_drawn_from():
     assert torch.isfinite(hidden.grad).all() and hidden.grad.norm() > 0.1
 
 
-def test_the_gradient_of_the_entropy_is_its_own():
-    logits = draw(3, 4, seed=2).requires_grad_()
-    score(logits, lambda states: states, torch.tensor([0, 1, 2]), Decoding(), entropy=True)[:, 1].sum().backward()
-    own = logits.detach().clone().requires_grad_()
-    torch.distributions.Categorical(logits=own).entropy().sum().backward()
-    close(logits.grad, own.grad.tolist())
-
-
 def test_a_models_entropies_are_those_of_its_distributions_and_only_where_asked():
     policy = tiny_text.policy()
     asked = policy.encode(tiny_text.PROMPTS[:2])
@@ -77,16 +81,6 @@ def test_a_models_entropies_are_those_of_its_distributions_and_only_where_asked(
         logits = policy.model(input_ids=whole).logits[0, len(asked.ids[row]) - 1:-1]
         expected = torch.distributions.Categorical(logits=logits).entropy() * mask[row]
         torch.testing.assert_close(found.entropy[row], expected, rtol=0, atol=1e-4)
-
-
-def test_the_bonus_is_the_entropy():
-    entropy = draw(5, 4, seed=4).abs()
-    read = compared(entropy=entropy)
-    advantage = ADVANTAGE[:, None]
-    plain = Clip(0.2, 0.2)(read.log_ratio, advantage, read.old.logp)
-    close(EntropyBonus(Clip(0.2, 0.2), 0.05)(read.log_ratio, advantage, read), (plain - 0.05 * entropy).tolist())
-    assert torch.equal(EntropyBonus().clipped(read.log_ratio, advantage, read),
-                       Clip(0.2, 0.2).clipped(read.log_ratio, advantage))
 
 
 def test_a_groups_most_uncertain_tokens_by_hand():

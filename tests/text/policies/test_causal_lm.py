@@ -51,16 +51,13 @@ def test_a_replay_gives_the_log_probabilities_of_the_rollout(decoding, shared):
     assert torch.equal(again.mask, found.mask) and not again.logp[~found.mask].any()
 
 
-def test_a_completion_does_not_depend_on_its_batch():
+def test_draws_follow_the_model_and_no_batch():
     own = tiny.policy()
     _, together = sampled(own)
     for row, prompt in enumerate(ASKED):
         _, alone = sampled(own, [prompt], [row + 1])
         assert alone.texts[0] == together.texts[row] and torch.equal(alone.mask[0], together.mask[row])
         torch.testing.assert_close(alone.logp[0], together.logp[row], rtol=0, atol=1e-5)
-
-
-def test_first_tokens_come_as_often_as_the_model_says():
     own, count = tiny.policy(max_tokens=1), 4000
     asked, found = sampled(own, ["1+2="] * count, range(count))
     expected = own.model(input_ids=asked.ids[0][None]).logits[0, -1].softmax(-1).detach()
@@ -188,8 +185,14 @@ def test_checkpointing_reads_whole_rows_and_gives_the_same_gradient():
         assert (one - other).norm() <= 1e-5 * other.norm()
 
 
-def test_a_model_without_layers_to_compute_again_is_told():
+def test_refusals_of_language_models():
     assert "train.checkpointing is on, but Linear has no layers" in message(lambda: recompute(torch.nn.Linear(1, 1)))
+    model, tokenizer = tiny.model()
+    assert "takes no image" in message(lambda: tiny.policy().encode(["1+2="], images=["picture.png"]))
+    tokenizer.chat_template = None
+    assert "no chat template" in message(lambda: tiny.policy((model, tokenizer), template=True).encode(["1+2="]))
+    with pytest.raises(UserError, match="precision is 'bf16'"):
+        CausalLM(*tiny.model(), tiny.Adapter(rank=2), tiny.Text(), precision="bf16")
 
 
 def test_the_reference_is_the_base_model():
@@ -211,15 +214,6 @@ def test_prompts_stand_in_the_chat_template_where_there_is_one():
     assert tiny.policy(template=False).encode(["1+2="]).ids[0].tolist() == ids[1:]
     assert tiny.policy(system="7=").encode(["1+2="]).ids[0].tolist() == \
         tokenizer("<s>7=1+2=", add_special_tokens=False)["input_ids"]
-
-
-def test_what_a_language_model_cannot_take_is_told_in_a_line():
-    model, tokenizer = tiny.model()
-    assert "takes no image" in message(lambda: tiny.policy().encode(["1+2="], images=["picture.png"]))
-    tokenizer.chat_template = None
-    assert "no chat template" in message(lambda: tiny.policy((model, tokenizer), template=True).encode(["1+2="]))
-    with pytest.raises(UserError, match="precision is 'bf16'"):
-        CausalLM(*tiny.model(), tiny.Adapter(rank=2), tiny.Text(), precision="bf16")
 
 
 def test_the_kind_of_a_model_is_told_by_its_files(tmp_path):

@@ -128,16 +128,13 @@ def test_the_engine_has_the_present_weights():
         assert torch.equal(own[key].data, parameter.data.to(torch.bfloat16)) and not own[key].requires_grad
 
 
-def test_weights_are_1_on_average():
+def test_weights_are_1_on_average_and_greedy_ones_count_whole():
     """Given what stands before it, a token's ratio has the mean 1 under the engine that drew it."""
     made = trainer(train__group=128, train__prompts=2, train__micro_batch=128, text__correction_cap=1e9)
     found, _ = parts(made)
     ratio = torch.cat([part.transitions[0].importance[part.transitions[0].old.mask] for part in found])
     assert len(ratio) > 500 and ratio.std() > 1e-3
     assert abs(ratio.mean().item() - 1) < 4 * ratio.std().item() / len(ratio) ** 0.5
-
-
-def test_greedy_completions_count_whole():
     made = trainer(method="remax")
     for part in parts(made)[0]:
         [taken] = part.transitions
@@ -254,10 +251,12 @@ def test_what_vllm_needs_is_told(options, told):
         tiny.trainer(rewards={"short": many}, text__engine="vllm", **options)
 
 
-def test_groups_that_no_engine_draws_are_told():
+def test_what_an_engine_cannot_is_told():
     with pytest.raises(UserError, match="method s_grpo samples the completions of a group by EarlyExits, which no "
                                         "engine does"):
         trainer(method="s_grpo")
+    with pytest.raises(UserError, match="one token after the other"):
+        tiny.trainer(tiny_masked.policy(), {"short": many}, text__engine_precision="bf16")
 
 
 def test_segments_are_valued_by_the_trainer_and_keep_the_engines_weights():
@@ -268,11 +267,6 @@ def test_segments_are_valued_by_the_trainer_and_keep_the_engines_weights():
     assert isinstance(taken, Segmented) and taken.values.isfinite().any()
     assert taken.importance.shape == taken.ids.shape and not (taken.importance == 1).all()
     assert torch.equal(taken.rows(torch.tensor([1])).importance, taken.importance[1:2])
-
-
-def test_an_engine_for_a_masked_model_is_told():
-    with pytest.raises(UserError, match="one token after the other"):
-        tiny.trainer(tiny_masked.policy(), {"short": many}, text__engine_precision="bf16")
 
 
 def test_tokens_of_requests_as_completions():

@@ -239,13 +239,10 @@ def test_a_model_that_also_draws_images_still_does():
     assert drawn.shape == (2, 4) and own.model.decode_image_tokens(drawn).shape == (2, 8, 8, 3)
 
 
-def test_a_model_that_transformers_cannot_sample_is_told_in_a_line():
+def test_models_that_cannot_be_read_or_sampled():
     model, processor = tiny.llava()
     with pytest.raises(UserError, match="LlavaModel cannot be sampled: it is no GenerationMixin of transformers"):
         VisionLM(model.model, processor, None, Text(max_tokens=6))
-
-
-def test_which_models_read_images_is_told_by_what_transformers_knows_of_them():
     def read(architecture, **more):
         return kinds.reads_images({"architectures": [architecture]} | more)
     assert read("LlavaForConditionalGeneration") and read("Qwen3VLForConditionalGeneration")

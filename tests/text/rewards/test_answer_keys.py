@@ -84,20 +84,14 @@ def scored(reward, completions, group, answer=None):
                   group)
 
 
-def test_ngrams_by_hand():
+def test_ngrams_and_distances_by_hand():
     assert ngrams("A red cat.", 2) == {("a",), ("red",), ("cat",), ("a", "red"), ("red", "cat")}
     assert likeness(ngrams("a b", 1), ngrams("b c", 1)) == pytest.approx(1 / 3)
     assert likeness(set(), set()) == 1 and lexical(["a"], 2) == [0]
-
-
-def test_what_repeats_in_its_group_loses():
     found = scored(TextDiversity(1), ["a b", "a b", "c d", "a c", "x", "y", "x", "x"], 4)
     # "a b": 0 to its double, 1 to "c d", 2/3 to "a c".
     assert found[:4] == pytest.approx([5 / 9, 5 / 9, (1 + 1 + 2 / 3) / 3, (2 / 3) * 3 / 3])
     assert found[4:] == pytest.approx([1 / 3, 1, 1 / 3, 1 / 3])
-
-
-def test_distances_of_given_features():
     part = TextDiversity(features=lambda texts: [[float(len(text))] for text in texts])
     assert scored(part, ["a", "abc", "", "ab"], 2) == [2, 2, 2, 2]
 

@@ -54,7 +54,7 @@ def test_trajectories_like_the_labelled_ones_are_trusted():
     assert majority.alike([1, 2], [2, 4, 9]) == pytest.approx(1)
 
 
-def test_a_prompt_without_a_label_is_scored_once_it_is_trusted():
+def test_nothing_is_trusted_without_labels_and_then_scored_once():
     reward, memory = rewards.find("pseudo_labels", {"similarity": 0.95}), {}
     visits = [("xxab", [1, 1, 0, 0], "aabc", None, "aaaa"), ("xxxb", [1, 1, 1, 0], "aaab", [1, 1, 1, 0], "abcd")]
     for epoch, (known, expected, rising, trusted, falling) in enumerate(visits):
@@ -63,9 +63,6 @@ def test_a_prompt_without_a_label_is_scored_once_it_is_trusted():
         assert found == trusted if trusted else all(map(math.isnan, found))
         assert all(map(math.isnan, scored(reward, "falling", falling, memory, epoch)))
     assert [rate for _, _, rate in memory["r"]["rising"]] == [0.5, 0.75]
-
-
-def test_without_labelled_prompts_nothing_is_trusted():
     reward = rewards.find("pseudo_labels")
     for epoch in range(3):
         assert all(map(math.isnan, scored(reward, "p", "aaaa", {}, epoch)))

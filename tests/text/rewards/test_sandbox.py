@@ -187,13 +187,9 @@ def test_no_process_is_started(kind, way):
 
 
 @battery
-def test_a_fork_bomb_ends(kind):
+def test_bombs_of_forks_and_threads(kind):
     assert inside(WORKING[kind], "import os\nn = 0\nfor _ in range(1000):\n    try:\n        os.fork()\n"
                                  "    except OSError:\n        n += 1\nprint(n)") == "1000"
-
-
-@battery
-def test_threads_are_bounded_by_the_memory(kind):
     code = ("import threading, time\nn = 0\ntry:\n    while True:\n        threading.Thread(target=time.sleep, "
             "args=(600,), daemon=True).start()\n        n += 1\nexcept RuntimeError:\n    print(n, flush=True)\n"
             "    import os; os._exit(0)")

@@ -365,20 +365,14 @@ def test_texts_are_routed_skipped_and_kept_as_images_are(tmp_path):
     assert asked == [texts, ["a"], ["b"], ["a"]]
 
 
-def test_a_reward_for_text_refuses_images():
+def test_repeated_words_images_and_imports():
     assert "reward 'r' judges text" in message(rewards.score, {"r": ExactMatch()}, torch.zeros(1, 3, 4, 4), ["p"], [{}])
-
-
-def test_whatever_a_model_repeats_is_read():
-    """Every reader is about linear in the length of a completion; a quadratic one would take minutes here."""
+    # Every reader is about linear in the length of a completion; a quadratic one would take minutes here.
     for text in ("\\boxed{" * 20_000, "<answer>" * 20_000, "answer is " * 20_000, "1,234" * 20_000, "#### " * 20_000,
                  "1 1/" * 20_000, "```json\n" * 20_000, "<think>" * 20_000, "-" * 100_000, " \n" * 50_000,
                  "1." * 50_000):
         for reward in (ExactMatch(), NumericMatch(), FormatTags(), Repetition(), JsonSchema(SCHEMA)):
             assert one(reward, text, answer=3) <= 1
-
-
-def test_nothing_heavy_is_imported_to_know_the_rewards():
     code = ("import sys; from flowgrpo.rewards import locate\n"
             "for name in ('exact_match', 'numeric_match', 'math_answer', 'format_tags', 'text_length', 'overlong', "
             "'repetition', 'distinct', 'json_schema', 'code_run', 'rubric', 'text_judge'): locate(name)\n"
@@ -406,7 +400,7 @@ def test_an_abstention_scores_none_where_it_is_asked_for_and_0_of_a_ternary(rewa
     assert found[:, 0].tolist() == [1, 0, -1]
 
 
-def test_a_length_turns_at_a_point():
+def test_lengths_by_hand():
     assert [turning(share, 0.5) for share in (0, 0.25, 0.5, 0.75, 1, 2)] == [0, 0.75, 1, 0.5, -1, -1]
     assert turning(0.2, 0.2) == pytest.approx(turning(0.2 + 1e-9, 0.2))
     curve = LengthCurve(longest=4, unit="words")
@@ -414,9 +408,6 @@ def test_a_length_turns_at_a_point():
     gate = rewards.find("gated", {"rewards": [FormatTags(tags=["answer"]), curve], "thresholds": [1]})
     assert one(gate, "<answer>a b</answer>") == 1 and one(gate, "<answer> a b") == 0
     assert "a turn between 0 and 1, got 4, 1" in message(LengthCurve, 4, 1)
-
-
-def test_the_length_itself():
     assert one(CompletionLength("words"), "a b c") == 3
     assert one(CompletionLength(), "a b c", completion_tokens=7) == 7
     assert "unit is 'bytes'" in message(CompletionLength, "bytes")

@@ -35,9 +35,13 @@ def trainer(**options):
     return own
 
 
-def test_which_answer_a_prompt_brings():
+def test_what_has_no_answer_is_refused():
     assert [answer_of(prompt) for prompt in trainer().prompts] == ["3", "1234567890", None, "9"]
     assert answer_of(Prompt("x", metadata={"answer": 0})) == "0"
+    assert preset("visurf").fits("tokens") and not preset("visurf").fits("masks")
+    assert "got a method of causal language models" in message(lambda: preset("visurf").on("masks"))
+    with pytest.raises(UserError, match="4 answers leave none of the group to train"):
+        resolve(tiny_text.config(method="visurf", parts={"decoding": {"expert": 4}}), "tokens")
 
 
 def test_the_last_sample_is_the_answer():
@@ -80,13 +84,6 @@ def test_an_answer_among_failures_is_pulled_up():
     for own.epoch in range(6):
         own.run_epoch()
     assert own.first_ratio.max_log_ratio <= 1e-5 and likely() > before + 0.5
-
-
-def test_answers_go_with_causal_models_alone():
-    assert preset("visurf").fits("tokens") and not preset("visurf").fits("masks")
-    assert "got a method of causal language models" in message(lambda: preset("visurf").on("masks"))
-    with pytest.raises(UserError, match="4 answers leave none of the group to train"):
-        resolve(tiny_text.config(method="visurf", parts={"decoding": {"expert": 4}}), "tokens")
 
 
 # RL-PLUS
@@ -235,7 +232,7 @@ def test_an_answer_has_the_samples_mean_where_one_of_them_is_as_good():
     assert torch.equal(same, f64(rewards))
 
 
-def test_an_answer_earns_no_reward_for_what_it_lacks():
+def test_answers_earn_as_they_lack_and_are_written_like_completions():
     rewards = [[[0.0, 1.0], [1.0, 0.0], [1.0, 1.0]]]
     expert = [[False, False, True]]
     close(shaped(rewards, ExpertReward(["thought"], smooth=False), expert), [[[0.0, 1.0], [1.0, 0.0], [1.0, 0.0]]])
@@ -243,9 +240,6 @@ def test_an_answer_earns_no_reward_for_what_it_lacks():
     close(shaped(rewards, ExpertReward(["thought"]), expert), [[[0.0, 1.0], [1.0, 0.0], [0.5, 0.5]]])
     # With a weight of 3 on the first reward, its 3 is what the second sample has.
     close(shaped(rewards, ExpertReward(), expert, weights=[3.0, 1.0]), [[[0.0, 1.0], [1.0, 0.0], [1.0, 1.0]]])
-
-
-def test_an_answer_is_written_like_the_models_own():
     own = trainer(parts={"decoding": {"type": "WithAnswers", "form": "({answer})"}})
     assert own.rollouts.conditioning(own.prompts).answers == [["(3)"], ["(1234567890)"], [], ["(9)"]]
     assert WithAnswers(form="{{answer} {x}}").written("3") == "{3 {x}}"

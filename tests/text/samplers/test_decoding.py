@@ -69,21 +69,15 @@ def test_decodings_out_of_range_are_refused(wrong, told):
 # --- draws -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_draw_is_where_the_distribution_function_passes_the_number():
+def test_draws_by_hand():
     at = torch.tensor([0.0, 0.499, 0.501, 0.799, 0.801, 0.949, 0.951, 0.999999])
     assert drawn(LOGITS.expand(8, 4), at).tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     cut = Decoding(top_k=2)(LOGITS[:, [3, 0, 2, 1]]).expand(3, 4)
     assert drawn(cut, torch.tensor([0.0, 0.624, 0.999999])).tolist() == [1, 1, 3]  # never one that is cut
-
-
-def test_even_numbers_give_the_probabilities():
     logits, count = draws(1, 11, seed=3), 20_000
     found = drawn(logits.log_softmax(-1).expand(count, -1), (torch.arange(count, dtype=F64) + 0.5) / count)
     expected = logits.softmax(-1)[0] * count
     assert ((torch.bincount(found, minlength=11) - expected).abs() <= 1).all()
-
-
-def test_a_row_draws_from_its_own_generator():
     def numbers(*seeds):
         return uniforms([torch.Generator().manual_seed(seed) for seed in seeds], 5)
     assert torch.equal(numbers(1, 2)[1], numbers(2)[0]) and not torch.equal(*numbers(1, 2))
@@ -186,25 +180,19 @@ def test_truncated_weights_leave_every_token_its_gradient():
     assert surrogate.clipped(moved, advantage).tolist() == [[True, False, True], [False, True, True], [False] * 3]
 
 
-def test_reinforce_on_sums_is_the_gradient_of_whole_completions():
+def test_sums_tails_and_first_samples():
     new, advantage = draws(3, 3).requires_grad_(), torch.tensor([[1.0], [-2.0], [0.5]], dtype=F64)
     reduced(Reinforce()(new - new.detach(), advantage), SequenceSum()(MASK), SequenceSum().count(MASK)).backward()
     close(new.grad, -advantage * MASK / 2)
-
-
-# --- rewards of texts ------------------------------------------------------------------------------------------------
-
-
-def test_overlong_tails_are_punished_linearly():
     context = Context(samples=SampleMeasures(lengths=torch.tensor([[4, 8, 9, 10]]), longest=10))
     rewards = torch.tensor([[[1.0], [1.0], [1.0], [torch.nan]]], dtype=F64)
     close(Overlong(0.2)(rewards, context)[0, :, 0], [1, 1, 0.5, math.nan])
     close(Overlong(1.0)(rewards, context)[0, :3, 0], [0.6, 0.2, 0.1])
     assert "share is 0" in message(Overlong, 0, error=ValueError)
-
-
-def test_the_first_sample_is_the_baseline_and_is_not_trained():
     rewards = torch.tensor([[[0.5], [1.0], [0.0]], [[1.0], [1.0], [torch.nan]]], dtype=F64)
     close(First()(rewards, [2.0]), [[0, 1, -1], [0, 0, 0]])
     assert ButFirst()(torch.zeros(2, 3)).tolist() == [[False, True, True]] * 2
     assert "ButFirst" in message(lambda: ButFirst()(torch.zeros(2, 1)), error=ValueError)
+
+
+# --- rewards of texts ------------------------------------------------------------------------------------------------

@@ -102,24 +102,21 @@ def test_the_rates_of_the_continuous_process_have_the_same_divergence():
     close(found, math.log(4))
 
 
-def test_tokens_have_the_models_law():
+def test_tokens_have_the_models_law_and_the_soft_gradient():
     count, table = 4000, draw((SIZE + 1) ** 2, 2, SIZE)
     x, _ = walk(toy(table), toy(table), blank(count, 2), RANDOM, GumbelSoftmax(0.1, kl=0.0), *noise(count, 2))
     law = tiny_dna.Process(lambda _: table.softmax(-1), SIZE, 2).finals
     shares = torch.bincount(x.argmax(-1) @ torch.tensor([SIZE, 1]), minlength=SIZE**2) / count
     assert ((shares - law).abs() <= 4 * (law * (1 - law) / count).sqrt()).all()
-
-
-# --- the gradient ----------------------------------------------------------------------------------------------------
-
-
-def test_a_hard_token_has_the_gradient_of_the_soft_one():
     logits, weight = draw(6, 4, seed=1).requires_grad_(), draw(6, 4, seed=2)
     soft = (logits / 0.5).softmax(-1)
     hard = straight_through(soft)
     assert torch.equal(hard, one_hot(logits.argmax(-1), 4).to(F64))
     [found], [expected] = (torch.autograd.grad((x * weight).sum(), logits, retain_graph=True) for x in (hard, soft))
     close(found, expected.tolist())
+
+
+# --- the gradient ----------------------------------------------------------------------------------------------------
 
 
 def of_binary(temperature: float, logit: float) -> float:

@@ -44,12 +44,9 @@ def test_a_tree_is_what_a_replay_finds_and_needs_no_neighbour():
     assert torch.equal(alone.ids * alone.mask, (made.ids * made.mask)[:8])
 
 
-def test_what_has_ended_does_not_split():
+def test_trees_split_what_goes_on():
     _, _, [made] = drawn(Tree((4,), 9))
     assert all(len({tuple(row.tolist()) for row in (made.ids * made.mask)[at:at + 4]}) == 1 for at in (0, 4))
-
-
-def test_a_group_that_is_no_tree_is_told_in_a_line():
     with pytest.raises(UserError, match="draws is Tree with 4 leaves"):
         validate.resolve(tiny_text.config(method="spo_tree", train__group=6), "tokens")
     with pytest.raises(UserError, match="Tree: children are"):
@@ -144,35 +141,26 @@ def test_a_group_is_one_thought_left_at_ever_later_places():
     assert len(made.texts) == 8
 
 
-def test_what_was_drawn_is_what_a_replay_finds():
+def test_replays_find_what_was_drawn_alone():
     own, asked, [made] = drawn(PART)
     found = own.log_probs(asked, torch.arange(8), made.ids, made.mask, Decoding())
     assert (found.logp - made.logp)[made.mask].abs().max() <= 1e-5 and (found.logp[~made.mask] == 0).all()
     assert any((~row[:int(row.nonzero().max())]).any() for row in made.mask)  # with a hole in the midst
-
-
-def test_the_draws_do_not_depend_on_what_goes_through_the_model_together():
     [one], [other] = (drawn(PART, size)[2] for size in (1, 8))
     assert torch.equal(one.ids * one.mask, other.ids * other.mask) and one.texts == other.texts
     alone = drawn(PART, prompts=1)[2][0]
     assert torch.equal((alone.ids * alone.mask), (one.ids * one.mask)[:4])
 
 
-def test_in_parallel_every_row_is_for_itself():
+def test_places_of_a_thought():
     own, asked, made = drawn(Independent(), 3)
     assert [len(each.ids) for each in made] == [3, 3, 2]
     again = own.sample(asked.rows(torch.tensor([5])), Decoding(), own.generators([5]), torch.tensor([False]))
     assert again.texts[0] == made[1].texts[2]
-
-
-def test_places_are_drawn_evenly_from_the_thought():
     found = EarlyExits().places(4, 4000, 100, torch.Generator().manual_seed(0))
     assert found.bincount().tolist()[0] == 0 and all(abs(count - 1000) < 150 for count in found.bincount()[1:].tolist())
     assert EarlyExits().places(50, 3, 2, torch.Generator()).max() <= 2
     assert EarlyExits().places(0, 2, 5, torch.Generator()).tolist() == [1, 1]
-
-
-def test_the_thought_ends_before_its_mark_or_its_end():
     own = tiny_text.policy()
     ids = {text: own.tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("12+3", "123")}
     assert thought(own, torch.tensor(ids["12+3"]), "+") == 2 and thought(own, torch.tensor(ids["123"]), "+") == 3
@@ -188,14 +176,11 @@ def test_rewards_halve_from_right_answer_to_right_answer():
     assert torch.equal(found[:3, :, 1], rewards[:3, :, 0])
 
 
-def test_an_epoch_of_serial_groups():
+def test_serial_groups_and_refused_exits():
     trainer = tiny_text.trainer(tiny_text.policy(max_tokens=9), {"short": lambda texts, prompts: [
         float(len(text)) for text in texts]}, method="s_grpo", text__max_tokens=9,
         parts={"draws": {"exit": "=", "close": "+"}})
     assert trainer.run_epoch()["grad_norm"] > 0 and trainer.first_ratio.max_log_ratio <= 1e-5
-
-
-def test_an_exit_without_room_for_an_answer_is_told_in_a_line():
     assert "max_tokens is 9, but the exit" in message(lambda: drawn(EarlyExits(exit="12345678")))
     assert "a method of causal language models" in message(lambda: methods.preset("s_grpo").on("masks"))
 

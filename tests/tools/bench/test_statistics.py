@@ -56,13 +56,10 @@ def test_one_seed_has_the_spread_of_its_prompts():
     assert interval(np.array([[1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, 0.0]]))[1] == 1.0  # and not above
 
 
-def test_p_values_count_the_smaller_side():
+def test_p_values_and_holm_by_hand():
     assert p_value(np.array([1.0, 2.0, 3.0])) == 2 / 4  # none at or below 0: one resample more on either side
     assert p_value(np.array([-1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0])) == 4 / 8
     assert p_value(np.zeros(9)) == 1.0
-
-
-def test_holm_by_hand():
     # sorted: 0.01 * 4, 0.02 * 3, 0.03 * 2 below the one before, 0.6
     assert holm([0.03, 0.01, 0.6, 0.02]) == pytest.approx([0.06, 0.04, 0.6, 0.06])
     assert holm([0.5, 0.9]) == [1.0, 1.0] and holm([]) == []
@@ -80,13 +77,10 @@ def test_an_order_is_significant_or_none():
     assert Difference("a", "b", 0.1, 0.0, 0.2, 0.02, 0.051).order == 0
 
 
-def test_a_goal_is_reached_on_straight_lines():
+def test_goals_and_mean_curves_by_hand():
     curve = [(0, 0.4), (60, 0.6), (100, 0.5)]
     assert reached(curve, 0.5) == pytest.approx(30) and reached(curve, 0.6) == pytest.approx(60)
     assert reached(curve, 0.4) == 0 and reached(curve, 0.61) is None
-
-
-def test_a_mean_curve_by_hand():
     curves = [[(0, 0.0), (10, 1.0), (20, 1.0)], [(0, 0.0), (20, 0.5)]]
     assert mean_curve(curves) == [(0, 0, 0, 0), (10, pytest.approx(0.625), 0.25, 1.0), (20, 0.75, 0.5, 1.0)]
 
@@ -149,12 +143,9 @@ def test_a_frontier_without_a_kl_is_the_base(probed):
     assert frontier(0.25, {2: 0.5}, probed) == [(0, 0.0, 0.25, 1.0)]
 
 
-def test_diversity_of_a_base_without_any_is_kept():
+def test_diversity_and_bands_by_hand():
     points = [{"epoch": 1, "kl": 1.0, "diversity": 0.0}]
     assert frontier(0.5, {1: 0.5}, {"diversity": {"base": 0.0, "tuned": 0.0}, "points": points})[1] == (1, 1, 0.5, 1)
-
-
-def test_the_band_of_several_seeds_by_hand():
     one = [(0, 0.0, 0.25, 1.0), (2, 1.0, 0.5, 0.75), (3, 9.0, 9.0, 9.0), (4, 2.0, 0.75, 0.5)]
     other = [(0, 0.0, 0.25, 1.0), (2, 3.0, 0.25, 0.25), (4, 1.0, 1.0, 1.0)]
     assert mean_path([one, other], 2) == [(0, .25, .25, .25), (2, .375, .25, .5), (1.5, .875, .75, 1)]
@@ -207,22 +198,16 @@ def test_the_last_checkpoint_is_probed_and_those_that_were_measured(every, expec
     assert measured([10, 20, 25, 30], every) == expected
 
 
-def test_long_labels_keep_their_end():
+def test_labels_and_dots_of_a_chart():
     names = ["mix_grpo+grpo_guard", "mix_grpo+grpo_guard+texforce"]
     assert [shortened(name) for name in names] == ["mix_grpo+…po_guard", "mix_grpo+…texforce"]
     assert all(len(shortened(name)) == LONGEST for name in names) and shortened("awm") == "awm"
     drawn = bars([(name, 0.5, "0.500") for name in names], "accuracy")
     assert all(f">{shortened(name)}<title>{name}</title>" in drawn for name in names)
-
-
-def test_a_dot_is_on_the_scale_of_its_bar():
     drawn = bars([("a", 0.25, ""), ("b", 0.5, "")], "accuracy", dots=[0.5, None])
     [dot] = re.findall(r'<circle class="dot" cx="([0-9.]+)" cy="15"', drawn)
     left, widths = re.findall(r'<rect x="(\d+)"', drawn)[0], re.findall(r'width="([0-9.]+)" height="16"', drawn)
     assert float(dot) == pytest.approx(float(left) + 2 * float(widths[0]), abs=0.2)  # both rounded to 0.1
     assert float(dot) == pytest.approx(float(left) + float(widths[1]), abs=0.1)
-
-
-def test_the_axis_holds_a_dot_beyond_the_bars():
     [dot] = re.findall(r'cx="([0-9.]+)"', bars([("a", 0.25, "")], "accuracy", dots=[1.0]))
     assert float(dot) < 340 - 58

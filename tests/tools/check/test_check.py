@@ -73,14 +73,11 @@ def test_a_process_without_alpha_bars_cannot(tmp_path):
     assert told["reason"].startswith("EDMEulerScheduler (prediction 'epsilon') cannot be driven: expected")
 
 
-def test_a_loaded_pipeline_and_a_class_name_are_models_too():
+def test_loaded_pipelines_and_images_as_conditioning():
     told = report.report("StableDiffusion3Pipeline")
     assert told == report.report((tiny.sd3(), tiny.CALL)) and told["drivable"] and told["latent_shape"] == [4, 8, 8]
     assert told["conditioning"] == ["prompt", "negative_prompt"] and told["prompts_per_call"] == "any number"
     assert told["lora_loader"] == ["load_lora_weights"]
-
-
-def test_images_are_conditioning():
     told = report.report("FluxKontextPipeline")
     assert told["drivable"] and told["conditioning"] == ["prompt", "negative_prompt", "image"]
 

@@ -78,16 +78,13 @@ def test_the_pipeline_that_draws_for_a_reward_counts(tmp_path, model):
         assert [name for name, parts in counted.items() if parts.get("reward models") == weights] == phases
 
 
-def test_activations_are_those_of_a_completion_that_long():
+def test_kinds_of_models_and_activations():
     """Foretold from short ones, and measured."""
     from flowgrpo.text import memory as text_memory
     policy = tiny_text.policy()
     row = policy.encode(["1+2="])
     foretold = text_memory._at(50, lambda length: text_memory._activations(policy, row, length))
     assert foretold == pytest.approx(text_memory._activations(policy, row, 50), rel=0.02)
-
-
-def test_masked_models_and_models_that_read_images():
     told = report.report(tiny_masked.model())
     assert told["drivable"], told["reason"]
     assert told["kind"] == "masked language model" and told["class"] == "BertForMaskedLM"
@@ -96,9 +93,6 @@ def test_masked_models_and_models_that_read_images():
     assert told["drivable"], told["reason"]
     assert told["kind"] == "language model that reads images" and told["chat_template"]
     assert told["prompt_tokens"] > 5 + 4  # the image's are among them
-
-
-def test_a_model_of_image_tokens():
     config = load(None, {"method": "grpo", "text.generates": "image", "precision": "fp32", "train.guidance": 3.0})
     told = report.report(tiny_vision.janus(), config, "cpu")
     assert told["drivable"], told["reason"]

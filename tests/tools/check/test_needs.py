@@ -126,21 +126,15 @@ def test_a_model_that_is_no_name_of_the_hub_is_not_asked_for(serving, model):
     assert [need for need in needs.needs(recipe(model=model)) if need.what == "model"] == []
 
 
-def test_one_form_of_the_weights_is_read():
+def test_weights_licences_and_extras():
     names = ["config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "pytorch_model.bin",
              "tf_model.h5", "model.fp16.safetensors", "original/model.pth", "README.md"]
     files = [File(name, 1) for name in names]
     assert [file.name for file in needs.chosen(files)] == names[:3]
     assert [file.name for file in needs.chosen(files, variant="fp16")] == ["config.json", "model.fp16.safetensors"]
     assert [file.name for file in needs.chosen(files, weights=False)] == ["config.json"]
-
-
-def test_the_licence_of_a_packaged_recipe():
     assert needs.stated("sdxl_24gb") == ("CreativeML Open RAIL++-M", False)
     assert needs.stated("flux_dev_24gb") == ("FLUX.1 [dev] Non-Commercial License", True)
-
-
-def test_extras_are_installed_by_their_requirements():
     assert [text.partition(">")[0].partition("=")[0] for text in prepare.requirements(["clip", "datasets"])] == [
         "datasets", "open-clip-torch"]
 

@@ -101,16 +101,13 @@ def test_epochs_that_are_drawn_ahead_cost_a_forward_pass_and_their_states(model)
     assert away[1].peak - away[0].peak < one.peak - plain.peak
 
 
-def test_more_prompts_cost_in_proportion(model):
+def test_costs_grow_with_prompts_but_not_of_encoders(model):
     few, many = (dry_run(config(model, train__prompts=count)).phases for count in (4, 8))
     for name in ("rollout", "update"):
         assert many[name].flops == pytest.approx(2 * few[name].flops, rel=0.02)
     assert many["update"].allocated > few["update"].allocated  # their states
     half = dry_run(config(model, train__prompts=8), processes=2).phases
     assert half["rollout"].flops == few["rollout"].flops
-
-
-def test_text_encoders_come_once_whatever_the_number_of_prompts(model):
     few, many = (dry_run(config(model, train__prompts=count, memory__encoders="cpu")).phases["encode"]
                  for count in (4, 8))
     encoders = from_configs.pipeline(str(model / "model"), torch.bfloat16)
@@ -120,7 +117,7 @@ def test_text_encoders_come_once_whatever_the_number_of_prompts(model):
     assert many.seconds - many.fixed == pytest.approx(2 * (few.seconds - few.fixed))
 
 
-def test_a_phase_takes_the_longer_of_gpu_and_host(model):
+def test_phases_take_the_longer_side_and_a_first_epoch_more(model):
     """A tiny model's kernels are short, so that the host's time to start them decides; of a slow GPU its own does."""
     slow = GPU(1000.0, half=1e-6, single=1e-6, bandwidth=1.0)
     one, other = (dry_run(config(model), each) for each in (GPUS["H100"], slow))
@@ -128,15 +125,9 @@ def test_a_phase_takes_the_longer_of_gpu_and_host(model):
         assert one.phases[name].taken == one.phases[name].kernels * HOST > one.phases[name].seconds
         assert other.phases[name].taken == other.phases[name].seconds > other.phases[name].host
     assert one.seconds == pytest.approx(sum(phase.taken for phase in one.phases.values()))
-
-
-def test_a_first_epoch_takes_longer_by_loading_plans_and_growth(model):
     counts = dry_run(config(model))
     plans = (counts.first - LOADING - GROWTH * counts.peak / 2**30) / PLAN
     assert plans == pytest.approx(round(plans)) and 3 <= round(plans) <= 8  # forward, with a gradient, backward
-
-
-def test_states_that_are_kept_on_the_cpu_are_not_waited_for(model):
     counts = dry_run(config(model, memory__states="cpu"))
     waits = counts.phases["rollout"].waits
     assert not [reason for reason in waits if reason.startswith("to the host: samplers/growth")]

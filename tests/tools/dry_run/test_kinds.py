@@ -169,14 +169,11 @@ def test_auto_is_true_where_the_graphs_fit(model, room, expected):  # noqa: F811
     assert settled.train.one_pass is expected
 
 
-def test_auto_is_false_where_it_does_not_go_with_the_run(model):  # noqa: F811
+def test_auto_and_recipes_that_do_not_fit(model):
     settled = fit.settle(config(model, train__one_pass="auto", train__inner_epochs=2, **OPTIONS), GPUS["H100"])
     assert settled.train.one_pass is False
     with pytest.raises(UserError, match="train.one_pass is true, which does not go with train.inner_epochs 2"):
         dry_run(config(model, train__one_pass=True, train__inner_epochs=2, **OPTIONS))
-
-
-def test_a_recipe_that_does_not_fit_is_told_to_replay(model):  # noqa: F811
     given = config(model, train__one_pass=True, **OPTIONS)
     whole = dry_run(given)
     settings, better = fit.nearest_settings(given, gpu(0.95 * whole.peak), whole)
@@ -244,15 +241,12 @@ def test_the_recipe_fits_a_4090_and_its_7b_too(monkeypatch, capsys):
         assert told["hours"] > 0 and not told["above"] and {"rollout", "decode", "update"} <= set(told["phases"])
 
 
-def test_settings_that_fit_are_those_of_the_loop(janus):
+def test_settings_and_unknown_models_of_tokens(janus):
     config = recipe(janus, train__micro_batch=8)
     room = tokens.dry_run(recipe(janus, train__micro_batch=4), GPUS["4090"]).peak
     from tests.tools.dry_run.test_estimate import gpu
     settings, found = fit.nearest_settings(config, gpu(room), tokens.dry_run(config, gpu(room)))
     assert not found.above(gpu(room).room) and set(settings) <= {"train.checkpointing", "train.micro_batch"}
-
-
-def test_what_is_not_known_is_told(janus):
     with pytest.raises(UserError, match="the sizes of 'someone/else' are not known: give a folder that has its config"):
         tokens.dry_run(recipe("someone/else"), GPUS["4090"])
     with pytest.raises(UserError, match="does not cover adapter.dora"):

@@ -50,13 +50,15 @@ def test_peak_and_flops_of_a_linear_layers_training_step_by_hand():
     assert work.allocated == 4 * (2 * wide * narrow + 2 * rows * wide + 2 * rows * narrow)
 
 
-def test_views_start_no_kernel_and_hold_no_memory():
+def test_views_and_devices():
     meta = MetaGPU(SLOW)
     with meta.running():
         x = torch.empty(1024, device="meta")
         before = meta.memory.in_use
         x.view(2, 512).transpose(0, 1)[3:]
     assert meta.memory.in_use == before and meta.phase.kernels == 0
+    with MetaGPU(SLOW).running(), pytest.raises(RuntimeError, match="device"):
+        torch.ones(3) + torch.empty(3, device="meta")
 
 
 def test_what_makes_the_host_wait_is_counted_with_its_place():
@@ -72,11 +74,6 @@ def test_what_makes_the_host_wait_is_counted_with_its_place():
         to_device(torch.ones(8), META)
     waits = meta.phases["work"].waits
     assert sum(waits.values()) == counted == 7 and all("test_meta_gpu.py" in reason for reason in waits)
-
-
-def test_tensors_of_two_devices_do_not_meet():
-    with MetaGPU(SLOW).running(), pytest.raises(RuntimeError, match="device"):
-        torch.ones(3) + torch.empty(3, device="meta")
 
 
 def test_values_that_come_from_the_host_stay_known():

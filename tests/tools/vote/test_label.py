@@ -75,14 +75,11 @@ def test_the_best_and_the_worst_by_the_sum_with_verdicts_of_aspects(place, capsy
     assert "2 pairs of 2 prompts, 0 of which have none" in capsys.readouterr().out
 
 
-def test_all_pairs_with_a_least_margin_and_ties(place):
+def test_pairs_by_margins_and_single_rewards(place):
     assert main(["reward", "label", "texts", "--rewards", "aspects.yaml", "--all", "--least", "2", "--tie", "1"]) == 0
     found = [(row["chosen"], row["rejected"], row["aspects"]) for row in rows(place / "pairs.jsonl")]
     assert found == [("2", "3", {"right": "tie", "brief": "tie"}), ("2", "222", {"right": "tie", "brief": "chosen"}),
                      ("4", "4444", {"right": "tie", "brief": "chosen"})]  # "3" and "222" differ by 2
-
-
-def test_one_reward_is_no_aspect_and_a_missing_score_counts_as_the_mean(place):
     write(place / "more", {"1+1=": ("2", "", ["?", "22"])}, "text")
     assert main(["reward", "label", "more", "--key", "text", "--rewards", "mine.py:length"]) == 2  # "?" has no score
     write(place / "third", {"1+1=": ("2", "", ["333"])})

@@ -162,12 +162,9 @@ def test_a_video_is_where_the_trajectory_starts():
     torch.testing.assert_close(noised, (1 - sigma) * data + sigma * noise, rtol=0, atol=1e-5)
 
 
-def test_a_strength_that_leaves_nothing_is_told():
+def test_strengths_that_leave_too_little():
     with pytest.raises(UserError, match="a strength of 0.1 leaves none of 5 steps"):
         make_grid("shifted", 5, 3.0, FlowMatchEulerDiscreteScheduler(), 0.1)
-
-
-def test_a_window_that_the_steps_left_by_a_strength_do_not_fit_is_told():
     with pytest.raises(UserError, match="^a strength of 0.8 leaves 4 of 6 steps: Sliding: a window of 4 from step 0"):
         tiny.trainer(policy_of("WanVideoToVideoPipeline"), method="mix_grpo", train__steps=6)
 
