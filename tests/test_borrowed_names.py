@@ -46,8 +46,7 @@ IMPORTED = [
     ("transformers.models.blip.modeling_blip", "BlipVisionModel"),
     ("transformers.models.blip.modeling_blip_text", "BlipTextModel"),
     ("transformers.models.qwen2_vl.image_processing_qwen2_vl", "smart_resize"),
-    ("transformers.utils", "logging"),
-]
+    ("transformers.utils", "logging")]
 
 # Class, attribute of it or of its instances, and the file that reads it.
 ATTRIBUTES = [
@@ -62,8 +61,7 @@ ATTRIBUTES = [
     ("diffusers:FluxTransformer2DModel", "_supports_gradient_checkpointing", "policies/weights/checkpointing.py"),
     ("transformers:PreTrainedModel", "_from_config", "tools/dry_run/from_configs.py"),
     ("transformers:PreTrainedModel", "_hf_peft_config_loaded", "policies/weights/adapters.py"),
-    ("transformers:PreTrainedModel", "_keep_in_fp32_modules", "tools/dry_run/from_configs.py"),
-]
+    ("transformers:PreTrainedModel", "_keep_in_fp32_modules", "tools/dry_run/from_configs.py")]
 
 FORBIDDEN = {"add_adapter", "set_adapter", "disable_adapters", "enable_adapters", "active_adapters",
              "get_adapter_state_dict", "delete_adapter"}  # of transformers, whose minimum of peft moves by itself

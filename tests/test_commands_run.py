@@ -121,8 +121,7 @@ FILES = {
                   "one.jsonl"),
     "hub:me/starter": ("flowgrpo push runs/starter me/starter",),
     "me/starter@second": ("flowgrpo push runs/starter me/starter --private --revision second --message "
-                          '"40 more epochs"',),
-}
+                          '"40 more epochs"',)}
 STAND_INS = {
     "": {"RUN": "runs/starter", "PIPELINE": "starter", "MODEL": "starter", "RECIPE": "configs/starter.yaml", "K": "1"},
     "train RECIPE --name=enhancer1": {"RECIPE": "enhancer.yaml"},
@@ -131,8 +130,7 @@ STAND_INS = {
     "eval RUN --epoch": {"50": "1", "FILE": "scenes.jsonl", "FOLDER": "measured"},
     "list prompts FILE": {"FILE": "prompts.txt"},
     "(sample|export) RUN --epoch": {"50": "1", "TEXT": "a red star"},
-    "check": {"MODEL": "stabilityai/stable-diffusion-xl-base-1.0", "RECIPE": "configs/sdxl_24gb.yaml"},
-}
+    "check": {"MODEL": "stabilityai/stable-diffusion-xl-base-1.0", "RECIPE": "configs/sdxl_24gb.yaml"}}
 TINY = "--train.epochs=1 --train.prompts=1 --train.group=4 --train.micro_batch=4 --eval.prompts=2"
 PAIRS = "--train.epochs=1 --train.prompts=4 --train.micro_batch=8 --eval.prompts=2 --eval.steps=2 --preferences="
 SMALL = ("--image.height=128 --image.width=128 --train.prompts=2 --train.group=4 --train.micro_batch=2 "
@@ -155,8 +153,7 @@ OPTIONS = {
     "report .*--live|compare vote|reward serve": "--port 0",
     "compare vote starter": "--count 2",
     "reward train": "--epochs 1 --size 16 --batch 4 --held-out 0.5",
-    "reward label starter_text": "--prompts sums.jsonl",
-}
+    "reward label starter_text": "--prompts sums.jsonl"}
 # What a command promises: a file, or behind > what it says.
 PROMISED = {
     "train ": "runs/{name}/summary.json", "reward train": "{output}/*.safetensors",
@@ -176,8 +173,7 @@ PROMISED = {
     "list prompts prompts.txt": "> a red star left of a ring", "list prompts": "> position",
     "new": "{last}.py", "reward score sharpness": "> before_after.png", "reward score": "> 1\\.0000",
     "reward serve": "> Stopping", "check .*--json": '> "measured": false',
-    "check .*--gpu": "> fits: .* \\(computed[,)]", "check": "> drivable",
-}
+    "check .*--gpu": "> fits: .* \\(computed[,)]", "check": "> drivable"}
 # Lines that do not run to their end without a network, or within seconds: the reason, and the error in which they end.
 LOADS = "weights of the hub"
 CANNOT = {
@@ -189,8 +185,7 @@ CANNOT = {
     "reward score http": ("a service that listens", "http://127.0.0.1:8000/score gave no answer"),
     "verify http": ("a service that listens", "fault: no answer: http://127.0.0.1:30000"),
     "compare methods": ("minutes; its methods are planned, and tests/bench runs one",
-                        "takes 1,068: expected at least as many"),
-}
+                        "takes 1,068: expected at least as many")}
 LAUNCHED = re.compile(r"(?:\w+=\S+ )*(accelerate launch|torchrun) ")  # on several GPUs
 
 

@@ -39,8 +39,7 @@ SCORED = Scored(torch.ones(2, 1), torch.ones(2, 1, dtype=torch.bool), torch.ones
     (lambda: to_device(torch.ones(2), "cuda"), 1),
     (lambda: SCORED.to("cuda"), 3),  # its numbers stay
     (lambda: RegressionTarget(torch.ones(2, 1, 4), torch.ones(2, 1)).to("cuda"), 2),
-    (lambda: to_device(torch.ones(2), "cpu"), 0),
-])
+    (lambda: to_device(torch.ones(2), "cpu"), 0)])
 def test_a_copy_is_queued(moved, copies):
     with Gpu() as gpu:
         moved()

@@ -91,8 +91,7 @@ def taken() -> Transitions:
     ([0, 1, 0, 0, 0], [1], [0], [0]),
     ([1, 1, 0, 0, 1], [0, 1, 4], [0, 2], [0, 0, 1]),
     ([0, 0, 1, 1, 1], [2, 3, 4], [1, 2], [0, 1, 1]),
-    ([1, 0, 1, 0, 1], [0, 2, 4], [0, 1, 2], [0, 1, 2]),
-])
+    ([1, 0, 1, 0, 1], [0, 2, 4], [0, 1, 2], [0, 1, 2])])
 def test_kept_transitions_keep_their_states_and_no_other(taken, keep, rows, states, parent):
     found = taken.kept(torch.tensor(keep, dtype=torch.bool))
     assert found.step == 3 and found.parent.tolist() == parent
@@ -150,8 +149,6 @@ def test_records_refuse_shapes_that_do_not_belong_together():
         ((torch.bfloat16,), torch.float32),
         ((torch.int64, torch.float16), torch.float32),
         ((torch.float16, torch.float32), torch.float32),
-        ((torch.float32, torch.float64), torch.float64),
-    ],
-)
+        ((torch.float32, torch.float64), torch.float64)])
 def test_wide_is_the_common_dtype_and_float32_at_least(given, expected):
     assert {t.dtype for t in wide(*(torch.zeros(1, dtype=dtype) for dtype in given))} == {expected}

@@ -49,8 +49,7 @@ LAYERS = [
     ("serving", "tools"),
     ("__init__",),
     ("cli",),
-    ("__main__",),
-]
+    ("__main__",)]
 HEIGHT = {room: height for height, rooms in enumerate(LAYERS) for room in rooms}
 TEXT = {"credit": "advantages", "critic": "training", "evaluation": "evaluation",
         "losses": "objectives", "memory": "training",

@@ -78,8 +78,7 @@ def test_a_fault_of_one_request_is_answered():
 @pytest.mark.parametrize("header, name", [
     ("localhost", "localhost"), ("LocalHost:80", "localhost"), ("127.0.0.1:1", "127.0.0.1"), ("[::1]:80", "::1"),
     ("a.example", "a.example"), ("localhost@evil.example", ""), ("localhost:x", ""), ("[::1", ""), ("", ""),
-    ("localhost evil", ""), ("localhost:123456", ""),
-])
+    ("localhost evil", ""), ("localhost:123456", "")])
 def test_the_name_of_a_host_header(header, name):
     assert loopback.host_name(header) == name
 

@@ -68,8 +68,7 @@ PIPELINES = {
     "krea2_24gb": ("Krea2Pipeline", "flow"),
     "z_image_base_24gb": ("ZImagePipeline", "flow"),
     "flux2_klein_9b_24gb": ("Flux2KleinPipeline", "flow"),
-    "chroma_24gb": ("ChromaPipeline", "flow"),
-}
+    "chroma_24gb": ("ChromaPipeline", "flow")}
 # For other GPUs, of the recipe whose name they begin with: one of them, or eight.
 SHORTER = ("sd15_24gb", "sdxl_24gb", "sdxl_48gb", "sd35_medium_24gb", "flux_dev_24gb", "flux_dev_48gb",
            "flux_kontext_48gb", "flux2_klein_24gb", "qwen_image_48gb", "qwen_image_80gb", "z_image_24gb", "sana_24gb",
@@ -215,8 +214,7 @@ CPS_RECIPES = {
     # sigma' 21/22, 9/10, 5/6, 3/4
     "z_image": (shifted(8, 3.0), [16.483, 14.653, 12.563, 10.176]),
     # sigma' 3/4, 1/2, 1/4
-    "flux_schnell_24gb": (shifted(4, 1.0), [10.176, 4.5226, 1.1307]),
-}
+    "flux_schnell_24gb": (shifted(4, 1.0), [10.176, 4.5226, 1.1307])}
 CPS_RECIPES |= {f"{name}_24gb": CPS_RECIPES[name] for name in ("flux_dev", "z_image")}
 CPS_RECIPES |= {f"flux_dev_{name}": CPS_RECIPES["flux_dev"] for name in ("48gb", "8x80")}
 

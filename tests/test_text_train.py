@@ -159,8 +159,7 @@ def test_a_sampling_temperature_is_that_of_the_densities():
 @pytest.mark.parametrize("option, told", [
     ({"parts": {"kl": {"type": "GaussianKL", "weight": 0.1}}}, "use SampledKL"),
     ({"method": "remax", "parts": {"decoding": {"greedy": 4}}}, "4 greedy samples leave none"),
-    ({"parts": {"decoding": {"temperature": 0}}}, "temperature is 0"),
-])
+    ({"parts": {"decoding": {"temperature": 0}}}, "temperature is 0")])
 def test_what_does_not_go_with_tokens_is_told_in_a_line(option, told):
     with pytest.raises(UserError, match=told):
         validate.resolve(tiny_text.config(**option), "tokens")

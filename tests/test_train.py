@@ -538,8 +538,7 @@ class Bright:
     ({"prompts": [{"prompt": "b", "metadata": {"at": {3}}}]}, "prompts list, line 1: expected metadata that JSON can"),
     ({"model": 3}, "model: got int 3, expected a name, a folder, a loaded pipeline, or a tuple of"),
     ({"model": ("gpt", "gpt")}, "model: got tuple ('gpt', 'gpt'), expected a name"),
-    ({"model": torch.nn.Linear(1, 1)}, "model: got Linear Linear(in_features=1"),
-])
+    ({"model": torch.nn.Linear(1, 1)}, "model: got Linear Linear(in_features=1")])
 def test_arguments_of_another_type_are_told(given, told, tmp_path):
     assert message(lambda: flowgrpo.align(**{"model": "starter", "output": str(tmp_path)} | given)).startswith(told)
     assert not list(tmp_path.iterdir())
@@ -561,8 +560,7 @@ def test_a_recipe_is_the_base_of_the_arguments():
 @pytest.mark.parametrize("wrong, told", [
     ({"rewards": "motion"}, "reward 'motion' judges video, but what is generated here is image"),
     ({"adapter": {"targets": ["to_qq"]}}, "match no module of the transformer"),
-    ({"image": {"call": tiny.CALL, "height": 17}}, "refuses its arguments"),
-])
+    ({"image": {"call": tiny.CALL, "height": 17}}, "refuses its arguments")])
 def test_a_run_that_fails_leaves_the_pipeline_as_it_was(wrong, told, tmp_path):
     pipe, given = tiny.sd3(), {"rewards": bluish, "prompts": ["red", "blue", "green", "old"]} | small(tmp_path)
     before = every_weight(tiny.sd3())

@@ -201,8 +201,7 @@ def test_a_reward_by_name_is_watched_under_its_name(tmp_path):
     ({"num_train_epochs": float("nan")}, "num_train_epochs: got nan, expected a number above 0"),
     ({"num_train_epochs": float("inf")}, "num_train_epochs: got inf, expected a number above 0"),
     ({"max_steps": "1"}, "max_steps: got '1', expected an integer"),
-    ({"options": [1]}, "options: got [1], expected a dictionary of flowgrpo's keys"),
-])
+    ({"options": [1]}, "options: got [1], expected a dictionary of flowgrpo's keys")])
 def test_arguments_of_another_kind_are_refused(given, told):
     assert message(lambda: FlowGRPOConfig(**given).keys(4)) == told
 
@@ -210,8 +209,7 @@ def test_arguments_of_another_kind_are_refused(given, told):
 @pytest.mark.parametrize("given, told", [
     ({"callbacks": 3}, "callbacks: got a value of type int, expected a list of callbacks"),
     ({"callbacks": [object()]}, "expected objects of a TrainerCallback of transformers"),
-    ({"peft_config": {"r": 4}}, "peft_config: got a dict without r and lora_alpha, expected a LoraConfig of peft"),
-])
+    ({"peft_config": {"r": 4}}, "peft_config: got a dict without r and lora_alpha, expected a LoraConfig of peft")])
 def test_objects_of_another_kind_are_refused(given, told):
     assert told in message(FlowGRPOTrainer, "starter", "scene", None, ["a star"], **given)
 

@@ -80,8 +80,7 @@ ABSENT = next(kind for kind, here in (("cuda", torch.cuda.is_available()), ("mps
     (["--name=\x1b[31mx"], "name: got '\\x1b[31mx', expected a text that is not blank, without control characters"),
     (["--name=a\nb"], "name: got 'a\\nb', expected a text"), (["--name=a\u202eb"], "name: got 'a\\u202eb', expected"),
     (["--name= "], "name: got ' ', expected a text that is not blank"),
-    (["--output=\x1b[31mx"], "output: got '\\x1b[31mx', expected a text"),
-])
+    (["--output=\x1b[31mx"], "output: got '\\x1b[31mx', expected a text")])
 def test_mistakes_are_told_before_anything_is_loaded_or_written(recipe, options, line, capsys):
     assert line in told(capsys, recipe, *options, "--model=nowhere/to/be/found")
     assert not (recipe.parent / "runs").exists()
@@ -92,8 +91,7 @@ def test_mistakes_are_told_before_anything_is_loaded_or_written(recipe, options,
     (["--adapter.rank=1000000000"], "adapter.rank is 1000000000, with which the LoRA and its optimizer take "),
     (["--method=dpo"], "got a method of language models (it samples by Decoding), which this model is not: `flowgrpo"),
     (["--image.frames=8"], "`image`: StableDiffusion3Pipeline takes no 'num_frames'"),
-    (["--image.call={max_sequence_len: 9}"], "takes no 'max_sequence_len': did you mean 'max_sequence_length'?"),
-])
+    (["--image.call={max_sequence_len: 9}"], "takes no 'max_sequence_len': did you mean 'max_sequence_length'?")])
 def test_mistakes_that_the_model_shows_are_told_before_anything_is_written(recipe, options, line, capsys):
     assert line in told(capsys, recipe, *options)
     assert not (recipe.parent / "runs").exists()
@@ -202,8 +200,7 @@ def failing_at_call(number: int, statement: str) -> str:
     ("[0.5, 0.5, float('inf'), 0.5]", "returned inf, expected a finite number"),
     ("images[:, :2].mean((2, 3))", "returned the shape [4, 2]: expected 4 numbers"),
     ("None", "returned None: expected 4 numbers"),
-    ("['a', 'b', 'c', 'd']", "returned 'a', expected a finite number"),
-])
+    ("['a', 'b', 'c', 'd']", "returned 'a', expected a finite number")])
 def test_a_reward_that_fails_in_training_loses_no_whole_epoch(recipe, answer, line, capsys):
     """The first call is the trial, the second measures the base; two calls later the second epoch begins."""
     file = recipe.with_name("reward.py")

@@ -38,8 +38,7 @@ def test_a_plain_function_says_nothing():
 
 
 @pytest.mark.parametrize("bounds, cell", [
-    ((0, 1), "0 to 1"), ((-0.5, 2.25), "-0.5 to 2.25"), ((None, 0), "-inf to 0"), ((0, None), "0 to inf"),
-])
+    ((0, 1), "0 to 1"), ((-0.5, 2.25), "-0.5 to 2.25"), ((None, 0), "-inf to 0"), ((0, None), "0 to inf")])
 def test_a_range_is_told(bounds, cell):
     row = {"name": "mine", "modality": "image", "range": bounds, "needs": "", "licence": "MIT", "installed": True,
            "broken": None}
@@ -60,8 +59,7 @@ def metadata(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("needs, there", [
     ("", True), (None, None), ("here", True), ("gone", False), ("here, gone", False), ("is-here", True),
-    ("a-module-alone", True), ("no-such-package", False), ("here, a_module_alone", True),
-])
+    ("a-module-alone", True), ("no-such-package", False), ("here, a_module_alone", True)])
 def test_what_is_installed_is_seen_without_an_import(metadata, needs, there):
     assert About(needs=needs).installed is there
 
@@ -200,8 +198,7 @@ def png_head(width: int, height: int) -> bytes:
     (["mine.py:Length", "0.png", "--args", "{pre: 2}"], "takes no argument 'pre': did you mean 'per'?"),
     (["mine.py:Length", "0.png", "--args", "{per"], "--args: '{per' is not valid YAML"),
     (["mine.py:Length", "0.png", "--args", "2"], "args: got 2, expected a valid dictionary"),
-    (["mine.py:level", "0.png", "--jsn"], "--jsn"),
-])
+    (["mine.py:level", "0.png", "--jsn"], "--jsn")])
 def test_mistakes_are_told(files, tmp_path, arguments, line, capsys):
     (tmp_path / "empty").mkdir()
     (tmp_path / "huge.png").write_bytes(png_head(20_000, 20_000))

@@ -34,8 +34,7 @@ def told(capsys, *arguments: object) -> str:
 @pytest.mark.parametrize("arguments", [
     ["--help"], ["--version"], ["train", "--help"], ["sample", "--help"], ["compare", "grid", "--help"],
     ["check", "--help"], ["list", "methods", "--help"], ["eval", "--help"], ["list", "rewards", "--help"],
-    ["reward", "score", "--help"], ["new", "--help"], ["list", "runs", "--help"], ["reward", "--help"],
-])
+    ["reward", "score", "--help"], ["new", "--help"], ["list", "runs", "--help"], ["reward", "--help"]])
 def test_help_answers_without_torch(arguments):
     code = f"import sys, flowgrpo.cli as c; r = c.main({arguments!r}); sys.exit(r or ('torch' in sys.modules) * 7)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -69,8 +68,7 @@ def test_mistakes_are_told_without_torch_by_the_module(tmp_path):
     (["r.yaml"], ("r.yaml", {})),
     (["--train.lr=1e-4", "r.yaml", "--parts.plan.size", "2"], ("r.yaml", {"train.lr": "1e-4", "parts.plan.size": "2"})),
     (["--negative_prompt", "", "--name=a=b"], (None, {"negative_prompt": "", "name": "a=b"})),
-    (["--train.lr", "-1"], (None, {"train.lr": "-1"})),
-])
+    (["--train.lr", "-1"], (None, {"train.lr": "-1"}))])
 def test_options_are_parted_from_the_recipe(arguments, expected):
     assert recipe_and_options(arguments) == expected
 
@@ -101,8 +99,7 @@ def test_options_are_parted_from_the_recipe(arguments, expected):
     (["--prompts=starter_text", "--held_out=0.3"], "held_out: got 0.3, but prompts: starter_text brings held-out"),
     (["--reward", "scene_grade"], "unknown reward 'scene_grade': did you mean 'scene_graded'?"),
     (["--reward", "no.py:f"], "reward 'no.py:f': no file at no.py"),
-    (["--eval.rewards", "[scenne]"], "unknown reward 'scenne': did you mean 'scene'?"),
-])
+    (["--eval.rewards", "[scenne]"], "unknown reward 'scenne': did you mean 'scene'?")])
 def test_mistakes_in_training_are_told(arguments, line, capsys):
     assert line in told(capsys, "train", *arguments)
 
@@ -153,8 +150,7 @@ TEXT = "--model=starter_text", "--method=grpo", "--prompts=starter_text", "--rew
     ([], {}, {ALLOCATOR[0]: "expandable_segments:True"}),
     ([], {ALLOCATOR[0]: "max_split_size_mb:64"}, {ALLOCATOR[0]: "max_split_size_mb:64"}),
     ([], {ALLOCATOR[1]: ""}, {ALLOCATOR[1]: ""}),
-    ([*TEXT, "--text.engine=vllm"], {}, {}),
-])
+    ([*TEXT, "--text.engine=vllm"], {}, {})])
 def test_training_lets_segments_grow_unless_you_set_the_allocator(arguments, given, expected, monkeypatch, capsys):
     monkeypatch.setattr(sys, "platform", "linux")
     for name in ALLOCATOR:
@@ -195,8 +191,7 @@ def test_an_interruption_exits_with_130(tmp_path):
     (["sample", "startr", "--prompt", "x"], "no model 'startr', and no folder of that name: did you mean 'starter'?"),
     (["train", "--model=starter_vidoe"], "did you mean 'starter_video'?"),
     (["train", "--model=startr_text", "--method=grpo", "--prompts=starter_text", "--reward=numeric_match"],
-     "did you mean 'starter_text'?"),
-])
+     "did you mean 'starter_text'?")])
 def test_mistakes_in_other_commands_are_told(arguments, line, capsys):
     assert line in told(capsys, *arguments)
 

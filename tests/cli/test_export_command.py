@@ -115,8 +115,7 @@ def test_what_would_be_dropped_is_refused(finished, capsys, arguments, told):
 
 
 @pytest.mark.parametrize("arguments, told", [
-    (("--form", "onnx"), "'onnx' is not one of 'comfyui'"), ((), "is not a run: it has no config.yaml"),
-])
+    (("--form", "onnx"), "'onnx' is not one of 'comfyui'"), ((), "is not a run: it has no config.yaml")])
 def test_mistakes_are_told(tmp_path, capsys, arguments, told):
     assert main(["export", str(tmp_path), *arguments]) == 2
     said = capsys.readouterr().err

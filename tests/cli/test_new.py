@@ -55,8 +55,7 @@ def test_no_file_is_overwritten(kind, existing, tmp_path, capsys):
                          "my_random"),
     ("method", "surrogate", "got the name 'surrogate', which Python or flowgrpo has already"),
     ("reward", "rewards", "got the name 'rewards', which Python or flowgrpo has already"),
-    ("loss", "mine", "'loss' is not one of 'method', 'reward', 'recipe'"),
-])
+    ("loss", "mine", "'loss' is not one of 'method', 'reward', 'recipe'")])
 def test_names_that_cannot_be_used_are_refused(kind, name, line, tmp_path, capsys):
     assert line in told(capsys, "new", kind, name, "--output", tmp_path / "new")
     assert not (tmp_path / "new").exists()

@@ -270,8 +270,7 @@ def test_ahead_a_run_encodes_all_prompts_before_the_denoiser_is_loaded(model, tm
     ({"cache": None}, "prompts are not encoded ahead: cache is not set"),
     ({"memory__denoiser": "cpu"}, "memory.encoders is ahead, which does not go with memory.denoiser: cpu"),
     ({"parts": {"adapted": {"encoders": True, "denoisers": False}}},
-     "are trained (parts.adapted.encoders), which does not go with memory.encoders: ahead"),
-    ])
+     "are trained (parts.adapted.encoders), which does not go with memory.encoders: ahead")])
 def test_what_does_not_go_with_ahead_is_said_before_the_model_is_loaded(model, tmp_path, options, told):
     _, config = recipe(tmp_path, model, **{"memory__encoders": "ahead"} | options)
     with pytest.raises(UserError, match=re.escape(told)):

@@ -189,8 +189,7 @@ def from_elsewhere(folder, **values):
      "uses the file ~/.profile (reward.judge.args.file)"),
     ({"cache": "/var/tmp/c"}, "writes to /var/tmp/c (cache)"),
     ({"rollout": {"folder": "~root/loras"}}, "writes to ~root/loras (rollout.folder)"),
-    ({"phases": [{"at": 0.5, "set": {"rollout.folder": "/srv"}}]}, "writes to /srv (phases.0.set.rollout.folder)"),
-])
+    ({"phases": [{"at": 0.5, "set": {"rollout.folder": "/srv"}}]}, "writes to /srv (phases.0.set.rollout.folder)")])
 def test_a_recipe_from_elsewhere_reaches_out_only_where_it_is_trusted(values, does, tmp_path, monkeypatch):
     given = from_elsewhere(tmp_path / "given", **values)
     (tmp_path / "here").mkdir()
@@ -259,8 +258,7 @@ def test_what_goes_where_is_printed_before_it_goes(monkeypatch, capsys):
     ("http://127.0.0.1:1/v1", True), ("http://localhost:1/v1", True), ("http://[::1]:1/v1", True),
     ("https://there/v1", True), ("http://there/v1", False), ("http://10.0.0.7/v1", False), ("http://127.1/v1", False),
     ("http://localhost.there/v1", False), ("http://127.0.0.1.there/v1", False), ("http://0.0.0.0:1/v1", False),
-    ("https://there/v1,http://there/v1", False), ("http://LOCALHOST/v1", True),
-])
+    ("https://there/v1,http://there/v1", False), ("http://LOCALHOST/v1", True)])
 def test_a_key_goes_unencrypted_to_this_machine_alone(url, goes, monkeypatch):
     monkeypatch.setenv("BRAND_KEY", "k3y")
     for reward in (json_api.Http, Judge):

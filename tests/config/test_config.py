@@ -23,8 +23,7 @@ def test_defaults_pass_their_own_checks():
     {"name": "1e5", "model": "on", "method": "a+b", "negative_prompt": "null", "prompts": "été.txt"},
     {"train.lr": "1e-5", "train.betas": "[0.8, 0.95]", "train.checkpointing": "true", "adapter.targets": "[to_q]"},
     {"reward": "{scene: 0.25, my/file.py:f: 2}", "held_out": "held.jsonl", "eval.rewards": "[scene]"},
-    {"reward.scene": "1e-1", "parts": "{plan: {size: 2, share: 1e-3}}", "image.call": "{max_sequence_length: 77}"},
-])
+    {"reward.scene": "1e-1", "parts": "{plan: {size: 2, share: 1e-3}}", "image.call": "{max_sequence_length: 77}"}])
 def test_resolved_configuration_runs_again(options, tmp_path):
     resolved = config.load(None, options)
     file = tmp_path / "resolved.yaml"
@@ -64,8 +63,7 @@ def test_rewards_have_weights():
     ({"image": {"zzz": 1}}, "'image.zzz'; there are: image.height, image.width, image.frames, image.fps, "
                             "image.sizes, image.call"),
     ({"picture": {"height": 64}}, "r.yaml: unknown key 'picture': it is called 'image' now"),
-    ({"qqqq": 1}, "unknown key 'qqqq'; there are: name, model, "),
-])
+    ({"qqqq": 1}, "unknown key 'qqqq'; there are: name, model, ")])
 def test_unknown_keys_name_the_nearest(raw, told):
     assert told in message(config.validate, raw, "r.yaml")
 
@@ -98,8 +96,7 @@ def test_what_an_earlier_run_recorded_opens_under_the_names_of_today(tmp_path):
     ({"train": {"checkpointing": 1.5}},
      "train.checkpointing: got 1.5, expected a valid boolean or a number less than or equal to 1 or 'auto'"),
     ({"memory": {"shard": "hosts"}}, "memory.shard: got 'hosts', expected a valid boolean or 'nodes'"),
-    ({"train": {"betas": [0.9]}}, "train.betas.1: got [0.9], expected one more value"),
-])
+    ({"train": {"betas": [0.9]}}, "train.betas.1: got [0.9], expected one more value")])
 def test_wrong_types_have_their_path(raw, told):
     assert message(config.validate, raw, "r.yaml") == f"r.yaml: {told}"
 
@@ -117,8 +114,7 @@ def test_wrong_types_have_their_path(raw, told):
     ("reward: {a: 0, b: {weight: 0}}", "expected a weight other than 0 for one of them"),
     ("output: ~nobody-of-this-name/x", "output: ~nobody-of-this-name/x: there is no user 'nobody-of-this-name'"),
     ("prompts: http://a/b.txt", "prompts: got 'http://a/b.txt', expected a prompt set, a file of this machine"),
-    ("prompts: ''", "prompts: got '', expected at least 1 character"),
-])
+    ("prompts: ''", "prompts: got '', expected at least 1 character")])
 def test_what_yaml_and_pydantic_would_take_for_another_value_is_refused(text, told):
     assert told in message(config.validate, yaml_text.parse(text), "r.yaml")
 
@@ -155,8 +151,7 @@ def test_a_home_folder_is_the_users(monkeypatch):
     ({"train": {"lr": float("inf")}}, "train.lr: got inf, expected a finite number or 'auto' or keys with values"),
     ({"reward": {"scene": float("nan")}}, "reward.scene: got nan, expected a finite number"),
     ({"seed": -1}, "seed: got -1, expected a number greater than or equal to 0"),
-    ({"reward": {}}, "reward: got {}, expected at least 1 item"),
-])
+    ({"reward": {}}, "reward: got {}, expected at least 1 item")])
 def test_wrong_ranges_have_their_path(raw, told):
     assert message(config.validate, raw, "r.yaml") == f"r.yaml: {told}"
 
@@ -165,8 +160,7 @@ def test_wrong_ranges_have_their_path(raw, told):
     (b"a: [1\nb: 2", "is not valid YAML: expected ',' or ']', but got ':' (line 2, column 2)"),
     (b"- a\n- b\n", "expected keys with values at the top, got a list"),
     (b"a: \xff\xfe", "is not valid YAML: 'utf-8' codec can't decode"),
-    (b"train: {lr: -1}", "train.lr: got -1, expected a number greater than 0"),
-])
+    (b"train: {lr: -1}", "train.lr: got -1, expected a number greater than 0")])
 def test_broken_recipes_are_named(text, told, tmp_path):
     file = tmp_path / "r.yaml"
     file.write_bytes(text)
@@ -213,8 +207,7 @@ def test_a_recipe_extends_another(tmp_path):
     ("many", "many.yaml: extends: got ['a.yaml'], expected the file of one recipe"),
     ("absent", "broken.yml: did you mean 'broken.yaml'?"),
     ("of_broken", "broken.yaml: train.lr: got -1, expected a number greater than 0"),
-    ("wrong", "wrong.yaml: unknown key 'train.grop': did you mean 'train.group'?"),
-])
+    ("wrong", "wrong.yaml: unknown key 'train.grop': did you mean 'train.group'?")])
 def test_a_recipe_that_cannot_be_extended_is_named(name, told, tmp_path):
     recipes(tmp_path, a="extends: b.yaml", b="extends: a.yaml", alone="extends: alone.yaml", many="extends: [a.yaml]",
             absent="extends: broken.yml", broken="train: {lr: -1}", of_broken="extends: broken.yaml", fine="seed: 1",
@@ -226,8 +219,7 @@ def test_a_recipe_that_cannot_be_extended_is_named(name, told, tmp_path):
     ({"train.lr": "-1"}, "the options: train.lr: got -1, expected a number greater than 0"),
     ({"reward": "{a: 1"}, "--reward: '{a: 1' is not valid YAML: expected ',' or '}'"),
     ({"train.shift.x": "1"}, "the options: train.shift: got {'x': 1}, expected a valid number"),
-    ({"train.lr.x": "1"}, "the options: unknown key 'train.lr.x'; there are: start, target, updates, states"),
-])
+    ({"train.lr.x": "1"}, "the options: unknown key 'train.lr.x'; there are: start, target, updates, states")])
 def test_overrides_go_through_the_same_check(options, told):
     assert message(config.load, None, options).startswith(told)
 

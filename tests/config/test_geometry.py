@@ -20,8 +20,7 @@ def train(**options) -> Train:
     ({"micro_batch": 40}, 1, (8, 96, 3)),  # 3, 3 and 2 groups
     ({"micro_batch": 40}, 4, (2, 24, 1)),
     ({"micro_batch": 500}, 1, (8, 96, 1)),
-    ({"prompts": 1, "group": 2, "micro_batch": 1}, 1, (1, 2, 1)),
-])
+    ({"prompts": 1, "group": 2, "micro_batch": 1}, 1, (1, 2, 1))])
 def test_rows_and_parts_of_whole_groups(options, processes, expected):
     found = geometry(train(**options), processes)
     assert (found.prompts, found.samples, found.parts) == expected
@@ -33,8 +32,7 @@ def test_rows_and_parts_of_whole_groups(options, processes, expected):
     ({"group": 24}, 64, (1, 3, 8)),  # an eighth of a group each
     ({}, 3, (8, 4, 3)),  # 2 groups and 2 thirds
     ({"prompts": 3, "group": 4}, 2, (3, 2, 2)),
-    ({"prompts": 3, "group": 4}, 12, (1, 1, 4)),
-])
+    ({"prompts": 3, "group": 4}, 12, (1, 1, 4))])
 def test_samples_of_a_group_on_several_processes(options, processes, expected):
     if expected is None:
         assert "use 16 or 32 prompts" in message(lambda: geometry(train(**options), processes))
@@ -72,8 +70,7 @@ def test_as_many_updates_as_parts():
                                                           "not divide the 6 prompts of each of 2 processes evenly: use "
                                                           "a micro_batch of 36"),
     ({"prompts": 28, "updates": 4, "micro_batch": 60}, 2, "make 3 parts: use at most 3 updates, or a micro_batch of "
-                                                          "24"),
-])
+                                                          "24")])
 def test_what_cannot_work_is_told_with_what_does(options, processes, told):
     assert message(lambda: geometry(train(**options), processes)).endswith(told)
 

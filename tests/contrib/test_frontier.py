@@ -214,8 +214,7 @@ def kept(trained_means, gold_means, weights=None) -> int | None:
     ([0, math.nan, .4, math.nan, .5], [.5, .6, .7, .8, .9], 4),  # a trained reward without a score is never kept
     ([0, .2, .4, .6, .8], [.5, math.nan, .7, math.nan, .3], 3),  # an eval-only one without a score says nothing
     ([0, .2, .4, .6, .8], [math.nan, math.nan, .7, .4, .1], 2),  # first measured behind the base
-    ([0, math.nan], [.5, .5], None),
-])
+    ([0, math.nan], [.5, .5], None)])
 def test_what_is_kept(red, gold, expected):
     assert kept(red, gold) == expected
 

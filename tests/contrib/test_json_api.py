@@ -311,7 +311,6 @@ def test_reached_names_what_is_missing():
     ({"headers": {"X-A": "a\r\nB: c"}}, "expected printable ASCII"),
     ({"headers": {"X A": "a"}}, "expected printable ASCII"),
     ({"request": {"x": float("nan")}}, "request is not JSON"), ({"request": {"x": {1, 2}}}, "request is not JSON"),
-    ({"key_header": "X\u00e9"}, "key_header is 'X\u00e9', expected a header's name"),
-])
+    ({"key_header": "X\u00e9"}, "key_header is 'X\u00e9', expected a header's name")])
 def test_what_no_request_can_hold_is_told_at_once(settings, said):
     assert said in message(Http, url="http://127.0.0.1:1/s", **settings)

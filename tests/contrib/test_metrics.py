@@ -74,8 +74,7 @@ class Texts(Metric):
     is_differentiable = False
     def update(self, source, target):
         return source.float().mean() + len(target[0])
-""",
-}
+"""}
 
 
 @pytest.fixture

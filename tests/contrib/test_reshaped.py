@@ -10,14 +10,7 @@ from flowgrpo.advantages.baselines import Conditional, Signed
 from flowgrpo.advantages.group import Advantage, group_relative
 from flowgrpo.contrib.consistency import LikelihoodConsistency
 from flowgrpo.contrib.episodic import Episodic
-from flowgrpo.contrib.reshaped import (
-    Confidence,
-    Consistency,
-    Difficulty,
-    Unconfident,
-    difficulty,
-    outcome_entropy,
-)
+from flowgrpo.contrib.reshaped import Confidence, Consistency, Difficulty, Unconfident, difficulty, outcome_entropy
 from flowgrpo.contrib.risk import RiskAverse, risk_weights
 from flowgrpo.errors import UserError
 from flowgrpo.methods.validate import resolve

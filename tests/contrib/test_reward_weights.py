@@ -35,8 +35,7 @@ def columns(*each: list[int]) -> torch.Tensor:
     ((ONE, OTHER), [1, 1], [0.5, 0.5]),  # they leave each other alone
     ((ONE, NONE), [1, 1], [0.5, 0]),  # the second is saturated
     ((ONE, ONE, [-a for a in ONE]), [1, 1, 1], [1 / 3, 1 / 3, -1 / 3]),  # the third pulls against the others
-    ((ONE, OTHER), [3, 1], [0.75, 0.25]), ((ONE, OTHER), [1, 0], [1, 0]),
-])
+    ((ONE, OTHER), [3, 1], [0.75, 0.25]), ((ONE, OTHER), [1, 0], [1, 0])])
 def test_weights_move_by_their_influence(each, weights, influence):
     moved = [w * math.exp(2 * i) for w, i in zip(weights, influence)]
     close(adapted(columns(*each), f64(weights), 2), [sum(weights) * each / sum(moved) for each in moved])
@@ -74,8 +73,7 @@ def test_without_a_rate_it_is_the_weighted_sum_of_advantages():
     (lambda: Influence(rate=-1), "rate is -1, expected 0 or more"), (lambda: Influence(clamp=0), "clamp is 0"),
     (lambda: Influence()(columns(ONE, OTHER), [1, -1]), "expected 0 or more, and one above"),
     (lambda: Influence()(columns(ONE, OTHER), [0, 0]), "expected 0 or more, and one above"),
-    (lambda: Influence()(columns(ONE, OTHER), [1]), "one weight per reward"),
-])
+    (lambda: Influence()(columns(ONE, OTHER), [1]), "one weight per reward")])
 def test_what_cannot_be(make, told):
     with pytest.raises(ValueError, match=told):
         make()

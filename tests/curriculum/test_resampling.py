@@ -182,8 +182,7 @@ def test_images_are_redrawn_too():
 @pytest.mark.parametrize("options, told", [
     (dict(method="tempflow_grpo+dynamic_sampling"), "redraw is DynamicSampling"),
     (dict(method="refl+dynamic_sampling"), "reads no redraw: got the preset dynamic_sampling"),
-    (dict(method="mix_grpo", parts={"redraw": {"type": "DynamicSampling", "turns": 1}}), "turns is 1"),
-])
+    (dict(method="mix_grpo", parts={"redraw": {"type": "DynamicSampling", "turns": 1}}), "turns is 1")])
 def test_what_cannot_be_redrawn_is_told_in_a_line(options, told):
     with pytest.raises(UserError, match=told):
         validate.resolve(tiny.config(**options))

@@ -207,8 +207,7 @@ def test_geneval_is_read_as_it_is(tmp_path):
     ("p.csv", "prompt\na cat, big\n", "line 2: 2 cells under 1 headings"),
     ("p.csv", "prompt,weight\na,1\nb,heavy\n", "line 3: expected a positive number under 'weight', got 'heavy'"),
     ("p.csv", "prompt,metadata\na,{\n", "line 2: not valid JSON"),
-    ("p.csv", 'prompt\n"a\n', "not valid CSV: unexpected end of data"),
-])
+    ("p.csv", 'prompt\n"a\n', "not valid CSV: unexpected end of data")])
 def test_mistakes_are_told_with_file_and_line(name, text, told, tmp_path):
     file = write(tmp_path, name, text)
     assert told in message(load_prompts, file) and str(file) in message(load_prompts, file)
@@ -258,8 +257,7 @@ def test_a_text_with_another_image_is_another_prompt(tmp_path):
     (["a", "b"], 0.9, "holds out every prompt"),
     (["a", "a"], 0.5, "1 different prompts cannot be parted"),
     (["a", "b"], 0.0, "expected a share between 0 and 1"),
-    (["a", "b"], 1.0, "expected a share between 0 and 1"),
-])
+    (["a", "b"], 1.0, "expected a share between 0 and 1")])
 def test_no_side_is_empty(texts, share, told):
     assert told in message(split, named(*texts), share, 0)
 

@@ -114,8 +114,7 @@ def test_a_prompt_is_another_one_with_another_file(folder):
     ({"image": "data:image/png;base64," + "A" * 9000}, "'image': got the address data:image/png;base64,AAA"),
     ({"control_image": "no/a.png"}, "'control_image': no image at {folder}/no/a.png; there is no folder {folder}/no"),
     ({"controlnet_conditioning_scale": -1}, "'controlnet_conditioning_scale': expected a number of 0 or more"),
-    ({"control_imag": "a.png"}, "unknown key 'control_imag': did you mean 'control_image'?"),
-])
+    ({"control_imag": "a.png"}, "unknown key 'control_imag': did you mean 'control_image'?")])
 def test_a_wrong_key_is_one_line_with_file_line_and_key(folder, line, expected):
     caught = message(lambda: read(folder, {"prompt": "fine"}, {"prompt": "x"} | line))
     assert caught.startswith(f"prompts {folder}/p.jsonl, line 2")
@@ -201,8 +200,7 @@ def two(one, other, mode="RGBA"):
 @pytest.mark.parametrize("name, picture", [
     ("l.png", grey(RAMP)), ("i16.png", grey(RAMP * 257, np.uint16)), ("i16.tif", grey(RAMP * 257, np.uint16)),
     ("i16b.tif", grey(RAMP * 257, ">u2")), ("i.tif", grey(RAMP * 257, np.int32)), ("i.pgm", grey(RAMP * 257, np.int32)),
-    ("f.tif", grey(RAMP / 255, np.float32)), ("f.pfm", grey(RAMP / 255, np.float32)),
-])
+    ("f.tif", grey(RAMP / 255, np.float32)), ("f.pfm", grey(RAMP / 255, np.float32))])
 def test_a_grey_ramp_goes_from_black_to_white(name, picture, tmp_path):
     picture.save(tmp_path / name)
     read = np.asarray(read_image(tmp_path / name))
@@ -214,8 +212,7 @@ def test_a_grey_ramp_goes_from_black_to_white(name, picture, tmp_path):
     ("f255.tif", grey(RAMP, np.float32), "has float values from 0 to 255, expected 0 to 1: scale them"),
     ("nan.tif", grey(RAMP * np.nan, np.float32), "has float values from nan to nan"),
     ("i8.tif", grey(RAMP, np.int32), "has 32-bit values from 0 to 255, whose white is not known"),
-    ("i32.tif", grey(RAMP * 65537, np.int32), "has 32-bit values from 0 to 16711935"),
-])
+    ("i32.tif", grey(RAMP * 65537, np.int32), "has 32-bit values from 0 to 16711935")])
 def test_values_of_an_unknown_range_are_refused(name, picture, expected, tmp_path):
     picture.save(tmp_path / name)
     for read in (read_image, read_tensor):
@@ -225,8 +222,7 @@ def test_values_of_an_unknown_range_are_refused(name, picture, expected, tmp_pat
 @pytest.mark.parametrize("name, picture", [
     ("rgba.png", two(RED, CLEAR)), ("rgba.webp", two(RED, CLEAR)), ("rgba.tif", two(RED, CLEAR)),
     ("p.png", two(RED, CLEAR).quantize(2)), ("pa.tif", two(RED, CLEAR).quantize(2).convert("PA")),
-    ("rgb.png", two(RED[:3], (1, 2, 3), "RGB")),
-])
+    ("rgb.png", two(RED[:3], (1, 2, 3), "RGB"))])
 def test_transparency_is_white_and_refused_where_it_has_no_meaning(name, picture, tmp_path):
     given = {"transparency": (1, 2, 3)} if picture.mode == "RGB" else {}
     picture.save(tmp_path / name, **given | ({"lossless": True, "exact": True} if name.endswith("webp") else {}))
@@ -274,8 +270,7 @@ def test_a_colour_profile_and_a_gamma_are_applied(tmp_path):
 @pytest.mark.parametrize("start, expected", [
     (b"", "it is empty"), (b"hello", "it is damaged, or no image"),
     (b"\0\0\0\x1cftypavif", "its format is AVIF, expected BMP, GIF, JPEG, PNG, PPM, TIFF or WEBP: convert it"),
-    (b"\0\0\0\x1cftypheic", "its format is HEIF"), (b"\xff\x0a", "its format is JPEG XL"),
-])
+    (b"\0\0\0\x1cftypheic", "its format is HEIF"), (b"\xff\x0a", "its format is JPEG XL")])
 def test_a_file_of_another_format_is_called_so(start, expected, tmp_path):
     (tmp_path / "a.png").write_bytes(start)
     assert expected in message(lambda: read_image(tmp_path / "a.png"))

@@ -101,8 +101,7 @@ def test_the_files_verdicts_as_a_reward():
     ({"method": "diffusion_dpo", "train.group": 4}, "train.group is 4, but preferences brings pairs: set train.group"),
     ({"method": "diffusion_dpo", "labels": "rewards", "parts.surrogate.similarity": 1}, "pulls to what the file calls"),
     ({"method": "diffusion_dpo", "preferences": None, "labels": "rewards"},
-     "labels is 'rewards', but preferences is not set"),
-])
+     "labels is 'rewards', but preferences is not set")])
 def test_what_does_not_go_with_recorded_pairs_is_refused(options, told):
     config = load(None, {"preferences": "pairs.jsonl", "train.group": 2} | options)
     with pytest.raises(UserError, match=told):

@@ -111,8 +111,7 @@ def test_templates_give_all_combinations_and_take_turns(tmp_path):
     ("templates: ['{animal']\nslots: {animal: [owl]}", "the template '{animal' is not one"),
     ("templates: ['{animal}']\nslots: {animal: []}", "slots.animal: got [], expected a list of words"),
     ("template: ['x']\ntemplates: ['x']", "unknown key 'template': did you mean 'templates'?"),
-    ("templates: [", "is not valid YAML: expected the node content"),
-])
+    ("templates: [", "is not valid YAML: expected the node content")])
 def test_mistakes_name_the_key(tmp_path, text, message):
     with pytest.raises(UserError) as caught:
         write(tmp_path, text)

@@ -192,8 +192,7 @@ def loaded(folder, name: str, text: str):
     ("non_spatial_val.txt", "an owl reads\n", "t2i_compbench", [("an owl reads", {}, ("non_spatial",))]),
     ("list.txt", 'An owl.\nA "quoted" hen.\n', "prompts", [("An owl.", {}, ()), ('A "quoted" hen.', {}, ())]),
     ("own.jsonl", '{"prompt": "an owl", "metadata": {"task": "birds"}}\n', "flowgrpo",
-     [("an owl", {"task": "birds"}, ("birds",))]),
-])
+     [("an owl", {"task": "birds"}, ("birds",))])])
 def test_a_format_is_told_by_its_content(tmp_path, name, text, form, expected):
     suite, cases = loaded(tmp_path, name, text)
     assert (suite.form, cases) == (form, expected) and suite.name == name.rpartition(".")[0]
@@ -230,8 +229,7 @@ def test_dpg_has_files_of_one_line_questions_and_categories(tmp_path):
     ("any.jsonl", '{"question": ["a"], "answer": 3}', "record 1: expected a text under 'question', got .'a'.$"),
     ("any.jsonl", "", "holds no prompt"),
     ("any.txt", "\n \n", "holds no prompt"),
-    ("any.png", "", "expected a file that ends in .jsonl, .csv"),
-])
+    ("any.png", "", "expected a file that ends in .jsonl, .csv")])
 def test_a_broken_suite_is_told(tmp_path, name, text, told):
     with pytest.raises(UserError, match=told) as error:
         loaded(tmp_path, name, text)
@@ -242,8 +240,7 @@ def test_a_broken_suite_is_told(tmp_path, name, text, told):
     ("nothing", "no suite 'nothing': expected one that `flowgrpo list prompts` lists, a file"),
     ("./no/such/file.csv", "no suite './no/such/file.csv': expected one"),
     ("some/birds/folder", "no suite 'some/birds/folder': expected .* with or without one of its files behind it"),
-    ("no/file.csv", "no suite 'no/file.csv': expected one"),
-])
+    ("no/file.csv", "no suite 'no/file.csv': expected one")])
 def test_a_suite_that_is_not_there_is_told(name, told):
     with pytest.raises(UserError, match=told):
         load_suite(name)
@@ -292,8 +289,7 @@ def test_a_folder_as_datasets_lie_on_the_hub(tmp_path):
     ("questions", [{"question": "3 and 4?", "answer": "3+4\n#### 7"}], "questions",
      [("3 and 4?", {"answer": "7"}, ())]),
     ("own", [{"prompt": "an owl", "category": "birds", "n": 1}], "flowgrpo",
-     [("an owl", {"category": "birds", "n": 1}, ("birds",))]),
-])
+     [("an owl", {"category": "birds", "n": 1}, ("birds",))])])
 def test_parquet_has_the_formats_of_the_others(tmp_path, name, rows, form, expected):
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / f"{name}.parquet")
     suite = load_suite(str(tmp_path / f"{name}.parquet"))
@@ -347,8 +343,7 @@ def test_it_is_balanced():
     ("apple", "an apple", "apples"), ("bus", "a bus", "buses"), ("knife", "a knife", "knives"),
     ("sheep", "a sheep", "sheep"), ("toothbrush", "a toothbrush", "toothbrushes"), ("couch", "a couch", "couches"),
     ("computer mouse", "a computer mouse", "computer mice"), ("umbrella", "an umbrella", "umbrellas"),
-    ("sandwich", "a sandwich", "sandwiches"), ("skis", "a pair of skis", "skises"),
-])
+    ("sandwich", "a sandwich", "sandwiches"), ("skis", "a pair of skis", "skises")])
 def test_english(name, article, plural):
     assert build_suites.one(name) == article
     assert name in build_suites.UNCOUNTED or build_suites.many(name) == plural

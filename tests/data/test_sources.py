@@ -107,8 +107,7 @@ def test_split_and_limit(dataset):
     ("?split=nope", "the dataset does not load"),
     ("?limit=0", "limit is '0', expected a number of rows above 0"),
     ("?streaming=yes", "streaming is 'yes', expected true or false"),
-    ("?colum=caption", "unknown option 'colum': did you mean 'column'?"),
-])
+    ("?colum=caption", "unknown option 'colum': did you mean 'column'?")])
 def test_mistakes_name_the_option(dataset, source, message):
     with pytest.raises(UserError) as caught:
         hub.load(dataset + source)

@@ -61,9 +61,7 @@ LAUGHS = "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9) if i else 'x'}]\n
         ("a: 1\n" + "# long\n" * 200_000, "1.3 MiB, expected 1 MiB at most"),
         ("<b>: 1", "unknown key '<b>'"),
         ("train: {<b>: 1}", "unknown key 'train.<b>'"),
-        ("<: 1\nbool: 2", "unknown key '<'"),
-    ],
-)
+        ("<: 1\nbool: 2", "unknown key '<'")])
 def test_recipes_that_harm_are_refused(tmp_path, text, message):
     assert message in refusal(config.load, write(tmp_path, "recipe.yaml", text))
 
@@ -71,8 +69,7 @@ def test_recipes_that_harm_are_refused(tmp_path, text, message):
 def test_options_that_harm_are_refused():
     assert "nested deeper" in refusal(parse_value, "train.lr", "[" * 20_000)
     assert "name: got 'a\\x00b', expected a text without a NUL character" in refusal(
-        config.load, None, {"name": "a\0b"}
-    )
+        config.load, None, {"name": "a\0b"})
     assert "stands twice" in refusal(parse_value, "train", "{lr: 1, lr: 2}")
 
 
@@ -94,16 +91,13 @@ def test_many_wrong_entries_are_explained_at_once(tmp_path):
         (
             "p.jsonl",
             '{"prompt": "a", "image": "a\\u0000.png"}',
-            "'image': expected a path, got 'a\\x00.png', which holds a NUL",
-        ),
+            "'image': expected a path, got 'a\\x00.png', which holds a NUL"),
         ("p.jsonl", '{"prompt": "a", "image": "' + "x" * 300 + '.png"}', "File name too long"),
         ("p.jsonl", '{"prompt": "a", "image": "pipe"}', "'image': no image at"),
         ("p.jsonl", '{"prompt": "a", "images": "[[[' + "[" * 5000 + '"}', "not a JSON list"),
         ("p.csv", "prompt,prompt\na,b\n", "expected different headings"),
         ("p.csv", "prompt,weight\na," + "9" * 400 + "\n", "expected a positive number under 'weight'"),
-        ("p.txt", "a\0b\n", "the text under 'prompt' holds a NUL character"),
-    ],
-)
+        ("p.txt", "a\0b\n", "the text under 'prompt' holds a NUL character")])
 def test_prompt_files_that_harm_are_refused(tmp_path, name, text, message):
     os.mkfifo(tmp_path / "pipe")
     assert message in refusal(load_prompts, write(tmp_path, name, text))
@@ -120,9 +114,7 @@ def test_prompt_files_that_harm_are_refused(tmp_path, name, text, message):
         (image_size, "x.png"),
         (frame_count, "x.gif"),
         (frame_count, "x.mp4"),
-        (tensors_of, "x.safetensors"),
-    ],
-)
+        (tensors_of, "x.safetensors")])
 def test_a_fifo_a_socket_and_a_device_are_refused_without_waiting(tmp_path, monkeypatch, read, name):
     monkeypatch.chdir(tmp_path)  # the path of a socket is short
     os.mkfifo(name)
@@ -185,8 +177,7 @@ def png(width: int, height: int) -> bytes:
     """Return a PNG that claims a size and has no pixel."""
     parts = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0), b"IDAT"
     return b"\x89PNG\r\n\x1a\n" + b"".join(
-        struct.pack(">I", len(part) - 4) + part + struct.pack(">I", zlib.crc32(part)) for part in parts
-    )
+        struct.pack(">I", len(part) - 4) + part + struct.pack(">I", zlib.crc32(part)) for part in parts)
 
 
 @pytest.mark.parametrize("side", [PIXELS // 8192 + 1, 2**14 + 1, 2**20])
@@ -232,9 +223,7 @@ def test_errors_are_one_printable_line():
     [
         ("templates: ['{a:>999999999}']\nslots: {a: [x]}", "a slot has a format"),
         ("templates: ['{a}']\nslots: [a]", "slots: got ['a'], expected names with values"),
-        ("templates: ['a']\nmetadata: 3", "metadata: got 3, expected names with values"),
-    ],
-)
+        ("templates: ['a']\nmetadata: 3", "metadata: got 3, expected names with values")])
 def test_templates_that_harm_are_refused(tmp_path, text, message):
     assert message in refusal(load_templates, write(tmp_path, "t.yaml", text))
 
@@ -249,11 +238,9 @@ def test_safetensors_that_harm_are_refused(tmp_path):
     for header in (
         b"not JSON",
         b"[" * 5000,
-        json.dumps({"a": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 4]}}).encode(),
-    ):
+        json.dumps({"a": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 4]}}).encode()):
         assert "cannot be read" in refusal(
-            tensors_of, write(tmp_path, "a.safetensors", struct.pack("<Q", len(header)) + header + b"1234")
-        )
+            tensors_of, write(tmp_path, "a.safetensors", struct.pack("<Q", len(header)) + header + b"1234"))
     long = struct.pack("<Q", 2**24 + 1) + b" " * (2**24 + 2)
     assert "a header of 16 MiB, expected 16 MiB at most" in refusal(tensors_of, write(tmp_path, "a.safetensors", long))
 

@@ -111,8 +111,7 @@ def alone(run, prompt: int, seed: int = 0, lora: bool = True, **asked) -> np.nda
 @pytest.mark.parametrize("kind, values, heads, options", [
     ("seeds", ["3", "0"], ["seed 3", "seed 0"], [{"seed": 3}, {"seed": 0}]),
     ("guidance", ["1", "4.5"], ["guidance 1", "guidance 4.5"], [{"guidance_scale": 1.0}, {"guidance_scale": 4.5}]),
-    ("steps", ["1", "3"], ["steps 1", "steps 3"], [{"num_inference_steps": 1}, {"num_inference_steps": 3}]),
-])
+    ("steps", ["1", "3"], ["steps 1", "steps 3"], [{"num_inference_steps": 1}, {"num_inference_steps": 3}])])
 def test_columns_differ_in_what_was_asked(runs, tmp_path, kind, values, heads, options):
     page, found = drawn(runs[0], kind, values, tmp_path)
     assert [head for head in found if not head.startswith("picture")] == heads and page.outside == []
@@ -198,8 +197,7 @@ def test_a_reward_that_compares_with_the_base_sees_that_of_its_column(runs, mode
     ("guidance", ["inf"], "got 'inf'"),
     ("steps", ["0"], "got '0' in --values, expected whole numbers from 1 up"),
     ("seeds", ["1.5"], "got '1.5' in --values, expected whole numbers"),
-    ("rlg", ["-1"], "got '-1' in --values, expected numbers from 0 up"),
-])
+    ("rlg", ["-1"], "got '-1' in --values, expected numbers from 0 up")])
 def test_values_that_are_not_of_the_kind_are_told(runs, tmp_path, kind, values, told):
     with pytest.raises(UserError, match=told) as error:
         columns.columns(runs[0], kind, values, None, 1, 0, tmp_path / "a.png")

@@ -203,8 +203,7 @@ def test_damaged_settings_are_told(world, tmp_path, capsys, text):
 
 @pytest.mark.parametrize("change, told", [
     ({"seed": 1}, "an evaluation with another seed .0, now 1.: give another --output"),
-    ({"steps": 3}, "another call"), ({"samples": 3}, "another samples"),
-])
+    ({"steps": 3}, "another call"), ({"samples": 3}, "another samples")])
 def test_a_folder_of_another_evaluation_is_told(found, world, change, told):
     with pytest.raises(UserError, match=told):
         evaluate(str(world / "run"), str(world / "suite.jsonl"), found[1], found[2],
@@ -216,8 +215,7 @@ def test_a_folder_of_another_evaluation_is_told(found, world, change, told):
     ({"source": "starter", "base": True}, "--base compares with a result: give a run"),
     ({"source": "starter", "names": []}, "--rewards: expected the names of rewards"),
     ({"suite": "nothing"}, "expected one that `flowgrpo list prompts` lists"),
-    ({"names": ["diversity"]}, "'diversity' compares the samples of a group"),
-])
+    ({"names": ["diversity"]}, "'diversity' compares the samples of a group")])
 def test_mistakes_are_told_before_anything_is_drawn(world, tmp_path, options, told):
     given = {"source": str(world / "run"), "suite": str(world / "suite.jsonl"), "names": ["sharpness"]} | options
     with pytest.raises(UserError, match=told):
@@ -243,8 +241,7 @@ def test_a_plain_model_is_scored_by_rewards_with_arguments(world, model, tmp_pat
 @pytest.mark.parametrize("text, told", [
     ("", "expected rewards with their rules, such as geneval"), ("- ocr\n", "expected keys with values at the top"),
     ("ocr: {argz: {}}\n", "rules.yaml: unknown key 'eval.rewards.ocr.argz': did you mean 'args'"),
-    (None, "expected a YAML file"),
-])
+    (None, "expected a YAML file")])
 def test_a_broken_file_of_rewards_is_told(tmp_path, text, told):
     if text is not None:
         (tmp_path / "rules.yaml").write_text(text)

@@ -126,8 +126,7 @@ def test_all_weights_are_loaded_too(tmp_path, model):
     ("starter", None, None, {"num_inference_steps": 20, "guidance": 1.0, "max_sequence_length": 1}),
     ("starter", 4, 0.0, {"num_inference_steps": 4, "guidance": 0.0, "max_sequence_length": 1}),
     ("other", None, None, {}),
-    ("other", 4, None, {"num_inference_steps": 4}),
-])
+    ("other", 4, None, {"num_inference_steps": 4})])
 def test_defaults(model, steps, guidance, expected):
     assert samplers.call_arguments(model, None, steps, guidance) == expected
 
@@ -136,8 +135,7 @@ def test_defaults(model, steps, guidance, expected):
     ({"model": "starter"}, {"max_sequence_length": 1}),
     ({"model": "starter", "image": {"call": {"max_sequence_length": 2}}}, {"max_sequence_length": 2}),
     ({"model": "x", "image": {"height": 64, "frames": 5, "call": {"a": 1}}}, {"height": 64, "num_frames": 5, "a": 1}),
-    ({"model": "x"}, {}),
-])
+    ({"model": "x"}, {})])
 def test_what_a_runs_pipeline_is_called_with(raw, expected):
     assert validate(raw).call == expected
 
@@ -215,8 +213,7 @@ def test_a_run_without_weights_is_told(tmp_path, model):
     ({"lora.weight": (2, 2)}, "Invalid LoRA|holds no LoRA layer"),
     ({"unet.a.lora_A.weight": (2, 4), "unet.a.lora_B.weight": (4, 2)}, "holds no LoRA layer for StableDiffusion3"),
     ({"transformer.transformer_blocks.0.attn.to_q.lora_A.weight": (2, 4),
-      "transformer.transformer_blocks.0.attn.to_q.lora_B.weight": (4, 2)}, "does not load into .* size mismatch"),
-])
+      "transformer.transformer_blocks.0.attn.to_q.lora_B.weight": (4, 2)}, "does not load into .* size mismatch")])
 def test_a_lora_that_does_not_fit_is_told(tmp_path, model, content, told):
     file = tmp_path / "some.safetensors"
     if content:

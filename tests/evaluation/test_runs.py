@@ -129,8 +129,7 @@ def test_runs_of_one_name_have_their_paths_as_labels(tmp_path):
     (["a", "a"], "one run is given twice, expected different ones"),
     (["a", "b", "--live"], "--live follows one run, got 2"),
     (["a", "--output", "x.html"], "--output: goes with several runs"),
-    (["a", "nowhere"], "no run at nowhere: expected the folder"),
-])
+    (["a", "nowhere"], "no run at nowhere: expected the folder")])
 def test_mistakes_in_reports_are_told(options, line, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for name in "ab":
@@ -189,8 +188,7 @@ def test_the_run_of_the_corpus_is_whole(corpus_run):
 @pytest.mark.parametrize("name, content", [
     ("summary.json", {"epochs": 3}), ("summary.json", {"epochs": "x", "before": {}, "after": {}}),
     ("summary.json", {"epochs": 3, "before": {"a": "x"}, "after": {}}), ("summary.json", "[" * 100_000),
-    ("before.json", {"scores": {"scene": ["x", 1]}}), ("before.json", {"scores": []}), ("config.yaml", "train: [1]\n"),
-])
+    ("before.json", {"scores": {"scene": ["x", 1]}}), ("before.json", {"scores": []}), ("config.yaml", "train: [1]\n")])
 def test_a_run_with_a_damaged_file_is_listed_as_damaged(corpus_run, name, content):
     if name == "before.json":
         (corpus_run / "summary.json").unlink()
@@ -202,8 +200,7 @@ def test_a_run_with_a_damaged_file_is_listed_as_damaged(corpus_run, name, conten
     ("report/before.json", '{"name": "before", "epoch": 0, "scores": {"scene": "x"}, "cards": [3]}'),
     ("report/nouns.json", '{"colour": "red"}'), ("report/last.json", "[" * 100_000),
     ("report/ranges.json", '{"scene": [NaN, 1]}'), ("summary.json", '{"compared": 3}'),
-    ("metrics.jsonl", '{"epoch": 1, "evaluations": 1, "seconds": 1, "seconds/rollout": "x"}\n'),
-])
+    ("metrics.jsonl", '{"epoch": 1, "evaluations": 1, "seconds": 1, "seconds/rollout": "x"}\n')])
 def test_a_report_of_damaged_files_is_refused(corpus_run, name, content):
     (corpus_run / name).write_text(content)
     assert "damaged" in refusal(report.write, corpus_run)
@@ -221,8 +218,7 @@ def test_a_damaged_summary_is_refused_by_exports(corpus_run, content):
     ({"transformer.to_q.lora_A.weight": torch.ones(0, 2)}, {"transformer.lora_alpha": 4}, "expected matrices that end"),
     ({"transformer.to_q.lora_A.weight": torch.ones(2, 2)}, {"transformer.lora_alpha": "x"}, "does not say its alpha"),
     ({"transformer.to_q.lora_A.weight": torch.ones(2, 2)}, [1], "no readable lora_adapter_metadata"),
-    ({"transformer.to_q.lora_A.weight": torch.ones(2, 2)}, "[" * 5000, "no readable lora_adapter_metadata"),
-])
+    ({"transformer.to_q.lora_A.weight": torch.ones(2, 2)}, "[" * 5000, "no readable lora_adapter_metadata")])
 def test_a_damaged_lora_is_refused_by_exports(corpus_run, tensors, adapter, message):
     text = adapter if isinstance(adapter, str) else json.dumps(adapter)
     save_file(tensors, corpus_run / LORA_FILE, {"lora_adapter_metadata": text})

@@ -215,8 +215,7 @@ def test_texts_stand_in_the_file_itself(tmp_path):
     (["--prompts", "no.txt"], "prompts no.txt: no such file"),
     (["--prompts", "no.txt", "--temperature", "1"], "--temperature: is of a language model"),
     (["--prompts", "no.txt", "--key", "prompt"], "--key prompt: makes a text the prompt of its line"),
-    (["--prompt", "x", "--enhancer", "starter"], "--enhancer starter: generates images, expected a language model"),
-])
+    (["--prompt", "x", "--enhancer", "starter"], "--enhancer starter: generates images, expected a language model")])
 def test_mistakes_are_told(options, line, capsys):
     assert main(["sample", "starter", *options]) == 2
     assert line in capsys.readouterr().err

@@ -131,8 +131,7 @@ UP, DOWN, SAME = moved(0.2), moved(-0.1), moved(0.001)
     ({"a": DOWN, "b": SAME}, ["a"], ["no trained reward rose by more than chance"]),
     ({"a": UP}, ["a"], ["no held-out reward was measured, so that hacking could not be seen: add one to --rewards"]),
     ({"a": UP, "b": DOWN}, None, ["a rose by 0.200 (95 %: +0.190 to +0.210), b fell by 0.100 (95 %: -0.110 to -0.090) "
-                                  "(which reward was trained on is not known, so that nothing is said of hacking)"]),
-])
+                                  "(which reward was trained on is not known, so that nothing is said of hacking)"])])
 def test_drift_is_said_in_words(changes, trained, expected):
     assert drift(changes, trained) == expected
 

@@ -139,8 +139,7 @@ def test_a_prompt_with_braces_is_asked_as_it_is(answering):
     ("imagereward", {"checkpoint": "/no/ImageReward.pt"}, "/no/ImageReward.pt cannot be loaded .*: fetch it and give"),
     ("vqascore", {"model": "/no/folder"}, "/no/folder cannot be loaded .*: fetch it and give its folder as args"),
     ("vqascore", {"question": "Is it so?"}, "question is 'Is it so.', expected one with {} for the prompt"),
-    ("vqascore", {"dtype": "int8"}, "dtype is 'int8', expected fp32, bf16, fp16"),
-])
+    ("vqascore", {"dtype": "int8"}, "dtype is 'int8', expected fp32, bf16, fp16")])
 def test_mistakes_are_told_in_one_line(name, arguments, told):
     with pytest.raises(UserError, match=told) as error:
         find(name, arguments)

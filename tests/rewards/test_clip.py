@@ -254,8 +254,7 @@ def test_linear_heads(pick, encoder, tmp_path):
 @pytest.mark.parametrize("state, line", [
     ({"weight": torch.zeros(1, 6), "bias": torch.zeros(1)}, "gives 8 numbers, but the head"),
     ({"first.weight": torch.zeros(1, 8)}, "has first.weight, expected the tensors of a perceptron"),
-    ({"layers.0.weight": torch.zeros(1024, 8)}, "give the checkpoint that was made for this reward"),
-])
+    ({"layers.0.weight": torch.zeros(1024, 8)}, "give the checkpoint that was made for this reward")])
 def test_a_wrong_head_is_told(pick, tmp_path, state, line):
     save_file(state, tmp_path / "wrong.safetensors")
     with pytest.raises(UserError, match=line):

@@ -97,8 +97,7 @@ def scored(reward, *pixels: tuple[float, float, float], metadata=None) -> list[f
     ("checklist", {"rewards": [RED, GREEN, BLUE], "thresholds": [0.5, 0.5, 0.5]}, [1, 2 / 3, 2 / 3]),
     ("checklist", {"rewards": [RED, GREEN]}, [0, 0.5, 0]),
     ("harmonic", {"rewards": [RED, GREEN], "share": 0.5}, [0.6, 0.4, 0.375]),
-    ("corrected", {"rewards": [RED], "false_positive": 0.25, "false_negative": 0.25}, [1, 0, 1]),
-])
+    ("corrected", {"rewards": [RED], "false_positive": 0.25, "false_negative": 0.25}, [1, 0, 1])])
 def test_in_a_recipe(name, args, expected):
     found = scored(rewards.find(name, args), (0.75, 0.5, 0.5), (0.25, 1, 0.5), (0.75, 0.25, 0.5))
     assert found == pytest.approx(expected, abs=1e-6)
@@ -130,8 +129,7 @@ def red(images, prompts):
 @pytest.mark.parametrize("name, args, expected", [
     ("tiered", {"thresholds": [0.5]}, [2, NAN, 0.25]), ("gated", {"thresholds": [0.5]}, [1, NAN, 0]),
     ("checklist", {"thresholds": [0.5, 0.5]}, [1, NAN, 0]), ("harmonic", {"share": 0}, [1, NAN, 0.25]),
-    ("ternary", {"right": 0.75, "wrong": 0.25}, [1, NAN, -1]), ("corrected", {"false_negative": 0.5}, [2, NAN, 0.5]),
-])
+    ("ternary", {"right": 0.75, "wrong": 0.25}, [1, NAN, -1]), ("corrected", {"false_negative": 0.5}, [2, NAN, 0.5])])
 def test_a_part_that_failed_leaves_no_score_and_is_counted(tmp_path, name, args, expected):
     """Three images; the first part breaks on the second one, and its rule skips."""
     (tmp_path / "breaking.py").write_text(BREAKING)
@@ -195,8 +193,7 @@ def near(found: torch.Tensor, expected: list) -> None:
     ("rank", [[7.0, NAN, -7.0, NAN]], [[1.0, NAN, 0.0, NAN]]),
     ("rank", [[7.0, NAN], [NAN, NAN]], [[0.5, NAN], [NAN, NAN]]),
     # Every group for itself.
-    ("rank", [[1.0, 2.0], [20.0, 10.0]], [[0.0, 1.0], [1.0, 0.0]]),
-])
+    ("rank", [[1.0, 2.0], [20.0, 10.0]], [[0.0, 1.0], [1.0, 0.0]])])
 def test_a_transform_of_groups(transform, scores, expected):
     scores = torch.tensor(scores, dtype=torch.float64)
     before = scores.clone()

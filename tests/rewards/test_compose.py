@@ -80,8 +80,7 @@ def test_a_reward_that_is_trained_on_and_merely_named_keeps_its_rule():
     ({"transform": ["log", {"clip": 1}]}, "reward.ocr.transform.1.clip: got 1, expected a valid tuple"),
     ({"transform": [{"clip": [1, 0]}]}, "reward.ocr.transform.0: got {'clip': [1, 0]}, expected the lower bound below"),
     ({"transform": [{"clap": [0, 1]}]}, "unknown key 'reward.ocr.transform.0.clap': did you mean 'clip'?"),
-    ({"transform": "log"}, "reward.ocr.transform: got 'log', expected a valid list"),
-])
+    ({"transform": "log"}, "reward.ocr.transform: got 'log', expected a valid list")])
 def test_mistakes_in_a_rule_have_their_path(rule, told):
     assert message(config.validate, {"reward": {"ocr": rule}}, "r.yaml").startswith(f"r.yaml: {told}")
 
@@ -90,8 +89,7 @@ def test_mistakes_in_a_rule_have_their_path(rule, told):
     ({"ocr": {"weight": 1}}, "unknown key 'eval.rewards.ocr.weight'"),
     ({"ocr": {"timeout": -1}}, "eval.rewards.ocr.timeout: got -1, expected a number greater than 0"),
     (["ocr", 3], "eval.rewards.1: got 3, expected a valid string"),
-    (3, "eval.rewards: got 3, expected a valid list or a valid dictionary"),
-])
+    (3, "eval.rewards: got 3, expected a valid list or a valid dictionary")])
 def test_mistakes_in_watched_rewards_have_their_path(given, told):
     assert message(config.validate, {"eval": {"rewards": given}}, "r.yaml").startswith(f"r.yaml: {told}")
 
@@ -116,8 +114,7 @@ class Spy:
     ({"task": ["text", "colour"]}, [0, None, None, 3]),
     ({"task": "count", "n": 2}, [None, 1, None, None]),
     ({"n": [2, 3]}, [None, 1, 2, 3]),
-    ({"task": "text", "n": 2}, [None] * 4),
-])
+    ({"task": "text", "n": 2}, [None] * 4)])
 def test_a_reward_is_asked_where_it_applies_alone(when, expected):
     spy = Spy()
     mine = {"all": Spy(), "some": rewards.Composed(spy, RewardRule(when=when))}
@@ -182,8 +179,7 @@ def test_a_class_is_made_with_its_arguments_under_labels_of_ones_own(file):
     ("Weighing", {"fcator": 1}, "takes no argument 'fcator': did you mean 'factor'?"),
     ("Weighing", {"least": 1}, "needs args: {factor: ...}: give them in its rule"),
     ("Weighing", {}, "needs args: {factor: ...}: give them in its rule"),
-    ("plain", {"factor": 1}, "takes no args: it is not a class, got factor"),
-])
+    ("plain", {"factor": 1}, "takes no args: it is not a class, got factor")])
 def test_arguments_that_do_not_fit_are_told(file, name, arguments, told):
     assert told in message(rewards.compose, {"mine": WatchRule(use=f"{file}:{name}", args=arguments)})
 

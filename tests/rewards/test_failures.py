@@ -76,8 +76,7 @@ def test_without_a_rule_a_failure_ends_the_run():
     lambda images, prompts: [NAN if prompt == "bb" else len(prompt) for prompt in prompts],
     lambda images, prompts: [math.inf if prompt == "bb" else len(prompt) for prompt in prompts],
     lambda images, prompts: lengths(images, prompts)[:None if "bb" not in prompts else -1],
-    lambda images, prompts: None if "bb" in prompts else lengths(images, prompts),
-])
+    lambda images, prompts: None if "bb" in prompts else lengths(images, prompts)])
 def test_what_fails_alone_is_left_out_and_counted_once(broken):
     tally = Tally()
     assert values(Composed(broken, RewardRule(on_error="skip")), tally) == [1, None, 3, 4]
@@ -350,8 +349,7 @@ WITHOUT_END = {
     "a body that drips": repeated(HEAD + b"Content-Length: 100000\r\n\r\n", b" "),
     "a body without a length that drips": repeated(HEAD + b"\r\n", b" "),
     "chunks that drip": repeated(HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\n \r\n"),
-    "gzip that drips": repeated(HEAD + b"Content-Encoding: gzip\r\n\r\n" + zeros(1)[:20], b"\0"),
-}
+    "gzip that drips": repeated(HEAD + b"Content-Encoding: gzip\r\n\r\n" + zeros(1)[:20], b"\0")}
 
 
 @pytest.mark.parametrize("client", CLIENTS)

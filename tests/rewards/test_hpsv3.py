@@ -153,8 +153,7 @@ def test_the_package_is_named_where_it_is_missing(monkeypatch):
     ({"dtype": "int8"}, "dtype is 'int8', expected fp32, bf16, fp16"),
     ({"checkpoint": "/no/HPSv3.safetensors"}, "/no/HPSv3.safetensors cannot be loaded .*: fetch it and give its path"),
     ({"model": "/no/folder"}, "/no/folder cannot be loaded .*: fetch it and give its folder"),
-    ({"instruction": "/no/file.txt"}, "/no/file.txt cannot be loaded .*: give a text file"),
-])
+    ({"instruction": "/no/file.txt"}, "/no/file.txt cannot be loaded .*: give a text file")])
 def test_mistakes_are_told_in_one_line(release, change, told):
     with pytest.raises(UserError, match=told) as error:
         find("hpsv3", {**release[0], **change})

@@ -73,8 +73,7 @@ def test_every_reward_with_a_model_takes_the_same_arguments():
     ({"device": "cuda:99"}, "device is 'cuda:99', expected .*cpu: take one"),
     ({"device": "gpu"}, "device is 'gpu', expected .*cpu: take one"),
     ({"batch_size": 0}, "batch_size is 0, expected a number from 1"),
-    ({"batch_size": True}, "batch_size is True, expected a number from 1"),
-])
+    ({"batch_size": True}, "batch_size is True, expected a number from 1")])
 def test_wrong_arguments_are_refused_in_one_line_before_weights_are_read(name, wrong, told, tmp_path):
     further = dict.fromkeys(("reward_model", "semantic_similarity"), {"model": "/no/folder"})
     for other, marks in (("hpsv3", "<|Reward|>"), ("videoalign", "".join(MARKS))):
@@ -172,8 +171,7 @@ def test_a_hub_that_does_not_answer_is_asked_once(name, arguments, monkeypatch, 
      "`hf download laion/CLIP-ViT-H-14-laion2B-s32B-b79K` and give its folder"),
     ("pickscore", {"divide": 0}, "divide is 0, expected a number above 0"),
     ("aesthetic", {"head": "/no/head.pth"}, "/no/head.pth cannot be loaded .*: fetch it and give its path"),
-    ("hpsv2.1", {"chekpoint": "x"}, "takes no argument 'chekpoint': did you mean 'checkpoint'?"),
-])
+    ("hpsv2.1", {"chekpoint": "x"}, "takes no argument 'chekpoint': did you mean 'checkpoint'?")])
 def test_mistakes_are_told_in_one_line(name, arguments, line, caplog):
     with pytest.raises(UserError, match=line) as error:
         find(name, arguments)

@@ -41,8 +41,7 @@ def drawn(*lines: str, size: int = 256, height: int = 34) -> torch.Tensor:
     ('A 12" pizza with "YUM" beside a 14" one', {}, ["YUM"]),
     ("'DON'T PANIC' on a book", {}, ["DON'T PANIC"]),
     ("the artist's sign says ‘Don’t’", {}, ["Don’t"]),
-    ("the dog's sign “it's 'open'”", {}, ["it's 'open'"]),
-])
+    ("the dog's sign “it's 'open'”", {}, ["it's 'open'"])])
 def test_the_texts_that_are_asked_for(prompt, metadata, text):
     assert list(ocr.target_text(prompt, metadata)) == text
 
@@ -69,8 +68,7 @@ def test_a_text_that_is_none_is_told(text):
     ("ＯＰＥＮ　２４！", "open 24!"), ("ﾃｽﾄ", "テスト"), ("Straße", "STRASSE"),
     ("cafe\u0301", "CAFÉ"), ("ﬁne…", "FINE..."),
     ("“It’s” ‚ok‘", "\"it's\" 'ok'"), ("«oui» „ja“ 「はい」", '"oui""ja""はい"'),
-    ("1990–95 — 5−3 a‑b", "1990-95-5-3a-b"), ("５〜６", "5～6"), ("a\u200bb\u00adc", "abc"),
-])
+    ("1990–95 — 5−3 a‑b", "1990-95-5-3a-b"), ("５〜６", "5～6"), ("a\u200bb\u00adc", "abc")])
 def test_forms_of_a_character_do_not_count(form, same):
     assert ocr.plain(form) == ocr.plain(same) and ocr.edit(form, same) == ocr.exact(same, form) == 1
 
@@ -111,8 +109,7 @@ def test_the_scores(found, wanted, edit, exact, partial):
     ("open", ["Open", "Closed"], 0.4, 0, 1 - 4 / 10),  # of ten letters six are missing; the nearest part, pe, has two
     ("CLOSED opem", ["Open", "Closed"], 0.9, 0, 0.9),
     ("open", ["Open", "open"], 0.5, 0, 1),  # once for two
-    ("", ["Open", "Closed"], 0, 0, 0),
-])
+    ("", ["Open", "Closed"], 0, 0, 0)])
 def test_the_scores_of_several_texts(found, wanted, edit, exact, partial):
     assert ocr.edit(found, *wanted) == pytest.approx(edit, abs=1e-12)
     assert ocr.exact(found, *wanted) == exact

@@ -29,8 +29,7 @@ def returning(value):
 
 @pytest.mark.parametrize("values", [
     [0.25, -1, True], (0.25, -1.0, 1), np.array([0.25, -1, 1]), torch.tensor([0.25, -1, 1], dtype=torch.bfloat16),
-    torch.tensor([0.25, -1, 1], requires_grad=True), [torch.tensor(0.25), np.float64(-1), np.int64(1)],
-])
+    torch.tensor([0.25, -1, 1], requires_grad=True), [torch.tensor(0.25), np.float64(-1), np.int64(1)]])
 def test_lists_arrays_and_tensors_are_numbers(values):
     scores = column(returning(values))
     assert scores.dtype == torch.float32 and scores.shape == (3, 1) and not scores.requires_grad
@@ -81,8 +80,7 @@ def test_no_gradient_is_recorded_in_a_reward():
     (None, "returned None: expected 3 numbers"),
     (0.5, "returned 0.5: expected 3 numbers"),
     ({"a": 1, "b": 2, "c": 3}, "returned {'a': 1, 'b': 2, 'c': 3}: expected 3 numbers"),
-    ("abc", "returned 'abc': expected 3 numbers"),
-])
+    ("abc", "returned 'abc': expected 3 numbers")])
 def test_what_is_no_score_is_told(value, told):
     assert told in message(column, returning(value))
 
@@ -158,8 +156,7 @@ def test_a_function_of_a_file_is_found(tmp_path, monkeypatch):
     ("def f(:", "r.py:f", "does not import: SyntaxError: invalid syntax (r.py, line 1)"),
     ("import sys\nsys.exit(3)", "r.py:f", "does not import: SystemExit: 3 (r.py, line 2)"),
     ("f = 3", "r.py:f", "is of type int: expected a function of (images, prompts, metadata)"),
-    ("class f:\n    def __init__(self, path): ...", "r.py:f", "needs args: {path: ...}"),
-])
+    ("class f:\n    def __init__(self, path): ...", "r.py:f", "needs args: {path: ...}")])
 def test_broken_files_are_told(text, name, told, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     if text:

@@ -58,8 +58,7 @@ def test_what_was_scored_is_not_asked_again(made):
 
 @pytest.mark.parametrize("change", [
     dict(pictures=IMAGES + 1e-6), dict(pictures=IMAGES.double()), dict(pictures=IMAGES.flatten(2)),
-    dict(prompts=[prompt + " " for prompt in PROMPTS]), dict(metadata=[{"n": 0}] * 3),
-])
+    dict(prompts=[prompt + " " for prompt in PROMPTS]), dict(metadata=[{"n": 0}] * 3)])
 def test_another_image_prompt_or_metadata_is_asked_for(made, change):
     scored(made())
     reward = made()
@@ -98,8 +97,7 @@ features = boxes = f
     ("gated", {"rewards": ["sharpness", {"use": "ternary", "args": {"rewards": ["{}:f"]}}], "thresholds": [0]}),
     ("frames", {"reward": "{}:f"}), ("geneval_fast", {"detector": "{}:boxes"}),
     ("t2i_compbench", {"detector": "{}:boxes", "dimension": "spatial"}),
-    ("base_similarity", {"features": "{}:features"}),
-])
+    ("base_similarity", {"features": "{}:features"})])
 def test_a_part_that_was_edited_is_another_reward(tmp_path, monkeypatch, name, args):
     """The same names and arguments; the file that a part is in says 1, then 0."""
     found = []
@@ -139,8 +137,7 @@ def test_a_failure_is_not_kept(made):
 @pytest.mark.parametrize("rule, given, cache, told", [
     (RewardRule(cache=True), None, None, "keeps its scores (cache: true), but no folder is named: set the key cache"),
     (RewardRule(cache=True), eval("lambda images, prompts: [1.0]"), "kept", "has no source file"),
-    (RewardRule(cache=True), print, "kept", "has no source file"),
-])
+    (RewardRule(cache=True), print, "kept", "has no source file")])
 def test_scores_that_cannot_be_kept_are_told(tmp_path, monkeypatch, rule, given, cache, told):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="^reward 'scene' ") as caught:

@@ -104,8 +104,7 @@ def lit(*values: float) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("args, expected", [
-    ({}, [0.4, 1.0, 3.5, None]), ({"frames": "min"}, [0.2, 0.5, 3.5, None]), ({"every": 2}, [0.4, 1.0, None, None]),
-])
+    ({}, [0.4, 1.0, 3.5, None]), ({"frames": "min"}, [0.2, 0.5, 3.5, None]), ({"every": 2}, [0.4, 1.0, None, None])])
 def test_the_mean_or_the_worst_frame_counts(args, expected):
     clips = torch.stack([lit(0.2, 0.4, 0.6), lit(0.25, 0.5, 0.75), lit(0, 0.5, 0), lit(0, 0, 0)])
     reward = Frames(level, **args)

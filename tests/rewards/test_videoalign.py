@@ -155,8 +155,7 @@ def test_frames_are_scaled_as_torchvision_scales_bytes(release):
 
 @pytest.mark.parametrize("count, fps, frames", [
     (81, 16, [0, 9, 18, 27, 36, 44, 53, 62, 71, 80]),  # 10.1 frames at 2 a second
-    (16, 16, [0, 5, 10, 15]), (3, 16, [0, 2]), (2, 30, [0, 1]),
-])
+    (16, 16, [0, 5, 10, 15]), (3, 16, [0, 2]), (2, 30, [0, 1])])
 def test_two_frames_a_second_are_seen_and_at_least_four(count, fps, frames):
     assert looked_at(count, fps) == frames
 
@@ -199,8 +198,7 @@ def test_weights_run_nothing_and_safetensors_come_first(release, tmp_path):
     ({"axes": {"XQ": 1}}, "expected weights of VQ, MQ, TA"), ({"fps": 0}, "a number above 0"),
     ({"instruction": "/no/file.txt"}, "/no/file.txt cannot be loaded .*: give prompt_template.py"),
     ({"model": "/no/folder"}, "/no/folder cannot be loaded .*: give the folder of KwaiVGI/VideoReward as args"),
-    ({"base": "/no/base"}, "/no/base cannot be loaded .*: fetch it and give its folder as args: {base: FOLDER}"),
-])
+    ({"base": "/no/base"}, "/no/base cannot be loaded .*: fetch it and give its folder as args: {base: FOLDER}")])
 def test_mistakes_are_told_in_one_line(release, change, told):
     with pytest.raises(UserError, match=told) as error:
         find("videoalign", {**release[0], **change})

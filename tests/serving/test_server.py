@@ -191,8 +191,7 @@ def tensors(**named: torch.Tensor) -> str:
     (of({"safetensors": tensors(output=torch.zeros(3, 1, 1).to(torch.float8_e4m3fn))}), "is float8_e4m3fn [3, 1, 1]"),
     (of({"safetensors": tensors(output=torch.zeros(3, 1, 1).to(torch.float8_e5m2))}), "or float64"),
     (of({"safetensors": tensors(output=torch.full((3, 4, 4), 1e30))}), "values from 1e+30 to 1e+30, expected 0 to 1"),
-    (of({"safetensors": tensors(output=torch.full((3, 4, 4), -0.5))}), "values from -0.5 to -0.5"),
-])
+    (of({"safetensors": tensors(output=torch.full((3, 4, 4), -0.5))}), "values from -0.5 to -0.5")])
 def test_what_is_no_request_is_refused(sent, line):
     assert line in message(wire.unpacked, sent, Limits(), error=ValueError)
 
@@ -227,8 +226,7 @@ def test_what_is_too_large_is_refused_before_it_is_unpacked(sent):
     (b'{"format": 1, "scores": [1, NaN]}', "the score nan"), (b'{"format": 1, "scores": [-Infinity, 0]}', "-inf"),
     (b'{"format": 1, "scores": [1, 1e39]}', "1e+39"), (b'{"format": 1, "scores": [1, "1"]}', "'1'"),
     (b'{"format": 1, "scores": [1, true]}', "True"), (b'{"format": 1, "scores": [1, [0]]}', "[0]"),
-    (b'{"format": 1, "scores": [1, 1%s]}' % (b"0" * 400), "finite"),
-])
+    (b'{"format": 1, "scores": [1, 1%s]}' % (b"0" * 400), "finite")])
 def test_answers_are_checked(answer, line):
     assert line in message(wire.scores, answer, 2, error=ValueError)
     assert wire.scores(b'{"format": 1, "scores": [1, -2.5, null]}', 3) == [1, -2.5, None]
@@ -253,8 +251,7 @@ def test_what_cannot_be_sent_is_told():
     ([100, 100, 300, 100], 1, Limits(size=64 + 403), 1, 1, [(0, 2), (2, 3), (3, 4)]),
     ([100] * 6, 1, Limits(samples=5), 2, 1, [(0, 4), (4, 6)]),
     ([100] * 6, 1, Limits(), 2, 2, [(0, 4), (4, 6)]),
-    ([], 1, Limits(), 1, 2, []),
-])
+    ([], 1, Limits(), 1, 2, [])])
 def test_a_batch_is_parted_within_the_limits(sizes, pixels, limits, unit, ways, parts):
     found = wire.parted(sizes, pixels, limits, unit, ways)
     assert found == [range(*part) for part in parts]
@@ -454,8 +451,7 @@ def test_other_paths_and_types_are_refused():
     (of({"png": "AAAA"}), {}, 400, "not a PNG: it begins with the bytes 00 00 00"),
     (of({"text": "t"}).replace(b'"format": 1', b'"format": true'), {}, 400, "format: got True, expected 1"),
     (of({"text": "t \ud83d"}), {}, 400, "half of a surrogate pair"),
-    (of({"text": "t", "prompt": "\ud800"}), {}, 400, "half of a surrogate pair"),
-])
+    (of({"text": "t", "prompt": "\ud800"}), {}, 400, "half of a surrogate pair")])
 def test_unfit_requests_are_told_in_the_words_of_the_protocol(sent, headers, status, told):
     with serving(lengths) as url:
         found, line = post(url, sent, **headers)
@@ -545,8 +541,7 @@ FAULTS = {
     "another format": ((200, b'{"format": 2, "scores": [1, 2]}'), "format: got 2, expected 1"),
     "without end": ((200, b"x" * (2**24 + 1)), "it sent more than"),
     "cut": ("cut", "gave no answer (RemoteProtocolError"),
-    "slow": ("hang", "gave no answer within 1 s"),
-}
+    "slow": ("hang", "gave no answer within 1 s")}
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -67,8 +67,7 @@ def test_the_token_opens_a_server_under_another_name():
     ("harmonic", {"rewards": ["scene", "sharpness"]}, False),
     ("harmonic", {"rewards": ["scene", "preservation"]}, True),
     ("question_answers", {"by": "judge", "judge": {"model": "m"}}, True),
-    ("frames", {"reward": "base_similarity"}, True), ("frames", {"reward": "scene"}, False),
-])
+    ("frames", {"reward": "base_similarity"}, True), ("frames", {"reward": "scene"}, False)])
 def test_rewards_that_do_more_than_score_ask_for_a_token(name, args, asks):
     assert is_privileged(rewards.find(name, args)) is asks
 
@@ -104,8 +103,7 @@ def of_tensor(shape: tuple[int, ...], value: float) -> bytes:
 @pytest.mark.parametrize("shape, value, line", [
     ((3, 0, 0), 0, "expected one frame and one pixel at least"), ((3, 4, 0), 0, "one pixel"),
     ((0, 3, 4, 4), 0, "one frame"), ((0, 3, 0, 0), 0, "one frame"), ((2, 3, 0, 4), 0, "one pixel"),
-    ((3, 4, 4), float("nan"), "holds NaN or an infinity"),
-])
+    ((3, 4, 4), float("nan"), "holds NaN or an infinity")])
 def test_a_tensor_without_pixels_or_frames_is_refused(shape, value, line):
     with running() as server:
         status, _, text = server.ask(body=of_tensor(shape, value))

@@ -129,8 +129,7 @@ AREAS = {  # of a shape of radius 1, from elementary geometry
     "triangle": 3 * math.sqrt(3) / 4 * 1.12**2,
     "star": 5 * math.sin(math.pi / 5) * 0.45 * 1.14**2,
     "cross": 0.95**2 * (4 - 4 * (1 - 0.33) ** 2),
-    "ring": math.pi * (1 - 0.48**2),
-}
+    "ring": math.pi * (1 - 0.48**2)}
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -157,12 +157,10 @@ DAMAGE = {
     "no optimizer": (without_optimizer, "state.safetensors has"),
     "other shape": (lambda path: save_file({"weights/a": torch.ones(3, 3)}, path / "state.safetensors"), "has"),
     "missing key": (lambda path: (path / "state.json").write_text("{}"), "state.json has 2 bytes"),
-    "list": (lambda path: (path / "state.json").write_text("[]"), "state.json has 2 bytes"),
-}
+    "list": (lambda path: (path / "state.json").write_text("[]"), "state.json has 2 bytes")}
 UNSIGNED = {  # of an older run, without a manifest: what the form of the files shows
     "empty tensors": "", "absent tensors": "No such file", "no optimizer": "the optimizer's state is missing",
-    "missing key": "state.json has None under 'epoch'", "list": "state.json holds a list, expected an object",
-}
+    "missing key": "state.json has None under 'epoch'", "list": "state.json holds a list, expected an object"}
 
 
 def saved(folder, epoch):

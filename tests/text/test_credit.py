@@ -118,8 +118,7 @@ def test_right_ones_earn_less_the_longer_they_are():
 @pytest.mark.parametrize("part, on", [
     (LengthSwitch(top=0.0), []), (LengthSwitch(top=1 / 3), [1]), (LengthSwitch(top=2 / 3), [1, 2]),
     (LengthSwitch(top=1.0), [0, 1, 2]), (LengthSwitch(top=1.0, least=0.5), [1, 2]),
-    (LengthSwitch(top=1.0, least=0.75), [1]), (LengthSwitch(), [1]),
-])
+    (LengthSwitch(top=1.0, least=0.75), [1]), (LengthSwitch(), [1])])
 def test_groups_that_are_right_often_enough_have_it(part, on):
     found = part(REWARDS, Context(samples=SampleMeasures(lengths=LENGTHS)))
     changed = [i for i in range(3) if not torch.equal(found[i], REWARDS[i])]

@@ -206,8 +206,7 @@ STATES = torch.zeros(5, 1, 4, 4)
      "sent rollout_log_probs in float8_e5m2"),
     (lambda sample: sample["dit_trajectory"].update(latent_step_indices=tensor_of(torch.zeros(2, 2))),
      "sent the states"),
-    (without("sigmas"), "sent no tensor sigmas"),
-])
+    (without("sigmas"), "sent no tensor sigmas")])
 def test_a_sample_of_another_form_is_a_line(change, told):
     good = {"prompt": "red", "rollout_log_probs": tensor_of(torch.zeros(4)),
             "dit_trajectory": {"latents": tensor_of(STATES), "sigmas": tensor_of(torch.linspace(1, 0, 5))}}

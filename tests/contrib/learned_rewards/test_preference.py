@@ -119,8 +119,7 @@ def test_a_file_of_pairs(folder):
     (line(rejected="a.png"), "chosen and rejected are the same image, a.png"),
     (line(aspects=["colour"]), "expected an object of names and verdicts under 'aspects', got ['colour']"),
     (line(aspects={"colour": "first"}), "aspect 'colour': expected \"chosen\", \"rejected\" or \"tie\", got 'first'"),
-    (line(aspects={"a:b": "tie"}), "the aspect 'a:b' is no name"),
-])
+    (line(aspects={"a:b": "tie"}), "the aspect 'a:b' is no name")])
 def test_a_mistake_in_a_line_is_told_with_its_place(folder, wrong, expected, capsys):
     file = folder / "pairs.jsonl"
     file.write_text(f"{line()}\n\n{wrong}\n{line()}\n")

@@ -28,8 +28,7 @@ IMAGES = (torch.rand(3, 3, 16, 16, generator=torch.Generator().manual_seed(5)) *
     ("a red dog", None, None),
     ("The red hat was on top of the brown coat rack.", ["The red hat", "top", "the brown coat rack"],
      ("on top of", "hat", "rack")),
-    ("A cat, near it.", ["A cat"], None),
-])
+    ("A cat, near it.", ["A cat"], None)])
 def test_the_relation_of_a_prompt(prompt, phrases, expected):
     assert related(prompt, phrases) == expected
 
@@ -74,8 +73,7 @@ def test_two_objects_in_place(seen, score):
 @pytest.mark.parametrize("seen, score", [
     ([box("dog", 0.9, 0), box("dog", 0.8, 150), box("cat", 0.9, 300)], 1),
     ([box("dog", 0.9, 0), box("dog", 0.8, 3), box("cat", 0.9, 300)], 0.75),  # one dog, seen twice
-    ([box("dog", 0.9, 0), box("dog", 0.8, 150)], 0.5), ([box("cat", 0.9, 0), box("cat", 0.9, 150)], 0.25), ([], 0),
-])
+    ([box("dog", 0.9, 0), box("dog", 0.8, 150)], 0.5), ([box("cat", 0.9, 0), box("cat", 0.9, 150)], 0.25), ([], 0)])
 def test_numbers(seen, score):
     assert in_number(seen, [("dog", 2), ("cat", 1)]) == score
 

@@ -25,8 +25,7 @@ CASES = {
     "lopsided": SMALL | dict(method="flow_grpo", train__staleness=2, parts__selection={"type": "DropZeroVariance"}),
     "halves": SMALL | WINDOW | dict(train__staleness=1, train__prompts=1, train__micro_batch=2),
     "shares": SMALL | WINDOW | dict(train__staleness=2, memory__shard=True),
-    "texts": dict(train__staleness=2, train__epochs=EPOCHS, train__lr=1e-2),
-}
+    "texts": dict(train__staleness=2, train__epochs=EPOCHS, train__lr=1e-2)}
 
 
 def flat(images, prompts):

@@ -27,8 +27,7 @@ def area(page: Image.Image, colour: str) -> int:
 
 @pytest.mark.parametrize("before, after, rose, fell", [
     (0.2, 0.8, True, False), (0.8, 0.2, False, True), (0.5, 0.5, False, False), (0.5, 0.50001, False, False),
-    (math.nan, 0.5, False, False), (0.5, math.nan, False, False), (-21.3, -20.1, True, False),
-])
+    (math.nan, 0.5, False, False), (0.5, math.nan, False, False), (-21.3, -20.1, True, False)])
 def test_scores_are_green_where_they_rose_and_red_where_they_fell(before, after, rose, fell, tmp_path):
     page = Image.open(draw_grid(tmp_path / "a.png", ["before", "after"],
                                 [Row("a cat", [RED, BLUE], [{"r": before}, {"r": after}])]))
@@ -48,8 +47,7 @@ def test_images_stand_side_by_side_enlarged(tmp_path):
 
 @pytest.mark.parametrize("height, width, expected", [
     (64, 64, (192, 192)), (32, 16, (80, 160)), (100, 100, (200, 200)), (160, 80, (80, 160)), (256, 200, (200, 256)),
-    (512, 1024, (256, 128)), (1024, 1024, (256, 256)), (2000, 1, (1, 256)),
-])
+    (512, 1024, (256, 128)), (1024, 1024, (256, 256)), (2000, 1, (1, 256))])
 def test_images_have_a_readable_size(height, width, expected):
     assert grid._image(torch.rand(3, height, width)).size == expected
 

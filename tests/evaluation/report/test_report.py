@@ -90,8 +90,7 @@ def test_the_metrics_in_the_file_and_a_line_that_waits(tmp_path):
     ("report/last.json", "3", "last.json is damaged (expected an object, got 3)"),
     ("report/after.json", '{"name": "after"}', "after.json is damaged (it has None under 'epoch')"),
     ("report/machine.json", "", "machine.json is damaged (Expecting value"),
-    ("summary.json", b"\xff\xfe", "summary.json is damaged ('utf-8'"),
-])
+    ("summary.json", b"\xff\xfe", "summary.json is damaged ('utf-8'")])
 def test_a_damaged_file_is_told_in_one_line(tmp_path, capsys, file, text, told):
     run = make_run(tmp_path / "run")
     (run / file).write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -415,8 +414,7 @@ def test_live_it_answers_no_other_host(served):
 @pytest.mark.parametrize("line, notice", [
     ("{\"epoch\": 5, ", "metrics.jsonl, line 5: damaged"), ("\0\0", "metrics.jsonl, line 5: damaged"),
     ("[" * 100_000, "Not up to date"), ('{"epoch": NaN, "evaluations": 1, "seconds": 1}', "Not up to date"),
-    ('{"epoch": 5, "evaluations": 50, "seconds": 7.5, "seconds/rollout": "x"}', "Not up to date"),
-])
+    ('{"epoch": 5, "evaluations": 50, "seconds": 7.5, "seconds/rollout": "x"}', "Not up to date")])
 def test_live_a_damaged_line_is_shown_and_the_server_goes_on(served, line, notice):
     run, address = served
     whole = (run / "metrics.jsonl").read_text()

@@ -65,8 +65,7 @@ THREE = {"tag": "counting", "include": [{"class": "dog", "count": 3}], "exclude"
     (THREE, [seen("dog")] * 4, 0, 2 / 3),
     (THREE, [seen("dog")] * 9, 0, 0),  # never below 0
     (THREE, [seen("dog")] * 3 + [seen("dog", 0.89)], 1, 1),  # counted from 0.9 on
-    (THREE, [seen("dog")] * 2 + [seen("dog", 0.89)], 0, 2 / 3),
-])
+    (THREE, [seen("dog")] * 2 + [seen("dog", 0.89)], 0, 2 / 3)])
 def test_counts(wanted, found, strict, graded):
     assert judged(found, wanted) == strict
     assert judged(found, wanted, "graded") == pytest.approx(graded, abs=1e-7)
@@ -131,8 +130,7 @@ HERE, THERE = (0, 0, 20, 20), (40, 40, 60, 60)
 
 
 @pytest.mark.parametrize("here, there, strict, graded", [
-    ("red", "blue", 1, 1), ("blue", "red", 0, 0.5), ("red", "green", 0, 0.75), ("grey", "blue", 0, 0.75),
-])
+    ("red", "blue", 1, 1), ("blue", "red", 0, 0.5), ("red", "green", 0, 0.75), ("grey", "blue", 0, 0.75)])
 def test_each_object_has_its_own_colour(here, there, strict, graded):
     picture, found = painted((HERE, here), (THERE, there)), [seen("dog", box=HERE), seen("cat", box=THERE)]
     assert judged(found, RED_BLUE, picture=picture) == strict
@@ -154,8 +152,7 @@ def test_every_object_that_counts_has_the_colour():
     ("purple", "purple indigo darkviolet rebeccapurple mediumpurple darkmagenta"),
     ("pink", "pink hotpink deeppink lightpink palevioletred"), ("brown", "saddlebrown sienna #5c4033 #8a5c5c"),
     ("black", "black #101010 #202020 #3c3a42 #40394a"), ("white", "white snow whitesmoke ivory"),
-    ("", "grey silver dimgrey darkcyan"),
-])
+    ("", "grey silver dimgrey darkcyan")])
 def test_named_colours_of_the_web(name, web):
     pixels = np.array([ImageColor.getrgb(paint) for paint in web.split()], dtype=np.uint8)
     assert dict(zip(web.split(), colours.pixel_colours(pixels))) == dict.fromkeys(web.split(), name)
@@ -195,8 +192,7 @@ def test_prompts_without_metadata_of_geneval_are_left_out():
     ({"class": "dog", "count": 0}, "expected a class and a count of 1 or more"),
     ({"class": "dog", "count": 1, "color": "teal"}, "expected a colour of red, orange"),
     ({"class": "dog", "count": 1, "position": ["near", 0]}, "expected a place of left of, right of"),
-    ({"class": "dog", "count": 1, "position": ["above", 0]}, "the number of an earlier clause"),
-])
+    ({"class": "dog", "count": 1, "position": ["above", 0]}, "the number of an earlier clause")])
 def test_metadata_of_another_format_is_refused(clause, told):
     with pytest.raises(UserError, match=told):
         judged([], {"include": [clause]})

@@ -214,8 +214,7 @@ PAINTED = painted((A, "red"), (B, "blue"), (C, "green"))  # red at the left abov
     (ABOVE, [seen("dog", (40, 14, 60, 34)), seen("cat", B)], 1),
     (ABOVE, [seen("dog", (40, 11, 60, 31)), seen("cat", B)], 0),
     (BOTH, [seen("dog", A), seen("cat", B)], 1), (BOTH, [seen("dog", B), seen("cat", A)], 0),
-    (BOTH, [seen("dog", A), seen("cat", C)], 0),
-])
+    (BOTH, [seen("dog", A), seen("cat", C)], 0)])
 def test_verdicts_of_the_six_tasks(wanted, objects, right):
     reward = GenEval(detector=lambda images: [objects for _ in images], colours="clip",
                      clip={"parts": (ByHand(), Same), "device": "cpu"})
@@ -244,8 +243,7 @@ DOGS = {"tag": "single_object", "include": [{"class": "dog", "count": 1}]}
     (RED, [], 0), (RED, [seen("dog", A)] * 2, 0),
     # Two numbers, and the position: 1, or a 0 and a 1, or without its target one 0.
     (ABOVE, [seen("dog", C), seen("cat", B)], 1), (ABOVE, [seen("dog", B), seen("cat", C)], 3 / 4),
-    (ABOVE, [seen("dog", C)], 1 / 3), (ABOVE, [seen("cat", C)], 1 / 3),
-])
+    (ABOVE, [seen("dog", C)], 1 / 3), (ABOVE, [seen("cat", C)], 1 / 3)])
 def test_the_training_reward_of_flow_grpo_by_hand(wanted, objects, score):
     reward = GenEval(detector=lambda images: [objects for _ in images], score="flow_grpo",
                      clip={"parts": (ByHand(), Same), "device": "cpu"})
@@ -295,8 +293,7 @@ def test_common_arguments_go_to_the_detector_and_to_clip(parts, tmp_path):
 @pytest.mark.parametrize("args, message", [
     ({"detector": "http://127.0.0.1:1/", "device": "cpu", "batch_size": 2},
      "reward 'geneval_fast': got device, batch_size, which the detector 'http://127.0.0.1:1/' does not take: leave"),
-    ({"dtype": "bf16"}, "detector 'fasterrcnn_resnet50_fpn_v2': dtype is 'bf16', expected fp32: leave it out"),
-])
+    ({"dtype": "bf16"}, "detector 'fasterrcnn_resnet50_fpn_v2': dtype is 'bf16', expected fp32: leave it out")])
 def test_common_arguments_that_no_model_takes_are_refused(args, message):
     with pytest.raises(UserError, match=message):
         rewards.find("geneval_fast", args)

@@ -336,8 +336,7 @@ def test_wrong_calls_are_errors_of_one_line():
         (picture[0], ["a ring"], "expected [B, 3, 64, 64]"),
         (picture * 255, ["a ring"], "expected [0, 1]"),
         (picture * 2 - 1, ["a ring"], "expected [0, 1]"),
-        (picture * float("nan"), ["a ring"], "expected [0, 1]"),
-    ]:
+        (picture * float("nan"), ["a ring"], "expected [0, 1]")]:
         assert words in message(scene, images, prompts, error=ValueError)
 
 

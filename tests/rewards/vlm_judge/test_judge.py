@@ -53,8 +53,7 @@ REFUSAL = "I'm sorry, but I can't rate this image. Score: 0"
     ("<think>Score: 7", None), (REFUSAL, None), ("As an AI, I cannot. Score: 5", None), ("[" * 3000, None),
     ("{" * 3000, None), ("I\u2019m sorry. 5/10", None), ("I cannot see any flaw. Score: 9", 9),
     ("I am unable to find a flaw. Score: 9", 9), ("I am unable to rate it. Score: 9", None), ("Score: 1,000", None),
-    ("Score: 5-8", None), ("Score: 8" + "0" * 5000, None), ("score (" * 1400, None), ("1" * 9999, None),
-])
+    ("Score: 5-8", None), ("Score: 8" + "0" * 5000, None), ("score (" * 1400, None), ("1" * 9999, None)])
 def test_a_score_is_found(text, score):
     assert parser("score in [0, 10]")(text) == score
 
@@ -68,8 +67,7 @@ def test_a_score_is_found(text, score):
     ("json rating", [0, 4], '{"rating": 5}', None),
     (r"mark <(\d+)>", None, "mark <3> mark <4>", 4), (r"mark <(.*?)>", None, "mark <high>", None),
     (r"mark <(\d+)>", [0, 8], "mark <2>", 0.25), (r"mark <(\d+)>", [0, 8], "mark <9>", None),
-    (r"<answer>(\d)</answer>", None, "<think>x</think><answer>3</answer>", 3), (r"(\d)", None, REFUSAL, None),
-])
+    (r"<answer>(\d)</answer>", None, "<think>x</think><answer>3</answer>", 3), (r"(\d)", None, REFUSAL, None)])
 def test_a_score_in_another_form(parse, scale, text, score):
     assert parser(parse, scale)(text) == score
 
@@ -77,8 +75,7 @@ def test_a_score_in_another_form(parse, scale, text, score):
 @pytest.mark.parametrize("parse, scale, told", [
     ("score", None, "has 0 groups"), ("(a)(b)", None, "has 2 groups"), ("(", None, "no regular expression"),
     ("score in [5, 1]", None, "range is [5, 1]"), ("score in [a]", None, "range is None"),
-    ("score in [0, 10]", [0], "range is [0]"), ("score in [0, 10]", 10, "range is 10"),
-])
+    ("score in [0, 10]", [0], "range is [0]"), ("score in [0, 10]", 10, "range is 10")])
 def test_a_form_that_is_none(parse, scale, told):
     assert told in message(parser, parse, scale)
 
@@ -94,8 +91,7 @@ def test_a_form_that_is_none(parse, scale, told):
     ("<think>Image 1 is better</think><answer>Image 2 is better</answer>", 0), ("the first one wins", 1),
     ("", None), ("Image 1 is a cat.", None), ("Image 2 is not better.", None), ("3", None), ('{"better": 3}', None),
     ("I cannot judge these images. Answer: 1", None), ("The answer is a picture of a cat.", None),
-    ("Sorry, Image 1 is better", None),
-])
+    ("Sorry, Image 1 is better", None)])
 def test_a_verdict_is_found(text, first):
     assert verdict(text) == first
 
@@ -111,16 +107,14 @@ def test_a_verdict_in_another_form():
     ('```json\n{"criterion 2": "Yes."}\n```', [None, True, None]), ("1. yes\n2: no\n3) unsure", [True, False, None]),
     ("- 1: met\n- 2: not met", [True, False, None]), ("Criterion 3: Yes, it is", [None, None, True]),
     ("1. yes\n1. no", [None] * 3), ('{"4": "yes", "0": "no"}', [None] * 3), ("yes", [None] * 3),
-    ("I can't help with that.\n1. yes", [None] * 3), ('{"a": "yes"}', [None] * 3),
-])
+    ("I can't help with that.\n1. yes", [None] * 3), ('{"a": "yes"}', [None] * 3)])
 def test_criteria_are_read(text, met):
     assert answers(text, 3) == met
 
 
 @pytest.mark.parametrize("met, weights, expected", [
     ([True, False], [1, 1], 0.5), ([True, None, False], [3, 5, 1], 0.75), ([None, None], [1, 1], None),
-    ([True], [2], 1), ([False, False], [1, 2], 0), ([], [], None),
-])
+    ([True], [2], 1), ([False, False], [1, 2], 0), ([], [], None)])
 def test_the_share_leaves_abstentions_out(met, weights, expected):
     assert share(met, [Criterion("", weight) for weight in weights]) == expected
 
@@ -135,8 +129,7 @@ def test_flaws_lower_the_share_and_vetoes_zero_it(met, criteria, expected):
 
 @pytest.mark.parametrize("text, value", [
     ("excellent", 5), ("Good.", 4), ("The quality of the image is fair.", 3), ("**Poor**", 2), ("bad", 1),
-    ("good to excellent", None), ("not good", None), ("goodness", None), ("fairly", None), ("", None),
-])
+    ("good to excellent", None), ("not good", None), ("goodness", None), ("fairly", None), ("", None)])
 def test_a_level_is_found(text, value):
     assert level(text) == value
 
@@ -155,8 +148,7 @@ def test_probabilities_of_levels_and_templates():
 
 
 @pytest.mark.parametrize("count, wanted, rows", [
-    (9, 3, [0, 4, 8]), (9, 1, [4]), (3, 8, [0, 1, 2]), (16, 4, [0, 5, 10, 15]), (2, 2, [0, 1]),
-])
+    (9, 3, [0, 4, 8]), (9, 1, [4]), (3, 8, [0, 1, 2]), (16, 4, [0, 5, 10, 15]), (2, 2, [0, 1])])
 def test_frames_are_spread(count, wanted, rows):
     assert frame_index(count, wanted) == rows
 
@@ -324,8 +316,7 @@ def test_frames_of_a_video_are_shown_in_order():
     (said(None, message={"refusal": "I can't."}), "declined"), (said("Score: 8", reason="content_filter"), "declined"),
     (said("Score: 1", reason="length"), "cut off at max_tokens"), (said(None), "gave no answer"),
     ((400, {}, {"error": {"code": "content_filter", "message": "no"}}), "declined"),
-    (said([{"type": "text", "text": "none"}]), "'none'"),
-])
+    (said([{"type": "text", "text": "none"}]), "'none'")])
 def test_an_answer_that_says_nothing_is_no_score_and_counted(reply, told):
     tally = Tally()
     with endpoint(lambda body, number: reply if level_of(body) else said("Score: 3")) as server:
@@ -365,8 +356,7 @@ def cut_short():
 @pytest.mark.parametrize("fault", [
     (500, {}, {"error": "oops"}), (503, {}, b"<html>"), (429, {"Retry-After": "0"}, {"error": {"message": "slow"}}),
     (429, {}, b""), (200, {}, b"garbage"), (200, {}, {"choices": []}), (200, {}, []), (200, {}, b"[" * 100_000),
-    (200, {}, {"choices": [{"message": {"content": 5}}]}), (302, {"Location": "/"}, b""), (200, {}, None),
-])
+    (200, {}, {"choices": [{"message": {"content": 5}}]}), (302, {"Location": "/"}, b""), (200, {}, None)])
 def test_what_passes_is_asked_again(fault):
     with endpoint([fault, fault, said("Score: 4")]) as server:
         assert Judge(url=server.url, **QUICK)(ONE, ["p"]) == [4]
@@ -378,8 +368,7 @@ def test_what_passes_is_asked_again(fault):
     ((429, {}, {"error": {"message": "slow\ndown"}}), "answered 429: slow down (asked 3 times)"),
     ((200, {}, b"garbage"), "gave no proper answer: no chat completion"), ((200, {}, None), "gave no answer (Remote"),
     ((200, {}, {"error": {"message": "it loads"}}), "no chat completion (it loads)"),
-    ((200, {}, {"detail": "busy"}), "no chat completion (busy)"), ((200, {}, {}), "(KeyError: 'choices')"),
-])
+    ((200, {}, {"detail": "busy"}), "no chat completion (busy)"), ((200, {}, {}), "(KeyError: 'choices')")])
 def test_an_outage_follows_the_policy(fault, told):
     with endpoint([fault]) as server:
         judge = Judge(url=server.url, **QUICK)
@@ -418,8 +407,7 @@ def test_a_rejected_request_fails_alone():
 
 
 @pytest.mark.parametrize("status, told", [
-    (401, "set key_env"), (403, "set key_env"), (404, "serve the model 'm'"),
-])
+    (401, "set key_env"), (403, "set key_env"), (404, "serve the model 'm'")])
 def test_a_persons_mistake_ends_the_run(status, told):
     with endpoint([(status, {}, {"error": {"message": "no"}})]) as server:
         judge = Composed(Judge(url=server.url, **QUICK), RewardRule(on_error="skip"))
@@ -446,8 +434,7 @@ def test_waits_grow_and_are_those_that_are_asked_for(monkeypatch):
 
 @pytest.mark.parametrize("after, least, most", [
     ("7", 7, 7), ("0.5", 0.5, 0.5), ("-3", 0, 0), ("soon", 0, 0), ("nan", 0, 0),
-    ("Wed, 21 Oct 2015 07:28:00 GMT", 0, 0),
-])
+    ("Wed, 21 Oct 2015 07:28:00 GMT", 0, 0)])
 def test_how_long_to_stay_away(after, least, most):
     assert least <= seconds(after) <= most
 
@@ -463,8 +450,7 @@ def test_a_date_says_how_long_to_stay_away():
     ({"parse": "mark"}, "has 0 groups"),
     ({"key_env": "NO_SUCH_KEY_AT_ALL"}, "'NO_SUCH_KEY_AT_ALL'"),
     ({"template": "nowhere.txt"}, "nowhere.txt cannot be read"),
-    ({"modle": "m"}, "did you mean 'model'?"),
-])
+    ({"modle": "m"}, "did you mean 'model'?")])
 def test_mistakes_are_told_at_once(settings, told):
     assert told in message(rewards.find, "judge", settings)
 
@@ -578,8 +564,7 @@ FORBIDDEN = {"detail": [{"loc": ["body", "temperature"], "msg": "Extra inputs ar
 
 @pytest.mark.parametrize("refusal, status, sent, told", [
     (REASONING, 400, {"max_completion_tokens", "temperature"}, "does not take max_tokens: it is sent as"),
-    (FORBIDDEN, 422, {"max_tokens"}, "does not take temperature: it is left out"),
-])
+    (FORBIDDEN, 422, {"max_tokens"}, "does not take temperature: it is left out")])
 def test_a_key_that_a_server_refuses_is_not_sent_again(refusal, status, sent, told, capsys):
     with endpoint([(status, {}, refusal), said("Score: 5")]) as server:
         judge = Judge(url=server.url, **QUICK)
@@ -652,8 +637,7 @@ def test_servers_by_their_documentation(owner, fields, refusal):
     (400, {"error": {"message": "much"}}, "answered 400: much"), (400, b"plain words", "answered 400: plain words"),
     (400, b"<html><head><title>x</title></head><h1>Bad</h1> gateway</html>", "answered 400: Bad gateway"),
     (400, {"object": "error", "message": "old vLLM", "code": 400}, "answered 400: old vLLM"),
-    (400, [1, 2], "answered 400: 1; 2"), (400, b"", "answered 400"), (400, {"errors": [{"message": "a"}]}, "400: a"),
-])
+    (400, [1, 2], "answered 400: 1; 2"), (400, b"", "answered 400"), (400, {"errors": [{"message": "a"}]}, "400: a")])
 def test_every_server_says_why_and_a_trial_ends_with_it(status, reply, told):
     with endpoint([(status, {}, reply)]) as server:
         judge = Judge(url=server.url, **QUICK)
@@ -666,8 +650,7 @@ def test_every_server_says_why_and_a_trial_ends_with_it(status, reply, told):
 @pytest.mark.parametrize("status, reply", [
     (429, {"error": {"message": "You exceeded your current quota", "code": "insufficient_quota"}}),
     (429, {"error": {"message": "Hard limit", "type": "billing_hard_limit_reached"}}),
-    (402, {"error": {"message": "Insufficient credits", "code": 402}}),
-])
+    (402, {"error": {"message": "Insufficient credits", "code": 402}})])
 def test_an_account_with_nothing_left_ends_the_run_at_once(status, reply):
     with endpoint([(status, {}, reply)]) as server:
         found = pytest.raises(UserError, Judge(url=server.url, **QUICK), ONE, ["p"]).value
@@ -695,8 +678,7 @@ CALL = [{"index": 0, "function": {"name": "score", "arguments": '{"sco'}}]
     ({"content": "Score: 7", "reasoning_content": "Score: 3"}, 7),
     ({"content": [{"type": "output_text", "text": "Score: 7"}]}, 7),
     ({"content": [{"type": "thinking", "thinking": "Score: 3"}, {"type": "text", "text": "Score: 7"}]}, 7),
-    ({"content": ["Score: 7"]}, 7),
-])
+    ({"content": ["Score: 7"]}, 7)])
 def test_an_answer_in_every_form_is_read(reply, score):
     whole = reply if isinstance(reply, bytes) else {"choices": [{"message": reply, "finish_reason": "stop"}]}
     with endpoint([(200, {}, whole)]) as server:
@@ -712,8 +694,7 @@ def test_a_stream_that_breaks_off_is_asked_for_again():
 @pytest.mark.parametrize("settings, told", [
     ({"url": "http://127.0.0.1:8112"}, "a judge: url: got 'http://127.0.0.1:8112', expected http://host:port/v1"),
     ({"extra": {"when": math.nan}}, "is not JSON"), ({"temperature": math.inf}, "is not JSON"),
-    ({"extra": {"day": datetime(2026, 1, 1)}}, "is not JSON"), ({"key_env": "sk-123"}, "key_env is no name of an env"),
-])
+    ({"extra": {"day": datetime(2026, 1, 1)}}, "is not JSON"), ({"key_env": "sk-123"}, "key_env is no name of an env")])
 def test_what_is_no_request_is_told_at_once(settings, told):
     assert told in message(Judge, **settings)
 

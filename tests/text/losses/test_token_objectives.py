@@ -255,8 +255,7 @@ def test_options_go_over_any_host_of_tokens():
     (lambda: ConflictTokens(amplify=-1), "amplify is -1 and most_entropy inf, expected 0 or more"),
     (lambda: LikelihoodFloor(weight=-1), "weight is -1, expected 0 or more"),
     (lambda: EntropyBonus(DivergenceMask()), "EntropyBonus: surrogate is DivergenceMask"),
-    (lambda: LikelihoodFloor(Regressed()), "LikelihoodFloor: surrogate is Regressed"),
-])
+    (lambda: LikelihoodFloor(Regressed()), "LikelihoodFloor: surrogate is Regressed")])
 def test_what_cannot_be_is_told(make, told):
     with pytest.raises(ValueError, match=told):
         make()

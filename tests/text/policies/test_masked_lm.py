@@ -84,8 +84,7 @@ def test_the_steps_of_an_answer_by_hand():
     (Unmasking(shrink=2), 5, [0, 0, 1, 1, 2]),
     (Unmasking(shrink=2, block=3), 6, [0, 0, 1, 2, 2, 3]),  # never across blocks
     (Unmasking(shrink=2, block=3, per_step=2), 7, [0, 0, 1, 1, 2]),
-    (Unmasking(shrink=9), 5, [0, 0, 0, 0, 0]),
-])
+    (Unmasking(shrink=9), 5, [0, 0, 0, 0, 0])])
 def test_which_steps_are_scored_together_by_hand(unmasking, length, expected):
     steps = torch.arange(len(unmasking.schedule(length)))
     assert unmasking.scorings(steps, length).tolist() == expected

@@ -69,8 +69,7 @@ def test_a_variable_that_the_boundary_sets_is_no_leak(monkeypatch):
 @pytest.mark.parametrize("script, reason", [
     ("echo 'No permissions to create a new namespace' >&2; exit 1", "No permissions to create a new namespace"),
     ("exit 3", "it ended without a message"),
-    ("while [ \"$1\" != -- ]; do shift; done; shift; exec \"$@\"", "does not start a process (Traceback"),
-])
+    ("while [ \"$1\" != -- ]; do shift; done; shift; exec \"$@\"", "does not start a process (Traceback")])
 def test_a_boundary_that_does_not_hold_is_not_taken(script, reason, monkeypatch, tmp_path):
     (tmp_path / "bwrap").write_text(f"#!/bin/sh\n{script}\n")
     (tmp_path / "bwrap").chmod(0o700)
@@ -139,8 +138,7 @@ WRITES = {
     "job folder": "open('/job/new', 'w')",
     "root": "open('/new', 'w')",
     "devices": "open('/dev/new', 'w')",
-    "device node": "os.mknod('/tmp/disk', 0o60600, os.makedev(254, 0))",
-}
+    "device node": "os.mknod('/tmp/disk', 0o60600, os.makedev(254, 0))"}
 
 
 @battery
@@ -175,8 +173,7 @@ PROCESSES = {
     "clone by number": "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\n"
                        "if libc.syscall(CLONE, 17, 0, 0, 0, 0) < 0: raise OSError(ctypes.get_errno(), '')",
     "new namespace": "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\n"
-                     "if libc.unshare(0x10000000) < 0: raise OSError(ctypes.get_errno(), '')",
-}
+                     "if libc.unshare(0x10000000) < 0: raise OSError(ctypes.get_errno(), '')"}
 
 
 @battery
@@ -383,8 +380,7 @@ FORGED = {
     "garbage": "import os\ndef f(x):\n    while True:\n        for n in range(20):\n"
                "            try: os.write(n, b'[' * 99999)\n            except OSError: pass",
     "exception": "def f(x): raise SystemExit(0)",
-    "names": "abs = len = AssertionError = lambda *x: 0\n__debug_ = 0\ndef f(x): return 3",
-}
+    "names": "abs = len = AssertionError = lambda *x: 0\n__debug_ = 0\ndef f(x): return 3"}
 KEPT = ("assert f(1) == 4", "assert abs(f(1) - 4) < 1e-6", "x = f(1)\nif x != 4: raise ValueError",
         "assert not f(1) != 4", "import math\nassert math.isclose(f(1), 4)")
 

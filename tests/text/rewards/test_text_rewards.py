@@ -66,8 +66,7 @@ def test_marks_and_thoughts():
 @pytest.mark.parametrize("completion, key, score", [
     ("Paris", "paris", 1), ("  The   answer is: **Paris**.", "Paris", 1), ("Paris, I think", "Paris", 0),
     ("<answer>Los\nAngeles</answer>", "los angeles", 1), ("\uff11\uff12", 12, 1), ("12.0", 12, 0), ("B", ["A", "b"], 1),
-    ("", "Paris", 0), ("\u201cyes\u201d", "Yes", 1), ("?", "?", 1), ("STRASSE", "stra\u00dfe", 1),
-])
+    ("", "Paris", 0), ("\u201cyes\u201d", "Yes", 1), ("?", "?", 1), ("STRASSE", "stra\u00dfe", 1)])
 def test_exact_match(completion, key, score):
     assert one(ExactMatch(), completion, answer=key) == score
 
@@ -109,8 +108,7 @@ def test_an_exact_key_that_is_none_is_told(key):
     (".5", "1/2"), ("5.", "5"), ("\u22124", "-4"), (r"\frac{3}{4}", "3/4"), (r"1{,}000", "1000"),
     ("1,000,000", "1000000"),
     ("3 cats, 4 dogs", "4"), ("0.1", "1/10"), ("+6", "6"), ("(7)", "7"), ("= 8", "8"),
-    ("H2O", None), ("none", None), ("", None), ("1/0", None), ("9" * 400, None), ("1e9999", None),
-])
+    ("H2O", None), ("none", None), ("", None), ("1/0", None), ("9" * 400, None), ("1e9999", None)])
 def test_the_last_number(text, value):
     found = last_number(text)
     assert (found and found.value) == (value and Fraction(value))
@@ -121,8 +119,7 @@ def test_the_last_number(text, value):
     ("0.1+0.2", "3/10"), (r"3 \times 4", "12"), ("7\u00f72", "7/2"), (r"\frac{1+1}{4}", "1/2"), ("- 5", "-5"),
     ("9**9**9", None), ("1/0", None), ("__import__('os').system('x')", None), ("a", None), ("1 if 1 else 2", None),
     ("2**0.5", None), ("1e400", None), ("(" * 1000, None), ("-" * 1000 + "1", None), ("1+" * 300 + "1", None),
-    ("True", None), ("'1'", None), ("1,2", None), ("0x10", None), ("", None), ("\0", None), ("1_000", None),
-])
+    ("True", None), ("'1'", None), ("1,2", None), ("0x10", None), ("", None), ("\0", None), ("1_000", None)])
 def test_arithmetic_is_worked_out_without_running_it(text, value):
     found = expression(text)
     assert (found and found.value) == (value and Fraction(value))
@@ -134,8 +131,7 @@ def test_arithmetic_is_worked_out_without_running_it(text, value):
     ("1,000", "1000", 1),
     ("0.5", "1/2", 1), ("0.3333333333", "1/3", 1), ("0.333", "1/3", 0), ("27", "3*(4+5)", 1), ("3*(4+5)", 27, 0),
     ("50%", "50%", 1), ("50", "50%", 1), ("0.5", "50%", 1), ("50%", 50, 1), ("50%", 0.5, 1), ("5%", "50%", 0),
-    ("-3", "3", 0), ("4", [3, 4], 1), (r"\boxed{2\frac12}", "2.5", 0), (r"\boxed{2 \frac{1}{2}}", "2.5", 1),
-])
+    ("-3", "3", 0), ("4", [3, 4], 1), (r"\boxed{2\frac12}", "2.5", 0), (r"\boxed{2 \frac{1}{2}}", "2.5", 1)])
 def test_numeric_match(completion, key, score):
     assert one(NumericMatch(), completion, answer=key) == score
 
@@ -169,8 +165,7 @@ def mathematics():
     (r"\boxed{x^2 + 2x + 1}", "$(x+1)^2$", 1), (r"<answer>(0, 1]</answer>", r"(0, 1]", 1), ("#### 18", 18, 1),
     (r"\boxed{\{2, 1\}}", r"\{1, 2\}", 1), (r"first \boxed{3}, then \boxed{4}", "3", 0), ("I do not know", "3", 0),
     (r"<think>\boxed{3}</think>", "3", 0), (r"\boxed{", "3", 0), (r"\boxed{4}", ["3", "4"], 1),
-    (r"\boxed{\sqrt{8}}", r"2\sqrt{2}", 1), ("The final answer is $7$.", "7", 1),
-])
+    (r"\boxed{\sqrt{8}}", r"2\sqrt{2}", 1), ("The final answer is $7$.", "7", 1)])
 def test_math_answers(mathematics, completion, key, score):
     assert one(mathematics, completion, answer=key) == score
 
@@ -218,8 +213,7 @@ FORM = ("think", "answer")
     ("<think>a</think>so<answer>b</answer>", 5), ("<think> </think><answer>b</answer>", 5),
     ("<think>a</think><answer></answer>", 5), ("<answer>b</answer><think>a</think>", 4),
     ("<think>a</think><answer>b", 3), ("<think>a</think><answer>b</answer><answer>c</answer>", 2),
-    ("<think>a<answer>b</think></answer>", 4), ("a", 0), ("", 0), ("<think><think>", 0), ("<think>a", 1),
-])
+    ("<think>a<answer>b</think></answer>", 4), ("a", 0), ("", 0), ("<think><think>", 0), ("<think>a", 1)])
 def test_tags(text, of_six):
     assert kept(text, FORM) == pytest.approx(of_six / 6, abs=1e-12)
     assert one(FormatTags(graded=False), text) == (of_six == 6)
@@ -234,8 +228,7 @@ def test_tags_as_they_are_set():
 
 
 @pytest.mark.parametrize("size, share", [
-    (4, 0), (6, 0), (8, 0.5), (9, 0.75), (10, 1), (15, 1), (20, 1), (23, 0.25), (24, 0),
-])
+    (4, 0), (6, 0), (8, 0.5), (9, 0.75), (10, 1), (15, 1), (20, 1), (23, 0.25), (24, 0)])
 def test_a_window_of_lengths(size, share):
     assert window(size, 10, 20, 4) == share
     assert one(Length(10, 20, 4), "word " * size) == share and one(Length(10, 20, 4, "characters"), "c" * size) == share
@@ -244,8 +237,7 @@ def test_a_window_of_lengths(size, share):
 
 
 @pytest.mark.parametrize("size, score", [
-    (0, 0), (16384, 0), (17408, -0.25), (18432, -0.5), (20480, -1), (20481, -1), (10**6, -1),
-])
+    (0, 0), (16384, 0), (17408, -0.25), (18432, -0.5), (20480, -1), (20481, -1), (10**6, -1)])
 def test_the_soft_overlong_punishment_of_dapo(size, score):
     assert overlong(size, 20480, 4096) == score
     assert one(Overlong(20480, 4096), "", completion_tokens=size) == score
@@ -263,8 +255,7 @@ def test_lengths_that_cannot_be():
 @pytest.mark.parametrize("text, n, unit, share", [
     ("a b c d", 2, "words", 1), ("a b a b", 2, "words", 2 / 3), ("A b a B a", 2, "words", 0.5),
     ("a a a a a", 3, "words", 1 / 3), ("a", 2, "words", None), ("", 1, "words", None),
-    ("abab", 2, "characters", 2 / 3), ("a b", 2, "characters", 1),
-])
+    ("abab", 2, "characters", 2 / 3), ("a b", 2, "characters", 1)])
 def test_repetition(text, n, unit, share):
     assert distinct(text, n, unit) == share
     assert one(Repetition(n, unit), text) == pytest.approx(0 if share is None else share - 1)
@@ -291,8 +282,7 @@ GOOD = {"name": "Ann", "age": 3, "tags": []}
     (f"<think>hm</think>{json.dumps(GOOD)}", 1),
     (f"<think>hm</think>\n<answer>{json.dumps(GOOD)}</answer>", 1), (json.dumps(GOOD | {"more": 1}), 0.75),
     (json.dumps(GOOD | {"age": -1}), 0.5), ('{"name": "Ann"}', 0.25), ("{}", 0), ("[]", 0), ('{"name": "Ann"', 0),
-    ("", 0), ("not JSON", 0), ('{"age": NaN}', 0), ("[" * 100_000, 0), ("1" * 10_000, 0),
-])
+    ("", 0), ("not JSON", 0), ('{"age": NaN}', 0), ("[" * 100_000, 0), ("1" * 10_000, 0)])
 def test_json_by_a_schema(completion, score):
     assert one(JsonSchema(SCHEMA), completion) == score == one(JsonSchema(), completion, schema=SCHEMA)
     assert one(JsonSchema(SCHEMA, graded=False), completion) == (score == 1)
@@ -318,8 +308,7 @@ ITEMS = [{"contains": "light", "weight": 2}, {"contains": ["Sun", "lamp"]}, {"ma
 
 @pytest.mark.parametrize("text, of_eight", [
     ("Light of the sun, CO2", 8), ("Light of the sun, CO2!", 6), ("light", 2), ("<think>sun CO2</think>light", 2),
-    ("!", 0), ("", 0), ("a lamp is on", 5), ("a b c d e f g", 0),
-])
+    ("!", 0), ("", 0), ("a lamp is on", 5), ("a b c d e f g", 0)])
 def test_a_rubric(text, of_eight):
     assert one(Rubric(), text, rubric=ITEMS) == of_eight / 8
 

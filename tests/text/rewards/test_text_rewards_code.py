@@ -19,8 +19,7 @@ SLOW = Limits(seconds=60)
     ("~~~python\nx = 5\n~~~", "x = 5\n"), ("~~~~\nx = '~~~'\n~~~~", "x = '~~~'\n"), ("````py\n```\n````", "```\n"),
     ("```Python3.11\nx = 6\n```", "x = 6\n"), ("```python title=a\nx = 7\n```", "x = 7\n"),
     ("```bash\nls\n```\nthen\n```python\nx = 8\n```", "x = 8\n"), ("```js\na\n```", "```js\na\n```"),
-    ("```python\nx = 9\n```\nso it is ```x```\n", "x = 9\n"),
-])
+    ("```python\nx = 9\n```\nso it is ```x```\n", "x = 9\n")])
 def test_the_code_of_a_completion(text, code):
     assert code_of(text) == code
 
@@ -92,8 +91,7 @@ def many(): return [(1, 2.5), {"a": {1}}, b"x", None, 3j, range(2), float("inf")
     "a = [3, 1]\narrange(a)\nassert a == [1, 3]", "grow()\nassert count == 1\ngrow()\nassert count == 2",
     "def check(candidate):\n    assert all(list(candidate(n)) == list(range(n)) for n in range(3))\ncheck(steps)",
     "assert many() == [(1, 2.5), {'a': {1}}, b'x', None, 3j, range(2), float('inf'), 10**5000]",
-    "import math\nassert math.sqrt(Point(4).x) == 2", "assert hasattr(Point(1), 'x') and not hasattr(Point(1), 'z')",
-])
+    "import math\nassert math.sqrt(Point(4).x) == 2", "assert hasattr(Point(1), 'x') and not hasattr(Point(1), 'z')"])
 def test_what_tests_may_do_with_definitions(test):
     assert asserts(DEFINED, [test], SLOW, choose(accept_risk=True)) == [True]
 

@@ -47,8 +47,7 @@ def test_a_temperature_divides_logits(temperature):
     (Decoding(min_p=0.3), [50 / 95, 30 / 95, 15 / 95, 0]),  # 0.15 is 0.3 of the likeliest
     (Decoding(min_p=0.31), [0.625, 0.375, 0, 0]),
     (Decoding(top_k=3, top_p=0.6), [0.625, 0.375, 0, 0]),  # of 50 / 95 and 30 / 95 the second passes 0.6
-    (Decoding(2.0, min_p=0.7), [0.5**0.5 / (0.5**0.5 + 0.3**0.5), 0.3**0.5 / (0.5**0.5 + 0.3**0.5), 0, 0]),
-])
+    (Decoding(2.0, min_p=0.7), [0.5**0.5 / (0.5**0.5 + 0.3**0.5), 0.3**0.5 / (0.5**0.5 + 0.3**0.5), 0, 0])])
 def test_cuts_by_hand(decoding, kept):
     close(decoding(LOGITS).exp(), [kept])
     close(decoding(LOGITS[:, [2, 0, 3, 1]]).exp(), [[kept[i] for i in (2, 0, 3, 1)]])
@@ -125,8 +124,7 @@ def test_scores_are_log_probabilities_with_their_gradient_whatever_the_chunk(chu
     (TokenMean(), [[1, 1, 0], [1, 0, 0], [0, 0, 0]], 3),
     (SequenceMean(), [[0.5, 0.5, 0], [1, 0, 0], [0, 0, 0]], 2),
     (SequenceSum(), [[1, 1, 0], [1, 0, 0], [0, 0, 0]], 2),
-    (SequenceSum(budgeted=True), [[1 / 3, 1 / 3, 0], [1 / 3, 0, 0], [0, 0, 0]], 2),
-])
+    (SequenceSum(budgeted=True), [[1 / 3, 1 / 3, 0], [1 / 3, 0, 0], [0, 0, 0]], 2)])
 def test_reductions_by_hand(reduction, weights, count):
     close(reduction(MASK).to(F64), weights, 1e-7)
     assert reduction.count(MASK) == count

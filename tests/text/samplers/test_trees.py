@@ -67,8 +67,7 @@ def rows(made) -> list[list[int]]:
 
 @pytest.mark.parametrize("one, other, distance", [
     ([], [], 0), ([1, 2], [1, 2], 0), ([1, 2, 3], [], 3), ([1, 2, 3], [2, 3], 1), ([1, 2, 3], [1, 9, 3], 1),
-    ([11, 9, 20, 20, 5, 14], [19, 9, 20, 20, 9, 14, 7], 3),
-])
+    ([11, 9, 20, 20, 5, 14], [19, 9, 20, 20, 9, 14, 7], 3)])
 def test_edit_distances_by_hand(one, other, distance):
     assert edit_distance(one, other) == edit_distance(other, one) == distance
 

@@ -45,8 +45,7 @@ def spent(settings) -> int:
     ("mix_grpo_flash", 1.0, 2, {"plan": {"every": 1}}), ("mix_grpo+grpo_guard", 1.0, 4, {}),
     ("diffusion_nft", 1.0, 2, {}), ("diffusion_nft", 1.0, 4, {}), ("awm", 3.0, 2, {}), ("dgpo", 1.0, 2, {}),
     ("dgpo", 1.0, 4, {}), ("diffusion_dpo", 1.0, 4, {}), ("refl", 1.0, 2, {}),
-    ("draft", 3.0, 4, {"plan": {"count": 2}}), ("alignprop", 1.0, 2, {}),
-])
+    ("draft", 3.0, 4, {"plan": {"count": 2}}), ("alignprop", 1.0, 2, {})])
 def test_a_run_costs_what_was_foretold(tmp_path, method, guidance, micro_batch, parts):
     settings = shortened(config(tmp_path, method, micro_batch, guidance, **parts))
     assert spent(settings) == sum(epoch_cost(settings, epoch) for epoch in range(2))

@@ -223,8 +223,7 @@ def test_a_wrapped_clip_is_scaled_inside():
     (["--methods", "mix_grpo", "--model", "starter_text"], "got a method of denoisers"),
     (["--methods", "refl", "--model", "starter_video"], "reward 'motion' is not differentiable"),
     (["--methods", "mix_grpo", "--reference", "flow_gpo"], "unknown method 'flow_gpo'"),
-    (["--methods", "none.yaml"], "no recipe at none.yaml"),
-])
+    (["--methods", "none.yaml"], "no recipe at none.yaml")])
 def test_what_cannot_be_run_is_one_line(arguments, error, tmp_path, capsys):
     assert main(["compare", "methods", *arguments, "--output", str(tmp_path / "bench")]) == 2
     assert error in capsys.readouterr().err and not (tmp_path / "bench").exists()

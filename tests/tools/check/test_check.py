@@ -86,8 +86,7 @@ def test_loaded_pipelines_and_images_as_conditioning():
     ("HiDreamImagePipeline", "the gradient is off by "),
     ("OmniGenPipeline", "OmniGenPipeline has no encode_prompt"),
     ("StableDiffusion4Pipeline", "no tiny 'StableDiffusion4Pipeline' can be built: did you mean"),
-    ("StableDiffusionPipelin", "no tiny 'StableDiffusionPipelin' can be built: did you mean 'StableDiffusionPipel"),
-])
+    ("StableDiffusionPipelin", "no tiny 'StableDiffusionPipelin' can be built: did you mean 'StableDiffusionPipel")])
 def test_a_class_that_cannot_be_driven_is_told_without_a_model(name, reason):
     told = report.report(name)
     assert not told["drivable"] and told["reason"].startswith(reason)
@@ -115,8 +114,7 @@ def test_of_a_dora_the_gradients_error_is_left_out_and_that_is_said(capsys, tmp_
 
 @pytest.mark.parametrize("options, reason", [
     ({"memory": {"shard": True}, "adapter": {"rank": 4, "dora": True}}, "memory.shard is true, which does not go with"),
-    ({"labels": "rewards"}, "labels is 'rewards', but preferences is not set"),
-])
+    ({"labels": "rewards"}, "labels is 'rewards', but preferences is not set")])
 def test_what_training_refuses_of_a_recipe_check_refuses_too(options, reason):
     told = report.report("StableDiffusion3Pipeline", Config(**options))
     assert not told["drivable"] and told["reason"].startswith(reason)

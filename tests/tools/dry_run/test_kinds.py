@@ -96,8 +96,7 @@ NFT = {"method": "diffusion_nft", "train__micro_batch": 4}
 
 
 @pytest.mark.parametrize("without, options", [
-    (NFT | {"parts__lag": {"most": 0.0}}, NFT), ({}, {"train__ema": 0.9}),
-])
+    (NFT | {"parts__lag": {"most": 0.0}}, NFT), ({}, {"train__ema": 0.9})])
 def test_an_old_policy_and_an_average_take_four_bytes_a_weight(model, without, options):  # noqa: F811
     plain, more = (dry_run(config(model, adapter__rank=0, **given)).phases["reward"].allocated
                    for given in (without, options))
@@ -169,7 +168,7 @@ def test_auto_is_true_where_the_graphs_fit(model, room, expected):  # noqa: F811
     assert settled.train.one_pass is expected
 
 
-def test_auto_and_recipes_that_do_not_fit(model):
+def test_auto_and_recipes_that_do_not_fit(model):  # noqa: F811
     settled = fit.settle(config(model, train__one_pass="auto", train__inner_epochs=2, **OPTIONS), GPUS["H100"])
     assert settled.train.one_pass is False
     with pytest.raises(UserError, match="train.one_pass is true, which does not go with train.inner_epochs 2"):
