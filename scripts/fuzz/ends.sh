@@ -43,7 +43,7 @@ rm -rf "$folder/runs"
 # Earlier processors of transformers do not refuse a prompt that has the mark of an image in its text (test_vision_lm).
 "$run" -m pytest -n 2 --dist loadgroup --no-loadscope-reorder -p no:cacheprovider "${warnings[@]}" \
     --ignore tests/text/policies/test_vision_lm.py \
-    tests/test_borrowed_names.py tests/test_packages.py tests/test_installation.py tests/test_gaussian.py \
+    tests/test_packages.py tests/test_installation.py tests/test_gaussian.py \
     tests/test_text_train.py tests/samplers/test_rollout.py tests/samplers/test_pairing.py tests/samplers/test_kernels.py \
     tests/policies/weights tests/text/policies tests/data tests/config tests/export tests/methods/test_texforce.py \
     tests/rewards/test_ocr.py tests/rewards/test_{clip,local_model}.py

@@ -1,4 +1,4 @@
-"""Guards against hacking, on features and images whose answers are known."""
+"""Guards against hacking, the quality of single images, and the safety classifier."""
 
 import colorsys
 import math
@@ -6,12 +6,15 @@ import math
 import numpy as np
 import pytest
 import torch
+from PIL import Image, ImageFilter
 from scipy import ndimage
 from torchvision.utils import save_image
 
 from flowgrpo import rewards
 from flowgrpo.errors import UserError
 from flowgrpo.rewards import guards
+from flowgrpo.rewards.guards import jpeg_compressibility, jpeg_incompressibility, sharpness
+from flowgrpo.rewards.preprocessing import eight_bit, grey
 from tests.helpers.refusals import message
 from tests.helpers.tables import close, f64
 
@@ -136,3 +139,131 @@ def test_colourfulness_and_its_limit():
     expected = [-s * v for _, s, v in (colorsys.rgb_to_hsv(*pixel) for pixel in pixels.flatten(1).tolist())]
     assert scored("over_saturation", pixels, limit=0.0) == pytest.approx(expected, abs=1e-6)
     assert "limit is 1.0, expected from 0 to below 1" in message(rewards.find, "over_saturation", {"limit": 1.0})
+
+
+def landscape(size: int = 96) -> np.ndarray:
+    """An image with smooth parts, edges and texture, [H, W] from 0 to 255."""
+    rng = np.random.default_rng(0)
+    rough = ndimage.gaussian_filter(rng.normal(size=(size, size)), 1.2)
+    down, across = np.mgrid[:size, :size] / size
+    return np.clip(90 + 80 * (across > down) + 60 * rough / rough.std() * (down > 0.4) * 0.4, 0, 255).round()
+
+
+def colour(light: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(light / 255).float().expand(3, -1, -1)
+
+
+def spoilt() -> dict[str, np.ndarray]:
+    clean = landscape()
+    picture, rng = Image.fromarray(clean.astype(np.uint8)), np.random.default_rng(1)
+    return {"clean": clean, "noisy": np.clip(clean + rng.normal(0, 40, clean.shape), 0, 255).round(),
+            "blurred": np.array(picture.filter(ImageFilter.GaussianBlur(2))).astype(float)}
+
+
+def scores_of(reward, *lights: np.ndarray) -> list[float]:
+    images = torch.stack([colour(light) for light in lights])
+    return rewards.score({"it": reward}, images, [""] * len(lights), [{}] * len(lights))[:, 0].tolist()
+
+
+# --- pixels ----------------------------------------------------------------------------------------------------------
+
+def test_bytes_and_luminance():
+    values = torch.tensor([-0.1, 0.0, 0.49 / 255, 0.51 / 255, 1.0, 1.2]).expand(1, 3, 1, 6)
+    assert eight_bit(values)[0, 0, :, 1].tolist() == [0, 0, 0, 1, 255, 255]
+    pixels = np.random.default_rng(0).integers(0, 256, (8, 9, 3), dtype=np.uint8)
+    expected = np.array(Image.fromarray(pixels).convert("L")).astype(float)
+    found = grey(torch.from_numpy(pixels).movedim(-1, 0) / 255).numpy() * 255
+    assert found.shape == (8, 9) and np.abs(found - expected).max() < 1
+
+
+# --- JPEG ------------------------------------------------------------------------------------------------------------
+
+def test_the_size_is_that_of_a_file(tmp_path):
+    picture = colour(landscape())
+    save_image(picture, tmp_path / "picture.png")
+    Image.open(tmp_path / "picture.png").save(tmp_path / "picture.jpg", quality=95)
+    size = (tmp_path / "picture.jpg").stat().st_size / 1000
+    assert jpeg_incompressibility(picture[None], [""]) == [size]
+    assert jpeg_compressibility(picture[None], [""]) == [-size]
+
+
+def test_noise_is_large_and_a_blur_is_small():
+    pictures = spoilt()
+    flat, blurred, clean, noisy = scores_of(jpeg_incompressibility, np.full((96, 96), 128.0), pictures["blurred"],
+                                         pictures["clean"], pictures["noisy"])
+    assert flat < blurred < clean < noisy
+
+
+# --- sharpness -------------------------------------------------------------------------------------------------------
+
+def test_sharpness_of_blurs_by_hand_and_by_scipy():
+    # A checkerboard: the Laplacian is +4 on black and -4 on white, in equal numbers. Columns of which every other is
+    # white: +2 and -2. A slope: 0.
+    checkers = np.indices((6, 6)).sum(0) % 2 * 255.0
+    columns = np.indices((6, 6))[1] % 2 * 255.0
+    slope = np.indices((6, 6))[1] * 51.0
+    assert scores_of(sharpness, checkers, columns, slope) == pytest.approx([16, 4, 0], abs=1e-5)
+    light = landscape()
+    expected = ndimage.laplace(light / 255)[1:-1, 1:-1].var()
+    assert scores_of(sharpness, light) == pytest.approx([expected], rel=1e-5)
+    pictures = spoilt()
+    blurred, clean, noisy = scores_of(sharpness, *(pictures[name] for name in ("blurred", "clean", "noisy")))
+    assert blurred < clean < noisy  # noise counts as sharp
+
+
+@pytest.mark.parametrize("height, width", [(1, 1), (2, 9), (9, 2)])
+def test_a_image_without_an_inside_has_no_sharpness(height, width):
+    with pytest.raises(UserError, match=f"got images of {width} x {height} pixels, expected 3 x 3 or more"):
+        scores_of(sharpness, np.zeros((height, width)))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
+    torch.manual_seed(0)
+    config = ViTConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, image_size=16,
+                       patch_size=8, id2label={0: "normal", 1: "nsfw"}, label2id={"normal": 0, "nsfw": 1},
+                       initializer_range=0.5)
+    path = tmp_path_factory.mktemp("classifier")
+    ViTForImageClassification(config).save_pretrained(path)
+    ViTImageProcessor(size={"height": 16, "width": 16}).save_pretrained(path)
+    return str(path)
+
+
+def loaded(folder: str):
+    from transformers import ViTForImageClassification
+    return ViTForImageClassification.from_pretrained(folder).eval()
+
+
+def test_the_score_is_the_probability_of_the_other_class(folder):
+    images = torch.rand(3, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():  # of its size already: only scaled to [-1, 1], of 256 steps
+        expected = loaded(folder)((images * 255).round() / 127.5 - 1).logits.softmax(-1)[:, 0]
+    reward = rewards.find("safety", {"model": folder, "device": "cpu"})
+    found = rewards.score({"safety": reward}, images, [""] * 3, [{}] * 3)[:, 0]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    assert found.std() > 0.01
+
+
+def test_resized_and_many_images(folder):
+    # An image of one colour is the same at every size.
+    reward = rewards.find("safety", {"model": folder, "device": "cpu"})
+    shades = torch.rand(4, 3, 1, 1, generator=torch.Generator().manual_seed(2))
+    small, large = (reward(shades.expand(-1, -1, side, side), [""] * 4) for side in (16, 50))
+    torch.testing.assert_close(small, large, rtol=0, atol=1e-5)
+    reward = rewards.find("safety", {"model": folder, "device": "cpu"})
+    images = torch.rand(35, 3, 16, 16, generator=torch.Generator().manual_seed(3))
+    torch.testing.assert_close(reward(images, [""] * 35)[32:], reward(images[32:], [""] * 3), rtol=0, atol=1e-6)
+
+
+def test_the_unsafe_classes_are_those_that_are_named(folder):
+    both = rewards.find("safety", {"model": folder, "unsafe": ["NSFW", "normal"], "device": "cpu"})
+    assert both(torch.rand(2, 3, 16, 16), [""] * 2).tolist() == pytest.approx([0, 0], abs=1e-6)
+    with pytest.raises(UserError, match="unsafe is porn, but the classes of .* are normal, nsfw"):
+        rewards.find("safety", {"model": folder, "unsafe": ["porn"]})
+
+
+def test_weights_that_cannot_be_had(tmp_path):
+    with pytest.raises(UserError, match="^reward 'safety': .* cannot be loaded .*: fetch it and give") as told:
+        rewards.find("safety", {"model": str(tmp_path)})
+    assert "\n" not in str(told.value)

@@ -28,7 +28,7 @@ from flowgrpo.training import sampling
 from tests.helpers import tiny
 from tests.helpers.refusals import message
 from tests.helpers.tiny_scorers import PROMPTS, pictures
-from tests.rewards.test_safety import folder  # noqa: F401  # a fixture
+from tests.rewards.test_guards import folder  # noqa: F401  # a fixture
 
 WITH_MODELS = {"safety", "clip_score", "clip_cosine", "subject_score", "aesthetic", "pickscore", "hpsv2.0", "hpsv2.1",
                "hpsv3", "imagereward",
