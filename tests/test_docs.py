@@ -120,25 +120,19 @@ def formulas() -> list[tuple[str, str]]:
     return found
 
 
-def test_the_list_of_scripts_names_each_once():
+def test_scripts_formulas_and_generator_notes():
     folder = ROOT / "scripts"
     named = re.findall(r"^\| `([\w/]+\.\w+)` \| \w", (folder / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
     there = [str(path.relative_to(folder)) for path in folder.glob("*/*") if path.suffix in (".py", ".sh", ".yaml")]
     assert sorted(named) == sorted(there) and len(there) > 80
     assert [path.name for path in folder.iterdir() if path.is_file()] == ["README.md"]
-
-
-def test_formulas_of_the_pages_are_whole():
-    """`docs_site.py` writes them as MathML when the site is built, each formula between `qquad` for itself."""
+    # `docs_site.py` writes them as MathML when the site is built, each formula between `qquad` for itself.
     assert len(formulas()) > 100
     for page, latex in formulas():
         for part in latex.split("\\qquad"):
             plain = re.sub(r"\\[{}]", "", part)
             assert plain.count("{") == plain.count("}") and len(re.findall(r"\\left\b", part)) == len(
                 re.findall(r"\\right\b", part)) and "$" not in part, (page, part)
-
-
-def test_no_page_names_a_test_or_opens_with_a_note_of_its_generator():
     texts = {str(page): page.read_text(encoding="utf-8") for page in (ROOT / "docs").rglob("*.md")}
     assert [page for page, text in texts.items() if "::test_" in text] == []
     noted = {Path(page).name for page, text in texts.items() if "do not edit" in text[:600]}
@@ -286,7 +280,7 @@ def test_the_table_of_recipes_and_learning_rates():
     assert [run for run in runs if "dirty" in run["commit"]] == []
 
 
-def test_the_readme_counts_methods_and_modifiers_of_both_kinds_alike():
+def test_counts_of_methods_and_launch_lines():
     """As `flowgrpo list methods` lists them; drakes is of language models."""
     from flowgrpo.cli.about import GROUPS, _presets
     recorded, finals, texts, overlays = ([row[0] for module in modules for row in _presets(module)]
@@ -294,9 +288,6 @@ def test_the_readme_counts_methods_and_modifiers_of_both_kinds_alike():
     images, language = {*recorded, *finals} - {"drakes"}, {*texts, "drakes"}
     assert f"**{len(images)} methods for images and video, {len(language)} for language models, {len(overlays)} " \
         "modifiers.**" in (ROOT / "README.md").read_text(encoding="utf-8")
-
-
-def test_every_launch_line_of_accelerate_names_its_processes_alike():
     files = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "configs").rglob("*.yaml")]
     texts = [file.read_text(encoding="utf-8") for file in files]
     lines = [line for text in texts for line in re.findall("accelerate launch (-.*)", text)]

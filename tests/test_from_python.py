@@ -57,14 +57,11 @@ def told(capsys, *arguments: str) -> str:
     return line
 
 
-def test_the_configuration_names_what_lies_in_files(run):
+def test_the_configuration_names_files_and_commands_work(run, tmp_path):
     config = load(run / "config.yaml")
     assert config.trained["red"].use == f"{tiny.__file__}:red" and config.trained["red"].timeout == 60
     assert [prompt.text for prompt in prompts.load_prompts(config.prompts)] == [text.strip() for text in TEXTS]
     assert {prompt.text for side in sets.resolve(config) for prompt in side} == {text.strip() for text in TEXTS}
-
-
-def test_commands_of_a_run_work(run, tmp_path):
     assert main(["compare", "grid", str(run), "--output", str(tmp_path / "grid.png")]) == 0
     assert main(["export", str(run), "--form", "merged", "--output", str(tmp_path / "merged")]) == 0
     assert (tmp_path / "grid.png").is_file() and (tmp_path / "merged" / "model_index.json").is_file()
@@ -125,13 +122,10 @@ def decorated(tmp_path):
         find_module._files.pop(name, None)
 
 
-def test_decorated_rewards_are_found_by_file_and_either_name(decorated):
+def test_decorated_rewards_are_found_again(decorated, tmp_path):
     assert find(f"{decorated}:reddish") is find(f"{decorated}:anything") and find("reddish").__name__ == "anything"
     assert find(f"{decorated}:dark").__name__ == "<lambda>"
     assert "has no 'darc': did you mean 'dark'" in message(find, f"{decorated}:darc")
-
-
-def test_a_decorated_reward_of_a_run_is_found_again(decorated, tmp_path):
     find(f"{decorated}:reddish")  # as in a script that has it
     flowgrpo.align(tiny.sd3(), {"reddish": 0.5, "dark": {"weight": 2.0}}, TEXTS, **small(tmp_path))
     rules = load(tmp_path / "run" / "config.yaml").trained

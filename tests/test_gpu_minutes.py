@@ -171,18 +171,13 @@ def test_pages_of_results_and_rehearsals():
     assert {entry["name"] for entry in results["sections"]} == {each.name for each in SECTIONS}
 
 
-def test_factors_are_those_of_a_warm_epoch_and_of_pipelines_alone():
+def test_factors_and_pipelines_without_values():
     lines = [{"epoch": 1, "rollout s": 9.0, "update s": 9.0}, {"epoch": 2, "rollout s": 1.5, "update s": 3.0},
              {"recipe": "sdxl", "pipeline": "StableDiffusionXLPipeline"}]
     text = [*lines[:2], {"recipe": "qwen3_0_6b", "pipeline": "Qwen3ForCausalLM"}]
     entries = [{"name": "sdxl", "lines": lines}, {"name": "qwen3_0_6b", "lines": text}, {"name": "clocks", "lines": []}]
     found = gpu_minutes.factors(whole(sections=entries), lambda about: {"rollout": 1.0, "update": 2.0, "encode": 5.0})
     assert found == {"StableDiffusionXLPipeline": {"rollout": 1.5, "update": 1.5, "commit": COMMIT, "torch": "2.11.0"}}
-
-
-# --- models ----------------------------------------------------------------------------------------------------------
-
-def test_a_pipeline_without_values_is_filled_with_some_of_the_same_shapes():
     real = tiny.flux()
     made = gpu_sections.filled(from_configs.like(real), torch.device("cpu"), torch.float32)
     for name in ("transformer", "vae", "text_encoder", "text_encoder_2"):
@@ -190,6 +185,9 @@ def test_a_pipeline_without_values_is_filled_with_some_of_the_same_shapes():
         assert {key: value.shape for key, value in ours.items()} == {key: value.shape for key, value in theirs.items()}
         assert not any(value.is_meta or not value.isfinite().all() for value in ours.values())
     assert made.scheduler is not None and type(made) is type(real)
+
+
+# --- models ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_rehearsal_runs_every_section_on_the_cpu(tmp_path):

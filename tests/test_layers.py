@@ -198,13 +198,10 @@ def above(counts: dict[str, int], limit: int) -> dict[str, int]:
 
 
 @pytest.mark.fast
-def test_classes_have_few_attributes(trees):
+def test_classes_and_modules_are_small(trees, imports):
     classes = {f"{name}.{node.name}": len(attributes(node)) for name, tree in trees.items()
                for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
     assert above(classes, ATTRIBUTES) == MORE_ATTRIBUTES
-
-
-def test_modules_import_few_of_ours(imports):
     assert above({name: len(others) for name, others in imports.items()}, OWN_IMPORTS) == MORE_IMPORTS
 
 

@@ -30,11 +30,8 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
 
 
-def test_this_environment_fits():
+def test_this_environment_fits_and_old_packages_are_named(tmp_path):
     assert packages.require_versions() is None
-
-
-def test_an_old_package_is_named_with_the_command(tmp_path):
     install(tmp_path / "site-packages", "peft", "0.11.0")
     done = run(tmp_path / "site-packages", "list", "methods")
     [line] = done.stderr.splitlines()
@@ -86,9 +83,11 @@ def test_what_a_library_raises_in_its_place_is_looked_behind(tmp_path, monkeypat
     assert told.endswith("pip install --upgrade oddpackage torch")
 
 
-def test_an_attribute_that_is_gone(tmp_path, monkeypatch):
+def test_attributes_and_requirements_that_are_gone(tmp_path, monkeypatch):
     told = packages.broken(failed(tmp_path, monkeypatch, "oddpackage", "import torch\ntorch.no_such_function()\n"))
     assert told.startswith("oddpackage 99.0 does not work with torch ") and "no_such_function" in told
+    told = packages.broken(failed(tmp_path, monkeypatch, "oddpackage", "import no_such_module\n"))
+    assert told == "oddpackage 99.0 lacks no_such_module (No module named 'no_such_module'): pip install no_such_module"
 
 
 def test_a_name_that_a_function_asks_for_in_vain(tmp_path, monkeypatch):
@@ -99,11 +98,6 @@ def test_a_name_that_a_function_asks_for_in_vain(tmp_path, monkeypatch):
     with pytest.raises(ImportError) as raised:
         __import__("oddpackage").load()
     assert packages.broken(raised.value).endswith("pip install --upgrade oddpackage torch")
-
-
-def test_a_package_whose_own_requirement_is_missing(tmp_path, monkeypatch):
-    told = packages.broken(failed(tmp_path, monkeypatch, "oddpackage", "import no_such_module\n"))
-    assert told == "oddpackage 99.0 lacks no_such_module (No module named 'no_such_module'): pip install no_such_module"
 
 
 def test_what_transformers_wants_of_peft():

@@ -417,15 +417,12 @@ def test_another_run_does_not_count(given, told, tmp_path):
         verify_recipe.level(run(tmp_path, 3, **given), RECIPE)
 
 
-def test_levels_of_fewer_epochs_and_the_file(tmp_path):
+def test_levels_and_names_of_the_file(tmp_path):
     assert verify_recipe.level(run(tmp_path, 2, **{"train.epochs": 2}), RECIPE) == "2 epochs"
     file = tmp_path / "verified.json"
     file.write_text("{}")
     assert verify_recipe.verified(NAME, file) == "never"
     verify_recipe.main(run(tmp_path, 5), file)
     assert verify_recipe.verified(NAME, file) == "5 epochs" and json.loads(file.read_text())[NAME]["commit"] == "abc"
-
-
-def test_the_file_names_recipes():
     assert all((verify_recipe.ROOT / "configs" / f"{name}.yaml").is_file() for name in json.loads(
         verify_recipe.FILE.read_text(encoding="utf-8")))

@@ -75,7 +75,7 @@ def test_the_table_shows_seeds_difference_and_verdict():
     assert study_statistics.accuracies([told | {"quantity": "accuracy"}]) == []
 
 
-def test_rows_change_what_they_name_and_nothing_else():
+def test_rows_and_options_change_what_they_name():
     for rows in (study_rows.ROWS, study_candidates.CANDIDATES):
         assert len({row.key for row in rows}) == len(rows)
     for row in study_rows.ROWS + study_candidates.CANDIDATES:
@@ -83,9 +83,6 @@ def test_rows_change_what_they_name_and_nothing_else():
         assert (row.without == row.world) == (row.base is None)
         assert row.options["train.lr"] == row.world["train.lr"]
         assert row.options["model"] == ("starter" if row.pool == study_settings.SCENES else "starter_text")
-
-
-def test_options_of_a_row_are_over_its_base():
     row = study_settings.Row("part", "", "accuracy", method="relift", parts={"data": {"batch": 2}},
                          reward={"step_match": 1.0}, more={"train.epochs": 3},
                          base={"train.group": 2, "parts": {"advantage": {"scale": "none"}}})
@@ -96,16 +93,13 @@ def test_options_of_a_row_are_over_its_base():
     assert row.options["parts"] == row.without["parts"] | {"data": {"batch": 2}}
 
 
-def test_sides_of_the_sums_of_five_are_disjoint_and_only_the_last_is_held_out():
+def test_sums_hints_and_prompts_of_the_study():
     sides = study_parts.fives()
     assert {side: len(problems) for side, problems in sides.items()} == {
         side: count for side, (_, count) in study_parts.SIDES.items()}
     assert len({problem for problems in sides.values() for problem in problems}) == sum(map(len, sides.values()))
     assert {problem.held_out for problem in sides["train"] + sides["validation"]} == {False}
     assert {problem.held_out for problem in sides["held_out"]} == {True}
-
-
-def test_hints_and_prompts_that_are_not_mastered():
     problem = study_parts.Problem((10, 20, 30, 40, 50))
     assert study_parts.line(problem) == {"prompt": "10+20+30+40+50=", "metadata": {
         "answer": "150", "solution": "30;60;100;150", "task": "5 numbers", "hints": ["30;60;"]}}

@@ -381,19 +381,17 @@ def test_the_average_is_what_is_saved_where_it_is_asked_for(tmp_path):
         assert all(torch.equal(held[key], saved[key]) for key in held) == same
 
 
-def test_an_average_that_is_not_kept_cannot_be_measured(tmp_path):
+def test_averages_and_nondeterministic_denoisers_are_refused(tmp_path):
     with pytest.raises(UserError, match="eval.weights is 'ema', but train.ema is 0"):
         align(tiny.config(tmp_path, eval__weights="ema"))
-
-
-# --- the first ratio -------------------------------------------------------------------------------------------------
-
-def test_a_denoiser_that_is_not_deterministic_stops_the_run(tmp_path):
     pipe = tiny.sd3()
     pipe.transformer.register_forward_hook(lambda _, inputs, out: (out[0] + 1e-3 * torch.randn_like(out[0]),))
     with pytest.raises(UserError, match="the first .log ratio. is .*, expected at most 1.0e-06: replay and rollout"):
         align(tiny.config(tmp_path), pipe=pipe)
     assert (tmp_path / "run" / "checkpoints" / "epoch-00000").is_dir()
+
+
+# --- the first ratio -------------------------------------------------------------------------------------------------
 
 
 def test_a_ratio_that_is_no_number_stops_the_run():
@@ -433,16 +431,13 @@ def out_of_memory(pipe, call: int):
     return pipe
 
 
-def test_out_of_memory_says_what_to_lower_and_saves_whole_epochs(tmp_path):
+def test_out_of_memory_and_broken_epochs(tmp_path):
     # The trial of `latents`; 2 held-out prompts, twice for looks, 3 steps each; an epoch in 2 micro-batches.
     calls = 2 + 2 * 3 + (4 * 2 + 2 * 2 + 2 * 2)
     settings = tiny.config(tmp_path, train__steps=4, parts__plan__size=2, train__epochs=5)
     with pytest.raises(UserError, match="out of memory in the update with train.micro_batch 1 .tried to allocate"):
         align(settings, pipe=out_of_memory(tiny.sd3(), calls + 4 * 2 + 1))
     assert [path.name for path in (settings.folder / "checkpoints").iterdir()] == ["epoch-00001"]
-
-
-def test_an_epoch_that_breaks_after_an_update_is_not_saved_as_a_whole_one(tmp_path):
     settings = tiny.config(tmp_path, train__steps=4, parts__plan__size=2, train__epochs=5, train__updates=2)
     calls = 2 + 2 * 3 + (4 * 2 + 2 * 2 + 2)  # to the second half of the first epoch's updates
     assert "out of memory" in message(lambda: align(settings, pipe=out_of_memory(tiny.sd3(), calls + 1)))
@@ -501,7 +496,7 @@ def test_prompts_of_files_and_lists(tmp_path):
         Prompt("old", metadata={"count": 3})]
 
 
-def test_groups_that_all_agree_are_reported_once(tmp_path, capsys):
+def test_rewards_of_one_name_and_groups_that_agree(tmp_path, capsys):
     def same(images, prompts):
         return [0.5] * len(prompts)
     options = small(tmp_path)
@@ -509,9 +504,6 @@ def test_groups_that_all_agree_are_reported_once(tmp_path, capsys):
     flowgrpo.align(tiny.sd3(), {same: 1.0}, ["red", "blue", "green", "old"], **options)
     said = capsys.readouterr()
     assert (said.out + said.err).count("in every group all samples earn the same, so nothing is learned") == 1
-
-
-def test_rewards_of_one_name_are_told(tmp_path):
     with pytest.raises(UserError, match="two have the same name"):
         flowgrpo.align(tiny.sd3(), {lambda i, p: [0.0]: 1.0, lambda i, p: [1.0]: 1.0}, ["a", "b"], **small(tmp_path))
 

@@ -317,14 +317,11 @@ def test_a_field_that_is_not_supported_is_one_line(name):
         RLOOConfig(num_generations=4, **{name: value}).keys(8)
 
 
-def test_fields_that_are_not_read_are_named_once_with_their_reason():
+def test_fields_and_defaults_of_trl():
     line = GRPOConfig(log_completions=True, num_completions_to_print=2, ddp_timeout=9).unread()
     assert line == ("GRPOConfig, not read: ddp_timeout (the model is in no DistributedDataParallel); log_completions, "
                     "num_completions_to_print (every round is logged to metrics.jsonl, the tracker and the report)")
     assert GRPOConfig().unread() == FlowGRPOConfig().unread() == ""
-
-
-def test_defaults_are_those_of_trl():
     config = GRPOConfig().keys(10)
     assert config["parts"] == {
         "kl": {"weight": 0.0}, "decoding": {"temperature": 1.0, "top_p": 1.0, "top_k": 0},

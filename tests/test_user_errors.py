@@ -97,12 +97,9 @@ def test_mistakes_that_the_model_shows_are_told_before_anything_is_written(recip
     assert not (recipe.parent / "runs").exists()
 
 
-def test_a_image_that_the_model_cannot_draw_is_told(recipe, capsys):
+def test_recipes_images_and_prompts_that_are_wrong(recipe, capsys):
     assert "StableDiffusion3Pipeline refuses its arguments: `height` and `width`" in told(
         capsys, recipe, "--image.height=17")
-
-
-def test_missing_and_broken_recipes(recipe, capsys):
     assert "no recipe at no.yaml" in told(capsys, "no.yaml")
     recipe.write_text("train: [\n")
     assert f"{recipe} is not valid YAML" in told(capsys, recipe)

@@ -40,11 +40,17 @@ def run(installed: Path, where: Path, *arguments: str) -> subprocess.CompletedPr
                           env=os.environ | {"PYTHONPATH": str(installed), "HF_HUB_OFFLINE": "1"})
 
 
-def test_the_wheel_has_the_recipes_as_files(installed):
+def test_the_wheel_has_recipes_and_runs_them(installed, tmp_path):
     packaged = installed / "flowgrpo" / "recipes"
     assert not packaged.is_symlink() and not any(file.is_symlink() for file in packaged.iterdir())
     assert {file.name: file.read_text() for file in packaged.iterdir()} == \
         {file.name: file.read_text() for file in (ROOT / "configs").glob("*.yaml")}
+    # The reward is looked for after the recipe is read and before a model is loaded.
+    done = run(installed, tmp_path, "train", "sdxl_24gb", "--reward=pickscor")
+    assert done.returncode == 2 and "did you mean 'pickscore'" in done.stderr
+    done = run(installed, tmp_path, "train", "sdxl_24g")
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith("flowgrpo: error: no recipe 'sdxl_24g': did you mean 'sdxl_24gb'?")
 
 
 def test_the_demo_runs_without_a_clone(installed, tmp_path):
@@ -55,12 +61,3 @@ def test_the_demo_runs_without_a_clone(installed, tmp_path):
     wanted = load(ROOT / "configs" / "starter.yaml", dict(option[2:].split("=") for option in SMALL))
     found = load(tmp_path / "runs" / "starter" / "config.yaml")
     assert found == wanted.model_copy(update={"precision": found.precision})
-
-
-def test_a_recipe_by_name_is_read_and_a_wrong_one_is_one_line(installed, tmp_path):
-    """The reward is looked for after the recipe is read and before a model is loaded."""
-    done = run(installed, tmp_path, "train", "sdxl_24gb", "--reward=pickscor")
-    assert done.returncode == 2 and "did you mean 'pickscore'" in done.stderr
-    done = run(installed, tmp_path, "train", "sdxl_24g")
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
-    assert done.stderr.startswith("flowgrpo: error: no recipe 'sdxl_24g': did you mean 'sdxl_24gb'?")

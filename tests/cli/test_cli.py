@@ -122,21 +122,15 @@ def test_a_command_suggests_its_options_and_none_of_another_command(command, cap
     assert suggested == ("--resume" in options)
 
 
-def test_mistakes_in_a_recipe_are_told_with_its_name(tmp_path, capsys):
+def test_recipes_prompts_and_reward_files_that_are_wrong(tmp_path, capsys):
     recipe = tmp_path / "r.yaml"
     recipe.write_text("train: {lrr: 1e-4}\n")
     assert f"{recipe}: unknown key 'train.lrr': did you mean 'train.lr'?" in told(capsys, "train", recipe)
     recipe.write_text("train: [\n")
     assert f"{recipe} is not valid YAML" in told(capsys, "train", recipe)
-
-
-def test_an_empty_prompt_file_is_told(tmp_path, capsys):
     (tmp_path / "p.txt").write_text("\n\n")
     assert f"prompts {tmp_path}/p.txt: the file holds no prompt" in told(
         capsys, "train", "--prompts", tmp_path / "p.txt")
-
-
-def test_a_reward_file_that_does_not_import_is_told(tmp_path, capsys):
     file = tmp_path / "mine_for_cli.py"
     file.write_text("import nothing_of_that_name\n")
     line = told(capsys, "train", "--reward", f"{file}:f")

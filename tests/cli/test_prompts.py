@@ -24,22 +24,16 @@ from flowgrpo.tools.check import tiny as pipelines
 from tests.helpers import chat_endpoint, tiny, tiny_text
 
 
-def test_all_sets_are_listed(capsys):
+def test_sets_are_listed_and_previews_are_spread(capsys):
     assert main(["list", "prompts", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [row["name"] for row in rows] == list(SETS)
     assert main(["list", "prompts"]) == 0
     assert "CC-BY-4.0" in capsys.readouterr().out
-
-
-def test_a_preview_is_spread_over_the_set(capsys):
     assert main(["list", "prompts", "t2i_compbench", "--count", "8", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["training"] == 5557 and shown["held out"] == 2400
     assert len({line["metadata"]["category"] for line in shown["prompts"]}) == 8
-
-
-def test_a_misspelt_set_is_one_line(capsys):
     assert main(["list", "prompts", "genevl"]) == 2
     assert "no such set: did you mean 'geneval'?" in capsys.readouterr().err
 

@@ -11,12 +11,14 @@ from flowgrpo.cli.evaluate import folder_of
 COSTS = json.loads((Path(__file__).parents[2] / "scripts" / "docs" / "paper_costs.json").read_text(encoding="utf-8"))
 
 
-def test_results_are_the_recipes_of_the_papers_with_their_costs():
+def test_results_have_costs_and_unknown_ones_name_the_others(capsys):
     assert {name.replace("/", "_") for name in reproduce.RESULTS} == COSTS.keys()
     for name, result in reproduce.RESULTS.items():
         found = COSTS[name.replace("/", "_")]
         assert (result.epochs, result.seconds, result.peak) == (found["epochs"], found["seconds"], found["peak"])
         assert (found["gpu"], found["processes"]) == (reproduce.GPU, reproduce.PROCESSES)
+    assert main(["reproduce", "flow_grpo/genevil"]) == 2
+    assert "no published result 'flow_grpo/genevil': did you mean 'flow_grpo/geneval'?" in capsys.readouterr().err
 
 
 def test_a_dry_run_prints_the_commands_and_the_cost(capsys):
@@ -27,11 +29,6 @@ def test_a_dry_run_prints_the_commands_and_the_cost(capsys):
         "--train.epochs=2",
         "flowgrpo eval runs/flow_grpo_geneval --suite geneval --rewards geneval --base",
         "training, computed: 62.7 GiB on each of 8 A100, 247 s an epoch, 69 h for 1,000 epochs, 548 GPU-hours"]
-
-
-def test_an_unknown_result_names_the_others(capsys):
-    assert main(["reproduce", "flow_grpo/genevil"]) == 2
-    assert "no published result 'flow_grpo/genevil': did you mean 'flow_grpo/geneval'?" in capsys.readouterr().err
 
 
 def test_the_papers_number_stands_beside_ours(capsys):

@@ -40,16 +40,13 @@ def test_numbers_with_an_exponent_are_numbers_everywhere(tmp_path):
     assert resolved.held_out == 0.2
 
 
-def test_overrides_win_and_keep_their_neighbours(tmp_path):
+def test_overrides_win_and_rewards_have_weights(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text("train:\n  lr: 0.1\n  group: 6\n")
     resolved = config.load(file, {"train.lr": "0.2", "eval.steps": 7, "name": "2024"})
     assert (resolved.train.lr, resolved.train.group, resolved.eval.steps, resolved.name) == (0.2, 6, 7, "2024")
     assert config.load(file).name == "mine"
     assert str(resolved.folder) == "runs/2024"
-
-
-def test_rewards_have_weights():
     assert config.load(None, {"reward": "scene"}).rewards == {"scene": 1.0}
     assert config.load(None, {"reward": "{a: 2, b: 0.5}"}).rewards == {"a": 2.0, "b": 0.5}
 
@@ -167,11 +164,8 @@ def test_broken_recipes_are_named(text, told, tmp_path):
     assert told in message(config.load, file) and message(config.load, file).startswith(str(file))
 
 
-def test_missing_recipe():
+def test_missing_and_empty_recipes(tmp_path):
     assert message(config.load, "no.yaml").startswith("no recipe at no.yaml")
-
-
-def test_an_empty_recipe_holds_the_defaults(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("# nothing yet\n")
     assert config.load(file) == config.Config()
@@ -224,13 +218,10 @@ def test_overrides_go_through_the_same_check(options, told):
     assert message(config.load, None, options).startswith(told)
 
 
-def test_an_override_cannot_reach_into_a_value(tmp_path):
+def test_overrides_own_what_lies_below_and_reach_into_no_value(tmp_path):
     file = tmp_path / "r.yaml"
     file.write_text("reward: scene\n")
     assert message(config.load, file, {"reward.scene": "1"}).startswith("--reward.scene: reward is a value")
-
-
-def test_a_key_owns_what_lies_below_it():
     assert schema.owner("train.lr") == "train.lr"
     assert schema.owner("parts.plan.size") == "parts"
     assert schema.owner("reward.scene") == "reward"
@@ -245,16 +236,13 @@ def test_names_of_other_libraries_find_their_key(name, key):
             assert nearest_key(given, keys()) == f": did you mean {key!r}?"
 
 
-def test_a_name_of_another_library_is_told_on_the_command_line_and_in_a_recipe(tmp_path):
+def test_keys_that_stand_twice_or_are_another_librarys(tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("train: {learning_rate: 1e-4}\n")
     with pytest.raises(UserError, match="unknown key 'train.learning_rate': did you mean 'train.lr'?"):
         config.load(recipe)
     with pytest.raises(UserError, match="unknown option --num_generations: did you mean '--train.group'?"):
         recipe_and_options(["--num_generations=8"])
-
-
-def test_a_key_that_stands_twice_is_refused(tmp_path):
     (tmp_path / "twice.yaml").write_text("seed: 1\ntrain:\n  epochs: 3\n  lr: 1.0e-4\n  epochs: 5\n")
     with pytest.raises(UserError, match=r"not valid YAML: the key 'epochs' stands twice \(line 5, column 3\)"):
         config.load(tmp_path / "twice.yaml")

@@ -41,7 +41,7 @@ def test_samples_of_a_group_on_several_processes(options, processes, expected):
     assert (found.prompts, found.group, found.slices) == expected
 
 
-def test_slices_are_sampled_in_the_parts_of_one_process():
+def test_slices_are_parts_and_updates_as_many():
     """Groups 0 to 3 in halves, two groups per part; the second of three processes has 2 halves of 1, and 1 of 2."""
     shape = BatchShape(prompts=3, group=2, micro_batch=8, updates=2, slices=2)
     assert shape.sliced("ab") == ["a", "a", "b", "b"]
@@ -49,9 +49,6 @@ def test_slices_are_sampled_in_the_parts_of_one_process():
     assert [shape.part_of(rank, first) for rank in range(3) for first in range(3)] == [0, 0, 0, 0, 1, 1, 1, 1, 2]
     whole = BatchShape(prompts=3, group=4, micro_batch=8, updates=1)
     assert whole.sampled_together(1, 3) == [2, 1] and whole.part_of(1, 0) > whole.part_of(0, 2)
-
-
-def test_as_many_updates_as_parts():
     assert geometry(train(updates=8)) == BatchShape(8, 12, 8, 8)
     assert geometry(train(updates=3, micro_batch=40)) == BatchShape(8, 12, 40, 3)
 

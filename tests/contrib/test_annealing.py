@@ -28,14 +28,11 @@ def drawn(part, decoding=Decoding(), micro_batch: int = 8, group: int = 8, promp
     return own, rows, ids, logp, mask
 
 
-def test_the_published_temperatures_and_what_a_temperature_draws():
+def test_temperatures_and_spans():
     heat = AnnealedDecoding(highest=1.2, lowest=0.1, slow=400.0).temperatures(torch.zeros(2, 1001, dtype=torch.int64))
     assert heat[1, [0, 50, 100, 200, 1000]].tolist() == pytest.approx([1.2, 1.0669, 0.9160, 0.5513, 0.1], abs=1e-4)
     found, same = drawn(Independent()), drawn(Independent(), AnnealedDecoding(highest=1.0, lowest=1.0))
     assert torch.equal(found[2], same[2])
-
-
-def test_a_span_is_between_its_marks():
     ids = torch.tensor([[1, 5, 2, 2, 8, 1, 1], [8, 1, 6, 5, 8, 5, 1]])
     inside = SpanDecoding(opens=(5, 6), closes=(8,), inside=0.25).temperatures(ids) == 0.25
     assert inside.long().tolist() == [[0, 0, 1, 1, 1, 0, 0], [0, 0, 0, 1, 1, 0, 1]]
@@ -80,15 +77,12 @@ def test_what_is_regrown_leaves_at_the_most_uncertain_token(part):
     assert apart >= 4
 
 
-def test_samples_that_start_again_are_independent_and_need_no_neighbour():
+def test_restarts_are_independent_at_places_by_hand():
     plain, fresh = drawn(Independent()), drawn(CriticalTokens(fresh=1.0))
     assert torch.equal(plain[2][:4], fresh[2][:4])  # the originals
     assert len({tuple(row.tolist()) for row in fresh[2][:8]}) > 5
     whole, alone = drawn(CriticalTokens(0.5, 2, 0.3)), drawn(CriticalTokens(0.5, 2, 0.3), micro_batch=3, prompts=1)
     assert torch.equal(whole[2][:8] * whole[4][:8], alone[2] * alone[4])
-
-
-def test_places_by_hand():
     uncertain = torch.tensor([[0.1, 0.9, 0.5, 2.0], [0.3, 0.2, 0.1, 0.0]])
     mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]], dtype=torch.bool)
     generators = [torch.Generator().manual_seed(seed) for seed in range(2)]

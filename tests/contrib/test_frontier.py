@@ -81,7 +81,7 @@ def hacked(request, tmp_path_factory):
     return request.param, config, go(request.param, config)
 
 
-def test_the_weights_before_hacking_are_kept(hacked):
+def test_the_weights_before_hacking_are_kept_and_reported(hacked):
     kind, config, summary = hacked
     assert epochs(config.folder) == [1, 2, 3, 4, 5, 6]
     kept = stored(config.folder, 6, "best/")
@@ -90,9 +90,6 @@ def test_the_weights_before_hacking_are_kept(hacked):
     assert summary["kept"].startswith("kept the weights of epoch 3, the best by held-out frontier (0.6")
     assert summary["kept"].endswith("; beyond the frontier: epochs 4, 5, 6, by a higher trained reward and a lower "
                                     "gold")
-
-
-def test_metrics_and_report_say_what_is_kept(hacked):
     _, config, summary = hacked
     lines = [json.loads(line) for line in (config.folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["frontier/epoch"] for line in lines] == [1, 2, 3, 3, 3, 3]
@@ -111,10 +108,17 @@ def test_a_resumed_run_keeps_the_same(hacked, tmp_path, end):
     assert same(stored(again.folder, 6, "best/"), stored(config.folder, 6, "best/"))
 
 
-def test_a_run_without_hacking_keeps_the_last(tmp_path):
+def test_runs_keep_the_last_or_stop_where_the_frontier_ends(tmp_path):
     config = settings("image", tmp_path, train__epochs=4)
     summary = go("image", config, gold=[0.5] * 6)
     assert summary["kept"].startswith("kept the weights of epoch 4") and "beyond" not in summary["kept"]
+    config = settings("image", tmp_path, eval__stop={"reward": "frontier", "patience": 2})
+    summary = go("image", config)
+    assert summary["epochs"] == 5 and "stopped: 2 evaluations without a better held-out frontier than that of epoch 3" \
+        in summary["kept"]
+    config = settings("image", tmp_path, guard__window=4)
+    assert reward_of(config) == "hacked" and extensions.best_by(config, resolve(config)) == "frontier"
+    assert go("image", config)["kept"].startswith("kept the weights of epoch 3")
 
 
 def test_other_held_out_prompts_begin_anew(tmp_path):
@@ -124,19 +128,6 @@ def test_other_held_out_prompts_begin_anew(tmp_path):
     other = config.model_copy(update={"eval": config.eval.model_copy(update={"prompts": 3})})
     summary = go("image", other, gold=[0.5] * 8, done=3, resume=True)  # .6 of the base, .7 and .8 of epochs 5 and 6
     assert summary["kept"].startswith("kept the weights of epoch 6, the best by held-out frontier (0.8")
-
-
-def test_it_stops_where_the_frontier_ends(tmp_path):
-    config = settings("image", tmp_path, eval__stop={"reward": "frontier", "patience": 2})
-    summary = go("image", config)
-    assert summary["epochs"] == 5 and "stopped: 2 evaluations without a better held-out frontier than that of epoch 3" \
-        in summary["kept"]
-
-
-def test_a_guarded_run_keeps_it_too(tmp_path):
-    config = settings("image", tmp_path, guard__window=4)
-    assert reward_of(config) == "hacked" and extensions.best_by(config, resolve(config)) == "frontier"
-    assert go("image", config)["kept"].startswith("kept the weights of epoch 3")
 
 
 def test_names_that_are_no_frontier():

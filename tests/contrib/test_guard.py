@@ -331,16 +331,12 @@ def test_levels_share_the_probability_among_all_tests_of_a_run():
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_fall_is_that_of_welch(seed):
+def test_falls_are_those_of_welch_and_of_pairs(seed):
     rng = np.random.default_rng(seed)
     best, now = rng.normal(1, 1, 12), rng.normal(0.3, 2, 7)
     found = stats.ttest_ind(best, now, equal_var=False, alternative="greater").pvalue
     assert not guard.fell(best, now, found * 0.99) and guard.fell(best, now, found * 1.01)
     assert not guard.fell(now, best, 0.4)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_a_fall_of_pairs_is_that_of_their_differences(seed):
     rng = np.random.default_rng(seed)
     best = rng.normal(1, 1, 12)
     now = best - rng.normal(0.5, 0.5, 12)

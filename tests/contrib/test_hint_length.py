@@ -157,14 +157,11 @@ def test_a_run_reads_the_noised_image_and_rewards_see_the_prompt(tmp_path):
     assert metrics["extra_groups"] == 1 and trainer.first_ratio.max_log_ratio <= 1e-4
 
 
-def test_noise_is_of_its_deviation_and_the_same_again(tmp_path):
+def test_noise_is_of_its_deviation_and_for_images(tmp_path):
     Image.new("RGB", (64, 64), (128, 128, 128)).save(tmp_path / "grey.png")
     one, again, other = (np.asarray(noised_image(tmp_path / "grey.png", 0.1, seed)) / 255 for seed in (1, 1, 2))
     assert np.array_equal(one, again) and not np.array_equal(one, other)
     assert one.std() == pytest.approx(0.1, rel=0.03) and one.mean() == pytest.approx(128 / 255, abs=0.005)
-
-
-def test_noise_is_refused_for_what_reads_no_image():
     with pytest.raises(UserError, match="parts.redraw.noise is about images that language models read"):
         resolve(tiny_runs.config("flow", "flow_grpo", {"redraw": {"type": "HintLength", "noise": 0.1}}), "flow")
 

@@ -205,15 +205,12 @@ def test_the_first_update_has_the_replays_gradient_and_a_ratio_of_exactly_one():
     assert torch.allclose(held, replayed, rtol=1e-5, atol=1e-6 * replayed.abs().max()) and held.norm() > 0
 
 
-def test_half_precision_has_a_ratio_of_exactly_one_and_scores_nothing_again():
+def test_ratios_are_exactly_one_or_stop_the_run():
     made = tiny.trainer(method="mix_grpo", parts={"plan": {"size": 2}}, precision="bf16", train__one_pass=True,
                         policy=tiny.policy(tiny.sd3().to(torch.bfloat16), precision="bf16"))
     lines = tiny_runs.epochs(made)
     assert [line["log_ratio_max"] for line in lines] == [0, 0] and made.first_ratio.rescore is False
     assert made.first_ratio.max_log_ratio is not None and lines[0]["grad_norm"] > 0
-
-
-def test_a_rollout_that_a_replay_does_not_repeat_stops_the_run():
     made = trainer(train__one_pass=True)
     generator = torch.Generator().manual_seed(1)
     made.policy.pipe.transformer.register_forward_hook(

@@ -122,14 +122,11 @@ def test_what_the_mask_marks_may_change(source, measure, tmp_path):
     assert reward(edited[None], ["p"], [entry | {"mask": str(tmp_path / "all.png")}]) == [None]
 
 
-def test_distance_is_a_root_mean_square_of_colours(source):
+def test_distances_of_colours_and_mistakes(source, tmp_path):
     picture, path = source
     shifted = picture * 0.5
     expected = 1 - (picture - shifted).double().square().mean().sqrt().item()
     assert Preservation(measure="distance")(shifted[None], ["p"], [{"image": path}]) == [pytest.approx(expected)]
-
-
-def test_mistakes_are_one_line(source, tmp_path):
     assert "measure is 'lpips', expected ssim or distance" in message(Preservation, measure="lpips")
     with pytest.raises(UserError, match="got images of 8 x 8 pixels, expected 11 x 11 or more"):
         Preservation()(torch.zeros(1, 3, 8, 8), ["p"], [{"image": source[1]}])

@@ -101,13 +101,10 @@ def test_a_run_rehearses_the_bases_samples_which_it_draws_once():
     assert (moved[0] - moved[1]).abs().max() > 1e-4
 
 
-def test_a_image_run_rehearses_too():
+def test_image_runs_rehearse_and_unsolved_samples_are_left_out():
     trainer = tiny.trainer(parts={"rehearsal": {"type": "Rehearsal", "divergence": "js"}})
     metrics = trainer.run_epoch()
     assert math.isfinite(metrics["rehearsal"]) and loop.extension(trainer, "RehearsedSamples").parts
-
-
-def test_samples_that_the_base_does_not_solve_are_left_out():
     def last(texts, prompts):
         return [float(place % 2) for place in range(len(texts))]
     trainer = tiny_text.trainer(rewards={"short": last}, parts={"rehearsal": {"type": "Rehearsal", "least": 0.5}})

@@ -336,7 +336,7 @@ def test_prompts_come_as_often_as_they_have_groups():
     assert Knapsack(each=9)(pool, 3, 0, 0, None, {}, 2) == [Knapsack(each=9)(pool, 3, 0, 0, None, {}, 2)[0]] * 3
 
 
-def test_groups_of_one_prompt_are_compared_as_one():
+def test_groups_of_one_prompt_and_units_by_hand():
     rewards = torch.tensor([[1.0, 1.0], [0.0, 4.0], [0.0, 0.0]], dtype=torch.float64)[..., None]
     found = Pooled("none")(rewards, [2.0], Context(groups=PromptGroups(["x", "y", "x"])))
     assert found.tolist() == [[1, 1], [-4, 4], [-1, -1]]
@@ -345,6 +345,14 @@ def test_groups_of_one_prompt_are_compared_as_one():
     missing = torch.tensor([[1.0, math.nan], [0.0, 0.0]], dtype=torch.float64)[..., None]
     assert Pooled("none")(missing, [1.0], Context(groups=PromptGroups(["x", "x"]))).tolist() == [
         [pytest.approx(2 / 3), 0], [pytest.approx(-1 / 3)] * 2]
+    # 1 / sqrt(p + .001 / p): 3.78, 1.98 and 1.05 of 6.82 in all, of 48: 26.6, 14.0 and 7.4.
+    assert shared_out((0.02, 0.25, 0.9), (1, 1, 1), 48, 1e-3, 2.0) == [27, 14, 7]
+    assert shared_out((0.5, 0.5), (1, 3), 8, 1e-3, 2.0) == [2, 6]
+    assert shared_out((0.5, 0.5, 0.5), (0, 1, 1), 9, 1e-3, 2.0) == [1, 4, 4]  # a prompt without gradient: the least
+    assert shared_out((0.5, 0.5), (0, 0), 4, 1e-3, 2.0) == [2, 2]
+    logp = torch.tensor([[0.5, 0.25, 0.9], [1.0, 1.0, 0.1]]).log()
+    mask = torch.tensor([[True, True, False], [True, True, False]])
+    assert gradient_norms(logp, mask).tolist() == pytest.approx([math.sqrt(0.25 + 0.5625), 0], abs=1e-6)
 
 
 def test_an_epoch_learns_and_the_next_one_reads_it():
@@ -359,16 +367,6 @@ def test_an_epoch_learns_and_the_next_one_reads_it():
 
 
 # --- GVM -------------------------------------------------------------------------------------------------------------
-
-def test_units_and_norms_by_hand():
-    # 1 / sqrt(p + .001 / p): 3.78, 1.98 and 1.05 of 6.82 in all, of 48: 26.6, 14.0 and 7.4.
-    assert shared_out((0.02, 0.25, 0.9), (1, 1, 1), 48, 1e-3, 2.0) == [27, 14, 7]
-    assert shared_out((0.5, 0.5), (1, 3), 8, 1e-3, 2.0) == [2, 6]
-    assert shared_out((0.5, 0.5, 0.5), (0, 1, 1), 9, 1e-3, 2.0) == [1, 4, 4]  # a prompt without gradient: the least
-    assert shared_out((0.5, 0.5), (0, 0), 4, 1e-3, 2.0) == [2, 2]
-    logp = torch.tensor([[0.5, 0.25, 0.9], [1.0, 1.0, 0.1]]).log()
-    mask = torch.tensor([[True, True, False], [True, True, False]])
-    assert gradient_norms(logp, mask).tolist() == pytest.approx([math.sqrt(0.25 + 0.5625), 0], abs=1e-6)
 
 
 def test_norms_of_right_samples_decide_the_next_epochs_groups():

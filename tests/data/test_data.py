@@ -142,7 +142,7 @@ def test_parquet_columns_of_dates_and_decimals_are_metadata_that_json_holds(tmp_
     assert dog == Prompt("a dog", metadata={"score": 0.5})
 
 
-def test_parquet_files_that_harm_are_refused(tmp_path):
+def test_parquet_files_that_are_wrong_or_harm(tmp_path):
     """Dates beyond Python's, which raise an error of no kind of pyarrow's, and rows without end in a few bytes."""
     file = tmp_path / "p.parquet"
     parquet.write_table(pyarrow.table({"prompt": ["a"], "at": pyarrow.array([2**62], pyarrow.timestamp("us"))}), file)
@@ -150,9 +150,6 @@ def test_parquet_files_that_harm_are_refused(tmp_path):
     parquet.write_table(pyarrow.table({"prompt": ["a"] * 2_000_000}), file)
     assert file.stat().st_size < 10_000
     assert "p.parquet: 2,000,000 rows, expected 1,048,576 at most: split it" in message(load_prompts, file)
-
-
-def test_mistakes_in_parquet_are_told(tmp_path):
     file = table(tmp_path / "p.parquet", [{"text": "a", "url": "b"}])
     assert message(load_prompts, file) == f"prompts {file}, line 1: expected the column 'prompt', got text, url"
     file = table(tmp_path / "p.parquet", [{"prompt": "a"}, {"prompt": None}])
@@ -228,14 +225,11 @@ def test_a_share_of_the_texts_is_held_out(share, expected):
     assert Counter(p.text for p in train + held) == Counter(p.text for p in prompts)
 
 
-def test_the_split_depends_on_texts_and_seed_alone():
+def test_splits_depend_on_texts_and_files_of_held_out_prompts(tmp_path):
     prompts = named(*(f"p{i}" for i in range(40)))
     first = {p.text for p in split(prompts, 0.25, 0)[1]}
     assert first == {p.text for p in split(prompts[::-1] + prompts[:5], 0.25, 0)[1]}
     assert first != {p.text for p in split(prompts, 0.25, 1)[1]}
-
-
-def test_a_file_of_held_out_prompts_leaves_training(tmp_path):
     file = write(tmp_path, "held.txt", "b\nc\n")
     train, held = split(named("a", "b", "a", "d"), str(file), 0)
     assert [p.text for p in train] == ["a", "a", "d"] and [p.text for p in held] == ["b", "c"]
@@ -335,7 +329,7 @@ def test_starter_prompts_are_the_scripts_disjoint_and_on_their_side():
             assert scenes.reserved(claims, prefix) == side
 
 
-def test_starter_tasks_are_drawn_equally_often():
+def test_starter_tasks_are_sampled_equally_often():
     train, held = resolve(Config())
     weights = Counter()
     for prompt in train:
@@ -344,7 +338,7 @@ def test_starter_tasks_are_drawn_equally_often():
     assert Counter(p.metadata["task"] for p in held) == dict.fromkeys(scenes.TASKS, 40)
 
 
-def test_resolve_reads_the_files_of_the_configuration(tmp_path):
+def test_files_of_the_configuration_and_deep_json(tmp_path):
     file = write(tmp_path, "p.txt", "\n".join(f"p{i}" for i in range(20)))
     train, held = resolve(Config(prompts=str(file), held_out=0.25, seed=1))
     assert (len(train), len(held)) == (15, 5)
@@ -352,8 +346,5 @@ def test_resolve_reads_the_files_of_the_configuration(tmp_path):
     other = write(tmp_path, "h.txt", "p0\nq\n")
     assert [p.text for p in resolve(Config(prompts=str(file), held_out=str(other)))[1]] == ["p0", "q"]
     assert [p.text for p in resolve(Config(held_out=str(other)))[1]] == ["p0", "q"]
-
-
-def test_json_that_is_nested_too_deeply_is_one_line(tmp_path):
     (tmp_path / "deep.jsonl").write_text("[" * 100_000 + "\n")
     assert "line 1: not valid JSON: nested too deeply" in message(lambda: load_prompts(tmp_path / "deep.jsonl"))

@@ -305,14 +305,11 @@ def test_frames_of_a_folder_go_by_their_numbers(tmp_path):
     np.testing.assert_allclose(read_output(tmp_path)[:, 0, 0, 0] * 255, GREYS, atol=1e-3)
 
 
-def test_an_address_in_the_place_of_a_file_says_to_download_it():
+def test_addresses_and_folders_of_several_clips_are_refused(tmp_path):
     with pytest.raises(UserError, match="no file at https://a.b/c.png: it is an address, expected a file: download it"):
         read_output(Path("https://a.b/c.png"))
     with pytest.raises(UserError, match=r"cannot be read as an image \(it is an address, expected a file: download it"):
         read_image("https://a.b/c.png")
-
-
-def test_a_folder_that_holds_more_than_one_clip_is_refused(tmp_path):
     FRAMES[0].save(tmp_path / "f0.png")
     FRAMES[0].resize((4, 4)).save(tmp_path / "f1.png")
     assert "frame 2 has 4 x 4 pixels, and the first 8 x 8" in message(lambda: Clip.of(str(tmp_path), 2).frames)

@@ -295,15 +295,12 @@ def test_what_does_not_go_with_recorded_texts_is_refused(options, told):
         validate.check_recorded_pairs(loop.setup(config, "causal_lm"))
 
 
-def test_a_masked_model_and_a_part_that_draws_are_refused():
+def test_masked_models_sampling_parts_and_long_texts_are_refused(tmp_path):
     config = load(None, {"method": "dpo", "preferences": "pairs.jsonl", "train.group": 2})
     with pytest.raises(UserError, match="trains traces of an unmasking, which recorded completions have none of"):
         validate.check_recorded_pairs(loop.setup(config, "masked_lm"))
     drawn = config.model_copy(update={"parts": {"spread": {"type": "StepGroups"}}})
     assert "trains recorded pairs of completions reads no spread" in message(resolve, drawn, "tokens")
-
-
-def test_a_text_that_is_too_long_is_refused_before_training(tmp_path):
     run = text_trainer(text_pairs(tmp_path, [("1+2=", "1234567", "4")]), train__prompts=1)
     with pytest.raises(UserError, match=r"the chosen text of the prompt '1\+2=' has 8 tokens, its end included, and "
                                         "text.max_tokens is 6"):

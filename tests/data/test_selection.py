@@ -26,7 +26,7 @@ def texts(prompts: list[Prompt]) -> list[str]:
     return [prompt.text for prompt in prompts]
 
 
-def test_repeated_and_near_texts_are_dropped():
+def test_near_texts_are_dropped_and_rates_choose():
     given = [Prompt(text) for text in ("A red cat on a mat", "a red  cat, on a mat!", "a red cat on a hat", "two dogs",
                                        "two cats")]
     assert texts(deduplicated(given)) == [given[0].text, given[2].text, "two dogs", "two cats"]
@@ -35,9 +35,6 @@ def test_repeated_and_near_texts_are_dropped():
     assert len(deduplicated(given, 0.61)) == 4
     apart = [Prompt("a cat", image="one.png"), Prompt("a cat", image="two.png"), Prompt("a cat")]
     assert deduplicated(apart, 0.5) == apart
-
-
-def test_prompts_by_their_rates():
     pool = [Prompt(text) for text in "abcde"]
     rates = {"a": [0.2, 0.8, 0.2], "b": [0.0], "c": [1.0, 1.0], "d": [0.0, 0.5]}
     assert texts(within(pool, rates, 0.1, 0.9)) == ["a", "d"] and texts(within(pool, rates, 0.0, 1.0)) == list("abcd")
@@ -46,7 +43,7 @@ def test_prompts_by_their_rates():
     assert texts(ranked(pool, rates, "middling")) == ["d", "a", "b", "c"]
 
 
-def test_sets_are_mixed_by_weights():
+def test_mixtures_by_weights_and_by_the_surrogate():
     one, two = [Prompt(f"a{i}") for i in range(30)], [Prompt(f"b{i}") for i in range(10)]
     drawn = texts(mix([one, two], [3.0, 1.0], 10, 0))
     assert sum(text[0] == "a" for text in drawn) == 8 and len(set(drawn)) == 10  # 7.5 and 2.5, the first remainder
@@ -55,9 +52,6 @@ def test_sets_are_mixed_by_weights():
     assert sum(prompt.weight for prompt in whole[:30]) == pytest.approx(20) == sum(p.weight for p in whole[30:])
     assert mix([one], [5.0], None, 0) == one
     assert "set 2 has 10 prompts, and its share is 20" in message(mix, [one, two], [1.0, 1.0], 40, 0)
-
-
-def test_the_surrogate_finds_the_best_mixture():
     target, rng = np.array([0.2, 0.5, 0.3]), np.random.default_rng(3)
     tried = rng.dirichlet(np.ones(3), 10)
     def score(mixtures):

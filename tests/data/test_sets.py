@@ -38,7 +38,7 @@ def test_a_set_splits_into_texts_that_are_on_one_side_alone(name):
     assert set(sets.SETS[name].rewards) <= set(names())
 
 
-def test_scenes_of_geneval_are_trained_on_in_no_order_of_words():
+def test_scenes_and_metadata_of_geneval():
     """A pair in the other order, and `a left of b` for `b right of a`, are the same scene."""
     lines = [json.loads(line) for line in sets.SETS["geneval"].train.read_text().splitlines()]
     held_out = [json.loads(line) for line in sets.SETS["geneval"].held_out.read_text().splitlines()]
@@ -47,9 +47,6 @@ def test_scenes_of_geneval_are_trained_on_in_no_order_of_words():
     right = {"tag": "position", "include": [{"class": "dog"}, {"class": "cat", "position": ["right of", 0]}]}
     assert build_suites.scene(left) == build_suites.scene(right) == ("position", "left of", "dog", "cat")
     assert lines == build_suites.train(held_out)
-
-
-def test_the_metadata_suit_their_rewards():
     for prompt in sets.load(sets.SETS["geneval"].train):
         require_judgeable(prompt.metadata, prompt.text)
     assert all(prompt.metadata["text"] in prompt.text for prompt in sets.load(sets.SETS["ocr"].train)
@@ -297,13 +294,10 @@ def test_parquet_has_the_formats_of_the_others(tmp_path, name, rows, form, expec
     assert [(case.prompt.text, case.prompt.metadata, case.categories) for case in suite.cases] == expected
 
 
-def test_files_of_several_formats_are_no_suite(tmp_path):
+def test_suites_of_several_formats_and_the_starters(tmp_path):
     (tmp_path / "a.jsonl").write_text(GENEVAL)
     (tmp_path / "b.csv").write_text("Prompts,Category\nOwls.,x\n")
     assert "several formats (geneval, drawbench)" in message(lambda: load_suite(str(tmp_path)))
-
-
-def test_the_starters_and_the_shipped_suite():
     suite = load_suite("starter")
     assert suite.prompts == prompts.load_prompts(prompts.STARTER / "held_out.jsonl")
     assert {name: len(rows) for name, rows in suite.categories.items()} == Counter(

@@ -66,14 +66,11 @@ def test_recipes_that_harm_are_refused(tmp_path, text, message):
     assert message in refusal(config.load, write(tmp_path, "recipe.yaml", text))
 
 
-def test_options_that_harm_are_refused():
+def test_harmful_options_and_entries(tmp_path):
     assert "nested deeper" in refusal(parse_value, "train.lr", "[" * 20_000)
     assert "name: got 'a\\x00b', expected a text without a NUL character" in refusal(
         config.load, None, {"name": "a\0b"})
     assert "stands twice" in refusal(parse_value, "train", "{lr: 1, lr: 2}")
-
-
-def test_many_wrong_entries_are_explained_at_once(tmp_path):
     line = refusal(config.validate, {"image": {"sizes": [["x", 1]] * 20_000}})
     assert line.startswith("the options: image.sizes")
 
@@ -187,15 +184,12 @@ def test_a_image_of_too_many_pixels_is_refused_by_its_header(tmp_path, side):
         assert "pixels" in refusal(read, file)
 
 
-def test_a_clip_of_too_many_pixels_is_refused(tmp_path, monkeypatch):
+def test_clips_and_videos_beyond_the_limits(tmp_path, monkeypatch):
     frames = [Image.new("RGB", (8, 8), (shade, 0, 0)) for shade in range(0, 250, 50)]
     frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:])
     monkeypatch.setattr("flowgrpo.data.images.PIXELS", 130)
     with pytest.raises(UserError, match="has more than 130 pixels in its first 3 frames"):
         _ = Clip(str(tmp_path / "a.gif"), 5).frames
-
-
-def test_a_video_of_too_large_frames_is_refused(tmp_path):
     frame = b",\0\0\0\0" + struct.pack("<HH", 8191, 8191) + b"\0\x02\x02D\x01\0"
     head = b"GIF89a" + struct.pack("<HH", 8191, 8191) + b"\x80\0\0" + bytes(6)
     file = write(tmp_path, "a.mp4", head + 9 * frame + b";")
@@ -203,19 +197,16 @@ def test_a_video_of_too_large_frames_is_refused(tmp_path):
     assert "has 8191 x 8191 pixels" in line
 
 
-def test_a_format_that_starts_a_program_is_no_image(tmp_path):
+def test_formats_that_start_programs_and_lines_of_errors(tmp_path):
     file = write(tmp_path, "a.eps", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n")
     assert "cannot be read as an image" in refusal(read_image, file)
-
-
-# --- the rest --------------------------------------------------------------------------------------------------------
-
-
-def test_errors_are_one_printable_line():
     error = UserError("a\nb\x1b[2J\u202e\ud800" + "x" * 10_000 + "end")
     assert str(error).startswith("a b\\x1b[2J\\u202e\\ud800x") and str(error).endswith("xend")
     assert len(str(error)) < LONGEST
     assert nearest("learning" * 10_000, ["train.lr"]) == "; there are: train.lr"
+
+
+# --- the rest --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -228,13 +219,10 @@ def test_templates_that_harm_are_refused(tmp_path, text, message):
     assert message in refusal(load_templates, write(tmp_path, "t.yaml", text))
 
 
-def test_templates_with_more_combinations_than_64_bits_count_are_drawn_from(tmp_path):
+def test_templates_safetensors_and_json_at_their_limits(tmp_path):
     slots = {f"s{i}": list("abcdefghij") for i in range(25)}
     text = json.dumps({"templates": [" ".join(f"{{{name}}}" for name in slots)], "slots": slots})
     assert len({prompt.text for prompt in load_templates(write(tmp_path, "t.yaml", text)).write(4, 0)}) == 4
-
-
-def test_safetensors_that_harm_are_refused(tmp_path):
     for header in (
         b"not JSON",
         b"[" * 5000,
@@ -243,7 +231,4 @@ def test_safetensors_that_harm_are_refused(tmp_path):
             tensors_of, write(tmp_path, "a.safetensors", struct.pack("<Q", len(header)) + header + b"1234"))
     long = struct.pack("<Q", 2**24 + 1) + b" " * (2**24 + 2)
     assert "a header of 16 MiB, expected 16 MiB at most" in refusal(tensors_of, write(tmp_path, "a.safetensors", long))
-
-
-def test_json_within_the_limits_is_read():
     assert decoded('{"a": [1, -2.5e3, "\\ud83d\\ude00", null]}') == {"a": [1, -2500.0, "\U0001f600", None]}

@@ -238,7 +238,7 @@ def test_large_pages_are_tables_with_repeated_names(tmp_path, count, width, name
     assert page.height == 2 * grid.MARGIN + names * head + count * (card + grid.BETWEEN_CARDS) - grid.BETWEEN_CARDS
 
 
-def test_an_html_page_escapes_and_colours(tmp_path):
+def test_html_pages_escape_colour_and_move(tmp_path):
     rows = [Row('a <b>"cat"</b> & dog', [flat((1, 0, 0)), flat((0, 0, 1)), flat((0, 1, 0))],
                 [{"x/r<1": 0.2}, {"x/r<1": 0.8}, {"x/r<1": 0.1}])]
     text = write_page(tmp_path / "p.html", "<t>", ["a", "b<", "c"], rows).read_text()
@@ -247,9 +247,6 @@ def test_an_html_page_escapes_and_colours(tmp_path):
                                                 "\u25b2 0.800", "r<1", "\u25bc 0.100"]
     assert [tuple(picture[5, 5]) for picture in page.images] == [(255, 0, 0), (0, 0, 255), (0, 255, 0)]
     assert '<dd class="rose">\u25b2 0.800' in text and '<dd class="fell">\u25bc 0.100' in text and "<dd>0.200" in text
-
-
-def test_clips_move_on_an_html_page(tmp_path):
     clip = torch.stack([flat((1, 0, 0)), flat((0, 0, 1))])
     text = write_page(tmp_path / "p.html", "t", ["a"], [Row("x", [clip], [{}])]).read_text()
     *_, code = re.findall(r"data:image/webp;base64,([^\"]+)", text)  # behind a poster, where the extra for mp4 is there
@@ -334,7 +331,7 @@ def test_what_is_of_denoisers_is_told(run, tmp_path, capsys):
     assert capsys.readouterr().out.split() == [str(tmp_path / "one.md"), str(tmp_path / "one.html")]
 
 
-def test_a_table_says_what_its_texts_say(tmp_path):
+def test_tables_and_pages_show_texts_and_hostile_names(tmp_path):
     row = Row("a|b", ["x *y*\n<b>|", "2_3"], [{"folder/f.py:right": 0.5}, {"folder/f.py:right": 1.0}])
     told = write_table(tmp_path / "page.md", "title", ["one", "two"], [row]).read_text()
     assert told == ("# title\n\n| prompt | one | two |\n| --- | --- | --- |\n"
@@ -342,9 +339,6 @@ def test_a_table_says_what_its_texts_say(tmp_path):
     page = write_page(tmp_path / "page.html", "title", ["one", "two"], [row]).read_text()
     assert "<p>x *y*\n&lt;b&gt;|</p>" in page and '<dd class="rose">\u25b2 1.000</dd>' in page
     assert page.index("a|b") < page.index("x *y*")
-
-
-def test_hostile_names_are_text_in_a_table_and_a_page(tmp_path):
     evil = "\x1b[2J](x) | <img src=y>\n# head"
     row = Row(evil, [evil], [{evil: 0.5}])
     table = write_table(tmp_path / "page.md", evil, [evil], [row]).read_text()

@@ -45,7 +45,7 @@ def trained(config):
     return summary, reward.seen, pipe
 
 
-def test_evaluations_sample_their_frames_and_training_its_own(tmp_path):
+def test_frames_of_evaluations_and_of_training(tmp_path):
     own = make(WAN)[1]["num_frames"]
     summary, seen, _ = trained(settings(tmp_path, own + 4))
     assert {length for rows, length in seen if rows == 4} == {own}  # micro-batches of a group of 4
@@ -54,16 +54,13 @@ def test_evaluations_sample_their_frames_and_training_its_own(tmp_path):
     assert json.loads((tmp_path / "run" / "before.json").read_text())["frames"] == own + 4
     assert summary["evaluation"]["of"] == f"clips ({own + 4} frames, 3 steps, guidance 1)"
     assert call_arguments("m", tmp_path / "run")["num_frames"] == own + 4
-
-
-def test_the_frames_of_training_change_nothing(tmp_path):
     own = make(WAN)[1]["num_frames"]
     ends = [trained(settings(tmp_path / str(count), count))[0] for count in (None, own)]
     for key in ("before", "after"):
         assert ends[0][key] == ends[1][key]
 
 
-def test_a_policy_has_its_own_frames_again():
+def test_a_policy_has_its_frames_again_and_the_base_is_measured_again(tmp_path):
     pipe, call = make(WAN)
     policy = tiny.policy(pipe, call=call)
     with pytest.raises(ValueError, match="stop"), clips_of(policy, 9):
@@ -72,9 +69,6 @@ def test_a_policy_has_its_own_frames_again():
     assert policy.call == call
     with clips_of(policy, None):
         assert policy.call == call
-
-
-def test_the_base_is_measured_again_with_other_frames(tmp_path):
     from flowgrpo.evaluation.held_out import measured_how
     assert measured_how(settings(tmp_path, 5), [], {}) != measured_how(settings(tmp_path, 9), [], {})
 

@@ -196,12 +196,9 @@ def test_a_page_of_other_prompts_and_seeds(tmp_path, model):
     assert pages[0].size == pages[1].size and pages[0].tobytes() != pages[1].tobytes()
 
 
-def test_a_folder_that_is_no_run_is_told(tmp_path):
+def test_folders_without_a_run_or_weights_are_told(tmp_path, model):
     with pytest.raises(UserError, match="is not a run: it has no config.yaml"):
         images.grid(tmp_path, None, 1, 0, tmp_path / "g.png")
-
-
-def test_a_run_without_weights_is_told(tmp_path, model):
     run = make_run(tmp_path / "run", model, 0.1)
     (run / LORA_FILE).unlink()
     with pytest.raises(UserError, match="no weights at .* the run has not finished: --resume it"):
@@ -299,7 +296,7 @@ def test_a_image_that_is_missing_is_told(moving, tmp_path, monkeypatch, capsys, 
     assert all(part in line for part in told)
 
 
-def test_what_a_pipeline_refuses_is_one_line(tmp_path):
+def test_what_a_pipeline_refuses_and_frames_are_one_line(tmp_path):
     pipe, call = pipelines.make("FluxKontextPipeline")
     Image.new("RGB", (1, 1)).save(tmp_path / "one.png")
     asked = {key: value for key, value in call.items() if key != "image"} | {"num_inference_steps": 1}
@@ -307,9 +304,6 @@ def test_what_a_pipeline_refuses_is_one_line(tmp_path):
         samplers.draw_one(pipe, Prompt("red", image=str(tmp_path / "one.png")), 0, asked)
     with pytest.raises(UserError, match="^StableDiffusion3Pipeline refuses its arguments: `height` and `width`"):
         samplers.draw_one(tiny.sd3(), Prompt("red"), 0, tiny.CALL | {"height": 17, "num_inference_steps": 1})
-
-
-def test_a_number_of_frames_that_a_pipeline_does_not_take_is_one_line():
     pipe = load_pipeline(str(starter.FOLDERS["starter_video"]))
     with pytest.raises(UserError, match="^WanPipeline refuses its arguments: RuntimeError: shape .* with its own "
                                         "number of frames, and image.frames sets another"):

@@ -93,16 +93,13 @@ def test_size_share_and_contrast_of_what_is_shown_do_not_change_edge_widths():
     assert np.nanmean(one) == pytest.approx(np.nanmean(many), rel=0.03)
 
 
-def test_contours_are_those_of_objects_alone():
+def test_contours_and_diversity_by_hand():
     assert find("scene_edge_width")(torch.full((1, 3, 64, 64), 0.9), ["x"]) == [None]
     [width] = find("scene_edge_width")(rendered(1, 2), ["x"])
     assert 0.8 < width < 1.5
     found = looks.features(rendered(2, 2), "starter")
     assert found[:, 0].tolist() == pytest.approx(scene.edge_widths(rendered(2, 2)))
     assert looks.features(rendered(2, 2), "other")[:, 0].tolist() == pytest.approx(edge_widths(rendered(2, 2)).tolist())
-
-
-def test_diversity_is_the_mean_distance_within_a_prompt_by_hand():
     black, white = torch.zeros(3, 16, 16), torch.ones(3, 16, 16)
     found = looks.features([black, white, white, white, black])
     assert looks.measure_looks(found, [0, 0, 1, 1, 2]).diversity == pytest.approx(0.5)  # 1 and 0; of one there is none
@@ -293,7 +290,7 @@ class Based:
         raise AssertionError("asked")
 
 
-def test_images_are_scored_under_the_prompt_half_the_list_away():
+def test_prompts_are_shuffled_by_half_the_list():
     shuffled = Shuffled.of({"fits": fits, "remote": Remote(), "group": Group(), "based": Based()}, PROMPTS)
     assert [*shuffled.rewards] == ["fits"] and len(shuffled.others["fits"]) == 32
     states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
@@ -301,9 +298,6 @@ def test_images_are_scored_under_the_prompt_half_the_list_away():
     torch.testing.assert_close(scores, torch.tensor([1 - 16 / 40, math.nan, 1 - 16 / 40, math.nan]), equal_nan=True)
     assert (random.getstate(), np.random.get_state()[1].tolist()) == states[:2]
     assert torch.equal(torch.get_rng_state(), states[2])
-
-
-def test_a_reward_of_some_prompts_gets_prompts_to_which_it_applies():
     reward = rewards.Composed(fits, WatchRule(when={"even": True}), name="fits")
     [others] = Shuffled.of({"fits": reward}, PROMPTS).others.values()
     assert {i: other.metadata["value"] for i, other in others.items()} == {
@@ -344,7 +338,7 @@ def test_what_a_reward_cannot_tell(own, other, said):
     assert [(each["tone"], each["text"]) for each in shown] == ([(said[0], f"R{said[1][1:]}.")] if said else [])
 
 
-def test_structure_is_ssim_of_pairs_in_the_levels_of_files():
+def test_structure_is_ssim_of_pairs():
     """Of equal images 1; of black and white (0 0 + c1) (0 + c2) / ((1 + c1) (0 + c2)), c1 = 0.0001. Half a level does
     not count."""
     black = torch.zeros(1, 3, 12, 12)
@@ -353,10 +347,7 @@ def test_structure_is_ssim_of_pairs_in_the_levels_of_files():
     assert found == {"ssim": pytest.approx((1 + 1e-4 / 1.0001) / 2), "images": 2}
     [shown] = [each["text"] for each in sentences(validate({}), [], [], {}, True, structure=found)[1:]]
     assert shown == "Images have kept 0.50 of the base's structure (SSIM of the same prompts and seeds, 2 images)."
-
-
-def test_structure_of_large_images_is_averaged_first():
-    """A chequerboard of single pixels and its negative are the same grey at half the size."""
+    # A chequerboard of single pixels and its negative are the same grey at half the size.
     board = (torch.arange(512)[:, None] + torch.arange(512)).remainder(2).float().expand(1, 3, -1, -1)
     assert structure(board, 1 - board) == {"ssim": pytest.approx(1.0), "images": 1}
     small = board[..., :64, :64]

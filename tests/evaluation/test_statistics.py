@@ -57,17 +57,14 @@ def test_images_of_a_prompt_are_dependent_and_other_scores_have_a_bootstrap():
     assert (eight.low, eight.high) == (pytest.approx(one.low, abs=1e-10), pytest.approx(one.high, abs=1e-10))
 
 
-def test_what_does_not_apply_is_left_out():
+def test_methods_and_scores_that_apply():
     found = interval(np.array([[1.0, NAN], [NAN, NAN], [0.0, 3.0]]))
     assert (found.mean, found.prompts) == (1.25, 2)
     alone = interval(np.array([[NAN], [2.5]]))
     assert (alone.mean, alone.prompts) == (2.5, 1) and math.isnan(alone.low) and math.isnan(alone.high)
     none = interval(np.array([[NAN]]))
     assert none.prompts == 0 and math.isnan(none.mean)
-
-
-def test_the_method_is_that_of_all_scores_of_a_reward():
-    """A category where every score happens to be 1 has the interval of the others."""
+    # A category where every score happens to be 1 has the interval of the others.
     graded, strict = np.array([[1.0], [1.0], [0.4]]), np.array([[1.0, 0.0], [1.0, NAN], [0.0, 0.0]])
     assert (method_of(graded), method_of(strict), method_of(strict, graded)) == (BOOTSTRAP, WILSON, BOOTSTRAP)
     assert method_of(np.array([[NAN]])) == BOOTSTRAP

@@ -401,16 +401,13 @@ def test_the_card_is_of_texts(tmp_path, rank, library, tags):
     assert not any(word in text for word in ("pictures", "scheduler", "denoiser", "guidance"))
 
 
-def test_a_lora_that_does_not_fit_is_told_in_one_line(tmp_path):
+def test_loras_that_do_not_fit_and_language_models(tmp_path):
     run, _ = finished(tmp_path)
     for each in tiny_text.model(layers=1, hidden_size=16):
         each.save_pretrained(run / "base")
     with pytest.raises(UserError, match="does not load into Qwen3ForCausalLM: .*size mismatch") as error:
         export.merged(run, tmp_path / "out")
     assert "\n" not in str(error.value)
-
-
-def test_comfyui_has_no_language_models(tmp_path):
     run, _ = finished(tmp_path)
     with pytest.raises(UserError, match="is of a language model, which ComfyUI does not load: use --form merged"):
         export.lora(run, tmp_path / "out.safetensors", "comfyui")

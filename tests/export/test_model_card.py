@@ -45,16 +45,13 @@ def code(card: str) -> str:
 FENCED = r"^(`{3,})python\n(.*?)^\1$"
 
 
-def test_the_card_says_what_the_run_says(sd3):
+def test_the_card_says_what_the_run_says_with_intervals(sd3):
     text = export.card(sd3).read_text()
     assert "with `mix_grpo+grpo_guard` to 2 `bright`" in text and "| bright | 0.250 | 0.500 | +0.250 | yes |" in text
     assert "Means over 4 held-out pictures (2 steps, guidance 1), with the pipeline's own scheduler.\n" in text
     assert "1,234 denoiser evaluations" in text and "| LoRA | rank 2, alpha 2 |" in text
     assert len(text.splitlines()) < 110 and "text:" not in text
     assert (sd3 / "curves.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_results_have_intervals():
     prompts, scores = [Prompt(str(i)) for i in range(4)], ([0.0, 0.0, 1.0, 0.0], [1.0, 1.0, 1.0, 0.0])
     before, after = (Measured(prompts, {"bright": values}, torch.empty(0)) for values in scores)
     told = model_card.results(validate({"reward": "bright"}), SUMMARY | {"compared": compare_rewards(before, after, 1)})
@@ -345,7 +342,7 @@ def test_the_card_says_where_everything_came_from(tmp_path):
     assert front["license"] == "apache-2.0" and front["library_name"] == "diffusers"
 
 
-def test_the_card_says_that_a_test_set_was_trained_on(tmp_path):
+def test_the_card_has_sets_commit_cost_and_licence(tmp_path):
     run = with_cards(tmp_path, "a red star")
     assert "Trained on" not in export.card(run).read_text()
     config = validate({"prompts": "partiprompts", "train_on_test_set": True, "reward": "scene"})
@@ -353,9 +350,6 @@ def test_the_card_says_that_a_test_set_was_trained_on(tmp_path):
     write(run / "summary.json", SUMMARY | {"before": {"scene": 0.25}, "after": {"scene": 0.5}})
     assert "**Trained on partiprompts, a test set (train\\_on\\_test\\_set): no score on it, held-out prompts " \
            "included, can be compared with that of a model that was not.**" in export.card(run).read_text()
-
-
-def test_the_card_has_commit_versions_and_cost(tmp_path):
     run = with_cards(tmp_path, "a red star")
     machine = {"device": "cpu", "processes": "2", "torch": "2.9", "commit": "0" * 40}
     write(run / "report" / "machine.json", machine)
@@ -363,9 +357,6 @@ def test_the_card_has_commit_versions_and_cost(tmp_path):
     assert f"Made with: device cpu, processes 2, torch 2.9, commit {'0' * 40}." in text
     assert "1,234 denoiser evaluations, 3 s of training (0.00167 hours of 2 x cpu)" in text
     assert all(re.fullmatch("[0-9a-f]{40}( with changes)?", value) for value in commit().values())
-
-
-def test_a_base_without_a_licence_is_other_with_a_line(tmp_path):
     config = validate({"model": "owner/model", "reward": "scene"})
     assert model_card.metadata(config, {}, "image", True)["license"] == "other"
     assert "Of the base model `owner/model`: unknown" in model_card._licence(config, {})

@@ -24,16 +24,13 @@ def scored(name):
     return reward, reward(Batch(IMAGES, ["p"] * 3, [{}] * 3, base=BASE))
 
 
-def test_torchmetrics_without_a_reference():
+def test_torchmetrics_with_and_without_a_reference():
     from torchmetrics.functional.image import total_variation
     reward, scores = scored("torchmetrics:TotalVariation")
     torch.testing.assert_close(scores, -torch.stack([total_variation(picture[None]) for picture in IMAGES]))
     pictures = IMAGES.clone().requires_grad_()
     reward.origin(pictures, ["p"] * 3).sum().backward()
     assert reward.differentiable and pictures.grad.abs().sum() > 0
-
-
-def test_torchmetrics_with_a_reference():
     from torchmetrics.functional.image import structural_similarity_index_measure as ssim
     reward, scores = scored("torchmetrics:StructuralSimilarityIndexMeasure")
     expected = [ssim(a[None], b[None], data_range=1.0) for a, b in zip(IMAGES, BASE)]

@@ -112,7 +112,7 @@ def test_a_lora_without_names_in_comfyui_is_exported_as_a_merged_model(tmp_path)
     assert train_recipes.exported("wan22", tmp_path) == [f"--output={tmp_path / 'lora.safetensors'}"]
 
 
-def test_stand_ins_of_frames_and_tokenizers():
+def test_stand_ins_and_constants_that_are_reduced(tmp_path):
     values = np.array([[[[0.0, 0.5, 1.0]]], [[[0.25, 0.1, 0.9]]]])  # as numpy: 2 frames of one pixel
     assert train_recipes.bytes_of(values).tolist() == [[[[0, 128, 255]]], [[[64, 26, 230]]]]
     assert train_recipes.bytes_of([Image.new("RGB", (1, 1), (7, 0, 255))]).tolist() == [[[[7, 0, 255]]]]
@@ -121,9 +121,6 @@ def test_stand_ins_of_frames_and_tokenizers():
     for text, words in (("a red fox", 3), ("", 0)):  # an empty one has a token too, as every published template has
         ids = pipe.tokenizer.apply_chat_template([{"role": "user", "content": text}], return_dict=True).input_ids
         assert len(ids) == pipe.prompt_template_encode_start_idx + words + 1
-
-
-def test_constants_that_are_reduced_exist_and_are_in_a_row(tmp_path):
     for pipeline, areas in train_recipes.AREAS.items():
         module = sys.modules[getattr(diffusers, pipeline).__module__]
         assert all(getattr(module, name) > area for name, area in areas.items())

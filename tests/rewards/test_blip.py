@@ -88,7 +88,7 @@ def test_image_reward_reads_both_in_bf16_and_cuts_prompts(bert):
     assert values[0] == pytest.approx(values[1].item(), abs=1e-5)
 
 
-def test_the_released_network_has_the_names_and_shapes_of_the_checkpoint():
+def test_the_checkpoint_has_its_names_and_another_is_refused(tmp_path):
     with torch.device("meta"):
         shapes = {key: tuple(value.shape) for key, value in image_reward.network().state_dict().items()}
     assert shapes["vision.embeddings.position_embedding"] == (1, 197, 1024)
@@ -96,9 +96,6 @@ def test_the_released_network_has_the_names_and_shapes_of_the_checkpoint():
     assert shapes["text.encoder.layer.11.crossattention.self.key.weight"] == (768, 1024)
     assert shapes["text.embeddings.word_embeddings.weight"] == (30524, 768)
     assert set(image_reward.rename_tensors(released())) == set(tiny_network(released()).state_dict())
-
-
-def test_another_checkpoint_is_refused(tmp_path):
     state = released()
     state["mlp.layers.7.weight"] = torch.zeros(2, 16)
     with pytest.raises(UserError, match="x.pt cannot be loaded .*give the checkpoint that was made for this reward"):

@@ -57,13 +57,18 @@ def test_diversity_of_clips_features_is_the_distance_of_its_embeddings(tiny, bat
     assert torch.allclose(Diversity(features)(images, ["a"] * 4, [{}] * 4, 2), apart, atol=1e-5)
 
 
-def test_clip_score_puts_its_prefix_first(tiny):
+def test_prefix_and_published_defaults_of_clip_score(tiny):
     model, tokenizer, _ = tiny
     images = pictures(2, 32, 32)
     prefixed = ClipScore(score="cosine", device="cpu", parts=(model, tokenizer))
     plain = ClipCosine(device="cpu", parts=(model, tokenizer))
     there = plain(images, ["A photo depicts a cat", "A photo depicts two dogs"])
     assert torch.equal(prefixed(images, ["a cat", "two dogs"]), there)
+    given = {entry.name: entry.default for entry in dataclasses.fields(ClipScore)}
+    assert [given[key] for key in ("model", "pretrained", "score", "prefix")] == [
+        "ViT-B-32-quickgelu", "openai", "clipscore", "A photo depicts "]
+    cosine = {entry.name: entry.default for entry in dataclasses.fields(ClipCosine)}
+    assert [cosine[key] for key in ("model", "score", "prefix")] == ["ViT-L-14-quickgelu", "cosine", ""]
 
 
 def test_clip_score_scales_images_as_its_model_wants_them(tiny, monkeypatch):
@@ -74,14 +79,6 @@ def test_clip_score_scales_images_as_its_model_wants_them(tiny, monkeypatch):
     assert ClipScore(parts=(model, tokenizer)).prepare == expected
     monkeypatch.setitem(settings, "interpolation", "bilinear")
     assert "expected one that takes squares, scaled bicubic" in message(ClipScore, parts=(model, tokenizer))
-
-
-def test_the_published_model_and_prefix_of_clip_score_are_the_defaults():
-    given = {entry.name: entry.default for entry in dataclasses.fields(ClipScore)}
-    assert [given[key] for key in ("model", "pretrained", "score", "prefix")] == [
-        "ViT-B-32-quickgelu", "openai", "clipscore", "A photo depicts "]
-    cosine = {entry.name: entry.default for entry in dataclasses.fields(ClipCosine)}
-    assert [cosine[key] for key in ("model", "score", "prefix")] == ["ViT-L-14-quickgelu", "cosine", ""]
 
 
 @pytest.fixture(scope="module")
@@ -131,18 +128,15 @@ def test_a_prompts_image_is_a_subject_wherever_the_run_is(model, tmp_path, monke
     assert found[0].item() == pytest.approx(1.0, abs=1e-6) and found[1].item() < 0.99
 
 
-def test_weights_that_cannot_be_had_are_told_of_this_reward():
+def test_weights_and_subjects_that_cannot_be_read(model, tmp_path):
     with pytest.raises(UserError, match="^reward 'subject_score': ViT-B-32 with the weights /no/file cannot be loaded"):
         SubjectScore("subject", "ViT-B-32", "/no/file")
-
-
-def test_a_subject_that_cannot_be_read_is_told(model, tmp_path):
     reward = SubjectScore(device="cpu", parts=(model, None))
     with pytest.raises(UserError, match="reward 'subject_score': .*none.png cannot be read as an image"):
         reward(torch.zeros(1, 3, 8, 8), ["a"], [{"subject": str(tmp_path / "none.png")}])
 
 
-def test_hps_v2_is_the_cosine_of_the_whole_image(tiny):
+def test_hps_v2_is_the_cosine_under_both_names(tiny):
     model, tokenizer, file = tiny
     images = pictures(5, 44, 90)
     expected = one_by_one(model, tokenizer, [released_by_hps_v2(image, 32) for image in images], PROMPTS)
@@ -151,10 +145,6 @@ def test_hps_v2_is_the_cosine_of_the_whole_image(tiny):
     assert expected.std() > 0.01
     ready = HpsV2(device="cpu", parts=(model, tokenizer))
     assert torch.allclose(ready(images, PROMPTS), reward(images, PROMPTS), atol=1e-6)
-
-
-def test_both_versions_of_hps_v2_have_their_names(tiny):
-    model, tokenizer, file = tiny
     images, options = pictures(2, 44, 90), {"model": "tiny-clip-of-tests", "device": "cpu"}
     one, two = (find(name, {"checkpoint": file, **options}) for name in ("hpsv2.0", "hpsv2.1"))
     assert torch.equal(one(images, PROMPTS[:2]), two(images, PROMPTS[:2]))

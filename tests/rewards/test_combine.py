@@ -103,16 +103,13 @@ def test_in_a_recipe(name, args, expected):
     assert found == pytest.approx(expected, abs=1e-6)
 
 
-def test_parts_by_name_with_their_arguments_and_routes():
+def test_parts_by_name_and_what_does_not_apply():
     parts = [{"use": "over_saturation", "args": {"limit": 0.0}, "when": {"task": "calm"}}, BLUE]
     reward = rewards.find("tiered", {"rewards": parts, "thresholds": [-0.5]})
     found = scored(reward, (0.5, 0.5, 0.25), (1, 0, 0.25), (1, 0, 0.25),
                    metadata=[{"task": "calm"}, {"task": "calm"}, {}])
     # Channels 0.25 apart, at a limit of 0: -0.25, passed; 1 apart: -1, below the threshold; no route: nothing to pass.
     assert found == pytest.approx([0, -1, 0.25])
-
-
-def test_what_does_not_apply_is_left_out():
     found = scored(rewards.find("checklist", {"rewards": [RED, GREEN]}), (1, 2, 0), (2, 2, 0))
     assert found[0] == 1 and math.isnan(found[1])
     batch = rewards.Batch(torch.full((1, 3, 2, 2), 2.0), [""], [{}])
@@ -255,16 +252,13 @@ def test_a_value_over_a_run(change, values):
     assert [made.threshold.at(share) for share in (0, 0.25, 0.5, 0.75, 1)] == pytest.approx(values)
 
 
-def test_the_budgets_of_equal_factors():
+def test_budgets_and_bounds_of_factors():
     """256, 230, 207: 256 * 0.9^k in ten stages of one epoch each."""
     change = {"start": 256, "end": 256 * 0.9**9, "shape": "geometric", "stages": 10}
     [made] = validate({"reward": {"a": {"transform": [{"budget": change}]}}}).trained["a"].transform
     assert [round(made.budget.at(epoch / 9)) for epoch in range(4)] == [256, 230, 207, 187]
     near(apply_transform(made, torch.tensor([[256.0]]), 0.0), [[1.0]])
     near(apply_transform(made, torch.tensor([[256.0]]), 2 / 9), [[1 - (256 - 256 * 0.81) / (256 * 0.81)]])
-
-
-def test_bounds_that_tighten_lower_scores_and_keep_their_order():
     rule = {"stretch": [{"start": 0.1, "end": 0.5}, {"start": 0.6, "end": 0.9}]}
     [made] = validate({"reward": {"a": {"transform": [rule]}}}).trained["a"].transform
     early, late = (apply_transform(made, f64([[0.2, 0.55, 0.7]]), share) for share in (0, 1))

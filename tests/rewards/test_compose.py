@@ -52,15 +52,12 @@ def test_the_long_form_stands_beside_the_short_one_and_runs_again(tmp_path):
     assert "scene: 2.0" in resolved.yaml()  # what was short stays short
 
 
-def test_the_recipe_of_the_page_says_what_the_page_says(tmp_path):
+def test_the_page_and_rules_of_named_rewards(tmp_path):
     [block, *_] = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8"), re.S)
     (tmp_path / "page.yaml").write_text(block)
     found = config.load(tmp_path / "page.yaml")
     assert found.rewards == {"scene_graded": 1.0, "ocr": 0.5} and found.watched.keys() == {"scene", "judge"}
     assert found.trained["ocr"].on_error == Retry(retry=3, then="skip") and found.watched["judge"].timeout == 60
-
-
-def test_a_reward_that_is_trained_on_and_merely_named_keeps_its_rule():
     resolved = config.validate({"reward": {"red": {"timeout": 5}}, "eval": {"rewards": ["red", "scene"]}})
     assert resolved.watched == {"scene": WatchRule()}
 
@@ -247,13 +244,10 @@ def composed():
     return rewards.compose(validate(RECIPE).trained)
 
 
-def test_a_score_within_the_tolerance_is_right(composed):
+def test_tolerance_and_saturated_tasks(composed):
     """Of a mean opinion of 4, 0.1 of it is 0.4 either way."""
     found = scores(composed, "score", "4", [f"<answer>{x}</answer>" for x in (4, 4.4, 4.5, 3.6, 3.5)])[0]
     assert found[:, 0].tolist() == [1, 1, 0, 1, 0] and found[:, 1].isnan().all() and (found[:, 2] == 1).all()
-
-
-def test_a_saturated_task_leaves_the_gradient_of_the_other(composed):
     weights = list(validate(RECIPE).rewards.values())
     done = combine(scores(composed, "score", "4", ["<answer>4</answer>"] * 4), weights)
     going = combine(scores(composed, "damage", "blur", ["<answer>blur</answer>", *["<answer>noise</answer>"] * 3]),

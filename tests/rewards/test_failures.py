@@ -100,7 +100,7 @@ def test_what_is_no_failure():
     assert tally.failed == {"mine": 1} and tally.said == {"mine": "no idea"}
 
 
-def test_rewards_of_groups_are_left_out_by_groups():
+def test_groups_are_left_out_whole_and_mistakes_never():
     def of_groups(images, prompts, metadata, group):
         assert len(prompts) % group == 0
         return choking("dddd")(images, prompts)
@@ -108,9 +108,6 @@ def test_rewards_of_groups_are_left_out_by_groups():
     tally = Tally()
     assert values(Composed(of_groups, RewardRule(on_error="skip")), tally, group=2) == [1, 2, None, None]
     assert tally.failed == {"mine": 2}
-
-
-def test_a_persons_mistake_is_never_skipped_or_tried_again():
     asked = []
     def needs(images, prompts):
         asked.append(prompts)
@@ -167,7 +164,7 @@ def test_a_hanging_reward_is_told_or_skipped(hanging):
     assert tally.failed == {"mine": 4} and hanging.calls == 1
 
 
-def test_a_reward_that_hangs_once_is_asked_again():
+def test_a_hanging_reward_is_asked_again_and_in_time_all_is_as_without():
     calls = itertools.count()
     over = threading.Event()
     def reward(images, prompts):
@@ -176,9 +173,6 @@ def test_a_reward_that_hangs_once_is_asked_again():
         return lengths(images, prompts)
     assert values(Composed(reward, RewardRule(timeout=2, on_error=Retry(retry=1, wait=0)))) == [1, 2, 3, 4]
     over.set()
-
-
-def test_in_time_all_is_as_without():
     weight = torch.ones(4, requires_grad=True)
     recorded = []
     def learned(images, prompts):

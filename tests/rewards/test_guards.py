@@ -46,14 +46,11 @@ def test_distances_within_a_group():
     assert found[0] == found[3] < apart[0] and sum(found) < sum(apart)
 
 
-def test_features_of_ones_own(tmp_path):
+def test_features_of_ones_own_and_single_images(tmp_path):
     (tmp_path / "mine.py").write_text("def levels(images):\n    return 10 * images.mean((1, 2, 3))[:, None]\n")
     assert scored("diversity", flat(0, 1), group=2, features=f"{tmp_path}/mine.py:levels") == pytest.approx([10, 10])
     reward = guards.Diversity(lambda images: images[:, :1].mean((2, 3)))
     assert reward(flat(0, 0.5), ["", ""], [{}, {}], 2).tolist() == pytest.approx([0.5, 0.5])
-
-
-def test_single_images_have_no_diversity():
     assert "reward 'diversity' compares the samples of a group" in message(lambda: scored("diversity", flat(0, 1)))
 
 
@@ -167,13 +164,17 @@ def scores_of(reward, *lights: np.ndarray) -> list[float]:
 
 # --- pixels ----------------------------------------------------------------------------------------------------------
 
-def test_bytes_and_luminance():
+def test_sizes_of_bytes_noise_and_blur():
     values = torch.tensor([-0.1, 0.0, 0.49 / 255, 0.51 / 255, 1.0, 1.2]).expand(1, 3, 1, 6)
     assert eight_bit(values)[0, 0, :, 1].tolist() == [0, 0, 0, 1, 255, 255]
     pixels = np.random.default_rng(0).integers(0, 256, (8, 9, 3), dtype=np.uint8)
     expected = np.array(Image.fromarray(pixels).convert("L")).astype(float)
     found = grey(torch.from_numpy(pixels).movedim(-1, 0) / 255).numpy() * 255
     assert found.shape == (8, 9) and np.abs(found - expected).max() < 1
+    pictures = spoilt()
+    flat, blurred, clean, noisy = scores_of(jpeg_incompressibility, np.full((96, 96), 128.0), pictures["blurred"],
+                                         pictures["clean"], pictures["noisy"])
+    assert flat < blurred < clean < noisy
 
 
 # --- JPEG ------------------------------------------------------------------------------------------------------------
@@ -185,13 +186,6 @@ def test_the_size_is_that_of_a_file(tmp_path):
     size = (tmp_path / "picture.jpg").stat().st_size / 1000
     assert jpeg_incompressibility(picture[None], [""]) == [size]
     assert jpeg_compressibility(picture[None], [""]) == [-size]
-
-
-def test_noise_is_large_and_a_blur_is_small():
-    pictures = spoilt()
-    flat, blurred, clean, noisy = scores_of(jpeg_incompressibility, np.full((96, 96), 128.0), pictures["blurred"],
-                                         pictures["clean"], pictures["noisy"])
-    assert flat < blurred < clean < noisy
 
 
 # --- sharpness -------------------------------------------------------------------------------------------------------
@@ -235,7 +229,7 @@ def loaded(folder: str):
     return ViTForImageClassification.from_pretrained(folder).eval()
 
 
-def test_the_score_is_the_probability_of_the_other_class(folder):
+def test_probabilities_of_safety_by_size_and_class(folder):
     images = torch.rand(3, 3, 16, 16, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():  # of its size already: only scaled to [-1, 1], of 256 steps
         expected = loaded(folder)((images * 255).round() / 127.5 - 1).logits.softmax(-1)[:, 0]
@@ -243,9 +237,6 @@ def test_the_score_is_the_probability_of_the_other_class(folder):
     found = rewards.score({"safety": reward}, images, [""] * 3, [{}] * 3)[:, 0]
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     assert found.std() > 0.01
-
-
-def test_resized_and_many_images(folder):
     # An image of one colour is the same at every size.
     reward = rewards.find("safety", {"model": folder, "device": "cpu"})
     shades = torch.rand(4, 3, 1, 1, generator=torch.Generator().manual_seed(2))
@@ -254,9 +245,6 @@ def test_resized_and_many_images(folder):
     reward = rewards.find("safety", {"model": folder, "device": "cpu"})
     images = torch.rand(35, 3, 16, 16, generator=torch.Generator().manual_seed(3))
     torch.testing.assert_close(reward(images, [""] * 35)[32:], reward(images[32:], [""] * 3), rtol=0, atol=1e-6)
-
-
-def test_the_unsafe_classes_are_those_that_are_named(folder):
     both = rewards.find("safety", {"model": folder, "unsafe": ["NSFW", "normal"], "device": "cpu"})
     assert both(torch.rand(2, 3, 16, 16), [""] * 2).tolist() == pytest.approx([0, 0], abs=1e-6)
     with pytest.raises(UserError, match="unsafe is porn, but the classes of .* are normal, nsfw"):

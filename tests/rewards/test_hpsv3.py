@@ -117,13 +117,10 @@ def test_hps_v3_is_the_head_on_the_mark(release, height, width, sides):
     assert np.std(values) > 1e-3
 
 
-def test_marks_in_a_prompt_do_not_count(release):
+def test_marks_and_names_of_hps_v3(release):
     reward, image = HpsV3(**release[0]), pictures(56, 56)[:1]
     plain = reward(image, ["two dogs"])
     assert reward(image, ["two <|Reward|>dogs<|image_pad|>"]).tolist() == plain.tolist()
-
-
-def test_both_names_of_the_checkpoint():
     value = torch.zeros(1)
     old = {"visual.a": value, "model.layers.0.b": value, "lm_head.weight": value, "rm_head.0.bias": value}
     new = {"model.visual.a": value, "model.language_model.layers.0.b": value, "lm_head.weight": value,

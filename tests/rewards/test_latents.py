@@ -91,7 +91,7 @@ def test_the_example_of_the_docs_trains_the_starter(tmp_path, monkeypatch):
     assert metrics["reward/latents.py:smooth/mean"] < 0
 
 
-def test_images_of_several_sizes_are_scored_by_size_in_their_order():
+def test_sizes_are_scored_apart_and_not_within_a_group():
     reward, sizes = Mean(batch_size=2), [(4, 4), (6, 2), (4, 4), (4, 4), (6, 2)]
     generator = torch.Generator().manual_seed(0)
     images = [torch.rand(3, *size, generator=generator) for size in sizes]
@@ -99,9 +99,6 @@ def test_images_of_several_sizes_are_scored_by_size_in_their_order():
     torch.testing.assert_close(scores, torch.stack([image.mean() for image in images]))
     assert reward.calls == [(2, 4, 4), (1, 4, 4), (2, 6, 2)]
     assert rewards.score({}, images, ["a"] * 5, [{}] * 5).shape == (5, 0)
-
-
-def test_a_group_of_several_sizes_is_refused():
     images = [torch.rand(3, 4, 4), torch.rand(3, 5, 5)]
     with pytest.raises(UserError, match="the samples of a group of 2 differ in size"):
         rewards.score({"diversity": rewards.find("diversity")}, images, ["", ""], [{}, {}], group=2)

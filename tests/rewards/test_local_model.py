@@ -137,13 +137,10 @@ def test_devices_are_listed(monkeypatch):
     assert local_model.devices()[:2] == ["cuda:0", "cuda:1"] and local_model.devices()[-1] == "cpu"
 
 
-def test_nothing_but_tensors_is_unpickled(pick, tmp_path):
+def test_pickles_and_long_reasons(pick, tmp_path):
     torch.save({"weight": torch.nn.Linear(8, 1)}, tmp_path / "module.pth")
     with pytest.raises(UserError, match="module.pth cannot be loaded .*args: {head: FILE}"):
         Aesthetic(pick[2], head=str(tmp_path / "module.pth"), device="cpu")
-
-
-def test_a_long_reason_is_cut_between_words():
     with pytest.raises(UserError, match=r"^weights cannot be loaded \(check your( \w+){29} \.\.\.\): fetch them$"), \
             local_model.loading("weights", "fetch them"):
         raise OSError("check your\n" + "link " * 40)
@@ -192,15 +189,12 @@ def test_a_missing_package_is_named_with_its_extra(name, monkeypatch):
         find(name)
 
 
-def test_scores_in_bf16_are_near_those_in_fp32(tiny, pick, encoder):
+def test_bf16_is_near_and_they_are_rewards_like_others(tiny, pick, encoder):
     images, head = pictures(5, 40, 40), clip.perceptron(8)
     for kind, parts in ((ClipScore, tiny[:2]), (HpsV2, tiny[:2]), (PickScore, pick[:2]), (Aesthetic, (encoder, head))):
         half, full = (kind(dtype=dtype, device="cpu", parts=copy.deepcopy(parts))(images, PROMPTS)
                       for dtype in ("bf16", "fp32"))
         assert half.dtype == torch.float32 and 0 < (half - full).abs().max() < 0.02 * full.abs().max() + 0.02, kind
-
-
-def test_they_are_rewards_like_others(tiny, pick):
     images, metadata = pictures(5, 40, 40), [{}] * 5
     both = {"clip_score": ClipScore(device="cpu", parts=tiny[:2]),
             "pickscore": PickScore(device="cpu", parts=pick[:2])}
@@ -220,7 +214,7 @@ def composed(function, away=True) -> dict[str, rewards.Composed]:
     return rewards.compose({"own": WatchRule()}, None, {"own": function}, away)
 
 
-def test_weights_leave_after_scoring_and_come_back_before_the_next():
+def test_weights_leave_or_stay_after_scoring():
     reward = Mean(device="cpu:0")
     weight, functions = reward.models[0].weight, composed(reward)
     expected = scored({"own": Mean()})
@@ -229,18 +223,12 @@ def test_weights_leave_after_scoring_and_come_back_before_the_next():
         assert scored(functions) == expected
         assert reward.models[0].weight is not weight and torch.equal(reward.models[0].weight, weight)
         rewards.leave(functions.values())
-
-
-def test_weights_stay_without_the_option_and_on_the_cpu():
     for reward, away in ((Mean(device="cpu:0"), False), (Mean(device="cpu"), True)):
         weight, functions = reward.models[0].weight, composed(reward, away)
         scored(functions)
         assert reward.models[0].weight is weight
         rewards.leave(functions.values())
         assert not functions["own"].placement.groups
-
-
-def test_weights_that_are_not_loaded_are_loaded_before_the_first_scoring():
     with rewards.lazily():
         reward = Mean(device="cpu:0")
         functions = composed(reward)
@@ -326,11 +314,8 @@ def test_a_reward_is_placed_on_its_processs_gpu(chosen, monkeypatch):
     assert resolve_device(None) == "cuda:3" and resolve_device("cuda:1") == "cuda:1" and resolve_device("cpu") == "cpu"
 
 
-def test_a_call_with_a_time_limit_is_made_on_its_callers_gpu(chosen):
+def test_calls_and_threads_are_on_their_gpu(chosen):
     assert within(60, "it", torch.cuda.current_device) == within(None, "it", torch.cuda.current_device) == 3
-
-
-def test_the_thread_that_scores_is_on_its_processs_gpu(chosen):
     seen = []
     def score(images, prompts):
         seen.append((threading.get_ident(), torch.cuda.current_device()))

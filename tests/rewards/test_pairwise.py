@@ -138,19 +138,13 @@ def test_a_judge_sees_images_prompts_and_metadata_of_pairs():
     assert seen == [((1, 3, 2, 2), (1, 3, 2, 2), [name], [{"n": n}]) for name, n in (("a", 1), ("b", 2))]
 
 
-def test_many_pairs_are_judged_in_several_calls():
+def test_judges_are_called_in_parts_and_by_name():
     calls = []
     def judge(first, second, prompts):
         calls.append(len(prompts))
         return larger(first, second, prompts)
     assert judged(judge, list(range(16)), 16) == pytest.approx([wins / 15 for wins in range(16)])
     assert calls == [64, 56]
-
-
-# --- finding and refusing --------------------------------------------------------------------------------------------
-
-def test_a_judge_is_found_by_its_name():
-    @flowgrpo.judge("test_better", both_orders=True, comparisons=4)
     class Better:
         def __call__(self, first, second, prompts):
             return larger(first, second, prompts)
@@ -158,14 +152,14 @@ def test_a_judge_is_found_by_its_name():
     found = find("test_better")
     assert pairing(found) == Pairing(True, 4) and pairing(larger) == Pairing()  # by its names
     assert rewards.score({"better": found}, [3, 1], ["a", "a"], [{}, {}], 2)[:, 0].tolist() == [1, 0]
-
-
-def test_any_reward_that_asks_for_it_sees_whole_groups():
     def place(outputs, prompts, metadata, group):
         return [index % group for index in range(len(prompts))]
     place.group = True
     found = rewards.score({"place": place}, torch.zeros(6), ["a"] * 6, [{}] * 6, 3)
     assert found[:, 0].tolist() == [0, 1, 2, 0, 1, 2]
+
+
+# --- finding and refusing --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("answer, told", [

@@ -56,15 +56,12 @@ def test_columns_of_rewards_and_none():
     assert scores[0] == 1 and math.isnan(scores[1]) and scores[2] == 0
 
 
-def test_objects_and_optional_metadata_are_called():
+def test_objects_are_called_without_a_gradient():
     class Bright:
         def __call__(self, videos, prompts, metadata=None):
             return [0.0 if metadata is None else 1.0] * len(prompts)
 
     assert column(Bright()).tolist() == [[1], [1], [1]]
-
-
-def test_no_gradient_is_recorded_in_a_reward():
     weight = torch.ones(3, requires_grad=True)
     recorded = []
     def learned(images, prompts, metadata):
@@ -286,16 +283,13 @@ def test_names_and_attributes_ask_for_arguments():
     assert as_reward(alone).reads == {"metadata.right"} and as_reward(alone).judges == ["text"]
 
 
-def test_a_judge_keeps_its_pairing():
+def test_pairings_and_facts_of_wholes():
     def judge(first, second, prompts):
         return better(first, second, prompts)
     judge.pairwise = Pairing(both_orders=True)
     from flowgrpo.rewards.pairwise import pairing
     assert pairing(judge) == pairing(rewards.Composed(judge)) == Pairing(both_orders=True)
     assert pairing(better) == Pairing() and pairing(two) is None
-
-
-def test_the_facts_of_a_whole_are_those_of_its_parts():
     whole = combine.Gated([beside, {"use": "over_saturation"}], [0])
     assert whole.reads == {"base"} and whole.judges == ["image"] and whole.unit == "sample"
     assert [part.origin for part in rewards.inside(whole)][1] is beside

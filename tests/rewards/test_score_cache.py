@@ -111,12 +111,9 @@ def test_a_part_that_was_edited_is_another_reward(tmp_path, monkeypatch, name, a
     assert found[0] == found[2] != found[1]
 
 
-def test_a_part_without_a_source_cannot_be_known_again():
+def test_keys_tell_parts_apart(made):
     reward = rewards.find("checklist", {"rewards": ["sharpness", eval("lambda images, prompts: [1.0]")]})
     assert "has no source file by which its scores could be known again" in message(version, "checklist", reward)
-
-
-def test_a_key_tells_its_parts_apart(made):
     kept = made().kept
     assert len({kept.key("t", "ab", {}), kept.key("t", "a", {}), kept.key("ta", "b", {}), kept.key("tab", "", {})}) == 4
     assert kept.key("t", "p", {"a": 1, "b": 2}) == kept.key("t", "p", {"b": 2, "a": 1})
@@ -145,14 +142,11 @@ def test_scores_that_cannot_be_kept_are_told(tmp_path, monkeypatch, rule, given,
     assert told in str(caught.value)
 
 
-def test_scores_of_groups_are_not_kept(tmp_path):
+def test_groups_and_files_that_are_no_cache(tmp_path, made):
     def of_groups(images, prompts, metadata, group): ...
     of_groups.group = True
     with pytest.raises(UserError, match="compares the samples of a group, and its scores hold only for that group"):
         rewards.compose({"mine": RewardRule(cache=True)}, str(tmp_path), {"mine": of_groups})
-
-
-def test_a_file_that_is_no_cache_is_told(made):
     (made.folder / "kept").mkdir()
     (made.folder / "kept" / FILE).write_bytes(b"something else, and long enough to be read as a header" * 40)
     assert "rewards.sqlite cannot be used (file is not a database): remove the file" in message(made)

@@ -112,14 +112,11 @@ def test_the_mean_or_the_worst_frame_counts(args, expected):
     assert [None if value is None else pytest.approx(value) for value in expected] == found
 
 
-def test_a_reward_by_name_and_its_arguments():
+def test_rewards_by_name_and_what_cannot_be_lifted():
     clips = torch.stack([square((2, 0))])
     reward = rewards.find("frames", {"reward": "grid_artefacts", "args": {"period": 8}, "frames": "min"})
     expected = rewards.find("grid_artefacts", {"period": 8})(clips[0], [""] * FRAMES).min().item()
     assert rewards.score({"it": reward}, clips, [""], [{}]).tolist() == [[pytest.approx(expected)]]
-
-
-def test_what_cannot_be_lifted_is_refused():
     assert "frames is 'max' and every 1, expected mean or min and 1 or more" in message(Frames, level, "max")
     for name in ("flow_amount", "diversity"):
         with pytest.raises(UserError, match=f"'{name}' is no reward of single images: choose one that is"):

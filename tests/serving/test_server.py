@@ -300,7 +300,7 @@ def test_recipes_name_a_server():
         inspect.signature(rewards.locate(rule.use or name)).bind(**rule.args)
 
 
-def test_texts_and_their_metadata_are_scored():
+def test_texts_metadata_and_exact_floats():
     with serving(lambda texts, prompts: [len(text) for text in texts]) as url:
         assert Remote(url, **QUICK)(["a", "", "ccc"], PROMPTS[:3], [{}] * 3) == [1, 0, 3]
     facts = [{"answer": "Gr\u00f6\u00dfe"}, {}, {"answer": "x"}]
@@ -308,9 +308,6 @@ def test_texts_and_their_metadata_are_scored():
         remote = Remote(url, **QUICK)
         found = rewards.score({"r": remote}, ["gr\u00f6\u00dfe\u2028", "b", ""], PROMPTS[:3], facts)
     assert remote.about.modality == "text" and found[:, 0].nan_to_num(9).tolist() == [1, 9, 0]
-
-
-def test_exact_floats_are_not_rounded():
     with serving(lambda images, prompts: images[:, 0, 0, 0]) as url:
         fine = torch.full((1, 3, 4, 4), 0.1234567)
         assert Remote(url, exact=True, **QUICK)(fine, ["p"], [{}]) == [fine[0, 0, 0, 0].item()]
@@ -545,15 +542,11 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_met_by_another_attempt(fault):
+def test_faults_are_retried_and_told(fault):
     app = faulty(FAULTS[fault][0])
     with running(app) as root:
         remote = Remote(f"{root}/mine", timeout=1 if fault == "slow" else 20, wait=0.001, retries=1)
         assert remote(pictures(2), PROMPTS[:2], FACTS[:2]) == [1, 2] and app.asked == 2
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_that_stays_is_told_with_url_and_reason(fault):
     step, line = FAULTS[fault]
     app = faulty(*[step] * 9)
     with running(app) as root:

@@ -45,14 +45,11 @@ def test_a_client_is_told_that_the_server_knows_another_name(monkeypatch):
         rewards.find(f"http://alias.example:{server.port}/mine", {"retries": 0})
 
 
-def test_a_web_page_is_refused():
+def test_web_pages_and_tokens():
     with running() as server, running(token="word") as guarded:
         for origin in ("http://evil.example", "null", f"http://127.0.0.1:{server.port}"):
             assert server.ask(Origin=origin)[0] == server.ask("GET", "/info", Origin=origin)[0] == 403
             assert guarded.ask(Origin=origin, Authorization="Bearer word")[0] == 403
-
-
-def test_the_token_opens_a_server_under_another_name():
     with running(token="word") as server:
         assert server.ask(Host="rewards.example", Authorization="Bearer word")[0] == 200
         assert server.ask(Host="rewards.example", Authorization="Bearer work")[0] == 401

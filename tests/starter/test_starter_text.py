@@ -22,7 +22,7 @@ RECIPE = "configs/starter_text.yaml"
 TOKENS = 16
 
 
-def test_the_prompts_are_problems_with_their_solutions_and_no_held_out_one_is_trained():
+def test_prompts_are_problems_with_solutions():
     train, held_out = sets.resolve(load(RECIPE))
     assert (len(train), len(held_out)) == (2000, 400)
     for prompt in train + held_out:
@@ -30,9 +30,6 @@ def test_the_prompts_are_problems_with_their_solutions_and_no_held_out_one_is_tr
         assert prompt.text == problem.prompt and prompt.metadata == {
             "answer": str(problem.answer), "solution": solution(problem.steps), "task": problem.task}
         assert problem.held_out is (prompt in held_out) and len(prompt.metadata["solution"]) < TOKENS
-
-
-def test_a_problem_its_solution_and_the_side_of_any_order():
     problem = Problem((12, 34, 56))
     assert (problem.prompt, solution(problem.steps), problem.answer, problem.task) == (
         "12+34+56=", "46;102", 102, "3 numbers")

@@ -33,7 +33,7 @@ TEMPORARY = {  # files in a folder that is deleted afterwards, or under a name t
     "contrib/vbench/dimensions.py", "storage/atomic.py", "storage/manifest.py", "training/metrics.py"}
 
 
-def test_a_write_that_fails_leaves_the_earlier_file(tmp_path):
+def test_failed_writes_and_lines_are_whole(tmp_path):
     path = tmp_path / "new" / "a.json"
     atomic.write_text(path, "one")
     with pytest.raises(OSError, match="full"), atomic.replacing(path) as file:
@@ -42,9 +42,6 @@ def test_a_write_that_fails_leaves_the_earlier_file(tmp_path):
     assert path.read_text() == "one" and list(path.parent.iterdir()) == [path]
     atomic.write_text(path, "two", shared=True)
     assert path.read_text() == "two" and list(path.parent.iterdir()) == [path]
-
-
-def test_lines_are_whole(tmp_path):
     path = tmp_path / "lines"
     atomic.append_line(path, "1")
     with path.open("a") as file:
@@ -68,16 +65,13 @@ def test_files_of_a_folder_take_their_places_together(tmp_path):
     assert content == {"inner/a": "new", "b": "new too", "other": "stays"}
 
 
-def test_a_folder_is_removed(tmp_path):
+@pytest.mark.fast
+def test_folders_are_removed_and_no_module_writes_in_place(tmp_path):
     (tmp_path / "a" / "b").mkdir(parents=True)
     atomic.remove(tmp_path / "a")
     atomic.remove(tmp_path / "a")
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.fast
-def test_no_module_writes_a_file_in_place():
-    """Whatever is written elsewhere can be cut off by a kill."""
+    # Whatever is written elsewhere can be cut off by a kill.
     writing = {str(file.relative_to(PACKAGE)) for file in PACKAGE.rglob("*.py") if WRITE.search(file.read_text())}
     assert writing == TEMPORARY
 
@@ -114,21 +108,15 @@ def test_a_line_with_other_values_is_named(line, why, tmp_path):
     assert why in str(caught.value)
 
 
-def test_an_object_with_nan_is_named(tmp_path):
+def test_nan_missing_files_and_deep_manifests(tmp_path):
     (tmp_path / "a.json").write_text('{"before": {"scene": NaN}}')
     with pytest.raises(UserError, match=r"a.json is damaged \(NaN is no number of JSON\): remove it"):
         read_object(tmp_path / "a.json", "remove it")
-
-
-def test_files_that_the_disk_does_not_give_are_named():
-    """/proc/self/mem is a regular file of which a read fails (EIO)."""
+    # /proc/self/mem is a regular file of which a read fails (EIO).
     for read in (lambda: read_object(MEMORY, "remove it"), lambda: read_lines(MEMORY), lambda: text_of(MEMORY),
                  lambda: yaml_text.read(MEMORY)):
         with pytest.raises(UserError, match="/proc/self/mem cannot be read [(]Input/output error[)]"):
             read()
-
-
-def test_a_deep_manifest_is_damaged(tmp_path):
     (tmp_path / manifest.MANIFEST).write_text(DEEP)
     assert manifest.difference(tmp_path) == "manifest.json cannot be read (RecursionError)"
 

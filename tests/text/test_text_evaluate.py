@@ -191,10 +191,13 @@ def test_mistakes_are_told_before_anything_is_drawn(world, tmp_path, options, to
     assert not (tmp_path / "out").exists()
 
 
-def test_an_evaluation_at_another_temperature_is_told(world, found):
+def test_other_temperatures_and_distances_of_texts(world, found):
     with pytest.raises(UserError, match="holds an evaluation with another call"):
         evaluate(str(world / "run"), str(world / "suite.jsonl"), found[1], found[2], base=True, samples=SAMPLES,
                  temperature=0.5)
+    # Pairs of neighbours, ends included: "a b" has {^a, ab, b$}, "a c" {^a, ac, c$}: one of five in common.
+    assert written_apart(["a b", "a c"]) == pytest.approx(4 / 5)
+    assert written_apart(["71", "71"]) == 0 and written_apart(["71", "72", "71"]) == pytest.approx(2 / 3)
 
 
 def test_texts_come_back_with_their_tokens_from_every_process(tmp_path):
@@ -203,12 +206,6 @@ def test_texts_come_back_with_their_tokens_from_every_process(tmp_path):
     two.save(Place("base", 0, 0), Completion("a\nb \u2028\"", 3))
     assert not one.has(Place("base", 0, 0)) and one.load(Place("base", 0, 0)) == "a\nb \u2028\""
     assert one.batch([Place("base", 0, 0)])[0].tokens == 3
-
-
-def test_distance_of_texts_by_hand():
-    """Pairs of neighbours, ends included: "a b" has {^a, ab, b$}, "a c" {^a, ac, c$}: one of five in common."""
-    assert written_apart(["a b", "a c"]) == pytest.approx(4 / 5)
-    assert written_apart(["71", "71"]) == 0 and written_apart(["71", "72", "71"]) == pytest.approx(2 / 3)
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "csv"])

@@ -121,7 +121,7 @@ def test_an_address_of_another_form_is_refused(url):
         Engine(url)
 
 
-def test_memory_is_released_and_resumed():
+def test_memory_is_released_and_a_hash_is_of_dtype_shape_and_bytes():
     own = TinyEngine(tiny.sd3())
     with serving(own) as url:
         engine = Engine(url, retries=0)
@@ -129,9 +129,6 @@ def test_memory_is_released_and_resumed():
         assert "the engine sleeps" in message(lambda: engine.rollout(request()), error=EngineError)
         engine.resume()
         assert engine.rollout(request()) and engine.info()["version"] == "0.5.23"
-
-
-def test_a_hash_is_that_of_the_dtype_the_shape_and_the_bytes():
     value = torch.tensor([[1.0, 2.0]], dtype=torch.float32)
     expected = hashlib.sha256(b"torch.float32(1, 2)" + struct.pack("<ff", 1, 2)).hexdigest()
     assert lora.sha256(value) == expected

@@ -100,7 +100,7 @@ def told(arguments: dict) -> str:
     return message(find, "question_answers", arguments)
 
 
-def test_a_wrong_folder_is_told_in_one_line(answering, tmp_path):
+def test_wrong_folders_and_choices_are_told(answering, tmp_path):
     assert "expected vqa, judge or a folder with reward.json" in told({"by": str(tmp_path / "none")})
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "reward.json").write_text("{}")
@@ -108,9 +108,6 @@ def test_a_wrong_folder_is_told_in_one_line(answering, tmp_path):
     save(tmp_path / "liked", with_text("starter", 1, 64),
          Description({"overall": Aspect()}, {"kind": "film", "size": 64}))
     assert "scores overall, expected a network whose aspects are answers" in told({"by": str(tmp_path / "liked")})
-
-
-def test_a_choice_that_the_network_does_not_know_is_told(answering):
     reward = find("question_answers", {"by": str(answering[1])})
     own = {"questions": [{"question": "What is it?", "answer": "a dog", "choices": ["a dog", "a cat"]}]}
     with pytest.raises(UserError, match="knows no answer 'a dog', which 'What is it\\?' offers, expected some of yes"):

@@ -141,7 +141,7 @@ def answer_losses_decoding():
     return Decoding()
 
 
-def test_the_policy_gradient_of_answers_by_hand():
+def test_answers_are_sampled_alike_and_their_gradient_by_hand():
     """Four answers, one right: advantages 3/4 and three times -1/4, without a division. A group of one kind teaches
     nothing."""
     logp = torch.tensor([[-1.0, -2.0, -3.0, -4.0], [-1.0, -1.0, -2.0, -2.0]], requires_grad=True)
@@ -149,9 +149,6 @@ def test_the_policy_gradient_of_answers_by_hand():
     torch.testing.assert_close(loss, torch.tensor([-(0.75 * -1 - 0.25 * (-2 - 3 - 4)) / 4, 0.0]))
     loss.sum().backward()
     torch.testing.assert_close(logp.grad, torch.tensor([[-0.75, 0.25, 0.25, 0.25], [0.0] * 4]) / 4)
-
-
-def test_answers_are_drawn_alike_for_a_step_and_anew_for_the_next():
     made = trainer(data={"samples": 64, "length": 1})
     one, two, other = (losses(made, drawn(made), update).detach() for update in (0, 0, 1))
     assert torch.equal(one, two) and not torch.equal(one, other)

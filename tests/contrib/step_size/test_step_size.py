@@ -91,16 +91,13 @@ def test_a_calibration_ends_and_costs_nothing_then():
     assert made.policy.evaluations - made.spent == plain.policy.evaluations - plain.spent
 
 
-def test_the_moving_average_is_of_sized_weights():
+def test_the_moving_average_and_the_step_are_of_the_rate_that_is_found():
     made = run("image", train__ema=0.5, eval__weights="ema")
     first = {key: value.clone() for key, value in made.optimization.ema.items()}
     made.run_epoch()
     for key, value in made.policy.weights.snapshot().items():
         torch.testing.assert_close(made.optimization.ema[key], first[key].lerp(value, 0.5))
-
-
-def test_a_sized_step_is_that_of_the_rate_which_is_found():
-    """A run with the first update's own rate as a number makes the same step: Adam's direction has no rate in it."""
+    # A run with the first update's own rate as a number makes the same step: Adam's direction has no rate in it.
     made = run("image", {"start": 1e-5})
     made.run_epoch()
     plain = run("image", 1e-5 * loop.extension(made, "StepSize").calibration.scale)
@@ -121,12 +118,17 @@ def test_a_resumed_run_is_the_same(kind, done, tmp_path):
         assert torch.equal(tensor, other.policy.weights.snapshot()[key])
 
 
-def test_a_floor_above_the_target_is_refused_in_one_line():
+def test_floors_and_updates_are_measured_one_by_one():
     made = run("text", {"target": 1e-9})
     with pytest.raises(UserError, match=r"^train.lr is auto, but only rounding gives a sqrt\(2 KL\) of a completion "
                        r"of \S+, expected at most 1e-09, 1 times the target: set precision: fp32, or train.lr to a "
                        r"number$"):
         made.run_epoch()
+    made = run("text", {"updates": 4}, train__updates=2, train__inner_epochs=2)
+    found = moves(made)
+    next_epochs(made, 1)
+    assert loop.extension(made, "StepSize").calibration.done == len(found) == 4
+    assert max(found) < 3.1 * 0.2
 
 
 def test_half_precision_finds_the_rate_of_full_precision():
@@ -138,14 +140,6 @@ def test_half_precision_finds_the_rate_of_full_precision():
         made = run("image", {"target": 0.01, "updates": 3, "start": 1e-6}, policy=policy, precision=precision)
         found.append(next_epochs(made, 3)[-1])
     assert found[1]["step_size/rate"] == pytest.approx(found[0]["step_size/rate"], rel=0.1)
-
-
-def test_several_updates_of_an_epoch_are_measured_one_by_one():
-    made = run("text", {"updates": 4}, train__updates=2, train__inner_epochs=2)
-    found = moves(made)
-    next_epochs(made, 1)
-    assert loop.extension(made, "StepSize").calibration.done == len(found) == 4
-    assert max(found) < 3.1 * 0.2
 
 
 @pytest.mark.parametrize("method", ["flow_grpo", "diffusion_nft", "awm"])
@@ -222,7 +216,7 @@ def test_relative_change_of_a_linear_velocity_is_that_of_its_weight():
     assert signals.relative(before, [1.01 * before[0]]) == pytest.approx([1e-4 * was, was])
 
 
-def test_z_of_tokens_is_that_of_the_exact_kl():
+def test_z_of_tokens_and_of_gaussian_steps():
     """Two tokens of each completion are drawn from p, and every outcome counts as often as it is drawn."""
     p, q = (torch.tensor(row, dtype=torch.float64) for row in ([0.5, 0.3, 0.2], [0.45, 0.33, 0.22]))
     counts = (10 * p).round().long()
@@ -231,10 +225,7 @@ def test_z_of_tokens_is_that_of_the_exact_kl():
     total, rows = signals.divergence([p.log()[pairs]], [q.log()[pairs]])
     kl = 2 * (p * (p / q).log()).sum().item()
     assert rows == 100 and total / rows == pytest.approx(kl, rel=1e-12)
-
-
-def test_z_of_a_gaussian_step_is_its_shift_over_its_deviation():
-    """KL of N(m, s^2) to N(m + d, s^2) is d^2 / (2 s^2), so that sqrt(2 KL) is |d| / s."""
+    # KL of N(m, s^2) to N(m + d, s^2) is d^2 / (2 s^2), so that sqrt(2 KL) is |d| / s.
     d, s = 0.05, 0.7
     nodes, weights = (torch.tensor(values) for values in hermegauss(40))
     old = -nodes**2 / 2

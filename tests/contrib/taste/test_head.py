@@ -51,13 +51,19 @@ def test_a_taste_is_learned(width):
     assert decided == 200 and right > (170 if width == 6 else 60)  # 50 by chance
 
 
-def test_the_solution_in_the_space_of_rows_is_that_of_all_features():
+def test_the_solution_of_rows_beats_chance():
     votes = of_taste(10, 60)
     z = torch.cat([of for of, _ in votes]).double()
     reduced, basis = head._reduced(z)
     whole = solved([(of.double(), target) for of, target in votes], 0.3)[0]
     own = basis @ solved([(of, target) for of, (_, target) in zip(reduced.split(4), votes)], 0.3)[0]
     assert torch.allclose(whole, own, atol=1e-8)
+    assert fitted(of_taste(40)).beats_chance()
+    drawn = of_taste(200)
+    random = [(z, drawn[place - 1][1]) for place, (z, _) in enumerate(drawn)]
+    learned = fitted(random)
+    assert not learned.beats_chance() and learned.gain < 2 * learned.error
+    assert not fitted([]).beats_chance() and not fitted(drawn[:1]).beats_chance()
 
 
 def test_votes_teach_and_constant_features_score_nothing():
@@ -69,15 +75,6 @@ def test_votes_teach_and_constant_features_score_nothing():
     rows, shares = seen(features, Vote((1, 0), TIE))
     assert rows.tolist() == [[2, 3], [0, 1]] and shares == [0.5, 0.5]
     assert fitted([(features, [0.0, 0, 0, 1])]).right([(features, [0.25] * 4), (features, [0.0, 0, 0, 1])]) == (1, 1)
-
-
-def test_a_head_of_a_taste_beats_chance_and_one_of_random_votes_does_not():
-    assert fitted(of_taste(40)).beats_chance()
-    drawn = of_taste(200)
-    random = [(z, drawn[place - 1][1]) for place, (z, _) in enumerate(drawn)]
-    learned = fitted(random)
-    assert not learned.beats_chance() and learned.gain < 2 * learned.error
-    assert not fitted([]).beats_chance() and not fitted(drawn[:1]).beats_chance()
 
 
 def test_the_gain_is_that_of_refits_over_chance():

@@ -121,7 +121,7 @@ def log(tmp_path, monkeypatch):
     return ffmpeg.install(tmp_path / "bin", monkeypatch)
 
 
-def test_a_clip_is_saved_as_webp_and_mp4(tmp_path, log):
+def test_clips_are_webp_and_mp4_singly_and_on_pages(tmp_path, log):
     assert save_clip(tmp_path / "a.webp", ODD, "a cät\nSteps: 3", fps=24) == tmp_path / "a.webp"
     assert (tmp_path / "a.mp4").read_bytes() == ffmpeg.BYTES and Image.open(tmp_path / "a.webp").n_frames == 3
     arguments, pixels = ffmpeg.call(log)
@@ -130,9 +130,6 @@ def test_a_clip_is_saved_as_webp_and_mp4(tmp_path, log):
     assert options["-pix_fmt"] == "yuv420p" and options["-metadata"] == "comment=a cät\nSteps: 3"
     size = 2 * 82 * 3
     assert pixels == [0] * size + [255] * size + [51] * size
-
-
-def test_a_page_of_clips_and_a_single_file(tmp_path, log):
     draw_grid(tmp_path / "page.png", ["a"], [Row("x", [CLIP], [{}])])
     assert {path.name for path in tmp_path.glob("page.*")} == {"page.png", "page.webp", "page.mp4"}
     assert save_clip(tmp_path / "deep" / "b.mp4", CLIP) == tmp_path / "deep" / "b.mp4"

@@ -65,7 +65,7 @@ def test_every_card_is_on_the_page(count, tmp_path):
     assert count < 3 or 0.5 < page.width / page.height < 3
 
 
-def test_captions_wrap_or_end_in_an_ellipsis():
+def test_captions_and_sheets_without_headings(tmp_path):
     text = "a photograph of an astronaut who rides a horse on the moon in golden light"
     lines = grid._wrap(text, grid.CAPTION, 190)
     assert " ".join(lines) == text and 2 < len(lines) <= 4
@@ -74,9 +74,6 @@ def test_captions_wrap_or_end_in_an_ellipsis():
     assert len(lines) == 4 and lines[-1].endswith("...") and grid.CAPTION.getlength(lines[-1]) <= 190
     assert grid._wrap("w" * 500, grid.CAPTION, 190)[0].endswith("...")
     assert grid._wrap("", grid.CAPTION, 190) == [""]
-
-
-def test_a_contact_sheet_has_no_headings(tmp_path):
     sheet = Image.open(contact(tmp_path / "c.png", [RED] * 6, ["a red square"] * 6))
     titled = Image.open(draw_grid(tmp_path / "t.png", ["title"], [Row("a red square", [RED], [{}])] * 6))
     assert area(sheet, "#ff0000") == area(titled, "#ff0000") == 6 * 190 ** 2
@@ -131,7 +128,7 @@ def test_chinese_is_wrapped_between_its_letters():
     assert "".join("".join(lines).split()) == "".join(text.split()) and "near" in " ".join(lines).split()
 
 
-def test_means_with_intervals_end_a_page(tmp_path):
+def test_means_prompts_and_small_scores(tmp_path):
     scores = [np.array([[0.2], [0.4]]), np.array([[0.6], [0.9]])]
     rows = [Row("x", [RED, BLUE], [{"f.py:r": float(column[i, 0])} for column in scores]) for i in range(2)]
     means = means_of([{"f.py:r": column} for column in scores])
@@ -140,17 +137,11 @@ def test_means_with_intervals_end_a_page(tmp_path):
                    for i, summary in enumerate((None, means)))
     assert page.height > plain.height + 60 and area(page, grid.ROSE) > area(plain, grid.ROSE)
     assert means_of([{"r": column[:1]} for column in scores]) is None and means_of([{}]) is None
-
-
-def test_the_prompt_stands_above_texts_and_below_images(tmp_path):
-    """The first dark pixel under the heading is the prompt's or the image's."""
+    # The first dark pixel under the heading is the prompt's or the image's.
     for image, words_first in (("an answer", True), (RED, False)):
         page = grid._card(Row("a prompt", [image], [{"r": 1.0}]), [grid._tile(image)], (192, 192), {"r": 3})
         top = [page.getpixel((x, y)) for y in range(12) for x in range(100)]
         assert ((255, 0, 0) not in top and any(max(pixel) < 100 for pixel in top)) == words_first
-
-
-def test_small_scores_have_enough_decimals():
     rows = [Row("x", [RED, BLUE], [{"r": 0.0071}, {"r": 0.0064}])]
     digits = grid.digits_of(rows)
     assert digits == {"r": 5} and grid.format_score(0.0071, 5) == "0.00710" and grid.direction(0.0064, 0.0071, 5) == -1

@@ -131,7 +131,7 @@ def test_a_slider_of_many_measurements_keeps_both_ends(count):
     assert labels[0] == "epoch 0" and labels[-1] == f"epoch {count - 1}"
 
 
-def test_every_metric_is_in_one_chart(tmp_path):
+def test_every_metric_in_one_chart_or_named(tmp_path):
     charts = report.data(make_run(tmp_path / "run"))["charts"]
     drawn = [series.get(end) for chart in charts for series in chart["series"] for end in ("key", "band")]
     assert sorted(filter(None, drawn)) == sorted(KEYS)
@@ -139,9 +139,6 @@ def test_every_metric_is_in_one_chart(tmp_path):
     assert [series["label"] for series in by_title["Mean ratio per step"]] == ["step_2", "step_10"]
     assert by_title["scene"][1] == {"label": "held-out prompts", "x": [0, 2, 4], "y": [0.125, 0.5, 0.5]}
     assert by_title["piqe"] == [{"label": "held-out prompts", "x": [0, 2, 4], "y": [0.5, 0.5, 0.5]}]
-
-
-def test_diagnostics_that_are_always_zero_are_named_in_place_of_a_chart(tmp_path):
     run = make_run(tmp_path / "run")
     lines = [json.loads(line) | {"clip_fraction": 0.0, "reward/scene/zero_variance_groups": 0}
              for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -174,7 +171,7 @@ def test_charts_have_their_range_and_end(tmp_path):
     assert charts["scene"][1] == {"label": "held-out prompts", "x": [0, 2, 4, 5], "y": [0.125, 0.5, 0.5, 2.75 / 3]}
 
 
-def test_the_table_of_tasks_is_that_of_the_summary(tmp_path):
+def test_tables_of_tasks_and_phases(tmp_path):
     run, scores = make_run(tmp_path / "run"), ([0.0] * 4, [0.0071, 0.0062] * 2)
     prompts = [Prompt(f"p{i}", metadata={"task": "ab"[i % 2]}) for i in range(4)]
     before, after = (Measured(prompts, {"scene": values}, torch.empty(0)) for values in scores)
@@ -182,9 +179,6 @@ def test_the_table_of_tasks_is_that_of_the_summary(tmp_path):
     [rows] = report.data(run)["tasks"].values()
     assert [row[0] for row in rows] == ["a", "b", "all prompts"]
     assert rows[0][1:] == ["0.00000 [0.00000, 0.00000]", "0.00710 [0.00710, 0.00710]", "+0.00710 [+0.00710, +0.00710]"]
-
-
-def test_phases_add_up_longest_first():
     lines = [{"seconds/update": 1.0, "seconds/rollout": 2.0, "seconds": 9.0}, {"seconds/rollout": 0.5}]
     assert list(report.phases(lines).items()) == [("rollout", 2.5), ("update", 1.0)]
 

@@ -214,16 +214,13 @@ def test_a_class_that_the_detector_does_not_know_is_refused():
     assert detectors.Torchvision(model=model, categories=("N/A", "mouse")).labels == ("computer mouse",)
 
 
-def test_detectors_from_files_and_by_wrong_names(tmp_path):
+def test_detectors_rules_and_names(tmp_path):
     assert "score is 'loose', expected strict, graded" in message(rewards.find, "geneval_fast", {"score": "loose"})
     with pytest.raises(UserError, match="no detector 'fasterrcnn': expected one of torchvision's"):
         rewards.find("geneval_fast", {"detector": "fasterrcnn"})
     (tmp_path / "mine.py").write_text("def dogs(images):\n    return [[((0, 0, 4, 4), 'dog', 0.95)] for _ in images]\n")
     reward = rewards.find("geneval_fast", {"detector": f"{tmp_path}/mine.py:dogs"})
     assert reward(torch.zeros(2, 3, 8, 8), [PROMPT] * 2, [ONE, TWO]) == [1, 0]
-
-
-def test_rules_and_names_are_those_of_geneval():
     mine, rules = GenEvalFast(detector=len), Rules()
     assert [getattr(mine, name) for name in vars(rules)] == list(vars(rules).values())
     assert len(OBJECTS) == len(set(OBJECTS)) == 80 and OBJECTS[0] == "person" and OBJECTS[-1] == "toothbrush"

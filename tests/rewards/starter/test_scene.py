@@ -309,7 +309,7 @@ def test_the_ground_must_be_light_even_and_clean():
 
 # --- the call --------------------------------------------------------------------------------------------------------
 
-def test_rows_are_scored_on_their_own_and_half_precision_and_numpy_read_alike():
+def test_rows_are_scored_alone_and_each_image_once():
     pictures = torch.stack([RING_STAR, draw(("square", "green", (32, 32))), RING_STAR])
     prompts = ["a ring left of a star", "a green square", "a square"]
     assert scene(pictures, prompts) == [1.0, 1.0, 0.0]
@@ -318,9 +318,6 @@ def test_rows_are_scored_on_their_own_and_half_precision_and_numpy_read_alike():
     assert scene_graded(pictures[2:], prompts[2:]) == scene_graded(pictures, prompts)[2:]
     assert all(type(score) is float for score in scene(pictures, prompts) + scene_graded(pictures, prompts))
     assert scene(pictures[:0], []) == []
-
-
-def test_both_rewards_of_a_batch_read_each_image_once():
     pictures, prompts = torch.stack([RING_STAR, draw(("square", "green", (32, 32)))]), ["a ring", "a green square"]
     _read_once.cache_clear()
     assert scene(pictures, prompts) == [0.0, 1.0] and scene_graded(pictures, prompts)[0] < 1

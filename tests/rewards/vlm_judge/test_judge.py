@@ -379,15 +379,12 @@ def test_an_outage_follows_the_policy(fault, told):
     assert len(server.seen) == 6
 
 
-def test_a_slow_endpoint_is_left():
+def test_slow_endpoints_are_left_for_another_url():
     hold = threading.Event()
     with endpoint([(200, {}, hold)]) as server:
         judge = Judge(url=server.url, model="m", retries=1, wait=0.001, timeout=0.2)
         assert "gave no answer within 0.2 s (asked 2 times)" in message(judge, ONE, ["p"], error=TimedOut)
         hold.set()
-
-
-def test_another_url_takes_over():
     with endpoint([(500, {}, b"")]) as one, endpoint([said("Score: 2")]) as two:
         judge = Judge(url=f"{one.url},{two.url}", concurrency=1, **QUICK)
         assert judge(ONE.expand(4, 3, 4, 4), ["p"] * 4) == [2] * 4
@@ -574,7 +571,7 @@ def test_a_key_that_a_server_refuses_is_not_sent_again(refusal, status, sent, to
     assert told in capsys.readouterr().err
 
 
-def test_extra_keys_and_probabilities_that_are_refused():
+def test_extra_keys_probabilities_and_beginnings():
     with endpoint([(400, {}, REASONING)]) as server:
         judge = Judge(url=server.url, extra={"max_tokens": 9}, **QUICK)
         assert "Use 'max_completion_tokens' instead" in message(judge, ONE, ["p"], error=Failed)
@@ -583,9 +580,6 @@ def test_extra_keys_and_probabilities_that_are_refused():
         assert DeQA(url=server.url, **QUICK)(ONE, ["p"]) == [4]
     assert {"logprobs", "top_logprobs"} <= server.seen[0][2].keys()
     assert not {"logprobs", "top_logprobs"} & server.seen[1][2].keys()
-
-
-def test_the_beginning_of_an_answer_goes_to_servers_that_go_on_from_it():
     for owner, known in (("vllm", True), ("sglang", True), ("local", False), ("me", False)):
         with endpoint([said("good")]) as server:
             server.models = (200, {}, {"data": [{"id": "m", "owned_by": owner}]})

@@ -32,7 +32,7 @@ def shown(body) -> tuple[list[str], list[int]]:
     return [text for text in parts(body, "text") if text.endswith(":")], levels
 
 
-def test_a_source_comes_before_its_output(sources):
+def test_sources_come_before_outputs(sources):
     with endpoint([said("Score: 5")]) as server:
         judge = Judge(url=server.url, show=["output", "source"], frames=2, concurrency=1, **QUICK)
         assert judge(shades(200, 200, 200, 200), ["p"] * 4, sources) == [5] * 4
@@ -40,9 +40,6 @@ def test_a_source_comes_before_its_output(sources):
     assert [shown(body) for _, _, body in server.seen] == [
         (["Source:", "Output:"], [40, 200]), (["Source 1:", "Source 2:", "Output:"], [40, 80, 200]),
         (["Source:", "Output:"], [0, 40, 200]), ([], [200]), ([], [200])]
-
-
-def test_pairs_and_rubrics_show_the_source_too(sources):
     with endpoint([said("Answer: 1"), said('{"1": "yes"}')]) as server:
         show = {"url": server.url, "show": ["source", "output"], **QUICK}
         assert JudgePairs(**show)(shades(100), shades(200), ["p"], sources[:1]) == [1]

@@ -97,7 +97,7 @@ def test_a_groups_most_uncertain_tokens_by_hand():
     assert HighEntropy(share=1.0).chosen(read)[MASK].all()
 
 
-def test_of_two_completions_the_one_with_the_larger_advantage_has_the_trained_tokens():
+def test_uncertain_tokens_of_the_better_completion():
     # |A| H of the first group: 1, 9, 2, 3 / 4, 8 / .5, .5, 3.5, 0: the three largest are 9, 8 and 4.
     entropy = f64([[1, 9, 2, 3], [4, 8, 99, 99], [1, 1, 7, 0], [5, 99, 99, 99], [6, 1, 99, 99]])
     part = HighEntropy(share=0.25, by="advantage")
@@ -105,9 +105,6 @@ def test_of_two_completions_the_one_with_the_larger_advantage_has_the_trained_to
     expected = [[0, 1, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0], [0] * 4, [1, 0, 0, 0]]
     assert part.chosen(read).tolist() == [[bool(one) for one in row] for row in expected]
     assert part.reads_advantages and not HighEntropy().reads_advantages
-
-
-def test_the_share_of_uncertain_tokens_moves_to_its_last():
     # Of 10 tokens and of 3: 1 and 1 in the first epoch, 6 and 2 halfway (0.1 + 0.9 / 2, rounded up), all in the last.
     entropy = f64([[1, 9, 2, 3], [4, 8, 99, 99], [1, 5, 7, 0], [5, 99, 99, 99], [6, 1, 99, 99]])
     part, counts = HighEntropy(share=0.1, last=1.0), []
@@ -196,7 +193,7 @@ def test_uncertain_completions_are_left_out_of_groups_that_have_others():
 # Good texts that become less likely
 
 
-def test_only_good_texts_that_fell_are_held_and_only_their_falling_tokens():
+def test_only_good_texts_that_fell_are_held():
     log_ratio = f64([[-0.5, 0.2, -0.1], [-0.5, 0.6, 0], [-0.5, 0.2, -0.1], [-0.5, 0.2, -0.1]]).requires_grad_()
     advantage = f64([[1], [1], [-1], [0]])
     loss = LikelihoodFloor(Reinforce(), 0.1)(log_ratio, advantage)
@@ -204,9 +201,6 @@ def test_only_good_texts_that_fell_are_held_and_only_their_falling_tokens():
     close(held.detach(), [[0.05, 0, 0.01], [0, 0, 0], [0, 0, 0], [0.05, 0, 0.01]])
     held.sum().backward()
     close(log_ratio.grad, [[-0.1, 0, -0.1], [0, 0, 0], [0, 0, 0], [-0.1, 0, -0.1]])
-
-
-def test_at_the_first_update_nothing_is_held():
     log_ratio = torch.zeros(2, 3, dtype=torch.float64, requires_grad=True)
     own, plain = LikelihoodFloor(weight=5.0), Clip(0.2, 0.2)
     advantage = f64([[1], [-1]])

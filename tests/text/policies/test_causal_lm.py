@@ -138,7 +138,7 @@ def test_logits_that_are_more_than_the_heads_are_taken_whole():
     torch.testing.assert_close(replayed(own, asked, found).logp, found.logp, rtol=0, atol=1e-5)
 
 
-def test_prompts_are_shared_in_half_precision_whatever_the_first_one_is():
+def test_half_precision_and_the_error_of_logits():
     """States of scale 45, as a published model has them, differ by more than 0.1 where a kernel rounds otherwise."""
     model, tokenizer = tiny.model(layers=12)
     with torch.no_grad():
@@ -147,10 +147,7 @@ def test_prompts_are_shared_in_half_precision_whatever_the_first_one_is():
     asked = ["1;" * count + "3=" for count in range(1, 24)]
     found = [CausalLM(model.to(torch.bfloat16), tokenizer, None, Text(max_tokens=6), precision="bf16") for _ in asked]
     assert {prompt: own.unshared(own.encode([prompt])) for prompt, own in zip(asked, found)} == dict.fromkeys(asked, "")
-
-
-def test_the_error_of_logits_by_hand():
-    """Logits [1,2,3] have the spread sqrt(2); a constant added to all changes no probability."""
+    # Logits [1,2,3] have the spread sqrt(2); a constant added to all changes no probability.
     other = torch.tensor([[1.0, 2.0, 3.0]])
     assert relative_error(other + 7, other) == 0
     assert relative_error(other * 1.5, other) == pytest.approx(0.5)
@@ -203,25 +200,22 @@ def test_refusals_of_language_models():
         CausalLM(*tiny.model(), tiny.Adapter(rank=2), tiny.Text(), precision="bf16")
 
 
-def test_the_reference_is_the_base_model():
+def test_the_reference_is_the_base_and_prompts_have_their_template():
     own, base = tiny.stir(tiny.policy()), tiny.policy()
     asked, found = sampled(base)
     with own.reference():
         without = replayed(own, asked, found).logp
     assert torch.equal(without, replayed(base, asked, found).logp)
     assert (replayed(own, asked, found).logp - without).abs().max() > 0.01
-
-
-# --- prompts ---------------------------------------------------------------------------------------------------------
-
-
-def test_prompts_stand_in_the_chat_template_where_there_is_one():
     own, tokenizer = tiny.policy(), tiny.model()[1]
     ids = tokenizer("<s>1+2=", add_special_tokens=False)["input_ids"]
     assert own.encode(["1+2="]).ids[0].tolist() == ids and ids[0] == tokenizer.bos_token_id
     assert tiny.policy(template=False).encode(["1+2="]).ids[0].tolist() == ids[1:]
     assert tiny.policy(system="7=").encode(["1+2="]).ids[0].tolist() == \
         tokenizer("<s>7=1+2=", add_special_tokens=False)["input_ids"]
+
+
+# --- prompts ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_kind_of_a_model_is_told_by_its_files(tmp_path):

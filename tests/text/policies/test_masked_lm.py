@@ -107,7 +107,7 @@ def test_orders_that_cannot_be_are_refused(wrong):
         Unmasking(**wrong)
 
 
-def test_every_step_of_a_rollout_takes_the_surest_places():
+def test_surest_places_and_blocks_come_first():
     own = exact()
     asked, found = sampled(own, Unmasking(1.5, per_step=2))
     for prompt, ids, steps in zip(asked.ids, found.ids, found.steps):
@@ -115,9 +115,6 @@ def test_every_step_of_a_rollout_takes_the_surest_places():
         for step, (at, logits) in enumerate(states(own, prompt, ids, steps)):
             sure = logits.softmax(-1).amax(-1)
             assert sure[at].min() >= sure[steps > step].max() if (steps > step).any() else at.any()
-
-
-def test_blocks_are_filled_from_left_to_right():
     _, found = sampled(policy(), Unmasking(block=2))
     assert ((found.steps // 2) == torch.tensor([0, 0, 1, 1, 2, 2])).all()
     assert {tuple(row[:2]) for row in found.steps.tolist()} == {(0, 1), (1, 0)}  # within a block by confidence
@@ -189,7 +186,7 @@ def test_neighbouring_steps_are_scored_as_one(block, merged):
     assert torch.equal(plain.ids, found.ids) and (plain.logp - found.logp).abs().max() > 1e-3
 
 
-def test_an_answer_does_not_depend_on_its_batch():
+def test_answers_are_of_the_likeliest_tokens_and_no_batch():
     own = policy()
     for unmasking in (Unmasking(), Unmasking(per_step=2, order="random")):
         _, together = sampled(own, unmasking)
@@ -197,9 +194,6 @@ def test_an_answer_does_not_depend_on_its_batch():
             _, alone = sampled(own, unmasking, [prompt], [row + 1])
             assert torch.equal(alone.ids[0], together.ids[row]) and torch.equal(alone.steps[0], together.steps[row])
             close(alone.logp[0], together.logp[row], 1e-5)
-
-
-def test_greedy_rows_take_the_likeliest_token_of_every_step():
     own = exact()
     asked, found = sampled(own, greedy=2)
     for row in range(2):

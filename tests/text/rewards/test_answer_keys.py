@@ -177,7 +177,7 @@ def test_a_label_is_replaced_by_a_rising_and_stable_majority(history, answer):
     assert majority.refined(history, 3) == answer
 
 
-def test_a_wrong_label_gives_way_in_a_run():
+def test_labels_give_way_and_trajectories_are_trusted():
     reward, memory = rewards.find("refined_labels", {"window": 2}), {}
     for epoch, (answers, expected) in enumerate([("aaxb", [0, 0, 1, 0]), ("aaab", [1, 1, 1, 0])]):
         for _ in range(2):  # an epoch that is drawn again, as after a resume, is one visit
@@ -185,10 +185,7 @@ def test_a_wrong_label_gives_way_in_a_run():
     assert pseudo_scores(reward, "p", "xxxx", memory, answer="x") == [1] * 4
     assert len(memory["r"]["p"]) == 2 and memory["r"]["p"][-1][0] == 1  # a visit outside of an epoch is none
     assert all(math.isnan(value) for value in pseudo_scores(reward, "q", "ab"))
-
-
-def test_trajectories_like_the_labelled_ones_are_trusted():
-    """Of ten rising and ten collapsing ones, against a rising mean."""
+    # Of ten rising and ten collapsing ones, against a rising mean.
     labelled = majority.mean_trajectory([[0.1, 0.5, 0.9], [0.3, 0.5, 0.7], [0.2]])
     assert labelled == pytest.approx([0.2, 0.5, 0.8])
     good = [[0.1 + 0.01 * i, 0.4 + 0.02 * i, 0.8] for i in range(10)]

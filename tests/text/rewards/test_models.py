@@ -136,16 +136,13 @@ def test_a_system_message_thoughts_a_template_and_a_limit():
     assert score("c </think> a", thoughts=True, template="{completion}") == expected("c [UNK] a")
 
 
-def test_a_model_is_read_from_a_folder(tmp_path):
+def test_folders_and_padding_of_reward_models(tmp_path):
     model = network()
     model.save_pretrained(tmp_path)
     tokenizer().save_pretrained(tmp_path)
     reward = rewards.find("reward_model", {"model": str(tmp_path), "device": "cpu"})
     ids = [WORDS.index(word) for word in "user a <end> assistant b <end>".split()]
     assert reward(["b"], ["a"]) == [pytest.approx(by_hand(model, ids), abs=1e-5)]
-
-
-def test_padding_is_a_token_that_no_row_holds():
     class Config:
         pad_token_id, vocab_size = 1, 9
 
@@ -315,14 +312,11 @@ def test_the_last_step_alone_is_measured():
     assert last == pytest.approx(every[4:].mean().item(), abs=1e-5) and none is None
 
 
-def test_it_needs_a_policy_or_a_model():
+def test_depth_and_likelihood_need_a_policy_and_varying_tokens():
     with pytest.raises(UserError, match="'reasoning_depth' reads the policy that is trained, and there is none"):
         rewards.find("reasoning_depth")(["1"], ["1+2="])
     assert "layers is 0" in message(ReasoningDepth, layers=0)
-
-
-def test_tokens_that_do_not_vary_have_no_weight():
-    """Deviations 0, 1 and 3: weights 0, 1/4 and 3/4."""
+    # Deviations 0, 1 and 3: weights 0, 1/4 and 3/4.
     close(reflective(f64([[-5, -1, -6], [-5, -3, 0]])), [-19 / 4, -3 / 4])
     close(reflective(f64([[-1, -3], [-1, -3]])), [-2, -2])
 

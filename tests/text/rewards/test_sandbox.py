@@ -393,7 +393,7 @@ def test_no_verdict_is_forged(kind, way):
 
 
 @battery
-def test_functions_of_the_tests_give_the_code_no_way_in(kind):
+def test_functions_and_expected_outputs_stay_outside(kind):
     """The code may call a function that a test passes to it; its attributes, and all other objects, it cannot reach."""
     code = ("def f(g):\n    tried = []\n    for name in ('__globals__', '__code__', '__class__', '__self__'):\n"
             "        try: tried.append(getattr(g, name))\n        except TypeError: pass\n"
@@ -402,10 +402,6 @@ def test_functions_of_the_tests_give_the_code_no_way_in(kind):
             "    return len(tried), g(2)")
     tests = ["secret = 4\nassert f(lambda x: x * secret) == (1, 8)"]  # the one is __class__, its own Remote
     assert asserts(code, tests, SLOW, WORKING[kind]) == [True]
-
-
-@battery
-def test_the_expected_output_never_enters(kind):
     checks = Checks(pairs=(("1\n", "a secret"),))
     code = "print(open('/job/job.json').read(), open('/job/in').read())"
     assert run(code, checks, SLOW, WORKING[kind]).passed == (False,)

@@ -143,7 +143,7 @@ def test_the_risk_has_to_be_accepted_by_name(monkeypatch, tmp_path):
     assert accepted([DOUBLE], ["p"], [{"tests": "assert f(2) == 4"}]) == [1]
 
 
-def test_records_of_boundaries():
+def test_records_and_outcomes_of_runs():
     from flowgrpo.evaluation.report.snapshots import machine
     kind = CodeRun(accept_risk=True).boundary.kind
     assert kind in machine("cpu", 1, "fp32")["code boundary"].split(", ")
@@ -151,9 +151,6 @@ def test_records_of_boundaries():
     object.__setattr__(reward, "boundary", Boundary("bubblewrap", lambda job, files: ["false"]))
     assert message(reward, [DOUBLE], ["p"], [{"tests": "assert f(2) == 4"}]) == (
         "the boundary bubblewrap does not start a process (it ended without a message): check its installation")
-
-
-def test_outcomes_of_code_have_four_values():
     made = CodeRun(seconds=60, outcomes=True, accept_risk=True, workers=1)
     codes = ["def f(x): return x", "def f(x): return -x", "def f(x): return x\n1 / 0", "def f(x: return x"]
     assert made(codes, ["p"] * 4, [{"tests": ["assert f(2) == 2"]}] * 4) == [1, -0.3, -0.6, -1]

@@ -115,13 +115,10 @@ def test_the_mixtures_ratio_by_hand():
     close(logp.grad, loss.detach().tolist())
 
 
-def test_the_defaults_are_those_of_the_released_code():
+def test_the_released_mixture_is_of_answers():
     # Per token, the loss that RL-PLUS's compute_token_on_off_policy_loss gives for advantage 1.5.
     read = compared(f64([[0.6, 0.1, 0.75]]), f64([[0.5, 0.2, 0.9]]), [True])
     close(ExpertMixture()(read.log_ratio, f64([[1.5]]), read), [[-0.9107359631, -0.3557562356, -0.6081081081]], 1e-7)
-
-
-def test_only_answers_have_the_mixtures_ratio():
     new, old, advantage = f64([[0.5, 0.2], [0.5, 0.2]]), f64([[0.4, 0.4], [0.4, 0.4]]), f64([[1], [1]])
     read = compared(new, old, [False, True])
     loss = ExpertMixture(Reinforce(), 2.0, 1.0)(read.log_ratio, advantage, read)
@@ -194,14 +191,11 @@ def test_the_loop_knows_which_samples_are_answers(size):
     assert metrics["grad_norm"] > 0 and own.first_ratio.max_log_ratio <= 1e-5
 
 
-def test_a_mixture_without_answers_is_refused():
+def test_answers_join_engines_and_are_needed():
     with pytest.raises(UserError, match="ExpertMixture is about answers .*parts.decoding.expert: 1"):
         resolve(tiny_text.config(method="rl_plus", parts={"decoding": {"expert": 0}}), "tokens")
     with pytest.raises(ValueError, match="probability 0, expected 0 or more, and above 0 to 1"):
         ExpertMixture(probability=0)
-
-
-def test_answers_join_what_an_engine_drew():
     own = trainer(text__engine_precision="bf16")
     asked = own.rollouts.conditioning(own.prompts)
     made = [(part, texts) for part, [texts] in own.rollouts.sample(asked, 0, None)]

@@ -131,7 +131,7 @@ def test_reductions_by_hand(reduction, weights, count):
 
 
 @pytest.mark.parametrize("reduction", [TokenMean(), SequenceMean(), SequenceSum(), SequenceSum(budgeted=True)])
-def test_pieces_of_a_batch_add_up_to_its_mean(reduction):
+def test_pieces_of_batches_and_rows_of_one_decision(reduction):
     loss, mask = draws(6, 4), draws(6, 4, seed=1) > 0
     count = reduction.count(mask)
     whole = reduced(loss, reduction(mask), count)
@@ -140,10 +140,6 @@ def test_pieces_of_a_batch_add_up_to_its_mean(reduction):
     if reduction == TokenMean():
         close(whole, loss[mask].mean().item())
     assert sum(reduction.count(mask[rows]) for rows in (slice(0, 1), slice(1, 6))) == count
-
-
-@pytest.mark.parametrize("reduction", [TokenMean(), SequenceMean(), SequenceSum(), SequenceSum(budgeted=True)])
-def test_a_row_of_one_decision_knows_no_difference(reduction):
     mask = torch.ones(5, 1, dtype=torch.bool)
     assert torch.equal(reduction(mask).float(), torch.ones(5, 1)) and reduction.count(mask) == 5
 

@@ -23,7 +23,7 @@ def drawn(part, micro_batch: int = 8, prompts: int = 2, group: int = 4, kernel=D
     return own, asked, part(own, asked, kernel, own.generators(range(prompts * group)), greedy, group, micro_batch)
 
 
-def test_a_group_is_a_tree():
+def test_groups_are_trees_that_split_what_goes_on():
     _, _, [made] = drawn(Tree((2, 2), 2), group=8)
     kept = made.ids * made.mask
     for first in range(0, 16, 4):
@@ -32,6 +32,12 @@ def test_a_group_is_a_tree():
         assert torch.equal(own[0, :4], own[1, :4]) and torch.equal(own[2, :4], own[3, :4])
         assert torch.equal(made.logp[first, :2], made.logp[first + 3, :2])
     assert len({tuple(row.tolist()) for row in kept[:8]}) > 3 and not torch.equal(kept[0, :2], kept[4, :2])
+    _, _, [made] = drawn(Tree((4,), 9))
+    assert all(len({tuple(row.tolist()) for row in (made.ids * made.mask)[at:at + 4]}) == 1 for at in (0, 4))
+    with pytest.raises(UserError, match="draws is Tree with 4 leaves"):
+        validate.resolve(tiny_text.config(method="spo_tree", train__group=6), "tokens")
+    with pytest.raises(UserError, match="Tree: children are"):
+        validate.resolve(tiny_text.config(method="spo_tree", parts={"draws": {"children": []}}), "tokens")
 
 
 def test_a_tree_is_what_a_replay_finds_and_needs_no_neighbour():
@@ -42,15 +48,6 @@ def test_a_tree_is_what_a_replay_finds_and_needs_no_neighbour():
     assert torch.equal(small.ids * small.mask, made.ids * made.mask) and small.texts == made.texts
     [alone] = drawn(Tree((2, 2), 1), 16, prompts=1, group=8)[2]
     assert torch.equal(alone.ids * alone.mask, (made.ids * made.mask)[:8])
-
-
-def test_trees_split_what_goes_on():
-    _, _, [made] = drawn(Tree((4,), 9))
-    assert all(len({tuple(row.tolist()) for row in (made.ids * made.mask)[at:at + 4]}) == 1 for at in (0, 4))
-    with pytest.raises(UserError, match="draws is Tree with 4 leaves"):
-        validate.resolve(tiny_text.config(method="spo_tree", train__group=6), "tokens")
-    with pytest.raises(UserError, match="Tree: children are"):
-        validate.resolve(tiny_text.config(method="spo_tree", parts={"draws": {"children": []}}), "tokens")
 
 
 WAVERING = BranchingLookahead(likely=0.05, gap=0.5, ahead=4, apart=0.5)
@@ -98,13 +95,14 @@ def test_what_stays_goes_apart():
             assert edit_distance(one, other) >= 0.5 * max(len(one), len(other))
 
 
-def test_a_sure_model_never_branches():
+def test_sure_models_and_impossible_branches():
     _, _, made = sample_groups(WAVERING, kernel=Decoding(1e-4))
     assert all(len(set(map(tuple, rows(made)[first:first + 4]))) == 1 for first in (0, 4))
     _, _, alone = sample_groups(BranchingLookahead(likely=1.0))
     own, asked, none = sample_groups(BranchingLookahead(share=0.0))
     plain = own.sample(asked, Decoding(), own.generators(range(8)), torch.zeros(8, dtype=torch.bool))
     assert rows(alone) == rows(none) == rows(plain)
+    assert "BranchingLookahead: likely is 2" in message(BranchingLookahead, likely=2.0, error=ValueError)
 
 
 def test_a_branch_is_what_a_replay_finds_and_needs_no_neighbour():
@@ -115,10 +113,6 @@ def test_a_branch_is_what_a_replay_finds_and_needs_no_neighbour():
     assert rows(sample_groups(WAVERING, 8, prompts=1)[2]) == rows(made)[:4]
     plain = own.sample(asked, Decoding(), own.generators(range(8)), torch.zeros(8, dtype=torch.bool))
     assert rows(made) != rows(plain) and rows(made)[0] == rows(plain)[0]
-
-
-def test_impossible_branches():
-    assert "BranchingLookahead: likely is 2" in message(BranchingLookahead, likely=2.0, error=ValueError)
 
 
 PART = EarlyExits(exit="=", close="+")
@@ -166,16 +160,13 @@ def test_places_of_a_thought():
     assert thought(own, torch.tensor([*ids["12+3"], own.ends[0]]), "") == 4
 
 
-def test_rewards_halve_from_right_answer_to_right_answer():
+def test_serial_groups_halve_rewards():
     rewards = torch.tensor([[1.0, 0.0, 1.0], [0.0, 0.0, 0.0], [1.0, 1.0, 1.0], [math.nan, 1.0, 1.0]],
                            dtype=torch.float64)[..., None]
     found = ExitDecay()(torch.cat([rewards, rewards], 2))
     assert found[:3, :, 0].tolist() == [[1, 0, 0.5], [0, 0, 0], [1, 0.5, 0.25]]
     assert found[3, :, 0].isnan().tolist() == [True, False, False] and found[3, 1:, 0].tolist() == [1, 0.5]
     assert torch.equal(found[:3, :, 1], rewards[:3, :, 0])
-
-
-def test_serial_groups_and_refused_exits():
     trainer = tiny_text.trainer(tiny_text.policy(max_tokens=9), {"short": lambda texts, prompts: [
         float(len(text)) for text in texts]}, method="s_grpo", text__max_tokens=9,
         parts={"draws": {"exit": "=", "close": "+"}})

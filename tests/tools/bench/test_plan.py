@@ -122,16 +122,13 @@ def test_methods_are_presets_files_and_recipes(request_of, tmp_path):
     assert all(run.foretold >= 40_000 for run in runs)
 
 
-def test_a_recipe_names_its_differentiable_reward(request_of, tmp_path):
+def test_recipes_rewards_and_folders_of_runs(request_of, tmp_path):
     recipe = tmp_path / "whole.yaml"
     for reward in ("scene_soft", {"soft": {"use": "scene_soft"}}):
         recipe.write_text(yaml.dump({"method": "draft", "reward": reward, "parts": {"plan": {"count": 3}}}))
         assert Plan(request_of(str(recipe))).entries[0].settings["reward"] == reward
     recipe.write_text(yaml.dump({"method": "draft", "reward": "scene"}))
     assert "reward 'scene' is not differentiable" in message(lambda: Plan(request_of(str(recipe))))
-
-
-def test_a_runs_folder_says_what_it_depends_on(request_of, tmp_path):
     file = tmp_path / "my.py"
     file.write_text("def mine(method):\n    return method\n")
     def name(**changes):

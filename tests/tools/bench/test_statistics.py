@@ -28,7 +28,7 @@ from flowgrpo.tools.bench.probe import measured
 ONE, OTHER = np.array([[1.0, 0.25], [0.5, 0.0]]), np.array([[0.0, 0.25], [0.25, 0.5]])
 
 
-def test_resamples_have_the_distribution_of_all_draws():
+def test_resamples_pair_prompts_and_not_seeds():
     """2 prompts and 2 seeds: 4 draws of prompts, 4 of either method's seeds, 64 in all, equally likely."""
     every, drawn = collect.enumerated(ONE, OTHER), resampled({"a": ONE, "b": OTHER}, 200_000)
     differences = drawn["a"] - drawn["b"]
@@ -37,10 +37,7 @@ def test_resamples_have_the_distribution_of_all_draws():
     assert differences.std() == pytest.approx(every.std(), rel=0.01)
     for value, count in zip(*np.unique(every.round(9), return_counts=True)):
         assert np.isclose(differences, value).mean() == pytest.approx(count / 64, abs=0.006)
-
-
-def test_prompts_are_paired_and_seeds_are_not():
-    """A constant lead on every prompt has no spread over prompts; that over seeds is s^2 / S of each method."""
+    # A constant lead on every prompt has no spread over prompts; that over seeds is s^2 / S of each method.
     hard = np.random.default_rng(0).normal(size=50)
     same = np.tile(hard, (3, 1))
     moved = resampled({"a": same + 0.1, "b": same})
@@ -49,14 +46,11 @@ def test_prompts_are_paired_and_seeds_are_not():
     assert resampled({"a": np.tile(seeds, (1, 4))}, 100_000)["a"].var() == pytest.approx(1 / 3, rel=0.02)
 
 
-def test_one_seed_has_the_spread_of_its_prompts():
+def test_spreads_and_p_values_by_hand():
     drawn = resampled({"a": np.array([[0.0, 1.0, 1.0, 0.0]])}, 100_000)["a"]
     assert drawn.mean() == pytest.approx(0.5, abs=0.005) and drawn.var() == pytest.approx(0.25 / 4, rel=0.02)
     assert interval(np.ones((1, 5))) == (1.0, 1.0)
     assert interval(np.array([[1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, 0.0]]))[1] == 1.0  # and not above
-
-
-def test_p_values_and_holm_by_hand():
     assert p_value(np.array([1.0, 2.0, 3.0])) == 2 / 4  # none at or below 0: one resample more on either side
     assert p_value(np.array([-1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0])) == 4 / 8
     assert p_value(np.zeros(9)) == 1.0

@@ -49,12 +49,18 @@ def test_a_pipeline_that_can_be_trained(model):
     assert told == report.report(model)
 
 
-def test_embedded_guidance_and_packed_latents():
+def test_guidance_latents_and_loaded_pipelines():
     told = report.report((tiny.flux(), tiny.FLUX_CALL))
     assert told["drivable"], told["reason"]
     assert told["guidance"] == "embedded: one evaluation per step" and told["pipeline"] == "FluxPipeline"
     assert len(told["latent_shape"]) == 2 and told["latent_shape"][1] == 16
     assert told["replay_error"] == told["first_log_ratio"] == 0
+    told = report.report("StableDiffusion3Pipeline")
+    assert told == report.report((tiny.sd3(), tiny.CALL)) and told["drivable"] and told["latent_shape"] == [4, 8, 8]
+    assert told["conditioning"] == ["prompt", "negative_prompt"] and told["prompts_per_call"] == "any number"
+    assert told["lora_loader"] == ["load_lora_weights"]
+    told = report.report("FluxKontextPipeline")
+    assert told["drivable"] and told["conditioning"] == ["prompt", "negative_prompt", "image"]
 
 
 def test_a_clip_of_the_pipelines_own_length_is_named_as_a_cause(tmp_path, capsys):
@@ -71,15 +77,6 @@ def test_a_process_without_alpha_bars_cannot(tmp_path):
     told = report.report(str(tiny.save(pipe, tmp_path / "edm")))
     assert not told["drivable"] and told["prediction"] == "epsilon"
     assert told["reason"].startswith("EDMEulerScheduler (prediction 'epsilon') cannot be driven: expected")
-
-
-def test_loaded_pipelines_and_images_as_conditioning():
-    told = report.report("StableDiffusion3Pipeline")
-    assert told == report.report((tiny.sd3(), tiny.CALL)) and told["drivable"] and told["latent_shape"] == [4, 8, 8]
-    assert told["conditioning"] == ["prompt", "negative_prompt"] and told["prompts_per_call"] == "any number"
-    assert told["lora_loader"] == ["load_lora_weights"]
-    told = report.report("FluxKontextPipeline")
-    assert told["drivable"] and told["conditioning"] == ["prompt", "negative_prompt", "image"]
 
 
 @pytest.mark.parametrize("name, reason", [

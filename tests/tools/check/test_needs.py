@@ -53,7 +53,7 @@ def cached(root: Path, repository: str) -> set[str]:
     return {str(path.relative_to(next(folder.iterdir()))) for path in folder.rglob("*") if path.is_file()}
 
 
-def test_all_that_is_missing_is_listed_at_once(serving):
+def test_missing_and_gated_repositories(serving):
     found = needs.needs(recipe(**{"memory.weights": "nf4"}))
     listed = {(need.what, need.name): [file.name for file in need.missing] for need in found}
     assert listed[("model", MODEL)] == ["model_index.json", "unet/config.json",
@@ -61,9 +61,6 @@ def test_all_that_is_missing_is_listed_at_once(serving):
     assert listed[("reward pickscore", SCORER)] == ["config.json", "model.safetensors"]
     assert listed[("reward pickscore", WORDS)] == ["tokenizer.json"] and ("extra", "bitsandbytes") in listed
     assert [need.gigabytes for need in found if need.name == SCORER] == [8e-9]
-
-
-def test_a_gated_repository_says_where_its_licence_is_accepted(serving):
     serving.gated = {MODEL}
     [model] = [need for need in needs.needs(recipe()) if need.what == "model"]
     assert model.accept == f"gated: accept its licence at {serving.url}/{MODEL}, then `hf auth login`"
