@@ -15,7 +15,7 @@ from tests.helpers import tiny as pipelines
 from tests.helpers.refusals import message
 from tests.helpers.tiny_blip import released, tiny_network
 from tests.helpers.tiny_scorers import pictures
-from tests.rewards.test_hpsv3 import release  # noqa: F401
+from tests.rewards.test_qwen2_vl import release  # noqa: F401
 
 
 @differentiable

@@ -15,7 +15,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.rewards import find, released_text
 from flowgrpo.rewards.qwen2_vl import MARKS, PROMPT, VideoReward, message
 from flowgrpo.rewards.released_text import TEXTS, Released, fetch, strings, texts
-from tests.rewards.test_videoalign import CHAT, SPECIAL
+from tests.rewards.test_qwen2_vl import CHAT, SPECIAL
 from tests.rewards.vlm_judge.test_judge import QUICK, endpoint, parts, said, shades
 
 # Of the strings in the released files at the commits of TEXTS, computed once from clones of both repositories.

@@ -1,0 +1,318 @@
+"""HPSv3 and VideoReward on a tiny random Qwen2-VL, loaded from files under their names: against one at a time."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from torchvision.transforms.functional import InterpolationMode, resize
+
+from flowgrpo.errors import UserError
+from flowgrpo.rewards import qwen2_vl
+from flowgrpo.rewards.find import find
+from flowgrpo.rewards.preprocessing import DEVIATION, MEAN
+from flowgrpo.rewards.qwen2_vl import MARKS, HpsV3, instruction, looked_at, merge_lora, rename_tensors
+
+PROMPTS = ["a red cube", "two dogs", "a cat on a mat"]
+TEXT = "rate the picture of {text_prompt} now : <|Reward|> end"
+ASPECTS = "how does it look : <|VQ_reward|> and move : <|MQ_reward|> and match {text_prompt} : <|TA_reward|> end"
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
+           "<|video_pad|>"]
+CHAT = ("{% for message in messages %}<|im_start|> {{ message.role }} {% for part in message.content %}"
+        "{% if part.type == 'video' %}<|vision_start|><|video_pad|><|vision_end|>{% else %} {{ part.text }}{% endif %}"
+        "{% endfor %}<|im_end|> {% endfor %}{% if add_generation_prompt %}<|im_start|> assistant{% endif %}")
+CLIPS = (torch.rand(3, 5, 3, 40, 50, generator=torch.Generator().manual_seed(8)) * 255).round() / 255
+LORA = {"lora_r": 2, "lora_alpha": 8}
+
+
+def pictures(height: int, width: int) -> torch.Tensor:
+    levels = torch.randint(0, 256, (3, 3, height, width), generator=torch.Generator().manual_seed(height))
+    return levels.float() / 255
+
+
+def saved_base(folder, text: str, chat: str, tokens: int, seed: int):
+    """Write the base model's configuration and processor; return the words, and a model with further tokens."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import (
+        PreTrainedTokenizerFast,
+        Qwen2VLConfig,
+        Qwen2VLForConditionalGeneration,
+        Qwen2VLImageProcessor,
+        Qwen2VLProcessor,
+        Qwen2VLVideoProcessor,
+    )
+    words = [*SPECIAL, "?", *sorted({word for line in (*PROMPTS, text, "user assistant") for word in line.split()
+                                     if word[0] not in "<{"})]
+    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="?"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token=SPECIAL[0], unk_token="?")
+    tokenizer.add_tokens(SPECIAL, special_tokens=True)
+    Qwen2VLProcessor(Qwen2VLImageProcessor(), tokenizer, Qwen2VLVideoProcessor(),
+                     chat_template=chat).save_pretrained(folder)
+    config = Qwen2VLConfig(
+        text_config={"vocab_size": 90, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+                     "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 1024,
+                     "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [2, 3, 3]}},
+        vision_config={"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2},
+        image_token_id=5, video_token_id=6, vision_start_token_id=3, vision_end_token_id=4)
+    torch.manual_seed(seed)
+    model = Qwen2VLForConditionalGeneration(config).eval()
+    model.resize_token_embeddings(len(words) + tokens)
+    with torch.no_grad():
+        for value in model.parameters():
+            if value.ndim > 1:
+                value.normal_(0, 0.2)
+    config.text_config.vocab_size = 90  # the base model's, not the checkpoint's
+    config.save_pretrained(folder)
+    return words, model
+
+
+@pytest.fixture(scope="module")
+def release(tmp_path_factory):
+    """A folder with the base model's configuration and processor, a checkpoint, and an instruction; and the tensors."""
+    folder = tmp_path_factory.mktemp("hps3")
+    words, model = saved_base(folder, TEXT, CHAT.replace("video", "image"), 1, 17)
+    old = {key.replace("model.visual.", "visual.").replace("model.language_model.", "model."): value.contiguous()
+           for key, value in model.state_dict().items()}
+    for layer, out, into in ((0, 1024, 32), (3, 16, 1024), (5, 2, 16)):
+        old[f"rm_head.{layer}.weight"] = torch.randn(out, into) * into ** -0.5
+        old[f"rm_head.{layer}.bias"] = torch.randn(out) * 0.1
+    save_file(old, folder / "HPSv3.safetensors")
+    (folder / "instruction.txt").write_text(TEXT)
+    arguments = {"checkpoint": str(folder / "HPSv3.safetensors"), "model": str(folder), "dtype": "fp32",
+                 "device": "cpu", "instruction": str(folder / "instruction.txt")}
+    return arguments, old, words, model
+
+
+def as_released(model, head: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The tensors as PEFT saves them: every weight of the language model's layers without what its LoRA adds."""
+    state, made = {"base_model.model.rm_head.weight": head}, torch.Generator().manual_seed(3)
+    for key, value in model.state_dict().items():
+        key = key.replace("model.visual.", "visual.").replace("model.language_model.", "model.")
+        if "_proj.weight" in key and "layers" in key:
+            down, up = torch.randn(2, value.shape[1], generator=made), torch.randn(value.shape[0], 2, generator=made)
+            part = "base_model.model." + key.removesuffix(".weight")
+            state |= {f"{part}.base_layer.weight": value - 4 * up @ down, f"{part}.lora_A.default.weight": down,
+                      f"{part}.lora_B.default.weight": up}
+        elif "_proj.bias" in key and "layers" in key:
+            state["base_model.model." + key.replace(".bias", ".base_layer.bias")] = value
+        else:
+            state[f"base_model.model.{key}"] = value
+    return {key: value.clone().contiguous() for key, value in state.items()}
+
+
+@pytest.fixture(scope="module")
+def videos(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("videoalign")
+    words, model = saved_base(folder / "base", ASPECTS, CHAT, 3, 18)
+    head = torch.randn(1, 32, generator=torch.Generator().manual_seed(1))
+    (folder / "checkpoint-12").mkdir()
+    torch.save(as_released(model, head), folder / "checkpoint-12" / "model.pth")
+    (folder / "model_config.json").write_text(json.dumps({
+        "peft_lora_config": LORA, "inference_config": {"TA_mean": 0.5, "TA_std": 2.0}}))
+    (folder / "prompt_template.py").write_text(
+        f'import gone\nOTHER = "x"\nDETAILED_PROMPT_WITH_SPECIAL_TOKEN = """{ASPECTS}"""\ngone.run()\n')
+    arguments = {"model": str(folder), "base": str(folder / "base"), "dtype": "fp32", "device": "cpu",
+                 "instruction": str(folder / "prompt_template.py"), "fps": 2}
+    return arguments, words, model, head
+
+
+def rows_of(frames: list[np.ndarray]) -> torch.Tensor:
+    """Pairs of frames [height, width, 3] as Qwen2-VL's patches: 14 by 14, in blocks of two by two."""
+    height, width, _ = frames[0].shape
+    rows = []
+    for pair in zip(frames[::2], frames[1::2]):
+        for top in range(0, height, 28):
+            for left in range(0, width, 28):
+                for dy, dx in ((0, 0), (0, 14), (14, 0), (14, 14)):
+                    area = np.s_[top + dy:top + dy + 14, left + dx:left + dx + 14]
+                    rows.append(np.stack([frame[area].transpose(2, 0, 1) for frame in pair], 1).ravel())
+    return torch.tensor(np.stack(rows), dtype=torch.float32)
+
+
+def patches(picture: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    pil = Image.fromarray((picture * 255).round().byte().permute(1, 2, 0).numpy())
+    return rows_of([(np.asarray(pil.resize((width, height), Image.BICUBIC)) / 255 - MEAN) / DEVIATION] * 2)
+
+
+def clip_patches(frames: list[torch.Tensor], height: int, width: int) -> torch.Tensor:
+    scaled = [resize((frame * 255).round().byte(), [height, width], InterpolationMode.BICUBIC, antialias=True)
+              for frame in frames]
+    return rows_of([(each.permute(1, 2, 0).numpy() / 255 - MEAN) / DEVIATION for each in scaled])
+
+
+def expected(release, picture: torch.Tensor, prompt: str, height: int, width: int) -> float:
+    """The score of one image: its tokens put between the words', positions that count up, the head in numpy."""
+    _, old, words, model = release
+    ids = {word: i for i, word in enumerate([*words, "<|Reward|>"])}
+    before = ["<|im_start|>", "user", "<|vision_start|>"]
+    asked = TEXT.replace("{text_prompt}", prompt).split()
+    after = ["<|vision_end|>", *asked, "<|im_end|>", "<|im_start|>", "assistant"]
+    table, body = old["model.embed_tokens.weight"], model.model
+    with torch.no_grad():
+        grid = torch.tensor([[1, height // 14, width // 14]])
+        shown = body.visual(patches(picture, height, width), grid_thw=grid).pooler_output
+        whole = torch.cat([table[[ids[word] for word in before]], shown, table[[ids[word] for word in after]]])
+        hidden = body.language_model(inputs_embeds=whole[None]).last_hidden_state[0].double().numpy()
+    value = hidden[len(before) + len(shown) + after.index("<|Reward|>")]
+    for layer in (0, 3, 5):
+        weight, bias = (old[f"rm_head.{layer}.{kind}"].double().numpy() for kind in ("weight", "bias"))
+        value = weight @ value + bias
+        value = np.maximum(value, 0) if layer < 5 else value
+    return float(value[0])
+
+
+@pytest.mark.parametrize("height, width, sides", [(448, 448, (448, 448)), (60, 90, (392, 560))])
+def test_hps_v3_is_the_head_on_the_mark(release, height, width, sides):
+    assert qwen2_vl.sides(height, width) == sides
+    images, reward = pictures(height, width), HpsV3(**release[0], batch_size=2)
+    values = [expected(release, image, prompt, *sides) for image, prompt in zip(images, PROMPTS)]
+    assert reward(images, PROMPTS).tolist() == pytest.approx(values, abs=2e-3 * np.std(values) + 1e-5)
+    assert np.std(values) > 1e-3
+
+
+def test_marks_and_names_of_hps_v3(release):
+    reward, image = HpsV3(**release[0]), pictures(56, 56)[:1]
+    plain = reward(image, ["two dogs"])
+    assert reward(image, ["two <|Reward|>dogs<|image_pad|>"]).tolist() == plain.tolist()
+    value = torch.zeros(1)
+    old = {"visual.a": value, "model.layers.0.b": value, "lm_head.weight": value, "rm_head.0.bias": value}
+    new = {"model.visual.a": value, "model.language_model.layers.0.b": value, "lm_head.weight": value,
+           "rm_head.0.bias": value}
+    wanted = {"visual.a", "language_model.layers.0.b", "rm_head.0.bias"}
+    assert set(rename_tensors(old)) == wanted and set(rename_tensors(new)) == wanted
+
+
+def test_the_instruction_is_read_from_the_package_and_nothing_is_run(tmp_path, monkeypatch):
+    source = tmp_path / "hpsv3" / "dataset"
+    source.mkdir(parents=True)
+    (tmp_path / "hpsv3" / "__init__.py").write_text("raise RuntimeError('nobody may run this')\n")
+    (source / "data_collator_qwen.py").write_text(
+        'import gone\nINSTRUCTION = """one {text_prompt}\n"""\nprompt_with_special_token = "two <|Reward|>"\n'
+        "gone.run()\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert qwen2_vl.hpsv3_instruction(None) == "one {text_prompt}\ntwo <|Reward|>"
+
+
+def test_the_package_is_named_where_it_is_missing(monkeypatch):
+    monkeypatch.setattr("sys.path", [])
+    with pytest.raises(UserError, match="pip install --no-deps hpsv3, or give it as args: {instruction: FILE}"):
+        qwen2_vl.hpsv3_instruction(None)
+
+
+def three_expected(videos, clip: torch.Tensor, prompt: str) -> list[float]:
+    """The three scores of one clip: its tokens put between the words', positions that count up."""
+    _, words, model, head = videos
+    ids = {word: i for i, word in enumerate([*words, *MARKS])}
+    before = ["<|im_start|>", "user", "<|vision_start|>"]
+    after = ["<|vision_end|>", *ASPECTS.replace("{text_prompt}", prompt).split(), "<|im_end|>", "<|im_start|>",
+             "assistant"]
+    table, body, height, width = model.get_input_embeddings().weight, model.model, 308, 364
+    with torch.no_grad():
+        grid = torch.tensor([[2, height // 14, width // 14]])
+        shown = body.visual(clip_patches([clip[i] for i in (0, 1, 3, 4)], height, width), grid_thw=grid).pooler_output
+        whole = torch.cat([table[[ids[word] for word in before]], shown, table[[ids[word] for word in after]]])
+        hidden = body.language_model(inputs_embeds=whole[None]).last_hidden_state[0]
+    raw = [(hidden[len(before) + len(shown) + after.index(mark)] @ head[0]).item() for mark in MARKS]
+    return [(raw[0] - 3.6757) / 2.2476, (raw[1] - 1.1646) / 1.3811, (raw[2] - 0.5) / 2.0]
+
+
+def test_scores_of_the_marks_in_either_precision(videos):
+    assert looked_at(5, 2) == [0, 1, 3, 4]
+    values = torch.tensor([three_expected(videos, clip, prompt) for clip, prompt in zip(CLIPS, PROMPTS)])
+    assert values.std(0).min() > 1e-3
+    for axes, wanted in (({"VQ": 1.0}, values[:, 0]), ({"MQ": 2.0, "TA": 0.5}, 2 * values[:, 1] + values[:, 2] / 2)):
+        reward = find("videoalign", {**videos[0], "axes": axes})
+        assert reward(CLIPS, PROMPTS).tolist() == pytest.approx(wanted.tolist(), abs=2e-3)
+    marked = find("videoalign", videos[0])(CLIPS[1:2], ["two <|VQ_reward|>dogs<|video_pad|>"])
+    assert marked.tolist() == pytest.approx([values[1].sum().item()], abs=5e-3)
+    half, full = (find("videoalign", {**videos[0], "dtype": dtype, "batch_size": 2}) for dtype in ("bf16", "fp32"))
+    model, head, *_ = half.models
+    assert model.dtype == torch.bfloat16 and head[0].weight.dtype == torch.float32
+    assert {buffer.dtype for name, buffer in model.named_buffers() if "inv_freq" in name} == {torch.float32}
+    assert half(CLIPS, PROMPTS).tolist() == pytest.approx(full(CLIPS, PROMPTS).tolist(), abs=0.5)
+    reward = find("videoalign", videos[0])
+    clip = CLIPS[:1].round()  # black and white: every edge overshoots
+    shown = clip_patches([clip[0, i] for i in (0, 1, 3, 4)], 308, 364)
+    torch.testing.assert_close(reward._seen(clip).pixel_values_videos, shown, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("count, fps, frames", [
+    (81, 16, [0, 9, 18, 27, 36, 44, 53, 62, 71, 80]),  # 10.1 frames at 2 a second
+    (16, 16, [0, 5, 10, 15]), (3, 16, [0, 2]), (2, 30, [0, 1])])
+def test_two_frames_a_second_are_seen_and_at_least_four(count, fps, frames):
+    assert looked_at(count, fps) == frames
+
+
+def test_lora_is_added_to_the_weights():
+    state = {"base_model.model.a.base_layer.weight": torch.zeros(2, 2),
+             "base_model.model.a.base_layer.bias": torch.ones(2),
+             "base_model.model.a.lora_A.default.weight": torch.tensor([[1.0, 2.0]]),
+             "base_model.model.a.lora_B.default.weight": torch.tensor([[1.0], [3.0]]), "b.weight": torch.ones(1)}
+    plain = merge_lora(state, {"lora_r": 1, "lora_alpha": 2})
+    assert plain["a.weight"].tolist() == [[2, 4], [6, 12]] and set(plain) == {"a.weight", "a.bias", "b.weight"}
+    rank_stable = merge_lora(state, {"lora_r": 4, "lora_alpha": 2, "use_rslora": True})
+    assert rank_stable["a.weight"].tolist() == [[1, 2], [3, 6]]
+
+
+class Command:
+    """A pickle that runs a command when it is read."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self):
+        return os.system, (self.command,)
+
+
+def test_weights_run_nothing_and_safetensors_come_first(videos, tmp_path):
+    arguments, _, model, head = videos
+    for folder in ("checkpoint-1", "checkpoint-2"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "model_config.json").write_text(json.dumps({"peft_lora_config": LORA}))
+    torch.save({"a": Command(f"touch {tmp_path}/ran")}, tmp_path / "checkpoint-2" / "model.pth")
+    with pytest.raises(UserError, match="checkpoint-2/model.pth cannot be loaded"):
+        find("videoalign", {**arguments, "model": str(tmp_path)})
+    assert not (tmp_path / "ran").exists()
+    save_file(as_released(model, head), tmp_path / "checkpoint-1" / "model.safetensors")
+    assert find("videoalign", {**arguments, "model": str(tmp_path)}).parts[-1]["TA_mean"] == 2.8105
+
+
+@pytest.mark.parametrize("name, change, told", [
+    ("hpsv3", {"dtype": "int8"}, "dtype is 'int8', expected fp32, bf16, fp16"),
+    ("hpsv3", {"checkpoint": "/no/HPSv3.safetensors"},
+     "/no/HPSv3.safetensors cannot be loaded .*: fetch it and give its path"),
+    ("hpsv3", {"model": "/no/folder"}, "/no/folder cannot be loaded .*: fetch it and give its folder"),
+    ("hpsv3", {"instruction": "/no/file.txt"}, "/no/file.txt cannot be loaded .*: give a text file"),
+    ("videoalign", {"axes": {"XQ": 1}}, "expected weights of VQ, MQ, TA"),
+    ("videoalign", {"fps": 0}, "a number above 0"),
+    ("videoalign", {"instruction": "/no/file.txt"}, "/no/file.txt cannot be loaded .*: give prompt_template.py"),
+    ("videoalign", {"model": "/no/folder"},
+     "/no/folder cannot be loaded .*: give the folder of KwaiVGI/VideoReward as args"),
+    ("videoalign", {"base": "/no/base"},
+     "/no/base cannot be loaded .*: fetch it and give its folder as args: {base: FOLDER}")])
+def test_mistakes_are_told_in_one_line(release, videos, name, change, told):
+    with pytest.raises(UserError, match=told) as error:
+        find(name, (release if name == "hpsv3" else videos)[0] | change)
+    assert "\n" not in str(error.value) and name in str(error.value)
+
+
+@pytest.mark.parametrize("read, text, told", [
+    (qwen2_vl.hpsv3_instruction, "rate {text_prompt}", "0 times <.Reward.>"),
+    (qwen2_vl.hpsv3_instruction, "<|Reward|>", "0 times {text"),
+    *((instruction, text, "has not {text_prompt} and <.VQ_reward.>, .* once each, in this order") for text in (
+        "{text_prompt}", " ".join(MARKS), " ".join([*MARKS[::-1], "{text_prompt}"])))])
+def test_an_instruction_without_its_marks_is_refused(tmp_path, read, text, told):
+    (tmp_path / "short.txt").write_text(text)
+    with pytest.raises(UserError, match=told):
+        read(str(tmp_path / "short.txt"))
+
+
+def test_an_incomplete_checkpoint_is_refused(release, tmp_path):
+    arguments, old, *_ = release
+    save_file({key: value for key, value in old.items() if key != "model.norm.weight"}, tmp_path / "part.safetensors")
+    with pytest.raises(UserError, match="part.safetensors cannot be loaded .*language_model.norm.weight"):
+        HpsV3(**{**arguments, "checkpoint": str(tmp_path / "part.safetensors")})
