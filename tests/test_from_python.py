@@ -22,7 +22,7 @@ from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.rewards import find
 from flowgrpo.samplers import plans
 from tests.helpers import tiny
-from tests.helpers.refusals import message
+from tests.helpers.refusals import error_line, message
 
 find_module = importlib.import_module("flowgrpo.rewards.find")
 TEXTS = [*tiny.PROMPTS, " a caf\u00e9 "]
@@ -47,14 +47,6 @@ def nameless(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("nameless")
     flowgrpo.align(tiny.sd3(), tiny.red, TEXTS, **small(folder))
     return folder / "run"
-
-
-def told(capsys, *arguments: str) -> str:
-    """The one line of a command that is refused."""
-    capsys.readouterr()
-    assert main([*arguments]) == 2
-    [line] = capsys.readouterr().err.strip().splitlines()
-    return line
 
 
 def test_the_configuration_names_files_and_commands_work(run, tmp_path):
@@ -82,12 +74,12 @@ def test_its_configuration_repeats_the_run_and_both_keep_their_prompts(run, tmp_
                                      ("eval", "--suite", "starter")])
 def test_a_model_without_a_folder_is_told_without_asking_the_hub(nameless, command, tmp_path, capsys):
     name, *options = command
-    line = told(capsys, *name.split(), str(nameless), *options, "--trust-run", "--output", str(tmp_path / "out"))
+    line = error_line(capsys, *name.split(), str(nameless), *options, "--trust-run", "--output", str(tmp_path / "out"))
     assert "cannot load the model 'StableDiffusion3Pipeline': that is a class, as a run says that was made from" in line
 
 
 def test_training_it_again_is_told(nameless, capsys):
-    assert "that is a class" in told(capsys, "train", "--trust", str(nameless / "config.yaml"))
+    assert "that is a class" in error_line(capsys, "train", "--trust", str(nameless / "config.yaml"))
     assert (nameless / "summary.json").is_file()
 
 
@@ -181,7 +173,7 @@ def test_a_method_with_a_part_of_no_file_trains_and_is_asked_for_on_resume(tmp_p
     summary = flowgrpo.align(load_pipeline(str(tmp_path / "model")), method=method, resume=True, **more)
     assert summary["epochs"] == 2
     registry.GIVEN.clear()  # as in another process
-    line = told(capsys, "train", "--trust", str(tmp_path / "run" / "config.yaml"), "--resume")
+    line = error_line(capsys, "train", "--trust", str(tmp_path / "run" / "config.yaml"), "--resume")
     assert "parts.shaping.type: object:Local was an object of a Python run, in no file: pass it again" in line
 
 

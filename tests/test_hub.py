@@ -14,7 +14,7 @@ from flowgrpo.cli import main
 from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.text.policies.masked_lm import load_masked_lm
 from flowgrpo.text.policies.text_weights import load_causal_lm
-from tests.helpers.refusals import message
+from tests.helpers.refusals import error_line, message
 
 
 @pytest.fixture
@@ -31,9 +31,8 @@ def test_a_model_of_a_hub_that_does_not_answer_is_refused_in_one_line(silent, ca
     for model in ("owner/name", "name", "no/name/at/all"):
         assert "no network" in message(hub.require, model)
     for arguments in (["sample", "owner/name", "--prompt=x"], ["train", "--model=owner/name", f"--output={silent}"]):
-        assert main(arguments) == 2
-        error = capsys.readouterr().err
-        assert expected in error and error.count("\n") == 1
+        error = error_line(capsys, *arguments)
+        assert expected in error
     assert main(["check", "owner/name"]) == 2
     out = capsys.readouterr().out
     assert "drivable  unknown\n" in out and expected in out

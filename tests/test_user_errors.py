@@ -10,6 +10,7 @@ from flowgrpo.cli import main
 from flowgrpo.errors import UserError
 from flowgrpo.storage import checkpoint
 from tests.helpers import tiny
+from tests.helpers.refusals import error_line
 
 
 @pytest.fixture(scope="module")
@@ -233,22 +234,14 @@ def test_a_function_that_is_no_reward_is_told_before_the_model_is_loaded(begins,
     assert line in told(capsys, recipe, "--model=nowhere/to/be/found")
 
 
-def refused(capsys, *arguments: object) -> str:
-    """The one line of another command than train."""
-    capsys.readouterr()
-    assert main([*map(str, arguments)]) == 2
-    [line] = capsys.readouterr().err.strip().split("\n")
-    return line
-
-
 def test_a_misspelt_folder_is_told_without_asking_the_hub(tmp_path, capsys):
     (tmp_path / "runs" / "starter").mkdir(parents=True)
     runs, told = tmp_path / "runs", "has no folder of that name: did you mean"
     for arguments in (["eval", runs / "startr", "--suite=starter", f"--output={tmp_path / 'out'}"],
                       ["sample", runs / "startr", "--prompt=x"], ["train", f"--model={runs / 'startr'}"]):
-        line = refused(capsys, *arguments)
+        line = error_line(capsys, *arguments)
         assert f"no model or run '{runs / 'startr'}': {runs} {told} '{runs / 'starter'}'?" in line
-    assert refused(capsys, "sample", runs / "nothing_like_it", "--prompt=x").endswith("has no folder of that name")
+    assert error_line(capsys, "sample", runs / "nothing_like_it", "--prompt=x").endswith("has no folder of that name")
     assert not (tmp_path / "out").exists()
 
 
@@ -257,13 +250,14 @@ def test_a_run_that_is_not_there_is_no_name_of_the_hub(tmp_path, capsys, monkeyp
     for folder in (tmp_path, tmp_path / "runs"):
         folder.mkdir(exist_ok=True)
         told = "no model or run 'runs/sdxl': runs has no folder of that name"
-        assert refused(capsys, "sample", "runs/sdxl", "--prompt=x").endswith(told)
+        assert error_line(capsys, "sample", "runs/sdxl", "--prompt=x").endswith(told)
 
 
 @pytest.mark.parametrize("path", ["/nowhere/x", "./x", "../b/c"])
 def test_a_path_is_no_name_of_the_hub(tmp_path, capsys, monkeypatch, path):
     monkeypatch.chdir(tmp_path)
-    assert refused(capsys, "sample", path, "--prompt=x").endswith(f"no model or run '{path}': there is no such folder")
+    line = error_line(capsys, "sample", path, "--prompt=x")
+    assert line.endswith(f"no model or run '{path}': there is no such folder")
     assert main(["check", path]) == 2
     assert f"no model or run '{path}'" in capsys.readouterr().out
 
@@ -271,7 +265,7 @@ def test_a_path_is_no_name_of_the_hub(tmp_path, capsys, monkeypatch, path):
 def test_a_run_in_the_place_of_a_model_is_told(tmp_path, capsys):
     (tmp_path / "config.yaml").write_text(tiny.config(model="owner/name").yaml())
     told = f"{tmp_path} is a run, not a model: give the model that it trained"
-    line = refused(capsys, "train", f"--model={tmp_path}")
+    line = error_line(capsys, "train", f"--model={tmp_path}")
     assert told in line and f"`flowgrpo sample owner/name --lora {tmp_path}`" in line
 
 

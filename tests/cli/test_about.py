@@ -14,13 +14,7 @@ from flowgrpo import packages, rewards
 from flowgrpo.cli import main
 from flowgrpo.cli import reward_table as table
 from flowgrpo.rewards import About
-
-
-def told(capsys, *arguments: object) -> str:
-    assert main([str(argument) for argument in arguments]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == "" and captured.err.count("\n") == 1
-    return captured.err.removeprefix("flowgrpo: error: ")
+from tests.cli.test_cli import told
 
 
 def shown(capsys, *arguments: object) -> str:

@@ -14,6 +14,7 @@ from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.run import run
 from tests.helpers import tiny
+from tests.helpers.refusals import error_line
 
 
 @pytest.fixture(scope="module")
@@ -106,14 +107,12 @@ def test_merged_with_its_card(finished, tmp_path, capsys):
 @pytest.mark.parametrize("arguments, told", [
     (("--form", "card", "--output", "card.md"), "leave out --output")])
 def test_what_would_be_dropped_is_refused(finished, capsys, arguments, told):
-    assert main(["export", str(finished), *arguments]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("flowgrpo: error: --") and said.count("\n") == 1 and told in said
+    said = error_line(capsys, "export", str(finished), *arguments)
+    assert said.startswith("flowgrpo: error: --") and told in said
 
 
 @pytest.mark.parametrize("arguments, told", [
     (("--form", "onnx"), "'onnx' is not one of 'comfyui'"), ((), "is not a run: it has no config.yaml")])
 def test_mistakes_are_told(tmp_path, capsys, arguments, told):
-    assert main(["export", str(tmp_path), *arguments]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("flowgrpo: error: ") and said.count("\n") == 1 and told in said
+    said = error_line(capsys, "export", str(tmp_path), *arguments)
+    assert said.startswith("flowgrpo: error: ") and told in said

@@ -22,6 +22,7 @@ from flowgrpo.run import run
 from flowgrpo.storage import checkpoint
 from flowgrpo.tools.check import tiny as pipelines
 from tests.helpers import chat_endpoint, tiny, tiny_text
+from tests.helpers.refusals import error_line
 
 
 def test_sets_are_listed_and_previews_are_spread(capsys):
@@ -34,8 +35,7 @@ def test_sets_are_listed_and_previews_are_spread(capsys):
     shown = json.loads(capsys.readouterr().out)
     assert shown["training"] == 5557 and shown["held out"] == 2400
     assert len({line["metadata"]["category"] for line in shown["prompts"]}) == 8
-    assert main(["list", "prompts", "genevl"]) == 2
-    assert "no such set: did you mean 'geneval'?" in capsys.readouterr().err
+    assert "no such set: did you mean 'geneval'?" in error_line(capsys, "list", "prompts", "genevl")
 
 
 def test_templates_become_a_prompt_file_once(tmp_path, capsys):
@@ -44,8 +44,7 @@ def test_templates_become_a_prompt_file_once(tmp_path, capsys):
     assert main(command) == 0
     assert {prompt.text for prompt in load_prompts(tmp_path / "p.jsonl")} == {"a red owl", "a blue owl"}
     assert "2 prompts, all that there are of the 200" in capsys.readouterr().out
-    assert main(command) == 2
-    assert "expected a .jsonl file that does not exist yet" in capsys.readouterr().err
+    assert "expected a .jsonl file that does not exist yet" in error_line(capsys, *command)
     assert main(["prompts", "write", "--output", str(tmp_path / "q.jsonl")]) == 2
 
 

@@ -13,6 +13,7 @@ from flowgrpo.cli import main
 from flowgrpo.cli.train import UNTRAINED
 from flowgrpo.storage.places import CONFIG
 from tests.helpers import tiny
+from tests.helpers.refusals import error_line
 
 
 @pytest.mark.parametrize("arguments, line", [
@@ -36,9 +37,8 @@ def test_refusals(tmp_path, monkeypatch, capsys, arguments, line):
     with loopback.listen(loopback.Handler, 0) as busy:
         given = [argument.replace("{busy}", str(busy.server_port)) for argument in arguments]
         port = [] if "--port" in given else ["--port", "0"]
-        assert main(["taste", *given, *port]) == 2
-        said = capsys.readouterr().err
-        assert line.replace("{busy}", str(busy.server_port)) in said and said.count("\n") == 1
+        said = error_line(capsys, "taste", *given, *port)
+        assert line.replace("{busy}", str(busy.server_port)) in said
     assert not (tmp_path / "taste" / CONFIG).exists()
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from flowgrpo.cli import main
 from flowgrpo.config import load, parse, recipes
-from tests.helpers.refusals import message
+from tests.helpers.refusals import error_line, message
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -58,12 +58,9 @@ def test_what_is_neither_is_one_line(given, told, tmp_path, monkeypatch):
 
 
 def test_demo_takes_keys_and_no_recipe(capsys):
-    assert main(["demo", "sdxl_24gb"]) == 2
-    assert "use `flowgrpo train sdxl_24gb`" in capsys.readouterr().err
-    assert main(["demo", "--train.lrr=1"]) == 2
-    assert "unknown option --train.lrr: did you mean '--train.lr'?" in capsys.readouterr().err
-    assert main(["demo", "--train.lr=fast"]) == 2
-    assert "train.lr: got 'fast'" in capsys.readouterr().err
+    assert "use `flowgrpo train sdxl_24gb`" in error_line(capsys, "demo", "sdxl_24gb")
+    assert "unknown option --train.lrr: did you mean '--train.lr'?" in error_line(capsys, "demo", "--train.lrr=1")
+    assert "train.lr: got 'fast'" in error_line(capsys, "demo", "--train.lr=fast")
 
 
 def test_demo_is_the_recipe_that_make_demo_ran():

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from flowgrpo.cli import main
 from flowgrpo.contrib.frontier import LEVEL, Frontier, KeepFrontier, change, trained
 from flowgrpo.contrib.guard import reward_of
 from flowgrpo.data import sets
@@ -20,7 +19,7 @@ from flowgrpo.run import run
 from flowgrpo.storage import checkpoint
 from flowgrpo.training import extensions
 from tests.helpers import loop, tiny, tiny_text
-from tests.helpers.refusals import message
+from tests.helpers.refusals import error_line, message
 from tests.training.test_best import epochs, in_file, same, saved
 
 HACK = [0.0, 0.2, 0.4, 0.6, 0.7, 0.8, 0.9]  # trained reward of the base and of each evaluation
@@ -168,8 +167,7 @@ def test_what_it_needs_is_refused_in_one_line(options, told):
     (["--eval.stop.reward=frontier", "--eval.stop.patience=1", "--eval.every=2"],
      "eval.stop names the reward 'frontier', which is not measured")])
 def test_the_command_line(tmp_path, capsys, arguments, told):
-    assert main(["train", *arguments, f"--output={tmp_path}"]) == 2
-    assert told in capsys.readouterr().err and not list(tmp_path.iterdir())
+    assert told in error_line(capsys, "train", *arguments, f"--output={tmp_path}") and not list(tmp_path.iterdir())
 
 
 SPREAD = np.array([-3.0, -1.0, 1.0, 3.0]) / 1000  # over prompts; that of every other measurement is turned

@@ -33,6 +33,7 @@ from tests.evaluation.pages.test_grid import area, flat
 from tests.evaluation.test_images import make_run, pixels
 from tests.helpers import tiny
 from tests.helpers import tiny_text as tiny_language
+from tests.helpers.refusals import error_line
 from tests.text.test_text_evaluate import SHORT, finished, save
 
 
@@ -220,8 +221,7 @@ def test_the_command_line_writes_both_and_knows_every_kind(runs, tmp_path, capsy
                  "--count", "1", "--output",
                  str(tmp_path / "s.png")])
     assert code == 0 and capsys.readouterr().out.split() == [str(tmp_path / "s.png"), str(tmp_path / "s.html")]
-    assert main(["compare", "grid", str(runs[0]), "--values", "0,1"]) == 2
-    assert "--columns too" in capsys.readouterr().err
+    assert "--columns too" in error_line(capsys, "compare", "grid", str(runs[0]), "--values", "0,1")
     assert main(["compare", "grid", str(runs[0]), "--output", "a.html"]) == 2 and "the PNG" in capsys.readouterr().err
 
 

@@ -1,7 +1,8 @@
-"""Messages of refused calls, each of them one line."""
+"""Messages of refused calls and commands, each of them one line."""
 
 import pytest
 
+from flowgrpo.cli import main
 from flowgrpo.errors import UserError
 
 
@@ -11,3 +12,12 @@ def message(call, *arguments, error: type[BaseException] = UserError, **keywords
         call(*arguments, **keywords)
     assert "\n" not in str(caught.value)
     return str(caught.value)
+
+
+def error_line(capsys, *arguments: object) -> str:
+    """Return the line that a command prints which exits with code 2."""
+    capsys.readouterr()
+    assert main([str(argument) for argument in arguments]) == 2
+    [line] = capsys.readouterr().err.strip().split("\n")
+    assert line.startswith("flowgrpo: error: ")
+    return line

@@ -24,6 +24,7 @@ from flowgrpo.tools.check.tiny import make
 from flowgrpo.training.metrics import Log
 from tests.export.test_export import make_run
 from tests.helpers import tiny
+from tests.helpers.refusals import error_line
 
 PACKAGE = Path(__file__).parents[2] / "flowgrpo"
 WRITE = re.compile(r"(?<!atomic)\.write_(?:text|bytes)\(|open\([^()]*[\"'][wx]b?[\"']|\.savefig\(|shutil\.copy")
@@ -138,14 +139,6 @@ def file(tmp_path):
     return tmp_path / "file"
 
 
-def told(capsys, *arguments: object) -> str:
-    capsys.readouterr()
-    assert main([str(argument) for argument in arguments]) == 2
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1 and err.startswith("flowgrpo: error: "), err
-    return err
-
-
 def test_places_that_can_be_written_are_left_as_they_were(tmp_path, file):
     paths.require_folder(tmp_path / "new" / "deep")
     paths.require_folder(tmp_path)
@@ -167,14 +160,14 @@ def test_places_that_cannot_be_written(require, name, why, tmp_path, file):
 
 
 def test_train_tells_it_before_the_model_is_loaded(file, capsys):
-    line = told(capsys, "train", RECIPE, f"--output={file}/x", "--model=nowhere/to/be/found", "--device=cpu")
+    line = error_line(capsys, "train", RECIPE, f"--output={file}/x", "--model=nowhere/to/be/found", "--device=cpu")
     assert f"{file}/x/" in line and "cannot be written" in line
 
 
 @pytest.mark.parametrize("form", ["kohya", "merged"])
 def test_export_tells_it_before_the_model_is_loaded(form, run, file, capsys):
     for place in (f"{file}/x", "/proc/nowhere/x"):
-        assert f"{place} cannot be written" in told(capsys, "export", run, "--form", form, "--output", place)
+        assert f"{place} cannot be written" in error_line(capsys, "export", run, "--form", form, "--output", place)
 
 
 @pytest.mark.parametrize("command", [
@@ -182,18 +175,19 @@ def test_export_tells_it_before_the_model_is_loaded(form, run, file, capsys):
     ["eval", "{run}", "--suite", "starter", "--rewards", "scene"]])
 def test_folders_of_samples_are_tried_before_the_model_is_loaded(command, run, file, capsys):
     command = [part.format(run=run, file=file) for part in command]
-    assert f"{file} cannot be written" in told(capsys, *command, "--output", file)
+    assert f"{file} cannot be written" in error_line(capsys, *command, "--output", file)
 
 
 @pytest.mark.parametrize("options", [[], ["--columns", "guidance", "--values", "1,2"]])
 def test_grids_are_tried_before_the_model_is_loaded(options, run, file, capsys):
     for place in (f"{file}/grid.png", file.parent):
-        assert f"{place} cannot be written" in told(capsys, "compare", "grid", run, "--output", place, *options)
+        assert f"{place} cannot be written" in error_line(capsys, "compare", "grid", run, "--output", place, *options)
 
 
 def test_what_the_disk_refuses_later_is_one_line_too(run, capsys):
     (run / "README.md").mkdir()
-    assert told(capsys, "export", run, "--form", "card") == f"flowgrpo: error: {run / 'README.md'}: Is a directory\n"
+    line = error_line(capsys, "export", run, "--form", "card")
+    assert line == f"flowgrpo: error: {run / 'README.md'}: Is a directory"
 
 
 @contextlib.contextmanager
@@ -226,7 +220,7 @@ def test_a_full_disk_is_one_line(form, tmp_path, capsys):
     made = make_run(tmp_path / "run", tiny.sd3(), tiny.CALL)
     output = ["--output", tmp_path / "x.safetensors"] if form == "kohya" else []
     with full_disk():
-        said = told(capsys, "export", made, "--form", form, *output)
+        said = error_line(capsys, "export", made, "--form", form, *output)
     assert "a file cannot be written whole (File too large): make room" in said
 
 

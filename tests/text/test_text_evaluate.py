@@ -21,6 +21,7 @@ from flowgrpo.types import Completion
 from tests.evaluation.test_evaluate import launch
 from tests.helpers import tiny_masked, tiny_vision
 from tests.helpers import tiny_text as tiny
+from tests.helpers.refusals import error_line
 
 QUESTIONS = [("1+2=", "3", "sum"), ("33+4=", "7", "sum"), ("5;66=", "<<5;66=-61>>so\n#### 1,0", "rest")]
 SHORT = "def short(texts, prompts):\n    return [float(len(text) < 4) for text in texts]\n"
@@ -172,8 +173,7 @@ def test_a_image_is_shown_on_the_command_line(tmp_path, capsys):
     for image, text in zip((red, green), expected):
         assert main(["sample", str(eyes), "--prompt", "1+2=", "--image", image, "--precision", "fp32"]) == 0
         assert capsys.readouterr().out == text + "\n"
-    assert main(["sample", "starter_text", "--prompt", "1+2=", "--image", red]) == 2
-    assert "takes no image" in capsys.readouterr().err
+    assert "takes no image" in error_line(capsys, "sample", "starter_text", "--prompt", "1+2=", "--image", red)
     assert main(["sample", "starter", "--prompt", "a red circle", "--image", red]) == 2
     assert "--image: StableDiffusion3Pipeline takes no image" in capsys.readouterr().err
 

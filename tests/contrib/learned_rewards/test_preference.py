@@ -29,17 +29,10 @@ from flowgrpo.starter.scenes import PREFIXES, SHAPES, parse, reserved
 from flowgrpo.tools.check.tiny.images import FLUX_CALL, flux
 from flowgrpo.tools.learned_rewards.training import Settings, _apart, accuracy, batches, bradley_terry, families, right
 from flowgrpo.tools.learned_rewards.training import train as train_reward
+from tests.cli.test_cli import told
 from tests.helpers import tiny
 
 NAN = math.nan
-
-
-def told(capsys, *arguments: object) -> str:
-    """The one line that a person reads after a mistake."""
-    assert main([str(argument) for argument in arguments]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == "" and captured.err.count("\n") == 1
-    return captured.err.removeprefix("flowgrpo: error: ")
 
 
 def column(*values: float) -> torch.Tensor:
@@ -129,7 +122,7 @@ def test_a_mistake_in_a_line_is_told_with_its_place(folder, wrong, expected, cap
     file = folder / "pairs.jsonl"
     file.write_text(f"{line()}\n\n{wrong}\n{line()}\n")
     assert told(capsys, "reward", "train", file, "--output",
-                folder / "r").startswith(f"pairs {file}, line 3: {expected}")
+                folder / "r").startswith(f"flowgrpo: error: pairs {file}, line 3: {expected}")
 
 
 def test_mistakes_in_a_whole_file(folder, capsys):

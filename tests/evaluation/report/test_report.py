@@ -26,6 +26,7 @@ from flowgrpo.evaluation.report import report, snapshots, verdict
 from flowgrpo.evaluation.report.report import server
 from flowgrpo.storage.json_files import finite
 from tests.helpers import tiny
+from tests.helpers.refusals import error_line
 
 EVIL = "</script><script>alert(1)</script><!-- & <img src=x onerror=alert(2)> http://evil.example/ \u2028 '\""
 KEYS = ("reward/scene/mean", "reward/scene/std", "reward/scene/zero_variance_groups", "reward/scene/failed", "loss",
@@ -94,9 +95,8 @@ def test_the_metrics_in_the_file_and_a_line_that_waits(tmp_path):
 def test_a_damaged_file_is_told_in_one_line(tmp_path, capsys, file, text, told):
     run = make_run(tmp_path / "run")
     (run / file).write_bytes(text if isinstance(text, bytes) else text.encode())
-    assert main(["report", str(run)]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and told in said and "remove " in said
+    said = error_line(capsys, "report", str(run))
+    assert told in said and "remove " in said
     if file != "metrics.jsonl":
         (run / file).unlink()
         assert main(["report", str(run)]) == 0
@@ -488,8 +488,7 @@ def test_the_command_writes_the_file(tmp_path, capsys):
 @pytest.mark.parametrize("options", [[], ["--live"]])
 def test_what_is_no_run_is_told(tmp_path, capsys, options):
     for folder, line in (("none", "no run at"), (".", "is not a run: it has no config.yaml")):
-        assert main(["report", str(tmp_path / folder), *options]) == 2
-        assert line in capsys.readouterr().err
+        assert line in error_line(capsys, "report", str(tmp_path / folder), *options)
 
 
 def test_a_report_needs_no_torch(tmp_path):

@@ -10,6 +10,7 @@ from PIL import Image
 from flowgrpo.cli import main
 from flowgrpo.data.pairs import load_pairs
 from flowgrpo.tools.vote.labels import Choice
+from tests.helpers.refusals import error_line
 from tests.policies.pipelines.test_image_latents import saved
 from tests.rewards.vlm_judge.test_judge import endpoint, level_of, parts, said
 
@@ -183,9 +184,8 @@ def test_samples_of_a_model_are_drawn_once(place):
 def test_mistakes_are_one_line(place, capsys, arguments, told):
     (place / "votes.jsonl").write_text("{}\n")
     write(place / "single", {"3=": SAMPLES["3="]})
-    assert main(["reward", "label", *arguments]) == 2
-    error = capsys.readouterr().err
-    assert told in error and error.count("\n") == 1
+    error = error_line(capsys, "reward", "label", *arguments)
+    assert told in error
 
 
 def test_the_choice_of_pairs_by_hand():
