@@ -31,7 +31,6 @@ def noted(name: str, note: str) -> list[dict]:
 
 
 # --- what is run -----------------------------------------------------------------------------------------------------
-
 def test_sections_answer_the_questions_in_their_order_and_fit_ten_minutes():
     questions = [each.question for each in SECTIONS]
     assert questions == sorted(questions) and {*questions} == {*gpu_minutes.QUESTIONS} == {*range(1, 8)}
@@ -92,7 +91,6 @@ def test_files_are_bound_to_the_commit_that_has_them(tmp_path):
 
 
 # --- failures --------------------------------------------------------------------------------------------------------
-
 WORKER = """
 import json, os, sys, time
 def say(section, **values):
@@ -139,7 +137,6 @@ def test_a_section_that_raises_says_so_behind_its_lines(capsys, monkeypatch):
 
 
 # --- results ---------------------------------------------------------------------------------------------------------
-
 FAULTS = [
     (whole(), FILES, []),
     (whole(), None, [f"results are of commit {COMMIT}, which is not in this repository"]),
@@ -188,7 +185,6 @@ def test_factors_and_pipelines_without_values():
 
 
 # --- models ----------------------------------------------------------------------------------------------------------
-
 
 def test_a_rehearsal_runs_every_section_on_the_cpu(tmp_path):
     file = tmp_path / "results.json"

@@ -90,7 +90,6 @@ def test_a_gradient_that_overflows_fp16_halves_the_scale():
 
 
 # --- one epoch -------------------------------------------------------------------------------------------------------
-
 def test_a_part_is_scored_while_the_next_one_is_sampled():
     """The reward of the first part does not answer before the denoiser works on the second one."""
     decoded, begun, scored = threading.Event(), threading.Event(), []
@@ -105,7 +104,6 @@ def test_a_part_is_scored_while_the_next_one_is_sampled():
 
 
 # --- one whole run ---------------------------------------------------------------------------------------------------
-
 @pytest.fixture(scope="module")
 def whole_run(tmp_path_factory):
     """A run of 30 epochs with everything that a run can leave behind."""
@@ -208,7 +206,6 @@ def test_the_lora_makes_the_difference_that_was_measured(whole_run):
 
 
 # --- gradients -------------------------------------------------------------------------------------------------------
-
 @pytest.mark.fast
 @pytest.mark.parametrize("method", ["mix_grpo", "flow_grpo", "mix_grpo+grpo_guard"])
 def test_the_gradient_does_not_depend_on_the_micro_batch(method):
@@ -292,7 +289,6 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_counted():
 
 
 # --- selection, updates, rates, averages -----------------------------------------------------------------------------
-
 def test_best_and_worst_are_trained_and_the_others_cost_nothing():
     trainer = tiny.trainer(parts__selection={"type": "BestWorst", "n": 2}, train__group=6, train__micro_batch=12)
     found = trainer.run_epoch()
@@ -393,7 +389,6 @@ def test_averages_and_nondeterministic_denoisers_are_refused(tmp_path):
 
 # --- the first ratio -------------------------------------------------------------------------------------------------
 
-
 def test_a_ratio_that_is_no_number_stops_the_run():
     trainer = tiny.trainer()
     parts, conditioning = epoch(trainer)
@@ -419,7 +414,6 @@ def test_in_half_precision_old_scores_are_computed_as_the_replay_does(tmp_path, 
 
 
 # --- memory, Python --------------------------------------------------------------------------------------------------
-
 def out_of_memory(pipe, call: int):
     """Let the denoiser run out of memory from the call of that number on."""
     seen = []

@@ -40,7 +40,6 @@ ANIMALS = ["cat", "dog", "horse", "frog", "duck", "goat"]
 
 
 # --- a script of TRL's DDPO ---
-
 @dataclass
 class DdpoArguments:
     pretrained_model: str = field(default="runwayml/stable-diffusion-v1-5", metadata={"help": "the pipeline"})
@@ -131,7 +130,6 @@ def test_what_ddpo_cannot_do_here_is_told(settings, told):
 
 
 # --- FlowGRPOTrainer ---
-
 class Listener:
     """A callback that notes the moments, as transformers calls them."""
 
@@ -212,7 +210,6 @@ def test_a_reward_by_name_is_watched_under_its_name(tmp_path):
 
 
 # --- arguments that TRL would not take either ---
-
 @pytest.mark.parametrize("given, told", [
     ({"num_generations": 0}, "num_generations: got 0, expected an integer of 1 or more"),
     ({"per_device_train_batch_size": "8"}, "per_device_train_batch_size: got '8', expected an integer of 1 or more"),
@@ -295,7 +292,6 @@ def short(completions, **_):
 
 
 # --- fields ---
-
 @pytest.mark.fast
 def test_every_field_of_trl_is_used_or_has_a_reason():
     names = {each.name for each in dataclasses.fields(GRPOConfig)}
@@ -380,7 +376,6 @@ def test_arguments_of_the_trainer_that_are_not_supported_are_one_line():
 
 
 # --- runs ---
-
 def test_grpo_takes_messages_and_gives_rewards_what_trl_gives(tmp_path):
     from datasets import Dataset
     seen = []
@@ -448,7 +443,6 @@ def test_a_push_without_a_repository_says_the_command(tmp_path, capsys):
 
 
 # --- what scripts read ---
-
 def test_arguments_of_a_script(tmp_path):
     (tmp_path / "run.yaml").write_text("learning_rate: 1e-5\nuse_peft: true\n")
     script, args, model = TrlParser((ScriptArguments, GRPOConfig, ModelConfig)).parse_args_and_config(

@@ -23,7 +23,6 @@ def shown(capsys, *arguments: object) -> str:
 
 
 # --- what a reward says of itself ------------------------------------------------------------------------------------
-
 def test_a_plain_function_says_nothing():
     assert rewards.about(len) == About() and About().installed is None
     row = {"name": "mine", "modality": None, "range": None, "needs": None, "licence": None, "installed": None,
@@ -94,7 +93,6 @@ def test_the_table_imports_nothing_heavy():
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
-
 REWARD = """
 from flowgrpo.rewards.about import About
 

@@ -109,7 +109,6 @@ def test_files_of_whole_weights_and_language_models(tmp_path):
 
 
 # --- loading ---------------------------------------------------------------------------------------------------------
-
 @pytest.fixture
 def shared(run, hub, capsys):
     """A run on the hub, with a file of Python and a pickle beside it."""

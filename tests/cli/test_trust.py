@@ -154,7 +154,6 @@ def test_files_are_open_again_after_the_command(evil, tmp_path):
 
 
 # --- recipes from elsewhere -------------------------------------------------------------------------------------------
-
 HTTP = {"use": "http", "args": {"url": "http://there:1/x", "key_env": "HF_TOKEN"}}
 
 
@@ -242,7 +241,6 @@ def test_commands_refuse_it_in_a_line(command, tmp_path, monkeypatch, capsys):
 
 
 # --- keys -------------------------------------------------------------------------------------------------------------
-
 def test_what_goes_where_is_printed_before_it_goes(monkeypatch, capsys):
     monkeypatch.setenv("BRAND_KEY", "k3y")
     json_api.Http(url="http://127.0.0.1:1/score?version=2", key_env="BRAND_KEY")

@@ -34,7 +34,6 @@ def found(pattern: str) -> list[str]:
 
 
 # --- the core --------------------------------------------------------------------------------------------------------
-
 def test_the_core_names_no_key_module_or_class_of_a_feature():
     assert len(KEYS) == 23
     dotted = [re.escape(each) for each in KEYS if "." in each] + [r"config\.phases"]
@@ -58,7 +57,6 @@ def test_records_load_nothing_of_what_they_name():
 
 
 # --- records ---------------------------------------------------------------------------------------------------------
-
 def test_keys_of_features_are_keys_of_the_configuration_where_their_fields_say():
     assert KEYS < {*keys()}
     for name, cls in ((name, cls) for each in RECORDS for name, cls in each.keys.items()):
@@ -92,7 +90,6 @@ def test_a_key_that_there_is_cannot_be_added():
 
 
 # --- a feature of another package, in one file -----------------------------------------------------------------------
-
 ECHO = '''
 from flowgrpo.config.base import DENOISERS, Section, When, key
 from flowgrpo.config.features import DryRun, Feature, add

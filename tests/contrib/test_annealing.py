@@ -59,7 +59,6 @@ def test_inside_spans_samples_are_nearly_greedy():
 
 
 # --- drawn anew from uncertain tokens --------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("part", [CriticalTokens(), SemanticBranches()])
 def test_what_is_regrown_leaves_at_the_most_uncertain_token(part):
     own, rows, ids, logp, mask = drawn(part)

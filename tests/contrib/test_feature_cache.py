@@ -123,7 +123,6 @@ def test_an_error_in_a_call_leaves_no_cache():
 
 
 # --- runs ------------------------------------------------------------------------------------------------------------
-
 def red(outputs, prompts):
     """The mean of an image's red channel, or of a clip's."""
     return outputs[..., 0, :, :].flatten(1).mean(1)
@@ -192,7 +191,6 @@ def test_ratios_of_mag_go_on_from_a_checkpoint(tmp_path):
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------
-
 FINALS = ("diffusion_nft", "awm", "dgpo", "crd", "diffusion_dpo")
 COUPLED = ("flow_grpo", "mix_grpo", "dance_grpo", "alignprop", "reinflow")
 

@@ -169,7 +169,6 @@ def test_the_old_policy_goes_back_too():
 
 # --- held-out measurements -------------------------------------------------------------------------------------------
 
-
 class Falling(Aim):
     """Means of PEAK as `Aim` has them, with a small spread over prompts that is the same in every evaluation."""
 
@@ -245,7 +244,6 @@ def test_the_reward_of_the_held_out_prompts():
 
 # --- what it does not go with ----------------------------------------------------------------------------------------
 
-
 @pytest.mark.parametrize("options, named", [
     ({"train__staleness": 1}, "train.staleness"), ({"memory__shard": True}, "memory.shard"),
     ({"train__extrapolate": 2}, "train.extrapolate, which moves"), ({"phases": [{"at": 1, "set": {}}]}, "phases"),
@@ -274,7 +272,6 @@ def test_keys_that_are_not_read_are_refused(options, told):
 
 
 # --- limits of looks -------------------------------------------------------------------------------------------------
-
 def looked(*stages):
     """A guarded run with these looks after each epoch, over those of its base; returns it and its lines."""
     made = tiny.trainer(guard__edge_width=1.1, guard__diversity=0.9, eval__every=1, train__epochs=8)

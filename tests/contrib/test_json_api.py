@@ -61,7 +61,6 @@ def scored(url: str, count: int = 1, **settings) -> list:
 
 
 # --- what is sent -----------------------------------------------------------------------------------------------------
-
 def decoded(text: str) -> np.ndarray:
     return np.asarray(Image.open(io.BytesIO(base64.b64decode(text))))
 
@@ -103,7 +102,6 @@ def test_an_unknown_slot_is_told_with_the_nearest():
 
 
 # --- what is read -----------------------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("answer, path, score", [
     ({"score": 0.5}, "score", 0.5), ({"a": [{"b": 2}, {"b": -3}]}, "a.1.b", -3.0), (7, "", 7.0),
     ({"ok": True}, "ok", 1.0), ({"ok": False}, "ok", 0.0), ({"score": None}, "score", None)])
@@ -158,7 +156,6 @@ def test_no_more_requests_than_allowed_are_open():
 
 # --- faults -----------------------------------------------------------------------------------------------------------
 
-
 @pytest.mark.parametrize("status, said", [
     (401, "set key_env to the name of the environment variable"), (404, "expected an address that takes POST requests"),
     (405, "expected an address that takes POST"), (413, "make longest smaller")])
@@ -187,7 +184,6 @@ def test_wrong_settings_are_told(settings, said):
 
 
 # --- rate and cost ----------------------------------------------------------------------------------------------------
-
 def test_requests_keep_their_rate_and_budget():
     meter = Meter(0, None, rate=4.0)
     assert [meter.begin(now) for now in (10.0, 10.0, 10.1, 20.0, 20.25)] == pytest.approx([0, 0.25, 0.4, 0, 0])
@@ -207,7 +203,6 @@ def test_processes_share_rate_and_budget(monkeypatch):
 
 
 # --- the key ----------------------------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("header, sent", [("Authorization", f"Bearer {KEY}"), ("X-Api-Key", KEY)])
 def test_the_key_of_the_environment_is_sent(header, sent, monkeypatch):
     monkeypatch.setenv("BRAND_KEY", KEY)
@@ -245,7 +240,6 @@ def test_a_key_in_the_recipe_is_refused_and_not_shown(settings, said):
 
 
 # --- the example ------------------------------------------------------------------------------------------------------
-
 @contextlib.contextmanager
 def example(monkeypatch) -> Iterator[ThreadingHTTPServer]:
     sys.path.insert(0, str(ROOT / "examples"))

@@ -80,7 +80,6 @@ def test_what_cannot_be(make, told):
 
 
 # --- over a run ------------------------------------------------------------------------------------------------------
-
 def test_influence_adds_up_from_epoch_to_epoch_and_not_within_one():
     """The first reward's influence is 1/2 of a weight share v per unit: w_1 after k epochs, by the rule itself."""
     rewards, memory = columns([0, 0, 1, 1], [5, 5, 5, 5]), {}

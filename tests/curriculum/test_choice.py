@@ -210,7 +210,6 @@ def test_impossible_numbers(make):
 
 
 # --- SvS -------------------------------------------------------------------------------------------------------------
-
 def test_variants_come_until_they_teach_nothing():
     part, memory, pool = Variations(share=0.5), {}, [Prompt(text) for text in "abcd"]
     assert [prompt.text for prompt in part(pool, 4, 0, 0, None, memory, 2)] == [
@@ -367,7 +366,6 @@ def test_an_epoch_learns_and_the_next_one_reads_it():
 
 
 # --- GVM -------------------------------------------------------------------------------------------------------------
-
 
 def test_norms_of_right_samples_decide_the_next_epochs_groups():
     pool = [Prompt("a"), Prompt("b"), Prompt("c"), Prompt("d")]

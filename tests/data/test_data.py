@@ -32,7 +32,6 @@ def named(*texts: str) -> list[Prompt]:
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
-
 def test_txt_holds_a_prompt_per_line(tmp_path):
     file = write(tmp_path, "p.txt", "\ufeffa cat\r\n\r\n  a dog, running \n")
     assert load_prompts(file) == named("a cat", "a dog, running")
@@ -215,7 +214,6 @@ def test_missing_file():
 
 
 # --- the held-out split ----------------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("share, expected", [(0.1, 3), (0.5, 15), (0.001, 1), (0.96, 29)])
 def test_a_share_of_the_texts_is_held_out(share, expected):
     prompts = named(*(f"p{i}" for i in range(30)), *(f"p{i}" for i in range(10)))  # ten texts come twice
@@ -261,7 +259,6 @@ def test_a_file_that_holds_out_everything_is_refused(tmp_path):
 
 
 # --- drawing ---------------------------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("n, count", [(7, 3), (5, 4), (6, 3), (10, 1), (9, 8), (30, 29), (4, 4), (3, 7), (1, 5)])
 def test_equal_weights_walk_through_the_data(n, count):
     prompts = named(*map(str, range(n)))
@@ -312,7 +309,6 @@ def test_wishes_times_weights():
 
 
 # --- the starter's prompts -------------------------------------------------------------------------------------------
-
 def test_starter_prompts_are_the_scripts_disjoint_and_on_their_side():
     built = runpy.run_path(str(ROOT / "scripts" / "build" / "build_prompts.py"))["build"]()
     for name, records in built.items():

@@ -51,7 +51,6 @@ def trainer(file: str, **options) -> Trainer:
 
 
 # --- what a file of pairs says ---------------------------------------------------------------------------------------
-
 def test_a_prompt_per_pair_with_what_is_known_of_its_text(tmp_path):
     file = pairs_file(tmp_path, ("red", "a.png", "b.png"), ("blue", "b.png", "a.png"), ("red", "b.png", "c.png"),
                       ("old", "a.png", "c.png"), ("green", "a.png", "c.png"),
@@ -114,7 +113,6 @@ def test_what_does_not_go_with_recorded_pairs_is_refused(options, told):
 
 
 # --- what it teaches -------------------------------------------------------------------------------------------------
-
 def test_recorded_pairs_train_as_drawn_ones_do(tmp_path):
     """The images that a rollout drew, at the same noise and times: the same scores and the same gradient."""
     online = tiny.trainer(tiny.stir(tiny.policy()), **DPO)
@@ -178,7 +176,6 @@ def test_training_moves_the_implicit_reward_to_the_preferred(tmp_path):
 
 
 # --- a whole run -----------------------------------------------------------------------------------------------------
-
 def test_a_run_measures_and_saves_as_ever(tmp_path):
     file = pairs_file(tmp_path, *((text, "a.png", "b.png") for text in tiny.PROMPTS))
     settings = tiny.config(tmp_path, preferences=file, **DPO, train__steps=10, eval__every=1,

@@ -132,7 +132,6 @@ def test_a_fifo_among_the_frames_of_a_clip_is_refused(tmp_path):
 
 
 # --- images --------------------------------------------------------------------------------------------------------
-
 COLOURS = {"r": (255, 0, 0), "g": (0, 255, 0), "b": (0, 0, 255), "w": (255, 255, 255)}
 
 
@@ -207,7 +206,6 @@ def test_formats_that_start_programs_and_lines_of_errors(tmp_path):
 
 
 # --- the rest --------------------------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize(
     "text, message",

@@ -255,7 +255,6 @@ def test_sizes_that_differ_are_told_with_the_model_that_a_lora_goes_with(tmp_pat
 
 # --- images to start from ------------------------------------------------------------------------------------------
 
-
 @pytest.fixture(scope="module")
 def moving(tmp_path_factory):
     """A folder with an image-to-video model and two images, and what makes its clips small."""
@@ -322,7 +321,6 @@ def test_a_prompt_without_the_image_that_a_pipeline_needs_is_told(name):
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
-
 LOW = {"weights": "int8", "encoders": "cpu", "vae": "tiled"}
 
 

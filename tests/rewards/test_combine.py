@@ -26,7 +26,6 @@ def same(found: torch.Tensor, expected: list[float]) -> None:
 
 
 # --- pure ------------------------------------------------------------------------------------------------------------
-
 def test_tiers_and_gates():
     scores = f64([[1, 1, 0.8],  # all counts
                   [0.5, 1, 0.8],  # the lowest just passes
@@ -73,7 +72,6 @@ def test_the_corrected_verdict_by_hand():
 
 
 # --- for a recipe ----------------------------------------------------------------------------------------------------
-
 def channel(row: int):
     """A reward that is a channel of the image; none where it is above 1."""
     return lambda images, prompts: [None if value > 1 else value for value in images[:, row].mean((1, 2)).tolist()]

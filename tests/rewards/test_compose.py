@@ -31,7 +31,6 @@ def numbers(scores: torch.Tensor) -> list:
 
 
 # --- the notation ----------------------------------------------------------------------------------------------------
-
 LONG = {"ocr": {"weight": 0.5, "when": {"task": "text"}, "transform": [{"clip": [0, 1]}, "log", {"threshold": 0.5}],
                 "on_error": {"retry": 3, "wait": 0.5}, "timeout": 30, "cache": True, "args": {"edits": 2},
                 "use": "mine.py:Ocr"}, "scene": 2, "red": {"on_error": "skip"}}
@@ -92,7 +91,6 @@ def test_mistakes_in_watched_rewards_have_their_path(given, told):
 
 
 # --- which prompts a reward is asked for -----------------------------------------------------------------------------
-
 class Spy:
     """The level of an image, with a memory of what it was asked."""
 
@@ -145,7 +143,6 @@ def test_a_key_that_no_prompt_has_is_told_from_the_prompts(name, args):
 
 
 # --- how rewards are made --------------------------------------------------------------------------------------------
-
 FILE = """
 class Weighing:
     def __init__(self, factor, least=0.0):
@@ -188,7 +185,6 @@ def test_objects_take_the_place_of_names():
 
 
 # --- what a reward judges --------------------------------------------------------------------------------------------
-
 def test_another_modality_is_refused_where_it_is_known():
     def of_videos(videos, prompts):
         return videos.mean((1, 2, 3, 4))
@@ -345,7 +341,6 @@ def test_routes_and_keys_of_nested_rewards():
 
 
 # --- gradients -------------------------------------------------------------------------------------------------------
-
 @rewards.differentiable
 def red(images, prompts):
     return images[:, 0].mean((1, 2))

@@ -63,14 +63,12 @@ def failing(times: int):
 
 
 # --- raise -----------------------------------------------------------------------------------------------------------
-
 def test_without_a_rule_a_failure_ends_the_run():
     assert "reward 'mine' raised on 4 samples" in message(values, choking("bb"))
     assert "reward 'mine' raised on 4 samples" in message(values, Composed(choking("bb"), RewardRule()))
 
 
 # --- skip ------------------------------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("broken", [
     choking("bb"), choking("bb", error=SystemExit(1)), choking("bb", error=BaseException("a class of their own")),
     lambda images, prompts: [NAN if prompt == "bb" else len(prompt) for prompt in prompts],
@@ -118,7 +116,6 @@ def test_groups_are_left_out_whole_and_mistakes_never():
 
 
 # --- retry -----------------------------------------------------------------------------------------------------------
-
 def test_attempts_and_skips_are_as_said():
     reward = failing(2)
     assert values(Composed(reward, RewardRule(on_error=Retry(retry=2, wait=0)))) == [1, 2, 3, 4] and reward.calls == 3
@@ -141,7 +138,6 @@ def test_waits_double(monkeypatch):
 
 
 # --- time-outs -------------------------------------------------------------------------------------------------------
-
 @pytest.fixture
 def hanging():
     """A reward that does not answer until the test is over, but on a prompt "a" alone."""
@@ -184,7 +180,6 @@ def test_a_hanging_reward_is_asked_again_and_in_time_all_is_as_without():
 
 
 # --- what becomes of a sample without any reward ---------------------------------------------------------------------
-
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("scale", [*SCALES, "running"])
 def test_missing_rewards_are_as_if_not_sampled(scale, order):
@@ -380,7 +375,6 @@ def test_a_name_that_is_not_resolved_ends_by_the_time_out(monkeypatch):
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("client", CLIENTS)
 def test_a_gzip_bomb_is_refused_within_a_bounded_memory(client):
     call, error = CLIENTS[client]
@@ -420,7 +414,6 @@ def test_compressed_answers():
 
 
 # --- elsewhere -------------------------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("client", CLIENTS)
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
 def test_a_redirect_is_refused(status, client):

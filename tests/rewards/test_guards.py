@@ -30,7 +30,6 @@ def flat(*levels: float, size: int = 32) -> torch.Tensor:
 
 
 # --- diversity -------------------------------------------------------------------------------------------------------
-
 def test_distances_within_a_group():
     # A triangle of sides 3, 4, 5; and a group of equals. Groups do not see each other.
     features = f64([[[0, 0], [3, 0], [0, 4]], [[7, 7], [7, 7], [7, 7]]])
@@ -55,7 +54,6 @@ def test_features_of_ones_own_and_single_images(tmp_path):
 
 
 # --- the base model's image ----------------------------------------------------------------------------------------
-
 def test_likeness_to_the_base_models_image(tmp_path):
     save_image(flat(0.2)[0], tmp_path / "base.png")  # 51 of 255
     save_image(flat(1.0, size=64)[0], tmp_path / "large.png")
@@ -67,7 +65,6 @@ def test_likeness_to_the_base_models_image(tmp_path):
 
 
 # --- grids -----------------------------------------------------------------------------------------------------------
-
 def explained(profile: np.ndarray, period: int) -> float:
     """Adjusted R^2 of a profile by its phase: the analysis of variance that the spectrum stands for."""
     phases = profile[:len(profile) // period * period].reshape(-1, period)
@@ -123,7 +120,6 @@ def test_grids_by_strength_and_noise():
 
 
 # --- saturation ------------------------------------------------------------------------------------------------------
-
 def test_colourfulness_and_its_limit():
     colours = [(1, 0, 0), (0.9, 0.1, 0.1), (0.85, 0.1, 0.1), (0.8, 0.1, 0.5), (0.5, 0.5, 0.5), (0.3, 0, 0)]
     images = torch.tensor(colours)[:, :, None, None].expand(-1, -1, 8, 8)
@@ -163,7 +159,6 @@ def scores_of(reward, *lights: np.ndarray) -> list[float]:
 
 
 # --- pixels ----------------------------------------------------------------------------------------------------------
-
 def test_sizes_of_bytes_noise_and_blur():
     values = torch.tensor([-0.1, 0.0, 0.49 / 255, 0.51 / 255, 1.0, 1.2]).expand(1, 3, 1, 6)
     assert eight_bit(values)[0, 0, :, 1].tolist() == [0, 0, 0, 1, 255, 255]
@@ -178,7 +173,6 @@ def test_sizes_of_bytes_noise_and_blur():
 
 
 # --- JPEG ------------------------------------------------------------------------------------------------------------
-
 def test_the_size_is_that_of_a_file(tmp_path):
     picture = colour(landscape())
     save_image(picture, tmp_path / "picture.png")
@@ -189,7 +183,6 @@ def test_the_size_is_that_of_a_file(tmp_path):
 
 
 # --- sharpness -------------------------------------------------------------------------------------------------------
-
 def test_sharpness_of_blurs_by_hand_and_by_scipy():
     # A checkerboard: the Laplacian is +4 on black and -4 on white, in equal numbers. Columns of which every other is
     # white: +2 and -2. A slope: 0.

@@ -24,7 +24,6 @@ def drawn(*lines: str, size: int = 256, height: int = 34) -> torch.Tensor:
 
 
 # --- what is asked for -----------------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("prompt, metadata, text", [
     ('A sign that says "Open 24 Hours" at night', {}, ["Open 24 Hours"]),
     ('Two signs, "first" and "second"', {}, ["first"]),
@@ -84,7 +83,6 @@ def test_quotation_marks_and_dashes_have_one_form_each():
 
 
 # --- the scores ------------------------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("found, wanted, edit, exact, partial", [
     ("Hello World", "hello world", 1, 1, 1),
     ("H e l l o", "Hello", 1, 1, 1),
@@ -137,7 +135,6 @@ def test_the_edits_are_those_of_their_definition():
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
-
 def scores(score: str, images: list[torch.Tensor], prompts: list[str], *metadata: dict) -> list[float | None]:
     made = rewards.find("ocr", {"score": score})
     return rewards.score({"ocr": made}, torch.stack(images), prompts, metadata or [{}] * len(prompts))[:, 0].tolist()

@@ -40,7 +40,6 @@ def judged(function, outputs, group: int, how: Pairing = Pairing(), prompts=None
 
 
 # --- who meets whom --------------------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("group", [2, 3, 4, 5, 8, 9, 12])
 def test_without_a_cap_every_pair_is_compared_once(group):
     pairs = Pairing().pairs(group, "a cat")
@@ -76,7 +75,6 @@ def test_a_cap_that_is_not_regular_is_refused_with_the_nearest(group, comparison
 
 
 # --- win rates -------------------------------------------------------------------------------------------------------
-
 def test_win_rates_and_capped_tournaments_by_hand():
     # 5 beats all; the two 3s tie and beat 1: (1/2 + 1) / 3 each.
     assert judged(larger, [3, 5, 3, 1], 4) == pytest.approx([0.5, 1, 0.5, 0])
@@ -161,7 +159,6 @@ def test_judges_are_called_in_parts_and_by_name():
 
 # --- finding and refusing --------------------------------------------------------------------------------------------
 
-
 @pytest.mark.parametrize("answer, told", [
     ([2.0], "judge 'mine' returned 2.0, expected 1 (the first is better), 0"), ([math.nan], "returned nan, expected 1"),
     ([0.0, 1.0], "judge 'mine' returned 2 values, expected 1, one per pair (prompt: 'a cat')"),
@@ -193,7 +190,6 @@ def test_lone_images_and_held_out_evaluations():
 
 
 # --- pref_grpo with a true judge -------------------------------------------------------------------------------------
-
 @marked
 def redder(first, second, prompts):
     return (tiny.red(first, prompts) > tiny.red(second, prompts)).float()

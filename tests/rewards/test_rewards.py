@@ -34,7 +34,6 @@ def returning(value):
 
 
 # --- scoring ---------------------------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("values", [
     [0.25, -1, True], (0.25, -1.0, 1), np.array([0.25, -1, 1]), torch.tensor([0.25, -1, 1], dtype=torch.bfloat16),
     torch.tensor([0.25, -1, 1], requires_grad=True), [torch.tensor(0.25), np.float64(-1), np.int64(1)]])
@@ -104,7 +103,6 @@ def test_errors_of_rewards():
 
 
 # --- finding ---------------------------------------------------------------------------------------------------------
-
 def test_registered_functions_and_classes_are_found(monkeypatch):
     monkeypatch.setattr(sys.modules["flowgrpo.rewards.find"], "_registered", {})
     assert rewards.reward("ones")(len) is len and rewards.find("ones") is len
@@ -218,7 +216,6 @@ def score(reward, **further) -> list[float]:
 
 
 # --- facts -----------------------------------------------------------------------------------------------------------
-
 def three(images, prompts, metadata):
     return [entry["n"] for entry in metadata]
 
@@ -312,7 +309,6 @@ def test_a_reward_of_the_new_type_is_one_like_others():
 
 
 # --- its samples -----------------------------------------------------------------------------------------------------
-
 def addresses(reward, calls: int = 3) -> list[bool]:
     """Of several calls by its rule, whether the reward was given the memory of the images itself."""
     seen, composed = [], None
@@ -346,7 +342,6 @@ def test_a_late_write_is_an_error_that_names_the_reward():
 
 
 # --- its way ---------------------------------------------------------------------------------------------------------
-
 def moves(functions) -> tuple[int, set[str]]:
     """Changes of file along the calls of one score, in all threads, and the files of the package."""
     package, files = str(Path(flowgrpo.__file__).parent), []

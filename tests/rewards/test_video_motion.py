@@ -44,7 +44,6 @@ def scored(name: str, clips: list[torch.Tensor], metadata: list[dict] | None = N
 
 
 # --- how much --------------------------------------------------------------------------------------------------------
-
 def test_speeds_of_squares_of_any_size():
     still, two, three, diagonal = scored("flow_amount", [square((0, 0)), square((2, 0)), square((0, 3)),
                                                          square((3, -4), (10, 36))])
@@ -59,7 +58,6 @@ def test_speeds_of_squares_of_any_size():
 
 
 # --- consistency -----------------------------------------------------------------------------------------------------
-
 def test_consistency_of_changes_and_pans():
     still, moving = square((0, 0)), square((2, 0))
     flicker = (moving * torch.tensor([1.0, 0.7, 1.0, 0.7, 1.0])[:, None, None, None]).clone()
@@ -91,7 +89,6 @@ def test_a_missing_package_names_its_extra(monkeypatch):
 
 
 # --- frames ----------------------------------------------------------------------------------------------------------
-
 def level(images, prompts, metadata):
     """The light of an image; none where it is black, twice as much where the prompt is bold."""
     values = images.mean((1, 2, 3)).tolist()

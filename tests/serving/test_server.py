@@ -120,7 +120,6 @@ def recorded(reward=lengths):
 
 
 # --- the wire --------------------------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("shape", [(3, 4, 6), (2, 3, 4, 6)])
 def test_images_and_videos_arrive(shape, exact):
@@ -269,7 +268,6 @@ def test_what_a_request_takes_is_what_parting_counts():
 
 
 # --- a server and its client -----------------------------------------------------------------------------------------
-
 def test_a_remote_reward_scores_as_the_reward_itself():
     outputs = rounded(pictures())
     expected = rewards.score({"r": brightness}, outputs, PROMPTS, FACTS)
@@ -369,7 +367,6 @@ def test_what_nobody_waits_for_is_not_scored():
 
 
 # --- what a server refuses -------------------------------------------------------------------------------------------
-
 def test_a_reward_that_fails_is_told_in_one_line():
     def broken(images, prompts):
         raise ArithmeticError("first\nsecond")
@@ -495,7 +492,6 @@ def test_unfit_tokens_are_told(tmp_path, monkeypatch):
 
 
 # --- faults ----------------------------------------------------------------------------------------------------------
-
 def faulty(*steps):
     """A server whose POSTs go wrong in turn: steps are (status, body), "cut" (half an answer), or "hang"; after them it
     answers the lengths of the prompts. `asked` counts."""
@@ -652,7 +648,6 @@ def test_a_server_killed_mid_batch_is_replaced_by_the_other(tmp_path):
 
 
 # --- names, arguments, commands --------------------------------------------------------------------------------------
-
 def test_a_url_is_a_name_that_is_located_without_the_network():
     assert callable(rewards.locate(dead()))
     assert served("a/b.py:red") == "red" and served("scene") == "scene"

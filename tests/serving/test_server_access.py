@@ -23,8 +23,8 @@ from flowgrpo.serving.server import scored
 from tests.helpers.refusals import message
 from tests.helpers.reward_server import lengths, raw, request, running, status_of
 
-# --- who may ask -----------------------------------------------------------------------------------------------------
 
+# --- who may ask -----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("method, path", [("POST", "/mine"), ("GET", "/info"), ("GET", "/health"), ("GET", "/metrics")])
 def test_another_host_name_is_refused(method, path):
     with running() as server:
@@ -77,7 +77,6 @@ def test_rewards_of_files_ask_for_a_token(tmp_path):
 
 
 # --- what may be asked -----------------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("path", ["/mine/../mine", "/./mine", "//mine", "/mine/", "/x/../mine", "/mine%2f..%2fmine",
                                   "/MINE", "/mine/.", "/%2e/mine", "/"])
 def test_a_path_is_not_normalised(path):
@@ -108,7 +107,6 @@ def test_a_tensor_without_pixels_or_frames_is_refused(shape, value, line):
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
-
 REFUSAL = "this reward reads files that the metadata name, and a reward server opens none of a client's"
 
 

@@ -16,8 +16,8 @@ from flowgrpo.serving.client import TOKEN
 from flowgrpo.serving.gate import Bounds
 from tests.helpers.reward_server import JSON, held_reward, raw, request, running, status_of
 
-# --- bodies without end ----------------------------------------------------------------------------------------------
 
+# --- bodies without end ----------------------------------------------------------------------------------------------
 def test_bodies_without_end_do_not_hold_the_queue():
     with running(bounds=Bounds(read=1.0)) as server:
         held = [server.begin(raw(b"{", length=1000)) for _ in range(34)]
@@ -111,7 +111,6 @@ def test_a_reward_that_exits_does_not_end_the_server():
 
 
 # --- metrics ---------------------------------------------------------------------------------------------------------
-
 def test_metrics_are_in_prometheus_form():
     with held_reward() as (reward, begun, go_on), running(reward) as server:
         assert server.ask(path="/other")[0] == 404
@@ -136,7 +135,6 @@ def test_metrics_are_in_prometheus_form():
 
 
 # --- the end ---------------------------------------------------------------------------------------------------------
-
 def test_a_stopping_server_finishes_what_runs_and_refuses_the_rest():
     with held_reward() as (reward, begun, go_on), running(reward) as server:
         first = server.begin(raw(request()))

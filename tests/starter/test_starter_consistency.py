@@ -28,7 +28,6 @@ F64 = torch.float64
 
 
 # --- the script ------------------------------------------------------------------------------------------------------
-
 def test_the_factors_gradients_are_those_of_the_sum():
     """Against autograd through W + B A."""
     torch.manual_seed(0)
@@ -69,7 +68,6 @@ def test_the_target_is_the_mean_velocity_of_one_step_and_of_the_average_behind_i
 
 
 # --- what ships ------------------------------------------------------------------------------------------------------
-
 def test_its_files_are_the_starter_with_the_lora():
     folder = MERGED[NAME]
     assert sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) <= 5e6

@@ -169,7 +169,6 @@ def test_a_lora_that_the_engine_did_not_take_is_named(fault, tmp_path):
 
 
 # --- answers of a hostile server --------------------------------------------------------------------------------------
-
 def tensor_of(value, **changes):
     return {"data": save({"t": value})} | changes
 

@@ -40,7 +40,6 @@ def column(*values: float) -> torch.Tensor:
 
 
 # --- the loss --------------------------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("margin, verdict, loss", [
     (0.0, 1.0, 0.6931471805599453),    # log 2, whoever is preferred
     (0.0, 0.5, 0.6931471805599453),
@@ -84,7 +83,6 @@ def test_the_gradient_is_logistic_regression_s():
 
 
 # --- pairs -----------------------------------------------------------------------------------------------------------
-
 @pytest.fixture
 def folder(tmp_path):
     for name in ("a.png", "b.png", "c.png"):
@@ -171,7 +169,6 @@ def test_pairs_that_share_a_image_stand_in_one_batch():
 
 
 # --- training, and the folder as a reward ----------------------------------------------------------------------------
-
 PAINT = {"red": (0.9, 0.1, 0.1), "blue": (0.1, 0.1, 0.9)}
 
 

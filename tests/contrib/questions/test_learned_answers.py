@@ -39,7 +39,6 @@ def pictures(count: int) -> torch.Tensor:
 
 
 # --- the reward ------------------------------------------------------------------------------------------------------
-
 def probabilities(model, picture: torch.Tensor, question: str, choices: tuple[str, ...]) -> list[float]:
     """By the network alone, one question of one image, and exponentials over the choices."""
     words = model.tokenizer(question, return_tensors="pt")  # without padding
@@ -115,7 +114,6 @@ def test_wrong_folders_and_choices_are_told(answering, tmp_path):
 
 
 # --- the right answers -----------------------------------------------------------------------------------------------
-
 def claimed(claims: scenes.Claims, rng: np.random.Generator) -> list[Thing]:
     """Objects of which the claims are true: the first claim's lie in its relation to the second's."""
     line = np.array(scenes.RELATIONS.get(claims.relation, (1, 0))) * 10
@@ -168,7 +166,6 @@ def test_every_question_is_read_and_every_other_refused():
 
 
 # --- training --------------------------------------------------------------------------------------------------------
-
 def test_the_loss_and_its_gradient_by_hand():
     """log 2 and 3 of what is allowed: log 4 - log 3 for the right one of odds 3 to 1; the mean of both for none."""
     scores = torch.tensor([[math.log(3), 0.0, 9.0], [math.log(3), 0.0, -9.0]], dtype=torch.float64)

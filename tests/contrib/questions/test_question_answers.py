@@ -25,7 +25,6 @@ SAID = {"question": TWO.question, "answer": TWO.answer, "choices": list(TWO.choi
 
 
 # --- questions -------------------------------------------------------------------------------------------------------
-
 def test_clauses_of_geneval_become_questions():
     found = of_clauses({"include": [{"class": "bench", "count": 2}, {"class": "umbrella", "count": 1, "color": "red",
                                                                      "position": ["left of", 0]}],
@@ -100,7 +99,6 @@ def test_the_choice_of_an_answer(text, choice):
 
 
 # --- by a model here -------------------------------------------------------------------------------------------------
-
 def probability(model, texts, queries, image: torch.Tensor, question: str, answer: str) -> float:
     """The geometric mean over the answer's tokens, by transformers' own forward, one token at a time."""
     asked = f"Question: {question} Short answer:"
@@ -134,7 +132,6 @@ def test_the_probability_and_the_share_of_right_answers(answering):  # noqa: F81
 
 
 # --- by a judge ------------------------------------------------------------------------------------------------------
-
 def test_a_judge_answers_questions_of_templates():
     """It takes the image's level for the number of stars, and says nothing of colours."""
     def reply(body, number):

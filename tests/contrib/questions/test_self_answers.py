@@ -68,7 +68,6 @@ def losses(made: Trainer, examples: list[Example], update: int = 0) -> torch.Ten
 
 
 # --- questions -------------------------------------------------------------------------------------------------------
-
 def test_the_prompts_claims_are_the_labels():
     own = {"questions": [{"question": "Is it?", "answer": "no"}]}
     assert of_prompt("a red star", own) == [Question("Is it?", "no")]
@@ -101,7 +100,6 @@ def test_nothing_is_asked_of_images_that_cannot_be_read():
 
 
 # --- losses by hand --------------------------------------------------------------------------------------------------
-
 def answer_log_probs(made: Trainer, question: str, answer: str, picture: torch.Tensor) -> torch.Tensor:
     """log p of an answer and its end, by the stock model's own forward on one row."""
     own = made.policy
@@ -173,7 +171,6 @@ def test_the_weights_that_draw_are_those_that_answer():
 
 
 # --- runs ------------------------------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("method", ["unirl", "unirl_sft"])
 def test_two_epochs_of_both_tasks(method):
     made = trainer(method)
@@ -240,7 +237,6 @@ def test_the_reward_reads_the_model_once_nothing_is_sampled_any_more():
 
 
 # --- what is held out ------------------------------------------------------------------------------------------------
-
 def test_answers_about_held_out_images_are_measured_shown_and_hidden():
     made = trainer()
     watch = loop.extension(made, "HeldOutAnswers")
@@ -262,7 +258,6 @@ def test_answers_about_held_out_images_are_measured_shown_and_hidden():
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("options, told", [
     ({"source": {"path": "a.jsonl"}}, "learns only from the run's own images"),
     ({"source": {"failed": True, "solved": False, "mastered": False}}, "learns only from the run's own images"),

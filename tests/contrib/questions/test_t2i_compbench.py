@@ -21,7 +21,6 @@ IMAGES = (torch.rand(3, 3, 16, 16, generator=torch.Generator().manual_seed(5)) *
 
 # --- phrases ---------------------------------------------------------------------------------------------------------
 
-
 @pytest.mark.parametrize("prompt, phrases, expected", [
     ("a sofa on the left of a frog", None, ("on the left of", "sofa", "frog")),
     ("a washing machine next to an owl.", None, ("next to", "washing machine", "owl")),
@@ -43,7 +42,6 @@ def test_counted_objects_are_singular():
 
 
 # --- boxes -----------------------------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("other, words, credit", [
     # The first box is (100, 100, 200, 200), the image has sides of 480.
     ((250, 110, 350, 210), "on the left of", 1), ((250, 110, 350, 210), "on the right of", 0),
@@ -79,7 +77,6 @@ def test_numbers(seen, score):
 
 
 # --- models ----------------------------------------------------------------------------------------------------------
-
 def stirred(model):
     torch.manual_seed(6)
     with torch.no_grad():
@@ -178,7 +175,6 @@ def test_models_in_half_precision_are_near_fp32(blip, owl, dtype):
 
 
 # --- the reward ------------------------------------------------------------------------------------------------------
-
 def detector(images: torch.Tensor) -> list[list[Detection]]:
     return [[box("person", 0.8, 0), box("dog", 0.6, 200), box("dog", 0.1, 400)] for _ in images]
 

@@ -41,7 +41,6 @@ def assert_same(made, other) -> None:
 
 
 # --- the loss --------------------------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("proximal, behaviour, now, advantage, loss, slope", [
     (0.30, 0.20, 0.30, 2.0, -3.0, -3.0),  # weight 1.5, ratio 1: -1.5 * 2
     (0.30, 0.20, 0.33, 2.0, -3.3, -3.3),  # ratio 1.1, within 0.2
@@ -94,7 +93,6 @@ def test_decisions_of_older_weights_are_weighted_and_the_ratio_begins_at_1(kind)
 
 
 # --- epochs ----------------------------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("kind", [pytest.param("pictures", marks=pytest.mark.fast), "text"])
 def test_without_staleness_it_is_the_synchronous_run_bit_for_bit(kind):
     made, other = trainer(kind), trainer(kind)
@@ -190,7 +188,6 @@ def test_a_toy_learns_at_a_staleness_of_4():
 
 
 # --- failures, stops and resume --------------------------------------------------------------------------------------
-
 def test_a_reward_that_fails_in_the_thread_is_reported_as_without_one():
     def broken(completions, prompts):
         if broken.calls == 2:  # of the second epoch

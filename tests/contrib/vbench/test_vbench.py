@@ -100,7 +100,6 @@ def test_clips_of_one_frame_are_refused(name):
 
 
 # --- the package -----------------------------------------------------------------------------------------------------
-
 UTILS = '''
 def init_submodules(dimensions):
     return {dimension: f"models of {dimension}" for dimension in dimensions}

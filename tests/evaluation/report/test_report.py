@@ -184,7 +184,6 @@ def test_tables_of_tasks_and_phases(tmp_path):
 
 
 # --- in words --------------------------------------------------------------------------------------------------------
-
 def judged(was: dict, now: dict, rewards: dict, samples: int = 1):
     config = validate({"reward": rewards, "eval": {"samples": samples}})
     return config, verdict.changes(config, [{"scores": was}, {"scores": now}])
@@ -284,7 +283,6 @@ def test_one_measurement_and_a_run_that_has_just_begun(tmp_path):
 
 
 # --- what is kept ----------------------------------------------------------------------------------------------------
-
 def decoded(url: str) -> Image.Image:
     assert url.startswith("data:image/webp;base64,")
     return Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2])))
@@ -362,7 +360,6 @@ def test_training_keeps_its_images_and_writes_the_report(tmp_path):
 
 
 # --- served ----------------------------------------------------------------------------------------------------------
-
 @pytest.fixture
 def served(tmp_path):
     run = make_run(tmp_path / "run", finished=False)
@@ -478,7 +475,6 @@ def test_a_taken_port_is_told(served):
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
-
 def test_the_command_writes_the_file(tmp_path, capsys):
     run = make_run(tmp_path / "run")
     assert main(["report", str(run)]) == 0

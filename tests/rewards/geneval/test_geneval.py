@@ -45,7 +45,6 @@ def painted(*boxes) -> torch.Tensor:
 
 
 # --- counts ----------------------------------------------------------------------------------------------------------
-
 ONE = {"tag": "single_object", "include": [{"class": "dog", "count": 1}]}
 TWO = {"tag": "two_object", "include": [{"class": "dog", "count": 1}, {"class": "cat", "count": 1}]}
 THREE = {"tag": "counting", "include": [{"class": "dog", "count": 3}], "exclude": [{"class": "dog", "count": 4}]}
@@ -81,7 +80,6 @@ def test_sixteen_objects_of_a_class_and_thresholds():
 
 
 # --- places ----------------------------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("centre, expected", [
     # Boxes of 10 by 10: each axis is shortened by 0.1 * (10 + 10) = 2.
     ((20, 0), {"right of"}), ((-20, 0), {"left of"}), ((0, -20), {"above"}), ((0, 20), {"below"}),
@@ -123,7 +121,6 @@ def test_places(found, strict, graded):
 
 
 # --- colours ---------------------------------------------------------------------------------------------------------
-
 RED_BLUE = {"tag": "color_attr", "include": [{"class": "dog", "count": 1, "color": "red"},
                                              {"class": "cat", "count": 1, "color": "blue"}]}
 HERE, THERE = (0, 0, 20, 20), (40, 40, 60, 60)
@@ -176,7 +173,6 @@ def test_hues_of_pillow_at_the_middle_of_the_box():
 
 
 # --- the reward ------------------------------------------------------------------------------------------------------
-
 def test_prompts_without_metadata_of_geneval_are_left_out():
     asked = []
     def detector(images):
@@ -231,7 +227,6 @@ def test_detectors_rules_and_names(tmp_path):
 
 
 # --- detectors -------------------------------------------------------------------------------------------------------
-
 
 class Command:
     """A pickle that runs a command when it is read."""

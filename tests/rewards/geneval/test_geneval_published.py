@@ -22,7 +22,6 @@ from flowgrpo.rewards.preprocessing import DEVIATION, MEAN
 
 # --- the detector ----------------------------------------------------------------------------------------------------
 
-
 def tiny():
     """Mask2Former with five queries and three classes, and a processor."""
     from transformers import (
@@ -106,7 +105,6 @@ def test_mask2former_is_a_detector_by_name(parts, tmp_path):
 
 
 # --- colours ---------------------------------------------------------------------------------------------------------
-
 class ByHand(torch.nn.Module):
     """An image's embedding is its mean colour; a text's that of the colour which it names, longer or shorter."""
 
@@ -178,7 +176,6 @@ def test_a_colour_is_the_nearest_mean_of_three_texts():
 
 
 # --- verdicts --------------------------------------------------------------------------------------------------------
-
 A, B, C = (4, 4, 24, 24), (40, 4, 60, 24), (40, 40, 60, 60)
 
 

@@ -38,7 +38,6 @@ def all_three(clip: torch.Tensor, prompt: str) -> tuple[float, float, float]:
 
 
 # --- the world -------------------------------------------------------------------------------------------------------
-
 def test_every_caption_is_read_back():
     for clip in clips(held=True) + clips(held=False):
         captions = [clip.caption(style) for style in range(STYLES)]
@@ -75,7 +74,6 @@ def test_prompts_tasks_and_frames():
 
 
 # --- the rewards on drawn clips ---------------------------------------------------------------------------------------
-
 @pytest.fixture(scope="module")
 def drawn() -> tuple[list[Clip], torch.Tensor]:
     rng, every = np.random.default_rng(0), clips(held=False) + clips(held=True)
@@ -154,7 +152,6 @@ def test_still_jolted_and_cut_clips_are_not_rewarded(drawn):
 
 
 # --- clips made by hand ----------------------------------------------------------------------------------------------
-
 def test_the_track_is_what_was_drawn():
     path = [(20.0 + 3 * i, 40.0 - 2 * i) for i in range(5)]
     found = track(read_clips(moved(path)[None])[0])

@@ -58,7 +58,6 @@ RING_STAR = draw(("ring", "red", LEFT), ("star", "blue", RIGHT))
 
 
 # --- drawn scenes ----------------------------------------------------------------------------------------------------
-
 @pytest.fixture(scope="module")
 def drawn() -> list[show.Scene]:
     return show.draw(300, seed=10)
@@ -119,7 +118,6 @@ def test_the_reward_falls_with_blur_holes_and_wrong_captions(drawn):
 
 
 # --- images made by hand -------------------------------------------------------------------------------------------
-
 def test_objects_are_read_largest_first():
     for shape in SHAPES:
         for colour in COLOURS:
@@ -308,7 +306,6 @@ def test_the_ground_must_be_light_even_and_clean():
 
 
 # --- the call --------------------------------------------------------------------------------------------------------
-
 def test_rows_are_scored_alone_and_each_image_once():
     pictures = torch.stack([RING_STAR, draw(("square", "green", (32, 32))), RING_STAR])
     prompts = ["a ring left of a star", "a green square", "a square"]

@@ -30,7 +30,6 @@ from flowgrpo.rewards.vlm_judge.released import DeQA
 from tests.helpers.refusals import message
 
 # --- what an answer says ---------------------------------------------------------------------------------------------
-
 REFUSAL = "I'm sorry, but I can't rate this image. Score: 0"
 
 
@@ -146,7 +145,6 @@ def test_probabilities_of_levels_and_templates():
 
 # --- what is sent ----------------------------------------------------------------------------------------------------
 
-
 @pytest.mark.parametrize("count, wanted, rows", [
     (9, 3, [0, 4, 8]), (9, 1, [4]), (3, 8, [0, 1, 2]), (16, 4, [0, 5, 10, 15]), (2, 2, [0, 1])])
 def test_frames_are_spread(count, wanted, rows):
@@ -170,7 +168,6 @@ def test_images_are_sent_as_they_are_or_smaller():
 
 
 # --- an endpoint -----------------------------------------------------------------------------------------------------
-
 def said(text, reason: str = "stop", **more) -> tuple[int, dict, dict]:
     message = {"role": "assistant", "content": text} | more.pop("message", {})
     return 200, {}, {"choices": [{"index": 0, "message": message, "finish_reason": reason} | more]}
@@ -348,7 +345,6 @@ def test_a_clip_whose_frame_the_judge_declines_has_no_score():
 
 
 # --- faults ----------------------------------------------------------------------------------------------------------
-
 def cut_short():
     return 200, {"Content-Length": "500"}, b'{"choices": '
 
@@ -453,7 +449,6 @@ def test_mistakes_are_told_at_once(settings, told):
 
 
 # --- pairs, criteria, forms ------------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("both", [True, False])
 def test_pairs_become_win_rates(both):
     def reply(body, number):  # the brighter one; for a difference of 10 the first one shown, whichever that is
@@ -552,7 +547,6 @@ def test_deqa_takes_probabilities_where_there_are_any():
 
 
 # --- dialects of servers ----------------------------------------------------------------------------------------------
-
 REASONING = {"error": {"message": "Unsupported parameter: 'max_tokens' is not supported with this model. Use "
                                   "'max_completion_tokens' instead.", "code": "unsupported_parameter"}}
 FIELDS = {"detail": "Unexpected fields in the request: {'top_logprobs', 'logprobs'}"}

@@ -72,7 +72,6 @@ def test_impossible_fields_are_told(options, told):
 
 
 # --- an engine that is there: the model's copy in another precision ---------------------------------------------------
-
 def trainer(**options):
     """Engine in bf16, trainer in fp32, away from the base."""
     own = tiny.stir(tiny.policy(), 0.3)
@@ -182,7 +181,6 @@ def test_without_another_precision_there_is_no_engine():
 
 
 # --- half precision, in which `generate` and the replay round differently ---------------------------------------------
-
 def halved(**options):
     """A trainer of a model in bf16 without an engine, with the parts of its first epoch."""
     model, tokenizer = tiny.model()
@@ -241,7 +239,6 @@ def test_a_run_in_half_precision_tells_how_far_sampling_and_training_are_apart(t
 
 
 # --- vLLM, which is not here ------------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("options, told", [
     ({}, r"text.engine: vllm needs vllm .*pip install 'flowgrpo\[vllm\]'"),
     ({"adapter__rank": 0}, "does not sample for adapter.rank 0 here: expected a LoRA"),

@@ -78,7 +78,6 @@ def padded(asked) -> torch.Tensor:
 
 # --- samples and replays ---------------------------------------------------------------------------------------------
 
-
 @GUIDANCE
 @pytest.mark.parametrize("shared", [True, False])
 @torch.no_grad()
@@ -177,9 +176,6 @@ def test_an_image_depends_on_its_seed_alone_and_is_the_autoencoders():
                            own.generate(own.encode(PROMPTS[:2]), own.generators([5, 5]), 0, 1.0))
 
 
-# --- weights ---------------------------------------------------------------------------------------------------------
-
-
 def test_images_are_shown_again_whatever_the_memory_still_holds(monkeypatch):
     own = tiny.drawing()
     ids = own.first + torch.arange(4 * own.grid).reshape(4, -1) % 7
@@ -190,6 +186,8 @@ def test_images_are_shown_again_whatever_the_memory_still_holds(monkeypatch):
     torch.testing.assert_close(own.shown_again(ids[[3, 0, 3]]), images[[3, 0, 3]])
     assert len(own.painted) == 2
 
+
+# --- weights ---------------------------------------------------------------------------------------------------------
 
 def test_a_lora_trains_the_language_model_and_the_image_head():
     own = tiny.drawing()
@@ -243,7 +241,6 @@ def test_the_same_weights_answer_about_images(tmp_path):
 
 # --- what is refused -------------------------------------------------------------------------------------------------
 
-
 def test_what_cannot_be_drawn_is_told_in_a_line(tmp_path):
     own = tiny.drawing()
     with pytest.raises(UserError, match="JanusForConditionalGeneration generates images from a text only, but a "):
@@ -277,7 +274,6 @@ def test_what_cannot_be_drawn_is_told_in_a_line(tmp_path):
 
 
 # --- runs ------------------------------------------------------------------------------------------------------------
-
 
 def red(images, prompts):
     """The mean of the first channel less the others'."""

@@ -89,7 +89,6 @@ def test_a_wrapper_that_confines_nothing_is_found_out(monkeypatch, tmp_path):
 
 
 # --- what faults were found by ---------------------------------------------------------------------------------------
-
 # Kinds that work here. Without any, the tests below show that the code does not run at all.
 KINDS = [kind for kind in WORKING if kind != "wasmtime"] or [None]  # its cases are at the end
 
@@ -357,7 +356,6 @@ def test_the_kernels_switches_are_not_reached(kind):
 
 
 # --- a verdict that the code would write -----------------------------------------------------------------------------
-
 FORGED = {
     "report": "import os\nfor n in range(20):\n    try: os.write(n, b'1' * 9 + b'\\n1\\n')\n    except OSError: pass",
     "exit": "import os\nos._exit(0)",
@@ -409,7 +407,6 @@ def test_functions_and_expected_outputs_stay_outside(kind):
 
 
 # --- without a boundary, where the user accepts it -------------------------------------------------------------------
-
 def test_a_deep_folder_is_deleted_without_recursion(tmp_path):
     top = tmp_path / "top"
     top.mkdir()

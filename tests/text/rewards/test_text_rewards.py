@@ -42,7 +42,6 @@ def one(reward, completion: str, **metadata) -> float | None:
 
 
 # --- the answer of a completion --------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("text, answer", [
     ("It is <answer> 5 </answer>.", "5"), ("<answer>4</answer> no, <answer>5</answer>", "5"),
     (r"so \boxed{\frac{1}{2}}.", r"\frac{1}{2}"), (r"\boxed{1} then \boxed{2}", "2"), (r"\boxed{1} and \boxed{2", "1"),
@@ -62,7 +61,6 @@ def test_marks_and_thoughts():
 
 
 # --- exact -----------------------------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("completion, key, score", [
     ("Paris", "paris", 1), ("  The   answer is: **Paris**.", "Paris", 1), ("Paris, I think", "Paris", 0),
     ("<answer>Los\nAngeles</answer>", "los angeles", 1), ("\uff11\uff12", 12, 1), ("12.0", 12, 0), ("B", ["A", "b"], 1),
@@ -100,7 +98,6 @@ def test_an_exact_key_that_is_none_is_told(key):
 
 
 # --- numbers ---------------------------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("text, value", [
     ("18", "18"), ("$1,234.50", "1234.5"), ("10-3", "3"), ("10 - 3", "3"), ("x = -7", "-7"), ("-$5", "-5"),
     ("$-5", "-5"), ("3/4", "3/4"), ("3 / 4", "3/4"), ("2 1/2", "5/2"), ("2 1/25.", "51/25"), ("50%", "1/2"),
@@ -154,7 +151,6 @@ def test_a_numeric_key_that_is_none_is_told(key):
 
 
 # --- mathematics -----------------------------------------------------------------------------------------------------
-
 @pytest.fixture(scope="module")
 def mathematics():
     return MathAnswer(timeout=20)
@@ -204,7 +200,6 @@ def test_a_worker_that_does_not_start_is_told(code, told):
 
 
 # --- form, length, repetition ----------------------------------------------------------------------------------------
-
 FORM = ("think", "answer")
 
 
@@ -268,7 +263,6 @@ def test_repetition_that_cannot_be():
 
 
 # --- JSON ------------------------------------------------------------------------------------------------------------
-
 SCHEMA = {"type": "object", "required": ["name", "age", "tags"], "additionalProperties": False,
           "properties": {"name": {"type": "string"}, "age": {"$ref": "#/$defs/count"},
                          "tags": {"type": "array", "items": {"type": "string"}}},
@@ -301,7 +295,6 @@ def test_schemas(tmp_path):
 
 
 # --- a rubric --------------------------------------------------------------------------------------------------------
-
 ITEMS = [{"contains": "light", "weight": 2}, {"contains": ["Sun", "lamp"]}, {"matches": r"CO.?2"},
          {"words": [3, 6], "weight": 4}, {"contains": "!", "weight": -2}]
 
@@ -328,7 +321,6 @@ def test_needed_items_and_rubrics_that_are_none():
 
 
 # --- lists of texts, as a run has them -------------------------------------------------------------------------------
-
 def test_texts_are_routed_skipped_and_kept_as_images_are(tmp_path):
     """A route, an answer per sample, a failure that is skipped, and kept scores, on lists of texts."""
     rule = RewardRule(use="exact_match", cache=True, when={"task": "word"})
@@ -370,7 +362,6 @@ def test_repeated_words_images_and_imports():
 
 
 # --- abstentions, and lengths over a run -----------------------------------------------------------------------------
-
 @pytest.mark.parametrize("text, says", [
     ("I don't know.", True), ("I do not know", True), ("I\u2019m not sure, maybe 5", True), ("Answer: unknown", True),
     ("It cannot be determined.", True), ("There is not enough information", True), ("Unknown", True),

@@ -12,7 +12,6 @@ SLOW = Limits(seconds=60)
 
 
 # --- what is asked for -----------------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("text, code", [
     ("Here:\n```python\nx = 1\n```\nDone.", "x = 1\n"), ("```py\na\n```\n```\nb\n```", "b\n"), ("x = 2", "x = 2"),
     ("<think>```python\na\n```</think>x = 3", "x = 3"), ("```python\nx = 4", "x = 4"),
@@ -34,7 +33,6 @@ def test_tests_are_read():
 
 
 # --- what comes of it ------------------------------------------------------------------------------------------------
-
 DOUBLE = "```python\ndef f(x):\n    return 2 * x\n\nif __name__ == '__main__':\n    print(input())\n```"
 PROGRAM = "print(2 * int(input()))"
 RECORD = "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass A:\n    x: int"
@@ -58,7 +56,6 @@ def test_tests_that_pass_one_by_one_or_all(scores):
 
 
 # --- tests see definitions through a link -------------------------------------------------------------------------
-
 DEFINED = """
 count = 0
 class Point:

@@ -207,7 +207,6 @@ def test_answers_join_engines_and_are_needed():
 
 
 # --- the reward of an answer -----------------------------------------------------------------------------------------
-
 def shaped(rewards, part, expert, names=("right", "thought"), weights=()):
     context = Context(rewards=RewardColumns(names, weights), samples=SampleMeasures(expert=torch.tensor(expert)))
     return part(f64(rewards), context)

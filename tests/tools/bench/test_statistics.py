@@ -118,7 +118,6 @@ def test_methods_without_a_finished_run_are_absent(sweep):
 
 
 # --- frontier --------------------------------------------------------------------------------------------------------
-
 PROBED = {"diversity": {"base": 2.0, "tuned": 0.5}, "points": [
     {"epoch": 2, "kl": 4.0, "diversity": 1.5}, {"epoch": 3, "kl": 5.0, "diversity": 1.0},  # of an interrupted run
     {"epoch": 4, "kl": 2.25, "diversity": 1.0}, {"epoch": 5, "kl": -0.01, "diversity": 0.5}]}

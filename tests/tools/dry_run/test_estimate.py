@@ -227,7 +227,6 @@ def test_a_folder_without_a_pipeline_is_refused(tmp_path):
 
 
 # --- settings that fit -----------------------------------------------------------------------------------------------
-
 def test_settings_that_fit_or_nothing(model):
     recipe = config(model, method="flow_grpo", parts__kl__weight=0.0, train__micro_batch=8, train__group=8,
                     memory__encoders="cpu", memory__vae="sliced")
@@ -258,7 +257,6 @@ def test_batch_settings_are_the_largest_that_fit(model):
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
-
 @pytest.fixture
 def recipe(model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

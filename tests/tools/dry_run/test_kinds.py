@@ -36,7 +36,6 @@ def held(each: float) -> int:
 
 
 # --- autocast --------------------------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("operation", [
     lambda x: F.linear(x, x), lambda x: x @ x, lambda x: torch.bmm(x[None], x[None]),
     lambda x: F.conv2d(x[None, None], x[None, None, :2, :2]), lambda x: torch.einsum("ij,jk->ik", x, x),
@@ -73,7 +72,6 @@ def test_a_trained_weight_is_cast_once_in_a_context_and_its_copy_goes_with_it():
 
 
 # --- a whole epoch ---------------------------------------------------------------------------------------------------
-
 def test_a_weight_takes_sixteen_bytes(model):  # noqa: F811
     """Its value, its gradient and two moments in fp32; below a LoRA it is a frozen one of two bytes."""
     lora, whole = (dry_run(config(model, adapter__rank=rank)).phases for rank in (2, 0))

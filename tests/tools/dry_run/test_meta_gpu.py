@@ -189,7 +189,6 @@ def test_repeated_work_counts_like_the_first():
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
-
 def test_reserved_memory_by_the_allocators_rules():
     memory, small, large = Allocator(), 2 * 2**20, 20 * 2**20
     block = memory.take(1000)

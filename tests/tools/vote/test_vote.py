@@ -80,7 +80,6 @@ def rows(ballot):
 
 
 # --- over HTTP -------------------------------------------------------------------------------------------------------
-
 def test_votes_over_http_are_pairs_that_a_reward_trains_on(ballot, tmp_path):
     first = ballot()
     with serving(first) as ask:
@@ -214,7 +213,6 @@ def test_pairs_are_drawn_with_the_base_and_a_lora(tmp_path, monkeypatch, capsys)
 
 
 # --- sources ---------------------------------------------------------------------------------------------------------
-
 def test_a_page_of_images_names_its_columns_and_tasks(tmp_path):
     prompts = [Prompt(f"prompt {i}", metadata={"task": "few" if i < 3 else "many"}) for i in range(6)]
     base, after = (Measured(prompts, {}, torch.full((6, 3, 8, 8), value)) for value in (0.2, 0.8))

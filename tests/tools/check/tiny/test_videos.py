@@ -61,7 +61,6 @@ class Watched:
 
 
 # --- experts ---------------------------------------------------------------------------------------------------------
-
 def test_a_replayed_step_goes_through_the_expert_of_the_rollout():
     policy = policy_of("WanPipeline (2.2)")
     encoded("WanPipeline (2.2)")
@@ -90,7 +89,6 @@ def test_both_experts_have_a_lora():
 
 
 # --- frames ----------------------------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("name, frames, size", [
     ("WanPipeline", 5, 16), ("CogVideoXPipeline", 9, 16), ("MochiPipeline", 7, 32), ("LattePipeline", 5, 16),
     ("HunyuanVideoImageToVideoPipeline", 5, 16),  # 9, of which the pipeline cuts off 4
@@ -105,7 +103,6 @@ def test_decoding_gives_all_frames(name, frames, size):
 
 
 # --- signs and the order of time -------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("name, guidance", [
     ("MochiPipeline", 4.0),  # time runs from 0 to 1, and the velocity points to the data
     ("LTXConditionPipeline", 4.0),  # hands its scheduler the negative velocity
@@ -146,7 +143,6 @@ def test_inverted_sigmas_by_hand():
 
 
 # --- images and videos to start from -------------------------------------------------------------------------------
-
 def test_a_video_is_where_the_trajectory_starts():
     name = "WanVideoToVideoPipeline"
     policy, call = policy_of(name), videos.FACTORIES[name](0)[1]
@@ -191,7 +187,6 @@ def test_the_first_frame_is_no_part_of_the_state():
 
 
 # --- sound -----------------------------------------------------------------------------------------------------------
-
 def test_sound_is_a_part_of_the_state():
     name, policy = "LTX2Pipeline", policy_of("LTX2Pipeline")
     pictures, sound = 4 * 3 * 16 * 16, 2 * 5 * 2  # channels x frames x height x width, channels x length x pitch
