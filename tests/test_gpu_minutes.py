@@ -185,7 +185,6 @@ def test_factors_and_pipelines_without_values():
 
 
 # --- models ----------------------------------------------------------------------------------------------------------
-
 def test_a_rehearsal_runs_every_section_on_the_cpu(tmp_path):
     file = tmp_path / "results.json"
     assert gpu_minutes.main(["run", str(file), "--rehearse", "--commit", COMMIT]) == 0

@@ -125,11 +125,10 @@ def every_weight(pipe):
 
 
 def test_whole_run_logs_rises_and_changes_what_is_trained(whole_run):
-    _, summary, folder, _, _ = whole_run
+    _, summary, folder, pipe, before = whole_run
     curve = [line["reward/red/mean"] for line in metrics(folder)]
     assert sum(curve[-5:]) / 5 > sum(curve[:5]) / 5 + 0.02
     assert summary["after"]["red"] > summary["before"]["red"] + 0.02
-    _, _, folder, _, _ = whole_run
     lines = metrics(folder)
     assert [line["epoch"] for line in lines] == list(range(1, 31))
     for line in lines:
@@ -140,14 +139,12 @@ def test_whole_run_logs_rises_and_changes_what_is_trained(whole_run):
         assert line["samples_per_second"] > 0 and line["evaluations_per_second"] > line["samples_per_second"]
     assert lines[0]["log_ratio_max"] <= 1e-6
     assert {line["epoch"] for line in lines if "held_out/red" in line} == {10, 20, 30}
-    _, _, _, pipe, before = whole_run
     after = dict(every_weight(pipe))
     lora = {key for key in after if "lora_" in key}
     assert after.keys() - lora == before.keys() and lora
     assert all(torch.equal(after[key], before[key]) for key in before)
     assert sum(after[key].abs().max() > 0 for key in lora if "lora_B" in key) > 10
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    _, _, folder, _, _ = whole_run
     [file] = folder.rglob("events.out.tfevents*")
     events = EventAccumulator(str(file)).Reload()
     logged = {event.step: event.value for event in events.Scalars("reward/red/mean")}
@@ -388,7 +385,6 @@ def test_averages_and_nondeterministic_denoisers_are_refused(tmp_path):
 
 
 # --- the first ratio -------------------------------------------------------------------------------------------------
-
 def test_a_ratio_that_is_no_number_stops_the_run():
     trainer = tiny.trainer()
     parts, conditioning = epoch(trainer)

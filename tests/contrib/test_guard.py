@@ -168,7 +168,6 @@ def test_the_old_policy_goes_back_too():
 
 
 # --- held-out measurements -------------------------------------------------------------------------------------------
-
 class Falling(Aim):
     """Means of PEAK as `Aim` has them, with a small spread over prompts that is the same in every evaluation."""
 
@@ -243,7 +242,6 @@ def test_the_reward_of_the_held_out_prompts():
 
 
 # --- what it does not go with ----------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("options, named", [
     ({"train__staleness": 1}, "train.staleness"), ({"memory__shard": True}, "memory.shard"),
     ({"train__extrapolate": 2}, "train.extrapolate, which moves"), ({"phases": [{"at": 1, "set": {}}]}, "phases"),

@@ -155,7 +155,6 @@ def test_no_more_requests_than_allowed_are_open():
 
 
 # --- faults -----------------------------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("status, said", [
     (401, "set key_env to the name of the environment variable"), (404, "expected an address that takes POST requests"),
     (405, "expected an address that takes POST"), (413, "make longest smaller")])

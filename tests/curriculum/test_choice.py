@@ -366,7 +366,6 @@ def test_an_epoch_learns_and_the_next_one_reads_it():
 
 
 # --- GVM -------------------------------------------------------------------------------------------------------------
-
 def test_norms_of_right_samples_decide_the_next_epochs_groups():
     pool = [Prompt("a"), Prompt("b"), Prompt("c"), Prompt("d")]
     part, memory = GradientVariance(each=4, keep=1.0), {}

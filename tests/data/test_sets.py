@@ -306,7 +306,6 @@ def test_suites_of_several_formats_and_the_starters(tmp_path):
 
 
 # --- the one over COCO's names ---------------------------------------------------------------------------------------
-
 def test_its_metadata_can_be_judged_and_says_what_the_prompt_says():
     suite = load_suite("geneval_coco")
     assert suite.form == "geneval" and len({prompt.text for prompt in suite.prompts}) == len(suite.prompts)

@@ -206,7 +206,6 @@ def test_formats_that_start_programs_and_lines_of_errors(tmp_path):
 
 
 # --- the rest --------------------------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize(
     "text, message",
     [

@@ -254,7 +254,6 @@ def test_sizes_that_differ_are_told_with_the_model_that_a_lora_goes_with(tmp_pat
 
 
 # --- images to start from ------------------------------------------------------------------------------------------
-
 @pytest.fixture(scope="module")
 def moving(tmp_path_factory):
     """A folder with an image-to-video model and two images, and what makes its clips small."""

@@ -158,7 +158,6 @@ def test_judges_are_called_in_parts_and_by_name():
 
 
 # --- finding and refusing --------------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("answer, told", [
     ([2.0], "judge 'mine' returned 2.0, expected 1 (the first is better), 0"), ([math.nan], "returned nan, expected 1"),
     ([0.0, 1.0], "judge 'mine' returned 2 values, expected 1, one per pair (prompt: 'a cat')"),

@@ -90,7 +90,6 @@ def test_tokens_weigh_what_the_critic_predicts_of_the_outcome_by_hand():
 
 
 # --- runs ------------------------------------------------------------------------------------------------------------
-
 def adenines(texts, prompts):
     return [text.count("A") + text.count("C") / 2 for text in texts]
 

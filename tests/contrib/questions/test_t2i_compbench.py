@@ -20,7 +20,6 @@ from tests.helpers.tiny_blip import TINY_TEXT, TINY_VISION, word_tokenizer
 IMAGES = (torch.rand(3, 3, 16, 16, generator=torch.Generator().manual_seed(5)) * 255).round() / 255
 
 # --- phrases ---------------------------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("prompt, phrases, expected", [
     ("a sofa on the left of a frog", None, ("on the left of", "sofa", "frog")),
     ("a washing machine next to an owl.", None, ("next to", "washing machine", "owl")),

@@ -227,7 +227,6 @@ def test_detectors_rules_and_names(tmp_path):
 
 
 # --- detectors -------------------------------------------------------------------------------------------------------
-
 class Command:
     """A pickle that runs a command when it is read."""
 

@@ -20,8 +20,8 @@ from flowgrpo.rewards.geneval.detectors import Detection, Mask2Former
 from flowgrpo.rewards.geneval.rules import GenEval
 from flowgrpo.rewards.preprocessing import DEVIATION, MEAN
 
-# --- the detector ----------------------------------------------------------------------------------------------------
 
+# --- the detector ----------------------------------------------------------------------------------------------------
 def tiny():
     """Mask2Former with five queries and three classes, and a processor."""
     from transformers import (

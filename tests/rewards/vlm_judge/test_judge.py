@@ -144,7 +144,6 @@ def test_probabilities_of_levels_and_templates():
 
 
 # --- what is sent ----------------------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("count, wanted, rows", [
     (9, 3, [0, 4, 8]), (9, 1, [4]), (3, 8, [0, 1, 2]), (16, 4, [0, 5, 10, 15]), (2, 2, [0, 1])])
 def test_frames_are_spread(count, wanted, rows):

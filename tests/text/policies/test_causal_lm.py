@@ -47,7 +47,6 @@ def by_hand(own: CausalLM, asked, found, temperature=1.0) -> torch.Tensor:
 
 
 # --- samples ---------------------------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("decoding", [Decoding(), Decoding(0.7), Decoding(1.3, top_p=0.9, top_k=8, min_p=0.02)])
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_replay_gives_the_log_probabilities_of_the_rollout(decoding, shared):
@@ -93,7 +92,6 @@ def test_a_models_own_penalties_are_dropped():
 
 
 # --- replays ---------------------------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("shared", [True, False])
 def test_log_probabilities_are_the_models_own(shared):
     own = tiny.stir(tiny.policy(shared_prefix=shared))
@@ -214,7 +212,6 @@ def test_the_reference_is_the_base_and_prompts_have_their_template():
 
 
 # --- prompts ---------------------------------------------------------------------------------------------------------
-
 def test_the_kind_of_a_model_is_told_by_its_files(tmp_path):
     model, tokenizer = tiny.model()
     model.save_pretrained(tmp_path / "lm")
@@ -240,7 +237,6 @@ def test_options_of_denoisers_are_refused(option, told):
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
-
 def test_the_adapter_loads_in_stock_peft_and_changes_the_output_identically(tmp_path):
     from peft import PeftModel
     own = CausalLM(*tiny.model(), tiny.Adapter(rank=2, alpha=7.0), tiny.Text(max_tokens=6))
@@ -278,7 +274,6 @@ def test_all_weights_are_saved_with_what_reads_prompts(tmp_path):
 
 
 # --- the command line ------------------------------------------------------------------------------------------------
-
 def test_texts_from_a_finished_run_on_the_command_line(tmp_path, capsys):
     from flowgrpo.cli import main
     from flowgrpo.run import run

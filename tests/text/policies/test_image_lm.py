@@ -77,7 +77,6 @@ def padded(asked) -> torch.Tensor:
 
 
 # --- samples and replays ---------------------------------------------------------------------------------------------
-
 @GUIDANCE
 @pytest.mark.parametrize("shared", [True, False])
 @torch.no_grad()
@@ -188,7 +187,6 @@ def test_images_are_shown_again_whatever_the_memory_still_holds(monkeypatch):
 
 
 # --- weights ---------------------------------------------------------------------------------------------------------
-
 def test_a_lora_trains_the_language_model_and_the_image_head():
     own = tiny.drawing()
     places = {re.sub(r"\.layers\.\d.*|\.lora_.*", "", key) for key in own.weights.named}
@@ -240,7 +238,6 @@ def test_the_same_weights_answer_about_images(tmp_path):
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------
-
 def test_what_cannot_be_drawn_is_told_in_a_line(tmp_path):
     own = tiny.drawing()
     with pytest.raises(UserError, match="JanusForConditionalGeneration generates images from a text only, but a "):
@@ -274,7 +271,6 @@ def test_what_cannot_be_drawn_is_told_in_a_line(tmp_path):
 
 
 # --- runs ------------------------------------------------------------------------------------------------------------
-
 def red(images, prompts):
     """The mean of the first channel less the others'."""
     return (images[:, 0] - images[:, 1:].mean(1)).mean((1, 2)).tolist()

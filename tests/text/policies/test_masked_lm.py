@@ -71,7 +71,6 @@ def close(found, expected, tolerance=1e-10) -> None:
 
 
 # --- orders ----------------------------------------------------------------------------------------------------------
-
 def test_the_steps_of_an_answer_by_hand():
     assert Unmasking(per_step=2).schedule(5) == [(0, 5, 2), (0, 5, 2), (0, 5, 1)]
     assert Unmasking(per_step=2, block=3).schedule(7) == [(0, 3, 2), (0, 3, 1), (3, 6, 2), (3, 6, 1), (6, 7, 1)]
@@ -120,7 +119,6 @@ def test_surest_places_and_blocks_come_first():
 
 
 # --- densities -------------------------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("unmasking", [Unmasking(), Unmasking(0.7, per_step=2), Unmasking(order="random"),
                                        Unmasking(1.3, per_step=2, block=3, order="random")])
 def test_a_trace_is_scored_in_its_own_states(unmasking):
@@ -226,7 +224,6 @@ def test_the_logits_of_a_family_made_from_causal_models_are_those_of_the_next_pl
 
 
 # --- models ----------------------------------------------------------------------------------------------------------
-
 def saved(folder, **changes):
     """A tiny model's folder, its config.json changed."""
     for part in model():
@@ -286,7 +283,6 @@ def test_a_models_own_code_runs_only_where_that_is_allowed(tmp_path, monkeypatch
 
 
 # --- methods ---------------------------------------------------------------------------------------------------------
-
 def test_trace_rl_is_as_published():
     found = methods.preset("trace_rl")
     expected = {"decoding": Unmasking(), "log_ratio": PlainRatio(), "surrogate": Clip(0.2, 0.2),

@@ -61,7 +61,6 @@ def by_hand(own: VisionLM, family: str, images, found, prompts=PROMPTS, temperat
 
 
 # --- samples and replays ---------------------------------------------------------------------------------------------
-
 @FAMILIES
 @SHARED
 @torch.no_grad()
@@ -106,7 +105,6 @@ def test_images_change_answers_and_batches_do_not(family, images):
 
 
 # --- gradients -------------------------------------------------------------------------------------------------------
-
 @FAMILIES
 def test_a_image_that_a_group_shares_is_read_once_and_gives_the_same_gradient(family, images):
     gradients, counts, prompts = [], [], torch.tensor([0, 0, 0, 1, 1, 1])
@@ -155,7 +153,6 @@ def test_checkpointing_gives_the_same_gradient(family, images):
 
 
 # --- prompts and files -----------------------------------------------------------------------------------------------
-
 @FAMILIES
 def test_what_cannot_be_read_is_told_in_a_line(family, images, tmp_path):
     own = tiny.policy(family)

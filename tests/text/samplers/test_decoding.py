@@ -29,7 +29,6 @@ def draws(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 # --- distributions ---------------------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
 def test_a_temperature_divides_logits(temperature):
     logits = draws(5, 7)
@@ -65,7 +64,6 @@ def test_decodings_out_of_range_are_refused(wrong, told):
 
 
 # --- draws -----------------------------------------------------------------------------------------------------------
-
 def test_draws_by_hand():
     at = torch.tensor([0.0, 0.499, 0.501, 0.799, 0.801, 0.949, 0.951, 0.999999])
     assert drawn(LOGITS.expand(8, 4), at).tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
@@ -100,7 +98,6 @@ def test_a_completion_is_decided_up_to_its_first_end():
 
 
 # --- densities -------------------------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("chunk", [1, 3, 100])
 @pytest.mark.parametrize("decoding", [Decoding(), Decoding(0.6, top_k=4)])
 def test_scores_are_log_probabilities_with_their_gradient_whatever_the_chunk(chunk, decoding):
@@ -115,7 +112,6 @@ def test_scores_are_log_probabilities_with_their_gradient_whatever_the_chunk(chu
 
 
 # --- reductions ------------------------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("reduction, weights, count", [
     (TokenMean(), [[1, 1, 0], [1, 0, 0], [0, 0, 0]], 3),
     (SequenceMean(), [[0.5, 0.5, 0], [1, 0, 0], [0, 0, 0]], 2),
@@ -141,7 +137,6 @@ def test_pieces_of_batches_and_rows_of_one_decision(reduction):
 
 
 # --- ratios and surrogates -------------------------------------------------------------------------------------------
-
 def scored(logp: torch.Tensor) -> Scored:
     return Scored(logp.masked_fill(~MASK, 0), MASK)
 

@@ -59,7 +59,6 @@ def noise(rows: int, length: int = LENGTH, size: int = SIZE, seed: int = 0) -> t
 
 
 # --- the process -----------------------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("length, per_step", [(2, 1), (3, 1), (3, 2)])
 def test_the_kl_of_a_process_is_that_of_its_paths(length, per_step):
     """Every order and every sequence, forced by the noise: the mean of the walk's KL is the sum of P log(P / Q)."""
@@ -116,7 +115,6 @@ def test_tokens_have_the_models_law_and_the_soft_gradient():
 
 
 # --- the gradient ----------------------------------------------------------------------------------------------------
-
 def of_binary(temperature: float, logit: float) -> float:
     """The mean gradient of the chance of the first of two tokens by its logit, over all noise: the difference of two
     Gumbels is logistic, and its quantiles stand for it."""
@@ -182,7 +180,6 @@ def test_with_a_graph_or_without_the_walk_is_the_same():
 
 
 # --- the parts -------------------------------------------------------------------------------------------------------
-
 def test_defaults_and_what_cools():
     found = methods.preset("drakes")
     assert (found.rollout.decoding, found.target, found.loss.surrogate) == (RANDOM, RelaxedTraces(), RewardAscent())
@@ -230,7 +227,6 @@ def test_letters_of_both_kinds_of_texts():
 
 
 # --- runs ------------------------------------------------------------------------------------------------------------
-
 @pytest.fixture(scope="module")
 def trained():
     """The weights of the tiny model, trained once."""
