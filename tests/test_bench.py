@@ -119,8 +119,7 @@ def test_the_benchmark_says_what_the_benches_found(folders, docs):
     assert "| base | 0.250 | | |" in starter.replace("  ", " ")
     assert re.search(r"\| `mix_grpo\+grpo_guard` \| 0\.900 \(0\.\d+, [01]\.\d+\) \| "
                      r"(0\.0\d+|< 0\.001) \| [\d,]+ \|", starter)
-    assert re.search(r"\| \[`flow_grpo`\]\(methods/sde_steps\.md#flow_grpo\) \| 0\.500 .* \| the reference \|",
-                     starter)
+    assert re.search(r"\| \[`flow_grpo`\]\(methods/sde_steps\.md#flow_grpo\) \| 0\.500 .* \| the reference \|", starter)
     assert re.search(r"#ddpo\) \| 0\.300 .* \| not reached \|", starter)
     assert {line.count("|") for line in text.splitlines() if line.startswith("|")} == {5}
     assert "One seed:" in texts

@@ -230,7 +230,7 @@ def promised(arguments: list[str]) -> str:
                         name=value(arguments, "--name") or Path(arguments[1]).stem)
 
 
-# `taste` waits for clicks on its page; tests/cli/test_taste.py clicks.
+# `taste` waits for clicks on its page; tests/cli/test_commands.py clicks.
 RUN_LINES = [line for line in SHOWN if line not in LAUNCHES + LEFT and "flowgrpo taste" not in line]
 # The fast tier runs one line of every command, the shortest.
 FIRST = {leaf(words(line))[0]: line for line in sorted(RUN_LINES, key=len, reverse=True)}

@@ -252,8 +252,7 @@ def tour_faults(page: str) -> list[str]:
         faults += [name] * (not re.search(rf"^{name}\b", (ROOT / path).read_text(encoding="utf-8"), re.MULTILINE))
     rooms = [f"{path.name}/" for path in (ROOT / "flowgrpo").iterdir() if path.is_dir() and path.name[0] != "_"]
     roots = [f"{name}/" for name in ("configs", "docker", "docs", "examples", "scripts", "tests")]
-    return faults + [room for room in rooms if room not in inside] + [
-        root for root in roots if f"`{root}`" not in page]
+    return faults + [room for room in rooms if room not in inside] + [root for root in roots if f"`{root}`" not in page]
 
 
 def test_the_tour_of_the_house_is_that_of_its_tree():

@@ -70,8 +70,7 @@ def test_its_configuration_repeats_the_run_and_both_keep_their_prompts(run, tmp_
     assert checkpoints.run_config(earlier).prompts == str(earlier / provenance.PROMPTS)
 
 
-@pytest.mark.parametrize("command", [("compare grid",), ("export", "--form", "merged"),
-                                     ("eval", "--suite", "starter")])
+@pytest.mark.parametrize("command", [("compare grid",), ("export", "--form", "merged"), ("eval", "--suite", "starter")])
 def test_a_model_without_a_folder_is_told_without_asking_the_hub(nameless, command, tmp_path, capsys):
     name, *options = command
     line = error_line(capsys, *name.split(), str(nameless), *options, "--trust-run", "--output", str(tmp_path / "out"))

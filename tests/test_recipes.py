@@ -75,8 +75,7 @@ SHORTER = ("sd15_24gb", "sdxl_24gb", "sdxl_48gb", "sd35_medium_24gb", "flux_dev_
            "qwen_image_24gb", "wan21_1b_24gb", "wan22_5b_24gb", "sd15_short", "sdxl_short", "z_image_short",
            "flux2_klein_short")
 SMALLER = ("qwen_image_edit_48gb", "hunyuan_video15_48gb")  # of recipes that are for one GPU already
-EIGHT = ("sdxl_8x80", "sd35_medium_8x80", "flux_dev_8x80", "flux_kontext_8x80", "qwen_image_8x80",
-         "wan22_8x80")
+EIGHT = ("sdxl_8x80", "sd35_medium_8x80", "flux_dev_8x80", "flux_kontext_8x80", "qwen_image_8x80", "wan22_8x80")
 PIPELINES |= {name: PIPELINES[name.rpartition("_")[0]] for name in (*SHORTER, *SMALLER, *EIGHT)}
 LANGUAGE_MODELS = {"qwen3_0_6b", "smollm2_135m"}
 DRAWING = {"janus_pro_1b"}  # models of image tokens

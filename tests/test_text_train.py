@@ -66,8 +66,7 @@ def test_every_presets_gradient_differs_from_its_parents():
                "reinforce_pp": "grpo", "remax": "rloo", "ppo": "grpo"}
     found = {}
     for method in PRESETS:
-        trainer = tiny_text.trainer(tiny_text.policy(), {"short": many}, method=method,
-                                    parts=PARTS.get(method, {}))
+        trainer = tiny_text.trainer(tiny_text.policy(), {"short": many}, method=method, parts=PARTS.get(method, {}))
         parts, asked = credited(trainer)
         tiny_text.stir(trainer.policy, 0.05)  # away from ratios of 1, where some agree
         found[method] = gradient(trainer, parts, asked)

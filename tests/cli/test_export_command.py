@@ -104,8 +104,7 @@ def test_merged_with_its_card(finished, tmp_path, capsys):
     assert file == finished / "README.md" and "`red`" in file.read_text()
 
 
-@pytest.mark.parametrize("arguments, told", [
-    (("--form", "card", "--output", "card.md"), "leave out --output")])
+@pytest.mark.parametrize("arguments, told", [(("--form", "card", "--output", "card.md"), "leave out --output")])
 def test_what_would_be_dropped_is_refused(finished, capsys, arguments, told):
     said = error_line(capsys, "export", str(finished), *arguments)
     assert said.startswith("flowgrpo: error: --") and told in said

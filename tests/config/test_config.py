@@ -1,17 +1,20 @@
-"""The configuration: what is valid round-trips, what is not is told in one line with its path."""
+"""The configuration: what is valid round-trips, what is not is told in one line with its path; recipes by name."""
+
+from pathlib import Path
 
 import pytest
 import yaml
 
 from flowgrpo import config
+from flowgrpo.cli import main
 from flowgrpo.cli.train import recipe_and_options
-from flowgrpo.config import schema, yaml_text
+from flowgrpo.config import load, parse, recipes, schema, yaml_text
 from flowgrpo.config.parse import ELSEWHERE, nearest_key
 from flowgrpo.config.schema import keys, owner
 from flowgrpo.config.sections import AutoRate
 from flowgrpo.contrib import phases
 from flowgrpo.errors import UserError
-from tests.helpers.refusals import message
+from tests.helpers.refusals import error_line, message
 
 
 def test_defaults_pass_their_own_checks():
@@ -171,7 +174,7 @@ def test_missing_and_empty_recipes(tmp_path):
     assert config.load(file) == config.Config()
 
 
-def recipes(folder, **texts) -> None:
+def write_recipes(folder, **texts) -> None:
     for name, text in texts.items():
         (folder / f"{name}.yaml").write_text(text)
 
@@ -179,10 +182,10 @@ def recipes(folder, **texts) -> None:
 def test_a_recipe_extends_another(tmp_path):
     """Sections by key, parts by part, other values as a whole; the file's own name; a chain of files."""
     (tmp_path / "base").mkdir()
-    recipes(tmp_path / "base", first="name: chosen\nmethod: flow_grpo\nreward: {a: 1, b: 2}\nadapter: {rank: 8}\n"
+    write_recipes(tmp_path / "base", first="name: chosen\nmethod: flow_grpo\nreward: {a: 1, b: 2}\nadapter: {rank: 8}\n"
             "parts: {kernel: {level: 0.7}, plan: {size: 2, order: random}}\ntrain: {lr: 0.5, group: 6}\n"
             "eval: {every: 7, rewards: {c: {}}}\n")
-    recipes(tmp_path, second="extends: base/first.yaml\nparts: {plan: {size: 3}}\nreward: {b: 1}\n"
+    write_recipes(tmp_path, second="extends: base/first.yaml\nparts: {plan: {size: 3}}\nreward: {b: 1}\n"
             "train: {lr: 0.25}\neval: {rewards: {d: {}}}\n", third="extends: second.yaml\ntrain: {micro_batch: 3}\n",
             other="extends: second.yaml\nmethod: mix_grpo\n")
     second, third, other = (config.load(tmp_path / f"{name}.yaml") for name in ("second", "third", "other"))
@@ -191,7 +194,7 @@ def test_a_recipe_extends_another(tmp_path):
     assert (second.train.lr, second.train.group, second.eval.every, list(second.watched)) == (0.25, 6, 7, ["d"])
     assert (second.name, third.name, third.train.micro_batch, third.train.lr) == ("second", "third", 3, 0.25)
     assert other.parts == {} and other.train == second.train
-    recipes(tmp_path, resolved=third.yaml())
+    write_recipes(tmp_path, resolved=third.yaml())
     assert config.load(tmp_path / "resolved.yaml") == third
 
 
@@ -203,9 +206,9 @@ def test_a_recipe_extends_another(tmp_path):
     ("of_broken", "broken.yaml: train.lr: got -1, expected a number greater than 0"),
     ("wrong", "wrong.yaml: unknown key 'train.grop': did you mean 'train.group'?")])
 def test_a_recipe_that_cannot_be_extended_is_named(name, told, tmp_path):
-    recipes(tmp_path, a="extends: b.yaml", b="extends: a.yaml", alone="extends: alone.yaml", many="extends: [a.yaml]",
-            absent="extends: broken.yml", broken="train: {lr: -1}", of_broken="extends: broken.yaml", fine="seed: 1",
-            wrong="extends: fine.yaml\ntrain: {grop: 4}")
+    write_recipes(tmp_path, a="extends: b.yaml", b="extends: a.yaml", alone="extends: alone.yaml", fine="seed: 1",
+                  many="extends: [a.yaml]", absent="extends: broken.yml", broken="train: {lr: -1}",
+                  of_broken="extends: broken.yaml", wrong="extends: fine.yaml\ntrain: {grop: 4}")
     assert told in message(config.load, tmp_path / f"{name}.yaml")
 
 
@@ -264,3 +267,72 @@ def test_a_rate_is_a_number_found_or_the_default():
     own = train("{start: 1e-5, target: 0.03}")
     assert own.calibration == AutoRate(start=1e-5, target=0.03) and own.first_lr == 1e-5
     assert config.Config().train.calibration is None and config.Config().train.first_lr == 3e-4
+
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+@pytest.mark.parametrize("name", ["starter", "sdxl_24gb", "sdxl_8x80"])
+def test_a_name_is_the_packaged_recipe(name, tmp_path, monkeypatch):
+    """From any folder, with the name of its run, and what it extends."""
+    monkeypatch.chdir(tmp_path)
+    assert load(name) == load(CONFIGS / f"{name}.yaml") and load(name).name == name
+
+
+def test_every_recipe_is_packaged():
+    assert recipes.names() == sorted(file.stem for file in CONFIGS.glob("*.yaml"))
+
+
+def test_local_and_packaged_recipes_by_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sdxl_24gb").write_text("method: flow_grpo\n")
+    (tmp_path / "starter").mkdir()
+    assert load("sdxl_24gb").method == "flow_grpo" and load("sdxl_24gb").model == "starter"
+    assert load("starter").parts["plan"] == {"size": 3, "order": "frozen"}
+    (tmp_path / "mine.yaml").write_text("extends: sdxl_24gb\nreward: pick_score\n")
+    found = load(tmp_path / "mine.yaml")
+    assert found.reward == "pick_score" and found.name == "mine"
+    assert found.model_copy(update={"reward": "hpsv2.1", "name": "sdxl_24gb"}) == load("sdxl_24gb")
+
+
+def test_a_recipe_below_the_home_folder(tmp_path, monkeypatch):
+    """By its own name and under `extends`; a folder named ~ is not looked for."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "base.yaml").write_text("extends: starter\nprompts: ~/p.txt\n")
+    (tmp_path / "mine.yaml").write_text("extends: ~/base.yaml\nseed: 3\n")
+    found = load("~/mine.yaml")
+    assert (found.seed, found.prompts, found.name) == (3, str(tmp_path / "p.txt"), "mine")
+    (tmp_path / "mine.yaml").write_text("extends: ~nobody-of-this-name/base.yaml\n")
+    with pytest.raises(UserError, match="mine.yaml: extends: ~nobody-of-this-name/base.yaml: there is no user 'nobody"):
+        load("~/mine.yaml")
+
+
+@pytest.mark.parametrize("given, told", [
+    ("sdxl_24g", "no recipe 'sdxl_24g': did you mean 'sdxl_24gb'?"),
+    ("nothing_near_it", "no recipe 'nothing_near_it'"),
+    ("configs/sdxl_24gb.yaml", "no recipe at configs/sdxl_24gb.yaml: it does not exist: did you mean the packaged "
+                               "recipe sdxl_24gb?"),
+    ("no.yaml", "no recipe at no.yaml: it does not exist; expected a YAML file, or a packaged recipe such as starter")])
+def test_what_is_neither_is_one_line(given, told, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert message(load, given).startswith(told)
+
+
+def test_demo_takes_keys_and_no_recipe(capsys):
+    assert "use `flowgrpo train sdxl_24gb`" in error_line(capsys, "demo", "sdxl_24gb")
+    assert "unknown option --train.lrr: did you mean '--train.lr'?" in error_line(capsys, "demo", "--train.lrr=1")
+    assert "train.lr: got 'fast'" in error_line(capsys, "demo", "--train.lr=fast")
+
+
+def test_demo_is_the_recipe_that_make_demo_ran():
+    makefile = (CONFIGS.parent / "Makefile").read_text(encoding="utf-8")
+    assert "$(BIN)/python -m flowgrpo demo\n" in makefile
+    assert parse.load(recipes.FOLDER / "starter.yaml", {}) == load(CONFIGS / "starter.yaml")
+
+
+def test_check_takes_a_recipes_file_in_place_of_a_model(tmp_path, capsys):
+    (tmp_path / "mine.yaml").write_text("extends: starter\n")
+    assert main(["check", str(tmp_path / "mine.yaml")]) == 0
+    assert "\nmodel " in capsys.readouterr().out
+    assert main(["check", str(tmp_path / "none.yaml")]) == 2
+    assert f"no recipe at {tmp_path / 'none.yaml'}: it does not exist" in capsys.readouterr().err

@@ -25,8 +25,7 @@ def by_place(outputs, prompts):
 
 def trainer(kind: str, prompts: list[str], **replay):
     made = tiny_text.trainer if kind == "text" else tiny.trainer
-    parts = {"replay": {"type": "GroupReplay"} | replay} | (
-        {} if kind == "text" else {"plan": {"size": 2}})
+    parts = {"replay": {"type": "GroupReplay"} | replay} | ({} if kind == "text" else {"plan": {"size": 2}})
     found = made(rewards={"short" if kind == "text" else "red": by_place}, train__prompts=len(prompts), parts=parts)
     found.prompts = [Prompt(text) for text in prompts]
     return found

@@ -83,8 +83,7 @@ def test_overconfident_errors_are_pushed_harder_by_hand():
     assert found[0, :2].tolist() == pytest.approx([-3.13, -1.13], abs=5e-3)
     both = Confidence(Signed(1.0, 1.0), side="both")(rewards, [1.0], context)
     close(both, [[-3.126928011, -1.126928011, 1.126928011, 3.126928011]], 1e-8)
-    assert torch.equal(Confidence(Signed(1.0, 1.0), alpha=0)(rewards, [1.0], context),
-                       Signed(1.0, 1.0)(rewards, [1.0]))
+    assert torch.equal(Confidence(Signed(1.0, 1.0), alpha=0)(rewards, [1.0], context), Signed(1.0, 1.0)(rewards, [1.0]))
     assert ace.needs == ("reference",) and Confidence(against="group").needs == ()
     assert Confidence(Conditional(metric="length")).needs == ("reference", "lengths")
     with pytest.raises(ValueError, match="reads the samples' log-probabilities under the reference, and this method"):

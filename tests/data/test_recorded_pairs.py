@@ -178,8 +178,7 @@ def test_training_moves_the_implicit_reward_to_the_preferred(tmp_path):
 # --- a whole run -----------------------------------------------------------------------------------------------------
 def test_a_run_measures_and_saves_as_ever(tmp_path):
     file = pairs_file(tmp_path, *((text, "a.png", "b.png") for text in tiny.PROMPTS))
-    settings = tiny.config(tmp_path, preferences=file, **DPO, train__steps=10, eval__every=1,
-                           train__lr=0.05)
+    settings = tiny.config(tmp_path, preferences=file, **DPO, train__steps=10, eval__every=1, train__lr=0.05)
     summary = align(settings)
     assert summary["before"].keys() == summary["after"].keys() == {"red"} and summary["before"] != summary["after"]
     assert summary["rewards"] == {"trained": {"preferred": 1.0}, "measured": ["red"]}

@@ -40,8 +40,7 @@ def settings(folder, count: int | None, **changes):
 def trained(config):
     reward = Lengths()
     pipe, _ = make(WAN)
-    summary = run(config, pipe=pipe, functions={"lengths": reward},
-                  prompts=[Prompt(text) for text in tiny.PROMPTS])
+    summary = run(config, pipe=pipe, functions={"lengths": reward}, prompts=[Prompt(text) for text in tiny.PROMPTS])
     return summary, reward.seen, pipe
 
 

@@ -300,8 +300,7 @@ def test_prompts_are_shuffled_by_half_the_list():
     assert torch.equal(torch.get_rng_state(), states[2])
     reward = rewards.Composed(fits, WatchRule(when={"even": True}), name="fits")
     [others] = Shuffled.of({"fits": reward}, PROMPTS).others.values()
-    assert {i: other.metadata["value"] for i, other in others.items()} == {
-        i: (i + 16) % 32 for i in range(0, 32, 2)}
+    assert {i: other.metadata["value"] for i, other in others.items()} == {i: (i + 16) % 32 for i in range(0, 32, 2)}
 
 
 def test_no_image_gets_its_own_prompt_and_failures_have_no_scores():

@@ -144,8 +144,7 @@ def test_names_of_others_do_not_command_the_terminal(tmp_path, capsys):
         if (folder / file).is_file():
             text = (folder / file).read_text()
             settings = text.replace("mix_grpo", r'"\x1b]0;x\x07"').replace("name: ab", r'name: "a\x1b[2Jb"')
-            (folder / file).write_text(settings if file == "config.yaml" else
-                                       text.replace('"red"', json.dumps(evil)))
+            (folder / file).write_text(settings if file == "config.yaml" else text.replace('"red"', json.dumps(evil)))
     assert main(["list", "runs", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert not set(out) & set("\x1b\x07\x9b\u202e") and r"\x1b[2J" in out and r"\u202eevil" in out

@@ -159,8 +159,7 @@ def test_the_prompt_file_names_every_image(tmp_path, model, asked, monkeypatch, 
     assert [(p.text, p.negative, p.weight, p.metadata.get("task")) for p in found] == \
         [("a dog", "a cat", 2, "animals")] * 2 + [("a hat", None, 1, None)] * 2
     files = [p.metadata["base_image"] for p in found]
-    assert files == [str(tmp_path / "base" / "pictures" / "base" / f"0000{i}-0{k}.png") for i in (0, 1)
-                     for k in (0, 1)]
+    assert files == [str(tmp_path / "base" / "pictures" / "base" / f"0000{i}-0{k}.png") for i in (0, 1) for k in (0, 1)]
     # The images are those of --prompt: the second prompt's depend on the seed and its number alone.
     alone = drawn(tmp_path / "alone", model, prompts=("a dog", "a hat"), count=2)
     assert max(abs(pixels(file) - other).max() for file, other in zip(files[2:], alone[2:])) <= 1
@@ -291,8 +290,7 @@ def test_texts_are_chosen_as_well(tmp_path):
         each.save_pretrained(tmp_path / "lm")
     (tmp_path / "long.py").write_text("def long(texts, prompts):\n    return [float(len(set(t))) for t in texts]\n")
     every = texts.sample(str(tmp_path / "lm"), None, ["1+2=", "3+4="], 6, 0)
-    kept = texts.sample(str(tmp_path / "lm"), None, ["1+2=", "3+4="], 2, 0, best_of=3,
-                        by=f"{tmp_path}/long.py:long")
+    kept = texts.sample(str(tmp_path / "lm"), None, ["1+2=", "3+4="], 2, 0, best_of=3, by=f"{tmp_path}/long.py:long")
     assert kept == [max(every[at:at + 3], key=lambda text: len(set(text))) for at in range(0, 12, 3)]
 
 

@@ -221,8 +221,7 @@ def summary(before: Measured, after: Measured) -> dict:
 
 def test_tasks_may_be_anything_that_json_has(capsys):
     before, after = measured(*[0.25] * 6), measured(*[0.5] * 6)
-    assert before.by_task("[b]") == dict.fromkeys(
-        ["1", "['a', 'b']", "[/red]x", "[red]y", ":cat:", "{'of': 2}"], 0.25)
+    assert before.by_task("[b]") == dict.fromkeys(["1", "['a', 'b']", "[/red]x", "[red]y", ":cat:", "{'of': 2}"], 0.25)
     held_out.print_report(summary(before, after), "weights: runs/c[red]", Path("runs/c[red]"))
     out = capsys.readouterr().out
     rows = [line.split("│") for line in out.splitlines() if "+0.250" in line]

@@ -196,8 +196,7 @@ def test_bf16_is_near_and_they_are_rewards_like_others(tiny, pick, encoder):
                       for dtype in ("bf16", "fp32"))
         assert half.dtype == torch.float32 and 0 < (half - full).abs().max() < 0.02 * full.abs().max() + 0.02, kind
     images, metadata = pictures(5, 40, 40), [{}] * 5
-    both = {"clip_score": ClipScore(device="cpu", parts=tiny[:2]),
-            "pickscore": PickScore(device="cpu", parts=pick[:2])}
+    both = {"clip_score": ClipScore(device="cpu", parts=tiny[:2]), "pickscore": PickScore(device="cpu", parts=pick[:2])}
     columns = score(both, images, PROMPTS, metadata)
     assert columns.shape == (5, 2) and not columns.isnan().any()
     assert torch.equal(columns[:, 1], both["pickscore"](images, PROMPTS))
@@ -246,8 +245,7 @@ def test_modules_are_those_of_attributes_and_of_parts():
 
     one, model = Held(), Mean(device="cpu:0")
     gated = rewards.find("gated", {"rewards": [model, one.score], "thresholds": [0.5]})
-    assert dict((type(module), str(device)) for module, device in placement.modules(gated)) \
-        == {torch.nn.Linear: "cpu"}
+    assert dict((type(module), str(device)) for module, device in placement.modules(gated)) == {torch.nn.Linear: "cpu"}
     assert [str(device) for _, device in placement.modules(gated)] == ["cpu:0", "cpu"]
     assert placement.local_models(functools.partial(gated, 1)) == [model]
     assert placement.modules(lambda images, prompts: None) == []

@@ -234,8 +234,7 @@ def test_a_run_with_a_judge_measures_another_reward(tmp_path):
     with pytest.raises(UserError, match="reward 'redder' compares the samples of a group, and a held-out evaluation"):
         align(tiny.sd3(), redder, **settings)
     flowgrpo.reward("test_red")(tiny.red)
-    summary = align(tiny.sd3(), redder, **settings,
-                    eval={"steps": 2, "prompts": 2, "grid": 1, "rewards": ["test_red"]})
+    summary = align(tiny.sd3(), redder, **settings, eval={"steps": 2, "prompts": 2, "grid": 1, "rewards": ["test_red"]})
     assert summary["before"].keys() == {"test_red"} and summary["rewards"]["measured"] == ["test_red"]
     assert summary["max_first_log_ratio"] <= 1e-6 and summary["updates"] == 1
 

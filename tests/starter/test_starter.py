@@ -91,8 +91,7 @@ def test_two_epochs_on_the_starter(name):
                        "train": {"prompts": 1, "group": 8, "micro_batch": 8, "steps": 6, "epochs": 2}})
     policy = PipelinePolicy(load_pipeline("starter"), Adapter(rank=4), call=config.call,
                             adapted=preset(name).rollout.adapted)
-    trainer = Trainer(config, make_accelerator("cpu"), policy, {"scene_graded": scene_graded},
-                      sets.resolve(config))
+    trainer = Trainer(config, make_accelerator("cpu"), policy, {"scene_graded": scene_graded}, sets.resolve(config))
     trained = {id(parameter) for parameter in policy.weights.parameters()}
     frozen = [parameter for module in policy.pipe.components.values() if isinstance(module, torch.nn.Module)
               for parameter in module.parameters() if id(parameter) not in trained]

@@ -128,8 +128,7 @@ def test_its_recipe_trains_every_step_but_the_last_on_the_model_s_own_grid():
                   {"device": "cpu", "tracker": "none", "train.epochs": 1, "train.prompts": 1, "train.group": 4,
                    "adapter.rank": 2})
     policy = PipelinePolicy(load_pipeline(NAME, "bf16"), config.adapter, precision="bf16", call=config.call)
-    trainer = tiny.Trainer(config, tiny.Accelerator(cpu=True), policy, {"red": tiny.red},
-                           ([tiny.Prompt("a star")], []))
+    trainer = tiny.Trainer(config, tiny.Accelerator(cpu=True), policy, {"red": tiny.red}, ([tiny.Prompt("a star")], []))
     assert trainer.rollouts.grid.tolist() == pytest.approx([1, 0.75, 0.5, 0.25, 0])
 
 

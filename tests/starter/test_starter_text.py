@@ -1,17 +1,22 @@
-"""The text starter: what its card says of it, and that its recipe learns."""
+"""The text and the unified starter: what their cards say of them, and that their recipes learn."""
 
+import os
 import random
 
+import build_starter_unified as build
+import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
 from flowgrpo.config import load
 from flowgrpo.config.sections import Adapter, Text
+from flowgrpo.contrib.questions.scene_answers import Thing, balanced, read_question
 from flowgrpo.data import sets
 from flowgrpo.rewards.find import find
+from flowgrpo.rewards.starter.scene import scene
 from flowgrpo.run import run
-from flowgrpo.starter import FOLDERS
+from flowgrpo.starter import FOLDERS, lattice, scenes
 from flowgrpo.starter.arithmetic import FACTS, RATES, Problem, chosen, draw, solution
 from flowgrpo.text.policies.causal_lm import CausalLM
 from flowgrpo.text.policies.text_weights import load_causal_lm
@@ -102,3 +107,102 @@ def test_half_precision_replays_to_rounding():
     again = policy.log_probs(asked, torch.arange(16), made.ids, made.mask, Decoding())
     assert (again.logp - made.logp).abs().max() < 8 * torch.finfo(torch.bfloat16).eps  # of values around 1
     assert all(parameter.dtype == torch.float32 for parameter in policy.weights.parameters())
+
+
+FOLDER = FOLDERS["starter_unified"]
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    torch.manual_seed(0)
+    return AutoModelForImageTextToText.from_pretrained(FOLDER, dtype=torch.float32).eval(), \
+        AutoProcessor.from_pretrained(FOLDER)
+
+
+def test_it_is_small_and_its_processor_is_the_one_of_its_training(loaded):
+    model, processor = loaded
+    assert type(model).__name__ == "JanusForConditionalGeneration" and type(processor).__name__ == "JanusProcessor"
+    assert 1.1e6 < sum(parameter.numel() for parameter in model.parameters()) < 1.3e6
+    assert sum(os.path.getsize(FOLDER / name) for name in os.listdir(FOLDER)) < 2.6e6
+    assert model.generation_config.generation_kwargs["boi_token_id"] == build.BOI
+    told = processor.apply_chat_template([{"role": "user", "content": "two red stars"}], add_generation_prompt=True)
+    assert processor(text=told, generation_mode="image", return_tensors="pt")["input_ids"][0].tolist() == \
+        build.caption_ids(processor.tokenizer, "two red stars")
+    picture = lattice.paint(lattice.place(scenes.parse("two red stars"), np.random.default_rng(0)))
+    question = [{"role": "user", "content": [{"type": "image", "image": build.image_of(picture)},
+                                             {"type": "text", "text": "How many things are in the picture?"}]}]
+    read = processor.apply_chat_template(question, add_generation_prompt=True, tokenize=True, return_dict=True,
+                                         return_tensors="pt")
+    assert read["input_ids"][0].tolist() == build.question_ids(processor.tokenizer,
+                                                               "How many things are in the picture?")
+    assert (read["pixel_values"][0] - (torch.from_numpy(picture) * 2 - 1)).abs().max() < 0.01
+    assert set(build.words()) < set(processor.tokenizer.get_vocab())
+
+
+@torch.no_grad()
+def test_it_paints_and_answers_as_its_card_says(loaded):
+    model, _ = loaded
+    prompts = build.held_out_prompts()[::8]
+    rng = np.random.default_rng(0)
+    grids = [lattice.tokens(lattice.place(scenes.parse(prompt), rng)) for prompt in prompts]
+    pictures = model.decode_image_tokens(torch.from_numpy(np.stack(grids))).permute(0, 3, 1, 2)
+    assert np.mean(scene((pictures / 2 + 0.5).clamp(0, 1), prompts)) > 0.95
+    # Images are right in half of the cases, answers too, and at chance with the images hidden.
+    model, processor = loaded
+    prompts = build.held_out_prompts()
+    drawn = build.images_right(model, processor.tokenizer, prompts[::3])["all"]
+    assert 0.4 < np.mean(drawn) < 0.75
+    shown, hidden = (build.answers_right(model, processor.tokenizer, prompts, hidden)["all"]
+                     for hidden in (False, True))
+    assert 0.5 < np.mean(shown) < 0.72 and np.mean(hidden) < np.mean(shown) - 0.08
+
+
+def test_a_step_of_the_recipe_trains_both_halves(tmp_path):
+    short = {"output": str(tmp_path), "tracker": "none", "device": "cpu", "train.epochs": 1, "train.prompts": 2,
+             "train.micro_batch": 8,
+             "train.inner_epochs": 1, "eval.prompts": 4, "eval.grid": 2, "parts.data.batch": 8}
+    summary = run(load("starter_unified", short))
+    assert summary["max_first_log_ratio"] < 1e-4 and summary["updates"] in (3, 4)
+    assert "held-out answers: right " in summary["kept"] and "hidden" in summary["kept"]
+
+
+def test_the_lessons_are_the_same_in_every_build():
+    """A step's loss depends on its number alone, also where the build was interrupted."""
+    torch.manual_seed(0)
+    processor = build.build_processor()
+    model = build.build_model(len(processor.tokenizer))
+    for lessons in (build.Lessons(model, processor.tokenizer, 10, 2, 2, 2), build.naming(model, processor.tokenizer),
+                    build.Lessons(model, processor.tokenizer, 10, 0, 2, 2, easy=0, first=5, only="exists")):
+        one, two = lessons(3).item(), lessons(4).item()
+        assert lessons(3).item() == one != two
+
+
+def test_a_image_and_its_tokens_determine_each_other():
+    rng = np.random.default_rng(0)
+    objects = lattice.place(scenes.parse("three green crosses"), rng)
+    assert len(objects) == 3 and {each[:2] for each in objects} == {("cross", "green")}
+    grid = lattice.tokens(objects)
+    assert grid.shape == (64,) and (grid > 0).sum() == 12 and grid.max() < lattice.CODES
+    (_, _, (x, y)) = objects[0]
+    first = grid.reshape(8, 8)[y // 8 - 1, x // 8 - 1]
+    assert grid.reshape(8, 8)[y // 8 - 1:y // 8 + 1, x // 8 - 1:x // 8 + 1].tolist() == [
+        [first, first + 1], [first + 2, first + 3]]
+    picture = lattice.paint(objects)
+    assert picture.shape == (3, 64, 64) and picture[:, y, x].tolist() == pytest.approx(scenes.COLOURS["green"])
+    left, right = lattice.place(scenes.parse("a star and a ring"), rng)
+    assert left[0] == "star" and left[2][0] < right[2][0]
+    assert len(lattice.scattered(rng, 1.0)) >= 9 and lattice.scattered(rng, 0.0) == []
+
+
+def test_balanced_questions_are_those_that_the_image_answers():
+    dice = random.Random(0)
+    seen = [Thing("star", "red", (8.0, 8.0)), Thing("ring", "blue", (40.0, 8.0))]
+    asked = [balanced(seen, dice) for _ in range(600)]
+    assert all(read_question(question)[1](seen) == answer for question, answer in asked)
+    assert {read_question(balanced(seen, dice, "exists")[0])[0] for _ in range(40)} == {"exists"}
+    kinds = [read_question(question)[0] for question, _ in asked]
+    assert kinds.count("exists") == pytest.approx(600 * 2 / 7, abs=50)  # of plain and of coloured shapes
+    assert all(kinds.count(kind) == pytest.approx(600 / 7, abs=40) for kind in ("total", "count", "colour", "where",
+                                                                                 "related"))
+    of = [answer for (question, answer), kind in zip(asked, kinds) if kind in ("exists", "related")]
+    assert of.count("yes") == pytest.approx(len(of) / 2, abs=40)

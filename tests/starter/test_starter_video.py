@@ -83,8 +83,7 @@ def test_the_recipe_trains_it_and_the_first_ratio_is_one():
     config = load(Path(__file__).parents[2] / "configs" / "starter_video.yaml", small)
     assert config.call == VIDEO_CALL and set(config.rewards) == {"motion", "motion_graded", "appearance"}
     policy = PipelinePolicy(load_pipeline("starter_video"), config.adapter, call=config.call)
-    trainer = Trainer(config, make_accelerator("cpu"), policy, {},
-                      ([Prompt(text) for text in PROMPTS], []))
+    trainer = Trainer(config, make_accelerator("cpu"), policy, {}, ([Prompt(text) for text in PROMPTS], []))
     conditioning = policy.encode(PROMPTS)
     parts = list(explore(policy, conditioning, trainer.rollouts.explorations(trainer.epoch), 8, seeder(0, 0)))
     trainer.first_ratio(parts, conditioning, print)

@@ -100,8 +100,7 @@ def test_means_are_those_of_the_texts(found):
     assert results["unit"] == "text" and results["call"]["eval_temperature"] == 1.0
     table = (folder / "table.md").read_text()
     assert "| sum | 2 |" in table and f"{short}, tuned: pass@1 " in table and "distance between the texts of" in table
-    assert (folder / "grid.png").is_file() and json.loads((folder / "results.json").read_text()) == \
-        finite(results)
+    assert (folder / "grid.png").is_file() and json.loads((folder / "results.json").read_text()) == finite(results)
 
 
 def test_a_killed_evaluation_goes_on_and_a_reward_is_added(world, found, tmp_path):

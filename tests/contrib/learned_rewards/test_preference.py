@@ -239,8 +239,7 @@ def test_mistakes_with_the_folder(learned, monkeypatch, capsys, tmp_path):
     score = ["0-0-0.png", "--prompt", "a red circle"]
     assert "has no aspect 'lihgt': did you mean 'light'?" in told(capsys, "reward", "score", "./reward:lihgt", *score)
     assert "no reward.json in it" in told(capsys, "reward", "score", str(tmp_path), *score)
-    assert "unknown reward 'rewart:light'" in told(capsys, "reward", "score", "rewart:light",
-                                                   *score)
+    assert "unknown reward 'rewart:light'" in told(capsys, "reward", "score", "rewart:light", *score)
     assert "has no aspect 'colour'" in told(capsys, "reward", "score", "./reward", *score, "--args",
                                             "{weights: {colour: 1}}")
     assert "holds a reward already" in told(capsys, "reward", "train", file, "--output", "reward")
@@ -412,8 +411,7 @@ def test_margins_of_scores_and_batches_of_one_prompt():
     (["--model", "nowhere/at/all"], "expected starter_text, or a folder or hub id of a language model")])
 def test_mistakes_are_one_line(tmp_path, capsys, options, told):
     file = tmp_path / "pairs.jsonl"
-    file.write_text("".join(json.dumps({"prompt": f"{n}+1=", "chosen": "7", "rejected": "1"}) + "\n"
-                            for n in range(8)))
+    file.write_text("".join(json.dumps({"prompt": f"{n}+1=", "chosen": "7", "rejected": "1"}) + "\n" for n in range(8)))
     assert main(["reward", "train", str(file), "--output", str(tmp_path / "reward"), "--held-out", "0.5",
                  *options]) == 2
     error = capsys.readouterr().err.splitlines()[-1]

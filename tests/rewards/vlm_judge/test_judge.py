@@ -398,8 +398,7 @@ def test_a_rejected_request_fails_alone():
     assert found[0] == found[2] == 6 and math.isnan(found[1]) and tally.failed == {"j": 1}
 
 
-@pytest.mark.parametrize("status, told", [
-    (401, "set key_env"), (403, "set key_env"), (404, "serve the model 'm'")])
+@pytest.mark.parametrize("status, told", [(401, "set key_env"), (403, "set key_env"), (404, "serve the model 'm'")])
 def test_a_persons_mistake_ends_the_run(status, told):
     with endpoint([(status, {}, {"error": {"message": "no"}})]) as server:
         judge = Composed(Judge(url=server.url, **QUICK), RewardRule(on_error="skip"))

@@ -325,8 +325,7 @@ def trainer(folder, rewards=None, **options):
 def test_the_weight_falls_from_the_first_epoch_to_the_last():
     kl, reference = preset("kdrl").parts()["kl"], preset("kdrl").parts()["reference"]
     assert reference == Teacher() and reference([{}], dict, 3) == []
-    assert [at_epoch(kl, RunState(epoch, 5)).weight for epoch in (0, 2, 4)] == pytest.approx(
-        [5e-3, 3e-3, 1e-3])
+    assert [at_epoch(kl, RunState(epoch, 5)).weight for epoch in (0, 2, 4)] == pytest.approx([5e-3, 3e-3, 1e-3])
 
 
 def test_the_reference_is_the_teacher(tmp_path):

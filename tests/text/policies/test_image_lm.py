@@ -34,8 +34,7 @@ GUIDANCE = pytest.mark.parametrize("guidance", [1.0, 3.0])
 
 def sampled(own: ImageLM, prompts=PROMPTS, seeds=(1, 2, 3, 4), decoding=Decoding(), greedy=False):
     asked = own.encode(list(prompts))
-    return asked, own.sample(asked, decoding, own.generators(seeds[:len(prompts)]),
-                             torch.full((len(prompts),), greedy))
+    return asked, own.sample(asked, decoding, own.generators(seeds[:len(prompts)]), torch.full((len(prompts),), greedy))
 
 
 def replayed(own: ImageLM, asked, found, decoding=Decoding(), prompts=None, **more):

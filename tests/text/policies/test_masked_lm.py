@@ -345,8 +345,7 @@ def test_the_first_ratio_of_shrunk_replays_is_one(shrink):
 
 def arguments(folder, **options):
     settings = tiny.config(folder, method="trace_rl", **options)
-    return settings, dict(pipe=model(), functions={"short": many},
-                          prompts=[tiny.Prompt(text) for text in tiny.PROMPTS])
+    return settings, dict(pipe=model(), functions={"short": many}, prompts=[tiny.Prompt(text) for text in tiny.PROMPTS])
 
 
 def test_a_run_leaves_its_adapter_and_its_numbers(tmp_path):

@@ -42,8 +42,7 @@ TRIAL = {"first": 200.0, "following": 100.0, "seconds": 2.0, "measuring": 0.5}
 @pytest.fixture
 def request_of(tmp_path):
     def made(*methods, model="starter", **changes):
-        usual = Request(list(methods), model, models.model(model).reference, 40_000, 3, 4, None, [],
-                        tmp_path / "bench")
+        usual = Request(list(methods), model, models.model(model).reference, 40_000, 3, 4, None, [], tmp_path / "bench")
         return replace(usual, **changes)
     return made
 
@@ -142,8 +141,7 @@ def test_recipes_rewards_and_folders_of_runs(request_of, tmp_path):
 def test_a_sweep_scales_rate_and_clip_on_validation_prompts(request_of, tmp_path):
     recipe = tmp_path / "ddpo_twice.yaml"  # its second update has ratios that a clip can cut
     recipe.write_text(yaml.dump({"method": "ddpo", "train": {"updates": 2}}))
-    made = Plan(request_of(str(recipe), "ddpo", "refl", "awm", reference="ddpo",
-                           sweep=[str(recipe), "ddpo", "refl"]))
+    made = Plan(request_of(str(recipe), "ddpo", "refl", "awm", reference="ddpo", sweep=[str(recipe), "ddpo", "refl"]))
     runs = made.sweep()
     assert [sum(run.entry.label == entry.label for run in runs) for entry in made.entries] == [9, 3, 3, 0]
     assert {run.seed for run in runs} == {3} and all("validation" in str(run.config.held_out) for run in runs)

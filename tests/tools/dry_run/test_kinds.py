@@ -93,8 +93,7 @@ def test_a_replay_costs_the_gradients_of_all_weights(model, checkpointing, passe
 NFT = {"method": "diffusion_nft", "train__micro_batch": 4}
 
 
-@pytest.mark.parametrize("without, options", [
-    (NFT | {"parts__lag": {"most": 0.0}}, NFT), ({}, {"train__ema": 0.9})])
+@pytest.mark.parametrize("without, options", [(NFT | {"parts__lag": {"most": 0.0}}, NFT), ({}, {"train__ema": 0.9})])
 def test_an_old_policy_and_an_average_take_four_bytes_a_weight(model, without, options):  # noqa: F811
     plain, more = (dry_run(config(model, adapter__rank=0, **given)).phases["reward"].allocated
                    for given in (without, options))
@@ -108,8 +107,7 @@ def brought(update: Phase) -> int:
 
 def test_the_reference_comes_from_the_host_and_scores(model):  # noqa: F811
     options = {"method": "flow_grpo", "adapter__rank": 0, "train__prompts": 1}
-    free, tied = (dry_run(config(model, parts__kl__weight=weight, **options)).phases["update"]
-                  for weight in (0.0, 0.1))
+    free, tied = (dry_run(config(model, parts__kl__weight=weight, **options)).phases["update"] for weight in (0.0, 0.1))
     assert tied.flops > free.flops
     assert [brought(free), brought(tied)] == [0, len(SIZES)]
 

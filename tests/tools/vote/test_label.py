@@ -85,8 +85,7 @@ def test_pairs_by_margins_and_single_rewards(place):
     assert main(["reward", "label", "more", "--key", "text", "--rewards", "mine.py:length"]) == 2  # "?" has no score
     write(place / "third", {"1+1=": ("2", "", ["333"])})
     assert main(["reward", "label", "texts", "third", "--rewards", "mine.py:length", "--output", "b.jsonl"]) == 0
-    assert rows(place / "b.jsonl")[0] == {"prompt": "1+1=", "chosen": "222", "rejected": "3",
-                                          "margins": {"overall": 2}}
+    assert rows(place / "b.jsonl")[0] == {"prompt": "1+1=", "chosen": "222", "rejected": "3", "margins": {"overall": 2}}
 
 
 def test_a_pairwise_judge_sees_whole_groups(place):
