@@ -426,7 +426,8 @@ def test_rloo_trains_a_lora(tmp_path):
 
 
 def test_flow_grpo_trainer_takes_coroutines_and_streams(tmp_path):
-    async def length(completions, prompts): return [float(len(text)) for text in completions]
+    async def length(completions, prompts):
+        return [float(len(text)) for text in completions]
     rows = ({"prompt": text} for text in tiny_text.PROMPTS)
     args = FlowGRPOConfig(**small(tmp_path))
     trainer = FlowGRPOTrainer("starter_text", length, args, rows)

@@ -460,7 +460,8 @@ def test_an_exception_without_a_text_is_told_by_its_class(of_the_text):
 
 
 def test_an_async_function_is_one_line_without_a_warning(recwarn):
-    async def late(images, prompts): return [1.0, 1.0]
+    async def late(images, prompts):
+        return [1.0, 1.0]
     with pytest.raises(UserError, match="^reward 'mine' is an `async def`, which returned a coroutine: ") as caught:
         rewards.score({"mine": late}, torch.ones(2, 3, 4, 4), ["a", "b"], [{}, {}])
     assert "\n" not in str(caught.value) and not list(recwarn)

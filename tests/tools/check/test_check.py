@@ -252,7 +252,8 @@ def test_a_model_that_can_be_trained(language_model):
     layer = 4 * ((32 + 32) + 2 * (32 + 16) + (32 + 32) + 3 * (32 + 48))
     assert told == told | {
         "model": language_model, "drivable": True, "reason": None, "kind": "causal language model",
-        "class": "Qwen3ForCausalLM", "chat_template": True, "end_tokens": ["</s> (2)"], "pad_token": "<pad> (0)", "vocabulary": 16,
+        "class": "Qwen3ForCausalLM", "chat_template": True, "end_tokens": ["</s> (2)"], "vocabulary": 16,
+        "pad_token": "<pad> (0)",
         "parameters": sum(p.numel() for p in tiny_text.model()[0].parameters()), "lora_parameters": 2 * layer,
         "lora_targets": sorted(TARGETS), "prompt_tokens": 5, "shared_prefix": True, "head_alone": True,
         "code_boundary": choose.described()}
