@@ -23,7 +23,7 @@ from tests.helpers import tiny
 from tests.helpers.commands import commands
 
 
-def test_an_epochs_calls_of_the_denoiser_are_recorded_and_run_again():
+def test_calls_are_recorded_and_run_again():
     trainer = tiny.trainer(parts__plan__size=2, train__micro_batch=8)
     bench_overhead.epoch(trainer)  # looks at the first ratio
     before = trainer.policy.evaluations
@@ -33,9 +33,6 @@ def test_an_epochs_calls_of_the_denoiser_are_recorded_and_run_again():
     spent = trainer.policy.evaluations - before
     bench_overhead.bare(trainer, calls)
     assert trainer.policy.evaluations - before == 2 * spent
-
-
-def test_calls_behind_a_trained_text_encoder_have_backwards_too():
     trainer = tiny.trainer(method="mix_grpo+texforce", parts__plan__size=2, train__micro_batch=8)
     bench_overhead.epoch(trainer)
     calls = bench_overhead.recorded(trainer)

@@ -255,11 +255,12 @@ def test_a_busy_machine_leaves_one_thread_and_gives_the_others_back(several):
     assert torch.get_num_threads() == 4
 
 
-def test_the_first_look_takes_a_fifth_of_a_second(several):
+def test_the_first_look_and_other_devices(several):
     threads, begun = Threads.of("cpu"), time.monotonic()
     assert 1 <= threads.wished() <= several
     assert several == 1 or time.monotonic() - begun >= cores.SHORTEST
     assert threads.free <= several
+    assert Threads.of("cuda").wished() == Threads.of("mps").wished() == several
 
 
 @pytest.mark.parametrize("name", cores.SET_BY_USER)
@@ -268,7 +269,3 @@ def test_a_number_that_the_user_set_stays(name, several, monkeypatch):
     with Threads.of("cpu") as threads:
         threads._last = read_when(1.0, several)
         assert threads.look() is None and threads.use(1) is None and torch.get_num_threads() == several
-
-
-def test_another_device_leaves_the_threads(several):
-    assert Threads.of("cuda").wished() == Threads.of("mps").wished() == several

@@ -46,7 +46,7 @@ def test_a_preset_without_a_section_is_told_in_one_line(monkeypatch):
         build_docs.page_of("mix_grpo")
 
 
-def test_parts_and_presets_have_their_sections():
+def test_parts_presets_and_tables():
     page = (ROOT / "docs" / "reference" / "parts.md").read_text(encoding="utf-8")
     assert registry.MODULES.keys() == build_docs.PLACES.keys()
     assert [name for name in registry.TYPES if f"\n- `{name}`" not in page] == []
@@ -54,6 +54,15 @@ def test_parts_and_presets_have_their_sections():
     assert [name for name, text in PAGES.items() if len(text.splitlines()) > 75] == []
     assert [name for name in methods.PRESETS if f"- [`{name}`]({SECTIONS[name][0]}#{name}): " not in INDEX] == []
     assert [name for name in INFERENCE if f"[`{name}`]({SECTIONS[name][0]}#{name})" not in INDEX] == []
+    # Lay each over a method of pipelines, or over one of language models.
+    text = (ROOT / "docs" / "credit.md").read_text(encoding="utf-8")
+    shown = [yaml.safe_load(code) for line in re.findall(r"^- .*(?:\n  .*)*", text, re.M)
+             for code in re.findall(r"`(\{\w+: \{.*?\})`", line)]
+    assert len(shown) > 40
+    for parts in shown:
+        method = methods.preset("mix_grpo")
+        method = method if method.parts().keys() >= parts.keys() else methods.preset("grpo")
+        assert overlay.with_parts(method, parts) != method, parts
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -64,11 +73,18 @@ def test_a_section_has_its_papers_title_a_sentence_a_formula_and_the_command_of_
     assert f"```yaml\n# flowgrpo train {name}.yaml" in PRESETS[name]
 
 
-def test_the_readme_is_short_and_pages_are_in_the_navigation():
+def test_the_readme_the_tour_and_the_pages():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 110
     site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     pages = [page.relative_to(ROOT / "docs") for page in (ROOT / "docs").rglob("*.md")]
     assert [str(page) for page in pages if f": {page}\n" not in site] == []
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert tour_faults(page) == []
+    for right, wrong, fault in (("  storage/ ", "  stores/ ", ["stores/", "storage/"]),
+                                ("`BUILT_IN` of", "`BUILT` of", ["BUILT"]),
+                                ("#a-feature", "#features", ["#features"]),
+                                ("(docs/pipelines.md)", "(docs/pipes.md)", ["docs/pipes.md"])):
+        assert page.count(right) and tour_faults(page.replace(right, wrong)) == fault
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -95,18 +111,6 @@ def snippets() -> list[tuple[str, str]]:
 def test_the_parts_that_are_shown_can_be_set(name, snippet):
     method = methods.preset(name)
     assert overlay.with_parts(method, yaml.safe_load(snippet)["parts"]) != method
-
-
-def test_the_parts_of_a_guides_tables_can_be_set():
-    """Lay each over a method of pipelines, or over one of language models."""
-    text = (ROOT / "docs" / "credit.md").read_text(encoding="utf-8")
-    shown = [yaml.safe_load(code) for line in re.findall(r"^- .*(?:\n  .*)*", text, re.M)
-             for code in re.findall(r"`(\{\w+: \{.*?\})`", line)]
-    assert len(shown) > 40
-    for parts in shown:
-        method = methods.preset("mix_grpo")
-        method = method if method.parts().keys() >= parts.keys() else methods.preset("grpo")
-        assert overlay.with_parts(method, parts) != method, parts
 
 
 def formulas() -> list[tuple[str, str]]:
@@ -253,16 +257,6 @@ def tour_faults(page: str) -> list[str]:
     rooms = [f"{path.name}/" for path in (ROOT / "flowgrpo").iterdir() if path.is_dir() and path.name[0] != "_"]
     roots = [f"{name}/" for name in ("configs", "docker", "docs", "examples", "scripts", "tests")]
     return faults + [room for room in rooms if room not in inside] + [root for root in roots if f"`{root}`" not in page]
-
-
-def test_the_tour_of_the_house_is_that_of_its_tree():
-    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    assert tour_faults(page) == []
-    for right, wrong, fault in (("  storage/ ", "  stores/ ", ["stores/", "storage/"]),
-                                ("`BUILT_IN` of", "`BUILT` of", ["BUILT"]),
-                                ("#a-feature", "#features", ["#features"]),
-                                ("(docs/pipelines.md)", "(docs/pipes.md)", ["docs/pipes.md"])):
-        assert page.count(right) and tour_faults(page.replace(right, wrong)) == fault
 
 
 def test_the_table_of_recipes_and_learning_rates():

@@ -49,7 +49,7 @@ def nameless(tmp_path_factory) -> Path:
     return folder / "run"
 
 
-def test_the_configuration_names_files_and_commands_work(run, tmp_path):
+def test_commands_repeat_a_run_of_objects(run, tmp_path):
     config = load(run / "config.yaml")
     assert config.trained["red"].use == f"{tiny.__file__}:red" and config.trained["red"].timeout == 60
     assert [prompt.text for prompt in prompts.load_prompts(config.prompts)] == [text.strip() for text in TEXTS]
@@ -57,9 +57,6 @@ def test_the_configuration_names_files_and_commands_work(run, tmp_path):
     assert main(["compare", "grid", str(run), "--output", str(tmp_path / "grid.png")]) == 0
     assert main(["export", str(run), "--form", "merged", "--output", str(tmp_path / "merged")]) == 0
     assert (tmp_path / "grid.png").is_file() and (tmp_path / "merged" / "model_index.json").is_file()
-
-
-def test_its_configuration_repeats_the_run_and_both_keep_their_prompts(run, tmp_path):
     folder = Path(shutil.copytree(run, tmp_path / "run"))
     assert main(["train", "--trust", str(folder / "config.yaml"), f"--output={tmp_path}",
                  f"--prompts={folder / provenance.PROMPTS}"]) == 0

@@ -25,13 +25,16 @@ def test_log_prob_is_the_mean_of_the_normal_log_density(std_shape):
     torch.testing.assert_close(log_prob(Gaussian(mean, std), x), expected, rtol=0, atol=1e-12)
 
 
-def test_log_prob_by_hand_and_without_dimensions():
+def test_log_prob_and_its_gradient():
     mean, x, std = draw(5), draw(5, seed=1), torch.tensor(0.3, dtype=F64)
     torch.testing.assert_close(log_prob(Gaussian(mean, std), x), Normal(mean, std).log_prob(x), rtol=0, atol=1e-12)
     # z = 1 and z = 2 at std 2: mean of -1/2 and -2, less log 2 + log(2 pi)/2 = 0.6931471806 + 0.9189385332.
     gaussian = Gaussian(torch.zeros(1, 2, dtype=F64), torch.tensor(2.0, dtype=F64))
     value = log_prob(gaussian, torch.tensor([[2.0, -4.0]], dtype=F64))
     assert value.item() == pytest.approx(-1.25 - 0.6931471805599453 - 0.9189385332046727, abs=1e-12)
+    mean, noise, std = draw(2, 3).requires_grad_(), draw(2, 3, seed=1), torch.tensor(0.5, dtype=F64)
+    log_prob(Gaussian(mean, std), mean.detach() + std * noise).sum().backward()
+    torch.testing.assert_close(mean.grad, noise / 0.5 / 3, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -41,12 +44,6 @@ def test_half_inputs_are_scored_in_float32(dtype):
     assert value.dtype == torch.float32
     expected = Normal(mean.double(), torch.tensor(0.25, dtype=F64)).log_prob(x.double()).mean(dim=1)
     torch.testing.assert_close(value.double(), expected, rtol=1e-6, atol=0)
-
-
-def test_gradient_of_log_prob_is_z_over_std_over_dims():
-    mean, noise, std = draw(2, 3).requires_grad_(), draw(2, 3, seed=1), torch.tensor(0.5, dtype=F64)
-    log_prob(Gaussian(mean, std), mean.detach() + std * noise).sum().backward()
-    torch.testing.assert_close(mean.grad, noise / 0.5 / 3, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("std", [0.0, -1.0, float("nan")])
@@ -120,7 +117,7 @@ def test_transitions_refuse_lengths_that_do_not_belong_together(states, prompts,
                     torch.zeros(parents, dtype=torch.int64), torch.zeros(following, 2), scored(scores))
 
 
-def test_rows_of_a_score_take_everything_along():
+def test_rows_and_shapes_of_records():
     logp, mask = torch.arange(6.0).reshape(3, 2), torch.tensor([[1, 1], [0, 1], [1, 0]], dtype=torch.bool)
     mean, each = torch.arange(24.0).reshape(3, 2, 4), torch.arange(6.0).reshape(3, 2) + 50
     step = torch.tensor([0.1, 0.2])
@@ -131,9 +128,6 @@ def test_rows_of_a_score_take_everything_along():
         assert Scored(logp, mask, mean, step).rows(at).std is step  # one per decision, whatever the rows
         bare = Scored(logp, mask).rows(at)
         assert torch.equal(bare.logp, logp[at]) and bare.mean is None and bare.std is None
-
-
-def test_records_refuse_shapes_that_do_not_belong_together():
     with pytest.raises(AssertionError):
         Completions(torch.zeros(2, 4, dtype=torch.int64), torch.zeros(2, dtype=torch.int64),
                     Scored(torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)))

@@ -36,11 +36,16 @@ def noted(name: str, note: str) -> list[dict]:
 
 
 # --- what is run -----------------------------------------------------------------------------------------------------
-def test_sections_answer_the_questions_in_their_order_and_fit_ten_minutes():
+def test_sections_and_wheels():
     questions = [each.question for each in SECTIONS]
     assert questions == sorted(questions) and {*questions} == {*gpu_minutes.QUESTIONS} == {*range(1, 8)}
     assert sum(each.seconds for each in SECTIONS) <= 60 * gpu_minutes.MINUTES - 60
     assert all(callable(getattr(gpu_sections, each.name)) for each in SECTIONS)
+    command = gpu_minutes.download(Path("wheels"), (*gpu_minutes.LACKING, "nowhere"))
+    text = (gpu_minutes.ROOT / "constraints.txt").read_text()
+    *pinned, other = command[-4:]
+    assert other == "nowhere" and [name.split("==")[0] for name in pinned] == ["diffusers", "peft", "torchao"]
+    assert all(f"\n{each}\n" in text for each in pinned) and "--no-deps" in command
 
 
 @pytest.mark.parametrize("recipe", gpu_sections.RECIPES)
@@ -48,14 +53,6 @@ def test_a_recipe_of_full_size_is_one_prompts_epoch_of_one_update(recipe):
     config = gpu_sections.config_of(recipe, "cpu", False)
     assert (config.train.updates, config.precision, config.eval.best) == (1, "bf16", None)
     assert config.train.prompts == (4 if recipe == "qwen3_0_6b" else 1)
-
-
-def test_the_wheels_are_those_of_the_constraints():
-    command = gpu_minutes.download(Path("wheels"), (*gpu_minutes.LACKING, "nowhere"))
-    text = (gpu_minutes.ROOT / "constraints.txt").read_text()
-    *pinned, other = command[-4:]
-    assert other == "nowhere" and [name.split("==")[0] for name in pinned] == ["diffusers", "peft", "torchao"]
-    assert all(f"\n{each}\n" in text for each in pinned) and "--no-deps" in command
 
 
 def test_a_wheel_is_unpacked_without_a_network_beside_the_others(tmp_path):
@@ -163,11 +160,8 @@ def test_pages_of_results_and_rehearsals():
     assert "## 7. Other models" in text and "| what | seconds |\n|---|---|\n| epochs | 0.25 |\n" in text
     assert "`sdxl`, 1 s: failed: OutOfMemoryError: x" in text
     text = gpu_minutes.page(whole(rehearsed=True))
-    assert text.startswith("# Measurements on a GPU
-
-**This script has not run on a GPU yet.**")
-    assert "- Variants: `variants`, `compiled`
-" in text and "| what |" not in text
+    assert text.startswith("# Measurements on a GPU\n\n**This script has not run on a GPU yet.**")
+    assert "- Variants: `variants`, `compiled`\n" in text and "| what |" not in text
     results = json.loads((gpu_minutes.ROOT / "scripts" / "gpu" / "results.json").read_text())
     assert gpu_minutes.PAGE.read_text() == gpu_minutes.page(results)
     assert {entry["name"] for entry in results["sections"]} == {each.name for each in SECTIONS}
@@ -252,13 +246,18 @@ def job(folder: Path, *options: str, **environment: str) -> list[str]:
                OUTPUT="runs", **environment)
 
 
-def test_slurm_without_launcher_gpu_or_cpus(tmp_path):
+def test_slurm_and_skypilot(tmp_path):
     assert job(tmp_path, "--train.lr=1e-5", SLURM_GPUS_ON_NODE="1") == [
         "-m", "flowgrpo", "train", RECIPE, "--output=runs", "--name=wan21_1b", "--resume=auto", "--train.lr=1e-5"]
     said, *command = job(tmp_path)
     assert said.startswith("slurm.sh: no GPU: one process per node") and command[:2] == ["-m", "flowgrpo"]
     said, *command = job(tmp_path, SLURM_GPUS_ON_NODE="4", SLURM_CPUS_ON_NODE="1")
     assert said.startswith("slurm.sh: fewer CPUs (1) than processes (4) on a node") and command[0] == "accelerate"
+    task = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())
+    assert task["envs"]["RECIPE"] == RECIPE and (ROOT / RECIPE).is_file() and list(task["file_mounts"]) == ["/runs"]
+    command = ran(["bash", "-euo", "pipefail", "-c", task["run"]], tmp_path, RECIPE=RECIPE, SKYPILOT_NODE_RANK="1",
+                  SKYPILOT_NUM_NODES="2", SKYPILOT_NUM_GPUS_PER_NODE="8", SKYPILOT_NODE_IPS="node1\nnode2")
+    require(command, 16, Path("/runs"))
 
 
 @pytest.mark.parametrize("options, expected", [
@@ -282,14 +281,6 @@ def test_slurm(launcher, tmp_path):
                   FLOWGRPO_LAUNCHER=launcher, SLURM_NNODES="2", SLURM_GPUS_ON_NODE="4", SLURM_JOB_NODELIST="node[1-2]")
     assert command[0] == launcher and "--negative_prompt=two words" in command
     require(command, 8, output)
-
-
-def test_skypilot(tmp_path):
-    task = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())
-    assert task["envs"]["RECIPE"] == RECIPE and (ROOT / RECIPE).is_file() and list(task["file_mounts"]) == ["/runs"]
-    command = ran(["bash", "-euo", "pipefail", "-c", task["run"]], tmp_path, RECIPE=RECIPE, SKYPILOT_NODE_RANK="1",
-                  SKYPILOT_NUM_NODES="2", SKYPILOT_NUM_GPUS_PER_NODE="8", SKYPILOT_NODE_IPS="node1\nnode2")
-    require(command, 16, Path("/runs"))
 
 
 @pytest.mark.parametrize("file", ["one_machine", "several_machines"])

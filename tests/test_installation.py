@@ -115,12 +115,9 @@ def run(script: str, path: Path = FOLDER.parent, **names: object) -> str:
     return done.stdout
 
 
-def test_what_other_packages_bring_by_luck_is_hidden():
+def test_hidden_packages_and_pipelines():
     assert "ftfy" in brought() and "open-clip-torch" not in brought()
     assert {"open_clip", "sentencepiece", "timm"} & set(metadata.packages_distributions()) <= others()
-
-
-def test_the_pipelines_of_the_recipes_read_their_prompts():
     names = sorted({name for name, _ in PIPELINES.values()} | {"WanImageToVideoPipeline"})
     assert json.loads(run(ENCODE, NAMES=names).splitlines()[-1]) == dict.fromkeys(names, "Conditioning")
 

@@ -117,22 +117,23 @@ def at_import(tree: ast.Module) -> set[str]:
     return set(imported_by(statements(tree)))
 
 
-def test_every_room_has_a_layer():
+def test_rooms_tools_and_tables_of_names():
     assert {room(module) for module in MODULES} == set(HEIGHT)
+    # Neither as an import nor as a name that is loaded later: without `tools` and `cli` a run is the same.
+    named = {name for name, file in MODULES.items()
+             if re.search(r"flowgrpo[./]tools\b", file.read_text(encoding="utf-8"))}
+    assert {room(name) for name in named} == {"tools", "cli"}
 
 
-def test_the_core_imports_nothing_that_stands_above_it(imports):
+def test_imports_point_down(imports):
     """Neither inside a function nor for a type checker."""
     wrong = [f"{module} imports {other}" for module, others in imports.items() for other in others
              if room(module) not in ABOVE and room(other) in ABOVE - {"__init__"}]
     assert not wrong, "\n".join(wrong)
-
-
-def test_only_commands_name_the_tools():
-    """Neither as an import nor as a name that is loaded later: without `tools` and `cli` a run is the same."""
-    named = {name for name, file in MODULES.items()
-             if re.search(r"flowgrpo[./]tools\b", file.read_text(encoding="utf-8"))}
-    assert {room(name) for name in named} == {"tools", "cli"}
+    upward = [f"{module} imports {other}" for module, others in imports.items() for other in others
+              if room(module) != room(other) and HEIGHT[room(other)] >= HEIGHT[room(module)]]
+    assert not upward, "\n".join(upward)
+    assert circle(imports) is None
 
 
 @pytest.mark.fast
@@ -150,13 +151,6 @@ def test_the_core_names_no_module_of_texts(trees):
         wrong += [f"{module} names {name}" for name in named if name == "flowgrpo.text"
                   or name.removeprefix("flowgrpo.") in texts and module != "flowgrpo.methods.part_names"]
     assert wrong == ["flowgrpo.domains names flowgrpo.text"]
-
-
-def test_imports_point_down_without_circles(imports):
-    upward = [f"{module} imports {other}" for module, others in imports.items() for other in others
-              if room(module) != room(other) and HEIGHT[room(other)] >= HEIGHT[room(module)]]
-    assert not upward, "\n".join(upward)
-    assert circle(imports) is None
 
 
 @pytest.mark.parametrize("folder", sorted(FOLDERS))

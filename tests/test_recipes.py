@@ -82,8 +82,14 @@ DRAWING = {"janus_pro_1b"}  # models of image tokens
 STARTERS = {path.stem for path in FOLDER.glob("starter*.yaml")}
 
 
-def test_every_recipe_is_tried_here():
+def test_every_recipe_is_tried_and_in_its_table():
     assert {path.stem for path in FOLDER.glob("*.yaml")} - STARTERS == {*PIPELINES, *LANGUAGE_MODELS, *DRAWING}
+    configs = {name: load(FOLDER / f"{name}.yaml") for name in PIPELINES}
+    assert set(CPS_RECIPES) == {name for name, config in configs.items()
+                                if config.parts.get("kernel", {}).get("type") == "CPS"}
+    assert paper_tables.PAGE.read_text(encoding="utf-8") == paper_tables.page(), "run scripts/docs/paper_tables.py"
+    files = {file.stem for file in paper_tables.FOLDER.glob("*.yaml")}
+    assert files == {f"{paper}_{task}" for paper, task in RECIPES}
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.yaml")), ids=lambda path: path.stem)
@@ -160,7 +166,7 @@ def test_a_recipe_fits_its_pipeline_and_a_tiny_instance(name):
     assert told["replay_error"] == told["first_log_ratio"] == 0 and told["lora_grad"] > 0
 
 
-def test_sana_is_trained_as_sol_rl_was():
+def test_sana_and_flow_grpo_are_trained_as_published():
     """NVlabs/Sana's set-up: 96 noises seen in 6 steps, of which 24 are trained by DiffusionNFT at 6 of 10 times."""
     config = load(FOLDER / "sana.yaml")
     method, train = validate.resolve(config, "flow"), config.train
@@ -169,6 +175,8 @@ def test_sana_is_trained_as_sol_rl_was():
     assert method.loss.surrogate == NegativeAware(beta=1.0) and method.loss.kl.weight == 1e-4
     times = method.noised(make_grid("shifted", 10, 3.0, FlowMatchEulerDiscreteScheduler())[0], 24, 0, 0)
     assert len(times.schedule.trained) == 6
+    # 0.9 at every eighth update, here at every one.
+    assert load(FOLDER / "sd35_medium.yaml").train.ema ** 8 == pytest.approx(0.9, abs=1e-3)
 
 
 @pytest.mark.parametrize("name", [name for name in PIPELINES if name.startswith(("flux_kontext", "qwen_image_edit"))])
@@ -198,11 +206,6 @@ def test_where_nf4_is_told_to_fit_the_text_encoders_in_bf16_fit_beside_it(name):
     assert sizes and all((denoisers * NF4 + encoders * 2) * 1e9 < size * 2**30 for size in sizes)
 
 
-def test_flow_grpos_average_forgets_as_much_as_published():
-    """0.9 at every eighth update, here at every one."""
-    assert load(FOLDER / "sd35_medium.yaml").train.ema ** 8 == pytest.approx(0.9, abs=1e-3)
-
-
 # Of recipes with CPS(0.8): the grid, and by what 1e-4 on the density is looser than the released 1e-5, which has no
 # 1/(2 s^2), at each step that can be trained: 10 * 2 s^2, with s = 0.951057 sigma' of the next grid point.
 CPS_RECIPES = {
@@ -216,12 +219,6 @@ CPS_RECIPES = {
     "flux_schnell_24gb": (shifted(4, 1.0), [10.176, 4.5226, 1.1307])}
 CPS_RECIPES |= {f"{name}_24gb": CPS_RECIPES[name] for name in ("flux_dev", "z_image")}
 CPS_RECIPES |= {f"flux_dev_{name}": CPS_RECIPES["flux_dev"] for name in ("48gb", "8x80")}
-
-
-def test_every_recipe_with_cps_is_held_to_its_range():
-    configs = {name: load(FOLDER / f"{name}.yaml") for name in PIPELINES}
-    assert set(CPS_RECIPES) == {name for name, config in configs.items()
-                                if config.parts.get("kernel", {}).get("type") == "CPS"}
 
 
 @pytest.mark.parametrize("name", CPS_RECIPES)
@@ -334,12 +331,6 @@ def test_it_trains_on_a_set_and_measures_two_rewards_that_it_does_not_train_on(n
 
 
 RECIPES = [(paper, task) for paper, facts in paper_tables.papers().items() for task in facts["recipes"]]
-
-
-def test_the_page_has_every_table():
-    assert paper_tables.PAGE.read_text(encoding="utf-8") == paper_tables.page(), "run scripts/docs/paper_tables.py"
-    files = {file.stem for file in paper_tables.FOLDER.glob("*.yaml")}
-    assert files == {f"{paper}_{task}" for paper, task in RECIPES}
 
 
 @pytest.mark.parametrize("paper, task", RECIPES)

@@ -43,8 +43,9 @@ def documents() -> Iterator[Any]:
                 yield pytest.param(document, id=f"{page.stem}-{number}")
 
 
-def test_documents_are_found():
+def test_documents_and_notebooks_are_found():
     assert len([*documents()]) > 35
+    assert [path.stem for path in NOTEBOOKS] == ["align", "compare_methods", "custom_reward", "language_model"]
 
 
 @pytest.mark.parametrize("document", [*documents()])
@@ -188,7 +189,3 @@ def test_a_notebook_runs(notebook, tmp_path, monkeypatch):
     [*runs] = (tmp_path / "runs").iterdir()
     assert runs and all((run / "summary.json").is_file() for run in runs)
     assert not any(cell.get("outputs") for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"])
-
-
-def test_there_are_four():
-    assert [path.stem for path in NOTEBOOKS] == ["align", "compare_methods", "custom_reward", "language_model"]

@@ -200,12 +200,16 @@ def test_the_details_tell_of_images_and_tried_settings_where_there_are_any(monke
     assert max(map(len, plain.splitlines()[:25])) <= 120
 
 
-def test_settings_of_a_row_are_those_that_its_runs_change():
+def test_rows_of_the_study_have_settings_and_what_was_seen():
     alone, drawn = {"parts.advantage": {"type": "NoBaseline"}}, {"train.prompts": 256, "train.group": 1}
     sides = {row.key: study_page.sides(row) for row in study_rows.ROWS}
     assert sides["Advantage", "", "all"] == ({}, {}, alone)
     assert sides["ValueTracker", "", "all"] == ({"parts.advantage": {"type": "ValueTracker"}}, drawn, alone)
     assert sides["rlg", "weight 1.5", "scenes"] == ({"--rlg": 1.5}, {}, {})
+    results = json.loads(study_page.DATA.read_text(encoding="utf-8"))
+    seen = {row.key: row.seen for row in study_rows.ROWS}
+    assert results["side"] == "held_out"
+    assert all(seen[row["name"], row["setting"], row["pool"]] for row in results["rows"])
 
 
 @pytest.mark.parametrize("name, target", [
@@ -215,20 +219,13 @@ def test_a_part_links_to_where_it_is_described(name, target):
     assert study_page.linked({"name": name, "setting": "weight 1"}) == f"[`{name}` (weight 1)]({target})"
 
 
-def test_every_row_of_the_study_has_what_was_seen():
-    results = json.loads(study_page.DATA.read_text(encoding="utf-8"))
-    seen = {row.key: row.seen for row in study_rows.ROWS}
-    assert results["side"] == "held_out"
-    assert all(seen[row["name"], row["setting"], row["pool"]] for row in results["rows"])
-
-
 # The bytes of the three images, rows of red, green and blue. With other ones, numbers of earlier files do not compare.
 SHA256 = ["94bb8bd7b871588854b99d3e49a8b053b01dad1821d161ad6f48aefc77e4ac36",
           "3c4e1ea595031dd7543b428c3979f3ea6c0e4bd38997090a8f83d9ea2dc4c592",
           "63c7b37c0119dfc4e1ed08bcbeab36666cf0ae09f2cb30f2b69374c5fa161986"]
 
 
-def test_images_and_scorers_of_the_numbers():
+def test_numbers_and_images_of_scorers():
     assert [hashlib.sha256(image.tobytes()).hexdigest() for image in eight_bit(reward_numbers.images())] == SHA256
     clips = reward_numbers.clips()
     assert clips.shape == (3, 8, 3, 512, 512)
@@ -237,6 +234,10 @@ def test_images_and_scorers_of_the_numbers():
     assert {"pickscore", "hpsv2.0", "hpsv2.1", "hpsv3", "imagereward", "aesthetic", "clip_score", "vqascore", "geneval",
             "ocr", "deqa", "unified_reward", "videoalign"} <= names
     assert not {"gated", "scene", "http", "math_answer"} & names
+    now = {"scores": {"a": [None, 1.0], "b": [2.0, 1.0]}}
+    before = {"written": "then", "scores": {"a": [0.5, 1.0], "b": [2.0015, 1.0], "gone": [1.0]}}
+    assert reward_numbers.different(now, before) == ["a: [None, 1.0], expected [0.5, 1.0] of then"]
+    assert reward_numbers.different({"scores": {"b": [2.0, 1.0]}}, {"written": "x", "scores": {"b": [2.01, 1.0]}}) != []
 
 
 def test_the_file_says_what_it_is_and_why_a_number_is_missing(tmp_path, monkeypatch, capsys):
@@ -268,10 +269,3 @@ def test_numbers_of_two_files_are_compared(tmp_path, capsys):
     file.write_text(json.dumps(before))
     assert reward_numbers.main(["sharpness", "--output", str(tmp_path / "now.json"), "--against", str(file)]) == 1
     assert f"expected {before['scores']['sharpness']} of {before['written']}" in capsys.readouterr().out
-
-
-def test_a_number_for_none_differs():
-    now = {"scores": {"a": [None, 1.0], "b": [2.0, 1.0]}}
-    before = {"written": "then", "scores": {"a": [0.5, 1.0], "b": [2.0015, 1.0], "gone": [1.0]}}
-    assert reward_numbers.different(now, before) == ["a: [None, 1.0], expected [0.5, 1.0] of then"]
-    assert reward_numbers.different({"scores": {"b": [2.0, 1.0]}}, {"written": "x", "scores": {"b": [2.01, 1.0]}}) != []

@@ -114,7 +114,7 @@ def test_grpos_loss_is_the_papers():
     assert advantage.abs().max() > 0.5 and ratio[mask].max() > 1.01
 
 
-def test_the_greedy_sample_of_remax_is_the_baseline():
+def test_baselines_and_endless_completions():
     trainer = tiny_text.trainer(tiny_text.policy(), {"short": many}, method="remax")
     asked = trainer.rollouts.conditioning(trainer.prompts[:2])
     greedy = trainer.policy.generate(asked, trainer.policy.generators([9, 9]))
@@ -122,9 +122,6 @@ def test_the_greedy_sample_of_remax_is_the_baseline():
     assert texts[::4] == greedy and len(set(texts)) > 2
     parts, _ = credited(trainer)
     assert sum(len(part.transitions[0].ids) for part in parts) == 2 * 3
-
-
-def test_completions_without_an_end_are_left_out_where_that_is_asked_for():
     def trained(truncated):
         trainer = tiny_text.trainer(tiny_text.policy(truncated=truncated), text__truncated=truncated)
         asked = trainer.rollouts.conditioning(trainer.prompts)
@@ -136,7 +133,7 @@ def test_completions_without_an_end_are_left_out_where_that_is_asked_for():
     assert torch.equal(masked.any(1), ended) and torch.equal(masked[ended], kept[ended])
 
 
-def test_rewards_are_told_how_many_tokens_a_completion_has():
+def test_token_counts_and_sampling_temperatures():
     told = []
     def counted(texts, prompts, metadata):
         told.extend(zip(texts, metadata))
@@ -146,9 +143,6 @@ def test_rewards_are_told_how_many_tokens_a_completion_has():
     lengths = torch.cat([part.leaves()["lengths"] for part in parts])
     assert torch.equal(scores.flatten(), lengths.float()) and len(set(lengths.tolist())) > 1
     assert all(entry["completion_tokens"] >= len(text) for text, entry in told)  # a token is a character, or special
-
-
-def test_a_sampling_temperature_is_that_of_the_densities():
     trainer = tiny_text.trainer(tiny_text.policy(), {"short": many}, parts={"decoding": {"temperature": 0.6}})
     assert trainer.method.rollout.decoding == Decoding(0.6)
     trainer.run_epoch()

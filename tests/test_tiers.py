@@ -58,14 +58,11 @@ def test_changes_marks_and_fixtures_keep_cases():
     assert tiers.changed_tests({ROOT / "docs/index.md"}) == {ROOT / "docs/index.md"}
 
 
-def test_durations_are_of_tests_that_exist():
+def test_durations_exist_and_files_come_longest_first():
     for name in json.loads(tiers.DURATIONS.read_text(encoding="utf-8")):
         file, _, function = name.partition("::")
         text = (ROOT / file).read_text(encoding="utf-8")
         assert not function or f"def {function.split('::')[-1]}(" in text, f"{name}: renew tests/durations.json"
-
-
-def test_files_come_longest_first_and_in_groups():
     short, long, fixture = (items(name, 2, file=f"tests/a/test_{name}.py") for name in ("short", "long", "fixture"))
     durations = {"tests/a/test_short.py::short": 0.5, "tests/a/test_long.py::long": 2.0, "tests/a/test_fixture.py": 3.0}
     mixed = [test for three in zip(short, fixture, long) for test in three]

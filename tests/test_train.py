@@ -340,13 +340,17 @@ def test_rewards_that_do_not_apply_and_updates_count(tmp_path):
     assert found["log_ratio_max"] > 1e-6  # from the second update on the policy is another one
 
 
-def test_learning_rates():
+def test_learning_rates_and_nan_ratios():
     train = tiny.config(train__warmup=4, train__schedule="linear").train
     assert [rate(u, 8, train) for u in range(8)] == [0.25, 0.5, 0.75, 1.0, 1.0, 0.75, 0.5, 0.25]
     train = tiny.config(train__schedule="cosine").train
     assert [round(rate(u, 4, train), 6) for u in range(5)] == [1.0, 0.853553, 0.5, 0.146447, 0.0]
     train = tiny.config(train__warmup=2).train
     assert [rate(u, 9, train) for u in (0, 1, 2, 8)] == [0.5, 1.0, 1.0, 1.0]
+    trainer = tiny.trainer()
+    parts, conditioning = epoch(trainer)
+    parts[0].transitions[2].old.logp[1] = float("nan")
+    assert "the first .log ratio. is nan" in message(trainer.first_ratio, parts, conditioning, print)
 
 
 def test_the_moving_average(tmp_path):
@@ -385,11 +389,6 @@ def test_averages_and_nondeterministic_denoisers_are_refused(tmp_path):
 
 
 # --- the first ratio -------------------------------------------------------------------------------------------------
-def test_a_ratio_that_is_no_number_stops_the_run():
-    trainer = tiny.trainer()
-    parts, conditioning = epoch(trainer)
-    parts[0].transitions[2].old.logp[1] = float("nan")
-    assert "the first .log ratio. is nan" in message(trainer.first_ratio, parts, conditioning, print)
 
 
 def test_in_half_precision_old_scores_are_computed_as_the_replay_does(tmp_path, capsys):
@@ -443,12 +442,18 @@ def small(output) -> dict:
     return {key: value for key, value in kept.items() if key not in ("reward", "method", "model", "prompts")}
 
 
-def test_align_from_python(tmp_path):
+@pytest.mark.fast
+def test_align_from_python_is_the_same_with_the_same_seed(tmp_path):
     prompts = ["red", "blue", "green", "old"]
     summary = flowgrpo.align(tiny.sd3(), bluish, prompts, method="dance_grpo", **small(tmp_path))
     assert summary["method"] == "dance_grpo" and summary["updates"] == 2
     assert summary["rewards"]["trained"] == {"bluish": 1.0} and summary["model"] == "StableDiffusion3Pipeline"
     assert (tmp_path / "run" / LORA_FILE).exists()
+    files = []
+    for name in ("a", "b"):
+        align(tiny.config(tmp_path, name=name, seed=11))
+        files.append(load_file(tmp_path / name / LORA_FILE))
+    assert all(torch.equal(files[0][key], files[1][key]) for key in files[0])
 
 
 def test_align_goes_on_where_it_failed(tmp_path, capsys):
@@ -602,12 +607,3 @@ def test_unhashable_rewards_all_weights_and_threads(tmp_path):
     from concurrent.futures import ThreadPoolExecutor
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(align, tiny.config(tmp_path)).result()["updates"] == 2
-
-
-@pytest.mark.fast
-def test_the_same_seed_gives_the_same_run(tmp_path):
-    files = []
-    for name in ("a", "b"):
-        align(tiny.config(tmp_path, name=name, seed=11))
-        files.append(load_file(tmp_path / name / LORA_FILE))
-    assert all(torch.equal(files[0][key], files[1][key]) for key in files[0])

@@ -102,14 +102,20 @@ def test_the_ddpo_script_runs(tmp_path, monkeypatch):
     assert "push_to_hub: not supported here: flowgrpo push saved/ddpo" in message(trainer.push_to_hub, "mine")
 
 
-def test_prompts_are_drawn_as_often_as_the_function_gives_them():
+def test_ddpo_prompts_and_passes_are_rounds():
     given = iter([("cat", {}), ("dog", {"legs": 4}), ("cat", {}), ("cat", {})])
     trainer = DDPOTrainer(DDPOConfig(num_epochs=2), redness(), lambda: next(given), tiny.sd15())
     assert trainer.prompts == [{"prompt": "cat", "metadata": {}, "weight": 3},
                                {"prompt": "dog", "metadata": {"legs": 4}, "weight": 1}]
+    args = FlowGRPOConfig(per_device_train_batch_size=8, num_generations=4, num_train_epochs=1.5, beta=0.1, epsilon=0.2)
+    keys = args.keys(10)
+    assert keys["train"]["epochs"] == 8 and keys["train"]["prompts"] == 2  # 15 prompts, two a round
+    assert keys["parts"] == {"kl": {"weight": 0.1}, "surrogate": {"low": 0.2, "high": 0.2}}
+    with pytest.raises(UserError, match=r"a step has 8 samples .* expected a multiple of num_generations, 3"):
+        FlowGRPOConfig(num_generations=3).keys(10)
 
 
-def test_settings_of_ddpo_are_keys_of_the_configuration():
+def test_ddpo_settings_and_refused_ones():
     keys = DDPOConfig(sample_batch_size=6, sample_num_batches_per_epoch=4, train_batch_size=3, log_with="wandb",
                       train_timestep_fraction=0.5, mixed_precision="bf16", train_clip_range=1e-3,
                       options={"train": {"lr": 1e-5}}).keys(None)
@@ -119,6 +125,10 @@ def test_settings_of_ddpo_are_keys_of_the_configuration():
     assert DDPOConfig().keys(0)["adapter"] == {"rank": 0}
     from flowgrpo.config.parse import validate
     assert validate(keys).tracker == "wandb"
+    with pytest.raises(UserError, match="train_batch_size: got 0, expected an integer of 1 or more"):
+        DDPOConfig(train_batch_size=0).keys(None)
+    with pytest.raises(UserError, match="pretrained_model_name: './nope' does not load .* expected a folder of a"):
+        DefaultDDPOStableDiffusionPipeline("./nope")
 
 
 @pytest.mark.parametrize("settings, told", [
@@ -185,15 +195,6 @@ def test_a_language_model_needs_no_method(tmp_path):
     assert summary["method"] == "grpo" and summary["epochs"] == 1
 
 
-def test_passes_over_the_prompts_are_rounds():
-    args = FlowGRPOConfig(per_device_train_batch_size=8, num_generations=4, num_train_epochs=1.5, beta=0.1, epsilon=0.2)
-    keys = args.keys(10)
-    assert keys["train"]["epochs"] == 8 and keys["train"]["prompts"] == 2  # 15 prompts, two a round
-    assert keys["parts"] == {"kl": {"weight": 0.1}, "surrogate": {"low": 0.2, "high": 0.2}}
-    with pytest.raises(UserError, match=r"a step has 8 samples .* expected a multiple of num_generations, 3"):
-        FlowGRPOConfig(num_generations=3).keys(10)
-
-
 @pytest.mark.parametrize("arguments, told", [
     ({}, "got no train_dataset"), ({"train_dataset": [3]}, "train_dataset: got 3, expected strings or records"),
     ({"train_dataset": ["a"], "args": FlowGRPOConfig(reward_weights=[1.0, 2.0])}, "reward_weights: got 2 for 1")])
@@ -227,13 +228,6 @@ def test_arguments_of_another_kind_are_refused(given, told):
     ({"peft_config": {"r": 4}}, "peft_config: got a dict without r and lora_alpha, expected a LoraConfig of peft")])
 def test_objects_of_another_kind_are_refused(given, told):
     assert told in message(FlowGRPOTrainer, "starter", "scene", None, ["a star"], **given)
-
-
-def test_settings_of_ddpo_of_another_kind_are_refused():
-    with pytest.raises(UserError, match="train_batch_size: got 0, expected an integer of 1 or more"):
-        DDPOConfig(train_batch_size=0).keys(None)
-    with pytest.raises(UserError, match="pretrained_model_name: './nope' does not load .* expected a folder of a"):
-        DefaultDDPOStableDiffusionPipeline("./nope")
 
 
 # All fields of TRL 1.16's GRPOConfig, and of the TrainingArguments of transformers 5.24 below it.
@@ -293,11 +287,14 @@ def short(completions, **_):
 
 # --- fields ---
 @pytest.mark.fast
-def test_every_field_of_trl_is_used_or_has_a_reason():
+def test_fields_and_arguments_of_trl_have_a_reason():
     names = {each.name for each in dataclasses.fields(GRPOConfig)}
     assert names == {*NAMES, "options"}
     assert not UNREAD.keys() & REFUSED.keys() and {*UNREAD, *REFUSED} <= names
     assert {each.name for each in dataclasses.fields(RLOOConfig)} == names | {*NORMALIZED}
+    for name in ("tools", "rollout_func", "environment_factory", "quantization_config", "reward_processing_classes"):
+        with pytest.raises(UserError, match=f"^{name}: not supported here: "):
+            GRPOTrainer("starter_text", short, train_dataset=["a"], **{name: [len]})
 
 
 OTHER = {bool: True, int: 7, float: 0.5, str: "other"}
@@ -367,12 +364,6 @@ def test_generations_are_reused_as_in_trl():
     ({"load_best_model_at_end": True}, "load_best_model_at_end: expected the name of a reward")])
 def test_values_that_are_not_here_are_one_line(given, told):
     assert message(lambda: GRPOConfig(**given).keys(8)).startswith(told)
-
-
-def test_arguments_of_the_trainer_that_are_not_supported_are_one_line():
-    for name in ("tools", "rollout_func", "environment_factory", "quantization_config", "reward_processing_classes"):
-        with pytest.raises(UserError, match=f"^{name}: not supported here: "):
-            GRPOTrainer("starter_text", short, train_dataset=["a"], **{name: [len]})
 
 
 # --- runs ---

@@ -40,7 +40,7 @@ def run(installed: Path, where: Path, *arguments: str) -> subprocess.CompletedPr
                           env=os.environ | {"PYTHONPATH": str(installed), "HF_HUB_OFFLINE": "1"})
 
 
-def test_the_wheel_has_recipes_and_runs_them(installed, tmp_path):
+def test_the_wheel_runs_its_recipes_and_the_demo(installed, tmp_path):
     packaged = installed / "flowgrpo" / "recipes"
     assert not packaged.is_symlink() and not any(file.is_symlink() for file in packaged.iterdir())
     assert {file.name: file.read_text() for file in packaged.iterdir()} == \
@@ -51,10 +51,7 @@ def test_the_wheel_has_recipes_and_runs_them(installed, tmp_path):
     done = run(installed, tmp_path, "train", "sdxl_24g")
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
     assert done.stderr.startswith("flowgrpo: error: no recipe 'sdxl_24g': did you mean 'sdxl_24gb'?")
-
-
-def test_the_demo_runs_without_a_clone(installed, tmp_path):
-    """With the configuration of configs/starter.yaml but for the keys of the command line."""
+    # With the configuration of configs/starter.yaml but for the keys of the command line.
     done = run(installed, tmp_path, "demo", *SMALL)
     assert done.returncode == 0, done.stderr
     assert set(json.loads((tmp_path / "runs" / "starter" / "summary.json").read_text())["after"]) >= {"scene"}

@@ -23,11 +23,14 @@ def shown(capsys, *arguments: object) -> str:
 
 
 # --- what a reward says of itself ------------------------------------------------------------------------------------
-def test_a_plain_function_says_nothing():
+def test_functions_and_built_in_rewards_say_what_they_are():
     assert rewards.about(len) == About() and About().installed is None
     row = {"name": "mine", "modality": None, "range": None, "needs": None, "licence": None, "installed": None,
            "broken": None}
     assert table.cells(row) == ["mine", "?", "?", "?", "?", "?"]
+    for name in rewards.BUILT_IN:
+        known = rewards.about(rewards.locate(name))
+        assert None not in (known.modality, known.range, known.needs, known.licence), name
 
 
 @pytest.mark.parametrize("bounds, cell", [
@@ -55,12 +58,6 @@ def metadata(tmp_path, monkeypatch):
     ("a-module-alone", True), ("no-such-package", False), ("here, a_module_alone", True)])
 def test_what_is_installed_is_seen_without_an_import(metadata, needs, there):
     assert About(needs=needs).installed is there
-
-
-def test_every_built_in_reward_says_what_it_is():
-    for name in rewards.BUILT_IN:
-        known = rewards.about(rewards.locate(name))
-        assert None not in (known.modality, known.range, known.needs, known.licence), name
 
 
 def test_the_table(capsys):

@@ -17,8 +17,12 @@ from flowgrpo.errors import UserError
 from tests.helpers.refusals import error_line, message
 
 
-def test_defaults_pass_their_own_checks():
+def test_defaults_and_packaged_recipes_pass_their_checks():
     assert config.validate(config.Config().model_dump()) == config.Config()
+    assert recipes.names() == sorted(file.stem for file in CONFIGS.glob("*.yaml"))
+    makefile = (CONFIGS.parent / "Makefile").read_text(encoding="utf-8")
+    assert "$(BIN)/python -m flowgrpo demo\n" in makefile
+    assert parse.load(recipes.FOLDER / "starter.yaml", {}) == load(CONFIGS / "starter.yaml")
 
 
 @pytest.mark.parametrize("options", [
@@ -35,15 +39,12 @@ def test_resolved_configuration_runs_again(options, tmp_path):
     assert config.load(file).yaml() == resolved.yaml()
 
 
-def test_numbers_with_an_exponent_are_numbers_everywhere(tmp_path):
+def test_numbers_with_exponents_and_overrides(tmp_path):
     file = tmp_path / "r.yaml"
     file.write_text("parts: {kernel: {level: 1e-1, name: '1e-1', steps: 7}}\nheld_out: 2E-1\n")
     resolved = config.load(file, {"parts.kernel.rate": "5e-6"})
     assert resolved.parts == {"kernel": {"level": 0.1, "name": "1e-1", "steps": 7, "rate": 5e-6}}
     assert resolved.held_out == 0.2
-
-
-def test_overrides_win_and_rewards_have_weights(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text("train:\n  lr: 0.1\n  group: 6\n")
     resolved = config.load(file, {"train.lr": "0.2", "eval.steps": 7, "name": "2024"})
@@ -96,8 +97,15 @@ def test_what_an_earlier_run_recorded_opens_under_the_names_of_today(tmp_path):
     ({"train": {"checkpointing": 1.5}},
      "train.checkpointing: got 1.5, expected a valid boolean or a number less than or equal to 1 or 'auto'"),
     ({"memory": {"shard": "hosts"}}, "memory.shard: got 'hosts', expected a valid boolean or 'nodes'"),
-    ({"train": {"betas": [0.9]}}, "train.betas.1: got [0.9], expected one more value")])
-def test_wrong_types_have_their_path(raw, told):
+    ({"train": {"betas": [0.9]}}, "train.betas.1: got [0.9], expected one more value"),
+    ({"train": {"lr": 0}}, "train.lr: got 0, expected a number greater than 0 or 'auto' or keys with values"),
+    ({"train": {"group": 0}}, "train.group: got 0, expected a number greater than or equal to 1"),
+    ({"train": {"ema": 1}}, "train.ema: got 1, expected a number less than 1"),
+    ({"train": {"lr": float("inf")}}, "train.lr: got inf, expected a finite number or 'auto' or keys with values"),
+    ({"reward": {"scene": float("nan")}}, "reward.scene: got nan, expected a finite number"),
+    ({"seed": -1}, "seed: got -1, expected a number greater than or equal to 0"),
+    ({"reward": {}}, "reward: got {}, expected at least 1 item")])
+def test_wrong_types_and_ranges_have_their_path(raw, told):
     assert message(config.validate, raw, "r.yaml") == f"r.yaml: {told}"
 
 
@@ -144,18 +152,6 @@ def test_a_home_folder_is_the_users(monkeypatch):
     assert config.load(None, {"output": "~/runs", "cache": "~"}).cache is None
 
 
-@pytest.mark.parametrize("raw, told", [
-    ({"train": {"lr": 0}}, "train.lr: got 0, expected a number greater than 0 or 'auto' or keys with values"),
-    ({"train": {"group": 0}}, "train.group: got 0, expected a number greater than or equal to 1"),
-    ({"train": {"ema": 1}}, "train.ema: got 1, expected a number less than 1"),
-    ({"train": {"lr": float("inf")}}, "train.lr: got inf, expected a finite number or 'auto' or keys with values"),
-    ({"reward": {"scene": float("nan")}}, "reward.scene: got nan, expected a finite number"),
-    ({"seed": -1}, "seed: got -1, expected a number greater than or equal to 0"),
-    ({"reward": {}}, "reward: got {}, expected at least 1 item")])
-def test_wrong_ranges_have_their_path(raw, told):
-    assert message(config.validate, raw, "r.yaml") == f"r.yaml: {told}"
-
-
 @pytest.mark.parametrize("text, told", [
     (b"a: [1\nb: 2", "is not valid YAML: expected ',' or ']', but got ':' (line 2, column 2)"),
     (b"- a\n- b\n", "expected keys with values at the top, got a list"),
@@ -167,11 +163,18 @@ def test_broken_recipes_are_named(text, told, tmp_path):
     assert told in message(config.load, file) and message(config.load, file).startswith(str(file))
 
 
-def test_missing_and_empty_recipes(tmp_path):
+def test_missing_recipes_and_what_overrides_own(tmp_path):
     assert message(config.load, "no.yaml").startswith("no recipe at no.yaml")
     file = tmp_path / "run.yaml"
     file.write_text("# nothing yet\n")
     assert config.load(file) == config.Config()
+    file = tmp_path / "r.yaml"
+    file.write_text("reward: scene\n")
+    assert message(config.load, file, {"reward.scene": "1"}).startswith("--reward.scene: reward is a value")
+    assert schema.owner("train.lr") == "train.lr"
+    assert schema.owner("parts.plan.size") == "parts"
+    assert schema.owner("reward.scene") == "reward"
+    assert schema.owner("train") is None and schema.owner("trainer.lr") is None
 
 
 def write_recipes(folder, **texts) -> None:
@@ -219,16 +222,6 @@ def test_a_recipe_that_cannot_be_extended_is_named(name, told, tmp_path):
     ({"train.lr.x": "1"}, "the options: unknown key 'train.lr.x'; there are: start, target, updates, states")])
 def test_overrides_go_through_the_same_check(options, told):
     assert message(config.load, None, options).startswith(told)
-
-
-def test_overrides_own_what_lies_below_and_reach_into_no_value(tmp_path):
-    file = tmp_path / "r.yaml"
-    file.write_text("reward: scene\n")
-    assert message(config.load, file, {"reward.scene": "1"}).startswith("--reward.scene: reward is a value")
-    assert schema.owner("train.lr") == "train.lr"
-    assert schema.owner("parts.plan.size") == "parts"
-    assert schema.owner("reward.scene") == "reward"
-    assert schema.owner("train") is None and schema.owner("trainer.lr") is None
 
 
 @pytest.mark.parametrize("name, key", [(name, key) for key, names in ELSEWHERE.items() for name in names])
@@ -279,10 +272,6 @@ def test_a_name_is_the_packaged_recipe(name, tmp_path, monkeypatch):
     assert load(name) == load(CONFIGS / f"{name}.yaml") and load(name).name == name
 
 
-def test_every_recipe_is_packaged():
-    assert recipes.names() == sorted(file.stem for file in CONFIGS.glob("*.yaml"))
-
-
 def test_local_and_packaged_recipes_by_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "sdxl_24gb").write_text("method: flow_grpo\n")
@@ -322,12 +311,6 @@ def test_demo_takes_keys_and_no_recipe(capsys):
     assert "use `flowgrpo train sdxl_24gb`" in error_line(capsys, "demo", "sdxl_24gb")
     assert "unknown option --train.lrr: did you mean '--train.lr'?" in error_line(capsys, "demo", "--train.lrr=1")
     assert "train.lr: got 'fast'" in error_line(capsys, "demo", "--train.lr=fast")
-
-
-def test_demo_is_the_recipe_that_make_demo_ran():
-    makefile = (CONFIGS.parent / "Makefile").read_text(encoding="utf-8")
-    assert "$(BIN)/python -m flowgrpo demo\n" in makefile
-    assert parse.load(recipes.FOLDER / "starter.yaml", {}) == load(CONFIGS / "starter.yaml")
 
 
 def test_check_takes_a_recipes_file_in_place_of_a_model(tmp_path, capsys):

@@ -41,7 +41,7 @@ def test_samples_of_a_group_on_several_processes(options, processes, expected):
     assert (found.prompts, found.group, found.slices) == expected
 
 
-def test_slices_are_parts_and_updates_as_many():
+def test_parts_are_slices_or_prompts_of_processes():
     """Groups 0 to 3 in halves, two groups per part; the second of three processes has 2 halves of 1, and 1 of 2."""
     shape = BatchShape(prompts=3, group=2, micro_batch=8, updates=2, slices=2)
     assert shape.sliced("ab") == ["a", "a", "b", "b"]
@@ -51,6 +51,7 @@ def test_slices_are_parts_and_updates_as_many():
     assert whole.sampled_together(1, 3) == [2, 1] and whole.part_of(1, 0) > whole.part_of(0, 2)
     assert geometry(train(updates=8)) == BatchShape(8, 12, 8, 8)
     assert geometry(train(updates=3, micro_batch=40)) == BatchShape(8, 12, 40, 3)
+    assert geometry(train(prompts=12, micro_batch=48), 2).parts == 2  # 4 and 2 groups; of one process 4, 4 and 4
 
 
 @pytest.mark.parametrize("options, processes, told", [
@@ -70,10 +71,6 @@ def test_slices_are_parts_and_updates_as_many():
                                                           "24")])
 def test_what_cannot_work_is_told_with_what_does(options, processes, told):
     assert message(lambda: geometry(train(**options), processes)).endswith(told)
-
-
-def test_where_nothing_is_dealt_out_processes_may_part_the_prompts_differently():
-    assert geometry(train(prompts=12, micro_batch=48), 2).parts == 2  # 4 and 2 groups; of one process 4, 4 and 4
 
 
 @pytest.mark.parametrize("updates, processes", [*((n, 1) for n in range(2, 9)), (2, 2), (3, 2), (4, 2), (2, 4)])

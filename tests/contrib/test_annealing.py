@@ -28,7 +28,7 @@ def drawn(part, decoding=Decoding(), micro_batch: int = 8, group: int = 8, promp
     return own, rows, ids, logp, mask
 
 
-def test_temperatures_and_spans():
+def test_temperatures_of_spans_and_samples_inside():
     heat = AnnealedDecoding(highest=1.2, lowest=0.1, slow=400.0).temperatures(torch.zeros(2, 1001, dtype=torch.int64))
     assert heat[1, [0, 50, 100, 200, 1000]].tolist() == pytest.approx([1.2, 1.0669, 0.9160, 0.5513, 0.1], abs=1e-4)
     found, same = drawn(Independent()), drawn(Independent(), AnnealedDecoding(highest=1.0, lowest=1.0))
@@ -37,6 +37,10 @@ def test_temperatures_and_spans():
     inside = SpanDecoding(opens=(5, 6), closes=(8,), inside=0.25).temperatures(ids) == 0.25
     assert inside.long().tolist() == [[0, 0, 1, 1, 1, 0, 0], [0, 0, 0, 1, 1, 0, 1]]
     assert not (SpanDecoding().temperatures(ids) != 1).any()
+    nearly = SpanDecoding(opens=tuple(range(5, 30)), closes=(), inside=1e-4)
+    own, rows, ids, logp, mask = drawn(Independent(), nearly)
+    inside = (nearly.temperatures(ids) < 1) & mask
+    assert inside.sum() > 20 and logp[inside].abs().max() < 1e-2
 
 
 @pytest.mark.parametrize("decoding", [Decoding(), ANNEALED, SPANS, AnnealedDecoding(top_k=5, slow=2.0)])
@@ -49,13 +53,6 @@ def test_log_probabilities_are_those_of_what_was_sampled(part, decoding):
     assert (again.logp - logp)[mask].abs().max() <= tolerance < 1e-3
     plain = own.log_probs(rows, torch.arange(16), ids, mask, Decoding())
     assert (type(decoding) is Decoding) == bool((plain.logp - logp)[mask].abs().max() <= tolerance)
-
-
-def test_inside_spans_samples_are_nearly_greedy():
-    nearly = SpanDecoding(opens=tuple(range(5, 30)), closes=(), inside=1e-4)
-    own, rows, ids, logp, mask = drawn(Independent(), nearly)
-    inside = (nearly.temperatures(ids) < 1) & mask
-    assert inside.sum() > 20 and logp[inside].abs().max() < 1e-2
 
 
 # --- drawn anew from uncertain tokens --------------------------------------------------------------------------------

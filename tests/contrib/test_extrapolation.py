@@ -23,13 +23,15 @@ def saturating(epochs: int, rate: float, noise: float = 0.0) -> torch.Tensor:
     return first + size[:, None] * direction / direction.norm() + noise * spread
 
 
-def test_the_subspace_of_a_path_of_rank_one_is_the_path():
+def test_paths_of_rank_one_and_lines_go_on():
     path = saturating(6, 0.3)
     c, u = extrapolation.rank_one(path)
     torch.testing.assert_close(c[:, None] * u, path - path[0])
     assert c[-1] > 0 and u.norm().item() == pytest.approx(1)
     still, none = extrapolation.rank_one(path[:1].expand(4, -1))
     assert not still.any() and not none.any()
+    c = torch.arange(9, dtype=torch.float64) * 0.7
+    assert extrapolation.growth(c, 4) == pytest.approx(4 * 0.7, rel=0.02)
 
 
 @pytest.mark.parametrize("rate, noise", [(0.3, 0.0), (0.3, 0.02), (0.1, 0.0), (0.8, 0.02)])
@@ -42,11 +44,6 @@ def test_a_curve_is_nearer_to_a_path_that_saturates_than_a_line(rate, noise):
     line = path[-1] + ahead * ((t @ c) / (t @ t)) * u
     assert (curve - target).norm() < 0.5 * (line - target).norm()
     assert noise or (curve - target).norm() < 0.05
-
-
-def test_a_line_goes_on_as_a_line():
-    c = torch.arange(9, dtype=torch.float64) * 0.7
-    assert extrapolation.growth(c, 4) == pytest.approx(4 * 0.7, rel=0.02)
 
 
 def run(rewards: list[float], **options):
@@ -75,10 +72,11 @@ def test_a_jump_that_lowers_the_reward_is_taken_back():
     assert [line["extrapolation"] for line in next_epochs(made, 3)] == [0, 0, 1]
 
 
-def test_a_jump_that_does_not_is_kept_and_the_path_begins_behind_it():
+def test_jumps_are_kept_or_not():
     made = run([0.1, 0.2, 0.3, 0.3, 0.3, 0.3])
     assert [line["extrapolation"] for line in next_epochs(made, 6)] == [0, 0, 1, 0, 0, 1]
     assert not any("restored" in line for line in made.lines)
+    assert "Extrapolation" not in loop.names(tiny_text.trainer())
 
 
 def test_a_jump_is_that_of_every_weight_along_its_own_path():
@@ -106,10 +104,6 @@ def test_a_resumed_run_jumps_and_takes_back_alike(done, tmp_path):
     assert next_epochs(made, 5 - done) == next_epochs(other, 5 - done)
     for key, tensor in made.policy.weights.snapshot().items():
         assert torch.equal(tensor, other.policy.weights.snapshot()[key])
-
-
-def test_without_it_nothing_is_kept():
-    assert "Extrapolation" not in loop.names(tiny_text.trainer())
 
 
 @pytest.mark.parametrize("options, named", [

@@ -101,7 +101,7 @@ def test_every_kind_is_the_same_in_each_batch_whatever_went_before():
         assert torch.equal(drawn(made, ["blue"]), alone), kind
 
 
-def test_a_call_of_one_step_has_no_cache_and_denoisers_are_left_as_they_were():
+def test_calls_of_one_step_and_errors_leave_no_cache():
     made = policy()
     parts = [part for module in made.denoisers.values() for part in module.modules()]
     before = [vars(part).get("forward") for part in parts]
@@ -111,9 +111,6 @@ def test_a_call_of_one_step_has_no_cache_and_denoisers_are_left_as_they_were():
     drawn(made)
     assert cache.calls and [vars(part).get("forward") for part in parts] == before
     assert not any(module.is_cache_enabled for module in made.denoisers.values()) and not [*cache.hooks()]
-
-
-def test_an_error_in_a_call_leaves_no_cache():
     made = policy()
     made.driver.around_rollout = cache = cache_of(made)
     with pytest.raises(RuntimeError):
@@ -217,10 +214,15 @@ def test_what_it_does_not_go_with_is_named(options, said):
         extensions.require(RolloutCache, setup)
 
 
-def test_a_model_without_caches_is_refused_before_the_run():
+def test_refused_models_pairs_and_language_models():
     settings = tiny.config(method="diffusion_nft", rollout__cache="first_block")
     with pytest.raises(UserError, match="^rollout.cache: got SD3Transformer2DModel, expected a model with diffusers'"):
         extensions.check(loop.setup(settings, loaded=tiny.sd3()))
+    for given, said in ((dict(method="diffusion_dpo", preferences="pairs.jsonl"), "so that no image is sampled"),
+                        (dict(method="grpo", model="starter_text"), "which is about denoisers")):
+        config = load(None, {"rollout.cache": "mag", "train.group": 2, **given})
+        with pytest.raises(UserError, match=f"^rollout.cache is .*{said}"):
+            keys_read.check(loop.setup(config, build.kind(config)))
 
 
 @pytest.mark.parametrize("name, kind, said", [
@@ -230,14 +232,6 @@ def test_a_model_without_caches_is_refused_before_the_run():
 def test_what_diffusers_cannot_do_is_said_before_the_first_epoch(name, kind, said):
     with pytest.raises(UserError, match=f"^rollout.cache is {kind}, {said}.*: use another, or leave it out$"):
         trainer(kind, name)
-
-
-def test_recorded_pairs_and_language_models_have_nothing_to_cache():
-    for given, said in ((dict(method="diffusion_dpo", preferences="pairs.jsonl"), "so that no image is sampled"),
-                        (dict(method="grpo", model="starter_text"), "which is about denoisers")):
-        config = load(None, {"rollout.cache": "mag", "train.group": 2, **given})
-        with pytest.raises(UserError, match=f"^rollout.cache is .*{said}"):
-            keys_read.check(loop.setup(config, build.kind(config)))
 
 
 def test_a_row_of_distances_and_the_page_of_the_numbers():

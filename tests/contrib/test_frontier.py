@@ -129,7 +129,7 @@ def test_other_held_out_prompts_begin_anew(tmp_path):
     assert summary["kept"].startswith("kept the weights of epoch 6, the best by held-out frontier (0.8")
 
 
-def test_names_that_are_no_frontier():
+def test_rewards_that_fall_or_are_lost_and_wrong_names():
     named = tiny.config(eval__every=1, eval__best="frontier", eval__rewards=["frontier"])
     assert extensions.selector_names(named, resolve(named, "flow")) == []
     assert extensions.selector_names(settings("image", "nowhere"), resolve(named, "flow")) == ["frontier"]
@@ -138,6 +138,12 @@ def test_names_that_are_no_frontier():
     near.base = True
     with pytest.raises(UserError, match="no eval-only reward is measured, so that reward hacking cannot be seen: name"):
         required(measured={"hacked": tiny.red, "near": near})
+    assert kept([0, -.2, -.4, -.3], [.5] * 4, {"red": -1.0}) == 2
+    rule = Frontier({"red": 1.0})
+    rule.begin(scores(0, red=0.0, gold=0.5))
+    rule.see(scores(1, red=0.4, gold=0.5))
+    assert rule.see(scores(2, red=0.2, gold=0.1)) == (False, [])
+    assert rule.see(scores(3, red=0.6, gold=0.1)) == (False, ["gold"])
 
 
 def required(measured=None, **options):
@@ -208,10 +214,6 @@ def test_what_is_kept(red, gold, expected):
     assert kept(red, gold) == expected
 
 
-def test_a_reward_that_is_to_fall_is_trained_by_its_weight():
-    assert kept([0, -.2, -.4, -.3], [.5] * 4, {"red": -1.0}) == 2
-
-
 def test_steps_that_show_no_gain_add_up():
     """Gains of .001 a measurement on prompts that differ by .006: the fourth is the first that can be shown."""
     moved = stats.ttest_1samp
@@ -244,14 +246,6 @@ def test_a_slow_fall_adds_up():
     assert not lost[0] and all(lost[-10:])
     steps = [stats.ttest_rel(one, other, alternative="greater").pvalue for one, other in zip(golds, golds[1:])]
     assert min(steps) > LEVEL / 60
-
-
-def test_an_eval_only_reward_is_lost_to_report_only_with_a_gain():
-    rule = Frontier({"red": 1.0})
-    rule.begin(scores(0, red=0.0, gold=0.5))
-    rule.see(scores(1, red=0.4, gold=0.5))
-    assert rule.see(scores(2, red=0.2, gold=0.1)) == (False, [])
-    assert rule.see(scores(3, red=0.6, gold=0.1)) == (False, ["gold"])
 
 
 def simulated(golds, prompts: int, noise: float, runs: int = 60) -> np.ndarray:

@@ -132,9 +132,15 @@ def test_what_cannot_be_recorded_is_refused(options, told):
         extensions.check(loop.setup(settings))
 
 
-def test_a_target_that_cannot_be_recorded_reads_no_replay():
+def test_missing_targets_and_rewards_are_refused():
     with pytest.raises(UserError, match="reads no replay"):
         resolve(tiny.config(method="diffusion_nft", parts={"replay": {"type": "GroupReplay"}}))
+    parts = {"selection": {"type": "ResampleCorrect", "n": 2, "rewards": ["proces"]}}
+    with pytest.raises(UserError, match="parts.selection.rewards: unknown reward 'proces'"):
+        validate.resolve(tiny_runs.config("flow", "flow_grpo", parts), "flow")
+    with pytest.raises(UserError, match="n is 9, expected at most the 4 samples"):
+        validate.resolve(tiny_runs.config("flow", "flow_grpo", {"selection": {
+            "type": "ResampleCorrect", "n": 9, "rewards": ["score"]}}), "flow")
 
 
 @pytest.mark.parametrize("options", [dict(size=0), dict(age=0), dict(alpha=-1.0), dict(more=-0.1)])
@@ -185,12 +191,3 @@ def test_what_is_left_out_is_neither_compared_nor_trained():
     assert all(len(taken.parent) == 2 for taken in credited.transitions)
     expected = group_relative(torch.tensor([[1.0, 0.0]]), "none")[0]
     torch.testing.assert_close(credited.advantages[0], expected)
-
-
-def test_a_reward_that_is_not_there_is_refused():
-    parts = {"selection": {"type": "ResampleCorrect", "n": 2, "rewards": ["proces"]}}
-    with pytest.raises(UserError, match="parts.selection.rewards: unknown reward 'proces'"):
-        validate.resolve(tiny_runs.config("flow", "flow_grpo", parts), "flow")
-    with pytest.raises(UserError, match="n is 9, expected at most the 4 samples"):
-        validate.resolve(tiny_runs.config("flow", "flow_grpo", {"selection": {
-            "type": "ResampleCorrect", "n": 9, "rewards": ["score"]}}), "flow")

@@ -61,7 +61,7 @@ def spiked(made, factor: float):
     loop.watch(made, on_gradients=planted)
 
 
-def test_a_huge_gradient_is_taken_back_to_the_bit():
+def test_a_huge_gradient_is_taken_back_only_with_a_guard():
     made = made_with(digits)
     spiked(made, 1e9)
     next_epochs(made, AT)
@@ -72,9 +72,6 @@ def test_a_huge_gradient_is_taken_back_to_the_bit():
     assert made.lines[-1].startswith(f"epoch {AT + 1}: grad_norm is ") and made.lines[-1].endswith(
         f"so that the run went back to the weights of epoch {AT}, with 0.5 of the learning rate")
     assert next_epochs(made, 2)[-1]["guard/returns"] == 1 and not same_state(copied(made), before)
-
-
-def test_an_unguarded_run_keeps_what_the_huge_gradient_made():
     made = made_with(digits, guard__window=0, guard__false_alarms=0.01)
     spiked(made, 1e9)
     next_epochs(made, AT)
@@ -193,7 +190,7 @@ def fallen(tmp_path_factory):
     return config, go(config, Falling())
 
 
-def test_a_held_out_fall_goes_back_and_the_run_ends_with_the_best_weights(fallen):
+def test_a_fall_goes_back_and_the_report_says_so(fallen):
     config, summary = fallen
     assert epochs(config.folder) == list(range(1, 9))
     best = weights_of(config.folder, 3)
@@ -202,10 +199,6 @@ def test_a_held_out_fall_goes_back_and_the_run_ends_with_the_best_weights(fallen
     assert same(saved(config.folder), in_file(config, 3))
     assert summary["kept"].startswith("kept the weights of epoch 3, the best by held-out aim (0.9")
     assert summary["kept"].count("held-out aim fell from 0.9") == 4
-
-
-def test_the_report_says_so(fallen):
-    config, summary = fallen
     found = report.data(config.folder)
     assert found["sentences"][1]["text"] == "K" + summary["kept"][1:] + "."
     assert "Returns to good weights" in [chart["title"] for chart in found["charts"]]
@@ -262,7 +255,9 @@ def test_a_held_out_reward_that_cannot_guard_is_refused(options, told):
 
 @pytest.mark.parametrize("options, told", [
     ({"guard__lr": 0.1}, "guard.lr is 0.1, but guard.window is 0"),
-    ({"guard__window": 2, "guard__best": False}, "guard.best is False, but eval.every is 0")])
+    ({"guard__window": 2, "guard__best": False}, "guard.best is False, but eval.every is 0"),
+    ({"guard__edge_width": 1.1}, "guard.edge_width is 1.1, but eval.every is 0"),
+    ({"guard__edge_width": 1.1, "eval__every": 1, "guard__best": False}, "guard.best is False, but guard.window is 0")])
 def test_keys_that_are_not_read_are_refused(options, told):
     with pytest.raises(UserError, match=told):
         check(tiny.config(**options), pipe=tiny.sd3(), functions={"red": tiny.red},
@@ -309,20 +304,18 @@ def test_the_first_weights_are_good_and_those_beyond_the_limits_not_the_best():
     assert guard.judge(Measured([], {}, torch.empty(0), looks=Looks(2.1, 0.5))) == {}
 
 
-@pytest.mark.parametrize("options, told", [
-    ({"guard__edge_width": 1.1}, "guard.edge_width is 1.1, but eval.every is 0"),
-    ({"guard__edge_width": 1.1, "eval__every": 1, "guard__best": False}, "guard.best is False, but guard.window is 0")])
-def test_limits_need_measurements(options, told):
-    with pytest.raises(UserError, match=told):
-        check(tiny.config(**options), pipe=tiny.sd3(), functions={"red": tiny.red},
-              prompts=[Prompt(text) for text in tiny.PROMPTS])
-
-
-def test_levels_share_the_probability_among_all_tests_of_a_run():
+def test_levels_and_limits_by_hand():
     pairs = 20 * 19 / 2
     assert guard.of_pairs(0.01, 20) * pairs == pytest.approx(0.01 / 3)
     assert guard.of_spikes(0.01, 20) * 20 * 3 == pytest.approx(0.01 / 3)
     assert guard.of_pairs(0.01, 1) == pytest.approx(0.01 / 3)
+    assert guard.fell([1, 1], [0, 0], 1e-9) and not guard.fell([0, 0], [1, 1], 0.4)
+    assert guard.fell_paired([1, 1], [0, 0], 1e-9) and not guard.fell_paired([1, 1], [1, 1], 0.4)
+    assert not guard.fell([1], [0, 0], 0.4) and not guard.fell_paired([1], [0], 0.4)
+    # Logarithms 0, 1, 2: mean 1, deviation 1; the bound is exp(1 + t sqrt(4/3)) with t of 2 degrees of freedom.
+    expected = math.exp(1 + stats.t.isf(0.1, 2) * math.sqrt(4 / 3))
+    assert guard.limit(np.exp([0, 1, 2]), 0.1) == pytest.approx(expected)
+    assert guard.limit([1, 2], 0.1) == guard.limit([1, 1, 1], 0.1) == math.inf
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -338,16 +331,6 @@ def test_falls_are_those_of_welch_and_of_pairs(seed):
     found = stats.ttest_rel(best, now, alternative="greater").pvalue
     assert not guard.fell_paired(best, now, found * 0.99) and guard.fell_paired(best, now, found * 1.01)
     assert guard.fell_paired([*best, math.nan], [*now, 0.0], found * 1.01)
-
-
-def test_limits_of_spikes_and_values_without_a_spread_by_hand():
-    assert guard.fell([1, 1], [0, 0], 1e-9) and not guard.fell([0, 0], [1, 1], 0.4)
-    assert guard.fell_paired([1, 1], [0, 0], 1e-9) and not guard.fell_paired([1, 1], [1, 1], 0.4)
-    assert not guard.fell([1], [0, 0], 0.4) and not guard.fell_paired([1], [0], 0.4)
-    # Logarithms 0, 1, 2: mean 1, deviation 1; the bound is exp(1 + t sqrt(4/3)) with t of 2 degrees of freedom.
-    expected = math.exp(1 + stats.t.isf(0.1, 2) * math.sqrt(4 / 3))
-    assert guard.limit(np.exp([0, 1, 2]), 0.1) == pytest.approx(expected)
-    assert guard.limit([1, 2], 0.1) == guard.limit([1, 1, 1], 0.1) == math.inf
 
 
 def test_false_alarms_are_no_more_often_than_said():

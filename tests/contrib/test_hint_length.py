@@ -37,7 +37,7 @@ def words(prompt: Prompt) -> int:
     return len(prompt.shown.partition("(")[2].split())
 
 
-def test_the_fit_by_hand_and_its_direction():
+def test_the_fit_by_hand_and_weights_of_earlier_epochs():
     # The measured pair and the prior: sigmoid(b) = 1/18 and sigmoid(a + b) = 0.95.
     slope, offset = fitted([(0.0, 1 / 18, 8.0)])
     assert offset == pytest.approx(logit(1 / 18), abs=5e-3) and slope + offset == pytest.approx(logit(0.95), abs=0.03)
@@ -45,6 +45,9 @@ def test_the_fit_by_hand_and_its_direction():
     assert PART.share([], 0) == 0 and PART.share([[0.0, 1.0, 8, 0]], 0) == 0
     slope, offset = fitted([(0.2, 0.9, 50.0), (0.8, 0.2, 50.0)])
     assert slope == LEAST and -5 < offset < 5
+    old, new = [0.3, 0.0, 8, 0], [0.3, 1.0, 8, 4]
+    fresh = [*old[:3], 4]
+    assert PART.share([old, new], 4) < PART.share([fresh, new], 4) < PART.share([fresh, [*new[:3], 0]], 4)
 
 
 @pytest.mark.parametrize("steep, middle", [(12, 0.7), (8, 0.4), (20, 0.85), (10, 0.2), (15, 0.55)])
@@ -55,12 +58,6 @@ def test_the_accuracy_is_near_one_half_after_four_rounds(steep, middle):
         pairs.append([share, round(8 * rate) / 8, 8, 0])
         share = PART.share(pairs, 0)
     assert 1 / (1 + math.exp(-steep * (share - middle))) == pytest.approx(0.5, abs=0.1)
-
-
-def test_pairs_of_earlier_epochs_count_less():
-    old, new = [0.3, 0.0, 8, 0], [0.3, 1.0, 8, 4]
-    fresh = [*old[:3], 4]
-    assert PART.share([old, new], 4) < PART.share([fresh, new], 4) < PART.share([fresh, [*new[:3], 0]], 4)
 
 
 def test_groups_off_the_target_are_followed_by_one_with_another_hint():

@@ -65,7 +65,7 @@ def decoded(text: str) -> np.ndarray:
     return np.asarray(Image.open(io.BytesIO(base64.b64decode(text))))
 
 
-def test_a_template_takes_values_with_their_types_and_images_as_png():
+def test_templates_take_values_images_videos_and_texts():
     template = Template("r", {"a": ["{prompt}", 1, None],
                               "b": {"c": "{metadata.of.n}", "d": "n={metadata.of.n} {prompt}"},
                               "url": "data:image/png;base64,{image}",
@@ -75,9 +75,6 @@ def test_a_template_takes_values_with_their_types_and_images_as_png():
     assert (decoded(picture) == np.arange(48).reshape(3, 4, 4).transpose(1, 2, 0)).all()
     assert filled == {"a": ["say {image}", 1, None], "b": {"c": 3, "d": "n=3 say {image}"}, "all": {"of": {"n": 3}},
                       "{prompt}": "{}"}
-
-
-def test_a_video_is_sent_as_frames_and_a_text_as_it_is():
     clip = torch.stack([IMAGE + i / 255 for i in range(5)])
     frames = Template("r", "{frames}", frames=3).filled(clip, "", {})
     assert [int(decoded(frame)[0, 0, 0]) for frame in frames] == [0, 2, 4]
@@ -96,9 +93,12 @@ def test_a_slot_that_cannot_be_filled_is_told(slot, output, said):
     assert said in message(Template("r", {"x": slot}).filled, output, "", {"a": 1})
 
 
-def test_an_unknown_slot_is_told_with_the_nearest():
+def test_unknown_slots_and_missing_keys():
     assert message(Http, url="http://h/s", request={"x": ["{promt}"]}) == \
         "reward 'http': its request has the slot {promt}: did you mean 'prompt'?"
+    assert reached([1, {"a": 2}], "1.a", "x") == 2
+    assert message(reached, {"a": {}}, "a.b", "its answer") == \
+        "its answer has no 'a.b': 'b' is not in an object of no keys"
 
 
 # --- what is read -----------------------------------------------------------------------------------------------------
@@ -177,7 +177,12 @@ def test_a_rejected_sample_fails_alone(status):
     ({"url": "http://h:port/s"}, "expected https://host/path"), ({"url": "score"}, "url is 'score'"),
     ({"concurrency": 0}, "concurrency is 0, expected 1 or more"), ({"timeout": 0}, "timeout is 0, expected above 0"),
     ({"rate": 0}, "rate is 0"), ({"budget": 3}, "budget is 3, expected above 0, with a cost above 0"),
-    ({"encoding": "jpg"}, "encoding is 'jpg', expected png or webp")])
+    ({"encoding": "jpg"}, "encoding is 'jpg', expected png or webp"),
+    ({"headers": {"X-A": "\u00e9"}}, "the header 'X-A' has the value '\u00e9', expected printable ASCII"),
+    ({"headers": {"X-A": "a\r\nB: c"}}, "expected printable ASCII"),
+    ({"headers": {"X A": "a"}}, "expected printable ASCII"),
+    ({"request": {"x": float("nan")}}, "request is not JSON"), ({"request": {"x": {1, 2}}}, "request is not JSON"),
+    ({"key_header": "X\u00e9"}, "key_header is 'X\u00e9', expected a header's name")])
 def test_wrong_settings_are_told(settings, said):
     assert said in message(Http, **{"url": "http://h/s"} | settings)
 
@@ -291,19 +296,3 @@ def test_the_example_as_it_stands_is_a_recipe(monkeypatch):
         assert reward(red, ["p", "p"], [{}, {}]) == [0.0, 1.0]
         monkeypatch.setenv("BRAND_KEY", "another")
         assert message(reward, red, ["p", "p"], [{}, {}]).endswith("answered 401: the key in BRAND_KEY is not accepted")
-
-
-def test_reached_names_what_is_missing():
-    assert reached([1, {"a": 2}], "1.a", "x") == 2
-    assert message(reached, {"a": {}}, "a.b", "its answer") == \
-        "its answer has no 'a.b': 'b' is not in an object of no keys"
-
-
-@pytest.mark.parametrize("settings, said", [
-    ({"headers": {"X-A": "\u00e9"}}, "the header 'X-A' has the value '\u00e9', expected printable ASCII"),
-    ({"headers": {"X-A": "a\r\nB: c"}}, "expected printable ASCII"),
-    ({"headers": {"X A": "a"}}, "expected printable ASCII"),
-    ({"request": {"x": float("nan")}}, "request is not JSON"), ({"request": {"x": {1, 2}}}, "request is not JSON"),
-    ({"key_header": "X\u00e9"}, "key_header is 'X\u00e9', expected a header's name")])
-def test_what_no_request_can_hold_is_told_at_once(settings, said):
-    assert said in message(Http, url="http://127.0.0.1:1/s", **settings)

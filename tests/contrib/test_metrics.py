@@ -121,7 +121,7 @@ def test_a_reference_is_the_bases_image(packages, name):
     assert scored(name, base=None)[1] == [None, None]
 
 
-def test_imscore_and_torchmetrics_get_what_they_read(packages):
+def test_packages_get_what_they_read_and_load_lazily(packages):
     reward, scores = scored("imscore:pickscore")
     assert scores.tolist() == pytest.approx((IMAGES.mean((1, 2, 3)) + torch.tensor([1.0, 2.0])).tolist())
     assert reward.origin.models[0].weights == IMSCORE["pickscore"][2]
@@ -129,6 +129,9 @@ def test_imscore_and_torchmetrics_get_what_they_read(packages):
     reward, scores = scored("torchmetrics:Texts")
     bytes_ = (IMAGES * 255).round().mean((1, 2, 3))
     assert scores.tolist() == pytest.approx((bytes_ + torch.tensor([1.0, 2.0])).tolist())
+    with rewards.lazily():
+        made = rewards.find("imscore:pickscore")
+    assert made.parts is None and made.models and made.parts is not None
 
 
 @pytest.mark.parametrize("name, follows", [("imscore:pickscore", True), ("pyiqa:dark", True),
@@ -140,12 +143,6 @@ def test_gradients_reach_the_images_where_the_package_says_so(packages, name, fo
     if follows:
         scores.sum().backward()
         assert pictures.grad.abs().min() > 0
-
-
-def test_weights_are_loaded_lazily(packages):
-    with rewards.lazily():
-        made = rewards.find("imscore:pickscore")
-    assert made.parts is None and made.models and made.parts is not None
 
 
 @pytest.mark.parametrize("name, licence", [

@@ -205,7 +205,7 @@ def test_the_first_update_has_the_replays_gradient_and_a_ratio_of_exactly_one():
     assert torch.allclose(held, replayed, rtol=1e-5, atol=1e-6 * replayed.abs().max()) and held.norm() > 0
 
 
-def test_ratios_are_exactly_one_or_stop_the_run():
+def test_ratios_are_one_and_a_kl_is_that_of_a_replay():
     made = tiny.trainer(method="mix_grpo", parts={"plan": {"size": 2}}, precision="bf16", train__one_pass=True,
                         policy=tiny.policy(tiny.sd3().to(torch.bfloat16), precision="bf16"))
     lines = tiny_runs.epochs(made)
@@ -216,9 +216,6 @@ def test_ratios_are_exactly_one_or_stop_the_run():
     made.policy.pipe.transformer.register_forward_hook(
         lambda module, given, output: (output[0] + 1e-2 * torch.randn(output[0].shape, generator=generator),))
     assert "replay and rollout disagree" in message(made.run_epoch)
-
-
-def test_a_kl_with_the_base_model_is_that_of_a_replay():
     found = []
     for one_pass in (False, True):
         made = trainer(train__one_pass=one_pass, parts={"kl": {"weight": 0.1}})
@@ -331,7 +328,7 @@ def test_auto_is_false_in_a_run_that_it_does_not_go_with(capsys):
     assert made.run_epoch()["one_pass/states"] == 0
 
 
-def test_the_estimate_counts_the_graphs_of_all_trained_states():
+def test_estimates_count_graphs_and_language_models_have_none():
     policy = tiny.policy()
     conditioning = policy.encode(["red"])
     plain, held = (memory.memory(policy, tiny.config(method="mix_grpo", parts={"plan": {"size": 2}},
@@ -342,9 +339,6 @@ def test_the_estimate_counts_the_graphs_of_all_trained_states():
     for name in ("rollout", "decode", "update"):
         assert held[name]["graphs of the rollout"] == one * states
     assert held["update"]["activations"] == 0 and held["encode"] == plain["encode"]
-
-
-def test_a_language_model_has_none():
     settings = tiny_text.config(train__one_pass=True)
     assert "train.one_pass is set, which is about denoisers" in message(keys_read.require_kind, settings, "causal_lm")
 
@@ -430,12 +424,21 @@ def test_a_shared_first_noise_is_other_work(clone, monkeypatch, capsys):
     assert code == 2 and lines[1].startswith("replay: {'forward': 28, 'backward': 6} rows, expected {'forward': 32, ")
 
 
-def test_one_pass_saves_the_rows_of_the_trained_steps():
+def test_rows_of_repetitions_and_of_saved_steps():
     theirs = {"forward": 32, "backward": 8}
     found = {"one_pass": {"forward": 24, "backward": 8}, "theirs": theirs}
     beside_flow_grpo.require_same_work(found, 8)
     with pytest.raises(UserError, match="one_pass: .* rows, expected {'forward': 28, "):
         beside_flow_grpo.require_same_work(found, 4)
+    found = [{"replay": replay, "one_pass": 1.0, "bare": 3.0, "theirs": 2.0, "same": 2.0} for replay in (1.0, 3.0, 2.0)]
+    assert beside_flow_grpo.line("all_of_10", found) == (
+        "| all_of_10 | 1.00 (0.50, 1.50, 1.00) | 0.50 (0.50, 0.50, 0.50) | 1.00 (0.50, 1.50, 1.00) | "
+        "0.50 (0.50, 0.50, 0.50) | 1.50 (1.50, 1.50, 1.50) |")
+    assert one_pass_ratio.line("all_of_10", [1.4, 1.0, 1.25]) == "| all_of_10 | 1.25 | 1.40, 1.00, 1.25 |"
+    made = [tiny_runs.trainer("flow", tiny_runs.config("flow", "mix_grpo", train__updates=1, train__one_pass=one_pass))
+            for one_pass in (False, True)]
+    found = one_pass_ratio.ratios(*made, repetitions=2)
+    assert len(found) == 2 and min(found) > 0 and [trainer.epoch for trainer in made] == [2, 2]
 
 
 def test_a_folder_without_flow_grpo(monkeypatch, capsys, tmp_path):
@@ -450,22 +453,7 @@ def test_a_clone_without_the_function(clone, monkeypatch, capsys):
     assert code == 2 and "has no attribute 'pipeline_with_logprob', expected a clone of yifan123/flow_grpo" in line
 
 
-def test_rows_and_lines_have_medians_and_every_repetition():
-    found = [{"replay": replay, "one_pass": 1.0, "bare": 3.0, "theirs": 2.0, "same": 2.0} for replay in (1.0, 3.0, 2.0)]
-    assert beside_flow_grpo.line("all_of_10", found) == (
-        "| all_of_10 | 1.00 (0.50, 1.50, 1.00) | 0.50 (0.50, 0.50, 0.50) | 1.00 (0.50, 1.50, 1.00) | "
-        "0.50 (0.50, 0.50, 0.50) | 1.50 (1.50, 1.50, 1.50) |")
-    assert one_pass_ratio.line("all_of_10", [1.4, 1.0, 1.25]) == "| all_of_10 | 1.25 | 1.40, 1.00, 1.25 |"
-
-
 @pytest.mark.parametrize("case", one_pass_ratio.CASES)
 def test_every_case_is_a_run_with_and_without_it(case):
     config = load(one_pass_ratio.RECIPE, one_pass_ratio.SMALL | one_pass_ratio.CASES[case] | {"train.one_pass": "true"})
     extensions.require(OnePass, loop.setup(config, "pipeline"))
-
-
-def test_every_repetition_runs_an_epoch_of_each_kind():
-    made = [tiny_runs.trainer("flow", tiny_runs.config("flow", "mix_grpo", train__updates=1, train__one_pass=one_pass))
-            for one_pass in (False, True)]
-    found = one_pass_ratio.ratios(*made, repetitions=2)
-    assert len(found) == 2 and min(found) > 0 and [trainer.epoch for trainer in made] == [2, 2]

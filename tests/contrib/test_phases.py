@@ -53,7 +53,7 @@ def test_a_phase_changes_what_it_sets_and_evaluations_keep_their_own():
     assert made.policy.text.max_tokens == 6 and len(made.prompts) == 6  # again behind the epoch
 
 
-def test_a_phase_of_images_has_another_size_and_more_steps():
+def test_grids_sizes_and_steps_of_phases():
     made = tiny.trainer(phases=[{"at": 1, "set": {"image.sizes": [[8, 8]], "train.steps": 4}}], train__epochs=3,
                         parts={"plan": {"size": 2}})
     shapes = []
@@ -62,6 +62,9 @@ def test_a_phase_of_images_has_another_size_and_more_steps():
     for made.epoch in range(2):
         metrics = made.run_epoch()
     assert shapes == [((8, 8), 7), ((4, 4), 5)] and metrics["grad_norm"] > 0
+    settings = tiny.config(phases=[{"at": 1, "set": {"train.shift": 2.0}}], train__grid="stock", train__epochs=4)
+    with pytest.raises(UserError, match="^phases.0..set: train.shift is 2.0, but train.grid is 'stock'"):
+        Phases.require(loop.setup(settings, build.PIPELINE, PROMPTS))
 
 
 def test_the_weights_of_rewards_change():
@@ -125,12 +128,6 @@ def test_impossible_phases(listed, told):
     if told is None:
         return Phases.require(loop.setup(settings, build.CAUSAL_LM, PROMPTS))
     assert told in message(lambda: Phases.require(loop.setup(settings, build.CAUSAL_LM, PROMPTS)))
-
-
-def test_a_phase_of_a_stock_grid_has_no_shift():
-    settings = tiny.config(phases=[{"at": 1, "set": {"train.shift": 2.0}}], train__grid="stock", train__epochs=4)
-    with pytest.raises(UserError, match="^phases.0..set: train.shift is 2.0, but train.grid is 'stock'"):
-        Phases.require(loop.setup(settings, build.PIPELINE, PROMPTS))
 
 
 def test_a_phase_of_videos_has_other_frames():

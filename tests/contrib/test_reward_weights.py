@@ -128,18 +128,15 @@ def test_a_hard_prompt_with_a_gap_has_longer_advantages():
     close(difficulty(f64([[1, 1], [1, 1], [math.nan] * 2])), [1, 1, 1])
 
 
-def test_forward_correction_pulls_right_samples_nowhere_in_the_mean():
+def test_misses_and_forward_correction():
     """A verifier accepts 1 of 10 wrong samples and rejects 3 of 10 right ones."""
     right, wrong = columns([1] * 7 + [0] * 3), columns([1] + [0] * 9)
     correct = ForwardCorrected(misses=0.3)
     assert correct(right, [1]).mean().item() == pytest.approx(0)
     assert correct(wrong, [1]).mean().item() == pytest.approx(-0.6)
     assert correct(columns([math.nan, 1, 0]), [1])[0].tolist() == pytest.approx([0, 0.3, -0.7])
-
-
-def test_the_rate_of_misses_is_estimated_over_the_run():
-    """6 accepted, 4 rejected, of which 2 are rechecked and 1 is right: 4 / 2 = 2 of 8 right ones are missed. Then with
-    10 rejected, 6 rechecked and 1 right: 10 / 6 of 10 / 6 + 6."""
+    # 6 accepted, 4 rejected, of which 2 are rechecked and 1 is right: 4 / 2 = 2 of 8 right ones are missed. Then with
+    # 10 rejected, 6 rechecked and 1 right: 10 / 6 of 10 / 6 + 6.
     nan, memory = math.nan, {}
     first = columns([1] * 6 + [0] * 4, [nan] * 6 + [1, 0, nan, nan])
     later = columns([0] * 6, [0] * 4 + [nan] * 2)
@@ -223,16 +220,13 @@ def test_difficulties_and_rewritten_prompts():
     assert scores[:, 0].tolist() == [1, 1, 0]
 
 
-def test_failures_are_paid_by_their_nearness_to_a_success():
+def test_nearness_and_progress_by_hand():
     """Distances 1 and 3 to the success: z is -1 and 1."""
     apart = f64([[0, 1, 3], [1, 0, 2], [3, 2, 0]])
     near, far = (0.8 / (1 + math.exp(z)) for z in (-1, 1))
     close(progress(torch.tensor([True, False, False]), apart, 0.8), [1, near, far], 1e-7)
     close(progress(torch.tensor([False] * 3), apart, 0.8), [0, 0, 0])
     close(progress(torch.tensor([True] * 3), apart, 0.8), [1, 1, 1])
-
-
-def test_progress_of_texts_and_of_images():
     def right(outputs, prompts):
         return [float(text == "a b") if isinstance(text, str) else float(text.mean() == 1) for text in outputs]
     found = rewards.score({"r": rewards.find("progress", {"rewards": [right]})}, ["a b", "a c", "d e", "f", "g", "h"],

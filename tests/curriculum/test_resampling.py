@@ -30,7 +30,7 @@ def drawn(*turns: list[tuple[str, list[float]]]) -> EpochBatch:
     return found
 
 
-def test_groups_that_agree_are_replaced_by_prompts_not_drawn_before():
+def test_replacements_are_fresh_and_disagree():
     found = drawn([("a", MIXED), ("b", AGREED), ("c", [0.0, 0.0, 0.0])])
     pairs = DynamicSampling()(found)
     assert [place for place, _ in pairs] == [1, 2]
@@ -38,6 +38,12 @@ def test_groups_that_agree_are_replaced_by_prompts_not_drawn_before():
     assert DynamicSampling()(found) == pairs  # of the seed, the epoch and the turn alone
     assert [prompt.text for prompt in found.replace(pairs)] == [prompt.text for _, prompt in pairs]
     assert found.standing() == [0]
+    taken = [POOL[0], POOL[1], POOL[1], POOL[2], POOL[3], POOL[4], POOL[5]]
+    found = [prompt.text for prompt in fresh(POOL, 6, taken, [0, 1, 2])]
+    assert sorted(found[:5]) == list("acdef") and found[5] == "b"
+    assert [prompt.text for prompt in fresh(POOL[:2], 5, [], [1])].count("a") in (2, 3)
+    heavy = [Prompt("x", weight=1e9), Prompt("y"), Prompt("z")]
+    assert all(fresh(heavy, 1, [], [seed])[0].text == "x" for seed in range(20))
 
 
 def test_a_replacement_that_agrees_is_replaced_in_its_turn_until_the_cap():
@@ -64,15 +70,6 @@ def test_processes_draw_equally_many_and_keep_their_own():
     found.add([POOL[4], POOL[5]], torch.zeros(2, 3, 1), torch.zeros(2, 3))
     for processes.rank, own in ((0, "abe"), (1, "cdf")):
         assert "".join(prompt.text for prompt in found.own()) == own
-
-
-def test_fresh_prompts_are_those_drawn_least_often():
-    taken = [POOL[0], POOL[1], POOL[1], POOL[2], POOL[3], POOL[4], POOL[5]]
-    found = [prompt.text for prompt in fresh(POOL, 6, taken, [0, 1, 2])]
-    assert sorted(found[:5]) == list("acdef") and found[5] == "b"
-    assert [prompt.text for prompt in fresh(POOL[:2], 5, [], [1])].count("a") in (2, 3)
-    heavy = [Prompt("x", weight=1e9), Prompt("y"), Prompt("z")]
-    assert all(fresh(heavy, 1, [], [seed])[0].text == "x" for seed in range(20))
 
 
 def test_prompts_that_contradict_their_prior_get_one_more_group():

@@ -35,9 +35,24 @@ def named(*texts: str) -> list[Prompt]:
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
-def test_txt_holds_a_prompt_per_line(tmp_path):
+def test_txt_jsonl_and_published_formats(tmp_path):
     file = write(tmp_path, "p.txt", "\ufeffa cat\r\n\r\n  a dog, running \n")
     assert load_prompts(file) == named("a cat", "a dog, running")
+    lines = [{"question": "Ann has 3 pens and buys 1200 more. How many?",
+              "answer": "3+1200=<<3+1200=1203>>\n#### 1,203"},
+             {"question": "He owes $2.50 twice.", "answer": "It is #### or so\n#### -5"}]
+    file = write(tmp_path, "gsm8k.jsonl", "\n".join(map(json.dumps, lines)))
+    assert load_prompts(file) == [Prompt(lines[0]["question"], metadata={"answer": "1203"}),
+                                  Prompt("He owes $2.50 twice.", metadata={"answer": "-5"})]
+    row = {"question": "3 and 4?", "answer": 7, "source": "own", "tag": "sums"}
+    expected = [Prompt("3 and 4?", metadata={"answer": 7, "source": "own", "tag": "sums"})]
+    assert load_prompts(write(tmp_path, "p.jsonl", json.dumps(row))) == expected
+    assert load_prompts(table(tmp_path / "p.parquet", [row])) == expected
+    assert load_prompts(write(tmp_path, "p.csv", "question,answer,source\n3 and 4?,7,own\n")) == [
+        Prompt("3 and 4?", metadata={"answer": "7", "source": "own"})]
+    facts = {"tag": "counting", "include": [{"class": "owl", "count": 2}], "exclude": [{"class": "owl", "count": 3}]}
+    file = write(tmp_path, "evaluation_metadata.jsonl", json.dumps(facts | {"prompt": "a photo of two owls"}))
+    assert load_prompts(file) == [Prompt("a photo of two owls", metadata=facts)]
 
 
 def test_jsonl_and_csv_hold_the_same(tmp_path):
@@ -67,15 +82,6 @@ def test_metadata_tell_the_full_path_of_a_prompts_image(tmp_path, monkeypatch):
     assert found[0].key == "a\nown/cat.png"  # by which prompts are held out: the same on every machine
 
 
-def test_gsm8k_is_read_as_it_is(tmp_path):
-    lines = [{"question": "Ann has 3 pens and buys 1200 more. How many?",
-              "answer": "3+1200=<<3+1200=1203>>\n#### 1,203"},
-             {"question": "He owes $2.50 twice.", "answer": "It is #### or so\n#### -5"}]
-    file = write(tmp_path, "gsm8k.jsonl", "\n".join(map(json.dumps, lines)))
-    assert load_prompts(file) == [Prompt(lines[0]["question"], metadata={"answer": "1203"}),
-                                  Prompt("He owes $2.50 twice.", metadata={"answer": "-5"})]
-
-
 def table(path: Path, rows: list[dict]) -> Path:
     parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     return path
@@ -99,15 +105,6 @@ def test_own_data_of_language_models(row, tmp_path):
     assert of_records([row]) == [expected]
 
 
-def test_other_keys_are_metadata_in_every_form(tmp_path):
-    row = {"question": "3 and 4?", "answer": 7, "source": "own", "tag": "sums"}
-    expected = [Prompt("3 and 4?", metadata={"answer": 7, "source": "own", "tag": "sums"})]
-    assert load_prompts(write(tmp_path, "p.jsonl", json.dumps(row))) == expected
-    assert load_prompts(table(tmp_path / "p.parquet", [row])) == expected
-    assert load_prompts(write(tmp_path, "p.csv", "question,answer,source\n3 and 4?,7,own\n")) == [
-        Prompt("3 and 4?", metadata={"answer": "7", "source": "own"})]
-
-
 def test_images_in_a_table_are_left_out_with_a_line(tmp_path, capsys):
     """A data set of captions is one of prompts; one of edits has to name files."""
     rows = [{"prompt": "a cat", "image": {"bytes": b"png", "path": "x"}, "embedding": b"bytes"}]
@@ -118,7 +115,7 @@ def test_images_in_a_table_are_left_out_with_a_line(tmp_path, capsys):
         "use them save each as a file, and give its path\n")
 
 
-def test_parquet_holds_the_same(tmp_path):
+def test_parquet_is_read_with_dates_and_decimals(tmp_path):
     rows = [{"prompt": "a cat", "negative_prompt": "blurry", "metadata": {"task": "one", "n": 2}, "weight": 2.5,
              "level": "easy", "image": {"bytes": b"no path", "path": "x"}, "raw": b"bytes"},
             {"prompt": "a dog, big", "metadata": {"task": "two"}}]
@@ -129,9 +126,6 @@ def test_parquet_holds_the_same(tmp_path):
     assert load_prompts(table(tmp_path / "p.parquet", rows)) == [Prompt("a cat", metadata={"n": 2})]
     rows = [{"question": "3 and 4?", "answer": "3+4\n#### 7"}]
     assert load_prompts(table(tmp_path / "p.parquet", rows)) == [Prompt("3 and 4?", metadata={"answer": "7"})]
-
-
-def test_parquet_columns_of_dates_and_decimals_are_metadata_that_json_holds(tmp_path):
     moment = datetime(2026, 5, 1, 12, 30)
     rows = [{"prompt": "a cat", "day": moment.date(), "at": moment, "hour": moment.time(), "weight": Decimal("2.5"),
              "count": Decimal("3.00"), "score": math.nan, "long": timedelta(hours=1), "fine": True,
@@ -166,12 +160,6 @@ def test_without_pyarrow_parquet_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     assert message(load_prompts, file).startswith(f"{file} needs pyarrow.parquet (") and \
         message(load_prompts, file).endswith("pip install 'flowgrpo[parquet]'")
-
-
-def test_geneval_is_read_as_it_is(tmp_path):
-    facts = {"tag": "counting", "include": [{"class": "owl", "count": 2}], "exclude": [{"class": "owl", "count": 3}]}
-    file = write(tmp_path, "evaluation_metadata.jsonl", json.dumps(facts | {"prompt": "a photo of two owls"}))
-    assert load_prompts(file) == [Prompt("a photo of two owls", metadata=facts)]
 
 
 @pytest.mark.parametrize("name, text, told", [
@@ -212,8 +200,15 @@ def test_mistakes_are_told_with_file_and_line(name, text, told, tmp_path):
     assert told in message(load_prompts, file) and str(file) in message(load_prompts, file)
 
 
-def test_missing_file():
+def test_missing_files_and_names_without_owner():
     assert message(load_prompts, "no.txt") == "prompts no.txt: no such file"
+    assert "expected hub:OWNER/NAME or hub:OWNER/NAME:CONFIG, got 'captions'" in message(hub.parse, "hub:captions")
+    assert hub.parse("hub:openai/gsm8k:main?split=test&revision=refs/convert/parquet") == hub.HubPrompts(
+        "openai/gsm8k", "main", None, "test", "refs/convert/parquet")
+    for one in sets.SETS.values():
+        for side in (one.train, one.held_out):
+            if hub.is_dataset(side):
+                assert hub.parse(side).column and "/" in hub.parse(side).id
 
 
 # --- the held-out split ----------------------------------------------------------------------------------------------
@@ -226,7 +221,7 @@ def test_a_share_of_the_texts_is_held_out(share, expected):
     assert Counter(p.text for p in train + held) == Counter(p.text for p in prompts)
 
 
-def test_splits_depend_on_texts_and_files_of_held_out_prompts(tmp_path):
+def test_held_out_files_leave_training_or_are_refused(tmp_path):
     prompts = named(*(f"p{i}" for i in range(40)))
     first = {p.text for p in split(prompts, 0.25, 0)[1]}
     assert first == {p.text for p in split(prompts[::-1] + prompts[:5], 0.25, 0)[1]}
@@ -234,6 +229,7 @@ def test_splits_depend_on_texts_and_files_of_held_out_prompts(tmp_path):
     file = write(tmp_path, "held.txt", "b\nc\n")
     train, held = split(named("a", "b", "a", "d"), str(file), 0)
     assert [p.text for p in train] == ["a", "a", "d"] and [p.text for p in held] == ["b", "c"]
+    assert "leaves none to train on" in message(split, named("a"), str(write(tmp_path, "h.txt", "a\nb")), 0)
 
 
 def test_a_text_with_another_image_is_another_prompt(tmp_path):
@@ -255,10 +251,6 @@ def test_a_text_with_another_image_is_another_prompt(tmp_path):
     (["a", "b"], 1.0, "expected a share between 0 and 1")])
 def test_no_side_is_empty(texts, share, told):
     assert told in message(split, named(*texts), share, 0)
-
-
-def test_a_file_that_holds_out_everything_is_refused(tmp_path):
-    assert "leaves none to train on" in message(split, named("a"), str(write(tmp_path, "h.txt", "a\nb")), 0)
 
 
 # --- drawing ---------------------------------------------------------------------------------------------------------
@@ -447,13 +439,3 @@ def test_mistakes_name_the_option(dataset, source, message):
     with pytest.raises(UserError) as caught:
         hub.load(dataset + source)
     assert message in str(caught.value)
-
-
-def test_names_of_the_hub_have_an_owner():
-    assert "expected hub:OWNER/NAME or hub:OWNER/NAME:CONFIG, got 'captions'" in message(hub.parse, "hub:captions")
-    assert hub.parse("hub:openai/gsm8k:main?split=test&revision=refs/convert/parquet") == hub.HubPrompts(
-        "openai/gsm8k", "main", None, "test", "refs/convert/parquet")
-    for one in sets.SETS.values():
-        for side in (one.train, one.held_out):
-            if hub.is_dataset(side):
-                assert hub.parse(side).column and "/" in hub.parse(side).id

@@ -93,11 +93,15 @@ def test_a_file_of_a_user_who_does_not_exist_is_one_line(folder, load, line, pla
         load(folder / "p.jsonl")
 
 
-def test_a_prompt_is_another_one_with_another_file(folder):
+def test_prompts_differ_by_their_files_and_paths(folder):
     lines = [{"prompt": "x"}, {"prompt": "x", "image": "a.png"}, {"prompt": "x", "images": ["a.png", "b.png"]},
              {"prompt": "x", "control_image": "a.png"}, {"prompt": "x", "video": "clip"},
              {"prompt": "x", "control_image": "a.png", "controlnet_conditioning_scale": 0.5}]
     assert len({prompt.key for prompt in read(folder, *lines)}) == len(lines)
+    one, several = of_records([{"prompt": "x", "image": folder / "a.png", "mask_image": folder / "b.png"},
+                               {"prompt": "x", "images": [folder / "a.png", folder / "b.png"]}])
+    assert one.inputs.given() == {"image": str(folder / "a.png"), "mask_image": str(folder / "b.png")}
+    assert several.inputs.images == (str(folder / "a.png"), str(folder / "b.png"))
 
 
 @pytest.mark.parametrize("line, expected", [
@@ -119,13 +123,6 @@ def test_a_wrong_key_is_one_line_with_file_line_and_key(folder, line, expected):
     caught = message(lambda: read(folder, {"prompt": "fine"}, {"prompt": "x"} | line))
     assert caught.startswith(f"prompts {folder}/p.jsonl, line 2")
     assert expected.format(folder=folder) in caught
-
-
-def test_paths_from_python_are_paths(folder):
-    one, several = of_records([{"prompt": "x", "image": folder / "a.png", "mask_image": folder / "b.png"},
-                               {"prompt": "x", "images": [folder / "a.png", folder / "b.png"]}])
-    assert one.inputs.given() == {"image": str(folder / "a.png"), "mask_image": str(folder / "b.png")}
-    assert several.inputs.images == (str(folder / "a.png"), str(folder / "b.png"))
 
 
 @pytest.mark.parametrize("record", [
@@ -291,13 +288,10 @@ def test_frames_of_a_file_are_in_order_and_no_single_image(name, form, tmp_path)
         read_image(tmp_path / name)
 
 
-def test_the_still_image_of_an_animated_png_is_no_frame(tmp_path):
+def test_folders_of_frames_and_animated_images(tmp_path):
     FRAMES[9].save(tmp_path / "a.png", save_all=True, append_images=FRAMES[:3], default_image=True)
     assert frame_count(tmp_path / "a.png") == 3
     assert [np.asarray(frame).mean() for frame in Clip.of(str(tmp_path / "a.png"), 3).frames] == GREYS[:3]
-
-
-def test_frames_of_a_folder_go_by_their_numbers(tmp_path):
     for number, frame in enumerate(FRAMES):
         frame.save(tmp_path / f"frame{number}.png")
     (tmp_path / "._frame0.png").write_bytes(b"of a file system")

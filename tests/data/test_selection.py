@@ -62,13 +62,15 @@ def test_mixtures_by_weights_and_by_the_surrogate():
     assert "5 mixtures of 3 sets: expected at least 6" in message(lambda: best_mixture(tried[:5], [0.0] * 5))
 
 
-def test_variants_keep_the_reference():
+def test_variants_keep_references_and_lines_lose_numbers():
     known = [Prompt("3 owls", metadata={"count": 3}, weight=2.0), Prompt("a cat")]
     answers = {"3 owls": "1. three owls\n2. 3 owls\n3. owls, three of them", "a cat": "three owls\na small cat"}
     written = variants(known, 3, lambda messages: answers[messages[0]["content"].rpartition("\n")[2]])
     assert [(prompt.text, prompt.metadata, prompt.weight) for prompt in written] == [
         ("three owls", {"count": 3}, 2.0), ("owls, three of them", {"count": 3}, 2.0), ("a small cat", {}, 1.0)]
     assert "3 times" in variant_request("x", 3)[0]["content"]
+    answer = 'Here are two prompts:\n1. "a red hat"\n2) two owls\n\n- 3 cats'
+    assert of_answer(answer) == ["a red hat", "two owls", "3 cats"]
 
 
 TEMPLATES = """
@@ -110,11 +112,6 @@ def test_mistakes_name_the_key(tmp_path, text, message):
     with pytest.raises(UserError) as caught:
         write(tmp_path, text)
     assert message in str(caught.value)
-
-
-def test_lines_of_an_answer_lose_numbers_and_quotes():
-    answer = 'Here are two prompts:\n1. "a red hat"\n2) two owls\n\n- 3 cats'
-    assert of_answer(answer) == ["a red hat", "two owls", "3 cats"]
 
 
 CAPTION = "Two dogs and a red car in front of a tall house, a man on the left."

@@ -60,10 +60,12 @@ def test_a_packaged_set_is_a_suite_with_its_categories(name, categories):
     assert suite.name == name and len(suite.categories) == categories
 
 
-def test_a_share_of_a_set_with_held_out_prompts_is_refused():
+def test_shares_and_pairs_in_place_of_test_sets():
     with pytest.raises(UserError, match="prompts: geneval brings held-out prompts of its own"):
         sets.require_suited(parse.validate({"prompts": "geneval", "held_out": 0.3}))
     sets.require_suited(parse.validate({"prompts": "general", "held_out": 0.3}))
+    assert "partiprompts" in message(lambda: sets.require_suited(parse.validate({"prompts": "partiprompts"})))
+    sets.require_suited(parse.validate({"prompts": "partiprompts", "preferences": "pairs.jsonl"}))
 
 
 OWN = ("ocr_train", "general", "general_video")
@@ -76,7 +78,7 @@ def test_prompts_of_our_own_are_what_their_script_writes(script):
         assert [json.loads(line) for line in lines] == rows
 
 
-def test_no_training_prompt_of_our_own_is_in_a_test_set():
+def test_no_training_prompt_is_in_a_test_set():
     """Neither as written, nor without case, spaces and punctuation; and no text that an image is asked to show."""
     test = [prompt for file in sets.test_files() for prompt in load_prompts(file)]
     assert len(test) == 200 + 200 + 535 + 553 + 600 + 944 + 1018 + 1065 + 1632 + 2400
@@ -86,6 +88,7 @@ def test_no_training_prompt_of_our_own_is_in_a_test_set():
         shown, asked = ({plain(prompt.metadata["text"]) for prompt in side if "text" in prompt.metadata}
                         for side in (train, test))
         assert len(asked) == 950 and not shown & asked
+    assert plain("A  Sign, \"Stop\".") == plain("a sign stop") == build_training_prompts.plain("a SIGN: stop")
 
 
 @pytest.mark.parametrize("name, kinds", [("word_problems", build_word_problems.KINDS),
@@ -116,10 +119,6 @@ def plain(text: str) -> str:
     return "".join(letter for letter in text.casefold() if letter.isalnum())
 
 
-def test_normalised_text_forgets_case_spaces_and_punctuation():
-    assert plain("A  Sign, \"Stop\".") == plain("a sign stop") == build_training_prompts.plain("a SIGN: stop")
-
-
 @pytest.mark.parametrize("prompts, name", [
     ("partiprompts", "partiprompts"), ("vbench", "vbench"), ("drawbench", "drawbench"),
     (str(sets.FOLDER / "ocr.jsonl"), "ocr"), (str(sets.SETS["drawbench"].train), "drawbench"),
@@ -136,11 +135,6 @@ def test_a_test_set_is_not_trained_on(prompts, name):
 def test_other_prompts_are_trained_on(prompts):
     assert sets.test_set(prompts) is None
     sets.require_suited(parse.validate({"prompts": prompts}))
-
-
-def test_recorded_pairs_are_trained_on_in_place_of_a_test_set():
-    assert "partiprompts" in message(lambda: sets.require_suited(parse.validate({"prompts": "partiprompts"})))
-    sets.require_suited(parse.validate({"prompts": "partiprompts", "preferences": "pairs.jsonl"}))
 
 
 def test_prompts_are_a_set_a_file_or_a_dataset_in_every_command(tmp_path):
@@ -306,7 +300,7 @@ def test_suites_of_several_formats_and_the_starters(tmp_path):
 
 
 # --- the one over COCO's names ---------------------------------------------------------------------------------------
-def test_its_metadata_can_be_judged_and_says_what_the_prompt_says():
+def test_the_shipped_suite_is_balanced_and_judged():
     suite = load_suite("geneval_coco")
     assert suite.form == "geneval" and len({prompt.text for prompt in suite.prompts}) == len(suite.prompts)
     for prompt in suite.prompts:
@@ -316,9 +310,6 @@ def test_its_metadata_can_be_judged_and_says_what_the_prompt_says():
             assert build_suites.many(clause["class"]) in prompt.text if clause["count"] > 1 else \
                 clause["class"] in prompt.text
             assert clause.get("position", [""])[0] in prompt.text
-
-
-def test_it_is_balanced():
     suite, counts = load_suite("geneval_coco"), {}
     assert {name: len(rows) for name, rows in suite.categories.items()} == {
         "single_object": 80, "two_object": 100, "counting": 76, "colors": 79, "position": 100, "color_attr": 100}

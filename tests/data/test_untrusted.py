@@ -125,10 +125,16 @@ def test_a_fifo_a_socket_and_a_device_are_refused_without_waiting(tmp_path, monk
     assert "is a device, expected a regular file" in refusal(read, Path(name))
 
 
-def test_a_fifo_among_the_frames_of_a_clip_is_refused(tmp_path):
+def test_fifos_starting_formats_and_lines_of_errors(tmp_path):
     os.mkfifo(tmp_path / "0.png")
     with pytest.raises(UserError, match="is a FIFO"):
         _ = Clip(str(tmp_path), 1).frames
+    file = write(tmp_path, "a.eps", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n")
+    assert "cannot be read as an image" in refusal(read_image, file)
+    error = UserError("a\nb\x1b[2J\u202e\ud800" + "x" * 10_000 + "end")
+    assert str(error).startswith("a b\\x1b[2J\\u202e\\ud800x") and str(error).endswith("xend")
+    assert len(str(error)) < LONGEST
+    assert nearest("learning" * 10_000, ["train.lr"]) == "; there are: train.lr"
 
 
 # --- images --------------------------------------------------------------------------------------------------------
@@ -194,15 +200,6 @@ def test_clips_and_videos_beyond_the_limits(tmp_path, monkeypatch):
     file = write(tmp_path, "a.mp4", head + 9 * frame + b";")
     line = refusal(frame_count, file)
     assert "has 8191 x 8191 pixels" in line
-
-
-def test_formats_that_start_programs_and_lines_of_errors(tmp_path):
-    file = write(tmp_path, "a.eps", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n")
-    assert "cannot be read as an image" in refusal(read_image, file)
-    error = UserError("a\nb\x1b[2J\u202e\ud800" + "x" * 10_000 + "end")
-    assert str(error).startswith("a b\\x1b[2J\\u202e\\ud800x") and str(error).endswith("xend")
-    assert len(str(error)) < LONGEST
-    assert nearest("learning" * 10_000, ["train.lr"]) == "; there are: train.lr"
 
 
 # --- the rest --------------------------------------------------------------------------------------------------------

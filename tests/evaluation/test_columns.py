@@ -122,7 +122,7 @@ def test_columns_differ_in_what_was_asked(runs, tmp_path, kind, values, heads, o
     assert np.abs(page.images[0] - page.images[1]).max() > 1
 
 
-def test_checkpoints_go_from_the_base_to_the_result(runs, tmp_path):
+def test_checkpoints_and_runs_stand_in_order(runs, tmp_path):
     page, heads = drawn(runs[0], "checkpoints", [], tmp_path)
     assert heads[:3] == ["base", "epoch 1", "epoch 20"]
     base, first, last = page.images[:3]
@@ -131,6 +131,12 @@ def test_checkpoints_go_from_the_base_to_the_result(runs, tmp_path):
     chosen, heads = drawn(runs[0], "checkpoints", ["20", "0"], tmp_path)
     assert heads[:2] == ["epoch 20", "base"]
     assert (chosen.images[0] == last).all() and (chosen.images[1] == base).all()
+    page, heads = drawn(runs[0], "runs", [str(runs[1])], tmp_path)
+    assert heads[0] == "base" and len(page.images) == 6
+    for column, (run, lora) in enumerate([(runs[0], False), (runs[0], True), (runs[1], True)]):
+        assert np.abs(page.images[column] - alone(run, 0, lora=lora)).max() <= 1
+    page, _ = drawn(runs[0], "runs", [str(runs[0] / "checkpoints" / ".."), str(runs[1])], tmp_path, count=1)
+    assert len(page.images) == 3  # the base and two runs
 
 
 def test_a_pipeline_is_gone_before_the_next_is_loaded(runs, tmp_path, monkeypatch):
@@ -143,15 +149,6 @@ def test_a_pipeline_is_gone_before_the_next_is_loaded(runs, tmp_path, monkeypatc
     monkeypatch.setattr(loading, "make_pipeline", watched)
     drawn(runs[0], "checkpoints", [], tmp_path, count=1)
     assert len(alive) == 2  # the base leaves room for the first checkpoint, and nothing else for the second
-
-
-def test_runs_beside_each_other_once_each(runs, tmp_path):
-    page, heads = drawn(runs[0], "runs", [str(runs[1])], tmp_path)
-    assert heads[0] == "base" and len(page.images) == 6
-    for column, (run, lora) in enumerate([(runs[0], False), (runs[0], True), (runs[1], True)]):
-        assert np.abs(page.images[column] - alone(run, 0, lora=lora)).max() <= 1
-    page, _ = drawn(runs[0], "runs", [str(runs[0] / "checkpoints" / ".."), str(runs[1])], tmp_path, count=1)
-    assert len(page.images) == 3  # the base and two runs
 
 
 def test_a_page_is_the_same_every_time_and_has_scores(runs, tmp_path):

@@ -82,13 +82,20 @@ def test_frames_that_a_pipeline_does_not_take_are_refused(name, count, told, tmp
         options.check_frames(loop.setup(settings(tmp_path, count), "pipeline", loaded=pipe))
 
 
-def test_clips_of_too_many_pixels_and_texts_are_refused(tmp_path):
+def test_clips_beyond_the_limits_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"eval.frames is 60000, whose clips have [\d,]+ pixels: expected 268,435,456"):
         large = settings(tmp_path, 60_000, image__call={"height": 512, "width": 512})
         options.check_frames(loop.setup(large, "pipeline"))
     from flowgrpo.methods import keys_read
     with pytest.raises(UserError, match="eval.frames is set, which is about denoisers"):
         keys_read.require_kind(tiny_text.config(eval__frames=3), "causal_lm")
+    make(WAN)[0].save_pretrained(tmp_path / "wan")
+    with pytest.raises(UserError, match="image.frames is 4, but WanPipeline takes 1 more than a multiple of 2"):
+        options.check_frames(loop.setup(settings(tmp_path, None, model=str(tmp_path / "wan"), image__frames=4,
+                                                 image__call={}), "pipeline"))
+    with pytest.raises(UserError, match="image.frames is 5, and image.call has num_frames 9"):
+        options.check_frames(loop.setup(settings(tmp_path, None, image__frames=5, image__call={"num_frames": 9}),
+                                        "pipeline"))
 
 
 @pytest.fixture(scope="module")
@@ -133,16 +140,6 @@ def test_frames_of_training_are_those_that_the_pipeline_makes(name, count, expec
     with pytest.raises(UserError, match=r"phases\[0\].set " + expected):
         phases = [{"at": 0.5, "set": {"image.frames": count}}]
         Phases.require_model(loop.setup(settings(tmp_path, None, phases=phases), "pipeline", loaded=pipe))
-
-
-def test_frames_are_refused_before_a_folder_is_loaded(tmp_path):
-    make(WAN)[0].save_pretrained(tmp_path / "wan")
-    with pytest.raises(UserError, match="image.frames is 4, but WanPipeline takes 1 more than a multiple of 2"):
-        options.check_frames(loop.setup(settings(tmp_path, None, model=str(tmp_path / "wan"), image__frames=4,
-                                                 image__call={}), "pipeline"))
-    with pytest.raises(UserError, match="image.frames is 5, and image.call has num_frames 9"):
-        options.check_frames(loop.setup(settings(tmp_path, None, image__frames=5, image__call={"num_frames": 9}),
-                                        "pipeline"))
 
 
 def test_a_count_that_only_the_clips_show_is_refused():

@@ -98,7 +98,7 @@ def test_means_and_pairs_are_those_of_the_images(found):
     assert opposite == pytest.approx(1 - told["win_rate"]["all prompts"]["mean"], abs=1e-6)
 
 
-def test_drift_knows_what_the_run_was_trained_on(found):
+def test_drift_and_diversity_of_images(found):
     results, [bright, dark], folder = found
     base, tuned = (pictures(folder, arm).mean((2, 3, 4)) for arm in ("base", "tuned"))
     changes = {bright: statistics.change(base, tuned), dark: statistics.change(tuned, base)}
@@ -107,6 +107,13 @@ def test_drift_knows_what_the_run_was_trained_on(found):
                                            pytest.approx(changes[bright].high, abs=1e-6))
     assert results["drift"] == [f"nothing is said of drift in {name}: it has scores on 5 prompts, and at least 20 are "
                                 "needed" for name in (bright, dark)]
+    results, _, folder = found
+    for arm in ("base", "tuned"):
+        shots = pictures(folder, arm)  # 16 x 16 already, as its miniatures are
+        apart = np.sqrt(((shots[:, 0] - shots[:, 1]) ** 2).reshape(len(SUITE), -1).mean(1))
+        assert results["diversity"][arm]["mean"] == pytest.approx(apart.mean(), abs=1e-6)
+    change = results["diversity"]["tuned"]["mean"] - results["diversity"]["base"]["mean"]
+    assert results["diversity"]["change"]["mean"] == pytest.approx(change, abs=1e-9)
 
 
 @pytest.mark.fast
@@ -124,16 +131,6 @@ def test_a_run_that_hacks_is_told(world, tmp_path):
     told = evaluate(names=names, **given)["drift"]
     assert len(told) == 1 and told[0].startswith(f"possible reward hacking: {names[0]} rose by")
     assert f"trained on, while {names[1]} fell by" in told[0]
-
-
-def test_diversity_is_the_distance_between_a_prompts_images(found):
-    results, _, folder = found
-    for arm in ("base", "tuned"):
-        shots = pictures(folder, arm)  # 16 x 16 already, as its miniatures are
-        apart = np.sqrt(((shots[:, 0] - shots[:, 1]) ** 2).reshape(len(SUITE), -1).mean(1))
-        assert results["diversity"][arm]["mean"] == pytest.approx(apart.mean(), abs=1e-6)
-    change = results["diversity"]["tuned"]["mean"] - results["diversity"]["base"]["mean"]
-    assert results["diversity"]["change"]["mean"] == pytest.approx(change, abs=1e-9)
 
 
 def test_a_image_is_the_stock_pipelines(world, model, tmp_path):

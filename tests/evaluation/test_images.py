@@ -114,12 +114,16 @@ def test_a_lora_is_drawn_as_stock_diffusers_loads_it(tmp_path, model, lora):
     assert np.abs(ours - drawn(tmp_path / "out", model)[1]).max() > 1
 
 
-def test_all_weights_are_loaded_too(tmp_path, model):
+def test_all_weights_and_other_pages(tmp_path, model):
     run = make_run(tmp_path / "run", model, 0.1, rank=0)
     same = make_run(tmp_path / "same", model, 0.0, rank=0)
     assert not (run / LORA_FILE).exists()
     tuned, base = drawn(tmp_path / "out", model, run)[0], drawn(tmp_path / "out", model, same)[0]
     assert np.abs(tuned - base).max() > 1
+    run = make_run(tmp_path / "run", model, 0.3)
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a dog"}\n{"prompt": "a cat", "negative_prompt": "blue"}\n')
+    pages = [Image.open(images.grid(run, tmp_path / "p.jsonl", 5, seed, tmp_path / f"{seed}.png")) for seed in (0, 1)]
+    assert pages[0].size == pages[1].size and pages[0].tobytes() != pages[1].tobytes()
 
 
 @pytest.mark.parametrize("model, steps, guidance, expected", [
@@ -189,20 +193,15 @@ def test_a_reward_that_cannot_judge_the_prompts_loses_no_image(tmp_path, model, 
     assert "left out: reward " in capsys.readouterr().err and (tmp_path / "columns.html").is_file()
 
 
-def test_a_page_of_other_prompts_and_seeds(tmp_path, model):
-    run = make_run(tmp_path / "run", model, 0.3)
-    (tmp_path / "p.jsonl").write_text('{"prompt": "a dog"}\n{"prompt": "a cat", "negative_prompt": "blue"}\n')
-    pages = [Image.open(images.grid(run, tmp_path / "p.jsonl", 5, seed, tmp_path / f"{seed}.png")) for seed in (0, 1)]
-    assert pages[0].size == pages[1].size and pages[0].tobytes() != pages[1].tobytes()
-
-
-def test_folders_without_a_run_or_weights_are_told(tmp_path, model):
+def test_missing_runs_and_endless_prompts(tmp_path, model):
     with pytest.raises(UserError, match="is not a run: it has no config.yaml"):
         images.grid(tmp_path, None, 1, 0, tmp_path / "g.png")
     run = make_run(tmp_path / "run", model, 0.1)
     (run / LORA_FILE).unlink()
     with pytest.raises(UserError, match="no weights at .* the run has not finished: --resume it"):
         images.grid(run, None, 1, 0, tmp_path / "g.png")
+    with pytest.raises(UserError, match="a prompt of 20,001 characters, expected 20,000 at most"):
+        images.sample(str(model), None, ["a" * 20_001], 1, 0, 1, 1.0, tmp_path / "out")
 
 
 @pytest.mark.parametrize("content, told", [
@@ -400,11 +399,6 @@ def test_more_images_than_the_disk_holds_are_refused(arguments, tmp_path, model,
 def test_numbers_without_end_are_refused(options, line, tmp_path, model, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert line in error_line(capsys, "sample", str(model), "--prompt", "a", *options) and not list(tmp_path.iterdir())
-
-
-def test_a_prompt_without_end_is_refused(tmp_path, model):
-    with pytest.raises(UserError, match="a prompt of 20,001 characters, expected 20,000 at most"):
-        images.sample(str(model), None, ["a" * 20_001], 1, 0, 1, 1.0, tmp_path / "out")
 
 
 @pytest.mark.parametrize("command", COMMANDS)

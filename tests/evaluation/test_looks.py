@@ -61,7 +61,7 @@ def step(width: float, height: float = 0.8) -> torch.Tensor:
     return (0.1 + height * line).expand(1, 3, 64, 64)
 
 
-def test_edge_widths_by_hand():
+def test_edge_widths_by_hand_and_of_larger_images():
     assert edge_widths(step(0)).item() == pytest.approx(1)
     assert edge_widths(step(3)).item() == pytest.approx(6, rel=0.02)
     assert edge_widths(step(3, 0.1)).item() == pytest.approx(edge_widths(step(3)).item())
@@ -69,6 +69,15 @@ def test_edge_widths_by_hand():
     assert math.isnan(edge_widths(torch.rand(1, 3, 2, 8)).item())
     crispness = find("crispness")
     assert crispness(torch.cat([step(0), torch.full((1, 3, 64, 64), 0.5)]), [""] * 2) == [pytest.approx(1), None]
+    image = photograph(128)
+    framed = torch.full_like(image, 0.5)
+    framed[..., 32:96, 32:96] = image[..., 32:96, 32:96]
+    laplacian = find("sharpness")
+    for other in (framed, image * 0.6 + 0.2):
+        assert edge_widths(other).item() == pytest.approx(edge_widths(image).item(), rel=0.1)
+        assert laplacian(other, [""]).item() < 0.5 * laplacian(image, [""]).item()
+    one, many = (scene.edge_widths(rendered(24, 3, task)) for task in ("single", "counting"))
+    assert np.nanmean(one) == pytest.approx(np.nanmean(many), rel=0.03)
 
 
 @pytest.mark.parametrize("images, widths", [
@@ -79,18 +88,6 @@ def test_edge_widths_grow_with_blur_and_a_blur_of_half_a_pixel_is_above_the_limi
         images, *(blurred(images, sigma) for sigma in (0.25, 0.5, 1, 2))))
     assert base * 0.999 <= others[0] < others[1] < others[2] < others[3]
     assert others[1] / base > looks.WIDE
-
-
-def test_size_share_and_contrast_of_what_is_shown_do_not_change_edge_widths():
-    image = photograph(128)
-    framed = torch.full_like(image, 0.5)
-    framed[..., 32:96, 32:96] = image[..., 32:96, 32:96]
-    laplacian = find("sharpness")
-    for other in (framed, image * 0.6 + 0.2):
-        assert edge_widths(other).item() == pytest.approx(edge_widths(image).item(), rel=0.1)
-        assert laplacian(other, [""]).item() < 0.5 * laplacian(image, [""]).item()
-    one, many = (scene.edge_widths(rendered(24, 3, task)) for task in ("single", "counting"))
-    assert np.nanmean(one) == pytest.approx(np.nanmean(many), rel=0.03)
 
 
 def test_contours_and_diversity_by_hand():
@@ -109,7 +106,7 @@ def test_contours_and_diversity_by_hand():
     assert looks.features(clip[None])[:, 1:].tolist() == looks.features([white])[:, 1:].tolist()
 
 
-def test_shares_of_the_base_and_what_is_said_of_them():
+def test_shares_and_second_images():
     base = Looks(2.0, 0.4)
     assert Looks(2.5, 0.2).of(base) == {"edge_width": 1.25, "diversity": 0.5}
     assert Looks().of(base) == Looks(1.0, 1.0).of(Looks()) == Looks(1.0, 1.0).of(Looks(0.0, 0.0)) == {}
@@ -119,9 +116,6 @@ def test_shares_of_the_base_and_what_is_said_of_them():
     assert [tone for tone, _ in looks.describe_looks({"edge_width": 1.05, "diversity": 0.95})] == ["plain", "plain"]
     assert looks.describe_looks({}) == [] and looks.read(json.loads(json.dumps(base.as_json()))) == base
     assert looks.read(None).of(base) == looks.read(Looks().as_json()).of(base) == {}
-
-
-def test_an_eighth_of_the_prompts_have_a_second_image_where_they_have_one():
     assert [looks.twins(*given) for given in ((64, 1), (240, 1), (6, 1), (64, 2))] == [8, 30, 6, 0]
 
 
@@ -290,7 +284,7 @@ class Based:
         raise AssertionError("asked")
 
 
-def test_prompts_are_shuffled_by_half_the_list():
+def test_prompts_are_shuffled_and_none_gets_its_own():
     shuffled = Shuffled.of({"fits": fits, "remote": Remote(), "group": Group(), "based": Based()}, PROMPTS)
     assert [*shuffled.rewards] == ["fits"] and len(shuffled.others["fits"]) == 32
     states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
@@ -301,10 +295,7 @@ def test_prompts_are_shuffled_by_half_the_list():
     reward = rewards.Composed(fits, WatchRule(when={"even": True}), name="fits")
     [others] = Shuffled.of({"fits": reward}, PROMPTS).others.values()
     assert {i: other.metadata["value"] for i, other in others.items()} == {i: (i + 16) % 32 for i in range(0, 32, 2)}
-
-
-def test_no_image_gets_its_own_prompt_and_failures_have_no_scores():
-    """Of 16 prompts that are 8, twice, another one is 7 or 9 away; of 7 prompts, and of one 16 times, there is none."""
+    # Of 16 prompts that are 8, twice, another one is 7 or 9 away; of 7 prompts, and of one 16 times, there is none.
     [others] = Shuffled.of({"fits": fits}, PROMPTS[:8] * 2).others.values()
     assert len(others) == 16 and all(other.metadata["value"] == (i + 7) % 8 for i, other in others.items())
     assert not Shuffled.of({"fits": fits}, PROMPTS[:7]).rewards

@@ -89,11 +89,15 @@ def test_a_run_that_an_error_ended_is_called_crashed(tmp_path, capsys):
     assert not (settings.folder / "crash.txt").exists()
 
 
-def test_a_finished_run_that_went_on_is_stopped(tmp_path):
+def test_runs_of_one_name_and_runs_that_went_on(tmp_path):
     folder = written(tmp_path, "longer", 2, time=100)
     (folder / "metrics.jsonl").write_text('{"epoch": 3}\n')
     [run] = list_runs(tmp_path)
     assert (run.state, run.epochs) == ("stopped", 3)
+    folders = [written(tmp_path / output, "run", 1, time=1) for output in ("x", "y")]
+    text = comparison.write(folders, tmp_path / "page.html").read_text()
+    assert """"Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">""" in text
+    assert f"{folders[0]} and {folders[1]}" in text and "<p>All settings are the same.</p>" in text
 
 
 def test_a_folder_without_runs_is_told(tmp_path, capsys):
@@ -116,13 +120,6 @@ def test_several_runs_are_one_page(tmp_path, capsys):
         "64.0,232.0 442.7,100.0 632.0,12.0", "64.0,232.0 442.7,100.0"]  # 0.2 at epoch 0, 0.5 at 2, 0.7 after 3
     assert main(["report", str(first), str(second), "--output", str(tmp_path / "new" / "page.html")]) == 0
     assert (tmp_path / "new" / "page.html").read_text() == page
-
-
-def test_runs_of_one_name_have_their_paths_as_labels(tmp_path):
-    folders = [written(tmp_path / output, "run", 1, time=1) for output in ("x", "y")]
-    text = comparison.write(folders, tmp_path / "page.html").read_text()
-    assert """"Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">""" in text
-    assert f"{folders[0]} and {folders[1]}" in text and "<p>All settings are the same.</p>" in text
 
 
 @pytest.mark.parametrize("options, line", [
@@ -178,9 +175,11 @@ def corpus_run(tmp_path):
     return Path(shutil.copytree(CORPUS / "run", tmp_path / "mine"))
 
 
-def test_the_run_of_the_corpus_is_whole(corpus_run):
+def test_the_corpus_is_whole_and_other_files_are_refused(corpus_run):
     assert runs.read(corpus_run).state == "finished" and report.write(corpus_run).is_file()
     assert load_finished(corpus_run)[1]["unit"] == "denoiser evaluations"
+    (corpus_run / LORA_FILE).write_bytes(struct.pack("<Q", 2**62) + b"{}")
+    assert "expected a .safetensors file" in refusal(run_lora.read, corpus_run)
 
 
 @pytest.mark.parametrize("name, content", [
@@ -221,11 +220,6 @@ def test_a_damaged_lora_is_refused_by_exports(corpus_run, tensors, adapter, mess
     text = adapter if isinstance(adapter, str) else json.dumps(adapter)
     save_file(tensors, corpus_run / LORA_FILE, {"lora_adapter_metadata": text})
     assert message in refusal(lora, corpus_run, corpus_run / "out.safetensors")
-
-
-def test_a_file_that_is_no_safetensors_is_refused_by_exports(corpus_run):
-    (corpus_run / LORA_FILE).write_bytes(struct.pack("<Q", 2**62) + b"{}")
-    assert "expected a .safetensors file" in refusal(run_lora.read, corpus_run)
 
 
 @pytest.mark.parametrize("facts", ['{"folders": 3}', '{"folders": ["0", "1"], "columns": {}}', "[" * 100_000,

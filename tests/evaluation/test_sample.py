@@ -102,14 +102,11 @@ def test_a_checkpoint_and_weights_of_parts_are_named_by_their_hash(tmp_path):
     assert image_files.lora_hashes(None) is None and image_files.lora_hashes(tmp_path / "none") is None
 
 
-def test_values_with_commas_and_colons_are_quoted():
+def test_settings_are_quoted_and_clips_say_them(tmp_path):
     settings = {"Steps": 3, "Model": 'a, "b": c', "RLG": None}
     text = image_files.parameters("one\ntwo", 7, torch.zeros(3, 8, 16), settings, "a blur")
     assert text == ('one\ntwo\nNegative prompt: a blur\nSteps: 3, Model: "a, \\"b\\": c", Seed: 7, Size: 16x8')
     assert comfy(text)[:2] == ("one\ntwo", "a blur") and json.loads(comfy(text)[2]["Model"]) == 'a, "b": c'
-
-
-def test_a_clip_says_how_it_was_drawn(tmp_path):
     text = image_files.parameters("a cät", 7, torch.zeros(2, 3, 8, 16), {"Steps": 3})
     image_files.save(tmp_path / "a.webp", torch.rand(2, 3, 8, 16), text)
     exif = Image.open(tmp_path / "a.webp").getexif().get_ifd(0x8769)[0x9286]
@@ -241,12 +238,18 @@ def scored(images, prompts):
     return [None if image.max() == 0 else float(image.mean()) for image in images]
 
 
-def test_the_highest_score_is_picked_and_a_missing_one_never_is():
+def test_the_best_of_images_and_texts(tmp_path):
     best, prompts = best_of.BestOf(3, "scored", scored), [Prompt("a"), Prompt("b")]
     assert best.pick(flat(0.25, 0.75, 0.5, 0.0, 0.0, 0.125), prompts) == [(1, 0.75), (2, 0.125)]
     assert best.pick(flat(0.5, 0.5, 0.25), prompts[:1]) == [(0, 0.5)]
     with pytest.raises(UserError, match="--by scored: none of the 3 samples of 'a' has a score"):
         best.pick(flat(0.0, 0.0, 0.0), prompts[:1])
+    for each in tiny_text.model():
+        each.save_pretrained(tmp_path / "lm")
+    (tmp_path / "long.py").write_text("def long(texts, prompts):\n    return [float(len(set(t))) for t in texts]\n")
+    every = texts.sample(str(tmp_path / "lm"), None, ["1+2=", "3+4="], 6, 0)
+    kept = texts.sample(str(tmp_path / "lm"), None, ["1+2=", "3+4="], 2, 0, best_of=3, by=f"{tmp_path}/long.py:long")
+    assert kept == [max(every[at:at + 3], key=lambda text: len(set(text))) for at in range(0, 12, 3)]
 
 
 def test_sample_keeps_the_best_draw_and_says_so_in_the_image(world, capsys):
@@ -283,15 +286,6 @@ def test_eval_and_prompt_files_keep_the_best_draw_too(world):
     results = json.loads((world / "chosen" / "results.json").read_text())
     assert (results["best_of"], results["by"]) == (2, by) and "best_of" not in json.loads(
         (world / "drawn" / "results.json").read_text())
-
-
-def test_texts_are_chosen_as_well(tmp_path):
-    for each in tiny_text.model():
-        each.save_pretrained(tmp_path / "lm")
-    (tmp_path / "long.py").write_text("def long(texts, prompts):\n    return [float(len(set(t))) for t in texts]\n")
-    every = texts.sample(str(tmp_path / "lm"), None, ["1+2=", "3+4="], 6, 0)
-    kept = texts.sample(str(tmp_path / "lm"), None, ["1+2=", "3+4="], 2, 0, best_of=3, by=f"{tmp_path}/long.py:long")
-    assert kept == [max(every[at:at + 3], key=lambda text: len(set(text))) for at in range(0, 12, 3)]
 
 
 @pytest.mark.parametrize("count, by, told", [
@@ -403,7 +397,7 @@ def same(found, expected) -> bool:
     return all(torch.allclose(one, other, atol=1e-5) for one, other in zip(found, expected, strict=True))
 
 
-def test_arms_in_any_order_and_samples_alone(made):
+def test_arms_and_blends_are_loaded_once(made):
     model, run, base, tuned = made
     assert not same(base, tuned)
     drawing, loaded = sampler(model), []
@@ -413,9 +407,6 @@ def test_arms_in_any_order_and_samples_alone(made):
     assert loaded[0] is loaded[1] is not loaded[2]  # weights do not leave a pipeline
     model, run, base, _ = made
     assert same(sampler(model).draw(Arm(None, FEW_STEPS), PROMPTS[1:], SEEDS[1:]), base[1:])
-
-
-def test_blends_of_one_pair_are_loaded_once(made):
     model, run, base, tuned = made
     drawing, loaded = sampler(model), []
     for weight, expected in ((0.0, base), (1.0, tuned), (0.0, base)):

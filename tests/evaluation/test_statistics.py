@@ -45,7 +45,7 @@ def test_a_share_has_wilsons_interval(hits, count):
     assert found.high == pytest.approx(min((middle + half) / (1 + z * z / count), 1), abs=1e-10)
 
 
-def test_images_of_a_prompt_are_dependent_and_other_scores_have_a_bootstrap():
+def test_dependent_samples_count_as_far_as_they_differ():
     scores = np.random.default_rng(1).normal(2.0, 0.5, (400, 1))
     found, half = interval(scores), 1.96 * scores.std() / 20
     assert found.method == BOOTSTRAP and found.mean == pytest.approx(scores.mean(), abs=1e-12)
@@ -55,6 +55,13 @@ def test_images_of_a_prompt_are_dependent_and_other_scores_have_a_bootstrap():
     values = np.random.default_rng(2).normal(size=(50, 1))
     one, eight = interval(values), interval(np.repeat(values, 8, 1))
     assert (eight.low, eight.high) == (pytest.approx(one.low, abs=1e-10), pytest.approx(one.high, abs=1e-10))
+    # Four prompts with four samples each: as 4 where a prompt's samples agree, as 16 where nothing sets prompts apart.
+    agreed = np.repeat([[1.0], [1.0], [0.0], [0.0]], 4, 1)
+    same, one = interval(agreed), interval(agreed[:, :1])
+    assert (same.low, same.high) == (pytest.approx(one.low), pytest.approx(one.high)) and same.method == WILSON
+    mixed, sixteen = interval(np.tile([1.0, 0.0, 1.0, 0.0], (4, 1))), interval(np.tile([[1.0], [0.0]], (8, 1)))
+    assert (mixed.low, mixed.high) == (pytest.approx(sixteen.low), pytest.approx(sixteen.high))
+    assert mixed.prompts == 4 and mixed.low > same.low
 
 
 def test_methods_and_scores_that_apply():
@@ -72,17 +79,6 @@ def test_methods_and_scores_that_apply():
     assert (part.mean, part.low, part.high, part.method) == (1.0, 1.0, 1.0, BOOTSTRAP)
     alone = interval(graded[:1], method_of(graded))
     assert math.isnan(alone.low) and math.isnan(alone.high) and alone.method == BOOTSTRAP
-
-
-def test_samples_of_a_prompt_count_as_far_as_they_differ():
-    """Four prompts with four samples each: as 4 where a prompt's samples agree, as 16 where nothing sets prompts apart.
-    """
-    agreed = np.repeat([[1.0], [1.0], [0.0], [0.0]], 4, 1)
-    same, one = interval(agreed), interval(agreed[:, :1])
-    assert (same.low, same.high) == (pytest.approx(one.low), pytest.approx(one.high)) and same.method == WILSON
-    mixed, sixteen = interval(np.tile([1.0, 0.0, 1.0, 0.0], (4, 1))), interval(np.tile([[1.0], [0.0]], (8, 1)))
-    assert (mixed.low, mixed.high) == (pytest.approx(sixteen.low), pytest.approx(sixteen.high))
-    assert mixed.prompts == 4 and mixed.low > same.low
 
 
 @pytest.mark.parametrize("both, one, other, neither, expected", [
@@ -270,9 +266,11 @@ def test_all_rows_of_a_table_have_intervals_of_one_kind(capsys):
     assert cells(strict)[1][:2] == ["b", "1.000 [0.207, 1.000]"]
 
 
-def test_small_rewards_have_the_digits_of_their_change():
+def test_small_changes_and_resumed_runs():
     rows = compare_rewards(measured(0.0071, 0.0073, tasks="ab"), measured(0.0064, 0.0062, tasks="ab"), 1)["[b]"]
     assert cells(rows)[0] == ["a", "0.00710", "0.00640", "-0.00070"]
+    told = {"total_seconds": 12.0, "seconds": 40.0, "resumed": True}
+    assert held_out.describe_time(told) == "12 s since it was resumed, 40 s of training of all epochs"
 
 
 @pytest.mark.parametrize("values, changes, expected", [
@@ -280,8 +278,3 @@ def test_small_rewards_have_the_digits_of_their_change():
     ([21.3], [0.0123], 3), ([0.946, 0.945], [0.0009], 5), ([math.nan, None, 0.02], [None], 4)])
 def test_decimals_of_a_column(values, changes, expected):
     assert decimals(values, changes) == expected
-
-
-def test_a_resumed_run_says_so():
-    told = {"total_seconds": 12.0, "seconds": 40.0, "resumed": True}
-    assert held_out.describe_time(told) == "12 s since it was resumed, 40 s of training of all epochs"

@@ -85,7 +85,7 @@ def test_the_kohya_file_of_a_unet_does_what_the_runs_own_does(unet, tmp_path):
     assert (made[0] - made[1]).abs().max() > 1e-3
 
 
-def test_the_kohya_layers_of_a_transformer_give_the_same_change(sd3, tmp_path):
+def test_kohya_and_merged_models_make_the_loras_change(sd3, tmp_path):
     layers, own = load_file(*export.lora(sd3, tmp_path / "kohya.safetensors")), load_file(sd3 / LORA_FILE)
     for name in {key.rpartition(".lora_A")[0] for key in own if ".lora_A" in key}:
         layer = "lora_transformer_" + name.removeprefix("transformer.").replace(".", "_")
@@ -93,6 +93,13 @@ def test_the_kohya_layers_of_a_transformer_give_the_same_change(sd3, tmp_path):
         change = own[f"{name}.lora_B.weight"] @ own[f"{name}.lora_A.weight"]
         torch.testing.assert_close(up @ down * alpha / len(down), change)
     assert len(layers) == 3 * len(own) / 2
+    tuned, base = (load_pipeline(str(sd3 / "model")) for _ in range(2))
+    tuned.load_lora_weights(sd3)
+    merged = load_pipeline(str(export.merged(sd3, tmp_path / "merged")))
+    assert not any("lora" in key for key in merged.transformer.state_dict())
+    expected = latents(tuned, **tiny.CALL)
+    torch.testing.assert_close(latents(merged, **tiny.CALL), expected, rtol=1e-4, atol=1e-5)
+    assert (latents(base, **tiny.CALL) - expected).abs().max() > 1e-3
 
 
 def test_a_lora_in_pefts_own_format_is_merged_and_has_the_kohya_layout(pixart, tmp_path):
@@ -211,13 +218,26 @@ def test_what_comfyui_has_no_name_for_is_refused(part, known, told):
         comfy_names.namer(part, known)
 
 
-def test_layers_and_models_that_cannot_be_named_are_refused(tmp_path):
+def test_foreign_unfit_and_unnamed_loras_are_refused(tmp_path):
     with pytest.raises(UserError, match="the layer condition_embedder.time_proj of WanTransformer3DModel is not known"):
         comfy_names.namer("transformer", {"transformer": "WanTransformer3DModel"})("condition_embedder.time_proj")
     with pytest.raises(UserError, match="the parts of the model .* cannot be read"):
         comfy_names.classes(str(tmp_path))
     with pytest.raises(UserError, match="adapter.dora"):
         export.lora(lora_run(tmp_path, "FluxPipeline", dora=True), tmp_path / "out.safetensors")
+    from safetensors.torch import save_file
+    save_file({"transformer.x.lora_A.weight": torch.ones(1, 1)}, tmp_path / LORA_FILE)
+    assert "does not say its alpha" in message(lambda: export.lora(tmp_path, tmp_path / "out.safetensors"))
+    assert "no LoRA in" in message(lambda: export.lora(tmp_path / "elsewhere", tmp_path / "out.safetensors"))
+    run, _ = finished(tmp_path)
+    for each in tiny_text.model(layers=1, hidden_size=16):
+        each.save_pretrained(run / "base")
+    with pytest.raises(UserError, match="does not load into Qwen3ForCausalLM: .*size mismatch") as error:
+        export.merged(run, tmp_path / "out")
+    assert "\n" not in str(error.value)
+    run, _ = finished(tmp_path)
+    with pytest.raises(UserError, match="is of a language model, which ComfyUI does not load: use --form merged"):
+        export.lora(run, tmp_path / "out.safetensors", "comfyui")
 
 
 @pytest.mark.parametrize("adapter, rank, expected", [
@@ -237,16 +257,6 @@ def test_exports_beside_the_weights_leave_an_evaluation_valid(tmp_path):
     assert weights_digest(run) == before == weights_digest(run / LORA_FILE)
     (run / LORA_FILE).write_bytes((run / LORA_FILE).read_bytes() + b" ")
     assert weights_digest(run) != before
-
-
-def test_a_merged_pipeline_draws_what_the_lora_draws(sd3, tmp_path):
-    tuned, base = (load_pipeline(str(sd3 / "model")) for _ in range(2))
-    tuned.load_lora_weights(sd3)
-    merged = load_pipeline(str(export.merged(sd3, tmp_path / "merged")))
-    assert not any("lora" in key for key in merged.transformer.state_dict())
-    expected = latents(tuned, **tiny.CALL)
-    torch.testing.assert_close(latents(merged, **tiny.CALL), expected, rtol=1e-4, atol=1e-5)
-    assert (latents(base, **tiny.CALL) - expected).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("rank", [2, 0])
@@ -314,13 +324,6 @@ def test_the_metadata_of_a_file_is_ordered(tmp_path):
         assert opened.metadata() == facts and torch.equal(opened.get_tensor("a"), tensors["a"])
     [once] = written
     assert once.index(b'"a":') < once.index(b'"h":')
-
-
-def test_a_foreign_lora_without_its_alpha_is_refused(tmp_path):
-    from safetensors.torch import save_file
-    save_file({"transformer.x.lora_A.weight": torch.ones(1, 1)}, tmp_path / LORA_FILE)
-    assert "does not say its alpha" in message(lambda: export.lora(tmp_path, tmp_path / "out.safetensors"))
-    assert "no LoRA in" in message(lambda: export.lora(tmp_path / "elsewhere", tmp_path / "out.safetensors"))
 
 
 @pytest.mark.parametrize("name, adapter, said, written", [
@@ -399,15 +402,3 @@ def test_the_card_is_of_texts(tmp_path, rank, library, tags):
     assert "| short | - | 0.500 | - | yes |" in text and "Means over 4 held-out completions (greedy).\n" in text
     assert "1,234 tokens, 3 s of training" in text and "(before_after.png)" in text  # which shows texts
     assert not any(word in text for word in ("pictures", "scheduler", "denoiser", "guidance"))
-
-
-def test_loras_that_do_not_fit_and_language_models(tmp_path):
-    run, _ = finished(tmp_path)
-    for each in tiny_text.model(layers=1, hidden_size=16):
-        each.save_pretrained(run / "base")
-    with pytest.raises(UserError, match="does not load into Qwen3ForCausalLM: .*size mismatch") as error:
-        export.merged(run, tmp_path / "out")
-    assert "\n" not in str(error.value)
-    run, _ = finished(tmp_path)
-    with pytest.raises(UserError, match="is of a language model, which ComfyUI does not load: use --form merged"):
-        export.lora(run, tmp_path / "out.safetensors", "comfyui")

@@ -77,7 +77,7 @@ def test_the_licence_is_the_base_models(sd3, front, expected, said):
         file.unlink(missing_ok=True)
 
 
-def test_the_metadata_is_what_a_hub_reads(sd3):
+def test_metadata_and_clips_of_the_card(sd3):
     card = ModelCard(export.card(sd3).read_text())
     assert card.data.base_model is None and card.data.library_name == "diffusers"  # a folder here is no hub id
     assert card.data.tags == ["flowgrpo", "reinforcement-learning", "lora"]
@@ -87,6 +87,13 @@ def test_the_metadata_is_what_a_hub_reads(sd3):
     assert told["base_model"] == "owner/a-model" and told["base_model_relation"] == "adapter"
     assert told["pipeline_tag"] == "text-to-video" and told["license"] == "other"
     assert model_card.licence_of("starter") == {"license": "apache-2.0"} and model_card.licence_of("no/model") == {}
+    clip = sd3 / "before_after.webp"
+    try:
+        assert "(before_after.png)" in export.card(sd3).read_text()
+        clip.touch()
+        assert "(before_after.webp)" in export.card(sd3).read_text()
+    finally:
+        clip.unlink()
 
 
 @pytest.mark.parametrize("which", ["sd3", "whole", "pixart"])
@@ -169,13 +176,17 @@ def test_the_card_of_a_run_with_sources_runs_and_draws_what_sample_does(name, tm
         assert f"fps={'25' if name.startswith('LTX') else '16'})" in card.text and (tmp_path / "clip.mp4").is_file()
 
 
-def test_the_snippet_gives_several_sources_as_a_list_of_files_of_the_hub(tmp_path):
+def test_snippets_of_uploads_and_sources(tmp_path):
     make("Flux2Pipeline")[0].save_config(tmp_path)
     config = validate({"model": str(tmp_path), "reward": "sharpness", "eval": {"steps": 2}})
     told = usage.snippet(config, tmp_path, "me/run", "p", [("image", "images/a.png"), ("image", "images/b.png")])
     assert "image = load_image(hf_hub_download('me/run', 'images/a.png'))" in told
     assert "pipe(prompt='p', image=[image, image_2], " in told and usage.task(config, "image", ()) == "image-to-image"
     compile(told, "snippet", "exec")
+    (tmp_path / "transformer").mkdir()
+    (tmp_path / "transformer" / "adapter_config.json").touch()
+    told = usage.snippet(validate({"model": "owner/model", "reward": "scene"}), tmp_path, "me/repository", "a star")
+    assert "load_lora(pipe, {'transformer': pipe.transformer}, Path(snapshot_download('me/repository')))" in told
 
 
 def brings(folder, keys) -> Inputs:
@@ -215,13 +226,6 @@ def test_snippets_of_packaged_models(model, lines, tmp_path):
     compile(told, "snippet", "exec")
 
 
-def test_the_snippet_of_an_upload_loads_the_repository(tmp_path):
-    (tmp_path / "transformer").mkdir()
-    (tmp_path / "transformer" / "adapter_config.json").touch()
-    told = usage.snippet(validate({"model": "owner/model", "reward": "scene"}), tmp_path, "me/repository", "a star")
-    assert "load_lora(pipe, {'transformer': pipe.transformer}, Path(snapshot_download('me/repository')))" in told
-
-
 def test_a_reward_that_applied_to_no_held_out_prompt_has_no_mean_in_the_card(tmp_path):
     (tmp_path / "config.yaml").write_text(validate({"model": "starter", "reward": {"bright": 1, "dark": 1}}).yaml())
     told = SUMMARY | {"before": {"bright": None, "dark": 0.5}, "after": {"bright": 0.25, "dark": None}}
@@ -233,16 +237,6 @@ def test_a_reward_that_applied_to_no_held_out_prompt_has_no_mean_in_the_card(tmp
     text = export.card(tmp_path).read_text()
     assert "| bright | - | 0.250 | - | yes |" in text and "| dark | 0.500 | - | - | yes |" in text
     assert model_card.points(lines) == {"reward/dark": [(5, 0.5)], "held_out/dark": [(9, 0.75), (14, 1.0)]}
-
-
-def test_the_card_of_a_video_run_shows_its_clips(sd3):
-    clip = sd3 / "before_after.webp"
-    try:
-        assert "(before_after.png)" in export.card(sd3).read_text()
-        clip.touch()
-        assert "(before_after.webp)" in export.card(sd3).read_text()
-    finally:
-        clip.unlink()
 
 
 @pytest.mark.parametrize("model, method", [("owner/model", "mix_grpo"), ("owner/text", "grpo")])
@@ -273,7 +267,7 @@ def test_the_snippet_sets_the_guidance_that_the_run_had(model, argument, tmp_pat
     assert f" {argument}=2.5" in told and told.count("=2.5") == 1
 
 
-def test_the_snippet_sets_the_guider_of_a_pipeline_that_has_one(tmp_path):
+def test_snippets_of_guiders_and_denoisers(tmp_path):
     model = tmp_path / "model"
     make("HunyuanVideo15Pipeline")[0].save_pretrained(model)
     config = validate({"model": str(model), "reward": "scene", "eval": {"guidance": 3.5}})
@@ -281,9 +275,6 @@ def test_the_snippet_sets_the_guider_of_a_pipeline_that_has_one(tmp_path):
     [last] = [line for line in told.splitlines() if ".frames[0]" in line]
     assert "pipe.guider = pipe.guider.new(guidance_scale=3.5)" in told and "guidance_scale" not in last
     compile(told, "snippet", "exec")
-
-
-def test_the_snippet_of_a_replaced_denoiser_loads_it(tmp_path):
     config = validate({"model": "owner/model", "reward": "scene", "precision": "bf16", "load": {"denoiser": "d.gguf"}})
     told = usage.snippet(config, tmp_path, "me/repository", "a star")
     assert "pipe = load_pipeline('owner/model', 'bf16', files=Load(denoiser='d.gguf'))" in told

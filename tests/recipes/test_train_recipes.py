@@ -57,7 +57,7 @@ def test_an_encoder_whose_layers_are_read_keeps_them_and_is_narrow():
     assert train_recipes.encoder_of("SanaPipeline") == train_recipes.ENCODER
 
 
-def test_a_step_that_fails_ends_a_recipe_and_is_in_the_table(tmp_path):
+def test_failing_steps_and_exports_without_names(tmp_path):
     """A step is a process of its own; its last line and its exit code are kept, and the same call goes on there."""
     def failing():
         print("begun")
@@ -66,6 +66,8 @@ def test_a_step_that_fails_ends_a_recipe_and_is_in_the_table(tmp_path):
     assert found.code == 1 and found.said == "ValueError: no such thing" and found.peak > 0
     assert train_recipes.ran(lambda: 3, tmp_path / "log", 60).code == 3
     assert train_recipes.ran(lambda: __import__("time").sleep(60), tmp_path / "log", 0.5) is None
+    assert train_recipes.exported("sana_24gb", tmp_path) == ["--form=merged", f"--output={tmp_path / 'merged'}"]
+    assert train_recipes.exported("wan22", tmp_path) == [f"--output={tmp_path / 'lora.safetensors'}"]
 
 
 def test_the_table_tells_what_ran_and_what_failed(tmp_path):
@@ -104,11 +106,6 @@ def test_a_whole_model_has_its_published_depth_and_a_row_of_its_own(tmp_path, mo
     shallow, whole = ({"recipe": "sd15", "size": size} for size in ("1 M parameters", "whole, 2 M parameters"))
     (tmp_path / "rows.json").write_text(json.dumps([whole | {"seconds": 1}, shallow]))
     assert train_recipes.joined(tmp_path / "rows.json", [whole]) == [shallow, whole]
-
-
-def test_a_lora_without_names_in_comfyui_is_exported_as_a_merged_model(tmp_path):
-    assert train_recipes.exported("sana_24gb", tmp_path) == ["--form=merged", f"--output={tmp_path / 'merged'}"]
-    assert train_recipes.exported("wan22", tmp_path) == [f"--output={tmp_path / 'lora.safetensors'}"]
 
 
 def test_stand_ins_and_constants_that_are_reduced(tmp_path):

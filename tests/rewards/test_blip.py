@@ -127,9 +127,13 @@ def test_vqa_score_is_the_probability_of_the_answer(answering, batch, answer):
     assert np.std(expected) / np.mean(expected) > 0.01 and 0 < found.min() and found.max() < 1
 
 
-def test_a_prompt_with_braces_is_asked_as_it_is(answering):
+def test_braces_and_decoders(answering):
     reward = VqaScore(question=QUESTION, dtype="fp32", device="cpu", parts=answering)
     assert reward(pictures(1), ["a {cube} of {}"]).shape == (1,)
+    class Decoder:
+        config = type("Config", (), {"use_decoder_only_language_model": True})
+
+    assert "no InstructBLIP on an encoder-decoder" in message(lambda: VqaScore(parts=(Decoder(), *answering[1:])))
 
 
 @pytest.mark.parametrize("name, arguments, told", [
@@ -141,10 +145,3 @@ def test_mistakes_are_told_in_one_line(name, arguments, told):
     with pytest.raises(UserError, match=told) as error:
         find(name, arguments)
     assert "\n" not in str(error.value) and name in str(error.value)
-
-
-def test_a_model_that_only_decodes_is_refused(answering):
-    class Decoder:
-        config = type("Config", (), {"use_decoder_only_language_model": True})
-
-    assert "no InstructBLIP on an encoder-decoder" in message(lambda: VqaScore(parts=(Decoder(), *answering[1:])))

@@ -67,8 +67,16 @@ def test_the_corrected_verdict_is_right_in_the_mean(false_positive, false_negati
     assert false_positive * passed + (1 - false_positive) * failed == pytest.approx(0, abs=1e-12)
 
 
-def test_the_corrected_verdict_by_hand():
+def test_verdicts_majorities_and_notation():
     close(verdicts.corrected(f64([1, 0, 0.5]), 0.1, 0.3), [0.9 / 0.6, -0.1 / 0.6, 0.4 / 0.6])
+    half = math.log(2)
+    assert [majority.certainty(answers) for answers in ("aaaa", "abcd", "aabb", "a")] == pytest.approx(
+        [1, 0, 1 - half / math.log(4), 1])
+    assert scores_of("majority", {}, [A, A, B, A, C, B, B, B, A, C], 5) == [1, 1, 0, 1, 0, 1, 1, 1, 0, 0]
+    assert scores_of("majority", {"score": "share", "certainty": 0.5}, [A, A, A, A], 4) == [1.5] * 4
+    assert scores_of("majority", {"kind": "number"}, ["it is 2", "2.0", "3", "two"], 4) == [1, 1, 0, 0]
+    assert (group_relative(torch.tensor([scores_of("majority", {}, [A, A], 2)])) == 0).all()
+    assert "score is 'mean'" in message(rewards.find, "majority", {"score": "mean"})
 
 
 # --- for a recipe ----------------------------------------------------------------------------------------------------
@@ -299,14 +307,3 @@ def scores_of(name, args, texts, group) -> list[float]:
     ([None, None, "a"], [0, 0, 1], [0, 0, 1 / 3]), ([None, None], [0, 0], [0, 0])])
 def test_the_majority_of_a_group(answers, agree, share):
     assert majority.agreement(list(answers)) == agree and majority.frequencies(list(answers)) == pytest.approx(share)
-
-
-def test_a_majority_by_hand_and_in_a_recipe():
-    half = math.log(2)
-    assert [majority.certainty(answers) for answers in ("aaaa", "abcd", "aabb", "a")] == pytest.approx(
-        [1, 0, 1 - half / math.log(4), 1])
-    assert scores_of("majority", {}, [A, A, B, A, C, B, B, B, A, C], 5) == [1, 1, 0, 1, 0, 1, 1, 1, 0, 0]
-    assert scores_of("majority", {"score": "share", "certainty": 0.5}, [A, A, A, A], 4) == [1.5] * 4
-    assert scores_of("majority", {"kind": "number"}, ["it is 2", "2.0", "3", "two"], 4) == [1, 1, 0, 0]
-    assert (group_relative(torch.tensor([scores_of("majority", {}, [A, A], 2)])) == 0).all()
-    assert "score is 'mean'" in message(rewards.find, "majority", {"score": "mean"})

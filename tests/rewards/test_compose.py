@@ -178,10 +178,13 @@ def test_arguments_that_do_not_fit_are_told(file, name, arguments, told):
     assert told in message(rewards.compose, {"mine": WatchRule(use=f"{file}:{name}", args=arguments)})
 
 
-def test_objects_take_the_place_of_names():
+def test_objects_and_nested_readers():
     spy = Spy()
     assert rewards.compose({"spy": WatchRule()}, given={"spy": spy})["spy"].function is spy
     assert "takes no args" in message(lambda: rewards.compose({"spy": WatchRule(args={"a": 1})}, given={"spy": spy}))
+    config = tiny.config(train__staleness=1)
+    with pytest.raises(UserError, match="the reward 'it', which reads the policy"):
+        extensions.check(loop.setup(config, "pipeline", rewards={"it": nested(own)}))
 
 
 # --- what a reward judges --------------------------------------------------------------------------------------------
@@ -314,12 +317,6 @@ def test_scores_that_change_are_not_kept_for_a_nested_reward_either(part, told, 
             rewards.compose({"it": RewardRule(cache=True)}, str(tmp_path), {"it": reward})
 
 
-def test_a_nested_reader_of_the_policy_is_refused_where_epochs_are_drawn_ahead():
-    config = tiny.config(train__staleness=1)
-    with pytest.raises(UserError, match="the reward 'it', which reads the policy"):
-        extensions.check(loop.setup(config, "pipeline", rewards={"it": nested(own)}))
-
-
 @pytest.mark.parametrize("when", [{"tsk": "t"}, {"task": "u"}])
 def test_a_typo_in_the_route_of_a_gate_is_told(when):
     gate = {"use": "over_saturation", "when": when}
@@ -355,7 +352,7 @@ def plain(images, prompts):
     return images[:, 2].mean((1, 2))
 
 
-def test_a_combination_is_differentiable_if_all_its_parts_are():
+def test_gradients_of_combinations():
     soft, hard = combined.Tiered([red, green], [0.5]), combined.Tiered([red, plain], [0.5])
     assert soft.differentiable and not hard.differentiable and nested(soft).differentiable
     assert not verdicts.Ternary([red]).differentiable  # a step has no slope
@@ -363,17 +360,6 @@ def test_a_combination_is_differentiable_if_all_its_parts_are():
     assert "reward 'it' is not differentiable" in message(rewards.require_gradient, {"it": hard})
     with pytest.raises(UserError, match=r"reward 'it\[0\]' has on_error or timeout"):
         rewards.require_gradient({"it": combined.Tiered([{"use": "over_saturation", "timeout": 5}])})
-
-
-def values(reward, images, metadata) -> tuple[torch.Tensor, torch.Tensor]:
-    """The value of each image and its gradient."""
-    leaf = images.clone().requires_grad_()
-    total = rewards.value({"it": reward}, {"it": 2.0}, leaf, [""] * len(images), metadata)
-    total.sum().backward()
-    return total.detach(), leaf.grad
-
-
-def test_gradients_of_gates_and_harmonic_means_by_hand():
     images = torch.tensor([[0.75, 0.5, 0], [0.25, 0.5, 0]])[:, :, None, None].expand(2, 3, 2, 2)
     value, gradient = values(combined.Gated([red, green], [0.5]), images, [{}, {}])
     assert value.tolist() == [1.0, 0.0]
@@ -384,6 +370,14 @@ def test_gradients_of_gates_and_harmonic_means_by_hand():
     assert value.item() == pytest.approx(2 * mean, abs=1e-6)
     expected = [2 * mean**2 * 0.3 / 0.8**2 / 4, 2 * mean**2 * 0.7 / 0.2**2 / 4, 0]
     torch.testing.assert_close(gradient[0, :, 0, 0], torch.tensor(expected))
+
+
+def values(reward, images, metadata) -> tuple[torch.Tensor, torch.Tensor]:
+    """The value of each image and its gradient."""
+    leaf = images.clone().requires_grad_()
+    total = rewards.value({"it": reward}, {"it": 2.0}, leaf, [""] * len(images), metadata)
+    total.sum().backward()
+    return total.detach(), leaf.grad
 
 
 def test_parts_that_do_not_apply_have_no_gradient_and_the_values_are_the_scores():

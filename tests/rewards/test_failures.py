@@ -250,13 +250,23 @@ def test_a_skipped_reward_neither_raises_nor_lowers_a_samples_total():
                     for prompt, own in zip(batch, totals)}
 
 
-def test_an_epoch_without_any_reward_trains_nothing():
+def test_epochs_without_rewards_and_transforms():
     trainer = tiny.trainer(rewards={"red": Composed(choking(*tiny.PROMPTS), RewardRule(on_error="skip"))})
     trainer.log = [].append
     before = trainer.policy.weights.snapshot()
     metrics = trainer.run_epoch()
     assert metrics["reward/red/failed"] == 8 and metrics["loss"] == 0.0
     assert all(torch.equal(before[key], value) for key, value in trainer.policy.weights.snapshot().items())
+    rule = RewardRule(transform=["rank"])
+    trainer = tiny.trainer(rewards={"red": Composed(tiny.red, rule)}, method="mix_grpo", parts__plan__size=2)
+    batch = trainer.prompts[:2]
+    parts, conditioning, grouped = sampling.sample(trainer, batch)
+    credited = list(loop.credit(trainer, parts, grouped, [prompt.text for prompt in batch]))
+    assert 0 < grouped.std() < 0.2  # the mean of a channel, not its rank
+    places = grouped[..., 0].argsort(1).argsort(1).double()[..., None] / 3
+    found = torch.stack([part.advantages[0] for part in credited])
+    torch.testing.assert_close(found.double(), combine(places, [1.0]), rtol=0, atol=1e-5)
+    assert trainer.scoring.metrics(grouped, [].append)["reward/red/mean"] == pytest.approx(grouped.mean().item())
 
 
 def test_a_first_epoch_without_any_score_stops_and_a_later_one_is_said_once():
@@ -271,19 +281,6 @@ def test_a_first_epoch_without_any_score_stops_and_a_later_one_is_said_once():
         assert trainer.run_epoch()["loss"] == 0.0
     assert said == ["no sample of epoch 2 had a score from 'red' or 'blue': nothing is trained in such epochs"]
     assert all(torch.equal(before[key], value) for key, value in trainer.policy.weights.snapshot().items())
-
-
-def test_transforms_are_trained_on_and_the_reward_is_told():
-    rule = RewardRule(transform=["rank"])
-    trainer = tiny.trainer(rewards={"red": Composed(tiny.red, rule)}, method="mix_grpo", parts__plan__size=2)
-    batch = trainer.prompts[:2]
-    parts, conditioning, grouped = sampling.sample(trainer, batch)
-    credited = list(loop.credit(trainer, parts, grouped, [prompt.text for prompt in batch]))
-    assert 0 < grouped.std() < 0.2  # the mean of a channel, not its rank
-    places = grouped[..., 0].argsort(1).argsort(1).double()[..., None] / 3
-    found = torch.stack([part.advantages[0] for part in credited])
-    torch.testing.assert_close(found.double(), combine(places, [1.0]), rtol=0, atol=1e-5)
-    assert trainer.scoring.metrics(grouped, [].append)["reward/red/mean"] == pytest.approx(grouped.mean().item())
 
 
 def test_a_run_tells_what_it_waited_for_and_what_failed(tmp_path):
@@ -400,7 +397,7 @@ def test_another_encoding_is_refused(coding, content, line):
         judge(root, timeout=20)
 
 
-def test_compressed_answers():
+def test_answers_compressed_and_after_a_wait():
     answer = json.dumps({"choices": [{"message": {"content": "7"}}]}).encode()
     with misbehaving(once(packed(gzip.compress(answer)))) as root:
         judge(root, timeout=20)
@@ -411,6 +408,11 @@ def test_compressed_answers():
     endless = repeated(HEAD + b"Content-Encoding: gzip\r\n\r\n" + gzip.compress(answer), b"more")
     with misbehaving(endless) as root:
         assert judge(root, timeout=60) == "7"
+    remote = object.__new__(Remote)
+    remote.name, remote._service = "r", Service("r", [], 1, 0, 0, {})
+    with pytest.raises(Later, match="answered 503: busy") as caught:
+        remote._refused("http://a/r", 503, {"retry-after": "7"}, b'{"error": "busy"}')
+    assert caught.value.seconds == 7
 
 
 # --- elsewhere -------------------------------------------------------------------------------------------------------
@@ -437,14 +439,6 @@ def test_proxies_of_the_environment_are_not_used(monkeypatch):
             monkeypatch.setenv(name, other)
         assert "no chat completion" in message(judge, root, timeout=20, error=TimedOut)
     assert seen == []
-
-
-def test_the_time_that_a_server_asks_for_is_kept():
-    remote = object.__new__(Remote)
-    remote.name, remote._service = "r", Service("r", [], 1, 0, 0, {})
-    with pytest.raises(Later, match="answered 503: busy") as caught:
-        remote._refused("http://a/r", 503, {"retry-after": "7"}, b'{"error": "busy"}')
-    assert caught.value.seconds == 7
 
 
 def test_a_connection_is_used_again():

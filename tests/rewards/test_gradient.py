@@ -47,26 +47,23 @@ def test_the_weighted_sum_and_its_gradient():
     torch.testing.assert_close(pictures.grad, channel[:, :, None, None].expand(3, 3, 2, 2))
 
 
-def test_they_say_so_themselves():
+def test_rewards_say_whether_and_where_they_fail():
     require_gradient({"red": Composed(red), "bright": Bright()})
     assert "reward 'len' is not differentiable" in message(require_gradient, {"red": red, "len": len})
     with pytest.raises(UserError, match="reward 'red' has a transform"):
         require_gradient({"red": Composed(red, RewardRule(transform=["log"]))})
-
-
-@pytest.mark.parametrize("rule", [RewardRule(on_error="skip"), RewardRule(timeout=5.0)])
-def test_failures_cannot_be_passed_over(rule):
-    assert "reward 'red' has on_error or timeout" in message(lambda: require_gradient({"red": Composed(red, rule)}))
-
-
-def test_what_raises_is_told_in_one_line_with_its_place():
-    """The usual mistake: numpy takes no tensor that carries a graph."""
+    # The usual mistake: numpy takes no tensor that carries a graph.
     pictures = torch.rand(2, 3, 2, 2).requires_grad_()
     with pytest.raises(UserError) as caught:
         value({"odd": lambda images, prompts: images.numpy()}, {"odd": 1.0}, pictures, ["x", "y"], [{}, {}])
     told = str(caught.value)
     assert told.startswith("reward 'odd' raised on 2 samples that carry a graph (first prompt: 'x'): RuntimeError:")
     assert "test_gradient.py, line" in told and "\n" not in told
+
+
+@pytest.mark.parametrize("rule", [RewardRule(on_error="skip"), RewardRule(timeout=5.0)])
+def test_failures_cannot_be_passed_over(rule):
+    assert "reward 'red' has on_error or timeout" in message(lambda: require_gradient({"red": Composed(red, rule)}))
 
 
 @pytest.mark.parametrize("returned, told", [

@@ -45,12 +45,21 @@ def test_distances_within_a_group():
     assert found[0] == found[3] < apart[0] and sum(found) < sum(apart)
 
 
-def test_features_of_ones_own_and_single_images(tmp_path):
+def test_files_and_weights_of_ones_own(tmp_path):
     (tmp_path / "mine.py").write_text("def levels(images):\n    return 10 * images.mean((1, 2, 3))[:, None]\n")
     assert scored("diversity", flat(0, 1), group=2, features=f"{tmp_path}/mine.py:levels") == pytest.approx([10, 10])
     reward = guards.Diversity(lambda images: images[:, :1].mean((2, 3)))
     assert reward(flat(0, 0.5), ["", ""], [{}, {}], 2).tolist() == pytest.approx([0.5, 0.5])
     assert "reward 'diversity' compares the samples of a group" in message(lambda: scored("diversity", flat(0, 1)))
+    picture = colour(landscape())
+    save_image(picture, tmp_path / "picture.png")
+    Image.open(tmp_path / "picture.png").save(tmp_path / "picture.jpg", quality=95)
+    size = (tmp_path / "picture.jpg").stat().st_size / 1000
+    assert jpeg_incompressibility(picture[None], [""]) == [size]
+    assert jpeg_compressibility(picture[None], [""]) == [-size]
+    with pytest.raises(UserError, match="^reward 'safety': .* cannot be loaded .*: fetch it and give") as told:
+        rewards.find("safety", {"model": str(tmp_path)})
+    assert "\n" not in str(told.value)
 
 
 # --- the base model's image ----------------------------------------------------------------------------------------
@@ -93,7 +102,7 @@ def grid(size: int, period: int, strength: float, down: bool) -> np.ndarray:
     return patches if down else patches[:1].repeat(size, 0)
 
 
-def test_patches_are_seen_at_their_period():
+def test_grids_at_their_period_and_strength():
     clean, both, columns, other, flat_one = (torch.from_numpy(picture).float().expand(3, -1, -1) for picture in (
         natural(), natural() + grid(128, 16, 0.2, True), natural() + grid(128, 16, 0.2, False),
         natural() + grid(128, 32, 0.2, True), np.full((128, 128), 0.3)))
@@ -104,9 +113,6 @@ def test_patches_are_seen_at_their_period():
     [seen_at_8] = scored("grid_artefacts", torch.from_numpy(natural() + grid(128, 8, 0.2, True)).float().expand(
         1, 3, -1, -1), period=8)
     assert seen_at_8 < -0.5
-
-
-def test_grids_by_strength_and_noise():
     images = torch.stack([torch.from_numpy(natural() + grid(128, 16, strength, True)).float().expand(3, -1, -1)
                           for strength in (0, 0.05, 0.1, 0.4)])
     found = scored("grid_artefacts", images)
@@ -173,13 +179,6 @@ def test_sizes_of_bytes_noise_and_blur():
 
 
 # --- JPEG ------------------------------------------------------------------------------------------------------------
-def test_the_size_is_that_of_a_file(tmp_path):
-    picture = colour(landscape())
-    save_image(picture, tmp_path / "picture.png")
-    Image.open(tmp_path / "picture.png").save(tmp_path / "picture.jpg", quality=95)
-    size = (tmp_path / "picture.jpg").stat().st_size / 1000
-    assert jpeg_incompressibility(picture[None], [""]) == [size]
-    assert jpeg_compressibility(picture[None], [""]) == [-size]
 
 
 # --- sharpness -------------------------------------------------------------------------------------------------------
@@ -242,9 +241,3 @@ def test_probabilities_of_safety_by_size_and_class(folder):
     assert both(torch.rand(2, 3, 16, 16), [""] * 2).tolist() == pytest.approx([0, 0], abs=1e-6)
     with pytest.raises(UserError, match="unsafe is porn, but the classes of .* are normal, nsfw"):
         rewards.find("safety", {"model": folder, "unsafe": ["porn"]})
-
-
-def test_weights_that_cannot_be_had(tmp_path):
-    with pytest.raises(UserError, match="^reward 'safety': .* cannot be loaded .*: fetch it and give") as told:
-        rewards.find("safety", {"model": str(tmp_path)})
-    assert "\n" not in str(told.value)

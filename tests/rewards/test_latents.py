@@ -67,7 +67,7 @@ def test_held_out_samples_are_those_of_the_stock_pipeline():
     assert both.scores["kept"] == pytest.approx(torch.cat(scored).flatten(1).std(1).tolist())
 
 
-def test_latents_are_refused_where_there_are_none():
+def test_latents_and_groups_of_several_sizes():
     with pytest.raises(UserError, match="reward 'spread' scores latents .* only decoded samples are known"):
         rewards.score({"spread": spread}, torch.rand(2, 3, 4, 4), ["", ""], [{}, {}])
     assert "'spread' is not differentiable" in message(require_gradient, {"spread": spread})
@@ -75,6 +75,16 @@ def test_latents_are_refused_where_there_are_none():
         require_gradient({"spread": rewards.differentiable(type("Soft", (), {"scores": "latents"}))})
     with pytest.raises(UserError, match="scores latents .* and this model writes completions"):
         rewards.require_latents({"spread": spread}, "text")
+    reward, sizes = Mean(batch_size=2), [(4, 4), (6, 2), (4, 4), (4, 4), (6, 2)]
+    generator = torch.Generator().manual_seed(0)
+    images = [torch.rand(3, *size, generator=generator) for size in sizes]
+    scores = rewards.score({"mean": reward}, images, ["a"] * 5, [{}] * 5)[:, 0]
+    torch.testing.assert_close(scores, torch.stack([image.mean() for image in images]))
+    assert reward.calls == [(2, 4, 4), (1, 4, 4), (2, 6, 2)]
+    assert rewards.score({}, images, ["a"] * 5, [{}] * 5).shape == (5, 0)
+    images = [torch.rand(3, 4, 4), torch.rand(3, 5, 5)]
+    with pytest.raises(UserError, match="the samples of a group of 2 differ in size"):
+        rewards.score({"diversity": rewards.find("diversity")}, images, ["", ""], [{}, {}], group=2)
 
 
 def test_the_example_of_the_docs_trains_the_starter(tmp_path, monkeypatch):
@@ -89,16 +99,3 @@ def test_the_example_of_the_docs_trains_the_starter(tmp_path, monkeypatch):
     [line] = (tmp_path / "smooth" / "metrics.jsonl").read_text().splitlines()
     metrics = json.loads(line)
     assert metrics["reward/latents.py:smooth/mean"] < 0
-
-
-def test_sizes_are_scored_apart_and_not_within_a_group():
-    reward, sizes = Mean(batch_size=2), [(4, 4), (6, 2), (4, 4), (4, 4), (6, 2)]
-    generator = torch.Generator().manual_seed(0)
-    images = [torch.rand(3, *size, generator=generator) for size in sizes]
-    scores = rewards.score({"mean": reward}, images, ["a"] * 5, [{}] * 5)[:, 0]
-    torch.testing.assert_close(scores, torch.stack([image.mean() for image in images]))
-    assert reward.calls == [(2, 4, 4), (1, 4, 4), (2, 6, 2)]
-    assert rewards.score({}, images, ["a"] * 5, [{}] * 5).shape == (5, 0)
-    images = [torch.rand(3, 4, 4), torch.rand(3, 5, 5)]
-    with pytest.raises(UserError, match="the samples of a group of 2 differ in size"):
-        rewards.score({"diversity": rewards.find("diversity")}, images, ["", ""], [{}, {}], group=2)

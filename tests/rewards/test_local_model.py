@@ -60,11 +60,15 @@ class Mean(LocalModel):
         return self.models[0](images.to(self.device).mean((2, 3)).to(self.float_type))[:, 0]
 
 
-def test_every_reward_with_a_model_takes_the_same_arguments():
+def test_common_arguments_and_batches():
     assert {name for name in BUILT_IN if inspect.isclass(locate(name)) and issubclass(locate(name), LocalModel)} \
         == WITH_MODELS
     for name in WITH_MODELS | PASSING_ON:
         assert {"dtype", "device", "batch_size"} <= set(inspect.signature(locate(name)).parameters), name
+    reward = Mean(batch_size=2)
+    images = torch.rand(5, 3, 4, 4)
+    torch.testing.assert_close(reward(images, [""] * 5), images.mean((1, 2, 3)))
+    assert [count for count, *_ in reward.calls] == [2, 2, 1]
 
 
 @pytest.mark.parametrize("name", sorted((WITH_MODELS | PASSING_ON) - {"text_scorer"}))  # which reads its heads first
@@ -84,13 +88,6 @@ def test_wrong_arguments_are_refused_in_one_line_before_weights_are_read(name, w
     assert "\n" not in str(error.value) and f"reward {name!r}" in str(error.value)
 
 
-def test_images_go_through_the_model_batch_by_batch():
-    reward = Mean(batch_size=2)
-    images = torch.rand(5, 3, 4, 4)
-    torch.testing.assert_close(reward(images, [""] * 5), images.mean((1, 2, 3)))
-    assert [count for count, *_ in reward.calls] == [2, 2, 1]
-
-
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_weights_are_in_the_dtype_and_scores_are_near_those_of_fp32(folder, dtype):  # noqa: F811
     images = torch.rand(3, 3, 16, 16, generator=torch.Generator().manual_seed(1))
@@ -100,16 +97,13 @@ def test_weights_are_in_the_dtype_and_scores_are_near_those_of_fp32(folder, dtyp
     assert scores.dtype == torch.float32 and 0 < (scores - expected).abs().max() < 0.05
 
 
-def test_a_head_stays_in_fp32():
+def test_heads_and_buffers_stay_in_fp32():
     class Headed(Mean):
         def _loaded(self):
             return torch.nn.Linear(3, 1), clip.perceptron(4)
 
     model, head = Headed(dtype="bf16").models
     assert model.weight.dtype == torch.bfloat16 and head[0].weight.dtype == torch.float32
-
-
-def test_a_network_in_the_dtype_keeps_its_buffers_in_fp32():
     class Turned(torch.nn.Linear):
         def __init__(self):
             super().__init__(3, 1)

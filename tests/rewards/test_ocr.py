@@ -72,7 +72,7 @@ def test_forms_of_a_character_do_not_count(form, same):
     assert ocr.plain(form) == ocr.plain(same) and ocr.edit(form, same) == ocr.exact(same, form) == 1
 
 
-def test_quotation_marks_and_dashes_have_one_form_each():
+def test_marks_edits_and_other_scores():
     """Those of Unicode's property Quotation_Mark, and of the category Pd those that look like a dash."""
     marks = [0x22, 0x27, 0xab, 0xbb, *range(0x2018, 0x2020), 0x2039, 0x203a, 0x2e42, *range(0x300c, 0x3010),
              *range(0x301d, 0x3020), *range(0xfe41, 0xfe45), 0xff02, 0xff07, 0xff62, 0xff63]
@@ -80,6 +80,14 @@ def test_quotation_marks_and_dashes_have_one_form_each():
     dashes = [*range(0x2010, 0x2016), 0x2e3a, 0x2e3b, 0xfe31, 0xfe32, 0xfe58, 0xfe63, 0xff0d]
     assert {ocr.plain(chr(dash)) for dash in dashes} == {"-"}
     assert ocr.plain("ー") == "ー"  # a vowel's length, no dash
+    rng = random.Random(0)
+    for _ in range(200):
+        found, wanted = ("".join(rng.choices("abc", k=rng.randint(0, 7))) for _ in range(2))
+        assert ocr.edits(found, wanted) == ocr.edits(wanted, found) == by_definition(found, wanted)
+        parts = {found[i:j] for i in range(len(found) + 1) for j in range(i, len(found) + 1)}
+        assert ocr.edits(found, wanted, anywhere=True) == min(by_definition(part, wanted) for part in parts)
+    with pytest.raises(UserError, match="reward 'ocr': score is 'exat', expected edit, exact, partial"):
+        rewards.find("ocr", {"score": "exat"})
 
 
 # --- the scores ------------------------------------------------------------------------------------------------------
@@ -125,15 +133,6 @@ def by_definition(found: str, wanted: str) -> int:
     return distance(len(found), len(wanted))
 
 
-def test_the_edits_are_those_of_their_definition():
-    rng = random.Random(0)
-    for _ in range(200):
-        found, wanted = ("".join(rng.choices("abc", k=rng.randint(0, 7))) for _ in range(2))
-        assert ocr.edits(found, wanted) == ocr.edits(wanted, found) == by_definition(found, wanted)
-        parts = {found[i:j] for i in range(len(found) + 1) for j in range(i, len(found) + 1)}
-        assert ocr.edits(found, wanted, anywhere=True) == min(by_definition(part, wanted) for part in parts)
-
-
 # --- reading ---------------------------------------------------------------------------------------------------------
 def scores(score: str, images: list[torch.Tensor], prompts: list[str], *metadata: dict) -> list[float | None]:
     made = rewards.find("ocr", {"score": score})
@@ -175,11 +174,6 @@ def test_engines_share_the_cores_with_the_processes_of_the_machine(cores, proces
     if processes:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
     assert ocr.engines() == expected
-
-
-def test_other_scores_are_refused():
-    with pytest.raises(UserError, match="reward 'ocr': score is 'exat', expected edit, exact, partial"):
-        rewards.find("ocr", {"score": "exat"})
 
 
 @pytest.mark.parametrize("module", ["rapidocr", "onnxruntime"])

@@ -57,10 +57,19 @@ def test_a_cap_is_kept_exactly_and_all_are_compared_equally_often(group, compari
         assert max(first.values()) - min(first[i] for i in range(group)) <= 1
 
 
-def test_pairs_are_drawn_per_prompt_and_seed():
+def test_pairs_by_seed_and_win_rates_by_hand():
     draw = {(prompt, seed): tuple(Pairing(comparisons=12, seed=seed).pairs(8, prompt)) for prompt in "ab"
             for seed in (0, 1)}
     assert len(set(draw.values())) == 4 and tuple(Pairing(comparisons=12).pairs(8, "a")) == draw["a", 0]
+    # 5 beats all; the two 3s tie and beat 1: (1/2 + 1) / 3 each.
+    assert judged(larger, [3, 5, 3, 1], 4) == pytest.approx([0.5, 1, 0.5, 0])
+    assert judged(larger, [3, 5, 3, 1], 2) == [0, 1, 1, 0]  # two groups: 3 against 5, 3 against 1
+    assert judged(larger, torch.tensor([3.0, 5, 3, 1]), 4, Pairing(both_orders=True)) == pytest.approx([0.5, 1, 0.5, 0])
+    [(a, b), (c, d)] = Pairing(comparisons=2).pairs(4, "a cat")
+    expected = [0.0] * 4
+    for first, second in ((a, b), (c, d)):
+        expected[max(first, second)] = 1.0
+    assert judged(larger, [0, 1, 2, 3], 4, Pairing(comparisons=2)) == expected
 
 
 @pytest.mark.parametrize("group, comparisons, told", [
@@ -75,16 +84,6 @@ def test_a_cap_that_is_not_regular_is_refused_with_the_nearest(group, comparison
 
 
 # --- win rates -------------------------------------------------------------------------------------------------------
-def test_win_rates_and_capped_tournaments_by_hand():
-    # 5 beats all; the two 3s tie and beat 1: (1/2 + 1) / 3 each.
-    assert judged(larger, [3, 5, 3, 1], 4) == pytest.approx([0.5, 1, 0.5, 0])
-    assert judged(larger, [3, 5, 3, 1], 2) == [0, 1, 1, 0]  # two groups: 3 against 5, 3 against 1
-    assert judged(larger, torch.tensor([3.0, 5, 3, 1]), 4, Pairing(both_orders=True)) == pytest.approx([0.5, 1, 0.5, 0])
-    [(a, b), (c, d)] = Pairing(comparisons=2).pairs(4, "a cat")
-    expected = [0.0] * 4
-    for first, second in ((a, b), (c, d)):
-        expected[max(first, second)] = 1.0
-    assert judged(larger, [0, 1, 2, 3], 4, Pairing(comparisons=2)) == expected
 
 
 @pytest.mark.parametrize("group", [2, 5, 8])
@@ -124,7 +123,7 @@ def test_pairs_without_an_answer_do_not_count():
     assert judged(shy_first, [1, 2], 2, Pairing(both_orders=True)) == [0, 1]
 
 
-def test_a_judge_sees_images_prompts_and_metadata_of_pairs():
+def test_judges_see_pairs_and_take_their_arguments():
     seen = []
     def judge(first, second, prompts, metadata):
         seen.append((first.shape, second.shape, prompts, metadata))
@@ -134,6 +133,8 @@ def test_a_judge_sees_images_prompts_and_metadata_of_pairs():
     found = rewards.score({"mine": judge}, pictures, ["a", "a", "b", "b"], [{"n": 1}] * 2 + [{"n": 2}] * 2, 2)
     assert found[:, 0].tolist() == [0, 1, 0, 1]
     assert seen == [((1, 3, 2, 2), (1, 3, 2, 2), [name], [{"n": n}]) for name, n in (("a", 1), ("b", 2))]
+    with pytest.raises(UserError, match="judge 'mine' takes .*: expected \\(first, second, prompts, metadata\\)"):
+        rewards.score({"mine": marked(lambda images: [1])}, [1, 2], ["a", "a"], [{}, {}], 2)
 
 
 def test_judges_are_called_in_parts_and_by_name():
@@ -167,11 +168,6 @@ def test_an_answer_that_is_none_is_told(answer, told):
     assert told in message(judged, lambda first, second, prompts: answer, [1, 2], 2)
 
 
-def test_a_judge_with_other_arguments_is_told():
-    with pytest.raises(UserError, match="judge 'mine' takes .*: expected \\(first, second, prompts, metadata\\)"):
-        rewards.score({"mine": marked(lambda images: [1])}, [1, 2], ["a", "a"], [{}, {}], 2)
-
-
 def marked(function):
     function.pairwise = True
     return function
@@ -194,12 +190,20 @@ def redder(first, second, prompts):
     return (tiny.red(first, prompts) > tiny.red(second, prompts)).float()
 
 
-def test_win_rates_of_a_judge_are_not_lifted_again():
+def test_previews_are_one_group_and_win_rates_not_lifted():
     rates = torch.tensor([[[0.5, 3], [0.6, 1], [0.4, 2]]])
     shaped = WinRate()(rates, Context(rewards=RewardColumns(win_rates=[True, False])))
     torch.testing.assert_close(shaped[..., 0], rates[..., 0])
     torch.testing.assert_close(shaped[..., 1], lifted(rates)[..., 1])
     assert torch.equal(WinRate()(rates, Context()), lifted(rates)) and torch.equal(WinRate()(rates), lifted(rates))
+    sizes = []
+    def watched(outputs, prompts, metadata, group):
+        sizes.append((len(prompts), group))
+        return tiny.red(outputs, prompts)
+    watched.group = True
+    trainer = tiny.trainer(method="mix_grpo+sol_rl", parts__preview={"pool": 9, "steps": 2}, rewards={"red": watched})
+    sampling.sample(trainer, trainer.prompts[:2])
+    assert sizes == [(18, 9), (4, 4), (4, 4)]
 
 
 def test_a_judge_by_scores_trains_as_the_scores_that_are_lifted():
@@ -214,17 +218,6 @@ def test_a_judge_by_scores_trains_as_the_scores_that_are_lifted():
             torch.testing.assert_close(grouped.sum(1), torch.full((2, 1), 2.0))
             torch.testing.assert_close(found[0][0][0], group_relative(grouped[..., 0])[0])
     assert all(torch.equal(a, b) for one, other in zip(*found) for a, b in zip(one, other))
-
-
-def test_a_pool_of_previews_is_one_group():
-    sizes = []
-    def watched(outputs, prompts, metadata, group):
-        sizes.append((len(prompts), group))
-        return tiny.red(outputs, prompts)
-    watched.group = True
-    trainer = tiny.trainer(method="mix_grpo+sol_rl", parts__preview={"pool": 9, "steps": 2}, rewards={"red": watched})
-    sampling.sample(trainer, trainer.prompts[:2])
-    assert sizes == [(18, 9), (4, 4), (4, 4)]
 
 
 def test_a_run_with_a_judge_measures_another_reward(tmp_path):

@@ -35,7 +35,7 @@ def test_an_odd_surplus_is_cropped_by_the_rule_of_the_package(crop, fitted):
     assert (Preparation(32, crop=other)(batch) - expected).abs().max() > 20 * LEVEL
 
 
-def test_bytes_are_rounded_once_as_torchvision_does():
+def test_images_are_scaled_and_rounded_as_by_torchvision():
     for picture in drawings():
         levels = (picture * 255).round().byte()
         sides = (picture.shape[-2] // 3, picture.shape[-1] // 4)
@@ -43,9 +43,6 @@ def test_bytes_are_rounded_once_as_torchvision_does():
                                                 antialias=True)
         assert torch.equal(resize_images(picture, sides, "bytes"), expected.float())
         assert (resize_images(picture, sides) - expected).abs().max() > 2  # PIL rounds after the width too
-
-
-def test_scaling_squashes_as_pil_and_keeps_the_range():
     batch = pictures(2, 40, 70)
     squash = transforms.Resize((32, 32), transforms.InterpolationMode.BICUBIC)
     expected = torch.stack([by_pil(picture, 32, squash) for picture in batch])

@@ -117,13 +117,17 @@ def test_registered_functions_and_classes_are_found(monkeypatch):
     assert rewards.source("ones") == "registered" and rewards.source("scene") == "built in"
 
 
-def test_names_of_rewards():
+def test_names_and_keys_of_rewards():
     assert "taken by a built-in reward" in message(rewards.reward, "scene")
     assert all(callable(rewards.locate(name)) for name in rewards.BUILT_IN)  # a class; made, some read weights
     assert "unknown reward 'scen_graded': did you mean 'scene_graded'?" in message(rewards.find, "scen_graded")
     told = message(rewards.find, "zzzzzzzzz")
     assert told.startswith("unknown reward 'zzzzzzzzz' (`flowgrpo list rewards` lists all; or path/to/file.py:")
     assert message(rewards.find, "score").count("'") == 2 * (1 + 5)  # itself, and five names at most
+    chosen = config.load(None, {"reward.hpsv2.1.weight": 2, "reward.hpsv2.1.args.antialias": False,
+                                "reward.pickscore": 0.5})
+    assert chosen.rewards == {"hpsv2.1": 2, "pickscore": 0.5}
+    assert chosen.trained["hpsv2.1"].args == {"antialias": False}
 
 
 def test_entry_points_are_found(tmp_path, monkeypatch):
@@ -198,13 +202,6 @@ def test_a_reward_that_was_removed_says_what_to_use(name, axis):
     told = message(rewards.find, name)
     assert told.startswith(f"the reward {name!r} was removed: ") and "choose videoalign" in told
     assert f"args: {{axes: {{{axis}: 1}}}}" in told
-
-
-def test_a_name_with_a_number_is_one_key_of_the_command_line():
-    chosen = config.load(None, {"reward.hpsv2.1.weight": 2, "reward.hpsv2.1.args.antialias": False,
-                                "reward.pickscore": 0.5})
-    assert chosen.rewards == {"hpsv2.1": 2, "pickscore": 0.5}
-    assert chosen.trained["hpsv2.1"].args == {"antialias": False}
 
 
 IMAGES = torch.rand(4, 3, 4, 4, generator=torch.Generator().manual_seed(0))
@@ -321,15 +318,12 @@ def addresses(reward, calls: int = 3) -> list[bool]:
     return seen
 
 
-def test_images_are_copied_until_a_reward_has_shown_that_it_only_reads():
+def test_late_writes_are_errors_and_images_copied_before():
     before = IMAGES.clone()
     assert addresses(three) == [False, True, True]
     assert addresses(lambda images, prompts, metadata: images.mul_(2).mean((1, 2, 3))) == [False] * 3
     assert addresses(lambda images, prompts, metadata: images.numpy().fill(0) or [1.0] * 4) == [False] * 3
     assert torch.equal(IMAGES, before)
-
-
-def test_a_late_write_is_an_error_that_names_the_reward():
     calls, pictures = [], IMAGES.clone()
     def late(images, prompts):
         calls.append(1)

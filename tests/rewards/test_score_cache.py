@@ -45,7 +45,7 @@ def scored(reward, pictures=IMAGES, prompts=PROMPTS, metadata=METADATA) -> tuple
     return [None if math.isnan(value) else value for value in found], list(reward.function.asked)
 
 
-def test_what_was_scored_is_not_asked_again(made):
+def test_keys_and_what_was_scored(made):
     first, asked = scored(made())
     assert asked == PROMPTS and first[1] is None and first[0] == pytest.approx(IMAGES[0].mean().item(), abs=1e-7)
     assert scored(made()) == (first, [])
@@ -54,6 +54,11 @@ def test_what_was_scored_is_not_asked_again(made):
     scored(made(), IMAGES[1:2], PROMPTS[1:2], METADATA[1:2])
     assert scored(made()) == (everything, ["a", "ccc"])
     assert scored(made(), IMAGES.flip(0), PROMPTS[::-1], METADATA[::-1]) == (everything[::-1], [])
+    reward = rewards.find("checklist", {"rewards": ["sharpness", eval("lambda images, prompts: [1.0]")]})
+    assert "has no source file by which its scores could be known again" in message(version, "checklist", reward)
+    kept = made().kept
+    assert len({kept.key("t", "ab", {}), kept.key("t", "a", {}), kept.key("ta", "b", {}), kept.key("tab", "", {})}) == 4
+    assert kept.key("t", "p", {"a": 1, "b": 2}) == kept.key("t", "p", {"b": 2, "a": 1})
 
 
 @pytest.mark.parametrize("change", [
@@ -109,14 +114,6 @@ def test_a_part_that_was_edited_is_another_reward(tmp_path, monkeypatch, name, a
         [reward] = rewards.compose({name: RewardRule(cache=True, args=named)}, str(tmp_path / "kept")).values()
         found.append(reward.kept.identity)
     assert found[0] == found[2] != found[1]
-
-
-def test_keys_tell_parts_apart(made):
-    reward = rewards.find("checklist", {"rewards": ["sharpness", eval("lambda images, prompts: [1.0]")]})
-    assert "has no source file by which its scores could be known again" in message(version, "checklist", reward)
-    kept = made().kept
-    assert len({kept.key("t", "ab", {}), kept.key("t", "a", {}), kept.key("ta", "b", {}), kept.key("tab", "", {})}) == 4
-    assert kept.key("t", "p", {"a": 1, "b": 2}) == kept.key("t", "p", {"b": 2, "a": 1})
 
 
 def test_a_failure_is_not_kept(made):

@@ -44,7 +44,7 @@ def scored(name: str, clips: list[torch.Tensor], metadata: list[dict] | None = N
 
 
 # --- how much --------------------------------------------------------------------------------------------------------
-def test_speeds_of_squares_of_any_size():
+def test_speeds_and_functions_of_single_images():
     still, two, three, diagonal = scored("flow_amount", [square((0, 0)), square((2, 0)), square((0, 3)),
                                                          square((3, -4), (10, 36))])
     assert still < 0.1 / SIDE
@@ -55,6 +55,10 @@ def test_speeds_of_squares_of_any_size():
     [one], [other] = scored("flow_amount", [small]), scored("flow_amount", [large[..., :128]])
     # The image is 2 times as high and 2.5 times as wide.
     assert one == pytest.approx(5**0.5 / 64, rel=0.05) and other == pytest.approx((5**2 + 2**2)**0.5 / 128, rel=0.05)
+    rules = {name: WATCH for name in ("any", "key", "still")}
+    require_clips(compose(rules, None, {"any": any_form, "key": of_a_key, "still": any_form}), "red", {})
+    with pytest.raises(UserError, match=r"'still' judges images, .* video .*returned .*: score its frames"):
+        require_clips(compose({"still": WATCH}, None, {"still": by_place}), "red", {})
 
 
 # --- consistency -----------------------------------------------------------------------------------------------------
@@ -160,10 +164,3 @@ def any_form(images, prompts):
 
 def of_a_key(images, prompts, metadata):
     return [images[0].mean() * entry["strength"] for entry in metadata]
-
-
-def test_only_a_function_that_scores_a_image_and_no_clip_is_told():
-    rules = {name: WATCH for name in ("any", "key", "still")}
-    require_clips(compose(rules, None, {"any": any_form, "key": of_a_key, "still": any_form}), "red", {})
-    with pytest.raises(UserError, match=r"'still' judges images, .* video .*returned .*: score its frames"):
-        require_clips(compose({"still": WATCH}, None, {"still": by_place}), "red", {})

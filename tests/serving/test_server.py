@@ -130,9 +130,15 @@ def test_images_and_videos_arrive(shape, exact):
     assert (got.prompts, got.metadata, got.group) == (PROMPTS, FACTS, 5)
 
 
-def test_texts_arrive():
+def test_requests_by_hand_texts_and_sizes():
     got = wire.unpacked(wire.request([wire.packed("ünd\n\0", "p", {})]), Limits())
     assert got.outputs == ["ünd\n\0"]
+    got = wire.unpacked(of({"png": png(2, 1, colour=(255, 0, 51))}), Limits())
+    assert got.group == 1 and got.outputs.shape == (1, 3, 1, 2)
+    torch.testing.assert_close(got.outputs[0, :, 0, 0], torch.tensor([1, 0, 0.2]), rtol=0, atol=1e-7)
+    samples = [wire.packed(picture, "p", {}) for picture in pictures()]
+    size = len(wire.request(samples, 5))
+    assert size <= wire._size([len(sample) for sample in samples], range(5)) <= size + 64
 
 
 def png(width: int, height: int, mode: str = "RGB", colour=0) -> str:
@@ -144,12 +150,6 @@ def png(width: int, height: int, mode: str = "RGB", colour=0) -> str:
 def of(*contents: dict, **more) -> bytes:
     samples = [{"prompt": "p", "metadata": {}} | content for content in contents]
     return json.dumps({"format": 1, "samples": samples} | more).encode()
-
-
-def test_a_request_written_by_hand_is_understood():
-    got = wire.unpacked(of({"png": png(2, 1, colour=(255, 0, 51))}), Limits())
-    assert got.group == 1 and got.outputs.shape == (1, 3, 1, 2)
-    torch.testing.assert_close(got.outputs[0, :, 0, 0], torch.tensor([1, 0, 0.2]), rtol=0, atol=1e-7)
 
 
 def tensors(**named: torch.Tensor) -> str:
@@ -259,12 +259,6 @@ def test_a_batch_is_parted_within_the_limits(sizes, pixels, limits, unit, ways, 
 @pytest.mark.parametrize("limits", [Limits(samples=1), Limits(size=200), Limits(all_pixels=19)])
 def test_a_group_that_does_not_fit_is_told(limits):
     assert "2 samples of 0.0 MiB and 20 pixels" in message(wire.parted, [100] * 4, 10, limits, 2, error=TooLarge)
-
-
-def test_what_a_request_takes_is_what_parting_counts():
-    samples = [wire.packed(picture, "p", {}) for picture in pictures()]
-    size = len(wire.request(samples, 5))
-    assert size <= wire._size([len(sample) for sample in samples], range(5)) <= size + 64
 
 
 # --- a server and its client -----------------------------------------------------------------------------------------
@@ -417,11 +411,15 @@ def test_unfit_requests_are_refused_and_the_server_lives(sent, status):
         assert Remote(url, **QUICK)(pictures(1), ["a"], [{}]) == [1]
 
 
-def test_an_endless_request_is_cut_off_and_the_server_lives():
+def test_endless_and_foreign_requests():
     with serving(lengths, limits=Limits(size=10_000)) as url:
         with contextlib.suppress(httpx.TransportError):  # the refusal may be lost with what was not read
             assert post(url, b" " * 2_000_000)[0] == 413
         assert Remote(url, **QUICK)(pictures(1), ["a"], [{}]) == [1]
+    with serving(lengths) as url:
+        assert post(url + "r", body("a")) == (404, "this server has the reward 'mine' alone")
+        assert post(url, body("a"), **{"Content-Type": "text/plain"})[0] == 415
+        assert httpx.get(url.replace("mine", "docs"), trust_env=False).status_code in (404, 405)
 
 
 def test_a_client_that_breaks_off_leaves_the_server_well(caplog):
@@ -431,13 +429,6 @@ def test_a_client_that_breaks_off_leaves_the_server_well(caplog):
                          b"Content-Length: 99\r\n\r\n{")
         assert Remote(url, **QUICK)(pictures(1), ["a"], [{}]) == [1]
     assert "Exception in ASGI" not in caplog.text
-
-
-def test_other_paths_and_types_are_refused():
-    with serving(lengths) as url:
-        assert post(url + "r", body("a")) == (404, "this server has the reward 'mine' alone")
-        assert post(url, body("a"), **{"Content-Type": "text/plain"})[0] == 415
-        assert httpx.get(url.replace("mine", "docs"), trust_env=False).status_code in (404, 405)
 
 
 @pytest.mark.parametrize("sent, headers, status, told", [
@@ -648,9 +639,11 @@ def test_a_server_killed_mid_batch_is_replaced_by_the_other(tmp_path):
 
 
 # --- names, arguments, commands --------------------------------------------------------------------------------------
-def test_a_url_is_a_name_that_is_located_without_the_network():
+def test_a_server_and_its_url():
     assert callable(rewards.locate(dead()))
     assert served("a/b.py:red") == "red" and served("scene") == "scene"
+    info = wire.Info("mine", brightness.about, True, Limits(samples=3))
+    assert wire.Info.read(json.dumps(info.told()).encode()) == info
 
 
 @pytest.mark.parametrize("name", ["http://", "http://host", "http://host/", "http://host:0/a", "http://host:x/a",
@@ -676,11 +669,6 @@ def test_what_is_wrong_at_the_start_is_told():
                                   json.dumps(wire.Info("m", About(), False, Limits(samples=0)).told()).encode()])
 def test_what_is_no_reward_server_is_told(told):
     assert message(wire.Info.read, told, error=ValueError)
-
-
-def test_what_a_server_says_of_itself_is_read_back():
-    info = wire.Info("mine", brightness.about, True, Limits(samples=3))
-    assert wire.Info.read(json.dumps(info.told()).encode()) == info
 
 
 def told(capsys, *arguments: object) -> str:

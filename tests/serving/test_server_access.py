@@ -153,12 +153,17 @@ def test_no_reader_opens_a_path_of_a_client(reader, tmp_path):
 
 
 # --- bodies without end ----------------------------------------------------------------------------------------------
-def test_bodies_without_end_do_not_hold_the_queue():
+def test_bodies_and_headers_without_end():
     with running(bounds=Bounds(read=1.0)) as server:
         held = [server.begin(raw(b"{", length=1000)) for _ in range(34)]
         server.until(lambda: server.application.metrics.in_flight == 34)
         assert server.ask()[0] == 200
         assert [status_of(connection) for connection in held] == [408] * 34
+    with running(bounds=Bounds(read=0.5)) as server:
+        for sent in (b"", b"POST /mine HTTP/1.1\r\nHost: local"):
+            with server.begin(sent) as connection:
+                assert connection.recv(65536) == b""
+        assert server.ask()[0] == 200
 
 
 @pytest.mark.parametrize("length", [1001, 4000, 10**10, 10**18])
@@ -191,14 +196,6 @@ def test_a_body_that_drips_ends_by_the_time_limit():
             assert part, f"the server closed after {answer!r}"
             answer += part
     assert answer.startswith(b"HTTP/1.1 408")
-
-
-def test_headers_without_end_are_cut_off():
-    with running(bounds=Bounds(read=0.5)) as server:
-        for sent in (b"", b"POST /mine HTTP/1.1\r\nHost: local"):
-            with server.begin(sent) as connection:
-                assert connection.recv(65536) == b""
-        assert server.ask()[0] == 200
 
 
 def test_readers_and_bytes_are_bounded():
@@ -237,12 +234,18 @@ def test_many_connections_and_a_full_queue():
         assert [status_of(connection) for connection in held] == [200] * 200
 
 
-def test_a_reward_that_exits_does_not_end_the_server():
+def test_exits_and_hangs_of_rewards():
     def leaving(outputs, prompts):
         raise SystemExit(3)
     with running(leaving) as server:
         for _ in range(2):
             assert server.ask()[0] in (422, 500)
+    with held_reward() as (reward, begun, _), running(reward, Bounds(drain=0.3)) as server:
+        with server.begin(raw(request())):
+            assert begun.wait(20)
+            server.server.handle_exit(signal.SIGTERM, None)
+            server.thread.join(20)
+            assert not server.thread.is_alive()
 
 
 # --- metrics ---------------------------------------------------------------------------------------------------------
@@ -285,15 +288,6 @@ def test_a_stopping_server_finishes_what_runs_and_refuses_the_rest():
         assert status_of(first) == 200
         server.thread.join(20)
         assert not server.thread.is_alive() and "Stopping" in server.said[0]
-
-
-def test_a_reward_that_hangs_does_not_hold_the_end():
-    with held_reward() as (reward, begun, _), running(reward, Bounds(drain=0.3)) as server:
-        with server.begin(raw(request())):
-            assert begun.wait(20)
-            server.server.handle_exit(signal.SIGTERM, None)
-            server.thread.join(20)
-            assert not server.thread.is_alive()
 
 
 def test_a_second_signal_ends_the_server():

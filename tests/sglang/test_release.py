@@ -126,9 +126,14 @@ def request(**changes: Any) -> Request:
     return Request(**{**given, **changes})
 
 
-def test_the_package_is_the_release():
+def test_the_release_has_the_clients_paths():
     [about] = package().parent.glob(f"sglang-{VERSION}*.dist-info")
     assert about.is_dir()
+    asked = {"POST /rollout/generate", "POST /v1/set_lora", "POST /v1/unmerge_lora_weights",
+             "POST /update_weights_from_tensor_checker", "POST /get_weights_checksum",
+             "POST /release_memory_occupation", "POST /resume_memory_occupation", "GET /model_info",
+             "GET /server_info"}
+    assert asked <= routes()
 
 
 @pytest.mark.parametrize("changes", [{}, {"seeds": (5,), "states": (1, 2, 4), "means": False}, {"sde": "cps"},
@@ -168,14 +173,6 @@ def test_weights_loras_and_memory_pass_the_releases_requests():
     assert {path for path, _ in own.seen} == {
         "/get_weights_checksum", "/update_weights_from_tensor_checker", "/release_memory_occupation",
         "/resume_memory_occupation", "/v1/unmerge_lora_weights"}
-
-
-def test_the_client_asks_paths_that_the_release_has():
-    asked = {"POST /rollout/generate", "POST /v1/set_lora", "POST /v1/unmerge_lora_weights",
-             "POST /update_weights_from_tensor_checker", "POST /get_weights_checksum",
-             "POST /release_memory_occupation", "POST /resume_memory_occupation", "GET /model_info",
-             "GET /server_info"}
-    assert asked <= routes()
 
 
 def test_a_lora_is_set_by_arguments_of_the_releases_route():

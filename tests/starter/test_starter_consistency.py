@@ -57,7 +57,7 @@ class Told(torch.nn.Module):
         return (self.function(x, timestep.view(-1, 1, 1, 1) / 1000, encoder_hidden_states[:, :1, :1, None]),)
 
 
-def test_the_target_is_the_mean_velocity_of_one_step_and_of_the_average_behind_it():
+def test_targets_and_steps_of_schedulers():
     x, s = torch.full((2, 1, 1, 1), 3.0), torch.tensor([0.5, 0.1]).view(2, 1, 1, 1)
     teacher, average = Told(lambda x, s, token: x * 0 + token), Told(lambda x, s, token: x + s)
     found = build.mean_velocity(teacher, average, x, s, torch.full((2, 1, 1), 3.5), torch.zeros(2, 1), jumps=4)
@@ -65,6 +65,12 @@ def test_the_target_is_the_mean_velocity_of_one_step_and_of_the_average_behind_i
     # From 0.5 to 0.25, where x is 3 - 0.25 v; from 0.1 straight to the data.
     expected = [(0.25 * v + 0.25 * (3 - 0.25 * v + 0.25)) / 0.5, v]
     assert found.flatten().tolist() == pytest.approx(expected, abs=1e-5)
+    from diffusers import FlowMatchEulerDiscreteScheduler
+    for last, refused in ((None, False), (0.1, True)):
+        scheduler = FlowMatchEulerDiscreteScheduler(shift_terminal=last)
+        require_steps(scheduler, 2)
+        with pytest.raises(UserError) if refused else contextlib.nullcontext():
+            require_steps(scheduler, 1)
 
 
 # --- what ships ------------------------------------------------------------------------------------------------------
@@ -143,12 +149,3 @@ def test_one_step_is_refused_in_a_line(command, tmp_path, monkeypatch, capsys):
     [said] = [line for line in capsys.readouterr().err.split("\n") if line and "\r" not in line]
     assert said == ("flowgrpo: error: got 1 step, which FlowMatchLCMScheduler does not take with its shift_terminal of "
                     "0.25: expected 2 or more")
-
-
-def test_one_step_of_other_schedulers_is_one():
-    from diffusers import FlowMatchEulerDiscreteScheduler
-    for last, refused in ((None, False), (0.1, True)):
-        scheduler = FlowMatchEulerDiscreteScheduler(shift_terminal=last)
-        require_steps(scheduler, 2)
-        with pytest.raises(UserError) if refused else contextlib.nullcontext():
-            require_steps(scheduler, 1)

@@ -50,11 +50,14 @@ def test_it_is_small_and_knows_its_words(stock):
     assert stock.tokenizer.unk_token_id not in stock.tokenizer("a cat runs")["input_ids"]
 
 
-def test_its_prompts_are_the_world_parted():
+def test_prompts_and_tasks_of_the_world():
     train, held = sets.resolve(validate({"model": "starter_video", "prompts": "starter_video"}))
     assert {parse(p.text) for p in held} == set(clips(held=True)) and len(held) == 42 * STYLES
     assert {parse(p.text) for p in train} == set(clips(held=False)) and len(train) == 210 * STYLES
     assert all(p.metadata["task"] == parse(p.text).task for p in train + held)
+    held = load_prompts(STARTER / "video_held_out.jsonl")
+    counts = {task: sum(p.metadata["task"] == task for p in held) for task in TASKS}
+    assert counts == {"direction": 72, "size": 36, "still": 18} and scenes.SIZE == 64
 
 
 @torch.no_grad()
@@ -111,10 +114,20 @@ def test_a_lora_gives_the_same_latents_in_stock_diffusers(tmp_path: Path, stock)
     assert (base - ours).abs().max() > 0.01
 
 
-def test_sample_writes_clips(tmp_path):
+def test_clips_are_written_and_shown(tmp_path):
     (path,) = images.sample("starter_video", None, PROMPTS[:1], 1, 0, 3, None, tmp_path)
     assert path.name == "000-a-red-circle-moves-left-000.webp"
     assert Image.open(path).size == (64, 64) and 1 < Image.open(path).n_frames <= 5
+    policy = PipelinePolicy(load_pipeline("starter_video"), Adapter(rank=2), call=VIDEO_CALL)
+    run = tmp_path / "run"
+    run.mkdir()
+    policy.weights.save(run)
+    config = {"model": "starter_video", "prompts": "starter_video", "reward": "motion_graded", "adapter": {"rank": 2},
+              "eval": {"steps": 2, "guidance": 1.0}}
+    (run / "config.yaml").write_text(validate(config).yaml())
+    images.grid(run, None, 2, 0, tmp_path / "grid.png")
+    still, animated = Image.open(tmp_path / "grid.png"), Image.open(tmp_path / "grid.webp")
+    assert still.width > animated.width and animated.n_frames > 1
 
 
 def test_sample_writes_one_mp4(tmp_path, monkeypatch):
@@ -140,19 +153,6 @@ def test_sample_writes_one_mp4(tmp_path, monkeypatch):
         images.sample("starter", None, ["a"], 1, 0, 1, None, file)
 
 
-def test_a_grid_of_a_run_shows_its_clips(tmp_path):
-    policy = PipelinePolicy(load_pipeline("starter_video"), Adapter(rank=2), call=VIDEO_CALL)
-    run = tmp_path / "run"
-    run.mkdir()
-    policy.weights.save(run)
-    config = {"model": "starter_video", "prompts": "starter_video", "reward": "motion_graded", "adapter": {"rank": 2},
-              "eval": {"steps": 2, "guidance": 1.0}}
-    (run / "config.yaml").write_text(validate(config).yaml())
-    images.grid(run, None, 2, 0, tmp_path / "grid.png")
-    still, animated = Image.open(tmp_path / "grid.png"), Image.open(tmp_path / "grid.webp")
-    assert still.width > animated.width and animated.n_frames > 1
-
-
 def test_clips_of_the_base_survive_a_resume(tmp_path):
     prompts = load_prompts(STARTER / "video_held_out.jsonl")[:3]
     pictures = torch.rand(2, 5, 3, 64, 64).mul(255).round() / 255
@@ -162,9 +162,3 @@ def test_clips_of_the_base_survive_a_resume(tmp_path):
     assert known["frames"] == 5 and len(list((tmp_path / "before").glob("*.png"))) == 2
     tall = np.asarray(Image.open(tmp_path / "before" / "001.png"))
     np.testing.assert_array_equal(tall[3 * 64:4 * 64], (pictures[1, 3] * 255).permute(1, 2, 0).numpy())
-
-
-def test_the_tasks_are_those_of_the_world():
-    held = load_prompts(STARTER / "video_held_out.jsonl")
-    counts = {task: sum(p.metadata["task"] == task for p in held) for task in TASKS}
-    assert counts == {"direction": 72, "size": 36, "still": 18} and scenes.SIZE == 64

@@ -111,7 +111,7 @@ def sharded(folder):
     return values, checkpoint.save(folder, 1, {"step": torch.tensor(7.0)}, {}, 2, begun=True)
 
 
-def test_shards_are_read_whole_or_by_rows(tmp_path):
+def test_shards_and_manifests_are_read(tmp_path):
     values, path = sharded(tmp_path)
     tensors, _ = checkpoint.load(path)
     assert torch.equal(tensors["weights/a"], values) and tensors["step"] == 7
@@ -120,6 +120,11 @@ def test_shards_are_read_whole_or_by_rows(tmp_path):
         tensors, _ = checkpoint.load(path, lambda key, rows=slice(low, high): rows if key == "weights/a" else None)
         assert torch.equal(tensors["weights/a"], values[low:high]) and tensors["step"] == 7
     assert [file.name for file in tmp_path.iterdir()] == ["epoch-00001"]
+    path = saved(tmp_path, 1)
+    listed = json.loads((path / "manifest.json").read_text())["files"]
+    assert sorted(listed) == ["state.json", "state.safetensors"]
+    assert listed["state.json"] == {"bytes": (path / "state.json").stat().st_size,
+                                    "sha256": manifest.sha256(path / "state.json")}
 
 
 def test_missing_and_misplaced_shards(tmp_path):
@@ -243,11 +248,3 @@ def test_damaged_replaced_and_foreign_folders(tmp_path):
     flip(path / "state.safetensors")
     assert "epoch-00001 cannot be read .the SHA-256 of state.safetensors differs" in message(checkpoint.load, path)
     assert path.is_dir()
-
-
-def test_a_manifest_has_the_digest_of_every_file(tmp_path):
-    path = saved(tmp_path, 1)
-    listed = json.loads((path / "manifest.json").read_text())["files"]
-    assert sorted(listed) == ["state.json", "state.safetensors"]
-    assert listed["state.json"] == {"bytes": (path / "state.json").stat().st_size,
-                                    "sha256": manifest.sha256(path / "state.json")}

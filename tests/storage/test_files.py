@@ -89,13 +89,23 @@ def test_a_damaged_object_is_told_in_one_line(text, tmp_path):
     assert "\n" not in str(caught.value)
 
 
-def test_fifos_and_deep_lines(tmp_path):
+def test_fifos_nan_and_deep_files(tmp_path):
     os.mkfifo(tmp_path / "a.json")
     with pytest.raises(UserError, match=r"a.json is damaged \(it is a FIFO, expected a regular file\): remove it"):
         read_object(tmp_path / "a.json", "remove it")
     (tmp_path / "a.jsonl").write_text(json.dumps({"epoch": 1}) + f"\n{DEEP}\n")
     with pytest.raises(UserError, match="a.jsonl, line 2: damaged .*: remove that line"):
         read_lines(tmp_path / "a.jsonl", "epoch")
+    (tmp_path / "a.json").write_text('{"before": {"scene": NaN}}')
+    with pytest.raises(UserError, match=r"a.json is damaged \(NaN is no number of JSON\): remove it"):
+        read_object(tmp_path / "a.json", "remove it")
+    # /proc/self/mem is a regular file of which a read fails (EIO).
+    for read in (lambda: read_object(MEMORY, "remove it"), lambda: read_lines(MEMORY), lambda: text_of(MEMORY),
+                 lambda: yaml_text.read(MEMORY)):
+        with pytest.raises(UserError, match="/proc/self/mem cannot be read [(]Input/output error[)]"):
+            read()
+    (tmp_path / manifest.MANIFEST).write_text(DEEP)
+    assert manifest.difference(tmp_path) == "manifest.json cannot be read (RecursionError)"
 
 
 @pytest.mark.parametrize("line, why", [
@@ -107,19 +117,6 @@ def test_a_line_with_other_values_is_named(line, why, tmp_path):
     with pytest.raises(UserError, match="a.jsonl, line 2: damaged") as caught:
         read_lines(tmp_path / "a.jsonl", "epoch")
     assert why in str(caught.value)
-
-
-def test_nan_missing_files_and_deep_manifests(tmp_path):
-    (tmp_path / "a.json").write_text('{"before": {"scene": NaN}}')
-    with pytest.raises(UserError, match=r"a.json is damaged \(NaN is no number of JSON\): remove it"):
-        read_object(tmp_path / "a.json", "remove it")
-    # /proc/self/mem is a regular file of which a read fails (EIO).
-    for read in (lambda: read_object(MEMORY, "remove it"), lambda: read_lines(MEMORY), lambda: text_of(MEMORY),
-                 lambda: yaml_text.read(MEMORY)):
-        with pytest.raises(UserError, match="/proc/self/mem cannot be read [(]Input/output error[)]"):
-            read()
-    (tmp_path / manifest.MANIFEST).write_text(DEEP)
-    assert manifest.difference(tmp_path) == "manifest.json cannot be read (RecursionError)"
 
 
 RECIPE = Path(__file__).parents[2] / "configs" / "starter.yaml"

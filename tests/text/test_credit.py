@@ -121,13 +121,19 @@ def sigmoid(z: float) -> float:
     return 1 / (1 + math.exp(-z))
 
 
-def test_right_ones_earn_less_the_longer_they_are():
+def test_shorter_right_answers_and_shares():
     found = shortened(REWARDS[..., 0], REWARDS[..., 0] == 1, LENGTHS, 0.2)
     z = 10 / (math.sqrt(200 / 3) + 1e-6)
     assert found[1].tolist() == pytest.approx([1 - 0.2 * sigmoid(-z), 0.9, 1 - 0.2 * sigmoid(z), 0], abs=1e-10)
     z = 10 / (10 + 1e-6)
     assert found[2].tolist() == pytest.approx([1 - 0.2 * sigmoid(-z), 1 - 0.2 * sigmoid(z), 0, 0], abs=1e-10)
     assert found[0].tolist() == pytest.approx([0.9, 0, 0, 0], abs=1e-10)  # alone with itself
+    both = torch.cat([REWARDS, REWARDS * 3], dim=2)
+    both[1, 0, 0] = torch.nan
+    found = LengthSwitch(top=1.0)(both, Context(samples=SampleMeasures(lengths=LENGTHS)))
+    assert torch.equal(found[..., 1], both[..., 1]) and torch.equal(found.isnan(), both.isnan())
+    assert found[1, 1, 0] == pytest.approx(1 - 0.2 * sigmoid(-5 / (5 + 1e-6)), abs=1e-10)  # 20 of 20 and 30
+    assert "LengthSwitch: top is 2" in message(LengthSwitch, top=2.0, error=ValueError)
 
 
 @pytest.mark.parametrize("part, on", [
@@ -140,15 +146,6 @@ def test_groups_that_are_right_often_enough_have_it(part, on):
     assert changed == on and (found[REWARDS == 0] == 0).all()
     whole = LengthSwitch(top=1.0)(REWARDS, Context(samples=SampleMeasures(lengths=LENGTHS)))
     assert all(torch.equal(found[i], whole[i]) for i in on)
-
-
-def test_missing_rewards_and_shares():
-    both = torch.cat([REWARDS, REWARDS * 3], dim=2)
-    both[1, 0, 0] = torch.nan
-    found = LengthSwitch(top=1.0)(both, Context(samples=SampleMeasures(lengths=LENGTHS)))
-    assert torch.equal(found[..., 1], both[..., 1]) and torch.equal(found.isnan(), both.isnan())
-    assert found[1, 1, 0] == pytest.approx(1 - 0.2 * sigmoid(-5 / (5 + 1e-6)), abs=1e-10)  # 20 of 20 and 30
-    assert "LengthSwitch: top is 2" in message(LengthSwitch, top=2.0, error=ValueError)
 
 
 YES = torch.ones(1, 3, dtype=torch.bool)
@@ -195,7 +192,7 @@ def test_impossible_fields_are_refused(wrong, told):
         ValueHead(**wrong)
 
 
-def test_it_is_for_tokens_alone():
+def test_critics_are_for_tokens_and_one_part():
     value = {"value": {"type": "ValueHead"}}
     with pytest.raises(UserError, match="reads no value: got parts.value ValueHead"):
         validate.resolve(tiny.config(method="mix_grpo", parts=value), "flow")
@@ -206,6 +203,8 @@ def test_it_is_for_tokens_alone():
     assert (found.credit.value, found.rollout.decoding) == (ValueHead(), Unmasking())
     assert methods.preset("trace_rl_value").parts()["value"] == ValueHead(1.0, 1.0, 0.2)
     assert methods.preset("trace_rl").parts()["value"] is None
+    with pytest.raises(UserError, match="value and spread .StepGroups. both make advantages of tokens"):
+        validate.resolve(tiny.config(method="ppo", parts={"spread": {"type": "StepGroups"}}), "tokens")
 
 
 def test_tokens_weigh_what_the_critic_predicts_of_the_outcome_by_hand():
@@ -344,11 +343,6 @@ def test_a_resumed_run_goes_on_bit_for_bit_with_its_values(tmp_path):
     assert one["critic/weight"].abs().max() > 0 and {"critic/bias", "critic/optimizer.0.exp_avg"} <= one.keys()
     assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
     assert all("lora_" in key for key in load_file(whole.folder / "adapter_model.safetensors"))  # no value model
-
-
-def test_two_parts_that_make_advantages_of_tokens_are_told():
-    with pytest.raises(UserError, match="value and spread .StepGroups. both make advantages of tokens"):
-        validate.resolve(tiny.config(method="ppo", parts={"spread": {"type": "StepGroups"}}), "tokens")
 
 
 def test_a_critic_of_outcomes_learns_to_tell_them_and_keeps_the_mean():

@@ -88,7 +88,7 @@ def test_the_command_writes_a_lora_and_its_generations(tmp_path, capsys):
     assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
 
 
-def test_edits_of_a_library():
+def test_edits_and_order_of_a_library():
     library = Library(["one", "two", "three"])
     answer = 'Well: [{"delete": 1}, {"change": 2, "to": " better  two "}, {"delete": 9}, {"add": ""}, {"add": "four"}]'
     assert library.edit(answer, 5) == 3 and library.entries == ["better two", "three", "four"]
@@ -98,9 +98,6 @@ def test_edits_of_a_library():
     small.edit('[{"add": "c"}]', 1)
     assert small.entries == ["b", "c"] and small.before("Q") == "Lessons from earlier tasks:\n1. b\n2. c\n\nQ"
     assert Library().before("Q") == "Q"
-
-
-def test_a_group_is_shown_from_the_best_to_the_worst():
     told = request("How many?", ["bad", "good"], [0.0, 1.0], Library(["count twice"]), 2)
     assert told.index("reward 1:\ngood") < told.index("reward 0:\nbad")
     assert "1. count twice" in told and "Request: How many?" in told and '[{"add": "a lesson' in told

@@ -115,7 +115,8 @@ def test_busy_absent_and_refusing_servers():
     assert len(own.seen) == 1
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:30000", "ftp://host", "http://user:word@host", "http://host:0"])
+@pytest.mark.parametrize("url", ["127.0.0.1:30000", "ftp://host", "http://user:word@host", "http://host:0",
+    "http://[::1", "http://h\u00f6st:1", "http://h ost:1", "http://h:99999", "http://h\n:1"])
 def test_an_address_of_another_form_is_refused(url):
     with pytest.raises(UserError, match="rollout.engine is .*: expected the address of an engine"):
         Engine(url)
@@ -233,17 +234,8 @@ def test_a_success_is_true_and_no_text(monkeypatch):
     assert "/release_memory_occupation did not succeed: m" in message(engine.release, error=EngineError)
 
 
-def test_a_message_of_many_values_is_not_read_to_its_end():
+def test_messages_of_many_values_and_what_json_lacks():
     with pytest.raises(ValueError, match="too many values"):
         client.unpacked(struct.pack(">BI", 0xdd, 2**21) + b"\xc0" * 2**21)
-
-
-@pytest.mark.parametrize("url", ["http://[::1", "http://h\u00f6st:1", "http://h ost:1", "http://h:99999", "http://h\n:1"])
-def test_an_address_that_is_none_is_a_line(url):
-    with pytest.raises(UserError, match="rollout.engine is .*: expected the address of an engine"):
-        Engine(url)
-
-
-def test_what_json_does_not_have_is_not_sent():
     with pytest.raises(UserError, match="rollout.engine: a request is not JSON"):
         Engine("http://127.0.0.1:1").rollout(request(further={"guidance_scale": math.nan}))

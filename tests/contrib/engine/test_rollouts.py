@@ -103,12 +103,18 @@ def test_the_engine_has_the_lora_of_every_epoch_and_the_update_changes_the_weigh
     made.extensions.close()
 
 
-def test_rollouts_of_final_states_are_ode_steps(url, own):
+def test_final_states_are_ode_steps_and_memory_is_released(url, own):
     made = trainer(url, method="diffusion_nft", train__lr=1e-3)
     metrics = made.run_epoch()
     asked = [body for path, body in own.seen if path == "/rollout/generate"]
     assert {body["rollout_sde_type"] for body in asked} == {"ode"} and metrics["skipped_updates"] == 0
     assert all(body["rollout_return_step_indices"] == [4] for body in asked)
+    made = trainer(url, parts=ALONE, rollout__release=True)
+    own.asleep = True
+    made.run_epoch()
+    paths = [path for path, _ in own.seen]
+    assert own.asleep and paths.index("/resume_memory_occupation") < paths.index("/v1/set_lora")
+    assert paths[-1] == "/release_memory_occupation"
 
 
 def test_an_old_policy_that_draws_is_what_the_engine_gets(url, own):
@@ -120,15 +126,6 @@ def test_an_old_policy_that_draws_is_what_the_engine_gets(url, own):
     assert all(torch.equal(found[key.removeprefix("transformer.").replace(".default.weight", "")], value)
                for key, value in tiny.in_file(first).items())
     assert not all(torch.equal(value, first[key]) for key, value in made.policy.weights.named.items())
-
-
-def test_memory_is_released_between_rollouts(url, own):
-    made = trainer(url, parts=ALONE, rollout__release=True)
-    own.asleep = True
-    made.run_epoch()
-    paths = [path for path, _ in own.seen]
-    assert own.asleep and paths.index("/resume_memory_occupation") < paths.index("/v1/set_lora")
-    assert paths[-1] == "/release_memory_occupation"
 
 
 def test_an_engine_in_half_precision_does_not_stop_a_run_in_fp32(url, own, capsys):

@@ -66,12 +66,14 @@ def test_clip_ranges_are_in_the_unit_of_each_log_ratio():
     assert 0 < row.clips["Guard"] < 10 * (1.1 * torch.tensor(stds) * plain).max().item() < row.clips["PlainRatio"]
 
 
-def test_half_precision_shows_in_its_rows_alone():
+def test_half_precision_shows_alone_and_no_flow_is_refused():
     found = rows(precisions=("fp32", "bf16"), lora=False)
     exact, half = (max(row.largest for row in found if row.precision == name) for name in ("fp32", "bf16"))
     assert exact < 2e-5 and 1e-4 < half < 0.02 and not any(row.found for row in found)
     lines = verify.table(found)
     assert lines[-2].startswith(f"smallest clip range in bf16: {10 * half:.1e} of PlainRatio, ")
+    policy = tiny.policy(tiny.sd15(), call={})
+    assert "expected a flow" in message(lambda: verify.specified(policy, policy.encode(["red"]), ASKED))
 
 
 # The eight faults, and where each shows.
@@ -184,8 +186,3 @@ def test_a_lora_that_an_engine_changes_is_refused(tmp_path):
 def test_a_slip_of_the_command_line_is_one_line(folder, options, said, capsys):
     error = error_line(capsys, "verify", "http://127.0.0.1:9", str(folder), *options)
     assert said in error
-
-
-def test_a_model_without_a_flow_is_refused():
-    policy = tiny.policy(tiny.sd15(), call={})
-    assert "expected a flow" in message(lambda: verify.specified(policy, policy.encode(["red"]), ASKED))

@@ -418,10 +418,15 @@ def test_mistakes_are_one_line(tmp_path, capsys, options, told):
     assert told in error
 
 
-def test_pooled_by_hand():
+def test_pooled_states_and_prompts_count():
     tokens = torch.tensor([[[1.0, 0.0], [3.0, 0.0]]])
     assert pooled(tokens).tolist() == [[2, 0, 1, 0]]
     assert pooled(tokens.transpose(1, 2).reshape(1, 2, 1, 2)).tolist() == [[2, 0, 1, 0]]  # the same as a map [C, h, w]
+    policy = PipelinePolicy(tiny.sd3(), None, call=tiny.CALL)
+    encoded = policy.encode(["red", "a cat"])
+    latent = policy.of_noise(encoded.rows(torch.tensor([0])), policy.generators([0]), "latent")
+    features = states(policy, latent.repeat(2, 1, 1, 1), encoded)
+    assert (features[0] - features[1]).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("make, call, guidance", [
@@ -438,14 +443,6 @@ def test_a_image_has_the_same_features_in_every_batch(make, call, guidance):
     assert torch.allclose(alone, features[1:2], atol=1e-4)
     assert (features[0] - features[2]).abs().max() > 1e-3  # another image of the same prompt
     assert not any(module._forward_hooks for module in blocks([*policy.denoisers.values()]))
-
-
-def test_the_prompt_counts():
-    policy = PipelinePolicy(tiny.sd3(), None, call=tiny.CALL)
-    encoded = policy.encode(["red", "a cat"])
-    latent = policy.of_noise(encoded.rows(torch.tensor([0])), policy.generators([0]), "latent")
-    features = states(policy, latent.repeat(2, 1, 1, 1), encoded)
-    assert (features[0] - features[1]).abs().max() > 1e-3
 
 
 def test_a_head_scores_images_of_any_size():

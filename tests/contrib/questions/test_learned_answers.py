@@ -48,7 +48,7 @@ def probabilities(model, picture: torch.Tensor, question: str, choices: tuple[st
     return [each / sum(worth) for each in worth]
 
 
-def test_the_reward_is_the_mean_over_the_questions(answering):
+def test_rewards_are_means_of_sigmoids(answering):
     model, folder = answering
     shown, mean, share = pictures(4), [], []
     for picture, prompt in zip(shown, PROMPTS):
@@ -59,10 +59,6 @@ def test_the_reward_is_the_mean_over_the_questions(answering):
     reward = find("question_answers", {"by": str(folder), "score": "probability"})
     assert reward(shown, PROMPTS, [{}] * 4) == pytest.approx(mean, abs=1e-5) and np.ptp(mean) > 0
     assert find("question_answers", {"by": str(folder)})(shown, PROMPTS, [{}] * 4) == share
-
-
-def test_yes_has_the_sigmoid_of_the_difference(answering):
-    model, folder = answering
     question = of_claims(scenes.parse("a star"))[-1]  # whether there is a ring
     answers = ByFolder(str(folder), "probability")
     [[score]] = answers.model.scores(pictures(1), [question.question])[:, None].tolist()

@@ -25,7 +25,7 @@ SAID = {"question": TWO.question, "answer": TWO.answer, "choices": list(TWO.choi
 
 
 # --- questions -------------------------------------------------------------------------------------------------------
-def test_clauses_of_geneval_become_questions():
+def test_clauses_and_places_of_geneval_become_questions():
     found = of_clauses({"include": [{"class": "bench", "count": 2}, {"class": "umbrella", "count": 1, "color": "red",
                                                                      "position": ["left of", 0]}],
                         "exclude": [{"class": "bench", "count": 3}, {"class": "dog", "count": 1}]})
@@ -36,6 +36,10 @@ def test_clauses_of_geneval_become_questions():
         Question("What color is the umbrella?", "red", colours),
         Question("Where is the umbrella, seen from the bench: left, right, above or below?", "left", PLACES),
         Question("Is there a dog in the picture?", "no", YES_NO)]
+    found = of_clauses({"include": [{"class": "dog", "count": 1}, {"class": "dog", "count": 2, "color": "red"},
+                                    {"class": "cat", "count": 1, "position": ["left of", 0]}]})
+    assert [(each.question, each.answer) for each in found] == [
+        ("How many dogs are in the picture?", "three"), ("Is there a cat in the picture?", "yes")]
 
 
 @pytest.mark.parametrize("prompt, number, expected, others", [
@@ -56,13 +60,6 @@ def test_prompts_of_the_starters_world_become_questions(prompt, number, expected
     absent = [(f"Is there a {shape} in the picture?", "no") for shape in others.split()]
     total = [("How many things are in the picture?", number)]
     assert [(each.question, each.answer) for each in of_claims(parse(prompt))] == total + expected + absent
-
-
-def test_a_place_beside_a_class_that_comes_twice_is_not_asked_for():
-    found = of_clauses({"include": [{"class": "dog", "count": 1}, {"class": "dog", "count": 2, "color": "red"},
-                                    {"class": "cat", "count": 1, "position": ["left of", 0]}]})
-    assert [(each.question, each.answer) for each in found] == [
-        ("How many dogs are in the picture?", "three"), ("Is there a cat in the picture?", "yes")]
 
 
 @pytest.mark.parametrize("noun, many", [("dog", "dogs"), ("bus", "buses"), ("toothbrush", "toothbrushes"),
@@ -182,13 +179,17 @@ def test_mistakes_are_told_in_one_line(arguments, told):
     assert told in message(find, "question_answers", arguments)
 
 
-def test_missing_weights_and_questions_are_told():
+def test_missing_questions_weights_and_answers():
     with pytest.raises(UserError, match=r"^reward 'question_answers': /no/folder cannot be loaded .*: fetch it and "
                                         r"give its folder as args: \{vqa: \{model: FOLDER\}\}$"):
         QuestionAnswers(vqa={"model": "/no/folder"})
     reward = QuestionAnswers(by="judge")
     with pytest.raises(UserError, match="no question can be made of the prompt 'fog': give metadata"):
         reward(shades(1), ["fog"], [{}])
+    with endpoint(lambda body, number: said("who knows")) as server:
+        [found] = CaptionAnswers(url=server.url, **QUICK)(["a"], ["p"], [{"questions": QUESTIONS}])
+    assert isinstance(found, Failed)
+    assert "orders is 0" in message(CaptionAnswers, orders=0)
 
 
 QUESTIONS = [{"question": "How many dogs?", "answer": "two", "choices": ["one", "two", "three", "four"]},
@@ -214,10 +215,3 @@ def test_the_share_of_questions_that_a_caption_answers():
         assert CaptionAnswers(url=server.url, **QUICK)(["one red dog"], ["p"], [{"questions": QUESTIONS}]) == [0.5]
     assert count == 32 and len(server.seen) == 34
     assert all("image" not in str(body) for _, _, body in server.seen)
-
-
-def test_a_caption_without_an_answer_is_a_failure():
-    with endpoint(lambda body, number: said("who knows")) as server:
-        [found] = CaptionAnswers(url=server.url, **QUICK)(["a"], ["p"], [{"questions": QUESTIONS}])
-    assert isinstance(found, Failed)
-    assert "orders is 0" in message(CaptionAnswers, orders=0)

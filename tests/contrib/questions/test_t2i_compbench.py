@@ -31,13 +31,17 @@ def test_the_relation_of_a_prompt(prompt, phrases, expected):
     assert related(prompt, phrases) == expected
 
 
-def test_counted_objects_are_singular():
+def test_counted_objects_and_dimensions():
     phrases = ["three clocks", "Two teddy bears", "a bus", "eight knives", "the room", "two fish", "one couch",
                "four cherries", "six boxes", "five churches"]
     assert counted(phrases) == [("clock", 3), ("teddy bear", 2), ("bus", 1), ("knife", 8), ("fish", 2), ("couch", 1),
                                 ("cherry", 4), ("box", 6), ("church", 5)]
     assert [singular(name) for name in ("pies", "tomatoes", "women", "coat racks")] == [
         "pie", "tomato", "woman", "coat rack"]
+    reward = T2ICompBench(dimension="numeracy", detector=detector)
+    assert reward(IMAGES[:1], ["two dogs"], [{"noun_phrases": ["two dogs"]}]) == [0.5]
+    assert T2ICompBench(dimension="numeracy", detector=detector, threshold=0.05)(
+        IMAGES[:1], ["two dogs"], [{"noun_phrases": ["two dogs"]}]) == [1.0]
 
 
 # --- boxes -----------------------------------------------------------------------------------------------------------
@@ -120,9 +124,14 @@ def test_attributes_are_the_product_over_phrases(blip):
     assert plain('The "Red" dog?') == "the red dog?"
 
 
-def test_blip_at_another_size_takes_the_whole_image(blip):
+def test_blip_takes_whole_images_and_common_arguments(blip):
     wide = torch.nn.functional.interpolate(IMAGES, (24, 32))
     assert BlipVqa(parts=blip, size=32, device="cpu")(wide, ["a dog?"] * 3).shape == (3,)
+    with rewards.lazily():
+        reward = T2ICompBench(dtype="bf16", device="cpu:0", batch_size=3, vqa={"dtype": "fp32"}, clip={"batch_size": 4})
+    assert {name: (model.dtype, model.device, model.batch_size) for name, model in reward._models.items()} == {
+        "vqa": ("fp32", "cpu:0", 3), "detector": ("bf16", "cpu:0", 3), "clip": ("bf16", "cpu:0", 4)}
+    assert set(T2ICompBench(dimension="spatial", detector=detector)._models) == {"detector"}
 
 
 @pytest.fixture(scope="module")
@@ -246,14 +255,6 @@ def test_packaged_prompts_need_no_spacy(monkeypatch, blip):
             assert sum(not counted(prompt.metadata["noun_phrases"]) for prompt in prompts) < 5
 
 
-def test_common_arguments_go_to_every_model_and_its_own_come_first(blip):
-    with rewards.lazily():
-        reward = T2ICompBench(dtype="bf16", device="cpu:0", batch_size=3, vqa={"dtype": "fp32"}, clip={"batch_size": 4})
-    assert {name: (model.dtype, model.device, model.batch_size) for name, model in reward._models.items()} == {
-        "vqa": ("fp32", "cpu:0", 3), "detector": ("bf16", "cpu:0", 3), "clip": ("bf16", "cpu:0", 4)}
-    assert set(T2ICompBench(dimension="spatial", detector=detector)._models) == {"detector"}
-
-
 def test_weights_leave_between_scorings(blip, owl, tmp_path):
     for name, parts in (("blip", blip), ("owl", owl)):
         for part in parts:
@@ -273,13 +274,6 @@ def test_weights_leave_between_scorings(blip, owl, tmp_path):
         rewards.leave(functions.values())
         assert all(next(network.parameters()) is weights[name] for name, network in networks.items())
     assert scores[0] == scores[1] and 0 < min(scores[0])
-
-
-def test_a_dimension_for_all_prompts():
-    reward = T2ICompBench(dimension="numeracy", detector=detector)
-    assert reward(IMAGES[:1], ["two dogs"], [{"noun_phrases": ["two dogs"]}]) == [0.5]
-    assert T2ICompBench(dimension="numeracy", detector=detector, threshold=0.05)(
-        IMAGES[:1], ["two dogs"], [{"noun_phrases": ["two dogs"]}]) == [1.0]
 
 
 def test_what_is_missing_is_told(monkeypatch, blip):

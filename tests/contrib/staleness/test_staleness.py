@@ -105,7 +105,7 @@ def test_without_staleness_it_is_the_synchronous_run_bit_for_bit(kind):
     assert made.memory == other.memory and made.progress.sampled == other.progress.sampled
 
 
-def test_every_epoch_is_drawn_once_and_is_as_stale_as_the_bound_allows():
+def test_epochs_are_as_stale_as_the_bound_and_past_ones_are_not_trained():
     made = trainer("text", 2)
     drawn, sample = [], made.rollouts.sample
     made.rollouts.sample = lambda conditioning, epoch, *rest: (drawn.append((made.epoch, epoch)),
@@ -114,10 +114,7 @@ def test_every_epoch_is_drawn_once_and_is_as_stale_as_the_bound_allows():
     assert drawn == [(0, 0), (0, 1), (0, 2), (1, 3), (2, 4)]
     assert [line["staleness/epochs"] for line in lines] == [0, 1, 2, 2, 2]
     assert made.progress.sampled == 5 * 8 and not loop.extension(made, "Staleness").queue
-
-
-def test_an_epoch_that_is_past_is_not_trained():
-    """A run that goes on at a later epoch than its queue drops what was drawn for those before."""
+    # A run that goes on at a later epoch than its queue drops what was drawn for those before.
     made = trainer("text", 1)
     made.run_epoch()
     assert [drawn.epoch for drawn in loop.extension(made, "Staleness").queue] == [1]

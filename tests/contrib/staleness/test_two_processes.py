@@ -124,11 +124,8 @@ def test_two_processes_train_as_one(case, folder):
             torch.testing.assert_close(value, weights[key], rtol=0, atol=2e-5)
 
 
-def test_a_resumed_run_draws_anew_what_was_drawn_ahead(folder):
+def test_resumed_and_failed_runs_of_two(folder):
     for rank in range(2):
         assert json.loads((folder / f"ages{rank}.json").read_text()) == [0, 1]
-
-
-def test_a_reward_that_fails_on_one_process_ends_both(folder):
     said = [(folder / f"failed{rank}").read_text() for rank in range(2)]
     assert said[0].startswith("stopped: another process failed") and said[1] == "error: no answer"

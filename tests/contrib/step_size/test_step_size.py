@@ -68,7 +68,7 @@ def test_a_run_forgets_the_rate_it_begins_with(kind):
     assert max(ends) / min(ends) < 1.3
 
 
-def test_the_rate_is_kept_behind_the_calibration_and_follows_the_schedule():
+def test_a_calibration_ends_and_its_rate_follows_the_schedule():
     made = run("image", {"updates": 2}, train__schedule="linear")
     lines = next_epochs(made, 4)
     assert [line["step_size/rate"] for line in lines[1:]] == [lines[1]["step_size/rate"]] * 3
@@ -79,9 +79,6 @@ def test_the_rate_is_kept_behind_the_calibration_and_follows_the_schedule():
     assert [group["lr"] for group in optimization.optimizer.param_groups] == pytest.approx([used])
     [told] = [line for line in made.lines if line.startswith("train.lr")]
     assert told.startswith(f"train.lr: {lines[-1]['step_size/rate']:.3g} (auto: after 2 updates, relative change of")
-
-
-def test_a_calibration_ends_and_costs_nothing_then():
     made, plain = run("image", {"updates": 2}), run("image", 1e-3)
     for each in (made, plain):
         next_epochs(each, 2)
@@ -264,7 +261,7 @@ def test_the_floor_of_rounding_is_measured_and_hardly_moves_the_rate(floor):
     assert noisy == pytest.approx(clean, rel=0.05)
 
 
-def test_a_floor_is_seen_and_a_step_at_its_own_size_would_be_too_small():
+def test_floors_and_flattening_signals():
     clean, _, _ = calibrated(1e-4, decay=0.0)
     assert calibrated(1e-4, 0.014, decay=0.0, reach=1.0)[0] < 0.6 * clean
     for floor, refused in ((0.05, False), (0.07, True)):
@@ -272,10 +269,7 @@ def test_a_floor_is_seen_and_a_step_at_its_own_size_would_be_too_small():
         toy.step(1e-3)
         found(toy.measure, 1.0, 1e-3)
         assert (found.floor > found.highest_floor) == refused
-
-
-def test_a_signal_that_flattens_is_no_rounding():
-    """0.3 tanh(8 * 0.015 / 0.3) is 5 % below 8 * 0.015, and of 0.045, three times too large, 31 %."""
+    # 0.3 tanh(8 * 0.015 / 0.3) is 5 % below 8 * 0.015, and of 0.045, three times too large, 31 %.
     for start, lr in ((1.0, 0.0158), (0.045 / 0.015, 0.045)):
         found = extension.Calibration(0.015, 12, 8.0, scale=start, floor=0.0)
         found(lambda factor, lr=lr: 0.3 * math.tanh(factor * lr / 0.3), 1.0, 1e-3)
@@ -303,16 +297,13 @@ def test_what_is_kept_is_the_geometric_mean_of_the_second_half_since_one_reading
     assert scales[6:11] == found.scales[:5] and max(scales) / min(scales) > 1.2
 
 
-def test_a_spike_is_cut_in_the_update_in_which_it_comes():
+def test_spikes_infinite_and_idle_steps():
     toy, found = Linear(), extension.Calibration(0.015, 12)
     for update in range(4):
         rate = 1e-3 * found.scale
         toy.step(rate * (50 if update == 3 else 1))
         found(toy.measure, 1.0, rate)
     assert toy.exact() < 0.015 * extension.NEAR * 1.001
-
-
-def test_steps_that_are_infinite_or_move_nothing_and_schedules_below_the_floor():
     def measure(factor: float) -> float:
         return 0.015 * factor * 1e4 if factor < 1e-3 else math.inf
     factor, signal = extension.sized(measure, 0.015)

@@ -33,7 +33,7 @@ def test_shares_of_votes_by_hand_and_ties():
     assert solved([(pair, [0.5, 0.5])] * 5, 0.1)[0].item() == pytest.approx(0.0, abs=1e-12)
 
 
-def test_leave_one_out_is_that_of_refits():
+def test_leave_one_out_and_gains_are_those_of_refits():
     votes = [(z.double(), torch.tensor(target, dtype=torch.double)) for z, target in of_taste(30, 4)]
     for ridge in (0.5, 5.0):
         exact = 0.0
@@ -42,6 +42,15 @@ def test_leave_one_out_is_that_of_refits():
             exact -= float(votes[left][1] @ (votes[left][0] @ w).log_softmax(0))
         gains = head._left_out(votes, ridge)[0] - math.log(4)
         assert float(-gains.mean()) == pytest.approx(exact / len(votes), rel=0.02)
+    votes = of_taste(30, 3)
+    learned, gains = fitted(votes, [0.1]), []
+    rows = (torch.cat([z for z, _ in votes]).double() - learned.mean) / learned.scale
+    groups = [(z, torch.tensor(target, dtype=torch.double)) for z, (_, target) in zip(rows.split(4), votes)]
+    for left, (z, target) in enumerate(groups):
+        w = solved([vote for place, vote in enumerate(groups) if place != left], 0.1 * len(votes))[0]
+        gains.append(float(target @ (z @ w).log_softmax(0)) + math.log(4))
+    assert learned.gain == pytest.approx(sum(gains) / 30, rel=0.02)
+    assert learned.error == pytest.approx(torch.tensor(gains).std().item() / 30**0.5, rel=0.05)
 
 
 @pytest.mark.parametrize("width", [6, 300], ids=["few features", "more features than pictures"])
@@ -75,15 +84,3 @@ def test_votes_teach_and_constant_features_score_nothing():
     rows, shares = seen(features, Vote((1, 0), TIE))
     assert rows.tolist() == [[2, 3], [0, 1]] and shares == [0.5, 0.5]
     assert fitted([(features, [0.0, 0, 0, 1])]).right([(features, [0.25] * 4), (features, [0.0, 0, 0, 1])]) == (1, 1)
-
-
-def test_the_gain_is_that_of_refits_over_chance():
-    votes = of_taste(30, 3)
-    learned, gains = fitted(votes, [0.1]), []
-    rows = (torch.cat([z for z, _ in votes]).double() - learned.mean) / learned.scale
-    groups = [(z, torch.tensor(target, dtype=torch.double)) for z, (_, target) in zip(rows.split(4), votes)]
-    for left, (z, target) in enumerate(groups):
-        w = solved([vote for place, vote in enumerate(groups) if place != left], 0.1 * len(votes))[0]
-        gains.append(float(target @ (z @ w).log_softmax(0)) + math.log(4))
-    assert learned.gain == pytest.approx(sum(gains) / 30, rel=0.02)
-    assert learned.error == pytest.approx(torch.tensor(gains).std().item() / 30**0.5, rel=0.05)

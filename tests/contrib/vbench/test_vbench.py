@@ -54,7 +54,7 @@ def stirred(model):
 TINY = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 56}
 
 
-def test_subject_consistency_is_that_of_dinos_class_token():
+def test_consistency_is_that_of_dino_and_clip():
     from transformers import ViTConfig, ViTModel
     model = stirred(ViTModel(ViTConfig(image_size=224, **TINY), add_pooling_layer=False))
     prepared = transforms.Compose([transforms.Resize(224, antialias=False), transforms.Lambda(lambda x: x / 255),
@@ -64,9 +64,6 @@ def test_subject_consistency_is_that_of_dinos_class_token():
     found = scored("subject_consistency", CLIPS, parts=(model,), device="cpu", batch_size=3)
     assert found == pytest.approx(hand, abs=1e-4)
     assert 0 < min(hand) and max(hand) < 0.9999
-
-
-def test_background_consistency_is_that_of_clips_embeddings():
     from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
     model = stirred(CLIPVisionModelWithProjection(CLIPVisionConfig(image_size=224, projection_dim=8, **TINY)))
     prepared = transforms.Compose([transforms.Resize(224, InterpolationMode.BICUBIC, antialias=False),

@@ -26,12 +26,18 @@ GREYS = (0.0, 0.2, 0.4, 0.6, 0.8)
 BYTES = (0, 51, 102, 153, 204)
 
 
-def test_a_strip_has_every_frame_in_its_place():
+def test_strips_and_moments():
     strip = grid._strip(clip(*GREYS))
     side = 128  # twice as large
     assert strip.size == (5 * side + 4 * grid.BETWEEN_FRAMES, side)
     middles = [i * (side + grid.BETWEEN_FRAMES) + side // 2 for i in range(5)]
     assert [strip.getpixel((x, 64))[0] for x in middles] == list(BYTES)
+    picture, long = clip(0.5)[0], clip(*(i / 255 for i in range(81)), height=2, width=2)
+    assert moving([picture]) == [] and moving([picture, clip(*GREYS)]) == [0, 0.25, 0.5, 0.75, 1]
+    assert moving([clip(0.5)]) == [0] and len(moving([long])) == MOMENTS
+    assert torch.equal(still(picture, 0.7), picture)
+    shown = [round(still(long, at)[0, 0, 0].item() * 255) for at in (0, 0.5, 1)]
+    assert shown == [0, 40, 80]
 
 
 @pytest.mark.parametrize("frames, shown", [(1, [0]), (2, [0, 1]), (5, [0, 1, 2, 3, 4]), (81, [0, 20, 40, 60, 80])])
@@ -50,13 +56,10 @@ def frames_of(path) -> list[Image.Image]:
     return found
 
 
-def test_a_clip_is_saved_without_loss(tmp_path):
+def test_clips_are_kept_without_loss_beside_their_page(tmp_path):
     frames = frames_of(save_clip(tmp_path / "deep" / "a.webp", clip(*GREYS)))
     assert [frame.size for frame in frames] == [(64, 64)] * 5
     assert [frame.getpixel((9, 50)) for frame in frames] == [(value,) * 3 for value in BYTES]
-
-
-def test_clips_lie_beside_their_page_and_images_are_not_animated(tmp_path):
     rows = [Row("x", [clip(*GREYS), clip(*reversed(GREYS))], [{"r": 0.0}, {"r": 1.0}])] * 2
     page = Image.open(draw_grid(tmp_path / "a.png", ["before", "after"], rows))
     moments = frames_of(tmp_path / "a.webp")
@@ -87,15 +90,6 @@ def frames_read(picture):
     for frame in ImageSequence.Iterator(picture):
         frame.load()
         yield frame
-
-
-def test_moments():
-    picture, long = clip(0.5)[0], clip(*(i / 255 for i in range(81)), height=2, width=2)
-    assert moving([picture]) == [] and moving([picture, clip(*GREYS)]) == [0, 0.25, 0.5, 0.75, 1]
-    assert moving([clip(0.5)]) == [0] and len(moving([long])) == MOMENTS
-    assert torch.equal(still(picture, 0.7), picture)
-    shown = [round(still(long, at)[0, 0, 0].item() * 255) for at in (0, 0.5, 1)]
-    assert shown == [0, 40, 80]
 
 
 @pytest.mark.parametrize("frames", [None, 3])

@@ -103,13 +103,17 @@ def test_each_letter_of_a_word_has_its_own_shape(word):
     assert Font(24).getlength(word) == pytest.approx(sum(map(Font(24).getlength, word)), abs=2)  # kerning
 
 
-def test_a_line_may_need_two_fonts_and_a_mark_stays():
+def test_fonts_of_lines_marks_and_chinese():
     text, font = f"up {SERIF} down", Font(20)
     pieces = ["up ", f"{SERIF} ", "down"]
     assert font.getlength(text) == pytest.approx(sum(map(font.getlength, pieces)))
     runs = list(font._runs(text))
     assert [run for _, run in runs] == pieces and len({piece for piece, _ in runs}) == 2
     assert [run for _, run in Font(20)._runs(f"e\u0301{SERIF}\u0301\ufe0f")] == ["e\u0301", f"{SERIF}\u0301\ufe0f"]
+    text = "一只猫坐在垫子上 near the river, 两只狗"
+    lines = grid._wrap(text, grid.CAPTION, 80)
+    assert 2 < len(lines) <= 4 and all(grid.CAPTION.getlength(line) <= 80 for line in lines)
+    assert "".join("".join(lines).split()) == "".join(text.split()) and "near" in " ".join(lines).split()
 
 
 def test_what_no_font_has_is_said_once(capsys, monkeypatch):
@@ -119,13 +123,6 @@ def test_what_no_font_has_is_said_once(capsys, monkeypatch):
         drawn(text)
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "has the letter '\\u0378'" in said and "install a font" in said
-
-
-def test_chinese_is_wrapped_between_its_letters():
-    text = "一只猫坐在垫子上 near the river, 两只狗"
-    lines = grid._wrap(text, grid.CAPTION, 80)
-    assert 2 < len(lines) <= 4 and all(grid.CAPTION.getlength(line) <= 80 for line in lines)
-    assert "".join("".join(lines).split()) == "".join(text.split()) and "near" in " ".join(lines).split()
 
 
 def test_means_prompts_and_small_scores(tmp_path):

@@ -189,12 +189,18 @@ def judged(was: dict, now: dict, rewards: dict, samples: int = 1):
     return config, verdict.changes(config, [{"scores": was}, {"scores": now}])
 
 
-def test_changes_by_hand():
+def test_changes_and_test_sets_are_told():
     _, [change] = judged({"a": [0.0, 0.0, 1.0, None, 0.5]}, {"a": [1.0, 0.5, 1.0, 0.3, None]}, {"a": 1.0})
     assert (change.before.mean, change.count, change.weight) == (pytest.approx(1 / 3), 3, 1.0)
     assert change.now.mean == pytest.approx(2.5 / 3) and change.change.mean == pytest.approx(0.5)
     assert (change.change.low, change.change.high) == (0.0, 1.0)  # of 1, 0.5, 0
     assert change.way == 0 and change.few
+    # With the option, in the second sentence; without it nowhere.
+    for declared in (False, True):
+        config = validate({"reward": {"a": 1.0}, "prompts": "partiprompts", "train_on_test_set": declared})
+        told = [(each["tone"], each["text"]) for each in verdict.sentences(config, [], [], {}, True)]
+        assert (("warn", "Trained on partiprompts, a test set (train_on_test_set): no score on it, held-out prompts "
+                 "included, can be compared with that of a model that was not.") in told) is declared
 
 
 @pytest.mark.parametrize("now, digits", [(0.0, 3), (1.5, 3), (0.12, 3), (0.0034, 5), (-0.0001, 6), (1e-9, 6)])
@@ -220,15 +226,6 @@ def test_cards_have_intervals_and_few_prompts_no_verdict():
 
 LOW, HIGH = [0.1, 0.2, 0.3] * 8, [0.5, 0.7, 0.8] * 8
 UP, DOWN, SAME = (LOW, HIGH), (HIGH, LOW), ([0.1, 0.2] * 12, [0.2, 0.1] * 12)
-
-
-def test_a_test_set_that_was_trained_on_is_told():
-    """With the option, in the second sentence; without it nowhere."""
-    for declared in (False, True):
-        config = validate({"reward": {"a": 1.0}, "prompts": "partiprompts", "train_on_test_set": declared})
-        told = [(each["tone"], each["text"]) for each in verdict.sentences(config, [], [], {}, True)]
-        assert (("warn", "Trained on partiprompts, a test set (train_on_test_set): no score on it, held-out prompts "
-                 "included, can be compared with that of a model that was not.") in told) is declared
 
 
 @pytest.mark.parametrize("trained, weight, watched, hinted", [
@@ -260,13 +257,16 @@ def test_the_summary_in_words(tmp_path):
     assert "was 2.0e-08 (at most 1.0e-06 is right)" in told[4]
 
 
-def test_a_report_of_texts_speaks_of_completions_and_tokens(tmp_path):
+def test_reports_of_texts_and_without_torch(tmp_path):
     run = make_run(tmp_path / "run")
     snapshots.begin(run, 4, "cpu", 1, "fp32", "completion", "tokens")
     found = report.data(run)
     told = [each["text"] for each in found["sentences"]]
     assert " 40 tokens, " in told[0] and found["sample"] == "completion"
     assert any("held-out completions" in text for text in told) and not any("picture" in text for text in told)
+    (tmp_path / "config.yaml").write_text(validate({}).yaml())
+    code = f"import sys, flowgrpo.cli as c; sys.exit(c.main(['report', {str(tmp_path)!r}]) or ('torch' in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def test_one_measurement_and_a_run_that_has_just_begun(tmp_path):
@@ -397,9 +397,16 @@ def test_live_it_gives_nothing_else(served, path):
     assert ask(served[1], path)[0] in (400, 404)
 
 
-def test_live_it_answers_no_other_host(served):
+def test_live_pages_answer_no_other_host_and_follow_files(served):
     assert ask(served[1], "/", Host="evil.example:80")[0] == 403
     assert ask(served[1], "/", Host=f"localhost:{served[1][1]}")[0] == 200
+    run, address = served
+    version, file = json.loads(ask(address, "/data.json")[1])["version"], run / "metrics.jsonl"
+    before, other = file.stat(), run / "other"
+    other.write_bytes(file.read_bytes())
+    os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
+    other.replace(file)
+    assert ask(address, "/data.json", **{"If-None-Match": version})[0] == 200
 
 
 @pytest.mark.parametrize("line, notice", [
@@ -447,16 +454,6 @@ def test_live_a_file_written_after_the_clock_went_back_is_seen(served):
     assert ask(address, "/data.json", **{"If-None-Match": version})[0] == 200
 
 
-def test_live_a_file_replaced_at_the_same_size_and_time_is_seen(served):
-    run, address = served
-    version, file = json.loads(ask(address, "/data.json")[1])["version"], run / "metrics.jsonl"
-    before, other = file.stat(), run / "other"
-    other.write_bytes(file.read_bytes())
-    os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
-    other.replace(file)
-    assert ask(address, "/data.json", **{"If-None-Match": version})[0] == 200
-
-
 def test_live_a_fault_of_one_request_is_answered(served, monkeypatch):
     monkeypatch.setattr(Path, "glob", lambda *_: 1 / 0)
     assert ask(served[1], "/data.json") == (500, "internal error (ZeroDivisionError)")
@@ -485,9 +482,3 @@ def test_the_command_writes_the_file(tmp_path, capsys):
 def test_what_is_no_run_is_told(tmp_path, capsys, options):
     for folder, line in (("none", "no run at"), (".", "is not a run: it has no config.yaml")):
         assert line in error_line(capsys, "report", str(tmp_path / folder), *options)
-
-
-def test_a_report_needs_no_torch(tmp_path):
-    (tmp_path / "config.yaml").write_text(validate({}).yaml())
-    code = f"import sys, flowgrpo.cli as c; sys.exit(c.main(['report', {str(tmp_path)!r}]) or ('torch' in sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -96,7 +96,7 @@ def test_a_reward_that_does_not_improve(slope, weight, flat):
     assert names({"reward": {"a": weight}}, lines([9.0, *noisy(slope)])) == ["flat reward"] * flat
 
 
-def test_rewards_that_rose_or_improve_are_not_flat():
+def test_rewards_and_gradients_of_symptoms():
     """A run whose reward rose by .5 in its first epochs, and has been level for the last FLAT ones."""
     early = [value - 0.5 for value in noisy(0.0, START)]
     assert names({"reward": {"a": 1.0}}, lines([*early, *noisy(0.0, 2 * FLAT)])) == []
@@ -105,6 +105,13 @@ def test_rewards_that_rose_or_improve_are_not_flat():
     both = [one | other for one, other in zip(lines(noisy(0.0)), lines(noisy(0.01), name="b"))]
     assert names({"reward": {"a": 1.0, "b": 1.0}}, both) == []
     assert names({"reward": {"a": 1.0}}, lines([None] * FLAT)) == []  # no sample had a score
+    metrics = lines(noisy(0.01, 2))
+    assert names({"reward": {"a": 1.0}}, [metrics[0], metrics[1] | {"weights/change": 2.9}]) == []
+    [large] = of_run(validate({"reward": {"a": 1.0}}), [metrics[0] | {"weights/change": 5.4}], None)
+    assert large.name == "large weights" and "changed by 5.4 times" in large.text and "0.0003" in large.text
+    [small] = of_run(validate({"reward": {"a": 1.0}}), [metrics[0] | {"adam_eps_share": 2 / 3}], None)
+    assert "about 5.0e-09, and AdamW's eps 1e-08, so that a step is 0.33 of train.lr: set train.eps to 5e-11" in \
+        small.text
 
 
 def test_labels_of_a_file_have_no_reward_to_improve(tmp_path):
@@ -160,13 +167,3 @@ def test_skipped_updates(counts, precision, said):
     [*found] = of_run(validate({"reward": {"a": 1.0}, "precision": precision}), metrics, 1e-4)
     assert [symptom.text.startswith(said) for symptom in found] == [True] * (said is not None)
     assert all(("fp16" in symptom.text) == (precision == "fp16") for symptom in found)
-
-
-def test_weights_that_grow_and_gradients_near_eps():
-    metrics = lines(noisy(0.01, 2))
-    assert names({"reward": {"a": 1.0}}, [metrics[0], metrics[1] | {"weights/change": 2.9}]) == []
-    [large] = of_run(validate({"reward": {"a": 1.0}}), [metrics[0] | {"weights/change": 5.4}], None)
-    assert large.name == "large weights" and "changed by 5.4 times" in large.text and "0.0003" in large.text
-    [small] = of_run(validate({"reward": {"a": 1.0}}), [metrics[0] | {"adam_eps_share": 2 / 3}], None)
-    assert "about 5.0e-09, and AdamW's eps 1e-08, so that a step is 0.33 of train.lr: set train.eps to 5e-11" in \
-        small.text

@@ -70,13 +70,21 @@ def test_counts(wanted, found, strict, graded):
     assert judged(found, wanted, "graded") == pytest.approx(graded, abs=1e-7)
 
 
-def test_sixteen_objects_of_a_class_and_thresholds():
+def test_sizes_colours_and_counts_of_objects():
     many = {"tag": "counting", "include": [{"class": "dog", "count": 16}], "exclude": [{"class": "dog", "count": 17}]}
     assert judged([seen("dog")] * 20, many) == 1
     assert judged([seen("dog")] * 20, many, max_objects=17) == 0
     assert judged([seen("dog", 0.5)] * 3, THREE) == 0
     assert judged([seen("dog", 0.5)] * 3, THREE, counting_threshold=0.4) == 1
     assert judged([seen("dog", 0.5)], ONE, threshold=0.6) == 0
+    # Shortened by 0.1 * (40 + 10) = 5: 3 / 8 = 0.375; by 0.1 * (10 + 10): 6 / 8.
+    assert relations((-12, -5, 28, 5), (-5, -5, 5, 5)) == set()
+    assert relations((3, -5, 13, 5), (-5, -5, 5, 5)) == {"right of"}
+    assert relations((-12, -5, 28, 5), (-5, -5, 5, 5), threshold=0) == {"right of"}
+    wanted = {"tag": "colors", "include": [{"class": "dog", "count": 2, "color": "red"}]}
+    found = [seen("dog", box=HERE), seen("dog", box=THERE)]
+    assert judged(found, wanted, picture=painted((HERE, "red"), (THERE, "red"))) == 1
+    assert judged(found, wanted, picture=painted((HERE, "red"), (THERE, "blue"))) == 0
 
 
 # --- places ----------------------------------------------------------------------------------------------------------
@@ -93,13 +101,6 @@ def test_sixteen_objects_of_a_class_and_thresholds():
 def test_relations(centre, expected):
     x, y = centre
     assert relations((x - 5, y - 5, x + 5, y + 5), (-5, -5, 5, 5)) == expected
-
-
-def test_the_size_of_both_boxes_counts():
-    # Shortened by 0.1 * (40 + 10) = 5: 3 / 8 = 0.375; by 0.1 * (10 + 10): 6 / 8.
-    assert relations((-12, -5, 28, 5), (-5, -5, 5, 5)) == set()
-    assert relations((3, -5, 13, 5), (-5, -5, 5, 5)) == {"right of"}
-    assert relations((-12, -5, 28, 5), (-5, -5, 5, 5), threshold=0) == {"right of"}
 
 
 LEFT = {"tag": "position", "include": [{"class": "dog", "count": 1},
@@ -132,13 +133,6 @@ def test_each_object_has_its_own_colour(here, there, strict, graded):
     picture, found = painted((HERE, here), (THERE, there)), [seen("dog", box=HERE), seen("cat", box=THERE)]
     assert judged(found, RED_BLUE, picture=picture) == strict
     assert judged(found, RED_BLUE, "graded", picture) == pytest.approx(graded, abs=1e-7)
-
-
-def test_every_object_that_counts_has_the_colour():
-    wanted = {"tag": "colors", "include": [{"class": "dog", "count": 2, "color": "red"}]}
-    found = [seen("dog", box=HERE), seen("dog", box=THERE)]
-    assert judged(found, wanted, picture=painted((HERE, "red"), (THERE, "red"))) == 1
-    assert judged(found, wanted, picture=painted((HERE, "red"), (THERE, "blue"))) == 0
 
 
 @pytest.mark.parametrize("name, web", [

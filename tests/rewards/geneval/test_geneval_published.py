@@ -94,7 +94,7 @@ def test_scores_and_boxes_of_masks_by_hand(parts):
     assert dog.mask[:, :2].all() and not dog.mask[:, 2:].any() and cat.mask.sum() == 4
 
 
-def test_mask2former_is_a_detector_by_name(parts, tmp_path):
+def test_names_and_common_arguments_of_mask2former(parts, tmp_path):
     for part in parts:
         part.save_pretrained(tmp_path)
     detector = detectors.detector(f"mask2former:{tmp_path}")
@@ -102,6 +102,16 @@ def test_mask2former_is_a_detector_by_name(parts, tmp_path):
     with pytest.raises(UserError, match=r"detector mask2former: .*/gone cannot be loaded .*: fetch it and give its "
                                         r"folder as args: \{detector: 'mask2former:FOLDER'\}"):
         detectors.detector(f"mask2former:{tmp_path}/gone")
+    for part in parts:
+        part.save_pretrained(tmp_path)
+    options = {"clip": {"parts": (ByHand(), Same), "batch_size": 1}, "colours": "clip", "dtype": "bf16",
+               "device": "cpu:0", "batch_size": 2}
+    reward = GenEval(detector=f"mask2former:{tmp_path}", **options)
+    one, two = reward.detector, reward.colours.clip
+    assert [(model.dtype, model.device, model.batch_size) for model in (one, two)] == [
+        ("bf16", "cpu:0", 2), ("bf16", "cpu:0", 1)]
+    assert next(one.models[0].parameters()).dtype == torch.bfloat16
+    assert rewards.find("geneval", {"detector": "http://127.0.0.1:1/", **options}).colours.clip.dtype == "bf16"
 
 
 # --- colours ---------------------------------------------------------------------------------------------------------
@@ -218,11 +228,15 @@ def test_verdicts_of_the_six_tasks(wanted, objects, right):
     assert rewards.score({"geneval": reward}, PAINTED[None], ["a photo"], [wanted])[0, 0] == right
 
 
-def test_the_published_detector_and_colours_are_the_defaults():
+def test_published_defaults_and_other_colours():
     given = {entry.name: entry.default for entry in dataclasses.fields(GenEval)}
     assert (given["detector"], given["colours"], given["score"]) == ("mask2former", "clip", "strict")
     assert isinstance(rewards.find("geneval", {"clip": {"parts": (ByHand(), Same), "device": "cpu"}, "detector":
                                                "http://127.0.0.1:1/"}).colours, ClipColours)
+    with pytest.raises(UserError, match="colours is 'hue' and clip {}, expected pixels or clip"):
+        GenEval(detector=len, colours="hue")
+    with pytest.raises(UserError, match="arguments in clip only for the latter"):
+        GenEval(detector=len, colours="pixels", clip={"model": "ViT-B-32"})
 
 
 DOGS = {"tag": "single_object", "include": [{"class": "dog", "count": 1}]}
@@ -274,19 +288,6 @@ def test_the_mask_decides_the_colour():
     assert colours.GREY == 0x99
 
 
-def test_common_arguments_go_to_the_detector_and_to_clip(parts, tmp_path):
-    for part in parts:
-        part.save_pretrained(tmp_path)
-    options = {"clip": {"parts": (ByHand(), Same), "batch_size": 1}, "colours": "clip", "dtype": "bf16",
-               "device": "cpu:0", "batch_size": 2}
-    reward = GenEval(detector=f"mask2former:{tmp_path}", **options)
-    one, two = reward.detector, reward.colours.clip
-    assert [(model.dtype, model.device, model.batch_size) for model in (one, two)] == [
-        ("bf16", "cpu:0", 2), ("bf16", "cpu:0", 1)]
-    assert next(one.models[0].parameters()).dtype == torch.bfloat16
-    assert rewards.find("geneval", {"detector": "http://127.0.0.1:1/", **options}).colours.clip.dtype == "bf16"
-
-
 @pytest.mark.parametrize("args, message", [
     ({"detector": "http://127.0.0.1:1/", "device": "cpu", "batch_size": 2},
      "reward 'geneval_fast': got device, batch_size, which the detector 'http://127.0.0.1:1/' does not take: leave"),
@@ -303,10 +304,3 @@ def test_mask2former_in_half_precision_is_near_fp32(parts, dtype):
     for one, other in zip(half, full):
         scores, expected = (sorted(each.score for each in some) for some in (one, other))
         assert scores == pytest.approx(expected, abs=0.05)
-
-
-def test_other_names_of_colours_are_refused():
-    with pytest.raises(UserError, match="colours is 'hue' and clip {}, expected pixels or clip"):
-        GenEval(detector=len, colours="hue")
-    with pytest.raises(UserError, match="arguments in clip only for the latter"):
-        GenEval(detector=len, colours="pixels", clip={"model": "ViT-B-32"})

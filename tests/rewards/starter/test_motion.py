@@ -38,11 +38,24 @@ def all_three(clip: torch.Tensor, prompt: str) -> tuple[float, float, float]:
 
 
 # --- the world -------------------------------------------------------------------------------------------------------
-def test_every_caption_is_read_back():
+def test_captions_tracks_and_sizes():
     for clip in clips(held=True) + clips(held=False):
         captions = [clip.caption(style) for style in range(STYLES)]
         assert len(set(captions)) == STYLES and {parse(caption) for caption in captions} == {clip}
     assert parse("  A red   circle is MOVING left. ") == Clip("circle", "red", "left")
+    path = [(20.0 + 3 * i, 40.0 - 2 * i) for i in range(5)]
+    found = track(read_clips(moved(path)[None])[0])
+    assert found.legible == 1
+    np.testing.assert_allclose(found.centres, path, atol=0.05)
+    np.testing.assert_allclose(found.velocities, [[3, -2]] * 4, atol=0.1)
+    grown = track(read_clips(torch.stack([frame(radius=8 * 1.15**i) for i in range(4)])[None])[0])
+    np.testing.assert_allclose(grown.growths, np.log(1.15), atol=0.04)
+    growing = torch.stack([frame(radius=8 * 1.12**i) for i in range(5)])
+    for claimed in MOTIONS:
+        prompt = Clip("circle", "red", claimed).caption()
+        assert all_three(growing, prompt)[0] == (claimed == "grow")
+        assert all_three(growing.flip(0), prompt)[0] == (claimed == "shrink")
+        assert all_three(growing[:1].repeat(5, 1, 1, 1), prompt)[0] == (claimed == "stay")
 
 
 @pytest.mark.parametrize("prompt", ["", "a red circle", "red circle moves left", "a pink circle moves left",
@@ -152,14 +165,6 @@ def test_still_jolted_and_cut_clips_are_not_rewarded(drawn):
 
 
 # --- clips made by hand ----------------------------------------------------------------------------------------------
-def test_the_track_is_what_was_drawn():
-    path = [(20.0 + 3 * i, 40.0 - 2 * i) for i in range(5)]
-    found = track(read_clips(moved(path)[None])[0])
-    assert found.legible == 1
-    np.testing.assert_allclose(found.centres, path, atol=0.05)
-    np.testing.assert_allclose(found.velocities, [[3, -2]] * 4, atol=0.1)
-    grown = track(read_clips(torch.stack([frame(radius=8 * 1.15**i) for i in range(4)])[None])[0])
-    np.testing.assert_allclose(grown.growths, np.log(1.15), atol=0.04)
 
 
 LEFT = [(44.0 - 4 * i, 30.0) for i in range(5)]
@@ -170,15 +175,6 @@ def test_the_direction_is_that_of_the_track(way, step):
     clip = moved([(32.0 + step[0] * (i - 2), 32.0 + step[1] * (i - 2)) for i in range(5)])
     for claimed in MOTIONS:
         assert all_three(clip, Clip("circle", "red", claimed).caption())[0] == (claimed == way)
-
-
-def test_sizes():
-    growing = torch.stack([frame(radius=8 * 1.12**i) for i in range(5)])
-    for claimed in MOTIONS:
-        prompt = Clip("circle", "red", claimed).caption()
-        assert all_three(growing, prompt)[0] == (claimed == "grow")
-        assert all_three(growing.flip(0), prompt)[0] == (claimed == "shrink")
-        assert all_three(growing[:1].repeat(5, 1, 1, 1), prompt)[0] == (claimed == "stay")
 
 
 def test_the_grade_falls_with_the_angle_the_pace_and_the_jolt():

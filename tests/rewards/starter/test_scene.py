@@ -158,7 +158,7 @@ def test_relations_by_direction():
     assert grades[0] == 1 and all(a > b + 0.05 for a, b in zip(grades, grades[1:])) and grades[-1] > 0
 
 
-def test_relations_of_equal_shapes_and_of_several():
+def test_graded_values_and_relations_by_hand():
     picture = draw(("ring", "red", LEFT), ("ring", "blue", RIGHT))
     assert both(picture, "a red ring left of a blue ring")[0] == 1
     assert both(picture, "a blue ring left of a red ring")[0] == 0
@@ -169,6 +169,13 @@ def test_relations_of_equal_shapes_and_of_several():
     star = ("star", "blue", (50, 32))
     assert both(draw(("ring", "red", LEFT), ("ring", "red", (20, 50), 7.0), star), "two rings left of a star")[0] == 1
     assert both(draw(("ring", "red", LEFT), ("ring", "red", (50, 12), 7.0), star), "two rings left of a star")[0] == 0
+    # Floors of 0.25: a wrong colour leaves 1/4 of an object, a missing object nothing, an extra one shares.
+    assert both(RING_STAR, "a green ring and a blue star")[1] == pytest.approx((0.25 + 1) / 2)
+    assert both(RING_STAR, "a green cross and a blue star")[1] == pytest.approx((0.25 * 0.25 + 1) / 2)
+    assert both(RING_STAR, "a ring")[1] == pytest.approx(1 / 2)
+    assert both(RING_STAR, "a ring and two stars")[1] == pytest.approx(2 / 3)
+    assert both(RING_STAR, "a ring right of a star")[1] == pytest.approx(0.25, abs=1e-3)
+    assert both(draw(("ring", "red", LEFT)), "a ring left of a star")[1] == pytest.approx(0.25 / 2)
 
 
 @pytest.mark.parametrize("prompt, true", [
@@ -177,16 +184,6 @@ def test_relations_of_equal_shapes_and_of_several():
     ("a ring", 0), ("a blue star", 0), ("two rings", 0), ("two rings and a star", 0), ("a ring and two stars", 0)])
 def test_two_objects_by_hand(prompt, true):
     assert both(RING_STAR, prompt)[0] == true
-
-
-def test_a_graded_value_worked_by_hand():
-    """Floors of 0.25: a wrong colour leaves 1/4 of an object, a missing object nothing, an extra one shares."""
-    assert both(RING_STAR, "a green ring and a blue star")[1] == pytest.approx((0.25 + 1) / 2)
-    assert both(RING_STAR, "a green cross and a blue star")[1] == pytest.approx((0.25 * 0.25 + 1) / 2)
-    assert both(RING_STAR, "a ring")[1] == pytest.approx(1 / 2)
-    assert both(RING_STAR, "a ring and two stars")[1] == pytest.approx(2 / 3)
-    assert both(RING_STAR, "a ring right of a star")[1] == pytest.approx(0.25, abs=1e-3)
-    assert both(draw(("ring", "red", LEFT)), "a ring left of a star")[1] == pytest.approx(0.25 / 2)
 
 
 def test_counts_and_extra_objects():
@@ -206,7 +203,7 @@ def test_counts_and_extra_objects():
     assert both(picture, "a ring and a star")[0] == 0
 
 
-def test_shapes_that_are_no_object():
+def test_shapes_and_stripes_that_are_no_object():
     for colours in (("red", "red"), ("red", "blue")):
         merged = draw(("circle", colours[0], (24, 32)), ("circle", colours[1], (39, 32)))
         (found,) = detect(merged)
@@ -215,6 +212,15 @@ def test_shapes_that_are_no_object():
         assert both(merged, "a circle and a square")[1] < 0.2
     for shape in SHAPES:
         assert both(draw((shape, "red", (2, 32), 12.0)), f"a {shape}")[0] == 0
+    # Cyan, magenta and yellow: each channel is light in two stripes of three.
+    picture = draw(("ring", "red", (48, 32)))
+    for channel in range(3):
+        picture[:, 16 + 6 * channel:22 + 6 * channel, 8:26] = 0.96
+        picture[channel, 16 + 6 * channel:22 + 6 * channel, 8:26] = 0.0
+    stripes = detect(picture)[0]
+    assert (stripes.shape, stripes.colour, stripes.area) == (None, None, 18 * 18)
+    assert both(picture, "a ring")[1] == pytest.approx(0.5)
+    assert both(picture, "a ring and a square")[1] == pytest.approx(0.5)
 
 
 def test_paints_that_are_no_colour():
@@ -234,18 +240,6 @@ def test_paints_that_are_no_colour():
               for t in (0, 0.4, 0.7, 0.75, 0.8, 1)]
     assert grades == sorted(grades) and grades[0] == pytest.approx(0.25) and grades[-1] == 1
     assert len({round(grade, 3) for grade in grades}) >= 4
-
-
-def test_stripes_whose_median_is_the_ground_are_no_object():
-    """Cyan, magenta and yellow: each channel is light in two stripes of three."""
-    picture = draw(("ring", "red", (48, 32)))
-    for channel in range(3):
-        picture[:, 16 + 6 * channel:22 + 6 * channel, 8:26] = 0.96
-        picture[channel, 16 + 6 * channel:22 + 6 * channel, 8:26] = 0.0
-    stripes = detect(picture)[0]
-    assert (stripes.shape, stripes.colour, stripes.area) == (None, None, 18 * 18)
-    assert both(picture, "a ring")[1] == pytest.approx(0.5)
-    assert both(picture, "a ring and a square")[1] == pytest.approx(0.5)
 
 
 def test_stretched_turned_and_cut_shapes_are_refused():
@@ -403,7 +397,7 @@ def test_following_the_gradient_repaints_an_object():
     assert scene(picture, ["a red circle"]) == [1.0] and scene_soft(picture, ["a red circle"]).item() > 0.75
 
 
-def test_maps_by_hand():
+def test_soft_maps_and_overlaps_by_hand():
     ground, red = torch.full((3,), 0.95, dtype=torch.float64), torch.tensor(COLOURS["red"], dtype=torch.float64)
     pictures = torch.stack([ground, red, (ground + red) / 2])[:, :, None, None].expand(3, 3, 2, 2)
     own = membership(pictures)[:, 0, 0, 0]
@@ -411,10 +405,7 @@ def test_maps_by_hand():
     np.testing.assert_allclose(own, expected, atol=1e-10)
     far = ((red - 0.95).square().sum() / 0.35**2).item()
     np.testing.assert_allclose(painted(pictures)[:2, 0, 0], [0.0, far**2 / (far**2 + 1)], atol=1e-10)
-
-
-def test_overlaps_are_intersection_over_union():
-    """Of a square of one of the radii with its own template, in place and moved, summed pixel by pixel."""
+    # Of a square of one of the radii with its own template, in place and moved, summed pixel by pixel.
     radius = 7.3 * 1.11**3
     mask = torch.from_numpy(coverage("square", radius, (30.5, 22.5)))
     for x, y in ((30, 22), (33, 20)):
@@ -425,7 +416,7 @@ def test_overlaps_are_intersection_over_union():
         torch.testing.assert_close(found, (mask * template).sum() / 2 / union, rtol=0, atol=1e-10)
 
 
-def test_it_is_a_reward_like_others():
+def test_soft_and_style_are_rewards_like_others():
     reward = find("scene_soft")
     require_gradient({"scene_soft": reward})
     picture = render_scenes([parse("a red star")], np.random.default_rng(0))
@@ -433,6 +424,9 @@ def test_it_is_a_reward_like_others():
     assert found.shape == (1, 1) and found[0, 0].item() == pytest.approx(scene_soft(picture, ["a red star"]).item())
     assert "got images of shape" in message(lambda: scene_soft(torch.ones(1, 3, 32, 32), ["a star"]), error=ValueError)
     assert scene_soft(torch.ones(0, 3, 64, 64), []).shape == (0,)
+    assert find_reward("scene_style") is scene_style
+    with pytest.raises(ValueError, match=r"scene_style got images of shape \[3, 64, 64\], expected \[B, 3, H, W\]"):
+        scene_style(torch.zeros(3, 64, 64), [""])
 
 
 def rendered(count: int, seed: int) -> torch.Tensor:
@@ -471,9 +465,3 @@ def test_style_is_lowered_by_noise_blur_and_grain():
     assert scene_style(images[:, [1, 2, 0]], ["a red ring"] * 4) == pytest.approx(scene_style(images, [""] * 4))
     assert scene_style(1 - images, [""] * 4) == pytest.approx(scene_style(images, [""] * 4), abs=1e-3)
     assert turned == pytest.approx(scene_style(images, [""] * 4), abs=0.02)
-
-
-def test_it_is_found_by_its_name_and_says_what_it_got():
-    assert find_reward("scene_style") is scene_style
-    with pytest.raises(ValueError, match=r"scene_style got images of shape \[3, 64, 64\], expected \[B, 3, H, W\]"):
-        scene_style(torch.zeros(3, 64, 64), [""])

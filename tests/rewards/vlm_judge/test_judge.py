@@ -95,10 +95,17 @@ def test_a_verdict_is_found(text, first):
     assert verdict(text) == first
 
 
-def test_a_verdict_in_another_form():
+def test_verdicts_and_levels_in_other_forms():
     read = verdict_parser(r"PICK (\w+)")
     assert [read("PICK A, no: PICK B"), read("PICK first"), read("PICK 9"), read("none")] == [0, 1, None, None]
     assert "expected `verdict`" in message(verdict_parser, "prefer")
+    told = {" good": math.log(0.5), " Good": math.log(0.1), " fair": math.log(0.2), " cat": math.log(0.1)}
+    tokens = [(" The", {" The": 0.0}), (" good", told), (" bad", {" bad": 0.0})]
+    assert expected_level(tokens) == pytest.approx((4 * 0.6 + 3 * 0.2) / 0.8, abs=1e-12)
+    assert expected_level([("ex", {"ex": math.log(0.5), "po": math.log(0.25)})]) == pytest.approx(4, abs=1e-12)
+    assert expected_level([("cat", told)]) is None and expected_level([]) is None
+    assert expected_level([("good", {"cat": 0.0})]) is None
+    assert fill_template('{prompt} {"a": {}} {criteria}', prompt="{criteria}", criteria="c") == '{criteria} {"a": {}} c'
 
 
 @pytest.mark.parametrize("text, met", [
@@ -131,16 +138,6 @@ def test_flaws_lower_the_share_and_vetoes_zero_it(met, criteria, expected):
     ("good to excellent", None), ("not good", None), ("goodness", None), ("fairly", None), ("", None)])
 def test_a_level_is_found(text, value):
     assert level(text) == value
-
-
-def test_probabilities_of_levels_and_templates():
-    told = {" good": math.log(0.5), " Good": math.log(0.1), " fair": math.log(0.2), " cat": math.log(0.1)}
-    tokens = [(" The", {" The": 0.0}), (" good", told), (" bad", {" bad": 0.0})]
-    assert expected_level(tokens) == pytest.approx((4 * 0.6 + 3 * 0.2) / 0.8, abs=1e-12)
-    assert expected_level([("ex", {"ex": math.log(0.5), "po": math.log(0.25)})]) == pytest.approx(4, abs=1e-12)
-    assert expected_level([("cat", told)]) is None and expected_level([]) is None
-    assert expected_level([("good", {"cat": 0.0})]) is None
-    assert fill_template('{prompt} {"a": {}} {criteria}', prompt="{criteria}", criteria="c") == '{criteria} {"a": {}} c'
 
 
 # --- what is sent ----------------------------------------------------------------------------------------------------
@@ -407,11 +404,16 @@ def test_a_persons_mistake_ends_the_run(status, told):
         assert not isinstance(caught.value, Failed) and len(server.seen) == 1
 
 
-def test_several_models_are_a_choice():
+def test_models_addresses_and_streams():
     with endpoint([said("5")]) as server:
         server.models = (200, {}, {"data": [{"id": "a"}, {"id": "b"}]})
         told = message(Judge(url=server.url, wait=0.001), ONE, ["p"])
         assert "serves 2 models: set model to one of a, b" in told and server.seen == []
+    with endpoint([(200, {}, events({"delta": {"content": "Score: 3"}})), said("Score: 7")]) as server:
+        assert Judge(url=server.url, **QUICK)(ONE, ["p"]) == [7]
+    with endpoint([said("5")]) as server:
+        assert Judge(url=f"{server.url}/chat/completions", **QUICK)(ONE, ["p"]) == [5]
+    assert server.seen[0][0] == "/v1/chat/completions"
 
 
 def test_waits_grow_and_are_those_that_are_asked_for(monkeypatch):
@@ -672,23 +674,12 @@ def test_an_answer_in_every_form_is_read(reply, score):
     assert len(server.seen) == 1
 
 
-def test_a_stream_that_breaks_off_is_asked_for_again():
-    with endpoint([(200, {}, events({"delta": {"content": "Score: 3"}})), said("Score: 7")]) as server:
-        assert Judge(url=server.url, **QUICK)(ONE, ["p"]) == [7]
-
-
 @pytest.mark.parametrize("settings, told", [
     ({"url": "http://127.0.0.1:8112"}, "a judge: url: got 'http://127.0.0.1:8112', expected http://host:port/v1"),
     ({"extra": {"when": math.nan}}, "is not JSON"), ({"temperature": math.inf}, "is not JSON"),
     ({"extra": {"day": datetime(2026, 1, 1)}}, "is not JSON"), ({"key_env": "sk-123"}, "key_env is no name of an env")])
 def test_what_is_no_request_is_told_at_once(settings, told):
     assert told in message(Judge, **settings)
-
-
-def test_the_whole_address_of_a_chat_is_that_of_its_api():
-    with endpoint([said("5")]) as server:
-        assert Judge(url=f"{server.url}/chat/completions", **QUICK)(ONE, ["p"]) == [5]
-    assert server.seen[0][0] == "/v1/chat/completions"
 
 
 def test_reward_score_says_why_there_is_none(tmp_path, capsys):

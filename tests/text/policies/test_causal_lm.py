@@ -71,7 +71,7 @@ def test_draws_follow_the_model_and_no_batch():
     assert ((shares - expected).abs() <= 4 * (expected * (1 - expected) / count).sqrt() + 1e-9).all()
 
 
-def test_greedy_rows_are_those_of_generate():
+def test_greedy_rows_are_those_of_generate_without_penalties():
     own = tiny.policy()
     asked, found = sampled(own, greedy=2)
     for row in range(2):
@@ -80,9 +80,6 @@ def test_greedy_rows_are_those_of_generate():
                                    do_sample=False)[0, ids.shape[1]:]
         assert torch.equal(found.ids[row][:len(stock)], stock)
     assert own.generate(asked.rows(torch.arange(2)), own.generators([0, 0])) == found.texts[:2]
-
-
-def test_a_models_own_penalties_are_dropped():
     loaded = tiny.model()
     loaded[0].generation_config.repetition_penalty = 5.0
     loaded[0].generation_config.temperature = 0.1
@@ -347,7 +344,7 @@ def test_the_reference_is_the_teacher(tmp_path):
     assert torch.equal(again.logp, found.logp) and len(own.policy.teacher.known) == 1
 
 
-def test_without_a_reward_the_policy_moves_to_its_teacher(tmp_path):
+def test_the_policy_moves_to_a_teacher_with_its_tokenizer(tmp_path):
     own = trainer(teacher(tmp_path), {"short": lambda texts, prompts: [0.0] * len(texts)}, adapter__rank=8,
                   train__lr=1e-2, train__epochs=12, train__group=8, train__micro_batch=16,
                   parts={"kl": {"weight": 1.0, "schedule": None}})
@@ -355,21 +352,15 @@ def test_without_a_reward_the_policy_moves_to_its_teacher(tmp_path):
     for own.epoch in range(12):
         told.append(own.run_epoch()["kl"])
     assert sum(told[-3:]) < 0.6 * sum(told[:3])
-
-
-def test_a_teacher_with_another_tokenizer_is_refused(tmp_path):
     own = trainer(teacher(tmp_path, extra=["zz"]))
     assert "another tokenizer than the model" in message(own.run_epoch)
 
 
-def test_a_teacher_is_for_what_has_decisions_of_a_model():
+def test_teachers_have_decisions_and_the_kls_gradient():
     teacher = {"reference": {"type": "Teacher", "model": "x"}}
     with pytest.raises(UserError, match="got Teacher, which reads a joint density or .*completions or"):
         resolve(tiny_images.config(method="expo", parts=teacher))
     assert resolve(tiny_images.config(method="flow_grpo", parts=teacher)).loss.reference == Teacher("x")
-
-
-def test_the_estimators_mean_gradient_is_that_of_the_kl():
     # Over all tokens of a distribution, each counted by its probability.
     logits = torch.tensor([0.3, -1.0, 0.7], dtype=torch.float64, requires_grad=True)
     other = torch.tensor([0.1, 0.2, -0.4], dtype=torch.float64).log_softmax(0)

@@ -47,14 +47,11 @@ def test_weights_by_hand(how, level, cap, expected):
     assert not found.requires_grad
 
 
-def test_what_is_above_the_cap():
+def test_caps_and_weighted_engine_samples():
     assert Mismatch(cap=2.5).above(TRAINER, ENGINE, MASK).tolist() == [[False, True, False], [False] * 3]
     assert Mismatch(cap=2.5, level="sequence").above(TRAINER, ENGINE, MASK).tolist() == [[True] * 3, [False] * 3]
-
-
-def test_weighted_engine_samples_are_the_trainers_up_to_the_cap():
-    """The engine's mean of w f is the sum of p f without a cap, of min(p, C q) f with one, of p f where p <= C q when
-    masked: closed forms over four tokens."""
+    # The engine's mean of w f is the sum of p f without a cap, of min(p, C q) f with one, of p f where p <= C q when
+    # masked: closed forms over four tokens.
     p, q = (torch.tensor(row, dtype=F64) for row in ([0.1, 0.2, 0.3, 0.4], [0.4, 0.3, 0.2, 0.1]))
     f, mask = torch.tensor([3.0, -1.0, 2.0, 5.0], dtype=F64), torch.ones(4, 1, dtype=torch.bool)
     def mean(how, cap):
@@ -164,20 +161,31 @@ def test_the_loss_of_a_token_is_multiplied_by_its_weight():
     torch.testing.assert_close(sum(pieces), one, rtol=1e-4, atol=1e-7)
 
 
-def test_a_run_tells_how_far_engine_and_trainer_are_apart(tmp_path):
+def test_runs_tell_how_far_samplers_and_trainers_are_apart(tmp_path):
     given = dict(pipe=tiny.model(), functions={"short": many}, prompts=[tiny.Prompt(text) for text in tiny.PROMPTS])
     summary = run(tiny.config(tmp_path, text__engine_precision="bf16", text__correction="mis"), **given)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert len(lines) == 2 and all(0 < line["engine/max"] < 1 and line["engine/weight"] > 0 for line in lines)
     assert summary["max_first_log_ratio"] <= 1e-6 and summary["rollout_evaluations_per_picture"] > 0
     assert (tmp_path / "run" / "adapter_model.safetensors").is_file()
+    given = dict(functions={"short": many}, prompts=[tiny.Prompt(text) for text in tiny.PROMPTS])
+    model, tokenizer = tiny.model(layers=4, hidden_size=128, intermediate_size=256)
+    run(tiny.config(tmp_path, precision="bf16", text__max_tokens=24, parts__surrogate={"low": 1e-4, "high": 1e-4}),
+        pipe=(model.to(torch.bfloat16), tokenizer), **given)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(lines) == 2 and all(0 < line["sampler/max"] < 1 and line["sampler/weight"] > 0 for line in lines)
 
 
-def test_without_another_precision_there_is_no_engine():
+def test_what_has_no_engine_or_weight():
     for options in ({}, {"text__engine_precision": "fp32"}):
         made = tiny.trainer(rewards={"short": many}, **options)
         assert type(made.rollouts) is TextRollouts
         assert all(part.transitions[0].importance is None for part in parts(made)[0])
+    made, before, asked = halved(method="remax")
+    for part in before:
+        assert part.transitions[0].greedy is not None
+        taken = made.rollouts.rescored(shifted(part, 1.5), asked).transitions[0]
+        assert (taken.importance[taken.greedy] == 1).all() and (taken.importance[~taken.greedy] > 1).any()
 
 
 # --- half precision, in which `generate` and the replay round differently ---------------------------------------------
@@ -219,23 +227,6 @@ def test_tokens_drawn_in_half_precision_are_weighted_by_what_the_replay_gives_th
     assert told["sampler/max"] == pytest.approx(math.log(by), abs=1e-5)
     assert told["sampler/kl"] == pytest.approx(-math.log(by), abs=1e-5)
     assert told["sampler/weight"] == pytest.approx(expected, abs=1e-5) and told["sampler/above"] == (expected < by)
-
-
-def test_what_was_not_drawn_in_half_precision_has_no_weight():
-    made, before, asked = halved(method="remax")
-    for part in before:
-        assert part.transitions[0].greedy is not None
-        taken = made.rollouts.rescored(shifted(part, 1.5), asked).transitions[0]
-        assert (taken.importance[taken.greedy] == 1).all() and (taken.importance[~taken.greedy] > 1).any()
-
-
-def test_a_run_in_half_precision_tells_how_far_sampling_and_training_are_apart(tmp_path):
-    given = dict(functions={"short": many}, prompts=[tiny.Prompt(text) for text in tiny.PROMPTS])
-    model, tokenizer = tiny.model(layers=4, hidden_size=128, intermediate_size=256)
-    run(tiny.config(tmp_path, precision="bf16", text__max_tokens=24, parts__surrogate={"low": 1e-4, "high": 1e-4}),
-        pipe=(model.to(torch.bfloat16), tokenizer), **given)
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert len(lines) == 2 and all(0 < line["sampler/max"] < 1 and line["sampler/weight"] > 0 for line in lines)
 
 
 # --- vLLM, which is not here ------------------------------------------------------------------------------------------

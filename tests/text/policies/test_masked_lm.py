@@ -71,10 +71,17 @@ def close(found, expected, tolerance=1e-10) -> None:
 
 
 # --- orders ----------------------------------------------------------------------------------------------------------
-def test_the_steps_of_an_answer_by_hand():
+def test_steps_and_surest_places_by_hand():
     assert Unmasking(per_step=2).schedule(5) == [(0, 5, 2), (0, 5, 2), (0, 5, 1)]
     assert Unmasking(per_step=2, block=3).schedule(7) == [(0, 3, 2), (0, 3, 1), (3, 6, 2), (3, 6, 1), (6, 7, 1)]
     assert Unmasking(block=9).schedule(2) == [(0, 2, 1), (0, 2, 1)]
+    surest = torch.tensor([[0.5, 0.9, 0.7, 0.9], [0.6, 0.6, 0.6, 0.99]], dtype=F64)
+    logits = torch.stack([surest, 1 - surest], -1).log() + 3.0  # of logits a constant says nothing
+    masked = torch.tensor([[True, True, True, True], [True, True, True, False]])
+    lots = torch.tensor([[0.1, 0.2, 0.4, 0.3], [0.3, 0.1, 0.2, 0.9]])
+    assert Unmasking().chosen(logits, masked, lots, 2).tolist() == [[1, 3], [0, 1]]
+    assert Unmasking(0.01).chosen(logits, masked, lots, 3).tolist() == [[1, 3, 2], [0, 1, 2]]  # whatever the sampling's
+    assert Unmasking(order="random").chosen(logits, masked, lots, 2).tolist() == [[2, 3], [0, 2]]
 
 
 @pytest.mark.parametrize("unmasking, length, expected", [
@@ -86,16 +93,6 @@ def test_the_steps_of_an_answer_by_hand():
 def test_which_steps_are_scored_together_by_hand(unmasking, length, expected):
     steps = torch.arange(len(unmasking.schedule(length)))
     assert unmasking.scorings(steps, length).tolist() == expected
-
-
-def test_the_surest_places_come_first_and_of_equal_ones_the_first():
-    surest = torch.tensor([[0.5, 0.9, 0.7, 0.9], [0.6, 0.6, 0.6, 0.99]], dtype=F64)
-    logits = torch.stack([surest, 1 - surest], -1).log() + 3.0  # of logits a constant says nothing
-    masked = torch.tensor([[True, True, True, True], [True, True, True, False]])
-    lots = torch.tensor([[0.1, 0.2, 0.4, 0.3], [0.3, 0.1, 0.2, 0.9]])
-    assert Unmasking().chosen(logits, masked, lots, 2).tolist() == [[1, 3], [0, 1]]
-    assert Unmasking(0.01).chosen(logits, masked, lots, 3).tolist() == [[1, 3, 2], [0, 1, 2]]  # whatever the sampling's
-    assert Unmasking(order="random").chosen(logits, masked, lots, 2).tolist() == [[2, 3], [0, 2]]
 
 
 @pytest.mark.parametrize("wrong", [{"per_step": 0}, {"shrink": 0}, {"block": -1}, {"order": "left"},
@@ -251,9 +248,15 @@ def test_the_kind_of_a_model_is_told_by_its_architecture(tmp_path):
     assert "config.json is not JSON" in message(lambda: build.kind(tiny.config(model=str(tmp_path / "broken"))))
 
 
-def test_a_model_without_a_mask_is_refused_in_a_line():
+def test_models_without_a_mask_and_published_trace_rl():
     bert, _ = model()
     assert "which token is a mask" in message(lambda: policy((bert, build_tokenizer())))
+    found = methods.preset("trace_rl")
+    expected = {"decoding": Unmasking(), "log_ratio": PlainRatio(), "surrogate": Clip(0.2, 0.2),
+                "reduction": methods.preset("dapo").loss.reduction, "kl": SampledKL(0.01, "k3"),
+                "reference": PreviousPolicy(),
+                "selection": DropZeroVariance(), "advantage": Advantage("group", "rewards", clamp=math.inf)}
+    assert {key: found.parts()[key] for key in expected} == expected
 
 
 CODE = """
@@ -283,13 +286,6 @@ def test_a_models_own_code_runs_only_where_that_is_allowed(tmp_path, monkeypatch
 
 
 # --- methods ---------------------------------------------------------------------------------------------------------
-def test_trace_rl_is_as_published():
-    found = methods.preset("trace_rl")
-    expected = {"decoding": Unmasking(), "log_ratio": PlainRatio(), "surrogate": Clip(0.2, 0.2),
-                "reduction": methods.preset("dapo").loss.reduction, "kl": SampledKL(0.01, "k3"),
-                "reference": PreviousPolicy(),
-                "selection": DropZeroVariance(), "advantage": Advantage("group", "rewards", clamp=math.inf)}
-    assert {key: found.parts()[key] for key in expected} == expected
 
 
 def test_what_is_for_tokens_unmasks_and_what_unmasks_is_not_for_causal_models():

@@ -31,8 +31,11 @@ def test_boxes_are_matched_with_those_of_the_key(text, key, expected):
     assert one("box_iou", text, boxes=key) == pytest.approx(expected)
 
 
-def test_a_box_is_matched_once():
+def test_boxes_and_overlaps_by_hand():
     assert boxes.matched([(0, 0, 10, 10), (0, 0, 10, 10)], [(0, 0, 10, 10), (20, 0, 30, 10)]) == 0.5
+    assert one("box_format", "[1, 2, 3000, 4]") == 1 and one("box_format", "[-1, 2, 3, 4]") == 0
+    assert one("time_iou", "[15, 25]", {"floor": 0.3}, span=[10, 20]) == pytest.approx(1 / 3)
+    assert one("time_iou", "[15, 25]", {"floor": 0.4}, span=[10, 20]) == 0 and one("time_iou", "1-2") is None
 
 
 @pytest.mark.parametrize("text, expected", [
@@ -42,20 +45,11 @@ def test_the_format_of_boxes(text, expected):
     assert one("box_format", text, size=[20, 10]) == expected
 
 
-def test_without_a_size_any_box_from_0_on_is_inside():
-    assert one("box_format", "[1, 2, 3000, 4]") == 1 and one("box_format", "[-1, 2, 3, 4]") == 0
-
-
 @pytest.mark.parametrize("text, expected", [
     ("from 10 to 20 s", 1), ("[15, 25]", 1 / 3), ("0:05-0:15", 1 / 3), ("1:10 - 1:20", 0), ("soon", 0), ("20-10", 0),
     ("<answer>12.5 seconds to 17.5 seconds</answer>", 0.5), ("the answer is 0 to 100. not 10 to 20", 0.1)])
 def test_a_span_of_time(text, expected):
     assert one("time_iou", text, span=[10, 20]) == pytest.approx(expected)
-
-
-def test_an_overlap_below_the_floor_scores_0():
-    assert one("time_iou", "[15, 25]", {"floor": 0.3}, span=[10, 20]) == pytest.approx(1 / 3)
-    assert one("time_iou", "[15, 25]", {"floor": 0.4}, span=[10, 20]) == 0 and one("time_iou", "1-2") is None
 
 
 @pytest.mark.parametrize("name, metadata, expected", [

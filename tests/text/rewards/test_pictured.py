@@ -42,7 +42,7 @@ def judged(images, prompts, metadata):
             for red, prompt, entry in zip(tiny.red(images, prompts), prompts, metadata)]
 
 
-def test_the_score_is_the_image_rewards_for_the_users_prompt(policy):
+def test_scores_of_users_prompts_and_equal_texts(policy):
     texts = ["a cat", "a dog", "a cat", "<think>a hat?</think> old ", "hm <answer>a dog</answer>"]
     prompts, metadata = ["red", "red", "red", "blue", "blue"], [{"n": n} for n in (0, 1, 0, 0, 0)]
     values = reward(policy, judged, images=2, batch_size=3)(Batch(texts, prompts, metadata))
@@ -51,9 +51,6 @@ def test_the_score_is_the_image_rewards_for_the_users_prompt(policy):
               + 100 * entry["n"] for text, prompt, entry in zip(clean, prompts, metadata)]
     assert values == pytest.approx(direct, abs=2e-5)
     assert values[0] == values[2] and abs(values[3] - values[4]) > 1e-3
-
-
-def test_equal_texts_of_a_group_have_equal_scores_and_are_drawn_once(policy):
     before = policy.evaluations
     texts = [Completion("7", 1), Completion("7", 2), Completion("8", 1), Completion("7", 1)]
     scores = rewards.score({"r": reward(policy, guidance=1.0)}, texts, ["a"] * 3 + ["b"], [{}] * 4, 2)

@@ -41,10 +41,12 @@ def none(monkeypatch, folder: Path) -> None:
     monkeypatch.setattr(boundaries, "PACKAGES", ("flowgrpo.absent",) * 2)
 
 
-def test_what_this_machine_has_is_said():
+def test_what_this_machine_has_and_prefers():
     """Every kind either works or has its reason, so that the tests below tell of which boundaries they speak."""
     assert len(WORKING) + len(REASONS) == len(boundaries.KINDS) and WORKING.keys() <= boundaries.KINDS.keys()
     assert choose.described() == (", ".join(WORKING) if WORKING else f"none ({'; '.join(REASONS)})")
+    assert list(boundaries.KINDS) == ["bubblewrap", "nsjail", "wasmtime"]
+    assert list(choose.available()[0]) == [kind for kind in boundaries.KINDS if kind in WORKING]
 
 
 def test_without_a_boundary_the_reward_refuses(monkeypatch, tmp_path):
@@ -547,8 +549,3 @@ def _is_host(process: Path) -> bool:
         return str(boundaries.HOST) in (process / "cmdline").read_text()
     except OSError:
         return False
-
-
-def test_the_preferred_kind_is_of_the_kernel():
-    assert list(boundaries.KINDS) == ["bubblewrap", "nsjail", "wasmtime"]
-    assert list(choose.available()[0]) == [kind for kind in boundaries.KINDS if kind in WORKING]

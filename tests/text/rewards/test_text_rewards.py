@@ -54,10 +54,15 @@ def test_the_answer_that_is_stated(text, answer):
     assert stated(text) == answer
 
 
-def test_marks_and_thoughts():
+def test_marks_tags_and_thoughts():
     assert marked("The answer is 5.") is None and marked("#### 5") == "5"
     assert spoken("<think>a</think> b <think>c") == " b " and spoken("a</think>b") == "b" and spoken("a") == "a"
     assert boxed("\\boxed{" * 40_000) is None and boxed("}" * 40_000 + r"\boxed{a}") == "a"
+    assert one(FormatTags(begun=True), "a</think><answer>b</answer>") == 1
+    assert one(FormatTags(begun=True), "<think>a</think><answer>b</answer>") < 1
+    assert one(FormatTags(tags=["plan"]), "<plan>x</plan>") == 1
+    for tags in ([], ["a", "a"], "think", ["a b"], [3]):
+        assert "expected different names" in message(FormatTags, tags=tags)
 
 
 # --- exact -----------------------------------------------------------------------------------------------------------
@@ -69,12 +74,22 @@ def test_exact_match(completion, key, score):
     assert one(ExactMatch(), completion, answer=key) == score
 
 
-def test_exact_match_as_it_is_set():
+def test_exact_and_numeric_matches_as_they_are_set():
     assert one(ExactMatch(case=True), "paris", answer="Paris") == 0
     assert one(ExactMatch(extract=False), "The answer is Paris", answer="Paris") == 0
     assert one(ExactMatch(key="city"), "Paris", answer="Rome", city="Paris") == 1
     assert one(ExactMatch(), "Paris") is None and one(ExactMatch(), "Paris", answer=None) is None
     assert normalised("...") == "..." and normalised(" A \t B. ") == "a b"
+    assert one(StepMatch(key="proof", separator="\n"), "a\nb", proof="a\nc") == 0.5 and one(StepMatch(), "1") is None
+    assert "separator is empty" in message(StepMatch, separator="")
+    near = NumericMatch(tolerance=0.01)
+    assert [one(near, text, answer=200) for text in ("202", "198", "202.1", "0")] == [1, 1, 0, 0]
+    assert [one(near, text, answer=0) for text in ("0.01", "0.02")] == [1, 0]
+    solver = NumericMatch(expressions=True)
+    assert one(solver, "<answer>3*(4+5)</answer>", answer=27) == 1 and one(solver, "it is 27", answer=27) == 1
+    assert one(NumericMatch(), "3") is None
+    assert "tolerance is 1, expected from 0 to below 1" in message(NumericMatch, tolerance=1)
+    assert [number.percent for number in answer_key(["5%", "5"])] == [True, False]
 
 
 @pytest.mark.parametrize("completion, score", [
@@ -83,11 +98,6 @@ def test_exact_match_as_it_is_set():
 def test_steps_count_up_to_the_first_wrong_one(completion, score):
     for solution in ("46;102;180", [46, 102, 180]):
         assert one(StepMatch(), completion, solution=solution) == pytest.approx(score)
-
-
-def test_steps_as_they_are_set():
-    assert one(StepMatch(key="proof", separator="\n"), "a\nb", proof="a\nc") == 0.5 and one(StepMatch(), "1") is None
-    assert "separator is empty" in message(StepMatch, separator="")
 
 
 @pytest.mark.parametrize("key", [True, {}, [], " ", [1, None]])
@@ -131,17 +141,6 @@ def test_arithmetic_is_worked_out_without_running_it(text, value):
     ("-3", "3", 0), ("4", [3, 4], 1), (r"\boxed{2\frac12}", "2.5", 0), (r"\boxed{2 \frac{1}{2}}", "2.5", 1)])
 def test_numeric_match(completion, key, score):
     assert one(NumericMatch(), completion, answer=key) == score
-
-
-def test_numeric_match_as_it_is_set():
-    near = NumericMatch(tolerance=0.01)
-    assert [one(near, text, answer=200) for text in ("202", "198", "202.1", "0")] == [1, 1, 0, 0]
-    assert [one(near, text, answer=0) for text in ("0.01", "0.02")] == [1, 0]
-    solver = NumericMatch(expressions=True)
-    assert one(solver, "<answer>3*(4+5)</answer>", answer=27) == 1 and one(solver, "it is 27", answer=27) == 1
-    assert one(NumericMatch(), "3") is None
-    assert "tolerance is 1, expected from 0 to below 1" in message(NumericMatch, tolerance=1)
-    assert [number.percent for number in answer_key(["5%", "5"])] == [True, False]
 
 
 @pytest.mark.parametrize("key", ["eighteen", "18 dollars", "1/0", [3, "x"], True, "import os", "9**9**9"])
@@ -214,14 +213,6 @@ def test_tags(text, of_six):
     assert one(FormatTags(graded=False), text) == (of_six == 6)
 
 
-def test_tags_as_they_are_set():
-    assert one(FormatTags(begun=True), "a</think><answer>b</answer>") == 1
-    assert one(FormatTags(begun=True), "<think>a</think><answer>b</answer>") < 1
-    assert one(FormatTags(tags=["plan"]), "<plan>x</plan>") == 1
-    for tags in ([], ["a", "a"], "think", ["a b"], [3]):
-        assert "expected different names" in message(FormatTags, tags=tags)
-
-
 @pytest.mark.parametrize("size, share", [
     (4, 0), (6, 0), (8, 0.5), (9, 0.75), (10, 1), (15, 1), (20, 1), (23, 0.25), (24, 0)])
 def test_a_window_of_lengths(size, share):
@@ -239,12 +230,24 @@ def test_the_soft_overlong_punishment_of_dapo(size, score):
     assert overlong(size, 20480, 0) == (-1 if size > 20480 else 0)
 
 
-def test_lengths_that_cannot_be():
+def test_lengths_and_repetition_by_hand_or_refused():
     assert "expected 0 <= low <= high" in message(Length, 5, 4)
     assert "expected 0 <= buffer <= longest" in message(Overlong, 5, 6)
     assert "unit is 'pages', expected words, characters, tokens" in message(Overlong, 5, 1, "pages")
     told = message(one, Overlong(5, 1), "a")
     assert "metadata.completion_tokens is None, expected how many tokens the completion has" in told
+    assert "n is 0 and unit 'words', expected 1 or more" in message(Repetition, 0)
+    assert "expected 1 or more, and words or characters" in message(Distinct, 2, "tokens")
+    assert [turning(share, 0.5) for share in (0, 0.25, 0.5, 0.75, 1, 2)] == [0, 0.75, 1, 0.5, -1, -1]
+    assert turning(0.2, 0.2) == pytest.approx(turning(0.2 + 1e-9, 0.2))
+    curve = LengthCurve(longest=4, unit="words")
+    assert [one(curve, text) for text in ("a", "a b", "a b c", "a b c d e")] == [0.75, 1, 0.5, -1]
+    gate = rewards.find("gated", {"rewards": [FormatTags(tags=["answer"]), curve], "thresholds": [1]})
+    assert one(gate, "<answer>a b</answer>") == 1 and one(gate, "<answer> a b") == 0
+    assert "a turn between 0 and 1, got 4, 1" in message(LengthCurve, 4, 1)
+    assert one(CompletionLength("words"), "a b c") == 3
+    assert one(CompletionLength(), "a b c", completion_tokens=7) == 7
+    assert "unit is 'bytes'" in message(CompletionLength, "bytes")
 
 
 @pytest.mark.parametrize("text, n, unit, share", [
@@ -255,11 +258,6 @@ def test_repetition(text, n, unit, share):
     assert distinct(text, n, unit) == share
     assert one(Repetition(n, unit), text) == pytest.approx(0 if share is None else share - 1)
     assert one(Distinct(n, unit), text) == pytest.approx(share or 0)
-
-
-def test_repetition_that_cannot_be():
-    assert "n is 0 and unit 'words', expected 1 or more" in message(Repetition, 0)
-    assert "expected 1 or more, and words or characters" in message(Distinct, 2, "tokens")
 
 
 # --- JSON ------------------------------------------------------------------------------------------------------------
@@ -378,16 +376,3 @@ def test_an_abstention_scores_none_where_it_is_asked_for_and_0_of_a_ternary(rewa
     found = rewards.score({"t": rewards.find("ternary", {"rewards": [reward(abstain=True)]})},
                           ["5", "I don't know", wrong], ["p"] * 3, [{"answer": "5"}] * 3)
     assert found[:, 0].tolist() == [1, 0, -1]
-
-
-def test_lengths_by_hand():
-    assert [turning(share, 0.5) for share in (0, 0.25, 0.5, 0.75, 1, 2)] == [0, 0.75, 1, 0.5, -1, -1]
-    assert turning(0.2, 0.2) == pytest.approx(turning(0.2 + 1e-9, 0.2))
-    curve = LengthCurve(longest=4, unit="words")
-    assert [one(curve, text) for text in ("a", "a b", "a b c", "a b c d e")] == [0.75, 1, 0.5, -1]
-    gate = rewards.find("gated", {"rewards": [FormatTags(tags=["answer"]), curve], "thresholds": [1]})
-    assert one(gate, "<answer>a b</answer>") == 1 and one(gate, "<answer> a b") == 0
-    assert "a turn between 0 and 1, got 4, 1" in message(LengthCurve, 4, 1)
-    assert one(CompletionLength("words"), "a b c") == 3
-    assert one(CompletionLength(), "a b c", completion_tokens=7) == 7
-    assert "unit is 'bytes'" in message(CompletionLength, "bytes")

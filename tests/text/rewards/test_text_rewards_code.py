@@ -23,13 +23,16 @@ def test_the_code_of_a_completion(text, code):
     assert code_of(text) == code
 
 
-def test_tests_are_read():
+def test_tests_and_modules_are_read():
     assert read_tests("assert 1") == read_tests(["assert 1"]) == Checks(asserts=("assert 1",))
     assert read_tests([{"input": "1", "output": "2"}]) == Checks(pairs=(("1", "2"),))
     for wrong in ([], {}, [3], [{"input": "1"}], ["assert 1", {"input": "", "output": ""}]):
         assert "expected a list of strings" in message(read_tests, wrong, error=ValueError)
     assert "and 'assert f(' in it is not Python" in message(read_tests, ["assert f("], error=ValueError)
     assert printed("a \nb\n\n") == printed("a\nb") != printed("a b")
+    code = "import math\ndef area(r):\n    return math.pi * r * r\n"
+    test = "assert math.isclose(area(1), 3.14159, rel_tol=1e-4)"
+    assert asserts(code, [test], SLOW, choose(accept_risk=True)) == [True]
 
 
 # --- what comes of it ------------------------------------------------------------------------------------------------
@@ -102,12 +105,6 @@ FORGED = "class math:\n    isclose = staticmethod(lambda *a, **k: True)\n    one
     ("assert copy(3) == 3 and copy.copy(3) == 3", False)])
 def test_standard_modules_are_the_tests_own(test, passes):
     assert asserts(FORGED, [test], SLOW, choose(accept_risk=True)) == [passes]
-
-
-def test_a_module_that_the_code_imports_is_there_for_its_tests():
-    code = "import math\ndef area(r):\n    return math.pi * r * r\n"
-    test = "assert math.isclose(area(1), 3.14159, rel_tol=1e-4)"
-    assert asserts(code, [test], SLOW, choose(accept_risk=True)) == [True]
 
 
 @pytest.mark.parametrize("test", ["assert Point(1) == 1", "assert Point(1) + 1", "assert Point(1) < 2",

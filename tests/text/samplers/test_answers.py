@@ -258,7 +258,7 @@ TAUGHT = {"redraw": {"type": "TeacherAnswers"}, "decoding": {"expert": 2}, "surr
 LESSONS = ["9;1=8", {"text": "7+1=8"}, {"text": "1+1=2", "right": False}, "2+6=8"]
 
 
-def test_only_groups_that_fail_get_teachers():
+def test_teachers_only_for_failing_groups_with_a_place():
     solved, failed = (Prompt(text, metadata={"answer": "8", "solutions": LESSONS}) for text in ("2+2=", "5;1="))
     silent = Prompt("7+7=", metadata={"answer": "14"})
     found = EpochBatch([], 0, 1, 0, Processes())
@@ -268,6 +268,10 @@ def test_only_groups_that_fail_get_teachers():
     found.add(found.replace([(place, taught)]), torch.zeros(1, 2, 1), torch.zeros(1, 2))
     assert TeacherAnswers()(found) == []  # they come once
     assert solutions_of(taught) == ["9;1=8", "7+1=8", "2+6=8"]
+    with pytest.raises(UserError, match="set parts.decoding.expert to their number"):
+        resolve(tiny_text.config(parts={"redraw": {"type": "TeacherAnswers"}}), "tokens")
+    with pytest.raises(UserError, match="got TeacherAnswers, which reads completions"):
+        resolve(tiny.config(parts={"redraw": {"type": "TeacherAnswers"}}))
 
 
 def test_the_answers_that_the_policy_comprehends_best_join_a_group_that_failed():
@@ -290,10 +294,3 @@ def test_the_answers_that_the_policy_comprehends_best_join_a_group_that_failed()
     credited = loop.credit(own, parts, torch.rand(2, 4, 1), ["5;1=", "x"])
     metrics = loop.learn(own, credited, learned, epoch.own)
     assert own.first_ratio.max_log_ratio <= 1e-5 and metrics["grad_norm"] > 0
-
-
-def test_teachers_need_a_place_in_the_group_and_a_language_model():
-    with pytest.raises(UserError, match="set parts.decoding.expert to their number"):
-        resolve(tiny_text.config(parts={"redraw": {"type": "TeacherAnswers"}}), "tokens")
-    with pytest.raises(UserError, match="got TeacherAnswers, which reads completions"):
-        resolve(tiny.config(parts={"redraw": {"type": "TeacherAnswers"}}))

@@ -51,9 +51,22 @@ def test_cuts_by_hand(decoding, kept):
     close(decoding(LOGITS[:, [2, 0, 3, 1]]).exp(), [[kept[i] for i in (2, 0, 3, 1)]])
 
 
-def test_a_token_that_was_drawn_is_never_cut():
+def test_sampled_tokens_stay_up_to_the_first_end():
     found = Decoding(top_p=0.79)(LOGITS, torch.tensor([3])).exp()
     close(found, [[50 / 85, 30 / 85, 0, 5 / 85]])
+    scores, greedy = draws(3, 6).float(), torch.tensor([False, False, True])
+    draw = Draw(Decoding(0.7), torch.tensor([[0.1, 0.5], [0.9, 0.2], [0.0, 0.0]]), greedy)
+    left = [draw(torch.zeros(3, 1), scores), draw(torch.zeros(3, 2), scores + 1)]
+    taken = torch.stack([each.argmax(-1) for each in left], 1)
+    assert all((each > -torch.inf).sum() == 3 for each in left)
+    assert taken[2].tolist() == [scores[2].argmax()] * 2
+    expected = (scores / 0.7).log_softmax(-1)
+    assert taken[:2, 0].tolist() == drawn(expected[:2], torch.tensor([0.1, 0.9])).tolist()
+    close(draw.log_probs(), expected.gather(1, taken), 1e-6)
+    mask, cut = decided(torch.tensor([[5, 2, 2, 7], [5, 6, 7, 8], [9, 1, 1, 1], [1, 2, 3, 9]]), [2, 9])
+    assert mask.tolist() == [[True, True, False, False], [True] * 4, [True, False, False, False],
+                             [True, True, False, False]]
+    assert cut.tolist() == [False, True, False, False]
 
 
 @pytest.mark.parametrize("wrong, told", [({"temperature": 0}, "temperature is 0"), ({"top_p": 0}, "top_p is 0"),
@@ -76,25 +89,6 @@ def test_draws_by_hand():
     def numbers(*seeds):
         return uniforms([torch.Generator().manual_seed(seed) for seed in seeds], 5)
     assert torch.equal(numbers(1, 2)[1], numbers(2)[0]) and not torch.equal(*numbers(1, 2))
-
-
-def test_the_processor_leaves_what_it_drew_alone():
-    scores, greedy = draws(3, 6).float(), torch.tensor([False, False, True])
-    draw = Draw(Decoding(0.7), torch.tensor([[0.1, 0.5], [0.9, 0.2], [0.0, 0.0]]), greedy)
-    left = [draw(torch.zeros(3, 1), scores), draw(torch.zeros(3, 2), scores + 1)]
-    taken = torch.stack([each.argmax(-1) for each in left], 1)
-    assert all((each > -torch.inf).sum() == 3 for each in left)
-    assert taken[2].tolist() == [scores[2].argmax()] * 2
-    expected = (scores / 0.7).log_softmax(-1)
-    assert taken[:2, 0].tolist() == drawn(expected[:2], torch.tensor([0.1, 0.9])).tolist()
-    close(draw.log_probs(), expected.gather(1, taken), 1e-6)
-
-
-def test_a_completion_is_decided_up_to_its_first_end():
-    mask, cut = decided(torch.tensor([[5, 2, 2, 7], [5, 6, 7, 8], [9, 1, 1, 1], [1, 2, 3, 9]]), [2, 9])
-    assert mask.tolist() == [[True, True, False, False], [True] * 4, [True, False, False, False],
-                             [True, True, False, False]]
-    assert cut.tolist() == [False, True, False, False]
 
 
 # --- densities -------------------------------------------------------------------------------------------------------

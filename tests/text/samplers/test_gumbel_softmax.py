@@ -91,13 +91,17 @@ def test_the_kl_of_a_process_is_that_of_its_paths(length, per_step):
               own.finals.tolist())
 
 
-def test_the_rates_of_the_continuous_process_have_the_same_divergence():
+def test_divergences_and_optima_of_known_chains():
     p, q = draw(2, 5, 4).softmax(-1)
     close(divergence(p.log(), q.log()), (-p + q + p * (p.log() - q.log())).sum(-1).tolist())
     one, other = torch.tensor([[0.0, -torch.inf], [math.log(0.25), -torch.inf]], dtype=F64).requires_grad_()
     found = divergence(one, other)
     found.backward()
     close(found, math.log(4))
+    every = tiny_dna.sequences(4)
+    law = try_drakes.START[every[:, 0]].double() * try_drakes.NEXT[every[:, :-1], every[:, 1:]].double().prod(1)
+    rewards = try_drakes.weights(4).double().gather(1, every.T).sum(0)
+    assert try_drakes.optimum(4, 0.5) == pytest.approx(tiny_dna.optimum(law, rewards, 0.5), abs=1e-10)
 
 
 def test_tokens_have_the_models_law_and_the_soft_gradient():
@@ -169,7 +173,7 @@ def test_nothing_before_the_truncation_has_a_gradient(last, relaxed):
     assert (gradient(True, False) > 1e-4).all()
 
 
-def test_with_a_graph_or_without_the_walk_is_the_same():
+def test_the_walk_is_the_same_and_its_defaults():
     table, base = draw(64, 3, 3).requires_grad_(), draw(64, 3, 3, seed=1)
     for part in (GumbelSoftmax(last=2), GumbelSoftmax(0.3, last=1, relaxed=True)):
         x, kl = walk(toy(table), toy(base), blank(8), RANDOM, part, *noise(8))
@@ -177,16 +181,15 @@ def test_with_a_graph_or_without_the_walk_is_the_same():
             again = walk(toy(table), toy(base), blank(8), RANDOM, part, *noise(8))
         assert torch.equal(x, again[0]) and torch.equal(kl, again[1]) and not again[0].requires_grad
         assert set(x.unique().tolist()) == {0.0, 1.0} and (x.sum(-1) == 1).all() and (x[..., -1] == 0).all()
-
-
-# --- the parts -------------------------------------------------------------------------------------------------------
-def test_defaults_and_what_cools():
     found = methods.preset("drakes")
     assert (found.rollout.decoding, found.target, found.loss.surrogate) == (RANDOM, RelaxedTraces(), RewardAscent())
     assert found.target.relaxation == GumbelSoftmax(1.0, None, 50, 0.1, False, False)
     assert methods.preset("dapo", "drakes") == found
     cooling = GumbelSoftmax(1.0, Linear(0.2))
     assert [cooling.at_epoch(epoch, 5).temperature for epoch in range(5)] == pytest.approx([1, 0.8, 0.6, 0.4, 0.2])
+
+
+# --- the parts -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("wrong, told", [
@@ -330,13 +333,6 @@ def test_the_tuned_model_approaches_the_known_optimum(trained):
     reached = (reward - alpha * kl - start) / (best - alpha * held - start)
     assert 0.94 <= reached <= 1.0  # no process does better, whatever its conditionals
     assert reward == pytest.approx(best, abs=0.06 * (best - start)) and kl == pytest.approx(held, rel=0.1)
-
-
-def test_the_optimum_of_a_chain_is_that_of_its_sequences():
-    every = tiny_dna.sequences(4)
-    law = try_drakes.START[every[:, 0]].double() * try_drakes.NEXT[every[:, :-1], every[:, 1:]].double().prod(1)
-    rewards = try_drakes.weights(4).double().gather(1, every.T).sum(0)
-    assert try_drakes.optimum(4, 0.5) == pytest.approx(tiny_dna.optimum(law, rewards, 0.5), abs=1e-10)
 
 
 def test_a_run_from_the_configuration(trained, tmp_path):

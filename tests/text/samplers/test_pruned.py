@@ -132,13 +132,19 @@ def test_a_resumed_run_stops_the_same_completions(tmp_path):
     assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
 
 
-def test_what_does_not_go_together_is_refused():
+def test_completions_that_are_cut_or_refused():
     def made(**options):
         return resolve(tiny_text.config(parts={"draws": {"type": "PrunedDraws", "tokens": 2}}, **options), "tokens")
     for method in ("remax", "ppo"):
         assert "draws is PrunedDraws" in message(made, method=method)
     assert "text.max_tokens is 6, and parts.draws.tokens is 6" in message(drawn, tokens=6)
     assert "begun is 1" in message(PrunedDraws, begun=1, error=ValueError)
+    plain, scores, cut = advantages("keep")
+    found, penalised, _ = advantages("penalise", text__penalty=0.5)
+    assert 0 < cut.sum() < cut.numel() and torch.equal(scores, penalised)  # what is reported is what was scored
+    less = scores[..., 0] - 0.5 * cut
+    assert torch.allclose(plain, scores[..., 0] - scores[..., 0].mean(1, keepdim=True))
+    assert torch.allclose(found, less - less.mean(1, keepdim=True)) and not torch.allclose(found, plain)
 
 
 def advantages(truncated: str, **options):
@@ -150,12 +156,3 @@ def advantages(truncated: str, **options):
     ends = torch.cat([(part.transitions[0].ids == 2).any(1) for part in parts]).view(-1, 4)
     credited = loop.credit(trainer, parts, scores, [prompt.key for prompt in batch])
     return torch.cat([part.advantages[0] for part in credited]).view(-1, 4), scores, ~ends
-
-
-def test_a_completion_that_was_cut_off_loses_the_penalty():
-    plain, scores, cut = advantages("keep")
-    found, penalised, _ = advantages("penalise", text__penalty=0.5)
-    assert 0 < cut.sum() < cut.numel() and torch.equal(scores, penalised)  # what is reported is what was scored
-    less = scores[..., 0] - 0.5 * cut
-    assert torch.allclose(plain, scores[..., 0] - scores[..., 0].mean(1, keepdim=True))
-    assert torch.allclose(found, less - less.mean(1, keepdim=True)) and not torch.allclose(found, plain)

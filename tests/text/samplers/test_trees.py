@@ -40,7 +40,7 @@ def test_groups_are_trees_that_split_what_goes_on():
         validate.resolve(tiny_text.config(method="spo_tree", parts={"draws": {"children": []}}), "tokens")
 
 
-def test_a_tree_is_what_a_replay_finds_and_needs_no_neighbour():
+def test_trees_and_branches_are_what_a_replay_finds():
     own, asked, [made] = drawn(Tree((2, 2), 1), 16, group=8)
     found = own.log_probs(asked, torch.arange(16), made.ids, made.mask, Decoding())
     assert (found.logp - made.logp)[made.mask].abs().max() <= 1e-5
@@ -48,6 +48,13 @@ def test_a_tree_is_what_a_replay_finds_and_needs_no_neighbour():
     assert torch.equal(small.ids * small.mask, made.ids * made.mask) and small.texts == made.texts
     [alone] = drawn(Tree((2, 2), 1), 16, prompts=1, group=8)[2]
     assert torch.equal(alone.ids * alone.mask, (made.ids * made.mask)[:8])
+    own, asked, made = sample_groups(WAVERING)
+    found = own.log_probs(asked, torch.arange(8), made.ids, made.mask, Decoding())
+    assert (found.logp - made.logp)[made.mask].abs().max() <= 1e-5
+    assert rows(sample_groups(WAVERING, 1)[2]) == rows(made)
+    assert rows(sample_groups(WAVERING, 8, prompts=1)[2]) == rows(made)[:4]
+    plain = own.sample(asked, Decoding(), own.generators(range(8)), torch.zeros(8, dtype=torch.bool))
+    assert rows(made) != rows(plain) and rows(made)[0] == rows(plain)[0]
 
 
 WAVERING = BranchingLookahead(likely=0.05, gap=0.5, ahead=4, apart=0.5)
@@ -103,16 +110,6 @@ def test_sure_models_and_impossible_branches():
     plain = own.sample(asked, Decoding(), own.generators(range(8)), torch.zeros(8, dtype=torch.bool))
     assert rows(alone) == rows(none) == rows(plain)
     assert "BranchingLookahead: likely is 2" in message(BranchingLookahead, likely=2.0, error=ValueError)
-
-
-def test_a_branch_is_what_a_replay_finds_and_needs_no_neighbour():
-    own, asked, made = sample_groups(WAVERING)
-    found = own.log_probs(asked, torch.arange(8), made.ids, made.mask, Decoding())
-    assert (found.logp - made.logp)[made.mask].abs().max() <= 1e-5
-    assert rows(sample_groups(WAVERING, 1)[2]) == rows(made)
-    assert rows(sample_groups(WAVERING, 8, prompts=1)[2]) == rows(made)[:4]
-    plain = own.sample(asked, Decoding(), own.generators(range(8)), torch.zeros(8, dtype=torch.bool))
-    assert rows(made) != rows(plain) and rows(made)[0] == rows(plain)[0]
 
 
 PART = EarlyExits(exit="=", close="+")

@@ -216,9 +216,11 @@ def mine(method):
         Plan(replace(request_of(str(recipe), "flow_grpo", sweep=[str(recipe)]), trusted=True)).sweep()
 
 
-def test_a_wrapped_clip_is_scaled_inside():
+def test_wrapped_clips_and_fewest_epochs():
     [entry] = entries(["grpo+entropy_bonus"], "starter_text", models.MODELS["starter_text"])
     assert clip_of(entry, 3.0) == {"surrogate": {"low": pytest.approx(0.6), "high": pytest.approx(0.6)}}
+    # 100 for the first epoch, 30 for each further one
+    assert [epochs_of(100, 30, budget) for budget in (1, 100, 101, 130, 131)] == [1, 1, 2, 2, 3]
 
 
 @pytest.mark.parametrize("arguments, error", [
@@ -319,10 +321,26 @@ def test_epochs_that_are_drawn_ahead_cost_a_replay_more(tmp_path, method, stalen
     assert spent(settings) == sum(costs) and costs[0] == plain[0] and costs[1] > plain[1]
 
 
-def test_a_whole_run_reports_what_was_foretold(tmp_path):
+def test_budgets_are_foretold_with_previews(tmp_path):
     settings = config(tmp_path, "mix_grpo", 4)
     summary = run(settings, pipe=tiny.sd3(), functions={"bright": bright}, prompts=[Prompt(text) for text in "abcde"])
     assert summary["denoiser_evaluations"] == sum(epoch_cost(settings, epoch) for epoch in range(3))
+    # 2 prompts of 3 rows: the step at which they part costs 2, another one 6. Rollout 2 + 9 * 6, replay of the window
+    # 2 + 3 * 6, and in the first epoch once more for the first ratio.
+    settings = config(tmp_path, "mix_grpo", 2)
+    assert [epoch_cost(settings, epoch) for epoch in (0, 1, 24)] == [56 + 2 * 20, 56 + 20, 56 + 20]
+    assert epoch_cost(settings, 25) == 56 - 4 + 20  # the window has moved: one more step per prompt
+    assert epochs_for(settings, 96) == (1, 96)
+    assert epochs_for(settings, 97) == (2, 172)
+    settings = config(tmp_path, "mix_grpo+sol_rl", 2, preview={"pool": 5, "steps": 2})
+    settings = settings.model_copy(update={"train": settings.train.model_copy(update={"group": 4, "epochs": 2})})
+    # 2 prompts of 4 rows, each a noise of its own: previews 2 * 5 * 2, rollout 10 * 8, replay of the window 4 * 8, and
+    # in the first epoch once more.
+    assert [epoch_cost(settings, epoch) for epoch in (0, 1)] == [20 + 80 + 2 * 32, 20 + 80 + 32]
+    summary = run(settings, pipe=tiny.sd3(), functions={"bright": bright}, prompts=[Prompt(text) for text in "abcde"])
+    assert summary["denoiser_evaluations"] == 2 * (20 + 80) + 3 * 32
+    assert summary["rollout_evaluations_per_picture"] == pytest.approx((20 + 80) / 8)
+    assert summary["rollout_evaluations_saved_by_sharing"] == 0
 
 
 @pytest.mark.parametrize("micro_batch", [2, 4])
@@ -357,33 +375,6 @@ def test_a_run_of_edits_costs_its_bases(tmp_path, guidance, edit, bases):
 def test_a_second_pass_costs_what_was_foretold(tmp_path, method):
     settings = shortened(config(tmp_path, method, 2), inner_epochs=2)
     assert spent(settings) == sum(epoch_cost(settings, epoch) for epoch in range(2))
-
-
-def test_the_fewest_epochs_that_reach_a_budget(tmp_path):
-    # 2 prompts of 3 rows: the step at which they part costs 2, another one 6. Rollout 2 + 9 * 6, replay of the window
-    # 2 + 3 * 6, and in the first epoch once more for the first ratio.
-    settings = config(tmp_path, "mix_grpo", 2)
-    assert [epoch_cost(settings, epoch) for epoch in (0, 1, 24)] == [56 + 2 * 20, 56 + 20, 56 + 20]
-    assert epoch_cost(settings, 25) == 56 - 4 + 20  # the window has moved: one more step per prompt
-    assert epochs_for(settings, 96) == (1, 96)
-    assert epochs_for(settings, 97) == (2, 172)
-
-
-def test_previews_are_foretold_and_count(tmp_path):
-    settings = config(tmp_path, "mix_grpo+sol_rl", 2, preview={"pool": 5, "steps": 2})
-    settings = settings.model_copy(update={"train": settings.train.model_copy(update={"group": 4, "epochs": 2})})
-    # 2 prompts of 4 rows, each a noise of its own: previews 2 * 5 * 2, rollout 10 * 8, replay of the window 4 * 8, and
-    # in the first epoch once more.
-    assert [epoch_cost(settings, epoch) for epoch in (0, 1)] == [20 + 80 + 2 * 32, 20 + 80 + 32]
-    summary = run(settings, pipe=tiny.sd3(), functions={"bright": bright}, prompts=[Prompt(text) for text in "abcde"])
-    assert summary["denoiser_evaluations"] == 2 * (20 + 80) + 3 * 32
-    assert summary["rollout_evaluations_per_picture"] == pytest.approx((20 + 80) / 8)
-    assert summary["rollout_evaluations_saved_by_sharing"] == 0
-
-
-def test_the_fewest_epochs_from_measured_costs():
-    # 100 for the first epoch, 30 for each further one
-    assert [epochs_of(100, 30, budget) for budget in (1, 100, 101, 130, 131)] == [1, 1, 2, 2, 3]
 
 
 ARGUMENTS = ["--model", "starter_text", "--methods", "grpo,rloo", "--evaluations", "60000", "--seeds", "1",

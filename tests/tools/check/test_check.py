@@ -74,12 +74,15 @@ def test_a_clip_of_the_pipelines_own_length_is_named_as_a_cause(tmp_path, capsys
     assert told.endswith("; it was called with its own number of frames, and image.frames sets another")
 
 
-def test_a_process_without_alpha_bars_cannot(tmp_path):
+def test_pipelines_that_cannot(tmp_path):
     pipe = tiny.sd3()
     pipe.register_modules(scheduler=EDMEulerScheduler())
     told = report.report(str(tiny.save(pipe, tmp_path / "edm")))
     assert not told["drivable"] and told["prediction"] == "epsilon"
     assert told["reason"].startswith("EDMEulerScheduler (prediction 'epsilon') cannot be driven: expected")
+    told = report.report(str(tmp_path))
+    assert not told["drivable"] and "\n" not in told["reason"]
+    assert told["reason"].startswith(f"cannot load the model '{tmp_path}'")
 
 
 @pytest.mark.parametrize("name, reason", [
@@ -120,9 +123,16 @@ def test_what_training_refuses_of_a_recipe_check_refuses_too(options, reason):
     assert not told["drivable"] and told["reason"].startswith(reason)
 
 
-def test_the_memory_of_a_run_that_is_shared_out_is_said_to_be_that_of_one_process():
+def test_weights_and_costs_of_shared_runs():
     told = report.report("StableDiffusion3Pipeline", Config(memory={"shard": True}, adapter={"rank": 4}))
     assert told["drivable"] and told["notes"][0].startswith("memory is of one process that holds all weights")
+    # A float32 weight of 2**27 numbers, not touched, and so in no memory, is half a GiB.
+    assert memory.weights_gib([torch.nn.Linear(2**14, 2**13, bias=False, device="meta"), None, "tokenizer"]) == 0.5
+    window = Schedule((2, 3), (2, 3))
+    shared, alone = (RolloutSpec(shifted(5, 3.0), window, FlowSDE(), Euler(), 4, roots) for roots in (1, 4))
+    # 3 prompts through steps 0, 1 and the parting step 2; 12 rows through the other two. A replay: 3 rows, then 12.
+    assert cost.rollout([shared], 3) == 3 * 3 + 12 * 2 and cost.rollout([alone], 3) == 12 * 5 == cost.alone([shared], 3)
+    assert cost.update([shared], 3, 1) == 3 + 12 and cost.update([alone], 3, 2) == 2 * 24
 
 
 @pytest.mark.parametrize("name", ["OmniGenPipeline", "no/such/folder"])
@@ -133,13 +143,7 @@ def test_what_is_unknown_of_a_pipeline_is_told_as_such(name, monkeypatch):
     assert list(told) == ["model", "drivable", "reason", *report.FIELDS]
 
 
-def test_a_pipeline_that_does_not_load_cannot(tmp_path):
-    told = report.report(str(tmp_path))
-    assert not told["drivable"] and "\n" not in told["reason"]
-    assert told["reason"].startswith(f"cannot load the model '{tmp_path}'")
-
-
-def test_a_random_denoiser_is_found_out():
+def test_random_denoisers_and_frozen_adapters_are_found_out():
     policy = PipelinePolicy(tiny.sd3(), Adapter(rank=4), call=tiny.CALL)
     policy.pipe.transformer.register_forward_hook(lambda _, args, out: (out[0] + 0.01 * torch.randn(out[0].shape),))
     found = {}
@@ -147,6 +151,11 @@ def test_a_random_denoiser_is_found_out():
         replays.replayed(policy, policy.encode(["a"]), found)
         replays.require_equal(policy, found)
     assert found["first_log_ratio"] > 1e-6 and found["replay_error"] > 0
+    policy = PipelinePolicy(tiny.sd3(), Adapter(rank=4), call=tiny.CALL)
+    first = policy.weights.parameters()[0]
+    policy.pipe.transformer.register_forward_hook(lambda _, args, out: (out[0].detach() + 0 * first.sum(),))
+    with pytest.raises(UserError, match="the gradient that reaches the adapter has the norm 0.0"):
+        replays.replayed(policy, policy.encode(["a"]), {})
 
 
 def test_a_replay_is_compared_with_the_pipelines_own_loop(capsys):
@@ -167,11 +176,6 @@ def test_where_memory_runs_out_nothing_is_known(make, exhaust):
     assert ("memory.encoders" in told["reason"]) == ("pipeline" in told)
 
 
-def test_the_weights_are_counted():
-    # A float32 weight of 2**27 numbers, not touched, and so in no memory, is half a GiB.
-    assert memory.weights_gib([torch.nn.Linear(2**14, 2**13, bias=False, device="meta"), None, "tokenizer"]) == 0.5
-
-
 @pytest.mark.parametrize("options, alone, shared", [
     ({"method": "flow_grpo"}, 6.0, 6.0), ({"method": "dance_grpo"}, 6.0, round((1 + 4 * 5) / 4, 2)),
     ({"method": "draft", "reward": "scene_soft"}, None, None)])
@@ -189,14 +193,6 @@ def test_the_device_is_asked_for(capsys):
     assert "\nevaluations per picture         10\n" in told
     assert main(["check", "StableDiffusion3Pipeline", "--device", "tpu"]) == 2
     assert "--device is 'tpu', but the check runs on " in capsys.readouterr().err
-
-
-def test_a_frozen_adapter_is_found_out():
-    policy = PipelinePolicy(tiny.sd3(), Adapter(rank=4), call=tiny.CALL)
-    first = policy.weights.parameters()[0]
-    policy.pipe.transformer.register_forward_hook(lambda _, args, out: (out[0].detach() + 0 * first.sum(),))
-    with pytest.raises(UserError, match="the gradient that reaches the adapter has the norm 0.0"):
-        replays.replayed(policy, policy.encode(["a"]), {})
 
 
 def test_of_a_class_without_a_tiny_instance_nothing_is_known(capsys):
@@ -231,14 +227,6 @@ def test_costs_are_what_the_denoiser_counts(stochastic, shared, guidance, micro_
     for part in parts:
         list(replay(policy, conditioning, part, micro_batch))
     assert policy.evaluations - before == doubled * cost.update([exploration], 3, 1)
-
-
-def test_costs_of_whole_groups_by_hand():
-    window = Schedule((2, 3), (2, 3))
-    shared, alone = (RolloutSpec(shifted(5, 3.0), window, FlowSDE(), Euler(), 4, roots) for roots in (1, 4))
-    # 3 prompts through steps 0, 1 and the parting step 2; 12 rows through the other two. A replay: 3 rows, then 12.
-    assert cost.rollout([shared], 3) == 3 * 3 + 12 * 2 and cost.rollout([alone], 3) == 12 * 5 == cost.alone([shared], 3)
-    assert cost.update([shared], 3, 1) == 3 + 12 and cost.update([alone], 3, 2) == 2 * 24
 
 
 @pytest.fixture(scope="module")

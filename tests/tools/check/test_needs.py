@@ -69,7 +69,7 @@ def test_missing_and_gated_repositories(serving):
     assert [need.accept for need in needs.needs(recipe()) if need.what == "model"] == [""]
 
 
-def test_what_is_missing_is_downloaded_and_verified(serving, tmp_path):
+def test_downloads_are_verified_or_deleted(serving, tmp_path):
     serving.breaks = {"unet/diffusion_pytorch_model.safetensors": [300_000, 700_000]}
     told: list[int] = []
     found = needs.needs(recipe())
@@ -80,9 +80,6 @@ def test_what_is_missing_is_downloaded_and_verified(serving, tmp_path):
     assert sum(told) == sum(file.size for need in found for file in need.missing)
     ranges = [asked[2]["Range"] for asked in serving.asked if asked[2].get("Range")]
     assert ranges == ["bytes=300000-", "bytes=700000-"]
-
-
-def test_a_file_that_is_not_what_the_hub_lists_is_deleted(serving, tmp_path):
     serving.damaged = {"model.safetensors"}
     with pytest.raises(UserError, match="model.safetensors is not what the hub lists .* it was deleted"):
         needs.fetch(needs.needs(recipe()))

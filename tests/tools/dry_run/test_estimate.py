@@ -58,13 +58,20 @@ def test_a_pipeline_without_weights_has_all_shapes(model, of_files):
     assert made.scheduler.config.shift == 3.0 and not real.transformer.proj_out.weight.is_meta
 
 
-def test_phases_of_an_epoch(model):
+def test_phases_and_reward_models_of_an_epoch(model):
     counts = dry_run(config(model, method="mix_grpo"))
     assert list(counts.phases) == ["encode", "rollout", "decode", "reward", "update"]
     assert all(phase.reserved >= phase.allocated > 0 for phase in counts.phases.values())
     assert counts.peak == max(phase.allocated for phase in counts.phases.values()) and not counts.rewards
     assert counts.phases["update"].flops > 0 and counts.seconds > counts.phases["rollout"].seconds > 0
     assert not counts.step_waits
+    rewards = {"pickscore": 1.0, "first": {"use": "frames", "args": {"reward": "hpsv2.1"}}}
+    options = config(model, reward=rewards, eval__rewards=["pickscore", "ocr"])
+    assert dry_run(options).rewards == 2 * 4 * 0.986e9
+    assert dry_run(options).peak > 2 * 4 * 0.986e9
+    left = dry_run(fit.changed(options, {"memory.rewards": "cpu"}))  # after an epoch is scored
+    assert left.away == {"encode", "update"} and left.used("encode") == left.phases["encode"].allocated
+    assert left.peak == left.rewards + max(left.phases[name].allocated for name in left.phases.keys() - left.away)
 
 
 def test_repeated_calls_count_what_they_would(model, monkeypatch):
@@ -152,12 +159,20 @@ def test_measured_factors_of_a_card_and_a_pipeline_correct_its_phases_alone(tmp_
         assert other.seconds == 30.0 and other.basis == "computed, no measurement yet on this card"
 
 
-def test_the_packaged_factors_name_cards_phases_and_commits():
+def test_factors_seconds_and_states_by_hand():
     for card, pipelines in json.loads(estimate.MEASURED.read_text()).items():
         for pipeline, found in pipelines.items():
             factors = {name: value for name, value in found.items() if name in estimate.ORDER}
             assert card in GPUS and pipeline.endswith("Pipeline") and len(found["commit"]) == 40
             assert factors and all(0.5 < value < 10 for value in factors.values())
+    # A batch draws 12 s, and 42 images beside its 80; a look is one of four steps; four rounds learn.
+    taken = {"encode": 2.0, "rollout": 8.0, "decode": 4.0, "update": 24.0}
+    assert session.seconds_per_click(taken.__getitem__, 4) == pytest.approx(
+        (2 + 12 * 122 / 80 + 2 + 4 * (2 + 8 + 2 + 24)) / 20)
+    # Between dry runs of more prompts: 4 samples of 6 states, which are 4 x 32 x 32 in bf16.
+    peaks = [estimate.dry_run(tiny.config(method="flow_grpo", train__prompts=prompts, **IMAGES),
+                              pipe=image_pipeline()).phases["update"].allocated for prompts in (2, 6)]
+    assert (peaks[1] - peaks[0]) / 4 == near(4 * 7 * 4 * 32 * 32 * 2)
 
 
 def test_an_old_policy_is_there_once_and_not_once_a_prompt(model):
@@ -198,16 +213,6 @@ def test_options_of_memory_lower_the_phases_they_are_for(model):
     assert saved == pytest.approx(sum(blocks) - max(blocks), abs=rounding)
     shared = dry_run(config(model, memory__shard=True, train__prompts=4), processes=4).phases
     assert shared["reward"].allocated < dry_run(config(model, train__prompts=1)).phases["reward"].allocated + 2**18
-
-
-def test_reward_models_are_held_beside_every_phase(model):
-    rewards = {"pickscore": 1.0, "first": {"use": "frames", "args": {"reward": "hpsv2.1"}}}
-    options = config(model, reward=rewards, eval__rewards=["pickscore", "ocr"])
-    assert dry_run(options).rewards == 2 * 4 * 0.986e9
-    assert dry_run(options).peak > 2 * 4 * 0.986e9
-    left = dry_run(fit.changed(options, {"memory.rewards": "cpu"}))  # after an epoch is scored
-    assert left.away == {"encode", "update"} and left.used("encode") == left.phases["encode"].allocated
-    assert left.peak == left.rewards + max(left.phases[name].allocated for name in left.phases.keys() - left.away)
 
 
 @pytest.mark.parametrize("options, text", [
@@ -311,13 +316,6 @@ def test_a_model_of_few_steps_has_the_seconds_per_click_of_taste(recipe, model, 
     seconds = session.seconds_per_click(counts.taken, sitting.train.steps)
     assert seconds > 0.01 and said == (f"flowgrpo taste: {seconds:.1f} s per click, {counts.peak / 2**30:.1f} GiB "
                                        "(computed, no measurement yet on this card)")
-
-
-def test_seconds_per_click_by_hand():
-    """A batch draws 12 s, and 42 images beside its 80; a look is one of four steps; four rounds learn."""
-    taken = {"encode": 2.0, "rollout": 8.0, "decode": 4.0, "update": 24.0}
-    assert session.seconds_per_click(taken.__getitem__, 4) == pytest.approx(
-        (2 + 12 * 122 / 80 + 2 + 4 * (2 + 8 + 2 + 24)) / 20)
 
 
 def test_the_command_shows_what_it_does_and_answers_from_a_cache_the_second_time(recipe, tmp_path, capsys, monkeypatch):
@@ -431,13 +429,6 @@ def test_an_image_model_keeps_what_both_tables_say(method, monkeypatch):
     estimate.dry_run(config, pipe=image_pipeline())
     assert clocks[0].began == near(found["weights"] + found["lora"] + found["optimizer"])
     assert clocks[0].drawn - clocks[0].began == near(found["states"])
-
-
-def test_recorded_states_take_their_bytes_for_each_prompt():
-    """Between dry runs of more prompts: 4 samples of 6 states, which are 4 x 32 x 32 in bf16."""
-    peaks = [estimate.dry_run(tiny.config(method="flow_grpo", train__prompts=prompts, **IMAGES),
-                              pipe=image_pipeline()).phases["update"].allocated for prompts in (2, 6)]
-    assert (peaks[1] - peaks[0]) / 4 == near(4 * 7 * 4 * 32 * 32 * 2)
 
 
 @pytest.mark.parametrize("method", ["grpo"])

@@ -105,11 +105,17 @@ def brought(update: Phase) -> int:
     return sum(count for reason, count in update.waits.items() if "trainable.py" in reason)
 
 
-def test_the_reference_comes_from_the_host_and_scores(model):  # noqa: F811
+def test_the_reference_and_updates_cost_their_passes(model):  # noqa: F811
     options = {"method": "flow_grpo", "adapter__rank": 0, "train__prompts": 1}
     free, tied = (dry_run(config(model, parts__kl__weight=weight, **options)).phases["update"] for weight in (0.0, 0.1))
     assert tied.flops > free.flops
     assert [brought(free), brought(tied)] == [0, len(SIZES)]
+    plain, held = (dry_run(config(model, train__one_pass=one_pass, **OPTIONS)).phases for one_pass in (False, True))
+    trained = plain["rollout"].flops * 5 / 6  # all steps but the last
+    assert held["rollout"].flops == plain["rollout"].flops
+    assert plain["update"].flops - held["update"].flops == pytest.approx(trained, rel=1e-6)
+    assert 0 < held["update"].seconds < plain["update"].seconds
+    assert min(held["update"].waits.values(), default=0) >= 0
 
 
 @pytest.mark.parametrize("kept, times", [(trainable.KEPT, 4), (0, 1)])
@@ -134,15 +140,6 @@ def test_shards_share_what_a_weight_takes(model):  # noqa: F811
 
 
 OPTIONS = dict(method="flow_grpo", parts__kl__weight=0.0, train__prompts=4)
-
-
-def test_an_update_costs_its_backwards_alone(model):  # noqa: F811
-    plain, held = (dry_run(config(model, train__one_pass=one_pass, **OPTIONS)).phases for one_pass in (False, True))
-    trained = plain["rollout"].flops * 5 / 6  # all steps but the last
-    assert held["rollout"].flops == plain["rollout"].flops
-    assert plain["update"].flops - held["update"].flops == pytest.approx(trained, rel=1e-6)
-    assert 0 < held["update"].seconds < plain["update"].seconds
-    assert min(held["update"].waits.values(), default=0) >= 0
 
 
 def test_graphs_of_all_trained_states_are_kept_from_the_rollout_to_the_update(model):  # noqa: F811
@@ -221,9 +218,18 @@ def test_a_replay_has_the_flops_of_the_models_own(janus):
     assert counted == pytest.approx(flops.get_total_flops(), rel=0.05)
 
 
-def test_questions_are_a_phase(janus):
+def test_questions_and_settings_of_tokens(janus):
     counts = tokens.dry_run(recipe(janus, method="unirl", parts__data__batch=4, parts__data__length=3), GPUS["4090"])
     assert list(counts.phases)[-1] == tokens.ANSWERS and counts.phases[tokens.ANSWERS].flops > 0
+    config = recipe(janus, train__micro_batch=8)
+    room = tokens.dry_run(recipe(janus, train__micro_batch=4), GPUS["4090"]).peak
+    from tests.tools.dry_run.test_estimate import gpu
+    settings, found = fit.nearest_settings(config, gpu(room), tokens.dry_run(config, gpu(room)))
+    assert not found.above(gpu(room).room) and set(settings) <= {"train.checkpointing", "train.micro_batch"}
+    with pytest.raises(UserError, match="the sizes of 'someone/else' are not known: give a folder that has its config"):
+        tokens.dry_run(recipe("someone/else"), GPUS["4090"])
+    with pytest.raises(UserError, match="does not cover adapter.dora"):
+        tokens.dry_run(recipe(janus, adapter__dora=True), GPUS["4090"])
 
 
 def test_the_recipe_fits_a_4090_and_its_7b_too(monkeypatch, capsys):
@@ -234,18 +240,6 @@ def test_the_recipe_fits_a_4090_and_its_7b_too(monkeypatch, capsys):
         assert main(["check", name, "--recipe", "janus_pro_1b", "--gpu", "4090", "--json"]) == 0
         told = json.loads(capsys.readouterr().out)
         assert told["hours"] > 0 and not told["above"] and {"rollout", "decode", "update"} <= set(told["phases"])
-
-
-def test_settings_and_unknown_models_of_tokens(janus):
-    config = recipe(janus, train__micro_batch=8)
-    room = tokens.dry_run(recipe(janus, train__micro_batch=4), GPUS["4090"]).peak
-    from tests.tools.dry_run.test_estimate import gpu
-    settings, found = fit.nearest_settings(config, gpu(room), tokens.dry_run(config, gpu(room)))
-    assert not found.above(gpu(room).room) and set(settings) <= {"train.checkpointing", "train.micro_batch"}
-    with pytest.raises(UserError, match="the sizes of 'someone/else' are not known: give a folder that has its config"):
-        tokens.dry_run(recipe("someone/else"), GPUS["4090"])
-    with pytest.raises(UserError, match="does not cover adapter.dora"):
-        tokens.dry_run(recipe(janus, adapter__dora=True), GPUS["4090"])
 
 
 CONFIGS = Path(__file__).parents[3] / "configs"

@@ -51,7 +51,7 @@ def test_a_batch_is_learned_once_each_of_its_questions_has_a_vote(ballot, tmp_pa
     assert (live.state()["clicks"], live.state()["done"], live.state()["total"]) == (2, 0, 2)
 
 
-def test_undo_takes_votes_back_until_their_batch_is_learned(ballot, tmp_path):
+def test_votes_that_are_undone_or_cannot_be_written(ballot, tmp_path):
     live = ballot()
     live.ask(questions(tmp_path, 0) + questions(tmp_path, 1))
     for name in ("0.q0", "0.q1", "1.q0"):
@@ -60,6 +60,12 @@ def test_undo_takes_votes_back_until_their_batch_is_learned(ballot, tmp_path):
     live.undo()
     live.undo()
     assert list(live.log.votes) == ["0.q0", "0.q1"] and live.state()["question"]["name"] == "1.q0"
+    live = ballot()
+    live.ask(questions(tmp_path, 0))
+    (tmp_path / "votes.jsonl").mkdir()
+    with serving(live) as ask:
+        status, text = ask("vote", {"question": "0.q0", "shown": [0, 1], "choice": 0})
+    assert status == 500 and b"the vote was not kept" in text and json.dumps(live.state()["undo"]) == "false"
 
 
 def test_a_loop_that_waits_is_woken_by_the_last_vote_and_by_the_end(ballot, tmp_path):
@@ -172,15 +178,6 @@ def test_refusals(ballot, tmp_path, path, content, headers, status):
         assert ask(path, content, **headers)[0] == status
         assert ask(path, content, root=f"/{'x' * 22}/", **headers)[0] == 403
     assert not live.log.votes and not live.ended and not (tmp_path / "votes.jsonl").exists()
-
-
-def test_a_line_that_cannot_be_written_is_no_vote(ballot, tmp_path):
-    live = ballot()
-    live.ask(questions(tmp_path, 0))
-    (tmp_path / "votes.jsonl").mkdir()
-    with serving(live) as ask:
-        status, text = ask("vote", {"question": "0.q0", "shown": [0, 1], "choice": 0})
-    assert status == 500 and b"the vote was not kept" in text and json.dumps(live.state()["undo"]) == "false"
 
 
 def test_another_token_is_told_which_command_printed_it(ballot):

@@ -151,10 +151,16 @@ def test_rows_of_other_pairs_are_kept(ballot, tmp_path):
     assert 3 not in first.verdicts and first.output.read_text() == ""
 
 
-def test_order_and_sides_are_of_the_seed(ballot):
+def test_order_sides_and_the_page_of_a_ballot(ballot):
     first, same, other = ballot(1), ballot(1), ballot(2)
     assert (first.order, first.b_left) == (same.order, same.b_left) != (other.order, other.b_left)
     assert sorted(first.order) == list(range(COUNT)) and len({*first.b_left}) == 2
+    with serving(ballot()) as ask:
+        status, text = ask("")
+        assert status == 200 and b"[[NONCE]]" not in text and b"http" not in text
+        status, state = ask("vote", {"pair": 0, "choice": "left"}, Host="localhost:9", Origin="http://localhost:9")
+        assert status == 200 and state["done"] == 1
+        assert set(state["pair"]) == {"id", "prompt", "sources", "video"} and state["summary"] is None
 
 
 @pytest.mark.parametrize("path, content, headers, status", [
@@ -175,15 +181,6 @@ def test_refusals(ballot, path, content, headers, status):
         assert ask(path, content, root="/", **headers)[0] in (403, 404)
         assert ask(path, content, root=f"/{'x' * 22}/", **headers)[0] == 403
     assert not refusing.verdicts and not refusing.output.exists()
-
-
-def test_its_own_page_is_answered_and_tells_no_side(ballot):
-    with serving(ballot()) as ask:
-        status, text = ask("")
-        assert status == 200 and b"[[NONCE]]" not in text and b"http" not in text
-        status, state = ask("vote", {"pair": 0, "choice": "left"}, Host="localhost:9", Origin="http://localhost:9")
-        assert status == 200 and state["done"] == 1
-        assert set(state["pair"]) == {"id", "prompt", "sources", "video"} and state["summary"] is None
 
 
 def test_pairs_are_drawn_with_the_base_and_a_lora(tmp_path, monkeypatch, capsys):
@@ -254,13 +251,18 @@ def test_the_sources_of_edits_stand_above_their_pairs(tmp_path):
     assert Image.open(ballot.source(1, 0)).getpixel((0, 0)) == (220, 220, 220)
 
 
-def test_a_finished_run_holds_its_pairs(tmp_path):
+def test_finished_runs_and_paths_of_images(tmp_path):
     run(tiny.config(tmp_path, train__group=3, train__prompts=1, train__epochs=1, train__lr=1e-2, eval__grid=2), False,
         pipe=tiny.sd3(), functions={"red": tiny.red}, prompts=[Prompt(text) for text in tiny.PROMPTS])
     listed, names = pairs([tmp_path / "run"])
     assert names == ("before", "after") and {each.prompt for each in listed} < set(tiny.PROMPTS)
     assert [(each.a.parent.name, each.b.parent.name) for each in listed] == [("before", "after")] * 2
     assert any(Image.open(each.a).tobytes() != Image.open(each.b).tobytes() for each in listed)
+    for name, path in (("a", "x.png"), ("b", tmp_path / "b" / "x.png")):
+        named(tmp_path / name, path)
+        Image.new("RGB", (4, 4)).save(tmp_path / name / "x.png")
+    [pair], _ = sources.pairs([tmp_path / "a", tmp_path / "b"])
+    assert (pair.a, pair.b) == (tmp_path / "a" / "x.png", tmp_path / "b" / "x.png")
 
 
 def test_clips_have_a_video_and_its_fallback(tmp_path, monkeypatch):
@@ -326,11 +328,3 @@ def test_prompts_of_a_folder_name_images_inside_it_alone(place, tmp_path):
     for read in (lambda: sources.pairs([tmp_path / "a", tmp_path / "b"]), lambda: judged.groups([tmp_path / "a"])):
         with pytest.raises(UserError, match="prompts.jsonl names .* expected an image inside its folder"):
             read()
-
-
-def test_a_image_of_the_folder_is_shown_by_either_path(tmp_path):
-    for name, path in (("a", "x.png"), ("b", tmp_path / "b" / "x.png")):
-        named(tmp_path / name, path)
-        Image.new("RGB", (4, 4)).save(tmp_path / name / "x.png")
-    [pair], _ = sources.pairs([tmp_path / "a", tmp_path / "b"])
-    assert (pair.a, pair.b) == (tmp_path / "a" / "x.png", tmp_path / "b" / "x.png")
