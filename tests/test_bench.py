@@ -134,9 +134,12 @@ def test_the_command_of_a_section_makes_the_same_bench(folders):
             40_000, 1 if swept else 2, 2, PROMPTS, None]
 
 
-def test_swept_methods_and_new_results(tmp_path, folders, docs, tmp_path_factory):
+def test_a_command_names_the_swept_methods(tmp_path):
     folder = bench(tmp_path / "some", "starter_text", TEXT, 1, {"rloo": (3.0, 1.0)})
     assert " --sweep rloo --methods " in bench_pages.command(bench_results.collected(folder))
+
+
+def test_new_results_of_a_model_leave_the_others(folders, docs, tmp_path_factory):
     bench_pages.update(docs, folders)
     starter = (docs / "benchmark.md").read_text().split("## starter_text")[0]
     again = bench(tmp_path_factory.mktemp("again") / "bench", "starter_text", TEXT | {"rloo": 24})
@@ -170,7 +173,7 @@ def test_what_cannot_be_taken_is_said_before_anything_is_written(folders, docs, 
     assert {file: file.read_bytes() for file in docs.rglob("*.*")} == before
 
 
-def test_kept_results_and_the_page_are_current(folders, docs):
+def test_kept_results_are_small_and_read_back_the_same(folders, docs):
     results = [bench_results.collected(folder) for folder in folders]
     (docs / "kept.json").write_text(bench_results.dumped(results))
     assert bench_results.load(docs / "kept.json") == results
@@ -179,6 +182,9 @@ def test_kept_results_and_the_page_are_current(folders, docs):
     assert guard["finals"] == [[0, 0.9], [1, 0.9]] and guard["tasks"] == {"hard": 0.9} and guard["kl"] == 1.5
     assert guard["curve"][1][1] == pytest.approx(0.575) and guard["reached"][0] < guard["evaluations"] / 2
     assert bench_results.rounded({"a": [1 / 3, 2]}) == {"a": [0.333333, 2]}
+
+
+def test_the_page_is_current():
     results = bench_results.load(bench_pages.DOCS / bench_pages.DATA)
     [(file, text)] = bench_pages.pages(bench_pages.DOCS, results).items()
     assert file.read_text(encoding="utf-8") == text, "run scripts/docs/bench_pages.py"

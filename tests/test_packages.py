@@ -83,9 +83,12 @@ def test_what_a_library_raises_in_its_place_is_looked_behind(tmp_path, monkeypat
     assert told.endswith("pip install --upgrade oddpackage torch")
 
 
-def test_attributes_and_requirements_that_are_gone(tmp_path, monkeypatch):
+def test_an_attribute_that_is_gone(tmp_path, monkeypatch):
     told = packages.broken(failed(tmp_path, monkeypatch, "oddpackage", "import torch\ntorch.no_such_function()\n"))
     assert told.startswith("oddpackage 99.0 does not work with torch ") and "no_such_function" in told
+
+
+def test_a_package_whose_own_requirement_is_missing(tmp_path, monkeypatch):
     told = packages.broken(failed(tmp_path, monkeypatch, "oddpackage", "import no_such_module\n"))
     assert told == "oddpackage 99.0 lacks no_such_module (No module named 'no_such_module'): pip install no_such_module"
 

@@ -68,6 +68,7 @@ def test_a_wrong_value_is_named_with_what_is_expected(settings, message):
 
 
 def test_ranges_of_plain_dataclasses_and_bases():
+    @dataclasses.dataclass(frozen=True)
     class Mine(Whole):
         own: int = 0
 

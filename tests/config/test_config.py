@@ -272,12 +272,15 @@ def test_a_name_is_the_packaged_recipe(name, tmp_path, monkeypatch):
     assert load(name) == load(CONFIGS / f"{name}.yaml") and load(name).name == name
 
 
-def test_local_and_packaged_recipes_by_name(tmp_path, monkeypatch):
+def test_a_local_file_of_that_name_wins_and_a_folder_does_not(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "sdxl_24gb").write_text("method: flow_grpo\n")
     (tmp_path / "starter").mkdir()
     assert load("sdxl_24gb").method == "flow_grpo" and load("sdxl_24gb").model == "starter"
     assert load("starter").parts["plan"] == {"size": 3, "order": "frozen"}
+
+
+def test_a_recipe_of_the_user_extends_a_packaged_one(tmp_path):
     (tmp_path / "mine.yaml").write_text("extends: sdxl_24gb\nreward: pick_score\n")
     found = load(tmp_path / "mine.yaml")
     assert found.reward == "pick_score" and found.name == "mine"

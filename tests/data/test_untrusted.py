@@ -189,12 +189,15 @@ def test_a_image_of_too_many_pixels_is_refused_by_its_header(tmp_path, side):
         assert "pixels" in refusal(read, file)
 
 
-def test_clips_and_videos_beyond_the_limits(tmp_path, monkeypatch):
+def test_a_clip_of_too_many_pixels_is_refused(tmp_path, monkeypatch):
     frames = [Image.new("RGB", (8, 8), (shade, 0, 0)) for shade in range(0, 250, 50)]
     frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:])
     monkeypatch.setattr("flowgrpo.data.images.PIXELS", 130)
     with pytest.raises(UserError, match="has more than 130 pixels in its first 3 frames"):
         _ = Clip(str(tmp_path / "a.gif"), 5).frames
+
+
+def test_a_video_of_too_large_frames_is_refused(tmp_path):
     frame = b",\0\0\0\0" + struct.pack("<HH", 8191, 8191) + b"\0\x02\x02D\x01\0"
     head = b"GIF89a" + struct.pack("<HH", 8191, 8191) + b"\x80\0\0" + bytes(6)
     file = write(tmp_path, "a.mp4", head + 9 * frame + b";")

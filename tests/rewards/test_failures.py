@@ -152,9 +152,12 @@ def hanging():
     over.set()
 
 
-def test_a_hanging_reward_is_told_or_skipped(hanging):
+def test_a_reward_that_hangs_is_told(hanging):
     assert message(values, Composed(hanging, RewardRule(timeout=0.05))) == (
         "reward 'mine' hangs on 4 samples (first prompt of the batch: 'a'): no answer within 0.05 s")
+
+
+def test_a_reward_that_hangs_is_skipped_without_asking_for_each_sample(hanging):
     tally = Tally()
     assert values(Composed(hanging, RewardRule(timeout=0.05, on_error="skip")), tally) == [None] * 4
     assert tally.failed == {"mine": 4} and hanging.calls == 1

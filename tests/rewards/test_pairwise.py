@@ -144,6 +144,7 @@ def test_judges_are_called_in_parts_and_by_name():
         return larger(first, second, prompts)
     assert judged(judge, list(range(16)), 16) == pytest.approx([wins / 15 for wins in range(16)])
     assert calls == [64, 56]
+    @flowgrpo.judge("test_better", both_orders=True, comparisons=4)
     class Better:
         def __call__(self, first, second, prompts):
             return larger(first, second, prompts)

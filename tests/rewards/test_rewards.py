@@ -449,7 +449,7 @@ class Silent(Exception):
 def test_an_exception_without_a_text_is_told_by_its_class(of_the_text):
     def silent(images, prompts):
         raise Silent(of_the_text)
-    with pytest.raises(UserError, match="^reward 'mine' raised on 2 .*: Silent, of which str.. fails .test_score"):
+    with pytest.raises(UserError, match="^reward 'mine' raised on 2 .*: Silent, of which str.. fails .test_rewards"):
         rewards.score({"mine": silent}, torch.ones(2, 3, 4, 4), ["a", "b"], [{}, {}])
 
 

@@ -45,17 +45,26 @@ def scored(reward, pictures=IMAGES, prompts=PROMPTS, metadata=METADATA) -> tuple
     return [None if math.isnan(value) else value for value in found], list(reward.function.asked)
 
 
-def test_keys_and_what_was_scored(made):
+def test_what_was_scored_is_not_asked_again_in_another_run(made):
     first, asked = scored(made())
     assert asked == PROMPTS and first[1] is None and first[0] == pytest.approx(IMAGES[0].mean().item(), abs=1e-7)
     assert scored(made()) == (first, [])
     assert (made.folder / "kept" / FILE).read_bytes().startswith(b"SQLite format 3")
+
+
+def test_what_is_missing_alone_is_asked(made):
     everything, _ = scored(made("other"))
     scored(made(), IMAGES[1:2], PROMPTS[1:2], METADATA[1:2])
     assert scored(made()) == (everything, ["a", "ccc"])
     assert scored(made(), IMAGES.flip(0), PROMPTS[::-1], METADATA[::-1]) == (everything[::-1], [])
+
+
+def test_a_part_without_a_source_cannot_be_known_again():
     reward = rewards.find("checklist", {"rewards": ["sharpness", eval("lambda images, prompts: [1.0]")]})
     assert "has no source file by which its scores could be known again" in message(version, "checklist", reward)
+
+
+def test_a_key_tells_its_parts_apart(made):
     kept = made().kept
     assert len({kept.key("t", "ab", {}), kept.key("t", "a", {}), kept.key("ta", "b", {}), kept.key("tab", "", {})}) == 4
     assert kept.key("t", "p", {"a": 1, "b": 2}) == kept.key("t", "p", {"b": 2, "a": 1})
@@ -74,12 +83,15 @@ def test_another_image_prompt_or_metadata_is_asked_for(made, change):
         assert len(scored(reward, **change)[1]) == 3
 
 
-def test_arguments_and_sources_make_versions(made):
+def test_other_arguments_and_another_source_are_asked_for(made):
     (first, _), (double, asked) = scored(made()), scored(made(args={"factor": 2.0}))
     assert asked == PROMPTS and double[0] == pytest.approx(2 * first[0])
     (made.folder / "changed.py").write_text(SOURCE.replace("self.factor *", "3 *"))
     triple, asked = scored(made(file="changed.py"))
     assert asked == PROMPTS and triple[0] == pytest.approx(3 * first[0])
+
+
+def test_the_version_is_that_of_the_source(made):
     before = version("level", made().function)
     (made.folder / "same.py").write_text(SOURCE)
     (made.folder / "changed.py").write_text(SOURCE + "\n")
@@ -139,11 +151,14 @@ def test_scores_that_cannot_be_kept_are_told(tmp_path, monkeypatch, rule, given,
     assert told in str(caught.value)
 
 
-def test_groups_and_files_that_are_no_cache(tmp_path, made):
+def test_scores_of_groups_are_not_kept(tmp_path):
     def of_groups(images, prompts, metadata, group): ...
     of_groups.group = True
     with pytest.raises(UserError, match="compares the samples of a group, and its scores hold only for that group"):
         rewards.compose({"mine": RewardRule(cache=True)}, str(tmp_path), {"mine": of_groups})
+
+
+def test_a_file_that_is_no_cache_is_told(made):
     (made.folder / "kept").mkdir()
     (made.folder / "kept" / FILE).write_bytes(b"something else, and long enough to be read as a header" * 40)
     assert "rewards.sqlite cannot be used (file is not a database): remove the file" in message(made)

@@ -103,12 +103,15 @@ def test_the_engine_has_the_lora_of_every_epoch_and_the_update_changes_the_weigh
     made.extensions.close()
 
 
-def test_final_states_are_ode_steps_and_memory_is_released(url, own):
+def test_rollouts_of_final_states_are_ode_steps(url, own):
     made = trainer(url, method="diffusion_nft", train__lr=1e-3)
     metrics = made.run_epoch()
     asked = [body for path, body in own.seen if path == "/rollout/generate"]
     assert {body["rollout_sde_type"] for body in asked} == {"ode"} and metrics["skipped_updates"] == 0
     assert all(body["rollout_return_step_indices"] == [4] for body in asked)
+
+
+def test_memory_is_released_between_rollouts(url, own):
     made = trainer(url, parts=ALONE, rollout__release=True)
     own.asleep = True
     made.run_epoch()
@@ -147,11 +150,14 @@ def test_an_engine_that_draws_from_another_policy_stops_the_run(url, own, fault,
         made.run_epoch()
 
 
-def test_wrong_sizes_of_an_engine_or_a_sample_are_named(url, own):
+def test_an_engine_of_another_size_is_named(url, own):
     own.pipe.transformer.config.sample_size = 4
     own.pipe.default_sample_size = 4
     made = trainer(url, parts=ALONE)
     assert "states have the shape [4, 4, 4], the pipeline's [4, 8, 8]" in message(made.run_epoch, error=EngineError)
+
+
+def test_one_sample_of_another_size_is_named(url, own):
     whole = own.drawn
     def cut(*asked):
         answers = whole(*asked)

@@ -397,9 +397,12 @@ def test_live_it_gives_nothing_else(served, path):
     assert ask(served[1], path)[0] in (400, 404)
 
 
-def test_live_pages_answer_no_other_host_and_follow_files(served):
+def test_live_it_answers_no_other_host(served):
     assert ask(served[1], "/", Host="evil.example:80")[0] == 403
     assert ask(served[1], "/", Host=f"localhost:{served[1][1]}")[0] == 200
+
+
+def test_live_a_file_replaced_at_the_same_size_and_time_is_seen(served):
     run, address = served
     version, file = json.loads(ask(address, "/data.json")[1])["version"], run / "metrics.jsonl"
     before, other = file.stat(), run / "other"

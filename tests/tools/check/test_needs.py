@@ -54,7 +54,7 @@ def cached(root: Path, repository: str) -> set[str]:
     return {str(path.relative_to(next(folder.iterdir()))) for path in folder.rglob("*") if path.is_file()}
 
 
-def test_missing_and_gated_repositories(serving):
+def test_all_that_is_missing_is_listed_at_once(serving):
     found = needs.needs(recipe(**{"memory.weights": "nf4"}))
     listed = {(need.what, need.name): [file.name for file in need.missing] for need in found}
     assert listed[("model", MODEL)] == ["model_index.json", "unet/config.json",
@@ -62,6 +62,9 @@ def test_missing_and_gated_repositories(serving):
     assert listed[("reward pickscore", SCORER)] == ["config.json", "model.safetensors"]
     assert listed[("reward pickscore", WORDS)] == ["tokenizer.json"] and ("extra", "bitsandbytes") in listed
     assert [need.gigabytes for need in found if need.name == SCORER] == [8e-9]
+
+
+def test_a_gated_repository_says_where_its_licence_is_accepted(serving):
     serving.gated = {MODEL}
     [model] = [need for need in needs.needs(recipe()) if need.what == "model"]
     assert model.accept == f"gated: accept its licence at {serving.url}/{MODEL}, then `hf auth login`"
@@ -69,7 +72,7 @@ def test_missing_and_gated_repositories(serving):
     assert [need.accept for need in needs.needs(recipe()) if need.what == "model"] == [""]
 
 
-def test_downloads_are_verified_or_deleted(serving, tmp_path):
+def test_what_is_missing_is_downloaded_and_verified(serving, tmp_path):
     serving.breaks = {"unet/diffusion_pytorch_model.safetensors": [300_000, 700_000]}
     told: list[int] = []
     found = needs.needs(recipe())
@@ -80,6 +83,9 @@ def test_downloads_are_verified_or_deleted(serving, tmp_path):
     assert sum(told) == sum(file.size for need in found for file in need.missing)
     ranges = [asked[2]["Range"] for asked in serving.asked if asked[2].get("Range")]
     assert ranges == ["bytes=300000-", "bytes=700000-"]
+
+
+def test_a_file_that_is_not_what_the_hub_lists_is_deleted(serving, tmp_path):
     serving.damaged = {"model.safetensors"}
     with pytest.raises(UserError, match="model.safetensors is not what the hub lists .* it was deleted"):
         needs.fetch(needs.needs(recipe()))

@@ -51,7 +51,7 @@ def test_a_batch_is_learned_once_each_of_its_questions_has_a_vote(ballot, tmp_pa
     assert (live.state()["clicks"], live.state()["done"], live.state()["total"]) == (2, 0, 2)
 
 
-def test_votes_that_are_undone_or_cannot_be_written(ballot, tmp_path):
+def test_undo_takes_votes_back_until_their_batch_is_learned(ballot, tmp_path):
     live = ballot()
     live.ask(questions(tmp_path, 0) + questions(tmp_path, 1))
     for name in ("0.q0", "0.q1", "1.q0"):
@@ -60,6 +60,9 @@ def test_votes_that_are_undone_or_cannot_be_written(ballot, tmp_path):
     live.undo()
     live.undo()
     assert list(live.log.votes) == ["0.q0", "0.q1"] and live.state()["question"]["name"] == "1.q0"
+
+
+def test_a_line_that_cannot_be_written_is_no_vote(ballot, tmp_path):
     live = ballot()
     live.ask(questions(tmp_path, 0))
     (tmp_path / "votes.jsonl").mkdir()

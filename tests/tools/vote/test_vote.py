@@ -151,10 +151,13 @@ def test_rows_of_other_pairs_are_kept(ballot, tmp_path):
     assert 3 not in first.verdicts and first.output.read_text() == ""
 
 
-def test_order_sides_and_the_page_of_a_ballot(ballot):
+def test_order_and_sides_are_of_the_seed(ballot):
     first, same, other = ballot(1), ballot(1), ballot(2)
     assert (first.order, first.b_left) == (same.order, same.b_left) != (other.order, other.b_left)
     assert sorted(first.order) == list(range(COUNT)) and len({*first.b_left}) == 2
+
+
+def test_its_own_page_is_answered_and_tells_no_side(ballot):
     with serving(ballot()) as ask:
         status, text = ask("")
         assert status == 200 and b"[[NONCE]]" not in text and b"http" not in text
