@@ -419,12 +419,15 @@ def test_rows_become_prompts_and_other_columns_metadata(dataset, options):
                                                        {"level": 1, "tags": ["bell", "brass"]}]
 
 
-def test_texts_of_a_dataset_once_with_split_and_limit(dataset, tmp_path):
+def test_each_text_once(dataset, tmp_path):
     file = tmp_path / "org" / "captions" / "train.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in [ROWS[1], *ROWS, {"caption": " a bell "}]))
     prompts = sets.load(f"{dataset}?column=caption&unique=true&limit=2")
     assert [(prompt.text, prompt.metadata) for prompt in prompts] == [("two owls", {}), ("a red hat", {})]
     assert len(sets.load(f"{dataset}?unique=true")) == 3
+
+
+def test_split_and_limit(dataset):
     assert len(hub.load(f"{dataset}?split=test")) == 1
     assert [prompt.text for prompt in hub.load(f"{dataset}?limit=2")] == ["a red hat", "two owls"]
 
