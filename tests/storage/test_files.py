@@ -89,13 +89,16 @@ def test_a_damaged_object_is_told_in_one_line(text, tmp_path):
     assert "\n" not in str(caught.value)
 
 
-def test_fifos_nan_and_deep_files(tmp_path):
+def test_fifos_and_deep_lines(tmp_path):
     os.mkfifo(tmp_path / "a.json")
     with pytest.raises(UserError, match=r"a.json is damaged \(it is a FIFO, expected a regular file\): remove it"):
         read_object(tmp_path / "a.json", "remove it")
     (tmp_path / "a.jsonl").write_text(json.dumps({"epoch": 1}) + f"\n{DEEP}\n")
     with pytest.raises(UserError, match="a.jsonl, line 2: damaged .*: remove that line"):
         read_lines(tmp_path / "a.jsonl", "epoch")
+
+
+def test_nan_missing_files_and_deep_manifests(tmp_path):
     (tmp_path / "a.json").write_text('{"before": {"scene": NaN}}')
     with pytest.raises(UserError, match=r"a.json is damaged \(NaN is no number of JSON\): remove it"):
         read_object(tmp_path / "a.json", "remove it")
