@@ -456,4 +456,4 @@ def test_a_clone_without_the_function(clone, monkeypatch, capsys):
 @pytest.mark.parametrize("case", one_pass_ratio.CASES)
 def test_every_case_is_a_run_with_and_without_it(case):
     config = load(one_pass_ratio.RECIPE, one_pass_ratio.SMALL | one_pass_ratio.CASES[case] | {"train.one_pass": "true"})
-    extensions.require(OnePass, loop.setup(config, "pipeline"))
+    assert config.train.one_pass is True and extensions.require(OnePass, loop.setup(config, "pipeline")) is None

@@ -114,12 +114,15 @@ def test_a_lora_is_drawn_as_stock_diffusers_loads_it(tmp_path, model, lora):
     assert np.abs(ours - drawn(tmp_path / "out", model)[1]).max() > 1
 
 
-def test_all_weights_and_other_pages(tmp_path, model):
+def test_all_weights_are_loaded_too(tmp_path, model):
     run = make_run(tmp_path / "run", model, 0.1, rank=0)
     same = make_run(tmp_path / "same", model, 0.0, rank=0)
     assert not (run / LORA_FILE).exists()
     tuned, base = drawn(tmp_path / "out", model, run)[0], drawn(tmp_path / "out", model, same)[0]
     assert np.abs(tuned - base).max() > 1
+
+
+def test_a_page_of_other_prompts_and_seeds(tmp_path, model):
     run = make_run(tmp_path / "run", model, 0.3)
     (tmp_path / "p.jsonl").write_text('{"prompt": "a dog"}\n{"prompt": "a cat", "negative_prompt": "blue"}\n')
     pages = [Image.open(images.grid(run, tmp_path / "p.jsonl", 5, seed, tmp_path / f"{seed}.png")) for seed in (0, 1)]
