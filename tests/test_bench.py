@@ -23,6 +23,7 @@ from tests.helpers import tiny
 from tests.helpers.commands import commands
 
 
+@pytest.mark.fast
 def test_calls_are_recorded_and_run_again():
     trainer = tiny.trainer(parts__plan__size=2, train__micro_batch=8)
     bench_overhead.epoch(trainer)  # looks at the first ratio

@@ -259,13 +259,19 @@ def tour_faults(page: str) -> list[str]:
     return faults + [room for room in rooms if room not in inside] + [root for root in roots if f"`{root}`" not in page]
 
 
-def test_the_table_of_recipes_and_learning_rates():
+def test_recipes_stay_short_and_load():
     for recipe in (ROOT / "configs").glob("*.yaml"):
         assert len(recipe.read_text().splitlines()) < 40 and load(recipe).name == recipe.stem
-    # Written anew by `python scripts/docs/recipe_table.py --none`.
+
+
+def test_the_table_of_recipes_says_what_the_recipes_say():
+    """Written anew by `python scripts/docs/recipe_table.py --none`."""
     script = runpy.run_path(str(ROOT / "scripts" / "docs" / "recipe_table.py"))
     assert (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8") == script["page"]()
-    # Written anew by `python scripts/measure/tune_rates.py --file docs/data/rates.json --table`.
+
+
+def test_the_table_of_learning_rates_is_that_of_its_runs():
+    """Written anew by `python scripts/measure/tune_rates.py --file docs/data/rates.json --table`."""
     script = runpy.run_path(str(ROOT / "scripts" / "measure" / "tune_rates.py"))
     runs = json.loads((ROOT / "docs" / "data" / "rates.json").read_text(encoding="utf-8"))
     page = (ROOT / "docs" / "learning_rate.md").read_text(encoding="utf-8")

@@ -49,14 +49,20 @@ def nameless(tmp_path_factory) -> Path:
     return folder / "run"
 
 
-def test_commands_repeat_a_run_of_objects(run, tmp_path):
+def test_the_configuration_names_what_lies_in_files(run):
     config = load(run / "config.yaml")
     assert config.trained["red"].use == f"{tiny.__file__}:red" and config.trained["red"].timeout == 60
     assert [prompt.text for prompt in prompts.load_prompts(config.prompts)] == [text.strip() for text in TEXTS]
     assert {prompt.text for side in sets.resolve(config) for prompt in side} == {text.strip() for text in TEXTS}
+
+
+def test_commands_of_a_run_work(run, tmp_path):
     assert main(["compare", "grid", str(run), "--output", str(tmp_path / "grid.png")]) == 0
     assert main(["export", str(run), "--form", "merged", "--output", str(tmp_path / "merged")]) == 0
     assert (tmp_path / "grid.png").is_file() and (tmp_path / "merged" / "model_index.json").is_file()
+
+
+def test_its_configuration_repeats_the_run_and_both_keep_their_prompts(run, tmp_path):
     folder = Path(shutil.copytree(run, tmp_path / "run"))
     assert main(["train", "--trust", str(folder / "config.yaml"), f"--output={tmp_path}",
                  f"--prompts={folder / provenance.PROMPTS}"]) == 0
@@ -110,6 +116,7 @@ def decorated(tmp_path):
         find_module._files.pop(name, None)
 
 
+@pytest.mark.fast
 def test_decorated_rewards_are_found_again(decorated, tmp_path):
     assert find(f"{decorated}:reddish") is find(f"{decorated}:anything") and find("reddish").__name__ == "anything"
     assert find(f"{decorated}:dark").__name__ == "<lambda>"

@@ -17,6 +17,7 @@ def test_methods_are_what_they_were(section, made):
     assert made() == json.loads(golden_files.kept("methods"))[section]
 
 
+@pytest.mark.fast
 def test_recipes_presets_keys_and_help_are_frozen():
     found = json.loads(golden_files.kept("methods"))
     assert {*found["recipes"]} == {path.stem for path in golden_files.RECIPES.glob("*.yaml")}

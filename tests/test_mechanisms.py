@@ -26,6 +26,7 @@ def known() -> set[str]:
     return {*PRESETS, *registry.TYPES, *rewards.BUILT_IN, *schema.fields(), *places}
 
 
+@pytest.mark.fast
 def test_rows_have_papers_names_tests_and_evidence():
     assert mechanisms.rows().keys() <= mechanisms.papers().keys()
     assert all(row.note for row in ROWS.values() if row.state in ("reason", "partial"))

@@ -30,6 +30,7 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
 
 
+@pytest.mark.fast
 def test_this_environment_fits_and_old_packages_are_named(tmp_path):
     assert packages.require_versions() is None
     install(tmp_path / "site-packages", "peft", "0.11.0")

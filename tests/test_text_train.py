@@ -114,6 +114,7 @@ def test_grpos_loss_is_the_papers():
     assert advantage.abs().max() > 0.5 and ratio[mask].max() > 1.01
 
 
+@pytest.mark.fast
 def test_baselines_and_endless_completions():
     trainer = tiny_text.trainer(tiny_text.policy(), {"short": many}, method="remax")
     asked = trainer.rollouts.conditioning(trainer.prompts[:2])

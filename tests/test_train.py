@@ -219,7 +219,7 @@ def test_the_gradient_does_not_depend_on_the_micro_batch(method):
         torch.testing.assert_close(other / scale, found[0] / scale, rtol=0, atol=1e-5)
 
 
-def test_decisions_and_parts_are_counted():
+def test_updates_part_the_gradient_by_the_decisions_they_hold():
     trainer = tiny.trainer(train__prompts=3, train__group=4, train__micro_batch=4)
     tiny.stir(trainer.policy)
     parts, conditioning = epoch(trainer)
@@ -228,8 +228,14 @@ def test_decisions_and_parts_are_counted():
     assert [[part.groups for part in share] for share in shares] == [[range(0, 1), range(2, 3)], [range(1, 2)]]
     pieces = [gradient(trainer, share, conditioning) * len(share) / 3 for share in shares]
     torch.testing.assert_close(sum(pieces), whole, rtol=1e-4, atol=1e-6)
+
+
+def test_the_count_of_decisions_is_rows_times_trained_steps():
     parts, _ = epoch(tiny.trainer(train__micro_batch=3))
     assert decisions(parts) == 8 * 4 and decisions(parts[1:]) == 4 * 4
+
+
+def test_parts_are_dealt_out_evenly():
     assert chunks(list(range(7)), 3) == [[0, 3, 6], [1, 4], [2, 5]]
     assert chunks([1, 2], 3) == [[1], [2]] and chunks([], 3) == []
 
@@ -321,19 +327,25 @@ def test_a_transition_has_the_advantage_of_the_mean_of_the_images_below_it():
     torch.testing.assert_close(advantages[2], trainer.method.credit.advantage(grouped, [1.0]).flatten())
 
 
-def test_rewards_that_do_not_apply_and_updates_count(tmp_path):
+def test_a_run_in_which_no_group_differs_changes_nothing(tmp_path):
     settings = tiny.config(tmp_path, reward="same", parts__selection={"type": "DropZeroVariance"})
     summary = align(settings, {"same": lambda images, prompts: [0.5] * len(prompts)})
     assert (summary["updates"], summary["max_first_log_ratio"]) == (0, None)
     assert summary["before"] == summary["after"] == {"same": 0.5}
     saved = load_file(settings.folder / LORA_FILE)
     assert all(value.abs().max() == 0 for key, value in saved.items() if "lora_B" in key)
+
+
+def test_a_reward_may_not_apply(tmp_path):
     settings = tiny.config(tmp_path, reward={"red": 1.0, "cats": 1.0}, train__epochs=3)
     def cats(images, prompts):
         return [tiny.red(images, prompts)[i].item() if "cat" in prompt else None for i, prompt in enumerate(prompts)]
     summary = align(settings, {"red": tiny.red, "cats": cats})
     assert summary["updates"] == 3 and summary["skipped_updates"] == 0
     assert json.dumps(metrics(settings.folder), allow_nan=False)  # null, never NaN
+
+
+def test_updates_and_inner_epochs_count(tmp_path):
     trainer = tiny.trainer(train__updates=2, train__inner_epochs=3)
     found = trainer.run_epoch()
     assert trainer.optimization.update == 6 and trainer.optimization.total_updates == 2 * 3 * 2
@@ -378,6 +390,7 @@ def test_the_average_is_what_is_saved_where_it_is_asked_for(tmp_path):
         assert all(torch.equal(held[key], saved[key]) for key in held) == same
 
 
+@pytest.mark.fast
 def test_averages_and_nondeterministic_denoisers_are_refused(tmp_path):
     with pytest.raises(UserError, match="eval.weights is 'ema', but train.ema is 0"):
         align(tiny.config(tmp_path, eval__weights="ema"))
@@ -491,6 +504,7 @@ def test_prompts_of_files_and_lists(tmp_path):
         Prompt("old", metadata={"count": 3})]
 
 
+@pytest.mark.fast
 def test_rewards_of_one_name_and_groups_that_agree(tmp_path, capsys):
     def same(images, prompts):
         return [0.5] * len(prompts)
@@ -596,14 +610,20 @@ def test_how_an_adapter_is_taken_off_is_told_and_true():
     assert len(tiny_text.policy(tiny_text.model()).weights.named) == count
 
 
-def test_unhashable_rewards_all_weights_and_threads(tmp_path):
+def test_a_reward_need_not_be_hashable(tmp_path):
     with pytest.raises(UserError, match="no model 'startr', and no folder of that name: did you mean 'starter'"):
         flowgrpo.align("startr", Bright(), ["a", "b"], **small(tmp_path))
+
+
+def test_a_run_of_all_weights(tmp_path):
     settings = tiny.config(tmp_path, adapter__rank=0, train__lr=1e-3)
     summary = align(settings)
     loaded = type(tiny.sd3().transformer).from_pretrained(settings.folder / "transformer")
     base = dict(tiny.sd3().transformer.named_parameters())
     assert summary["updates"] == 2 and any((base[key] != value).any() for key, value in loaded.named_parameters())
+
+
+def test_a_run_outside_of_the_main_thread(tmp_path):
     from concurrent.futures import ThreadPoolExecutor
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(align, tiny.config(tmp_path)).result()["updates"] == 2

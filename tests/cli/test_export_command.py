@@ -95,11 +95,14 @@ def test_a_place_that_is_of_no_run_or_epoch_is_refused(finished, capsys, argumen
     assert line.format(run=finished) in message and message.count("\n") == 1
 
 
-def test_merged_with_its_card(finished, tmp_path, capsys):
+def test_merged(finished, tmp_path, capsys):
     folder = exported(capsys, str(finished), "--form", "merged", "--output", str(tmp_path / "whole"))
     assert folder == tmp_path / "whole"
     base, merged = (load_pipeline(str(each)).transformer.state_dict() for each in (finished.parent / "model", folder))
     assert base.keys() == merged.keys() and any(not torch.equal(base[key], merged[key]) for key in base)
+
+
+def test_card(finished, capsys):
     file = exported(capsys, str(finished), "--form", "card")
     assert file == finished / "README.md" and "`red`" in file.read_text()
 

@@ -34,6 +34,7 @@ def found(pattern: str) -> list[str]:
 
 
 # --- the core --------------------------------------------------------------------------------------------------------
+@pytest.mark.fast
 def test_the_core_names_no_key_module_or_class_of_a_feature():
     assert len(KEYS) == 23
     dotted = [re.escape(each) for each in KEYS if "." in each] + [r"config\.phases"]

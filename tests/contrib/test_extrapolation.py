@@ -72,6 +72,7 @@ def test_a_jump_that_lowers_the_reward_is_taken_back():
     assert [line["extrapolation"] for line in next_epochs(made, 3)] == [0, 0, 1]
 
 
+@pytest.mark.fast
 def test_jumps_are_kept_or_not():
     made = run([0.1, 0.2, 0.3, 0.3, 0.3, 0.3])
     assert [line["extrapolation"] for line in next_epochs(made, 6)] == [0, 0, 1, 0, 0, 1]

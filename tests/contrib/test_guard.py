@@ -291,6 +291,7 @@ def test_blurred_or_alike_images_bring_back_the_last_weights_within_the_limits()
         "run went back to the weights of epoch 2, with 0.5 of the learning rate"]
 
 
+@pytest.mark.fast
 def test_the_first_weights_are_good_and_those_beyond_the_limits_not_the_best():
     made, kept = looked((1.2, 1.0))
     start = tiny.trainer(guard__edge_width=1.1, eval__every=1, train__epochs=8)
@@ -333,7 +334,7 @@ def test_falls_are_those_of_welch_and_of_pairs(seed):
     assert guard.fell_paired([*best, math.nan], [*now, 0.0], found * 1.01)
 
 
-def test_false_alarms_are_no_more_often_than_said():
+def test_runs_without_a_fall_go_back_no_more_often_than_said():
     """400 runs of 12 epochs x 8 groups with one mean, each window of two epochs against the best before it."""
     rng, level, alarms = np.random.default_rng(0), guard.of_pairs(0.3, 12), 0
     for _ in range(400):
@@ -341,6 +342,9 @@ def test_false_alarms_are_no_more_often_than_said():
         alarms += any(guard.fell(rewards[i:i + 2].ravel(), rewards[j:j + 2].ravel(), level)
                       for i in range(11) for j in range(i + 2, 11))
     assert alarms / 400 < 0.1  # a third of .3
+
+
+def test_updates_without_a_spike_go_back_no_more_often_than_said():
     rng, level = np.random.default_rng(0), guard.of_spikes(0.3, 12)
     runs = rng.lognormal(0, 0.5, (400, 12))
     alarms = sum(any(run[k] > guard.limit(run[max(0, k - 4):k], level) for k in range(12)) for run in runs)

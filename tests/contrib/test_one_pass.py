@@ -205,17 +205,23 @@ def test_the_first_update_has_the_replays_gradient_and_a_ratio_of_exactly_one():
     assert torch.allclose(held, replayed, rtol=1e-5, atol=1e-6 * replayed.abs().max()) and held.norm() > 0
 
 
-def test_ratios_are_one_and_a_kl_is_that_of_a_replay():
+def test_half_precision_has_a_ratio_of_exactly_one_and_scores_nothing_again():
     made = tiny.trainer(method="mix_grpo", parts={"plan": {"size": 2}}, precision="bf16", train__one_pass=True,
                         policy=tiny.policy(tiny.sd3().to(torch.bfloat16), precision="bf16"))
     lines = tiny_runs.epochs(made)
     assert [line["log_ratio_max"] for line in lines] == [0, 0] and made.first_ratio.rescore is False
     assert made.first_ratio.max_log_ratio is not None and lines[0]["grad_norm"] > 0
+
+
+def test_a_rollout_that_a_replay_does_not_repeat_stops_the_run():
     made = trainer(train__one_pass=True)
     generator = torch.Generator().manual_seed(1)
     made.policy.pipe.transformer.register_forward_hook(
         lambda module, given, output: (output[0] + 1e-2 * torch.randn(output[0].shape, generator=generator),))
     assert "replay and rollout disagree" in message(made.run_epoch)
+
+
+def test_a_kl_with_the_base_model_is_that_of_a_replay():
     found = []
     for one_pass in (False, True):
         made = trainer(train__one_pass=one_pass, parts={"kl": {"weight": 0.1}})
@@ -424,6 +430,7 @@ def test_a_shared_first_noise_is_other_work(clone, monkeypatch, capsys):
     assert code == 2 and lines[1].startswith("replay: {'forward': 28, 'backward': 6} rows, expected {'forward': 32, ")
 
 
+@pytest.mark.fast
 def test_rows_of_repetitions_and_of_saved_steps():
     theirs = {"forward": 32, "backward": 8}
     found = {"one_pass": {"forward": 24, "backward": 8}, "theirs": theirs}

@@ -53,6 +53,7 @@ def test_a_phase_changes_what_it_sets_and_evaluations_keep_their_own():
     assert made.policy.text.max_tokens == 6 and len(made.prompts) == 6  # again behind the epoch
 
 
+@pytest.mark.fast
 def test_grids_sizes_and_steps_of_phases():
     made = tiny.trainer(phases=[{"at": 1, "set": {"image.sizes": [[8, 8]], "train.steps": 4}}], train__epochs=3,
                         parts={"plan": {"size": 2}})

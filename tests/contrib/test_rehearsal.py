@@ -71,6 +71,7 @@ def fitted(loss) -> torch.Tensor:
     return torch.stack([found[1:4].sum(), found[7:10].sum()])
 
 
+@pytest.mark.fast
 def test_modes_are_kept_and_methods_without_samples_refuse():
     kept = fitted(lambda new, base: (base.exp() * Rehearsal(1.0)(new, base)).sum())
     lost = fitted(lambda new, base: (new.exp() * (new - base)).sum())
@@ -105,10 +106,13 @@ def test_a_run_rehearses_the_bases_samples_which_it_draws_once():
     assert (moved[0] - moved[1]).abs().max() > 1e-4
 
 
-def test_image_runs_rehearse_and_unsolved_samples_are_left_out():
+def test_a_image_run_rehearses_too():
     trainer = tiny.trainer(parts={"rehearsal": {"type": "Rehearsal", "divergence": "js"}})
     metrics = trainer.run_epoch()
     assert math.isfinite(metrics["rehearsal"]) and loop.extension(trainer, "RehearsedSamples").parts
+
+
+def test_samples_that_the_base_does_not_solve_are_left_out():
     def last(texts, prompts):
         return [float(place % 2) for place in range(len(texts))]
     trainer = tiny_text.trainer(rewards={"short": last}, parts={"rehearsal": {"type": "Rehearsal", "least": 0.5}})

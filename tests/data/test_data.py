@@ -277,6 +277,7 @@ def test_every_first_place_is_equally_likely_and_epochs_are_pure_functions():
         assert [draw(prompts, 3, e, 2) for e in range(5)] != [draw(prompts, 3, e, 3) for e in range(5)]
 
 
+@pytest.mark.fast
 def test_weights_are_probabilities_and_repeat_only_if_they_must():
     prompts = [Prompt("a", weight=1), Prompt("b", weight=2), Prompt("c", weight=5)]
     counts = Counter(draw(prompts, 1, epoch, 0)[0].text for epoch in range(8000))
@@ -304,14 +305,20 @@ def test_wishes_times_weights():
 
 
 # --- the starter's prompts -------------------------------------------------------------------------------------------
-def test_starter_prompts_are_the_scripts_disjoint_and_on_their_side():
+def test_starter_prompts_are_what_the_script_builds():
     built = runpy.run_path(str(ROOT / "scripts" / "build" / "build_prompts.py"))["build"]()
     for name, records in built.items():
         assert [json.loads(line) for line in (STARTER / name).read_text().splitlines()] == records
+
+
+def test_starter_prompts_are_disjoint():
     train, held = resolve(Config())
     texts = [p.text for p in train], [p.text for p in held]
     assert len(texts[0]) == len(set(texts[0])) == 600
     assert not set(texts[0]) & set(texts[1])
+
+
+def test_starter_prompts_are_on_their_side():
     for prompts, side in zip(resolve(Config()), (False, True)):
         for prompt in prompts:
             claims = scenes.parse(prompt.text)

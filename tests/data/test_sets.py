@@ -78,6 +78,7 @@ def test_prompts_of_our_own_are_what_their_script_writes(script):
         assert [json.loads(line) for line in lines] == rows
 
 
+@pytest.mark.fast
 def test_no_training_prompt_is_in_a_test_set():
     """Neither as written, nor without case, spaces and punctuation; and no text that an image is asked to show."""
     test = [prompt for file in sets.test_files() for prompt in load_prompts(file)]

@@ -66,11 +66,15 @@ def test_recipes_that_harm_are_refused(tmp_path, text, message):
     assert message in refusal(config.load, write(tmp_path, "recipe.yaml", text))
 
 
-def test_harmful_options_and_entries(tmp_path):
+def test_options_that_harm_are_refused():
     assert "nested deeper" in refusal(parse_value, "train.lr", "[" * 20_000)
     assert "name: got 'a\\x00b', expected a text without a NUL character" in refusal(
-        config.load, None, {"name": "a\0b"})
+        config.load, None, {"name": "a\0b"}
+    )
     assert "stands twice" in refusal(parse_value, "train", "{lr: 1, lr: 2}")
+
+
+def test_many_wrong_entries_are_explained_at_once(tmp_path):
     line = refusal(config.validate, {"image": {"sizes": [["x", 1]] * 20_000}})
     assert line.startswith("the options: image.sizes")
 

@@ -93,12 +93,18 @@ def test_names_of_files(tmp_path, model):
         images.sample(str(model), None, ["a", "b"], 1, 0, 1, 1.0, tmp_path / "a.png")
 
 
-def test_images_of_the_stock_pipeline_by_place_and_seed(tmp_path, model):
+def test_a_image_is_the_stock_pipelines(tmp_path, model):
     ours = drawn(tmp_path, model)[1]
     assert np.abs(ours - stock(model, None, (1, 0), num_inference_steps=2, guidance_scale=1.5)).max() <= 1
+
+
+def test_without_steps_and_guidance_the_pipelines_own_are_taken(tmp_path, model):
     ours = drawn(tmp_path, model, steps=None, guidance=None)[1]
     assert np.abs(ours - stock(model, None, (1, 0))).max() <= 1
     assert np.abs(ours - drawn(tmp_path, model)[1]).max() > 1
+
+
+def test_a_image_depends_on_its_own_place_and_the_seed_alone(tmp_path, model):
     one, two = drawn(tmp_path, model), drawn(tmp_path, model, count=2)
     assert (two[0] == one[0]).all() and (two[2] == one[1]).all() and (two[0] != two[1]).any()
     assert (drawn(tmp_path, model, seed=4)[0] != one[0]).any()

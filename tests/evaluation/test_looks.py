@@ -163,6 +163,7 @@ def gaussian(mean, std, rotation=None, count=40, seed=0):
     return (scaled if rotation is None else scaled @ rotation.T) + torch.tensor(mean, dtype=torch.float64)
 
 
+@pytest.mark.fast
 def test_fid_is_the_frechet_distance_of_gaussians():
     """|m1 - m2|^2 + |s1 - s2|^2, in any rotation: (3, -1, 2) apart, stds 1, 2, 0 and 2, 5, 1.
 

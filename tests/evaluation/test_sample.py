@@ -113,6 +113,7 @@ def test_settings_are_quoted_and_clips_say_them(tmp_path):
     assert exif.startswith(b"UNICODE\0") and exif[8:].decode("utf-16-be") == text and "Size: 16x8" in text
 
 
+@pytest.mark.fast
 def test_files_of_prompts_and_grids_say_how_they_were_drawn(tmp_path, model):
     (tmp_path / "prompts.txt").write_text("a cat\na dog\n")
     images.sample_file(str(model), tmp_path / "prompts.txt", tmp_path / "out", steps=2, guidance=1.5, seed=3)
@@ -397,7 +398,7 @@ def same(found, expected) -> bool:
     return all(torch.allclose(one, other, atol=1e-5) for one, other in zip(found, expected, strict=True))
 
 
-def test_arms_and_blends_are_loaded_once(made):
+def test_the_arms_draw_in_any_order(made):
     model, run, base, tuned = made
     assert not same(base, tuned)
     drawing, loaded = sampler(model), []
@@ -405,8 +406,14 @@ def test_arms_and_blends_are_loaded_once(made):
         assert same(drawing.draw(arm, PROMPTS, SEEDS), expected)
         loaded.append(drawing.pipe)
     assert loaded[0] is loaded[1] is not loaded[2]  # weights do not leave a pipeline
+
+
+def test_a_sample_does_not_depend_on_the_others(made):
     model, run, base, _ = made
     assert same(sampler(model).draw(Arm(None, FEW_STEPS), PROMPTS[1:], SEEDS[1:]), base[1:])
+
+
+def test_blends_of_one_pair_are_loaded_once(made):
     model, run, base, tuned = made
     drawing, loaded = sampler(model), []
     for weight, expected in ((0.0, base), (1.0, tuned), (0.0, base)):

@@ -57,6 +57,7 @@ def test_an_encoder_whose_layers_are_read_keeps_them_and_is_narrow():
     assert train_recipes.encoder_of("SanaPipeline") == train_recipes.ENCODER
 
 
+@pytest.mark.fast
 def test_failing_steps_and_exports_without_names(tmp_path):
     """A step is a process of its own; its last line and its exit code are kept, and the same call goes on there."""
     def failing():
@@ -108,6 +109,7 @@ def test_a_whole_model_has_its_published_depth_and_a_row_of_its_own(tmp_path, mo
     assert train_recipes.joined(tmp_path / "rows.json", [whole]) == [shallow, whole]
 
 
+@pytest.mark.fast
 def test_stand_ins_and_constants_that_are_reduced(tmp_path):
     values = np.array([[[[0.0, 0.5, 1.0]]], [[[0.25, 0.1, 0.9]]]])  # as numpy: 2 frames of one pixel
     assert train_recipes.bytes_of(values).tolist() == [[[[0, 128, 255]]], [[[64, 26, 230]]]]

@@ -163,7 +163,7 @@ def test_a_reward_that_hangs_is_skipped_without_asking_for_each_sample(hanging):
     assert tally.failed == {"mine": 4} and hanging.calls == 1
 
 
-def test_a_hanging_reward_is_asked_again_and_in_time_all_is_as_without():
+def test_a_reward_that_hangs_once_is_asked_again():
     calls = itertools.count()
     over = threading.Event()
     def reward(images, prompts):
@@ -172,6 +172,9 @@ def test_a_hanging_reward_is_asked_again_and_in_time_all_is_as_without():
         return lengths(images, prompts)
     assert values(Composed(reward, RewardRule(timeout=2, on_error=Retry(retry=1, wait=0)))) == [1, 2, 3, 4]
     over.set()
+
+
+def test_in_time_all_is_as_without():
     weight = torch.ones(4, requires_grad=True)
     recorded = []
     def learned(images, prompts):
@@ -353,6 +356,7 @@ def test_an_answer_without_end_ends_by_the_time_out(fault, client):
     assert "\n" not in str(caught.value) and root in str(caught.value)
 
 
+@pytest.mark.fast
 def test_servers_that_say_nothing_end_by_the_time_out():
     with misbehaving(mute, buffer=4096) as root:
         began = time.monotonic()

@@ -221,6 +221,7 @@ def loaded(folder: str):
     return ViTForImageClassification.from_pretrained(folder).eval()
 
 
+@pytest.mark.fast
 def test_probabilities_of_safety_by_size_and_class(folder):
     images = torch.rand(3, 3, 16, 16, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():  # of its size already: only scaled to [-1, 1], of 256 steps

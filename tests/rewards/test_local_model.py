@@ -306,6 +306,7 @@ def test_a_reward_is_placed_on_its_processs_gpu(chosen, monkeypatch):
     assert resolve_device(None) == "cuda:3" and resolve_device("cuda:1") == "cuda:1" and resolve_device("cpu") == "cpu"
 
 
+@pytest.mark.fast
 def test_calls_and_threads_are_on_their_gpu(chosen):
     assert within(60, "it", torch.cuda.current_device) == within(None, "it", torch.cuda.current_device) == 3
     seen = []

@@ -239,6 +239,7 @@ def three_expected(videos, clip: torch.Tensor, prompt: str) -> list[float]:
     return [(raw[0] - 3.6757) / 2.2476, (raw[1] - 1.1646) / 1.3811, (raw[2] - 0.5) / 2.0]
 
 
+@pytest.mark.fast
 def test_scores_of_the_marks_in_either_precision(videos):
     assert looked_at(5, 2) == [0, 1, 3, 4]
     values = torch.tensor([three_expected(videos, clip, prompt) for clip, prompt in zip(CLIPS, PROMPTS)])

@@ -292,6 +292,7 @@ def test_recipes_name_a_server():
         inspect.signature(rewards.locate(rule.use or name)).bind(**rule.args)
 
 
+@pytest.mark.fast
 def test_texts_metadata_and_exact_floats():
     with serving(lambda texts, prompts: [len(text) for text in texts]) as url:
         assert Remote(url, **QUICK)(["a", "", "ccc"], PROMPTS[:3], [{}] * 3) == [1, 0, 3]
@@ -378,6 +379,7 @@ def test_a_reward_with_an_unfit_answer_fails_over_there(answer):
         assert status == 422 and "reward 'mine' returned" in line
 
 
+@pytest.mark.fast
 def test_failures_over_there():
     def choking(images, prompts):
         if "bb" in prompts:
@@ -528,6 +530,7 @@ FAULTS = {
     "slow": ("hang", "gave no answer within 1 s")}
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_retried_and_told(fault):
     app = faulty(FAULTS[fault][0])

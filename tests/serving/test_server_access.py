@@ -217,6 +217,7 @@ def test_readers_and_bytes_are_bounded():
         assert server.ask()[0] == 200
 
 
+@pytest.mark.fast
 def test_many_connections_and_a_full_queue():
     with held_reward() as (reward, begun, go_on), running(reward, Bounds(queue=1)) as server:
         first = server.begin(raw(request()))
@@ -234,12 +235,15 @@ def test_many_connections_and_a_full_queue():
         assert [status_of(connection) for connection in held] == [200] * 200
 
 
-def test_exits_and_hangs_of_rewards():
+def test_a_reward_that_exits_does_not_end_the_server():
     def leaving(outputs, prompts):
         raise SystemExit(3)
     with running(leaving) as server:
         for _ in range(2):
             assert server.ask()[0] in (422, 500)
+
+
+def test_a_reward_that_hangs_does_not_hold_the_end():
     with held_reward() as (reward, begun, _), running(reward, Bounds(drain=0.3)) as server:
         with server.begin(raw(request())):
             assert begun.wait(20)

@@ -74,12 +74,15 @@ def test_targets_and_steps_of_schedulers():
 
 
 # --- what ships ------------------------------------------------------------------------------------------------------
-def test_its_files_are_the_starter_with_the_lora():
+def test_its_files_are_small_and_name_a_scheduler_that_renoises():
     folder = MERGED[NAME]
     assert sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) <= 5e6
     scheduler = FlowMatchLCMScheduler.from_pretrained(folder / "scheduler")
     scheduler.set_timesteps(4)
     assert scheduler.sigmas.tolist() == pytest.approx([1, 0.75, 0.5, 0.25, 0])
+
+
+def test_it_is_the_starter_with_the_lora_in_its_weights():
     base, merged = (dict(load_pipeline(name).transformer.named_parameters()) for name in ("starter", NAME))
     assert merged.keys() == base.keys()
     factors = load_file(MERGED[NAME] / LORA_FILE)

@@ -140,14 +140,18 @@ def test_it_is_small_and_its_processor_is_the_one_of_its_training(loaded):
 
 
 @torch.no_grad()
-def test_it_paints_and_answers_as_its_card_says(loaded):
+def test_its_decoder_paints_what_tokens_say(loaded):
     model, _ = loaded
     prompts = build.held_out_prompts()[::8]
     rng = np.random.default_rng(0)
     grids = [lattice.tokens(lattice.place(scenes.parse(prompt), rng)) for prompt in prompts]
     pictures = model.decode_image_tokens(torch.from_numpy(np.stack(grids))).permute(0, 3, 1, 2)
     assert np.mean(scene((pictures / 2 + 0.5).clamp(0, 1), prompts)) > 0.95
-    # Images are right in half of the cases, answers too, and at chance with the images hidden.
+
+
+@torch.no_grad()
+def test_it_draws_and_answers_as_its_card_says(loaded):
+    """Images are right in half of the cases, answers too, and at chance with the images hidden."""
     model, processor = loaded
     prompts = build.held_out_prompts()
     drawn = build.images_right(model, processor.tokenizer, prompts[::3])["all"]

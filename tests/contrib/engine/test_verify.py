@@ -66,12 +66,15 @@ def test_clip_ranges_are_in_the_unit_of_each_log_ratio():
     assert 0 < row.clips["Guard"] < 10 * (1.1 * torch.tensor(stds) * plain).max().item() < row.clips["PlainRatio"]
 
 
-def test_half_precision_shows_alone_and_no_flow_is_refused():
+def test_half_precision_shows_in_its_rows_alone():
     found = rows(precisions=("fp32", "bf16"), lora=False)
     exact, half = (max(row.largest for row in found if row.precision == name) for name in ("fp32", "bf16"))
     assert exact < 2e-5 and 1e-4 < half < 0.02 and not any(row.found for row in found)
     lines = verify.table(found)
     assert lines[-2].startswith(f"smallest clip range in bf16: {10 * half:.1e} of PlainRatio, ")
+
+
+def test_a_model_without_a_flow_is_refused():
     policy = tiny.policy(tiny.sd15(), call={})
     assert "expected a flow" in message(lambda: verify.specified(policy, policy.encode(["red"]), ASKED))
 
@@ -87,23 +90,35 @@ def test_wrong_or_unused_sigmas_are_named():
     assert "sigmas of the shift 3.5 and sends others" in found[0].found[0]
 
 
-def test_a_lora_that_is_not_ours_is_named():
+def test_a_lora_without_effect_is_named():
     found = rows("no LoRA")
     assert named(found) == {(True, 1): ["another LoRA"], (True, 2): ["another LoRA"]}
     assert "draws without the LoRA, from the base model" in found[-1].found[0]
+
+
+def test_another_lora_is_named_by_its_checksum():
     with pytest.raises(EngineError, match="holds another LoRA") as error:
         rows("another LoRA")
     assert error.value.fault == "another LoRA"
 
 
-def test_states_requests_and_seeds_that_are_wrong_are_named():
+def test_states_in_half_precision_are_named():
     assert named(rows("bf16 states")) == {place: ["bf16 states"] for place in EVERY}
+
+
+def test_a_dropped_request_is_named():
     with pytest.raises(EngineError, match="sent 1 of 2 samples") as error:
         rows("dropped request")
     assert error.value.fault == "dropped request"
+
+
+def test_a_repeated_seed_is_named():
     found = rows("repeated seed")
     assert named(found) == {place: ["repeated seed"] for place in EVERY if place[1] > 1}
     assert "samples 0 and 1 of 4 have one initial noise" in found[1].found[0]
+
+
+def test_a_time_out_is_named():
     with pytest.raises(EngineError, match="did not answer within 0.2 s") as error:
         rows("time-out", lora=False, timeout=0.2)
     assert error.value.fault == "time-out"

@@ -88,13 +88,16 @@ def test_a_calibration_ends_and_its_rate_follows_the_schedule():
     assert made.policy.evaluations - made.spent == plain.policy.evaluations - plain.spent
 
 
-def test_the_moving_average_and_the_step_are_of_the_rate_that_is_found():
+def test_the_moving_average_is_of_sized_weights():
     made = run("image", train__ema=0.5, eval__weights="ema")
     first = {key: value.clone() for key, value in made.optimization.ema.items()}
     made.run_epoch()
     for key, value in made.policy.weights.snapshot().items():
         torch.testing.assert_close(made.optimization.ema[key], first[key].lerp(value, 0.5))
-    # A run with the first update's own rate as a number makes the same step: Adam's direction has no rate in it.
+
+
+def test_a_sized_step_is_that_of_the_rate_which_is_found():
+    """A run with the first update's own rate as a number makes the same step: Adam's direction has no rate in it."""
     made = run("image", {"start": 1e-5})
     made.run_epoch()
     plain = run("image", 1e-5 * loop.extension(made, "StepSize").calibration.scale)
@@ -115,6 +118,7 @@ def test_a_resumed_run_is_the_same(kind, done, tmp_path):
         assert torch.equal(tensor, other.policy.weights.snapshot()[key])
 
 
+@pytest.mark.fast
 def test_floors_and_updates_are_measured_one_by_one():
     made = run("text", {"target": 1e-9})
     with pytest.raises(UserError, match=r"^train.lr is auto, but only rounding gives a sqrt\(2 KL\) of a completion "
@@ -146,6 +150,7 @@ def test_methods_of_images_can_be_calibrated(method):
     assert first["step_size/moved"] == 0.015 and first["step_size/floor"] < 0.15 * 8 * 0.015
 
 
+@pytest.mark.fast
 def test_what_sizes_nothing():
     made = tiny.trainer(rewards={"red": lambda images, prompts: [0.0] * len(prompts)}, train__lr="auto", **IMAGE)
     [line] = next_epochs(made, 1)
@@ -213,6 +218,7 @@ def test_relative_change_of_a_linear_velocity_is_that_of_its_weight():
     assert signals.relative(before, [1.01 * before[0]]) == pytest.approx([1e-4 * was, was])
 
 
+@pytest.mark.fast
 def test_z_of_tokens_and_of_gaussian_steps():
     """Two tokens of each completion are drawn from p, and every outcome counts as often as it is drawn."""
     p, q = (torch.tensor(row, dtype=torch.float64) for row in ([0.5, 0.3, 0.2], [0.45, 0.33, 0.22]))

@@ -158,22 +158,37 @@ def by_package(dimension: str, clips: torch.Tensor, prompts: list[str], metadata
     return rewards.score({"vbench": reward}, clips, prompts, metadata)[:, 0].tolist()
 
 
-def test_the_packages_scores_and_facts_of_prompts(package):
+def test_the_packages_scores_are_those_of_the_clips(package):
     grey = torch.tensor([0.2, 0.8])[:, None, None, None, None].expand(2, 3, 3, 32, 32)
     assert by_package("imaging_quality", grey, ["a/b", "a/b"], [{}, {}]) == pytest.approx([0.2, 0.8], abs=0.02)
     assert by_package("motion_smoothness", grey, ["a"] * 2, [{}, {}]) == pytest.approx([20, 80], abs=2)  # as it is
+
+
+def test_facts_of_the_prompt_are_those_of_its_metadata(package):
     facts = {"auxiliary_info": {"scene": {"scene": {"scene": "jail"}}}}
     found = by_package("scene", CLIPS, ["a jail", "a cat"], [facts, {"auxiliary_info": {"color": {"color": "red"}}}])
     assert found[0] == 1 and found[1] != found[1]
     assert all(score != score for score in by_package("scene", CLIPS, ["a", "b"], [{}, {}]))  # nothing is run
+
+
+def test_prompts_of_the_dimension_alone(package):
     grey, name = torch.full((3, 2, 3, 32, 32), 0.5), "motion_smoothness"
     metadata = [{"category": ["scene", name]}, {"category": ["scene"]}, {}]
     found = by_package(name, grey, ["a", "b", "c"], metadata, listed=True)
     assert found[0] == pytest.approx(50, abs=2) and found[1] != found[1] and found[2] != found[2]
+
+
+def test_the_action_of_a_person_is_in_the_files_name(package):
     prompts = ["A person is riding bike", "A person is cooking"]
     assert by_package("human_action", CLIPS, prompts, [{}, {}]) == [1, 0]
+
+
+def test_no_object_has_no_colour(package):
     facts = {"auxiliary_info": {"color": {"color": "red"}}}
     assert all(score != score for score in by_package("color", CLIPS, ["a", "b"], [facts] * 2))
+
+
+def test_a_failure_of_the_package_has_its_message(package):
     with pytest.raises(UserError, match="vbench failed on temporal_style: NotImplementedError: no weights"):
         by_package("temporal_style", CLIPS, ["a", "b"], [{}, {}])
 

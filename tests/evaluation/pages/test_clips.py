@@ -56,10 +56,13 @@ def frames_of(path) -> list[Image.Image]:
     return found
 
 
-def test_clips_are_kept_without_loss_beside_their_page(tmp_path):
+def test_a_clip_is_saved_without_loss(tmp_path):
     frames = frames_of(save_clip(tmp_path / "deep" / "a.webp", clip(*GREYS)))
     assert [frame.size for frame in frames] == [(64, 64)] * 5
     assert [frame.getpixel((9, 50)) for frame in frames] == [(value,) * 3 for value in BYTES]
+
+
+def test_a_page_of_clips_lies_beside_the_same_page_animated(tmp_path):
     rows = [Row("x", [clip(*GREYS), clip(*reversed(GREYS))], [{"r": 0.0}, {"r": 1.0}])] * 2
     page = Image.open(draw_grid(tmp_path / "a.png", ["before", "after"], rows))
     moments = frames_of(tmp_path / "a.webp")
@@ -68,6 +71,9 @@ def test_clips_are_kept_without_loss_beside_their_page(tmp_path):
     other = (at[0] + 192 + grid.BETWEEN_IMAGES, at[1])  # an image of 64 pixels is shown three times as large
     assert [frame.getpixel(at)[0] for frame in moments] == list(BYTES)
     assert [frame.getpixel(other)[0] for frame in moments] == list(reversed(BYTES))
+
+
+def test_a_page_of_images_is_not_animated(tmp_path):
     draw_grid(tmp_path / "a.png", [""], [Row("x", [clip(0.5)[0]], [{}])])
     assert [path.name for path in tmp_path.iterdir()] == ["a.png"]
 

@@ -257,13 +257,16 @@ def test_the_summary_in_words(tmp_path):
     assert "was 2.0e-08 (at most 1.0e-06 is right)" in told[4]
 
 
-def test_reports_of_texts_and_without_torch(tmp_path):
+def test_a_report_of_texts_speaks_of_completions_and_tokens(tmp_path):
     run = make_run(tmp_path / "run")
     snapshots.begin(run, 4, "cpu", 1, "fp32", "completion", "tokens")
     found = report.data(run)
     told = [each["text"] for each in found["sentences"]]
     assert " 40 tokens, " in told[0] and found["sample"] == "completion"
     assert any("held-out completions" in text for text in told) and not any("picture" in text for text in told)
+
+
+def test_a_report_needs_no_torch(tmp_path):
     (tmp_path / "config.yaml").write_text(validate({}).yaml())
     code = f"import sys, flowgrpo.cli as c; sys.exit(c.main(['report', {str(tmp_path)!r}]) or ('torch' in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -131,7 +131,7 @@ def test_logits_that_are_more_than_the_heads_are_taken_whole():
     torch.testing.assert_close(replayed(own, asked, found).logp, found.logp, rtol=0, atol=1e-5)
 
 
-def test_half_precision_and_the_error_of_logits():
+def test_prompts_are_shared_in_half_precision_whatever_the_first_one_is():
     """States of scale 45, as a published model has them, differ by more than 0.1 where a kernel rounds otherwise."""
     model, tokenizer = tiny.model(layers=12)
     with torch.no_grad():
@@ -140,7 +140,10 @@ def test_half_precision_and_the_error_of_logits():
     asked = ["1;" * count + "3=" for count in range(1, 24)]
     found = [CausalLM(model.to(torch.bfloat16), tokenizer, None, Text(max_tokens=6), precision="bf16") for _ in asked]
     assert {prompt: own.unshared(own.encode([prompt])) for prompt, own in zip(asked, found)} == dict.fromkeys(asked, "")
-    # Logits [1,2,3] have the spread sqrt(2); a constant added to all changes no probability.
+
+
+def test_the_error_of_logits_by_hand():
+    """Logits [1,2,3] have the spread sqrt(2); a constant added to all changes no probability."""
     other = torch.tensor([[1.0, 2.0, 3.0]])
     assert relative_error(other + 7, other) == 0
     assert relative_error(other * 1.5, other) == pytest.approx(0.5)
@@ -344,6 +347,7 @@ def test_the_reference_is_the_teacher(tmp_path):
     assert torch.equal(again.logp, found.logp) and len(own.policy.teacher.known) == 1
 
 
+@pytest.mark.fast
 def test_the_policy_moves_to_a_teacher_with_its_tokenizer(tmp_path):
     own = trainer(teacher(tmp_path), {"short": lambda texts, prompts: [0.0] * len(texts)}, adapter__rank=8,
                   train__lr=1e-2, train__epochs=12, train__group=8, train__micro_batch=16,

@@ -161,13 +161,16 @@ def test_the_loss_of_a_token_is_multiplied_by_its_weight():
     torch.testing.assert_close(sum(pieces), one, rtol=1e-4, atol=1e-7)
 
 
-def test_runs_tell_how_far_samplers_and_trainers_are_apart(tmp_path):
+def test_a_run_tells_how_far_engine_and_trainer_are_apart(tmp_path):
     given = dict(pipe=tiny.model(), functions={"short": many}, prompts=[tiny.Prompt(text) for text in tiny.PROMPTS])
     summary = run(tiny.config(tmp_path, text__engine_precision="bf16", text__correction="mis"), **given)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert len(lines) == 2 and all(0 < line["engine/max"] < 1 and line["engine/weight"] > 0 for line in lines)
     assert summary["max_first_log_ratio"] <= 1e-6 and summary["rollout_evaluations_per_picture"] > 0
     assert (tmp_path / "run" / "adapter_model.safetensors").is_file()
+
+
+def test_a_run_in_half_precision_tells_how_far_sampling_and_training_are_apart(tmp_path):
     given = dict(functions={"short": many}, prompts=[tiny.Prompt(text) for text in tiny.PROMPTS])
     model, tokenizer = tiny.model(layers=4, hidden_size=128, intermediate_size=256)
     run(tiny.config(tmp_path, precision="bf16", text__max_tokens=24, parts__surrogate={"low": 1e-4, "high": 1e-4}),

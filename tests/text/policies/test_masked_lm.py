@@ -102,7 +102,7 @@ def test_orders_that_cannot_be_are_refused(wrong):
         Unmasking(**wrong)
 
 
-def test_surest_places_and_blocks_come_first():
+def test_every_step_of_a_rollout_takes_the_surest_places():
     own = exact()
     asked, found = sampled(own, Unmasking(1.5, per_step=2))
     for prompt, ids, steps in zip(asked.ids, found.ids, found.steps):
@@ -110,6 +110,9 @@ def test_surest_places_and_blocks_come_first():
         for step, (at, logits) in enumerate(states(own, prompt, ids, steps)):
             sure = logits.softmax(-1).amax(-1)
             assert sure[at].min() >= sure[steps > step].max() if (steps > step).any() else at.any()
+
+
+def test_blocks_are_filled_from_left_to_right():
     _, found = sampled(policy(), Unmasking(block=2))
     assert ((found.steps // 2) == torch.tensor([0, 0, 1, 1, 2, 2])).all()
     assert {tuple(row[:2]) for row in found.steps.tolist()} == {(0, 1), (1, 0)}  # within a block by confidence

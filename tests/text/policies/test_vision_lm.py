@@ -81,13 +81,18 @@ def test_replay_rollout_and_the_models_own_logits_agree(family, shared, images):
 
 @FAMILIES
 @torch.no_grad()
-def test_images_change_answers_and_batches_do_not(family, images):
+def test_another_image_changes_what_a_prompt_is_answered(family, images):
     own = tiny.policy(family)
     asked, found = sampled(own, images)
     other = own.encode(PROMPTS, images=[*images[2::-1], None])
     change = (replayed(own, other, found).logp - found.logp).abs().amax(1)
     assert (change[[0, 2]] > 1e-3).all()
     assert (change[[1, 3]] < 1e-5).all()  # the image in the middle, and the row without one, are the same
+
+
+@FAMILIES
+@torch.no_grad()
+def test_a_completion_does_not_depend_on_its_batch(family, images):
     own = tiny.policy(family)
     _, together = sampled(own, images)
     for row, (prompt, image) in enumerate(zip(PROMPTS, images)):
@@ -95,6 +100,11 @@ def test_images_change_answers_and_batches_do_not(family, images):
         assert alone.texts[0] == together.texts[row] and torch.equal(alone.mask[0], together.mask[row])
         torch.testing.assert_close(alone.logp[0], together.logp[row], rtol=0, atol=1e-5)
         assert bool(asked.images[0]) is (image is not None)
+
+
+@FAMILIES
+@torch.no_grad()
+def test_no_completion_holds_what_stands_for_a_image(family, images):
     own, flat = tiny.policy(family, max_tokens=12), Decoding(100.0)
     asked, found = sampled(own, images[:1] * 32, PROMPTS[:1] * 32, range(32), flat)
     drawn = found.ids[found.mask]

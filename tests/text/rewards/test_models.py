@@ -208,7 +208,7 @@ def test_several_aspects_are_one_weighted_reward(tmp_path, capsys):
     assert main(["reward", "train-text", str(data), "--output", str(file)]) == 2  # is there already
 
 
-def test_discriminators_and_categories(tmp_path):
+def test_a_discriminator_of_simple_texts_and_its_categories(tmp_path):
     hard = "notwithstanding the aforementioned contraindications patients exhibit {}"
     easy = "you may feel {} and that is fine"
     lines = [LabelledText(form.format(f"thing{number}"), {"simple": float(form is easy)}, category=category)
@@ -219,6 +219,9 @@ def test_discriminators_and_categories(tmp_path):
     scores = reward([hard.format("pain"), easy.format("pain"), f"<think>{hard}</think>{easy}"], [""] * 3,
                     [{"category": "letters"}] * 3)
     assert scores[0] < 0 < scores[1] and scores[2] == pytest.approx(reward([easy], [""], [{}])[0], abs=1)
+
+
+def test_a_category_without_a_head_has_no_score(tmp_path):
     lines = [LabelledText(f"word{number}", {"overall": number % 2}, category="a") for number in range(8)]
     train(lines, tmp_path / "reward.json", Settings())
     reward = rewards.find("text_scorer", {"file": str(tmp_path / "reward.json")})

@@ -344,14 +344,20 @@ def test_texts_are_routed_skipped_and_kept_as_images_are(tmp_path):
     assert asked == [texts, ["a"], ["b"], ["a"]]
 
 
-def test_repeated_words_images_and_imports():
+def test_a_reward_for_text_refuses_images():
     assert "reward 'r' judges text" in message(rewards.score, {"r": ExactMatch()}, torch.zeros(1, 3, 4, 4), ["p"], [{}])
-    # Every reader is about linear in the length of a completion; a quadratic one would take minutes here.
+
+
+def test_whatever_a_model_repeats_is_read():
+    """Every reader is about linear in the length of a completion; a quadratic one would take minutes here."""
     for text in ("\\boxed{" * 20_000, "<answer>" * 20_000, "answer is " * 20_000, "1,234" * 20_000, "#### " * 20_000,
                  "1 1/" * 20_000, "```json\n" * 20_000, "<think>" * 20_000, "-" * 100_000, " \n" * 50_000,
                  "1." * 50_000):
         for reward in (ExactMatch(), NumericMatch(), FormatTags(), Repetition(), JsonSchema(SCHEMA)):
             assert one(reward, text, answer=3) <= 1
+
+
+def test_nothing_heavy_is_imported_to_know_the_rewards():
     code = ("import sys; from flowgrpo.rewards import locate\n"
             "for name in ('exact_match', 'numeric_match', 'math_answer', 'format_tags', 'text_length', 'overlong', "
             "'repetition', 'distinct', 'json_schema', 'code_run', 'rubric', 'text_judge'): locate(name)\n"

@@ -113,10 +113,13 @@ def test_what_they_may_not(test):
     assert asserts(DEFINED, [test], SLOW, choose(accept_risk=True)) == [False]
 
 
-def test_hangs_speed_and_impossible_runs():
+def test_a_test_that_hangs_leaves_those_before_it():
     done = asserts("", ["assert 1", "while True: pass", "assert 1"], Limits(seconds=1), choose(accept_risk=True))
     assert done == [True, False, False]
-    # At the pace itself 3/4, instantly 1, ever slower 1/2; half the tests never more than that.
+
+
+def test_fast_code_scores_more_where_it_is_right():
+    """At the pace itself 3/4, instantly 1, ever slower 1/2; half the tests never more than that."""
     assert [paced(1, seconds, 2) for seconds in (0, 2, 6)] == [1, 0.75, 0.625]
     assert paced(1, 1e6, 2) > paced(0.99, 0, 2) and paced(0.5, 0, 2) == paced(0.5, 9, 2) == 0.25
     made = CodeRun(seconds=60, pace=1e6, accept_risk=True)
@@ -124,6 +127,9 @@ def test_hangs_speed_and_impossible_runs():
                                                               {"tests": ["assert f() == 1", "assert f() == 2"]}])
     assert right == pytest.approx(1, abs=1e-4) and right < 1 and wrong == 0.25
     assert "pace is 0" in message(CodeRun, pace=0)
+
+
+def test_code_runs_that_cannot_be():
     assert "seconds 0, memory 1024" in message(CodeRun, seconds=0)
     told = message(CodeRun(accept_risk=True), ["x"], ["p"], [{"tests": [3]}])
     assert told.startswith("reward 'code_run': metadata.tests is [3], expected a list of strings")
@@ -137,6 +143,7 @@ def test_the_risk_has_to_be_accepted_by_name(monkeypatch, tmp_path):
     assert accepted([DOUBLE], ["p"], [{"tests": "assert f(2) == 4"}]) == [1]
 
 
+@pytest.mark.fast
 def test_records_and_outcomes_of_runs():
     from flowgrpo.evaluation.report.snapshots import machine
     kind = CodeRun(accept_risk=True).boundary.kind

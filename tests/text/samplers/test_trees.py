@@ -40,6 +40,7 @@ def test_groups_are_trees_that_split_what_goes_on():
         validate.resolve(tiny_text.config(method="spo_tree", parts={"draws": {"children": []}}), "tokens")
 
 
+@pytest.mark.fast
 def test_trees_and_branches_are_what_a_replay_finds():
     own, asked, [made] = drawn(Tree((2, 2), 1), 16, group=8)
     found = own.log_probs(asked, torch.arange(16), made.ids, made.mask, Decoding())
@@ -131,6 +132,7 @@ def test_a_group_is_one_thought_left_at_ever_later_places():
     assert len(made.texts) == 8
 
 
+@pytest.mark.fast
 def test_replays_find_what_was_drawn_alone():
     own, asked, [made] = drawn(PART)
     found = own.log_probs(asked, torch.arange(8), made.ids, made.mask, Decoding())
@@ -157,6 +159,7 @@ def test_places_of_a_thought():
     assert thought(own, torch.tensor([*ids["12+3"], own.ends[0]]), "") == 4
 
 
+@pytest.mark.fast
 def test_serial_groups_halve_rewards():
     rewards = torch.tensor([[1.0, 0.0, 1.0], [0.0, 0.0, 0.0], [1.0, 1.0, 1.0], [math.nan, 1.0, 1.0]],
                            dtype=torch.float64)[..., None]

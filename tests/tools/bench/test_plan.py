@@ -121,6 +121,7 @@ def test_methods_are_presets_files_and_recipes(request_of, tmp_path):
     assert all(run.foretold >= 40_000 for run in runs)
 
 
+@pytest.mark.fast
 def test_recipes_rewards_and_folders_of_runs(request_of, tmp_path):
     recipe = tmp_path / "whole.yaml"
     for reward in ("scene_soft", {"soft": {"use": "scene_soft"}}):
@@ -321,10 +322,7 @@ def test_epochs_that_are_drawn_ahead_cost_a_replay_more(tmp_path, method, stalen
     assert spent(settings) == sum(costs) and costs[0] == plain[0] and costs[1] > plain[1]
 
 
-def test_budgets_are_foretold_with_previews(tmp_path):
-    settings = config(tmp_path, "mix_grpo", 4)
-    summary = run(settings, pipe=tiny.sd3(), functions={"bright": bright}, prompts=[Prompt(text) for text in "abcde"])
-    assert summary["denoiser_evaluations"] == sum(epoch_cost(settings, epoch) for epoch in range(3))
+def test_the_fewest_epochs_that_reach_a_budget(tmp_path):
     # 2 prompts of 3 rows: the step at which they part costs 2, another one 6. Rollout 2 + 9 * 6, replay of the window
     # 2 + 3 * 6, and in the first epoch once more for the first ratio.
     settings = config(tmp_path, "mix_grpo", 2)
@@ -332,6 +330,9 @@ def test_budgets_are_foretold_with_previews(tmp_path):
     assert epoch_cost(settings, 25) == 56 - 4 + 20  # the window has moved: one more step per prompt
     assert epochs_for(settings, 96) == (1, 96)
     assert epochs_for(settings, 97) == (2, 172)
+
+
+def test_previews_are_foretold_and_count(tmp_path):
     settings = config(tmp_path, "mix_grpo+sol_rl", 2, preview={"pool": 5, "steps": 2})
     settings = settings.model_copy(update={"train": settings.train.model_copy(update={"group": 4, "epochs": 2})})
     # 2 prompts of 4 rows, each a noise of its own: previews 2 * 5 * 2, rollout 10 * 8, replay of the window 4 * 8, and
@@ -341,6 +342,12 @@ def test_budgets_are_foretold_with_previews(tmp_path):
     assert summary["denoiser_evaluations"] == 2 * (20 + 80) + 3 * 32
     assert summary["rollout_evaluations_per_picture"] == pytest.approx((20 + 80) / 8)
     assert summary["rollout_evaluations_saved_by_sharing"] == 0
+
+
+def test_a_whole_run_reports_what_was_foretold(tmp_path):
+    settings = config(tmp_path, "mix_grpo", 4)
+    summary = run(settings, pipe=tiny.sd3(), functions={"bright": bright}, prompts=[Prompt(text) for text in "abcde"])
+    assert summary["denoiser_evaluations"] == sum(epoch_cost(settings, epoch) for epoch in range(3))
 
 
 @pytest.mark.parametrize("micro_batch", [2, 4])

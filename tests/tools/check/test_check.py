@@ -52,16 +52,22 @@ def test_a_pipeline_that_can_be_trained(model):
     assert told == report.report(model)
 
 
-def test_guidance_latents_and_loaded_pipelines():
+def test_embedded_guidance_and_packed_latents():
     told = report.report((tiny.flux(), tiny.FLUX_CALL))
     assert told["drivable"], told["reason"]
     assert told["guidance"] == "embedded: one evaluation per step" and told["pipeline"] == "FluxPipeline"
     assert len(told["latent_shape"]) == 2 and told["latent_shape"][1] == 16
     assert told["replay_error"] == told["first_log_ratio"] == 0
+
+
+def test_a_loaded_pipeline_and_a_class_name_are_models_too():
     told = report.report("StableDiffusion3Pipeline")
     assert told == report.report((tiny.sd3(), tiny.CALL)) and told["drivable"] and told["latent_shape"] == [4, 8, 8]
     assert told["conditioning"] == ["prompt", "negative_prompt"] and told["prompts_per_call"] == "any number"
     assert told["lora_loader"] == ["load_lora_weights"]
+
+
+def test_images_are_conditioning():
     told = report.report("FluxKontextPipeline")
     assert told["drivable"] and told["conditioning"] == ["prompt", "negative_prompt", "image"]
 
@@ -293,6 +299,7 @@ def test_the_pipeline_that_draws_for_a_reward_counts(tmp_path, language_model):
         assert [name for name, parts in counted.items() if parts.get("reward models") == weights] == phases
 
 
+@pytest.mark.fast
 def test_kinds_of_models_and_activations():
     """Foretold from short ones, and measured."""
     from flowgrpo.text import memory as text_memory

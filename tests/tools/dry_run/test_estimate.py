@@ -159,17 +159,23 @@ def test_measured_factors_of_a_card_and_a_pipeline_correct_its_phases_alone(tmp_
         assert other.seconds == 30.0 and other.basis == "computed, no measurement yet on this card"
 
 
-def test_factors_seconds_and_states_by_hand():
+def test_the_packaged_factors_name_cards_phases_and_commits():
     for card, pipelines in json.loads(estimate.MEASURED.read_text()).items():
         for pipeline, found in pipelines.items():
             factors = {name: value for name, value in found.items() if name in estimate.ORDER}
             assert card in GPUS and pipeline.endswith("Pipeline") and len(found["commit"]) == 40
             assert factors and all(0.5 < value < 10 for value in factors.values())
-    # A batch draws 12 s, and 42 images beside its 80; a look is one of four steps; four rounds learn.
+
+
+def test_seconds_per_click_by_hand():
+    """A batch draws 12 s, and 42 images beside its 80; a look is one of four steps; four rounds learn."""
     taken = {"encode": 2.0, "rollout": 8.0, "decode": 4.0, "update": 24.0}
     assert session.seconds_per_click(taken.__getitem__, 4) == pytest.approx(
         (2 + 12 * 122 / 80 + 2 + 4 * (2 + 8 + 2 + 24)) / 20)
-    # Between dry runs of more prompts: 4 samples of 6 states, which are 4 x 32 x 32 in bf16.
+
+
+def test_recorded_states_take_their_bytes_for_each_prompt():
+    """Between dry runs of more prompts: 4 samples of 6 states, which are 4 x 32 x 32 in bf16."""
     peaks = [estimate.dry_run(tiny.config(method="flow_grpo", train__prompts=prompts, **IMAGES),
                               pipe=image_pipeline()).phases["update"].allocated for prompts in (2, 6)]
     assert (peaks[1] - peaks[0]) / 4 == near(4 * 7 * 4 * 32 * 32 * 2)

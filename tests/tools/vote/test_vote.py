@@ -254,6 +254,7 @@ def test_the_sources_of_edits_stand_above_their_pairs(tmp_path):
     assert Image.open(ballot.source(1, 0)).getpixel((0, 0)) == (220, 220, 220)
 
 
+@pytest.mark.fast
 def test_finished_runs_and_paths_of_images(tmp_path):
     run(tiny.config(tmp_path, train__group=3, train__prompts=1, train__epochs=1, train__lr=1e-2, eval__grid=2), False,
         pipe=tiny.sd3(), functions={"red": tiny.red}, prompts=[Prompt(text) for text in tiny.PROMPTS])
