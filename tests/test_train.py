@@ -433,13 +433,16 @@ def out_of_memory(pipe, call: int):
     return pipe
 
 
-def test_out_of_memory_and_broken_epochs(tmp_path):
+def test_out_of_memory_says_what_to_lower_and_saves_whole_epochs(tmp_path):
     # The trial of `latents`; 2 held-out prompts, twice for looks, 3 steps each; an epoch in 2 micro-batches.
     calls = 2 + 2 * 3 + (4 * 2 + 2 * 2 + 2 * 2)
     settings = tiny.config(tmp_path, train__steps=4, parts__plan__size=2, train__epochs=5)
     with pytest.raises(UserError, match="out of memory in the update with train.micro_batch 1 .tried to allocate"):
         align(settings, pipe=out_of_memory(tiny.sd3(), calls + 4 * 2 + 1))
     assert [path.name for path in (settings.folder / "checkpoints").iterdir()] == ["epoch-00001"]
+
+
+def test_an_epoch_that_breaks_after_an_update_is_not_saved_as_a_whole_one(tmp_path):
     settings = tiny.config(tmp_path, train__steps=4, parts__plan__size=2, train__epochs=5, train__updates=2)
     calls = 2 + 2 * 3 + (4 * 2 + 2 * 2 + 2)  # to the second half of the first epoch's updates
     assert "out of memory" in message(lambda: align(settings, pipe=out_of_memory(tiny.sd3(), calls + 1)))
@@ -487,10 +490,13 @@ def test_align_goes_on_where_it_failed(tmp_path, capsys):
     assert all(torch.equal(saved[0][key], saved[1][key]) for key in saved[1])
 
 
-def test_prompts_of_files_and_lists(tmp_path):
+def test_align_takes_several_rewards_and_a_prompt_file(tmp_path):
     (tmp_path / "p.txt").write_text("red\nblue\ngreen\nold\n")
     summary = flowgrpo.align(tiny.sd3(), {bluish: 0.5, tiny.red: 2.0}, tmp_path / "p.txt", **small(tmp_path))
     assert summary["rewards"]["trained"] == {"bluish": 0.5, "red": 2.0}
+
+
+def test_prompts_of_a_list_keep_their_metadata(tmp_path):
     seen = []
     def counted(images, prompts, metadata):
         seen.extend(metadata)

@@ -107,14 +107,20 @@ def test_a_resumed_run_keeps_the_same(hacked, tmp_path, end):
     assert same(stored(again.folder, 6, "best/"), stored(config.folder, 6, "best/"))
 
 
-def test_runs_keep_the_last_or_stop_where_the_frontier_ends(tmp_path):
+def test_a_run_without_hacking_keeps_the_last(tmp_path):
     config = settings("image", tmp_path, train__epochs=4)
     summary = go("image", config, gold=[0.5] * 6)
     assert summary["kept"].startswith("kept the weights of epoch 4") and "beyond" not in summary["kept"]
+
+
+def test_it_stops_where_the_frontier_ends(tmp_path):
     config = settings("image", tmp_path, eval__stop={"reward": "frontier", "patience": 2})
     summary = go("image", config)
     assert summary["epochs"] == 5 and "stopped: 2 evaluations without a better held-out frontier than that of epoch 3" \
         in summary["kept"]
+
+
+def test_a_guarded_run_keeps_it_too(tmp_path):
     config = settings("image", tmp_path, guard__window=4)
     assert reward_of(config) == "hacked" and extensions.best_by(config, resolve(config)) == "frontier"
     assert go("image", config)["kept"].startswith("kept the weights of epoch 3")
