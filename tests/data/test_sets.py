@@ -199,14 +199,20 @@ def test_a_folder_of_files_is_one_suite(tmp_path):
     assert suite.categories == {"color": [0, 1], "shape": [2]}
 
 
-def test_dpg_has_files_of_one_line_questions_and_categories(tmp_path):
+def test_the_questions_of_dpg_are_those_that_a_reward_asks(tmp_path):
     suite, _ = loaded(tmp_path, "any.csv", DPG)
     assert [of_list(prompt.metadata["questions"]) for prompt in suite.prompts] == [
         [Question("Is there a hat?", "yes"), Question("Is it on a hen?", "yes")], [Question("Is there a bell?", "yes")]]
+
+
+def test_a_folder_of_one_line_files_is_dpgs(tmp_path):
     for name, text in [("0", "An owl."), ("whoops4", "A hat.\n")]:
         (tmp_path / f"{name}.txt").write_text(text)
     suite = load_suite(str(tmp_path))
     assert (suite.form, suite.categories) == ("dpg", {"dpg": [0], "whoops": [1]})
+
+
+def test_a_prompt_counts_in_each_of_its_categories(tmp_path):
     suite, _ = loaded(tmp_path, "any.csv", UNIGEN + '1,Fog.,"{""Testpoints"": [""Style""]}"\n')
     assert suite.categories == {"Attribute": [0], "Style": [0, 1]}
 

@@ -218,23 +218,32 @@ def test_what_comfyui_has_no_name_for_is_refused(part, known, told):
         comfy_names.namer(part, known)
 
 
-def test_foreign_unfit_and_unnamed_loras_are_refused(tmp_path):
+def test_layers_and_models_that_cannot_be_named_are_refused(tmp_path):
     with pytest.raises(UserError, match="the layer condition_embedder.time_proj of WanTransformer3DModel is not known"):
         comfy_names.namer("transformer", {"transformer": "WanTransformer3DModel"})("condition_embedder.time_proj")
     with pytest.raises(UserError, match="the parts of the model .* cannot be read"):
         comfy_names.classes(str(tmp_path))
     with pytest.raises(UserError, match="adapter.dora"):
         export.lora(lora_run(tmp_path, "FluxPipeline", dora=True), tmp_path / "out.safetensors")
+
+
+def test_a_foreign_lora_without_its_alpha_is_refused(tmp_path):
     from safetensors.torch import save_file
     save_file({"transformer.x.lora_A.weight": torch.ones(1, 1)}, tmp_path / LORA_FILE)
     assert "does not say its alpha" in message(lambda: export.lora(tmp_path, tmp_path / "out.safetensors"))
     assert "no LoRA in" in message(lambda: export.lora(tmp_path / "elsewhere", tmp_path / "out.safetensors"))
+
+
+def test_a_lora_that_does_not_fit_is_told_in_one_line(tmp_path):
     run, _ = finished(tmp_path)
     for each in tiny_text.model(layers=1, hidden_size=16):
         each.save_pretrained(run / "base")
     with pytest.raises(UserError, match="does not load into Qwen3ForCausalLM: .*size mismatch") as error:
         export.merged(run, tmp_path / "out")
     assert "\n" not in str(error.value)
+
+
+def test_comfyui_has_no_language_models(tmp_path):
     run, _ = finished(tmp_path)
     with pytest.raises(UserError, match="is of a language model, which ComfyUI does not load: use --form merged"):
         export.lora(run, tmp_path / "out.safetensors", "comfyui")

@@ -333,7 +333,7 @@ def test_the_card_says_where_everything_came_from(tmp_path):
     assert front["license"] == "apache-2.0" and front["library_name"] == "diffusers"
 
 
-def test_the_card_has_sets_commit_cost_and_licence(tmp_path):
+def test_the_card_says_that_a_test_set_was_trained_on(tmp_path):
     run = with_cards(tmp_path, "a red star")
     assert "Trained on" not in export.card(run).read_text()
     config = validate({"prompts": "partiprompts", "train_on_test_set": True, "reward": "scene"})
@@ -341,6 +341,9 @@ def test_the_card_has_sets_commit_cost_and_licence(tmp_path):
     write(run / "summary.json", SUMMARY | {"before": {"scene": 0.25}, "after": {"scene": 0.5}})
     assert "**Trained on partiprompts, a test set (train\\_on\\_test\\_set): no score on it, held-out prompts " \
            "included, can be compared with that of a model that was not.**" in export.card(run).read_text()
+
+
+def test_the_card_has_commit_versions_and_cost(tmp_path):
     run = with_cards(tmp_path, "a red star")
     machine = {"device": "cpu", "processes": "2", "torch": "2.9", "commit": "0" * 40}
     write(run / "report" / "machine.json", machine)
@@ -348,6 +351,9 @@ def test_the_card_has_sets_commit_cost_and_licence(tmp_path):
     assert f"Made with: device cpu, processes 2, torch 2.9, commit {'0' * 40}." in text
     assert "1,234 denoiser evaluations, 3 s of training (0.00167 hours of 2 x cpu)" in text
     assert all(re.fullmatch("[0-9a-f]{40}( with changes)?", value) for value in commit().values())
+
+
+def test_a_base_without_a_licence_is_other_with_a_line(tmp_path):
     config = validate({"model": "owner/model", "reward": "scene"})
     assert model_card.metadata(config, {}, "image", True)["license"] == "other"
     assert "Of the base model `owner/model`: unknown" in model_card._licence(config, {})

@@ -37,11 +37,14 @@ def test_a_checkpoint_after_a_skipped_update_takes_the_place_of_no_good_one(skip
     assert [*checkpoints(tmp_path)] == kept
 
 
-def test_epochs_replace_each_other_whole(tmp_path):
+def test_an_epoch_that_is_saved_again_replaces_the_first(tmp_path):
     save(tmp_path, 3, value=1.0)
     assert checkpoint.load(save(tmp_path, 3, value=2.0))[0]["a/b.c"].unique().tolist() == [2.0]
     assert len(list(tmp_path.iterdir())) == 1
-    # The tensors cannot be written to the end: what was there before stays the newest, and the next save works.
+
+
+def test_half_a_checkpoint_is_never_seen(tmp_path):
+    """The tensors cannot be written to the end: what was there before stays the newest, and the next save works."""
     save(tmp_path, 3)
     with pytest.raises(TypeError):  # the state is written last
         checkpoint.save(tmp_path, 4, {"a": torch.ones(1)}, {"epoch": torch.ones(1)}, 2)
@@ -49,6 +52,9 @@ def test_epochs_replace_each_other_whole(tmp_path):
     assert checkpoint.latest(tmp_path).name == "epoch-00003"
     save(tmp_path, 4)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["epoch-00003", "epoch-00004"]
+
+
+def test_where_there_is_none(tmp_path):
     assert checkpoint.latest(tmp_path) is None and checkpoint.latest(tmp_path / "absent") is None
 
 
@@ -127,14 +133,20 @@ def test_shards_and_manifests_are_read(tmp_path):
                                     "sha256": manifest.sha256(path / "state.json")}
 
 
-def test_missing_and_misplaced_shards(tmp_path):
+def test_a_shard_that_is_missing_is_told(tmp_path):
     _, path = sharded(tmp_path)
     (path / "shard-00001-of-00003.safetensors").unlink()
     for read in (checkpoint.load, checkpoint.shapes):
         with pytest.raises(UserError, match="epoch-00001 cannot be read .*shard.*begin anew"):
             read(path)
+
+
+def test_a_shard_that_another_disk_would_get_is_told(tmp_path):
     with pytest.raises(UserError, match="put `output` on a disk that all nodes share"):
         checkpoint.save_shard(tmp_path, 1, {"weights/a": torch.ones(1)}, 0, 2)
+
+
+def test_epochs_are_numbers(tmp_path):
     for epoch in (99_999, 100_000, 100_001):
         save(tmp_path, epoch)
     assert [path.name for path in checkpoints(tmp_path).values()] == ["epoch-100000", "epoch-100001"]
@@ -230,20 +242,29 @@ def test_without_checksums_the_form_is_checked(tmp_path, kind):
     assert lines[1:] == [f"{earlier} has no manifest.json, as it is of an older run: its checksums cannot be verified"]
 
 
-def test_damaged_replaced_and_foreign_folders(tmp_path):
+def test_where_all_are_damaged_there_is_none(tmp_path):
     lines = []
     flip(saved(tmp_path, 1) / "state.json")
     assert newest_whole(tmp_path, lines.append, {}) is None
     assert lines[0].endswith("it is now epoch-00001.damaged, and there is no earlier one")
+
+
+def test_a_folder_of_another_name_is_ignored(tmp_path):
     path, lines = saved(tmp_path, 1), []
     (tmp_path / "epoch-copy").mkdir()
     assert newest_whole(tmp_path, lines.append, {}) == path
     assert lines == [f"ignored {tmp_path / 'epoch-copy'}: it is no checkpoint, expected a name such as epoch-00042"]
     saved(tmp_path, 2), saved(tmp_path, 3), saved(tmp_path, 4)
     assert (tmp_path / "epoch-copy").is_dir()
+
+
+def test_a_checkpoint_that_was_being_replaced_has_its_name_again(tmp_path):
     path = saved(tmp_path, 1)
     path.rename(tmp_path / ".epoch-00001.replaced")
     assert newest_whole(tmp_path, print, {}) == path and checkpoint.damage(path) is None
+
+
+def test_a_reader_names_the_damage_and_changes_nothing(tmp_path):
     path = saved(tmp_path, 1)
     flip(path / "state.safetensors")
     assert "epoch-00001 cannot be read .the SHA-256 of state.safetensors differs" in message(checkpoint.load, path)

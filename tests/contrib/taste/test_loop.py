@@ -201,11 +201,14 @@ def test_other_models_by_the_defaults_of_the_command(make, call, model, tmp_path
     assert all(line["trained_updates"] and line["grad_norm"] > 0 for line in lines)
 
 
-def test_sessions_without_a_whole_batch_and_what_votes_do_not_go_with(model, tmp_path):
+def test_a_session_without_a_whole_batch_leaves_its_votes(model, tmp_path):
     of = config(model, tmp_path)
     assert sat(of, 1) == 0 and session.finish(of, VoteLog(of.folder / VOTES), 0) == {}
     assert (of.folder / session.PAIRS).is_file() and len(VoteLog(of.folder / VOTES).votes) == 1
-    # A reward's extension is checked as those of the configuration are.
+
+
+def test_what_votes_do_not_go_with(model, tmp_path):
+    """A reward's extension is checked as those of the configuration are."""
     taste = Taste(Scripted(VoteLog(tmp_path / VOTES), 1), tmp_path)
     assert extensions.extensions_of_rewards({"taste": taste})[0][1] is taste
     with pytest.raises(UserError, match="the samples are voted on, which does not go with"):
