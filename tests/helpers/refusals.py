@@ -15,9 +15,9 @@ def message(call, *arguments, error: type[BaseException] = UserError, **keywords
 
 
 def error_line(capsys, *arguments: object) -> str:
-    """Return the line that a command prints which exits with code 2."""
+    """Return the line that a command prints which exits with code 2; progress bars do not count."""
     capsys.readouterr()
     assert main([str(argument) for argument in arguments]) == 2
-    [line] = capsys.readouterr().err.strip().split("\n")
+    [line] = [line for line in capsys.readouterr().err.split("\n") if line and "\r" not in line]
     assert line.startswith("flowgrpo: error: ")
     return line
