@@ -9,7 +9,7 @@ import torch
 
 from flowgrpo.methods.targets import JointDensity
 from flowgrpo.rollouts.targets import TARGETS, RecordedSteps
-from flowgrpo.samplers.joint_density import merge, scored, step_log_prob
+from flowgrpo.samplers.joint_density import merge, single_score, step_log_prob
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class BlockRollouts(RecordedSteps):
     def record(self, part, conditioning, epoch, seed):
         steps = [part.transitions[at:at + self.own.size] for at in range(0, len(part.transitions), self.own.size)]
         old = [torch.stack([each.old.logp[:, 0] for each in block]).mean(0) for block in steps]
-        return replace(part, transitions=tuple(merge(block, scored(logp)) for block, logp in zip(steps, old)))
+        return replace(part, transitions=tuple(merge(block, single_score(logp)) for block, logp in zip(steps, old)))
 
     def replay(self, part, conditioning):
         for k, block in enumerate(part.transitions):
@@ -36,7 +36,7 @@ class BlockRollouts(RecordedSteps):
                 rows = slice(start, start + self.micro_batch)
                 prompts = conditioning.rows(block.prompts[rows])
                 logp = [step_log_prob(self.policy, prompts, part.exploration, each, rows) for each in block.links]
-                yield k, rows, scored(torch.stack(logp).mean(0))
+                yield k, rows, single_score(torch.stack(logp).mean(0))
 
 
 TARGETS[Blocks] = BlockRollouts

@@ -34,9 +34,9 @@ class Omitted(enum.Enum):
 OMITTED = Omitted.OMITTED
 
 
-def configured(model: Any, rewards: Rewards | Omitted, prompts: Prompts | Omitted, method: str | Method | Omitted,
-               recipe: str | Path | None, options: dict[str, Any], trusted: bool = False
-               ) -> tuple[Config, dict[str, Callable[..., Any]]]:
+def build_config(model: Any, rewards: Rewards | Omitted, prompts: Prompts | Omitted, method: str | Method | Omitted,
+                 recipe: str | Path | None, options: dict[str, Any],
+                 trusted: bool = False) -> tuple[Config, dict[str, Callable[..., Any]]]:
     """Return the configuration of arguments of `align`, and the rewards among them that are functions, by name."""
     if recipe is None:
         if model is OMITTED:

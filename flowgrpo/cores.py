@@ -39,7 +39,7 @@ class Reading:
     tasks: Mapping[int, tuple[float, float]]
     groups: tuple[tuple[float, float], ...] = ()
 
-    def taken_since(self, before: Reading) -> float:
+    def load_since(self, before: Reading) -> float:
         """Return the cores that other programs used since then or waited for: they are taken to wait as this one did.
         """
         seconds, both = self.at - before.at, self.tasks.keys() & before.tasks.keys()
@@ -52,7 +52,7 @@ class Reading:
         seconds, own = self.at - before.at, self.own - before.own
         limits = [limit - max(used - was - own, 0.0) / seconds
                   for (limit, used), (_, was) in zip(self.groups, before.groups)]
-        return min([cores - self.taken_since(before), *limits])
+        return min([cores - self.load_since(before), *limits])
 
 
 def read() -> Reading:
@@ -130,7 +130,7 @@ class Threads:
         if not self.fixed:
             torch.set_num_threads(self.most)
 
-    def wished(self) -> int:
+    def recommend(self) -> int:
         """Return the number of threads that suits the cores that were free since the last call; at the first one,
         within SHORTEST."""
         now = torch.get_num_threads()
@@ -156,7 +156,7 @@ class Threads:
 
     def look(self) -> str | None:
         """Let torch use the number of threads that suits the free cores; return a line on a change."""
-        return self.use(self.wished())
+        return self.use(self.recommend())
 
 
 def fitting(free: float, now: int, most: int) -> int:

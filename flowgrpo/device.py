@@ -138,7 +138,7 @@ def use_gpu(index: int | None) -> None:
         torch.cuda.set_device(index)
 
 
-def described(device: str | torch.device) -> str:
+def describe(device: str | torch.device) -> str:
     """Return the description of a device, with the GPU's name."""
     device = torch.device(device)
     return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
@@ -159,7 +159,7 @@ def drawing(recorded: str, device: str | torch.device, requested: str | None = N
 
 
 @contextlib.contextmanager
-def rounded_products(precision: str, device: str | torch.device) -> Iterator[None]:
+def matmul_precision(precision: str, device: str | torch.device) -> Iterator[None]:
     """Context manager: a GPU may round the inputs of fp32 matrix products to TF32, unless the precision is fp32; then
     those of convolutions are not rounded either, as they are by torch's default.
 
@@ -224,14 +224,14 @@ def put_away(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return the tensor on the device where it waits.
 
     From a GPU to the CPU the copy goes into pinned memory and is queued: the GPU may read it again, the host only after
-    `arrived`.
+    `wait_for_copies`.
     """
     if tensor.device.type != "cuda" or device.type != "cpu":
         return tensor.to(device)
     return torch.empty_like(tensor, device=device, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
-def arrived(device: torch.device) -> None:
+def wait_for_copies(device: torch.device) -> None:
     """Wait until the host may read what was put away from a device."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()

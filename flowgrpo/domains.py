@@ -27,7 +27,7 @@ class Place:
         return getattr(import_module(module), name)(*given, **named)
 
     @property
-    def loaded(self) -> Callable[..., Any] | None:
+    def function_if_imported(self) -> Callable[..., Any] | None:
         """Return the function if something has imported its module; None otherwise."""
         module, name = self.name.split(":")
         return getattr(sys.modules[module], name) if module in sys.modules else None

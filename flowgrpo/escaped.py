@@ -38,7 +38,7 @@ def code(text: str) -> str:
     return f"{ticks}{space}{shown}{space}{ticks}"
 
 
-def fenced(text: str, language: str) -> str:
+def code_block(text: str, language: str) -> str:
     """Return a text as a block of code in Markdown, whose fence does not occur in it."""
     return f"{(ticks := _ticks(text, 3))}{language}\n{text}\n{ticks}"
 

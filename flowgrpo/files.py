@@ -150,7 +150,7 @@ def unsafe(text: str, nul: bool = True) -> str | None:
     return "half of a surrogate pair" if _SURROGATE.search(text) else None
 
 
-def decoded(text: str) -> Any:
+def parse_json(text: str) -> Any:
     """Return the value of a JSON text.
 
     Raises json.JSONDecodeError, also for nesting deeper than DEEPEST, a number of more than DIGITS digits, a key that

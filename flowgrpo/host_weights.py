@@ -50,7 +50,7 @@ class HostWeights:
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.device.type == "cuda":
             _pin(tensor)
-        return _copied(tensor, self.device)
+        return _copy_to(tensor, self.device)
 
 
 def _pin(tensor: torch.Tensor) -> None:
@@ -73,10 +73,10 @@ def move_rest(module: torch.nn.Module, device: torch.device, waiting: Iterable[t
         for place in places:
             for name, tensor in place.items():
                 if tensor is not None and (part not in away or tensor.requires_grad) and tensor.device != device:
-                    place[name] = copies.setdefault(id(tensor), _copied(tensor, device))
+                    place[name] = copies.setdefault(id(tensor), _copy_to(tensor, device))
 
 
-def _copied(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _copy_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     copy = tensor.detach().to(device, non_blocking=True)
     return torch.nn.Parameter(copy, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else copy
 

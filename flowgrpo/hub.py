@@ -75,7 +75,7 @@ def _is_silent(source: str) -> bool:
     return not (here or constants.HF_HUB_OFFLINE or answers(constants.ENDPOINT))
 
 
-def unreached(error: BaseException) -> str | None:
+def offline_reason(error: BaseException) -> str | None:
     """Return the reason of a file that is not in the hub's cache and was not asked for; None for another error."""
     from huggingface_hub import constants
     from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
@@ -165,7 +165,7 @@ def is_lora(text: str) -> bool:
     return is_named(text) or named and not Path(text.partition("/")[0]).exists()
 
 
-def fetched(text: str) -> Path:
+def download(text: str) -> Path:
     """Download the data of a repository, and return its folder in the hub's cache.
 
     A LoRA that is the one .safetensors file of a repository without a run's config.yaml is returned as that file.
@@ -175,7 +175,7 @@ def fetched(text: str) -> Path:
     match = _NAME.fullmatch(text.removeprefix(PREFIX))
     if not match:
         raise UserError(f"{text!r}: expected hub:OWNER/NAME or hub:OWNER/NAME@REVISION")
-    folder = _downloaded(match["id"], match["revision"])
+    folder = _download_snapshot(match["id"], match["revision"])
     files = sorted(folder.glob("*.safetensors"))
     whole = (folder / "config.yaml").is_file() or any(folder.glob("*/*.safetensors"))
     if not files and not whole:
@@ -184,7 +184,7 @@ def fetched(text: str) -> Path:
     return files[0] if single else folder
 
 
-def _downloaded(repository: str, revision: str | None) -> Path:
+def _download_snapshot(repository: str, revision: str | None) -> Path:
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 

@@ -36,7 +36,7 @@ def quiet() -> Iterator[None]:
 
 
 @contextmanager
-def unlogged(package: str) -> Iterator[None]:
+def silence_errors(package: str) -> Iterator[None]:
     """Context manager: drop the errors that a package logs with `logging.error`; it raises them too."""
     def others(record: logging.LogRecord) -> bool:
         return record.levelno < logging.ERROR or Path(record.pathname).parent.name != package
@@ -82,7 +82,7 @@ class PhaseTimer:
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         self.phase = phase
-        begun = _recorded() if self.events else None
+        begun = _record_event() if self.events else None
         start = time.perf_counter()
         try:
             yield
@@ -90,7 +90,7 @@ class PhaseTimer:
             if begun is None:
                 self.seconds[phase] += time.perf_counter() - start
             else:
-                self._spans.append((phase, begun, _recorded()))
+                self._spans.append((phase, begun, _record_event()))
 
     def pop(self) -> dict[str, float]:
         """Return the seconds by phase, as metrics, and begin anew. Waits for the GPU's last event."""
@@ -104,7 +104,7 @@ class PhaseTimer:
         return taken
 
 
-def _recorded() -> torch.cuda.Event:
+def _record_event() -> torch.cuda.Event:
     """Return an event at the end of the work that is queued on this thread's GPU."""
     import torch
 

@@ -40,7 +40,7 @@ def present(name: str) -> bool:
     return version(name) != "unknown" or importlib.util.find_spec(name.replace("-", "_")) is not None
 
 
-def needed(module: str, extra: str, who: str) -> ModuleType:
+def import_optional(module: str, extra: str, who: str) -> ModuleType:
     """Import `module` and return it.
 
     Raises UserError that begins with `who` ("reward 'ocr'"), names the extra of flowgrpo to install, and quotes the
@@ -65,7 +65,7 @@ def require_versions() -> None:
     from packaging.requirements import Requirement
 
     wrong = []
-    for need in map(Requirement, _declared("flowgrpo")):
+    for need in map(Requirement, _requirements("flowgrpo")):
         if need.marker and not need.marker.evaluate({"extra": ""}):
             continue
         found = version(need.name)
@@ -143,7 +143,7 @@ def _too_old_for_transformers(error: BaseException) -> str | None:
             f"pip install 'peft>={least[1]}', or 'transformers<{version('transformers')}'")
 
 
-def _declared(package: str) -> list[str]:
+def _requirements(package: str) -> list[str]:
     try:
         return metadata.requires(package) or []
     except metadata.PackageNotFoundError:
@@ -155,7 +155,7 @@ def _optional() -> set[str]:
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
-    needs = [need for need in map(Requirement, _declared("flowgrpo")) if need.name != "flowgrpo"]
+    needs = [need for need in map(Requirement, _requirements("flowgrpo")) if need.name != "flowgrpo"]
     return {str(canonicalize_name(need.name)) for need in needs if need.marker and "extra" in str(need.marker)} - {
         str(canonicalize_name(need.name)) for need in needs if not need.marker}
 

@@ -102,7 +102,7 @@ def part(place: str | None = None, *, target: str | None = None, jointly: Mappin
     stated = capabilities if target is None else capabilities | {"reads_target": target}
 
     def make(cls: type[T]) -> type[T]:
-        own, takes = cls.__dict__.get("__post_init__"), _stated(cls)
+        own, takes = cls.__dict__.get("__post_init__"), _field_ranges(cls)
         lists = [name for name, annotation in inspect.get_annotations(cls).items()
                  if str(annotation).startswith("tuple[") and str(annotation).endswith("]")]
 
@@ -135,21 +135,21 @@ def settings(part: type) -> dict[str, str]:
     """Return a part's fields by name as text, with their defaults and what they take: `size=4 (1 or more)`."""
     known, texts = ranges(part), {}
     for item in dataclasses.fields(part):
-        text = item.name if item.default is dataclasses.MISSING else f"{item.name}={_shown(item.default)}"
+        text = item.name if item.default is dataclasses.MISSING else f"{item.name}={_format_default(item.default)}"
         taken = known.get(item.name)
         values = "|".join(taken.known) if isinstance(taken, OneOf) else taken
         texts[item.name] = f"{text} ({values})" if values else text
     return texts
 
 
-def _shown(value: Any) -> str:
+def _format_default(value: Any) -> str:
     """Return a default as a recipe has it, a long text in short; a part by its name, since it is listed by itself."""
     if isinstance(value, str) and len(value) > 40:
         return "..."
     return type(value).__name__ if dataclasses.is_dataclass(value) else json.dumps(value)
 
 
-def _stated(cls: type) -> dict[str, Range | OneOf]:
+def _field_ranges(cls: type) -> dict[str, Range | OneOf]:
     """Return the ranges that a class states for fields of its own, by their names."""
     names, found = vars(sys.modules[cls.__module__]), {}
     for name, annotation in inspect.get_annotations(cls).items():

@@ -301,7 +301,7 @@ LANGUAGE = {"deepseek-community/Janus-Pro-1B": _janus(2048, 5632, 24, 16),
             "deepseek-community/Janus-Pro-7B": _janus(4096, 11008, 30, 32)}
 
 
-def named(model: str) -> Published | None:
+def find(model: str) -> Published | None:
     """Return the configuration of a hub id, or of the first model of a pipeline's class; None if there is none."""
     of_class = (published for published in MODELS.values() if published.pipeline == model)
     return MODELS.get(model) or next(of_class, None)

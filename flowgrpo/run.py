@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from flowgrpo.arguments import OMITTED, Omitted, Prompts, Rewards, configured
+from flowgrpo.arguments import OMITTED, Omitted, Prompts, Rewards, build_config
 from flowgrpo.config.schema import Config
 from flowgrpo.data import provenance
 from flowgrpo.data.prompts import Prompt, of_records
-from flowgrpo.device import rounded_products, without_cudnn_attention
+from flowgrpo.device import matmul_precision, without_cudnn_attention
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.distributed.watch import Watch
 from flowgrpo.errors import UserError
@@ -39,10 +39,10 @@ def run(config: Config, resume: bool | Literal["auto"] = False, *, pipe: Any = N
     """
     ready = checks.check(config, resume, pipe, functions, prompts)
     with Watch(Processes(ready.accelerator), ready.setup.config.folder), ready.threads:
-        return _checked(ready, prompts, config.precision)
+        return _load_and_run(ready, prompts, config.precision)
 
 
-def _checked(ready: Ready, prompts: list[Prompt] | None, asked: str) -> dict[str, Any]:
+def _load_and_run(ready: Ready, prompts: list[Prompt] | None, asked: str) -> dict[str, Any]:
     """Load the model of a checked configuration, and run it. asked: the precision before `auto` was settled."""
     from accelerate.utils import set_seed
 
@@ -56,7 +56,7 @@ def _checked(ready: Ready, prompts: list[Prompt] | None, asked: str) -> dict[str
     loaded = loading.load(setup) if setup.loaded is None else setup.loaded
     checks.require(checks.OF_MODEL, replace(setup, loaded=loaded))
     listed = provenance.prompt_lines(config, prompts) if setup.first else None
-    with restore_pipeline(setup.loaded), rounded_products(config.precision, setup.device):
+    with restore_pipeline(setup.loaded), matmul_precision(config.precision, setup.device):
         return _train(ready, loaded, listed)
 
 
@@ -85,7 +85,7 @@ def _run(ready: Ready, trainer: Trainer, listed: str | None) -> dict[str, Any]:
         if policy.unit == "tokens":  # of backward passes too, which recompute
             stack.enter_context(without_cudnn_attention(policy.device))
         if trainer.processes.first:
-            stack.enter_context(run_folder.held_folder(config, trainer.epoch, resumed, ready.changes))
+            stack.enter_context(run_folder.lock_folder(config, trainer.epoch, resumed, ready.changes))
             run_folder.write_files(replace(setup, config=config), trainer.epoch, policy, ready.precision, listed)
         metrics.start(ready.accelerator, config, trainer.epoch, resumed=resumed)
         stack.callback(ready.accelerator.end_training)
@@ -139,7 +139,7 @@ def align(model: Any = OMITTED, rewards: Rewards | Omitted = OMITTED, prompts: P
     if files := reading():
         raise UserError(f"{files[-1]} calls align while it is read for a reward: put that call below "
                         "if __name__ == '__main__':")
-    config, functions = configured(model, rewards, prompts, method, recipe, options, trust)
+    config, functions = build_config(model, rewards, prompts, method, recipe, options, trust)
     pipe = None if model is OMITTED or isinstance(model, (str, Path)) else model
     records = None if prompts is OMITTED or isinstance(prompts, (str, Path)) else of_records(prompts)
     silence()

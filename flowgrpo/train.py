@@ -23,7 +23,7 @@ from flowgrpo.distributed.processes import Processes
 from flowgrpo.distributed.signals import Stop, Stopped
 from flowgrpo.log import PhaseTimer
 from flowgrpo.methods import validate
-from flowgrpo.objectives.reductions import reduced
+from flowgrpo.objectives.reductions import reduce_loss
 from flowgrpo.policies.policy import Policy
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.training import credit, endings, epochs, extensions, sampling, state
@@ -163,7 +163,7 @@ class Trainer:
             if transitions.regression_target is not None:
                 loss = loss + self.method.tuning(new, transitions.regression_target.rows(rows).to(device))
             # Gradient.
-            self.optimization.backward(reduced(loss, method_loss.reduction(new.mask), count))
+            self.optimization.backward(reduce_loss(loss, method_loss.reduction(new.mask), count))
             stats.add(transitions.step, new.mask, log_ratio, clipped, loss,
                       None if penalty is None else penalty / reference.kl.weight)
 

@@ -138,7 +138,7 @@ class Transitions:
         """True where a transition counts, bool [m] on the CPU: everywhere."""
         return torch.ones(len(self.parent), dtype=torch.bool)
 
-    def kept(self, keep: Tensor) -> Transitions | None:
+    def select(self, keep: Tensor) -> Transitions | None:
         """Return the transitions where `keep` (bool [m]) is true, with the states that they left; None if no one is."""
         if keep.all():
             return self
@@ -206,7 +206,7 @@ class Completions:
         return torch.arange(len(self.ids))
 
     @property
-    def given(self) -> Tensor:
+    def not_sampled(self) -> Tensor:
         """True where a completion was not drawn, bool [m] on the CPU: an answer of its prompt, or most likely tokens.
         """
         rows = torch.zeros(len(self.ids), dtype=torch.bool)
@@ -219,7 +219,7 @@ class Completions:
         """True where a token counts, bool [m] on the CPU: a completion without one has nothing to train."""
         return self.old.mask.any(1).cpu()
 
-    def kept(self, keep: Tensor) -> Completions | None:
+    def select(self, keep: Tensor) -> Completions | None:
         """Return the completions where `keep` (bool [m]) is true; None if there are none."""
         if not keep.any():
             return None
@@ -273,7 +273,7 @@ class GroupStatistics:
         return self.group[rows][:, None] == self.group
 
 
-def required(value: T | None) -> T:
+def unwrap(value: T | None) -> T:
     """Return a value that only some methods have, where the method has it."""
     assert value is not None, "this part of the method reads what the target does not record"
     return value
@@ -303,7 +303,7 @@ class NoisedBatch:
     @property
     def log_ratio(self) -> Tensor:
         """Return the method's log-ratio to the old policy, [b, 1]."""
-        return required(self.measure)(self.new, self.old)
+        return unwrap(self.measure)(self.new, self.old)
 
 
 @dataclass(frozen=True, eq=False)

@@ -30,7 +30,7 @@ def load(name: str) -> Callable[..., Any]:
     """
     thing = from_file(name, "reward")
     if inspect.isclass(thing):
-        thing = guarded(f"{name!r} cannot be made", thing)
+        thing = call_user_code(f"{name!r} cannot be made", thing)
     if not callable(thing):
         raise UserError(f"{name!r} is of type {type(thing).__name__}: expected a function")
     return thing
@@ -50,7 +50,7 @@ def from_file(name: str, what: str, further: Callable[[Path], Mapping[str, Any]]
     trust.require(path, f"{what} {name!r}")
     if not path.is_file():
         raise UserError(f"{what} {name!r}: no file at {file}")
-    module = guarded(f"{what} file {file} does not import", _module, path)
+    module = call_user_code(f"{what} file {file} does not import", _module, path)
     if hasattr(module, attribute):
         return getattr(module, attribute)
     others = further(path)
@@ -86,29 +86,29 @@ def reading() -> list[Path]:
     return _reading
 
 
-def packaged(group: str) -> dict[str, EntryPoint]:
+def group_entry_points(group: str) -> dict[str, EntryPoint]:
     """Return the entry points of a group that installed packages declare, by name; imports none of them."""
-    return {point.name: point for point in _declared(group, tuple(sys.path))}
+    return {point.name: point for point in _read_entry_points(group, tuple(sys.path))}
 
 
 @functools.cache
-def _declared(group: str, path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
+def _read_entry_points(group: str, path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
     """Return a group's entry points, read once for each `sys.path`: a reading opens a file of every package."""
     return tuple(entry_points(group=group))
 
 
-def guarded(what: str, call: Callable[..., T], /, *arguments: Any, error_type: type[UserError] = UserError,
-            **keywords: Any) -> T:
+def call_user_code(what: str, call: Callable[..., T], /, *arguments: Any, error_type: type[UserError] = UserError,
+                   **keywords: Any) -> T:
     """Call third-party code; raise any of its errors as a UserError that begins with `what`."""
     try:
         return call(*arguments, **keywords)
     except (UserError, KeyboardInterrupt):
         raise
     except BaseException as error:  # SystemExit, or an exception class of the user's
-        raise error_type(f"{what}: {told(error)}") from error
+        raise error_type(f"{what}: {describe_error(error)}") from error
 
 
-def told(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return an error of third-party code in one line, with the place to mend it; its class alone if its text cannot be
     made."""
     kind = type(error).__name__

@@ -9,9 +9,9 @@ from torch.overrides import TorchFunctionMode
 
 from flowgrpo import cores, device
 from flowgrpo.cores import Reading, Threads, fitting, limits
-from flowgrpo.device import put_away, rounded_products, to_device, without_cudnn_attention
+from flowgrpo.device import matmul_precision, put_away, to_device, without_cudnn_attention
 from flowgrpo.errors import UserError
-from flowgrpo.samplers.grids import shifted
+from flowgrpo.samplers.grids import shift_grid
 from flowgrpo.samplers.scheduler import PolicyScheduler, Segment
 from flowgrpo.types import RegressionTarget, Scored
 from tests.helpers import tiny, tiny_text
@@ -75,11 +75,11 @@ def test_copies_and_schedulers_wait_for_nothing():
     assert seen.copies == [(True, True)] and torch.equal(found, tensor) and found is not tensor
     assert put_away(tensor, torch.device("cpu")) is tensor
     scheduler = PolicyScheduler.over(tiny.sd3().scheduler)
-    scheduler.follow(Segment(shifted(4, 3.0), range(4)))
+    scheduler.follow(Segment(shift_grid(4, 3.0), range(4)))
     with Gpu() as gpu:
         scheduler.set_timesteps(4, device="cuda")
     assert gpu.copies == [(True, True)] * 2
-    torch.testing.assert_close(scheduler.sigmas, shifted(4, 3.0).float())
+    torch.testing.assert_close(scheduler.sigmas, shift_grid(4, 3.0).float())
     values = torch.arange(4.0)
     with Gpu():
         assert torch.equal(to_device(values, "cuda"), values)
@@ -94,7 +94,7 @@ def test_fp32_products_are_rounded_on_a_gpu_below_fp32_alone(precision, name, be
     first = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(before)
     try:
-        with pytest.raises(ArithmeticError), rounded_products(precision, name):
+        with pytest.raises(ArithmeticError), matmul_precision(precision, name):
             assert torch.get_float32_matmul_precision() == inside
             raise ArithmeticError
         assert torch.get_float32_matmul_precision() == before
@@ -109,7 +109,7 @@ def test_fp32_convolutions_are_not_rounded_on_a_gpu(precision, name, before, ins
     first, cudnn = torch.backends.cudnn.allow_tf32, torch.backends.cudnn
     cudnn.allow_tf32 = before
     try:
-        with pytest.raises(ArithmeticError), rounded_products(precision, name):
+        with pytest.raises(ArithmeticError), matmul_precision(precision, name):
             assert cudnn.allow_tf32 == inside and cudnn.conv.fp32_precision == ("tf32" if inside else "none")
             raise ArithmeticError
         assert cudnn.allow_tf32 == before
@@ -121,7 +121,7 @@ def test_a_users_precision_of_one_operator_stays():
     cudnn = torch.backends.cudnn
     cudnn.conv.fp32_precision = "ieee"  # the older name raises RuntimeError from here on
     try:
-        with rounded_products("fp32", "cuda"):
+        with matmul_precision("fp32", "cuda"):
             assert (cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision) == ("ieee", "tf32")
         assert cudnn.conv.fp32_precision == "ieee"
     finally:
@@ -257,10 +257,10 @@ def test_a_busy_machine_leaves_one_thread_and_gives_the_others_back(several):
 
 def test_the_first_look_and_other_devices(several):
     threads, begun = Threads.of("cpu"), time.monotonic()
-    assert 1 <= threads.wished() <= several
+    assert 1 <= threads.recommend() <= several
     assert several == 1 or time.monotonic() - begun >= cores.SHORTEST
     assert threads.free <= several
-    assert Threads.of("cuda").wished() == Threads.of("mps").wished() == several
+    assert Threads.of("cuda").recommend() == Threads.of("mps").recommend() == several
 
 
 @pytest.mark.parametrize("name", cores.SET_BY_USER)

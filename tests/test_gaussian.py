@@ -90,7 +90,7 @@ def taken() -> Transitions:
     ([0, 0, 1, 1, 1], [2, 3, 4], [1, 2], [0, 1, 1]),
     ([1, 0, 1, 0, 1], [0, 2, 4], [0, 1, 2], [0, 1, 2])])
 def test_kept_transitions_keep_their_states_and_no_other(taken, keep, rows, states, parent):
-    found = taken.kept(torch.tensor(keep, dtype=torch.bool))
+    found = taken.select(torch.tensor(keep, dtype=torch.bool))
     assert found.step == 3 and found.parent.tolist() == parent
     assert torch.equal(found.x, taken.x[states]) and torch.equal(found.prompts, taken.prompts[states])
     assert torch.equal(found.x_next, taken.x_next[rows]) and found.old.logp[:, 0].tolist() == rows
@@ -103,10 +103,10 @@ def test_kept_transitions_keep_their_states_and_no_other(taken, keep, rows, stat
 
 def test_transitions_that_are_kept(taken):
     corrected = replace(taken, importance=torch.arange(10.0).view(5, 2))
-    kept = corrected.kept(torch.tensor([0, 1, 0, 0, 1], dtype=torch.bool))
+    kept = corrected.select(torch.tensor([0, 1, 0, 0, 1], dtype=torch.bool))
     assert kept.importance.tolist() == [[2, 3], [8, 9]]
-    assert taken.kept(torch.ones(5, dtype=torch.bool)) is taken
-    assert taken.kept(torch.zeros(5, dtype=torch.bool)) is None
+    assert taken.select(torch.ones(5, dtype=torch.bool)) is taken
+    assert taken.select(torch.zeros(5, dtype=torch.bool)) is None
 
 
 @pytest.mark.parametrize("states, prompts, parents, following, scores", [

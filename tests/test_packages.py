@@ -130,7 +130,7 @@ def test_other_errors_are_not_explained():
 def test_an_extra_that_does_not_fit_is_told_for_what_needs_it(tmp_path, monkeypatch):
     failed(tmp_path, monkeypatch, "resvg_py", "import torch\ntorch.no_such_function()\n")
     with pytest.raises(UserError, match=r"^reward 'svg': resvg.py 99.0 does not work with torch .*: pip install"):
-        packages.needed("resvg_py", "svg", "reward 'svg'")
+        packages.import_optional("resvg_py", "svg", "reward 'svg'")
 
 
 PACKAGE = Path(__file__).parents[1] / "flowgrpo"

@@ -30,7 +30,7 @@ from flowgrpo.policies import build, options
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.rewards.clip import SubjectScore
 from flowgrpo.rewards.find import locate
-from flowgrpo.samplers.grids import make_grid, shifted
+from flowgrpo.samplers.grids import make_grid, shift_grid
 from flowgrpo.samplers.kernels import CPS
 from flowgrpo.samplers.predictions import process
 from flowgrpo.samplers.preview import require_choice
@@ -164,7 +164,7 @@ def test_a_recipe_fits_its_pipeline_and_a_tiny_instance(name):
     grid, timesteps = make_grid(train.grid, train.steps, train.shift, pipe.scheduler, policy.strength,
                                 lambda steps: policy.stock_grid(policy.encode(["a cat"]), steps))
     explorations = method.explorations(grid, train.group, train.own_shift, 0, config.seed, timesteps)
-    noised = method.noised(grid, train.group, 0, config.seed)
+    noised = method.noising_spec(grid, train.group, 0, config.seed)
     assert explorations and all(each.schedule.trained for each in (explorations if noised is None else [noised]))
     if method.rollout.preview:
         require_choice(explorations, method.rollout.preview.pool)
@@ -181,7 +181,7 @@ def test_sana_and_flow_grpo_are_trained_as_published():
     assert (method.rollout.preview.pool, method.rollout.preview.steps, train.group, train.steps) == (96, 6, 24, 10)
     assert (train.prompts, train.guidance, train.lr, config.adapter.rank) == (48, 1.0, 3e-4, 32)
     assert method.loss.surrogate == NegativeAware(beta=1.0) and method.loss.kl.weight == 1e-4
-    times = method.noised(make_grid("shifted", 10, 3.0, FlowMatchEulerDiscreteScheduler())[0], 24, 0, 0)
+    times = method.noising_spec(make_grid("shifted", 10, 3.0, FlowMatchEulerDiscreteScheduler())[0], 24, 0, 0)
     assert len(times.schedule.trained) == 6
     # 0.9 at every eighth update, here at every one.
     assert load(FOLDER / "sd35_medium.yaml").train.ema ** 8 == pytest.approx(0.9, abs=1e-3)
@@ -218,13 +218,13 @@ def test_where_nf4_is_told_to_fit_the_text_encoders_in_bf16_fit_beside_it(name):
 # 1/(2 s^2), at each step that can be trained: 10 * 2 s^2, with s = 0.951057 sigma' of the next grid point.
 CPS_RECIPES = {
     # sigma' 27/28, 12/13, 7/8, 9/11, 3/4
-    "sd35_medium_24gb": (shifted(10, 3.0), [16.821, 15.414, 13.850, 12.110, 10.176]),
+    "sd35_medium_24gb": (shift_grid(10, 3.0), [16.821, 15.414, 13.850, 12.110, 10.176]),
     # sigma' 0.90374, 0.78970, 0.65247: 1024 tokens, mu 0.63
-    "flux_dev": (shifted(6, math.exp(0.63)), [14.775, 11.282, 7.702]),
+    "flux_dev": (shift_grid(6, math.exp(0.63)), [14.775, 11.282, 7.702]),
     # sigma' 21/22, 9/10, 5/6, 3/4
-    "z_image": (shifted(8, 3.0), [16.483, 14.653, 12.563, 10.176]),
+    "z_image": (shift_grid(8, 3.0), [16.483, 14.653, 12.563, 10.176]),
     # sigma' 3/4, 1/2, 1/4
-    "flux_schnell_24gb": (shifted(4, 1.0), [10.176, 4.5226, 1.1307])}
+    "flux_schnell_24gb": (shift_grid(4, 1.0), [10.176, 4.5226, 1.1307])}
 CPS_RECIPES |= {f"{name}_24gb": CPS_RECIPES[name] for name in ("flux_dev", "z_image")}
 CPS_RECIPES |= {f"flux_dev_{name}": CPS_RECIPES["flux_dev"] for name in ("48gb", "8x80")}
 

@@ -117,7 +117,7 @@ def test_sums_hints_and_prompts_of_the_study():
 def test_right_images_are_those_of_the_prompts(tmp_path):
     study_parts.write_images(tmp_path, [Prompt("a red star"), Prompt("two blue circles")])
     lines = pairs.load_demonstrations(tmp_path / "scenes-images.jsonl")
-    shown = torch.stack([preprocessing.read_tensor(required(line.image)) for line in lines])
+    shown = torch.stack([preprocessing.read_tensor(unwrap(line.image)) for line in lines])
     assert [line.prompt for line in lines] == ["a red star", "two blue circles"]
     assert scene.scene(shown, ["a red star", "two blue circles"], [{}, {}]) == [1.0, 1.0]
 

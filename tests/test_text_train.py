@@ -196,11 +196,11 @@ def test_a_resumed_run_shares_prompts_as_it_began(tmp_path):
     first, last = (tiny_text.trainer(output=tmp_path) for _ in range(2))
     first.run_epoch()
     first.epoch, first.progress.saved_counters = 1, state.counters(first) | {"epoch": 1}
-    assert first.policy.unshared(first.policy.encode(["1+2="])) == ""
+    assert first.policy.reason_not_shared(first.policy.encode(["1+2="])) == ""
     first.policy.load_state({}, {"apart": "the first prompt of the run said so"})
     state.save(first, tmp_path)
     state.restore(last, tmp_path / "checkpoints" / "epoch-00001")
-    assert last.policy.unshared(last.policy.encode(["1+2="])) == "the first prompt of the run said so"
+    assert last.policy.reason_not_shared(last.policy.encode(["1+2="])) == "the first prompt of the run said so"
 
 
 @pytest.mark.parametrize("settings, method", [

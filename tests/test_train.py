@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 import flowgrpo
-from flowgrpo.arguments import OMITTED, configured
+from flowgrpo.arguments import OMITTED, build_config
 from flowgrpo.config import load
 from flowgrpo.config.sections import Adapter
 from flowgrpo.data.prompts import Prompt, load_prompts
@@ -554,7 +554,7 @@ def test_arguments_of_another_type_are_told(given, told, tmp_path):
 def test_a_recipe_is_the_base_of_the_arguments():
     def of(*given, recipe="starter", **options):
         arguments = [*given, *[OMITTED] * (4 - len(given))]
-        return configured(*arguments, recipe, options)[0]
+        return build_config(*arguments, recipe, options)[0]
     assert of() == load("starter")
     assert of(name="mine", train={"epochs": 3}) == load("starter", {"name": "mine", "train.epochs": 3})
     other = of("model", {bluish: 0.5}, ["red"], "flow_grpo")

@@ -21,11 +21,11 @@ from flowgrpo.advantages.group import (
     AdvantageRule,
     Clamp,
     below,
-    centred,
+    centre,
     group_std,
     of_samples,
     weighted_sum,
-    whitened,
+    whiten,
     zero_variance,
 )
 from flowgrpo.parts import Above, AtLeast, OneOf, part
@@ -136,7 +136,7 @@ class ShiftedMean(AdvantageRule):
 
     def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
         total = weighted_sum(rewards, weights)
-        return (centred(total) - self.shift).masked_fill(total.isnan(), 0).clamp(-self.clamp, self.clamp)
+        return (centre(total) - self.shift).masked_fill(total.isnan(), 0).clamp(-self.clamp, self.clamp)
 
 
 def virtual_best(rewards: Tensor, best: float) -> Tensor:
@@ -153,7 +153,7 @@ def virtual_best(rewards: Tensor, best: float) -> Tensor:
         raise ValueError(f"VirtualBest: a reward is {largest:g}, expected at most {best:g}: set best to the largest "
                          "that the weighted sum of rewards can be")
     group = torch.cat([rewards, rewards.new_full((len(rewards), 1), best)], dim=1)
-    advantages = (centred(group) / group_std(group, ddof=0)[:, None])[:, :-1]
+    advantages = (centre(group) / group_std(group, ddof=0)[:, None])[:, :-1]
     return advantages.masked_fill(zero_variance(group)[:, None], 0)
 
 
@@ -205,7 +205,7 @@ class Paired(AdvantageRule):
             raise ValueError(f"Paired: a group of {total.shape[1]}, expected pairs of a base and its edit")
         gains = total[:, 1::2] - total[:, ::2]
         advantages = total.new_zeros(total.shape)
-        advantages[:, 1::2] = whitened(gains, ~gains.isnan())
+        advantages[:, 1::2] = whiten(gains, ~gains.isnan())
         return advantages.clamp(-self.clamp, self.clamp)
 
 

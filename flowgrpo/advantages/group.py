@@ -107,7 +107,7 @@ def _relative(rewards: Tensor, scale: str) -> Tensor:
     _require_one_of("scale", scale, SCALES)
     if rewards.ndim != 2:
         raise ValueError(f"rewards have shape {tuple(rewards.shape)}, expected [prompts, samples per prompt]")
-    advantages = centred(rewards)
+    advantages = centre(rewards)
     if scale == "group":
         advantages = advantages / (group_std(rewards)[:, None] + 1e-8)
     if scale == "batch":
@@ -139,7 +139,7 @@ def running(rewards: Tensor, context: Context, column: int = 0, buffer: int = 32
         values = present[~present.isnan()]
         if len(values):
             history = values.new_tensor(_history(seen, prompt, context.run.epoch, values.tolist(), buffer))
-            advantages[rows] = _standardised(present, history if len(history) >= least else everything)
+            advantages[rows] = _standardise(present, history if len(history) >= least else everything)
     return advantages.masked_fill(rewards.isnan(), 0)
 
 
@@ -165,7 +165,7 @@ def combine(
     context, buffer and least: for scale "running" only.
     """
     _require_one_of("order", order, ORDERS)
-    rewards, weights = _checked(rewards, weights)
+    rewards, weights = _check_shapes(rewards, weights)
 
     def compare(reward: Tensor, column: int) -> Tensor:
         if scale != "running":
@@ -180,8 +180,8 @@ def combine(
         advantages = (torch.stack(terms, dim=2) * weights).sum(dim=2)
     if order == "gdpo":
         silent = (advantages == 0).all(dim=1, keepdim=True)
-        advantages = whitened(advantages, ~rewards.isnan().all(dim=2)).masked_fill(silent, 0)
-    return trimmed(advantages, trim).clamp(-clamp, clamp)
+        advantages = whiten(advantages, ~rewards.isnan().all(dim=2)).masked_fill(silent, 0)
+    return trim_extremes(advantages, trim).clamp(-clamp, clamp)
 
 
 def weighted_sum(rewards: Tensor, weights: Tensor | Sequence[float]) -> Tensor:
@@ -189,14 +189,14 @@ def weighted_sum(rewards: Tensor, weights: Tensor | Sequence[float]) -> Tensor:
 
     A missing reward is replaced by its group's mean, so its presence moves no sample. A sample without any is NaN.
     """
-    rewards, weights = _checked(rewards, weights)
+    rewards, weights = _check_shapes(rewards, weights)
     missing = rewards.isnan()
     means = rewards.nanmean(dim=1, keepdim=True).nan_to_num(0)
     total = (torch.where(missing, means, rewards) * weights).sum(dim=2)
     return total.masked_fill(missing.all(dim=2), torch.nan)
 
 
-def whitened(values: Tensor, applies: Tensor) -> Tensor:
+def whiten(values: Tensor, applies: Tensor) -> Tensor:
     """Return values [P, G] less their mean, over their deviation (ddof 0, eps 1e-4), of all those where `applies`.
 
     The others are 0, and so are all if they differ by rounding alone.
@@ -208,7 +208,7 @@ def whitened(values: Tensor, applies: Tensor) -> Tensor:
     return (less_mean / (spread + 1e-4)).masked_fill(~applies | noise, 0)
 
 
-def trimmed(advantages: Tensor, share: float) -> Tensor:
+def trim_extremes(advantages: Tensor, share: float) -> Tensor:
     """Return advantages [P, G] with 0 for the floor(share * G) lowest and highest of a group each; ties by position."""
     size = advantages.shape[1]
     cut = int(share * size + 1e-9)  # 0.29 * 100 is 28.999999999999996
@@ -235,7 +235,7 @@ def _without_variance(rewards: Tensor) -> Tensor:
     return group_std(rewards) <= RELATIVE_NOISE * largest
 
 
-def centred(rewards: Tensor) -> Tensor:
+def centre(rewards: Tensor) -> Tensor:
     """Return rewards [P, G] less their group's mean, 0 where not applicable."""
     return (rewards - rewards.nanmean(dim=1, keepdim=True)).masked_fill(rewards.isnan(), 0)
 
@@ -243,7 +243,7 @@ def centred(rewards: Tensor) -> Tensor:
 def group_std(rewards: Tensor, ddof: int = 1) -> Tensor:
     """Return the deviation of each group's applicable rewards [P, G], 0 if there are at most ddof: [P]."""
     count = (~rewards.isnan()).sum(dim=1) - ddof
-    return (centred(rewards).square().sum(dim=1) / count.clamp(min=1)).sqrt()
+    return (centre(rewards).square().sum(dim=1) / count.clamp(min=1)).sqrt()
 
 
 def rows_of(prompts: Sequence[str]) -> dict[str, list[int]]:
@@ -287,14 +287,14 @@ def _history(seen: dict[str, Any], prompt: str, epoch: int, values: list[float],
     return (entry["past"] + values)[-buffer:]
 
 
-def _standardised(values: Tensor, known: Tensor) -> Tensor:
+def _standardise(values: Tensor, known: Tensor) -> Tensor:
     """Return values less the mean of `known` [n], over their deviation, ddof 0, eps 1e-6; zeros if it is rounding."""
     if zero_variance(known[None]):
         return torch.zeros_like(values)
     return (values - known.mean()) / (known.std(correction=0) + 1e-6)
 
 
-def _checked(rewards: Tensor, weights: Tensor | Sequence[float]) -> tuple[Tensor, Tensor]:
+def _check_shapes(rewards: Tensor, weights: Tensor | Sequence[float]) -> tuple[Tensor, Tensor]:
     (rewards,) = wide(rewards)
     weights = torch.as_tensor(weights, dtype=rewards.dtype, device=rewards.device)
     if rewards.ndim != 3 or weights.shape != rewards.shape[2:]:

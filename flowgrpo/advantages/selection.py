@@ -110,7 +110,7 @@ class WidthPruning:
 
     def __call__(self, scores: Tensor, context: Context | None = None) -> Tensor:
         _require_ranked(scores)
-        return self._pruned(_siblings(scores, context))
+        return self._prune(_siblings(scores, context))
 
     def nodes(self, scores: Tensor, siblings: int | None) -> Tensor:
         """Return the kept inner nodes of one depth: scores [P, N] to bool [P, N].
@@ -119,9 +119,9 @@ class WidthPruning:
         """
         if self.depths == "last" or siblings is None and self.of == "siblings":
             return torch.ones_like(scores, dtype=torch.bool)
-        return self._pruned(scores.unflatten(1, (-1, siblings or scores.shape[1])))
+        return self._prune(scores.unflatten(1, (-1, siblings or scores.shape[1])))
 
-    def _pruned(self, siblings: Tensor) -> Tensor:
+    def _prune(self, siblings: Tensor) -> Tensor:
         if self.of == "depth":
             scores = siblings.flatten(1)
             return BestWorst(2 * max(1, int(scores.shape[1] * self.share / 2)))(scores)

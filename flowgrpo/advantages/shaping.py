@@ -48,7 +48,7 @@ class Unlikely(Shaping):
 
 @part("shaping")
 class WinRate(Shaping):
-    """Win rate of every reward within the group, at the given margin: `lifted` (Pref-GRPO, 2508.20751).
+    """Win rate of every reward within the group, at the given margin: `to_win_rates` (Pref-GRPO, 2508.20751).
 
     Rewards that are win rates already, those of a pairwise judge, are unchanged: the context names them.
     """
@@ -59,7 +59,7 @@ class WinRate(Shaping):
         done = torch.zeros(rewards.shape[2], dtype=torch.bool, device=rewards.device)
         if context is not None and context.rewards.win_rates:
             done = torch.as_tensor(context.rewards.win_rates, device=rewards.device)
-        before, after = wide(rewards, lifted(rewards, self.margin))
+        before, after = wide(rewards, to_win_rates(rewards, self.margin))
         return torch.where(done, before, after)
 
 
@@ -108,7 +108,7 @@ class BradleyTerry(Shaping):
         (totals,) = wide(weighted_sum(rewards, context.rewards.weights or [1.0] * rewards.shape[2])[..., None])
         draw = np.random.default_rng((LABELS, context.run.epoch))
         noise = torch.from_numpy(draw.gumbel(size=tuple(totals.shape))).to(totals)
-        return lifted(self.scale * totals + noise)  # a difference of two Gumbels is logistic
+        return to_win_rates(self.scale * totals + noise)  # a difference of two Gumbels is logistic
 
 
 @part("shaping")
@@ -184,7 +184,7 @@ def win_rates(wins: Tensor) -> Tensor:
     return wins.masked_fill(oneself, torch.nan).nanmean(dim=-1)
 
 
-def lifted(rewards: Tensor, margin: float = 0.0) -> Tensor:
+def to_win_rates(rewards: Tensor, margin: float = 0.0) -> Tensor:
     """Return pointwise rewards [P, G, R] as win rates of a pairwise judge of each group: [P, G, R].
 
     A sample beats another if its reward is larger by more than `margin`, and ties within it. The size of gaps no longer

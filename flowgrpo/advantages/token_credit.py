@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flowgrpo.advantages.group import weighted_sum
 from flowgrpo.parts import Above, AtLeast, part
-from flowgrpo.types import Completions, Context, Segmented, required, wide
+from flowgrpo.types import Completions, Context, Segmented, unwrap, wide
 
 
 def cut_points(logp: Tensor, mask: Tensor, below: float) -> Tensor:
@@ -135,7 +135,8 @@ def shared_values(states: Tensor, rewards: Tensor) -> tuple[Tensor, Tensor]:
     return missing.masked_scatter(known, mean[at]), torch.zeros_like(missing).masked_scatter(known, count[at])
 
 
-def merged(ids: Tensor, steps: Tensor, mask: Tensor, groups: Tensor, advantages: Tensor, history: int) -> Tensor:
+def mean_step_advantage(ids: Tensor, steps: Tensor, mask: Tensor, groups: Tensor, advantages: Tensor,
+                        history: int) -> Tensor:
     """Return the mean advantage of all rows that take the same step, of each token: [m, L].
 
     steps: int64 [m, L], of each token; groups: int64 [m]; advantages: [m].
@@ -180,10 +181,10 @@ class Progress:
 
     def bonuses(self, rewards: Tensor, context: Context) -> Tensor:
         """Return the bonus of every trained step, [P, G, K]. rewards: [P, G, R], of the samples."""
-        weights = chosen_weights(dict(zip(context.rewards.names, context.rewards.weights)), self.rewards)
+        weights = select_weights(dict(zip(context.rewards.names, context.rewards.weights)), self.rewards)
         columns = [number for number, name in enumerate(context.rewards.names) if name in weights]
         final = weighted_sum(rewards[..., columns], list(weights.values()))
-        return progress(required(context.samples.predicted).to(final), final, self.discount)
+        return progress(unwrap(context.samples.predicted).to(final), final, self.discount)
 
 
 def progress(values: Tensor, final: Tensor, discount: float = 0.0) -> Tensor:
@@ -201,7 +202,7 @@ def progress(values: Tensor, final: Tensor, discount: float = 0.0) -> Tensor:
     return torch.stack(results[::-1], 2)
 
 
-def chosen_weights(weights: Mapping[str, float], names: Sequence[str] = ()) -> dict[str, float]:
+def select_weights(weights: Mapping[str, float], names: Sequence[str] = ()) -> dict[str, float]:
     """Return the weights of the rewards `names`, 1 in place of 0; without names all of them, unchanged."""
     return {name: weight or 1.0 for name, weight in weights.items() if name in names} if names else dict(weights)
 
@@ -311,7 +312,7 @@ class StepGroups(TokenCredit):
       jointly={"every history": "1 or more, and 0 or more, or -1 for all steps before"})
 class MergedSteps(TokenCredit):
     """Advantage of a step as the mean over all completions of the group that take it, merged to one edge of
-    their graph (SALT, 2510.20022: shared steps are neutral, divergent ones keep their outcome): `merged`.
+    their graph (SALT, 2510.20022: shared steps are neutral, divergent ones keep their outcome): `mean_step_advantage`.
 
     A step is `every` tokens, or ends with one of the token ids `ends` if given, such as a newline's. history: steps
     before it that have to be equal too; -1: all from the start. SALT's steps are turns of an agent, and its history is
@@ -325,8 +326,8 @@ class MergedSteps(TokenCredit):
     def __call__(self, taken: Completions, advantages: Tensor, totals: Tensor) -> Tensor:
         mask = taken.old.mask.cpu()
         groups = torch.arange(len(totals)).repeat_interleave(totals.shape[1])
-        return merged(taken.ids, steps_of(taken.ids, mask, self.every, self.ends), mask, groups, advantages,
-                      self.history)
+        return mean_step_advantage(taken.ids, steps_of(taken.ids, mask, self.every, self.ends), mask, groups,
+                                   advantages, self.history)
 
 
 @part("spread")
@@ -373,6 +374,6 @@ class Exploring(TokenCredit):
     kappa: Annotated[float, Above(1)] = 2.0
 
     def __call__(self, taken: Completions, advantages: Tensor, totals: Tensor) -> Tensor:
-        entropy = required(taken.old.entropy).to(advantages)
+        entropy = unwrap(taken.old.entropy).to(advantages)
         bound = advantages.abs()[:, None] / self.kappa
         return advantages[:, None] + torch.minimum(self.alpha * entropy, bound)

@@ -1,7 +1,7 @@
 """Baselines from the history of a prompt: `part(rewards [P, G, R], weights [R], context) -> advantages [P, G]`.
 
 Each compares the weighted sum of the rewards (`group.weighted_sum`) and clamps to +-clamp. The histories are kept in
-the context's memory (`remembered`), by prompt and JSON-able.
+the context's memory (`update_state`), by prompt and JSON-able.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from flowgrpo.advantages.group import (
     group_relative,
     rows_of,
     weighted_sum,
-    whitened,
+    whiten,
 )
 from flowgrpo.errors import UserError
 from flowgrpo.parts import Above, AtLeast, part
 from flowgrpo.types import Context, RunState
 
 
-def remembered(memory: dict[str, Any], part: str, key: str, epoch: int, start: list[float],
-               change: Callable[[list[float]], list[float]]) -> tuple[list[float], list[float]]:
+def update_state(memory: dict[str, Any], part: str, key: str, epoch: int, start: list[float],
+                 change: Callable[[list[float]], list[float]]) -> tuple[list[float], list[float]]:
     """Return the state of a key before this epoch, and with it.
 
     memory[part] holds the states, which begin as `start`. The first call of an epoch changes them; later ones, for the
@@ -116,12 +116,12 @@ class ValueTracker(Tracked):
             keep = min(max(2 ** (-(drift - state[2]) / self.half), self.least), self.most)
             return [keep * state[0] + len(values), keep * state[1] + values.sum().item(), drift]
 
-        before, _ = remembered(run.memory, "ValueTracker", prompt, run.epoch,
-                               [self.evidence, self.evidence * self.prior, 0.0], change)
+        before, _ = update_state(run.memory, "ValueTracker", prompt, run.epoch,
+                                 [self.evidence, self.evidence * self.prior, 0.0], change)
         return rewards - mean_of(before)
 
     def finished(self, advantages: Tensor, applies: Tensor) -> Tensor:
-        return whitened(advantages, applies)
+        return whiten(advantages, applies)
 
     def prompt_weights(self, memory: dict[str, Any], prompts: Sequence[str]) -> Tensor:
         """Return the sampling weight of each prompt, in proportion to sqrt(v (1 - v)) + floor: float64 [len(prompts)].
@@ -152,7 +152,7 @@ class SmoothStandardised(Tracked):
     def visited(self, prompt: str, rewards: Tensor, run: RunState) -> Tensor:
         values = rewards[~rewards.isnan()].double()
         added = [1.0, float(len(values)), values.sum().item(), values.square().sum().item()]
-        _, (visits, count, total, squares) = remembered(
+        _, (visits, count, total, squares) = update_state(
             run.memory, "SmoothStandardised", prompt, run.epoch, [0.0] * 4,
             lambda state: [old + new for old, new in zip(state, added)])
         mean = total / count
@@ -189,7 +189,7 @@ class PriorBlend(Tracked):
     def visited(self, prompt: str, rewards: Tensor, run: RunState) -> Tensor:
         require_rates("PriorBlend", rewards)
         values = rewards[~rewards.isnan()]
-        before, _ = remembered(
+        before, _ = update_state(
             run.memory, "PriorBlend", prompt, run.epoch, [self.evidence, self.evidence * self.prior],
             lambda state: [self.keep * state[0] + len(values), self.keep * state[1] + values.sum().item()])
         prior = mean_of(before)

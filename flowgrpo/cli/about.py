@@ -13,7 +13,7 @@ import typer
 from flowgrpo.cli.options import Trusted
 from flowgrpo.cli.root import TRAIN, app, list_app, print_table
 from flowgrpo.errors import UserError, nearest
-from flowgrpo.user_code import packaged
+from flowgrpo.user_code import group_entry_points
 
 IN_GIB = ("weights", "memory", "memory_parts")  # keys of a `check` report that are in GiB
 
@@ -121,7 +121,8 @@ def methods(
     """List the presets that --method takes."""
     tables = {title: [row for module in modules for row in _presets(module)
                       if not word or word.lower() in " ".join(row).lower()] for title, modules in GROUPS.items()}
-    points = [[name, point.value, f"package {point.dist.name}"] for name, point in packaged("flowgrpo.methods").items()]
+    points = [[name, point.value, f"package {point.dist.name}"]
+              for name, point in group_entry_points("flowgrpo.methods").items()]
     tables["From installed packages"] = [row for row in points if not word or word.lower() in " ".join(row).lower()]
     if not any(tables.values()):
         raise UserError(f"no method's line has {word!r}: `flowgrpo list methods` lists all, docs/methods/index.md "

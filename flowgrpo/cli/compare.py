@@ -13,7 +13,7 @@ import typer
 from flowgrpo.cli.options import Trusted
 from flowgrpo.cli.root import compare_app, print_table
 from flowgrpo.errors import UserError
-from flowgrpo.nouns import counted
+from flowgrpo.nouns import quantity
 from flowgrpo.storage import paths
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def vote(
     comparisons, names = _pairs(places, lora or [], prompts, count, seed, output)
     ballot = Ballot(comparisons, names, output, seed)
     with server(ballot, port) as serving:
-        typer.echo(f"{counted(len(ballot.comparisons), 'pair')}, {len(ballot.verdicts)} with a vote: "
+        typer.echo(f"{quantity(len(ballot.comparisons), 'pair')}, {len(ballot.verdicts)} with a vote: "
                    f"{address(serving)} "
                    "(Ctrl-C ends it)")
         with contextlib.suppress(KeyboardInterrupt):

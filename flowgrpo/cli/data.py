@@ -15,7 +15,7 @@ from flowgrpo.cli.options import Trusted, asked_rewards
 from flowgrpo.cli.root import prompts_app
 from flowgrpo.cli.train import recipe_and_options, recipe_argument
 from flowgrpo.errors import UserError
-from flowgrpo.nouns import counted, named
+from flowgrpo.nouns import inflect, quantity
 from flowgrpo.storage import atomic
 
 By = Literal["hardest", "variance", "middling"]
@@ -185,7 +185,7 @@ def _write(output: Path, pools: Sequence[Sequence[Any]], weights: Sequence[float
         raise UserError("no prompt is left: choose a wider --low and --high, or other rates")
     prompts = mix([pool for pool, _ in left], [weight for _, weight in left], count, seed)
     atomic.write_text(output, "".join(json.dumps(as_line(prompt), ensure_ascii=False) + "\n" for prompt in prompts))
-    typer.echo(f"{output}: {counted(len(prompts), 'prompt')}")
+    typer.echo(f"{output}: {quantity(len(prompts), 'prompt')}")
 
 
 @prompts_app.command("encode", short_help="Encode a recipe's prompts ahead of its run.",
@@ -221,7 +221,7 @@ def _encode(settings: Any) -> None:
     from tqdm import tqdm
 
     from flowgrpo.data import pairs, sets
-    from flowgrpo.device import described, pick_device
+    from flowgrpo.device import describe, pick_device
     from flowgrpo.policies import build
     from flowgrpo.policies.pipelines import encoded_prompts
     from flowgrpo.policies.policy import resolve_precision
@@ -235,8 +235,8 @@ def _encode(settings: Any) -> None:
     paths.require_folder(settings.cache)
     device = torch.device(pick_device(settings.device))
     settings, said = resolve_precision(settings, device)
-    typer.echo(f"device: {described(device)}\nprecision: {said}")
+    typer.echo(f"device: {describe(device)}\nprecision: {said}")
     filled = encoded_prompts.fill(settings, [prompt for side in sides for prompt in side], device,
                                   lambda rows: tqdm(rows, desc="encoding", unit="prompt", leave=False, disable=None))
-    typer.echo(f"{filled.folder}: {filled.prompts:,} {named(filled.prompts, 'prompt')} ({len(sides[0]):,} to train on, "
-               f"{len(sides[1]):,} held out), {filled.new:,} new, {filled.size / 2**20:,.1f} MiB")
+    typer.echo(f"{filled.folder}: {filled.prompts:,} {inflect(filled.prompts, 'prompt')} ({len(sides[0]):,} to train "
+               f"on, {len(sides[1]):,} held out), {filled.new:,} new, {filled.size / 2**20:,.1f} MiB")

@@ -11,7 +11,7 @@ from flowgrpo import trust
 from flowgrpo.cli.options import LORA, PRECISION, TRUST, Precision, local_lora, local_source, opening
 from flowgrpo.cli.root import reward_app
 from flowgrpo.errors import UserError
-from flowgrpo.nouns import counted
+from flowgrpo.nouns import quantity
 
 if TYPE_CHECKING:
     from flowgrpo.config.reward_rules import RewardRule
@@ -63,11 +63,11 @@ def label(
         temperature=temperature))]
     result = labels.label(judged.groups(folders, key), rules, output, labels.Choice(every, least, tie))
     for name, (number, said) in result.failed.items():
-        typer.echo(f"left out: {counted(number, 'sample')} that {name!r} failed on, which the same command scores "
+        typer.echo(f"left out: {quantity(number, 'sample')} that {name!r} failed on, which the same command scores "
                    "again; the "
                    f"last: {said}", err=True)
-    typer.echo(f"{output}: {counted(result.pairs, 'pair')} of {counted(result.prompts, 'prompt')}, {result.without} of "
-               "which have none")
+    typer.echo(f"{output}: {quantity(result.pairs, 'pair')} of {quantity(result.prompts, 'prompt')}, {result.without} "
+               "of which have none")
 
 
 def _require_drawing(places: list[str], prompts: str | None, options: dict[str, object]) -> None:

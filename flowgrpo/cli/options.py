@@ -52,14 +52,14 @@ def local(given: Path) -> Path:
 
 def local_source(given: str) -> str:
     """Return a model or run as it is given, or the folder of a run that was downloaded from the hub."""
-    return str(hub.fetched(given)) if hub.is_named(given) else given
+    return str(hub.download(given)) if hub.is_named(given) else given
 
 
 def local_lora(given: str | Path | None) -> str | None:
     """Return the place of a LoRA here, or download that of `OWNER/NAME[@REVISION]`."""
     if given is None or not hub.is_lora(str(given)):
         return None if given is None else str(given)
-    return str(hub.fetched(str(given)))
+    return str(hub.download(str(given)))
 
 
 def page_of(given: Path, run: Path, name: str) -> Path:

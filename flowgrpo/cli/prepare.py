@@ -19,7 +19,7 @@ from flowgrpo.cli.options import Trusted
 from flowgrpo.cli.root import TRAIN, app, print_table
 from flowgrpo.cli.train import recipe_and_options, recipe_argument
 from flowgrpo.errors import UserError
-from flowgrpo.nouns import counted
+from flowgrpo.nouns import quantity
 
 if TYPE_CHECKING:
     from flowgrpo.tools.check.needs import Need
@@ -64,7 +64,8 @@ def prepare(
                         + ", ".join(f"`hf download {name}`" for name in unknown))
     with _progress(sum(file.size for need in repositories for file in need.missing)) as advance:
         needs.fetch(repositories, advance)
-    typer.echo(f"downloaded and verified {counted(sum(len(need.missing) for need in repositories), 'file')}: {command}")
+    files = sum(len(need.missing) for need in repositories)
+    typer.echo(f"downloaded and verified {quantity(files, 'file')}: {command}")
 
 
 def show(found: Sequence[Need]) -> None:

@@ -10,7 +10,7 @@ import typer
 
 from flowgrpo.cli.root import list_app, print_table, prompts_app
 from flowgrpo.errors import UserError, nearest
-from flowgrpo.nouns import counted
+from flowgrpo.nouns import quantity
 from flowgrpo.storage import atomic
 
 AT_ONCE = 25  # prompts of one request
@@ -99,7 +99,7 @@ def write_prompts(
         lines = [{"prompt": text} for text in _asked(str(about), count, url, model, key_env)]
     atomic.write_text(output, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
     fewer = f", all that there are of the {count}" if len(lines) < count else ""
-    typer.echo(f"{output}: {counted(len(lines), 'prompt')}{fewer}")
+    typer.echo(f"{output}: {quantity(len(lines), 'prompt')}{fewer}")
 
 
 @prompts_app.command("proxy", short_help="Write prompts whose answer is known by construction.")
@@ -125,7 +125,7 @@ def proxy_prompts(
     made = {"caption_error": lambda: caption_errors(prompts, seed), "inversion": lambda: with_inversions(prompts),
             "critique": lambda: critiques(prompts, share, seed)}[kind]()
     atomic.write_text(output, "".join(json.dumps(as_line(prompt), ensure_ascii=False) + "\n" for prompt in made))
-    typer.echo(f"{output}: {counted(len(made), 'prompt')}")
+    typer.echo(f"{output}: {quantity(len(made), 'prompt')}")
 
 
 def _variants(file: Path, count: int, url: str, model: str | None, key_env: str | None) -> list[Any]:

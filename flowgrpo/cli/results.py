@@ -11,7 +11,7 @@ from flowgrpo import hub, trust
 from flowgrpo.cli.options import EPOCH, RUN, TRUST, local, opening, page_of
 from flowgrpo.cli.root import LOOK, SHARE, app
 from flowgrpo.errors import UserError
-from flowgrpo.nouns import counted
+from flowgrpo.nouns import quantity
 from flowgrpo.storage import paths, places
 
 ExportForm = Literal["comfyui", "kohya", "merged", "card"]
@@ -132,5 +132,5 @@ def push(
     for path, size in zip(files, sizes):
         typer.echo(f"{size:>13,}  {path}")
     branch = "" if revision is None else f", branch {revision}"
-    typer.echo(f"{sum(sizes):>13,}  bytes in {counted(len(files), 'file')}, to {repository}{branch}; nothing was "
+    typer.echo(f"{sum(sizes):>13,}  bytes in {quantity(len(files), 'file')}, to {repository}{branch}; nothing was "
                "uploaded")

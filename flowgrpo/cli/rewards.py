@@ -11,7 +11,7 @@ import typer
 from flowgrpo.cli.options import made_with
 from flowgrpo.cli.root import list_app, print_table, reward_app
 from flowgrpo.errors import UserError
-from flowgrpo.nouns import counted
+from flowgrpo.nouns import quantity
 
 NONE = "the reward does not apply"
 
@@ -60,8 +60,8 @@ def score(
         raise UserError("got --prompt and --prompts, expected one of them")
     given = sets.resolve_prompts(prompts) if prompts else [Prompt(prompt or "")] * len(images)
     if len(given) != len(images):
-        raise UserError(f"--prompts {prompts} has {counted(len(given), 'prompt')} for "
-                        f"{counted(len(images), 'file')}, expected one for each")
+        raise UserError(f"--prompts {prompts} has {quantity(len(given), 'prompt')} for "
+                        f"{quantity(len(images), 'file')}, expected one for each")
     scores = table.score_files(reward, made_with(reward, args), images, given)
     why = [str(value) if isinstance(value, Failed) else NONE if value != value else None for value in scores]
     known = [value if reason is None else None for value, reason in zip(scores, why)]
@@ -186,12 +186,12 @@ def serve_reward(
     args: Annotated[str, typer.Option(metavar="YAML", help="Arguments of a reward that is a class.")] = "{}",
 ) -> None:
     """Serve a reward to other processes or machines: its name in their recipes is the URL that this prints."""
-    from flowgrpo.packages import needed
+    from flowgrpo.packages import import_optional
     from flowgrpo.rewards import find
     from flowgrpo.serving.client import token
     from flowgrpo.serving.wire import Limits
 
-    needed("uvicorn", "server", "serve-reward")
+    import_optional("uvicorn", "server", "serve-reward")
     from flowgrpo.serving.server import serve
 
     secret, reward = token(token_file), find(name, made_with(name, args))

@@ -11,7 +11,7 @@ import typer
 from flowgrpo.cli.root import TRAIN, app
 from flowgrpo.cli.train import recipe_and_options
 from flowgrpo.errors import UserError
-from flowgrpo.nouns import counted
+from flowgrpo.nouns import quantity
 
 
 @app.command("taste", rich_help_panel=TRAIN, short_help="Train a few-step model on your own clicks, in a browser.",
@@ -64,7 +64,7 @@ def _told(folder: Path, live: Any, learned: int, summary: dict[str, Any]) -> int
     from flowgrpo.contrib.taste.session import PAIRS, REWARD
 
     clicks, against = sum(".q" in name for name in live.log.votes), live.against()
-    typer.echo(f"{counted(clicks, 'click')}, {learned} {'batch' if learned == 1 else 'batches'} learned: "
+    typer.echo(f"{quantity(clicks, 'click')}, {learned} {'batch' if learned == 1 else 'batches'} learned: "
                f"votes in {folder / PAIRS}")
     if against:
         typer.echo(f"against the base you preferred the tuned model in {against['wins']:g} of {against['of']} blind "

@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 from flowgrpo.config.base import Section, facts
 from flowgrpo.config.schema import Config, fields
 from flowgrpo.errors import UserError
-from flowgrpo.user_code import guarded, packaged
+from flowgrpo.user_code import call_user_code, group_entry_points
 
 GROUP = "flowgrpo.features"
 MODULES = ("flowgrpo.contrib.features",)  # which add the package's own; light, since every command imports them
@@ -63,7 +63,7 @@ class DryRun:
     options: ClassVar[tuple[tuple[str, Any, Any], ...]] = ()
     reported: ClassVar[tuple[str, ...]] = ()
 
-    def settled(self, config: Config, processes: int, fits: Callable[[Config], bool]) -> Config:
+    def resolve_auto(self, config: Config, processes: int, fits: Callable[[Config], bool]) -> Config:
         """Return a recipe with a value in place of `auto`. fits: True for a recipe that the GPU holds."""
         return config
 
@@ -110,7 +110,7 @@ def all() -> list[Feature]:
     return list(KNOWN.values())
 
 
-def wanted(config: Config, method: Any) -> Iterator[Feature]:
+def active_features(config: Config, method: Any) -> Iterator[Feature]:
     """Yield the features that a run has."""
     return (feature for feature in all() if feature.wanted(config, method))
 
@@ -132,9 +132,9 @@ def load() -> None:
     """Import the modules that add features: those of the package, and of other packages that declare theirs."""
     for module in MODULES:
         import_module(module)
-    for name, point in packaged(GROUP).items():
+    for name, point in group_entry_points(GROUP).items():
         try:
-            guarded(f"feature {name!r} of another package does not import", import_module, point.value)
+            call_user_code(f"feature {name!r} of another package does not import", import_module, point.value)
         except UserError as error:  # told where a recipe is read: nobody takes an error of this import
             FAILED.append(error)
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from flowgrpo.config.sections import Train
 from flowgrpo.errors import UserError
-from flowgrpo.nouns import counted
+from flowgrpo.nouns import quantity
 
 T = TypeVar("T")
 
@@ -51,7 +51,7 @@ class BatchShape:
     def parts(self) -> int:
         return -(-self.prompts // prompts_per_part(self.group, self.micro_batch))
 
-    def sliced(self, prompts: Sequence[T]) -> list[T]:
+    def repeat_per_slice(self, prompts: Sequence[T]) -> list[T]:
         """Return the prompt of every slice of their groups; the prompts themselves if groups are whole."""
         return [prompt for prompt in prompts for _ in range(self.slices)]
 
@@ -65,7 +65,7 @@ class BatchShape:
         together = prompts_per_part(self.group * self.slices, self.sampled)
         return (rank * self.prompts + first) // (together * self.slices)
 
-    def sampled_together(self, rank: int, count: int) -> list[int]:
+    def part_sizes(self, rank: int, count: int) -> list[int]:
         """Return the sizes of the parts of `count` groups or slices of a process.
 
         A slice is sampled with others of the part that one process would make of their groups.
@@ -115,9 +115,9 @@ def _require_updates(train: Train, shape: BatchShape, processes: int) -> None:
         processes = 1
     if train.updates > shape.parts:
         smaller = f", or a micro_batch of {_fits(shape.prompts // train.updates, shape, processes) * shape.group}"
-        raise UserError(f"train.updates is {train.updates}, but {counted(shape.prompts, 'group')} of {shape.group} in "
-                        f"micro-batches of {train.rows} make {counted(shape.parts, 'part')}: use at most "
-                        f"{counted(shape.parts, 'update')}{smaller if train.updates <= shape.prompts else ''}")
+        raise UserError(f"train.updates is {train.updates}, but {quantity(shape.prompts, 'group')} of {shape.group} in "
+                        f"micro-batches of {train.rows} make {quantity(shape.parts, 'part')}: use at most "
+                        f"{quantity(shape.parts, 'update')}{smaller if train.updates <= shape.prompts else ''}")
     fits = _fits(together, shape, processes)
     if train.updates > 1 and fits < together:
         raise UserError(f"train.updates is {train.updates}, but micro-batches of {train.rows} take {together} "

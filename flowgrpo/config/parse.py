@@ -184,21 +184,21 @@ def _assign(raw: dict[str, Any], path: str, value: Any) -> None:
 
 
 def _explain(errors: Sequence[Any]) -> str:
-    first = _dotted(errors[0]["loc"])
+    first = _key_path(errors[0]["loc"])
     if "." in first and errors[0]["loc"] == (first,) and first in keys():
         section, _, name = first.rpartition(".")
         return f"unknown key {first!r}: in a file, write {name!r} below {section!r}"
     errors = [error | {"loc": _without_tags(error)} for error in errors]
-    key = owner(_dotted(errors[0]["loc"])) or first
+    key = owner(_key_path(errors[0]["loc"])) or first
     # A union reports every type it tried; the deepest path is the likely one.
-    tried = [error for error in errors if f"{_dotted(error['loc'])}.".startswith(f"{key}.")] or list(errors)
+    tried = [error for error in errors if f"{_key_path(error['loc'])}.".startswith(f"{key}.")] or list(errors)
     deepest = max(len(error["loc"]) for error in tried)
     tried = [error for error in tried if len(error["loc"]) == deepest]
     unknown = next((error["loc"] for error in tried if error["type"] == "extra_forbidden"), None)
     if unknown:
-        return f"unknown key {_dotted(unknown)!r}{_nearest_of(unknown)}"
-    expected = " or ".join(dict.fromkeys(_expected(error["msg"]) for error in tried))
-    return f"{_dotted(tried[0]['loc'])}: got {tried[0]['input']!r}, expected {expected}"
+        return f"unknown key {_key_path(unknown)!r}{_nearest_of(unknown)}"
+    expected = " or ".join(dict.fromkeys(_expectation(error["msg"]) for error in tried))
+    return f"{_key_path(tried[0]['loc'])}: got {tried[0]['input']!r}, expected {expected}"
 
 
 def _without_tags(error: Any) -> tuple[str | int, ...]:
@@ -221,7 +221,7 @@ def _rule(key: str | None) -> type[Section] | None:
 
 def _nearest_of(unknown: tuple[str | int, ...]) -> str:
     """Return `nearest` for an unknown key by its path, which may be within a reward's rule."""
-    path = _dotted(unknown)
+    path = _key_path(unknown)
     rule = _rule(owner(path))
     if rule is None:
         return nearest_key(path, keys() if "." in path else [*keys(), *sections()])
@@ -231,11 +231,11 @@ def _nearest_of(unknown: tuple[str | int, ...]) -> str:
     return nearest(str(unknown[-1]), choices)
 
 
-def _dotted(location: tuple[str | int, ...]) -> str:
+def _key_path(location: tuple[str | int, ...]) -> str:
     return ".".join(str(part) for part in location)
 
 
-def _expected(message: str) -> str:
+def _expectation(message: str) -> str:
     """Return Pydantic's message as the end of a sentence that begins with "expected"."""
     for pattern, words in _PHRASES:
         message = re.sub(pattern, words, message)

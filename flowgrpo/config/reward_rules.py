@@ -70,7 +70,7 @@ class Clip(Section):
     clip: tuple[Moving, Moving]
 
     @model_validator(mode="after")
-    def _ordered(self) -> Clip:
+    def _check_order(self) -> Clip:
         _require_order(self.clip)
         return self
 
@@ -87,7 +87,7 @@ class Stretch(Section):
     stretch: tuple[Moving, Moving]
 
     @model_validator(mode="after")
-    def _ordered(self) -> Stretch:
+    def _check_order(self) -> Stretch:
         _require_order(self.stretch)
         return self
 
@@ -99,7 +99,7 @@ class Band(Section):
     margin: float = Field(0.0, ge=0)
 
     @model_validator(mode="after")
-    def _ordered(self) -> Band:
+    def _check_order(self) -> Band:
         _require_order(self.band)
         return self
 

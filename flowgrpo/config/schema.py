@@ -115,10 +115,10 @@ class Config(Section):
     @property
     def trained(self) -> dict[str, RewardRule]:
         """Rules of the rewards that are trained on, by name."""
-        return {"preferred": RewardRule()} if self._labelled else self._rules
+        return {"preferred": RewardRule()} if self._has_labels else self._rules
 
     @property
-    def _labelled(self) -> bool:
+    def _has_labels(self) -> bool:
         """True if the labels of recorded pairs come from their file."""
         return self.preferences is not None and self.labels == "file"
 
@@ -133,7 +133,7 @@ class Config(Section):
         rule."""
         given, rules = self.eval.rewards, self._rules
         further = given if isinstance(given, dict) else {name: WatchRule() for name in given if name not in rules}
-        return rules | further if self._labelled else further
+        return rules | further if self._has_labels else further
 
     @property
     def call(self) -> dict[str, Any]:

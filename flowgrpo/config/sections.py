@@ -147,7 +147,7 @@ class Load(Section):
                                        "`ip_adapter_image` of prompts: {path: FOLDER, weights: FILE}")
 
     @property
-    def fused(self) -> list[Fused]:
+    def loras_with_scales(self) -> list[Fused]:
         """LoRAs of `lora` with their scales."""
         return [Fused(path=lora) if isinstance(lora, str) else lora for lora in self.lora]
 
@@ -280,7 +280,7 @@ class Train(Optimizer):
         return 1 if self.micro_batch == "auto" else self.micro_batch
 
     @property
-    def recomputed(self) -> float:
+    def recompute_share(self) -> float:
         """Share of blocks that recompute; 0 if it is not chosen yet."""
         return 0.0 if self.checkpointing == "auto" else float(self.checkpointing)
 
@@ -349,7 +349,7 @@ class Eval(Section):
     rewards: list[str] | dict[str, WatchRule] = Field([], description="eval-only rewards: names, or names with rules")
 
     @model_validator(mode="after")
-    def _measured(self) -> Eval:
+    def _check_prompts(self) -> Eval:
         if not self.prompts and (self.every or self.rewards):
             name = "every" if self.every else "rewards"
             raise ValueError(f"{name} is {getattr(self, name)}, and prompts is 0, so that nothing is measured: leave "

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo.parts import Above, part
-from flowgrpo.samplers.kernels import annealed
+from flowgrpo.samplers.kernels import anneal
 from flowgrpo.text.samplers.decoding import Decoding
 
 
@@ -31,7 +31,7 @@ class AnnealedDecoding(Decoding):
                              "expected 0 < lowest <= highest, and slow above 0")
 
     def temperatures(self, ids: Tensor) -> Tensor:
-        row = [annealed(t, self.highest, self.lowest, self.slow) for t in range(ids.shape[1])]
+        row = [anneal(t, self.highest, self.lowest, self.slow) for t in range(ids.shape[1])]
         return torch.tensor(row, device=ids.device).expand(ids.shape)
 
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from flowgrpo.errors import UserError
 from flowgrpo.parts import AtLeast, part
-from flowgrpo.text.samplers.decoding import divided
-from flowgrpo.text.samplers.groups import joined, ordered, regrown
-from flowgrpo.types import required
+from flowgrpo.text.samplers.decoding import apply_temperature
+from flowgrpo.text.samplers.groups import concatenate, regrown, reorder
+from flowgrpo.types import unwrap
 
 if TYPE_CHECKING:
     from flowgrpo.text.samplers.decoding import Decoding
@@ -44,16 +44,16 @@ class CriticalTokens:
         anew = torch.tensor([float(torch.rand((), generator=generators[row])) < self.fresh if row % group >= kept
                              else True for row in every.tolist()])
         rows, new = every[anew], every[~anew]
-        whole = joined([policy.sample(tokenized.rows(at), decoding, [generators[i] for i in at], greedy[at])
-                        for at in rows.split(micro_batch)])
+        whole = concatenate([policy.sample(tokenized.rows(at), decoding, [generators[i] for i in at], greedy[at])
+                             for at in rows.split(micro_batch)])
         pieces = [whole]
         for at in new.split(micro_batch) if len(new) else ():
             parents = torch.searchsorted(rows, at - at % group + (at % group - kept) % kept)
-            of, drawing = ordered(whole, parents), [generators[i] for i in at]
+            of, drawing = reorder(whole, parents), [generators[i] for i in at]
             uncertain = self.uncertainty(policy, tokenized.rows(at), of, decoding)
             pieces.append(regrown(policy, tokenized.rows(at), decoding, drawing, of,
                                   self.places(uncertain, of.mask, drawing)))
-        return [ordered(joined(pieces), torch.cat([rows, new]).argsort())]
+        return [reorder(concatenate(pieces), torch.cat([rows, new]).argsort())]
 
     def places(self, uncertain: Tensor, mask: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
         """Return a place of each completion, int64 [b], among its `top` largest values of `uncertain` [b,L]."""
@@ -68,7 +68,7 @@ class CriticalTokens:
         with torch.no_grad():
             scored = policy.log_probs(tokenized, torch.arange(len(completions.ids)), completions.ids, completions.mask,
                                       decoding, entropy=True)
-        return required(scored.entropy).cpu()
+        return unwrap(scored.entropy).cpu()
 
 
 @part("draws")
@@ -94,7 +94,7 @@ class SemanticBranches(CriticalTokens):
         for row in range(len(ids)):  # row by row: the vocabulary may be large
             counted = mask[row]
             logits = head(states[row, :ids.shape[1]][counted.to(states.device)])
-            log_probs = decoding(divided(logits, None if heat is None else heat[row, counted]))
+            log_probs = decoding(apply_temperature(logits, None if heat is None else heat[row, counted]))
             entropy[row, counted] = semantic_entropy(log_probs, embeddings, self.candidates).cpu()
         return entropy
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flowgrpo.advantages.shaping import Shaping
 from flowgrpo.parts import Above, part
-from flowgrpo.types import Completions, Context, required, wide
+from flowgrpo.types import Completions, Context, unwrap, wide
 
 
 @part("shaping", target="texts", reads_reference=True)
@@ -28,7 +28,7 @@ class LikelihoodConsistency(Shaping):
     behind: tuple[int, ...] = ()
 
     def __call__(self, rewards: Tensor, context: Context | None = None) -> Tensor:
-        likelihood = required(required(context).samples.likelihood).to(rewards.device)
+        likelihood = unwrap(unwrap(context).samples.likelihood).to(rewards.device)
         (rewards,) = wide(rewards)
         right = rewards[..., 0] >= self.right
         count = right.sum(1, keepdim=True)

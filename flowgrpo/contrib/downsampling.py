@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo.advantages.group import weighted_sum
-from flowgrpo.advantages.token_credit import chosen_weights
+from flowgrpo.advantages.token_credit import select_weights
 from flowgrpo.parts import part
 from flowgrpo.types import Context
 
@@ -44,7 +44,7 @@ class _Downsampled:
 
     def before(self, rewards: Tensor, weights: Sequence[float], context: Context) -> Tensor:
         """Return the samples that are kept, bool [P, G]; one without a reward is not."""
-        named = chosen_weights(dict(zip(context.rewards.names, weights)), self.rewards)
+        named = select_weights(dict(zip(context.rewards.names, weights)), self.rewards)
         columns = [number for number, name in enumerate(context.rewards.names) if name in named]
         of = [named[context.rewards.names[number]] for number in columns]
         quality = weighted_sum(rewards[..., columns], of).nan_to_num(-torch.inf)

@@ -81,7 +81,7 @@ class Extrapolation(Extension):
             self.held, self.path = {}, []
             if worse:
                 return {"extrapolation": -1.0}
-        self.path.append(weights.kept())
+        self.path.append(weights.copy_for_average())
         if len(self.path) <= self.every:
             return {"extrapolation": 0.0}
         self.held, self.before = self.path[-1], self.reward
@@ -102,6 +102,6 @@ class Extrapolation(Extension):
 
     def load_state(self, tensors: Tensors, values: dict[str, Any]) -> None:
         """Restore the state of a checkpoint; without any, start anew."""
-        place = self.trainer.policy.weights.placed
+        place = self.trainer.policy.weights.place
         self.path = [place(within(tensors, f"{number}/")) for number in range(values.get("path", 0))]
         self.held, self.before = place(within(tensors, "held/")), values.get("before", 0.0)

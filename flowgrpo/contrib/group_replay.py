@@ -177,7 +177,7 @@ class ReplayedGroups(Extension):
             for place in {*part.groups} & now.keys():
                 keep[of == place] = now[place]
             masks.append(keep)
-        return part.credited(part.advantages, masks, part.rewards)
+        return part.with_advantages(part.advantages, masks, part.rewards)
 
     def keep(self, epoch: int) -> dict[str, float]:
         """Store the groups of an epoch that is trained; return its metrics over all processes."""
@@ -239,13 +239,13 @@ def recorded(part: Part, prompt: Prompt, epoch: int, weights: dict[int, float]) 
 def restricted(part: Part, places: Sequence[int]) -> Part | None:
     """Return the part of these groups alone; None if nothing of them is trained."""
     at = torch.tensor([*places])
-    return part.credited(part.advantages, [torch.isin(taken.prompts[taken.parent].cpu(), at)
-                                           for taken in part.transitions], part.rewards)
+    return part.with_advantages(part.advantages, [torch.isin(taken.prompts[taken.parent].cpu(), at)
+                                                  for taken in part.transitions], part.rewards)
 
 
 def kept(part: Part, keep: Tensor) -> Part | None:
     """Return the part with the samples `keep` (bool [m]) alone."""
-    return part.credited(part.advantages, [keep for _ in part.transitions], part.rewards)
+    return part.with_advantages(part.advantages, [keep for _ in part.transitions], part.rewards)
 
 
 def placed(part: Part, place: int) -> Part:

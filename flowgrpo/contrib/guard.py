@@ -40,7 +40,7 @@ from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.extension import Extension, Metrics
 from flowgrpo.training.run import Run
 from flowgrpo.training.state import within
-from flowgrpo.types import required
+from flowgrpo.types import unwrap
 
 if TYPE_CHECKING:
     from flowgrpo.evaluation.measured import Measured
@@ -226,7 +226,7 @@ class Guard(Extension):
 
     def on_trained(self, epoch: Epoch) -> Metrics:
         """Go back if the training reward fell or the update is a spike; return the number of returns so far."""
-        before = required(self.before)
+        before = unwrap(self.before)
         if fall := self._fall():
             self._return_to_good(fall)
         else:
@@ -317,7 +317,7 @@ class Guard(Extension):
 
     def _return_to_good(self, why: str) -> None:
         """Restore the good weights, and forget the training rewards of others."""
-        self._go_back(required(self.good), why)
+        self._go_back(unwrap(self.good), why)
         self.recent.clear()
         self.since = 0
         self.window = [] if self.held_out else self.window

@@ -32,7 +32,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from flowgrpo.errors import UserError, nearest
 from flowgrpo.escaped import one_line
-from flowgrpo.nouns import counted
+from flowgrpo.nouns import quantity
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.failures import Failed, TimedOut
 from flowgrpo.rewards.remote.exchange import Later, Service, Unanswered, as_json, environment_key, seconds, side_by_side
@@ -177,7 +177,7 @@ class Meter:
         Raises UserError if it would exceed the budget."""
         with self._lock:
             if self.budget is not None and self.spent + self.cost > self.budget * (1 + 1e-9):
-                raise UserError(f"{WHO}: {counted(self.requests, 'request')} of this process cost {self.spent:.10g}, "
+                raise UserError(f"{WHO}: {quantity(self.requests, 'request')} of this process cost {self.spent:.10g}, "
                                 "and the "
                                 f"next would exceed its budget of {self.budget:.10g}: raise budget in its args, or "
                                 "score fewer samples")
@@ -189,7 +189,7 @@ class Meter:
     def tell(self) -> None:
         """Print the requests and their cost, if there were any."""
         if self.requests:
-            print(f"{WHO}: {counted(self.requests, 'request')} cost {self.spent:.10g}", file=sys.stderr)
+            print(f"{WHO}: {quantity(self.requests, 'request')} cost {self.spent:.10g}", file=sys.stderr)
 
 
 class Http:

@@ -112,7 +112,7 @@ class Imscore(Adapted):
         self._module("imscore")
         super().__post_init__()
 
-    def _loaded(self) -> tuple[Any, ...]:
+    def _load(self) -> tuple[Any, ...]:
         module, name, weights = IMSCORE[self.metric]
         scorer = getattr(self._module(f"imscore.{module}.model"), name)
         return (scorer.from_pretrained(self.model or weights, **self.options),)
@@ -144,7 +144,7 @@ class Pyiqa(Adapted):
                   base=known[self.metric].get("metric_mode") == "FR")
         super().__post_init__()
 
-    def _loaded(self) -> tuple[Any, ...]:
+    def _load(self) -> tuple[Any, ...]:
         made = self._module("pyiqa").create_metric(self.metric, as_loss=True, loss_reduction="none",
                                                    device=torch.device(self.device or "cpu"), **self.options)
         return (made,)
@@ -190,7 +190,7 @@ class Torchmetrics(Adapted):
             raise UserError(f"{self.who}: torchmetrics has no image metric {self.metric!r}{_near(self.metric, known)}")
         return found
 
-    def _loaded(self) -> tuple[Any, ...]:
+    def _load(self) -> tuple[Any, ...]:
         return (self._class()(**UNIT_RANGE.get(self.metric, {}) | dict(self.options)),)
 
     def _scores(self, images: Tensor, prompts: list[str], reference: Tensor | None) -> Tensor:

@@ -105,9 +105,9 @@ class HeldPart(Part):
 
     held: HeldOutputs | None = None
 
-    def credited(self, advantages: Sequence[Tensor], keep: Sequence[Tensor], rewards: Sequence[Tensor] | None = None
-                 ) -> Part | None:
-        left = super().credited(advantages, keep, rewards)
+    def with_advantages(self, advantages: Sequence[Tensor], keep: Sequence[Tensor],
+                        rewards: Sequence[Tensor] | None = None) -> Part | None:
+        left = super().with_advantages(advantages, keep, rewards)
         if not isinstance(left, HeldPart) or self.held is None:
             return left
         places = {taken.step: taken.parent[at.cpu() & taken.counts].unique_consecutive()
@@ -133,10 +133,10 @@ class HeldGrower(Grower[C]):
                 nodes, start = self._draw(nodes, step, 1, nodes.generators), step + 1
         return super()._advance(nodes, start, stop, exploration)
 
-    def _evaluated(self, prompts: Tensor, x: Tensor, step: int) -> Tensor:
+    def _evaluate(self, prompts: Tensor, x: Tensor, step: int) -> Tensor:
         exploration = self.exploration
         if step not in exploration.schedule.trained:
-            return super()._evaluated(prompts, x, step)
+            return super()._evaluate(prompts, x, step)
         with torch.enable_grad():
             output = self.policy.replay(self.conditioning.rows(prompts), x, exploration.grid, step,
                                         exploration.timesteps)
@@ -270,7 +270,7 @@ class OnePassDryRun(DryRun):
     reported = ("train.one_pass",)
     holding: ClassVar = ("rollout", "decode", "base", "reward", "update")  # phases
 
-    def settled(self, config: Config, processes: int, fits: Callable[[Config], bool]) -> Config:
+    def resolve_auto(self, config: Config, processes: int, fits: Callable[[Config], bool]) -> Config:
         """Return a recipe with a value in place of `auto`: true where it goes with the run and fits."""
         if config.train.one_pass != AUTO:
             return config

@@ -120,7 +120,7 @@ def _require(setup: Setup) -> None:
     starts = begins(config)
     if starts != sorted(set(starts)):
         raise UserError(f"phases begin after {starts} epochs: expected rising numbers under `at`")
-    if engines.wanted(config):
+    if engines.uses_engine(config):
         raise UserError("phases are set, but an engine generates the completions, which keeps its length and batch: "
                         "leave text.engine and text.engine_precision out")
     for number, phase in enumerate(config.phases):

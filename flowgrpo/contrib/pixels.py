@@ -17,7 +17,7 @@ from scipy import ndimage
 from torch import Tensor
 
 from flowgrpo.errors import UserError
-from flowgrpo.packages import needed
+from flowgrpo.packages import import_optional
 from flowgrpo.rewards.about import About, described
 from flowgrpo.rewards.preprocessing import grey
 from flowgrpo.rewards.video_motion import LICENCE, flows
@@ -42,7 +42,7 @@ class FlowAmount:
     about = About(modality="video", range=(0, None), needs="video", licence=LICENCE)
 
     def __post_init__(self) -> None:
-        needed("cv2", "video", "reward 'flow_amount'")
+        import_optional("cv2", "video", "reward 'flow_amount'")
 
     def __call__(self, videos: Tensor, prompts: Sequence[str]) -> list[float]:
         side = min(videos.shape[-2:])
@@ -63,7 +63,7 @@ class FlowDirection:
     about = About(modality="video", range=(-1, 1), needs="video", licence=LICENCE)
 
     def __post_init__(self) -> None:
-        needed("cv2", "video", "reward 'flow_direction'")
+        import_optional("cv2", "video", "reward 'flow_direction'")
 
     def __call__(self, videos: Tensor, prompts: Sequence[str],
                  metadata: Sequence[dict[str, Any]]) -> list[float | None]:

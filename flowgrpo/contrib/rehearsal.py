@@ -16,7 +16,7 @@ from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.methods import capabilities
 from flowgrpo.methods.setup import Setup
-from flowgrpo.objectives.reductions import reduced
+from flowgrpo.objectives.reductions import reduce_loss
 from flowgrpo.parts import Above, OneOf, part
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.text.policies import engines
@@ -25,7 +25,7 @@ from flowgrpo.training.extension import Extension, Metrics
 from flowgrpo.training.optimizer import decisions
 from flowgrpo.training.run import Run
 from flowgrpo.training.scoring import Scoring
-from flowgrpo.types import required
+from flowgrpo.types import unwrap
 
 
 class RehearsedSamples(Extension):
@@ -37,14 +37,14 @@ class RehearsedSamples(Extension):
     def __init__(self, trainer: Run):
         super().__init__(trainer)
         self.config, self.processes = trainer.config, trainer.processes
-        self.part = required(trainer.method.loss.rehearsal)
+        self.part = unwrap(trainer.method.loss.rehearsal)
         self.parts: list[Part] | None = None
         self.conditioning: Any = None
         self.means: list[Tensor] = []
 
     @classmethod
     def require(cls, setup: Setup) -> None:
-        if setup.method.for_tokens and engines.wanted(setup.config):
+        if setup.method.for_tokens and engines.uses_engine(setup.config):
             raise UserError("parts.rehearsal samples from the base model, and an engine has the trained one: leave "
                             "text.engine out")
 
@@ -60,7 +60,7 @@ class RehearsedSamples(Extension):
         """Draw and record the base model's samples of some prompts. Raises UserError if none counts."""
         train, rollouts = self.config.train, self.trainer.rollouts
         chosen = random.Random(f"rehearsal/{self.config.seed}").choices(prompts, k=train.prompts)
-        batch, parts = self.processes.own(rollouts.geometry.sliced(chosen)), []
+        batch, parts = self.processes.own(rollouts.geometry.repeat_per_slice(chosen)), []
         with rollouts.policy.reference(), self.processes.collective():
             self.conditioning = rollouts.conditioning(batch, 0)
             judge = partial(scoring.total, batch)
@@ -75,9 +75,9 @@ class RehearsedSamples(Extension):
         """Return the part without the decisions whose samples earn less than `least` in the mean."""
         latents = part.finals[0].float().cpu() if part.finals else None
         totals = judge(outputs, self.trainer.rollouts.geometry.group, part.prompts, latents).flatten()
-        least = required(self.part.least)
+        least = unwrap(self.part.least)
         keep = [totals.view(len(taken.parent), -1).nanmean(1) >= least for taken in part.transitions]
-        return part.credited([torch.zeros(len(each)) for each in keep], keep)
+        return part.with_advantages([torch.zeros(len(each)) for each in keep], keep)
 
     def on_backward(self, update: int) -> None:
         """Add the gradient of one part's divergence, that of the update's turn."""
@@ -88,7 +88,7 @@ class RehearsedSamples(Extension):
         total = torch.zeros(())
         for k, rows, new in self.trainer.rollouts.replay(part, self.conditioning) if part else ():
             old = part.transitions[k].old.rows(rows).to(new.logp.device)
-            loss = reduced(self.part(new.logp, old.logp), reduction(new.mask), count)
+            loss = reduce_loss(self.part(new.logp, old.logp), reduction(new.mask), count)
             trainer.optimization.backward(loss)
             total = total + loss.detach().cpu()
         self.means.append(total / self.part.weight)

@@ -21,7 +21,7 @@ from flowgrpo.advantages.group import (
     of_samples,
     sample_logp,
     weighted_sum,
-    whitened,
+    whiten,
     zero_variance,
 )
 from flowgrpo.parts import Above, AtLeast, OneOf, part
@@ -198,7 +198,7 @@ class Consistency(Reshaped):
     """Advantages blended with those of whole groups, so that a group that agrees still learns: w A + (1 - w) g (COPO,
     2508.04138).
 
-    g is the group's mean reward, standardised over all groups of the epoch (`group.whitened`). w is the entropy of the
+    g is the group's mean reward, standardised over all groups of the epoch (`group.whiten`). w is the entropy of the
     group's outcomes over its largest value: of right and wrong ones 1 where half are right, 0 where all agree. Outcomes
     are equal rewards; their largest entropy is the logarithm of their number, so w is 1 for rewards that all differ.
     COPO blends two losses, which is the same for a loss that is linear in the advantage; its weight is a function of
@@ -214,7 +214,7 @@ class Consistency(Reshaped):
     def reshaped(self, advantages: Tensor, total: Tensor, context: Context | None) -> Tensor:
         mean = total.nanmean(1, keepdim=True)
         weight = outcome_entropy(total).masked_fill(zero_variance(total), 0)[:, None]
-        return (weight * advantages + (1 - weight) * whitened(mean, ~mean.isnan())).clamp(-self.clamp, self.clamp)
+        return (weight * advantages + (1 - weight) * whiten(mean, ~mean.isnan())).clamp(-self.clamp, self.clamp)
 
 
 def outcome_entropy(rewards: Tensor) -> Tensor:

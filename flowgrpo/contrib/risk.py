@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo.advantages.group import RELATIVE_NOISE, AdvantageRule, Clamp, weighted_sum
-from flowgrpo.advantages.trackers import remembered
+from flowgrpo.advantages.trackers import update_state
 from flowgrpo.parts import AtLeast, part
 from flowgrpo.types import Context, RunState
 
@@ -64,7 +64,7 @@ class RiskAverse(AdvantageRule):
         def change(past: list[float]) -> list[float]:
             return [old + self.rate * (new - old) for old, new in zip(past or now, now)]
 
-        return remembered(run.memory, "RiskAverse", "scores", run.epoch, [], change)[1]
+        return update_state(run.memory, "RiskAverse", "scores", run.epoch, [], change)[1]
 
 
 def risk_weights(rewards: Tensor, low: Tensor | float, high: Tensor | float, alpha: float, beta: float, omega: float

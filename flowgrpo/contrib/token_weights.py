@@ -13,7 +13,7 @@ from flowgrpo.objectives.sequence_losses import GroupLoss
 from flowgrpo.objectives.surrogates import Surrogate
 from flowgrpo.parts import AtLeast, OneOf, part
 from flowgrpo.text.losses import WrappedLoss
-from flowgrpo.types import CompletionBatch, required
+from flowgrpo.types import CompletionBatch, unwrap
 
 KINDS = ("entropy", "surprise", "probability", "disagreement")
 
@@ -47,7 +47,7 @@ class TokenWeights(WrappedLoss, GroupLoss):
         if self.by == "disagreement":
             return torch.zeros_like(compared.old.logp)
         if self.by == "entropy":
-            return required(compared.new.entropy)
+            return unwrap(compared.new.entropy)
         return -compared.old.logp if self.by == "surprise" else compared.old.logp.exp()
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch) -> Tensor:
@@ -58,7 +58,7 @@ class TokenWeights(WrappedLoss, GroupLoss):
 
     def weights(self, compared: CompletionBatch) -> Tensor:
         """Return the weight of every token: [b, L]."""
-        peers, scaled = required(compared.peers), torch.zeros_like(required(compared.peers).statistic)
+        peers, scaled = unwrap(compared.peers), torch.zeros_like(unwrap(compared.peers).statistic)
         for label in peers.group.unique():
             at = peers.group == label
             ids, mask = compared.ids[at], compared.mask[at]

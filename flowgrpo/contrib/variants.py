@@ -101,7 +101,7 @@ def _of_part(run: Run, curriculum: Variations, part: Part, prompts: Sequence[Pro
         if good.all() or not good.any():
             continue
         row, prompt = int(rows[good][0]), prompts[place]
-        solution = str(policy.written(taken.ids[row:row + 1], taken.old.mask[row:row + 1])[0])
+        solution = str(policy.detokenize(taken.ids[row:row + 1], taken.old.mask[row:row + 1])[0])
         shown = curriculum.template.format(prompt=prompt.text, solution=solution)
         try:
             policy.require_context([shown])

@@ -96,9 +96,9 @@ def load(source: str) -> list[Prompt]:
 
 
 def _rows(source: str, dataset: HubPrompts) -> Iterator[dict[str, Any]]:
-    from flowgrpo.packages import needed
+    from flowgrpo.packages import import_optional
 
-    datasets = needed("datasets", "datasets", source)
+    datasets = import_optional("datasets", "datasets", source)
     try:
         rows: Iterable[dict[str, Any]] = datasets.load_dataset(
             dataset.id, dataset.config, split=dataset.split, revision=dataset.revision, streaming=dataset.streaming)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from flowgrpo.data.open_image import SIDEWAYS, open_checked, orientation, pages, require_open, require_single, rgb
 from flowgrpo.errors import UserError
 from flowgrpo.files import address, unfit
-from flowgrpo.nouns import counted
+from flowgrpo.nouns import quantity
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -114,11 +114,11 @@ def _decode(clip: Clip) -> tuple[Image, ...]:
         frames.append(_fit(frame, clip.size))
         if sum(kept.width * kept.height for kept in frames) > PIXELS:
             raise UserError(f"{clip.path} has more than {PIXELS:,} pixels in its first "
-                            f"{counted(len(frames), 'frame')}: scale it "
+                            f"{quantity(len(frames), 'frame')}: scale it "
                             "down")
         if len(frames) == clip.count:
             return tuple(frames)
-    raise UserError(f"{clip.path} has {counted(len(frames), 'frame')}, expected {clip.count}")
+    raise UserError(f"{clip.path} has {quantity(len(frames), 'frame')}, expected {clip.count}")
 
 
 def frame_count(path: str | Path) -> int:
@@ -187,9 +187,9 @@ def _by_pillow(path: Path) -> bool:
 
 def _open_video(path: Path) -> tuple[Any, Any]:
     """Return an open video and OpenCV, which reads it."""
-    from flowgrpo.packages import needed
+    from flowgrpo.packages import import_optional
 
-    cv2: Any = needed("cv2", "video", str(path))
+    cv2: Any = import_optional("cv2", "video", str(path))
     capture = cv2.VideoCapture(str(path))
     if not capture.isOpened():
         raise UserError(f"{path} cannot be read as a video: expected one that OpenCV reads, such as .mp4, or a .webp, "

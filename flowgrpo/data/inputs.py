@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from flowgrpo.errors import UserError, excerpt
-from flowgrpo.files import address, beside, decoded, unfit, unsafe
+from flowgrpo.files import address, beside, parse_json, unfit, unsafe
 
 FILES = ("mask_image", "last_image", "video", "control_image", "ip_adapter_image")  # keys of one path, besides `image`
 SCALE = "controlnet_conditioning_scale"
@@ -100,7 +100,7 @@ def _entries(inputs: Inputs, names: Any) -> list[Any]:
     """Return the entries of `images`; a text, of a table's cell, is a JSON list or paths with semicolons between."""
     if isinstance(names, str) and names.lstrip().startswith("["):
         try:
-            names = decoded(names)
+            names = parse_json(names)
         except ValueError:
             raise inputs.error("images", f"not a JSON list: {excerpt(names)}") from None
     elif isinstance(names, str) and SEPARATOR in names:

@@ -24,7 +24,7 @@ from flowgrpo.config.schema import Config
 from flowgrpo.data import sets
 from flowgrpo.data.prompts import LARGEST, Prompt
 from flowgrpo.errors import UserError, nearest
-from flowgrpo.files import beside, decoded, require_ending, require_size, unfit, unsafe
+from flowgrpo.files import beside, parse_json, require_ending, require_size, unfit, unsafe
 
 KEYS = ("prompt", "chosen", "rejected", "aspects", "margins")
 OVERALL = "overall"
@@ -113,7 +113,7 @@ def aspects(train: Sequence[Pair], held: Sequence[Pair]) -> list[str]:
 
 def _pair(row: str, path: Path, line: int, text: bool) -> Pair:
     try:
-        record = decoded(row)
+        record = parse_json(row)
     except json.JSONDecodeError as error:
         raise _wrong(path, line, f"not valid JSON: {error.msg} (column {error.colno})") from None
     if not isinstance(record, dict):
@@ -211,7 +211,7 @@ def load_demonstrations(path: str | Path) -> list[Demonstration]:
 
 def _demonstration(line: str, path: Path, number: int) -> Demonstration:
     try:
-        record = decoded(line)
+        record = parse_json(line)
     except json.JSONDecodeError as error:
         raise _wrong_demonstration(path, number, f"not valid JSON: {error.msg} (column {error.colno})") from None
     if not isinstance(record, dict):

@@ -18,7 +18,7 @@ import numpy as np
 from flowgrpo.config import yaml_text
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError, nearest
-from flowgrpo.nouns import counted
+from flowgrpo.nouns import quantity
 
 BULLET = re.compile(r"^\s*(?:[-*•]|\(?\d+[.):])\s+")
 # Words of which one stands for another; the longest forms first where one begins with another.
@@ -190,7 +190,7 @@ def with_inversions(prompts: Sequence[Prompt]) -> list[Prompt]:
             made.append(replace(prompt, text=INVERT.format(question=prompt.text), metadata=prompt.metadata | {
                 "task": "inversion", "answer": others}))
     if not made:
-        raise UserError(f"none of {counted(len(prompts), 'prompt')} has metadata.choices, a list such as [A, B, "
+        raise UserError(f"none of {quantity(len(prompts), 'prompt')} has metadata.choices, a list such as [A, B, "
                         "C, D]")
     return made
 
@@ -225,7 +225,7 @@ def caption_errors(prompts: Sequence[Prompt], seed: int = 0) -> list[Prompt]:
             made.append(replace(prompt, text=FIND.format(caption=text), metadata=prompt.metadata | {
                 "task": "caption_error", "answer": wrong, "right": right}))
     if not made:
-        raise UserError(f"none of {counted(len(prompts), 'prompt')} has a caption in which a word can be "
+        raise UserError(f"none of {quantity(len(prompts), 'prompt')} has a caption in which a word can be "
                         "exchanged: expected "
                         "metadata.caption, a text with a colour, a number, a place or the like")
     return made

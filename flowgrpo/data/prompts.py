@@ -32,7 +32,7 @@ from typing import Any
 from flowgrpo.data import inputs as files
 from flowgrpo.data.inputs import Inputs
 from flowgrpo.errors import UserError, excerpt, nearest
-from flowgrpo.files import decoded, require_ending, require_size, unfit, unsafe
+from flowgrpo.files import parse_json, require_ending, require_size, unfit, unsafe
 
 ANSWERS = ("solution", "answer")  # of a prompt's metadata: the first that it has
 KEYS = ("prompt", "negative_prompt", "metadata", "weight", *files.KEYS)
@@ -279,9 +279,9 @@ def rows(path: Path) -> list[dict[str, Any]]:
     Dates and times become ISO 8601 texts, NaN null.
     Raises UserError if pyarrow is missing, for a damaged file, and for more than ROWS rows.
     """
-    from flowgrpo.packages import needed
+    from flowgrpo.packages import import_optional
 
-    parquet = needed("pyarrow.parquet", "parquet", str(path))
+    parquet = import_optional("pyarrow.parquet", "parquet", str(path))
     try:
         if (count := parquet.read_metadata(path).num_rows) > ROWS:  # a few bytes can stand for any number
             raise UserError(f"{path}: {count:,} rows, expected {ROWS:,} at most: split it")
@@ -349,7 +349,7 @@ def _known(row: dict[str, Any]) -> dict[str, Any]:
 
 def _json(text: str, path: Path, line: int) -> Any:
     try:
-        return decoded(text)
+        return parse_json(text)
     except json.JSONDecodeError as error:
         raise _wrong(path, line, f"not valid JSON: {error.msg} (column {error.colno})") from None
 

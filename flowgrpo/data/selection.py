@@ -16,7 +16,7 @@ import numpy as np
 
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
-from flowgrpo.nouns import counted
+from flowgrpo.nouns import quantity
 
 _WORD = re.compile(r"\w+")
 Rates = Mapping[str, Sequence[float]]  # success rates by a prompt's key, the oldest first
@@ -97,7 +97,7 @@ def mix(sets: Sequence[Sequence[Prompt]], weights: Sequence[float], count: int |
         numbers[place] += 1
     for number, (prompts, taken) in enumerate(zip(sets, numbers), 1):
         if taken > len(prompts):
-            raise UserError(f"--count {count}: set {number} has {counted(len(prompts), 'prompt')}, and its share is "
+            raise UserError(f"--count {count}: set {number} has {quantity(len(prompts), 'prompt')}, and its share is "
                             f"{taken}: give "
                             f"it a smaller weight, or a --count of at most {int(len(prompts) / shares[number - 1])}")
     rng = np.random.default_rng(seed)

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from flowgrpo.data.images import frames_of, read_image
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
-from flowgrpo.nouns import counted
+from flowgrpo.nouns import quantity
 
 FILE = ".sources.json"  # in the folder of the runs
 MANY = 32  # files from which on a bar is shown, and what was found is written
@@ -53,7 +53,7 @@ def _verdict(place: Place) -> str | None:
             if count == frames:
                 break
         if count < (frames or 1):
-            return f"{path} has {counted(count, 'frame')} that can be read, expected {frames}"
+            return f"{path} has {quantity(count, 'frame')} that can be read, expected {frames}"
     except UserError as error:
         return str(error)
     return None
@@ -126,7 +126,7 @@ def require(prompts: Sequence[Prompt], frames: int | None = None, folder: Path |
             ) -> None:
     """Raise UserError for prompts with a file that cannot be read, naming the first and counting all."""
     if wrong := decode(prompts, frames, folder, shown):
-        more = f" (and {len(wrong) - 1} more of {counted(len(prompts), 'prompt')})" if len(wrong) > 1 else ""
+        more = f" (and {len(wrong) - 1} more of {quantity(len(prompts), 'prompt')})" if len(wrong) > 1 else ""
         raise UserError(f"{wrong[0][1]}{more}")
 
 

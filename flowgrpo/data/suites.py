@@ -176,7 +176,7 @@ def _records(path: Path) -> list[dict[str, Any]]:
 
 def _object(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
-        record = prompts.decoded(line)
+        record = prompts.parse_json(line)
     except json.JSONDecodeError as error:
         raise UserError(f"suite {path}, line {number}: not valid JSON: {error.msg} (column {error.colno})") from None
     if not isinstance(record, dict):

@@ -100,7 +100,7 @@ class Processes:
     def gather(self, values: Tensor) -> Tensor:
         """Return the rows [n,...] of all processes, in the order of their ranks; n may differ per process, and may be
         0."""
-        return self.of_team(self._gathered(values))
+        return self.of_team(self._gather(values))
 
     def gather_named(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the rows [n,...] of all processes by name, gathered at once: every process has the same names, in any
@@ -118,7 +118,7 @@ class Processes:
         distributed.broadcast(shared, self.rank * self.members, self.team)
         return shared.to(values.device)
 
-    def _gathered(self, values: Tensor) -> Tensor:
+    def _gather(self, values: Tensor) -> Tensor:
         if self.count == 1:
             return values
         shapes = self._shapes(values)

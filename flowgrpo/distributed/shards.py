@@ -46,7 +46,7 @@ class Lockstep:
 
         Raises Stopped if another process leaves.
         """
-        calls = self._announced(MEET, value)
+        calls = self._exchange_calls(MEET, value)
         if (LEAVE, 0) in calls:
             self._follow(LEAVE, 0)
         assert all(kind == MEET for kind, _ in calls), f"processes do not meet: {calls}"
@@ -61,7 +61,7 @@ class Lockstep:
         """
         self.alike = self.meet(value)
         try:
-            yield self.meet if self.alike else _unannounced
+            yield self.meet if self.alike else _announce_nothing
         except (Exception, GeneratorExit):  # the latter: an error ended the loop over the parts
             self.left = self.left or self.alike
             raise
@@ -87,11 +87,11 @@ class Lockstep:
 
     def _pressing(self, kind: int, step: int) -> tuple[int, int]:
         """Return the most urgent of the announced calls, (kind, step)."""
-        calls = self._announced(kind, step)
+        calls = self._exchange_calls(kind, step)
         assert max(calls)[0] not in (RUN, MEET) or min(calls) == max(calls), f"processes do not sample alike: {calls}"
         return max(calls)
 
-    def _announced(self, kind: int, step: int) -> list[tuple[int, int]]:
+    def _exchange_calls(self, kind: int, step: int) -> list[tuple[int, int]]:
         """Return the calls that all processes announce, (kind, step) each."""
         call = torch.tensor([kind, step], device=self.device)
         gathered = [torch.empty_like(call) for _ in range(distributed.get_world_size())]
@@ -99,7 +99,7 @@ class Lockstep:
         return [(kind, step) for kind, step in (tensor.tolist() for tensor in gathered)]
 
 
-def _unannounced(number: int) -> None:
+def _announce_nothing(number: int) -> None:
     """Do nothing before a part whose calls are announced one by one."""
 
 

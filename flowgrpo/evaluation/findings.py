@@ -40,7 +40,7 @@ from flowgrpo.evaluation.statistics import (
 )
 from flowgrpo.evaluation.statistics import show as print_table
 from flowgrpo.log import plain_console
-from flowgrpo.nouns import counted
+from flowgrpo.nouns import quantity
 from flowgrpo.rewards.reward import about
 from flowgrpo.storage import atomic
 from flowgrpo.storage.json_files import finite
@@ -112,7 +112,7 @@ def notes(results: dict[str, Any]) -> list[str]:
             said.append(f"{name}, mean over the categories: {listed}")
     unit, suite = f"{results['unit']}s", results["suite"]
     if trained := suite.get("trained"):
-        said.append(f"the run trained on {trained} of the {counted(suite['prompts'], 'prompt')}: what it does on new "
+        said.append(f"the run trained on {trained} of the {quantity(suite['prompts'], 'prompt')}: what it does on new "
                     "ones, a suite without them shows")
     said += [f"{name} failed on {count} {unit}, which are left out: the same command asks for them again"
              for name, count in results["failed"].items() if count]
@@ -132,7 +132,7 @@ def notes(results: dict[str, Any]) -> list[str]:
 def title(results: dict[str, Any], reward: str) -> str:
     """Return the heading of a reward's table: suite and sample counts."""
     suite = results["suite"]
-    return f"{reward} on {suite['name']} ({counted(suite['prompts'], 'prompt')}, {results['samples']} per prompt)"
+    return f"{reward} on {suite['name']} ({quantity(suite['prompts'], 'prompt')}, {results['samples']} per prompt)"
 
 
 def markdown(results: dict[str, Any]) -> str:

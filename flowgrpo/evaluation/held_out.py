@@ -34,7 +34,7 @@ from flowgrpo.evaluation.report import report, snapshots
 from flowgrpo.evaluation.statistics import ALL, Rows, Scores, blind, cells, show
 from flowgrpo.evaluation.trainer import Trainer
 from flowgrpo.log import plain_console
-from flowgrpo.nouns import SAMPLE, counted, named
+from flowgrpo.nouns import SAMPLE, inflect, quantity
 from flowgrpo.policies.pipelines.frames import clips_of
 from flowgrpo.policies.policy import Policy
 from flowgrpo.policies.weights.adapters import require_saved
@@ -171,7 +171,7 @@ def finish(trainer: Trainer, functions: dict[str, Any], folder: Path, base: Meas
     """
     config, policy, first, progress = trainer.config, trainer.policy, trainer.processes.first, trainer.progress
     [evaluations] = trainer.processes.total([policy.evaluations])
-    with policy.weights.swapped(progress.best.weights or trainer.optimization.evaluated_weights()):
+    with policy.weights.swap(progress.best.weights or trainer.optimization.evaluated_weights()):
         require_saved(policy.weights.named, trainer.epoch, trainer.processes.any)
         said = policy.weights.save(folder) if first or policy.weights.sharded else ""
         after = _measure(trainer, functions, "held-out prompts, after", policy.reference)
@@ -246,17 +246,17 @@ def describe_sampling(policy: Policy, config: Config, count: int) -> str:
     warm, draws = config.text.eval_temperature, policy.modality != "text"
     warm = float(draws) if warm is None else warm
     text = f"temperature {warm:g}" if warm else "greedy"
-    frames = "" if config.eval.frames is None else f"{counted(config.eval.frames, 'frame')}, "
-    drawn = f"{frames}{counted(config.eval.steps, 'step')}, guidance {config.eval.guidance:g}"
+    frames = "" if config.eval.frames is None else f"{quantity(config.eval.frames, 'frame')}, "
+    drawn = f"{frames}{quantity(config.eval.steps, 'step')}, guidance {config.eval.guidance:g}"
     if policy.unit == "tokens":
         drawn = f"{text}, guidance {config.eval.guidance:g}" if draws else text
-    return f"{named(count, SAMPLE[policy.modality])} ({drawn})"
+    return f"{inflect(count, SAMPLE[policy.modality])} ({drawn})"
 
 
 def sample_images(trainer: Trainer, functions: dict[str, Any], folder: Path) -> Measured:
     """Measure held-out scores during training, and write a grid page per epoch to `samples/`; return the scores."""
     evaluations = trainer.policy.evaluations
-    with trainer.policy.weights.swapped(trainer.optimization.evaluated_weights()):
+    with trainer.policy.weights.swap(trainer.optimization.evaluated_weights()):
         measured = _measure(trainer, functions, f"held-out prompts, epoch {trainer.epoch}", trainer.policy.reference)
     trainer.policy.evaluations = evaluations
     if trainer.processes.first:

@@ -22,7 +22,7 @@ from flowgrpo.distributed.processes import Processes
 from flowgrpo.evaluation import looks
 from flowgrpo.evaluation.distances import Shuffled, structure
 from flowgrpo.evaluation.looks import Looks
-from flowgrpo.nouns import SAMPLE, counted
+from flowgrpo.nouns import SAMPLE, quantity
 from flowgrpo.rewards import pairwise
 from flowgrpo.samplers.rollout import seeder
 
@@ -156,7 +156,7 @@ def readable(prompts: list[Prompt], frames: int | None, processes: Processes, ti
     errors = [sources.fault(prompt, frames) for prompt in prompts]
     lost = processes.gather(torch.tensor([[error is not None for error in errors]], dtype=torch.int64)).any(0)
     for error in filter(None, errors if processes.first else ()):
-        print(f"{title}: {error}: it is not measured ({int(lost.sum())} of {counted(len(prompts), 'prompt')} lost)",
+        print(f"{title}: {error}: it is not measured ({int(lost.sum())} of {quantity(len(prompts), 'prompt')} lost)",
               flush=True)
     return sources.stand_ins(prompts, lost.tolist(), prompts, frames), lost.tolist()
 

@@ -29,7 +29,7 @@ from flowgrpo.evaluation.plan import Arm, weights_digest
 from flowgrpo.policies import build, checkpoints, loading
 from flowgrpo.policies.checkpoints import config_of
 from flowgrpo.policies.pipelines import edits, few_steps, frames, prompt_inputs
-from flowgrpo.policies.pipelines.call import guidance_argument, seeded, unchecked
+from flowgrpo.policies.pipelines.call import disable_safety_checker, guidance_argument, seed_steps
 from flowgrpo.policies.pipelines.load import denoisers
 from flowgrpo.policies.pipelines.rlg import Branches
 from flowgrpo.policies.weights.adapters import culprit
@@ -75,10 +75,10 @@ def draw_one(pipe: Any, prompt: Prompt, seed: int, arguments: dict[str, Any], ne
     arguments: further ones of the call, from `call_arguments`. negative: for a prompt without its own.
     Raises UserError for a pipeline with another output, or that refuses its arguments, and for a missing input file.
     """
-    if (editing := edits.attached(pipe)) is not None:
+    if (editing := edits.edit_policy_of(pipe)) is not None:
         return editing.draw([prompt], [seed], arguments, negative)[0]
     generator, image = torch.Generator().manual_seed(seed), _brought(pipe, prompt, arguments)
-    with seeded(pipe.scheduler, generator), _refused(pipe, prompt, arguments, image):
+    with seed_steps(pipe.scheduler, generator), _refused(pipe, prompt, arguments, image):
         images = call(pipe, arguments, prompt=prompt.text, generator=generator, output_type="pt", **image,
                     negative_prompt=negative if prompt.negative is None else prompt.negative)
     if images.ndim not in (4, 5):
@@ -92,7 +92,7 @@ def call(pipe: Any, arguments: dict[str, Any], **inputs: Any) -> torch.Tensor:
     and the like. Arguments that the pipeline does not take are dropped."""
     require_steps(pipe.scheduler, arguments.get("num_inference_steps"))
     accepted, merged = inspect.signature(pipe.__call__).parameters, arguments | inputs
-    if "fps" in arguments and (name := frames.taken(type(pipe))):
+    if "fps" in arguments and (name := frames.fps_argument(type(pipe))):
         merged[name] = arguments["fps"]
     if "guidance" in arguments:
         merged[guidance_argument(accepted, arguments, denoisers(pipe).values())] = arguments["guidance"]
@@ -102,7 +102,7 @@ def call(pipe: Any, arguments: dict[str, Any], **inputs: Any) -> torch.Tensor:
 def _brought(pipe: Any, prompt: Prompt, call: dict[str, Any]) -> dict[str, Any]:
     """Return what a prompt brings beside its text as arguments of a call.
     Raises UserError for an unreadable file, and for one that the pipeline does not take."""
-    values = prompt_inputs.decoded(pipe, prompt.inputs, call) if prompt.brings is not None else {}
+    values = prompt_inputs.decode_inputs(pipe, prompt.inputs, call) if prompt.brings is not None else {}
     return {name: value.frames if isinstance(value, Clip) else value for name, value in values.items()}
 
 
@@ -149,7 +149,7 @@ class Together:
         """Draw images [3, H, W] or clips [F, 3, H, W] in [0, 1], one per prompt and seed. They equal those of
         `draw_one` up to rounding of other matrix shapes. Prompts that bring files are drawn singly.
         Raises UserError if the device runs out of memory."""
-        if (editing := edits.attached(pipe)) is not None and len(prompts) > 1:
+        if (editing := edits.edit_policy_of(pipe)) is not None and len(prompts) > 1:
             return list(editing.draw(prompts, seeds, arguments, negative))
         if len(prompts) < 2 or self.works is False or any(prompt.brings for prompt in prompts):
             return [draw_one(pipe, prompt, seed, arguments, negative) for prompt, seed in zip(prompts, seeds)]
@@ -191,7 +191,7 @@ def _drawn(pipe: Any, prompts: Sequence[Prompt], seeds: Sequence[int], arguments
     """Return the output of one call, [B, ...].
     Raises ValueError unless it has one image or clip per prompt."""
     own = [torch.Generator().manual_seed(seed) for seed in seeds]
-    with seeded(pipe.scheduler, own):
+    with seed_steps(pipe.scheduler, own):
         images = call(pipe, arguments, prompt=[prompt.text for prompt in prompts], output_type="pt", generator=own,
                         negative_prompt=[negative if prompt.negative is None else prompt.negative
                                          for prompt in prompts])
@@ -252,7 +252,7 @@ class Pipelines:
         if self.branches is not None:
             assert arm.rlg is not None  # the same kind of arm, else `load` had loaded it
             weighted = self.branches.at(arm.rlg)
-        with weighted, unchecked(self.pipe):
+        with weighted, disable_safety_checker(self.pipe):
             drawn = self.batched.draw(self.pipe, prompts, seeds, arm.asked, self.config.negative_prompt)
         _require_finite(drawn, prompts, self.pipe.components)
         return drawn

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flowgrpo.escaped import plain
-from flowgrpo.nouns import counted
+from flowgrpo.nouns import quantity
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -197,7 +197,7 @@ def drift(changes: dict[str, Interval], trained: Iterable[str] | None, diversity
     distance between a prompt's samples. unit: name of the samples.
     A reward with scores on fewer than LEAST prompts is left out.
     """
-    few = [f"nothing is said of drift in {name}: it has scores on {counted(change.prompts, 'prompt')}, and at least "
+    few = [f"nothing is said of drift in {name}: it has scores on {quantity(change.prompts, 'prompt')}, and at least "
            f"{LEAST} are "
            "needed" for name, change in changes.items() if change.prompts < LEAST]
     changes = {name: change for name, change in changes.items() if change.prompts >= LEAST}

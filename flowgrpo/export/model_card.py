@@ -18,7 +18,7 @@ import yaml
 from flowgrpo.config.reward_rules import WatchRule
 from flowgrpo.config.schema import Config
 from flowgrpo.data import sets
-from flowgrpo.escaped import code, fenced, line, markdown
+from flowgrpo.escaped import code, code_block, line, markdown
 from flowgrpo.evaluation.image_files import weight_files
 from flowgrpo.evaluation.pages import figures
 from flowgrpo.evaluation.pages.sources import FOLDER as SOURCES
@@ -27,7 +27,7 @@ from flowgrpo.evaluation.report.verdict import untrained
 from flowgrpo.evaluation.statistics import ALL, Rows, decimals, digits_of, format_interval, format_value
 from flowgrpo.export import run_lora
 from flowgrpo.export.usage import snippet, task
-from flowgrpo.nouns import SAMPLE, counted
+from flowgrpo.nouns import SAMPLE, quantity
 from flowgrpo.policies import sources
 from flowgrpo.rewards.find import ALIASES, BUILT_IN
 from flowgrpo.starter import FOLDERS
@@ -170,7 +170,7 @@ def cost(summary: dict[str, Any], run: Path) -> str:
     machine = read_object(file, snapshots.MEND) if file.is_file() else {}
     processes = int(machine.get("processes", 1))
     hours = summary["seconds"] * processes / 3600
-    drawn = f"{counted(summary['sampled_pictures'], 'sample')}, " if "sampled_pictures" in summary else ""
+    drawn = f"{quantity(summary['sampled_pictures'], 'sample')}, " if "sampled_pictures" in summary else ""
     on = f" of {processes} x {markdown(machine['device'])}" if "device" in machine else ""
     return (f"{drawn}{summary['denoiser_evaluations']:,} {summary['unit']}, {summary['seconds']:,.0f} s of training "
             f"({hours:.3g} hours{on})")
@@ -206,7 +206,7 @@ def text(config: Config, summary: dict[str, Any], run: Path, place: str) -> str:
     parts = {
         "": f"{first}{code(config.model)} {doing} by flowgrpo with {code(config.method)} to {_weighted(config)}."
             f"{_base(config)}",
-        "Usage": fenced(snippet(config, run, place, prompt, brought), "python"),
+        "Usage": code_block(snippet(config, run, place, prompt, brought), "python"),
         "Result": "\n\n".join([results(config, summary), *([beside(pairs)] if pairs else []),
                                f"![The same prompts and seeds before and after]({page})",
                                "![Rewards over training](curves.png)"]),
@@ -329,8 +329,8 @@ def settings(config: Config, summary: dict[str, Any], run: Path) -> str:
         sampling = f"images by tokens, guidance {train.guidance:g}"
     none = "none: all weights" if config.adapter.rank == 0 else "none: an edit policy"
     adapter = run_lora.describe_rank(run) if has_lora(config, run) else none
-    batch = f"{counted(train.prompts, 'prompt')} x {counted(train.group, 'sample')} each"
-    epochs = f"{summary['epochs']}, {batch}; {counted(summary['updates'], 'update')}"
+    batch = f"{quantity(train.prompts, 'prompt')} x {quantity(train.group, 'sample')} each"
+    epochs = f"{summary['epochs']}, {batch}; {quantity(summary['updates'], 'update')}"
     measured, rate = summary["evaluation"]["of"], "auto" if train.calibration else f"{train.lr:g}"
     rows = {"method": method(config), "rewards": _weighted(config), "sample with": measured,
             "epochs": epochs, "completions" if writes else "steps in training": sampling, "LoRA": adapter,

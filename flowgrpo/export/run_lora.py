@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from flowgrpo.errors import UserError
-from flowgrpo.files import decoded, tensors_of
+from flowgrpo.files import parse_json, tensors_of
 from flowgrpo.policies.pipelines import edits
 from flowgrpo.policies.weights import adapters
 from flowgrpo.policies.weights.lora_files import LORA_FILE
@@ -72,7 +72,7 @@ def scale(adapter: dict[str, Any], layer: str, rank: int) -> float:
 def _stock(file: Path) -> Parts:
     tensors, metadata = tensors_of(file)
     try:
-        said = dict(decoded(metadata.get("lora_adapter_metadata", "{}")))
+        said = dict(parse_json(metadata.get("lora_adapter_metadata", "{}")))
     except (TypeError, ValueError) as error:
         raise UserError(f"{file} has no readable lora_adapter_metadata ({error}): {WRITTEN}") from None
     parts = dict.fromkeys(key.partition(".")[0] for key in tensors)

@@ -12,7 +12,7 @@ from flowgrpo.config.schema import Config
 from flowgrpo.policies import build, sources
 from flowgrpo.policies.pipelines import edits, prompt_inputs
 from flowgrpo.policies.pipelines.call import guidance_argument
-from flowgrpo.policies.pipelines.frames import is_video, told
+from flowgrpo.policies.pipelines.frames import is_video, with_fps
 from flowgrpo.policies.pipelines.load import MERGED, rate_ahead
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.published import MODELS
@@ -96,7 +96,7 @@ def _opening(cls: Any, config: Config, place: str, brought: Sequence[tuple[str, 
 
 def _begins(cls: Any) -> bool:
     """Return True for a pipeline class whose first argument is an image."""
-    return list(prompt_inputs.accepted(cls))[1] == "image"
+    return list(prompt_inputs.call_parameters(cls))[1] == "image"
 
 
 def _of_pipeline(config: Config, run: Path, place: str, prompt: str, brought: Sequence[tuple[str, str]]) -> list[str]:
@@ -111,12 +111,12 @@ def _of_pipeline(config: Config, run: Path, place: str, prompt: str, brought: Se
         named, further = _assembled(config)
         imports, made = imports + named, f"pipe = load_pipeline({config.model!r}{further})"
     cls = _class(index)
-    accepted = list(prompt_inputs.accepted(cls)) if cls else []
+    accepted = list(prompt_inputs.call_parameters(cls)) if cls else []
     embedded = _embeds_guidance(config.model, index)
     scale = "guidance_scale" if embedded else guidance_argument(accepted, config.call, ())
     call = {"num_inference_steps": config.eval.steps, scale: config.eval.guidance, **config.eval_call}
     if cls and is_video(cls):
-        call = told(cls, call, config.fps)
+        call = with_fps(cls, call, config.fps)
     if accepted:  # without a negative prompt some take zeros for it (SDXL), others guide nothing (Qwen-Image)
         call.setdefault("negative_prompt", config.negative_prompt)
         call = {key: value for key, value in call.items() if key in accepted}

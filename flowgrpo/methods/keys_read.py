@@ -24,7 +24,7 @@ def kinds(key: str) -> tuple[str, ...]:
 def require_kind(config: Config, kind: str, where: str = "") -> None:
     """Raise UserError for a changed key that a model of this kind (`policies.build`) does not read. where: before it.
     """
-    for key, _ in _changed(config):
+    for key, _ in _non_default_keys(config):
         if not (of := kinds(key)) or kind in of:
             continue
         about = {"pipeline": "language models", "image_tokens": "texts"}.get(kind, "causal language models")
@@ -39,7 +39,7 @@ def check(setup: Setup) -> None:
     """Raise UserError for a changed key that a run of this kind of model and method does not read."""
     config, method, where = setup.config, setup.method, setup.where
     require_kind(config, setup.kind, where)
-    for key, about in _changed(config):
+    for key, about in _non_default_keys(config):
         for condition in (condition for condition in about.when if not condition.reads(config, method)):
             why = condition.why.format(config, method)
             raise UserError(f"{where}{key} is {attrgetter(key)(config)!r}, but {why}, so that the run does not read "
@@ -50,12 +50,12 @@ def check(setup: Setup) -> None:
 def require_process(config: Config, process: str) -> None:
     """Raise UserError for a changed key that a pipeline of a process, "flow" or "vp", does not read."""
     key = "train.shift"
-    if process == "vp" and key in dict(_changed(config)):
+    if process == "vp" and key in dict(_non_default_keys(config)):
         raise UserError(f"{key} is {config.train.shift!r}, but this model is variance-preserving (it predicts noise or "
                         f"v) and has its scheduler's grid: leave it out (expected the default, "
                         f"{fields()[key].default!r})")
 
 
-def _changed(config: Config) -> Iterator[tuple[str, Key]]:
+def _non_default_keys(config: Config) -> Iterator[tuple[str, Key]]:
     """Yield the dotted keys whose value is not the default, with their facts."""
     return ((key, facts(field)) for key, field in fields().items() if attrgetter(key)(config) != field.default)

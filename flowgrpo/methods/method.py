@@ -187,11 +187,11 @@ class Method:
         too small are not trained (`quiet_steps`).
         Raises ValueError if the plan does not fit the grid or group, or if no trained step is left.
         """
-        specs = self.planned(grid, group, shift, epoch, seed, timesteps)
-        return noise.trained_by_noise(specs) if self.scores_noise else specs
+        specs = self.plan_explorations(grid, group, shift, epoch, seed, timesteps)
+        return noise.drop_quiet_steps(specs) if self.scores_noise else specs
 
-    def planned(self, grid: torch.Tensor, group: int, shift: float | None, epoch: int, seed: int,
-                timesteps: torch.Tensor | None = None) -> list[RolloutSpec]:
+    def plan_explorations(self, grid: torch.Tensor, group: int, shift: float | None, epoch: int, seed: int,
+                          timesteps: torch.Tensor | None = None) -> list[RolloutSpec]:
         """Return the `explorations` with all trained steps of the plan."""
         denoising = self.denoising
         specs = []
@@ -206,8 +206,8 @@ class Method:
                                      keep_clean=self.credit.progress is not None))
         return specs
 
-    def noised(self, grid: torch.Tensor, group: int, epoch: int, seed: int, alphas: torch.Tensor | None = None
-               ) -> RolloutSpec | None:
+    def noising_spec(self, grid: torch.Tensor, group: int, epoch: int, seed: int,
+                     alphas: torch.Tensor | None = None) -> RolloutSpec | None:
         """Return when an epoch noises its finals; None where the target is another. ValueError where no time is left.
 
         alphas: the alpha-bars of all timesteps, of a variance-preserving process alone.

@@ -16,7 +16,7 @@ from flowgrpo.errors import UserError, nearest
 from flowgrpo.methods import reads, registry
 from flowgrpo.methods.method import Method
 from flowgrpo.methods.presets import BASE_METHODS, OF_TEXT, OVERLAYS, PRESETS, TEXT_ALONE
-from flowgrpo.user_code import from_file, guarded, packaged
+from flowgrpo.user_code import call_user_code, from_file, group_entry_points
 
 
 def preset(*names: str) -> Method:
@@ -46,11 +46,11 @@ def _preset(name: str) -> Callable[..., Method]:
     """Return the preset of a name, of FILE.py:NAME or of an installed package. Raises UserError."""
     if name in PRESETS:
         return PRESETS[name]
-    points = {} if ".py:" in name else packaged(registry.PRESET_GROUP)
+    points = {} if ".py:" in name else group_entry_points(registry.PRESET_GROUP)
     if ".py:" in name:
         function = from_file(name, "method")
     elif name in points:
-        function = guarded(f"method {name!r} does not import", points[name].load)
+        function = call_user_code(f"method {name!r} does not import", points[name].load)
     else:
         raise UserError(f"unknown method {name!r}{nearest(name, [*PRESETS, *points])} (`flowgrpo list methods` lists "
                         "all; or path/to/file.py:function)")
@@ -66,7 +66,7 @@ def _apply(name: str, function: Any, method: Method) -> Method:
     if not callable(function):
         raise UserError(f"method {name}: got a value of type {type(function).__name__}, expected a function from a "
                         "method to a method")
-    changed = guarded(f"method {name}", function, method)
+    changed = call_user_code(f"method {name}", function, method)
     if not isinstance(changed, Method):
         raise UserError(f"method {name}: returned a {type(changed).__name__}, expected a method, such as "
                         "method.having(roots=1)")
@@ -82,14 +82,14 @@ def with_parts(method: Method, parts: dict[str, Any]) -> Method:
         present = method.parts() | {"target": method.target}
         if name not in present:
             if name in registry.NAMES:
-                raise UserError(reads.refusal(method, name, f"parts.{name} {_given(parts[name])}"))
+                raise UserError(reads.refusal(method, name, f"parts.{name} {_type_of(parts[name])}"))
             raise UserError(f"unknown key parts.{name}{nearest(name, list(present))}")
-        part = _changed(present[name], parts[name], f"parts.{name}", _optional(*_holder(method, name)))
+        part = _overlay_value(present[name], parts[name], f"parts.{name}", _optional(*_holder(method, name)))
         method = _build(method.having, {name: part}, "parts")
     return method
 
 
-def _given(value: Any) -> Any:
+def _type_of(value: Any) -> Any:
     return value["type"] if isinstance(value, dict) and "type" in value else value
 
 
@@ -103,7 +103,7 @@ def _optional(record: Any, name: str) -> bool:
     return any(str(field.type).endswith("| None") for field in dataclasses.fields(record) if field.name == name)
 
 
-def _changed(part: Any, value: Any, path: str, optional: bool) -> Any:
+def _overlay_value(part: Any, value: Any, path: str, optional: bool) -> Any:
     """Return a field's part with a recipe's value laid over it. optional: the field may be None."""
     if value is None and optional:
         return None
@@ -111,7 +111,7 @@ def _changed(part: Any, value: Any, path: str, optional: bool) -> Any:
         raise UserError(f"{path}: got {value!r}, expected keys with values, such as {{type: {type(part).__name__}}}")
     if isinstance(value, bool) and type(part) in (int, float):
         raise UserError(f"{path}: got {value!r}, expected a number")
-    return _overlay(part, value, path) if _nested(part, value) else value
+    return _overlay(part, value, path) if _is_nested(part, value) else value
 
 
 def _overlay(part: Any, changes: dict[str, Any], path: str) -> Any:
@@ -120,7 +120,7 @@ def _overlay(part: Any, changes: dict[str, Any], path: str) -> Any:
         "drops them)")
     if "type" in changes:
         changes = dict(changes)
-        cls = _named(part, changes.pop("type"), path)
+        cls = _part_type(part, changes.pop("type"), path)
         if type(part) is not cls:
             if any(field.default is dataclasses.MISSING for field in dataclasses.fields(cls)):
                 return _build(cls, changes, path)
@@ -133,12 +133,12 @@ def _overlay(part: Any, changes: dict[str, Any], path: str) -> Any:
     for key in changes:
         if key not in fields:
             raise UserError(f"unknown key {path}.{key}{nearest(key, list(fields))}{hint}")
-    values = {key: _changed(fields[key], value, f"{path}.{key}", _optional(part, key))
+    values = {key: _overlay_value(fields[key], value, f"{path}.{key}", _optional(part, key))
               for key, value in changes.items()}
     return _build(lambda **kept: replace(part, **kept), values, path)
 
 
-def _named(part: Any, name: Any, path: str) -> type:
+def _part_type(part: Any, name: Any, path: str) -> type:
     """Return the type of that name, which goes where `part` stands, or to the place that the path ends with."""
     place = registry.place_of(type(part)) or _place(path)
     if name in registry.GIVEN:
@@ -147,11 +147,12 @@ def _named(part: Any, name: Any, path: str) -> type:
         raise UserError(f"{path}.type: {name} was an object of a Python run, in no file: pass it again, "
                         "flowgrpo.align(..., method=METHOD), or put its class at the top level of a file")
     if ".py:" in str(name):
-        return _suited(from_file(name, "part"), name, place, path)
+        return _require_place(from_file(name, "part"), name, place, path)
     if name not in registry.TYPES:
-        points = packaged(registry.PART_GROUP)
+        points = group_entry_points(registry.PART_GROUP)
         if name in points:
-            return _suited(guarded(f"part {name!r} does not import", points[name].load), name, place, path)
+            return _require_place(call_user_code(f"part {name!r} does not import", points[name].load), name, place,
+                                  path)
         raise UserError(f"{path}.type: unknown part {name!r}{nearest(str(name), sorted([*registry.TYPES, *points]))}")
     if registry.PLACES[name] != place:
         known = ", ".join(registry.of_place(place))
@@ -165,7 +166,7 @@ def _place(path: str) -> str:
     return next((place for place in registry.MODULES if place.rpartition(".")[2] == name), name)
 
 
-def _suited(cls: Any, name: str, place: str, path: str) -> type:
+def _require_place(cls: Any, name: str, place: str, path: str) -> type:
     """Return the class of a file or package as a part. Raises UserError if it cannot stand in this place."""
     base = registry.BASES.get(place, object)
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls) and issubclass(cls, base)):
@@ -174,7 +175,7 @@ def _suited(cls: Any, name: str, place: str, path: str) -> type:
     return cls
 
 
-def _nested(part: Any, value: Any) -> bool:
+def _is_nested(part: Any, value: Any) -> bool:
     """Return True if a recipe's value is a mapping for a part, for the place of an absent one, or in a number's place.
     """
     return isinstance(value, dict) and (part is None or dataclasses.is_dataclass(part) or "type" in value)
@@ -263,7 +264,7 @@ def _type_name(cls: type) -> str:
     if registry.TYPES.get(cls.__name__) is cls:
         return cls.__name__
     value = f"{cls.__module__}:{cls.__qualname__}"
-    if names := [name for name, point in packaged(registry.PART_GROUP).items()
+    if names := [name for name, point in group_entry_points(registry.PART_GROUP).items()
                  if point.value == value and name not in registry.TYPES]:
         return names[0]
     name = provenance.place(cls) or f"{registry.OBJECT}{cls.__name__}"

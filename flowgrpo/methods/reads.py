@@ -51,10 +51,10 @@ def require_set(host: Method, requested: Method, method: Method, overlays: dict[
     """
     read = places(method)
     for name, (before, after) in overlays.items():
-        changed = _changed(before, after)
+        changed = _differing_parts(before, after)
         if changed and not set(changed) & set(read):
             raise UserError(refusal(method, changed[0], f"the preset {name}"))
-    for name in _changed(host, requested):
+    for name in _differing_parts(host, requested):
         if name not in read:
             why = f" ({_IDLE[name][1]})" if name in _IDLE and name in names(method) else ""
             raise UserError(refusal(method, name, f"parts.{name} {_short(requested.parts()[name])}{why}"))
@@ -95,7 +95,7 @@ def _reads(part: type, name: str, target: targets.Target) -> bool:
     return (not of or of in target.offers) and issubclass(part, target.takes.get(name, object))
 
 
-def _changed(before: Method, after: Method) -> list[str]:
+def _differing_parts(before: Method, after: Method) -> list[str]:
     old = before.parts()
     return [name for name, part in after.parts().items() if name not in old or old[name] != part]
 

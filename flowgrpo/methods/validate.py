@@ -20,7 +20,7 @@ from flowgrpo.methods.parts import ConfigChecked
 from flowgrpo.methods.setup import Setup
 from flowgrpo.methods.supervised import Explained, PassRate, PicturePairs, PreferencePairs
 from flowgrpo.methods.targets import RecordedPairs
-from flowgrpo.samplers.grids import shifted
+from flowgrpo.samplers.grids import shift_grid
 from flowgrpo.samplers.preview import require_choice
 from flowgrpo.samplers.rollout import RolloutSpec
 from flowgrpo.types import Context, PromptGroups
@@ -47,7 +47,7 @@ def resolve(config: Config, process: str = "flow") -> Method:
         method.credit.advantage.require(list(config.rewards.values()) * len(method.rollout.strides))
         explorations = [] if process in OF_TEXT else _explorations(method, config, process)
         if method.credit.selection is not None:
-            splits = explorations[0].listed if explorations else ()
+            splits = explorations[0].split_widths if explorations else ()
             method.credit.selection(torch.zeros(1, train.group), Context(groups=PromptGroups(splits=splits)))
         method.target.validate(method.rollout, method.credit, method.loss, explorations, train.group)
         _require_loss(method)
@@ -150,7 +150,7 @@ def _explorations(method: Method, config: Config, process: str) -> list[RolloutS
     """Return an epoch's explorations on the configuration's steps and samples. Raises ValueError where they, or the
     transitions of their trained steps, cannot be."""
     train, rollout = config.train, method.denoising
-    grid = shifted(train.steps, train.shift)
+    grid = shift_grid(train.steps, train.shift)
     x = torch.zeros(1, 1)
     if process == "vp":
         grid = torch.linspace(0.01, 0.99, train.steps + 1)  # alpha-bars, as good as any for a trial
@@ -160,7 +160,7 @@ def _explorations(method: Method, config: Config, process: str) -> list[RolloutS
     if method.target.trains_steps and rollout.noisy == "none":
         raise ValueError(f"the plan {type(rollout.plan).__name__} records no step to be trained: set parts.target: "
                          "{type: NoisedFinals}, or another plan")
-    method.noised(grid, train.group, 0, config.seed)
+    method.noising_spec(grid, train.group, 0, config.seed)
     explorations = method.explorations(grid, train.group, train.shift, 0, config.seed)
     if rollout.preview:
         require_choice(explorations, rollout.preview.pool)

@@ -17,7 +17,7 @@ from torch.nn.functional import softplus
 from flowgrpo.objectives.ratios import error
 from flowgrpo.objectives.surrogates import Surrogate, cut
 from flowgrpo.parts import Above, AtLeast, part
-from flowgrpo.types import NoisedBatch, required
+from flowgrpo.types import NoisedBatch, unwrap
 
 LEAST = 1e-5  # lower bound of a self-normalised error's weight
 
@@ -46,10 +46,10 @@ class NegativeAware(OfNoised):
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: NoisedBatch) -> Tensor:
         target = old.target[:, None]
-        before = required(old.old.mean)
-        moved = self.beta * (required(old.new.mean) - before)
+        before = unwrap(old.old.mean)
+        moved = self.beta * (unwrap(old.new.mean) - before)
         good = goodness(advantage, self.most)
-        towards, away = (_normalised(old.time * (v - target)) for v in (before + moved, before - moved))
+        towards, away = (_scale_free_error(old.time * (v - target)) for v in (before + moved, before - moved))
         return self.most / self.beta * (good * towards + (1 - good) * away)
 
 
@@ -66,13 +66,14 @@ class CentredReward(OfNoised):
     most: Annotated[float, Above(0)] = 5.0
 
     def statistic(self, noised: NoisedBatch) -> Tensor:
-        now, before = (_normalised(required(score.mean) - noised.target[:, None]) for score in (noised.new, noised.old))
+        now, before = (_scale_free_error(unwrap(score.mean) - noised.target[:, None])
+                       for score in (noised.new, noised.old))
         return before - now
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: NoisedBatch) -> Tensor:
-        group = required(old.peers).members(old.rows)
-        reward = self.statistic(old) - _mean(group, required(old.peers).statistic)
-        target = goodness(advantage, self.most) - _mean(group, goodness(required(old.peers).advantage, self.most))
+        group = unwrap(old.peers).members(old.rows)
+        reward = self.statistic(old) - _mean(group, unwrap(old.peers).statistic)
+        target = goodness(advantage, self.most) - _mean(group, goodness(unwrap(old.peers).advantage, self.most))
         return self.most / self.beta * (self.beta * reward - target).square()
 
 
@@ -91,7 +92,7 @@ class GroupPreference(OfNoised):
     high: Annotated[float, AtLeast(0)] = 0.05
 
     def statistic(self, noised: NoisedBatch) -> Tensor:
-        return error(noised.new) - error(required(noised.reference))
+        return error(noised.new) - error(unwrap(noised.reference))
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: NoisedBatch) -> Tensor:
         loss = error(old.new)
@@ -100,7 +101,7 @@ class GroupPreference(OfNoised):
 
     def weight(self, noised: NoisedBatch) -> Tensor:
         """Return W of every sample's group: [b, 1]."""
-        peers = required(noised.peers)
+        peers = unwrap(noised.peers)
         return torch.sigmoid(self.beta * _mean(peers.members(noised.rows), peers.advantage * peers.statistic))
 
     def clipped(self, log_ratio: Tensor, advantage: Tensor, old: NoisedBatch | None = None) -> Tensor:
@@ -126,10 +127,10 @@ class Preference(OfNoised):
     similarity: Annotated[float, AtLeast(0)] = 0.0
 
     def statistic(self, noised: NoisedBatch) -> Tensor:
-        return error(noised.new) - error(required(noised.reference))
+        return error(noised.new) - error(unwrap(noised.reference))
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: NoisedBatch) -> Tensor:
-        value, group, others = preferred(self.statistic(old), advantage, old, self.beta)
+        value, group, others = preference_loss(self.statistic(old), advantage, old, self.beta)
         if not self.similarity:
             return value
         places = torch.arange(group.shape[1], device=old.rows.device)
@@ -151,18 +152,18 @@ class StepPreference(OfNoised):
     beta: Annotated[float, Above(0)] = 100.0
 
     def statistic(self, noised: NoisedBatch) -> Tensor:
-        return -2 * required(noised.measure)(noised.new, required(noised.reference))
+        return -2 * unwrap(noised.measure)(noised.new, unwrap(noised.reference))
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: NoisedBatch) -> Tensor:
-        return preferred(self.statistic(old), advantage, old, self.beta)[0]
+        return preference_loss(self.statistic(old), advantage, old, self.beta)[0]
 
 
-def preferred(own: Tensor, advantage: Tensor, of: NoisedBatch, beta: float) -> tuple[Tensor, Tensor, Tensor]:
+def preference_loss(own: Tensor, advantage: Tensor, of: NoisedBatch, beta: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return (the mean of -log sigmoid(-beta/2 (d_w - d_l)) over a sample's pairs [b, 1], its group, the others of it).
 
     own: d of the samples [b, 1], whose value has the gradient of both sides of their pairs. The masks are [b, m].
     """
-    peers = required(of.peers)
+    peers = unwrap(of.peers)
     group = peers.members(of.rows)
     others = group & (of.rows[:, None] != torch.arange(len(peers.statistic), device=of.rows.device))
     sign = (advantage - peers.advantage).sign()
@@ -176,7 +177,7 @@ def goodness(advantage: Tensor, most: float) -> Tensor:
     return (advantage / (2 * most) + 0.5).clamp(0, 1)
 
 
-def _normalised(apart: Tensor) -> Tensor:
+def _scale_free_error(apart: Tensor) -> Tensor:
     """Return the mean square over the mean absolute value of values [B, 1, *D]: [B, 1].
 
     The divisor is detached and at least LEAST.

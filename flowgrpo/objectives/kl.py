@@ -19,7 +19,7 @@ from torch import Tensor
 from flowgrpo.device import to_device
 from flowgrpo.gaussian import kl
 from flowgrpo.parts import Above, AtLeast, OneOf, part
-from flowgrpo.types import Gaussian, RunState, Scored, required
+from flowgrpo.types import Gaussian, RunState, Scored, unwrap
 
 
 class Schedule(Protocol):
@@ -234,7 +234,7 @@ def divergence(new: Scored, other: Scored) -> Tensor:
 def output_error(new: Scored, other: Scored) -> Tensor:
     """Return the mean squared difference of the outputs behind two policies' means: [B, N]."""
     assert new.slope is not None, "this part of the method needs recorded slopes"
-    apart = (required(new.mean) - required(other.mean)).square().flatten(2).mean(dim=2)
+    apart = (unwrap(new.mean) - unwrap(other.mean)).square().flatten(2).mean(dim=2)
     return apart / beside(new.slope, apart).square()
 
 

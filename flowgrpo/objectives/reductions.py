@@ -54,7 +54,7 @@ class SequenceSum:
         return int(mask.any(1).sum())
 
 
-def reduced(loss: Tensor, weights: Tensor, count: int) -> Tensor:
+def reduce_loss(loss: Tensor, weights: Tensor, count: int) -> Tensor:
     """Return sum(loss * weights) / count, a scalar, of loss and weights [B, N].
 
     weights: a reduction's, of these rows.

@@ -19,7 +19,7 @@ from torch.nn.functional import softplus
 
 from flowgrpo.objectives.surrogates import Surrogate
 from flowgrpo.parts import Above, AtLeast, OneOf, part
-from flowgrpo.types import CompletionBatch, NoisedBatch, Scored, required
+from flowgrpo.types import CompletionBatch, NoisedBatch, Scored, unwrap
 
 
 @part("surrogate")
@@ -122,13 +122,13 @@ class Discriminative(GroupLoss):
         return torch.stack([_mean(self._scores(compared), mask), _mean(-compared.log_ratio, mask)], 1)
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch) -> Tensor:
-        scores, divergence = required(old.peers).statistic.unbind(1)
-        group = required(old.peers).members(old.rows)
-        right, wrong = (group & sign for sign in (required(old.peers).advantage > 0, required(old.peers).advantage < 0))
+        scores, divergence = unwrap(old.peers).statistic.unbind(1)
+        group = unwrap(old.peers).members(old.rows)
+        right, wrong = (group & sign for sign in (unwrap(old.peers).advantage > 0, unwrap(old.peers).advantage < 0))
         tempered = (scores / self.temperature).expand_as(wrong).masked_fill(~wrong, -math.inf)
         hard = tempered.softmax(1).gather(1, old.rows[:, None])
         size = group.sum(1, keepdim=True)
-        good = (right * required(old.peers).advantage).sum(1, keepdim=True)
+        good = (right * unwrap(old.peers).advantage).sum(1, keepdim=True)
         pull = torch.where(advantage > 0, -advantage / good, hard) * size
         comparable = right.any(1, keepdim=True) & wrong.any(1, keepdim=True) & (advantage != 0)
         excess = (_over(divergence, group) - self.delta).clamp(min=0)
@@ -155,8 +155,8 @@ class Regressed(SampleLoss):
         return _mean(compared.log_ratio, compared.new.mask)
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch | NoisedBatch) -> Tensor:
-        group = required(old.peers).members(old.rows)
-        statistic = required(old.peers).statistic
+        group = unwrap(old.peers).members(old.rows)
+        statistic = unwrap(old.peers).statistic
         mean = _over(statistic, group)
         spread = _over((statistic - mean).square(), group).sqrt().clamp(min=self.least)
         return ((log_ratio - mean) / spread - advantage).square()
@@ -181,11 +181,11 @@ class PairwisePreference(SampleLoss):
 
     def statistic(self, compared: CompletionBatch | NoisedBatch) -> Tensor:
         """Return g of every sample: [b]."""
-        return _mean(compared.new.logp - required(compared.reference).logp, compared.new.mask)
+        return _mean(compared.new.logp - unwrap(compared.reference).logp, compared.new.mask)
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch | NoisedBatch) -> Tensor:
-        peers = required(old.peers)
-        group = required(old.peers).members(old.rows)
+        peers = unwrap(old.peers)
+        group = unwrap(old.peers).members(old.rows)
         sign = (advantage - peers.advantage).sign() * group
         top = peers.advantage.masked_fill(~group, -math.inf).amax(1, keepdim=True)
         scale = self.beta * torch.where(torch.maximum(advantage, peers.advantage) == top, self.best, 1.0)
@@ -194,7 +194,7 @@ class PairwisePreference(SampleLoss):
         share = group.sum(1, keepdim=True) / pairs.clamp(min=1)
         slope = -(sign * scale * torch.sigmoid(-apart)).sum(1, keepdim=True) * share
         value = (softplus(-apart) * sign.abs()).sum(1, keepdim=True) * share / 2
-        pull = slope * (old.new.logp - required(old.reference).logp)
+        pull = slope * (old.new.logp - unwrap(old.reference).logp)
         moved = old.new.logp - old.old.logp
         return value + pull - pull.detach() + self.trust * (moved.expm1() - moved)
 
@@ -257,12 +257,12 @@ class PairLoss(SampleLoss):
         """Return s of every sample: [b]."""
         logp, mask = compared.new.logp, compared.new.mask
         if self.reference:
-            logp = logp - required(compared.reference).logp
+            logp = logp - unwrap(compared.reference).logp
         total = (logp * mask).sum(1)
         return total / mask.sum(1).clamp(min=1) if self.mean else total
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch | NoisedBatch) -> Tensor:
-        peers = required(old.peers)
+        peers = unwrap(old.peers)
         group = peers.members(old.rows).to(log_ratio.dtype)
         apart = advantage - peers.advantage
         sign = apart.sign() * group

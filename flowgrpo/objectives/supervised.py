@@ -24,7 +24,7 @@ from torch import Tensor
 
 from flowgrpo.objectives.kl import beside
 from flowgrpo.parts import Above, AtLeast, part
-from flowgrpo.types import RegressionTarget, Scored, required, wide
+from flowgrpo.types import RegressionTarget, Scored, unwrap, wide
 
 
 @part("tuning")
@@ -118,7 +118,7 @@ class EntropyAware(TokenWeight):
     scale: Annotated[float, Above(0)] = 0.5
 
     def __call__(self, logp: Tensor, entropy: Tensor | None, mask: Tensor) -> Tensor:
-        known = required(entropy).detach() * mask
+        known = unwrap(entropy).detach() * mask
         mean = known.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
         return (self.scale * (-mean).exp()).expand_as(logp)
 
@@ -153,7 +153,7 @@ class Drawn:
     def __call__(self, logits: Tensor, taken: Tensor | None = None) -> Tensor:
         (logits,) = wide(logits)
         log_probs = logits.log_softmax(-1)
-        tokens = required(taken)
+        tokens = unwrap(taken)
         generator = torch.Generator(logits.device).manual_seed(self.seed)  # anew: a backward pass may compute it again
         drawn = torch.multinomial(log_probs.detach().exp(), self.samples, replacement=True, generator=generator)
         reward = torch.where(drawn == tokens[:, None], 1.0, self.wrong).to(log_probs)

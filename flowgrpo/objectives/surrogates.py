@@ -21,7 +21,7 @@ from torch import Tensor
 
 from flowgrpo.objectives.kl import divergence
 from flowgrpo.parts import Above, AtLeast, part
-from flowgrpo.types import Scored, required
+from flowgrpo.types import Scored, unwrap
 
 
 class Surrogate:
@@ -322,7 +322,7 @@ class ActorCritic(Surrogate):
         loss = self.critic * (old.value - old.reward).square().to(log_ratio)
         if self.ratio:
             loss = loss + self.ratio * ppo(log_ratio.expm1(), advantage, -self.low, self.high)
-        return loss - self.through * required(old.edited).to(log_ratio) if self.through else loss
+        return loss - self.through * unwrap(old.edited).to(log_ratio) if self.through else loss
 
     def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Seen | None = None) -> Tensor:
         """Return the mask where the clip cuts the edit's gradient, bool [B, N]; false without the clipped loss."""

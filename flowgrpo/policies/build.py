@@ -50,7 +50,7 @@ def kind(config: Config, loaded: Any = None) -> str:
     if (folder / "model_index.json").is_file():
         return PIPELINE
     if (folder / "config.json").is_file():
-        return str(domains.of("tokens").kind(_described(folder), config.text.generates))
+        return str(domains.of("tokens").kind(_read_config(folder), config.text.generates))
     if (folder / "config.yaml").is_file():
         base = read_yaml(folder / "config.yaml").get("model")
         raise UserError(f"{config.model} is a run, not a model: give the model that it trained, and its weights with "
@@ -86,7 +86,7 @@ def process(kind: str) -> str:
     return next(domain.kinds[kind] for domain in domains.all() if kind in domain.kinds)
 
 
-def _described(folder: Path) -> dict[str, Any]:
+def _read_config(folder: Path) -> dict[str, Any]:
     """Read a model's config.json. Raises UserError if it is broken."""
     try:
         described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -116,7 +116,7 @@ def has_checker(config: Config) -> bool:
     return kind(config) == PIPELINE and load.has_checker(config.model, config.load)
 
 
-def encoded(config: Config, prompts: Iterable[Prompt]) -> bool:
+def skips_text_encoders(config: Config, prompts: Iterable[Prompt]) -> bool:
     """Return True if a run finds all of its prompts encoded, and neither trains nor asks text encoders."""
     method = overlay.with_parts(overlay.preset(config.method), config.parts)
     if config.cache is None or method.for_tokens or isinstance(method.target, LatentEdits) or \
@@ -181,7 +181,7 @@ def make_policy(config: Config, device: str | torch.device, loaded: Any = None) 
     method = overlay.with_parts(overlay.preset(config.method), config.parts)
     options: dict[str, Any] = dict(
         device=device, precision=config.precision, guidance=config.train.guidance, call=config.call,
-        checkpointing=config.train.recomputed, memory=config.memory, compiled=config.train.compile, fps=config.fps)
+        checkpointing=config.train.recompute_share, memory=config.memory, compiled=config.train.compile, fps=config.fps)
     if isinstance(method.target, LatentEdits):
         from flowgrpo.policies.pipelines.edits import EditPolicy
 

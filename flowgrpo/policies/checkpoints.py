@@ -82,7 +82,7 @@ def load(pipe: Any, path: Path) -> TrainableWeights:
 
     Edits of finals are attached to it. Raises UserError if they belong to another model.
     """
-    from flowgrpo.policies.pipelines.load import trained_modules
+    from flowgrpo.policies.pipelines.load import trainable_modules
 
     config = run_config(path)
     method = _method(config)
@@ -91,7 +91,7 @@ def load(pipe: Any, path: Path) -> TrainableWeights:
         take(policy.weights, config, path)
         policy.attach()
         return policy.weights
-    weights = TrainableWeights(pipe, trained_modules(pipe, method.rollout.adapted), _fresh(config.adapter))
+    weights = TrainableWeights(pipe, trainable_modules(pipe, method.rollout.adapted), _fresh(config.adapter))
     take(weights, config, path)
     return weights
 

@@ -36,6 +36,6 @@ def fitting(config: Config, loaded: Any = None) -> tuple[Config, str]:
         loaded, config.model, config.load)
     if (why := facts.why) is None or build.kind(config, loaded) != build.PIPELINE:
         return config, ""
-    fitted = few_steps.fitted(config, facts)
-    said = few_steps.changed(given, fitted)
+    fitted = few_steps.few_step_config(config, facts)
+    said = few_steps.describe_changes(given, fitted)
     return fitted, f"a model of few steps ({why}), so by default: {said}" if said else ""

@@ -20,7 +20,7 @@ from flowgrpo.files import shapes_of
 from flowgrpo.policies import checkpoints, sources
 from flowgrpo.policies.checkpoints import config_of
 from flowgrpo.policies.pipelines import edits
-from flowgrpo.policies.pipelines.call import placed
+from flowgrpo.policies.pipelines.call import class_on_device
 from flowgrpo.policies.pipelines.load import denoisers, load_pipeline, text_encoders
 from flowgrpo.policies.pipelines.rlg import Branches
 from flowgrpo.policies.weights import adapters, memory_options
@@ -32,7 +32,7 @@ from flowgrpo.storage.places import STATE, is_checkpoint
 FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3")  # others are packed, and have other shapes
 
 
-def trained_on(path: Path) -> str:
+def describe_base_model(path: Path) -> str:
     """Return the model that a run's weights were trained on, as the end of a message; empty for other weights."""
     config = config_of(path.parent if path.is_file() else path)
     return "" if config is None else f"; its run was trained on {config.model!r}"
@@ -43,7 +43,7 @@ def require_fit(model: str, path: Path, files: Load = Load()) -> None:
 
     files: where else the model's weights are. What cannot be read without loading the model is left to that.
     """
-    folder, origin = Path(FOLDERS.get(model, model)), trained_on(path)
+    folder, origin = Path(FOLDERS.get(model, model)), describe_base_model(path)
     if not origin or sources.needs_assembly(model, files) or not (folder / "model_index.json").is_file():
         return
     known: dict[str, dict[str, tuple[str, list[int]]]] = {}
@@ -114,7 +114,7 @@ def make_pipeline(model: str, precision: str, trust_remote_code: bool = False, d
     encoders = Encoders(pipe, device, away, modules if memory_options.later(memory) else ())
     if away is not None:
         encoders.attend(pipe, on_cpu=memory.encoders == "ahead")
-        pipe.__class__ = placed(type(pipe), device)  # diffusers takes the place of a part that may be away
+        pipe.__class__ = class_on_device(type(pipe), device)  # diffusers takes the place of a part that may be away
     if memory_options.later(memory):
         for module in modules.values():
             module.requires_grad_(False)
@@ -144,14 +144,14 @@ def load_tuned(pipe: Any, path: Path, told: bool = True) -> None:
         edits.over(pipe, path, config.call if config else {}).attach()
     elif path.is_file() or (path / LORA_FILE).is_file() or (path / adapters.CONFIG).is_file() or any(
             (path / name / adapters.CONFIG).is_file() for name in modules):
-        with _told(path, pipe):
+        with _translate_errors(path, pipe):
             applied = attach(pipe, modules, path, "default")
         if told and config_of(path) is None:  # of others, whose files come in many forms
             tell(applied)
     elif trained:
         for name in trained:
             module = getattr(pipe, name)
-            with _told(path / name, pipe):
+            with _translate_errors(path / name, pipe):
                 tuned = type(module).from_pretrained(path / name, dtype=module.dtype).to(module.device)
                 pipe.register_modules(**{name: tuned})
     else:
@@ -204,7 +204,7 @@ def _load_checkpoint(pipe: Any, path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _told(path: Path, pipe: Any) -> Iterator[None]:
+def _translate_errors(path: Path, pipe: Any) -> Iterator[None]:
     """Context manager: turn diffusers' errors on weights into one line, without its log."""
     from diffusers.utils import logging
 
@@ -213,9 +213,9 @@ def _told(path: Path, pipe: Any) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        raise UserError(f"{error}{trained_on(path)}") from error
+        raise UserError(f"{error}{describe_base_model(path)}") from error
     except Exception as error:
         raise UserError(f"{path} does not load into {type(pipe).__name__}: {' '.join(str(error).split())[:200]}"
-                        f"{trained_on(path)}") from None
+                        f"{describe_base_model(path)}") from None
     finally:
         logging.set_verbosity(level)

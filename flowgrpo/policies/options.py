@@ -25,7 +25,7 @@ from flowgrpo.policies.weights.memory_options import require_package, require_qu
 from flowgrpo.starter import FOLDERS
 
 
-def checked(config: Config, kind: str, device: str | torch.device) -> Method:
+def check_method(config: Config, kind: str, device: str | torch.device) -> Method:
     """Return the method of a configuration whose keys and options go together, without a run.
 
     kind: of the model. Raises UserError on the first problem.
@@ -81,7 +81,7 @@ def require_memory(setup: Setup) -> None:
     require_attention(config.memory.attention, device, config.precision)
     if weights != "full":
         _require_quantisable(config, device, setup.loaded is not None)
-    if setting := _quantised(config):
+    if setting := _quantisation(config):
         _require_kept(config, method, setting)
     if not adapter.rank and (adapter.dora or adapter.rslora):
         raise UserError("adapter.rank is 0, which trains all weights without a LoRA: take adapter.dora and "
@@ -123,7 +123,7 @@ def _require_models(config: Config, name: str, models: Sequence[str]) -> None:
             raise UserError(f"parts.reference.models: {model!r} is no folder, expected one with a model's weights")
 
 
-def _quantised(config: Config) -> str | None:
+def _quantisation(config: Config) -> str | None:
     """Return the setting by which the denoiser's weights are quantised, None for full weights."""
     if config.memory.weights != "full":
         return f"memory.weights is {config.memory.weights!r}"

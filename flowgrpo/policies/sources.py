@@ -38,7 +38,7 @@ def base(model: str, files: Load) -> str:
     parts += [f"the ControlNet `{files.controlnet}`"] * (files.controlnet is not None)
     parts += [f"the IP-Adapter `{files.ip_adapter.path}`"] if files.ip_adapter else []
     parts += [f"the textual inversion `{each.path}`" for each in files.inversions]
-    fused = ", ".join(f"`{lora.path}` at scale {lora.scale:g}" for lora in files.fused)
+    fused = ", ".join(f"`{lora.path}` at scale {lora.scale:g}" for lora in files.loras_with_scales)
     parts += [f"the scheduler's {files.scheduler}"] if files.scheduler else []
     return " with ".join(filter(None, (parts[0], " and ".join(parts[1:])))) + (f", fused with {fused}" if fused else "")
 
@@ -77,7 +77,7 @@ def require(model: str, files: Load, weights: str = "full") -> None:
 
 
 def _require_loras(files: Load, weights: str) -> None:
-    for lora in files.fused:
+    for lora in files.loras_with_scales:
         require_lora("load.lora", lora.path)
     setting = f"memory.weights is {weights!r}" if weights != "full" else \
         f"load.denoiser is {files.denoiser!r}" if files.gguf else None

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from flowgrpo.data.open_image import require_open
 from flowgrpo.errors import UserError
-from flowgrpo.log import unlogged
-from flowgrpo.packages import needed
+from flowgrpo.log import silence_errors
+from flowgrpo.packages import import_optional
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.local_model import Head, LocalModel, fill, load_pretrained, loading, tensors
 from flowgrpo.rewards.preprocessing import Preparation, read_tensor, straight
@@ -56,9 +56,9 @@ class ClipScore(LocalModel):
         """Preprocessing of the model's images."""
         return preprocessing_of(self.models[0], self.reward)
 
-    def _loaded(self) -> tuple[Any, Any]:
-        open_clip = needed("open_clip", "clip", f"reward {self.reward!r}")
-        with unlogged("open_clip"), loading(
+    def _load(self) -> tuple[Any, Any]:
+        open_clip = import_optional("open_clip", "clip", f"reward {self.reward!r}")
+        with silence_errors("open_clip"), loading(
                 f"reward {self.reward!r}: {self.model} with the weights {self.pretrained}",
                 "open_clip.list_pretrained() names them all; args: {pretrained: FILE} takes a file of yours",
                 self.pretrained):
@@ -215,7 +215,7 @@ class Aesthetic(LocalModel):
     differentiable = True
     about = About(modality="image", range=(None, None), needs="", licence="Apache-2.0, MIT weights")
 
-    def _loaded(self) -> tuple[Any, Any]:
+    def _load(self) -> tuple[Any, Any]:
         from transformers import CLIPVisionModelWithProjection
 
         head = make_head("aesthetic", tensors("aesthetic", self.head, self.head_revision, "head"), self.head)
@@ -291,7 +291,7 @@ class PickScore(LocalModel):
             raise UserError(f"reward 'pickscore': divide is {self.divide}, expected a number above 0")
         super().__post_init__()
 
-    def _loaded(self) -> tuple[Any, Any]:
+    def _load(self) -> tuple[Any, Any]:
         from transformers import AutoTokenizer, CLIPModel
 
         return (load_pretrained("pickscore", CLIPModel, self.model, self.revision, "model", beside=self.tokenizer),
@@ -342,8 +342,8 @@ class HpsV2(LocalModel):
         return Preparation(preprocessing_of(self.models[0], self.reward).size, "longest",
                            scaling="floats" if self.antialias else "unfiltered")
 
-    def _loaded(self) -> tuple[Any, Any]:
-        open_clip = needed("open_clip", "clip", f"reward {self.reward!r}")
+    def _load(self) -> tuple[Any, Any]:
+        open_clip = import_optional("open_clip", "clip", f"reward {self.reward!r}")
         state = tensors(self.reward, self.checkpoint, self.revision, "checkpoint")
         model = open_clip.create_model(self.model, pretrained=None)
         fill(self.reward, model, state, self.checkpoint)

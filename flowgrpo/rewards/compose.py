@@ -22,7 +22,7 @@ from flowgrpo.config.reward_rules import (
     value_at,
 )
 from flowgrpo.errors import UserError, nearest
-from flowgrpo.nouns import counted
+from flowgrpo.nouns import quantity
 from flowgrpo.rewards.about import RewardFunction
 from flowgrpo.rewards.find import find
 from flowgrpo.rewards.pairwise import sees_groups
@@ -186,7 +186,7 @@ def _require_route(label: str, reward: Reward, every: Sequence[dict[str, Any]]) 
     if rule.when and not applicable:
         keys = sorted({key for entry in every for key in entry})
         raise UserError(f"reward {label!r} applies to no prompt: its `when` is {rule.when}, and the metadata of "
-                        f"{counted(len(every), 'prompt')} has {', '.join(keys) or 'no keys'}"
+                        f"{quantity(len(every), 'prompt')} has {', '.join(keys) or 'no keys'}"
                         f"{_values(rule.when, every)}")
     for read in reward.reads if applicable else ():
         key = read.partition(".")[2]

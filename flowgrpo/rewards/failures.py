@@ -17,7 +17,7 @@ from typing import TypeVar
 from flowgrpo.config.reward_rules import Retry
 from flowgrpo.distributed.signals import start_thread
 from flowgrpo.errors import UserError
-from flowgrpo.nouns import counted
+from flowgrpo.nouns import quantity
 
 T = TypeVar("T")
 
@@ -74,7 +74,7 @@ def settled(ask: Callable[[Sequence[int]], list[float | Failed]], rows: Sequence
         except Failed as error:
             last = error
     if then == "raise":
-        raise last if attempts == 1 else type(last)(f"{last} (asked {counted(attempts, 'time')})") from last
+        raise last if attempts == 1 else type(last)(f"{last} (asked {quantity(attempts, 'time')})") from last
     if len(rows) <= unit or isinstance(last, TimedOut):
         return [last] * len(rows)
     return [value for start in range(0, len(rows), unit)

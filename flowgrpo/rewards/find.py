@@ -15,7 +15,7 @@ from flowgrpo import domains
 from flowgrpo.errors import LIKE, UserError, nearest
 from flowgrpo.rewards.about import TRAINED, RewardFunction
 from flowgrpo.rewards.remote import exchange
-from flowgrpo.user_code import from_file, guarded, packaged
+from flowgrpo.user_code import call_user_code, from_file, group_entry_points
 
 T = TypeVar("T")
 
@@ -127,14 +127,14 @@ def place(name: str) -> str | None:
 
 def names() -> list[str]:
     """Return every name that `find` knows, except files."""
-    return sorted({*_registered, *BUILT_IN, *packaged(GROUP)})
+    return sorted({*_registered, *BUILT_IN, *group_entry_points(GROUP)})
 
 
 def source(name: str) -> str:
     """Return the origin of the reward of that name, for a table."""
     if name in _registered:
         return "registered"
-    return "built in" if name in BUILT_IN else f"package {packaged(GROUP)[name].dist.name}"
+    return "built in" if name in BUILT_IN else f"package {group_entry_points(GROUP)[name].dist.name}"
 
 
 def find(name: str, arguments: dict[str, Any] | None = None) -> RewardFunction:
@@ -147,7 +147,7 @@ def find(name: str, arguments: dict[str, Any] | None = None) -> RewardFunction:
     if arguments or _is_made(thing):
         _require_arguments(name, thing, arguments or {})
     if _is_made(thing):
-        thing = guarded(f"reward {name!r} cannot be made", thing, **arguments or {})
+        thing = call_user_code(f"reward {name!r} cannot be made", thing, **arguments or {})
     if not callable(thing):
         raise UserError(f"reward {name!r} is of type {type(thing).__name__}: expected a function of "
                         f"(images, prompts, metadata)")
@@ -160,16 +160,17 @@ def locate(name: str) -> Any:
         return _registered[name]
     name = present(name)
     if name in BUILT_IN:
-        return guarded(f"reward {name!r} does not import", _by_place, BUILT_IN[name])
+        return call_user_code(f"reward {name!r} does not import", _by_place, BUILT_IN[name])
     if exchange.is_address(name):
         exchange.addresses(name)
         return functools.partial(_by_place(REMOTE), name)
     if ".py" in name:
         return from_file(name, "reward", _in_file)
-    if name.partition(":")[0] in ADAPTED and (made := guarded(f"reward {name!r} does not import", _adapted, name)):
+    if name.partition(":")[0] in ADAPTED and (
+            made := call_user_code(f"reward {name!r} does not import", _adapted, name)):
         return made
-    if point := packaged(GROUP).get(name):
-        return guarded(f"reward {name!r} does not import", point.load)
+    if point := group_entry_points(GROUP).get(name):
+        return call_user_code(f"reward {name!r} does not import", point.load)
     return _from_folder(name)
 
 

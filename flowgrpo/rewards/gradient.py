@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from flowgrpo.config.reward_rules import RewardRule, WatchRule
 from flowgrpo.errors import UserError
-from flowgrpo.nouns import counted
+from flowgrpo.nouns import quantity
 from flowgrpo.rewards.about import RewardFunction
 from flowgrpo.rewards.compose import Composed
 from flowgrpo.rewards.reward import Batch, Reward, as_reward, named, require_finite, scores_latents, sees_base
-from flowgrpo.user_code import guarded
+from flowgrpo.user_code import call_user_code
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -85,9 +85,9 @@ def _scored(name: str, reward: RewardFunction | Reward, images: Tensor, prompts:
         scores = _combined(name, made, batch.samples, batch.prompts, batch.metadata)
         there = scores.isfinite().nonzero()[:, 0].tolist()
         return [rows[i] for i in there], scores[there]
-    message = (f"reward {name!r} raised on {counted(len(rows), 'sample')} that carry a graph (first prompt: "
+    message = (f"reward {name!r} raised on {quantity(len(rows), 'sample')} that carry a graph (first prompt: "
                f"{batch.prompts[0]!r})")
-    return rows, _checked(name, guarded(message, made, batch), batch.samples)
+    return rows, _checked(name, call_user_code(message, made, batch), batch.samples)
 
 
 def _combined(name: str, reward: Combined, images: Tensor, prompts: Sequence[str],
@@ -111,8 +111,8 @@ def require_graph(name: str, reward: RewardFunction | Reward, outputs: Tensor, p
 
     leaf = getattr(outputs, "weights", outputs)
     total = value({name: reward}, {name: 1.0}, outputs, prompts, metadata).sum()
-    (gradient,) = guarded(f"the gradient of reward {name!r} cannot be computed (first prompt: {prompts[0]!r})",
-                          torch.autograd.grad, total, leaf, allow_unused=True)
+    (gradient,) = call_user_code(f"the gradient of reward {name!r} cannot be computed (first prompt: {prompts[0]!r})",
+                                 torch.autograd.grad, total, leaf, allow_unused=True)
     expected = f"expected a gradient by its images (first prompt: {prompts[0]!r})"
     if gradient is None:
         raise UserError(f"reward {name!r} is differentiable, but its numbers do not depend on what it is given: "

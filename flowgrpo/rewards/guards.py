@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flowgrpo.data.open_image import require_open
 from flowgrpo.errors import UserError
-from flowgrpo.packages import needed
+from flowgrpo.packages import import_optional
 from flowgrpo.rewards.about import About, described
 from flowgrpo.rewards.local_model import LocalModel, load_pretrained
 from flowgrpo.rewards.preprocessing import eight_bit, grey, read_tensor
@@ -62,8 +62,8 @@ def inception() -> Callable[[Tensor], Tensor]:
     """Return torchmetrics' feature function of FID: images [B, 3, H, W] in [0, 1] -> [B, 2048], of the InceptionV3 of
     torch-fidelity. Raises UserError if a package, or the file of weights in torch's cache, is missing."""
     who = "--features inception"
-    needed("torch_fidelity", "fid", who)
-    network = needed("torchmetrics.image.fid", "fid", who).NoTrainInceptionV3
+    import_optional("torch_fidelity", "fid", who)
+    network = import_optional("torchmetrics.image.fid", "fid", who).NoTrainInceptionV3
     file = Path(torch.hub.get_dir()) / "checkpoints" / INCEPTION.rpartition("/")[2]
     if not file.is_file():
         raise UserError(f"{who} reads weights that are not here: curl -L --create-dirs -o {file} {INCEPTION}")
@@ -327,7 +327,7 @@ class Safety(LocalModel):
     reward, parameters = "safety", 86e6
     about = About(modality="image", range=(0, 1), needs="", licence="Apache-2.0")
 
-    def _loaded(self) -> tuple[Any, Any, list[int]]:
+    def _load(self) -> tuple[Any, Any, list[int]]:
         from transformers import AutoImageProcessor, AutoModelForImageClassification
 
         classifier = load_pretrained("safety", AutoModelForImageClassification, self.model, self.revision, "model")

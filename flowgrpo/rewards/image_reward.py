@@ -62,7 +62,7 @@ class ImageReward(LocalModel):
             part[name] = super()._placed(module)
         return part
 
-    def _loaded(self) -> tuple[Any, Any]:
+    def _load(self) -> tuple[Any, Any]:
         from transformers import AutoTokenizer
 
         state = tensors("imagereward", self.checkpoint, self.revision, "checkpoint")

@@ -23,12 +23,12 @@ REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # a hub id
 
 @dataclass(frozen=True, kw_only=True)
 class LocalModel:
-    """Reward whose model runs in this process; a subclass loads it (`_loaded`) and calls it.
+    """Reward whose model runs in this process; a subclass loads it (`_load`) and calls it.
 
     dtype: fp32, bf16 or fp16, of the weights and their products; a small head on top stays in fp32.
     device: such as "cuda:1" or "cpu"; None for the GPU of this process, or the CPU without one.
     batch_size: samples that go through the model at once.
-    parts: what `_loaded` returns, ready-made; filled at the first use.
+    parts: what `_load` returns, ready-made; filled at the first use.
     parameters: number of weights of the default checkpoint, None where there is none. reward: name in error messages.
     differentiable: its scores have a gradient by the images, the weights never have one.
     Raises UserError for an unknown dtype, an absent device and a batch_size below 1.
@@ -57,14 +57,14 @@ class LocalModel:
         """Return the model with its tokenizer and the like, on the device; loaded at the first call."""
         ready = vars(self).get("_ready")
         if ready is None:
-            parts = self.parts if self.parts is not None else self._loaded()
+            parts = self.parts if self.parts is not None else self._load()
             self._require(parts)
             ready = tuple(self._placed(part) for part in parts)
             for name in ("_ready", "parts"):
                 object.__setattr__(self, name, ready)
         return ready
 
-    def _loaded(self) -> tuple[Any, ...]:
+    def _load(self) -> tuple[Any, ...]:
         """Load the model and what else the reward needs. Raises UserError if it is unavailable."""
         raise NotImplementedError
 
@@ -144,7 +144,7 @@ def loading(what: str, fix: str, source: str = ".") -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:  # a hub, a file and a library fail in many ways
-        reason = hub.unreached(error) or textwrap.shorten(str(error), 160, placeholder=" ...")
+        reason = hub.offline_reason(error) or textwrap.shorten(str(error), 160, placeholder=" ...")
         raise UserError(f"{what} cannot be loaded ({reason}): {fix}") from None
 
 

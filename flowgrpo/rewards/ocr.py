@@ -20,7 +20,7 @@ import numpy as np
 from torch import Tensor
 
 from flowgrpo.errors import UserError
-from flowgrpo.packages import needed
+from flowgrpo.packages import import_optional
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.preprocessing import eight_bit
 from flowgrpo.rewards.remote.exchange import side_by_side
@@ -202,5 +202,5 @@ def _engine() -> Any:
 
 def _package() -> Any:
     """Import the package of the engine. Raises UserError if it, or its runtime, is missing."""
-    needed("onnxruntime", "ocr", "reward 'ocr'")
-    return needed("rapidocr", "ocr", "reward 'ocr'")
+    import_optional("onnxruntime", "ocr", "reward 'ocr'")
+    return import_optional("rapidocr", "ocr", "reward 'ocr'")

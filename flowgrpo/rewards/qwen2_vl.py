@@ -142,7 +142,7 @@ class HpsV3(LocalModel):
         object.__setattr__(self, "text", hpsv3_instruction(self.instruction))
         super().__post_init__()
 
-    def _loaded(self) -> tuple[Any, nn.Module, Any]:
+    def _load(self) -> tuple[Any, nn.Module, Any]:
         state = rename_tensors(tensors("hpsv3", self.checkpoint, self.revision, "checkpoint"))
         config, processor = base("hpsv3", self.model, "model", [MARK])
         with loading(f"reward 'hpsv3': {self.checkpoint}", "give the checkpoint that was made for this reward"):
@@ -236,7 +236,7 @@ class VideoReward(LocalModel):
         object.__setattr__(self, "text", instruction(self.instruction))
         super().__post_init__()
 
-    def _loaded(self) -> tuple[Any, nn.Module, Any, dict[str, float]]:
+    def _load(self) -> tuple[Any, nn.Module, Any, dict[str, float]]:
         with loading(f"reward 'videoalign': {self.model}", FIX, self.model):
             file, weights = files(self.model)
             released = json.loads(file.read_text(encoding="utf-8"))

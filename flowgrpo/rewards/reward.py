@@ -18,10 +18,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from flowgrpo.errors import NotFinite, UserError
-from flowgrpo.nouns import counted
+from flowgrpo.nouns import quantity
 from flowgrpo.rewards.about import MODALITIES, About, RewardFunction
 from flowgrpo.rewards.failures import Failed
-from flowgrpo.user_code import told
+from flowgrpo.user_code import describe_error
 
 if TYPE_CHECKING:
     import torch
@@ -356,7 +356,7 @@ class Checked(Wrapped):
         except (UserError, KeyboardInterrupt):
             raise
         except BaseException as error:  # SystemExit, or an exception class of the user's
-            raise Failed(f"reward {self.name!r} raised {on}: {told(error)}") from error
+            raise Failed(f"reward {self.name!r} raised {on}: {describe_error(error)}") from error
         if shared and _writes(given) != before:
             raise UserError(f"reward {self.name!r} wrote into the samples that it was given, {on}, and not at first: "
                             "let it copy them before it writes")
@@ -394,14 +394,14 @@ def _numbers(name: str, values: Any, prompts: Sequence[str]) -> list[float | Fai
     if isinstance(values, (str, bytes, dict, set, frozenset)) or not hasattr(values, "__len__"):
         raise Failed(f"reward {name!r} returned {_short(values)}: {expected}")
     if len(values) != count:
-        raise Failed(f"reward {name!r} returned {counted(len(values), 'value')}: {expected}")
+        raise Failed(f"reward {name!r} returned {quantity(len(values), 'value')}: {expected}")
     try:
         listed = values.tolist() if hasattr(values, "tolist") else list(values)
     except (UserError, KeyboardInterrupt):
         raise
     except BaseException as error:
-        raise Failed(f"reward {name!r} returned {type(values).__name__} without values: {expected}: {told(error)}"
-                     ) from error
+        raise Failed(f"reward {name!r} returned {type(values).__name__} without values: {expected}: "
+                     f"{describe_error(error)}") from error
     return [_number(name, value, prompt) for value, prompt in zip(listed, prompts)]
 
 

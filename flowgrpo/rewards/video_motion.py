@@ -18,7 +18,7 @@ import numpy as np
 from torch import Tensor
 
 from flowgrpo.errors import UserError
-from flowgrpo.packages import needed
+from flowgrpo.packages import import_optional
 from flowgrpo.rewards.about import About, RewardFunction
 from flowgrpo.rewards.failures import Failed, first_failed
 from flowgrpo.rewards.preprocessing import eight_bit, grey
@@ -32,7 +32,7 @@ def flows(videos: Tensor) -> list[np.ndarray]:
     """Return the flow from each frame to the next [F-1, H, W, 2] in pixels (right, down), for videos [B, F, 3, H, W] in
     [0, 1].
     Raises UserError for clips of one frame, and without OpenCV."""
-    cv2 = needed("cv2", "video", "optical flow")
+    cv2 = import_optional("cv2", "video", "optical flow")
     if videos.ndim != 5 or videos.shape[1] < 2:
         raise UserError(f"optical flow of videos of shape {list(videos.shape)}: expected [B, F, 3, H, W] with at least "
                         "two frames")
@@ -52,7 +52,7 @@ class TemporalConsistency:
     about = About(modality="video", range=(0, 1), needs="video", licence=LICENCE)
 
     def __post_init__(self) -> None:
-        needed("cv2", "video", "reward 'temporal_consistency'")
+        import_optional("cv2", "video", "reward 'temporal_consistency'")
 
     def __call__(self, videos: Tensor, prompts: Sequence[str]) -> list[float]:
         return [float(1 - np.mean([_difference(*step) for step in zip(clip, clip[1:], flow)]))

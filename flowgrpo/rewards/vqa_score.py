@@ -57,7 +57,7 @@ class VqaScore(LocalModel):
             raise UserError(f"reward {self.reward!r}: {self.model} is no InstructBLIP on an encoder-decoder: expected "
                             "one such as Salesforce/instructblip-flan-t5-xl")
 
-    def _loaded(self) -> tuple[Any, Any, Any]:
+    def _load(self) -> tuple[Any, Any, Any]:
         from transformers import InstructBlipForConditionalGeneration, InstructBlipProcessor
 
         model = load_pretrained(self.reward, InstructBlipForConditionalGeneration, self.model, self.revision, "model",

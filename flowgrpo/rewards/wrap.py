@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from flowgrpo.config.reward_rules import WatchRule
 from flowgrpo.errors import UserError
-from flowgrpo.nouns import counted
+from flowgrpo.nouns import quantity
 from flowgrpo.rewards.about import RewardFunction
 from flowgrpo.rewards.failures import Failed, settled, within
 from flowgrpo.rewards.pairwise import WinRates, pairing
@@ -88,9 +88,8 @@ class Timed(Wrapped):
 
     def __call__(self, batch: Batch) -> Any:
         """Raises TimedOut."""
-        return within(self.seconds, f"reward {self.name!r} hangs on {counted(len(batch), 'sample')} (first prompt of "
-                                    "the batch: "
-                                    f"{batch.prompts[0]!r})", lambda: self.reward(batch))
+        return within(self.seconds, f"reward {self.name!r} hangs on {quantity(len(batch), 'sample')} (first prompt of "
+                                    f"the batch: {batch.prompts[0]!r})", lambda: self.reward(batch))
 
 
 class Persistent(Wrapped):

@@ -16,7 +16,7 @@ from flowgrpo.methods.method import Method
 from flowgrpo.policies.policy import Policy
 from flowgrpo.rollouts.loss_inputs import LossInputs, SplitGroups
 from flowgrpo.samplers.old_policy import OldPolicy
-from flowgrpo.samplers.replay import rescored
+from flowgrpo.samplers.replay import rescore
 from flowgrpo.samplers.rollout import Part, RolloutSpec, Seed, seeder
 from flowgrpo.storage.checkpoint import Stateful
 from flowgrpo.types import Scored
@@ -31,7 +31,7 @@ C = TypeVar("C")  # `Encoded`
 class TotalReward(Protocol):
     """Weighted sum of the rewards of outputs, `group` for each of the prompts `rows`; None: of all in turn.
 
-    names: of the rewards that count (`step_credit.chosen_weights`); empty: all.
+    names: of the rewards that count (`token_credit.select_weights`); empty: all.
     """
 
     def __call__(self, outputs: Outputs | None, group: int, rows: torch.Tensor | None = None,
@@ -96,7 +96,7 @@ class GroupSampler(Generic[C]):
 
     def together(self, count: int) -> list[int]:
         """Return how many of this process's `count` groups, or slices of groups, each part holds."""
-        return self.geometry.sampled_together(self.processes.rank, count)
+        return self.geometry.part_sizes(self.processes.rank, count)
 
     def whole_groups(self, count: int) -> Iterator[Groups]:
         """Yield the groups of `count` prompts, as many at once as a micro-batch holds, one at least."""
@@ -140,9 +140,9 @@ class GroupSampler(Generic[C]):
         """Score a part's decisions under the present weights: (place in `part.transitions`, its rows, scores)."""
         raise NotImplementedError
 
-    def rescored(self, part: Part, conditioning: C) -> Part:
+    def rescore(self, part: Part, conditioning: C) -> Part:
         """Return the part with old scores that are those of its replay."""
-        return rescored(part, self.replay(part, conditioning))
+        return rescore(part, self.replay(part, conditioning))
 
     def loss_inputs(self, part: Part, conditioning: C, reference: list[Scored]) -> LossInputs:
         """Return what gives the surrogate's third argument for every batch of the part's replay."""

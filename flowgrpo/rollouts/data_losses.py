@@ -24,7 +24,7 @@ from flowgrpo.methods.supervised import (
     PicturePairs,
     PreferencePairs,
 )
-from flowgrpo.objectives.reductions import SequenceMean, reduced
+from flowgrpo.objectives.reductions import SequenceMean, reduce_loss
 from flowgrpo.objectives.sequence_losses import PairLoss
 from flowgrpo.policies.pipelines.call import at_guidance
 from flowgrpo.policies.pipelines.image_latents import ImageEncoder
@@ -98,13 +98,13 @@ class TextExamples(DataLosses):
         ids = self.policy.tokenizer(text, add_special_tokens=False)["input_ids"]
         return torch.tensor([*ids, self.policy.ends[0]])
 
-    def padded(self, rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    def pad(self, rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Return rows of tokens as ids [B, L] and mask, bool [B, L]."""
         ids = pad_sequence([*rows], batch_first=True, padding_value=self.policy.padding)
         return ids, torch.arange(ids.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
 
 
-def summed(loss: PairLoss, new: Scored, reference: Scored | None, margins: Sequence[float]) -> Tensor:
+def sum_loss(loss: PairLoss, new: Scored, reference: Scored | None, margins: Sequence[float]) -> Tensor:
     """Return the summed loss of n pairs of these margins.
 
     new, reference: scores [2 n, L], each chosen sample before its rejected one; None where the loss reads no reference.
@@ -114,7 +114,7 @@ def summed(loss: PairLoss, new: Scored, reference: Scored | None, margins: Seque
     batch = CompletionBatch(new, new, torch.zeros_like(new.logp), rows, new.mask.long(), new.mask, reference)
     peers = GroupStatistics(loss.statistic(batch).detach(), better, rows // 2)
     losses = loss(batch.log_ratio, better[:, None], replace(batch, peers=peers))
-    return reduced(losses, SequenceMean()(new.mask), 2)
+    return reduce_loss(losses, SequenceMean()(new.mask), 2)
 
 
 class PairTokenLosses(TextExamples):
@@ -139,14 +139,14 @@ class PairTokenLosses(TextExamples):
     def _of(self, examples: Sequence[Example]) -> Tensor:
         """Return the summed loss of some pairs."""
         loss, policy, count = self.part.loss, self.policy, len(examples)
-        ids, mask = self.padded([self.row(text) for pair in examples for text in (str(pair.content), pair.rejected)])
-        encoded = self.rollouts.conditioning([conditioned(self.part.condition, example) for example in examples])
+        ids, mask = self.pad([self.row(text) for pair in examples for text in (str(pair.content), pair.rejected)])
+        encoded = self.rollouts.conditioning([condition_prompt(self.part.condition, example) for example in examples])
         prompts, decoding = torch.arange(count).repeat_interleave(2), self.rollouts.method.generation.decoding
         new, reference = policy.log_probs(encoded, prompts, ids, mask, decoding), None
         if loss.reads_reference:
             with policy.reference():
                 reference = policy.log_probs(encoded, prompts, ids, mask, decoding)
-        return summed(loss, new, reference, [example.reward for example in examples])
+        return sum_loss(loss, new, reference, [example.reward for example in examples])
 
 
 class TokenLosses(TextExamples):
@@ -168,8 +168,8 @@ class TokenLosses(TextExamples):
 
     def __call__(self, examples: Sequence[Example], places: Sequence[int], update: int) -> Iterator[Tensor]:
         rows = [self.tokens(example) for example in examples]
-        ids, mask = self.padded(rows)
-        encoded = self.rollouts.conditioning([conditioned(self.part.condition, example) for example in examples])
+        ids, mask = self.pad(rows)
+        encoded = self.rollouts.conditioning([condition_prompt(self.part.condition, example) for example in examples])
         weigh = self.part.token_weight
         seed = seed_of(self.rollouts.config.seed, update, places[0])
         scored = self.policy.log_probs(encoded, torch.arange(len(rows)), ids, mask,
@@ -187,21 +187,21 @@ class TokenLosses(TextExamples):
         if len(annotated) < 2:
             return
         with torch.no_grad():
-            anchors = self._represented(list(annotated.values()))
+            anchors = self._mean_hidden_states(list(annotated.values()))
         place = {key: number for number, key in enumerate(annotated)}
         compared = [example for example in examples if example.prompt.key in annotated]
-        logits = self._represented(compared) @ anchors.T / part.temperature
+        logits = self._mean_hidden_states(compared) @ anchors.T / part.temperature
         target = torch.tensor([place[example.prompt.key] for example in compared], device=logits.device)
         counts = torch.tensor([len(self.tokens(example)) for example in compared]).to(logits)
         yield part.contrast * (cross_entropy(logits, target, reduction="none") * counts).sum()
 
-    def _represented(self, examples: Sequence[Example]) -> Tensor:
+    def _mean_hidden_states(self, examples: Sequence[Example]) -> Tensor:
         """Return the mean last hidden states before the tokens of answers, of length 1: [n,H] float32."""
         rows = [self.tokens(example) for example in examples]
         ids = pad_sequence(rows, batch_first=True, padding_value=self.policy.padding).to(self.policy.device)
         counts = torch.tensor([len(row) for row in rows], device=ids.device)
         mask = torch.arange(ids.shape[1], device=ids.device) < counts[:, None]
-        encoded = self.rollouts.conditioning([conditioned(self.part.condition, example) for example in examples])
+        encoded = self.rollouts.conditioning([condition_prompt(self.part.condition, example) for example in examples])
         states = self.policy.states_before(encoded, ids).float()
         return normalize((states * mask[..., None]).sum(1) / counts[:, None], dim=1)
 
@@ -213,7 +213,7 @@ def require_fitting(most: int, prompt: Prompt, count: int, what: str) -> None:
                         f"end included, and text.max_tokens is {most}: raise it, or shorten the {what}")
 
 
-def conditioned(condition: str, example: Example) -> Prompt:
+def condition_prompt(condition: str, example: Example) -> Prompt:
     """Return an example's prompt as the model reads it."""
     return replace(example.prompt, text=condition.format(prompt=example.prompt.text, source=example.source))
 
@@ -239,7 +239,7 @@ class NoisedLosses(DataLosses):
 
     def __call__(self, examples: Sequence[Example], places: Sequence[int], update: int) -> Iterator[Tensor]:
         policy, seed = self.policy, self.rollouts.config.seed
-        prompts = [conditioned(self.part.condition, example) for example in examples]
+        prompts = [condition_prompt(self.part.condition, example) for example in examples]
         encoded = DenoisingRollouts.conditioning(self.rollouts, prompts)
         x0 = torch.cat([self._latent(example, encoded.rows(torch.tensor([row]))) for row, example in
                         enumerate(examples)]).to(policy.device)
@@ -247,7 +247,7 @@ class NoisedLosses(DataLosses):
         weights = torch.tensor([self.part.weight(example.reward) for example in examples])
         times = self.times(update)
         for k, t in enumerate(times.grid[:-1].tolist()):
-            x, target = noised_finals.noised_states(x0, noise, t, policy.device, policy.process == "vp")
+            x, target = noised_finals.add_noise(x0, noise, t, policy.device, policy.process == "vp")
             if isinstance(self.part, GuidanceDistillation):
                 target = self.teacher(encoded, x, times, k)
             with at_guidance(policy, self.part.guidance):
@@ -297,7 +297,7 @@ class PairNoisedLosses(NoisedLosses):
     def _of(self, examples: Sequence[Example], places: Sequence[int], update: int) -> Iterator[Tensor]:
         """Yield the summed loss of some pairs at each time, over the number of times."""
         policy, loss = self.policy, self.part.loss
-        prompts = [conditioned(self.part.condition, example) for example in examples]
+        prompts = [condition_prompt(self.part.condition, example) for example in examples]
         encoded = DenoisingRollouts.conditioning(self.rollouts, prompts).rows(
             torch.arange(len(examples)).repeat_interleave(2))
         files = [file for example in examples for file in (str(example.content), example.rejected)]
@@ -307,9 +307,9 @@ class PairNoisedLosses(NoisedLosses):
         noise = noise_like(x0[::2], policy.generators(seeds)).repeat_interleave(2, 0)
         times = self.times(update)
         for k, t in enumerate(times.grid[:-1].tolist()):
-            x, target = noised_finals.noised_states(x0, noise, t, policy.device, policy.process == "vp")
+            x, target = noised_finals.add_noise(x0, noise, t, policy.device, policy.process == "vp")
 
-            def scored() -> Scored:
+            def score() -> Scored:
                 with at_guidance(policy, self.part.guidance):
                     output = policy.replay(encoded, x, times.grid, k, times.timesteps)
                 logp = -self.errors(output, target, t)[:, None] / 2
@@ -318,5 +318,5 @@ class PairNoisedLosses(NoisedLosses):
             reference = None
             if loss.reads_reference:
                 with policy.reference():
-                    reference = scored()
-            yield summed(loss, scored(), reference, [example.reward for example in examples]) / (len(times.grid) - 1)
+                    reference = score()
+            yield sum_loss(loss, score(), reference, [example.reward for example in examples]) / (len(times.grid) - 1)

@@ -36,7 +36,7 @@ from flowgrpo.samplers.grids import make_grid
 from flowgrpo.samplers.noise import LEAST, deviation, message, quiet
 from flowgrpo.samplers.rollout import Part, RolloutSpec, Seed
 from flowgrpo.samplers.scheduler import Segment
-from flowgrpo.types import Gaussian, Scored, required
+from flowgrpo.types import Gaussian, Scored, unwrap
 
 
 def draw_sizes(sizes: Sequence[Size], keys: Sequence[str], epoch: int, seed: int) -> list[Size]:
@@ -63,7 +63,7 @@ def behind(seed: Seed, first: int) -> Seed:
     return seed if not first else lambda prompt, sample: seed(first + prompt, sample)
 
 
-def shifted(part: Part, prompts: int, groups: int) -> Part:
+def shift_indices(part: Part, prompts: int, groups: int) -> Part:
     """Return the part of later prompts: its prompts and groups are counted from these."""
     if not prompts:
         return part
@@ -90,13 +90,13 @@ def require_sizes(policy: PipelinePolicy, encode: Callable[[], Conditioning], si
     if conditioning.inputs:
         raise UserError("image.sizes is set, but prompts bring images, whose size is theirs: leave it out")
     for size in sizes:
-        if (made := _made(policy, replace(conditioning, sizes=[size]), name)) != size:
+        if (made := _output_size(policy, replace(conditioning, sizes=[size]), name)) != size:
             raise UserError(f"image.sizes: {name} makes images of {made[0]} x {made[1]} where {size[0]} x {size[1]}"
                             " are asked for: use sizes that it makes, such as multiples of 16")
     policy.evaluations = before
 
 
-def _made(policy: PipelinePolicy, conditioning: Conditioning, name: str) -> Size:
+def _output_size(policy: PipelinePolicy, conditioning: Conditioning, name: str) -> Size:
     """Return the height and width of an image after one step."""
     grid, timesteps = few_steps(policy, 2)
     try:
@@ -149,18 +149,18 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
         Raises UserError for an epoch that has no others, and for a plan that the steps left by a strength do not fit.
         """
         train, method, found = self.config.train, self.method, dict[int, float]()
-        given = self.grid, self.target.drawn, self.shift
+        given = self.grid, self.target.samples_per_prompt, self.shift
         if not method.scores_noise:
             return
         try:
-            whole = replace(method.planned(*given, 0, self.config.seed, self.timesteps)[0], grid=self.grid)
+            whole = replace(method.plan_explorations(*given, 0, self.config.seed, self.timesteps)[0], grid=self.grid)
         except ValueError as error:  # the configuration's own check knows train.steps alone
             raise UserError(f"a strength of {self.policy.strength:g} leaves {len(self.grid) - 1} of {train.steps} "
                             f"steps: {error}") from None
         if all(deviation(whole, step) >= LEAST for step in range(len(self.grid) - 2)):
             return
         for epoch in range(train.epochs):
-            for spec in method.planned(*given, epoch, self.config.seed, self.timesteps):
+            for spec in method.plan_explorations(*given, epoch, self.config.seed, self.timesteps):
                 found |= {step: deviation(spec, step) for step in quiet(spec)}
             try:
                 method.explorations(*given, epoch, self.config.seed, self.timesteps)
@@ -197,13 +197,13 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
                 raise UserError(f"train.pack is true, but {type(self.policy.pipe).__name__} takes one timestep per "
                                 f"call at guidance {self.policy.guidance:g}: set it to false")
         if any(p.guided for p in batch):
-            encoded = self._guided(encoded, batch, epoch)
+            encoded = self._apply_guided_inputs(encoded, batch, epoch)
         if epoch is None or not self.config.image.sizes:
             return encoded
         return replace(encoded, sizes=draw_sizes(self.config.image.sizes, [p.unguided.key for p in batch], epoch,
                                                   self.config.seed))
 
-    def _guided(self, encoded: Conditioning, batch: list[Prompt], epoch: int | None) -> Conditioning:
+    def _apply_guided_inputs(self, encoded: Conditioning, batch: list[Prompt], epoch: int | None) -> Conditioning:
         """Return the conditioning of prompts under other inputs than their own, with what the loss reads in place."""
         if any(p.guided and p.guided.scale is not None for p in batch):
             encoded = replace(encoded, scales=[self._scale(p) for p in batch])
@@ -227,18 +227,19 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
         if (epoch, size) not in self.planned:
             train, method = self.config.train, self.method
             if self.network is not None:
-                learned = required(method.denoising.learned_noise)
+                learned = unwrap(method.denoising.learned_noise)
                 method = method.having(kernel=learned.with_network(self.network, epoch, train.epochs))
             grid, timesteps = self.grid_of(size)
-            specs = method.explorations(grid, self.target.drawn, self.shift, epoch, self.config.seed, timesteps)
+            specs = method.explorations(grid, self.target.samples_per_prompt, self.shift, epoch, self.config.seed,
+                                        timesteps)
             self.planned = {key: planned for key, planned in self.planned.items() if key[0] == epoch}
-            self.planned[epoch, size] = [self._sliced(spec) for spec in specs]
+            self.planned[epoch, size] = [self._slice(spec) for spec in specs]
         return self.planned[epoch, size]
 
     def splits(self, epoch: int) -> tuple[int, ...]:
-        return self.explorations(epoch)[0].listed
+        return self.explorations(epoch)[0].split_widths
 
-    def _sliced(self, spec: RolloutSpec) -> RolloutSpec:
+    def _slice(self, spec: RolloutSpec) -> RolloutSpec:
         """Return the sampling of a slice of a group, whose samples have the initial noises that they have in it."""
         if self.geometry.slices == 1:
             return spec
@@ -262,22 +263,22 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
         drawing = self.old_policy.drawing if lags else nullcontext
         if self.method.denoising.preview:
             with drawing():
-                seed = measured.previewed(self, conditioning, seed, judge)
+                seed = measured.preview_seeds(self, conditioning, seed, judge)
         before = self.policy.evaluations
-        parts = self._sampled(conditioning, epoch, seed, judge)
+        parts = self._sample(conditioning, epoch, seed, judge)
         while True:
             with self.clock("rollout"), drawing():
                 part = next(parts, None)
             if part is None:
                 break
             sampled = self.policy.evaluations
-            part = self._recorded(part, conditioning, epoch, seed)
+            part = self._record(part, conditioning, epoch, seed)
             before += self.policy.evaluations - sampled  # they are the update's
             if self.method.credit.progress is not None:
-                part = measured.predicted(self, part, conditioning, judge, self.method.credit.progress)
+                part = measured.score_predictions(self, part, conditioning, judge, self.method.credit.progress)
             if self.method.credit.advantage.reads_baseline:
                 sampled = self.policy.evaluations
-                part = measured.baselined(self, part, conditioning, judge)
+                part = measured.score_baselines(self, part, conditioning, judge)
                 before += self.policy.evaluations - sampled  # it counts its own
             with self.clock("decode"):
                 images = [self.decode(final, conditioning.rows(part.prompts)) if self.decodes else None
@@ -289,7 +290,7 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
             before += self.policy.evaluations - sampled  # of the base, which counts its own
         self._count(self.policy.evaluations - before, explorations)
 
-    def _recorded(self, part: Part, conditioning: Conditioning, epoch: int, seed: Seed) -> Part:
+    def _record(self, part: Part, conditioning: Conditioning, epoch: int, seed: Seed) -> Part:
         """Return a sampled part with the transitions that are trained, which may be scored; all processes do alike."""
         learned = conditioning.learned or conditioning
         if self.method.target.scores_sampling:  # nothing is left to score
@@ -297,11 +298,11 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
         with self.processes.alike(lambda: (len(part.prompts), learned.scales and self.processes.rank)):
             return self.target.record(part, learned, epoch, seed)
 
-    def _sampled(self, conditioning: Conditioning, epoch: int, seed: Seed, judge: TotalReward) -> Iterator[Part]:
+    def _sample(self, conditioning: Conditioning, epoch: int, seed: Seed, judge: TotalReward) -> Iterator[Part]:
         """Sample a group per prompt, groups of different sizes by themselves."""
 
         def of_states(states: torch.Tensor, prompts: torch.Tensor, pool: int) -> torch.Tensor:
-            return measured.scored(self, states, prompts + first, conditioning, judge, pool)
+            return measured.score_states(self, states, prompts + first, conditioning, judge, pool)
 
         first, drawer = 0, self.drawer or self.target
         if not conditioning.sizes:
@@ -311,7 +312,7 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
             of = conditioning.rows(torch.tensor([*prompts]))
             specs, first = self.explorations(epoch, size), prompts.start
             for part in drawer.sample(of, specs, behind(seed, prompts.start), of_states):
-                yield shifted(part, prompts.start, prompts.start * len(specs))
+                yield shift_indices(part, prompts.start, prompts.start * len(specs))
 
     def base(self, part: Part, conditioning: Conditioning) -> torch.Tensor | None:
         """Return the base model's images [b,...] beside a part's, from the same initial noises, on the CPU.

@@ -20,7 +20,7 @@ from flowgrpo.objectives.forward_process import OfNoised
 from flowgrpo.objectives.sequence_losses import SampleLoss
 from flowgrpo.objectives.surrogates import Origin, Seen
 from flowgrpo.samplers.rollout import Part
-from flowgrpo.types import CompletionBatch, GroupStatistics, NoisedBatch, Scored, required
+from flowgrpo.types import CompletionBatch, GroupStatistics, NoisedBatch, Scored, unwrap
 
 if TYPE_CHECKING:
     from flowgrpo.policies.pipelines.conditioning import Conditioning
@@ -59,13 +59,13 @@ class NoisedInputs:
 
     def __call__(self, batch: int, k: int, rows: slice, new: Scored, old: Scored) -> NoisedBatch:
         """Return the inputs of the rows of the k-th recorded step, in this batch of the replay."""
-        noised = self._noised(batch, k, rows, new, old)
+        noised = self._make_batch(batch, k, rows, new, old)
         if not self.surrogate.reads_groups:
             return noised
         peers = self.peers[k] or self._peers(k, self.surrogate.statistic(noised).detach())
         return replace(noised, peers=peers)
 
-    def _noised(self, batch: int, k: int, rows: slice, new: Scored, old: Scored) -> NoisedBatch:
+    def _make_batch(self, batch: int, k: int, rows: slice, new: Scored, old: Scored) -> NoisedBatch:
         taken = self.part.transitions[k]
         reference = self.reference[batch].to(self.device) if self.surrogate.reads_reference else None
         target = to_device(taken.x_next[rows], self.device)
@@ -78,7 +78,7 @@ class NoisedInputs:
         statistics: list[list[Tensor]] = [[] for _ in self.part.transitions]
         for batch, (k, rows, new) in enumerate(replay()):
             old = self.part.transitions[k].old.rows(rows).to(self.device)
-            statistics[k].append(self.surrogate.statistic(self._noised(batch, k, rows, new, old)).detach())
+            statistics[k].append(self.surrogate.statistic(self._make_batch(batch, k, rows, new, old)).detach())
         return [torch.cat(values).flatten() for values in statistics]
 
     def _peers(self, k: int, statistic: Tensor) -> GroupStatistics:
@@ -114,12 +114,12 @@ class CompletionInputs:
 
     def __call__(self, batch: int, k: int, rows: slice, new: Scored, old: Scored) -> CompletionBatch:
         """Return the inputs of these rows of the completions, in this batch of the replay."""
-        compared = self._compared(batch, rows, new, old)
+        compared = self._make_batch(batch, rows, new, old)
         if not self.seen:
             self.peers, self.seen = replace(self.peers, statistic=self._statistics(compared)), True
         return replace(compared, peers=self.peers)
 
-    def _compared(self, batch: int, rows: slice, new: Scored, old: Scored) -> CompletionBatch:
+    def _make_batch(self, batch: int, rows: slice, new: Scored, old: Scored) -> CompletionBatch:
         surrogate = self.method.loss.surrogate
         at = torch.arange(rows.start, min(rows.stop, len(self.taken.ids)), device=self.device)
         reference = self.reference[batch].to(self.device) if surrogate.reads_reference else None
@@ -133,7 +133,7 @@ class CompletionInputs:
         if len(first.rows) == len(self.taken.ids):
             return surrogate.statistic(first).detach()
         return torch.cat([
-            surrogate.statistic(self._compared(batch, rows, new, self.taken.old.rows(rows).to(self.device)))
+            surrogate.statistic(self._make_batch(batch, rows, new, self.taken.old.rows(rows).to(self.device)))
             for batch, (_, rows, new) in enumerate(self.replay())])
 
 
@@ -151,24 +151,24 @@ class EditInputs:
 
     def __call__(self, batch: int, k: int, rows: slice, new: Scored, old: Scored) -> Seen:
         taken, device = self.part.transitions[k], self.editor.device
-        assert taken.rewards is not None, "the critic learns from rewards: `rewarded` was not called"
+        assert taken.rewards is not None, "the critic learns from rewards: `with_rewards` was not called"
         of = taken.parent[rows]
-        x = self.editor.edit.applied(taken.x[of.to(taken.x.device)].to(device), taken.x_next[rows].to(device))
+        x = self.editor.edit.apply(taken.x[of.to(taken.x.device)].to(device), taken.x_next[rows].to(device))
         value = self.editor.value(self.conditioning.rows(taken.prompts[of]), x)
         seen = Seen(value[:, None], taken.rewards[rows, None].to(value))
         if not self.through:
             return seen
-        noise = taken.proposed[rows].to(device) - required(old.mean)[:, 0].to(device)
-        return replace(seen, edited=self._edited(taken, of, required(new.mean)[:, 0] + noise))
+        noise = taken.proposed[rows].to(device) - unwrap(old.mean)[:, 0].to(device)
+        return replace(seen, edited=self._edit_value(taken, of, unwrap(new.mean)[:, 0] + noise))
 
-    def _edited(self, taken: Any, of: Tensor, decisions: Tensor) -> Tensor:
+    def _edit_value(self, taken: Any, of: Tensor, decisions: Tensor) -> Tensor:
         """Return the value [b, 1] of states `of` [b] moved by decisions [b,*D].
 
         A base and its edit left the same state, which is valued once.
         """
         left, at, count = of.unique_consecutive(return_inverse=True, return_counts=True)
         first = (count.cumsum(0) - count).to(decisions.device)
-        x = self.editor.edit.applied(taken.x[left.to(taken.x.device)].to(decisions.device), decisions[first])
+        x = self.editor.edit.apply(taken.x[left.to(taken.x.device)].to(decisions.device), decisions[first])
         value = self.editor.value(self.conditioning.rows(taken.prompts[left]), x, frozen=True)
         return value[at.to(value.device), None]
 

@@ -18,9 +18,9 @@ from flowgrpo.policies.weights.low_precision import require_low_precision, with_
 from flowgrpo.rollouts.base import TotalReward
 from flowgrpo.samplers.base_samples import deterministic
 from flowgrpo.samplers.old_policy import OldPolicy
-from flowgrpo.samplers.preview import Preview, chosen, contrasting, previews
+from flowgrpo.samplers.preview import Preview, contrasting, previews, select_seeds
 from flowgrpo.samplers.rollout import Part, Seed
-from flowgrpo.types import required
+from flowgrpo.types import unwrap
 
 
 class Rollouts(Protocol):
@@ -46,9 +46,9 @@ def require_previews(preview: Preview, policy: PipelinePolicy) -> None:
     require_low_precision(preview.precision, policy.device)
 
 
-def previewed(rollouts: Rollouts, conditioning: Conditioning, seed: Seed, judge: TotalReward) -> Seed:
+def preview_seeds(rollouts: Rollouts, conditioning: Conditioning, seed: Seed, judge: TotalReward) -> Seed:
     """Return the seeds of the noises whose cheap previews score best and worst."""
-    preview, policy = required(rollouts.method.denoising.preview), rollouts.policy
+    preview, policy = unwrap(rollouts.method.denoising.preview), rollouts.policy
     before = policy.evaluations
     with rollouts.clock("preview"):
         grid, rows = rollouts.make_grid(preview.steps), torch.arange(len(conditioning.prompts))
@@ -59,33 +59,34 @@ def previewed(rollouts: Rollouts, conditioning: Conditioning, seed: Seed, judge:
         images = rollouts.decode(finals, of) if rollouts.decodes else None
     with rollouts.clock("reward"):
         totals = judge(images, preview.pool, None, finals.float().cpu())
-        return chosen(seed, contrasting(totals, rollouts.config.train.group))
+        return select_seeds(seed, contrasting(totals, rollouts.config.train.group))
 
 
-def predicted(rollouts: Rollouts, part: Part, conditioning: Conditioning, judge: TotalReward,
-              progress: Progress) -> Part:
+def score_predictions(rollouts: Rollouts, part: Part, conditioning: Conditioning, judge: TotalReward,
+                      progress: Progress) -> Part:
     """Return the part with the rewards of the clean predictions before its trained steps, which are let go."""
     transitions: Any = part.transitions  # of a pipeline
     values, leaves = [], len(part.prompts)
     for taken in transitions:
         together = len(taken.x) // len(part.groups)
-        totals = scored(rollouts, required(taken.clean), taken.prompts, conditioning, judge, together, progress.rewards)
+        totals = score_states(rollouts, unwrap(taken.clean), taken.prompts, conditioning, judge, together,
+                              progress.rewards)
         values.append(totals.flatten().repeat_interleave(leaves // len(taken.x)))
     let_go = tuple(replace(taken, clean=None) for taken in transitions)
     return replace(part, transitions=let_go).with_measured(predicted=torch.stack(values, 1))
 
 
-def baselined(rollouts: Rollouts, part: Part, conditioning: Conditioning, judge: TotalReward) -> Part:
+def score_baselines(rollouts: Rollouts, part: Part, conditioning: Conditioning, judge: TotalReward) -> Part:
     """Return the part with the reward of the deterministic sample from every leaf's initial noise."""
     before = rollouts.policy.evaluations
     with rollouts.clock("rollout"), rollouts.old_policy.drawing():
         finals, prompts, at = deterministic(rollouts.policy, conditioning, part, rollouts.geometry.micro_batch)
     rollouts.count(rollouts.policy.evaluations - before)
-    return part.with_measured(baseline=scored(rollouts, finals, prompts, conditioning, judge, 1).flatten()[at])
+    return part.with_measured(baseline=score_states(rollouts, finals, prompts, conditioning, judge, 1).flatten()[at])
 
 
-def scored(rollouts: Rollouts, finals: torch.Tensor, prompts: torch.Tensor, conditioning: Conditioning,
-           judge: TotalReward, together: int, names: tuple[str, ...] = ()) -> torch.Tensor:
+def score_states(rollouts: Rollouts, finals: torch.Tensor, prompts: torch.Tensor, conditioning: Conditioning,
+                 judge: TotalReward, together: int, names: tuple[str, ...] = ()) -> torch.Tensor:
     """Return the total rewards [., together] of final states [n,*D] of the prompts [n]. names: of those that count."""
     with rollouts.clock("decode"):
         finals = finals.to(rollouts.policy.device)

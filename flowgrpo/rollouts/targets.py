@@ -24,7 +24,7 @@ from flowgrpo.samplers.growth import explore
 from flowgrpo.samplers.old_policy import OldPolicy
 from flowgrpo.samplers.replay import replay
 from flowgrpo.samplers.rollout import Part, RolloutSpec, Seed
-from flowgrpo.types import Scored, required
+from flowgrpo.types import Scored, unwrap
 
 if TYPE_CHECKING:
     from flowgrpo.policies.pipelines.edits import Editor
@@ -71,7 +71,7 @@ class RecordedSteps:
         return self.rollouts.geometry.micro_batch
 
     @property
-    def drawn(self) -> int:
+    def samples_per_prompt(self) -> int:
         """Samples that the pipeline draws per prompt, on all processes."""
         return self.rollouts.config.train.group
 
@@ -124,7 +124,7 @@ class JointDensity(RecordedSteps):
     """All recorded steps of a sample as one decision, by their joint density (ReinFlow)."""
 
     def record(self, part: Part, conditioning: Conditioning, epoch: int, seed: Seed) -> Part:
-        return joint_density.joined(part)
+        return joint_density.join_chains(part)
 
     def replay(self, part: Part, conditioning: Conditioning) -> Replayed:
         return joint_density.replay(self.policy, conditioning, part, self.micro_batch)
@@ -139,12 +139,12 @@ class NoisedFinals(RecordedSteps):
         """Return the times at which an epoch's finals are noised."""
         alphas = self.policy.stock.alphas_cumprod.cpu() if self.policy.process == "vp" else None
         shape, seed = self.rollouts.geometry, self.rollouts.config.seed
-        return required(self.method.noised(self.rollouts.grid, shape.group, epoch, seed, alphas))
+        return unwrap(self.method.noising_spec(self.rollouts.grid, shape.group, epoch, seed, alphas))
 
     def record(self, part: Part, conditioning: Conditioning, epoch: int, seed: Seed) -> Part:
         with self.rollouts.clock("update"), self.rollouts.old_policy.old():
-            return noised_finals.noised(self.policy, conditioning, part, self.times(epoch), self.micro_batch, seed,
-                                        self.own.times.shared, self.pack)
+            return noised_finals.noise_finals(self.policy, conditioning, part, self.times(epoch), self.micro_batch,
+                                              seed, self.own.times.shared, self.pack)
 
     def steps(self, epoch: int) -> tuple[torch.Tensor, list[RolloutSpec]]:
         times = self.times(epoch)
@@ -164,7 +164,7 @@ class RewardGradient(RecordedSteps):
 
     def score(self, part: Part, images: torch.Tensor, value: reward_gradient.Value | None) -> Part:
         with self.rollouts.clock("reward"):
-            return reward_gradient.valued(part, images, required(value), self.policy.device, self.micro_batch)
+            return reward_gradient.score_images(part, images, unwrap(value), self.policy.device, self.micro_batch)
 
     def replay(self, part: Part, conditioning: Conditioning) -> Replayed:
         assert isinstance(part, reward_gradient.RewardGradientRollout)
@@ -178,7 +178,7 @@ class LatentEdits(RecordedSteps):
     policy: Any  # an `edit_policy.EditPolicy`
 
     @property
-    def drawn(self) -> int:
+    def samples_per_prompt(self) -> int:
         return self.own.edit.bases(self.rollouts.config.train.group)
 
     @property
@@ -189,7 +189,7 @@ class LatentEdits(RecordedSteps):
     def record(self, part: Part, conditioning: Conditioning, epoch: int, seed: Seed) -> Part:
         exploration = self.own.edit.exploration(self.rollouts.config.train.group, self.method.denoising.solver,
                                                 self.method.reads_means, self.method.reads_old_means)
-        return latent_edits.edited(self.editor, conditioning, part, exploration, self.micro_batch, seed)
+        return latent_edits.apply_edits(self.editor, conditioning, part, exploration, self.micro_batch, seed)
 
     def replay(self, part: Part, conditioning: Conditioning) -> Replayed:
         return replay(self.editor, conditioning, part, self.micro_batch)

@@ -16,7 +16,7 @@ def rollout(explorations: Sequence[RolloutSpec], prompts: int) -> int:
     """Return the evaluations of the rollout of `prompts` groups in each exploration; their shared prefixes run once."""
     shared = [spec for spec in explorations if not spec.alone]
     trunk = max((spec.trunk * spec.roots for spec in shared), default=0)
-    return prompts * (trunk + sum(_grown(spec) for spec in explorations))
+    return prompts * (trunk + sum(_suffix_evaluations(spec) for spec in explorations))
 
 
 def preview(looked: Preview | None, prompts: int) -> int:
@@ -45,9 +45,9 @@ def states(exploration: RolloutSpec) -> list[int]:
     return counts
 
 
-def _grown(exploration: RolloutSpec) -> int:
+def _suffix_evaluations(exploration: RolloutSpec) -> int:
     """Return the evaluations of one prompt behind the shared prefix, in every granularity."""
     start = 0 if exploration.alone else exploration.trunk
     nodes = states(exploration)
-    settled = exploration.settled
+    settled = exploration.deterministic_from
     return sum(nodes[start:settled]) + exploration.group * sum(tail.steps - settled for tail in exploration.tails())

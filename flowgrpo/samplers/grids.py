@@ -14,7 +14,7 @@ from torch import Tensor
 from flowgrpo.errors import UserError
 from flowgrpo.parts import Above, part
 from flowgrpo.samplers.predictions import prediction, process
-from flowgrpo.types import required
+from flowgrpo.types import unwrap
 
 
 def make_grid(kind: str, steps: int, shift: float, scheduler: Any, strength: float = 1.0,
@@ -45,10 +45,10 @@ def _whole_grid(kind: str, steps: int, shift: float, scheduler: Any, stock: Call
             return alpha_bars(scheduler, steps)
         except ValueError as error:
             raise UserError(str(error)) from None
-    return (shifted(steps, shift) if kind == "shifted" else required(stock)(steps)), None
+    return (shift_grid(steps, shift) if kind == "shifted" else unwrap(stock)(steps)), None
 
 
-def shifted(steps: int, shift: float) -> Tensor:
+def shift_grid(steps: int, shift: float) -> Tensor:
     """Return the grid shift(linspace(1, 0, steps+1)), float64 [steps+1], with shift(t) = s*t / (1 + (s-1)*t).
 
     DanceGRPO, MixGRPO and G2RPO train on it (s = 3), and the FLUX family samples with it (s = exp(mu)).
@@ -171,7 +171,7 @@ def compress_tail(grid: Tensor, after: int, ratio: float | TailPoints, shift: fl
     return torch.cat([grid[: after + 1], tail[1:].to(grid.dtype)])
 
 
-def thinned(grid: Tensor, after: int, stride: int) -> Tensor:
+def thin_grid(grid: Tensor, after: int, stride: int) -> Tensor:
     """Return grid[:after+1], then the first and every `stride`-th of the sigmas behind it (G2RPO, 2510.01982).
 
     The result always ends at 0, which a stride can step over in the released code.

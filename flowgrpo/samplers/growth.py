@@ -18,7 +18,7 @@ import torch
 
 from flowgrpo import gaussian
 from flowgrpo.config.geometry import prompts_per_part
-from flowgrpo.device import arrived, put_away, to_device
+from flowgrpo.device import put_away, to_device, wait_for_copies
 from flowgrpo.samplers.rollout import C, Denoiser, Part, RolloutSpec, Seed
 from flowgrpo.samplers.scheduler import StepRecord, cat_known, noise_like
 from flowgrpo.types import Scored, Transitions
@@ -73,26 +73,26 @@ class Grower(Generic[C]):
         self.offset = number * exploration.group
         self.of_leaf: dict[tuple[int, int], torch.Generator] = {}
         self.recorder = Recorder(policy.states, exploration.keep_means,
-                                 exploration.predicted if exploration.keep_clean else None)
+                                 exploration.predict_x0 if exploration.keep_clean else None)
 
     def grow(self, groups: range, prompts: torch.Tensor, trunks: dict[int, Nodes]) -> Part:
         exploration = self.exploration
-        nodes, at = self._begun(prompts, trunks)
+        nodes, at = self._start(prompts, trunks)
         for step, children in exploration.splits.items():
             nodes = self._split(self._advance(nodes, at, step), step, children)
             at = step + 1
         if len(exploration.strides) > 1:  # noise behind the last split is drawn once for all granularities
-            nodes = self._advance(nodes, at, exploration.settled)
-            at = exploration.settled
+            nodes = self._advance(nodes, at, exploration.deterministic_from)
+            at = exploration.deterministic_from
         ends = (self._advance(nodes, at, tail.steps, tail).x for tail in exploration.tails())
         finals = tuple(end for end in ends if end is not None)
         transitions = tuple(self.recorder.taken[step] for step in exploration.schedule.trained)
         seeds = torch.tensor(self._seeds(prompts)).repeat_interleave(exploration.group // exploration.roots)
         if self.policy.states != self.policy.device:
-            arrived(self.policy.device)
+            wait_for_copies(self.policy.device)
         return Part(groups, nodes.prompts, exploration, transitions, finals, seeds=seeds)
 
-    def _begun(self, prompts: torch.Tensor, trunks: dict[int, Nodes]) -> tuple[Nodes, int]:
+    def _start(self, prompts: torch.Tensor, trunks: dict[int, Nodes]) -> tuple[Nodes, int]:
         """Return the nodes that the samples of the prompts begin from, and their step."""
         return self._trunk(prompts, trunks), self.exploration.trunk
 
@@ -146,10 +146,10 @@ class Grower(Generic[C]):
             records.append(record)
         recorder = self.recorder
         for step in records[0].x:
-            x = recorder.joined([record.x[step] for record in records], nodes.x if step == start else None)
+            x = recorder.concatenate([record.x[step] for record in records], nodes.x if step == start else None)
             recorder.keep(step, nodes.prompts, torch.arange(len(nodes.prompts)), x,
-                          recorder.joined([record.x_next[step] for record in records]), records)
-        return replace(nodes, x=recorder.joined(states), x0=cat_known([record.x0 for record in records]))
+                          recorder.concatenate([record.x_next[step] for record in records]), records)
+        return replace(nodes, x=recorder.concatenate(states), x0=cat_known([record.x0 for record in records]))
 
     def _split(self, nodes: Nodes, step: int, children: int) -> Nodes:
         """Draw `children` transitions from each state, with one evaluation per state."""
@@ -166,7 +166,7 @@ class Grower(Generic[C]):
         at = nodes.x
         for rows in torch.arange(len(nodes.prompts)).split(self.micro_batch):
             x = at[to_device(rows, at.device)]
-            v = self._evaluated(nodes.prompts[rows], x, step)
+            v = self._evaluate(nodes.prompts[rows], x, step)
             with torch.no_grad():  # a kernel may be learned
                 transition = self.exploration.transition(x, v, self.exploration.grid, step)
             of = torch.arange(len(rows), device=x.device).repeat_interleave(children)
@@ -179,12 +179,12 @@ class Grower(Generic[C]):
             record.add(step, x, x_next, transition)
             records.append(record)
         parent = torch.arange(len(nodes.prompts)).repeat_interleave(children)
-        x_next = self.recorder.joined([record.x_next[step] for record in records])
+        x_next = self.recorder.concatenate([record.x_next[step] for record in records])
         if step in self.exploration.schedule.trained:
             self.recorder.keep(step, nodes.prompts, parent, nodes.x, x_next, records)
         return Nodes(x_next, nodes.prompts[parent], generators, cat_known([record.x0 for record in records]))
 
-    def _evaluated(self, prompts: torch.Tensor, x: torch.Tensor, step: int) -> torch.Tensor:
+    def _evaluate(self, prompts: torch.Tensor, x: torch.Tensor, step: int) -> torch.Tensor:
         """Return the model's output [b,*D] at states of the prompts [b], without a graph."""
         with self.policy.sampling():
             return self.policy.replay(self.conditioning.rows(prompts), x, self.exploration.grid, step,
@@ -210,7 +210,7 @@ class Recorder:
         self._joined: tuple[list[torch.Tensor], torch.Tensor] | None = None  # the last states, by micro-batch and whole
         self._stored: tuple[torch.Tensor, torch.Tensor] | None = None  # the last state, here and on its device
 
-    def joined(self, states: list[torch.Tensor], before: torch.Tensor | None = None) -> torch.Tensor:
+    def concatenate(self, states: list[torch.Tensor], before: torch.Tensor | None = None) -> torch.Tensor:
         """Return the states [b,*D] of micro-batches as one tensor [n,*D], the last result if it has the same states.
 
         before: [n,*D], returned in their place if equal.

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from flowgrpo import gaussian
 from flowgrpo.device import to_device
-from flowgrpo.samplers.replay import recorded
+from flowgrpo.samplers.replay import sampler_steps
 from flowgrpo.samplers.rollout import C, Part, Replayer, RolloutSpec
-from flowgrpo.types import Gaussian, Scored, Transitions, required
+from flowgrpo.types import Gaussian, Scored, Transitions, unwrap
 
 
 def log_prob(first: Tensor | None, steps: Sequence[Tensor]) -> Tensor:
@@ -41,19 +41,19 @@ class JointTransitions(Transitions):
 
     links: tuple[Transitions, ...] = ()
 
-    def kept(self, keep: Tensor) -> JointTransitions | None:
+    def select(self, keep: Tensor) -> JointTransitions | None:
         if keep.all():
             return self
-        links = tuple(left for link in self.links if (left := link.kept(keep)) is not None)
+        links = tuple(left for link in self.links if (left := link.select(keep)) is not None)
         return merge(links, self.old.rows(keep.to(self.old.logp.device))) if links else None
 
 
-def joined(part: Part) -> Part:
+def join_chains(part: Part) -> Part:
     """Return the part with one chain per sample in place of its transitions."""
-    links = tuple(recorded(part))
-    first = _first(required(part.exploration), links[0], slice(None))
+    links = tuple(sampler_steps(part))
+    first = _first(unwrap(part.exploration), links[0], slice(None))
     old = log_prob(first, [link.old.logp[:, 0] for link in links])
-    return replace(part, transitions=(merge(links, scored(old)),))
+    return replace(part, transitions=(merge(links, single_score(old)),))
 
 
 def replay(policy: Replayer[C], conditioning: C, part: Part, micro_batch: int) -> Iterator[tuple[int, slice, Scored]]:
@@ -61,14 +61,14 @@ def replay(policy: Replayer[C], conditioning: C, part: Part, micro_batch: int) -
 
     Yields (0, rows, Scored [b,1]). Scores have gradients where they are enabled, in one graph of all steps.
     """
-    [chain] = recorded(part)
-    exploration = required(part.exploration)
-    assert isinstance(chain, JointTransitions), "a chain that is not `joined`"
+    [chain] = sampler_steps(part)
+    exploration = unwrap(part.exploration)
+    assert isinstance(chain, JointTransitions), "the part has no chain: call `join_chains` first"
     for start in range(0, len(chain.x), micro_batch):
         rows = slice(start, start + micro_batch)
         encoded = conditioning.rows(chain.prompts[rows])
         steps = [step_log_prob(policy, encoded, exploration, link, rows) for link in chain.links]
-        yield 0, rows, scored(log_prob(_first(exploration, chain, rows), steps))
+        yield 0, rows, single_score(log_prob(_first(exploration, chain, rows), steps))
 
 
 def step_log_prob(policy: Replayer[C], conditioning: C, exploration: RolloutSpec, link: Transitions, rows: slice
@@ -93,6 +93,6 @@ def merge(links: tuple[Transitions, ...], old: Scored) -> JointTransitions:
     return JointTransitions(first.step, first.x, first.prompts, first.parent, last.x_next, old, links=links)
 
 
-def scored(logp: Tensor) -> Scored:
+def single_score(logp: Tensor) -> Scored:
     """Return the score of one decision per row, from log-densities [b]."""
     return Scored(logp[:, None], torch.ones_like(logp[:, None], dtype=torch.bool))

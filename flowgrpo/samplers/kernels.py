@@ -109,7 +109,7 @@ class DDIM:
 
     def __call__(self, x: Tensor, v: Tensor, grid: Tensor, i: int) -> Gaussian:
         x, noise, alpha, after = _at(x, v, grid, i)
-        x0 = denoised(x, noise, alpha)
+        x0 = x0_from_noise(x, noise, alpha)
         fresh = self.eta**2 * (1 - alpha / after) / (1 - alpha)
         mean = after.sqrt() * x0 + ((1 - after) * (1 - fresh)).sqrt() * noise
         return Gaussian(mean, ((1 - after) * fresh).sqrt())
@@ -130,7 +130,7 @@ class VPCPS:
         x, noise, alpha, after = _at(x, v, grid, i)
         angle = self.level * math.pi / 2
         deviation = (1 - after).sqrt()
-        mean = after.sqrt() * denoised(x, noise, alpha) + deviation * math.cos(angle) * noise
+        mean = after.sqrt() * x0_from_noise(x, noise, alpha) + deviation * math.cos(angle) * noise
         return Gaussian(mean, deviation * math.sin(angle))
 
 
@@ -157,22 +157,22 @@ class AnnealedNoise:
                              "level of noise")
 
     def __call__(self, x: Tensor, v: Tensor, grid: Tensor, i: int) -> Gaussian:
-        return scaled(self.kernel, annealed(i, self.highest, self.lowest, self.slow))(x, v, grid, i)
+        return scale_noise(self.kernel, anneal(i, self.highest, self.lowest, self.slow))(x, v, grid, i)
 
 
-def annealed(t: float, highest: float, lowest: float, slow: float) -> float:
+def anneal(t: float, highest: float, lowest: float, slow: float) -> float:
     """Return max(1 + highest - e^(t/slow), lowest), which is `highest` at t = 0 (EAD's schedule)."""
     exponent = t / slow
     return lowest if exponent > math.log(1 + highest) else max(1 + highest - math.exp(exponent), lowest)
 
 
-def scaled(kernel: Kernel, factor: float) -> Kernel:
+def scale_noise(kernel: Kernel, factor: float) -> Kernel:
     """Return the kernel with its noise, its one field (`level` or `eta`), multiplied by `factor`.
 
     Raises ValueError if the product is out of the field's range.
     """
     if isinstance(kernel, AnnealedNoise):
-        inner: Any = scaled(kernel.kernel, factor)
+        inner: Any = scale_noise(kernel.kernel, factor)
         return replace(kernel, kernel=inner)
     parts: Any = kernel  # a dataclass
     [noise] = fields(parts)
@@ -189,7 +189,7 @@ def predict_x0(x: Tensor, v: Tensor, sigma: Tensor | float) -> Tensor:
     return x - sigma * v
 
 
-def denoised(x: Tensor, noise: Tensor, alpha: Tensor | float) -> Tensor:
+def x0_from_noise(x: Tensor, noise: Tensor, alpha: Tensor | float) -> Tensor:
     """Return the data predicted from a state at an alpha-bar and its predicted noise, [B, *D], float32 or wider."""
     x, noise = wide(x, noise)
     alpha = torch.as_tensor(alpha, dtype=x.dtype)
@@ -213,17 +213,17 @@ def _at(x: Tensor, v: Tensor, grid: Tensor, i: int) -> tuple[Tensor, Tensor, Ten
 def _euler_maruyama(x: Tensor, v: Tensor, sigma: Tensor, after: Tensor, g: Tensor | float) -> Gaussian:
     """Return one step of the SDE with the ODE's marginals and diffusion g: dx = (v + g^2/(2s) x1) ds + g dw."""
     delta = sigma - after
-    return _pulled(x, v, sigma, after, pull=g**2 * delta / (2 * sigma), std=g * delta.sqrt())
+    return _pull_to_noise(x, v, sigma, after, pull=g**2 * delta / (2 * sigma), std=g * delta.sqrt())
 
 
 def _posterior(
     x: Tensor, v: Tensor, sigma: Tensor, after: Tensor, fresh: Tensor | float, kept: Tensor | float
 ) -> Gaussian:
     """(1-s') x0 + s' (kept * x1 + fresh * noise), where fresh^2 + kept^2 = 1."""
-    return _pulled(x, v, sigma, after, pull=after * (1 - kept), std=after * fresh)
+    return _pull_to_noise(x, v, sigma, after, pull=after * (1 - kept), std=after * fresh)
 
 
-def _pulled(x: Tensor, v: Tensor, sigma: Tensor, after: Tensor, pull: Tensor, std: Tensor) -> Gaussian:
+def _pull_to_noise(x: Tensor, v: Tensor, sigma: Tensor, after: Tensor, pull: Tensor, std: Tensor) -> Gaussian:
     x1 = x + (1 - sigma) * v
     return Gaussian(x - (sigma - after) * v - pull * x1, std)
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from flowgrpo import gaussian
 from flowgrpo.parts import Above, AtLeast, part
 from flowgrpo.samplers.plans import Schedule
-from flowgrpo.samplers.replay import replay, rescored
+from flowgrpo.samplers.replay import replay, rescore
 from flowgrpo.samplers.rollout import C, Part, Replayer, RolloutSpec, Seed
 from flowgrpo.samplers.scheduler import noise_like
 from flowgrpo.types import Gaussian, Scored, Transitions, wide
@@ -59,7 +59,7 @@ class Edit:
         """Return the edit [B,*D], within +-bound, of decisions [B,*D]."""
         return self.bound * decision.tanh()
 
-    def applied(self, x: Tensor, decision: Tensor) -> Tensor:
+    def apply(self, x: Tensor, decision: Tensor) -> Tensor:
         """Return the edited states [B,*D], rounded as x is; x itself where a decision is 0."""
         state, decision = wide(x, decision)
         return (state + self(decision)).to(x.dtype)
@@ -88,8 +88,8 @@ class Edits(Transitions):
     rewards: Tensor | None = None
     proposed: Tensor | None = None
 
-    def kept(self, keep: Tensor) -> Edits | None:
-        left = super().kept(keep)
+    def select(self, keep: Tensor) -> Edits | None:
+        left = super().select(keep)
         if left is None or left is self:
             return None if left is None else self
         rewards, proposed = (None if value is None else value[keep.to(value.device)]
@@ -110,8 +110,8 @@ class Editor(Replayer[C], Protocol[C]):
         """Return the critic's value [B] of final states x [B,*D]."""
 
 
-def edited(editor: Editor[C], conditioning: C, part: Part, exploration: RolloutSpec, micro_batch: int, seed: Seed
-           ) -> Part:
+def apply_edits(editor: Editor[C], conditioning: C, part: Part, exploration: RolloutSpec, micro_batch: int,
+                seed: Seed) -> Part:
     """Return the part with samples in place of its finals, by the present weights: pairs, or those of the acting
     policy.
 
@@ -119,7 +119,7 @@ def edited(editor: Editor[C], conditioning: C, part: Part, exploration: RolloutS
     """
     (x0,) = part.finals
     count = editor.edit.bases(exploration.group)
-    seeds = (_forked(seed(int(p), leaf % count)) for leaf, p in enumerate(part.prompts))
+    seeds = (_fork_seed(seed(int(p), leaf % count)) for leaf, p in enumerate(part.prompts))
     noise = noise_like(x0, [torch.Generator().manual_seed(number) for number in seeds])
     with torch.no_grad():
         means = torch.cat([editor.replay(conditioning.rows(part.prompts[rows]), x0[rows.to(x0.device)])
@@ -130,16 +130,16 @@ def edited(editor: Editor[C], conditioning: C, part: Part, exploration: RolloutS
         parent = torch.arange(len(x0)).repeat_interleave(2)
         decisions = torch.stack([torch.zeros_like(drawn), drawn], 1).flatten(0, 1)
     else:
-        chosen = _chosen(editor, conditioning, part.prompts, x0, drawn, micro_batch)
+        chosen = _choose(editor, conditioning, part.prompts, x0, drawn, micro_batch)
         bases = chosen % len(x0)
         parent = torch.arange(len(chosen))
         decisions = torch.cat([torch.zeros_like(drawn), drawn])[chosen]
-    part = _taken(editor, part, exploration, x0, bases, parent, decisions, drawn[bases[parent]])
+    part = _record_decisions(editor, part, exploration, x0, bases, parent, decisions, drawn[bases[parent]])
     with torch.no_grad():
-        return rescored(part, replay(editor, conditioning, part, micro_batch))
+        return rescore(part, replay(editor, conditioning, part, micro_batch))
 
 
-def _chosen(editor: Editor[C], conditioning: C, prompts: Tensor, x0: Tensor, drawn: Tensor, micro_batch: int) -> Tensor:
+def _choose(editor: Editor[C], conditioning: C, prompts: Tensor, x0: Tensor, drawn: Tensor, micro_batch: int) -> Tensor:
     """Return the choices of the acting policy among bases x0 [b,*D] and their edits: int64 [b / candidates].
 
     `candidates` consecutive bases make a sample. A choice below b is a base, b + k the edit of base k. Ties go to the
@@ -147,7 +147,7 @@ def _chosen(editor: Editor[C], conditioning: C, prompts: Tensor, x0: Tensor, dra
     """
     n = editor.edit.candidates
     count = len(x0)
-    both = torch.cat([x0, editor.edit.applied(x0, drawn)])
+    both = torch.cat([x0, editor.edit.apply(x0, drawn)])
     with torch.no_grad():
         values = torch.cat([editor.value(conditioning.rows(prompts[rows % count]), both[rows.to(both.device)])
                             for rows in torch.arange(2 * count).split(micro_batch)]).cpu()
@@ -155,8 +155,8 @@ def _chosen(editor: Editor[C], conditioning: C, prompts: Tensor, x0: Tensor, dra
     return best // n * count + torch.arange(count // n) * n + best % n
 
 
-def _taken(editor: Editor[C], part: Part, exploration: RolloutSpec, x0: Tensor, bases: Tensor, parent: Tensor,
-           decisions: Tensor, proposed: Tensor) -> Part:
+def _record_decisions(editor: Editor[C], part: Part, exploration: RolloutSpec, x0: Tensor, bases: Tensor,
+                      parent: Tensor, decisions: Tensor, proposed: Tensor) -> Part:
     """Return the part with recorded decisions [m,*D], not scored yet, at the bases [n] that samples come from."""
     logp = torch.zeros(len(decisions), 1)
     of = bases[parent]
@@ -165,11 +165,11 @@ def _taken(editor: Editor[C], part: Part, exploration: RolloutSpec, x0: Tensor, 
     taken = Edits(0, x0[bases.to(x0.device)].to(editor.states), part.prompts[bases], parent,
                   decisions.to(editor.states), unscored, proposed=proposed.to(editor.states))
     return replace(part, prompts=part.prompts[of], exploration=exploration, transitions=(taken,),
-                   finals=(editor.edit.applied(x0[of.to(x0.device)], decisions),),
+                   finals=(editor.edit.apply(x0[of.to(x0.device)], decisions),),
                    seeds=None if part.seeds is None else part.seeds[of])
 
 
-def rewarded(part: Part, rewards: Tensor) -> Part:
+def with_rewards(part: Part, rewards: Tensor) -> Part:
     """Return the part with the rewards [b] of its samples, the targets of the critic."""
     [taken] = part.transitions
     assert isinstance(taken, Edits), "a part without edits"
@@ -185,13 +185,13 @@ def on_the_fly(editor: Editor[C], conditioning: C, x: Tensor) -> tuple[Tensor, T
     """
     rows = conditioning.rows(torch.arange(len(x)).repeat_interleave(x.shape[1]))
     flat = x.flatten(0, 1)
-    both = torch.stack([flat, editor.edit.applied(flat, editor.replay(rows, flat))])
+    both = torch.stack([flat, editor.edit.apply(flat, editor.replay(rows, flat))])
     values = torch.stack([editor.value(rows, states) for states in both]).unflatten(1, x.shape[:2])
     values = values.transpose(0, 1).flatten(1)
     both = both.unflatten(1, x.shape[:2]).transpose(0, 1).flatten(1, 2)
     return both[torch.arange(len(x)), values.argmax(1).cpu()], values
 
 
-def _forked(seed: int) -> int:
+def _fork_seed(seed: int) -> int:
     """Return a new seed, distinct for each seed and from that of `noised_finals`."""
     return int(np.random.SeedSequence((seed, 2)).generate_state(1, np.uint64)[0] >> 1)

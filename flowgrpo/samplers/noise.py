@@ -5,7 +5,7 @@ grid[i+1], D = s - s'.
 
 The gradient of a step's log-probability grows with 1 / std^2. On a grid that ends in a short step, such as SD3.5's own
 (0.278, 0.009, 0), the last trained step of a posterior kernel has nearly all of an epoch's squared gradient, and a
-half-precision state is rounded by a fifth of its deviation. `trained_by_noise` leaves such steps out.
+half-precision state is rounded by a fifth of its deviation. `drop_quiet_steps` leaves such steps out.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def quiet(spec: RolloutSpec) -> tuple[int, ...]:
     return tuple(step for step in spec.schedule.trained if deviation(spec, step) < LEAST)
 
 
-def trained_by_noise(specs: Sequence[RolloutSpec]) -> list[RolloutSpec]:
+def drop_quiet_steps(specs: Sequence[RolloutSpec]) -> list[RolloutSpec]:
     """Return an epoch's rollouts without their quiet steps among the trained ones; one that trains no other is left
     out.
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from flowgrpo.parts import Above, AtLeast, part
 from flowgrpo.samplers.plans import Schedule
-from flowgrpo.samplers.replay import replay, rescored
+from flowgrpo.samplers.replay import replay, rescore
 from flowgrpo.samplers.rollout import C, Denoiser, Part, RolloutSpec, Seed
 from flowgrpo.samplers.scheduler import noise_like
 from flowgrpo.types import Gaussian, Scored, Transitions, wide
@@ -105,8 +105,8 @@ def matching(x: Tensor, v: Tensor, grid: Tensor, i: int) -> Gaussian:
     return Gaussian(v, torch.ones((), dtype=v.dtype))
 
 
-def noised(policy: Denoiser[C], conditioning: C, part: Part, exploration: RolloutSpec, micro_batch: int, seed: Seed,
-           shared: bool, pack: bool = False) -> Part:
+def noise_finals(policy: Denoiser[C], conditioning: C, part: Part, exploration: RolloutSpec, micro_batch: int,
+                 seed: Seed, shared: bool, pack: bool = False) -> Part:
     """Return the part with its finals noised at the times of `exploration` in place of its recorded steps.
 
     The times are the grid without its last entry. The old scores are those of the policy's present weights.
@@ -117,17 +117,17 @@ def noised(policy: Denoiser[C], conditioning: C, part: Part, exploration: Rollou
     group = exploration.group
     vp = exploration.timesteps is not None
     leaves = [-1 if shared else row % group for row in range(len(x0))]
-    generators = policy.generators(_forked(seed(int(p), leaf)) for p, leaf in zip(part.prompts, leaves, strict=True))
+    generators = policy.generators(_fork_seed(seed(int(p), leaf)) for p, leaf in zip(part.prompts, leaves, strict=True))
     rows = torch.arange(len(x0))
     means = exploration.keep_means
-    transitions = tuple(_noised(k, *states, part.prompts, rows, means) for k, states in enumerate(
-        noised_states(x0, noise_like(x0, generators), t, policy.states, vp) for t in exploration.grid[:-1].tolist()))
+    transitions = tuple(_transitions_at(k, *states, part.prompts, rows, means) for k, states in enumerate(
+        add_noise(x0, noise_like(x0, generators), t, policy.states, vp) for t in exploration.grid[:-1].tolist()))
     part = replace(part, exploration=exploration, transitions=transitions)
     with policy.sampling():
-        return rescored(part, replay(policy, conditioning, part, micro_batch, pack))
+        return rescore(part, replay(policy, conditioning, part, micro_batch, pack))
 
 
-def noised_states(x0: Tensor, noise: Tensor, t: float, device: torch.device, vp: bool) -> tuple[Tensor, Tensor]:
+def add_noise(x0: Tensor, noise: Tensor, t: float, device: torch.device, vp: bool) -> tuple[Tensor, Tensor]:
     """Return x_t and its target, [b,*D], rounded as the network sees them, on the device of recorded states.
 
     t: sigma, or the alpha-bar of a variance-preserving process.
@@ -137,7 +137,7 @@ def noised_states(x0: Tensor, noise: Tensor, t: float, device: torch.device, vp:
     return x.to(x0.dtype).to(device), target.to(x0.dtype).to(device)
 
 
-def _noised(k: int, x: Tensor, target: Tensor, prompts: Tensor, rows: Tensor, means: bool) -> Transitions:
+def _transitions_at(k: int, x: Tensor, target: Tensor, prompts: Tensor, rows: Tensor, means: bool) -> Transitions:
     """Return the transitions of the k-th time, not yet scored."""
     logp = torch.zeros(len(x), 1)
     unscored = Scored(logp, torch.ones_like(logp, dtype=torch.bool), target[:, None] if means else None)
@@ -159,6 +159,6 @@ def exploration(times: Tensor, group: int, solver: Callable, score_means: bool, 
                        score_means=score_means, keep_means=keep_means, timesteps=timesteps)
 
 
-def _forked(seed: int) -> int:
+def _fork_seed(seed: int) -> int:
     """Return a new seed, distinct for each seed."""
     return int(np.random.SeedSequence((seed, 1)).generate_state(1, np.uint64)[0] >> 1)

@@ -43,11 +43,11 @@ class Lag:
 class Weights(Protocol):
     """Trained weights, of which snapshots can be taken."""
 
-    def kept(self) -> Snapshot:
+    def copy_for_average(self) -> Snapshot:
         """Return a copy of the weights, on their device if it is small."""
 
-    def placed(self, values: Snapshot) -> Snapshot:
-        """Return values of the weights on the device of `kept`."""
+    def place(self, values: Snapshot) -> Snapshot:
+        """Return values of the weights on the device of `copy_for_average`."""
 
     def reference(self, held: Sequence[Snapshot] = ()) -> AbstractContextManager[None]:
         """Return a context in which forwards are those of snapshots, averaged, or of the base model without any."""
@@ -73,11 +73,11 @@ class OldPolicy:
         if not self.lag.most:
             return
         if self.held is None:
-            self.held = self.weights.kept()
+            self.held = self.weights.copy_for_average()
             self.epoch = epoch
         if epoch > self.epoch:
             decay = self.lag(self.updates)
-            self.held = {key: now.lerp(self.held[key], decay) for key, now in self.weights.kept().items()}
+            self.held = {key: now.lerp(self.held[key], decay) for key, now in self.weights.copy_for_average().items()}
             self.epoch = epoch
 
     def old(self) -> AbstractContextManager:
@@ -94,5 +94,5 @@ class OldPolicy:
 
     def load_state(self, tensors: Snapshot, values: dict[str, Any]) -> None:
         """Restore the old weights of a checkpoint; without any, start again from the present ones."""
-        self.held = self.weights.placed(tensors) or None
+        self.held = self.weights.place(tensors) or None
         self.epoch = values.get("epoch", 0)

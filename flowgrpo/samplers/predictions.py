@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from flowgrpo.errors import UserError
-from flowgrpo.samplers.kernels import denoised
+from flowgrpo.samplers.kernels import x0_from_noise
 from flowgrpo.types import wide
 
 VARIANCE_PRESERVING = ("epsilon", "v_prediction", "sample", "consistency")
@@ -54,9 +54,9 @@ def as_noise(scheduler: Any, output: Tensor, x: Tensor, alpha: Tensor, timestep:
     consistency (LCM, 2310.04378, section 4.1): the network gives the data z0 in one of the other forms. f = c_skip x +
         c_out z0 is the model's estimate of the data, and x itself at timestep 0.
 
-    With consistency the returned noise satisfies `denoised(x, noise, a) == f`, so every kernel steps with f in place of
-    x0. The stock scheduler's multistep consistency step, sqrt(a') f + sqrt(1-a') noise (algorithm 3 there), is the
-    kernel with only fresh noise, `VPCPS(1)`. DDIM(eta) keeps a part of the old noise, x - sqrt(a) f over sqrt(1-a).
+    With consistency the returned noise satisfies `x0_from_noise(x, noise, a) == f`, so every kernel steps with f in
+    place of x0. The stock scheduler's multistep consistency step, sqrt(a') f + sqrt(1-a') noise (algorithm 3 there), is
+    the kernel with only fresh noise, `VPCPS(1)`. DDIM(eta) keeps a part of the old noise, x - sqrt(a) f over sqrt(1-a).
     Either way the recorded density is that of the Gaussian that was drawn.
     """
     kind = scheduler.config.get("prediction_type")
@@ -71,7 +71,7 @@ def as_noise(scheduler: Any, output: Tensor, x: Tensor, alpha: Tensor, timestep:
         output = _without(x, output, alpha)
     if consistent:
         skip, out = scheduler.get_scalings_for_boundary_condition_discrete(timestep.to(x.dtype))
-        output = _without(x, skip * x + out * denoised(x, output, alpha), alpha)
+        output = _without(x, skip * x + out * x0_from_noise(x, output, alpha), alpha)
     return output
 
 

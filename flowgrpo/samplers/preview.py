@@ -66,11 +66,11 @@ def contrasting(scores: torch.Tensor, group: int) -> torch.Tensor:
     if group % 2 or group > scores.shape[1]:
         raise UserError(f"a group of {group} cannot be the best and the worst of a pool of {scores.shape[1]}: "
                          "expected an even number, at most the pool")
-    ranked = torch.stack([_ranked(row) for row in scores])
+    ranked = torch.stack([_rank(row) for row in scores])
     return torch.cat([ranked[:, :group // 2], ranked[:, scores.shape[1] - group // 2:]], 1)
 
 
-def _ranked(scores: torch.Tensor) -> torch.Tensor:
+def _rank(scores: torch.Tensor) -> torch.Tensor:
     """Return the indices of scores [n], largest first; NaN, which sorts as the largest, goes in the middle."""
     ranked = scores.argsort(descending=True, stable=True)
     lost = int(scores.isnan().sum())
@@ -88,7 +88,7 @@ def require_choice(explorations: Sequence[RolloutSpec], pool: int) -> None:
     contrasting(torch.zeros(1, pool), group)
 
 
-def chosen(seed: Seed, places: torch.Tensor) -> Seed:
+def select_seeds(seed: Seed, places: torch.Tensor) -> Seed:
     """Return seed(prompt, sample) of the chosen noises: sample k of a prompt is noise places[prompt, k]."""
     return lambda prompt, sample: seed(prompt, int(places[prompt, sample]))
 
@@ -126,7 +126,7 @@ class Pruning:
         """Return the samples that go on, int64 [P,group], ascending, of scores [P,pool]."""
         if self.right is None:
             return contrasting(scores, group).sort(dim=1)[0]
-        return torch.stack([torch.tensor(_balanced((row >= self.right).tolist(), group)) for row in scores])
+        return torch.stack([torch.tensor(_choose_balanced((row >= self.right).tolist(), group)) for row in scores])
 
     def require(self, explorations: Sequence[RolloutSpec], group: int) -> None:
         """Raise ValueError unless every sample of a group has a separate initial noise, once per epoch."""
@@ -140,7 +140,7 @@ class Pruning:
         self.chosen(torch.zeros(1, self.pool), group)
 
 
-def _balanced(right: list[bool], group: int) -> list[int]:
+def _choose_balanced(right: list[bool], group: int) -> list[int]:
     """Return `group` places of which as near to half as possible are right, the first of each kind, ascending."""
     wins, losses = ([place for place, one in enumerate(right) if one is kind] for kind in (True, False))
     count = min(len(wins), max(group // 2, group - len(losses)))
@@ -156,7 +156,7 @@ class PrunedGrower(Grower[C]):
         self.pruning, self.judge = pruning, judge
         self.places: dict[int, list[int]] = {}  # of each prompt, the samples that go on
 
-    def _begun(self, prompts: torch.Tensor, trunks: dict[int, Nodes]) -> tuple[Nodes, int]:
+    def _start(self, prompts: torch.Tensor, trunks: dict[int, Nodes]) -> tuple[Nodes, int]:
         pool = self.pruning.pool
         group = self.exploration.group
         step = self.pruning.at(self.exploration.steps)
@@ -167,7 +167,7 @@ class PrunedGrower(Grower[C]):
         rows = (torch.arange(len(prompts))[:, None] * pool + places).flatten()
         keep = torch.zeros(len(leaves), dtype=torch.bool).index_fill(0, rows, True)
         self.recorder.taken = {at: left for at, taken in self.recorder.taken.items()
-                               if (left := taken.kept(keep)) is not None}
+                               if (left := taken.select(keep)) is not None}
         x, x0 = (None if value is None else value[to_device(rows, value.device)] for value in (nodes.x, nodes.x0))
         return Nodes(x, nodes.prompts[rows], [nodes.generators[row] for row in rows.tolist()], x0), step
 

@@ -11,10 +11,10 @@ import torch
 from flowgrpo import gaussian
 from flowgrpo.device import to_device
 from flowgrpo.samplers.rollout import C, Part, Replayer
-from flowgrpo.types import Gaussian, Scored, Transitions, required
+from flowgrpo.types import Gaussian, Scored, Transitions, unwrap
 
 
-def recorded(part: Part) -> list[Transitions]:
+def sampler_steps(part: Part) -> list[Transitions]:
     """Return the recorded steps of a part whose samples are no texts."""
     steps = []
     for taken in part.transitions:
@@ -34,21 +34,21 @@ def replay(policy: Replayer[C], conditioning: C, part: Part, micro_batch: int, p
     The gradient of a packed batch reaches the weights once, when its last scores are consumed. So call `backward` on
     each yielded score before asking for the next, and exhaust the iterator.
     """
-    for batch in _batches([len(taken.x) for taken in recorded(part)], micro_batch, pack):
-        x, v = _evaluated(policy, conditioning, part, batch)
+    for batch in _batches([len(taken.x) for taken in sampler_steps(part)], micro_batch, pack):
+        x, v = _evaluate(policy, conditioning, part, batch)
         # Scores of several steps share one graph of the denoiser, and a graph allows one backward: their gradients are
         # accumulated at its output first.
         gathered = v.detach().requires_grad_() if len(batch) > 1 and v.requires_grad else v
         sizes = [len(states) for _, states in batch]
         for (k, states), *pair in zip(batch, x.split(sizes), gathered.split(sizes), strict=True):
-            yield k, *_scored(part, recorded(part)[k], states, *pair)
+            yield k, *_score(part, sampler_steps(part)[k], states, *pair)
         if gathered is not v and gathered.grad is not None:
             v.backward(gathered.grad)
 
 
 def calls(part: Part) -> list[tuple[int, int, int]]:
     """Return what the calls of a part's replay go by: of every recorded step its place, states and transitions."""
-    return [(taken.step, len(taken.x), len(taken.parent)) for taken in recorded(part)]
+    return [(taken.step, len(taken.x), len(taken.parent)) for taken in sampler_steps(part)]
 
 
 def _batches(sizes: list[int], micro_batch: int, pack: bool) -> list[list[tuple[int, range]]]:
@@ -65,11 +65,11 @@ def _batches(sizes: list[int], micro_batch: int, pack: bool) -> list[list[tuple[
     return [[(of[0][0], range(of[0][1], of[-1][1] + 1)) for of in batch] for batch in steps]
 
 
-def _evaluated(policy: Replayer[C], conditioning: C, part: Part, batch: list[tuple[int, range]]
+def _evaluate(policy: Replayer[C], conditioning: C, part: Part, batch: list[tuple[int, range]]
                ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the states [b,*D] of a batch and the model's output [b,*D]."""
     exploration = part.exploration
-    steps = recorded(part)
+    steps = sampler_steps(part)
     assert exploration is not None
     taken = [(steps[k], states) for k, states in batch]
     before = [left.x[states.start:states.stop] for left, states in taken]
@@ -79,7 +79,7 @@ def _evaluated(policy: Replayer[C], conditioning: C, part: Part, batch: list[tup
     return x, policy.replay(conditioning.rows(prompts), x, exploration.grid, step, exploration.timesteps)
 
 
-def _scored(part: Part, taken: Transitions, states: range, x: torch.Tensor, v: torch.Tensor) -> tuple[slice, Scored]:
+def _score(part: Part, taken: Transitions, states: range, x: torch.Tensor, v: torch.Tensor) -> tuple[slice, Scored]:
     """Return the transitions that leave `states` of one step, and their score.
 
     x: the states [b,*D]; v: the model output [b,*D].
@@ -95,7 +95,7 @@ def _scored(part: Part, taken: Transitions, states: range, x: torch.Tensor, v: t
     return slice(low, high), score(transition, x_next, means, slope)
 
 
-def rescored(part: Part, replayed: Iterator[tuple[int, slice, Scored]]) -> Part:
+def rescore(part: Part, replayed: Iterator[tuple[int, slice, Scored]]) -> Part:
     """Return the part with its old scores replaced by those of its replay, in the replay's grad mode.
 
     The new scores are stored on the device of the old ones.
@@ -104,10 +104,10 @@ def rescored(part: Part, replayed: Iterator[tuple[int, slice, Scored]]) -> Part:
     for k, _, new in replayed:
         # Detach one by one: never hold two graphs.
         old = part.transitions[k].old
-        mean = None if old.mean is None else required(new.mean).detach().to(old.mean.device)
+        mean = None if old.mean is None else unwrap(new.mean).detach().to(old.mean.device)
         entropy = None if new.entropy is None else new.entropy.detach()
         scores[k].append(Scored(new.logp.detach(), new.mask, mean, None if mean is None else new.std, entropy=entropy))
-    transitions = tuple(replace(taken, old=replace(_joined(of), guided=taken.old.guided))
+    transitions = tuple(replace(taken, old=replace(_concatenate(of), guided=taken.old.guided))
                         for taken, of in zip(part.transitions, scores))
     return replace(part, transitions=transitions)
 
@@ -119,8 +119,8 @@ def score(transition: Gaussian, x_next: torch.Tensor, means: bool, slope: torch.
     return Scored(logp, torch.ones_like(logp, dtype=torch.bool), *kept)
 
 
-def _joined(scores: list[Scored]) -> Scored:
-    mean, entropy = (None if values[0] is None else torch.cat([required(value) for value in values])
+def _concatenate(scores: list[Scored]) -> Scored:
+    mean, entropy = (None if values[0] is None else torch.cat([unwrap(value) for value in values])
                      for values in ([old.mean for old in scores], [old.entropy for old in scores]))
     return Scored(torch.cat([old.logp for old in scores]), torch.cat([old.mask for old in scores]), mean,
                   scores[0].std, entropy=entropy)

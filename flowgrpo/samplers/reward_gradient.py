@@ -20,7 +20,7 @@ from flowgrpo.device import to_device
 from flowgrpo.parts import part
 from flowgrpo.samplers.rollout import C, Denoiser, Part, RolloutSpec, Seed
 from flowgrpo.samplers.scheduler import Segment
-from flowgrpo.types import Scored, Transitions, required
+from flowgrpo.types import Scored, Transitions, unwrap
 
 
 class Ending(Protocol):
@@ -74,8 +74,8 @@ class ResumableStates(Transitions):
 
     generators: tuple[torch.Generator, ...] = ()
 
-    def kept(self, keep: torch.Tensor) -> ResumableStates | None:
-        left = super().kept(keep)
+    def select(self, keep: torch.Tensor) -> ResumableStates | None:
+        left = super().select(keep)
         if left is None or left is self:
             return None if left is None else self
         generators = tuple(generator for generator, kept in zip(self.generators, keep.tolist(), strict=True) if kept)
@@ -91,7 +91,7 @@ class RewardGradientRollout(Part):
 
 def explore(policy: Denoiser[C], conditioning: C, exploration: RolloutSpec, ending: Ending, micro_batch: int,
             seed: Seed, together: Sequence[int] = ()) -> Iterator[Part]:
-    """Sample each prompt of `conditioning`; yield whole groups, whose rewards `valued` has to fill in.
+    """Sample each prompt of `conditioning`; yield whole groups, whose rewards `score_images` has to fill in.
 
     The arguments are those of `rollout.explore`. Every sample starts from a separate noise.
     """
@@ -103,7 +103,7 @@ def explore(policy: Denoiser[C], conditioning: C, exploration: RolloutSpec, endi
         sampled = []
         for rows in torch.arange(len(of)).split(micro_batch):
             drawn = generators[rows[0]:rows[-1] + 1]
-            sampled.append(_sampled(policy, conditioning.rows(of[rows]), exploration, ending, drawn))
+            sampled.append(_sample(policy, conditioning.rows(of[rows]), exploration, ending, drawn))
         x, finals = map(torch.cat, zip(*sampled))
         unknown = torch.full((len(of), 1), torch.nan)
         [step] = exploration.schedule.trained
@@ -112,8 +112,8 @@ def explore(policy: Denoiser[C], conditioning: C, exploration: RolloutSpec, endi
         yield Part(range(int(prompts[0]), int(prompts[-1]) + 1), of, exploration, (taken,), (finals,))
 
 
-def _sampled(policy: Denoiser[C], conditioning: C, exploration: RolloutSpec, ending: Ending,
-             generators: list[torch.Generator]) -> tuple[torch.Tensor, torch.Tensor]:
+def _sample(policy: Denoiser[C], conditioning: C, exploration: RolloutSpec, ending: Ending,
+            generators: list[torch.Generator]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the states at the start of the graph and their final data, each [b,*D].
 
     The generators keep their state at the start of the graph.
@@ -124,14 +124,14 @@ def _sampled(policy: Denoiser[C], conditioning: C, exploration: RolloutSpec, end
         return x, ending(policy, conditioning, x, exploration, step, generators).detach()
 
 
-def valued(part: Part, images: torch.Tensor, value: Value, device: torch.device, micro_batch: int
-           ) -> RewardGradientRollout:
+def score_images(part: Part, images: torch.Tensor, value: Value, device: torch.device,
+                 micro_batch: int) -> RewardGradientRollout:
     """Return the part with the rewards of its images [b,...] as old scores, computed in the batches of its replay."""
     with torch.no_grad():
         rewards = [value(part.prompts[at], images[at].to(device))
                    for at in torch.arange(len(images)).split(micro_batch)]
     [taken] = part.transitions
-    taken = replace(taken, old=_scored(torch.cat(rewards)))
+    taken = replace(taken, old=_reward_score(torch.cat(rewards)))
     return RewardGradientRollout(part.groups, part.prompts, part.exploration, (taken,), part.finals, value=value)
 
 
@@ -142,17 +142,17 @@ def replay(policy: Denoiser[C], conditioning: C, part: RewardGradientRollout, en
     Rewards have gradients where they are enabled. The interface is that of `replay.replay`.
     """
     [taken] = part.transitions
-    exploration = required(part.exploration)
-    value = required(part.value)
+    exploration = unwrap(part.exploration)
+    value = unwrap(part.value)
     for start in range(0, len(taken.x), micro_batch):
         rows = slice(start, start + micro_batch)
         encoded = conditioning.rows(taken.prompts[rows])
         x = to_device(taken.x[rows], policy.device)
         data = ending(policy, encoded, x, exploration, taken.step, taken.generators[rows])
-        yield 0, rows, _scored(value(taken.prompts[rows], policy.image(data, encoded)))
+        yield 0, rows, _reward_score(value(taken.prompts[rows], policy.image(data, encoded)))
 
 
-def _scored(reward: torch.Tensor) -> Scored:
+def _reward_score(reward: torch.Tensor) -> Scored:
     return Scored(reward[:, None], torch.ones_like(reward[:, None], dtype=torch.bool))
 
 

@@ -17,10 +17,10 @@ import torch
 from torch import Generator, Tensor
 
 from flowgrpo.samplers import grids
-from flowgrpo.samplers.kernels import Kernel, denoised, predict_x0, scaled
+from flowgrpo.samplers.kernels import Kernel, predict_x0, scale_noise, x0_from_noise
 from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.scheduler import Segment, StepRecord
-from flowgrpo.types import Completions, Gaussian, Scored, Transitions, required
+from flowgrpo.types import Completions, Gaussian, Scored, Transitions, unwrap
 
 Seed = Callable[[int, int], int]
 
@@ -92,7 +92,7 @@ class RolloutSpec:
         return {step: self.group // self.roots for step in schedule.stochastic[:self.roots < self.group or self.shared]}
 
     @property
-    def listed(self) -> tuple[int, ...]:
+    def split_widths(self) -> tuple[int, ...]:
         """Return the children per state of the splits that the schedule lists, in order."""
         return tuple(n for n in self.schedule.children if n > 1)
 
@@ -107,24 +107,24 @@ class RolloutSpec:
         return min((next(iter(self.splits), 0), *self.schedule.stochastic[:1]))
 
     @functools.cached_property
-    def settled(self) -> int:
+    def deterministic_from(self) -> int:
         """Return the first step behind all noise and splits; from here on the granularities differ."""
         return max(self.schedule.stochastic, default=-1) + 1
 
     def transition(self, x: torch.Tensor, v: torch.Tensor, grid: torch.Tensor, i: int) -> Gaussian:
         """Return the kernel's transition, with the schedule's factor on the noise of step i."""
         noise = dict(zip(self.schedule.stochastic, self.schedule.noise)).get(i, 1.0)
-        return (self.kernel if noise == 1 else scaled(self.kernel, noise))(x, v, grid, i)
+        return (self.kernel if noise == 1 else scale_noise(self.kernel, noise))(x, v, grid, i)
 
     def slope(self, step: int) -> torch.Tensor:
         """Return the derivative [1] of the transition's mean by the model's output; the mean is affine in it."""
         return self.transition(self.grid.new_zeros(1, 1), self.grid.new_ones(1, 1), self.grid, step).mean[0]
 
-    def predicted(self, x: torch.Tensor, mean: torch.Tensor, step: int) -> torch.Tensor:
+    def predict_x0(self, x: torch.Tensor, mean: torch.Tensor, step: int) -> torch.Tensor:
         """Return the clean data predicted at states x [n,*D], from the mean [n,*D] of a transition that leaves each."""
         rest = self.transition(x, torch.zeros_like(x), self.grid, step).mean
         v = (mean - rest) / self.slope(step).to(mean)
-        return (predict_x0 if self.timesteps is None else denoised)(x, v, self.grid[step])
+        return (predict_x0 if self.timesteps is None else x0_from_noise)(x, v, self.grid[step])
 
     def task(self, start: int, stop: int, generators: list[torch.Generator] | None = None) -> Segment:
         return Segment(self.grid, range(start, stop), self.transition, self.solver, frozenset(self.schedule.stochastic),
@@ -132,7 +132,7 @@ class RolloutSpec:
 
     def tails(self) -> list[RolloutSpec]:
         """Return one exploration per stride; they differ behind the last noise."""
-        return [self if stride == 1 else replace(self, grid=grids.thinned(self.grid, self.settled, stride))
+        return [self if stride == 1 else replace(self, grid=grids.thin_grid(self.grid, self.deterministic_from, stride))
                 for stride in self.strides]
 
 
@@ -190,7 +190,7 @@ class Part:
                  "lengths": torch.stack(self._per_leaf(lambda old: old.mask.sum(1))).sum(0)} | self.measured
         if all(taken.old.entropy is not None for taken in self.transitions):
             found["entropy"] = torch.stack(
-                self._per_leaf(lambda old: _mean(required(old.entropy), old.mask))).mean(0)
+                self._per_leaf(lambda old: _mean(unwrap(old.entropy), old.mask))).mean(0)
         expert = self.transitions[-1].expert  # of texts alone
         if expert is not None:
             found["expert"] = expert
@@ -206,8 +206,8 @@ class Part:
         return [value(taken.old).repeat_interleave(len(self.prompts) // len(taken.parent))
                 for taken in self.transitions]
 
-    def credited(self, advantages: Sequence[torch.Tensor], keep: Sequence[torch.Tensor],
-                 rewards: Sequence[torch.Tensor] | None = None) -> Part | None:
+    def with_advantages(self, advantages: Sequence[torch.Tensor], keep: Sequence[torch.Tensor],
+                        rewards: Sequence[torch.Tensor] | None = None) -> Part | None:
         """Return the part with an advantage [m] per transition, restricted to transitions with `keep` true (bool [m])
         that count.
 
@@ -217,7 +217,7 @@ class Part:
         keep = [at.cpu() & taken.counts for taken, at in zip(self.transitions, keep, strict=True)]
         kept = [(left, advantage[at], total[at])
                 for taken, advantage, total, at in zip(self.transitions, advantages, totals, keep, strict=True)
-                if (left := taken.kept(at)) is not None]
+                if (left := taken.select(at)) is not None]
         transitions, advantages, totals = zip(*kept) if kept else ((), (), ())
         return replace(self, transitions=transitions, advantages=advantages, rewards=totals) if kept else None
 

@@ -17,9 +17,9 @@ from diffusers.utils.torch_utils import randn_tensor
 
 from flowgrpo import gaussian, types
 from flowgrpo.device import to_device
-from flowgrpo.samplers.kernels import DDIM, Euler, Kernel, denoised, predict_x0
+from flowgrpo.samplers.kernels import DDIM, Euler, Kernel, predict_x0, x0_from_noise
 from flowgrpo.samplers.predictions import as_noise, process
-from flowgrpo.types import required
+from flowgrpo.types import unwrap
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,8 @@ class Segment:
         task = self if self.generators is None else replace(self, generators=self.generators[at])
         return task if self.rows is None else task.at_rows(self.rows[at], self.copies)
 
-    def advanced(self, x: torch.Tensor, v: torch.Tensor, i: int, previous: torch.Tensor | None) -> torch.Tensor:
+    def deterministic_step(self, x: torch.Tensor, v: torch.Tensor, i: int,
+                           previous: torch.Tensor | None) -> torch.Tensor:
         """Return the state [B,*D] after the deterministic step i; previous: the x0 predicted at the step before."""
         if self.timesteps is not None:
             assert isinstance(self.solver, Euler), self.solver
@@ -113,7 +114,7 @@ class Segment:
 
     def predict_x0(self, x: torch.Tensor, v: torch.Tensor, i: int) -> torch.Tensor:
         """Return the data [B,*D] predicted from the state x and the model output v of step i."""
-        return (predict_x0 if self.timesteps is None else denoised)(x, v, self.grid[i])
+        return (predict_x0 if self.timesteps is None else x0_from_noise)(x, v, self.grid[i])
 
 
 @dataclass
@@ -139,7 +140,7 @@ class StepRecord:
     last: torch.Tensor | None = None
 
     @staticmethod
-    def merged(records: Sequence[StepRecord]) -> StepRecord:
+    def merge(records: Sequence[StepRecord]) -> StepRecord:
         """Return one record of several states that a pipeline denoises in parallel, flattened and concatenated."""
         if len(records) == 1:
             return records[0]
@@ -148,7 +149,7 @@ class StepRecord:
             return torch.cat([value.flatten(1) for value in values], 1)
 
         def flat_or_none(values: list[torch.Tensor | None]) -> torch.Tensor | None:
-            return None if values[0] is None else flat([required(value) for value in values])
+            return None if values[0] is None else flat([unwrap(value) for value in values])
 
         merged = StepRecord(output=flat_or_none([record.output for record in records]),
                             x0=flat_or_none([record.x0 for record in records]),
@@ -162,7 +163,7 @@ class StepRecord:
         return merged
 
     @staticmethod
-    def joined(records: Sequence[StepRecord]) -> StepRecord:
+    def concatenate(records: Sequence[StepRecord]) -> StepRecord:
         """Return one record of all rows."""
         first = records[0]
         x, x_next, logp = ({step: torch.cat([getattr(record, name)[step] for record in records]) for step in first.x}
@@ -188,7 +189,7 @@ def _deviation(gaussians: list[types.Gaussian], joined: Callable[[list[torch.Ten
 
 def cat_known(values: list[torch.Tensor | None]) -> torch.Tensor | None:
     """Concatenate values [n,...] along rows; None if they are."""
-    return None if values[0] is None else torch.cat([required(value) for value in values])
+    return None if values[0] is None else torch.cat([unwrap(value) for value in values])
 
 
 class PolicyScheduler:
@@ -243,10 +244,10 @@ class PolicyScheduler:
         self.companions.append(twin)
         return twin
 
-    def taken(self) -> StepRecord:
+    def take_record(self) -> StepRecord:
         """Return the record of the call, of which the scheduler holds nothing then; with companions, of all states in
         one [B,N]."""
-        record = StepRecord.merged([self.record, *(twin.record for twin in self.companions)])
+        record = StepRecord.merge([self.record, *(twin.record for twin in self.companions)])
         self.record = StepRecord()
         self.companions = []
         return record
@@ -258,7 +259,7 @@ class PolicyScheduler:
         before = 0
         if self.leader is not None:
             ahead = self.leader.companions[:self.leader.companions.index(self)]
-            before = sum(required(scheduler.record.first)[0].numel() for scheduler in (self.leader, *ahead))
+            before = sum(unwrap(scheduler.record.first)[0].numel() for scheduler in (self.leader, *ahead))
         return value[:, before:before + x[0].numel()].view_as(x)
 
     def set_timesteps(self, num_inference_steps: int | None = None, device: str | torch.device | None = None,
@@ -325,17 +326,17 @@ class PolicyScheduler:
         if self.inverted or per_token_timesteps is not None:
             model_output = -model_output  # these velocities point towards the data
         if i is None:
-            x_next = x if self.state is None else required(self._own(self.state, x)).to(x)
+            x_next = x if self.state is None else unwrap(self._own(self.state, x)).to(x)
         else:
-            x_next = self._advanced(model_output, x, i)
+            x_next = self._next_state(model_output, x, i)
         self.record.last = x_next
         # Schedulers also return the predicted data, and some pipelines end with it (LCM; one-step PixArt).
         return SimpleNamespace(prev_sample=x_next, pred_original_sample=x_next) if return_dict else (x_next, x_next)
 
-    def _advanced(self, output: torch.Tensor, x: torch.Tensor, i: int) -> torch.Tensor:
+    def _next_state(self, output: torch.Tensor, x: torch.Tensor, i: int) -> torch.Tensor:
         task = self.task
         if self.process == "vp":
-            alpha, timestep = (task.of_state(values, x, i) for values in (task.grid, required(task.timesteps)))
+            alpha, timestep = (task.of_state(values, x, i) for values in (task.grid, unwrap(task.timesteps)))
             output = as_noise(self, output, x, alpha, timestep)
         if task.replay:
             self.record.output = output
@@ -343,7 +344,7 @@ class PolicyScheduler:
         if i in task.stochastic:
             x_next = self._draw(x, output, i)
         else:
-            x_next = task.advanced(x, output, i, self._own(self.record.x0, x)).to(x.dtype)
+            x_next = task.deterministic_step(x, output, i, self._own(self.record.x0, x)).to(x.dtype)
         if self.multistep:
             self.record.x0 = task.predict_x0(x, output, i)
         return x_next

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from flowgrpo.errors import UserError
 from flowgrpo.escaped import one_line
-from flowgrpo.nouns import counted
+from flowgrpo.nouns import quantity
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.failures import Failed, numbers
 
@@ -208,10 +208,10 @@ def unpacked(body: bytes | bytearray, limits: Limits) -> Request:
     if not isinstance(samples, list) or not samples or not all(isinstance(sample, dict) for sample in samples):
         raise ValueError("expected `samples`, a list of objects")
     if len(samples) > limits.samples:
-        raise TooLarge(f"{counted(len(samples), 'sample')}, expected {limits.samples} at most")
+        raise TooLarge(f"{quantity(len(samples), 'sample')}, expected {limits.samples} at most")
     if type(group) is not int or group < 1 or len(samples) % group:
         raise ValueError(f"group is {one_line(repr(group))}, expected a divisor of the "
-                         f"{counted(len(samples), 'sample')}")
+                         f"{quantity(len(samples), 'sample')}")
     prompts, metadata = [sample.get("prompt") for sample in samples], [sample.get("metadata") for sample in samples]
     if not all(isinstance(prompt, str) for prompt in prompts) or not all(isinstance(entry, dict) for entry in metadata):
         raise ValueError("expected a text under `prompt` and an object under `metadata` in every sample")

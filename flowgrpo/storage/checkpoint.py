@@ -80,9 +80,9 @@ def save(folder: Path, epoch: int, tensors: Tensors, state: dict[str, Any], keep
     atomic.write_text(temporary / VALUES, json.dumps(state, indent=1))
     manifest.write(temporary)
     if target.is_dir():
-        atomic.rename(target, _replaced(target))
+        atomic.rename(target, _backup_path(target))
     atomic.rename(temporary, target)
-    shutil.rmtree(_replaced(target), ignore_errors=True)
+    shutil.rmtree(_backup_path(target), ignore_errors=True)
     for old in _superfluous(list(checkpoints(folder).values()), keep):
         atomic.remove(old)
     return target
@@ -120,7 +120,7 @@ def undo_replacing(folder: Path) -> None:
             atomic.rename(replaced, target)
 
 
-def _replaced(target: Path) -> Path:
+def _backup_path(target: Path) -> Path:
     return target.with_name(f".{target.name}.replaced")
 
 

@@ -54,6 +54,7 @@ DOMAIN = Domain(
     policy=Place("flowgrpo.text.policies.kinds:make_policy"),
     attach=Place("flowgrpo.text.policies.text_weights:attach"),
     critic=Place("flowgrpo.text.critic:make_critic"), base_method=Place("flowgrpo.text.presets.completions:grpo"),
-    asked=Place("flowgrpo.text.policies.engines:asked"), sampler=Place("flowgrpo.text.policies.engines:sampler"),
+    asked=Place("flowgrpo.text.policies.engines:sampling_settings"),
+    sampler=Place("flowgrpo.text.policies.engines:sampler"),
     rewritten=Place("flowgrpo.text.rewards.pictured:rewritten"),
-    boundary=Place("flowgrpo.text.rewards.sandbox.choose:used"))
+    boundary=Place("flowgrpo.text.rewards.sandbox.choose:boundary_in_use"))

@@ -16,7 +16,7 @@ from flowgrpo.advantages.shaping import Shaping
 from flowgrpo.advantages.token_credit import TokenCredit, chain
 from flowgrpo.errors import UserError
 from flowgrpo.parts import AtLeast, OneOf, part
-from flowgrpo.types import Completions, Context, Segmented, required, wide
+from flowgrpo.types import Completions, Context, Segmented, unwrap, wide
 
 if TYPE_CHECKING:
     from flowgrpo.config.schema import Config
@@ -48,18 +48,18 @@ class ExpertReward(Shaping):
         return self.shaping is not None and self.shaping.merges
 
     def __call__(self, rewards: Tensor, context: Context | None = None) -> Tensor:
-        known = required(context)
-        expert = required(known.samples.expert).to(rewards.device)
+        known = unwrap(context)
+        expert = unwrap(known.samples.expert).to(rewards.device)
         lost = torch.tensor([name in self.without for name in known.rewards.names], device=rewards.device)
         if lost.any():
             zero = torch.where(rewards.isnan(), rewards, torch.zeros_like(rewards))
             rewards = torch.where(expert[..., None] & lost, zero, rewards)
         if self.smooth:
-            rewards = smoothed(rewards, expert, known.rewards.weights or [1.0] * rewards.shape[2])
+            rewards = smooth_rewards(rewards, expert, known.rewards.weights or [1.0] * rewards.shape[2])
         return rewards if self.shaping is None else self.shaping(rewards, context)
 
 
-def smoothed(rewards: Tensor, expert: Tensor, weights: Sequence[float]) -> Tensor:
+def smooth_rewards(rewards: Tensor, expert: Tensor, weights: Sequence[float]) -> Tensor:
     """Return the rewards [P, G, R] with those of answers replaced by the samples' mean, where a sample's weighted sum
     reaches the answer's. expert: bool [P, G]."""
     totals = weighted_sum(rewards, weights)
@@ -74,9 +74,9 @@ class LengthSwitch(Shaping):
     unchanged (GRPO-lambda, 2505.18086).
 
     Right is a sample whose first reward reaches `right`. Groups are ranked by their share of right ones over the whole
-    batch. The length term `shortened` applies to the upper `top` of them, rounded up, ties by position, and only at a
-    share of at least `least`. top: 0.2, of the published runs as we know them; with top 1, `least` alone decides; with
-    0 no group has it. Wrong samples and all other rewards are unchanged.
+    batch. The length term `penalise_length` applies to the upper `top` of them, rounded up, ties by position, and only
+    at a share of at least `least`. top: 0.2, of the published runs as we know them; with top 1, `least` decides; with 0
+    no group has it. Wrong samples and all other rewards are unchanged.
     """
 
     top: Annotated[float, AtLeast(0, to=1)] = 0.2
@@ -88,12 +88,12 @@ class LengthSwitch(Shaping):
         assert context is not None and context.samples.lengths is not None, "LengthSwitch needs a context with lengths"
         (rewards,) = wide(rewards)
         right = rewards[..., 0] >= self.right
-        on = self.switched(right, ~rewards[..., 0].isnan())
-        first = torch.where(on[:, None] & right, shortened(rewards[..., 0], right, context.samples.lengths, self.alpha),
-                            rewards[..., 0])
+        on = self.active_groups(right, ~rewards[..., 0].isnan())
+        shorter = penalise_length(rewards[..., 0], right, context.samples.lengths, self.alpha)
+        first = torch.where(on[:, None] & right, shorter, rewards[..., 0])
         return torch.cat([first[..., None], rewards[..., 1:]], dim=2)
 
-    def switched(self, right: Tensor, applies: Tensor) -> Tensor:
+    def active_groups(self, right: Tensor, applies: Tensor) -> Tensor:
         """Return the groups with the length term: bool [P].
 
         right, applies: bool [P, G], the samples that are right, and those that have the reward.
@@ -105,7 +105,7 @@ class LengthSwitch(Shaping):
         return upper & (share >= self.least)
 
 
-def shortened(rewards: Tensor, right: Tensor, lengths: Tensor, alpha: float) -> Tensor:
+def penalise_length(rewards: Tensor, right: Tensor, lengths: Tensor, alpha: float) -> Tensor:
     """Return rewards [P, G] times 1 - alpha sigmoid(z): [P, G].
 
     z is the length [P, G] less the mean length of the group's right samples (bool [P, G]), over their deviation (ddof
@@ -184,7 +184,7 @@ class StepScores(TokenCredit):
             raise ValueError(f"StepScores: weight is {self.weight}, outcome {self.outcome}, votes {self.votes} and "
                              f"ends {self.ends!r}, expected 0 or more, 0 or more, 1 or more, and a text")
 
-    def voted(self, scores: Tensor) -> Tensor:
+    def majority_vote(self, scores: Tensor) -> Tensor:
         """Return the score of each step, [n], from those of its votes [n, votes]; NaN if none applies."""
         if self.votes == 1:
             return scores[:, 0]
@@ -195,7 +195,7 @@ class StepScores(TokenCredit):
         assert isinstance(taken, Segmented), "its rollout scores the steps"
         segments, scores, mask = taken.segments, taken.values, taken.old.mask.cpu()
         if self.thoughts:
-            segments, scores = merged_steps(segments, scores, self.right)
+            segments, scores = merge_steps(segments, scores, self.right)
         credit = self._credit(segments, scores, totals).nan_to_num(0)
         weight = self.weight * (1 - totals.nanmean(1).clamp(0, 1).nan_to_num(0) if self.easing else
                                 torch.ones(len(totals)))
@@ -241,7 +241,7 @@ def text_steps(ids: Sequence[int], ends: str, text: Callable[[Sequence[int]], st
     return places
 
 
-def merged_steps(segments: Tensor, scores: Tensor, right: float) -> tuple[Tensor, Tensor]:
+def merge_steps(segments: Tensor, scores: Tensor, right: float) -> tuple[Tensor, Tensor]:
     """Return the segments [m, L] and scores [m, S] with neighbouring steps merged that are right, or wrong, alike.
 
     A merged step has the mean of its scores. Steps without a score (NaN) are wrong.

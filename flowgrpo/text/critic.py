@@ -22,8 +22,8 @@ from flowgrpo.policies.policy import Policy
 from flowgrpo.rollouts.base import Encoded
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.storage import checkpoint
-from flowgrpo.text.samplers.decoding import Decoding, decided
-from flowgrpo.text.samplers.groups import PrunedDraws, looked
+from flowgrpo.text.samplers.decoding import Decoding, completion_masks
+from flowgrpo.text.samplers.groups import PrunedDraws, states_at
 from flowgrpo.types import Completions
 
 if TYPE_CHECKING:
@@ -50,13 +50,13 @@ class Critic:
     def __call__(self, parts: Sequence[Part], conditioning: Encoded) -> list[Part]:
         """Return the parts with advantages [m,L] of tokens in place of those [m] of completions."""
         self.seen = []
-        return [self._credited(part, cast("TokenizedPrompts", conditioning)) for part in parts]
+        return [self._assign_credit(part, cast("TokenizedPrompts", conditioning)) for part in parts]
 
     @torch.no_grad()
-    def _credited(self, part: Part, conditioning: TokenizedPrompts) -> Part:
+    def _assign_credit(self, part: Part, conditioning: TokenizedPrompts) -> Part:
         [taken], [reward], mask = part.transitions, part.advantages, part.transitions[0].old.mask
         assert isinstance(taken, Completions) and isinstance(self.part, ValueHead)
-        hidden, turns = self.policy.hidden(conditioning, taken, self.kernel, self.geometry.micro_batch)
+        hidden, turns = self.policy.last_hidden_states(conditioning, taken, self.kernel, self.geometry.micro_batch)
         values = self.values(hidden).cpu()
         advantages, returns = over_traces(reward.cpu(), torch.zeros(mask.shape).masked_scatter(mask, values), turns,
                                           mask, self.part.gamma, self.part.decay)
@@ -115,10 +115,11 @@ class OutcomeCritic(Critic):
         self.bounds = torch.tensor(part.bounds)
 
     @torch.no_grad()
-    def _credited(self, part: Part, conditioning: TokenizedPrompts) -> Part:
+    def _assign_credit(self, part: Part, conditioning: TokenizedPrompts) -> Part:
         [taken], [advantage], [reward] = part.transitions, part.advantages, part.rewards
         mask, classes = taken.old.mask.cpu(), torch.bucketize(reward.float().cpu(), self.bounds, right=True)
-        hidden, _ = self.policy.hidden(conditioning, cast(Completions, taken), self.kernel, self.geometry.micro_batch)
+        hidden, _ = self.policy.last_hidden_states(conditioning, cast(Completions, taken), self.kernel,
+                                                   self.geometry.micro_batch)
         logits = self.head(hidden.to(self.policy.device, torch.float32)).cpu()
         of = classes[:, None].expand(mask.shape)[mask]
         self.seen.append((hidden.cpu(), of, of))
@@ -144,12 +145,12 @@ class QualityCritic(Critic):
         policy.quality = self.values
 
     @torch.no_grad()
-    def _credited(self, part: Part, conditioning: TokenizedPrompts) -> Part:
+    def _assign_credit(self, part: Part, conditioning: TokenizedPrompts) -> Part:
         [taken], [reward] = part.transitions, part.rewards
         assert isinstance(taken, Completions) and isinstance(self.part, PrunedDraws)
-        lengths = decided(taken.ids, self.policy.ends)[0].sum(1)
-        states = looked(self.policy, conditioning, taken.prompts, taken.ids, (lengths - 1).clamp(max=self.part.tokens),
-                        self.geometry.micro_batch)
+        lengths = completion_masks(taken.ids, self.policy.ends)[0].sum(1)
+        states = states_at(self.policy, conditioning, taken.prompts, taken.ids,
+                           (lengths - 1).clamp(max=self.part.tokens), self.geometry.micro_batch)
         right = (reward.cpu() >= self.part.right).float()
         self.seen.append((states.cpu(), right, right))
         return part

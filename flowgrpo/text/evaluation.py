@@ -21,7 +21,7 @@ from flowgrpo.policies import loading
 from flowgrpo.policies.checkpoints import config_of, run_config
 from flowgrpo.samplers.rollout import seeder
 from flowgrpo.storage import paths
-from flowgrpo.text.policies.engines import asked, load, settings
+from flowgrpo.text.policies.engines import load, sampling_settings, settings
 from flowgrpo.types import Completion
 
 
@@ -40,7 +40,7 @@ def sample(model: str, lora: Path | None, prompts: list[str], count: int, seed: 
     require_generators(len(prompts) * drawn, "completions")
     of, numbers = seeder(seed, 0), [(i, k) for i in range(len(prompts)) for k in range(drawn)]
     written = Texts(model, run, precision, torch.device("cpu")).draw(
-        Arm(lora, asked(run, drawn, temperature)), [Prompt(prompts[i], image=image) for i, _ in numbers],
+        Arm(lora, sampling_settings(run, drawn, temperature)), [Prompt(prompts[i], image=image) for i, _ in numbers],
         [of(i, k) for i, k in numbers])
     if best is None:
         return written
@@ -62,7 +62,7 @@ def sample_images(model: str, lora: Path | None, prompts: list[str], count: int,
     images.require_disk(output, len(prompts) * count)
     config, arm = config_of(lora), BASE if lora is None else TUNED
     best = choice.make(best_of, by, config)
-    call = asked(config, count, temperature, generates="image", guidance=guidance, model=model)
+    call = sampling_settings(config, count, temperature, generates="image", guidance=guidance, model=model)
     plan = Plan(model, lora, {arm: float(lora is not None)}, None, config, call, count, seed, draw.DRAWINGS,
                 precision, best)
     hand = plan.drawer(loading.place())
@@ -81,12 +81,12 @@ def grid(run: Path, prompts: Path | None, count: int, seed: int, output: Path) -
     paths.require_file(output)
     chosen = spread(sets.prompts_to_show(config, prompts), count)
     functions = run_rewards.rewards_of_run(config)
-    base, after = (_measured(config, lora, chosen, functions) for lora in (None, run))
+    base, after = (_load_and_measure(config, lora, chosen, functions) for lora in (None, run))
     draw_pairs(output, base, after)
     return output
 
 
-def _measured(config: Config, lora: Path | None, prompts: list[Prompt], functions: dict[str, Any]) -> Measured:
+def _load_and_measure(config: Config, lora: Path | None, prompts: list[Prompt], functions: dict[str, Any]) -> Measured:
     policy = load(config, lora)
     return measure(policy, prompts, functions, steps=0, guidance=config.eval.guidance, samples=1,
                    micro_batch=config.train.rows, keep=len(prompts), title="base" if lora is None else "tuned")

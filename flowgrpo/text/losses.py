@@ -15,7 +15,7 @@ from flowgrpo.objectives import Clip, DivergenceMask, Reinforce
 from flowgrpo.objectives.sequence_losses import GroupLoss, SampleLoss
 from flowgrpo.objectives.surrogates import Surrogate
 from flowgrpo.parts import Above, AtLeast, OneOf, part
-from flowgrpo.types import CompletionBatch, NoisedBatch, required
+from flowgrpo.types import CompletionBatch, NoisedBatch, unwrap
 
 
 class WrappedLoss(Surrogate):
@@ -47,7 +47,7 @@ class EntropyBonus(WrappedLoss, GroupLoss):
     weight: Annotated[float, Above(-math.inf, below=math.inf)] = 0.01
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch) -> Tensor:
-        return self.surrogate(log_ratio, advantage, old.old.logp) - self.weight * required(old.new.entropy)
+        return self.surrogate(log_ratio, advantage, old.old.logp) - self.weight * unwrap(old.new.entropy)
 
     def clipped(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch) -> Tensor:
         return self.surrogate.clipped(log_ratio, advantage, old.old.logp)
@@ -77,17 +77,17 @@ class HighEntropy(WrappedLoss, GroupLoss):
 
     def statistic(self, compared: CompletionBatch) -> Tensor:
         """Return the entropies, -inf where a token does not count: [b, L]."""
-        return required(compared.new.entropy).masked_fill(~compared.new.mask, -math.inf)
+        return unwrap(compared.new.entropy).masked_fill(~compared.new.mask, -math.inf)
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch) -> Tensor:
-        return self.surrogate(log_ratio, advantage, old.old.logp).where(self.chosen(old), 0.0)
+        return self.surrogate(log_ratio, advantage, old.old.logp).where(self.token_mask(old), 0.0)
 
     def clipped(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch) -> Tensor:
-        return self.surrogate.clipped(log_ratio, advantage, old.old.logp) & self.chosen(old)
+        return self.surrogate.clipped(log_ratio, advantage, old.old.logp) & self.token_mask(old)
 
-    def chosen(self, compared: CompletionBatch) -> Tensor:
+    def token_mask(self, compared: CompletionBatch) -> Tensor:
         """Return the trained tokens, bool [b, L]; all tokens tied at the threshold are trained."""
-        peers = required(compared.peers)
+        peers = unwrap(compared.peers)
         entropies, group = peers.statistic, peers.group
         if self.by == "advantage":
             entropies = (entropies * peers.advantage.abs()[:, None]).masked_fill(~compared.mask, -math.inf)
@@ -130,7 +130,7 @@ class ConflictTokens(WrappedLoss, GroupLoss):
     def statistic(self, compared: CompletionBatch) -> Tensor:
         """Return the mean entropy of every completion's tokens: [b]."""
         mask = compared.new.mask
-        return (required(compared.new.entropy) * mask).sum(1) / mask.sum(1).clamp(min=1)
+        return (unwrap(compared.new.entropy) * mask).sum(1) / mask.sum(1).clamp(min=1)
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch) -> Tensor:
         return self.surrogate(log_ratio, advantage, old.old.logp) * self.weights(old)
@@ -140,7 +140,7 @@ class ConflictTokens(WrappedLoss, GroupLoss):
 
     def weights(self, compared: CompletionBatch) -> Tensor:
         """Return the factor of every token's loss: [b, L]."""
-        peers, conflicting = required(compared.peers), torch.zeros_like(compared.mask)
+        peers, conflicting = unwrap(compared.peers), torch.zeros_like(compared.mask)
         for label in peers.group.unique():
             at = peers.group == label
             conflicting[at] = conflicts(compared.ids[at], compared.mask[at], peers.advantage[at])
@@ -195,7 +195,7 @@ class ExpertMixture(WrappedLoss, GroupLoss):
         return guided.where(old.expert[old.rows, None], self.surrogate(log_ratio, advantage, old.old.logp))
 
     def clipped(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch) -> Tensor:
-        return self.surrogate.clipped(log_ratio, advantage, old.old.logp) & ~required(old.expert)[old.rows, None]
+        return self.surrogate.clipped(log_ratio, advantage, old.old.logp) & ~unwrap(old.expert)[old.rows, None]
 
 
 @part("surrogate", reads_groups=True, reads_answers=True)
@@ -220,14 +220,14 @@ class Calibrated(WrappedLoss, GroupLoss):
         return compared.old.logp
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch) -> Tensor:
-        answers = required(old.peers).members(old.rows) & required(old.expert)
-        gap = old.new.logp - required(old.peers).statistic[answers.int().argmax(1)]
+        answers = unwrap(old.peers).members(old.rows) & unwrap(old.expert)
+        gap = old.new.logp - unwrap(old.peers).statistic[answers.int().argmax(1)]
         term = self.weight * advantage.abs() * leaky_relu(-advantage.sign() * gap, self.slope)
         loss = self.surrogate(log_ratio, advantage, old.old.logp) + term * answers.any(1, keepdim=True)
-        return loss.masked_fill(required(old.expert)[old.rows, None], 0)
+        return loss.masked_fill(unwrap(old.expert)[old.rows, None], 0)
 
     def clipped(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch) -> Tensor:
-        return self.surrogate.clipped(log_ratio, advantage, old.old.logp) & ~required(old.expert)[old.rows, None]
+        return self.surrogate.clipped(log_ratio, advantage, old.old.logp) & ~unwrap(old.expert)[old.rows, None]
 
 
 def conflicts(ids: Tensor, mask: Tensor, advantage: Tensor) -> Tensor:
@@ -264,7 +264,7 @@ class RandomPolicyValue(GroupLoss):
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch) -> Tensor:
         mask = old.new.mask
-        value = self.scale * (required(old.new.entropy) - required(old.old.entropy).to(log_ratio)).detach() * mask
+        value = self.scale * (unwrap(old.new.entropy) - unwrap(old.old.entropy).to(log_ratio)).detach() * mask
         ahead = torch.cat([value[:, 1:], torch.zeros_like(value[:, :1])], 1)
         return (self.scale * log_ratio - advantage - ahead).square()
 
@@ -300,15 +300,15 @@ class RewardLabels(SampleLoss):
         return self.reference
 
     def _ratio(self, batch: CompletionBatch | NoisedBatch) -> Tensor:
-        other = required(batch.reference) if self.reference else batch.old
-        return required(batch.measure)(batch.new, other)
+        other = unwrap(batch.reference) if self.reference else batch.old
+        return unwrap(batch.measure)(batch.new, other)
 
     def statistic(self, batch: CompletionBatch | NoisedBatch) -> Tensor:
         """Return s of every sample: [b]."""
         return (self._ratio(batch) * batch.new.mask).sum(1) / batch.new.mask.sum(1).clamp(min=1)
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch | NoisedBatch) -> Tensor:
-        peers, ratio = required(old.peers), self._ratio(old)
+        peers, ratio = unwrap(old.peers), self._ratio(old)
         same = peers.group[:, None] == peers.group
         labels = peers.advantage.clamp(0, 1).to(peers.statistic)
         value, slope = self.losses(self.scale * peers.statistic, labels, same.to(peers.statistic))
@@ -322,7 +322,8 @@ class RewardLabels(SampleLoss):
         """
         size = same.sum(1)
         if self.form == "anchor":
-            right, wrong = (self._anchored(z, weight, same) for z, weight in ((-logits, labels), (logits, 1 - labels)))
+            right, wrong = (self._log_partition(z, weight, same) for z,
+                            weight in ((-logits, labels), (logits, 1 - labels)))
             return right[0] + wrong[0], (wrong[1] - right[1]) * size
         psi = logits
         if self.form == "leave_one_out":
@@ -333,7 +334,7 @@ class RewardLabels(SampleLoss):
         return value, error if self.form == "each" else error - (same @ error - error) / others
 
     @staticmethod
-    def _anchored(z: Tensor, weight: Tensor, same: Tensor) -> tuple[Tensor, Tensor]:
+    def _log_partition(z: Tensor, weight: Tensor, same: Tensor) -> tuple[Tensor, Tensor]:
         """Return log(1 + sum w e^z) over each sample's group, and the sample's share of that sum: [m] both."""
         scores = z + weight.log()
         total = torch.logaddexp((scores + same.log()).logsumexp(1), torch.zeros_like(z))

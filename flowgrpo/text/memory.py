@@ -100,7 +100,7 @@ def _decoder(policy: ImageLM) -> int:
 @torch.no_grad()
 def _cache(policy: CausalLM, row: TokenizedPrompts, length: int) -> int:
     """Return bytes of one row's keys and values; 0 for a model that stores them in another form."""
-    inputs, _ = policy._joined(row, _tokens(policy, row, length + 1))
+    inputs, _ = policy._concatenate(row, _tokens(policy, row, length + 1))
     with policy._arithmetic():
         outputs = policy.body(**policy.read(inputs), use_cache=True, **policy._beside(row, inputs.shape[1]))
     layers = getattr(getattr(outputs, cache_name(policy.body), None), "layers", ())

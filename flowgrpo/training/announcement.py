@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flowgrpo.config.schema import Config
-from flowgrpo.nouns import counted
+from flowgrpo.nouns import quantity
 from flowgrpo.starter import FOLDERS
 from flowgrpo.version import __version__
 
@@ -41,8 +41,8 @@ def lines(config: Config, loaded: bool = False, told: str = "") -> Iterator[str]
     measured = ", ".join(name for name in config.watched if name not in config.rewards)
     yield f"rewards: {rewards}" + (f"; eval-only: {measured}" if measured else "")
     train = config.train
-    yield (f"prompts: {config.prompts}; {counted(train.epochs, 'epoch')} of {counted(train.prompts, 'prompt')} with "
-           f"{counted(train.group, 'sample')}" + " each" * (train.prompts != 1))
+    yield (f"prompts: {config.prompts}; {quantity(train.epochs, 'epoch')} of {quantity(train.prompts, 'prompt')} with "
+           f"{quantity(train.group, 'sample')}" + " each" * (train.prompts != 1))
 
 
 def origin(model: str) -> str:

@@ -99,12 +99,12 @@ def fit_micro_batch(config: Config, policy: Any, prompt: Prompt, processes: Proc
     if train.checkpointing == AUTO and len(shares) > 1:
         policy.checkpoint(chosen.checkpointing)
     if processes.first:
-        print(_told(chosen, sizes, room, estimate), flush=True)
+        print(_describe_choice(chosen, sizes, room, estimate), flush=True)
     keys = {"micro_batch": chosen.micro_batch, "checkpointing": _key(chosen.checkpointing)}
     return config.model_copy(update={"train": train.model_copy(update=keys)})
 
 
-def _told(chosen: Choice, sizes: Sequence[int], room: float, estimate: Estimate) -> str:
+def _describe_choice(chosen: Choice, sizes: Sequence[int], room: float, estimate: Estimate) -> str:
     """Return the choice in words, with its reason."""
     share = chosen.checkpointing
     larger = [size for size in sizes if size > chosen.micro_batch]
@@ -138,7 +138,7 @@ def measure_estimate(config: Config, policy: Any, prompt: Prompt) -> tuple[Estim
         return memory(policy, config.model_copy(update={"train": train}), conditioning)
 
     once, twice = ({name: sum(parts.values()) for name, parts in phases(rows).items()} for rows in (1, 2))
-    saved, shares = 0, [config.train.recomputed]
+    saved, shares = 0, [config.train.recompute_share]
     if config.train.checkpointing == AUTO:
         with contextlib.suppress(UserError):  # a model without blocks
             policy.checkpoint(1.0)

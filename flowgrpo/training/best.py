@@ -15,7 +15,7 @@ from torch import Tensor
 from flowgrpo.config.sections import Eval
 from flowgrpo.errors import UserError
 from flowgrpo.methods.setup import Setup
-from flowgrpo.nouns import counted
+from flowgrpo.nouns import quantity
 
 
 @dataclass
@@ -60,7 +60,7 @@ class BestWeights:
         self.best, self.stop, self.weights = Peak(self.best.reward), Peak(self.stop.reward), {}
 
     @property
-    def stopped(self) -> bool:
+    def should_stop(self) -> bool:
         """True if `patience` evaluations in a row brought no better one."""
         return self.patience is not None and self.stop.since >= self.patience
 
@@ -71,8 +71,8 @@ class BestWeights:
         if self.weights:
             said.append(f"kept the weights of epoch {self.best.epoch}, the best by held-out {self.best.reward} "
                         f"({self.best.value:.4g})")
-        if self.stopped:
-            said.append(f"stopped: {counted(self.stop.since, 'evaluation')} without a better held-out "
+        if self.should_stop:
+            said.append(f"stopped: {quantity(self.stop.since, 'evaluation')} without a better held-out "
                         f"{self.stop.reward} than "
                         f"that of epoch {self.stop.epoch}")
         return "; ".join(said) or None

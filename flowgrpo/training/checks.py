@@ -98,7 +98,7 @@ def check(config: Config, resume: bool | Literal["auto"] = False, pipe: Any = No
     config, launched = machine.as_launched(config, kind)
     setup = Setup(config, kind, resolve(config, build.process(kind)), loaded=pipe, device=device)
     require(OF_KEYS, setup)
-    setup, accelerator, precision = machine.placed(setup, resume)
+    setup, accelerator, precision = machine.place_setup(setup, resume)
     for line in launched if setup.first else ():
         print(line, flush=True)
     require(OF_MACHINE, setup)
@@ -111,7 +111,7 @@ def check(config: Config, resume: bool | Literal["auto"] = False, pipe: Any = No
         sources.require(setup.prompts, _frames(setup), Path(setup.config.output))
     if setup.first:  # finds mistakes, and makes the trial
         rewards.load([*setup.trained.values(), *setup.watched.values()])
-    last, changes, repeated = _resumed(setup, accelerator)
+    last, changes, repeated = _resume_point(setup, accelerator)
     if setup.first:
         paths.require_folder(setup.config.folder)
     return Ready(setup, precision, accelerator, last, changes, Threads.of(setup.device), repeated, began)
@@ -149,7 +149,7 @@ def _with_prompts(setup: Setup, prompts: list[Prompt] | None) -> Setup:
                    split=pairs.in_place(config, split, setup.method.for_tokens))
 
 
-def _resumed(setup: Setup, accelerator: Accelerator) -> tuple[Path | None, list[str], dict[int, int]]:
+def _resume_point(setup: Setup, accelerator: Accelerator) -> tuple[Path | None, list[str], dict[int, int]]:
     """Return the checkpoint to resume from, the changes since then, and the threads of the epochs to repeat; (None, [],
     {}) for a run that begins."""
     if not setup.resumes:
@@ -158,4 +158,4 @@ def _resumed(setup: Setup, accelerator: Accelerator) -> tuple[Path | None, list[
     last = run_folder.last_whole(config, accelerator)
     changed = run_folder.require_same(config, last)
     return (last, changed + run_folder.changes(config.folder, run_folder.of_run(config, setup.split)),
-            run_folder.lost_threads(config, last, accelerator))
+            run_folder.threads_by_epoch(config, last, accelerator))

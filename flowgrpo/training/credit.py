@@ -15,7 +15,7 @@ from flowgrpo.advantages.selection import of_nodes
 from flowgrpo.methods.method import Method
 from flowgrpo.methods.targets import LatentEdits
 from flowgrpo.objectives.supervised import LayerTuning
-from flowgrpo.samplers.latent_edits import rewarded
+from flowgrpo.samplers.latent_edits import with_rewards
 from flowgrpo.samplers.rollout import Part, leaves_of
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.run import Run
@@ -42,7 +42,7 @@ def compared(trainer: Run, epoch: Epoch) -> list[Part]:
     prompts, scores = epoch.groups.compared()
     weights = list(scoring.weights.values()) * len(method.rollout.strides)
     context = context_of(trainer, epoch, [prompt.key for prompt in prompts])
-    parts = list(credit(method, epoch.parts, scoring.shaped(scores), weights, context,
+    parts = list(credit(method, epoch.parts, scoring.transform(scores), weights, context,
                         lambda values: processes.own(slices(values, trainer.geometry.slices))))
     epoch.metrics |= {name: float(value) for name, value in context.run.metrics.items()}
     return [part for part in parts if part is not None]
@@ -59,7 +59,7 @@ def context_of(trainer: Run, epoch: Epoch, keys: list[str]) -> Context:
 
 def _groups(trainer: Run, epoch: Epoch, keys: list[str]) -> PromptGroups:
     shape, splits = trainer.geometry, trainer.rollouts.splits(trainer.epoch)
-    of = shape.sliced(keys)
+    of = shape.repeat_per_slice(keys)
     places = [int(place) for part in epoch.parts for place in part.prompts[::shape.group]]
     share = len(of) // trainer.processes.count
     prompts = [of[first + place] for first in range(0, len(of), share) for place in places][::shape.slices]
@@ -127,8 +127,8 @@ def credit(method: Method, parts: list[Part], rewards: Tensor, weights: list[flo
         if method.tuning.weight:
             part = towards_best(part, advantage_of[1, -1][at], method.tuning)
         if isinstance(method.target, LatentEdits):
-            part = rewarded(part, local(weighted_sum(shaped, weights))[at].flatten())
-        yield part.credited(advantages, kept, earned)
+            part = with_rewards(part, local(weighted_sum(shaped, weights))[at].flatten())
+        yield part.with_advantages(advantages, kept, earned)
 
 
 def _bonuses(method: Method, parts: list[Part], rewards: Tensor, context: Context) -> Tensor | None:
@@ -163,10 +163,10 @@ def towards_best(part: Part, advantages: Tensor, tuning: LayerTuning) -> Part:
     and its weight by `tuning`. advantages: [N, G] of the leaves of the part's N groups. The part must have its means
     recorded.
     """
-    return replace(part, transitions=tuple(_aimed(taken, part, advantages, tuning) for taken in part.transitions))
+    return replace(part, transitions=tuple(_add_target(taken, part, advantages, tuning) for taken in part.transitions))
 
 
-def _aimed(taken: Any, part: Part, advantages: Tensor, tuning: LayerTuning) -> Transitions:
+def _add_target(taken: Any, part: Part, advantages: Tensor, tuning: LayerTuning) -> Transitions:
     assert taken.old.mean is not None, "LayerTuning needs recorded means"
     exploration, groups, edges = part.exploration, len(advantages), len(taken.parent)
     width, best = len(part.prompts) // edges, advantages.argmax(1)

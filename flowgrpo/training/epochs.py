@@ -29,7 +29,7 @@ from flowgrpo.evaluation.looks import LOOKS, Looks
 from flowgrpo.evaluation.report import symptoms
 from flowgrpo.evaluation.runs import HELD_OUT
 from flowgrpo.gpus import GPUS
-from flowgrpo.nouns import counted
+from flowgrpo.nouns import quantity
 from flowgrpo.policies.policy import Policy
 from flowgrpo.policies.weights.change import Change
 from flowgrpo.storage import checkpoint
@@ -75,13 +75,13 @@ class Saving:
         self._steps = []
         if trainer.policy.weights.sharded:
             shard = state.begin_shards(trainer, place)
-            whole, values = _copied(shard.whole, shard.values)
+            whole, values = _copy(shard.whole, shard.values)
             self._steps = [partial(checkpoint.save, place, epoch, whole, values, keep, begun=True)
                            if trainer.processes.first else _nothing]
-            self.writer.start(partial(checkpoint.save_shard, place, epoch, _copied(shard.parts, {})[0], shard.index,
+            self.writer.start(partial(checkpoint.save_shard, place, epoch, _copy(shard.parts, {})[0], shard.index,
                                       shard.count) if shard.writes else _nothing)
         elif trainer.processes.first:
-            self.writer.start(partial(checkpoint.save, place, epoch, *_copied(*state.contents(trainer)), keep))
+            self.writer.start(partial(checkpoint.save, place, epoch, *_copy(*state.contents(trainer)), keep))
         self._pending = True
 
     def look(self, wait: bool = False) -> None:
@@ -114,18 +114,18 @@ class Saving:
         small = False
         if trainer.processes.first or trainer.policy.weights.sharded:
             size = state.size(trainer)
-            small = size < LARGE or 2 * size > unused_memory()
+            small = size < LARGE or 2 * size > available_memory()
         return not trainer.processes.any(small)
 
 
-def unused_memory() -> int:
+def available_memory() -> int:
     """Return the bytes of the host's memory that this process can have beside those that it holds."""
     import psutil
 
     return free_memory("cpu") - psutil.Process().memory_info().rss
 
 
-def _copied(tensors: checkpoint.Tensors, values: dict[str, Any]) -> tuple[checkpoint.Tensors, dict[str, Any]]:
+def _copy(tensors: checkpoint.Tensors, values: dict[str, Any]) -> tuple[checkpoint.Tensors, dict[str, Any]]:
     """Return copies that training does not change, the tensors in the host's memory."""
     return ({key: tensor.detach().to("cpu", copy=True) for key, tensor in tensors.items()}, copy.deepcopy(values))
 
@@ -276,7 +276,7 @@ def run(trainer: Run, folder: Path, measured: dict[str, Any]) -> None:
     with closing(run_log), trainer.stop, endings.save_on_stop(trainer, folder):
         if progress.evaluation_due:  # the run was stopped in the evaluation of its last epoch
             run_log.amend(measure(trainer, folder, measured))
-        while trainer.epoch < train.epochs and not progress.best.stopped:
+        while trainer.epoch < train.epochs and not progress.best.should_stop:
             settled = settle_threads(trainer)
             metrics = throughput.epoch(lambda: trainer.run_epoch() | trainer.clock.pop(), lambda: progress.sampled)
             change = metrics["weights/change"] = progress.change(trainer.processes)
@@ -303,7 +303,7 @@ def run(trainer: Run, folder: Path, measured: dict[str, Any]) -> None:
                 require_scores(trainer, metrics)
             with trainer.processes.collective():
                 trainer.stop.check()
-            last = trainer.epoch == train.epochs or progress.best.stopped
+            last = trainer.epoch == train.epochs or progress.best.should_stop
             if last or trainer.epoch % train.save_every == 0:
                 progress.saving(folder, last)
 
@@ -317,7 +317,7 @@ def settle_threads(trainer: Run) -> dict[str, int]:
     if trainer.policy.device.type != "cpu":
         return {}
     before = progress.repeated.get(trainer.epoch + 1)
-    wished = torch.tensor([progress.threads.wished() if before is None else before])
+    wished = torch.tensor([progress.threads.recommend() if before is None else before])
     count = int(trainer.processes.gather(wished).min())
     if line := progress.threads.use(count, "" if before is None else f"as epoch {trainer.epoch + 1} had"):
         trainer.log(line)
@@ -334,9 +334,9 @@ def require_scores(trainer: Run, metrics: dict[str, Any]) -> None:
         means, failed = (metrics.get(f"reward/{name}/{what}", 0) for what in ("mean", "failed"))
         unscored[name] = 0 if means == means else unscored[name] + bool(failed)
         if most and unscored[name] >= most:
-            raise UserError(f"reward {name!r} has failed on every sample of {counted(most, 'epoch')} in a row, so that "
-                            "it trains nothing: see that it answers, and --resume; --guard.unscored=0 goes on without "
-                            "its scores")
+            raise UserError(f"reward {name!r} has failed on every sample of {quantity(most, 'epoch')} in a row, so "
+                            "that it trains nothing: see that it answers, and --resume; --guard.unscored=0 goes on "
+                            "without its scores")
 
 
 def measure(trainer: Run, folder: Path, measured: dict[str, Any]) -> dict[str, float]:

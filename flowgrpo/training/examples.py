@@ -84,17 +84,17 @@ class Examples:
             return self.collected
         return [example for examples in self.recorded.values() for example in examples]
 
-    def drawn(self, count: int, update: int) -> list[Example]:
+    def sample(self, count: int, update: int) -> list[Example]:
         """Return `count` different examples, or all if there are fewer, by the run's seed and the step."""
         pool = self.pool
         return random.Random(f"data/{self.run.config.seed}/{update}").sample(pool, min(count, len(pool)))
 
-    def taken(self, count: int, update: int) -> list[Example]:
+    def pop(self, count: int, update: int) -> list[Example]:
         """Remove `count` collected examples and return them, by the run's seed and the step, so that a batch mixes
         prompts; none if there are fewer."""
         if len(self.collected) < count:
             return []
-        batch = self.drawn(count, update)
+        batch = self.sample(count, update)
         gone = {id(example) for example in batch}
         self.collected = [example for example in self.collected if id(example) not in gone]
         return batch
@@ -112,7 +112,8 @@ class Examples:
         processes, geometry = self.run.processes, self.run.geometry
         prompts = {prompt.key: prompt for prompt in epoch_batch.prompts}
         index = {key: place for place, key in enumerate(prompts)}
-        own = processes.own(geometry.sliced(epoch_batch.prompts)) if epoch_batch.turn == 1 else epoch_batch.own()
+        first = epoch_batch.turn == 1
+        own = processes.own(geometry.repeat_per_slice(epoch_batch.prompts)) if first else epoch_batch.own()
         local = processes.own(slices(totals, geometry.slices))
         of_group = [index[own[int(place)].key] for part in parts for place in part.prompts[::geometry.group]]
         right = local >= self.source.right

@@ -101,7 +101,7 @@ class FirstRatio:
 
     def _again(self, parts: list[Part], conditioning: Encoded) -> list[Part]:
         with self.rollouts.old_policy.old(), self.processes.collective():  # all have the old weights till all are done
-            return [self.rollouts.rescored(part, conditioning) for part in parts]
+            return [self.rollouts.rescore(part, conditioning) for part in parts]
 
     def _spreads(self, parts: list[Part], conditioning: Encoded) -> tuple[float, float]:
         """Return the largest differences of the first part's log-probabilities between two replays at the run's

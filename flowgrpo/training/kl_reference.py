@@ -20,7 +20,7 @@ from flowgrpo.objectives import at_epoch, is_active
 from flowgrpo.objectives.references import SelfTeacher, Soup, Teachers
 from flowgrpo.policies.policy import Policy
 from flowgrpo.rollouts.base import Encoded, GroupSampler
-from flowgrpo.samplers.replay import calls, rescored
+from flowgrpo.samplers.replay import calls, rescore
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.types import Completions, RunState, Scored
@@ -92,7 +92,7 @@ class KLReference:
             with self.policy.reference(self.snapshots), processes.collective():
                 self.cached = {}
                 for part in processes.in_step(parts, self.calls_of):
-                    self.cached[id(part)] = self._kept(self.replay(part))
+                    self.cached[id(part)] = self._offload_scores(self.replay(part))
 
     def calls_of(self, parts: Sequence[Part], processes: Processes) -> list[Any]:
         """Return what the denoiser's calls of this process go by, in an update of parts or in their scoring.
@@ -110,7 +110,7 @@ class KLReference:
             return self.cached[id(part)]
         with self._in_place():
             if self.keep:
-                self.cached[id(part)] = self._kept(self.replay(part))
+                self.cached[id(part)] = self._offload_scores(self.replay(part))
                 return self.cached[id(part)]
             return [score for _, _, score in self.replay(part)]
 
@@ -118,7 +118,7 @@ class KLReference:
     def leaves(self, part: Part, replay: Replay) -> torch.Tensor:
         """Return the reference's mean log-probability of each leaf of a part: float64 [b]."""
         with self._in_place():
-            return rescored(part, replay(part)).leaves()["logp"]
+            return rescore(part, replay(part)).leaves()["logp"]
 
     @property
     def _teacher(self) -> str:
@@ -143,7 +143,7 @@ class KLReference:
             return torch.no_grad()
         return cast(Any, self.policy).teacher(self._teacher) if self._teacher else self.policy.reference(self.snapshots)
 
-    def _kept(self, replayed: Iterator[tuple[int, slice, Scored]]) -> list[Scored]:
+    def _offload_scores(self, replayed: Iterator[tuple[int, slice, Scored]]) -> list[Scored]:
         return [score.to(self.policy.states) for _, _, score in replayed]
 
     def end(self, epoch: int, measured: float | None) -> dict[str, float]:
@@ -211,13 +211,13 @@ class TeachersReference(KLReference):
         if not self.is_read:
             return []
         if id(part) not in self.cached:
-            scores = self._scored(part)
+            scores = self._score(part)
             if not self.keep:
                 return scores
             self.cached[id(part)] = [score.to(self.policy.states) for score in scores]
         return self.cached[id(part)]
 
-    def _scored(self, part: Part) -> list[Scored]:
+    def _score(self, part: Part) -> list[Scored]:
         found: list[Scored] = []
         for number in self.of[part.prompts.cpu()].unique().tolist():
             with self.policy.reference(self.snapshots[number:number + 1]):
@@ -230,14 +230,14 @@ class TeachersReference(KLReference):
 
 def join_rows(one: Scored, other: Scored, rows: Tensor) -> Scored:
     """Return a score with these rows, bool [b], of another one."""
-    def chosen(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    def select(first: Tensor | None, second: Tensor | None) -> Tensor | None:
         if first is None or second is None or len(first) != len(rows):
             return first  # of all rows alike
         return torch.where(rows.to(first.device).view(-1, *[1] * (first.ndim - 1)), second, first)
 
     names: Sequence[str] = ("logp", "mean", "entropy")
-    fields: dict[str, Any] = {name: chosen(getattr(one, name), getattr(other, name)) for name in names}
-    std = one.std if one.std is None or one.std.ndim < 2 else chosen(one.std, other.std)
+    fields: dict[str, Any] = {name: select(getattr(one, name), getattr(other, name)) for name in names}
+    std = one.std if one.std is None or one.std.ndim < 2 else select(one.std, other.std)
     return replace(one, **fields, std=std)
 
 
@@ -282,7 +282,7 @@ class SelfTeacherReference(KLReference):
 
     def of_texts(self, taken: Completions, rewards: list[float]) -> list[Prompt]:
         """Return the teacher's prompt of each completion, as its group and their rewards make it."""
-        written = [str(text) for text in cast(Any, self.policy).written(taken.ids, taken.old.mask)]
+        written = [str(text) for text in cast(Any, self.policy).detokenize(taken.ids, taken.old.mask)]
         prompts = [self.prompts[place] for place in taken.prompts.tolist()]
         for place in taken.prompts.unique():
             rows = (taken.prompts == place).nonzero()[:, 0].tolist()

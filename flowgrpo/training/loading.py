@@ -11,7 +11,7 @@ import torch
 
 from flowgrpo.config.schema import Config
 from flowgrpo.data.prompts import Prompt
-from flowgrpo.device import bf16_speed, described
+from flowgrpo.device import bf16_speed, describe
 from flowgrpo.errors import UserError
 from flowgrpo.methods.method import Method
 from flowgrpo.methods.setup import Setup
@@ -44,7 +44,7 @@ def of_steps(config: Config, method: Method, pipe: Any) -> Iterator[str]:
     facts = few_steps.of_pipe(pipe, config.model, config.load)
     if (why := facts.why) is None:
         return
-    fitting = few_steps.fitted(config, facts)
+    fitting = few_steps.few_step_config(config, facts)
     left = [f"--{name}.{key}={getattr(getattr(fitting, name), key):g}" for name in ("train", "eval")
             for key in ("steps", "guidance")
             if getattr(getattr(config, name), key) != getattr(getattr(fitting, name), key)]
@@ -62,7 +62,7 @@ def before(setup: Setup, precision: str, asked: str) -> Iterator[str]:
     precision: in words; asked: as the recipe has it, `auto` included.
     """
     count = setup.all_processes
-    yield f"device: {described(setup.device)}, {count} process{'es' * (count > 1)}"
+    yield f"device: {describe(setup.device)}, {count} process{'es' * (count > 1)}"
     yield f"precision: {precision}"
     yield from of_machine(asked, setup.device)
 
@@ -72,7 +72,7 @@ def load(setup: Setup) -> Any:
     config, first, start = setup.config, setup.first, time.monotonic()
     if first:
         print(f"loading {config.model} ...", flush=True)
-    encoded = build.encoded(config, setup.prompts)
+    encoded = build.skips_text_encoders(config, setup.prompts)
     if config.memory.encoders == "ahead" and not encoded:
         _encode_ahead(setup)
         encoded = True

@@ -42,19 +42,19 @@ def as_launched(config: Config, kind: str) -> tuple[Config, list[str]]:
     return config, lines
 
 
-def placed(setup: Setup, resume: bool | Literal["auto"]) -> tuple[Setup, Accelerator, str]:
+def place_setup(setup: Setup, resume: bool | Literal["auto"]) -> tuple[Setup, Accelerator, str]:
     """Return the setup on its device and processes, accelerate's object, and the precision in words."""
     config = setup.config
     accelerator = make_accelerator(str(setup.device))  # before rewards: it selects the GPU that they will use
     count, first = accelerator.num_processes, accelerator.is_main_process
     device = accelerator.device if count > 1 else setup.device
     resumes = run_folder.resumes(config, accelerator, resume)
-    config, precision = _settled(replace(setup, config=config, device=device, first=first, resumes=resumes))
+    config, precision = _resolve_precision(replace(setup, config=config, device=device, first=first, resumes=resumes))
     return replace(setup, config=config, device=device, processes=teams(config.memory.context_parallel, count),
                    all_processes=count, first=first, resumes=resumes), accelerator, precision
 
 
-def _settled(setup: Setup) -> tuple[Config, str]:
+def _resolve_precision(setup: Setup) -> tuple[Config, str]:
     """Return the configuration with the precision that the first process chooses for all, and its description."""
     from accelerate.utils import broadcast_object_list
 

@@ -62,7 +62,7 @@ def memory(policy: PipelinePolicy, config: Config, conditioning: Conditioning, r
     held = _weights(policy) | {"trained": trained} | averages(config, policy, trained)
     x, activations = _one_row(policy, conditioning)
     kept_here = policy.states == policy.device
-    recorded = _recorded(policy, config, conditioning, x) if kept_here else 0
+    recorded = _rollout_bytes(policy, config, conditioning, x) if kept_here else 0
     states = {"recorded states": recorded}
     rows = geometry(config.train).micro_batch
     moments = {"adamw": 2 * trained, "adamw8bit": trained // 2}[config.train.optimizer]
@@ -77,7 +77,7 @@ def memory(policy: PipelinePolicy, config: Config, conditioning: Conditioning, r
     phases = {"encode": first | staying if ahead is None else ahead, "rollout": later | states | scoring,
               "decode": later | states | scoring | {"decoding": _decoding(policy, conditioning, x, rows)},
               "update": later | states | staying | update}
-    for feature in features.wanted(config, validate.resolve(config, policy.process)):
+    for feature in features.active_features(config, validate.resolve(config, policy.process)):
         if feature.memory:
             features.at(feature.memory)(phases, Measured(policy, config, conditioning, recorded, activations))
     return phases
@@ -113,21 +113,22 @@ def _weights(policy: PipelinePolicy) -> dict[str, int]:
             kind = "denoisers" if name in policy.denoisers else "vae" if "vae" in name or name == "vqgan" else \
                 "text encoders" if name.startswith("text_encoder") else "other"
 
-            def frozen(part: torch.nn.Module) -> int:
+            def bytes_frozen(part: torch.nn.Module) -> int:
                 return tensor_bytes(tensor for tensor in [*part.parameters(), *part.buffers()]
                                     if id(tensor) not in trained)
 
-            parts = [frozen(block) for block in blocks(module)] if policy.offloads and name in policy.denoisers else []
-            sizes[kind] += frozen(module) - sum(parts) + max(parts, default=0)
+            offloads = policy.offloads and name in policy.denoisers
+            parts = [bytes_frozen(block) for block in blocks(module)] if offloads else []
+            sizes[kind] += bytes_frozen(module) - sum(parts) + max(parts, default=0)
     return sizes
 
 
 def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Return the bytes of tensors, quantised ones as stored."""
-    return sum(part.numel() * part.element_size() for tensor in tensors for part in _stored(tensor))
+    return sum(part.numel() * part.element_size() for tensor in tensors for part in _storage_tensors(tensor))
 
 
-def _stored(tensor: torch.Tensor) -> list[torch.Tensor]:
+def _storage_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the stored tensors: of a quantised one its integers and their scales."""
     if hasattr(tensor, "__tensor_flatten__"):
         return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
@@ -146,13 +147,13 @@ def _one_row(policy: PipelinePolicy, conditioning: Conditioning) -> tuple[torch.
 def activation_bytes(modules: Iterable[torch.nn.Module], forward: Callable[[], torch.Tensor]) -> int:
     """Return the bytes that `forward` keeps for its backward, without the modules' weights."""
     weights = {part.untyped_storage().data_ptr() for module in modules for p in module.parameters()
-               for part in _stored(p)}
+               for part in _storage_tensors(p)}
     sizes: dict[int, int] = {}
     alive: list[torch.Tensor] = []  # a freed storage would pass its address on
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.detach()  # the graph would hold the tensor, and the tensor the graph
-        for storage in (part.untyped_storage() for part in _stored(tensor)):
+        for storage in (part.untyped_storage() for part in _storage_tensors(tensor)):
             if storage.data_ptr() not in weights:
                 sizes[storage.data_ptr()] = storage.nbytes()
                 alive.append(tensor.detach())
@@ -186,7 +187,7 @@ class Peak(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         output = function(*args, **(kwargs or {}))
         for tensor in (leaf for leaf in tree_leaves(output) if torch.is_tensor(leaf)):
-            for storage in (part.untyped_storage() for part in _stored(tensor)):
+            for storage in (part.untyped_storage() for part in _storage_tensors(tensor)):
                 if storage._cdata not in self._alive:
                     self._alive[storage._cdata] = storage.nbytes()
                     weakref.finalize(storage, self._alive.pop, storage._cdata, None)
@@ -194,11 +195,11 @@ class Peak(TorchDispatchMode):
         return output
 
 
-def _recorded(policy: PipelinePolicy, config: Config, conditioning: Conditioning, x: torch.Tensor) -> int:
+def _rollout_bytes(policy: PipelinePolicy, config: Config, conditioning: Conditioning, x: torch.Tensor) -> int:
     """Return bytes of what an epoch's rollout keeps: the states around every trained step and at the end, each in the
     dtype of x, one state, and fp32 means of the old policy if the loss reads them."""
     train, (method, grid, explorations) = config.train, plan_first_epoch(policy, config, conditioning)
-    noised = method.noised(grid, train.group, 0, config.seed)
+    noised = method.noising_spec(grid, train.group, 0, config.seed)
     if noised is not None:  # states, targets, old velocities, and finals of the sampled part
         times = len(noised.schedule.trained)
         counts = [(train.group * (2 * times + 1), train.group * times * noised.keep_means)]

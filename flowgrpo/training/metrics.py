@@ -106,9 +106,9 @@ class WandB:
     def __init__(self, config: Config, run_id: str, epoch: int):
         self.module: Any = importlib.import_module(self.name)
         self.run = self.module.init(project=PROJECT, config=config.model_dump(mode="json"), resume="allow",
-                                    **self.named(config, run_id))
+                                    **self.run_arguments(config, run_id))
 
-    def named(self, config: Config, run_id: str) -> dict[str, str]:
+    def run_arguments(self, config: Config, run_id: str) -> dict[str, str]:
         """Return the arguments that identify a run."""
         return {"name": config.name, "id": run_id}
 
@@ -125,7 +125,7 @@ class WandB:
         if texts:
             self.log({name: self.module.Table(columns=["prompt", "text"], data=texts)}, step)
         if images:
-            self.log(self.keyed(name, images), step)
+            self.log(self.image_entries(name, images), step)
 
     def moving(self, video: snapshots.Video, caption: str) -> Any:
         """Return a clip as mp4, or without an encoder as GIF."""
@@ -136,7 +136,7 @@ class WandB:
         """Send a line on a symptom, as an alert; `log` has sent the step already."""
         self.run.alert(title=f"{name} at epoch {step}", text=text, level="WARN")
 
-    def keyed(self, name: str, images: list[Any]) -> dict[str, Any]:
+    def image_entries(self, name: str, images: list[Any]) -> dict[str, Any]:
         """Return images under their keys."""
         return {name: images}
 
@@ -149,10 +149,10 @@ class Trackio(WandB):
 
     name = "trackio"
 
-    def named(self, config: Config, run_id: str) -> dict[str, str]:
+    def run_arguments(self, config: Config, run_id: str) -> dict[str, str]:
         return {"name": f"{config.name}-{run_id}"}
 
-    def keyed(self, name: str, images: list[Any]) -> dict[str, Any]:
+    def image_entries(self, name: str, images: list[Any]) -> dict[str, Any]:
         return {f"{name}/{number}": image for number, image in enumerate(images, 1)}
 
     def show(self, name: str, samples: Samples, step: int) -> None:
@@ -184,12 +184,12 @@ def check(setup: Setup) -> None:
     if importlib.util.find_spec(name) is None:
         raise UserError(f"tracker is {name!r}, but its package is not installed: pip install {name}, or set tracker "
                         "to tensorboard or none")
-    if name == "wandb" and not _logged_in():
+    if name == "wandb" and not _is_logged_in():
         raise UserError("tracker is 'wandb', but it has no key: `wandb login`, or set WANDB_API_KEY, "
                         "WANDB_MODE=offline or another tracker")
 
 
-def _logged_in() -> bool:
+def _is_logged_in() -> bool:
     """True if wandb starts without a prompt, or a terminal is there to answer, or if that is unknown."""
     if os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun") or sys.stdin.isatty():
         return True
@@ -235,13 +235,13 @@ def show(accelerator: Accelerator, run: Path, step: int, *names: str) -> None:
         last = name in ("best", "worst")
         content = read_object(run / snapshots.FOLDER / f"{'last' if last else name}.json", snapshots.MEND)
         cards = content[name if last else "cards"]
-        for key, samples in ((f"{name}_source" if last else "source", _brought(cards)),
+        for key, samples in ((f"{name}_source" if last else "source", _prompt_images(cards)),
                              (name, [(caption(card), snapshots.content(card)) for card in cards])):
             for tracker in accelerator.trackers if samples else ():
                 tracker.show(key, samples, step)
 
 
-def _brought(cards: list[dict[str, Any]]) -> Samples:
+def _prompt_images(cards: list[dict[str, Any]]) -> Samples:
     """Return what the prompts of samples bring, with captions: their prompt and its name."""
     return [(f"{card['prompt']} ({source['name']})", snapshots.content(source))
             for card in cards for source in card.get("sources", ())]

@@ -20,7 +20,7 @@ from flowgrpo.methods.parts import Reduction
 from flowgrpo.objectives.reductions import TokenMean
 from flowgrpo.policies.policy import Policy
 from flowgrpo.samplers.rollout import Part
-from flowgrpo.types import required
+from flowgrpo.types import unwrap
 
 EPS_SHARE = 0.25  # share of the step that AdamW's eps takes, from which on it is reported
 
@@ -143,7 +143,7 @@ class Optimization:
         self.parameters = policy.weights.parameters()
         self.optimizer = make_optimizer(config.train, self.parameters)
         self.scaler = make_scaler(config.precision, policy.device)
-        self.ema = policy.weights.kept() if config.train.ema else None
+        self.ema = policy.weights.copy_for_average() if config.train.ema else None
         self.update = 0
         self.scale = 1.0
         self.unscheduled = 0
@@ -213,5 +213,5 @@ class Optimization:
     def evaluated_weights(self) -> dict[str, torch.Tensor]:
         """Return the weights that are measured and saved: `eval.weights`."""
         if self.config.eval.weights == "ema":
-            return required(self.ema)
+            return unwrap(self.ema)
         return self.policy.weights.snapshot()

@@ -5,7 +5,7 @@ need a whole group in one process.
 from __future__ import annotations
 
 from flowgrpo import rewards
-from flowgrpo.advantages.token_credit import chosen_weights
+from flowgrpo.advantages.token_credit import select_weights
 from flowgrpo.config.schema import Config
 from flowgrpo.errors import UserError
 from flowgrpo.methods.method import Method
@@ -30,7 +30,7 @@ def check(setup: Setup) -> None:
     progress = method.credit.progress
     if progress is None and not method.credit.advantage.reads_baseline:
         return
-    for name in chosen_weights(dict.fromkeys(trained, 1.0), progress.rewards if progress else ()):
+    for name in select_weights(dict.fromkeys(trained, 1.0), progress.rewards if progress else ()):
         if pairwise.sees_groups(trained[name]) or rewards.sees_base(trained[name]):
             part = "parts.progress" if progress else "parts.advantage"
             raise UserError(f"{part} scores images one by one, but the reward {name!r} compares several: name others "

@@ -33,7 +33,7 @@ from flowgrpo.storage.json_files import decode, read_lines, read_object
 from flowgrpo.storage.manifest import sha256
 from flowgrpo.storage.places import CRASH, checkpoints, epoch_of, lock_run
 from flowgrpo.training import state
-from flowgrpo.user_code import packaged
+from flowgrpo.user_code import group_entry_points
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -92,7 +92,7 @@ def last_whole(config: Config, accelerator: Accelerator) -> Path:
     return last
 
 
-def lost_threads(config: Config, last: Path, accelerator: Accelerator) -> dict[int, int]:
+def threads_by_epoch(config: Config, last: Path, accelerator: Accelerator) -> dict[int, int]:
     """Return torch's threads on a CPU in each epoch after the checkpoint `last`, as metrics.jsonl has them."""
     from accelerate.utils import broadcast_object_list
 
@@ -260,7 +260,7 @@ def of_run(config: Config, split: Split) -> dict[str, Any]:
     """
     files = sorted({path for path in code_files(config.model_dump(mode="json")) if path.is_file()})
     rules = config.trained | config.watched
-    points = packaged(GROUP)
+    points = group_entry_points(GROUP)
     named = {rule.use or label for label, rule in rules.items()}
     dists = {point.dist.name for name, point in points.items() if name in named and point.dist}
     return {"code": {str(path): sha256(path) for path in files},
@@ -285,10 +285,10 @@ def prompt_hashes(prompts: Sequence[Prompt]) -> dict[str, str]:
     """Return the hashes of the prompts' texts, and of all that stands beside the texts."""
     texts = [[prompt.text, prompt.negative] for prompt in prompts]
     beside = [[prompt.metadata, prompt.weight] for prompt in prompts]
-    return {"texts": _hashed(texts), "metadata": _hashed(beside)}
+    return {"texts": _hash(texts), "metadata": _hash(beside)}
 
 
-def _hashed(value: object) -> str:
+def _hash(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
@@ -320,7 +320,7 @@ def changes(folder: Path, now: dict[str, Any]) -> list[str]:
 
 
 @contextlib.contextmanager
-def held_folder(config: Config, epoch: int, resumed: bool, changes: list[str]) -> Iterator[None]:
+def lock_folder(config: Config, epoch: int, resumed: bool, changes: list[str]) -> Iterator[None]:
     """Context manager: archive an earlier run of the folder, or resume this one after `epoch`, and keep it locked
     against other runs."""
     folder = config.folder

@@ -19,7 +19,7 @@ from flowgrpo.data.prompts import NOTHING, Prompt
 from flowgrpo.device import current_gpu, use_gpu
 from flowgrpo.distributed import signals
 from flowgrpo.distributed.signals import Stop, Stopped
-from flowgrpo.nouns import counted
+from flowgrpo.nouns import quantity
 from flowgrpo.rollouts.base import Encoded, Outputs
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.training.epoch import Epoch
@@ -71,7 +71,7 @@ def readable(trainer: Run, batch: list[Prompt], epoch: int) -> list[Prompt]:
     for error, prompt in zip(errors, kept):
         if error is not None and trainer.processes.first:
             trainer.log(f"epoch {epoch}: {error}: another prompt is sampled in its place ({prompt.text[:40]!r}; "
-                        f"{sources.count_lost(trainer.prompts)} of {counted(len(trainer.prompts), 'prompt')} lost)")
+                        f"{sources.count_lost(trainer.prompts)} of {quantity(len(trainer.prompts), 'prompt')} lost)")
     return kept
 
 
@@ -80,10 +80,10 @@ def draw_groups(trainer: Run, epoch: Epoch, batch: list[Prompt]) -> list[Part]:
 
     batch: of all processes.
     """
-    scoring, own = trainer.scoring, trainer.processes.own(trainer.geometry.sliced(batch))
+    scoring, own = trainer.scoring, trainer.processes.own(trainer.geometry.repeat_per_slice(batch))
     parts, epoch.conditioning, scores = trainer.with_oom_retry(partial(sample, trainer, own, epoch.groups.turn))
     scores = trainer.processes.gather(scores).flatten(0, 1).unflatten(0, (-1, trainer.config.train.group))
-    totals = scoring.weighted(scores[..., :len(scoring.functions)])
+    totals = scoring.sum_rewards(scores[..., :len(scoring.functions)])
     epoch.groups.add(batch, scores, totals, *group_signals(trainer, parts, len(batch)))
     epoch.own = epoch.own + own
     epoch.parts = epoch.parts + parts
@@ -107,7 +107,7 @@ def sample(trainer: Run, batch: list[Prompt], turn: int = 0) -> tuple[list[Part]
     trainer.geometry.start_turn()
     with trainer.processes.collective(), Scorer(trainer.stop, scoring.waits) as scorer:
         conditioning = trainer.rollouts.conditioning(batch, trainer.epoch)
-        for part, outputs in sampled_parts(trainer, scoring, conditioning, batch, trainer.epoch, turn):
+        for part, outputs in sample_parts(trainer, scoring, conditioning, batch, trainer.epoch, turn):
             parts.append(part)
             pending += submit(trainer, scoring, scorer, batch, part, outputs, conditioning)
         with trainer.clock("reward"):
@@ -116,7 +116,7 @@ def sample(trainer: Run, batch: list[Prompt], turn: int = 0) -> tuple[list[Part]
     return parts, conditioning, scores
 
 
-def sampled_parts(trainer: Run, scoring: Scoring, conditioning: Encoded, batch: list[Prompt], epoch: int, turn: int
+def sample_parts(trainer: Run, scoring: Scoring, conditioning: Encoded, batch: list[Prompt], epoch: int, turn: int
                   ) -> Iterator[tuple[Part, Sequence[Outputs | None]]]:
     """Yield the parts of a batch, with their outputs per granularity. Raises Stopped if a stop was requested."""
     for part, outputs in trainer.rollouts.sample(conditioning, epoch, partial(scoring.total, batch),

@@ -13,14 +13,14 @@ import torch
 
 from flowgrpo import rewards
 from flowgrpo.advantages.group import group_std, weighted_sum, zero_variance
-from flowgrpo.advantages.token_credit import chosen_weights
+from flowgrpo.advantages.token_credit import select_weights
 from flowgrpo.config.reward_rules import Limit
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.distributed import signals
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.report.snapshots import Extremes
-from flowgrpo.nouns import counted
+from flowgrpo.nouns import quantity
 from flowgrpo.rewards import Composed
 from flowgrpo.rewards.pairwise import pairing
 from flowgrpo.rollouts.base import Outputs
@@ -50,7 +50,7 @@ class Limits:
         known = self.memory.get("limits", {})
         return {name: known.get(name, limit.start) for name, limit in self.limits.items()}
 
-    def weighted(self, weights: Mapping[str, float]) -> dict[str, float]:
+    def reward_weights(self, weights: Mapping[str, float]) -> dict[str, float]:
         """Return the weights of all rewards under the present multipliers."""
         multipliers = self.multipliers
         signed = {name: limit.sign * multipliers[name] for name, limit in self.limits.items()}
@@ -117,7 +117,7 @@ class Scoring:
     @property
     def weights(self) -> dict[str, float]:
         """Return the rewards' present weights, by name."""
-        return self.given if self.limits is None else self.limits.weighted(self.given)
+        return self.given if self.limits is None else self.limits.reward_weights(self.given)
 
     def start_epoch(self, epoch: int, epochs: int, memory: dict[str, Any]) -> None:
         """Start an epoch for rewards and transforms that move over the run. memory: of the run."""
@@ -175,7 +175,7 @@ class Scoring:
         """Return `score` of samples that are trained on; keep the best and the worst decoded ones for display."""
         scores = self.score(batch, rows, outputs, self.group, base, latents)
         if outputs is not None:
-            totals = self.weighted(scores.unflatten(0, (-1, self.group))).flatten()
+            totals = self.sum_rewards(scores.unflatten(0, (-1, self.group))).flatten()
             self._diversities.setdefault(max(self._diversities, default=0), []).extend(diversity(outputs, self.group))
             self.extremes.add([batch[p] for p in rows], outputs, scores, totals)
         return scores
@@ -205,7 +205,7 @@ class Scoring:
         """Return the weighted sum of rewards [.,group] of outputs of the prompts `rows`, group for each; None: of all
         in turn. names: of the rewards that count; empty: all."""
         rows = torch.arange(len(batch)).repeat_interleave(group) if rows is None else rows
-        weights = chosen_weights(self.weights, names)
+        weights = select_weights(self.weights, names)
         functions = {name: self.functions[name] for name in weights}
         scores = self._score(functions, [batch[p] for p in rows], outputs, group, None, latents)
         scores = scores.unflatten(0, (-1, group))
@@ -222,13 +222,13 @@ class Scoring:
         if self._offloads:
             rewards.leave(self.functions.values())
 
-    def shaped(self, scores: torch.Tensor) -> torch.Tensor:
+    def transform(self, scores: torch.Tensor) -> torch.Tensor:
         """Return scores [P,G,R] after the rewards' transforms, in every granularity that R holds."""
         return rewards.transformed(self.functions, scores, self.progress) if self.transforms else scores
 
-    def weighted(self, scores: torch.Tensor) -> torch.Tensor:
+    def sum_rewards(self, scores: torch.Tensor) -> torch.Tensor:
         """Return `weighted_sum` [P,G] of scores [P,G,R], after the rewards' transforms."""
-        return weighted_sum(self.shaped(scores), list(self.weights.values()))
+        return weighted_sum(self.transform(scores), list(self.weights.values()))
 
     def metrics(self, grouped: torch.Tensor, log: Callable[[str], None]) -> dict[str, float]:
         """Return the metrics of scores [groups,G,R].
@@ -239,7 +239,7 @@ class Scoring:
         """
         metrics: dict[str, Any] = {}
         failed, weights = self._take_failures(log), self.weights
-        for name, scores, compared in zip(self.functions, grouped.unbind(-1), self.shaped(grouped).unbind(-1)):
+        for name, scores, compared in zip(self.functions, grouped.unbind(-1), self.transform(grouped).unbind(-1)):
             present = scores[~scores.isnan()]
             spread = present.std().item() if len(present) > 1 else 0.0
             groups = compared[~compared.isnan().all(1)]
@@ -280,7 +280,7 @@ class Scoring:
         failed = dict(zip(names, self.processes.total([tally.failed[name] for name in names])))
         self.reward_failures = {name: self.reward_failures.get(name, 0) + count for name, count in failed.items()}
         for name, said in tally.said.items():
-            log(f"left out: {counted(failed[name], 'sample')} that a reward failed on; the last: {said}")
+            log(f"left out: {quantity(failed[name], 'sample')} that a reward failed on; the last: {said}")
         tally.failed.clear()
         tally.said.clear()
         return failed

@@ -210,7 +210,7 @@ def _restore(trainer: Run, folder: Path) -> None:
     weights.load(taken["weights"])
     checkpoint.load_optimizer(trainer.optimization.optimizer, taken["optimizer"])
     if trainer.optimization.ema is not None:
-        trainer.optimization.ema = weights.placed(taken["ema"]) or weights.kept()
+        trainer.optimization.ema = weights.place(taken["ema"]) or weights.copy_for_average()
     for name, part in stateful(trainer).items():
         part.load_state(taken[name], {"epoch": state["epoch"]} | state.get(name, {}))
     for key, place in COUNTERS.items():

@@ -23,7 +23,7 @@ from flowgrpo.data.prompts import Prompt
 from flowgrpo.distributed.signals import promptly
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.measured import Generating, measure, spread
-from flowgrpo.nouns import counted
+from flowgrpo.nouns import quantity
 from flowgrpo.policies.pipelines.frames import require_made
 from flowgrpo.policies.policy import Policy
 from flowgrpo.rewards import Composed
@@ -90,18 +90,18 @@ def require(trainer: Run, measured: RewardFunctions) -> None:
         if trainer.processes.first:
             paths.require_room(trainer.config.folder, state.room(trainer), "the run's checkpoints")
             with exchange.brief():
-                scored = [judged(batch) for batch in batches]
+                scored = [score_trial(batch) for batch in batches]
                 for batch in further:
-                    judged(batch)
+                    score_trial(batch)
                 for batch, size in itertools.product(batches, trainer.config.image.sizes):
                     if not rewards.slow(batch.reward.function):
-                        judged(replace(batch, outputs=samples(batch.prompts, size)))
+                        score_trial(replace(batch, outputs=samples(batch.prompts, size)))
                 for batch in batches if trainer.method.target.follows_reward else ():
                     require_graph(batch.name, batch.reward, cast(Any, samples.in_graph(batch)), batch.texts,
                                   batch.metadata)
             rewards.leave(measured.values())
             rewards.leave(trained.values())
-            if batches and not any(scored) and not any(_untried(batch.reward) for batch in batches):
+            if batches and not any(scored) and not any(_skips_trial(batch.reward) for batch in batches):
                 _require_real_scores(trainer)
 
 
@@ -129,7 +129,7 @@ def _require_extremes(trainer: Run, prompts: list[Prompt]) -> None:
                                            [prompt.brings])
 
 
-def judged(batch: Batch) -> bool:
+def score_trial(batch: Batch) -> bool:
     """Score a batch; return True if a sample has a score, or failed where its rule allows that.
 
     A reward that is slow to answer, or fails under `on_error: skip`, is reported.
@@ -137,7 +137,7 @@ def judged(batch: Batch) -> bool:
     """
     name, count, tally = batch.name, len(batch.prompts), rewards.Tally()
     outputs = batch.outputs if isinstance(batch.outputs, list) else batch.outputs.clone()
-    notice = threading.Timer(PATIENCE, print, [f"reward {name!r} has judged {counted(count, 'sample')} for "
+    notice = threading.Timer(PATIENCE, print, [f"reward {name!r} has judged {quantity(count, 'sample')} for "
                                                f"{PATIENCE:g} s: if it "
                                                "hangs, set its timeout"])
     notice.daemon = True
@@ -154,7 +154,7 @@ def judged(batch: Batch) -> bool:
     return bool(said) or not bool(scores.isnan().all())
 
 
-def _untried(reward: Composed) -> bool:
+def _skips_trial(reward: Composed) -> bool:
     """Return True for a reward of groups, a slow one, and one whose extension brings its scores."""
     return sees_groups(reward.function) or rewards.slow(reward.function) or \
         any(getattr(part.origin, "brings", None) is not None for part in rewards.inside(reward))
@@ -192,15 +192,15 @@ class Samples:
         """
         key = size, tuple(prompt.key for prompt in rows)
         if key not in self._known:
-            self._known[key] = self._drawn(rows, size)
+            self._known[key] = self._sample(rows, size)
         return self._known[key]
 
     def latents(self, rows: list[Prompt], size: tuple[int, int] | None = None) -> torch.Tensor:
         """Return the latents of these prompts' outputs, one each; size: as of the call."""
-        return cast(torch.Tensor, self._drawn(rows, size, "latent"))
+        return cast(torch.Tensor, self._sample(rows, size, "latent"))
 
     @torch.no_grad()
-    def _drawn(self, rows: list[Prompt], size: tuple[int, int] | None, output_type: str = "pt") -> Outputs:
+    def _sample(self, rows: list[Prompt], size: tuple[int, int] | None, output_type: str = "pt") -> Outputs:
         some, config = rows[:SAMPLES], self.trainer.config
         conditioning = self.rollouts.encode(
             [prompt.text for prompt in some],
@@ -229,7 +229,7 @@ class Samples:
         if self.policy.modality != "text":
             assert isinstance(batch.outputs, torch.Tensor)
             return batch.outputs.to(self.policy.device).clone().requires_grad_()
-        return self.rollouts.stated(batch.prompts[0], len(batch.prompts))
+        return self.rollouts.repeat_prompt(batch.prompts[0], len(batch.prompts))
 
 
 @contextlib.contextmanager
@@ -272,7 +272,7 @@ def _require_real_scores(trainer: Run) -> None:
         encode=cast(Any, trainer.rollouts).encode)
     scored = any(score == score for scores in result.scores.values() for score in scores)
     if not scored and not any(result.failed.values()):
-        raise UserError(f"no sample of {counted(len(prompts), 'prompt')} had a score from "
+        raise UserError(f"no sample of {quantity(len(prompts), 'prompt')} had a score from "
                         f"{' or '.join(map(repr, functions))}: "
                         "expected prompts to which it applies, with the metadata that it reads, got such as "
                         f"{prompts[0].text[:60]!r}")

@@ -45,7 +45,7 @@ def measured(run: Path) -> tuple[Measured, Measured]:
         return measure(policy, prompts, functions, steps=config.eval.steps, guidance=config.eval.guidance, samples=1,
                        micro_batch=trainer.geometry.micro_batch, keep=len(prompts), title=title)
 
-    with torch.no_grad(), policy.weights.swapped(trainer.optimization.evaluated_weights()):
+    with torch.no_grad(), policy.weights.swap(trainer.optimization.evaluated_weights()):
         tuned = of("tuned")
         with policy.reference():
             return of("base"), tuned

@@ -36,7 +36,7 @@ from flowgrpo import gpus, rewards  # noqa: E402
 from flowgrpo.cli import main as main_of_flowgrpo  # noqa: E402
 from flowgrpo.config import Config, load  # noqa: E402
 from flowgrpo.data.prompts import Prompt  # noqa: E402
-from flowgrpo.device import DTYPES, rounded_products  # noqa: E402
+from flowgrpo.device import DTYPES, matmul_precision  # noqa: E402
 from flowgrpo.distributed.processes import make_accelerator  # noqa: E402
 from flowgrpo.errors import UserError  # noqa: E402
 from flowgrpo.policies import build  # noqa: E402
@@ -47,7 +47,7 @@ from flowgrpo.policies.weights.forwards import (  # noqa: E402
     without_casts,
 )
 from flowgrpo.policies.weights.low_precision import LOWEST, capability  # noqa: E402
-from flowgrpo.published import named  # noqa: E402
+from flowgrpo.published import find  # noqa: E402
 from flowgrpo.samplers.growth import explore  # noqa: E402
 from flowgrpo.samplers.rollout import seeder  # noqa: E402
 from flowgrpo.tools.check import tiny  # noqa: E402
@@ -193,14 +193,14 @@ def _filled(module: Any, device: torch.device, dtype: torch.dtype) -> torch.nn.M
 
 def pipeline_of(config: Config) -> str:
     """Return the class of a recipe's pipeline, or of its language model."""
-    known = named(config.model)
+    known = find(config.model)
     return "Qwen3ForCausalLM" if known is None else known.pipeline
 
 
 def loaded(config: Config) -> Any:
     """Return the recipe's pipeline, or (model, tokenizer), with random weights."""
     dtype = DTYPES[config.precision]
-    if named(config.model) is not None:
+    if find(config.model) is not None:
         return tiny.make(pipeline_of(config))[0].to(dtype) if HERE.rehearsed else \
             filled(from_configs.pipeline(config.model, dtype), HERE.device, dtype)
     if HERE.rehearsed:
@@ -224,7 +224,7 @@ class Bench:
 
     def __init__(self, recipe: str, made: Callable[[Config], Any] = loaded, **changes: str):
         config = config_of(recipe, str(HERE.device), HERE.rehearsed, **changes)
-        if HERE.rehearsed and named(config.model) is not None:
+        if HERE.rehearsed and find(config.model) is not None:
             config = config.model_copy(update={"image": type(config.image)(**_tiny_image(config))})
         self.config, self.recipe = config, recipe
         policy: Any = build.make_policy(config, HERE.device, made(config))
@@ -425,7 +425,7 @@ def _starter(recipe: str, method: str, precision: str, device: torch.device, par
 
 
 def _first_epoch(trainer: Trainer) -> Line:
-    with rounded_products(trainer.config.precision, trainer.policy.device):
+    with matmul_precision(trainer.config.precision, trainer.policy.device):
         return trainer.run_epoch()
 
 
@@ -642,7 +642,7 @@ def main() -> None:
     args = parser.parse_args()
     HERE.rehearsed, HERE.clone = args.rehearse, args.clone
     print(json.dumps({"about": about()}), flush=True)
-    with rounded_products("bf16", HERE.device):
+    with matmul_precision("bf16", HERE.device):
         for section in args.sections:
             tell(section)
 

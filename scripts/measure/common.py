@@ -41,7 +41,7 @@ def make_trainer(config: Config, functions: Mapping[str, RewardFunction] | None 
 def epoch_of(trainer: Trainer, parts: list[Part], conditioning: Any, batch: list[Prompt], scores: Tensor) -> Epoch:
     """Epoch of the groups of a batch that are sampled and have these scores [P,G,R]."""
     epoch = Epoch(sampling.empty_batch(trainer, trainer.epoch), batch, parts, conditioning)
-    epoch.groups.add(batch, scores, trainer.scoring.weighted(scores))
+    epoch.groups.add(batch, scores, trainer.scoring.sum_rewards(scores))
     return epoch
 
 

@@ -35,7 +35,7 @@ from flowgrpo.rewards.guards import edge_widths
 from flowgrpo.rewards.preprocessing import LUMA
 from flowgrpo.rewards.starter import scene
 from flowgrpo.starter import scenes
-from flowgrpo.types import required
+from flowgrpo.types import unwrap
 
 PHOTOGRAPHS = {"skimage": ("data/astronaut.png", "data/chelsea.png", "data/coffee.png", "data/rocket.jpg",
                            "data/motorcycle_left.png"),
@@ -64,7 +64,7 @@ def rendered() -> Iterator[np.ndarray]:
 
 def generated(model: str, count: int = 60) -> Iterator[np.ndarray]:
     """Yield images of a packaged model for evenly spaced held-out prompts, seeds 0, 1, ..."""
-    prompts = spread(sets.load(required(sets.SETS["starter"].held_out)), count)
+    prompts = spread(sets.load(unwrap(sets.SETS["starter"].held_out)), count)
     pipe, together, asked = load_pipeline(model), samplers.Together(), samplers.call_arguments(model, None)
     for first in range(0, count, 30):
         for image in together.draw(pipe, prompts[first:first + 30], range(first, first + 30), asked, ""):

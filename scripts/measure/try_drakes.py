@@ -125,8 +125,9 @@ def measured(folder: Path, base: Path, length: int, count: int = 2000) -> tuple[
 
     policy = MaskedLM(*load_masked_lm(str(folder)), None, Text(max_tokens=length))
     held = {f"model.{key}": each for key, each in load_masked_lm(str(base))[0].named_parameters()}
-    answers, kl = policy.relaxed(policy.encode(["="]), torch.zeros(count, dtype=torch.int64),
-                                 policy.generators(range(count)), Unmasking(order="random"), GumbelSoftmax(), held)
+    answers, kl = policy.sample_relaxed(policy.encode(["="]), torch.zeros(count, dtype=torch.int64),
+                                       policy.generators(range(count)), Unmasking(order="random"), GumbelSoftmax(),
+                                       held)
     return motif(policy.texts(answers.argmax(-1)), None).mean().item(), kl.mean().item()
 
 

@@ -80,7 +80,7 @@ def compared(trainer: Trainer) -> dict[str, np.ndarray]:
         every = drawn(trainer, conditioning, rows, generators).unflatten(0, (-1, CANDIDATES, 2 * N)).transpose(1, 2)
         x, own = every[:, :, 0], conditioning.rows(owns.repeat_interleave(N))
         first = x[:, :N].flatten(0, 1)
-        edited = policy.editor.edit.applied(first, policy.editor.replay(own, first)).unflatten(0, (-1, N))
+        edited = policy.editor.edit.apply(first, policy.editor.replay(own, first)).unflatten(0, (-1, N))
         possible = ascended(trainer, batch, conditioning, x[:, :N])
         acts = {f"acting, of {n}": acting(trainer, conditioning, every[:, :, :n]) for n in (1, CANDIDATES)}
         scores = {name: scored(trainer, batch, conditioning, each)
@@ -109,12 +109,12 @@ def ascended(trainer: Trainer, batch, conditioning, x: torch.Tensor, steps: int 
     optimizer = torch.optim.Adam([decision], lr)
     for _ in range(steps):
         with torch.enable_grad():
-            images = policy.image(policy.editor.edit.applied(flat, decision), conditioning.rows(rows))
+            images = policy.image(policy.editor.edit.apply(flat, decision), conditioning.rows(rows))
             loss = -scene_soft(images, texts).sum()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    return policy.editor.edit.applied(flat, decision.detach()).unflatten(0, (-1, x.shape[1]))
+    return policy.editor.edit.apply(flat, decision.detach()).unflatten(0, (-1, x.shape[1]))
 
 
 def drawn(trainer: Trainer, conditioning, rows: torch.Tensor, generators) -> torch.Tensor:

@@ -332,9 +332,9 @@ def test_groups_of_zeros_stay_zeros_where_the_batch_has_a_mean():
 def test_whitened_by_hand():
     applies = torch.tensor([[True, True], [True, False]])
     scale = math.sqrt(2) + 1e-4  # of 1, 1, 4 the mean is 2 and the squares 1, 1, 4
-    close(whitened(f64([[1, 1], [4, 99]]), applies), [[-1 / scale, -1 / scale], [2 / scale, 0]])
-    assert (whitened(f64([[0.1 + 0.2, 0.3]]), torch.ones(1, 2, dtype=torch.bool)) == 0).all()
-    assert (whitened(f64([[NAN, NAN]]), torch.zeros(1, 2, dtype=torch.bool)) == 0).all()
+    close(whiten(f64([[1, 1], [4, 99]]), applies), [[-1 / scale, -1 / scale], [2 / scale, 0]])
+    assert (whiten(f64([[0.1 + 0.2, 0.3]]), torch.ones(1, 2, dtype=torch.bool)) == 0).all()
+    assert (whiten(f64([[NAN, NAN]]), torch.zeros(1, 2, dtype=torch.bool)) == 0).all()
 
 
 # Trim
@@ -350,7 +350,7 @@ def test_trim_silences_both_tails():
 ])
 def test_trim_rounds_down(share, size, cut):
     advantages = torch.arange(1, size + 1, dtype=F64)[None]
-    kept = trimmed(advantages, share)[0]
+    kept = trim_extremes(advantages, share)[0]
     assert (kept[:cut] == 0).all() and (kept[size - cut :] == 0).all()
     assert torch.equal(kept[cut : size - cut], advantages[0, cut : size - cut])
 

@@ -4,7 +4,16 @@ import pytest
 import torch
 
 from flowgrpo.advantages import group_relative
-from flowgrpo.advantages.shaping import Balanced, Binary, Compressed, Unlikely, WinRate, lifted, unlikely, win_rates
+from flowgrpo.advantages.shaping import (
+    Balanced,
+    Binary,
+    Compressed,
+    Unlikely,
+    WinRate,
+    to_win_rates,
+    unlikely,
+    win_rates,
+)
 from flowgrpo.types import Context, RewardColumns, RunState, SampleMeasures
 from tests.helpers.tables import close, f64
 
@@ -55,21 +64,22 @@ def test_win_rates_of_all_pairs_sum_to_half_the_group():
 
 
 def test_lifted_by_hand():
-    close(lifted(f64([[[0.9], [0.5], [0.4], [0.1]]])), [[[1], [2 / 3], [1 / 3], [0]]])
+    close(to_win_rates(f64([[[0.9], [0.5], [0.4], [0.1]]])), [[[1], [2 / 3], [1 / 3], [0]]])
     # .5 and .4 tie within .1 (and a little), .9 beats both: 1, (0 + 1/2 + 1) / 3 twice, 0.
-    close(lifted(f64([[[0.9], [0.5], [0.4], [0.1]]]), 0.11), [[[1], [0.5], [0.5], [0]]])
-    close(lifted(f64([[[3, 3], [3, NAN], [NAN, 5], [1, NAN]]])), [[[0.75, 0], [0.75, NAN], [NAN, 1], [0, NAN]]])
+    close(to_win_rates(f64([[[0.9], [0.5], [0.4], [0.1]]]), 0.11), [[[1], [0.5], [0.5], [0]]])
+    close(to_win_rates(f64([[[3, 3], [3, NAN], [NAN, 5], [1, NAN]]])), [[[0.75, 0], [0.75, NAN], [NAN, 1], [0, NAN]]])
 
 
 def test_lifted_sees_only_the_order():
     scores = torch.rand(6, 8, 2, dtype=F64, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(lifted(scores), lifted(scores * 1e-4 + 21)) and torch.equal(lifted(scores), lifted(scores.exp()))
-    torch.testing.assert_close(lifted(scores).sum(dim=1), torch.full((6, 2), 4.0, dtype=F64), rtol=0, atol=1e-12)
-    assert torch.equal(WinRate()(scores), lifted(scores)) and torch.equal(WinRate(0.2)(scores), lifted(scores, 0.2))
+    rates = to_win_rates(scores)
+    assert torch.equal(rates, to_win_rates(scores * 1e-4 + 21)) and torch.equal(rates, to_win_rates(scores.exp()))
+    torch.testing.assert_close(rates.sum(dim=1), torch.full((6, 2), 4.0, dtype=F64), rtol=0, atol=1e-12)
+    assert torch.equal(WinRate()(scores), rates) and torch.equal(WinRate(0.2)(scores), to_win_rates(scores, 0.2))
 
 
 def test_a_group_of_ties_has_no_advantage():
-    tied = lifted(f64([[[0.30001], [0.3], [0.30002]]]), 0.01)
+    tied = to_win_rates(f64([[[0.30001], [0.3], [0.30002]]]), 0.01)
     close(tied, [[[0.5], [0.5], [0.5]]])
     assert (group_relative(tied[..., 0]) == 0).all()
 

@@ -17,7 +17,7 @@ from flowgrpo.advantages.token_credit import (
     chain,
     chosen_weights,
     cut_points,
-    merged,
+    mean_step_advantage,
     progress,
     segments_of,
     shared_values,
@@ -27,7 +27,7 @@ from flowgrpo.advantages.token_credit import (
 )
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.text.samplers.decoding import Decoding
-from flowgrpo.text.samplers.groups import continued, segmented
+from flowgrpo.text.samplers.groups import continue_prefixes, with_segment_values
 from flowgrpo.text.samplers.language_model import TokenizedPrompts
 from flowgrpo.training import sampling
 from flowgrpo.training.metrics import UpdateStats
@@ -95,10 +95,10 @@ def test_a_continuation_keeps_its_prefix_and_needs_no_neighbour():
     own = tiny_text.policy()
     asked = own.encode(["1+2=", "33+4="])
     prefixes = [torch.tensor([5, 6]), torch.tensor([7])]
-    made = continued(own, asked, prefixes, Decoding(), own.generators([1, 2]))
+    made = continue_prefixes(own, asked, prefixes, Decoding(), own.generators([1, 2]))
     assert made.ids.shape == (2, 6) and made.ids[0, :2].tolist() == [5, 6] and made.ids[1, 0] == 7
     assert (made.logp[0, :2] == 0).all() and made.mask[:, 0].all()
-    alone = continued(own, asked.rows(torch.tensor([1])), prefixes[1:], Decoding(), own.generators([2]))
+    alone = continue_prefixes(own, asked.rows(torch.tensor([1])), prefixes[1:], Decoding(), own.generators([2]))
     assert torch.equal(alone.ids[0][alone.mask[0]], made.ids[1][made.mask[1]]) and alone.texts[0] == made.texts[1]
     longer = TokenizedPrompts(asked.prompts, [torch.cat(both) for both in zip(asked.ids, prefixes)])
     plain = own.sample(longer, Decoding(),
@@ -118,8 +118,8 @@ def test_the_value_of_a_state_is_the_mean_reward_of_its_continuations():
     def judge(texts, group, prompts):
         told.append((texts, prompts.tolist()))
         return torch.arange(len(texts)).float().view(-1, group)
-    found = [segmented(own, asked, taken, segments, starts_of(segments, mask), 3, Decoding(),
-                       lambda prompt, sample: 1000 * prompt + sample, 2, size, judge) for size in (2, 9)]
+    found = [with_segment_values(own, asked, taken, segments, starts_of(segments, mask), 3, Decoding(),
+                                 lambda prompt, sample: 1000 * prompt + sample, 2, size, judge) for size in (2, 9)]
     means = torch.tensor([[-1, 1, 4.0], [-1, -1, -1], [-1, 7, -1], [-1, -1, -1]])
     assert torch.equal(found[0].values.nan_to_num(-1), means)
     assert told[0] == told[1] and told[0][1] == [0] * 6 + [1] * 3  # however many go through the model at once
@@ -127,8 +127,8 @@ def test_the_value_of_a_state_is_the_mean_reward_of_its_continuations():
     def skipping(texts, group, prompts):
         scored = torch.tensor([[False, True, True], [False] * 3, [True] * 3])
         return judge(texts, group, prompts).where(scored, math.nan)
-    found = segmented(own, asked, taken, segments, starts_of(segments, mask), 3, Decoding(),
-                      lambda prompt, sample: 1000 * prompt + sample, 2, 9, skipping)
+    found = with_segment_values(own, asked, taken, segments, starts_of(segments, mask), 3, Decoding(),
+                                lambda prompt, sample: 1000 * prompt + sample, 2, 9, skipping)
     means = torch.tensor([[-1, 1.5, -1], [-1, -1, -1], [-1, 7, -1], [-1, -1, -1]])  # of continuations with a reward
     assert torch.equal(found.values.nan_to_num(-1), means)
 
@@ -303,7 +303,7 @@ def test_steps_that_completions_share_have_the_mean_of_their_advantages():
     advantages, totals = torch.tensor([1.0, -1.0, 0.5, 4.0]), torch.zeros(4, 1)
     groups = torch.tensor([0, 0, 0, 1])
     def found(history: int) -> list:
-        return merged(ids, steps_of(ids, mask, 1), mask, groups, advantages, history).tolist()
+        return mean_step_advantage(ids, steps_of(ids, mask, 1), mask, groups, advantages, history).tolist()
     # The other group shares nothing, and its masked token has no credit.
     last = [4.0, 4.0, 0.0]
     assert found(-1) == [[0, 0, 1], [0, 0, -1], [0.5, 0.5, 0.5], last]  # shared beginnings alone
@@ -344,4 +344,4 @@ def test_the_rewards_that_are_named_score_the_end_too():
     context = Context(rewards=RewardColumns(["red", "green"], [0.0, 2.0]), samples=SampleMeasures(predicted=VALUES))
     torch.testing.assert_close(Progress(rewards=("red",)).bonuses(rewards, context), progress(VALUES, FINAL))
     torch.testing.assert_close(Progress().bonuses(rewards, context), progress(VALUES, 2 * rewards[..., 1]))
-    assert chosen_weights({"red": 0.0, "green": 2.0}, ["red"]) == {"red": 1.0}
+    assert select_weights({"red": 0.0, "green": 2.0}, ["red"]) == {"red": 1.0}

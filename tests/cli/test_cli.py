@@ -17,7 +17,7 @@ from flowgrpo.cli.train import ALLOCATOR, recipe_and_options
 from flowgrpo.config import Config, recipes
 from flowgrpo.data.sets import SETS
 from flowgrpo.log import NOISY
-from flowgrpo.nouns import counted
+from flowgrpo.nouns import quantity
 from flowgrpo.training import announcement
 from tests.helpers.commands import commands
 from tests.helpers.refusals import error_line
@@ -270,7 +270,7 @@ def test_one_of_a_thing_is_told_in_the_singular(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     [*_, said] = announcement.lines(Config(train={"prompts": 1, "group": 12, "epochs": 1}))
     assert said == "prompts: starter; 1 epoch of 1 prompt with 12 samples"
-    assert [counted(count, "picture") for count in (0, 1, 2)] == ["0 pictures", "1 picture", "2 pictures"]
+    assert [quantity(count, "picture") for count in (0, 1, 2)] == ["0 pictures", "1 picture", "2 pictures"]
 
 
 def test_the_command_line_silences_what_libraries_say_in_every_run(caplog):

@@ -220,7 +220,7 @@ def test_a_prompt_that_is_new_brings_the_text_encoders_back(model, tmp_path):
     prompts = [prompt for side in resolve(config) for prompt in side]
     assert complete(config, prompts) and not complete(config, [*prompts, Prompt("new")])
     assert not complete(config.model_copy(update={"negative_prompt": "other"}), prompts)
-    assert build.encoded(config, prompts)
+    assert build.skips_text_encoders(config, prompts)
     other = config.model_copy(update={"precision": "bf16"})
     assert not complete(other, prompts)
 

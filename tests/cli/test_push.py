@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from flowgrpo.cli import main
 from flowgrpo.config import load
 from flowgrpo.export import push
-from flowgrpo.hub import fetched, is_lora
+from flowgrpo.hub import download, is_lora
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from tests.export.test_export import make_run
 from tests.helpers import stand_in_hub, tiny
@@ -118,10 +118,10 @@ def shared(run, hub, capsys):
 
 
 def test_data_of_a_repository_is_downloaded_once_and_read_offline(shared, trained, capsys, monkeypatch):
-    folder = fetched("hub:me/mine@main")
+    folder = download("hub:me/mine@main")
     assert {path.name for path in folder.iterdir()} == {"config.yaml", "metrics.jsonl", LORA_FILE, "summary.json"}
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
-    assert fetched("me/mine") == folder
+    assert download("me/mine") == folder
     assert capsys.readouterr().err.endswith("no network: me/mine is read from the hub's cache\n")
 
 
@@ -155,7 +155,7 @@ def test_what_cannot_be_loaded_is_one_line(shared, capsys, name, line):
 
 def test_a_repository_of_one_lora_file_and_names_of_files_here(shared, tmp_path, monkeypatch):
     shared.files["them/lora"] = {"style.safetensors": shared.files["me/mine"][LORA_FILE], "README.md": b""}
-    assert fetched("them/lora").name == "style.safetensors"
+    assert download("them/lora").name == "style.safetensors"
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
     assert is_lora("them/lora") and not is_lora("runs/lora")

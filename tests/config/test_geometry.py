@@ -44,11 +44,11 @@ def test_samples_of_a_group_on_several_processes(options, processes, expected):
 def test_parts_are_slices_or_prompts_of_processes():
     """Groups 0 to 3 in halves, two groups per part; the second of three processes has 2 halves of 1, and 1 of 2."""
     shape = BatchShape(prompts=3, group=2, micro_batch=8, updates=2, slices=2)
-    assert shape.sliced("ab") == ["a", "a", "b", "b"]
-    assert [shape.sampled_together(rank, 3) for rank in range(3)] == [[3], [1, 2], [2, 1]]
+    assert shape.repeat_per_slice("ab") == ["a", "a", "b", "b"]
+    assert [shape.part_sizes(rank, 3) for rank in range(3)] == [[3], [1, 2], [2, 1]]
     assert [shape.part_of(rank, first) for rank in range(3) for first in range(3)] == [0, 0, 0, 0, 1, 1, 1, 1, 2]
     whole = BatchShape(prompts=3, group=4, micro_batch=8, updates=1)
-    assert whole.sampled_together(1, 3) == [2, 1] and whole.part_of(1, 0) > whole.part_of(0, 2)
+    assert whole.part_sizes(1, 3) == [2, 1] and whole.part_of(1, 0) > whole.part_of(0, 2)
     assert geometry(train(updates=8)) == BatchShape(8, 12, 8, 8)
     assert geometry(train(updates=3, micro_batch=40)) == BatchShape(8, 12, 40, 3)
     assert geometry(train(prompts=12, micro_batch=48), 2).parts == 2  # 4 and 2 groups; of one process 4, 4 and 4

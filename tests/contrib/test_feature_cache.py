@@ -17,7 +17,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.methods import keys_read
 from flowgrpo.policies import build
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
-from flowgrpo.samplers.grids import shifted
+from flowgrpo.samplers.grids import shift_grid
 from flowgrpo.samplers.scheduler import Segment
 from flowgrpo.tools.check import tiny as pipelines
 from flowgrpo.train import Trainer
@@ -25,7 +25,7 @@ from flowgrpo.training import extensions, state
 from tests.helpers import loop, tiny
 
 STEPS = 6
-GRID = shifted(STEPS, 3.0)
+GRID = shift_grid(STEPS, 3.0)
 KINDS = ("first_block", "taylorseer", "mag")
 
 

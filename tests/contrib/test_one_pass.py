@@ -15,7 +15,7 @@ from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.methods import keys_read
 from flowgrpo.samplers import growth
-from flowgrpo.samplers.grids import shifted
+from flowgrpo.samplers.grids import shift_grid
 from flowgrpo.samplers.kernels import Euler, FlowSDE
 from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.replay import replay
@@ -33,7 +33,7 @@ def policy():
 
 def spec(roots=4, trained=(1, 2), group=4, **more):
     """Four steps, of which two are trained; fewer roots than samples split at the first of them."""
-    return RolloutSpec(shifted(4, 3.0), Schedule(trained, trained), FlowSDE(), Euler(), group, roots, **more)
+    return RolloutSpec(shift_grid(4, 3.0), Schedule(trained, trained), FlowSDE(), Euler(), group, roots, **more)
 
 
 def explored(policy, exploration, micro_batch, held=True):
@@ -103,7 +103,7 @@ class Line:
         x = noise_like(torch.empty(len(conditioning.prompts), 3), generators) if latents is None else latents
         for i in task.steps:
             assert i not in task.stochastic
-            x = task.advanced(x, self.w.detach() * x, i, None)
+            x = task.deterministic_step(x, self.w.detach() * x, i, None)
         return x, StepRecord()
 
 
@@ -137,14 +137,14 @@ def test_a_part_without_some_samples_keeps_the_graphs_of_the_others(policy, expl
     advantages = [torch.arange(len(taken.parent)) + 1.0 for taken in part.transitions]
     keep = [torch.arange(len(taken.parent)) % 3 != 1 for taken in part.transitions]
     keep[0][:] = False  # a step of which nothing is left
-    left, other = (each.credited(advantages, keep) for each in (part, plain))
+    left, other = (each.with_advantages(advantages, keep) for each in (part, plain))
     assert [taken.step for taken in left.transitions] == [taken.step for taken in part.transitions[1:]]
     assert {*left.held.outputs} == {taken.step for taken in left.transitions}
     weights = [each[at] for each, at in zip(advantages, keep)][1:]
     expected = gradient(policy, replay(policy, conditioning, other, micro_batch), other, weights)
     found = gradient(policy, read(left, conditioning, micro_batch), left, weights)
     assert torch.allclose(found, expected, rtol=1e-5, atol=1e-6 * expected.abs().max())
-    assert part.credited(advantages, [torch.zeros_like(at) for at in keep]) is None
+    assert part.with_advantages(advantages, [torch.zeros_like(at) for at in keep]) is None
 
 
 def trainer(kind="flow", method="mix_grpo", **options):

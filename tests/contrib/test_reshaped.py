@@ -14,7 +14,7 @@ from flowgrpo.contrib.reshaped import Confidence, Consistency, Difficulty, Uncon
 from flowgrpo.contrib.risk import RiskAverse, risk_weights
 from flowgrpo.errors import UserError
 from flowgrpo.methods.validate import resolve
-from flowgrpo.samplers.replay import rescored
+from flowgrpo.samplers.replay import rescore
 from flowgrpo.training import sampling
 from flowgrpo.training.credit import context_of
 from flowgrpo.types import Completions, Context, PromptGroups, RewardColumns, RunState, SampleMeasures, Scored
@@ -163,7 +163,7 @@ def test_the_reference_of_a_sample_is_its_log_probability_under_the_base(make, o
     batch = [prompt for key in found.groups.prompts for prompt in trainer.prompts if prompt.key == key]
     conditioning = trainer.rollouts.conditioning(batch)
     with trainer.policy.reference([]), torch.no_grad():
-        expected = [rescored(part, trainer.rollouts.replay(part, conditioning)).leaves()["logp"] for part in parts]
+        expected = [rescore(part, trainer.rollouts.replay(part, conditioning)).leaves()["logp"] for part in parts]
     torch.testing.assert_close(reference.flatten(), torch.cat(expected).float(), rtol=0, atol=1e-5)
 
 

@@ -19,7 +19,7 @@ from flowgrpo.data.pairs import load_pairs
 from flowgrpo.data.prompt_writer import load_templates
 from flowgrpo.data.prompts import load_prompts
 from flowgrpo.errors import LONGEST, UserError, nearest
-from flowgrpo.files import decoded, tensors_of
+from flowgrpo.files import parse_json, tensors_of
 from flowgrpo.rewards.preprocessing import read_tensor
 from tests.helpers.refusals import message
 
@@ -232,4 +232,4 @@ def test_templates_safetensors_and_json_at_their_limits(tmp_path):
             tensors_of, write(tmp_path, "a.safetensors", struct.pack("<Q", len(header)) + header + b"1234"))
     long = struct.pack("<Q", 2**24 + 1) + b" " * (2**24 + 2)
     assert "a header of 16 MiB, expected 16 MiB at most" in refusal(tensors_of, write(tmp_path, "a.safetensors", long))
-    assert decoded('{"a": [1, -2.5e3, "\\ud83d\\ude00", null]}') == {"a": [1, -2500.0, "\U0001f600", None]}
+    assert parse_json('{"a": [1, -2.5e3, "\\ud83d\\ude00", null]}') == {"a": [1, -2500.0, "\U0001f600", None]}

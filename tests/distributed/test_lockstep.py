@@ -43,9 +43,9 @@ class Counting(Lockstep):
         self.made.append(kind)
         super().join(kind, step)
 
-    def _announced(self, kind: int, step: int) -> list[tuple[int, int]]:
+    def _exchange_calls(self, kind: int, step: int) -> list[tuple[int, int]]:
         self.announced.append(kind)
-        return super()._announced(kind, step)
+        return super()._exchange_calls(kind, step)
 
 
 def counting(monkeypatch) -> None:

@@ -32,7 +32,7 @@ def scored(trainer: Trainer, parts: Sequence[Part], scores: torch.Tensor, keys: 
     """An epoch of parts with the scores [groups,G,R] of all processes. keys: of the groups' prompts."""
     known = {prompt.key: prompt for prompt in trainer.prompts}
     made = epoch(trainer, parts)
-    totals = trainer.scoring.weighted(scores[..., :len(trainer.scoring.functions)])
+    totals = trainer.scoring.sum_rewards(scores[..., :len(trainer.scoring.functions)])
     made.groups.add([known.get(key) or Prompt(key) for key in keys], scores, totals)
     return made
 

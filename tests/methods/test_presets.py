@@ -10,7 +10,7 @@ from flowgrpo.advantages import group_relative
 from flowgrpo.advantages.group import below
 from flowgrpo.errors import UserError
 from flowgrpo.methods import preset
-from flowgrpo.samplers.grids import shifted
+from flowgrpo.samplers.grids import shift_grid
 from flowgrpo.samplers.kernels import FlowSDE
 from flowgrpo.samplers.plans import Branches, EachStep, Sliding, TreeWindow
 from flowgrpo.samplers.preview import Preview, contrasting
@@ -101,7 +101,7 @@ def test_tempflow_compares_the_branches_of_one_step_alone():
 def test_tempflow_weights_go_with_the_noise_and_have_mean_one():
     trainer = made("tempflow_grpo")
     found = tiny.step_weights(trainer, sampled(trainer)[0])
-    sigma = shifted(6, 3.0).tolist()
+    sigma = shift_grid(6, 3.0).tolist()
     # At sigma 1 the released 1 - sigmas[1] stands for 1 - sigma.
     std = [0.7 * math.sqrt(s / (1 - (s if s < 1 else sigma[1])) * (s - after)) for s, after in zip(sigma, sigma[1:6])]
     assert found == pytest.approx({step: s * len(std) / sum(std) for step, s in enumerate(std)}, rel=1e-6)
@@ -207,7 +207,7 @@ def test_weights_by_noise_follow_the_noise_that_grows_in_a_tree():
     for growth in (0.0, 1.0):
         trainer = made("tree_rpo", parts={"plan": {"growth": growth}, "step_weight": {"type": "NoiseLevel"}})
         weights.append(tiny.step_weights(trainer, sampled(trainer)[0]))
-    std = [FlowSDE(0.7)(torch.zeros(1, 1), torch.zeros(1, 1), shifted(6, 3.0), step).std.item() for step in range(4)]
+    std = [FlowSDE(0.7)(torch.zeros(1, 1), torch.zeros(1, 1), shift_grid(6, 3.0), step).std.item() for step in range(4)]
     for found, factors in zip(weights, ((1, 1, 1, 1), (1, 1.25, 1.5, 1.75))):
         grown = [s * factor for s, factor in zip(std, factors)]
         assert found == pytest.approx({step: 4 * s / sum(grown) for step, s in enumerate(grown)}, rel=1e-5)
@@ -300,7 +300,7 @@ def test_sol_rl_starts_from_the_very_noises_that_previewed_best_and_worst():
     trainer = made("mix_grpo+sol_rl", parts__preview={"pool": 9, "steps": 2})
     parts, conditioning, _ = sampled(trainer)
     for prompt, part in enumerate(parts):
-        ranked = previewed(trainer, conditioning, prompt, shifted(2, 3.0), pool=9).argsort(descending=True)
+        ranked = previewed(trainer, conditioning, prompt, shift_grid(2, 3.0), pool=9).argsort(descending=True)
         chosen = [*ranked[:2], *ranked[-2:]]
         assert part.transitions[0].step == 0 and torch.equal(part.transitions[0].x, noises(prompt, chosen))
 

@@ -12,11 +12,11 @@ from flowgrpo.errors import UserError
 from flowgrpo.methods import overlay
 from flowgrpo.methods.groups import Adapted
 from flowgrpo.policies.loading import load_branches, load_tuned
-from flowgrpo.policies.pipelines.load import trained_modules
+from flowgrpo.policies.pipelines.load import trainable_modules
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.weights.adapters import merge
 from flowgrpo.policies.weights.lora_files import LORA_FILE
-from flowgrpo.samplers.grids import shifted
+from flowgrpo.samplers.grids import shift_grid
 from flowgrpo.tools.check import report
 from tests.helpers import tiny
 
@@ -60,7 +60,7 @@ def test_the_gradient_is_that_of_a_small_step():
     made = policy(tiny.sd3().to(torch.float32))
     tiny.stir(made)
     x = torch.randn(2, *tiny.LATENTS, generator=torch.Generator().manual_seed(2))
-    conditioning, grid = made.encode(["red", "blue"]), shifted(4, 3.0)
+    conditioning, grid = made.encode(["red", "blue"]), shift_grid(4, 3.0)
     def value() -> torch.Tensor:
         return made.replay(conditioning, x, grid, 1).square().mean()
     value().backward()
@@ -70,7 +70,7 @@ def test_the_gradient_is_that_of_a_small_step():
     sides = []
     for sign in (1, -1):
         moved = {key: p.detach() + sign * 1e-2 * d for (key, p), d in zip(made.weights.named.items(), direction)}
-        with torch.no_grad(), made.weights.swapped(moved):
+        with torch.no_grad(), made.weights.swap(moved):
             sides.append(value().item())
     assert (sides[0] - sides[1]) / 2e-2 == pytest.approx(slope, rel=0.02) and slope > 1e-4
 
@@ -78,7 +78,7 @@ def test_the_gradient_is_that_of_a_small_step():
 def test_rollouts_decoding_and_evaluation_read_the_present_encoders():
     made = policy(tiny.sd3())
     conditioning = made.encode(["red", "blue"])
-    x, grid = torch.ones(2, *tiny.LATENTS), shifted(4, 3.0)
+    x, grid = torch.ones(2, *tiny.LATENTS), shift_grid(4, 3.0)
     def seen() -> list[torch.Tensor]:
         with torch.no_grad():
             return [made.replay(conditioning, x, grid, 1), made.generate(conditioning, made.generators([1, 2]), 2, 3.0)]
@@ -88,11 +88,11 @@ def test_rollouts_decoding_and_evaluation_read_the_present_encoders():
     assert all((one - two).abs().max() > 1e-2 for one, two in zip(base, tuned))
     with made.reference():
         assert all(map(torch.equal, seen(), base))
-    with made.guided(0):
+    with made.rl_guidance(0):
         assert all(map(torch.equal, seen(), base))
-    with made.guided(1):
+    with made.rl_guidance(1):
         assert all(map(torch.equal, seen(), tuned))
-    with pytest.raises(UserError, match="RLG with weight 1.5.*expected 0 or 1"), made.guided(1.5):
+    with pytest.raises(UserError, match="RLG with weight 1.5.*expected 0 or 1"), made.rl_guidance(1.5):
         pass
     with torch.no_grad():  # nothing is read of the prompts where no step is left
         assert torch.equal(made.decode(x, conditioning), made.decode(x, conditioning))
@@ -109,9 +109,9 @@ def test_a_prompt_is_encoded_once_whatever_its_rows():
     conditioning = made.encode(["red", "blue"]).rows(torch.tensor([1, 0, 1, 1]))
     calls.clear()
     x = torch.randn(4, *tiny.LATENTS, generator=torch.Generator().manual_seed(2))
-    rows = made.replay(conditioning, x, shifted(4, 3.0), 1)
+    rows = made.replay(conditioning, x, shift_grid(4, 3.0), 1)
     assert calls == [1] * 4  # of two prompts, each beside its negative one
-    alone = made.replay(conditioning.rows(torch.tensor([1])), x[1:2], shifted(4, 3.0), 1)
+    alone = made.replay(conditioning.rows(torch.tensor([1])), x[1:2], shift_grid(4, 3.0), 1)
     torch.testing.assert_close(rows[1:2], alone, rtol=0, atol=1e-5)
 
 
@@ -198,6 +198,6 @@ def test_something_has_to_be_trained():
     pipe = tiny.sd3()
     pipe.text_encoder = pipe.text_encoder_2 = None
     with pytest.raises(UserError, match="StableDiffusion3Pipeline has no text encoder to be trained"):
-        trained_modules(pipe, ALONE)
+        trainable_modules(pipe, ALONE)
     with pytest.raises(UserError, match="adapter.encoder_targets.*match no module of the text_encoder"):
         PipelinePolicy(tiny.sd3(), Adapter(rank=2, encoder_targets=["nothing"]), adapted=ALONE)

@@ -24,7 +24,7 @@ from flowgrpo.objectives import (
     Uniform,
     surrogate_input,
 )
-from flowgrpo.samplers.grids import shifted
+from flowgrpo.samplers.grids import shift_grid
 from flowgrpo.samplers.kernels import CPS, DanceSDE, FlowDDIM, FlowSDE
 from flowgrpo.types import Gaussian, Scored
 from tests.helpers.tables import draw, f64
@@ -157,7 +157,7 @@ def test_step_weights_by_hand():
     assert Uniform()(kernel, grid, (0, 2)).tolist() == [1, 1]
     assert InverseDelta()(kernel, grid, (0, 1)).tolist() == pytest.approx([10, 4], abs=1e-12)
     assert InverseDelta()(kernel, grid, (1,)).tolist() == pytest.approx([4], abs=1e-12)
-    torch.testing.assert_close(InverseDelta()(kernel, shifted(8, 1), range(7)), torch.full((7,), 8.0, dtype=F64))
+    torch.testing.assert_close(InverseDelta()(kernel, shift_grid(8, 1), range(7)), torch.full((7,), 8.0, dtype=F64))
     # Of DanceSDE std is 0.3 sqrt(delta): sqrt(0.1) and sqrt(0.25) over their mean, whatever the level.
     roots = torch.tensor([0.1, 0.25], dtype=F64).sqrt()
     torch.testing.assert_close(NoiseLevel()(kernel, grid, (0, 1)), roots / roots.mean(), rtol=0, atol=1e-12)
@@ -167,7 +167,7 @@ def test_step_weights_by_hand():
 @pytest.mark.parametrize("kernel", [FlowSDE(0.7), DanceSDE(0.3), CPS(0.8), FlowDDIM(1.0)])
 @pytest.mark.parametrize("steps", [range(9), (0, 3, 5), (4,)])
 def test_noise_levels_have_mean_one_and_the_proportions_of_the_deviations(kernel, steps):
-    grid, x = shifted(10, 3), torch.zeros(1, 1, dtype=F64)
+    grid, x = shift_grid(10, 3), torch.zeros(1, 1, dtype=F64)
     weights = NoiseLevel()(kernel, grid, steps)
     std = torch.stack([kernel(x, x, grid, step).std for step in steps])
     assert weights.shape == (len(steps),) and weights.mean().item() == pytest.approx(1, abs=1e-12)

@@ -12,7 +12,7 @@ from flowgrpo.methods.groups import Loss
 from flowgrpo.methods.validate import resolve
 from flowgrpo.objectives import CompletionRatio, Matching, PlainRatio
 from flowgrpo.objectives.forward_process import Preference
-from flowgrpo.objectives.reductions import SequenceMean, SequenceSum, reduced
+from flowgrpo.objectives.reductions import SequenceMean, SequenceSum, reduce_loss
 from flowgrpo.objectives.sequence_losses import PairLoss, PairwisePreference, Regressed
 from flowgrpo.rollouts.loss_inputs import NoisedInputs
 from flowgrpo.samplers.plans import Schedule
@@ -44,7 +44,8 @@ def of_texts(part: RewardLabels, log_ratio, reduction, rows=(slice(0, 5),)) -> t
     peers = GroupStatistics(part.statistic(batch(slice(0, 5))).detach(), REWARD, GROUP)
     for at in rows:
         piece = batch(at, peers)
-        loss = reduced(part(piece.log_ratio, REWARD[at, None], piece), reduction(piece.new.mask), reduction.count(MASK))
+        loss = reduce_loss(part(piece.log_ratio, REWARD[at, None], piece), reduction(piece.new.mask),
+                           reduction.count(MASK))
         loss.backward()
         total += loss.detach()
     return total, new.logp.grad
@@ -100,7 +101,7 @@ def test_the_anchored_loss_is_that_of_the_released_code():
     batch = CompletionBatch(new, past, ratio(new, past), torch.arange(6), mask.long(), mask, measure=ratio)
     peers = GroupStatistics(part.statistic(batch).detach(), labels, group)
     reduction = SequenceMean()
-    loss = reduced(part(batch.log_ratio, labels[:, None], replace(batch, peers=peers)), reduction(mask), 6)
+    loss = reduce_loss(part(batch.log_ratio, labels[:, None], replace(batch, peers=peers)), reduction(mask), 6)
     assert loss.item() == pytest.approx(1.7422939910880277, abs=1e-12)
     slopes = [-0.11097356787894297, 0.598687660112452, -0.22347332277388005, -0.16446646114445332, -0.13465374958886894,
               0.2127787415941705]
@@ -203,7 +204,7 @@ def loss_of(part: PairLoss, advantage=(1.0, 0.0), new=NEW, base=BASE, mask=OF_TW
     reduction, total = SequenceMean(), torch.zeros((), dtype=torch.float64)
     for at in rows or [every]:
         piece = batch(at, peers)
-        loss = reduced(part(torch.zeros_like(piece.new.logp), advantage[at, None], piece), reduction(mask[at]),
+        loss = reduce_loss(part(torch.zeros_like(piece.new.logp), advantage[at, None], piece), reduction(mask[at]),
                        reduction.count(mask))
         loss.backward()
         total += loss.detach()

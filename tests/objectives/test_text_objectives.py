@@ -10,7 +10,7 @@ from flowgrpo.methods import preset
 from flowgrpo.methods.overlay import with_parts
 from flowgrpo.methods.validate import resolve
 from flowgrpo.objectives.ratios import CompletionRatio
-from flowgrpo.objectives.reductions import SequenceMean, SequenceSum, reduced
+from flowgrpo.objectives.reductions import SequenceMean, SequenceSum, reduce_loss
 from flowgrpo.objectives.sequence_losses import (
     Discriminative,
     NegativeAwareText,
@@ -47,7 +47,7 @@ def gradient(surrogate, log_ratio, reduction, advantage=RIGHT, rows=(slice(0, 5)
     for at in rows:
         piece = compared(at, peers)
         loss = surrogate(piece.log_ratio, advantage[at, None], piece)
-        reduced(loss, reduction(piece.new.mask), reduction.count(MASK)).backward()
+        reduce_loss(loss, reduction(piece.new.mask), reduction.count(MASK)).backward()
     return new.logp.grad
 
 

@@ -248,7 +248,7 @@ def test_a_skipped_reward_neither_raises_nor_lowers_a_samples_total():
     batch = trainer.prompts[:2]
     _, _, grouped = sampling.sample(trainer, batch)
     assert grouped.isnan().nonzero().tolist() == [[0, 2, 0]]
-    totals = trainer.scoring.weighted(grouped)
+    totals = trainer.scoring.sum_rewards(grouped)
     assert totals[0, 2] == pytest.approx((grouped[0, [0, 1, 3], 0].mean() + grouped[0, 2, 1]).item(), abs=1e-4)
     totals[0, 2] = NAN
     best = {prompt.text: total for total, prompt, *_ in trainer.scoring.extremes.best}

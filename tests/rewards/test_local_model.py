@@ -15,7 +15,7 @@ from huggingface_hub import constants
 from flowgrpo import rewards
 from flowgrpo.config.reward_rules import WatchRule
 from flowgrpo.errors import UserError
-from flowgrpo.log import unlogged
+from flowgrpo.log import silence_errors
 from flowgrpo.rewards import clip, local_model, placement
 from flowgrpo.rewards.about import differentiable, lazily
 from flowgrpo.rewards.clip import Aesthetic, ClipScore, HpsV2, PickScore
@@ -46,7 +46,7 @@ class Mean(LocalModel):
         object.__setattr__(self, "calls", [])
         super().__post_init__()
 
-    def _loaded(self) -> tuple[Any, ...]:
+    def _load(self) -> tuple[Any, ...]:
         linear = torch.nn.Linear(3, 1)
         torch.nn.init.constant_(linear.weight, 1 / 3)
         torch.nn.init.zeros_(linear.bias)
@@ -99,7 +99,7 @@ def test_weights_are_in_the_dtype_and_scores_are_near_those_of_fp32(folder, dtyp
 
 def test_heads_and_buffers_stay_in_fp32():
     class Headed(Mean):
-        def _loaded(self):
+        def _load(self):
             return torch.nn.Linear(3, 1), clip.perceptron(4)
 
     model, head = Headed(dtype="bf16").models
@@ -171,7 +171,7 @@ def test_mistakes_are_told_in_one_line(name, arguments, line, caplog):
 
 
 def test_errors_of_another_program_are_logged_while_a_model_is_loaded(caplog):
-    with unlogged("open_clip"):
+    with silence_errors("open_clip"):
         logging.error("of another program")
     assert caplog.messages == ["of another program"]
 

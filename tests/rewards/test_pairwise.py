@@ -11,7 +11,7 @@ import torch
 import flowgrpo
 from flowgrpo import rewards
 from flowgrpo.advantages import group_relative
-from flowgrpo.advantages.shaping import WinRate, lifted
+from flowgrpo.advantages.shaping import WinRate, to_win_rates
 from flowgrpo.errors import UserError
 from flowgrpo.rewards import find
 from flowgrpo.rewards.pairwise import Pairing, held_out_rewards, pairing, require

@@ -12,7 +12,7 @@ from diffusers import (
     FlowMatchHeunDiscreteScheduler,
 )
 
-from flowgrpo.samplers.grids import TailPoints, compress_tail, shifted, thinned
+from flowgrpo.samplers.grids import TailPoints, compress_tail, shift_grid, thin_grid
 from flowgrpo.samplers.scheduler import Segment
 from flowgrpo.tools.check.tiny import make
 from flowgrpo.training import memory
@@ -27,13 +27,13 @@ def close(actual: torch.Tensor, expected: list[float], atol: float) -> None:
 
 
 def test_shifted_by_hand():
-    close(shifted(10, 3), [1, 27 / 28, 12 / 13, 7 / 8, 9 / 11, 3 / 4, 2 / 3, 9 / 16, 3 / 7, 1 / 4, 0], 1e-15)
-    close(shifted(4, 1), [1, 0.75, 0.5, 0.25, 0], 0)
+    close(shift_grid(10, 3), [1, 27 / 28, 12 / 13, 7 / 8, 9 / 11, 3 / 4, 2 / 3, 9 / 16, 3 / 7, 1 / 4, 0], 1e-15)
+    close(shift_grid(4, 1), [1, 0.75, 0.5, 0.25, 0], 0)
 
 
 @pytest.mark.parametrize("shift", [0.1, 0.3, 1, 3, 3.158, math.exp(1.15), 7, 12.5])
 def test_shifted_starts_at_exactly_one_and_ends_at_exactly_zero(shift):
-    grid = shifted(25, shift)
+    grid = shift_grid(25, shift)
     assert grid[0] == 1 and grid[-1] == 0 and (grid.diff() < 0).all()
 
 
@@ -47,7 +47,7 @@ def test_stock_of_sd3_shifts_twice():
 def test_stock_of_flux_with_its_pipelines_sigmas_is_one_shift_by_exp_mu():
     scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
     grid = stock(scheduler, 10, mu=1.15, sigmas=[1 - i / 10 for i in range(10)])
-    torch.testing.assert_close(grid.double(), shifted(10, math.exp(1.15)), rtol=0, atol=1e-6)
+    torch.testing.assert_close(grid.double(), shift_grid(10, math.exp(1.15)), rtol=0, atol=1e-6)
     # The scheduler alone spaces its times down to 1/1000 and not to 1/10.
     assert stock(scheduler, 10, mu=1.15)[-2] < 0.01 < grid[-2]
 
@@ -68,7 +68,7 @@ def test_stock_of_inverted_sigmas_runs_from_noise_to_data_too():
 
 def test_compress_tail_by_hand():
     # From 3/4 (t = 1/2 at shift 3) five intervals become int(5 * 0.4) = 2: t = 1/2, 1/4, 0.
-    grid = shifted(10, 3)
+    grid = shift_grid(10, 3)
     close(compress_tail(grid, after=5, ratio=0.4, shift=3), [*grid[:6].tolist(), 1 / 2, 0], 1e-15)
     # int(5 * 0.2) = 1 and max(int(5 * 0.1), 1) = 1: one interval down to 0, where the released code never gets.
     for ratio in (0.2, 0.1):
@@ -79,7 +79,7 @@ def test_compress_tail_by_hand():
     (4, 0.4, 7),  # T = 25 and noise on the steps 0 to 3: int(22 * 0.4) = 8 points, where `tail: 0.4` has 8 steps
     (4, 0.2, 3), (21, 0.4, 1), (24, 0.4, 1), (4, 1.0, 21)])
 def test_the_released_tail_counts_points_from_the_last_step_that_draws_noise(after, share, left):
-    grid = shifted(25, 3)
+    grid = shift_grid(25, 3)
     short = compress_tail(grid, after, TailPoints(share), shift=3)
     start = grid[after].item() / (3 - 2 * grid[after].item())  # unshifted
     times = [start * (1 - k / left) for k in range(left + 1)]
@@ -88,7 +88,7 @@ def test_the_released_tail_counts_points_from_the_last_step_that_draws_noise(aft
 
 @pytest.mark.parametrize("dtype", [torch.float32, F64])
 def test_compress_tail_keeps_the_head_and_ends_at_zero(dtype):
-    grid = shifted(25, 3).to(dtype)
+    grid = shift_grid(25, 3).to(dtype)
     for after, ratio in itertools.product(range(25), (0.01, 0.2, 0.4, 1.0)):
         short = compress_tail(grid, after, ratio, shift=3)
         assert short.dtype == dtype and torch.equal(short[: after + 1], grid[: after + 1]), (after, ratio)
@@ -97,14 +97,14 @@ def test_compress_tail_keeps_the_head_and_ends_at_zero(dtype):
 
 
 def test_compress_tail_at_ratio_one_changes_nothing():
-    grid = shifted(16, 5)
+    grid = shift_grid(16, 5)
     torch.testing.assert_close(compress_tail(grid, 6, 1.0, shift=5), grid, rtol=0, atol=1e-14)
 
 
 def test_a_tail_of_a_pipelines_own_grid_has_its_points():
     # FLUX at 512 x 512, ten steps: ratio 1 changes nothing; two of six steps go by the third sigma behind the noise.
     mu = 0.5 + (1024 - 256) * (1.15 - 0.5) / (4096 - 256)
-    own = shifted(10, math.exp(mu)).float()
+    own = shift_grid(10, math.exp(mu)).float()
     close(own[5:], [0.652, 0.556, 0.446, 0.319, 0.173, 0], 1e-3)
     assert torch.equal(compress_tail(own, 4, 1.0, None), own)
     assert torch.equal(compress_tail(own, 4, 0.4, None), own[[0, 1, 2, 3, 4, 7, 10]])
@@ -156,16 +156,16 @@ def test_impossible_settings_are_refused(make, told):
     (16, 4, 2, (0, 1, 2, 3, 4, 5, 7, 9, 11, 13, 15, 16)),
 ])
 def test_thinned_by_hand(steps, after, stride, kept):
-    grid = shifted(steps, 3)
-    assert torch.equal(thinned(grid, after, stride), grid[list(kept)])
+    grid = shift_grid(steps, 3)
+    assert torch.equal(thin_grid(grid, after, stride), grid[list(kept)])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, F64])
 @pytest.mark.parametrize("stride", range(1, 8))
 def test_thinned_keeps_the_head_and_ends_at_zero_once(dtype, stride):
-    grid = shifted(25, 3).to(dtype)
+    grid = shift_grid(25, 3).to(dtype)
     for after in range(25):
-        short = thinned(grid, after, stride)
+        short = thin_grid(grid, after, stride)
         assert short.dtype == dtype and torch.equal(short[: after + 2], grid[: after + 2])
         assert short[-1] == 0 and (short.diff() < 0).all() and set(short.tolist()) <= set(grid.tolist())
         assert len(short) - 2 - after == math.ceil((25 - after - 1) / stride)

@@ -16,7 +16,7 @@ from diffusers import (
 from flowgrpo.errors import UserError
 from flowgrpo.gaussian import log_prob, sample
 from flowgrpo.methods.method import Method
-from flowgrpo.samplers.grids import compress_tail, shifted
+from flowgrpo.samplers.grids import compress_tail, shift_grid
 from flowgrpo.samplers.kernels import (
     CPS,
     DDIM,
@@ -27,9 +27,9 @@ from flowgrpo.samplers.kernels import (
     Euler,
     FlowDDIM,
     FlowSDE,
-    annealed,
+    anneal,
     predict_x0,
-    scaled,
+    scale_noise,
 )
 from tests.helpers.tables import draw, stock
 
@@ -44,7 +44,7 @@ def scalars(*values: float) -> torch.Tensor:
 
 
 def grid_of(kernel) -> torch.Tensor:
-    return torch.linspace(0.01, 0.99, 11, dtype=F64) if isinstance(kernel, DDIM) else shifted(10, 3)
+    return torch.linspace(0.01, 0.99, 11, dtype=F64) if isinstance(kernel, DDIM) else shift_grid(10, 3)
 
 
 # Values
@@ -99,7 +99,7 @@ def test_predict_x0_and_noise_rebuild_the_state():
 @pytest.mark.parametrize(("level", "grid", "normaliser"), [(0.7, "sd3", 2.252), (0.9, "flux", 1.726)])
 def test_tempflow_normalisers(level, grid, normaliser):
     sd3 = FlowMatchEulerDiscreteScheduler(shift=3.0)
-    sigmas = stock(sd3, 10) if grid == "sd3" else shifted(10, math.exp(1.15))
+    sigmas = stock(sd3, 10) if grid == "sd3" else shift_grid(10, math.exp(1.15))
     x = torch.zeros(1, dtype=F64)
     mean = sum(FlowSDE(level)(x, x, sigmas, i).std.item() for i in range(9)) / 9
     assert 1 / mean == pytest.approx(normaliser, abs=5e-4)
@@ -133,7 +133,7 @@ def test_flow_ddim_is_ddim_in_other_coordinates(eta):
 
 @pytest.mark.parametrize("kernel", [CPS(0.8), CPS(1.0), FlowDDIM(1.0), FlowDDIM(0.5)])
 def test_posteriors_preserve_the_coefficients_of_data_and_noise(kernel):
-    grid = shifted(10, 3)
+    grid = shift_grid(10, 3)
     x0, noise = torch.eye(2, dtype=F64)  # in coordinates of data and noise
     for i in range(10):
         x = (1 - grid[i]) * x0 + grid[i] * noise
@@ -144,7 +144,7 @@ def test_posteriors_preserve_the_coefficients_of_data_and_noise(kernel):
 
 
 def test_posteriors_draw_nothing_on_the_last_step():
-    x, v, grid = draw(2, 3), draw(2, 3, seed=1), shifted(10, 3)
+    x, v, grid = draw(2, 3), draw(2, 3, seed=1), shift_grid(10, 3)
     for kernel in (CPS(0.8), FlowDDIM(1.0)):
         step = kernel(x, v, grid, 9)
         assert step.std == 0
@@ -154,7 +154,7 @@ def test_posteriors_draw_nothing_on_the_last_step():
 # Marginals: Gaussian data of variance V, whose exact velocity is linear in x
 def final_variance(kernel, variance: float, steps: int, decode_x0: bool = False, start: float = 1.0) -> float:
     """Variance of the final state over `variance`, by propagating it through the linear map of each step."""
-    grid, one = start * shifted(steps, 3), torch.ones(1, dtype=F64)
+    grid, one = start * shift_grid(steps, 3), torch.ones(1, dtype=F64)
     spread = (1 - start) ** 2 * variance + start**2
     for i, sigma in enumerate(grid[:-1].tolist()):
         slope = (sigma - (1 - sigma) * variance) / ((1 - sigma) ** 2 * variance + sigma**2)
@@ -202,7 +202,7 @@ def test_cps_never_recovers_the_spread_of_the_data():
 # Limits
 @pytest.mark.parametrize("kernel", FLOW)
 def test_level_zero_is_the_ode_to_the_last_bit(kernel):
-    x, v, grid = draw(3, 4), draw(3, 4, seed=1), shifted(10, 3)
+    x, v, grid = draw(3, 4), draw(3, 4, seed=1), shift_grid(10, 3)
     for i in range(10):
         step = kernel(0.0)(x, v, grid, i)
         assert torch.equal(step.mean, x - (grid[i] - grid[i + 1]) * v) and step.std == 0
@@ -225,8 +225,8 @@ def test_kernels_tend_to_their_deterministic_step(kernel):
     [(FlowSDE(0.7), FlowSDE(0.35)), (DanceSDE(0.3), DanceSDE(0.15)), (CPS(0.8), CPS(0.4)),
      (FlowDDIM(1.0), FlowDDIM(0.5)), (DDIM(0.6), DDIM(0.3))])
 def test_a_scaled_kernel_has_a_multiple_of_its_noise(kernel, expected):
-    assert scaled(kernel, 0.5) == expected
-    assert scaled(kernel, 1) == kernel and type(scaled(kernel, 0)) is type(kernel)
+    assert scale_noise(kernel, 0.5) == expected
+    assert scale_noise(kernel, 1) == kernel and type(scale_noise(kernel, 0)) is type(kernel)
 
 
 @pytest.mark.parametrize("kernel", [FlowSDE(0.7), DanceSDE(0.3), FlowDDIM(0.5), DDIM(0.5)])
@@ -234,7 +234,7 @@ def test_a_scaled_kernel_has_a_multiple_of_its_deviation(kernel):
     x, v, grid = draw(3, 4), draw(3, 4, seed=1), grid_of(kernel)
     for i in range(9):
         for factor in (0.25, 1.7):
-            std = scaled(kernel, factor)(x, v, grid, i).std.item()
+            std = scale_noise(kernel, factor)(x, v, grid, i).std.item()
             assert std == pytest.approx(factor * kernel(x, v, grid, i).std.item(), abs=1e-10)
 
 
@@ -246,7 +246,7 @@ def test_cps_is_scaled_in_its_angle():
 def test_noise_scaled_out_of_its_range_is_refused():
     for kernel, factor in ((CPS(0.8), 2), (FlowDDIM(0.6), 2), (FlowSDE(0.7), -1)):
         with pytest.raises(ValueError, match=f"{type(kernel).__name__}: (level|eta) is"):
-            scaled(kernel, factor)
+            scale_noise(kernel, factor)
 
 
 def test_ddim_without_noise_is_the_deterministic_ddim_step():
@@ -334,20 +334,20 @@ def test_a_step_outside_the_grid_is_refused(i):
 # --- noise that anneals ----------------------------------------------------------------------------------------------
 def test_annealed_by_hand():
     """EAD's published schedule: highest 1.2, d = 400."""
-    found = [annealed(t, 1.2, 0.1, 400) for t in (0, 50, 100, 200, 10_000)]
+    found = [anneal(t, 1.2, 0.1, 400) for t in (0, 50, 100, 200, 10_000)]
     assert found == pytest.approx([1.2, 1.0669, 0.9160, 0.5513, 0.1], abs=1e-4)
 
 
 @pytest.mark.parametrize("kernel, field", [(FlowSDE(0.5), "level"), (CPS(0.5), "level"), (FlowDDIM(0.5), "eta")])
 def test_annealed_noise_is_the_kernel_at_another_level(kernel, field):
-    grid, x, v = shifted(6, 3.0), *torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
+    grid, x, v = shift_grid(6, 3.0), *torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
     part = AnnealedNoise(kernel, 1.5, 0.4, 3.0)
     for step in range(5):
         factor = max(2.5 - math.exp(step / 3), 0.4)
         found, expected = part(x, v, grid, step), replace(kernel, **{field: 0.5 * factor})(x, v, grid, step)
         torch.testing.assert_close(found.mean, expected.mean)
         torch.testing.assert_close(found.std, expected.std)
-    doubled = scaled(part, 0.5)
+    doubled = scale_noise(part, 0.5)
     assert doubled.kernel == replace(kernel, **{field: 0.25}) and doubled.highest == 1.5
 
 
@@ -420,7 +420,7 @@ def test_order_of_convergence(solver, order):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, F64])
 def test_every_step_of_a_solver_is_finite_and_in_float32_or_wider(dtype):
-    grid = compress_tail(shifted(25, 3), 4, 0.4, 3)
+    grid = compress_tail(shift_grid(25, 3), 4, 0.4, 3)
     wide, previous = F64 if dtype == F64 else torch.float32, None
     x, v = draw(3, 4).to(dtype), draw(3, 4, seed=1).to(dtype)
     for i in range(len(grid) - 1):
@@ -434,4 +434,4 @@ def test_every_step_of_a_solver_is_finite_and_in_float32_or_wider(dtype):
 def test_a_history_at_step_zero_is_refused():
     x = torch.zeros(1, 2)
     with pytest.raises(AssertionError):
-        DPMSolver2M()(x, x, shifted(4, 1), 0, x)
+        DPMSolver2M()(x, x, shift_grid(4, 1), 0, x)

@@ -25,7 +25,15 @@ from flowgrpo.objectives import GaussianKL, surrogates
 from flowgrpo.objectives.surrogates import ActorCritic
 from flowgrpo.policies.loading import load_branches, load_tuned
 from flowgrpo.policies.pipelines.conditioning import Conditioning
-from flowgrpo.policies.pipelines.edits import Editor, EditPolicy, EditWeights, attached, load_editor, tokens, untokens
+from flowgrpo.policies.pipelines.edits import (
+    Editor,
+    EditPolicy,
+    EditWeights,
+    edit_policy_of,
+    load_editor,
+    tokens,
+    untokens,
+)
 from flowgrpo.rollouts import loss_inputs
 from flowgrpo.run import run
 from flowgrpo.samplers import latent_edits
@@ -62,7 +70,7 @@ def sampled(editor: Editor, method, prompts: int, group: int, seed: int = 0) -> 
     x0 = torch.randn(len(of), 2, generator=torch.Generator().manual_seed(seed)).to(editor.networks.edit.leave.weight)
     bases = Part(range(prompts), of, None, (), (x0,))
     explored = method.target.edit.exploration(group, Euler(), method.reads_means, method.reads_old_means)
-    return latent_edits.edited(editor, asked(prompts), bases, explored, 64, seeder(seed, 0))
+    return latent_edits.apply_edits(editor, asked(prompts), bases, explored, 64, seeder(seed, 0))
 
 
 def reward(x: torch.Tensor) -> torch.Tensor:
@@ -89,7 +97,7 @@ def trained(editor: Editor, method, epochs: int, prompts: int = 16, group: int =
 # --- one edit --------------------------------------------------------------------------------------------------------
 def test_an_edit_is_bounded_and_none_is_the_base_itself():
     edit, x = Edit(bound=0.25), torch.randn(4, 3, 5, 5, dtype=torch.bfloat16)
-    assert torch.equal(edit.applied(x, torch.zeros(4, 3, 5, 5)), x) and edit.applied(x, x.float()).dtype == x.dtype
+    assert torch.equal(edit.apply(x, torch.zeros(4, 3, 5, 5)), x) and edit.apply(x, x.float()).dtype == x.dtype
     far = edit(torch.tensor([[-1e9, -2.0, 0.0, 0.1, 1e9]], dtype=torch.float64))
     expected = [-0.25, 0.25 * math.tanh(-2), 0, 0.25 * math.tanh(0.1), 0.25]
     torch.testing.assert_close(far[0], torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-15)
@@ -145,7 +153,7 @@ def test_a_sample_is_the_critics_choice_of_its_bases_and_their_edits():
     part = sampled(editor, method, 2, 4)
     [taken] = part.transitions
     x0 = torch.randn(24, 2, generator=torch.Generator().manual_seed(0))
-    forks = [latent_edits._forked(seeder(0, 0)(leaf // 12, leaf % 12)) for leaf in range(24)]
+    forks = [latent_edits._fork_seed(seeder(0, 0)(leaf // 12, leaf % 12)) for leaf in range(24)]
     noise = torch.cat([torch.randn(1, 2, generator=torch.Generator().manual_seed(each)) for each in forks])
     drawn = editor.replay(asked(2).rows(torch.arange(2).repeat_interleave(12)), x0).detach() + 0.3 * noise
     edits, kept = x0 + 0.4 * drawn.tanh(), 0
@@ -235,7 +243,7 @@ def test_the_gradient_through_a_quadratic_critic_is_the_closed_form_and_reaches_
     [part] = credit(method, [part], reward(part.finals[0]).view(2, 4, 1), [1.0], context, lambda rows: rows)
     [taken] = part.transitions
     keep = torch.tensor([True, True, False, True, True, True, True, True])  # a pair may be without its base
-    part = part.credited(part.advantages, [keep], part.rewards)
+    part = part.with_advantages(part.advantages, [keep], part.rewards)
     [(k, rows, new)] = replay(editor, asked(2), part, 8)
     seen = loss_inputs.EditInputs(editor, asked(2), part, True)(0, k, rows, new, part.transitions[0].old)
     x, tanh = taken.x[taken.parent][keep], taken.proposed[keep].tanh()
@@ -305,7 +313,7 @@ def test_the_edit_comes_to_its_optimum(toy):
 
 def test_the_critic_learns_the_rewards(toy):
     x = torch.randn(2000, 2, generator=torch.Generator().manual_seed(8))
-    for states in (x, toy.edit.applied(x, toy.replay(asked(2000), x).detach())):
+    for states in (x, toy.edit.apply(x, toy.replay(asked(2000), x).detach())):
         value, known = toy.value(asked(2000), states).detach(), reward(states)
         least = 0.95 if toy.edit.acting == "pairs" else 0.85  # the acting policy shows it what it values most alone
         assert torch.corrcoef(torch.stack([value, known]))[0, 1] > least
@@ -316,7 +324,7 @@ def test_best_of_base_and_edited_is_not_worse_than_best_of_as_many_bases(toy):
     by the critic, which needs no scorer call, and by the scorer."""
     x = torch.randn(400, 8, 2, generator=torch.Generator().manual_seed(9))
     chosen, values = latent_edits.on_the_fly(toy, asked(400), x[:, :4])
-    edited = toy.edit.applied(x[:, :4], toy.replay(asked(1600), x[:, :4].flatten(0, 1)).view(400, 4, 2).detach())
+    edited = toy.edit.apply(x[:, :4], toy.replay(asked(1600), x[:, :4].flatten(0, 1)).view(400, 4, 2).detach())
     both = torch.cat([x[:, :4], edited], 1)
     torch.testing.assert_close(chosen, both[torch.arange(400), values.argmax(1)])
     bases = toy.value(asked(3200), x.flatten(0, 1)).view(400, 8).argmax(1)
@@ -384,7 +392,7 @@ def test_a_run_saves_what_draws_its_images_and_resumes(tmp_path):
         assert torch.equal(again.weights.snapshot()[key], value)
     pipe = tiny.sd3()
     load_tuned(pipe, sorted((folder / "checkpoints").glob("epoch-*"))[-1])
-    for key, value in attached(pipe).weights.snapshot().items():
+    for key, value in edit_policy_of(pipe).weights.snapshot().items():
         assert torch.equal(again.weights.snapshot()[key], value)
     with pytest.raises(UserError, match="--rlg: .* holds an edit policy, which leaves the denoiser as it is"):
         load_branches(tiny.sd3(), folder)

@@ -16,7 +16,7 @@ from flowgrpo.objectives.forward_process import CentredReward, GroupPreference, 
 from flowgrpo.objectives.ratios import Matching
 from flowgrpo.policies.weights import trainable
 from flowgrpo.policies.weights.trainable import TrainableWeights
-from flowgrpo.samplers.grids import shifted
+from flowgrpo.samplers.grids import shift_grid
 from flowgrpo.samplers.noised_finals import GridTimes, RandomGridTimes, Stratified, matching
 from flowgrpo.samplers.old_policy import Lag, OldPolicy
 from flowgrpo.samplers.plans import NoSteps
@@ -69,7 +69,7 @@ def test_what_is_trained_does_not_depend_on_the_presets_before(name):
 # --- times -----------------------------------------------------------------------------------------------------------
 def places(times, steps: int, epochs: int) -> list[tuple[int, ...]]:
     """Which steps of the grid an epoch's times are."""
-    grid = shifted(steps, 3.0)
+    grid = shift_grid(steps, 3.0)
     found = [times(grid, epoch, 0) for epoch in range(epochs)]
     return [tuple((grid == t).nonzero().item() for t in each) for each in found]
 
@@ -92,7 +92,7 @@ def test_awm_draws_from_the_stretches_of_its_release():
 
 
 def test_stratified_times_fall_one_in_each_slice():
-    grid = shifted(6, 3.0)
+    grid = shift_grid(6, 3.0)
     for each in range(50):
         times = Stratified(4, 0.2, 1.0)(grid, each, 0)
         assert times.dtype == grid.dtype and ((1.0 - times) // 0.2).tolist() == [0, 1, 2, 3]
@@ -122,7 +122,7 @@ def test_the_recipe_of_sol_rl_draws_six_of_all_ten_times():
 
 @pytest.mark.parametrize("times", [GridTimes(every=3), RandomGridTimes(0.5), Stratified(3)])
 def test_times_are_functions_of_seed_and_epoch(times):
-    drawn = [[times(shifted(12, 3.0), each, seed).tolist() for each in range(20)] for seed in (0, 0, 1)]
+    drawn = [[times(shift_grid(12, 3.0), each, seed).tolist() for each in range(20)] for seed in (0, 0, 1)]
     assert drawn[0] == drawn[1] != drawn[2] and len({tuple(each) for each in drawn[0]}) > 10
 
 
@@ -220,7 +220,7 @@ def test_rollouts_and_old_scores_are_the_old_policys():
 # --- noised finals ---------------------------------------------------------------------------------------------------
 def test_the_kernel_is_a_unit_gaussian_around_the_velocity():
     v, u = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64).chunk(2, 1)
-    found = matching(torch.zeros_like(v), v, shifted(4, 3.0), 2)
+    found = matching(torch.zeros_like(v), v, shift_grid(4, 3.0), 2)
     expected = torch.distributions.Normal(v, 1.0).log_prob(u)
     torch.testing.assert_close(torch.distributions.Normal(found.mean, found.std).log_prob(u), expected)
 

@@ -39,18 +39,18 @@ def part_of(taken, count: int) -> Part:
 def test_a_row_without_a_decision_takes_its_advantage_with_it():
     taken = masked([[0, 0, 0], [1, 1, 0], [1, 0, 0], [1, 1, 0]])
     whole = [torch.tensor([10.0, 11, 12, 13])], [torch.ones(4).bool()], [torch.tensor([0.0, 1, 2, 3])]
-    found = part_of(taken, 4).credited(*whole)
+    found = part_of(taken, 4).with_advantages(*whole)
     assert found.transitions[0].ids[:, 0].tolist() == [1, 2, 3]
     assert found.advantages[0].tolist() == [11, 12, 13] and found.rewards[0].tolist() == [1, 2, 3]
-    fewer = part_of(taken, 4).credited(whole[0], [torch.tensor([True, True, False, True])])
+    fewer = part_of(taken, 4).with_advantages(whole[0], [torch.tensor([True, True, False, True])])
     assert fewer.transitions[0].ids[:, 0].tolist() == [1, 3] and fewer.advantages[0].tolist() == [11, 13]
-    assert part_of(taken, 4).credited(whole[0], [torch.tensor([True, False, False, False])]) is None
+    assert part_of(taken, 4).with_advantages(whole[0], [torch.tensor([True, False, False, False])]) is None
 
 
 def test_an_advantage_per_token_goes_with_its_row():
     taken = masked([[1, 1], [0, 0], [1, 0]])
     each = torch.tensor([[1.0, 2], [3, 4], [5, 6]])
-    assert part_of(taken, 3).credited([each], [torch.ones(3).bool()]).advantages[0].tolist() == [[1, 2], [5, 6]]
+    assert part_of(taken, 3).with_advantages([each], [torch.ones(3).bool()]).advantages[0].tolist() == [[1, 2], [5, 6]]
 
 
 @pytest.mark.parametrize("wrong", [
@@ -75,7 +75,7 @@ def test_completions_of_unequal_length_cannot_be_made(wrong):
 def test_rows_keep_every_field(kind, more):
     taken = kind(**vars(masked([[1, 1], [1, 0], [1, 1]])) | more | {
         "importance": torch.arange(6.0).view(3, 2), "expert": torch.tensor([False, True, False])})
-    found = taken.kept(torch.tensor([False, True, True]))
+    found = taken.select(torch.tensor([False, True, True]))
     for name, value in vars(taken).items():
         got = getattr(found, name)
         if value is None:
@@ -124,7 +124,7 @@ def test_a_transition_of_images_that_is_left_out_takes_its_advantage_with_it(pla
     generator = torch.Generator().manual_seed(3)
     keep = [torch.rand(len(taken.parent), generator=generator) < 0.6 for taken in part.transitions]
     advantages = [taken.x_next.flatten(1).double().sum(1) for taken in part.transitions]  # of its own state
-    found = part.credited(advantages, keep)
+    found = part.with_advantages(advantages, keep)
     assert [len(each) for each in found.advantages] == [int(at.sum()) for at in keep if at.any()]
     assert any(not at.all() for at in keep)
     for taken, advantage in zip(found.transitions, found.advantages, strict=True):

@@ -10,7 +10,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 
 from flowgrpo.errors import UserError
 from flowgrpo.methods import preset
-from flowgrpo.samplers.grids import shifted
+from flowgrpo.samplers.grids import shift_grid
 from flowgrpo.samplers.kernels import CPS, DDIM, ODE, DanceSDE, FlowDDIM, FlowSDE
 from flowgrpo.samplers.noise import deviation
 from flowgrpo.samplers.plans import ORDERS, AllSteps, EachStep, NoSteps, RandomSubset, Schedule, Single, Sliding
@@ -185,7 +185,7 @@ def posterior(grid, step):
 
 
 def test_the_last_step_of_sd35s_grid_would_have_all_of_the_gradient():
-    [spec] = preset("ddpo").on("flow").planned(SD35, 12, None, 0, 0)
+    [spec] = preset("ddpo").on("flow").plan_explorations(SD35, 12, None, 0, 0)
     assert spec.schedule.trained == tuple(range(9)) and isinstance(spec.kernel, FlowDDIM)
     found = [deviation(spec, step) for step in range(9)]
     assert found == pytest.approx([posterior(SD35, step) for step in range(9)], rel=1e-4)
@@ -197,7 +197,7 @@ def test_the_last_step_of_sd35s_grid_would_have_all_of_the_gradient():
 def test_it_is_drawn_and_not_trained(name, parts):
     [spec] = explored(preset(name).on("flow"), **parts)
     assert spec.schedule.stochastic == tuple(range(9)) and spec.schedule.trained == tuple(range(8))
-    [spec] = explored(preset(name).on("flow"), shifted(10, 3.0), **parts)
+    [spec] = explored(preset(name).on("flow"), shift_grid(10, 3.0), **parts)
     assert spec.schedule.trained == tuple(range(9))
 
 
@@ -239,7 +239,7 @@ def test_a_schedule_of_that_step_alone_is_left_out_and_one_without_others_is_ref
 def test_a_rewards_gradient_needs_no_noise():
     method = preset("draft")
     [spec] = explored(method)
-    assert spec.schedule.trained == (9,) and explored(method) == method.planned(SD35, 12, None, 0, 0)
+    assert spec.schedule.trained == (9,) and explored(method) == method.plan_explorations(SD35, 12, None, 0, 0)
 
 
 def of_a_run(**options):

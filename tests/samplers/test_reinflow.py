@@ -14,7 +14,7 @@ from flowgrpo.methods.targets import JointDensity
 from flowgrpo.objectives import Clip
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.samplers import joint_density
-from flowgrpo.samplers.grids import shifted
+from flowgrpo.samplers.grids import shift_grid
 from flowgrpo.samplers.joint_density import JointTransitions
 from flowgrpo.samplers.noise import LearnedNoise, NoiseNet, Noisy
 from flowgrpo.samplers.plans import AllSteps
@@ -159,10 +159,10 @@ def test_rows_that_are_left_out_leave_their_chains():
     made = trainer()
     parts, _, _ = sampling.sample(made, made.prompts[:1])
     [chain] = parts[0].transitions
-    kept = chain.kept(torch.tensor([True, False, True, False]))
+    kept = chain.select(torch.tensor([True, False, True, False]))
     assert all(torch.equal(one.x, two.x[[0, 2]]) for one, two in zip(kept.links, chain.links))
     assert torch.equal(kept.old.logp, chain.old.logp[[0, 2]]) and kept.parent.tolist() == [0, 1]
-    assert chain.kept(torch.zeros(4, dtype=torch.bool)) is None
+    assert chain.select(torch.zeros(4, dtype=torch.bool)) is None
 
 
 def test_steps_may_stay_decisions_of_their_own():
@@ -179,7 +179,7 @@ def test_what_the_paper_has():
     assert method.loss.surrogate == Clip(1e-3, 1e-3)
     assert method.rollout.plan == AllSteps() and method.rollout.roots is None
     assert method.credit.advantage == Advantage("batch", "rewards") and not method.reads_means
-    grid = shifted(4, 1.0)
+    grid = shift_grid(4, 1.0)
     x = torch.zeros(1, 1)
     found = [LearnedNoise(level, level)(x, x, grid, 0).std.item() for level in (0.2, 0.48)]
     assert found == pytest.approx([0.10, 0.24])

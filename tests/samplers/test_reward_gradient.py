@@ -87,7 +87,8 @@ def sampled(plan, ending, eta: float = 0.0, policy=None, micro_batch: int = 2):
     """(policy, its one part with rewards) of the toy."""
     policy = policy or Matrices()
     [*parts] = reward_gradient.explore(policy, Two(), exploration(plan, eta), ending, micro_batch, seeder(0, 0))
-    return policy, [reward_gradient.valued(part, part.finals[0], value, policy.device, micro_batch) for part in parts]
+    return policy, [reward_gradient.score_images(part, part.finals[0], value, policy.device,
+                                                 micro_batch) for part in parts]
 
 
 def rewards(policy, parts, ending, micro_batch: int = 2) -> torch.Tensor:
@@ -179,11 +180,11 @@ def test_every_sample_has_its_noise_whatever_the_batch_and_the_rows_kept():
     assert len(whole) == 1
     near(whole[0].finals[0], torch.cat([part.finals[0] for part in parts]), depth=STEPS)
     keep = torch.tensor([False, True, True, False, True, False, False, False])
-    kept = whole[0].credited([torch.arange(8.0)], [keep])
+    kept = whole[0].with_advantages([torch.arange(8.0)], [keep])
     assert torch.equal(kept.advantages[0], torch.tensor([1.0, 2, 4]))
     torch.testing.assert_close(rewards(policy, [kept], Unroll()), whole[0].transitions[0].old.logp[keep, 0],
                                rtol=0, atol=1e-12)
-    assert whole[0].credited([torch.zeros(8)], [torch.zeros(8, dtype=torch.bool)]) is None
+    assert whole[0].with_advantages([torch.zeros(8)], [torch.zeros(8, dtype=torch.bool)]) is None
 
 
 def test_the_last_step_draws_no_noise():

@@ -10,12 +10,12 @@ import torch
 from flowgrpo.config.sections import Adapter
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.samplers import cost
-from flowgrpo.samplers.grids import compress_tail, shifted, thinned
+from flowgrpo.samplers.grids import compress_tail, shift_grid, thin_grid
 from flowgrpo.samplers.growth import explore
 from flowgrpo.samplers.kernels import DPMSolver2M, Euler, FlowSDE
 from flowgrpo.samplers.plans import AllSteps, RandomSubset, Schedule, Sliding
 from flowgrpo.samplers.preview import Pruning
-from flowgrpo.samplers.replay import replay, rescored
+from flowgrpo.samplers.replay import replay, rescore
 from flowgrpo.samplers.rollout import RolloutSpec, seeder
 from flowgrpo.samplers.scheduler import Segment
 from flowgrpo.training import sampling
@@ -24,7 +24,7 @@ from tests.helpers import tiny, tiny_runs
 
 PROMPTS = ["red", "blue", "green"]
 GROUP, STEPS = 4, 6
-GRID = shifted(STEPS, 3.0)
+GRID = shift_grid(STEPS, 3.0)
 WINDOW, EVERY = Schedule((2, 3), (2, 3)), (0, 1, 2, 3, 4)
 BINARY = Schedule(EVERY, EVERY, children=(2, 1, 2, 1, 1))
 EARLY, LATE = (Schedule(steps, steps, children=(1, 4)) for steps in ((0, 2), (1, 3)))
@@ -195,7 +195,7 @@ def test_neither_encoding_nor_decoding_nor_an_empty_trunk_runs_the_denoiser(poli
     before = policy.evaluations
     policy.encode(PROMPTS)
     policy.decode(torch.zeros(3, *tiny.LATENTS), conditioning)
-    policy.run(Segment(shifted(2, 1.0), range(0)), conditioning, None, policy.generators(range(3)))
+    policy.run(Segment(shift_grid(2, 1.0), range(0)), conditioning, None, policy.generators(range(3)))
     assert policy.evaluations == before
 
 
@@ -275,7 +275,7 @@ def test_the_leaves_end_with_the_deterministic_run_of_the_last_states(policy, co
     rows = conditioning.rows(part.prompts)
     with torch.no_grad():
         v = policy.replay(rows, taken.x[taken.parent], GRID, 2)
-    for grid, final in zip((GRID, thinned(GRID, 3, 2)), part.finals, strict=True):
+    for grid, final in zip((GRID, thin_grid(GRID, 3, 2)), part.finals, strict=True):
         task = replace(plan.task(3, len(grid) - 1), grid=grid)
         expected, _ = policy.run(task, rows, taken.x_next, None, taken.x[taken.parent] - GRID[2] * v)
         torch.testing.assert_close(final, expected, rtol=0, atol=1e-4)
@@ -401,7 +401,7 @@ def test_a_replay_yields_every_transition_once_and_in_order(policy, conditioning
 def test_a_replay_has_gradients_and_rescored_parts_have_none(conditioning, sampled):
     [part], _ = sampled("binary")
     moved = tiny.stir(tiny.policy(), 0.2)
-    again = rescored(part, replay(moved, conditioning, part, 5))
+    again = rescore(part, replay(moved, conditioning, part, 5))
     for k, rows, new in replay(moved, conditioning, part, 5):
         old = again.transitions[k].old
         assert new.logp.requires_grad and not old.logp.requires_grad
@@ -434,7 +434,7 @@ def test_means_are_kept_only_where_they_are_read(policy, conditioning):
                          seeder(0, 0))
         new = [new for _, _, new in replay(policy, conditioning, part, 24)]
         assert all((each.mean is not None) is (keep or score) is (each.slope is not None) for each in new)
-        for taken in (*part.transitions, *rescored(part, replay(policy, conditioning, part, 24)).transitions):
+        for taken in (*part.transitions, *rescore(part, replay(policy, conditioning, part, 24)).transitions):
             assert (taken.old.mean is not None) is keep is (taken.old.std is not None)
             if keep:
                 assert taken.old.mean.shape == (len(taken.x_next), 1, *tiny.LATENTS) and taken.old.std.shape == (1,)
@@ -462,7 +462,7 @@ def test_a_credited_part_keeps_transitions_with_their_states_and_advantages(poli
     advantages = [torch.arange(6.0), torch.arange(6.0) + 10, torch.arange(12.0) + 20]
     keep = [torch.ones(6, dtype=torch.bool), torch.zeros(6, dtype=torch.bool), torch.zeros(12, dtype=torch.bool)]
     keep[2][[1, 4, 5, 10]] = True  # of the states 0, 2 and 5
-    found = part.credited(advantages, keep)
+    found = part.with_advantages(advantages, keep)
     whole, some = found.transitions
     assert whole is part.transitions[0] and torch.equal(found.advantages[0], advantages[0])
     assert some.step == 2 and some.parent.tolist() == [0, 1, 1, 2] and some.prompts.tolist() == [0, 1, 2]
@@ -478,15 +478,15 @@ def test_a_credited_part_keeps_transitions_with_their_states_and_advantages(poli
 def test_a_part_of_which_nothing_is_kept_is_none(sampled):
     [part], _ = sampled("shared")
     nothing = [torch.zeros(12, dtype=torch.bool)] * 2
-    assert part.credited([torch.zeros(12)] * 2, nothing) is None
+    assert part.with_advantages([torch.zeros(12)] * 2, nothing) is None
     with pytest.raises(ValueError):  # not one per trained step
-        part.credited([torch.zeros(12)], nothing[:1])
+        part.with_advantages([torch.zeros(12)], nothing[:1])
 
 
 # --- grids behind the noise -------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("ratio, steps", [(0.4, 5), (0.01, 5), (0.8, 7)])
 def test_a_compressed_tail_is_shorter_and_ends_at_the_data(policy, conditioning, ratio, steps):
-    grid = compress_tail(shifted(8, 3.0), 4, ratio, 3.0)  # 4 steps lie behind the window: 1, 1 and 3 are left
+    grid = compress_tail(shift_grid(8, 3.0), 4, ratio, 3.0)  # 4 steps lie behind the window: 1, 1 and 3 are left
     plan = RolloutSpec(grid, WINDOW, FlowSDE(0.7), DPMSolver2M(), GROUP)
     before = policy.evaluations
     [part] = sample(policy, conditioning, plan)

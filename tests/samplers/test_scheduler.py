@@ -118,7 +118,7 @@ def test_a_pipeline_that_needs_a_step_gets_an_idle_one():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kernel", [FlowSDE(0.7), DanceSDE(0.3), CPS(0.8)])
 def test_stochastic_steps_are_recorded_as_the_network_sees_them(kernel, dtype):
-    grid = grids.shifted(STEPS, 3.0)
+    grid = grids.shift_grid(STEPS, 3.0)
     both = frozenset({1, 2})
     toy = Toy(Segment(grid, range(STEPS), kernel, stochastic=both, recorded=both, generators=drawn_by()), dtype)
     generators = drawn_by()
@@ -136,14 +136,14 @@ def test_stochastic_steps_are_recorded_as_the_network_sees_them(kernel, dtype):
 
 
 def test_steps_that_draw_noise_need_not_be_recorded():
-    toy = Toy(Segment(grids.shifted(STEPS, 3.0), range(STEPS), DanceSDE(), stochastic=frozenset({0, 1, 2}),
+    toy = Toy(Segment(grids.shift_grid(STEPS, 3.0), range(STEPS), DanceSDE(), stochastic=frozenset({0, 1, 2}),
                       recorded=frozenset({1}), generators=drawn_by()))
     assert set(toy.record.x) == set(toy.record.transition) == {1}
     assert not torch.equal(toy.states[1], Euler()(toy.states[0], toy.velocities[0], toy.scheduler.task.grid, 0, None))
 
 
 def test_the_other_solver_works_after_the_window_only():
-    grid, window = grids.shifted(7, 3.0), frozenset({2, 3})
+    grid, window = grids.shift_grid(7, 3.0), frozenset({2, 3})
     toy = Toy(Segment(grid, range(7), FlowSDE(), DPMSolver2M(), window, window, drawn_by()))
     for i in (0, 1):
         assert torch.equal(toy.states[i + 1], Euler()(toy.states[i], toy.velocities[i], grid, i, None).float())
@@ -157,7 +157,7 @@ def test_the_other_solver_works_after_the_window_only():
 
 
 def test_a_segment_may_bring_the_solvers_memory():
-    grid, window = grids.shifted(6, 3.0), frozenset({0})
+    grid, window = grids.shift_grid(6, 3.0), frozenset({0})
     whole = Toy(Segment(grid, range(6), FlowSDE(), DPMSolver2M(), window, window, drawn_by()))
     memory = predict_x0(whole.states[2], whole.velocities[2], grid[2])
     policy = PolicyScheduler.over(FlowMatchEulerDiscreteScheduler())

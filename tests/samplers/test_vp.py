@@ -25,7 +25,7 @@ from flowgrpo.methods.validate import describe_substitutes, resolve
 from flowgrpo.objectives import InverseDelta
 from flowgrpo.samplers.grids import alpha_bars, make_grid
 from flowgrpo.samplers.growth import explore
-from flowgrpo.samplers.kernels import CPS, DDIM, VPCPS, DanceSDE, DPMSolver2M, Euler, FlowDDIM, FlowSDE, denoised
+from flowgrpo.samplers.kernels import CPS, DDIM, VPCPS, DanceSDE, DPMSolver2M, Euler, FlowDDIM, FlowSDE, x0_from_noise
 from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.predictions import as_noise, prediction, process
 from flowgrpo.samplers.replay import replay
@@ -218,10 +218,11 @@ def test_a_consistency_step_is_the_stock_one(kind, timestep):
     fresh = torch.randn(x.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     grid = stock.alphas_cumprod.double()[[timestep, 9]]
     noise = as_noise(stock, output, x, grid[0], torch.tensor(timestep))
-    torch.testing.assert_close(denoised(x, noise, grid[0]), f, rtol=0, atol=1e-5)  # the stock one's alphas are fp32
+    torch.testing.assert_close(x0_from_noise(x, noise, grid[0]), f, rtol=0,
+                               atol=1e-5)  # the stock one's alphas are fp32
     transition = VPCPS(1.0)(x, noise, grid, 0)
     torch.testing.assert_close(gaussian.sample(transition, fresh), drawn, rtol=0, atol=1e-5)
-    density = torch.distributions.Normal(grid[1].sqrt() * denoised(x, noise, grid[0]), (1 - grid[1]).sqrt())
+    density = torch.distributions.Normal(grid[1].sqrt() * x0_from_noise(x, noise, grid[0]), (1 - grid[1]).sqrt())
     torch.testing.assert_close(gaussian.log_prob(transition, drawn), density.log_prob(drawn).mean((1, 2)),
                                rtol=0, atol=1e-10)
 
@@ -230,11 +231,11 @@ def test_a_consistency_function_is_the_state_itself_at_timestep_zero():
     x, output = torch.tensor([[2.0, -1.0]], dtype=torch.float64), torch.tensor([[0.5, 1.0]], dtype=torch.float64)
     alpha = torch.tensor(0.9, dtype=torch.float64)
     noise = as_noise(LCM, output, x, alpha, torch.tensor(0))
-    torch.testing.assert_close(denoised(x, noise, alpha), x, rtol=0, atol=1e-12)
+    torch.testing.assert_close(x0_from_noise(x, noise, alpha), x, rtol=0, atol=1e-12)
     # By hand at timestep 0.05, which is 0.5 in its unit: c_skip = 1/2 and c_out = sqrt(1/2).
     noise = as_noise(LCM, output, x, alpha, torch.tensor(0.05))
     z0 = (x - 0.1**0.5 * output) / 0.9**0.5
-    torch.testing.assert_close(denoised(x, noise, alpha), x / 2 + z0 / 2**0.5, rtol=0, atol=1e-7)
+    torch.testing.assert_close(x0_from_noise(x, noise, alpha), x / 2 + z0 / 2**0.5, rtol=0, atol=1e-7)
 
 
 def test_all_noise_is_fresh_at_level_1_and_none_at_level_0():

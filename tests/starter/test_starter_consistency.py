@@ -14,7 +14,7 @@ from flowgrpo.config import load
 from flowgrpo.config.sections import Adapter
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import images
-from flowgrpo.policies.pipelines.call import seeded
+from flowgrpo.policies.pipelines.call import seed_steps
 from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.weights.lora_files import LORA_FILE
@@ -124,7 +124,7 @@ def test_a_generator_that_a_pipeline_passes_comes_first_and_the_scheduler_is_lef
     def drawn(inside: int, **given):
         scheduler = FlowMatchLCMScheduler()
         scheduler.set_timesteps(2)
-        with seeded(scheduler, torch.Generator().manual_seed(inside)):
+        with seed_steps(scheduler, torch.Generator().manual_seed(inside)):
             found = scheduler.step(x, scheduler.timesteps[0], x, return_dict=False, **given)[0]
         assert "step" not in vars(scheduler)
         return found

@@ -58,9 +58,9 @@ def test_criticised_steps_and_false_alarms():
     expected = torch.tensor([[1, 0.7, 0.7, 1], [-0.5] * 4, [0.25, 0.25, 0.25, 0]])
     torch.testing.assert_close(found, expected)
     votes = torch.tensor([[1.0, 0, 1], [0, 0, 1], [NAN, NAN, NAN], [1, NAN, 0]])
-    assert StepScores(votes=3).voted(votes).tolist()[:2] == [1, 0]
-    assert StepScores(votes=3).voted(votes)[2].isnan() and StepScores(votes=3).voted(votes)[3] == 0
-    assert StepScores().voted(torch.tensor([[0.3], [0.9]])).tolist() == pytest.approx([0.3, 0.9])
+    assert StepScores(votes=3).majority_vote(votes).tolist()[:2] == [1, 0]
+    assert StepScores(votes=3).majority_vote(votes)[2].isnan() and StepScores(votes=3).majority_vote(votes)[3] == 0
+    assert StepScores().majority_vote(torch.tensor([[0.3], [0.9]])).tolist() == pytest.approx([0.3, 0.9])
 
 
 def test_potentials_and_progress_add_up():
@@ -80,7 +80,7 @@ def test_potentials_and_progress_add_up():
 def test_thoughts_and_weights_of_steps():
     scores = torch.tensor([[1.0, 0.8, 0.0, 0.2, 1.0], [0.0, 1.0, NAN, NAN, NAN]])
     segments = torch.tensor([[0, 1, 2, 2, 3, 4], [0, 0, 1, 1, 1, 1]])
-    merged, values = merged_steps(segments, scores, 0.5)
+    merged, values = merge_steps(segments, scores, 0.5)
     assert merged.tolist() == [[0, 0, 1, 1, 1, 2], [0, 0, 1, 1, 1, 1]]
     torch.testing.assert_close(values[0, :3], torch.tensor([0.9, 0.1, 1.0]))
     torch.testing.assert_close(values[1, :2], torch.tensor([0.0, 1.0]))
@@ -122,7 +122,7 @@ def sigmoid(z: float) -> float:
 
 
 def test_shorter_right_answers_and_shares():
-    found = shortened(REWARDS[..., 0], REWARDS[..., 0] == 1, LENGTHS, 0.2)
+    found = penalise_length(REWARDS[..., 0], REWARDS[..., 0] == 1, LENGTHS, 0.2)
     z = 10 / (math.sqrt(200 / 3) + 1e-6)
     assert found[1].tolist() == pytest.approx([1 - 0.2 * sigmoid(-z), 0.9, 1 - 0.2 * sigmoid(z), 0], abs=1e-10)
     z = 10 / (10 + 1e-6)

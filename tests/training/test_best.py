@@ -160,7 +160,7 @@ def test_peaks(values, best, since):
     kept = BestWeights(Eval(best="a", stop={"reward": "a", "patience": 2}))
     for epoch, value in enumerate(values, 1):
         kept.see({"held_out/a": value}, epoch, lambda: {"w": torch.tensor(float(epoch))})
-    assert (kept.best.epoch, kept.stop.since, kept.stopped) == (best, since, since >= 2)
+    assert (kept.best.epoch, kept.stop.since, kept.should_stop) == (best, since, since >= 2)
     assert kept.weights["w"] == best
 
 
@@ -168,7 +168,8 @@ def test_weights_are_copied():
     kept, live = BestWeights(Eval(best="a")), torch.zeros(2)
     kept.see({"held_out/a": 1.0}, 1, lambda: {"w": live})
     live += 1
-    assert kept.weights["w"].tolist() == [0, 0] and not kept.stopped and kept.summary().startswith("kept the weights")
+    assert kept.weights["w"].tolist() == [0, 0] and not kept.should_stop
+    assert kept.summary().startswith("kept the weights")
 
 
 def test_what_is_of_another_reward_is_not_taken_from_a_checkpoint():

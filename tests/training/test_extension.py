@@ -294,6 +294,7 @@ def test_a_package_adds_one(monkeypatch):
         @staticmethod
         def load() -> Any:
             return type("Added", (Toy,), {"wanted": staticmethod(lambda config, method: config.train.group == 4)})
-    monkeypatch.setattr(extensions, "packaged", lambda group: {"added": Entry} if "extensions" in group else {})
+    monkeypatch.setattr(extensions, "group_entry_points", lambda group: {"added": Entry} if "extensions" in group
+                        else {})
     made = tiny_text.trainer()
     assert loop.names(made) == ["RewardHints", "Added"] and made.run_epoch()["toy"] == 1.0

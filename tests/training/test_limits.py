@@ -31,7 +31,7 @@ def test_a_multiplier_by_hand(limit, means, multipliers):
 def test_the_weights_are_those_of_the_lagrangian():
     """A = (2 A_R - 0.5 A_C + 1.5 A_L) / (1 + 0.5 + 1.5)."""
     limits = Limits({"cost": Limit(at_most=0, start=0.5), "least": Limit(at_least=0, start=1.5)}, {})
-    assert limits.weighted({"good": 2.0, "cost": 0.0, "least": 0.0}) == pytest.approx(
+    assert limits.reward_weights({"good": 2.0, "cost": 0.0, "least": 0.0}) == pytest.approx(
         {"good": 2 / 3, "cost": -1 / 6, "least": 0.5})
 
 
@@ -41,7 +41,7 @@ def test_a_policy_of_two_arms_ends_at_its_limit():
     for _ in range(2000):
         p = 1 / (1 + math.exp(-logit))
         limits.learn({"reward/cost/mean": p})
-        weights = limits.weighted({"good": 1.0, "cost": 0.0})
+        weights = limits.reward_weights({"good": 1.0, "cost": 0.0})
         logit += 0.2 * p * (1 - p) * (weights["good"] + weights["cost"])
         seen.append(p)
     assert max(seen) > 0.5 and sum(seen[1000:]) / 1000 == pytest.approx(0.3, abs=0.01)

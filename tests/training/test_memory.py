@@ -20,7 +20,7 @@ from flowgrpo.evaluation import held_out
 from flowgrpo.policies.build import make_policy
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.run import run
-from flowgrpo.samplers.grids import shifted
+from flowgrpo.samplers.grids import shift_grid
 from flowgrpo.samplers.kernels import Euler, FlowSDE
 from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.rollout import RolloutSpec
@@ -92,7 +92,7 @@ def test_the_report_of_rewards_names_bytes_device_and_what_leaves():
 ])
 def test_states_of_a_group_by_hand(roots, trained, keep_means, expected):
     schedule = Schedule(trained if roots == 4 else (1, 2), trained)
-    exploration = RolloutSpec(shifted(4, 3.0), schedule, FlowSDE(), Euler(), 4, roots, keep_means=keep_means)
+    exploration = RolloutSpec(shift_grid(4, 3.0), schedule, FlowSDE(), Euler(), 4, roots, keep_means=keep_means)
     assert memory._per_group(exploration) == expected
 
 

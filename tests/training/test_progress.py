@@ -5,7 +5,7 @@ import torch
 
 from flowgrpo.advantages import group_relative
 from flowgrpo.samplers import noise
-from flowgrpo.samplers.kernels import denoised, predict_x0
+from flowgrpo.samplers.kernels import predict_x0, x0_from_noise
 from flowgrpo.training import sampling
 from tests.helpers import loop, tiny_runs
 
@@ -33,7 +33,7 @@ def test_predictions_are_scored_before_every_trained_step(kind, host, parts):
         assert part.measured["predicted"].shape == (len(part.prompts), len(part.transitions))
         for k, taken in enumerate(part.transitions):
             v = outputs(trainer, taken, conditioning, part.exploration.grid)
-            clean = (predict_x0 if kind == "flow" else denoised)(taken.x, v, part.exploration.grid[taken.step])
+            clean = (predict_x0 if kind == "flow" else x0_from_noise)(taken.x, v, part.exploration.grid[taken.step])
             rows = conditioning.rows(taken.prompts)
             pictures = trainer.rollouts.decode(clean, rows)
             expected = tiny_runs.score(pictures, rows.prompts)

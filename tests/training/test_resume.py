@@ -509,7 +509,7 @@ def test_the_next_checkpoint_waits_for_the_one_before(large, held, tmp_path):
 @pytest.mark.parametrize("size, free, later", [(None, 2**40, False), (0, 2**40, True), (0, 1000, False)])
 def test_small_ones_and_those_that_memory_has_no_room_for_are_written_at_once(size, free, later, tmp_path, monkeypatch):
     trainer = trained(tmp_path)
-    monkeypatch.setattr(epochs, "unused_memory", lambda: free)
+    monkeypatch.setattr(epochs, "available_memory", lambda: free)
     if size is not None:
         monkeypatch.setattr(epochs, "LARGE", size)
     names = []

@@ -56,7 +56,7 @@ def test_the_kl_is_to_the_present_policy_under_the_richer_prompt():
         [taken], [rewards] = part.transitions, part.rewards
         assert rewards.tolist() == [1, 0, 0, 0]
         [found] = loop.reference(trainer, part, asked)
-        text = trainer.policy.written(taken.ids, taken.old.mask)[0]
+        text = trainer.policy.detokenize(taken.ids, taken.old.mask)[0]
         prompt = batch[int(taken.prompts[0])].text
         rich = trainer.policy.encode([prompt, f"{prompt}{text}="])
         expected = trainer.policy.log_probs(rich, torch.tensor([0, 1, 1, 1]), taken.ids, taken.old.mask, Decoding())

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from flowgrpo.errors import UserError
 from flowgrpo.escaped import one_line
-from flowgrpo.nouns import counted
+from flowgrpo.nouns import quantity
 from flowgrpo.rewards.remote.exchange import as_json, tell
 
 DEPTH = 64  # of containers within each other
@@ -331,7 +331,7 @@ class Engine:
             except _Passing as error:
                 if attempt == self.retries:
                     raise EngineError("no answer", f"{self.url}{path}: {error} (asked "
-                                                   f"{counted(attempt + 1, 'time')}): is the "
+                                                   f"{quantity(attempt + 1, 'time')}): is the "
                                                    "engine running there?") from None
             time.sleep(wait)
             wait *= 2

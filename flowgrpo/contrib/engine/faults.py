@@ -20,11 +20,11 @@ from flowgrpo.contrib.engine.client import Sample
 from flowgrpo.objectives.ratios import LogRatio, PlainRatio
 from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
-from flowgrpo.samplers.grids import shifted, stock
+from flowgrpo.samplers.grids import shift_grid, stock
 from flowgrpo.samplers.kernels import CPS, FlowSDE
-from flowgrpo.samplers.replay import recorded, replay
+from flowgrpo.samplers.replay import replay, sampler_steps
 from flowgrpo.samplers.rollout import Part
-from flowgrpo.types import required
+from flowgrpo.types import unwrap
 
 ROUNDING = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 5e-3}  # first |log ratio| that different programs explain
 BETTER = 10.0  # how many times smaller the ratio of what an engine did is
@@ -98,7 +98,7 @@ def _hypotheses(policy: PipelinePolicy, conditioning: Conditioning, part: Part, 
         with weights(policy, with_lora):
             return float(by_step(policy, conditioning, of, micro_batch).max())
 
-    spec = required(part.exploration)
+    spec = unwrap(part.exploration)
     level = getattr(spec.kernel, "level")
     for name, other in (("FlowSDE (sde)", FlowSDE), ("CPS (cps)", CPS)):
         if not isinstance(spec.kernel, other) and (other is not CPS or level <= 1):
@@ -118,7 +118,7 @@ def _hypotheses(policy: PipelinePolicy, conditioning: Conditioning, part: Part, 
 
 def _grids(policy: PipelinePolicy, steps: int, shift: float) -> Iterator[Tensor]:
     """Yield the sigmas [steps+1] of a shift: plain ones, and those of the pipeline's scheduler."""
-    yield shifted(steps, shift).float()
+    yield shift_grid(steps, shift).float()
     scheduler = copy.deepcopy(policy.stock)
     if hasattr(scheduler, "set_shift") and not scheduler.config.get("use_dynamic_shifting"):
         scheduler.set_shift(shift)
@@ -142,7 +142,7 @@ def _mixed(policy: PipelinePolicy, conditioning: Conditioning, part: Part, micro
 
 def _under(part: Part, prompt: int) -> Part:
     """Return the part with all its samples under one prompt."""
-    transitions = tuple(replace(taken, prompts=torch.full_like(taken.prompts, prompt)) for taken in recorded(part))
+    transitions = tuple(replace(taken, prompts=torch.full_like(taken.prompts, prompt)) for taken in sampler_steps(part))
     return replace(part, transitions=transitions)
 
 
@@ -150,13 +150,13 @@ def _under(part: Part, prompt: int) -> Part:
 def _outputs(policy: PipelinePolicy, conditioning: Conditioning, part: Part, samples: Sequence[Sample],
              micro_batch: int, lora: bool) -> tuple[float, float]:
     """Return the root mean squares of the difference of model outputs at the recorded states, and of the outputs."""
-    spec, gaps, sizes = required(part.exploration), [], []
-    for taken in recorded(part):
+    spec, gaps, sizes = unwrap(part.exploration), [], []
+    for taken in sampler_steps(part):
         for rows in torch.arange(len(samples)).split(micro_batch):
             with weights(policy, lora):
                 own = policy.replay(conditioning.rows(taken.prompts[rows]), taken.x[rows].to(policy.device), spec.grid,
                                     taken.step).float().cpu()
-            sent = torch.stack([required(samples[int(row)].outputs)[taken.step] for row in rows]).float()
+            sent = torch.stack([unwrap(samples[int(row)].outputs)[taken.step] for row in rows]).float()
             gaps.append((own - sent).square().mean())
             sizes.append(own.square().mean())
     return float(torch.stack(gaps).mean().sqrt()), float(torch.stack(sizes).mean().sqrt())

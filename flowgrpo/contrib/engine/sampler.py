@@ -25,7 +25,7 @@ from flowgrpo.rewards.reward import sees_base
 from flowgrpo.samplers.kernels import CPS, Euler, FlowSDE
 from flowgrpo.samplers.rollout import Part, RolloutSpec, Seed
 from flowgrpo.training.extension import Extension
-from flowgrpo.types import Scored, Transitions, required
+from flowgrpo.types import Scored, Transitions, unwrap
 
 SDE: dict[type, str] = {FlowSDE: "sde", CPS: "cps"}  # kernels of SGLang-Diffusion by ours
 DRAWN = (targets.RecordedSteps, targets.JointDensity, targets.NoisedFinals)
@@ -202,7 +202,7 @@ def _scored(samples: Sequence[Sample], logp: Tensor, step: int, spec: RolloutSpe
     """Return the engine's score [b,1] of a step, with its means where the loss reads them."""
     mean = std = None
     if spec.keep_means:
-        mean = torch.stack([required(sample.means)[step] for sample in samples])[:, None].float().to(device)
+        mean = torch.stack([unwrap(sample.means)[step] for sample in samples])[:, None].float().to(device)
         std = spec.transition(mean[:1, 0], mean[:1, 0], spec.grid, step).std.reshape(1)
     return Scored(logp, torch.ones_like(logp, dtype=torch.bool), mean, std)
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from flowgrpo.evaluation.measured import evenly
 from flowgrpo.samplers import noised_finals
 from flowgrpo.samplers.scheduler import noise_like
-from flowgrpo.types import required
+from flowgrpo.types import unwrap
 
 if TYPE_CHECKING:
     from flowgrpo.policies.pipelines.conditioning import Conditioning
@@ -71,7 +71,7 @@ def states(policy: PipelinePolicy, latents: Tensor, conditioning: Conditioning) 
     alphas = policy.stock.alphas_cumprod.cpu() if vp else None
     times = noised_finals.exploration(torch.tensor([TIME]), 1, noised_finals.matching, False, False, alphas)
     noise = noise_like(latents, policy.generators([NOISE_SEED] * count))
-    x, _ = noised_finals.noised_states(latents, noise, float(times.grid[0]), policy.device, vp)
+    x, _ = noised_finals.add_noise(latents, noise, float(times.grid[0]), policy.device, vp)
     before = policy.evaluations
     with watched(blocks([*policy.denoisers.values()])) as rows:
         policy.replay(conditioning, x, times.grid, 0, times.timesteps)
@@ -107,7 +107,7 @@ class DenoiserHead(nn.Module):
         """Return features [B, F] of images and their prompts."""
         from flowgrpo.policies.pipelines.image_latents import ImageEncoder
 
-        policy = required(self.frozen[0])
+        policy = unwrap(self.frozen[0])
         conditioning = policy.encode(list(prompts))
         encoder = ImageEncoder(policy, "reward")
         return {"features": states(policy, encoder.of_images(prepared, conditioning), conditioning)}

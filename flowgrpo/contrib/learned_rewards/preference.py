@@ -27,7 +27,7 @@ from flowgrpo.rewards.about import TRAINED, About
 from flowgrpo.rewards.clip import ClipScore
 from flowgrpo.rewards.local_model import LocalModel, fill, loading
 from flowgrpo.storage import atomic, paths
-from flowgrpo.types import required
+from flowgrpo.types import unwrap
 
 FILE, WEIGHTS = TRAINED, "network.safetensors"
 FORM = 1
@@ -107,9 +107,9 @@ class Preference(LocalModel):
     def _placed(self, part: Any) -> Any:
         return part if isinstance(part, (ClipHead, TextHead, DenoiserHead)) else super()._placed(part)
 
-    def _loaded(self) -> tuple[Any, Tensor]:
+    def _load(self) -> tuple[Any, Tensor]:
         terms = [(self.chosen[name], term.mean, term.deviation) for name, term in self.known.aspects.items()]
-        return (read_network(Path(self.folder), self.known, required(self.device), self.dtype),
+        return (read_network(Path(self.folder), self.known, unwrap(self.device), self.dtype),
                 torch.tensor(terms, dtype=torch.float64))
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:

@@ -24,7 +24,7 @@ from flowgrpo.evaluation.measured import Measured, evenly
 from flowgrpo.methods.setup import Setup
 from flowgrpo.methods.supervised import SelfAnswers
 from flowgrpo.rewards.starter.scene import read
-from flowgrpo.rollouts.data_losses import DataLosses, Example, conditioned, seed_of
+from flowgrpo.rollouts.data_losses import DataLosses, Example, condition_prompt, seed_of
 from flowgrpo.starter import lattice, scenes
 from flowgrpo.training.extension import Extension, Metrics
 from flowgrpo.training.run import Run
@@ -91,7 +91,7 @@ def asked_of(part: SelfAnswers, prompts: Sequence[Prompt], pictures: Tensor, dic
         for _ in range(part.questions):
             pair = of_scene(image, dice) if part.reader == "scene" else of_claims(prompt, dice)
             if pair is not None:
-                read_as = conditioned(part.condition, Example(Prompt(pair[0]), ""))
+                read_as = condition_prompt(part.condition, Example(Prompt(pair[0]), ""))
                 found.append(Asked(row, read_as.text, pair[1]))
     return found
 
@@ -156,7 +156,7 @@ class AnswerLosses(DataLosses):
 
     def __call__(self, examples: Sequence[Example], places: Sequence[int], update: int) -> Iterator[Tensor]:
         ids = torch.stack([cast(Tensor, example.content) for example in examples])
-        pictures = self.policy.shown_again(ids)
+        pictures = self.policy.decode_cached(ids)
         seed = seed_of(self.rollouts.config.seed, update, places[0])
         weights = torch.tensor([self.part.weight(example.reward) for example in examples])
         asked = asked_of(self.part, [example.prompt for example in examples], pictures, random.Random(seed))

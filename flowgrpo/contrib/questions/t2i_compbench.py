@@ -47,7 +47,7 @@ class BlipVqa(LocalModel):
     batch_size: int = field(default=16, kw_only=True)
     reward, parameters = "t2i_compbench", 361e6
 
-    def _loaded(self) -> tuple[Any, Any]:
+    def _load(self) -> tuple[Any, Any]:
         from transformers import AutoTokenizer, BlipForQuestionAnswering
 
         return (load_pretrained("t2i_compbench", BlipForQuestionAnswering, self.model, self.revision, "model", "vqa",
@@ -93,7 +93,7 @@ class Owl(LocalModel):
     batch_size: int = field(default=8, kw_only=True)
     reward, parameters = "t2i_compbench", 155e6
 
-    def _loaded(self) -> tuple[Any, Any]:
+    def _load(self) -> tuple[Any, Any]:
         from transformers import Owlv2ForObjectDetection, Owlv2Processor
 
         return load_detector(self, "owl", self.model, self.revision, Owlv2ForObjectDetection, Owlv2Processor)

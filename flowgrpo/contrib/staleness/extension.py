@@ -33,7 +33,7 @@ from flowgrpo.methods.setup import Setup
 from flowgrpo.objectives.ratios import LogRatio
 from flowgrpo.rewards.reward import EPOCH, MEMORY, POLICY, inside
 from flowgrpo.rollouts.base import Encoded, Outputs
-from flowgrpo.samplers.replay import rescored
+from flowgrpo.samplers.replay import rescore
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.storage.checkpoint import Tensors
 from flowgrpo.text.credit import StepScores
@@ -46,7 +46,7 @@ from flowgrpo.training.memory import Measured
 from flowgrpo.training.run import Run
 from flowgrpo.training.scoring import Scoring
 from flowgrpo.training.state import restore_part, store_part, within
-from flowgrpo.types import Completion, Scored, required
+from flowgrpo.types import Completion, Scored, unwrap
 
 
 def add(phases: dict[str, dict[str, int]], measured: Measured) -> None:
@@ -88,7 +88,7 @@ def _of_partial(config: Config, method: Method) -> dict[str, bool]:
     """Return what keeps completions from being continued, in words, and whether it applies."""
     rollout, spread = method.generation, method.credit.spread
     return {
-        "text.engine or text.engine_precision, which draw whole completions": engines.wanted(config),
+        "text.engine or text.engine_precision, which draw whole completions": engines.uses_engine(config),
         f"parts.draws {type(rollout.draws).__name__}": not isinstance(rollout.draws, Independent),
         "greedy samples or answers in a group": bool(rollout.decoding.greedy or rollout.decoding.expert),
         f"parts.spread {type(spread).__name__}, which draws or scores segments":
@@ -196,12 +196,12 @@ class Staleness(Extension):
 
     def _sampled(self, epoch: int, batch: list[Prompt]) -> Drawn:
         run = self.run
-        own = run.processes.own(run.geometry.sliced(batch))
+        own = run.processes.own(run.geometry.repeat_per_slice(batch))
         drawn = Drawn(epoch, run.epoch, run.optimization.update, batch, own)
         run.geometry.start_turn()
         with run.processes.collective(), self._scoring(drawn):
             drawn.conditioning = run.rollouts.conditioning(own, epoch)
-            parts = sampling.sampled_parts(run, required(drawn.scoring), drawn.conditioning, own, epoch, 0)
+            parts = sampling.sample_parts(run, unwrap(drawn.scoring), drawn.conditioning, own, epoch, 0)
             for part, outputs in parts:
                 drawn.parts.append(part)
                 drawn.outputs.append(outputs)
@@ -230,22 +230,22 @@ class Staleness(Extension):
 
     def _submit(self, drawn: Drawn, part: Part, outputs: Sequence[Outputs | None]) -> None:
         assert drawn.conditioning is not None, "prompts are encoded first"
-        drawn.pending += sampling.submit(self.run, required(drawn.scoring), required(drawn.scorer), drawn.prompts, part,
-                                        outputs, drawn.conditioning)
+        drawn.pending += sampling.submit(self.run, unwrap(drawn.scoring), unwrap(drawn.scorer), drawn.prompts, part,
+                                         outputs, drawn.conditioning)
 
     def _scored(self, drawn: Drawn) -> Epoch:
         """Return an epoch with its scores, and parts whose old policy is the present one."""
         run, every = self.run, self.run.config.eval.every
         with run.clock("reward"), run.processes.collective():
-            scores = sampling.columns(run, required(drawn.scorer).results(drawn.pending))
+            scores = sampling.columns(run, unwrap(drawn.scorer).results(drawn.pending))
             if every and (run.epoch + 1) % every == 0:  # an evaluation calls the same rewards
                 for waiting in self.queue:
-                    required(waiting.scorer).results(waiting.pending)
+                    unwrap(waiting.scorer).results(waiting.pending)
         scores = run.processes.gather(scores).flatten(0, 1).unflatten(0, (-1, run.config.train.group))
-        run.scoring.adopt(required(drawn.scoring))
+        run.scoring.adopt(unwrap(drawn.scoring))
         run.scoring.start_epoch(run.epoch, run.config.train.epochs, run.memory)
         epoch_batch, count = sampling.empty_batch(run, drawn.epoch), len(run.scoring.functions)
-        epoch_batch.add(drawn.batch, scores, run.scoring.weighted(scores[..., :count]),
+        epoch_batch.add(drawn.batch, scores, run.scoring.sum_rewards(scores[..., :count]),
                         *sampling.group_signals(run, drawn.parts, len(drawn.batch)))
         parts, self.weights = drawn.parts, []
         if drawn.update != run.optimization.update:
@@ -259,7 +259,7 @@ class Staleness(Extension):
         with torch.no_grad(), run.clock("rescore"), run.processes.collective():
             parts = [decoupled(part, run.rollouts.replay(part, drawn.conditioning), run.method.loss.log_ratio, self.cap)
                      for part in drawn.parts]
-        self.weights = [required(taken.importance).cpu()[taken.old.mask.cpu()] for part in parts
+        self.weights = [unwrap(taken.importance).cpu()[taken.old.mask.cpu()] for part in parts
                         for taken in part.transitions]
         return parts
 
@@ -368,7 +368,7 @@ def decoupled(part: Part, replayed: Iterator[tuple[int, slice, Scored]], log_rat
             weights[k][rows] = of.to(weights[k])
             yield k, rows, new
 
-    proximal = rescored(part, weighted())
+    proximal = rescore(part, weighted())
     return replace(proximal, transitions=tuple(
         replace(taken, importance=weight if before.importance is None else weight * before.importance.to(weight))
         for taken, before, weight in zip(proximal.transitions, part.transitions, weights)))

@@ -13,7 +13,7 @@ from flowgrpo.samplers.rollout import Part
 from flowgrpo.storage.checkpoint import Tensors
 from flowgrpo.text.policies.causal_lm import CausalLM
 from flowgrpo.text.rollouts.completions import TextRollouts
-from flowgrpo.text.samplers.importance import Begun, begin, completed, go_on
+from flowgrpo.text.samplers.importance import Begun, begin, complete_groups, go_on
 from flowgrpo.training import sampling
 from flowgrpo.training.run import Run
 from flowgrpo.training.state import within
@@ -77,7 +77,7 @@ class Pool:
         """Yield whole groups as parts, with their texts."""
         rollouts = cast(TextRollouts, self.run.rollouts)
         for groups, prompts, _, _ in rollouts.whole_groups(len(whole)):
-            batch = completed(self.policy, [whole[place].group for place in groups])
+            batch = complete_groups(self.policy, [whole[place].group for place in groups])
             yield rollouts.target.record(groups, prompts, [batch]), [list(batch.texts)]
 
     def state(self) -> tuple[Tensors, dict[str, Any]]:
@@ -98,13 +98,13 @@ class Pool:
 
 def older(whole: list[Waiting], version: int) -> tuple[int, int]:
     """Return the number of tokens of groups that older weights than `version` drew, and the number of all."""
-    drawn = [of.group.versions[of.group.drawn] for of in whole]
+    drawn = [of.group.versions[of.group.token_mask] for of in whole]
     return sum(int((versions < version).sum()) for versions in drawn), sum(len(versions) for versions in drawn)
 
 
 def oldest(whole: list[Waiting]) -> int:
     """Return the number of the oldest weights that drew a token of groups."""
-    return min(int(of.group.versions[of.group.drawn].min()) for of in whole)
+    return min(int(of.group.versions[of.group.token_mask].min()) for of in whole)
 
 
 def make_pool(run: Run) -> Pool | None:

@@ -25,12 +25,12 @@ from flowgrpo.contrib.step_size.signals import Reading, Signal, Tokens, Velocity
 from flowgrpo.errors import UserError
 from flowgrpo.methods import targets
 from flowgrpo.methods.setup import Setup
-from flowgrpo.nouns import counted
+from flowgrpo.nouns import quantity
 from flowgrpo.storage.checkpoint import Tensors
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.extension import Extension, Metrics
 from flowgrpo.training.optimizer import rate
-from flowgrpo.types import required
+from flowgrpo.types import unwrap
 
 Measure = Callable[[float], float]  # what is read of the present step, multiplied by a factor
 
@@ -146,7 +146,7 @@ class StepSize(Extension):
 
     def __init__(self, trainer: Any):
         super().__init__(trainer)
-        settings = required(trainer.config.train.calibration)
+        settings = unwrap(trainer.config.train.calibration)
         text = trainer.policy.unit == "tokens"
         target, states = (NATS, COMPLETIONS) if text else (VELOCITY, STATES)
         self.kind: type[Tokens] | type[Velocity] = Tokens if text else Velocity
@@ -202,7 +202,7 @@ class StepSize(Extension):
         optimization, train = self.trainer.optimization, self.trainer.config.train
         left = rate(optimization.update - 1, optimization.total_updates, train)
         step, processes = Step(self.trainer.policy.weights.named, self.before), self.trainer.processes
-        before, after, signal = required(self.reading), None, required(self.signal)
+        before, after, signal = unwrap(self.reading), None, unwrap(self.signal)
 
         def measure(factor: float) -> float:
             nonlocal after
@@ -223,7 +223,7 @@ class StepSize(Extension):
     def _require_floor(self, name: str) -> None:
         """Raise UserError after the first update, whose step is sized; a large later one may flatten instead."""
         found = self.calibration
-        if found.done == 1 and required(found.floor) > found.highest_floor:
+        if found.done == 1 and unwrap(found.floor) > found.highest_floor:
             raise UserError(f"train.lr is auto, but only rounding gives a {name} of {found.floor:.2g}, expected at "
                             f"most {found.highest_floor:.2g}, {found.reach / 2:g} times the target: set precision: "
                             "fp32, or train.lr to a number")
@@ -231,7 +231,7 @@ class StepSize(Extension):
     def _tell(self, name: str) -> None:
         found = self.calibration
         if self.trainer.processes.first:
-            self.trainer.log(f"train.lr: {self.found:.3g} (auto: after {counted(found.done, 'update')}, {name} "
+            self.trainer.log(f"train.lr: {self.found:.3g} (auto: after {quantity(found.done, 'update')}, {name} "
                              f"{found.moved:.2g} "
                              f"of {found.target:.2g} at the whole rate)")
 

@@ -128,7 +128,7 @@ class Tokens:
     def __init__(self, trainer: Any, parts: Sequence[Part], conditioning: Any, count: int):
         self.trainer, self.conditioning = trainer, conditioning
         taken = [(part, of) for part in parts for of in part.transitions if isinstance(of, Completions)]
-        drawn = [(~of.given).nonzero().flatten() for _, of in taken]
+        drawn = [(~of.not_sampled).nonzero().flatten() for _, of in taken]
         self.parts = [replace(part, transitions=(of.rows(rows[some]),), advantages=(), rewards=())
                       for (part, of), rows, some in zip(taken, drawn, spread([*map(len, drawn)], count)) if len(some)]
 

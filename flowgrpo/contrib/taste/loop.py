@@ -28,7 +28,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.evaluation.pages.clips import as_image
 from flowgrpo.methods import capabilities
 from flowgrpo.methods.setup import Setup
-from flowgrpo.nouns import counted
+from flowgrpo.nouns import quantity
 from flowgrpo.rewards.about import About
 from flowgrpo.rollouts.base import Encoded
 from flowgrpo.samplers.rollout import Part, seeder
@@ -38,7 +38,7 @@ from flowgrpo.training import sampling
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.extension import Extension, Metrics
 from flowgrpo.training.run import Run
-from flowgrpo.types import required
+from flowgrpo.types import unwrap
 
 if TYPE_CHECKING:
     from flowgrpo.evaluation.measured import Measured
@@ -184,13 +184,13 @@ class VotedEpochs(Extension):
             run.stop.asked = True
             run.stop.check()
         features = load_file(features_file(self.folder, batch))["shown"]
-        of = [each for place, vote in sorted(required(votes).items())
+        of = [each for place, vote in sorted(unwrap(votes).items())
               if (each := seen(features[place], vote)) is not None]
         right, decided = self.head.right(of) if self.taught else (0, 0)
         self.taught = self.taught + of
         self.head = fitted(self.taught)
         if not self.head.beats_chance(self.taste.errors):
-            run.log(f"epoch {run.epoch + 1}: after {counted(len(self.taught), 'vote')} the learned taste does not "
+            run.log(f"epoch {run.epoch + 1}: after {quantity(len(self.taught), 'vote')} the learned taste does not "
                     "predict one better than chance, so that this batch teaches the weights nothing")
         self.queue = self.queue[1:]
         self.metrics = {"taste/votes": len(self.taught), "taste/ridge": self.head.ridge,
@@ -209,7 +209,7 @@ class VotedEpochs(Extension):
             scores = (rewarded(self.head, features) if self.head.beats_chance(self.taste.errors) else
                       features.new_zeros(features.shape[:2]).float())[..., None]
         batch = sampling.empty_batch(run, run.epoch)
-        batch.add(prompts, scores, run.scoring.weighted(scores))
+        batch.add(prompts, scores, run.scoring.sum_rewards(scores))
         run.scoring.end_epoch()
         run.progress.sampled += scores.numel()
         return Epoch(batch, prompts, [part for _, part, _, _ in drawn], drawn[0][0])
@@ -224,7 +224,7 @@ class VotedEpochs(Extension):
         run.rollouts.old_policy.updates = run.optimization.update
         run.rollouts.decodes = turn > 0
         encoded = cast(Any, run.rollouts.conditioning(prompts, epoch))
-        for part, outputs in sampling.sampled_parts(run, scoring, encoded, prompts, epoch, turn):
+        for part, outputs in sampling.sample_parts(run, scoring, encoded, prompts, epoch, turn):
             with run.clock("features"), policy.reference():
                 features = states(policy, part.finals[0], encoded.rows(part.prompts))
             yield encoded, part, features, cast(Tensor | None, outputs[0])
@@ -238,7 +238,7 @@ class VotedEpochs(Extension):
         prompts = sampling.choose_prompts(run, epoch)
         for _, _, of, outputs in self._sampled(prompts, epoch, turn=1):
             features.append(of.unflatten(0, (-1, group))[:, :SHOWN])
-            for images in required(outputs).split(group):
+            for images in unwrap(outputs).split(group):
                 for file, image in zip(self._files(batch, "q", place, min(SHOWN, group)), images):
                     _write(file, image)
                 place += 1
@@ -265,7 +265,7 @@ class VotedEpochs(Extension):
                                               settings.steps, settings.guidance) for at in rows])
 
         with run.clock("checks"):
-            with policy.weights.swapped(run.optimization.evaluated_weights()):
+            with policy.weights.swap(run.optimization.evaluated_weights()):
                 now = images()
             with policy.reference():
                 base = images()

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate, normalize
 
 from flowgrpo.errors import UserError
-from flowgrpo.packages import needed
+from flowgrpo.packages import import_optional
 from flowgrpo.rewards.about import About, described
 from flowgrpo.rewards.local_model import LocalModel, load_pretrained, require_arguments, resolve_device
 from flowgrpo.rewards.preprocessing import DEVIATION, MEAN, eight_bit
@@ -71,7 +71,7 @@ class _Consistency(LocalModel):
     revision: str | None = None
     about = About(modality="video", range=(0, 1), needs="", licence="Apache-2.0, the model's")
 
-    def _loaded(self) -> tuple[Any]:
+    def _load(self) -> tuple[Any]:
         return (load_pretrained(self.reward, self._kind(), self.model, self.revision, "model", dtype=self.float_type),)
 
     def _kind(self) -> Any:
@@ -188,7 +188,7 @@ class VBench:
             raise UserError(f"reward 'vbench': dimension is {self.dimension!r}, expected "
                             f"{', '.join(PLAIN + WITH_FACTS)}")
         require_arguments("vbench", "fp32", self.device, 1)
-        needed("cv2", "video", "reward 'vbench'")
+        import_optional("cv2", "video", "reward 'vbench'")
         object.__setattr__(self, "python", self.python or sys.executable)
         found = self._run(["-c", "import importlib.util, sys; sys.exit(importlib.util.find_spec('vbench') is None)"])
         if found.returncode:

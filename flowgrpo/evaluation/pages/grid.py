@@ -21,7 +21,7 @@ from PIL.PngImagePlugin import PngInfo
 from flowgrpo.evaluation.pages.clips import animate, as_image, moving, seconds_of, still
 from flowgrpo.evaluation.pages.sources import Source
 from flowgrpo.evaluation.statistics import bounds, decimals, format_value
-from flowgrpo.nouns import counted
+from flowgrpo.nouns import quantity
 from flowgrpo.storage import atomic
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ class Summary:
 
     @property
     def label(self) -> str:
-        return f"mean of {counted(self.prompts, 'prompt')}, 95 % interval"
+        return f"mean of {quantity(self.prompts, 'prompt')}, 95 % interval"
 
 
 def draw_grid(path: str | Path, columns: Sequence[str], rows: Sequence[Row], summary: Summary | None = None,

@@ -205,11 +205,12 @@ def begin(run: Path, epoch: int, device: str | torch.device, processes: int, pre
 
 def machine(device: str | torch.device, processes: int, precision: str) -> dict[str, str]:
     """Describe hardware, precision, versions, and the boundary of a model's code if a reward has one, in words."""
-    from flowgrpo.device import described
+    from flowgrpo.device import describe
 
-    used = [domain.boundary.loaded for domain in domains.all() if domain.boundary]  # by a reward that runs code
+    used = [domain.boundary.function_if_imported for domain in domains.all()
+            if domain.boundary]  # by a reward that runs code
     boundary = next((told() for told in used if told), None)
-    return {"device": described(device), "precision": precision, "processes": str(processes),
+    return {"device": describe(device), "precision": precision, "processes": str(processes),
             "cores": str(os.cpu_count()),
             "system": f"{platform.system()} {platform.machine()}", "Python": platform.python_version(),
             **({"code boundary": boundary} if boundary else {}),

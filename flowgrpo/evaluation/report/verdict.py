@@ -27,7 +27,7 @@ from flowgrpo.evaluation.statistics import (
     interval,
     method_of,
 )
-from flowgrpo.nouns import counted, joined, named
+from flowgrpo.nouns import inflect, join_words, quantity
 
 UNMOVED = 1e-7  # change of the weights, as `TrainableWeights.change`, that no sample shows
 SHOWN = 3  # epochs that are named one by one
@@ -57,14 +57,14 @@ class Outcome:
     def sentences(self) -> list[str]:
         """Describe what was not trained, the most important first; empty if every epoch trained."""
         if self.nothing:
-            return [f"Nothing was trained in {counted(self.epochs, 'epoch')}: {self.why}. These are the weights that "
+            return [f"Nothing was trained in {quantity(self.epochs, 'epoch')}: {self.why}. These are the weights that "
                     "the run began with."]
         said = [] if self.taught else [f"The rewards taught nothing: {self.why}. What changed the weights is rounding, "
                                        "or another term of the loss."]
         if self.idle:
-            said.append(f"{len(self.idle)} of {counted(self.epochs, 'epoch')} trained nothing "
+            said.append(f"{len(self.idle)} of {quantity(self.epochs, 'epoch')} trained nothing "
                         f"({_numbered(self.idle)}): {self.why}.")
-        return said + [f"{name} gave no score in {counted(len(epochs), 'epoch')} ({_numbered(epochs)})."
+        return said + [f"{name} gave no score in {quantity(len(epochs), 'epoch')} ({_numbered(epochs)})."
                        for name, epochs in self.silent if not set(epochs) <= set(self.idle)]
 
 
@@ -126,7 +126,7 @@ def _constant(name: str, lines: Sequence[dict[str, Any]]) -> bool:
 def _cause(config: Config, names: Sequence[str], lines: Sequence[dict[str, Any]]) -> str:
     """Describe why these epochs had no gradient, reward by reward."""
     if names and not any(config.rewards[name] or config.trained[name].limit for name in names):
-        return f"{joined(names)} {'has' if len(names) == 1 else 'have'} the weight 0"
+        return f"{join_words(names)} {'has' if len(names) == 1 else 'have'} the weight 0"
     said = [_of_reward(name, lines) for name in names if config.rewards[name] or config.trained[name].limit]
     return " and ".join(filter(None, said)) or "the gradient was 0"
 
@@ -150,7 +150,7 @@ def _numbered(epochs: Sequence[int]) -> str:
     if len(epochs) > 1 and last - first + 1 == len(epochs):
         return f"epochs {first} to {last}"
     if len(epochs) <= SHOWN:
-        return f"epoch{'s' * (len(epochs) > 1)} {joined([*map(str, epochs)])}"
+        return f"epoch{'s' * (len(epochs) > 1)} {join_words([*map(str, epochs)])}"
     return f"epochs {', '.join(map(str, epochs[:SHOWN]))} and {len(epochs) - SHOWN} more"
 
 
@@ -247,12 +247,12 @@ def sentences(config: Config, lines: list[dict[str, Any]], reward_changes: list[
     line = lines[-1] if lines else {"epoch": 0, "evaluations": 0, "seconds": 0.0}
     ended = outcome(config, lines)
     unheard = {name for name, epochs in ended.silent if len(epochs) == ended.epochs and not ended.nothing}
-    goal = joined([name if rule.weight == 1 else f"{name} ({rule.strength})" for name, rule in
-                   config.trained.items() if name not in unheard or unheard == {*config.trained}])
+    goal = join_words([name if rule.weight == 1 else f"{name} ({rule.strength})" for name, rule in
+                       config.trained.items() if name not in unheard or unheard == {*config.trained}])
     untrained = [("warn", sentence) for sentence in ended.sentences]
     doing = "is being" if not finished else "was to be" if ended.nothing else "was"
     toned = [("plain", f"{config.model} {doing} aligned to {goal} with {config.method}: "
-                       f"{line['epoch']} of {counted(config.train.epochs, 'epoch')}, "
+                       f"{line['epoch']} of {quantity(config.train.epochs, 'epoch')}, "
                        f"{line['evaluations']:,} {nouns.unit}, {_duration(line['seconds'])} of training.")]
     toned = untrained + toned if ended.nothing or not ended.taught else toned + untrained
     toned += [("warn", f"{sets.caution(config.prompts)}.")] if config.train_on_test_set else []
@@ -274,7 +274,7 @@ def sentences(config: Config, lines: list[dict[str, Any]], reward_changes: list[
 def _moved(moved: Change, sample: str, untrained: bool = False) -> tuple[str, str]:
     """Describe one reward's change in a sentence. untrained: no weight changed."""
     kind = "trained on" if moved.weight is not None else "eval-only"
-    images = f"{moved.count} held-out {named(moved.count, sample)}"
+    images = f"{moved.count} held-out {inflect(moved.count, sample)}"
     before, now = (format_value(of.mean, moved.digits) for of in (moved.before, moved.now))
     by, low, high = (format_value(value, moved.digits, "+")
                      for value in (moved.change.mean, moved.change.low, moved.change.high))
@@ -294,8 +294,8 @@ def _hacking(reward_changes: list[Change], sample: str) -> list[tuple[str, str]]
     risen = [each.name for each in reward_changes if each.weight is not None and each.way > 0]
     fallen = [each.name for each in reward_changes if each.weight is None and each.way < 0]
     if risen and fallen:
-        return [("warn", f"Possible reward hacking: {joined(risen)} got better, while {joined(fallen)}, which was "
-                         f"eval-only, fell. Look at the {sample}s.")]
+        return [("warn", f"Possible reward hacking: {join_words(risen)} got better, while {join_words(fallen)}, which "
+                         f"was eval-only, fell. Look at the {sample}s.")]
     if all(each.weight is not None for each in reward_changes):
         return [("plain", "No reward was eval-only, so reward hacking would not show in these numbers: name one or "
                           f"two under eval.rewards, and look at the {sample}s.")]
@@ -308,7 +308,7 @@ def _structure(found: dict[str, Any] | None) -> list[tuple[str, str]]:
         return []
     of = "the same prompt and seed" if found["images"] == 1 else "the same prompts and seeds"
     return [("plain", f"Images have kept {found['ssim']:.2f} of the base's structure (SSIM of {of}, "
-                      f"{counted(found['images'], 'image')}).")]
+                      f"{quantity(found['images'], 'image')}).")]
 
 
 def _first_ratio(check: dict[str, Any]) -> list[tuple[str, str]]:

@@ -23,16 +23,16 @@ import torch
 import torch.nn.functional as F
 
 from flowgrpo.errors import UserError
-from flowgrpo.policies.pipelines.conditioning import Conditioning, digest, gathered
+from flowgrpo.policies.pipelines.conditioning import Conditioning, concatenate, digest
 from flowgrpo.policies.pipelines.frames import is_video, rate_of
-from flowgrpo.policies.pipelines.load import denoisers, timed
+from flowgrpo.policies.pipelines.load import denoisers, takes_timestep
 from flowgrpo.policies.weights.forwards import FUSED, plain
 from flowgrpo.policies.weights.memory_options import Encoders
 from flowgrpo.samplers.rollout import generators
 from flowgrpo.samplers.scheduler import PolicyScheduler, Segment, StepRecord
 
 
-def placed(stock: type, device: torch.device) -> type:
+def class_on_device(stock: type, device: torch.device) -> type:
     """Subclass of a pipeline's class whose `_execution_device` is a constant.
 
     diffusers looks for it in every call, and walks all modules of all components several times to find it.
@@ -53,7 +53,7 @@ class PipelineCall:
         self.pipe, self.call, self.device, self.dtype = pipe, call, device, dtype
         self.fps = rate_of(pipe, call, fps) if is_video(type(pipe)) else None
         self._call = inspect.unwrap(type(pipe).__call__)
-        self._kinds = type(pipe), placed(type(pipe), device)
+        self._kinds = type(pipe), class_on_device(type(pipe), device)
         guider = pipe.components.get("guider")  # guidance of some pipelines is a part of theirs
         self._guider = guider if hasattr(guider, "guidance_scale") else None
         self.accepts = inspect.signature(self._call).parameters
@@ -67,7 +67,7 @@ class PipelineCall:
         self.scale = guidance_argument(self.accepts, call, self.denoisers.values())
         self._memo = EncoderCache({name: part for name, part in pipe.components.items()
                                    if isinstance(part, torch.nn.Module) and name not in trained
-                                   and not timed(part)})
+                                   and not takes_timestep(part)})
         self._idle = IdleSteps(self.scheduler, self.denoisers, skipped)
         self.casts = dtype != torch.float32  # autocast surrounds calls
         self.around_rollout: Callable[[Segment], contextlib.AbstractContextManager] | None = None  # given its task
@@ -99,7 +99,7 @@ class PipelineCall:
             conditioning = conditioning.rows(torch.arange(len(conditioning.prompts)))  # padded, if that is possible
         runs = conditioning.layout.runs
         if len(runs) == 1 and not conditioning.one_per_call:
-            return self.once(conditioning, task, _cached(conditioning), guidance, **options)
+            return self.once(conditioning, task, _replay_encode_prompt(conditioning), guidance, **options)
         results = []
         for run in runs:
             at = slice(run.start, run.stop)
@@ -107,9 +107,10 @@ class PipelineCall:
             row_options: dict[str, Any] = {
                 key: value[at] if torch.is_tensor(value) or isinstance(value, list) else value
                 for key, value in options.items()}
-            results.append(self.once(row, task and task.of_rows(at), _cached(row), guidance, **row_options))
+            results.append(self.once(row, task and task.of_rows(at), _replay_encode_prompt(row), guidance,
+                                     **row_options))
         outs, records = zip(*results)
-        return torch.cat(outs), None if task is None else StepRecord.joined(records)
+        return torch.cat(outs), None if task is None else StepRecord.concatenate(records)
 
     def once(self, conditioning: Conditioning, task: Segment | None, encode: Callable, guidance: float, *,
              x0: torch.Tensor | None = None, **options: Any) -> tuple[Any, StepRecord | None]:
@@ -120,7 +121,7 @@ class PipelineCall:
             self.scheduler.follow(task, x0, state)
             if state is not None:
                 options |= {"latents": None, "generator": generators(range(len(state)))}
-            options = {"output_type": "latent"} | self._announced(task) | options
+            options = {"output_type": "latent"} | self._step_arguments(task) | options
         if conditioning.layout.alone and options.get("generator"):
             options["generator"] = options["generator"][0]
         given |= {"return_dict": False, self.scale: guidance} | options
@@ -132,7 +133,7 @@ class PipelineCall:
         if task is None:
             record = None
         elif self.scheduler.companions:
-            record = self.scheduler.taken()
+            record = self.scheduler.take_record()
         else:
             record, self.scheduler.record = self.scheduler.record, StepRecord()
         # Some pipelines give latents in another shape than the one they work in.
@@ -161,16 +162,16 @@ class PipelineCall:
     def _contexts(self, conditioning: Conditioning, task: Segment | None, generator: Any
                   ) -> Iterator[contextlib.AbstractContextManager]:
         """Yield what else surrounds a call, in order: each is there only where it changes something."""
-        yield unchecked(self.pipe)
+        yield disable_safety_checker(self.pipe)
         yield self.arithmetic()
         if self.casts:
             yield _decoding(self.pipe)
         if self.device.type == "cpu":
             yield self.attention()
         if conditioning.calls:
-            yield unlogged()
+            yield silence_warnings()
         if task is None:
-            yield seeded(self.pipe.scheduler, generator)
+            yield seed_steps(self.pipe.scheduler, generator)
             return
         if conditioning.inputs:
             yield self._memo()
@@ -179,7 +180,7 @@ class PipelineCall:
         if self.scheduler.idle or self.loads is None:  # a first call does not idle, but shows what denoisers return
             yield self._idle()
 
-    def _announced(self, task: Segment) -> dict[str, Any]:
+    def _step_arguments(self, task: Segment) -> dict[str, Any]:
         """Return the call's number of steps.
 
         A strength below 1 leaves out the first steps. The call then gets twice as many and a strength of 0.5, so that
@@ -205,10 +206,10 @@ def _decoding(pipe: Any) -> Iterator[None]:
     """Context manager: autoencoders decode in their own precision, as the stock pipeline's do, not under autocast."""
     def stock(vae: Any, decode: Callable) -> Callable:
         @functools.wraps(decode)
-        def decoded(latents: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        def decode_in_dtype(latents: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             with torch.autocast(latents.device.type, enabled=False):
                 return decode(latents.to(vae.dtype), *args, **kwargs)
-        return decoded
+        return decode_in_dtype
 
     vaes: list[Any] = [part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)
                        and "vae" in name and hasattr(part, "decode") and "decode" not in vars(part)]
@@ -221,7 +222,7 @@ def _decoding(pipe: Any) -> Iterator[None]:
             del vae.decode
 
 
-def _cached(conditioning: Conditioning) -> Callable:
+def _replay_encode_prompt(conditioning: Conditioning) -> Callable:
     """Return a replacement of `encode_prompt` that returns the calls' cached values in turn."""
     values = ([value[0] for value in call] if conditioning.one_per_call else call for call in conditioning.calls)
     calls = (call[0] if conditioning.bare else tuple(call) for call in values)
@@ -229,7 +230,7 @@ def _cached(conditioning: Conditioning) -> Callable:
 
 
 @contextlib.contextmanager
-def seeded(scheduler: Any, generator: torch.Generator | Sequence[torch.Generator] | None) -> Iterator[None]:
+def seed_steps(scheduler: Any, generator: torch.Generator | Sequence[torch.Generator] | None) -> Iterator[None]:
     """Context manager: `scheduler.step` reads `generator`, one or one per row, unless it is called with another.
 
     A FlowMatchLCMScheduler in a StableDiffusion3Pipeline, which passes no generator to it, would take torch's own: its
@@ -246,7 +247,7 @@ def seeded(scheduler: Any, generator: torch.Generator | Sequence[torch.Generator
 
 
 @contextlib.contextmanager
-def unchecked(pipe: Any) -> Iterator[None]:
+def disable_safety_checker(pipe: Any) -> Iterator[None]:
     """Context manager: a pipeline without its safety checker, which blackens images that are to be scored."""
     checker = vars(pipe).get("safety_checker")
     vars(pipe)["safety_checker"] = None  # past the pipeline's own setter, which would forget the checker's class
@@ -257,7 +258,7 @@ def unchecked(pipe: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def unlogged() -> Iterator[None]:
+def silence_warnings() -> Iterator[None]:
     """Context manager: diffusers logs errors alone. A prompt's first encoding has shown what it warns of at every call.
 
     It sets the level of the handlers, because that of a logger empties the caches of all loggers.
@@ -354,7 +355,7 @@ class IdleSteps:
         """Context manager: the denoisers look at the scheduler before they run."""
         kept: dict[str, Any] = {name: vars(module).get("forward") for name, module in self.denoisers.items()}
         for name, module in self.denoisers.items():
-            module.forward = self._asked(name, module.forward)
+            module.forward = self._skip_when_idle(name, module.forward)
         try:
             yield
         finally:
@@ -363,7 +364,7 @@ class IdleSteps:
                 if kept[name] is not None:
                     module.forward = kept[name]
 
-    def _asked(self, name: str, forward: Callable) -> Callable:
+    def _skip_when_idle(self, name: str, forward: Callable) -> Callable:
         states = next(iter(inspect.signature(forward).parameters))
 
         def answer(*args: Any, **kwargs: Any) -> Any:
@@ -433,12 +434,12 @@ class EncoderCache:
                 self._known.popitem(last=False)
             return self._known[key]
 
-        def remembered(*args: Any, **kwargs: Any) -> Any:
+        def encode_once(*args: Any, **kwargs: Any) -> Any:
             # Row by row, so that an image is encoded once whatever the batch that it comes in.
             if name in self.rowwise and args and torch.is_tensor(args[0]) and len(args[0]) > 1:
                 return join([one(row, *args[1:], **kwargs) for row in args[0].split(1)])
             return one(*args, **kwargs)
-        return remembered
+        return encode_once
 
 
 def join(parts: list[Any]) -> Any:
@@ -525,7 +526,7 @@ class EncodePrompt:
             raise UserError(f"encode_prompt of {type(self.driver.pipe).__name__} gives no gradient of its text "
                             "encoders: train only the denoiser, parts: {adapted: {encoders: false, denoisers: true}}")
         places = {row: place for place, row in enumerate(first)}
-        encoded = gathered(parts, conditioning.masks, pad=False)
+        encoded = concatenate(parts, conditioning.masks, pad=False)
         return replace(encoded.rows(torch.tensor([places[row] for row in rows])), sizes=conditioning.sizes,
                        scales=conditioning.scales)
 

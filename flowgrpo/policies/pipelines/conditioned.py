@@ -17,7 +17,7 @@ from flowgrpo.config.sections import Inversion, IPAdapter
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.files import tensors_of
-from flowgrpo.nouns import counted
+from flowgrpo.nouns import quantity
 from flowgrpo.policies.pipelines import prompt_inputs
 from flowgrpo.policies.weights.lora_files import tell
 from flowgrpo.starter import FOLDERS
@@ -30,7 +30,7 @@ SIDES = {"clip_l": "text_encoder", "clip_g": "text_encoder_2"}  # of a textual i
 ENCODERS = ("image_encoder_folder", "image_encoder_pretrained_model_name_or_path")  # arguments of load_ip_adapter
 
 
-def steered_class(name: str) -> Any:
+def controlnet_class(name: str) -> Any:
     """Return the class of a text-to-image pipeline's ControlNet form, `name` being the pipeline's.
 
     Raises UserError where diffusers has none.
@@ -53,7 +53,7 @@ def with_controlnet(pipe: Any, source: str, dtype: torch.dtype) -> Any:
     """
     import diffusers
 
-    cls = steered_class(type(pipe).__name__)
+    cls = controlnet_class(type(pipe).__name__)
     parameters = inspect.signature(cls.__init__).parameters
     try:
         kind = diffusers.ControlNetModel.load_config(source)["_class_name"]
@@ -128,7 +128,7 @@ def add_inversion(pipe: Any, inversion: Inversion) -> None:
     except Exception as error:  # of diffusers, such as for a token that is a word of the tokenizer
         raise UserError(f"load.textual_inversion: {path} does not load ({_short(error)}): set its token to a name that "
                         "is no word of the tokenizer") from None
-    tell(f"load.textual_inversion {path}: the token {token!r} is {counted(len(next(iter(of.values()))), 'embedding')} "
+    tell(f"load.textual_inversion {path}: the token {token!r} is {quantity(len(next(iter(of.values()))), 'embedding')} "
          f"of the {' and the '.join(of)}")
 
 
@@ -167,7 +167,7 @@ def _class_of(config: Config) -> Any:
 
     if not (name := _class_name(config)):
         return None
-    return steered_class(name) if config.load.controlnet is not None else getattr(diffusers, name, None)
+    return controlnet_class(name) if config.load.controlnet is not None else getattr(diffusers, name, None)
 
 
 def _class_name(config: Config) -> str:

@@ -97,20 +97,20 @@ class Conditioning:
         picked = index.tolist()
         sizes, scales = ([values[i] for i in picked] if values else [] for values in (self.sizes, self.scales))
         if self.parts:
-            return replace(gathered([self.parts[i] for i in picked], self.masks), sizes=sizes, scales=scales)
+            return replace(concatenate([self.parts[i] for i in picked], self.masks), sizes=sizes, scales=scales)
         places: dict[torch.device, torch.Tensor] = {}  # by device: the index is brought to each once
 
-        def taken(value: Any) -> Any:
+        def select(value: Any) -> Any:
             if not torch.is_tensor(value):
                 return [value[i] for i in picked]
             if value.device not in places:
                 places[value.device] = index if value.device == index.device else to_device(index, value.device)
             return value[places[value.device]]
 
-        calls = tuple(tuple(taken(value) if per_row else value for value, per_row in zip(values, flags, strict=True))
+        calls = tuple(tuple(select(value) if per_row else value for value, per_row in zip(values, flags, strict=True))
                       for values, flags in zip(self.calls, self.per_prompt, strict=True))
-        return replace(self, prompts=taken(self.prompts), negatives=taken(self.negatives), calls=calls, sizes=sizes,
-                       scales=scales, inputs={name: taken(values) for name, values in self.inputs.items()})
+        return replace(self, prompts=select(self.prompts), negatives=select(self.negatives), calls=calls, sizes=sizes,
+                       scales=scales, inputs={name: select(values) for name, values in self.inputs.items()})
 
     def each(self) -> list[Conditioning]:
         """Return the rows one by one."""
@@ -157,12 +157,12 @@ class Conditioning:
 
     def to(self, device: torch.device | str) -> Conditioning:
         """Return the same with all tensors on the device."""
-        return self.mapped(lambda tensor: tensor.to(device))
+        return self.map_tensors(lambda tensor: tensor.to(device))
 
-    def mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Conditioning:
+    def map_tensors(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Conditioning:
         """Return the same with every tensor changed."""
         return replace(self, calls=tree_map_only(torch.Tensor, change, self.calls),
-                       parts=tuple(part.mapped(change) for part in self.parts))
+                       parts=tuple(part.map_tensors(change) for part in self.parts))
 
     def shapes(self) -> tuple[tuple[int, ...] | None, ...]:
         """Return the shapes of the values of all calls, in order; None for a value that is no tensor."""
@@ -215,7 +215,7 @@ class PromptCache:
         parts = [self._one(*row) for row in zip(prompts, negatives, images, strict=True)]
         if len({part.shapes() for part in parts}) > 1 and not self._masks:
             self._masks = [self._padding(parts)]
-        conditioning = gathered(parts, self._masks[0] if self._masks else None, pad=False).to(self.policy.device)
+        conditioning = concatenate(parts, self._masks[0] if self._masks else None, pad=False).to(self.policy.device)
         self.policy.probe(conditioning)
         return conditioning
 
@@ -248,7 +248,7 @@ class PromptCache:
         self._require_encoders(parts[0].prompts[0])
         masks = padding.learn(lambda texts: self.policy.encode(texts, texts, None).to("cpu").calls)
         if path:
-            atomic.write_text(path, padding.written(masks), shared=True)
+            atomic.write_text(path, padding.to_json(masks), shared=True)
         return masks
 
     def _require_encoders(self, prompt: str) -> None:
@@ -270,7 +270,7 @@ class PromptCache:
         self._require_encoders(prompt)
         conditioning = self.policy.encode([prompt], [negative], [image]).to("cpu")
         if not path or not _write(path, conditioning):
-            conditioning = conditioning.mapped(lambda tensor: self._values.setdefault(digest(tensor), tensor))
+            conditioning = conditioning.map_tensors(lambda tensor: self._values.setdefault(digest(tensor), tensor))
             self._known[key] = conditioning
             while len(self._known) > 1 and sum(tensor.nbytes for tensor in self._values.values()) > self.limit:
                 self._known.popitem(last=False)
@@ -282,7 +282,7 @@ def entry(folder: Path, prompt: str, negative: str) -> Path:
     return folder / f"{_digest(json.dumps([prompt, negative]))}.safetensors"
 
 
-def gathered(parts: Sequence[Conditioning], masks: padding.Masks | None = None, pad: bool = True) -> Conditioning:
+def concatenate(parts: Sequence[Conditioning], masks: padding.Masks | None = None, pad: bool = True) -> Conditioning:
     """Return one Conditioning with the rows of all, one each.
 
     Those that differ in length are padded with `masks`, or, without any, or with pad false, stay `parts`.
@@ -290,7 +290,7 @@ def gathered(parts: Sequence[Conditioning], masks: padding.Masks | None = None, 
     if len({part.shapes() for part in parts}) == 1:
         return join(parts)
     if masks is not None and pad:
-        calls = padding.padded([part.calls for part in parts], masks)
+        calls = padding.pad_calls([part.calls for part in parts], masks)
         flags = [tuple(tuple(flag or value is not None and mask is not None for flag, value, mask in zip(*of))
                        for of in zip(part.per_prompt, values, masks)) for part, values in zip(parts, calls)]
         rows = [replace(part, calls=values, per_prompt=flags[0]) for part, values in zip(parts, calls)]

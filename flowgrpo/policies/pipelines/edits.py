@@ -18,7 +18,7 @@ from flowgrpo.config.sections import Adapter
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.device import DTYPES
 from flowgrpo.errors import UserError
-from flowgrpo.files import decoded, tensors_of
+from flowgrpo.files import parse_json, tensors_of
 from flowgrpo.policies.pipelines.call import EncodePrompt, guidance_argument
 from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.policies.pipelines.load import denoisers
@@ -123,13 +123,13 @@ class Editor:
     def replay(self, conditioning: Conditioning, x: Tensor, grid: Tensor | None = None,
                step: int | Tensor | None = None, timesteps: Tensor | None = None) -> Tensor:
         """Return the mean of the decision at final states x [B,*D], called as a policy's replay."""
-        return self._asked("edit", conditioning, x)
+        return self._forward("edit", conditioning, x)
 
     def value(self, conditioning: Conditioning, x: Tensor, frozen: bool = False) -> Tensor:
         """Return the critic's value [B] of final states x [B,*D]. frozen: its gradient reaches x and not the critic."""
-        return self._asked("critic", conditioning, x, frozen)
+        return self._forward("critic", conditioning, x, frozen)
 
-    def _asked(self, name: str, conditioning: Conditioning, x: Tensor, frozen: bool = False) -> Tensor:
+    def _forward(self, name: str, conditioning: Conditioning, x: Tensor, frozen: bool = False) -> Tensor:
         network = self.networks[name]
         dtype = next(network.parameters()).dtype
         inputs = x.to(self.device, dtype), prompt_tokens(conditioning).to(self.device, dtype)
@@ -163,7 +163,7 @@ def load_editor(folder: Path, device: torch.device | str = "cpu") -> Editor:
     """Return the editor that a run saved. Raises UserError if there is none, or if it cannot be read."""
     try:
         tensors, described = tensors_of(folder / FILE)
-        edit, sizes = Edit(**decoded(described["edit"])), decoded(described["sizes"])
+        edit, sizes = Edit(**parse_json(described["edit"])), parse_json(described["sizes"])
         _require_sizes(edit, sizes, tensors)
         adapters.require_read(folder / FILE, tensors)
         editor = Editor(edit, **sizes, device=device, states=device)
@@ -247,7 +247,7 @@ class EditPolicy(PipelinePolicy):
         return (chosen.float() if output_type == "latent" else self.decode(chosen, conditioning)).cpu()
 
     def attach(self) -> None:
-        """Make the commands that draw with this pipeline draw by this policy (`attached`)."""
+        """Make the commands that draw with this pipeline draw by this policy (`edit_policy_of`)."""
         setattr(self.pipe, _ATTACHED, self)
 
     def _candidates(self, generators: list[torch.Generator]) -> list[list[torch.Generator]]:
@@ -267,7 +267,7 @@ def over(pipe: Any, edit: Edit | Path, call: dict[str, Any]) -> EditPolicy:
     return EditPolicy(pipe, edit, device=module.device, precision=precision, call=call)
 
 
-def attached(pipe: Any) -> EditPolicy | None:
+def edit_policy_of(pipe: Any) -> EditPolicy | None:
     """Return the edit policy by which a pipeline draws; None for a pipeline without one."""
     return vars(pipe).get(_ATTACHED)
 

@@ -24,7 +24,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.policies import sources
 from flowgrpo.policies.pipelines.call import EncodePrompt, PipelineCall
 from flowgrpo.policies.pipelines.conditioning import Conditioning, PromptCache, PromptEncoder, entry
-from flowgrpo.policies.pipelines.frames import told
+from flowgrpo.policies.pipelines.frames import with_fps
 from flowgrpo.policies.pipelines.load import ENCODERS, load_pipeline, text_encoders
 from flowgrpo.policies.pipelines.prompt_inputs import IMAGES
 from flowgrpo.starter import FOLDERS
@@ -42,7 +42,7 @@ class TextEncoders:
 
     def __init__(self, pipe: Any, config: Config, device: torch.device):
         self.pipe, self.given = pipe, dict[str, Any]()
-        self.call = told(type(pipe), config.call, config.fps)
+        self.call = with_fps(type(pipe), config.call, config.fps)
         self.device, self.dtype, self.guidance = device, DTYPES[config.precision], config.train.guidance
         self.frames: int | None = None
         driver = PipelineCall(pipe, self.call, device, self.dtype, (), lambda rows: None)

@@ -130,7 +130,7 @@ def ahead(model: str, files: Load = Load()) -> Facts:
 
 def _names(model: str, files: Load) -> list[str]:
     """Return the names by which a model may be known, the model's own first. A file's folder counts for its name."""
-    others = (files.denoiser, *(lora.path for lora in files.fused))
+    others = (files.denoiser, *(lora.path for lora in files.loras_with_scales))
     return [Path(model).name, *("/".join(Path(path).parts[-2:]) for path in others if path)]
 
 
@@ -142,7 +142,7 @@ def _read(path: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def fitted(config: Config, facts: Facts) -> Config:
+def few_step_config(config: Config, facts: Facts) -> Config:
     """Return a configuration whose absent keys are those of a model of few steps: method, steps, grid and guidance.
 
     Parts without a method are of the default one, which stays where they name its plan. Recorded pairs are trained
@@ -165,17 +165,17 @@ def fitted(config: Config, facts: Facts) -> Config:
     return config.model_copy(update=changes)
 
 
-def changed(before: Config, after: Config) -> str:
-    """Describe in words what `fitted` set; empty for nothing."""
+def describe_changes(before: Config, after: Config) -> str:
+    """Describe in words what `few_step_config` set; empty for nothing."""
     pairs = [("method", before.method, after.method),
              ("parts.kernel", before.parts.get("kernel"), after.parts.get("kernel"))]
     pairs += [(f"{name}.{key}", getattr(getattr(before, name), key), getattr(getattr(after, name), key))
               for name, keys in (("train", ("steps", "guidance", "grid")), ("eval", ("steps", "guidance")))
               for key in keys]
-    return ", ".join(f"{key} {_shown(new)}" for key, old, new in pairs if old != new)
+    return ", ".join(f"{key} {_format_value(new)}" for key, old, new in pairs if old != new)
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, dict):
         return f"{value['type']} {value['level']:g}" if {"type", "level"} <= value.keys() else str(value)
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flowgrpo.errors import UserError
-from flowgrpo.nouns import counted
+from flowgrpo.nouns import quantity
 
 # Attributes of pipelines: frames of one latent frame.
 FACTORS = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio", "vae_temporal_scale_factor")
@@ -26,7 +26,7 @@ USUAL = 16.0  # of a pipeline that is not in the table
 DENSE, COGVIDEOX_15 = 24.0, 16.0  # of Wan 2.2's dense model and of CogVideoX 1.5, which have the pipelines of others
 
 
-def taken(cls: type) -> str | None:
+def fps_argument(cls: type) -> str | None:
     """Return the argument of a pipeline class's call that takes the frames per second; None if it has none."""
     accepts = inspect.signature(inspect.unwrap(cls.__call__)).parameters
     return next((name for name in ARGUMENTS if name in accepts), None)
@@ -38,7 +38,7 @@ def is_video(cls: type) -> bool:
     return any("frame" in name or "video" in name for name in accepts)
 
 
-def told(cls: type, call: Mapping[str, Any], fps: float | None) -> dict[str, Any]:
+def with_fps(cls: type, call: Mapping[str, Any], fps: float | None) -> dict[str, Any]:
     """Return the arguments of a pipeline's call with the frames per second, where it takes them.
 
     fps: `image.fps`. Raises UserError for a pipeline of images.
@@ -47,7 +47,7 @@ def told(cls: type, call: Mapping[str, Any], fps: float | None) -> dict[str, Any
         return dict(call)
     if not is_video(cls):
         raise UserError(f"image.fps is {fps:g}, but {cls.__name__} generates images: leave it out")
-    name = taken(cls)
+    name = fps_argument(cls)
     return dict(call) | ({name: fps} if name else {})
 
 
@@ -57,7 +57,7 @@ def rate(cls: type, config: Mapping[str, Any], call: Mapping[str, Any], fps: flo
     That is `image.fps`, else the call's own argument or its default, else the model's in RATES.
     config: of the pipeline and of its denoiser. fps: `image.fps`.
     """
-    if (name := taken(cls)) is not None:
+    if (name := fps_argument(cls)) is not None:
         default = inspect.signature(inspect.unwrap(cls.__call__)).parameters[name].default
         return float(fps or call.get(name) or default)
     if fps is not None:
@@ -127,5 +127,5 @@ def require_made(count: int | None, clips: Any, pipe: Any) -> None:
     """Raise UserError for clips [B, F, 3, H, W] of another number of frames than `image.frames`. None: any."""
     if count is not None and clips.ndim == 5 and clips.shape[1] != count:
         raise UserError(f"image.frames is {count}, but {type(pipe).__name__} makes clips of "
-                        f"{counted(clips.shape[1], 'frame')}: "
+                        f"{quantity(clips.shape[1], 'frame')}: "
                         f"expected {clips.shape[1]}")

@@ -44,7 +44,7 @@ class ImageEncoder:
             self._learn(row)
         image = read(path, self.size, self.key)
         if path not in self.known:
-            self.known[path] = self._encoded(image[None], row).cpu()
+            self.known[path] = self._encode(image[None], row).cpu()
         return self.known[path], image
 
     def of_images(self, images: Tensor, rows: Conditioning) -> Tensor:
@@ -57,9 +57,9 @@ class ImageEncoder:
             self._learn(row)
         if tuple(images.shape[-2:]) != self.size:
             images = torch.nn.functional.interpolate(images, self.size, mode="bilinear", antialias=True)
-        first = self._encoded(images[:1], row)
+        first = self._encode(images[:1], row)
         self.known.setdefault("", first.cpu())  # the way is proved
-        return torch.cat([first, self._encoded(images[1:], row)]) if len(images) > 1 else first
+        return torch.cat([first, self._encode(images[1:], row)]) if len(images) > 1 else first
 
     def _learn(self, row: Conditioning) -> None:
         policy = self.policy
@@ -70,10 +70,10 @@ class ImageEncoder:
         self.size = height, width
 
     @torch.no_grad()
-    def _encoded(self, image: Tensor, row: Conditioning) -> Tensor:
+    def _encode(self, image: Tensor, row: Conditioning) -> Tensor:
         """Return the latent [1,*D] of an image [1,3,H,W]."""
         plain = mode(self.vae, (2 * image - 1).to(self.policy.device, self.vae.dtype))
-        latent = self._packed(scaled(plain, self.vae.config))
+        latent = self._pack(scale_latents(plain, self.vae.config))
         message = f"{self.key}: the images of {type(self.policy.pipe).__name__} cannot be encoded"
         if latent.shape[1:] != self.noise.shape[1:]:
             raise UserError(f"{message}: its latents are {list(self.noise.shape[1:])}, and those of its autoencoder "
@@ -85,7 +85,7 @@ class ImageEncoder:
                             "in the mean); use a method that samples its images")
         return latent
 
-    def _packed(self, latent: Tensor) -> Tensor:
+    def _pack(self, latent: Tensor) -> Tensor:
         """Return the latent in the shape that the pipeline works in.
 
         That is by its own function if it has one that takes a latent and its shape, as Flux and Qwen-Image have.
@@ -128,7 +128,7 @@ def mode(vae: Any, images: Tensor) -> Tensor:
     return encoded.latents if hasattr(encoded, "latents") else encoded.latent
 
 
-def scaled(latents: Tensor, config: Any) -> Tensor:
+def scale_latents(latents: Tensor, config: Any) -> Tensor:
     """Return an autoencoder's latents as a denoiser sees them: by channels' means and deviations, shift and scale."""
     mean, deviation = config.get("latents_mean"), config.get("latents_std")
     if mean is not None and deviation is not None:

@@ -28,7 +28,7 @@ from flowgrpo.policies.weights.low_precision import repair_zero_rows
 from flowgrpo.policies.weights.memory_options import quantisation
 from flowgrpo.samplers.predictions import prediction
 from flowgrpo.starter import FOLDERS, MERGED
-from flowgrpo.types import required
+from flowgrpo.types import unwrap
 
 EXPECTED = ("a checkpoint of a whole pipeline, with load.config where diffusers infers another one; of a denoiser "
             "alone, set model to its pipeline and load.denoiser to the file")
@@ -37,7 +37,7 @@ CHECKERS = ("StableDiffusionSafetyChecker", "IFSafetyChecker")  # that a pipelin
 TIMES = {"timestep", "timesteps", "t", "timestep_ratio"}
 
 
-def inferred(file: str) -> str:
+def infer_pipeline(file: str) -> str:
     """Return the hub id of the pipeline that diffusers infers from the names and shapes in a checkpoint.
 
     Raises UserError for a file that is no safetensors file.
@@ -109,7 +109,7 @@ def denoiser(files: Load, source: str, index: dict[str, Any], names: list[str], 
     if not hasattr(cls, "from_single_file"):
         raise UserError(f"load.denoiser: diffusers reads no {cls.__name__} from a single file: leave it out")
     form = diffusers.GGUFQuantizationConfig(compute_dtype=dtype) if files.gguf else None
-    file = required(files.denoiser)
+    file = unwrap(files.denoiser)
     try:
         module = cls.from_single_file(file, config=source, subfolder=name, dtype=dtype, quantization_config=form,
                                       config_revision=files.revision)
@@ -128,7 +128,7 @@ def vae(files: Load, source: str, index: dict[str, Any], dtype: torch.dtype) -> 
     """
     import diffusers
 
-    given = required(files.vae)
+    given = unwrap(files.vae)
     if "vae" not in index:
         raise UserError(f"load.vae is {given!r}, but a {index['_class_name']} has no autoencoder: leave it out")
     cls = getattr(diffusers, index["vae"][1])
@@ -197,7 +197,7 @@ def rate_ahead(model: str, files: Load, call: Mapping[str, Any], fps: float | No
     return frames.rate(cls, denoiser | index, call, fps)
 
 
-def timed(module: torch.nn.Module) -> bool:
+def takes_timestep(module: torch.nn.Module) -> bool:
     """Return True for a module whose forward takes a time: a denoiser or a ControlNet."""
     return bool(TIMES & set(inspect.signature(module.forward).parameters))
 
@@ -208,7 +208,8 @@ def denoisers(pipe: Any) -> dict[str, torch.nn.Module]:
     A ControlNet only steers one.
     """
     return {name: module for name, module in sorted(pipe.components.items())
-            if isinstance(module, torch.nn.Module) and "ControlNet" not in type(module).__name__ and timed(module)}
+            if isinstance(module, torch.nn.Module) and "ControlNet" not in type(module).__name__
+            and takes_timestep(module)}
 
 
 def text_encoders(pipe: Any) -> dict[str, torch.nn.Module]:
@@ -217,7 +218,7 @@ def text_encoders(pipe: Any) -> dict[str, torch.nn.Module]:
             if isinstance(module, torch.nn.Module) and name.startswith("text_encoder")}
 
 
-def trained_modules(pipe: Any, adapted: Adapted) -> dict[str, torch.nn.Module]:
+def trainable_modules(pipe: Any, adapted: Adapted) -> dict[str, torch.nn.Module]:
     """Return the trained modules of a pipeline, by name. Raises UserError for encoders if it has none."""
     modules = denoisers(pipe) if adapted.denoisers else {}
     encoders = text_encoders(pipe) if adapted.encoders else {}
@@ -227,7 +228,7 @@ def trained_modules(pipe: Any, adapted: Adapted) -> dict[str, torch.nn.Module]:
     return modules | encoders
 
 
-def _named_denoisers(index: dict[str, Any]) -> list[str]:
+def _denoiser_names(index: dict[str, Any]) -> list[str]:
     """Return the denoisers of a pipeline that is not loaded yet, by its model_index.json."""
     import diffusers
 
@@ -259,10 +260,10 @@ def load_pipeline(model: str, precision: str = "fp32", trust_remote_code: bool =
             pipe = _read(model, source, files, DTYPES[precision], weights, trust_remote_code, only, checker)
             if model in MERGED and only != ENCODERS:
                 _merge(pipe, MERGED[model])
-            for lora in files.fused:
+            for lora in files.loras_with_scales:
                 fuse(pipe, denoisers(pipe) | text_encoders(pipe), Path(lora.path), lora.scale)
             if files.scheduler:
-                pipe.register_modules(scheduler=_rescheduled(pipe.scheduler, files.scheduler))
+                pipe.register_modules(scheduler=_replace_scheduler(pipe.scheduler, files.scheduler))
             if files.controlnet is not None:
                 pipe = conditioned.with_controlnet(pipe, files.controlnet, DTYPES[precision])
             for inversion in files.inversions:
@@ -296,7 +297,7 @@ def _require_source(model: str, source: str, files: Load) -> None:
 
 def _source(model: str, files: Load) -> str:
     """Return the folder or hub id of a model's configuration."""
-    return files.config or inferred(model) if sources.is_file(model) else str(FOLDERS.get(model, model))
+    return files.config or infer_pipeline(model) if sources.is_file(model) else str(FOLDERS.get(model, model))
 
 
 def has_checker(model: str, files: Load = Load()) -> bool:
@@ -320,7 +321,7 @@ def _read(model: str, source: str, files: Load, dtype: torch.dtype, weights: str
     # A component that the index names as absent has to be passed as None, unless its class calls it optional.
     parts: dict[str, Any] = {name: None for name, value in index.items()
                              if isinstance(value, list) and value[0] is None}
-    names, whole = _named_denoisers(index), sources.is_file(model)
+    names, whole = _denoiser_names(index), sources.is_file(model)
     if _has_checker(index) and not checker:
         parts |= {"safety_checker": None} | {key: False for key in index if key == "requires_safety_checker"}
     if only == DENOISERS:
@@ -368,7 +369,7 @@ def _missing(folder: Path) -> str | None:
     return f"its model_index.json names {', '.join(lacking)}, of which there is no folder" if lacking else None
 
 
-def _rescheduled(scheduler: Any, keys: Mapping[str, Any]) -> Any:
+def _replace_scheduler(scheduler: Any, keys: Mapping[str, Any]) -> Any:
     """Return a scheduler with other keys of its configuration, and of another class if `class` is among them.
 
     Raises UserError for what diffusers does not know.

@@ -32,22 +32,23 @@ def learn(encode: Callable[[list[str]], Calls]) -> Masks | None:
     masks = tuple(tuple(value.dtype if torch.is_tensor(value) and any(calls[c][v] is None for calls in prompts)
                         else None for v, value in enumerate(call)) for c, call in enumerate(together))
     try:
-        rows = padded(prompts, masks)
+        rows = pad_calls(prompts, masks)
         same = all(_close([calls[c][v] for calls in rows], value)
                    for c, call in enumerate(together) for v, value in enumerate(call))
     except (IndexError, RuntimeError, StopIteration, TypeError):  # values that cannot be padded or joined
         return None
-    return masks if same and all(map(_mixed, zip(*prompts, strict=True))) else None
+    return masks if same and all(map(_has_mixed_lengths, zip(*prompts, strict=True))) else None
 
 
-def padded(prompts: Sequence[Calls], masks: Masks) -> list[Calls]:
+def pad_calls(prompts: Sequence[Calls], masks: Masks) -> list[Calls]:
     """Return the values of prompts, [1, L, ...] each, with zeros up to the longest of each call that mixes lengths, and
     masks where it has none."""
-    calls = [_padded(rows, masks[c]) if _mixed(rows) else rows for c, rows in enumerate(zip(*prompts, strict=True))]
+    calls = [_pad_rows(rows, masks[c]) if _has_mixed_lengths(rows) else rows for c,
+             rows in enumerate(zip(*prompts, strict=True))]
     return [*zip(*calls)]
 
 
-def written(masks: Masks | None) -> str:
+def to_json(masks: Masks | None) -> str:
     """Return what was learned as JSON."""
     return json.dumps(masks and [[kind and str(kind).removeprefix("torch.") for kind in kinds] for kinds in masks])
 
@@ -58,11 +59,11 @@ def read(text: str) -> Masks | None:
     return masks and tuple(tuple(kind and getattr(torch, kind) for kind in kinds) for kinds in masks)
 
 
-def _mixed(rows: Sequence[tuple[Any, ...]]) -> bool:
+def _has_mixed_lengths(rows: Sequence[tuple[Any, ...]]) -> bool:
     return len({tuple(value.shape if torch.is_tensor(value) else None for value in row) for row in rows}) > 1
 
 
-def _padded(rows: Sequence[tuple[Any, ...]], kinds: tuple[torch.dtype | None, ...]) -> list[tuple[Any, ...]]:
+def _pad_rows(rows: Sequence[tuple[Any, ...]], kinds: tuple[torch.dtype | None, ...]) -> list[tuple[Any, ...]]:
     """Return the rows of one call with a length per value."""
     filled = [tuple(_mask(row[:v]).to(kind) if value is None and kind is not None else value
                     for v, (value, kind) in enumerate(zip(row, kinds, strict=True))) for row in rows]

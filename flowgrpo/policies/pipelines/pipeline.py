@@ -21,12 +21,12 @@ from flowgrpo.errors import UserError, nearest
 from flowgrpo.methods.groups import Adapted
 from flowgrpo.policies.pipelines import attention
 from flowgrpo.policies.pipelines.attention import use_attention
-from flowgrpo.policies.pipelines.call import EncodePrompt, PipelineCall, unlogged, until_set
+from flowgrpo.policies.pipelines.call import EncodePrompt, PipelineCall, silence_warnings, until_set
 from flowgrpo.policies.pipelines.conditioning import Conditioning
-from flowgrpo.policies.pipelines.load import modality, trained_modules
+from flowgrpo.policies.pipelines.load import modality, trainable_modules
 from flowgrpo.policies.pipelines.probes import copies, stay_apart
-from flowgrpo.policies.pipelines.prompt_inputs import SHARED, images_of, one_line, parted, watch
-from flowgrpo.policies.pipelines.rlg import Teachers, guided, inside
+from flowgrpo.policies.pipelines.prompt_inputs import SHARED, images_of, one_line, split_arguments, watch
+from flowgrpo.policies.pipelines.rlg import Teachers, inside, rl_guidance
 from flowgrpo.policies.weights import memory_options, sharding
 from flowgrpo.policies.weights.checkpointing import checkpoint_blocks, recompute_forwards, supports_checkpointing
 from flowgrpo.policies.weights.forwards import compile_blocks, contiguous_inputs, fuse_norms, without_casts
@@ -36,7 +36,7 @@ from flowgrpo.samplers import grids
 from flowgrpo.samplers.rollout import generators
 from flowgrpo.samplers.scheduler import Segment, StepRecord
 from flowgrpo.starter import FOLDERS
-from flowgrpo.types import required
+from flowgrpo.types import unwrap
 
 STARTER = FOLDERS["starter"]
 # Arguments of calls that go by the place in the pipeline's loop, and how they do nothing.
@@ -67,13 +67,14 @@ class PipelinePolicy:
                  adapted: Adapted = Adapted(), fps: float | None = None):
         self.pipe, self.guidance = pipe, guidance
         watch(pipe)
-        self.frames, self.call, self.given = parted(type(pipe), call or {}, fps)
+        self.frames, self.call, self.given = split_arguments(type(pipe), call or {}, fps)
         self.device, self.precision, self.dtype = torch.device(device), precision, DTYPES[precision]
         self.exact = 1e-6 if self.dtype == torch.float32 else None  # how closely a replay repeats the rollout
         self.checkpointing, self.compiled, self.offloads = float(checkpointing), compiled, memory.offload != "none"
         self.states = self.device if memory.states == "device" else torch.device("cpu")
-        trained, self.live = trained_modules(pipe, adapted) if adapter is not None else {}, adapted.encoders
-        self.driver = driver = PipelineCall(pipe, self.call, self.device, self.dtype, trained, self._skipped, fps)
+        trained, self.live = trainable_modules(pipe, adapted) if adapter is not None else {}, adapted.encoders
+        self.driver = driver = PipelineCall(pipe, self.call, self.device, self.dtype, trained,
+                                            self._subtract_evaluations, fps)
         self.accepts, self.denoisers = driver.accepts, driver.denoisers
         self.stock, self.strength = driver.stock, driver.strength
         self.process = driver.scheduler.process  # flow, or vp for a variance-preserving one
@@ -159,7 +160,7 @@ class PipelinePolicy:
             self.probe(conditioning)
         return conditioning
 
-    def _skipped(self, rows: int) -> None:
+    def _subtract_evaluations(self, rows: int) -> None:
         self.evaluations -= rows
 
     @torch.no_grad()
@@ -177,7 +178,7 @@ class PipelinePolicy:
         before, row = self.evaluations, conditioning.rows(torch.tensor([0]))
 
         def first(**options: Any) -> torch.Tensor:
-            return required(required(self._drive(row, self._trial, self.guidance, **options)[1]).first)
+            return unwrap(unwrap(self._drive(row, self._trial, self.guidance, **options)[1]).first)
 
         self.driver.try_loading(first)
         self.evaluations = before
@@ -206,13 +207,13 @@ class PipelinePolicy:
         if (guidance := conditioning.scale(self.guidance)) not in self._copies:
             before, twice = self.evaluations, conditioning.rows(torch.tensor([0, 0]))
 
-            def driven(task: Segment, **options: Any) -> StepRecord:
-                return required(self._drive(twice, task, guidance, **options)[1])
+            def drive(task: Segment, **options: Any) -> StepRecord:
+                return unwrap(self._drive(twice, task, guidance, **options)[1])
 
             with self.sampling():
-                state = driven(self._trial, latents=None, generator=generators([0, 1])).first
+                state = drive(self._trial, latents=None, generator=generators([0, 1])).first
                 self._copies[guidance] = 0 if self.encode_prompt.one_per_call else copies(
-                    lambda task: required(driven(task, latents=state).output), self.process,
+                    lambda task: unwrap(drive(task, latents=state).output), self.process,
                     self.dtype == torch.float32)
             self.evaluations = before
         return self._copies[guidance] > 0
@@ -253,7 +254,7 @@ class PipelinePolicy:
 
     def _accompany(self, kind: int, step: int) -> torch.Tensor:
         """Replay one row at a step that other processes replay: it counts nowhere."""
-        (conditioning, x, task), before = required(self._row), self.evaluations
+        (conditioning, x, task), before = unwrap(self._row), self.evaluations
         with torch.set_grad_enabled(kind == shards.TRAIN):
             output = self._replay(conditioning, x, task.grid, step, task.timesteps)
         self.evaluations = before
@@ -323,7 +324,7 @@ class PipelinePolicy:
         if self.encoders.away is not None:
             self.encoders.offload()
         if self.live and (task is None or task.steps):
-            with unlogged():
+            with silence_warnings():
                 conditioning = self.encode_prompt.anew(conditioning, self.guidance)
         return self.driver(conditioning, task, guidance, **options)
 
@@ -337,7 +338,7 @@ class PipelinePolicy:
             yield
 
     @contextlib.contextmanager
-    def guided(self, weight: float) -> Iterator[None]:
+    def rl_guidance(self, weight: float) -> Iterator[None]:
         """Context manager: denoisers return base + weight * (tuned - base), without gradients (RLG, `rlg.py`).
 
         Without an adapter the base's weights are copied into place for every call, which is slow. UserError for a
@@ -351,7 +352,7 @@ class PipelinePolicy:
             return
         bases = {module: inside(self.weights.base, module.forward) for module in self.denoisers.values()}
         before = self.evaluations
-        with guided(bases, weight), torch.no_grad():
+        with rl_guidance(bases, weight), torch.no_grad():
             yield
         if weight not in (0, 1):
             self.evaluations += self.evaluations - before  # a call that is counted ran both

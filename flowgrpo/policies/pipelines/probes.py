@@ -149,7 +149,7 @@ def require_middle(policy: Pipeline[P], conditioning: P, segments: bool = True) 
     """
     row, before = conditioning.rows(torch.tensor([0])), policy.evaluations
     whole = _run(policy, row, range(2))
-    apart = _replayed(policy, row, whole)
+    apart = _replay_error(policy, row, whole)
     if segments:
         first, record = policy.run(_task(policy, range(1)), row, None, policy.generators([SEED]))
         apart = max(apart, _difference(whole, _run(policy, row, range(1, 2), first, record.x0)))
@@ -185,7 +185,7 @@ def _run(policy: Pipeline[P], row: P, steps: range, x: torch.Tensor | None = Non
         return policy.run(_task(policy, steps), row, x, policy.generators([SEED]) if x is None else None, x0)[1]
 
 
-def _replayed(policy: Pipeline[P], row: P, whole: StepRecord) -> float:
+def _replay_error(policy: Pipeline[P], row: P, whole: StepRecord) -> float:
     task = _task(policy, range(2))
     with torch.no_grad():
         output = policy.replay(row, whole.x[1], task.grid, 1, task.timesteps)

@@ -16,8 +16,8 @@ from flowgrpo.data.inputs import SCALE, Inputs
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.device import ran_out
 from flowgrpo.errors import UserError
-from flowgrpo.nouns import counted
-from flowgrpo.policies.pipelines.frames import is_video, told
+from flowgrpo.nouns import quantity
+from flowgrpo.policies.pipelines.frames import is_video, with_fps
 
 # What a pipeline raises that refuses its arguments.
 REFUSALS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, RuntimeError,
@@ -52,14 +52,14 @@ class Pictured(Protocol):
     def accepts(self) -> Collection[str]: ...
 
 
-def accepted(cls: type) -> Mapping[str, inspect.Parameter]:
+def call_parameters(cls: type) -> Mapping[str, inspect.Parameter]:
     """Return the arguments of a pipeline class's call."""
     return inspect.signature(inspect.unwrap(cls.__call__)).parameters
 
 
 def names(cls: type) -> dict[str, str]:
     """Return the keys of a prompt file that a pipeline class takes, each with the argument of its call."""
-    takes = accepted(cls)
+    takes = call_parameters(cls)
     steered = "controlnet" in inspect.signature(cls).parameters
     control = "control_image" if "control_image" in takes else "image" if steered and "image" in takes else None
     reference = "image" if "image" in takes else "reference_images" if "reference_images" in takes else None
@@ -68,15 +68,15 @@ def names(cls: type) -> dict[str, str]:
     return {key: argument for key, argument in known.items() if argument}
 
 
-def parted(cls: type, call: Mapping[str, Any], fps: float | None = None
-           ) -> tuple[int | None, dict[str, Any], dict[str, Any]]:
+def split_arguments(cls: type, call: Mapping[str, Any],
+                    fps: float | None = None) -> tuple[int | None, dict[str, Any], dict[str, Any]]:
     """Return (the number of frames of a source video, the call's other arguments, the images among them).
 
     `num_frames` stays an argument only where the pipeline takes it, or no video. fps: `image.fps`, which becomes an
     argument where the pipeline takes it.
     """
-    call = told(cls, call, fps)
-    takes, given = accepted(cls), {key: value for key, value in call.items() if key in IMAGES}
+    call = with_fps(cls, call, fps)
+    takes, given = call_parameters(cls), {key: value for key, value in call.items() if key in IMAGES}
     alone = "video" in takes and "num_frames" not in takes
     others = {key: value for key, value in call.items() if key not in given and not (alone and key == "num_frames")}
     return call.get("num_frames"), others, given
@@ -90,7 +90,7 @@ def require(cls: type, prompts: Iterable[Prompt], call: Mapping[str, Any] = {}, 
     its model makes videos between a first and a last frame, False if it takes the first alone; None: either, or not
     known. Files are opened, and not decoded.
     """
-    known, takes, sizes = names(cls), accepted(cls), set[Size]()
+    known, takes, sizes = names(cls), call_parameters(cls), set[Size]()
     frames, sized = call.get("num_frames"), {"height", "width"} <= {key for key in call if call[key]}
     for prompt in prompts:
         given = prompt.inputs.given()
@@ -102,7 +102,7 @@ def require(cls: type, prompts: Iterable[Prompt], call: Mapping[str, Any] = {}, 
         _require_present(cls, known, prompt, call, ip_adapter, last)
         shapes = dict[str, Size]()
         for key, path in prompt.inputs.paths():
-            shapes[key] = size = _opened(prompt.inputs, key, path, frames)
+            shapes[key] = size = _image_size(prompt.inputs, key, path, frames)
             if key == "control_image" and not sized and {"height", "width"} <= takes.keys():
                 sizes.add(size)
         if "mask_image" in shapes and "image" in shapes:
@@ -150,7 +150,7 @@ def _require_present(cls: type, known: Mapping[str, str], prompt: Prompt, call: 
         needed += [(key, "the model makes the frames between a first and a last one", "")
                    for key in ("image", "last_image")]
     if "image" in known and not {"images", "control_image", known["image"]} & given and (
-            EDITORS.search(cls.__name__) or accepted(cls)[known["image"]].default is inspect.Parameter.empty):
+            EDITORS.search(cls.__name__) or call_parameters(cls)[known["image"]].default is inspect.Parameter.empty):
         needed.append(("image", f"{cls.__name__} starts from an image", ""))
     for key, why, otherwise in needed:
         if key not in given:
@@ -165,7 +165,7 @@ def _require_alike(inputs: Inputs, image: Size, mask: Size) -> None:
                            f"{image[0]}: expected the same aspect ratio")
 
 
-def _opened(inputs: Inputs, key: str, path: str, frames: int | None) -> Size:
+def _image_size(inputs: Inputs, key: str, path: str, frames: int | None) -> Size:
     """Return the size of an image; (0, 0) of a clip. Raises UserError for one that cannot be read, or is too short."""
     try:
         if key != "video":
@@ -174,7 +174,7 @@ def _opened(inputs: Inputs, key: str, path: str, frames: int | None) -> Size:
     except UserError as error:
         raise inputs.error(key, str(error)) from None
     if frames is not None and count < frames:
-        raise inputs.error(key, f"{path} has {counted(count, 'frame')}, but image.frames is {frames}: expected as "
+        raise inputs.error(key, f"{path} has {quantity(count, 'frame')}, but image.frames is {frames}: expected as "
                                 "many or more")
     return 0, 0
 
@@ -185,7 +185,7 @@ def images_of(policy: Pictured, count: int, images: Sequence[Any] | None = None)
     images: of each prompt an image, its file, its `Inputs`, or None for what the policy's `call` gives. UserError
     where the pipeline takes none.
     """
-    brought = [_brought(policy, image) for image in images or [None] * count]
+    brought = [_call_inputs(policy, image) for image in images or [None] * count]
     pictures = {name: [value] * count for name, value in policy.given.items()}
     for name in dict.fromkeys(name for row in brought for name in row):
         pictures[name] = [row.get(name, policy.given.get(name)) for row in brought]
@@ -225,13 +225,13 @@ def refusal(pipe: Any, error: Exception, images: Sequence[Any] | None, pictures:
             call: Mapping[str, Any]) -> UserError | None:
     """Return the line of what a pipeline's call raised; None for a line of ours, and if memory ran out.
 
-    call: its further arguments. Others: see `refused`.
+    call: its further arguments. Others: see `describe_bad_images`.
     """
     if isinstance(error, UserError) or ran_out(error):
         return None
     plain, said = isinstance(error, (TypeError, ValueError)), " ".join(str(error).split())[:300]
     own = not plain and is_video(type(pipe)) and "num_frames" not in call
-    return UserError(f"{refused(images, pictures)}{type(pipe).__name__} refuses its arguments: "
+    return UserError(f"{describe_bad_images(images, pictures)}{type(pipe).__name__} refuses its arguments: "
                      f"{said if plain else f'{type(error).__name__}: {said}'}"
                      + "; it was called with its own number of frames, and image.frames sets another" * own)
 
@@ -248,7 +248,7 @@ def one_line(pipe: Any, call: Mapping[str, Any], images: Sequence[Any] | None = 
         raise told from error
 
 
-def refused(images: Sequence[Any] | None, pictures: Mapping[str, Sequence[Any]]) -> str:
+def describe_bad_images(images: Sequence[Any] | None, pictures: Mapping[str, Sequence[Any]]) -> str:
     """Return the place and files of the prompts whose images a pipeline refuses, as the begin of a message.
 
     images: of each prompt an image, its file, its `Inputs`, or None. images: what the pipeline was given for them.
@@ -264,11 +264,11 @@ def refused(images: Sequence[Any] | None, pictures: Mapping[str, Sequence[Any]])
     return f"{'; '.join(told)}{of}: " if told else ""
 
 
-def _brought(policy: Pictured, image: Any) -> dict[str, Any]:
+def _call_inputs(policy: Pictured, image: Any) -> dict[str, Any]:
     if image is None:
         return {}
     if isinstance(image, Inputs):
-        return decoded(policy.pipe, image, policy.call | {"num_frames": policy.frames})
+        return decode_inputs(policy.pipe, image, policy.call | {"num_frames": policy.frames})
     known = names(type(policy.pipe))
     if "image" not in known:
         raise UserError(f"{type(policy.pipe).__name__} takes no image, but a prompt brings one: leave it out")
@@ -281,7 +281,7 @@ def _brought(policy: Pictured, image: Any) -> dict[str, Any]:
         raise UserError(f"{sources.place_of(str(image))}{error}") from None
 
 
-def decoded(pipe: Any, inputs: Inputs, call: Mapping[str, Any]) -> dict[str, Any]:
+def decode_inputs(pipe: Any, inputs: Inputs, call: Mapping[str, Any]) -> dict[str, Any]:
     """Return a prompt's images, clip and scale by the argument of a pipeline's call.
 
     call: arguments of every call. The control image and the clip's frames are scaled to fill its height and width,
@@ -316,7 +316,7 @@ def decoded(pipe: Any, inputs: Inputs, call: Mapping[str, Any]) -> dict[str, Any
 
 
 def _default(pipe: Any, name: str) -> Any:
-    parameter = accepted(type(pipe)).get(name)
+    parameter = call_parameters(type(pipe)).get(name)
     return None if parameter is None or parameter.default is parameter.empty else parameter.default
 
 
@@ -326,7 +326,7 @@ def _clip(pipe: Any, inputs: Inputs, call: Mapping[str, Any], size: Size | None)
     count = call.get("num_frames") or frame_count(inputs.video)
     every = getattr(pipe, "vae_scale_factor_temporal", 1) or 1
     if (count - 1) % every:
-        raise UserError(f"{counted(count, 'frame')}, but {type(pipe).__name__} takes 1 more than a multiple of "
+        raise UserError(f"{quantity(count, 'frame')}, but {type(pipe).__name__} takes 1 more than a multiple of "
                         f"{every}: set "
                         f"image.frames: {max(1, count - (count - 1) % every)}")
     return Clip.of(inputs.video, count, size)

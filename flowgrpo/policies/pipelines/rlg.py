@@ -14,7 +14,7 @@ import torch
 
 from flowgrpo.errors import UserError
 from flowgrpo.policies.pipelines.load import DENOISERS, denoisers, load_pipeline
-from flowgrpo.policies.weights.trainable import lora_layers, switched_off
+from flowgrpo.policies.weights.trainable import disable_adapters, lora_layers
 from flowgrpo.samplers.predictions import prediction
 from flowgrpo.types import wide
 
@@ -25,7 +25,7 @@ Forward = Callable[..., Any]
 READS = ("in_channels", "joint_attention_dim", "cross_attention_dim", "pooled_projection_dim", "caption_channels")
 
 
-def blended(base: Any, tuned: Any, weight: float) -> Any:
+def extrapolate(base: Any, tuned: Any, weight: float) -> Any:
     """Return base + weight * (tuned - base) in the dtype of `tuned`, computed in float32 or wider.
 
     Weights 0 and 1 return one of them bit for bit. Accepts tensors [...], and tuples, lists and dicts (such as
@@ -35,14 +35,14 @@ def blended(base: Any, tuned: Any, weight: float) -> Any:
         start, end = wide(base, tuned)
         return torch.lerp(start, end, weight).to(tuned.dtype)
     if isinstance(tuned, dict):
-        return type(tuned)(**{key: blended(base[key], value, weight) for key, value in tuned.items()})
+        return type(tuned)(**{key: extrapolate(base[key], value, weight) for key, value in tuned.items()})
     if isinstance(tuned, (tuple, list)):
-        return type(tuned)(blended(*pair, weight) for pair in zip(base, tuned, strict=True))
+        return type(tuned)(extrapolate(*pair, weight) for pair in zip(base, tuned, strict=True))
     return tuned
 
 
 @contextlib.contextmanager
-def guided(bases: dict[torch.nn.Module, Forward], weight: float) -> Iterator[None]:
+def rl_guidance(bases: dict[torch.nn.Module, Forward], weight: float) -> Iterator[None]:
     """Context manager: the modules return base + weight * (tuned - base).
 
     bases: by module, the function that returns the base's output for the same arguments; its own forward is the tuned
@@ -64,7 +64,7 @@ def _blending(base: Forward, tuned: Forward, weight: float) -> Forward:
     @functools.wraps(tuned)  # some pipelines test for an argument
     def answer(*args: Any, **kwargs: Any) -> Any:
         first = base(*args, **kwargs)
-        return first if weight == 0 else blended(first, tuned(*args, **kwargs), weight)
+        return first if weight == 0 else extrapolate(first, tuned(*args, **kwargs), weight)
     return answer
 
 
@@ -99,7 +99,7 @@ class Branches:
         if weight != 1 and (others := [name for name in self._layers() if name not in self.first]):
             raise UserError(f"RLG with weight {weight:g}: the {others[0]} was tuned too, but base and tuned model get "
                             "the same embeddings: expected 0, 1, or weights of only the denoisers")
-        return guided(self._bases(), weight)
+        return rl_guidance(self._bases(), weight)
 
     def _layers(self) -> dict[str, list[LoraLayer]]:
         """Return the LoRA layers of each of the pipeline's modules that has any."""
@@ -115,13 +115,13 @@ class Branches:
             if module is not first:
                 bases[module] = first
             elif name in layers:  # otherwise tuning did not change it
-                bases[module] = inside(functools.partial(switched_off, layers[name]), module.forward)
+                bases[module] = inside(functools.partial(disable_adapters, layers[name]), module.forward)
         return bases
 
     @contextlib.contextmanager
     def _base(self) -> Iterator[None]:
         tuned = {name: getattr(self.pipe, name) for name in self.first}
-        with switched_off([layer for layers in self._layers().values() for layer in layers]):
+        with disable_adapters([layer for layers in self._layers().values() for layer in layers]):
             self.pipe.register_modules(**self.first)
             try:
                 yield
@@ -153,12 +153,12 @@ class Teachers:
         Raises UserError if it does not load, or reads something else than the policy's.
         """
         if name not in self.known:
-            self.known[name] = self._loaded(name)
+            self.known[name] = self._load(name)
         bases = {module: self.known[name][key].forward for key, module in self.policy.denoisers.items()}
-        with guided(bases, 0.0), torch.no_grad():
+        with rl_guidance(bases, 0.0), torch.no_grad():
             yield
 
-    def _loaded(self, name: str) -> dict[str, torch.nn.Module]:
+    def _load(self, name: str) -> dict[str, torch.nn.Module]:
         pipe = load_pipeline(name, self.policy.precision, only=DENOISERS, checker=False)
         taught, here = denoisers(pipe), self.policy.denoisers
         pairs: dict[str, tuple[Any, ...]] = {

@@ -114,12 +114,12 @@ def add(module: torch.nn.Module, config: LoraConfig, name: str) -> None:
     _tell(module, True)
 
 
-def named(module: torch.nn.Module) -> dict[str, Any]:
+def adapter_configs(module: torch.nn.Module) -> dict[str, Any]:
     """Return the configuration of each of a module's adapters, by its name."""
     return getattr(module, "peft_config", None) or {}
 
 
-def folded(module: Any) -> tuple[LoraConfig, dict[str, torch.Tensor]]:
+def fold_alpha(module: Any) -> tuple[LoraConfig, dict[str, torch.Tensor]]:
     """Return the configuration and weights of the adapter "default" as files hold them: alpha equal to the rank.
 
     Each layer's scale is in its B, so that programs that read no alpha apply the whole LoRA.
@@ -136,13 +136,13 @@ def folded(module: Any) -> tuple[LoraConfig, dict[str, torch.Tensor]]:
 
 
 def save(module: Any, folder: Path, wrapped: bool = False) -> None:
-    """Write the adapter "default" of a module, `folded`: its configuration and its weights.
+    """Write the adapter "default" of a module, `fold_alpha`: its configuration and its weights.
 
     wrapped: with the names that `PeftModel.from_pretrained` reads; others are for `inject_adapter_in_model` and
     `set_peft_model_state_dict`. `load` reads both.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    config, state = folded(module)
+    config, state = fold_alpha(module)
     config.save_pretrained(str(folder))
     order_config(folder / CONFIG)
     prefix = WRAPPED if wrapped else ""
@@ -151,7 +151,7 @@ def save(module: Any, folder: Path, wrapped: bool = False) -> None:
 
 
 def same(layer: LoraLayer, name: str) -> bool:
-    """Return True if a layer's adapter of that name has the weights that `folded` makes of "default"."""
+    """Return True if a layer's adapter of that name has the weights that `fold_alpha` makes of "default"."""
     parts: list[Any] = [layer.lora_A, layer.lora_B, layer.lora_magnitude_vector]
     sides = [(part[name].weight, part["default"].weight * (layer.scaling["default"] if part is layer.lora_B else 1))
              for part in parts if "default" in part and name in part]
@@ -184,7 +184,7 @@ def delete(module: Any, name: str) -> None:
     """Remove one adapter; a module without it is unchanged."""
     from peft.functional import delete_adapter
 
-    if name not in named(module):
+    if name not in adapter_configs(module):
         return
     delete_adapter(module, name, prefix="lora_")
     del module.peft_config[name]

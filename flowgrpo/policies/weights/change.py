@@ -93,14 +93,15 @@ def restore_pipeline(loaded: Any) -> Iterator[None]:
         for module, state in states.items():
             _restore(module, state)
         raise
-    _left.update({part: present["default"] for part in bare if "default" in (present := adapters.named(part))})
+    _left.update({part: present["default"] for part in bare if "default"
+                  in (present := adapters.adapter_configs(part))})
     _before.update(states)
 
 
 def _take_off_left(part: torch.nn.Module) -> None:
     """Remove what an earlier run left on a module; a LoRA that was loaded since stays."""
     left = _left.pop(part, None)
-    present = [*adapters.named(part).values()]
+    present = [*adapters.adapter_configs(part).values()]
     if len(present) == 1 and present[0] is left:
         adapters.remove(part)
     for module in part.modules():

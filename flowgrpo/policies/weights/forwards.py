@@ -64,7 +64,7 @@ def fuse_norms(module: torch.nn.Module, device: torch.device) -> int:
 
     layers: list[Any] = [layer for layer in module.modules() if isinstance(layer, (RMSNorm, MochiRMSNorm))
                          and getattr(layer, "bias", None) is None and len(layer.dim) == 1]
-    return _fused(layers)
+    return _fuse_rms_norms(layers)
 
 
 def fuse_text_norms(model: torch.nn.Module, device: torch.device) -> int:
@@ -80,7 +80,7 @@ def fuse_text_norms(model: torch.nn.Module, device: torch.device) -> int:
                          and getattr(getattr(layer, "weight", None), "ndim", 0) == 1 and _eps(layer) is not None]
     one_of = {type(layer): layer for layer in layers}
     agreeing = {kind for kind, layer in one_of.items() if _agrees(layer)}
-    return _fused([layer for layer in layers if type(layer) in agreeing])
+    return _fuse_rms_norms([layer for layer in layers if type(layer) in agreeing])
 
 
 @torch.no_grad()
@@ -96,7 +96,7 @@ def _agrees(layer: Any) -> bool:
     return bool(torch.allclose(found, F.rms_norm(x, x.shape[-1:], trial.weight, _eps(trial)), atol=1e-5))
 
 
-def _fused(layers: list[Any]) -> int:
+def _fuse_rms_norms(layers: list[Any]) -> int:
     for layer in layers:
         layer.forward = MethodType(_rms_norm, layer)
     return len(layers)

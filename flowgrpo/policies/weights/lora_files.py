@@ -22,7 +22,7 @@ from torch import Tensor
 from flowgrpo.errors import UserError
 from flowgrpo.files import tensors_of
 from flowgrpo.log import quiet
-from flowgrpo.nouns import counted
+from flowgrpo.nouns import quantity
 from flowgrpo.packages import broken
 from flowgrpo.policies.weights import adapters
 from flowgrpo.storage.manifest import order_metadata
@@ -122,11 +122,11 @@ def _require_kind(path: Path, tensors: Iterable[str]) -> None:
     layers = {match["layer"] for key in keys if (match := SIDE.match(key))}
     for mark, kind in OTHERS.items():
         if other := {key.partition(mark)[0] for key in keys if mark in key}:
-            of = f" in {len(other)} of its {counted(len(layers | other), 'layer')}" if layers - other else ""
+            of = f" in {len(other)} of its {quantity(len(layers | other), 'layer')}" if layers - other else ""
             raise UserError(f"{path} holds a {kind}{of}, which is not read: expected a LoRA, or a DoRA in the form of "
                             "peft or diffusers; merge it into the model with the tool that made it")
     if scales := [key for key in keys if key.endswith(SCALES)]:
-        raise UserError(f"{path} holds a DoRA in kohya's form ({counted(len(scales), 'layer')} with dora_scale), "
+        raise UserError(f"{path} holds a DoRA in kohya's form ({quantity(len(scales), 'layer')} with dora_scale), "
                         "whose lengths diffusers drops: convert it to peft's form (lora_magnitude_vector), or merge "
                         "it into the model with the tool that made it")
 
@@ -169,7 +169,7 @@ def require_applied(path: Path, held: Held, pipe: Any, parts: dict[str, torch.nn
     if not _near(magnitudes, held.magnitudes, WITHIN):
         raise UserError(f"{path}: the lengths of its DoRA do not reach {type(pipe).__name__} as they are: convert it "
                         "with a current diffusers, or merge it into the model")
-    of = ", ".join(f"{counted(count, 'layer')} of the {name}" for name, count in counts.items())
+    of = ", ".join(f"{quantity(count, 'layer')} of the {name}" for name, count in counts.items())
     return f"{path}: {'DoRA' if magnitudes else 'LoRA'} applied to {of}, rank {_range(ranks)}, scale {_range(scales)}"
 
 
@@ -192,7 +192,7 @@ def _require_all(path: Path, held: Held, model: str, sizes: list[float], count: 
     if count < len(held.sizes) and not left:  # layers that change nothing
         left = dict(list(held.sizes.items())[count:])
     some = next(iter(left or held.sizes))
-    raise UserError(f"{path}: {len(held.sizes) - len(left)} of its {counted(len(held.sizes), 'layer')} are applied "
+    raise UserError(f"{path}: {len(held.sizes) - len(left)} of its {quantity(len(held.sizes), 'layer')} are applied "
                     f"to {model}, and {len(left) or 'some'} are not, or at another scale, such as {some}: expected a "
                     "LoRA of this model, without parts that it lacks")
 
@@ -305,10 +305,13 @@ def tell(line: str) -> None:
 
 
 def save_stock(pipe: Any, folder: Path, modules: dict[str, str]) -> None:
-    """Write the format of `load_lora_weights`, `adapters.folded`; modules: the component by its name in the file."""
+    """Write the format of `load_lora_weights`, by `adapters.fold_alpha`.
+
+    modules: the component by its name in the file.
+    """
     arguments: dict[str, Any] = {}
     for written, name in modules.items():
-        config, arguments[f"{written}_lora_layers"] = adapters.folded(getattr(pipe, name))
+        config, arguments[f"{written}_lora_layers"] = adapters.fold_alpha(getattr(pipe, name))
         described = config.to_dict()  # with sets, whose order is another in every process
         arguments[f"{written}_lora_adapter_metadata"] = {
             key: sorted(value) if isinstance(value, set) else value for key, value in described.items()}
@@ -338,7 +341,7 @@ def require_layers(setting: str, path: Path, modules: dict[str, torch.nn.Module]
     others: modules that are not trained.
     """
     for name, other in others.items():
-        if INIT in adapters.named(other):
+        if INIT in adapters.adapter_configs(other):
             raise UserError(f"{setting} {path}: its LoRA is also of the {name}, but the run trains "
                             f"{' and '.join(modules)}: expected a LoRA of only these")
     for key, layer in layers.items():

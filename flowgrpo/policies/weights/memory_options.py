@@ -194,7 +194,7 @@ class Encoders(Offloaded):
         encode, taken = pipe.encode_prompt, inspect.signature(pipe.encode_prompt)
 
         @functools.wraps(encode)
-        def attended(*args: Any, **kwargs: Any) -> Any:
+        def encode_on_device(*args: Any, **kwargs: Any) -> Any:
             if on_cpu:
                 given = taken.bind_partial(*args, **kwargs)
                 given.arguments |= {"device": torch.device("cpu")} if "device" in taken.parameters else {}
@@ -206,7 +206,7 @@ class Encoders(Offloaded):
             finally:
                 self.offload()
 
-        pipe.encode_prompt = attended
+        pipe.encode_prompt = encode_on_device
 
     def come(self) -> None:
         """Copy the encoders to the device, where `beside` gives them room."""

@@ -37,7 +37,7 @@ def lora_layers(module: torch.nn.Module) -> dict[str, LoraLayer]:
 
 
 @contextlib.contextmanager
-def switched_off(layers: Collection[LoraLayer]) -> Iterator[None]:
+def disable_adapters(layers: Collection[LoraLayer]) -> Iterator[None]:
     """Context manager: disable the adapters of the layers."""
     for layer in layers:
         layer.enable_adapters(False)
@@ -100,7 +100,7 @@ class TrainableWeights:
     def _add_lora(self, name: str, module: Any) -> None:
         from peft import LoraConfig
 
-        if present := adapters.named(module):
+        if present := adapters.adapter_configs(module):
             raise UserError(f"the {name} has an adapter already ({', '.join(present)}): {self._way_off(name, module)}")
         adapters.remove(module)  # peft leaves empty layers of a deleted adapter
         option = "encoder_targets" if name.startswith("text_encoder") else "targets"
@@ -148,9 +148,9 @@ class TrainableWeights:
         shares: of each, summing to 1; empty for equal ones. Raises UserError for one of other layers or shapes.
         """
         weights = [share * len(paths) for share in shares] or [1.0] * len(paths)
-        return self.averaged([self._weighted(Path(path), weight) for path, weight in zip(paths, weights)])
+        return self.average([self._scale_values(Path(path), weight) for path, weight in zip(paths, weights)])
 
-    def _weighted(self, path: Path, weight: float) -> dict[str, torch.Tensor]:
+    def _scale_values(self, path: Path, weight: float) -> dict[str, torch.Tensor]:
         """Return the values at a path, multiplied: of a LoRA its B alone."""
         if not self.adapter.rank:
             return {key: weight * value for key, value in lora_files.whole_values(path, self.named).items()}
@@ -216,17 +216,17 @@ class TrainableWeights:
     @contextlib.contextmanager
     def base(self) -> Iterator[None]:
         """Context manager: use the base model."""
-        with switched_off(self.layers().values()), self.swapped(self._first):
+        with disable_adapters(self.layers().values()), self.swap(self._first):
             yield
 
     @contextlib.contextmanager
     def reference(self, held: Sequence[dict[str, torch.Tensor]] = ()) -> Iterator[None]:
         """Context manager: use the average of the snapshots `held`, or the base model without any."""
         if not held or self.sharded:  # FSDP2 collects from memory of its own
-            with self.swapped(self.averaged(held)) if held else self.base():
+            with self.swap(self.average(held)) if held else self.base():
                 yield
             return
-        kept, average = {key: parameter.data for key, parameter in self.named.items()}, self.averaged(held)
+        kept, average = {key: parameter.data for key, parameter in self.named.items()}, self.average(held)
         try:
             for key, parameter in self.named.items():
                 parameter.data = average[key].to(parameter.device)  # not copy_: a soup's LoRA has another rank
@@ -235,22 +235,22 @@ class TrainableWeights:
             for key, parameter in self.named.items():
                 parameter.data = kept[key]
 
-    def averaged(self, snapshots: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    def average(self, snapshots: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         """Return values that act as the average of all snapshots.
 
         For all weights it is their mean. For n LoRAs it is one of n times the rank, since the mean of the products B A
         is not the product of the means.
         """
-        def joined(key: str) -> torch.Tensor:
+        def average_of(key: str) -> torch.Tensor:
             values = [snapshot[key] for snapshot in snapshots]
             if ".lora_" not in key:
                 return torch.stack(values).mean(0)
             return torch.cat(values, 0) if ".lora_A." in key else torch.cat(values, 1) / len(values)
 
-        return {key: joined(key) for key in self.named} if len(snapshots) > 1 else snapshots[0]
+        return {key: average_of(key) for key in self.named} if len(snapshots) > 1 else snapshots[0]
 
     @contextlib.contextmanager
-    def swapped(self, values: dict[str, torch.Tensor]) -> Iterator[None]:
+    def swap(self, values: dict[str, torch.Tensor]) -> Iterator[None]:
         """Context manager: set the parameters that `values` names to these values (a moving average, the first
         weights)."""
         kept = self.copies(values)
@@ -272,14 +272,14 @@ class TrainableWeights:
         """Return copies of these parameters on their device."""
         return {key: local(self.named[key]).detach().clone() for key in keys}
 
-    def kept(self) -> dict[str, torch.Tensor]:
+    def copy_for_average(self) -> dict[str, torch.Tensor]:
         """Return a copy of the weights for an average of them: on their device if `large` is false, or on the CPU."""
         if self.large:
             return self.snapshot()
         return self.copies(self.named)
 
-    def placed(self, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return values of the weights on the device of `kept`."""
+    def place(self, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return values of the weights on the device of `copy_for_average`."""
         if self.large:
             return {key: value.cpu() for key, value in values.items()}
         return {key: value.to(local(self.named[key]).device) for key, value in values.items()}
@@ -292,8 +292,8 @@ class TrainableWeights:
     def save(self, folder: Path) -> str:
         """Write the files that stock diffusers loads, read them back and compare. Returns a sentence for the log.
 
-        A LoRA goes to `pytorch_lora_weights.safetensors`, its scale in its B (`adapters.folded`), and rank, alpha and
-        targets in its metadata. If stock diffusers has no loader (see
+        A LoRA goes to `pytorch_lora_weights.safetensors`, its scale in its B (`adapters.fold_alpha`), and rank, alpha
+        and targets in its metadata. If stock diffusers has no loader (see
         `loader`), it goes to a folder per module in peft's own format. All weights go to a folder per module. Sharded
         ones are gathered: every process calls this, and the first one writes.
         """

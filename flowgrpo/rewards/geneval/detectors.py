@@ -124,7 +124,7 @@ class Torchvision(LocalModel):
             object.__setattr__(self, "categories", tuple(weights.meta["categories"]))
         super().__post_init__()
 
-    def _loaded(self) -> tuple[Any]:
+    def _load(self) -> tuple[Any]:
         from torchvision.models import get_model, get_model_weights
 
         if self.model is not None:
@@ -226,7 +226,7 @@ class Mask2Former(LocalModel):
     batch_size: int = field(default=4, kw_only=True)
     reward, parameters = "geneval", 68.7e6
 
-    def _loaded(self) -> tuple[Any, Any]:
+    def _load(self) -> tuple[Any, Any]:
         from transformers import AutoImageProcessor, Mask2FormerForUniversalSegmentation
 
         return load_detector(self, "mask2former", self.model, self.revision, Mask2FormerForUniversalSegmentation,

@@ -24,7 +24,7 @@ from urllib.parse import quote, urlsplit
 
 from flowgrpo.errors import UserError
 from flowgrpo.escaped import one_line
-from flowgrpo.nouns import counted
+from flowgrpo.nouns import quantity
 from flowgrpo.rewards.failures import LONGEST_WAIT, TimedOut
 
 CONNECT = 10.0  # seconds within which a live server accepts a connection
@@ -228,7 +228,7 @@ class Service:
             if _brief and self._given_up(last, number, time.monotonic() + wait - began) or number == self.attempts:
                 break
             time.sleep(wait)
-        raise TimedOut(f"{self.who}: {last} (asked {counted(number, 'time')})")
+        raise TimedOut(f"{self.who}: {last} (asked {quantity(number, 'time')})")
 
     def _given_up(self, last: Unanswered, attempts: int, seconds: float) -> bool:
         """True if, in `brief`, the next attempt, so many seconds after the first, is skipped; not if a server asks for

@@ -30,7 +30,7 @@ from flowgrpo.text.policies.text_weights import (
     present,
     special_tokens,
 )
-from flowgrpo.text.samplers.decoding import Decoding, Draw, TokenDistribution, decided, score, uniforms
+from flowgrpo.text.samplers.decoding import Decoding, Draw, TokenDistribution, completion_masks, score, uniforms
 from flowgrpo.text.samplers.language_model import SampledCompletions, TokenizedPrompts
 from flowgrpo.types import Completion, Completions, Scored, wide
 
@@ -116,7 +116,7 @@ class CausalLM:
         """Number of rows through the model for each row that is drawn."""
         return 1
 
-    def _asked(self) -> dict[str, Any]:
+    def _generate_arguments(self) -> dict[str, Any]:
         """Return further arguments of `generate`."""
         return {}
 
@@ -179,15 +179,15 @@ class CausalLM:
 
         most = self.text.max_tokens
         draw = Draw(decoding, uniforms(generators, most).to(self.device), greedy.to(self.device), tokenized.begun)
-        ids, mask = self._left_padded(tokenized)
+        ids, mask = self._pad_left(tokenized)
         with self._arithmetic():
             # That of all models: a model's own, as of Janus, may pass no logits processors on.
             tokens = GenerationMixin.generate(
                 self.model, input_ids=ids, attention_mask=mask, max_new_tokens=most, do_sample=False,
-                logits_processor=LogitsProcessorList([draw]), **self._asked(),
+                logits_processor=LogitsProcessorList([draw]), **self._generate_arguments(),
                 **self._beside(tokenized, ids.shape[1], before=True))[:, ids.shape[1]:]
-        mask, cut = decided(tokens, self.ends)
-        texts = self.written(tokens, mask)
+        mask, cut = completion_masks(tokens, self.ends)
+        texts = self.detokenize(tokens, mask)
         short = 0, most - tokens.shape[1]
         logp = self._sound(draw.log_probs().masked_fill(~mask, 0.0), tokenized)
         ids, logp, mask = (pad(values, short).cpu() for values in (tokens, logp, mask))
@@ -201,7 +201,7 @@ class CausalLM:
                 {"model": self.model}) or "look at the precision (--precision=bf16, or fp32), and at train.lr")
         return logp
 
-    def written(self, ids: Tensor, mask: Tensor) -> list[Completion]:
+    def detokenize(self, ids: Tensor, mask: Tensor) -> list[Completion]:
         """Return the texts of ids [B,L] where mask is true."""
         tokens = [row[at] for row, at in zip(ids, mask)]
         texts = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
@@ -214,7 +214,7 @@ class CausalLM:
         greedy = torch.full((len(tokenized.ids),), not warm)
         return self.sample(tokenized, Decoding(warm or 1.0), generators, greedy).texts
 
-    def _left_padded(self, tokenized: TokenizedPrompts) -> tuple[Tensor, Tensor]:
+    def _pad_left(self, tokenized: TokenizedPrompts) -> tuple[Tensor, Tensor]:
         """Return ids and mask, int64 [B,S] both, padded on the left, since a completion follows the prompt."""
         longest = max(len(ids) for ids in tokenized.ids)
         ids = torch.stack([pad(row, (longest - len(row), 0), value=self.padding) for row in tokenized.ids])
@@ -262,14 +262,14 @@ class CausalLM:
 
     def _whole(self, tokenized: TokenizedPrompts, ids: Tensor) -> Tensor:
         """Return the states [B,L,H] before each token of the completions ids [B,L], every row read from its start."""
-        inputs, places = self._joined(tokenized, ids)
+        inputs, places = self._concatenate(tokenized, ids)
         states = self.body(**self.read(inputs), use_cache=False,
                            **self._beside(tokenized, inputs.shape[1])).last_hidden_state
         return states.gather(1, places[..., None].expand(-1, -1, states.shape[2]))
 
     @torch.no_grad()
-    def hidden(self, tokenized: TokenizedPrompts, taken: Completions, decoding: Decoding, together: int
-               ) -> tuple[Tensor, Tensor]:
+    def last_hidden_states(self, tokenized: TokenizedPrompts, taken: Completions, decoding: Decoding,
+                           together: int) -> tuple[Tensor, Tensor]:
         """Return the last hidden states [k,H], float32 or wider, of the k counted tokens, row by row, and the steps of
         all tokens, int64 [m,L]: every place is one."""
         hidden = []
@@ -293,7 +293,7 @@ class CausalLM:
         """Return L, the most tokens of a completion under these settings."""
         return text.max_tokens
 
-    def _joined(self, tokenized: TokenizedPrompts, ids: Tensor) -> tuple[Tensor, Tensor]:
+    def _concatenate(self, tokenized: TokenizedPrompts, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return prompts and completions [B,S], padded on the right, where it has no effect, and the indices [B,L] of
         the states that predict the completions' tokens."""
         lengths = torch.tensor([len(prompt) for prompt in tokenized.ids], device=self.device)
@@ -304,7 +304,7 @@ class CausalLM:
     def _behind_prefixes(self, tokenized: TokenizedPrompts, of: Tensor, ids: Tensor) -> Tensor:
         """`_whole` for completions [B,L] of the prompts `of` [B], each read once: a group's shared prefix is computed
         once, and its gradient is the sum of theirs (Prefix Grouper, 2506.05433)."""
-        inputs, mask = self._left_padded(tokenized)
+        inputs, mask = self._pad_left(tokenized)
         positions, next_position = self._positions(tokenized, inputs, mask)
         read = self.body(**self.read(inputs), attention_mask=mask, position_ids=positions, use_cache=True,
                          **self._beside(tokenized, inputs.shape[1], before=True))
@@ -327,7 +327,7 @@ class CausalLM:
     def _by_logits(self, tokenized: TokenizedPrompts, ids: Tensor, kept: Tensor, decoding: TokenDistribution,
                    entropy: bool | str, heat: Tensor | None) -> Tensor:
         """Return log p [n] from the model's own logits, all held in memory: for models that do more than their head."""
-        inputs, places = self._joined(tokenized, ids)
+        inputs, places = self._concatenate(tokenized, ids)
         logits = self.model(input_ids=inputs, use_cache=False, **self._beside(tokenized, inputs.shape[1])).logits
         rows = torch.arange(len(ids), device=self.device)[:, None].expand_as(places)
         return score(logits[rows[kept], places[kept]], lambda logits: logits, ids[kept], decoding, entropy=entropy,
@@ -347,10 +347,10 @@ class CausalLM:
 
     def shares(self, tokenized: TokenizedPrompts) -> bool:
         """Return True if completions can be read behind a prompt's cache: determined by a trial, once."""
-        return not self.unshared(tokenized)
+        return not self.reason_not_shared(tokenized)
 
     @torch.no_grad()
-    def unshared(self, tokenized: TokenizedPrompts) -> str:
+    def reason_not_shared(self, tokenized: TokenizedPrompts) -> str:
         """Return the reason why a prompt is read once for each of its completions; empty if they share its cache."""
         if self._apart is None:
             self._apart = RECOMPUTED if self.checkpointing else self._try_prefixes(

@@ -23,7 +23,7 @@ from flowgrpo.config.schema import Config
 from flowgrpo.config.sections import Load
 from flowgrpo.device import DTYPES, drawing
 from flowgrpo.errors import UserError
-from flowgrpo.packages import needed
+from flowgrpo.packages import import_optional
 from flowgrpo.policies import checkpoints
 from flowgrpo.policies.policy import resolve_precision
 from flowgrpo.policies.weights import adapters
@@ -33,13 +33,13 @@ from flowgrpo.text.policies.causal_lm import CausalLM
 from flowgrpo.text.policies.text_weights import attach
 from flowgrpo.text.samplers.decoding import Decoding
 from flowgrpo.text.samplers.language_model import SampledCompletions, TokenizedPrompts
-from flowgrpo.types import required
+from flowgrpo.types import unwrap
 
 GUIDANCE = 5.0  # of images by Janus' own `generate`
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # supported by vLLM
 
 
-def wanted(config: Config) -> bool:
+def uses_engine(config: Config) -> bool:
     """Return True if completions are drawn by another program, or in another precision, than is trained."""
     return config.text.engine == "vllm" or config.text.engine_precision not in (None, config.precision)
 
@@ -53,7 +53,7 @@ def make(config: Config, policy: CausalLM, processes: int = 1) -> Copy | VLLM:
         raise UserError("text.engine and text.engine_precision: are for models that write one token after the other; "
                         "leave them out for a masked language model")
     if config.text.engine == "transformers":
-        return Copy(policy, required(config.text.engine_precision), config.train.rows)
+        return Copy(policy, unwrap(config.text.engine_precision), config.train.rows)
     return VLLM(config, policy, processes)
 
 
@@ -91,7 +91,7 @@ class VLLM:
 
     def __init__(self, config: Config, policy: CausalLM, processes: int):
         _require(config, policy, processes)
-        self.vllm = needed("vllm", "vllm", "text.engine: vllm")
+        self.vllm = import_optional("vllm", "vllm", "text.engine: vllm")
         self.policy, self.evaluations, self.number, self.request = policy, 0, 0, None
         self.folder = TemporaryDirectory(prefix="flowgrpo-lora-")
         precision = config.text.engine_precision or config.precision
@@ -124,9 +124,9 @@ class VLLM:
             requests = self.llm.generate(prompts, settings, lora_request=self.request, use_tqdm=False)
         finally:
             self.llm.sleep(level=1)
-        rows = drawn(requests)
+        rows = read_outputs(requests)
         self.evaluations += sum(len(ids) for ids in tokenized.ids) + sum(len(ids) for ids, _ in rows)
-        return packed(self.policy, rows)
+        return pack_completions(self.policy, rows)
 
     def _settings(self, decoding: Decoding, seed: int, greedy: bool) -> Any:
         """Return vLLM's sampling parameters: temperature 0 is greedy; log-probabilities are those of drawn tokens
@@ -153,7 +153,7 @@ def _require(config: Config, policy: CausalLM, processes: int) -> None:
         raise UserError(f"text.engine is vllm, which does not sample for {cannot[0]} here: {cannot[1]}")
 
 
-def drawn(requests: Sequence[Any]) -> list[tuple[list[int], list[float]]]:
+def read_outputs(requests: Sequence[Any]) -> list[tuple[list[int], list[float]]]:
     """Return the tokens of vLLM's requests, the end included, and their log-probabilities."""
     rows = []
     for request in requests:
@@ -163,7 +163,7 @@ def drawn(requests: Sequence[Any]) -> list[tuple[list[int], list[float]]]:
     return rows
 
 
-def packed(policy: CausalLM, rows: Sequence[tuple[Sequence[int], Sequence[float]]]) -> SampledCompletions:
+def pack_completions(policy: CausalLM, rows: Sequence[tuple[Sequence[int], Sequence[float]]]) -> SampledCompletions:
     """Return an engine's completions, (tokens, log-probabilities) each, as the policy's `SampledCompletions`.
 
     Tokens behind an end are dropped.
@@ -177,7 +177,7 @@ def packed(policy: CausalLM, rows: Sequence[tuple[Sequence[int], Sequence[float]
         count = min(len(tokens) if end is None else end + 1, most)
         ids[row, :count], logp[row, :count] = torch.tensor(tokens[:count]), torch.tensor(values[:count])
         mask[row, :count], cut[row] = True, end is None or end >= most
-    return SampledCompletions(ids, logp, mask, cut, policy.written(ids, mask))
+    return SampledCompletions(ids, logp, mask, cut, policy.detokenize(ids, mask))
 
 
 def settings(model: str, run: Config | None, text: dict[str, Any], device: str | torch.device = "cpu",
@@ -193,8 +193,8 @@ def settings(model: str, run: Config | None, text: dict[str, Any], device: str |
                                     "eval": shown, "precision": drawing(known.precision, device, precision)})
 
 
-def asked(run: Config | None, count: int, temperature: float | None, max_tokens: int | None = None,
-          generates: str | None = None, guidance: float | None = None, model: str = "") -> dict[str, Any]:
+def sampling_settings(run: Config | None, count: int, temperature: float | None, max_tokens: int | None = None,
+                      generates: str | None = None, guidance: float | None = None, model: str = "") -> dict[str, Any]:
     """Return the `text` settings that completions depend on, of a run or the defaults, for `count` completions per
     prompt. The default temperature of several is 1, and that of images.
 

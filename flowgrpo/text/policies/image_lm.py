@@ -22,7 +22,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.methods.supervised import SelfAnswers
 from flowgrpo.text.policies.causal_lm import EXACT, CausalLM
 from flowgrpo.text.policies.text_weights import load_causal_lm
-from flowgrpo.text.policies.vision_lm import CLASSES, VisionLM, language_layers, templated
+from flowgrpo.text.policies.vision_lm import CLASSES, VisionLM, language_layers, template_inputs
 from flowgrpo.text.samplers.decoding import Decoding, Draw, uniforms
 from flowgrpo.text.samplers.language_model import SampledCompletions, TokenizedPrompts
 from flowgrpo.types import required, wide
@@ -59,7 +59,7 @@ class Guided:
     def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
         own, other = logits.chunk(2)
         before = ids[:, :0] if self.ids is None else self.ids
-        chosen = self.draw(before, guided(own, other, self.guidance))
+        chosen = self.draw(before, guide_logits(own, other, self.guidance))
         taken = chosen.argmax(-1, keepdim=True)
         self.ids = torch.cat([before, taken + self.shift], 1)
         if self.conditional:
@@ -71,7 +71,7 @@ class Guided:
         return torch.cat(self.scores, 1) if self.conditional else self.draw.log_probs()
 
 
-def guided(own: Tensor, other: Tensor, scale: float) -> Tensor:
+def guide_logits(own: Tensor, other: Tensor, scale: float) -> Tensor:
     """Return other + scale (own - other), float32 or wider: logits of a prompt's row and of the row without it."""
     own, other = wide(own, other)
     return own if scale == 1 else other + scale * (own - other)
@@ -143,7 +143,7 @@ class ImageLM(CausalLM):
         if self.halves == 1:
             return head(states)
         own, other = states.chunk(2, -1)
-        return guided(head(own), head(other), self.guidance)
+        return guide_logits(head(own), head(other), self.guidance)
 
     @property
     def halves(self) -> int:
@@ -193,7 +193,7 @@ class ImageLM(CausalLM):
     def _tokens(self, prompt: str) -> Tensor:
         if self.text.template is False or not self.processor.chat_template:
             return torch.cat([super()._tokens(prompt), torch.tensor([self.begin])])
-        return templated(self.processor, self.text, prompt, generation_mode="image")["input_ids"][0]
+        return template_inputs(self.processor, self.text, prompt, generation_mode="image")["input_ids"][0]
 
     def without(self, ids: Tensor) -> Tensor:
         """Return a prompt's tokens without its text, of the same length: what guidance leads away from."""
@@ -204,7 +204,7 @@ class ImageLM(CausalLM):
     def sample(self, tokenized: TokenizedPrompts, decoding: Decoding, generators: Sequence[torch.Generator],
                greedy: Tensor) -> SampledImages:
         """Sample an image for each row from its own generator; greedy: bool [B], rows of most likely tokens."""
-        return self._drawn(tokenized, decoding, generators, greedy, self.guidance)
+        return self._sample(tokenized, decoding, generators, greedy, self.guidance)
 
     def generate(self, tokenized: TokenizedPrompts, generators: Sequence[torch.Generator], *drawn: Any) -> Any:
         """Return images [B,3,H,W] for evaluation, at `text.eval_temperature`.
@@ -215,7 +215,7 @@ class ImageLM(CausalLM):
         warm = 1.0 if self.text.eval_temperature is None else self.text.eval_temperature
         greedy = torch.full((len(tokenized.ids),), not warm)
         with torch.no_grad():
-            return self._drawn(tokenized, Decoding(warm or 1.0), generators, greedy, guidance).images
+            return self._sample(tokenized, Decoding(warm or 1.0), generators, greedy, guidance).images
 
     def of_noise(self, tokenized: TokenizedPrompts, generators: Sequence[torch.Generator], output_type: str = "pt"
                  ) -> Tensor:
@@ -223,15 +223,15 @@ class ImageLM(CausalLM):
         return self.decode(self.first + torch.stack([torch.randint(self.choices, (self.grid,), generator=each)
                                                      for each in generators]))
 
-    def _drawn(self, tokenized: TokenizedPrompts, decoding: Decoding, generators: Sequence[torch.Generator],
-               greedy: Tensor, guidance: float) -> SampledImages:
+    def _sample(self, tokenized: TokenizedPrompts, decoding: Decoding, generators: Sequence[torch.Generator],
+                greedy: Tensor, guidance: float) -> SampledImages:
         from transformers import LogitsProcessorList, StaticCache
 
         draw = Draw(decoding, uniforms(generators, self.grid).to(self.device), greedy.to(self.device))
-        ids, mask = self._left_padded(tokenized)
+        ids, mask = self._pad_left(tokenized)
         with self._arithmetic():
             if guidance == 1:
-                ids, logp = self._unguided(ids, mask, draw).cpu(), draw.log_probs().cpu()
+                ids, logp = self._sample_without_guidance(ids, mask, draw).cpu(), draw.log_probs().cpu()
             else:
                 process = Guided(draw, guidance, self.first, self.conditional)
                 # The model's own is as long as the longest before, by which a resumed run would round otherwise.
@@ -244,7 +244,7 @@ class ImageLM(CausalLM):
         mask = torch.ones_like(ids, dtype=torch.bool)
         return SampledImages(ids, self._sound(logp, tokenized), mask, ~mask.any(1), [], images=self.decode(ids))
 
-    def _unguided(self, ids: Tensor, mask: Tensor, draw: Draw) -> Tensor:
+    def _sample_without_guidance(self, ids: Tensor, mask: Tensor, draw: Draw) -> Tensor:
         """Return image tokens [B,L] behind the left-padded prompts ids [B,S], by the loop of the model's `generate`
         with one row for each image."""
         given, tokens, positions = ids, ids[:, :0], (mask.cumsum(1) - 1).clamp(min=0)
@@ -273,7 +273,7 @@ class ImageLM(CausalLM):
             del self.painted[next(iter(self.painted))]
         return images
 
-    def shown_again(self, ids: Tensor) -> Tensor:
+    def decode_cached(self, ids: Tensor) -> Tensor:
         """Return the images of tokens as `decode` does; those that were decoded last are not decoded again."""
         shown = [self.painted.get(row.numpy().tobytes()) for row in ids.cpu()]
         new = [at for at, image in enumerate(shown) if image is None]
@@ -281,7 +281,7 @@ class ImageLM(CausalLM):
             shown[at] = image
         return torch.stack([required(image) for image in shown])
 
-    def written(self, ids: Tensor, mask: Tensor) -> Any:
+    def detokenize(self, ids: Tensor, mask: Tensor) -> Any:
         raise NotImplementedError("image tokens are no text")
 
     def require_context(self, prompts: Sequence[str]) -> None:

@@ -81,7 +81,7 @@ def make_policy(config: Config, loaded: tuple[Any, Any], adapter: Adapter | None
     adapter: what is trained of it, None for nothing.
     """
     settings: dict[str, Any] = dict(device=device, precision=config.precision,
-                                    checkpointing=config.train.recomputed)
+                                    checkpointing=config.train.recompute_share)
     if build.kind(config, loaded) == MASKED_LM:
         unmasking: Any = validate.resolve(config, "masks").rollout.decoding
         return MaskedLM(*loaded, adapter, config.text, unmasking, **settings)

@@ -25,7 +25,7 @@ from flowgrpo.log import quiet
 from flowgrpo.text.policies import causal_lm
 from flowgrpo.text.policies.causal_lm import CausalLM
 from flowgrpo.text.policies.text_weights import at_revision, present
-from flowgrpo.text.samplers.decoding import Decoding, Unmasking, decided, drawn, score, uniforms
+from flowgrpo.text.samplers.decoding import Decoding, Unmasking, completion_masks, sample_inverse_cdf, score, uniforms
 from flowgrpo.text.samplers.gumbel_softmax import GumbelSoftmax, walk
 from flowgrpo.text.samplers.language_model import SampledCompletions, TokenizedPrompts
 from flowgrpo.types import Completion, Completions, Scored, Traces, wide
@@ -83,8 +83,8 @@ class MaskedLM(CausalLM):
         for rows in self._by_length(tokenized, torch.arange(count)):
             prompts, at = self._together(tokenized, rows), rows.to(self.device)
             ids[at], steps[at], logp[at] = self._unmask(prompts, unmasking, draws[at], lots[at], greedy[at])
-        mask, cut = decided(ids, self.ends)
-        texts = self.written(ids, mask)
+        mask, cut = completion_masks(ids, self.ends)
+        texts = self.detokenize(ids, mask)
         if unmasking.shrink > 1:
             logp = self.log_probs(tokenized, torch.arange(count), ids, mask, unmasking, steps, count).logp
         logp = self._sound(logp.masked_fill(~mask, 0.0), tokenized)
@@ -97,12 +97,12 @@ class MaskedLM(CausalLM):
         steps, logp = torch.zeros_like(ids), self._zeros(ids)
         for step, (first, end, count) in enumerate(unmasking.schedule(ids.shape[1])):
             with self._arithmetic():
-                logits = self._allowed(self._logits(prompts, ids)[:, first:end])
+                logits = self._suppress_mask(self._logits(prompts, ids)[:, first:end])
             at = unmasking.chosen(logits, ids[:, first:end] == self.mask, lots[:, first:end], count)
             chosen = logits.gather(1, at[..., None].expand(-1, -1, logits.shape[2])).flatten(0, 1)
             log_probs, at = unmasking(chosen), at + first
             taken = torch.where(greedy.repeat_interleave(count), chosen.argmax(-1),
-                                drawn(log_probs, draws.gather(1, at).flatten()))
+                                sample_inverse_cdf(log_probs, draws.gather(1, at).flatten()))
             ids.scatter_(1, at, taken.view_as(at))
             steps.scatter_(1, at, step)
             logp.scatter_(1, at, log_probs.gather(1, taken[:, None]).view(at.shape))
@@ -140,12 +140,12 @@ class MaskedLM(CausalLM):
         return Scored(logp, mask, entropy=rest[0] if rest else None)
 
     @torch.no_grad()
-    def hidden(self, tokenized: TokenizedPrompts, taken: Completions, unmasking: Decoding, together: int
-               ) -> tuple[Tensor, Tensor]:
-        """`CausalLM.hidden`, each token's in its own state."""
+    def last_hidden_states(self, tokenized: TokenizedPrompts, taken: Completions, unmasking: Decoding,
+                           together: int) -> tuple[Tensor, Tensor]:
+        """`CausalLM.last_hidden_states`, each token's in its own state."""
         assert isinstance(taken, Traces) and isinstance(unmasking, Unmasking), (type(taken), type(unmasking))
-        states = self._in_states(self._hidden, tokenized, taken.prompts, taken.ids, taken.old.mask, unmasking,
-                                 taken.steps, together)
+        states = self._in_states(self._last_hidden_states, tokenized, taken.prompts, taken.ids, taken.old.mask,
+                                 unmasking, taken.steps, together)
         return states, unmasking.scorings(taken.steps, taken.ids.shape[1])
 
     def _in_states(self, evaluate: Callable[..., Tensor], tokenized: TokenizedPrompts, prompts: Tensor, ids: Tensor,
@@ -172,12 +172,13 @@ class MaskedLM(CausalLM):
                entropy: bool | str) -> Tensor:
         """Return `score` of the tokens ids [k] at the places [k] of the rows [k] of answers [n,L] to prompts [n,S]."""
         with self._arithmetic():
-            return score(self._logits(prompts, answers)[row, place], self._allowed, ids, unmasking, entropy=entropy)
+            return score(self._logits(prompts, answers)[row, place], self._suppress_mask, ids, unmasking,
+                         entropy=entropy)
 
     def another(self, model: str) -> tuple[Any, Any]:
         return load_masked_lm(model, self.precision)
 
-    def _hidden(self, prompts: Tensor, answers: Tensor, row: Tensor, place: Tensor, *_: Any) -> Tensor:
+    def _last_hidden_states(self, prompts: Tensor, answers: Tensor, row: Tensor, place: Tensor, *_: Any) -> Tensor:
         """Return the last hidden states [k,H], float32 or wider, that are the inputs of `_score`'s logits."""
         inputs = torch.cat([prompts, answers], 1)
         self.evaluations += inputs.numel()
@@ -187,8 +188,8 @@ class MaskedLM(CausalLM):
 
     # --- a reward's gradient -----------------------------------------------------------------------------------------
 
-    def relaxed(self, tokenized: TokenizedPrompts, prompts: Tensor, generators: Sequence[torch.Generator],
-                unmasking: Unmasking, part: GumbelSoftmax, base: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def sample_relaxed(self, tokenized: TokenizedPrompts, prompts: Tensor, generators: Sequence[torch.Generator],
+                       unmasking: Unmasking, part: GumbelSoftmax, base: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return answers [b,L,V], one-hot, of the prompts [b] (indices in `tokenized`), and the KL [b] of their process
         to that of the weights `base`, by name as in `weights.named`.
 
@@ -226,7 +227,7 @@ class MaskedLM(CausalLM):
         with self._arithmetic():
             logits = functional_call(self.model, held, (), {"inputs_embeds": inputs}).logits
         assert logits.shape[2] == x.shape[2], (logits.shape, x.shape)
-        return self._allowed(logits[:, prompts.shape[1] - self.shift:inputs.shape[1] - self.shift])
+        return self._suppress_mask(logits[:, prompts.shape[1] - self.shift:inputs.shape[1] - self.shift])
 
     def _table(self) -> tuple[str, Tensor]:
         """Return the name and the weights [V,H] of the embedding."""
@@ -235,7 +236,7 @@ class MaskedLM(CausalLM):
 
     def texts(self, ids: Tensor) -> list[Completion]:
         """Return the texts of answers ids [b,L], each up to its first end."""
-        return self.written(ids, decided(ids, self.ends)[0])
+        return self.detokenize(ids, completion_masks(ids, self.ends)[0])
 
     def vocabulary(self) -> list[str]:
         """Return the text of every token of the model's vocabulary; "" if the tokenizer has none."""
@@ -250,7 +251,7 @@ class MaskedLM(CausalLM):
         self.evaluations += inputs.numel()
         return self.model(input_ids=inputs).logits[:, prompts.shape[1] - self.shift:inputs.shape[1] - self.shift]
 
-    def _allowed(self, logits: Tensor) -> Tensor:
+    def _suppress_mask(self, logits: Tensor) -> Tensor:
         """Return logits without the mask token, which is not an answer."""
         return logits.index_fill(-1, torch.tensor([self.mask], device=logits.device), -torch.inf)
 

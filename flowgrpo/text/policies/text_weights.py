@@ -15,7 +15,7 @@ from flowgrpo.config.sections import Load
 from flowgrpo.device import DTYPES
 from flowgrpo.errors import UserError
 from flowgrpo.log import quiet
-from flowgrpo.nouns import counted
+from flowgrpo.nouns import quantity
 from flowgrpo.packages import broken
 from flowgrpo.policies.weights import adapters
 from flowgrpo.policies.weights.trainable import TrainableWeights
@@ -61,7 +61,7 @@ class TextWeights(TrainableWeights):
         """Load a folder's adapter; return what was applied, in words. Raises UserError if it does not load."""
         attach(self.modules["model"], path, adapter)
         count = sum(adapter in layer.lora_A for layer in self.layers().values())
-        return f"{path}: LoRA applied to {counted(count, 'layer')}"
+        return f"{path}: LoRA applied to {quantity(count, 'layer')}"
 
     def _base_name(self, module: Any) -> str | None:
         return getattr(module, "name_or_path", None)
@@ -177,7 +177,7 @@ class Teachers:
         Raises UserError if it does not load or has another tokenizer.
         """
         state = self._state()
-        self._set(*self.known.get(name) or (self._loaded(name), None, None))
+        self._set(*self.known.get(name) or (self._load(name), None, None))
         try:
             with torch.no_grad():
                 yield
@@ -192,7 +192,7 @@ class Teachers:
     def _set(self, model: Any, head_alone: bool | None, apart: str | None) -> None:
         self.policy.model, self.policy._head_alone, self.policy._apart = model, head_alone, apart
 
-    def _loaded(self, name: str) -> Any:
+    def _load(self, name: str) -> Any:
         model, tokenizer = self.policy.another(name)
         if tokenizer.get_vocab() != self.policy.tokenizer.get_vocab():
             raise UserError(f"the teacher {name!r} has another tokenizer than the model: expected the same tokens")

@@ -82,7 +82,7 @@ class VisionLM(CausalLM):
             self.weights.pipe = processor
         self.placeholders = sorted({token for name in PLACEHOLDERS
                                     if isinstance(token := getattr(model.config, name, None), int)})
-        self._tried = False  # `unshared` has seen an image
+        self._tried = False  # `reason_not_shared` has seen an image
 
     # --- prompts -----------------------------------------------------------------------------------------------------
 
@@ -98,7 +98,7 @@ class VisionLM(CausalLM):
                 raise UserError("a prompt brings an image, which needs the processor's chat template: leave "
                                 "text.template out, or take a processor that has one")
             return self._tokens(prompt), {}, {}
-        inputs = templated(self.processor, self.text, prompt, image)
+        inputs = template_inputs(self.processor, self.text, prompt, image)
         ids = inputs.pop("input_ids")[0]
         by_token = {name: value[0] for name, value in inputs.items() if value.shape[:2] == (1, len(ids))}
         return ids, by_token, {name: value for name, value in inputs.items() if name not in by_token}
@@ -111,7 +111,7 @@ class VisionLM(CausalLM):
         assert isinstance(tokenized, Shown), type(tokenized)
         return _by_token(tokenized, length, before, self.device) | _images(tokenized, self.device, self.dtype)
 
-    def _asked(self) -> dict[str, Any]:
+    def _generate_arguments(self) -> dict[str, Any]:
         # Of a call, not of the model, which may also draw images, whose tokens have the same numbers.
         return {"suppress_tokens": self.placeholders or None}
 
@@ -136,7 +136,7 @@ class VisionLM(CausalLM):
         return positions, mask.sum(1, keepdim=True) + offset
 
     @torch.no_grad()
-    def unshared(self, tokenized: TokenizedPrompts) -> str:
+    def reason_not_shared(self, tokenized: TokenizedPrompts) -> str:
         """As in `CausalLM`; tried with the longest prompt, and once more with the first image, which may not be
         shareable."""
         assert isinstance(tokenized, Shown), type(tokenized)
@@ -161,13 +161,13 @@ class VisionLM(CausalLM):
         self._tried = values.get("tried", False) and self._apart is not None
 
 
-def templated(processor: Any, text: Text, prompt: str, image: Any = None, **asked: Any) -> dict[str, Tensor]:
+def template_inputs(processor: Any, text: Text, prompt: str, image: Any = None, **asked: Any) -> dict[str, Tensor]:
     """Return a processor's tensors of a prompt, and of an image before it, in its chat template.
 
     asked: further arguments of the processor.
     Raises UserError if it cannot read them.
     """
-    said = [{"type": "image", "image": _opened(image)}] if image is not None else []
+    said = [{"type": "image", "image": _open_image(image)}] if image is not None else []
     turns = [{"role": "user", "content": [*said, {"type": "text", "text": prompt}]}]
     if text.system:  # a list, as for the prompt: not every template takes a text
         turns.insert(0, {"role": "system", "content": [{"type": "text", "text": text.system}]})
@@ -180,7 +180,7 @@ def templated(processor: Any, text: Text, prompt: str, image: Any = None, **aske
     return {name: value for name, value in inputs.items() if torch.is_tensor(value) and name != "attention_mask"}
 
 
-def _opened(image: Any) -> Any:
+def _open_image(image: Any) -> Any:
     return read_image(image) if isinstance(image, (str, Path)) else image
 
 

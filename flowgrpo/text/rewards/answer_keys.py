@@ -32,17 +32,20 @@ _FENCED = re.compile(r"(?:^[ \t]*|(?=[`~]{3,}[ \t]*\w))(`{3,}|~{3,})[ \t]*([^\s`
                      re.S | re.M)
 
 
-def fenced(text: str, *languages: str) -> list[str]:
+def code_blocks(text: str, *languages: str) -> list[str]:
     """Return the blocks of code of a text in one of these languages, such as "" and "python", whatever their versions.
     """
     return [code for _, language, code in _FENCED.findall(text) if language.lower().rstrip("0123456789.") in languages]
 
 
-def stated(text: str) -> str | None:
-    """Return the answer that a completion states: `marked`, or else the text after its last "answer is", "answer:" or
-    "answer =", to the end of the sentence; None if it states none. Thoughts (see `spoken`) do not count."""
+def final_answer(text: str) -> str | None:
+    """Return the answer that a completion states: `explicit_answer`, or else the text after its last "answer is",
+    "answer:" or "answer =", to the end of the sentence; None if it states none.
+
+    Thoughts (see `spoken`) do not count.
+    """
     text = spoken(text)
-    answer = marked(text)
+    answer = explicit_answer(text)
     return _last(_LABEL, text) if answer is None else answer
 
 
@@ -56,25 +59,25 @@ _ABSTAINED = re.compile(
 def abstains(text: str) -> bool:
     """True if a completion says that it does not know: in the answer that it states, or else after its thoughts."""
     text = text.replace("\u2019", "'")
-    statement = stated(text)
+    statement = final_answer(text)
     return _ABSTAINED.search(spoken(text) if statement is None else statement) is not None
 
 
-def marked(text: str) -> str | None:
+def explicit_answer(text: str) -> str | None:
     """Return the content of the last <answer> tags, or else of LaTeX's last \\boxed{}, or else of the line after the
     last ####; None if there is none."""
-    return next((answer.strip() for answer in (tagged(text), boxed(text), _last(_HASHES, text))
+    return next((answer.strip() for answer in (answer_tag(text), last_box(text), _last(_HASHES, text))
                  if answer is not None and answer.strip()), None)
 
 
-def tagged(text: str) -> str | None:
+def answer_tag(text: str) -> str | None:
     """Return the content of the last closed <answer>; None if there is none."""
     end = text.rfind("</answer>")
     start = text.rfind("<answer>", 0, max(end, 0))
     return text[start + len("<answer>"):end] if start >= 0 else None
 
 
-def boxed(text: str) -> str | None:
+def last_box(text: str) -> str | None:
     """Return the content of the \\boxed{...} that ends last; None if none has matching braces."""
     begun: list[tuple[bool, int]] = []
     last = None

@@ -9,7 +9,7 @@ from typing import Any
 
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About
-from flowgrpo.text.rewards.answer_keys import LICENCE, keys, spoken, stated
+from flowgrpo.text.rewards.answer_keys import LICENCE, final_answer, keys, spoken
 
 Box = tuple[float, float, float, float]
 _N = r"\s*(-?\d{1,9}(?:\.\d{1,9})?)\s*"
@@ -32,7 +32,7 @@ def iou(first: Box, second: Box) -> float:
     return shared / (sum(areas) - shared) if min(areas) > 0 else 0.0
 
 
-def matched(named: Sequence[Box], wanted: Sequence[Box]) -> float:
+def match_score(named: Sequence[Box], wanted: Sequence[Box]) -> float:
     """Return the sum of the IoU of pairs of boxes over the larger number of boxes: a missed box and a superfluous one
     both count 0. Pairs are formed from the best IoU on, each box in one."""
     pairs = sorted(((iou(box, other), -i, -j) for i, box in enumerate(named) for j, other in enumerate(wanted)),
@@ -62,7 +62,7 @@ class BoxIoU:
     """Mean IoU of the boxes that a completion's answer names with those in the metadata (Visual-RFT).
 
     A box is [left, top, right, bottom] in the text. The boxes are those of the answer that the completion states (see
-    `answer_keys.stated`), or of the text after its thoughts. Each is matched with one of the key; missed and
+    `answer_keys.final_answer`), or of the text after its thoughts. Each is matched with one of the key; missed and
     superfluous boxes count 0.
     key: of the metadata, a box or a list of boxes; None for a prompt without it.
     """
@@ -74,7 +74,7 @@ class BoxIoU:
     def __call__(self, completions: Sequence[str], prompts: Sequence[str],
                  metadata: Sequence[dict[str, Any]]) -> list[float | None]:
         wanted = keys("box_iou", metadata, self.key, prompts, _boxes)
-        return [None if known is None else matched(boxes(stated(text) or spoken(text)), known)
+        return [None if known is None else match_score(boxes(final_answer(text) or spoken(text)), known)
                 for text, known in zip(completions, wanted)]
 
 
@@ -155,7 +155,7 @@ class TimeIoU:
     def __call__(self, completions: Sequence[str], prompts: Sequence[str],
                  metadata: Sequence[dict[str, Any]]) -> list[float | None]:
         wanted = keys("time_iou", metadata, self.key, prompts, _span)
-        return [None if known is None else self._one(span(stated(text) or spoken(text)), known)
+        return [None if known is None else self._one(span(final_answer(text) or spoken(text)), known)
                 for text, known in zip(completions, wanted)]
 
     def _one(self, named: tuple[float, float] | None, known: tuple[float, float]) -> float:

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 from flowgrpo.data.open_image import require_open
 from flowgrpo.errors import UserError
 from flowgrpo.escaped import one_line
-from flowgrpo.packages import needed
+from flowgrpo.packages import import_optional
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.remote.exchange import side_by_side
-from flowgrpo.text.rewards.answer_keys import LICENCE, fenced, keys, spoken, tagged
+from flowgrpo.text.rewards.answer_keys import LICENCE, answer_tag, code_blocks, keys, spoken
 from flowgrpo.text.rewards.sandbox.choose import choose
 from flowgrpo.text.rewards.sandbox.run import Boundary, Checks, Limits, run
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 def code_of(text: str) -> str:
     """Return the last block of Python of a completion, or all text after its thoughts if there is none."""
     text = spoken(text)
-    blocks = fenced(text, "", "python", "py")
+    blocks = code_blocks(text, "", "python", "py")
     return blocks[-1] if blocks else text
 
 
@@ -119,11 +119,11 @@ class CodeRun:
         verdict = run(code, tests, Limits(self.seconds, self.memory, self.files), self.boundary)
         share = sum(verdict.passed) / len(verdict.passed)
         if self.outcomes:
-            return 1.0 if share == 1 else self._failed(code, tests)
+            return 1.0 if share == 1 else self._score_failure(code, tests)
         share = float(share == 1) if self.strict else share
-        return share if self.pace is None else paced(share, verdict.seconds, self.pace)
+        return share if self.pace is None else pace_score(share, verdict.seconds, self.pace)
 
-    def _failed(self, code: str, tests: Checks) -> float:
+    def _score_failure(self, code: str, tests: Checks) -> float:
         """Return the outcome of code that fails a test, from further runs of it."""
         def passes(source: str) -> bool:
             limits = Limits(self.seconds, self.memory, self.files)
@@ -134,28 +134,28 @@ class CodeRun:
         return -0.3 if tests.pairs or passes(code) else -0.6
 
 
-def paced(share: float, seconds: float, pace: float) -> float:
+def pace_score(share: float, seconds: float, pace: float) -> float:
     """Return half the share of passed tests, and for code that passes all of them 1/2 + 1/2 pace / (pace + seconds).
     Slow right code scores more than fast wrong code."""
     return share / 2 if share < 1 else 0.5 + 0.5 * pace / (pace + seconds)
 
 
-def held(text: str) -> Any:
+def find_json(text: str) -> Any:
     """Return the JSON of a completion: its last block of code that holds some, or else all text in its
     <answer> tags or, without these, after its thoughts.
     Raises ValueError if that is not JSON; NaN and infinities are not."""
     text = spoken(text)
-    inside = tagged(text)
+    inside = answer_tag(text)
     text = text if inside is None else inside
-    for block in reversed(fenced(text, "", "json")):
+    for block in reversed(code_blocks(text, "", "json")):
         try:
-            return _loaded(block)
+            return _parse_json(block)
         except ValueError:
             continue
-    return _loaded(text)
+    return _parse_json(text)
 
 
-def _loaded(text: str) -> Any:
+def _parse_json(text: str) -> Any:
     def refuse(constant: str) -> Any:
         raise ValueError(f"{constant} is not JSON")
 
@@ -181,7 +181,7 @@ def validator(schema: object) -> Any:
     return kind(schema, registry=Registry())
 
 
-def graded(value: object, check: Any) -> float:
+def grade(value: object, check: Any) -> float:
     """Return 1 if a value fits; else k / (n + 1) if k of the n keys that the schema requires at its top are present and
     fit separately."""
     if check.is_valid(value):
@@ -198,7 +198,7 @@ def graded(value: object, check: Any) -> float:
 class JsonSchema:
     """1 if a completion's JSON fits a JSON schema; otherwise less, by the required keys that fit.
 
-    The JSON is in a block of code, of which the last counts, or is the whole answer (see `held`).
+    The JSON is in a block of code, of which the last counts, or is the whole answer (see `find_json`).
     schema: one for every prompt, as an object or the path of a .json file. Without it, each prompt's metadata holds a
     schema under `key`; the score is None for a prompt without one.
     graded: false scores 0 for any misfit. `format` in a schema is not checked.
@@ -212,7 +212,7 @@ class JsonSchema:
     about = About(modality="text", range=(0, 1), needs="text", licence="Apache-2.0, MIT packages")
 
     def __post_init__(self) -> None:
-        needed("jsonschema", "text", "reward 'json_schema'")
+        import_optional("jsonschema", "text", "reward 'json_schema'")
         try:
             object.__setattr__(self, "checked", None if self.schema is None else validator(_read(self.schema)))
         except (OSError, ValueError) as error:
@@ -229,7 +229,7 @@ class JsonSchema:
         from referencing.exceptions import Unresolvable
 
         try:
-            score = graded(held(completion), check)
+            score = grade(find_json(completion), check)
         except Unresolvable as error:
             raise UserError(f"reward 'json_schema': the schema refers to {one_line(error)}, expected references "
                             "within it") from None
@@ -287,7 +287,7 @@ def render(code: str, height: int, width: int) -> Tensor | None:
     import torch
     from PIL import Image
 
-    resvg = needed("resvg_py", "svg", "reward 'svg_render'")
+    resvg = import_optional("resvg_py", "svg", "reward 'svg_render'")
     try:
         data = resvg.svg_to_bytes(svg_string=code, width=width, height=height, background="#ffffff",
                                   skip_system_fonts=True)
@@ -330,7 +330,7 @@ class SvgRender:
             raise UserError(f"reward 'svg_render': got size {self.size}, edges {self.edges}, semantic {self.semantic}, "
                             f"longest {self.longest}, brevity {self.brevity}, expected 2 to 1024, 0 to 1, 0 to 1, from "
                             "1, and 0 to below 1")
-        needed("resvg_py", "svg", "reward 'svg_render'")
+        import_optional("resvg_py", "svg", "reward 'svg_render'")
         if self.semantic:
             from flowgrpo.rewards.guards import extractor
 

@@ -20,11 +20,11 @@ from flowgrpo.rewards.about import About
 from flowgrpo.rewards.guards import distances
 from flowgrpo.rewards.local_model import LocalModel, load_pretrained, loading
 from flowgrpo.storage import atomic
-from flowgrpo.text.rewards.answer_keys import LICENCE, keys, several, spoken, stated
-from flowgrpo.text.rewards.rules import normalised
+from flowgrpo.text.rewards.answer_keys import LICENCE, final_answer, keys, several, spoken
+from flowgrpo.text.rewards.rules import normalise
 
 
-def pooled(states: Tensor, mask: Tensor) -> Tensor:
+def mean_pool(states: Tensor, mask: Tensor) -> Tensor:
     """Return the mean of the states where the mask is 1, of length 1: [B, L, D], [B, L] -> [B, D] float32."""
     mean = (states.float() * mask[..., None]).sum(1) / mask.sum(1, keepdim=True).clamp(min=1)
     return torch.nn.functional.normalize(mean, dim=1)
@@ -38,14 +38,14 @@ class TextEncoder(LocalModel):
     revision: str | None
     longest: int
 
-    def _loaded(self) -> tuple[Any, ...]:
+    def _load(self) -> tuple[Any, ...]:
         from transformers import AutoModel, AutoTokenizer
 
         network = load_pretrained(self.reward, AutoModel, self.model, self.revision, "model", dtype=self.float_type)
         return network, load_pretrained(self.reward, AutoTokenizer, self.model, self.revision, "model")
 
     @torch.no_grad()
-    def embedded(self, texts: Sequence[str]) -> Tensor:
+    def embed(self, texts: Sequence[str]) -> Tensor:
         """Return the mean last states of B texts, of length 1: [B, D] float32 on the CPU. Tokens behind the first
         `longest` are not read; a text without tokens has zeros."""
         network, tokenizer = self.models[:2]
@@ -56,7 +56,7 @@ class TextEncoder(LocalModel):
             length = max(1, *map(len, some))
             ids = torch.tensor([row + [0] * (length - len(row)) for row in some], device=self.device)
             mask = torch.tensor([[1] * len(row) + [0] * (length - len(row)) for row in some], device=self.device)
-            parts.append(pooled(network(input_ids=ids, attention_mask=mask).last_hidden_state, mask).cpu())
+            parts.append(mean_pool(network(input_ids=ids, attention_mask=mask).last_hidden_state, mask).cpu())
         return torch.cat(parts)
 
 
@@ -90,16 +90,16 @@ class SemanticSimilarity(TextEncoder):
     def __call__(self, completions: Sequence[str], prompts: Sequence[str],
                  metadata: Sequence[dict[str, Any]]) -> list[float | None]:
         references = keys(self.reward, metadata, self.key, prompts, several)
-        answers = [stated(text) or spoken(text).strip() for text in completions]
+        answers = [final_answer(text) or spoken(text).strip() for text in completions]
         texts = sorted({*answers, *(text for accepted in references for text in accepted or ())})
-        of = dict(zip(texts, self.embedded(texts)))
+        of = dict(zip(texts, self.embed(texts)))
         return [None if accepted is None else max(float(of[answer] @ of[text]) for text in accepted)
                 for answer, accepted in zip(answers, references)]
 
 
 def ngrams(text: str, most: int) -> set[tuple[str, ...]]:
     """Return the n-grams of a text's words, of 1 to `most` words, in lower case."""
-    words = normalised(text).split()
+    words = normalise(text).split()
     return {tuple(words[at:at + n]) for n in range(1, most + 1) for at in range(len(words) - n + 1)}
 
 
@@ -263,7 +263,7 @@ class LearnedHeads:
             return known
 
 
-def hashed(texts: Sequence[str]) -> Tensor:
+def hash_words(texts: Sequence[str]) -> Tensor:
     """Return the hashed words of texts: [B, WIDTH] float32."""
     return torch.from_numpy(np.stack([features(text, WIDTH) for text in texts])).float()
 
@@ -303,8 +303,8 @@ class TextScorer(TextEncoder):
     def model(self) -> str:  # type: ignore[override]
         return self.known.encoder or ""
 
-    def _loaded(self) -> tuple[Any, ...]:
-        return super()._loaded() if self.known.encoder else ()
+    def _load(self) -> tuple[Any, ...]:
+        return super()._load() if self.known.encoder else ()
 
     def __call__(self, completions: Sequence[str], prompts: Sequence[str],
                  metadata: Sequence[dict[str, Any]]) -> list[float | None]:
@@ -316,7 +316,7 @@ class TextScorer(TextEncoder):
     def scores(self, texts: Sequence[str], categories: Sequence[str]) -> list[Tensor | None]:
         """Return the aspects' scores of each text, [A] float64; None for a category without a head."""
         texts = texts if self.thoughts else [spoken(text) for text in texts]
-        rows = (self.embedded(texts) if self.known.encoder else hashed(texts)).double()
+        rows = (self.embed(texts) if self.known.encoder else hash_words(texts)).double()
         heads = {name: torch.tensor(head, dtype=torch.float64) for name, head in self.known.heads.items()}
         of = [heads.get(category, heads.get("")) for category in categories]
         return [None if head is None else head[:, :-1] @ row + head[:, -1] for head, row in zip(of, rows)]

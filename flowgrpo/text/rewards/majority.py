@@ -107,7 +107,7 @@ def slope(values: Sequence[float]) -> float:
     return sum((place - middle) * (value - mean) for place, value in enumerate(values)) / squares if squares else 0.0
 
 
-def refined(history: Sequence[tuple[str | None, float]], window: int) -> str | None:
+def refine_label(history: Sequence[tuple[str | None, float]], window: int) -> str | None:
     """Return the answer that replaces a label (Online Label Refinement); None: the label stays.
 
     history: of each visit so far the group's majority answer and its share. The last `window` visits have to agree on
@@ -162,11 +162,11 @@ class Remembering:
         for start in range(0, len(completions), group):
             answers = [read(text) for text in completions[start:start + group]]
             label = labels[start] and {read(f"<answer>{text}</answer>") for text in labels[start] or []}
-            values += self._scored(past, prompts[start], answers, label or None)
+            values += self._score(past, prompts[start], answers, label or None)
         return values
 
-    def _scored(self, past: Past, prompt: str, answers: Sequence[Hashable | None],
-                label: set[Hashable | None] | None) -> list[float | None]:
+    def _score(self, past: Past, prompt: str, answers: Sequence[Hashable | None],
+               label: set[Hashable | None] | None) -> list[float | None]:
         """Return the scores of a group's answers. label: accepted answers, None if the prompt has no label."""
         raise NotImplementedError
 
@@ -204,13 +204,13 @@ class RefinedLabels(Remembering):
         if self.window < 2:
             raise UserError(f"reward 'refined_labels': window is {self.window}, expected 2 visits or more")
 
-    def _scored(self, past: Past, prompt: str, answers: Sequence[Hashable | None],
-                label: set[Hashable | None] | None) -> list[float | None]:
+    def _score(self, past: Past, prompt: str, answers: Sequence[Hashable | None],
+               label: set[Hashable | None] | None) -> list[float | None]:
         if label is None:
             return [None] * len(answers)
         best = mode(answers)
         history = past.visits(prompt, [None if best is None else str(best), answers.count(best) / len(answers)])
-        better = refined([(answer, share) for _, answer, share in history], self.window)
+        better = refine_label([(answer, share) for _, answer, share in history], self.window)
         del history[:-self.window]  # in the memory too
         accepted = {str(each) for each in label} if better is None else {better}
         return [float(answer is not None and str(answer) in accepted) for answer in answers]
@@ -235,8 +235,8 @@ class PseudoLabels(Remembering):
             raise UserError(f"reward 'pseudo_labels': similarity is {self.similarity}, visits {self.visits}, expected "
                             "above 0 up to 1, and 1 or more")
 
-    def _scored(self, past: Past, prompt: str, answers: Sequence[Hashable | None],
-                label: set[Hashable | None] | None) -> list[float | None]:
+    def _score(self, past: Past, prompt: str, answers: Sequence[Hashable | None],
+               label: set[Hashable | None] | None) -> list[float | None]:
         best = mode(answers)
         accepted = {best} if label is None else label
         right = [float(answer is not None and answer in accepted) for answer in answers]

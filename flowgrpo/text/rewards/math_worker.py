@@ -13,7 +13,7 @@ import signal
 import sys
 
 
-def answered(key: str, answer: str | None) -> bool:
+def is_correct(key: str, answer: str | None) -> bool:
     """True if an answer equals the key, or, for None, if the key is readable."""
     from math_verify import parse, verify
 
@@ -36,7 +36,7 @@ def main(memory: int, seconds: float) -> None:
     for line in sys.stdin:
         _end_after(seconds + 10)
         try:
-            right = answered(*json.loads(line))
+            right = is_correct(*json.loads(line))
         except Exception:  # untrusted text can raise anything
             right = False
         _end_after(0)

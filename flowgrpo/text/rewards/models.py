@@ -47,7 +47,7 @@ class PolicyModel(LocalModel):
         """Return the model and its tokenizer; nothing of a policy, which is not the reward's to place."""
         return () if self.reads_policy else super().models
 
-    def _loaded(self) -> tuple[Any, Any]:
+    def _load(self) -> tuple[Any, Any]:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         network = load_pretrained(self.reward, AutoModelForCausalLM, self.model, None, "model", dtype=self.float_type,
@@ -107,7 +107,7 @@ class RewardModel(LocalModel):
             raise UserError(f"reward 'reward_model': the tokenizer of {self.model} has no chat template: set template, "
                             "such as \"{prompt}\\n{completion}\"")
 
-    def _loaded(self) -> tuple[Any, Any]:
+    def _load(self) -> tuple[Any, Any]:
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
         network = load_pretrained("reward_model", AutoModelForSequenceClassification, self.model, self.revision,
@@ -141,7 +141,7 @@ class RewardModel(LocalModel):
         """Score token rows, padded at their ends -> [B] float32."""
         network, _ = self.models
         config, length = network.config.get_text_config(), max(map(len, rows))
-        padding, before = unused(rows, config), config.pad_token_id
+        padding, before = padding_token(rows, config), config.pad_token_id
         ids = torch.tensor([row + [padding] * (length - len(row)) for row in rows], device=self.device)
         mask = torch.tensor([[1] * len(row) + [0] * (length - len(row)) for row in rows], device=self.device)
         config.pad_token_id = padding
@@ -151,7 +151,7 @@ class RewardModel(LocalModel):
             config.pad_token_id = before
 
 
-def unused(rows: Sequence[list[int]], config: PretrainedConfig) -> int:
+def padding_token(rows: Sequence[list[int]], config: PretrainedConfig) -> int:
     """Return a padding token: the model's own, or, if one of the rows holds that, the lowest that none holds.
 
     Models read the score at the last token that differs from the padding token. In many chat models that is also the
@@ -215,7 +215,7 @@ class ReferenceLikelihood(PolicyModel):
         wanted = tokenizer(reference, add_special_tokens=False)["input_ids"]
         rows = [begun + tokenizer(self.reasoning(text), add_special_tokens=False)["input_ids"] + wanted
                 for text in texts]
-        values = [self._scored(network, rows[at:at + self.batch_size], wanted)
+        values = [self._log_probs(network, rows[at:at + self.batch_size], wanted)
                   for at in range(0, len(rows), self.batch_size)]
         return torch.cat(values)
 
@@ -224,7 +224,7 @@ class ReferenceLikelihood(PolicyModel):
         return (text.rpartition(self.before)[0] if self.before and self.before in text else text) + self.before
 
     @staticmethod
-    def _scored(network: Any, rows: Sequence[list[int]], wanted: Sequence[int]) -> Tensor:
+    def _log_probs(network: Any, rows: Sequence[list[int]], wanted: Sequence[int]) -> Tensor:
         """Return `log_probs` of some rows of tokens, which all end in the wanted ones; they are padded at their ends.
         """
         device, longest = next(network.parameters()).device, max(map(len, rows))

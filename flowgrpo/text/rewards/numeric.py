@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from flowgrpo.errors import UserError
-from flowgrpo.packages import needed
+from flowgrpo.packages import import_optional
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.failures import Failed
-from flowgrpo.text.rewards.answer_keys import LICENCE, abstains, keys, marked, several, spoken, stated
+from flowgrpo.text.rewards.answer_keys import LICENCE, abstains, explicit_answer, final_answer, keys, several, spoken
 
 DIGITS = 300  # a longer number is rejected, and so is a larger power of ten
 NODES = 200  # of an expression
@@ -112,20 +112,20 @@ def expression(text: str) -> Number | None:
         tree = ast.parse(text.removesuffix("%").strip(), mode="eval")
         if sum(1 for _ in ast.walk(tree)) > NODES:
             return None
-        value = _walked(tree.body, text)
+        value = _evaluate_node(tree.body, text)
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
         return None
     return Number(value / 100, True) if percent else Number(value)
 
 
-def _walked(node: ast.AST, text: str) -> Fraction:
+def _evaluate_node(node: ast.AST, text: str) -> Fraction:
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         return _decimal(ast.get_source_segment(text, node).replace("_", " "))
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.UAdd)):
-        value = _walked(node.operand, text)
+        value = _evaluate_node(node.operand, text)
         return -value if isinstance(node.op, ast.USub) else value
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
-        value = _OPERATIONS[type(node.op)](_walked(node.left, text), _walked(node.right, text))
+        value = _OPERATIONS[type(node.op)](_evaluate_node(node.left, text), _evaluate_node(node.right, text))
         if _bits(value) <= BITS:
             return value
     raise ValueError("no arithmetic, or too large")
@@ -149,8 +149,8 @@ _OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.
 class NumericMatch:
     """1 if a completion's number equals the one in the metadata, otherwise 0.
 
-    The number is the last one in the answer that the completion marks (see `answer_keys.stated`), or in all of it if it
-    marks none. Commas separate thousands; 1.234,5 is not read as 1234.5.
+    The number is the last one in the answer that the completion marks (see `answer_keys.final_answer`), or in all of it
+    if it marks none. Commas separate thousands; 1.234,5 is not read as 1234.5.
 
     key: of the metadata, a number, arithmetic as in `expression`, or a list of accepted ones; None for a prompt without
     it.
@@ -178,7 +178,7 @@ class NumericMatch:
 
     def answer(self, completion: str) -> Number | None:
         """Return the number that a completion answers; None if there is none."""
-        statement = stated(completion)
+        statement = final_answer(completion)
         answer = spoken(completion) if statement is None else statement
         return (expression(answer) if self.expressions else None) or last_number(answer)
 
@@ -266,8 +266,8 @@ def _read(lines: IO[str], answers: queue.Queue[str]) -> None:
 class MathAnswer:
     """1 if a completion's mathematical answer equals the one in the metadata, by math-verify, otherwise 0.
 
-    The answer is the one that the completion marks (see `answer_keys.marked`: tags, \\boxed{}, ####), or else the one
-    that math-verify finds after the thoughts. LaTeX, sets, intervals, equations and matrices can be compared.
+    The answer is the one that the completion marks (see `answer_keys.explicit_answer`: tags, \\boxed{}, ####), or else
+    the one that math-verify finds after the thoughts. LaTeX, sets, intervals, equations and matrices can be compared.
 
     key: of the metadata, LaTeX with or without $, a number, or a list of accepted ones; None for a prompt without it.
     timeout: seconds for one answer, which scores 0 after that. memory: of the process, in MiB.
@@ -288,18 +288,18 @@ class MathAnswer:
         if not (self.timeout > 0 and self.memory > 0):
             raise UserError(f"reward 'math_answer': timeout is {self.timeout} and memory {self.memory}, expected both "
                             "above 0")
-        needed("math_verify", "text", "reward 'math_answer'")
+        import_optional("math_verify", "text", "reward 'math_answer'")
         object.__setattr__(self, "worker", Worker(sys.executable, str(WORKER), str(self.memory),
                                                   str(self.timeout)))
         object.__setattr__(self, "_readable", set())
 
     def __call__(self, completions: Sequence[str], prompts: Sequence[str],
                  metadata: Sequence[dict[str, Any]]) -> list[float | None]:
-        references = keys("math_answer", metadata, self.key, prompts, self._accepted)
+        references = keys("math_answer", metadata, self.key, prompts, self._key_as_latex)
         return [None if accepted is None or (self.abstain and abstains(completion)) else self._one(completion, accepted)
                 for completion, accepted in zip(completions, references)]
 
-    def _accepted(self, value: object) -> list[str]:
+    def _key_as_latex(self, value: object) -> list[str]:
         """Return an answer key as LaTeX.
         Raises ValueError if math-verify cannot read it."""
         accepted = [latex(text) for text in several(value)]
@@ -311,7 +311,7 @@ class MathAnswer:
 
     def _one(self, completion: str, accepted: Sequence[str]) -> float:
         text = spoken(completion)[-LONGEST:]
-        statement = marked(text)
+        statement = explicit_answer(text)
         answer = text if statement is None else latex(statement)
         return float(any(self.worker.ask([key, answer], self.timeout) == "yes" for key in accepted))
 

@@ -29,7 +29,7 @@ from flowgrpo.rewards.local_model import LocalModel, require_arguments
 from flowgrpo.rewards.reward import EPOCH, Batch
 from flowgrpo.samplers.rollout import noise_seed
 from flowgrpo.starter import CALLS, EVAL
-from flowgrpo.text.rewards.answer_keys import spoken, tagged
+from flowgrpo.text.rewards.answer_keys import answer_tag, spoken
 from flowgrpo.types import Completion
 
 SHOWN = 320  # longer side of an image that is kept for display, in pixels
@@ -40,7 +40,7 @@ def rewritten(completion: str) -> str:
     """Return the prompt that a completion states: the text in its last <answer> tags, or all text after its thoughts.
     """
     text = spoken(completion)
-    answer = tagged(text)
+    answer = answer_tag(text)
     return (text if answer is None else answer).strip()
 
 
@@ -60,7 +60,7 @@ class FrozenPipeline(LocalModel):
     call: dict[str, Any] = field(default_factory=dict)
     reward = "pictured"
 
-    def _loaded(self) -> tuple[PipelinePolicy]:
+    def _load(self) -> tuple[PipelinePolicy]:
         files = Load(lora=[self.lora] if self.lora else [])
         policy = PipelinePolicy(load_pipeline(self.model, self.dtype, files=files, checker=False), None,
                                 device=self.device or "cpu", precision=self.dtype,

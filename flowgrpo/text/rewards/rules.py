@@ -11,14 +11,14 @@ from typing import Any
 
 from flowgrpo.errors import UserError
 from flowgrpo.escaped import one_line
-from flowgrpo.packages import needed
+from flowgrpo.packages import import_optional
 from flowgrpo.rewards.about import About
-from flowgrpo.text.rewards.answer_keys import LICENCE, abstains, keys, several, spoken, stated
+from flowgrpo.text.rewards.answer_keys import LICENCE, abstains, final_answer, keys, several, spoken
 
 OUTER = " \t\n\r.,;:!?\"'`*_$()[]{}\u00ab\u00bb\u2018\u2019\u201c\u201d\u3002"
 
 
-def normalised(text: str, case: bool = False) -> str:
+def normalise(text: str, case: bool = False) -> str:
     """Return a text in NFKC, its spaces single, without punctuation, quotes and Markdown around it; in lower case
     unless `case` matters. A text of only punctuation stays."""
     text = " ".join(unicodedata.normalize("NFKC", text).split())
@@ -31,8 +31,8 @@ class ExactMatch:
     """1 if a completion's answer equals the one in the metadata after normalising, otherwise 0.
 
     key: of the metadata, a text, a number or a list of accepted ones; None for a prompt without it.
-    extract: compare the answer that the completion states (see `answer_keys.stated`), or the text after its thoughts if
-    it states none; false: always all of it.
+    extract: compare the answer that the completion states (see `answer_keys.final_answer`), or the text after its
+    thoughts if it states none; false: always all of it.
     case: upper and lower case differ.
     abstain: a completion that says it does not know scores None, 0 of a `ternary` (TruthRL), in place of 0.
     """
@@ -52,11 +52,11 @@ class ExactMatch:
 
     def answer(self, completion: str) -> str:
         """Return a completion's answer, normalised."""
-        answer = stated(completion) if self.extract else completion
-        return normalised(spoken(completion) if answer is None else answer, self.case)
+        answer = final_answer(completion) if self.extract else completion
+        return normalise(spoken(completion) if answer is None else answer, self.case)
 
     def _one(self, completion: str, accepted: Sequence[str]) -> float:
-        return float(self.answer(completion) in {normalised(text, self.case) for text in accepted})
+        return float(self.answer(completion) in {normalise(text, self.case) for text in accepted})
 
 
 @dataclass(frozen=True)
@@ -83,11 +83,11 @@ class FormatTags:
                             "[think, answer]")
 
     def __call__(self, completions: Sequence[str], prompts: Sequence[str]) -> list[float]:
-        shares = [kept(f"<{self.tags[0]}>{text}" if self.begun else text, self.tags) for text in completions]
+        shares = [tag_share(f"<{self.tags[0]}>{text}" if self.begun else text, self.tags) for text in completions]
         return shares if self.graded else [float(share == 1) for share in shares]
 
 
-def kept(text: str, tags: Sequence[str]) -> float:
+def tag_share(text: str, tags: Sequence[str]) -> float:
     """Return the share of 2 T + 2 demands that a text meets: T opening and T closing tags once, their order, and text
     only inside every pair."""
     marks = [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]
@@ -289,7 +289,7 @@ class LengthCurve:
 _APART = re.compile(r"[,;/&\n]|\band\b|\bor\b", re.I)
 
 
-def chosen(text: str) -> set[str]:
+def read_choices(text: str) -> set[str]:
     """Return the choices that an answer names, in upper case: parts between commas, or the letters of such as "ACD"."""
     parts = {part.strip(" .()[]{}\t\"'").upper() for part in _APART.split(text)} - {""}
     letters = "".join(parts)
@@ -314,7 +314,7 @@ class MultiChoice:
     def __call__(self, completions: Sequence[str], prompts: Sequence[str],
                  metadata: Sequence[dict[str, Any]]) -> list[float | None]:
         references = keys("multi_choice", metadata, self.key, prompts, several)
-        return [None if right is None else self._one(chosen(stated(text) or spoken(text)),
+        return [None if right is None else self._one(read_choices(final_answer(text) or spoken(text)),
                                                      {choice.strip().upper() for choice in right})
                 for text, right in zip(completions, references)]
 
@@ -334,7 +334,7 @@ class Translation:
     metric: "chrf" or "bleu", of sentences; BLEU is smoothed, and counts only the orders that the answer has. To mix
     them, name the reward twice; `gated` behind `format_tags` makes the format a condition.
     key: of the metadata, a text or a list of references; None for a prompt without it. The answer is the one that the
-    completion states (see `answer_keys.stated`), or the text after its thoughts.
+    completion states (see `answer_keys.final_answer`), or the text after its thoughts.
     """
 
     metric: str = "chrf"
@@ -345,15 +345,15 @@ class Translation:
     def __post_init__(self) -> None:
         if self.metric not in METRICS:
             raise UserError(f"reward 'translation': metric is {self.metric!r}, expected {' or '.join(METRICS)}")
-        needed("sacrebleu", "translation", "reward 'translation'")
+        import_optional("sacrebleu", "translation", "reward 'translation'")
 
     def __call__(self, completions: Sequence[str], prompts: Sequence[str],
                  metadata: Sequence[dict[str, Any]]) -> list[float | None]:
-        sacrebleu = needed("sacrebleu", "translation", "reward 'translation'")
+        sacrebleu = import_optional("sacrebleu", "translation", "reward 'translation'")
         metric = sacrebleu.CHRF() if self.metric == "chrf" else sacrebleu.BLEU(effective_order=True)
         wanted = keys("translation", metadata, self.key, prompts, several)
         return [None if references is None else
-                min(1.0, metric.sentence_score(stated(text) or spoken(text).strip(), references).score / 100)
+                min(1.0, metric.sentence_score(final_answer(text) or spoken(text).strip(), references).score / 100)
                 for text, references in zip(completions, wanted)]
 
 
@@ -382,6 +382,6 @@ class StepMatch:
                 for completion, reference in zip(completions, references)]
 
     def _one(self, completion: str, reference: str) -> float:
-        steps, right = ([normalised(step) for step in text.split(self.separator)] for text in (completion, reference))
+        steps, right = ([normalise(step) for step in text.split(self.separator)] for text in (completion, reference))
         equal = [step == other for step, other in zip(steps, right)]
         return (equal.index(False) if False in equal else len(equal)) / max(len(steps), len(right))

@@ -29,11 +29,11 @@ from flowgrpo.storage.checkpoint import Stateful
 from flowgrpo.text.credit import StepScores
 from flowgrpo.text.policies import engines
 from flowgrpo.text.policies.causal_lm import CausalLM
-from flowgrpo.text.rollouts.targets import TARGETS, Replayed, scored_steps
+from flowgrpo.text.rollouts.targets import TARGETS, Replayed, score_steps
 from flowgrpo.text.samplers.decoding import WithAnswers
-from flowgrpo.text.samplers.groups import Independent, joined, segmented
+from flowgrpo.text.samplers.groups import Independent, concatenate, with_segment_values
 from flowgrpo.text.samplers.importance import Mismatch
-from flowgrpo.text.samplers.language_model import SampledCompletions, TokenizedPrompts, ranked, with_answers
+from flowgrpo.text.samplers.language_model import SampledCompletions, TokenizedPrompts, rank_answers, with_answers
 from flowgrpo.types import Scored
 
 if TYPE_CHECKING:
@@ -89,27 +89,27 @@ class TextRollouts(GroupSampler[TokenizedPrompts]):
     def conditioning(self, batch: list[Prompt], epoch: int | None = None) -> TokenizedPrompts:
         """Tokenise prompts."""
         with self.clock("encode"):
-            encoded = self.encode([p.shown for p in batch], images=[brought(p) for p in batch])
+            encoded = self.encode([p.shown for p in batch], images=[prompt_inputs(p) for p in batch])
         decoding = self.method.generation.decoding
         if not decoding.expert:
             return encoded
-        references = [answer_of(p) for p in batch] if self.taught else []
+        references = [answer_of(p) for p in batch] if self.has_teachers else []
         return replace(encoded, answers=[self.answers(p) for p in batch], references=references)
 
     @property
-    def taught(self) -> bool:
+    def has_teachers(self) -> bool:
         """Return True if answers are those of several teachers, in groups that failed alone."""
         return isinstance(self.method.redraw, TeacherAnswers)
 
     def answers(self, prompt: Prompt) -> list[str]:
         """Return the answers that may join a prompt's group, in order."""
         decoding = self.method.generation.decoding
-        if self.taught:
+        if self.has_teachers:
             answers = solutions_of(prompt) if prompt.guided and prompt.guided.answers else []
         else:
             answer = answer_of(prompt)
             answers = [] if answer is None else [answer] * decoding.expert
-        return [decoding.written(answer) for answer in answers] if isinstance(decoding, WithAnswers) else answers
+        return [decoding.format_answer(answer) for answer in answers] if isinstance(decoding, WithAnswers) else answers
 
     def sample(self, conditioning: TokenizedPrompts, epoch: int, judge: TotalReward,
                value: RewardValue | None = None, turn: int = 0) -> Iterator[tuple[Part, list[Any]]]:
@@ -121,7 +121,7 @@ class TextRollouts(GroupSampler[TokenizedPrompts]):
         before, kernel = self.policy.evaluations, self.method.generation.decoding
         self.mismatches = self.mismatches if turn else []
         self.target.progress = epoch / max(self.config.train.epochs - 1, 1)
-        conditioning = self.ranked(conditioning)
+        conditioning = self.rank_answers(conditioning)
         seed = self.seeds(epoch, turn, len(conditioning.prompts))
         for groups, prompts, samples, _ in self.whole_groups(len(conditioning.prompts)):
             generators = self.policy.generators([seed(int(p), int(k)) for p, k in zip(prompts, samples)])
@@ -130,17 +130,17 @@ class TextRollouts(GroupSampler[TokenizedPrompts]):
                     self.policy, conditioning.rows(prompts), kernel, generators, samples < kernel.greedy,
                     self.geometry.group, self.geometry.micro_batch)
                 if kernel.expert:
-                    batches = self.answered(conditioning, prompts, samples, batches)
-            part = self.recorded(groups, prompts, samples, batches)
+                    batches = self.insert_answers(conditioning, prompts, samples, batches)
+            part = self.to_part(groups, prompts, samples, batches)
             if self.method.loss.surrogate.reads_uniform:
                 with torch.no_grad(), self.clock("update"):
-                    part = self.rescored(part, conditioning)
-            part = self.valued(part, conditioning, seed, judge)
+                    part = self.rescore(part, conditioning)
+            part = self.add_values(part, conditioning, seed, judge)
             yield part, [together([batch.outputs for batch in batches])]
         self.count(self.policy.evaluations - before)
 
-    def recorded(self, groups: range, prompts: torch.Tensor, samples: torch.Tensor,
-                 batches: list[SampledCompletions]) -> Part:
+    def to_part(self, groups: range, prompts: torch.Tensor, samples: torch.Tensor,
+                batches: list[SampledCompletions]) -> Part:
         """Return whole groups of completions as a part; samples: int64 [B], the place of each in its group."""
         part, greedy = self.target.record(groups, prompts, batches), self.method.generation.decoding.greedy
         if not greedy:
@@ -149,15 +149,15 @@ class TextRollouts(GroupSampler[TokenizedPrompts]):
         [taken] = part.transitions
         return replace(part, transitions=(replace(taken, greedy=samples < greedy),))
 
-    def ranked(self, conditioning: TokenizedPrompts) -> TokenizedPrompts:
+    def rank_answers(self, conditioning: TokenizedPrompts) -> TokenizedPrompts:
         """Return the prompts with teachers' answers in the order in which they join a group."""
-        if not self.taught:
+        if not self.has_teachers:
             return conditioning
         with self.clock("rollout"):
-            return ranked(self.policy, conditioning)
+            return rank_answers(self.policy, conditioning)
 
-    def answered(self, conditioning: TokenizedPrompts, prompts: torch.Tensor, samples: torch.Tensor,
-                 batches: list[SampledCompletions]) -> list[SampledCompletions]:
+    def insert_answers(self, conditioning: TokenizedPrompts, prompts: torch.Tensor, samples: torch.Tensor,
+                       batches: list[SampledCompletions]) -> list[SampledCompletions]:
         """Replace the last samples of every group, of the prompts [B], by their prompts' answers."""
         kernel, group = self.method.generation.decoding, self.geometry.group
         places = torch.arange(len(prompts)).split([len(batch.ids) for batch in batches])
@@ -165,22 +165,22 @@ class TextRollouts(GroupSampler[TokenizedPrompts]):
                              kernel)
                 for at, batch in zip(places, batches)]
 
-    def valued(self, part: Part, conditioning: TokenizedPrompts, seed: Seed, judge: TotalReward) -> Part:
+    def add_values(self, part: Part, conditioning: TokenizedPrompts, seed: Seed, judge: TotalReward) -> Part:
         """Return the part in segments, where its credit needs them: with Monte-Carlo values of the states between them,
         or with scores of its steps."""
         taken: Any
         [taken], spread = part.transitions, self.method.credit.spread
         if isinstance(spread, StepScores):
             with self.clock("reward"):
-                return replace(part, transitions=(scored_steps(self.policy, taken, spread, judge),))
+                return replace(part, transitions=(score_steps(self.policy, taken, spread, judge),))
         if spread is None or not spread.samples:
             return part
         segments = spread.segments(taken.old.logp, taken.old.mask)
         starts = starts_of(segments, taken.old.mask)
         with self.clock("rollout"):
-            completions = segmented(self.policy, conditioning, taken, segments, starts, spread.samples,
-                                    self.method.generation.decoding, seed, self.geometry.group,
-                                    self.geometry.micro_batch, judge)
+            completions = with_segment_values(self.policy, conditioning, taken, segments, starts, spread.samples,
+                                              self.method.generation.decoding, seed, self.geometry.group,
+                                              self.geometry.micro_batch, judge)
         return replace(part, transitions=(completions,))
 
     def replay(self, part: Part, conditioning: TokenizedPrompts) -> Replayed:
@@ -191,13 +191,13 @@ class TextRollouts(GroupSampler[TokenizedPrompts]):
         """Return the policy, whose trials are made once in a run."""
         return {"language": self.policy}
 
-    def rescored(self, part: Part, conditioning: TokenizedPrompts) -> Part:
+    def rescore(self, part: Part, conditioning: TokenizedPrompts) -> Part:
         """Return the part with the old scores of its replay, and with weights of its tokens where precision is below
         fp32."""
-        again = super().rescored(part, conditioning)
-        return again if self.policy.exact or self.policy.process == "masks" else self.weighted(part, again)
+        again = super().rescore(part, conditioning)
+        return again if self.policy.exact or self.policy.process == "masks" else self.add_token_weights(part, again)
 
-    def weighted(self, drawn: Part, trained: Part) -> Part:
+    def add_token_weights(self, drawn: Part, trained: Part) -> Part:
         """Return the part `trained`, with the trainer's log-probabilities, with weights of its tokens.
 
         drawn: the same with the sampler's. The weight is 1 for completions that were not drawn.
@@ -205,7 +205,8 @@ class TextRollouts(GroupSampler[TokenizedPrompts]):
         sampled: Any
         taken: Any
         [sampled], [taken] = drawn.transitions, trained.transitions
-        given, fixed = (taken.old.logp.cpu(), sampled.old.logp.cpu(), sampled.old.mask.cpu()), sampled.given[:, None]
+        given = taken.old.logp.cpu(), sampled.old.logp.cpu(), sampled.old.mask.cpu()
+        fixed = sampled.not_sampled[:, None]
         weights = self.mismatch(*given).masked_fill(fixed, 1.0)
         self.mismatches.append(torch.stack([given[0].float(), given[1].float(), weights.float(),
                                        self.mismatch.above(*given).float()], -1)[given[2] & ~fixed])
@@ -237,7 +238,7 @@ def together(outputs: list[Any]) -> Any:
     return torch.cat(outputs) if torch.is_tensor(outputs[0]) else [text for some in outputs for text in some]
 
 
-def brought(prompt: Prompt) -> Any:
+def prompt_inputs(prompt: Prompt) -> Any:
     """Return what a prompt brings beside its text; its image with noise where its guidance asks for some."""
     guided = prompt.guided
     if not guided or not guided.noise or prompt.image is None:
@@ -270,7 +271,7 @@ class EngineRollouts(TextRollouts):
     def sample(self, conditioning: TokenizedPrompts, epoch: int, judge: TotalReward,
                value: RewardValue | None = None, turn: int = 0) -> Iterator[tuple[Part, list[list[str]]]]:
         """Sample as `TextRollouts`; the engine draws all groups first."""
-        self.mismatches, conditioning = self.mismatches if turn else [], self.ranked(conditioning)
+        self.mismatches, conditioning = self.mismatches if turn else [], self.rank_answers(conditioning)
         before, group, count = self.engine.evaluations, self.geometry.group, len(conditioning.prompts)
         prompts, samples = torch.arange(count).repeat_interleave(group), torch.arange(group).repeat(count)
         seed = self.seeds(epoch, turn, count)
@@ -282,21 +283,21 @@ class EngineRollouts(TextRollouts):
             batches = [self.engine.sample(conditioning.rows(prompts[at]), self.method.generation.decoding,
                                           [generators[i] for i in at], greedy[at]) for at in every]
         self.count(self.engine.evaluations - before)
-        whole = joined(batches)
+        whole = concatenate(batches)
         for groups, part_prompts, places, rows in self.whole_groups(count):
             some = SampledCompletions(whole.ids[rows], whole.logp[rows], whole.mask[rows], whole.cut[rows],
                                       whole.texts[rows])
             if self.method.generation.decoding.expert:
-                [some] = self.answered(conditioning, part_prompts, places, [some])
-            part = self.corrected(self.recorded(groups, part_prompts, places, [some]), conditioning)
-            yield self.valued(part, conditioning, seed, judge), [list(some.texts)]
+                [some] = self.insert_answers(conditioning, part_prompts, places, [some])
+            part = self.correct_mismatch(self.to_part(groups, part_prompts, places, [some]), conditioning)
+            yield self.add_values(part, conditioning, seed, judge), [list(some.texts)]
 
-    def corrected(self, part: Part, conditioning: TokenizedPrompts) -> Part:
+    def correct_mismatch(self, part: Part, conditioning: TokenizedPrompts) -> Part:
         """Return the part with the trainer's log-probabilities and weights of its tokens."""
         with torch.no_grad(), self.old_policy.old(), self.clock("rescore"):
-            trained = self.rescored(part, conditioning)
-        return self.weighted(part, trained)
+            trained = self.rescore(part, conditioning)
+        return self.add_token_weights(part, trained)
 
-    def rescored(self, part: Part, conditioning: TokenizedPrompts) -> Part:
+    def rescore(self, part: Part, conditioning: TokenizedPrompts) -> Part:
         """Return the part with the old scores of its replay; weights come from the engine's alone."""
-        return GroupSampler.rescored(self, part, conditioning)
+        return GroupSampler.rescore(self, part, conditioning)

@@ -30,11 +30,11 @@ from flowgrpo.text.policies import engines
 from flowgrpo.text.policies.masked_lm import MaskedLM
 from flowgrpo.text.rewards.embeddings import SoftTexts
 from flowgrpo.text.rollouts.completions import TextRollouts
-from flowgrpo.text.samplers.decoding import decided
+from flowgrpo.text.samplers.decoding import completion_masks
 from flowgrpo.text.samplers.gumbel_softmax import GumbelSoftmax
 from flowgrpo.text.samplers.language_model import SampledCompletions, TokenizedPrompts
 from flowgrpo.text.targets import RecordedCompletions, RelaxedTraces
-from flowgrpo.types import Completion, Scored, required
+from flowgrpo.types import Completion, Scored, unwrap
 
 SIDES = ("chosen", "rejected")  # of a prompt's metadata, as `data.pairs` sets them
 
@@ -71,15 +71,15 @@ class RecordedTextRollouts(TextRollouts):
         for groups, prompts, _, _ in self.whole_groups(len(conditioning.prompts)):
             texts = [str(text) for text in conditioning.answers[2 * groups.start:2 * groups.stop]]
             with self.clock("encode"):
-                recorded = self._recorded(conditioning, prompts, texts)
+                recorded = self._to_completions(conditioning, prompts, texts)
             yield self.target.record(groups, prompts, [recorded]), [[*recorded.texts]]
 
-    def rescored(self, part: Part, conditioning: TokenizedPrompts) -> Part:
+    def rescore(self, part: Part, conditioning: TokenizedPrompts) -> Part:
         """Return the part with the old scores of its replay, without weights: nothing was drawn."""
-        return GroupSampler.rescored(self, part, conditioning)
+        return GroupSampler.rescore(self, part, conditioning)
 
     @torch.no_grad()
-    def _recorded(self, conditioning: TokenizedPrompts, prompts: Tensor, texts: list[str]) -> SampledCompletions:
+    def _to_completions(self, conditioning: TokenizedPrompts, prompts: Tensor, texts: list[str]) -> SampledCompletions:
         """Return texts of the prompts [B] as completions, with the policy's log-probabilities."""
         rows, most = [self.tokens(text) for text in texts], self.config.text.max_tokens
         lengths = torch.tensor([len(row) for row in rows])
@@ -115,7 +115,7 @@ class Redrawn:
         """True where an answer counts, bool [m]: everywhere."""
         return torch.ones(len(self.prompts), dtype=torch.bool)
 
-    def kept(self, keep: Tensor) -> Redrawn | None:
+    def select(self, keep: Tensor) -> Redrawn | None:
         """Return the answers where `keep` (bool [m]) is true; None if there are none."""
         generators = tuple(generator for generator, kept in zip(self.generators, keep.tolist(), strict=True) if kept)
         return Redrawn(self.prompts[keep], generators, self.old.rows(keep)) if generators else None
@@ -141,7 +141,7 @@ class RelaxedRollouts(TextRollouts):
         self.base_weights = {key: tensor.detach().clone() for key, tensor in weights.named.items()}
         self.tokens = tuple(self.policy.vocabulary())
 
-    def stated(self, prompt: Prompt, count: int) -> SoftTexts:
+    def repeat_prompt(self, prompt: Prompt, count: int) -> SoftTexts:
         """Return a prompt's own tokens `count` times, as texts with a graph."""
         [ids] = self.policy.encode([prompt.text]).ids
         weights = torch.nn.functional.one_hot(ids, len(self.tokens)).float().to(self.policy.device)
@@ -162,7 +162,7 @@ class RelaxedRollouts(TextRollouts):
             taken: Any = Redrawn(prompts, tuple(generators), Scored(unknown, unknown.isnan()))
             part = Relaxed(groups, prompts, None, (taken,), (), value=value, relaxation=now)
             with self.clock("rollout"), torch.no_grad():
-                batches = [self._made(part, conditioning, rows) for rows in self._batches(part)]
+                batches = [self._sample_and_score(part, conditioning, rows) for rows in self._batches(part)]
                 old = Scored(torch.cat([logp for _, logp in batches])[:, None].cpu(), taken.old.mask)
             texts = [text for answers, _ in batches for text in self.policy.texts(answers.argmax(-1))]
             yield replace(part, transitions=(replace(taken, old=old),)), [texts]
@@ -175,7 +175,7 @@ class RelaxedRollouts(TextRollouts):
         """
         assert isinstance(part, Relaxed)
         for rows in self._batches(part):
-            scores = self._made(part, conditioning, rows)[1][:, None]
+            scores = self._sample_and_score(part, conditioning, rows)[1][:, None]
             yield 0, rows, Scored(scores, torch.ones_like(scores, dtype=torch.bool))
 
     def loss_inputs(self, part: Part, conditioning: TokenizedPrompts, reference: list[Scored]) -> LossInputs:
@@ -186,15 +186,15 @@ class RelaxedRollouts(TextRollouts):
         most = self.geometry.micro_batch
         return [slice(start, start + most) for start in range(0, len(part.transitions[0].prompts), most)]
 
-    def _made(self, part: Relaxed, conditioning: TokenizedPrompts, rows: slice) -> tuple[Tensor, Tensor]:
+    def _sample_and_score(self, part: Relaxed, conditioning: TokenizedPrompts, rows: slice) -> tuple[Tensor, Tensor]:
         """Return the answers [b,L,V] of some rows, one-hot, and their scores [b]."""
         taken: Any
-        [taken], relaxation = part.transitions, required(part.relaxation)
+        [taken], relaxation = part.transitions, unwrap(part.relaxation)
         prompts, generators = taken.prompts[rows], [generator.clone_state() for generator in taken.generators[rows]]
-        answers, kl = self.policy.relaxed(conditioning, prompts, generators, self.method.generation.decoding,
-                                          relaxation, self.base_weights)
-        counted, _ = decided(answers.argmax(-1), self.policy.ends)
-        reward = required(part.value)(prompts, SoftTexts(answers * counted[..., None], self.tokens))
+        answers, kl = self.policy.sample_relaxed(conditioning, prompts, generators, self.method.generation.decoding,
+                                                 relaxation, self.base_weights)
+        counted, _ = completion_masks(answers.argmax(-1), self.policy.ends)
+        reward = unwrap(part.value)(prompts, SoftTexts(answers * counted[..., None], self.tokens))
         return answers, reward - relaxation.kl * kl
 
 
@@ -206,7 +206,7 @@ def make_rollouts(config: Config, policy: Policy, method: Method, geometry: Batc
         return RelaxedRollouts(*given)
     if isinstance(method.target, RecordedCompletions):
         return RecordedTextRollouts(*given)
-    if engines.wanted(config):
+    if engines.uses_engine(config):
         from flowgrpo.text.rollouts.completions import EngineRollouts
 
         return EngineRollouts(*given)

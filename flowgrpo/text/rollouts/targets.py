@@ -20,12 +20,12 @@ from flowgrpo.text import targets
 from flowgrpo.text.credit import StepScores, text_steps
 from flowgrpo.text.samplers.decoding import Unmasking
 from flowgrpo.text.samplers.language_model import LanguageModel, SampledCompletions, TokenizedPrompts
-from flowgrpo.types import Completion, Completions, Scored, Segmented, Traces, required
+from flowgrpo.types import Completion, Completions, Scored, Segmented, Traces, unwrap
 
 if TYPE_CHECKING:
     from flowgrpo.text.policies.masked_lm import SampledTrace
 
-def scored_steps(policy: LanguageModel, taken: Completions, spread: StepScores, judge: Callable[..., Tensor]
+def score_steps(policy: LanguageModel, taken: Completions, spread: StepScores, judge: Callable[..., Tensor]
                  ) -> Segmented:
     """Return the completions in steps, with the score of each.
 
@@ -48,7 +48,8 @@ def scored_steps(policy: LanguageModel, taken: Completions, spread: StepScores, 
     if of:
         rows, numbers = torch.tensor(of).unbind(1)
         prompts = taken.prompts[rows].repeat_interleave(spread.votes)
-        scores[rows, numbers] = spread.voted(judge(texts, spread.votes, prompts, None, spread.rewards)).to(scores)
+        scores[rows, numbers] = spread.majority_vote(judge(texts, spread.votes, prompts, None,
+                                                           spread.rewards)).to(scores)
     return Segmented(**vars(taken), segments=segments, values=scores)
 
 
@@ -93,7 +94,7 @@ class CompletionTokens:
         measured = {"penalty": self.text.penalty * cut.float()} if self.text.truncated == "penalise" else {}
         old = Scored(logp.masked_fill(~mask, 0.0), mask)
         experts = self.method.generation.decoding.expert
-        expert = torch.cat([required(batch.expert) for batch in batches]) if experts else None
+        expert = torch.cat([unwrap(batch.expert) for batch in batches]) if experts else None
         return Part(groups, prompts, None, (Completions(ids, prompts, old, expert=expert),), (),
                     measured=measured)
 

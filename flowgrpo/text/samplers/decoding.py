@@ -100,7 +100,7 @@ class WithAnswers(Decoding):
         if "{answer}" not in self.form:
             raise ValueError(f"WithAnswers: form is {self.form!r}, expected a text with {{answer}}")
 
-    def written(self, answer: str) -> str:
+    def format_answer(self, answer: str) -> str:
         """Return an answer as the group sees it."""
         return self.form.replace("{answer}", answer)
 
@@ -150,7 +150,7 @@ class Unmasking(Decoding):
         return steps // in_block * -(-in_block // self.shrink) + steps % in_block // self.shrink
 
 
-def drawn(log_probs: Tensor, uniform: Tensor) -> Tensor:
+def sample_inverse_cdf(log_probs: Tensor, uniform: Tensor) -> Tensor:
     """Return the tokens [n] at which the distribution function of log_probs [n,V] passes uniform [n], in [0, 1).
 
     One number decides a token, so a row's draws do not depend on other rows, on V or on the device.
@@ -177,8 +177,9 @@ class Draw:
 
     def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
         step = len(self.found)
-        log_probs = self.decoding(divided(scores, self._temperature(ids[:, ids.shape[1] - step:])))
-        taken = torch.where(self.greedy, scores.argmax(-1), drawn(log_probs, self.uniforms[:, step]))[:, None]
+        log_probs = self.decoding(apply_temperature(scores, self._temperature(ids[:, ids.shape[1] - step:])))
+        drawn = sample_inverse_cdf(log_probs, self.uniforms[:, step])
+        taken = torch.where(self.greedy, scores.argmax(-1), drawn)[:, None]
         self.found.append(log_probs.gather(1, taken))
         return torch.full_like(scores, -torch.inf).scatter(1, taken, 0.0)
 
@@ -196,7 +197,7 @@ class Draw:
         return torch.cat(self.found, 1)
 
 
-def divided(logits: Tensor, temperature: Tensor | None) -> Tensor:
+def apply_temperature(logits: Tensor, temperature: Tensor | None) -> Tensor:
     """Return logits [n,V] over the temperature [n] of each row, float32 or wider; None: unchanged."""
     return logits if temperature is None else wide(logits)[0] / temperature.to(logits.device)[:, None]
 
@@ -206,7 +207,7 @@ def uniforms(generators: Sequence[torch.Generator], count: int) -> Tensor:
     return torch.stack([torch.rand(count, generator=generator) for generator in generators])
 
 
-def decided(ids: Tensor, ends: Sequence[int]) -> tuple[Tensor, Tensor]:
+def completion_masks(ids: Tensor, ends: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Return the mask of drawn tokens and the mask of truncated rows of ids [B,L].
 
     Tokens up to and including the first of `ends` were drawn (bool [B,L]). A row without an end was truncated (bool
@@ -225,7 +226,7 @@ def score(hidden: Tensor, head: Callable[[Tensor], Tensor], ids: Tensor, decodin
     no [n,V] is ever held. heat: [n], further temperatures; None: all 1.
     """
     def part(hidden: Tensor, ids: Tensor, heat: Tensor | None) -> Tensor:
-        log_probs = decoding(divided(head(hidden), heat), ids)
+        log_probs = decoding(apply_temperature(head(hidden), heat), ids)
         taken = log_probs.gather(1, ids[:, None])
         if not entropy:
             return taken[:, 0]

@@ -25,8 +25,8 @@ from torch.nn.functional import pad
 from flowgrpo.errors import UserError
 from flowgrpo.parts import Above, AtLeast, part
 from flowgrpo.samplers.rollout import Seed
-from flowgrpo.text.samplers.decoding import Decoding, decided, divided
-from flowgrpo.text.samplers.importance import Begun, begin, completed, go_on
+from flowgrpo.text.samplers.decoding import Decoding, apply_temperature, completion_masks
+from flowgrpo.text.samplers.importance import Begun, begin, complete_groups, go_on
 from flowgrpo.text.samplers.language_model import CausalModel, SampledCompletions, TokenizedPrompts
 from flowgrpo.types import Completions, Segmented, wide
 
@@ -64,19 +64,20 @@ class EarlyExits:
     def __call__(self, policy: CausalModel, tokenized: TokenizedPrompts, decoding: Decoding,
                  generators: Sequence[torch.Generator], greedy: Tensor, group: int, micro_batch: int
                  ) -> list[SampledCompletions]:
-        exit, most = inserted(policy, "exit", self.exit), policy.text.max_tokens
+        exit, most = tokens_to_insert(policy, "exit", self.exit), policy.text.max_tokens
         whole = torch.arange(group - 1, len(generators), group)
-        leaders = joined([policy.sample(tokenized.rows(at), decoding, [generators[i] for i in at], greedy[at])
-                          for at in whole.split(micro_batch)])
-        places = torch.cat([self.places(thought(policy, ids[mask], self.close), group - 1, most - len(exit) - 1,
-                                        generators[row])
+        leaders = concatenate([policy.sample(tokenized.rows(at), decoding, [generators[i] for i in at], greedy[at])
+                               for at in whole.split(micro_batch)])
+        places = torch.cat([self.places(count_thought_tokens(policy, ids[mask], self.close), group - 1,
+                                        most - len(exit) - 1, generators[row])
                             for ids, mask, row in zip(leaders.ids, leaders.mask, whole.tolist())])
         of = torch.arange(len(whole)).repeat_interleave(group - 1)
         rows = whole[of] - (group - 1) + torch.arange(group - 1).repeat(len(whole))
-        exits = joined([left(policy, tokenized.rows(rows[at]), decoding, [generators[i] for i in rows[at]],
-                             leaders.ids[of[at]], leaders.logp[of[at]], places[at], exit)
-                        for at in torch.arange(len(rows)).split(micro_batch)])
-        return [ordered(joined([exits, leaders]), torch.cat([rows, whole]).argsort())]
+        exits = concatenate([resample_from(policy, tokenized.rows(rows[at]), decoding,
+                                           [generators[i] for i in rows[at]],
+                                           leaders.ids[of[at]], leaders.logp[of[at]], places[at], exit)
+                             for at in torch.arange(len(rows)).split(micro_batch)])
+        return [reorder(concatenate([exits, leaders]), torch.cat([rows, whole]).argsort())]
 
     def places(self, length: int, count: int, most: int, generator: torch.Generator) -> Tensor:
         """Return the exits of a thought of `length` tokens, int64 [count], ascending, at most `most`."""
@@ -106,19 +107,19 @@ class SecondAttempt:
     def __call__(self, policy: CausalModel, tokenized: TokenizedPrompts, decoding: Decoding,
                  generators: Sequence[torch.Generator], greedy: Tensor, group: int, micro_batch: int
                  ) -> list[SampledCompletions]:
-        again = inserted(policy, "again", self.again)
+        again = tokens_to_insert(policy, "again", self.again)
         room = max(1, int(self.share * (policy.text.max_tokens - len(again))))
         pieces = []
         for at in torch.arange(len(generators)).split(micro_batch):
             rows, drawing = tokenized.rows(at), [generators[i] for i in at]
             first = policy.sample(rows, decoding, drawing, greedy[at])
-            places = torch.tensor([min(room, thought(policy, ids[mask], "")) for ids, mask in zip(first.ids,
-                                                                                                  first.mask)])
-            pieces.append(left(policy, rows, decoding, drawing, first.ids, first.logp, places, again))
+            places = torch.tensor([min(room, count_thought_tokens(policy, ids[mask], ""))
+                                   for ids, mask in zip(first.ids, first.mask)])
+            pieces.append(resample_from(policy, rows, decoding, drawing, first.ids, first.logp, places, again))
         return pieces
 
 
-def inserted(policy: CausalModel, field: str, text: str) -> Tensor:
+def tokens_to_insert(policy: CausalModel, field: str, text: str) -> Tensor:
     """Return the tokens of a text that `parts.draws` inserts under the name `field`.
 
     Raises UserError if they leave no room for an answer.
@@ -130,19 +131,20 @@ def inserted(policy: CausalModel, field: str, text: str) -> Tensor:
     return ids
 
 
-def left(policy: CausalModel, tokenized: TokenizedPrompts, decoding: Decoding, generators: Sequence[torch.Generator],
-         ids: Tensor, logp: Tensor, places: Tensor, text: Tensor) -> SampledCompletions:
+def resample_from(policy: CausalModel, tokenized: TokenizedPrompts, decoding: Decoding,
+                  generators: Sequence[torch.Generator],
+                  ids: Tensor, logp: Tensor, places: Tensor, text: Tensor) -> SampledCompletions:
     """Return completions that repeat ids [b,L], with their logp [b,L], up to `places` [b], go on with the tokens `text`
     [n], which are not trained, and are drawn from there."""
 
     prefixes = [torch.cat([row[:place], text]) for row, place in zip(ids, places)]
-    answers = continued(policy, tokenized, prefixes, decoding, generators)
+    answers = continue_prefixes(policy, tokenized, prefixes, decoding, generators)
     at = torch.arange(ids.shape[1])
     before, behind = at < places[:, None], at >= places[:, None] + len(text)
     return replace(answers, logp=torch.where(before, logp, answers.logp), mask=answers.mask & (before | behind))
 
 
-def thought(policy: CausalModel, ids: Tensor, close: str) -> int:
+def count_thought_tokens(policy: CausalModel, ids: Tensor, close: str) -> int:
     """Return the number of a completion's tokens [n] in its thought: those before the text `close`, or before its
     end."""
     ends = torch.isin(ids, torch.tensor(policy.ends)).nonzero().flatten().tolist()
@@ -152,14 +154,14 @@ def thought(policy: CausalModel, ids: Tensor, close: str) -> int:
     return next((at for at in range(length) if tokens[at:at + len(mark)] == mark), length) if mark else length
 
 
-def joined(pieces: Sequence[SampledCompletions]) -> SampledCompletions:
+def concatenate(pieces: Sequence[SampledCompletions]) -> SampledCompletions:
     """Concatenate samples."""
     ids, logp, mask, cut = (torch.cat([getattr(piece, name) for piece in pieces]) for name in ("ids", "logp", "mask",
                                                                                               "cut"))
     return type(pieces[0])(ids, logp, mask, cut, [text for piece in pieces for text in piece.texts])
 
 
-def ordered(samples: SampledCompletions, order: Tensor) -> SampledCompletions:
+def reorder(samples: SampledCompletions, order: Tensor) -> SampledCompletions:
     """Return the samples at the indices `order`, int64 [n], which may repeat or omit some."""
     return type(samples)(samples.ids[order], samples.logp[order], samples.mask[order], samples.cut[order],
                          [samples.texts[i] for i in order.tolist()])
@@ -206,7 +208,7 @@ class PrunedDraws:
         groups = go_on(policy, prompts, groups, decoding, self.tokens, micro_batch, 0)
         groups = [_rows(of, self.chosen(chances, group))
                   for of, chances in zip(groups, self.chances(policy, prompts, groups, micro_batch))]
-        return [completed(policy, go_on(policy, prompts, groups, decoding, most - self.tokens, micro_batch, 0))]
+        return [complete_groups(policy, go_on(policy, prompts, groups, decoding, most - self.tokens, micro_batch, 0))]
 
     def chosen(self, chances: Tensor, group: int) -> Tensor:
         """Return the samples that go on, int64 [group], ascending, of the chances of success [pool]."""
@@ -225,13 +227,13 @@ class PrunedDraws:
         of = torch.arange(len(groups)).repeat_interleave(pool)
         ids, lengths, ended = (torch.cat([getattr(one, name) for one in groups]) for name in ("ids", "lengths",
                                                                                               "ended"))
-        states = looked(policy, prompts, of, ids, lengths - ended.long(), micro_batch)
+        states = states_at(policy, prompts, of, ids, lengths - ended.long(), micro_batch)
         return policy.quality(states).sigmoid().cpu().view(len(groups), pool)
 
 
 @torch.no_grad()
-def looked(policy: CausalModel, tokenized: TokenizedPrompts, prompts: Tensor, ids: Tensor, places: Tensor,
-           micro_batch: int) -> Tensor:
+def states_at(policy: CausalModel, tokenized: TokenizedPrompts, prompts: Tensor, ids: Tensor, places: Tensor,
+              micro_batch: int) -> Tensor:
     """Return the states [n,H], float32 or wider, before the tokens at `places` [n] of completions ids [n,L] of the
     prompts [n]."""
     found = []
@@ -246,8 +248,8 @@ def _rows(group: Begun, at: Tensor) -> Begun:
     return Begun(**{field.name: getattr(group, field.name)[at] for field in fields(group)})
 
 
-def continued(policy: CausalModel, tokenized: TokenizedPrompts, prefixes: Sequence[Tensor], decoding: Decoding,
-              generators: Sequence[torch.Generator]) -> SampledCompletions:
+def continue_prefixes(policy: CausalModel, tokenized: TokenizedPrompts, prefixes: Sequence[Tensor], decoding: Decoding,
+                      generators: Sequence[torch.Generator]) -> SampledCompletions:
     """Return one completion per row that begins with its prefix: B whole completions of at most `text.max_tokens`
     tokens.
 
@@ -265,8 +267,8 @@ def continued(policy: CausalModel, tokenized: TokenizedPrompts, prefixes: Sequen
     whole = [(torch.cat([first, rest])[:most], torch.cat([none, logp])[:most])
              for (first, none), rest, logp in zip(behind, rests.ids, rests.logp)]
     ids, logp = (torch.stack([pad(row, (0, most - len(row))) for row in column]) for column in zip(*whole))
-    mask, cut = decided(ids, policy.ends)
-    return SampledCompletions(ids, logp.masked_fill(~mask, 0.0), mask, cut, policy.written(ids, mask))
+    mask, cut = completion_masks(ids, policy.ends)
+    return SampledCompletions(ids, logp.masked_fill(~mask, 0.0), mask, cut, policy.detokenize(ids, mask))
 
 
 @torch.no_grad()
@@ -287,16 +289,16 @@ def alternatives(policy: CausalModel, tokenized: TokenizedPrompts, ids: Tensor, 
     for row in range(len(ids)):  # row by row: the vocabulary may be large
         counted = mask[row]
         logits = head(states[row, :ids.shape[1]][counted.to(states.device)])
-        log_probs = decoding(divided(logits, None if heat is None else heat[row, counted])).cpu()
+        log_probs = decoding(apply_temperature(logits, None if heat is None else heat[row, counted])).cpu()
         likeliest[row, counted] = log_probs.amax(1)
         best = log_probs.scatter(1, ids[row, counted][:, None], -torch.inf).max(1)
         logp[row, counted], tokens[row, counted] = best.values, best.indices
     return tokens, logp, likeliest
 
 
-def segmented(policy: CausalModel, tokenized: TokenizedPrompts, taken: Completions, segments: Tensor,
-              starts: Sequence[tuple[int, int, int]], samples: int, decoding: Decoding, seed: Seed, group: int,
-              micro_batch: int, judge: Callable[[list[str], int, Tensor], Tensor]) -> Segmented:
+def with_segment_values(policy: CausalModel, tokenized: TokenizedPrompts, taken: Completions, segments: Tensor,
+                        starts: Sequence[tuple[int, int, int]], samples: int, decoding: Decoding, seed: Seed,
+                        group: int, micro_batch: int, judge: Callable[[list[str], int, Tensor], Tensor]) -> Segmented:
     """Return the completions, whole groups, with the values of the states before their segments.
 
     A value is the mean reward of `samples` continuations from each of `starts`, (row, segment, place). It is NaN for a
@@ -314,7 +316,7 @@ def segmented(policy: CausalModel, tokenized: TokenizedPrompts, taken: Completio
         generators = policy.generators(seed(int(p), group + ((row % group) * length + place) * samples + number)
                                        for p, (row, place, number) in zip(prompts, batch))
         prefixes = [taken.ids[row, :place] for row, place, _ in batch]
-        texts += continued(policy, tokenized.rows(prompts), prefixes, decoding, generators).texts
+        texts += continue_prefixes(policy, tokenized.rows(prompts), prefixes, decoding, generators).texts
     if starts:
         row, segment, _ = torch.tensor(list(starts)).unbind(1)
         totals = judge(texts, samples, taken.prompts[row].repeat_interleave(samples))
@@ -347,17 +349,17 @@ class Tree:
                  generators: Sequence[torch.Generator], greedy: Tensor, group: int, micro_batch: int
                  ) -> list[SampledCompletions]:
         rows = torch.arange(0, len(generators), self.leaves)
-        completions = joined([policy.sample(tokenized.rows(at), decoding, [generators[i] for i in at], greedy[at])
-                              for at in rows.split(micro_batch)])
+        completions = concatenate([policy.sample(tokenized.rows(at), decoding, [generators[i] for i in at], greedy[at])
+                                   for at in rows.split(micro_batch)])
         for depth, count in enumerate(self.children):
             width = math.prod(self.children[depth + 1:])
             parents = torch.arange(len(rows)).repeat_interleave(count - 1)
             new = rows[parents] + width * (torch.arange(count - 1) + 1).repeat(len(rows))
             grown = [regrown(policy, tokenized.rows(new[at]), decoding, [generators[i] for i in new[at]],
-                             ordered(completions, parents[at]), torch.full((len(at),), (depth + 1) * self.tokens))
+                             reorder(completions, parents[at]), torch.full((len(at),), (depth + 1) * self.tokens))
                      for at in torch.arange(len(new)).split(micro_batch)]
-            completions, rows = joined([completions, *grown]), torch.cat([rows, new])
-        return [ordered(completions, rows.argsort())]
+            completions, rows = concatenate([completions, *grown]), torch.cat([rows, new])
+        return [reorder(completions, rows.argsort())]
 
 
 def regrown(policy: CausalModel, tokenized: TokenizedPrompts, decoding: Decoding, generators: Sequence[torch.Generator],
@@ -370,9 +372,9 @@ def regrown(policy: CausalModel, tokenized: TokenizedPrompts, decoding: Decoding
     open_ = (completions.mask.sum(1) > places).nonzero().flatten()
     if not len(open_):
         return completions
-    anew = continued(policy, tokenized.rows(open_), [completions.ids[i, :places[i]] for i in open_], decoding,
-                     [generators[i] for i in open_])
+    anew = continue_prefixes(policy, tokenized.rows(open_), [completions.ids[i, :places[i]] for i in open_], decoding,
+                             [generators[i] for i in open_])
     before = torch.arange(completions.ids.shape[1]) < places[open_, None]
     anew = replace(anew, logp=torch.where(before, completions.logp[open_], anew.logp))
     closed = (completions.mask.sum(1) <= places).nonzero().flatten()
-    return ordered(joined([anew, ordered(completions, closed)]), torch.cat([open_, closed]).argsort())
+    return reorder(concatenate([anew, reorder(completions, closed)]), torch.cat([open_, closed]).argsort())

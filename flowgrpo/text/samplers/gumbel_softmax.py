@@ -97,13 +97,14 @@ def walk(logits: Logits, reference: Logits, x: Tensor, unmasking: Unmasking, par
                 divergences = divergence(log_probs, unmasking(reference(x)[:, first:end]))
                 total = total + (divergences * here).sum(1) * count / here[0].sum()
             at = unmasking.chosen(log_probs, here, lots[:, first:end], count)
-            x = _drawn(x, log_probs, gumbels[:, first:end], at, first, part)
+            x = _sample_tokens(x, log_probs, gumbels[:, first:end], at, first, part)
         x = x if step >= begin else x.detach()
         masked = masked.scatter(1, at + first, False)
     return straight_through(x), total
 
 
-def _drawn(x: Tensor, log_probs: Tensor, gumbels: Tensor, at: Tensor, first: int, part: GumbelSoftmax) -> Tensor:
+def _sample_tokens(x: Tensor, log_probs: Tensor, gumbels: Tensor, at: Tensor, first: int,
+                   part: GumbelSoftmax) -> Tensor:
     """Return the answers x [n,L,V] with tokens drawn at the places `at` [n,count].
 
     The places of log_probs and gumbels are counted from `first`.

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo.parts import AtLeast, OneOf, part
-from flowgrpo.text.samplers.decoding import Decoding, decided
+from flowgrpo.text.samplers.decoding import Decoding, completion_masks
 from flowgrpo.text.samplers.language_model import CausalModel, SampledCompletions, TokenizedPrompts
 
 HOW, LEVELS = ("tis", "mis", "none"), ("token", "sequence")
@@ -84,7 +84,7 @@ class Begun:
         return bool(self.ended.all())
 
     @property
-    def drawn(self) -> Tensor:
+    def token_mask(self) -> Tensor:
         """Return the mask of drawn tokens, bool [G, L]."""
         return torch.arange(self.ids.shape[1]) < self.lengths[:, None]
 
@@ -138,10 +138,10 @@ def _draw(policy: CausalModel, tokenized: TokenizedPrompts, groups: Sequence[Beg
         group.ended[row] = start + count == group.ids.shape[1] or (count == counts[number] and not more.cut[number])
 
 
-def completed(policy: CausalModel, groups: Sequence[Begun]) -> SampledCompletions:
+def complete_groups(policy: CausalModel, groups: Sequence[Begun]) -> SampledCompletions:
     """Return whole groups as one batch of completions, with the stored log-probabilities."""
     ids, logp = torch.cat([group.ids for group in groups]), torch.cat([group.logp for group in groups])
-    drawn = torch.cat([group.drawn for group in groups])
-    mask, cut = decided(ids, policy.ends)
+    drawn = torch.cat([group.token_mask for group in groups])
+    mask, cut = completion_masks(ids, policy.ends)
     mask = mask & drawn
-    return SampledCompletions(ids, logp.masked_fill(~mask, 0.0), mask, cut, policy.written(ids, mask))
+    return SampledCompletions(ids, logp.masked_fill(~mask, 0.0), mask, cut, policy.detokenize(ids, mask))

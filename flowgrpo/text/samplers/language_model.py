@@ -94,7 +94,7 @@ class CausalModel(LanguageModel, Protocol):
     def generators(self, seeds: Iterable[int]) -> list[Generator]:
         """Return a generator per seed."""
 
-    def written(self, ids: Tensor, mask: Tensor) -> list[Completion]:
+    def detokenize(self, ids: Tensor, mask: Tensor) -> list[Completion]:
         """Return the texts of ids [B,L] where mask is true."""
 
     def log_probs(self, tokenized: TokenizedPrompts, prompts: Tensor, ids: Tensor, mask: Tensor, decoding: Decoding,
@@ -113,7 +113,7 @@ class CausalModel(LanguageModel, Protocol):
 
 
 @torch.no_grad()
-def ranked(policy: CausalModel, tokenized: TokenizedPrompts) -> TokenizedPrompts:
+def rank_answers(policy: CausalModel, tokenized: TokenizedPrompts) -> TokenizedPrompts:
     """Return the prompts with their answers sorted: first the one that the policy comprehends best (AMPO, 2510.02227).
 
     It is the one whose reasoning makes the prompt's reference likeliest. Without a reference the order stays.

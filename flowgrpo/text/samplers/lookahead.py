@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo.parts import AtLeast, part
-from flowgrpo.text.samplers.groups import joined, ordered
+from flowgrpo.text.samplers.groups import concatenate, reorder
 
 if TYPE_CHECKING:
     from flowgrpo.text.samplers.decoding import Decoding
@@ -41,31 +41,31 @@ class BranchingLookahead:
     def __call__(self, policy: CausalModel, tokenized: TokenizedPrompts, decoding: Decoding,
                  generators: Sequence[torch.Generator], greedy: Tensor, group: int, micro_batch: int
                  ) -> list[SampledCompletions]:
-        def drawn(rows: Tensor) -> list[SampledCompletions]:
+        def sample_rows(rows: Tensor) -> list[SampledCompletions]:
             return [policy.sample(tokenized.rows(at), decoding, [generators[i] for i in at], greedy[at])
                     for at in rows.split(micro_batch)]
 
         rows, most = list(range(0, len(generators), group)), max(round(self.share * group), 1)
-        completions = joined(drawn(torch.tensor(rows)))
+        completions = concatenate(sample_rows(torch.tensor(rows)))
         new = self.branches(policy, tokenized.rows(torch.tensor(rows)), completions, decoding, [0] * len(rows), 0)
         waiting, grown = dict(zip(rows, map(deque, new))), dict.fromkeys(rows, 1)
         while asking := [row for row in grown if waiting[row] and grown[row] < most][:micro_batch]:
             tries = [waiting[row].popleft() for row in asking]
             numbers = torch.tensor([row + grown[row] for row in asking])
-            tried = branched(policy, tokenized.rows(numbers), completions, decoding, [generators[i] for i in numbers],
-                             tries)
+            tried = complete_branches(policy, tokenized.rows(numbers), completions, decoding,
+                                      [generators[i] for i in numbers], tries)
             for number, (row, branch) in enumerate(zip(asking, tries)):
                 if not self.apart_from(completions, tried, branch, number):
                     continue
                 at = torch.tensor([number])
-                [more] = self.branches(policy, tokenized.rows(numbers[at]), ordered(tried, at), decoding,
+                [more] = self.branches(policy, tokenized.rows(numbers[at]), reorder(tried, at), decoding,
                                        [branch.place + 1], len(rows))
-                completions, rows = joined([completions, ordered(tried, at)]), [*rows, int(numbers[number])]
+                completions, rows = concatenate([completions, reorder(tried, at)]), [*rows, int(numbers[number])]
                 grown[row] += 1
                 waiting[row] += more
         missing = [row + number for row in grown for number in range(grown[row], group)]
-        completions = joined([completions, *drawn(torch.tensor(missing))]) if missing else completions
-        return [ordered(completions, torch.tensor(rows + missing).argsort())]
+        completions = concatenate([completions, *sample_rows(torch.tensor(missing))]) if missing else completions
+        return [reorder(completions, torch.tensor(rows + missing).argsort())]
 
     def branches(self, policy: CausalModel, tokenized: TokenizedPrompts, completions: SampledCompletions,
                  decoding: Decoding, after: Sequence[int], first: int) -> list[list[Branch]]:
@@ -105,14 +105,15 @@ class Branch:
     logp: float
 
 
-def branched(policy: CausalModel, tokenized: TokenizedPrompts, completions: SampledCompletions, decoding: Decoding,
-             generators: Sequence[torch.Generator], branches: Sequence[Branch]) -> SampledCompletions:
+def complete_branches(policy: CausalModel, tokenized: TokenizedPrompts, completions: SampledCompletions,
+                      decoding: Decoding, generators: Sequence[torch.Generator], branches: Sequence[Branch]
+                      ) -> SampledCompletions:
     """Return the completions of these branches, drawn to their end."""
-    from flowgrpo.text.samplers.groups import continued
+    from flowgrpo.text.samplers.groups import continue_prefixes
 
     prefixes = [torch.cat([completions.ids[branch.parent, :branch.place], torch.tensor([branch.token])])
                 for branch in branches]
-    drawn = continued(policy, tokenized, prefixes, decoding, generators)
+    drawn = continue_prefixes(policy, tokenized, prefixes, decoding, generators)
     logp = drawn.logp.clone()
     for row, branch in enumerate(branches):
         logp[row, :branch.place] = completions.logp[branch.parent, :branch.place]

@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from flowgrpo.config.schema import Config
 from flowgrpo.errors import UserError
-from flowgrpo.nouns import counted
+from flowgrpo.nouns import quantity
 from flowgrpo.storage import atomic, places
 from flowgrpo.storage.json_files import read_lines
 from flowgrpo.tools.bench import collect, page, table
@@ -269,9 +269,9 @@ def _announce(plan: Plan, runs: list[Run], cost: dict[str, float], jobs: int, th
     left, request = remaining(runs), plan.request
     expected = duration(seconds(runs, cost, request.evaluations, (2 * request.points + 1) * PROMPTS * SAMPLES, jobs))
     kept = len(runs) - len(left)
-    print(f"{request.model}: {counted(len(plan.entries), 'method')}, {counted(len(left), 'run')} of "
+    print(f"{request.model}: {quantity(len(plan.entries), 'method')}, {quantity(len(left), 'run')} of "
           f"{request.evaluations:,} evaluations"
-          f"{f' ({kept} more finished)' if kept else ''}, {jobs} at a time with {counted(threads, 'thread')} each: "
+          f"{f' ({kept} more finished)' if kept else ''}, {jobs} at a time with {quantity(threads, 'thread')} each: "
           f"{expected}",
           flush=True)
 
@@ -286,6 +286,6 @@ def _finish(bench: Bench) -> None:
         print(f"{output / 'results.md'}, {output / 'results.json'}, {output / 'index.html'}", flush=True)
     if bench.errors:
         label, error = next(iter(bench.errors.items()))
-        raise UserError(f"{counted(len(bench.errors), 'run')} failed, the first one {label}: {error}: mend it, and "
+        raise UserError(f"{quantity(len(bench.errors), 'run')} failed, the first one {label}: {error}: mend it, and "
                         "the same "
                         "command goes on with what is left")

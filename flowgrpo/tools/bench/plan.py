@@ -23,7 +23,7 @@ from flowgrpo.methods.setup import Setup
 from flowgrpo.methods.targets import LatentEdits
 from flowgrpo.policies import build
 from flowgrpo.samplers import cost
-from flowgrpo.samplers.grids import shifted
+from flowgrpo.samplers.grids import shift_grid
 from flowgrpo.samplers.reward_gradient import Unroll
 from flowgrpo.samplers.rollout import RolloutSpec
 from flowgrpo.storage import atomic, paths
@@ -54,14 +54,14 @@ def _cost(config: Config, method: Method, epoch: int) -> int:
     """Return the evaluations of one epoch of a resolved method."""
     train = config.train
     drawn = method.target.edit.bases(train.group) if isinstance(method.target, LatentEdits) else train.group
-    explorations = method.explorations(shifted(train.steps, train.shift), drawn, train.shift, epoch, config.seed)
+    explorations = method.explorations(shift_grid(train.steps, train.shift), drawn, train.shift, epoch, config.seed)
     doubled = 2 if train.guidance > 1 else 1
     if method.target.follows_reward:
         target: Any = method.target  # a RewardGradient
         return doubled * _backprop_cost(config, target.backprop, explorations[0], epoch)
     if isinstance(method.target, LatentEdits):
         return doubled * cost.rollout(explorations, train.prompts)
-    noised = method.noised(shifted(train.steps, train.shift), train.group, epoch, config.seed)
+    noised = method.noising_spec(shift_grid(train.steps, train.shift), train.group, epoch, config.seed)
     share = kept(method, train.group)
     cut = method.loss.surrogate.reads_groups and (share * train.group > train.rows or train.pack)
     reference = method.loss.kl.weight > 0 or method.compares_with_reference  # whose scores serve all inner epochs

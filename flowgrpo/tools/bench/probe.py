@@ -92,7 +92,7 @@ def _moved(trainer: Trainer, folder: Path, prompts: list[Prompt]) -> dict[str, f
     """Return KL and diversity of a checkpoint's weights."""
     state.restore(trainer, folder)
     config, policy = trainer.config, trainer.policy
-    with torch.no_grad(), policy.weights.swapped(trainer.optimization.evaluated_weights()):
+    with torch.no_grad(), policy.weights.swap(trainer.optimization.evaluated_weights()):
         kl = None if isinstance(trainer.method.target, LatentEdits) else mean(kl_to_base(config, policy, prompts))
         return {"kl": kl, "diversity": mean(diversity(trainer, prompts))}
 

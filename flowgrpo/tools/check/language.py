@@ -54,7 +54,7 @@ def drive(model: str | tuple[Any, Any], recipe: Config | None, device: str, resu
     result |= {"precision": precision, "kind": KINDS[kind], "class": type(loaded[0]).__name__,
                "weights": memory.weights_gib(loaded)}
     require_whole({"model": loaded[0]})
-    method = options.checked(config, kind, device)
+    method = options.check_method(config, kind, device)
     torch.manual_seed(0)  # initial adapter weights, so that a report is repeatable
     policy = kinds.make_policy(_brief(config), loaded, config.adapter, device)
     result |= _reader(policy) | _sizes(policy, config)
@@ -65,7 +65,7 @@ def drive(model: str | tuple[Any, Any], recipe: Config | None, device: str, resu
     conditioning = rollouts.conditioning([first])
     result["prompt_tokens"] = len(conditioning.ids[0])
     if kind != build.MASKED_LM:
-        apart = policy.unshared(conditioning)
+        apart = policy.reason_not_shared(conditioning)
         result |= {"shared_prefix": f"no: {apart}" if apart else True, "head_alone": policy.head_alone(conditioning)}
     judge: Any = None  # nothing is scored
     [(part, _)] = rollouts.sample(conditioning, 0, judge)

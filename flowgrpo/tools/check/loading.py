@@ -9,7 +9,7 @@ from typing import Any
 from flowgrpo.config.schema import Config
 from flowgrpo.device import DTYPES
 from flowgrpo.errors import UserError
-from flowgrpo.policies.pipelines.call import unlogged
+from flowgrpo.policies.pipelines.call import silence_warnings
 from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.starter import FOLDERS
 from flowgrpo.tools.check import tiny
@@ -36,7 +36,7 @@ def loaded(model: str, config: Config) -> tuple[Any, dict[str, Any]]:
     if model not in known and not model.endswith("Pipeline") and not close:
         return _read(model, config)
     pipe, call = tiny.make(model)
-    with unlogged():  # warnings about modules that loading, unlike casting, would keep in fp32
+    with silence_warnings():  # warnings about modules that loading, unlike casting, would keep in fp32
         return pipe.to(DTYPES[config.precision]), call
 
 

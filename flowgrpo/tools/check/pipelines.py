@@ -28,7 +28,7 @@ from flowgrpo.policies.pipelines.prompt_inputs import IMAGES, MASKED, names
 from flowgrpo.policies.policy import resolve_precision
 from flowgrpo.policies.weights.lora_files import loader
 from flowgrpo.samplers import cost
-from flowgrpo.samplers.grids import shifted
+from flowgrpo.samplers.grids import shift_grid
 from flowgrpo.samplers.predictions import prediction
 from flowgrpo.samplers.scheduler import Segment
 from flowgrpo.tools.check import loading, replays
@@ -45,7 +45,7 @@ def drive(model: str | tuple[Any, dict[str, Any]], recipe: Config | None, device
     config = recipe or Config(precision="fp32", adapter={"rank": RANK})  # replays and gradients are exact
     config = config.model_copy(update={"load": config.load if config.model == model else Load()})
     config, precision = resolve_precision(config, device, None if isinstance(model, str) else model[0])
-    method = options.checked(config, build.PIPELINE, device)
+    method = options.check_method(config, build.PIPELINE, device)
     pipe, call = loading.loaded(model, config) if isinstance(model, str) else model
     result |= {"precision": precision, "pipeline": type(pipe).__name__, "scheduler": type(pipe.scheduler).__name__,
                "prediction": prediction(pipe.scheduler), "weights": memory.weights_gib(pipe.components.values()),
@@ -55,7 +55,7 @@ def drive(model: str | tuple[Any, dict[str, Any]], recipe: Config | None, device
     replays.require_whole(pipe.components)
     torch.manual_seed(0)  # initial adapter weights, so that a report is repeatable
     policy = PipelinePolicy(pipe, config.adapter, device=device, precision=config.precision, call=call,
-                            checkpointing=config.train.recomputed, memory=config.memory,
+                            checkpointing=config.train.recompute_share, memory=config.memory,
                             adapted=method.rollout.adapted)
     if not policy.denoisers:
         raise UserError(f"{type(pipe).__name__} has no denoiser: no module whose forward takes a time")
@@ -79,8 +79,8 @@ def drive(model: str | tuple[Any, dict[str, Any]], recipe: Config | None, device
     if recipe is None and policy.process == "vp":  # the default method is for flows only
         config = config.model_copy(update={"method": "ddpo"})
     if recipe is None and facts.why:
-        fitting = few_steps.fitted(Config(), facts)
-        result |= _cost(fitting, options.checked(fitting, build.PIPELINE, device))
+        fitting = few_steps.few_step_config(Config(), facts)
+        result |= _cost(fitting, options.check_method(fitting, build.PIPELINE, device))
     else:
         result |= _cost(recipe, method)
     result |= reward_memory.memory_entries(
@@ -113,7 +113,7 @@ def _few_steps(facts: few_steps.Facts) -> str | None:
     """Return why a pipeline is taken for one of few steps, with the defaults that fit it; None for another."""
     if (why := facts.why) is None:
         return None
-    return f"{why}; defaults: {few_steps.changed(Config(), few_steps.fitted(Config(), facts))}"
+    return f"{why}; defaults: {few_steps.describe_changes(Config(), few_steps.few_step_config(Config(), facts))}"
 
 
 def _sizes(policy: PipelinePolicy, adapter: Adapter) -> dict[str, Any]:
@@ -157,7 +157,7 @@ def _counted(policy: PipelinePolicy) -> Iterator[list[int]]:
 
 def _goes_on(method: Method, config: Config) -> bool:
     train = config.train
-    grid = shifted(train.steps, train.shift)
+    grid = shift_grid(train.steps, train.shift)
     return probes.goes_on(method, method.explorations(grid, train.group, train.shift, 0, config.seed))
 
 
@@ -168,11 +168,11 @@ def _cost(recipe: Config | None, method: Method) -> dict[str, float]:
         train = recipe.train
         if recipe.preferences or method.target.follows_reward:
             return {}
-        of = method.explorations(shifted(train.steps, train.shift), train.group, train.shift, 0, recipe.seed)
+        of = method.explorations(shift_grid(train.steps, train.shift), train.group, train.shift, 0, recipe.seed)
         images = sum(exploration.group for exploration in of)
         alone, shared = (count(of, 1) / images for count in (cost.alone, cost.rollout))
         return {"evaluations_per_picture": round(alone, 2), "evaluations_per_picture_shared": round(shared, 2)}
-    method, grid = mix_grpo(), shifted(STEPS, 3.0)
+    method, grid = mix_grpo(), shift_grid(STEPS, 3.0)
     places = range(STEPS - method.rollout.plan.size)
     explorations = [method.explorations(grid, SAMPLES, 3.0, place * method.rollout.plan.every, 0) for place in places]
     alone, shared = (sum(count(exploration, 1) for exploration in explorations) / (len(places) * SAMPLES)

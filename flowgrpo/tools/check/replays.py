@@ -56,8 +56,8 @@ def gradient_error(size: Callable[[], torch.Tensor], weights: TrainableWeights) 
     squared = sum(part.double().square().sum() for part in gradient if part is not None).item()
 
     def moved(length: float) -> float:
-        with torch.no_grad(), weights.swapped({key: p + length * (0 if part is None else part)
-                                               for (key, p), part in zip(weights.named.items(), gradient)}):
+        with torch.no_grad(), weights.swap({key: p + length * (0 if part is None else part)
+                                            for (key, p), part in zip(weights.named.items(), gradient)}):
             return size().item()
 
     # If the value hardly changes, the step that changes it by a given share is long: take the best share.

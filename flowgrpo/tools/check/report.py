@@ -35,7 +35,7 @@ import torch
 
 from flowgrpo import hub
 from flowgrpo.config.schema import Config
-from flowgrpo.device import ran_out, rounded_products
+from flowgrpo.device import matmul_precision, ran_out
 from flowgrpo.errors import UserError
 from flowgrpo.policies import build, sources
 from flowgrpo.starter import FOLDERS
@@ -67,9 +67,9 @@ def report(model: str | tuple[Any, Any], config: Config | None = None, device: s
     fields: tuple[str, ...] = FIELDS
     device = _device(device)
     try:
-        with torch.random.fork_rng(), rounded_products("fp32", device):
+        with torch.random.fork_rng(), matmul_precision("fp32", device):
             if is_text(model):
-                from flowgrpo.text.rewards.sandbox.choose import described as boundaries
+                from flowgrpo.text.rewards.sandbox.choose import describe_boundary as boundaries
                 from flowgrpo.tools.check import language as language
 
                 fields = language.FIELDS

@@ -36,8 +36,8 @@ from flowgrpo.methods import validate
 from flowgrpo.methods.targets import RewardGradient
 from flowgrpo.policies.build import PIPELINE, kind, make_policy
 from flowgrpo.policies.pipelines.frames import clips_of
-from flowgrpo.published import named
-from flowgrpo.samplers.grids import shifted
+from flowgrpo.published import find
+from flowgrpo.samplers.grids import shift_grid
 from flowgrpo.samplers.rollout import seeder
 from flowgrpo.samplers.scheduler import Segment
 from flowgrpo.tools.dry_run import from_configs, weights
@@ -80,7 +80,7 @@ def _run(trainer: Trainer, meta: MetaGPU, rows: int, steps: int) -> Phase:
     conditioning = conditioning.rows(torch.zeros(rows, dtype=torch.int64))
     guidance, policy.guidance = policy.guidance, settings.guidance
     flow = policy.process == "flow"
-    grid = shifted(steps, 3.0) if flow else torch.linspace(0.1, 0.99, steps + 1)  # no value changes a count
+    grid = shift_grid(steps, 3.0) if flow else torch.linspace(0.1, 0.99, steps + 1)  # no value changes a count
     timesteps = None if flow else torch.linspace(900, 100, steps).long()
     task, seed = Segment(grid, range(steps), timesteps=timesteps), seeder(0, 0)
     with clips_of(policy, settings.frames), meta.during(f"evaluation of {steps} steps"):
@@ -156,7 +156,7 @@ class Estimate:
 
         table: {card: {pipeline: {phase: factor, "commit": commit}}}, which scripts/gpu/gpu_minutes.py writes.
         """
-        known, card = named(model), gpu_key(gpu)
+        known, card = find(model), gpu_key(gpu)
         found = json.loads(table.read_text(encoding="utf-8")).get(card, {}).get(known.pipeline if known else "", {})
         factors = {name: found[name] for name in ORDER if name in found}
         return replace(self, factors=factors, source=f"measured on {card} at {found['commit'][:8]}" if factors else "")
@@ -197,7 +197,7 @@ def dry_run(config: Config, gpu: GPU = GPUS["H100"], processes: int = 1, pipe: A
     """
     config = _covered(config)
     shape = geometry(config.train, processes)
-    rare = features.dry_runs(features.wanted(config, validate.resolve(config)))
+    rare = features.dry_runs(features.active_features(config, validate.resolve(config)))
     for feature in rare:
         feature.require(config, processes)
     few = min(shape.prompts, prompts_per_part(shape.group, shape.micro_batch) * config.train.updates)

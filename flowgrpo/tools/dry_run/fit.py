@@ -127,7 +127,7 @@ def settle(config: Config, gpu: GPU, processes: int = 1) -> Config:
     """Return a recipe with values in place of `auto`: those that fit the GPU, or else that take the least memory."""
     config = _batch(config, gpu, processes)
     for feature in features.dry_runs(features.all()):
-        config = feature.settled(config, processes, lambda held: not epoch(held, gpu, processes).above(gpu.room))
+        config = feature.resolve_auto(config, processes, lambda held: not epoch(held, gpu, processes).above(gpu.room))
     return config
 
 

@@ -34,7 +34,7 @@ def pipeline(model: str, dtype: torch.dtype) -> Any:
     model: a packaged configuration's hub id or pipeline class, a starter's name, a folder, or another hub id, of which
     configurations and tokenizers are fetched. Raises UserError if there is no such pipeline.
     """
-    known = None if Path(model).is_dir() else published.named(model)
+    known = None if Path(model).is_dir() else published.find(model)
     with quiet():
         pipe = _of_folder(_folder(model), dtype) if known is None else _of_published(known, dtype)
     pipe.set_progress_bar_config(disable=True)

@@ -25,8 +25,8 @@ from torch.nn.functional import softplus
 
 from flowgrpo.data.prompts import LARGEST
 from flowgrpo.errors import UserError, nearest
-from flowgrpo.files import decoded, text_of, unsafe
-from flowgrpo.text.rewards.embeddings import LearnedHeads, SemanticSimilarity, hashed
+from flowgrpo.files import parse_json, text_of, unsafe
+from flowgrpo.text.rewards.embeddings import LearnedHeads, SemanticSimilarity, hash_words
 
 KEYS = ("text", "labels", "chosen", "rejected", "prompt", "category")
 OVERALL = "overall"
@@ -62,7 +62,7 @@ def _labelled(line: str, path: Path, number: int) -> LabelledText:
         return UserError(f"labelled completions {path}, line {number}: {what}")
 
     try:
-        record = decoded(line)
+        record = parse_json(line)
     except json.JSONDecodeError as error:
         raise wrong(f"not valid JSON: {error.msg} (column {error.colno})") from None
     if not isinstance(record, dict):
@@ -211,7 +211,7 @@ def train(texts: Sequence[LabelledText], output: Path, settings: Settings) -> li
 
 def _rows(texts: Sequence[LabelledText], encoder: str | None) -> Tensor:
     """Return the features of texts, or the differences of pairs: [N, D]."""
-    embed = SemanticSimilarity(encoder).embedded if encoder else hashed
+    embed = SemanticSimilarity(encoder).embed if encoder else hash_words
     rows = embed([text.text for text in texts])
     return rows - embed([text.rejected or "" for text in texts]) if texts[0].rejected is not None else rows
 

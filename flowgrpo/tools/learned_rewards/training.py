@@ -32,7 +32,7 @@ from flowgrpo.rewards.clip import ClipScore
 from flowgrpo.rewards.local_model import resolve_device
 from flowgrpo.rewards.preprocessing import read_tensor
 from flowgrpo.storage import paths
-from flowgrpo.types import required
+from flowgrpo.types import unwrap
 
 AT_ONCE = 64  # samples read, or scored without gradients, at once
 B = TypeVar("B")  # a batch
@@ -204,7 +204,7 @@ def _network(settings: Settings, aspects: int, device: str) -> Network:
         return on_model(settings.model, aspects, settings.frozen).to(device)
     if settings.clip is None:
         return with_text(settings.text, aspects, settings.size).to(device)
-    clip = ClipScore(settings.clip, required(settings.pretrained), device=device)
+    clip = ClipScore(settings.clip, unwrap(settings.pretrained), device=device)
     return ClipHead(clip, aspects).to(device)
 
 

@@ -13,8 +13,8 @@ from PIL import ExifTags, Image
 from flowgrpo.data.open_image import open_checked
 from flowgrpo.data.prompts import Prompt, load_prompts
 from flowgrpo.errors import UserError
-from flowgrpo.files import decoded, text_of, unsafe
-from flowgrpo.nouns import counted
+from flowgrpo.files import parse_json, text_of, unsafe
+from flowgrpo.nouns import quantity
 from flowgrpo.storage.places import CONFIG
 from flowgrpo.tools.vote.ballot import Comparison
 
@@ -61,7 +61,7 @@ def of_page(page: Path) -> tuple[list[Comparison], Sides]:
     except OSError as error:
         raise UserError(f"{page} names a folder that cannot be read ({error.strerror}): sample it again") from None
     if not all(len(column) == len(prompts) > 0 for column in columns):
-        raise UserError(f"{page} has {counted(len(prompts), 'prompt')}, but {len(columns[0])} and {len(columns[1])} "
+        raise UserError(f"{page} has {quantity(len(prompts), 'prompt')}, but {len(columns[0])} and {len(columns[1])} "
                         "images in "
                         f"{sides[0]} and {sides[1]}: sample it again")
     tasks = tasks if len(tasks) == len(prompts) else [None] * len(prompts)
@@ -91,7 +91,7 @@ def _facts(page: Path) -> dict[str, Any]:
                         "wrote")
     try:
         with open_checked(page, PAGE_PIXELS, "a page") as image:  # which tells of text that is no JSON too
-            facts = decoded(str(image.info.get("flowgrpo", "{}")))
+            facts = parse_json(str(image.info.get("flowgrpo", "{}")))
     except UserError as error:
         raise UserError(f"{error}: sample it again") from None
     return facts if isinstance(facts, dict) else {}

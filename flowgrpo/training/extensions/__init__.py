@@ -20,7 +20,7 @@ from flowgrpo.methods.setup import Setup
 from flowgrpo.rewards import inside
 from flowgrpo.training.extension import Extension, Extensions
 from flowgrpo.training.run import Run
-from flowgrpo.user_code import packaged
+from flowgrpo.user_code import group_entry_points
 
 # Features in the order in which their extensions are called. Others come behind them; the last ones move the weights.
 ORDER = ("phases", "engine", "feature_cache", "staleness", "one_pass", "resampling", "constraints", "hints",
@@ -49,12 +49,12 @@ def list_extensions() -> list[Feature]:
                   key=lambda feature: ORDER.index(feature.name) if feature.name in ORDER else last)
 
 
-def wanted(config: Config, method: Method) -> Iterator[type[Extension]]:
+def active_extensions(config: Config, method: Method) -> Iterator[type[Extension]]:
     """Yield the extensions that a run has. A class is imported where it is wanted."""
     for feature in list_extensions():
         if feature.wanted(config, method):
             yield features.at(feature.extension)
-    for point in packaged("flowgrpo.extensions").values():
+    for point in group_entry_points("flowgrpo.extensions").values():
         if (extension := point.load()).wanted(config, method):
             yield extension
 
@@ -68,17 +68,18 @@ def extensions_of_rewards(functions: Mapping[str, Any]) -> list[tuple[Any, Any]]
 def of(trainer: Run) -> Extensions:
     """Return the extensions of a trainer."""
     first = [extension(trainer, reward) for extension, reward in extensions_of_rewards(trainer.scoring.functions)]
-    return Extensions(first + [extension(trainer) for extension in wanted(trainer.config, trainer.method)])
+    return Extensions(first + [extension(trainer) for extension in active_extensions(trainer.config, trainer.method)])
 
 
 def selector_names(config: Config, method: Method) -> list[str]:
     """Return the names of values by which weights can be chosen, beside rewards."""
-    return [name for extension in wanted(config, method) for name in extension.judges]
+    return [name for extension in active_extensions(config, method) for name in extension.judges]
 
 
 def best_by(config: Config, method: Method) -> str | None:
     """Return the reward by which the best measured weights are kept for the end; None: the last weights are."""
-    return config.eval.best or next((by for extension in wanted(config, method) if (by := extension.best_by(config))),
+    return config.eval.best or next((by for extension in active_extensions(config, method)
+                                     if (by := extension.best_by(config))),
                                     None)
 
 
@@ -96,7 +97,8 @@ def check_model(setup: Setup) -> None:
 
 def _all(setup: Setup) -> list[type[Extension]]:
     """Return the extensions of a run, those of its rewards too."""
-    return [extension for extension, _ in extensions_of_rewards(setup.trained)] + [*wanted(setup.config, setup.method)]
+    return [extension for extension, _ in extensions_of_rewards(setup.trained)
+            ] + [*active_extensions(setup.config, setup.method)]
 
 
 def require(extension: type[Extension], setup: Setup) -> None:

@@ -27,7 +27,7 @@ from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.extension import Extension, Metrics
 from flowgrpo.training.kl_reference import KLReference
 from flowgrpo.training.run import Run
-from flowgrpo.types import Scored, required
+from flowgrpo.types import Scored, unwrap
 
 if TYPE_CHECKING:
     from flowgrpo.policies.pipelines.conditioning import Conditioning
@@ -48,7 +48,7 @@ class Recalling:
         """Return the parts unchanged; store their samples."""
         taken = [edits for part in parts for edits in part.transitions]
         if taken:
-            states = [self.editor.edit.applied(edits.x[edits.parent], edits.x_next).cpu() for edits in taken]
+            states = [self.editor.edit.apply(edits.x[edits.parent], edits.x_next).cpu() for edits in taken]
             self.remember(torch.cat(states), prompt_tokens(cast("Conditioning", conditioning)).cpu(),
                           torch.cat([edits.prompts[edits.parent] for edits in taken]),
                           torch.cat([edits.rewards.float().cpu() for edits in taken]))
@@ -117,9 +117,9 @@ class MeasuredCredit(Extension):
     """Measurements that the credit reads besides rewards: taken before rewards are compared, and after the updates."""
 
     def on_drawn(self, epoch: Epoch) -> None:
-        epoch.parts = self.trainer.with_oom_retry(partial(self._examined, epoch), "update")
+        epoch.parts = self.trainer.with_oom_retry(partial(self._measure, epoch), "update")
 
-    def _examined(self, epoch: Epoch) -> list[Part]:
+    def _measure(self, epoch: Epoch) -> list[Part]:
         trainer, parts, replay = self.trainer, epoch.parts, self._replay(epoch)
         if trainer.method.needs:
             parts = measure_decisions(trainer.method, parts, replay, trainer.kl_reference, trainer.processes)
@@ -154,7 +154,7 @@ def measure_decisions(method: Method, parts: list[Part], replay: Replay, referen
 def _with_entropies(part: Part, replayed: Iterator[tuple[int, slice, Scored]]) -> Part:
     entropies = [torch.zeros_like(taken.old.logp) for taken in part.transitions]
     for k, rows, new in replayed:
-        entropies[k][rows] = required(new.entropy).to(entropies[k])
+        entropies[k][rows] = unwrap(new.entropy).to(entropies[k])
     return replace(part, transitions=tuple(replace(taken, old=replace(taken.old, entropy=entropy))
                                            for taken, entropy in zip(part.transitions, entropies)))
 

@@ -31,23 +31,23 @@ class Resampling(Extension):
         trainer, redraw, epoch = self.trainer, self.trainer.method.redraw, sampling.new_epoch(self.trainer)
         batch = sampling.choose_prompts(trainer, trainer.epoch)
         begin = getattr(redraw, "begin", None)
-        batch = self._expanded(begin(batch, epoch.groups) if begin else batch)
+        batch = self._expand(begin(batch, epoch.groups) if begin else batch)
         while batch:
             earlier, before = len(epoch.own), len(epoch.parts)
             new = sampling.draw_groups(trainer, epoch, batch)
-            epoch.parts[before:] = self._marked(new, epoch.own[earlier:], earlier)
-            batch = self._expanded(epoch.groups.replace(redraw(epoch.groups))) if redraw else []
+            epoch.parts[before:] = self._shift_and_mark(new, epoch.own[earlier:], earlier)
+            batch = self._expand(epoch.groups.replace(redraw(epoch.groups))) if redraw else []
         trainer.scoring.end_epoch()
         if learn := getattr(redraw, "learn", None):
             learn(epoch.groups)
         off = any(prompt.learned is not prompt for prompt in epoch.own)
         if epoch.groups.turn > 1 or off:
-            epoch.conditioning = self._encoded([prompt.learned for prompt in epoch.own])
+            epoch.conditioning = self._encode([prompt.learned for prompt in epoch.own])
         if off and trainer.method.target.scores_sampling:
-            epoch.sampled = self._encoded(epoch.own)
+            epoch.sampled = self._encode(epoch.own)
         return epoch
 
-    def _marked(self, parts: Sequence[Part], prompts: Sequence[Prompt], earlier: int) -> list[Part]:
+    def _shift_and_mark(self, parts: Sequence[Part], prompts: Sequence[Prompt], earlier: int) -> list[Part]:
         """Return the parts of a turn, behind the groups of earlier ones; decisions that were drawn under another input
         than the one that is learned are marked."""
         off = torch.tensor([prompt.learned is not prompt for prompt in prompts])
@@ -57,11 +57,11 @@ class Resampling(Extension):
                 for taken in part.transitions)) for part in parts]
         return [shift_groups(part, earlier) if earlier else part for part in parts]
 
-    def _expanded(self, batch: list[Prompt]) -> list[Prompt]:
+    def _expand(self, batch: list[Prompt]) -> list[Prompt]:
         expansion = self.trainer.method.expansion
         return batch if expansion is None else expansion(batch)
 
-    def _encoded(self, prompts: list[Prompt]) -> Any:
+    def _encode(self, prompts: list[Prompt]) -> Any:
         return self.trainer.rollouts.conditioning(prompts, self.trainer.epoch)
 
 

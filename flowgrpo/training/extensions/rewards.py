@@ -30,11 +30,11 @@ class RewardHints(Extension):
         self.epoch(epoch.metrics, self.trainer.scoring.spreads, self.trainer.epoch, self.trainer.log)
         if isinstance(self.advantage, Advantage) and self.advantage.scale == "batch":
             weights = list(self.trainer.scoring.weights.values())
-            shaped = self.trainer.scoring.shaped(epoch.groups.first[..., :len(weights)])
+            shaped = self.trainer.scoring.transform(epoch.groups.first[..., :len(weights)])
             for column in shaped.unbind(2) if self.advantage.order != "rewards" else [weighted_sum(shaped, weights)]:
-                self.starved(column, self.trainer.epoch, self.trainer.log)
+                self.warn_large_std(column, self.trainer.epoch, self.trainer.log)
 
-    def starved(self, rewards: Tensor, epoch: int, log: Callable[[str], None]) -> None:
+    def warn_large_std(self, rewards: Tensor, epoch: int, log: Callable[[str], None]) -> None:
         """Print that the batch's deviation, by which rewards [P,G] are divided, is far above that within groups."""
         within = group_std(rewards[~rewards.isnan().all(1)])
         within, whole = within[within > 0], rewards[~rewards.isnan()]

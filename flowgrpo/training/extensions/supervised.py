@@ -18,7 +18,7 @@ from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.examples import Examples
 from flowgrpo.training.extension import Extension, Metrics, Step
 from flowgrpo.training.run import Run
-from flowgrpo.types import required
+from flowgrpo.types import unwrap
 
 OF_ANSWERS = "flowgrpo.contrib.questions.answer_losses"  # of `SelfAnswers`
 MEMORY = "data"  # signals of earlier epochs, in the memory of the method's parts
@@ -35,7 +35,7 @@ class Supervised(Extension):
 
     def __init__(self, trainer: Run):
         super().__init__(trainer)
-        self.part = required(trainer.method.loss.data)
+        self.part = unwrap(trainer.method.loss.data)
         self.batch: list[Example] = []
         self.losses: list[Tensor] = []
         self.weights: list[float] = []
@@ -47,7 +47,7 @@ class Supervised(Extension):
 
     def on_drawn(self, epoch: Epoch) -> None:
         scoring, (_, scores) = self.trainer.scoring, epoch.groups.compared()
-        values = scoring.weighted(scores[..., :len(scoring.functions)])
+        values = scoring.sum_rewards(scores[..., :len(scoring.functions)])
         self.examples.collect(epoch.groups, values, epoch.parts)
         self.reward = values.nanmean().item()
 
@@ -57,7 +57,7 @@ class Supervised(Extension):
         optimization.unscheduled = memory.get(ALONE, 0)
         yield from steps
         while self.part.apart:
-            self.batch = self.examples.taken(self.part.batch, self.trainer.optimization.update)
+            self.batch = self.examples.pop(self.part.batch, self.trainer.optimization.update)
             if not self.batch:
                 return
             update = optimization.update
@@ -76,7 +76,7 @@ class Supervised(Extension):
             return
         now = self.now(update)
         weights = (0.0, 1.0) if part.apart else part.balance(now)
-        chosen = self.batch or self.examples.drawn(part.batch, update)
+        chosen = self.batch or self.examples.sample(part.batch, update)
         if not chosen or not weights[1] and not part.balance.reads_norms:
             return
         before = [parameter.grad for parameter in parameters]

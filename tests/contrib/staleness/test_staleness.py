@@ -285,14 +285,14 @@ def test_a_completion_in_pieces_is_the_one_that_is_drawn_at_once():
     groups = [importance.begin([3, 4], 12), importance.begin([5, 6], 12)]
     for version in range(6):
         groups = importance.go_on(policy, prompts, groups, Decoding(), 2, 3, version)
-    pieces = importance.completed(policy, groups)
+    pieces = importance.complete_groups(policy, groups)
     assert torch.equal(pieces.ids[pieces.mask], whole.ids[whole.mask]) and torch.equal(pieces.mask, whole.mask)
     assert torch.equal(pieces.cut, whole.cut) and pieces.texts == whole.texts
     torch.testing.assert_close(pieces.logp, whole.logp, rtol=0, atol=1e-5)
     assert policy.text.max_tokens == 12
     for group in groups:
         places = torch.arange(12)
-        assert torch.equal(group.versions[group.drawn], (places // 2).expand(2, 12)[group.drawn])
+        assert torch.equal(group.versions[group.token_mask], (places // 2).expand(2, 12)[group.token_mask])
 
 
 def test_every_token_keeps_the_log_probability_of_the_weights_that_drew_it():
@@ -302,14 +302,14 @@ def test_every_token_keeps_the_log_probability_of_the_weights_that_drew_it():
     for version in range(2):
         groups = importance.go_on(policy, prompts, groups, Decoding(), 3, 8, version)
         [group] = groups
-        scores[version] = policy.log_probs(prompts, torch.zeros(3, dtype=torch.int64), group.ids, group.drawn,
+        scores[version] = policy.log_probs(prompts, torch.zeros(3, dtype=torch.int64), group.ids, group.token_mask,
                                            Decoding()).logp.detach()
         tiny_text.stir(policy, 0.3)
     for version in range(2):
-        at = group.drawn & (group.versions == version)
+        at = group.token_mask & (group.versions == version)
         assert at.any()
         torch.testing.assert_close(group.logp[at], scores[version][at], rtol=0, atol=1e-4)
-    first = group.drawn & (group.versions == 0)
+    first = group.token_mask & (group.versions == 0)
     assert (group.logp - scores[1])[first].abs().max() > 1e-3  # the later weights would say something else
 
 

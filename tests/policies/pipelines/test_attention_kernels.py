@@ -14,7 +14,7 @@ from flowgrpo.policies.options import require_memory
 from flowgrpo.policies.pipelines.attention import KERNELS, require_attention
 from flowgrpo.policies.pipelines.call import plain_on_cpu
 from flowgrpo.policies.weights.forwards import FUSED, plain
-from flowgrpo.samplers.grids import shifted
+from flowgrpo.samplers.grids import shift_grid
 from flowgrpo.samplers.scheduler import Segment
 from tests.helpers import loop, tiny
 
@@ -26,7 +26,7 @@ def backends(policy) -> set:
 
 
 def drawn(policy) -> torch.Tensor:
-    return policy.run(Segment(shifted(2, 3.0), range(2)), policy.encode(["red"]), None, policy.generators([3]))[0]
+    return policy.run(Segment(shift_grid(2, 3.0), range(2)), policy.encode(["red"]), None, policy.generators([3]))[0]
 
 
 def test_torchs_kernel_by_name_draws_what_the_default_draws():

@@ -11,7 +11,7 @@ from flowgrpo.policies.pipelines import padding
 from flowgrpo.policies.pipelines.conditioning import Conditioning, PromptCache, _write, digest, fingerprint, join
 from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
-from flowgrpo.samplers.grids import shifted
+from flowgrpo.samplers.grids import shift_grid
 from flowgrpo.samplers.scheduler import Segment
 from flowgrpo.tools.check import tiny as pipelines
 from tests.helpers.tiny import CALL, sd3
@@ -79,7 +79,7 @@ def test_rows_of_prompts_that_differ_in_length_are_padded_as_the_pipeline_pads_t
 
 def test_prompts_of_different_lengths_that_cannot_be_padded_have_calls_of_their_own():
     live = PipelinePolicy(Ragged(**sd3().components), Adapter(rank=2), call=CALL, guidance=3.0)
-    encoder, task = PromptCache(live), Segment(shifted(3, 3.0), range(3))
+    encoder, task = PromptCache(live), Segment(shift_grid(3, 3.0), range(3))
     together = encoder(["ab", "ab", "a dog"], [""] * 3)
     found, _ = live.run(task, together, None, live.generators([1, 2, 3]))
     for i, prompt in enumerate(["ab", "ab", "a dog"]):
@@ -99,7 +99,7 @@ def test_other_paddings_are_recognised(together):
     alone = dict(zip(padding.TEXTS, values))
     as_expected = (torch.tensor([[[1.0], [0.0]], [[2.0], [3.0]]]), torch.tensor([[1, 0], [1, 1]]))
     masks = padding.learn(lambda texts: (alone[texts[0]] if len(texts) == 1 else as_expected,))
-    assert masks == ((None, torch.int64),) == padding.read(padding.written(masks))
+    assert masks == ((None, torch.int64),) == padding.read(padding.to_json(masks))
     assert padding.learn(lambda texts: (alone[texts[0]] if len(texts) == 1 else together,)) is None
 
 

@@ -91,7 +91,7 @@ def test_given_values_always_win():
     ("owner/FLUX.1-turbo", FLOW | {"train": (4, 3.5), "eval": (4, 3.5)}),
     ("owner/turbot-2step", FLOW | {"train": (2, 1), "eval": (2, 1)})])
 def test_a_model_that_is_not_here_is_known_by_its_name(name, expected):
-    assert of(few_steps.fitted(Config(model=name), few_steps.ahead(name))) == expected
+    assert of(few_steps.few_step_config(Config(model=name), few_steps.ahead(name))) == expected
 
 
 def test_a_fused_lightning_lora_makes_a_model_of_few_steps():

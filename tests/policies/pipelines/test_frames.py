@@ -11,7 +11,7 @@ from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.measured import measure
 from flowgrpo.evaluation.samplers import draw_one
-from flowgrpo.policies.pipelines.frames import rate_of, told
+from flowgrpo.policies.pipelines.frames import rate_of, with_fps
 from flowgrpo.policies.pipelines.load import rate_ahead
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.tools.check.tiny import make
@@ -37,7 +37,7 @@ def test_cogvideox_15_has_twice_the_rate_of_the_first(tmp_path):
 
 def test_a_pipeline_that_is_told_the_rate_gets_it_and_others_do_not():
     (ltx, call), (wan, _) = make("LTX2Pipeline"), make("WanPipeline")
-    assert told(type(ltx), {}, 30) == {"frame_rate": 30} and told(type(wan), {}, 30) == {}
+    assert with_fps(type(ltx), {}, 30) == {"frame_rate": 30} and with_fps(type(wan), {}, 30) == {}
     assert rate_of(ltx, {"frame_rate": 50}) == 50
     slow, fast = (draw_one(ltx, Prompt("a cat"), 0, call | {"num_inference_steps": 2, "fps": fps}) for fps in (8, 60))
     assert not torch.equal(slow, fast)

@@ -6,7 +6,7 @@ from PIL import Image
 from torchvision.transforms.functional import to_tensor
 
 from flowgrpo.errors import UserError
-from flowgrpo.policies.pipelines.image_latents import START, ImageEncoder, mode, read, scaled
+from flowgrpo.policies.pipelines.image_latents import START, ImageEncoder, mode, read, scale_latents
 from flowgrpo.tools.check.tiny import images
 from tests.helpers import tiny
 
@@ -26,12 +26,12 @@ def policy_of(made):
 
 def test_an_autoencoders_latents_by_its_config():
     z = torch.tensor([1.0, 2.0, 3.0, 4.0]).view(1, 2, 1, 2)
-    torch.testing.assert_close(scaled(z, {"shift_factor": 0.5, "scaling_factor": 2.0}), 2 * z - 1)
-    torch.testing.assert_close(scaled(z, {"scaling_factor": 3.0, "shift_factor": None}), 3 * z)
+    torch.testing.assert_close(scale_latents(z, {"shift_factor": 0.5, "scaling_factor": 2.0}), 2 * z - 1)
+    torch.testing.assert_close(scale_latents(z, {"scaling_factor": 3.0, "shift_factor": None}), 3 * z)
     moments = {"latents_mean": [1.0, 3.0], "latents_std": [0.5, 2.0]}
     wanted = torch.tensor([0.0, 2.0, 0.0, 0.5]).view(1, 2, 1, 2)  # (1-1)/.5, (2-1)/.5, (3-3)/2, (4-3)/2
-    torch.testing.assert_close(scaled(z, moments), wanted)
-    torch.testing.assert_close(scaled(z, moments | {"scaling_factor": 4.0}), 4 * wanted)
+    torch.testing.assert_close(scale_latents(z, moments), wanted)
+    torch.testing.assert_close(scale_latents(z, moments | {"scaling_factor": 4.0}), 4 * wanted)
 
 
 @pytest.mark.parametrize("make", [images.sd3, images.flux, images.qwen_image])

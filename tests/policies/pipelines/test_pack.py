@@ -9,11 +9,11 @@ from diffusers import DDIMScheduler
 from flowgrpo.config.sections import Memory
 from flowgrpo.errors import UserError
 from flowgrpo.policies.pipelines.probes import copies
-from flowgrpo.samplers.grids import make_grid, shifted
+from flowgrpo.samplers.grids import make_grid, shift_grid
 from flowgrpo.samplers.growth import explore
 from flowgrpo.samplers.kernels import Euler, FlowSDE
 from flowgrpo.samplers.plans import Schedule
-from flowgrpo.samplers.replay import replay, rescored
+from flowgrpo.samplers.replay import replay, rescore
 from flowgrpo.samplers.rollout import RolloutSpec, seeder
 from flowgrpo.tools.check.tiny import make
 from flowgrpo.tools.check.tiny.unets import lcm
@@ -55,7 +55,7 @@ def policy():
 def tree(policy):
     """Three prompts' trees in one part, and their conditioning."""
     conditioning = policy.encode(["red", "blue", "green"])
-    plan = RolloutSpec(shifted(6, 3.0), TREE, FlowSDE(0.7), Euler(), 4, keep_means=True)
+    plan = RolloutSpec(shift_grid(6, 3.0), TREE, FlowSDE(0.7), Euler(), 4, keep_means=True)
     [part] = explore(policy, conditioning, [plan], 24, seeder(0, 0))
     return part, conditioning
 
@@ -82,7 +82,7 @@ def test_rows_of_different_steps_give_what_each_gives_alone(name, guidance):
 
 
 def flux_state(policy, conditioning) -> tuple[int, ...]:
-    plan = RolloutSpec(shifted(2, 3.0), Schedule((0,), (0,)), FlowSDE(0.7), Euler(), 2)
+    plan = RolloutSpec(shift_grid(2, 3.0), Schedule((0,), (0,)), FlowSDE(0.7), Euler(), 2)
     return tuple(next(explore(policy, conditioning, [plan], 2, seeder(0, 0))).finals[0].shape[1:])
 
 
@@ -143,7 +143,7 @@ def test_gradients_go_with_the_options_that_save_memory(options):
         policy = policy_of("sd3", **own)
         conditioning = policy.encode(["red", "blue", "green"])
         assert policy.vector(conditioning)
-        plan = RolloutSpec(shifted(6, 3.0), TREE, FlowSDE(0.7), Euler(), 4)
+        plan = RolloutSpec(shift_grid(6, 3.0), TREE, FlowSDE(0.7), Euler(), 4)
         [part] = explore(policy, conditioning, [plan], 24, seeder(0, 0))
         for k, rows, new in replay(policy, conditioning, part, 10, pack):
             (new.logp.sum() * (k + 1) / 39).backward()
@@ -156,7 +156,7 @@ def test_gradients_go_with_the_options_that_save_memory(options):
 def test_scores_are_those_of_a_replay_step_by_step(policy, tree, micro_batch):
     part, conditioning = tree
     with torch.no_grad():
-        alone, packed = (rescored(part, replay(policy, conditioning, part, micro_batch, pack))
+        alone, packed = (rescore(part, replay(policy, conditioning, part, micro_batch, pack))
                          for pack in (False, True))
     for taken, one, other in zip(part.transitions, alone.transitions, packed.transitions, strict=True):
         torch.testing.assert_close(other.old.logp, one.old.logp, rtol=0, atol=1e-6)
@@ -229,11 +229,11 @@ def test_in_half_precision_scores_are_the_same_once_they_are_computed_in_the_sam
     policy = tiny.stir(tiny.policy(tiny.sd3().to(torch.bfloat16), precision="bf16"))
     conditioning = policy.encode(["red", "blue", "green"])
     assert policy.vector(conditioning)
-    plan = RolloutSpec(shifted(6, 3.0), TREE, FlowSDE(0.7), Euler(), 4)
+    plan = RolloutSpec(shift_grid(6, 3.0), TREE, FlowSDE(0.7), Euler(), 4)
     part = next(explore(policy, conditioning, [plan], 4, seeder(0, 0)))  # 1 state at its first step, in a batch alone
     def largest(part) -> float:
         with torch.no_grad():
             return max((new.logp - part.transitions[k].old.logp[rows]).abs().max().item()
                        for k, rows, new in replay(policy, conditioning, part, 10, pack=True))
-    again = rescored(part, replay(policy, conditioning, part, 10, pack=True))
+    again = rescore(part, replay(policy, conditioning, part, 10, pack=True))
     assert largest(part) < 1e-2 and largest(again) == 0

@@ -20,7 +20,7 @@ from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.weights import adapters
 from flowgrpo.policies.weights.lora_files import LORA_FILE
-from flowgrpo.samplers.grids import shifted
+from flowgrpo.samplers.grids import shift_grid
 from flowgrpo.samplers.growth import explore
 from flowgrpo.samplers.kernels import Euler, FlowSDE
 from flowgrpo.samplers.plans import Schedule
@@ -89,7 +89,7 @@ def test_another_guidance_in_the_replay_is_found_out():
 
 # --- what is trained -------------------------------------------------------------------------------------------------
 def gradient_of(policy) -> None:
-    policy.replay(policy.encode(["red"]), torch.ones(1, *tiny.LATENTS), shifted(4, 3.0), 1).square().sum().backward()
+    policy.replay(policy.encode(["red"]), torch.ones(1, *tiny.LATENTS), shift_grid(4, 3.0), 1).square().sum().backward()
 
 
 @pytest.mark.parametrize("rank", [2, 0])
@@ -119,7 +119,7 @@ def test_a_lora_starts_as_the_base_and_its_gradient_at_b():
 def output(policy) -> torch.Tensor:
     x = torch.randn(2, *tiny.LATENTS, generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
-        return policy.replay(policy.encode(["red", "blue"]), x, shifted(4, 3.0), 1)
+        return policy.replay(policy.encode(["red", "blue"]), x, shift_grid(4, 3.0), 1)
 
 
 def base_output(guidance: float) -> torch.Tensor:
@@ -154,7 +154,7 @@ def test_swapped_weights_come_back(rank):
     policy = tiny.stir(tiny.policy(rank=rank))
     tuned, kept = output(policy), policy.weights.snapshot()
     other = {key: torch.full_like(value, 0.1) for key, value in kept.items()}
-    with pytest.raises(ZeroDivisionError), policy.weights.swapped(other):
+    with pytest.raises(ZeroDivisionError), policy.weights.swap(other):
         assert all((parameter == 0.1).all() for parameter in policy.weights.parameters())
         assert not torch.equal(output(policy), tuned)
         1 / 0
@@ -332,7 +332,7 @@ def test_a_pipeline_that_encodes_negative_prompts_by_themselves():
     policy = tiny.policy(tiny.flux(), call=tiny.FLUX_CALL | {"true_cfg_scale": 4.0}, guidance=2.0)
     conditioning = policy.encode(["red", "blue"], ["old", "old"])
     assert len(conditioning.calls) == 2 and not torch.equal(conditioning.calls[0][0], conditioning.calls[1][0])
-    plan = RolloutSpec(shifted(3, 3.0), Schedule((1,), (1,)), FlowSDE(0.7), Euler(), 2, roots=2)
+    plan = RolloutSpec(shift_grid(3, 3.0), Schedule((1,), (1,)), FlowSDE(0.7), Euler(), 2, roots=2)
     policy.evaluations = 0
     [part] = explore(policy, conditioning, [plan], 4, seeder(0, 0))
     assert policy.evaluations == 2 * 4 * 3
@@ -372,7 +372,7 @@ def test_the_pipeline_is_left_as_it_was():
     output(policy)
     assert pipe.scheduler is scheduler and "encode_prompt" not in vars(pipe)
     with pytest.raises(RuntimeError):
-        policy.run(Segment(shifted(2, 3.0), range(2)), policy.encode(["red"]), torch.ones(1, 4, 3, 3))
+        policy.run(Segment(shift_grid(2, 3.0), range(2)), policy.encode(["red"]), torch.ones(1, 4, 3, 3))
     assert pipe.scheduler is scheduler and "encode_prompt" not in vars(pipe)
 
 

@@ -261,7 +261,7 @@ def test_a_run_trains_on_a_prompt_file_with_images(folders, files, tmp_path):
 
 def test_diffusers_without_a_control_net_form_is_one_line():
     with pytest.raises(UserError, match="diffusers has no ControlNet pipeline of SanaVideoPipeline"):
-        conditioned.steered_class("SanaVideoPipeline")
+        conditioned.controlnet_class("SanaVideoPipeline")
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from flowgrpo.policies.pipelines.call import join as join_rows
 from flowgrpo.policies.pipelines.conditioning import PromptCache, digest, join
 from flowgrpo.policies.pipelines.pipeline import PLACED, PipelinePolicy
 from flowgrpo.policies.pipelines.probes import other
-from flowgrpo.samplers.grids import shifted
+from flowgrpo.samplers.grids import shift_grid
 from flowgrpo.samplers.scheduler import Segment
 from flowgrpo.tools.check import tiny
 
@@ -39,7 +39,7 @@ def files(tmp_path):
 def output(policy, conditioning, rows=2):
     x = torch.ones(rows, 16, 16) * 0.5
     with torch.no_grad():
-        return policy.replay(conditioning, x, shifted(3, 3.0), 1)
+        return policy.replay(conditioning, x, shift_grid(3, 3.0), 1)
 
 
 def test_every_row_sees_the_image_of_its_prompt(kontext, files):
@@ -60,7 +60,7 @@ def test_images_of_other_shapes_change_nobodys_row(name, encoder, tmp_path):
         Image.fromarray((255 * noise).byte().numpy()).save(tmp_path / f"{file}.png")
     live, images = policy(name), [str(tmp_path / "square.png"), str(tmp_path / "wide.png")]
     encode = PromptCache(live) if encoder else live.encode
-    task = Segment(shifted(3, 3.0), range(3))
+    task = Segment(shift_grid(3, 3.0), range(3))
     def drawn(rows: list[int]) -> torch.Tensor:
         conditioning = encode(["a"] * len(rows), [""] * len(rows), [images[i] for i in rows])
         return live.run(task, conditioning, None, live.generators(rows))[0]

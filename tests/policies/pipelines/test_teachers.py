@@ -10,7 +10,7 @@ from flowgrpo.methods.setup import check_parts
 from flowgrpo.methods.validate import resolve
 from flowgrpo.objectives.kl import Linear
 from flowgrpo.objectives.references import Teacher, Teachers
-from flowgrpo.policies.options import checked
+from flowgrpo.policies.options import check_method
 from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.samplers.replay import replay
 from flowgrpo.training import sampling, state
@@ -117,7 +117,7 @@ def test_a_source_without_a_teacher_is_refused_in_one_line(reference, told):
 def test_a_teacher_that_is_not_there_is_refused(tmp_path):
     options = {"models": {"a": str(tmp_path / "none")}}
     with pytest.raises(UserError, match="parts.reference.models"):
-        checked(tiny.config(method="flow_grpo+diffusion_opd", parts={"reference": options}), "pipeline", "cpu")
+        check_method(tiny.config(method="flow_grpo+diffusion_opd", parts={"reference": options}), "pipeline", "cpu")
 
 
 def test_the_preset(models):

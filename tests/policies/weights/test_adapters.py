@@ -159,11 +159,11 @@ def test_a_module_is_as_before_when_its_adapter_is_removed(name):
     targets = [key for key, part in module.named_modules() if isinstance(part, torch.nn.Linear)][:2]
     for first in ("default", "other"):
         adapters.add(module, LoraConfig(r=2, target_modules=targets), first)
-        assert len(lora_layers(module)) == 2 and [*adapters.named(module)] == [first]
+        assert len(lora_layers(module)) == 2 and [*adapters.adapter_configs(module)] == [first]
         adapters.delete(module, first)
         after = module.state_dict()
         assert after.keys() == before.keys() and all(torch.equal(after[key], value) for key, value in before.items())
-        assert [type(part) for part in module.modules()] == kinds and not adapters.named(module)
+        assert [type(part) for part in module.modules()] == kinds and not adapters.adapter_configs(module)
         assert not getattr(module, "_hf_peft_config_loaded", False)
 
 
@@ -175,7 +175,7 @@ def test_one_adapter_of_two_is_deleted():
         adapters.add(module, LoraConfig(r=2, target_modules=[target]), name)
     adapters.delete(module, "two")
     adapters.delete(module, "two")
-    assert [*adapters.named(module)] == ["one"] and [*lora_layers(module)[target].lora_A] == ["one"]
+    assert [*adapters.adapter_configs(module)] == ["one"] and [*lora_layers(module)[target].lora_A] == ["one"]
 
 
 def changed(folder: Path, tmp_path: Path, change) -> Path:

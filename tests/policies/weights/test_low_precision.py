@@ -18,7 +18,7 @@ from flowgrpo.policies.weights.low_precision import (
     resolve_auto,
     with_quantised_weights,
 )
-from flowgrpo.samplers.grids import shifted
+from flowgrpo.samplers.grids import shift_grid
 from flowgrpo.samplers.preview import PRECISIONS, Preview, previews
 from flowgrpo.samplers.rollout import seeder
 from flowgrpo.training import sampling
@@ -38,7 +38,7 @@ def policy():
 
 
 def looked(policy, conditioning) -> torch.Tensor:
-    return previews(policy, conditioning, shifted(3, 3.0), None, 4, 8, seeder(0, 0))
+    return previews(policy, conditioning, shift_grid(3, 3.0), None, 4, 8, seeder(0, 0))
 
 
 def weights(policy) -> dict[str, torch.Tensor]:
@@ -227,7 +227,7 @@ def test_the_chosen_images_start_from_bit_identical_noise(precision):
     parts, conditioning, _ = sampling.sample(trainer, trainer.prompts[:2])
     assert all(torch.equal(value, before[key]) for key, value in weights(trainer.policy).items())
     with with_quantised_weights(trainer.policy, precision):
-        finals = previews(trainer.policy, conditioning, shifted(2, 3.0), None, 9, 4, seeder(0, 0))
+        finals = previews(trainer.policy, conditioning, shift_grid(2, 3.0), None, 9, 4, seeder(0, 0))
     scores = tiny.red(trainer.rollouts.decode(finals, conditioning.rows(torch.arange(2).repeat_interleave(9))), None)
     for prompt, part in enumerate(parts):
         ranked = scores.view(2, 9)[prompt].argsort(descending=True)

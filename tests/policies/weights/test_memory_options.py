@@ -26,7 +26,7 @@ from flowgrpo.policies.weights.forwards import compile_blocks
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.policies.weights.trainable import TrainableWeights
 from flowgrpo.run import run
-from flowgrpo.samplers.grids import shifted
+from flowgrpo.samplers.grids import shift_grid
 from flowgrpo.samplers.growth import explore
 from flowgrpo.samplers.kernels import Euler, FlowSDE
 from flowgrpo.samplers.plans import Schedule
@@ -39,7 +39,7 @@ from flowgrpo.training import memory
 from flowgrpo.training.optimizer import make_optimizer
 from tests.helpers import loop, tiny
 
-PLAN = RolloutSpec(shifted(4, 3.0), Schedule((1, 2), (1, 2)), FlowSDE(0.7), Euler(), 4, keep_means=True)
+PLAN = RolloutSpec(shift_grid(4, 3.0), Schedule((1, 2), (1, 2)), FlowSDE(0.7), Euler(), 4, keep_means=True)
 
 
 def rollout(policy, conditioning=None, plan=PLAN):
@@ -287,7 +287,7 @@ def test_the_starters_images_are_decoded_tile_by_tile():
     pipe.vae.tile_sample_min_size = 64
     whole = PipelinePolicy(pipe, None, guidance=2.0)
     conditioning, tiles = whole.encode(["two red circles"]), []
-    grid = shifted(8, 3.0)
+    grid = shift_grid(8, 3.0)
     latents = whole.run(Segment(grid, range(8)), conditioning, None, whole.generators([0]))[0].repeat(1, 1, 2, 2)
     expected = whole.decode(latents, conditioning)
     tiled = PipelinePolicy(pipe, None, guidance=2.0, memory=Memory(vae="tiled"))
@@ -452,11 +452,11 @@ def test_reference_predictions_are_computed_once_for_all_inner_epochs():
 
 
 def test_a_large_reference_is_put_in_place_once_per_epoch(monkeypatch):
-    entered, swapped = [], TrainableWeights.swapped
+    entered, swapped = [], TrainableWeights.swap
     def counted(self, values):
         entered.append(len(values))
         return swapped(self, values)
-    monkeypatch.setattr(TrainableWeights, "swapped", counted)
+    monkeypatch.setattr(TrainableWeights, "swap", counted)
     few, count = epoch_of(False, 1, adapter__rank=0), len(entered)
     monkeypatch.setattr(trainable, "KEPT", 1000)
     once = epoch_of(False, 1, adapter__rank=0)

@@ -20,7 +20,7 @@ from flowgrpo.evaluation.evaluate import evaluate
 from flowgrpo.evaluation.pages import figures
 from flowgrpo.policies import loading
 from flowgrpo.policies.pipelines.load import denoisers, load_pipeline
-from flowgrpo.policies.pipelines.rlg import Branches, blended, guided
+from flowgrpo.policies.pipelines.rlg import Branches, extrapolate, rl_guidance
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.policies.weights.trainable import lora_layers
 from flowgrpo.samplers.scheduler import PolicyScheduler, Segment
@@ -80,7 +80,7 @@ def test_gaussians_move_by_the_weight_and_keep_their_deviation(weight):
     stock.set_timesteps(sigmas=[(STEPS - k) / STEPS for k in range(STEPS)])
     for scheduler, tolerance in ((ours, 1e-10), (stock, 1e-4)):
         x = noise
-        with guided({tuned: Field(0.0)}, weight):
+        with rl_guidance({tuned: Field(0.0)}, weight):
             for t in scheduler.timesteps:
                 x = scheduler.step(tuned(x, t)[0], t, x, return_dict=False)[0]
         assert (x - (weight * MEAN + shrink() * noise)).abs().max() < tolerance
@@ -90,30 +90,31 @@ def test_gaussians_move_by_the_weight_and_keep_their_deviation(weight):
 
 def test_a_blend_by_hand():
     base, tuned = torch.tensor([1.0, -2.0]), torch.tensor([2.0, 2.0])
-    assert blended(base, tuned, 3.0).tolist() == [4.0, 10.0] and blended(base, tuned, 0.25).tolist() == [1.25, -1.0]
-    nested = blended(({"a": base}, [base], None, 1), ({"a": tuned}, [tuned], None, 2), 2.0)
+    assert extrapolate(base, tuned, 3.0).tolist() == [4.0, 10.0]
+    assert extrapolate(base, tuned, 0.25).tolist() == [1.25, -1.0]
+    nested = extrapolate(({"a": base}, [base], None, 1), ({"a": tuned}, [tuned], None, 2), 2.0)
     assert nested[0]["a"].tolist() == nested[1][0].tolist() == [3.0, 6.0] and nested[2:] == (None, 2)
-    assert blended(torch.tensor([1]), torch.tensor([4]), 2.0).tolist() == [4]  # no floats
+    assert extrapolate(torch.tensor([1]), torch.tensor([4]), 2.0).tolist() == [4]  # no floats
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_a_blend_rounds_once_and_ends_at_either_side(dtype):
     base, tuned = torch.randn(2, 1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
-    assert torch.equal(blended(base, tuned, 0.0), base) and torch.equal(blended(base, tuned, 1.0), tuned)
+    assert torch.equal(extrapolate(base, tuned, 0.0), base) and torch.equal(extrapolate(base, tuned, 1.0), tuned)
     exact = base.double() + 2.5 * (tuned.double() - base.double())
     ulp = torch.finfo(dtype).eps * exact.abs() + 8 * torch.finfo(torch.promote_types(dtype, torch.float32)).eps
-    assert blended(base, tuned, 2.5).dtype == dtype
-    assert ((blended(base, tuned, 2.5).double() - exact).abs() <= ulp).all()
+    assert extrapolate(base, tuned, 2.5).dtype == dtype
+    assert ((extrapolate(base, tuned, 2.5).double() - exact).abs() <= ulp).all()
 
 
 def test_modules_are_left_as_they_were():
     tuned, x, t = Field(MEAN), torch.ones(1, 1), torch.tensor(500.0)
-    with pytest.raises(ZeroDivisionError), guided({tuned: Field(0.0)}, 2.0):
+    with pytest.raises(ZeroDivisionError), rl_guidance({tuned: Field(0.0)}, 2.0):
         assert tuned(x, t)[0].item() == -2 * MEAN
         1 / 0
     assert "forward" not in vars(tuned) and tuned(x, t)[0].item() == -MEAN
     tuned.forward = lambda *_: (7.0,)  # such as hooks put in place
-    with guided({tuned: lambda *_: (1.0,)}, 0.0):
+    with rl_guidance({tuned: lambda *_: (1.0,)}, 0.0):
         assert tuned() == (1.0,)
     assert tuned() == (7.0,)
 
@@ -163,7 +164,7 @@ def test_the_blend_itself_ends_at_base_and_tuned_bit_for_bit(model, run):
     first = next(iter(branches._bases().values()))
     for weight, expected in ((0, base), (1, tuned)):
         counted = {module: lambda *args, **kwargs: (calls.append(1), first(*args, **kwargs))[1]}
-        assert torch.equal(picture(pipe, guided(counted, Number(weight))), expected)
+        assert torch.equal(picture(pipe, rl_guidance(counted, Number(weight))), expected)
         assert len(calls) == 4  # two steps, each once by the base and once by the tuned
         calls.clear()
 
@@ -201,11 +202,11 @@ def test_a_policys_own_sampler_is_guided_as_the_stock_pipeline_is(rank):
         base, _ = ran()
     found = {}
     for weight in (0.0, 1.0, 1.5):
-        with policy.guided(weight):
+        with policy.rl_guidance(weight):
             found[weight] = ran()[0]
     assert torch.equal(found[0.0], base) and torch.equal(found[1.0], tuned)
     before = policy.evaluations
-    with policy.guided(1.5):
+    with policy.rl_guidance(1.5):
         stock = policy.generate(conditioning, policy.generators([1, 2]), 3, 3.0, output_type="latent")
     assert policy.evaluations - before == 2 * cost
     torch.testing.assert_close(found[1.5], stock, rtol=0, atol=1e-5)

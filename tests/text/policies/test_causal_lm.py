@@ -139,7 +139,8 @@ def test_prompts_are_shared_in_half_precision_whatever_the_first_one_is():
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight / 45)
     asked = ["1;" * count + "3=" for count in range(1, 24)]
     found = [CausalLM(model.to(torch.bfloat16), tokenizer, None, Text(max_tokens=6), precision="bf16") for _ in asked]
-    assert {prompt: own.unshared(own.encode([prompt])) for prompt, own in zip(asked, found)} == dict.fromkeys(asked, "")
+    assert {prompt: own.reason_not_shared(own.encode([prompt])) for prompt,
+            own in zip(asked, found)} == dict.fromkeys(asked, "")
 
 
 def test_the_error_of_logits_by_hand():
@@ -153,15 +154,15 @@ def test_the_error_of_logits_by_hand():
 
 def test_a_trial_is_made_once_in_a_run():
     first, last = tiny.policy(), tiny.policy()
-    assert first.unshared(first.encode(ASKED)) == ""
+    assert first.reason_not_shared(first.encode(ASKED)) == ""
     assert first.state() == ({}, {"apart": ""})
     last.load_state({}, {"apart": "it was not so"})
-    assert last.unshared(last.encode(ASKED)) == "it was not so" and not last.shares(last.encode(ASKED))
+    assert last.reason_not_shared(last.encode(ASKED)) == "it was not so" and not last.shares(last.encode(ASKED))
     last.load_state({}, {})
     assert last.shares(last.encode(ASKED))
     recomputing = tiny.policy(checkpointing=True)
     recomputing.load_state({}, {"apart": ""})
-    assert recomputing.unshared(recomputing.encode(ASKED)) == RECOMPUTED
+    assert recomputing.reason_not_shared(recomputing.encode(ASKED)) == RECOMPUTED
     last.load_state({}, {"apart": RECOMPUTED})  # of a run with gradient checkpointing, which this one has not
     assert last.shares(last.encode(ASKED))
 

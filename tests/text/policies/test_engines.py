@@ -187,7 +187,7 @@ def test_what_has_no_engine_or_weight():
     made, before, asked = halved(method="remax")
     for part in before:
         assert part.transitions[0].greedy is not None
-        taken = made.rollouts.rescored(shifted(part, 1.5), asked).transitions[0]
+        taken = made.rollouts.rescore(shifted(part, 1.5), asked).transitions[0]
         assert (taken.importance[taken.greedy] == 1).all() and (taken.importance[~taken.greedy] > 1).any()
 
 
@@ -215,7 +215,7 @@ def shifted(part, by):
 def test_tokens_drawn_in_half_precision_are_weighted_by_what_the_replay_gives_them(options, by, expected):
     """Old scores computed again are the trainer's: r = trainer / sampler = `by` for every drawn token."""
     made, before, asked = halved(**options)
-    exact = [made.rollouts.rescored(part, asked) for part in before]  # the trainer's own, to the bit
+    exact = [made.rollouts.rescore(part, asked) for part in before]  # the trainer's own, to the bit
     made.rollouts.mismatches = []
     said: list[str] = []
     found = made.first_ratio([shifted(part, by) for part in exact], asked, said.append)
@@ -267,9 +267,9 @@ def test_tokens_of_requests_as_completions():
                                  logprobs=[{token: SimpleNamespace(logprob=value)} for token, value in steps])]
         return SimpleNamespace(outputs=[own])
     policy = tiny.policy(max_tokens=3)  # </s> is 2, the digits begin with 3
-    rows = engines.drawn([request((4, -0.5), (2, -0.25)), request((5, -1.0), (6, -2.0), (3, -3.0))])
+    rows = engines.read_outputs([request((4, -0.5), (2, -0.25)), request((5, -1.0), (6, -2.0), (3, -3.0))])
     assert rows == [([4, 2], [-0.5, -0.25]), ([5, 6, 3], [-1.0, -2.0, -3.0])]
-    made = engines.packed(policy, [*rows, ([2, 7], [-0.1, -9.0])])
+    made = engines.pack_completions(policy, [*rows, ([2, 7], [-0.1, -9.0])])
     assert made.ids.tolist() == [[4, 2, 0], [5, 6, 3], [2, 0, 0]] and made.texts == ["1", "230", ""]
     assert made.logp.tolist() == [[-0.5, -0.25, 0.0], [-1.0, -2.0, -3.0], [pytest.approx(-0.1), 0.0, 0.0]]
     assert made.mask.tolist() == [[True, True, False], [True] * 3, [True, False, False]]

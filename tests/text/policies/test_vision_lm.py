@@ -141,7 +141,7 @@ def test_whole_rows_and_only_the_language_model(family, images):
     own._positions = lambda asked, inputs, mask: ((mask.cumsum(1) - 1).clamp(min=0), mask.sum(1, keepdim=True))
     assert own.shares(text)  # positions of a text are right for texts, and for images that are counted so
     assert own.shares(asked) is (family != "qwen")
-    assert ("of their spread, expected at most 0.001" in own.unshared(asked)) is (family == "qwen")
+    assert ("of their spread, expected at most 0.001" in own.reason_not_shared(asked)) is (family == "qwen")
     own = tiny.policy(family)
     trained = {name.split(".lora_")[0] for name in own.weights.named}
     assert len(trained) == 2 * 7 and all(".layers." in name for name in trained)

@@ -10,7 +10,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.text.rewards import boxes, majority
 from flowgrpo.text.rewards.code_tests import alike, similarity, sound, svg_of
 from flowgrpo.text.rewards.embeddings import ReferenceBand, TextDiversity, lexical, likeness, ngrams
-from flowgrpo.text.rewards.rules import MultiChoice, chosen
+from flowgrpo.text.rewards.rules import MultiChoice, read_choices
 from tests.helpers import loop, tiny_text
 from tests.helpers.refusals import message
 
@@ -32,7 +32,7 @@ def test_boxes_are_matched_with_those_of_the_key(text, key, expected):
 
 
 def test_boxes_and_overlaps_by_hand():
-    assert boxes.matched([(0, 0, 10, 10), (0, 0, 10, 10)], [(0, 0, 10, 10), (20, 0, 30, 10)]) == 0.5
+    assert boxes.match_score([(0, 0, 10, 10), (0, 0, 10, 10)], [(0, 0, 10, 10), (20, 0, 30, 10)]) == 0.5
     assert one("box_format", "[1, 2, 3000, 4]") == 1 and one("box_format", "[-1, 2, 3, 4]") == 0
     assert one("time_iou", "[15, 25]", {"floor": 0.3}, span=[10, 20]) == pytest.approx(1 / 3)
     assert one("time_iou", "[15, 25]", {"floor": 0.4}, span=[10, 20]) == 0 and one("time_iou", "1-2") is None
@@ -64,7 +64,7 @@ def test_a_key_that_is_none(name, metadata, expected):
     ("A, C", {"A", "C"}), ("(a) and (c).", {"A", "C"}), ("ACD", {"A", "C", "D"}), ("B", {"B"}), ("cat", {"CAT"}),
     ("red; blue", {"RED", "BLUE"}), ("", set()), ("AA", {"AA"})])
 def test_choices_that_an_answer_names(text, choices):
-    assert chosen(text) == choices
+    assert read_choices(text) == choices
 
 
 def test_a_part_of_the_right_choices_has_partial_credit():
@@ -168,7 +168,7 @@ def test_a_slope(values, expected):
     ([("a", 0.7), ("a", 0.6), ("a", 0.5)], None), ([("a", 0.5), ("b", 0.6), ("a", 0.7)], None),
     ([("a", 0.5), ("a", 0.7)], None), ([("a", 0.6)] * 3, None), ([(None, 0.5), (None, 0.6), (None, 0.7)], None)])
 def test_a_label_is_replaced_by_a_rising_and_stable_majority(history, answer):
-    assert majority.refined(history, 3) == answer
+    assert majority.refine_label(history, 3) == answer
 
 
 def test_labels_give_way_and_trajectories_are_trusted():

@@ -13,7 +13,7 @@ from flowgrpo import rewards
 from flowgrpo.__main__ import main
 from flowgrpo.contrib.criteria import TextJudgeRubric
 from flowgrpo.errors import UserError
-from flowgrpo.text.rewards.embeddings import SemanticSimilarity, pooled
+from flowgrpo.text.rewards.embeddings import SemanticSimilarity, mean_pool
 from flowgrpo.text.rewards.judge import TextJudge
 from flowgrpo.text.rewards.models import (
     ReasoningDepth,
@@ -142,9 +142,9 @@ def test_folders_and_padding_of_reward_models(tmp_path):
     class Config:
         pad_token_id, vocab_size = 1, 9
 
-    assert unused([[0, 2], [3]], Config) == 1 and unused([[0, 1], [3]], Config) == 2
+    assert padding_token([[0, 2], [3]], Config) == 1 and padding_token([[0, 1], [3]], Config) == 2
     Config.pad_token_id = None
-    assert unused([[0, 1], [3]], Config) == 2
+    assert padding_token([[0, 1], [3]], Config) == 2
 
 
 def test_reward_models_that_are_none(tmp_path):
@@ -259,7 +259,7 @@ def test_wrong_lines(line, told, tmp_path):
 
 def test_embeddings_are_means_of_the_states_of_a_texts_tokens():
     states = torch.tensor([[[3.0, 0.0], [1.0, 8.0], [9.0, 9.0]]])
-    assert pooled(states, torch.tensor([[1, 1, 0]])).tolist() == [[pytest.approx(2 / 20 ** 0.5),
+    assert mean_pool(states, torch.tensor([[1, 1, 0]])).tolist() == [[pytest.approx(2 / 20 ** 0.5),
                                                                   pytest.approx(4 / 20 ** 0.5)]]
     model, tokenizer = tiny_text.model()
     reward = SemanticSimilarity(parts=(model.model, tokenizer), batch_size=1)
@@ -268,8 +268,8 @@ def test_embeddings_are_means_of_the_states_of_a_texts_tokens():
     assert scores[:2] == [pytest.approx(1, abs=1e-5)] * 2 and scores[2] is None
     far = reward(["12"], [""], [{"answer": "99-66"}])[0]
     assert -1 <= far < 0.999
-    together = SemanticSimilarity(parts=(model.model, tokenizer)).embedded(["1", "23+4"])
-    torch.testing.assert_close(together, reward.embedded(["1", "23+4"]), rtol=0, atol=1e-5)
+    together = SemanticSimilarity(parts=(model.model, tokenizer)).embed(["1", "23+4"])
+    torch.testing.assert_close(together, reward.embed(["1", "23+4"]), rtol=0, atol=1e-5)
 
 
 def test_divergences_and_likelihoods_need_a_policy():

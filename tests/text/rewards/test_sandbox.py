@@ -44,7 +44,7 @@ def none(monkeypatch, folder: Path) -> None:
 def test_what_this_machine_has_and_prefers():
     """Every kind either works or has its reason, so that the tests below tell of which boundaries they speak."""
     assert len(WORKING) + len(REASONS) == len(boundaries.KINDS) and WORKING.keys() <= boundaries.KINDS.keys()
-    assert choose.described() == (", ".join(WORKING) if WORKING else f"none ({'; '.join(REASONS)})")
+    assert choose.describe_boundary() == (", ".join(WORKING) if WORKING else f"none ({'; '.join(REASONS)})")
     assert list(boundaries.KINDS) == ["bubblewrap", "nsjail", "wasmtime"]
     assert list(choose.available()[0]) == [kind for kind in boundaries.KINDS if kind in WORKING]
 
@@ -56,7 +56,8 @@ def test_without_a_boundary_the_reward_refuses(monkeypatch, tmp_path):
     assert f"no boundary for it ({reasons}): install bubblewrap" in line
     assert "accept_risk: true" in line and "\n" not in line
     assert choose.choose(accept_risk=True).kind == "none"
-    assert choose.described() == "none (bwrap is not installed; nsjail is not installed; wasmtime is not installed)"
+    assert choose.describe_boundary() == ("none (bwrap is not installed; nsjail is not installed; "
+                                          "wasmtime is not installed)")
 
 
 def test_a_variable_that_the_boundary_sets_is_no_leak(monkeypatch):
@@ -64,7 +65,7 @@ def test_a_variable_that_the_boundary_sets_is_no_leak(monkeypatch):
     for name in os.environ.keys() - {"PATH"}:
         monkeypatch.delenv(name)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    choose._probed.cache_clear()
+    choose._probe.cache_clear()
     assert choose.available()[0].keys() == WORKING.keys()
 
 

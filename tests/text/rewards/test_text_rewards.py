@@ -11,7 +11,7 @@ import torch
 
 from flowgrpo import rewards
 from flowgrpo.config.reward_rules import RewardRule
-from flowgrpo.text.rewards.answer_keys import abstains, boxed, marked, spoken, stated
+from flowgrpo.text.rewards.answer_keys import abstains, explicit_answer, final_answer, last_box, spoken
 from flowgrpo.text.rewards.code_tests import JsonSchema
 from flowgrpo.text.rewards.judge import Rubric
 from flowgrpo.text.rewards.numeric import MathAnswer, NumericMatch, Worker, answer_key, expression, last_number
@@ -51,13 +51,13 @@ def one(reward, completion: str, **metadata) -> float | None:
     ("3 \\boxed{3}</think>\n\\boxed{4}", "4"), (r"<answer>\boxed{5}</answer>", r"\boxed{5}"), ("#### \n", None),
 ])
 def test_the_answer_that_is_stated(text, answer):
-    assert stated(text) == answer
+    assert final_answer(text) == answer
 
 
 def test_marks_tags_and_thoughts():
-    assert marked("The answer is 5.") is None and marked("#### 5") == "5"
+    assert explicit_answer("The answer is 5.") is None and explicit_answer("#### 5") == "5"
     assert spoken("<think>a</think> b <think>c") == " b " and spoken("a</think>b") == "b" and spoken("a") == "a"
-    assert boxed("\\boxed{" * 40_000) is None and boxed("}" * 40_000 + r"\boxed{a}") == "a"
+    assert last_box("\\boxed{" * 40_000) is None and last_box("}" * 40_000 + r"\boxed{a}") == "a"
     assert one(FormatTags(begun=True), "a</think><answer>b</answer>") == 1
     assert one(FormatTags(begun=True), "<think>a</think><answer>b</answer>") < 1
     assert one(FormatTags(tags=["plan"]), "<plan>x</plan>") == 1
@@ -79,7 +79,7 @@ def test_exact_and_numeric_matches_as_they_are_set():
     assert one(ExactMatch(extract=False), "The answer is Paris", answer="Paris") == 0
     assert one(ExactMatch(key="city"), "Paris", answer="Rome", city="Paris") == 1
     assert one(ExactMatch(), "Paris") is None and one(ExactMatch(), "Paris", answer=None) is None
-    assert normalised("...") == "..." and normalised(" A \t B. ") == "a b"
+    assert normalise("...") == "..." and normalise(" A \t B. ") == "a b"
     assert one(StepMatch(key="proof", separator="\n"), "a\nb", proof="a\nc") == 0.5 and one(StepMatch(), "1") is None
     assert "separator is empty" in message(StepMatch, separator="")
     near = NumericMatch(tolerance=0.01)
@@ -209,7 +209,7 @@ FORM = ("think", "answer")
     ("<think>a</think><answer>b", 3), ("<think>a</think><answer>b</answer><answer>c</answer>", 2),
     ("<think>a<answer>b</think></answer>", 4), ("a", 0), ("", 0), ("<think><think>", 0), ("<think>a", 1)])
 def test_tags(text, of_six):
-    assert kept(text, FORM) == pytest.approx(of_six / 6, abs=1e-12)
+    assert tag_share(text, FORM) == pytest.approx(of_six / 6, abs=1e-12)
     assert one(FormatTags(graded=False), text) == (of_six == 6)
 
 

@@ -3,9 +3,9 @@
 import pytest
 
 from flowgrpo.rewards import find
-from flowgrpo.text.rewards.code_tests import CodeRun, code_of, paced, read_tests
+from flowgrpo.text.rewards.code_tests import CodeRun, code_of, pace_score, read_tests
 from flowgrpo.text.rewards.sandbox.choose import choose
-from flowgrpo.text.rewards.sandbox.run import Boundary, Checks, Limits, asserts, printed
+from flowgrpo.text.rewards.sandbox.run import Boundary, Checks, Limits, asserts, output_lines
 from tests.helpers.refusals import message
 
 SLOW = Limits(seconds=60)
@@ -29,7 +29,7 @@ def test_tests_and_modules_are_read():
     for wrong in ([], {}, [3], [{"input": "1"}], ["assert 1", {"input": "", "output": ""}]):
         assert "expected a list of strings" in message(read_tests, wrong, error=ValueError)
     assert "and 'assert f(' in it is not Python" in message(read_tests, ["assert f("], error=ValueError)
-    assert printed("a \nb\n\n") == printed("a\nb") != printed("a b")
+    assert output_lines("a \nb\n\n") == output_lines("a\nb") != output_lines("a b")
     code = "import math\ndef area(r):\n    return math.pi * r * r\n"
     test = "assert math.isclose(area(1), 3.14159, rel_tol=1e-4)"
     assert asserts(code, [test], SLOW, choose(accept_risk=True)) == [True]
@@ -120,8 +120,8 @@ def test_a_test_that_hangs_leaves_those_before_it():
 
 def test_fast_code_scores_more_where_it_is_right():
     """At the pace itself 3/4, instantly 1, ever slower 1/2; half the tests never more than that."""
-    assert [paced(1, seconds, 2) for seconds in (0, 2, 6)] == [1, 0.75, 0.625]
-    assert paced(1, 1e6, 2) > paced(0.99, 0, 2) and paced(0.5, 0, 2) == paced(0.5, 9, 2) == 0.25
+    assert [pace_score(1, seconds, 2) for seconds in (0, 2, 6)] == [1, 0.75, 0.625]
+    assert pace_score(1, 1e6, 2) > pace_score(0.99, 0, 2) and pace_score(0.5, 0, 2) == pace_score(0.5, 9, 2) == 0.25
     made = CodeRun(seconds=60, pace=1e6, accept_risk=True)
     right, wrong = made(["def f(): return 1"] * 2, ["p"] * 2, [{"tests": ["assert f() == 1"]},
                                                               {"tests": ["assert f() == 1", "assert f() == 2"]}])

@@ -185,7 +185,7 @@ def test_the_loop_knows_which_samples_are_answers(size):
     parts = [part for part, _ in own.rollouts.sample(asked, 0, None)]
     expert = torch.cat([part.transitions[0].expert for part in parts])
     assert expert.nonzero()[:, 0].tolist() == [3, 15]
-    kept = parts[0].transitions[0].kept(torch.tensor([False, True, True, True] * (len(parts[0].prompts) // 4)))
+    kept = parts[0].transitions[0].select(torch.tensor([False, True, True, True] * (len(parts[0].prompts) // 4)))
     assert kept.expert[2] and kept.expert.sum() == parts[0].transitions[0].expert.sum()
     metrics = own.run_epoch()
     assert metrics["grad_norm"] > 0 and own.first_ratio.max_log_ratio <= 1e-5
@@ -235,7 +235,7 @@ def test_answers_earn_as_they_lack_and_are_written_like_completions():
     close(shaped(rewards, ExpertReward(), expert, weights=[3.0, 1.0]), [[[0.0, 1.0], [1.0, 0.0], [1.0, 1.0]]])
     own = trainer(parts={"decoding": {"type": "WithAnswers", "form": "({answer})"}})
     assert own.rollouts.conditioning(own.prompts).answers == [["(3)"], ["(1234567890)"], [], ["(9)"]]
-    assert WithAnswers(form="{{answer} {x}}").written("3") == "{3 {x}}"
+    assert WithAnswers(form="{{answer} {x}}").format_answer("3") == "{3 {x}}"
     with pytest.raises(UserError, match="expected a text with {answer}"):
         resolve(tiny_text.config(method="visurf", parts={"decoding": {"type": "WithAnswers", "form": "x"}}), "tokens")
 
@@ -289,7 +289,7 @@ def test_the_answers_that_the_policy_comprehends_best_join_a_group_that_failed()
     drawn, parts, learned = epoch.groups, epoch.parts, epoch.conditioning
     [first], [second] = (part.transitions for part in parts)
     assert drawn.turn == 2 and not first.expert.any() and second.expert.tolist() == [False, False, True, True]
-    assert own.policy.written(second.ids, second.old.mask)[2:] == [text for _, text in best[:2]]
+    assert own.policy.detokenize(second.ids, second.old.mask)[2:] == [text for _, text in best[:2]]
     assert epoch.sampled is None and second.old.guided is None
     credited = loop.credit(own, parts, torch.rand(2, 4, 1), ["5;1=", "x"])
     metrics = loop.learn(own, credited, learned, epoch.own)

@@ -9,8 +9,8 @@ from flowgrpo.advantages.baselines import First
 from flowgrpo.advantages.selection import ButFirst
 from flowgrpo.advantages.shaping import Overlong
 from flowgrpo.objectives import Clip, Reinforce, SequenceRatio, TruncatedIS
-from flowgrpo.objectives.reductions import SequenceMean, SequenceSum, TokenMean, reduced
-from flowgrpo.text.samplers.decoding import Decoding, Draw, decided, drawn, score, uniforms
+from flowgrpo.objectives.reductions import SequenceMean, SequenceSum, TokenMean, reduce_loss
+from flowgrpo.text.samplers.decoding import Decoding, Draw, completion_masks, sample_inverse_cdf, score, uniforms
 from flowgrpo.types import Context, SampleMeasures, Scored
 from tests.helpers.refusals import message
 
@@ -61,9 +61,9 @@ def test_sampled_tokens_stay_up_to_the_first_end():
     assert all((each > -torch.inf).sum() == 3 for each in left)
     assert taken[2].tolist() == [scores[2].argmax()] * 2
     expected = (scores / 0.7).log_softmax(-1)
-    assert taken[:2, 0].tolist() == drawn(expected[:2], torch.tensor([0.1, 0.9])).tolist()
+    assert taken[:2, 0].tolist() == sample_inverse_cdf(expected[:2], torch.tensor([0.1, 0.9])).tolist()
     close(draw.log_probs(), expected.gather(1, taken), 1e-6)
-    mask, cut = decided(torch.tensor([[5, 2, 2, 7], [5, 6, 7, 8], [9, 1, 1, 1], [1, 2, 3, 9]]), [2, 9])
+    mask, cut = completion_masks(torch.tensor([[5, 2, 2, 7], [5, 6, 7, 8], [9, 1, 1, 1], [1, 2, 3, 9]]), [2, 9])
     assert mask.tolist() == [[True, True, False, False], [True] * 4, [True, False, False, False],
                              [True, True, False, False]]
     assert cut.tolist() == [False, True, False, False]
@@ -79,11 +79,11 @@ def test_decodings_out_of_range_are_refused(wrong, told):
 # --- draws -----------------------------------------------------------------------------------------------------------
 def test_draws_by_hand():
     at = torch.tensor([0.0, 0.499, 0.501, 0.799, 0.801, 0.949, 0.951, 0.999999])
-    assert drawn(LOGITS.expand(8, 4), at).tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert sample_inverse_cdf(LOGITS.expand(8, 4), at).tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     cut = Decoding(top_k=2)(LOGITS[:, [3, 0, 2, 1]]).expand(3, 4)
-    assert drawn(cut, torch.tensor([0.0, 0.624, 0.999999])).tolist() == [1, 1, 3]  # never one that is cut
+    assert sample_inverse_cdf(cut, torch.tensor([0.0, 0.624, 0.999999])).tolist() == [1, 1, 3]  # never one that is cut
     logits, count = draws(1, 11, seed=3), 20_000
-    found = drawn(logits.log_softmax(-1).expand(count, -1), (torch.arange(count, dtype=F64) + 0.5) / count)
+    found = sample_inverse_cdf(logits.log_softmax(-1).expand(count, -1), (torch.arange(count, dtype=F64) + 0.5) / count)
     expected = logits.softmax(-1)[0] * count
     assert ((torch.bincount(found, minlength=11) - expected).abs() <= 1).all()
     def numbers(*seeds):
@@ -120,8 +120,8 @@ def test_reductions_by_hand(reduction, weights, count):
 def test_pieces_of_batches_and_rows_of_one_decision(reduction):
     loss, mask = draws(6, 4), draws(6, 4, seed=1) > 0
     count = reduction.count(mask)
-    whole = reduced(loss, reduction(mask), count)
-    pieces = [reduced(loss[rows], reduction(mask[rows]), count) for rows in (slice(0, 1), slice(1, 6))]
+    whole = reduce_loss(loss, reduction(mask), count)
+    pieces = [reduce_loss(loss[rows], reduction(mask[rows]), count) for rows in (slice(0, 1), slice(1, 6))]
     close(sum(pieces), whole.item(), 1e-7)
     if reduction == TokenMean():
         close(whole, loss[mask].mean().item())
@@ -139,7 +139,7 @@ def test_gspo_is_the_clipped_objective_of_whole_completions():
     old, moved, advantage = draws(3, 3), draws(3, 3, seed=1) / 10, torch.tensor([[1.0], [-2.0], [0.5]], dtype=F64)
     new = (old + moved).requires_grad_()
     log_ratio = SequenceRatio()(scored(new), scored(old))
-    loss = reduced(Clip(0.02, 0.03)(log_ratio, advantage), SequenceMean()(MASK).to(F64), SequenceMean().count(MASK))
+    loss = reduce_loss(Clip(0.02, 0.03)(log_ratio, advantage), SequenceMean()(MASK).to(F64), SequenceMean().count(MASK))
     ratios = torch.stack([(new - old)[0, :2].mean().exp(), (new - old)[1, 0].exp()])
     side = advantage[:2, 0]
     expected = -torch.minimum(ratios * side, ratios.clamp(0.98, 1.03) * side).mean()
@@ -160,7 +160,7 @@ def test_truncated_weights_leave_every_token_its_gradient():
 
 def test_sums_tails_and_first_samples():
     new, advantage = draws(3, 3).requires_grad_(), torch.tensor([[1.0], [-2.0], [0.5]], dtype=F64)
-    reduced(Reinforce()(new - new.detach(), advantage), SequenceSum()(MASK), SequenceSum().count(MASK)).backward()
+    reduce_loss(Reinforce()(new - new.detach(), advantage), SequenceSum()(MASK), SequenceSum().count(MASK)).backward()
     close(new.grad, -advantage * MASK / 2)
     context = Context(samples=SampleMeasures(lengths=torch.tensor([[4, 8, 9, 10]]), longest=10))
     rewards = torch.tensor([[[1.0], [1.0], [1.0], [torch.nan]]], dtype=F64)

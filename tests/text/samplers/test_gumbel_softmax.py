@@ -266,10 +266,11 @@ def test_two_epochs_move_the_weights_and_the_kl_is_to_the_base(trained, rank):
     tiny.stir(policy, 0.05)
     prompts, generators = torch.tensor([0, 1, 0, 1]), policy.generators(range(4))
     with torch.no_grad():
-        answers, kl = policy.relaxed(asked, prompts, generators, RANDOM, GumbelSoftmax(), trainer.rollouts.base_weights)
+        answers, kl = policy.sample_relaxed(asked, prompts, generators, RANDOM, GumbelSoftmax(),
+                                            trainer.rollouts.base_weights)
         with policy.reference():
-            again = policy.relaxed(asked, prompts, policy.generators(range(4)), RANDOM, GumbelSoftmax(),
-                                   trainer.rollouts.base_weights)[1]
+            again = policy.sample_relaxed(asked, prompts, policy.generators(range(4)), RANDOM, GumbelSoftmax(),
+                                          trainer.rollouts.base_weights)[1]
         for row, p in enumerate(prompts.tolist()):
             given = asked.ids[p][None]
             inputs = torch.cat([given, answers[row].argmax(-1)[None]], 1)
@@ -307,10 +308,10 @@ def test_rows_that_are_kept_keep_their_noise(trained):
     trainer = made(trained)
     parts, asked, _ = sampling.sample(trainer, trainer.prompts[:2])
     keep = torch.tensor([False, True, True, False])
-    kept = parts[0].credited([torch.arange(4.0)], [keep])
+    kept = parts[0].with_advantages([torch.arange(4.0)], [keep])
     [(_, _, new)] = trainer.rollouts.replay(kept, asked)
     torch.testing.assert_close(new.logp.detach(), parts[0].transitions[0].old.logp[keep], rtol=0, atol=1e-5)
-    assert parts[0].credited([torch.zeros(4)], [keep & False]) is None
+    assert parts[0].with_advantages([torch.zeros(4)], [keep & False]) is None
 
 
 def test_the_tuned_model_approaches_the_known_optimum(trained):

@@ -10,7 +10,7 @@ from flowgrpo.methods.validate import resolve
 from flowgrpo.run import run
 from flowgrpo.storage import checkpoint
 from flowgrpo.text.samplers.decoding import Decoding
-from flowgrpo.text.samplers.groups import PrunedDraws, looked
+from flowgrpo.text.samplers.groups import PrunedDraws, states_at
 from flowgrpo.training import sampling
 from tests.helpers import loop, tiny_text
 from tests.helpers.refusals import message
@@ -73,7 +73,7 @@ def test_the_head_reads_the_state_behind_the_last_token_and_decides():
     own, asked, *_ = drawn()
     whole = pool(own, asked)
     lengths = whole.mask.sum(1)
-    states = looked(own, asked, torch.arange(8).repeat_interleave(3), whole.ids, (lengths - 1).clamp(max=2), 7)
+    states = states_at(own, asked, torch.arange(8).repeat_interleave(3), whole.ids, (lengths - 1).clamp(max=2), 7)
     scores = states[:, 0].view(2, 12)
     seen = []
     _, _, made, _ = drawn(quality=lambda states: seen.append(states) or states[:, 0])
@@ -108,7 +108,7 @@ def test_the_head_of_a_run_learns_what_succeeds():
     own, rows = trainer.policy, torch.arange(6).repeat_interleave(24)
     asked = own.encode(tiny_text.PROMPTS)
     made = own.sample(asked.rows(rows), Decoding(), own.generators(range(144)), torch.zeros(144, dtype=torch.bool))
-    chances = own.quality(looked(own, asked, rows, made.ids, (made.mask.sum(1) - 1).clamp(max=1), 48)).sigmoid()
+    chances = own.quality(states_at(own, asked, rows, made.ids, (made.mask.sum(1) - 1).clamp(max=1), 48)).sigmoid()
     right = torch.tensor(begins(made.texts, [])) > 0
     assert (chances[right][:, None] > chances[~right]).float().mean() > 0.7  # the area under its curve
     assert torch.equal(loop.critic(trainer).state()[0]["weight"], loop.critic(trainer).head.weight)

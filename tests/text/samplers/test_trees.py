@@ -177,7 +177,7 @@ def test_serial_groups_halve_rewards():
 
 def test_a_second_attempt_follows_the_first_and_a_text_that_is_not_trained():
     own, asked, pieces = drawn(SecondAttempt(again="=+", share=0.5), micro_batch=3)
-    made, again = joined(pieces), own.tokenizer("=+", add_special_tokens=False)["input_ids"]
+    made, again = concatenate(pieces), own.tokenizer("=+", add_special_tokens=False)["input_ids"]
     alone = own.sample(asked, Decoding(), own.generators(range(8)), torch.zeros(8, dtype=torch.bool))
     for row in range(8):
         first = alone.ids[row, :min(3, thought(own, alone.ids[row][alone.mask[row]], ""))].tolist()  # 3 of 9 - 2 tokens

@@ -12,7 +12,7 @@ from flowgrpo.config.sections import Adapter
 from flowgrpo.errors import UserError
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.samplers import cost
-from flowgrpo.samplers.grids import shifted
+from flowgrpo.samplers.grids import shift_grid
 from flowgrpo.samplers.growth import explore
 from flowgrpo.samplers.kernels import Euler, FlowSDE
 from flowgrpo.samplers.plans import Schedule
@@ -135,7 +135,7 @@ def test_weights_and_costs_of_shared_runs():
     # A float32 weight of 2**27 numbers, not touched, and so in no memory, is half a GiB.
     assert memory.weights_gib([torch.nn.Linear(2**14, 2**13, bias=False, device="meta"), None, "tokenizer"]) == 0.5
     window = Schedule((2, 3), (2, 3))
-    shared, alone = (RolloutSpec(shifted(5, 3.0), window, FlowSDE(), Euler(), 4, roots) for roots in (1, 4))
+    shared, alone = (RolloutSpec(shift_grid(5, 3.0), window, FlowSDE(), Euler(), 4, roots) for roots in (1, 4))
     # 3 prompts through steps 0, 1 and the parting step 2; 12 rows through the other two. A replay: 3 rows, then 12.
     assert cost.rollout([shared], 3) == 3 * 3 + 12 * 2 and cost.rollout([alone], 3) == 12 * 5 == cost.alone([shared], 3)
     assert cost.update([shared], 3, 1) == 3 + 12 and cost.update([alone], 3, 2) == 2 * 24
@@ -224,7 +224,7 @@ def test_the_command_exits_with_2_where_it_cannot(model, tmp_path, capsys):
 def test_costs_are_what_the_denoiser_counts(stochastic, shared, guidance, micro_batch):
     policy = PipelinePolicy(tiny.sd3(), Adapter(rank=1), guidance=guidance, call=tiny.CALL)
     schedule, doubled = Schedule(stochastic, stochastic), 2 if guidance > 1 else 1
-    exploration = RolloutSpec(shifted(5, 3.0), schedule, FlowSDE(), Euler(), 4, 1 if shared else 4)
+    exploration = RolloutSpec(shift_grid(5, 3.0), schedule, FlowSDE(), Euler(), 4, 1 if shared else 4)
     conditioning = policy.encode(["a", "b", "c"])
     before = policy.evaluations
     parts = list(explore(policy, conditioning, [exploration], micro_batch, seeder(0, 0)))
@@ -250,7 +250,7 @@ def test_a_model_that_can_be_trained(language_model):
         "pad_token": "<pad> (0)",
         "parameters": sum(p.numel() for p in tiny_text.model()[0].parameters()), "lora_parameters": 2 * layer,
         "lora_targets": sorted(TARGETS), "prompt_tokens": 5, "shared_prefix": True, "head_alone": True,
-        "code_boundary": choose.described()}
+        "code_boundary": choose.describe_boundary()}
     assert told["first_log_ratio"] <= 1e-5 and told["lora_grad"] > 0 and told["gradient_error"] <= 0.01
     assert told == report.report(language_model)
 

@@ -118,4 +118,4 @@ def test_replayed_groups_keep_the_mark_of_guidance():
     trainer, epoch = guided_texts()
     [taken] = epoch.parts[-1].transitions
     keep = torch.tensor([True, False, True, True])
-    assert taken.kept(keep).old.guided.tolist() == [True] * 3
+    assert taken.select(keep).old.guided.tolist() == [True] * 3

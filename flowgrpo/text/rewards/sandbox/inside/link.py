@@ -138,7 +138,7 @@ def _alone(operation: str) -> Callable[..., Any]:
     return method
 
 
-def _paired(operation: str) -> Callable[..., Any]:
+def _binary_operator(operation: str) -> Callable[..., Any]:
     def method(self: Remote, other: Any) -> Any:
         if not isinstance(other, Remote):
             return NotImplemented
@@ -152,4 +152,4 @@ for _name in ALONE:
         _special = {"isinstance": "instancecheck"}.get(_name, _name)
         setattr(Remote, f"__{_special}__", _alone(_name))
 for _name in PAIRED:
-    setattr(Remote, f"__{_name}__", _paired(_name))
+    setattr(Remote, f"__{_name}__", _binary_operator(_name))
