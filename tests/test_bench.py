@@ -78,7 +78,7 @@ def bench(output: Path, model: str, rates: dict[str, int], seeds: int = 2, best:
     begin(plan.request)
     for entry in plan.entries if model == "starter_text" else []:
         plan.learn(entry, 1000, 1000)
-    runs = plan.published() + plan.tuned(best or {})
+    runs = plan.published_runs() + plan.tuned_runs(best or {})
     for run in runs:
         finish(run, rates[run.entry.label] + (run.column != PUBLISHED) * 4, "0123456789abcdef")
     collect.write(plan, runs, {})

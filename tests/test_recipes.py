@@ -328,7 +328,7 @@ def test_it_trains_on_a_set_and_measures_two_rewards_that_it_does_not_train_on(n
     """But edits and clips that go on from an image need images, which no set has. Small ones need no hub."""
     config = load(FOLDER / f"{name}.yaml")
     if not name.startswith(("flux_kontext", "qwen_image_edit", "skyreels_i2v")):
-        assert SETS[config.prompts].packaged or config.prompts == "pickapic" and not name.endswith("_24gb")
+        assert SETS[config.prompts].is_packaged or config.prompts == "pickapic" and not name.endswith("_24gb")
         assert SETS[config.prompts].kind == ("video" if (config.image.frames or 1) > 1 else "image")
     used = [{rule.args.get("reward", rule.use or label) for label, rule in rules.items()}
             for rules in (config.trained, config.watched)]

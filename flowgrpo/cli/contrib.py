@@ -125,11 +125,11 @@ def _sampling(config: Any) -> tuple[Any, Any]:
     rewards.require_modality(functions, "text")
     weights = torch.tensor([config.trained[name].weight for name in functions])
 
-    def drawn(epoch: int) -> list[Any]:
+    def epoch_prompts(epoch: int) -> list[Any]:
         return sets.draw(prompts, config.train.prompts, epoch, config.seed)
 
     def sample(shown: list[str], epoch: int) -> tuple[list[list[str]], list[list[float]]]:
-        of, seed = drawn(epoch), seeder(config.seed, epoch)
+        of, seed = epoch_prompts(epoch), seeder(config.seed, epoch)
         groups, totals = [], []
         for place, prompt in enumerate(of):
             written = sampler.draw(base, [replace(prompt, text=shown[place])] * group,
@@ -140,4 +140,4 @@ def _sampling(config: Any) -> tuple[Any, Any]:
             totals.append((scores @ weights.to(scores)).tolist())
         return groups, totals
 
-    return lambda epoch: [prompt.text for prompt in drawn(epoch)], sample
+    return lambda epoch: [prompt.text for prompt in epoch_prompts(epoch)], sample

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from flowgrpo.cli.options import Trusted, asked_rewards
+from flowgrpo.cli.options import Trusted, parse_rewards
 from flowgrpo.cli.root import prompts_app
 from flowgrpo.cli.train import recipe_and_options, recipe_argument
 from flowgrpo.errors import UserError
@@ -58,35 +58,36 @@ def data(
     if len(known) > 1 or not known and (keep or (low, high) != (0.0, 1.0)):
         raise UserError("--keep, --low and --high select by success rate: expected one of --rates, --measure and "
                         f"--likelihood, got {' and '.join(known) or 'none'}")
-    names, weights = _weighted(sets)
-    pools = _distinct([_loaded(name) for name in names], dedupe, near)
+    names, weights = _parse_weights(sets)
+    pools = _distinct([_load_set(name) for name in names], dedupe, near)
     if mixture is not None:
-        weights = _chosen(mixture, names, seed)
+        weights = _surrogate_weights(mixture, names, seed)
     if known:
         found = _rates(pools, output, names, rates, measure, likelihood, reward, samples)
-        pools = _kept(pools, found, low, high, by, keep)
+        pools = _filter_by_rate(pools, found, low, high, by, keep)
     _write(output, pools, weights, count, seed)
 
 
 def _distinct(pools: list[list[Any]], dedupe: bool, near: float | None) -> list[list[Any]]:
     """Return the sets without prompts that repeat one, if the user requests it."""
-    from flowgrpo.data.selection import deduplicated
+    from flowgrpo.data.selection import deduplicate
 
     if not dedupe and near is None:
         return pools
-    return _parted(deduplicated([prompt for pool in pools for prompt in pool], near), pools)
+    return _split_by_set(deduplicate([prompt for pool in pools for prompt in pool], near), pools)
 
 
-def _kept(pools: list[list[Any]], rates: dict[str, list[float]], low: float, high: float, by: str, keep: int | None
-          ) -> list[list[Any]]:
+def _filter_by_rate(pools: list[list[Any]], rates: dict[str, list[float]], low: float, high: float, by: str,
+                    keep: int | None) -> list[list[Any]]:
     """Return the sets with the prompts of these rates, and of these the first `keep` of the rank."""
-    from flowgrpo.data.selection import ranked, within
+    from flowgrpo.data.selection import rank, within
 
     pools = [within(pool, rates, low, high) for pool in pools]
-    return _parted(ranked([prompt for pool in pools for prompt in pool], rates, by)[:keep], pools) if keep else pools
+    prompts = [prompt for pool in pools for prompt in pool]
+    return _split_by_set(rank(prompts, rates, by)[:keep], pools) if keep else pools
 
 
-def _weighted(sets: Sequence[str]) -> tuple[list[str], list[float]]:
+def _parse_weights(sets: Sequence[str]) -> tuple[list[str], list[float]]:
     """Return the names of sets and their weights, 1 where none is given."""
     names, weights = [], []
     for given in sets:
@@ -102,7 +103,7 @@ def _weighted(sets: Sequence[str]) -> tuple[list[str], list[float]]:
     return names, weights
 
 
-def _loaded(name: str) -> list[Any]:
+def _load_set(name: str) -> list[Any]:
     from flowgrpo.data import sets
 
     if note := sets.note_on_test_sets(name):
@@ -110,13 +111,13 @@ def _loaded(name: str) -> list[Any]:
     return sets.resolve_prompts(name)
 
 
-def _parted(kept: Sequence[Any], pools: Sequence[Sequence[Any]]) -> list[list[Any]]:
+def _split_by_set(kept: Sequence[Any], pools: Sequence[Sequence[Any]]) -> list[list[Any]]:
     """Return the kept prompts set by set, in their order."""
     of = {id(prompt): place for place, pool in enumerate(pools) for prompt in pool}
     return [[prompt for prompt in kept if of[id(prompt)] == place] for place in range(len(pools))]
 
 
-def _chosen(tried: Path, names: Sequence[str], seed: int) -> list[float]:
+def _surrogate_weights(tried: Path, names: Sequence[str], seed: int) -> list[float]:
     """Return the weights that a surrogate of the tried mixtures likes best; print them."""
     from flowgrpo.data.selection import best_mixture
 
@@ -153,7 +154,7 @@ def _rates(pools: Sequence[Sequence[Any]], output: Path, names: Sequence[str], r
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "prompts.jsonl"
     atomic.write_text(file, "".join(json.dumps(as_line(prompt), ensure_ascii=False) + "\n" for prompt in prompts))
-    evaluate(str(measure), str(file), asked_rewards(reward), folder / "samples", samples=samples)
+    evaluate(str(measure), str(file), parse_rewards(reward), folder / "samples", samples=samples)
     return recorded.load(folder / "samples", [str(file)])
 
 

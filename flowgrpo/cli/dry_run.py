@@ -49,7 +49,7 @@ def predict(model: str | None, recipe: str | None, overrides: dict[str, str], na
     sharding.require_shardable(setup)
     for require in (options.require_ahead, memory_options.require_waiting):
         require(setup)
-    report = _kept(_key(config, name, processes), partial(_predicted, config, name, gpu, processes))
+    report = _cache_report(_key(config, name, processes), partial(_predict, config, name, gpu, processes))
     if told and not as_json:
         typer.echo(f"{config.model}: {told}")
     typer.echo(json.dumps(report, indent=2) if as_json else summary(report))
@@ -59,20 +59,20 @@ def predict(model: str | None, recipe: str | None, overrides: dict[str, str], na
         raise typer.Exit(2)
 
 
-def _predicted(config: Config, name: str, gpu: GPU, processes: int) -> dict[str, Any]:
+def _predict(config: Config, name: str, gpu: GPU, processes: int) -> dict[str, Any]:
     """Return the report of a recipe by dry runs, whose phases are shown on stderr."""
     from flowgrpo.tools.dry_run import estimate, fit
 
-    with _shown(name, estimate.LOG):
+    with _show_phases(name, estimate.LOG):
         config = fit.settle(config, gpu, processes)
         counts = fit.epoch(config, gpu, processes)
         settings, better = ({}, counts) if not counts.above(gpu.room) else fit.nearest_settings(
             config, gpu, counts, processes)
-    counts, better = (each.corrected(name, config.model) for each in (counts, better))
+    counts, better = (each.correct(name, config.model) for each in (counts, better))
     return _report(config.model, name, gpu, counts, settings, better) | {
         "processes": processes,
         "micro_batch": config.train.micro_batch, "checkpointing": config.train.checkpointing,
-        **{key.rpartition(".")[2]: attrgetter(key)(config) for key in _reported()},
+        **{key.rpartition(".")[2]: attrgetter(key)(config) for key in _feature_keys()},
         "taste": _of_taste(config, name, gpu, processes), "epochs": config.train.epochs,
         "hours": round(counts.seconds * config.train.epochs / 3600, 4)}
 
@@ -87,14 +87,14 @@ def _of_taste(config: Config, name: str, gpu: GPU, processes: int) -> dict[str, 
     if processes > 1 or (config.image.frames or 1) > 1 or few_steps.ahead(config.model, config.load).why is None:
         return None
     sitting = session.of_recipe(config)
-    counts = estimate.dry_run(sitting, gpu).corrected(name, config.model)
-    seconds = session.seconds_per_click(lambda phase: counts.taken(phase) if phase in counts.phases else 0.0,
+    counts = estimate.dry_run(sitting, gpu).correct(name, config.model)
+    seconds = session.seconds_per_click(lambda phase: counts.phase_seconds(phase) if phase in counts.phases else 0.0,
                                         sitting.train.steps)
     return {"seconds": round(seconds, 2), "peak": round(estimate.gib(counts.peak), 2)}
 
 
 @contextmanager
-def _shown(gpu: str, log: logging.Logger) -> Iterator[None]:
+def _show_phases(gpu: str, log: logging.Logger) -> Iterator[None]:
     """Context manager: stderr shows the phases of the dry runs: in a terminal as they begin, otherwise one line."""
     from rich.console import Console
 
@@ -139,7 +139,7 @@ def _key(config: Config, name: str, processes: int) -> str | None:
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
-def _kept(key: str | None, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def _cache_report(key: str | None, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Return a report from the cache of this user, which it is put into; a damaged or closed cache is not used."""
     from flowgrpo.storage import atomic
 
@@ -166,10 +166,10 @@ def _report(model: str, name: str, gpu: GPU, counts: Estimate, settings: dict[st
     from flowgrpo.tools.dry_run.estimate import gib
 
     phases = {key: {"allocated": round(gib(phase.allocated), 2), "reserved": round(gib(phase.reserved), 2),
-                    "tflop": round(phase.flops / 1e12, 1), "seconds": round(counts.taken(key), 1),
+                    "tflop": round(phase.flops / 1e12, 1), "seconds": round(counts.phase_seconds(key), 1),
                     "tbyte": round(phase.traffic / 1e12, 2),
                     "gpu_seconds": round(phase.seconds, 1), "host_seconds": round(phase.host, 1),
-                    "share": round(counts.taken(key) / counts.seconds, 3), "kernels": phase.kernels,
+                    "share": round(counts.phase_seconds(key) / counts.seconds, 3), "kernels": phase.kernels,
                     "waits": dict(phase.waits)} for key, phase in counts.phases.items()}
     fits = {"settings": settings, "peak": round(gib(better.peak), 2), "seconds": round(better.seconds, 1),
             "enough": not better.above(gpu.room)}
@@ -203,7 +203,7 @@ def _page(report: dict[str, Any]) -> None:
     print_table(["phase", "GiB", "reserved", "TFLOP", "seconds", "share", "kernels"], rows)
     lines = {"rows": f"{report['micro_batch']} at once (train.micro_batch), train.checkpointing "
                      f"{str(report['checkpointing']).lower()}" + "".join(
-                         f", {key} {str(report[key.rpartition('.')[2]]).lower()}" for key in _reported()),
+                         f", {key} {str(report[key.rpartition('.')[2]]).lower()}" for key in _feature_keys()),
              "rewards": f"{report['rewards']:.1f} GiB of reward models, beside every phase" + report["away"],
              "peak": f"{report['peak']:.1f} GiB of the {report['room']:.1f} that tensors can take on one "
                      f"{report['gpu']}: its memory less {report['context']:.1f} GiB of CUDA's context and 4 % between "
@@ -221,7 +221,7 @@ def _page(report: dict[str, Any]) -> None:
         typer.echo(f"{key:<11}  {text}")
 
 
-def _reported() -> list[str]:
+def _feature_keys() -> list[str]:
     """Return keys of features whose values the report shows."""
     from flowgrpo.config import features
 

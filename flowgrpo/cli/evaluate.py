@@ -20,11 +20,11 @@ from flowgrpo.cli.options import (
     RLG,
     TRUST,
     Precision,
-    asked_rewards,
     best_by,
     local_lora,
     local_source,
     opening,
+    parse_rewards,
     weights_of,
 )
 from flowgrpo.cli.root import LOOK, app
@@ -78,7 +78,7 @@ def evaluate(
     from flowgrpo.evaluation import evaluate as evaluation
 
     output = output or folder_of(source, suite)
-    named, scorer = asked_rewards(rewards), best_by(by)
+    named, scorer = parse_rewards(rewards), best_by(by)
     opening(context, trust_run, named, features, scorer)
     try:
         results = evaluation.evaluate(

@@ -58,7 +58,7 @@ def label(
     _require_drawing(places, prompts, {"--lora": lora, "--temperature": temperature, "--batch": batch,
                                       "--precision": precision})
     opening(context, trust_run, rules)
-    folders = [Path(place) for place in places] if prompts is None else [_drawn(places[0], prompts, output, dict(
+    folders = [Path(place) for place in places] if prompts is None else [_sample(places[0], prompts, output, dict(
         lora=local_lora(lora), count=count, seed=seed, batch=batch, precision=precision, key=key,
         temperature=temperature))]
     result = labels.label(judged.groups(folders, key), rules, output, labels.Choice(every, least, tie))
@@ -90,7 +90,7 @@ def rules_of(text: str) -> dict[str, RewardRule]:
     return dict(parse.validate({"reward": given}, where=text).trained) if given else {}
 
 
-def _drawn(source: str, prompts: str, output: Path, options: dict[str, Any]) -> Path:
+def _sample(source: str, prompts: str, output: Path, options: dict[str, Any]) -> Path:
     """Draw samples of prompts into the folder STEM-samples beside `output`, and return it; those that it has are
     kept."""
     import json

@@ -32,7 +32,7 @@ BY = "The reward of --best-of: a name that `flowgrpo list rewards` lists, the ru
 
 def best_by(text: str) -> str | dict[str, Any]:
     """Parse --by: a reward's name, or a YAML file with its rule."""
-    given = asked_rewards(text)
+    given = parse_rewards(text)
     if isinstance(given, list) and len(given) > 1:
         raise UserError(f"--by: got {text!r}, expected one reward")
     return given if isinstance(given, dict) else "".join(given)
@@ -87,7 +87,7 @@ def weights_of(text: str | None) -> list[float]:
     return weights
 
 
-def asked_rewards(text: str) -> list[str] | dict[str, Any]:
+def parse_rewards(text: str) -> list[str] | dict[str, Any]:
     """Parse --rewards: names as `A,B`, or a YAML file of rules by name, as under `eval.rewards`."""
     if not text.endswith((".yaml", ".yml")):
         return [name.strip() for name in text.split(",") if name.strip()]
@@ -100,7 +100,7 @@ def asked_rewards(text: str) -> list[str] | dict[str, Any]:
     return parse.validate({"eval": {"rewards": rules}}, where=text).eval.rewards
 
 
-def made_with(reward: str, args: str) -> dict[str, Any]:
+def parse_reward_arguments(reward: str, args: str) -> dict[str, Any]:
     """Parse the arguments of a reward from YAML."""
     from flowgrpo.config import parse
 

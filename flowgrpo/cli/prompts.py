@@ -29,7 +29,7 @@ def prompts(
 
     if name is None:
         heads = ["name", "kind", "role", "where", "licence", "about"]
-        rows = [[known, one.kind, one.role, "packaged" if one.packaged else "hub", one.licence, one.about]
+        rows = [[known, one.kind, one.role, "packaged" if one.is_packaged else "hub", one.licence, one.about]
                 for known, one in SETS.items()]
         if as_json:
             typer.echo(json.dumps([dict(zip(heads, row)) for row in rows], indent=2))
@@ -96,7 +96,7 @@ def write_prompts(
     elif like is not None:
         lines = [as_line(prompt) for prompt in _variants(like, count, url, model, key_env)]
     else:
-        lines = [{"prompt": text} for text in _asked(str(about), count, url, model, key_env)]
+        lines = [{"prompt": text} for text in _request_prompts(str(about), count, url, model, key_env)]
     atomic.write_text(output, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
     fewer = f", all that there are of the {count}" if len(lines) < count else ""
     typer.echo(f"{output}: {quantity(len(lines), 'prompt')}{fewer}")
@@ -140,7 +140,7 @@ def _variants(file: Path, count: int, url: str, model: str | None, key_env: str 
     return variants(known, each, lambda messages: endpoint.ask(lambda _: messages, 1)[0].text)[:count]
 
 
-def _asked(about: str, count: int, url: str, model: str | None, key_env: str | None) -> list[str]:
+def _request_prompts(about: str, count: int, url: str, model: str | None, key_env: str | None) -> list[str]:
     """Return prompts of a language model, each once. Raises UserError if the endpoint does not answer."""
     from flowgrpo.data.prompt_writer import of_answer, request
     from flowgrpo.rewards.vlm_judge.client import Endpoint

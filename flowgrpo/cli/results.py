@@ -61,7 +61,7 @@ def _write(files: Path, run: Path, place: Path, form: ExportForm | None, output:
 
     config, summary = forms.load_finished(files)
     if form == "merged" or form is None and summary["unit"] == TOKENS:
-        typer.echo(forms.merged(files, output or page_of(run, place, "merged")))
+        typer.echo(forms.write_merged(files, output or page_of(run, place, "merged")))
     else:
         program: Literal["comfyui", "kohya"] = "kohya" if form == "kohya" else "comfyui"
         name = str(forms.comfyui_file(Path(), config.name)) if program == "comfyui" else "kohya.safetensors"

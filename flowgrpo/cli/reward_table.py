@@ -28,7 +28,7 @@ TITLES = ("of images and videos", "of texts", "of both", "of what the reward doe
 AT_ONCE = 16  # files of one size that a reward sees together
 
 
-def listed(word: str | None = None) -> list[dict[str, Any]]:
+def list_rewards(word: str | None = None) -> list[dict[str, Any]]:
     """Return the facts of every reward that has a name, None where it states none. No reward is instantiated.
 
     word: list the rewards alone whose name, facts or description have it. Facts of built-in rewards are read from a
@@ -36,12 +36,12 @@ def listed(word: str | None = None) -> list[dict[str, Any]]:
     not hide the others.
     """
     built_in = json.loads(FACTS.read_text(encoding="utf-8"))
-    rewards = [_listed(name, *_of_file(built_in[name]) if name in built_in else stated(name)) for name in names()]
+    rewards = [_facts_row(name, *_of_file(built_in[name]) if name in built_in else facts_of(name)) for name in names()]
     return [reward for reward in rewards
             if word is None or word.lower() in " ".join(map(str, reward.values())).lower()]
 
 
-def stated(name: str) -> tuple[About, str, str | None]:
+def facts_of(name: str) -> tuple[About, str, str | None]:
     """Return what a reward states of itself, its description, and the error of one that does not import."""
     try:
         thing = locate(name)
@@ -55,13 +55,13 @@ def _of_file(facts: dict[str, Any]) -> tuple[About, str, None]:
     return About(facts["modality"], limits, facts["needs"], facts["licence"]), facts["does"], None
 
 
-def _listed(name: str, known: About, does: str, broken: str | None) -> dict[str, Any]:
+def _facts_row(name: str, known: About, does: str, broken: str | None) -> dict[str, Any]:
     return {"name": name, "modality": known.modality, "range": known.range, "needs": known.needs,
             "licence": known.licence, "installed": False if broken else known.installed, "does": does,
             "source": source(name), "broken": broken}
 
 
-def grouped(rewards: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+def group_by_modality(rewards: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """Return rewards by the title of what they judge, in the order of the titles; no empty groups."""
     groups: dict[str, list[dict[str, Any]]] = {title: [] for title in TITLES}
     for reward in rewards:
@@ -73,14 +73,15 @@ def grouped(rewards: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 
 def cells(reward: dict[str, Any]) -> list[str]:
     """Return a table row: name, modality, range, needs, licence, installed."""
-    low_high = "?" if reward["range"] is None else f"{_bound(reward['range'][0], '-')} to {_bound(reward['range'][1])}"
+    low_high = "?" if reward["range"] is None else \
+        f"{_format_bound(reward['range'][0], '-')} to {_format_bound(reward['range'][1])}"
     installed = {True: "yes", False: "no", None: "?"}[reward["installed"]]
     needs = "nothing" if reward["needs"] == "" else reward["needs"] or "?"
     return [reward["name"], reward["modality"] or "?", low_high, needs, reward["licence"] or "?",
             "broken" if reward["broken"] else installed]
 
 
-def _bound(value: float | None, sign: str = "") -> str:
+def _format_bound(value: float | None, sign: str = "") -> str:
     return f"{sign}inf" if value is None else f"{value:g}"
 
 
@@ -101,13 +102,13 @@ def score_files(name: str, arguments: dict[str, Any], files: Sequence[Path], pro
         alike[getattr(output, "shape", None)].append(i)
     for rows in alike.values():
         for some in (rows[start:start + AT_ONCE] for start in range(0, len(rows), AT_ONCE)):
-            of, batch = [prompts[i] for i in some], _stacked([outputs[i] for i in some])
+            of, batch = [prompts[i] for i in some], _stack([outputs[i] for i in some])
             [column] = promptly(partial(columns, {name: reward}, batch, [p.text for p in of], [p.metadata for p in of]))
             scores |= zip(some, column)
     return [scores[i] for i in range(len(files))]
 
 
-def _stacked(outputs: list[Any]) -> torch.Tensor | list[str]:
+def _stack(outputs: list[Any]) -> torch.Tensor | list[str]:
     import torch
 
     return outputs if isinstance(outputs[0], str) else torch.stack(outputs)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from flowgrpo.cli.options import made_with
+from flowgrpo.cli.options import parse_reward_arguments
 from flowgrpo.cli.root import list_app, print_table, reward_app
 from flowgrpo.errors import UserError
 from flowgrpo.nouns import quantity
@@ -25,13 +25,13 @@ def rewards(
     """List the rewards that --reward takes by name: what they judge, their range, needs and licence."""
     from flowgrpo.cli import reward_table as table
 
-    listed = table.listed(word)
+    listed = table.list_rewards(word)
     if not listed:
         raise UserError(f"no reward matches {word!r}: `flowgrpo list rewards` lists all")
     if as_json:
         typer.echo(json.dumps(listed, indent=2))
         return
-    for title, group in table.grouped(listed).items():
+    for title, group in table.group_by_modality(listed).items():
         print_table([f"rewards {title}", "modality", "range", "needs", "licence", "installed"],
                     [table.cells(reward) for reward in group])
     for reward in listed:
@@ -62,7 +62,7 @@ def score(
     if len(given) != len(images):
         raise UserError(f"--prompts {prompts} has {quantity(len(given), 'prompt')} for "
                         f"{quantity(len(images), 'file')}, expected one for each")
-    scores = table.score_files(reward, made_with(reward, args), images, given)
+    scores = table.score_files(reward, parse_reward_arguments(reward, args), images, given)
     why = [str(value) if isinstance(value, Failed) else NONE if value != value else None for value in scores]
     known = [value if reason is None else None for value, reason in zip(scores, why)]
     if as_json:
@@ -194,5 +194,5 @@ def serve_reward(
     import_optional("uvicorn", "server", "serve-reward")
     from flowgrpo.serving.server import serve
 
-    secret, reward = token(token_file), find(name, made_with(name, args))
+    secret, reward = token(token_file), find(name, parse_reward_arguments(name, args))
     serve(name, reward, host, port, Limits(int(max_mb * 2**20), max_batch), secret, typer.echo)

@@ -49,14 +49,14 @@ class Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Resolve the first argument. An earlier name prints a line with the new one."""
-        if (new := renamed(args)) is not None:
+        if (new := current_command(args)) is not None:
             typer.echo(f"flowgrpo: `flowgrpo {args[0]}` is now `flowgrpo {new}`; the earlier name goes with the next "
                        "release", err=True)
             args = [*new.split(), *args[1:]]
         return super().resolve_command(ctx, args)
 
 
-def renamed(args: list[str]) -> str | None:
+def current_command(args: list[str]) -> str | None:
     """Return the present name of a command line with an earlier one; None for others."""
     if args[0] != "prompts":
         return RENAMED.get(args[0])
@@ -133,7 +133,7 @@ def _run(arguments: list[str] | None) -> int:
     except UserError as error:
         message = str(error)
     except UsageError as error:
-        message = error.format_message() + _got(error, sys.argv[1:] if arguments is None else arguments)
+        message = error.format_message() + _describe_value(error, sys.argv[1:] if arguments is None else arguments)
     except Exception as error:
         refusal = paths.refusal(error) or broken(error) or _without_room(error)
         if refusal is None:
@@ -157,7 +157,7 @@ def _at_home(argument: str) -> str:
     return key + equals + at_home(value)
 
 
-def _got(error: Any, arguments: list[str]) -> str:
+def _describe_value(error: Any, arguments: list[str]) -> str:
     """Return the end of a message on an option's value: the value, where the message does not have it."""
     names = getattr(getattr(error, "param", None), "opts", [])
     for place, argument in enumerate(arguments):

@@ -46,7 +46,7 @@ def taste(
     model, options = recipe_and_options(arguments or [], noun="model", others=others)
     if model is None:
         raise UserError("expected a model, such as `flowgrpo taste starter_consistency`")
-    config = session.configured(model, prompts, lora, output, options, resume)
+    config = session.session_config(model, prompts, lora, output, options, resume)
     live = LiveBallot(VoteLog(config.folder / VOTES), minutes * 60, config.seed)
     with server(live, port) as serving:
         thread = threading.Thread(target=serving.serve_forever, daemon=True)
@@ -55,10 +55,10 @@ def taste(
         epochs = session.train(config, Taste(live, config.folder), resume)
         summary = session.finish(config, live.log, epochs)
         serving.shutdown()
-    return _told(config.folder, live, -(-epochs // ROUNDS), summary)
+    return _print_summary(config.folder, live, -(-epochs // ROUNDS), summary)
 
 
-def _told(folder: Path, live: Any, learned: int, summary: dict[str, Any]) -> int:
+def _print_summary(folder: Path, live: Any, learned: int, summary: dict[str, Any]) -> int:
     """Print what a session has left; return the command's exit code."""
     from flowgrpo.cli.train import UNTRAINED
     from flowgrpo.contrib.taste.session import PAIRS, REWARD

@@ -81,7 +81,7 @@ def _config(model: str, options: dict[str, str], precision: str, lora: str | Non
 
 def _policy(config: Any, lora: str | None, seed: int) -> Any:
     """Return the policy of a configuration, with the LoRA if there is one."""
-    from flowgrpo.contrib.engine.verify import randomised
+    from flowgrpo.contrib.engine.verify import randomise_lora
     from flowgrpo.device import pick_device
     from flowgrpo.policies import build
     from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
@@ -92,5 +92,5 @@ def _policy(config: Any, lora: str | None, seed: int) -> Any:
                             device=pick_device(config.device), guidance=config.train.guidance, call=config.call,
                             memory=config.memory, fps=config.fps)
     if lora == RANDOM:
-        randomised(policy, seed)
+        randomise_lora(policy, seed)
     return policy

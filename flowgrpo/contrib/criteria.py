@@ -48,7 +48,7 @@ class CachedWriter(Generic[T]):
         """Return the entries of the file. Raises UserError for others."""
         raise NotImplementedError
 
-    def written_in(self, answer: Answer) -> list[T]:
+    def parse(self, answer: Answer) -> list[T]:
         """Return the valid entries in a model's answer; none if it declined or was cut off."""
         raise NotImplementedError
 
@@ -61,7 +61,7 @@ class CachedWriter(Generic[T]):
         new = [prompt for prompt in dict.fromkeys(prompts) if prompt not in self.known]
         answers = self.endpoint.ask(
             lambda i: user([{"type": "text", "text": self.template.replace("{prompt}", new[i])}]), len(new))
-        written = {prompt: entries for prompt, answer in zip(new, answers) if (entries := self.written_in(answer))}
+        written = {prompt: entries for prompt, answer in zip(new, answers) if (entries := self.parse(answer))}
         self.known |= written
         if written and self.file:
             atomic.make_folder(self.file.parent)
@@ -129,21 +129,21 @@ class JudgeRubric(Asking):
             raise UserError("a judge's template names no {criteria}, expected it where their list belongs")
         if self.file is not None and self.writer is None:
             raise UserError("a judge's file keeps the criteria of a writer: give writer, or leave it out")
-        self._set(_always=weighted(self.criteria),
+        self._set(_always=parse_criteria(self.criteria),
                   _writer=None if self.writer is None else CriteriaWriter(self.writer, self.file, CRITERIA))
 
     def __call__(self, outputs: Tensor | Sequence[str], prompts: Sequence[str], metadata: Sequence[dict[str, Any]]
                  ) -> list[float | None | Failed]:
         left = [prompt for prompt, entry in zip(prompts, metadata) if self._writer and self.key not in entry]
         written = self._writer(left) if self._writer and left else {}
-        lists = [[*self._always, *(weighted(entry[self.key]) if self.key in entry else written.get(prompt, ()))]
+        lists = [[*self._always, *(parse_criteria(entry[self.key]) if self.key in entry else written.get(prompt, ()))]
                  for prompt, entry in zip(prompts, metadata)]
         rows = [row for row, criteria in enumerate(lists) if any(each.weight > 0 for each in criteria)]
 
         def question(place: int) -> list[dict[str, Any]]:
             row = rows[place]
             numbered = "\n".join(f"{i}. {each.text}" for i, each in enumerate(lists[row], 1))
-            return [*self._shown(outputs, metadata, row),
+            return [*self._message_parts(outputs, metadata, row),
                     text_part(fill_template(self._question, prompt=prompts[row], criteria=numbered))]
 
         def read(answer: Answer, place: int) -> float | None:
@@ -197,7 +197,7 @@ def share(met: Sequence[bool | None], criteria: Sequence[Criterion]) -> float | 
     return min(1.0, max(0.0, total / positive)) if positive else None
 
 
-def weighted(criteria: object) -> list[Criterion]:
+def parse_criteria(criteria: object) -> list[Criterion]:
     """Return criteria with their weights, 1 if not given.
     Raises UserError for anything else than a list of these."""
     result = []
@@ -218,15 +218,15 @@ class CriteriaWriter(CachedWriter[Criterion]):
     noun = "criteria"
 
     def read(self, entries: object) -> list[Criterion]:
-        return weighted(entries)
+        return parse_criteria(entries)
 
-    def written_in(self, answer: Answer) -> list[Criterion]:
+    def parse(self, answer: Answer) -> list[Criterion]:
         """Return the valid criteria in a model's answer, whatever surrounds them; none if it declined or was cut off.
         """
         written: list[Criterion] = []
         for entry in () if answer.refused or answer.cut or declines(answer.text) else objects(conclusion(answer.text)):
             try:
-                written += weighted([entry])
+                written += parse_criteria([entry])
             except UserError:  # another object
                 continue
         return written

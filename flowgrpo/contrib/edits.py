@@ -54,11 +54,11 @@ class EditJudge(Asking):
         rows = [row for row, entry in enumerate(metadata) if sources(entry)[1]]
         shown: Any = [outputs[row] for row in rows]
         given = [prompts[row] for row in rows], [metadata[row] for row in rows]
-        scores = self._pointwise(shown, *given, self._combined)
+        scores = self._pointwise(shown, *given, self._combine_axes)
         values = dict(zip(rows, scores))
         return [values.get(row) for row in range(len(prompts))]
 
-    def _combined(self, answer: Answer) -> float | None:
+    def _combine_axes(self, answer: Answer) -> float | None:
         marks = {axis: parser(f"json {axis} in [0, 10]", (0, 10))(answer.text) for axis in AXES}
         if self.axis != "overall":
             return marks[self.axis]

@@ -85,11 +85,11 @@ class Extrapolation(Extension):
         if len(self.path) <= self.every:
             return {"extrapolation": 0.0}
         self.held, self.before = self.path[-1], self.reward
-        weights.load({key: self._extrapolated(key) for key in self.held})
+        weights.load({key: self._extrapolate(key) for key in self.held})
         self.path = []
         return {"extrapolation": 1.0}
 
-    def _extrapolated(self, key: str) -> Tensor:
+    def _extrapolate(self, key: str) -> Tensor:
         values = torch.stack([snapshot[key] for snapshot in self.path])
         c, u = rank_one(values.flatten(1))
         return values[-1] + (growth(c.cpu(), self.horizon) * u).view(values.shape[1:]).to(values)

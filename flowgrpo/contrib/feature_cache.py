@@ -47,14 +47,14 @@ class FeatureCache:
             yield
             return
         ratios = self.ratios[task.steps.start:task.steps.stop]
-        with self._enabled(self.config(len(task.steps), ratios)):
+        with self._enable(self.config(len(task.steps), ratios)):
             yield
 
     @contextlib.contextmanager
     def skipping_all(self, task: Segment) -> Iterator[None]:
         """Context manager: the denoisers skip all steps of a task that can be skipped."""
         steps = len(task.steps)
-        with self._enabled(self.config(steps, [1.0] * steps, EVERY_STEP)):
+        with self._enable(self.config(steps, [1.0] * steps, EVERY_STEP)):
             yield
 
     @contextlib.contextmanager
@@ -64,7 +64,7 @@ class FeatureCache:
 
         steps = len(task.steps)
         # One step more than there are, or diffusers would print the ratios and forget them.
-        with self._enabled(MagCacheConfig(num_inference_steps=steps + 1, calibrate=True)):
+        with self._enable(MagCacheConfig(num_inference_steps=steps + 1, calibrate=True)):
             managers = [hook.state_manager for hook in self.hooks()]
             for manager in managers:
                 manager.reset = lambda: None  # or the pipeline would forget the ratios at the end of its call
@@ -87,7 +87,7 @@ class FeatureCache:
         return diffusers.TaylorSeerCacheConfig(taylor_factors_dtype=self.dtype, **every)
 
     @contextlib.contextmanager
-    def _enabled(self, config: Any) -> Iterator[None]:
+    def _enable(self, config: Any) -> Iterator[None]:
         """Context manager: the denoisers have a cache, and are afterwards as they were."""
         modules = [part for module in self.denoisers.values() for part in module.modules()]
         forwards = {part: vars(part).get("forward") for part in modules}
@@ -97,7 +97,7 @@ class FeatureCache:
                 module.enable_cache(config)
                 enabled.append(module)
             for hook in self.hooks():
-                self._counted(hook.fn_ref)
+                self._count_calls(hook.fn_ref)
             yield
         finally:
             for module in enabled:
@@ -114,17 +114,17 @@ class FeatureCache:
                 registry = getattr(part, "_diffusers_hook", None)
                 yield from (hook for hook in getattr(registry, "hooks", {}).values() if hasattr(hook, "state_manager"))
 
-    def _counted(self, reference: Any) -> None:
+    def _count_calls(self, reference: Any) -> None:
         """Count a hook's calls, and those that run its block."""
         reference.forward = self._counting("calls", reference.forward)
         reference.original_forward = self._counting("computed", reference.original_forward)
 
     def _counting(self, name: str, function: Callable) -> Callable:
-        def counted(*args: Any, **kwargs: Any) -> Any:
+        def count_call(*args: Any, **kwargs: Any) -> Any:
             setattr(self, name, getattr(self, name) + 1)
             return function(*args, **kwargs)
 
-        return counted
+        return count_call
 
 
 class RolloutCache(Extension):

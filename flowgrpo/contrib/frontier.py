@@ -66,12 +66,12 @@ class Frontier:
     def see(self, now: Scores) -> tuple[bool, list[str]]:
         """Record a measurement; return True if its weights are to be kept, and the eval-only rewards that it lost
         although its trained reward is above that of the kept weights."""
-        fallen = self._fallen(now)
+        fallen = self._find_declines(now)
         for name, best in self.best.items():
             if mean(now[name]) > mean(best) or np.isnan(best).all():
                 self.best[name] = now[name]
         if not self.kept:
-            gain, gained = trained(self.weights, now), True
+            gain, gained = weighted_score(self.weights, now), True
         else:
             moved = change(self.weights, self.kept, now)
             gain, gained = mean(moved), fell_paired(moved.tolist(), [0.0] * len(moved), LEVEL)
@@ -80,7 +80,7 @@ class Frontier:
             self.kept, self.value = now, self.value + gain
         return keeps, fallen if gained else []
 
-    def _fallen(self, now: Scores) -> list[str]:
+    def _find_declines(self, now: Scores) -> list[str]:
         """Return the eval-only rewards below their best by more than chance."""
         return [name for name, best in self.best.items() if fell_paired(best, now[name], LEVEL / len(self.best))]
 
@@ -97,7 +97,7 @@ def change(weights: Mapping[str, float], before: Scores, now: Scores) -> np.ndar
     return np.where(absent.all(0), np.nan, np.array([*weights.values()]) @ moved)
 
 
-def trained(weights: Mapping[str, float], now: Scores) -> float:
+def weighted_score(weights: Mapping[str, float], now: Scores) -> float:
     """Return the mean of the weighted sum of trained rewards; NaN where none applies."""
     return mean(change(weights, {name: [0.0 if value == value else value for value in now[name]] for name in weights},
                        now))
@@ -126,7 +126,7 @@ class KeepFrontier(Extension):
     def __init__(self, trainer: Run):
         super().__init__(trainer)
         self.run = trainer
-        self.rule = Frontier(_trained(trainer.config.rewards))
+        self.rule = Frontier(_nonzero(trainer.config.rewards))
         self.eval_only: list[str] = []
         self.beyond: dict[int, list[str]] = {}
 
@@ -146,7 +146,7 @@ class KeepFrontier(Extension):
     def require(cls, setup: Setup) -> None:
         """Raise UserError for a run that does not measure what the rule reads."""
         config, measured, asked = setup.config, setup.measured, cls.asked(setup)
-        for name in _trained(config.rewards):
+        for name in _nonzero(config.rewards):
             if name not in measured:
                 raise UserError(f"{asked}, but the trained reward {name!r} is not measured on held-out prompts: "
                                 "expected a reward that scores one sample at a time")
@@ -213,7 +213,7 @@ class KeepFrontier(Extension):
         self.beyond = {epoch: names for epoch, names in values.get("beyond", ())}
 
 
-def _trained(weights: Mapping[str, float]) -> dict[str, float]:
+def _nonzero(weights: Mapping[str, float]) -> dict[str, float]:
     return {name: weight for name, weight in weights.items() if weight}
 
 

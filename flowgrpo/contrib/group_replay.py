@@ -122,7 +122,7 @@ class ReplayedGroups(Extension):
             "parts.replay.recompose, which reads lengths of texts": method.replay.recompose and not method.for_tokens}
 
     def on_credited(self, epoch: Epoch) -> None:
-        epoch.parts, epoch.conditioning = self.replaced(
+        epoch.parts, epoch.conditioning = self.replace_groups(
             epoch.parts, epoch.conditioning, [prompt.learned for prompt in epoch.own], self.trainer.epoch,
             epoch.weights)
         epoch.own = [*epoch.own, *self.replayed]
@@ -130,8 +130,8 @@ class ReplayedGroups(Extension):
     def on_trained(self, epoch: Epoch) -> Metrics:
         return self.keep(self.trainer.epoch)
 
-    def replaced(self, parts: list[Part], conditioning: Encoded, prompts: Sequence[Prompt], epoch: int,
-                 weights: dict[int, float]) -> tuple[list[Part], Encoded]:
+    def replace_groups(self, parts: list[Part], conditioning: Encoded, prompts: Sequence[Prompt], epoch: int,
+                       weights: dict[int, float]) -> tuple[list[Part], Encoded]:
         """Return the parts of an epoch with recorded groups in place of those without advantages, and the conditioning
         of all their prompts.
 
@@ -140,7 +140,7 @@ class ReplayedGroups(Extension):
         """
         known = [group for group in self.groups if 0 < epoch - group.epoch <= self.part.age]
         single = {place: alone for part in parts for place in part.groups
-                  if (alone := restricted(part, [place])) is not None}
+                  if (alone := select_groups(part, [place])) is not None}
         silent = [place for place, alone in single.items() if not size_of(alone)]
         taken = [known[place] for place in self.part.chosen(
             [group.size for group in known], [group.logp for group in known],
@@ -150,23 +150,23 @@ class ReplayedGroups(Extension):
         now = {place: self._priority(alone) for place, alone in fresh.items()} if self.part.recompose else {}
         self.fresh = []
         for place, alone in fresh.items():
-            waits = alone if not now else kept(alone, ~now[place])
+            waits = alone if not now else select_samples(alone, ~now[place])
             if waits is not None and size_of(waits):
-                self.fresh.append(recorded(waits, prompts[place], epoch, weights))
-        left = [self._left(part, dropped, now) for part in parts]
+                self.fresh.append(record(waits, prompts[place], epoch, weights))
+        left = [self._drop_groups(part, dropped, now) for part in parts]
         self.ages = [epoch - group.epoch for group in taken]
         self.replayed = [group.prompt for group in taken]
         if taken:
             conditioning = self.trainer.rollouts.conditioning([*prompts, *self.replayed], epoch)
         return [part for part in left if part is not None] + [
-            placed(group.part, len(prompts) + number) for number, group in enumerate(taken)], conditioning
+            reindex(group.part, len(prompts) + number) for number, group in enumerate(taken)], conditioning
 
     @staticmethod
     def _priority(part: Part) -> Tensor:
         return priority(part.advantages[0].cpu(), part.transitions[0].old.mask.sum(1).cpu())
 
     @staticmethod
-    def _left(part: Part, dropped: set[int], now: dict[int, Tensor]) -> Part | None:
+    def _drop_groups(part: Part, dropped: set[int], now: dict[int, Tensor]) -> Part | None:
         """Return what of a part is trained; the part itself if that is all."""
         if not now and not dropped & {*part.groups}:
             return part
@@ -224,7 +224,7 @@ class ReplayedGroups(Extension):
             self.groups.append(Recorded(prompt, entry["epoch"], part, entry["size"], entry["logp"]))
 
 
-def recorded(part: Part, prompt: Prompt, epoch: int, weights: dict[int, float]) -> Recorded:
+def record(part: Part, prompt: Prompt, epoch: int, weights: dict[int, float]) -> Recorded:
     """Return a group with its tensors on the CPU and the weights of its steps."""
     transitions = tuple(record_of(type(taken).__name__, taken.step, tensors_of(taken)) for taken in part.transitions)
     old = [taken.old for taken in transitions]
@@ -233,22 +233,22 @@ def recorded(part: Part, prompt: Prompt, epoch: int, weights: dict[int, float]) 
     kept = replace(part, transitions=transitions, finals=(), seeds=None, weights=steps, measured={},
                    advantages=tuple(advantage.cpu() for advantage in part.advantages),
                    rewards=tuple(total.cpu() for total in part.rewards))
-    return Recorded(prompt, epoch, placed(kept, 0), size_of(kept), logp)
+    return Recorded(prompt, epoch, reindex(kept, 0), size_of(kept), logp)
 
 
-def restricted(part: Part, places: Sequence[int]) -> Part | None:
+def select_groups(part: Part, places: Sequence[int]) -> Part | None:
     """Return the part of these groups alone; None if nothing of them is trained."""
     at = torch.tensor([*places])
     return part.with_advantages(part.advantages, [torch.isin(taken.prompts[taken.parent].cpu(), at)
                                                   for taken in part.transitions], part.rewards)
 
 
-def kept(part: Part, keep: Tensor) -> Part | None:
+def select_samples(part: Part, keep: Tensor) -> Part | None:
     """Return the part with the samples `keep` (bool [m]) alone."""
     return part.with_advantages(part.advantages, [keep for _ in part.transitions], part.rewards)
 
 
-def placed(part: Part, place: int) -> Part:
+def reindex(part: Part, place: int) -> Part:
     """Return a part of one group as the group `place` of an epoch, with the prompt of that place."""
     transitions = tuple(replace(taken, prompts=torch.full_like(taken.prompts, place)) for taken in part.transitions)
     return replace(part, groups=range(place, place + 1), prompts=torch.full_like(part.prompts, place),

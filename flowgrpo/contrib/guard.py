@@ -124,7 +124,7 @@ def followers(run: Run) -> Iterator[tuple[str, Stateful]]:
     yield "reference", run.kl_reference
 
 
-def copied(run: Run) -> Good:
+def snapshot(run: Run) -> Good:
     """Return a copy of what the run trains."""
     tensors: Tensors = {f"weights/{key}": value for key, value in run.policy.weights.named.items()}
     tensors |= {f"ema/{key}": value for key, value in (run.optimization.ema or {}).items()}
@@ -221,7 +221,7 @@ class Guard(Extension):
         self.since += 1
 
     def on_credited(self, epoch: Epoch) -> None:
-        self.before = copied(self.run)
+        self.before = snapshot(self.run)
         self.good = self.good or self.before
 
     def on_trained(self, epoch: Epoch) -> Metrics:
@@ -248,7 +248,7 @@ class Guard(Extension):
         elif self.settings.window:
             self._compare(measured)
         else:
-            self.good = copied(self.run)
+            self.good = snapshot(self.run)
         return {"guard/returns": len(self.returns)}
 
     def _beyond(self, now: Looks) -> str:
@@ -271,7 +271,7 @@ class Guard(Extension):
         level = of_pairs(self.settings.false_alarms, self.epochs // settings.every)
         if not np.isnan(now).all():
             if not self.held_out or np.nanmean(now) > np.nanmean(self.held_out):
-                self.held_out, self.good = now, copied(self.run)
+                self.held_out, self.good = now, snapshot(self.run)
             elif fell_paired(self.held_out, now, level):
                 self._return_to_good(f"held-out {name} fell from {np.nanmean(self.held_out):.4g} to "
                                      f"{np.nanmean(now):.4g}")
@@ -338,7 +338,7 @@ class Guard(Extension):
 
     def state(self) -> tuple[Tensors, dict[str, Any]]:
         """Return the good weights and the band, for a checkpoint."""
-        good = self.good or copied(self.run)
+        good = self.good or snapshot(self.run)
         return dict(good.tensors), {
             "good": good.epoch, "recent": [*self.recent], "window": self.window, "since": self.since, "how": self.how,
             "held_out": [None if value != value else value for value in self.held_out], "returns": [*self.returns],

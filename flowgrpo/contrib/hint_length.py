@@ -64,28 +64,28 @@ class HintLength:
     def begin(self, prompts: Sequence[Prompt], drawn: EpochBatch) -> list[Prompt]:
         """Return the prompts of an epoch's first turn, with hints of the predicted shares."""
         known = drawn.memory.get(KEY, {})
-        return [self.hinted(prompt, self.share(known.get(prompt.unguided.key, []), drawn.epoch, self.least(prompt)))
+        return [self.add_hint(prompt, self.share(known.get(prompt.unguided.key, []), drawn.epoch, self.least(prompt)))
                 for prompt in prompts]
 
     def __call__(self, drawn: EpochBatch) -> list[tuple[None, Prompt]]:
         if drawn.turn >= self.rounds:
             return []
-        pairs = self.measured(drawn)
+        pairs = self.collect_pairs(drawn)
         longer = []
         for place in drawn.turns[-1]:
             prompt, rewards = drawn.prompts[place], drawn.totals[place]
             rewards = rewards[~rewards.isnan()]
             if len(rewards) and abs(rewards.mean().item() - self.target) > self.band:
                 share = self.share(pairs.get(prompt.unguided.key, []), drawn.epoch, self.least(prompt))
-                changed = self.hinted(prompt, share)
+                changed = self.add_hint(prompt, share)
                 longer += [changed] if changed.key != prompt.key else []
         return [(None, prompt) for prompt in longer]
 
     def learn(self, drawn: EpochBatch) -> None:
         """Keep the pairs of an epoch for later ones."""
-        drawn.memory[KEY] = self.measured(drawn)
+        drawn.memory[KEY] = self.collect_pairs(drawn)
 
-    def measured(self, drawn: EpochBatch) -> dict[str, list[list[float]]]:
+    def collect_pairs(self, drawn: EpochBatch) -> dict[str, list[list[float]]]:
         """Return the pairs of all prompts, those of the present epoch included."""
         known = {key: [*pairs] for key, pairs in drawn.memory.get(KEY, {}).items()}
         for prompt, totals in zip(drawn.prompts, drawn.totals):
@@ -105,11 +105,11 @@ class HintLength:
         """Return the share, `least` to 1, at which the accuracy is the target by the fitted model; 0 without pairs."""
         if not pairs:
             return 0.0
-        slope, offset = fitted([(share, (rate * count + 0.5) / (count + 1), count * self.decay ** (epoch - then))
-                                for share, rate, count, then in pairs])
+        slope, offset = fit_logistic([(share, (rate * count + 0.5) / (count + 1), count * self.decay ** (epoch - then))
+                                      for share, rate, count, then in pairs])
         return min(max((math.log(self.target / (1 - self.target)) - offset) / slope, least), 1.0)
 
-    def hinted(self, prompt: Prompt, share: float) -> Prompt:
+    def add_hint(self, prompt: Prompt, share: float) -> Prompt:
         """Return the prompt with that share of its solution as a hint, without one if it is empty; below 0 with noise
         on its image."""
         if share < 0:
@@ -122,7 +122,7 @@ class HintLength:
         return replace(prompt, guided=Guidance(text, learned=self.learned, level=share))
 
 
-def fitted(pairs: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
+def fit_logistic(pairs: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
     """Return the slope, LEAST at least, and the offset of the logistic model of most likelihood.
 
     pairs: (share, rate, weight); the prior WHOLE is added.

@@ -74,21 +74,21 @@ class Template:
         names = {name.partition(".")[0] for name in _slots(self.json)}
         return [word for name, word in words.items() if name in names] or ["requests"]
 
-    def filled(self, output: Tensor | str, prompt: str, entry: dict[str, Any]) -> Any:
+    def fill(self, output: Tensor | str, prompt: str, entry: dict[str, Any]) -> Any:
         """Return the JSON of a sample.
 
         output: an image [3, H, W] or a video [F, 3, H, W] in [0, 1], or a text. entry: the prompt's metadata.
         Raises Failed for metadata that the prompt lacks and an image that is not finite, UserError for a slot of
         another kind of samples.
         """
-        return _filled(self.json, {name: self._value(name, output, prompt, entry) for name in {*_slots(self.json)}})
+        return _fill(self.json, {name: self._value(name, output, prompt, entry) for name in {*_slots(self.json)}})
 
     def _value(self, name: str, output: Tensor | str, prompt: str, entry: dict[str, Any]) -> Any:
         """Return what a slot is replaced by."""
         if name == "prompt":
             return prompt
         if name.startswith("metadata"):
-            return reached(entry, name.partition(".")[2], f"{self.who}: the prompt's metadata")
+            return value_at(entry, name.partition(".")[2], f"{self.who}: the prompt's metadata")
         kind = "text" if isinstance(output, str) else "image" if output.ndim == 3 else "frames"
         if name != kind and (name, kind) != ("frames", "image"):
             raise UserError(f"{self.who}: its request has the slot {{{name}}}, and its samples are {NOUNS[kind]}: "
@@ -106,7 +106,7 @@ class Template:
         return data_url(image, self.longest, self.encoding).partition(",")[2]
 
 
-def reached(value: Any, path: str, whose: str) -> Any:
+def value_at(value: Any, path: str, whose: str) -> Any:
     """Return the value at a path of keys and of places in lists, joined by dots; "" is the whole value.
     Raises Failed, which begins with `whose`, if there is none."""
     for part in path.split(".") if path else ():
@@ -115,11 +115,11 @@ def reached(value: Any, path: str, whose: str) -> Any:
         elif isinstance(value, list) and part.isdecimal() and int(part) < len(value):
             value = value[int(part)]
         else:
-            raise Failed(f"{whose} has no {path!r}: {part!r} is not in {_described(value)}")
+            raise Failed(f"{whose} has no {path!r}: {part!r} is not in {_describe(value)}")
     return value
 
 
-def _described(value: Any) -> str:
+def _describe(value: Any) -> str:
     """Return what a path can go into, in some words."""
     if isinstance(value, dict):
         return f"an object of {one_line(', '.join(map(str, value)))[:200] or 'no keys'}"
@@ -135,12 +135,12 @@ def _slots(template: Any) -> Iterator[str]:
             yield from _slots(inner)
 
 
-def _filled(template: Any, values: Mapping[str, Any]) -> Any:
+def _fill(template: Any, values: Mapping[str, Any]) -> Any:
     """Return a template with its slots replaced; what stands in a value is not replaced again."""
     if isinstance(template, dict):
-        return {key: _filled(inner, values) for key, inner in template.items()}
+        return {key: _fill(inner, values) for key, inner in template.items()}
     if isinstance(template, list):
-        return [_filled(inner, values) for inner in template]
+        return [_fill(inner, values) for inner in template]
     if not isinstance(template, str):
         return template
     if whole := SLOT.fullmatch(template):
@@ -169,18 +169,17 @@ class Meter:
         self.requests, self._free, self._lock = 0, -math.inf, threading.Lock()
 
     @property
-    def spent(self) -> float:
+    def total_cost(self) -> float:
         return self.requests * self.cost
 
     def begin(self, now: float) -> float:
         """Count a request; return the seconds after `now`, a time in seconds, at which it may begin.
         Raises UserError if it would exceed the budget."""
         with self._lock:
-            if self.budget is not None and self.spent + self.cost > self.budget * (1 + 1e-9):
-                raise UserError(f"{WHO}: {quantity(self.requests, 'request')} of this process cost {self.spent:.10g}, "
-                                "and the "
-                                f"next would exceed its budget of {self.budget:.10g}: raise budget in its args, or "
-                                "score fewer samples")
+            if self.budget is not None and self.total_cost + self.cost > self.budget * (1 + 1e-9):
+                raise UserError(f"{WHO}: {quantity(self.requests, 'request')} of this process cost "
+                                f"{self.total_cost:.10g}, and the next would exceed its budget of {self.budget:.10g}: "
+                                "raise budget in its args, or score fewer samples")
             self.requests += 1
             begins = max(now, self._free)
             self._free = begins + (1 / self.rate if self.rate else 0.0)
@@ -189,7 +188,7 @@ class Meter:
     def tell(self) -> None:
         """Print the requests and their cost, if there were any."""
         if self.requests:
-            print(f"{WHO}: {quantity(self.requests, 'request')} cost {self.spent:.10g}", file=sys.stderr)
+            print(f"{WHO}: {quantity(self.requests, 'request')} cost {self.total_cost:.10g}", file=sys.stderr)
 
 
 class Http:
@@ -251,9 +250,9 @@ class Http:
         def one(part: range) -> float | None | Failed:
             row = part.start
             try:
-                body = as_json(WHO, "a request", self._template.filled(outputs[row], prompts[row], metadata[row]))
-                answer = self._service.asked(lambda url: self._attempt(url, body))
-                return _number(reached(answer, self.answer, f"{WHO}: its answer"))
+                body = as_json(WHO, "a request", self._template.fill(outputs[row], prompts[row], metadata[row]))
+                answer = self._service.try_urls(lambda url: self._attempt(url, body))
+                return _number(value_at(answer, self.answer, f"{WHO}: its answer"))
             except TimedOut:
                 raise
             except Failed as failed:
@@ -264,11 +263,11 @@ class Http:
     def _attempt(self, url: str, body: bytes) -> Any:
         """Return the JSON of one answer."""
         time.sleep(self.meter.begin(time.monotonic()))
-        return self._service.request("POST", url, body, _json, self._refused)
+        return self._service.request("POST", url, body, _json, self._raise_for_status)
 
-    def _refused(self, url: str, status: int, headers: Mapping[str, str], body: bytes) -> NoReturn:
+    def _raise_for_status(self, url: str, status: int, headers: Mapping[str, str], body: bytes) -> NoReturn:
         """Raise the error for a status: the user's, this sample's, or a transient one."""
-        said = self._service.quoted(body.decode("utf-8", "replace"))
+        said = self._service.quote(body.decode("utf-8", "replace"))
         message = f"{url} answered {status}" + (f": {said}" if said else "")
         if status in (401, 403):
             how = f"the key in {self._key_env} is not accepted" if self._key_env else \

@@ -213,7 +213,7 @@ class Torchmetrics(Adapted):
 ADAPTERS: dict[str, type[Adapted]] = {"imscore": Imscore, "pyiqa": Pyiqa, "torchmetrics": Torchmetrics}
 
 
-def adapted(name: str) -> functools.partial[Adapted] | None:
+def find_adapter(name: str) -> functools.partial[Adapted] | None:
     """Return the adapter of PACKAGE:NAME, to be made; None for any other name."""
     origin, _, metric = name.partition(":")
     return functools.partial(ADAPTERS[origin], metric=metric) if metric and origin in ADAPTERS else None

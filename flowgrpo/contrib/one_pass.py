@@ -56,7 +56,7 @@ class HeldOutputs:
         """Return True if the graphs of all steps of a part are there."""
         return all(taken.step in self.outputs for taken in part.transitions)
 
-    def scored(self, part: Part, conditioning: Any, micro_batch: int) -> Replayed:
+    def score(self, part: Part, conditioning: Any, micro_batch: int) -> Replayed:
         """Score the transitions of the part, as a replay would, and hand their gradients on to the weights."""
         self._read = None  # of an earlier reading that broke off
         yield from replay.replay(self, conditioning, part, micro_batch)
@@ -84,11 +84,11 @@ class HeldOutputs:
 
     def of_states(self, left: dict[int, Tensor]) -> HeldOutputs:
         """Return the outputs at some states. left: by step their places among those of the step, ascending."""
-        return HeldOutputs(self.device, {step: _picked(self.outputs[step], places) for step, places in left.items()
+        return HeldOutputs(self.device, {step: _select_rows(self.outputs[step], places) for step, places in left.items()
                                          if step in self.outputs})
 
 
-def _picked(outputs: Sequence[Tensor], places: Tensor) -> list[Tensor]:
+def _select_rows(outputs: Sequence[Tensor], places: Tensor) -> list[Tensor]:
     """Return the rows at places of outputs that follow on each other; one without any is left out."""
     found, first = [], 0
     for each in outputs:
@@ -166,7 +166,7 @@ class HeldSteps(RecordedSteps):
     def replay(self, part: Part, conditioning: Any) -> Replayed:
         if isinstance(part, HeldPart) and part.held is not None and part.advantages and torch.is_grad_enabled() \
                 and part.held.covers(part):
-            return part.held.scored(part, conditioning, self.micro_batch)
+            return part.held.score(part, conditioning, self.micro_batch)
         return super().replay(part, conditioning)
 
 
@@ -175,13 +175,13 @@ def add(phases: dict[str, dict[str, int]], measured: Measured) -> None:
     if measured.config.train.one_pass is not True:  # `auto`, which this decides
         return
     _, _, explorations = plan_first_epoch(measured.policy, measured.config, measured.conditioning)
-    states = measured.config.train.prompts * sum(left(exploration) for exploration in explorations)
+    states = measured.config.train.prompts * sum(states_per_prompt(exploration) for exploration in explorations)
     for name in ("rollout", "decode", "update"):
         phases[name]["graphs of the rollout"] = measured.activations * states
     phases["update"]["activations"] = 0
 
 
-def left(exploration: RolloutSpec) -> int:
+def states_per_prompt(exploration: RolloutSpec) -> int:
     """Return the number of states of one prompt that a trained step leaves, each of which is evaluated once."""
     nodes, count = exploration.roots, 0
     for step in range(exploration.steps):
@@ -203,7 +203,7 @@ class OnePass(Extension):
     def __init__(self, trainer: Run):
         super().__init__(trainer)
         train = trainer.config.train
-        self.holds = train.one_pass is True or train.one_pass == AUTO and _chosen(trainer)
+        self.holds = train.one_pass is True or train.one_pass == AUTO and _can_keep_graphs(trainer)
         self.states = 0
 
     @classmethod
@@ -306,12 +306,12 @@ def setup_of(config: Config, processes: int) -> Setup:
     return Setup(config, build.PIPELINE, resolve(config), processes=processes)
 
 
-def _chosen(trainer: Run) -> bool:
+def _can_keep_graphs(trainer: Run) -> bool:
     """Return True if a run can keep its graphs and all processes have the memory for them; say so."""
     setup = Setup(trainer.config, build.PIPELINE, trainer.method, processes=trainer.processes.count)
     fits, reason = False, next(extensions.obstacles(OnePass, setup), "")
     if not reason:
-        needed, free = _needed(trainer), MOST * free_memory(trainer.policy.device)
+        needed, free = _graph_bytes(trainer), MOST * free_memory(trainer.policy.device)
         fits = not trainer.processes.any(not needed <= free)
         reason = f"{needed / 2**30:.3g} GiB of {free / 2**30:.3g}, {MOST:.0%} of the free memory" if needed < math.inf \
             else "the size of a reward model is not known"
@@ -320,7 +320,7 @@ def _chosen(trainer: Run) -> bool:
     return fits
 
 
-def _needed(trainer: Run) -> float:
+def _graph_bytes(trainer: Run) -> float:
     """Return the bytes of this process with the graphs; infinite where those of a reward model are not known."""
     config, policy, prompt = trainer.config, cast(PipelinePolicy, trainer.policy), trainer.prompts[0]
     sizes = reward_memory.reward_weights(config)

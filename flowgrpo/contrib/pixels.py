@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flowgrpo.errors import UserError
 from flowgrpo.packages import import_optional
-from flowgrpo.rewards.about import About, described
+from flowgrpo.rewards.about import About, with_facts
 from flowgrpo.rewards.preprocessing import grey
 from flowgrpo.rewards.video_motion import LICENCE, flows
 
@@ -89,7 +89,7 @@ ACTIVE, FLAT = 0.1, 0.1  # minimum variance of a block that counts; standard dev
 WINDOW = 7 / 6  # standard deviation of the 7 x 7 Gaussian, in pixels
 
 
-@described(About(modality="image", range=(0, 1), needs="", licence="Apache-2.0"))
+@with_facts(About(modality="image", range=(0, 1), needs="", licence="Apache-2.0"))
 def piqe(images: Tensor, prompts: Sequence[str]) -> list[float]:
     """Quality of an image, 1 - PIQE / 100 within [0, 1]: 1 without noise and blocks, 0 without any structure."""
     return [min(max(1 - distortion(np.round(255 * light)) / 100, 0.0), 1.0) for light in grey(images).numpy()]
@@ -97,20 +97,20 @@ def piqe(images: Tensor, prompts: Sequence[str]) -> list[float]:
 
 def distortion(light: np.ndarray) -> float:
     """Return the PIQE of a luminance [H, W] from 0 to 255: 0 (good) to about 100 (bad)."""
-    blocks = _blocks(_normalised(np.pad(light, [(0, -size % BLOCK) for size in light.shape], mode="symmetric")))
+    blocks = _blocks(_normalise_contrast(np.pad(light, [(0, -size % BLOCK) for size in light.shape], mode="symmetric")))
     variance = blocks.var((1, 2), ddof=1)
     active, variance = blocks[variance > ACTIVE], variance[variance > ACTIVE]
     harm = _artefact(active) * (1 - variance) + _noisy(active, variance) * variance
     return float(100 * (harm.sum() + 1) / (len(active) + 1))
 
 
-def _normalised(light: np.ndarray) -> np.ndarray:
+def _normalise_contrast(light: np.ndarray) -> np.ndarray:
     """Return the mean-subtracted, contrast-normalised luminance."""
-    def blurred(values: np.ndarray) -> np.ndarray:
+    def blur(values: np.ndarray) -> np.ndarray:
         return ndimage.gaussian_filter(values, WINDOW, radius=3, mode="nearest")
 
-    mean = blurred(light)
-    return (light - mean) / (np.sqrt(np.abs(blurred(light**2) - mean**2)) + 1)
+    mean = blur(light)
+    return (light - mean) / (np.sqrt(np.abs(blur(light**2) - mean**2)) + 1)
 
 
 def _blocks(values: np.ndarray) -> np.ndarray:

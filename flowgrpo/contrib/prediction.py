@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from flowgrpo.curriculum.epoch_batch import EpochBatch
 
 
-def predicted(texts: Sequence[str], references: Sequence[str], rates: Sequence[float], temperature: float
-              ) -> np.ndarray:
+def predict_rates(texts: Sequence[str], references: Sequence[str], rates: Sequence[float], temperature: float
+                  ) -> np.ndarray:
     """Return the success rates [n] of texts: means of the references' rates, weighted by softmax(similarity /
     temperature)."""
     similar = np.stack([features(text) for text in texts]) @ np.stack([features(text) for text in references]).T
@@ -52,8 +52,8 @@ class PredictedDifficulty:
         number = min(round(self.fresh * count), count)
         first, rest = candidates[:number], candidates[number:]
         sampled = [*known][-self.references:]
-        rates = predicted([prompt.key for prompt in rest], sampled, [known[key][-1] for key in sampled],
-                          self.temperature) if rest else np.empty(0)
+        rates = predict_rates([prompt.key for prompt in rest], sampled, [known[key][-1] for key in sampled],
+                              self.temperature) if rest else np.empty(0)
         return first + [rest[place] for place in np.abs(rates - self.target).argsort(kind="stable")[:count - number]]
 
     def learn(self, memory: dict[str, Any], drawn: EpochBatch) -> None:

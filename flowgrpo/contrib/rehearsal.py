@@ -65,13 +65,13 @@ class RehearsedSamples(Extension):
             self.conditioning = rollouts.conditioning(batch, 0)
             judge = partial(scoring.total, batch)
             for part, outputs in rollouts.sample(self.conditioning, 0, judge, partial(scoring.value, batch)):
-                parts.append(part if self.part.least is None else self._solved(part, outputs[0], judge))
+                parts.append(part if self.part.least is None else self._select_solved(part, outputs[0], judge))
         self.parts = [replace(part, finals=()) for part in parts if part is not None]
         if not self.processes.any(bool(self.parts)):
             raise UserError(f"parts.rehearsal.least is {self.part.least}, which no sample of the base model reaches: "
                             "lower it, or leave it out")
 
-    def _solved(self, part: Part, outputs: Any, judge: Callable[..., Tensor]) -> Part | None:
+    def _select_solved(self, part: Part, outputs: Any, judge: Callable[..., Tensor]) -> Part | None:
         """Return the part without the decisions whose samples earn less than `least` in the mean."""
         latents = part.finals[0].float().cpu() if part.finals else None
         totals = judge(outputs, self.trainer.rollouts.geometry.group, part.prompts, latents).flatten()

@@ -97,10 +97,10 @@ class Difficulty(Reshaped):
             alike = torch.tensor([[one == other for other in tasks] for one in tasks]).to(total)
             weight = weight * difficulty(alike @ mean / alike.sum(1), self.curve, self.power)
         if self.given is not None:
-            weight = weight * total.new_tensor([self._stated(of) for of in metadata])
+            weight = weight * total.new_tensor([self._read_difficulty(of) for of in metadata])
         return advantages * weight[:, None]
 
-    def _stated(self, metadata: dict[str, Any]) -> float:
+    def _read_difficulty(self, metadata: dict[str, Any]) -> float:
         value = metadata.get(str(self.given), 1.0)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
             raise ValueError(f"Difficulty: a prompt's metadata has {self.given}: {value!r}, expected a number of 0 or "

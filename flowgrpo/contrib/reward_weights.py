@@ -16,7 +16,7 @@ from flowgrpo.types import Context, wide
 
 @part("advantage", adapts_weights=True)
 class Influence(AdvantageRule):
-    """One advantage per reward, standardised in its group, then their sum under weights that `adapted` moves by `rate`.
+    """One advantage per reward, standardised in its group, then their sum under weights that `mirror_descent` moves.
 
     After the gradient-based weights of 2509.11452. There the inner products are those of gradients of all parameters.
     Here they are those of gradients by the samples' log-probabilities, the advantages. The moves add up from epoch to
@@ -39,12 +39,12 @@ class Influence(AdvantageRule):
             raise ValueError(f"rewards have shape {tuple(rewards.shape)} and weights {tuple(weights.shape)}, expected "
                              "[prompts, samples, rewards] and one weight per reward")
         advantages = torch.stack([group_relative(reward) for reward in rewards.unbind(2)], dim=2)
-        moved = adapted(advantages, self._begun(weights, context), self.rate)
+        moved = mirror_descent(advantages, self._initial_weights(weights, context), self.rate)
         if context is not None:
             context.run.memory["influence"]["after"] = moved.tolist()
         return (advantages * moved).sum(2).clamp(-self.clamp, self.clamp)
 
-    def _begun(self, weights: Tensor, context: Context | None) -> Tensor:
+    def _initial_weights(self, weights: Tensor, context: Context | None) -> Tensor:
         """Return the weights as of the end of the epoch before; calls of one epoch all start from them."""
         if context is None:
             return weights
@@ -58,7 +58,7 @@ class Influence(AdvantageRule):
         return weights.new_tensor(known["before"])
 
 
-def adapted(advantages: Tensor, weights: Tensor, rate: float) -> Tensor:
+def mirror_descent(advantages: Tensor, weights: Tensor, rate: float) -> Tensor:
     """Return weights [R] after a step of mirror descent on their simplex: w_k exp(rate I_k), scaled to the sum they
     had.
 
@@ -155,11 +155,11 @@ def difficulty(rewards: Tensor) -> Tensor:
     means = rewards.nanmean(1)
     gaps = rewards.nan_to_num(-torch.inf).amax(1) - means
 
-    def standardised(values: Tensor) -> Tensor:
+    def standardise(values: Tensor) -> Tensor:
         known = values[~values.isnan()]
         return (values - known.mean()) / (known.std(correction=0) + 1e-8)
 
-    product = (-standardised(means)).sigmoid() * standardised(gaps).sigmoid()
+    product = (-standardise(means)).sigmoid() * standardise(gaps).sigmoid()
     return (product / product.nanmean()).nan_to_num(1.0)
 
 
@@ -184,10 +184,10 @@ class ForwardCorrected(AdvantageRule):
 
     def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
         (verdict, *_) = wide(rewards[..., 0])
-        rate = self.misses if self.misses is not None else self._estimated(rewards, context)
+        rate = self.misses if self.misses is not None else self._false_negative_rate(rewards, context)
         return (rate - 1 + verdict).masked_fill(verdict.isnan(), 0)
 
-    def _estimated(self, rewards: Tensor, context: Context | None) -> float:
+    def _false_negative_rate(self, rewards: Tensor, context: Context | None) -> float:
         assert context is not None, "ForwardCorrected counts over the run: it needs a context"
         verdict, recheck = rewards.unbind(2)
         asked = (verdict == 0) & ~recheck.isnan()

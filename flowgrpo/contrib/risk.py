@@ -49,14 +49,14 @@ class RiskAverse(AdvantageRule):
         scores = torch.stack([of.nanmean(0) for of in total.split(self.bundle)])
         if scores.isnan().all():
             return torch.zeros_like(total)
-        low, high, spread = self._tracked(scores, context.run)
+        low, high, spread = self._track_quantiles(scores, context.run)
         if spread <= RELATIVE_NOISE * scores.abs().nan_to_num(0).max().item():
             return torch.zeros_like(total)
         advantages = risk_weights(scores, low, high, self.alpha, self.beta, self.omega)
         advantages = (advantages / ((2 + self.omega) * (spread + 1e-8))).clamp(-self.clamp, self.clamp)
         return advantages.repeat_interleave(self.bundle, dim=0)[:len(total)].masked_fill(total.isnan(), 0)
 
-    def _tracked(self, scores: Tensor, run: RunState) -> list[float]:
+    def _track_quantiles(self, scores: Tensor, run: RunState) -> list[float]:
         """Return both quantiles and the deviation of the scores, averaged with those of earlier epochs."""
         known = scores[~scores.isnan()]
         now = [*known.quantile(known.new_tensor([self.alpha, self.beta])).tolist(), known.std(correction=0).item()]

@@ -63,7 +63,7 @@ class TokenWeights(WrappedLoss, GroupLoss):
             at = peers.group == label
             ids, mask = compared.ids[at], compared.mask[at]
             values = disagreement(ids, mask).to(scaled) if self.by == "disagreement" else peers.statistic[at]
-            scaled[at] = values if self.by == "probability" else _scaled(values, mask)
+            scaled[at] = values if self.by == "probability" else _min_max_scale(values, mask)
         return 1 + self.strength * scaled[compared.rows]
 
 
@@ -75,7 +75,7 @@ def disagreement(ids: Tensor, mask: Tensor) -> Tensor:
     return -(share.clamp(min=1e-9).log() * mask).sum(0).div(mask.sum(0).clamp(min=1)).expand(mask.shape)
 
 
-def _scaled(values: Tensor, mask: Tensor) -> Tensor:
+def _min_max_scale(values: Tensor, mask: Tensor) -> Tensor:
     """Return values [n, L] from 0 for the least counted one to 1 for the largest."""
     counted = values[mask]
     if not len(counted) or counted.amax() == counted.amin():

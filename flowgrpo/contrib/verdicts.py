@@ -36,7 +36,7 @@ def checklist(scores: Tensor, thresholds: Sequence[float]) -> Tensor:
     return where_any(scores, met / (~scores.isnan()).sum(1).clamp(min=1).to(scores))
 
 
-def corrected(score: Tensor, false_positive: float, false_negative: float) -> Tensor:
+def correct_verdict(score: Tensor, false_positive: float, false_negative: float) -> Tensor:
     """Correct a verdict r in {0, 1} of a verifier with known error rates: (r - fp) / (1 - fp - fn), whose mean over the
     errors is the true verdict (backward correction, "RL with Verifiable yet Noisy Rewards under Imperfect Verifiers").
     [B] -> [B]."""
@@ -93,7 +93,7 @@ class Corrected(Combined):
                       f"less than 1 - false_negative, {1 - self.false_negative:g}: such a verdict says nothing")
 
     def combined(self, scores: Tensor) -> Tensor:
-        return corrected(scores[:, 0], self.false_positive, self.false_negative)
+        return correct_verdict(scores[:, 0], self.false_positive, self.false_negative)
 
 
 # --- pure ------------------------------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ def votes(scores: Tensor) -> Tensor:
     return ((balance.sign() + 1) / 2).masked_fill(scores.isnan().all(1), torch.nan)
 
 
-def flawed(scores: Tensor, right: float, sound: float) -> Tensor:
+def fapo_reward(scores: Tensor, right: float, sound: float) -> Tensor:
     """Return FAPO's reward of (answer, process): -1 for a wrong answer, 1 for a right one by a sound process, 0 for a
     right one by a flawed process. [B, 2] -> [B].
 
@@ -226,7 +226,7 @@ class Flawed(Combined):
         self._require(len(self.rewards) == 2, "rewards", "two rewards")
 
     def combined(self, scores: Tensor) -> Tensor:
-        return flawed(scores, self.right, self.sound)
+        return fapo_reward(scores, self.right, self.sound)
 
 
 @dataclass(frozen=True, eq=False)
@@ -253,7 +253,7 @@ class Rechecked(Combined):
         (_, first), (name, second) = self.made.items()
         [verdicts] = of_batch({"first": first}, batch)
         rows = [row for row, verdict in enumerate(verdicts) if not isinstance(verdict, Failed)
-                and verdict < self.right and drawn(batch.samples[row], batch.prompts[row], self.share)]
+                and verdict < self.right and is_sampled(batch.samples[row], batch.prompts[row], self.share)]
         values: list[float | None | Failed] = [None] * len(batch)
         if rows:
             [found] = of_batch({name: second}, batch.rows(rows))
@@ -263,7 +263,7 @@ class Rechecked(Combined):
         return values
 
 
-def drawn(output: Tensor | str, prompt: str, share: float) -> bool:
+def is_sampled(output: Tensor | str, prompt: str, share: float) -> bool:
     """True for a share of all samples, always the same ones."""
     content = output.encode("utf-8", "surrogatepass") if isinstance(output, str) else output.cpu().numpy().tobytes()
     digest = hashlib.sha256(prompt.encode("utf-8", "surrogatepass") + b"\0" + content).digest()

@@ -88,7 +88,7 @@ class EpochBatch:
         """Return this process's prompts, turn by turn."""
         return [self.prompts[place] for place in self._own()]
 
-    def compared(self) -> tuple[list[Prompt], Tensor]:
+    def prompts_and_scores(self) -> tuple[list[Prompt], Tensor]:
         """Return the prompts, process by process, and the scores [P,G,R] of their groups.
 
         A replaced group has NaN, so it is neither compared nor trained.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import numpy as np
 import torch
 
-from flowgrpo.curriculum.order import KEY, learn, of, require_rate, updated
+from flowgrpo.curriculum.order import KEY, learn, of, require_rate, update_beta
 from flowgrpo.data import sets
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.parts import Above, AtLeast, part
@@ -131,7 +131,7 @@ class InformationGain:
         for key, rewards in fresh.items():
             require_rate(key, min(rewards), max(rewards))
             a, b = known.get(key, (self.prior, self.prior))
-            known[key] = list(updated(a, b, sum(rewards) / len(rewards), len(rewards), self.keep, self.prior))
+            known[key] = list(update_beta(a, b, sum(rewards) / len(rewards), len(rewards), self.keep, self.prior))
 
 
 @part("curriculum", jointly={"after keep by": "numbers of 1 or more, and hardest or variance"})
@@ -152,13 +152,13 @@ class Retention:
                  memory: dict[str, Any], group: int) -> list[Prompt]:
         if epoch < self.after:
             return sets.draw(list(pool), count, epoch, seed, weights)
-        kept = self.ranked(memory, pool)[:self.keep]
+        kept = self.rank(memory, pool)[:self.keep]
         if self.by == "variance":
             chosen = memory.setdefault(RETAINED, [prompt.key for prompt in kept])
             kept = [prompt for prompt in pool if prompt.key in chosen] or kept
         return sets.draw(kept, count, epoch, seed)
 
-    def ranked(self, memory: dict[str, Any], pool: Sequence[Prompt]) -> list[Prompt]:
+    def rank(self, memory: dict[str, Any], pool: Sequence[Prompt]) -> list[Prompt]:
         """Return the prompts in the order of retention; equal ones in the pool's."""
         known = memory.get(RATES, {})
 

@@ -84,10 +84,10 @@ def learn(memory: dict[str, Any], drawn: EpochBatch, keep: float, prior: float) 
         if prompt.key in keys and len(rewards := totals[~totals.isnan()].double()):
             require_rate(prompt.key, rewards.min().item(), rewards.max().item())
             a, b = known.get(prompt.key, (prior, prior))
-            known[prompt.key] = list(updated(a, b, rewards.mean().item(), len(rewards), keep, prior))
+            known[prompt.key] = list(update_beta(a, b, rewards.mean().item(), len(rewards), keep, prior))
 
 
-def updated(a: float, b: float, share: float, samples: int, keep: float, prior: float) -> tuple[float, float]:
+def update_beta(a: float, b: float, share: float, samples: int, keep: float, prior: float) -> tuple[float, float]:
     """Return (a, b) after `samples` samples, a share of them right; keep < 1 forgets, towards the prior."""
     begin = (1 - keep) * prior
     return keep * a + begin + share * samples, keep * b + begin + (1 - share) * samples
@@ -102,7 +102,7 @@ def require_rate(prompt: str, least: float, most: float) -> None:
 
 @part("curriculum", jointly={"keep prior": "0 to 1 and above 0"})
 class Knapsack:
-    """More of an epoch's groups for prompts with more to learn from (Knapsack RL, 2509.25849): `allocated`.
+    """More of an epoch's groups for prompts with more to learn from (Knapsack RL, 2509.25849): `allocate`.
 
     An epoch has `each` times fewer different prompts than groups, at least one group each. The others are allocated by
     each prompt's estimated success rate, the mean of its posterior. All groups of a prompt are compared as one by the
@@ -118,7 +118,7 @@ class Knapsack:
                  memory: dict[str, Any], group: int) -> list[Prompt]:
         drawn = sets.draw(list(pool), min(max(count // self.each, 1), len(pool)), epoch, seed, weights)
         a, b = of(memory, drawn, self.prior).T
-        groups = allocated((a / (a + b)).tolist(), count, group)
+        groups = allocate((a / (a + b)).tolist(), count, group)
         return [prompt for prompt, number in zip(drawn, groups) for _ in range(number)]
 
     def learn(self, memory: dict[str, Any], drawn: EpochBatch) -> None:
@@ -131,7 +131,7 @@ def value(samples: int, rate: float) -> float:
     return (1 - rate ** samples - (1 - rate) ** samples) * rate * (1 - rate) ** 2
 
 
-def allocated(rates: Sequence[float], units: int, size: int, least: int = 1) -> list[int]:
+def allocate(rates: Sequence[float], units: int, size: int, least: int = 1) -> list[int]:
     """Return the number of units of `size` samples per prompt, `least` at least, that maximises the sum of `value`.
 
     The value is concave in N, so each unit in turn goes where it adds most, ties by position.

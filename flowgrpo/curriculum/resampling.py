@@ -62,9 +62,9 @@ class Expansion:
     def __call__(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """Return the prompts with their guidance; those that have some already stay."""
         return [prompt if prompt.guided else replace(prompt, guided=Guidance(
-            self.expanded(prompt), self.scale, self.learned)) for prompt in prompts]
+            self.expand(prompt), self.scale, self.learned)) for prompt in prompts]
 
-    def expanded(self, prompt: Prompt) -> str:
+    def expand(self, prompt: Prompt) -> str:
         """Return the text under which a prompt is sampled."""
         own = prompt.metadata.get(self.key) if self.key else None
         return self.text.replace("{prompt}", prompt.text) if own is None else str(own)
@@ -171,10 +171,10 @@ class Hints:
         if drawn.epoch < self.after * drawn.epochs:
             return []
         failed = failing(drawn, self.fail)
-        helped = [(place, self.helped(drawn.prompts[place])) for place in drawn.standing() if failed[place]]
+        helped = [(place, self.add_hint(drawn.prompts[place])) for place in drawn.standing() if failed[place]]
         return [(place, prompt) for place, prompt in helped if prompt is not None]
 
-    def helped(self, prompt: Prompt) -> Prompt | None:
+    def add_hint(self, prompt: Prompt) -> Prompt | None:
         """Return the prompt with one more hint; None if none is left."""
         hints = self.hints(prompt.metadata)
         given = 1 + int(prompt.guided.level if prompt.guided else 0)

@@ -44,7 +44,7 @@ class Inputs:
     last_image: str | None = None
     place: str = field(default="a prompt", compare=False)
 
-    def given(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """Return what is there by its key; one reference image under `image`, several under `images`."""
         images = {"image": self.images[0]} if len(self.images) == 1 else {"images": self.images} if self.images else {}
         others = {key: getattr(self, key) for key in (*FILES, SCALE)}
@@ -52,7 +52,7 @@ class Inputs:
 
     def paths(self) -> Iterator[tuple[str, str]]:
         """Yield each key with each of its paths."""
-        for key, value in self.given().items():
+        for key, value in self.as_dict().items():
             for path in (value if isinstance(value, tuple) else (value,)) if key != SCALE else ():
                 yield key, path
 
@@ -60,7 +60,7 @@ class Inputs:
         """Return what rewards see: full paths under the same keys. The first of several images is under `image` too.
         """
         facts: dict[str, Any] = {"image": str(Path(self.images[0]).resolve())} if self.images else {}
-        for key, value in self.given().items():
+        for key, value in self.as_dict().items():
             facts[key] = value if key == SCALE else [str(Path(path).resolve()) for path in value] \
                 if isinstance(value, tuple) else str(Path(value).resolve())
         return facts
@@ -68,7 +68,7 @@ class Inputs:
     @property
     def key(self) -> str:
         """Identity among prompts of the same text and reference images; empty without other files."""
-        given = self.given().items()
+        given = self.as_dict().items()
         return "\n".join(f"{key}={value}" for key, value in given if key not in ("image", "images"))
 
     def error(self, key: str, what: str) -> UserError:

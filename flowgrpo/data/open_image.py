@@ -65,14 +65,14 @@ def open_checked(path: str | Path, most: int = PIXELS, what: str = "an image") -
     except Image.DecompressionBombError:
         raise UserError(f"{path} has more than {most:,} pixels: scale it down") from None
     except UnidentifiedImageError:
-        raise UserError(f"{path} cannot be read as {what} ({_unidentified(Path(path))})") from None
+        raise UserError(f"{path} cannot be read as {what} ({_unidentified_reason(Path(path))})") from None
     except Exception as error:  # a broken file can raise anything
         layout = ", or of a layout that Pillow does not read: save it as PNG" * _starts_as_tiff(path)
         why = getattr(error, "strerror", None) or f"it is damaged{layout}"
         raise UserError(f"{path} cannot be read as {what} ({why})") from None
 
 
-def _unidentified(path: Path) -> str:
+def _unidentified_reason(path: Path) -> str:
     """Return why Pillow does not know a file."""
     with path.open("rb") as file:
         start = file.read(64)
@@ -183,7 +183,7 @@ def rgb(image: Image, opaque: bool = False) -> Image:
     info, wide, alpha = image.info, levels(image), _alpha(image)
     if wide is not None:
         image = Image.fromarray((wide * 255).round().astype(np.uint8))
-    coloured = _coloured(image, info.get("icc_profile"))
+    coloured = _to_srgb(image, info.get("icc_profile"))
     gamma = info.get("gamma")
     if gamma and not {"icc_profile", "srgb"} & info.keys() and abs(gamma - SRGB_GAMMA) > 0.02:
         coloured = coloured.point([round(255 * (level / 255) ** (SRGB_GAMMA / gamma)) for level in range(256)] * 3)
@@ -209,7 +209,7 @@ def _alpha(image: Image) -> Image | None:
     return image.convert("RGBA").getchannel("A")
 
 
-def _coloured(image: Image, profile: bytes | None) -> Image:
+def _to_srgb(image: Image, profile: bytes | None) -> Image:
     """Return an image's colours as RGB in sRGB, whatever its transparency. profile: its ICC profile."""
     import io
 

@@ -54,7 +54,7 @@ class Templates:
     def write(self, count: int, seed: int) -> list[Prompt]:
         """Return at most `count` different prompts, drawn evenly over the templates."""
         rng = np.random.default_rng(seed)
-        drawn = [self._filled(template, rng) for template in self.templates]
+        drawn = [self._fill(template, rng) for template in self.templates]
         prompts: dict[str, Prompt] = {}
         while drawn and len(prompts) < count:
             for filled in list(drawn):
@@ -65,12 +65,12 @@ class Templates:
                     prompts[prompt.text] = prompt
         return list(prompts.values())
 
-    def _filled(self, template: str, rng: np.random.Generator) -> Iterator[Prompt]:
+    def _fill(self, template: str, rng: np.random.Generator) -> Iterator[Prompt]:
         """Yield all prompts of a template in a random order: a walk through its combinations by a coprime stride."""
         names = slots_of(template)
         sizes = [len(self.slots[name]) for name in names]
         whole = math.prod(sizes)
-        start, stride = _drawn(rng, whole), 1 + _drawn(rng, whole)
+        start, stride = _random_below(rng, whole), 1 + _random_below(rng, whole)
         while math.gcd(stride, whole) > 1:
             stride += 1
         for step in range(whole):
@@ -83,7 +83,7 @@ class Templates:
             yield Prompt(template.format(**words), metadata={**self.metadata, **facts})
 
 
-def _drawn(rng: np.random.Generator, below: int) -> int:
+def _random_below(rng: np.random.Generator, below: int) -> int:
     """Return a number from 0 to below - 1, which may have any number of digits."""
     if below < 2**63:
         return int(rng.integers(below))

@@ -123,7 +123,7 @@ class Prompt:
         """Input that a policy encodes beside the text: nothing, one reference image's path, or all inputs."""
         if self.inputs == NOTHING:
             return self.image  # None, or an image that was given as an object
-        return self.image if self.inputs.given().keys() <= {"image"} else self.inputs
+        return self.image if self.inputs.as_dict().keys() <= {"image"} else self.inputs
 
 
 def of_records(records: Sequence[str | dict[str, Any] | Prompt]) -> list[Prompt]:
@@ -152,7 +152,7 @@ def as_line(prompt: Prompt) -> dict[str, Any]:
     if prompt.negative is not None:
         line["negative_prompt"] = prompt.negative
     full = prompt.inputs.metadata()
-    line |= {key: full[key] for key in prompt.inputs.given()}
+    line |= {key: full[key] for key in prompt.inputs.as_dict()}
     return line if prompt.weight == 1 else line | {"weight": prompt.weight}
 
 
@@ -325,7 +325,7 @@ def _of_columns(table: Iterable[dict[str, Any]], path: Path) -> Records:
     for line, row in enumerate(table, 1):
         if not {"prompt", *QUESTIONS} & row.keys():
             raise _wrong(path, line, f"expected the column 'prompt', got {', '.join(row)}")
-        yield line, _with_facts(_known(row), path, line)
+        yield line, _with_facts(_drop_none(row), path, line)
 
 
 def _with_facts(row: dict[str, Any], path: Path, line: int) -> dict[str, Any]:
@@ -336,14 +336,14 @@ def _with_facts(row: dict[str, Any], path: Path, line: int) -> dict[str, Any]:
     if isinstance(metadata, str):
         metadata = _json(metadata, path, line)
     elif isinstance(metadata, dict):
-        metadata = _known(metadata)  # a structure has the keys of all rows
+        metadata = _drop_none(metadata)  # a structure has the keys of all rows
     facts = {key: row.pop(key) for key in [*row] if key not in KEYS}
     if "answer" in facts:
         facts["answer"] = _final(facts["answer"], path, line)
     return row | {"metadata": facts | metadata if isinstance(metadata, dict) else metadata}
 
 
-def _known(row: dict[str, Any]) -> dict[str, Any]:
+def _drop_none(row: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in row.items() if value is not None}
 
 

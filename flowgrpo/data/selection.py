@@ -36,7 +36,7 @@ def grams(text: str, size: int) -> frozenset[tuple[str, ...]]:
     return frozenset(tuple(words[at:at + size]) for at in range(max(len(words) - size + 1, 1)))
 
 
-def deduplicated(prompts: Sequence[Prompt], near: float | None = None, size: int = 3) -> list[Prompt]:
+def deduplicate(prompts: Sequence[Prompt], near: float | None = None, size: int = 3) -> list[Prompt]:
     """Return the prompts without repetitions, the first one of each kept.
 
     Two texts are the same if their words are; and near each other if the share of n-grams that both have, among those
@@ -69,7 +69,7 @@ def within(prompts: Sequence[Prompt], rates: Rates, low: float, high: float) -> 
     return [prompt for prompt in prompts if rates.get(prompt.key) and low <= rates[prompt.key][-1] <= high]
 
 
-def ranked(prompts: Sequence[Prompt], rates: Rates, by: str) -> list[Prompt]:
+def rank(prompts: Sequence[Prompt], rates: Rates, by: str) -> list[Prompt]:
     """Return the prompts that have rates by rank: "hardest", the lowest newest rate first; "variance", the largest
     variance of all rates first; "middling", the newest rate nearest to 1/2 first. Equal ones stay in order."""
     value = {"hardest": lambda past: past[-1], "variance": lambda past: -float(np.var(past)),

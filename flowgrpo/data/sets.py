@@ -52,7 +52,7 @@ class PromptSet:
         return tuple(side for side in (self.held_out, self.train if self.role == "test" else None) if side)
 
     @property
-    def packaged(self) -> bool:
+    def is_packaged(self) -> bool:
         return isinstance(self.train, Path)
 
     @property
@@ -258,7 +258,7 @@ def require_suited(config: Config) -> None:
     if not config.train_on_test_set and config.preferences is None:
         require_training_set(config.prompts)
     usual = config.held_out == Config.model_fields["held_out"].default
-    if _held_out_of(config.prompts) and isinstance(config.held_out, float) and not usual:
+    if _held_out_side(config.prompts) and isinstance(config.held_out, float) and not usual:
         raise UserError(f"held_out: got {config.held_out!r}, but prompts: {config.prompts} brings held-out prompts of "
                         "its own: leave it out, or name a file")
 
@@ -271,10 +271,10 @@ def resolve(config: Config) -> tuple[list[Prompt], list[Prompt]]:
     named = SETS.get(config.prompts)
     prompts = load(named.train if named else config.prompts)
     share = isinstance(config.held_out, float)
-    return split(prompts, (_held_out_of(config.prompts) if share else None) or config.held_out, SPLIT_SEED)
+    return split(prompts, (_held_out_side(config.prompts) if share else None) or config.held_out, SPLIT_SEED)
 
 
-def _held_out_of(prompts: str) -> str | None:
+def _held_out_side(prompts: str) -> str | None:
     """Return the file, or the hub's name, of a set's own held-out side."""
     side = SETS[prompts].held_out if prompts in SETS else None
     return None if side is None else str(side)

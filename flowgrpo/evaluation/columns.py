@@ -112,10 +112,11 @@ def write_table(path: str | Path, title: str, columns: Sequence[str], rows: Sequ
     path = Path(path)
     digits = grid.digits_of(rows)
     lines = [["prompt", *map(markdown, columns)], ["---"] * (len(columns) + 1)]
-    lines += [[cell(row.caption), *(_scored(image, scores, digits) for image, scores in zip(row.images, row.scores))]
+    lines += [[cell(row.caption),
+               *(_scored_cell(image, scores, digits) for image, scores in zip(row.images, row.scores))]
               for row in rows]
     if summary:
-        lines.append([summary.label, *(", ".join(f"{cell(_short(name))} {_ranged(of, digits[name])}"
+        lines.append([summary.label, *(", ".join(f"{cell(_short(name))} {_interval_cell(of, digits[name])}"
                                                  for name, of in means.items()) for means in summary.columns)])
     table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
     atomic.write_text(path, f"# {markdown(title)}\n\n{table}")
@@ -126,11 +127,11 @@ def _short(name: str) -> str:
     return name.rpartition("/")[2]
 
 
-def _ranged(of: Interval, digits: int) -> str:
+def _interval_cell(of: Interval, digits: int) -> str:
     return format_interval(of.mean, of.low, of.high, digits)
 
 
-def _scored(text: torch.Tensor | str, scores: dict[str, float], digits: Mapping[str, int]) -> str:
+def _scored_cell(text: torch.Tensor | str, scores: dict[str, float], digits: Mapping[str, int]) -> str:
     assert isinstance(text, str), "a table is of texts"
     listed = ", ".join(f"{_short(name)} {grid.format_score(value, digits[name])}" for name, value in scores.items())
     return f"{cell(text)}<br>{cell(listed)}" if listed else cell(text)
@@ -248,13 +249,13 @@ def columns(run: str | Path, kind: str, values: Sequence[str], prompts: str | Pa
     sampler = Texts(config.model, config, None, device) if by_tokens else Pipelines(
         config.model, config, drawing(config.precision if config.adapter.rank else "fp32", device), device)
 
-    def sampled(column: Column) -> list[Any]:
+    def sample_column(column: Column) -> list[Any]:
         return first_of_each(sampler, column.arm, shown, column.seed)
 
-    drawn: list[list[Any]] = [sampled(column) for column in chosen]
+    drawn: list[list[Any]] = [sample_column(column) for column in chosen]
     bases: list[Any] = [None] * len(chosen)
     if any(map(rewards.sees_base, functions.values())):
-        bases = [torch.stack(sampled(replace(column, weights=None, rlg=None))) for column in chosen]
+        bases = [torch.stack(sample_column(replace(column, weights=None, rlg=None))) for column in chosen]
     fps = None if by_tokens else rate_ahead(config.model, config.load, arguments, config.fps)
     scores = [captions(functions, samples if written else torch.stack(samples), shown, base, fps)
               for samples, base in zip(drawn, bases)]
@@ -309,11 +310,11 @@ def _seeds(tuned: Column, values: list[str]) -> list[Column]:
 
 
 def _guidance(tuned: Column, values: list[str]) -> list[Column]:
-    return _called(tuned, "guidance", "guidance", values, float)
+    return _argument_columns(tuned, "guidance", "guidance", values, float)
 
 
 def _steps(tuned: Column, values: list[str]) -> list[Column]:
-    return _called(tuned, "steps", "num_inference_steps", values, int, least=1)
+    return _argument_columns(tuned, "steps", "num_inference_steps", values, int, least=1)
 
 
 def _rlg(tuned: Column, values: list[str]) -> list[Column]:
@@ -325,7 +326,8 @@ KINDS: dict[str, Callable[[Column, list[str]], list[Column]]] = {
     "checkpoints": _checkpoints, "runs": _runs, "seeds": _seeds, "guidance": _guidance, "steps": _steps, "rlg": _rlg}
 
 
-def _called(tuned: Column, kind: str, argument: str, values: list[str], number: type, least: float = 0) -> list[Column]:
+def _argument_columns(tuned: Column, kind: str, argument: str, values: list[str], number: type, least: float = 0
+                      ) -> list[Column]:
     if not values:
         raise UserError(f"--columns {kind}: expected --values with a number for each column, such as --values 1,2,4")
     numbers = [_number(kind, value, number, least) for value in values]

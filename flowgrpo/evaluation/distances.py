@@ -146,7 +146,7 @@ class Shuffled:
                   for name, reward in functions.items() if _alone(reward)}
         others = {name: paired for name, paired in others.items() if len(paired) >= PAIRS}
         made = {name: functions[name] for name in others}
-        return cls({name: rewards.tried(reward) if isinstance(reward, rewards.Composed) else reward
+        return cls({name: rewards.for_trial(reward) if isinstance(reward, rewards.Composed) else reward
                     for name, reward in made.items()}, others)
 
     def score(self, indices: Sequence[int | None], images: Any, policy: Any) -> torch.Tensor:

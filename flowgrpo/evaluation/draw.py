@@ -49,7 +49,7 @@ class Painter:
         if self.sampler.pipe is None:
             self.require_fit()
         seeds = [self.seed_of(place.prompt, place.sample) for place in places]
-        return self.sampler.draw(self.plan.arm(arm), self._written(prompts), seeds)
+        return self.sampler.draw(self.plan.arm(arm), self._rewrite(prompts), seeds)
 
     def require_fit(self) -> None:
         """Raise UserError if the tuned weights do not fit the model, by the headers of their files."""
@@ -64,11 +64,11 @@ class Painter:
             self.settings[arm] = image_files.settings(self.sampler.pipe, plan.model, plan.asked, tuned,
                                                         None if weight in (0, 1) else weight)
         negative = plan.negative if prompt.negative is None else prompt.negative
-        [written] = self._written([prompt])
+        [written] = self._rewrite([prompt])
         return image_files.parameters(written.text, self.seed_of(place.prompt, place.sample), sample,
                                         self.settings[arm], negative)
 
-    def _written(self, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
+    def _rewrite(self, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
         """Return the prompts that images are drawn from: the users', or as an enhancer rewrites them."""
         return self.plan.enhancer(prompts) if self.plan.enhancer else prompts
 
@@ -108,7 +108,7 @@ class Drawer(Writer):
         return image_files.parameters(prompt.text, self.seed_of(place.prompt, place.sample), sample, settings)
 
 
-def written_apart(samples: Sequence[str]) -> float:
+def text_distance(samples: Sequence[str]) -> float:
     """Return the mean distance between texts of a prompt, 0 (equal) to 1 (nothing in common): 1 minus the Jaccard
     similarity of their word bigrams."""
     pairs = [set(itertools.pairwise(["", *text.split(), ""])) for text in samples]
@@ -116,7 +116,7 @@ def written_apart(samples: Sequence[str]) -> float:
     return sum(apart) / len(apart)
 
 
-def drawn_apart(features: Callable, samples: torch.Tensor) -> float:
+def image_distance(features: Callable, samples: torch.Tensor) -> float:
     """Return the mean feature distance between images of a prompt; for clips that of their middle frames."""
     images = samples if samples.ndim == 4 else samples[:, samples.shape[1] // 2]
     return guards.distances(torch.as_tensor(features(images))[None]).mean().item()
@@ -127,10 +127,10 @@ def of_words(features: str | Callable) -> Callable:
     Raises UserError if features are requested."""
     if features != "pixels":
         raise UserError("--features: are of images; leave it out for a language model")
-    return written_apart
+    return text_distance
 
 
-IMAGES = Medium("image", Painter, Ledger, lambda features: partial(drawn_apart, guards.extractor(features)), 1,
+IMAGES = Medium("image", Painter, Ledger, lambda features: partial(image_distance, guards.extractor(features)), 1,
                   None)
 TEXTS = Medium("text", Writer, TextLedger, of_words, 8, "text")
 DRAWINGS = Medium("image", Drawer, Ledger, IMAGES.apart, 8, "image")

@@ -85,7 +85,7 @@ def evaluate(source: str, suite: str, names: Sequence[str] | dict[str, WatchRule
     settings = plan.as_json() | {"suite": digest([str(case) for case in chosen.cases]),
                               "rewards": held_out.rules(functions)}
     ledger.check(settings)
-    known = _known(ledger, plan, functions)
+    known = _stored_scores(ledger, plan, functions)
     processes.wait()  # the remaining work is the same for all: no one writes before all have read
     if processes.first:
         ledger.settle(settings)
@@ -176,7 +176,7 @@ def _make(plan: Plan, suite: Suite, functions: dict[str, Any], ledger: BaseLedge
                         prompt = suite.cases[place.prompt].prompt
                         ledger.save(place, sample, hand.facts(arm, prompt, place, sample), hand.fps)
                 with contextlib.nullcontext() if part else exchange.brief():
-                    failed += _score(some, suite, functions, ledger, known, plan.unchanged, plan.fps)
+                    failed += _score(some, suite, functions, ledger, known, plan.base_arm, plan.fps)
                 bar.update(len(some))
     return dict(zip(functions, processes.total([failed[name] for name in functions])))
 
@@ -187,9 +187,9 @@ def _parts(places: Sequence[Place], first: int, rest: int) -> list[Sequence[Plac
     return [places[start:end] for start, end in zip(starts, [*starts[1:], len(places)])]
 
 
-def _known(ledger: BaseLedger, plan: Plan, functions: dict[str, Any]) -> dict[Place, dict[str, float]]:
+def _stored_scores(ledger: BaseLedger, plan: Plan, functions: dict[str, Any]) -> dict[Place, dict[str, float]]:
     """Return the valid scores of existing samples. Scores that lacked a base are computed again if there is one now."""
-    again = {name for name, reward in functions.items() if plan.unchanged and rewards.sees_base(reward)}
+    again = {name for name, reward in functions.items() if plan.base_arm and rewards.sees_base(reward)}
     return {place: {name: value for name, value in scores.items() if name not in again or not math.isnan(value)}
             for place, scores in ledger.read().items() if ledger.has(place)}
 

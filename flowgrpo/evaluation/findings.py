@@ -206,15 +206,15 @@ def tries(scores: dict[str, np.ndarray], answers: dict[str, list[list[Hashable |
         if count < 2 or not there.any() or not np.isin(values[there], (0, 1)).all():
             continue
         right = values[there].sum(1).astype(int)
-        results[name] = {f"pass@{k}": _told([pass_at_k(count, c, k) for c in right.tolist()], count)
+        results[name] = {f"pass@{k}": _wilson_interval([pass_at_k(count, c, k) for c in right.tolist()], count)
                          for k in powers(count)}
         if name in answers:
             votes = [majority(*both) for both, applies in zip(zip(answers[name], values), there) if applies]
-            results[name][f"maj@{count}"] = _told(votes, count)
+            results[name][f"maj@{count}"] = _wilson_interval(votes, count)
     return results
 
 
-def _told(values: Sequence[float], samples: int) -> dict[str, Any]:
+def _wilson_interval(values: Sequence[float], samples: int) -> dict[str, Any]:
     return interval(np.array(values)[:, None], WILSON, samples).as_json()
 
 

@@ -27,7 +27,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.escaped import plain
 from flowgrpo.evaluation import image_files, looks
 from flowgrpo.evaluation.measured import EVAL_SEED, Generating, Measured, evenly, measure, readable, spread
-from flowgrpo.evaluation.pages.before_after import arrays, draw_pairs, means_of, rows, shown_prompts
+from flowgrpo.evaluation.pages.before_after import arrays, draw_pairs, image_prompts, means_of, rows
 from flowgrpo.evaluation.pages.clips import save_clip, tall, untall
 from flowgrpo.evaluation.pages.grid import draw_grid
 from flowgrpo.evaluation.report import report, snapshots
@@ -76,7 +76,7 @@ def _base(trainer: Trainer, functions: dict[str, Any], folder: Path, reuse: bool
         snapshots.write(folder / snapshots.FOLDER / "ranges.json",
                         {name: rewards.about(reward).range for name, reward in functions.items()})
     path, evaluations = folder / "before.json", trainer.policy.evaluations
-    settings = measured_how(trainer.config, spread(trainer.held_out, trainer.config.eval.prompts), functions)
+    settings = measurement_settings(trainer.config, spread(trainer.held_out, trainer.config.eval.prompts), functions)
     known = read_object(path, "remove it, and the base is measured again") if reuse and path.exists() else {}
     was = current_settings(known.get("settings", {}))
     if was == settings and (kept := _read_before(trainer, folder, known)):
@@ -122,7 +122,7 @@ def _image(file: Path) -> torch.Tensor:
         return to_tensor(rgb(image))
 
 
-def measured_how(config: Config, prompts: list[Prompt], functions: dict[str, Any]) -> dict[str, Any]:
+def measurement_settings(config: Config, prompts: list[Prompt], functions: dict[str, Any]) -> dict[str, Any]:
     """Return the settings that the base's scores depend on, in their JSON form."""
     of = config.model_dump(mode="json", include={"model", "precision", "negative_prompt", "image", "text"})
     settings = of | config.eval.model_dump(mode="json", exclude={"every", "best", "stop", "weights"}) | {
@@ -231,7 +231,7 @@ def _draw_after(folder: Path, base: Measured, after: Measured, config: Config) -
     `source`."""
     if not base.prompts:  # eval.prompts: 0
         return
-    names, of = ("before", "after"), shown_prompts(base)
+    names, of = ("before", "after"), image_prompts(base)
     brought = image_files.save_sources(folder, of, base.images)
     if not isinstance(after.images, list):
         image_files.save_rows(folder / "after", after.images, after.fps)

@@ -186,7 +186,7 @@ def sample_file(source: str, prompts: str | Path, output: str | Path, *, lora: s
 
     That file has a line per sample: the prompt with its metadata, and under `key` the absolute path of the image (of
     a clip's animated WebP), or the text itself. key: None means "base_image" or "base_text";
-    with "prompt" a text becomes the line's prompt (see `_named`). Existing samples in the folder are kept. Other
+    with "prompt" a text becomes the line's prompt (see `_with_sample`). Existing samples in the folder are kept. Other
     arguments: see `evaluate`.
     Raises UserError as `evaluate` does, for a folder with samples of other settings, and for images as prompts.
     """
@@ -207,12 +207,12 @@ def sample_file(source: str, prompts: str | Path, output: str | Path, *, lora: s
     places = [Place(arm, i, k) for i in range(len(given)) for k in range(count)]
     _draw(plan, given, places, ledger, batch or plan.medium.together)
     name, path = key or KEYS[plan.medium], ledger.folder / FILE
-    lines = [as_line(_named(given[place.prompt], name, ledger.told(place))) for place in places]
+    lines = [as_line(_with_sample(given[place.prompt], name, ledger.entry(place))) for place in places]
     atomic.write_text(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
     return path
 
 
-def _named(prompt: Prompt, key: str, sample: str) -> Prompt:
+def _with_sample(prompt: Prompt, key: str, sample: str) -> Prompt:
     """Return a prompt whose metadata has a sample under `key`. For PROMPT: with the sample as its text, and the user's
     text in its metadata; a sample without a text changes nothing."""
     if key != PROMPT:

@@ -94,7 +94,7 @@ class BaseLedger(Generic[Sample, Batch]):
         """Return True if the sample exists."""
         raise NotImplementedError
 
-    def told(self, place: Place) -> str:
+    def entry(self, place: Place) -> str:
         """Return the sample's entry in a prompt file."""
         raise NotImplementedError
 
@@ -121,7 +121,7 @@ class Ledger(BaseLedger[torch.Tensor, torch.Tensor]):
     def image(self, place: Place) -> Path:
         return self.folder / "pictures" / place.arm / f"{place.prompt:05d}-{place.sample:02d}.png"
 
-    def told(self, place: Place) -> str:
+    def entry(self, place: Place) -> str:
         """Return the sample's entry in a prompt file: the absolute path of an image, or of a clip's animated WebP."""
         path = self.image(place).resolve()
         clip = path.with_suffix(".webp")
@@ -190,7 +190,7 @@ class TextLedger(BaseLedger[Completion, list[Completion]]):
             self._texts = self._read_texts()
         return place in self._texts
 
-    def told(self, place: Place) -> str:
+    def entry(self, place: Place) -> str:
         """Return the text itself."""
         return str(self.load(place))
 
@@ -333,7 +333,7 @@ class Plan:
         return rate_ahead(self.model, files, self.asked, self.asked.get("fps"))
 
     @property
-    def unchanged(self) -> str | None:
+    def base_arm(self) -> str | None:
         """Return the first arm that draws with the base, if any."""
         return next((arm for arm, weight in self.arms.items() if weight == 0), None)
 

@@ -28,7 +28,7 @@ def rules(config: Config, needed: bool = False) -> tuple[dict[str, RewardRule], 
 
     needed: raise UserError if all are left out.
     """
-    kept, known = (_kept(config.trained), _kept(config.watched)), config.trained | config.watched
+    kept, known = (_local_rules(config.trained), _local_rules(config.watched)), config.trained | config.watched
     out = [label for label in known if not any(label in some for some in kept)]
     if needed and len(out) == len(known):
         raise UserError(f"reward {out[0]!r} {WHY}: name rewards by --rewards, or add {trust.FLAG} if you trust the run")
@@ -68,7 +68,7 @@ def rewards_by_name(config: Config | None, names: Sequence[str] | dict[str, Watc
     return pairwise.held_out_rewards(trained, composed)
 
 
-def _kept(given: dict[str, Rule]) -> dict[str, Rule]:
+def _local_rules(given: dict[str, Rule]) -> dict[str, Rule]:
     return {label: each for label, each in given.items() if not _reaches_out(label, each)}
 
 

@@ -68,12 +68,12 @@ def read(folder: Path) -> Run:
     changed = max(file.stat().st_mtime for file in (folder / CONFIG, metrics) if file.is_file())
     try:
         with require_format(folder):
-            return _described(folder, name, changed)
+            return _read_run(folder, name, changed)
     except UserError:
         return Run(name, changed=changed)
 
 
-def _described(folder: Path, name: str, changed: float) -> Run:
+def _read_run(folder: Path, name: str, changed: float) -> Run:
     config, lines = read_yaml(folder / CONFIG), read_lines(folder / "metrics.jsonl", "epoch")
     summary = _read(folder / "summary.json")
     scores = _read(folder / "before.json").get("scores", {})

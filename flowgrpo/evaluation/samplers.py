@@ -77,8 +77,8 @@ def draw_one(pipe: Any, prompt: Prompt, seed: int, arguments: dict[str, Any], ne
     """
     if (editing := edits.edit_policy_of(pipe)) is not None:
         return editing.draw([prompt], [seed], arguments, negative)[0]
-    generator, image = torch.Generator().manual_seed(seed), _brought(pipe, prompt, arguments)
-    with seed_steps(pipe.scheduler, generator), _refused(pipe, prompt, arguments, image):
+    generator, image = torch.Generator().manual_seed(seed), _input_arguments(pipe, prompt, arguments)
+    with seed_steps(pipe.scheduler, generator), _explain_refusal(pipe, prompt, arguments, image):
         images = call(pipe, arguments, prompt=prompt.text, generator=generator, output_type="pt", **image,
                     negative_prompt=negative if prompt.negative is None else prompt.negative)
     if images.ndim not in (4, 5):
@@ -99,7 +99,7 @@ def call(pipe: Any, arguments: dict[str, Any], **inputs: Any) -> torch.Tensor:
     return pipe(**{key: value for key, value in merged.items() if key in accepted}, return_dict=False)[0]
 
 
-def _brought(pipe: Any, prompt: Prompt, call: dict[str, Any]) -> dict[str, Any]:
+def _input_arguments(pipe: Any, prompt: Prompt, call: dict[str, Any]) -> dict[str, Any]:
     """Return what a prompt brings beside its text as arguments of a call.
     Raises UserError for an unreadable file, and for one that the pipeline does not take."""
     values = prompt_inputs.decode_inputs(pipe, prompt.inputs, call) if prompt.brings is not None else {}
@@ -107,7 +107,7 @@ def _brought(pipe: Any, prompt: Prompt, call: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _refused(pipe: Any, prompt: Prompt, arguments: dict[str, Any], images: dict[str, Any]) -> Iterator[None]:
+def _explain_refusal(pipe: Any, prompt: Prompt, arguments: dict[str, Any], images: dict[str, Any]) -> Iterator[None]:
     """Context manager: a pipeline's refusal is one line. If a call without an image fails on a pipeline that takes
     one, that is named as a possible cause. images: what the prompt brings, as arguments."""
     try:
@@ -155,16 +155,16 @@ class Together:
             return [draw_one(pipe, prompt, seed, arguments, negative) for prompt, seed in zip(prompts, seeds)]
         try:
             if self.works is None:
-                return self._tried(pipe, prompts, seeds, arguments, negative)
-            return list(_drawn(pipe, prompts, seeds, arguments, negative))
+                return self._try_batch(pipe, prompts, seeds, arguments, negative)
+            return list(_call_pipeline(pipe, prompts, seeds, arguments, negative))
         except torch.OutOfMemoryError as error:
             raise UserError(f"{len(prompts)} images in one call do not fit into the device's memory: give a --batch "
                             f"below {len(prompts)}") from error
 
-    def _tried(self, pipe: Any, prompts: Sequence[Prompt], seeds: Sequence[int], arguments: dict[str, Any],
-               negative: str) -> list[torch.Tensor]:
+    def _try_batch(self, pipe: Any, prompts: Sequence[Prompt], seeds: Sequence[int], arguments: dict[str, Any],
+                   negative: str) -> list[torch.Tensor]:
         try:
-            images = list(_drawn(pipe, prompts, seeds, arguments, negative))
+            images = list(_call_pipeline(pipe, prompts, seeds, arguments, negative))
         except torch.OutOfMemoryError:
             raise
         except prompt_inputs.REFUSALS:  # it takes one prompt; any other error is raised again by drawing singly
@@ -186,8 +186,8 @@ def _same(images: Sequence[torch.Tensor], alone: torch.Tensor) -> bool:
 
 
 @torch.no_grad()
-def _drawn(pipe: Any, prompts: Sequence[Prompt], seeds: Sequence[int], arguments: dict[str, Any],
-           negative: str) -> torch.Tensor:
+def _call_pipeline(pipe: Any, prompts: Sequence[Prompt], seeds: Sequence[int], arguments: dict[str, Any],
+                   negative: str) -> torch.Tensor:
     """Return the output of one call, [B, ...].
     Raises ValueError unless it has one image or clip per prompt."""
     own = [torch.Generator().manual_seed(seed) for seed in seeds]

@@ -152,12 +152,12 @@ def change(base: np.ndarray, tuned: np.ndarray, method: str | None = None) -> In
     shared = max(shared - 1 / (2 * len(old)), 0.0) if shared > 0 else shared  # Newcombe's correction of phi
     alike = shared / float(old.std() * new.std()) if old.std() and new.std() else 0.0
     moved = after.mean - before.mean
-    low = moved - _joined(after.mean - after.low, before.high - before.mean, alike)
-    high = moved + _joined(after.high - after.mean, before.mean - before.low, alike)
+    low = moved - _combine_widths(after.mean - after.low, before.high - before.mean, alike)
+    high = moved + _combine_widths(after.high - after.mean, before.mean - before.low, alike)
     return Interval(moved, low, high, WILSON, len(old))
 
 
-def _joined(one: float, other: float, alike: float) -> float:
+def _combine_widths(one: float, other: float, alike: float) -> float:
     return math.sqrt(max(one * one - 2 * alike * one * other + other * other, 0.0))
 
 
@@ -205,13 +205,14 @@ def drift(changes: dict[str, Interval], trained: Iterable[str] | None, diversity
         return few
     rose, fell = ([name for name, change in changes.items() if holds(change)]
                   for holds in (lambda change: change.low > 0, lambda change: change.high < 0))
-    said = few + _said(changes, None if trained is None else set(trained), rose, fell)
+    said = few + _hacking_lines(changes, None if trained is None else set(trained), rose, fell)
     if diversity is not None and diversity.high < 0:
         said.append(f"the {unit} of a prompt became more alike: {_amount('diversity', diversity)}")
     return said
 
 
-def _said(changes: dict[str, Interval], trained: set[str] | None, rose: list[str], fell: list[str]) -> list[str]:
+def _hacking_lines(changes: dict[str, Interval], trained: set[str] | None, rose: list[str], fell: list[str]
+                   ) -> list[str]:
     amounts = {name: _amount(name, change) for name, change in changes.items()}
     if trained is None:
         what = ", ".join(amounts[name] for name in rose + fell) or "no reward changed by more than chance"
@@ -219,16 +220,16 @@ def _said(changes: dict[str, Interval], trained: set[str] | None, rose: list[str
     up, down = ([name for name in side if (name in trained) == mine] for side, mine in ((rose, True), (fell, False)))
     watched = [name for name in changes if name not in trained]
     if up and down:
-        return [f"possible reward hacking: {_listed(amounts, up)}, which was trained on, while "
-                f"{_listed(amounts, down)}, held out"]
+        return [f"possible reward hacking: {_join(amounts, up)}, which was trained on, while "
+                f"{_join(amounts, down)}, held out"]
     if not watched:
         return ["no held-out reward was measured, so that hacking could not be seen: add one to --rewards"]
     if not up:
-        return ["no trained reward rose by more than chance" + (f"; {_listed(amounts, down)}" if down else "")]
-    return [f"{_listed(amounts, up)}; no held-out reward ({', '.join(watched)}) fell by more than chance"]
+        return ["no trained reward rose by more than chance" + (f"; {_join(amounts, down)}" if down else "")]
+    return [f"{_join(amounts, up)}; no held-out reward ({', '.join(watched)}) fell by more than chance"]
 
 
-def _listed(amounts: dict[str, str], names: list[str]) -> str:
+def _join(amounts: dict[str, str], names: list[str]) -> str:
     return " and ".join(amounts[name] for name in names)
 
 

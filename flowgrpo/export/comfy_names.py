@@ -160,24 +160,25 @@ def namer(part: str, known: dict[str, str], program: Program = "comfyui") -> Cal
     cls, family = known.get(part, ""), FAMILIES.get(known.get(part, ""))
     if family and part not in PLACES and (program == "comfyui" or family.kohya):
         if program == "comfyui" and family.prefix:
-            return lambda layer: Place(_joined(family.prefix, layer))
+            return lambda layer: Place(_join_layer(family.prefix, layer))
         if not family.native:
-            return lambda layer: Place(_joined(UNET, layer))
+            return lambda layer: Place(_join_layer(UNET, layer))
         prefix = NATIVE if program == "comfyui" else UNET
 
         def native(layer: str) -> Place:
             place = family.place(cls, layer)
-            return Place(_joined(prefix, place.name), place.part, place.parts)
+            return Place(_join_layer(prefix, place.name), place.part, place.parts)
 
         return native
     if part in PLACES and cls in ENCODERS.get(denoiser, ()):
-        return lambda layer: Place(_joined(_encoder(part, cls, known, program), _clip(layer) if cls in CLIP else layer))
+        return lambda layer: Place(_join_layer(_encoder(part, cls, known, program),
+                                               _clip(layer) if cls in CLIP else layer))
     has = "ComfyUI has" if program == "comfyui" else "the scripts of kohya have"
     raise UserError(f"{has} no name for the {part} ({cls or 'of an unknown class'}): use --form merged, or load the "
                     "run's own file with diffusers")
 
 
-def _joined(prefix: str, layer: str) -> str:
+def _join_layer(prefix: str, layer: str) -> str:
     return prefix + (layer.replace(".", "_") if prefix.endswith("_") else layer)
 
 

@@ -56,7 +56,7 @@ def lora(run: Path, output: Path, program: comfy_names.Program = "comfyui") -> l
     its lengths from the base's weights, peft from the tuned ones.
     """
     parts = run_lora.read(run)
-    return _written(run, output, parts, comfy_names.classes(load(run / "config.yaml").model), program)
+    return _write_lora(run, output, parts, comfy_names.classes(load(run / "config.yaml").model), program)
 
 
 def for_comfyui(config: Config, run: Path, policy: Any) -> str | None:
@@ -73,7 +73,7 @@ def for_comfyui(config: Config, run: Path, policy: Any) -> str | None:
     if stock and SECOND not in parts and not _dora(parts):
         return None
     try:
-        files = _written(run, comfyui_file(run, config.name), parts, known, "comfyui")
+        files = _write_lora(run, comfyui_file(run, config.name), parts, known, "comfyui")
     except UserError as error:
         return f"no file for ComfyUI: {error}"
     return f"for ComfyUI: {' and '.join(map(str, files))}"
@@ -88,15 +88,15 @@ def _dora(parts: run_lora.Parts) -> bool:
     return any(adapter.get("use_dora") for _, adapter in parts.values())
 
 
-def _written(run: Path, output: Path, parts: run_lora.Parts, known: dict[str, str], program: comfy_names.Program
-             ) -> list[Path]:
+def _write_lora(run: Path, output: Path, parts: run_lora.Parts, known: dict[str, str], program: comfy_names.Program
+                ) -> list[Path]:
     from safetensors.torch import save_file
 
     paths.require_file(output)
     if _dora(parts):
         raise UserError(f"the LoRA of {run} has lengths of its own (adapter.dora), which ComfyUI and kohya's scripts "
                         "scale otherwise: use --form merged")
-    layers = {part: _renamed(comfy_names.namer(part, known, program), tensors, adapter)
+    layers = {part: _rename_tensors(comfy_names.namer(part, known, program), tensors, adapter)
               for part, (tensors, adapter) in parts.items()}
     written = {output: layers}
     if SECOND in layers:
@@ -111,8 +111,8 @@ def _written(run: Path, output: Path, parts: run_lora.Parts, known: dict[str, st
     return list(written)
 
 
-def _renamed(name: Callable[[str], comfy_names.Place], tensors: dict[str, torch.Tensor], adapter: dict[str, Any]
-             ) -> dict[str, torch.Tensor]:
+def _rename_tensors(name: Callable[[str], comfy_names.Place], tensors: dict[str, torch.Tensor], adapter: dict[str, Any]
+                    ) -> dict[str, torch.Tensor]:
     """Return one part's tensors in kohya's layout, under another program's names."""
     found: dict[str, dict[str, dict[str, torch.Tensor]]] = {}
     fused: dict[str, str] = {}
@@ -128,10 +128,10 @@ def _renamed(name: Callable[[str], comfy_names.Place], tensors: dict[str, torch.
             tensor = tensor * run_lora.scale(adapter, layer, tensor.shape[1])
         found.setdefault(place.name, {}).setdefault(place.part, {})[SIDES[ending]] = tensor
     return {f"{layer}{side}": tensor for layer, parts in found.items()
-            for side, tensor in _joined(layer, parts, fused[layer]).items()}
+            for side, tensor in _fuse_parts(layer, parts, fused[layer]).items()}
 
 
-def _joined(layer: str, found: dict[str, dict[str, torch.Tensor]], parts: str) -> dict[str, torch.Tensor]:
+def _fuse_parts(layer: str, found: dict[str, dict[str, torch.Tensor]], parts: str) -> dict[str, torch.Tensor]:
     """Return a layer's matrices and alpha; of a fused layer one LoRA of its parts, block by block.
 
     found: matrices by part. parts: all of a fused layer; the MLP "m" of q, k, v and an MLP may have no LoRA.
@@ -153,7 +153,7 @@ def _joined(layer: str, found: dict[str, dict[str, torch.Tensor]], parts: str) -
     return {DOWN: down, UP: up, ".alpha": torch.tensor(float(len(down)))}
 
 
-def merged(run: Path, output: Path) -> Path:
+def write_merged(run: Path, output: Path) -> Path:
     """Write the whole pipeline or language model with the run's weights merged, in the run's precision, as a directory
     for `from_pretrained`.
 
@@ -164,14 +164,14 @@ def merged(run: Path, output: Path) -> Path:
     config, summary = load_finished(run)
     config, _ = resolve_precision(config, pick_device(config.device))
     paths.require_folder(output)
-    write = _merged_language_model if summary["unit"] == model_card.TOKENS else _merged_pipeline
+    write = _merge_language_model if summary["unit"] == model_card.TOKENS else _merge_pipeline
     with atomic.filling(output) as folder:
         write(config, run, folder)
         paths.readable(folder)
     return output
 
 
-def _merged_language_model(config: Config, run: Path, output: Path) -> None:
+def _merge_language_model(config: Config, run: Path, output: Path) -> None:
     from flowgrpo.policies.weights import adapters
 
     texts = domains.of("tokens")
@@ -184,7 +184,7 @@ def _merged_language_model(config: Config, run: Path, output: Path) -> None:
     reader.save_pretrained(output)
 
 
-def _merged_pipeline(config: Config, run: Path, output: Path) -> None:
+def _merge_pipeline(config: Config, run: Path, output: Path) -> None:
     from flowgrpo.policies.loading import load_tuned
     from flowgrpo.policies.pipelines.load import load_pipeline
     from flowgrpo.policies.weights.adapters import merge

@@ -23,7 +23,7 @@ from flowgrpo.evaluation.image_files import weight_files
 from flowgrpo.evaluation.pages import figures
 from flowgrpo.evaluation.pages.sources import FOLDER as SOURCES
 from flowgrpo.evaluation.report import snapshots
-from flowgrpo.evaluation.report.verdict import untrained
+from flowgrpo.evaluation.report.verdict import untrained_lines
 from flowgrpo.evaluation.statistics import ALL, Rows, decimals, digits_of, format_interval, format_value
 from flowgrpo.export import run_lora
 from flowgrpo.export.usage import snippet, task
@@ -64,17 +64,17 @@ def gallery(run: Path) -> list[Pair]:
         old.unlink()
     pairs = []
     for number, (before, after) in enumerate(list(zip(*sides))[:PAIRS]):
-        brought = tuple(_brought(run, number))
+        brought = tuple(_copy_sources(run, number))
         if "text" in before:
             pairs.append(Pair(line(before["prompt"]), line(before["text"]), line(after["text"]), False, brought))
         else:
-            first, second = (_written(run, f"{name}-{number}.webp", card["picture"])
+            first, second = (_write_image(run, f"{name}-{number}.webp", card["picture"])
                              for name, card in (("before", before), ("after", after)))
             pairs.append(Pair(line(before["prompt"]), first, second, True, brought))
     return pairs
 
 
-def _brought(run: Path, number: int) -> Iterator[tuple[str, str]]:
+def _copy_sources(run: Path, number: int) -> Iterator[tuple[str, str]]:
     """Copy what a held-out prompt brings to `images/`, and yield each key with the path."""
     files = {file: file.stem.split("-")[1:] for file in (run / SOURCES).glob(f"{number:03d}-*")}
     for file, (key, *_) in sorted(files.items(), key=lambda item: (item[1][0], int("".join(item[1][1:]) or 0))):
@@ -88,7 +88,7 @@ def _cards(run: Path, name: str) -> list[dict[str, Any]]:
     return read_object(file, snapshots.MEND).get("cards", []) if file.is_file() else []
 
 
-def _written(run: Path, name: str, url: str) -> str:
+def _write_image(run: Path, name: str, url: str) -> str:
     atomic.write_bytes(run / FOLDER / name, base64.b64decode(url.removeprefix(IMAGE)))
     return f"{FOLDER}/{name}"
 
@@ -117,7 +117,7 @@ def prompts(config: Config) -> str:
     sides = {"training": known.train if known else config.prompts,
              "held out": f"{held_out:.0%} of these" if isinstance(held_out, float) else held_out}
     name = config.prompts if known else line(Path(config.prompts).name)
-    rows = [[side, code(name) if side == "training" or known else code(Path(str(place)).name), *_counted(Path(place))]
+    rows = [[side, code(name if side == "training" or known else Path(str(place)).name), *_file_facts(Path(place))]
             for side, place in sides.items()]
     if isinstance(held_out, float) and Path(config.prompts).is_file():
         for row, part in zip(rows, sets.resolve(config)):
@@ -126,7 +126,7 @@ def prompts(config: Config) -> str:
     return note + _table([["split", "set", "number", "SHA-256"], *rows])
 
 
-def _counted(file: Path) -> list[str]:
+def _file_facts(file: Path) -> list[str]:
     """Return the number of a file's lines, and its hash; dashes for what is no file here."""
     if not file.is_file():
         return ["-" if "of these" not in str(file) else str(file), "-"]
@@ -157,7 +157,7 @@ def method(config: Config) -> str:
     return code(config.method) + (f" with {code(parts)}" if parts else "")
 
 
-def made_with(run: Path) -> str:
+def environment_line(run: Path) -> str:
     """Return hardware, commit and versions of the run."""
     file = run / snapshots.FOLDER / "machine.json"
     known = read_object(file, snapshots.MEND) if file.is_file() else {"flowgrpo": __version__}
@@ -201,10 +201,10 @@ def text(config: Config, summary: dict[str, Any], run: Path, place: str) -> str:
     front = yaml.safe_dump(metadata(config, licence, sample, lora, pairs), sort_keys=False).rstrip()
     prompt, brought = (pairs[0].prompt, pairs[0].brought) if pairs else (PROMPTS[sample], ())
     page = "before_after.webp" if (run / "before_after.webp").is_file() else "before_after.png"
-    first = "".join(f"**{markdown(sentence)}**\n\n" for sentence in untrained(summary))
+    first = "".join(f"**{markdown(sentence)}**\n\n" for sentence in untrained_lines(summary))
     doing = "was to be aligned" if summary.get("trained", {}).get("nothing") else "aligned"
     parts = {
-        "": f"{first}{code(config.model)} {doing} by flowgrpo with {code(config.method)} to {_weighted(config)}."
+        "": f"{first}{code(config.model)} {doing} by flowgrpo with {code(config.method)} to {_reward_sum(config)}."
             f"{_base(config)}",
         "Usage": code_block(snippet(config, run, place, prompt, brought), "python"),
         "Result": "\n\n".join([results(config, summary), *([beside(pairs)] if pairs else []),
@@ -212,7 +212,7 @@ def text(config: Config, summary: dict[str, Any], run: Path, place: str) -> str:
                                "![Rewards over training](curves.png)"]),
         "Prompts": prompts(config),
         "Rewards": rewards(config),
-        "Training": f"{settings(config, summary, run)}\n\nMade with: {made_with(run)}.\n\nAll settings "
+        "Training": f"{settings(config, summary, run)}\n\nMade with: {environment_line(run)}.\n\nAll settings "
                     "are in `config.yaml`, the numbers of each epoch in `metrics.jsonl`.",
         "Files": f"{_files(run)}SHA-256 of the weights:\n\n{hashes(run)}",
         "Limits": limits(config, summary),
@@ -332,7 +332,7 @@ def settings(config: Config, summary: dict[str, Any], run: Path) -> str:
     batch = f"{quantity(train.prompts, 'prompt')} x {quantity(train.group, 'sample')} each"
     epochs = f"{summary['epochs']}, {batch}; {quantity(summary['updates'], 'update')}"
     measured, rate = summary["evaluation"]["of"], "auto" if train.calibration else f"{train.lr:g}"
-    rows = {"method": method(config), "rewards": _weighted(config), "sample with": measured,
+    rows = {"method": method(config), "rewards": _reward_sum(config), "sample with": measured,
             "epochs": epochs, "completions" if writes else "steps in training": sampling, "LoRA": adapter,
             "learning rate": f"{rate}, {train.schedule}", "precision": config.precision,
             "cost": cost(summary, run),
@@ -340,7 +340,7 @@ def settings(config: Config, summary: dict[str, Any], run: Path) -> str:
     return "\n".join(["| setting | value |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])
 
 
-def _weighted(config: Config) -> str:
+def _reward_sum(config: Config) -> str:
     rules = config.trained.items()
     terms = [code(name) if rule.weight == 1 else f"{rule.weight:g} {code(name)}"
              for name, rule in rules if rule.limit is None]
@@ -359,7 +359,7 @@ def curves(run: Path, path: Path, unit: str) -> None:
     """Plot the mean of every reward of a run against its count, one colour each, held-out means as dots.
     unit: name of the counted unit."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    with figures.styled() as pyplot:
+    with figures.figure_style() as pyplot:
         figure, axes = pyplot.subplots(figsize=(7, 4))
         styles: dict[str, dict[str, Any]] = {}
         for key, series in points(lines).items():

@@ -9,7 +9,7 @@ from typing import Any
 from flowgrpo import hub
 from flowgrpo.errors import UserError
 from flowgrpo.escaped import line
-from flowgrpo.evaluation.report.verdict import untrained
+from flowgrpo.evaluation.report.verdict import untrained_lines
 from flowgrpo.export.export import CARD, COMFYUI, card, load_finished
 from flowgrpo.storage.places import CONFIG
 
@@ -37,7 +37,7 @@ def prepare(run: Path, repository: str) -> list[Path]:
     Raises UserError for a malformed name, and for an unfinished run.
     """
     require_name(repository)
-    for sentence in untrained(load_finished(run)[1]):
+    for sentence in untrained_lines(load_finished(run)[1]):
         print(line(sentence), flush=True)
     card(run, repository)
     return files(run)

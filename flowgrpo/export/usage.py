@@ -108,7 +108,7 @@ def _of_pipeline(config: Config, run: Path, place: str, prompt: str, brought: Se
     needed = ["from diffusers import DiffusionPipeline"]
     if config.model in MERGED or sources.needs_assembly(config.model, config.load):
         imports, needed = ["from flowgrpo.policies.pipelines.load import load_pipeline"], []
-        named, further = _assembled(config)
+        named, further = _load_arguments(config)
         imports, made = imports + named, f"pipe = load_pipeline({config.model!r}{further})"
     cls = _class(index)
     accepted = list(prompt_inputs.call_parameters(cls)) if cls else []
@@ -202,7 +202,7 @@ def _of_drawing(config: Config, place: str, prompt: str) -> list[str]:
             'Image.fromarray(pixels.clamp(0, 255).round().to(torch.uint8).cpu().numpy()).save("image.png")']
 
 
-def _assembled(config: Config) -> tuple[list[str], str]:
+def _load_arguments(config: Config) -> tuple[list[str], str]:
     """Return imports and arguments of `load_pipeline` besides the model."""
     files = {name: value for name, value in config.load.model_dump(exclude_defaults=True).items() if value}
     if not files:

@@ -27,6 +27,7 @@ from flowgrpo.rewards.about import MODALITIES, About, differentiable, lazily
 from flowgrpo.rewards.compose import (
     Composed,
     compose,
+    for_trial,
     limits_of,
     reads_sampler,
     remembers,
@@ -34,9 +35,8 @@ from flowgrpo.rewards.compose import (
     require_routes,
     require_values,
     slow,
-    transformed,
+    transform_scores,
     transforms_of,
-    tried,
 )
 from flowgrpo.rewards.failures import Failed, Tally
 from flowgrpo.rewards.find import BUILT_IN, GROUP, find, locate, names, reward, source
@@ -48,7 +48,7 @@ from flowgrpo.rewards.reward import (
     about,
     as_reward,
     inside,
-    named,
+    named_parts,
     require_base,
     require_latents,
     require_modality,
@@ -58,7 +58,8 @@ from flowgrpo.rewards.reward import (
 from flowgrpo.rewards.score import require_clips, score
 
 __all__ = ["BUILT_IN", "GROUP", "MODALITIES", "About", "Batch", "Composed", "Failed", "Reward", "Tally", "about",
-           "as_reward", "compose", "differentiable", "find", "inside", "lazily", "leave", "limits_of", "load", "locate",
-           "named", "names", "reads_sampler", "remembers", "require_base", "require_clips", "require_gradient",
-           "require_latents", "require_memory", "require_modality", "require_routes", "require_values", "reward",
-           "score", "scores_latents", "sees_base", "slow", "source", "transformed", "transforms_of", "tried", "value"]
+           "as_reward", "compose", "differentiable", "find", "for_trial", "inside", "lazily", "leave", "limits_of",
+           "load", "locate", "named_parts", "names", "reads_sampler", "remembers", "require_base", "require_clips",
+           "require_gradient", "require_latents", "require_memory", "require_modality", "require_routes",
+           "require_values", "reward", "score", "scores_latents", "sees_base", "slow", "source", "transform_scores",
+           "transforms_of", "value"]

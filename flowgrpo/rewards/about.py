@@ -58,7 +58,7 @@ def differentiable(reward: T) -> T:
     return reward
 
 
-def described(facts: About) -> Callable[[T], T]:
+def with_facts(facts: About) -> Callable[[T], T]:
     """Decorator: state the facts of a reward, a function."""
     def describe(reward: T) -> T:
         reward.about = facts  # type: ignore[attr-defined]  # functions take attributes

@@ -66,18 +66,18 @@ class ClipScore(LocalModel):
             return model, open_clip.get_tokenizer(self.model)
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        similarities = self.batched(self._cosines, images, [self.prefix + prompt for prompt in prompts])
+        similarities = self.score_batches(self._cosines, images, [self.prefix + prompt for prompt in prompts])
         return similarities if self.score == "cosine" else 2.5 * similarities.clamp(min=0)
 
     def features(self, images: Tensor) -> Tensor:
         """Return the unit-length embeddings of images [B, 3, H, W] -> [B, D] on the CPU."""
-        return self.batched(lambda some, _: self.embedded(some), images, [""] * len(images))
+        return self.score_batches(lambda some, _: self.embed(some), images, [""] * len(images))
 
-    def embedded(self, images: Tensor) -> Tensor:
+    def embed(self, images: Tensor) -> Tensor:
         """Return the same on the model's device, in one batch, with a gradient if required."""
-        return self.encoded(self.prepare(images.to(self.device)))
+        return self.encode_images(self.prepare(images.to(self.device)))
 
-    def encoded(self, pictures: Tensor) -> Tensor:
+    def encode_images(self, pictures: Tensor) -> Tensor:
         """Return the embeddings of prepared images on the model's device [B, 3, size, size] -> [B, D]."""
         return self.models[0].encode_image(pictures.to(self.float_type), normalize=True)
 
@@ -170,7 +170,7 @@ class SubjectScore(LocalModel):
         rows = [i for i, entry in enumerate(metadata) if self.key in entry]
         scores: list[float | None] = [None] * len(prompts)
         if rows:
-            similarities = self.batched(self._cosines, images[rows], [metadata[i][self.key] for i in rows])
+            similarities = self.score_batches(self._cosines, images[rows], [metadata[i][self.key] for i in rows])
             for i, cosine in zip(rows, similarities.tolist()):
                 scores[i] = cosine
         return scores
@@ -178,8 +178,8 @@ class SubjectScore(LocalModel):
     def _cosines(self, images: Tensor, paths: list[str]) -> Tensor:
         """Return the cosine of each image [B,3,H,W] with that of its file: [B]."""
         subjects = {path: _read(path)[None] for path in paths}
-        shown = self.clip.embedded(images)
-        embeddings = torch.cat([self.clip.embedded(subject) for subject in subjects.values()])
+        shown = self.clip.embed(images)
+        embeddings = torch.cat([self.clip.embed(subject) for subject in subjects.values()])
         return (shown * embeddings[[list(subjects).index(path) for path in paths]]).sum(-1)
 
 
@@ -227,7 +227,7 @@ class Aesthetic(LocalModel):
         return encoder, head
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        return self.batched(self._scores, images, prompts)
+        return self.score_batches(self._scores, images, prompts)
 
     def _scores(self, images: Tensor, prompts: list[str]) -> Tensor:
         encoder, head = self.models
@@ -298,7 +298,7 @@ class PickScore(LocalModel):
                 load_pretrained("pickscore", AutoTokenizer, self.tokenizer, None, "tokenizer"))
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        return self.batched(self._scores, images, prompts) / self.divide
+        return self.score_batches(self._scores, images, prompts) / self.divide
 
     def _scores(self, images: Tensor, prompts: list[str]) -> Tensor:
         model, tokenizer = self.models
@@ -350,7 +350,7 @@ class HpsV2(LocalModel):
         return model, open_clip.get_tokenizer(self.model)
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        return self.batched(self._cosines, images, prompts)
+        return self.score_batches(self._cosines, images, prompts)
 
     def _cosines(self, images: Tensor, prompts: list[str]) -> Tensor:
         model, tokenizer = self.models

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 # --- pure ------------------------------------------------------------------------------------------------------------
 
 
-def tiered(scores: Tensor, thresholds: Sequence[float], weights: Sequence[float] | None = None) -> Tensor:
+def tiered_sum(scores: Tensor, thresholds: Sequence[float], weights: Sequence[float] | None = None) -> Tensor:
     """Weighted sum of the active tiers, the lowest first: one that misses its threshold still counts itself, but zeroes
     all above it (hierarchical gates, ChipSeek-R1). [B, R], R - 1 thresholds, R weights (default 1 each) -> [B].
 
@@ -45,7 +45,7 @@ def tiered(scores: Tensor, thresholds: Sequence[float], weights: Sequence[float]
     return where_any(scores, (weighted * reached).nansum(1))
 
 
-def gated(scores: Tensor, thresholds: Sequence[float]) -> Tensor:
+def gate(scores: Tensor, thresholds: Sequence[float]) -> Tensor:
     """Return the last column where every column before it reaches its threshold, else 0. [B, R], R - 1 thresholds ->
     [B].
 
@@ -172,7 +172,7 @@ class Tiered(Combined):
                       f"{len(self.rewards)}, one per reward")
 
     def combined(self, scores: Tensor) -> Tensor:
-        return tiered(scores, self.thresholds, self.weights)
+        return tiered_sum(scores, self.thresholds, self.weights)
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,7 +188,7 @@ class Gated(Combined):
                       f"a list of {len(self.rewards) - 1}, one per reward but the last")
 
     def combined(self, scores: Tensor) -> Tensor:
-        return gated(scores, self.thresholds)
+        return gate(scores, self.thresholds)
 
 
 @dataclass(frozen=True, eq=False)

@@ -27,7 +27,7 @@ from flowgrpo.rewards.about import RewardFunction
 from flowgrpo.rewards.find import find
 from flowgrpo.rewards.pairwise import sees_groups
 from flowgrpo.rewards.placement import Placement, leave
-from flowgrpo.rewards.reward import EPOCH, MEMORY, POLICY, Batch, Function, Reward, as_reward, inside, named
+from flowgrpo.rewards.reward import EPOCH, MEMORY, POLICY, Batch, Function, Reward, as_reward, inside, named_parts
 from flowgrpo.rewards.wrap import Scores, ready, relabel_errors
 
 if TYPE_CHECKING:
@@ -140,14 +140,14 @@ def compose(rules: Mapping[str, WatchRule], cache: str | None = None,
     functions by label, which replace those the rules name. away: their weights leave the device between scorings.
     Raises UserError as `find` does, and for scores to be cached without a folder.
     """
-    composed = {label: _composed(label, rule, cache, (given or {}).get(label)) for label, rule in rules.items()}
+    composed = {label: _compose(label, rule, cache, (given or {}).get(label)) for label, rule in rules.items()}
     composed = {label: replace(reward, placement=Placement(reward.function, away))
                 for label, reward in composed.items()}
     leave(composed.values())
     return composed
 
 
-def _composed(label: str, rule: WatchRule, cache: str | None, given: RewardFunction | None) -> Composed:
+def _compose(label: str, rule: WatchRule, cache: str | None, given: RewardFunction | None) -> Composed:
     name = rule.use or label
     if given is not None and rule.args:
         raise UserError(f"reward {label!r} takes no args: it is given as an object")
@@ -218,7 +218,7 @@ def _values(when: dict[str, Any], every: Sequence[dict[str, Any]]) -> str:
     return f" ({key}: {', '.join(sorted({repr(entry[key]) for entry in every if key in entry})[:10])})"
 
 
-def tried(reward: Composed) -> Composed:
+def for_trial(reward: Composed) -> Composed:
     """Return the reward without a cache and with at most one immediate retry."""
     policy = reward.rule.on_error
     if isinstance(policy, Retry):
@@ -241,7 +241,7 @@ def reads_sampler(reward: object) -> bool:
 def require_memory(rewards: Mapping[str, object], processes: int) -> None:
     """Raise UserError for a reward with a memory and several processes, each of which sees a share of the prompts."""
     for label, reward in rewards.items():
-        for name, part in named(label, reward):
+        for name, part in named_parts(label, reward):
             if processes > 1 and MEMORY in part.reads:
                 raise UserError(f"reward {name!r} remembers all prompts, and got {processes} processes: run it in one")
 
@@ -263,7 +263,7 @@ def limits_of(rewards: Mapping[str, object]) -> dict[str, Limit]:
     return {name: limit for name, limit in limits.items() if limit is not None}
 
 
-def transformed(rewards: Mapping[str, object], scores: Tensor, progress: float = 0.0) -> Tensor:
+def transform_scores(rewards: Mapping[str, object], scores: Tensor, progress: float = 0.0) -> Tensor:
     """Return scores [P, G, n*R] of R rewards, each after the transforms of its rule; the n granularities are
     concatenated.
 

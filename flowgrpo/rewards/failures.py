@@ -58,8 +58,8 @@ def numbers(values: Sequence[float | Failed]) -> list[float]:
     return [math.nan if isinstance(value, Failed) else value for value in values]
 
 
-def settled(ask: Callable[[Sequence[int]], list[float | Failed]], rows: Sequence[int], policy: str | Retry,
-            unit: int = 1) -> list[float | Failed]:
+def score_with_policy(ask: Callable[[Sequence[int]], list[float | Failed]], rows: Sequence[int], policy: str | Retry,
+                      unit: int = 1) -> list[float | Failed]:
     """Return the scores `ask(rows)` under a failure policy; skipped rows hold their failure.
 
     policy: "raise", "skip" or a `Retry`. After a failure, "skip" asks again for every `unit` rows (1, or whole groups)
@@ -78,7 +78,7 @@ def settled(ask: Callable[[Sequence[int]], list[float | Failed]], rows: Sequence
     if len(rows) <= unit or isinstance(last, TimedOut):
         return [last] * len(rows)
     return [value for start in range(0, len(rows), unit)
-            for value in settled(ask, rows[start:start + unit], "skip", unit)]
+            for value in score_with_policy(ask, rows[start:start + unit], "skip", unit)]
 
 
 def within(seconds: float | None, message: str, call: Callable[[], T]) -> T:

@@ -91,7 +91,7 @@ BUILT_IN = {
     "caption_answers": "flowgrpo.contrib.questions.caption_answers:CaptionAnswers",
 }
 BUILT_IN |= {name: place for domain in domains.all() for name, place in domain.rewards.items()}
-LEARNED = "flowgrpo.contrib.learned_rewards.preference:named"  # of a folder of `flowgrpo reward train`
+LEARNED = "flowgrpo.contrib.learned_rewards.preference:reward_factory"  # of a folder of `flowgrpo reward train`
 # Names of earlier releases.
 ALIASES = {"pick_score": "pickscore", "hps_v2": "hpsv2.1", "hps_v3": "hpsv3", "image_reward": "imagereward",
            "video_reward": "videoalign", "vqa_score": "vqascore"}
@@ -99,7 +99,7 @@ REMOVED = {name: "it asked any model a question of ours: choose videoalign, Vide
                  f"{{axes: {{{axis}: 1}}}}, or judge with a template of yours"
            for name, axis in (("videoalign_vq", "VQ"), ("videoalign_mq", "MQ"), ("videoalign_ta", "TA"))}
 REMOTE = "flowgrpo.serving.client:Remote"  # of http://host:port/NAME
-METRICS = "flowgrpo.contrib.metrics:adapted"
+METRICS = "flowgrpo.contrib.metrics:find_adapter"
 ADAPTED = ("imscore", "pyiqa", "torchmetrics")  # packages of PACKAGE:NAME
 _told: set[str] = set()  # aliases whose new names were printed
 _registered: dict[str, Any] = {}
@@ -167,7 +167,7 @@ def locate(name: str) -> Any:
     if ".py" in name:
         return from_file(name, "reward", _in_file)
     if name.partition(":")[0] in ADAPTED and (
-            made := call_user_code(f"reward {name!r} does not import", _adapted, name)):
+            made := call_user_code(f"reward {name!r} does not import", _find_adapter, name)):
         return made
     if point := group_entry_points(GROUP).get(name):
         return call_user_code(f"reward {name!r} does not import", point.load)
@@ -193,7 +193,7 @@ def _by_place(place: str) -> Any:
     return getattr(importlib.import_module(module), attribute)
 
 
-def _adapted(name: str) -> Any:
+def _find_adapter(name: str) -> Any:
     """Return the metric of another package, not yet made."""
     return _by_place(METRICS)(name)
 

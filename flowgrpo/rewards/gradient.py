@@ -14,7 +14,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.nouns import quantity
 from flowgrpo.rewards.about import RewardFunction
 from flowgrpo.rewards.compose import Composed
-from flowgrpo.rewards.reward import Batch, Reward, as_reward, named, require_finite, scores_latents, sees_base
+from flowgrpo.rewards.reward import Batch, Reward, as_reward, named_parts, require_finite, scores_latents, sees_base
 from flowgrpo.user_code import call_user_code
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def require_gradient(rewards: Mapping[str, RewardFunction | Reward]) -> None:
             raise UserError(f"reward {name!r} is not differentiable, and this method follows a reward's gradient: "
                             "choose one that is, such as scene_soft or pickscore, or a method that needs none, "
                             "such as mix_grpo")
-        for label, part in named(name, reward):
+        for label, part in named_parts(name, reward):
             _require_plain(label, part)
 
 
@@ -62,14 +62,14 @@ def value(rewards: Mapping[str, RewardFunction | Reward], weights: Mapping[str, 
     require_finite(held.detach(), prompts)
     total = held.new_zeros(len(images))
     for name, reward in rewards.items():
-        rows, scores = _scored(name, reward, images, prompts, metadata)
+        rows, scores = _score(name, reward, images, prompts, metadata)
         if rows:
             total = total.index_add(0, held.new_tensor(rows).long(), weights[name] * scores.to(total))
     return total
 
 
-def _scored(name: str, reward: RewardFunction | Reward, images: Tensor, prompts: Sequence[str],
-            metadata: Sequence[dict[str, Any]]) -> tuple[list[int], Tensor]:
+def _score(name: str, reward: RewardFunction | Reward, images: Tensor, prompts: Sequence[str],
+           metadata: Sequence[dict[str, Any]]) -> tuple[list[int], Tensor]:
     """Return the rows that a reward applies to, and its scores of them in the images' graph."""
     from flowgrpo.rewards.combine import Combined  # loads torch
 
@@ -82,22 +82,22 @@ def _scored(name: str, reward: RewardFunction | Reward, images: Tensor, prompts:
     made = reward.made if isinstance(reward, Composed) else as_reward(reward, name)
     batch = Batch(images[rows], [prompts[i] for i in rows], [metadata[i] for i in rows])
     if isinstance(made, Combined):
-        scores = _combined(name, made, batch.samples, batch.prompts, batch.metadata)
+        scores = _combine(name, made, batch.samples, batch.prompts, batch.metadata)
         there = scores.isfinite().nonzero()[:, 0].tolist()
         return [rows[i] for i in there], scores[there]
     message = (f"reward {name!r} raised on {quantity(len(rows), 'sample')} that carry a graph (first prompt: "
                f"{batch.prompts[0]!r})")
-    return rows, _checked(name, call_user_code(message, made, batch), batch.samples)
+    return rows, _validate_scores(name, call_user_code(message, made, batch), batch.samples)
 
 
-def _combined(name: str, reward: Combined, images: Tensor, prompts: Sequence[str],
-              metadata: Sequence[dict[str, Any]]) -> Tensor:
+def _combine(name: str, reward: Combined, images: Tensor, prompts: Sequence[str],
+             metadata: Sequence[dict[str, Any]]) -> Tensor:
     """Return the combination [B] of a reward's parts in one graph, NaN where it does not apply."""
     import torch
 
     columns = []
     for place, part in enumerate(reward.made.values()):
-        rows, scores = _scored(f"{name}[{place}]", part, images, prompts, metadata)
+        rows, scores = _score(f"{name}[{place}]", part, images, prompts, metadata)
         column = torch.full((len(prompts),), torch.nan, dtype=torch.float64, device=scores.device)
         columns.append(column.index_copy(0, torch.tensor(rows, device=scores.device).long(), scores.double()))
     return reward.combined(torch.stack([column.to(columns[0].device) for column in columns], 1))
@@ -121,7 +121,7 @@ def require_graph(name: str, reward: RewardFunction | Reward, outputs: Tensor, p
         raise UserError(f"reward {name!r} is differentiable, but its gradient holds NaN or an infinity: {expected}")
 
 
-def _checked(name: str, scores: Any, images: Tensor) -> Tensor:
+def _validate_scores(name: str, scores: Any, images: Tensor) -> Tensor:
     import torch
 
     images = getattr(images, "weights", images)

@@ -18,7 +18,7 @@ from torch import Tensor
 from flowgrpo.data.open_image import require_open
 from flowgrpo.errors import UserError
 from flowgrpo.packages import import_optional
-from flowgrpo.rewards.about import About, described
+from flowgrpo.rewards.about import About, with_facts
 from flowgrpo.rewards.local_model import LocalModel, load_pretrained
 from flowgrpo.rewards.preprocessing import eight_bit, grey, read_tensor
 
@@ -240,19 +240,19 @@ def kilobytes(images: Tensor) -> list[float]:
     return sizes
 
 
-@described(About(modality="image", range=(None, 0), needs="", licence="Apache-2.0"))
+@with_facts(About(modality="image", range=(None, 0), needs="", licence="Apache-2.0"))
 def jpeg_compressibility(images: Tensor, prompts: Sequence[str]) -> list[float]:
     """Minus the size of an image as a JPEG of quality 95, in kilobytes (DDPO)."""
     return [-size for size in kilobytes(images)]
 
 
-@described(About(modality="image", range=(0, None), needs="", licence="Apache-2.0"))
+@with_facts(About(modality="image", range=(0, None), needs="", licence="Apache-2.0"))
 def jpeg_incompressibility(images: Tensor, prompts: Sequence[str]) -> list[float]:
     """Size of an image as a JPEG of quality 95, in kilobytes (DDPO)."""
     return kilobytes(images)
 
 
-@described(About(modality="image", range=(0, None), needs="", licence="Apache-2.0"))
+@with_facts(About(modality="image", range=(0, None), needs="", licence="Apache-2.0"))
 def sharpness(images: Tensor, prompts: Sequence[str]) -> Tensor:
     """Variance of the Laplacian of an image's luminance, in [0, 1], without its outermost pixels."""
     light = grey(images)
@@ -290,7 +290,7 @@ def widths_of(light: Tensor) -> Tensor:
     return torch.where(bend > FLAT, (2 * slope / bend.clamp(min=FLAT)).sqrt(), torch.nan)
 
 
-@described(About(modality="image", range=(0, None), needs="", licence="Apache-2.0"))
+@with_facts(About(modality="image", range=(0, None), needs="", licence="Apache-2.0"))
 def crispness(images: Tensor, prompts: Sequence[str]) -> list[float | None]:
     """Inverse of the mean width of an image's edges in pixels, whatever their contrast and share; None without edges.
 
@@ -340,7 +340,7 @@ class Safety(LocalModel):
         return classifier, processor, rows
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        return self.batched(self._safe, images, prompts)
+        return self.score_batches(self._safe, images, prompts)
 
     def _safe(self, images: Tensor, prompts: list[str]) -> Tensor:
         classifier, processor, rows = self.models

@@ -55,11 +55,11 @@ class ImageReward(LocalModel):
     differentiable = True
     about = About(modality="image", range=(None, None), needs="", licence="Apache-2.0")
 
-    def _placed(self, part: Any) -> Any:
+    def _prepare(self, part: Any) -> Any:
         if not isinstance(part, nn.ModuleDict):
             return part
         for name, module in part.items():
-            part[name] = super()._placed(module)
+            part[name] = super()._prepare(module)
         return part
 
     def _load(self) -> tuple[Any, Any]:
@@ -71,7 +71,7 @@ class ImageReward(LocalModel):
         return parts, load_pretrained("imagereward", AutoTokenizer, self.tokenizer, None, "tokenizer")
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        return self.batched(self._scores, images, prompts)
+        return self.score_batches(self._scores, images, prompts)
 
     def _scores(self, images: Tensor, prompts: list[str]) -> Tensor:
         parts, tokenizer = self.models

@@ -59,7 +59,7 @@ class LocalModel:
         if ready is None:
             parts = self.parts if self.parts is not None else self._load()
             self._require(parts)
-            ready = tuple(self._placed(part) for part in parts)
+            ready = tuple(self._prepare(part) for part in parts)
             for name in ("_ready", "parts"):
                 object.__setattr__(self, name, ready)
         return ready
@@ -71,7 +71,7 @@ class LocalModel:
     def _require(self, parts: tuple[Any, ...]) -> None:
         """Raise UserError for a model that the reward cannot use."""
 
-    def _placed(self, part: Any) -> Any:
+    def _prepare(self, part: Any) -> Any:
         """Return a part; a network in evaluation mode, on the device and in `dtype`.
 
         One that was loaded in `dtype` keeps what its library holds in fp32, such as the frequencies of positions.
@@ -82,7 +82,8 @@ class LocalModel:
         loaded = next((weight.dtype for weight in part.parameters()), None)
         return part if isinstance(part, Head) or loaded == self.float_type else part.to(self.float_type)
 
-    def batched(self, scores: Callable[[Tensor, list[str]], Tensor], images: Tensor, prompts: Sequence[str]) -> Tensor:
+    def score_batches(self, scores: Callable[[Tensor, list[str]], Tensor], images: Tensor, prompts: Sequence[str]
+                      ) -> Tensor:
         """Return `scores` of B images and their prompts, `batch_size` at a time -> [B] float32 on the CPU, in the
         images' graph if they carry one."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and images.requires_grad):
@@ -110,7 +111,7 @@ def require_arguments(reward: str, dtype: str, device: str | None, batch_size: i
                             "these, or leave it out") from None
 
 
-def passed_on(reward: str, dtype: str | None, device: str | None, batch_size: int | None) -> dict[str, Any]:
+def model_arguments(reward: str, dtype: str | None, device: str | None, batch_size: int | None) -> dict[str, Any]:
     """Return the common arguments that a reward passes on to its models, without those that are None.
     Raises UserError as `require_arguments` does."""
     require_arguments(reward, dtype or "fp32", device, 1 if batch_size is None else batch_size)

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from flowgrpo.errors import UserError
-from flowgrpo.rewards.about import About, Pairing, described
+from flowgrpo.rewards.about import About, Pairing, with_facts
 from flowgrpo.rewards.failures import Failed
 from flowgrpo.rewards.reward import Batch, Function, Reward, as_reward
 
@@ -163,7 +163,7 @@ def _answers(name: str, values: Any, count: int, prompt: str) -> list[float]:
     return answers
 
 
-@described(About(modality="image/text", range=(0, 1), needs="", licence="Apache-2.0"))
+@with_facts(About(modality="image/text", range=(0, 1), needs="", licence="Apache-2.0"))
 def preferred(outputs: Tensor | Sequence[str], prompts: Sequence[str], metadata: Sequence[dict[str, Any]],
               group: int) -> list[float]:
     """1 for the side of a recorded pair that its file prefers, 0 for the other: only with `preferences`.

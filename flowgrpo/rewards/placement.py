@@ -128,11 +128,11 @@ def _parts(thing: object, device: torch.device | None, seen: set[int]) -> Iterat
     if isinstance(thing, torch.nn.Module):
         yield thing, device
         seen |= {id(module) for module in thing.modules()}
-    for inner in _held(thing):
+    for inner in _contents(thing):
         yield from _parts(inner, device, seen)
 
 
-def _held(thing: object) -> list[Any]:
+def _contents(thing: object) -> list[Any]:
     """Return what an object holds: items of a container, or values of its attributes."""
     if isinstance(thing, Mapping):
         return [*thing.values()]

@@ -150,7 +150,7 @@ class HpsV3(LocalModel):
             return assemble_model(config, state, self.float_type), head, processor
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        return self.batched(self._scores, images, prompts)
+        return self.score_batches(self._scores, images, prompts)
 
     def _scores(self, images: Tensor, prompts: list[str]) -> Tensor:
         model, head, processor = self.models
@@ -249,7 +249,7 @@ class VideoReward(LocalModel):
         return model, head, processor, CONSTANTS | (released.get("inference_config") or {})
 
     def __call__(self, videos: Tensor, prompts: Sequence[str], fps: float | None = None) -> Tensor:
-        return self.batched(partial(self._scores, fps=fps), videos, prompts)
+        return self.score_batches(partial(self._scores, fps=fps), videos, prompts)
 
     def _scores(self, videos: Tensor, prompts: list[str], fps: float | None) -> Tensor:
         constants = self.models[-1]
@@ -262,7 +262,7 @@ class VideoReward(LocalModel):
         """Return the head's values [B, 3] of clips [B, F, 3, H, W] in [0, 1], before the constants. fps: of the clips.
         Raises UserError for clips of one frame."""
         model, head, processor, _ = self.models
-        seen = self._seen(videos, fps)
+        seen = self._patches(videos, fps)
         shown = model.visual(seen.pixel_values_videos.to(model.dtype), grid_thw=seen.video_grid_thw).pooler_output
         messages = [message(processor, "video", self.text, prompt, len(shown) // len(prompts))
                     for prompt in prompts]
@@ -270,11 +270,11 @@ class VideoReward(LocalModel):
         values = head(hidden.float()).unflatten(0, (len(prompts), len(AXES)))
         return values.diagonal(dim1=1, dim2=2) if values.shape[-1] == len(AXES) else values[..., 0]
 
-    def _seen(self, videos: Tensor, fps: float | None = None) -> Any:
+    def _patches(self, videos: Tensor, fps: float | None = None) -> Any:
         """Return Qwen2-VL's patches of clips."""
         from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
-        frames = videos[:, looked_at(videos.shape[1], self.fps or fps or USUAL)]
+        frames = videos[:, frame_indices(videos.shape[1], self.fps or fps or USUAL)]
         height, width = videos.shape[-2:]
         sides = smart_resize(height, width, factor=28, min_pixels=LEAST, max_pixels=MOST)
         pictures = resize_images(frames.to(self.device).flatten(0, 1), sides, "bytes")
@@ -284,7 +284,7 @@ class VideoReward(LocalModel):
                        ).to(self.device)
 
 
-def looked_at(count: int, fps: float) -> list[int]:
+def frame_indices(count: int, fps: float) -> list[int]:
     """Return the frames of a clip of `count` frames that are seen: 2 a second, evenly spread, an even number.
     Raises UserError for fewer than two frames."""
     if count < 2:

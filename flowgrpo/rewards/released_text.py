@@ -45,7 +45,7 @@ class Released:
         return caches / "flowgrpo" / f"text-{self.sha256[:16]}.txt"
 
 
-def _unified(path: str, sha256: str) -> Released:
+def _unified_reward(path: str, sha256: str) -> Released:
     return Released("CodeGoat24/UnifiedReward", "ff6f520247a2d36e2aff7b2ba53a935afd437f66",
                     f"inference_qwen/{path}_generation.py", sha256)
 
@@ -56,15 +56,15 @@ TEXTS = {
         "video": Released("KwaiVGI/VideoAlign", "219ab9db64c045e5181a2202d11f686439351292", "prompt_template.py",
                           "fdb6309bac618dd0c8b1b589d3a0970a974f7856eecbb355a190b2dce54af700")},
     "unified_reward": {
-        "image": _unified("image_generation/qwen_point_score_image",
-                          "f56f919ce3bc6aab3c173a5f836defe195e17e9614753e8b4c3dc2405bd4975b"),
-        "video": _unified("video_generation/qwen_point_score_video",
-                          "514a6343388979f80886656c5cb7d05f2286f2c837f5d1e1435ae0daf00ece68")},
+        "image": _unified_reward("image_generation/qwen_point_score_image",
+                                 "f56f919ce3bc6aab3c173a5f836defe195e17e9614753e8b4c3dc2405bd4975b"),
+        "video": _unified_reward("video_generation/qwen_point_score_video",
+                                 "514a6343388979f80886656c5cb7d05f2286f2c837f5d1e1435ae0daf00ece68")},
     "unified_reward_pairs": {
-        "image": _unified("image_generation/qwen_pair_rank_image",
-                          "0fd2f5c43a06516503fde3e64ffc98fff6f3a8815b5eac8dc5f0d81cee686614"),
-        "video": _unified("video_generation/qwen_pair_rank_video",
-                          "c76ba521846dcdd36e30046c8ceac18840cb6b0ad5f5a7bc731102b2267f2db9")},
+        "image": _unified_reward("image_generation/qwen_pair_rank_image",
+                                 "0fd2f5c43a06516503fde3e64ffc98fff6f3a8815b5eac8dc5f0d81cee686614"),
+        "video": _unified_reward("video_generation/qwen_pair_rank_video",
+                                 "c76ba521846dcdd36e30046c8ceac18840cb6b0ad5f5a7bc731102b2267f2db9")},
 }
 
 

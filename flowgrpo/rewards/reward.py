@@ -83,7 +83,7 @@ class Batch:
         return replace(self, samples=samples, prompts=[self.prompts[i] for i in rows],
                        metadata=[self.metadata[i] for i in rows], base=base, latents=latents)
 
-    def seen(self, name: str, reward: Reward) -> Batch:
+    def view_for(self, name: str, reward: Reward) -> Batch:
         """Return what a reward of that name is given: its own memory, and the samples, or in their place the latents.
 
         Raises UserError for a reward that reads latents where there are none.
@@ -96,7 +96,7 @@ class Batch:
                             "known: leave it out, and use it by itself in `flowgrpo train`")
         return replace(self, samples=self.latents, latents=None, memory=own)
 
-    def copied(self, tensors: bool) -> Batch:
+    def copy(self, tensors: bool) -> Batch:
         """Return a copy for a reward, which may write into what it is given. tensors: copy those too."""
         def own(held: Any) -> Any:
             if hasattr(held, "clone"):
@@ -157,7 +157,7 @@ class Function(Reward):
     def __init__(self, function: RewardFunction, name: str = "") -> None:
         self.function, self.name = function, name
         try:
-            self.signature: inspect.Signature | None = inspect.signature(_signed(function))
+            self.signature: inspect.Signature | None = inspect.signature(_signature_target(function))
         except (ValueError, TypeError):  # compiled functions may have none
             self.signature = None
         names = [name for name, parameter in (self.signature.parameters if self.signature else {}).items()
@@ -200,7 +200,7 @@ class Function(Reward):
 
     def require_signature(self) -> None:
         """Raise UserError for a function that cannot be called as a reward: an `async def`, or other parameters."""
-        if inspect.iscoroutinefunction(_signed(self.function)):
+        if inspect.iscoroutinefunction(_signature_target(self.function)):
             raise UserError(f"reward {self.name!r} is an `async def`: expected a function that returns a number per "
                             "sample; asyncio.run(...) inside it waits for a coroutine")
         if self.unit == "pair":
@@ -224,7 +224,7 @@ class Function(Reward):
                         f"{begins}prompts)" + "".join(f", and {name}" for name in further))
 
 
-def _signed(function: RewardFunction) -> RewardFunction:
+def _signature_target(function: RewardFunction) -> RewardFunction:
     """Return what has the parameters' names: of a network its `forward`."""
     torch = sys.modules.get("torch")
     return function.forward if torch and isinstance(function, torch.nn.Module) else function
@@ -235,17 +235,17 @@ def as_reward(thing: Any, name: str = "") -> Reward:
     return thing if isinstance(thing, Reward) else Function(thing, name)
 
 
-def named(name: str, reward: Any) -> Iterator[tuple[str, Reward]]:
+def named_parts(name: str, reward: Any) -> Iterator[tuple[str, Reward]]:
     """Yield a reward and all that it is made of, at any depth, with their names: parts are NAME[0], NAME[1]."""
     made = as_reward(reward, name)
     yield name, made
     for place, part in enumerate(made.parts):
-        yield from named(f"{name}[{place}]", part)
+        yield from named_parts(f"{name}[{place}]", part)
 
 
 def inside(reward: Any) -> list[Reward]:
     """Return a reward and all that it is made of, at any depth."""
-    return [part for _, part in named("", reward)]
+    return [part for _, part in named_parts("", reward)]
 
 
 def modality_of(outputs: object) -> str:
@@ -274,10 +274,10 @@ def is_privileged(reward: object) -> bool:
 
     Built-in rewards say so by the attribute `privileged`; any code from elsewhere may.
     """
-    return any(_privileged(part.origin) for part in inside(reward))
+    return any(_is_privileged(part.origin) for part in inside(reward))
 
 
-def _privileged(thing: object) -> bool:
+def _is_privileged(thing: object) -> bool:
     if isinstance(thing, str):
         return ".py:" in thing
     module = getattr(thing, "__module__", None) or type(thing).__module__
@@ -348,7 +348,7 @@ class Checked(Wrapped):
                             "by itself: choose a reward that scores one image at a time")
         shared = self._reads_only
         on = f"on {len(batch)} sample{'s' * (len(batch) != 1)} (first prompt of the batch: {batch.prompts[0]!r})"
-        given = batch.copied(tensors=not shared)
+        given = batch.copy(tensors=not shared)
         before = _writes(given)
         try:
             with torch.no_grad():  # here, since it holds only for the thread that enters it

@@ -89,7 +89,7 @@ def of_batch(rewards: Mapping[str, RewardFunction | Reward], batch: Batch, tally
     table = []
     for name, reward in made.items():
         lost: list[Failed] = []
-        table.append(values := reward(replace(batch.seen(name, reward), lost=lost)))
+        table.append(values := reward(replace(batch.view_for(name, reward), lost=lost)))
         for error in (*values, *lost):
             if tally is not None and isinstance(error, Failed):
                 tally.add(name, error)

@@ -108,9 +108,9 @@ class Frames(Reward):
         frames = Batch(videos.flatten(0, 1), [prompt for prompt in batch.prompts for _ in range(count)],
                        [entry for entry in batch.metadata for _ in range(count)])
         [scores] = of_batch({"of frames": self.parts[0]}, frames)
-        return [self._lifted(scores[at:at + count]) for at in range(0, len(scores), count)]
+        return [self._aggregate(scores[at:at + count]) for at in range(0, len(scores), count)]
 
-    def _lifted(self, values: list[float | Failed]) -> float | None | Failed:
+    def _aggregate(self, values: list[float | Failed]) -> float | None | Failed:
         if failed := first_failed(values):
             return failed
         scores = [value for value in values if not isinstance(value, Failed) and not math.isnan(value)]

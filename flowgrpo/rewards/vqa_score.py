@@ -66,13 +66,13 @@ class VqaScore(LocalModel):
         return model, processor.tokenizer, processor.qformer_tokenizer
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        return self.batched(self._scores, images, prompts)
+        return self.score_batches(self._scores, images, prompts)
 
     def _scores(self, images: Tensor, prompts: list[str]) -> Tensor:
         model, tokenizer, _ = self.models
         questions = [self.question.replace("{}", prompt) for prompt in prompts]
         tokens = self._tokens(tokenizer, questions)
-        seen = self._seen(images, questions)
+        seen = self._visual_inputs(images, questions)
         words = model.get_input_embeddings()(tokens.input_ids)
         answer = tokenizer([self.answer] * len(prompts), return_tensors="pt").input_ids.to(self.device)
         ones = tokens.attention_mask.new_ones(seen.shape[:2])
@@ -80,7 +80,7 @@ class VqaScore(LocalModel):
                                       attention_mask=torch.cat([ones, tokens.attention_mask], 1)).logits
         return logits.float().log_softmax(-1).gather(-1, answer[..., None])[..., 0].mean(1).exp()
 
-    def _seen(self, images: Tensor, questions: list[str]) -> Tensor:
+    def _visual_inputs(self, images: Tensor, questions: list[str]) -> Tensor:
         """Return the language model's visual inputs of the images, [B, queries, D]: the Q-Former reads the question
         too."""
         model, _, tokenizer = self.models

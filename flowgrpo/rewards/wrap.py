@@ -26,7 +26,7 @@ from flowgrpo.config.reward_rules import WatchRule
 from flowgrpo.errors import UserError
 from flowgrpo.nouns import quantity
 from flowgrpo.rewards.about import RewardFunction
-from flowgrpo.rewards.failures import Failed, settled, within
+from flowgrpo.rewards.failures import Failed, score_with_policy, within
 from flowgrpo.rewards.pairwise import WinRates, pairing
 from flowgrpo.rewards.reward import BASE, FPS, Batch, Checked, Reward, Wrapped, as_reward
 
@@ -93,15 +93,15 @@ class Timed(Wrapped):
 
 
 class Persistent(Wrapped):
-    """Reward that is asked again after a failure, or whose failing samples are skipped: see `settled`."""
+    """Reward that is asked again after a failure, or whose failing samples are skipped: see `score_with_policy`."""
 
     def __init__(self, name: str, reward: Reward, policy: Any) -> None:
         super().__init__(name, reward)
         self.policy = policy
 
     def __call__(self, batch: Batch) -> list[float | Failed]:
-        return settled(lambda rows: self.reward(batch.rows(rows)), range(len(batch)), self.policy,
-                       batch.group if self.unit == "group" else 1)
+        return score_with_policy(lambda rows: self.reward(batch.rows(rows)), range(len(batch)), self.policy,
+                                 batch.group if self.unit == "group" else 1)
 
 
 class Placed(Wrapped):

@@ -62,7 +62,7 @@ class Remote:
         headers = {"Authorization": f"Bearer {self._key.value}"} if self._key else {}
         self._service = Service(f"reward {urls!r}", self._urls, timeout, retries, wait, headers,
                                 sent=("prompts", "metadata", "samples"), key=self._key)
-        self.info = self._asked_for_info()
+        self.info = self._request_info()
 
     @property
     def about(self) -> About:
@@ -77,26 +77,26 @@ class Remote:
                  group: int = 1) -> list[float | None | Failed]:
         """Return B scores, None where the reward does not apply, Failed where it has no answer. outputs: as for any
         reward. group: the size of the groups."""
-        samples = [wire.packed(*sample, self.exact) for sample in zip(outputs, prompts, metadata)]
+        samples = [wire.pack(*sample, self.exact) for sample in zip(outputs, prompts, metadata)]
         pixels = outputs.shape[1:].numel() // 3 if hasattr(outputs, "shape") else 0
         try:
-            parts = wire.parted([len(sample) for sample in samples], pixels, self.info.limits, group, len(self._urls))
+            parts = wire.split_requests(list(map(len, samples)), pixels, self.info.limits, group, len(self._urls))
         except wire.TooLarge as error:
             raise UserError(f"reward {self.name!r}: {error}: start the server with a larger --max-mb or --max-batch, "
                             "or make the images or groups smaller") from None
 
         def ask(part: range) -> list[float | None | Failed]:
             body = wire.request([samples[row] for row in part], group)
-            return self._service.asked(lambda url: self._service.request(
-                "POST", url, body, lambda answer: wire.scores(answer, len(part)), self._refused))
+            return self._service.try_urls(lambda url: self._service.request(
+                "POST", url, body, lambda answer: wire.scores(answer, len(part)), self._raise_for_status))
 
         return [score for scores in side_by_side(ask, parts, len(self._urls)) for score in scores]
 
-    def _asked_for_info(self) -> wire.Info:
+    def _request_info(self) -> wire.Info:
         try:
             with brief():
-                info = self._service.asked(lambda url: self._service.request(
-                    "GET", f"{url.rpartition('/')[0]}/info", None, wire.Info.read, self._refused))
+                info = self._service.try_urls(lambda url: self._service.request(
+                    "GET", f"{url.rpartition('/')[0]}/info", None, wire.Info.read, self._raise_for_status))
         except TimedOut as error:
             raise UserError(f"{error}: is `flowgrpo reward serve` running there?") from None
         for url in self._urls:
@@ -105,11 +105,11 @@ class Remote:
                                 "another")
         return info
 
-    def _refused(self, url: str, status: int, headers: Mapping[str, str], answer: bytes) -> NoReturn:
+    def _raise_for_status(self, url: str, status: int, headers: Mapping[str, str], answer: bytes) -> NoReturn:
         """Raise the error for a status: the reward's, the user's, or one that may pass on retry. A refusal in another
         format comes from a proxy between, and may pass."""
         line = wire.refusal(answer)
-        line = line and self._service.quoted(line)
+        line = line and self._service.quote(line)
         message = f"{url} answered {status}" + (f": {line}" if line else "")
         if status == 401 or status == 403 and not line:
             how = "another token" if self._key else f"a token: set {TOKEN}, or token_file in its args"

@@ -78,7 +78,7 @@ def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
-def known(header: str, accepted: frozenset[str]) -> bool:
+def is_allowed_host(header: str, accepted: frozenset[str]) -> bool:
     """True if a Host header has one of the names, or an IP address."""
     name = host_name(header)
     return name in accepted or is_address(name)
@@ -206,7 +206,8 @@ class Gate:
         if self._metrics.queue >= self._bounds.queue:
             raise Refused(503, f"{self._metrics.queue} requests are waiting already: come back later", LATER)
         self._metrics.queue += 1
-        acquiring, gone = asyncio.ensure_future(self._turn.acquire()), asyncio.ensure_future(_ended(receive))
+        acquiring = asyncio.ensure_future(self._turn.acquire())
+        gone = asyncio.ensure_future(_wait_for_disconnect(receive))
         events: set[asyncio.Future[Any]] = {acquiring, gone, self._stop()}
         try:
             try:
@@ -237,7 +238,7 @@ class Gate:
             task.cancel()
 
 
-async def _ended(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     """Return when the client has closed its connection."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -28,7 +28,18 @@ from flowgrpo.rewards.reward import about, is_privileged
 from flowgrpo.rewards.score import columns
 from flowgrpo.serving import wire
 from flowgrpo.serving.client import TOKEN
-from flowgrpo.serving.gate import KIND, Bounds, Gate, Metrics, Receive, Refused, in_thread, is_loopback, known, names
+from flowgrpo.serving.gate import (
+    KIND,
+    Bounds,
+    Gate,
+    Metrics,
+    Receive,
+    Refused,
+    in_thread,
+    is_allowed_host,
+    is_loopback,
+    names,
+)
 
 JSON = "application/json"
 log = logging.getLogger("uvicorn.error")
@@ -36,7 +47,7 @@ log = logging.getLogger("uvicorn.error")
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
-def served(name: str) -> str:
+def url_name(name: str) -> str:
     """Return the name in the URL: the reward's; for one in a file, that of its function or class."""
     return name.rpartition(":")[2] if ".py:" in name else name
 
@@ -49,7 +60,7 @@ class Application:
 
     def __init__(self, name: str, reward: RewardFunction, limits: wire.Limits, token: str | None, hosts: frozenset[str],
                  bounds: Bounds = Bounds()) -> None:
-        self.info = wire.Info(served(name), about(reward), sees_groups(reward), limits)
+        self.info = wire.Info(url_name(name), about(reward), sees_groups(reward), limits)
         self.metrics = Metrics()
         self.gate = Gate(limits.size, bounds, self.metrics)
         self._reward, self._token, self._hosts = reward, token, hosts
@@ -59,7 +70,7 @@ class Application:
         kind, later, unread = JSON, None, False
         try:
             if scope["method"] == "POST":
-                status, content = 200, await self._counted(scope["path"], headers, receive)
+                status, content = 200, await self._answer_and_count(scope["path"], headers, receive)
             else:
                 status, (kind, content) = 200, self._fact(scope["method"], scope["path"], headers)
         except Refused as error:
@@ -83,11 +94,11 @@ class Application:
         if path == "/metrics":
             return KIND, self.metrics.text().encode()
         if path == "/info":
-            return JSON, _json(self.info.told())
+            return JSON, _json(self.info.as_json())
         self.gate.require_running()
         return JSON, _json({"status": "ok"})
 
-    async def _counted(self, path: str, headers: dict[str, str], receive: Receive) -> bytes:
+    async def _answer_and_count(self, path: str, headers: dict[str, str], receive: Receive) -> bytes:
         """Return the answer of a POST request, which the metrics count."""
         began, status = time.monotonic(), 500
         self.metrics.in_flight += 1
@@ -113,7 +124,7 @@ class Application:
         self.gate.require_running()
         self.gate.require_small(headers.get("content-length", ""))
         async with self.gate.body(receive) as body, self.gate.turn(receive):
-            return _json(await in_thread(lambda: scored(self.info.name, self._reward, body, self.info.limits)))
+            return _json(await in_thread(lambda: score_request(self.info.name, self._reward, body, self.info.limits)))
 
     def _require_allowed(self, headers: dict[str, str], open_to_all: bool = False) -> None:
         """Raise Refused for a web page's request, an unknown host name without the token, and a missing token."""
@@ -125,17 +136,17 @@ class Application:
                 return
             if not open_to_all:
                 raise Refused(401, "expected `Authorization: Bearer TOKEN` with the server's token")
-        if not known(headers.get("host", ""), self._hosts):
+        if not is_allowed_host(headers.get("host", ""), self._hosts):
             raise Refused(403, f"the Host {headers.get('host', '')[:80]!r} is not this server's: expected its address, "
                                "or start the server with a token")
 
 
-def scored(name: str, reward: RewardFunction, body: bytes | bytearray, limits: wire.Limits) -> dict[str, Any]:
+def score_request(name: str, reward: RewardFunction, body: bytes | bytearray, limits: wire.Limits) -> dict[str, Any]:
     """Return the answer to a request.
     Raises Refused: 400 for an invalid request or the user's mistake; 413 if too large; 422 if the reward fails on these
     samples; 500 for our own error."""
     try:
-        batch = wire.unpacked(body, limits)
+        batch = wire.unpack(body, limits)
         with refuse_opening():
             return wire.answer(*columns({name: reward}, batch.outputs, batch.prompts, batch.metadata, batch.group))
     except wire.TooLarge as error:
@@ -173,7 +184,7 @@ def serve(name: str, reward: RewardFunction, host: str, port: int, limits: wire.
     assert isinstance(address[0], str)  # the IP address
     place = f"[{host}]" if ":" in host else host
     fresh = secrets.token_urlsafe(32) if token is None and is_privileged(reward) else None
-    log(f"reward {served(name)!r} at http://{place}:{listening.getsockname()[1]}/{quote(served(name), safe='')}, "
+    log(f"reward {url_name(name)!r} at http://{place}:{listening.getsockname()[1]}/{quote(url_name(name), safe='')}, "
         f"{_openness(address[0], token or fresh)}")
     if fresh:
         log(f"This reward may run code, read files or use a key, so a token was made: {TOKEN}={fresh}")

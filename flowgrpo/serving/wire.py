@@ -64,7 +64,7 @@ class Info:
     group: bool
     limits: Limits
 
-    def told(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         """Return the JSON form."""
         return {"format": FORMAT, **asdict(self)}
 
@@ -85,7 +85,7 @@ class Info:
 
 # --- client ----------------------------------------------------------------------------------------------------------
 
-def packed(output: Tensor | str, prompt: str, metadata: dict[str, Any], exact: bool = False) -> bytes:
+def pack(output: Tensor | str, prompt: str, metadata: dict[str, Any], exact: bool = False) -> bytes:
     """Pack one sample of a request: an image [3, H, W] or a video [F, 3, H, W] in [0, 1], rounded to 8 bits unless
     `exact`; or a text.
     Raises UserError for metadata that is not JSON, Failed for an image that holds NaN or an infinity."""
@@ -103,7 +103,7 @@ def request(samples: Sequence[bytes], group: int = 1) -> bytes:
     return b'{"format": %d, "group": %d, "samples": [%s]}' % (FORMAT, group, b", ".join(samples))
 
 
-def parted(sizes: Sequence[int], pixels: int, limits: Limits, unit: int = 1, ways: int = 1) -> list[range]:
+def split_requests(sizes: Sequence[int], pixels: int, limits: Limits, unit: int = 1, ways: int = 1) -> list[range]:
     """Split the rows of samples with these sizes in bytes into consecutive requests within the limits, with whole units
     (groups) in each, and at least `ways` requests if there are as many units. pixels: of each sample.
     Raises TooLarge if a single unit is beyond the limits."""
@@ -200,7 +200,7 @@ class Request:
     group: int
 
 
-def unpacked(body: bytes | bytearray, limits: Limits) -> Request:
+def unpack(body: bytes | bytearray, limits: Limits) -> Request:
     """Parse a request.
     Raises ValueError, and TooLarge beyond the limits."""
     record = _object(body)

@@ -101,7 +101,7 @@ def draw(dice: random.Random, held_out: bool, count: int | None = None) -> Probl
             return problem
 
 
-def chosen(held_out: bool, count: int, seed: int) -> list[Problem]:
+def choose_problems(held_out: bool, count: int, seed: int) -> list[Problem]:
     """Return `count` different problems of one side, those with few numbers first."""
     dice, problems = random.Random(seed), set[Problem]()
     while len(problems) < count:

@@ -39,7 +39,7 @@ def place(claims: Claims, rng: np.random.Generator) -> list[Placed]:
             return [(shape, colour, (int(x), int(y))) for (shape, colour), (x, y) in zip(named, centres)]
 
 
-def scattered(rng: np.random.Generator, share: float) -> list[Placed]:
+def scatter(rng: np.random.Generator, share: float) -> list[Placed]:
     """Any objects in this share of the places of a grid, for images of every fullness."""
     left, top = CELL * rng.integers(0, 2, 2)
     return [(str(rng.choice(SHAPES)), str(rng.choice(list(COLOURS))), (int(x), int(y)))

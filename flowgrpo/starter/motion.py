@@ -75,7 +75,7 @@ def parse(prompt: str) -> Clip:
     return Clip(match["shape"], match["colour"], _MEANING[match["does"]])
 
 
-def held_out(clip: Clip) -> bool:
+def is_held_out(clip: Clip) -> bool:
     """Return True for one clip in six: neither the starter's own training nor any alignment may see it.
 
     Of every shape, colour and motion, and of every pair of these, five in six are seen in other combinations.
@@ -85,9 +85,9 @@ def held_out(clip: Clip) -> bool:
 
 
 def clips(held: bool) -> list[Clip]:
-    """Return all clips on one side of `held_out`, in the order of the motions."""
+    """Return all clips on one side of `is_held_out`, in the order of the motions."""
     every = (Clip(shape, colour, motion) for motion, shape, colour in product(MOTIONS, SHAPES, COLOURS))
-    return [clip for clip in every if held_out(clip) == held]
+    return [clip for clip in every if is_held_out(clip) == held]
 
 
 # --- drawing ---------------------------------------------------------------------------------------------------------

@@ -107,7 +107,7 @@ def parse(prompt: str) -> Claims:
     return Claims(objects, relation)
 
 
-def held_out(claims: Claims, prefix: str = "") -> bool:
+def is_held_out(claims: Claims, prefix: str = "") -> bool:
     """Return True for prompts that no alignment may see."""
     if any((claim.shape, claim.colour) in HELD_PAIRS for claim in claims.objects):
         return True
@@ -116,11 +116,11 @@ def held_out(claims: Claims, prefix: str = "") -> bool:
     return zlib.crc32(claims.caption(prefix).encode()) % 8 == 0
 
 
-def reserved(claims: Claims, prefix: str = "") -> bool:
+def is_reserved(claims: Claims, prefix: str = "") -> bool:
     """Return True for prompts that alignment never trains on: the held-out ones, and of tasks with few prompts one in
     three more."""
     few = claims.task in ("single", "counting", "two")
-    return held_out(claims, prefix) or (few and zlib.crc32(claims.caption(prefix).encode()) % 3 == 0)
+    return is_held_out(claims, prefix) or (few and zlib.crc32(claims.caption(prefix).encode()) % 3 == 0)
 
 
 def sample_claims(rng: np.random.Generator, task: str) -> Claims:
@@ -138,7 +138,7 @@ def sample_claims(rng: np.random.Generator, task: str) -> Claims:
     return Claims((Claim(shapes[0], colours[0]), Claim(shapes[1], colours[1])))
 
 
-def sample_prompt(rng: np.random.Generator, task: str, held: bool, rule: Callable[[Claims, str], bool] = held_out
+def sample_prompt(rng: np.random.Generator, task: str, held: bool, rule: Callable[[Claims, str], bool] = is_held_out
                   ) -> tuple[str, Claims]:
     """Draw one prompt of `task`, (caption, its claims), from the side of `rule` that `held` names."""
     while True:
@@ -230,12 +230,12 @@ def render(claims: Claims, rng: np.random.Generator, stamped: bool = False) -> n
     Of two objects without a relation the first is on the left: captions name what they show from left to right.
     stamped: with a stamp in a corner, if one is free.
     """
-    objects = [obj for claim in claims.objects for obj in [replace(_coloured(claim, rng), count=1)] * claim.count]
+    objects = [obj for claim in claims.objects for obj in [replace(_with_colour(claim, rng), count=1)] * claim.count]
     relation = claims.relation or ("left of" if len(claims.objects) == 2 else None)
     radii, centres = _layout(len(objects), relation, rng)
     image = np.full((SIZE, SIZE, 3), rng.uniform(0.93, 1.0)) - rng.uniform(0, 0.03, 3)
     for obj, radius, centre in zip(objects, radii, centres):
-        assert obj.colour is not None  # `_coloured` gives it one
+        assert obj.colour is not None  # `_with_colour` gives it one
         paint = np.clip(np.array(COLOURS[obj.colour]) + rng.uniform(-0.04, 0.04, 3), 0, 1)
         mask = coverage(obj.shape, radius, centre)[..., None]
         image = image * (1 - mask) + paint * mask
@@ -254,7 +254,7 @@ def _stamp(image: np.ndarray, radii: np.ndarray, centres: np.ndarray) -> None:
             return
 
 
-def _coloured(claim: Claim, rng: np.random.Generator) -> Claim:
+def _with_colour(claim: Claim, rng: np.random.Generator) -> Claim:
     return claim if claim.colour else replace(claim, colour=str(rng.choice(list(COLOURS))))
 
 

@@ -39,7 +39,7 @@ def slices(values: Tensor, count: int) -> Tensor:
 def compared(trainer: Run, epoch: Epoch) -> list[Part]:
     """Return this process's parts of an epoch with their advantages; of what is not trained nothing is left."""
     method, scoring, processes = trainer.method, trainer.scoring, trainer.processes
-    prompts, scores = epoch.groups.compared()
+    prompts, scores = epoch.groups.prompts_and_scores()
     weights = list(scoring.weights.values()) * len(method.rollout.strides)
     context = context_of(trainer, epoch, [prompt.key for prompt in prompts])
     parts = list(credit(method, epoch.parts, scoring.transform(scores), weights, context,

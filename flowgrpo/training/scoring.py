@@ -209,7 +209,7 @@ class Scoring:
         functions = {name: self.functions[name] for name in weights}
         scores = self._score(functions, [batch[p] for p in rows], outputs, group, None, latents)
         scores = scores.unflatten(0, (-1, group))
-        shaped = rewards.transformed(functions, scores) if self.transforms else scores
+        shaped = rewards.transform_scores(functions, scores) if self.transforms else scores
         return weighted_sum(shaped, list(weights.values()))
 
     def value(self, batch: list[Prompt], rows: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
@@ -224,7 +224,7 @@ class Scoring:
 
     def transform(self, scores: torch.Tensor) -> torch.Tensor:
         """Return scores [P,G,R] after the rewards' transforms, in every granularity that R holds."""
-        return rewards.transformed(self.functions, scores, self.progress) if self.transforms else scores
+        return rewards.transform_scores(self.functions, scores, self.progress) if self.transforms else scores
 
     def sum_rewards(self, scores: torch.Tensor) -> torch.Tensor:
         """Return `weighted_sum` [P,G] of scores [P,G,R], after the rewards' transforms."""

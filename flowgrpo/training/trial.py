@@ -145,7 +145,7 @@ def score_trial(batch: Batch) -> bool:
     try:
         base = outputs.clone() if rewards.sees_base(batch.reward) else None
         scores = promptly(lambda: rewards.score(
-            {name: rewards.tried(batch.reward)}, outputs, batch.texts, batch.metadata, batch.group, tally, base,
+            {name: rewards.for_trial(batch.reward)}, outputs, batch.texts, batch.metadata, batch.group, tally, base,
             batch.latents, batch.policy, fps=getattr(batch.policy, "fps", None)))
     finally:
         notice.cancel()
@@ -262,7 +262,7 @@ def _require_real_scores(trainer: Run) -> None:
     if trainer.processes.count * trainer.processes.members > 1:
         return
     settings, functions = trainer.config.eval, trainer.scoring.functions
-    functions = {name: rewards.tried(reward) if isinstance(reward, Composed) else reward
+    functions = {name: rewards.for_trial(reward) if isinstance(reward, Composed) else reward
                  for name, reward in functions.items()}
     prompts = spread(trainer.prompts, min(REAL, trainer.config.train.prompts))
     result = measure(

@@ -305,7 +305,7 @@ class GRPOConfig:
     def unread(self) -> str:
         """Return a line that names the fields that are set and not read, with the reasons; "" if there are none."""
         reasons: dict[str, list[str]] = {}
-        for name in changed(self):
+        for name in changed_fields(self):
             if name in UNREAD:
                 reasons.setdefault(UNREAD[name], []).append(name)
         if self.use_vllm and not present("vllm"):
@@ -341,7 +341,7 @@ class GRPOConfig:
         self._require()
         if self.samples % self.num_generations:
             of = "generation_batch_size" if self.generation_batch_size is not None else \
-                f"per_device_train_batch_size x {self._accumulated} x processes"
+                f"per_device_train_batch_size x {self._accumulation_key} x processes"
             raise UserError(f"a step has {self.samples} samples ({of}), expected a multiple of num_generations, "
                             f"{self.num_generations}")
         groups, a_round = self.samples // self.num_generations, self.updates * self.num_iterations
@@ -390,7 +390,7 @@ class GRPOConfig:
         return self.output_dir or "runs", self.run_name or "trl"
 
     @property
-    def _accumulated(self) -> str:
+    def _accumulation_key(self) -> str:
         return "steps_per_generation" if self.steps_per_generation else "gradient_accumulation_steps"
 
     def _own(self) -> dict[str, Any]:
@@ -429,7 +429,7 @@ class GRPOConfig:
             raise UserError(f"max_steps: got {self.max_steps!r}, expected an integer")
         if not (_is_number(self.num_train_epochs) and 0 < self.num_train_epochs < math.inf):
             raise UserError(f"num_train_epochs: got {self.num_train_epochs!r}, expected a number above 0")
-        for name in changed(self):
+        for name in changed_fields(self):
             if name in REFUSED and not self._same_seed(name):
                 raise UserError(f"{name}: got {getattr(self, name)!r}, which is not supported: {REFUSED[name]}")
         if self.load_best_model_at_end and not self.metric_for_best_model:
@@ -602,7 +602,7 @@ class FlowGRPOConfig(GRPOConfig):
         super()._require()
 
 
-def changed(config: GRPOConfig) -> list[str]:
+def changed_fields(config: GRPOConfig) -> list[str]:
     """Return the names of fields that are not TRL's default nor the class's."""
     own = {each.name: each.default for each in fields(config)}
     return [each.name for each in fields(GRPOConfig) if getattr(config, each.name) not in (each.default, None, [], {},

@@ -19,7 +19,7 @@ import torch
 from flowgrpo.errors import UserError
 from flowgrpo.run import align
 from flowgrpo.trl.config import mapping, over, processes, require_numbers
-from flowgrpo.trl.epochs import Epochs, saved
+from flowgrpo.trl.epochs import Epochs, copy_weights
 
 DRAWS = 2000  # calls of a prompt function, at most
 PLAIN = {"no": "fp32", "fp16": "fp16", "bf16": "bf16"}
@@ -171,7 +171,7 @@ class DDPOTrainer:
         wrapper = sd_pipeline if isinstance(sd_pipeline, DefaultDDPOStableDiffusionPipeline) else None
         self.pipeline = sd_pipeline if wrapper is None else wrapper.sd_pipeline
         self._rank = 0 if wrapper is not None and not wrapper.use_lora else None
-        self.prompts = _drawn(prompt_function, config)
+        self.prompts = _collect_prompts(prompt_function, config)
         self.epochs = Epochs([], config, image_samples_hook)
         self.reward = _of_ddpo(reward_function)
         default = DDPOConfig()
@@ -194,7 +194,7 @@ class DDPOTrainer:
 
     def save_model(self, output_dir: str) -> None:
         """Copy the trained weights of the run into a folder."""
-        saved(self.folder, output_dir)
+        copy_weights(self.folder, output_dir)
 
     def push_to_hub(self, *_: Any, **__: Any) -> None:
         """Raise UserError: a command does it, which shows first what it sends."""
@@ -211,7 +211,7 @@ def _of_ddpo(function: Callable[..., Any]) -> Callable[..., Any]:
     return of_ddpo
 
 
-def _drawn(prompt_function: Callable[[], tuple[str, Any]], config: DDPOConfig) -> list[dict[str, Any]]:
+def _collect_prompts(prompt_function: Callable[[], tuple[str, Any]], config: DDPOConfig) -> list[dict[str, Any]]:
     """Return the prompts that a function gives, each once, with its frequency as weight."""
     counts: Counter[str] = Counter()
     for _ in range(min(config.samples * config.num_epochs, DRAWS)):

@@ -132,7 +132,7 @@ class Log:
             file.write(json.dumps({"step": step} | dict(values), default=str) + "\n")
 
 
-def saved(folder: Path, output_dir: str) -> None:
+def copy_weights(folder: Path, output_dir: str) -> None:
     """Copy the weights files of a run into another folder."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:

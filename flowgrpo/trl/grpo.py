@@ -16,7 +16,7 @@ from flowgrpo.run import align
 from flowgrpo.starter import FOLDERS
 from flowgrpo.storage import atomic
 from flowgrpo.trl.config import FlowGRPOConfig, GRPOConfig, RLOOConfig, over
-from flowgrpo.trl.epochs import Epochs, Log, saved
+from flowgrpo.trl.epochs import Epochs, Log, copy_weights
 
 CONVERSATION = "conversation"  # metadata key of a prompt's messages
 # Arguments of TRL's trainer that are not supported, and what does it instead.
@@ -124,7 +124,7 @@ class FlowGRPOTrainer:
 
     def save_model(self, output_dir: str | None = None) -> None:
         """Copy the trained weights of the run into a folder; None: output_dir."""
-        saved(self.folder, output_dir or self.args.folder[0])
+        copy_weights(self.folder, output_dir or self.args.folder[0])
 
     def push_to_hub(self, *_: Any, **__: Any) -> None:
         """Upload the run to hub_model_id; without one, print the command that does it."""
@@ -144,7 +144,7 @@ class FlowGRPOTrainer:
         if isinstance(dataset, Mapping) and not isinstance(dataset, Sequence):
             raise UserError(f"{what}: got a {type(dataset).__name__} of {', '.join(map(str, dataset))}, expected one "
                             "of its splits")
-        rows = [_record(what, row) for row in self._listed(what, dataset)]
+        rows = [_record(what, row) for row in self._as_list(what, dataset)]
         talks = [row["prompt"] for row in rows if not isinstance(row["prompt"], str)]
         if not talks:
             return rows
@@ -159,19 +159,19 @@ class FlowGRPOTrainer:
             raise UserError("eval_dataset: its system messages differ from those of train_dataset, expected the same")
         else:
             self.options["text"] = {"template": False}
-            shown = self._written
+            shown = self._render_messages
         return [row if isinstance(row["prompt"], str) else
                 row | {"prompt": shown(row["prompt"]),
                        "metadata": row.get("metadata", {}) | {CONVERSATION: row["prompt"]}} for row in rows]
 
-    def _listed(self, what: str, dataset: Any) -> list[Any]:
+    def _as_list(self, what: str, dataset: Any) -> list[Any]:
         if hasattr(dataset, "__len__"):
             return list(dataset)
         if self.args.max_steps < 1:
             raise UserError(f"{what}: got a stream of unknown length, expected max_steps in the configuration")
         return list(itertools.islice(dataset, self.args.max_steps * self.args.samples))
 
-    def _written(self, messages: list[dict[str, Any]]) -> str:
+    def _render_messages(self, messages: list[dict[str, Any]]) -> str:
         """Return messages in the tokenizer's chat template, without the token that the tokenizer puts before it."""
         if not getattr(self.tokenizer, "chat_template", None):
             raise UserError("prompts are messages of several turns or with chat_template_kwargs, which need a chat "
@@ -205,11 +205,11 @@ class FlowGRPOTrainer:
             if not inspect.iscoroutinefunction(function):
                 return function
 
-            def waited(*given: Any) -> Any:
-                return _waited(function(*given[:len(takes)]))
+            def call(*given: Any) -> Any:
+                return _run_coroutine(function(*given[:len(takes)]))
 
-            waited.__name__ = function.__name__
-            return waited
+            call.__name__ = function.__name__
+            return call
         every = any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values())
 
         def of_trl(outputs: Any, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]) -> Any:
@@ -225,8 +225,8 @@ class FlowGRPOTrainer:
             if texts and (every or "completion_ids" in takes):
                 named["completion_ids"] = [self._ids(output) for output in outputs]
             if every or takes.keys() & {"log_metric", "log_extra", "trainer_state"}:
-                named |= self._told()
-            return _waited(function(**{key: value for key, value in named.items() if every or key in takes}))
+                named |= self._hook_arguments()
+            return _run_coroutine(function(**{key: value for key, value in named.items() if every or key in takes}))
 
         of_trl.__name__ = getattr(function, "__name__", type(function).__name__)
         return of_trl
@@ -237,7 +237,7 @@ class FlowGRPOTrainer:
         ids = getattr(output, "ids", ())
         return list(ids) if ids else list(self.tokenizer(str(output), add_special_tokens=False)["input_ids"])
 
-    def _told(self) -> dict[str, Any]:
+    def _hook_arguments(self) -> dict[str, Any]:
         from transformers import TrainerState
 
         log = Log(self.folder / "hook")
@@ -323,7 +323,7 @@ def _turn(what: str, turn: Any) -> dict[str, str]:
     return {"role": turn["role"], "content": content}
 
 
-def _waited(answer: Any) -> Any:
+def _run_coroutine(answer: Any) -> Any:
     """Return an answer, of a coroutine what it returns."""
     if not inspect.iscoroutine(answer):
         return answer

@@ -26,7 +26,7 @@ DRAWS = 2000  # per task: enough to meet each of the 107 prompts of `two`, the l
 def unique(task: str, held: bool) -> list[str]:
     """Different prompts of a task in the order they are drawn."""
     rng = np.random.default_rng([scenes.TASKS.index(task), held])
-    return list(dict.fromkeys(scenes.sample_prompt(rng, task, held, scenes.reserved)[0] for _ in range(DRAWS)))
+    return list(dict.fromkeys(scenes.sample_prompt(rng, task, held, scenes.is_reserved)[0] for _ in range(DRAWS)))
 
 
 def shares(available: dict[str, int], total: int) -> dict[str, int]:

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from flowgrpo.starter.arithmetic import COUNTS, Problem, build_tokenizer, chosen, draw, solution
+from flowgrpo.starter.arithmetic import COUNTS, Problem, build_tokenizer, choose_problems, draw, solution
 
 TOKENS = 16  # of the longest solution with its end
 SAMPLES = 16
@@ -116,7 +116,7 @@ def write_prompts(folder: Path) -> None:
     for name, (held_out, count) in PROMPTS.items():
         lines = [json.dumps({"prompt": row.prompt, "metadata": {
             "answer": str(row.answer), "solution": solution(row.steps), "task": row.task}})
-            for row in chosen(held_out, count, seed=0)]
+            for row in choose_problems(held_out, count, seed=0)]
         (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
 
 
@@ -141,7 +141,7 @@ def main() -> None:
     tokenizer.save_pretrained(args.out / "model")
     print("| | " + " | ".join(columns := ["greedy", "pass@1", "pass@4", "pass@16", "none right", "all right"]) + " |")
     print("|---" * (len(columns) + 1) + "|")
-    for task, shares in accuracy(tokenizer, model, chosen(True, 1000, seed=1)).items():
+    for task, shares in accuracy(tokenizer, model, choose_problems(True, 1000, seed=1)).items():
         print(f"| {task} | " + " | ".join(f"{shares[column]:.3f}" for column in columns) + " |", flush=True)
 
 

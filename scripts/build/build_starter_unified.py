@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from flowgrpo.contrib.questions.scene_answers import CHOICES, Thing, balanced, read_question
+from flowgrpo.contrib.questions.scene_answers import CHOICES, Thing, read_question, sample_question
 from flowgrpo.rewards.starter.scene import scene
 from flowgrpo.starter import lattice, scenes
 
@@ -173,7 +173,7 @@ def decoding(tokens: Any, steps: int) -> Callable[[int], Tensor]:
     def loss(step: int) -> Tensor:
         rng = np.random.default_rng((1, step))
         full = rng.uniform(0.05, 0.5, 8) if step < 0.7 * steps else np.full(8, 0.15)
-        drawn = [lattice.scattered(rng, share) for share in full]
+        drawn = [lattice.scatter(rng, share) for share in full]
         target = torch.from_numpy(np.stack([lattice.paint(objects) for objects in drawn])) * 2 - 1
         grids = torch.from_numpy(np.stack([lattice.tokens(objects) for objects in drawn]))
         with torch.autocast("cpu", torch.bfloat16):
@@ -194,7 +194,7 @@ def naming(model: Any, tokenizer: Any) -> Callable[[int], Tensor]:
 
     def loss(step: int) -> Tensor:
         rng = np.random.default_rng((3, step))
-        drawn = [lattice.scattered(rng, share) for share in rng.uniform(0.05, 0.3, 16)]
+        drawn = [lattice.scatter(rng, share) for share in rng.uniform(0.05, 0.3, 16)]
         grids = torch.from_numpy(np.stack([lattice.tokens(objects) for objects in drawn])).flatten()
         images = torch.from_numpy(np.stack([lattice.paint(objects) for objects in drawn]))
         found = model.model.get_image_features(images * 2 - 1).pooler_output.flatten(0, 1)
@@ -258,7 +258,7 @@ class Lessons:
             row = [BOS, USER, BOI, *[IMAGE] * TOKENS, EOI]
             label: list[int] = []
             for _ in range(self.asked):
-                question, answer = balanced(seen(objects), dice, self.only)
+                question, answer = sample_question(seen(objects), dice, self.only)
                 asked = [*self.tokenizer.convert_tokens_to_ids(self.tokenizer.tokenize(question)), ASSISTANT]
                 said = [self.tokenizer.convert_tokens_to_ids(answer), EOS]
                 label += [-100] * (len(row) + len(asked) - len(label)) + said
@@ -350,7 +350,7 @@ def answers_right(model: Any, tokenizer: Any, prompts: Sequence[str], hidden: bo
         objects = lattice.place(scenes.parse(prompt), rng)
         image = torch.from_numpy(lattice.paint([] if hidden else objects))[None]
         for _ in range(2):
-            question, answer = balanced(seen(objects), dice)
+            question, answer = sample_question(seen(objects), dice)
             ids = torch.tensor([question_ids(tokenizer, question)])
             state = model.model.language_model(
                 inputs_embeds=with_images(model, ids, image), use_cache=False).last_hidden_state[:, -1]

@@ -32,7 +32,7 @@ from flowgrpo.contrib.learned_rewards.preference import FILE, Aspect, Descriptio
 from flowgrpo.contrib.learned_rewards.preference_networks import Film
 from flowgrpo.contrib.questions.question_answers import ByFolder, QuestionAnswers
 from flowgrpo.contrib.questions.questions import Question, of_claims
-from flowgrpo.contrib.questions.scene_answers import CHOICES, KINDS, Thing, asked, read_question, things
+from flowgrpo.contrib.questions.scene_answers import CHOICES, KINDS, Thing, all_questions, read_question, things
 from flowgrpo.evaluation.statistics import BOOTSTRAP, interval
 from flowgrpo.rewards.starter.scene import read, scene
 from flowgrpo.starter import scenes
@@ -167,7 +167,7 @@ def network(texts: Sequence[str], seed: int) -> Film:
 
 def train(shown: Shown, output: Path, settings: Settings, each: int) -> None:
     """Train on `each` questions of every image in each epoch, and write the network's folder."""
-    catalogue = Catalogue.of(asked())
+    catalogue = Catalogue.of(all_questions())
     answers = catalogue.answers(shown.seen)
     weights, model = catalogue.weights(answers), network(catalogue.texts, settings.seed)
     told = model.rows(torch.zeros(len(catalogue.texts), 3, 1, 1), catalogue.texts)
@@ -184,8 +184,8 @@ def train(shown: Shown, output: Path, settings: Settings, each: int) -> None:
     def scores(at: Tensor, q: Tensor) -> Tensor:
         """[n * each, A]; an image is looked at once for all its questions."""
         with torch.autocast("cpu", torch.bfloat16, enabled=settings.bf16):
-            seen = model.looked(shown.images[at]).repeat_interleave(each, 0)
-            return model.judged(seen, told["ids"][q.flatten()], told["mask"][q.flatten()]).float()
+            seen = model.image_features(shown.images[at]).repeat_interleave(each, 0)
+            return model.score_features(seen, told["ids"][q.flatten()], told["mask"][q.flatten()]).float()
 
     def loss(batch: tuple[Tensor, Tensor]) -> Tensor:
         at, q = batch

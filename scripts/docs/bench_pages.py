@@ -23,7 +23,7 @@ from build_docs import page_of
 
 from flowgrpo.config import validate
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation.pages.figures import COLOURS, FAINT, INK, save, styled
+from flowgrpo.evaluation.pages.figures import COLOURS, FAINT, INK, figure_style, save
 from flowgrpo.evaluation.statistics import format_value
 from flowgrpo.methods.presets import PRESETS
 from flowgrpo.storage import atomic
@@ -136,7 +136,7 @@ def draw(model: Mapping[str, Any], path: Path) -> None:
     reference = next(method for method in model["methods"] if method["label"] == model["reference"])
     methods = [method for method in model["methods"] if method is not reference] or [reference]
     rows = -(-len(methods) // COLUMNS)
-    with styled() as pyplot:
+    with figure_style() as pyplot:
         figure, axes = pyplot.subplots(rows, COLUMNS, figsize=(9.5, 1.45 * rows + 0.3), sharex=True, sharey=True,
                                        squeeze=False)
         for number, (axis, method) in enumerate(zip_longest(axes.flat, methods)):

@@ -42,7 +42,7 @@ def collected(folder: Path) -> dict[str, Any]:
     if told["reference"] is None:
         raise UserError(f"{folder}: no run of the reference has finished: {MEND}")
     first = next(method["runs"][0] for method in told["methods"] if method["label"] == told["reference"])
-    ranked = table.ranked(told)
+    ranked = table.rank(told)
     return rounded({
         **{key: told[key] for key in KEPT}, "limit": read_object(folder / BENCH, MEND)["prompts"],
         **software(machines(folder, runs)),

@@ -438,14 +438,14 @@ those without a description.
 
 def reward_catalogue() -> str:
     """Text of docs/reward_catalogue.md: what is written there, and the lists of all rewards."""
-    from flowgrpo.cli.reward_table import cells, listed
+    from flowgrpo.cli.reward_table import cells, list_rewards
     from flowgrpo.rewards import BUILT_IN, locate
 
     kinds: dict[str, list[str]] = {}
     alike: dict[str, dict[str, list[str]]] = {}
     tables = (ROOT / "docs" / "text_rewards.md").read_text(encoding="utf-8")
     described = {name for row in re.findall(r"^- (`[\w, `]+`)", tables, re.M) for name in row.split(", ")}
-    for reward in (reward for reward in listed() if reward["name"] in BUILT_IN):
+    for reward in (reward for reward in list_rewards() if reward["name"] in BUILT_IN):
         _, modality, low_high, needs, licence, _ = cells(reward)
         facts = [low_high] * ("inf" not in low_high) + [f"needs {needs}"] * (needs != "nothing")
         facts += [licence.removeprefix("Apache-2.0, ")] * (licence != "Apache-2.0")
@@ -464,10 +464,10 @@ def reward_catalogue() -> str:
 
 def reward_facts() -> str:
     """Return the facts of the built-in rewards as JSON, for a listing that imports none of them."""
-    from flowgrpo.cli.reward_table import stated
+    from flowgrpo.cli.reward_table import facts_of
     from flowgrpo.rewards import BUILT_IN
 
-    facts = {name: vars(about) | {"does": does} for name in sorted(BUILT_IN) for about, does, _ in [stated(name)]}
+    facts = {name: vars(about) | {"does": does} for name in sorted(BUILT_IN) for about, does, _ in [facts_of(name)]}
     return json.dumps(facts, indent=1, ensure_ascii=False) + "\n"
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
-from flowgrpo.evaluation.pages.figures import COLOURS, FAINT, INK, LINE, save, styled
+from flowgrpo.evaluation.pages.figures import COLOURS, FAINT, INK, LINE, figure_style, save
 from flowgrpo.samplers import kernels, plans
 from flowgrpo.samplers.kernels import euler
 
@@ -137,7 +137,7 @@ def draw_slot(pyplot) -> None:
 
 def main() -> None:
     FOLDER.mkdir(exist_ok=True)
-    with styled() as pyplot:
+    with figure_style() as pyplot:
         for draw in (draw_steps, draw_plans, draw_trees, draw_slot):
             draw(pyplot)
             print(f"{draw.__name__}: written to {FOLDER}", flush=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from flowgrpo.evaluation.pages.figures import COLOURS, FAINT, LINE, save, styled
+from flowgrpo.evaluation.pages.figures import COLOURS, FAINT, LINE, figure_style, save
 
 DOCS = Path(__file__).parents[2] / "docs"
 AUTO, FIXED = COLOURS[0], COLOURS[1]
@@ -95,7 +95,7 @@ def draw_readings(pyplot, readings: list[dict[str, Any]]) -> None:
 def main() -> None:
     runs = json.loads((DOCS / "data" / "rates.json").read_text())
     readings = json.loads((DOCS / "data" / "step_readings.json").read_text())
-    with styled() as pyplot:
+    with figure_style() as pyplot:
         draw_ends(pyplot, runs)
         draw_found(pyplot, runs)
         draw_readings(pyplot, readings)

@@ -28,7 +28,7 @@ def row(name: str, gpu: str) -> dict[str, Any]:
     begun, count = time.monotonic(), recipe_table.processes(recipe_table.comment(name))
     counts = dry_run(load(recipe_table.path(name)), gpu_named(gpu), count)
     phases = {key: {"gib": round(gib(phase.allocated), 1), "reserved_gib": round(gib(phase.reserved), 1),
-                    "pflop": round(phase.flops / 1e15, 2), "seconds": round(phase.taken, 1),
+                    "pflop": round(phase.flops / 1e15, 2), "seconds": round(phase.duration, 1),
                     "kernels": phase.kernels, "tbyte": round(phase.traffic / 1e12, 1)}
               for key, phase in counts.phases.items()}
     return {"gpu": gpu, "processes": count, "phases": phases, "rewards_gib": round(gib(counts.rewards), 1),

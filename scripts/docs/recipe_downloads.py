@@ -34,7 +34,7 @@ take twice as much. Rewards of the recipes that download weights:
 
 def extras(config: Config, rewards: Iterable[str]) -> list[str]:
     """Return the extras of flowgrpo that a recipe needs, by its prompts, rewards, weights and optimizer."""
-    of_hub = config.prompts in SETS and not SETS[config.prompts].packaged
+    of_hub = config.prompts in SETS and not SETS[config.prompts].is_packaged
     named = [PACKAGES.get(config.memory.weights, ""), "bitsandbytes" * (config.train.optimizer == "adamw8bit"),
              "datasets" * of_hub]
     for name in rewards:

@@ -76,7 +76,7 @@ def computed(name: str) -> str:
     """Run a recipe dry on its GPUs; return the comment's text. SystemExit if it does not fit."""
     config, line = load(path(name)), comment(name)
     gpu = gpu_named(line["gpu"])
-    counts = dry_run(config, gpu, processes(line)).corrected(line["gpu"], config.model)
+    counts = dry_run(config, gpu, processes(line)).correct(line["gpu"], config.model)
     if above := counts.above(gpu.room):
         raise SystemExit(f"{name} does not fit a {line['gpu']} in {', '.join(above)}: {gib(counts.peak):.1f} GiB of "
                          f"{gib(gpu.room):.1f}")

@@ -194,7 +194,7 @@ def build(name: str, folder: Path, language: Path | None, whole: bool = False) -
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        pipe = from_configs.assembled(known, make)
+        pipe = from_configs.assemble(known, make)
     finally:
         torch.set_default_dtype(before)
     pipe.save_pretrained(folder / "model")

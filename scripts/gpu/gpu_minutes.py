@@ -319,7 +319,7 @@ def _computed(card: str) -> Any:
 
     def computed(about: Line) -> dict[str, float]:
         phases = dry_run(config_of(about["recipe"], "cpu", False), gpu_named(card)).phases
-        return {name: phase.taken for name, phase in phases.items()}
+        return {name: phase.duration for name, phase in phases.items()}
     return computed
 
 

@@ -35,7 +35,7 @@ def run(recipe: Path, folder: Path, seed: int, precision: str, options: list[str
                         f"--name={folder.name}", *(f"--{option}" for option in options)], check=True)
     summary = json.loads((folder / "summary.json").read_text())
     if not (folder / "probe.json").exists():
-        (folder / "probe.json").write_text(json.dumps(probe.finished(folder)))
+        (folder / "probe.json").write_text(json.dumps(probe.final_measures(folder)))
     return summary | {"precision": precision, "probe": json.loads((folder / "probe.json").read_text())}
 
 

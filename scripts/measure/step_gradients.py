@@ -47,7 +47,7 @@ def gradients(trainer: Trainer, epoch: int) -> tuple[dict[int, Tensor], dict[int
     trainer.epoch = epoch
     drawn = trainer.extensions.draw_epoch() or sampling.draw(trainer)
     trainer.method.curriculum.learn(trainer.memory, drawn.groups)
-    _, scores = drawn.groups.compared()
+    _, scores = drawn.groups.prompts_and_scores()
     credited = credit.compared(trainer, drawn)
     weights, method = trainer.rollouts.step_weights(credited, epoch), trainer.method
     sums: dict[int, Tensor] = {}

@@ -242,7 +242,7 @@ def session(folder: Path, name: str, seed: int, given: argparse.Namespace, base:
     keys = dict(text.split("=", 1) for text in given.set)
     keys = {"seed": str(seed), "precision": "bf16"} | keys
     resume = (folder / name / VOTES).is_file()
-    config = of.configured(MODEL, "starter", None, folder / name, keys, resume)
+    config = of.session_config(MODEL, "starter", None, folder / name, keys, resume)
     config.folder.mkdir(parents=True, exist_ok=True)
     kept = config.folder / "spent.json"
     before = json.loads(kept.read_text()) if kept.is_file() else 0.0

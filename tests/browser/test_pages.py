@@ -130,7 +130,7 @@ def test_keys_vote_and_new_images_come_while_it_serves(browser, size, tmp_path):
         finally:
             serving.shutdown()
             thread.join()
-    assert live.ended and list(live.log.votes) == ["0.q0", "0.q1", "0.q2", "0.q3", "1.c0"]
+    assert live.is_finished and list(live.log.votes) == ["0.q0", "0.q1", "0.q2", "0.q3", "1.c0"]
 
 
 ROOT = Path(__file__).parents[2]

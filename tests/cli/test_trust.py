@@ -9,7 +9,7 @@ import yaml
 import flowgrpo
 from flowgrpo import trust, user_code
 from flowgrpo.cli import main
-from flowgrpo.cli.options import asked_rewards
+from flowgrpo.cli.options import parse_rewards
 from flowgrpo.config import parse
 from flowgrpo.contrib import json_api
 from flowgrpo.contrib.engine.client import Engine
@@ -237,7 +237,7 @@ def test_commands_refuse_it_in_a_line(command, tmp_path, monkeypatch, capsys):
     assert "sends the key in HF_TOKEN" in message(flowgrpo.align, recipe=given)
     with pytest.raises(UserError, match="copy it below the working folder"):
         (tmp_path / "rules.yaml").write_text(yaml.safe_dump({"e": HTTP}))
-        asked_rewards(str(tmp_path / "rules.yaml"))
+        parse_rewards(str(tmp_path / "rules.yaml"))
 
 
 # --- keys -------------------------------------------------------------------------------------------------------------
@@ -288,5 +288,5 @@ def test_the_token_goes_to_hosts_that_are_named(monkeypatch, tmp_path):
     "%6b%2d%32%66%39%61%2e%73%65%63%72%65%74"])
 def test_no_message_repeats_the_key(text):
     key = exchange.Key("k-2f9a.secret", "a key")
-    assert key.hidden(text) == exchange.MASK and key.hidden("Bearer k-2f9a.secret!") == f"Bearer {exchange.MASK}!"
-    assert key.hidden("a secret of k-2") == "a secret of k-2"
+    assert key.mask(text) == exchange.MASK and key.mask("Bearer k-2f9a.secret!") == f"Bearer {exchange.MASK}!"
+    assert key.mask("a secret of k-2") == "a secret of k-2"

@@ -304,4 +304,4 @@ def test_the_value_is_the_trained_reward_and_several_by_hand():
     now = {"a": [2, nan, nan, 5, 4], "b": [1, 2, nan, 1, nan]}
     # 1 - 2; b alone; none; a in one alone; b in one alone
     assert change(weights, before, now) == pytest.approx([-1, 2, nan, nan, nan], nan_ok=True)
-    assert trained(weights, {"a": [1, nan, nan], "b": [1, 2, nan]}) == pytest.approx((-1 - 4) / 2)
+    assert weighted_score(weights, {"a": [1, nan, nan], "b": [1, 2, nan]}) == pytest.approx((-1 - 4) / 2)

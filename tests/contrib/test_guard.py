@@ -9,7 +9,7 @@ import torch
 from scipy import stats
 
 from flowgrpo.contrib import guard
-from flowgrpo.contrib.guard import Guard, copied
+from flowgrpo.contrib.guard import Guard, snapshot
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.looks import Looks
@@ -65,19 +65,19 @@ def test_a_huge_gradient_is_taken_back_only_with_a_guard():
     made = made_with(digits)
     spiked(made, 1e9)
     next_epochs(made, AT)
-    before, rate = copied(made), made.optimization.scale
+    before, rate = snapshot(made), made.optimization.scale
     [line] = next_epochs(made, 1)
     assert line["grad_norm"] > 1e6 and line["guard/returns"] == 1
-    assert same_state(copied(made), before) and made.optimization.scale == rate * 0.5
+    assert same_state(snapshot(made), before) and made.optimization.scale == rate * 0.5
     assert made.lines[-1].startswith(f"epoch {AT + 1}: grad_norm is ") and made.lines[-1].endswith(
         f"so that the run went back to the weights of epoch {AT}, with 0.5 of the learning rate")
-    assert next_epochs(made, 2)[-1]["guard/returns"] == 1 and not same_state(copied(made), before)
+    assert next_epochs(made, 2)[-1]["guard/returns"] == 1 and not same_state(snapshot(made), before)
     made = made_with(digits, guard__window=0, guard__false_alarms=0.01)
     spiked(made, 1e9)
     next_epochs(made, AT)
-    before = copied(made)
+    before = snapshot(made)
     next_epochs(made, 1)
-    assert not same_state(copied(made), before) and "Guard" not in loop.names(made)
+    assert not same_state(snapshot(made), before) and "Guard" not in loop.names(made)
 
 
 def test_weights_that_are_not_finite_are_taken_back():
@@ -87,9 +87,9 @@ def test_weights_that_are_not_finite_are_taken_back():
             made.optimization.parameters[0].data.fill_(math.nan)
     loop.watch(made, on_stepped=planted)
     next_epochs(made, 2)
-    before = copied(made)
+    before = snapshot(made)
     next_epochs(made, 1)
-    assert same_state(copied(made), before) and made.lines == [
+    assert same_state(snapshot(made), before) and made.lines == [
         "epoch 3: weights are not finite, so that the run went back to the weights of epoch 2, with 0.5 of the "
         "learning rate"]
 
@@ -117,11 +117,11 @@ def test_a_reward_that_falls_brings_the_good_weights_back_to_the_bit(bad):
     good = guard_of(made).good
     assert guard_of(made).window and 3 <= good.epoch < AT and not made.lines
     [line] = next_epochs(made, 1)
-    assert line["guard/returns"] == 1 and same_state(copied(made), good)
+    assert line["guard/returns"] == 1 and same_state(snapshot(made), good)
     assert made.lines[0].startswith(f"epoch {AT + 1}: the training reward fell from 0.") and \
         f"went back to the weights of epoch {good.epoch}, with" in made.lines[0]
     later = next_epochs(made, 2)[-1]["guard/returns"]
-    assert later == (3 if len(bad) > 1 else 1) and same_state(copied(made), good) == (len(bad) > 1)
+    assert later == (3 if len(bad) > 1 else 1) and same_state(snapshot(made), good) == (len(bad) > 1)
 
 
 @pytest.mark.parametrize("kind", ["text", "image", "old policy"])
@@ -136,8 +136,8 @@ def test_a_run_without_spikes_is_bit_equal_to_one_without_a_guard(kind):
             made = tiny.trainer(guard__window=window, train__epochs=4, **options)
         lines = next_epochs(made, 5 if options is None else 3)
         assert all(line.pop("guard/returns", 0) == 0 for line in lines)
-        runs.append((copied(made), [{key: value for key, value in line.items() if "second" not in key}
-                                    for line in lines]))
+        runs.append((snapshot(made), [{key: value for key, value in line.items() if "second" not in key}
+                                      for line in lines]))
     assert same_state(runs[0][0], runs[1][0]) and runs[0][1] == runs[1][1]
 
 
@@ -149,7 +149,7 @@ def test_a_resumed_run_is_the_same(done, tmp_path):
     state.save(made, tmp_path)
     state.restore(other, tmp_path / "checkpoints" / f"epoch-{done:05d}")
     assert next_epochs(made, 12 - done) == next_epochs(other, 12 - done)
-    assert same_state(copied(made), copied(other)) and same_state(guard_of(made).good, guard_of(other).good)
+    assert same_state(snapshot(made), snapshot(other)) and same_state(guard_of(made).good, guard_of(other).good)
     assert guard_of(made).returns == guard_of(other).returns != []
     assert made.optimization.scale == other.optimization.scale == 0.5
 
@@ -157,11 +157,11 @@ def test_a_resumed_run_is_the_same(done, tmp_path):
 def test_the_old_policy_goes_back_too():
     made = tiny.trainer(guard__window=2, train__epochs=8, method="diffusion_nft")
     next_epochs(made, 3)
-    guard, good = guard_of(made), copied(made)
+    guard, good = guard_of(made), snapshot(made)
     next_epochs(made, 2)
-    assert not same_state(copied(made), good) and any(key.startswith("old/") for key in good.tensors)
+    assert not same_state(snapshot(made), good) and any(key.startswith("old/") for key in good.tensors)
     guard._go_back(good, "a test")
-    assert same_state(copied(made), good)
+    assert same_state(snapshot(made), good)
 
 
 # --- held-out measurements -------------------------------------------------------------------------------------------
@@ -275,7 +275,7 @@ def looked(*stages):
     for width, apart in stages:
         next_epochs(made, 1)
         guard.on_measured(Measured([], {}, torch.empty(0), looks=Looks(2.0 * width, 0.5 * apart)))
-        kept.append(copied(made))
+        kept.append(snapshot(made))
     return made, kept
 
 
@@ -295,7 +295,7 @@ def test_blurred_or_alike_images_bring_back_the_last_weights_within_the_limits()
 def test_the_first_weights_are_good_and_those_beyond_the_limits_not_the_best():
     made, kept = looked((1.2, 1.0))
     start = tiny.trainer(guard__edge_width=1.1, eval__every=1, train__epochs=8)
-    assert same_state(kept[0], copied(start)) and made.lines[-1].endswith("epoch 0, with 0.5 of the learning rate")
+    assert same_state(kept[0], snapshot(start)) and made.lines[-1].endswith("epoch 0, with 0.5 of the learning rate")
     made, _ = looked((1.0, 1.0))
     guard = guard_of(made)
     beyond = Measured([], {}, torch.empty(0), looks=Looks(2.5, 0.5))

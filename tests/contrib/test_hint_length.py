@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from flowgrpo.contrib.hint_length import KEY, LEAST, HintLength, fitted
+from flowgrpo.contrib.hint_length import KEY, LEAST, HintLength, fit_logistic
 from flowgrpo.curriculum.epoch_batch import EpochBatch
 from flowgrpo.data.images import noised_image, read_image
 from flowgrpo.data.prompts import Prompt
@@ -39,11 +39,11 @@ def words(prompt: Prompt) -> int:
 
 def test_the_fit_by_hand_and_weights_of_earlier_epochs():
     # The measured pair and the prior: sigmoid(b) = 1/18 and sigmoid(a + b) = 0.95.
-    slope, offset = fitted([(0.0, 1 / 18, 8.0)])
+    slope, offset = fit_logistic([(0.0, 1 / 18, 8.0)])
     assert offset == pytest.approx(logit(1 / 18), abs=5e-3) and slope + offset == pytest.approx(logit(0.95), abs=0.03)
     assert PART.share([[0.0, 0.0, 8, 0]], 0) == pytest.approx(-offset / slope)
     assert PART.share([], 0) == 0 and PART.share([[0.0, 1.0, 8, 0]], 0) == 0
-    slope, offset = fitted([(0.2, 0.9, 50.0), (0.8, 0.2, 50.0)])
+    slope, offset = fit_logistic([(0.2, 0.9, 50.0), (0.8, 0.2, 50.0)])
     assert slope == LEAST and -5 < offset < 5
     old, new = [0.3, 0.0, 8, 0], [0.3, 1.0, 8, 4]
     fresh = [*old[:3], 4]

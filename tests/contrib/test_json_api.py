@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 
 from flowgrpo import rewards
-from flowgrpo.contrib.json_api import Http, Meter, Template, reached
+from flowgrpo.contrib.json_api import Http, Meter, Template, value_at
 from flowgrpo.errors import UserError
 from flowgrpo.rewards import Failed
 from flowgrpo.rewards.failures import TimedOut
@@ -70,17 +70,17 @@ def test_templates_take_values_images_videos_and_texts():
                               "b": {"c": "{metadata.of.n}", "d": "n={metadata.of.n} {prompt}"},
                               "url": "data:image/png;base64,{image}",
                               "all": "{metadata}", "{prompt}": "{}"})
-    filled = template.filled(IMAGE, "say {image}", {"of": {"n": 3}})
+    filled = template.fill(IMAGE, "say {image}", {"of": {"n": 3}})
     picture = filled.pop("url").partition("data:image/png;base64,")[2]
     assert (decoded(picture) == np.arange(48).reshape(3, 4, 4).transpose(1, 2, 0)).all()
     assert filled == {"a": ["say {image}", 1, None], "b": {"c": 3, "d": "n=3 say {image}"}, "all": {"of": {"n": 3}},
                       "{prompt}": "{}"}
     clip = torch.stack([IMAGE + i / 255 for i in range(5)])
-    frames = Template("r", "{frames}", frames=3).filled(clip, "", {})
+    frames = Template("r", "{frames}", frames=3).fill(clip, "", {})
     assert [int(decoded(frame)[0, 0, 0]) for frame in frames] == [0, 2, 4]
-    assert len(Template("r", "{frames}").filled(IMAGE, "", {})) == 1
-    assert Template("r", ["{text}"]).filled("an answer", "", {}) == ["an answer"]
-    assert decoded(Template("r", "{image}", longest=2).filled(IMAGE, "", {})).shape == (2, 2, 3)
+    assert len(Template("r", "{frames}").fill(IMAGE, "", {})) == 1
+    assert Template("r", ["{text}"]).fill("an answer", "", {}) == ["an answer"]
+    assert decoded(Template("r", "{image}", longest=2).fill(IMAGE, "", {})).shape == (2, 2, 3)
 
 
 @pytest.mark.parametrize("slot, output, said", [
@@ -90,14 +90,14 @@ def test_templates_take_values_images_videos_and_texts():
     ("{metadata.b}", "text", "the prompt's metadata has no 'b': 'b' is not in an object of a"),
     ("{image}", IMAGE / 0, "holds NaN")])
 def test_a_slot_that_cannot_be_filled_is_told(slot, output, said):
-    assert said in message(Template("r", {"x": slot}).filled, output, "", {"a": 1})
+    assert said in message(Template("r", {"x": slot}).fill, output, "", {"a": 1})
 
 
 def test_unknown_slots_and_missing_keys():
     assert message(Http, url="http://h/s", request={"x": ["{promt}"]}) == \
         "reward 'http': its request has the slot {promt}: did you mean 'prompt'?"
-    assert reached([1, {"a": 2}], "1.a", "x") == 2
-    assert message(reached, {"a": {}}, "a.b", "its answer") == \
+    assert value_at([1, {"a": 2}], "1.a", "x") == 2
+    assert message(value_at, {"a": {}}, "a.b", "its answer") == \
         "its answer has no 'a.b': 'b' is not in an object of no keys"
 
 
@@ -131,7 +131,7 @@ def test_requests_keep_their_order_and_faults_are_asked_again():
     with api(answer) as url:
         reward = Http(url=url + "/s", retries=3, wait=0.0, cost=0.25)
         assert reward(IMAGE[None], ["p"], [{}]) == [4.0]
-    assert len(seen) == 4 and reward.meter.spent == 1.0
+    assert len(seen) == 4 and reward.meter.total_cost == 1.0
     with api(lambda request, headers: (503, {"error": "down"})) as url:
         said = message(scored, url + "/s", retries=1, error=TimedOut)
     assert said == f"reward 'http': {url}/s answered 503: {{\"error\": \"down\"}} (asked 2 times)"

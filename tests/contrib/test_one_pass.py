@@ -45,7 +45,7 @@ def explored(policy, exploration, micro_batch, held=True):
 
 def read(part, conditioning, micro_batch):
     """A part's scores from its graphs."""
-    return part.held.scored(part, conditioning, micro_batch)
+    return part.held.score(part, conditioning, micro_batch)
 
 
 def gradient(policy, replayed, part, weights):

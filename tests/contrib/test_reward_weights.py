@@ -41,19 +41,19 @@ def columns(*each: list[int]) -> torch.Tensor:
     ((ONE, OTHER), [3, 1], [0.75, 0.25]), ((ONE, OTHER), [1, 0], [1, 0])])
 def test_weights_move_by_their_influence(each, weights, influence):
     moved = [w * math.exp(2 * i) for w, i in zip(weights, influence)]
-    close(adapted(columns(*each), f64(weights), 2), [sum(weights) * each / sum(moved) for each in moved])
+    close(mirror_descent(columns(*each), f64(weights), 2), [sum(weights) * each / sum(moved) for each in moved])
 
 
 def test_the_sum_is_under_adapted_weights_which_keep_their_sum():
     advantages = torch.cat([columns(ONE, OTHER), columns(ONE, NONE), columns(ONE, NONE), columns(ONE, NONE)])
     moved = [math.exp(0.5), math.exp(0.5 / 4)]
-    close(adapted(advantages, f64([1, 1]), 1), [2 * each / sum(moved) for each in moved])
+    close(mirror_descent(advantages, f64([1, 1]), 1), [2 * each / sum(moved) for each in moved])
     # (0, 0, 1, 1) has the deviation sqrt(1/3): advantages of +-sqrt(3)/2, whose square is 3/4, 3/8 under a half.
     share = math.exp(0.375) / (math.exp(0.375) + 1)
     expected = 2 * share * math.sqrt(0.75)
     found = Influence()(columns([0, 0, 1, 1], [5, 5, 5, 5]), [1, 1])
     assert found[0].tolist() == pytest.approx([-expected, -expected, expected, expected], abs=1e-7)
-    weights = adapted(columns(ONE, NONE) * 100, f64([1, 3]), 50)
+    weights = mirror_descent(columns(ONE, NONE) * 100, f64([1, 3]), 50)
     close(weights, [4, 0])
     assert (Influence()(columns(NONE, NONE), [1, 1]) == 0).all()
     method = overlay.with_parts(methods.preset("flow_grpo"), {"advantage": {"type": "Influence", "rate": 2}})
@@ -89,7 +89,7 @@ def test_influence_adds_up_from_epoch_to_epoch_and_not_within_one():
     advantages = torch.stack([group_relative(each) for each in rewards.unbind(2)], 2)
     weights = f64([1, 1])
     for epoch in range(3):
-        weights = adapted(advantages, weights, 1.0)
+        weights = mirror_descent(advantages, weights, 1.0)
         for _ in range(2):  # a second call of the epoch, as for inner nodes, or after a resume
             Influence()(rewards, [1, 1], Context(RunState(epoch, memory=memory)))
         close(f64(memory["influence"]["after"]), weights.tolist())
@@ -184,7 +184,7 @@ def test_votes_and_their_certainty():
 
 def test_flaws_between_right_and_wrong():
     scores = f64([[1, 1], [1, 0.5], [1, 0.4], [0, 1], [0, 0], [1, NAN], [NAN, 1]])
-    same(verdicts.flawed(scores, 1, 0.5), [1, 1, 0, -1, -1, 1, NAN])
+    same(verdicts.fapo_reward(scores, 1, 0.5), [1, 1, 0, -1, -1, 1, NAN])
     # With the deviation of all 8 (ddof 0) they are +1.73 and -0.71.
     early, late = f64([[0] * 2 + [-1] * 6]), f64([[1] * 5 + [0] * 2 + [-1]])
     for rewards_of, expected, flaw in ((early, 3**0.5, 0), (late, -(0.5**0.5), 5)):

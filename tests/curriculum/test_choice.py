@@ -12,7 +12,7 @@ import torch
 from flowgrpo.advantages.group import Pooled, group_relative
 from flowgrpo.config import Config
 from flowgrpo.contrib.categories import CategoryBandit
-from flowgrpo.contrib.prediction import PredictedDifficulty, predicted
+from flowgrpo.contrib.prediction import PredictedDifficulty, predict_rates
 from flowgrpo.contrib.variants import Variations
 from flowgrpo.curriculum import order
 from flowgrpo.curriculum.epoch_batch import EpochBatch
@@ -140,7 +140,7 @@ def test_rates_by_softmax_and_pairs_of_rare_outcomes_by_hand():
     assert OppositePairs()(POOL, 4, 3, 0, None, {}, 8) == sets.draw(POOL, 4, 3, 0)
     # "a cat" and "a dog" share one of three features, a cosine of 1/3: weights 1 and exp(-(2/3) / 0.5) of .9 and .1.
     other = math.exp(-(2 / 3) / 0.5)
-    found = predicted(["a cat", "a dog"], ["a cat", "a dog"], [0.9, 0.1], 0.5)
+    found = predict_rates(["a cat", "a dog"], ["a cat", "a dog"], [0.9, 0.1], 0.5)
     expected = [(0.9 + 0.1 * other) / (1 + other), (0.1 + 0.9 * other) / (1 + other)]
     assert found.tolist() == pytest.approx(expected, abs=1e-12)
 
@@ -149,7 +149,7 @@ def test_rates_are_predicted_from_similar_prompts():
     rates = {"red": 0.9, "blue": 0.5, "green": 0.1}
     texts = [f"{noun} {colour} {colour}" for colour in rates for noun in ("cat", "dog", "sun", "car", "ox", "pen")]
     known = texts[::6]
-    guessed = predicted(texts, known, [rates[text.split()[1]] for text in known], 0.05)
+    guessed = predict_rates(texts, known, [rates[text.split()[1]] for text in known], 0.05)
     assert np.abs(guessed - [rates[text.split()[1]] for text in texts]).max() < 0.05
     assert features("A cat")[features("a cat") > 0].tolist() == pytest.approx([3 ** -0.5] * 3)
     pool, memory = [Prompt(text) for text in texts], {"rates": {text: [rates[text.split()[1]]] for text in known}}
@@ -259,7 +259,7 @@ def test_the_posterior_by_hand():
     assert memory["beliefs"]["p0"] == [4.0, 2.0]  # 0.5 * 1 + 0.5 * 1 + 3 and + 1
     told(part, memory, [LARGE_POOL[0], Prompt("a hint")], torch.tensor([[0.0, 0.0, torch.nan, 0.0], [1.0] * 4]))
     assert memory["beliefs"] == {"p0": [2.5, 4.5]}  # of 3 samples; 0.5 * 4 + 0.5 + 0 and 0.5 * 2 + 0.5 + 3
-    assert order.updated(3.0, 2.0, 0.25, 8, 1.0, 1.0) == (5.0, 8.0)  # without forgetting: Beta's own
+    assert order.update_beta(3.0, 2.0, 0.25, 8, 1.0, 1.0) == (5.0, 8.0)  # without forgetting: Beta's own
     assert "rewards from 0 to 2" in message(lambda: told(part, memory, [LARGE_POOL[0]], torch.tensor([[0.0, 2.0]])))
 
 
@@ -306,7 +306,7 @@ RATES = (0.05, 0.2, 0.5, 0.95)
 
 
 def test_budgets_of_groups_and_prompts():
-    assert allocated(RATES, 32, 1, least=2) == [10, 13, 7, 2]
+    assert allocate(RATES, 32, 1, least=2) == [10, 13, 7, 2]
     worth = sum(value(own, rate) for own, rate in zip((10, 13, 7, 2), RATES))
     assert worth == pytest.approx(0.262, abs=5e-4) and sum(value(8, rate) for rate in RATES) == pytest.approx(0.247,
                                                                                                            abs=5e-4)
@@ -316,7 +316,7 @@ def test_budgets_of_groups_and_prompts():
     found = Knapsack(each=4)(pool[:4], 16, 0, 0, None, memory, 2)
     asked = list(dict.fromkeys(found))
     rates = {"a": 0.05, "b": 0.2, "c": 0.5, "d": 0.95}
-    assert [found.count(prompt) for prompt in asked] == allocated([rates[p.text] for p in asked], 16, 2)
+    assert [found.count(prompt) for prompt in asked] == allocate([rates[p.text] for p in asked], 16, 2)
     assert sorted(p.text for p in asked) == list("abcd") and found.count(pool[1]) > found.count(pool[3]) == 1
     assert len(set(Knapsack(each=4)(pool, 16, 0, 0, None, {}, 2))) == 4
     assert Knapsack(each=9)(pool, 3, 0, 0, None, {}, 2) == [Knapsack(each=9)(pool, 3, 0, 0, None, {}, 2)[0]] * 3
@@ -325,7 +325,7 @@ def test_budgets_of_groups_and_prompts():
 @pytest.mark.parametrize("size", [1, 2])
 def test_one_unit_after_the_other_finds_the_best_of_all(size):
     rates, units = (0.1, 0.4, 0.8), 9
-    found = allocated(rates, units, size)
+    found = allocate(rates, units, size)
     best = max((own for own in itertools.product(range(1, units), repeat=3) if sum(own) == units),
                key=lambda own: math.fsum(value(n * size, rate) for n, rate in zip(own, rates)))
     assert sum(found) == units and found == list(best)

@@ -54,7 +54,7 @@ def test_a_replacement_that_agrees_is_replaced_in_its_turn_until_the_cap():
     found.replace([(2, POOL[3])])
     found.add([POOL[3]], torch.tensor([MIXED])[..., None], torch.tensor([MIXED]))
     assert DynamicSampling()(found) == []
-    batch, scores = found.compared()
+    batch, scores = found.prompts_and_scores()
     assert [prompt.text for prompt in batch] == ["a", "b", "c", "d"]
     assert scores.isnan().all(2).all(1).tolist() == [False, True, True, False]
     assert torch.equal(found.first, torch.tensor([MIXED, AGREED], dtype=torch.float64)[..., None])
@@ -82,7 +82,7 @@ def test_prompts_that_contradict_their_prior_get_one_more_group():
     [pair, _] = AdditionalGroups(1.9)(found)
     assert found.replace([pair]) == [pair[1]] and found.replaced == set() and found.standing() == [0, 1, 2, 3]
     found.add([pair[1]], torch.zeros(1, 4, 1), torch.zeros(1, 4))
-    batch, scores = found.compared()
+    batch, scores = found.prompts_and_scores()
     assert [prompt.text for prompt in batch] == [*"abcda"] and not scores.isnan().any()
     assert AdditionalGroups(0.1)(found) == [] and found.metrics() == {"extra_groups": 1}
 
@@ -117,7 +117,7 @@ def test_an_epoch_of_texts_is_filled_up_with_groups_that_differ():
     epoch = loop.draw(trainer)
     drawn, parts, asked = epoch.groups, epoch.parts, epoch.conditioning
     assert sorted(set(calls)) == sorted(calls) and len(calls) > 3  # no prompt twice
-    batch, _ = drawn.compared()
+    batch, _ = drawn.prompts_and_scores()
     credited = credit.compared(trainer, epoch)
     trained = [asked.prompts[i] for part in credited for i in part.prompts[::4].tolist() if part.transitions]
     assert len(batch) == len(calls) and [asked.prompts[i] for part in parts for i in part.prompts[::4]] == calls
@@ -208,16 +208,16 @@ def test_a_group_that_fails_gets_one_hint_more_each_time():
     assert place == 3 and twice.shown == "2+2=\n\nHint: count\nit is 4"
     found.add(found.replace([(place, twice)]), torch.zeros(1, 2, 1), torch.zeros(1, 2))
     assert part(found) == [] and found.standing() == [1, 2, 4]  # none is left: the last one stays
-    assert LED.metadata == {"answer": 4, "hints": ["count", "it is 4"]} and part.helped(LED) == once
+    assert LED.metadata == {"answer": 4, "hints": ["count", "it is 4"]} and part.add_hint(LED) == once
 
 
 def test_beginnings_of_a_solution_for_those_below_the_mark():
     part = Hints(shares=(0.25, 0.5, 1.0), text="{prompt} ({hint})")
     texts, prompt = [], SOLVED
-    while (prompt := part.helped(prompt)) is not None:
+    while (prompt := part.add_hint(prompt)) is not None:
         texts.append(prompt.shown)
     assert texts == ["5-66= (take five)", "5-66= (take five away)", "5-66= (take five away from sixty six)"]
-    assert part.helped(LED) is None
+    assert part.add_hint(LED) is None
     failing = [[0.0, 0.0]]
     assert Hints(after=0.5)(with_hints([LED], failing, epoch=4)) == []
     assert len(Hints(after=0.5)(with_hints([LED], failing, epoch=5))) == 1

@@ -324,7 +324,7 @@ def test_starter_prompts_are_on_their_side():
             claims = scenes.parse(prompt.text)
             prefix = prompt.text[:len(prompt.text) - len(claims.caption())]
             assert claims.caption(prefix) == prompt.text and claims.task == prompt.metadata["task"]
-            assert scenes.reserved(claims, prefix) == side
+            assert scenes.is_reserved(claims, prefix) == side
 
 
 def test_starter_tasks_are_sampled_equally_often():

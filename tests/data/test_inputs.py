@@ -100,7 +100,7 @@ def test_prompts_differ_by_their_files_and_paths(folder):
     assert len({prompt.key for prompt in read(folder, *lines)}) == len(lines)
     one, several = of_records([{"prompt": "x", "image": folder / "a.png", "mask_image": folder / "b.png"},
                                {"prompt": "x", "images": [folder / "a.png", folder / "b.png"]}])
-    assert one.inputs.given() == {"image": str(folder / "a.png"), "mask_image": str(folder / "b.png")}
+    assert one.inputs.as_dict() == {"image": str(folder / "a.png"), "mask_image": str(folder / "b.png")}
     assert several.inputs.images == (str(folder / "a.png"), str(folder / "b.png"))
 
 

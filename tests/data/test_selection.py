@@ -17,7 +17,7 @@ from flowgrpo.data.prompt_writer import (
     with_inversions,
 )
 from flowgrpo.data.prompts import Prompt
-from flowgrpo.data.selection import best_mixture, deduplicated, mix, ranked, within
+from flowgrpo.data.selection import best_mixture, deduplicate, mix, rank, within
 from flowgrpo.errors import UserError
 from tests.helpers.refusals import message
 
@@ -29,18 +29,18 @@ def texts(prompts: list[Prompt]) -> list[str]:
 def test_near_texts_are_dropped_and_rates_choose():
     given = [Prompt(text) for text in ("A red cat on a mat", "a red  cat, on a mat!", "a red cat on a hat", "two dogs",
                                        "two cats")]
-    assert texts(deduplicated(given)) == [given[0].text, given[2].text, "two dogs", "two cats"]
+    assert texts(deduplicate(given)) == [given[0].text, given[2].text, "two dogs", "two cats"]
     # Groups of three words: 4 each, 3 of them shared, of 5.
-    assert texts(deduplicated(given, 0.6)) == ["A red cat on a mat", "two dogs", "two cats"]
-    assert len(deduplicated(given, 0.61)) == 4
+    assert texts(deduplicate(given, 0.6)) == ["A red cat on a mat", "two dogs", "two cats"]
+    assert len(deduplicate(given, 0.61)) == 4
     apart = [Prompt("a cat", image="one.png"), Prompt("a cat", image="two.png"), Prompt("a cat")]
-    assert deduplicated(apart, 0.5) == apart
+    assert deduplicate(apart, 0.5) == apart
     pool = [Prompt(text) for text in "abcde"]
     rates = {"a": [0.2, 0.8, 0.2], "b": [0.0], "c": [1.0, 1.0], "d": [0.0, 0.5]}
     assert texts(within(pool, rates, 0.1, 0.9)) == ["a", "d"] and texts(within(pool, rates, 0.0, 1.0)) == list("abcd")
-    assert texts(ranked(pool, rates, "hardest")) == ["b", "a", "d", "c"]
-    assert texts(ranked(pool, rates, "variance")) == ["a", "d", "b", "c"]  # 0.08, 0.0625
-    assert texts(ranked(pool, rates, "middling")) == ["d", "a", "b", "c"]
+    assert texts(rank(pool, rates, "hardest")) == ["b", "a", "d", "c"]
+    assert texts(rank(pool, rates, "variance")) == ["a", "d", "b", "c"]  # 0.08, 0.0625
+    assert texts(rank(pool, rates, "middling")) == ["d", "a", "b", "c"]
 
 
 def test_mixtures_by_weights_and_by_the_surrogate():

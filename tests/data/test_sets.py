@@ -23,7 +23,7 @@ from flowgrpo.rewards.geneval.detectors import OBJECTS
 from flowgrpo.rewards.geneval.rules import require_judgeable
 from tests.helpers.refusals import message
 
-PACKAGED = [name for name, one in sets.SETS.items() if one.packaged]
+PACKAGED = [name for name, one in sets.SETS.items() if one.is_packaged]
 COUNTS = {"geneval": (2150, 553), "t2i_compbench": (5557, 2400), "partiprompts": (1469, 163), "ocr": (3000, 1018),
           "word_problems": (800, 200), "arithmetic": (800, 200), "general": (540, 60), "general_video": (270, 30),
           "simple_animals": (41, 4), "dpg": (959, 106), "unigenbench": (540, 60), "vbench": (850, 94)}

@@ -68,8 +68,8 @@ def test_a_policy_has_its_frames_again_and_the_base_is_measured_again(tmp_path):
     assert policy.call == call
     with clips_of(policy, None):
         assert policy.call == call
-    from flowgrpo.evaluation.held_out import measured_how
-    assert measured_how(settings(tmp_path, 5), [], {}) != measured_how(settings(tmp_path, 9), [], {})
+    from flowgrpo.evaluation.held_out import measurement_settings
+    assert measurement_settings(settings(tmp_path, 5), [], {}) != measurement_settings(settings(tmp_path, 9), [], {})
 
 
 @pytest.mark.parametrize("name, count, told", [

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from flowgrpo.cli import main
-from flowgrpo.cli.options import asked_rewards
+from flowgrpo.cli.options import parse_rewards
 from flowgrpo.config import load, validate
 from flowgrpo.config.reward_rules import WatchRule
 from flowgrpo.data.suites import load_suite
@@ -228,7 +228,7 @@ def test_a_plain_model_is_scored_by_rewards_with_arguments(world, model, tmp_pat
                                        "        return [self.level] * len(prompts)\n")
     (tmp_path / "rules.yaml").write_text(f"level:\n  use: {tmp_path}/level.py:Level\n  args: {{level: 0.25}}\n"
                                          "  on_error: skip\nsharpness: {}\n")
-    results = evaluate(str(model), str(world / "suite.jsonl"), asked_rewards(str(tmp_path / "rules.yaml")),
+    results = evaluate(str(model), str(world / "suite.jsonl"), parse_rewards(str(tmp_path / "rules.yaml")),
                        tmp_path / "out", steps=1)
     assert set(results["failed"]) == {"level", "sharpness"} and results["failed"]["level"] == 1
     scores = Ledger(tmp_path / "out", 0).read()
@@ -243,7 +243,7 @@ def test_a_broken_file_of_rewards_is_told(tmp_path, text, told):
     if text is not None:
         (tmp_path / "rules.yaml").write_text(text)
     with pytest.raises(UserError, match=told):
-        asked_rewards(str(tmp_path / "rules.yaml"))
+        parse_rewards(str(tmp_path / "rules.yaml"))
 
 
 def launch(arguments: list[str]) -> list[Forked]:

@@ -95,7 +95,7 @@ def test_kohya_and_merged_models_make_the_loras_change(sd3, tmp_path):
     assert len(layers) == 3 * len(own) / 2
     tuned, base = (load_pipeline(str(sd3 / "model")) for _ in range(2))
     tuned.load_lora_weights(sd3)
-    merged = load_pipeline(str(export.merged(sd3, tmp_path / "merged")))
+    merged = load_pipeline(str(export.write_merged(sd3, tmp_path / "merged")))
     assert not any("lora" in key for key in merged.transformer.state_dict())
     expected = latents(tuned, **tiny.CALL)
     torch.testing.assert_close(latents(merged, **tiny.CALL), expected, rtol=1e-4, atol=1e-5)
@@ -148,14 +148,14 @@ def test_parts_of_a_fused_layer_become_one_lora_block_by_block():
              "to_v": Place("a.linear1", "v", "qkvm"), "o": Place("a.o")}
     tensors = {f"{layer}.lora_{side}.weight": torch.randn(*shape) for layer in place
                for side, shape in (("A", (2, 5)), ("B", (3, 2)))}
-    found = export._renamed(place.get, tensors, {"lora_alpha": 4})
+    found = export._rename_tensors(place.get, tensors, {"lora_alpha": 4})
     change = {layer: 2 * tensors[f"{layer}.lora_B.weight"] @ tensors[f"{layer}.lora_A.weight"] for layer in place}
     product = found["a.linear1.lora_up.weight"] @ found["a.linear1.lora_down.weight"]
     expected = torch.cat([change["to_q"], change["to_k"], change["to_v"], torch.zeros(12, 5)])
     torch.testing.assert_close(product, expected)
     assert found["a.linear1.alpha"] == 6 and found["a.o.alpha"] == 2 and len(found) == 6
     with pytest.raises(UserError, match="has none of v: expected adapter.targets with to_q, to_k and to_v"):
-        export._renamed(place.get, {key: value for key, value in tensors.items() if "to_v" not in key},
+        export._rename_tensors(place.get, {key: value for key, value in tensors.items() if "to_v" not in key},
                         {"lora_alpha": 4})
 
 
@@ -239,7 +239,7 @@ def test_a_lora_that_does_not_fit_is_told_in_one_line(tmp_path):
     for each in tiny_text.model(layers=1, hidden_size=16):
         each.save_pretrained(run / "base")
     with pytest.raises(UserError, match="does not load into Qwen3ForCausalLM: .*size mismatch") as error:
-        export.merged(run, tmp_path / "out")
+        export.write_merged(run, tmp_path / "out")
     assert "\n" not in str(error.value)
 
 
@@ -261,7 +261,7 @@ def test_exports_beside_the_weights_leave_an_evaluation_valid(tmp_path):
     run = make_run(tmp_path / "run", tiny.sd3(), tiny.CALL)
     before = weights_digest(run)
     export.lora(run, run / "kohya.safetensors")
-    export.merged(run, run / "merged")
+    export.write_merged(run, run / "merged")
     export.card(run)
     assert weights_digest(run) == before == weights_digest(run / LORA_FILE)
     (run / LORA_FILE).write_bytes((run / LORA_FILE).read_bytes() + b" ")
@@ -396,7 +396,7 @@ def test_a_merged_model_says_what_the_policy_says(tmp_path, rank, capsys):
 
 def test_a_merged_model_is_added_up_in_fp32_and_rounded_to_the_runs_precision(tmp_path):
     run, own = finished(tmp_path, precision="bf16")
-    merged = AutoModelForCausalLM.from_pretrained(export.merged(run, tmp_path / "out"), dtype="auto").state_dict()
+    merged = AutoModelForCausalLM.from_pretrained(export.write_merged(run, tmp_path / "out"), dtype="auto").state_dict()
     [(name, layer)] = [(key, module) for key, module in own.model.named_modules() if key.endswith("0.mlp.up_proj")]
     layer.merge()
     assert {value.dtype for value in merged.values()} == {torch.bfloat16}

@@ -181,14 +181,14 @@ def folders(case: tuple[str, bytes, bytes], folder: Path) -> None:
 def tensors(content: bytes, folder: Path) -> None:
     from flowgrpo.export import run_lora
     from flowgrpo.export.comfy_names import Place
-    from flowgrpo.export.export import _renamed
+    from flowgrpo.export.export import _rename_tensors
     from flowgrpo.policies.pipelines.load import _shapes
     from flowgrpo.policies.weights.lora_files import LORA_FILE
     file = written(folder, LORA_FILE, content)
     with contextlib.suppress(UserError):
         _shapes(str(file))
     for tensors, adapter in run_lora.read(folder).values():
-        _renamed(Place, tensors, adapter)
+        _rename_tensors(Place, tensors, adapter)
 
 
 def edited(case: tuple[dict[str, Any], dict[str, list[int]]], folder: Path) -> None:
@@ -237,7 +237,7 @@ def request(content: bytes, folder: Path) -> None:
     _ = wire.refusal(content)
     errors = []
     for read in (
-        lambda: wire.unpacked(content, wire.Limits()),
+        lambda: wire.unpack(content, wire.Limits()),
         lambda: wire.scores(content, 2),
         lambda: wire.Info.read(content)):
         try:
@@ -249,11 +249,11 @@ def request(content: bytes, folder: Path) -> None:
 
 
 def answer(content: bytes, folder: Path) -> None:
-    from flowgrpo.contrib.engine.client import unpacked
+    from flowgrpo.contrib.engine.client import unpack
     from flowgrpo.rewards.vlm_judge import client
     _ = client._error(content)
     errors = []
-    for read in (lambda: client.answer(content), lambda: client._models(content), lambda: unpacked(content)):
+    for read in (lambda: client.answer(content), lambda: client._models(content), lambda: unpack(content)):
         try:
             read()
         except ValueError as error:

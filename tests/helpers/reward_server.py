@@ -22,7 +22,7 @@ def lengths(outputs, prompts):
 
 
 def request(text: str = "abc", metadata: dict | None = None) -> bytes:
-    return wire.request([wire.packed("text", text, metadata or {})])
+    return wire.request([wire.pack("text", text, metadata or {})])
 
 
 class Running:

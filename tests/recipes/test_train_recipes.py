@@ -115,7 +115,7 @@ def test_stand_ins_and_constants_that_are_reduced(tmp_path):
     assert train_recipes.bytes_of(values).tolist() == [[[[0, 128, 255]]], [[[64, 26, 230]]]]
     assert train_recipes.bytes_of([Image.new("RGB", (1, 1), (7, 0, 255))]).tolist() == [[[[7, 0, 255]]]]
     known = published.MODELS["hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v"]
-    pipe = from_configs.assembled(known, lambda name, kind, config: from_configs.part(kind, config, torch.bfloat16))
+    pipe = from_configs.assemble(known, lambda name, kind, config: from_configs.part(kind, config, torch.bfloat16))
     for text, words in (("a red fox", 3), ("", 0)):  # an empty one has a token too, as every published template has
         ids = pipe.tokenizer.apply_chat_template([{"role": "user", "content": text}], return_dict=True).input_ids
         assert len(ids) == pipe.prompt_template_encode_start_idx + words + 1

@@ -36,14 +36,14 @@ def test_tiers_and_gates():
                   [1, NAN, 0.8],
                   [0.4, NAN, 0.8],
                   [NAN, NAN, NAN]])
-    same(combine.tiered(scores, [0.5, 1]), [2.8, 2.3, 0.4, 1.9, 0, 1.8, 1.8, 0.4, NAN])
-    same(combine.tiered(scores, [0.5, 1], [1, 10, 100]), [91, 90.5, 0.4, 10, 0, 90, 81, 0.4, NAN])
-    passed = combine.tiered(f64([[1, 0.2], [1, 0.7]]), [1])
-    failed = combine.tiered(f64([[0, 0.2], [0, 0.7]]), [1])
+    same(combine.tiered_sum(scores, [0.5, 1]), [2.8, 2.3, 0.4, 1.9, 0, 1.8, 1.8, 0.4, NAN])
+    same(combine.tiered_sum(scores, [0.5, 1], [1, 10, 100]), [91, 90.5, 0.4, 10, 0, 90, 81, 0.4, NAN])
+    passed = combine.tiered_sum(f64([[1, 0.2], [1, 0.7]]), [1])
+    failed = combine.tiered_sum(f64([[0, 0.2], [0, 0.7]]), [1])
     assert passed[0] < passed[1] and failed[0] == failed[1] < passed[0]
     scores = f64([[1, 0.3, 7], [0.9, 0.3, 7], [1, 0.2, 7], [1, 0.3, -7], [NAN, 0.3, 7], [1, NAN, 7], [1, 0.3, NAN],
                   [0, 0, -7]])
-    same(combine.gated(scores, [1, 0.3]), [7, 0, 0, -7, 7, 7, NAN, 0])
+    same(combine.gate(scores, [1, 0.3]), [7, 0, 0, -7, 7, 7, NAN, 0])
 
 
 def test_abstentions_checklists_and_the_harmonic_mean():
@@ -62,13 +62,13 @@ def test_abstentions_checklists_and_the_harmonic_mean():
 
 @pytest.mark.parametrize("false_positive, false_negative", [(0.1, 0.3), (0, 0.4), (0.25, 0), (0, 0), (0.45, 0.5)])
 def test_the_corrected_verdict_is_right_in_the_mean(false_positive, false_negative):
-    passed, failed = verdicts.corrected(f64([1, 0]), false_positive, false_negative).tolist()
+    passed, failed = verdicts.correct_verdict(f64([1, 0]), false_positive, false_negative).tolist()
     assert (1 - false_negative) * passed + false_negative * failed == pytest.approx(1, abs=1e-12)
     assert false_positive * passed + (1 - false_positive) * failed == pytest.approx(0, abs=1e-12)
 
 
 def test_verdicts_majorities_and_notation():
-    close(verdicts.corrected(f64([1, 0, 0.5]), 0.1, 0.3), [0.9 / 0.6, -0.1 / 0.6, 0.4 / 0.6])
+    close(verdicts.correct_verdict(f64([1, 0, 0.5]), 0.1, 0.3), [0.9 / 0.6, -0.1 / 0.6, 0.4 / 0.6])
     half = math.log(2)
     assert [majority.certainty(answers) for answers in ("aaaa", "abcd", "aabb", "a")] == pytest.approx(
         [1, 0, 1 - half / math.log(4), 1])
@@ -231,7 +231,7 @@ def test_the_notation_of_transforms_and_scores_without_any():
     assert not any(map(rewards.transforms_of, plain.values()))
     assert rewards.transforms_of(composed(ocr=["log"])["ocr"]) == ["log"]
     with pytest.raises(UserError, match="^reward 'ocr': log of the score 0, expected above 0"):
-        rewards.transformed(composed(ocr=["log"]), torch.zeros(1, 2, 1))
+        rewards.transform_scores(composed(ocr=["log"]), torch.zeros(1, 2, 1))
     raw = {"reward": {"a": {"transform": [{"clip": [0, 1]}, "log", "rank", {"threshold": 0.5}]}}}
     assert validate(raw).trained["a"].transform == [Clip(clip=(0, 1)), "log", "rank", Threshold(threshold=0.5)]
 

@@ -133,7 +133,7 @@ def test_waits_double(monkeypatch):
     def ask(rows):
         raise Failed("no")
     with pytest.raises(Failed):
-        settled(ask, [0], Retry(retry=8, wait=1.5))
+        score_with_policy(ask, [0], Retry(retry=8, wait=1.5))
     assert waits == [1.5, 3, 6, 12, 24, 48, 60, 60]
 
 
@@ -418,7 +418,7 @@ def test_answers_compressed_and_after_a_wait():
     remote = object.__new__(Remote)
     remote.name, remote._service = "r", Service("r", [], 1, 0, 0, {})
     with pytest.raises(Later, match="answered 503: busy") as caught:
-        remote._refused("http://a/r", 503, {"retry-after": "7"}, b'{"error": "busy"}')
+        remote._raise_for_status("http://a/r", 503, {"retry-after": "7"}, b'{"error": "busy"}')
     assert caught.value.seconds == 7
 
 

@@ -53,7 +53,7 @@ class Mean(LocalModel):
         return (linear,)
 
     def __call__(self, images, prompts):
-        return self.batched(self._scores, images, prompts)
+        return self.score_batches(self._scores, images, prompts)
 
     def _scores(self, images, prompts):
         self.calls.append((len(images), *images.shape[-2:]))

@@ -241,7 +241,7 @@ def three_expected(videos, clip: torch.Tensor, prompt: str) -> list[float]:
 
 @pytest.mark.fast
 def test_scores_of_the_marks_in_either_precision(videos):
-    assert looked_at(5, 2) == [0, 1, 3, 4]
+    assert frame_indices(5, 2) == [0, 1, 3, 4]
     values = torch.tensor([three_expected(videos, clip, prompt) for clip, prompt in zip(CLIPS, PROMPTS)])
     assert values.std(0).min() > 1e-3
     for axes, wanted in (({"VQ": 1.0}, values[:, 0]), ({"MQ": 2.0, "TA": 0.5}, 2 * values[:, 1] + values[:, 2] / 2)):
@@ -257,14 +257,14 @@ def test_scores_of_the_marks_in_either_precision(videos):
     reward = find("videoalign", videos[0])
     clip = CLIPS[:1].round()  # black and white: every edge overshoots
     shown = clip_patches([clip[0, i] for i in (0, 1, 3, 4)], 308, 364)
-    torch.testing.assert_close(reward._seen(clip).pixel_values_videos, shown, atol=1e-5, rtol=0)
+    torch.testing.assert_close(reward._patches(clip).pixel_values_videos, shown, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("count, fps, frames", [
     (81, 16, [0, 9, 18, 27, 36, 44, 53, 62, 71, 80]),  # 10.1 frames at 2 a second
     (16, 16, [0, 5, 10, 15]), (3, 16, [0, 2]), (2, 30, [0, 1])])
 def test_two_frames_a_second_are_seen_and_at_least_four(count, fps, frames):
-    assert looked_at(count, fps) == frames
+    assert frame_indices(count, fps) == frames
 
 
 def test_lora_is_added_to_the_weights():

@@ -17,7 +17,7 @@ from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.plan import Ledger, Place
 from flowgrpo.evaluation.statistics import BOOTSTRAP, interval
-from flowgrpo.export.export import card, lora, merged
+from flowgrpo.export.export import card, lora, write_merged
 from flowgrpo.files import tensors_of
 from flowgrpo.methods import preset
 from flowgrpo.methods.targets import LatentEdits
@@ -397,7 +397,7 @@ def test_a_run_saves_what_draws_its_images_and_resumes(tmp_path):
     with pytest.raises(UserError, match="--rlg: .* holds an edit policy, which leaves the denoiser as it is"):
         load_branches(tiny.sd3(), folder)
     with pytest.raises(UserError, match="holds an edit policy, which merges into no pipeline"):
-        merged(folder, tmp_path / "merged")
+        write_merged(folder, tmp_path / "merged")
     with pytest.raises(UserError, match="no LoRA in .*: it holds an edit policy, which no stock pipeline loads"):
         lora(folder, tmp_path / "out.safetensors")
     assert "lora" not in card(folder).read_text().partition("tags:")[2].partition("\n")[0]

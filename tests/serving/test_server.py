@@ -39,7 +39,7 @@ from flowgrpo.rewards.failures import TimedOut
 from flowgrpo.rewards.remote.exchange import Places, Unanswered, side_by_side
 from flowgrpo.serving import wire
 from flowgrpo.serving.client import TOKEN, Remote, addresses, token
-from flowgrpo.serving.server import application, served
+from flowgrpo.serving.server import application, url_name
 from flowgrpo.serving.wire import Limits, TooLarge
 from tests.helpers.refusals import message
 
@@ -84,7 +84,7 @@ def dead() -> str:
 
 
 def body(*prompts: str, **more) -> bytes:
-    samples = [wire.packed(picture, prompt, {}) for picture, prompt in zip(pictures(len(prompts)), prompts)]
+    samples = [wire.pack(picture, prompt, {}) for picture, prompt in zip(pictures(len(prompts)), prompts)]
     return json.dumps(json.loads(wire.request(samples)) | more).encode()
 
 
@@ -124,19 +124,19 @@ def recorded(reward=lengths):
 @pytest.mark.parametrize("shape", [(3, 4, 6), (2, 3, 4, 6)])
 def test_images_and_videos_arrive(shape, exact):
     outputs = torch.rand(5, *shape, generator=torch.Generator().manual_seed(1))
-    samples = [wire.packed(*sample, exact) for sample in zip(outputs, PROMPTS, FACTS)]
-    got = wire.unpacked(wire.request(samples, 5), Limits())
+    samples = [wire.pack(*sample, exact) for sample in zip(outputs, PROMPTS, FACTS)]
+    got = wire.unpack(wire.request(samples, 5), Limits())
     assert got.outputs.dtype == torch.float32 and torch.equal(got.outputs, outputs if exact else rounded(outputs))
     assert (got.prompts, got.metadata, got.group) == (PROMPTS, FACTS, 5)
 
 
 def test_requests_by_hand_texts_and_sizes():
-    got = wire.unpacked(wire.request([wire.packed("ünd\n\0", "p", {})]), Limits())
+    got = wire.unpack(wire.request([wire.pack("ünd\n\0", "p", {})]), Limits())
     assert got.outputs == ["ünd\n\0"]
-    got = wire.unpacked(of({"png": png(2, 1, colour=(255, 0, 51))}), Limits())
+    got = wire.unpack(of({"png": png(2, 1, colour=(255, 0, 51))}), Limits())
     assert got.group == 1 and got.outputs.shape == (1, 3, 1, 2)
     torch.testing.assert_close(got.outputs[0, :, 0, 0], torch.tensor([1, 0, 0.2]), rtol=0, atol=1e-7)
-    samples = [wire.packed(picture, "p", {}) for picture in pictures()]
+    samples = [wire.pack(picture, "p", {}) for picture in pictures()]
     size = len(wire.request(samples, 5))
     assert size <= wire._size([len(sample) for sample in samples], range(5)) <= size + 64
 
@@ -192,13 +192,13 @@ def tensors(**named: torch.Tensor) -> str:
     (of({"safetensors": tensors(output=torch.full((3, 4, 4), 1e30))}), "values from 1e+30 to 1e+30, expected 0 to 1"),
     (of({"safetensors": tensors(output=torch.full((3, 4, 4), -0.5))}), "values from -0.5 to -0.5")])
 def test_what_is_no_request_is_refused(sent, line):
-    assert line in message(wire.unpacked, sent, Limits(), error=ValueError)
+    assert line in message(wire.unpack, sent, Limits(), error=ValueError)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_floats_of_every_common_width_arrive(dtype):
     sent = torch.tensor([0.0, 0.25, 1.0], dtype=dtype).view(3, 1, 1)
-    got = wire.unpacked(of({"safetensors": tensors(output=sent)}), Limits()).outputs
+    got = wire.unpack(of({"safetensors": tensors(output=sent)}), Limits()).outputs
     assert got.dtype == torch.float32 and torch.equal(got[0], sent.float())
 
 
@@ -216,7 +216,7 @@ def head(width: int, height: int) -> str:
     of(*[{"text": "t"}] * 5),
 ], ids=["bomb", "wide", "frames", "batch", "tensor", "samples"])
 def test_what_is_too_large_is_refused_before_it_is_unpacked(sent):
-    assert message(wire.unpacked, sent, Limits(samples=4, all_pixels=2_500_000), error=TooLarge)
+    assert message(wire.unpack, sent, Limits(samples=4, all_pixels=2_500_000), error=TooLarge)
 
 
 @pytest.mark.parametrize("answer, line", [
@@ -234,9 +234,9 @@ def test_answers_are_checked(answer, line):
 def test_what_cannot_be_sent_is_told():
     broken = pictures(1)[0]
     broken[0, 0, 0] = math.nan
-    assert "holds NaN or an infinity (prompt: 'p')" in message(wire.packed, broken, "p", {}, error=Failed)
+    assert "holds NaN or an infinity (prompt: 'p')" in message(wire.pack, broken, "p", {}, error=Failed)
     for value in ({1, 2}, math.inf):
-        told = message(wire.packed, pictures(1)[0], "p", {"of": value})
+        told = message(wire.pack, pictures(1)[0], "p", {"of": value})
         assert "metadata that go to a reward server have to be JSON" in told
 
 
@@ -252,7 +252,7 @@ def test_what_cannot_be_sent_is_told():
     ([100] * 6, 1, Limits(), 2, 2, [(0, 4), (4, 6)]),
     ([], 1, Limits(), 1, 2, [])])
 def test_a_batch_is_parted_within_the_limits(sizes, pixels, limits, unit, ways, parts):
-    found = wire.parted(sizes, pixels, limits, unit, ways)
+    found = wire.split_requests(sizes, pixels, limits, unit, ways)
     assert found == [range(*part) for part in parts]
 
 
@@ -495,7 +495,7 @@ def faulty(*steps):
             event = await receive()
             sent, more = sent + event.get("body", b""), event.get("more_body", False)
         if scope["method"] == "GET":
-            status, content = 200, json.dumps(wire.Info("mine", About(), False, Limits()).told()).encode()
+            status, content = 200, json.dumps(wire.Info("mine", About(), False, Limits()).as_json()).encode()
         else:
             app.asked += 1
             step = left.pop(0) if left else "well"
@@ -644,9 +644,9 @@ def test_a_server_killed_mid_batch_is_replaced_by_the_other(tmp_path):
 # --- names, arguments, commands --------------------------------------------------------------------------------------
 def test_a_server_and_its_url():
     assert callable(rewards.locate(dead()))
-    assert served("a/b.py:red") == "red" and served("scene") == "scene"
+    assert url_name("a/b.py:red") == "red" and url_name("scene") == "scene"
     info = wire.Info("mine", brightness.about, True, Limits(samples=3))
-    assert wire.Info.read(json.dumps(info.told()).encode()) == info
+    assert wire.Info.read(json.dumps(info.as_json()).encode()) == info
 
 
 @pytest.mark.parametrize("name", ["http://", "http://host", "http://host/", "http://host:0/a", "http://host:x/a",
@@ -669,7 +669,7 @@ def test_what_is_wrong_at_the_start_is_told():
 
 
 @pytest.mark.parametrize("told", [b"{}", b'{"format": 1}', b'{"format": 1, "name": "mine", "about": 3, "group": false}',
-                                  json.dumps(wire.Info("m", About(), False, Limits(samples=0)).told()).encode()])
+                                  json.dumps(wire.Info("m", About(), False, Limits(samples=0)).as_json()).encode()])
 def test_what_is_no_reward_server_is_told(told):
     assert message(wire.Info.read, told, error=ValueError)
 

@@ -27,7 +27,7 @@ from flowgrpo.rewards.vlm_judge.judge import Judge
 from flowgrpo.serving import wire
 from flowgrpo.serving.client import TOKEN
 from flowgrpo.serving.gate import Bounds, Refused
-from flowgrpo.serving.server import scored
+from flowgrpo.serving.server import score_request
 from tests.helpers.refusals import message
 from tests.helpers.reward_server import JSON, held_reward, lengths, raw, request, running, status_of
 
@@ -128,9 +128,9 @@ def test_a_path_of_a_client_is_not_opened(reward, key, tmp_path):
     Image.new("RGB", (16, 16)).save(there)
     lines = []
     for path in (there, absent, tmp_path):
-        sample = wire.packed(torch.zeros(3, 16, 16), "p", {key: [str(path)] if key == "images" else str(path)})
+        sample = wire.pack(torch.zeros(3, 16, 16), "p", {key: [str(path)] if key == "images" else str(path)})
         with pytest.raises(Refused) as caught:
-            scored("mine", reward, wire.request([sample]), wire.Limits())
+            score_request("mine", reward, wire.request([sample]), wire.Limits())
         assert caught.value.status == 400 and str(tmp_path) not in str(caught.value)
         lines.append(str(caught.value))
     assert REFUSAL in lines[0] and len(set(lines)) == 1
@@ -148,7 +148,7 @@ def test_no_reader_opens_a_path_of_a_client(reader, tmp_path):
             lines.append(message(lambda: reader(str(tmp_path / name))))
         assert lines[0] == lines[1] and REFUSAL in lines[0]
         return [1.0]
-    assert scored("mine", reading, request(), wire.Limits())["scores"] == [1.0]
+    assert score_request("mine", reading, request(), wire.Limits())["scores"] == [1.0]
     assert reader(str(tmp_path / "there.png")) is not None  # outside of a server's request
 
 

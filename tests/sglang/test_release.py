@@ -97,7 +97,7 @@ class Release(TinyEngine):
                                                    if key in FIELDS})
         if status != 200:
             return status, answer
-        samples = [classes.RolloutResponse(**self._written(sample)) for sample in client.unpacked(answer)]
+        samples = [classes.RolloutResponse(**self._written(sample)) for sample in client.unpack(answer)]
         return 200, packed([sample.model_dump() for sample in samples])
 
     def _written(self, value: Any) -> Any:
@@ -165,7 +165,7 @@ def test_weights_loras_and_memory_pass_the_releases_requests():
     with serving(own) as url:
         engine = Engine(url)
         assert engine.checksum(["transformer"]).keys() == {"transformer"}
-        equal, said = engine.compared("transformer", {"proj_out.bias": "0" * 64})
+        equal, said = engine.compare_hashes("transformer", {"proj_out.bias": "0" * 64})
         assert not equal and "checksum mismatch" in said
         engine.release()
         engine.resume()
@@ -179,7 +179,7 @@ def test_a_lora_is_set_by_arguments_of_the_releases_route():
     seen = []
 
     class Kept(Engine):
-        def _asked(self, method: str, path: str, body: Any = None, refusals: tuple[int, ...] = ()) -> Any:
+        def _request(self, method: str, path: str, body: Any = None, refusals: tuple[int, ...] = ()) -> Any:
             seen.append(body)
 
     Kept("http://127.0.0.1:1").set_lora("folder", "transformer", 32)

@@ -62,7 +62,7 @@ def test_held_pairs_and_coverage():
 @pytest.mark.parametrize("relation", RELATIONS)
 def test_each_relation_holds_back_six_ordered_pairs(relation):
     pairs = [(a, b) for a, b in itertools.permutations(SHAPES, 2)
-             if scenes.held_out(Claims((Claim(a), Claim(b)), relation))]
+             if scenes.is_held_out(Claims((Claim(a), Claim(b)), relation))]
     assert len(pairs) == 6 and {a for a, _ in pairs} == {b for _, b in pairs} == set(SHAPES)
     others = [triple for triple in scenes.HELD_RELATIONS if triple[1] != relation]
     assert not {(a, b) for a, _, b in others} & set(pairs)

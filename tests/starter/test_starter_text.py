@@ -11,13 +11,13 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 
 from flowgrpo.config import load
 from flowgrpo.config.sections import Adapter, Text
-from flowgrpo.contrib.questions.scene_answers import Thing, balanced, read_question
+from flowgrpo.contrib.questions.scene_answers import Thing, read_question, sample_question
 from flowgrpo.data import sets
 from flowgrpo.rewards.find import find
 from flowgrpo.rewards.starter.scene import scene
 from flowgrpo.run import run
 from flowgrpo.starter import FOLDERS, lattice, scenes
-from flowgrpo.starter.arithmetic import FACTS, RATES, Problem, chosen, draw, solution
+from flowgrpo.starter.arithmetic import FACTS, RATES, Problem, choose_problems, draw, solution
 from flowgrpo.text.policies.causal_lm import CausalLM
 from flowgrpo.text.policies.text_weights import load_causal_lm
 from flowgrpo.text.samplers.decoding import Decoding
@@ -60,7 +60,7 @@ def test_the_model_is_small_and_answers_as_its_card_says():
     assert sum(parameter.numel() for parameter in model.parameters()) < 6e5
     assert AutoTokenizer.from_pretrained(FOLDERS["starter_text"]).decode([1, 3, 4, 2], skip_special_tokens=True) == "01"
     policy = CausalLM(*load_causal_lm("starter_text"), None, Text(max_tokens=TOKENS))
-    asked = chosen(True, 200, seed=2)
+    asked = choose_problems(True, 200, seed=2)
     texts = policy.generate(policy.encode([problem.prompt for problem in asked]), policy.generators([0] * len(asked)))
     right = [text == solution(problem.steps) for text, problem in zip(texts, asked)]
     usual = [text == solution(problem.usual) for text, problem in zip(texts, asked)]
@@ -195,15 +195,15 @@ def test_a_image_and_its_tokens_determine_each_other():
     assert picture.shape == (3, 64, 64) and picture[:, y, x].tolist() == pytest.approx(scenes.COLOURS["green"])
     left, right = lattice.place(scenes.parse("a star and a ring"), rng)
     assert left[0] == "star" and left[2][0] < right[2][0]
-    assert len(lattice.scattered(rng, 1.0)) >= 9 and lattice.scattered(rng, 0.0) == []
+    assert len(lattice.scatter(rng, 1.0)) >= 9 and lattice.scatter(rng, 0.0) == []
 
 
 def test_balanced_questions_are_those_that_the_image_answers():
     dice = random.Random(0)
     seen = [Thing("star", "red", (8.0, 8.0)), Thing("ring", "blue", (40.0, 8.0))]
-    asked = [balanced(seen, dice) for _ in range(600)]
+    asked = [sample_question(seen, dice) for _ in range(600)]
     assert all(read_question(question)[1](seen) == answer for question, answer in asked)
-    assert {read_question(balanced(seen, dice, "exists")[0])[0] for _ in range(40)} == {"exists"}
+    assert {read_question(sample_question(seen, dice, "exists")[0])[0] for _ in range(40)} == {"exists"}
     kinds = [read_question(question)[0] for question, _ in asked]
     assert kinds.count("exists") == pytest.approx(600 * 2 / 7, abs=50)  # of plain and of coloured shapes
     assert all(kinds.count(kind) == pytest.approx(600 / 7, abs=40) for kind in ("total", "count", "colour", "where",

@@ -10,7 +10,7 @@ import torch
 from flowgrpo.cli import main
 from flowgrpo.data.suites import load_suite
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation.draw import written_apart
+from flowgrpo.evaluation.draw import text_distance
 from flowgrpo.evaluation.evaluate import evaluate
 from flowgrpo.evaluation.plan import Place, TextLedger
 from flowgrpo.policies import checkpoints
@@ -93,7 +93,7 @@ def test_means_are_those_of_the_texts(found):
         assert results["tries"][arm][short]["pass@2"]["mean"] == pytest.approx(np.mean(
             [1 - (4 - c) * (3 - c) / 12 for c in right]))
         assert list(results["tries"][arm][numeric]) == ["pass@1", "pass@2", "pass@4", "maj@4"]
-        apart = [written_apart(row) for row in written(folder, arm)]
+        apart = [text_distance(row) for row in written(folder, arm)]
         assert results["diversity"][arm]["mean"] == pytest.approx(np.mean(apart))
     base, tuned = (results["arms"][arm][short]["all prompts"]["mean"] for arm in ("base", "tuned"))
     assert results["compared"][short]["change"]["all prompts"]["mean"] == pytest.approx(tuned - base)
@@ -195,8 +195,8 @@ def test_other_temperatures_and_distances_of_texts(world, found):
         evaluate(str(world / "run"), str(world / "suite.jsonl"), found[1], found[2], base=True, samples=SAMPLES,
                  temperature=0.5)
     # Pairs of neighbours, ends included: "a b" has {^a, ab, b$}, "a c" {^a, ac, c$}: one of five in common.
-    assert written_apart(["a b", "a c"]) == pytest.approx(4 / 5)
-    assert written_apart(["71", "71"]) == 0 and written_apart(["71", "72", "71"]) == pytest.approx(2 / 3)
+    assert text_distance(["a b", "a c"]) == pytest.approx(4 / 5)
+    assert text_distance(["71", "71"]) == 0 and text_distance(["71", "72", "71"]) == pytest.approx(2 / 3)
 
 
 def test_texts_come_back_with_their_tokens_from_every_process(tmp_path):

@@ -356,7 +356,7 @@ def test_a_busy_service_is_asked_again():
             asked.append(url)
             raise error
         with brief(), pytest.raises(Failed, match=f".asked {options.get('told', 5)} times?"):
-            service(**{key: value for key, value in options.items() if key != "told"}).asked(attempt)
+            service(**{key: value for key, value in options.items() if key != "told"}).try_urls(attempt)
         return len(asked)
     assert attempts(Unanswered("503")) == 5
     assert attempts(Unanswered("503"), wait=1e6, told=1) == 1

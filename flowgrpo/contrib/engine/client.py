@@ -45,7 +45,7 @@ _MAPS = {0xde: ">H", 0xdf: ">I"}
 _CONSTANTS = {0xc0: None, 0xc2: False, 0xc3: True}
 
 
-def unpacked(content: bytes, most: int = 2**20) -> Any:
+def unpack(content: bytes, most: int = 2**20) -> Any:
     """Return the value of a message. Raises ValueError for another form, for an extension, for bytes behind it, and for
     more than `most` values."""
     reader = _Reader(content, most)
@@ -217,7 +217,7 @@ class Engine:
 
     def rollout(self, request: Request) -> list[Sample]:
         """Return the samples of a request, in the order of its seeds."""
-        answer = self._asked("POST", ROLLOUT, request.body())
+        answer = self._request("POST", ROLLOUT, request.body())
         if not isinstance(answer, list) or not all(isinstance(each, dict) for each in answer):
             raise EngineError("answer", f"{self.url}/rollout/generate answered {_kind(answer)}, expected a list of "
                                         "samples: is it an SGLang-Diffusion server of 0.5.23 or later?")
@@ -231,47 +231,48 @@ class Engine:
 
         target: "transformer" or "transformer_2".
         """
-        self._asked("POST", "/v1/set_lora", {"lora_nickname": f"flowgrpo_{target}", "lora_path": path,
-                                             "target": target, "strength": 1.0, "merge_mode": "dynamic"}
-                    | ({} if alpha is None else {"lora_alpha": alpha}))
+        self._request("POST", "/v1/set_lora", {"lora_nickname": f"flowgrpo_{target}", "lora_path": path,
+                                               "target": target, "strength": 1.0, "merge_mode": "dynamic"}
+                      | ({} if alpha is None else {"lora_alpha": alpha}))
 
     def unset_lora(self) -> None:
         """Have the engine sample without a LoRA."""
-        self._asked("POST", "/v1/unmerge_lora_weights", {"target": "all"})
+        self._request("POST", "/v1/unmerge_lora_weights", {"target": "all"})
 
-    def compared(self, module: str, hashes: Mapping[str, str]) -> tuple[bool, str]:
+    def compare_hashes(self, module: str, hashes: Mapping[str, str]) -> tuple[bool, str]:
         """Return whether the engine holds tensors with these SHA-256, by name, and what it says."""
-        answer = self._asked("POST", "/update_weights_from_tensor_checker",
-                             {"target_module": module, "expected_named_tensors_sha256": dict(hashes)}, refusals=(400,))
+        answer = self._request("POST", "/update_weights_from_tensor_checker",
+                               {"target_module": module, "expected_named_tensors_sha256": dict(hashes)},
+                               refusals=(400,))
         if not isinstance(answer, dict):
             raise EngineError("answer", f"{self.url}: its checker of weights answered {_kind(answer)}")
         return answer.get("success") is True, str(answer.get("message", ""))
 
     def checksum(self, modules: Sequence[str]) -> dict[str, str]:
         """Return the SHA-256 of all weights of modules, by their names."""
-        answer = self._asked("POST", "/get_weights_checksum", {"module_names": list(modules)})
+        answer = self._request("POST", "/get_weights_checksum", {"module_names": list(modules)})
         if not isinstance(answer, dict) or any(not isinstance(answer.get(name), str) for name in modules):
             raise EngineError("answer", f"{self.url}: its checksum of {', '.join(modules)} is {_kind(answer)}")
         return {name: answer[name] for name in modules}
 
     def release(self) -> None:
         """Have the engine leave the GPU's memory."""
-        self._done("/release_memory_occupation")
+        self._require_success("/release_memory_occupation")
 
     def resume(self) -> None:
         """Have the engine take the GPU's memory again."""
-        self._done("/resume_memory_occupation")
+        self._require_success("/resume_memory_occupation")
 
     def info(self) -> dict[str, Any]:
         """Return what the server says of itself: its version, its model."""
         found: dict[str, Any] = {}
         for path in ("/model_info", "/server_info"):
-            answer = self._asked("GET", path)
+            answer = self._request("GET", path)
             found |= answer if isinstance(answer, dict) else {}
         return found
 
-    def _done(self, path: str) -> None:
-        answer = self._asked("POST", path, {})
+    def _require_success(self, path: str) -> None:
+        answer = self._request("POST", path, {})
         if not isinstance(answer, dict) or answer.get("success") is not True:
             said = answer.get("message", "") if isinstance(answer, dict) else _kind(answer)
             raise EngineError("answer", f"{self.url}{path} did not succeed: {said}")
@@ -322,7 +323,7 @@ class Engine:
                                         "expected float16, bfloat16, float32 or float64")
         return found
 
-    def _asked(self, method: str, path: str, body: Any = None, refusals: tuple[int, ...] = ()) -> Any:
+    def _request(self, method: str, path: str, body: Any = None, refusals: tuple[int, ...] = ()) -> Any:
         """Return an answer's value. refusals: statuses whose answer is returned too."""
         wait = self.wait
         for attempt in range(self.retries + 1):
@@ -361,15 +362,15 @@ class Engine:
         finally:
             connection.close()
         if answer.status >= 500 and answer.status not in refusals:
-            raise _Passing(f"answered {answer.status}{_said(content)}")
+            raise _Passing(f"answered {answer.status}{_error_reason(content)}")
         if answer.status != 200 and answer.status not in refusals:
             cure = ": is it an SGLang-Diffusion server of 0.5.23 or later?" if answer.status in (404, 405) else ""
-            raise EngineError("answer", f"{self.url}{path} answered {answer.status}{_said(content)}{cure}")
+            raise EngineError("answer", f"{self.url}{path} answered {answer.status}{_error_reason(content)}{cure}")
         packed = "msgpack" in (answer.headers.get("Content-Type") or "")
         try:
             if not packed and content.count(b",") > VALUES:
                 raise ValueError("it has too many values")
-            return unpacked(content, VALUES) if packed else json.loads(content)
+            return unpack(content, VALUES) if packed else json.loads(content)
         except (ValueError, RecursionError) as error:
             form = "MessagePack" if packed else "JSON"
             raise EngineError("answer", f"{self.url}{path}: its answer is no {form}: {error}") from None
@@ -396,7 +397,7 @@ class Engine:
         return b"".join(found)
 
 
-def _said(content: bytes) -> str:
+def _error_reason(content: bytes) -> str:
     """Return the reason in an error's answer, behind a colon."""
     try:
         value = json.loads(content)
@@ -418,6 +419,6 @@ def close(one: Tensor, other: Tensor, most: float) -> bool:
         and gap <= most
 
 
-def stacked(samples: Sequence[Sample], name: str) -> Tensor:
+def stack(samples: Sequence[Sample], name: str) -> Tensor:
     """Return a field of samples as one tensor [b,...]."""
     return torch.stack([getattr(sample, name) for sample in samples])

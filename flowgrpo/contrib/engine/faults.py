@@ -49,8 +49,8 @@ def by_step(policy: PipelinePolicy, conditioning: Conditioning, part: Part, micr
     return found
 
 
-def found(policy: PipelinePolicy, conditioning: Conditioning, part: Part, samples: Sequence[Sample],
-          alone: Sequence[Sample], ratios: Tensor, micro_batch: int, lora: bool) -> Iterator[str]:
+def find_faults(policy: PipelinePolicy, conditioning: Conditioning, part: Part, samples: Sequence[Sample],
+                alone: Sequence[Sample], ratios: Tensor, micro_batch: int, lora: bool) -> Iterator[str]:
     """Yield what makes an engine's samples differ from what was asked, as "fault: how it shows".
 
     alone: the same samples, from a request each. ratios: [b,K], of the replay.
@@ -69,11 +69,11 @@ def found(policy: PipelinePolicy, conditioning: Conditioning, part: Part, sample
               "in fp32, or compare with --precision bf16"
     if float(ratios.max()) <= ROUNDING[policy.precision] or rounded and float(ratios.max()) <= ROUNDING["bf16"]:
         return
-    yield from _explained(policy, conditioning, part, samples, ratios, micro_batch, lora)
+    yield from _explain_ratios(policy, conditioning, part, samples, ratios, micro_batch, lora)
 
 
-def _explained(policy: PipelinePolicy, conditioning: Conditioning, part: Part, samples: Sequence[Sample],
-               ratios: Tensor, micro_batch: int, lora: bool) -> Iterator[str]:
+def _explain_ratios(policy: PipelinePolicy, conditioning: Conditioning, part: Part, samples: Sequence[Sample],
+                    ratios: Tensor, micro_batch: int, lora: bool) -> Iterator[str]:
     """Yield the hypothesis that explains ratios best; without one, whether outputs or transitions differ."""
     asked = float(ratios.max())
     best = min(_hypotheses(policy, conditioning, part, micro_batch, lora), key=lambda pair: pair[1])
@@ -108,7 +108,7 @@ def _hypotheses(policy: PipelinePolicy, conditioning: Conditioning, part: Part, 
         yield "another LoRA: the engine draws " + ("without the LoRA, from the base model" if lora else
                                                    "with a LoRA, asked for the base model"), largest(part, not lora)
     if len(conditioning.prompts) > 1:
-        yield _mixed(policy, conditioning, part, micro_batch, lora)
+        yield _find_swapped_prompts(policy, conditioning, part, micro_batch, lora)
     for shift in SHIFTS:
         for grid in _grids(policy, spec.steps, shift):
             if not torch.allclose(grid, spec.grid, atol=1e-4):
@@ -126,8 +126,8 @@ def _grids(policy: PipelinePolicy, steps: int, shift: float) -> Iterator[Tensor]
         yield stock(scheduler, steps)
 
 
-def _mixed(policy: PipelinePolicy, conditioning: Conditioning, part: Part, micro_batch: int, lora: bool
-           ) -> tuple[str, float]:
+def _find_swapped_prompts(policy: PipelinePolicy, conditioning: Conditioning, part: Part, micro_batch: int, lora: bool
+                          ) -> tuple[str, float]:
     """Return which sample fits another prompt than its own, and the largest |log ratio| if all are of those."""
     count = len(conditioning.prompts)
     with weights(policy, lora):

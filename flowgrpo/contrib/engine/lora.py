@@ -73,7 +73,7 @@ class LoraSender:
         # A checksum of all weights takes seconds, and is needed where names differ, which the first LoRA shows.
         before = self._checksums.get(name) if name in self._sent else self.engine.checksum([name])[name]
         self.engine.set_lora(str(file), name)
-        same, said = self.engine.compared(name, expected)
+        same, said = self.engine.compare_hashes(name, expected)
         if not same and MISSING in said and "checksum mismatch" not in said:  # names of fused projections differ
             now = self._checksums[name] = self.engine.checksum([name])[name]
             same, said = now != before or expected == self._sent.get(name), "its weights are what they were before"
@@ -88,7 +88,7 @@ class LoraSender:
             if name in self._checksums:
                 same, said = self.engine.checksum([name])[name] == self._checksums[name], "its checksum has changed"
             else:
-                same, said = self.engine.compared(name, expected)
+                same, said = self.engine.compare_hashes(name, expected)
             if not same:
                 raise EngineError("another LoRA", f"{self.engine.url} holds another LoRA than the one that was sent: "
                                                   f"{said}; has it another client?")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flowgrpo.config.geometry import BatchShape
 from flowgrpo.config.schema import Config
-from flowgrpo.contrib.engine.client import Engine, EngineError, Request, Sample, close, stacked
+from flowgrpo.contrib.engine.client import Engine, EngineError, Request, Sample, close, stack
 from flowgrpo.contrib.engine.lora import LoraSender
 from flowgrpo.errors import UserError
 from flowgrpo.methods import targets
@@ -139,7 +139,7 @@ class EngineSampler:
                     leaves = [[seed(int(p), number * group + leaf) for leaf in range(group)] for p in prompts]
                     asked = requests(policy, conditioning, prompts.tolist(), leaves, spec,
                                      self.rollouts.geometry.micro_batch)
-                    samples = drawn(self.engine, asked, threads.map)
+                    samples = sample_requests(self.engine, asked, threads.map)
                     policy.evaluations += len(samples) * spec.steps
                     groups = range(first, first := first + len(prompts))
                     yield part_of(policy, conditioning, samples, groups, prompts.repeat_interleave(group), spec)
@@ -148,7 +148,7 @@ class EngineSampler:
             self.engine.release()
 
 
-def drawn(engine: Engine, asked: Sequence[Request], mapped: Callable[..., Any] = map) -> list[Sample]:
+def sample_requests(engine: Engine, asked: Sequence[Request], mapped: Callable[..., Any] = map) -> list[Sample]:
     """Return the samples of requests, in their order."""
     return [sample for samples in mapped(engine.rollout, asked) for sample in samples]
 
@@ -191,14 +191,14 @@ def part_of(policy: PipelinePolicy, conditioning: Conditioning, samples: Sequenc
     places = range(samples[0].states.shape[0]) if len(kept) != len(samples[0].states) else kept
     states = {step: torch.stack([sample.states[place] for sample in samples]).to(device, policy.dtype)
               for place, step in enumerate(places)}
-    rows, logp = torch.arange(len(samples)), stacked(samples, "logp")
+    rows, logp = torch.arange(len(samples)), stack(samples, "logp")
     transitions = tuple(Transitions(step, states[step], prompts, rows, states[step + 1],
-                                    _scored(samples, logp[:, step:step + 1].to(policy.device), step, spec, device))
+                                    _score(samples, logp[:, step:step + 1].to(policy.device), step, spec, device))
                         for step in trained)
     return Part(groups, prompts, spec, transitions, (states[spec.steps].to(policy.device),))
 
 
-def _scored(samples: Sequence[Sample], logp: Tensor, step: int, spec: RolloutSpec, device: torch.device) -> Scored:
+def _score(samples: Sequence[Sample], logp: Tensor, step: int, spec: RolloutSpec, device: torch.device) -> Scored:
     """Return the engine's score [b,1] of a step, with its means where the loss reads them."""
     mean = std = None
     if spec.keep_means:
@@ -243,13 +243,13 @@ class EngineRollouts(Extension):
         served = self.engine.info()
         trainer.log(f"rollouts by {self.engine.url}: {served.get('model_path', 'an unnamed model')}, version "
                     f"{served.get('version', 'unknown')}")
-        self._placed()
+        self._attach_engine()
 
     @classmethod
     def require(cls, setup: Setup) -> None:
         check(setup)
 
-    def _placed(self) -> None:
+    def _attach_engine(self) -> None:
         """Have the present rollouts draw by the engine."""
         rollouts: Any = self.trainer.rollouts  # those of a denoiser, as the check of the run says
         if rollouts.drawer is None:
@@ -258,7 +258,7 @@ class EngineRollouts(Extension):
     @contextlib.contextmanager
     def around_epoch(self) -> Iterator[None]:
         """Context manager: rollouts that a phase made anew draw by the engine too."""
-        self._placed()
+        self._attach_engine()
         yield
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from flowgrpo.contrib.engine import faults
 from flowgrpo.contrib.engine.client import Engine, EngineError, Sample
 from flowgrpo.contrib.engine.lora import LoraSender
-from flowgrpo.contrib.engine.sampler import drawn, part_of, requests
+from flowgrpo.contrib.engine.sampler import part_of, requests, sample_requests
 from flowgrpo.errors import UserError
 from flowgrpo.objectives.ratios import Guard, PlainRatio, SquaredErrorRatio
 from flowgrpo.policies.pipelines.conditioning import Conditioning
@@ -89,9 +89,9 @@ def rows(engine: Engine, policy_of: Callable[[str], PipelinePolicy], precisions:
         for number, precision in enumerate(precisions):
             policy = policy_of(precision)
             conditioning = policy.encode(list(asked.prompts), [asked.negative] * len(asked.prompts))
-            spec = specified(policy, conditioning, asked)
+            spec = rollout_spec(policy, conditioning, asked)
             if not number:
-                samples = _drawn(engine, policy, conditioning, spec, asked, sender)
+                samples = _sample(engine, policy, conditioning, spec, asked, sender)
             for (lora, batch), of in samples.items():
                 found.append(_row(policy, conditioning, spec, precision, batch, lora, samples, of))
     finally:
@@ -101,7 +101,7 @@ def rows(engine: Engine, policy_of: Callable[[str], PipelinePolicy], precisions:
     return found
 
 
-def specified(policy: PipelinePolicy, conditioning: Conditioning, asked: Asked) -> RolloutSpec:
+def rollout_spec(policy: PipelinePolicy, conditioning: Conditioning, asked: Asked) -> RolloutSpec:
     """Return the rollout on the pipeline's own sigmas, with noise in all steps but the last."""
     if policy.process != "flow":
         raise UserError("flowgrpo verify: got a pipeline that predicts noise or v, expected a flow: a stock engine "
@@ -114,8 +114,8 @@ def specified(policy: PipelinePolicy, conditioning: Conditioning, asked: Asked) 
     return RolloutSpec(grid, AllSteps()(asked.steps, 0, 0), kernel, Euler(), asked.count, asked.count, keep_means=True)
 
 
-def _drawn(engine: Engine, policy: PipelinePolicy, conditioning: Conditioning, spec: RolloutSpec, asked: Asked,
-           sender: LoraSender | None) -> dict[tuple[bool, int], list[Sample]]:
+def _sample(engine: Engine, policy: PipelinePolicy, conditioning: Conditioning, spec: RolloutSpec, asked: Asked,
+            sender: LoraSender | None) -> dict[tuple[bool, int], list[Sample]]:
     """Return the samples by (with the LoRA, samples of a request); all have the same seeds."""
     of, places = seeder(asked.seed, 0), range(len(asked.prompts))
     seeds = [[of(prompt, sample) for sample in range(asked.count)] for prompt in places]
@@ -127,7 +127,7 @@ def _drawn(engine: Engine, policy: PipelinePolicy, conditioning: Conditioning, s
             engine.unset_lora()
         for batch in asked.batches:
             asks = requests(policy, conditioning, places, seeds, spec, batch, means=True)
-            found[lora, batch] = drawn(engine, asks)
+            found[lora, batch] = sample_requests(engine, asks)
     return found
 
 
@@ -141,7 +141,7 @@ def _row(policy: PipelinePolicy, conditioning: Conditioning, spec: RolloutSpec, 
     with faults.weights(policy, lora):
         each = faults.by_step(policy, conditioning, part, batch, LOG_RATIOS)
     clips = {type(log_ratio).__name__: float(values.max()) / SHARE for log_ratio, values in zip(LOG_RATIOS, each)}
-    found = faults.found(policy, conditioning, part, of, samples[lora, 1], each[0], batch, lora)
+    found = faults.find_faults(policy, conditioning, part, of, samples[lora, 1], each[0], batch, lora)
     return Row(precision, batch, lora, tuple(each[0].amax(0).tolist()), clips, tuple(found))
 
 
@@ -185,7 +185,7 @@ def adapter_of(path: Path) -> dict[str, Any]:
     return given
 
 
-def randomised(policy: PipelinePolicy, seed: int) -> None:
+def randomise_lora(policy: PipelinePolicy, seed: int) -> None:
     """Give a policy's LoRA drawn values, the same on every device and in every precision."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

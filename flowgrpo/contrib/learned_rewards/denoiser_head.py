@@ -33,14 +33,14 @@ def blocks(denoisers: Sequence[nn.Module]) -> list[nn.Module]:
     return [found[place] for place in evenly(len(found), BLOCKS)]
 
 
-def pooled(states: Tensor) -> Tensor:
+def pool(states: Tensor) -> Tensor:
     """Return mean and deviation over all places, [B, 2 C], of tokens [B, L, C] or maps [B, C, ...]."""
     of = states.float() if states.ndim == 3 else states.float().flatten(2).transpose(1, 2)
     return torch.cat([of.mean(1), of.std(1, correction=0)], 1)
 
 
 @contextmanager
-def watched(modules: Sequence[nn.Module]) -> Iterator[list[list[Tensor]]]:
+def record_states(modules: Sequence[nn.Module]) -> Iterator[list[list[Tensor]]]:
     """Context manager: yield, for each module and each tensor that it returns, the pooled states of its calls."""
     seen: dict[tuple[int, int], list[Tensor]] = {}
 
@@ -49,7 +49,7 @@ def watched(modules: Sequence[nn.Module]) -> Iterator[list[list[Tensor]]]:
             given = output if isinstance(output, tuple) else (output,)
             for place, states in enumerate(given):
                 if isinstance(states, Tensor) and states.ndim > 2:
-                    seen.setdefault((number, place), []).append(pooled(states))
+                    seen.setdefault((number, place), []).append(pool(states))
 
         return look
 
@@ -73,7 +73,7 @@ def states(policy: PipelinePolicy, latents: Tensor, conditioning: Conditioning) 
     noise = noise_like(latents, policy.generators([NOISE_SEED] * count))
     x, _ = noised_finals.add_noise(latents, noise, float(times.grid[0]), policy.device, vp)
     before = policy.evaluations
-    with watched(blocks([*policy.denoisers.values()])) as rows:
+    with record_states(blocks([*policy.denoisers.values()])) as rows:
         policy.replay(conditioning, x, times.grid, 0, times.timesteps)
     policy.evaluations = before
     # Under classifier-free guidance, the half with the prompt comes last.

@@ -18,9 +18,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from flowgrpo.contrib.learned_rewards.denoiser_head import DENOISER, DenoiserHead, frozen_policy
-from flowgrpo.contrib.learned_rewards.preference_networks import TEXT, TOKENIZER, ClipHead, Film, saved_film
-from flowgrpo.contrib.learned_rewards.text_network import LANGUAGE, TextHead, on_model
-from flowgrpo.contrib.learned_rewards.text_network import saved as saved_text
+from flowgrpo.contrib.learned_rewards.preference_networks import TEXT, TOKENIZER, ClipHead, Film, build_film
+from flowgrpo.contrib.learned_rewards.text_network import LANGUAGE, TextHead, build_text_head, on_model
 from flowgrpo.errors import UserError, nearest
 from flowgrpo.files import tensors_of
 from flowgrpo.rewards.about import TRAINED, About
@@ -104,8 +103,8 @@ class Preference(LocalModel):
     def reward(self) -> str:  # type: ignore[override]  # of others the class states it
         return self.folder
 
-    def _placed(self, part: Any) -> Any:
-        return part if isinstance(part, (ClipHead, TextHead, DenoiserHead)) else super()._placed(part)
+    def _prepare(self, part: Any) -> Any:
+        return part if isinstance(part, (ClipHead, TextHead, DenoiserHead)) else super()._prepare(part)
 
     def _load(self) -> tuple[Any, Tensor]:
         terms = [(self.chosen[name], term.mean, term.deviation) for name, term in self.known.aspects.items()]
@@ -118,7 +117,7 @@ class Preference(LocalModel):
 
     def scores(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         """Return the network's raw scores [B, A]; their differences between images of a prompt are log-odds."""
-        return self.batched(self._scores, images, prompts)
+        return self.score_batches(self._scores, images, prompts)
 
     def _scores(self, images: Tensor, prompts: list[str]) -> Tensor:
         network = self.models[0]
@@ -142,7 +141,7 @@ class TextPreference(Preference):
                               for at in range(0, len(prompts), size)])
 
 
-def named(folder: Path, aspect: str | None) -> partial[Preference]:
+def reward_factory(folder: Path, aspect: str | None) -> partial[Preference]:
     """Return the reward of a folder, or of one of its aspects, not yet instantiated.
     Raises UserError for an unknown aspect."""
     known = Description.read(folder)
@@ -183,11 +182,11 @@ def read_network(folder: Path, known: Description, device: str, dtype: str = "fp
     Raises UserError if it is unreadable or does not fit."""
     with loading(f"reward {str(folder)!r}", "train it again, or copy its whole folder"):
         if known.network["kind"] == "film":
-            network: Network = saved_film(folder, len(known.aspects), known.network["size"])
+            network: Network = build_film(folder, len(known.aspects), known.network["size"])
         elif known.network["kind"] == "language":
             frozen = known.network["frozen"]
             network = on_model(known.network["model"], len(known.aspects), True) if frozen else \
-                saved_text(folder, len(known.aspects))
+                build_text_head(folder, len(known.aspects))
         elif known.network["kind"] == DENOISER:
             policy = frozen_policy(known.network["model"], known.network["call"], device)
             network = DenoiserHead(policy, known.network["width"])

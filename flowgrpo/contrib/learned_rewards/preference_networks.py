@@ -62,20 +62,20 @@ class Film(nn.Module):
                 "mask": tokens.attention_mask.to(prepared.device)}
 
     def forward(self, images: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
-        return self.judged(self.looked(images), ids, mask)
+        return self.score_features(self.image_features(images), ids, mask)
 
-    def looked(self, images: Tensor) -> Tensor:
+    def image_features(self, images: Tensor) -> Tensor:
         """Return prompt-independent features of images [B, 3, S, S], [B, WIDTH, S / 8, S / 8]."""
         return self.trunk(images.to(next(self.head.parameters()).dtype) / 127.5 - 1)
 
-    def judged(self, seen: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
-        """Return the scores [B, A] of `looked` features with the prompts' ids and mask [B, L]."""
-        text = self._told(ids, mask)
+    def score_features(self, seen: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
+        """Return the scores [B, A] of `image_features` with the prompts' ids and mask [B, L]."""
+        text = self._encode_prompts(ids, mask)
         for block in self.blocks:
             seen = block(seen, text)
         return self.head(torch.cat([seen.mean((2, 3)), seen.amax((2, 3)), text], 1))
 
-    def _told(self, ids: Tensor, mask: Tensor) -> Tensor:
+    def _encode_prompts(self, ids: Tensor, mask: Tensor) -> Tensor:
         """Return the mean of a prompt's states [B, width]; repeated prompts are encoded once."""
         both, places = torch.stack([ids, mask], 1).unique(dim=0, return_inverse=True)
         ids, mask = both.unbind(1)
@@ -111,7 +111,7 @@ class ClipHead(nn.Module):
         super().__init__()
         self.parts, self.prepare, self.device = clip.models, clip.prepare, clip.device  # a tuple: not registered
         self.float_type = clip.float_type
-        width = self._told(["a"]).shape[-1]
+        width = self._encode_prompts(["a"]).shape[-1]
         self.head = nn.Sequential(nn.LayerNorm(3 * width), nn.Linear(3 * width, 256), nn.ReLU(),
                                   nn.Linear(256, aspects))
 
@@ -119,7 +119,7 @@ class ClipHead(nn.Module):
     def rows(self, prepared: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
         """Return features [B, 3 W] of embeddings of width W."""
         images = prepared.to(self.device, self.float_type)
-        text, seen = self._told(prompts), self.parts[0].encode_image(images, normalize=True)
+        text, seen = self._encode_prompts(prompts), self.parts[0].encode_image(images, normalize=True)
         scale = text.shape[-1] ** 0.5  # scales the numbers of a normalised embedding to around 1
         return {"features": torch.cat([seen * scale, text * scale, seen * text * scale**2], 1).float()}
 
@@ -127,7 +127,7 @@ class ClipHead(nn.Module):
         return self.head(features)
 
     @torch.no_grad()
-    def _told(self, prompts: Sequence[str]) -> Tensor:
+    def _encode_prompts(self, prompts: Sequence[str]) -> Tensor:
         model, tokenizer = self.parts
         return model.encode_text(tokenizer(list(prompts)).to(self.device), normalize=True)
 
@@ -150,7 +150,7 @@ def with_text(source: str, aspects: int, size: int) -> Film:
     return Film(text, tokenizer, aspects, size)
 
 
-def saved_film(folder: Path, aspects: int, size: int) -> Film:
+def build_film(folder: Path, aspects: int, size: int) -> Film:
     """Build the Film network from a folder's text encoder configuration and tokenizer, without its weights."""
     from transformers import AutoTokenizer
 

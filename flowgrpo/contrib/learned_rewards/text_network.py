@@ -98,7 +98,7 @@ def on_model(source: str, aspects: int, frozen: bool) -> TextHead:
     return TextHead(_causal(source, body).eval().requires_grad_(not frozen), tokenizer, aspects, frozen)
 
 
-def saved(folder: Path, aspects: int) -> TextHead:
+def build_text_head(folder: Path, aspects: int) -> TextHead:
     """Build the network from a folder's configuration and tokenizer, without its weights."""
     from transformers import AutoConfig, AutoModel, AutoTokenizer
 

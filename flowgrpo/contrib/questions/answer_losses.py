@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flowgrpo.advantages.group import group_relative
 from flowgrpo.contrib.questions.questions import Question, of_prompt
-from flowgrpo.contrib.questions.scene_answers import balanced, things
+from flowgrpo.contrib.questions.scene_answers import sample_question, things
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.measured import Measured, evenly
@@ -66,7 +66,7 @@ def of_scene(image: Tensor, dice: random.Random) -> tuple[str, str] | None:
     """Return a balanced question about an image [3,64,64] of the starter's world and its answer; None where a blob in
     it is no object, or it is empty."""
     seen = things(read(image))
-    return balanced(seen, dice) if seen and all(each.shape and each.colour for each in seen) else None
+    return sample_question(seen, dice) if seen and all(each.shape and each.colour for each in seen) else None
 
 
 def of_claims(prompt: Prompt, dice: random.Random) -> tuple[str, str]:
@@ -84,7 +84,8 @@ def of_claims(prompt: Prompt, dice: random.Random) -> tuple[str, str]:
     return chosen.question, chosen.answer
 
 
-def asked_of(part: SelfAnswers, prompts: Sequence[Prompt], pictures: Tensor, dice: random.Random) -> list[Asked]:
+def sample_questions(part: SelfAnswers, prompts: Sequence[Prompt], pictures: Tensor, dice: random.Random
+                     ) -> list[Asked]:
     """Return the questions about images [B,3,H,W] of these prompts, as the model reads them."""
     found = []
     for row, (prompt, image) in enumerate(zip(prompts, pictures)):
@@ -96,7 +97,7 @@ def asked_of(part: SelfAnswers, prompts: Sequence[Prompt], pictures: Tensor, dic
     return found
 
 
-def shown(pictures: Tensor) -> list[Any]:
+def as_processor_images(pictures: Tensor) -> list[Any]:
     """Return images [B,3,H,W] in [0, 1] as images that processors read."""
     from PIL import Image
 
@@ -104,7 +105,7 @@ def shown(pictures: Tensor) -> list[Any]:
             pictures.mul(255).round().to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()]
 
 
-def encoded(reader: Any, asked: Sequence[Asked], images: Sequence[Any]) -> Any:
+def encode_questions(reader: Any, asked: Sequence[Asked], images: Sequence[Any]) -> Any:
     """Return questions with their images as the reader's prompts."""
     return reader.encode([each.question for each in asked], images=[images[each.row] for each in asked])
 
@@ -117,22 +118,22 @@ def tokens(reader: Any, answers: Sequence[str]) -> tuple[Tensor, Tensor]:
     return ids, torch.arange(ids.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
 
 
-def said(text: str) -> str:
+def normalise_answer(text: str) -> str:
     """Return an answer's words for a comparison: in lower case, without its full stop."""
     return " ".join(text.lower().split()).rstrip(".")
 
 
 @torch.no_grad()
-def answered(reader: Any, asked: Sequence[Asked], pictures: Tensor) -> list[bool]:
+def check_answers(reader: Any, asked: Sequence[Asked], pictures: Tensor) -> list[bool]:
     """Return whether the likeliest answer to each question is right. images: [B,3,H,W]."""
     from flowgrpo.text.samplers.decoding import Decoding
 
-    images, right = shown(pictures), []
+    images, right = as_processor_images(pictures), []
     for at in range(0, len(asked), TOGETHER):
         some = asked[at:at + TOGETHER]
-        texts = reader.sample(encoded(reader, some, images), Decoding(), reader.generators(range(len(some))),
+        texts = reader.sample(encode_questions(reader, some, images), Decoding(), reader.generators(range(len(some))),
                               torch.ones(len(some), dtype=torch.bool)).texts
-        right += [said(text) == said(each.answer) for text, each in zip(texts, some)]
+        right += [normalise_answer(text) == normalise_answer(each.answer) for text, each in zip(texts, some)]
     return right
 
 
@@ -159,9 +160,9 @@ class AnswerLosses(DataLosses):
         pictures = self.policy.decode_cached(ids)
         seed = seed_of(self.rollouts.config.seed, update, places[0])
         weights = torch.tensor([self.part.weight(example.reward) for example in examples])
-        asked = asked_of(self.part, [example.prompt for example in examples], pictures, random.Random(seed))
+        asked = sample_questions(self.part, [example.prompt for example in examples], pictures, random.Random(seed))
         if asked:
-            losses, right = self._of_answers(asked, shown(pictures), seed)
+            losses, right = self._of_answers(asked, as_processor_images(pictures), seed)
             self.counted[0] += round(MILLIONTHS * right.sum().item())
             self.counted[1] += len(asked)
             rows = torch.tensor([each.row for each in asked])
@@ -173,7 +174,7 @@ class AnswerLosses(DataLosses):
         """Return the loss of each of n questions [n], and how right its answers are [n]."""
         from flowgrpo.text.samplers.decoding import Decoding
 
-        read, count = encoded(self.reader, asked, images), self.part.samples
+        read, count = encode_questions(self.reader, asked, images), self.part.samples
         if not count:
             logp = self.reader.log_probs(read, torch.arange(len(asked)), *tokens(
                 self.reader, [each.answer for each in asked]), Decoding()).logp.sum(1)
@@ -182,7 +183,8 @@ class AnswerLosses(DataLosses):
         with torch.no_grad():
             drawn = self.reader.sample(read.rows(of), Decoding(), self.reader.generators(
                 seed_of(seed, place, count) for place in range(len(of))), torch.zeros(len(of), dtype=torch.bool))
-        right = torch.tensor([said(text) == said(asked[place].answer) for text, place in zip(drawn.texts, of)]).float()
+        right = torch.tensor([normalise_answer(text) == normalise_answer(asked[place].answer)
+                              for text, place in zip(drawn.texts, of)]).float()
         logp = self.reader.log_probs(read, of, drawn.ids, drawn.mask, Decoding()).logp.sum(1)
         return policy_gradient(logp.view(-1, count), right.view(-1, count).to(logp)), right.view(-1, count).mean(1)
 
@@ -236,13 +238,13 @@ class HeldOutAnswers(Extension):
 
     def on_base(self, measured: Measured, functions: Mapping[str, Any]) -> None:
         with self.trainer.policy.reference():
-            self.found = [self._measured(measured)]
+            self.found = [self._answer_accuracy(measured)]
 
     def on_measured(self, measured: Measured) -> Metrics:
-        return self._measured(measured)
+        return self._answer_accuracy(measured)
 
     def on_finished(self, measured: Measured) -> None:
-        self.found.append(self._measured(measured))
+        self.found.append(self._answer_accuracy(measured))
 
     def summary(self) -> str | None:
         if not self.found:
@@ -251,16 +253,16 @@ class HeldOutAnswers(Extension):
                 for found in self.found]
         return "held-out answers: " + " -> ".join(told)
 
-    def _measured(self, measured: Measured) -> Metrics:
+    def _answer_accuracy(self, measured: Measured) -> Metrics:
         """Return the shares of right answers about what an evaluation holds out; empty where nothing can be asked."""
         prompts, pictures = (self._scenes if self.part.reader == "scene" else self._right)(measured)
-        asked = asked_of(self.part, prompts, pictures, random.Random(0)) if prompts else []
+        asked = sample_questions(self.part, prompts, pictures, random.Random(0)) if prompts else []
         if not asked:
             return {}
         reader = reader_of(self.trainer.policy, self.part.length)
         before = self.trainer.policy.evaluations
         hidden = torch.full_like(pictures, lattice.GROUND if self.part.reader == "scene" else GREY)
-        shares = [float(np.mean(answered(reader, asked, images))) for images in (pictures, hidden)]
+        shares = [float(np.mean(check_answers(reader, asked, images))) for images in (pictures, hidden)]
         self.trainer.policy.evaluations = before
         first = next(iter(measured.mean().values()))
         return {"answers/right": shares[0], "answers/hidden": shares[1], "answers/imbalance": abs(first - shares[0])}

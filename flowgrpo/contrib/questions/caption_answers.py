@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flowgrpo.contrib.questions.question_answers import chosen_in
+from flowgrpo.contrib.questions.question_answers import find_choice
 from flowgrpo.contrib.questions.questions import Question, of_list
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About
@@ -53,12 +53,13 @@ class CaptionAnswers(Tagged):
 
         def question(place: int) -> list[dict[str, Any]]:
             row, entry, order = asked[place]
-            text = fill_template(self._question, question=entry.question, choices=", ".join(rotated(entry, order)))
+            text = fill_template(self._question, question=entry.question,
+                                 choices=", ".join(rotate_choices(entry, order)))
             return [*self._parts(completions[row]), text_part(text)]
 
         def read(answer: Answer, place: int) -> float | None:
             entry = asked[place][1]
-            chosen = None if answer.cut else chosen_in(answer.text, entry.choices)
+            chosen = None if answer.cut else find_choice(answer.text, entry.choices)
             return None if chosen is None else float(chosen == entry.answer)
 
         values: list[list[float | Failed]] = [[] for _ in prompts]
@@ -67,7 +68,7 @@ class CaptionAnswers(Tagged):
         return [_mean(answered) for answered in values]
 
 
-def rotated(question: Question, order: int) -> tuple[str, ...]:
+def rotate_choices(question: Question, order: int) -> tuple[str, ...]:
     """Return a question's choices, rotated by so many places."""
     by = order % len(question.choices)
     return question.choices[by:] + question.choices[:by]

@@ -70,7 +70,7 @@ def relation(prompt: str) -> str | None:
     return next((words for words in RELATIONS if words in prompt.lower()), None)
 
 
-def related(prompt: str, phrases: Sequence[str] | None = None) -> tuple[str, str, str] | None:
+def find_relation(prompt: str, phrases: Sequence[str] | None = None) -> tuple[str, str, str] | None:
     """Return the relation that a prompt names with the objects before and after it, without articles; None for none.
 
     phrases: noun phrases of a sentence, of which the nearest ones count; None for a prompt that has no other words.
@@ -90,7 +90,7 @@ def related(prompt: str, phrases: Sequence[str] | None = None) -> tuple[str, str
     return words, one, other
 
 
-def counted(phrases: Sequence[str]) -> list[tuple[str, int]]:
+def count_objects(phrases: Sequence[str]) -> list[tuple[str, int]]:
     """Return the objects that noun phrases count, in the singular, with their numbers: "three cats" is ("cat", 3)."""
     split = [phrase.lower().strip(" .,").partition(" ") for phrase in phrases]
     return [(singular(name) if NUMBERS[number] > 1 else name, NUMBERS[number])

@@ -26,7 +26,7 @@ from flowgrpo.contrib.questions.questions import NUMBERS, Question, Writer, of_l
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import TRAINED, About
 from flowgrpo.rewards.failures import Failed
-from flowgrpo.rewards.local_model import passed_on
+from flowgrpo.rewards.local_model import model_arguments
 from flowgrpo.rewards.vlm_judge.client import Answer
 from flowgrpo.rewards.vlm_judge.judge import Asking, fill_template, text_part
 from flowgrpo.rewards.vlm_judge.parse import conclusion, declines
@@ -152,7 +152,7 @@ class QuestionAnswers:
         return self.by == "judge" or self.writer is not None
 
     def _answering(self) -> ByVqa | ByJudge | ByFolder:
-        given = passed_on("question_answers", self.dtype, self.device, self.batch_size)
+        given = model_arguments("question_answers", self.dtype, self.device, self.batch_size)
         if self.by == "vqa":
             options = {"question": "Question: {} Short answer:"} | given | self.vqa
             return ByVqa(Answering(**options), self.score)
@@ -236,13 +236,13 @@ class ByJudge(Asking):
             return [*self._parts(images[row]), text_part(text)]
 
         def read(answer: Answer, i: int) -> float | None:
-            chosen = None if answer.cut else chosen_in(answer.text, questions[i][1].choices)
+            chosen = None if answer.cut else find_choice(answer.text, questions[i][1].choices)
             return None if chosen is None else float(chosen == questions[i][1].answer)
 
         return self._values(question, read, len(questions))
 
 
-def chosen_in(text: str, choices: Sequence[str]) -> str | None:
+def find_choice(text: str, choices: Sequence[str]) -> str | None:
     """Return the one choice that an answer names, after its last `Answer:` if it has one; digits match number words."""
     if declines(text):
         return None

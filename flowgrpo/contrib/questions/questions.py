@@ -179,14 +179,14 @@ class Writer(CachedWriter[Question]):
     def read(self, entries: object) -> list[Question]:
         return of_list(entries)
 
-    def written_in(self, answer: Answer) -> list[Question]:
-        return written_in(answer)
+    def parse(self, answer: Answer) -> list[Question]:
+        return parse_questions(answer)
 
     def plain(self, entry: Question) -> Any:
         return asdict(entry)
 
 
-def written_in(answer: Answer) -> list[Question]:
+def parse_questions(answer: Answer) -> list[Question]:
     """Return the valid questions in a model's answer, whatever surrounds them; none if it declined or was cut off."""
     if answer.refused or answer.cut or declines(answer.text):
         return []

@@ -42,7 +42,7 @@ def things(reading: Reading) -> list[Thing]:
     return [Thing(each.shape, each.colour, each.centre) for each in reading.objects]
 
 
-def asked() -> list[Question]:
+def all_questions() -> list[Question]:
     """All questions once, with the answers to choose from; which one stands as the answer says nothing."""
     claimed = [Claims((Claim(shape, "red", count),)) for shape in SHAPES for count in (1, *COUNTS.values())]
     claimed += [Claims((Claim(a), Claim(b)), "above") for a, b in permutations(SHAPES, 2)]
@@ -101,13 +101,14 @@ def _where(seen: Things, shape: str, other: str) -> str | None:
     return PLACES[found.pop()] if len(found) == 1 else None
 
 
-def _related(seen: Things, shape: str, relation: str, other: str) -> str | None:
+def _relation_answer(seen: Things, shape: str, relation: str, other: str) -> str | None:
     found = _where(seen, shape, other)
     return None if found is None else "yes" if found == PLACES[relation] else "no"
 
 
 _ANSWERS: dict[str, Callable[..., str | None]] = {
-    "exists": _exists, "total": _total, "count": _count, "colour": _colour, "where": _where, "related": _related}
+    "exists": _exists, "total": _total, "count": _count, "colour": _colour, "where": _where,
+    "related": _relation_answer}
 
 
 Answer = Callable[[Things], str | None]
@@ -117,14 +118,14 @@ Answer = Callable[[Things], str | None]
 def by_kind() -> dict[str, list[tuple[str, Answer]]]:
     """All questions by kind, with what tells their right answers; "exists" of plain and of coloured shapes are two."""
     kinds: dict[str, list[tuple[str, Answer]]] = {}
-    for each in asked():
+    for each in all_questions():
         kind, answer = read_question(each.question)
         coloured = kind == "exists" and any(f" {colour} " in each.question for colour in COLOURS)
         kinds.setdefault("exists, coloured" if coloured else kind, []).append((each.question, answer))
     return kinds
 
 
-def balanced(seen: Things, dice: random.Random, only: str = "") -> tuple[str, str]:
+def sample_question(seen: Things, dice: random.Random, only: str = "") -> tuple[str, str]:
     """Question about an image, and its right answer: kinds are equally likely, then the answers that occur, then the
     questions with that answer. So neither a kind nor its usual answer tells much without the image.
 

@@ -51,7 +51,7 @@ class SelfAnswers:
                  for row, (prompt, entry) in enumerate(zip(prompts, metadata))
                  for question in of_prompt(prompt, entry, self.key, present=True) or ()]
         marks: list[list[bool]] = [[] for _ in prompts]
-        for each, right in zip(asked, answer_losses.answered(reader, asked, images)):
+        for each, right in zip(asked, answer_losses.check_answers(reader, asked, images)):
             marks[each.row].append(right)
         return [sum(of) / len(of) if of else
                 Failed(f"self_answers: no question can be made of the prompt {prompt!r}")

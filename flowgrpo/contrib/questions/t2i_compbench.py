@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowgrpo.contrib.questions.phrases import Phrases, counted, related, relation
+from flowgrpo.contrib.questions.phrases import Phrases, count_objects, find_relation, relation
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.clip import ClipScore
 from flowgrpo.rewards.geneval.detectors import Detection, Detector, detector, in_process, load_detector
-from flowgrpo.rewards.local_model import LocalModel, load_pretrained, passed_on
+from flowgrpo.rewards.local_model import LocalModel, load_pretrained, model_arguments
 from flowgrpo.rewards.preprocessing import Preparation
 
 LONGEST = 35  # tokens of a question
@@ -56,7 +56,7 @@ class BlipVqa(LocalModel):
 
     def __call__(self, images: Tensor, questions: Sequence[str]) -> Tensor:
         """Return the probability for each image [B, 3, H, W] in [0, 1] and its question: [B] on the CPU."""
-        return self.batched(self._probabilities, images, questions)
+        return self.score_batches(self._probabilities, images, questions)
 
     def _probabilities(self, images: Tensor, questions: list[str]) -> Tensor:
         model, tokenizer = self.models
@@ -121,11 +121,12 @@ class Owl(LocalModel):
         outputs.logits, outputs.pred_boxes = outputs.logits.float(), outputs.pred_boxes.float()
         seen = processor.image_processor.post_process_object_detection(
             outputs, threshold=self.least, target_sizes=[tuple(images.shape[-2:])] * len(names))
-        return [_sorted(some, *(one[key].tolist() for key in ("boxes", "labels", "scores")))
+        return [_sort_detections(some, *(one[key].tolist() for key in ("boxes", "labels", "scores")))
                 for some, one in zip(names, seen)]
 
 
-def _sorted(names: list[str], boxes: list[list[float]], labels: list[int], scores: list[float]) -> list[Detection]:
+def _sort_detections(names: list[str], boxes: list[list[float]], labels: list[int], scores: list[float]
+                     ) -> list[Detection]:
     """Return detections, highest score first."""
     detections = [Detection((left, top, right, bottom), names[label], score)
                   for (left, top, right, bottom), label, score in zip(boxes, labels, scores)]
@@ -187,7 +188,7 @@ class T2ICompBench:
         if self.dimension not in (None, *DIMENSIONS):
             raise UserError(f"reward 't2i_compbench': dimension is {self.dimension!r}, expected "
                             f"{', '.join(DIMENSIONS)}")
-        given = passed_on("t2i_compbench", self.dtype, self.device, self.batch_size)
+        given = model_arguments("t2i_compbench", self.dtype, self.device, self.batch_size)
         make: dict[str, Callable[[], Any]] = {
             "vqa": lambda: BlipVqa(**given | self.vqa), "detector": lambda: self._detector(given),
             "clip": lambda: CompBenchClip(**given | self.clip)}
@@ -227,21 +228,22 @@ class T2ICompBench:
 
     def _places(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]],
                 sentences: list[bool]) -> list[float]:
-        claims = [related(prompt, self.phrases.of(prompt, entry) if sentence else None)
+        claims = [find_relation(prompt, self.phrases.of(prompt, entry) if sentence else None)
                   for prompt, entry, sentence in zip(prompts, metadata, sentences)]
         side = max(images.shape[-2:])
-        found = self._seen(images, [claim[1:] if claim else () for claim in claims])
+        found = self._detect(images, [claim[1:] if claim else () for claim in claims])
         scores = []
         for claim, seen in zip(claims, found):
-            one, other = self._named(claim[1:]) if claim else ("", "")
+            one, other = self._detector_labels(claim[1:]) if claim else ("", "")
             scores.append(in_place(seen, one, other, claim[0], side) if claim else 0.0)
         return scores
 
     def _numbers(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]],
                  sentences: list[bool]) -> list[float]:
-        claims = [counted(self.phrases.of(prompt, entry)) for prompt, entry in zip(prompts, metadata)]
-        seen = self._seen(images, [[name for name, _ in claim] for claim in claims])
-        return [in_number(some, list(zip(self._named([name for name, _ in claim]), (count for _, count in claim))))
+        claims = [count_objects(self.phrases.of(prompt, entry)) for prompt, entry in zip(prompts, metadata)]
+        seen = self._detect(images, [[name for name, _ in claim] for claim in claims])
+        return [in_number(some, list(zip(self._detector_labels([name for name, _ in claim]),
+                                         (count for _, count in claim))))
                 for some, claim in zip(seen, claims)]
 
     def _actions(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]],
@@ -250,14 +252,14 @@ class T2ICompBench:
                  for prompt, entry, sentence in zip(prompts, metadata, sentences)]
         return self._models["clip"](images, texts).tolist()
 
-    def _seen(self, images: Tensor, names: Sequence[Sequence[str]]) -> list[list[Detection]]:
+    def _detect(self, images: Tensor, names: Sequence[Sequence[str]]) -> list[list[Detection]]:
         """Return the detections above the threshold in each image, highest score first."""
         detect = self._models["detector"]
-        seen = detect(images, [self._named(some) for some in names]) if isinstance(detect, Owl) else detect(images)
+        seen = detect(images, list(map(self._detector_labels, names))) if isinstance(detect, Owl) else detect(images)
         kept = [[one for one in (Detection(*each) for each in some) if one.score > self.threshold] for some in seen]
         return [sorted(some, key=lambda one: -one.score) for some in kept]
 
-    def _named(self, names: Sequence[str]) -> list[str]:
+    def _detector_labels(self, names: Sequence[str]) -> list[str]:
         """Return the names by which the detector knows objects."""
         table = PEOPLE if isinstance(self._models["detector"], Owl) else KNOWN_AS
         return [table.get(name, name) for name in names]
@@ -293,11 +295,11 @@ def in_place(seen: Sequence[Detection], one: str, other: str, words: str, side: 
     first, second = (next((each for each in seen if each.label == name), None) for name in (one, other))
     score = sum(0.25 * each.score for each in (first, second) if each is not None)
     if first is not None and second is not None:
-        score += placed_as(first.box, second.box, words, side) / 2
+        score += relation_score(first.box, second.box, words, side) / 2
     return score if score >= HALF else 0.0
 
 
-def placed_as(box: Sequence[float], other: Sequence[float], words: str, side: int) -> float:
+def relation_score(box: Sequence[float], other: Sequence[float], words: str, side: int) -> float:
     """Return the credit in [0, 1] of a relation between two boxes (left, top, right, bottom)."""
     x, y = ((other[i] + other[i + 2] - box[i] - box[i + 2]) / 2 for i in (0, 1))
     if words in BESIDE:

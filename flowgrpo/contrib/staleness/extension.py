@@ -65,7 +65,7 @@ def behaviour_weights(log_ratio: Tensor, mask: Tensor, cap: float) -> Tensor:
     return excess.exp().masked_fill(excess > math.log(cap), 0.0)
 
 
-def refused(setup: Setup) -> dict[str, bool]:
+def conflicts(setup: Setup) -> dict[str, bool]:
     """Return what keeps a run from staleness or partial rollouts, besides what it lacks, in words, and whether it
     applies."""
     config, method = setup.config, setup.method
@@ -151,7 +151,7 @@ class Staleness(Extension):
 
     @classmethod
     def refused(cls, setup: Setup) -> dict[str, bool]:
-        return refused(setup)
+        return conflicts(setup)
 
     # --- one epoch ---------------------------------------------------------------------------------------------------
 
@@ -172,16 +172,16 @@ class Staleness(Extension):
                         future.result()
         last = self.queue[-1].epoch if self.queue else run.epoch - 1
         for epoch in range(last + 1, min(run.epoch + self.bound, epochs - 1) + 1):
-            self.queue.append(self._drawn(epoch))
+            self.queue.append(self._sample_epoch(epoch))
         self.current = self.queue.pop(0)
-        return self._scored(self.current)
+        return self._finish_epoch(self.current)
 
-    def _drawn(self, epoch: int) -> Drawn:
+    def _sample_epoch(self, epoch: int) -> Drawn:
         """Sample the groups of an epoch, and begin to score them."""
         run = self.run
         if self.pool is None:
             batch = sampling.choose_prompts(run, epoch)
-            drawn = run.with_oom_retry(partial(self._sampled, epoch, batch))
+            drawn = run.with_oom_retry(partial(self._sample_batch, epoch, batch))
         else:
             whole = run.with_oom_retry(partial(self.pool.draw, epoch))
             prompts = [of.prompt for of in whole]
@@ -194,7 +194,7 @@ class Staleness(Extension):
         run.progress.sampled += len(drawn.batch) * run.config.train.group
         return drawn
 
-    def _sampled(self, epoch: int, batch: list[Prompt]) -> Drawn:
+    def _sample_batch(self, epoch: int, batch: list[Prompt]) -> Drawn:
         run = self.run
         own = run.processes.own(run.geometry.repeat_per_slice(batch))
         drawn = Drawn(epoch, run.epoch, run.optimization.update, batch, own)
@@ -233,7 +233,7 @@ class Staleness(Extension):
         drawn.pending += sampling.submit(self.run, unwrap(drawn.scoring), unwrap(drawn.scorer), drawn.prompts, part,
                                          outputs, drawn.conditioning)
 
-    def _scored(self, drawn: Drawn) -> Epoch:
+    def _finish_epoch(self, drawn: Drawn) -> Epoch:
         """Return an epoch with its scores, and parts whose old policy is the present one."""
         run, every = self.run, self.run.config.eval.every
         with run.clock("reward"), run.processes.collective():
@@ -249,15 +249,16 @@ class Staleness(Extension):
                         *sampling.group_signals(run, drawn.parts, len(drawn.batch)))
         parts, self.weights = drawn.parts, []
         if drawn.update != run.optimization.update:
-            parts = run.with_oom_retry(partial(self.decoupled, drawn), "update")
+            parts = run.with_oom_retry(partial(self.decouple, drawn), "update")
         assert drawn.conditioning is not None, "an epoch that is scored is encoded"
         return Epoch(epoch_batch, drawn.prompts, parts, drawn.conditioning)
 
-    def decoupled(self, drawn: Drawn) -> list[Part]:
+    def decouple(self, drawn: Drawn) -> list[Part]:
         """Return the parts of an epoch that older weights drew, scored by the present ones."""
         run, self.weights = self.run, []
         with torch.no_grad(), run.clock("rescore"), run.processes.collective():
-            parts = [decoupled(part, run.rollouts.replay(part, drawn.conditioning), run.method.loss.log_ratio, self.cap)
+            parts = [decouple_part(part, run.rollouts.replay(part, drawn.conditioning), run.method.loss.log_ratio,
+                                   self.cap)
                      for part in drawn.parts]
         self.weights = [unwrap(taken.importance).cpu()[taken.old.mask.cpu()] for part in parts
                         for taken in part.transitions]
@@ -350,25 +351,25 @@ class Rescored(Extension):
         trainer, epoch = self.trainer, sampling.draw(self.trainer)
         drawn = Drawn(trainer.epoch, trainer.epoch - 1, 0, epoch.groups.prompts, epoch.own, epoch.parts,
                       conditioning=epoch.conditioning)
-        epoch.parts = self.staleness.decoupled(drawn)
+        epoch.parts = self.staleness.decouple(drawn)
         return epoch
 
 
-def decoupled(part: Part, replayed: Iterator[tuple[int, slice, Scored]], log_ratio: LogRatio, cap: float) -> Part:
+def decouple_part(part: Part, replayed: Iterator[tuple[int, slice, Scored]], log_ratio: LogRatio, cap: float) -> Part:
     """Return a part that older weights drew, whose old scores are those of its replay, the proximal policy's.
 
     Its decisions are weighted by `behaviour_weights`, times the correction that they have.
     """
     weights = [torch.ones_like(taken.old.logp, dtype=torch.float32) for taken in part.transitions]
 
-    def weighted() -> Iterator[tuple[int, slice, Scored]]:
+    def weigh_rows() -> Iterator[tuple[int, slice, Scored]]:
         for k, rows, new in replayed:
             behaviour = part.transitions[k].old.rows(rows).to(new.logp.device)
             of = behaviour_weights(log_ratio(new, behaviour), new.mask, cap)
             weights[k][rows] = of.to(weights[k])
             yield k, rows, new
 
-    proximal = rescore(part, weighted())
+    proximal = rescore(part, weigh_rows())
     return replace(proximal, transitions=tuple(
         replace(taken, importance=weight if before.importance is None else weight * before.importance.to(weight))
         for taken, before, weight in zip(proximal.transitions, part.transitions, weights)))

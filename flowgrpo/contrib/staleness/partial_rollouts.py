@@ -51,7 +51,7 @@ class Pool:
         fresh, asked, waiting = [*self.fresh], self.asked, [*self.groups]
         missing = max(min(train.prompts + self.extra, train.prompts * (train.epochs - epoch)) - len(waiting), 0)
         while len(fresh) < missing:
-            fresh += self._asked(asked)
+            fresh += self._plan_groups(asked)
             asked += 1
         waiting += [Waiting(prompt, begin(seeds, self.policy.text.max_tokens)) for prompt, seeds in fresh[:missing]]
         tokenized, before = run.rollouts.conditioning([of.prompt for of in waiting], epoch), run.policy.evaluations
@@ -67,7 +67,7 @@ class Pool:
         self.groups = [of for place, of in enumerate(waiting) if place not in whole]
         return [waiting[place] for place in whole]
 
-    def _asked(self, epoch: int) -> list[tuple[Prompt, list[int]]]:
+    def _plan_groups(self, epoch: int) -> list[tuple[Prompt, list[int]]]:
         """Return the groups of an epoch of a run without over-provision: their prompts and the seeds of samples."""
         batch, group = sampling.choose_prompts(self.run, epoch), self.run.geometry.group
         seed = self.run.rollouts.seeds(epoch, 0, len(batch))

@@ -48,7 +48,8 @@ def rounding(read: float, signal: float) -> float:
     return math.sqrt(max(read**2 - signal**2, 0.0))
 
 
-def sized(signal: Measure, target: float, most: float = math.inf, known: float | None = None) -> tuple[float, float]:
+def step_factor(signal: Measure, target: float, most: float = math.inf, known: float | None = None
+                ) -> tuple[float, float]:
     """Return the factor of a step with which its signal is the target, and this signal.
 
     most: bound of the factor. known: the signal of the step as it is.
@@ -87,7 +88,7 @@ class Calibration:
     scales: list[float] = field(default_factory=list)
 
     @property
-    def ended(self) -> bool:
+    def is_finished(self) -> bool:
         return self.done >= self.updates
 
     @property
@@ -116,18 +117,18 @@ class Calibration:
         self.done += 1
         if self.done > self.updates // 2:
             self.scales.append(self.scale)
-        if self.ended:
+        if self.is_finished:
             self.scale = geometric_mean(self.scales)
         return factor
 
     def _step(self, signal: Measure, target: float, most: float) -> tuple[float, float, bool]:
         """Return the factor of a step, its signal, and whether it is scaled."""
         if self.floor is None:
-            return *sized(signal, target, most), True
+            return *step_factor(signal, target, most), True
         known = signal(1.0)
         if math.isfinite(known) and known <= SPIKE * max(target, 2 * self.floor / self.reach):
             return 1.0, known, False
-        return *sized(signal, target, most, known), True
+        return *step_factor(signal, target, most, known), True
 
 
 VELOCITY, NATS = 0.015, 0.2  # targets of images and clips, and of texts
@@ -174,7 +175,7 @@ class StepSize(Extension):
     def on_credited(self, epoch: Epoch) -> None:
         """Choose the decisions that an epoch's updates are measured by."""
         self.signal, self.reading, self.first = None, None, self.trainer.optimization.update
-        if self.calibration.ended:
+        if self.calibration.is_finished:
             return
         own = [part for part in epoch.parts if part.weights is None]  # without those of earlier epochs
         self.signal = self.kind(self.trainer, own, epoch.conditioning, self.states)
@@ -183,14 +184,14 @@ class StepSize(Extension):
     def on_gradients(self, update: int) -> None:
         """Keep the weights before a step, and the reading under them."""
         self.before = {}
-        if self.signal is None or self.calibration.ended:
+        if self.signal is None or self.calibration.is_finished:
             return
         if not any(each.grad is not None and each.grad.any() for each in self.trainer.optimization.parameters):
             self.reading = None  # what momentum alone does is no step to size
             return
         if self.reading is None:
             with self.trainer.processes.collective():
-                recorded = self.signal.recorded() if update == self.first else None
+                recorded = self.signal.rollout_reading() if update == self.first else None
                 self.reading = recorded or self.signal.read()
         self.before = {key: weight.detach().clone() for key, weight in self.trainer.policy.weights.named.items()}
 
@@ -216,7 +217,7 @@ class StepSize(Extension):
             self.calibration(measure, left, train.first_lr * self.calibration.scale)
             self._require_floor(signal.name)
             optimization.scale = self.calibration.scale
-            if self.calibration.ended:
+            if self.calibration.is_finished:
                 self._tell(signal.name)
         self.reading, self.before = after, {}
 
@@ -231,12 +232,12 @@ class StepSize(Extension):
     def _tell(self, name: str) -> None:
         found = self.calibration
         if self.trainer.processes.first:
-            self.trainer.log(f"train.lr: {self.found:.3g} (auto: after {quantity(found.done, 'update')}, {name} "
+            self.trainer.log(f"train.lr: {self.base_rate:.3g} (auto: after {quantity(found.done, 'update')}, {name} "
                              f"{found.moved:.2g} "
                              f"of {found.target:.2g} at the whole rate)")
 
     @property
-    def found(self) -> float:
+    def base_rate(self) -> float:
         """Learning rate before its schedule, as it is found so far."""
         return float(self.trainer.config.train.first_lr * self.calibration.scale)
 
@@ -246,7 +247,7 @@ class StepSize(Extension):
         measured = {} if self.signal is None or known.floor is None else \
             {"step_size/moved": known.moved, "step_size/floor": known.floor}
         self.signal = self.reading = None
-        return {"step_size/rate": self.found} | measured
+        return {"step_size/rate": self.base_rate} | measured
 
     def state(self) -> tuple[Tensors, dict[str, Any]]:
         """Return the calibration, for a checkpoint."""

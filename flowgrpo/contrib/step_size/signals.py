@@ -32,7 +32,7 @@ class Signal(Protocol):
     name: str
     reach: float
 
-    def recorded(self) -> Reading | None:
+    def rollout_reading(self) -> Reading | None:
         """Return the reading that the rollout recorded; None: it has to be replayed."""
 
     def read(self) -> Reading:
@@ -98,7 +98,7 @@ class Velocity:
         for (part, k, taken), rows in zip(steps, spread([len(taken.x) for _, _, taken in steps], count)):
             self.states += [(part, k, some) for some in rows.split(trainer.geometry.micro_batch) if len(some)]
 
-    def recorded(self) -> Reading | None:
+    def rollout_reading(self) -> Reading | None:
         return None
 
     def read(self) -> Reading:
@@ -132,21 +132,21 @@ class Tokens:
         self.parts = [replace(part, transitions=(of.rows(rows[some]),), advantages=(), rewards=())
                       for (part, of), rows, some in zip(taken, drawn, spread([*map(len, drawn)], count)) if len(some)]
 
-    def recorded(self) -> Reading | None:
+    def rollout_reading(self) -> Reading | None:
         """Return the scores of the rollout, unless an older policy drew it."""
         if self.trainer.method.rollout.lag.most:
             return None
-        return [self._counted(part.transitions[0].old.logp, part) for part in self.parts]
+        return [self._mask_logp(part.transitions[0].old.logp, part) for part in self.parts]
 
     def read(self) -> Reading:
-        return [self._counted(torch.cat([*self._scores(part)]), part) for part in self.parts]
+        return [self._mask_logp(torch.cat([*self._scores(part)]), part) for part in self.parts]
 
     def _scores(self, part: Part) -> Iterator[Tensor]:
         for _, _, new in self.trainer.rollouts.replay(part, self.conditioning):
             yield new.logp.detach()
 
     @staticmethod
-    def _counted(logp: Tensor, part: Part) -> Tensor:
+    def _mask_logp(logp: Tensor, part: Part) -> Tensor:
         """Return log-probabilities [m,L] on the CPU, 0 where a token does not count."""
         return logp.cpu().float().masked_fill(~part.transitions[0].old.mask.cpu(), 0.0)
 

@@ -28,7 +28,7 @@ DIRECTIONS = 256  # of the features' largest spread, which a head looks at where
 Seen: TypeAlias = tuple[Tensor, list[float]]  # features [k, F] of the images shown, and the vote's shares [k]
 
 
-def seen(features: Tensor, vote: Vote) -> Seen | None:
+def observe(features: Tensor, vote: Vote) -> Seen | None:
     """Return what a vote teaches; None for a skipped one. features: [n, F] of all images of its question."""
     return None if vote.target is None else (features[list(vote.shown)], vote.target)
 
@@ -62,7 +62,7 @@ class Head:
         return sum(int(self(of).argmax()) == target.index(1.0) for of, target in decided), len(decided)
 
 
-def fitted(votes: Sequence[Seen], ridges: Sequence[float] = RIDGES) -> Head:
+def fit_head(votes: Sequence[Seen], ridges: Sequence[float] = RIDGES) -> Head:
     """Return the head of all votes. It scores 0 where there are none."""
     rows = torch.cat([of for of, _ in votes]).double() if votes else torch.zeros(1, 1, dtype=torch.double)
     mean, spread = rows.mean(0), rows.std(0, correction=0)
@@ -70,18 +70,18 @@ def fitted(votes: Sequence[Seen], ridges: Sequence[float] = RIDGES) -> Head:
     nothing = Head(mean, scale, torch.zeros_like(mean))
     if not votes:
         return nothing
-    z, basis = _reduced((rows - mean) / scale)
+    z, basis = _reduce((rows - mean) / scale)
     sizes = [len(target) for _, target in votes]
     shares = [torch.tensor(target, dtype=torch.double) for _, target in votes]
     groups = list(zip(z.split(sizes), shares))
-    found = {ridge: _left_out(groups, ridge * len(votes)) for ridge in ridges}
+    found = {ridge: _leave_one_out(groups, ridge * len(votes)) for ridge in ridges}
     ridge = max(found, key=lambda one: float(found[one][0].mean()))
     gains, w = found[ridge]
     error = float(gains.std()) / len(votes)**0.5 if len(votes) > 1 else math.inf
     return Head(mean, scale, basis @ w, ridge, float(gains.mean()), error)
 
 
-def _reduced(z: Tensor) -> tuple[Tensor, Tensor]:
+def _reduce(z: Tensor) -> tuple[Tensor, Tensor]:
     """Return (z in coordinates of its own rows' space [N, r], the basis [F, r]): a ridge's solution lies in it.
 
     r is DIRECTIONS at most.
@@ -95,7 +95,7 @@ def _reduced(z: Tensor) -> tuple[Tensor, Tensor]:
     return z @ basis, basis
 
 
-def solved(groups: Sequence[Seen] | Sequence[tuple[Tensor, Tensor]], ridge: float) -> tuple[Tensor, Tensor]:
+def fit_ridge(groups: Sequence[Seen] | Sequence[tuple[Tensor, Tensor]], ridge: float) -> tuple[Tensor, Tensor]:
     """Return (w [r], the Hessian [r, r]) at the minimum of the summed cross-entropies + ridge |w|^2 / 2."""
     width = groups[0][0].shape[1]
     w, eye = torch.zeros(width, dtype=torch.double), torch.eye(width, dtype=torch.double)
@@ -126,9 +126,9 @@ def _loss(stacked: dict[int, tuple[Tensor, Tensor]], w: Tensor, ridge: float) ->
     return float(torch.stack(losses).sum() + ridge / 2 * w @ w)
 
 
-def _left_out(groups: Sequence[tuple[Tensor, Tensor]], ridge: float) -> tuple[Tensor, Tensor]:
+def _leave_one_out(groups: Sequence[tuple[Tensor, Tensor]], ridge: float) -> tuple[Tensor, Tensor]:
     """Return (log-likelihoods [N] of votes that are left out one by one, above those of chance; w)."""
-    w, hessian = solved(groups, ridge)
+    w, hessian = fit_ridge(groups, ridge)
     inverse = torch.linalg.inv(hessian)
     gains = []
     for z, target in groups:

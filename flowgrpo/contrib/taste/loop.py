@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from flowgrpo.contrib.learned_rewards.denoiser_head import states
-from flowgrpo.contrib.taste.head import Head, Seen, fitted, seen
+from flowgrpo.contrib.taste.head import Head, Seen, fit_head, observe
 from flowgrpo.contrib.taste.votes import Question, Vote, VoteLog
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
@@ -96,7 +96,7 @@ class Drawn:
     checks: list[str]
 
 
-def rewarded(head: Head, features: Tensor) -> Tensor:
+def head_rewards(head: Head, features: Tensor) -> Tensor:
     """Return the rewards [P, G] of samples, float32: the head's scores less their group's mean, in deviations of the
     batch. features: [P, G, F]."""
     scores = head(features.flatten(0, 1)).view(features.shape[:2])
@@ -110,14 +110,14 @@ def features_file(folder: Path, batch: int) -> Path:
     return folder / FEATURES / f"{batch:05d}.safetensors"
 
 
-def learned(folder: Path, log: VoteLog, batches: int) -> list[Seen]:
+def read_observations(folder: Path, log: VoteLog, batches: int) -> list[Seen]:
     """Return what the votes on the first batches teach, from the features that a run's folder keeps."""
     taught: list[Seen] = []
     for batch in range(batches):
         if votes := log.of(batch):
             features = load_file(features_file(folder, batch))["shown"]
             taught += [each for place, vote in sorted(votes.items())
-                       if (each := seen(features[place], vote)) is not None]
+                       if (each := observe(features[place], vote)) is not None]
     return taught
 
 
@@ -134,7 +134,7 @@ class VotedEpochs(Extension):
         self.run, self.taste, self.voter, self.folder = trainer, taste, taste.voter, taste.folder
         self.queue: list[Drawn] = []
         self.unasked: list[Drawn] = []  # of a checkpoint's queue
-        self.head = fitted([])
+        self.head = fit_head([])
         self.taught: list[Seen] = []
         self.metrics: Metrics = {}
 
@@ -163,19 +163,19 @@ class VotedEpochs(Extension):
         self._fit(batch if turn == 0 else batch + 1)  # a resumed run's head
         if turn == 0:
             self._learn(batch)
-        return run.with_oom_retry(self._scored)
+        return run.with_oom_retry(self._sample_epoch)
 
     def _fit(self, batches: int) -> None:
         """Fit the head to the votes on the first batches, unless it is."""
         if batches and not self.taught:
-            self.taught = learned(self.folder, self.voter.log, batches)
-            self.head = fitted(self.taught)
+            self.taught = read_observations(self.folder, self.voter.log, batches)
+            self.head = fit_head(self.taught)
 
     def _learn(self, batch: int) -> None:
         """Draw the batch behind the present one, wait for the votes on the present one, and fit the head to all."""
         run = self.run
         for number in range(batch + len(self.queue), batch + 2):
-            drawn = run.with_oom_retry(partial(self._drawn, number))
+            drawn = run.with_oom_retry(partial(self._sample_batch, number))
             self.queue.append(drawn)
             self.voter.ask(self._questions(drawn))
         with run.clock("reward"):
@@ -185,10 +185,10 @@ class VotedEpochs(Extension):
             run.stop.check()
         features = load_file(features_file(self.folder, batch))["shown"]
         of = [each for place, vote in sorted(unwrap(votes).items())
-              if (each := seen(features[place], vote)) is not None]
+              if (each := observe(features[place], vote)) is not None]
         right, decided = self.head.right(of) if self.taught else (0, 0)
         self.taught = self.taught + of
-        self.head = fitted(self.taught)
+        self.head = fit_head(self.taught)
         if not self.head.beats_chance(self.taste.errors):
             run.log(f"epoch {run.epoch + 1}: after {quantity(len(self.taught), 'vote')} the learned taste does not "
                     "predict one better than chance, so that this batch teaches the weights nothing")
@@ -199,14 +199,14 @@ class VotedEpochs(Extension):
         self.voter.tell(updates=run.optimization.update,
                          **{"foretold": {"right": right, "of": decided}} if decided else {})
 
-    def _scored(self) -> Epoch:
+    def _sample_epoch(self) -> Epoch:
         """Return an epoch of fresh samples, with the head's scores as rewards."""
         run, group = self.run, self.run.config.train.group
         prompts = sampling.choose_prompts(run, run.epoch)
-        drawn = [*self._sampled(prompts, run.epoch)]
+        drawn = [*self._sample_parts(prompts, run.epoch)]
         with run.clock("reward"):
             features = torch.cat([of for _, _, of, _ in drawn]).unflatten(0, (-1, group))
-            scores = (rewarded(self.head, features) if self.head.beats_chance(self.taste.errors) else
+            scores = (head_rewards(self.head, features) if self.head.beats_chance(self.taste.errors) else
                       features.new_zeros(features.shape[:2]).float())[..., None]
         batch = sampling.empty_batch(run, run.epoch)
         batch.add(prompts, scores, run.scoring.sum_rewards(scores))
@@ -214,8 +214,8 @@ class VotedEpochs(Extension):
         run.progress.sampled += scores.numel()
         return Epoch(batch, prompts, [part for _, part, _, _ in drawn], drawn[0][0])
 
-    def _sampled(self, prompts: list[Prompt], epoch: int, turn: int = 0
-                 ) -> Iterator[tuple[Encoded, Part, Tensor, Tensor | None]]:
+    def _sample_parts(self, prompts: list[Prompt], epoch: int, turn: int = 0
+                      ) -> Iterator[tuple[Encoded, Part, Tensor, Tensor | None]]:
         """Yield parts with their conditioning, features [rows, F] and images; turn 0 decodes none."""
         run, scoring, policy = self.run, self.run.scoring, cast(Any, self.run.policy)
         scoring.start_epoch(epoch, run.config.train.epochs, run.memory)
@@ -231,12 +231,12 @@ class VotedEpochs(Extension):
 
     # --- questions ---------------------------------------------------------------------------------------------------
 
-    def _drawn(self, batch: int) -> Drawn:
+    def _sample_batch(self, batch: int) -> Drawn:
         """Draw the images of a batch of questions, and the features of those that are shown."""
         run, group, features, place = self.run, self.run.config.train.group, [], 0
         epoch = batch * self.taste.rounds
         prompts = sampling.choose_prompts(run, epoch)
-        for _, _, of, outputs in self._sampled(prompts, epoch, turn=1):
+        for _, _, of, outputs in self._sample_parts(prompts, epoch, turn=1):
             features.append(of.unflatten(0, (-1, group))[:, :SHOWN])
             for images in unwrap(outputs).split(group):
                 for file, image in zip(self._files(batch, "q", place, min(SHOWN, group)), images):
@@ -245,10 +245,10 @@ class VotedEpochs(Extension):
         atomic.make_folder(self.folder / FEATURES)
         with atomic.replacing(features_file(self.folder, batch)) as file:
             save_file({"shown": torch.cat(features).contiguous()}, file)
-        checks = self._drawn_checks(batch) if run.optimization.update else []
+        checks = self._sample_checks(batch) if run.optimization.update else []
         return Drawn(batch, [prompt.text for prompt in prompts], checks)
 
-    def _drawn_checks(self, batch: int) -> list[str]:
+    def _sample_checks(self, batch: int) -> list[str]:
         """Draw held-out prompts with the base and with the present weights, from the same noises."""
         run, count, settings = self.run, self.taste.checks, self.run.config.eval
         held, policy = run.held_out, cast(Any, run.policy)

@@ -14,8 +14,8 @@ from flowgrpo.config import parse
 from flowgrpo.config.schema import Config
 from flowgrpo.contrib.learned_rewards import preference
 from flowgrpo.contrib.learned_rewards.denoiser_head import DENOISER, DenoiserHead
-from flowgrpo.contrib.taste.head import Head, fitted
-from flowgrpo.contrib.taste.loop import CHECKS, FEATURES, ROUNDS, VOTES, Taste, learned
+from flowgrpo.contrib.taste.head import Head, fit_head
+from flowgrpo.contrib.taste.loop import CHECKS, FEATURES, ROUNDS, VOTES, Taste, read_observations
 from flowgrpo.contrib.taste.votes import VoteLog
 from flowgrpo.data import provenance, sets
 from flowgrpo.data.pairs import OVERALL
@@ -46,8 +46,8 @@ OWN: dict[str, dict[str, Any]] = {
         "to_q", "to_k", "add_k_proj", "linear_1", "linear_2"]}}
 
 
-def configured(model: str, prompts: str, lora: str | None, output: Path, options: Mapping[str, Any], resume: bool
-               ) -> Config:
+def session_config(model: str, prompts: str, lora: str | None, output: Path, options: Mapping[str, Any], resume: bool
+                   ) -> Config:
     """Return the configuration of a session in the folder `output`. options: further keys, dotted, as texts.
 
     Raises UserError for a folder that holds something else, prompts that are missing, a LoRA that is none, and a model
@@ -110,7 +110,7 @@ def train(config: Config, taste: Taste, resume: bool) -> int:
 def head_of(folder: Path, log: VoteLog) -> Head:
     """Return the head of all votes of a session, those of a batch that is not whole too."""
     batches = [int(file.stem) for file in (folder / FEATURES).glob("*.safetensors")]
-    return fitted(learned(folder, log, max(batches, default=-1) + 1))
+    return fit_head(read_observations(folder, log, max(batches, default=-1) + 1))
 
 
 def save_head(folder: Path, head: Head, config: Config, measured: Mapping[str, Any]) -> None:
@@ -136,4 +136,4 @@ def finish(config: Config, log: VoteLog, epochs: int) -> dict[str, Any]:
     (folder / "before.json").unlink(missing_ok=True)  # the base is measured again, by the head
     known = {"train": config.train.model_copy(update={"epochs": epochs})}
     return run(config.model_copy(update=known), True,
-               functions={REWARD: preference.named(folder / REWARD, None)()})
+               functions={REWARD: preference.reward_factory(folder / REWARD, None)()})

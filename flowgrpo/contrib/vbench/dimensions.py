@@ -28,7 +28,7 @@ from torch.nn.functional import interpolate, normalize
 
 from flowgrpo.errors import UserError
 from flowgrpo.packages import import_optional
-from flowgrpo.rewards.about import About, described
+from flowgrpo.rewards.about import About, with_facts
 from flowgrpo.rewards.local_model import LocalModel, load_pretrained, require_arguments, resolve_device
 from flowgrpo.rewards.preprocessing import DEVIATION, MEAN, eight_bit
 
@@ -45,7 +45,7 @@ def eight_bit_levels(videos: Tensor, reward: str) -> Tensor:
     return (videos.float() * 255).round().clamp(0, 255)
 
 
-@described(About(modality="video", range=(0, 1), needs="", licence="Apache-2.0"))
+@with_facts(About(modality="video", range=(0, 1), needs="", licence="Apache-2.0"))
 def temporal_flickering(videos: Tensor, prompts: Sequence[str]) -> Tensor:
     """VBench's temporal flickering: 1 minus the mean absolute difference of neighbouring frames, 1 for a still clip."""
     levels = eight_bit_levels(videos, "temporal_flickering")
@@ -107,7 +107,7 @@ class SubjectConsistency(_Consistency):
         return ViTModel
 
     def _features(self, frames: Tensor) -> Tensor:
-        frames = _normalised(interpolate(frames, _sides(frames), mode="bilinear"), *IMAGENET)
+        frames = _normalise(interpolate(frames, _sides(frames), mode="bilinear"), *IMAGENET)
         states = self.models[0](pixel_values=frames.to(self.float_type), interpolate_pos_encoding=True)
         return states.last_hidden_state[:, 0]
 
@@ -133,7 +133,7 @@ class BackgroundConsistency(_Consistency):
         frames = interpolate(frames, _sides(frames), mode="bicubic")
         top, left = (round((side - SIZE) / 2) for side in frames.shape[-2:])
         frames = frames[..., top:top + SIZE, left:left + SIZE]
-        frames = _normalised(frames, MEAN, DEVIATION).to(self.float_type)
+        frames = _normalise(frames, MEAN, DEVIATION).to(self.float_type)
         return self.models[0](pixel_values=frames).image_embeds
 
 
@@ -144,7 +144,7 @@ def _sides(frames: Tensor) -> tuple[int, int]:
     return int(SIZE * height / short), int(SIZE * width / short)
 
 
-def _normalised(frames: Tensor, mean: Sequence[float], deviation: Sequence[float]) -> Tensor:
+def _normalise(frames: Tensor, mean: Sequence[float], deviation: Sequence[float]) -> Tensor:
     low, spread = (torch.tensor(values, device=frames.device)[:, None, None] for values in (mean, deviation))
     return (frames / 255 - low) / spread
 
@@ -206,7 +206,7 @@ class VBench:
             # The package reads the action of a person from the file's name.
             names = {row: f"{prompts[row][:LONGEST].replace('/', ' ')}-{row:06}.mp4" for row in rows}
             asked = {names[row]: {"prompt": prompts[row], "facts": facts[row]} for row in rows}
-            answer = self._asked([videos[row] for row in rows], asked, self.fps or fps or USUAL)
+            answer = self._package_scores([videos[row] for row in rows], asked, self.fps or fps or USUAL)
             scale = 100 if self.dimension in PERCENT else 1
             for row, name in names.items():
                 scores[row] = answer[name] / scale if name in answer else None
@@ -214,7 +214,8 @@ class VBench:
                 raise RuntimeError(f"vbench scored {len(answer)} of {len(rows)} videos")
         return scores
 
-    def _asked(self, clips: Sequence[Tensor], asked: dict[str, dict[str, Any]], fps: float) -> dict[str, float]:
+    def _package_scores(self, clips: Sequence[Tensor], asked: dict[str, dict[str, Any]], fps: float
+                        ) -> dict[str, float]:
         """Return the package's scores of clips [F, 3, H, W] by their names, the keys of `asked`."""
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)

@@ -72,7 +72,7 @@ def rows(measured: Measured) -> list[Row]:
     samples, places = len(measured.prompts) // count, evenly(count, len(measured.images))
     return [Row(prompt.text, [image], [{name: values[i * samples] for name, values in measured.scores.items()}],
                 sources.of(prompt, frames_of(image)))
-            for i, prompt, image in zip(places, shown_prompts(measured), measured.images)]
+            for i, prompt, image in zip(places, image_prompts(measured), measured.images)]
 
 
 def frames_of(image: torch.Tensor | str) -> int | None:
@@ -80,6 +80,6 @@ def frames_of(image: torch.Tensor | str) -> int | None:
     return len(image) if not isinstance(image, str) and image.ndim == 4 else None
 
 
-def shown_prompts(measured: Measured) -> list[Prompt]:
+def image_prompts(measured: Measured) -> list[Prompt]:
     """Return the prompt of each kept image."""
     return spread(list({id(prompt): prompt for prompt in measured.prompts}.values()), len(measured.images))

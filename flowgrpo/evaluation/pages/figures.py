@@ -20,7 +20,7 @@ PANELS = 3
 
 
 @contextmanager
-def styled() -> Iterator[Any]:
+def figure_style() -> Iterator[Any]:
     """Context manager: yield pyplot, drawing into files, in this style."""
     import matplotlib
 
@@ -80,7 +80,7 @@ def plot(curves: Mapping[str, Curve], path: Path) -> None:
     model, 1."""
     across = min(len(curves), PANELS)
     down = -(-len(curves) // across)
-    with styled() as pyplot:
+    with figure_style() as pyplot:
         figure, panels = pyplot.subplots(down, across, figsize=(4.2 * across, 3.4 * down), squeeze=False)
         for panel in list(panels.flat)[len(curves):]:
             panel.remove()

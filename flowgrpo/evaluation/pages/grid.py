@@ -52,7 +52,7 @@ class Font:
 
     def draw(self, pen: ImageDraw.ImageDraw, at: tuple[float, float], text: str, colour: str) -> None:
         """Draw a line whose upper left corner is `at`."""
-        left, line = at[0], at[1] + _opened(_own(), self.size).getmetrics()[0]
+        left, line = at[0], at[1] + _load_font(_own(), self.size).getmetrics()[0]
         for font, run in self._runs(text):
             pen.text((left, line), run, colour, font, anchor="ls")
             left += font.getlength(run)
@@ -67,7 +67,7 @@ class Font:
                 runs[-1][1] += letter
             else:
                 runs.append([path, letter])
-        return ((_opened(path, self.size), run) for path, run in runs)
+        return ((_load_font(path, self.size), run) for path, run in runs)
 
 
 @functools.cache
@@ -78,7 +78,7 @@ def _own() -> str:
 
 
 @functools.cache
-def _opened(path: str, size: int) -> ImageFont.FreeTypeFont:
+def _load_font(path: str, size: int) -> ImageFont.FreeTypeFont:
     return ImageFont.truetype(path, size)
 
 
@@ -87,7 +87,7 @@ def _holder(letter: str) -> str:
     """Return the font that has this letter. Without one, warn once and draw a box."""
     if _has(_own(), letter):
         return _own()
-    fallback = next((path for path in _installed() if _has(path, letter)), None)
+    fallback = next((path for path in _find_fonts() if _has(path, letter)), None)
     if fallback is None:
         if not _lacking:
             print(f"no font of this machine has the letter {letter!r}: what is lacking is a box on pages of images; "
@@ -97,7 +97,7 @@ def _holder(letter: str) -> str:
 
 
 @functools.cache
-def _installed() -> tuple[str, ...]:
+def _find_fonts() -> tuple[str, ...]:
     """Return the installed scalable fonts, upright sans serif first."""
     from matplotlib.font_manager import fontManager
 
@@ -110,7 +110,7 @@ def _has(path: str, letter: str) -> bool:
     from matplotlib.ft2font import FT2Font
 
     try:
-        return bool(FT2Font(path).get_char_index(ord(letter))) and bool(_opened(path, 12))
+        return bool(FT2Font(path).get_char_index(ord(letter))) and bool(_load_font(path, 12))
     except (OSError, RuntimeError):  # matplotlib remembers deleted fonts; bitmap emoji fonts have a single size
         return False
 
@@ -166,12 +166,12 @@ def draw_grid(path: str | Path, columns: Sequence[str], rows: Sequence[Row], sum
     for key, text in (facts or {}).items():
         chunks.add_text(key, text)
     with atomic.replacing(path) as file:
-        _drawn(columns, rows, summary).save(file, format="PNG", pnginfo=chunks)
+        _render(columns, rows, summary).save(file, format="PNG", pnginfo=chunks)
     if moments := moving([image for row in rows for image in row.images]):
         stills = ([replace(row, images=[_still(image, at) for image in row.images], sources=[
             Source(name, still(picture, at)) for name, picture in row.sources]) for row in rows] for at in moments)
         seconds = seconds_of(max(len(image) for row in rows for image in row.images), fps)
-        animate(path.with_suffix(".webp"), [_drawn(columns, at, summary) for at in stills], seconds)
+        animate(path.with_suffix(".webp"), [_render(columns, at, summary) for at in stills], seconds)
     return path
 
 
@@ -193,7 +193,7 @@ def format_score(value: float, digits: int) -> str:
     return "n/a" if math.isnan(value) else format_value(value, digits)
 
 
-def _drawn(columns: Sequence[str], rows: Sequence[Row], summary: Summary | None) -> Image.Image:
+def _render(columns: Sequence[str], rows: Sequence[Row], summary: Summary | None) -> Image.Image:
     images = [[_tile(image) for image in row.images] for row in rows]
     cell = tuple(max(picture.size[axis] for line in images for picture in line) for axis in (0, 1))
     beside = [_beside(row.sources) if row.sources else None for row in rows]
@@ -218,11 +218,11 @@ def contact(path: str | Path, images: Sequence[torch.Tensor], captions: Sequence
 
 def _tile(image: torch.Tensor | str) -> Image.Image:
     if isinstance(image, str):
-        return _written(image)
+        return _text_image(image)
     return _image(image) if image.ndim == 3 else _strip(image)
 
 
-def _written(text: str) -> Image.Image:
+def _text_image(text: str) -> Image.Image:
     """Draw the first LINES lines of a text as an image."""
     paragraphs = text.splitlines() or [""]
     lines = [line for paragraph in paragraphs for line in _wrap(paragraph, CAPTION, LARGEST - 16, LINES)][:LINES]

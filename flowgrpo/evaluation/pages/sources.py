@@ -65,11 +65,11 @@ def save(folder: Path, prompts: Sequence[Prompt], frames: int | None = None) -> 
         for file in folder.iterdir():
             if re.fullmatch(r"\d+-\w+(-\d+)?\.(png|webp)", file.name):
                 file.unlink()
-    return [[_saved(folder, f"{number:03d}-{name}", key, images) for name, key, images in _named(prompt, frames)]
+    return [[_save(folder, f"{number:03d}-{name}", key, images) for name, key, images in _label_sources(prompt, frames)]
             for number, prompt in enumerate(prompts)]
 
 
-def _named(prompt: Prompt, frames: int | None) -> Iterator[tuple[str, str, list[Image.Image]]]:
+def _label_sources(prompt: Prompt, frames: int | None) -> Iterator[tuple[str, str, list[Image.Image]]]:
     seen = Counter[str]()
     for key, images in _read(prompt, frames):
         key = "image" if key == "images" else key
@@ -77,7 +77,7 @@ def _named(prompt: Prompt, frames: int | None) -> Iterator[tuple[str, str, list[
         seen[key] += 1
 
 
-def _saved(folder: Path, name: str, key: str, images: list[Image.Image]) -> str:
+def _save(folder: Path, name: str, key: str, images: list[Image.Image]) -> str:
     file = folder / f"{name}.{'webp' if key == 'video' else 'png'}"
     first, *rest = [_within(image, KEPT) for image in images]
     with atomic.replacing(file) as place:

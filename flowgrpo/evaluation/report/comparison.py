@@ -61,13 +61,13 @@ def write(runs: Sequence[Path], output: Path | None = None) -> Path:
     names = [folder.name for folder in folders]
     labels = names if len(set(names)) == len(names) else list(map(str, folders))
     output = output or folders[0].parent / f"{'-'.join(names)}.html"
-    compared = [Compared(label, flat(read_yaml(folder / CONFIG)), measured_epochs(folder))
+    compared = [Compared(label, flat(read_yaml(folder / CONFIG)), epoch_metrics(folder))
                 for label, folder in zip(labels, folders)]
     atomic.write_text(output, page(compared))
     return output
 
 
-def measured_epochs(folder: Path) -> list[dict[str, Any]]:
+def epoch_metrics(folder: Path) -> list[dict[str, Any]]:
     """Return the metrics of a run's epochs, with the held-out rewards before the first one and after the last one."""
     lines, run = read_lines(folder / "metrics.jsonl", "epoch"), read(folder)
     last = lines[-1] if lines and run.state == "finished" else {}
@@ -94,7 +94,7 @@ def flat(nested: dict[str, Any], above: str = "") -> dict[str, Any]:
 def differing(runs: Sequence[Compared]) -> dict[str, list[str]]:
     """Return the settings that differ, with the value of each run; empty where a run has no such key."""
     keys = dict.fromkeys(key for run in runs for key in run.settings if key not in APART)
-    rows = {key: [_shown(run.settings[key]) if key in run.settings else "" for run in runs] for key in keys}
+    rows = {key: [_format(run.settings[key]) if key in run.settings else "" for run in runs] for key in keys}
     return {key: values for key, values in rows.items() if len(set(values)) > 1}
 
 
@@ -103,7 +103,7 @@ def _text(text: str) -> str:
     return html.escape(plain(text))
 
 
-def _shown(value: Any) -> str:
+def _format(value: Any) -> str:
     return "none" if value is None else str(value)
 
 

@@ -88,7 +88,7 @@ def _data(run: Path) -> dict[str, Any]:
                                    summary.get("structure"), stages[0] if stages else None,
                                    shares(stages)[-1][1] if len(stages) > 1 else None),
             "sample": nouns.sample,
-            "changes": [each.as_json() for each in reward_changes if each.known and lines],
+            "changes": [each.as_json() for each in reward_changes if each.has_scores and lines],
             "tasks": {name: cells(rows) for name, rows in summary.get("compared", {}).items() if len(rows) > 1},
             "digits": digits(stages, last),
             "metrics": columns(lines), "charts": drawn, "zeros": zeros, "stages": thin(stages),
@@ -195,11 +195,11 @@ def charts(config: Config, lines: list[dict[str, Any]], stages: list[dict[str, A
     A series is {label} with the `key` of a metric, optionally its deviation's key as `band` and the `size` of the
     chart's unit, or with x and y.
     """
-    reward_charts = [_reward(config, name, lines, stages) | {"range": ranges.get(name) or _seen_range(name, stages)}
+    reward_charts = [_reward(config, name, lines, stages) | {"range": ranges.get(name) or _score_range(name, stages)}
                      for name in (config.trained | config.watched)]
     rest = [key for key in columns(lines) if key not in PLAIN
             and not re.fullmatch(rf"reward/.+/(mean|std)|held_out/.+|{looks.LOOKS}.+", key)]
-    gathered = [_gathered(title, note, pattern, rest, lines) for title, note, pattern in GATHERED]
+    gathered = [_chart(title, note, pattern, rest, lines) for title, note, pattern in GATHERED]
     gathered = [_in_bytes(chart, lines) if "{unit}" in chart["note"] else chart for chart in gathered]
     alone = [key for key in rest if not any(re.fullmatch(pattern, key) for _, _, pattern in GATHERED)
              and any(isinstance(line.get(key), (int, float)) for line in lines)]
@@ -218,13 +218,13 @@ def without_zeros(all_charts: list[dict[str, Any]], lines: list[dict[str, Any]]
     return [chart for chart in all_charts if chart["title"] not in flat], flat
 
 
-def _seen_range(name: str, stages: list[dict[str, Any]]) -> list[float] | None:
+def _score_range(name: str, stages: list[dict[str, Any]]) -> list[float] | None:
     """Return [0, 1] if all held-out scores lie there; None means unknown."""
     scores = [score for stage in stages for score in stage["scores"].get(name, []) if score is not None]
     return [0, 1] if scores and all(0 <= score <= 1 for score in scores) else None
 
 
-def _gathered(title: str, note: str, pattern: str, keys: list[str], lines: list[dict[str, Any]]) -> dict[str, Any]:
+def _chart(title: str, note: str, pattern: str, keys: list[str], lines: list[dict[str, Any]]) -> dict[str, Any]:
     """Return a chart of the keys that match. The chart of failures has no curve if nothing failed."""
     curves = [(match[1], key) for key in keys if (match := re.fullmatch(pattern, key))]
     if title.startswith("Failed") and not any(line.get(key) for line in lines for _, key in curves):

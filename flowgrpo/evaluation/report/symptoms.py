@@ -40,8 +40,9 @@ def of_run(config: Config, lines: Sequence[dict[str, Any]], clip: float | None) 
     """
     texts = {"flat reward": _flat(config, lines[-FLAT:], lines[:START]),
              "equal rewards": _equal(config, lines[-EQUAL:]),
-             "clip fraction": _clipped(config, lines[-CLIPPED:], clip), "skipped updates": _skipped(config, lines[-1:]),
-             "collapse": _collapsed(lines[-FLAT:]), "large weights": _grown(config, lines[-1:]),
+             "clip fraction": _clip_symptom(config, lines[-CLIPPED:], clip),
+             "skipped updates": _skip_symptom(config, lines[-1:]),
+             "collapse": _collapse_symptom(lines[-FLAT:]), "large weights": _growth_symptom(config, lines[-1:]),
              "small gradient": _tiny(config, lines[-1:])}
     return [Symptom(name, text) for name, text in texts.items() if text]
 
@@ -92,7 +93,7 @@ def _equal(config: Config, lines: Sequence[dict[str, Any]]) -> str | None:
             "prompts' difficulty, a reward with values in between, and train.group")
 
 
-def _clipped(config: Config, lines: Sequence[dict[str, Any]], clip: float | None) -> str | None:
+def _clip_symptom(config: Config, lines: Sequence[dict[str, Any]], clip: float | None) -> str | None:
     """Describe a clip that never acts although the policy may leave the old one, or that cuts every decision."""
     fractions, ratios = (_column(lines, key, CLIPPED) for key in ("clip_fraction", "log_ratio_max"))
     if clip is None or fractions is None:
@@ -107,7 +108,7 @@ def _clipped(config: Config, lines: Sequence[dict[str, Any]], clip: float | None
     return None
 
 
-def _skipped(config: Config, lines: Sequence[dict[str, Any]]) -> str | None:
+def _skip_symptom(config: Config, lines: Sequence[dict[str, Any]]) -> str | None:
     """Describe updates without an effect, as counted since the run began."""
     count = lines[0].get("skipped_updates") if lines else None
     if not count:
@@ -117,7 +118,7 @@ def _skipped(config: Config, lines: Sequence[dict[str, Any]]) -> str | None:
             f"finite: look at train.lr, the precision and the rewards' scale{scale}")
 
 
-def _grown(config: Config, lines: Sequence[dict[str, Any]]) -> str | None:
+def _growth_symptom(config: Config, lines: Sequence[dict[str, Any]]) -> str | None:
     """Describe weights that training has moved by more than the base's own size."""
     change = _column(lines, "weights/change", 1)
     if change is None or change[0] < GROWN:
@@ -137,7 +138,7 @@ def _tiny(config: Config, lines: Sequence[dict[str, Any]]) -> str | None:
             f"{1 - share[0]:.2g} of train.lr: set train.eps to {typical / 100:.0e}")
 
 
-def _collapsed(lines: Sequence[dict[str, Any]]) -> str | None:
+def _collapse_symptom(lines: Sequence[dict[str, Any]]) -> str | None:
     """Describe a gradient that has vanished, or samples that are all the same, as after updates that are too large."""
     last = lines[-COLLAPSED:]
     apart, norms = (_column(last, key, COLLAPSED) for key in ("diversity", "grad_norm"))

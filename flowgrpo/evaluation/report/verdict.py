@@ -63,8 +63,8 @@ class Outcome:
                                        "or another term of the loss."]
         if self.idle:
             said.append(f"{len(self.idle)} of {quantity(self.epochs, 'epoch')} trained nothing "
-                        f"({_numbered(self.idle)}): {self.why}.")
-        return said + [f"{name} gave no score in {quantity(len(epochs), 'epoch')} ({_numbered(epochs)})."
+                        f"({_epoch_list(self.idle)}): {self.why}.")
+        return said + [f"{name} gave no score in {quantity(len(epochs), 'epoch')} ({_epoch_list(epochs)})."
                        for name, epochs in self.silent if not set(epochs) <= set(self.idle)]
 
 
@@ -94,7 +94,7 @@ def outcome(config: Config, lines: Sequence[dict[str, Any]]) -> Outcome:
                    tuple((name, epochs) for name, epochs in silent.items() if epochs), not flat)
 
 
-def untrained(summary: dict[str, Any]) -> list[str]:
+def untrained_lines(summary: dict[str, Any]) -> list[str]:
     """Return the sentences on what was not trained of a run's summary.json; none of earlier versions.
 
     Raises UserError if the file has another form.
@@ -144,7 +144,7 @@ def _of_reward(name: str, lines: Sequence[dict[str, Any]]) -> str:
     return ""
 
 
-def _numbered(epochs: Sequence[int]) -> str:
+def _epoch_list(epochs: Sequence[int]) -> str:
     """Return numbers of epochs in words."""
     first, last = epochs[0], epochs[-1]
     if len(epochs) > 1 and last - first + 1 == len(epochs):
@@ -171,7 +171,7 @@ class Change:
     count: int
 
     @property
-    def known(self) -> bool:
+    def has_scores(self) -> bool:
         """True if any sample has a score at both times."""
         return self.count > 0
 
@@ -257,8 +257,8 @@ def sentences(config: Config, lines: list[dict[str, Any]], reward_changes: list[
     toned = untrained + toned if ended.nothing or not ended.taught else toned + untrained
     toned += [("warn", f"{sets.caution(config.prompts)}.")] if config.train_on_test_set else []
     toned += [("plain", f"{kept[0].upper()}{kept[1:]}.")] if kept else []
-    if any(each.known for each in reward_changes) and lines:
-        toned += [_moved(each, nouns.sample, ended.nothing) for each in reward_changes if each.known]
+    if any(each.has_scores for each in reward_changes) and lines:
+        toned += [_describe_change(each, nouns.sample, ended.nothing) for each in reward_changes if each.has_scores]
         toned += _hacking(reward_changes, nouns.sample)
     toned += _structure(structure)
     toned += looks.describe_looks(shares or {})
@@ -271,7 +271,7 @@ def sentences(config: Config, lines: list[dict[str, Any]], reward_changes: list[
     return [{"tone": tone, "text": text} for tone, text in toned]
 
 
-def _moved(moved: Change, sample: str, untrained: bool = False) -> tuple[str, str]:
+def _describe_change(moved: Change, sample: str, untrained: bool = False) -> tuple[str, str]:
     """Describe one reward's change in a sentence. untrained: no weight changed."""
     kind = "trained on" if moved.weight is not None else "eval-only"
     images = f"{moved.count} held-out {inflect(moved.count, sample)}"

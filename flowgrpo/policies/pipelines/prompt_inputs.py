@@ -93,7 +93,7 @@ def require(cls: type, prompts: Iterable[Prompt], call: Mapping[str, Any] = {}, 
     known, takes, sizes = names(cls), call_parameters(cls), set[Size]()
     frames, sized = call.get("num_frames"), {"height", "width"} <= {key for key in call if call[key]}
     for prompt in prompts:
-        given = prompt.inputs.given()
+        given = prompt.inputs.as_dict()
         for key in given:
             _require_key(cls, known, prompt.inputs, key)
         if {"image", "control_image"} <= given.keys() and known["image"] == known["control_image"]:
@@ -115,7 +115,7 @@ def require(cls: type, prompts: Iterable[Prompt], call: Mapping[str, Any] = {}, 
 def require_image_alone(prompts: Iterable[Prompt], model: str) -> None:
     """Raise UserError for the first prompt that brings more than one image to a language model."""
     for prompt in prompts:
-        for key in prompt.inputs.given().keys() - {"image"}:
+        for key in prompt.inputs.as_dict().keys() - {"image"}:
             raise prompt.inputs.error(key, f"{model} is a language model, which takes one `image` at most: leave it "
                                       "out")
 
@@ -135,7 +135,7 @@ def _require_key(cls: type, known: Mapping[str, str], inputs: Inputs, key: str) 
 def _require_present(cls: type, known: Mapping[str, str], prompt: Prompt, call: Mapping[str, Any],
                      ip_adapter: bool | None, last: bool | None) -> None:
     """Raise UserError for a prompt without an image that the pipeline needs, and for one that it has no part for."""
-    given = prompt.inputs.given().keys() | call.keys()
+    given = prompt.inputs.as_dict().keys() | call.keys()
     if "ip_adapter_image" in given and ip_adapter is False:
         raise prompt.inputs.error("ip_adapter_image", f"{cls.__name__} has no IP-Adapter loaded: set load.ip_adapter")
     if "last_image" in given and last is False:
@@ -291,7 +291,7 @@ def decode_inputs(pipe: Any, inputs: Inputs, call: Mapping[str, Any]) -> dict[st
     known = names(type(pipe))
     values: dict[str, Any] = {}
     height, width = (call.get(name) or _default(pipe, name) for name in ("height", "width"))
-    for key, value in inputs.given().items():
+    for key, value in inputs.as_dict().items():
         _require_key(type(pipe), known, inputs, key)
         try:
             if key == "images":

@@ -108,12 +108,12 @@ class ClipColours:
     @torch.no_grad()
     def __call__(self, image: np.ndarray, objects: Sequence[Detection], label: str) -> list[str | None]:
         if label not in self._texts:
-            self._texts[label] = self._embedded(label)
+            self._texts[label] = self._embed_colours(label)
         images = torch.cat([self.clip.prepare(cut(image, one).to(self.clip.device)) for one in objects])
-        shown = torch.cat([self.clip.encoded(some).float().cpu() for some in images.split(self.batch_size)])
+        shown = torch.cat([self.clip.encode_images(some).float().cpu() for some in images.split(self.batch_size)])
         return [NAMES[best] for best in (shown @ self._texts[label].T).argmax(1).tolist()]
 
-    def _embedded(self, label: str) -> Tensor:
+    def _embed_colours(self, label: str) -> Tensor:
         """Return the embeddings of the ten colours of an object [10, D], of unit length, on the CPU."""
         model, tokenizer = self.clip.models
         texts = [text.format(colour=colour, label=label) for colour in NAMES for text in TEXTS]

@@ -186,7 +186,7 @@ class Remote:
             detections = json.loads(answer)["detections"]
             if len(detections) != len(images):
                 raise ValueError(f"{len(detections)} answers, expected {len(images)}")
-            return [[_parsed(**entry) for entry in image] for image in detections]
+            return [[_as_detection(**entry) for entry in image] for image in detections]
         except (*self._client.faults, ValueError, TypeError, KeyError, RecursionError) as error:
             raise RuntimeError(f"the detector at {self.url} did not answer as it should: {error!r}") from None
 
@@ -197,7 +197,7 @@ class Remote:
         return Client({"Content-Type": "application/json"}, connections=8)
 
 
-def _parsed(box: list[float], label: str, score: float) -> Detection:
+def _as_detection(box: list[float], label: str, score: float) -> Detection:
     left, top, right, bottom = map(float, box)
     return Detection((left, top, right, bottom), canonical_label(str(label)), float(score))
 

@@ -27,7 +27,7 @@ from flowgrpo.errors import UserError, nearest
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.geneval.colours import NAMES, ClipColours, colour
 from flowgrpo.rewards.geneval.detectors import Detection, Detector, detector, in_process
-from flowgrpo.rewards.local_model import passed_on
+from flowgrpo.rewards.local_model import model_arguments
 from flowgrpo.rewards.preprocessing import eight_bit
 
 RELATIONS = ("left of", "right of", "above", "below")
@@ -182,7 +182,7 @@ class GenEval:
     def __post_init__(self) -> None:
         if self.score not in SCORES:
             raise UserError(f"reward {self.reward!r}: score is {self.score!r}, expected {', '.join(SCORES)}")
-        given = passed_on(self.reward, self.dtype, self.device, self.batch_size)
+        given = model_arguments(self.reward, self.dtype, self.device, self.batch_size)
         local = isinstance(self.detector, str) and in_process(self.detector)
         if given and not local and self.colours != "clip":
             raise UserError(f"reward {self.reward!r}: got {', '.join(given)}, which the detector {self.detector!r} "

@@ -124,11 +124,11 @@ class Key:
         for url in urls:
             parts = httpx.URL(url)  # reads hosts as the requests do
             if parts.scheme != "https" and not is_here(parts.host) and parts.host not in self.plain:
-                raise UserError(f"{who}: {self.source} would go to {_shown(url)} unencrypted: use https://, or a "
-                                f"tunnel, `ssh -N -L 8000:127.0.0.1:PORT {parts.host}` and http://127.0.0.1:8000"
+                raise UserError(f"{who}: {self.source} would go to {_without_query(url)} unencrypted: use https://, or "
+                                f"a tunnel, `ssh -N -L 8000:127.0.0.1:PORT {parts.host}` and http://127.0.0.1:8000"
                                 f"{self.further}")
 
-    def hidden(self, text: str) -> str:
+    def mask(self, text: str) -> str:
         """Return a text that a server sent, with MASK for the key; MASK alone if it repeats the key encoded."""
         text = text.replace(self.value, MASK)
         bare = "".join(text.split()).lower()
@@ -207,13 +207,13 @@ class Service:
         if key is not None:
             key.require_private(who, urls)
         listed = [*sent, *([key.source] if key else [])]
-        tell(f"{who} sends {', '.join(listed[:-1])} and {listed[-1]} to {', '.join(map(_shown, urls))}")
+        tell(f"{who} sends {', '.join(listed[:-1])} and {listed[-1]} to {', '.join(map(_without_query, urls))}")
         self.who, self.timeout, self.wait, self.key = who, timeout, wait, key
         self.urls, self.attempts, self._places = len(urls), retries + len(urls), Places(urls)
         self._random = random.Random()  # leaves the run's random state untouched
         self._http = Client({"Content-Type": "application/json"} | headers, connections)
 
-    def asked(self, attempt: Callable[[str], T]) -> T:
+    def try_urls(self, attempt: Callable[[str], T]) -> T:
         """Return `attempt(url)` of the first URL with a proper answer.
         Raises TimedOut if none has one, and in `brief` UserError if no server is there."""
         began = time.monotonic()
@@ -225,12 +225,12 @@ class Service:
                 last = error
             wait = self.wait * 2.0 ** (number - 1) * self._random.uniform(0.5, 1.5)
             wait = min(max(wait, getattr(last, "seconds", 0.0)), LONGEST_WAIT)
-            if _brief and self._given_up(last, number, time.monotonic() + wait - began) or number == self.attempts:
+            if _brief and self._gives_up(last, number, time.monotonic() + wait - began) or number == self.attempts:
                 break
             time.sleep(wait)
         raise TimedOut(f"{self.who}: {last} (asked {quantity(number, 'time')})")
 
-    def _given_up(self, last: Unanswered, attempts: int, seconds: float) -> bool:
+    def _gives_up(self, last: Unanswered, attempts: int, seconds: float) -> bool:
         """True if, in `brief`, the next attempt, so many seconds after the first, is skipped; not if a server asks for
         it.
         Raises UserError if every URL was tried and the last is `Absent`."""
@@ -260,21 +260,21 @@ class Service:
         except ValueError as error:
             raise Absent(f"{url} gave no proper answer: {one_line(error)}") from None
         if 300 <= status < 400:
-            place = self.quoted(headers.get("location", "")) or "another address"
+            place = self.quote(headers.get("location", "")) or "another address"
             raise Unanswered(f"{url} answered {status}, a redirect to {place}, which is not followed: name the address "
                              "that answers")
         return refused(url, status, headers, answer)
 
-    def quoted(self, text: str) -> str:
+    def quote(self, text: str) -> str:
         """Return a text of a server as one line for a message, without the key."""
-        return one_line(self.key.hidden(text) if self.key else text)
+        return one_line(self.key.mask(text) if self.key else text)
 
     def _connect(self) -> float:
         """Return the connection timeout in seconds."""
         return min(self.timeout, BRIEF_CONNECT if _brief else CONNECT)
 
 
-def _shown(url: str) -> str:
+def _without_query(url: str) -> str:
     """Return a URL without its query, which may hold a secret."""
     return url.partition("?")[0]
 

@@ -27,7 +27,7 @@ _one = threading.Lock()
 
 
 @functools.cache
-def _made() -> asyncio.AbstractEventLoop:
+def _event_loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
     return loop
@@ -36,7 +36,7 @@ def _made() -> asyncio.AbstractEventLoop:
 def _loop() -> asyncio.AbstractEventLoop:
     """Return the event loop of all requests of this process, in a thread of its own."""
     with _one:  # else two threads that come first make two
-        return _made()
+        return _event_loop()
 
 
 @functools.cache
@@ -65,10 +65,10 @@ class Client:
         Raises an httpx exception if no answer came in time; ValueError for one that is too long or has another
         encoding.
         """
-        return asyncio.run_coroutine_threadsafe(self._exchanged(method, url, body, timeout, connect), _loop()).result()
+        return asyncio.run_coroutine_threadsafe(self._exchange(method, url, body, timeout, connect), _loop()).result()
 
-    async def _exchanged(self, method: str, url: str, body: bytes | None, timeout: float, connect: float
-                         ) -> tuple[int, dict[str, str], bytes]:
+    async def _exchange(self, method: str, url: str, body: bytes | None, timeout: float, connect: float
+                        ) -> tuple[int, dict[str, str], bytes]:
         reached = ""
 
         async def trace(event: str, _: Any) -> None:

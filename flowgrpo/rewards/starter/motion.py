@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flowgrpo.rewards.about import About, described
+from flowgrpo.rewards.about import About, with_facts
 from flowgrpo.rewards.starter.scene import FLOOR, Reading, ramp, read
 from flowgrpo.starter.motion import MOTIONS, Clip, parse
 from flowgrpo.starter.scenes import SIZE
@@ -84,17 +84,17 @@ def read_clips(videos: Tensor | np.ndarray) -> tuple[tuple[Reading, ...], ...]:
     if videos.ndim != 5 or videos.shape[1] < LEAST or videos.shape[2:] != (3, SIZE, SIZE):
         raise ValueError(f"the motion reward got videos of shape {list(videos.shape)}, expected [B, F, 3, {SIZE}, "
                          f"{SIZE}] with at least {LEAST} frames: resize them first")
-    return _remembered(videos.numpy().tobytes(), tuple(videos.shape))
+    return _readings(videos.numpy().tobytes(), tuple(videos.shape))
 
 
 @lru_cache(maxsize=1)
-def _remembered(data: bytes, shape: tuple[int, ...]) -> tuple[tuple[Reading, ...], ...]:
+def _readings(data: bytes, shape: tuple[int, ...]) -> tuple[tuple[Reading, ...], ...]:
     """Return the readings of a batch, cached: all three rewards use the same one."""
     videos = torch.from_numpy(np.frombuffer(data, np.float32).reshape(shape).copy())
     return tuple(tuple(read(frame) for frame in clip) for clip in videos)
 
 
-def _paired(videos: Tensor | np.ndarray, prompts: Sequence[str]) -> list[tuple[tuple[Reading, ...], Clip]]:
+def _pair_with_claims(videos: Tensor | np.ndarray, prompts: Sequence[str]) -> list[tuple[tuple[Reading, ...], Clip]]:
     """Pair the readings of each video with its prompt's claims."""
     claims, seen = [parse(prompt) for prompt in prompts], read_clips(videos)
     if len(seen) != len(claims):
@@ -103,7 +103,7 @@ def _paired(videos: Tensor | np.ndarray, prompts: Sequence[str]) -> list[tuple[t
     return list(zip(seen, claims))
 
 
-@described(ABOUT)
+@with_facts(ABOUT)
 def motion_graded(videos: Tensor | np.ndarray, prompts: Sequence[str],
                   metadata: Sequence[dict[str, Any]] | None = None) -> list[float]:
     """Degree in [0, 1] to which each clip moves as its prompt claims; 1 exactly where `motion` is 1.
@@ -114,10 +114,10 @@ def motion_graded(videos: Tensor | np.ndarray, prompts: Sequence[str],
     Raises ValueError for other videos, for another number of prompts, and for a prompt outside the grammar of
     `flowgrpo.starter.motion.parse`.
     """
-    return [_grade(track(frames), MOTIONS[clip.motion]) for frames, clip in _paired(videos, prompts)]
+    return [_grade(track(frames), MOTIONS[clip.motion]) for frames, clip in _pair_with_claims(videos, prompts)]
 
 
-@described(ABOUT)
+@with_facts(ABOUT)
 def motion(videos: Tensor | np.ndarray, prompts: Sequence[str],
            metadata: Sequence[dict[str, Any]] | None = None) -> list[float]:
     """1.0 if a clip moves at an even pace as its prompt claims, otherwise 0.0.
@@ -127,14 +127,14 @@ def motion(videos: Tensor | np.ndarray, prompts: Sequence[str],
     return [float(grade == 1.0) for grade in motion_graded(videos, prompts)]
 
 
-@described(ABOUT)
+@with_facts(ABOUT)
 def appearance(videos: Tensor | np.ndarray, prompts: Sequence[str],
                metadata: Sequence[dict[str, Any]] | None = None) -> list[float]:
     """1.0 if every frame shows the claimed shape in the claimed colour and nothing else, otherwise 0.0.
 
     This is `scene` of every frame. Arguments and errors are those of `motion_graded`.
     """
-    return [float(all(_shows(frame, clip) for frame in frames)) for frames, clip in _paired(videos, prompts)]
+    return [float(all(_shows(frame, clip) for frame in frames)) for frames, clip in _pair_with_claims(videos, prompts)]
 
 
 def _shows(frame: Reading, clip: Clip) -> bool:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flowgrpo.rewards.about import About, described, differentiable
+from flowgrpo.rewards.about import About, differentiable, with_facts
 from flowgrpo.rewards.guards import widths_of
 from flowgrpo.starter import scenes
 from flowgrpo.starter.scenes import COLOURS, RELATIONS, SHAPES, SIZE, Claims, coverage, parse
@@ -61,7 +61,7 @@ def membership(images: Tensor) -> Tensor:
     return ((along - 0.5) / EDGE).sigmoid() / (1 + beside / TINT**2)
 
 
-def painted(images: Tensor) -> Tensor:
+def foreground(images: Tensor) -> Tensor:
     """Return every pixel's difference from the ground, in [0, 1]: [B, H, W] of images [B, 3, H, W]."""
     far = (images - GROUND).square().sum(1) / STRANGE**2
     return far.square() / (far.square() + 1)
@@ -71,18 +71,18 @@ def overlaps(colours: Tensor, paint: Tensor) -> Tensor:
     """Return the intersection over union of every colour [n, H, W] with the templates centred at every pixel: [n, 6,
     radii, H, W]. The union is that of the template and of any paint [H, W] in its disc."""
     bank, area = _bank(paint.dtype, paint.device)
-    shared, around = _correlated(colours, bank[0]), _correlated(paint[None], bank[1])
+    shared, around = _correlate(colours, bank[0]), _correlate(paint[None], bank[1])
     return shared / (area[..., None, None] + around)
 
 
-def _correlated(maps: Tensor, transforms: Tensor) -> Tensor:
+def _correlate(maps: Tensor, transforms: Tensor) -> Tensor:
     """Return sums [n, ..., H, W] of maps [n, H, W] under templates, given by their transforms, at every pixel."""
     waves = torch.fft.rfft2(maps, (WIDTH, WIDTH))[:, None, None] * transforms
     return torch.fft.irfft2(waves, (WIDTH, WIDTH))[..., :SIZE, :SIZE]
 
 
 @differentiable
-@described(About(modality="image", range=(0, 1), needs="", licence="Apache-2.0"))
+@with_facts(About(modality="image", range=(0, 1), needs="", licence="Apache-2.0"))
 def scene_soft(images: Tensor, prompts: Sequence[str], metadata: Sequence[dict[str, Any]] | None = None) -> Tensor:
     """Soft, differentiable form of `scene_graded`: degree in [0, 1] to which each image shows its prompt's claims.
 
@@ -96,14 +96,14 @@ def scene_soft(images: Tensor, prompts: Sequence[str], metadata: Sequence[dict[s
     if not len(images):
         return images.new_zeros(0)
     images = images.to(torch.promote_types(images.dtype, torch.float32))
-    maps, paint = membership(images), painted(images)
+    maps, paint = membership(images), foreground(images)
     return torch.stack([_score(colours, spent, parse(prompt)) for colours, spent, prompt in zip(maps, paint, prompts)])
 
 
 def _score(maps: Tensor, paint: Tensor, claims: Claims) -> Tensor:
     """Return the score of one image, from its colours [6, H, W] and its paint [H, W]."""
     slots = [number for number, claim in enumerate(claims.objects) for _ in range(claim.count)]
-    names = _sought(maps, claims)
+    names = _claimed_colours(maps, claims)
     colours = maps[[list(COLOURS).index(name) for name in names]]
     over = overlaps(colours, paint)
     best = over.amax(2)  # of all radii: [colours, 6, H, W]
@@ -115,7 +115,7 @@ def _score(maps: Tensor, paint: Tensor, claims: Claims) -> Tensor:
     return _direction(colours, taken, claims) * shown / (len(slots) + elsewhere)
 
 
-def _sought(maps: Tensor, claims: Claims) -> list[str]:
+def _claimed_colours(maps: Tensor, claims: Claims) -> list[str]:
     """Return the colours that the claims name and, if one leaves its colour open, those present in the image."""
     named = {claim.colour for claim in claims.objects}
     if None in named:
@@ -202,7 +202,7 @@ def _widths(images: np.ndarray) -> Tensor:
     return widths_of(torch.from_numpy(images)).nanmean(1)
 
 
-@described(ABOUT)
+@with_facts(ABOUT)
 def scene_style(images: Tensor | np.ndarray, prompts: Sequence[str], metadata: Sequence[dict[str, Any]] | None = None
                 ) -> list[float]:
     """Closeness in [0, 1] of an image's edges to those of rendered scenes, whatever it shows.

@@ -119,24 +119,24 @@ class Endpoint:
 
         def one(part: range) -> Answer:
             body = {"messages": messages(part.start), "temperature": self.temperature, "max_tokens": self.max_tokens}
-            return self._answered({key: value for key, value in (body | self.extra).items() if value is not None})
+            return self._complete({key: value for key, value in (body | self.extra).items() if value is not None})
 
         return side_by_side(one, [range(i, i + 1) for i in range(count)], self.concurrency)
 
-    def _answered(self, body: dict[str, Any]) -> Answer:
-        return self._service.asked(lambda url: self._attempt(url, body))
+    def _complete(self, body: dict[str, Any]) -> Answer:
+        return self._service.try_urls(lambda url: self._attempt(url, body))
 
     def _attempt(self, url: str, body: dict[str, Any]) -> Answer:
         """Return a URL's answer. Own keys that it refuses are sent as it takes them, once each."""
         while True:
             sent = {"model": self.model or self._only_model(url)} | self._in_dialect(url, body)
 
-            def refused(url: str, status: int, headers: Mapping[str, str], reply: bytes) -> Answer:
-                return self._refused(url, status, headers, reply, sent)
+            def handle_error(url: str, status: int, headers: Mapping[str, str], reply: bytes) -> Answer:
+                return self._handle_error(url, status, headers, reply, sent)
 
             try:
                 return self._service.request("POST", f"{url}/chat/completions", json.dumps(sent).encode(), answer,
-                                             refused)
+                                             handle_error)
             except _Unknown as error:
                 self._learn(url, error.keys)
 
@@ -171,27 +171,27 @@ class Endpoint:
         names = [name for name, _ in self._models(url)]
         if len(names) != 1:
             raise UserError(f"{WHO}: {url} serves {len(names)} models: set model to one of "
-                            f"{self._service.quoted(', '.join(names)) or 'them'}")
+                            f"{self._service.quote(', '.join(names)) or 'them'}")
         return names[0]
 
     def _models(self, url: str) -> list[tuple[str, str]]:
         """Return the names and the owners of the models served at a URL, asked for once."""
         with self._lock:
             if url not in self._served:
-                listed = self._service.request("GET", f"{url}/models", None, _models, self._refused)
+                listed = self._service.request("GET", f"{url}/models", None, _models, self._handle_error)
                 assert isinstance(listed, list)  # a refusal by content answers questions alone
                 self._served[url] = listed
             return self._served[url]
 
-    def _refused(self, url: str, status: int, headers: Mapping[str, str], body: bytes,
-                 sent: Mapping[str, Any] = {}) -> Answer:
+    def _handle_error(self, url: str, status: int, headers: Mapping[str, str], body: bytes,
+                      sent: Mapping[str, Any] = {}) -> Answer:
         """Return a refusal of the service; else raise the error for a status: the user's, this request's, a transient
         one, or that of keys which the server does not take.
 
         sent: the request.
         """
         error = _error(body)
-        reason, codes = self._service.quoted(error["message"]), (error["code"], error["type"])
+        reason, codes = self._service.quote(error["message"]), (error["code"], error["type"])
         message = f"{url} answered {status}" + (f": {reason}" if reason else "")
         if status in (401, 403):
             how = f"the key in {self.key_env} is not accepted" if self.key_env else "set key_env to the name of the " \
@@ -227,7 +227,8 @@ def answer(body: bytes) -> Answer:
     """
     try:
         stream = body.lstrip()[:6].lower()
-        choice = _streamed(body) if stream.startswith((b"data:", b"event:", b":")) else json.loads(body)["choices"][0]
+        streams = stream.startswith((b"data:", b"event:", b":"))
+        choice = _parse_stream(body) if streams else json.loads(body)["choices"][0]
         message, reason = choice["message"], choice.get("finish_reason")
         text = _text(message.get("content")) or "\n".join(_arguments(message))
         if not text and reason != "length":
@@ -257,7 +258,7 @@ def _arguments(message: dict[str, Any]) -> Iterator[str]:
         yield given if isinstance(given, str) else json.dumps(given)
 
 
-def _streamed(body: bytes) -> dict[str, Any]:
+def _parse_stream(body: bytes) -> dict[str, Any]:
     """Return the choice that the events of a stream make together. Raises ValueError if they make none, or end within
     it."""
     message: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": []}
@@ -316,13 +317,13 @@ def _error(body: bytes) -> dict[str, str]:
     facts = inner if isinstance(inner, dict) else {}
     said = next((facts[key] for key in ("message", "detail", "msg", "error", "errors", "title") if facts.get(key)),
                 "" if facts else inner)
-    return {"message": _said(said)} | {key: str(facts.get(key) or "") for key in ("code", "type", "param")}
+    return {"message": _reason(said)} | {key: str(facts.get(key) or "") for key in ("code", "type", "param")}
 
 
-def _said(value: Any) -> str:
+def _reason(value: Any) -> str:
     """Return a reason as a text: of pydantic's errors the places and what is wrong there."""
     if isinstance(value, list):
-        return "; ".join(map(_said, value[:3]))
+        return "; ".join(map(_reason, value[:3]))
     if isinstance(value, dict):
         place = ".".join(map(str, value["loc"])) if isinstance(value.get("loc"), list) else ""
         text = value.get("msg") or value.get("message") or json.dumps(value)

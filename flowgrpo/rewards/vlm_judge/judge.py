@@ -141,23 +141,23 @@ class Asking(Endpoint):
         """Return `read(answer, i)` of the answers to `question(i)`, content parts, for i < count; Failed for None."""
         replies = self.ask(lambda i: self._messages(question(i)), count)
         values = [None if reply.refused else read(reply, i) for i, reply in enumerate(replies)]
-        return [Failed(_told(reply)) if value is None else value for reply, value in zip(replies, values)]
+        return [Failed(_failure_line(reply)) if value is None else value for reply, value in zip(replies, values)]
 
     def _messages(self, parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the messages of one question, made of content parts."""
         return user(parts)
 
-    def _asked(self, modality: str) -> str:
+    def _question_for(self, modality: str) -> str:
         """Return the question about outputs of a modality, with {prompt} in it."""
         return self._question
 
     def _pointwise(self, outputs: Tensor | Sequence[Tensor] | Sequence[str], prompts: Sequence[str],
                    metadata: Sequence[dict[str, Any]], read: Callable[[Answer], float | None]) -> list[float | Failed]:
         """Return a value per output, shown before the question, after its source where that is shown."""
-        asked = self._asked(modality_of(outputs))
+        asked = self._question_for(modality_of(outputs))
 
         def question(row: int) -> list[dict[str, Any]]:
-            return [*self._shown(outputs, metadata, row), text_part(fill_template(asked, prompt=prompts[row]))]
+            return [*self._message_parts(outputs, metadata, row), text_part(fill_template(asked, prompt=prompts[row]))]
 
         return self._values(question, lambda answer, _: read(answer), len(prompts))
 
@@ -167,8 +167,8 @@ class Asking(Endpoint):
             return []
         return source_parts(metadata[row], self.frames, self.longest, self.encoding)
 
-    def _shown(self, outputs: Tensor | Sequence[Tensor] | Sequence[str], metadata: Sequence[dict[str, Any]], row: int
-               ) -> list[dict[str, Any]]:
+    def _message_parts(self, outputs: Tensor | Sequence[Tensor] | Sequence[str], metadata: Sequence[dict[str, Any]],
+                       row: int) -> list[dict[str, Any]]:
         """Return an output as parts of a message, after its source where that is shown."""
         source = self._source(metadata, row)
         return [*source, *[text_part("Output:")] * bool(source), *self._parts(outputs[row])]
@@ -233,7 +233,7 @@ class JudgePairs(Asking):
                  metadata: Sequence[dict[str, Any]] = ()) -> list[float | Failed]:
         """Return B values: 1 where the first is better, 0 where the second is, 0.5 at a tie, Failed for no answer."""
         modality = modality_of(first)
-        asked = self._asked(modality)
+        asked = self._question_for(modality)
 
         def question(row: int) -> list[dict[str, Any]]:
             sides = [[*self._label(modality, i), *self._parts(side[row])] for i, side in enumerate((first, second), 1)]
@@ -262,7 +262,7 @@ def _read(template: str) -> str:
         raise UserError(f"a judge's template {template} cannot be read ({type(error).__name__})") from None
 
 
-def _told(answer: Answer) -> str:
+def _failure_line(answer: Answer) -> str:
     """Return in one line why an answer counts as none."""
     why = "declined" if answer.refused else "was cut off at max_tokens" if answer.cut else "gave no answer in the form"
     return f"a judge {why}: {one_line(answer.text[-200:])!r}"

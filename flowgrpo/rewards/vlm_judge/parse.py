@@ -42,16 +42,16 @@ def parser(parse: str, scale: Sequence[float] | None = None) -> Callable[[str], 
     low_high = None if scale is None else _range(scale, "scale")
     read, limits = _reader(parse)
 
-    def parsed(text: str) -> float | None:
+    def parse_score(text: str) -> float | None:
         value = None if declines(text) else read(text, limits or low_high)
         if value is None or not math.isfinite(value) or not _within(value, limits) or not _within(value, low_high):
             return None
         return value if low_high is None else (value - low_high[0]) / (low_high[1] - low_high[0])
 
-    return parsed
+    return parse_score
 
 
-def thought_out(text: str) -> str:
+def strip_reasoning(text: str) -> str:
     """Return an answer without the reasoning before it; empty if that never ended."""
     text = text[-LONGEST:].rpartition("</think>")[2]
     return "" if "<think>" in text else text.strip()
@@ -59,7 +59,7 @@ def thought_out(text: str) -> str:
 
 def conclusion(text: str) -> str:
     """Return the conclusion of an answer: without reasoning and markup, inside its last <answer> if there is one."""
-    text = thought_out(text).replace("\u2019", "'")
+    text = strip_reasoning(text).replace("\u2019", "'")
     inner = re.findall(r"<answer>(.*?)</answer>", text, re.S | re.I)
     return re.sub(r"`|\*\*|__|(?<!\w)[*_](?=\w)|(?<=\w)[*_](?!\w)", "", inner[-1] if inner else text).strip()
 
@@ -77,8 +77,8 @@ def _reader(parse: str) -> tuple[Callable[[str, Range | None], float | None], Ra
     if form and (form[2] or form[1] != "score"):
         limits = _range(_list(form[2]), parse) if form[2] else None
         key = form[1].partition("json")[2].strip()
-        return lambda text, known: (_keyed(conclusion(text), (key,), known) if key else
-                                    _scored(conclusion(text), known)), limits
+        return lambda text, known: (_read_key(conclusion(text), (key,), known) if key else
+                                    _read_score(conclusion(text), known)), limits
     last = _last(parse, _FORMS)
     return lambda text, known: _number(last(text), known), None
 
@@ -92,7 +92,7 @@ def _last(parse: str, forms: str) -> Callable[[str], str | None]:
         raise UserError(f"a judge's parse is {parse!r}, which is no regular expression ({error}): {forms}") from None
     if pattern.groups != 1:
         raise UserError(f"a judge's parse is {parse!r}, which has {pattern.groups} groups: {forms}")
-    return lambda text: next(reversed(pattern.findall(thought_out(text))), None)
+    return lambda text: next(reversed(pattern.findall(strip_reasoning(text))), None)
 
 
 def _list(text: str) -> Any:
@@ -113,10 +113,10 @@ def _within(value: float, known: Range | None) -> bool:
     return known is None or known[0] <= value <= known[1]
 
 
-def _scored(text: str, known: Range | None) -> float | None:
+def _read_score(text: str, known: Range | None) -> float | None:
     """Read a score in prose: under a key, after a label ("Final Score: 8"), as a fraction, or alone on an outer line.
     """
-    if (value := _keyed(text, ("final_score", "overall_score", "score", "rating", "mark"), known)) is not None:
+    if (value := _read_key(text, ("final_score", "overall_score", "score", "rating", "mark"), known)) is not None:
         return value
     for pattern in (_LAST_LABEL, _LABELLED, _FRACTION):
         if matches := pattern.findall(text):
@@ -134,7 +134,7 @@ def _of(number: str, whole: str | None, known: Range | None) -> float | None:
     return None if whole and known and float(whole) != known[1] else float(number)
 
 
-def _keyed(text: str, keys: Sequence[str], known: Range | None) -> float | None:
+def _read_key(text: str, keys: Sequence[str], known: Range | None) -> float | None:
     """Return the number under the first of some keys, in the last JSON object that has it."""
     every = list(objects(text))
     for key in keys:
@@ -210,7 +210,7 @@ def verdict(text: str) -> float | None:
         return _side(str(choices[-1]))
     if (alone := _side(text)) is not None:
         return alone
-    said = [value for value in map(_meant, _SAID.finditer(text)) if value is not None]
+    said = [value for value in map(_preference, _SAID.finditer(text)) if value is not None]
     return said[-1] if said else None
 
 
@@ -232,7 +232,7 @@ def _side(text: str) -> float | None:
     return 0.5 if match["tie"] else _FIRST[(match["a"] or match["b"] or match["c"]).lower()]
 
 
-def _meant(match: re.Match[str]) -> float | None:
+def _preference(match: re.Match[str]) -> float | None:
     if match["tie1"] or match["tie2"]:
         return 0.5
     subject, named = match["a"] or match["b"], match["c"] or match["d"] or match["e"]

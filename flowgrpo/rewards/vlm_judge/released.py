@@ -52,7 +52,7 @@ class UnifiedReward(Asking):
         return self._pointwise(outputs, prompts, metadata,
                                lambda answer: None if answer.cut else read(answer.text))
 
-    def _asked(self, modality: str) -> str:
+    def _question_for(self, modality: str) -> str:
         return self._questions.get(modality, self._question)
 
 
@@ -73,7 +73,7 @@ class UnifiedRewardPairs(JudgePairs):
         super().__post_init__()
         self._set(_questions={} if self.template else texts("unified_reward_pairs", "template"))
 
-    def _asked(self, modality: str) -> str:
+    def _question_for(self, modality: str) -> str:
         return self._questions.get(modality, self._question)
 
     def _label(self, modality: str, number: int) -> list[dict[str, Any]]:

@@ -174,11 +174,11 @@ def _progress(runs: Sequence[Run]) -> Iterator[Callable[[], None]]:
     """Context manager: yield what brings a bar of all runs' epochs up to date; no bar without a terminal."""
     with tqdm(total=sum(run.config.train.epochs for run in runs), desc="epochs of all runs", unit="epoch",
               disable=None, dynamic_ncols=True) as bar:
-        def shown() -> None:
+        def update_bar() -> None:
             if not bar.disable:
                 bar.update(sum(map(_epochs, runs)) - bar.n)
 
-        yield shown
+        yield update_bar
 
 
 def _epochs(run: Run) -> int:
@@ -224,7 +224,7 @@ class Bench:
             plan.learn(entry, int(cost["first"]), int(cost["following"]))
         return costs[entries.index(plan.reference)]
 
-    def chosen(self, sweep: list[Run]) -> dict[str, tuple[float, float]]:
+    def choose_factors(self, sweep: list[Run]) -> dict[str, tuple[float, float]]:
         """Return the factors (lr, clip) that the finished runs of a sweep choose, by label."""
         return collect.best_factors(sweep, self.plan.of.measured)
 
@@ -247,20 +247,20 @@ def run(request: Request, jobs: int | None = None) -> None:
             bench = Bench(plan, workers)
             print(f"measuring an epoch of {plan.reference.label} ...", flush=True)
             cost = bench.measure()
-            published, sweep = plan.published(), plan.sweep()
+            published, sweep = plan.published_runs(), plan.sweep()
             _announce(plan, [*published, *sweep, *_likely(bench, sweep)], cost, jobs, workers.threads)
             bench.train(sweep)
             bench.train(published)
-            bench.train(confirming := plan.confirming(bench.chosen(sweep)))
-            bench.train(plan.tuned(bench.chosen([*sweep, *confirming])))
+            bench.train(confirming := plan.confirming(bench.choose_factors(sweep)))
+            bench.train(plan.tuned_runs(bench.choose_factors([*sweep, *confirming])))
         _finish(bench)
 
 
 def _likely(bench: Bench, sweep: list[Run]) -> list[Run]:
     """Return what follows a sweep, as far as it is known; of methods without one yet, runs unlike the published."""
     unknown = {run.entry.label: (max(FACTORS), 1.0) for run in sweep}
-    confirming = bench.plan.confirming(unknown | bench.chosen(sweep))
-    return [*confirming, *bench.plan.tuned(unknown | bench.chosen([*sweep, *confirming]))]
+    confirming = bench.plan.confirming(unknown | bench.choose_factors(sweep))
+    return [*confirming, *bench.plan.tuned_runs(unknown | bench.choose_factors([*sweep, *confirming]))]
 
 
 def _announce(plan: Plan, runs: list[Run], cost: dict[str, float], jobs: int, threads: int) -> None:
@@ -282,7 +282,7 @@ def _finish(bench: Bench) -> None:
     if results["methods"]:
         atomic.write_text(output / "results.md", table.markdown(results))
         atomic.write_text(output / "index.html", page.page(results))
-        table.shown(results)
+        table.print_tables(results)
         print(f"{output / 'results.md'}, {output / 'results.json'}, {output / 'index.html'}", flush=True)
     if bench.errors:
         label, error = next(iter(bench.errors.items()))

@@ -60,7 +60,8 @@ def spread_out(scores: np.ndarray) -> np.ndarray:
     return scores if seeds == 1 else mean + (scores - mean) * math.sqrt(seeds / (seeds - 1))
 
 
-def resampled(scores: Mapping[str, np.ndarray], resamples: int = RESAMPLES, seed: int = 0) -> dict[str, np.ndarray]:
+def bootstrap_means(scores: Mapping[str, np.ndarray], resamples: int = RESAMPLES, seed: int = 0
+                    ) -> dict[str, np.ndarray]:
     """Return resampled means [resamples] of every method: prompts are drawn for all together, seeds for each."""
     prompts = {array.shape[1] for array in scores.values()}
     assert len(prompts) == 1, f"methods have scores on {prompts} prompts"
@@ -85,7 +86,7 @@ def _sizes(total: int) -> Iterator[int]:
         yield min(AT_ONCE, total - start)
 
 
-def enumerated(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+def enumerate_differences(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     """Return the difference of means for every draw of prompts and seeds, which are equally likely. For tiny tables."""
     prompts, (one, other) = one.shape[1], map(spread_out, (one, other))
     draws = [[*itertools.product(range(size), repeat=size)] for size in (prompts, len(one), len(other))]
@@ -115,7 +116,7 @@ def holm(values: Sequence[float]) -> list[float]:
 def compare(scores: Mapping[str, np.ndarray]) -> list[Difference]:
     """Return the differences of all pairs of methods."""
     pairs, tail = [*itertools.combinations(scores, 2)], 50 * (1 - CONFIDENCE)
-    means, values = resampled(scores, max(RESAMPLES, FINENESS * len(pairs))), []
+    means, values = bootstrap_means(scores, max(RESAMPLES, FINENESS * len(pairs))), []
     for one, other in pairs:
         moved = means[one] - means[other]
         low, high = np.percentile(moved, (tail, 100 - tail))
@@ -127,11 +128,11 @@ def compare(scores: Mapping[str, np.ndarray]) -> list[Difference]:
 def interval(scores: np.ndarray) -> tuple[float, float]:
     """Return the 95 % interval of a method's mean, over prompts and seeds, within the range of its scores."""
     tail = 50 * (1 - CONFIDENCE)
-    low, high = np.percentile(resampled({"": scores})[""], (tail, 100 - tail)).clip(scores.min(), scores.max())
+    low, high = np.percentile(bootstrap_means({"": scores})[""], (tail, 100 - tail)).clip(scores.min(), scores.max())
     return float(low), float(high)
 
 
-def reached(points: Sequence[tuple[float, float]], goal: float) -> float | None:
+def first_crossing(points: Sequence[tuple[float, float]], goal: float) -> float | None:
     """Return where a curve of (x, y) first reaches a goal, on straight lines between its points; None: nowhere."""
     if points and points[0][1] >= goal:
         return points[0][0]
@@ -226,10 +227,10 @@ def best_factors(runs: Sequence[Run], measured: str) -> dict[str, tuple[float, f
     for run in sorted((run for run in runs if run.result.is_file()), key=lambda run: run.seed):
         accuracy = read_object(run.folder / "summary.json", MEND)["after"][measured]
         accuracies[run.entry.label][run.lr, run.clip].append(accuracy)
-    return {label: _chosen(settings) for label, settings in accuracies.items()}
+    return {label: _best_factors(settings) for label, settings in accuracies.items()}
 
 
-def _chosen(accuracies: dict[tuple[float, float], list[float]]) -> tuple[float, float]:
+def _best_factors(accuracies: dict[tuple[float, float], list[float]]) -> tuple[float, float]:
     winner, published = max(accuracies, key=lambda factors: accuracies[factors][0]), accuracies.get(AS_PUBLISHED)
     return winner if published is None or mean(accuracies[winner]) > published[0] else AS_PUBLISHED
 
@@ -291,7 +292,7 @@ def _method(entry: Entry, runs: list[dict[str, Any]], goals: dict[float, float])
     return {"label": entry.label, "given": entry.given, "adjusted": entry.adjusted, "runs": runs, **_accuracy(runs),
             "frontier": mean_path(frontiers, 2), "diversities": mean_path(frontiers, 3),
             "gain": mean(run["accuracy"] - run["base"] for run in runs), "curve": curve,
-            "reached": [reached([(x, value) for x, value, *_ in curve], goal) for goal in goals.values()],
+            "reached": [first_crossing([(x, value) for x, value, *_ in curve], goal) for goal in goals.values()],
             "tasks": {task: mean(run["tasks"][task] for run in runs) for task in runs[0]["tasks"]},
             "kl": mean(kls) if kls else None, "zero_variance": mean(same) if same else None,
             "diversity": _ratio(mean(run["diversity"]["tuned"] for run in runs),

@@ -193,7 +193,7 @@ def _of_method(text: str, of: BenchModel) -> Entry:
     method = overlay.preset(text)
     adjusted: dict[str, Any] = {}
     for part in text.split("+"):
-        adjusted |= {key: _merged(adjusted.get(key), value) for key, value in ADJUSTED.get(part, {}).items()}
+        adjusted |= {key: _merge(adjusted.get(key), value) for key, value in ADJUSTED.get(part, {}).items()}
     if method.target.follows_reward and of.gradient:
         adjusted["reward"] = of.gradient
     label = "+".join(part.rpartition(":")[2] if ".py:" in part else part for part in text.split("+"))
@@ -223,16 +223,16 @@ def _require(entry: Entry, name: str, of: BenchModel) -> None:
             rewards.require_gradient(rewards.compose(given.trained, None))
 
 
-def _merged(one: Any, other: Any) -> Any:
+def _merge(one: Any, other: Any) -> Any:
     """Return nested dictionaries joined; the other's values win."""
     if not (isinstance(one, dict) and isinstance(other, dict)):
         return other
-    return one | {key: _merged(one.get(key), value) for key, value in other.items()}
+    return one | {key: _merge(one.get(key), value) for key, value in other.items()}
 
 
 # --- sweep -----------------------------------------------------------------------------------------------------------
 
-def scaled(entry: Entry, rate: float, lr: float, clip: float) -> dict[str, Any]:
+def scale_entry(entry: Entry, rate: float, lr: float, clip: float) -> dict[str, Any]:
     """Return an entry's settings with factors on its learning rate and on its clip.
 
     rate: learning rate without factors. Raises UserError for a clip that the loss refuses.
@@ -240,7 +240,7 @@ def scaled(entry: Entry, rate: float, lr: float, clip: float) -> dict[str, Any]:
     settings = entry.settings | ({} if lr == 1 else {"train.lr": rate * lr})
     if clip == 1:
         return settings
-    parts = _merged(settings.get("parts", {}), {"surrogate": clip_of(entry, clip)})
+    parts = _merge(settings.get("parts", {}), {"surrogate": clip_of(entry, clip)})
     overlay.with_parts(overlay.preset(entry.settings["method"]), parts)
     return settings | {"parts": parts}
 
@@ -253,12 +253,12 @@ def clip_of(entry: Entry, factor: float) -> dict[str, Any]:
 
 def _clip(surrogate: Any, factor: float) -> dict[str, Any]:
     values = {field.name: getattr(surrogate, field.name) for field in dataclasses.fields(surrogate)}
-    fields: dict[str, Any] = {key: _bound(key, values[key], factor) for key in CLIPS
+    fields: dict[str, Any] = {key: _scale_bound(key, values[key], factor) for key in CLIPS
                               if isinstance(values.get(key), float) and math.isfinite(values[key])}
     inner = _clip(values["surrogate"], factor) if dataclasses.is_dataclass(values.get("surrogate")) else {}
     return fields | ({"surrogate": inner} if inner else {})
 
 
-def _bound(name: str, bound: float, factor: float) -> float:
+def _scale_bound(name: str, bound: float, factor: float) -> float:
     """Return a bound times a factor. A ratio is at least 0: a `low` of 1 bounds nothing, stays, and is the largest."""
     return bound if name == "low" and bound == 1 else min(bound * factor, 1.0 if name == "low" else math.inf)

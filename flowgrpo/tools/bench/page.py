@@ -138,7 +138,7 @@ def count(value: float) -> str:
         f"{value / 1000:.1f}k" if value >= 1000 else f"{value:.0f}" if value >= 100 else f"{value:.2g}"
 
 
-def shortened(name: str) -> str:
+def shorten(name: str) -> str:
     """Return a label of at most LONGEST letters: the beginning and the end, where presets joined by + differ."""
     end = (LONGEST - 1) // 2
     return name if len(name) <= LONGEST else f"{name[:LONGEST - 1 - end]}…{name[-end:]}"
@@ -157,7 +157,7 @@ def bars(values: Sequence[tuple[str, float | None, str]], title: str, mark: floa
     scale = (width - label - number) / end
     height, parts = row * len(values) + 6, []
     for place, (name, value, text) in enumerate(values):
-        top, short = place * row + 4, shortened(name)
+        top, short = place * row + 4, shorten(name)
         parts.append(f'<text x="{label - 8}" y="{top + 15}" text-anchor="end" class="ink">{html.escape(short)}'
                      f"<title>{html.escape(name)}</title></text>")
         if value is not None:
@@ -248,7 +248,7 @@ def _curves(results: dict[str, Any]) -> list[str]:
 
 def _panels(results: dict[str, Any], sight: Sight) -> str:
     """Return a panel per method: its curve over the reference's, in the same axes."""
-    methods = [method for method in table.ranked(results) if len(method[sight.key]) > 1]
+    methods = [method for method in table.rank(results) if len(method[sight.key]) > 1]
     axes = frame([method[sight.key] for method in methods])
     reference = next((method for method in methods if method["label"] == results["reference"]), None)
     shown = [method for method in methods if method is not reference] or methods
@@ -279,7 +279,7 @@ def _amount(value: float) -> str:
 
 def _accuracy_bars(results: dict[str, Any]) -> str:
     """Return bars of the accuracy with its intervals, and dots at the best of a sweep."""
-    methods = table.ranked(results)
+    methods = table.rank(results)
     tuned = [method["tuned"]["accuracy"] if "tuned" in method else None for method in methods]
     swept = any(best is not None for best in tuned)
     told = ", ".join(f"{method['label']} {method['accuracy']:.3f} ({method['low']:.3f} to {method['high']:.3f})"
@@ -294,12 +294,12 @@ def _accuracy_bars(results: dict[str, Any]) -> str:
 
 def _cost_bars(results: dict[str, Any]) -> str:
     """Return bars of seconds, KL, diversity and the watched rewards."""
-    methods = table.ranked(results)
+    methods = table.rank(results)
     figures = [("Seconds of training", f"as a ratio to {results['reference']}, the dashed line", "seconds_ratio", 1.0),
                ("KL to the base", "per sample, of the trained model", "kl", None),
                ("Diversity kept", "within a prompt, as a share of the base's, the dashed line", "diversity", 1.0)]
     drawn = [_figure(title, caption, bars([(method["label"], method[key], _number(method[key])) for method in methods],
-                                          _told(title, methods, key), mark))
+                                          _chart_label(title, methods, key), mark))
              for title, caption, key, mark in figures]
     for name in results["watched"]:
         values = [(method["label"], method["watched"][name]["after"], _number(method["watched"][name]["after"]))
@@ -311,7 +311,7 @@ def _cost_bars(results: dict[str, Any]) -> str:
     return f'<div class="cards" style="margin-top: 14px">\n{"".join(drawn)}</div>\n'
 
 
-def _told(title: str, methods: list[dict[str, Any]], key: str) -> str:
+def _chart_label(title: str, methods: list[dict[str, Any]], key: str) -> str:
     return f"{title}: {', '.join(f'''{method['label']} {_number(method[key])}''' for method in methods)}"
 
 
@@ -323,7 +323,7 @@ def _tasks(results: dict[str, Any]) -> str:
     """Return bars of every task's accuracy; nothing for prompts without tasks."""
     if not results["base_tasks"]:
         return ""
-    methods = table.ranked(results)
+    methods = table.rank(results)
     highest = max(method["tasks"][task] for method in methods for task in results["base_tasks"])
     figures = [_figure(task, f"base {base:.3f}, the dashed line", bars(
         [(method["label"], method["tasks"][task], f"{method['tasks'][task]:.3f}") for method in methods],

@@ -30,7 +30,7 @@ from flowgrpo.storage import atomic, paths
 from flowgrpo.storage.json_files import read_object
 from flowgrpo.storage.places import LOCK
 from flowgrpo.tools.bench import models
-from flowgrpo.tools.bench.models import Entry, clip_of, entries, scaled
+from flowgrpo.tools.bench.models import Entry, clip_of, entries, scale_entry
 from flowgrpo.version import __version__
 
 BENCH, RESULT = "bench.json", "result.json"  # in the folder of a bench, and of a finished run
@@ -62,7 +62,7 @@ def _cost(config: Config, method: Method, epoch: int) -> int:
     if isinstance(method.target, LatentEdits):
         return doubled * cost.rollout(explorations, train.prompts)
     noised = method.noising_spec(shift_grid(train.steps, train.shift), train.group, epoch, config.seed)
-    share = kept(method, train.group)
+    share = trained_share(method, train.group)
     cut = method.loss.surrogate.reads_groups and (share * train.group > train.rows or train.pack)
     reference = method.loss.kl.weight > 0 or method.compares_with_reference  # whose scores serve all inner epochs
     measured = len(method.needs & {"entropy", "drift"})  # a replay each
@@ -81,7 +81,7 @@ def foretells(method: Method) -> bool:
     return method.credit.selection is None or isinstance(method.credit.selection, BestWorst)
 
 
-def kept(method: Method, group: int) -> float:
+def trained_share(method: Method, group: int) -> float:
     """Return the share of a group's samples that are trained, where their number is known beforehand; else 1."""
     return method.credit.selection.n / group if isinstance(method.credit.selection, BestWorst) else 1.0
 
@@ -188,19 +188,19 @@ class Plan:
             self._require(entry)
 
     @property
-    def counted(self) -> bool:
+    def counts_evaluations(self) -> bool:
         """Return True if the model is a denoiser, whose evaluations count; else tokens do."""
         return self.of.process != "tokens"
 
     def _require(self, entry: Entry) -> None:
         config = self._config(entry, entry.settings, 0)
         method = validate.resolve(config, self.of.process)
-        kind = build.PIPELINE if self.counted else build.CAUSAL_LM
+        kind = build.PIPELINE if self.counts_evaluations else build.CAUSAL_LM
         keys_read.check(Setup(config, kind, method, where=f"{entry.label}: "))
         rewards.compose(config.trained | config.watched, None)
-        if self.counted:
+        if self.counts_evaluations:
             self._afford(entry, epochs_for(config, 1, self.of.process)[1])
-        if not self.counted or not foretells(method):
+        if not self.counts_evaluations or not foretells(method):
             self.unforeseen.append(entry)
 
     def _afford(self, entry: Entry, cost: int) -> None:
@@ -225,20 +225,20 @@ class Plan:
         """Return the configuration of a method's measured epochs."""
         config = self._config(entry, entry.settings, 0)
         train = config.train.model_copy(update={"epochs": 2})
-        return self._placed(entry, config.model_copy(update={"train": train}), "trials")
+        return self._with_folder(entry, config.model_copy(update={"train": train}), "trials")
 
     def run(self, entry: Entry, seed: int, column: str, lr: float = 1.0, clip: float = 1.0) -> Run:
         """Return a run of a method, with factors on its learning rate and clip."""
         side = "validation" if column == SWEEP else "held_out"
         rate = self._config(entry, entry.settings, seed).train.first_lr
-        config = self._config(entry, scaled(entry, rate, lr, clip), seed, side)
+        config = self._config(entry, scale_entry(entry, rate, lr, clip), seed, side)
         epochs, foretold = self._length(entry, config)
         every = 0 if column == SWEEP else -(-epochs // self.request.points)
         saved = {"save_every": every, "keep": self.request.points + INTERRUPTED} if every else {
             "save_every": max(epochs // 8, 1)}
         length = {"train": config.train.model_copy(update={"epochs": epochs} | saved),
                   "eval": config.eval.model_copy(update={"every": every})}
-        return Run(entry, seed, column, lr, clip, self._placed(entry, config.model_copy(update=length), "runs"),
+        return Run(entry, seed, column, lr, clip, self._with_folder(entry, config.model_copy(update=length), "runs"),
                    foretold)
 
     def _length(self, entry: Entry, config: Config) -> tuple[int, int | None]:
@@ -247,11 +247,11 @@ class Plan:
         if entry not in self.unforeseen:
             return epochs_for(config, budget, process)
         first, following = self.measured[entry.given]
-        if not self.counted:
+        if not self.counts_evaluations:
             return epochs_of(first, following, budget), None
         return epochs_for(config, budget, process, following / epoch_cost(config, 1, process))[0], None
 
-    def published(self) -> list[Run]:
+    def published_runs(self) -> list[Run]:
         """Return the runs with published parts, seed by seed, so that an interrupted bench has all methods."""
         return [self.run(entry, seed, PUBLISHED) for seed in range(self.request.seeds) for entry in self.entries]
 
@@ -271,12 +271,12 @@ class Plan:
         train = self._config(entry, entry.settings, 0).train
         return bool(clip_of(entry, 1.0)) and (train.updates * train.inner_epochs > 1 or train.staleness > 0)
 
-    def tuned(self, best: dict[str, tuple[float, float]]) -> list[Run]:
+    def tuned_runs(self, best: dict[str, tuple[float, float]]) -> list[Run]:
         """Return the runs with the chosen factors (lr, clip), by label; those of factors 1 are the published ones."""
         return [self.run(entry, seed, TUNED, *best[entry.label]) for seed in range(self.request.seeds)
                 for entry in self.entries if entry.label in best]
 
-    def _placed(self, entry: Entry, config: Config, folder: str) -> Config:
+    def _with_folder(self, entry: Entry, config: Config, folder: str) -> Config:
         """Return the configuration with its folder, whose name has the hash of what the run depends on."""
         name = f"{re.sub(r'[^A-Za-z0-9_+-]+', '_', entry.label)}-seed{config.seed}-{self._hash(config)}"
         return config.model_copy(update={"name": name, "output": str(self.request.output / folder)})

@@ -63,12 +63,12 @@ def trial(config: Config) -> dict[str, float]:
             "measuring": (time.perf_counter() - start) / len(prompts)}
 
 
-def measured(epochs: list[int], every: int) -> list[int]:
+def epochs_to_measure(epochs: list[int], every: int) -> list[int]:
     """Return the epochs of a run's checkpoints, in order, that `eval.every` measures, and the last; 0: only this."""
     return [epoch for epoch in epochs if epoch == epochs[-1] or (every and epoch % every == 0)]
 
 
-def finished(folder: Path) -> dict[str, Any]:
+def final_measures(folder: Path) -> dict[str, Any]:
     """Return diversity and KL of a finished run, of its held-out prompts.
 
     diversity: mean distance between the samples of a prompt, of the base and of the tuned model, as `flowgrpo eval`
@@ -81,14 +81,14 @@ def finished(folder: Path) -> dict[str, Any]:
     trainer, folders = trainer_of(config), checkpoints(folder / "checkpoints")
     assert folders, f"{folder} has no checkpoint"
     prompts = spread(trainer.held_out, min(PROMPTS, config.eval.prompts))
-    points = [{"epoch": epoch} | _moved(trainer, folders[epoch], prompts)
-              for epoch in measured(sorted(folders), config.eval.every)]
+    points = [{"epoch": epoch} | _checkpoint_measures(trainer, folders[epoch], prompts)
+              for epoch in epochs_to_measure(sorted(folders), config.eval.every)]
     with torch.no_grad(), trainer.policy.reference():
         base = mean(diversity(trainer, prompts))
     return {"kl": points[-1]["kl"], "diversity": {"base": base, "tuned": points[-1]["diversity"]}, "points": points}
 
 
-def _moved(trainer: Trainer, folder: Path, prompts: list[Prompt]) -> dict[str, float | None]:
+def _checkpoint_measures(trainer: Trainer, folder: Path, prompts: list[Prompt]) -> dict[str, float | None]:
     """Return KL and diversity of a checkpoint's weights."""
     state.restore(trainer, folder)
     config, policy = trainer.config, trainer.policy

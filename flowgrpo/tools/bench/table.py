@@ -28,11 +28,11 @@ def accuracies(results: dict[str, Any]) -> Rows:
     equal = [f"at {results['cost']:,.0f}"] if unequal(results) else []
     heads = ["method", "accuracy", "95 %", "seeds", "gain", *equal] + ["best of sweep", "its lr, clip"] * swept
     rows = [["base", format_value(results["base"], 3)] + [""] * (len(heads) - 2)]
-    for method in ranked(results):
+    for method in rank(results):
         row = [method["label"], format_value(method["accuracy"], 3), f"{method['low']:.3f} to {method['high']:.3f}",
                f"{method['lowest']:.3f} to {method['highest']:.3f}", format_value(method["gain"], 3, "+"),
                *([format_value(method["at_cost"], 3)] if equal else [])]
-        rows.append(row + (_tuned(method) if swept else []))
+        rows.append(row + (_tuned_cells(method) if swept else []))
     return heads, rows
 
 
@@ -42,7 +42,7 @@ def unequal(results: dict[str, Any]) -> bool:
     return cost is not None and any(method["curve"][-1][0] > cost * (1 + SAME) for method in results["methods"])
 
 
-def _tuned(method: dict[str, Any]) -> list[str]:
+def _tuned_cells(method: dict[str, Any]) -> list[str]:
     if (tuned := method.get("tuned")) is None:
         return ["-", "-"]
     return [f"{tuned['accuracy']:.3f}", f"x{tuned['lr']:.3g}, x{tuned['clip']:.3g}"]
@@ -57,7 +57,7 @@ def costs(results: dict[str, Any]) -> Rows:
              f"{method['epochs']:.0f}", _times(method["seconds_ratio"]), _share(method["zero_variance"]),
              _number(method["kl"]), _share(method["diversity"]),
              *(f"{_number(value['before'])} -> {_number(value['after'])}" for value in method["watched"].values())]
-            for method in ranked(results)]
+            for method in rank(results)]
     return heads, rows
 
 
@@ -66,7 +66,7 @@ def tasks(results: dict[str, Any]) -> Rows:
     names = list(results["base_tasks"])
     rows = [["base", *(format_value(results["base_tasks"][name], 3) for name in names)]]
     return ["method", *names], rows + [[method["label"], *(format_value(method["tasks"][name], 3) for name in names)]
-                                       for method in ranked(results)]
+                                       for method in rank(results)]
 
 
 def order(results: dict[str, Any], key: str = "differences") -> Rows:
@@ -76,13 +76,13 @@ def order(results: dict[str, Any], key: str = "differences") -> Rows:
     for pair in results[key]:
         signs[pair["one"], pair["other"]] = pair["order"]
         signs[pair["other"], pair["one"]] = -pair["order"]
-    labels = [method["label"] for method in ranked(results) if any(method["label"] in pair for pair in signs)]
+    labels = [method["label"] for method in rank(results) if any(method["label"] in pair for pair in signs)]
     numbers = [str(number) for number in range(1, len(labels) + 1)]
     return ["", *numbers], [[f"{number} {row}", *("=" if row == column else MARKS[signs[row, column]]
                                                   for column in labels)] for number, row in zip(numbers, labels)]
 
 
-def ranked(results: dict[str, Any]) -> list[dict[str, Any]]:
+def rank(results: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the methods, the most accurate first."""
     return sorted(results["methods"], key=lambda method: -method["accuracy"])
 
@@ -150,7 +150,7 @@ def _inline(value: Any) -> str:
     return yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=math.inf).split("\n...")[0].strip()
 
 
-def shown(results: dict[str, Any]) -> None:
+def print_tables(results: dict[str, Any]) -> None:
     """Print the tables of accuracy and cost."""
     from rich import box
     from rich.table import Table

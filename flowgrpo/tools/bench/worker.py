@@ -51,7 +51,7 @@ def main() -> int:
     tasks = Tasks(sys.stdin)
     while (task := tasks.waiting.get()) is not None:
         tasks.busy.set()
-        with _printed_to(Path(task["log"])):
+        with _redirect_output(Path(task["log"])):
             answer = perform(task)
         tasks.busy.clear()
         answers.write(json.dumps(answer) + "\n")
@@ -60,7 +60,7 @@ def main() -> int:
 
 
 @contextlib.contextmanager
-def _printed_to(log: Path) -> Iterator[None]:
+def _redirect_output(log: Path) -> Iterator[None]:
     """Context manager: append to a file what is printed, by libraries too."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("a") as file:
@@ -105,7 +105,7 @@ def _run(task: Task) -> dict[str, Any]:
         time.sleep(0.2)  # a worker of a killed bench saves this run
     if not (config.folder / "summary.json").is_file():
         run(config, resume=checkpoint.latest(config.folder / "checkpoints") is not None)
-    return probe.finished(config.folder) if task["kind"] == "run" else {}
+    return probe.final_measures(config.folder) if task["kind"] == "run" else {}
 
 
 if __name__ == "__main__":

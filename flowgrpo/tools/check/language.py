@@ -49,7 +49,7 @@ def drive(model: str | tuple[Any, Any], recipe: Config | None, device: str, resu
     config = config.model_copy(update={"preferences": None, "labels": "file"})  # a check draws its samples
     config, precision = resolve_precision(config, device, None if isinstance(model, str) else model)
     config = config.model_copy(update={"model": model if isinstance(model, str) else type(model[0]).__name__})
-    loaded = _loaded(model, config)
+    loaded = _load(model, config)
     kind = build.kind(config, loaded)
     result |= {"precision": precision, "kind": KINDS[kind], "class": type(loaded[0]).__name__,
                "weights": memory.weights_gib(loaded)}
@@ -69,10 +69,10 @@ def drive(model: str | tuple[Any, Any], recipe: Config | None, device: str, resu
         result |= {"shared_prefix": f"no: {apart}" if apart else True, "head_alone": policy.head_alone(conditioning)}
     judge: Any = None  # nothing is scored
     [(part, _)] = rollouts.sample(conditioning, 0, judge)
-    _replayed(rollouts, part, conditioning, result)
+    _check_replay(rollouts, part, conditioning, result)
     result["lora_grad"] = gradient_norm([policy.model], policy.weights)
     if policy.dtype == torch.float32 and not config.adapter.dora:
-        given = _given(policy, part, conditioning)
+        given = _with_prompt_tokens(policy, part, conditioning)
         result["gradient_error"] = gradient_error(lambda: _size(rollouts, given, conditioning), policy.weights)
         require_exact(result)
     with TemporaryDirectory() as folder:
@@ -81,7 +81,7 @@ def drive(model: str | tuple[Any, Any], recipe: Config | None, device: str, resu
         policy, config, conditioning, held))
 
 
-def _loaded(model: str | tuple[Any, Any], config: Config) -> tuple:
+def _load(model: str | tuple[Any, Any], config: Config) -> tuple:
     if not isinstance(model, str):
         return model
     if not tiny.is_language_model(model) or Path(model).exists():
@@ -122,7 +122,8 @@ def _sizes(policy: CausalLM, config: Config) -> dict[str, Any]:
             "lora_targets": sorted({name.rpartition(".")[2] for name in names})}
 
 
-def _replayed(rollouts: GroupSampler[Any], part: Part, conditioning: TokenizedPrompts, result: dict[str, Any]) -> None:
+def _check_replay(rollouts: GroupSampler[Any], part: Part, conditioning: TokenizedPrompts, result: dict[str, Any]
+                  ) -> None:
     """Replay the sampled completions with gradients.
     Raises UserError if replay and rollout disagree in fp32."""
     [taken], exact = part.transitions, rollouts.policy.exact
@@ -136,7 +137,7 @@ def _replayed(rollouts: GroupSampler[Any], part: Part, conditioning: TokenizedPr
                         f"{exact:.0e}; look for dropout or a random module")
 
 
-def _given(policy: CausalLM, part: Part, conditioning: TokenizedPrompts) -> Part:
+def _with_prompt_tokens(policy: CausalLM, part: Part, conditioning: TokenizedPrompts) -> Part:
     """Return the part with the prompt's text, or a few image tokens, repeated, in place of the sampled tokens. If a
     model is sure of its own tokens, log-probabilities of 0 say nothing about their gradient."""
     [taken] = part.transitions

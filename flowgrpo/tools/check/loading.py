@@ -21,7 +21,7 @@ class Unknown(UserError):
     """Error: the model is not available, so nothing can be reported."""
 
 
-def loaded(model: str, config: Config) -> tuple[Any, dict[str, Any]]:
+def load(model: str, config: Config) -> tuple[Any, dict[str, Any]]:
     """Load the pipeline in the recipe's precision; return it with the arguments of its call."""
     known = tiny.factories()
     if Path(model).exists() or model in FOLDERS or not (model in known or model.isidentifier()):

@@ -100,7 +100,7 @@ def missing(config: Config, recipe: str | None, sizes: Callable[[str], float | N
 def extras(config: Config) -> list[str]:
     """Return the extras of flowgrpo that a configuration needs: by its prompts, rewards, weights, optimizer, tracker.
     """
-    of_hub = config.prompts in SETS and not SETS[config.prompts].packaged
+    of_hub = config.prompts in SETS and not SETS[config.prompts].is_packaged
     named = [PACKAGES.get(config.memory.weights, ""), "bitsandbytes" * (config.train.optimizer == "adamw8bit"),
              "datasets" * of_hub, config.tracker * (config.tracker in ("wandb", "trackio"))]
     for label, rule in (config.trained | config.watched).items():

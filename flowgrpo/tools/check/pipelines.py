@@ -46,7 +46,7 @@ def drive(model: str | tuple[Any, dict[str, Any]], recipe: Config | None, device
     config = config.model_copy(update={"load": config.load if config.model == model else Load()})
     config, precision = resolve_precision(config, device, None if isinstance(model, str) else model[0])
     method = options.check_method(config, build.PIPELINE, device)
-    pipe, call = loading.loaded(model, config) if isinstance(model, str) else model
+    pipe, call = loading.load(model, config) if isinstance(model, str) else model
     result |= {"precision": precision, "pipeline": type(pipe).__name__, "scheduler": type(pipe.scheduler).__name__,
                "prediction": prediction(pipe.scheduler), "weights": memory.weights_gib(pipe.components.values()),
                "few_steps": _few_steps(facts := few_steps.of_pipe(pipe, model if isinstance(model, str) else "",
@@ -61,7 +61,7 @@ def drive(model: str | tuple[Any, dict[str, Any]], recipe: Config | None, device
         raise UserError(f"{type(pipe).__name__} has no denoiser: no module whose forward takes a time")
     result |= {"denoisers": list(policy.denoisers), **_sizes(policy, config.adapter)}
     result["lora_loader"] = list(dict.fromkeys(loader(pipe, name) for name in policy.weights.modules))
-    conditioning = policy.encode([PROMPT], images=[_brought(policy, recipe)])
+    conditioning = policy.encode([PROMPT], images=[_prompt_inputs(policy, recipe)])
     unread = set() if has_ip_adapter(pipe) else {"ip_adapter_image"}
     result["conditioning"] = [name for name in ("prompt", "negative_prompt", *IMAGES)
                               if name in policy.accepts and name not in unread]
@@ -69,11 +69,11 @@ def drive(model: str | tuple[Any, dict[str, Any]], recipe: Config | None, device
     result["guidance"] = _guidance(policy, conditioning)
     policy.guidance = config.train.guidance
     result["timesteps_per_call"] = "one per row" if policy.vector(conditioning) else "one"
-    replays.replayed(policy, conditioning, result, min(GROUP, config.train.rows))
+    replays.check_replay(policy, conditioning, result, min(GROUP, config.train.rows))
     probes.require_middle(policy, conditioning, recipe is None or _goes_on(method, config))
     replays.require_equal(policy, result)
     if policy.dtype == torch.float32 and not config.adapter.dora:
-        replays.differentiated(policy, conditioning, result)
+        replays.check_gradient(policy, conditioning, result)
     with TemporaryDirectory() as folder:
         policy.weights.save(Path(folder))  # reads the file back and raises if it differs
     if recipe is None and policy.process == "vp":  # the default method is for flows only
@@ -87,7 +87,7 @@ def drive(model: str | tuple[Any, dict[str, Any]], recipe: Config | None, device
         recipe, config, policy.device, lambda held: memory.memory(policy, config, conditioning, held))
 
 
-def _brought(policy: PipelinePolicy, recipe: Config | None) -> Any:
+def _prompt_inputs(policy: PipelinePolicy, recipe: Config | None) -> Any:
     """Return what the recipe's first prompt brings beside its text, and give the pipeline images that it needs.
 
     Raises UserError for a prompt of the recipe's file whose files the pipeline does not take.
@@ -130,7 +130,7 @@ def _guidance(policy: PipelinePolicy, conditioning: Conditioning) -> str:
     turns it off)."""
     rows, (grid, timesteps) = {}, probes.few_steps(policy, 2)
     for policy.guidance in (4.0, 0.0, 1.0):
-        with _counted(policy) as batches:
+        with _count_batches(policy) as batches:
             policy.run(Segment(grid, range(1), timesteps=timesteps), conditioning, None, policy.generators([0]))
         rows[policy.guidance] = batches
     off = min((1.0, 0.0), key=lambda scale: sum(rows[scale]))
@@ -143,7 +143,7 @@ def _guidance(policy: PipelinePolicy, conditioning: Conditioning) -> str:
 
 
 @contextmanager
-def _counted(policy: PipelinePolicy) -> Iterator[list[int]]:
+def _count_batches(policy: PipelinePolicy) -> Iterator[list[int]]:
     """Context manager: append the batch size of every denoiser call to the list."""
     batches: list[int] = []
     hooks = [module.register_forward_hook(lambda _, args, kwargs, out: batches.append(len(out[0])), with_kwargs=True)

@@ -55,14 +55,14 @@ def gradient_error(size: Callable[[], torch.Tensor], weights: TrainableWeights) 
     gradient = torch.autograd.grad(value, parameters, allow_unused=True)
     squared = sum(part.double().square().sum() for part in gradient if part is not None).item()
 
-    def moved(length: float) -> float:
+    def size_at(length: float) -> float:
         with torch.no_grad(), weights.swap({key: p + length * (0 if part is None else part)
                                             for (key, p), part in zip(weights.named.items(), gradient)}):
             return size().item()
 
     # If the value hardly changes, the step that changes it by a given share is long: take the best share.
     lengths = [share * value.item() / squared for share in SHARES]
-    return min(abs((moved(length) - moved(-length)) / (2 * length * squared) - 1) for length in lengths)
+    return min(abs((size_at(length) - size_at(-length)) / (2 * length * squared) - 1) for length in lengths)
 
 
 def require_exact(result: dict[str, Any]) -> None:
@@ -72,7 +72,7 @@ def require_exact(result: dict[str, Any]) -> None:
                         "part of the model runs without gradients")
 
 
-def replayed(policy: PipelinePolicy, conditioning: Conditioning, result: dict[str, Any], rows: int = GROUP) -> None:
+def check_replay(policy: PipelinePolicy, conditioning: Conditioning, result: dict[str, Any], rows: int = GROUP) -> None:
     """Roll out three steps from two noises, the first two steps stochastic, and replay these two with gradients, both
     in batches of `rows`. The second step's states come from the pipeline's own loop, not from a replay."""
     grid, timesteps = probes.few_steps(policy, 3)
@@ -103,7 +103,7 @@ def require_equal(policy: PipelinePolicy, result: dict[str, Any]) -> None:
                         + ", and try without train.checkpointing" * bool(policy.checkpointing))
 
 
-def differentiated(policy: PipelinePolicy, conditioning: Conditioning, result: dict[str, Any]) -> None:
+def check_gradient(policy: PipelinePolicy, conditioning: Conditioning, result: dict[str, Any]) -> None:
     """Store the gradient error of a step's squared output."""
     grid, timesteps = probes.few_steps(policy, 3)
     x, _ = policy.run(Segment(grid, range(1), timesteps=timesteps), conditioning, None, policy.generators([0]))

@@ -61,14 +61,14 @@ def of(trainer: Trainer, meta: MetaGPU, processes: int) -> Phase:
     one, two = (_run(trainer, meta, rows, steps) for steps in FEW)
     times, more = total / rows, settings.steps - FEW[0]
 
-    def extrapolated(first: float, second: float) -> float:
+    def extrapolate(first: float, second: float) -> float:
         return times * (first + more * max(second - first, 0))
 
-    waits = {reason: round(extrapolated(one.waits[reason], two.waits[reason])) for reason in one.waits | two.waits}
+    waits = {reason: round(extrapolate(one.waits[reason], two.waits[reason])) for reason in one.waits | two.waits}
     return Phase(meta.spare + max(one.allocated, two.allocated), meta.spare + max(one.reserved, two.reserved),
-                 extrapolated(one.flops, two.flops), round(extrapolated(one.kernels, two.kernels)),
-                 extrapolated(one.seconds, two.seconds), waits=Counter(waits),
-                 traffic=extrapolated(one.traffic, two.traffic))
+                 extrapolate(one.flops, two.flops), round(extrapolate(one.kernels, two.kernels)),
+                 extrapolate(one.seconds, two.seconds), waits=Counter(waits),
+                 traffic=extrapolate(one.traffic, two.traffic))
 
 
 @torch.no_grad()
@@ -121,27 +121,27 @@ class Estimate:
     source: str = ""
     away: frozenset[str] = frozenset()
 
-    def used(self, phase: str) -> float:
+    def peak_bytes(self, phase: str) -> float:
         """Return the bytes of tensors that are in use in a phase at most, reward models included."""
         return self.phases[phase].allocated + (0 if phase in self.away else self.rewards)
 
     @property
     def peak(self) -> float:
         """Bytes of tensors that are in use at most, reward models included."""
-        return max(map(self.used, self.phases))
+        return max(map(self.peak_bytes, self.phases))
 
     def above(self, room: float) -> list[str]:
         """Return the phases that need more than `room` bytes."""
-        return [name for name in self.phases if self.used(name) > room]
+        return [name for name in self.phases if self.peak_bytes(name) > room]
 
     @property
     def seconds(self) -> float:
         """Seconds of the epoch: those of every phase, by its measured factor if it has one."""
-        return sum(self.taken(name) for name in self.phases if name != EVALUATION)
+        return sum(self.phase_seconds(name) for name in self.phases if name != EVALUATION)
 
-    def taken(self, name: str) -> float:
+    def phase_seconds(self, name: str) -> float:
         """Return the seconds of a phase."""
-        return self.phases[name].taken * self.factors.get(name, 1.0)
+        return self.phases[name].duration * self.factors.get(name, 1.0)
 
     @property
     def basis(self) -> str:
@@ -151,7 +151,7 @@ class Estimate:
         factors = ", ".join(f"{name} {factor:.2f}" for name, factor in self.factors.items())
         return f"computed, corrected by {factors} as {self.source}"
 
-    def corrected(self, gpu: str, model: str, table: Path = MEASURED) -> Estimate:
+    def correct(self, gpu: str, model: str, table: Path = MEASURED) -> Estimate:
         """Return the estimate with the factors that were measured on this card for the model's pipeline, if any are.
 
         table: {card: {pipeline: {phase: factor, "commit": commit}}}, which scripts/gpu/gpu_minutes.py writes.
@@ -195,7 +195,7 @@ def dry_run(config: Config, gpu: GPU = GPUS["H100"], processes: int = 1, pipe: A
     rest is extrapolated. The state is that of a later epoch: the optimizer has its moments.
     Raises UserError for what a dry run does not cover.
     """
-    config = _covered(config)
+    config = _prepare_recipe(config)
     shape = geometry(config.train, processes)
     rare = features.dry_runs(features.active_features(config, validate.resolve(config)))
     for feature in rare:
@@ -213,10 +213,10 @@ def dry_run(config: Config, gpu: GPU = GPUS["H100"], processes: int = 1, pipe: A
             image = None if config.prompts in SETS else _image(policy, Path(folder))
             trainer = _trainer(short, policy, image, meta, rare)
             clock = trainer.clock = trainer.rollouts.clock = _Phases(meta, encoders)
-            replay_waits = _counted_replays(trainer, meta)
+            replay_waits = _count_replay_waits(trainer, meta)
             trainer.run_epoch()
             evaluated = None if config.eval.frames is None else of(trainer, meta, processes)
-    phases = _extrapolated(meta, clock, shape.prompts, few, sum(feature.waiting(config) for feature in rare))
+    phases = _extrapolate(meta, clock, shape.prompts, few, sum(feature.waiting(config) for feature in rare))
     if evaluated is not None:
         phases[EVALUATION] = evaluated
     for feature in rare:
@@ -229,7 +229,7 @@ def dry_run(config: Config, gpu: GPU = GPUS["H100"], processes: int = 1, pipe: A
     return replace(estimate, first=LOADING + PLAN * len(meta.attentions) + GROWTH * gib(estimate.peak))
 
 
-def _covered(config: Config) -> Config:
+def _prepare_recipe(config: Config) -> Config:
     """Return the recipe with a precision and its largest size. Raises UserError for what a dry run does not cover."""
     if config.precision == AUTO:
         config = config.model_copy(update={"precision": "bf16"})
@@ -287,7 +287,7 @@ def _trainer(config: Config, policy: Any, image: str | None, meta: MetaGPU, rare
     trainer.prompts = later
     if policy.weights.large:
         trainer.optimization.ema = None  # it waits on the host
-    with meta.sharded():
+    with meta.sharding():
         for parameter in policy.weights.parameters():
             parameter.grad = torch.empty_like(parameter)
         trainer.optimization.optimizer.step()
@@ -302,7 +302,7 @@ def _any(images: torch.Tensor, prompts: list[str]) -> list[float]:
     return [drawn.random() for _ in prompts]
 
 
-def _counted_replays(trainer: Trainer, meta: MetaGPU) -> Counter[str]:
+def _count_replay_waits(trainer: Trainer, meta: MetaGPU) -> Counter[str]:
     """Count what makes the host wait while parts are replayed; the counts fill in while the trainer runs.
 
     Optimizer steps are counted as a phase of their own, and so are large weights that come once an epoch.
@@ -311,23 +311,23 @@ def _counted_replays(trainer: Trainer, meta: MetaGPU) -> Counter[str]:
     weights: Any = trainer.policy.weights
     load = weights.load
 
-    def counted(*args: Any) -> None:
-        with meta.measured() as work:
+    def count_backward(*args: Any) -> None:
+        with meta.measure() as work:
             backward(*args)
         waits.update(work.waits)
 
-    def stepped(*args: Any) -> torch.Tensor:
-        with meta.during(ONCE), meta.sharded():
+    def sharded_step(*args: Any) -> torch.Tensor:
+        with meta.during(ONCE), meta.sharding():
             return step(*args)
 
-    def loaded(values: dict[str, torch.Tensor]) -> None:
+    def load_once(values: dict[str, torch.Tensor]) -> None:
         with meta.during(ONCE):
             load(values)
 
     observed: Any = trainer
-    observed.backward, observed.optimization.step = counted, stepped
+    observed.backward, observed.optimization.step = count_backward, sharded_step
     if weights.large:
-        weights.load = loaded
+        weights.load = load_once
     return waits
 
 
@@ -336,7 +336,7 @@ def _each(waits: Counter[str], times: int) -> dict[str, float]:
     return {reason: count / times for reason, count in waits.items() if count >= times > 0}
 
 
-def _extrapolated(meta: MetaGPU, clock: _Phases, prompts: int, few: int, waiting: int) -> dict[str, Phase]:
+def _extrapolate(meta: MetaGPU, clock: _Phases, prompts: int, few: int, waiting: int) -> dict[str, Phase]:
     """Return the phases of an epoch of `prompts`, of which `few` were run with all optimizer steps.
 
     waiting: epochs whose samples wait beside it.

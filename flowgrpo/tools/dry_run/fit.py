@@ -42,7 +42,7 @@ def epoch(config: Config, gpu: GPU, processes: int = 1, pipe: Any = None) -> Est
     return dry_run(config, gpu, processes, pipe)
 
 
-def changed(config: Config, options: dict[str, Any]) -> Config:
+def with_options(config: Config, options: dict[str, Any]) -> Config:
     """Return a recipe with other values of options such as `memory.vae`."""
     for name, value in options.items():
         section, key = name.split(".")
@@ -62,18 +62,18 @@ def nearest_settings(config: Config, gpu: GPU, estimate: Estimate, processes: in
     settings: dict[str, Any] = {}
     refused: set[tuple[str, Any]] = set()
     while above := estimate.above(gpu.room):
-        option = next((option for option in _options(changed(config, settings), above) if option not in refused and (
-            option[0] != "memory.rewards" or estimate.rewards)), None)
+        option = next((option for option in _options(with_options(config, settings), above)
+                       if option not in refused and (option[0] != "memory.rewards" or estimate.rewards)), None)
         if option is None:
             return settings, estimate
         try:
             trial = settings | dict([option])
-            estimate, settings = epoch(changed(config, trial), gpu, processes, pipe), trial
+            estimate, settings = epoch(with_options(config, trial), gpu, processes, pipe), trial
         except UserError:  # an autoencoder without slices, a micro-batch that does not divide
             refused.add(option)
     for name in list(settings)[:-1]:
         without = {key: value for key, value in settings.items() if key != name}
-        trial_estimate = epoch(changed(config, without), gpu, processes, pipe)
+        trial_estimate = epoch(with_options(config, without), gpu, processes, pipe)
         if not trial_estimate.above(gpu.room):
             estimate, settings = trial_estimate, without
     return settings, estimate
@@ -114,7 +114,7 @@ def batch_settings(config: Config, room: float, pipe: Any = None, processes: int
 
         def above(size: int) -> bool:
             options = {"train.micro_batch": size, "train.checkpointing": setting}
-            estimates[size] = epoch(changed(config, options), GPUS["H100"], processes, pipe)
+            estimates[size] = epoch(with_options(config, options), GPUS["H100"], processes, pipe)
             return bool(estimates[size].above(room))
 
         fitting = bisect.bisect_left(sizes, True, key=above)
@@ -147,7 +147,7 @@ def _micro_batches(config: Config, processes: int) -> list[int]:
     group, prompts = config.train.group, config.train.prompts // processes
     sizes = [size for size in range(1, group) if group % size == 0]
     sizes += [group * count for count in range(1, prompts + 1) if prompts % count == 0]
-    return [size for size in sizes if _valid(changed(config, {"train.micro_batch": size}), processes)]
+    return [size for size in sizes if _valid(with_options(config, {"train.micro_batch": size}), processes)]
 
 
 def _valid(config: Config, processes: int) -> bool:

@@ -60,7 +60,7 @@ def _twin(module: Any) -> torch.nn.Module:
 
 
 @contextlib.contextmanager
-def _made_in(dtype: torch.dtype) -> Iterator[None]:
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
     """Context manager: modules are made on the meta device in this dtype."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -73,7 +73,7 @@ def _made_in(dtype: torch.dtype) -> Iterator[None]:
 
 def _of_diffusers(kind: Any, config: dict[str, Any], dtype: torch.dtype) -> torch.nn.Module:
     """Return a model as diffusers loads it: some of its modules stay in fp32."""
-    with _made_in(dtype):
+    with _default_dtype(dtype):
         module = kind.from_config(config)
     kept = getattr(module, "_keep_in_fp32_modules", None) or ()
     for key, parameter in module.named_parameters():
@@ -90,10 +90,10 @@ def _of_transformers(kind: Any, config: Any, dtype: torch.dtype) -> torch.nn.Mod
 # --- a packaged configuration ----------------------------------------------------------------------------------------
 
 def _of_published(known: published.Published, dtype: torch.dtype) -> Any:
-    return assembled(known, lambda name, kind, config: part(kind, config, dtype))
+    return assemble(known, lambda name, kind, config: part(kind, config, dtype))
 
 
-def assembled(known: published.Published, make: Callable[[str, str, dict[str, Any]], Any]) -> Any:
+def assemble(known: published.Published, make: Callable[[str, str, dict[str, Any]], Any]) -> Any:
     """Return a published pipeline with stand-in tokenizers, its components made by `make(name, class, config)`."""
     import diffusers
 

@@ -77,9 +77,9 @@ class Allocator:
         block.used = False
         self.in_use -= block.size
         if block.before is not None and not block.before.used:
-            block = self._joined(block.before, block, drop=block.before)
+            block = self._merge_blocks(block.before, block, drop=block.before)
         if block.behind is not None and not block.behind.used:
-            block = self._joined(block, block.behind, drop=block.behind)
+            block = self._merge_blocks(block, block.behind, drop=block.behind)
         self._keep(block)
 
     def _segment(self, size: int, small: bool) -> Block:
@@ -88,7 +88,7 @@ class Allocator:
         self.reserved += whole
         return Block(whole, small, next(self._numbers))
 
-    def _joined(self, first: Block, second: Block, drop: Block) -> Block:
+    def _merge_blocks(self, first: Block, second: Block, drop: Block) -> Block:
         free = self._free[drop.small]
         del free[bisect.bisect_left(free, (drop.size, drop.number))]
         first.size += second.size
@@ -137,7 +137,7 @@ class Phase:
         return self.kernels * HOST
 
     @property
-    def taken(self) -> float:
+    def duration(self) -> float:
         """Seconds of GPU or host, whichever needs more: a lower bound, since they do not always overlap."""
         return max(self.seconds, self.host)
 
@@ -171,7 +171,7 @@ class MetaGPU(TorchDispatchMode):
         self.phases: dict[str, Phase] = defaultdict(Phase)
         self.attentions: set[Any] = set()  # shapes, of which cuDNN plans each once
         self.spare = 0  # bytes that are needed at times, beside what is counted
-        self.part = 1.0  # share of the bytes of tensors that are `sharded`
+        self.part = 1.0  # share of the bytes of tensors that are under `sharding`
         self.share = 1.0  # that of the tensors that are made now
         self.autocast: Autocast | None = None
         self.phase = self.phases["setup"]
@@ -227,7 +227,7 @@ class MetaGPU(TorchDispatchMode):
             stock.amp.autocast = cast
 
     @contextlib.contextmanager
-    def sharded(self) -> Iterator[None]:
+    def sharding(self) -> Iterator[None]:
         """Context manager: of tensors that are made inside, this process holds `part`."""
         before, self.share = self.share, self.part
         try:
@@ -252,7 +252,7 @@ class MetaGPU(TorchDispatchMode):
             self.phase = before
 
     @contextlib.contextmanager
-    def measured(self, since: int | None = None) -> Iterator[Phase]:
+    def measure(self, since: int | None = None) -> Iterator[Phase]:
         """Context manager: counts of the work inside, which are the phase's too.
 
         since: bytes in use before the work, of which its own bytes are counted; None: those at the beginning.
@@ -270,7 +270,7 @@ class MetaGPU(TorchDispatchMode):
             work.allocated = max(work.allocated - base, 0)
 
     def repeat(self, work: Phase) -> None:
-        """Count once more what `measured` counted."""
+        """Count once more what `measure` counted."""
         self.phase.add(work)
         self._peak(work.allocated)
 
@@ -290,7 +290,7 @@ class MetaGPU(TorchDispatchMode):
         given = args
         if name in ("index", "index_put", "index_put_"):
             args = self._without_masks(name, args)
-        if name in ("_to_copy", "copy_") and (copied := self._copied(name, args, kwargs)) is not None:
+        if name in ("_to_copy", "copy_") and (copied := self._copy_to_host(name, args, kwargs)) is not None:
             return copied
         result = function(*args, **kwargs)
         outputs = [*_tensors([result])]
@@ -307,15 +307,15 @@ class MetaGPU(TorchDispatchMode):
         for storage in (tensor.untyped_storage() for tensor in tensors):
             if storage._cdata not in self._alive:
                 self._alive[storage._cdata] = self.memory.take(round(storage.nbytes() * share))
-                weakref.finalize(storage, self._gone, storage._cdata)
+                weakref.finalize(storage, self._release, storage._cdata)
         self._peak()
 
     def drop(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count the storages of tensors no more: they are on the host."""
         for tensor in tensors:
-            self._gone(tensor.untyped_storage()._cdata)
+            self._release(tensor.untyped_storage()._cdata)
 
-    def _gone(self, key: int) -> None:
+    def _release(self, key: int) -> None:
         block = self._alive.pop(key, None)
         if block is not None:
             self.memory.give(block)
@@ -361,7 +361,7 @@ class MetaGPU(TorchDispatchMode):
         known = [self.values.of(value) if _on_meta(value) else value for value in args]
         if all(value is not None for value in known):
             value = function(*known)
-            return self._placed(value) if torch.is_tensor(value) else value
+            return self._to_device(value) if torch.is_tensor(value) else value
         tensor = args[0]
         if name == "nonzero":
             return torch.empty(tensor.numel(), tensor.ndim, dtype=torch.int64, device=META)
@@ -376,9 +376,9 @@ class MetaGPU(TorchDispatchMode):
         known = self.values.of(source) if _on_meta(source) else source
         if known is None:
             known = torch.arange(source.numel(), device="cpu").reshape(source.shape).to(source.dtype)
-        return tuple(self._placed(value) for value in function(known, *args[1:], **kwargs))
+        return tuple(self._to_device(value) for value in function(known, *args[1:], **kwargs))
 
-    def _placed(self, value: torch.Tensor) -> torch.Tensor:
+    def _to_device(self, value: torch.Tensor) -> torch.Tensor:
         """Return a tensor on the pretended GPU, whose values are known."""
         copy = value.to(META)
         self.hold([copy])
@@ -409,7 +409,7 @@ class MetaGPU(TorchDispatchMode):
                 indices.append(index)
         return args[0], indices, *args[2:]
 
-    def _copied(self, name: str, args: Any, kwargs: Any) -> torch.Tensor | None:
+    def _copy_to_host(self, name: str, args: Any, kwargs: Any) -> torch.Tensor | None:
         """Return the host's copy of a meta tensor; None for other copies. Copies that block are counted."""
         source = args[1] if name == "copy_" else args[0]
         place = args[0].device if name == "copy_" else torch.device(kwargs.get("device") or source.device)

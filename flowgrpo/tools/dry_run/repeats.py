@@ -50,7 +50,7 @@ class Repeats:
         self._replayed: tuple[Any, int] = None, 0  # key of the last replay, and bytes in use before it
         for module in policy.denoisers.values():
             for part in module.modules() if policy.driver.casts else ():
-                part.forward = self._recomputed(part.forward)
+                part.forward = self._repeat_arithmetic(part.forward)
             module.forward = self._forward(module, module.forward)
         policy.run, policy.decode = self._run(policy.run), self._decode(policy.decode)
         policy.replay, policy.backward = self._replay(policy.replay), self._backward(policy.backward)
@@ -61,7 +61,7 @@ class Repeats:
             work, shapes = self._calls[key]
             self.gpu.repeat(work)
             return tree_map_only(Shape, Shape.empty, shapes)
-        with self.gpu.measured() as work:
+        with self.gpu.measure() as work:
             outputs = call()
         self._calls[key] = work, tree_map_only(torch.Tensor, Shape.of, outputs)
         return outputs
@@ -77,7 +77,7 @@ class Repeats:
             return self._once((id(module), adapted, _key(args, kwargs)), lambda: forward(*args, **kwargs))
         return answer
 
-    def _recomputed(self, forward: Callable) -> Callable:
+    def _repeat_arithmetic(self, forward: Callable) -> Callable:
         """Return a forward with the arithmetic of the first one if a backward pass calls it again."""
         @functools.wraps(forward)
         def answer(*args: Any, **kwargs: Any) -> Any:
@@ -101,7 +101,7 @@ class Repeats:
 
     def _run(self, run: Callable) -> Callable:
         def answer(task: Any, *args: Any, **kwargs: Any) -> Any:
-            with self.gpu.measured() as work:
+            with self.gpu.measure() as work:
                 result = run(task, *args, **kwargs)
             self.steps += len(task.steps)
             self.step_waits.update(work.waits)
@@ -121,7 +121,7 @@ class Repeats:
             key = "replay", _key(conditioning.calls, x), self._expert(grid, step)
             before = self.gpu.memory.in_use
             self._replayed = key, before
-            with self.gpu.measured() as work:
+            with self.gpu.measure() as work:
                 output = self._once(key, call)
             self.forwards.add(work)
             graph = self._graphs.setdefault(key, self.gpu.memory.in_use - before)  # a first call alone keeps it
@@ -133,7 +133,7 @@ class Repeats:
         def answer(loss: torch.Tensor) -> None:
             key, before = self._replayed
             if key not in self._backwards:
-                with self.gpu.measured(before) as work:
+                with self.gpu.measure(before) as work:
                     backward(loss)
                 reached = [part for part in self.policy.weights.parameters() if part.grad is not None]
                 self._backwards[key] = work, reached
@@ -147,7 +147,7 @@ class Repeats:
 
     def _hold_gradients(self, parameters: list[torch.nn.Parameter]) -> None:
         """Make the gradients that parameters lack."""
-        with self.gpu.sharded():
+        with self.gpu.sharding():
             for part in parameters:
                 part.grad = torch.empty_like(part) if part.grad is None else part.grad
 

@@ -42,7 +42,7 @@ def dry_run(config: Config, gpu: GPU, processes: int = 1) -> Estimate:
     With `parts.data` of `SelfAnswers` all images are asked about, as if all were right; the epoch has fewer questions
     where some are wrong. Raises UserError for what is not covered.
     """
-    config = _covered(config)
+    config = _prepare_recipe(config)
     method = validate.resolve(config, build.process(build.IMAGE_TOKENS))
     shape, meta = geometry(config.train, processes), MetaGPU(gpu)
     with torch.random.fork_rng(devices=[]):
@@ -52,21 +52,21 @@ def dry_run(config: Config, gpu: GPU, processes: int = 1) -> Estimate:
         parts = -(-shape.samples // (shape.micro_batch * processes))
         with meta.running():
             run.begin()
-            run.drawn(parts)
+            run.count_rollout(parts)
             if config.precision != "fp32":
-                run.replayed("rescore", parts, backward=False)
+                run.count_replay("rescore", parts, backward=False)
             if method.loss.kl.weight:
-                run.replayed("base", parts, backward=False)
-            run.replayed("update", parts * config.train.inner_epochs, backward=True)
+                run.count_replay("base", parts, backward=False)
+            run.count_replay("update", parts * config.train.inner_epochs, backward=True)
             if isinstance(data := method.loss.data, SelfAnswers):
-                run.asked(data, parts)
-            run.stepped(config.train.inner_epochs * config.train.updates)
+                run.count_questions(data, parts)
+            run.count_steps(config.train.inner_epochs * config.train.updates)
     phases = {name: meta.phases[name] for name in (*ORDER, ANSWERS) if name in meta.phases}
     estimate = Estimate(phases, reward_bytes(config))
     return replace(estimate, first=LOADING + GROWTH * gib(estimate.peak))
 
 
-def _covered(config: Config) -> Config:
+def _prepare_recipe(config: Config) -> Config:
     """Return the recipe with a precision. Raises UserError for what a dry run of image tokens does not cover."""
     if config.precision == AUTO:
         config = config.model_copy(update={"precision": "bf16"})
@@ -124,11 +124,11 @@ class _Epoch:
         self.meta.phases["setup"] = self.meta.phase = Phase()
 
     @contextmanager
-    def counted(self, name: str, times: int) -> Iterator[None]:
+    def counting(self, name: str, times: int) -> Iterator[None]:
         """Context manager: what is inside counts so many times for the phase `name`."""
         LOG.info(name)
         with self.meta.during(name):
-            with self.meta.measured() as work:
+            with self.meta.measure() as work:
                 yield
             for _ in range(times - 1):
                 self.meta.repeat(work)
@@ -138,43 +138,43 @@ class _Epoch:
         """Count prompts [rows,length] that are read into a cache, and so many tokens that are drawn behind them."""
         policy = self.policy
         with torch.no_grad(), policy._arithmetic():
-            with self.counted(name, times):
-                made = policy.body(inputs_embeds=self.embedded(rows, length), use_cache=True)
+            with self.counting(name, times):
+                made = policy.body(inputs_embeds=self.embed(rows, length), use_cache=True)
             cache = getattr(made, policy._cache)
             for layer in cache.layers:  # as long as it becomes
                 grown = list(layer.keys.shape)
                 grown[2] += tokens - 1
                 layer.keys, layer.values = (torch.empty(grown, dtype=layer.keys.dtype, device=META) for _ in range(2))
-            with self.counted(name, times * tokens):
-                states = policy.body(inputs_embeds=self.embedded(rows, 1), use_cache=True,
+            with self.counting(name, times * tokens):
+                states = policy.body(inputs_embeds=self.embed(rows, 1), use_cache=True,
                                      **{policy._cache: cache}).last_hidden_state
                 head(states[:, -1]).float().log_softmax(-1)
 
-    def embedded(self, rows: int, length: int) -> torch.Tensor:
+    def embed(self, rows: int, length: int) -> torch.Tensor:
         table = self.policy.model.get_input_embeddings()
         return table(torch.zeros(rows, length, dtype=torch.int64, device=META))
 
-    def drawn(self, parts: int) -> None:
+    def count_rollout(self, parts: int) -> None:
         """Count the rollout of so many micro-batches, and their decoding."""
         policy = self.policy
         self.read("rollout", self.rows * policy.rows_drawn, len(self.prompt), getattr(policy.model.model, HEAD),
                   policy.grid, parts)
         some = min(self.rows, DECODED)
-        with self.counted("decode", parts * -(-self.rows // some)):
+        with self.counting("decode", parts * -(-self.rows // some)):
             policy.decode(torch.full((some, policy.grid), policy.first))
 
-    def replayed(self, name: str, times: int, backward: bool) -> None:
+    def count_replay(self, name: str, times: int, backward: bool) -> None:
         """Count so many replays of a micro-batch."""
         policy = self.policy
         ids = torch.full((self.rows, policy.grid), policy.first)
         prompts = TokenizedPrompts([PROMPT], [self.prompt])
-        with torch.set_grad_enabled(backward), self.counted(name, times):
+        with torch.set_grad_enabled(backward), self.counting(name, times):
             scored = policy.log_probs(prompts, torch.zeros(self.rows, dtype=torch.int64), ids,
                                       torch.ones_like(ids, dtype=torch.bool), Decoding())
             if backward:
                 policy.backward(scored.logp.sum())
 
-    def asked(self, data: SelfAnswers, parts: int) -> None:
+    def count_questions(self, data: SelfAnswers, parts: int) -> None:
         """Count the questions about so many micro-batches of images: drawn answers, and their replay with a backward.
         """
         policy, model, each = self.policy, self.policy.model, max(data.samples, 1)
@@ -182,17 +182,17 @@ class _Epoch:
         length, times = len(self.prompt) + policy.grid, parts * -(-self.rows // min(self.rows, data.batch))
         side = model.config.vision_config.image_size
         pixels = torch.empty(rows, 3, side, side, dtype=policy.dtype, device=META)
-        with self.counted(ANSWERS, times), policy._arithmetic():
+        with self.counting(ANSWERS, times), policy._arithmetic():
             model.model.get_image_features(pixels)
         if data.samples:
             self.read(ANSWERS, rows, length, model.lm_head, data.length, times)
-        with self.counted(ANSWERS, times):
+        with self.counting(ANSWERS, times):
             with policy._arithmetic():
-                states = policy.body(inputs_embeds=self.embedded(rows, length + data.length), use_cache=False)
+                states = policy.body(inputs_embeds=self.embed(rows, length + data.length), use_cache=False)
                 logits = model.lm_head(states.last_hidden_state[:, -data.length:])
                 policy.backward(logits.float().log_softmax(-1).sum())
 
-    def stepped(self, times: int) -> None:
+    def count_steps(self, times: int) -> None:
         """Count so many optimizer steps."""
-        with self.counted("update", times):
+        with self.counting("update", times):
             self.optimizer.step()

@@ -44,7 +44,7 @@ def hold(meta: MetaGPU, policy: Any, memory: Memory, processes: int) -> Any:
         if not encoders.here:
             tensors = _tensors(encoders.modules)
             if turns or ahead:
-                meta.drop(_frozen(policy.denoisers.values()))
+                meta.drop(_frozen_tensors(policy.denoisers.values()))
             if ahead:
                 meta.drop(others)
             meta.hold(tensors)
@@ -58,9 +58,9 @@ def hold(meta: MetaGPU, policy: Any, memory: Memory, processes: int) -> Any:
             if turns or ahead:
                 for module in policy.denoisers.values():
                     _hold_denoiser(meta, module, stored, count)
-                meta.hold([*_frozen(policy.denoisers.values()), *(others if ahead else [])])
+                meta.hold([*_frozen_tensors(policy.denoisers.values()), *(others if ahead else [])])
             if turns:
-                meta.bus(round(stored * _bytes(_frozen(policy.denoisers.values()))), fixed=True)
+                meta.bus(round(stored * _bytes(_frozen_tensors(policy.denoisers.values()))), fixed=True)
 
     encoders.come, encoders.offload = come, leave
     return encoders
@@ -100,7 +100,7 @@ def _shard_trained(meta: MetaGPU, policy: Any, processes: int) -> None:
 
 def _as_shards(meta: MetaGPU, made: Any) -> Any:
     def answer(*args: Any) -> Any:
-        with meta.sharded():
+        with meta.sharding():
             return made(*args)
     return answer
 
@@ -111,11 +111,11 @@ def _hold_offloaded(meta: MetaGPU, module: torch.nn.Module, stored: float) -> No
     The backward of a recomputed block needs all of its layers.
     """
     for block in blocks(module):
-        meta.hold(_frozen([block]), 0.0)
-        meta.spare = max(meta.spare, round(stored * _bytes(_frozen([block]))))
+        meta.hold(_frozen_tensors([block]), 0.0)
+        meta.spare = max(meta.spare, round(stored * _bytes(_frozen_tensors([block]))))
 
 
-def _frozen(modules: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
+def _frozen_tensors(modules: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
     return [tensor for tensor in _tensors(modules) if not tensor.requires_grad]
 
 

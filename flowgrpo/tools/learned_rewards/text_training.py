@@ -49,7 +49,7 @@ def load_labelled(path: str | Path) -> list[LabelledText]:
     if Path(path).suffix != ".jsonl":
         raise UserError(f"labelled completions {path}: expected a .jsonl file")
     lines = text_of(path, LARGEST).split("\n")
-    records = [_labelled(line, Path(path), number) for number, line in enumerate(lines, 1) if line.strip()]
+    records = [_parse_line(line, Path(path), number) for number, line in enumerate(lines, 1) if line.strip()]
     if not records:
         raise UserError(f"labelled completions {path}: the file holds no completion")
     if len({record.rejected is None for record in records}) == 2:
@@ -57,7 +57,7 @@ def load_labelled(path: str | Path) -> list[LabelledText]:
     return records
 
 
-def _labelled(line: str, path: Path, number: int) -> LabelledText:
+def _parse_line(line: str, path: Path, number: int) -> LabelledText:
     def wrong(what: str) -> UserError:
         return UserError(f"labelled completions {path}, line {number}: {what}")
 
@@ -88,7 +88,7 @@ def _labels(labels: Any, wrong: Any) -> dict[str, float]:
     return {name: float(value) for name, value in labels.items()}
 
 
-def degraded(text: str, seed: int) -> str:
+def degrade(text: str, seed: int) -> str:
     """Return a text that argues worse: one of its sentences or lines left out, two of them exchanged, or a number
     changed, by the seed in turn; a text that has none of these loses its second half (Posterior-GRPO's degraded
     reasoning, by rules in place of a language model)."""
@@ -156,7 +156,7 @@ def fit(rows: Tensor, labels: Tensor, penalty: float, kind: str) -> Tensor:
     return head.detach()
 
 
-def measured(rows: Tensor, labels: Tensor, head: Tensor, kind: str) -> float:
+def evaluate_head(rows: Tensor, labels: Tensor, head: Tensor, kind: str) -> float:
     """Return R2 of the labels, or the share of labels, or of pairs, on whose side the head is."""
     scores = rows.double() @ head[:-1] + head[-1]
     if kind == SQUARED:
@@ -179,7 +179,7 @@ def train(texts: Sequence[LabelledText], output: Path, settings: Settings) -> li
     if output.exists():
         raise UserError(f"{output} exists already: name another file, or remove that one")
     if settings.degrade:
-        texts = [LabelledText(text.text, {}, degraded(text.text, number), text.prompt, text.category)
+        texts = [LabelledText(text.text, {}, degrade(text.text, number), text.prompt, text.category)
                  for number, text in enumerate(texts)]
     pairs = texts[0].rejected is not None
     texts = [LabelledText(text.text, {OVERALL: 1.0}, text.rejected, text.prompt, text.category) if pairs else text
@@ -189,7 +189,7 @@ def train(texts: Sequence[LabelledText], output: Path, settings: Settings) -> li
         if sorted(text.labels) != aspects:
             raise UserError(f"the text {text.text[:40]!r} has the labels {', '.join(sorted(text.labels))}, expected "
                             f"{', '.join(aspects)}, as the others have")
-    rows, held = _rows(texts, settings.encoder), _held_out(texts, settings)
+    rows, held = _rows(texts, settings.encoder), _held_out_mask(texts, settings)
     heads, results = {}, []
     for category in sorted({text.category for text in texts}):
         inside = torch.tensor([text.category == category for text in texts])
@@ -199,7 +199,7 @@ def train(texts: Sequence[LabelledText], output: Path, settings: Settings) -> li
             kind = kind_of(labels[inside].tolist(), pairs)
             head = fit(rows[inside & ~held], labels[inside & ~held], settings.penalty, kind)
             at = inside & held
-            value = measured(rows[at], labels[at], head, kind) if at.any() else float("nan")
+            value = evaluate_head(rows[at], labels[at], head, kind) if at.any() else float("nan")
             fitted.append(head.tolist())
             results.append((category, aspect, kind, value, int(at.sum())))
         heads[category] = fitted
@@ -216,7 +216,7 @@ def _rows(texts: Sequence[LabelledText], encoder: str | None) -> Tensor:
     return rows - embed([text.rejected or "" for text in texts]) if texts[0].rejected is not None else rows
 
 
-def _held_out(texts: Sequence[LabelledText], settings: Settings) -> Tensor:
+def _held_out_mask(texts: Sequence[LabelledText], settings: Settings) -> Tensor:
     """Return the held-out texts, bool [N]; texts of one prompt are on one side."""
     labels = [text.prompt or f"\0{number}" for number, text in enumerate(texts)]
     different = sorted(set(labels))

@@ -134,14 +134,14 @@ def families(pairs: Sequence[Pair]) -> list[list[int]]:
             sample = leads[sample]
         return sample
 
-    def named(pair: Pair, side: Path | str) -> Hashable:
+    def family_key(pair: Pair, side: Path | str) -> Hashable:
         return (pair.prompt, side) if isinstance(side, str) else side  # a short text may answer many prompts
 
     for pair in pairs:
-        leads[lead(named(pair, pair.chosen))] = lead(named(pair, pair.rejected))
+        leads[lead(family_key(pair, pair.chosen))] = lead(family_key(pair, pair.rejected))
     members = defaultdict(list)
     for number, pair in enumerate(pairs):
-        members[lead(named(pair, pair.chosen))].append(number)
+        members[lead(family_key(pair, pair.chosen))].append(number)
     return list(members.values())
 
 
@@ -182,7 +182,7 @@ def train(trained: Sequence[Pair], held: Sequence[Pair], output: Path, settings:
     accuracies = {name: accuracy((scores[0] - scores[1])[:, i], sides[1][1][:, i], [pair.prompt for pair in held])
                   for i, name in enumerate(names)}
     save(output, network, Description(_aspects(names, scores), settings.network, {
-        "accuracy": {name: _told(result) for name, result in accuracies.items()}, "epoch": best,
+        "accuracy": {name: _interval_json(result) for name, result in accuracies.items()}, "epoch": best,
         "pairs": {"train": len(trained), "held_out": len(held)}, "settings": asdict(settings)}))
     return accuracies
 
@@ -252,7 +252,7 @@ def _fit(network: nn.Module, pairs: Sequence[Pair], trained: tuple[Rows, Tensor,
     grouped, rng = families(pairs), np.random.default_rng(settings.seed)
     epochs = [list(batches(grouped, settings.batch, rng)) for _ in range(settings.epochs)]
     return fit(network, epochs, lambda numbers: _loss(network, trained, numbers, settings, device),
-               lambda: _measured(network, held, settings, device), settings)
+               lambda: _evaluate(network, held, settings, device), settings)
 
 
 def fit(network: nn.Module, epochs: Sequence[Sequence[B]], loss_of: Callable[[B], Tensor],
@@ -305,7 +305,7 @@ def _loss(network: nn.Module, side: tuple[Rows, Tensor, Tensor], numbers: list[i
     return bradley_terry(chosen - rejected - apart, side[1][numbers].to(device))
 
 
-def _measured(network: nn.Module, held: tuple[Rows, Tensor], settings: Settings, device: str) -> tuple[float, float]:
+def _evaluate(network: nn.Module, held: tuple[Rows, Tensor], settings: Settings, device: str) -> tuple[float, float]:
     """Return the share of right verdicts on the held-out pairs, and minus the loss."""
     scores = _scores(network, held[0], settings, device)
     margins = scores[0] - scores[1]
@@ -330,5 +330,5 @@ def _aspects(names: Sequence[str], scores: Tensor) -> dict[str, Aspect]:
     return {name: Aspect(1.0, mean[i], deviation[i] or 1.0) for i, name in enumerate(names)}
 
 
-def _told(estimate: Interval) -> dict[str, Any]:
+def _interval_json(estimate: Interval) -> dict[str, Any]:
     return {key: None if value != value else value for key, value in estimate.as_json().items()}

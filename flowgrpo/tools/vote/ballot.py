@@ -63,7 +63,7 @@ class Ballot:
         self.history: list[int] = []  # votes and skips, the last one last
         self._lock, self._rows = Lock(), dict[int, dict[str, Any]]()  # by pair; rows of other pairs under -1, -2, ...
         self._read()
-        self._stamp = self._stamped()
+        self._stamp = self._file_stamp()
 
     def _read(self) -> None:
         if not self.output.is_file() or not self.output.read_bytes().strip():
@@ -89,12 +89,12 @@ class Ballot:
         with self._lock:
             seen = set(self.history)
             waiting = [number for number in self.order if number not in seen]
-            shown = self._shown(waiting[0]) if waiting else None
+            shown = self._question_json(waiting[0]) if waiting else None
             return {"done": len(self.verdicts), "total": len(self.comparisons), "undo": bool(self.history),
                     "skipped": len(self.history) - len(self.verdicts), "pair": shown,
                     "next": waiting[1] if len(waiting) > 1 else None, "summary": None if waiting else self.summary()}
 
-    def _shown(self, number: int) -> dict[str, Any]:
+    def _question_json(self, number: int) -> dict[str, Any]:
         return {"id": number, "prompt": self.comparisons[number].prompt,
                 "sources": len(self.comparisons[number].sources),
                 "video": {side: self.file(number, side, ".mp4") is not None for side in ("left", "right")}}
@@ -152,12 +152,12 @@ class Ballot:
         """Write all rows, in place of the file."""
         if rows == self._rows:
             return
-        if self._stamped() != self._stamp:
+        if self._file_stamp() != self._stamp:
             raise Changed(f"another program has changed {self.output}: start `flowgrpo compare vote` again")
         atomic.write_text(self.output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows.values()))
-        self._rows, self._stamp = rows, self._stamped()
+        self._rows, self._stamp = rows, self._file_stamp()
 
-    def _stamped(self) -> tuple[int, int] | None:
+    def _file_stamp(self) -> tuple[int, int] | None:
         """Return time and size of the file; None without one."""
         if not self.output.is_file():
             return None
@@ -171,14 +171,14 @@ class Ballot:
             places[ALL].append(worth)
             if self.comparisons[number].category is not None:
                 places.setdefault(str(self.comparisons[number].category), []).append(worth)
-        rows = {name: counted(worths) for name, worths in places.items()}
+        rows = {name: count_votes(worths) for name, worths in places.items()}
         if len(rows) == 2:  # one category is all prompts
             rows = {ALL: rows[ALL]}
         return {"a": self.names[0], "b": self.names[1], "rows": rows,
                 "skipped": len(self.history) - len(self.verdicts)}
 
 
-def counted(worths: Sequence[float]) -> dict[str, Any]:
+def count_votes(worths: Sequence[float]) -> dict[str, Any]:
     """Return votes, ties, votes for B, and the share that prefers B with Wilson's 95 % interval; ties are left out."""
     decided = [worth for worth in worths if worth != 0.5]
     share = interval(np.array(decided, dtype=np.float64)[:, None], WILSON) if decided else \

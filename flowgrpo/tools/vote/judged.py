@@ -25,7 +25,7 @@ from flowgrpo.evaluation.plan import append, entries
 from flowgrpo.rewards import Composed, Failed, Tally
 from flowgrpo.rewards.preprocessing import read_output
 from flowgrpo.rewards.score import columns
-from flowgrpo.tools.vote.sources import ENDINGS, listed, own_image
+from flowgrpo.tools.vote.sources import ENDINGS, list_images, own_image
 
 AT_ONCE = 32  # samples scored in one call, and a whole group at least
 KEYS = ("base_text", "base_image")  # of the metadata in a folder's prompts.jsonl: a text, or the path of an image
@@ -82,7 +82,7 @@ def _of_folder(folder: Path, key: str | None) -> Iterator[tuple[Prompt, str | Pa
     if not listed_here:
         if not folder.is_dir():
             raise UserError(f"no folder at {folder}: expected a folder of samples, or --prompts too, with a model")
-        images = listed(folder)
+        images = list_images(folder)
         if not images:
             raise UserError(f"{folder} holds no samples: expected what `flowgrpo sample --prompts` writes, or images")
         yield from ((prompt, path) for path, prompt in images.values())
@@ -123,13 +123,13 @@ class Scores:
                   disable=None,
                   initial=sum(len(group.samples) for at, group in enumerate(groups) if at not in set(missing))) as bar:
             for places in _together(groups, missing):
-                failed |= self._scored([groups[at] for at in places], [digests[at] for at in places])
+                failed |= self._score([groups[at] for at in places], [digests[at] for at in places])
                 bar.update(sum(len(groups[at].samples) for at in places))
         known = self.known | failed
         return [torch.tensor([known[digest, rule] for rule in self.rules.values()], dtype=torch.float64).T
                 for digest in digests]
 
-    def _scored(self, groups: Sequence[Group], digests: Sequence[str]) -> dict[tuple[str, str], list[float]]:
+    def _score(self, groups: Sequence[Group], digests: Sequence[str]) -> dict[tuple[str, str], list[float]]:
         """Score groups of one size and keep what has not failed; return the columns with failures."""
         size, failed = len(groups[0].samples), dict[tuple[str, str], list[float]]()
         lacking = {name: reward for name, reward in self.rewards.items()

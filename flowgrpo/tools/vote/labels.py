@@ -110,7 +110,7 @@ def require_output(output: Path) -> None:
 def _rows(group: Group, scores: Tensor, composed: dict[str, Composed], weights: Sequence[float], folder: Path,
           choice: Choice) -> list[dict[str, Any]]:
     """Return the lines of a prompt's pairs. scores: [G, R]; weights: of the R rewards."""
-    shaped = rewards.transformed(composed, scores[None])
+    shaped = rewards.transform_scores(composed, scores[None])
     [totals] = weighted_sum(shaped, weights)
     signed = shaped[0] * torch.tensor(weights, dtype=shaped.dtype).sign()
     rows = []

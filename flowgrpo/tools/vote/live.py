@@ -67,7 +67,7 @@ class LiveBallot:
                 if not self._open(batch):
                     self._learned = max(self._learned, batch)
                     return self.log.of(batch)
-                if self.ended:
+                if self.is_finished:
                     return None
                 self._changed.wait(TICK)
 
@@ -82,15 +82,15 @@ class LiveBallot:
             self.facts = self.facts | facts
 
     @property
-    def left(self) -> float | None:
+    def seconds_left(self) -> float | None:
         """Return the seconds that are left; None without a limit."""
         if self.seconds is None or self._begun is None:
             return self.seconds
         return max(0.0, self.seconds - (self.clock() - self._begun))
 
     @property
-    def ended(self) -> bool:
-        return self._finished or self.left == 0
+    def is_finished(self) -> bool:
+        return self._finished or self.seconds_left == 0
 
     def finish(self) -> None:
         """End the session."""
@@ -103,7 +103,7 @@ class LiveBallot:
     def state(self) -> dict[str, Any]:
         """Return what the page shows: the present question, the number of the next one, progress, and facts."""
         with self._changed:
-            waiting = [] if self.ended else self._open()
+            waiting = [] if self.is_finished else self._open()
             shown = self.questions[waiting[0]] if waiting else None
             of = [question for question in self.questions.values() if shown and question.batch == shown.batch]
             return {"question": shown and {"name": shown.name, "prompt": shown.prompt, "count": len(shown.files)},
@@ -111,7 +111,8 @@ class LiveBallot:
                                  None),
                     "clicks": sum(".q" in name for name in self.log.votes),
                     "total": len(of), "done": sum(each.name in self.log.votes for each in of),
-                    "undo": self._last() is not None and not self.ended, "left": self.left, "ended": self.ended,
+                    "undo": self._last() is not None and not self.is_finished, "left": self.seconds_left,
+                    "ended": self.is_finished,
                     "against": self.against(), **self.facts}
 
     def file(self, name: str, place: int) -> Path | None:
@@ -133,7 +134,7 @@ class LiveBallot:
         """
         with self._changed:
             question = self.questions.get(name)
-            if question is None or question.batch <= self._learned or self.ended:
+            if question is None or question.batch <= self._learned or self.is_finished:
                 raise Late("this question is closed: its batch is learned, or the session has ended")
             places = tuple(self._place(question, place) for place in shown)
             at = choice if isinstance(choice, str) else self._place(question, choice)
@@ -143,7 +144,7 @@ class LiveBallot:
     def undo(self) -> None:
         """Take back the last vote of a batch that is not learned; raises OSError as `vote`."""
         with self._changed:
-            if (name := self._last()) is not None and not self.ended:
+            if (name := self._last()) is not None and not self.is_finished:
                 self.log.undo(name)
 
     def _last(self) -> str | None:

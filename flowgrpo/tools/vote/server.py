@@ -57,7 +57,7 @@ class Handler(loopback.Handler):
     page: ClassVar[str] = ""
     printed_by: ClassVar[str] = ""
 
-    def _asked(self) -> str:
+    def _path_after_token(self) -> str:
         """Return what follows the token. Raises Refused for another token."""
         _, token, *rest = [*self.path.split("/", 2), ""]
         if not hmac.compare_digest(token.encode(), self.token.encode()):
@@ -65,7 +65,7 @@ class Handler(loopback.Handler):
         return rest[0]
 
     def get(self) -> None:
-        path = self._asked()
+        path = self._path_after_token()
         if path == "":
             nonce = secrets.token_urlsafe(12)
             text = (FOLDER / self.page).read_text(encoding="utf-8")
@@ -93,7 +93,7 @@ class Handler(loopback.Handler):
         self.send(content, KINDS[path.suffix.lower()], Cache_Control="private, max-age=3600")
 
     def post(self) -> None:
-        path, content = self._asked(), _object(self.body(LARGEST))
+        path, content = self._path_after_token(), _object(self.body(LARGEST))
         try:
             if path == "vote":
                 self.ballot.vote(*self._vote(content))

@@ -57,7 +57,7 @@ def of_page(page: Path) -> tuple[list[Comparison], Sides]:
     if not all(side.resolve().is_relative_to(page.parent.resolve()) for side in sides):
         raise UserError(f"{page} names images outside its folder: expected what `flowgrpo compare grid` wrote")
     try:
-        columns = [_numbered(side) for side in sides]
+        columns = [_numbered_images(side) for side in sides]
     except OSError as error:
         raise UserError(f"{page} names a folder that cannot be read ({error.strerror}): sample it again") from None
     if not all(len(column) == len(prompts) > 0 for column in columns):
@@ -66,10 +66,10 @@ def of_page(page: Path) -> tuple[list[Comparison], Sides]:
                         f"{sides[0]} and {sides[1]}: sample it again")
     tasks = tasks if len(tasks) == len(prompts) else [None] * len(prompts)
     return [Comparison(prompt, a, b, task, brought) for prompt, a, b, task, brought
-            in zip(prompts, *columns, tasks, _brought(page, facts, len(prompts)))], (names[0], names[-1])
+            in zip(prompts, *columns, tasks, _source_files(page, facts, len(prompts)))], (names[0], names[-1])
 
 
-def _brought(page: Path, facts: dict[str, Any], count: int) -> list[tuple[Path, ...]]:
+def _source_files(page: Path, facts: dict[str, Any], count: int) -> list[tuple[Path, ...]]:
     """Return the files of what each of so many prompts brings; those outside of the page's folder are left out."""
     listed, folder = facts.get("sources"), page.parent.resolve()
     rows = [[page.parent / name for name in _texts(names)] for names in listed] if isinstance(listed, list) else []
@@ -97,7 +97,7 @@ def _facts(page: Path) -> dict[str, Any]:
     return facts if isinstance(facts, dict) else {}
 
 
-def _numbered(folder: Path) -> list[Path]:
+def _numbered_images(folder: Path) -> list[Path]:
     """Return the images 000.png, 001.png, ... of a folder, of clips the WebPs."""
     files = sorted(file for file in folder.glob("*") if re.fullmatch(r"\d+\.(png|webp)", file.name))
     return [file for file in files if file.suffix == ".webp"] or files
@@ -113,7 +113,7 @@ def of_folders(a: Path, b: Path) -> tuple[list[Comparison], Sides]:
     for folder in (a, b):
         if not folder.is_dir():
             raise UserError(f"no folder at {folder}: expected two folders of images with equal file names")
-    left, right = listed(a), listed(b)
+    left, right = list_images(a), list_images(b)
     if not left.keys() & right.keys():
         raise UserError(f"{a} and {b} have no images of equal file names ({len(left)} and {len(right)} images): "
                         f"expected {', '.join(ENDINGS)}")
@@ -136,7 +136,7 @@ def _names(a: Path, b: Path) -> Sides:
     return (first.name, second.name) if first.name != second.name else (str(a), str(b))
 
 
-def listed(folder: Path) -> dict[str, tuple[Path, Prompt]]:
+def list_images(folder: Path) -> dict[str, tuple[Path, Prompt]]:
     """Return the images of a folder and their prompts by file name; none if it has none."""
     listing = folder / "prompts.jsonl"
     if listing.is_file():

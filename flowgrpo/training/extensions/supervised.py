@@ -46,7 +46,7 @@ class Supervised(Extension):
             self.loss.require(example for examples in self.examples.recorded.values() for example in examples)
 
     def on_drawn(self, epoch: Epoch) -> None:
-        scoring, (_, scores) = self.trainer.scoring, epoch.groups.compared()
+        scoring, (_, scores) = self.trainer.scoring, epoch.groups.prompts_and_scores()
         values = scoring.sum_rewards(scores[..., :len(scoring.functions)])
         self.examples.collect(epoch.groups, values, epoch.parts)
         self.reward = values.nanmean().item()

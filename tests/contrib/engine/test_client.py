@@ -31,12 +31,12 @@ FORMS = [(b"\xff", -1), (b"\xe0", -32), (b"\xcc\xff", 255), (b"\xcd\x01\x00", 25
 
 @pytest.mark.parametrize("value", VALUES, ids=repr)
 def test_a_message_is_read(value):
-    assert client.unpacked(packed(value)) == value
+    assert client.unpack(packed(value)) == value
 
 
 @pytest.mark.parametrize("content, value", FORMS)
 def test_every_form_of_a_value_is_read(content, value):
-    found = client.unpacked(content)
+    found = client.unpack(content)
     assert found == value and type(found) is type(value)
 
 
@@ -47,7 +47,7 @@ def test_every_form_of_a_value_is_read(content, value):
     (struct.pack(">BI", 0xdd, 2**32 - 1), "ends within"), (b"\xa1\xff", "utf-8")])
 def test_other_bytes_are_refused(content, why):
     with pytest.raises(ValueError, match=why):
-        client.unpacked(content)
+        client.unpack(content)
 
 
 def request(**changes):
@@ -111,7 +111,7 @@ def test_busy_absent_and_refusing_servers():
     own = TinyEngine(tiny.sd3())
     with serving(own) as url:
         with pytest.raises(EngineError, match="answered 404: Not Found: is it an SGLang-Diffusion server"):
-            Engine(url)._asked("POST", "/v2/other", {})
+            Engine(url)._request("POST", "/v2/other", {})
     assert len(own.seen) == 1
 
 
@@ -229,13 +229,13 @@ def test_means_of_another_form_are_a_line(means, told):
 
 def test_a_success_is_true_and_no_text(monkeypatch):
     engine = Engine("http://127.0.0.1:1")
-    monkeypatch.setattr(engine, "_asked", lambda *_, **__: {"success": "false", "message": "m"})
-    assert engine.compared("transformer", {}) == (False, "m")
+    monkeypatch.setattr(engine, "_request", lambda *_, **__: {"success": "false", "message": "m"})
+    assert engine.compare_hashes("transformer", {}) == (False, "m")
     assert "/release_memory_occupation did not succeed: m" in message(engine.release, error=EngineError)
 
 
 def test_messages_of_many_values_and_what_json_lacks():
     with pytest.raises(ValueError, match="too many values"):
-        client.unpacked(struct.pack(">BI", 0xdd, 2**21) + b"\xc0" * 2**21)
+        client.unpack(struct.pack(">BI", 0xdd, 2**21) + b"\xc0" * 2**21)
     with pytest.raises(UserError, match="rollout.engine: a request is not JSON"):
         Engine("http://127.0.0.1:1").rollout(request(further={"guidance_scale": math.nan}))

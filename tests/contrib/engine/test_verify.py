@@ -58,7 +58,7 @@ def test_clip_ranges_are_in_the_unit_of_each_log_ratio():
         policy, engine = policy_of(), Engine(url)
         [row] = verify.rows(engine, lambda _: policy, ("fp32",), Asked(("red",), count=1, steps=4), None)
     conditioning = policy.encode(["red"], [""])
-    spec = verify.specified(policy, conditioning, Asked(("red",), count=1, steps=4))
+    spec = verify.rollout_spec(policy, conditioning, Asked(("red",), count=1, steps=4))
     stds = [spec.transition(*[torch.zeros(1, 1)] * 2, spec.grid, step).std.item() for step in spec.schedule.trained]
     plain = torch.tensor(row.by_step)
     assert row.clips["PlainRatio"] == pytest.approx(10 * plain.max().item())

@@ -18,14 +18,14 @@ from torchvision.utils import save_image
 
 from flowgrpo import rewards
 from flowgrpo.cli import main
-from flowgrpo.contrib.learned_rewards.denoiser_head import DenoiserHead, blocks, pooled, states
+from flowgrpo.contrib.learned_rewards.denoiser_head import DenoiserHead, blocks, pool, states
 from flowgrpo.contrib.learned_rewards.preference import Aspect, Description, Preference, TextPreference, save
 from flowgrpo.contrib.learned_rewards.preference_networks import ClipHead, with_text
 from flowgrpo.data.pairs import Pair, aspects, load_pairs, split
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.rewards.clip import ClipScore
 from flowgrpo.rewards.starter.scene import scene
-from flowgrpo.starter.scenes import PREFIXES, SHAPES, parse, reserved
+from flowgrpo.starter.scenes import PREFIXES, SHAPES, is_reserved, parse
 from flowgrpo.tools.check.tiny.images import FLUX_CALL, flux
 from flowgrpo.tools.learned_rewards.training import Settings, _apart, accuracy, batches, bradley_terry, families, right
 from flowgrpo.tools.learned_rewards.training import train as train_reward
@@ -330,7 +330,7 @@ def test_the_starter_s_pairs_are_labelled_by_the_scene_reward(tmp_path, held):
     assert [(1 + a - b) / 2 for a, b in zip(chosen, rejected)] == [pair.verdicts["overall"] for pair in pairs]
     assert len(pairs) == 40 and 0 < sum(a == b for a, b in zip(chosen, rejected)) <= 6
     begins = [max((prefix for prefix in PREFIXES if prompt.startswith(prefix)), key=len) for prompt in prompts]
-    assert {reserved(parse(prompt), prefix) for prompt, prefix in zip(prompts, begins)} == {held}
+    assert {is_reserved(parse(prompt), prefix) for prompt, prefix in zip(prompts, begins)} == {held}
 
 
 def test_help_and_mistakes_come_before_torch(folder):
@@ -420,8 +420,8 @@ def test_mistakes_are_one_line(tmp_path, capsys, options, told):
 
 def test_pooled_states_and_prompts_count():
     tokens = torch.tensor([[[1.0, 0.0], [3.0, 0.0]]])
-    assert pooled(tokens).tolist() == [[2, 0, 1, 0]]
-    assert pooled(tokens.transpose(1, 2).reshape(1, 2, 1, 2)).tolist() == [[2, 0, 1, 0]]  # the same as a map [C, h, w]
+    assert pool(tokens).tolist() == [[2, 0, 1, 0]]
+    assert pool(tokens.transpose(1, 2).reshape(1, 2, 1, 2)).tolist() == [[2, 0, 1, 0]]  # the same as a map [C, h, w]
     policy = PipelinePolicy(tiny.sd3(), None, call=tiny.CALL)
     encoded = policy.encode(["red", "a cat"])
     latent = policy.of_noise(encoded.rows(torch.tensor([0])), policy.generators([0]), "latent")

@@ -13,7 +13,7 @@ from flowgrpo.contrib.learned_rewards.preference_networks import with_text
 from flowgrpo.contrib.questions import scene_answers
 from flowgrpo.contrib.questions.question_answers import ByFolder
 from flowgrpo.contrib.questions.questions import of_claims
-from flowgrpo.contrib.questions.scene_answers import Thing, asked, read_question, things
+from flowgrpo.contrib.questions.scene_answers import Thing, all_questions, read_question, things
 from flowgrpo.errors import UserError
 from flowgrpo.rewards import find
 from flowgrpo.rewards.starter.scene import read
@@ -28,7 +28,7 @@ PROMPTS = ["a star", "three black rings", "a drawing of a ring above a cross", "
 def answering(tmp_path_factory):
     """A network with chance weights, and its folder."""
     folder = tmp_path_factory.mktemp("answers")
-    model = train_starter_answers.network([each.question for each in asked()], seed=3).eval()
+    model = train_starter_answers.network([each.question for each in all_questions()], seed=3).eval()
     torch.nn.init.normal_(model.head[-1].weight)  # answers that differ
     save(folder, model, Description({answer: Aspect() for answer in ANSWERS}, {"kind": "film", "size": 64}))
     return model, folder
@@ -87,7 +87,8 @@ def test_a_image_looked_at_once_is_judged_as_if_looked_at_for_each_question(answ
     model, _ = answering
     rows = model.rows(pictures(2).repeat_interleave(2, 0), PROMPTS)
     with torch.no_grad():
-        both = model.judged(model.looked(rows["images"][::2]).repeat_interleave(2, 0), rows["ids"], rows["mask"])
+        both = model.score_features(model.image_features(rows["images"][::2]).repeat_interleave(2, 0), rows["ids"],
+                                    rows["mask"])
         assert torch.allclose(both, model(**rows), atol=1e-6)
 
 
@@ -122,7 +123,7 @@ def claimed(claims: scenes.Claims, rng: np.random.Generator) -> list[Thing]:
 def test_the_questions_of_every_task_have_the_prompts_answers_on_its_scenes(task, held):
     rng = np.random.default_rng(5)
     for _ in range(20):
-        prompt, claims = scenes.sample_prompt(rng, task, held, scenes.reserved)
+        prompt, claims = scenes.sample_prompt(rng, task, held, scenes.is_reserved)
         rendered = things(read(scenes.render(claims, rng).transpose(2, 0, 1)))
         for question in of_claims(scenes.parse(prompt)):
             kind, answer = read_question(question.question)
@@ -154,7 +155,7 @@ def test_answers_by_hand(question, answer):
 
 
 def test_every_question_is_read_and_every_other_refused():
-    texts = [each.question for each in asked()]
+    texts = [each.question for each in all_questions()]
     # 6 shapes, 36 with a colour, 6 numbers and that of all, 2 x 6 colours, 30 places, 120 relations
     assert len(texts) == len(set(texts)) == 211 and all(read_question(text) for text in texts)
     with pytest.raises(ValueError, match="no question about the starter's world"):
@@ -181,7 +182,7 @@ def test_the_loss_and_its_gradient_by_hand():
 
 
 def test_kinds_and_what_is_there_are_asked_in_their_shares():
-    catalogue = Catalogue.of(asked())
+    catalogue = Catalogue.of(all_questions())
     answers = catalogue.answers([SEEN])
     weights = catalogue.weights(answers)[0]
     kind, worth = scene_answers.KINDS.index("exists"), train_starter_answers.WORTH["exists"]

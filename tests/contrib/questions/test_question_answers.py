@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from flowgrpo.contrib.questions.caption_answers import CaptionAnswers
-from flowgrpo.contrib.questions.question_answers import QuestionAnswers, chosen_in
-from flowgrpo.contrib.questions.questions import Question, of_claims, of_clauses, of_list, plural, written_in
+from flowgrpo.contrib.questions.question_answers import QuestionAnswers, find_choice
+from flowgrpo.contrib.questions.questions import Question, of_claims, of_clauses, of_list, parse_questions, plural
 from flowgrpo.errors import UserError
 from flowgrpo.rewards import find, score
 from flowgrpo.rewards.failures import Failed, Tally
@@ -83,8 +83,8 @@ def test_what_is_no_question_is_refused(entries):
     (f"<think>{{}}</think>Here: {json.dumps(SAID)} {{\"question\": 1}} {{broken", 1), ("None.", 0), ("", 0),
     ("I'm sorry, but I can't help with that. " + json.dumps(SAID), 0)])
 def test_the_proper_questions_of_a_models_answer_are_read(text, count):
-    assert written_in(Answer(text)) == [TWO] * count
-    assert written_in(Answer(text, cut=True)) == written_in(Answer(text, refused=True)) == []
+    assert parse_questions(Answer(text)) == [TWO] * count
+    assert parse_questions(Answer(text, cut=True)) == parse_questions(Answer(text, refused=True)) == []
 
 
 @pytest.mark.parametrize("text, choice", [
@@ -92,7 +92,7 @@ def test_the_proper_questions_of_a_models_answer_are_read(text, count):
     ("<think>one</think>**Two**", "two"), ("one or two", None), ("twofold", None), ("", None), ("four", None),
     ("I cannot answer. two", None)])
 def test_the_choice_of_an_answer(text, choice):
-    assert chosen_in(text, TWO.choices) == choice
+    assert find_choice(text, TWO.choices) == choice
 
 
 # --- by a model here -------------------------------------------------------------------------------------------------

@@ -11,7 +11,14 @@ from accelerate import Accelerator
 from flowgrpo.config import load
 from flowgrpo.config.reward_rules import WatchRule
 from flowgrpo.contrib.questions import answer_losses
-from flowgrpo.contrib.questions.answer_losses import Asked, asked_of, of_claims, of_scene, policy_gradient, reader_of
+from flowgrpo.contrib.questions.answer_losses import (
+    Asked,
+    of_claims,
+    of_scene,
+    policy_gradient,
+    reader_of,
+    sample_questions,
+)
 from flowgrpo.contrib.questions.questions import Question, of_prompt
 from flowgrpo.contrib.questions.scene_answers import Thing, read_question
 from flowgrpo.data.prompts import Prompt
@@ -103,7 +110,7 @@ def test_nothing_is_asked_of_images_that_cannot_be_read():
 def answer_log_probs(made: Trainer, question: str, answer: str, picture: torch.Tensor) -> torch.Tensor:
     """log p of an answer and its end, by the stock model's own forward on one row."""
     own = made.policy
-    image = answer_losses.shown(picture[None])[0]
+    image = answer_losses.as_processor_images(picture[None])[0]
     inputs = own.processor.apply_chat_template(
         [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": question}]}],
         add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt")
@@ -119,7 +126,7 @@ def test_the_loss_is_the_cross_entropy_of_the_right_answers():
     examples = drawn(made)
     seed = answer_losses.seed_of(made.config.seed, 0, 0)
     pictures = made.policy.decode(torch.stack([each.content for each in examples]))
-    asked = asked_of(made.method.loss.data, ASKED, pictures, random.Random(seed))
+    asked = sample_questions(made.method.loss.data, ASKED, pictures, random.Random(seed))
     assert [each.row for each in asked] == [0, 1, 2]
     by_hand = torch.stack([answer_log_probs(made, each.question, each.answer, pictures[each.row]) for each in asked])
     torch.testing.assert_close(losses(made, examples), -by_hand.mean(), rtol=1e-4, atol=1e-4)
@@ -204,7 +211,7 @@ def test_a_runs_reward_is_the_answers_of_its_own_model():
     metadata = [prompt.metadata for prompt in ASKED]
     asked = [Asked(row, each["question"], each["answer"]) for row, entry in enumerate(metadata)
              for each in entry["questions"]]
-    right = answer_losses.answered(reader_of(made.policy, 1), asked, pictures)
+    right = answer_losses.check_answers(reader_of(made.policy, 1), asked, pictures)
     found = rewards["self_answers"].function(pictures, [prompt.text for prompt in ASKED], metadata, made.policy)
     assert found == [sum(right[i:i + 2]) / 2 for i in (0, 2, 4)]
     assert made.scoring.waits and not trainer().scoring.waits
@@ -252,7 +259,7 @@ def test_answers_about_held_out_images_are_measured_shown_and_hidden():
     watch.part = SelfAnswers(reader="scene")
     prompts, scenes_shown = watch._scenes(Measured([Prompt("a star"), Prompt("two rings")], {}, torch.empty(0)))
     assert len(prompts) == len(scenes_shown) == 4 and {prompt.text for prompt in prompts} == {"a star", "two rings"}
-    asked = asked_of(watch.part, prompts, scenes_shown, random.Random(0))
+    asked = sample_questions(watch.part, prompts, scenes_shown, random.Random(0))
     assert len(asked) == 4
     assert "HeldOutAnswers" not in loop.names(trainer("grpo", parts={}))
 

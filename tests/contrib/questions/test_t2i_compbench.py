@@ -9,8 +9,16 @@ import torch
 
 from flowgrpo import rewards
 from flowgrpo.config.reward_rules import WatchRule
-from flowgrpo.contrib.questions.phrases import counted, related, singular
-from flowgrpo.contrib.questions.t2i_compbench import BlipVqa, Owl, T2ICompBench, in_number, in_place, placed_as, plain
+from flowgrpo.contrib.questions.phrases import count_objects, find_relation, singular
+from flowgrpo.contrib.questions.t2i_compbench import (
+    BlipVqa,
+    Owl,
+    T2ICompBench,
+    in_number,
+    in_place,
+    plain,
+    relation_score,
+)
 from flowgrpo.data import sets
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.geneval.detectors import Detection
@@ -28,14 +36,14 @@ IMAGES = (torch.rand(3, 3, 16, 16, generator=torch.Generator().manual_seed(5)) *
      ("on top of", "hat", "rack")),
     ("A cat, near it.", ["A cat"], None)])
 def test_the_relation_of_a_prompt(prompt, phrases, expected):
-    assert related(prompt, phrases) == expected
+    assert find_relation(prompt, phrases) == expected
 
 
 def test_counted_objects_and_dimensions():
     phrases = ["three clocks", "Two teddy bears", "a bus", "eight knives", "the room", "two fish", "one couch",
                "four cherries", "six boxes", "five churches"]
-    assert counted(phrases) == [("clock", 3), ("teddy bear", 2), ("bus", 1), ("knife", 8), ("fish", 2), ("couch", 1),
-                                ("cherry", 4), ("box", 6), ("church", 5)]
+    assert count_objects(phrases) == [("clock", 3), ("teddy bear", 2), ("bus", 1), ("knife", 8), ("fish", 2),
+                                      ("couch", 1), ("cherry", 4), ("box", 6), ("church", 5)]
     assert [singular(name) for name in ("pies", "tomatoes", "women", "coat racks")] == [
         "pie", "tomato", "woman", "coat rack"]
     reward = T2ICompBench(dimension="numeracy", detector=detector)
@@ -55,7 +63,7 @@ def test_counted_objects_and_dimensions():
     ((300, 300, 400, 400), "next to", 150 / 200), ((340, 110, 440, 210), "near", 1),  # 200 off; 10 off on one axis
 ])
 def test_places(other, words, credit):
-    assert placed_as((100, 100, 200, 200), other, words, 480) == pytest.approx(credit)
+    assert relation_score((100, 100, 200, 200), other, words, 480) == pytest.approx(credit)
 
 
 def box(label: str, score: float, left: int, top: int = 0) -> Detection:
@@ -248,11 +256,11 @@ def test_packaged_prompts_need_no_spacy(monkeypatch, blip):
         assert all(score is None for score in found) if kind == "3d_spatial" else all(
             0 <= score <= 2 for score in found)
         if kind == "spatial":
-            assert all(related(prompt.text) for prompt in prompts)
+            assert all(find_relation(prompt.text) for prompt in prompts)
         if kind in ("color", "shape", "texture", "numeracy", "complex"):
             assert all(prompt.metadata["noun_phrases"] for prompt in prompts)
         if kind == "numeracy":
-            assert sum(not counted(prompt.metadata["noun_phrases"]) for prompt in prompts) < 5
+            assert sum(not count_objects(prompt.metadata["noun_phrases"]) for prompt in prompts) < 5
 
 
 def test_weights_leave_between_scorings(blip, owl, tmp_path):

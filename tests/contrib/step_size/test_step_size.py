@@ -312,7 +312,7 @@ def test_spikes_infinite_and_idle_steps():
     assert toy.exact() < 0.015 * extension.NEAR * 1.001
     def measure(factor: float) -> float:
         return 0.015 * factor * 1e4 if factor < 1e-3 else math.inf
-    factor, signal = extension.sized(measure, 0.015)
+    factor, signal = extension.step_factor(measure, 0.015)
     assert signal == measure(factor) == pytest.approx(0.015, rel=0.25)
     found = extension.Calibration(0.015, 12)
     found(lambda factor: 0.0, 1.0, 1e-3)

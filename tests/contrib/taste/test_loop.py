@@ -12,8 +12,8 @@ import torch
 
 from flowgrpo import rewards
 from flowgrpo.contrib.taste import loop, session
-from flowgrpo.contrib.taste.head import fitted
-from flowgrpo.contrib.taste.loop import FEATURES, VOTES, Taste, rewarded
+from flowgrpo.contrib.taste.head import fit_head
+from flowgrpo.contrib.taste.loop import FEATURES, VOTES, Taste, head_rewards
 from flowgrpo.contrib.taste.votes import SKIP, TIE, VoteLog
 from flowgrpo.data.pairs import load_pairs
 from flowgrpo.errors import UserError
@@ -148,7 +148,7 @@ def test_images_beyond_the_limits_bring_the_last_good_weights_back(model, tmp_pa
 
 def test_the_limits_are_on_by_default(model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    of = session.configured(str(model), str(model.parent / "prompts.txt"), None, tmp_path / "mine", {}, False)
+    of = session.session_config(str(model), str(model.parent / "prompts.txt"), None, tmp_path / "mine", {}, False)
     assert (of.guard.edge_width, of.guard.diversity, of.eval.every) == (1.1, 0.9, loop.ROUNDS)
     assert of.eval.prompts == session.MEASURED
 
@@ -195,7 +195,7 @@ def test_other_models_by_the_defaults_of_the_command(make, call, model, tmp_path
     monkeypatch.chdir(tmp_path)
     folder = tiny.save(make(), tmp_path / "pipe")
     small = {"train.prompts": 2, "train.updates": 1, "adapter.rank": 2, "precision": "fp32", "image.call": call}
-    of = session.configured(str(folder), str(model.parent / "prompts.txt"), None, tmp_path / "mine", small, False)
+    of = session.session_config(str(folder), str(model.parent / "prompts.txt"), None, tmp_path / "mine", small, False)
     assert sat(of, 4) == 2
     lines = [json.loads(line) for line in (of.folder / "metrics.jsonl").read_text().splitlines()]
     assert all(line["trained_updates"] and line["grad_norm"] > 0 for line in lines)
@@ -216,11 +216,12 @@ def test_what_votes_do_not_go_with(model, tmp_path):
 
 
 def test_rewards_of_a_batch_by_hand():
-    head = replace(fitted([]), mean=torch.zeros(1), scale=torch.ones(1), weight=torch.tensor([2.0], dtype=torch.double))
+    head = replace(fit_head([]), mean=torch.zeros(1), scale=torch.ones(1),
+                   weight=torch.tensor([2.0], dtype=torch.double))
     features = torch.tensor([[[0.0], [1.0]], [[2.0], [5.0]]])
     root = ((1 + 1 + 9 + 9) / 4)**0.5  # scores 0, 2, 4, 10 less their means
-    assert rewarded(head, features).flatten().tolist() == pytest.approx([-1 / root, 1 / root, -3 / root, 3 / root])
-    assert rewarded(fitted([]), features).abs().max() == 0
+    assert head_rewards(head, features).flatten().tolist() == pytest.approx([-1 / root, 1 / root, -3 / root, 3 / root])
+    assert head_rewards(fit_head([]), features).abs().max() == 0
 
 
 def test_votes_that_predict_none_leave_the_weights_where_they_were(model, tmp_path, capsys):

@@ -5,7 +5,7 @@ import pytest
 from flowgrpo.config import validate
 from flowgrpo.evaluation.report import verdict
 from flowgrpo.evaluation.report.symptoms import CLIPPED, COLLAPSED, EQUAL, FLAT, START, of_run
-from flowgrpo.evaluation.report.verdict import outcome, sentences, untrained
+from flowgrpo.evaluation.report.verdict import outcome, sentences, untrained_lines
 from tests.helpers.refusals import message
 
 REWARDS = {"reward": {"a": 1.0, "b": 1.0}}
@@ -67,7 +67,7 @@ def test_causes_of_earlier_lines_and_of_weight_0():
     known = [{key: value for key, value in line(1, a=VARIES).items() if key != "trained_updates"} | {"grad_norm": norm}
              for norm in (0.0, 0.1, None)]
     assert [outcome(validate({"reward": "a"}), [each]).nothing for each in known] == [True, False, False]
-    assert untrained({}) == [] and untrained({"trained": {"said": ["so"]}}) == ["so"]
+    assert untrained_lines({}) == [] and untrained_lines({"trained": {"said": ["so"]}}) == ["so"]
     assert "summary.json: trained is 5, expected a list under `said`" in message(untrained, {"trained": 5})
 
 

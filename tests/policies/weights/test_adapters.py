@@ -101,7 +101,7 @@ DOORS = {
     "adapter.init": lambda folder, pipe: PipelinePolicy(pipe, Adapter(rank=2, init=str(folder)), call=tiny.CALL),
     "and saved again": lambda folder, pipe: again(folder, pipe),
     "merged": lambda folder, pipe: pipe.transformer.load_state_dict(
-        load_pipeline(str(export.merged(folder, folder / "merged"))).transformer.state_dict())}
+        load_pipeline(str(export.write_merged(folder, folder / "merged"))).transformer.state_dict())}
 
 
 def again(folder, pipe) -> None:

@@ -321,7 +321,7 @@ def test_one_weight_is_compared_with_the_base(swept, lora_run, capsys, tmp_path)
 
 def test_ticks_of_the_figure_are_the_weights():
     curve = figures.Curve([0.0, 0.7, 2.0], [0.5, 0.6, 0.4], [0.4, 0.5, 0.3], [0.6, 0.7, 0.5])
-    with figures.styled() as pyplot:
+    with figures.figure_style() as pyplot:
         figure, panel = pyplot.subplots()
         figures.draw(panel, "folder/f.py:right", curve)
         assert list(panel.get_xticks()) == curve.weights

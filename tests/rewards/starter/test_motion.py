@@ -10,7 +10,7 @@ from scipy import ndimage
 
 from flowgrpo.rewards.starter.motion import appearance, motion, motion_graded, read_clips, track
 from flowgrpo.rewards.starter.scene import scene
-from flowgrpo.starter.motion import FRAMES, MOTIONS, PHRASES, STYLES, TASKS, Clip, clips, held_out, parse, render
+from flowgrpo.starter.motion import FRAMES, MOTIONS, PHRASES, STYLES, TASKS, Clip, clips, is_held_out, parse, render
 from flowgrpo.starter.scenes import COLOURS, SHAPES, SIZE, coverage
 from tests.helpers.refusals import message
 
@@ -67,7 +67,7 @@ def test_other_prompts_are_refused(prompt):
 
 def test_prompts_tasks_and_frames():
     held, known = clips(held=True), clips(held=False)
-    assert (len(held), len(known)) == (42, 210) and all(map(held_out, held)) and not any(map(held_out, known))
+    assert (len(held), len(known)) == (42, 210) and all(map(is_held_out, held)) and not any(map(is_held_out, known))
     for name, values in (("shape", SHAPES), ("colour", COLOURS), ("motion", MOTIONS)):
         assert Counter(getattr(clip, name) for clip in held) == {value: 42 // len(values) for value in values}
     assert {(c.shape, c.colour) for c in known} == set(product(SHAPES, COLOURS))

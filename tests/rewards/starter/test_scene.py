@@ -410,7 +410,7 @@ def test_soft_maps_and_overlaps_by_hand():
     expected = 1 / (1 + np.exp(-np.array([-0.5, 0.5, 0.0]) / 0.12))
     np.testing.assert_allclose(own, expected, atol=1e-10)
     far = ((red - 0.95).square().sum() / 0.35**2).item()
-    np.testing.assert_allclose(painted(pictures)[:2, 0, 0], [0.0, far**2 / (far**2 + 1)], atol=1e-10)
+    np.testing.assert_allclose(foreground(pictures)[:2, 0, 0], [0.0, far**2 / (far**2 + 1)], atol=1e-10)
     # Of a square of one of the radii with its own template, in place and moved, summed pixel by pixel.
     radius = 7.3 * 1.11**3
     mask = torch.from_numpy(coverage("square", radius, (30.5, 22.5)))

@@ -166,7 +166,7 @@ def test_ridge_and_discriminator_heads_by_hand():
     assert fit(rows, labels, 2.0, SQUARED).tolist() == pytest.approx([1, 1])
     head = fit(rows, labels, 1e-9, SQUARED)
     assert head.tolist() == pytest.approx([2, -1], abs=1e-6)
-    assert measured(rows, labels, torch.tensor([1.0, 1.0]).double(), SQUARED) == pytest.approx(1 - 2 / 8)
+    assert evaluate_head(rows, labels, torch.tensor([1.0, 1.0]).double(), SQUARED) == pytest.approx(1 - 2 / 8)
     rows = torch.randn(12, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     labels = (rows[:, 0] > 0.2).double()
     head = fit(rows, labels, 0.5, LOGISTIC)
@@ -231,11 +231,11 @@ def test_a_category_without_a_head_has_no_score(tmp_path):
 
 def test_originals_are_preferred_to_degraded_copies(tmp_path):
     one = "We add 3 and 4. That is 7. So the answer is 7."
-    assert degraded(one, 0) in ("That is 7. So the answer is 7.", "We add 3 and 4. So the answer is 7.",
+    assert degrade(one, 0) in ("That is 7. So the answer is 7.", "We add 3 and 4. So the answer is 7.",
                                 "We add 3 and 4. That is 7.")
-    assert sorted(degraded(one, 1).split(". ")) != sorted(one.split(". ")) or degraded(one, 1) != one
-    assert len(degraded(one, 1)) == len(one) and degraded(one, 2) != one
-    assert degraded("no step here", 0) == "no ste" and degraded("7", 1)[0].isdigit()
+    assert sorted(degrade(one, 1).split(". ")) != sorted(one.split(". ")) or degrade(one, 1) != one
+    assert len(degrade(one, 1)) == len(one) and degrade(one, 2) != one
+    assert degrade("no step here", 0) == "no ste" and degrade("7", 1)[0].isdigit()
     lines = [LabelledText(f"First take {number}. Then double it. So the answer follows.", prompt=f"p{number}")
              for number in range(100, 300)]
     [(_, aspect, measure, value, count)] = train(lines, tmp_path / "reward.json", Settings(degrade=True, held_out=0.2))

@@ -62,7 +62,7 @@ def test_every_setting_of_the_recipe_is_taken_or_listed_with_a_reason(request_of
     made = Plan(request_of(models.model(name).reference, model=name, evaluations=10**6))
     for entry in made.unforeseen:
         made.learn(entry, 10**4, 10**4)
-    recipe, own = (models.flat(config.model_dump()) for config in (load(name), made.published()[0].config))
+    recipe, own = (models.flat(config.model_dump()) for config in (load(name), made.published_runs()[0].config))
     recipe["reward"] = load(name).reward if isinstance(load(name).reward, dict) else {load(name).reward: 1.0}
     differing = {key for key in recipe.keys() | own.keys() if recipe.get(key) != own.get(key)}
     apart = models.MODELS[name].differs
@@ -110,7 +110,7 @@ def test_methods_are_presets_files_and_recipes(request_of, tmp_path):
                                  "eval": {"steps": 3}, "seed": 7}))
     made = Plan(request_of("mix_grpo+grpo_guard", f"{file}:mine", str(recipe), "refl"))
     assert [entry.label for entry in made.entries] == ["mix_grpo+grpo_guard", "mine", "wide", "refl", "flow_grpo"]
-    runs = made.published()
+    runs = made.published_runs()
     assert [run.label for run in runs[:6]] == [f"{entry.label} seed 0" for entry in made.entries] + [
         "mix_grpo+grpo_guard seed 1"]
     mine, wide, refl = (run.config for run in runs[1:4])
@@ -132,7 +132,7 @@ def test_recipes_rewards_and_folders_of_runs(request_of, tmp_path):
     file = tmp_path / "my.py"
     file.write_text("def mine(method):\n    return method\n")
     def name(**changes):
-        return Plan(request_of(f"{file}:mine", **changes)).published()[0].folder.name
+        return Plan(request_of(f"{file}:mine", **changes)).published_runs()[0].folder.name
     before = name()
     assert name(seeds=5) == name(output=tmp_path / "elsewhere") == before != name(points=2)
     file.write_text("def mine(method):\n    return method.having()\n")
@@ -151,7 +151,7 @@ def test_a_sweep_scales_rate_and_clip_on_validation_prompts(request_of, tmp_path
     clip = clip_of(made.entries[0], 1.0)
     assert scaled.config.train.lr == pytest.approx(3 * usual.config.train.lr)
     assert scaled.config.parts["surrogate"] == pytest.approx({key: value / 3 for key, value in clip.items()})
-    assert [run.folder for run in made.tuned({"ddpo_twice": (1.0, 1.0)})] == [
+    assert [run.folder for run in made.tuned_runs({"ddpo_twice": (1.0, 1.0)})] == [
         made.run(made.entries[0], seed, plan.PUBLISHED).folder for seed in range(3)]
     assert clip_of(made.entries[2], 1.0) == {}
     confirming = made.confirming({"ddpo": (3.0, 1.0), "refl": (1.0, 1.0)})
@@ -173,7 +173,7 @@ def test_a_selection_by_scores_is_measured_before_runs_are_listed(request_of):
     config = made.run(made.entries[1], 0, plan.PUBLISHED).config.model_copy(update={"method": "b2_diffurl"})
     costs = [epoch_cost(config, epoch) for epoch in range(200)]  # they grow with the trained interval
     made.learn(made.entries[0], costs[0], costs[1] // 2)
-    runs = made.published()[:3]
+    runs = made.published_runs()[:3]
     assert runs[0].foretold is None and costs[1] < costs[150]
     assert sum(costs[:runs[0].config.train.epochs]) / 2 == pytest.approx(40_000, abs=costs[150])
     assert all(run.foretold >= 40_000 for run in runs[1:])
@@ -254,7 +254,7 @@ def test_a_folder_holds_one_bench(request_of, tmp_path, capsys):
 
 
 def test_expected_seconds_by_hand(request_of):
-    runs = Plan(request_of("mix_grpo", seeds=1)).published()
+    runs = Plan(request_of("mix_grpo", seeds=1)).published_runs()
     # 40,000 of 100 evaluations in 2 s each; the prompts before, at every point and after, and 10 samples, 0.5 s each
     each = [400 * 2.0 + 0.5 * (10 + run.config.eval.prompts * (2 + run.config.train.epochs // run.config.eval.every))
             for run in runs]

@@ -22,15 +22,15 @@ from flowgrpo.tools.bench.collect import (
     resampled,
     value_at,
 )
-from flowgrpo.tools.bench.page import LONGEST, bars, shortened
-from flowgrpo.tools.bench.probe import measured
+from flowgrpo.tools.bench.page import LONGEST, bars, shorten
+from flowgrpo.tools.bench.probe import epochs_to_measure
 
 ONE, OTHER = np.array([[1.0, 0.25], [0.5, 0.0]]), np.array([[0.0, 0.25], [0.25, 0.5]])
 
 
 def test_resamples_pair_prompts_and_not_seeds():
     """2 prompts and 2 seeds: 4 draws of prompts, 4 of either method's seeds, 64 in all, equally likely."""
-    every, drawn = collect.enumerated(ONE, OTHER), resampled({"a": ONE, "b": OTHER}, 200_000)
+    every, drawn = collect.enumerate_differences(ONE, OTHER), bootstrap_means({"a": ONE, "b": OTHER}, 200_000)
     differences = drawn["a"] - drawn["b"]
     assert len(every) == 64 and every.mean() == pytest.approx(ONE.mean() - OTHER.mean())
     assert differences.mean() == pytest.approx(every.mean(), abs=0.005)
@@ -40,14 +40,14 @@ def test_resamples_pair_prompts_and_not_seeds():
     # A constant lead on every prompt has no spread over prompts; that over seeds is s^2 / S of each method.
     hard = np.random.default_rng(0).normal(size=50)
     same = np.tile(hard, (3, 1))
-    moved = resampled({"a": same + 0.1, "b": same})
+    moved = bootstrap_means({"a": same + 0.1, "b": same})
     assert np.ptp(moved["a"] - moved["b"]) == pytest.approx(0, abs=1e-12) and np.std(moved["a"]) > 0.05
     seeds = np.array([[0.0], [1.0], [2.0]])  # s^2 = 1, S = 3
-    assert resampled({"a": np.tile(seeds, (1, 4))}, 100_000)["a"].var() == pytest.approx(1 / 3, rel=0.02)
+    assert bootstrap_means({"a": np.tile(seeds, (1, 4))}, 100_000)["a"].var() == pytest.approx(1 / 3, rel=0.02)
 
 
 def test_spreads_and_p_values_by_hand():
-    drawn = resampled({"a": np.array([[0.0, 1.0, 1.0, 0.0]])}, 100_000)["a"]
+    drawn = bootstrap_means({"a": np.array([[0.0, 1.0, 1.0, 0.0]])}, 100_000)["a"]
     assert drawn.mean() == pytest.approx(0.5, abs=0.005) and drawn.var() == pytest.approx(0.25 / 4, rel=0.02)
     assert interval(np.ones((1, 5))) == (1.0, 1.0)
     assert interval(np.array([[1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, 0.0]]))[1] == 1.0  # and not above
@@ -73,8 +73,8 @@ def test_an_order_is_significant_or_none():
 
 def test_goals_and_mean_curves_by_hand():
     curve = [(0, 0.4), (60, 0.6), (100, 0.5)]
-    assert reached(curve, 0.5) == pytest.approx(30) and reached(curve, 0.6) == pytest.approx(60)
-    assert reached(curve, 0.4) == 0 and reached(curve, 0.61) is None
+    assert first_crossing(curve, 0.5) == pytest.approx(30) and first_crossing(curve, 0.6) == pytest.approx(60)
+    assert first_crossing(curve, 0.4) == 0 and first_crossing(curve, 0.61) is None
     curves = [[(0, 0.0), (10, 1.0), (20, 1.0)], [(0, 0.0), (20, 0.5)]]
     assert mean_curve(curves) == [(0, 0, 0, 0), (10, pytest.approx(0.625), 0.25, 1.0), (20, 0.75, 0.5, 1.0)]
 
@@ -188,15 +188,15 @@ def test_methods_that_spent_differently_are_compared_at_the_cost_that_both_reach
 
 @pytest.mark.parametrize("every, expected", [(0, [30]), (10, [10, 20, 30]), (20, [20, 30]), (7, [30])])
 def test_the_last_checkpoint_is_probed_and_those_that_were_measured(every, expected):
-    assert measured([10, 20, 25, 30], every) == expected
+    assert epochs_to_measure([10, 20, 25, 30], every) == expected
 
 
 def test_labels_and_dots_of_a_chart():
     names = ["mix_grpo+grpo_guard", "mix_grpo+grpo_guard+texforce"]
-    assert [shortened(name) for name in names] == ["mix_grpo+…po_guard", "mix_grpo+…texforce"]
-    assert all(len(shortened(name)) == LONGEST for name in names) and shortened("awm") == "awm"
+    assert [shorten(name) for name in names] == ["mix_grpo+…po_guard", "mix_grpo+…texforce"]
+    assert all(len(shorten(name)) == LONGEST for name in names) and shorten("awm") == "awm"
     drawn = bars([(name, 0.5, "0.500") for name in names], "accuracy")
-    assert all(f">{shortened(name)}<title>{name}</title>" in drawn for name in names)
+    assert all(f">{shorten(name)}<title>{name}</title>" in drawn for name in names)
     drawn = bars([("a", 0.25, ""), ("b", 0.5, "")], "accuracy", dots=[0.5, None])
     [dot] = re.findall(r'<circle class="dot" cx="([0-9.]+)" cy="15"', drawn)
     left, widths = re.findall(r'<rect x="(\d+)"', drawn)[0], re.findall(r'width="([0-9.]+)" height="16"', drawn)

@@ -154,14 +154,14 @@ def test_random_denoisers_and_frozen_adapters_are_found_out():
     policy.pipe.transformer.register_forward_hook(lambda _, args, out: (out[0] + 0.01 * torch.randn(out[0].shape),))
     found = {}
     with pytest.raises(UserError, match=r"replay and rollout disagree: \|log ratio\| "):
-        replays.replayed(policy, policy.encode(["a"]), found)
+        replays.check_replay(policy, policy.encode(["a"]), found)
         replays.require_equal(policy, found)
     assert found["first_log_ratio"] > 1e-6 and found["replay_error"] > 0
     policy = PipelinePolicy(tiny.sd3(), Adapter(rank=4), call=tiny.CALL)
     first = policy.weights.parameters()[0]
     policy.pipe.transformer.register_forward_hook(lambda _, args, out: (out[0].detach() + 0 * first.sum(),))
     with pytest.raises(UserError, match="the gradient that reaches the adapter has the norm 0.0"):
-        replays.replayed(policy, policy.encode(["a"]), {})
+        replays.check_replay(policy, policy.encode(["a"]), {})
 
 
 def test_a_replay_is_compared_with_the_pipelines_own_loop(capsys):

@@ -69,8 +69,8 @@ def test_phases_and_reward_models_of_an_epoch(model):
     options = config(model, reward=rewards, eval__rewards=["pickscore", "ocr"])
     assert dry_run(options).rewards == 2 * 4 * 0.986e9
     assert dry_run(options).peak > 2 * 4 * 0.986e9
-    left = dry_run(fit.changed(options, {"memory.rewards": "cpu"}))  # after an epoch is scored
-    assert left.away == {"encode", "update"} and left.used("encode") == left.phases["encode"].allocated
+    left = dry_run(fit.with_options(options, {"memory.rewards": "cpu"}))  # after an epoch is scored
+    assert left.away == {"encode", "update"} and left.peak_bytes("encode") == left.phases["encode"].allocated
     assert left.peak == left.rewards + max(left.phases[name].allocated for name in left.phases.keys() - left.away)
 
 
@@ -103,7 +103,7 @@ def test_epochs_that_are_drawn_ahead_cost_a_forward_pass_and_their_states(model)
                                         train__staleness=count)) for count in (0, 1, 3))
     assert [*one.phases] == [*three.phases] == ["encode", "rollout", "decode", "reward", "rescore", "update"]
     assert one.phases["rescore"].flops == three.phases["rescore"].flops == plain.phases["rollout"].flops * 5 / 6
-    assert one.seconds - plain.seconds == pytest.approx(one.taken("rescore"), rel=0.01)
+    assert one.seconds - plain.seconds == pytest.approx(one.phase_seconds("rescore"), rel=0.01)
     states = 4 * 4 * 6 * 4 * 8 * 8 * 2  # prompts, samples, recorded states, and bytes of one
     for name in plain.phases:
         waiting = (three.phases[name].allocated - one.phases[name].allocated) / 2
@@ -134,9 +134,9 @@ def test_phases_take_the_longer_side_and_a_first_epoch_more(model):
     slow = GPU(1000.0, half=1e-6, single=1e-6, bandwidth=1.0)
     one, other = (dry_run(config(model), each) for each in (GPUS["H100"], slow))
     for name in ("rollout", "update"):
-        assert one.phases[name].taken == one.phases[name].kernels * HOST > one.phases[name].seconds
-        assert other.phases[name].taken == other.phases[name].seconds > other.phases[name].host
-    assert one.seconds == pytest.approx(sum(phase.taken for phase in one.phases.values()))
+        assert one.phases[name].duration == one.phases[name].kernels * HOST > one.phases[name].seconds
+        assert other.phases[name].duration == other.phases[name].seconds > other.phases[name].host
+    assert one.seconds == pytest.approx(sum(phase.duration for phase in one.phases.values()))
     counts = dry_run(config(model))
     plans = (counts.first - LOADING - GROWTH * counts.peak / 2**30) / PLAN
     assert plans == pytest.approx(round(plans)) and 3 <= round(plans) <= 8  # forward, with a gradient, backward
@@ -151,11 +151,11 @@ def test_measured_factors_of_a_card_and_a_pipeline_correct_its_phases_alone(tmp_
     table.write_text(json.dumps({"H100": {"StableDiffusionXLPipeline": {
         "rollout": 1.5, "update": 1.25, "commit": "0123456789abcdef"}}}))
     sdxl = "stabilityai/stable-diffusion-xl-base-1.0"
-    found = counts.corrected("NVIDIA H100", sdxl, table)
-    assert found.seconds == 40.0 and (found.taken("rollout"), found.taken("update")) == (15.0, 25.0)
+    found = counts.correct("NVIDIA H100", sdxl, table)
+    assert found.seconds == 40.0 and (found.phase_seconds("rollout"), found.phase_seconds("update")) == (15.0, 25.0)
     assert found.basis == "computed, corrected by rollout 1.50, update 1.25 as measured on H100 at 01234567"
     for gpu, model in (("4090", sdxl), ("H100", "black-forest-labs/FLUX.1-dev"), ("H100", "a/folder")):
-        other = counts.corrected(gpu, model, table)
+        other = counts.correct(gpu, model, table)
         assert other.seconds == 30.0 and other.basis == "computed, no measurement yet on this card"
 
 
@@ -242,7 +242,7 @@ def test_settings_that_fit_or_nothing(model):
     recipe = config(model, method="flow_grpo", parts__kl__weight=0.0, train__micro_batch=8, train__group=8,
                     memory__encoders="cpu", memory__vae="sliced")
     counts = dry_run(recipe)
-    less = dry_run(fit.changed(recipe, {"train.checkpointing": True}))
+    less = dry_run(fit.with_options(recipe, {"train.checkpointing": True}))
     assert less.peak < counts.peak
     found, estimated = fit.nearest_settings(recipe, gpu((less.peak + counts.peak) / 2), counts)
     assert found == {"train.checkpointing": True} and estimated.peak == less.peak
@@ -254,7 +254,7 @@ def test_settings_that_fit_or_nothing(model):
 
 def test_batch_settings_are_the_largest_that_fit(model):
     recipe = config(model, method="flow_grpo", parts__kl__weight=0.0, train__group=8, train__steps=3)
-    peaks = {size: dry_run(fit.changed(recipe, {"train.micro_batch": size})).peak for size in (2, 8)}
+    peaks = {size: dry_run(fit.with_options(recipe, {"train.micro_batch": size})).peak for size in (2, 8)}
     assert peaks[2] < peaks[8]
     assert fit.batch_settings(recipe, peaks[8], micro_batches=(2, 8)) == {"micro_batch": 8, "checkpointing": False}
     assert fit.batch_settings(recipe, 1000, micro_batches=(2,), checkpointing=(True,)) is None
@@ -262,7 +262,7 @@ def test_batch_settings_are_the_largest_that_fit(model):
     assert fit.batch_settings(recipe, peaks[2], pipe, micro_batches=(2, 8), checkpointing=(False,)) == {
         "micro_batch": 2, "checkpointing": False}
     assert not pipe.transformer.proj_out.weight.is_meta and not hasattr(pipe.transformer, "peft_config")
-    auto = fit.changed(recipe, {"train.micro_batch": "auto"})
+    auto = fit.with_options(recipe, {"train.micro_batch": "auto"})
     assert fit.settle(auto, gpu(peaks[8])).train.micro_batch == 8 and fit.settle(recipe, gpu(peaks[8])) is recipe
     assert fit.settle(auto, gpu(2**16)).train.micro_batch == 1, "the least, where nothing fits"
 
@@ -319,7 +319,7 @@ def test_a_model_of_few_steps_has_the_seconds_per_click_of_taste(recipe, model, 
     said = capsys.readouterr().out.splitlines()[-2]
     sitting = session.of_recipe(load(recipe, {"model": str(few)}))
     counts = dry_run(sitting, GPUS["H200"])
-    seconds = session.seconds_per_click(counts.taken, sitting.train.steps)
+    seconds = session.seconds_per_click(counts.phase_seconds, sitting.train.steps)
     assert seconds > 0.01 and said == (f"flowgrpo taste: {seconds:.1f} s per click, {counts.peak / 2**30:.1f} GiB "
                                        "(computed, no measurement yet on this card)")
 
@@ -429,8 +429,8 @@ def test_an_image_model_keeps_what_both_tables_say(method, monkeypatch):
     assert told["trained"] == found["lora"]
     assert told["gradients and optimizer"] + told.get("averages", 0) == near(found["optimizer"])
     assert told["recorded states"] == near(found["states"])
-    clocks, extrapolated = [], estimate._extrapolated
-    monkeypatch.setattr(estimate, "_extrapolated", lambda meta, clock, *counts: (
+    clocks, extrapolated = [], estimate._extrapolate
+    monkeypatch.setattr(estimate, "_extrapolate", lambda meta, clock, *counts: (
         clocks.append(clock), extrapolated(meta, clock, *counts))[1])
     estimate.dry_run(config, pipe=image_pipeline())
     assert clocks[0].began == near(found["weights"] + found["lora"] + found["optimizer"])

@@ -193,7 +193,7 @@ def test_memory_and_phases_of_an_epoch(janus):
     assert all(phase.flops > 0 and phase.allocated > 0 for phase in counts.phases.values())
     weights = sum(tensor.numel() for tensor in tiny_vision.janus()[0].parameters()) * 4
     assert weights < counts.peak < 3 * weights
-    assert counts.seconds == pytest.approx(sum(phase.taken for phase in counts.phases.values()))
+    assert counts.seconds == pytest.approx(sum(phase.duration for phase in counts.phases.values()))
     # Both halves go through the model: twice the work of a rollout and of a replay, and the same decoder.
     plain = tokens.dry_run(recipe(janus, train__guidance=1.0), GPUS["4090"])
     for name, times in (("rollout", 2), ("base", 2), ("update", 2), ("decode", 1)):

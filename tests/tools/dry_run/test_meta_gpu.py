@@ -175,7 +175,7 @@ def test_repeated_work_counts_like_the_first():
     meta = MetaGPU(SLOW)
     with meta.running(), meta.during("work"):
         held = torch.empty(1024, device="meta")
-        with meta.measured() as work:
+        with meta.measure() as work:
             torch.empty(256, device="meta").exp().sum().item()
         once = sum(meta.phases["work"].waits.values()), meta.phases["work"].kernels, meta.phases["work"].seconds
         more = torch.empty(4096, device="meta")

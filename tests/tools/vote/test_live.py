@@ -91,12 +91,12 @@ def test_the_session_ends_with_its_time(ballot, tmp_path):
     now = [0.0]
     live = ballot(seconds=60, clock=lambda: now[0])
     now[0] = 100.0
-    assert live.left == 60 and not live.ended
+    assert live.seconds_left == 60 and not live.is_finished
     live.ask(questions(tmp_path, 0))
     now[0] = 159.0
-    assert live.left == 1 and live.state()["question"]
+    assert live.seconds_left == 1 and live.state()["question"]
     now[0] = 160.0
-    assert live.ended and live.state()["question"] is None and live.wait(0, never) is None
+    assert live.is_finished and live.state()["question"] is None and live.wait(0, never) is None
 
 
 def test_votes_are_on_disk_before_the_next_one_and_a_cut_line_is_dropped(ballot, tmp_path):
@@ -180,7 +180,7 @@ def test_refusals(ballot, tmp_path, path, content, headers, status):
     with serving(live) as ask:
         assert ask(path, content, **headers)[0] == status
         assert ask(path, content, root=f"/{'x' * 22}/", **headers)[0] == 403
-    assert not live.log.votes and not live.ended and not (tmp_path / "votes.jsonl").exists()
+    assert not live.log.votes and not live.is_finished and not (tmp_path / "votes.jsonl").exists()
 
 
 def test_another_token_is_told_which_command_printed_it(ballot):

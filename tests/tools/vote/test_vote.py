@@ -26,7 +26,7 @@ from flowgrpo.run import run
 from flowgrpo.tools.learned_rewards import training as reward_training
 from flowgrpo.tools.vote import drawn, judged, sources
 from flowgrpo.tools.vote import server as page
-from flowgrpo.tools.vote.ballot import Ballot, Changed, counted
+from flowgrpo.tools.vote.ballot import Ballot, Changed, count_votes
 from flowgrpo.tools.vote.sources import pairs
 from tests.helpers import ffmpeg, tiny
 from tests.helpers.refusals import error_line, message
@@ -311,8 +311,8 @@ def test_what_is_no_source_is_told(tmp_path, monkeypatch, capsys, arguments, lin
 
 
 def test_counted():
-    assert counted([]) == {"votes": 0, "ties": 0, "b": 0, "share": "-"}
-    assert counted([1, 0, 1, 0.5]) == {"votes": 4, "ties": 1, "b": 2, "share": "0.67 [0.21, 0.94]"}
+    assert count_votes([]) == {"votes": 0, "ties": 0, "b": 0, "share": "-"}
+    assert count_votes([1, 0, 1, 0.5]) == {"votes": 4, "ties": 1, "b": 2, "share": "0.67 [0.21, 0.94]"}
 
 
 def named(folder, path) -> None:

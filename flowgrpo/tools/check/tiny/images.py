@@ -89,7 +89,7 @@ def flux_fill(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
 
     torch.manual_seed(seed)
     denoiser = lively(flux_transformer(in_channels=48, out_channels=16))
-    call = FLUX_CALL | {name: value for name, value in _masked().items() if name != "strength"}
+    call = FLUX_CALL | {name: value for name, value in _inpainting_arguments().items() if name != "strength"}
     return flux(seed, FluxFillPipeline, transformer=denoiser), call
 
 
@@ -97,7 +97,7 @@ def flux_inpaint(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
     """Return a FluxInpaintPipeline, which restores the image after every step where the mask is black."""
     from diffusers import FluxInpaintPipeline
 
-    return flux(seed, FluxInpaintPipeline), FLUX_CALL | _masked()
+    return flux(seed, FluxInpaintPipeline), FLUX_CALL | _inpainting_arguments()
 
 
 def flux2(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
@@ -119,7 +119,7 @@ def klein(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
     return pipe, FLUX2_CALL | {"image": image(64)}
 
 
-def _masked() -> dict[str, Any]:
+def _inpainting_arguments() -> dict[str, Any]:
     """Arguments of an inpainting call: an image whose right half is drawn, from pure noise."""
     from PIL import Image
 
@@ -142,7 +142,7 @@ def qwen_inpaint(seed: int = 0) -> tuple[Pipeline, dict[str, Any]]:
     from diffusers import QwenImageInpaintPipeline
 
     pipe, call = qwen_image(seed, QwenImageInpaintPipeline)
-    return pipe, call | _masked()
+    return pipe, call | _inpainting_arguments()
 
 
 def qwen_edit(seed: int = 0, kind: type | None = None) -> tuple[Pipeline, dict[str, Any]]:
