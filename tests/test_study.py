@@ -23,7 +23,7 @@ from flowgrpo.data.prompts import Prompt
 from flowgrpo.rewards import preprocessing
 from flowgrpo.rewards.preprocessing import eight_bit
 from flowgrpo.rewards.starter import scene
-from flowgrpo.types import required
+from flowgrpo.types import unwrap
 from scripts.measure import reward_numbers
 
 

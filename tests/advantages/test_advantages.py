@@ -9,7 +9,16 @@ import pytest
 import torch
 
 from flowgrpo.advantages import group_relative
-from flowgrpo.advantages.group import Advantage, below, combine, running, trimmed, weighted_sum, whitened, zero_variance
+from flowgrpo.advantages.group import (
+    Advantage,
+    below,
+    combine,
+    running,
+    trim_extremes,
+    weighted_sum,
+    whiten,
+    zero_variance,
+)
 from flowgrpo.types import Context
 from tests.helpers.contexts import of_epoch
 from tests.helpers.tables import close, draw, f64

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from flowgrpo.contrib.frontier import LEVEL, Frontier, KeepFrontier, change, trained
+from flowgrpo.contrib.frontier import LEVEL, Frontier, KeepFrontier, change, weighted_score
 from flowgrpo.contrib.guard import reward_of
 from flowgrpo.data import sets
 from flowgrpo.data.prompts import Prompt

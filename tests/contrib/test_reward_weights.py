@@ -13,10 +13,10 @@ from flowgrpo.contrib.reward_weights import (
     HardPrompts,
     Hypervolume,
     Influence,
-    adapted,
     difficulty,
     front,
     hypervolume,
+    mirror_descent,
 )
 from flowgrpo.contrib.verdicts import progress
 from flowgrpo.errors import UserError
@@ -204,8 +204,9 @@ def test_a_recheck_asks_of_a_share_of_the_rejected():
     first = given({"a": 1, "b": 0, "c": 0, "d": None})
     found = values(rewards.find("rechecked", {"rewards": [first, judge], "share": 1.0}), "abcd")
     assert asked == ["b", "c"] and found[1:3] == [1, 0] and math.isnan(found[0]) and math.isnan(found[3])
-    some = [verdicts.drawn(str(i), "p", 0.25) for i in range(2000)]
-    assert sum(some) == pytest.approx(500, abs=80) and some == [verdicts.drawn(str(i), "p", 0.25) for i in range(2000)]
+    some = [verdicts.is_sampled(str(i), "p", 0.25) for i in range(2000)]
+    assert sum(some) == pytest.approx(500, abs=80) and some == [
+        verdicts.is_sampled(str(i), "p", 0.25) for i in range(2000)]
 
 
 def test_difficulties_and_rewritten_prompts():

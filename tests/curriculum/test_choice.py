@@ -25,7 +25,7 @@ from flowgrpo.curriculum.history import (
     gradient_norms,
     shared_out,
 )
-from flowgrpo.curriculum.order import EpochPermutation, Knapsack, ThompsonSampling, allocated, value
+from flowgrpo.curriculum.order import EpochPermutation, Knapsack, ThompsonSampling, allocate, value
 from flowgrpo.curriculum.resampling import ExtraRollouts
 from flowgrpo.data import sets
 from flowgrpo.data.prompts import Prompt

@@ -220,14 +220,14 @@ def test_each_reward_has_its_own_from_left_to_right_in_every_granularity():
     before = scores.clone()
     # 3 and 2 are both 1 after the clip: they tie.
     expected = [[[0.5, 5, 0], [0.5, 6, 1]], [[1.0, 7, 1], [0.0, 8, 0]]]
-    near(rewards.transformed(mine, scores), [[row * 2 for row in group] for group in expected])
+    near(rewards.transform_scores(mine, scores), [[row * 2 for row in group] for group in expected])
     assert torch.equal(scores, before)
 
 
 def test_the_notation_of_transforms_and_scores_without_any():
     scores = torch.rand(2, 3, 2)
     plain = {"plain": len, "ruled": rewards.Composed(len)}
-    near(rewards.transformed(plain, scores), scores.tolist())
+    near(rewards.transform_scores(plain, scores), scores.tolist())
     assert not any(map(rewards.transforms_of, plain.values()))
     assert rewards.transforms_of(composed(ocr=["log"])["ocr"]) == ["log"]
     with pytest.raises(UserError, match="^reward 'ocr': log of the score 0, expected above 0"):

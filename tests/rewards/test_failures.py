@@ -17,7 +17,7 @@ from flowgrpo.advantages.group import ORDERS, SCALES, combine
 from flowgrpo.config.reward_rules import Retry, RewardRule
 from flowgrpo.errors import UserError
 from flowgrpo.rewards import Composed, Failed, Tally
-from flowgrpo.rewards.failures import TimedOut, settled
+from flowgrpo.rewards.failures import TimedOut, score_with_policy
 from flowgrpo.rewards.geneval import detectors
 from flowgrpo.rewards.remote.exchange import Later, Service
 from flowgrpo.rewards.remote.http import LONGEST_ANSWER, Body

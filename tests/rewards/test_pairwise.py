@@ -195,8 +195,9 @@ def test_previews_are_one_group_and_win_rates_not_lifted():
     rates = torch.tensor([[[0.5, 3], [0.6, 1], [0.4, 2]]])
     shaped = WinRate()(rates, Context(rewards=RewardColumns(win_rates=[True, False])))
     torch.testing.assert_close(shaped[..., 0], rates[..., 0])
-    torch.testing.assert_close(shaped[..., 1], lifted(rates)[..., 1])
-    assert torch.equal(WinRate()(rates, Context()), lifted(rates)) and torch.equal(WinRate()(rates), lifted(rates))
+    torch.testing.assert_close(shaped[..., 1], to_win_rates(rates)[..., 1])
+    assert torch.equal(WinRate()(rates, Context()), to_win_rates(rates))
+    assert torch.equal(WinRate()(rates), to_win_rates(rates))
     sizes = []
     def watched(outputs, prompts, metadata, group):
         sizes.append((len(prompts), group))

@@ -126,18 +126,19 @@ def test_a_run_on_the_stock_grid_keeps_its_shift_in_the_tail():
     assert torch.equal(short.grid, own.rollouts.grid[[0, 1, 2, 4, 6]])
 
 
-GRID = shifted(10, 3)
+GRID = shift_grid(10, 3)
 THINNED = "after is {} and stride {}, expected 0 to 9 and 1 or more"
 
 
 @pytest.mark.parametrize("make, told", [
-    (lambda: shifted(0, 3), "steps is 0, expected 1 or more"),
-    *((lambda shift=shift: shifted(10, shift), f"shift is {shift}, expected above 0") for shift in (0, -1, math.nan)),
+    (lambda: shift_grid(0, 3), "steps is 0, expected 1 or more"),
+    *((lambda shift=shift: shift_grid(10, shift), f"shift is {shift}, expected above 0")
+      for shift in (0, -1, math.nan)),
     *((lambda given=given: compress_tail(GRID, *given), told) for given, told in (
         ((10, 0.4, 3), "after is 10, expected 0 to 9"), ((-1, 0.4, 3), "after is -1, expected 0 to 9"),
         ((3, 0, 3), "ratio is 0, expected above 0"), ((3, 1.1, 3), "ratio is 1.1, expected above 0 and at most 1"),
         ((3, 0.4, 0), "shift is 0, expected above 0"))),
-    *((lambda given=given: thinned(GRID, *given), THINNED.format(*given)) for given in (
+    *((lambda given=given: thin_grid(GRID, *given), THINNED.format(*given)) for given in (
         (10, 2), (-1, 2), (3, 0), (3, -2)))])
 def test_impossible_settings_are_refused(make, told):
     with pytest.raises(ValueError, match=told):

@@ -240,7 +240,8 @@ def test_a_scaled_kernel_has_a_multiple_of_its_deviation(kernel):
 
 def test_cps_is_scaled_in_its_angle():
     x, grid = draw(1), scalars(0.8, 0.7)
-    assert scaled(CPS(0.8), 0.5)(x, x, grid, 0).std.item() == pytest.approx(0.7 * math.sin(0.2 * math.pi), abs=1e-12)
+    std = scale_noise(CPS(0.8), 0.5)(x, x, grid, 0).std.item()
+    assert std == pytest.approx(0.7 * math.sin(0.2 * math.pi), abs=1e-12)
 
 
 def test_noise_scaled_out_of_its_range_is_refused():

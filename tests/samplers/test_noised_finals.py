@@ -285,7 +285,8 @@ def test_what_noised_finals_hold_is_foretold():
     held = [tensor for part in parts for taken in part.transitions
             for tensor in (taken.x, taken.x_next, taken.old.mean)] + [part.finals[0] for part in parts]
     given = trainer.policy, trainer.config, trainer.rollouts.conditioning(trainer.prompts[:2]), held[0][:1]
-    assert memory.tensor_bytes(held) == memory._recorded(*given) == memory.tensor_bytes(held[0][:1]) * 8 * (5 * 3 + 1)
+    assert memory.tensor_bytes(held) == memory._rollout_bytes(*given)
+    assert memory.tensor_bytes(held) == memory.tensor_bytes(held[0][:1]) * 8 * (5 * 3 + 1)
 
 
 # --- runs ------------------------------------------------------------------------------------------------------------

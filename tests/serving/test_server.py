@@ -258,7 +258,8 @@ def test_a_batch_is_parted_within_the_limits(sizes, pixels, limits, unit, ways, 
 
 @pytest.mark.parametrize("limits", [Limits(samples=1), Limits(size=200), Limits(all_pixels=19)])
 def test_a_group_that_does_not_fit_is_told(limits):
-    assert "2 samples of 0.0 MiB and 20 pixels" in message(wire.parted, [100] * 4, 10, limits, 2, error=TooLarge)
+    told = message(wire.split_requests, [100] * 4, 10, limits, 2, error=TooLarge)
+    assert "2 samples of 0.0 MiB and 20 pixels" in told
 
 
 # --- a server and its client -----------------------------------------------------------------------------------------

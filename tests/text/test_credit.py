@@ -14,7 +14,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.methods import validate
 from flowgrpo.run import run
 from flowgrpo.storage import checkpoint
-from flowgrpo.text.credit import LengthSwitch, StepScores, merged_steps, shortened, text_steps
+from flowgrpo.text.credit import LengthSwitch, StepScores, merge_steps, penalise_length, text_steps
 from flowgrpo.text.policies.masked_lm import MaskedLM
 from flowgrpo.text.samplers.decoding import Unmasking
 from flowgrpo.training import sampling

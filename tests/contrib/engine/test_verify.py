@@ -76,7 +76,7 @@ def test_half_precision_shows_in_its_rows_alone():
 
 def test_a_model_without_a_flow_is_refused():
     policy = tiny.policy(tiny.sd15(), call={})
-    assert "expected a flow" in message(lambda: verify.specified(policy, policy.encode(["red"]), ASKED))
+    assert "expected a flow" in message(lambda: verify.rollout_spec(policy, policy.encode(["red"]), ASKED))
 
 
 # The eight faults, and where each shows.

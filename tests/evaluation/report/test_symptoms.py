@@ -68,7 +68,7 @@ def test_causes_of_earlier_lines_and_of_weight_0():
              for norm in (0.0, 0.1, None)]
     assert [outcome(validate({"reward": "a"}), [each]).nothing for each in known] == [True, False, False]
     assert untrained_lines({}) == [] and untrained_lines({"trained": {"said": ["so"]}}) == ["so"]
-    assert "summary.json: trained is 5, expected a list under `said`" in message(untrained, {"trained": 5})
+    assert "summary.json: trained is 5, expected a list under `said`" in message(untrained_lines, {"trained": 5})
 
 
 NOISE = [0.01, -0.01]

@@ -12,10 +12,10 @@ from flowgrpo.rewards import find, require_gradient, score
 from flowgrpo.rewards.find import find as find_reward
 from flowgrpo.rewards.starter.scene import _read_once, detect, read, scene, scene_graded
 from flowgrpo.rewards.starter.scene_soft import (
+    foreground,
     gradients,
     membership,
     overlaps,
-    painted,
     reference,
     scene_soft,
     scene_style,

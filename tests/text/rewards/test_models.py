@@ -21,8 +21,8 @@ from flowgrpo.text.rewards.models import (
     RewardModel,
     depths,
     divergence,
+    padding_token,
     reflective,
-    unused,
 )
 from flowgrpo.tools.learned_rewards.text_training import (
     LOGISTIC,
@@ -30,10 +30,10 @@ from flowgrpo.tools.learned_rewards.text_training import (
     SQUARED,
     LabelledText,
     Settings,
-    degraded,
+    degrade,
+    evaluate_head,
     fit,
     load_labelled,
-    measured,
     train,
 )
 from tests.helpers import tiny_text

@@ -456,14 +456,14 @@ def boxed(test):
         if BOX is not None:
             test(*arguments, **options)
         else:
-            assert "wasmtime" not in WORKING and boundaries.located_wasm() is None
+            assert "wasmtime" not in WORKING and boundaries.wasm_path() is None
     return each
 
 
 def test_a_file_that_is_another_is_refused(tmp_path):
     (tmp_path / boundaries.FILE).write_bytes(b"\0asm")
     with pytest.raises(UserError, match="is not the known CPython for WebAssembly: its SHA-256 differs"):
-        boundaries.compiled(tmp_path / boundaries.FILE)
+        boundaries.compile_module(tmp_path / boundaries.FILE)
 
 
 @boxed

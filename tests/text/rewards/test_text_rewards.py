@@ -26,9 +26,9 @@ from flowgrpo.text.rewards.rules import (
     Repetition,
     StepMatch,
     distinct,
-    kept,
-    normalised,
+    normalise,
     overlong,
+    tag_share,
     turning,
     window,
 )

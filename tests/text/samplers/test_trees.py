@@ -10,7 +10,15 @@ from flowgrpo.errors import UserError
 from flowgrpo.methods import validate
 from flowgrpo.text.credit import ExitDecay, StepScores, with_gains
 from flowgrpo.text.samplers.decoding import Decoding
-from flowgrpo.text.samplers.groups import EarlyExits, Independent, SecondAttempt, Tree, alternatives, joined, thought
+from flowgrpo.text.samplers.groups import (
+    EarlyExits,
+    Independent,
+    SecondAttempt,
+    Tree,
+    alternatives,
+    concatenate,
+    count_thought_tokens,
+)
 from flowgrpo.text.samplers.lookahead import BranchingLookahead, edit_distance
 from tests.helpers import tiny_text
 from tests.helpers.refusals import message
@@ -128,7 +136,8 @@ def test_a_group_is_one_thought_left_at_ever_later_places():
             assert torch.equal(made.logp[row, :place], made.logp[first + 3, :place])
             assert made.logp[row, place] == 0 and made.mask[row, place + 1]
             shown.append(place)
-        assert shown == sorted(shown) and 1 <= shown[0] <= shown[-1] <= thought(own, leader[made.mask[first + 3]], "+")
+        thought = count_thought_tokens(own, leader[made.mask[first + 3]], "+")
+        assert shown == sorted(shown) and 1 <= shown[0] <= shown[-1] <= thought
     assert len(made.texts) == 8
 
 
@@ -155,8 +164,9 @@ def test_places_of_a_thought():
     assert EarlyExits().places(0, 2, 5, torch.Generator()).tolist() == [1, 1]
     own = tiny_text.policy()
     ids = {text: own.tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("12+3", "123")}
-    assert thought(own, torch.tensor(ids["12+3"]), "+") == 2 and thought(own, torch.tensor(ids["123"]), "+") == 3
-    assert thought(own, torch.tensor([*ids["12+3"], own.ends[0]]), "") == 4
+    assert count_thought_tokens(own, torch.tensor(ids["12+3"]), "+") == 2
+    assert count_thought_tokens(own, torch.tensor(ids["123"]), "+") == 3
+    assert count_thought_tokens(own, torch.tensor([*ids["12+3"], own.ends[0]]), "") == 4
 
 
 @pytest.mark.fast
@@ -180,7 +190,8 @@ def test_a_second_attempt_follows_the_first_and_a_text_that_is_not_trained():
     made, again = concatenate(pieces), own.tokenizer("=+", add_special_tokens=False)["input_ids"]
     alone = own.sample(asked, Decoding(), own.generators(range(8)), torch.zeros(8, dtype=torch.bool))
     for row in range(8):
-        first = alone.ids[row, :min(3, thought(own, alone.ids[row][alone.mask[row]], ""))].tolist()  # 3 of 9 - 2 tokens
+        thought = count_thought_tokens(own, alone.ids[row][alone.mask[row]], "")
+        first = alone.ids[row, :min(3, thought)].tolist()  # 3 of 9 - 2 tokens
         assert made.ids[row, :len(first) + 2].tolist() == first + again
         assert made.mask[row, :len(first) + 3].tolist() == [True] * len(first) + [False] * 2 + [True]
         torch.testing.assert_close(made.logp[row, :len(first)], alone.logp[row, :len(first)], atol=1e-5, rtol=0)

@@ -11,15 +11,15 @@ from flowgrpo.tools.bench import collect, page, table
 from flowgrpo.tools.bench.collect import (
     Difference,
     best_factors,
+    bootstrap_means,
     compare,
+    first_crossing,
     frontier,
     holm,
     interval,
     mean_curve,
     mean_path,
     p_value,
-    reached,
-    resampled,
     value_at,
 )
 from flowgrpo.tools.bench.page import LONGEST, bars, shorten
