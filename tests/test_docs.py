@@ -18,6 +18,7 @@ from flowgrpo.config import load
 from flowgrpo.data.prompts import load_prompts
 from flowgrpo.methods import keys_read, overlay, registry
 from flowgrpo.policies import build
+from tests.fuzz.targets import TARGETS
 from tests.helpers import loop
 from tests.helpers.commands import commands, leaf
 
@@ -71,6 +72,15 @@ def test_a_section_has_its_papers_title_a_sentence_a_formula_and_the_command_of_
     assert heading == name and re.fullmatch(r"\[.{15,}\]\(https://arxiv\.org/abs/\d{4}\.\d{5}\)", title)
     assert re.match(r"[A-Z].*(?:[.:]|to|\*\*)$", sentence, re.S) and re.search(r"\$.*[=<>\\].*\$", PRESETS[name], re.S)
     assert f"```yaml\n# flowgrpo train {name}.yaml" in PRESETS[name]
+
+
+def test_counts_of_the_text_are_those_of_what_they_count():
+    """Pipeline classes of the first table of docs/pipelines.md, without their variants; kinds of generated inputs."""
+    first = (ROOT / "docs" / "pipelines.md").read_text(encoding="utf-8").partition("Not supported:")[0]
+    classes = set(re.findall(r"\w+Pipeline\b", "".join(re.findall(r"^\|.*\|.*\|(.*)\|$", first, re.M))))
+    assert f"[{len(classes)} pipeline classes]" in (ROOT / "README.md").read_text(encoding="utf-8")
+    kinds = f"generated inputs of {len(TARGETS)} kinds"
+    assert kinds in (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
 
 
 def test_the_readme_the_tour_and_the_pages():

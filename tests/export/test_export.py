@@ -104,7 +104,8 @@ def test_kohya_and_merged_models_make_the_loras_change(sd3, tmp_path):
 
 def test_a_lora_in_pefts_own_format_is_merged_and_has_the_kohya_layout(pixart, tmp_path):
     assert not (pixart / LORA_FILE).exists()
-    base, merged = (load_pipeline(str(folder)) for folder in (pixart / "model", export.write_merged(pixart, tmp_path / "m")))
+    folders = pixart / "model", export.write_merged(pixart, tmp_path / "m")
+    base, merged = (load_pipeline(str(folder)) for folder in folders)
     layers = load_file(*export.lora(pixart, tmp_path / "kohya.safetensors"))
     before, after = base.transformer.state_dict(), merged.transformer.state_dict()
     changed = {key for key in before if not torch.equal(before[key], after[key])}
@@ -273,7 +274,8 @@ def test_a_merged_wan_in_bf16_keeps_in_fp32_what_the_stock_model_keeps(rank, tmp
     run = make_run(tmp_path, *make("WanPipeline"), rank=rank, precision="bf16")
     stock = load_pipeline(str(run / "model"), "bf16").transformer.state_dict()
     exact = load_pipeline(str(run / "model")).transformer.state_dict()
-    written = load_file(export.write_merged(run, tmp_path / "merged") / "transformer" / "diffusion_pytorch_model.safetensors")
+    folder = export.write_merged(run, tmp_path / "merged") / "transformer"
+    written = load_file(folder / "diffusion_pytorch_model.safetensors")
     kept = {key for key, value in stock.items() if value.dtype == torch.float32}
     assert any("scale_shift_table" in key for key in kept) and any("time_embedder" in key for key in kept)
     assert {key: value.dtype for key, value in written.items()} == {key: value.dtype for key, value in stock.items()}

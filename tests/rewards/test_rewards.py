@@ -287,7 +287,8 @@ def test_pairings_and_facts_of_wholes():
     whole = combine.Gated([beside, {"use": "over_saturation"}], [0])
     assert whole.reads == {"base"} and whole.judges == ["image"] and whole.unit == "sample"
     assert [part.origin for part in rewards.inside(whole)][1] is beside
-    assert [name for name, _ in rewards.named_parts("it", combine.Tiered([whole]))] == ["it", "it[0]", "it[0][0]", "it[0][1]"]
+    names = [name for name, _ in rewards.named_parts("it", combine.Tiered([whole]))]
+    assert names == ["it", "it[0]", "it[0][0]", "it[0][1]"]
     ruled = rewards.Composed(whole, RewardRule(timeout=5, on_error="skip", when={"n": [0, 1]}), name="it")
     for fact in ("judges", "unit", "reads", "differentiable", "parts", "about"):
         assert getattr(ruled, fact) == getattr(ruled.ready, fact) == getattr(whole, fact)

@@ -180,8 +180,8 @@ def test_images_are_shown_again_whatever_the_memory_still_holds(monkeypatch):
     images = own.decode(ids)
     monkeypatch.setattr(image_lm, "KEPT", 2 * images[0].nbytes)
     own.decode(ids[:2])
-    torch.testing.assert_close(own.shown_again(ids), images)
-    torch.testing.assert_close(own.shown_again(ids[[3, 0, 3]]), images[[3, 0, 3]])
+    torch.testing.assert_close(own.decode_cached(ids), images)
+    torch.testing.assert_close(own.decode_cached(ids[[3, 0, 3]]), images[[3, 0, 3]])
     assert len(own.painted) == 2
 
 
