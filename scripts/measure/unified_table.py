@@ -18,6 +18,7 @@ import json
 import re
 import sys
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,7 @@ ARMS: dict[str, dict[str, dict[str, Any]]] = {
 NUMBERS = ("images", "right", "hidden", "imbalance")
 
 
+@cache
 def measured(folder: Path) -> dict[str, float]:
     """Return what the weights of a folder draw and answer, and the strict accuracy of each task's images."""
     from transformers import AutoProcessor, JanusForConditionalGeneration
