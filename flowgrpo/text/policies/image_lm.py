@@ -268,7 +268,9 @@ class ImageLM(CausalLM):
         mean, std = (torch.tensor(value) for value in (self.processor.image_processor.image_mean,
                                                        self.processor.image_processor.image_std))
         images = (torch.cat(drawn) * std + mean).clamp(0, 1).permute(0, 3, 1, 2).contiguous()
-        self.painted |= {row.numpy().tobytes(): each for row, each in zip(ids.cpu(), images)}
+        for row, each in zip(ids.cpu(), images):
+            self.painted.pop(row.numpy().tobytes(), None)  # an image that is decoded again becomes the newest
+            self.painted[row.numpy().tobytes()] = each
         while len(self.painted) * images[0].nbytes > KEPT:
             del self.painted[next(iter(self.painted))]
         return images

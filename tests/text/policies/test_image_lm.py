@@ -182,7 +182,9 @@ def test_images_are_shown_again_whatever_the_memory_still_holds(monkeypatch):
     own.decode(ids[:2])
     torch.testing.assert_close(own.decode_cached(ids), images)
     torch.testing.assert_close(own.decode_cached(ids[[3, 0, 3]]), images[[3, 0, 3]])
-    assert len(own.painted) == 2
+    own.decode(ids[3:])
+    own.decode(ids[:1])
+    assert [*own.painted] == [row.numpy().tobytes() for row in (ids[3], ids[0])]
 
 
 # --- weights ---------------------------------------------------------------------------------------------------------
