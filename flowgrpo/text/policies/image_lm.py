@@ -25,7 +25,7 @@ from flowgrpo.text.policies.text_weights import load_causal_lm
 from flowgrpo.text.policies.vision_lm import CLASSES, VisionLM, language_layers, template_inputs
 from flowgrpo.text.samplers.decoding import Decoding, Draw, uniforms
 from flowgrpo.text.samplers.language_model import SampledCompletions, TokenizedPrompts
-from flowgrpo.types import required, wide
+from flowgrpo.types import unwrap, wide
 
 HEAD = "generation_head"  # of the model, from states to logits of image tokens
 UNREAD = ("vision_model", "aligner", "lm_head")  # parts of the model that no image token goes through
@@ -281,7 +281,7 @@ class ImageLM(CausalLM):
         new = [at for at, image in enumerate(shown) if image is None]
         for at, image in zip(new, self.decode(ids[new]) if new else ()):  # which may drop others of these
             shown[at] = image
-        return torch.stack([required(image) for image in shown])
+        return torch.stack([unwrap(image) for image in shown])
 
     def detokenize(self, ids: Tensor, mask: Tensor) -> Any:
         raise NotImplementedError("image tokens are no text")
