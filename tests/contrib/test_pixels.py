@@ -16,7 +16,7 @@ from flowgrpo.rewards.guards import ssim
 from tests.helpers.refusals import message
 from tests.rewards.test_clip import saved
 from tests.rewards.test_guards import landscape, spoilt
-from tests.rewards.test_guards import scored as scores
+from tests.rewards.test_guards import scores_of as scores
 from tests.rewards.test_video_motion import scored, square
 
 

@@ -210,7 +210,9 @@ def test_what_is_learned_is_in_the_checkpoint_and_the_next_epoch_is_the_same(par
     (Knapsack, dict(each=0)), (Knapsack, dict(keep=2.0)), (Pooled, dict(scale="batch")), (Pooled, dict(clamp=0.0))])
 def test_impossible_numbers(part, wrong):
     [(name, value)] = wrong.items()
-    assert f"{part.__name__}: {name} is {value!r}, expected" in message(part, **wrong, error=ValueError)
+    line = message(part, **wrong, error=ValueError)
+    assert line.startswith(f"{part.__name__}: ") and ", expected " in line
+    assert f"{name} is {value!r}" in line or f"{name} {value!r}" in line
 
 
 # --- SvS -------------------------------------------------------------------------------------------------------------

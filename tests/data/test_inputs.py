@@ -288,10 +288,13 @@ def test_frames_of_a_file_are_in_order_and_no_single_image(name, form, tmp_path)
         read_image(tmp_path / name)
 
 
-def test_folders_of_frames_and_animated_images(tmp_path):
+def test_the_still_image_of_an_animated_png_is_no_frame(tmp_path):
     FRAMES[9].save(tmp_path / "a.png", save_all=True, append_images=FRAMES[:3], default_image=True)
     assert frame_count(tmp_path / "a.png") == 3
     assert [np.asarray(frame).mean() for frame in Clip.of(str(tmp_path / "a.png"), 3).frames] == GREYS[:3]
+
+
+def test_frames_of_a_folder_go_by_their_numbers(tmp_path):
     for number, frame in enumerate(FRAMES):
         frame.save(tmp_path / f"frame{number}.png")
     (tmp_path / "._frame0.png").write_bytes(b"of a file system")
