@@ -203,7 +203,7 @@ def group(folder, limit, used):
     (folder / "cpu.stat").write_text(f"usage_usec {used}\nuser_usec 0\n")
 
 
-def test_limits_of_control_groups_of_both_versions(tmp_path):
+def test_limits_of_control_groups(tmp_path):
     """Those of the process's own group and of all around it; "max" is none."""
     group(tmp_path, "400000 100000", 9_000_000)
     group(tmp_path / "a", "max 100000", 5)
@@ -214,6 +214,9 @@ def test_limits_of_control_groups_of_both_versions(tmp_path):
     own.write_text("0::/../../outside\n")  # of a container that sees its own group alone
     assert [*limits(tmp_path, own)] == [(4.0, 9.0)]
     assert [*limits(tmp_path / "none", tmp_path / "none")] == []
+
+
+def test_limits_of_control_groups_of_version_1(tmp_path):
     for controller, name, value in (("cpu", "cpu.cfs_quota_us", "150000"), ("cpu", "cpu.cfs_period_us", "100000"),
                                     ("cpuacct", "cpuacct.usage", "3000000000")):
         (tmp_path / controller / "job").mkdir(parents=True, exist_ok=True)

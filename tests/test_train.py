@@ -362,7 +362,7 @@ def test_learning_rates_and_nan_ratios():
     trainer = tiny.trainer()
     parts, conditioning = epoch(trainer)
     parts[0].transitions[2].old.logp[1] = float("nan")
-    assert "the first .log ratio. is nan" in message(trainer.first_ratio, parts, conditioning, print)
+    assert "the first |log ratio| is nan" in message(trainer.first_ratio, parts, conditioning, print)
 
 
 def test_the_moving_average(tmp_path):

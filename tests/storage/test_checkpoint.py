@@ -267,5 +267,5 @@ def test_a_checkpoint_that_was_being_replaced_has_its_name_again(tmp_path):
 def test_a_reader_names_the_damage_and_changes_nothing(tmp_path):
     path = saved(tmp_path, 1)
     flip(path / "state.safetensors")
-    assert "epoch-00001 cannot be read .the SHA-256 of state.safetensors differs" in message(checkpoint.load, path)
+    assert "epoch-00001 cannot be read (the SHA-256 of state.safetensors differs" in message(checkpoint.load, path)
     assert path.is_dir()
