@@ -18,7 +18,8 @@ from PIL import Image
 from torch.distributed.run import get_args_parser
 
 from flowgrpo import published
-from flowgrpo.cli.train import UNTRAINED, recipe_and_options
+from flowgrpo.cli.options import recipe_and_options
+from flowgrpo.cli.train import UNTRAINED
 from flowgrpo.config import load
 from flowgrpo.starter import scenes
 from tests.helpers import chat_endpoint, stand_in_hub

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from flowgrpo import methods
-from flowgrpo.cli import train
+from flowgrpo.cli import options
 from flowgrpo.config import load
 from flowgrpo.data.prompts import load_prompts
 from flowgrpo.methods import keys_read, overlay, registry
@@ -219,7 +219,7 @@ def test_command_lines_that_are_shown_parse(line):
     name, arguments = leaf([STAND_INS.get(word, word) for word in words if STAND_INS.get(word, word)])
     context = commands()[name].make_context(name, arguments)
     if name in ("train", "prompts encode"):
-        recipe, _ = train.recipe_and_options(context.params["arguments"])
+        recipe, _ = options.recipe_and_options(context.params["arguments"])
         assert recipe is not None and load(ROOT / recipe if recipe.endswith(".yaml") else recipe)
 
 

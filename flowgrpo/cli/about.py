@@ -40,7 +40,7 @@ def check(
 ) -> None:
     """Check that a model can be trained, and estimate memory and time; exit code 2 where it cannot, or where
     that is unknown."""
-    from flowgrpo.cli.train import recipe_and_options
+    from flowgrpo.cli.options import recipe_and_options
     from flowgrpo.config import parse, recipes
     from flowgrpo.starter import FOLDERS
 

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from flowgrpo.cli.options import Trusted
+from flowgrpo.cli.options import Trusted, recipe_argument
 from flowgrpo.cli.root import contrib_app
-from flowgrpo.cli.train import recipe_argument, settings_for
+from flowgrpo.cli.train import settings_for
 from flowgrpo.errors import UserError
 from flowgrpo.storage import atomic
 

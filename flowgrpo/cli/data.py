@@ -11,9 +11,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from flowgrpo.cli.options import Trusted, parse_rewards
+from flowgrpo.cli.options import Trusted, parse_rewards, recipe_and_options, recipe_argument
 from flowgrpo.cli.root import prompts_app
-from flowgrpo.cli.train import recipe_and_options, recipe_argument
 from flowgrpo.errors import UserError
 from flowgrpo.nouns import inflect, quantity
 from flowgrpo.storage import atomic

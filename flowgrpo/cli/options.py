@@ -105,3 +105,45 @@ def parse_reward_arguments(reward: str, args: str) -> dict[str, Any]:
     from flowgrpo.config import parse
 
     return parse.validate({"reward": {reward: {"args": parse.parse_value("args", args)}}}).trained[reward].args
+
+
+def recipe_argument(meaning: str) -> Any:
+    """Return the declaration of the argument `RECIPE|--KEY=VALUE`. meaning: its help."""
+    return typer.Argument(metavar="RECIPE|--KEY=VALUE", show_default=False, help=meaning)
+
+
+def recipe_and_options(arguments: list[str], noun: str = "recipe",
+                       others: tuple[str, ...] = ("resume", "select-best", "trust")
+                       ) -> tuple[str | None, dict[str, str]]:
+    """Split arguments into the recipe's path and the options given as `--key=value` or `--key value`.
+
+    noun: of what stands in the recipe's place. others: the command's options that are no keys, for hints.
+    Raises UserError for an unknown key, and for two recipes.
+    """
+    named: list[str] = []
+    options: dict[str, str] = {}
+    rest = iter(arguments)
+    for argument in rest:
+        if not argument.startswith("-"):
+            named.append(argument)
+            continue
+        key, equals, value = argument.lstrip("-").partition("=")
+        key = key.replace("-", "_")  # the key held_out is the option --held-out too
+        _check_key(argument.partition("=")[0], key, others)
+        if not equals:
+            value = next(rest, "--")
+            if value.startswith("--"):
+                raise UserError(f"option {argument} needs a value: {argument}=VALUE")
+        if options.setdefault(key, value) != value:
+            raise UserError(f"{argument.partition('=')[0]} is given twice, {options[key]} and {value}: expected once")
+    if len(named) > 1:
+        raise UserError(f"expected one {noun}, got {' and '.join(named)} (values follow their option: --KEY=VALUE)")
+    return next(iter(named), None), options
+
+
+def _check_key(option: str, key: str, others: tuple[str, ...]) -> None:
+    from flowgrpo.config import parse, schema
+
+    if not option.startswith("--") or not schema.owner(key):
+        hint = parse.nearest_key(key, [*schema.keys(), *others, "help"])
+        raise UserError(f"unknown option {option}" + hint.replace("'", "'--", 1))

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flowgrpo.cli.options import Trusted
+from flowgrpo.cli.options import Trusted, recipe_and_options, recipe_argument
 from flowgrpo.cli.root import TRAIN, app, print_table
-from flowgrpo.cli.train import recipe_and_options, recipe_argument
 from flowgrpo.errors import UserError
 from flowgrpo.nouns import quantity
 

@@ -66,7 +66,7 @@ def reproduce(
     """Check, train and evaluate a paper's run, and print the paper's number beside ours with its interval. The same
     command continues after a stop."""
     from flowgrpo.cli.evaluate import folder_of
-    from flowgrpo.cli.train import recipe_and_options
+    from flowgrpo.cli.options import recipe_and_options
     from flowgrpo.config import parse
 
     name, options = recipe_and_options(list(arguments), "PAPER/RESULT", ("gpus", "dry-run", "trust"))

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from flowgrpo.cli.options import recipe_and_options
 from flowgrpo.cli.root import TRAIN, app
-from flowgrpo.cli.train import recipe_and_options
 from flowgrpo.errors import UserError
 from flowgrpo.nouns import quantity
 

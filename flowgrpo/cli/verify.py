@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from flowgrpo.cli.options import recipe_and_options
 from flowgrpo.cli.root import app
-from flowgrpo.cli.train import recipe_and_options
 from flowgrpo.errors import UserError
 
 PROMPTS = ("a red apple on a wooden table", "a blue car in the rain")

@@ -12,8 +12,9 @@ import typer
 from typer import rich_utils
 
 from flowgrpo.cli import about, app, main, root
+from flowgrpo.cli.options import recipe_and_options
 from flowgrpo.cli.root import RENAMED, TRAIN
-from flowgrpo.cli.train import ALLOCATOR, recipe_and_options
+from flowgrpo.cli.train import ALLOCATOR
 from flowgrpo.config import Config, recipes
 from flowgrpo.data.sets import SETS
 from flowgrpo.log import NOISY

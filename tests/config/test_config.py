@@ -7,7 +7,7 @@ import yaml
 
 from flowgrpo import config
 from flowgrpo.cli import main
-from flowgrpo.cli.train import recipe_and_options
+from flowgrpo.cli.options import recipe_and_options
 from flowgrpo.config import load, parse, recipes, schema, yaml_text
 from flowgrpo.config.parse import ELSEWHERE, nearest_key
 from flowgrpo.config.schema import keys, owner

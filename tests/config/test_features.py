@@ -130,7 +130,7 @@ add(Feature(name="echo", wanted=lambda config, method: config.train.echo, keys={
 RUN = '''
 import json, sys
 from flowgrpo.config import Config, keys, load
-from flowgrpo.cli.dry_run import _reported
+from flowgrpo.cli.dry_run import _feature_keys
 from flowgrpo.training import memory
 from flowgrpo.tools.dry_run.estimate import dry_run
 from flowgrpo.tools.dry_run.fit import _options
@@ -156,7 +156,7 @@ print(json.dumps({
     "own": load(None, {"own.name": "x"}).own.name, "extensions": loop.names(trainer),
     "metric": trainer.run_epoch()["echo"], "off": loop.names(tiny.trainer()),
     "memory": memory.memory(policy, config, policy.encode(["red"]))["update"]["echoes"],
-    "dry run": more - plain, "option": next(_options(config, ["update"])), "reported": _reported(),
+    "dry run": more - plain, "option": next(_options(config, ["update"])), "reported": _feature_keys(),
     "chart": ALONE["echo"],
     "range": refusal(lambda: load(None, {"train.echo": -1})), "typo": refusal(lambda: load(None, {"train.ecko": 1})),
     "kind": refusal(lambda: keys_read.check(loop.setup(tiny_text.config(train__echo=1), "causal_lm"))),

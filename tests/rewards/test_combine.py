@@ -289,7 +289,7 @@ def test_a_run_moves_a_threshold_from_its_first_epoch_to_its_last():
     for trainer.epoch in range(3):
         loop.draw(trainer)
         progress.append(trainer.scoring.progress)
-        near(trainer.scoring.shaped(torch.tensor([[[1.0], [2.0], [3.0]]])).flatten(),
+        near(trainer.scoring.transform(torch.tensor([[[1.0], [2.0], [3.0]]])).flatten(),
              [float(score >= 1 + trainer.epoch) for score in (1, 2, 3)])
     assert progress == [0, 0.5, 1]
 

@@ -159,7 +159,7 @@ class One:
     def __init__(self, value: float):
         self.value = torch.tensor([value], dtype=torch.float64)
 
-    def kept(self) -> dict[str, torch.Tensor]:
+    def copy_for_average(self) -> dict[str, torch.Tensor]:
         return {"w": self.value.clone()}
 
 
