@@ -225,11 +225,11 @@ def test_the_presets_of_images_load_no_more():
     assert len(of_images) > 30
     code = f"""from flowgrpo.config import Config
 from flowgrpo.methods import overlay, preset, reads
-from flowgrpo.training.extensions import wanted
+from flowgrpo.training.extensions import active_extensions
 for name in {of_images!r}:
     method = preset(name).on("flow")
     reads.require_types(method)
-    list(wanted(Config(method=name, reward="scene"), method))
+    list(active_extensions(Config(method=name, reward="scene"), method))
     overlay.preset_and_parts(method)"""
     assert loaded(code) == LIGHT
 
