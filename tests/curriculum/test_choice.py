@@ -211,7 +211,8 @@ def test_what_is_learned_is_in_the_checkpoint_and_the_next_epoch_is_the_same(par
 def test_impossible_numbers(part, wrong):
     [(name, value)] = wrong.items()
     line = message(part, **wrong, error=ValueError)
-    assert line.startswith(f"{part.__name__}: ") and ", expected " in line
+    assert line.startswith(f"{part.__name__}: " if part is not Pooled else "clamp" if "clamp" in wrong else "Pooled: ")
+    assert ", expected " in line
     assert f"{name} is {value!r}" in line or f"{name} {value!r}" in line
 
 
