@@ -225,8 +225,11 @@ CPS_RECIPES = {
     # sigma' 21/22, 9/10, 5/6, 3/4
     "z_image": (shift_grid(8, 3.0), [16.483, 14.653, 12.563, 10.176]),
     # sigma' 3/4, 1/2, 1/4
-    "flux_schnell_24gb": (shift_grid(4, 1.0), [10.176, 4.5226, 1.1307])}
+    "flux_schnell_24gb": (shift_grid(4, 1.0), [10.176, 4.5226, 1.1307]),
+    # sigma' 0.95809, 0.88398, 0.71750: 1024 tokens, mu 2.03069 of four steps
+    "flux2_klein_short": (shift_grid(4, math.exp(2.03069)), [16.605, 14.136, 9.313])}
 CPS_RECIPES |= {f"{name}_24gb": CPS_RECIPES[name] for name in ("flux_dev", "z_image")}
+CPS_RECIPES["z_image_short"] = CPS_RECIPES["z_image"]
 CPS_RECIPES |= {f"flux_dev_{name}": CPS_RECIPES["flux_dev"] for name in ("48gb", "8x80")}
 
 
