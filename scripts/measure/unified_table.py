@@ -36,6 +36,8 @@ from revisions import commit  # noqa: E402
 RECIPE = Path(__file__).parents[2] / "configs" / "starter_unified.yaml"
 OWN: dict[str, Any] = {"reward": {"self_answers": {"args": {"length": 3}}}, "eval.rewards": ["scene"],
                        "parts.kl.weight": 0.01, "parts.advantage.scale": "none"}
+# The curriculum counts rewards as success rates, so that both together are at most 1.
+HALVES: dict[str, Any] = {"reward": {"scene": 0.5, "self_answers": {"weight": 0.5, "args": {"length": 3}}}}
 PROMPTS: dict[str, Any] = {"parts.data.reader": "prompt"}  # what every image is said to show
 BARE: dict[str, Any] = {"parts.kl.weight": 0.0, "parts.advantage.scale": "group"}
 ARMS: dict[str, dict[str, dict[str, Any]]] = {
@@ -46,7 +48,7 @@ ARMS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "rewards": {
         "scene; answers by the reader": {},
-        "scene and own answers; by the reader": {"reward": {"scene": 1.0, **OWN["reward"]}},
+        "scene and own answers; by the reader": HALVES,
         "own answers; by the reader": OWN,
         "own answers; by the prompt": OWN | PROMPTS,
         "own answers; by the prompt, no KL, divided by the std": OWN | PROMPTS | BARE,

@@ -83,7 +83,7 @@ def test_a_broken_package_does_not_hide_the_others(tmp_path, monkeypatch, capsys
 
 
 def test_the_table_imports_nothing_heavy():
-    code = ("import sys; from flowgrpo.cli import reward_table; reward_table.listed(); "
+    code = ("import sys; from flowgrpo.cli import reward_table; reward_table.list_rewards(); "
             "sys.exit(bool({'transformers', 'diffusers', 'torchvision', 'open_clip', 'onnxruntime', 'cv2'} & "
             "set(sys.modules)))")
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
