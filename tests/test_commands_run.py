@@ -174,7 +174,7 @@ PROMISED = {
     "list prompts prompts.txt": "> a red star left of a ring", "list prompts": "> position",
     "new": "{last}.py", "reward score sharpness": "> before_after.png", "reward score": "> 1\\.0000",
     "reward serve": "> Stopping", "check .*--json": '> "measured": false',
-    "check .*--gpu": "> fits: .* \\(computed[,)]", "check": "> drivable"}
+    "check .*--gpu": "> fits: .* \\(computed[,)]", "check": "> supported"}
 # Lines that do not run to their end without a network, or within seconds: the reason, and the error in which they end.
 LOADS = "weights of the hub"
 CANNOT = {

@@ -35,7 +35,7 @@ def test_a_model_of_a_hub_that_does_not_answer_is_refused_in_one_line(silent, ca
         assert expected in error
     assert main(["check", "owner/name"]) == 2
     out = capsys.readouterr().out
-    assert "drivable  unknown\n" in out and expected in out
+    assert "supported  unknown\n" in out and expected in out
     assert not constants.HF_HUB_OFFLINE
 
 

@@ -15,7 +15,8 @@ import pytest
 from flowgrpo.errors import UserError
 from flowgrpo.methods import preset, registry
 from flowgrpo.methods.overlay import with_parts
-from flowgrpo.parts import Above, AtLeast, OneOf, part, ranges
+from flowgrpo.parts import Above, AtLeast, OneOf, Range, part, ranges
+from tests.helpers import golden_files
 from tests.helpers.refusals import message
 
 PACKAGE = Path(__file__).parents[1] / "flowgrpo"
@@ -78,13 +79,38 @@ def test_ranges_of_plain_dataclasses_and_bases():
         "low": "0 to 1", "high": "1 or more", "bare": "0 to below 1", "more": "between 0 and 1"}
 
 
+def beyond(known: Range | OneOf) -> list[float | str]:
+    """Values next to a range, or a name that a table lacks."""
+    if isinstance(known, OneOf):
+        return ["no such name"]
+    below = known.bound if isinstance(known, Above) else math.nextafter(known.bound, -math.inf)
+    ends = [below, known.below, None if known.to is None else math.nextafter(known.to, math.inf)]
+    return [math.nan, *(value for value in ends if value is not None and not known.takes(value))]
+
+
+def required(cls: type) -> dict[str, object]:
+    """A value for each field without a default: the nearest in its range, or 1."""
+    fields = [field for field in dataclasses.fields(cls)
+              if field.default is field.default_factory is dataclasses.MISSING]
+    return {field.name: next(value for value in (1, 0.5, 2) if field.name not in ranges(cls)
+                             or ranges(cls)[field.name].takes(value)) for field in fields}
+
+
 @pytest.mark.parametrize("name", sorted(registry.TYPES))
-def test_defaults_lie_in_their_ranges_and_names_are_of_their_modules(name):
+def test_every_part_takes_its_defaults_and_no_value_beside_a_range(name):
     cls = registry.TYPES[name]
     assert cls is getattr(import_module(cls.__module__), name)
     for field in dataclasses.fields(cls):
-        if field.name in ranges(cls) and field.default is not dataclasses.MISSING:
-            assert ranges(cls)[field.name].takes(field.default), field.name
+        if (known := ranges(cls).get(field.name)) is None:
+            continue
+        assert field.default is dataclasses.MISSING or known.takes(field.default), field.name
+        for value in beyond(known):
+            line = message(cls, **required(cls) | {field.name: value}, error=ValueError)
+            assert re.search(rf"\b{field.name} (is )?{re.escape(repr(value))}", line) and ", expected " in line
+
+
+def test_ranges_are_what_they_were():
+    assert golden_files.parts().splitlines() == golden_files.kept("parts").splitlines()
 
 
 def test_a_part_of_a_users_file_states_its_ranges(tmp_path):

@@ -171,7 +171,7 @@ def test_a_recipe_fits_its_pipeline_and_a_tiny_instance(name):
         require_choice(explorations, method.rollout.preview.pool)
     # In the precision of the GPUs that it is for: a replay repeats the rollout bit for bit.
     told = report.report(PIPELINES[name][0], on_a_cpu(name, precision="bf16"))
-    assert told["drivable"], told["reason"]
+    assert told["supported"], told["reason"]
     assert told["replay_error"] == told["first_log_ratio"] == 0 and told["lora_grad"] > 0
 
 

@@ -174,13 +174,13 @@ def test_the_summary_says_what_happened(whole_run):
     tasks = summary["tasks"]["red"]
     assert tasks["before"].keys() == tasks["after"].keys() <= {"long", "short"}
     assert (summary["epochs"], summary["updates"], summary["skipped_updates"]) == (30, 30, 0)
-    assert summary["sampled_pictures"] == 30 * 12 and summary["max_first_log_ratio"] <= 1e-6
+    assert summary["samples"] == 30 * 12 and summary["max_first_log_ratio"] <= 1e-6
     assert summary["rewards"] == {"trained": {"red": 1.0}, "measured": ["red", "green"]}
     assert summary["method"] == "mix_grpo" and summary["seed"] == 0
     # 5 steps, a window of 2 that starts at step 0, 1 and 2 (for 5 epochs each, twice); 2 prompts of 6 samples, which
     # are one row per prompt up to and with the window's first step.
     rollouts = 10 * sum(2 * (first + 1) + 12 * (5 - first - 1) for first in (0, 1, 2))
-    assert summary["rollout_evaluations_per_picture"] == pytest.approx(rollouts / 360, abs=1e-3)
+    assert summary["rollout_evaluations_per_sample"] == pytest.approx(rollouts / 360, abs=1e-3)
     assert summary["rollout_evaluations_saved_by_sharing"] == 30 * 60 - rollouts
     # Every epoch replays the window: 2 rows at its first step, 12 at the second; the first epoch does so once more, for
     # the first ratio.

@@ -74,12 +74,12 @@ def check(
         tiny = of_class(model)
         known = {key: value for key, value in result.items() if value is not None and not (tiny and key in IN_GIB)}
         named = result["model"] + " (a tiny random instance: its sizes are not those of a model)" * tiny
-        known = {"model": named, "drivable": "unknown"} | known | {"model": named}
+        known = {"model": named, "supported": "unknown"} | known | {"model": named}
         lines = [(key.replace("_", " ") + ", GiB" * (key in IN_GIB), _plain(value)) for key, value in known.items()]
         width = max(len(key) for key, _ in lines)
         for key, value in lines:
             typer.echo(f"{key:<{width}}  {value}")
-    if not result["drivable"]:
+    if not result["supported"]:
         raise typer.Exit(2)
 
 

@@ -130,7 +130,7 @@ def requirements(extras: Sequence[str]) -> list[str]:
 
 @contextlib.contextmanager
 def _progress(total: int) -> Iterator[Callable[[int], None]]:
-    """Context manager: a function that is told bytes, and shows them."""
+    """Context manager: a function that adds bytes to a progress bar."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 

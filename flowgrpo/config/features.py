@@ -135,7 +135,7 @@ def load() -> None:
     for name, point in group_entry_points(GROUP).items():
         try:
             call_user_code(f"feature {name!r} of another package does not import", import_module, point.value)
-        except UserError as error:  # told where a recipe is read: nobody takes an error of this import
+        except UserError as error:  # raised where a recipe is read: no caller of this import handles it
             FAILED.append(error)
 
 

@@ -45,7 +45,9 @@ class Stopped(KeyboardInterrupt):
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Return the signals that request a stop here: those that the system has and nobody ignores, as nohup does SIGHUP.
+    """Return the signals that request a stop here: those of the system that this process does not ignore.
+
+    `nohup` makes a process ignore SIGHUP.
     """
     known = [signal.Signals[name] for name in STOPS if name in signal.Signals.__members__]
     return [number for number in known if number.name in ("SIGINT", "SIGTERM") or signal.getsignal(number) not in

@@ -190,8 +190,8 @@ def finish(trainer: Trainer, functions: dict[str, Any], folder: Path, base: Meas
         "seconds": round(progress.seconds, 1), "epochs": trainer.epoch, "updates": trainer.optimization.update,
         "kept": "; ".join(filter(None, [progress.best.summary(), *trainer.extensions.summary()])) or None,
         "denoiser_evaluations": evaluations, "unit": policy.unit,
-        "sampled_pictures": progress.sampled,
-        "rollout_evaluations_per_picture": round(trainer.rollouts.rollout_evaluations / max(progress.sampled, 1), 3),
+        "samples": progress.sampled,
+        "rollout_evaluations_per_sample": round(trainer.rollouts.rollout_evaluations / max(progress.sampled, 1), 3),
         "rollout_evaluations_saved_by_sharing": trainer.rollouts.saved_evaluations,
         "max_first_log_ratio": trainer.first_ratio.max_log_ratio, "skipped_updates": trainer.optimization.skipped,
         "reward_wait_seconds": round(progress.reward_seconds, 1),
@@ -278,7 +278,7 @@ def print_report(summary: dict[str, Any], said: str, folder: Path, verdict: Sequ
              rule=True)
     first = "-" if summary["max_first_log_ratio"] is None else f"{summary['max_first_log_ratio']:.1e}"
     console.print(f"{describe_time(summary)}; {summary['denoiser_evaluations']:,} {summary['unit']} "
-                  f"({summary['rollout_evaluations_per_picture']:.2f} per sample in the rollout; shared "
+                  f"({summary['rollout_evaluations_per_sample']:.2f} per sample in the rollout; shared "
                   f"prefixes saved {summary['rollout_evaluations_saved_by_sharing']:,}), "
                   f"largest first |log ratio| {first}", highlight=False)
     if skipped := summary["skipped_updates"]:

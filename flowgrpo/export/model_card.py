@@ -170,7 +170,8 @@ def cost(summary: dict[str, Any], run: Path) -> str:
     machine = read_object(file, snapshots.MEND) if file.is_file() else {}
     processes = int(machine.get("processes", 1))
     hours = summary["seconds"] * processes / 3600
-    drawn = f"{quantity(summary['sampled_pictures'], 'sample')}, " if "sampled_pictures" in summary else ""
+    samples = summary.get("samples", summary.get("sampled_pictures"))  # the key's name before
+    drawn = f"{quantity(samples, 'sample')}, " if samples is not None else ""
     on = f" of {processes} x {markdown(machine['device'])}" if "device" in machine else ""
     return (f"{drawn}{summary['denoiser_evaluations']:,} {summary['unit']}, {summary['seconds']:,.0f} s of training "
             f"({hours:.3g} hours{on})")

@@ -331,8 +331,8 @@ class Wrapped(Reward):
 class Checked(Wrapped):
     """Reward whose answer is B finite numbers, NaN where it does not apply, or failures: the innermost wrapper.
 
-    What a reward writes into its samples, nobody else sees: it is given a copy of them, until a call has left the copy
-    as it was. From then on it is given the samples, and a write is an error.
+    A reward's writes into its samples stay its own: it receives a copy, until a call has left the copy as it was. From
+    then on it receives the samples, and a write is an error.
     """
 
     def __init__(self, name: str, reward: Reward) -> None:

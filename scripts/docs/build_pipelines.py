@@ -33,10 +33,10 @@ def rows() -> list[dict[str, Any]]:
 
 
 def table(found: list[dict[str, Any]]) -> str:
-    """Return the drivable pipelines by prediction and guidance, then the others with what stops them."""
+    """Return the supported pipelines by prediction and guidance, then the others with what stops them."""
     groups: dict[tuple[str, str], list[str]] = {}
     for told in found:
-        if told["drivable"]:
+        if told["supported"]:
             groups.setdefault((told["prediction"], told["guidance"]), []).append(named(told))
     lines = ["| prediction | guidance | pipelines |", "| --- | --- | --- |"]
     lines += [f"| {prediction} | {guidance} | {', '.join(names)} |"
@@ -44,7 +44,7 @@ def table(found: list[dict[str, Any]]) -> str:
     lines += ["", "Not supported:", "", "| pipeline | reason |", "| --- | --- |"]
     reasons: dict[str, list[str]] = {}
     for told in found:
-        if not told["drivable"]:
+        if not told["supported"]:
             reasons.setdefault(in_short(told["model"], told["reason"]), []).append(told["model"])
     lines += [f"| {', '.join(names)} | {reason} |" for reason, names in reasons.items()]
     return "\n".join(lines) + "\n"
@@ -65,9 +65,9 @@ def main() -> None:
     found = rows()
     _, heading, below = TARGET.read_text(encoding="utf-8").partition(HAND_WRITTEN)
     TARGET.write_text(f"{INTRODUCTION}{table(found)}\n{heading}{below}", encoding="utf-8")
-    drivable = sum(told["drivable"] for told in found)
-    print(json.dumps({"classes": len(found), "drivable": drivable,
-                      "not": {told["model"]: told["reason"] for told in found if not told["drivable"]}}, indent=2))
+    supported = sum(told["supported"] for told in found)
+    print(json.dumps({"classes": len(found), "supported": supported,
+                      "not": {told["model"]: told["reason"] for told in found if not told["supported"]}}, indent=2))
 
 
 if __name__ == "__main__":

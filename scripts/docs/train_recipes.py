@@ -372,7 +372,7 @@ def ran(work: Callable[[], int | None], log: Path, limit: float) -> Step | None:
 
 
 def estimated(log: Path) -> tuple[float | None, str]:
-    """Return the peak in GiB of a report of `check`, and whether the model is drivable."""
+    """Return the peak in GiB of a report of `check`, and whether the model is supported."""
     text = log.read_text()
     report = json.loads(text[text.index("{\n"):text.rindex("}") + 1])
     phases = report.get("memory") or {}

@@ -111,24 +111,17 @@ def test_the_less_likely_of_equal_samples_weighs_more():
     close(bounded[0], [0.125, 0.25, 0.375, -0.75])
 
 
-# Unconfident
+@pytest.mark.parametrize("settings, got", [
+    ({"alpha": 0}, "alpha is 0, beta 0.8 and rate 0.2"), ({"alpha": 0.8}, "alpha is 0.8, beta 0.8 and rate 0.2"),
+    ({"beta": 1.1}, "alpha is 0.2, beta 1.1 and rate 0.2"), ({"rate": 0}, "alpha is 0.2, beta 0.8 and rate 0")])
+def test_quantiles_of_risk_lie_in_order(settings, got):
+    line = f"RiskAverse: {got}, expected 0 < alpha < beta <= 1, and a rate above 0 to 1"
+    assert message(RiskAverse, **settings, error=ValueError) == line
 
 
-# Consistency
-
-
-# All of them
-
-
-@pytest.mark.parametrize("call", [
-    lambda: Difficulty(curve="cubic"), lambda: Difficulty(power=0), lambda: Difficulty(advantage=None),
-    lambda: Confidence(alpha=-1), lambda: Confidence(side="none"), lambda: Confidence(against="me"),
-    lambda: Unconfident(alpha=-1), lambda: Unconfident(kappa=-1),
-    lambda: Consistency(clamp=0), lambda: RiskAverse(alpha=0), lambda: RiskAverse(alpha=0.8, beta=0.8),
-    lambda: RiskAverse(beta=1.1), lambda: RiskAverse(omega=-1), lambda: RiskAverse(bundle=0),
-    lambda: RiskAverse(rate=0), lambda: RiskAverse(clamp=0)])
-def test_mistakes_are_named(call):
-    assert "expected" in message(call, error=ValueError)
+def test_an_advantage_that_is_none_is_refused():
+    assert "Difficulty: advantage is None, expected a comparison such as " in message(Difficulty, advantage=None,
+                                                                                  error=ValueError)
 
 
 def test_missing_rewards_and_measures_of_texts():

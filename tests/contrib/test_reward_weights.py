@@ -73,7 +73,6 @@ def test_without_a_rate_it_is_the_weighted_sum_of_advantages():
 
 
 @pytest.mark.parametrize("make, told", [
-    (lambda: Influence(rate=-1), "rate is -1, expected 0 or more"), (lambda: Influence(clamp=0), "clamp is 0"),
     (lambda: Influence()(columns(ONE, OTHER), [1, -1]), "expected 0 or more, and one above"),
     (lambda: Influence()(columns(ONE, OTHER), [0, 0]), "expected 0 or more, and one above"),
     (lambda: Influence()(columns(ONE, OTHER), [1]), "one weight per reward")])

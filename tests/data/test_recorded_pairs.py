@@ -182,7 +182,7 @@ def test_a_run_measures_and_saves_as_ever(tmp_path):
     summary = align(settings)
     assert summary["before"].keys() == summary["after"].keys() == {"red"} and summary["before"] != summary["after"]
     assert summary["rewards"] == {"trained": {"preferred": 1.0}, "measured": ["red"]}
-    assert summary["rollout_evaluations_per_picture"] == 0 and summary["max_first_log_ratio"] <= 1e-6
+    assert summary["rollout_evaluations_per_sample"] == 0 and summary["max_first_log_ratio"] <= 1e-6
     lines = metrics(settings.folder)
     assert [line["reward/preferred/mean"] for line in lines] == [0.5, 0.5] and "held_out/red" in lines[-1]
     assert lines[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)

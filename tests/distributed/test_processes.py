@@ -286,7 +286,7 @@ def test_one_process_makes_the_same_run_and_goes_on_with_that_of_two(resumed, fo
     for ours, theirs in zip(lines(one), lines(two), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
     summaries = [json.loads((run / "summary.json").read_text()) for run in (one, two)]
-    for key in ("denoiser_evaluations", "sampled_pictures", "updates", "epochs", "rollout_evaluations_per_picture",
+    for key in ("denoiser_evaluations", "samples", "updates", "epochs", "rollout_evaluations_per_sample",
                 "rollout_evaluations_saved_by_sharing", "evaluation"):
         assert summaries[0][key] == summaries[1][key], key
     for when in ("before", "after"):

@@ -315,7 +315,7 @@ def test_what_a_pipeline_refuses_and_frames_are_one_line(tmp_path):
                                         "number of frames, and image.frames sets another"):
         samplers.draw_one(pipe, Prompt("red"), 0, {"height": 16, "width": 16, "num_inference_steps": 1})
     told = report((pipe, {"height": 16, "width": 16}))
-    assert told["drivable"] is False and "and image.frames sets another" in told["reason"]
+    assert told["supported"] is False and "and image.frames sets another" in told["reason"]
 
 
 @pytest.mark.parametrize("name", ["QwenImageEditPipeline", "WanImageToVideoPipeline"])

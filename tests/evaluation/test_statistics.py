@@ -210,7 +210,7 @@ def summary(before: Measured, after: Measured) -> dict:
     return {"evaluation": {"prompts": len(before.prompts), "of": "images"}, "before": before.mean(),
             "after": after.mean(), "compared": compare_rewards(before, after, 1), "total_seconds": 24.3,
             "resumed": False, "seconds": 1.0, "denoiser_evaluations": 2, "unit": "evaluations",
-            "rollout_evaluations_per_picture": 1.0,
+            "rollout_evaluations_per_sample": 1.0,
             "rollout_evaluations_saved_by_sharing": 0, "max_first_log_ratio": None, "kept": "kept [bold]",
             "updates": 5, "skipped_updates": 2}
 

@@ -1,6 +1,7 @@
 """What tests compare with files below golden/.
 
-`PYTHONPATH=. python tests/helpers/golden_files.py` writes them anew, or those named: methods, config, help, metrics.
+`PYTHONPATH=. python tests/helpers/golden_files.py` writes them anew, or those named: methods, parts, config, help,
+metrics.
 Look at the difference before you keep it.
 """
 
@@ -23,9 +24,10 @@ from flowgrpo.cli import main
 from flowgrpo.config import load
 from flowgrpo.config.schema import fields
 from flowgrpo.errors import UserError
-from flowgrpo.methods import preset, presets, reads
+from flowgrpo.methods import preset, presets, reads, registry
 from flowgrpo.methods.method import Method
 from flowgrpo.methods.validate import resolve
+from flowgrpo.parts import ranges, settings
 from flowgrpo.policies import build
 from flowgrpo.train import Trainer
 from tests.helpers import tiny_runs
@@ -99,6 +101,15 @@ def methods() -> str:
     return "{\n" + ",\n".join(lines) + "}\n"
 
 
+def parts() -> str:
+    """A line for every part: its fields, with their defaults and the values that they take; words of messages last."""
+    lines = []
+    for name, part in sorted(registry.TYPES.items()):
+        words = {field: known.words for field, known in ranges(part).items() if known.words}
+        lines.append("; ".join([*settings(part).values(), *(f"{field} is {text}" for field, text in words.items())]))
+    return "".join(f"{name}: {line}\n" for name, line in zip(sorted(registry.TYPES), lines))
+
+
 # --- the command line and the configuration --------------------------------------------------------------------------
 
 def config() -> str:
@@ -161,8 +172,8 @@ def metrics() -> str:
 
 
 FILES: dict[str, tuple[str, Callable[[], str]]] = {
-    "methods": ("methods.json", methods), "config": ("config.txt", config), "help": ("help.txt", help_texts),
-    "metrics": ("metrics.json", metrics)}
+    "methods": ("methods.json", methods), "parts": ("parts.txt", parts), "config": ("config.txt", config),
+    "help": ("help.txt", help_texts), "metrics": ("metrics.json", metrics)}
 
 
 def kept(name: str) -> str:

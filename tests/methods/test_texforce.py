@@ -46,13 +46,13 @@ def test_a_recipe_that_trains_the_text_encoder_is_told_of_that():
     told = report.report("StableDiffusionPipeline", Config(method=HOST["sd15"], precision="fp32", adapter={"rank": 4}))
     pipe = tiny.sd15()
     trained = PipelinePolicy(pipe, Adapter(rank=4), adapted=ALONE)
-    assert told["drivable"] and told["lora_parameters"] == sum(p.numel() for p in trained.weights.parameters())
+    assert told["supported"] and told["lora_parameters"] == sum(p.numel() for p in trained.weights.parameters())
     assert told["lora_targets"] == ["q_proj", "k_proj", "v_proj", "out_proj"]  # a CLIP's
     assert told["lora_loader"] == ["load_lora_weights"]
     assert told["parameters"] == sum(p.numel() for p in pipe.unet.parameters())
     told = report.report("StableDiffusion3Pipeline", Config(method=HOST["sd3"], precision="fp32",
                                                             memory={"encoders": "cpu"}))
-    assert not told["drivable"] and told["reason"].startswith("text encoders are trained ")
+    assert not told["supported"] and told["reason"].startswith("text encoders are trained ")
 
 
 def test_the_gradient_is_that_of_a_small_step():

@@ -373,15 +373,15 @@ def test_a_run_is_refused_before_it_starts():
 @pytest.mark.parametrize("stock", [PNDM, DDIM_V, DDIM_X0, LCM])
 def test_check_drives_them(stock, tmp_path):
     told = report.report(str(tiny.save(tiny.sd15(stock), tmp_path / "sd15")))
-    assert told["drivable"], told["reason"]
+    assert told["supported"], told["reason"]
     assert told == told | {"pipeline": "StableDiffusionPipeline", "scheduler": type(stock).__name__,
                            "prediction": prediction(stock), "denoisers": ["unet"], "latent_shape": [4, 8, 8],
-                           "picture_shape": [3, 16, 16], "guidance": "one batch of twice the rows",
+                           "sample_shape": [3, 16, 16], "guidance": "one batch of twice the rows",
                            "replay_error": 0.0, "first_log_ratio": 0.0}
     assert told["lora_grad"] > 0 and told["parameters"] < 50_000
 
 
 def test_check_tells_of_guidance_that_is_embedded():
     told = report.report("LatentConsistencyModelPipeline")
-    assert told["drivable"], told["reason"]
+    assert told["supported"], told["reason"]
     assert told["guidance"] == "embedded: one evaluation per step" and told["prediction"] == "consistency"

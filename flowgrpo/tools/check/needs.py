@@ -228,7 +228,7 @@ def chosen(files: Iterable[File], weights: bool = True, variant: str | None = No
 
 
 def fetch(found: Iterable[Need], advance: Callable[[int], None] = lambda _: None) -> None:
-    """Download what is missing of repositories into the hub's cache. advance: is told bytes as they come.
+    """Download what is missing of repositories into the hub's cache. advance: receives bytes as they come.
 
     Raises UserError for the first file that cannot be had; files that are whole stay.
     """

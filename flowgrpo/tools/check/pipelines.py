@@ -171,10 +171,10 @@ def _cost(recipe: Config | None, method: Method) -> dict[str, float]:
         of = method.explorations(shift_grid(train.steps, train.shift), train.group, train.shift, 0, recipe.seed)
         images = sum(exploration.group for exploration in of)
         alone, shared = (count(of, 1) / images for count in (cost.alone, cost.rollout))
-        return {"evaluations_per_picture": round(alone, 2), "evaluations_per_picture_shared": round(shared, 2)}
+        return {"evaluations_per_sample": round(alone, 2), "evaluations_per_sample_shared": round(shared, 2)}
     method, grid = mix_grpo(), shift_grid(STEPS, 3.0)
     places = range(STEPS - method.rollout.plan.size)
     explorations = [method.explorations(grid, SAMPLES, 3.0, place * method.rollout.plan.every, 0) for place in places]
     alone, shared = (sum(count(exploration, 1) for exploration in explorations) / (len(places) * SAMPLES)
                      for count in (cost.alone, cost.rollout))
-    return {"evaluations_per_picture": round(alone, 2), "evaluations_per_picture_shared": round(shared, 2)}
+    return {"evaluations_per_sample": round(alone, 2), "evaluations_per_sample_shared": round(shared, 2)}

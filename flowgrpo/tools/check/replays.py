@@ -80,7 +80,7 @@ def check_replay(policy: PipelinePolicy, conditioning: Conditioning, result: dic
     exploration = RolloutSpec(grid, both, kernel, Euler(), GROUP, GROUP, keep_means=True, timesteps=timesteps)
     [part] = explore(policy, conditioning, [exploration], rows, seeder(0, 0))
     [final], errors, ratios = part.finals, [], []
-    result["picture_shape"] = list(policy.decode(final[:1], conditioning).shape[1:])
+    result["sample_shape"] = list(policy.decode(final[:1], conditioning).shape[1:])
     result["latent_shape"] = list(final.shape[1:])
     for k, at, new in replay(policy, conditioning, part, rows):
         old = part.transitions[k].old

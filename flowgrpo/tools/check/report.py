@@ -1,18 +1,18 @@
 """Report of `flowgrpo check`.
 
 Keys of a pipeline, None where the check did not come that far:
-- model; drivable: None for a diffusers class without a tiny instance, and if memory ran out; reason: one line, if
-  not drivable; precision: with the reason if it is chosen.
+- model; supported: None for a diffusers class without a tiny instance, and if memory ran out; reason: one line, if
+  not supported; precision: with the reason if it is chosen.
 - pipeline, scheduler, prediction, few_steps (why it is taken for a model of few steps, whose card has steps and
   guidance), weights (GiB of all parts), denoisers, parameters, lora_parameters, lora_targets;
   lora_loader: the function that loads each trained module's LoRA into the stock pipeline.
 - conditioning (arguments that differ between prompts), prompts_per_call, guidance.
-- At the recipe's guidance: timesteps_per_call (`train.pack` works), picture_shape, latent_shape; replay_error:
+- At the recipe's guidance: timesteps_per_call (`train.pack` works), sample_shape, latent_shape; replay_error:
   largest difference of a transition's mean between rollout and replay; first_log_ratio: largest |log ratio| of the
   replay, which has to be 0; lora_grad: norm of the adapter's gradient; gradient_error: relative error of a finite
   difference along the gradient, in fp32, not for a DoRA.
 - memory: GiB by phase, for the recipe, see training/memory.py; memory_parts: GiB by part, of the update.
-- evaluations_per_picture, evaluations_per_picture_shared: of a rollout of the recipe's first epoch, without and
+- evaluations_per_sample, evaluations_per_sample_shared: of a rollout of the recipe's first epoch, without and
   with shared prefixes, guidance included. Without a recipe: mix_grpo, 10 steps, 12 images per prompt, averaged
   over the window's places; of a model of few steps its own defaults.
 - rewards: GiB of the weights of each reward of the recipe, and their device; leaves_device: what leaves the device
@@ -46,9 +46,9 @@ from flowgrpo.tools.check.pipelines import drive
 # Reported fields of a pipeline; `language.FIELDS` are those of a language model.
 FIELDS = ("precision", "pipeline", "scheduler", "prediction", "weights", "few_steps", "denoisers", "parameters",
           "lora_parameters", "lora_targets", "lora_loader", "conditioning", "prompts_per_call", "guidance",
-          "timesteps_per_call", "picture_shape", "latent_shape", "replay_error", "first_log_ratio", "lora_grad",
-          "gradient_error", "memory", "memory_parts", "rewards", "leaves_device", "evaluations_per_picture",
-          "evaluations_per_picture_shared", "notes")
+          "timesteps_per_call", "sample_shape", "latent_shape", "replay_error", "first_log_ratio", "lora_grad",
+          "gradient_error", "memory", "memory_parts", "rewards", "leaves_device", "evaluations_per_sample",
+          "evaluations_per_sample_shared", "notes")
 
 
 def report(model: str | tuple[Any, Any], config: Config | None = None, device: str | None = None) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def report(model: str | tuple[Any, Any], config: Config | None = None, device: s
     The keys of the report are those of the module's docstring.
     """
     named = model if isinstance(model, str) else type(model[0]).__name__
-    result: dict[str, Any] = {"model": named, "drivable": False, "reason": None}
+    result: dict[str, Any] = {"model": named, "supported": False, "reason": None}
     fields: tuple[str, ...] = FIELDS
     device = _device(device)
     try:
@@ -77,13 +77,13 @@ def report(model: str | tuple[Any, Any], config: Config | None = None, device: s
                 language.drive(model, config, device, result)
             else:
                 drive(model, config, device, result)
-        result |= {"drivable": True, "notes": _notes(config) or None}
+        result |= {"supported": True, "notes": _notes(config) or None}
     except (Unknown, hub.Unreachable) as error:
-        result |= {"drivable": None, "reason": str(error)}
+        result |= {"supported": None, "reason": str(error)}
     except Exception as error:  # third-party pipelines can raise anything; the error is the answer
         message = " ".join(str(error).split()) or "no message"
         if ran_out(error):
-            result |= {"drivable": None, "reason": _room(result, device)}
+            result |= {"supported": None, "reason": _room(result, device)}
         else:
             result["reason"] = message if isinstance(error, UserError) else f"{type(error).__name__}: {message}"
     return dict.fromkeys((*result, *fields)) | result

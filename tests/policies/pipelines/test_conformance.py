@@ -264,7 +264,7 @@ def stock_latents(pipe: Any, call: dict[str, Any]) -> torch.Tensor:
 @pytest.mark.parametrize("name", sorted(UNFIT))
 def test_check_says_what_stops_a_pipeline(name):
     told = report.report(name)
-    assert not told["drivable"] and UNFIT[name] in told["reason"]
+    assert not told["supported"] and UNFIT[name] in told["reason"]
 
 
 def test_the_page_tells_of_every_class():

@@ -39,9 +39,9 @@ def test_where_replays_are_right_only_methods_that_share_steps_are_refused():
     assert max(ratios) <= 1e-6
     with pytest.raises(UserError, match=f"StableDiffusionInpaint{TOLD}"):
         tiny.trainer(policy(FOUR), method="ddpo", parts__roots=1)
-    told = [report.report(FOUR, Config(method="ddpo", precision="fp32", parts=parts))["drivable"]
+    told = [report.report(FOUR, Config(method="ddpo", precision="fp32", parts=parts))["supported"]
             for parts in ({}, {"roots": 1})]
-    assert told == [True, False] and not report.report(FOUR)["drivable"]
+    assert told == [True, False] and not report.report(FOUR)["supported"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -93,14 +93,14 @@ def test_a_share_of_a_language_models_layers_recomputes():
 def test_a_check_with_checkpointing_is_of_the_run_with_it(name):
     told = report.report(name, Config(method="ddpo", precision="fp32", adapter={"rank": 4},
                                       train={"checkpointing": True}))
-    assert told["drivable"], told["reason"]
+    assert told["supported"], told["reason"]
     assert told["first_log_ratio"] == 0
 
 
 def test_checkpointing_that_computes_something_else_is_found_out(monkeypatch):
     monkeypatch.setattr(checkpointing, "WRONG", set())
     told = report.report("ChromaPipeline", Config(precision="fp32", adapter={"rank": 4}, train={"checkpointing": True}))
-    assert not told["drivable"] and told["first_log_ratio"] > 1e-4
+    assert not told["supported"] and told["first_log_ratio"] > 1e-4
     assert told["reason"].startswith("replay and rollout disagree")
     assert told["reason"].endswith("try without train.checkpointing")
 

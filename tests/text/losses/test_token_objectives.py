@@ -240,14 +240,6 @@ def test_options_go_over_any_host_of_tokens():
 
 
 @pytest.mark.parametrize("make, told", [
-    (lambda: HighEntropy(share=0), "share is 0, expected above 0 and at most 1"),
-    (lambda: HighEntropy(last=2), "last is 2, expected above 0 and at most 1"),
-    (lambda: HighEntropy(by="chance"), "by is 'chance', expected entropy or advantage"),
-    (lambda: TokenWeights(by="length"), "by is 'length', expected one of entropy, surprise, probability"),
-    (lambda: TokenWeights(strength=-2), "strength is -2, expected -1 or more"),
-    (lambda: EntropyBonus(weight=math.inf), "weight is inf, expected a finite number"),
-    (lambda: ConflictTokens(amplify=-1), "amplify is -1 and most_entropy inf, expected 0 or more"),
-    (lambda: LikelihoodFloor(weight=-1), "weight is -1, expected 0 or more"),
     (lambda: EntropyBonus(DivergenceMask()), "EntropyBonus: surrogate is DivergenceMask"),
     (lambda: LikelihoodFloor(Regressed()), "LikelihoodFloor: surrogate is Regressed")])
 def test_what_cannot_be_is_told(make, told):

@@ -166,7 +166,7 @@ def test_a_run_tells_how_far_engine_and_trainer_are_apart(tmp_path):
     summary = run(tiny.config(tmp_path, text__engine_precision="bf16", text__correction="mis"), **given)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert len(lines) == 2 and all(0 < line["engine/max"] < 1 and line["engine/weight"] > 0 for line in lines)
-    assert summary["max_first_log_ratio"] <= 1e-6 and summary["rollout_evaluations_per_picture"] > 0
+    assert summary["max_first_log_ratio"] <= 1e-6 and summary["rollout_evaluations_per_sample"] > 0
     assert (tmp_path / "run" / "adapter_model.safetensors").is_file()
 
 

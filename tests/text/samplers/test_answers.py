@@ -194,8 +194,6 @@ def test_the_loop_knows_which_samples_are_answers(size):
 def test_answers_join_engines_and_are_needed():
     with pytest.raises(UserError, match="ExpertMixture is about answers .*parts.decoding.expert: 1"):
         resolve(tiny_text.config(method="rl_plus", parts={"decoding": {"expert": 0}}), "tokens")
-    with pytest.raises(ValueError, match="probability 0, expected 0 or more, and above 0 to 1"):
-        ExpertMixture(probability=0)
     own = trainer(text__engine_precision="bf16")
     asked = own.rollouts.conditioning(own.prompts)
     made = [(part, texts) for part, [texts] in own.rollouts.sample(asked, 0, None)]

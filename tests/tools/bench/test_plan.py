@@ -340,7 +340,7 @@ def test_previews_are_foretold_and_count(tmp_path):
     assert [epoch_cost(settings, epoch) for epoch in (0, 1)] == [20 + 80 + 2 * 32, 20 + 80 + 32]
     summary = run(settings, pipe=tiny.sd3(), functions={"bright": bright}, prompts=[Prompt(text) for text in "abcde"])
     assert summary["denoiser_evaluations"] == 2 * (20 + 80) + 3 * 32
-    assert summary["rollout_evaluations_per_picture"] == pytest.approx((20 + 80) / 8)
+    assert summary["rollout_evaluations_per_sample"] == pytest.approx((20 + 80) / 8)
     assert summary["rollout_evaluations_saved_by_sharing"] == 0
 
 

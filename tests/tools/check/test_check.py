@@ -41,20 +41,20 @@ def test_a_pipeline_that_can_be_trained(model):
     denoiser = tiny.sd3().transformer
     # Rank 4 on eight layers of width 16 in two blocks; the last block's text side has no output layer.
     assert told == told | {
-        "model": model, "drivable": True, "reason": None, "pipeline": "StableDiffusion3Pipeline",
+        "model": model, "supported": True, "reason": None, "pipeline": "StableDiffusion3Pipeline",
         "scheduler": "FlowMatchEulerDiscreteScheduler", "prediction": "velocity", "denoisers": ["transformer"],
         "parameters": sum(p.numel() for p in denoiser.parameters()), "lora_parameters": (8 + 7) * 2 * 4 * 16,
         "lora_targets": Adapter().targets, "guidance": "one batch of twice the rows",
         "timesteps_per_call": "one per row", "latent_shape": [4, 8, 8],
-        "picture_shape": [3, 16, 16], "replay_error": 0.0, "first_log_ratio": 0.0, "evaluations_per_picture": 10.0,
-        "evaluations_per_picture_shared": 6.79}  # 10 - 3.5 * 11/12
-    assert told["lora_grad"] > 0 and set(told) == {"model", "drivable", "reason", *report.FIELDS}
+        "sample_shape": [3, 16, 16], "replay_error": 0.0, "first_log_ratio": 0.0, "evaluations_per_sample": 10.0,
+        "evaluations_per_sample_shared": 6.79}  # 10 - 3.5 * 11/12
+    assert told["lora_grad"] > 0 and set(told) == {"model", "supported", "reason", *report.FIELDS}
     assert told == report.report(model)
 
 
 def test_embedded_guidance_and_packed_latents():
     told = report.report((tiny.flux(), tiny.FLUX_CALL))
-    assert told["drivable"], told["reason"]
+    assert told["supported"], told["reason"]
     assert told["guidance"] == "embedded: one evaluation per step" and told["pipeline"] == "FluxPipeline"
     assert len(told["latent_shape"]) == 2 and told["latent_shape"][1] == 16
     assert told["replay_error"] == told["first_log_ratio"] == 0
@@ -62,14 +62,14 @@ def test_embedded_guidance_and_packed_latents():
 
 def test_a_loaded_pipeline_and_a_class_name_are_models_too():
     told = report.report("StableDiffusion3Pipeline")
-    assert told == report.report((tiny.sd3(), tiny.CALL)) and told["drivable"] and told["latent_shape"] == [4, 8, 8]
+    assert told == report.report((tiny.sd3(), tiny.CALL)) and told["supported"] and told["latent_shape"] == [4, 8, 8]
     assert told["conditioning"] == ["prompt", "negative_prompt"] and told["prompts_per_call"] == "any number"
     assert told["lora_loader"] == ["load_lora_weights"]
 
 
 def test_images_are_conditioning():
     told = report.report("FluxKontextPipeline")
-    assert told["drivable"] and told["conditioning"] == ["prompt", "negative_prompt", "image"]
+    assert told["supported"] and told["conditioning"] == ["prompt", "negative_prompt", "image"]
 
 
 def test_a_clip_of_the_pipelines_own_length_is_named_as_a_cause(tmp_path, capsys):
@@ -84,10 +84,10 @@ def test_pipelines_that_cannot(tmp_path):
     pipe = tiny.sd3()
     pipe.register_modules(scheduler=EDMEulerScheduler())
     told = report.report(str(tiny.save(pipe, tmp_path / "edm")))
-    assert not told["drivable"] and told["prediction"] == "epsilon"
+    assert not told["supported"] and told["prediction"] == "epsilon"
     assert told["reason"].startswith("EDMEulerScheduler (prediction 'epsilon') cannot be driven: expected")
     told = report.report(str(tmp_path))
-    assert not told["drivable"] and "\n" not in told["reason"]
+    assert not told["supported"] and "\n" not in told["reason"]
     assert told["reason"].startswith(f"cannot load the model '{tmp_path}'")
 
 
@@ -98,7 +98,7 @@ def test_pipelines_that_cannot(tmp_path):
     ("StableDiffusionPipelin", "no tiny 'StableDiffusionPipelin' can be built: did you mean 'StableDiffusionPipel")])
 def test_a_class_that_cannot_be_driven_is_told_without_a_model(name, reason):
     told = report.report(name)
-    assert not told["drivable"] and told["reason"].startswith(reason)
+    assert not told["supported"] and told["reason"].startswith(reason)
 
 
 def test_the_estimate_is_for_the_recipes_guidance_and_checkpointing():
@@ -106,7 +106,7 @@ def test_the_estimate_is_for_the_recipes_guidance_and_checkpointing():
         room = {"prompts": 1, "group": 4096, "micro_batch": 4096, "steps": 2} | train
         told = report.report("StableDiffusion3Pipeline", Config(method="flow_grpo", precision="fp32", train=room,
                                                                 adapter={"rank": 4}))
-        assert told["drivable"] and list(told["memory"]) == ["encode", "rollout", "decode", "update"]
+        assert told["supported"] and list(told["memory"]) == ["encode", "rollout", "decode", "update"]
         return told["memory_parts"]["activations"]
     plain, guided, both = activations(), activations(guidance=4.0), activations(guidance=4.0, checkpointing=True)
     assert 1.9 < guided / plain < 2.1 and 0 < both < 0.2 * guided
@@ -118,7 +118,7 @@ def test_of_a_dora_the_gradients_error_is_left_out_and_that_is_said(capsys, tmp_
     told = capsys.readouterr().out
     assert "gradient error" not in told and "the gradient's error is left out: with adapter.dora peft holds" in told
     text = report.report("Qwen3ForCausalLM", Config(method="grpo", precision="fp32", adapter={"rank": 4, "dora": True}))
-    assert text["drivable"] and text["gradient_error"] is None and "adapter.dora" in text["notes"][0]
+    assert text["supported"] and text["gradient_error"] is None and "adapter.dora" in text["notes"][0]
 
 
 @pytest.mark.parametrize("options, reason", [
@@ -126,12 +126,12 @@ def test_of_a_dora_the_gradients_error_is_left_out_and_that_is_said(capsys, tmp_
     ({"labels": "rewards"}, "labels is 'rewards', but preferences is not set")])
 def test_what_training_refuses_of_a_recipe_check_refuses_too(options, reason):
     told = report.report("StableDiffusion3Pipeline", Config(**options))
-    assert not told["drivable"] and told["reason"].startswith(reason)
+    assert not told["supported"] and told["reason"].startswith(reason)
 
 
 def test_weights_and_costs_of_shared_runs():
     told = report.report("StableDiffusion3Pipeline", Config(memory={"shard": True}, adapter={"rank": 4}))
-    assert told["drivable"] and told["notes"][0].startswith("memory is of one process that holds all weights")
+    assert told["supported"] and told["notes"][0].startswith("memory is of one process that holds all weights")
     # A float32 weight of 2**27 numbers, not touched, and so in no memory, is half a GiB.
     assert memory.weights_gib([torch.nn.Linear(2**14, 2**13, bias=False, device="meta"), None, "tokenizer"]) == 0.5
     window = Schedule((2, 3), (2, 3))
@@ -145,8 +145,8 @@ def test_weights_and_costs_of_shared_runs():
 def test_what_is_unknown_of_a_pipeline_is_told_as_such(name, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     told = report.report(name)
-    assert not told["drivable"] and told["replay_error"] is None and told["memory"] is None
-    assert list(told) == ["model", "drivable", "reason", *report.FIELDS]
+    assert not told["supported"] and told["replay_error"] is None and told["memory"] is None
+    assert list(told) == ["model", "supported", "reason", *report.FIELDS]
 
 
 def test_random_denoisers_and_frozen_adapters_are_found_out():
@@ -166,7 +166,7 @@ def test_random_denoisers_and_frozen_adapters_are_found_out():
 
 def test_a_replay_is_compared_with_the_pipelines_own_loop(capsys):
     told = report.report("FluxInpaintPipeline")  # whose loop puts its image back in, with another noise in a replay
-    assert told["first_log_ratio"] > 0.01 and told["replay_error"] > 0.1 and not told["drivable"]
+    assert told["first_log_ratio"] > 0.01 and told["replay_error"] > 0.1 and not told["supported"]
     assert main(["check", "StableDiffusionInpaintPipeline (4 channels)"]) == 2
     assert "does not go on from the middle of its loop" in capsys.readouterr().out
 
@@ -177,7 +177,7 @@ def test_where_memory_runs_out_nothing_is_known(make, exhaust):
     loaded = make()
     getattr(loaded[0], "transformer", loaded[0]).register_forward_pre_hook(exhaust)
     told = report.report(loaded, device="cpu")
-    assert told["drivable"] is None and told["weights"] == 0.0  # GiB, rounded
+    assert told["supported"] is None and told["weights"] == 0.0  # GiB, rounded
     assert told["reason"].startswith("memory ran out on cpu, where the weights alone take 0.0 GiB, so that nothing is ")
     assert ("memory.encoders" in told["reason"]) == ("pipeline" in told)
 
@@ -189,14 +189,14 @@ def test_a_recipes_rollout_costs_what_its_own_plan_says(options, alone, shared):
     """6 steps and groups of 4; dance_grpo's share their initial noise, and so the first step."""
     recipe = load(None, {"train.steps": 6, "train.group": 4, "adapter.rank": 2} | options)
     told = report.report("StableDiffusion3Pipeline", recipe, "cpu")
-    assert (told["evaluations_per_picture"], told["evaluations_per_picture_shared"]) == (alone, shared)
+    assert (told["evaluations_per_sample"], told["evaluations_per_sample_shared"]) == (alone, shared)
 
 
 def test_the_device_is_asked_for(capsys):
     assert main(["check", "StableDiffusion3Pipeline", "--device", "cpu"]) == 0
     told = capsys.readouterr().out
     assert "Pipeline (a tiny random instance: its sizes are not those of a model)\n" in told and "GiB" not in told
-    assert "\nevaluations per picture         10\n" in told
+    assert "\nevaluations per sample         10\n" in told
     assert main(["check", "StableDiffusion3Pipeline", "--device", "tpu"]) == 2
     assert "--device is 'tpu', but the check runs on " in capsys.readouterr().err
 
@@ -204,18 +204,18 @@ def test_the_device_is_asked_for(capsys):
 def test_of_a_class_without_a_tiny_instance_nothing_is_known(capsys):
     assert main(["check", "FluxImg2ImgPipeline"]) == 2
     assert capsys.readouterr().out.splitlines() == [
-        "model     FluxImg2ImgPipeline", "drivable  unknown",
-        "reason    there is no tiny instance of FluxImg2ImgPipeline, so that nothing is known of it: give a directory "
+        "model      FluxImg2ImgPipeline", "supported  unknown",
+        "reason     there is no tiny instance of FluxImg2ImgPipeline, so that nothing is known of it: give a directory "
         "or a hub id of such a pipeline"]
-    assert report.report("FluxImg2ImgPipeline")["drivable"] is None
+    assert report.report("FluxImg2ImgPipeline")["supported"] is None
 
 
 def test_the_command_exits_with_2_where_it_cannot(model, tmp_path, capsys):
     assert main(["check", model, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["drivable"] is True
+    assert json.loads(capsys.readouterr().out)["supported"] is True
     assert main(["check", str(tmp_path)]) == 2
     out = capsys.readouterr().out
-    assert "drivable  no" in out and "reason    cannot load the model" in out
+    assert "supported  no" in out and "reason     cannot load the model" in out
 
 
 @pytest.mark.parametrize("micro_batch", [4, 5, 8])  # 3 prompts of 4 rows: whole groups, parts of groups
@@ -245,7 +245,7 @@ def test_a_model_that_can_be_trained(language_model):
     # Rank 4 on layers of width 32 with 4 heads of 8, 2 of keys and values, and 48 in the middle; two of them.
     layer = 4 * ((32 + 32) + 2 * (32 + 16) + (32 + 32) + 3 * (32 + 48))
     assert told == told | {
-        "model": language_model, "drivable": True, "reason": None, "kind": "causal language model",
+        "model": language_model, "supported": True, "reason": None, "kind": "causal language model",
         "class": "Qwen3ForCausalLM", "chat_template": True, "end_tokens": ["</s> (2)"], "vocabulary": 16,
         "pad_token": "<pad> (0)",
         "parameters": sum(p.numel() for p in tiny_text.model()[0].parameters()), "lora_parameters": 2 * layer,
@@ -292,7 +292,7 @@ def test_the_pipeline_that_draws_for_a_reward_counts(tmp_path, language_model):
         config = tiny_text.config(reward={"pictured": {"args": args}}, memory__rewards=place)
         assert reward_memory.reward_weights(config) == {"pictured": {"cpu": weights}}
         told = report.report(language_model, config, "cpu")
-        assert told["drivable"] and told["rewards"]["pictured"].startswith("0.000 GiB on cpu")
+        assert told["supported"] and told["rewards"]["pictured"].startswith("0.000 GiB on cpu")
         assert told["leaves_device"] == (["reward models"] if place == "cpu" else None)
         policy = tiny_text.policy()
         counted = text_memory.memory(policy, config, policy.encode(["1+2="]), weights)
@@ -308,16 +308,16 @@ def test_kinds_of_models_and_activations():
     foretold = text_memory._at(50, lambda length: text_memory._activations(policy, row, length))
     assert foretold == pytest.approx(text_memory._activations(policy, row, 50), rel=0.02)
     told = report.report(tiny_masked.model())
-    assert told["drivable"], told["reason"]
+    assert told["supported"], told["reason"]
     assert told["kind"] == "masked language model" and told["class"] == "BertForMaskedLM"
     assert {"query", "key", "value", "dense"} == set(told["lora_targets"]) and "cache" not in told["memory_parts"]
     told = report.report(tiny_vision.llava())
-    assert told["drivable"], told["reason"]
+    assert told["supported"], told["reason"]
     assert told["kind"] == "language model that reads images" and told["chat_template"]
     assert told["prompt_tokens"] > 5 + 4  # the image's are among them
     config = load(None, {"method": "grpo", "text.generates": "image", "precision": "fp32", "train.guidance": 3.0})
     told = report.report(tiny_vision.janus(), config, "cpu")
-    assert told["drivable"], told["reason"]
+    assert told["supported"], told["reason"]
     assert told["kind"] == "language model that draws images" and told["completion_tokens"] == 4
     assert told["first_log_ratio"] <= 3e-5 and told["lora_grad"] > 0 and told["gradient_error"] <= 0.01
     assert "vision_head" in told["lora_targets"]  # the image head's
@@ -327,7 +327,7 @@ def test_kinds_of_models_and_activations():
                                        ("BertForMaskedLM", "BertForMaskedLM")])
 def test_a_tiny_instance_by_its_name(name, cls):
     told = report.report(name)
-    assert told["drivable"], told["reason"]
+    assert told["supported"], told["reason"]
     assert told["class"] == cls and told["parameters"] < LARGEST and told["first_log_ratio"] <= 1e-4
 
 
@@ -338,12 +338,12 @@ def test_what_cannot_be_trained_says_why():
     language_model, tokenizer = tiny_text.model()
     language_model.model.layers[0].register_forward_hook(lambda _, args, out: out + 0.1 * torch.randn_like(out))
     told = report.report((language_model, tokenizer))
-    assert not told["drivable"] and told["reason"].startswith("replay and rollout disagree")
+    assert not told["supported"] and told["reason"].startswith("replay and rollout disagree")
     language_model, tokenizer = tiny_text.model()
     language_model.model.layers[0].mlp.register_forward_hook(lambda _, args, out: out.detach())
     assert "runs without gradients" in report.report((language_model, tokenizer))["reason"]
     told = report.report("gpt2")
-    assert not told["drivable"] and "adapter.targets" in told["reason"] and told["class"] == "GPT2LMHeadModel"
+    assert not told["supported"] and "adapter.targets" in told["reason"] and told["class"] == "GPT2LMHeadModel"
 
 
 def test_the_command_line(language_model, capsys):
@@ -351,6 +351,6 @@ def test_the_command_line(language_model, capsys):
     assert json.loads(capsys.readouterr().out)["chat_template"] is True
     assert main(["check", "starter_text"]) == 0
     told = capsys.readouterr().out
-    assert "drivable" in told and "</s>" in told and "rollout" in told
+    assert "supported" in told and "</s>" in told and "rollout" in told
     assert main(["check", "gpt2"]) == 2
     assert "adapter.targets" in capsys.readouterr().out
