@@ -67,9 +67,9 @@ def _downloading(place: str, brought: Sequence[tuple[str, str]]) -> list[str]:
 def _opening(cls: Any, config: Config, place: str, brought: Sequence[tuple[str, str]]
              ) -> tuple[list[str], list[str], dict[str, str]]:
     """Return imports and lines that read what a prompt brings, as the pipeline was given it, and the arguments of the
-    call. A pipeline whose first argument is an image gets one of the user's where none is known."""
+    call. A pipeline that starts from an image gets one of the user's where none is known."""
     known, call = prompt_inputs.names(cls), config.eval_call
-    if not brought and _begins(cls):
+    if not brought and prompt_inputs.needs_image(cls):
         brought, place = [("image", "source.png")], "."
     size = (call["width"], call["height"]) if call.get("height") and call.get("width") else None
     imports, lines, given = _downloading(place, brought), list[str](), dict[str, list[str]]()
@@ -92,11 +92,6 @@ def _opening(cls: Any, config: Config, place: str, brought: Sequence[tuple[str, 
         lines.append(f"{name} = {read}")
         given.setdefault(argument, []).append(name)
     return imports, lines, {name: each[0] if len(each) == 1 else f"[{', '.join(each)}]" for name, each in given.items()}
-
-
-def _begins(cls: Any) -> bool:
-    """Return True for a pipeline class whose first argument is an image."""
-    return list(prompt_inputs.call_parameters(cls))[1] == "image"
 
 
 def _of_pipeline(config: Config, run: Path, place: str, prompt: str, brought: Sequence[tuple[str, str]]) -> list[str]:
@@ -251,7 +246,7 @@ def task(config: Config, sample: str, brought: Sequence[tuple[str, str]]) -> str
     """Return the hub's name of a model's task. sample: name of a sample. brought: what the first prompt brings."""
     keys, cls = {key for key, _ in brought}, _class(_index(config.model))
     sample = "clip" if cls and is_video(cls) else sample
-    if not keys and cls and _begins(cls):
+    if not keys and cls and prompt_inputs.needs_image(cls):
         keys = {"image"}
     if "video" in keys and sample == "clip":
         return "video-to-video"

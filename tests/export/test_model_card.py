@@ -140,6 +140,7 @@ BROUGHT = {  # by pipeline: what a prompt brings, further arguments of the call,
     "WanPipeline": ([], {"num_frames": 5}, "text-to-video"),
     "LTX2Pipeline": ([], {"height": 32, "width": 32}, "text-to-video"),
     "LTX2ImageToVideoPipeline": (["image"], {"height": 32, "width": 32}, "image-to-video"),
+    "Flux2KleinPipeline": ([], {"height": 64, "width": 64}, "text-to-image"),
     "Flux2Pipeline": (["image", "image"], {"height": 64, "width": 64}, "image-to-image"),
     "QwenImageEditPlusPipeline": (["image", "image"], {"height": 256, "width": 256}, "image-to-image")}
 
@@ -181,7 +182,9 @@ def test_snippets_of_uploads_and_sources(tmp_path):
     config = validate({"model": str(tmp_path), "reward": "sharpness", "eval": {"steps": 2}})
     told = usage.snippet(config, tmp_path, "me/run", "p", [("image", "images/a.png"), ("image", "images/b.png")])
     assert "image = load_image(hf_hub_download('me/run', 'images/a.png'))" in told
-    assert "pipe(prompt='p', image=[image, image_2], " in told and usage.task(config, "image", ()) == "image-to-image"
+    assert "pipe(prompt='p', image=[image, image_2], " in told
+    assert usage.task(config, "image", ()) == "text-to-image" and "load_image" not in usage.snippet(config, tmp_path,
+                                                                                                "me/run", "p")
     compile(told, "snippet", "exec")
     (tmp_path / "transformer").mkdir()
     (tmp_path / "transformer" / "adapter_config.json").touch()

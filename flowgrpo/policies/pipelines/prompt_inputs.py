@@ -68,6 +68,13 @@ def names(cls: type) -> dict[str, str]:
     return {key: argument for key, argument in known.items() if argument}
 
 
+def needs_image(cls: type) -> bool:
+    """Return True for a pipeline class that starts from an image; False where one is optional, as of FLUX.2."""
+    argument = names(cls).get("image")
+    return argument is not None and bool(
+        EDITORS.search(cls.__name__) or call_parameters(cls)[argument].default is inspect.Parameter.empty)
+
+
 def split_arguments(cls: type, call: Mapping[str, Any],
                     fps: float | None = None) -> tuple[int | None, dict[str, Any], dict[str, Any]]:
     """Return (the number of frames of a source video, the call's other arguments, the images among them).
@@ -149,8 +156,7 @@ def _require_present(cls: type, known: Mapping[str, str], prompt: Prompt, call: 
     if last:
         needed += [(key, "the model makes the frames between a first and a last one", "")
                    for key in ("image", "last_image")]
-    if "image" in known and not {"images", "control_image", known["image"]} & given and (
-            EDITORS.search(cls.__name__) or call_parameters(cls)[known["image"]].default is inspect.Parameter.empty):
+    if needs_image(cls) and not {"images", "control_image", known["image"]} & given:
         needed.append(("image", f"{cls.__name__} starts from an image", ""))
     for key, why, otherwise in needed:
         if key not in given:
