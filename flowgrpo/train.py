@@ -152,7 +152,7 @@ class Trainer:
             loss_extras = loss_inputs(batch, k, rows, new, old)
             # Loss: the surrogate, its weights, and what is added to it.
             loss = method_loss.surrogate(log_ratio, advantage, loss_extras)
-            clipped = method_loss.surrogate.clipped(log_ratio, advantage, loss_extras)
+            clipped = method_loss.surrogate.clip_mask(log_ratio, advantage, loss_extras)
             loss = loss * (part.weights or epoch.weights)[transitions.step]
             if transitions.importance is not None:  # decisions that other weights or another program drew
                 loss = loss * to_device(transitions.importance[rows], device)

@@ -125,7 +125,7 @@ def test_hidden_packages_and_pipelines():
 @pytest.mark.parametrize("name", sorted({*PIPELINES, *LANGUAGE_MODELS, *STARTERS}))
 def test_what_the_rewards_of_a_recipe_need_is_nothing_or_an_extra(name):
     config = load(FOLDER / f"{name}.yaml")
-    for label, rule in (config.trained | config.watched).items():
+    for label, rule in (config.trained | config.extra_rewards).items():
         if label == "preferred":
             continue
         inner = rule.args.get("reward"), *rule.args.get("rewards", ())

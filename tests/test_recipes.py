@@ -248,9 +248,9 @@ def test_recipes_with_cps_clip_where_the_released_code_does(name):
             new = moved(std, share * 1e-5 * sides)
             log_ratio = loss.log_ratio(new, old)
             torch.testing.assert_close(log_ratio, share * 1e-5 * sides, rtol=1e-6, atol=0)
-            assert loss.surrogate.clipped(log_ratio, sides, old.logp).tolist() == [[clips], [clips]]
+            assert loss.surrogate.clip_mask(log_ratio, sides, old.logp).tolist() == [[clips], [clips]]
             plain = PlainRatio()(moved(std, share * factor * 1e-5 * sides), old)
-            assert Clip(1e-4, 1e-4).clipped(plain, sides, old.logp).tolist() == [[clips], [clips]]
+            assert Clip(1e-4, 1e-4).clip_mask(plain, sides, old.logp).tolist() == [[clips], [clips]]
 
 
 def moved(std, released):
@@ -335,7 +335,7 @@ def test_it_trains_on_a_set_and_measures_two_rewards_that_it_does_not_train_on(n
         assert SETS[config.prompts].is_packaged or config.prompts == "pickapic" and not name.endswith("_24gb")
         assert SETS[config.prompts].kind == ("video" if (config.image.frames or 1) > 1 else "image")
     used = [{rule.args.get("reward", rule.use or label) for label, rule in rules.items()}
-            for rules in (config.trained, config.watched)]
+            for rules in (config.trained, config.extra_rewards)]
     text = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
     said = re.search(r"^# Trained on: (.*)\. Eval-only: (.*)\.$", text, re.M)
     assert [set(names.split(", ")) for names in said.groups()] == used

@@ -65,14 +65,14 @@ class Tracked(AdvantageRule):
         advantages = torch.zeros_like(total)
         for prompt, rows in rows_of(context.groups.prompts).items():
             if not total[rows].isnan().all():
-                advantages[rows] = self.visited(prompt, total[rows], context.run)
-        return self.finished(advantages.masked_fill(total.isnan(), 0), ~total.isnan()).clamp(-self.clamp, self.clamp)
+                advantages[rows] = self.visit(prompt, total[rows], context.run)
+        return self.finish(advantages.masked_fill(total.isnan(), 0), ~total.isnan()).clamp(-self.clamp, self.clamp)
 
-    def visited(self, prompt: str, rewards: Tensor, run: RunState) -> Tensor:
+    def visit(self, prompt: str, rewards: Tensor, run: RunState) -> Tensor:
         """Return the advantages of all groups [n, G] of a prompt, and count their rewards, NaN where none applies."""
         raise NotImplementedError
 
-    def finished(self, advantages: Tensor, applies: Tensor) -> Tensor:
+    def finish(self, advantages: Tensor, applies: Tensor) -> Tensor:
         """Return the advantages [P, G] of an epoch; applies: bool [P, G]."""
         return advantages
 
@@ -107,7 +107,7 @@ class ValueTracker(Tracked):
             raise ValueError(f"ValueTracker: half is {self.half}, least {self.least}, most {self.most} and prior "
                              f"{self.prior}, expected above 0, 0 <= least <= most <= 1, and 0 to 1")
 
-    def visited(self, prompt: str, rewards: Tensor, run: RunState) -> Tensor:
+    def visit(self, prompt: str, rewards: Tensor, run: RunState) -> Tensor:
         require_rates("ValueTracker", rewards)
         values = rewards[~rewards.isnan()]
         drift = run.memory.get("drift", 0.0)
@@ -120,7 +120,7 @@ class ValueTracker(Tracked):
                                  [self.evidence, self.evidence * self.prior, 0.0], change)
         return rewards - mean_of(before)
 
-    def finished(self, advantages: Tensor, applies: Tensor) -> Tensor:
+    def finish(self, advantages: Tensor, applies: Tensor) -> Tensor:
         return whiten(advantages, applies)
 
     def prompt_weights(self, memory: dict[str, Any], prompts: Sequence[str]) -> Tensor:
@@ -149,7 +149,7 @@ class SmoothStandardised(Tracked):
 
     clamp: Clamp = 5.0
 
-    def visited(self, prompt: str, rewards: Tensor, run: RunState) -> Tensor:
+    def visit(self, prompt: str, rewards: Tensor, run: RunState) -> Tensor:
         values = rewards[~rewards.isnan()].double()
         added = [1.0, float(len(values)), values.sum().item(), values.square().sum().item()]
         _, (visits, count, total, squares) = update_state(
@@ -186,7 +186,7 @@ class PriorBlend(Tracked):
     evidence: Annotated[float, Above(0)] = 2.0
     clamp: Clamp = 5.0
 
-    def visited(self, prompt: str, rewards: Tensor, run: RunState) -> Tensor:
+    def visit(self, prompt: str, rewards: Tensor, run: RunState) -> Tensor:
         require_rates("PriorBlend", rewards)
         values = rewards[~rewards.isnan()]
         before, _ = update_state(

@@ -146,5 +146,5 @@ def check_inputs(settings: Any) -> None:
     provenance.require_no_slip(settings.model)
     sets.require_suited(settings)
     pairs.in_place(settings, sets.resolve(settings), text=True)  # `checks.check` opens the images
-    for label, rule in (settings.trained | settings.watched).items():
+    for label, rule in (settings.trained | settings.extra_rewards).items():
         rewards.locate(rule.use or label)

@@ -48,7 +48,7 @@ class Config(Section):
                                                              "rewards say")
     negative_prompt: str = key("", of=DENOISERS, description="of prompts that bring none of their own")
     cache: str | None = key(
-        None, When(lambda c, m: not m.for_tokens or any(rule.cache for rule in (c.trained | c.watched).values()),
+        None, When(lambda c, m: not m.for_tokens or any(rule.cache for rule in (c.trained | c.extra_rewards).values()),
                    "prompts of a language model are not kept, and no reward keeps its scores",
                    "set cache: true of a reward"),
         description="folder for encoded prompts and kept scores, shared by runs; None: memory only")
@@ -128,7 +128,7 @@ class Config(Section):
         return {name: rule if isinstance(rule, RewardRule) else RewardRule(weight=rule) for name, rule in given.items()}
 
     @property
-    def watched(self) -> dict[str, WatchRule]:
+    def extra_rewards(self) -> dict[str, WatchRule]:
         """Rules of the additional measured rewards; a reward that is also trained on and given by name alone keeps its
         rule."""
         given, rules = self.eval.rewards, self._rules

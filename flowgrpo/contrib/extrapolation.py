@@ -62,7 +62,7 @@ class Extrapolation(Extension):
         self.reward = self.before = 0.0
 
     @classmethod
-    def asked(cls, setup: Setup) -> str:
+    def enabled_by(cls, setup: Setup) -> str:
         return f"train.extrapolate is {setup.config.train.extrapolate}"
 
     def on_drawn(self, epoch: Epoch) -> None:

@@ -140,7 +140,7 @@ class RolloutCache(Extension):
         self._try()
 
     @classmethod
-    def asked(cls, setup: Setup) -> str:
+    def enabled_by(cls, setup: Setup) -> str:
         return f"rollout.cache is {setup.config.rollout.cache}"
 
     @classmethod
@@ -157,7 +157,7 @@ class RolloutCache(Extension):
                             f"{type(setup.loaded).__name__} has {len(found)}: use first_block or taylorseer")
 
     @classmethod
-    def refused(cls, setup: Setup) -> dict[str, bool]:
+    def conflicts(cls, setup: Setup) -> dict[str, bool]:
         memory = setup.config.memory
         return {"rollout.engine, which draws": setup.config.rollout.engine is not None,
                 "train.compile, whose blocks are compiled without it": setup.config.train.compile,

@@ -131,7 +131,7 @@ step_size = Feature(
 
 frontier = Feature(
     name="frontier", wanted=lambda config, method:
-        config.eval.best == "frontier" not in config.trained | config.watched and config.eval.every,
+        config.eval.best == "frontier" not in config.trained | config.extra_rewards and config.eval.every,
     extension="flowgrpo.contrib.frontier:KeepFrontier", page="docs/reward_hacking.md",
     charts={"frontier/epoch": ("Epoch of the kept weights", "before reward hacking: see docs/reward_hacking.md")})
 

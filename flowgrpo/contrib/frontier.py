@@ -131,11 +131,11 @@ class KeepFrontier(Extension):
         self.beyond: dict[int, list[str]] = {}
 
     @classmethod
-    def asked(cls, setup: Setup) -> str:
+    def enabled_by(cls, setup: Setup) -> str:
         return "eval.best is frontier"
 
     @classmethod
-    def refused(cls, setup: Setup) -> dict[str, bool]:
+    def conflicts(cls, setup: Setup) -> dict[str, bool]:
         rules = setup.config.trained.values()
         return {"phases, whose prompts and rewards change": bool(setup.config.phases),
                 "a reward's limit, whose multiplier changes": any(each.limit for each in rules),
@@ -145,7 +145,7 @@ class KeepFrontier(Extension):
     @classmethod
     def require(cls, setup: Setup) -> None:
         """Raise UserError for a run that does not measure what the rule reads."""
-        config, measured, asked = setup.config, setup.measured, cls.asked(setup)
+        config, measured, asked = setup.config, setup.measured, cls.enabled_by(setup)
         for name in _nonzero(config.rewards):
             if name not in measured:
                 raise UserError(f"{asked}, but the trained reward {name!r} is not measured on held-out prompts: "

@@ -56,7 +56,7 @@ class GroupReplay:
         odds = np.exp(scores - scores.max())
         return odds / odds.sum()
 
-    def chosen(self, sizes: Sequence[float], logps: Sequence[float], count: int, seed: Sequence[int]) -> list[int]:
+    def choose(self, sizes: Sequence[float], logps: Sequence[float], count: int, seed: Sequence[int]) -> list[int]:
         """Return the places of `count` different groups, or of all if there are fewer."""
         count = min(count, len(sizes))
         return np.random.default_rng(seed).choice(len(sizes), count, replace=False,
@@ -105,15 +105,15 @@ class ReplayedGroups(Extension):
         self.replayed: list[Prompt] = []
 
     @classmethod
-    def asked(cls, setup: Setup) -> str:
+    def enabled_by(cls, setup: Setup) -> str:
         return f"parts.replay is {type(setup.method.replay).__name__}"
 
     @classmethod
-    def lacks(cls, setup: Setup) -> dict[str, str]:
+    def missing(cls, setup: Setup) -> dict[str, str]:
         return {capabilities.OWN_SAMPLES: "parts.replay, which trains samples of earlier epochs"}
 
     @classmethod
-    def refused(cls, setup: Setup) -> dict[str, bool]:
+    def conflicts(cls, setup: Setup) -> dict[str, bool]:
         method, processes = setup.method, setup.processes
         assert method.replay is not None
         return {
@@ -142,7 +142,7 @@ class ReplayedGroups(Extension):
         single = {place: alone for part in parts for place in part.groups
                   if (alone := select_groups(part, [place])) is not None}
         silent = [place for place, alone in single.items() if not size_of(alone)]
-        taken = [known[place] for place in self.part.chosen(
+        taken = [known[place] for place in self.part.choose(
             [group.size for group in known], [group.logp for group in known],
             len(silent) + round(self.part.more * len(single)), [self.seed, epoch, self.processes.rank, SALT])]
         dropped = {*silent[:len(taken)]}

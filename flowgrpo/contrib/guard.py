@@ -96,7 +96,7 @@ def limit(before: Sequence[float], level: float) -> float:
 
 def reward_of(config: Config) -> str:
     """Return the reward whose fall on held-out prompts the guard sees."""
-    best = config.eval.best if config.eval.best in config.trained | config.watched else None
+    best = config.eval.best if config.eval.best in config.trained | config.extra_rewards else None
     return config.guard.reward or best or max(config.rewards, key=config.rewards.__getitem__)
 
 
@@ -180,16 +180,16 @@ class Guard(Extension):
         return reward_of(config) if config.guard.window and config.guard.best and config.eval.every else None
 
     @classmethod
-    def asked(cls, setup: Setup) -> str:
+    def enabled_by(cls, setup: Setup) -> str:
         return ", ".join(f"guard.{name} is {value:g}" for name, value in set_keys(setup.config.guard).items())
 
     @classmethod
-    def needed(cls, setup: Setup) -> frozenset[str]:
+    def requirements(cls, setup: Setup) -> frozenset[str]:
         """Return its needs: a window compares the rewards of the weights that an epoch begins with; looks do not."""
         return cls.needs | ({capabilities.PRESENT_WEIGHTS} if setup.config.guard.window else frozenset())
 
     @classmethod
-    def refused(cls, setup: Setup) -> dict[str, bool]:
+    def conflicts(cls, setup: Setup) -> dict[str, bool]:
         return {"phases, whose prompts and rewards change": bool(setup.config.phases),
                 "train.extrapolate, which moves the weights too": setup.config.train.extrapolate > 0,
                 f"{_unsteady(setup.config, setup.method)} without eval.every":

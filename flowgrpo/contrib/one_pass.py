@@ -207,11 +207,11 @@ class OnePass(Extension):
         self.states = 0
 
     @classmethod
-    def asked(cls, setup: Setup) -> str:
+    def enabled_by(cls, setup: Setup) -> str:
         return "train.one_pass is true" if setup.config.train.one_pass is True else ""  # `auto` is false there
 
     @classmethod
-    def refused(cls, setup: Setup) -> dict[str, bool]:
+    def conflicts(cls, setup: Setup) -> dict[str, bool]:
         method, train, memory = setup.method, setup.config.train, setup.config.memory
         if type(method.target) is not targets.RecordedSteps:
             return {f"a method that trains {method.target.trains}": True}

@@ -170,7 +170,7 @@ class Phases(Extension):
                                        for number, phase in enumerate(setup.config.phases)})
 
     @classmethod
-    def lacks(cls, setup: Setup) -> dict[str, str]:
+    def missing(cls, setup: Setup) -> dict[str, str]:
         return {capabilities.RECORDABLE: "phases, which change what is drawn"}
 
     def of(self, memory: dict[str, Any], epoch: int) -> int:

@@ -33,8 +33,8 @@ class PolicyShaping(WrappedLoss):
         shaped = -advantage * torch.sigmoid(ratio - math.log(self.gamma))
         return torch.where(self._elsewhere(old), shaped, self.surrogate(log_ratio, advantage, old.old))
 
-    def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Origin) -> Tensor:
-        return self.surrogate.clipped(log_ratio, advantage, old.old) & ~self._elsewhere(old)
+    def clip_mask(self, log_ratio: Tensor, advantage: Tensor, old: Origin) -> Tensor:
+        return self.surrogate.clip_mask(log_ratio, advantage, old.old) & ~self._elsewhere(old)
 
     @staticmethod
     def _elsewhere(old: Origin) -> Tensor:

@@ -49,7 +49,7 @@ class RehearsedSamples(Extension):
                             "text.engine out")
 
     @classmethod
-    def lacks(cls, setup: Setup) -> dict[str, str]:
+    def missing(cls, setup: Setup) -> dict[str, str]:
         return {capabilities.ONE_POLICY: "parts.rehearsal, which replays samples of the base model"}
 
     def on_credited(self, epoch: Epoch) -> None:

@@ -52,9 +52,9 @@ class Reshaped(AdvantageRule):
 
     def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
         advantages, total = self.advantage(rewards, weights, context), weighted_sum(rewards, weights)
-        return self.reshaped(advantages, total, context).masked_fill(total.isnan(), 0)
+        return self.reshape(advantages, total, context).masked_fill(total.isnan(), 0)
 
-    def reshaped(self, advantages: Tensor, total: Tensor, context: Context | None) -> Tensor:
+    def reshape(self, advantages: Tensor, total: Tensor, context: Context | None) -> Tensor:
         """Return the advantages [P, G]. total: the weighted sums of the rewards [P, G], NaN where none applies."""
         raise NotImplementedError
 
@@ -85,7 +85,7 @@ class Difficulty(Reshaped):
     def __post_init__(self) -> None:
         self.require_inner()
 
-    def reshaped(self, advantages: Tensor, total: Tensor, context: Context | None) -> Tensor:
+    def reshape(self, advantages: Tensor, total: Tensor, context: Context | None) -> Tensor:
         mean = total.nanmean(1).nan_to_num(0)
         weight = difficulty(mean, self.curve, self.power)
         if self.task is not None or self.given is not None:
@@ -151,7 +151,7 @@ class Confidence(Reshaped):
     def further(self) -> tuple[str, ...]:  # type: ignore[override]
         return ("reference",) if self.against == "reference" else ()
 
-    def reshaped(self, advantages: Tensor, total: Tensor, context: Context | None) -> Tensor:
+    def reshape(self, advantages: Tensor, total: Tensor, context: Context | None) -> Tensor:
         logp = sample_logp(context, total, "Confidence").to(total)
         if self.against == "group":
             shift = logp - logp.mean(1, keepdim=True)
@@ -183,7 +183,7 @@ class Unconfident(Reshaped):
     def __post_init__(self) -> None:
         self.require_inner()
 
-    def reshaped(self, advantages: Tensor, total: Tensor, context: Context | None) -> Tensor:
+    def reshape(self, advantages: Tensor, total: Tensor, context: Context | None) -> Tensor:
         logp = sample_logp(context, total, "Unconfident").to(total)
         term = self.alpha * (logp.mean(1, keepdim=True) - logp)
         if self.kappa:
@@ -211,7 +211,7 @@ class Consistency(Reshaped):
     def __post_init__(self) -> None:
         self.require_inner()
 
-    def reshaped(self, advantages: Tensor, total: Tensor, context: Context | None) -> Tensor:
+    def reshape(self, advantages: Tensor, total: Tensor, context: Context | None) -> Tensor:
         mean = total.nanmean(1, keepdim=True)
         weight = outcome_entropy(total).masked_fill(zero_variance(total), 0)[:, None]
         return (weight * advantages + (1 - weight) * whiten(mean, ~mean.isnan())).clamp(-self.clamp, self.clamp)

@@ -53,8 +53,8 @@ class TokenWeights(WrappedLoss, GroupLoss):
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch) -> Tensor:
         return self.surrogate(log_ratio, advantage, old.old.logp) * self.weights(old)
 
-    def clipped(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch) -> Tensor:
-        return self.surrogate.clipped(log_ratio, advantage, old.old.logp) & (self.weights(old) > 0)
+    def clip_mask(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch) -> Tensor:
+        return self.surrogate.clip_mask(log_ratio, advantage, old.old.logp) & (self.weights(old) > 0)
 
     def weights(self, compared: CompletionBatch) -> Tensor:
         """Return the weight of every token: [b, L]."""

@@ -56,7 +56,7 @@ class Ternary(Combined):
         self._require(len(self.rewards) == 1, "rewards", "one reward")
         self._require(self.wrong < self.right, "wrong", f"less than right, which is {self.right!r}")
 
-    def combined(self, scores: Tensor) -> Tensor:
+    def combine(self, scores: Tensor) -> Tensor:
         return ternary(scores[:, 0], self.right, self.wrong)
 
 
@@ -72,7 +72,7 @@ class Checklist(Combined):
         self._require(self.thresholds is None or len(self.thresholds) == len(self.rewards), "thresholds",
                       f"{len(self.rewards)}, one per reward")
 
-    def combined(self, scores: Tensor) -> Tensor:
+    def combine(self, scores: Tensor) -> Tensor:
         return checklist(scores, [1.0] * scores.shape[1] if self.thresholds is None else self.thresholds)
 
 
@@ -92,7 +92,7 @@ class Corrected(Combined):
         self._require(self.false_positive + self.false_negative < 1, "false_positive",
                       f"less than 1 - false_negative, {1 - self.false_negative:g}: such a verdict says nothing")
 
-    def combined(self, scores: Tensor) -> Tensor:
+    def combine(self, scores: Tensor) -> Tensor:
         return correct_verdict(scores[:, 0], self.false_positive, self.false_negative)
 
 
@@ -204,7 +204,7 @@ class Votes(Combined):
 
     about = replace(LIKE_ITS_PARTS, range=(0, 1))
 
-    def combined(self, scores: Tensor) -> Tensor:
+    def combine(self, scores: Tensor) -> Tensor:
         if (wrong := scores[(scores < 0) | (scores > 1)]).numel():
             raise UserError(f"reward 'votes': a voter scores {wrong[0].item():g}, expected from 0 to 1")
         return votes(scores)
@@ -225,7 +225,7 @@ class Flawed(Combined):
         super().__post_init__()
         self._require(len(self.rewards) == 2, "rewards", "two rewards")
 
-    def combined(self, scores: Tensor) -> Tensor:
+    def combine(self, scores: Tensor) -> Tensor:
         return fapo_reward(scores, self.right, self.sound)
 
 
@@ -294,7 +294,7 @@ class Scaled(Combined):
         return [value if value is None or isinstance(value, Failed) else value * factor
                 for value, factor in zip(values, factors)]
 
-    def combined(self, scores: Tensor) -> Tensor:
+    def combine(self, scores: Tensor) -> Tensor:
         return scores[:, 0]
 
 
@@ -315,5 +315,5 @@ class UserPrompt(Combined):
         users = [str(entry.get(self.key, prompt)) for prompt, entry in zip(batch.prompts, batch.metadata)]
         return super().__call__(replace(batch, prompts=users))
 
-    def combined(self, scores: Tensor) -> Tensor:
+    def combine(self, scores: Tensor) -> Tensor:
         return scores[:, 0]

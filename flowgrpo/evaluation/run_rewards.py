@@ -17,18 +17,19 @@ WHY = "executes code or sends samples to an address that the run's folder names"
 
 def rewards_of_run(config: Config) -> dict[str, Any]:
     """Return a run's rewards, made, for samples that are scored alone; none if all are left out."""
-    trained, watched = rules(config)
-    if not trained and not watched:
+    trained, extra = rules(config)
+    if not trained and not extra:
         return {}
-    return pairwise.held_out_rewards(rewards.compose(trained, config.cache), rewards.compose(watched, config.cache))
+    return pairwise.held_out_rewards(rewards.compose(trained, config.cache), rewards.compose(extra, config.cache))
 
 
 def rules(config: Config, needed: bool = False) -> tuple[dict[str, RewardRule], dict[str, WatchRule]]:
-    """Return the rules of a run's trained and watched rewards; those left out are printed.
+    """Return the rules of a run's trained and eval-only rewards; those left out are printed.
 
     needed: raise UserError if all are left out.
     """
-    kept, known = (_local_rules(config.trained), _local_rules(config.watched)), config.trained | config.watched
+    kept = _local_rules(config.trained), _local_rules(config.extra_rewards)
+    known = config.trained | config.extra_rewards
     out = [label for label in known if not any(label in some for some in kept)]
     if needed and len(out) == len(known):
         raise UserError(f"reward {out[0]!r} {WHY}: name rewards by --rewards, or add {trust.FLAG} if you trust the run")
@@ -42,7 +43,7 @@ def rule(config: Config | None, name: str) -> WatchRule:
 
     Raises UserError for a rule that executes code or reaches an address.
     """
-    known = (config.trained | config.watched).get(name, WatchRule()) if config else WatchRule()
+    known = (config.trained | config.extra_rewards).get(name, WatchRule()) if config else WatchRule()
     if _reaches_out(name, known):
         raise UserError(f"reward {name!r} {WHY}: give its rule in --rewards FILE.yaml, or add {trust.FLAG} if you "
                         "trust the run")
@@ -57,8 +58,8 @@ def rewards_by_name(config: Config | None, names: Sequence[str] | dict[str, Watc
     chosen: dict[str, WatchRule] = names if isinstance(names, dict) else \
         {name: rule(config, name) for name in names}
     if config and not chosen:
-        of_trained, of_watched = rules(config, needed=True)
-        chosen = of_trained | of_watched
+        of_trained, of_extra = rules(config, needed=True)
+        chosen = of_trained | of_extra
     if not chosen:
         raise UserError("--rewards: expected the names of rewards, such as --rewards scene (`flowgrpo list rewards` "
                         "lists them)")

@@ -218,15 +218,15 @@ def _hacking_lines(changes: dict[str, Interval], trained: set[str] | None, rose:
         what = ", ".join(amounts[name] for name in rose + fell) or "no reward changed by more than chance"
         return [f"{what} (which reward was trained on is not known, so that nothing is said of hacking)"]
     up, down = ([name for name in side if (name in trained) == mine] for side, mine in ((rose, True), (fell, False)))
-    watched = [name for name in changes if name not in trained]
+    eval_only = [name for name in changes if name not in trained]
     if up and down:
         return [f"possible reward hacking: {_join(amounts, up)}, which was trained on, while "
                 f"{_join(amounts, down)}, held out"]
-    if not watched:
+    if not eval_only:
         return ["no held-out reward was measured, so that hacking could not be seen: add one to --rewards"]
     if not up:
         return ["no trained reward rose by more than chance" + (f"; {_join(amounts, down)}" if down else "")]
-    return [f"{_join(amounts, up)}; no held-out reward ({', '.join(watched)}) fell by more than chance"]
+    return [f"{_join(amounts, up)}; no held-out reward ({', '.join(eval_only)}) fell by more than chance"]
 
 
 def _join(amounts: dict[str, str], names: list[str]) -> str:

@@ -137,7 +137,7 @@ def _file_facts(file: Path) -> list[str]:
 def rewards(config: Config) -> str:
     """Return the list of rewards with what tells their version."""
     return "\n".join(f"- {code(label)}{', eval-only' * (label not in config.rewards)}: {_version(label, rule)}"
-                     for label, rule in (config.trained | config.watched).items())
+                     for label, rule in (config.trained | config.extra_rewards).items())
 
 
 def _version(label: str, rule: WatchRule) -> str:
@@ -224,8 +224,8 @@ def text(config: Config, summary: dict[str, Any], run: Path, place: str) -> str:
 
 def limits(config: Config, summary: dict[str, Any]) -> str:
     """Return what the measurements do not say."""
-    watched = [name for name in config.watched if name not in config.rewards]
-    hacking = f"{', '.join(map(code, watched))} {'was' if len(watched) == 1 else 'were'} eval-only." if watched \
+    eval_only = [name for name in config.extra_rewards if name not in config.rewards]
+    hacking = f"{', '.join(map(code, eval_only))} {'was' if len(eval_only) == 1 else 'were'} eval-only." if eval_only \
         else "All of these rewards were trained on, so that reward hacking would not show in them."
     return "\n".join([
         f"- Measured on {summary['evaluation']['prompts']} held-out {summary['evaluation']['of']} of one set of "

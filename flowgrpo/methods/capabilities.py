@@ -1,7 +1,7 @@
 """Capabilities of a run that its rare features need: what goes together is said by them, not by lists of features.
 
 A feature says which it needs, and which a run with it lacks. `lacking` says it of the settings and parts of the core;
-an extension says it of itself (`training.extension.Extension.needs` and `.lacks`).
+an extension says it of itself (`training.extension.Extension.needs` and `.missing`).
 """
 
 from __future__ import annotations

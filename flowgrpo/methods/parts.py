@@ -176,5 +176,5 @@ class GroupReplay(Protocol):
     def recompose(self) -> bool:
         """Return True if it trains a part of a group now and the other part later."""
 
-    def chosen(self, sizes: Sequence[float], logps: Sequence[float], count: int, seed: Sequence[int]) -> list[int]:
+    def choose(self, sizes: Sequence[float], logps: Sequence[float], count: int, seed: Sequence[int]) -> list[int]:
         """Return the places of `count` groups. sizes: their mean |advantages|; logps: their mean log-probabilities."""

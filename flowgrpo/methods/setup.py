@@ -24,8 +24,8 @@ class Setup:
     loaded: the pipeline, or the language model with its tokenizer or processor; None if it is not loaded yet.
     processes: of the run, a team of memory.context_parallel counts as one; all_processes: every one.
     first: this is the first of them. resumes: the run goes on from a checkpoint.
-    trained, watched: rewards by name, as the recipe has them; measured: those on held-out prompts. judged: names of
-    further values by which weights can be chosen.
+    trained, extra_rewards: rewards by name, as the recipe has them; measured: those on held-out prompts. judged: names
+    of further values by which weights can be chosen.
     split: training and held-out prompts.
     """
 
@@ -40,7 +40,7 @@ class Setup:
     first: bool = True
     resumes: bool = False
     trained: dict[str, Any] = field(default_factory=dict)
-    watched: dict[str, Any] = field(default_factory=dict)
+    extra_rewards: dict[str, Any] = field(default_factory=dict)
     measured: dict[str, Any] = field(default_factory=dict)
     judged: Sequence[str] = ()
     split: tuple[list[Prompt], list[Prompt]] = ([], [])

@@ -229,7 +229,7 @@ def check_recorded_pairs(setup: Setup) -> None:
 
 def _require_measured(config: Config) -> None:
     """Raise UserError for a training key of a reward that is only measured beside labels from the file."""
-    for name, rule in config.watched.items() if config.labels == "file" else ():
+    for name, rule in config.extra_rewards.items() if config.labels == "file" else ():
         for key in (key for key in ("limit", "transform") if getattr(rule, key, None)):
             raise UserError(f"reward.{name}.{key} is set, but labels is 'file', so that rewards are only measured: "
                             "leave it out, or set labels: rewards")

@@ -96,7 +96,7 @@ class GroupPreference(OfNoised):
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: NoisedBatch) -> Tensor:
         loss = error(old.new)
-        loss = torch.where(self.clipped(log_ratio, advantage, old), loss.detach(), loss)
+        loss = torch.where(self.clip_mask(log_ratio, advantage, old), loss.detach(), loss)
         return self.weight(old) * advantage * loss
 
     def weight(self, noised: NoisedBatch) -> Tensor:
@@ -104,7 +104,7 @@ class GroupPreference(OfNoised):
         peers = unwrap(noised.peers)
         return torch.sigmoid(self.beta * _mean(peers.members(noised.rows), peers.advantage * peers.statistic))
 
-    def clipped(self, log_ratio: Tensor, advantage: Tensor, old: NoisedBatch | None = None) -> Tensor:
+    def clip_mask(self, log_ratio: Tensor, advantage: Tensor, old: NoisedBatch | None = None) -> Tensor:
         return cut(log_ratio.detach().expm1(), advantage, -self.low, self.high)
 
 

@@ -38,7 +38,7 @@ class TaperedReinforce(Surrogate):
         taper = log_ratio.detach().clamp(max=math.log(self.most)).exp()
         return -torch.where(advantage < 0, taper, 1.0) * advantage * (1 + log_ratio)
 
-    def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
+    def clip_mask(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
         """Return the mask where the weight is bounded, which cuts no gradient, bool [B, L]."""
         return (advantage < 0) & (log_ratio > math.log(self.most))
 
@@ -65,7 +65,7 @@ class NegativeAwareText(Surrogate):
         negative = negative + (negative.clamp(min=self.floor) - negative).detach()
         return -weight * torch.where(advantage > 0, log_ratio, negative.log()) * (advantage != 0)
 
-    def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
+    def clip_mask(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
         """Return the mask where the negative ratio is at its floor, which cuts no gradient, bool [B, L]."""
         return (advantage < 0) & (self._negative(log_ratio, self._share(advantage)) < self.floor)
 

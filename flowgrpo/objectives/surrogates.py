@@ -50,7 +50,7 @@ class Surrogate:
         """Return the loss [B, N]. old: `surrogate_input`, or the record of the targets that the surrogate is for."""
         raise NotImplementedError
 
-    def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Any) -> Tensor:
+    def clip_mask(self, log_ratio: Tensor, advantage: Tensor, old: Any) -> Tensor:
         """Return the mask where the gradient is cut, bool [B, N]."""
         return torch.zeros_like(log_ratio, dtype=torch.bool)
 
@@ -65,7 +65,7 @@ class ClippedSurrogate(Surrogate):
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
         return ppo(log_ratio.expm1(), advantage, *self.bounds(advantage, old))
 
-    def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
+    def clip_mask(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
         """Return the mask where the clip cuts the gradient, bool [B, N]: the ratio is out of range on the side A pushes
         it to."""
         return cut(log_ratio.expm1(), advantage, *self.bounds(advantage, old))
@@ -126,8 +126,8 @@ class DualClip(Clip):
         loss = super().__call__(log_ratio, advantage)
         return torch.where(advantage < 0, torch.minimum(loss, -self.dual * advantage), loss)
 
-    def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
-        return super().clipped(log_ratio, advantage) | ((advantage < 0) & (log_ratio.expm1() > self.dual - 1))
+    def clip_mask(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
+        return super().clip_mask(log_ratio, advantage) | ((advantage < 0) & (log_ratio.expm1() > self.dual - 1))
 
 
 @part("surrogate", target="tokens", jointly={"low high": "0 to 1 and 0 or more"})
@@ -204,7 +204,7 @@ class Reinforce(Surrogate):
         assert advantage.ndim == 2, advantage.shape
         return -advantage * (1 + log_ratio)
 
-    def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
+    def clip_mask(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
         return torch.zeros_like(log_ratio, dtype=torch.bool)
 
 
@@ -232,7 +232,7 @@ class TruncatedIS(Surrogate):
         weight = 1 + log_ratio.detach().expm1().clamp(-self.low, self.high)
         return -weight * advantage * (old + log_ratio)
 
-    def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
+    def clip_mask(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
         """Return the mask where the weight is bounded, which cuts no gradient, bool [B, N]."""
         excess = log_ratio.expm1()
         return (excess > self.high) | (excess < -self.low)
@@ -253,7 +253,7 @@ class RewardAscent(Surrogate):
         reward = old + log_ratio
         return -reward if self.margin is None else (self.margin - reward).clamp(min=0)
 
-    def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
+    def clip_mask(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
         assert old is not None, "RewardAscent needs the old reward of every sample"
         return old + log_ratio >= (math.inf if self.margin is None else self.margin)
 
@@ -324,6 +324,6 @@ class ActorCritic(Surrogate):
             loss = loss + self.ratio * ppo(log_ratio.expm1(), advantage, -self.low, self.high)
         return loss - self.through * unwrap(old.edited).to(log_ratio) if self.through else loss
 
-    def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Seen | None = None) -> Tensor:
+    def clip_mask(self, log_ratio: Tensor, advantage: Tensor, old: Seen | None = None) -> Tensor:
         """Return the mask where the clip cuts the edit's gradient, bool [B, N]; false without the clipped loss."""
         return (self.ratio > 0) & cut(log_ratio.expm1(), advantage, -self.low, self.high)

@@ -83,7 +83,7 @@ class Combined(Reward):
     """Rewards scored together; a subclass combines their columns.
 
     A value is None where the parts do not apply, Failed where one of them failed or had no answer.
-    smooth: `combined` has a gradient by its parts' scores.
+    smooth: `combine` has a gradient by its parts' scores.
     Raises UserError as a recipe's rules do, and for a reward that compares the samples of a group.
     """
 
@@ -123,11 +123,11 @@ class Combined(Reward):
         """Return the values of R columns of scores."""
         rows = list(zip(*columns))
         numbers = [[math.nan if isinstance(value, Failed) else value for value in row] for row in rows]
-        values = self.combined(torch.tensor(numbers, dtype=torch.float64)).tolist()
+        values = self.combine(torch.tensor(numbers, dtype=torch.float64)).tolist()
         failed = [[value for value in row if isinstance(value, Failed)] for row in rows]
         return [lost[0] if lost else None if math.isnan(value) else value for lost, value in zip(failed, values)]
 
-    def combined(self, scores: Tensor) -> Tensor:
+    def combine(self, scores: Tensor) -> Tensor:
         """Combine the parts' scores [B, R], NaN where one does not apply, into values [B]."""
         raise NotImplementedError
 
@@ -171,7 +171,7 @@ class Tiered(Combined):
         self._require(self.weights is None or len(self.weights) == len(self.rewards), "weights",
                       f"{len(self.rewards)}, one per reward")
 
-    def combined(self, scores: Tensor) -> Tensor:
+    def combine(self, scores: Tensor) -> Tensor:
         return tiered_sum(scores, self.thresholds, self.weights)
 
 
@@ -187,7 +187,7 @@ class Gated(Combined):
         self._require(len(self.thresholds) == len(self.rewards) - 1, "thresholds",
                       f"a list of {len(self.rewards) - 1}, one per reward but the last")
 
-    def combined(self, scores: Tensor) -> Tensor:
+    def combine(self, scores: Tensor) -> Tensor:
         return gate(scores, self.thresholds)
 
 
@@ -205,6 +205,6 @@ class Harmonic(Combined):
         self._require(len(self.rewards) == 2, "rewards", "two rewards")
         self._require(0 <= self.share <= 1, "share", "a number from 0 to 1")
 
-    def combined(self, scores: Tensor) -> Tensor:
+    def combine(self, scores: Tensor) -> Tensor:
         image, text = ((scores + 1) / 2 if self.cosines else scores).unbind(1)
         return harmonic(image, text, self.share)

@@ -100,7 +100,7 @@ def _combine(name: str, reward: Combined, images: Tensor, prompts: Sequence[str]
         rows, scores = _score(f"{name}[{place}]", part, images, prompts, metadata)
         column = torch.full((len(prompts),), torch.nan, dtype=torch.float64, device=scores.device)
         columns.append(column.index_copy(0, torch.tensor(rows, device=scores.device).long(), scores.double()))
-    return reward.combined(torch.stack([column.to(columns[0].device) for column in columns], 1))
+    return reward.combine(torch.stack([column.to(columns[0].device) for column in columns], 1))
 
 
 def require_graph(name: str, reward: RewardFunction | Reward, outputs: Tensor, prompts: Sequence[str],

@@ -122,7 +122,7 @@ class Pruning:
             raise ValueError(f"Pruning: step is {self.step:g}, expected at most {steps - 1} of {steps} steps")
         return step
 
-    def chosen(self, scores: torch.Tensor, group: int) -> torch.Tensor:
+    def choose(self, scores: torch.Tensor, group: int) -> torch.Tensor:
         """Return the samples that go on, int64 [P,group], ascending, of scores [P,pool]."""
         if self.right is None:
             return contrasting(scores, group).sort(dim=1)[0]
@@ -137,7 +137,7 @@ class Pruning:
         self.at(spec.steps)
         if self.pool < group:
             raise ValueError(f"Pruning: pool is {self.pool}, expected at least the group of {group}")
-        self.chosen(torch.zeros(1, self.pool), group)
+        self.choose(torch.zeros(1, self.pool), group)
 
 
 def _choose_balanced(right: list[bool], group: int) -> list[int]:
@@ -162,7 +162,7 @@ class PrunedGrower(Grower[C]):
         step = self.pruning.at(self.exploration.steps)
         leaves = [(int(p), leaf) for p in prompts for leaf in range(pool)]
         nodes = self._advance(Nodes(None, prompts.repeat_interleave(pool), self._generators(leaves)), 0, step)
-        places = self.pruning.chosen(self.judge(self._clean(nodes, step), nodes.prompts, pool), group)
+        places = self.pruning.choose(self.judge(self._clean(nodes, step), nodes.prompts, pool), group)
         self.places = dict(zip(prompts.tolist(), places.tolist()))
         rows = (torch.arange(len(prompts))[:, None] * pool + places).flatten()
         keep = torch.zeros(len(leaves), dtype=torch.bool).index_fill(0, rows, True)

@@ -49,8 +49,8 @@ class EntropyBonus(WrappedLoss, GroupLoss):
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch) -> Tensor:
         return self.surrogate(log_ratio, advantage, old.old.logp) - self.weight * unwrap(old.new.entropy)
 
-    def clipped(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch) -> Tensor:
-        return self.surrogate.clipped(log_ratio, advantage, old.old.logp)
+    def clip_mask(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch) -> Tensor:
+        return self.surrogate.clip_mask(log_ratio, advantage, old.old.logp)
 
 
 @part("surrogate", reads_entropy=True, reads_groups=True)
@@ -82,8 +82,8 @@ class HighEntropy(WrappedLoss, GroupLoss):
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch) -> Tensor:
         return self.surrogate(log_ratio, advantage, old.old.logp).where(self.token_mask(old), 0.0)
 
-    def clipped(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch) -> Tensor:
-        return self.surrogate.clipped(log_ratio, advantage, old.old.logp) & self.token_mask(old)
+    def clip_mask(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch) -> Tensor:
+        return self.surrogate.clip_mask(log_ratio, advantage, old.old.logp) & self.token_mask(old)
 
     def token_mask(self, compared: CompletionBatch) -> Tensor:
         """Return the trained tokens, bool [b, L]; all tokens tied at the threshold are trained."""
@@ -135,8 +135,8 @@ class ConflictTokens(WrappedLoss, GroupLoss):
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch) -> Tensor:
         return self.surrogate(log_ratio, advantage, old.old.logp) * self.weights(old)
 
-    def clipped(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch) -> Tensor:
-        return self.surrogate.clipped(log_ratio, advantage, old.old.logp) & (self.weights(old) > 0)
+    def clip_mask(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch) -> Tensor:
+        return self.surrogate.clip_mask(log_ratio, advantage, old.old.logp) & (self.weights(old) > 0)
 
     def weights(self, compared: CompletionBatch) -> Tensor:
         """Return the factor of every token's loss: [b, L]."""
@@ -169,8 +169,8 @@ class LikelihoodFloor(WrappedLoss):
         fell = (advantage >= 0) & (log_ratio.sum(1, keepdim=True) < 0)
         return self.surrogate(log_ratio, advantage, old) + self.weight * torch.relu(-log_ratio) * fell
 
-    def clipped(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
-        return self.surrogate.clipped(log_ratio, advantage, old)
+    def clip_mask(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
+        return self.surrogate.clip_mask(log_ratio, advantage, old)
 
 
 @part("surrogate", reads_answers=True, jointly={"focus probability": "0 or more, and above 0 to 1"})
@@ -194,8 +194,8 @@ class ExpertMixture(WrappedLoss, GroupLoss):
         guided = -ratio * advantage * (1 - present.detach()).clamp(min=0).pow(self.focus)
         return guided.where(old.expert[old.rows, None], self.surrogate(log_ratio, advantage, old.old.logp))
 
-    def clipped(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch) -> Tensor:
-        return self.surrogate.clipped(log_ratio, advantage, old.old.logp) & ~unwrap(old.expert)[old.rows, None]
+    def clip_mask(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch) -> Tensor:
+        return self.surrogate.clip_mask(log_ratio, advantage, old.old.logp) & ~unwrap(old.expert)[old.rows, None]
 
 
 @part("surrogate", reads_groups=True, reads_answers=True)
@@ -226,8 +226,8 @@ class Calibrated(WrappedLoss, GroupLoss):
         loss = self.surrogate(log_ratio, advantage, old.old.logp) + term * answers.any(1, keepdim=True)
         return loss.masked_fill(unwrap(old.expert)[old.rows, None], 0)
 
-    def clipped(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch) -> Tensor:
-        return self.surrogate.clipped(log_ratio, advantage, old.old.logp) & ~unwrap(old.expert)[old.rows, None]
+    def clip_mask(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch) -> Tensor:
+        return self.surrogate.clip_mask(log_ratio, advantage, old.old.logp) & ~unwrap(old.expert)[old.rows, None]
 
 
 def conflicts(ids: Tensor, mask: Tensor, advantage: Tensor) -> Tensor:

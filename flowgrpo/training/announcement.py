@@ -38,7 +38,7 @@ def lines(config: Config, loaded: bool = False, told: str = "") -> Iterator[str]
     yield f"model: {config.model} ({place})" + (f"; {told}" if told else "")
     yield f"method: {config.method}" + (f", parts: {config.parts}" if config.parts else "")
     rewards = ", ".join(f"{name} ({rule.strength})" for name, rule in config.trained.items())
-    measured = ", ".join(name for name in config.watched if name not in config.rewards)
+    measured = ", ".join(name for name in config.extra_rewards if name not in config.rewards)
     yield f"rewards: {rewards}" + (f"; eval-only: {measured}" if measured else "")
     train = config.train
     yield (f"prompts: {config.prompts}; {quantity(train.epochs, 'epoch')} of {quantity(train.prompts, 'prompt')} with "

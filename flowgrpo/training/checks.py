@@ -110,7 +110,7 @@ def check(config: Config, resume: bool | Literal["auto"] = False, pipe: Any = No
     if setup.first and not setup.resumes:
         sources.require(setup.prompts, _frames(setup), Path(setup.config.output))
     if setup.first:  # finds mistakes, and makes the trial
-        rewards.load([*setup.trained.values(), *setup.watched.values()])
+        rewards.load([*setup.trained.values(), *setup.extra_rewards.values()])
     last, changes, repeated = _resume_point(setup, accelerator)
     if setup.first:
         paths.require_folder(setup.config.folder)
@@ -129,7 +129,7 @@ def _with_rewards(setup: Setup, functions: RewardFunctions | None) -> Setup:
     away = config.memory.rewards == "cpu"
     with rewards.lazily():
         return replace(setup, trained=rewards.compose(config.trained, config.cache, functions, away),
-                       watched=rewards.compose(config.watched, config.cache, functions, away))
+                       extra_rewards=rewards.compose(config.extra_rewards, config.cache, functions, away))
 
 
 def _with_prompts(setup: Setup, prompts: list[Prompt] | None) -> Setup:
@@ -138,8 +138,9 @@ def _with_prompts(setup: Setup, prompts: list[Prompt] | None) -> Setup:
     prompts: objects that replace those of the configuration.
     """
     config = setup.config
-    measured = (pairwise.held_out_rewards(setup.trained, setup.watched, config.eval.samples) if config.eval.prompts
-                else {})
+    measured = {}
+    if config.eval.prompts:
+        measured = pairwise.held_out_rewards(setup.trained, setup.extra_rewards, config.eval.samples)
     if prompts is None:
         sets.require_suited(config)
         split = sets.resolve(config)

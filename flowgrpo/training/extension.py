@@ -53,22 +53,22 @@ class Extension:
         """Return the reward by whose best measurement weights are kept for the end, unless `eval.best` names one."""
 
     @classmethod
-    def asked(cls, setup: Setup) -> str:
+    def enabled_by(cls, setup: Setup) -> str:
         """Return how the run asks for it, as a refusal begins; empty: it stays off where it does not go."""
         return f"the extension {cls.__name__} is on"
 
     @classmethod
-    def needed(cls, setup: Setup) -> frozenset[str]:
+    def requirements(cls, setup: Setup) -> frozenset[str]:
         """Return what this run must have: `needs`, where no setting adds to it."""
         return cls.needs
 
     @classmethod
-    def lacks(cls, setup: Setup) -> dict[str, str]:
+    def missing(cls, setup: Setup) -> dict[str, str]:
         """Return which capabilities a run with it lacks, each with the reason, as a refusal of another names it."""
         return {}
 
     @classmethod
-    def refused(cls, setup: Setup) -> dict[str, bool]:
+    def conflicts(cls, setup: Setup) -> dict[str, bool]:
         """Return what it does not go with besides the lack of what it needs, in words, and whether it applies."""
         return {}
 

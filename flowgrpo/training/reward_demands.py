@@ -42,7 +42,7 @@ def check_modality(setup: Setup) -> None:
 
     A pipeline on the hub is not known before it is loaded.
     """
-    known = {**setup.trained, **setup.watched}
+    known = {**setup.trained, **setup.extra_rewards}
     if modality := build.modality_ahead(setup.config, setup.loaded):
         rewards.require_modality(known, modality)
         made = "text" if setup.method.for_tokens else modality  # neither noise nor latents
@@ -54,14 +54,14 @@ def check_clips(setup: Setup) -> None:
     """Raise UserError in the first process for a function that scores images where clips are generated."""
     if setup.first and build.modality_ahead(setup.config, setup.loaded) == "video":
         prompt = setup.split[0][0]
-        rewards.require_clips({**setup.trained, **setup.watched}, prompt.text, prompt.metadata)
+        rewards.require_clips({**setup.trained, **setup.extra_rewards}, prompt.text, prompt.metadata)
 
 
 def check_routes(setup: Setup) -> None:
     """Raise UserError for a reward that applies to none of the prompts that it is for."""
-    for routed, side in zip((setup.trained, setup.watched), setup.split):
+    for routed, side in zip((setup.trained, setup.extra_rewards), setup.split):
         rewards.require_routes(routed, [prompt.metadata for prompt in side])
-    for name, rule in (setup.config.trained | setup.config.watched).items():
+    for name, rule in (setup.config.trained | setup.config.extra_rewards).items():
         rewards.require_values(f"reward {name!r}, when", rule.when,
                                [prompt.metadata for side in setup.split for prompt in side])
 

@@ -18,7 +18,7 @@ from flowgrpo.training import memory
 def reward_weights(config: Config) -> dict[str, dict[str, int] | None]:
     """Return the bytes by device of each reward of a recipe that has weights; None for one that cannot be made here."""
     sizes: dict[str, dict[str, int] | None] = {}
-    for label, rule in (config.trained | config.watched).items():
+    for label, rule in (config.trained | config.extra_rewards).items():
         try:
             with lazily():
                 reward = find(rule.use or label, rule.args)

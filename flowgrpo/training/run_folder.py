@@ -259,7 +259,7 @@ def of_run(config: Config, split: Split) -> dict[str, Any]:
     split: training and held-out prompts.
     """
     files = sorted({path for path in code_files(config.model_dump(mode="json")) if path.is_file()})
-    rules = config.trained | config.watched
+    rules = config.trained | config.extra_rewards
     points = group_entry_points(GROUP)
     named = {rule.use or label for label, rule in rules.items()}
     dists = {point.dist.name for name, point in points.items() if name in named and point.dist}

@@ -76,7 +76,7 @@ def require(trainer: Run, measured: RewardFunctions) -> None:
     Raises UserError for the first mistake.
     """
     trained = trainer.scoring.functions
-    watched = {name: reward for name, reward in measured.items() if name not in trained}
+    eval_only = {name: reward for name, reward in measured.items() if name not in trained}
     held = spread(trainer.held_out, trainer.config.eval.prompts)
     with trainer.processes.collective(), _unseen(trainer.policy):
         if trainer.policy.unit == "tokens":
@@ -86,7 +86,7 @@ def require(trainer: Run, measured: RewardFunctions) -> None:
         _require_extremes(trainer, [*trainer.prompts, *held])
         samples = Samples(trainer)
         batches = _batches(trained, trainer.prompts, trainer.geometry.group, samples)
-        further = _batches(watched, held, 1, samples)
+        further = _batches(eval_only, held, 1, samples)
         if trainer.processes.first:
             paths.require_room(trainer.config.folder, state.room(trainer), "the run's checkpoints")
             with exchange.brief():

@@ -1,4 +1,4 @@
-"""Ends of a run's epochs, told to callbacks and to an image hook."""
+"""Ends of a run's epochs, for callbacks and an image hook."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ MOMENTS = ("on_train_begin", "on_log", "on_step_end", "on_train_end")  # of call
 
 
 class Epochs:
-    """Ends of a run's epochs, told to callbacks and to an image hook.
+    """Ends of a run's epochs, for callbacks and an image hook.
 
-    The first reward of a run that is no reward model is watched: the first samples of an epoch, or the end of the run,
-    end the one before.
+    The first reward that is no reward model calls the listener. The first samples of an epoch, or the end of the run,
+    end the epoch before.
     """
 
     def __init__(self, callbacks: Sequence[Any], args: Any, hook: Callable[..., Any] | None = None) -> None:
@@ -50,7 +50,7 @@ class Epochs:
         self._tell("on_train_end")
 
     def watching(self, rewards: Mapping[Any, Any]) -> dict[Any, Any]:
-        """Return rewards with their weights or rules, one of them watched if anybody listens."""
+        """Return rewards with their weights or rules, one of them with the listener of samples, if there is one."""
         if not (self.callbacks or self.hook):
             return dict(rewards)
         plain = [key for key, weight in rewards.items() if not isinstance(weight, Mapping)]

@@ -122,7 +122,7 @@ def write(name: str, text: str) -> None:
 def write_rewards(name: str) -> None:
     """Write the recipe's comment `# Trained on: ...` of its rewards, before that of its GPUs."""
     config, source = load(path(name)), REWARDS.sub("", path(name).read_text(encoding="utf-8"))
-    trained, watched = (", ".join(rewards(rules)) for rules in (config.trained, config.watched))
+    trained, watched = (", ".join(rewards(rules)) for rules in (config.trained, config.extra_rewards))
     place = LINE.search(source)
     at = place.start() if place else 0
     said = f"# Trained on: {trained}. Eval-only: {watched}.\n"
@@ -150,9 +150,9 @@ def row(name: str) -> str:
 def model_row(model: str, names: list[str]) -> str:
     """Return the row of a model: its licence, and what its recipes need."""
     configs = [load(path(name)) for name in names]
-    named = {reward for config in configs for reward in rewards(config.trained | config.watched)}
+    named = {reward for config in configs for reward in rewards(config.trained | config.extra_rewards)}
     extras = listed(sorted({extra for config in configs for extra in recipe_downloads.extras(
-        config, [*rewards(config.trained | config.watched)])}))
+        config, [*rewards(config.trained | config.extra_rewards)])}))
     largest = 2 * max(recipe_downloads.billions(config, named) for config in configs)
     return f"| `{model}` | {licence(names[0])} | {largest:.1f} | {extras} |"
 
@@ -161,7 +161,7 @@ def page() -> str:
     """Return docs/recipes.md: the recipes of each model, and what they download."""
     recipes = {name: load(path(name)) for name in names()}
     first = {config.model: name for name, config in reversed(recipes.items())}
-    used = {reward for config in recipes.values() for reward in rewards(config.trained | config.watched)}
+    used = {reward for config in recipes.values() for reward in rewards(config.trained | config.extra_rewards)}
     rows = [recipe_downloads.reward_row(name) for name in sorted(used) if recipe_downloads.of_reward(name)]
     models_of = {model: [name for name, config in recipes.items() if config.model == model] for model in first}
     models = sorted(models_of, key=str.lower)

@@ -105,7 +105,7 @@ def forced(name: str, folder: Path) -> dict[str, Any]:
     if config.prompts.endswith(".jsonl"):
         keys |= {"prompts": str(folder / "prompts.jsonl"), "held_out": 0.5}
     if config.memory.encoders == "ahead":
-        keys["cache"] = str(folder / "encoded")
+        keys |= {"cache": str(folder / "encoded"), "prompts": str(folder / "prompts.txt"), "held_out": 0.5}
     if config.memory.weights == "nf4":
         keys["memory.weights"] = "full"
     if config.memory.shard:
@@ -204,7 +204,7 @@ def build(name: str, folder: Path, language: Path | None, whole: bool = False) -
 
 
 def write_prompts(folder: Path) -> None:
-    """Write two prompts with an image each, for the recipes that read a user's own."""
+    """Write two prompts with an image each, for the recipes that read a user's own, and two without."""
     from PIL import Image
 
     lines = []
@@ -213,6 +213,7 @@ def write_prompts(folder: Path) -> None:
         metadata = {"tag": "single_object", "include": [{"class": "dog", "count": 1}]}
         lines.append(json.dumps({"prompt": f"make it {number}", "image": f"{colour}.png", "metadata": metadata}))
     (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    (folder / "prompts.txt").write_text("a red fox\na green hill\n", encoding="utf-8")
 
 
 def tiny_language(folder: Path) -> Path:

@@ -45,7 +45,7 @@ def test_the_written_method_trains(tmp_path, monkeypatch):
 def test_the_written_recipe_loads(tmp_path):
     assert main(["new", "recipe", "mine", "--output", str(tmp_path)]) == 0
     config = load(tmp_path / "mine.yaml")
-    assert (config.name, config.train.epochs, list(config.watched)) == ("mine", 60, ["sharpness"])
+    assert (config.name, config.train.epochs, list(config.extra_rewards)) == ("mine", 60, ["sharpness"])
     assert resolve(config).rollout and geometry(config.train, 1).group == 12
 
 

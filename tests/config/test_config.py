@@ -194,7 +194,7 @@ def test_a_recipe_extends_another(tmp_path):
     second, third, other = (config.load(tmp_path / f"{name}.yaml") for name in ("second", "third", "other"))
     assert second.parts == {"kernel": {"level": 0.7}, "plan": {"size": 3}}
     assert (second.method, second.rewards, second.adapter.rank) == ("flow_grpo", {"b": 1.0}, 8)
-    assert (second.train.lr, second.train.group, second.eval.every, list(second.watched)) == (0.25, 6, 7, ["d"])
+    assert (second.train.lr, second.train.group, second.eval.every, list(second.extra_rewards)) == (0.25, 6, 7, ["d"])
     assert (second.name, third.name, third.train.micro_batch, third.train.lr) == ("second", "third", 3, 0.25)
     assert other.parts == {} and other.train == second.train
     write_recipes(tmp_path, resolved=third.yaml())

@@ -34,9 +34,9 @@ def trainer(kind: str, prompts: list[str], **replay):
 def test_odds_and_kinds_of_groups_by_hand():
     part = GroupReplay(alpha=2.0, certain=math.log(2))
     assert part.odds([1.0, 2.0, 0.5], [0.0, -1.0, 0.0]).tolist() == pytest.approx([4 / 13, 8 / 13, 1 / 13])
-    drawn = [GroupReplay(alpha=3.0).chosen([0.1, 1.0, 0.1, 0.1], [0.0] * 4, 1, [0, number])[0] for number in range(40)]
-    assert drawn.count(1) > 35 and sorted(part.chosen([1.0, 2.0], [0.0, 0.0], 9, [0])) == [0, 1]
-    assert part.chosen([], [], 3, [0]) == []
+    drawn = [GroupReplay(alpha=3.0).choose([0.1, 1.0, 0.1, 0.1], [0.0] * 4, 1, [0, number])[0] for number in range(40)]
+    assert drawn.count(1) > 35 and sorted(part.choose([1.0, 2.0], [0.0, 0.0], 9, [0])) == [0, 1]
+    assert part.choose([], [], 3, [0]) == []
     advantages = torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0, -1.0, 0.0])
     lengths = torch.tensor([3, 9, 5, 2, 8, 8, 1])
     assert priority(advantages, lengths).tolist() == [True, False, True, False, True, True, False]

@@ -25,7 +25,7 @@ def test_the_bounded_ratio_and_its_gradient():
     ratio, read = origin(part, new, old, [False, True, False], [False, False, True])
     # Own samples: r = 2 is clipped at 1.2, 0.5 is not for A > 0. Guided: r = 0.1 and 9. Answer: p = 0.1 and 0.4.
     close(part(ratio, f64([[1], [2], [-3]]), read), [[-1.2, -0.5], [-2 * 0.5, -2 * 9 / 9.1], [3 * 0.5, 3 * 0.8]])
-    assert part.clipped(ratio, f64([[1], [1], [1]]), read).tolist() == [[True, False], [False] * 2, [False] * 2]
+    assert part.clip_mask(ratio, f64([[1], [1], [1]]), read).tolist() == [[True, False], [False] * 2, [False] * 2]
     half = PolicyShaping(gamma=0.1, probability=0.5)
     close(half(ratio, f64([[0], [0], [1]]), read)[2:], [[-0.2 / 0.3, -0.8 / 0.9]])
     assert (part.low, part.high) == (0.2, 0.2)

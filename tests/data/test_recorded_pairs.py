@@ -77,12 +77,12 @@ def test_pairs_of_held_out_prompts_alone_are_refused(tmp_path):
 
 def test_who_labels_is_trained_on_and_the_rest_is_measured():
     plain = load(None, {"reward": "{scene: 2.0, jpeg_compressibility: 0.1}", "eval.rewards": "[scene, sharpness]"})
-    assert (list(plain.trained), list(plain.watched)) == (["scene", "jpeg_compressibility"], ["sharpness"])
+    assert (list(plain.trained), list(plain.extra_rewards)) == (["scene", "jpeg_compressibility"], ["sharpness"])
     by_file = plain.model_copy(update={"preferences": "pairs.jsonl"})
     assert by_file.rewards == {"preferred": 1.0}
-    assert list(by_file.watched) == ["scene", "jpeg_compressibility", "sharpness"]
+    assert list(by_file.extra_rewards) == ["scene", "jpeg_compressibility", "sharpness"]
     by_rewards = by_file.model_copy(update={"labels": "rewards"})
-    assert (by_rewards.trained, by_rewards.watched) == (plain.trained, plain.watched)
+    assert (by_rewards.trained, by_rewards.extra_rewards) == (plain.trained, plain.extra_rewards)
     of_eval = list(run_rewards.rewards_by_name(by_file, []))
     assert of_eval == ["scene", "jpeg_compressibility", "sharpness"]
     assert "'preferred' compares the samples of a group" in message(run_rewards.rewards_by_name, by_file, ["preferred"])

@@ -77,7 +77,7 @@ def recipe(content: bytes, folder: Path) -> None:
     from flowgrpo import config
     settings = config.load(written(folder, "recipe.yaml", content))
     settings.yaml().encode()
-    _ = settings.rewards, settings.watched, settings.call, settings.folder
+    _ = settings.rewards, settings.extra_rewards, settings.call, settings.folder
 
 
 def override(case: tuple[str, str], folder: Path) -> None:

@@ -61,10 +61,10 @@ def test_cosines_become_similarities_first():
     plain = Harmonic([red, red], share=0.3)
     cosines = Harmonic([red, red], share=0.3, cosines=True)
     scores = f64([[0.6, -0.6], [1.0, 1.0], [-1.0, 0.9], [NAN, 0.5]])
-    found = cosines.combined(scores)
+    found = cosines.combine(scores)
     close(found[:3], [1 / 3.875, 1.0, 0.0])
     assert found[3].isnan()
-    close(plain.combined(scores)[:2], [0.0, 1.0])  # a cosine below 0 would count as nothing
+    close(plain.combine(scores)[:2], [0.0, 1.0])  # a cosine below 0 would count as nothing
 
 
 # --- labels ----------------------------------------------------------------------------------------------------------

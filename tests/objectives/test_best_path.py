@@ -27,10 +27,10 @@ def test_the_adaptive_clip_by_hand():
     log_ratio = ratios.log()
     expected = -good * f64([[0.7, 0.8, 1.2, 1.25, 1.25]])
     torch.testing.assert_close(clip(log_ratio, f64([[good]])), expected, rtol=0, atol=1e-10)
-    assert clip.clipped(log_ratio, f64([[good]])).tolist() == [[False, False, False, True, True]]
+    assert clip.clip_mask(log_ratio, f64([[good]])).tolist() == [[False, False, False, True, True]]
     torch.testing.assert_close(clip(log_ratio, f64([[bad]])), -bad * f64([[0.75, 0.8, 1.2, 1.26, 2.0]]), rtol=0,
                                atol=1e-10)
-    assert clip.clipped(log_ratio, f64([[bad]])).tolist() == [[True, False, False, False, False]]
+    assert clip.clip_mask(log_ratio, f64([[bad]])).tolist() == [[True, False, False, False, False]]
 
 
 def test_both_bounds_follow_the_advantage_over_a_table():
@@ -54,7 +54,7 @@ def test_without_a_range_it_is_the_plain_clip():
     for part in (AdaptiveClip(0.1, 0.1, 3.0), AdaptiveClip(0.0, 0.2, 0.0)):
         plain = Clip((part.low + part.high) / 2, (part.low + part.high) / 2)
         torch.testing.assert_close(part(log_ratio, advantage), plain(log_ratio, advantage), rtol=0, atol=1e-12)
-        assert torch.equal(part.clipped(log_ratio, advantage), plain.clipped(log_ratio, advantage))
+        assert torch.equal(part.clip_mask(log_ratio, advantage), plain.clip_mask(log_ratio, advantage))
 
 
 # --- the pull --------------------------------------------------------------------------------------------------------

@@ -107,7 +107,7 @@ def test_nft_by_hand():
     surrogate = NegativeAware(0.5)
     read = noised(surrogate, [1.0], scored(v, u), scored(v_old, u), target=u, time=0.5)
     close(surrogate(torch.zeros(1, 1), column([1.0]), read), [[5 / 0.5 * 0.6 * 1.0]])
-    assert not surrogate.clipped(torch.ones(1, 1), column([1.0]), read).any()
+    assert not surrogate.clip_mask(torch.ones(1, 1), column([1.0]), read).any()
 
 
 # --- awm -------------------------------------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ def test_dgpo_cuts_the_gradient_of_what_has_moved_far_enough():
     log_ratio = column([math.log(1.21), math.log(0.5), math.log(0.89), math.log(2.0)])
     read = noised(surrogate, advantage, new, new, reference=with_error([1.0] * 4))
     cut = [[True], [False], [True], [False]]
-    assert surrogate.clipped(log_ratio, column(advantage), read).tolist() == cut
+    assert surrogate.clip_mask(log_ratio, column(advantage), read).tolist() == cut
     [found] = torch.autograd.grad(surrogate(log_ratio, column(advantage), read).sum(), new.logp)
     close(found, column([0.0, -1.0, 0.0, 1.0]).tolist())  # W = 1/2
 

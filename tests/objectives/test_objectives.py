@@ -132,7 +132,7 @@ def test_clip_by_hand(advantage, ratio, loss, gradient):
     value.sum().backward()
     assert value.item() == pytest.approx(loss, abs=1e-12)
     assert log_ratio.grad.item() == pytest.approx(gradient, abs=1e-12)
-    assert clip.clipped(log_ratio, given).item() == (advantage != 0 and gradient == 0)
+    assert clip.clip_mask(log_ratio, given).item() == (advantage != 0 and gradient == 0)
 
 
 def test_clip_is_the_published_formula():
@@ -146,7 +146,7 @@ def test_the_range_of_guard_is_told_apart_in_float32():
     # 1 + 2e-6 and 1 + 2.05e-6 are the same float32 number.
     log_ratio = torch.tensor([[1.9e-6, 2.05e-6]], requires_grad=True)
     clip, advantage = Clip(2e-6, 2e-6), torch.ones(1, 1)
-    assert clip.clipped(log_ratio, advantage).tolist() == [[False, True]]
+    assert clip.clip_mask(log_ratio, advantage).tolist() == [[False, True]]
     clip(log_ratio, advantage).sum().backward()
     assert log_ratio.grad.tolist() == [[pytest.approx(-1, abs=1e-5), 0]]
 
@@ -199,7 +199,7 @@ def tried(surrogate, advantage: float, ratio: float, q: float = 0.5) -> tuple[fl
     log_ratio, a, old = f64([[math.log(ratio)]]).requires_grad_(), f64([[advantage]]), f64([[math.log(q)]])
     loss = surrogate(log_ratio, a, old)
     loss.sum().backward()
-    return loss.item(), log_ratio.grad.item(), surrogate.clipped(log_ratio, a, old).item()
+    return loss.item(), log_ratio.grad.item(), surrogate.clip_mask(log_ratio, a, old).item()
 
 
 SURROGATES = [Clip(0.2, 0.1), DualClip(0.2, 0.1), DynamicClip(), Reinforce()]
@@ -216,7 +216,7 @@ def test_one_advantage_serves_all_decisions_of_a_row(surrogate):
     log_ratio, advantage, old = draw(5, 3) * 0.3, draw(5, 1, seed=1), -draw(5, 3, seed=2).abs()
     loss = surrogate(log_ratio, advantage, old)
     assert loss.shape == (5, 3) and torch.equal(loss, surrogate(log_ratio, advantage.expand(5, 3), old))
-    assert surrogate.clipped(log_ratio, advantage, old).shape == (5, 3)
+    assert surrogate.clip_mask(log_ratio, advantage, old).shape == (5, 3)
     with pytest.raises(AssertionError):
         surrogate(log_ratio, advantage[:, 0], old)
 
@@ -225,7 +225,7 @@ def test_one_advantage_serves_all_decisions_of_a_row(surrogate):
 def test_a_decision_counts_as_clipped_where_its_gradient_is_cut(surrogate):
     log_ratio, advantage, old = draw(60, 20).requires_grad_(), draw(60, 1, seed=1), -draw(60, 20, seed=2).abs() * 3
     surrogate(log_ratio, advantage, old).sum().backward()
-    assert torch.equal(surrogate.clipped(log_ratio, advantage, old), log_ratio.grad == 0)
+    assert torch.equal(surrogate.clip_mask(log_ratio, advantage, old), log_ratio.grad == 0)
 
 
 def test_clip_and_dual_clip_do_not_read_the_old_log_probability():
@@ -261,7 +261,7 @@ def test_dual_clip_is_the_published_objective():
 def test_dual_clip_has_the_unit_of_clip():
     log_ratio, advantage = torch.tensor([[1.9e-6, 2.05e-6]]), torch.ones(1, 1)
     dual, clip = DualClip(2e-6, 2e-6), Clip(2e-6, 2e-6)
-    assert dual.clipped(log_ratio, advantage).tolist() == [[False, True]]
+    assert dual.clip_mask(log_ratio, advantage).tolist() == [[False, True]]
     assert torch.equal(dual(log_ratio, -advantage), clip(log_ratio, -advantage))
 
 
@@ -331,4 +331,4 @@ def test_the_mask_reads_the_divergence_and_the_others_the_old_log_probability():
 def test_beside_a_kl_alone_there_is_no_loss_of_samples():
     ratio = torch.tensor([[0.3, -2.0]], requires_grad=True)
     loss = KLOnly()(ratio, torch.tensor([[5.0]]))
-    assert loss.tolist() == [[0, 0]] and loss.requires_grad and not KLOnly().clipped(ratio, ratio, None).any()
+    assert loss.tolist() == [[0, 0]] and loss.requires_grad and not KLOnly().clip_mask(ratio, ratio, None).any()

@@ -85,7 +85,7 @@ def test_bad_samples_are_tapered_and_good_ones_are_not():
                           [2 * (1 + math.log(5)), 2, 0.02 * (1 + math.log(0.01))]])
     loss.sum().backward()
     close(log_ratio.grad, [[-2, -2, -2], [2, 2, 0.02]])
-    assert TaperedReinforce().clipped(log_ratio, advantage).tolist() == [[False] * 3, [True, False, False]]
+    assert TaperedReinforce().clip_mask(log_ratio, advantage).tolist() == [[False] * 3, [True, False, False]]
     assert torch.isfinite(TaperedReinforce()(f64([[900.0]]), f64([[-1.0]]))).all()
 
 
@@ -131,8 +131,8 @@ def test_below_its_floor_the_negative_ratio_keeps_its_gradient():
     advantage = f64([[-0.5]])
     NegativeAwareText("sqrt", 0.8)(log_ratio, advantage).sum().backward()
     close(log_ratio.grad, [[1.5 / 0.8]])
-    assert NegativeAwareText(floor=0.8).clipped(log_ratio, advantage).all()
-    assert not NegativeAwareText(floor=0.4).clipped(log_ratio, advantage).any()
+    assert NegativeAwareText(floor=0.8).clip_mask(log_ratio, advantage).all()
+    assert not NegativeAwareText(floor=0.4).clip_mask(log_ratio, advantage).any()
 
 
 # Groups

@@ -44,7 +44,7 @@ def test_the_long_form_stands_beside_the_short_one_and_runs_again(tmp_path):
                                                                      True)
     assert ocr.on_error == Retry(retry=3, wait=0.5, then="raise")
     assert resolved.trained["scene"] == RewardRule(weight=2) and resolved.trained["red"].on_error == "skip"
-    assert resolved.watched == {"scene_graded": WatchRule(), "red": WatchRule(timeout=5)}
+    assert resolved.extra_rewards == {"scene_graded": WatchRule(), "red": WatchRule(timeout=5)}
     (tmp_path / "again.yaml").write_text(resolved.yaml())
     again = config.load(tmp_path / "again.yaml", {"name": resolved.name})
     assert again == resolved and again.yaml() == resolved.yaml()
@@ -55,10 +55,10 @@ def test_the_page_and_rules_of_named_rewards(tmp_path):
     [block, *_] = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8"), re.S)
     (tmp_path / "page.yaml").write_text(block)
     found = config.load(tmp_path / "page.yaml")
-    assert found.rewards == {"scene_graded": 1.0, "ocr": 0.5} and found.watched.keys() == {"scene", "judge"}
-    assert found.trained["ocr"].on_error == Retry(retry=3, then="skip") and found.watched["judge"].timeout == 60
+    assert found.rewards == {"scene_graded": 1.0, "ocr": 0.5} and found.extra_rewards.keys() == {"scene", "judge"}
+    assert found.trained["ocr"].on_error == Retry(retry=3, then="skip") and found.extra_rewards["judge"].timeout == 60
     resolved = config.validate({"reward": {"red": {"timeout": 5}}, "eval": {"rewards": ["red", "scene"]}})
-    assert resolved.watched == {"scene": WatchRule()}
+    assert resolved.extra_rewards == {"scene": WatchRule()}
 
 
 @pytest.mark.parametrize("rule, told", [

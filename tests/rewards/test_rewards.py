@@ -190,7 +190,7 @@ def test_a_recipe_with_earlier_names_says_the_present_ones(capsys, tmp_path):
                                        "eval: {rewards: {hps_v2: {}}}\n")
     recipe = config.load(tmp_path / "old.yaml")
     with rewards.lazily():
-        composed = rewards.compose(recipe.trained | recipe.watched)
+        composed = rewards.compose(recipe.trained | recipe.extra_rewards)
     assert [type(reward.function).__name__ for reward in composed.values()] == ["PickScore", "ImageReward", "HpsV2"]
     assert capsys.readouterr().err.splitlines() == [
         f"the reward {old!r} is now called {new!r}"

@@ -206,7 +206,7 @@ def test_the_loss_by_hand():
     loss = ActorCritic(0.1, 0.1, 0.5, through=0.0, ratio=1.0)
     torch.testing.assert_close(loss(ratio, advantage, seen), torch.tensor([[-2.2 + 0.125], [1.05 + 2.0]]).double(),
                                rtol=0, atol=1e-7)
-    assert loss.clipped(ratio, advantage).tolist() == [[True], [False]]
+    assert loss.clip_mask(ratio, advantage).tolist() == [[True], [False]]
 
 
 def test_the_loss_through_the_critic_by_hand():
@@ -218,7 +218,8 @@ def test_the_loss_through_the_critic_by_hand():
     torch.testing.assert_close(alone(ratio, advantage, seen), own, rtol=0, atol=1e-10)
     torch.testing.assert_close(both(ratio, advantage, seen), own + 3 * torch.tensor([[-2.2], [1.05]]).double(),
                                rtol=0, atol=1e-6)
-    assert not alone.clipped(ratio, advantage).any() and both.clipped(ratio, advantage).tolist() == [[True], [False]]
+    assert not alone.clip_mask(ratio, advantage).any()
+    assert both.clip_mask(ratio, advantage).tolist() == [[True], [False]]
 
 
 class Quadratic(torch.nn.Module):

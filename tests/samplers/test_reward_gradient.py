@@ -199,8 +199,8 @@ def test_ascent_by_hand():
     log_ratio, old = f64([[0.5], [0.0], [-0.25]]), f64([[1.0], [3.0], [2.0]])
     close(RewardAscent()(log_ratio, None, old), [[-1.5], [-3.0], [-1.75]])
     close(RewardAscent(2.0)(log_ratio, None, old), [[0.5], [0.0], [0.25]])
-    assert RewardAscent(2.0).clipped(log_ratio, None, old).flatten().tolist() == [False, True, False]
-    assert not RewardAscent().clipped(log_ratio, None, old).any()
+    assert RewardAscent(2.0).clip_mask(log_ratio, None, old).flatten().tolist() == [False, True, False]
+    assert not RewardAscent().clip_mask(log_ratio, None, old).any()
     log_ratio.requires_grad_()
     RewardAscent(2.0)(log_ratio, None, old).sum().backward()
     assert log_ratio.grad.flatten().tolist() == [-1.0, 0.0, -1.0]

@@ -145,7 +145,7 @@ def test_pairs_are_labelled_by_scene_and_train_the_starter(tmp_path):
     methods_validate.check_recorded_pairs(loop.setup(config))
     train, held = in_place(config, sets.resolve(config))
     assert len(train) == sum(pair.verdicts[OVERALL] == 1 for pair in pairs) > 4  # no prompt of theirs is held out
-    assert config.rewards == {"preferred": 1.0} and list(config.watched) == ["scene", "scene_graded"] and held
+    assert config.rewards == {"preferred": 1.0} and list(config.extra_rewards) == ["scene", "scene_graded"] and held
     assert len(subjects) == 3 * make_starter_pairs.GROUP == len({pair.rejected for pair in subjects})
     assert set(marks(subjects, "chosen")) == {1} and len({pair.prompt for pair in subjects}) == 3
     shown = {pair.rejected: pair.prompt for pair in subjects}  # the same images stand in both files

@@ -271,8 +271,8 @@ def test_what_a_toy_needs_and_lacks_is_weighed_with_the_other_extensions_and_the
 def test_extensions_name_capabilities_that_there_are():
     setup = loop.setup(tiny_text.config(parts={"replay": {"type": "GroupReplay"}}), "causal_lm")
     for cls in listed():
-        assert cls.needs <= {*capabilities.ALL} and cls.lacks(setup).keys() <= {*capabilities.ALL}, cls
-        assert not cls.needs & cls.lacks(setup).keys(), cls
+        assert cls.needs <= {*capabilities.ALL} and cls.missing(setup).keys() <= {*capabilities.ALL}, cls
+        assert not cls.needs & cls.missing(setup).keys(), cls
 
 
 @pytest.mark.parametrize("changes", [False, True])

@@ -232,7 +232,7 @@ class HeldOutAnswers(Extension):
 
     @classmethod
     def require(cls, setup: Setup) -> None:
-        if {*setup.config.trained} == {OWN} and not setup.config.watched:
+        if {*setup.config.trained} == {OWN} and not setup.config.extra_rewards:
             raise UserError(f"reward {OWN!r} is the model's judgement of itself, which can rise while the images get "
                             "worse: add another reward, or a checker to eval.rewards")
 

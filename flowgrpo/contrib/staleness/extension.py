@@ -140,17 +140,17 @@ class Staleness(Extension):
         self._last: sampling.Scorer | None = None
 
     @classmethod
-    def asked(cls, setup: Setup) -> str:
+    def enabled_by(cls, setup: Setup) -> str:
         extra, staleness = setup.config.text.over_provision, setup.config.train.staleness
         return f"text.over_provision is {extra:g}" if extra else f"train.staleness is {staleness}"
 
     @classmethod
-    def lacks(cls, setup: Setup) -> dict[str, str]:
+    def missing(cls, setup: Setup) -> dict[str, str]:
         key = "train.staleness" if setup.config.train.staleness else "text.over_provision"
         return {capabilities.PRESENT_WEIGHTS: f"{key}, whose samples earlier weights drew"}
 
     @classmethod
-    def refused(cls, setup: Setup) -> dict[str, bool]:
+    def conflicts(cls, setup: Setup) -> dict[str, bool]:
         return conflicts(setup)
 
     # --- one epoch ---------------------------------------------------------------------------------------------------

@@ -139,11 +139,11 @@ class VotedEpochs(Extension):
         self.metrics: Metrics = {}
 
     @classmethod
-    def asked(cls, setup: Setup) -> str:
+    def enabled_by(cls, setup: Setup) -> str:
         return "the samples are voted on"
 
     @classmethod
-    def refused(cls, setup: Setup) -> dict[str, bool]:
+    def conflicts(cls, setup: Setup) -> dict[str, bool]:
         return {f"{setup.all_processes} processes, of which one user would have to see all": setup.all_processes > 1,
                 f"a method that trains {setup.method.target.trains}, which blurs models of few steps":
                 not setup.method.target.scores_sampling}

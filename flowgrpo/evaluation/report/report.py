@@ -196,7 +196,7 @@ def charts(config: Config, lines: list[dict[str, Any]], stages: list[dict[str, A
     chart's unit, or with x and y.
     """
     reward_charts = [_reward(config, name, lines, stages) | {"range": ranges.get(name) or _score_range(name, stages)}
-                     for name in (config.trained | config.watched)]
+                     for name in (config.trained | config.extra_rewards)]
     rest = [key for key in columns(lines) if key not in PLAIN
             and not re.fullmatch(rf"reward/.+/(mean|std)|held_out/.+|{looks.LOOKS}.+", key)]
     gathered = [_chart(title, note, pattern, rest, lines) for title, note, pattern in GATHERED]

@@ -290,7 +290,7 @@ def _describe_change(moved: Change, sample: str, untrained: bool = False) -> tup
 
 
 def _hacking(reward_changes: list[Change], sample: str) -> list[tuple[str, str]]:
-    """Warn of possible reward hacking: a trained reward rose while a watched one fell."""
+    """Warn of possible reward hacking: a trained reward rose while an eval-only one fell."""
     risen = [each.name for each in reward_changes if each.weight is not None and each.way > 0]
     fallen = [each.name for each in reward_changes if each.weight is None and each.way < 0]
     if risen and fallen:

@@ -98,7 +98,7 @@ class MaskedLM(CausalLM):
         for step, (first, end, count) in enumerate(unmasking.schedule(ids.shape[1])):
             with self._arithmetic():
                 logits = self._suppress_mask(self._logits(prompts, ids)[:, first:end])
-            at = unmasking.chosen(logits, ids[:, first:end] == self.mask, lots[:, first:end], count)
+            at = unmasking.choose(logits, ids[:, first:end] == self.mask, lots[:, first:end], count)
             chosen = logits.gather(1, at[..., None].expand(-1, -1, logits.shape[2])).flatten(0, 1)
             log_probs, at = unmasking(chosen), at + first
             taken = torch.where(greedy.repeat_interleave(count), chosen.argmax(-1),

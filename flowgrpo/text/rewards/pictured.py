@@ -152,7 +152,7 @@ class Pictured(Combined):
                 text.image = shown[row]
         return [mean(scores[row]) for row in first]
 
-    def combined(self, scores: Tensor) -> Tensor:
+    def combine(self, scores: Tensor) -> Tensor:
         return weighted_sum(scores[:, None], self.weights or [1.0] * scores.shape[1])[:, 0]
 
 

@@ -131,7 +131,7 @@ class Unmasking(Decoding):
             steps += [(first, end, min(self.per_step, left)) for left in range(end - first, 0, -self.per_step)]
         return steps
 
-    def chosen(self, logits: Tensor, masked: Tensor, lots: Tensor, count: int) -> Tensor:
+    def choose(self, logits: Tensor, masked: Tensor, lots: Tensor, count: int) -> Tensor:
         """Return the places [n,count] that become tokens; ties go to the first.
 
         logits: [n,L,V].

@@ -206,11 +206,11 @@ class PrunedDraws:
         seeds = [torch.randint(2**62, (self.begun,), generator=generator).tolist() for generator in generators]
         groups = [begin(sum(seeds[first:first + group], []), most) for first in firsts]
         groups = go_on(policy, prompts, groups, decoding, self.tokens, micro_batch, 0)
-        groups = [_rows(of, self.chosen(chances, group))
+        groups = [_rows(of, self.choose(chances, group))
                   for of, chances in zip(groups, self.chances(policy, prompts, groups, micro_batch))]
         return [complete_groups(policy, go_on(policy, prompts, groups, decoding, most - self.tokens, micro_batch, 0))]
 
-    def chosen(self, chances: Tensor, group: int) -> Tensor:
+    def choose(self, chances: Tensor, group: int) -> Tensor:
         """Return the samples that go on, int64 [group], ascending, of the chances of success [pool]."""
         order = chances.argsort(descending=True, stable=True)
         ends = [torch.cat([order[:best], order[len(order) - group + best:]]) for best in range(group + 1)]

@@ -96,7 +96,7 @@ def walk(logits: Logits, reference: Logits, x: Tensor, unmasking: Unmasking, par
             if counts:
                 divergences = divergence(log_probs, unmasking(reference(x)[:, first:end]))
                 total = total + (divergences * here).sum(1) * count / here[0].sum()
-            at = unmasking.chosen(log_probs, here, lots[:, first:end], count)
+            at = unmasking.choose(log_probs, here, lots[:, first:end], count)
             x = _sample_tokens(x, log_probs, gumbels[:, first:end], at, first, part)
         x = x if step >= begin else x.detach()
         masked = masked.scatter(1, at + first, False)

@@ -293,7 +293,7 @@ def _accuracy_bars(results: dict[str, Any]) -> str:
 
 
 def _cost_bars(results: dict[str, Any]) -> str:
-    """Return bars of seconds, KL, diversity and the watched rewards."""
+    """Return bars of seconds, KL, diversity and the eval-only rewards."""
     methods = table.rank(results)
     figures = [("Seconds of training", f"as a ratio to {results['reference']}, the dashed line", "seconds_ratio", 1.0),
                ("KL to the base", "per sample, of the trained model", "kl", None),

@@ -197,7 +197,7 @@ class Plan:
         method = validate.resolve(config, self.of.process)
         kind = build.PIPELINE if self.counts_evaluations else build.CAUSAL_LM
         keys_read.check(Setup(config, kind, method, where=f"{entry.label}: "))
-        rewards.compose(config.trained | config.watched, None)
+        rewards.compose(config.trained | config.extra_rewards, None)
         if self.counts_evaluations:
             self._afford(entry, epochs_for(config, 1, self.of.process)[1])
         if not self.counts_evaluations or not foretells(method):

@@ -54,7 +54,8 @@ def trial(config: Config) -> dict[str, float]:
         trainer.run_epoch()
         seconds.append(time.perf_counter() - start)
         spent.append(trainer.policy.evaluations)
-    functions = pairwise.held_out_rewards(trainer.scoring.functions, rewards.compose(config.watched, config.cache))
+    extra = rewards.compose(config.extra_rewards, config.cache)
+    functions = pairwise.held_out_rewards(trainer.scoring.functions, extra)
     prompts, rollouts, start = spread(trainer.held_out, TIMED), cast(Any, trainer.rollouts), time.perf_counter()
     measure(cast(Any, trainer.policy), prompts, functions, steps=config.eval.steps, guidance=config.eval.guidance,
             samples=1, micro_batch=trainer.geometry.micro_batch, encode=rollouts.encode,

@@ -85,7 +85,7 @@ def needs(config: Config, recipe: str | None = None, sizes: Callable[[str], floa
         revision = config.load.revision
         found.append(_repository("model", config.model, revision, None, True, licence, config.load.variant,
                                  sizes(config.model)))
-    for label, rule in (config.trained | config.watched).items():
+    for label, rule in (config.trained | config.extra_rewards).items():
         for name, file, weights, gigabytes, terms in _of_reward(rule.use or label, rule.args):
             found.append(_repository(f"reward {label}", name, None, file, weights, terms, None, gigabytes))
     return sorted(dict.fromkeys(found), key=lambda need: need.here)
@@ -103,7 +103,7 @@ def extras(config: Config) -> list[str]:
     of_hub = config.prompts in SETS and not SETS[config.prompts].is_packaged
     named = [PACKAGES.get(config.memory.weights, ""), "bitsandbytes" * (config.train.optimizer == "adamw8bit"),
              "datasets" * of_hub, config.tracker * (config.tracker in ("wandb", "trackio"))]
-    for label, rule in (config.trained | config.watched).items():
+    for label, rule in (config.trained | config.extra_rewards).items():
         named += [about.needs or "" for about in _facts(rule.use or label, rule.args)]
     return sorted({extra.strip() for text in named for extra in text.split(",")} - {""})
 
@@ -179,7 +179,8 @@ def _repository(what: str, name: str, revision: str | None, file: str | None, we
         return Need(what, name, False, gigabytes, licence, why, revision=revision)
     listed = [File(each.rfilename, each.size or 0, each.lfs.sha256 if each.lfs else None)
               for each in info.siblings or []]
-    files = tuple(each for each in listed if each.name == file) if file else tuple(chosen(listed, weights, variant))
+    files = tuple(each for each in listed if each.name == file) if file else tuple(
+        choose_files(listed, weights, variant))
     missing = tuple(each for each in files if not cached(each.name))
     card = getattr(info, "card_data", None)
     licence = licence or str(getattr(card, "license_name", None) or getattr(card, "license", None) or "")
@@ -198,7 +199,7 @@ def _to_accept(name: str) -> str:
         return f"gated: accept its licence at {constants.ENDPOINT}/{name}, then `hf auth login`"
 
 
-def chosen(files: Iterable[File], weights: bool = True, variant: str | None = None) -> Iterator[File]:
+def choose_files(files: Iterable[File], weights: bool = True, variant: str | None = None) -> Iterator[File]:
     """Yield the files of a repository that diffusers or transformers read: one form of the weights of each folder.
 
     weights: False for a tokenizer alone. variant: such as fp16.

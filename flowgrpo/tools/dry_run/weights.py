@@ -145,7 +145,7 @@ def _bytes_of(name: str) -> float:
 
 
 def _names(config: Config) -> Iterable[str]:
-    rules = config.trained | config.watched
+    rules = config.trained | config.extra_rewards
     return {inner for name, rule in rules.items() for inner in (rule.use or name, *_inner(rule.args))}
 
 

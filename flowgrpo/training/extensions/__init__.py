@@ -104,17 +104,17 @@ def _all(setup: Setup) -> list[type[Extension]]:
 def require(extension: type[Extension], setup: Setup) -> None:
     """Raise UserError for a run that the extension does not go with."""
     extension.require(setup)
-    if asked := extension.asked(setup):
+    if asked := extension.enabled_by(setup):
         for reason in obstacles(extension, setup):
             raise UserError(f"{asked}, which does not go with {reason}: leave one of them out")
 
 
 def obstacles(extension: type[Extension], setup: Setup) -> Iterator[str]:
     """Yield what the extension does not go with in a run, in words: what the run lacks for it comes last."""
-    yield from (reason for reason, applies in extension.refused(setup).items() if applies)
+    yield from (reason for reason, applies in extension.conflicts(setup).items() if applies)
     lacking = capabilities.lacking(setup)
     for other in _all(setup):
-        for capability, reason in other.lacks(setup).items() if other is not extension else ():
+        for capability, reason in other.missing(setup).items() if other is not extension else ():
             lacking.setdefault(capability, []).append(reason)
-    for capability in (each for each in capabilities.ALL if each in extension.needed(setup)):
+    for capability in (each for each in capabilities.ALL if each in extension.requirements(setup)):
         yield from lacking.get(capability, ())

@@ -21,7 +21,7 @@ class Resampling(Extension):
     """Turns of an epoch's draw, by the method's expansion and redraw."""
 
     @classmethod
-    def lacks(cls, setup: Setup) -> dict[str, str]:
+    def missing(cls, setup: Setup) -> dict[str, str]:
         redraw, expansion = setup.method.redraw, setup.method.expansion
         lacks = {capabilities.ONE_DRAW: "parts.redraw, which replaces groups by their rewards"} if redraw else {}
         return lacks | ({capabilities.AS_LEARNED: "parts.expansion, whose samples are drawn under other prompts"}

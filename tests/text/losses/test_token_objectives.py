@@ -52,8 +52,8 @@ def test_entropies_by_hand_and_their_gradient():
     advantage = ADVANTAGE[:, None]
     plain = Clip(0.2, 0.2)(read.log_ratio, advantage, read.old.logp)
     close(EntropyBonus(Clip(0.2, 0.2), 0.05)(read.log_ratio, advantage, read), (plain - 0.05 * entropy).tolist())
-    assert torch.equal(EntropyBonus().clipped(read.log_ratio, advantage, read),
-                       Clip(0.2, 0.2).clipped(read.log_ratio, advantage))
+    assert torch.equal(EntropyBonus().clip_mask(read.log_ratio, advantage, read),
+                       Clip(0.2, 0.2).clip_mask(read.log_ratio, advantage))
 
 
 def test_the_score_has_the_entropy_of_what_was_drawn_from():

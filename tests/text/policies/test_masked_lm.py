@@ -79,9 +79,9 @@ def test_steps_and_surest_places_by_hand():
     logits = torch.stack([surest, 1 - surest], -1).log() + 3.0  # of logits a constant says nothing
     masked = torch.tensor([[True, True, True, True], [True, True, True, False]])
     lots = torch.tensor([[0.1, 0.2, 0.4, 0.3], [0.3, 0.1, 0.2, 0.9]])
-    assert Unmasking().chosen(logits, masked, lots, 2).tolist() == [[1, 3], [0, 1]]
-    assert Unmasking(0.01).chosen(logits, masked, lots, 3).tolist() == [[1, 3, 2], [0, 1, 2]]  # whatever the sampling's
-    assert Unmasking(order="random").chosen(logits, masked, lots, 2).tolist() == [[2, 3], [0, 2]]
+    assert Unmasking().choose(logits, masked, lots, 2).tolist() == [[1, 3], [0, 1]]
+    assert Unmasking(0.01).choose(logits, masked, lots, 3).tolist() == [[1, 3, 2], [0, 1, 2]]  # whatever the sampling's
+    assert Unmasking(order="random").choose(logits, masked, lots, 2).tolist() == [[2, 3], [0, 2]]
 
 
 @pytest.mark.parametrize("unmasking, length, expected", [

@@ -124,7 +124,7 @@ def test_the_released_mixture_is_of_answers():
     loss = ExpertMixture(Reinforce(), 2.0, 1.0)(read.log_ratio, advantage, read)
     close(loss[:1], Reinforce()(read.log_ratio, advantage)[:1].tolist())
     close(loss[1:], [[-0.25 * 1 / 1.4, -0.64 * 0.4 / 1.4]])
-    clip = ExpertMixture().clipped(read.log_ratio, -advantage, read)
+    clip = ExpertMixture().clip_mask(read.log_ratio, -advantage, read)
     assert clip.tolist() == [[False, True], [False, False]]
 
 

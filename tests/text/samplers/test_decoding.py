@@ -155,7 +155,7 @@ def test_truncated_weights_leave_every_token_its_gradient():
     surrogate = TruncatedIS(low=0.5, high=1.0)  # weights within 0.5 to 2
     surrogate(new - old, advantage, old).sum().backward()
     close(new.grad, -advantage * moved.exp().clamp(0.5, 2.0))
-    assert surrogate.clipped(moved, advantage).tolist() == [[True, False, True], [False, True, True], [False] * 3]
+    assert surrogate.clip_mask(moved, advantage).tolist() == [[True, False, True], [False, True, True], [False] * 3]
 
 
 def test_sums_tails_and_first_samples():

@@ -40,7 +40,7 @@ def pool(own, asked, prompts: int = 2):
     ([0.1, 0.7, 0.05, 0.6, 0.3, 0.2, 0.0, 0.4], [1, 3, 4, 7]),
     ([0.0, 1.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0], [1, 3, 5, 6]), ([1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0], [4, 5, 6, 7])])
 def test_the_expected_successes_of_those_that_go_on_are_nearest_to_half(chances, kept):
-    assert PrunedDraws().chosen(torch.tensor(chances), 4).tolist() == kept
+    assert PrunedDraws().choose(torch.tensor(chances), 4).tolist() == kept
 
 
 def test_survivors_are_nearer_to_half_than_those_kept_by_lot():
@@ -48,7 +48,7 @@ def test_survivors_are_nearer_to_half_than_those_kept_by_lot():
     generator = torch.Generator().manual_seed(0)
     chances = torch.rand(200, 32, generator=generator) ** 0.11
     right = (torch.rand(200, 32, generator=generator) < chances).float()
-    kept = torch.stack([PrunedDraws().chosen(row, 8) for row in chances])
+    kept = torch.stack([PrunedDraws().choose(row, 8) for row in chances])
     assert right.mean() > 0.85
     assert (right.gather(1, kept).mean() - 0.5).abs() < 0.7 * (right[:, :8].mean() - 0.5).abs()
 
@@ -79,7 +79,7 @@ def test_the_head_reads_the_state_behind_the_last_token_and_decides():
     _, _, made, _ = drawn(quality=lambda states: seen.append(states) or states[:, 0])
     torch.testing.assert_close(seen[0], states, rtol=1e-4, atol=1e-4)
     for prompt in range(2):
-        rows = 12 * prompt + PrunedDraws().chosen(scores[prompt].sigmoid(), 4)
+        rows = 12 * prompt + PrunedDraws().choose(scores[prompt].sigmoid(), 4)
         assert made.texts[4 * prompt:4 * prompt + 4] == [whole.texts[i] for i in rows.tolist()]
 
 

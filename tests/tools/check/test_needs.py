@@ -131,9 +131,10 @@ def test_weights_licences_and_extras():
     names = ["config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "pytorch_model.bin",
              "tf_model.h5", "model.fp16.safetensors", "original/model.pth", "README.md"]
     files = [File(name, 1) for name in names]
-    assert [file.name for file in needs.chosen(files)] == names[:3]
-    assert [file.name for file in needs.chosen(files, variant="fp16")] == ["config.json", "model.fp16.safetensors"]
-    assert [file.name for file in needs.chosen(files, weights=False)] == ["config.json"]
+    assert [file.name for file in needs.choose_files(files)] == names[:3]
+    assert [file.name for file in needs.choose_files(files, variant="fp16")] == ["config.json",
+                                                                                 "model.fp16.safetensors"]
+    assert [file.name for file in needs.choose_files(files, weights=False)] == ["config.json"]
     assert needs.stated("sdxl_24gb") == ("CreativeML Open RAIL++-M", False)
     assert needs.stated("flux_dev_24gb") == ("FLUX.1 [dev] Non-Commercial License", True)
     assert [text.partition(">")[0].partition("=")[0] for text in prepare.requirements(["clip", "datasets"])] == [
