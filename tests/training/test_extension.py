@@ -253,7 +253,7 @@ def test_what_a_toy_needs_and_lacks_is_weighed_with_the_other_extensions_and_the
         settings = tiny_text.config(train__updates=2, **options)
         extensions.check(loop.setup(settings, "causal_lm", prompts=[Prompt("1+2=")]))
     check(train__staleness=1)
-    monkeypatch.setattr(Toy, "lacks", classmethod(lambda cls, setup: {capabilities.RECORDABLE: "a toy, which melts"}))
+    monkeypatch.setattr(Toy, "missing", classmethod(lambda cls, setup: {capabilities.RECORDABLE: "a toy, which melts"}))
     check()
     with pytest.raises(UserError, match="train.staleness is 1, which does not go with a toy, which melts: leave one"):
         check(train__staleness=1)
@@ -263,7 +263,7 @@ def test_what_a_toy_needs_and_lacks_is_weighed_with_the_other_extensions_and_the
         check(adapter__rank=0)
     with pytest.raises(UserError, match="parts.replay is GroupReplay, which does not go with a toy, which melts"):
         check(parts={"replay": {"type": "GroupReplay"}})
-    monkeypatch.setattr(Toy, "lacks", classmethod(lambda cls, setup: {}))
+    monkeypatch.setattr(Toy, "missing", classmethod(lambda cls, setup: {}))
     with pytest.raises(UserError, match="the extension Toy is on, which does not go with parts.replay, which trains"):
         check(parts={"replay": {"type": "GroupReplay"}})
 
