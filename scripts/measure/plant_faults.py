@@ -185,12 +185,12 @@ FAULTS = (
 
 
 def copy_of_tree(folder: Path) -> None:
-    """Copy the files that git tracks, as they are in the working tree."""
+    """Copy the files and links that git tracks, as they are in the working tree."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, listed.split("\0")):
-        if (ROOT / name).is_file():
+        if (ROOT / name).is_file() or (ROOT / name).is_symlink():  # flowgrpo/recipes is a link to a folder
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, folder / name)
+            shutil.copy(ROOT / name, folder / name, follow_symlinks=False)
 
 
 def fails(tree: Path, tests: tuple[str, ...], tier: str, workers: int) -> str | None:
