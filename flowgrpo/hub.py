@@ -16,7 +16,7 @@ from pathlib import Path
 
 from flowgrpo.config import recipes
 from flowgrpo.errors import UserError
-from flowgrpo.packages import broken, causes
+from flowgrpo.packages import causes, import_failure
 from flowgrpo.starter import FOLDERS
 
 SECONDS = 4.0  # until an answer
@@ -93,7 +93,7 @@ def load_error(error: BaseException, model: str, what: str, expected: str, reaso
 
     what: a noun for the model. expected: what would load. reason: a better one than the raised error's.
     """
-    if told := refusal(error, model) or broken(error) or _other_sizes(error):
+    if told := refusal(error, model) or import_failure(error) or _other_sizes(error):
         return UserError(f"cannot load the {what} {model!r}: {told}")
     lines = str(error).strip().splitlines()
     return UserError(f"cannot load the {what} {model!r} ({reason or (lines or [type(error).__name__])[0]}): expected "

@@ -49,7 +49,7 @@ def import_optional(module: str, extra: str, who: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except Exception as error:  # a package that does not fit raises anything
-        if told := broken(error):
+        if told := import_failure(error):
             raise UserError(f"{who}: {told}") from error
         if not isinstance(error, ImportError):
             raise
@@ -78,7 +78,7 @@ def require_versions() -> None:
                         f"pip install {wants}")
 
 
-def broken(error: BaseException) -> str | None:
+def import_failure(error: BaseException) -> str | None:
     """Return why a package of the environment fails and the command that mends it, in one line; None for other errors.
 
     error: as raised. What libraries raise in its place has the failed import as its cause or context.

@@ -88,7 +88,7 @@ class Trainer:
             epoch.metrics |= self.scoring.epoch_metrics(epoch.groups, self.epoch, self.log) | epoch.groups.metrics()
             self.extensions.on_drawn(epoch)
             # Compare within groups, then learn.
-            epoch.parts = credit.compared(self, epoch)
+            epoch.parts = credit.compare(self, epoch)
             return self.train_on(epoch)
 
     def train_on(self, epoch: Epoch) -> dict[str, Any]:

@@ -83,18 +83,19 @@ def failed(folder: Path, monkeypatch, name: str, code: str) -> BaseException:
 def test_what_a_library_raises_in_its_place_is_looked_behind(tmp_path, monkeypatch):
     error = RuntimeError("Failed to import diffusers.pipelines (look up to see its traceback):")
     error.__cause__ = failed(tmp_path, monkeypatch, "oddpackage", "from torch import no_such_name\n")
-    told = packages.broken(error)
+    told = packages.import_failure(error)
     assert told.startswith(f"oddpackage 99.0 does not work with torch {packages.version('torch')} (cannot import name")
     assert told.endswith("pip install --upgrade oddpackage torch")
 
 
 def test_an_attribute_that_is_gone(tmp_path, monkeypatch):
-    told = packages.broken(failed(tmp_path, monkeypatch, "oddpackage", "import torch\ntorch.no_such_function()\n"))
+    error = failed(tmp_path, monkeypatch, "oddpackage", "import torch\ntorch.no_such_function()\n")
+    told = packages.import_failure(error)
     assert told.startswith("oddpackage 99.0 does not work with torch ") and "no_such_function" in told
 
 
 def test_a_package_whose_own_requirement_is_missing(tmp_path, monkeypatch):
-    told = packages.broken(failed(tmp_path, monkeypatch, "oddpackage", "import no_such_module\n"))
+    told = packages.import_failure(failed(tmp_path, monkeypatch, "oddpackage", "import no_such_module\n"))
     assert told == "oddpackage 99.0 lacks no_such_module (No module named 'no_such_module'): pip install no_such_module"
 
 
@@ -105,12 +106,12 @@ def test_a_name_that_a_function_asks_for_in_vain(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "oddpackage", raising=False)
     with pytest.raises(ImportError) as raised:
         __import__("oddpackage").load()
-    assert packages.broken(raised.value).endswith("pip install --upgrade oddpackage torch")
+    assert packages.import_failure(raised.value).endswith("pip install --upgrade oddpackage torch")
 
 
 def test_what_transformers_wants_of_peft():
-    told = packages.broken(ValueError("The version of PEFT you are using is not compatible, please use a version >= "
-                                      "0.22.0"))
+    told = packages.import_failure(ValueError("The version of PEFT you are using is not compatible, please use a "
+                                              "version >= 0.22.0"))
     assert told == (f"transformers {packages.version('transformers')} wants peft >= 0.22.0, and peft "
                     f"{packages.version('peft')} is here: pip install 'peft>=0.22.0', or "
                     f"'transformers<{packages.version('transformers')}'")
@@ -124,7 +125,7 @@ def test_other_errors_are_not_explained():
     for bug in (_bug, lambda: __import__("no_such_module_at_all"), lambda: int("x")):
         with pytest.raises(Exception) as raised:
             bug()
-        assert packages.broken(raised.value) is None
+        assert packages.import_failure(raised.value) is None
 
 
 def test_an_extra_that_does_not_fit_is_told_for_what_needs_it(tmp_path, monkeypatch):

@@ -136,7 +136,7 @@ def test_make_targets_and_the_benchs_recipe():
     assert {"test", "demo"} <= shown and [name for name in shown if not re.search(f"^{name}:", makefile, re.M)] == []
     # Over the settings that the bench shares; losses differ from the second update on.
     shown = yaml.safe_load(bench_example()[0])
-    train = {key[6:]: value for key, value in models.shared("starter").items() if key.startswith("train.")}
+    train = {key[6:]: value for key, value in models.common_settings("starter").items() if key.startswith("train.")}
     made = geometry(config.validate({"train": train | shown["train"]}).train, 1)
     assert made.updates == 2 and made.micro_batch == 48
 

@@ -19,7 +19,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.escaped import line, plain
 from flowgrpo.files import at_home
 from flowgrpo.log import plain_console, silence
-from flowgrpo.packages import broken, require_versions
+from flowgrpo.packages import import_failure, require_versions
 from flowgrpo.storage import paths
 
 TRAIN, LOOK, SHARE, EXTEND = "Train", "Look", "Share", "Extend"  # panels of the first screen
@@ -135,7 +135,7 @@ def _run(arguments: list[str] | None) -> int:
     except UsageError as error:
         message = error.format_message() + _describe_value(error, sys.argv[1:] if arguments is None else arguments)
     except Exception as error:
-        refusal = paths.refusal(error) or broken(error) or _without_room(error)
+        refusal = paths.refusal(error) or import_failure(error) or _without_room(error)
         if refusal is None:
             raise
         message = refusal

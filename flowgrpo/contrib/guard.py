@@ -231,7 +231,7 @@ class Guard(Extension):
             self._return_to_good(fall)
         else:
             self._keep_best(before)
-            if spike := self._broken() or self._spike(epoch.metrics):
+            if spike := self._odd_weights() or self._spike(epoch.metrics):
                 self._go_back(before, spike)
         self.before = None
         return {"guard/returns": len(self.returns)}
@@ -296,7 +296,7 @@ class Guard(Extension):
         if not self.held_out:
             self.good = before
 
-    def _broken(self) -> str:
+    def _odd_weights(self) -> str:
         """Describe weights that are not finite, on any process."""
         weights = {**self.run.policy.weights.named, **(self.run.optimization.ema or {})}
         return "weights are not finite" if self.run.processes.any(bool(adapters.odd(weights))) else ""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo.errors import UserError, nearest
-from flowgrpo.packages import broken
+from flowgrpo.packages import import_failure
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.local_model import LocalModel
 
@@ -225,7 +225,7 @@ def package(name: str, who: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except Exception as error:  # a package that does not fit raises anything
-        if told := broken(error):
+        if told := import_failure(error):
             raise UserError(f"{who}: {told}") from error
         if not isinstance(error, ImportError):
             raise

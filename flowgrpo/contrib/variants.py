@@ -15,7 +15,7 @@ from flowgrpo.data.prompts import Prompt, as_line, of_records
 from flowgrpo.errors import UserError
 from flowgrpo.parts import part
 from flowgrpo.samplers.rollout import Part, seeder
-from flowgrpo.text.rewards.answer_keys import spoken
+from flowgrpo.text.rewards.answer_keys import strip_thoughts
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.extension import Extension
 from flowgrpo.training.run import Run
@@ -110,6 +110,6 @@ def _of_part(run: Run, curriculum: Variations, part: Part, prompts: Sequence[Pro
         seed = seeder(run.config.seed, run.epoch, TURN)
         sampled = policy.sample(policy.encode([shown], images=[prompt.brings]), run.method.generation.decoding,
                                 policy.generators([seed(place, 0)]), torch.zeros(1, dtype=torch.bool))
-        if text := spoken(str(sampled.texts[0])).strip():
+        if text := strip_thoughts(str(sampled.texts[0])).strip():
             written.append(replace(prompt, text=text))
     return written

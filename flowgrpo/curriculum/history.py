@@ -207,7 +207,7 @@ NORMS = "gradient_norms"  # key of the memory
 
 @part("curriculum", reads_norms=True, jointly={"keep prior": "0 to 1 and above 0"})
 class GradientVariance:
-    """More of an epoch's groups for prompts with long gradients that are rarely right (GVM, 2505.02391): `shared_out`.
+    """More of an epoch's groups for prompts with long gradients that are rarely right (GVM, 2505.02391): `share_out`.
 
     An epoch has `each` times fewer different prompts than groups, at least one group each. The rate p of a prompt is
     the mean of its posterior, as of `Knapsack`. Its gradient norm is the root mean square over its right samples, of
@@ -231,7 +231,7 @@ class GradientVariance:
         known = memory.get(NORMS, {})
         usual = sum(known.values()) / len(known) if known else 1.0
         norms = [known.get(prompt.key, usual) for prompt in drawn]
-        groups = shared_out((a / (a + b)).tolist(), norms, count, self.alpha, self.beta)
+        groups = share_out((a / (a + b)).tolist(), norms, count, self.alpha, self.beta)
         return [prompt for prompt, number in zip(drawn, groups) for _ in range(number)]
 
     def learn(self, memory: dict[str, Any], drawn: EpochBatch) -> None:
@@ -244,7 +244,7 @@ class GradientVariance:
         known |= {key: math.sqrt(sum(values) / len(values)) for key, values in squares.items() if values}
 
 
-def shared_out(rates: Sequence[float], norms: Sequence[float], units: int, alpha: float, beta: float,
+def share_out(rates: Sequence[float], norms: Sequence[float], units: int, alpha: float, beta: float,
                least: int = 1) -> list[int]:
     """Return the units of each prompt, `least` at least: in proportion to G / sqrt(p + alpha / p^(beta - 1)) for the
     rate p and the norm G (2505.02391).

@@ -256,7 +256,7 @@ class Scoring:
         self._held.append((prompts, samples, base, latents))
         if sum(len(held) for held, *_ in self._held) % self.group:
             return
-        given, drawn, bases, clean = _joined(self._held)
+        given, drawn, bases, clean = _join(self._held)
         self._held = []
         if not self.reports:
             self.scores.append(torch.zeros(len(given), len(self.functions)))
@@ -267,7 +267,7 @@ class Scoring:
             policy=self.policy, fps=self.policy.fps)))
 
 
-def _joined(held: list[tuple[list[Prompt], Any, Any, Any]]) -> tuple[list[Prompt], Any, Any, Any]:
+def _join(held: list[tuple[list[Prompt], Any, Any, Any]]) -> tuple[list[Prompt], Any, Any, Any]:
     """Return prompts, samples, the base's and latents of several batches as one."""
     if len(held) == 1:
         return held[0]

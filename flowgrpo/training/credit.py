@@ -36,7 +36,7 @@ def slices(values: Tensor, count: int) -> Tensor:
     return values if count == 1 else values.unflatten(1, (count, -1)).flatten(0, 1)
 
 
-def compared(trainer: Run, epoch: Epoch) -> list[Part]:
+def compare(trainer: Run, epoch: Epoch) -> list[Part]:
     """Return this process's parts of an epoch with their advantages; of what is not trained nothing is left."""
     method, scoring, processes = trainer.method, trainer.scoring, trainer.processes
     prompts, scores = epoch.groups.prompts_and_scores()

@@ -65,7 +65,7 @@ def section(model: Mapping[str, Any]) -> str:
 
 def since(model: Mapping[str, Any]) -> list[str]:
     """Return what the settings of a bench are now that they were not when the results were made, as a note."""
-    usual, now = models.flat(validate({}).model_dump()), models.shared(model["model"])
+    usual, now = models.flat(validate({}).model_dump()), models.common_settings(model["model"])
     changed = [f"`{key}: {value}`" for key, value in now.items()
                if key not in ELSEWHERE and value != model["settings"].get(key, usual[key])]
     return [f"Made before the bench took {', '.join(changed)} from the recipe."] if changed else []

@@ -75,7 +75,7 @@ def software(told: Iterable[Mapping[str, str]]) -> dict[str, list[str]]:
 def settings(name: str, recipe: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a run's recipe under the keys that all methods of a model share."""
     return {key: functools.reduce(lambda inner, part: inner[part], key.split("."), recipe)
-            for key in models.shared(name) if key not in ELSEWHERE}
+            for key in models.common_settings(name) if key not in ELSEWHERE}
 
 
 def kept(method: Mapping[str, Any], told: Mapping[str, Any]) -> dict[str, Any]:

@@ -47,7 +47,7 @@ def epoch_of(trainer: Trainer, parts: list[Part], conditioning: Any, batch: list
 
 def updated(trainer: Trainer, epoch: Epoch) -> dict[str, Any]:
     """Compare and train an epoch that is scored, as `Trainer.run_epoch` does; return the metrics."""
-    epoch.parts = credit.compared(trainer, epoch)
+    epoch.parts = credit.compare(trainer, epoch)
     return trainer.train_on(epoch)
 
 

@@ -53,7 +53,7 @@ def gradient(trainer: Trainer) -> tuple[torch.Tensor, float]:
     epoch = epoch_of(trainer, parts, conditioning, batch, scores)
     epoch.weights = trainer.rollouts.step_weights(parts, 0)
     trainer.kl_reference.start_epoch(epoch, trainer.rollouts, 0, 1)
-    for part in credit.compared(trainer, epoch):
+    for part in credit.compare(trainer, epoch):
         trainer.backward(epoch, part, 1, UpdateStats())
     flat = torch.cat([parameter.grad.flatten() for parameter in trainer.policy.weights.parameters()])
     return flat, trainer.first_ratio.max_log_ratio

@@ -39,7 +39,7 @@ MODEL = "starter"
 def trainer_of(entry: Entry, folder: Path, seed: int) -> Trainer:
     """Return the trainer of a bench's run before its first epoch."""
     sides = {side: str(folder / f"{key}.jsonl") for side, key in (("prompts", "train"), ("held_out", "held_out"))}
-    return probe.trainer_of(parse.load(None, models.shared(MODEL) | entry.settings | sides | {"seed": seed}))
+    return probe.trainer_of(parse.load(None, models.common_settings(MODEL) | entry.settings | sides | {"seed": seed}))
 
 
 def gradients(trainer: Trainer, epoch: int) -> tuple[dict[int, Tensor], dict[int, float], Tensor]:
@@ -48,7 +48,7 @@ def gradients(trainer: Trainer, epoch: int) -> tuple[dict[int, Tensor], dict[int
     drawn = trainer.extensions.draw_epoch() or sampling.draw(trainer)
     trainer.method.curriculum.learn(trainer.memory, drawn.groups)
     _, scores = drawn.groups.prompts_and_scores()
-    credited = credit.compared(trainer, drawn)
+    credited = credit.compare(trainer, drawn)
     weights, method = trainer.rollouts.step_weights(credited, epoch), trainer.method
     sums: dict[int, Tensor] = {}
     noise: dict[int, float] = {}

@@ -18,7 +18,7 @@ TEXTS: Options = {
 CPS: Options = {"type": "CPS", "level": 0.9}
 WINDOW: Options = {"size": 3, "order": "frozen"}
 # The demo's settings for fewer epochs. The run's own evaluation has one prompt: study_measures.py has another.
-IMAGES: Options = {key: value for key, value in models.shared("starter").items() if key != "eval.rewards"} | {
+IMAGES: Options = {key: value for key, value in models.common_settings("starter").items() if key != "eval.rewards"} | {
     "model": "starter", "method": "mix_grpo+grpo_guard", "parts": {"kernel": CPS, "plan": WINDOW}, "train.epochs": 16,
     "device": "cpu", "precision": "fp32", "tracker": "none", "eval.grid": 1, "eval.prompts": 1, "eval.steps": 10,
     "eval.guidance": EVAL["starter"]["guidance"]}

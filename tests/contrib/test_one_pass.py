@@ -236,7 +236,7 @@ def test_an_update_that_is_repeated_replays_what_it_has_read():
     with extension.around_epoch():
         epoch = sampling.draw(made)
         extension.on_drawn(epoch)
-        epoch.parts = credit.compared(made, epoch)
+        epoch.parts = credit.compare(made, epoch)
         epoch.weights = made.rollouts.step_weights(epoch.parts, 0)
         made.kl_reference.start_epoch(epoch, made.rollouts, 0, 1)
         gradients = []

@@ -23,7 +23,7 @@ from flowgrpo.curriculum.history import (
     Retention,
     VarianceSampling,
     gradient_norms,
-    shared_out,
+    share_out,
 )
 from flowgrpo.curriculum.order import EpochPermutation, Knapsack, ThompsonSampling, allocate, value
 from flowgrpo.curriculum.resampling import ExtraRollouts
@@ -344,10 +344,10 @@ def test_groups_of_one_prompt_and_units_by_hand():
     assert Pooled("none")(missing, [1.0], Context(groups=PromptGroups(["x", "x"]))).tolist() == [
         [pytest.approx(2 / 3), 0], [pytest.approx(-1 / 3)] * 2]
     # 1 / sqrt(p + .001 / p): 3.78, 1.98 and 1.05 of 6.82 in all, of 48: 26.6, 14.0 and 7.4.
-    assert shared_out((0.02, 0.25, 0.9), (1, 1, 1), 48, 1e-3, 2.0) == [27, 14, 7]
-    assert shared_out((0.5, 0.5), (1, 3), 8, 1e-3, 2.0) == [2, 6]
-    assert shared_out((0.5, 0.5, 0.5), (0, 1, 1), 9, 1e-3, 2.0) == [1, 4, 4]  # a prompt without gradient: the least
-    assert shared_out((0.5, 0.5), (0, 0), 4, 1e-3, 2.0) == [2, 2]
+    assert share_out((0.02, 0.25, 0.9), (1, 1, 1), 48, 1e-3, 2.0) == [27, 14, 7]
+    assert share_out((0.5, 0.5), (1, 3), 8, 1e-3, 2.0) == [2, 6]
+    assert share_out((0.5, 0.5, 0.5), (0, 1, 1), 9, 1e-3, 2.0) == [1, 4, 4]  # a prompt without gradient: the least
+    assert share_out((0.5, 0.5), (0, 0), 4, 1e-3, 2.0) == [2, 2]
     logp = torch.tensor([[0.5, 0.25, 0.9], [1.0, 1.0, 0.1]]).log()
     mask = torch.tensor([[True, True, False], [True, True, False]])
     assert gradient_norms(logp, mask).tolist() == pytest.approx([math.sqrt(0.25 + 0.5625), 0], abs=1e-6)

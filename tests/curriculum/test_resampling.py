@@ -118,7 +118,7 @@ def test_an_epoch_of_texts_is_filled_up_with_groups_that_differ():
     drawn, parts, asked = epoch.groups, epoch.parts, epoch.conditioning
     assert sorted(set(calls)) == sorted(calls) and len(calls) > 3  # no prompt twice
     batch, _ = drawn.prompts_and_scores()
-    credited = credit.compared(trainer, epoch)
+    credited = credit.compare(trainer, epoch)
     trained = [asked.prompts[i] for part in credited for i in part.prompts[::4].tolist() if part.transitions]
     assert len(batch) == len(calls) and [asked.prompts[i] for part in parts for i in part.prompts[::4]] == calls
     assert set(trained) <= set(calls) and sum(prompt in kept for prompt in trained) >= 3

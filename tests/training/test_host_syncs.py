@@ -45,7 +45,7 @@ def test_no_step_of_a_rollout_and_no_replayed_micro_batch_waits(method):
         trainer.first_ratio.max_log_ratio = 0.0  # there are no values to compare
         epoch = loop.draw(trainer)
         parts, conditioning = epoch.parts, epoch.conditioning
-        epoch.parts = credit.compared(trainer, epoch)
+        epoch.parts = credit.compare(trainer, epoch)
         host.waits.clear()
         [exploration] = trainer.rollouts.explorations(0)[:1]
         generators = policy.generators(range(2))

@@ -309,7 +309,7 @@ def relation_score(box: Sequence[float], other: Sequence[float], words: str, sid
     along, across = (x * right, y) if right else (y * down, x)
     if along <= abs(across):
         return 0.0
-    overlap = _shared(box, other) / max(_area(box) + _area(other) - _shared(box, other), 1e-9)
+    overlap = _overlap(box, other) / max(_area(box) + _area(other) - _overlap(box, other), 1e-9)
     return 1.0 if overlap < OVERLAP else OVERLAP / overlap
 
 
@@ -326,10 +326,10 @@ def in_number(seen: Sequence[Detection], claims: Sequence[tuple[str, int]]) -> f
 def _twice(box: Sequence[float], other: Sequence[float]) -> bool:
     """True for two boxes of one object, most of either in the other, their last pixels included."""
     box, other = ((left - 0.5, top - 0.5, right + 0.5, bottom + 0.5) for left, top, right, bottom in (box, other))
-    return _shared(box, other) > SAME * min(_area(box), _area(other))
+    return _overlap(box, other) > SAME * min(_area(box), _area(other))
 
 
-def _shared(box: Sequence[float], other: Sequence[float]) -> float:
+def _overlap(box: Sequence[float], other: Sequence[float]) -> float:
     width, height = (max(0.0, min(box[i + 2], other[i + 2]) - max(box[i], other[i])) for i in (0, 1))
     return width * height
 

@@ -487,7 +487,7 @@ class EncodePrompt:
         try:
             # Lengths alone would not tell: 77 tokens may meet 77 prompts. What grows with the prompts is theirs.
             one, two = self._calls(twice.rows(torch.tensor([0])), guidance), self._calls(twice, guidance)
-            self._shared = tuple(tuple(map(_shared, *values)) for values in zip(one, two, strict=True))
+            self._shared = tuple(tuple(map(_is_shared, *values)) for values in zip(one, two, strict=True))
             self.one_per_call = bool(twice.inputs) and not stay_apart()
         except torch.OutOfMemoryError:
             raise
@@ -556,7 +556,7 @@ def _kinds(plain: Conditioning) -> Kinds:
     return frozenset((name, isinstance(values[0], (list, tuple))) for name, values in plain.inputs.items())
 
 
-def _shared(one: Any, two: Any) -> bool:
+def _is_shared(one: Any, two: Any) -> bool:
     """Return True if a value of `encode_prompt` is the same for one prompt and for two, and so serves all prompts.
 
     Raises ValueError if it grows with them without a row for each: bounds of sequences, rows in another dimension.

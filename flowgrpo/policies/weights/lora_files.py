@@ -23,7 +23,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.files import tensors_of
 from flowgrpo.log import quiet
 from flowgrpo.nouns import quantity
-from flowgrpo.packages import broken
+from flowgrpo.packages import import_failure
 from flowgrpo.policies.weights import adapters
 from flowgrpo.storage.manifest import order_metadata
 from flowgrpo.storage.places import CONFIG, is_checkpoint
@@ -284,7 +284,8 @@ def attach(pipe: Any, modules: dict[str, torch.nn.Module], path: Path, adapter: 
             said = f"size mismatch for {sizes[1]}, {sizes[2]} in the file and {sizes[3]} in the model"
         if isinstance(error, KeyError):  # of a converter that expects all layers
             said = f"as diffusers reads its form, the file lacks {said}; {doubt(held)}"
-        raise UserError(f"{path} does not load into {type(pipe).__name__}: {broken(error) or said[:300]}") from error
+        why = import_failure(error) or said[:300]
+        raise UserError(f"{path} does not load into {type(pipe).__name__}: {why}") from error
     parts = {name: part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
     return require_applied(path, held, pipe, parts, adapter)
 

@@ -16,7 +16,7 @@ from flowgrpo.device import DTYPES
 from flowgrpo.errors import UserError
 from flowgrpo.log import quiet
 from flowgrpo.nouns import quantity
-from flowgrpo.packages import broken
+from flowgrpo.packages import import_failure
 from flowgrpo.policies.weights import adapters
 from flowgrpo.policies.weights.trainable import TrainableWeights
 from flowgrpo.starter import FOLDERS
@@ -78,7 +78,7 @@ def attach(model: torch.nn.Module, folder: Path, adapter: str = "default") -> No
     except UserError:
         raise
     except Exception as error:  # third-party files can raise anything
-        why = broken(error) or " ".join(str(error).split())[:200]
+        why = import_failure(error) or " ".join(str(error).split())[:200]
         raise UserError(f"{folder} does not load into {type(model).__name__}: {why}") from error
 
 

@@ -21,7 +21,7 @@ _HASHES = re.compile(r"####[ \t]*(\S[^\n]*)")
 _BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.S)
 
 
-def spoken(text: str) -> str:
+def strip_thoughts(text: str) -> str:
     """Return a completion without its thoughts: the part after the last </think>, up to a <think> never closed."""
     return text.rpartition("</think>")[2].partition("<think>")[0]
 
@@ -42,9 +42,9 @@ def final_answer(text: str) -> str | None:
     """Return the answer that a completion states: `explicit_answer`, or else the text after its last "answer is",
     "answer:" or "answer =", to the end of the sentence; None if it states none.
 
-    Thoughts (see `spoken`) do not count.
+    Thoughts (see `strip_thoughts`) do not count.
     """
-    text = spoken(text)
+    text = strip_thoughts(text)
     answer = explicit_answer(text)
     return _last(_LABEL, text) if answer is None else answer
 
@@ -60,7 +60,7 @@ def abstains(text: str) -> bool:
     """True if a completion says that it does not know: in the answer that it states, or else after its thoughts."""
     text = text.replace("\u2019", "'")
     statement = final_answer(text)
-    return _ABSTAINED.search(spoken(text) if statement is None else statement) is not None
+    return _ABSTAINED.search(strip_thoughts(text) if statement is None else statement) is not None
 
 
 def explicit_answer(text: str) -> str | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About
-from flowgrpo.text.rewards.answer_keys import LICENCE, final_answer, keys, spoken
+from flowgrpo.text.rewards.answer_keys import LICENCE, final_answer, keys, strip_thoughts
 
 Box = tuple[float, float, float, float]
 _N = r"\s*(-?\d{1,9}(?:\.\d{1,9})?)\s*"
@@ -74,7 +74,7 @@ class BoxIoU:
     def __call__(self, completions: Sequence[str], prompts: Sequence[str],
                  metadata: Sequence[dict[str, Any]]) -> list[float | None]:
         wanted = keys("box_iou", metadata, self.key, prompts, _boxes)
-        return [None if known is None else match_score(boxes(final_answer(text) or spoken(text)), known)
+        return [None if known is None else match_score(boxes(final_answer(text) or strip_thoughts(text)), known)
                 for text, known in zip(completions, wanted)]
 
 
@@ -155,7 +155,7 @@ class TimeIoU:
     def __call__(self, completions: Sequence[str], prompts: Sequence[str],
                  metadata: Sequence[dict[str, Any]]) -> list[float | None]:
         wanted = keys("time_iou", metadata, self.key, prompts, _span)
-        return [None if known is None else self._one(span(final_answer(text) or spoken(text)), known)
+        return [None if known is None else self._one(span(final_answer(text) or strip_thoughts(text)), known)
                 for text, known in zip(completions, wanted)]
 
     def _one(self, named: tuple[float, float] | None, known: tuple[float, float]) -> float:

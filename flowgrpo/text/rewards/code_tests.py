@@ -19,7 +19,7 @@ from flowgrpo.escaped import one_line
 from flowgrpo.packages import import_optional
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.remote.exchange import side_by_side
-from flowgrpo.text.rewards.answer_keys import LICENCE, answer_tag, code_blocks, keys, spoken
+from flowgrpo.text.rewards.answer_keys import LICENCE, answer_tag, code_blocks, keys, strip_thoughts
 from flowgrpo.text.rewards.sandbox.choose import choose
 from flowgrpo.text.rewards.sandbox.run import Boundary, Checks, Limits, run
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 def code_of(text: str) -> str:
     """Return the last block of Python of a completion, or all text after its thoughts if there is none."""
-    text = spoken(text)
+    text = strip_thoughts(text)
     blocks = code_blocks(text, "", "python", "py")
     return blocks[-1] if blocks else text
 
@@ -144,7 +144,7 @@ def find_json(text: str) -> Any:
     """Return the JSON of a completion: its last block of code that holds some, or else all text in its
     <answer> tags or, without these, after its thoughts.
     Raises ValueError if that is not JSON; NaN and infinities are not."""
-    text = spoken(text)
+    text = strip_thoughts(text)
     inside = answer_tag(text)
     text = text if inside is None else inside
     for block in reversed(code_blocks(text, "", "json")):
@@ -251,7 +251,7 @@ USES = 64  # <use> elements, each of which may repeat others
 
 def svg_of(text: str) -> str | None:
     """Return the last <svg> element of a completion, after its thoughts; None if there is none."""
-    elements = _SVG.findall(spoken(text))
+    elements = _SVG.findall(strip_thoughts(text))
     return elements[-1] if elements else None
 
 

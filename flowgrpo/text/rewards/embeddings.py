@@ -20,7 +20,7 @@ from flowgrpo.rewards.about import About
 from flowgrpo.rewards.guards import distances
 from flowgrpo.rewards.local_model import LocalModel, load_pretrained, loading
 from flowgrpo.storage import atomic
-from flowgrpo.text.rewards.answer_keys import LICENCE, final_answer, keys, several, spoken
+from flowgrpo.text.rewards.answer_keys import LICENCE, final_answer, keys, several, strip_thoughts
 from flowgrpo.text.rewards.rules import normalise
 
 
@@ -90,7 +90,7 @@ class SemanticSimilarity(TextEncoder):
     def __call__(self, completions: Sequence[str], prompts: Sequence[str],
                  metadata: Sequence[dict[str, Any]]) -> list[float | None]:
         references = keys(self.reward, metadata, self.key, prompts, several)
-        answers = [final_answer(text) or spoken(text).strip() for text in completions]
+        answers = [final_answer(text) or strip_thoughts(text).strip() for text in completions]
         texts = sorted({*answers, *(text for accepted in references for text in accepted or ())})
         of = dict(zip(texts, self.embed(texts)))
         return [None if accepted is None else max(float(of[answer] @ of[text]) for text in accepted)
@@ -315,7 +315,7 @@ class TextScorer(TextEncoder):
 
     def scores(self, texts: Sequence[str], categories: Sequence[str]) -> list[Tensor | None]:
         """Return the aspects' scores of each text, [A] float64; None for a category without a head."""
-        texts = texts if self.thoughts else [spoken(text) for text in texts]
+        texts = texts if self.thoughts else [strip_thoughts(text) for text in texts]
         rows = (self.embed(texts) if self.known.encoder else hash_words(texts)).double()
         heads = {name: torch.tensor(head, dtype=torch.float64) for name, head in self.known.heads.items()}
         of = [heads.get(category, heads.get("")) for category in categories]

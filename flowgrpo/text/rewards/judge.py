@@ -13,7 +13,7 @@ from flowgrpo.rewards.about import About
 from flowgrpo.rewards.failures import Failed
 from flowgrpo.rewards.vlm_judge.judge import LICENCE as MODELS_LICENCE
 from flowgrpo.rewards.vlm_judge.judge import Asking, Judge
-from flowgrpo.text.rewards.answer_keys import LICENCE, keys, several, spoken
+from flowgrpo.text.rewards.answer_keys import LICENCE, keys, several, strip_thoughts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,7 +29,7 @@ class Tagged(Asking):
 
     def _parts(self, output: Tensor | str) -> list[dict[str, Any]]:
         assert isinstance(output, str)  # completions alone
-        shown = (output if self.thoughts else spoken(output)).strip().replace("</completion>", "< /completion>")
+        shown = (output if self.thoughts else strip_thoughts(output)).strip().replace("</completion>", "< /completion>")
         return super()._parts(f"<completion>\n{shown}\n</completion>")
 
 
@@ -143,4 +143,5 @@ class Rubric:
     def __call__(self, completions: Sequence[str], prompts: Sequence[str],
                  metadata: Sequence[dict[str, Any]]) -> list[float | None]:
         rubrics = keys("rubric", metadata, self.key, prompts, items)
-        return [None if rubric is None else share(spoken(text), rubric) for text, rubric in zip(completions, rubrics)]
+        return [None if rubric is None else share(strip_thoughts(text), rubric)
+                for text, rubric in zip(completions, rubrics)]

@@ -17,7 +17,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.local_model import LocalModel, load_pretrained, require_arguments
 from flowgrpo.rewards.vlm_judge.judge import fill_template
-from flowgrpo.text.rewards.answer_keys import LICENCE, keys, several, spoken
+from flowgrpo.text.rewards.answer_keys import LICENCE, keys, several, strip_thoughts
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -128,7 +128,7 @@ class RewardModel(LocalModel):
     def _tokens(self, prompt: str, completion: str) -> list[int]:
         """Return a prompt with its completion as tokens, the last `longest` of them."""
         _, tokenizer = self.models
-        completion = completion if self.thoughts else spoken(completion)
+        completion = completion if self.thoughts else strip_thoughts(completion)
         if self.template is not None:
             text = fill_template(self.template, prompt=prompt, completion=completion)
             return tokenizer(text)["input_ids"][-self.longest:]

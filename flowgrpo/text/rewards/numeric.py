@@ -25,7 +25,15 @@ from flowgrpo.errors import UserError
 from flowgrpo.packages import import_optional
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.failures import Failed
-from flowgrpo.text.rewards.answer_keys import LICENCE, abstains, explicit_answer, final_answer, keys, several, spoken
+from flowgrpo.text.rewards.answer_keys import (
+    LICENCE,
+    abstains,
+    explicit_answer,
+    final_answer,
+    keys,
+    several,
+    strip_thoughts,
+)
 
 DIGITS = 300  # a longer number is rejected, and so is a larger power of ten
 NODES = 200  # of an expression
@@ -179,7 +187,7 @@ class NumericMatch:
     def answer(self, completion: str) -> Number | None:
         """Return the number that a completion answers; None if there is none."""
         statement = final_answer(completion)
-        answer = spoken(completion) if statement is None else statement
+        answer = strip_thoughts(completion) if statement is None else statement
         return (expression(answer) if self.expressions else None) or last_number(answer)
 
     def _one(self, completion: str, accepted: Sequence[Number]) -> float:
@@ -310,7 +318,7 @@ class MathAnswer:
         return accepted
 
     def _one(self, completion: str, accepted: Sequence[str]) -> float:
-        text = spoken(completion)[-LONGEST:]
+        text = strip_thoughts(completion)[-LONGEST:]
         statement = explicit_answer(text)
         answer = text if statement is None else latex(statement)
         return float(any(self.worker.ask([key, answer], self.timeout) == "yes" for key in accepted))

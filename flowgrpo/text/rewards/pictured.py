@@ -29,7 +29,7 @@ from flowgrpo.rewards.local_model import LocalModel, require_arguments
 from flowgrpo.rewards.reward import EPOCH, Batch
 from flowgrpo.samplers.rollout import noise_seed
 from flowgrpo.starter import CALLS, EVAL
-from flowgrpo.text.rewards.answer_keys import answer_tag, spoken
+from flowgrpo.text.rewards.answer_keys import answer_tag, strip_thoughts
 from flowgrpo.types import Completion
 
 SHOWN = 320  # longer side of an image that is kept for display, in pixels
@@ -39,7 +39,7 @@ NOISES = ("epoch", "prompt")
 def rewritten(completion: str) -> str:
     """Return the prompt that a completion states: the text in its last <answer> tags, or all text after its thoughts.
     """
-    text = spoken(completion)
+    text = strip_thoughts(completion)
     answer = answer_tag(text)
     return (text if answer is None else answer).strip()
 

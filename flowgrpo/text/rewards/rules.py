@@ -13,7 +13,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.escaped import one_line
 from flowgrpo.packages import import_optional
 from flowgrpo.rewards.about import About
-from flowgrpo.text.rewards.answer_keys import LICENCE, abstains, final_answer, keys, several, spoken
+from flowgrpo.text.rewards.answer_keys import LICENCE, abstains, final_answer, keys, several, strip_thoughts
 
 OUTER = " \t\n\r.,;:!?\"'`*_$()[]{}\u00ab\u00bb\u2018\u2019\u201c\u201d\u3002"
 
@@ -53,7 +53,7 @@ class ExactMatch:
     def answer(self, completion: str) -> str:
         """Return a completion's answer, normalised."""
         answer = final_answer(completion) if self.extract else completion
-        return normalise(spoken(completion) if answer is None else answer, self.case)
+        return normalise(strip_thoughts(completion) if answer is None else answer, self.case)
 
     def _one(self, completion: str, accepted: Sequence[str]) -> float:
         return float(self.answer(completion) in {normalise(text, self.case) for text in accepted})
@@ -314,7 +314,7 @@ class MultiChoice:
     def __call__(self, completions: Sequence[str], prompts: Sequence[str],
                  metadata: Sequence[dict[str, Any]]) -> list[float | None]:
         references = keys("multi_choice", metadata, self.key, prompts, several)
-        return [None if right is None else self._one(read_choices(final_answer(text) or spoken(text)),
+        return [None if right is None else self._one(read_choices(final_answer(text) or strip_thoughts(text)),
                                                      {choice.strip().upper() for choice in right})
                 for text, right in zip(completions, references)]
 
@@ -352,9 +352,9 @@ class Translation:
         sacrebleu = import_optional("sacrebleu", "translation", "reward 'translation'")
         metric = sacrebleu.CHRF() if self.metric == "chrf" else sacrebleu.BLEU(effective_order=True)
         wanted = keys("translation", metadata, self.key, prompts, several)
-        return [None if references is None else
-                min(1.0, metric.sentence_score(final_answer(text) or spoken(text).strip(), references).score / 100)
-                for text, references in zip(completions, wanted)]
+        texts = [final_answer(text) or strip_thoughts(text).strip() for text in completions]
+        return [None if references is None else min(1.0, metric.sentence_score(text, references).score / 100)
+                for text, references in zip(texts, wanted)]
 
 
 @dataclass(frozen=True)

@@ -267,7 +267,7 @@ def results(plan: Plan, runs: Sequence[Run], errors: dict[str, str]) -> dict[str
         "seeds": request.seeds, "points": request.points, "prompts": {side: len(prompts) for side, prompts in
                                                                       plan.sides.items()},
         "measured_prompts": len(some[0]["scores"]) if some else 0, "measured": of.measured,
-        "trained": models.shared(request.model)["reward"], "watched": list(of.watched), "reference": reference,
+        "trained": models.common_settings(request.model)["reward"], "watched": list(of.watched), "reference": reference,
         "base": base,
         "base_tasks": some[0]["base_tasks"] if some else {}, "goals": [[share, goal] for share, goal in goals.items()],
         "methods": methods, "test": TEST, "differences": _differences(finished[PUBLISHED], present),

@@ -110,7 +110,7 @@ def _recipe(name: str) -> dict[str, Any]:
     return flat(raw | {"reward": raw["reward"] if isinstance(raw["reward"], dict) else {raw["reward"]: 1.0}})
 
 
-def shared(name: str) -> dict[str, Any]:
+def common_settings(name: str) -> dict[str, Any]:
     """Return the dotted settings of all runs on a model: its recipe's, but OF_BENCH and `BenchModel.differs`."""
     of = MODELS[name]
     kept = {key: value for key, value in _recipe(name).items() if key not in OF_BENCH}
@@ -218,7 +218,7 @@ def _require(entry: Entry, name: str, of: BenchModel) -> None:
     """Raise UserError for a method of another kind of model, and for rewards that it cannot follow."""
     method = overlay.preset(entry.settings["method"]).on(of.process)
     if method.target.follows_reward:
-        given = parse.validate({"reward": entry.settings.get("reward", shared(name)["reward"])})
+        given = parse.validate({"reward": entry.settings.get("reward", common_settings(name)["reward"])})
         with rewards.lazily():
             rewards.require_gradient(rewards.compose(given.trained, None))
 

@@ -217,7 +217,7 @@ class Plan:
         """Return the configuration of a run, without its length, name and folder."""
         sides = self.request.output / "prompts"
         count = len(self.sides[side])
-        return parse.load(None, models.shared(self.request.model) | settings | {
+        return parse.load(None, models.common_settings(self.request.model) | settings | {
             "seed": seed, "prompts": str(sides / "train.jsonl"), "held_out": str(sides / f"{side}.jsonl"),
             "eval.prompts": min(self.request.prompts or count, count)})
 

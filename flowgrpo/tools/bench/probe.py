@@ -118,7 +118,7 @@ def kl_to_base(config: Config, policy: Policy, prompts: list[Prompt]) -> list[fl
     Denoisers: the sum over steps of `gaussian.kl`, with the sampler of the model's default reference method. Texts: the
     sum over tokens of the difference of log-probabilities.
     """
-    of, shared = models.MODELS[config.model], models.shared(config.model)
+    of, shared = models.MODELS[config.model], models.common_settings(config.model)
     sampler = parse.load(None, shared | {
         "method": of.reference, "parts": of.parts_of_kl, "seed": EVAL_SEED, "device": config.device,
         "precision": config.precision, "prompts": config.prompts, "held_out": config.held_out,

@@ -80,7 +80,7 @@ def needs(config: Config, recipe: str | None = None, sizes: Callable[[str], floa
     """Return what a configuration needs, the missing first. recipe: its packaged name, whose file states a licence.
     sizes: gigabytes of a published model, for when the hub does not answer."""
     found = [Need("extra", extra, present(extra)) for extra in extras(config)]
-    licence, _ = stated(recipe)
+    licence, _ = model_licence(recipe)
     if REPOSITORY.fullmatch(config.model) and not Path(config.model).exists():
         revision = config.load.revision
         found.append(_repository("model", config.model, revision, None, True, licence, config.load.variant,
@@ -108,7 +108,7 @@ def extras(config: Config) -> list[str]:
     return sorted({extra.strip() for text in named for extra in text.split(",")} - {""})
 
 
-def stated(recipe: str | None) -> tuple[str, bool]:
+def model_licence(recipe: str | None) -> tuple[str, bool]:
     """Return the licence of a packaged recipe's model, and whether it is gated."""
     if recipe is None or recipe not in recipes.names():
         return "", False
@@ -116,7 +116,7 @@ def stated(recipe: str | None) -> tuple[str, bool]:
     return (found["name"], found["gated"] == "gated") if found else ("", False)
 
 
-def _made(name: str, arguments: dict[str, Any]) -> Any:
+def _build_reward(name: str, arguments: dict[str, Any]) -> Any:
     """Return a reward without its weights; its class where a package that it needs is missing; None for one that is
     not built in."""
     if ALIASES.get(name, name) not in BUILT_IN:
@@ -132,7 +132,7 @@ def _made(name: str, arguments: dict[str, Any]) -> Any:
 
 
 def _facts(name: str, arguments: dict[str, Any]) -> Iterator[About]:
-    made = _made(name, arguments)
+    made = _build_reward(name, arguments)
     for part in (made, *([] if made is None else local_models(made))):
         if isinstance(facts := getattr(part, "about", None), About):
             yield facts
@@ -140,7 +140,7 @@ def _facts(name: str, arguments: dict[str, Any]) -> Iterator[About]:
 
 def _of_reward(name: str, arguments: dict[str, Any]) -> Iterator[tuple[str, str | None, bool, float | None, str]]:
     """Yield what a reward reads of the hub: repository, file or None, whether weights, gigabytes, licence."""
-    made = _made(name, arguments)
+    made = _build_reward(name, arguments)
     if made is None:
         return
     of_class = isinstance(made, type)
@@ -166,12 +166,12 @@ def _repository(what: str, name: str, revision: str | None, file: str | None, we
     """Return the need of a repository: of one file of it, or of those that are read. weights: False for a tokenizer."""
     from huggingface_hub import HfApi, constants, try_to_load_from_cache
 
-    def cached(path: str) -> bool:
+    def is_cached(path: str) -> bool:
         return isinstance(try_to_load_from_cache(name, path, revision=revision), str)
 
     if constants.HF_HUB_OFFLINE or not hub.answers(constants.ENDPOINT):
         index = (file,) if file else (*hub.INDICES, "tokenizer_config.json", "tokenizer.json", "vocab.json")
-        return Need(what, name, any(map(cached, index)), gigabytes, licence, revision=revision)
+        return Need(what, name, any(map(is_cached, index)), gigabytes, licence, revision=revision)
     try:
         info = HfApi().model_info(name, revision=revision, files_metadata=True)
     except Exception as error:  # the network and its libraries can raise anything
@@ -181,7 +181,7 @@ def _repository(what: str, name: str, revision: str | None, file: str | None, we
               for each in info.siblings or []]
     files = tuple(each for each in listed if each.name == file) if file else tuple(
         choose_files(listed, weights, variant))
-    missing = tuple(each for each in files if not cached(each.name))
+    missing = tuple(each for each in files if not is_cached(each.name))
     card = getattr(info, "card_data", None)
     licence = licence or str(getattr(card, "license_name", None) or getattr(card, "license", None) or "")
     return Need(what, name, not missing, sum(each.size for each in files) / 1e9, licence,

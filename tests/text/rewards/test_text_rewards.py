@@ -11,7 +11,7 @@ import torch
 
 from flowgrpo import rewards
 from flowgrpo.config.reward_rules import RewardRule
-from flowgrpo.text.rewards.answer_keys import abstains, explicit_answer, final_answer, last_box, spoken
+from flowgrpo.text.rewards.answer_keys import abstains, explicit_answer, final_answer, last_box, strip_thoughts
 from flowgrpo.text.rewards.code_tests import JsonSchema
 from flowgrpo.text.rewards.judge import Rubric
 from flowgrpo.text.rewards.numeric import MathAnswer, NumericMatch, Worker, answer_key, expression, last_number
@@ -56,7 +56,7 @@ def test_the_answer_that_is_stated(text, answer):
 
 def test_marks_tags_and_thoughts():
     assert explicit_answer("The answer is 5.") is None and explicit_answer("#### 5") == "5"
-    assert spoken("<think>a</think> b <think>c") == " b " and spoken("a</think>b") == "b" and spoken("a") == "a"
+    assert [*map(strip_thoughts, ("<think>a</think> b <think>c", "a</think>b", "a"))] == [" b ", "b", "a"]
     assert last_box("\\boxed{" * 40_000) is None and last_box("}" * 40_000 + r"\boxed{a}") == "a"
     assert one(FormatTags(begun=True), "a</think><answer>b</answer>") == 1
     assert one(FormatTags(begun=True), "<think>a</think><answer>b</answer>") < 1

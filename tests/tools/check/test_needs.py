@@ -135,8 +135,8 @@ def test_weights_licences_and_extras():
     assert [file.name for file in needs.choose_files(files, variant="fp16")] == ["config.json",
                                                                                  "model.fp16.safetensors"]
     assert [file.name for file in needs.choose_files(files, weights=False)] == ["config.json"]
-    assert needs.stated("sdxl_24gb") == ("CreativeML Open RAIL++-M", False)
-    assert needs.stated("flux_dev_24gb") == ("FLUX.1 [dev] Non-Commercial License", True)
+    assert needs.model_licence("sdxl_24gb") == ("CreativeML Open RAIL++-M", False)
+    assert needs.model_licence("flux_dev_24gb") == ("FLUX.1 [dev] Non-Commercial License", True)
     assert [text.partition(">")[0].partition("=")[0] for text in prepare.requirements(["clip", "datasets"])] == [
         "datasets", "open-clip-torch"]
 
