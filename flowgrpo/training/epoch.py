@@ -17,7 +17,7 @@ class Epoch:
 
     groups: prompts and scores of all processes.
     own: prompts of this process's groups, turn by turn.
-    parts: samples of this process; `credit.compared` gives them their advantages.
+    parts: samples of this process; `credit.compare` gives them their advantages.
     conditioning: `own` as the loss reads it; sampled: as the samples were drawn, None for the same.
     weights: of the steps of the loss, by step.
     metrics: the epoch's line of metrics.jsonl.

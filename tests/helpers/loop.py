@@ -46,7 +46,7 @@ def draw(trainer: Trainer) -> Epoch:
 
 def credit(trainer: Trainer, parts: Sequence[Part], scores: torch.Tensor, keys: Sequence[str]) -> list[Part | None]:
     """The parts with their advantages; None for one of which nothing is left to train."""
-    left = credits.compared(trainer, scored(trainer, parts, scores, keys))
+    left = credits.compare(trainer, scored(trainer, parts, scores, keys))
     found = [left.pop(0) if left and left[0].prompts is part.prompts else None for part in parts]
     assert not left
     return found
