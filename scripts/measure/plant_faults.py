@@ -221,7 +221,7 @@ def tried(tree: Path, fault: Fault, workers: int) -> dict[str, str | None]:
 
 def name_of(line: str) -> str:
     """Return the test's name in a line of pytest's summary."""
-    return re.sub("^(FAILED|ERROR) ", "", line).split(" - ")[0]
+    return re.sub("^(FAILED|ERROR) ", "", line).split(" - ")[0].partition("@")[0]  # @: a group of pytest-xdist
 
 
 def table(results: dict[str, dict[str, str | None]]) -> str:
