@@ -525,8 +525,8 @@ def made(host: str = "flow_grpo", kind: str = "flow", **parts):
 
 def test_the_best_and_the_worst_go_on():
     scores = torch.tensor([[0.3, 0.9, 0.1, 0.5, 0.7], [5.0, 4.0, 3.0, 2.0, 1.0]])
-    assert Pruning(5).chosen(scores, 2).tolist() == [[1, 2], [0, 4]]
-    assert Pruning(5).chosen(scores, 4).tolist() == [[0, 1, 2, 4], [0, 1, 3, 4]]
+    assert Pruning(5).choose(scores, 2).tolist() == [[1, 2], [0, 4]]
+    assert Pruning(5).choose(scores, 4).tolist() == [[0, 1, 2, 4], [0, 1, 3, 4]]
 
 
 @pytest.mark.parametrize("right, places", [
@@ -534,7 +534,7 @@ def test_the_best_and_the_worst_go_on():
     ([0, 0, 0, 0, 0, 1, 0, 0], [0, 1, 2, 5]), ([1] * 8, [0, 1, 2, 3]), ([0] * 8, [0, 1, 2, 3])])
 def test_successes_and_failures_are_balanced(right, places):
     scores = torch.tensor([right], dtype=torch.float32)
-    assert Pruning(8, right=0.5).chosen(scores, 4).tolist() == [places]
+    assert Pruning(8, right=0.5).choose(scores, 4).tolist() == [places]
 
 
 @pytest.mark.parametrize("kind, host, parts", [
