@@ -105,7 +105,7 @@ def test_without_staleness_it_is_the_synchronous_run_bit_for_bit(kind):
     assert made.memory == other.memory and made.progress.sampled == other.progress.sampled
 
 
-def test_epochs_are_as_stale_as_the_bound_and_past_ones_are_not_trained():
+def test_epochs_are_as_stale_as_the_bound():
     made = trainer("text", 2)
     drawn, sample = [], made.rollouts.sample
     made.rollouts.sample = lambda conditioning, epoch, *rest: (drawn.append((made.epoch, epoch)),
@@ -114,7 +114,10 @@ def test_epochs_are_as_stale_as_the_bound_and_past_ones_are_not_trained():
     assert drawn == [(0, 0), (0, 1), (0, 2), (1, 3), (2, 4)]
     assert [line["staleness/epochs"] for line in lines] == [0, 1, 2, 2, 2]
     assert made.progress.sampled == 5 * 8 and not loop.extension(made, "Staleness").queue
-    # A run that goes on at a later epoch than its queue drops what was drawn for those before.
+
+
+@pytest.mark.fast
+def test_a_run_that_goes_on_at_a_later_epoch_drops_earlier_samples():
     made = trainer("text", 1)
     made.run_epoch()
     assert [drawn.epoch for drawn in loop.extension(made, "Staleness").queue] == [1]
