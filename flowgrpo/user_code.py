@@ -49,7 +49,7 @@ def from_file(name: str, what: str, further: Callable[[Path], Mapping[str, Any]]
     path = Path(file).resolve()
     trust.require(path, f"{what} {name!r}")
     if not path.is_file():
-        raise UserError(f"{what} {name!r}: no file at {file}")
+        raise UserError(f"{what} {name!r}: no file at {file}; it was looked for as {path}")
     module = call_user_code(f"{what} file {file} does not import", _module, path)
     if hasattr(module, attribute):
         return getattr(module, attribute)

@@ -25,7 +25,7 @@ BenchModel = Literal["starter", "starter_video", "starter_consistency", "starter
 @compare_app.command("vote", short_help="Collect blind votes on pairs of images in a browser.")
 def vote(
     places: Annotated[list[Path], typer.Argument(
-        metavar="RUN_OR_GRID | A B | MODEL", show_default=False, help="A finished run, the PNG of `flowgrpo grid`, two "
+        metavar="RUN_OR_GRID | A B | MODEL", show_default=False, help="A finished run, the PNG of `compare grid`, two "
                                                                       "folders of images with equal names, or a model "
                                                                       "with --prompts.")],
     lora: Annotated[list[Path] | None, typer.Option(

@@ -52,15 +52,15 @@ def prepare(
         return
     if first := [need for need in missing if need.accept]:
         raise UserError("; ".join(f"{need.name}: {need.accept}" for need in first) + ": then the same command again")
+    if unknown := [need.name for need in missing if need.what != "extra" and not need.files]:
+        raise UserError(f"{', '.join(unknown)}: the hub does not answer: where there is a network, "
+                        + ", ".join(f"`hf download {name}`" for name in unknown))
     if not yes:
         if not sys.stdin.isatty():
             raise UserError("nothing was installed or downloaded: give --yes")
         typer.confirm("install and download what is missing?", default=True, abort=True)
     install([need.name for need in missing if need.what == "extra"])
     repositories = [need for need in needs.needs(config, recipe, size) if need.what != "extra" and not need.here]
-    if unknown := [need.name for need in repositories if not need.files]:
-        raise UserError(f"{', '.join(unknown)}: the hub does not answer: where there is a network, "
-                        + ", ".join(f"`hf download {name}`" for name in unknown))
     with _progress(sum(file.size for need in repositories for file in need.missing)) as advance:
         needs.fetch(repositories, advance)
     files = sum(len(need.missing) for need in repositories)
@@ -81,10 +81,13 @@ def show(found: Sequence[Need]) -> None:
 
         cache = next(folder for folder in (Path(constants.HF_HUB_CACHE), *Path(constants.HF_HUB_CACHE).parents)
                      if folder.exists())
-        typer.echo(f"to download: {sum(need.to_fetch for need in missing):.1f} GB; free there: "
-                   f"{shutil.disk_usage(cache).free / 1e9:.0f} GB")
+        unsized = any(need.what != "extra" and not need.files and need.gigabytes is None for need in missing)
+        typer.echo(f"to download: {sum(need.to_fetch for need in missing):.1f} GB"
+                   + " and what has no size above" * unsized
+                   + f"; free there: {shutil.disk_usage(cache).free / 1e9:.0f} GB")
         if any(need.what != "extra" and not need.files for need in missing):
-            typer.echo("the hub does not answer: sizes are at two bytes a parameter, and fp32 files take twice that")
+            typer.echo("the hub does not answer: sizes are computed, for files of 16 bits a weight; files of 32 bits "
+                       "take twice as much")
 
 
 def size(model: str) -> float | None:

@@ -77,7 +77,7 @@ def reproduce(
     recipe = result.recipe or f"papers/{name.replace('/', '_')}"
     folder = parse.load(recipe, options, trusted).folder
     further = [f"--{key}={value}" for key, value in options.items()]
-    processes = gpus or (PROCESSES if dry_run else _gpus())
+    processes = gpus or (PROCESSES if dry_run else max(1, _gpus()))
     check, train, evaluate = commands(recipe, result, folder, processes, further)
     if dry_run:
         for command in (check, train, evaluate):
@@ -85,6 +85,9 @@ def reproduce(
         typer.echo(cost(result))
         return
     if not (folder / "summary.json").is_file():
+        if not gpus and not _gpus():
+            raise UserError(f"no GPU is here, and {name} trains on {PROCESSES} of {result.peak:.0f} GiB: --dry-run "
+                            "prints the commands, and --gpus=1 runs them here all the same")
         _ran(check)
         _ran(train)
     _ran(evaluate)
@@ -135,4 +138,4 @@ def _ran(command: list[str]) -> None:
 def _gpus() -> int:
     import torch
 
-    return max(1, torch.cuda.device_count())
+    return torch.cuda.device_count()

@@ -352,6 +352,6 @@ class Eval(Section):
     def _check_prompts(self) -> Eval:
         if not self.prompts and (self.every or self.rewards):
             name = "every" if self.every else "rewards"
-            raise ValueError(f"{name} is {getattr(self, name)}, and prompts is 0, so that nothing is measured: leave "
-                             "one of them out")
+            raise ValueError(f"no {name} beside prompts 0, which measures nothing: set eval.{name} to "
+                             f"{0 if self.every else '[]'} too")
         return self

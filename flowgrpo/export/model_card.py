@@ -203,9 +203,9 @@ def text(config: Config, summary: dict[str, Any], run: Path, place: str) -> str:
     prompt, brought = (pairs[0].prompt, pairs[0].brought) if pairs else (PROMPTS[sample], ())
     page = "before_after.webp" if (run / "before_after.webp").is_file() else "before_after.png"
     first = "".join(f"**{markdown(sentence)}**\n\n" for sentence in untrained_lines(summary))
-    doing = "was to be aligned" if summary.get("trained", {}).get("nothing") else "aligned"
+    doing = "was to be trained" if summary.get("trained", {}).get("nothing") else "trained"
     parts = {
-        "": f"{first}{code(config.model)} {doing} by flowgrpo with {code(config.method)} to {_reward_sum(config)}."
+        "": f"{first}{code(config.model)} {doing} by flowgrpo with {code(config.method)} on {_reward_sum(config)}."
             f"{_base(config)}",
         "Usage": code_block(snippet(config, run, place, prompt, brought), "python"),
         "Result": "\n\n".join([results(config, summary), *([beside(pairs)] if pairs else []),

@@ -138,8 +138,8 @@ def score_trial(batch: Batch) -> bool:
     name, count, tally = batch.name, len(batch.prompts), rewards.Tally()
     outputs = batch.outputs if isinstance(batch.outputs, list) else batch.outputs.clone()
     notice = threading.Timer(PATIENCE, print, [f"reward {name!r} has judged {quantity(count, 'sample')} for "
-                                               f"{PATIENCE:g} s: if it "
-                                               "hangs, set its timeout"])
+                                               f"{PATIENCE:g} s: if it hangs, set its timeout, such as "
+                                               f"--reward='{{\"{name}\": {{timeout: 60}}}}'"])
     notice.daemon = True
     notice.start()
     try:

@@ -494,10 +494,11 @@ def section() -> str:
     found = json.loads(ROUND.read_text(encoding="utf-8"))
     cards = {row["recipe"]: (row["stock"] or "nothing").partition(",")[0].removeprefix("largest difference ")
              for row in found if not row["failed"]}
-    others = ", ".join(f"`{name}` ({card})" for name, card in cards.items() if card not in SAME)
+    others = ", ".join(f"`{name}` {card.removesuffix(' of 255')}" for name, card in cards.items() if card not in SAME)
     failed = ", ".join(f"`{row['recipe']}` ({row['failed'].partition(':')[0]})" for row in found if row["failed"])
     text = SECTION.format(count=len({row["recipe"] for row in found}), failed=failed and f"Failed: {failed}. ",
-                          others=others and f", but for {others}; of a run with int8 weights the card loads exact ones")
+                          others=others and f", except for differences of 255: {others}. Of int8 weights the card loads "
+                                                "exact ones")
     return "\n## Runs on a CPU\n\n" + textwrap.fill(text, 120, break_on_hyphens=False) + "\n"
 
 

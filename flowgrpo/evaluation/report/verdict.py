@@ -251,7 +251,7 @@ def sentences(config: Config, lines: list[dict[str, Any]], reward_changes: list[
                        config.trained.items() if name not in unheard or unheard == {*config.trained}])
     untrained = [("warn", sentence) for sentence in ended.sentences]
     doing = "is being" if not finished else "was to be" if ended.nothing else "was"
-    toned = [("plain", f"{config.model} {doing} aligned to {goal} with {config.method}: "
+    toned = [("plain", f"{config.model} {doing} trained on {goal} with {config.method}: "
                        f"{line['epoch']} of {quantity(config.train.epochs, 'epoch')}, "
                        f"{line['evaluations']:,} {nouns.unit}, {_duration(line['seconds'])} of training.")]
     toned = untrained + toned if ended.nothing or not ended.taught else toned + untrained

@@ -247,7 +247,7 @@ def test_the_summary_in_words(tmp_path):
     last = {"epoch": 4, "best": [], "worst": [], "first_ratio": {"found": 2e-8, "limit": 1e-6, "rescored": False}}
     snapshots.write(run / "report" / "last.json", last)
     told = [each["text"] for each in report.data(run)["sentences"]]
-    assert told[0] == ("starter was aligned to scene (weight 2) with mix_grpo: 4 of 4 epochs, 40 denoiser evaluations, "
+    assert told[0] == ("starter was trained on scene (weight 2) with mix_grpo: 4 of 4 epochs, 40 denoiser evaluations, "
                        "6 s of training.")
     assert told[1] == ("scene, trained on, rose from 0.125 to 0.875 on 24 held-out images (+0.750, 95 %: +0.646 to "
                        "+0.854).")

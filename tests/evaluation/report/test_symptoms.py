@@ -46,7 +46,7 @@ def test_what_was_not_trained_is_told(rewards, lines, said):
     assert len(told) == bool(said) and "".join(told).startswith(said)
     shown = [each["text"] for each in sentences(config, lines, [], {}, True)]
     nothing = said.startswith("Nothing")
-    assert f"starter {'was to be' if nothing else 'was'} aligned to" in shown[nothing or said.startswith("The rewards")]
+    assert f"starter {'was to be' if nothing else 'was'} trained on" in shown[nothing or said.startswith("The rewards")]
     assert not said or told[0] in shown[:2]
 
 
@@ -54,10 +54,10 @@ def test_what_was_not_trained_is_told(rewards, lines, said):
     ([line(1, a=NONE, b=VARIES), line(2, a=NONE, b=VARIES)], "b"),
     ([line(1, a=NONE, b=VARIES), line(2, a=VARIES, b=VARIES)], "a and b"),
     ([line(1, 0, a=NONE, b=GROUPS)], "a and b")])
-def test_a_run_was_not_aligned_to_a_reward_that_never_gave_a_score(lines, goal):
+def test_a_run_was_not_trained_on_a_reward_that_never_gave_a_score(lines, goal):
     config = validate({"reward": {"a": 1.0, "b": 1.0}})
     shown = " ".join(each["text"] for each in sentences(config, lines, [], {}, True))
-    assert f" aligned to {goal} with " in shown
+    assert f" trained on {goal} with " in shown
 
 
 def test_causes_of_earlier_lines_and_of_weight_0():

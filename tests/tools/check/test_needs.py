@@ -158,14 +158,16 @@ def test_train_lists_all_that_is_missing_before_it_fails(serving, tmp_path, caps
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     words = ["train", "sd15_short", "--reward={pickscore: 1, aesthetic: 0.5}", "--precision=fp32"]
     assert main([*words, "--eval.rewards=[]", "--tracker=none"]) == 2
-    out = capsys.readouterr().out.splitlines()
+    said = capsys.readouterr()
+    out, command = said.out.splitlines(), ("flowgrpo prepare sd15_short --precision=fp32 '--eval.rewards=[]' "
+                                           "--tracker=none '--reward={pickscore: 1, aesthetic: 0.5}'")
     table = [line.split() for line in out if line.strip().endswith("missing")]
     assert table[0][:3] == ["model", "stable-diffusion-v1-5/stable-diffusion-v1-5", "2.1"]
     assert {row[2] for row in table if row[0] == "reward"} == {
         SCORER, WORDS, "openai/clip-vit-large-patch14", "trl-lib/ddpo-aesthetic-predictor"}
-    told = out.index("to install and download all of it: flowgrpo prepare sd15_short --precision=fp32 "
-                     "'--eval.rewards=[]' --tracker=none '--reward={pickscore: 1, aesthetic: 0.5}'")
-    assert told < next(place for place, line in enumerate(out) if line.startswith("model:"))
+    error = said.err.splitlines()[-1]  # and nothing but the one way
+    assert error.endswith(f"missing, and the hub does not answer: where there is a network, `{command}`")
+    assert not any(line.startswith("model:") for line in out)
 
 
 class Terminal(io.StringIO):
