@@ -497,8 +497,8 @@ def section() -> str:
     others = ", ".join(f"`{name}` {card.removesuffix(' of 255')}" for name, card in cards.items() if card not in SAME)
     failed = ", ".join(f"`{row['recipe']}` ({row['failed'].partition(':')[0]})" for row in found if row["failed"])
     text = SECTION.format(count=len({row["recipe"] for row in found}), failed=failed and f"Failed: {failed}. ",
-                          others=others and f", except for differences of 255: {others}. Of int8 weights the card loads "
-                                                "exact ones")
+                          others=others and f", except for differences of 255: {others}. Of int8 weights the card "
+                                            "loads exact ones")
     return "\n## Runs on a CPU\n\n" + textwrap.fill(text, 120, break_on_hyphens=False) + "\n"
 
 

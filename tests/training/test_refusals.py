@@ -28,7 +28,8 @@ IMAGES = [
     ({"eval.stop.reward": "a", "eval.stop.patience": 0}, "eval.stop.patience: got 0, expected a number greater than"),
     ({"eval.stop": {"reward": "a", "patience": 2, "patince": 1}}, "unknown key 'eval.stop.patince': did you mean 'pat"),
     ({"eval.stop": 3}, "eval.stop: got 3, expected keys with values"),
-    ({"eval.prompts": 0, "eval.every": 5}, "expected no every beside prompts 0, which measures nothing: set eval.every to 0 too"),
+    ({"eval.prompts": 0, "eval.every": 5},
+     "expected no every beside prompts 0, which measures nothing: set eval.every to 0 too"),
     ({"eval.prompts": 0, "eval.rewards": ["scene"]}, "rewards is ['scene'], and prompts is 0"),
     # limits of rewards
     (limited({"limit": {"at_most": 0.1, "at_least": 0.1}}), "expected either at_most or at_least"),
