@@ -71,7 +71,7 @@ def _names(group: typer.Typer) -> list[str]:
 app = typer.Typer(name="flowgrpo", cls=Commands, no_args_is_help=True, add_completion=False,
                   pretty_exceptions_enable=False, rich_markup_mode="rich", help="Align diffusers generators and "
                   "language models to a reward by group-relative RL.", epilog="Also: [bold]flowgrpo compare[/], "
-                  "[bold]flowgrpo reproduce[/], [bold]flowgrpo verify[/] and [bold]flowgrpo contrib[/].")
+                  "[bold]reproduce[/], [bold]verify[/] and [bold]contrib[/].")
 
 
 def _group(name: str, about: str, **shown: Any) -> typer.Typer:

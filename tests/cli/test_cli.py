@@ -337,7 +337,7 @@ def test_the_first_screen_has_four_panels_of_commands_in_a_line_each(monkeypatch
     assert named == ["demo", "train", "taste", "check", "prepare", "list", "sample", "eval", "report", "export", "push",
                      "new", "reward", "prompts"]
     [last] = [line for line in lines if line.startswith(" Also:")]
-    assert "flowgrpo compare" in last and "flowgrpo verify" in last and last.rstrip().endswith("flowgrpo contrib.")
+    assert "flowgrpo compare" in last and "verify" in last and last.rstrip().endswith("contrib.")
 
 
 @pytest.mark.parametrize("group", ["list", "reward", "prompts", "compare", "contrib"])

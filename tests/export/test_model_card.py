@@ -47,7 +47,7 @@ FENCED = r"^(`{3,})python\n(.*?)^\1$"
 
 def test_the_card_says_what_the_run_says_with_intervals(sd3):
     text = export.card(sd3).read_text()
-    assert "with `mix_grpo+grpo_guard` to 2 `bright`" in text and "| bright | 0.250 | 0.500 | +0.250 | yes |" in text
+    assert "with `mix_grpo+grpo_guard` on 2 `bright`" in text and "| bright | 0.250 | 0.500 | +0.250 | yes |" in text
     assert "Means over 4 held-out pictures (2 steps, guidance 1), with the pipeline's own scheduler.\n" in text
     assert "1,234 denoiser evaluations" in text and "| LoRA | rank 2, alpha 2 |" in text
     assert len(text.splitlines()) < 110 and "text:" not in text

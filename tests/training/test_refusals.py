@@ -30,8 +30,8 @@ IMAGES = [
     ({"eval.stop": 3}, "eval.stop: got 3, expected keys with values"),
     ({"eval.prompts": 0, "eval.every": 5},
      "expected no every beside prompts 0, which measures nothing: set eval.every to 0 too"),
-    ({"eval.prompts": 0, "eval.rewards": ["scene"]}, "rewards is ['scene'], and prompts is 0"),
-    # limits of rewards
+    ({"eval.prompts": 0, "eval.rewards": ["scene"]},
+     "expected no rewards beside prompts 0, which measures nothing: set eval.rewards to [] too"),
     (limited({"limit": {"at_most": 0.1, "at_least": 0.1}}), "expected either at_most or at_least"),
     (limited({"limit": {"at_most": 0.1}, "weight": 2}), "expected a weight or a limit"),
     (limited({"limit": {"atmost": 0.1}}), "unknown key 'reward.safety.limit.atmost': did you mean 'at_most'"),

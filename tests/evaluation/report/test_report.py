@@ -282,7 +282,7 @@ def test_one_measurement_and_a_run_that_has_just_begun(tmp_path):
     (tmp_path / "config.yaml").write_text(validate({}).yaml())
     found = read(report.write(tmp_path).read_text())
     assert found["stages"] == found["changes"] == found["charts"] == [] and len(found["sentences"]) == 1
-    assert "is being aligned" in found["sentences"][0]["text"]
+    assert "is being trained" in found["sentences"][0]["text"]
 
 
 # --- what is kept ----------------------------------------------------------------------------------------------------
