@@ -32,6 +32,7 @@ IMAGES = [
      "expected no every beside prompts 0, which measures nothing: set eval.every to 0 too"),
     ({"eval.prompts": 0, "eval.rewards": ["scene"]},
      "expected no rewards beside prompts 0, which measures nothing: set eval.rewards to [] too"),
+    # limits of rewards
     (limited({"limit": {"at_most": 0.1, "at_least": 0.1}}), "expected either at_most or at_least"),
     (limited({"limit": {"at_most": 0.1}, "weight": 2}), "expected a weight or a limit"),
     (limited({"limit": {"atmost": 0.1}}), "unknown key 'reward.safety.limit.atmost': did you mean 'at_most'"),
