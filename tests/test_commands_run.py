@@ -178,10 +178,10 @@ PROMISED = {
 # Lines that do not run to their end without a network, or within seconds: the reason, and the error in which they end.
 LOADS = "weights of the hub"
 CANNOT = {
-    "reward serve pickscore|reward label samples_a|train sd15_short|train .*--reward=pickscore": (
-        LOADS, "PickScore_v1 cannot be loaded"),
-    "train (configs/)?(sdxl_24gb|wan22)|eval RUN --epoch": (LOADS, "HPS_v2.1_compressed.pt cannot be loaded"),
-    "prepare sdxl_24gb": ("a terminal to ask in", "nothing was installed or downloaded: give --yes"),
+    "reward serve pickscore|reward label samples_a": (LOADS, "PickScore_v1 cannot be loaded"),
+    "train sd15_short|train .*--reward=pickscore": (LOADS, "yuvalkirstain/PickScore_v1, laion/CLIP-ViT-H-14"),
+    "train (configs/)?(sdxl_24gb|wan22)": (LOADS, "trl-lib/ddpo-aesthetic-predictor: missing, and the hub does not"),
+    "prepare sdxl_24gb": (LOADS, "trl-lib/ddpo-aesthetic-predictor: the hub does not answer"),
     "prompts encode configs/wan22.yaml": (LOADS, "cannot load the model 'Wan-AI/Wan2.2-T2V-A14B-Diffusers'"),
     "reward score http": ("a service that listens", "http://127.0.0.1:8000/score gave no answer"),
     "verify http": ("a service that listens", "fault: no answer: http://127.0.0.1:30000"),

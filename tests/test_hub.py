@@ -30,9 +30,10 @@ def test_a_model_of_a_hub_that_does_not_answer_is_refused_in_one_line(silent, ca
     expected = "not in the hub's cache, and no network (http://127.0.0.1:9 does not answer): `hf download owner/name`"
     for model in ("owner/name", "name", "no/name/at/all"):
         assert "no network" in message(hub.require, model)
-    for arguments in (["sample", "owner/name", "--prompt=x"], ["train", "--model=owner/name", f"--output={silent}"]):
-        error = error_line(capsys, *arguments)
-        assert expected in error
+    assert expected in error_line(capsys, "sample", "owner/name", "--prompt=x")
+    assert error_line(capsys, "train", "--model=owner/name").startswith(
+        "flowgrpo: error: owner/name: missing, and the hub does not answer: where there is a network, "
+        "`flowgrpo prepare --model=owner/name`")
     assert main(["check", "owner/name"]) == 2
     out = capsys.readouterr().out
     assert "supported  unknown\n" in out and expected in out
