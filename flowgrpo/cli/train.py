@@ -96,7 +96,7 @@ def _run(settings: Any, resume: bool | Literal["auto"], recipe: str | None = Non
 
         if lacking := needs.missing(settings, recipe, prepare.size):
             prepare.show(lacking)
-            if away := [need.name for need in lacking if need.what != "extra" and not need.files and not need.accept]:
+            if away := needs.out_of_reach(lacking):
                 raise UserError(f"{', '.join(away)}: missing, and the hub does not answer: where there is a network, "
                                 f"`flowgrpo prepare {asked}`")
             typer.echo(f"to install and download all of it: flowgrpo prepare {asked}")

@@ -97,6 +97,15 @@ def missing(config: Config, recipe: str | None, sizes: Callable[[str], float | N
     return lacking if len(lacking) > 1 or any(need.what == "model" for need in lacking) else []
 
 
+def out_of_reach(lacking: Iterable[Need]) -> list[str]:
+    """Return the names of repositories for which the hub does not answer, and of which the cache holds nothing."""
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+
+    return [need.name for need in lacking if need.what != "extra" and not need.files and not need.accept and not
+            Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=need.name, repo_type="model")).is_dir()]
+
+
 def extras(config: Config) -> list[str]:
     """Return the extras of flowgrpo that a configuration needs: by its prompts, rewards, weights, optimizer, tracker.
     """

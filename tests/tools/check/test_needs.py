@@ -165,6 +165,10 @@ def test_train_lists_all_that_is_missing_before_it_fails(serving, tmp_path, caps
     assert table[0][:3] == ["model", "stable-diffusion-v1-5/stable-diffusion-v1-5", "2.1"]
     assert {row[2] for row in table if row[0] == "reward"} == {
         SCORER, WORDS, "openai/clip-vit-large-patch14", "trl-lib/ddpo-aesthetic-predictor"}
+    assert needs.out_of_reach([needs.Need("reward", "owner/scorer", False), needs.Need("extra", "clip", False)]) == [
+        "owner/scorer"]
+    (Path(constants.HF_HUB_CACHE) / "models--owner--scorer").mkdir(parents=True)  # it may be whole under other names
+    assert needs.out_of_reach([needs.Need("reward", "owner/scorer", False)]) == []
     error = said.err.splitlines()[-1]  # and nothing but the one way
     assert error.endswith(f"missing, and the hub does not answer: where there is a network, `{command}`")
     assert not any(line.startswith("model:") for line in out)
