@@ -161,7 +161,7 @@ def test_a_recipe_runs_from_its_model_to_stock_libraries(names, stock, tmp_path,
     (tmp_path / "rows.json").write_text(json.dumps([
         rows[0] | {"stock": "largest difference 5 of 255, mean 1"}, {"recipe": "sdxl", "failed": "train: x"}]))
     section = " ".join(train_recipes.section().split())
-    assert f"but for `{names[0]}` (5 of 255); of a run with int8 weights" in section
+    assert f"except for differences of 255: `{names[0]}` 5. Of int8 weights" in section
     assert "a GPU. Failed: `sdxl` (train). Images" in section
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     again = subprocess.run([*command, "--table"], capture_output=True, text=True)
