@@ -1,20 +1,29 @@
-"""Printing: a plain console, quiet libraries, phase timers."""
+"""Printing: a plain console, progress of long work, quiet libraries, phase timers.
+
+Progress is on stderr: bars and spinners in a terminal, plain lines in a file or a pipe.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
 
 if TYPE_CHECKING:
     import torch
     from rich.console import Console
+
+FIRST, EVERY = 10.0, 60.0  # seconds to the first plain line of a bar, and between lines
+LINE = "{desc}: {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}]"
 
 
 @contextmanager
@@ -118,3 +127,51 @@ def plain_console() -> Console:
     from rich.console import Console
 
     return Console(width=None if sys.stdout.isatty() else 200, markup=False, emoji=False)  # a pipe has no width
+
+
+class Lines:
+    """File of a bar that keeps no cursor: each state is a line of its own on stderr."""
+
+    def write(self, text: str) -> None:
+        """Write a state; an empty one clears a bar, which a line needs not."""
+        if text.strip():
+            print(text.strip(), file=sys.stderr, flush=True)
+
+    def flush(self) -> None:
+        """Do nothing: each line is flushed."""
+
+
+def bar(items: Iterable[Any] | None = None, *, title: str, unit: str = "it", total: int | None = None, done: int = 0,
+        shown: bool = True) -> tqdm:
+    """Return a progress bar, which is cleared at its end.
+
+    done: what was there before it began. shown: False in processes that print nothing.
+    Without a terminal: a line after FIRST seconds, then one every EVERY seconds.
+    """
+    common: Any = dict(total=total, initial=done, desc=title, unit=unit, leave=False)
+    if not shown or in_terminal():
+        return tqdm(items, **common, disable=not shown)
+    made = tqdm(items, **common, file=Lines(), delay=FIRST, mininterval=EVERY, maxinterval=EVERY, miniters=1,
+                smoothing=0, bar_format=LINE)
+    made.last_print_t = time.time() - (EVERY - FIRST)
+    return made
+
+
+@contextmanager
+def status(text: str) -> Iterator[Any]:
+    """Context manager: show what the command does, beside a spinner in a terminal. Yields what replaces the text."""
+    from rich.console import Console
+
+    console = Console(stderr=True, markup=False, highlight=False)
+    if not in_terminal():
+        print(f"{text} ...", file=sys.stderr, flush=True)
+    with console.status(text) as spinner:
+        yield spinner.update
+
+
+def in_terminal() -> bool:
+    """Return whether stderr is a terminal that has a size; a bar prints nothing where it has none."""
+    try:
+        return sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 0
+    except (OSError, ValueError, AttributeError):
+        return False

@@ -13,6 +13,7 @@ import typer
 from flowgrpo.cli.options import Trusted
 from flowgrpo.cli.root import TRAIN, app, list_app, print_table
 from flowgrpo.errors import UserError, nearest
+from flowgrpo.log import status
 from flowgrpo.user_code import group_entry_points
 
 IN_GIB = ("weights", "memory", "memory_parts")  # keys of a `check` report that are in GiB
@@ -66,8 +67,11 @@ def check(
         from flowgrpo.cli.prepare import show, size
         from flowgrpo.tools.check.needs import needs
 
-        show(needs(config, recipe, size))
-    result = report(model, config, device)
+        with status(f"looking for what {recipe} needs"):
+            found = needs(config, size)
+        show(found)
+    with status(f"checking {model}"):
+        result = report(model, config, device)
     if as_json:
         typer.echo(json.dumps(result, indent=2, default=str))
     else:

@@ -218,10 +218,10 @@ def encode(
 def _encode(settings: Any) -> None:
     """Fill the cache of a configuration and print what it holds."""
     import torch
-    from tqdm import tqdm
 
     from flowgrpo.data import pairs, sets
     from flowgrpo.device import describe, pick_device
+    from flowgrpo.log import bar
     from flowgrpo.policies import build
     from flowgrpo.policies.pipelines import encoded_prompts
     from flowgrpo.policies.policy import resolve_precision
@@ -237,6 +237,6 @@ def _encode(settings: Any) -> None:
     settings, said = resolve_precision(settings, device)
     typer.echo(f"device: {describe(device)}\nprecision: {said}")
     filled = encoded_prompts.fill(settings, [prompt for side in sides for prompt in side], device,
-                                  lambda rows: tqdm(rows, desc="encoding", unit="prompt", leave=False, disable=None))
+                                  lambda rows: bar(rows, title="encoding", unit="prompt"))
     typer.echo(f"{filled.folder}: {filled.prompts:,} {inflect(filled.prompts, 'prompt')} ({len(sides[0]):,} to train "
                f"on, {len(sides[1]):,} held out), {filled.new:,} new, {filled.size / 2**20:,.1f} MiB")

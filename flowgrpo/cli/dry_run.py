@@ -96,16 +96,12 @@ def _of_taste(config: Config, name: str, gpu: GPU, processes: int) -> dict[str, 
 @contextmanager
 def _show_phases(gpu: str, log: logging.Logger) -> Iterator[None]:
     """Context manager: stderr shows the phases of the dry runs: in a terminal as they begin, otherwise one line."""
-    from rich.console import Console
+    from flowgrpo.log import status
 
-    console = Console(stderr=True, markup=False, highlight=False)
-    said = f"dry run on {gpu.upper()}, up to two minutes"
-    if not console.is_terminal:
-        console.print(said)
-    before = log.level
-    with console.status(said) as status:
+    said, before = f"dry run on {gpu.upper()}, up to two minutes", log.level
+    with status(said) as update:
         handler = logging.Handler()
-        handler.emit = lambda record: status.update(f"{said}: {record.getMessage()}")  # type: ignore[method-assign]
+        handler.emit = lambda record: update(f"{said}: {record.getMessage()}")  # type: ignore[method-assign]
         log.addHandler(handler)
         log.setLevel(logging.INFO)
         try:

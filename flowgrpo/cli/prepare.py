@@ -18,6 +18,7 @@ import typer
 from flowgrpo.cli.options import Trusted, recipe_and_options, recipe_argument
 from flowgrpo.cli.root import TRAIN, app, print_table
 from flowgrpo.errors import UserError
+from flowgrpo.log import status
 from flowgrpo.nouns import quantity
 
 if TYPE_CHECKING:
@@ -43,7 +44,8 @@ def prepare(
     if recipe is None and not options:
         raise UserError("flowgrpo prepare needs a recipe, such as sdxl_24gb")
     config = parse.load(recipe, options, trusted)
-    found = needs.needs(config, recipe, size)
+    with status(f"looking for what {recipe or config.model} needs"):
+        found = needs.needs(config, size)
     show(found)
     missing = [need for need in found if not need.here]
     command = f"flowgrpo train {shlex.join(arguments or [])}"
@@ -53,14 +55,15 @@ def prepare(
     if first := [need for need in missing if need.accept]:
         raise UserError("; ".join(f"{need.name}: {need.accept}" for need in first) + ": then the same command again")
     if unknown := [need.name for need in missing if need.what != "extra" and not need.files]:
-        raise UserError(f"{', '.join(unknown)}: the hub does not answer: where there is a network, "
+        raise UserError("the hub does not answer: where there is a network, "
                         + ", ".join(f"`hf download {name}`" for name in unknown))
+    _require_room(missing)
     if not yes:
         if not sys.stdin.isatty():
             raise UserError("nothing was installed or downloaded: give --yes")
         typer.confirm("install and download what is missing?", default=True, abort=True)
     install([need.name for need in missing if need.what == "extra"])
-    repositories = [need for need in needs.needs(config, recipe, size) if need.what != "extra" and not need.here]
+    repositories = [need for need in needs.needs(config, size) if need.what != "extra" and not need.here]
     with _progress(sum(file.size for need in repositories for file in need.missing)) as advance:
         needs.fetch(repositories, advance)
     files = sum(len(need.missing) for need in repositories)
@@ -69,7 +72,7 @@ def prepare(
 
 def show(found: Sequence[Need]) -> None:
     """Print a table of what a recipe needs, and its sum."""
-    rows = [[need.what, need.name, "" if need.gigabytes is None else f"{need.gigabytes:.1f}", need.licence,
+    rows = [[need.what, need.name, _gigabytes(need), need.licence,
              need.accept or ("here" if need.here else "partly here" if len(need.missing) < len(need.files) else
                              "missing")] for need in found]
     if not rows:
@@ -77,17 +80,36 @@ def show(found: Sequence[Need]) -> None:
         return
     print_table(["what", "name", "GB", "licence", "state"], rows)
     if missing := [need for need in found if not need.here]:
-        from huggingface_hub import constants
-
-        cache = next(folder for folder in (Path(constants.HF_HUB_CACHE), *Path(constants.HF_HUB_CACHE).parents)
-                     if folder.exists())
         unsized = any(need.what != "extra" and not need.files and need.gigabytes is None for need in missing)
         typer.echo(f"to download: {sum(need.to_fetch for need in missing):.1f} GB"
-                   + " and what has no size above" * unsized
-                   + f"; free there: {shutil.disk_usage(cache).free / 1e9:.0f} GB")
+                   + " and what has a ? above" * unsized
+                   + f"; free in the cache's disk: {_free():.0f} GB")
         if any(need.what != "extra" and not need.files for need in missing):
             typer.echo("the hub does not answer: sizes are computed, for files of 16 bits a weight; files of 32 bits "
                        "take twice as much")
+
+
+def _free() -> float:
+    """Return the free gigabytes of the disk of the hub's cache."""
+    from huggingface_hub import constants
+
+    cache = Path(constants.HF_HUB_CACHE)
+    return shutil.disk_usage(next(folder for folder in (cache, *cache.parents) if folder.exists())).free / 1e9
+
+
+def _require_room(missing: Sequence[Need]) -> None:
+    """Raise UserError if what is missing does not fit on the disk of the hub's cache."""
+    size, free = sum(need.to_fetch for need in missing), _free()
+    if size > free:
+        raise UserError(f"{size:.1f} GB are to be downloaded, and {free:.1f} GB are free: make room, or name another "
+                        "disk in HF_HOME")
+
+
+def _gigabytes(need: Need) -> str:
+    """Return the cell of a size; nothing of an extra, whose packages pip sizes."""
+    if need.gigabytes is None:
+        return "" if need.what == "extra" else "?"
+    return "<0.1" if need.gigabytes < 0.05 else f"{need.gigabytes:.1f}"
 
 
 def size(model: str) -> float | None:

@@ -11,6 +11,7 @@ from flowgrpo import hub, trust
 from flowgrpo.cli.options import EPOCH, RUN, TRUST, local, opening, page_of
 from flowgrpo.cli.root import LOOK, SHARE, app
 from flowgrpo.errors import UserError
+from flowgrpo.log import status
 from flowgrpo.nouns import quantity
 from flowgrpo.storage import paths, places
 
@@ -48,9 +49,11 @@ def export(
     elif hub.is_named(str(run)):
         raise UserError(f"--form card: got {run}, whose card is on the hub, expected a local run")
     else:
-        from flowgrpo.export import export as forms
+        with status("writing the model card"):
+            from flowgrpo.export import export as forms
 
-        typer.echo(forms.card(place))
+            card = forms.card(place)
+        typer.echo(card)
 
 
 def _write(files: Path, run: Path, place: Path, form: ExportForm | None, output: Path | None) -> None:
@@ -61,7 +64,9 @@ def _write(files: Path, run: Path, place: Path, form: ExportForm | None, output:
 
     config, summary = forms.load_finished(files)
     if form == "merged" or form is None and summary["unit"] == TOKENS:
-        typer.echo(forms.write_merged(files, output or page_of(run, place, "merged")))
+        with status("merging the weights"):
+            merged = forms.write_merged(files, output or page_of(run, place, "merged"))
+        typer.echo(merged)
     else:
         program: Literal["comfyui", "kohya"] = "kohya" if form == "kohya" else "comfyui"
         name = str(forms.comfyui_file(Path(), config.name)) if program == "comfyui" else "kohya.safetensors"
@@ -119,15 +124,16 @@ def push(
     = False,
 ) -> None:
     """Upload a run's weights, model card, images and configuration to the hub."""
-    from flowgrpo.export import push as upload
-
     opening(context, False)
     if places.is_checkpoint(run):
         raise UserError(f"push: expected the folder of a finished run, got the checkpoint {run}")
+    with status(f"reading {run}"):
+        from flowgrpo.export import push as upload
+
+        files = upload.prepare(places.run_of(run), repository) if dry_run else []
     if not dry_run:
         typer.echo(upload.push(places.run_of(run), repository, private, revision, message))
         return
-    files = upload.prepare(places.run_of(run), repository)
     sizes = [(run / path).stat().st_size for path in files]
     for path, size in zip(files, sizes):
         typer.echo(f"{size:>13,}  {path}")

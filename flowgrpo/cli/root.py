@@ -192,6 +192,8 @@ def print_table(heads: list[str], rows: list[list[str]]) -> None:
 
     table = Table(*heads, box=box.SIMPLE_HEAD, pad_edge=False)
     table.columns[0].no_wrap, table.columns[2].max_width = True, 20
+    for column in table.columns:
+        column.overflow = "fold"  # a name is copied, and none is cut
     for row in rows:
         table.add_row(*map(plain, row))
     plain_console().print(table)

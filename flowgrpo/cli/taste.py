@@ -39,6 +39,7 @@ def taste(
     from flowgrpo.contrib.taste import session
     from flowgrpo.contrib.taste.loop import ROUNDS, VOTES, Taste
     from flowgrpo.contrib.taste.votes import VoteLog
+    from flowgrpo.policies.pipelines import few_steps
     from flowgrpo.tools.vote.live import LiveBallot
     from flowgrpo.tools.vote.server import address, server
 
@@ -47,11 +48,15 @@ def taste(
     if model is None:
         raise UserError("expected a model, such as `flowgrpo taste starter_consistency`")
     config = session.session_config(model, prompts, lora, output, options, resume)
+    if few_steps.ahead(model, config.load).why is None and "train.steps" not in options:
+        typer.echo(f"flowgrpo: {model} is not known as a few-step model, and has {config.train.steps} steps here: "
+                   "--train.steps gives others; starter_consistency is a few-step model", err=True)
     live = LiveBallot(VoteLog(config.folder / VOTES), minutes * 60, config.seed)
     with server(live, port) as serving:
         thread = threading.Thread(target=serving.serve_forever, daemon=True)
         thread.start()
-        typer.echo(f"{address(serving)} (vote there; its Finish button or Ctrl-C ends the session)")
+        typer.echo(f"{address(serving)} (vote there, once the model is loaded; its Finish button or Ctrl-C ends the "
+                   "session)")
         epochs = session.train(config, Taste(live, config.folder), resume)
         summary = session.finish(config, live.log, epochs)
         serving.shutdown()
@@ -70,7 +75,7 @@ def _print_summary(folder: Path, live: Any, learned: int, summary: dict[str, Any
         typer.echo(f"against the base you preferred the tuned model in {against['wins']:g} of {against['of']} blind "
                    f"pairs, a tie as one half: {against['share']}")
     if not summary:
-        typer.echo(f"no batch of clicks was complete, so that nothing is trained: --output {folder} --resume goes on")
+        typer.echo(f"nothing is trained, since no batch of clicks is complete: --output {folder} --resume goes on")
         return UNTRAINED
     for sentence in summary["trained"]["said"][:1]:
         typer.echo(sentence)

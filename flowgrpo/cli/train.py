@@ -63,7 +63,7 @@ def train(
                  **{"eval.best": select_best})
     given = options | {key: value for key, value in named.items() if value is not None}
     asked = [*(arguments or []), *(f"--{key}={value}" for key, value in named.items() if value is not None)]
-    return _run(parse.load(recipe, given, trusted), "auto" if resume_auto else resume, recipe, shlex.join(asked))
+    return _run(parse.load(recipe, given, trusted), "auto" if resume_auto else resume, shlex.join(asked))
 
 
 @app.command(cls=Resuming, rich_help_panel=TRAIN,
@@ -84,17 +84,17 @@ def demo(
     return _run(parse.load(recipes.FOLDER / "starter.yaml", options), "auto" if resume_auto else resume)
 
 
-def _run(settings: Any, resume: bool | Literal["auto"], recipe: str | None = None, asked: str = "") -> int:
+def _run(settings: Any, resume: bool | Literal["auto"], asked: str = "") -> int:
     """Validate a configuration's inputs, announce the run and run it. Returns 0, or UNTRAINED if it trained nothing.
 
-    recipe: its name. asked: the words of the command line, for the command that downloads what is missing.
+    asked: the words of the command line, for the command that downloads what is missing.
     """
     check_inputs(settings)
     if asked and os.environ.get("RANK", "0") == "0":
         from flowgrpo.cli import prepare
         from flowgrpo.tools.check import needs
 
-        if lacking := needs.missing(settings, recipe, prepare.size):
+        if lacking := needs.missing(settings, prepare.size):
             prepare.show(lacking)
             if away := needs.out_of_reach(lacking):
                 raise UserError(f"{', '.join(away)}: missing, and the hub does not answer: where there is a network, "

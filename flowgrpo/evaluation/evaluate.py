@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from flowgrpo import domains, rewards
 from flowgrpo.config.reward_rules import WatchRule
@@ -30,6 +29,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.evaluation import best_of as choice
 from flowgrpo.evaluation import distances, draw, findings, held_out, run_rewards, samplers
 from flowgrpo.evaluation.plan import BASE, TUNED, BaseLedger, Medium, Place, Plan, digest
+from flowgrpo.log import bar
 from flowgrpo.policies import checkpoints, loading
 from flowgrpo.rewards import Failed
 from flowgrpo.rewards.remote import exchange
@@ -165,8 +165,8 @@ def _make(plan: Plan, suite: Suite, functions: dict[str, Any], ledger: BaseLedge
         processes.wait()  # the tuned samples are compared with the base's of all processes
         places = [Place(arm, i, k) for i in range(len(suite.cases)) for k in range(plan.samples)]
         remaining = processes.own([place for place in places if not functions.keys() <= known.get(place, {}).keys()])
-        with processes.collective(), tqdm(total=len(remaining), desc=f"{suite.name}, {arm}", unit=plan.medium.unit,
-                                        leave=False, disable=None if processes.first else True) as bar:
+        with processes.collective(), bar(total=len(remaining), title=f"{suite.name}, {arm}", unit=plan.medium.unit,
+                                         shown=processes.first) as shown:
             for part, some in enumerate(_parts(remaining, batch, at_once)):
                 missing = [place for place in some if not ledger.has(place)]
                 for first in range(0, len(missing), batch):
@@ -177,7 +177,7 @@ def _make(plan: Plan, suite: Suite, functions: dict[str, Any], ledger: BaseLedge
                         ledger.save(place, sample, hand.facts(arm, prompt, place, sample), hand.fps)
                 with contextlib.nullcontext() if part else exchange.brief():
                     failed += _score(some, suite, functions, ledger, known, plan.base_arm, plan.fps)
-                bar.update(len(some))
+                shown.update(len(some))
     return dict(zip(functions, processes.total([failed[name] for name in functions])))
 
 

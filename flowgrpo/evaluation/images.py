@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from flowgrpo import domains
 from flowgrpo.config.schema import Config
@@ -31,6 +30,7 @@ from flowgrpo.evaluation.pages import clips
 from flowgrpo.evaluation.pages.before_after import captions, draw_pairs
 from flowgrpo.evaluation.plan import BASE, TUNED, Arm, BaseLedger, Hand, Place, Plan, digest
 from flowgrpo.evaluation.samplers import Enhancer, Pipelines, first_of_each
+from flowgrpo.log import bar
 from flowgrpo.nouns import SAMPLE
 from flowgrpo.policies import loading
 from flowgrpo.policies.checkpoints import config_of, run_config
@@ -102,7 +102,7 @@ def draw_files(hand: Hand, arm: str, prompts: Sequence[Prompt], count: int, fold
            unit: str, fps: float | None = None) -> Iterator[Path]:
     """Draw `count` images per prompt and yield their paths; each is saved before the next is drawn."""
     places = (Place(arm, i, k) for i in range(len(prompts)) for k in range(count))
-    for place in tqdm(places, total=len(prompts) * count, desc="sampling", unit=unit, leave=False, disable=None):
+    for place in bar(places, total=len(prompts) * count, title="sampling", unit=unit):
         prompt = prompts[place.prompt]
         [image] = hand.draw(arm, [prompt], [place])
         folder.mkdir(parents=True, exist_ok=True)
@@ -225,11 +225,10 @@ def _draw(plan: Plan, prompts: Sequence[Prompt], places: Sequence[Place], ledger
     """Make the missing samples, `batch` per call, and save each call's immediately."""
     hand = plan.drawer(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     missing = [place for place in places if not ledger.has(place)]
-    with tqdm(total=len(places), initial=len(places) - len(missing), desc="sampling", unit=plan.medium.unit,
-              leave=False, disable=None) as bar:
+    with bar(total=len(places), done=len(places) - len(missing), title="sampling", unit=plan.medium.unit) as shown:
         for first in range(0, len(missing), batch):
             some = missing[first:first + batch]
             for place, drawn in zip(some, hand.draw(some[0].arm, [prompts[place.prompt] for place in some], some)):
                 ledger.save(place, drawn, hand.facts(place.arm, prompts[place.prompt], place, drawn),
                             hand.fps)
-            bar.update(len(some))
+            shown.update(len(some))

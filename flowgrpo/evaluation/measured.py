@@ -12,7 +12,6 @@ from itertools import chain
 from typing import Any, Protocol
 
 import torch
-from tqdm import tqdm
 
 from flowgrpo import rewards
 from flowgrpo.data import sources
@@ -22,6 +21,7 @@ from flowgrpo.distributed.processes import Processes
 from flowgrpo.evaluation import looks
 from flowgrpo.evaluation.distances import Shuffled, structure
 from flowgrpo.evaluation.looks import Looks
+from flowgrpo.log import bar
 from flowgrpo.nouns import SAMPLE, quantity
 from flowgrpo.rewards import pairwise
 from flowgrpo.samplers.rollout import seeder
@@ -188,8 +188,8 @@ def measure(policy: Generating, prompts: list[Prompt], functions: dict[str, Any]
     shuffled = Shuffled.of({name: functions[name] for name in shuffle} if policy.modality == "image" else {}, prompts)
     under_others = [torch.empty(0, len(shuffled.rewards))]
     images, features, seconds = list[Any](), [looks.features([])], [looks.features([])]
-    bar = tqdm(total=len(local) + len(processes.own(twins)), desc=title, unit=SAMPLE[policy.modality], leave=False,
-               disable=None if processes.first else True)
+    shown = bar(total=len(local) + len(processes.own(twins)), title=title, unit=SAMPLE[policy.modality],
+                shown=processes.first)
 
     def batches(local: list[tuple[int, int]], of: list[tuple[int, int]]
                 ) -> Iterator[tuple[list[tuple[int, int]], list[Prompt], Any, list[int]]]:
@@ -203,9 +203,9 @@ def measure(policy: Generating, prompts: list[Prompt], functions: dict[str, Any]
             conditioning = encode([p.text for p in given], [negative if p.negative is None else p.negative
                                                             for p in given], [p.brings for p in given])
             yield local_batch, given, conditioning, [seed(i, k) for i, k in batch]
-            bar.update(len(local_batch))
+            shown.update(len(local_batch))
 
-    with processes.collective(), bar:
+    with processes.collective(), shown:
         if prepare is not None and rows:
             prepare([prompts[i] for i in dict.fromkeys(i for i, _ in local or rows[:1])])
         for batch, of, conditioning, seeds in batches(local, rows):

@@ -26,6 +26,7 @@ from flowgrpo.data.images import Clip
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import NotFinite, UserError
 from flowgrpo.evaluation.plan import Arm, weights_digest
+from flowgrpo.log import bar
 from flowgrpo.policies import build, checkpoints, loading
 from flowgrpo.policies.checkpoints import config_of
 from flowgrpo.policies.pipelines import edits, few_steps, frames, prompt_inputs
@@ -223,7 +224,7 @@ def first_of_each(sampler: Sampler, arm: Arm, prompts: Sequence[Prompt], seed: i
     sampler.load(arm)  # before the bar: what cannot be loaded is one line
     of, places = seeder(seed, 0), range(len(prompts))
     parts = [places[at:at + sampler.together] for at in range(0, len(prompts), sampler.together)]
-    return [sample for rows in tqdm(parts, desc="sampling", leave=False, disable=None)
+    return [sample for rows in bar(parts, title="sampling")
             for sample in sampler.draw(arm, [prompts[i] for i in rows], [of(i, 0) for i in rows])]
 
 
@@ -340,7 +341,7 @@ class Enhancer:
         """Return the prompts with rewritten texts."""
         missing = [text for text in dict.fromkeys(prompt.text for prompt in prompts) if text not in self.known]
         together = self.sampler.together
-        for at in tqdm(range(0, len(missing), together), desc="rewriting", leave=False, disable=None):
+        for at in bar(range(0, len(missing), together), title="rewriting"):
             self._rewrite(missing[at:at + together])
         return [replace(prompt, text=self.known[prompt.text]) for prompt in prompts]
 

@@ -27,7 +27,7 @@ from flowgrpo.policies.policy import resolve_precision
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.storage import atomic, paths
 from flowgrpo.storage.json_files import read_object
-from flowgrpo.storage.places import run_of
+from flowgrpo.storage.places import run_of, unfinished
 
 DOWN, UP = ".lora_down.weight", ".lora_up.weight"
 SIDES = {".lora_A.weight": DOWN, ".lora_B.weight": UP}  # peft's names -> kohya's
@@ -40,7 +40,7 @@ def load_finished(run: Path) -> tuple[Config, dict[str, Any]]:
     """Return a run's configuration and summary.
     Raises UserError if the folder is not a finished run."""
     if not (run_of(run) / "summary.json").is_file():
-        raise UserError(f"the run {run} has not finished (it has no summary.json): --resume it")
+        raise UserError(f"{run} has no summary.json: {unfinished(run_of(run))}")
     with require_format(run):
         return run_config(run), read_object(run / "summary.json", "restore it, or --resume the run", unit=str)
 

@@ -27,7 +27,7 @@ from flowgrpo.policies.weights import adapters, memory_options
 from flowgrpo.policies.weights.lora_files import LORA_FILE, attach, read, tell
 from flowgrpo.policies.weights.memory_options import Encoders, decode_in_parts, require_quantiser
 from flowgrpo.starter import FOLDERS
-from flowgrpo.storage.places import STATE, is_checkpoint
+from flowgrpo.storage.places import STATE, is_checkpoint, unfinished
 
 FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3")  # others are packed, and have other shapes
 
@@ -178,7 +178,7 @@ def require_weights(path: Path) -> None:
         elif (path / LORA_FILE).is_file():
             adapters.require_file(path / LORA_FILE)
         return
-    hint = "the run has not finished: --resume it" if (path / "config.yaml").is_file() else \
+    hint = unfinished(path) if (path / "config.yaml").is_file() else \
         "expected a finished run, a folder with a LoRA, or its file"
     raise UserError(f"no weights at {path} ({LORA_FILE} is missing): {hint}")
 

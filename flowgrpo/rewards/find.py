@@ -233,7 +233,8 @@ def _from_folder(name: str) -> Any:
             return _by_place(LEARNED)(Path(folder), aspect)
     if Path(name).is_dir():
         raise UserError(f"reward {name!r}: no {TRAINED} in it: expected one of `flowgrpo reward train`")
-    raise UserError(f"unknown reward {name!r}{_near(name)} (`flowgrpo list rewards` lists all; or "
+    near = f": no folder {name} is here" if "/" in name else _near(name)
+    raise UserError(f"unknown reward {name!r}{near} (`flowgrpo list rewards` lists all; or "
                     "path/to/file.py:function; a function that was given from Python has to be in a file)")
 
 

@@ -136,3 +136,9 @@ def is_held(folder: Path) -> bool:
             return False
     except UserError:
         return True
+
+
+def unfinished(folder: Path) -> str:
+    """Return the end of a message on a run without weights: that it trains now, or that it stopped."""
+    return "the run is training: wait for its end, or name one of its checkpoints" if is_held(folder) else \
+        "the run has not finished: --resume it"

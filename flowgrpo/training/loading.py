@@ -90,8 +90,7 @@ def _encode_ahead(setup: Setup) -> None:
 
     They are on the run's device, or on the CPU where they do not fit. Raises UserError for several processes.
     """
-    from tqdm import tqdm
-
+    from flowgrpo.log import bar
     from flowgrpo.policies.pipelines import encoded_prompts
 
     config = setup.config
@@ -99,8 +98,8 @@ def _encode_ahead(setup: Setup) -> None:
         raise UserError(f"memory.encoders is ahead, and {setup.all_processes} processes have prompts that are not in "
                         f"{config.cache}: `flowgrpo prompts encode` with the same recipe first")
     def fill(device: str | torch.device) -> encoded_prompts.Filled:
-        return encoded_prompts.fill(config, setup.prompts, torch.device(device), lambda rows: tqdm(
-            rows, desc="encoding", unit="prompt", leave=False, disable=None))
+        return encoded_prompts.fill(config, setup.prompts, torch.device(device),
+                                    lambda rows: bar(rows, title="encoding", unit="prompt"))
 
     try:
         filled = fill(setup.device)

@@ -178,6 +178,17 @@ def test_refusals(tmp_path, monkeypatch, capsys, arguments, line):
     assert not (tmp_path / "taste" / CONFIG).exists()
 
 
+def test_a_model_of_many_steps_is_told(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    told = "starter is not known as a few-step model, and has 4 steps here: --train.steps gives others"
+    with loopback.listen(loopback.Handler, 0) as busy:
+        for arguments, line in ((["starter"], told), (["starter", "--train.steps=20"], ""),
+                                (["starter_consistency"], "")):
+            assert main(["taste", *arguments, "--port", str(busy.server_port)]) == 2
+            said = capsys.readouterr().err
+            assert line in said and bool(line) == ("few-step" in said)
+
+
 def test_a_session_by_the_command(tmp_path, monkeypatch, capfd):
     """A person in a thread reads the address that the command prints, votes over HTTP and finishes."""
     model = tiny.save(tiny.sd3(), tmp_path / "pipe")

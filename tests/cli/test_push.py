@@ -15,6 +15,7 @@ from flowgrpo.hub import download, is_lora
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from tests.export.test_export import make_run
 from tests.helpers import stand_in_hub, tiny
+from tests.helpers.refusals import error_line
 
 
 @pytest.fixture(scope="module")
@@ -51,12 +52,11 @@ def hub(monkeypatch, tmp_path):
 
 
 def said(capsys, *arguments: object, code: int = 0) -> str:
-    capsys.readouterr()
-    assert main([str(argument) for argument in arguments]) == code
-    told = capsys.readouterr()
     if code:
-        assert told.err.startswith("flowgrpo: error: ") and told.err.count("\n") == 1
-    return told.err if code else told.out
+        return error_line(capsys, *arguments)
+    capsys.readouterr()
+    assert main([str(argument) for argument in arguments]) == 0
+    return capsys.readouterr().out
 
 
 def test_a_push_sends_what_the_dry_run_lists_and_nothing_else(run, hub, capsys):
@@ -89,7 +89,7 @@ def test_without_a_login_or_a_network_or_an_end(run, hub, capsys, monkeypatch):
     assert "http://127.0.0.1:9 does not answer" in said(capsys, "push", run, "me/mine", code=2)
     assert "got the checkpoint" in said(capsys, "push", run / "checkpoints" / "epoch-00001", "me/mine", code=2)
     (run / "summary.json").unlink()
-    assert "has not finished" in said(capsys, "push", run, "me/mine", code=2)
+    assert "the run has not finished: --resume it" in said(capsys, "push", run, "me/mine", code=2)
 
 
 def test_a_refusal_of_the_hub_is_one_line(run, hub, capsys):

@@ -233,6 +233,8 @@ def test_tasks_may_be_anything_that_json_has(capsys):
 def test_names_in_other_tables_are_text_too(name, capsys):
     print_table([name, "b", name], [[name, "1", name]])
     assert capsys.readouterr().out.count(name) == 4
+    print_table(["what", "name", "GB"], [["model", "long" * 100, "1"]])  # wider than the page: folded, not cut
+    assert capsys.readouterr().out.count("long") >= 98
     entry = {"mean": 0.5, "low": 0.4, "high": 0.6, "prompts": 3, "method": "exact"}
     findings.show({"suite": {"name": name, "prompts": 3}, "samples": 1, "compared": {}, "unit": "picture",
                    "arms": {name: {name: {name: entry, findings.ALL: entry}}}, "category_means": {name: {name: entry}},

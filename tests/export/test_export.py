@@ -292,7 +292,7 @@ def test_a_merged_wan_in_bf16_keeps_in_fp32_what_the_stock_model_keeps(rank, tmp
 
 @pytest.mark.parametrize("files, told", [
     ((), "is not a run: it has no config.yaml"),
-    (("config.yaml",), "has not finished (it has no summary.json): --resume it")])
+    (("config.yaml",), "has no summary.json: the run has not finished: --resume it")])
 def test_what_is_no_finished_run_is_refused(tmp_path, files, told):
     for name in files:
         (tmp_path / name).write_text("")

@@ -123,6 +123,7 @@ def test_names_and_keys_of_rewards():
     assert "unknown reward 'scen_graded': did you mean 'scene_graded'?" in message(rewards.find, "scen_graded")
     told = message(rewards.find, "zzzzzzzzz")
     assert told.startswith("unknown reward 'zzzzzzzzz' (`flowgrpo list rewards` lists all; or path/to/file.py:")
+    assert message(rewards.find, "mine/taste").startswith("unknown reward 'mine/taste': no folder mine/taste is here (")
     assert message(rewards.find, "score").count("'") == 2 * (1 + 5)  # itself, and five names at most
     chosen = config.load(None, {"reward.hpsv2.1.weight": 2, "reward.hpsv2.1.args.antialias": False,
                                 "reward.pickscore": 0.5})

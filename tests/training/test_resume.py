@@ -23,7 +23,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.run import align
 from flowgrpo.storage import atomic, checkpoint, paths
-from flowgrpo.storage.places import checkpoints, lock_run
+from flowgrpo.storage.places import checkpoints, lock_run, unfinished
 from flowgrpo.training import epochs, run_folder, state
 from flowgrpo.training.endings import save_on_stop
 from flowgrpo.training.run_folder import keep_lines
@@ -237,6 +237,8 @@ def test_a_folder_that_a_run_writes_to_is_not_taken(finished, capsys):
         for more in ([], ["--resume"]):
             assert main([*command, *more]) == 2
             assert f"another run is writing to {run}: give this one another name" in capsys.readouterr().err
+        assert unfinished(run) == "the run is training: wait for its end, or name one of its checkpoints"
+    assert unfinished(run) == "the run has not finished: --resume it"
     assert {path.relative_to(run): path.read_bytes() for path in run.rglob("*") if path.is_file()} == files
     assert main([*command, "--resume"]) == 0
 

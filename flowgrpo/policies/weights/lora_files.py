@@ -26,7 +26,7 @@ from flowgrpo.nouns import quantity
 from flowgrpo.packages import import_failure
 from flowgrpo.policies.weights import adapters
 from flowgrpo.storage.manifest import order_metadata
-from flowgrpo.storage.places import CONFIG, is_checkpoint
+from flowgrpo.storage.places import CONFIG, is_checkpoint, unfinished
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
@@ -251,7 +251,7 @@ def require_lora(setting: str, given: str) -> None:
     if is_checkpoint(path):
         hint = "it is a checkpoint, whose LoRA a finished run's folder has: give that"
     elif (path / CONFIG).is_file():
-        hint = "the run has not finished: --resume it" if not (path / "summary.json").is_file() else \
+        hint = unfinished(path) if not (path / "summary.json").is_file() else \
             "the run trained all weights: give a LoRA"
     raise UserError(f"{setting} is {given!r}, which has no LoRA: {hint}")
 

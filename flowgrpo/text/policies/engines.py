@@ -28,6 +28,7 @@ from flowgrpo.policies import checkpoints
 from flowgrpo.policies.policy import resolve_precision
 from flowgrpo.policies.weights import adapters
 from flowgrpo.starter import FOLDERS, TOKEN_GUIDANCE
+from flowgrpo.storage.places import unfinished
 from flowgrpo.text.policies import kinds
 from flowgrpo.text.policies.causal_lm import CausalLM
 from flowgrpo.text.policies.text_weights import attach
@@ -231,7 +232,7 @@ def load(config: Config, lora: Path | None, device: str | torch.device = "cpu") 
     loaded, reader = kinds.load(config)
     if lora is not None:
         if not (lora / adapters.CONFIG).is_file():
-            hint = "the run has not finished: --resume it" if (lora / "config.yaml").is_file() else \
+            hint = unfinished(lora) if (lora / "config.yaml").is_file() else \
                 "expected a finished run, or a folder with an adapter"
             raise UserError(f"no weights at {lora} ({adapters.CONFIG} is missing): {hint}")
         attach(loaded, lora)

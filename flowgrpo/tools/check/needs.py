@@ -6,6 +6,7 @@ downloads: several files at once, each verified, and continued where a download 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import re
@@ -31,9 +32,11 @@ from flowgrpo.rewards.placement import CHECKPOINTS, local_models
 
 REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # a hub id
 LICENCE = re.compile(r"^# Licence: (?P<name>.+?), (?P<gated>gated|not gated)\b", re.M)  # of a packaged recipe
+MODEL = re.compile(r"^model: *(?P<name>\S+)", re.M)
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".onnx", ".onnx_data", ".xml", ".gguf")
 VARIANT = re.compile(r"\.(fp16|bf16|fp32|non_ema|ema)[.-]")
 NOT_READ = ("onnx", "openvino", "flax", "coreml", "original")  # beginnings of folders' names
+TOKENIZER = 0.01  # gigabytes at most
 PARTIAL = ".part"  # ending of a file that is being downloaded, beside the cache's blobs
 WORKERS, TRIES = 4, 5
 _LOCKS: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # by blob
@@ -75,25 +78,26 @@ class Need:
             self.gigabytes or 0.0
 
 
-def needs(config: Config, recipe: str | None = None, sizes: Callable[[str], float | None] = lambda _: None
-          ) -> list[Need]:
-    """Return what a configuration needs, the missing first. recipe: its packaged name, whose file states a licence.
-    sizes: gigabytes of a published model, for when the hub does not answer."""
+def needs(config: Config, sizes: Callable[[str], float | None] = lambda _: None) -> list[Need]:
+    """Return what a configuration needs, the missing first.
+
+    sizes: gigabytes of a published model, for when the hub does not answer.
+    """
     found = [Need("extra", extra, present(extra)) for extra in extras(config)]
-    licence, _ = model_licence(recipe)
+    licence, gated = model_licences().get(config.model, ("", False))
     if REPOSITORY.fullmatch(config.model) and not Path(config.model).exists():
         revision = config.load.revision
-        found.append(_repository("model", config.model, revision, None, True, licence, config.load.variant,
-                                 sizes(config.model)))
+        found.append(_repository("model", config.model, revision, None, True, licence + ", gated" * gated,
+                                 config.load.variant, sizes(config.model)))
     for label, rule in (config.trained | config.extra_rewards).items():
         for name, file, weights, gigabytes, terms in _of_reward(rule.use or label, rule.args):
             found.append(_repository(f"reward {label}", name, None, file, weights, terms, None, gigabytes))
     return sorted(dict.fromkeys(found), key=lambda need: need.here)
 
 
-def missing(config: Config, recipe: str | None, sizes: Callable[[str], float | None] = lambda _: None) -> list[Need]:
+def missing(config: Config, sizes: Callable[[str], float | None] = lambda _: None) -> list[Need]:
     """Return what a run lacks, as `needs`; nothing for a single extra or reward, whose own error says what to do."""
-    lacking = [need for need in needs(config, recipe, sizes) if not need.here]
+    lacking = [need for need in needs(config, sizes) if not need.here]
     return lacking if len(lacking) > 1 or any(need.what == "model" for need in lacking) else []
 
 
@@ -117,12 +121,15 @@ def extras(config: Config) -> list[str]:
     return sorted({extra.strip() for text in named for extra in text.split(",")} - {""})
 
 
-def model_licence(recipe: str | None) -> tuple[str, bool]:
-    """Return the licence of a packaged recipe's model, and whether it is gated."""
-    if recipe is None or recipe not in recipes.names():
-        return "", False
-    found = LICENCE.search((recipes.FOLDER / f"{recipe}.yaml").read_text(encoding="utf-8"))
-    return (found["name"], found["gated"] == "gated") if found else ("", False)
+@functools.cache
+def model_licences() -> dict[str, tuple[str, bool]]:
+    """Return the licence by model of the packaged recipes, as their first lines state it, and whether it is gated."""
+    found = {}
+    for name in recipes.names():
+        text = (recipes.FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
+        if (model := MODEL.search(text)) and (licence := LICENCE.search(text)):
+            found[model["name"]] = (licence["name"], licence["gated"] == "gated")
+    return found
 
 
 def _build_reward(name: str, arguments: dict[str, Any]) -> Any:
@@ -165,8 +172,9 @@ def _of_reward(name: str, arguments: dict[str, Any]) -> Iterator[tuple[str, str 
                 continue
             owner, repository, *file = value.split("/", 2)
             weights = entry.name in CHECKPOINTS
-            yield (f"{owner}/{repository}", file[0] if file else None, weights,
-                   parameters * 2 / 1e9 if parameters and weights else None, getattr(about, "licence", None) or "")
+            size = TOKENIZER if not weights else parameters * 2 / 1e9 if parameters else None
+            yield (f"{owner}/{repository}", file[0] if file else None, weights, size,
+                   getattr(about, "licence", None) or "")
             parameters = None if weights else parameters
 
 

@@ -28,6 +28,7 @@ from flowgrpo.contrib.learned_rewards.text_network import TextHead, on_model
 from flowgrpo.data.pairs import Pair, aspects
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.statistics import Interval, interval
+from flowgrpo.log import bar
 from flowgrpo.rewards.clip import ClipScore
 from flowgrpo.rewards.local_model import resolve_device
 from flowgrpo.rewards.preprocessing import read_tensor
@@ -238,7 +239,7 @@ def _rows(network: Network, pairs: Sequence[Pair], title: str) -> Rows:
     shown = [(pair.prompt, sample) for side in ("chosen", "rejected") for pair in pairs
              for sample in [getattr(pair, side)]]
     parts = []
-    for at in tqdm(range(0, len(shown), AT_ONCE), desc=title, unit="batch", mininterval=1, disable=None):
+    for at in bar(range(0, len(shown), AT_ONCE), title=title, unit="batch"):
         prompts, samples = zip(*shown[at:at + AT_ONCE])
         prepared: Any = samples if isinstance(network, TextHead) else \
             torch.cat([network.prepare(read_tensor(file)[None]) for file in samples])
@@ -268,7 +269,7 @@ def fit(network: nn.Module, epochs: Sequence[Sequence[B]], loss_of: Callable[[B]
     optimizer = torch.optim.AdamW(network.parameters(), lr=settings.lr, weight_decay=0.05)
     total, step = sum(map(len, epochs)), 0
     best: tuple[float, float, int, dict[str, Tensor]] = (-1.0, 0.0, 0, {})
-    bar = tqdm(total=total, desc="training", unit="step", mininterval=1, disable=None)
+    shown = tqdm(total=total, desc="training", unit="step", mininterval=1, disable=None)
     for epoch, parts in enumerate(epochs, 1):
         network.train()
         for numbers in parts:
@@ -282,16 +283,16 @@ def fit(network: nn.Module, epochs: Sequence[Sequence[B]], loss_of: Callable[[B]
             nn.utils.clip_grad_norm_(network.parameters(), 1.0)
             optimizer.step()
             step += 1
-            bar.update()
+            shown.update()
         score, negative = measured()
-        bar.set_postfix(epoch=epoch, held_out=f"{score:.3f}", held_out_loss=f"{-negative:.3f}")
-        if bar.disable:
+        shown.set_postfix(epoch=epoch, held_out=f"{score:.3f}", held_out_loss=f"{-negative:.3f}")
+        if shown.disable:
             print(f"epoch {epoch} of {len(epochs)}: held_out={score:.3f}, held_out_loss={-negative:.3f}", flush=True)
         if (score, negative) > best[:2]:
             best = (score, negative, epoch, copy.deepcopy(network.state_dict()))
         elif epoch - best[2] >= settings.patience:
             break
-    bar.close()
+    shown.close()
     network.load_state_dict(best[3])
     return best[2]
 

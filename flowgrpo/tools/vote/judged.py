@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from flowgrpo.data.prompts import Prompt, as_line, load_prompts
 from flowgrpo.distributed.signals import promptly
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.plan import append, entries
+from flowgrpo.log import bar
 from flowgrpo.rewards import Composed, Failed, Tally
 from flowgrpo.rewards.preprocessing import read_output
 from flowgrpo.rewards.score import columns
@@ -119,12 +119,11 @@ class Scores:
         missing = [place for place, digest in enumerate(digests)
                    if any((digest, rule) not in self.known for rule in self.rules.values())]
         failed: dict[tuple[str, str], list[float]] = {}
-        with tqdm(total=sum(len(group.samples) for group in groups), desc="scoring", unit="sample", leave=False,
-                  disable=None,
-                  initial=sum(len(group.samples) for at, group in enumerate(groups) if at not in set(missing))) as bar:
+        with bar(total=sum(len(group.samples) for group in groups), title="scoring", unit="sample",
+                 done=sum(len(group.samples) for at, group in enumerate(groups) if at not in set(missing))) as shown:
             for places in _together(groups, missing):
                 failed |= self._score([groups[at] for at in places], [digests[at] for at in places])
-                bar.update(sum(len(groups[at].samples) for at in places))
+                shown.update(sum(len(groups[at].samples) for at in places))
         known = self.known | failed
         return [torch.tensor([known[digest, rule] for rule in self.rules.values()], dtype=torch.float64).T
                 for digest in digests]

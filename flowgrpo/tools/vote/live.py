@@ -53,6 +53,8 @@ class LiveBallot:
     def ask(self, questions: Sequence[Question]) -> None:
         """Add questions behind those that wait; votes on them that the log has already count."""
         with self._changed:
+            if self._begun is None:
+                print("the first images are on the page", flush=True)
             self.questions |= {question.name: question for question in questions}
             self._begun = self.clock() if self._begun is None else self._begun
 

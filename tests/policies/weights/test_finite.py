@@ -68,7 +68,8 @@ def line(capsys, *arguments: object) -> str:
     capsys.readouterr()
     assert main([str(argument) for argument in arguments]) == 2
     others = "epoch ", "[transformers]"
-    [said] = [text for text in capsys.readouterr().err.split("\n") if text and not text.startswith(others)]
+    [said] = [text for text in capsys.readouterr().err.split("\n") if text and not text.startswith(others)
+              and not text.endswith(" ...")]
     return said
 
 

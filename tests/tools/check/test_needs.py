@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import io
+import shutil
 import subprocess
 import sys
 import time
@@ -119,7 +120,7 @@ def test_without_the_hub_the_cache_and_the_parameters_are_known(serving, monkeyp
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     found = {need.name: need for need in needs.needs(recipe(), sizes=lambda model: 3.5)}
     assert found[MODEL].gigabytes == 3.5 and not found[MODEL].here and found[SCORER].gigabytes == 1.972
-    assert found[WORDS].gigabytes is None
+    assert found[WORDS].gigabytes == needs.TOKENIZER
 
 
 @pytest.mark.parametrize("model", ["starter", "./nowhere", "nowhere", "a/b/c", "model.safetensors"])
@@ -135,10 +136,18 @@ def test_weights_licences_and_extras():
     assert [file.name for file in needs.choose_files(files, variant="fp16")] == ["config.json",
                                                                                  "model.fp16.safetensors"]
     assert [file.name for file in needs.choose_files(files, weights=False)] == ["config.json"]
-    assert needs.model_licence("sdxl_24gb") == ("CreativeML Open RAIL++-M", False)
-    assert needs.model_licence("flux_dev_24gb") == ("FLUX.1 [dev] Non-Commercial License", True)
+    licences = needs.model_licences()
+    assert licences["stabilityai/stable-diffusion-xl-base-1.0"] == ("CreativeML Open RAIL++-M", False)
+    assert licences["black-forest-labs/FLUX.1-dev"] == ("FLUX.1 [dev] Non-Commercial License", True)
     assert [text.partition(">")[0].partition("=")[0] for text in prepare.requirements(["clip", "datasets"])] == [
         "datasets", "open-clip-torch"]
+
+
+def test_a_disk_that_is_too_small_is_refused_before_a_download(serving, capsys, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: shutil._ntuple_diskusage(10, 10, 0))
+    assert "0.0 GB are to be downloaded, and 0.0 GB are free: make room" in error_line(
+        capsys, "prepare", "--yes", f"--model={MODEL}", "--reward=pickscore", "--method=mix_grpo")
+    assert not list(Path(constants.HF_HUB_CACHE).rglob("*.safetensors"))
 
 
 def test_prepare_lists_downloads_and_says_the_next_command(serving, capsys):

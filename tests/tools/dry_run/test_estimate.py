@@ -331,7 +331,7 @@ def test_the_command_shows_what_it_does_and_answers_from_a_cache_the_second_time
         assert main([*asked, *more]) == 0
         return capsys.readouterr()
     first, again = answer(), answer()
-    assert first.err == "dry run on H200, up to two minutes\n" and again.err == "" and again.out == first.out
+    assert first.err == "dry run on H200, up to two minutes ...\n" and again.err == "" and again.out == first.out
     assert answer("--train.micro_batch=2").err == first.err  # another recipe
     for file in (tmp_path / "cache" / "flowgrpo").iterdir():
         file.write_text("{")
