@@ -25,10 +25,11 @@ from flowgrpo.errors import UserError, nearest
 from flowgrpo.nouns import quantity
 from flowgrpo.rewards.about import RewardFunction
 from flowgrpo.rewards.find import find
+from flowgrpo.rewards.labels import relabel_errors
 from flowgrpo.rewards.pairwise import sees_groups
 from flowgrpo.rewards.placement import Placement, leave
 from flowgrpo.rewards.reward import EPOCH, MEMORY, POLICY, Batch, Function, Reward, as_reward, inside, named_parts
-from flowgrpo.rewards.wrap import Scores, ready, relabel_errors
+from flowgrpo.rewards.wrap import Scores, ready
 
 if TYPE_CHECKING:
     from torch import Tensor
