@@ -26,7 +26,7 @@ from flowgrpo.data.sets import SETS
 from flowgrpo.errors import UserError
 from flowgrpo.packages import present
 from flowgrpo.policies.weights.memory_options import PACKAGES
-from flowgrpo.rewards.about import About, lazily
+from flowgrpo.rewards.about import SERVER, About, lazily
 from flowgrpo.rewards.find import ALIASES, BUILT_IN, find, locate
 from flowgrpo.rewards.labels import relabel_errors
 from flowgrpo.rewards.placement import CHECKPOINTS, local_models
@@ -116,7 +116,7 @@ def extras(config: Config) -> list[str]:
              "datasets" * of_hub, config.tracker * (config.tracker in ("wandb", "trackio"))]
     for label, rule in (config.trained | config.extra_rewards).items():
         named += [about.needs or "" for about in _facts(label, rule)]
-    return sorted({extra.strip() for text in named for extra in text.split(",")} - {""})
+    return sorted({extra.strip() for text in named for extra in text.split(",")} - {"", SERVER})
 
 
 def model_licence(recipe: str | None) -> tuple[str, bool]:

@@ -12,7 +12,7 @@ from huggingface_hub import constants
 
 from flowgrpo import hub
 from flowgrpo.cli import main, prepare
-from flowgrpo.config import load
+from flowgrpo.config import load, validate
 from flowgrpo.errors import UserError
 from flowgrpo.tools.check import needs
 from flowgrpo.tools.check.needs import File
@@ -137,6 +137,7 @@ def test_weights_licences_and_extras():
     assert [file.name for file in needs.choose_files(files, weights=False)] == ["config.json"]
     assert needs.model_licence("sdxl_24gb") == ("CreativeML Open RAIL++-M", False)
     assert needs.model_licence("flux_dev_24gb") == ("FLUX.1 [dev] Non-Commercial License", True)
+    assert needs.extras(validate({"reward": {"http": {"args": {"url": "http://127.0.0.1:1/s"}}, "ocr": 1}})) == ["ocr"]
     assert [text.partition(">")[0].partition("=")[0] for text in prepare.requirements(["clip", "datasets"])] == [
         "datasets", "open-clip-torch"]
 
