@@ -101,7 +101,8 @@ def _run(ready: Ready, trainer: Trainer, listed: str | None) -> dict[str, Any]:
             summary = held_out.finish(trainer, measured, folder, before, ready.began, resumed)
         if not (config.eval.every and trainer.epoch % config.eval.every == 0):  # else they were sent then
             metrics.log_held_out(ready.accelerator, summary["after"], trainer.epoch)
-        endings.export_for_comfyui(trainer, folder)
+        if not summary.get("trained", {}).get("nothing"):  # else the file would change nothing
+            endings.export_for_comfyui(trainer, folder)
         metrics.show(ready.accelerator, folder, trainer.epoch, "after", "best", "worst")
         return endings.of_all(trainer, summary)
 

@@ -31,16 +31,17 @@ def predict(model: str | None, recipe: str | None, overrides: dict[str, str], na
     model: None for the recipe's own. overrides: dotted keys of the recipe. name: the GPU's. verbose: print the phases
     and what is counted too. trusted: as of `parse.load`.
     """
-    from flowgrpo.config import parse
     from flowgrpo.gpus import gpu_named
+
+    gpu = gpu_named(name)  # first: the imports below load torch
+    if recipe is None:
+        raise UserError("--gpu predicts an epoch of a recipe: give --recipe")
+    from flowgrpo.config import parse
     from flowgrpo.methods import keys_read, validate
     from flowgrpo.methods.setup import Setup
     from flowgrpo.policies import build, defaults, options
     from flowgrpo.policies.weights import memory_options, sharding
 
-    gpu = gpu_named(name)
-    if recipe is None:
-        raise UserError("--gpu predicts an epoch of a recipe: give --recipe")
     config, told = defaults.fitting(parse.load(recipe, overrides | ({} if model is None else {"model": model}),
                                                trusted))
     kind = build.kind(config)

@@ -150,4 +150,4 @@ def check_inputs(settings: Any) -> None:
     sets.require_suited(settings)
     pairs.in_place(settings, sets.resolve(settings), text=True)  # `checks.check` opens the images
     for label, rule in (settings.trained | settings.extra_rewards).items():
-        rewards.locate(rule.use or label)
+        rewards.require_signature(label, rewards.locate(rule.use or label))

@@ -161,11 +161,11 @@ class Meter:
     """Count of this process's requests, their cost and the rate at which they begin.
 
     cost: of one request, in any currency. budget: that all may cost together, None for no limit. rate: requests a
-    second, None for no limit.
+    second, None for no limit. who: begins its lines.
     """
 
-    def __init__(self, cost: float, budget: float | None, rate: float | None) -> None:
-        self.cost, self.budget, self.rate = cost, budget, rate
+    def __init__(self, cost: float, budget: float | None, rate: float | None, who: str = WHO) -> None:
+        self.who, self.cost, self.budget, self.rate = who, cost, budget, rate
         self.requests, self._free, self._lock = 0, -math.inf, threading.Lock()
 
     @property
@@ -188,7 +188,7 @@ class Meter:
     def tell(self) -> None:
         """Print the requests and their cost, if there were any."""
         if self.requests:
-            print(f"{WHO}: {quantity(self.requests, 'request')} cost {self.total_cost:.10g}", file=sys.stderr)
+            print(f"{self.who}: {quantity(self.requests, 'request')} cost {self.total_cost:.10g}", file=sys.stderr)
 
 
 class Http:
@@ -239,7 +239,8 @@ class Http:
         self._service = Service(WHO, _urls(url), timeout, retries, wait, _public(headers) | own, concurrency, key=key,
                                 sent=self._template.sends)
         processes = int(os.environ.get("WORLD_SIZE", "1"))
-        self.meter = Meter(cost, *(None if limit is None else limit / processes for limit in (budget, rate)))
+        self.meter = Meter(cost, *(None if limit is None else limit / processes for limit in (budget, rate)),
+                           who=self._service.who)
         if cost:
             atexit.register(self.meter.tell)
 

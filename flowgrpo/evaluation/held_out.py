@@ -195,10 +195,11 @@ def finish(trainer: Trainer, functions: dict[str, Any], folder: Path, base: Meas
         "rollout_evaluations_saved_by_sharing": trainer.rollouts.saved_evaluations,
         "max_first_log_ratio": trainer.first_ratio.max_log_ratio, "skipped_updates": trainer.optimization.skipped,
         "reward_wait_seconds": round(progress.reward_seconds, 1),
-        "reward_failures": {"trained": trainer.scoring.reward_failures, "before": base.failed, "after": after.failed},
+        "reward_failures": {"trained": trainer.scoring.reward_failures, "before": base.failed, "after": after.failed,
+                            "errors": trainer.scoring.errors},
         "rewards": {"trained": config.rewards, "measured": list(functions)}}
     if first:
-        summary["trained"] = report.training_facts(config, folder)
+        summary["trained"] = report.training_facts(config, folder, trainer.scoring.errors)
         _draw_after(folder, base, after, config)
         summary |= {"total_seconds": round(time.perf_counter() - began, 1), "resumed": resumed}
         atomic.write_text(folder / "summary.json", json.dumps(finite(summary), indent=2) + "\n")

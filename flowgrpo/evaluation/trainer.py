@@ -58,6 +58,7 @@ class Scoring(Protocol):
     """Samples of the last epoch, and failures of rewards so far."""
 
     reward_failures: dict[str, int]
+    errors: dict[str, str]
 
     @property
     def extremes(self) -> Extremes:

@@ -52,6 +52,7 @@ from flowgrpo.rewards.reward import (
     require_base,
     require_latents,
     require_modality,
+    require_signature,
     scores_latents,
     sees_base,
 )
@@ -61,5 +62,5 @@ __all__ = ["BUILT_IN", "GROUP", "MODALITIES", "About", "Batch", "Composed", "Fai
            "as_reward", "compose", "differentiable", "find", "for_trial", "inside", "lazily", "leave", "limits_of",
            "load", "locate", "named_parts", "names", "reads_sampler", "remembers", "require_base", "require_clips",
            "require_gradient", "require_latents", "require_memory", "require_modality", "require_routes",
-           "require_values", "reward", "score", "scores_latents", "sees_base", "slow", "source", "transform_scores",
-           "transforms_of", "value"]
+           "require_signature", "require_values", "reward", "score", "scores_latents", "sees_base", "slow", "source",
+           "transform_scores", "transforms_of", "value"]

@@ -19,6 +19,7 @@ T = TypeVar("T")
 RewardFunction = Callable[..., Any]
 
 MODALITIES = ("image", "video", "text")
+SERVER = "server"  # in what a reward needs
 TRAINED = "reward.json"  # the file that makes a folder a reward
 lazy: ContextVar[bool] = ContextVar("lazy", default=False)  # weights are loaded at the first call
 
@@ -29,7 +30,8 @@ class About:
 
     modality: "image", "video" or "text", several joined by a slash.
     range: lowest and highest score, None for no bound.
-    needs: extras of flowgrpo or packages to install, comma-separated, "" for none.
+    needs: extras of flowgrpo or packages to install, comma-separated, "" for none. SERVER: a service that answers,
+    for which there is nothing to install.
     licence: of the code and of the weights that the reward loads.
     Raises ValueError for an unknown modality.
     """
@@ -49,7 +51,7 @@ class About:
         """True if everything that the reward needs is installed, None if unknown; nothing is imported to find out."""
         if self.needs is None:
             return None
-        return all(present(name.strip()) for name in self.needs.split(",") if name.strip())
+        return all(present(name.strip()) for name in self.needs.split(",") if name.strip() not in ("", SERVER))
 
 
 def differentiable(reward: T) -> T:

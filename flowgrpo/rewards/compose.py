@@ -23,12 +23,13 @@ from flowgrpo.config.reward_rules import (
 )
 from flowgrpo.errors import UserError, nearest
 from flowgrpo.nouns import quantity
-from flowgrpo.rewards.about import RewardFunction
+from flowgrpo.rewards.about import SERVER, RewardFunction
 from flowgrpo.rewards.find import find
+from flowgrpo.rewards.labels import relabel_errors
 from flowgrpo.rewards.pairwise import sees_groups
 from flowgrpo.rewards.placement import Placement, leave
 from flowgrpo.rewards.reward import EPOCH, MEMORY, POLICY, Batch, Function, Reward, as_reward, inside, named_parts
-from flowgrpo.rewards.wrap import Scores, ready, relabel_errors
+from flowgrpo.rewards.wrap import Scores, ready
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -229,7 +230,7 @@ def for_trial(reward: Composed) -> Composed:
 def slow(reward: object) -> bool:
     """True if a server answers for a reward, or for one that it is made of: a call may take long, or cost money."""
     needs = [part.about.needs or "" for part in inside(reward)]
-    return any("server" in map(str.strip, need.split(",")) for need in needs)
+    return any(SERVER in map(str.strip, need.split(",")) for need in needs)
 
 
 def reads_sampler(reward: object) -> bool:

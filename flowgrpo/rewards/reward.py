@@ -235,6 +235,12 @@ def as_reward(thing: Any, name: str = "") -> Reward:
     return thing if isinstance(thing, Reward) else Function(thing, name)
 
 
+def require_signature(label: str, thing: Any) -> None:
+    """Raise UserError for a function that cannot be called as a reward. A class, not made yet, is not looked at."""
+    if inspect.isfunction(thing):
+        Function(thing, label).require_signature()
+
+
 def named_parts(name: str, reward: Any) -> Iterator[tuple[str, Reward]]:
     """Yield a reward and all that it is made of, at any depth, with their names: parts are NAME[0], NAME[1]."""
     made = as_reward(reward, name)

@@ -17,8 +17,8 @@ import json
 import math
 import sqlite3
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.nouns import quantity
 from flowgrpo.rewards.about import RewardFunction
 from flowgrpo.rewards.failures import Failed, score_with_policy, within
+from flowgrpo.rewards.labels import relabel_errors, with_label
 from flowgrpo.rewards.pairwise import WinRates, pairing
 from flowgrpo.rewards.reward import BASE, FPS, Batch, Checked, Reward, Wrapped, as_reward
 
@@ -56,19 +57,8 @@ def ready(name: str, reward: Reward, rule: WatchRule = WatchRule(), kept: Scores
     return Where(name, made, rule) if rule.when else made
 
 
-@contextmanager
-def relabel_errors(label: str, use: str | None) -> Iterator[None]:
-    """Context manager: an error that names a reward as its rule does, by `use`, names its label too."""
-    try:
-        yield
-    except UserError as error:
-        if use not in (None, label) and str(error).startswith(named := f"reward {use!r}"):
-            error.args = (f"reward {label!r} ({use}){str(error)[len(named):]}",)
-        raise
-
-
 class Labelled(Wrapped):
-    """Reward with another label than its name, whose errors have both."""
+    """Reward with another label than its name, whose errors and failures have both."""
 
     def __init__(self, name: str, reward: Reward, use: str) -> None:
         super().__init__(name, reward)
@@ -76,7 +66,11 @@ class Labelled(Wrapped):
 
     def __call__(self, batch: Batch) -> Any:
         with relabel_errors(self.name, self.use):
-            return self.reward(batch)
+            values = self.reward(batch)
+        for value in (*values, *batch.lost):
+            if isinstance(value, Failed):
+                value.args = (with_label(str(value), self.name, self.use),)
+        return values
 
 
 class Timed(Wrapped):

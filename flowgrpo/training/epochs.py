@@ -27,6 +27,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.evaluation import held_out
 from flowgrpo.evaluation.looks import LOOKS, Looks
 from flowgrpo.evaluation.report import symptoms
+from flowgrpo.evaluation.report.verdict import last_error
 from flowgrpo.evaluation.runs import HELD_OUT
 from flowgrpo.gpus import GPUS
 from flowgrpo.nouns import quantity
@@ -336,7 +337,7 @@ def require_scores(trainer: Run, metrics: dict[str, Any]) -> None:
         if most and unscored[name] >= most:
             raise UserError(f"reward {name!r} has failed on every sample of {quantity(most, 'epoch')} in a row, so "
                             "that it trains nothing: see that it answers, and --resume; --guard.unscored=0 goes on "
-                            "without its scores")
+                            "without its scores" + last_error(trainer.scoring.errors.get(name)))
 
 
 def measure(trainer: Run, folder: Path, measured: dict[str, Any]) -> dict[str, float]:

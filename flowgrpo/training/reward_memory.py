@@ -11,6 +11,7 @@ from flowgrpo.config.schema import Config
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import lazily
 from flowgrpo.rewards.find import find
+from flowgrpo.rewards.labels import relabel_errors
 from flowgrpo.rewards.placement import weight_bytes
 from flowgrpo.training import memory
 
@@ -20,7 +21,7 @@ def reward_weights(config: Config) -> dict[str, dict[str, int] | None]:
     sizes: dict[str, dict[str, int] | None] = {}
     for label, rule in (config.trained | config.extra_rewards).items():
         try:
-            with lazily():
+            with lazily(), relabel_errors(label, rule.use):
                 reward = find(rule.use or label, rule.args)
             sizes[label] = weight_bytes(reward)
         except UserError:

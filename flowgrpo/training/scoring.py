@@ -82,6 +82,7 @@ class Scoring:
     extremes: the best and the worst samples of the epoch, for display.
     spreads: of each in the last epoch, the mean deviation within groups, times its weight.
     reward_failures: samples on which each has failed since the run began, on all processes.
+    errors: the last error of each on this process.
     """
 
     def __init__(self, functions: RewardFunctions, weights: dict[str, float], group: int, processes: Processes,
@@ -96,6 +97,7 @@ class Scoring:
         self.transforms = any(map(rewards.transforms_of, functions.values()))  # a rule changes scores
         self.paired = [pairing(function) is not None for function in functions.values()]
         self.reward_failures: dict[str, int] = {}
+        self.errors: dict[str, str] = {}
         self.spreads: dict[str, float] = {}
         self._lock = Lock()
         self._offloads = any(isinstance(function, Composed) and function.placement is not None
@@ -279,6 +281,7 @@ class Scoring:
         tally, names = self._tally, list(self.functions)
         failed = dict(zip(names, self.processes.total([tally.failed[name] for name in names])))
         self.reward_failures = {name: self.reward_failures.get(name, 0) + count for name, count in failed.items()}
+        self.errors.update(tally.said)
         for name, said in tally.said.items():
             log(f"left out: {quantity(failed[name], 'sample')} that a reward failed on; the last: {said}")
         tally.failed.clear()

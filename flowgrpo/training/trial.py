@@ -137,21 +137,33 @@ def score_trial(batch: Batch) -> bool:
     """
     name, count, tally = batch.name, len(batch.prompts), rewards.Tally()
     outputs = batch.outputs if isinstance(batch.outputs, list) else batch.outputs.clone()
-    notice = threading.Timer(PATIENCE, print, [f"reward {name!r} has judged {quantity(count, 'sample')} for "
-                                               f"{PATIENCE:g} s: if it hangs, set its timeout, such as "
-                                               f"--reward='{{\"{name}\": {{timeout: 60}}}}'"])
-    notice.daemon = True
-    notice.start()
-    try:
+    with _notices(name, count):
         base = outputs.clone() if rewards.sees_base(batch.reward) else None
         scores = promptly(lambda: rewards.score(
             {name: rewards.for_trial(batch.reward)}, outputs, batch.texts, batch.metadata, batch.group, tally, base,
             batch.latents, batch.policy, fps=getattr(batch.policy, "fps", None)))
-    finally:
-        notice.cancel()
     if said := tally.said.get(name):
         print(f"reward {name!r} failed on a trial sample, which a run leaves out and counts: {said}")
     return bool(said) or not bool(scores.isnan().all())
+
+
+@contextlib.contextmanager
+def _notices(name: str, count: int) -> Iterator[None]:
+    """Context manager: print how long a reward has judged, after PATIENCE and each time that the wait has doubled."""
+    ended = threading.Event()
+
+    def notify() -> None:
+        step = waited = PATIENCE
+        while not ended.wait(step):
+            print(f"reward {name!r} has judged {quantity(count, 'sample')} for {waited:g} s: if it hangs, set its "
+                  f"timeout, such as --reward='{{\"{name}\": {{timeout: 60}}}}'", flush=True)
+            step, waited = waited, 2 * waited
+
+    threading.Thread(target=notify, daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
 
 
 def _skips_trial(reward: Composed) -> bool:

@@ -13,7 +13,7 @@ from flowgrpo import published
 from flowgrpo.config.schema import Config
 from flowgrpo.data.sets import SETS
 from flowgrpo.policies.weights.memory_options import PACKAGES
-from flowgrpo.rewards.about import lazily
+from flowgrpo.rewards.about import SERVER, lazily
 from flowgrpo.rewards.find import find
 from flowgrpo.rewards.local_model import LocalModel
 from flowgrpo.rewards.placement import CHECKPOINTS, local_models
@@ -40,7 +40,7 @@ def extras(config: Config, rewards: Iterable[str]) -> list[str]:
     for name in rewards:
         reward = made(name)
         named += [about(part).needs or "" for part in (reward, *local_models(reward))]
-    return sorted({extra.strip() for needs in named for extra in needs.split(",")} - {""})
+    return sorted({extra.strip() for needs in named for extra in needs.split(",")} - {"", SERVER})
 
 
 def billions(config: Config, rewards: Iterable[str]) -> float:

@@ -48,14 +48,16 @@ def metadata(tmp_path, monkeypatch):
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: is_here\nVersion: 1.0\n")
     (tmp_path / "a_module_alone.py").write_text("raise ImportError('nobody may import this')\n")
-    for extra, modules in {"here": ("torch", "a_module_alone"), "gone": ("torch", "is_gone")}.items():
+    for extra, modules in {"here": ("torch", "a_module_alone"), "gone": ("torch", "is_gone"),
+                           "server": ("is_gone",)}.items():
         monkeypatch.setitem(packages.EXTRAS, extra, modules)
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
 @pytest.mark.parametrize("needs, there", [
     ("", True), (None, None), ("here", True), ("gone", False), ("here, gone", False), ("is-here", True),
-    ("a-module-alone", True), ("no-such-package", False), ("here, a_module_alone", True)])
+    ("a-module-alone", True), ("server", True), ("server, gone", False),
+    ("no-such-package", False), ("here, a_module_alone", True)])
 def test_what_is_installed_is_seen_without_an_import(metadata, needs, there):
     assert About(needs=needs).installed is there
 

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import typer
@@ -42,6 +43,17 @@ def test_help_answers_without_torch(arguments):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "flowgrpo" in done.stdout
+
+
+@pytest.mark.parametrize("arguments, told", [
+    (["train", "--reward=mine.py:none", "--model=no/where"], "reward 'mine.py:none' takes (): expected (images, "),
+    (["check", "starter", "--gpu=H10"], "--gpu is 'H10', whose numbers are not known: ")])
+def test_these_mistakes_are_told_without_torch(arguments, told, tmp_path):
+    (tmp_path / "mine.py").write_text("def none():\n    return []\n")
+    code = f"import sys, flowgrpo.cli as c; r = c.main({arguments!r}); sys.exit(r + ('torch' in sys.modules) * 7)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path,
+                          env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])})
+    assert done.returncode == 2 and done.stderr.startswith(f"flowgrpo: error: {told}"), done.stderr
 
 
 def test_the_command_ends_its_process_group(tmp_path):

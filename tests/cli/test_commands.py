@@ -228,23 +228,29 @@ def test_a_session_by_the_command(tmp_path, monkeypatch, capfd):
         assert (tmp_path / "mine" / name).is_file(), name
 
 
-SAID = ("Nothing was trained in 1 epoch: same.py:same gave every sample 0.5. These are the weights that the run began "
-        "with.")
-
-
-def test_a_constant_reward_has_an_exit_code_of_its_own(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("body, cause", [
+    ("return [0.5] * len(prompts)", "mine gave every sample 0.5"),
+    ("raise OSError('away')", r"mine gave no score \(its last error: reward 'mine' raised on 1 sample \(first prompt "
+                              r"of the batch: '[^']+'\): OSError: away \(same.py, line 2\)\)")])
+def test_a_run_that_trained_nothing_has_an_exit_code_of_its_own(body, cause, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "same.py").write_text("def same(images, prompts):\n    return [0.5] * len(prompts)\n")
+    (tmp_path / "same.py").write_text(f"def same(images, prompts):\n    {body}\n")
     small = ["--train.epochs=1", "--train.prompts=1", "--train.group=2", "--train.steps=4", "--eval.steps=1",
              "--eval.prompts=1", "--eval.rewards=[]", "--tracker=none", "--output=runs", "--method=mix_grpo",
              "--parts={plan: {size: 1}}", "--train.updates=1", "--train.lr=1e-3"]
-    assert main(["train", "starter", "--reward=same.py:same", *small]) == 3
-    said, out = SAID, capsys.readouterr()
-    assert out.err.splitlines()[-1] == f"flowgrpo: {said}" and said in out.out and "was trained on" not in out.out
+    reward = '{"mine": {"use": "same.py:same", "on_error": "skip"}}'
+    assert main(["train", "starter", f"--reward={reward}", *small]) == 3
+    out = capsys.readouterr()
+    said = out.err.splitlines()[-1].removeprefix("flowgrpo: ")
+    assert re.fullmatch(f"Nothing was trained in 1 epoch: {cause}. These are the weights that the run began with.",
+                        said)
+    assert "ComfyUI" not in out.out and not (tmp_path / "runs" / "starter" / "comfyui").exists()
+    assert said in " ".join(out.out.split()) and "was trained on" not in out.out
     run = tmp_path / "runs" / "starter"
     assert json.loads((run / "summary.json").read_text())["trained"] == {"epochs": 0, "nothing": True, "said": [said]}
     assert main(["push", "runs/starter", "me/lora", "--dry-run"]) == 0
     assert capsys.readouterr().out.splitlines()[0] == said
+    said = said if "(" not in said else said.partition(" (")[0]
     card = (run / "README.md").read_text()
     assert card.index("Nothing was trained in 1 epoch") < card.index("was to be trained") < card.index("## Usage")
     assert said in (run / "report.html").read_text()

@@ -19,6 +19,7 @@ import torch
 from PIL import Image
 
 from flowgrpo import rewards
+from flowgrpo.config.reward_rules import WatchRule
 from flowgrpo.contrib.json_api import Http, Meter, Template, value_at
 from flowgrpo.errors import UserError
 from flowgrpo.rewards import Failed
@@ -172,6 +173,25 @@ def test_a_rejected_sample_fails_alone(status):
     assert isinstance(first, Failed) and f"answered {status}: " in str(first) and second == 2.0
 
 
+@pytest.mark.parametrize("use, named", [("http", "reward 'brand' (http): "), ("judge", "reward 'brand': a judge")])
+@pytest.mark.parametrize("status, told", [(400, "answered 400"), (401, "answered 401"), (503, "answered 503")])
+def test_errors_and_lines_have_the_label(use, named, status, told, capsys):
+    """Of a rejected sample, of a mistake of the user, and of a service that does not answer."""
+    tally = rewards.Tally()
+    with api(lambda request, headers: (status, {"error": "no"})) as url:
+        args = {"url": f"{url}/v1", "retries": 0} | ({"model": "m"} if use == "judge" else {})
+        made = rewards.compose({"brand": WatchRule(use=use, args=args, on_error="skip")})
+        assert capsys.readouterr().err.startswith(f"{named.removesuffix(': ')} sends ")
+        def score():
+            rewards.score(made, IMAGE[None], ["p"], [{}], tally=tally)
+        if status == 401:
+            said = message(score)
+        else:
+            score()
+            said = tally.said["brand"]
+    assert said.startswith(named) and told in said and said.count("brand") == 1
+
+
 @pytest.mark.parametrize("settings, said", [
     ({"url": "ftp://h/s"}, "url is 'ftp://h/s', expected https://host/path"),
     ({"url": "http://h:port/s"}, "expected https://host/path"), ({"url": "score"}, "url is 'score'"),
@@ -272,9 +292,10 @@ def test_the_example_trains_and_leaves_no_key(monkeypatch, tmp_path):
              "--train.prompts=2", "--train.steps=4", "--eval.prompts=2", "--eval.steps=2", "--name=brand"],
             cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    [line] = [line for line in done.stderr.splitlines() if line.startswith("reward 'http': ")]
-    count = int(line.split()[2])
-    assert count >= 9 and line == f"reward 'http': {count} requests cost {count * 1e-4:.10g}"
+    sent, cost = [line for line in done.stderr.splitlines() if line.startswith("reward ")]
+    assert sent.startswith("reward 'brand' (http) sends prompts, images and the key in BRAND_KEY to http://127.0.0.1:")
+    count = int(cost.split()[3])
+    assert count >= 9 and cost == f"reward 'brand' (http): {count} requests cost {count * 1e-4:.10g}"
     [metrics] = (tmp_path / "runs").glob("*/metrics.jsonl")
     means = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert any(0 < epoch.get("reward/brand/mean", 0) < 1 for epoch in means)

@@ -78,7 +78,8 @@ def test_a_reward_that_no_longer_answers_ends_the_run_with_its_epochs_saved(epoc
         assert "gone gave no score in 2 epochs" in capsys.readouterr().out
         return
     with pytest.raises(UserError, match=r"^reward 'gone' has failed on every sample of 2 epochs in a row, .*--resume; "
-                                        r"--guard.unscored=0 goes on"):
+                                        r"--guard.unscored=0 goes on without its scores \(its last error: "
+                                        r"reward 'gone' raised .*: RuntimeError: no answer"):
         run(config, pipe=tiny.sd3(), functions={"red": tiny.red, "gone": gone}, **given)
     assert "epoch 2 is saved in " in capsys.readouterr().out
     run(config, True, pipe=tiny.sd3(), functions={"red": tiny.red, "gone": tiny.red}, **given)

@@ -2,9 +2,11 @@
 
 import json
 import random
+import re
 import shutil
 import socket
 import threading
+import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
@@ -178,6 +180,20 @@ def test_failures_follow_their_policy(capsys):
     assert "hangs on 2 samples (first prompt of the batch: 'red'): no answer within 0.1 s" in told(
         {"mine": Seen(lambda images: hanging.wait(60))}, rules={"mine": RewardRule(timeout=0.1)})
     hanging.set()
+
+
+def test_a_slow_reward_is_told_each_time_the_wait_doubles(capsys, monkeypatch):
+    monkeypatch.setattr(trial, "PATIENCE", 0.05)
+    notices, ended = [], time.monotonic() + 60
+
+    def slow(images, prompts):
+        while len(notices) < 3 and time.monotonic() < ended:
+            notices.extend(line for line in capsys.readouterr().out.splitlines() if "has judged" in line)
+            time.sleep(0.01)
+        return images[:, 0].mean((1, 2))
+    tried({"mine": slow})
+    assert [re.fullmatch(r"reward 'mine' has judged 2 samples for (\S+) s: if it hangs, set its timeout, .*", line)[1]
+            for line in notices[:3]] == ["0.05", "0.1", "0.2"]
 
 
 def kept(images, prompts):

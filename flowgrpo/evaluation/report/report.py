@@ -86,7 +86,8 @@ def _data(run: Path) -> dict[str, Any]:
     return {"title": config.name, "finished": finished,
             "sentences": sentences(config, lines, reward_changes, last, finished, summary.get("kept"), nouns,
                                    summary.get("structure"), stages[0] if stages else None,
-                                   shares(stages)[-1][1] if len(stages) > 1 else None),
+                                   shares(stages)[-1][1] if len(stages) > 1 else None,
+                                   summary.get("reward_failures", {}).get("errors", {})),
             "sample": nouns.sample,
             "changes": [each.as_json() for each in reward_changes if each.has_scores and lines],
             "tasks": {name: cells(rows) for name, rows in summary.get("compared", {}).items() if len(rows) > 1},
@@ -96,9 +97,10 @@ def _data(run: Path) -> dict[str, Any]:
             "phases": phases(lines), "machine": _read(run / snapshots.FOLDER / "machine.json"), "config": config.yaml()}
 
 
-def training_facts(config: Config, run: Path) -> dict[str, Any]:
-    """Return what a run's summary says of its training: the epochs that trained, if none did, and both in words."""
-    ended = outcome(config, read_lines(run / "metrics.jsonl", *PLAIN))
+def training_facts(config: Config, run: Path, errors: dict[str, str]) -> dict[str, Any]:
+    """Return what a run's summary says of its training: the epochs that trained, if none did, and both in words.
+    errors: as of `outcome`."""
+    ended = outcome(config, read_lines(run / "metrics.jsonl", *PLAIN), errors)
     return {"epochs": ended.epochs - len(ended.idle), "nothing": ended.nothing, "said": ended.sentences}
 
 

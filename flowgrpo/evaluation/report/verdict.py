@@ -5,7 +5,7 @@ from its lines of metrics: the epochs that trained nothing, and why.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,8 +68,8 @@ class Outcome:
                        for name, epochs in self.silent if not set(epochs) <= set(self.idle)]
 
 
-def outcome(config: Config, lines: Sequence[dict[str, Any]]) -> Outcome:
-    """Return the outcome of a run's lines of metrics so far."""
+def outcome(config: Config, lines: Sequence[dict[str, Any]], errors: Mapping[str, str] = {}) -> Outcome:
+    """Return the outcome of a run's lines of metrics so far. errors: the last error of each reward that failed."""
     if config.preferences is not None and config.labels == "file":
         names: list[str] = []  # their reward is 1/2 throughout
     else:
@@ -87,9 +87,9 @@ def outcome(config: Config, lines: Sequence[dict[str, Any]]) -> Outcome:
     elif idle and all(skipped[line["epoch"]] for line in idle):
         why = "the gradient was not finite, so that every update was skipped: look at the precision and train.lr"
     elif idle:
-        why = _cause(config, names, idle)
+        why = _cause(config, names, idle, errors)
     elif flat:
-        why = _cause(config, names, lines)
+        why = _cause(config, names, lines, errors)
     return Outcome(len(lines), tuple(line["epoch"] for line in idle), why,
                    tuple((name, epochs) for name, epochs in silent.items() if epochs), not flat)
 
@@ -123,19 +123,26 @@ def _constant(name: str, lines: Sequence[dict[str, Any]]) -> bool:
                          and max(known) - min(known) <= 1e-6 * max(map(abs, known)))
 
 
-def _cause(config: Config, names: Sequence[str], lines: Sequence[dict[str, Any]]) -> str:
+def last_error(error: str | None) -> str:
+    """Return the end of a sentence on a reward that gave no score; empty without an error."""
+    return f" (its last error: {error})" if error else ""
+
+
+def _cause(config: Config, names: Sequence[str], lines: Sequence[dict[str, Any]], errors: Mapping[str, str]) -> str:
     """Describe why these epochs had no gradient, reward by reward."""
     if names and not any(config.rewards[name] or config.trained[name].limit for name in names):
         return f"{join_words(names)} {'has' if len(names) == 1 else 'have'} the weight 0"
-    said = [_of_reward(name, lines) for name in names if config.rewards[name] or config.trained[name].limit]
+    said = [_of_reward(name, lines, errors.get(name)) for name in names
+            if config.rewards[name] or config.trained[name].limit]
     return " and ".join(filter(None, said)) or "the gradient was 0"
 
 
-def _of_reward(name: str, lines: Sequence[dict[str, Any]]) -> str:
+def _of_reward(name: str, lines: Sequence[dict[str, Any]], error: str | None) -> str:
     """Describe how a reward told no samples apart; empty if it did."""
     means = [line.get(f"reward/{name}/mean") for line in lines]
     if all(mean is None for mean in means):
-        return f"{name} gave no score" if any(_silent(name, line) for line in lines) else f"{name} applied to no sample"
+        failed = any(_silent(name, line) for line in lines)
+        return f"{name} gave no score{last_error(error)}" if failed else f"{name} applied to no sample"
     if _constant(name, lines):
         return f"{name} gave every sample {next(mean for mean in means if mean is not None):.4g}"
     shares = [line.get(f"reward/{name}/zero_variance_groups") for line in lines]
@@ -239,13 +246,14 @@ def _change(name: str, weight: float | None, was: list[float | None], now: list[
 def sentences(config: Config, lines: list[dict[str, Any]], reward_changes: list[Change], last: dict[str, Any],
               finished: bool, kept: str | None = None, nouns: Nouns = Nouns(),
               structure: dict[str, Any] | None = None, base: dict[str, Any] | None = None,
-              shares: dict[str, float] | None = None) -> list[dict[str, str]]:
+              shares: dict[str, float] | None = None, errors: Mapping[str, str] = {}) -> list[dict[str, str]]:
     """Return the summary: {text, tone}, with tone plain, good or warn.
 
     kept, structure: of summary.json. base: the base's stage. shares: looks of the last stage as shares of the base's.
+    errors: as of `outcome`.
     """
     line = lines[-1] if lines else {"epoch": 0, "evaluations": 0, "seconds": 0.0}
-    ended = outcome(config, lines)
+    ended = outcome(config, lines, errors)
     unheard = {name for name, epochs in ended.silent if len(epochs) == ended.epochs and not ended.nothing}
     goal = join_words([name if rule.weight == 1 else f"{name} ({rule.strength})" for name, rule in
                        config.trained.items() if name not in unheard or unheard == {*config.trained}])

@@ -26,6 +26,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.escaped import one_line
 from flowgrpo.nouns import quantity
 from flowgrpo.rewards.failures import LONGEST_WAIT, TimedOut
+from flowgrpo.rewards.labels import labelled
 
 CONNECT = 10.0  # seconds within which a live server accepts a connection
 REST = 30.0  # seconds for which a failed URL is used only if all others failed as well
@@ -191,7 +192,8 @@ def tell(line: str) -> None:
 class Service:
     """URLs that answer alike; what it will send is printed.
 
-    who: name at the start of errors. timeout: seconds for one request.
+    who: name at the start of errors and lines, with which goes the label of the reward that is made.
+    timeout: seconds for one request.
     retries: further attempts, after one request to every URL.
     wait: seconds before the first retry, doubled for each next, times a random number from 0.5 to 1.5.
     headers: of every request. connections: at the same time. sent: what requests hold, in words. key: a secret among
@@ -207,6 +209,7 @@ class Service:
         if key is not None:
             key.require_private(who, urls)
         listed = [*sent, *([key.source] if key else [])]
+        who = labelled(who)
         tell(f"{who} sends {', '.join(listed[:-1])} and {listed[-1]} to {', '.join(map(_without_query, urls))}")
         self.who, self.timeout, self.wait, self.key = who, timeout, wait, key
         self.urls, self.attempts, self._places = len(urls), retries + len(urls), Places(urls)

@@ -15,6 +15,7 @@ from typing import Any
 
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.failures import Failed
+from flowgrpo.rewards.labels import JUDGE
 from flowgrpo.rewards.remote.exchange import (
     Absent,
     Later,
@@ -29,7 +30,7 @@ from flowgrpo.rewards.remote.exchange import (
     trying,
 )
 
-WHO = "a judge"
+WHO = JUDGE
 FILTERED = ("content_filter", "content_policy_violation")  # codes of a refusal
 SPENT = ("insufficient_quota", "billing_hard_limit_reached", "billing_not_active")  # codes that no wait changes
 PASSING = (408, 409, 425, 429)  # statuses below 500 after which another attempt may succeed
@@ -144,7 +145,8 @@ class Endpoint:
         with self._lock:
             for key in keys:
                 self._dialects.setdefault(url, {})[key] = name = DIALECT[key]
-                tell(f"{WHO}: {url} does not take {key}: it is " + (f"sent as {name}" if name else "left out"))
+                tell(f"{self._service.who}: {url} does not take {key}: it is "
+                     + (f"sent as {name}" if name else "left out"))
 
     def _in_dialect(self, url: str, body: dict[str, Any]) -> dict[str, Any]:
         """Return a request in the keys that a URL takes. Without the key for it, the beginning of an answer is left

@@ -30,16 +30,25 @@ PATIENCE = 60  # seconds
 
 
 class Tasks:
-    """Tasks from a stream. When it ends during a task, this process gets SIGTERM, as from a job scheduler."""
+    """Tasks from a stream. When it ends during a task, this process gets SIGTERM, as from a job scheduler; a task that
+    has not begun by then is left."""
 
     def __init__(self, stream: IO[str]):
         self.waiting: queue.Queue[Task | None] = queue.Queue()
-        self.busy = threading.Event()
-        threading.Thread(target=self._read, args=(stream,), daemon=True).start()
+        self.busy, self.ended = threading.Event(), threading.Event()
+        self.reader = threading.Thread(target=self._read, args=(stream,), daemon=True)
+        self.reader.start()
+
+    def next(self) -> Task | None:
+        """Return the next task, which goes on from here; None when the stream has ended."""
+        task = self.waiting.get()
+        self.busy.set()
+        return None if self.ended.is_set() else task
 
     def _read(self, stream: IO[str]) -> None:
         for line in stream:
             self.waiting.put(json.loads(line))
+        self.ended.set()
         self.waiting.put(None)
         if self.busy.is_set():
             os.kill(os.getpid(), signal.SIGTERM)
@@ -49,8 +58,7 @@ def main() -> int:
     """Do the tasks of standard input; return the exit code."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     tasks = Tasks(sys.stdin)
-    while (task := tasks.waiting.get()) is not None:
-        tasks.busy.set()
+    while (task := tasks.next()) is not None:
         with _redirect_output(Path(task["log"])):
             answer = perform(task)
         tasks.busy.clear()

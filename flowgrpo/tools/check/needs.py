@@ -21,13 +21,15 @@ from typing import Any
 
 from flowgrpo import hub
 from flowgrpo.config import recipes
+from flowgrpo.config.reward_rules import WatchRule
 from flowgrpo.config.schema import Config
 from flowgrpo.data.sets import SETS
 from flowgrpo.errors import UserError
 from flowgrpo.packages import present
 from flowgrpo.policies.weights.memory_options import PACKAGES
-from flowgrpo.rewards.about import About, lazily
+from flowgrpo.rewards.about import SERVER, About, lazily
 from flowgrpo.rewards.find import ALIASES, BUILT_IN, find, locate
+from flowgrpo.rewards.labels import relabel_errors
 from flowgrpo.rewards.placement import CHECKPOINTS, local_models
 
 REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # a hub id
@@ -90,7 +92,7 @@ def needs(config: Config, sizes: Callable[[str], float | None] = lambda _: None)
         found.append(_repository("model", config.model, revision, None, True, licence + ", gated" * gated,
                                  config.load.variant, sizes(config.model)))
     for label, rule in (config.trained | config.extra_rewards).items():
-        for name, file, weights, gigabytes, terms in _of_reward(rule.use or label, rule.args):
+        for name, file, weights, gigabytes, terms in _of_reward(label, rule):
             found.append(_repository(f"reward {label}", name, None, file, weights, terms, None, gigabytes))
     return sorted(dict.fromkeys(found), key=lambda need: need.here)
 
@@ -117,8 +119,8 @@ def extras(config: Config) -> list[str]:
     named = [PACKAGES.get(config.memory.weights, ""), "bitsandbytes" * (config.train.optimizer == "adamw8bit"),
              "datasets" * of_hub, config.tracker * (config.tracker in ("wandb", "trackio"))]
     for label, rule in (config.trained | config.extra_rewards).items():
-        named += [about.needs or "" for about in _facts(rule.use or label, rule.args)]
-    return sorted({extra.strip() for text in named for extra in text.split(",")} - {""})
+        named += [about.needs or "" for about in _facts(label, rule)]
+    return sorted({extra.strip() for text in named for extra in text.split(",")} - {"", SERVER})
 
 
 @functools.cache
@@ -132,14 +134,15 @@ def model_licences() -> dict[str, tuple[str, bool]]:
     return found
 
 
-def _build_reward(name: str, arguments: dict[str, Any]) -> Any:
+def _build_reward(label: str, rule: WatchRule) -> Any:
     """Return a reward without its weights; its class where a package that it needs is missing; None for one that is
     not built in."""
+    name = rule.use or label
     if ALIASES.get(name, name) not in BUILT_IN:
         return None
     try:
-        with lazily():
-            return find(name, dict(arguments))
+        with lazily(), relabel_errors(label, rule.use):
+            return find(name, dict(rule.args))
     except UserError:
         try:
             return locate(name)
@@ -147,16 +150,16 @@ def _build_reward(name: str, arguments: dict[str, Any]) -> Any:
             return None
 
 
-def _facts(name: str, arguments: dict[str, Any]) -> Iterator[About]:
-    made = _build_reward(name, arguments)
+def _facts(label: str, rule: WatchRule) -> Iterator[About]:
+    made = _build_reward(label, rule)
     for part in (made, *([] if made is None else local_models(made))):
         if isinstance(facts := getattr(part, "about", None), About):
             yield facts
 
 
-def _of_reward(name: str, arguments: dict[str, Any]) -> Iterator[tuple[str, str | None, bool, float | None, str]]:
+def _of_reward(label: str, rule: WatchRule) -> Iterator[tuple[str, str | None, bool, float | None, str]]:
     """Yield what a reward reads of the hub: repository, file or None, whether weights, gigabytes, licence."""
-    made = _build_reward(name, arguments)
+    made = _build_reward(label, rule)
     if made is None:
         return
     of_class = isinstance(made, type)

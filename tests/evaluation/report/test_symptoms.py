@@ -50,6 +50,13 @@ def test_what_was_not_trained_is_told(rewards, lines, said):
     assert not said or told[0] in shown[:2]
 
 
+def test_the_last_error_of_a_reward_without_scores_is_the_cause():
+    config = validate({"reward": {"a": 1.0, "b": 1.0}})
+    [told] = outcome(config, [line(1, 0, a=NONE, b=GROUPS)], {"a": "reward 'a': down", "b": "once"}).sentences
+    assert told.startswith("Nothing was trained in 1 epoch: a gave no score (its last error: reward 'a': down) and b "
+                           "gave all samples of a prompt the same score. ")
+
+
 @pytest.mark.parametrize("lines, goal", [
     ([line(1, a=NONE, b=VARIES), line(2, a=NONE, b=VARIES)], "b"),
     ([line(1, a=NONE, b=VARIES), line(2, a=VARIES, b=VARIES)], "a and b"),

@@ -2,14 +2,19 @@
 
 import contextlib
 import html.parser
+import io
 import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -31,6 +36,7 @@ from flowgrpo.tools.bench import models, plan
 from flowgrpo.tools.bench.bench import cores, duration, remaining, seconds, threads_each
 from flowgrpo.tools.bench.models import Entry, clip_of, entries
 from flowgrpo.tools.bench.plan import Plan, Request, epoch_cost, epochs_for, epochs_of
+from flowgrpo.tools.bench.worker import Tasks
 from tests.data.test_recorded_pairs import pairs_file
 from tests.helpers import tiny
 from tests.helpers.refusals import message
@@ -446,3 +452,42 @@ def test_an_interrupted_bench_goes_on_and_writes_its_results(tmp_path, capsys):
     assert "| grpo |" in (output / "results.md").read_text()
     page = Tags((output / "index.html").read_text())
     assert page.loaded == [] and any(label.startswith("rloo: accuracy from") for label in page.labels)
+
+
+def is_running(process: int) -> bool:
+    """A process that has ended, and waits for its parent to learn it, has no command line."""
+    try:
+        return Path(f"/proc/{process}/cmdline").read_bytes() != b""
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_for(condition: Callable[[], Any]) -> Any:
+    """The first value that is true, within two minutes."""
+    for _ in range(2400):
+        if value := condition():
+            return value
+        time.sleep(0.05)
+    raise AssertionError("it did not become true")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_bench_ends_its_workers(number, tmp_path):
+    command = [sys.executable, "-m", "flowgrpo", "compare", "methods", *ARGUMENTS, f"--output={tmp_path}/bench"]
+    bench = subprocess.Popen(command, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+    try:
+        wait_for(lambda: [*tmp_path.glob("bench/logs/*.log")])
+        workers = [int(process) for task in Path(f"/proc/{bench.pid}/task").iterdir()
+                   for process in (task / "children").read_text().split()]
+        assert any(map(is_running, workers))
+        bench.send_signal(number)
+        assert bench.wait(120) == {signal.SIGTERM: -number, signal.SIGINT: 130}[number]
+        wait_for(lambda: not any(map(is_running, workers)))
+    finally:
+        bench.kill()
+
+
+def test_a_worker_begins_no_task_of_a_bench_that_has_ended():
+    tasks = Tasks(io.StringIO('{"kind": "run"}\n{"kind": "trial"}\n'))
+    tasks.reader.join()
+    assert tasks.next() is None

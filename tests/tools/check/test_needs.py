@@ -13,7 +13,7 @@ from huggingface_hub import constants
 
 from flowgrpo import hub
 from flowgrpo.cli import main, prepare
-from flowgrpo.config import load
+from flowgrpo.config import load, validate
 from flowgrpo.errors import UserError
 from flowgrpo.tools.check import needs
 from flowgrpo.tools.check.needs import File
@@ -139,6 +139,7 @@ def test_weights_licences_and_extras():
     licences = needs.model_licences()
     assert licences["stabilityai/stable-diffusion-xl-base-1.0"] == ("CreativeML Open RAIL++-M", False)
     assert licences["black-forest-labs/FLUX.1-dev"] == ("FLUX.1 [dev] Non-Commercial License", True)
+    assert needs.extras(validate({"reward": {"http": {"args": {"url": "http://127.0.0.1:1/s"}}, "ocr": 1}})) == ["ocr"]
     assert [text.partition(">")[0].partition("=")[0] for text in prepare.requirements(["clip", "datasets"])] == [
         "datasets", "open-clip-torch"]
 
