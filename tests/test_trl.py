@@ -112,7 +112,7 @@ def test_ddpo_prompts_and_passes_are_rounds():
     assert keys["train"]["epochs"] == 8 and keys["train"]["prompts"] == 2  # 15 prompts, two a round
     assert keys["parts"] == {"kl": {"weight": 0.1}, "surrogate": {"low": 0.2, "high": 0.2}}
     with pytest.raises(UserError, match=r"a step has 8 samples .* expected a multiple of num_generations, 3"):
-        FlowGRPOConfig(num_generations=3).keys(10)
+        FlowGRPOConfig(num_generations=3)
 
 
 def test_ddpo_settings_and_refused_ones():
@@ -126,17 +126,23 @@ def test_ddpo_settings_and_refused_ones():
     from flowgrpo.config.parse import validate
     assert validate(keys).tracker == "wandb"
     with pytest.raises(UserError, match="train_batch_size: got 0, expected an integer of 1 or more"):
-        DDPOConfig(train_batch_size=0).keys(None)
+        DDPOConfig(train_batch_size=0)
     with pytest.raises(UserError, match="pretrained_model_name: './nope' does not load .* expected a folder of a"):
         DefaultDDPOStableDiffusionPipeline("./nope")
 
 
 @pytest.mark.parametrize("settings, told", [
     ({"train_batch_size": 4, "sample_batch_size": 3}, "an epoch has 6 samples"),
-    ({"train_cfg": False}, "train_cfg is False, which is not supported")])
+    ({"train_cfg": False, "num_epochs": 0, "push_to_hub": True},
+     "num_epochs: got 0, .*; train_cfg is False, which is not supported: .*; push_to_hub: got True, which is not")])
 def test_what_ddpo_cannot_do_here_is_told(settings, told):
     with pytest.raises(UserError, match=told):
-        DDPOConfig(**settings).keys(None)
+        DDPOConfig(**settings)
+
+
+def test_ddpo_checks_its_keys_when_the_trainer_is_made():
+    told = message(DDPOTrainer, DDPOConfig(sample_eta=-1.0, num_epochs=1), redness(), prompt_fn, tiny.sd15())
+    assert told.startswith("parts.kernel: ") and "eta" in told
 
 
 # --- FlowGRPOTrainer ---
@@ -219,7 +225,7 @@ def test_a_reward_by_name_is_watched_under_its_name(tmp_path):
     ({"max_steps": "1"}, "max_steps: got '1', expected an integer"),
     ({"options": [1]}, "options: got [1], expected a dictionary of flowgrpo's keys")])
 def test_arguments_of_another_kind_are_refused(given, told):
-    assert message(lambda: FlowGRPOConfig(**given).keys(4)) == told
+    assert message(FlowGRPOConfig, **given) == told
 
 
 @pytest.mark.parametrize("given, told", [
@@ -307,7 +313,54 @@ def test_a_field_that_is_not_supported_is_one_line(name):
     kind = next((kind for kind in OTHER if kind.__name__ in kinds[name]), str)
     value = not default if kind is bool else OTHER[kind]
     with pytest.raises(UserError, match=f"^{name}: got {value!r}, which is not supported: .+$"):
-        RLOOConfig(num_generations=4, **{name: value}).keys(8)
+        RLOOConfig(num_generations=4, **{name: value})
+
+
+def test_all_fields_that_are_not_supported_are_one_line():
+    """Fields of one reason together, after fields of a wrong value."""
+    given = {"entropy_target": 0.5, "deepspeed": "x", "entropy_coef_min": 0.1, "loss_type": "sapo", "max_steps": "1"}
+    told = ("max_steps: got '1', expected an integer; loss_type: got 'sapo', expected grpo, dapo, cispo, dr_grpo, "
+            "luspo: it is not here; deepspeed: got 'x', which is not supported: set options={'memory': {'shard': True}}"
+            " and launch by accelerate or torchrun; entropy_coef_min: got 0.1, entropy_target: got 0.5, which are not "
+            "supported: the entropy bonus has a fixed weight, entropy_coef")
+    assert message(GRPOConfig, **given) == told
+    args = GRPOConfig()
+    for name, value in given.items():  # as scripts change an object after it is made
+        setattr(args, name, value)
+    assert message(GRPOTrainer, "starter_text", short, args, ["1+1="]) == told
+    assert message(GRPOTrainer, "starter_text", short, None, ["1+1="], tools=[len], rollout_func=len) == (
+        "tools: not supported here: completions call no tools; rollout_func: not supported here: "
+        "options={'text': {...}} has the engines")
+
+
+@pytest.mark.parametrize("model, given, told", [
+    ("starter", {"temperature": 0.5, "max_completion_length": 4, "loss_type": "dapo"},
+     "max_completion_length: got 4, temperature: got 0.5, loss_type: got 'dapo', which are not supported: a pipeline "
+     "samples no tokens"),
+    ("starter_text", {"num_inference_steps": 4, "guidance_scale": 2.0},
+     "num_inference_steps: got 4, guidance_scale: got 2.0, which are not supported: a language model has no steps and "
+     "no guidance"),
+    ("starter_text", {"top_p": 3}, "parts.decoding: Decoding: top_p is 3 and min_p 0.0, expected above 0 to 1 and 0 to "
+     "1"),
+    ("starter", {"options": {"evall": {}}}, "the options: unknown key 'evall': did you mean 'eval'?"),
+    ("starter_tex", {}, "no model 'starter_tex', and no folder of that name: did you mean 'starter_text'?")])
+def test_a_trainer_checks_what_its_model_reads_when_it_is_made(model, given, told):
+    assert message(FlowGRPOTrainer, model, reddish, FlowGRPOConfig(**given), ["a star"]) == told
+
+
+@pytest.mark.parametrize("kind, given, told", [
+    (GRPOConfig, {"learning_rat": 1e-5, "num_generation": 4},
+     "GRPOConfig: unknown argument 'learning_rat': did you mean 'learning_rate'? unknown argument 'num_generation': "
+     "did you mean 'num_generations'?"),
+    (RLOOConfig, {"zzz": 1}, "RLOOConfig: unknown argument 'zzz'; help(flowgrpo.trl.RLOOConfig) lists all"),
+    (DDPOConfig, {"train_batchsize": 1}, "DDPOConfig: unknown argument 'train_batchsize': did you mean "
+     "'train_batch_size'?"),
+    (ModelConfig, {"lora_rr": 1}, "ModelConfig: unknown argument 'lora_rr': did you mean 'lora_r'?"),
+    (GRPOTrainer, {"evl_dataset": []}, "GRPOTrainer: unknown argument 'evl_dataset': did you mean 'eval_dataset'?"),
+    (DDPOTrainer, {"zzz": 1}, "DDPOTrainer: unknown argument 'zzz'; there are: config, reward_function, "
+     "prompt_function, sd_pipeline, image_samples_hook")])
+def test_an_unknown_argument_has_the_nearest(kind, given, told):
+    assert message(kind, **given) == message(kind, error=TypeError, **given) == told
 
 
 def test_fields_and_defaults_of_trl():
@@ -353,7 +406,7 @@ def test_generations_are_reused_as_in_trl():
     assert (train["prompts"], train["updates"], train["inner_epochs"]) == (4, 4, 2)
     assert train["epochs"] == 2 and train["save_every"] == 1 and train["warmup"] == 1 and keys["eval"]["every"] == 1
     with pytest.raises(UserError, match="a rollout has 12 samples, expected a multiple of an optimizer step's 8"):
-        GRPOConfig(generation_batch_size=12, num_generations=2).keys(8)
+        GRPOConfig(generation_batch_size=12, num_generations=2)
 
 
 @pytest.mark.parametrize("given, told", [
@@ -363,7 +416,7 @@ def test_generations_are_reused_as_in_trl():
     ({"model_init_kwargs": {"quantization_config": 1}}, "model_init_kwargs: quantization_config is not supported"),
     ({"load_best_model_at_end": True}, "load_best_model_at_end: expected the name of a reward")])
 def test_values_that_are_not_here_are_one_line(given, told):
-    assert message(lambda: GRPOConfig(**given).keys(8)).startswith(told)
+    assert message(GRPOConfig, **given).startswith(told)
 
 
 # --- runs ---
@@ -443,6 +496,9 @@ def test_arguments_of_a_script(tmp_path):
     peft = get_peft_config(model)
     assert peft.r == 4 and peft.target_modules == {"q_proj", "v_proj"} and script.dataset_train_split == "train"
     assert get_peft_config(ModelConfig()) is None
+    (tmp_path / "run.yaml").write_text("learning_rat: 1e-5\n")
+    assert message(TrlParser((ScriptArguments, GRPOConfig)).parse_args_and_config, ["--config", str(
+        tmp_path / "run.yaml")]).endswith("run.yaml: unknown argument 'learning_rat': did you mean 'learning_rate'?")
 
 
 def test_rewards_of_trl():

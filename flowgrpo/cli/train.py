@@ -98,7 +98,8 @@ def _run(settings: Any, resume: bool | Literal["auto"], asked: str = "") -> int:
             prepare.show(lacking)
             if away := needs.out_of_reach(lacking):
                 raise UserError(f"{', '.join(away)}: missing, and the hub does not answer: where there is a network, "
-                                f"`flowgrpo prepare {asked}`")
+                                f"`flowgrpo prepare {asked}`"
+                                + "; of a local copy of the model, --model=FOLDER" * (settings.model in away))
             typer.echo(f"to install and download all of it: flowgrpo prepare {asked}")
     _grow_segments(settings)
     from flowgrpo.training.announcement import announce

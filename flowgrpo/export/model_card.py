@@ -209,6 +209,8 @@ def text(config: Config, summary: dict[str, Any], run: Path, place: str) -> str:
             f"{_base(config)}",
         "Usage": code_block(snippet(config, run, place, prompt, brought), "python"),
         "Result": "\n\n".join([results(config, summary), *([beside(pairs)] if pairs else []),
+                               f"{code(page)} shows a {sample} of held-out prompts before and after training, with "
+                               "its scores, and the means of all held-out prompts:",
                                f"![The same prompts and seeds before and after]({page})",
                                "![Rewards over training](curves.png)"]),
         "Prompts": prompts(config),
@@ -226,7 +228,8 @@ def limits(config: Config, summary: dict[str, Any]) -> str:
     """Return what the measurements do not say."""
     eval_only = [name for name in config.extra_rewards if name not in config.rewards]
     hacking = f"{', '.join(map(code, eval_only))} {'was' if len(eval_only) == 1 else 'were'} eval-only." if eval_only \
-        else "All of these rewards were trained on, so that reward hacking would not show in them."
+        else "All of these rewards were trained on, and `eval.rewards` named no other to measure, so that reward " \
+        "hacking would not show in them."
     return "\n".join([
         f"- Measured on {summary['evaluation']['prompts']} held-out {summary['evaluation']['of']} of one set of "
         "prompts; other prompts and other settings of the sampler were not measured.",

@@ -18,18 +18,24 @@ SAFETY = "; its safety checker is off in training and evaluation, where a blacke
 def announce(config: Config, pipe: Any = None) -> Config:
     """Print what a run does and where, once among the processes of a launcher; return it with defaults that fit its
     model. pipe: the model, if it is loaded already."""
-    first, told = int(os.environ.get("RANK", "0")) == 0, ""
+    first = int(os.environ.get("RANK", "0")) == 0
     if first:
         print(f"flowgrpo {__version__}, run: {config.folder}; to watch it: flowgrpo report {config.folder} --live",
               flush=True)
-    if "method" not in config.model_fields_set or not {"steps", "guidance"} <= config.eval.model_fields_set:
-        from flowgrpo.policies import defaults  # loads torch
-
-        config, told = defaults.fitting(config, pipe)
+    config, told = fit_model(config, pipe)
     if first:
         for line in lines(config, pipe is not None, told):
             print(line, flush=True)
     return config
+
+
+def fit_model(config: Config, pipe: Any = None) -> tuple[Config, str]:
+    """Return a configuration with defaults that fit its model, and what is to be said of them; empty for nothing."""
+    if "method" in config.model_fields_set and {"steps", "guidance"} <= config.eval.model_fields_set:
+        return config, ""
+    from flowgrpo.policies import defaults  # loads torch
+
+    return defaults.fitting(config, pipe)
 
 
 def lines(config: Config, loaded: bool = False, told: str = "") -> Iterator[str]:

@@ -93,11 +93,8 @@ def check(config: Config, resume: bool | Literal["auto"] = False, pipe: Any = No
 
     Raises UserError on the first problem.
     """
-    began, device = time.perf_counter(), pick_device(config.device)
-    kind = build.kind(config, pipe)
-    config, launched = machine.as_launched(config, kind)
-    setup = Setup(config, kind, resolve(config, build.process(kind)), loaded=pipe, device=device)
-    require(OF_KEYS, setup)
+    began = time.perf_counter()
+    setup, launched = check_keys(config, pipe)
     setup, accelerator, precision = machine.place_setup(setup, resume)
     for line in launched if setup.first else ():
         print(line, flush=True)
@@ -115,6 +112,19 @@ def check(config: Config, resume: bool | Literal["auto"] = False, pipe: Any = No
     if setup.first:
         paths.require_folder(setup.config.folder)
     return Ready(setup, precision, accelerator, last, changes, Threads.of(setup.device), repeated, began)
+
+
+def check_keys(config: Config, pipe: Any = None) -> tuple[Setup, list[str]]:
+    """Return the setup of a configuration whose keys suit the model's kind and the method, and a line on each key that
+    accelerate's configuration set.
+
+    Raises UserError on the first problem.
+    """
+    device, kind = pick_device(config.device), build.kind(config, pipe)
+    config, launched = machine.as_launched(config, kind)
+    setup = Setup(config, kind, resolve(config, build.process(kind)), loaded=pipe, device=device)
+    require(OF_KEYS, setup)
+    return setup, launched
 
 
 def require(checks: tuple[Check, ...], setup: Setup) -> None:

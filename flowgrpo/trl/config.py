@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from flowgrpo.errors import UserError
 from flowgrpo.packages import present
+from flowgrpo.trl.arguments import NamedArguments
 
 ALWAYS = "every round is logged to metrics.jsonl, the tracker and the report"
 DATA = "prompts are in memory, and no loader process reads them"
@@ -90,17 +91,32 @@ REDUCTIONS: dict[str, dict[str, Any]] = {
     "grpo": {"type": "SequenceMean"}, "dapo": {"type": "TokenMean"}, "cispo": {"type": "TokenMean"},
     "dr_grpo": {"type": "SequenceSum", "budgeted": True}, "luspo": {"type": "SequenceSum"}}
 SCALES = {"True": "group", "group": "group", "batch": "batch", "False": "none", "none": "none"}
+ORDERS = {"sum_then_normalize": "rewards", "normalize_then_sum": "gdpo"}
+LEVELS = {"token": "PlainRatio", "sequence": "SequenceRatio"}
+# Fields that only a language model reads, and those that only a pipeline does.
+OF_COMPLETIONS = ("max_completion_length", "mask_truncated_completions", "temperature", "top_p", "top_k", "min_p",
+                  "use_vllm", "loss_type", "top_entropy_quantile", "entropy_coef")
+OF_PIPELINES = ("num_inference_steps", "guidance_scale")
+# Fields of a choice, with what an error says is expected.
+CHOICES = (("optim", (*OPTIMIZERS,), ", ".join(OPTIMIZERS)),
+           ("save_strategy", ("no", "steps", "epoch"), "no, steps, epoch"),
+           ("eval_strategy", (None, "no", "steps", "epoch"), "None, no, steps, epoch"),
+           ("scale_rewards", (None, *SCALES), "group, batch or none"),
+           ("multi_objective_aggregation", (None, *ORDERS), " or ".join(ORDERS)),
+           ("importance_sampling_level", (None, *LEVELS), "token or sequence"),
+           ("loss_type", (None, *REDUCTIONS), ", ".join(REDUCTIONS)))
 INIT = ("dtype", "torch_dtype", "revision", "trust_remote_code", "attn_implementation", "device_map", "use_cache",
         "low_cpu_mem_usage")  # of model_init_kwargs
 
 
 @dataclass
-class GRPOConfig:
+class GRPOConfig(NamedArguments):
     """Settings of `GRPOTrainer`: the names and defaults of TRL's GRPOConfig, whose documentation says what they mean.
 
     output_dir, run_name: the run's folder is output_dir/run_name.
     max_steps, eval_steps, save_steps, warmup_steps: in optimizer steps, or below 1 as a share of all.
-    log_completions and other fields of `UNREAD`: taken, and named in a line. Fields of `REFUSED`: a UserError if set.
+    log_completions and other fields of `UNREAD`: taken, and named in a line. Fields of `REFUSED`, and wrong values: one
+        UserError of all of them, when the object is made.
     options: any further keys of flowgrpo's configuration, such as {"eval": {"prompts": 8}}.
     """
 
@@ -302,6 +318,9 @@ class GRPOConfig:
 
     # --- what is made of them ---
 
+    def __post_init__(self) -> None:
+        self.keys(1)
+
     def unread(self) -> str:
         """Return a line that names the fields that are set and not read, with the reasons; "" if there are none."""
         reasons: dict[str, list[str]] = {}
@@ -410,8 +429,9 @@ class GRPOConfig:
         wrong = [name for name in init if name not in INIT]
         wrong += ["attn_implementation"] if init.get("attn_implementation") else []
         if wrong:
-            raise UserError(f"model_init_kwargs: {wrong[0]} is not supported, expected dtype, revision and "
-                            "trust_remote_code: load the model yourself, and pass it with processing_class")
+            raise UserError(f"model_init_kwargs: {', '.join(wrong)} {'is' if len(wrong) == 1 else 'are'} not supported"
+                            ", expected dtype, revision and trust_remote_code: load the model yourself, and pass it "
+                            "with processing_class")
         return init
 
     def template_kwargs(self) -> dict[str, Any]:
@@ -420,29 +440,52 @@ class GRPOConfig:
         return json.loads(given) if isinstance(given, str) else dict(given or {})
 
     def _require(self) -> None:
-        """Raise UserError for the first field of a wrong type or value, or that is not supported."""
-        require_numbers(self, 1, "per_device_train_batch_size", "gradient_accumulation_steps", "num_generations",
-                        "num_iterations")
-        require_numbers(self, 1, *(name for name in ("steps_per_generation", "generation_batch_size",
-                                                     "num_generations_eval") if getattr(self, name) is not None))
-        if not isinstance(self.max_steps, int) or isinstance(self.max_steps, bool):
-            raise UserError(f"max_steps: got {self.max_steps!r}, expected an integer")
-        if not (_is_number(self.num_train_epochs) and 0 < self.num_train_epochs < math.inf):
-            raise UserError(f"num_train_epochs: got {self.num_train_epochs!r}, expected a number above 0")
-        for name in changed_fields(self):
-            if name in REFUSED and not self._same_seed(name):
-                raise UserError(f"{name}: got {getattr(self, name)!r}, which is not supported: {REFUSED[name]}")
-        if self.load_best_model_at_end and not self.metric_for_best_model:
-            raise UserError("load_best_model_at_end: expected the name of a reward in metric_for_best_model")
+        """Raise UserError for all fields of a wrong type or value, and all that are not supported."""
+        for name in ("optim", "save_strategy", "eval_strategy", "lr_scheduler_type"):
+            setattr(self, name, getattr(getattr(self, name), "value", getattr(self, name)))
+        self.lr_scheduler_type = str(self.lr_scheduler_type)
         if isinstance(self.report_to, (list, tuple)) and len(self.report_to) == 1:
             self.report_to = self.report_to[0]
-        for name, known in (("optim", OPTIMIZERS), ("save_strategy", ("no", "steps", "epoch")),
-                            ("eval_strategy", (None, "no", "steps", "epoch"))):
-            value = getattr(getattr(self, name), "value", getattr(self, name))
-            if value not in known:
-                raise UserError(f"{name}: got {value!r}, expected {', '.join(map(str, known))}")
-            setattr(self, name, value)
-        self.lr_scheduler_type = str(getattr(self.lr_scheduler_type, "value", self.lr_scheduler_type))
+        refused = self._not_supported()
+        named = {name: refused[name] for name in changed_fields(self) if name in refused and not self._same_seed(name)}
+        if wrong := [*self._wrong_values(), *not_supported(self, named)]:
+            raise UserError("; ".join(wrong))
+
+    def _not_supported(self) -> dict[str, str]:
+        """Return the fields that are not supported if they are changed, with the reasons."""
+        return REFUSED
+
+    def require_kind(self, kind: str) -> None:
+        """Raise UserError for all fields that are set and that a model of this kind (`policies.build`) does not have.
+        """
+        defaults = {each.name: each.default for each in fields(self)}
+        names, why = (OF_COMPLETIONS, "a pipeline samples no tokens") if kind == "pipeline" else \
+            (OF_PIPELINES, "a language model has no steps and no guidance")
+        if wrong := [*not_supported(self, {name: why for name in names if name in defaults
+                                           and getattr(self, name) != defaults[name]})]:
+            raise UserError("; ".join(wrong))
+
+    def _counts(self) -> list[str]:
+        """Return the names of fields that are integers of 1 or more."""
+        given = [name for name in ("steps_per_generation", "generation_batch_size", "num_generations_eval")
+                 if getattr(self, name) is not None]
+        return ["per_device_train_batch_size", "gradient_accumulation_steps", "num_generations", "num_iterations",
+                *given]
+
+    def _wrong_values(self) -> Iterator[str]:
+        """Yield what is wrong of fields of another type or value than expected."""
+        yield from wrong_numbers(self, 1, *self._counts())
+        if not isinstance(self.max_steps, int) or isinstance(self.max_steps, bool):
+            yield f"max_steps: got {self.max_steps!r}, expected an integer"
+        if not (_is_number(self.num_train_epochs) and 0 < self.num_train_epochs < math.inf):
+            yield f"num_train_epochs: got {self.num_train_epochs!r}, expected a number above 0"
+        if self.load_best_model_at_end and not self.metric_for_best_model:
+            yield "load_best_model_at_end: expected the name of a reward in metric_for_best_model"
+        for name, known, expected in CHOICES:
+            value = getattr(self, name)
+            if (str(value) if isinstance(value, bool) else value) not in known:
+                yield f"{name}: got {value!r}, expected {expected}" + (name == "loss_type") * (
+                    ": dapo is the same over the whole batch" if value == "bnpo" else ": it is not here")
 
     def _same_seed(self, name: str) -> bool:
         return name == "data_seed" and self.data_seed == self.seed
@@ -483,27 +526,14 @@ class GRPOConfig:
             parts["decoding"] = given
         advantage = {}
         if self.scale_rewards is not None:
-            if str(self.scale_rewards) not in SCALES:
-                raise UserError(f"scale_rewards: got {self.scale_rewards!r}, expected group, batch or none")
             advantage["scale"] = SCALES[str(self.scale_rewards)]
         if self.multi_objective_aggregation is not None:
-            orders = {"sum_then_normalize": "rewards", "normalize_then_sum": "gdpo"}
-            if self.multi_objective_aggregation not in orders:
-                raise UserError(f"multi_objective_aggregation: got {self.multi_objective_aggregation!r}, expected "
-                                f"{' or '.join(orders)}")
-            advantage["order"] = orders[self.multi_objective_aggregation]
+            advantage["order"] = ORDERS[self.multi_objective_aggregation]
         if advantage:
             parts["advantage"] = advantage
         if self.importance_sampling_level is not None:
-            levels = {"token": "PlainRatio", "sequence": "SequenceRatio"}
-            if self.importance_sampling_level not in levels:
-                raise UserError(f"importance_sampling_level: got {self.importance_sampling_level!r}, expected token or "
-                                "sequence")
-            parts["log_ratio"] = {"type": levels[self.importance_sampling_level]}
+            parts["log_ratio"] = {"type": LEVELS[self.importance_sampling_level]}
         if self.loss_type is not None:
-            if self.loss_type not in REDUCTIONS:
-                why = "dapo is the same over the whole batch" if self.loss_type == "bnpo" else "it is not here"
-                raise UserError(f"loss_type: got {self.loss_type!r}, expected {', '.join(REDUCTIONS)}: {why}")
             parts["reduction"] = REDUCTIONS[self.loss_type]
         return parts | self._surrogate()
 
@@ -544,11 +574,11 @@ class RLOOConfig(GRPOConfig):
     normalize_advantages: bool = False
     reward_clip_range: tuple[float, float] | None = None
 
+    def _not_supported(self) -> dict[str, str]:
+        return REFUSED | dict.fromkeys(("normalize_advantages", "reward_clip_range"),
+                                       "set a reward's transform in options")
+
     def _parts(self) -> dict[str, Any]:
-        for name in ("normalize_advantages", "reward_clip_range"):
-            if getattr(self, name):
-                raise UserError(f"{name}: got {getattr(self, name)!r}, which is not supported: set a reward's "
-                                "transform in options")
         parts = super()._parts()
         return parts | {"log_ratio": {"type": "CompletionRatio"}, "kl": {"estimator": "k2"} | parts.get("kl", {}),
                         "surrogate": {"type": "Clip"} | parts["surrogate"]}
@@ -596,17 +626,22 @@ class FlowGRPOConfig(GRPOConfig):
             made["method"] = self.method
         return made if self.lora_r is None else made | {"adapter": {"rank": self.lora_r}}
 
-    def _require(self) -> None:
-        require_numbers(self, 1, "per_device_train_batch_size", "gradient_accumulation_steps", "num_generations",
-                        "num_iterations", "num_inference_steps")
-        super()._require()
+    def _counts(self) -> list[str]:
+        return [*super()._counts(), "num_inference_steps"]
+
+
+def not_supported(config: Any, reasons: Mapping[str, str]) -> Iterator[str]:
+    """Yield what an error says of fields that are not supported, those of one reason together."""
+    for why in dict.fromkeys(reasons.values()):
+        names = [f"{name}: got {getattr(config, name)!r}" for name in reasons if reasons[name] == why]
+        yield f"{', '.join(names)}, which {'is' if len(names) == 1 else 'are'} not supported: {why}"
 
 
 def changed_fields(config: GRPOConfig) -> list[str]:
     """Return the names of fields that are not TRL's default nor the class's."""
-    own = {each.name: each.default for each in fields(config)}
-    return [each.name for each in fields(GRPOConfig) if getattr(config, each.name) not in (each.default, None, [], {},
-                                                                                           own[each.name])]
+    of_trl = {each.name: each.default for each in fields(GRPOConfig)}
+    return [each.name for each in fields(config) if getattr(config, each.name) not in (
+        of_trl.get(each.name), None, [], {}, each.default)]
 
 
 def processes() -> int:
@@ -618,11 +653,11 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def require_numbers(config: Any, least: int, *names: str) -> None:
-    """Raise UserError for the first of a configuration's fields that is no integer of `least` or more."""
+def wrong_numbers(config: Any, least: int, *names: str) -> Iterator[str]:
+    """Yield what is wrong of a configuration's fields that are no integers of `least` or more."""
     for name in names:
         if not isinstance(value := getattr(config, name), int) or isinstance(value, bool) or value < least:
-            raise UserError(f"{name}: got {value!r}, expected an integer of {least} or more")
+            yield f"{name}: got {value!r}, expected an integer of {least} or more"
 
 
 def mapping(options: Any) -> Mapping[str, Any]:

@@ -18,7 +18,8 @@ import torch
 
 from flowgrpo.errors import UserError
 from flowgrpo.run import align
-from flowgrpo.trl.config import mapping, over, processes, require_numbers
+from flowgrpo.trl.arguments import NamedArguments, check
+from flowgrpo.trl.config import SENT, mapping, over, processes, wrong_numbers
 from flowgrpo.trl.epochs import Epochs, copy_weights
 
 DRAWS = 2000  # calls of a prompt function, at most
@@ -26,7 +27,7 @@ PLAIN = {"no": "fp32", "fp16": "fp16", "bf16": "bf16"}
 
 
 @dataclass
-class DDPOConfig:
+class DDPOConfig(NamedArguments):
     """Settings of `DDPOTrainer`, by TRL's names, with its defaults; mixed_precision is "no" by default.
 
     options: any further keys of flowgrpo's configuration. The fields of `UNREAD` are taken and not read.
@@ -80,20 +81,27 @@ class DDPOConfig:
         """Samples of an epoch, of all processes."""
         return self.sample_batch_size * self.sample_num_batches_per_epoch * processes()
 
+    def __post_init__(self) -> None:
+        self.keys(None)
+
     def keys(self, rank: int | None) -> dict[str, Any]:
         """Return flowgrpo's configuration. rank: of the LoRA, None for the default.
 
         Raises UserError for samples that optimizer steps do not divide, and for what is not supported.
         """
-        require_numbers(self, 1, *COUNTS)
+        wrong = [*wrong_numbers(self, 1, *COUNTS)]
+        if not self.train_cfg:
+            wrong.append("train_cfg is False, which is not supported: training replays the guidance of the rollout; "
+                         "set sample_guidance_scale to 1")
+        if self.push_to_hub:
+            wrong.append(f"push_to_hub: got {self.push_to_hub!r}, which is not supported: {SENT}")
+        if wrong:
+            raise UserError("; ".join(wrong))
         batch = self.train_batch_size * self.train_gradient_accumulation_steps * processes()
         if self.samples % batch:
             raise UserError(f"an epoch has {self.samples} samples (sample_batch_size x sample_num_batches_per_epoch), "
                             f"expected a multiple of an optimizer step's {batch} (train_batch_size x "
                             "train_gradient_accumulation_steps): change one")
-        if not self.train_cfg:
-            raise UserError("train_cfg is False, which is not supported: training replays the guidance of the rollout; "
-                            "set sample_guidance_scale to 1")
         tracked = self.per_prompt_stat_tracking
         history = {"buffer": self.per_prompt_stat_tracking_buffer_size,
                    "least": self.per_prompt_stat_tracking_min_count} if tracked else \
@@ -129,7 +137,7 @@ COUNTS = ("num_epochs", "sample_batch_size", "sample_num_batches_per_epoch", "sa
           "train_gradient_accumulation_steps", "train_num_inner_epochs")
 
 
-class DefaultDDPOStableDiffusionPipeline:
+class DefaultDDPOStableDiffusionPipeline(NamedArguments):
     """Stable Diffusion with a DDIM scheduler, as TRL's class of that name.
 
     pretrained_model_name: a hub id or a folder. use_lora: False trains the U-Net itself.
@@ -152,7 +160,7 @@ class DefaultDDPOStableDiffusionPipeline:
         self.use_lora = use_lora
 
 
-class DDPOTrainer:
+class DDPOTrainer(NamedArguments):
     """TRL's DDPO trainer: `train()` runs `align` with the method `ddpo`, and returns its summary.
 
     reward_function: (images [B, 3, H, W] in [0, 1], B prompts, B entries of metadata) to B rewards and further facts.
@@ -167,14 +175,15 @@ class DDPOTrainer:
                  prompt_function: Callable[[], tuple[str, Any]], sd_pipeline: Any,
                  image_samples_hook: Callable[..., Any] | None = None) -> None:
         self.config = config
-        require_numbers(config, 1, *COUNTS)
         wrapper = sd_pipeline if isinstance(sd_pipeline, DefaultDDPOStableDiffusionPipeline) else None
         self.pipeline = sd_pipeline if wrapper is None else wrapper.sd_pipeline
         self._rank = 0 if wrapper is not None and not wrapper.use_lora else None
+        keys = config.keys(self._rank)
         self.prompts = _collect_prompts(prompt_function, config)
         self.epochs = Epochs([], config, image_samples_hook)
         self.reward = _of_ddpo(reward_function)
         default = DDPOConfig()
+        check(self.pipeline, {self.reward: 1.0}, self.prompts, keys)
         if given := [name for name in UNREAD if getattr(config, name) != getattr(default, name)]:
             print(f"DDPOConfig: {', '.join(given)}: not read here")
 

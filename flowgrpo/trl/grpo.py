@@ -11,10 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from flowgrpo.data import sets
 from flowgrpo.errors import UserError
 from flowgrpo.run import align
 from flowgrpo.starter import FOLDERS
 from flowgrpo.storage import atomic
+from flowgrpo.trl.arguments import NamedArguments, check
 from flowgrpo.trl.config import FlowGRPOConfig, GRPOConfig, RLOOConfig, over
 from flowgrpo.trl.epochs import Epochs, Log, copy_weights
 
@@ -30,7 +32,7 @@ OF_PEFT = {"bias": ("none", False), "modules_to_save": (None, []), "target_param
            "init_lora_weights": (True,)}  # fields of a LoraConfig that have one value here
 
 
-class FlowGRPOTrainer:
+class FlowGRPOTrainer(NamedArguments):
     """Trainer with the arguments of TRL's GRPOTrainer; `train()` returns the summary of `align`.
 
     model: as of `align`, or a loaded language model.
@@ -57,12 +59,12 @@ class FlowGRPOTrainer:
                  quantization_config: Any = None, peft_config: Any = None, tools: Any = None, rollout_func: Any = None,
                  environment_factory: Any = None) -> None:
         name = type(self).__name__
-        for argument, value in (("reward_processing_classes", reward_processing_classes), ("tools", tools),
-                                ("optimizers", None if optimizers == (None, None) else optimizers),
-                                ("quantization_config", quantization_config), ("rollout_func", rollout_func),
-                                ("environment_factory", environment_factory)):
-            if value is not None:
-                raise UserError(f"{argument}: not supported here: {REFUSED[argument]}")
+        given = {"reward_processing_classes": reward_processing_classes, "tools": tools,
+                 "optimizers": None if optimizers == (None, None) else optimizers,
+                 "quantization_config": quantization_config, "rollout_func": rollout_func,
+                 "environment_factory": environment_factory}
+        if wrong := [argument for argument, value in given.items() if value is not None]:
+            raise UserError("; ".join(f"{argument}: not supported here: {REFUSED[argument]}" for argument in wrong))
         if train_dataset is None:
             raise UserError(f"{name}: got no train_dataset, expected strings or records with a prompt")
         if reward_funcs is None:
@@ -94,6 +96,12 @@ class FlowGRPOTrainer:
             self.options["adapter"] = _adapter(peft_config)
         elif self.by_name:
             self.options["adapter"] = {"rank": 0}
+        self._count = len(sets.resolve_prompts(self.prompts) if isinstance(self.prompts, str) else self.prompts)
+        check(self.model, self.rewards, self.prompts, self._keys(), self.args.require_kind)
+
+    def _keys(self) -> dict[str, Any]:
+        """Return flowgrpo's configuration of the trainer."""
+        return over(self.args.keys(self._count), self.options)
 
     @property
     def folder(self) -> Path:
@@ -112,11 +120,8 @@ class FlowGRPOTrainer:
 
     def train(self, resume_from_checkpoint: bool | str | None = None) -> dict[str, Any]:
         """Train, and return the content of summary.json."""
-        from flowgrpo.data import sets
-
         resume = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
-        count = len(sets.resolve_prompts(self.prompts)) if isinstance(self.prompts, str) else len(self.prompts)
-        keys = over(self.args.keys(count), self.options)
+        keys = self._keys()
         if line := self.args.unread():
             print(line)
         with self.epochs.of(self.folder):
@@ -285,9 +290,9 @@ def _adapter(peft: Any) -> dict[str, Any]:
     if missing := [key for key in ("r", "lora_alpha") if not hasattr(peft, key)]:
         raise UserError(f"peft_config: got a {type(peft).__name__} without {' and '.join(missing)}, expected a "
                         "LoraConfig of peft")
-    for name, known in OF_PEFT.items():
-        if (value := getattr(peft, name, known[0])) not in known:
-            raise UserError(f"peft_config: {name} is {value!r}, which is not supported, expected {known[0]!r}")
+    if wrong := [f"{name} is {value!r}, which is not supported, expected {known[0]!r}"
+                 for name, known in OF_PEFT.items() if (value := getattr(peft, name, known[0])) not in known]:
+        raise UserError(f"peft_config: {'; '.join(wrong)}")
     adapter = {"rank": peft.r, "alpha": peft.lora_alpha, "rslora": bool(getattr(peft, "use_rslora", False)),
                "dora": bool(getattr(peft, "use_dora", False))}
     targets = getattr(peft, "target_modules", None)

@@ -11,10 +11,11 @@ import yaml
 from transformers import HfArgumentParser
 
 from flowgrpo.errors import UserError
+from flowgrpo.trl.arguments import NamedArguments, require_known
 
 
 @dataclass
-class ScriptArguments:
+class ScriptArguments(NamedArguments):
     """Data set of a script, by TRL's names."""
 
     dataset_name: str | None = None
@@ -26,7 +27,7 @@ class ScriptArguments:
 
 
 @dataclass
-class ModelConfig:
+class ModelConfig(NamedArguments):
     """Model and LoRA of a script, by TRL's names and with its defaults."""
 
     model_name_or_path: str | None = None
@@ -66,6 +67,7 @@ class TrlParser(HfArgumentParser):
                 raise UserError(f"--config: got {path}, expected a YAML file")
             values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
             del given[at:at + 2]
+            require_known(str(path), list(values), [action.dest for action in self._actions], "--help")
             self.set_defaults(**values)
         found = self.parse_args_into_dataclasses(args=given, return_remaining_strings=True)
         *made, unknown = found

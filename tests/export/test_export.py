@@ -411,5 +411,8 @@ def test_the_card_is_of_texts(tmp_path, rank, library, tags):
     text = export.card(run).read_text()
     assert f"\nlibrary_name: {library}\n" in text and f"{tags}\n---" in text
     assert "| short | - | 0.500 | - | yes |" in text and "Means over 4 held-out completions (greedy).\n" in text
-    assert "1,234 tokens, 3 s of training" in text and "(before_after.png)" in text  # which shows texts
+    assert "1,234 tokens, 3 s of training" in text and "(before_after.png)" in text
+    assert ("\n`before_after.png` shows a completion of held-out prompts before and after training, with its scores, "
+            "and the means of all held-out prompts:\n") in text
+    assert "All of these rewards were trained on, and `eval.rewards` named no other to measure" in text
     assert not any(word in text for word in ("pictures", "scheduler", "denoiser", "guidance"))

@@ -27,7 +27,7 @@ from flowgrpo.evaluation.statistics import (
     interval,
     method_of,
 )
-from flowgrpo.nouns import inflect, join_words, quantity
+from flowgrpo.nouns import SAMPLE, inflect, join_words, quantity
 
 UNMOVED = 1e-7  # change of the weights, as `TrainableWeights.change`, that no sample shows
 SHOWN = 3  # epochs that are named one by one
@@ -305,8 +305,10 @@ def _hacking(reward_changes: list[Change], sample: str) -> list[tuple[str, str]]
         return [("warn", f"Possible reward hacking: {join_words(risen)} got better, while {join_words(fallen)}, which "
                          f"was eval-only, fell. Look at the {sample}s.")]
     if all(each.weight is not None for each in reward_changes):
-        return [("plain", "No reward was eval-only, so reward hacking would not show in these numbers: name one or "
-                          f"two under eval.rewards, and look at the {sample}s.")]
+        other = "completion_length" if sample == SAMPLE["text"] else "over_saturation"
+        return [("plain", "No reward was eval-only, that is measured and not trained on, so reward hacking, in which a "
+                          f"score rises and the {sample}s get worse, would not show in these numbers: add one to the "
+                          f"next run, such as --eval.rewards=[{other}], and look at the {sample}s.")]
     return []
 
 

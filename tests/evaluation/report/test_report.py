@@ -240,6 +240,17 @@ def test_reward_hacking_is_hinted_at(trained, weight, watched, hinted):
     assert not any("No reward was eval-only" in text for text in texts)
 
 
+@pytest.mark.parametrize("sample, other", [("image", "over_saturation"), ("completion", "completion_length")])
+def test_a_run_without_an_eval_only_reward_says_how_to_add_one(sample, other):
+    config, found = judged({"a": LOW}, {"a": HIGH}, {"a": 1.0})
+    told = verdict.sentences(config, [{"epoch": 1, "evaluations": 5, "seconds": 3.0}], found, {}, True,
+                             nouns=verdict.Nouns(sample))
+    assert {"tone": "plain", "text": "No reward was eval-only, that is measured and not trained on, so reward hacking, "
+            f"in which a score rises and the {sample}s get worse, would not show in these numbers: add one to the next "
+            f"run, such as --eval.rewards=[{other}], and look at the {sample}s."} in told
+    assert validate({"reward": "a", "eval": {"rewards": [other]}}).extra_rewards.keys() == {other}
+
+
 def test_the_summary_in_words(tmp_path):
     run = make_run(tmp_path / "run")
     snapshots.stage(run, "before", 0, measured(*[0.0, 0.25] * 12, math.nan))

@@ -179,8 +179,9 @@ def test_train_lists_all_that_is_missing_before_it_fails(serving, tmp_path, caps
         "owner/scorer"]
     (Path(constants.HF_HUB_CACHE) / "models--owner--scorer").mkdir(parents=True)  # it may be whole under other names
     assert needs.out_of_reach([needs.Need("reward", "owner/scorer", False)]) == []
-    error = said.err.splitlines()[-1]  # and nothing but the one way
-    assert error.endswith(f"missing, and the hub does not answer: where there is a network, `{command}`")
+    error = said.err.splitlines()[-1]
+    assert error.endswith(f"missing, and the hub does not answer: where there is a network, `{command}`; of a local "
+                          "copy of the model, --model=FOLDER")
     assert not any(line.startswith("model:") for line in out)
 
 
