@@ -24,8 +24,8 @@ from flowgrpo.config.reward_rules import (
 from flowgrpo.errors import UserError, nearest
 from flowgrpo.nouns import quantity
 from flowgrpo.rewards.about import SERVER, RewardFunction
+from flowgrpo.rewards.failures import relabel_errors
 from flowgrpo.rewards.find import find
-from flowgrpo.rewards.labels import relabel_errors
 from flowgrpo.rewards.pairwise import sees_groups
 from flowgrpo.rewards.placement import Placement, leave
 from flowgrpo.rewards.reward import EPOCH, MEMORY, POLICY, Batch, Function, Reward, as_reward, inside, named_parts

@@ -1,7 +1,8 @@
 """Failures of rewards: report them, retry, or skip and count their samples; never a score of 0.
 
 A failure is any exception in a reward's code, a value that is not a score, or a time-out. A `UserError` from a reward
-is the user's mistake (a missing package, a wrong setting): it ends the run under every policy.
+is the user's mistake (a missing package, a wrong setting): it ends the run under every policy. Errors, and lines that a
+reward prints, name it by its label in the recipe.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -22,6 +25,9 @@ from flowgrpo.nouns import quantity
 T = TypeVar("T")
 
 LONGEST_WAIT = 60.0  # seconds between two attempts
+JUDGE = "a judge"  # how the errors of all judges begin
+
+_present: ContextVar[tuple[str, str | None]] = ContextVar("label", default=("", None))
 
 
 class Failed(UserError):
@@ -95,3 +101,30 @@ def within(seconds: float | None, message: str, call: Callable[[], T]) -> T:
     if not wait([future], seconds).done:
         raise TimedOut(f"{message}: no answer within {seconds:g} s")
     return future.result()
+
+
+def with_label(text: str, label: str, use: str | None) -> str:
+    """Return a text that names a reward as its rule does, by `use`, with its label; any other text as it is."""
+    if use in (None, label):
+        return text
+    if text.startswith(named := f"reward {use!r}"):
+        return f"reward {label!r} ({use}){text[len(named):]}"
+    return f"reward {label!r}: {text}" if text.startswith(JUDGE) else text
+
+
+@contextmanager
+def relabel_errors(label: str, use: str | None) -> Iterator[None]:
+    """Context manager: errors have the label of the reward, and so does what `labelled` returns within."""
+    token = _present.set((label, use))
+    try:
+        yield
+    except UserError as error:
+        error.args = (with_label(str(error), label, use),)
+        raise
+    finally:
+        _present.reset(token)
+
+
+def labelled(text: str) -> str:
+    """Return `with_label` of a text for the reward that is made."""
+    return with_label(text, *_present.get())

@@ -26,8 +26,7 @@ from flowgrpo.config.reward_rules import WatchRule
 from flowgrpo.errors import UserError
 from flowgrpo.nouns import quantity
 from flowgrpo.rewards.about import RewardFunction
-from flowgrpo.rewards.failures import Failed, score_with_policy, within
-from flowgrpo.rewards.labels import relabel_errors, with_label
+from flowgrpo.rewards.failures import Failed, relabel_errors, score_with_policy, with_label, within
 from flowgrpo.rewards.pairwise import WinRates, pairing
 from flowgrpo.rewards.reward import BASE, FPS, Batch, Checked, Reward, Wrapped, as_reward
 

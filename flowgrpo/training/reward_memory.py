@@ -10,8 +10,8 @@ import torch
 from flowgrpo.config.schema import Config
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import lazily
+from flowgrpo.rewards.failures import relabel_errors
 from flowgrpo.rewards.find import find
-from flowgrpo.rewards.labels import relabel_errors
 from flowgrpo.rewards.placement import weight_bytes
 from flowgrpo.training import memory
 

@@ -9,11 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from flowgrpo.arguments import OMITTED, build_config
 from flowgrpo.errors import UserError, nearest
-from flowgrpo.policies import build
-from flowgrpo.rewards.find import locate
-from flowgrpo.training import announcement, checks
 
 LISTED = 20  # arguments at most that an error lists
 
@@ -52,6 +48,11 @@ def check(model: Any, rewards: dict[Any, Any], prompts: Any, keys: dict[str, Any
 
     require_kind: a further check of the model's kind (`policies.build`). No weights are loaded.
     """
+    from flowgrpo.arguments import OMITTED, build_config  # these load torch, and a configuration needs none
+    from flowgrpo.policies import build
+    from flowgrpo.rewards.find import locate
+    from flowgrpo.training import announcement, checks
+
     config, functions = build_config(model, rewards, prompts, OMITTED, None, keys)
     pipe = None if isinstance(model, (str, Path)) else model
     config, _ = announcement.fit_model(config, pipe)

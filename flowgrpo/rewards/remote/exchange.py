@@ -25,8 +25,7 @@ from urllib.parse import quote, urlsplit
 from flowgrpo.errors import UserError
 from flowgrpo.escaped import one_line
 from flowgrpo.nouns import quantity
-from flowgrpo.rewards.failures import LONGEST_WAIT, TimedOut
-from flowgrpo.rewards.labels import labelled
+from flowgrpo.rewards.failures import LONGEST_WAIT, TimedOut, labelled
 
 CONNECT = 10.0  # seconds within which a live server accepts a connection
 REST = 30.0  # seconds for which a failed URL is used only if all others failed as well

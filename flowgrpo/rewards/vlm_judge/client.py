@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flowgrpo.errors import UserError
-from flowgrpo.rewards.failures import Failed
-from flowgrpo.rewards.labels import JUDGE
+from flowgrpo.rewards.failures import JUDGE, Failed
 from flowgrpo.rewards.remote.exchange import (
     Absent,
     Later,

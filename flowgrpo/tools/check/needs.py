@@ -28,8 +28,8 @@ from flowgrpo.errors import UserError
 from flowgrpo.packages import present
 from flowgrpo.policies.weights.memory_options import PACKAGES
 from flowgrpo.rewards.about import SERVER, About, lazily
+from flowgrpo.rewards.failures import relabel_errors
 from flowgrpo.rewards.find import ALIASES, BUILT_IN, find, locate
-from flowgrpo.rewards.labels import relabel_errors
 from flowgrpo.rewards.placement import CHECKPOINTS, local_models
 
 REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # a hub id
