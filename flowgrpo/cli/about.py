@@ -187,10 +187,11 @@ def recipes(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List the packaged recipes: model, method, rewards, and the computed hours and memory on the GPUs that each is
-    for."""
+    for. WORD finds those of papers too."""
     from flowgrpo.config import recipes as packaged
 
-    rows = [row for row in map(_row, packaged.names()) if not word or word.lower() in " ".join(row).lower()]
+    named = packaged.names() + (packaged.papers() if word else [])
+    rows = [row for row in map(_row, named) if not word or word.lower() in " ".join(row).lower()]
     if not rows:
         raise UserError(f"no recipe's row has {word!r}: `flowgrpo list recipes` lists all")
     if as_json:
@@ -208,5 +209,6 @@ def _row(name: str) -> list[str]:
 
     config = parse.load(name)
     said = COMPUTED.search((packaged.FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
-    computed = [said["gpus"], said["hours"], said["peak"]] if said else ["any, or a CPU", "-", "-"]
+    gpus = "see docs/get_started/papers.md" if "/" in name else "any, or a CPU"
+    computed = [said["gpus"], said["hours"], said["peak"]] if said else [gpus, "-", "-"]
     return [name, config.model.rpartition("/")[2], config.method, ", ".join(config.trained), *computed]

@@ -40,9 +40,9 @@ def evaluate(
     source: Annotated[str, typer.Argument(metavar="MODEL_OR_RUN", help="A model, or a finished run or its checkpoint, "
                                           "as for sample.")],
     suite: Annotated[str, typer.Option(metavar="NAME|PATH", help=SUITE)],
-    output: Annotated[Path | None, typer.Option(help="The folder of samples, scores and tables; the same command "
-                                                "continues. Without: eval/SUITE in the run's folder, of a model "
-                                                "runs/eval/MODEL/SUITE.")] = None,
+    output: Annotated[Path | None, typer.Option(help="The folder of samples, scores and tables (without: "
+                                                "RUN/eval/SUITE or runs/eval/MODEL/SUITE). The same command "
+                                                "continues.")] = None,
     rewards: Annotated[str, typer.Option(metavar="A,B|FILE.yaml", help="Rewards, or a file of them with their args, as "
                                          "under eval.rewards; without: those of the run.")] = "",
     lora: Annotated[str | None, typer.Option(help=LORA)] = None,

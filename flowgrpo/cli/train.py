@@ -50,8 +50,8 @@ def train(
     model: Annotated[str | None, typer.Option(help="starter, a local directory, or a hub id.")] = None,
     output: Annotated[str | None, typer.Option(help="The folder that holds the runs.")] = None,
     seed: Annotated[str | None, typer.Option(metavar="INTEGER", help="Seed of the run.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Resume from the run's last checkpoint. --resume=auto also "
-                                         "begins a run of which there is none.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume from the run's last checkpoint (=auto: begin if "
+                                         "there is none).")] = False,
     resume_auto: Annotated[bool, typer.Option("--resume-auto", hidden=True)] = False,
     trusted: Trusted = False,
 ) -> int:
@@ -72,7 +72,8 @@ def train(
 def demo(
     arguments: Annotated[list[str] | None, typer.Argument(metavar="--KEY=VALUE", show_default=False, help="Any key of "
                          "the configuration, such as --output=FOLDER.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Resume from the run's last checkpoint.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume from the run's last checkpoint (=auto: begin if "
+                                         "there is none).")] = False,
     resume_auto: Annotated[bool, typer.Option("--resume-auto", hidden=True)] = False,
 ) -> int:
     """Train the starter, a small packaged model: minutes on a laptop, without a GPU or a download."""

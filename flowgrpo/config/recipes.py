@@ -29,6 +29,11 @@ def names() -> list[str]:
     return sorted(file.stem for file in FOLDER.glob("*.yaml"))
 
 
+def papers() -> list[str]:
+    """Return the names of the packaged recipes of papers, such as papers/flow_grpo_ocr."""
+    return sorted(f"papers/{file.stem}" for file in (FOLDER / "papers").glob("*.yaml"))
+
+
 def is_own(recipe: Path) -> bool:
     """Return True for a packaged recipe, and for one below the working folder; a link counts as what it leads to."""
     return any(recipe.resolve().is_relative_to(folder) for folder in (FOLDER.resolve(), Path.cwd().resolve()))

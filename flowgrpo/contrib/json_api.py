@@ -239,8 +239,8 @@ class Http:
         self._service = Service(WHO, _urls(url), timeout, retries, wait, _public(headers) | own, concurrency, key=key,
                                 sent=self._template.sends)
         processes = int(os.environ.get("WORLD_SIZE", "1"))
-        self.meter = Meter(cost, *(None if limit is None else limit / processes for limit in (budget, rate)),
-                           who=self._service.who)
+        budget, rate = (None if limit is None else limit / processes for limit in (budget, rate))
+        self.meter = Meter(cost, budget, rate, self._service.who)
         if cost:
             atexit.register(self.meter.tell)
 

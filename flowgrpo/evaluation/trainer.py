@@ -58,7 +58,10 @@ class Scoring(Protocol):
     """Samples of the last epoch, and failures of rewards so far."""
 
     reward_failures: dict[str, int]
-    errors: dict[str, str]
+
+    @property
+    def errors(self) -> dict[str, str]:
+        """Return the last error of each reward on this process."""
 
     @property
     def extremes(self) -> Extremes:

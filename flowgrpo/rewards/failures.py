@@ -43,15 +43,17 @@ class TimedOut(Failed):
 
 @dataclass
 class Tally:
-    """Number of failed samples and the last error message of each reward."""
+    """Number of failed samples and the last error message of each reward. errors: those that are reported already too.
+    """
 
     failed: Counter[str] = field(default_factory=Counter)
     said: dict[str, str] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
 
     def add(self, name: str, error: Failed) -> None:
         """Count a failed sample of a reward."""
         self.failed[name] += 1
-        self.said[name] = str(error)
+        self.said[name] = self.errors[name] = str(error)
 
 
 def first_failed(values: Sequence[float | Failed]) -> Failed | None:

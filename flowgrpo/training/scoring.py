@@ -82,7 +82,6 @@ class Scoring:
     extremes: the best and the worst samples of the epoch, for display.
     spreads: of each in the last epoch, the mean deviation within groups, times its weight.
     reward_failures: samples on which each has failed since the run began, on all processes.
-    errors: the last error of each on this process.
     """
 
     def __init__(self, functions: RewardFunctions, weights: dict[str, float], group: int, processes: Processes,
@@ -97,7 +96,6 @@ class Scoring:
         self.transforms = any(map(rewards.transforms_of, functions.values()))  # a rule changes scores
         self.paired = [pairing(function) is not None for function in functions.values()]
         self.reward_failures: dict[str, int] = {}
-        self.errors: dict[str, str] = {}
         self.spreads: dict[str, float] = {}
         self._lock = Lock()
         self._offloads = any(isinstance(function, Composed) and function.placement is not None
@@ -115,6 +113,11 @@ class Scoring:
     def reads_outputs(self) -> bool:
         """Return True if samples are decoded: not where all rewards score latents."""
         return not all(map(rewards.scores_latents, self.functions.values()))
+
+    @property
+    def errors(self) -> dict[str, str]:
+        """Return the last error of each reward on this process."""
+        return self._tally.errors
 
     @property
     def weights(self) -> dict[str, float]:
@@ -137,14 +140,14 @@ class Scoring:
         """Start a turn of an epoch; the first, 0, has no samples before it. A repeated start drops the turn's samples.
         """
         if not turn:
-            self._before = {0: (Extremes(list(self.functions)), rewards.Tally())}
+            self._before = {0: (Extremes(list(self.functions)), rewards.Tally(errors=self.errors))}
         elif turn not in self._before:
             self._before = {turn: (self.extremes, self._tally)}
         earlier = {before: values for before, values in self._diversities.items() if before < turn}
         self._diversities = earlier | {turn: []}
         extremes, tally = self._before[turn]
         self.extremes = replace(extremes, best=[*extremes.best], worst=[*extremes.worst])
-        self._tally = rewards.Tally()
+        self._tally = rewards.Tally(errors=self.errors)
         self._tally.failed.update(tally.failed)
         self._tally.said.update(tally.said)
 
@@ -281,7 +284,6 @@ class Scoring:
         tally, names = self._tally, list(self.functions)
         failed = dict(zip(names, self.processes.total([tally.failed[name] for name in names])))
         self.reward_failures = {name: self.reward_failures.get(name, 0) + count for name, count in failed.items()}
-        self.errors.update(tally.said)
         for name, said in tally.said.items():
             log(f"left out: {quantity(failed[name], 'sample')} that a reward failed on; the last: {said}")
         tally.failed.clear()

@@ -406,6 +406,9 @@ def test_recipes_are_listed_with_what_they_take(capsys):
     assert rows["starter"]["GPUs"] == "any, or a CPU"
     assert main(["list", "recipes", "klein_24"]) == 0
     assert [word for word in capsys.readouterr().out.split() if word in rows] == ["flux2_klein_24gb"]
+    assert main(["list", "recipes", "papers", "--json"]) == 0
+    rows = {row["recipe"]: row for row in json.loads(capsys.readouterr().out)}
+    assert list(rows) == recipes.papers() and rows["papers/mix_grpo_flux"]["GPUs"] == "see docs/get_started/papers.md"
     assert "no recipe's row has 'nothing_like_it'" in error_line(capsys, "list", "recipes", "nothing_like_it")
 
 
