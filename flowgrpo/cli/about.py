@@ -204,11 +204,12 @@ def recipes(
 
 def _row(name: str) -> list[str]:
     """Return the cells of a recipe."""
+    from flowgrpo.cli.reproduce import of_recipe
     from flowgrpo.config import parse
     from flowgrpo.config import recipes as packaged
 
     config = parse.load(name)
     said = COMPUTED.search((packaged.FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
-    gpus = "see docs/get_started/papers.md" if "/" in name else "any, or a CPU"
-    computed = [said["gpus"], said["hours"], said["peak"]] if said else [gpus, "-", "-"]
+    computed = of_recipe(name) or ([said["gpus"], said["hours"], said["peak"]] if said else
+                                   ["any, or a CPU", "-", "-"])
     return [name, config.model.rpartition("/")[2], config.method, ", ".join(config.trained), *computed]

@@ -79,12 +79,12 @@ def show(found: Sequence[Need]) -> None:
         typer.echo("needs no extra and no download")
         return
     print_table(["what", "name", "GB", "licence", "state"], rows)
-    if missing := [need for need in found if not need.here]:
-        unsized = any(need.what != "extra" and not need.files and need.gigabytes is None for need in missing)
-        typer.echo(f"to download: {sum(need.to_fetch for need in missing):.1f} GB"
-                   + " and what has a ? above" * unsized
-                   + f"; free in the cache's disk: {_free():.0f} GB")
-        if any(need.what != "extra" and not need.files for need in missing):
+    if missing := [need for need in found if not need.here and need.what != "extra"]:
+        unsized = any(not need.files and need.gigabytes is None for need in missing)
+        sized = sum(need.to_fetch for need in missing)
+        said = [*([f"{sized:.1f} GB"] if sized or not unsized else []), *(["what has a ? above"] if unsized else [])]
+        typer.echo(f"to download: {' and '.join(said)}; free in the cache's disk: {_free():.0f} GB")
+        if not all(need.files for need in missing):
             typer.echo("the hub does not answer: sizes are computed, for files of 16 bits a weight; files of 32 bits "
                        "take twice as much")
 

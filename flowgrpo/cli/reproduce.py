@@ -38,6 +38,11 @@ class Result:
     tuned: float | None = None
     recipe: str | None = None
 
+    @property
+    def hours(self) -> float:
+        """Hours of the training."""
+        return self.epochs * self.seconds / 3600
+
 
 FLOW, NFT = "2505.05470, table 2, with KL", "2509.16117, table 2, without guidance"
 MIX = "2507.21802, tables 1 and 6, window 4, on HPDv2's 400 test prompts"
@@ -74,7 +79,7 @@ def reproduce(
         raise UserError(f"no published result {name!r}{nearest(str(name), list(RESULTS))}; there are "
                         f"{', '.join(RESULTS)}")
     result = RESULTS[name]
-    recipe = result.recipe or f"papers/{name.replace('/', '_')}"
+    recipe = recipe_of(name)
     folder = parse.load(recipe, options, trusted).folder
     further = [f"--{key}={value}" for key, value in options.items()]
     processes = gpus or (PROCESSES if dry_run else max(1, _gpus()))
@@ -104,9 +109,20 @@ def commands(recipe: str, result: Result, folder: Path, processes: int, further:
             ["flowgrpo", "eval", str(folder), "--suite", result.suite, "--rewards", result.reward, "--base"]]
 
 
+def of_recipe(name: str) -> list[str]:
+    """Return GPUs, hours and peak GiB of a paper's recipe, computed; empty for another recipe."""
+    return next(([f"{PROCESSES} {GPU} (80 GB)", f"{result.hours:.0f}", f"{result.peak:.1f}"]
+                 for paper, result in RESULTS.items() if result.recipe is None and name == recipe_of(paper)), [])
+
+
+def recipe_of(paper: str) -> str:
+    """Return the recipe of a PAPER/RESULT."""
+    return RESULTS[paper].recipe or f"papers/{paper.replace('/', '_')}"
+
+
 def cost(result: Result) -> str:
     """Return the computed cost of the training."""
-    hours = result.epochs * result.seconds / 3600
+    hours = result.hours
     return (f"training, computed: {result.peak:.1f} GiB on each of {PROCESSES} {GPU}, {result.seconds:.0f} s an epoch, "
             f"{hours:.0f} h for {result.epochs:,} epochs, {hours * PROCESSES:,.0f} GPU-hours")
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,7 @@ class Outcome:
     epochs: that are done. idle: those that trained nothing; why: the cause of these.
     silent: epochs in which a trained reward was asked and gave no score, by reward.
     taught: False if no reward told one sample from another in any epoch, though the weights changed.
+    errors: the last error of each reward that failed.
     """
 
     epochs: int
@@ -47,6 +48,7 @@ class Outcome:
     why: str = ""
     silent: tuple[tuple[str, tuple[int, ...]], ...] = ()
     taught: bool = True
+    errors: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def nothing(self) -> bool:
@@ -64,7 +66,8 @@ class Outcome:
         if self.idle:
             said.append(f"{len(self.idle)} of {quantity(self.epochs, 'epoch')} trained nothing "
                         f"({_epoch_list(self.idle)}): {self.why}.")
-        return said + [f"{name} gave no score in {quantity(len(epochs), 'epoch')} ({_epoch_list(epochs)})."
+        return said + [f"{name} gave no score in {quantity(len(epochs), 'epoch')} ({_epoch_list(epochs)})"
+                       f"{last_error(self.errors.get(name))}."
                        for name, epochs in self.silent if not set(epochs) <= set(self.idle)]
 
 
@@ -91,7 +94,7 @@ def outcome(config: Config, lines: Sequence[dict[str, Any]], errors: Mapping[str
     elif flat:
         why = _cause(config, names, lines, errors)
     return Outcome(len(lines), tuple(line["epoch"] for line in idle), why,
-                   tuple((name, epochs) for name, epochs in silent.items() if epochs), not flat)
+                   tuple((name, epochs) for name, epochs in silent.items() if epochs), not flat, errors)
 
 
 def untrained_lines(summary: dict[str, Any]) -> list[str]:

@@ -144,6 +144,17 @@ def test_weights_licences_and_extras():
         "datasets", "open-clip-torch"]
 
 
+def test_the_sum_says_what_it_leaves_out(capsys):
+    def last_lines(*found: needs.Need) -> str:
+        prepare.show(found)
+        return capsys.readouterr().out
+    known, unknown = needs.Need("model", "a/b", False, 3.0), needs.Need("model", "a/b", False)
+    assert "to download: 3.0 GB; free in" in last_lines(known)
+    assert "to download: 3.0 GB and what has a ? above; free in" in last_lines(known, unknown)
+    assert "to download: what has a ? above; free in" in last_lines(unknown)
+    assert "to download" not in last_lines(needs.Need("extra", "clip", False), needs.Need("model", "a/b", True, 3.0))
+
+
 def test_a_disk_that_is_too_small_is_refused_before_a_download(serving, capsys, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda place: shutil._ntuple_diskusage(10, 10, 0))
     assert "0.0 GB are to be downloaded, and 0.0 GB are free: make room" in error_line(
