@@ -10,7 +10,7 @@ from flowgrpo.cli import main
 from flowgrpo.config import Config, load
 from flowgrpo.errors import UserError
 from flowgrpo.methods import preset, presets, validate
-from flowgrpo.policies.defaults import fitting
+from flowgrpo.policies.options import fitting
 from flowgrpo.run import run
 from flowgrpo.text.samplers.decoding import Decoding
 from flowgrpo.training import loading, sampling, state

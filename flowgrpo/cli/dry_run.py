@@ -39,10 +39,10 @@ def predict(model: str | None, recipe: str | None, overrides: dict[str, str], na
     from flowgrpo.config import parse
     from flowgrpo.methods import keys_read, validate
     from flowgrpo.methods.setup import Setup
-    from flowgrpo.policies import build, defaults, options
+    from flowgrpo.policies import build, options
     from flowgrpo.policies.weights import memory_options, sharding
 
-    config, told = defaults.fitting(parse.load(recipe, overrides | ({} if model is None else {"model": model}),
+    config, told = options.fitting(parse.load(recipe, overrides | ({} if model is None else {"model": model}),
                                                trusted))
     kind = build.kind(config)
     setup = Setup(config, kind, validate.resolve(config, build.process(kind)))

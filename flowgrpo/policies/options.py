@@ -1,9 +1,12 @@
-"""Options that do not go together: all checks of them in their order, and those of `load`, `adapter` and `image`."""
+"""Options that do not go together: all checks of them in their order, and those of `load`, `adapter` and `image`; and
+defaults that depend on the model.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,12 +20,14 @@ from flowgrpo.methods.targets import LatentEdits
 from flowgrpo.methods.validate import check_recorded_pairs, check_supervised, resolve
 from flowgrpo.objectives import references
 from flowgrpo.policies import build, sources
-from flowgrpo.policies.pipelines import attention, encoded_prompts
+from flowgrpo.policies.pipelines import attention, encoded_prompts, few_steps
 from flowgrpo.policies.pipelines.attention import require_attention
 from flowgrpo.policies.weights import memory_options, sharding
 from flowgrpo.policies.weights.lora_files import require_lora
 from flowgrpo.policies.weights.memory_options import require_package, require_quantiser
-from flowgrpo.starter import FOLDERS
+from flowgrpo.starter import EVAL, FOLDERS
+
+OF_LANGUAGE = "grpo"  # the method of a language model whose recipe names none
 
 
 def check_method(config: Config, kind: str, device: str | torch.device) -> Method:
@@ -188,3 +193,32 @@ def require_frames(setup: Setup, counts: Mapping[str, int | None]) -> None:
         for key, count in counts.items() if known is not None and setup.kind == build.PIPELINE else ():
             if count:
                 clips.require(key, count, known)
+
+
+def fitting(config: Config, loaded: Any = None) -> tuple[Config, str]:
+    """Return the configuration whose absent keys fit the model, and what is to be said of it; empty for nothing.
+
+    A language model gets its method, one of image tokens the guidance of its rollout in evaluations, a packaged model
+    the evaluation of its card, a model of few steps its method, steps, grid and guidance. The defaults are of other
+    denoisers. Given values stay.
+    """
+    if config.text.generates == "image" and "guidance" not in config.eval.model_fields_set:
+        scale = config.train.guidance
+        config = config.model_copy(update={"eval": config.eval.model_copy(update={"guidance": scale})})
+        return fitting(config, loaded)[0], f"eval.guidance {scale:g}, that of the rollout (train.guidance)"
+    if "method" not in config.model_fields_set and build.is_language(config, loaded):
+        return config.model_copy(update={"method": OF_LANGUAGE}), ""
+    if isinstance(loaded, tuple):
+        return config, ""
+    given = config
+    if card := EVAL.get(config.model):
+        own = {"steps": card["num_inference_steps"], "guidance": card["guidance"]}
+        config = config.model_copy(update={"eval": config.eval.model_copy(update={
+            key: value for key, value in own.items() if key not in config.eval.model_fields_set})})
+    facts = few_steps.ahead(config.model, config.load) if loaded is None else few_steps.of_pipe(
+        loaded, config.model, config.load)
+    if (why := facts.why) is None or build.kind(config, loaded) != build.PIPELINE:
+        return config, ""
+    fitted = few_steps.few_step_config(config, facts)
+    said = few_steps.describe_changes(given, fitted)
+    return fitted, f"a model of few steps ({why}), so by default: {said}" if said else ""

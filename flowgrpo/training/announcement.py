@@ -33,9 +33,9 @@ def fit_model(config: Config, pipe: Any = None) -> tuple[Config, str]:
     """Return a configuration with defaults that fit its model, and what is to be said of them; empty for nothing."""
     if "method" in config.model_fields_set and {"steps", "guidance"} <= config.eval.model_fields_set:
         return config, ""
-    from flowgrpo.policies import defaults  # loads torch
+    from flowgrpo.policies import options  # loads torch
 
-    return defaults.fitting(config, pipe)
+    return options.fitting(config, pipe)
 
 
 def lines(config: Config, loaded: bool = False, told: str = "") -> Iterator[str]:

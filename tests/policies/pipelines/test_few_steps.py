@@ -9,7 +9,7 @@ from flowgrpo.config.sections import Load
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.samplers import call_arguments
 from flowgrpo.methods import validate as methods
-from flowgrpo.policies import defaults
+from flowgrpo.policies import options
 from flowgrpo.policies.pipelines import few_steps
 from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.tools.check.tiny import make
@@ -58,7 +58,7 @@ def of(config):
 @pytest.mark.parametrize("make_pipe, model, why, expected", PIPES)
 def test_a_loaded_model_of_few_steps_gets_defaults_that_fit(make_pipe, model, why, expected):
     pipe, plain = make_pipe(), Config(model=model)
-    config, said = defaults.fitting(plain, pipe)
+    config, said = options.fitting(plain, pipe)
     assert few_steps.of_pipe(pipe, model).why == why
     if why is None:
         assert config == plain and not said
@@ -72,14 +72,14 @@ def test_a_loaded_model_of_few_steps_gets_defaults_that_fit(make_pipe, model, wh
 def test_given_values_always_win():
     own = validate({"model": "m", "method": "mix_grpo", "parts": {"plan": {"size": 2}},
                     "train": {"steps": 6, "guidance": 2.0, "grid": "shifted"}, "eval": {"steps": 5, "guidance": 3.0}})
-    assert defaults.fitting(own, schnell()) == (own, "")
+    assert options.fitting(own, schnell()) == (own, "")
     some = validate({"model": "m", "train": {"steps": 6, "shift": 1.0}, "parts": {"kernel": {"level": 0.5}}})
-    config, said = defaults.fitting(some, schnell())
+    config, said = options.fitting(some, schnell())
     assert of(config) == {"method": "flow_grpo", "train": (6, 1), "eval": (6, 1)} and config.train.grid == "shifted"
     assert config.parts == {"kernel": {"level": 0.5}}
     assert said.endswith("method flow_grpo, eval.steps 6, eval.guidance 1")
     planned = validate({"model": "m", "parts": {"plan": {"size": 2}}})
-    assert defaults.fitting(planned, schnell())[0].method == "mix_grpo"
+    assert options.fitting(planned, schnell())[0].method == "mix_grpo"
 
 
 @pytest.mark.parametrize("name, expected", [
@@ -96,7 +96,7 @@ def test_a_model_that_is_not_here_is_known_by_its_name(name, expected):
 
 def test_a_fused_lightning_lora_makes_a_model_of_few_steps():
     files = Load(lora=["loras/Qwen-Image-Lightning-8steps-V1.1.safetensors"])
-    config, said = defaults.fitting(Config(model="Qwen/Qwen-Image", method="mix_grpo", load=files))
+    config, said = options.fitting(Config(model="Qwen/Qwen-Image", method="mix_grpo", load=files))
     assert (config.train.steps, config.eval.steps, config.eval.guidance) == (8, 8, 1)
     assert said.startswith("a model of few steps (by the name loras/Qwen-Image-Lightning-8steps-V1.1.safetensors)")
     assert few_steps.ahead("Qwen/Qwen-Image").why is None
@@ -104,7 +104,7 @@ def test_a_fused_lightning_lora_makes_a_model_of_few_steps():
 
 def test_a_folder_says_it_by_its_files_before_it_is_loaded(tmp_path):
     model = tiny.save(make("LatentConsistencyModelPipeline")[0], tmp_path / "plain")
-    config, said = defaults.fitting(Config(model=str(model)))
+    config, said = options.fitting(Config(model=str(model)))
     assert of(config) == LCM and "its scheduler is a LCMScheduler" in said
     assert call_arguments(str(model), None) == {"num_inference_steps": 4, "guidance": 8.5}
     assert call_arguments(str(model), None, steps=2)["num_inference_steps"] == 2
@@ -115,13 +115,13 @@ def test_a_folder_says_it_by_its_files_before_it_is_loaded(tmp_path):
 
 
 def test_the_packaged_models_have_the_settings_of_their_cards():
-    config, said = defaults.fitting(Config(model="starter_consistency"))
+    config, said = options.fitting(Config(model="starter_consistency"))
     assert of(config) == {"method": "rlcm", "train": (4, 1), "eval": (4, 1)} and config.train.grid == "stock"
     assert said.startswith("a model of few steps (its scheduler is a FlowMatchLCMScheduler)")
-    config, said = defaults.fitting(Config())
+    config, said = options.fitting(Config())
     assert of(config) == {"method": "mix_grpo", "train": (10, 1), "eval": (20, 1)} and not said
-    assert defaults.fitting(Config(model="starter_video"))[0].eval.guidance == 4
-    assert defaults.fitting(Config(model="starter_text"))[0].method == "grpo"
+    assert options.fitting(Config(model="starter_video"))[0].eval.guidance == 4
+    assert options.fitting(Config(model="starter_text"))[0].method == "grpo"
 
 
 def test_another_scheduler_is_read_with_the_models_configuration(tmp_path):
@@ -130,10 +130,10 @@ def test_another_scheduler_is_read_with_the_models_configuration(tmp_path):
     pipe = load_pipeline(model, files=files)
     assert type(pipe.scheduler).__name__ == "LCMScheduler"
     assert pipe.scheduler.config.beta_end == make("StableDiffusionXLPipeline")[0].scheduler.config.beta_end
-    assert defaults.fitting(Config(model=model, load=files))[0].method == "rlcm"
+    assert options.fitting(Config(model=model, load=files))[0].method == "rlcm"
     trailing = Load(scheduler={"timestep_spacing": "trailing"})
     assert load_pipeline(model, files=trailing).scheduler.config.timestep_spacing == "trailing"
-    assert defaults.fitting(Config(model=model, load=trailing))[0].method == "ddpo"
+    assert options.fitting(Config(model=model, load=trailing))[0].method == "ddpo"
     for keys, told in (({"class": "Nothing"}, "class is 'Nothing', expected a scheduler of diffusers"),
                        ({"timestep_space": "x"}, "EulerDiscreteScheduler has no 'timestep_space': did you mean")):
         with pytest.raises(UserError, match=told):

@@ -15,7 +15,7 @@ from flowgrpo.config.sections import Text
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.methods import validate
-from flowgrpo.policies import build, defaults
+from flowgrpo.policies import build, options
 from flowgrpo.run import run
 from flowgrpo.text.policies import image_lm, kinds
 from flowgrpo.text.policies.image_lm import ImageLM
@@ -362,7 +362,7 @@ def test_keys_and_parts_of_another_kind_are_refused():
                                              ({"train__guidance": 3.0, "eval__guidance": 2.0}, 2.0)])
 def test_an_evaluation_has_the_guidance_of_the_rollout_unless_given(given, guidance):
     config = tiny_text.config("nowhere", model="tiny", text__generates="image", **given)
-    fitted, told = defaults.fitting(config, tiny.janus())
+    fitted, told = options.fitting(config, tiny.janus())
     assert fitted.eval.guidance == guidance and ("that of the rollout" in told) is ("eval__guidance" not in given)
 
 
