@@ -181,7 +181,7 @@ CANNOT = {
     "reward serve pickscore|reward label samples_a": (LOADS, "PickScore_v1 cannot be loaded"),
     "train sd15_short|train .*--reward=pickscore": (LOADS, "yuvalkirstain/PickScore_v1, laion/CLIP-ViT-H-14"),
     "train (configs/)?(sdxl_24gb|wan22)": (LOADS, "trl-lib/ddpo-aesthetic-predictor: missing, and the hub does not"),
-    "prepare sdxl_24gb": (LOADS, "trl-lib/ddpo-aesthetic-predictor: the hub does not answer"),
+    "prepare sdxl_24gb": (LOADS, "the hub does not answer: where there is a network, `hf download stabilityai/"),
     "prompts encode configs/wan22.yaml": (LOADS, "cannot load the model 'Wan-AI/Wan2.2-T2V-A14B-Diffusers'"),
     "reward score http": ("a service that listens", "http://127.0.0.1:8000/score gave no answer"),
     "verify http": ("a service that listens", "fault: no answer: http://127.0.0.1:30000"),
