@@ -54,14 +54,18 @@ def part(name: str) -> type:
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=[str(recipe)[:60] for recipe in RECIPES])
-def test_every_recipe_of_the_page_trains(recipe):
-    trainer = tiny.trainer(**{"train__steps": 6, "train__group": 4} | recipe)
+def test_every_recipe_of_the_page_trains(recipe, tmp_path):
+    """Its method and parts train a tiny model, and the recipe loads as it stands there."""
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(recipe))
+    assert recipe["extends"] == "starter" and load(tmp_path / "mine.yaml").method == recipe["method"]
+    own = {key: value for key, value in recipe.items() if key != "extends"}
+    trainer = tiny.trainer(**{"train__steps": 6, "train__group": 4} | own)
     epochs = [trainer.run_epoch() for _ in range(2)]
     assert trainer.first_ratio.max_log_ratio <= 1e-5 and all(each["grad_norm"] > 0 for each in epochs)
 
 
 def test_every_file_of_the_page_is_as_short_as_it_says():
-    most = int(re.search(r"one file of at most (\d+) lines", PAGE)[1])
+    most = int(re.search(r"tested file of at most (\d+) lines", PAGE)[1])
     assert max(len(code.strip().splitlines()) for code in FILES.values()) == most
 
 
