@@ -162,11 +162,12 @@ def status(text: str) -> Iterator[Any]:
     """Context manager: show what the command does, beside a spinner in a terminal. Yields what replaces the text."""
     from rich.console import Console
 
-    console = Console(stderr=True, markup=False, highlight=False)
-    if not in_terminal():
+    if in_terminal():
+        with Console(stderr=True, markup=False, highlight=False).status(text) as spinner:
+            yield spinner.update
+    else:
         print(f"{text} ...", file=sys.stderr, flush=True)
-    with console.status(text) as spinner:
-        yield spinner.update
+        yield lambda _: None
 
 
 def in_terminal() -> bool:

@@ -99,7 +99,9 @@ def _free() -> float:
 
 def _require_room(missing: Sequence[Need]) -> None:
     """Raise UserError if what is missing does not fit on the disk of the hub's cache."""
-    size, free = sum(need.to_fetch for need in missing), _free()
+    from flowgrpo.tools.check import needs
+
+    size, free = sum(need.to_fetch for need in missing) - needs.begun(missing), _free()
     if size > free:
         raise UserError(f"{size:.1f} GB are to be downloaded, and {free:.1f} GB are free: make room, or name another "
                         "disk in HF_HOME")

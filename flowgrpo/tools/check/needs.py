@@ -103,13 +103,16 @@ def missing(config: Config, sizes: Callable[[str], float | None] = lambda _: Non
     return lacking if len(lacking) > 1 or any(need.what == "model" for need in lacking) else []
 
 
+def begun(found: Iterable[Need]) -> float:
+    """Return the gigabytes of files that were downloaded in part."""
+    return sum(part.stat().st_size for name in {need.name for need in found if need.what != "extra"}
+               for part in _blobs(name).glob(f"*{PARTIAL}")) / 1e9
+
+
 def out_of_reach(lacking: Iterable[Need]) -> list[str]:
     """Return the names of repositories for which the hub does not answer, and of which the cache holds nothing."""
-    from huggingface_hub import constants
-    from huggingface_hub.file_download import repo_folder_name
-
-    return [need.name for need in lacking if need.what != "extra" and not need.files and not need.accept and not
-            Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=need.name, repo_type="model")).is_dir()]
+    return [need.name for need in lacking if need.what != "extra" and not need.files and not need.accept
+            and not _blobs(need.name).parent.is_dir()]
 
 
 def extras(config: Config) -> list[str]:
@@ -272,16 +275,24 @@ def fetch(found: Iterable[Need], advance: Callable[[int], None] = lambda _: None
         enable_progress_bars()
 
 
+def _blobs(repository: str) -> Path:
+    """Return the folder of a repository's content in the hub's cache."""
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+
+    return Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=repository, repo_type="model"), "blobs")
+
+
 def _file(repository: str, revision: str | None, file: File, advance: Callable[[int], None], stop: threading.Event
           ) -> None:
     """Download a file, verify it, and put it where the hub's client looks for it."""
-    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
+    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
 
     what = f"{repository}/{file.name}"
     try:
         url = hf_hub_url(repository, file.name, revision=revision)
         metadata = get_hf_file_metadata(url)
-        blobs = Path(constants.HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}" / "blobs"
+        blobs = _blobs(repository)
         blobs.mkdir(parents=True, exist_ok=True)
         blob, partial = blobs / str(metadata.etag), blobs / f"{metadata.etag}{PARTIAL}"
         with _LOCKS[str(blob)]:  # files of one content are one blob

@@ -160,6 +160,12 @@ def test_a_disk_that_is_too_small_is_refused_before_a_download(serving, capsys, 
     assert "0.0 GB are to be downloaded, and 0.0 GB are free: make room" in error_line(
         capsys, "prepare", "--yes", f"--model={MODEL}", "--reward=pickscore", "--method=mix_grpo")
     assert not list(Path(constants.HF_HUB_CACHE).rglob("*.safetensors"))
+    for name in (MODEL, SCORER):  # what a killed download left needs no room again
+        blobs = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}" / "blobs"
+        blobs.mkdir(parents=True)
+        (blobs / "x.part").write_bytes(bytes(len(LARGE)))
+    assert needs.begun(needs.needs(recipe())) == 2 * len(LARGE) / 1e9
+    prepare._require_room(needs.needs(recipe()))
 
 
 def test_prepare_lists_downloads_and_says_the_next_command(serving, capsys):
