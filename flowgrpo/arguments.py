@@ -16,6 +16,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.methods import overlay
 from flowgrpo.methods.method import Method
 from flowgrpo.rewards.find import place
+from flowgrpo.user_code import forget_changed
 
 Reward: TypeAlias = str | Callable[..., Any]
 Rewards: TypeAlias = Reward | dict[str, Any] | dict[Reward, Any]
@@ -38,6 +39,7 @@ def build_config(model: Any, rewards: Rewards | Omitted, prompts: Prompts | Omit
                  recipe: str | Path | None, options: dict[str, Any],
                  trusted: bool = False) -> tuple[Config, dict[str, Callable[..., Any]]]:
     """Return the configuration of arguments of `align`, and the rewards among them that are functions, by name."""
+    forget_changed()
     if recipe is None:
         if model is OMITTED:
             raise UserError("align: got no model and no recipe: expected one of them, such as recipe='starter'")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
-import re
 import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Mapping
+from hashlib import blake2b
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +21,7 @@ from flowgrpo.errors import UserError, nearest
 T = TypeVar("T")
 
 _reading: list[Path] = []
+_sources: dict[str, tuple[Path, bytes]] = {}  # of an imported module: its file, and what it had in it
 
 
 def load(name: str) -> Callable[..., Any]:
@@ -62,23 +63,32 @@ def from_file(name: str, what: str, further: Callable[[Path], Mapping[str, Any]]
 
 def _module(path: Path) -> ModuleType:
     """Import a file by its path, once. It can import modules in its folder."""
-    name = "flowgrpo_user" + re.sub(r"\W", "_", str(path))
-    if name in sys.modules:
+    name = "flowgrpo_user_" + blake2b(str(path).encode(), digest_size=8).hexdigest()
+    if name in _sources:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None, path
+    assert spec is not None, path
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
+    source = path.read_bytes()
     _reading.append(path)
+    _sources[name] = path, source
     try:
-        spec.loader.exec_module(module)
+        exec(compile(source, path, "exec"), vars(module))  # a file that was edited within a second has old bytecode
     except BaseException:
-        del sys.modules[name]
+        del sys.modules[name], _sources[name]
         raise
     finally:
         _reading.pop()
     return module
+
+
+def forget_changed() -> None:
+    """Let files that changed be imported again, at the start of a run: a notebook edits its reward between two."""
+    for name, (path, source) in [*_sources.items()]:
+        if path not in _reading and not (path.is_file() and path.read_bytes() == source):
+            del _sources[name]
 
 
 def reading() -> list[Path]:

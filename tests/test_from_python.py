@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 import flowgrpo
+from flowgrpo import user_code
 from flowgrpo.advantages.shaping import Shaping
+from flowgrpo.arguments import OMITTED, build_config
 from flowgrpo.cli import main
 from flowgrpo.config import load
 from flowgrpo.data import prompts, provenance, sets
@@ -93,6 +95,24 @@ def test_a_run_ends_with_the_sentences_of_its_report(tmp_path, capfd):
     assert len(sentences) > 2 and sentences[1].startswith("red, trained on, ")
     assert " ".join(out.split()).endswith(" ".join(" ".join(sentences).split()))
     assert re.search(r"red=\d\.\d{3}, clip=\d\.\d\d, grad=", err)
+
+
+def test_an_edited_file_is_imported_again_by_the_next_run(tmp_path):
+    """Not within a run, nor under the name of another file; the edit has the same size, in the same second."""
+    def score(file):
+        return user_code.load(f"{file}:red")([], [])
+
+    file, other = tmp_path / "my_red.py", tmp_path / "my-red.py"
+    for path, value in ((file, 1), (other, 3)):
+        path.write_text(f"def red(images, prompts):\n    return {value}\n")
+    assert (score(file), score(other)) == (1, 3)
+    file.write_text(file.read_text().replace("1", "2"))
+    assert score(file) == 1
+    build_config("starter", f"{file}:red", "starter", OMITTED, None, {})
+    assert (score(file), score(other)) == (2, 3)
+    file.write_text(file.read_text().replace("2", "4"))
+    assert main(["list", "recipes", "starter"]) == 0
+    assert score(file) == 4
 
 
 def test_a_reward_without_a_file_goes_by_its_name(tmp_path):

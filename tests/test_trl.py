@@ -228,6 +228,30 @@ def test_arguments_of_another_kind_are_refused(given, told):
     assert message(FlowGRPOConfig, **given) == told
 
 
+@pytest.mark.parametrize("kind, given, told", [
+    (GRPOConfig, {"learning_rate": -1, "num_generations": 1},
+     "num_generations: got 1, expected an integer of 2 or more; learning_rate: got -1, expected above 0"),
+    (FlowGRPOConfig, {"num_generations": 1, "learning_rate": "1e-4", "top_k": -1},
+     "top_k: got -1, expected an integer of 0 or more; learning_rate: got '1e-4', expected a number"),
+    (GRPOConfig, {"temperature": 0.0, "adam_beta2": 1.0, "epsilon": 2},
+     "adam_beta2: got 1.0, expected 0 to below 1; temperature: got 0.0, expected above 0; epsilon: got 2, expected 0 "
+     "to 1"),
+    (RLOOConfig, {"lr_scheduler_type": "polynomial"},
+     "lr_scheduler_type: got 'polynomial', expected linear, cosine, constant, constant_with_warmup"),
+    (DDPOConfig, {"train_learning_rate": 0, "seed": -1},
+     "seed: got -1, expected an integer of 0 or more; train_learning_rate: got 0, expected above 0")])
+def test_values_out_of_range_are_named_as_trl_names_them(kind, given, told):
+    assert message(kind, **given) == told
+
+
+def test_values_of_transformers_that_mean_nothing_else():
+    """Without a largest norm, and with a warm-up before a constant rate; groups of one where a method takes them."""
+    train = GRPOConfig(max_grad_norm=0.0, lr_scheduler_type="constant_with_warmup", warmup_steps=2).keys(8)["train"]
+    assert (train["clip_grad"], train["schedule"], train["warmup"]) == (float("inf"), "constant", 2)
+    assert DDPOConfig(train_max_grad_norm=0.0, train_adam_epsilon=1e-6).keys(None)["train"]["eps"] == 1e-6
+    assert GRPOConfig(num_generations=1, options={"method": "ddpo"}).keys(8)["train"]["group"] == 1
+
+
 @pytest.mark.parametrize("given, told", [
     ({"callbacks": 3}, "callbacks: got a value of type int, expected a list of callbacks"),
     ({"callbacks": [object()]}, "expected objects of a TrainerCallback of transformers"),
@@ -320,7 +344,7 @@ def test_all_fields_that_are_not_supported_are_one_line():
     """Fields of one reason together, after fields of a wrong value."""
     given = {"entropy_target": 0.5, "deepspeed": "x", "entropy_coef_min": 0.1, "loss_type": "sapo", "max_steps": "1"}
     told = ("max_steps: got '1', expected an integer; loss_type: got 'sapo', expected grpo, dapo, cispo, dr_grpo, "
-            "luspo: it is not here; deepspeed: got 'x', which is not supported: set options={'memory': {'shard': True}}"
+            "luspo; deepspeed: got 'x', which is not supported: set options={'memory': {'shard': True}}"
             " and launch by accelerate or torchrun; entropy_coef_min: got 0.1, entropy_target: got 0.5, which are not "
             "supported: the entropy bonus has a fixed weight, entropy_coef")
     assert message(GRPOConfig, **given) == told
@@ -340,8 +364,8 @@ def test_all_fields_that_are_not_supported_are_one_line():
     ("starter_text", {"num_inference_steps": 4, "guidance_scale": 2.0},
      "num_inference_steps: got 4, guidance_scale: got 2.0, which are not supported: a language model has no steps and "
      "no guidance"),
-    ("starter_text", {"top_p": 3}, "parts.decoding: Decoding: top_p is 3 and min_p 0.0, expected above 0 to 1 and 0 to "
-     "1"),
+    ("starter_text", {"options": {"parts": {"decoding": {"top_p": 3}}}},
+     "parts.decoding: Decoding: top_p is 3 and min_p 0.0, expected above 0 to 1 and 0 to 1"),
     ("starter", {"options": {"evall": {}}}, "the options: unknown key 'evall': did you mean 'eval'?"),
     ("starter_tex", {}, "no model 'starter_tex', and no folder of that name: did you mean 'starter_text'?")])
 def test_a_trainer_checks_what_its_model_reads_when_it_is_made(model, given, told):

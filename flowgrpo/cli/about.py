@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from flowgrpo.cli.options import Trusted
-from flowgrpo.cli.root import TRAIN, app, list_app, print_table
+from flowgrpo.cli.root import TRAIN, Words, app, has_words, list_app, no_row, print_table
 from flowgrpo.errors import UserError, nearest
 from flowgrpo.log import status
 from flowgrpo.user_code import group_entry_points
@@ -119,18 +119,16 @@ GROUPS = {
 
 @list_app.command("methods", short_help="List the methods that --method takes.")
 def methods(
-    word: Annotated[str | None, typer.Argument(metavar="[WORD]", show_default=False,
-                                               help="List only those whose line has this word.")] = None,
+    words: Words = None,
 ) -> None:
     """List the presets that --method takes."""
     tables = {title: [row for module in modules for row in _presets(module)
-                      if not word or word.lower() in " ".join(row).lower()] for title, modules in GROUPS.items()}
+                      if has_words(words, row)] for title, modules in GROUPS.items()}
     points = [[name, point.value, f"package {point.dist.name}"]
               for name, point in group_entry_points("flowgrpo.methods").items()]
-    tables["From installed packages"] = [row for row in points if not word or word.lower() in " ".join(row).lower()]
+    tables["From installed packages"] = [row for row in points if has_words(words, row)]
     if not any(tables.values()):
-        raise UserError(f"no method's line has {word!r}: `flowgrpo list methods` lists all, docs/methods/index.md "
-                        "the parts")
+        raise no_row("methods", words)
     for title, rows in tables.items():
         if rows:
             print_table(["name", title, "source"], rows)
@@ -139,8 +137,7 @@ def methods(
 
 @list_app.command("parts", short_help="List the parts that a recipe's `parts` sets.")
 def parts(
-    word: Annotated[str | None, typer.Argument(metavar="[WORD]", show_default=False,
-                                               help="List only those whose place or line has this word.")] = None,
+    words: Words = None,
 ) -> None:
     """List the parts of a method by their place: what each does, its fields with their defaults, and what they take."""
     from flowgrpo.methods import registry
@@ -151,10 +148,10 @@ def parts(
         does, source = _summary(registry.TYPES[name].__doc__ or "")
         fields = ", ".join(settings(registry.TYPES[name]).values())
         row = [name, f"{does}: {fields}" if fields else does, source]
-        if not word or word.lower() in " ".join([place, *row]).lower():
+        if has_words(words, [place, *row]):
             tables.setdefault(f"parts.{place}", []).append(row)
     if not tables:
-        raise UserError(f"no part's line has {word!r}: `flowgrpo list parts` lists all")
+        raise no_row("parts", words)
     for title, rows in tables.items():
         print_table(["name", title, "source"], rows)
     typer.echo("What a place is, and the parts: docs/reference/parts.md")
@@ -182,18 +179,17 @@ HEADS = ["recipe", "model", "method", "reward", "GPUs", "hours", "peak GiB"]
 
 @list_app.command("recipes", short_help="List the recipes that `flowgrpo train` takes by name.")
 def recipes(
-    word: Annotated[str | None, typer.Argument(metavar="[WORD]", show_default=False,
-                                               help="List only those whose row has this word.")] = None,
+    words: Words = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List the packaged recipes: model, method, rewards, and the computed hours and memory on the GPUs that each is
-    for. WORD finds those of papers too."""
+    for. Words find those of papers too."""
     from flowgrpo.config import recipes as packaged
 
-    named = packaged.names() + (packaged.papers() if word else [])
-    rows = [row for row in map(_row, named) if not word or word.lower() in " ".join(row).lower()]
+    named = packaged.names() + (packaged.papers() if words else [])
+    rows = [row for row in map(_row, named) if has_words(words, row)]
     if not rows:
-        raise UserError(f"no recipe's row has {word!r}: `flowgrpo list recipes` lists all")
+        raise no_row("recipes", words)
     if as_json:
         typer.echo(json.dumps([dict(zip(HEADS, row)) for row in rows], indent=2))
         return

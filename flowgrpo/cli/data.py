@@ -22,7 +22,7 @@ By = Literal["hardest", "variance", "middling"]
 
 @prompts_app.command("mix", short_help="Mix, filter and deduplicate prompt files.")
 def data(
-    sets: Annotated[list[str], typer.Argument(metavar="SET[=WEIGHT]...", help="Sets of `flowgrpo list prompts`, "
+    sets: Annotated[list[str], typer.Argument(metavar="SET[=WEIGHT]", help="Sets of `flowgrpo list prompts`, "
                                               "prompt files or hub:OWNER/NAME; with weights a mixture.")],
     output: Annotated[Path, typer.Option(help="The .jsonl file to write; it must not exist.")],
     dedupe: Annotated[bool, typer.Option("--dedupe", help="Drop prompts whose words repeat an earlier one's.")] = False,

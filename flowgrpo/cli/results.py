@@ -76,7 +76,7 @@ def _write(files: Path, run: Path, place: Path, form: ExportForm | None, output:
 
 @app.command(rich_help_panel=LOOK, short_help="Write a run's report: curves and samples; of several, side by side.")
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", show_default=False, help="The folder of a run, "
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", show_default=False, help="The folder of a run, "
                                                "finished or not, or one of its checkpoints; several are compared.")],
     output: Annotated[Path | None, typer.Option(help="HTML file for several runs; without: A-B.html beside the "
                                                 "first.")] = None,

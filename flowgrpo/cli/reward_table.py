@@ -28,17 +28,14 @@ TITLES = ("of images and videos", "of texts", "of both", "of what the reward doe
 AT_ONCE = 16  # files of one size that a reward sees together
 
 
-def list_rewards(word: str | None = None) -> list[dict[str, Any]]:
+def list_rewards() -> list[dict[str, Any]]:
     """Return the facts of every reward that has a name, None where it states none. No reward is instantiated.
 
-    word: list the rewards alone whose name, facts or description have it. Facts of built-in rewards are read from a
-    file, since their modules load torch. A package's reward that fails to import has its error under "broken", and does
-    not hide the others.
+    Facts of built-in rewards are read from a file, since their modules load torch. A package's reward that fails to
+    import has its error under "broken", and does not hide the others.
     """
     built_in = json.loads(FACTS.read_text(encoding="utf-8"))
-    rewards = [_facts_row(name, *_of_file(built_in[name]) if name in built_in else facts_of(name)) for name in names()]
-    return [reward for reward in rewards
-            if word is None or word.lower() in " ".join(map(str, reward.values())).lower()]
+    return [_facts_row(name, *_of_file(built_in[name]) if name in built_in else facts_of(name)) for name in names()]
 
 
 def facts_of(name: str) -> tuple[About, str, str | None]:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from flowgrpo.cli.options import parse_reward_arguments
-from flowgrpo.cli.root import list_app, print_table, reward_app
+from flowgrpo.cli.root import Words, has_words, list_app, no_row, print_table, reward_app
 from flowgrpo.errors import UserError
 from flowgrpo.nouns import quantity
 
@@ -18,16 +18,15 @@ NONE = "the reward does not apply"
 
 @list_app.command("rewards", short_help="List the rewards that --reward takes by name.")
 def rewards(
-    word: Annotated[str | None, typer.Argument(metavar="[WORD]", show_default=False,
-                                               help="List only those that have this word.")] = None,
+    words: Words = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with what each does.")] = False,
 ) -> None:
     """List the rewards that --reward takes by name: what they judge, their range, needs and licence."""
     from flowgrpo.cli import reward_table as table
 
-    listed = table.list_rewards(word)
+    listed = [reward for reward in table.list_rewards() if has_words(words, reward.values())]
     if not listed:
-        raise UserError(f"no reward matches {word!r}: `flowgrpo list rewards` lists all")
+        raise no_row("rewards", words)
     if as_json:
         typer.echo(json.dumps(listed, indent=2))
         return
@@ -43,7 +42,7 @@ def rewards(
 @reward_app.command("score", short_help="Score image, video or text files with a reward.")
 def score(
     reward: Annotated[str, typer.Argument(metavar="REWARD", help="A reward's name, or path/to/file.py:function.")],
-    images: Annotated[list[Path], typer.Argument(metavar="IMAGES...", help="Images, folders of frames, or .txt "
+    images: Annotated[list[Path], typer.Argument(metavar="IMAGES", help="Images, folders of frames, or .txt "
                                                                            "files.")],
     prompt: Annotated[str | None, typer.Option(help="The prompt of all files.")] = None,
     prompts: Annotated[Path | None, typer.Option(metavar="FILE|SET", help="A prompt for each, in order.")] = None,

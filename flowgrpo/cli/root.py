@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 import typer
@@ -21,7 +22,10 @@ from flowgrpo.files import at_home
 from flowgrpo.log import plain_console, silence
 from flowgrpo.packages import import_failure, require_versions
 from flowgrpo.storage import paths
+from flowgrpo.user_code import forget_changed
 
+Words = Annotated[list[str] | None, typer.Argument(metavar="WORD", show_default=False,
+                                                  help="List only those that have all of these words.")]
 TRAIN, LOOK, SHARE, EXTEND = "Train", "Look", "Share", "Extend"  # panels of the first screen
 # Base class of all errors that Typer itself raises; Typer does not export it.
 UsageError: Any = typer.BadParameter.__base__
@@ -125,6 +129,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(arguments: list[str] | None) -> int:
     os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")  # else its import prints notes about optional packages
     silence()
+    forget_changed()
     try:
         given = [_at_home(argument) for argument in (sys.argv[1:] if arguments is None else arguments)]
         return program()(given, prog_name="flowgrpo", standalone_mode=False) or 0
@@ -183,6 +188,18 @@ def _leave_group() -> None:
     torch = sys.modules.get("torch")
     if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+def has_words(words: list[str] | None, cells: Iterable[Any]) -> bool:
+    """Return True if the cells of a row have all words, in upper or lower case."""
+    row = " ".join(map(str, cells)).lower()
+    return all(word.lower() in row for word in words or [])
+
+
+def no_row(of: str, words: list[str] | None) -> UserError:
+    """Return the error of `flowgrpo list OF WORD...` if no row has the words."""
+    told = " and ".join(map(repr, words or []))
+    return UserError(f"no {of.removesuffix('s')} has {told}: `flowgrpo list {of}` lists all")
 
 
 def print_table(heads: list[str], rows: list[list[str]]) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from flowgrpo.errors import UserError
 from flowgrpo.packages import present
+from flowgrpo.parts import Above, AtLeast, Range
 from flowgrpo.trl.arguments import NamedArguments
 
 ALWAYS = "every round is logged to metrics.jsonl, the tracker and the report"
@@ -64,7 +65,7 @@ REFUSED = dict.fromkeys(("fsdp", "fsdp_config", "deepspeed", "parallelism_config
     "sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps"),
     "options={'parts': {'reference': {'type': 'EMA'}}} has a moving reference") | dict.fromkeys((
     "sapo_temperature_neg", "sapo_temperature_pos", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg",
-    "vespo_lambda_neg"), "the losses sapo and vespo are not here") | dict.fromkeys((
+    "vespo_lambda_neg"), "the losses sapo and vespo are not supported") | dict.fromkeys((
     "bf16_full_eval", "fp16_full_eval"), "evaluation has the precision of the training") | dict.fromkeys((
     "torch_compile_backend", "torch_compile_mode"), "torch_compile compiles with torch's defaults") | {
     "optim_args": "set adam_beta1, adam_beta2, adam_epsilon and weight_decay",
@@ -93,18 +94,27 @@ REDUCTIONS: dict[str, dict[str, Any]] = {
 SCALES = {"True": "group", "group": "group", "batch": "batch", "False": "none", "none": "none"}
 ORDERS = {"sum_then_normalize": "rewards", "normalize_then_sum": "gdpo"}
 LEVELS = {"token": "PlainRatio", "sequence": "SequenceRatio"}
+SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
 # Fields that only a language model reads, and those that only a pipeline does.
 OF_COMPLETIONS = ("max_completion_length", "mask_truncated_completions", "temperature", "top_p", "top_k", "min_p",
                   "use_vllm", "loss_type", "top_entropy_quantile", "entropy_coef")
 OF_PIPELINES = ("num_inference_steps", "guidance_scale")
 # Fields of a choice, with what an error says is expected.
 CHOICES = (("optim", (*OPTIMIZERS,), ", ".join(OPTIMIZERS)),
+           ("lr_scheduler_type", (*SCHEDULES,), ", ".join(SCHEDULES)),
            ("save_strategy", ("no", "steps", "epoch"), "no, steps, epoch"),
            ("eval_strategy", (None, "no", "steps", "epoch"), "None, no, steps, epoch"),
            ("scale_rewards", (None, *SCALES), "group, batch or none"),
            ("multi_objective_aggregation", (None, *ORDERS), " or ".join(ORDERS)),
            ("importance_sampling_level", (None, *LEVELS), "token or sequence"),
            ("loss_type", (None, *REDUCTIONS), ", ".join(REDUCTIONS)))
+# Ranges of numbers; a field that is None is in none.
+RANGES: dict[str, Range] = {
+    "learning_rate": Above(0), "weight_decay": AtLeast(0), "adam_beta1": AtLeast(0, below=1),
+    "adam_beta2": AtLeast(0, below=1), "adam_epsilon": AtLeast(0), "max_grad_norm": AtLeast(0),
+    "warmup_steps": AtLeast(0), "save_steps": Above(0), "eval_steps": AtLeast(0), "logging_steps": AtLeast(0),
+    "beta": AtLeast(0), "temperature": Above(0), "top_p": Above(0, to=1), "min_p": AtLeast(0, to=1),
+    "epsilon": AtLeast(0, to=1), "epsilon_high": AtLeast(0), "delta": Above(1), "top_entropy_quantile": Above(0, to=1)}
 INIT = ("dtype", "torch_dtype", "revision", "trust_remote_code", "attn_implementation", "device_map", "use_cache",
         "low_cpu_mem_usage")  # of model_init_kwargs
 
@@ -381,10 +391,11 @@ class GRPOConfig(NamedArguments):
         warmup = self.warmup_steps * total if 0 < self.warmup_steps < 1 else self.warmup_steps
         train = {"epochs": rounds, "prompts": groups, "group": self.num_generations, "updates": self.updates,
                  "micro_batch": "auto" if self.auto_find_batch_size else self.per_device_train_batch_size,
-                 "inner_epochs": self.num_iterations, "lr": self.learning_rate, "clip_grad": self.max_grad_norm,
-                 "weight_decay": self.weight_decay, "betas": (self.adam_beta1, self.adam_beta2),
-                 "eps": self.adam_epsilon, "optimizer": OPTIMIZERS[self.optim], "warmup": int(warmup),
-                 "schedule": self.lr_scheduler_type, "checkpointing": bool(recompute), "save_every": saved,
+                 "inner_epochs": self.num_iterations, "lr": self.learning_rate,
+                 "clip_grad": self.max_grad_norm or math.inf, "weight_decay": self.weight_decay,
+                 "betas": (self.adam_beta1, self.adam_beta2), "eps": self.adam_epsilon,
+                 "optimizer": OPTIMIZERS[self.optim], "warmup": int(warmup),
+                 "schedule": SCHEDULES[self.lr_scheduler_type], "checkpointing": bool(recompute), "save_every": saved,
                  "compile": self.torch_compile}
         if self.save_total_limit is not None:
             train["keep"] = self.save_total_limit
@@ -465,16 +476,18 @@ class GRPOConfig(NamedArguments):
                                            and getattr(self, name) != defaults[name]})]:
             raise UserError("; ".join(wrong))
 
-    def _counts(self) -> list[str]:
-        """Return the names of fields that are integers of 1 or more."""
-        given = [name for name in ("steps_per_generation", "generation_batch_size", "num_generations_eval")
-                 if getattr(self, name) is not None]
-        return ["per_device_train_batch_size", "gradient_accumulation_steps", "num_generations", "num_iterations",
-                *given]
+    def _counts(self) -> dict[str, int]:
+        """Return the fields that are integers, with the least of each."""
+        group = 1 if {"method", "parts"} & mapping(self.options).keys() else 2
+        counts = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "num_generations": group,
+                  "num_iterations": 1, "seed": 0}
+        maybe = {"steps_per_generation": 1, "generation_batch_size": 1, "num_generations_eval": 1,
+                 "max_completion_length": 1, "top_k": 0}
+        return counts | {name: least for name, least in maybe.items() if getattr(self, name) is not None}
 
     def _wrong_values(self) -> Iterator[str]:
         """Yield what is wrong of fields of another type or value than expected."""
-        yield from wrong_numbers(self, 1, *self._counts())
+        yield from wrong_numbers(self, self._counts(), RANGES)
         if not isinstance(self.max_steps, int) or isinstance(self.max_steps, bool):
             yield f"max_steps: got {self.max_steps!r}, expected an integer"
         if not (_is_number(self.num_train_epochs) and 0 < self.num_train_epochs < math.inf):
@@ -484,8 +497,8 @@ class GRPOConfig(NamedArguments):
         for name, known, expected in CHOICES:
             value = getattr(self, name)
             if (str(value) if isinstance(value, bool) else value) not in known:
-                yield f"{name}: got {value!r}, expected {expected}" + (name == "loss_type") * (
-                    ": dapo is the same over the whole batch" if value == "bnpo" else ": it is not here")
+                same = ": dapo is the same over the whole batch" if value == "bnpo" else ""
+                yield f"{name}: got {value!r}, expected {expected}{same}"
 
     def _same_seed(self, name: str) -> bool:
         return name == "data_seed" and self.data_seed == self.seed
@@ -626,8 +639,8 @@ class FlowGRPOConfig(GRPOConfig):
             made["method"] = self.method
         return made if self.lora_r is None else made | {"adapter": {"rank": self.lora_r}}
 
-    def _counts(self) -> list[str]:
-        return [*super()._counts(), "num_inference_steps"]
+    def _counts(self) -> dict[str, int]:
+        return super()._counts() | {"num_generations": 1, "num_inference_steps": 1}
 
 
 def not_supported(config: Any, reasons: Mapping[str, str]) -> Iterator[str]:
@@ -653,11 +666,15 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def wrong_numbers(config: Any, least: int, *names: str) -> Iterator[str]:
-    """Yield what is wrong of a configuration's fields that are no integers of `least` or more."""
-    for name in names:
+def wrong_numbers(config: Any, counts: Mapping[str, int], ranges: Mapping[str, Range]) -> Iterator[str]:
+    """Yield what is wrong of fields that are no integers of the given least or more, or no numbers of their range."""
+    for name, least in counts.items():
         if not isinstance(value := getattr(config, name), int) or isinstance(value, bool) or value < least:
             yield f"{name}: got {value!r}, expected an integer of {least} or more"
+    for name, taken in ranges.items():
+        value = getattr(config, name)
+        if value is not None and not (_is_number(value) and taken.takes(value)):
+            yield f"{name}: got {value!r}, expected " + (str(taken) if _is_number(value) else "a number")
 
 
 def mapping(options: Any) -> Mapping[str, Any]:

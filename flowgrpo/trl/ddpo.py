@@ -8,6 +8,7 @@ A script of TRL's DDPO runs with this import. What its loop does otherwise is in
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 from flowgrpo.errors import UserError
+from flowgrpo.parts import Above, AtLeast, Range
 from flowgrpo.run import align
 from flowgrpo.trl.arguments import NamedArguments, check
 from flowgrpo.trl.config import SENT, mapping, over, processes, wrong_numbers
@@ -89,7 +91,7 @@ class DDPOConfig(NamedArguments):
 
         Raises UserError for samples that optimizer steps do not divide, and for what is not supported.
         """
-        wrong = [*wrong_numbers(self, 1, *COUNTS)]
+        wrong = [*wrong_numbers(self, COUNTS, RANGES)]
         if not self.train_cfg:
             wrong.append("train_cfg is False, which is not supported: training replays the guidance of the rollout; "
                          "set sample_guidance_scale to 1")
@@ -120,7 +122,8 @@ class DDPOConfig(NamedArguments):
                       "inner_epochs": self.train_num_inner_epochs, "steps": self.sample_num_steps,
                       "guidance": self.sample_guidance_scale, "lr": self.train_learning_rate,
                       "betas": (self.train_adam_beta1, self.train_adam_beta2),
-                      "weight_decay": self.train_adam_weight_decay, "clip_grad": self.train_max_grad_norm,
+                      "weight_decay": self.train_adam_weight_decay, "eps": self.train_adam_epsilon,
+                      "clip_grad": self.train_max_grad_norm or math.inf,
                       "optimizer": "adamw8bit" if self.train_use_8bit_adam else "adamw",
                       "save_every": self.save_freq, "keep": self.num_checkpoint_limit},
             "eval": {"steps": self.sample_num_steps, "guidance": self.sample_guidance_scale}}
@@ -131,10 +134,16 @@ class DDPOConfig(NamedArguments):
 
 # Settings of TRL's that have no counterpart, or that every run does.
 UNREAD = ("tracker_kwargs", "accelerator_kwargs", "project_kwargs", "tracker_project_name", "logdir", "allow_tf32",
-          "train_adam_epsilon", "async_reward_computation", "max_workers")
+          "async_reward_computation", "max_workers")
 WHOLE = 2**30
-COUNTS = ("num_epochs", "sample_batch_size", "sample_num_batches_per_epoch", "sample_num_steps", "train_batch_size",
-          "train_gradient_accumulation_steps", "train_num_inner_epochs")
+COUNTS = dict.fromkeys((
+    "num_epochs", "sample_batch_size", "sample_num_batches_per_epoch", "sample_num_steps", "train_batch_size",
+    "train_gradient_accumulation_steps", "train_num_inner_epochs", "save_freq", "num_checkpoint_limit"), 1) | {
+        "seed": 0}
+RANGES: dict[str, Range] = {
+    "train_learning_rate": Above(0), "train_adam_weight_decay": AtLeast(0), "train_adam_beta1": AtLeast(0, below=1),
+    "train_adam_beta2": AtLeast(0, below=1), "train_adam_epsilon": AtLeast(0), "train_max_grad_norm": AtLeast(0),
+    "train_adv_clip_max": Above(0), "train_clip_range": AtLeast(0, to=1), "train_timestep_fraction": Above(0, to=1)}
 
 
 class DefaultDDPOStableDiffusionPipeline(NamedArguments):

@@ -352,7 +352,7 @@ COMMANDS_HEAD = """# Commands
 | `--KEY=VALUE` | any key of the [configuration](../configuration.md), such as `--train.lr=1e-4` |
 | `MODEL` | `starter`, a folder, a file, a hub id or a run |
 | `RUN` | a run's folder, one of its checkpoints (`RUN --epoch 50`), or `hub:OWNER/NAME[@REVISION]` |
-| `WORD` | print only the lines that have this word |
+| `WORD...` | print only the lines that have all of these words |
 
 A mistake is one line and exit code 2. A run that trained nothing has exit code 3; an interrupt 130.
 

@@ -180,7 +180,7 @@ def png_head(width: int, height: int) -> bytes:
     (["mine.py:level", "huge.png"], "huge.png has more than 33,554,432 pixels: scale it down"),
     (["gated", "0.png"], "reward 'gated' needs args: {rewards: ...}: give them in its rule, or to "),
     (["scen", "0.png"], "unknown reward 'scen': did you mean 'scene'?"),
-    (["mine.py:level"], "IMAGES..."),
+    (["mine.py:level"], "IMAGES"),
     (["mine.py:level", "no.png"], "no file at no.png"),
     (["mine.py:level", "mine.py"], "mine.py cannot be read as an image (it is damaged, or no image)"),
     (["mine.py:level", "empty"], "empty: no file in it, expected frames of one size"),

@@ -37,6 +37,7 @@ def refusal(boundary: boundaries.Boundary, code: str, limits: Limits = SLOW) -> 
 
 def none(monkeypatch, folder: Path) -> None:
     """Let nothing be installed but the programs in a folder."""
+    choose._probe.cache_clear()
     monkeypatch.setenv("PATH", str(folder))
     monkeypatch.setattr(boundaries, "PACKAGES", ("flowgrpo.absent",) * 2)
 
