@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils import set_seed
 from torch import Tensor
 
 from flowgrpo import rewards
@@ -32,6 +33,7 @@ def make_trainer(config: Config, functions: Mapping[str, RewardFunction] | None 
 
     functions: rewards by name, in place of those of the configuration.
     """
+    set_seed(config.seed)
     device = pick_device(config.device)
     config, _ = resolve_precision(config, device)
     return Trainer(config, make_accelerator(device), make_policy(config, device),

@@ -52,13 +52,24 @@ def step_factor(signal: Measure, target: float, most: float = math.inf, known: f
                 ) -> tuple[float, float]:
     """Return the factor of a step with which its signal is the target, and this signal.
 
+    A factor is scaled by what its signal lacks until the target is between the signals of two factors; then it is
+    interpolated, since a signal that grows with the square of the step would jump from one side to the other for ever.
+
     most: bound of the factor. known: the signal of the step as it is.
     """
     factor, found = 1.0, signal(1.0) if known is None else known
+    below, above = (0.0, 0.0), (math.inf, math.inf)  # nearest factors with smaller and larger signals, with these
     for _ in range(TRIES):
         if math.isfinite(found) and target / NEAR <= found <= target * NEAR:
             break
-        change = SHRINK if not math.isfinite(found) else min(max(target / max(found, 1e-12), SHRINK), GROW)
+        if found < target:
+            below = factor, found
+        else:
+            above = factor, found
+        if 0 < below[0] < above[0] < math.inf:
+            change = _crossing(below, above, target) / factor
+        else:
+            change = SHRINK if not math.isfinite(found) else min(max(target / max(found, 1e-12), SHRINK), GROW)
         if factor * change > most:
             change = most / factor
         if change == 1:
@@ -66,6 +77,14 @@ def step_factor(signal: Measure, target: float, most: float = math.inf, known: f
         factor *= change
         found = signal(factor)
     return factor, found
+
+
+def _crossing(below: tuple[float, float], above: tuple[float, float], target: float) -> float:
+    """Return the factor at which the line through two (factor, signal), in logarithms, is the target; their geometric
+    mean where it has no line."""
+    (low, small), (high, large) = below, above
+    share = math.log(target / small) / math.log(large / small) if small > 0 and math.isfinite(large) else 0.5
+    return low * (high / low)**share
 
 
 @dataclass

@@ -322,6 +322,26 @@ def test_spikes_infinite_and_idle_steps():
     assert found.scale == 2.0 and found.done == 6
 
 
+@pytest.mark.parametrize("power, tries", [(1, 2), (2, 3), (3, 3), (0.5, 4)])
+def test_a_signal_that_is_a_power_of_the_step_is_sized_in_a_few_tries(power, tries):
+    """One of the square jumps from a third of the target to three times it if each try assumes that it is linear."""
+    factors = []
+    def measure(factor: float) -> float:
+        factors.append(factor)
+        return 0.045 * factor**power
+    factor, signal = extension.step_factor(measure, 0.015)
+    assert factors[:2] == [1.0, pytest.approx(1 / 3)] and len(factors) == tries
+    assert signal == pytest.approx(0.015, rel=0.25) and factor == factors[-1]
+    if power > 1:  # interpolation in logarithms is exact
+        assert factor == pytest.approx(3 ** (-1 / power))
+
+
+def test_between_a_small_signal_and_an_infinite_one_the_geometric_mean_is_tried():
+    assert extension._crossing((0.01, 0.001), (1.0, math.inf), 0.015) == pytest.approx(0.1)
+    assert extension._crossing((0.01, 0.0), (1.0, 0.1), 0.015) == pytest.approx(0.1)
+    assert extension._crossing((0.5, 0.01), (2.0, 0.04), 0.02) == pytest.approx(1.0)
+
+
 def ran(kind: str, rate: float, seed: int = 0, **came) -> dict:
     return {"setup": "text", "method": "grpo", "precision": "fp32", "kind": kind, "rate": rate, "seed": seed} | came
 
