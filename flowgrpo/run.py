@@ -135,6 +135,7 @@ def align(model: Any = OMITTED, rewards: Rewards | Omitted = OMITTED, prompts: P
     adapter.rank 0 the weights themselves have changed. If the run fails, a loaded model is left without the LoRA. For
     other commands, the run's config.yaml names the folder or hub id that a model was loaded from, and
     FILE.py:NAME of a function at the top level of a file. A list of prompts is saved in the run's prompts.jsonl.
+    A FILE.py that has changed since an earlier `align` is imported again.
     """
     require_versions()
     if files := reading():
