@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib.util
 import inspect
@@ -89,6 +90,15 @@ def forget_changed() -> None:
     for name, (path, source) in [*_sources.items()]:
         if path not in _reading and not (path.is_file() and path.read_bytes() == source):
             del _sources[name]
+
+
+def definitions(path: Path) -> str:
+    """Return a hash of what a Python file defines: without comments, calls at its top level and what it does as a
+    script."""
+    tree = ast.parse(path.read_bytes())
+    tree.body = [node for node in tree.body if not isinstance(node, ast.Expr) and not (
+        isinstance(node, ast.If) and "__name__" in ast.unparse(node.test))]
+    return blake2b(ast.unparse(tree).encode(), digest_size=8).hexdigest()
 
 
 def reading() -> list[Path]:

@@ -123,6 +123,20 @@ def test_a_reward_without_a_file_goes_by_its_name(tmp_path):
         find("<lambda>")
 
 
+def test_definitions_of_a_file_are_what_an_import_reads(tmp_path):
+    file, hashes = tmp_path / "red.py", []
+    for text in ("import flowgrpo\ndef red(images, prompts):\n    return [1.0]\n",
+                 '"""Red."""\nimport flowgrpo\n\ndef red(images, prompts):  # one\n    return [1.0]\n',
+                 "import flowgrpo\ndef red(images, prompts):\n    return [1.0]\nflowgrpo.align('starter', red)\n",
+                 "import flowgrpo\ndef red(images, prompts):\n    return [1.0]\n"
+                 "if __name__ == '__main__':\n    n = 3\n    flowgrpo.align('starter', red, seed=n)\n",
+                 "import flowgrpo\nONE = 1.0\ndef red(images, prompts):\n    return [1.0]\n",
+                 "import flowgrpo\ndef red(images, prompts):\n    return [2.0]\n"):
+        file.write_text(text)
+        hashes.append(user_code.definitions(file))
+    assert len({*hashes[:4]}) == 1 and len({*hashes}) == 3
+
+
 @pytest.fixture
 def decorated(tmp_path):
     """A file with decorated rewards: a function, and a lambda that stands under no name of the file."""

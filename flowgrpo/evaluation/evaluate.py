@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,10 +86,14 @@ def evaluate(source: str, suite: str, names: Sequence[str] | dict[str, WatchRule
     settings = plan.as_json() | {"suite": digest([str(case) for case in chosen.cases]),
                               "rewards": held_out.rules(functions)}
     ledger.check(settings)
-    known = _stored_scores(ledger, plan, functions)
+    edited = rewards.edited(ledger.code(), functions)
+    known = _stored_scores(ledger, plan, functions, edited)
     processes.wait()  # the remaining work is the same for all: no one writes before all have read
     if processes.first:
-        ledger.settle(settings)
+        if edited:
+            print(f"the file of {', '.join(edited)} has changed since it scored these samples: they are scored again",
+                  file=sys.stderr)
+        ledger.settle(settings, rewards.code_hashes(functions), edited)
     failed = _make(plan, chosen, functions, ledger, known, processes, batch or plan.medium.together)
     if not processes.first:
         return {}
@@ -187,10 +192,13 @@ def _parts(places: Sequence[Place], first: int, rest: int) -> list[Sequence[Plac
     return [places[start:end] for start, end in zip(starts, [*starts[1:], len(places)])]
 
 
-def _stored_scores(ledger: BaseLedger, plan: Plan, functions: dict[str, Any]) -> dict[Place, dict[str, float]]:
-    """Return the valid scores of existing samples. Scores that lacked a base are computed again if there is one now."""
+def _stored_scores(ledger: BaseLedger, plan: Plan, functions: dict[str, Any], edited: Collection[str]
+                   ) -> dict[Place, dict[str, float]]:
+    """Return the valid scores of existing samples. Those of edited rewards are computed again, and those that lacked a
+    base if there is one now."""
     again = {name for name, reward in functions.items() if plan.base_arm and rewards.sees_base(reward)}
-    return {place: {name: value for name, value in scores.items() if name not in again or not math.isnan(value)}
+    return {place: {name: value for name, value in scores.items()
+                    if name not in edited and (name not in again or not math.isnan(value))}
             for place, scores in ledger.read().items() if ledger.has(place)}
 
 

@@ -78,17 +78,20 @@ def _base(trainer: Trainer, functions: dict[str, Any], folder: Path, reuse: bool
     path, evaluations = folder / "before.json", trainer.policy.evaluations
     settings = measurement_settings(trainer.config, spread(trainer.held_out, trainer.config.eval.prompts), functions)
     known = read_object(path, "remove it, and the base is measured again") if reuse and path.exists() else {}
-    was = current_settings(known.get("settings", {}))
-    if was == settings and (kept := _read_before(trainer, folder, known)):
+    was, edited = current_settings(known.get("settings", {})), rewards.edited(known.get("code", {}), functions)
+    if edited and trainer.processes.first:
+        print(f"resumed with reward: the file of {', '.join(edited)} has changed, so that the base is measured again",
+              flush=True)
+    if was == settings and not edited and (kept := _read_before(trainer, folder, known)):
         return kept
-    if reuse and {**was, "grid": settings["grid"]} != settings:
+    if reuse and (edited or {**was, "grid": settings["grid"]} != settings):
         trainer.progress.best.forget()
     with trainer.policy.reference():
         measured = _measure(trainer, functions, "held-out prompts, before",
                             shuffle=[name for name in functions if name in trainer.config.trained])
     trainer.policy.evaluations = evaluations
     if trainer.processes.first:
-        write_before(folder, measured, settings)
+        write_before(folder, measured, settings, rewards.code_hashes(functions))
         for _, said in blind(measured.scores, measured.shuffled):
             print(said, flush=True)
     return measured
@@ -143,8 +146,9 @@ def rules(functions: dict[str, Any]) -> dict[str, Any]:
     return {name: {key: rule[key] for key in ("use", "args", "when")} for name, rule in said.items()}
 
 
-def write_before(folder: Path, measured: Measured, settings: dict[str, Any]) -> None:
-    """Write the base's samples, its scores, and the settings of the measurement."""
+def write_before(folder: Path, measured: Measured, settings: dict[str, Any], code: dict[str, str] | None = None
+                 ) -> None:
+    """Write the base's samples, its scores, the settings of the measurement, and the hashes of the rewards' files."""
     from torchvision.utils import save_image
 
     texts, frames = measured.images if isinstance(measured.images, list) else None, None
@@ -158,8 +162,8 @@ def write_before(folder: Path, measured: Measured, settings: dict[str, Any]) -> 
                 save_image(tall(image), file, format="png")
             if frames is not None:
                 save_clip(folder / "before" / f"{i:03d}.webp", image, fps=measured.fps)
-    content = {"settings": settings, "scores": measured.scores, "failed": measured.failed, "frames": frames,
-               "texts": texts, "shuffled": measured.shuffled, "looks": measured.looks.as_json()}
+    content = {"settings": settings, "code": code or {}, "scores": measured.scores, "failed": measured.failed,
+               "frames": frames, "texts": texts, "shuffled": measured.shuffled, "looks": measured.looks.as_json()}
     atomic.write_text(folder / "before.json", json.dumps(finite(content)))
 
 

@@ -9,7 +9,7 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
@@ -30,7 +30,7 @@ from flowgrpo.storage import atomic
 from flowgrpo.storage.json_files import read_object
 from flowgrpo.types import Completion
 
-SETTINGS = "settings.json"
+SETTINGS, CODE = "settings.json", "code"
 PIXELS = 2**28  # of an image, in which a clip's frames stand below each other
 Sample = TypeVar("Sample")  # as stored: an image or clip, or a text
 Batch = TypeVar("Batch")  # as rewards take samples
@@ -59,6 +59,8 @@ class BaseLedger(Generic[Sample, Batch]):
         known = self._settings()
         for key in dict.fromkeys([*settings, *known]):
             was, value = known.get(key), settings.get(key)
+            if key == CODE:  # `rewards.edited` compares it
+                continue
             if key == "rewards":  # others may be added
                 assert isinstance(was, dict) and isinstance(value, dict)
                 was = was | {name: rule for name, rule in value.items() if name not in was}
@@ -67,12 +69,25 @@ class BaseLedger(Generic[Sample, Batch]):
                 raise UserError(f"{self.folder} holds an evaluation with another {key} ({was}, now {value}): give "
                                 "another --output, or remove that folder")
 
-    def settle(self, settings: dict[str, Any]) -> None:
-        """Write the settings, with the rewards of earlier calls."""
-        path = self.folder / SETTINGS
+    def code(self) -> dict[str, str]:
+        """Return the hashes of the rewards' files when they scored."""
+        return self._settings().get(CODE, {}) if (self.folder / SETTINGS).is_file() else {}
+
+    def settle(self, settings: dict[str, Any], code: dict[str, str] | None = None, edited: Collection[str] = ()
+               ) -> None:
+        """Write the settings, with the rewards of earlier calls, and remove the scores of edited rewards.
+
+        code: `rewards.code_hashes`.
+        """
+        path, code = self.folder / SETTINGS, self.code() | (code or {})
         self.folder.mkdir(parents=True, exist_ok=True)
         known = self._settings()["rewards"] if path.is_file() else {}
-        _replace(path, json.dumps(settings | {"rewards": known | settings["rewards"]}, indent=2) + "\n")
+        for file in sorted(self.folder.glob("scores-*.jsonl")) if edited else ():
+            lines = [entry | {"scores": {name: value for name, value in entry["scores"].items() if name not in edited}}
+                     for entry in entries(self.folder, file.name)]
+            _replace(file, "".join(json.dumps(line) + "\n" for line in lines))
+        of_rewards = {"rewards": known | settings["rewards"], CODE: code}
+        _replace(path, json.dumps(settings | of_rewards, indent=2) + "\n")
 
     def _settings(self) -> dict[str, Any]:
         return read_object(self.folder / SETTINGS, "give another --output, or remove that folder", rewards=dict)

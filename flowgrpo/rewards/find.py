@@ -7,7 +7,7 @@ import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,7 +15,7 @@ from flowgrpo import domains
 from flowgrpo.errors import LIKE, UserError, nearest
 from flowgrpo.rewards.about import TRAINED, RewardFunction
 from flowgrpo.rewards.remote import exchange
-from flowgrpo.user_code import call_user_code, from_file, group_entry_points
+from flowgrpo.user_code import call_user_code, definitions, from_file, group_entry_points
 
 T = TypeVar("T")
 
@@ -123,6 +123,19 @@ def reward(name: str) -> Callable[[T], T]:
 def place(name: str) -> str | None:
     """Return FILE.py:NAME of a registered reward, by which other commands load it; None without a file."""
     return f"{_files[name]}:{name}" if _files.get(name) else None
+
+
+def code_hashes(functions: Mapping[str, Any]) -> dict[str, str]:
+    """Return for each of the rewards that is in a user's file a hash of what that file defines."""
+    origins = {name: getattr(getattr(function, "rule", None), "use", None) or place(name) or name
+               for name, function in functions.items()}
+    files = {name: Path(origin.rpartition(":")[0]) for name, origin in origins.items()}
+    return {name: definitions(file) for name, file in files.items() if file.suffix == ".py" and file.is_file()}
+
+
+def edited(was: Mapping[str, str], functions: Mapping[str, Any]) -> list[str]:
+    """Return the rewards whose file defines something else than at an earlier time. was: its `code_hashes`."""
+    return [name for name, now in code_hashes(functions).items() if was.get(name, now) != now]
 
 
 def names() -> list[str]:

@@ -20,6 +20,7 @@ from flowgrpo.evaluation.evaluate import evaluate
 from flowgrpo.evaluation.findings import count_trained, notes
 from flowgrpo.evaluation.plan import Ledger, Place
 from flowgrpo.storage.json_files import finite
+from flowgrpo.user_code import forget_changed
 from tests.evaluation.test_images import make_run, stock
 from tests.helpers import tiny
 from tests.helpers.forked import Forked
@@ -172,6 +173,30 @@ def test_a_reward_is_added_without_drawing_again(found, world, tmp_path):
     assert told[bright]["all prompts"] == found[0]["arms"]["tuned"][bright]["all prompts"]
     assert list(json.loads((folder / "settings.json").read_text())["rewards"]) == [
         bright, dark, f"{world}/fragile.py:fragile"] and config.trained.keys() == {bright}
+
+
+def test_an_edited_reward_scores_again_without_drawing_again(found, world, tmp_path, capfd):
+    """A comment is no edit; the scores of another reward stay, and those of a second process go too."""
+    file, folder = tmp_path / "shade.py", tmp_path / "out"
+    file.write_text(DARK.replace("dark", "shade"))
+    given = {"source": str(world / "run"), "suite": str(world / "suite.jsonl"), "output": folder}
+    name = f"{file}:shade"
+    first = evaluate(names=[name, f"{world}/dark.py:dark"], **given)["arms"]["tuned"]
+    drawn = {image: image.stat().st_mtime_ns for image in folder.rglob("0*.png")}
+    with (folder / "scores-0.jsonl").open() as lines, (folder / "scores-1.jsonl").open("w") as second:
+        second.write(next(lines))
+    file.write_text(f"# lighter\n{file.read_text()}")
+    assert evaluate(names=[name], **given)["arms"]["tuned"][name] == first[name]
+    assert "scored again" not in capfd.readouterr().err
+    file.write_text(file.read_text().replace("(1 - ", "(2 - "))
+    forget_changed()
+    second = evaluate(names=[name], **given)["arms"]["tuned"]
+    assert f"the file of {name} has changed since it scored these samples: they are scored again" in \
+        capfd.readouterr().err
+    assert second[name]["all prompts"]["mean"] == pytest.approx(first[name]["all prompts"]["mean"] + 1)
+    assert {image: image.stat().st_mtime_ns for image in folder.rglob("0*.png")} == drawn
+    kept = [json.loads(line)["scores"] for line in (folder / "scores-0.jsonl").read_text().splitlines()]
+    assert sum(f"{world}/dark.py:dark" in scores for scores in kept) == len(SUITE)
 
 
 def test_a_damaged_image_is_told_and_drawn_again_once_it_is_removed(found, world, tmp_path):

@@ -278,6 +278,19 @@ def test_other_prompts_measure_the_base_again(finished):
     assert json.loads((run / "before.json").read_text())["scores"] != before["scores"]
 
 
+def test_an_edited_reward_measures_the_base_again(finished, uninterrupted, capsys):
+    command, run = finished
+    [file] = run.parent.glob("*.py")
+    for name in ("config.yaml", "before.json"):
+        (run / name).write_text((run / name).read_text().replace(str(uninterrupted.parent), str(run.parent)))
+    before = json.loads((run / "before.json").read_text())
+    file.write_text(file.read_text() + "\n\nEDITED = True\n")
+    assert main([*command, "--resume", f"--train.epochs={EPOCHS + 1}"]) == 0
+    assert "has changed, so that the base is measured again" in capsys.readouterr().out
+    after = json.loads((run / "before.json").read_text())
+    assert after["code"] != before["code"] and after["scores"] == before["scores"]
+
+
 def test_a_run_of_the_names_before_goes_on_and_keeps_its_base(finished, uninterrupted, capsys):
     command, run = finished
     for file, before, now in (("config.yaml", "\nimage:", "\npicture:"), ("before.json", '"image"', '"picture"'),
