@@ -5,6 +5,7 @@ import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +15,7 @@ from flowgrpo.advantages.shaping import Shaping
 from flowgrpo.arguments import OMITTED, build_config
 from flowgrpo.cli import main
 from flowgrpo.config import load
+from flowgrpo.config.reward_rules import WatchRule
 from flowgrpo.data import prompts, provenance, sets
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.report.report import data
@@ -21,7 +23,7 @@ from flowgrpo.methods import PRESETS, Method, overlay, preset, registry
 from flowgrpo.methods.overlay import with_parts
 from flowgrpo.policies import checkpoints
 from flowgrpo.policies.pipelines.load import load_pipeline
-from flowgrpo.rewards import find
+from flowgrpo.rewards import code_hashes, find
 from flowgrpo.samplers import plans
 from tests.helpers import tiny
 from tests.helpers.refusals import error_line, message
@@ -135,6 +137,10 @@ def test_definitions_of_a_file_are_what_an_import_reads(tmp_path):
         file.write_text(text)
         hashes.append(user_code.definitions(file))
     assert len({*hashes[:4]}) == 1 and len({*hashes}) == 3
+    rules = {"a": WatchRule(use=f"{file}:red"), "b": WatchRule(use="frames", args={"of": [{"x": f"{file}:red"}]}),
+             "c": WatchRule(use="frames"), "d": WatchRule(use="no.py:red")}
+    found = code_hashes({name: SimpleNamespace(rule=rule) for name, rule in rules.items()} | {f"{file}:red": len})
+    assert found == dict.fromkeys(["a", "b", f"{file}:red"], hashes[-1])
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -126,11 +126,22 @@ def place(name: str) -> str | None:
 
 
 def code_hashes(functions: Mapping[str, Any]) -> dict[str, str]:
-    """Return for each of the rewards that is in a user's file a hash of what that file defines."""
-    origins = {name: getattr(getattr(function, "rule", None), "use", None) or place(name) or name
-               for name, function in functions.items()}
-    files = {name: Path(origin.rpartition(":")[0]) for name, origin in origins.items()}
-    return {name: definitions(file) for name, file in files.items() if file.suffix == ".py" and file.is_file()}
+    """Return for each reward that is in a user's file, or made of what is in some, a hash of what these define."""
+    found = {}
+    for name, function in functions.items():
+        rule: Any = getattr(function, "rule", None)
+        origins = [getattr(rule, "use", None) or place(name) or name, *_texts(getattr(rule, "args", None))]
+        files = dict.fromkeys(Path(origin.rpartition(":")[0]) for origin in origins if ".py:" in origin)
+        found[name] = " ".join(definitions(file) for file in files if file.is_file())
+    return {name: code for name, code in found.items() if code}
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield the strings in the arguments of a reward."""
+    if isinstance(value, str):
+        yield value
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ():
+        yield from _texts(inner)
 
 
 def edited(was: Mapping[str, str], functions: Mapping[str, Any]) -> list[str]:
