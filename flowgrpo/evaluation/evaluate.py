@@ -86,7 +86,7 @@ def evaluate(source: str, suite: str, names: Sequence[str] | dict[str, WatchRule
     settings = plan.as_json() | {"suite": digest([str(case) for case in chosen.cases]),
                               "rewards": held_out.rules(functions)}
     ledger.check(settings)
-    edited = rewards.edited(ledger.code(), functions)
+    edited = rewards.edited_rewards(ledger.code(), functions)
     known = _stored_scores(ledger, plan, functions, edited)
     processes.wait()  # the remaining work is the same for all: no one writes before all have read
     if processes.first:

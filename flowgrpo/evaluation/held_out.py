@@ -78,7 +78,7 @@ def _base(trainer: Trainer, functions: dict[str, Any], folder: Path, reuse: bool
     path, evaluations = folder / "before.json", trainer.policy.evaluations
     settings = measurement_settings(trainer.config, spread(trainer.held_out, trainer.config.eval.prompts), functions)
     known = read_object(path, "remove it, and the base is measured again") if reuse and path.exists() else {}
-    was, edited = current_settings(known.get("settings", {})), rewards.edited(known.get("code", {}), functions)
+    was, edited = current_settings(known.get("settings", {})), rewards.edited_rewards(known.get("code", {}), functions)
     if edited and trainer.processes.first:
         print(f"resumed with reward: the file of {', '.join(edited)} has changed, so that the base is measured again",
               flush=True)

@@ -59,7 +59,7 @@ class BaseLedger(Generic[Sample, Batch]):
         known = self._settings()
         for key in dict.fromkeys([*settings, *known]):
             was, value = known.get(key), settings.get(key)
-            if key == CODE:  # `rewards.edited` compares it
+            if key == CODE:  # `rewards.edited_rewards` compares it
                 continue
             if key == "rewards":  # others may be added
                 assert isinstance(was, dict) and isinstance(value, dict)

@@ -39,7 +39,7 @@ from flowgrpo.rewards.compose import (
     transforms_of,
 )
 from flowgrpo.rewards.failures import Failed, Tally
-from flowgrpo.rewards.find import BUILT_IN, GROUP, code_hashes, edited, find, locate, names, reward, source
+from flowgrpo.rewards.find import BUILT_IN, GROUP, code_hashes, edited_rewards, find, locate, names, reward, source
 from flowgrpo.rewards.gradient import require_gradient, value
 from flowgrpo.rewards.placement import leave, load
 from flowgrpo.rewards.reward import (
@@ -59,8 +59,8 @@ from flowgrpo.rewards.reward import (
 from flowgrpo.rewards.score import require_clips, score
 
 __all__ = ["BUILT_IN", "GROUP", "MODALITIES", "About", "Batch", "Composed", "Failed", "Reward", "Tally", "about",
-           "as_reward", "code_hashes", "compose", "differentiable", "edited", "find", "for_trial", "inside", "lazily",
-           "leave", "limits_of", "load", "locate", "named_parts", "names", "reads_sampler", "remembers",
+           "as_reward", "code_hashes", "compose", "differentiable", "edited_rewards", "find", "for_trial", "inside",
+           "lazily", "leave", "limits_of", "load", "locate", "named_parts", "names", "reads_sampler", "remembers",
            "require_base", "require_clips", "require_gradient", "require_latents", "require_memory",
            "require_modality", "require_routes", "require_signature", "require_values", "reward", "score",
            "scores_latents", "sees_base", "slow", "source", "transform_scores", "transforms_of", "value"]

@@ -144,7 +144,7 @@ def _texts(value: Any) -> Iterator[str]:
         yield from _texts(inner)
 
 
-def edited(was: Mapping[str, str], functions: Mapping[str, Any]) -> list[str]:
+def edited_rewards(was: Mapping[str, str], functions: Mapping[str, Any]) -> list[str]:
     """Return the rewards whose file defines something else than at an earlier time. was: its `code_hashes`."""
     return [name for name, now in code_hashes(functions).items() if was.get(name, now) != now]
 
