@@ -3,8 +3,12 @@
 # `make docs` builds the site into site/.
 #
 # They install the tested versions of constraints.txt. `make demo CONSTRAINTS=` takes the newest of the day, in an
-# environment of its own. `make lock` renews constraints.txt; `make ends` tries the lowest and the newest versions.
+# environment of its own. `make lock` renews constraints.txt; `make ends` tries the lowest and the newest versions;
+# `make release URL=ADDRESS` builds dist/, checks it, and tries its wheel in environments outside of the clone, one for
+# each of PYTHONS="python3.11 python3.13"; RELEASE=--tests runs the sdist's tests too. `make docs URL=ADDRESS` links the
+# site to the repository and to notebooks in Colab.
 PYTHON ?= python3
+PYTHONS ?= $(PYTHON)
 # Without bytecode every process of a test compiles the package anew, and some images forbid it.
 unexport PYTHONDONTWRITEBYTECODE
 CONSTRAINTS ?= constraints.txt
@@ -29,7 +33,7 @@ SERVERS = $(if $(and $(wildcard $(PACKAGES)/fastapi),$(wildcard $(PACKAGES)/open
 # Request classes of SGLang's wheel, where it can be fetched: unpacked without the packages that it needs to serve.
 export FLOWGRPO_SGLANG := $(VENV)/sglang
 
-.PHONY: demo test test-all lint fuzz docs lock ends
+.PHONY: demo test test-all lint fuzz docs lock ends release
 demo: $(VENV)/installed
 	$(BIN)/python -m flowgrpo demo
 
@@ -49,13 +53,19 @@ fuzz: $(VENV)/tested
 	$(BIN)/python -m tests.fuzz.battery --seconds 600 --failures fuzz_failures.json
 
 docs: $(VENV)/documented
-	$(BIN)/python -m mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 FLOWGRPO_URL=$(URL) $(BIN)/python -m mkdocs build --quiet
+	$(BIN)/python scripts/docs/check_links.py site
 
 lint: $(VENV)/linted
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	$(BIN)/python scripts/docs/check_prose.py
 	$(BIN)/proselint check $(PROSE)
+
+release:
+	$(PYTHON) -m venv .venv-release && .venv-release/bin/python -m pip install --quiet build twine
+	.venv-release/bin/python scripts/build/release.py --url $(or $(URL),$(error make release URL=https://.../flowgrpo)) \
+	    --python $(PYTHONS) $(RELEASE)
 
 lock:
 	$(PYTHON) -m venv .venv-lock && .venv-lock/bin/python -m pip install --quiet uv

@@ -11,7 +11,7 @@ Importing the package does not import torch; the names below are loaded at their
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flowgrpo.version import __version__
 
@@ -29,7 +29,7 @@ _HOMES = {"align": "flowgrpo.run", "judge": "flowgrpo.rewards.pairwise",
           "reward": "flowgrpo.rewards.find", "UserError": "flowgrpo.errors"}
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'flowgrpo' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from flowgrpo.config import recipes
+from flowgrpo.config.options import Options
 from flowgrpo.config.parse import read_recipe, require_own, validate
 from flowgrpo.config.schema import Config
 from flowgrpo.data import provenance
@@ -16,7 +17,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.methods import overlay
 from flowgrpo.methods.method import Method
 from flowgrpo.rewards.find import place
-from flowgrpo.user_code import forget_changed
+from flowgrpo.user_code import forget_changed, require_read
 
 Reward: TypeAlias = str | Callable[..., Any]
 Rewards: TypeAlias = Reward | dict[str, Any] | dict[Reward, Any]
@@ -36,15 +37,18 @@ OMITTED = Omitted.OMITTED
 
 
 def build_config(model: Any, rewards: Rewards | Omitted, prompts: Prompts | Omitted, method: str | Method | Omitted,
-                 recipe: str | Path | None, options: dict[str, Any],
+                 recipe: str | Path | None, options: Options,
                  trusted: bool = False) -> tuple[Config, dict[str, Callable[..., Any]]]:
-    """Return the configuration of arguments of `align`, and the rewards among them that are functions, by name."""
+    """Configuration of arguments of `align`, and the rewards among them that are functions, by name."""
+    require_read()
     forget_changed()
+    # Without a recipe a model is all that is needed: the starter's reward and prompts stand in.
     if recipe is None:
         if model is OMITTED:
             raise UserError("align: got no model and no recipe: expected one of them, such as recipe='starter'")
         rewards = "scene_graded" if rewards is OMITTED else rewards
         prompts = "starter" if prompts is OMITTED else prompts
+    # Functions go by their names, which is how a configuration and its checkpoints tell them apart.
     weighted = [*rewards.items()] if isinstance(rewards, dict) else [] if rewards is OMITTED else [(rewards, 1.0)]
     _require_types(model, [reward for reward, _ in weighted], prompts)
     names = [key if isinstance(key, str) else getattr(key, "__name__", type(key).__name__) for key, _ in weighted]
@@ -53,22 +57,25 @@ def build_config(model: Any, rewards: Rewards | Omitted, prompts: Prompts | Omit
     functions = {name: key for name, (key, _) in zip(names, weighted) if callable(key)}
     rules = {name: provenance.rule(place(reward) if isinstance(reward, str) else provenance.place(reward), rule)
              for name, (reward, rule) in zip(names, weighted)}
+    # A method that is an object is written as a preset and its parts, so that a checkpoint can make it again.
     if isinstance(method, Method):
         if "parts" in options:
             raise UserError("parts: the method is an object, which has its parts: method.having(NAME=PART) changes one")
         method, parts = overlay.preset_and_parts(method)
         options = options | {"parts": parts}
+    # What cannot be written into a file, such as a loaded model, is named by its provenance.
     listed = prompts is not OMITTED and not isinstance(prompts, (str, Path))
     given = {"method": method, "reward": OMITTED if rewards is OMITTED else rules,
              "model": model if model is OMITTED else
              str(model) if isinstance(model, (str, Path)) else provenance.model(model),
              "prompts": OMITTED if listed or prompts is OMITTED else str(prompts)}
     raw = {key: value for key, value in given.items() if value is not OMITTED} | options
+    # The arguments lie over the recipe; one from elsewhere may execute or send nothing that they do not name.
     if recipe is not None:
         base, own = read_recipe(recipe), recipes.keys_set(raw)
         raw = recipes.merge(base, {"name": base["name"], **raw})
         if not trusted:
-            require_own(recipe, raw, own)
+            require_own(recipe, raw, own, given | options)
     config = validate(raw)
     if listed:
         config = config.model_copy(update={"prompts": str(config.folder / provenance.PROMPTS)})
@@ -94,5 +101,4 @@ def _require_types(model: Any, named: list[Any], prompts: Any) -> None:
 
 
 def _short(value: Any) -> str:
-    """Return a one-line description of a value: its type, and the beginning of its text."""
     return f"{type(value).__name__} {' '.join(repr(value).split())[:60]}"

@@ -39,20 +39,17 @@ class Reading:
     tasks: Mapping[int, tuple[float, float]]
     groups: tuple[tuple[float, float], ...] = ()
 
-    def load_since(self, before: Reading) -> float:
-        """Return the cores that other programs used since then or waited for: they are taken to wait as this one did.
-        """
-        seconds, both = self.at - before.at, self.tasks.keys() & before.tasks.keys()
-        ran, waited = (sum(self.tasks[task][i] - before.tasks[task][i] for task in both) for i in (0, 1))
-        waits = min(waited / ran, WAITS) if ran > seconds / 10 else 0.0
-        return max(self.busy - before.busy - (self.own - before.own), 0.0) / seconds * (1 + waits)
-
     def free_since(self, before: Reading, cores: int) -> float:
-        """Return how many of the cores were free for this process since then, its own included."""
+        """How many of the cores were free for this process since then, its own included."""
         seconds, own = self.at - before.at, self.own - before.own
+        both = self.tasks.keys() & before.tasks.keys()
+        ran, waited = (sum(self.tasks[task][i] - before.tasks[task][i] for task in both) for i in (0, 1))
+        # Other programs want the cores that they used, and those that they waited for, taken to be as many as here.
+        waits = min(waited / ran, WAITS) if ran > seconds / 10 else 0.0
+        load = max(self.busy - before.busy - own, 0.0) / seconds * (1 + waits)
         limits = [limit - max(used - was - own, 0.0) / seconds
                   for (limit, used), (_, was) in zip(self.groups, before.groups)]
-        return min([cores - self.load_since(before), *limits])
+        return min([cores - load, *limits])
 
 
 def read() -> Reading:
@@ -77,15 +74,13 @@ def _tasks() -> Iterator[tuple[int, tuple[float, float]]]:
 
 
 def affinity() -> set[int] | None:
-    """Return the numbers of the cores that this process may use; None where the system does not say."""
+    """Numbers of the cores that this process may use; None where the system does not say."""
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
 
 
 def limits(root: Path = CGROUPS, own: Path = SELF / "cgroup") -> Iterator[tuple[float, float]]:
-    """Yield (cores, seconds used) of this process's control groups that have a limit, inmost first.
-
-    root: where they are mounted, of version 2, or with a folder per controller of version 1. own: /proc/self/cgroup.
-    """
+    """Yield (cores, seconds used) of this process's control groups that have a limit, inmost first. root: where they
+    are mounted, of version 2, or with a folder per controller of version 1. own: /proc/self/cgroup."""
     places = dict.fromkeys([""])
     with suppress(OSError):
         for line in own.read_text().splitlines():
@@ -119,8 +114,8 @@ class Threads:
         self._last: Reading | None = None
 
     @classmethod
-    def of(cls, device: torch.device | str) -> Threads:
-        """Return the threads of work on a device: on another one than the CPU they stay."""
+    def for_device(cls, device: torch.device | str) -> Threads:
+        """Threads of work on a device: on another one than the CPU they stay."""
         return cls(torch.device(device).type != "cpu" or any(os.environ.get(name) for name in SET_BY_USER))
 
     def __enter__(self) -> Threads:
@@ -131,8 +126,7 @@ class Threads:
             torch.set_num_threads(self.most)
 
     def recommend(self) -> int:
-        """Return the number of threads that suits the cores that were free since the last call; at the first one,
-        within SHORTEST."""
+        """Number of threads that suits the cores that were free since the last call; at the first, within SHORTEST."""
         now = torch.get_num_threads()
         if self.fixed or (self.most == 1 and now == 1):
             return now
@@ -160,7 +154,7 @@ class Threads:
 
 
 def fitting(free: float, now: int, most: int) -> int:
-    """Return the number of threads, from 1 to `most`, for so many free cores; now: those in use, kept if in doubt."""
+    """Number of threads, from 1 to `most`, for so many free cores; now: those in use, kept if in doubt."""
     fit = math.floor(free + DOWN)
     if fit > now:
         fit = max(now, math.floor(free + UP))

@@ -47,7 +47,7 @@ class Arithmetic:
 
 
 def choose(support: Arithmetic) -> tuple[str, str]:
-    """Return the precision for a device and the reason: "bf16" if it computes in that natively, otherwise "fp32"."""
+    """Precision for a device and the reason: "bf16" if it computes in that natively, otherwise "fp32"."""
     if support.kind == "cuda":
         native = support.capability >= NATIVE
         reason = f"{support.name} has compute capability {'.'.join(map(str, support.capability))}"
@@ -110,10 +110,8 @@ def _mps_multiplies(dtype: torch.dtype) -> bool:
 
 
 def pick_device(name: str) -> str:
-    """Return the device for a name; `auto` takes CUDA, then MPS if it works, then the CPU.
-
-    Raises UserError if the requested one is missing.
-    """
+    """Device for a name; `auto` takes CUDA, then MPS if it works, then the CPU. Raises UserError if the requested one
+    is missing."""
     probes = {"cuda": torch.cuda.is_available, "mps": lambda: _mps_multiplies(torch.float32), "cpu": lambda: True}
     if name == AUTO:
         return next(device for device, works in probes.items() if works())
@@ -139,21 +137,18 @@ def use_gpu(index: int | None) -> None:
 
 
 def describe(device: str | torch.device) -> str:
-    """Return the description of a device, with the GPU's name."""
     device = torch.device(device)
     return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
 
 
 def concrete(precision: str, device: str | torch.device) -> str:
-    """Return the precision, with `auto` replaced by the one that suits the device."""
+    """Precision, with `auto` replaced by the one that suits the device."""
     return choose(arithmetic(device))[0] if precision == AUTO else precision
 
 
 def drawing(recorded: str, device: str | torch.device, requested: str | None = None) -> str:
-    """Return the sampling precision for a model that was trained in `recorded`, or `requested` if given.
-
-    In place of a recorded bf16 or fp16 a CPU uses the precision that suits it.
-    """
+    """Sampling precision for a model that was trained in `recorded`, or `requested` if given. In place of a recorded
+    bf16 or fp16 a CPU uses the precision that suits it."""
     kept = recorded == "fp32" or torch.device(device).type != "cpu"
     return concrete(requested or (recorded if kept else AUTO), device)
 
@@ -170,7 +165,8 @@ def matmul_precision(precision: str, device: str | torch.device) -> Iterator[Non
         yield
         return
     if precision == "fp32":
-        with _set(lambda: torch.backends.cudnn.allow_tf32, _allow_tf32, True, False):
+        allow = functools.partial(setattr, torch.backends.cudnn, "allow_tf32")
+        with _set(lambda: torch.backends.cudnn.allow_tf32, allow, True, False):
             yield
         return
     with _set(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "highest", "high"):
@@ -186,10 +182,6 @@ def without_cudnn_attention(device: str | torch.device) -> contextlib.AbstractCo
     if torch.device(device).type != "cuda":
         return contextlib.nullcontext()
     return _set(torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp, True, False)
-
-
-def _allow_tf32(allowed: bool) -> None:
-    torch.backends.cudnn.allow_tf32 = allowed
 
 
 @contextlib.contextmanager
@@ -210,22 +202,16 @@ def _set(read: Callable[[], T], write: Callable[[T], None], default: T, inside: 
 
 
 def to_device(tensor: torch.Tensor, device: torch.device | str | None) -> torch.Tensor:
-    """Return the tensor on the device (None: unchanged).
-
-    From the CPU to a GPU the copy goes through pinned memory and is queued: the host does not wait for earlier work.
-    torch keeps the pinned memory until the copy is done.
-    """
+    """Tensor on the device (None: unchanged). From the CPU to a GPU the copy goes through pinned memory and is queued:
+    the host does not wait for earlier work. torch keeps the pinned memory until the copy is done."""
     if device is None or tensor.device.type != "cpu" or torch.device(device).type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def put_away(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return the tensor on the device where it waits.
-
-    From a GPU to the CPU the copy goes into pinned memory and is queued: the GPU may read it again, the host only after
-    `wait_for_copies`.
-    """
+    """Tensor on the device where it waits. From a GPU to the CPU the copy goes into pinned memory and is queued: the
+    GPU may read it again, the host only after `wait_for_copies`."""
     if tensor.device.type != "cuda" or device.type != "cpu":
         return tensor.to(device)
     return torch.empty_like(tensor, device=device, pin_memory=True).copy_(tensor, non_blocking=True)
@@ -238,16 +224,14 @@ def wait_for_copies(device: torch.device) -> None:
 
 
 def ran_out(error: BaseException) -> bool:
-    """Return True for an error that says that memory ran out; for a CPU's torch has no class of its own."""
+    """True for an error that says that memory ran out; for a CPU's torch has no class of its own."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or isinstance(error, RuntimeError) and (
         "DefaultCPUAllocator" in str(error) or "can't allocate memory" in str(error))
 
 
 def require_generators(count: int, what: str) -> None:
-    """Raise UserError if the host's memory does not hold generators of noise for so many samples.
-
-    It is a lower bound of what the samples take, known before a model is loaded. what: the samples, in the plural.
-    """
+    """Raise UserError if the host's memory does not hold generators of noise for so many samples. It is a lower bound
+    of what the samples take, known before a model is loaded. what: the samples, in the plural."""
     needed, free = count * GENERATOR, free_memory("cpu")
     if needed > free:
         raise UserError(f"{count:,} {what} need {needed / 2**30:,.0f} GiB for their random numbers, and this "
@@ -255,7 +239,7 @@ def require_generators(count: int, what: str) -> None:
 
 
 def free_memory(device: str | torch.device) -> int:
-    """Return the bytes that this process can have on a device, those that it holds included; on a CPU the host's."""
+    """Bytes that this process can have on a device, those that it holds included; on a CPU the host's."""
     device = torch.device(device)
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
 from typing import Any
+
+from flowgrpo import packages
 
 MODULES = ("flowgrpo.images", "flowgrpo.text")
 
@@ -23,12 +24,11 @@ class Place:
     name: str
 
     def __call__(self, *given: Any, **named: Any) -> Any:
-        module, name = self.name.split(":")
-        return getattr(import_module(module), name)(*given, **named)
+        return packages.load(self.name)(*given, **named)
 
     @property
     def function_if_imported(self) -> Callable[..., Any] | None:
-        """Return the function if something has imported its module; None otherwise."""
+        """Function if something has imported its module; None otherwise."""
         module, name = self.name.split(":")
         return getattr(sys.modules[module], name) if module in sys.modules else None
 
@@ -45,8 +45,7 @@ class Domain:
     method are tried before the model is loaded.
     rollouts: (config, policy, method, geometry, processes, clock, first prompt) -> what samples and replays a policy.
     memory: (policy, config, conditioning) -> bytes on the device, by phase and part.
-    presets: of methods, by module of the package; base_methods, modifiers: those modules whose presets count as such
-    beside those of denoisers. rewards: by name, "module:name".
+    base_methods, modifiers: modules of the package whose presets count as such beside those of denoisers.
     Of language models alone: kind: (config.json, what it draws) -> the kind. load: (config) -> (model, tokenizer or
     processor). policy: (config, loaded, adapter, device) -> the policy. attach: (model, folder) puts a run's LoRA on.
     critic: (method, policy, geometry, processes) -> value model. base_method: (method) -> that of modifiers without
@@ -59,10 +58,8 @@ class Domain:
     kinds: Mapping[str, str]
     rollouts: Place
     memory: Place
-    presets: Mapping[str, str] = field(default_factory=dict)
     base_methods: tuple[str, ...] = ()
     modifiers: tuple[str, ...] = ()
-    rewards: Mapping[str, str] = field(default_factory=dict)
     kind: Callable[..., Any] = _missing
     load: Callable[..., Any] = _missing
     policy: Callable[..., Any] = _missing
@@ -77,10 +74,9 @@ class Domain:
 
 @cache
 def all() -> tuple[Domain, ...]:
-    """Return the domains, in the order of their modules."""
-    return tuple(import_module(module).DOMAIN for module in MODULES)
+    return tuple(packages.load(f"{module}:DOMAIN") for module in MODULES)
 
 
-def of(process: str) -> Domain:
-    """Return the domain whose models are sampled by a process, such as "flow" or "tokens"."""
+def sampled_by(process: str) -> Domain:
+    """Domain whose models are sampled by a process, such as "flow" or "tokens"."""
     return next(domain for domain in all() if process in domain.processes)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Iterable
+from os.path import commonprefix
 
 LIKE = 0.6  # likeness from 0 to 1 at which one word is taken for a slip of another
 LONGEST = 4000  # characters of an error; a longer one loses its middle
@@ -22,7 +24,15 @@ class UserError(ValueError):
     """
 
     def __init__(self, text: object = "") -> None:
-        super().__init__(_one_line(str(text)))
+        text = str(text)
+        if len(text) > LONGEST:
+            text = f"{text[:LONGEST * 2 // 3]} [...] {text[-LONGEST // 4:]}"
+        text = _ADDRESS.sub("", text)
+        super().__init__(_CONTROL.sub(lambda match: " " if match[0] in "\n\r\t" else ascii(match[0])[1:-1], text))
+
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook's cell shows in place of a traceback; `%debug` has the frames."""
+        return [f"flowgrpo: error: {self}"]
 
 
 class NotFinite(UserError):
@@ -33,24 +43,15 @@ class NotFinite(UserError):
         super().__init__(found + f": {advice}" * bool(advice))
 
 
-def _one_line(text: str) -> str:
-    if len(text) > LONGEST:
-        text = f"{text[:LONGEST * 2 // 3]} [...] {text[-LONGEST // 4:]}"
-    text = _ADDRESS.sub("", text)
-    return _CONTROL.sub(lambda match: " " if match[0] in "\n\r\t" else ascii(match[0])[1:-1], text)
-
-
 def excerpt(value: object) -> str:
-    """Return the repr of a value for an error; of one of more than EXCERPT characters, such as bytes, both ends."""
+    """Repr of a value for an error; of one of more than EXCERPT characters, such as bytes, both ends."""
     text = repr(value)
     return text if len(text) <= EXCERPT else f"{text[:EXCERPT * 3 // 4]} [...] {text[-EXCERPT // 8:]}"
 
 
 def nearest(word: str, choices: list[str]) -> str:
-    """Return the end of an error about an unknown word: the nearest valid one, or all choices.
-
-    The last part of dotted words counts first, so `lr` finds `train.lr`, and `eval.stepss` finds `eval.steps`.
-    """
+    """End of an error about an unknown word: the nearest valid one, or all choices. The last part of dotted words
+    counts first, so `lr` finds `train.lr`, and `eval.stepss` finds `eval.steps`."""
     word = word[:COMPARED]
 
     def likeness(choice: str) -> tuple[float, float]:
@@ -60,3 +61,15 @@ def nearest(word: str, choices: list[str]) -> str:
     best = max(choices, key=likeness, default="")
     near = likeness(best)[0] >= LIKE
     return f": did you mean {best!r}?" if near else f"; there are: {', '.join(choices) or 'none'}"
+
+
+def slip(word: str, choices: Iterable[str]) -> str | None:
+    """The choice that a word is one letter off: one too many, one too few, another, or two exchanged; None for any
+    other word. Upper case and lower case are alike, and a digit is no slip."""
+    def near(one: str, other: str) -> bool:
+        for _ in range(2):  # off with the common begin, and with the common end
+            begin = len(commonprefix([one, other]))
+            one, other = one[begin:][::-1], other[begin:][::-1]
+        return max(len(one), len(other)) < 2 and not one.isdigit() or len(one) == 2 and one == other[::-1]
+
+    return next((choice for choice in choices if near(word.lower(), choice.lower())), None)

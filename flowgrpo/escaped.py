@@ -11,27 +11,27 @@ _MARKS = re.compile(r"([\\`*_|~]|\](?=[(\[:]))")  # a bracket alone is no link
 
 
 def plain(text: str) -> str:
-    """Return a text with its control characters written out, such as \\x1b, so that a terminal does not obey them."""
+    """A text with its control characters written out, such as \\x1b, so that a terminal does not obey them."""
     return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), text)
 
 
 def line(text: str) -> str:
-    """Return a text as one line without control characters."""
+    """Text as one line without control characters."""
     return plain(" ".join(text.split()))
 
 
 def cell(text: str) -> str:
-    """Return a text for a cell of a Markdown table; line breaks become <br>."""
+    """Text for a cell of a Markdown table; line breaks become <br>."""
     return "<br>".join(_MARKS.sub(r"\\\1", html.escape(plain(part), quote=False)) for part in text.splitlines())
 
 
 def markdown(text: str) -> str:
-    """Return a text as one line of Markdown in which nothing is markup."""
+    """Text as one line of Markdown in which nothing is markup."""
     return cell(line(text))
 
 
 def code(text: str) -> str:
-    """Return a text as code within a line of Markdown, also within a table."""
+    """Text as code within a line of Markdown, also within a table."""
     shown = line(text).replace("|", "\\|")
     ticks = _ticks(shown, 1)
     space = " " if shown.startswith("`") or shown.endswith("`") else ""
@@ -39,7 +39,7 @@ def code(text: str) -> str:
 
 
 def code_block(text: str, language: str) -> str:
-    """Return a text as a block of code in Markdown, whose fence does not occur in it."""
+    """Text as a block of code in Markdown, whose fence does not occur in it."""
     return f"{(ticks := _ticks(text, 3))}{language}\n{text}\n{ticks}"
 
 
@@ -48,6 +48,5 @@ def _ticks(text: str, least: int) -> str:
 
 
 def one_line(text: object) -> str:
-    """Return one printable line of an untrusted text."""
     line = " ".join("".join(c if c.isprintable() else " " for c in str(text)[:2000]).split())
     return line if len(line) <= 400 else line[:397] + "..."

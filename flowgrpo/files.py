@@ -27,16 +27,14 @@ _KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a de
 
 
 def address(path: str | Path) -> str | None:
-    """Return the address that stands in the place of a path, such as https://host/a.png; None for a path."""
+    """Address that stands in the place of a path, such as https://host/a.png; None for a path."""
     text = str(path)
     return text[:200].replace(":/", "://", 1).replace(":///", "://", 1) if _ADDRESS.match(text) else None
 
 
 def unfit(path: str | Path) -> str | None:
-    """Return why a path is no regular file, such as "is a FIFO"; None for a regular file, and a link to one.
-
-    Reading a FIFO, a device or a socket may wait for ever.
-    """
+    """Why a path is no regular file, such as "is a FIFO"; None for a regular file, and a link to one. Reading a FIFO, a
+    device or a socket may wait for ever."""
     try:
         mode = Path(path).stat().st_mode
     except (OSError, ValueError) as error:  # ValueError: a NUL
@@ -61,10 +59,8 @@ def require_ending(path: Path, endings: tuple[str, ...], what: str) -> None:
 
 
 def at_home(text: str) -> str:
-    """Return a path with the home folder in place of a leading ~ or ~NAME; any other text unchanged.
-
-    A shell leaves the ~ of --output=~/runs as it is. Raises UserError for a user that the system does not know.
-    """
+    """Path with the home folder in place of a leading ~ or ~NAME; any other text unchanged. A shell leaves the ~ of
+    --output=~/runs as it is. Raises UserError for a user that the system does not know."""
     if not re.match(r"~[\w.-]*(/|$)", text) or text == "~":
         return text
     path = os.path.expanduser(text)
@@ -75,10 +71,7 @@ def at_home(text: str) -> str:
 
 
 def beside(file: Path, name: str) -> Path:
-    """Return the path that a file names: relative to the file, or below the home folder for one that begins with ~.
-
-    Raises UserError as `at_home`.
-    """
+    """Path that a file names: relative to the file, or at home for one that begins with ~. Raises as `at_home`."""
     return file.parent / at_home(name)
 
 
@@ -89,33 +82,36 @@ def require_size(path: Path, most: int, what: str) -> None:
         raise UserError(f"{what}: {size / 2**20:,.1f} MiB, expected {most / 2**20:,.0f} MiB at most: split it")
 
 
-def text_of(path: str | Path, most: int = 2**26) -> str:
-    """Return the text of a file. Raises UserError for one that is not regular, larger than `most` bytes or no UTF-8."""
+def text_of(path: str | Path, most: int = 2**26, what: str = "", binary: bool = False) -> str:
+    """Text of a file. Raises UserError for one that is not regular, larger than `most` bytes or no UTF-8. what: begins
+    the error. binary: a file of another form, which its own reader reads; "" stands for its text."""
+    place = f"{what} {path}".lstrip()
     if why := unfit(path):
-        raise UserError(f"{path} {why}")
-    require_size(Path(path), most, str(path))
+        raise UserError(f"{place}: {'no such file' if why == 'does not exist' else why}")
+    require_size(Path(path), most, place)
     try:
-        return Path(path).read_text(encoding="utf-8-sig")
+        return "" if binary else Path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
+        raise UserError(f"{place}: not UTF-8 text ({error.reason} at byte {error.start}): save it as UTF-8") from None
     except OSError as error:  # of a broken disk
-        raise UserError(f"{path} cannot be read ({error.strerror or error})") from None
+        raise UserError(f"{place} cannot be read ({error.strerror or error})") from None
 
 
 def tensors_of(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors and the metadata of a safetensors file.
-
-    Raises UserError for a file that is not regular or is damaged, and for a header of more than HEADER bytes.
-    """
+    """Tensors and the metadata of a safetensors file. Raises UserError for a file that is not regular or is damaged,
+    and for a header of more than HEADER bytes."""
     with _header(path) as opened:
         return {key: opened.get_tensor(key) for key in opened.keys()}, opened.metadata() or {}  # noqa: SIM118
 
 
-def shapes_of(path: str | Path) -> dict[str, tuple[str, list[int]]]:
-    """Return the dtype, as in F32 or BF16, and the shape of each tensor of a safetensors file, by its header.
+def metadata_of(path: str | Path) -> dict[str, str]:
+    """Metadata of a safetensors file, by its header. Raises UserError as `tensors_of`."""
+    with _header(path) as opened:
+        return opened.metadata() or {}
 
-    Raises UserError as `tensors_of`.
-    """
+
+def shapes_of(path: str | Path) -> dict[str, tuple[str, list[int]]]:
+    """dtype, as in F32 or BF16, and shape of each tensor of a safetensors file. Raises UserError as `tensors_of`."""
     with _header(path) as opened:
         slices = {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118
         return {key: (part.get_dtype(), part.get_shape()) for key, part in slices.items()}
@@ -141,21 +137,15 @@ def _header(path: str | Path) -> Iterator[Any]:
 
 
 def unsafe(text: str, nul: bool = True) -> str | None:
-    """Return what keeps a text from being a name or being written as UTF-8; None for a good one.
-
-    nul: whether a NUL counts.
-    """
+    """What keeps a text from being a name or being written as UTF-8, a NUL only if it counts; None for a good one."""
     if nul and "\0" in text:
         return "a NUL character"
     return "half of a surrogate pair" if _SURROGATE.search(text) else None
 
 
 def parse_json(text: str) -> Any:
-    """Return the value of a JSON text.
-
-    Raises json.JSONDecodeError, also for nesting deeper than DEEPEST, a number of more than DIGITS digits, a key that
-    stands twice in an object, and half of a surrogate pair.
-    """
+    """Value of a JSON text. Raises json.JSONDecodeError, also for nesting deeper than DEEPEST, a number of more than
+    DIGITS digits, a key that stands twice in an object, and half of a surrogate pair."""
     try:
         value = json.loads(text, object_pairs_hook=_once, parse_int=_integer)
     except json.JSONDecodeError:
@@ -164,8 +154,13 @@ def parse_json(text: str) -> Any:
         raise json.JSONDecodeError("nested too deeply", text, 0) from None
     except ValueError as error:
         raise json.JSONDecodeError(str(error), text, 0) from None
-    if text.count("[") + text.count("{") > DEEPEST and _deep(value):
-        raise json.JSONDecodeError("nested too deeply", text, 0)
+    if text.count("[") + text.count("{") > DEEPEST:
+        level = [value]
+        for _ in range(DEEPEST):
+            level = [inner for outer in level if isinstance(outer, (dict, list))
+                     for inner in (outer.values() if isinstance(outer, dict) else outer)]
+        if any(isinstance(inner, (dict, list)) for inner in level):
+            raise json.JSONDecodeError("nested too deeply", text, 0)
     if "\\u" in text and unsafe(json.dumps(value, ensure_ascii=False), nul=False):
         raise json.JSONDecodeError("half of a surrogate pair", text, 0)
     return value
@@ -184,12 +179,3 @@ def _integer(digits: str) -> int:
     if len(digits) > DIGITS:
         raise ValueError(f"a number of {len(digits)} digits")
     return int(digits)
-
-
-def _deep(value: Any) -> bool:
-    """True for a value with more than DEEPEST levels."""
-    level = [value]
-    for _ in range(DEEPEST):
-        level = [inner for outer in level if isinstance(outer, (dict, list))
-                 for inner in (outer.values() if isinstance(outer, dict) else outer)]
-    return any(isinstance(inner, (dict, list)) for inner in level)

@@ -15,8 +15,7 @@ from flowgrpo.types import Gaussian, wide
 
 
 def log_prob(gaussian: Gaussian, x: Tensor) -> Tensor:
-    """Return the log-density of x [B, *D] under the Gaussian, averaged over *D: [B], float32 or wider, constants
-    included.
+    """Log-density of x [B, *D] under the Gaussian, averaged over *D: [B], float32 or wider, constants included.
 
     Raises ValueError if the deviation is not positive. That is checked on the CPU, where a kernel's std is when its
     grid is: a check on a GPU would make the host wait.
@@ -28,7 +27,7 @@ def log_prob(gaussian: Gaussian, x: Tensor) -> Tensor:
 
 
 def kl(p: Gaussian, q: Gaussian) -> Tensor:
-    """Return KL(p || q) of two Gaussians of equal std, averaged over *D: mean((mean_p - mean_q)^2) / (2 std^2), [B].
+    """KL(p || q) of two Gaussians of equal std, averaged over *D: mean((mean_p - mean_q)^2) / (2 std^2), [B].
 
     std is the deviation of the whole step, sqrt(delta) included. It is the KL of the Flow-GRPO paper (2505.05470), and
     not the 2 g^2 denominator of its later code, whose coefficients are about ten times larger.
@@ -42,8 +41,7 @@ def kl(p: Gaussian, q: Gaussian) -> Tensor:
 
 
 def sample(gaussian: Gaussian, noise: Tensor) -> Tensor:
-    """Return mean + std * noise [B, *D] for standard normal noise [B, *D], in the mean's dtype or wider, not yet
-    rounded."""
+    """Mean + std * noise [B, *D] for standard normal noise [B, *D], in the mean's dtype or wider, not yet rounded."""
     mean, std, noise = wide(gaussian.mean, gaussian.std, noise)
     return mean + std * noise
 

@@ -37,7 +37,7 @@ class GPU:
         return self.memory * GIB * (1 - SPARE) - CONTEXT
 
     def seconds(self, flops: float, traffic: int, half: bool, attention: bool) -> float:
-        """Return the roofline's seconds of a kernel. traffic: bytes that it reads and writes."""
+        """The roofline's seconds of a kernel. traffic: bytes that it reads and writes."""
         peak = self.half if half else self.single
         rate = peak * 1e12 * (ATTENTION if attention else GEMM)
         return max(flops / rate, traffic / (self.bandwidth * 1e12 * TRAFFIC), LAUNCH)
@@ -68,15 +68,13 @@ MAKERS = re.compile(r"NVIDIA|AMD|GEFORCE|RTX|TESLA|INSTINCT|[^A-Z0-9]")
 
 
 def gpu_named(name: str) -> GPU:
-    """Return the GPU of a name, in any case, with or without its maker and series: `NVIDIA GeForce RTX 4090`.
-
-    A name like another is another card, so none is guessed. Raises UserError.
-    """
+    """GPU of a name, in any case, with or without its maker and series: `NVIDIA GeForce RTX 4090`. A name like another
+    is another card, so none is guessed. Raises UserError."""
     return GPUS[gpu_key(name)]
 
 
 def gpu_key(name: str) -> str:
-    """Return the key in GPUS of a name. Raises UserError."""
+    """Key in GPUS of a name. Raises UserError."""
     known = {_short(key): key for key in GPUS} | {"A10080GB": "A100", "MI300": "MI300X", "RTX6000ADA": "6000-ADA",
                                                   "H10080GB": "H100", "6000ADAGENERATION": "6000-ADA"}
     if (key := known.get(_short(name))) is None:

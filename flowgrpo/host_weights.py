@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 class HostWeights:
-    """Weights of modules in the CPU's memory, pinned for a GPU; between `come` and `leave` copies stand for them.
+    """Weights of modules in the CPU's memory, pinned for a GPU; between `load` and `offload` copies stand for them.
 
     deep: with all that is inside the modules. Weights that are on the device when they come stay there.
     """
@@ -19,7 +19,7 @@ class HostWeights:
         self.modules, self.device, self.deep, self.here = list(modules), device, deep, False
         self._waiting: list[tuple[dict[str, Any], str, torch.Tensor]] = []  # of each copy on the device, its original
 
-    def come(self) -> None:
+    def load(self) -> None:
         """Copy the weights to the device; the host does not wait for the copies."""
         if self.here:
             return
@@ -88,7 +88,6 @@ class Offloaded:
     """
 
     def __init__(self, modules: Iterable[torch.nn.Module], device: torch.device, away: str | None, here: bool):
-        """here: they are on the device now."""
         self.device, self.away, self.here = device, away, here
         self._weights = HostWeights(modules, device)
 
@@ -96,12 +95,12 @@ class Offloaded:
     def modules(self) -> list[torch.nn.Module]:
         return self._weights.modules
 
-    def come(self) -> None:
+    def load(self) -> None:
         """Copy the modules to the device; the host does not wait for the copies."""
         if self.here:
             return
         self.here = True
-        self._weights.come()
+        self._weights.load()
         for module in self.modules:
             module.to(self.device)  # quantised weights, which know how they are moved
 

@@ -20,7 +20,7 @@ from flowgrpo.packages import causes, import_failure
 from flowgrpo.starter import FOLDERS
 
 SECONDS = 4.0  # until an answer
-INDICES = ("model_index.json", "config.json")  # of a pipeline, of a language model
+INDICES = ("model_index.json", "modular_model_index.json", "config.json")  # of pipelines, of a language model
 PREFIX = "hub:"
 _NAME = re.compile(r"(?P<id>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>\w[\w./-]*))?", re.ASCII)
 # Data alone: neither Python nor pickles.
@@ -33,10 +33,8 @@ class Unreachable(UserError):
 
 
 def require(model: str) -> None:
-    """Raise Unreachable if a model is neither here nor in the hub's cache, and the hub does not answer.
-
-    Without an answer a cached model is loaded in the hub's offline mode, which is reported.
-    """
+    """Raise Unreachable if a model is neither here nor in the hub's cache, and the hub does not answer. Without an
+    answer a cached model is loaded in the hub's offline mode, which is reported."""
     from huggingface_hub import constants, try_to_load_from_cache
 
     if not _is_silent(model):
@@ -55,7 +53,7 @@ def require(model: str) -> None:
 
 
 def of_recipe(model: str) -> str:
-    """Return how a folder is made that a packaged recipe of its name expects, as the end of a message; else nothing."""
+    """How a folder is made that a packaged recipe of its name expects, as the end of a message; else nothing."""
     return f"; the first lines of the recipe {model} put that folder together" if model in recipes.names() else ""
 
 
@@ -68,7 +66,6 @@ def read_cache_alone(source: str) -> None:
 
 
 def _is_silent(source: str) -> bool:
-    """Return True for a name of the hub, if its client may ask and the hub does not answer."""
     from huggingface_hub import constants
 
     here = source in FOLDERS or Path(source).exists() or source.startswith(("/", ".", "~"))
@@ -76,7 +73,7 @@ def _is_silent(source: str) -> bool:
 
 
 def offline_reason(error: BaseException) -> str | None:
-    """Return the reason of a file that is not in the hub's cache and was not asked for; None for another error."""
+    """Reason of a file that is not in the hub's cache and was not asked for; None for another error."""
     from huggingface_hub import constants
     from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
@@ -89,10 +86,8 @@ def offline_reason(error: BaseException) -> str | None:
 
 
 def load_error(error: BaseException, model: str, what: str, expected: str, reason: str | None = None) -> UserError:
-    """Return the error for a model that does not load: `refusal` of the hub, or the first line of what was raised.
-
-    what: a noun for the model. expected: what would load. reason: a better one than the raised error's.
-    """
+    """Error for a model that does not load: `refusal` of the hub, or the first line of what was raised. what: a noun
+    for the model. expected: what would load. reason: a better one than the raised error's."""
     if told := refusal(error, model) or import_failure(error) or _other_sizes(error):
         return UserError(f"cannot load the {what} {model!r}: {told}")
     lines = str(error).strip().splitlines()
@@ -101,9 +96,8 @@ def load_error(error: BaseException, model: str, what: str, expected: str, reaso
 
 
 def _other_sizes(error: BaseException) -> str | None:
-    """Return what differs where weights have other sizes than their configuration says; None for another error.
-
-    transformers logs them in a report and raises without them: they stand in the frame that raises."""
+    """What differs where weights have other sizes than their configuration says; None for another error. transformers
+    logs them in a report and raises without them: they stand in the frame that raises."""
     for each in causes(error):
         step = each.__traceback__
         while step is not None:
@@ -118,10 +112,8 @@ def _other_sizes(error: BaseException) -> str | None:
 
 
 def refusal(error: BaseException, model: str) -> str | None:
-    """Return what to do about a hub that refuses a repository's files; None for another error.
-
-    A library's own error may hide the hub's, which is then its cause or context.
-    """
+    """What to do about a hub that refuses a repository's files; None for another error. A library's own error may hide
+    the hub's, which is then its cause or context."""
     from huggingface_hub import constants
     from huggingface_hub.errors import GatedRepoError
 
@@ -138,7 +130,7 @@ def refusal(error: BaseException, model: str) -> str | None:
 
 @functools.cache
 def answers(endpoint: str) -> bool:
-    """Return True if a server answers within SECONDS, whatever it says."""
+    """True if a server answers within SECONDS, whatever it says."""
     from huggingface_hub.utils import get_session
 
     answered = threading.Event()
@@ -155,12 +147,12 @@ def answers(endpoint: str) -> bool:
 
 
 def is_named(text: str) -> bool:
-    """Return True for a name that begins with `hub:`."""
+    """True for a name that begins with `hub:`."""
     return text.startswith(PREFIX)
 
 
 def is_lora(text: str) -> bool:
-    """Return True for a LoRA of the hub: `hub:OWNER/NAME`, or OWNER/NAME where no folder OWNER lies here."""
+    """True for a LoRA of the hub: `hub:OWNER/NAME`, or OWNER/NAME where no folder OWNER lies here."""
     named = bool(_NAME.fullmatch(text)) and not text.endswith(".safetensors")
     return is_named(text) or named and not Path(text.partition("/")[0]).exists()
 

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from flowgrpo.notebook import Cell, in_notebook
+
 if TYPE_CHECKING:
     import torch
     from rich.console import Console
@@ -102,7 +104,7 @@ class PhaseTimer:
                 self._spans.append((phase, begun, _record_event()))
 
     def pop(self) -> dict[str, float]:
-        """Return the seconds by phase, as metrics, and begin anew. Waits for the GPU's last event."""
+        """Seconds by phase, as metrics, and begin anew. Waits for the GPU's last event."""
         if self._spans:
             self._spans[-1][2].synchronize()
         for phase, begun, ended in self._spans:
@@ -114,7 +116,6 @@ class PhaseTimer:
 
 
 def _record_event() -> torch.cuda.Event:
-    """Return an event at the end of the work that is queued on this thread's GPU."""
     import torch
 
     event = torch.cuda.Event(enable_timing=True)
@@ -123,10 +124,11 @@ def _record_event() -> torch.cuda.Event:
 
 
 def plain_console() -> Console:
-    """Return a rich console without markup and emoji names, since names, paths and tasks are third-party text."""
+    """Rich console without markup and emoji names, since names, paths and tasks are third-party text."""
     from rich.console import Console
 
-    return Console(width=None if sys.stdout.isatty() else 200, markup=False, emoji=False)  # a pipe has no width
+    # A pipe has no width, and in a notebook each line would be an output of its own.
+    return Console(width=None if sys.stdout.isatty() else 200, markup=False, emoji=False, force_jupyter=False)
 
 
 class Lines:
@@ -143,14 +145,17 @@ class Lines:
 
 def bar(items: Iterable[Any] | None = None, *, title: str, unit: str = "it", total: int | None = None, done: int = 0,
         shown: bool = True) -> tqdm:
-    """Return a progress bar, which is cleared at its end.
+    """Progress bar, which is cleared at its end.
 
     done: what was there before it began. shown: False in processes that print nothing.
-    Without a terminal: a line after FIRST seconds, then one every EVERY seconds.
+    In a notebook: one output that each state replaces. Without a terminal: a line after FIRST seconds, then one every
+    EVERY seconds.
     """
     common: Any = dict(total=total, initial=done, desc=title, unit=unit, leave=False)
     if not shown or in_terminal():
         return tqdm(items, **common, disable=not shown)
+    if in_notebook():
+        return tqdm(items, **common, file=Cell(), mininterval=0.5, ncols=100)
     made = tqdm(items, **common, file=Lines(), delay=FIRST, mininterval=EVERY, maxinterval=EVERY, miniters=1,
                 smoothing=0, bar_format=LINE)
     made.last_print_t = time.time() - (EVERY - FIRST)
@@ -171,7 +176,7 @@ def status(text: str) -> Iterator[Any]:
 
 
 def in_terminal() -> bool:
-    """Return whether stderr is a terminal that has a size; a bar prints nothing where it has none."""
+    """Whether stderr is a terminal that has a size; a bar prints nothing where it has none."""
     try:
         return sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 0
     except (OSError, ValueError, AttributeError):

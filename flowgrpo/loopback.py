@@ -23,7 +23,7 @@ _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[\w.-]+)(?::\d{1,5})?", re.IGNORECASE)
 
 
 def host_name(header: str) -> str:
-    """Return the name in a Host header, in small letters, without brackets and port; "" if it has another form."""
+    """Name in a Host header, in small letters, without brackets and port; "" if it has another form."""
     match = _HOST.fullmatch(header)
     return match[1].strip("[]").lower() if match else ""
 
@@ -75,7 +75,12 @@ class Handler(BaseHTTPRequestHandler):
     def _answer(self, method: Callable[[], None]) -> None:
         try:
             self._require_whole()
-            self._require_own_page()
+            # A page of another site may come under another host name, or send from there.
+            host, origin = self.headers.get("Host", ""), self.headers.get("Origin")
+            if host_name(host) not in NAMES:
+                raise Refused(403, f"expected the host {' or '.join(NAMES)}")
+            if origin is not None and origin != f"http://{host}":
+                raise Refused(403, f"expected a request of this server's own page, got one of {origin[:80]!r}")
             method()
         except Refused as refused:
             self.send(str(refused).encode(), "text/plain; charset=utf-8", refused.status)
@@ -85,24 +90,12 @@ class Handler(BaseHTTPRequestHandler):
             self.send(f"internal error ({type(error).__name__})".encode(), "text/plain; charset=utf-8", 500)
 
     def _require_whole(self) -> None:
-        """Raise Refused for a request that was cut off: its headers or its body may lack their end."""
         if self._late:
             raise Refused(408, f"the request did not arrive within {self.timeout:g} s")
 
-    def _require_own_page(self) -> None:
-        """Raise Refused for a request of another site's page: one under another host name, or sent from there."""
-        host, origin = self.headers.get("Host", ""), self.headers.get("Origin")
-        if host_name(host) not in NAMES:
-            raise Refused(403, f"expected the host {' or '.join(NAMES)}")
-        if origin is not None and origin != f"http://{host}":
-            raise Refused(403, f"expected a request of this server's own page, got one of {origin[:80]!r}")
-
     def body(self, limit: int) -> bytes:
-        """Return the body of a JSON request.
-
-        Raises Refused for another content type, which pages of other sites may send, an unknown length, and more than
-        `limit` bytes.
-        """
+        """Body of a JSON request. Raises Refused for another content type, which pages of other sites may send, an
+        unknown length, and more than `limit` bytes."""
         length = self.headers.get("Content-Length", "")
         if not (length.isdecimal() and len(length) < 20):
             raise Refused(411, "expected a Content-Length")
@@ -147,14 +140,12 @@ class Server(ThreadingHTTPServer):
         super().__init__(address, handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer a connection in a thread, or close it."""
         if self._free.acquire(blocking=False):
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer a connection, in its thread."""
         try:
             super().process_request_thread(request, client_address)
         finally:
@@ -169,10 +160,7 @@ class Server(ThreadingHTTPServer):
 
 
 def listen(handler: type[Handler], port: int) -> Server:
-    """Return a server on the loopback address. port: 0 takes a free one.
-
-    Raises UserError if the port is taken.
-    """
+    """Server on the loopback address; port 0 takes a free one. Raises UserError for a taken one."""
     try:
         return Server((HOST, port), handler)
     except OSError as error:

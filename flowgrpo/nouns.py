@@ -8,15 +8,14 @@ SAMPLE = {"image": "image", "video": "clip", "text": "completion"}
 
 
 def inflect(count: int, noun: str) -> str:
-    """Return a regular noun in the number that goes with a count."""
+    """Regular noun in the number that goes with a count."""
     return noun if count == 1 else f"{noun}s"
 
 
 def quantity(count: int, noun: str) -> str:
-    """Return a count with its regular noun: 1 prompt, 2 prompts."""
+    """Count with its regular noun: 1 prompt, 2 prompts."""
     return f"{count} {inflect(count, noun)}"
 
 
 def join_words(names: Sequence[str]) -> str:
-    """Return names in words: a, b and c."""
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)

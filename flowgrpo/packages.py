@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from flowgrpo.errors import UserError
 from flowgrpo.version import __version__
@@ -24,7 +25,7 @@ EXTRAS = {"clip": ("open_clip",), "server": ("uvicorn",), "ocr": ("rapidocr", "o
 
 
 def version(package: str) -> str:
-    """Return the version of flowgrpo or of a package; "unknown" if the interpreter has no record of it."""
+    """Version of flowgrpo or of a package; "unknown" if the interpreter has no record of it."""
     if package == "flowgrpo":
         return __version__
     try:
@@ -40,11 +41,18 @@ def present(name: str) -> bool:
     return version(name) != "unknown" or importlib.util.find_spec(name.replace("-", "_")) is not None
 
 
-def import_optional(module: str, extra: str, who: str) -> ModuleType:
-    """Import `module` and return it.
+def load(place: str) -> Any:
+    """Import what "module:name" names: tables name by it what a run may not need."""
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)
 
-    Raises UserError that begins with `who` ("reward 'ocr'"), names the extra of flowgrpo to install, and quotes the
-    import's own error: a package may be installed and lack a system library, or not fit the others.
+
+def import_optional(module: str, extra: str | None, who: str) -> ModuleType:
+    """Import a module of a package that may be absent.
+
+    extra: of flowgrpo that brings it; None: no extra does.
+    Raises UserError that begins with `who` ("reward 'ocr'"), names what to install, and quotes the import's own error:
+    a package may be installed and lack a system library, or not fit the others.
     """
     try:
         return importlib.import_module(module)
@@ -53,15 +61,15 @@ def import_optional(module: str, extra: str, who: str) -> ModuleType:
             raise UserError(f"{who}: {told}") from error
         if not isinstance(error, ImportError):
             raise
-        raise UserError(f"{who} needs {module} ({_line(error)}): pip install 'flowgrpo[{extra}]'") from None
+        lacking = module if extra else (error.name or module).partition(".")[0]
+        raise UserError(f"{who} needs {lacking} ({_line(error)}): pip install "
+                        + (f"'flowgrpo[{extra}]'" if extra else lacking)) from None
 
 
 @functools.cache
 def require_versions() -> None:
     """Raise UserError if a required package is older or newer than flowgrpo declares, with the command that mends it.
-
-    Reads the records of installed packages and imports none. A source tree that is not installed has no record.
-    """
+    Reads the records of installed packages and imports none. A source tree that is not installed has no record."""
     from packaging.requirements import Requirement
 
     wrong = []
@@ -79,10 +87,8 @@ def require_versions() -> None:
 
 
 def import_failure(error: BaseException) -> str | None:
-    """Return why a package of the environment fails and the command that mends it, in one line; None for other errors.
-
-    error: as raised. What libraries raise in its place has the failed import as its cause or context.
-    """
+    """Why a package of the environment fails and the command that mends it, in one line; None for other errors. error:
+    as raised. What libraries raise in its place has the failed import as its cause or context."""
     chain = [*causes(error)]
     for each in chain:
         if told := _too_old_for_transformers(each):
@@ -94,7 +100,7 @@ def import_failure(error: BaseException) -> str | None:
 
 
 def _mismatch(error: BaseException, name: str) -> str:
-    """Return the line about the distribution `name`, which cannot be imported."""
+    """Line about the distribution `name`, which cannot be imported."""
     other = _lacking(error)
     if other is not None and version(other) == "unknown":
         return f"{name} {version(name)} lacks {other} ({_line(error)}): pip install {other}"
@@ -106,10 +112,8 @@ def _mismatch(error: BaseException, name: str) -> str:
 
 
 def _importing(error: BaseException) -> str | None:
-    """Return the distribution of which a module raised the error while it was imported; None for another error.
-
-    A name that an installed distribution lacks counts inside of functions too.
-    """
+    """Distribution of which a module raised the error while it was imported; None for another error. A name that an
+    installed distribution lacks counts inside of functions too."""
     inside = type(error) is ImportError and error.name is not None
     owner, step = None, error.__traceback__
     while step is not None:
@@ -127,7 +131,6 @@ def _importing(error: BaseException) -> str | None:
 
 
 def _lacking(error: BaseException) -> str | None:
-    """Return the distribution that lacks what an import asked for."""
     name = getattr(error, "name", None) if isinstance(error, ImportError) else None
     if isinstance(error, AttributeError) and isinstance(error.obj, ModuleType):
         name = error.obj.__name__
@@ -135,7 +138,6 @@ def _lacking(error: BaseException) -> str | None:
 
 
 def _too_old_for_transformers(error: BaseException) -> str | None:
-    """Return the line about a version of peft that transformers refuses in its own adapter methods."""
     least = re.search(r"version of PEFT .* use a version >= ([\d.]+\d)", str(error))
     if least is None:
         return None
@@ -151,7 +153,6 @@ def _requirements(package: str) -> list[str]:
 
 
 def _optional() -> set[str]:
-    """Return the distributions that some extra brings and no requirement does."""
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
@@ -161,14 +162,13 @@ def _optional() -> set[str]:
 
 
 def _fits(need: object, found: str) -> bool:
-    """Return True if a version fits; a vendor's build such as 2.9.0a0+ab12 counts as its release."""
+    """True if a version fits; a vendor's build such as 2.9.0a0+ab12 counts as its release."""
     from packaging.version import Version
 
     return need.specifier.contains(Version(Version(found).base_version), prereleases=True)  # type: ignore[attr-defined]
 
 
 def _distribution(module: str) -> str:
-    """Return the distribution of a top-level module, or its own name if there is no record."""
     return next(iter(metadata.packages_distributions().get(module, ())), module)
 
 

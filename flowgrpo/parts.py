@@ -45,7 +45,7 @@ class Range(Taken):
     below: float | None = field(default=None, kw_only=True)
 
     def takes(self, value: Any) -> bool:
-        """Return True for a value within."""
+        """True for a number between the bounds, and for None where the field may be left out."""
         if value is None and self.optional:
             return True
         begins = self.bound < value if isinstance(self, Above) else self.bound <= value
@@ -77,7 +77,7 @@ class OneOf(Taken):
     known: Collection[str]
 
     def takes(self, value: Any) -> bool:
-        """Return True for one of the names."""
+        """True for one of the names."""
         return value in [*self.known] or value is None and self.optional
 
     def __str__(self) -> str:
@@ -107,6 +107,7 @@ def part(place: str | None = None, *, target: str | None = None, jointly: Mappin
                  if str(annotation).startswith("tuple[") and str(annotation).endswith("]")]
 
         def __post_init__(self: Any) -> None:
+            # Recipes have lists where frozen fields are tuples.
             for name in lists:
                 if not isinstance(value := getattr(self, name), (tuple, dict)):
                     object.__setattr__(self, name, tuple(value))
@@ -127,50 +128,43 @@ def part(place: str | None = None, *, target: str | None = None, jointly: Mappin
 
 
 def ranges(cls: type) -> dict[str, Range | OneOf]:
-    """Return the ranges of a part's fields by name, those of its bases with them."""
+    """Ranges of a part's fields by name, those of its bases with them."""
     return {name: known for base in reversed(cls.__mro__) for name, known in vars(base).get("__ranges__", {}).items()}
 
 
 def settings(part: type) -> dict[str, str]:
-    """Return a part's fields by name as text, with their defaults and what they take: `size=4 (1 or more)`."""
+    """A part's fields by name as text, with their defaults and what they take: `size=4 (1 or more)`."""
     known, texts = ranges(part), {}
     for item in dataclasses.fields(part):
-        text = item.name if item.default is dataclasses.MISSING else f"{item.name}={_format_default(item.default)}"
+        text, default = item.name, item.default
+        if dataclasses.is_dataclass(default):  # a part, which is listed by itself
+            text += f"={type(default).__name__}"
+        elif default is not dataclasses.MISSING:
+            text += "=..." if isinstance(default, str) and len(default) > 40 else f"={json.dumps(default)}"
         taken = known.get(item.name)
         values = "|".join(taken.known) if isinstance(taken, OneOf) else taken
         texts[item.name] = f"{text} ({values})" if values else text
     return texts
 
 
-def _format_default(value: Any) -> str:
-    """Return a default as a recipe has it, a long text in short; a part by its name, since it is listed by itself."""
-    if isinstance(value, str) and len(value) > 40:
-        return "..."
-    return type(value).__name__ if dataclasses.is_dataclass(value) else json.dumps(value)
-
-
 def _field_ranges(cls: type) -> dict[str, Range | OneOf]:
-    """Return the ranges that a class states for fields of its own, by their names."""
-    names, found = vars(sys.modules[cls.__module__]), {}
+    names: dict[str, Any] = vars(sys.modules[cls.__module__])
+    found: dict[str, Range | OneOf] = {}
     for name, annotation in inspect.get_annotations(cls).items():
-        if not str(annotation).startswith("ClassVar"):
-            with suppress(NameError):  # of what is imported for type checkers alone, which has no range
-                hints = get_type_hints(SimpleNamespace(__annotations__={name: annotation}), names, include_extras=True)
-                found[name] = _range_of(hints[name])
-    return {name: known for name, known in found.items() if known}
-
-
-def _range_of(annotation: Any) -> Range | OneOf | None:
-    """Return the range of `Annotated[..., Range]` or of a Literal, with None where the type has it."""
-    inner = get_args(annotation)
-    if get_origin(annotation) is Literal:
-        return OneOf(inner, words=" or ".join(inner) if len(inner) == 2 else "")
-    known = next((item for item in getattr(annotation, "__metadata__", ()) if isinstance(item, (Range, OneOf))), None)
-    return known and replace(known, optional=NoneType in get_args(inner[0]))
+        if str(annotation).startswith("ClassVar"):
+            continue
+        with suppress(NameError):  # of what is imported for type checkers alone, which has no range
+            hint = get_type_hints(SimpleNamespace(__annotations__={name: annotation}), names, include_extras=True)[name]
+            inner = get_args(hint)
+            if get_origin(hint) is Literal:
+                found[name] = OneOf(inner, words=" or ".join(inner) if len(inner) == 2 else "")
+            elif known := next((item for item in getattr(hint, "__metadata__", ())
+                                if isinstance(item, (Range, OneOf))), None):
+                found[name] = replace(known, optional=NoneType in get_args(inner[0]))
+    return found
 
 
 def _refusal(part: object, names: Sequence[str], expected: str, named: bool) -> str:
-    """Return the message on fields of a part of which one has a wrong value."""
     values = [getattr(part, name) for name in names]
     first, *others = [f"{value!r}" if isinstance(value, str) else f"{value}" for value in values]
     *listed, last = [f"{names[0]} is {first}", *(f"{name} {value}" for name, value in zip(names[1:], others))]

@@ -64,6 +64,12 @@ MISTRAL_24B: Part = "Mistral3ForConditionalGeneration", {
                     "max_position_embeddings": 131072},
     "vision_config": {"model_type": "pixtral", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24,
                       "num_attention_heads": 16, "image_size": 1540, "patch_size": 14}}
+# Of ERNIE-Image; its vision tower has the sizes of transformers' defaults, which are not confirmed.
+MINISTRAL_3B: Part = "Mistral3Model", {
+    "text_config": {"model_type": "mistral", "vocab_size": 131072, "hidden_size": 3072, "intermediate_size": 9216,
+                    "num_hidden_layers": 26, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+                    "max_position_embeddings": 262144, "tie_word_embeddings": True},
+    "vision_config": {"model_type": "pixtral"}}
 QWEN_VL_7B_TEXT: Part = "Qwen2_5_VLTextModel", QWEN_VL_7B[1]["text_config"]
 # google/byt5-small with the 1,126 colours and fonts of Glyph-SDXL-v2; their number is not confirmed.
 BYT5_SMALL: Part = "T5EncoderModel", {
@@ -145,10 +151,10 @@ def _hunyuan(pipeline: str, **transformer: Any) -> Published:
 
 def _ltx2() -> Published:
     """scripts/convert_ltx2_to_diffusers.py of diffusers: version 2.0."""
-    connector = {"num_attention_heads": 30, "attention_head_dim": 128, "num_layers": 2,
-                 "num_learnable_registers": 128}
+    connector = {"num_attention_heads": 30, "attention_head_dim": 128, "num_layers": 2, "num_learnable_registers": 128}
     connectors = {f"{kind}_connector_{key}": value for kind in ("video", "audio") for key, value in connector.items()}
-    spatial = {"block_out_channels": (256, 512, 1024, 2048), "decoder_block_out_channels": (256, 512, 1024)}
+    spatial = {"block_out_channels": (256, 512, 1024, 2048), "decoder_block_out_channels": (256, 512, 1024),
+               "spatial_compression_ratio": 32, "temporal_compression_ratio": 8}  # else twice as much each
     return Published("LTX2Pipeline", {
         "transformer": ("LTX2VideoTransformer3DModel", {"rope_type": "split"}),
         "connectors": ("pipelines.ltx2.LTX2TextConnectors", connectors | {
@@ -239,6 +245,19 @@ MODELS: dict[str, Published] = {
             "transformer": ("QwenImageTransformer2DModel", {}), "vae": QWEN_VAE, "text_encoder": QWEN_VL_7B,
             "scheduler": QWEN_GRID},
         {"tokenizer": 131072}),
+    "Qwen/Qwen-Image-2512": Published(  # its parts are those of Qwen-Image; no file of its own was read
+        "QwenImagePipeline", {
+            "transformer": ("QwenImageTransformer2DModel", {}), "vae": QWEN_VAE, "text_encoder": QWEN_VL_7B,
+            "scheduler": QWEN_GRID},
+        {"tokenizer": 131072}),
+    # Copies of transformer/config.json, scheduler_config.json and text_encoder/config.json on the hub.
+    "baidu/ERNIE-Image": Published(
+        "ErnieImagePipeline", {
+            "transformer": ("ErnieImageTransformer2DModel", {
+                "hidden_size": 4096, "num_attention_heads": 32, "num_layers": 36, "ffn_hidden_size": 12288,
+                "text_in_dim": 3072}),
+            "vae": ("AutoencoderKLFlux2", {}), "text_encoder": MINISTRAL_3B, "scheduler": (FLOW, {"shift": 4.0})},
+        {"tokenizer": 131072}),
     "Qwen/Qwen-Image-Edit-2509": Published(
         "QwenImageEditPlusPipeline", {
             "transformer": ("QwenImageTransformer2DModel", {}), "vae": QWEN_VAE, "text_encoder": QWEN_VL_7B,
@@ -302,6 +321,6 @@ LANGUAGE = {"deepseek-community/Janus-Pro-1B": _janus(2048, 5632, 24, 16),
 
 
 def find(model: str) -> Published | None:
-    """Return the configuration of a hub id, or of the first model of a pipeline's class; None if there is none."""
+    """Configuration of a hub id, or of the first model of a pipeline's class; None if there is none."""
     of_class = (published for published in MODELS.values() if published.pipeline == model)
     return MODELS.get(model) or next(of_class, None)

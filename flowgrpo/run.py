@@ -6,26 +6,26 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
-from flowgrpo.arguments import OMITTED, Omitted, Prompts, Rewards, build_config
+from flowgrpo.arguments import OMITTED, Omitted, Options, Prompts, Rewards, build_config
 from flowgrpo.config.schema import Config
 from flowgrpo.data import provenance
 from flowgrpo.data.prompts import Prompt, of_records
 from flowgrpo.device import matmul_precision, without_cudnn_attention
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.distributed.watch import Watch
-from flowgrpo.errors import UserError
 from flowgrpo.evaluation import held_out
 from flowgrpo.log import silence
 from flowgrpo.methods.method import Method
+from flowgrpo.notebook import Summary
 from flowgrpo.packages import require_versions
 from flowgrpo.policies import build
 from flowgrpo.policies.weights.change import restore_pipeline
 from flowgrpo.train import Trainer
 from flowgrpo.training import announcement, batch_size, checks, endings, loading, metrics, run_folder, state, trial
 from flowgrpo.training.checks import Ready
-from flowgrpo.user_code import reading
+from flowgrpo.trust import command
 
 
 def run(config: Config, resume: bool | Literal["auto"] = False, *, pipe: Any = None,
@@ -48,7 +48,7 @@ def _load_and_run(ready: Ready, prompts: list[Prompt] | None, asked: str) -> dic
 
     setup, config, changed = ready.setup, ready.setup.config, ready.threads.look()
     if setup.first:
-        for line in loading.before(setup, ready.precision, asked):
+        for line in loading.lines_before_loading(setup, ready.precision, asked):
             print(line, flush=True)
         if changed:
             print(changed, flush=True)
@@ -79,7 +79,7 @@ def _run(ready: Ready, trainer: Trainer, listed: str | None) -> dict[str, Any]:
     folder, measured = config.folder, setup.measured
     trial.require(trainer, measured)
     if trainer.processes.first:
-        for line in loading.behind(config, trainer.method, policy, setup.prompts):
+        for line in loading.lines_after_loading(config, trainer.method, policy, setup.prompts):
             print(line, flush=True)
     with contextlib.ExitStack() as stack:
         if policy.unit == "tokens":  # of backward passes too, which recompute
@@ -90,26 +90,29 @@ def _run(ready: Ready, trainer: Trainer, listed: str | None) -> dict[str, Any]:
         metrics.start(ready.accelerator, config, trainer.epoch, resumed=resumed)
         stack.callback(ready.accelerator.end_training)
         with endings.evaluating(trainer, folder, "first"):
-            before = held_out.before(trainer, measured, folder, reuse=resumed)
+            base, anew = held_out.before(trainer, measured, folder, reuse=resumed), trainer.progress.best.anew
         if not resumed:
-            metrics.log_held_out(ready.accelerator, before.mean(), 0)
-            metrics.show(ready.accelerator, folder, 0, "before")
-        trainer.progress.base = before.looks
-        trainer.extensions.on_base(before, measured)
+            metrics.log_held_out(ready.accelerator, base.mean(), 0)
+            metrics.show(ready.accelerator, folder, 0, *["before"] * (not anew))
+        trainer.progress.base = base.looks
+        trainer.extensions.on_base(base, measured)
         trainer.train(folder, measured)
         with endings.evaluating(trainer, folder, "last"):
-            summary = held_out.finish(trainer, measured, folder, before, ready.began, resumed)
-        if not (config.eval.every and trainer.epoch % config.eval.every == 0):  # else they were sent then
+            summary = held_out.finish(trainer, measured, folder, base, ready.began, resumed)
+        if not anew and not (config.eval.every and trainer.epoch % config.eval.every == 0):  # else sent already
             metrics.log_held_out(ready.accelerator, summary["after"], trainer.epoch)
-        if not summary.get("trained", {}).get("nothing"):  # else the file would change nothing
-            endings.export_for_comfyui(trainer, folder)
-        metrics.show(ready.accelerator, folder, trainer.epoch, "after", "best", "worst")
-        return endings.of_all(trainer, summary)
+        trained = summary.get("trained", {"said": []})
+        changes_nothing = trained.get("nothing", False)
+        if trainer.processes.first and not changes_nothing:
+            endings.export_for_comfyui(config, folder, policy)
+        metrics.show(ready.accelerator, folder, trainer.epoch, *["before"] * anew, "after", "best", "worst")
+        # The first process has written everything, and every process knows whether nothing was trained.
+        return summary | {"trained": trained | {"nothing": trainer.processes.any(changes_nothing)}}
 
 
 def align(model: Any = OMITTED, rewards: Rewards | Omitted = OMITTED, prompts: Prompts | Omitted = OMITTED,
           method: str | Method | Omitted = OMITTED, resume: bool | Literal["auto"] = False, *,
-          recipe: str | Path | None = None, trust: bool = False, **options: Any) -> dict[str, Any]:
+          recipe: str | Path | None = None, trust: bool = False, **options: Unpack[Options]) -> Summary:
     """Align `model` to `rewards` on `prompts`: `flowgrpo train` from Python.
 
     model: `starter`, a directory, a hub id, a loaded diffusers pipeline, or a loaded language model with its tokenizer
@@ -117,33 +120,33 @@ def align(model: Any = OMITTED, rewards: Rewards | Omitted = OMITTED, prompts: P
     rewards: a name, a function `reward(images, prompts, metadata) -> floats`, or a dictionary of these to weights or
         rules (functions under their own names).
     prompts: a file, or a list of texts or of dictionaries with the keys of a .jsonl file, such as
-        {"prompt": "a red star", "metadata": {"count": 1}}.
+        {"prompt": "a red star", "metadata": {"count": 1}}. A Dataset of torch or of `datasets` of such rows is a list.
     method: presets joined by +, FILE.py:NAME, or a `flowgrpo.methods.Method`, whose parts config.yaml records: the
         nearest preset and what differs. A class that is in no file has to be given again, as for `resume`.
     recipe: a YAML file or a packaged name, such as "starter": the base, of which all other arguments change keys.
         Without it a model is needed, and the others are `scene_graded`, `starter` and `mix_grpo`, of a language
         model `grpo`.
-    trust: let a recipe that is neither packaged nor below the working folder execute code, read keys, reach addresses
-        and write elsewhere.
+    trust: let a recipe that is not yours execute code, read keys, reach addresses and write elsewhere, and any recipe
+        send keys to its addresses.
     resume: resume from the last checkpoint of the run of that `name`; the other arguments are given again. "auto":
         begin if there is no such run.
     options: configuration keys, sections as dictionaries, such as `train={"epochs": 50}`.
 
-    Returns the run's summary, the content of `summary.json`. A loaded model then has the run's LoRA (adapter
-    "default"), in eval mode: it samples the result. A next `align` on it takes that LoRA off and begins with
-    the base; `pipe.unload_lora_weights()` does so too, and `pipe.fuse_lora()` before it keeps what was learned. With
-    adapter.rank 0 the weights themselves have changed. If the run fails, a loaded model is left without the LoRA. For
-    other commands, the run's config.yaml names the folder or hub id that a model was loaded from, and
-    FILE.py:NAME of a function at the top level of a file. A list of prompts is saved in the run's prompts.jsonl.
+    Returns the run's summary, the content of `summary.json`, with `metrics()`, a pandas DataFrame. A loaded model then
+    has the run's LoRA (adapter "default"), in eval mode: it samples the result. A next `align` on it takes that LoRA
+    off and begins with the base; `pipe.unload_lora_weights()` does so too, and `pipe.fuse_lora()` before it keeps what
+    was learned. With adapter.rank 0 the weights themselves have changed. If the run fails, a loaded model is left
+    without the LoRA. For other commands, the run's config.yaml names the folder or hub id that a model was loaded from,
+    and FILE.py:NAME of a function at the top level of a file. A list of prompts is saved in the run's prompts.jsonl.
     A FILE.py that has changed since an earlier `align` is imported again.
     """
     require_versions()
-    if files := reading():
-        raise UserError(f"{files[-1]} calls align while it is read for a reward: put that call below "
-                        "if __name__ == '__main__':")
-    config, functions = build_config(model, rewards, prompts, method, recipe, options, trust)
-    pipe = None if model is OMITTED or isinstance(model, (str, Path)) else model
-    records = None if prompts is OMITTED or isinstance(prompts, (str, Path)) else of_records(prompts)
-    silence()
-    config = announcement.announce(config, pipe)
-    return run(config, resume, pipe=pipe, functions=functions, prompts=records)
+    if not isinstance(prompts, (Omitted, str, Path, list, tuple, dict)) and hasattr(prompts, "__getitem__"):
+        prompts = [prompts[row] for row in range(len(prompts))]
+    with command():
+        config, functions = build_config(model, rewards, prompts, method, recipe, options, trust)
+        pipe = None if model is OMITTED or isinstance(model, (str, Path)) else build.drivable(model)
+        records = None if prompts is OMITTED or isinstance(prompts, (str, Path)) else of_records(prompts)
+        silence()
+        config = announcement.announce(config, pipe)
+        return Summary(run(config, resume, pipe=pipe, functions=functions, prompts=records), config.folder)

@@ -23,7 +23,7 @@ from flowgrpo.distributed.processes import Processes
 from flowgrpo.distributed.signals import Stop, Stopped
 from flowgrpo.log import PhaseTimer
 from flowgrpo.methods import validate
-from flowgrpo.objectives.reductions import reduce_loss
+from flowgrpo.objectives.reductions import Divisor, reduce_loss
 from flowgrpo.policies.policy import Policy
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.training import credit, endings, epochs, extensions, sampling, state
@@ -32,6 +32,7 @@ from flowgrpo.training.first_ratio import FirstRatio
 from flowgrpo.training.kl_reference import make_reference
 from flowgrpo.training.metrics import UpdateStats
 from flowgrpo.training.optimizer import Optimization, shares
+from flowgrpo.training.progress import Progress
 from flowgrpo.training.scoring import RewardFunctions, Scoring
 
 if TYPE_CHECKING:
@@ -61,16 +62,17 @@ class Trainer:
         self.clock = PhaseTimer(policy.device.type == "cuda")
         self.stop = Stop(self.processes.members > 1)
         self.log: Callable[[str], None] = print
-        self.rollouts = domains.of(policy.process).rollouts(config, policy, self.method, self.geometry, self.processes,
-                                                            self.clock, first=self.prompts[0])
+        make_rollouts = domains.sampled_by(policy.process).rollouts
+        self.rollouts = make_rollouts(config, policy, self.method, self.geometry, self.processes, self.clock,
+                                      first=self.prompts[0])
         self.rollouts.decodes = self.scoring.reads_outputs
-        self.extensions = extensions.of(self)  # some add weights, so that they are before the optimizer
+        self.extensions = extensions.make_extensions(self)  # some add weights, so that they are before the optimizer
         self.processes.require_equal(policy.weights.parameters())
         self.optimization = Optimization(config, policy)
         self.kl_reference = make_reference(config.train, self.method, policy, self.memory)
-        self.first_ratio = FirstRatio.of(self.rollouts)
+        self.first_ratio = FirstRatio.for_rollouts(self.rollouts)
         self.epoch = 0
-        self.progress = epochs.Progress(self)
+        self.progress = Progress.begin(policy, self.processes, extensions.best_weights(config, self.method))
         self.progress.saved_counters = state.counters(self)
 
     # --- one epoch, read from top to bottom --------------------------------------------------------------------------
@@ -104,18 +106,16 @@ class Trainer:
 
     def learn(self, epoch: Epoch) -> dict[str, Any]:
         """Replay the recorded decisions and minimise the method's loss: `updates` optimizer steps per inner epoch.
-
-        Every process adds the gradient of its own parts; one that has none in a step still takes part in it.
-        """
+        Every process adds the gradient of its own parts; one that has none in a step still takes part in it."""
         stats = UpdateStats()
         self.kl_reference.start_epoch(epoch, self.rollouts, self.epoch, self.config.train.epochs)
         with self.clock("update"):
             self.with_oom_retry(partial(self.kl_reference.score_all, epoch.parts, self.processes))
         for _ in range(self.config.train.inner_epochs):
-            steps = shares(epoch.parts, self.geometry, self.processes, self.method.loss.reduction)
+            steps = shares(epoch.parts + epoch.left_out, self.geometry, self.processes, self.method.loss.reduction)
             for share, count in self.extensions.add_steps(steps):
                 with self.clock("update"):
-                    stats.decisions += self.with_oom_retry(partial(self.gradient, epoch, share, count))
+                    stats.batches += self.with_oom_retry(partial(self.gradient, epoch, share, count))
                     self.processes.add_gradients(self.optimization.parameters)
                     self.extensions.on_gradients(self.optimization.update)
                     with self.processes.collective():
@@ -124,7 +124,7 @@ class Trainer:
         metrics = stats.summary(self.processes) | self.rollouts.metrics()
         return metrics | {"skipped_updates": self.optimization.skipped}
 
-    def gradient(self, epoch: Epoch, share: list[Part], count: int) -> list[torch.Tensor]:
+    def gradient(self, epoch: Epoch, share: list[Part], count: Divisor) -> list[torch.Tensor]:
         """Compute the gradient of one optimizer step's parts anew; return the statistics of their decisions."""
         stats = UpdateStats()
         self.optimization.zero_grad()
@@ -133,13 +133,11 @@ class Trainer:
             for part in self.processes.in_step(share, self.kl_reference.calls_of, before=self.stop_if_asked):
                 self.backward(epoch, part, count, stats)
             self.extensions.on_backward(self.optimization.update)
-        return stats.decisions
+        return stats.batches
 
-    def backward(self, epoch: Epoch, part: Part, count: int, stats: UpdateStats) -> None:
+    def backward(self, epoch: Epoch, part: Part, count: Divisor, stats: UpdateStats) -> None:
         """Add one part's gradient, a batch of one recorded step at a time.
-
-        count: the divisor of every loss, `decisions` of the whole optimizer step.
-        """
+        count: the divisor of every loss, `decisions` of the whole optimizer step."""
         method_loss, reference, device = self.method.loss, self.kl_reference, self.policy.device
         # Replay: log-probabilities of the recorded decisions under the present weights.
         reference_scores = reference.scores(part)
@@ -152,6 +150,8 @@ class Trainer:
             loss_extras = loss_inputs(batch, k, rows, new, old)
             # Loss: the surrogate, its weights, and what is added to it.
             loss = method_loss.surrogate(log_ratio, advantage, loss_extras)
+            over_tokens = method_loss.surrogate.over_tokens(loss_extras)
+            loss = loss if over_tokens is None else loss - over_tokens
             clipped = method_loss.surrogate.clip_mask(log_ratio, advantage, loss_extras)
             loss = loss * (part.weights or epoch.weights)[transitions.step]
             if transitions.importance is not None:  # decisions that other weights or another program drew
@@ -163,7 +163,11 @@ class Trainer:
             if transitions.regression_target is not None:
                 loss = loss + self.method.tuning(new, transitions.regression_target.rows(rows).to(device))
             # Gradient.
-            self.optimization.backward(reduce_loss(loss, method_loss.reduction(new.mask), count))
+            total = reduce_loss(loss, method_loss.reduction(new.mask), count)
+            if over_tokens is not None:
+                total = total + reduce_loss(over_tokens, new.mask, count.tokens)
+                loss = loss + over_tokens
+            self.optimization.backward(total)
             stats.add(transitions.step, new.mask, log_ratio, clipped, loss,
                       None if penalty is None else penalty / reference.kl.weight)
 
@@ -181,6 +185,7 @@ class Trainer:
                 raise Stopped
 
     def with_oom_retry(self, work: Callable[[], T], phase: str = "") -> T:
-        """Return work(), repeated with half the micro-batch while memory runs out. phase: its name, or the clock's."""
+        """Repeat work with half the micro-batch while memory runs out. phase: its name, or the clock's."""
+        draws_tokens = self.policy.unit == "tokens" and not phase
         return endings.with_oom_retry(work, self.geometry, self.processes, lambda: phase or self.clock.phase,
-                                      partial(endings.report, self))
+                                      partial(endings.report, self), draws_tokens)

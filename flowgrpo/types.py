@@ -6,10 +6,11 @@ row (1 for a transition, L for tokens), *D the shape of one latent.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import reduce
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import reduce, wraps
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,9 +22,24 @@ C = TypeVar("C", bound="Completions")
 
 
 def wide(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return the tensors in their common dtype, float32 at least (half becomes float32, float64 stays)."""
+    """Tensors in their common dtype, float32 at least (half becomes float32, float64 stays)."""
     dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors), torch.float32)
     return tuple(tensor.to(dtype) for tensor in tensors)
+
+
+class InDouble:
+    """Base class of parts that are called with rewards: they compute in float64, where squares and sums of all float32
+    numbers are finite, and answer in the rewards' dtype, float32 at least."""
+
+    def __init_subclass__(cls, **named: Any) -> None:
+        super().__init_subclass__(**named)
+        if call := vars(cls).get("__call__"):
+            @wraps(call)
+            def in_double(self: Any, rewards: Tensor, *given: Any, **keywords: Any) -> Tensor:
+                (rewards,) = wide(rewards)
+                return call(self, rewards.double(), *given, **keywords).to(rewards.dtype)
+
+            cls.__call__ = in_double  # type: ignore[attr-defined, method-assign]
 
 
 # Records that hold tensors compare by identity: == on their fields would be ambiguous.
@@ -42,7 +58,7 @@ class Gaussian:
     std: Tensor
 
     def rows(self, at: Tensor) -> Gaussian:
-        """Return the transitions of the rows `at`."""
+        """The rows `at`: an index, a slice or bool [B]. A standard deviation that all rows share stays whole."""
         return Gaussian(self.mean[at], self.std if self.std.ndim < self.mean.ndim else self.std[at])
 
 
@@ -73,13 +89,13 @@ class Scored:
         assert self.guided is None or len(self.guided) == len(self.logp), (self.guided.shape, self.logp.shape)
 
     def rows(self, at: Tensor | slice) -> Scored:
-        """Return the rows `at` (indices, a mask or a slice) of all fields."""
+        """Rows `at` (indices, a mask or a slice) of all fields."""
         std = self.std if self.std is None or self.std.ndim < 2 else self.std[at]
         mean, entropy, guided = (each if each is None else each[at] for each in (self.mean, self.entropy, self.guided))
         return Scored(self.logp[at], self.mask[at], mean, std, self.slope, entropy, guided)
 
     def to(self, device: torch.device) -> Scored:
-        """Return the score with its large parts on the device; std and slope, a few numbers, stay in place."""
+        """Score with its large parts on the device; std and slope, a few numbers, stay in place."""
         held = self.mean, self.entropy, self.guided
         mean, entropy, guided = (each if each is None else to_device(each, device) for each in held)
         logp, mask = to_device(self.logp, device), to_device(self.mask, device)
@@ -124,7 +140,7 @@ class Transitions:
     regression_target: RegressionTarget | None = None
     clean: Tensor | None = None
     importance: Tensor | None = None
-    expert = None  # all are drawn
+    expert = left_out = None  # all are drawn and trained
 
     def __post_init__(self) -> None:
         assert len(self.x) == len(self.prompts) and len(self.x_next) == len(self.parent) == len(self.old.logp)
@@ -139,7 +155,7 @@ class Transitions:
         return torch.ones(len(self.parent), dtype=torch.bool)
 
     def select(self, keep: Tensor) -> Transitions | None:
-        """Return the transitions where `keep` (bool [m]) is true, with the states that they left; None if no one is."""
+        """Transitions where `keep` (bool [m]) is true, with the states that they left; None if no one is."""
         if keep.all():
             return self
         if not keep.any():
@@ -153,24 +169,35 @@ class Transitions:
                            target, clean, importance)
 
 
+_TAG_AT_END = re.compile(r"<[A-Za-z][\w-]*>\s*\Z")
+
+
+def opening_tag(prompt: str) -> str:
+    """The tag, such as <think>, that a prompt ends with; "" for none."""
+    match = _TAG_AT_END.search(prompt[-100:])
+    return match[0].strip() if match else ""
+
+
 class Completion(str):
     """Text that a language model wrote, its number of tokens with its end, and what `pictured` drew from it.
 
+    tokens: None if unknown.
     ids: the tokens; empty for a text that was read from a file.
+    opened: the tag that its prompt ends with as the model read it, such as a chat template's <think>; "" for none.
     """
 
-    tokens: int
+    tokens: int | None
     ids: tuple[int, ...]
+    opened: str
     image: Tensor | None = None  # [3, H, W] in [0, 1], for display
 
-    def __new__(cls, text: str, tokens: int, ids: tuple[int, ...] = ()) -> Completion:
+    def __new__(cls, text: str, tokens: int | None, ids: tuple[int, ...] = (), opened: str = "") -> Completion:
         self = super().__new__(cls, text)
-        self.tokens, self.ids = tokens, ids
+        self.tokens, self.ids, self.opened = tokens, ids, opened
         return self
 
-    def __getnewargs__(self) -> tuple[str, int, tuple[int, ...]]:  # type: ignore[override]
-        """Return the arguments with which a copy is made."""
-        return str(self), self.tokens, self.ids
+    def __getnewargs__(self) -> tuple[str, int | None, tuple[int, ...], str]:  # type: ignore[override]
+        return str(self), self.tokens, self.ids, self.opened
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,10 +206,15 @@ class Completions:
 
     ids: int64 [m, L], L the most tokens that a completion may have.
     prompts: int64 [m], the prompt of each.
-    old: Scored [m, L]; its mask is true for drawn tokens that count, the end included; its logp is 0 elsewhere.
+    old: Scored [m, L]; its mask is true for drawn tokens, the end included; its logp is 0 elsewhere.
     importance: [m, L], factor on the loss of a token, if another program or arithmetic drew it than is trained.
     expert: bool [m], answers that came with their prompts; None if the method asks for none.
     greedy: bool [m], rows of most likely tokens, which were not drawn; None if the method asks for none.
+    left_out: bool [m], cut-off completions that the loss leaves out (`text.truncated: mask`); None: it leaves out none.
+        Up to there they are samples like all others, as in TRL and DAPO's released code: measured (length,
+        log-probability, entropy), rewarded, punished and compared, so that they move their group's mean and deviation.
+        Then they are dropped (`counts`), and what a loss compares itself is of the others. A loss of rows still divides
+        by them (`Part.left_out`).
     """
 
     ids: Tensor
@@ -191,6 +223,7 @@ class Completions:
     importance: Tensor | None = field(default=None, kw_only=True)
     expert: Tensor | None = field(default=None, kw_only=True)
     greedy: Tensor | None = field(default=None, kw_only=True)
+    left_out: Tensor | None = field(default=None, kw_only=True)
     step = 0  # all tokens form one step
     regression_target = None
 
@@ -216,17 +249,18 @@ class Completions:
 
     @property
     def counts(self) -> Tensor:
-        """True where a token counts, bool [m] on the CPU: a completion without one has nothing to train."""
-        return self.old.mask.any(1).cpu()
+        """True for completions that the loss trains, bool [m] on the CPU: those with a token that are not left out."""
+        some = self.old.mask.any(1).cpu()
+        return some if self.left_out is None else some & ~self.left_out.cpu()
 
     def select(self, keep: Tensor) -> Completions | None:
-        """Return the completions where `keep` (bool [m]) is true; None if there are none."""
+        """Completions where `keep` (bool [m]) is true; None if there are none."""
         if not keep.any():
             return None
         return self if keep.all() else self.rows(keep)
 
     def rows(self: C, at: Tensor) -> C:
-        """Return the completions `at` (indices or a mask), with every field of theirs."""
+        """Completions `at` (indices or a mask), with every field of theirs."""
         given = {part.name: getattr(self, part.name) for part in fields(self)}
         chosen: dict[str, Any] = {name: value.rows(at) if isinstance(value, Scored) else value[at]
                                   for name, value in given.items() if value is not None}
@@ -269,12 +303,12 @@ class GroupStatistics:
     group: Tensor
 
     def members(self, rows: Tensor) -> Tensor:
-        """Return the group members of the samples `rows` [b], themselves included: bool [b, m]."""
+        """Group members of the samples `rows` [b], themselves included: bool [b, m]."""
         return self.group[rows][:, None] == self.group
 
 
 def unwrap(value: T | None) -> T:
-    """Return a value that only some methods have, where the method has it."""
+    """Value that only some methods have, where the method has it."""
     assert value is not None, "this part of the method reads what the target does not record"
     return value
 
@@ -302,7 +336,7 @@ class NoisedBatch:
 
     @property
     def log_ratio(self) -> Tensor:
-        """Return the method's log-ratio to the old policy, [b, 1]."""
+        """The method's log-ratio to the old policy, [b, 1]."""
         return unwrap(self.measure)(self.new, self.old)
 
 
@@ -415,7 +449,7 @@ class Context:
     samples: SampleMeasures = SampleMeasures()
 
     if not TYPE_CHECKING:
-        def __getattr__(self, name: str) -> Any:
+        def __getattr__(self, name: str) -> NoReturn:
             """Raise AttributeError; for a field of one of the four records, its message gives the record."""
             for place, record in _RECORDS.items():
                 if name in record.__dataclass_fields__:

@@ -26,10 +26,7 @@ _sources: dict[str, tuple[Path, bytes]] = {}  # of an imported module: its file,
 
 
 def load(name: str) -> Callable[..., Any]:
-    """Return the function FILE.py:NAME of a reward; a class there is instantiated.
-
-    Raises UserError for anything not callable.
-    """
+    """Function FILE.py:NAME of a reward; a class there is instantiated. Raises UserError for anything not callable."""
     thing = from_file(name, "reward")
     if inspect.isclass(thing):
         thing = call_user_code(f"{name!r} cannot be made", thing)
@@ -39,16 +36,16 @@ def load(name: str) -> Callable[..., Any]:
 
 
 def from_file(name: str, what: str, further: Callable[[Path], Mapping[str, Any]] = lambda path: {}) -> Any:
-    """Return the object NAME of FILE.py, imported once.
+    """Object NAME of FILE.py, imported once.
 
     what: its kind, for errors. further: objects of a file by other names than those at its top level.
 
     Raises UserError if there is no such file or name, the file does not import, or an opened run alone names it.
     """
-    file, _, attribute = name.rpartition(":")
-    if not file.endswith(".py") or not attribute:
+    path = trust.code_file(name)
+    if path is None:
         raise UserError(f"{what} {name!r}: expected path/to/file.py:name")
-    path = Path(file).resolve()
+    file, _, attribute = name.rpartition(":")
     trust.require(path, f"{what} {name!r}")
     if not path.is_file():
         raise UserError(f"{what} {name!r}: no file at {file}; it was looked for as {path}")
@@ -93,27 +90,28 @@ def forget_changed() -> None:
 
 
 def definitions(path: Path) -> str:
-    """Return a hash of what a Python file defines: without comments, calls at its top level and what it does as a
-    script."""
+    """Hash of what a Python file defines: without comments, calls at its top level and what it does as a script."""
     tree = ast.parse(path.read_bytes())
     tree.body = [node for node in tree.body if not isinstance(node, ast.Expr) and not (
         isinstance(node, ast.If) and "__name__" in ast.unparse(node.test))]
     return blake2b(ast.unparse(tree).encode(), digest_size=8).hexdigest()
 
 
-def reading() -> list[Path]:
-    """Return the files being imported now, each imported by the one before it."""
-    return _reading
+def require_read() -> None:
+    """Raise UserError for a run that a file begins while it is imported."""
+    if _reading:
+        raise UserError(f"{_reading[-1]} calls align while it is read for a reward: put that call below "
+                        "if __name__ == '__main__':")
 
 
 def group_entry_points(group: str) -> dict[str, EntryPoint]:
-    """Return the entry points of a group that installed packages declare, by name; imports none of them."""
+    """Entry points of a group that installed packages declare, by name; imports none of them."""
     return {point.name: point for point in _read_entry_points(group, tuple(sys.path))}
 
 
 @functools.cache
 def _read_entry_points(group: str, path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
-    """Return a group's entry points, read once for each `sys.path`: a reading opens a file of every package."""
+    """A group's entry points, read once for each `sys.path`: a reading opens a file of every package."""
     return tuple(entry_points(group=group))
 
 
@@ -129,8 +127,7 @@ def call_user_code(what: str, call: Callable[..., T], /, *arguments: Any, error_
 
 
 def describe_error(error: BaseException) -> str:
-    """Return an error of third-party code in one line, with the place to mend it; its class alone if its text cannot be
-    made."""
+    """Error of third-party code in one line, with the place to mend it; its class alone if its text cannot be made."""
     kind = type(error).__name__
     try:
         text = " ".join(f"{kind}: {error}".split())
@@ -149,7 +146,7 @@ _FOREIGN = ("<frozen", *_OURS, *{sysconfig.get_path(kind) for kind in ("stdlib",
 
 
 def _place(error: BaseException) -> str:
-    """Return the deepest traceback line outside installed packages: the place to fix the error."""
+    """Deepest traceback line outside installed packages: the place to fix the error."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_FOREIGN)]
     if not frames or isinstance(error, SyntaxError):  # a SyntaxError states its place itself
         return ""

@@ -1,3 +1,3 @@
 """Version of flowgrpo, also in a source tree that is not installed."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -149,21 +149,6 @@ def test_new_results_of_a_model_leave_the_others(folders, docs, tmp_path_factory
     assert first == starter and "| 0.600 (" in second and "0.800" not in second
 
 
-def test_the_longest_chain_and_the_sign_of_a_difference_by_hand():
-    def pair(one: str, other: str, order: int) -> dict:
-        return {"one": one, "other": other, "order": order, "mean": 0.1, "low": -0.1, "high": 0.3, "p": 0.2,
-                "holm": 0.4}
-    # a above c and d, b above d, c above d: a, c, d
-    pairs = [pair("a", "b", 0), pair("c", "a", -1), pair("a", "d", 1), pair("b", "c", 0), pair("d", "b", -1),
-             pair("c", "d", 1)]
-    assert bench_results.order(["a", "b", "c", "d"], pairs) == {"pairs": 6, "significant": 4, "chain": ["a", "c", "d"]}
-    assert bench_results.order(["a"], []) is None
-    values = {"p": 0.2, "holm": 0.4}
-    assert bench_results.difference(pairs, "c", "a") == values | {"mean": 0.1, "low": -0.1, "high": 0.3, "order": -1}
-    assert bench_results.difference(pairs, "a", "c") == values | {"mean": -0.1, "low": -0.3, "high": 0.1, "order": 1}
-    assert bench_results.difference(pairs, "a", "a") is None
-
-
 def test_what_cannot_be_taken_is_said_before_anything_is_written(folders, docs, tmp_path):
     before = {file: file.read_bytes() for file in docs.rglob("*.*")}
     for given, message in (([tmp_path / "none"], "it has no results.json, expected the folder of a finished"),

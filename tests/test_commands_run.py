@@ -138,7 +138,7 @@ SMALL = ("--image.height=128 --image.width=128 --train.prompts=2 --train.group=4
          "--train.steps=6")  # beside fewer blocks
 OPTIONS = {
     "train (starter_text|enhancer)": f"{TINY} --train.updates=1",
-    "(train (configs/starter.yaml|starter(?= |$))|demo)": f"{TINY} --eval.steps=2",
+    "(train (configs/starter.yaml|starter(_4steps)?(?= |$))|demo)": f"{TINY} --eval.steps=2",
     "train (configs/starter.yaml|starter) --name=painter1": "--reward=sharpness",  # rewrites of digits are no scenes
     "train starter_dpo": f"{PAIRS}runs/starter_pairs/pairs.jsonl",
     "train starter_rpo": f"{PAIRS}runs/starter_pairs/subjects.jsonl",
@@ -147,7 +147,8 @@ OPTIONS = {
     "compare methods": "--evaluations 100",
     "sample (starter|hub:|runs/(sdxl|flux))(?!.*text)": "--steps 2",
     "compare grid": "--count 2",
-    "eval runs/(starter|fast) ": "--steps 2 --suite scenes.jsonl",
+    "eval runs/starter --on": "--on-steps 2",
+    "eval runs/(starter|fast) (?!--on)": "--steps 2 --suite scenes.jsonl",
     "eval starter --suite geneval": "--steps 2 --suite scenes.jsonl --rewards sharpness",  # its detector is downloaded
     "eval runs/starter_text": "--samples 2 --suite sums.jsonl",
     "prompts mix .*--measure": "--samples 1 --low 0 --high 1",
@@ -170,7 +171,7 @@ PROMISED = {
     "export": "{first}/comfyui/*.safetensors",
     "push .*--dry-run": "> nothing was uploaded",
     "push": "> /me/starter/commit/", "list runs": "> starter .* finished", "list methods": "> mix_grpo",
-    "list rewards": "> ocr",
+    "list rewards": "> what it does", "list parts": "> parts\\.",
     "list prompts prompts.txt": "> a red star left of a ring", "list prompts": "> position",
     "new": "{last}.py", "reward score sharpness": "> before_after.png", "reward score": "> 1\\.0000",
     "reward serve": "> Stopping", "check .*--json": '> "measured": false',
@@ -185,6 +186,7 @@ CANNOT = {
     "prompts encode configs/wan22.yaml": (LOADS, "cannot load the model 'Wan-AI/Wan2.2-T2V-A14B-Diffusers'"),
     "reward score http": ("a service that listens", "http://127.0.0.1:8000/score gave no answer"),
     "verify http": ("a service that listens", "fault: no answer: http://127.0.0.1:30000"),
+    "eval runs/starter --on": ("a run that has learned; tests/contrib/test_sibling.py has one", "has no gain to keep"),
     "compare methods": ("minutes; its methods are planned, and tests/bench runs one",
                         "takes 1,068: expected at least as many")}
 LAUNCHED = re.compile(r"(?:\w+=\S+ )*(accelerate launch|torchrun) ")  # on several GPUs

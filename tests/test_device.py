@@ -231,7 +231,7 @@ def several(monkeypatch):
     before = torch.get_num_threads()
     for name in cores.SET_BY_USER:
         monkeypatch.delenv(name, raising=False)
-    threads = Threads.of("cpu")
+    threads = Threads.for_device("cpu")
     torch.set_num_threads(threads.cores)
     yield threads.cores
     torch.set_num_threads(before)
@@ -244,7 +244,7 @@ def read_when(used: float, count: int) -> Reading:
 
 
 def test_a_busy_machine_leaves_one_thread_and_gives_the_others_back(several):
-    with Threads.of("cpu") as threads:
+    with Threads.for_device("cpu") as threads:
         threads.most = 4
         torch.set_num_threads(4)
         threads.cores, threads._last = 4, read_when(1.0, 4)
@@ -259,16 +259,16 @@ def test_a_busy_machine_leaves_one_thread_and_gives_the_others_back(several):
 
 
 def test_the_first_look_and_other_devices(several):
-    threads, begun = Threads.of("cpu"), time.monotonic()
+    threads, begun = Threads.for_device("cpu"), time.monotonic()
     assert 1 <= threads.recommend() <= several
     assert several == 1 or time.monotonic() - begun >= cores.SHORTEST
     assert threads.free <= several
-    assert Threads.of("cuda").recommend() == Threads.of("mps").recommend() == several
+    assert Threads.for_device("cuda").recommend() == Threads.for_device("mps").recommend() == several
 
 
 @pytest.mark.parametrize("name", cores.SET_BY_USER)
 def test_a_number_that_the_user_set_stays(name, several, monkeypatch):
     monkeypatch.setenv(name, "2")
-    with Threads.of("cpu") as threads:
+    with Threads.for_device("cpu") as threads:
         threads._last = read_when(1.0, several)
         assert threads.look() is None and threads.use(1) is None and torch.get_num_threads() == several

@@ -91,7 +91,7 @@ def test_the_readme_the_tour_and_the_pages():
     page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     assert tour_faults(page) == []
     for right, wrong, fault in (("  storage/ ", "  stores/ ", ["stores/", "storage/"]),
-                                ("`BUILT_IN` of", "`BUILT` of", ["BUILT"]),
+                                ("`STEPS` of", "`STEP` of", ["STEP"]),
                                 ("#a-feature", "#features", ["#features"]),
                                 ("(docs/pipelines.md)", "(docs/pipes.md)", ["docs/pipes.md"])):
         assert page.count(right) and tour_faults(page.replace(right, wrong)) == fault
@@ -207,9 +207,9 @@ def command_lines() -> list[str]:
 def test_command_lines_are_found():
     assert {leaf(line.split()[1:])[0] for line in command_lines() if line.startswith("flowgrpo ")} == {
         "demo", "train", "check", "sample", "eval", "report", "export", "push", "new", "list methods", "list rewards",
-        "list prompts", "list runs", "compare grid", "compare vote", "compare methods", "reward score", "reward train",
-        "reward serve", "reward label", "prompts encode", "prompts mix", "prompts write", "verify", "taste", "prepare",
-        "reproduce"}
+        "list parts", "list prompts", "list runs", "compare grid", "compare vote", "compare methods", "reward score",
+        "reward train", "reward serve", "reward label", "prompts encode", "prompts mix", "prompts write", "verify",
+        "taste", "prepare", "reproduce"}
     assert any(line.startswith("accelerate launch") for line in command_lines())
 
 

@@ -1,6 +1,7 @@
 """A run that Python made from objects: other commands find the model, the rewards and the prompts again."""
 
 import importlib
+import json
 import re
 import shutil
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from PIL import Image
 
 import flowgrpo
 from flowgrpo import user_code
@@ -25,6 +27,7 @@ from flowgrpo.policies import checkpoints
 from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.rewards import code_hashes, find
 from flowgrpo.samplers import plans
+from flowgrpo.tools.check import tiny as pipelines
 from tests.helpers import tiny
 from tests.helpers.refusals import error_line, message
 
@@ -68,13 +71,45 @@ def test_commands_of_a_run_work(run, tmp_path):
 
 def test_its_configuration_repeats_the_run_and_both_keep_their_prompts(run, tmp_path):
     folder = Path(shutil.copytree(run, tmp_path / "run"))
-    assert main(["train", "--trust", str(folder / "config.yaml"), f"--output={tmp_path}",
-                 f"--prompts={folder / provenance.PROMPTS}"]) == 0
+    assert main(["train", "--trust", str(folder / "config.yaml"), f"--output={tmp_path}"]) == 0
     earlier = tmp_path / "run.1"
     for each in (folder, earlier):
         assert (each / provenance.PROMPTS).read_text() == (run / provenance.PROMPTS).read_text()
     assert checkpoints.run_config(folder).prompts == str(folder / provenance.PROMPTS)
     assert checkpoints.run_config(earlier).prompts == str(earlier / provenance.PROMPTS)
+
+
+def test_a_copied_folder_repeats_with_the_files_in_it(tmp_path, monkeypatch):
+    """Prompts with images, a reward, held-out prompts and a LoRA, which a script had put into the run's folder."""
+    (tmp_path / "one").mkdir()
+    monkeypatch.chdir(tmp_path / "one")
+    model, own = tiny.save(pipelines.make("FluxKontextPipeline")[0], tmp_path / "model"), Path("runs/run")
+    (own / "made").mkdir(parents=True)
+    (own / "red.py").write_text("def red(images, prompts):\n    return images[:, 0].mean((1, 2))\n")
+    Image.new("RGB", (16, 16), "red").save(own / "made" / "a.png")
+    held = {"prompt": "held out", "image": "made/a.png"}
+    (own / "held_out.jsonl").write_text(json.dumps(held))
+    call = pipelines.make("FluxKontextPipeline")[1] | {"height": 16, "width": 16, "max_area": 256}
+    call |= {"_auto_resize": False}
+    settings = tiny.config("runs", model=str(model), train__epochs=1, held_out="runs/run/held_out.jsonl",
+                           image__call={key: value for key, value in call.items() if key != "image"},
+                           reward="runs/run/red.py:red").model_dump(exclude_unset=True)
+    tiny.stir(tiny.policy(load_pipeline(str(model)), call=call)).weights.save(own / "first")
+    settings["adapter"] = {"rank": 2, "init": "runs/run/first"}
+    listed = [{"prompt": text, "image": "runs/run/made/a.png"} for text in tiny.PROMPTS]
+    flowgrpo.align(settings.pop("model"), settings.pop("reward"), listed, **settings)
+    copy = Path(shutil.copytree("runs/run", tmp_path / "two" / "mine"))
+    shutil.rmtree(tmp_path / "one")
+    monkeypatch.chdir(tmp_path / "two")
+    assert main(["train", "--trust", "mine/config.yaml"]) == 0
+    made, kept = load("runs/run/config.yaml"), load(copy / "config.yaml")
+    assert made.prompts == str(Path("mine") / provenance.PROMPTS) and made.held_out == "mine/held_out.jsonl"
+    assert [*made.reward] == ["mine/red.py:red"] and made.adapter.init == "mine/first"
+    for prompt in sets.resolve(kept)[0]:
+        assert prompt.image == prompt.metadata["image"] == str(copy / "made" / "a.png")
+    first, again = (json.loads(Path(folder, "metrics.jsonl").read_text().splitlines()[0])
+                    for folder in (copy, "runs/run"))
+    assert again["reward/mine/red.py:red/mean"] == pytest.approx(first["reward/runs/run/red.py:red/mean"], rel=1e-4)
 
 
 @pytest.mark.parametrize("command", [("compare grid",), ("export", "--form", "merged"), ("eval", "--suite", "starter")])
@@ -230,3 +265,24 @@ def test_values_and_scripts_that_no_recipe_holds(tmp_path):
                       f"flowgrpo.align('starter', red, ['a', 'b'], output={str(tmp_path / 'runs')!r})\n")
     assert "script.py calls align while it is read for a reward: put that call below" in message(find, f"{script}:red")
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_dataset_of_torch_and_of_datasets_is_a_list_of_prompts(tmp_path):
+    from datasets import Dataset
+    from torch.utils.data import Dataset as Rows
+
+    records = [{"prompt": text, "metadata": {"count": number}} for number, text in enumerate(tiny.PROMPTS)]
+
+    class Own(Rows):
+        def __len__(self):
+            return len(records)
+
+        def __getitem__(self, row):
+            return records[row]
+
+    found = []
+    for name, given in (("list", records), ("torch", Own()), ("datasets", Dataset.from_list(records))):
+        flowgrpo.align(tiny.sd3(), tiny.red, given, **small(tmp_path / name))
+        found.append([(prompt.text, prompt.metadata) for prompt in prompts.load_prompts(
+            tmp_path / name / "run" / "prompts.jsonl")])
+    assert found[0] == found[1] == found[2] == [(row["prompt"], row["metadata"]) for row in records]

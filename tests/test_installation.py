@@ -102,7 +102,7 @@ try:
     print(metadata.version("flowgrpo"))
 except metadata.PackageNotFoundError:
     from flowgrpo.cli import main
-    sys.exit(main(["train", RECIPE]) or main(["list", "rewards"]))
+    sys.exit(main(["train", RECIPE]) or main(["list", "rewards", "clip_score", "--json"]))
 """
 
 
@@ -151,6 +151,7 @@ def test_a_source_tree_that_is_not_installed_trains(tmp_path):
         f"output: {tmp_path}\nreward: sharpness\ntracker: none\nprecision: fp32\ndevice: cpu\n"
         "train: {epochs: 1, prompts: 1, group: 2, micro_batch: 2, steps: 6}\neval: {steps: 2, prompts: 2}\n")
     out = run(TRAIN, RECIPE=str(tmp_path / "recipe.yaml"))
-    assert re.search(r"clip_score .* clip .* no\b", out) and "installed" in out
+    [listed] = [row for row in json.loads(out[out.rindex("\n[\n"):]) if row["name"] == "clip_score"]
+    assert (listed["needs"], listed["installed"]) == ("clip", False)
     machine = json.loads((tmp_path / "recipe" / "report" / "machine.json").read_text())
     assert machine["flowgrpo"] == packages.version("flowgrpo") != "unknown" and machine["precision"] == "fp32"

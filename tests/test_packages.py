@@ -37,7 +37,7 @@ def test_this_environment_fits_and_old_packages_are_named(tmp_path):
     done = run(tmp_path / "site-packages", "list", "methods")
     [line] = done.stderr.splitlines()
     assert done.returncode == 2
-    assert line.startswith("flowgrpo: error: flowgrpo 0.1.0 does not work with peft 0.11.0") and \
+    assert line.startswith(f"flowgrpo: error: flowgrpo {packages.__version__} does not work with peft 0.11.0") and \
         "pip install 'peft>=" in line
 
 
@@ -137,40 +137,34 @@ def test_an_extra_that_does_not_fit_is_told_for_what_needs_it(tmp_path, monkeypa
 PACKAGE = Path(__file__).parents[1] / "flowgrpo"
 LIBRARIES = {"diffusers", "transformers", "peft", "accelerate"}
 
-# Module and name, as `from MODULE import NAME`.
-IMPORTED = [
-    ("accelerate.commands.accelerate_cli", "main"),
-    ("accelerate.utils", "broadcast_object_list"),
-    ("accelerate.utils", "set_seed"),
-    ("diffusers.image_processor", "VaeImageProcessor"),
-    ("diffusers.loaders.single_file_utils", "fetch_diffusers_config"),
-    ("diffusers.loaders.single_file_utils", "is_clip_model_in_single_file"),
-    ("diffusers.loaders.single_file_utils", "is_t5_in_single_file"),
-    ("diffusers.models.attention_dispatch", "attention_backend"),
-    ("diffusers.models.autoencoders.vae", "DiagonalGaussianDistribution"),
-    ("diffusers.models.normalization", "MochiRMSNorm"),
-    ("diffusers.models.normalization", "RMSNorm"),
-    ("diffusers.pipelines.kolors.pipeline_kolors", "KolorsPipeline"),
-    ("diffusers.pipelines.kolors.text_encoder", "ChatGLMConfig"),
-    ("diffusers.pipelines.kolors.text_encoder", "ChatGLMModel"),
-    ("diffusers.pipelines.kolors.tokenizer", "ChatGLMTokenizer"),
-    ("diffusers.pipelines.ltx2", "LTX2TextConnectors"),
-    ("diffusers.pipelines.ltx2.vocoder", "LTX2Vocoder"),
-    ("diffusers.utils", "logging"),
-    ("diffusers.utils.torch_utils", "randn_tensor"),
-    ("peft.functional", "delete_adapter"),
-    ("peft.functional", "get_peft_model_state_dict"),
-    ("peft.functional", "inject_adapter_in_model"),
-    ("peft.functional", "set_peft_model_state_dict"),
-    ("peft.tuners.lora", "LoraLayer"),
-    ("peft.tuners.tuners_utils", "BaseTunerLayer"),
-    ("peft.utils.other", "get_pattern_key"),
-    ("transformers.modeling_layers", "GradientCheckpointingLayer"),
-    ("transformers.models.auto", "modeling_auto"),
-    ("transformers.models.blip.modeling_blip", "BlipVisionModel"),
-    ("transformers.models.blip.modeling_blip_text", "BlipTextModel"),
-    ("transformers.models.qwen2_vl.image_processing_qwen2_vl", "smart_resize"),
-    ("transformers.utils", "logging")]
+# Names of a module, as `from MODULE import NAME`.
+IMPORTED = [(module, name) for module, names in {
+    "accelerate.commands.accelerate_cli": "main",
+    "accelerate.utils": "broadcast_object_list set_seed",
+    "diffusers.image_processor": "VaeImageProcessor",
+    "diffusers.loaders.single_file_utils": "fetch_diffusers_config is_clip_model_in_single_file is_t5_in_single_file",
+    "diffusers.models.attention_dispatch": "attention_backend",
+    "diffusers.models.autoencoders.vae": "DiagonalGaussianDistribution",
+    "diffusers.models.normalization": "MochiRMSNorm RMSNorm",
+    "diffusers.modular_pipelines": "PipelineState SequentialPipelineBlocks",
+    "diffusers.pipelines.kolors.pipeline_kolors": "KolorsPipeline",
+    "diffusers.pipelines.kolors.text_encoder": "ChatGLMConfig ChatGLMModel",
+    "diffusers.pipelines.kolors.tokenizer": "ChatGLMTokenizer",
+    "diffusers.pipelines.ltx2": "LTX2TextConnectors",
+    "diffusers.pipelines.ltx2.vocoder": "LTX2Vocoder",
+    "diffusers.utils": "convert_state_dict_to_diffusers convert_unet_state_dict_to_peft logging",
+    "diffusers.utils.torch_utils": "randn_tensor",
+    "peft.functional": "delete_adapter get_peft_model_state_dict inject_adapter_in_model set_peft_model_state_dict",
+    "peft.tuners.lora": "LoraLayer",
+    "peft.tuners.tuners_utils": "BaseTunerLayer",
+    "peft.utils.other": "get_pattern_key",
+    "transformers.modeling_layers": "GradientCheckpointingLayer",
+    "transformers.models.auto": "modeling_auto",
+    "transformers.models.blip.modeling_blip": "BlipVisionModel",
+    "transformers.models.blip.modeling_blip_text": "BlipTextModel",
+    "transformers.models.qwen2_vl.image_processing_qwen2_vl": "smart_resize",
+    "transformers.models.t5gemma.modeling_t5gemma": "T5GemmaEncoder",
+    "transformers.utils": "logging"}.items() for name in names.split()]
 
 # Class, attribute of it or of its instances, and the file that reads it.
 ATTRIBUTES = [

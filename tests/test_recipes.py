@@ -31,8 +31,7 @@ from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.rewards.clip import SubjectScore
 from flowgrpo.rewards.find import locate
 from flowgrpo.samplers.grids import make_grid, shift_grid
-from flowgrpo.samplers.kernels import CPS
-from flowgrpo.samplers.predictions import process
+from flowgrpo.samplers.kernels import CPS, process
 from flowgrpo.samplers.preview import require_choice
 from flowgrpo.text.policies.causal_lm import CausalLM
 from flowgrpo.text.policies.image_lm import ImageLM
@@ -66,6 +65,8 @@ PIPELINES = {
     "skyreels_i2v": ("HunyuanSkyreelsImageToVideoPipeline", "flow"),
     "flux2_dev": ("Flux2Pipeline", "flow"),
     "krea2_24gb": ("Krea2Pipeline", "flow"),
+    "ernie_image_24gb": ("ErnieImagePipeline", "flow"),
+    "qwen_image_2512_24gb": ("QwenImagePipeline", "flow"),
     "z_image_base_24gb": ("ZImagePipeline", "flow"),
     "flux2_klein_9b_24gb": ("Flux2KleinPipeline", "flow"),
     "chroma_24gb": ("ChromaPipeline", "flow")}

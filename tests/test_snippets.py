@@ -2,7 +2,6 @@
 
 import ast
 import importlib
-import json
 import re
 import shutil
 from collections.abc import Iterator
@@ -43,9 +42,8 @@ def documents() -> Iterator[Any]:
                 yield pytest.param(document, id=f"{page.stem}-{number}")
 
 
-def test_documents_and_notebooks_are_found():
+def test_documents_are_found():
     assert len([*documents()]) > 35
-    assert [path.stem for path in NOTEBOOKS] == ["align", "compare_methods", "custom_reward", "language_model"]
 
 
 @pytest.mark.parametrize("document", [*documents()])
@@ -163,29 +161,3 @@ def test_the_benchs_own_methods_run(tmp_path, monkeypatch, capsys):
     small = ["--evaluations", "1200", "--seeds", "1", "--points", "1", "--prompts", "2", "--jobs", "1"]
     assert main(["compare", "methods", *two.split(), *small, "--output", "bench"]) == 0
     assert "Unlike the recipe `starter`: `adapter.targets: [" in Path("bench/results.md").read_text()
-
-
-NOTEBOOKS = sorted((Path(__file__).parent.parent / "examples").glob("*.ipynb"))
-SMALL = {"EPOCHS": 1, "HELD_OUT": 2}
-
-
-def cells(notebook: Path) -> list[str]:
-    """Code cells, without the installation, and with the small numbers."""
-    code = ["".join(cell["source"]) for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"]
-            if cell["cell_type"] == "code"]
-    assert "%pip" in code[0]
-    return [re.sub(r"^(EPOCHS|HELD_OUT) = \d+", lambda line: f"{line[1]} = {SMALL[line[1]]}", cell, flags=re.M)
-            for cell in code[1:]]
-
-
-@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_runs(notebook, tmp_path, monkeypatch):
-    import matplotlib
-    matplotlib.use("agg")
-    monkeypatch.chdir(tmp_path)
-    names = {"__name__": "notebook"}
-    for number, cell in enumerate(cells(notebook)):
-        exec(compile(cell, f"{notebook.name}, cell {number}", "exec"), names)
-    [*runs] = (tmp_path / "runs").iterdir()
-    assert runs and all((run / "summary.json").is_file() for run in runs)
-    assert not any(cell.get("outputs") for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"])

@@ -1,7 +1,6 @@
 """Language models through the same loop: presets, their losses, micro-batches, a resumed run, and one's mistakes."""
 
 import json
-import shutil
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from flowgrpo.text.samplers.decoding import Decoding
 from flowgrpo.training import loading, sampling, state
 from flowgrpo.training.metrics import UpdateStats
 from flowgrpo.training.optimizer import decisions
-from tests.helpers import loop, tiny, tiny_text
+from tests.helpers import loop, tiny, tiny_runs, tiny_text
 
 PRESETS = presets.presets_for("tokens")
 
@@ -126,12 +125,12 @@ def test_baselines_and_endless_completions():
     def trained(truncated):
         trainer = tiny_text.trainer(tiny_text.policy(truncated=truncated), text__truncated=truncated)
         asked = trainer.rollouts.conditioning(trainer.prompts)
-        masks = [part.transitions[0].old.mask for part, _ in trainer.rollouts.sample(asked, 0, None)]
-        ends = [part.transitions[0].ids == 2 for part, _ in trainer.rollouts.sample(asked, 0, None)]
-        return torch.cat(masks), torch.cat(ends).any(1)
-    (kept, ended), (masked, _) = trained("keep"), trained("mask")
-    assert kept.any(1).all() and 0 < ended.sum() < len(ended)
-    assert torch.equal(masked.any(1), ended) and torch.equal(masked[ended], kept[ended])
+        drawn = [part.transitions[0] for part, _ in trainer.rollouts.sample(asked, 0, None)]
+        return [torch.cat(each) for each in zip(*((taken.old.mask, taken.counts, (taken.ids == 2).any(1))
+                                                  for taken in drawn))]
+    (kept, every, ended), (masked, some, _) = trained("keep"), trained("mask")
+    assert every.all() and 0 < ended.sum() < len(ended)
+    assert torch.equal(some, ended) and torch.equal(masked, kept)
 
 
 def test_token_counts_and_sampling_temperatures():
@@ -178,17 +177,8 @@ def test_a_run_leaves_its_adapter_its_numbers_and_its_images(tmp_path):
 
 
 def test_a_resumed_run_goes_on_bit_for_bit(tmp_path):
-    whole, given = arguments(tmp_path / "whole", train__epochs=3, train__ema=0.5, eval__weights="ema")
-    run(whole, **given)
-    part, given = arguments(tmp_path / "parts", train__epochs=3, train__ema=0.5, eval__weights="ema",
-                            train__save_every=2, train__keep=3)
-    run(part, **given)
-    for name in ("after.json", "last.json"):
-        (part.folder / "report" / name).unlink()
-    shutil.rmtree(part.folder / "checkpoints" / "epoch-00003")
-    _, given = arguments(tmp_path / "parts")
-    run(part, resume=True, **given)
-    one, two = (folder / "adapter_model.safetensors" for folder in (whole.folder, part.folder))
+    folders = tiny_runs.whole_and_resumed(arguments, tmp_path, train__ema=0.5, eval__weights="ema")
+    one, two = (folder / "adapter_model.safetensors" for folder in folders)
     assert one.read_bytes() == two.read_bytes()
 
 
@@ -245,5 +235,5 @@ def test_a_missing_chat_template_is_told_once(template, text, told):
     policy = tiny_text.policy()
     policy.tokenizer.chat_template = template
     config = Config(model="folder", method="grpo", text=text)
-    lines = [*loading.behind(config, preset("grpo"), policy, [])]
+    lines = [*loading.lines_after_loading(config, preset("grpo"), policy, [])]
     assert any("no chat template" in line for line in lines) == told

@@ -10,17 +10,18 @@ from safetensors.torch import load_file
 
 import flowgrpo
 from flowgrpo.arguments import OMITTED, build_config
-from flowgrpo.config import load
+from flowgrpo.config import Config, load
 from flowgrpo.config.sections import Adapter
 from flowgrpo.data.prompts import Prompt, load_prompts
 from flowgrpo.data.sets import SPLIT_SEED, split
 from flowgrpo.errors import UserError
+from flowgrpo.evaluation import held_out
 from flowgrpo.evaluation.measured import EVAL_SEED
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.run import run
+from flowgrpo.samplers.growth import replay
 from flowgrpo.samplers.plans import Schedule
-from flowgrpo.samplers.replay import replay
 from flowgrpo.samplers.rollout import seeder
 from flowgrpo.storage import checkpoint
 from flowgrpo.training import sampling
@@ -368,17 +369,17 @@ def test_learning_rates_and_nan_ratios():
 def test_the_moving_average(tmp_path):
     trainer = tiny.trainer(train__ema=0.75)
     expected = trainer.policy.weights.snapshot()
-    for trainer.epoch in range(2):
+    for trainer.epoch, decay in enumerate((1 / 10, 2 / 11)):  # it warms up
         trainer.run_epoch()
         now = trainer.policy.weights.snapshot()
-        expected = {key: 0.75 * value + 0.25 * now[key] for key, value in expected.items()}
+        expected = {key: decay * value + (1 - decay) * now[key] for key, value in expected.items()}
     for key, value in expected.items():
         torch.testing.assert_close(trainer.optimization.ema[key], value)
     assert any((trainer.optimization.ema[key] != now[key]).any() for key in now)
 
 
 def test_the_average_is_what_is_saved_where_it_is_asked_for(tmp_path):
-    settings = tiny.config(tmp_path, train__ema=0.75, eval__weights="ema")
+    settings = tiny.config(tmp_path, train__ema=0.9999, eval__weights="ema")
     align(settings)
     state, _ = checkpoint.load(checkpoint.latest(settings.folder / "checkpoints"))
     saved = {f"transformer.{key.removeprefix('transformer.')}": value
@@ -388,6 +389,18 @@ def test_the_average_is_what_is_saved_where_it_is_asked_for(tmp_path):
                              for key, value in state.items() if key.startswith(f"{room}/")})
         assert held.keys() == saved.keys()
         assert all(torch.equal(held[key], saved[key]) for key in held) == same
+    # After two updates the average already has most of the training, of which it would hold 2e-4 without a warm-up.
+    summary = json.loads((settings.folder / "summary.json").read_text())
+    assert summary["kept"] is None and "moving average" not in (settings.folder / "report.html").read_text()
+
+
+@pytest.mark.parametrize("share, weights, said", [
+    (0.5, "ema", None), (1.0, "ema", None), (0.2, "current", None),
+    (0.123, "ema", "the saved weights are the moving average, which holds 12 % of what was trained so far: lower "
+                   "train.ema (0.9), train longer, or set eval.weights: current")])
+def test_an_average_that_holds_less_than_half_of_the_training_is_told(share, weights, said):
+    settings = Config.model_validate({"train": {"ema": 0.9}, "eval": {"weights": weights}})
+    assert held_out.describe_average(settings, share) == said
 
 
 @pytest.mark.fast

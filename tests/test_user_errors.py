@@ -1,11 +1,14 @@
 """What a person can get wrong: exit code 2, one line that says what to do, no traceback, nothing lost."""
 
+import contextlib
 import json
 import shutil
 
 import pytest
 import torch
+from PIL import Image
 
+import flowgrpo
 from flowgrpo.cli import main
 from flowgrpo.errors import UserError
 from flowgrpo.storage import checkpoint
@@ -279,3 +282,109 @@ def test_an_interrupted_evaluation_says_how_it_goes_on(tmp_path, capsys):
 def test_a_message_has_no_addresses_in_memory():
     assert str(UserError(f"got {object()!r}, expected {(lambda: 0)!r} at 5")) == (
         "got <object object>, expected <function test_a_message_has_no_addresses_in_memory.<locals>.<lambda>> at 5")
+
+
+# --- a rejected command leaves nothing -------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def world(model, tmp_path_factory):
+    """A folder with a model, one whose weights are damaged, a finished run, its recipe, prompts, reward and pairs."""
+    place = tmp_path_factory.mktemp("world")
+    shutil.copytree(model, place / "model")
+    shutil.copytree(model, place / "broken")
+    for file in (place / "broken").rglob("*.safetensors"):
+        file.write_bytes(b"x" * 100)
+    (place / "reward.py").write_text(GOOD_REWARD)
+    (place / "prompts.txt").write_text("\n".join(tiny.PROMPTS[:2]))
+    for name, colour in (("a", "red"), ("b", "blue")):
+        Image.new("RGB", (16, 16), colour).save(place / f"{name}.png")
+    (place / "pairs.jsonl").write_text(json.dumps({"prompt": "red", "chosen": "a.png", "rejected": "b.png"}) + "\n")
+    settings = tiny.config("runs", model="model", reward="reward.py:red", prompts="prompts.txt", train__steps=4,
+                           parts__plan__size=2, train__epochs=1, train__prompts=1)
+    (place / "recipe.yaml").write_text(settings.yaml())
+    with contextlib.chdir(place):
+        assert main(["train", "recipe.yaml"]) == 0
+    return place
+
+
+def tree(place):
+    return {file: file.stat().st_mtime_ns for file in place.rglob("*") if file.is_file() and file.suffix != ".pyc"} | {
+        folder: 0 for folder in place.rglob("*") if folder.is_dir() and folder.name != "__pycache__"}
+
+
+@pytest.mark.parametrize("line, error", [
+    ("train recipe.yaml --output=new --adapter.targets=[to_qq]", "match no module of the transformer"),
+    ("train recipe.yaml --output=new --model=broken", "cannot load the model 'broken'"),
+    ("train recipe.yaml --output=new --reward=reward.py:none", "has no 'none'; there are: red"),
+    ("train recipe.yaml --output=new/deep --train.updates=3", "use at most"),
+    ("eval broken --rewards reward.py:red --suite prompts.txt --output new/out", "cannot load the model 'broken'"),
+    ("eval model --lora nowhere --rewards reward.py:red --suite prompts.txt --output new", "no weights at nowhere"),
+    ("eval model --rewards reward.py:red --suite none.jsonl --output new", "no suite 'none.jsonl'"),
+    ("eval runs/run --rewards reward.py:none --suite prompts.txt --output new", "has no 'none'"),
+    ("sample broken --prompts prompts.txt --output new/out", "cannot load the model 'broken'"),
+    ("sample model --prompts prompts.txt --lora nowhere --output new", "no weights at nowhere"),
+    ("sample model --prompt red --image none.png --output new", "none.png cannot be read"),
+    ("sample runs/run --epoch 9 --prompt red --output new", "has no such checkpoint"),
+    ("export runs/run --epoch 9 --output new/lora", "has no such checkpoint"),
+    ("export broken --form merged --output new", "is not a run"),
+    ("report runs/run nowhere --output new/page.html", "no run at nowhere"),
+    ("reward train none.jsonl --output new", "pairs none.jsonl: no such file"),
+    ("reward train pairs.jsonl --held-out none.jsonl --output new", "pairs none.jsonl: no such file"),
+    ("reward train-text none.jsonl --output new", "none.jsonl: no such file"),
+    ("reward label broken --prompts prompts.txt --rewards reward.py:red --output new/pairs.jsonl", "'broken'"),
+    ("reward label model --prompts prompts.txt --rewards reward.py:none --output new/pairs.jsonl", "has no 'none'"),
+    ("reward label nowhere --rewards reward.py:red --output new/pairs.jsonl", "no folder at nowhere"),
+    ("prompts write recipe.yaml --output new/p.jsonl", "expected a list under 'templates'"),
+    ("prompts proxy caption_error prompts.txt --output new/p.jsonl", "has a caption in which"),
+    ("prompts mix none.txt --output new/p.jsonl", "prompts none.txt: no such file"),
+    ("prompts mix prompts.txt --measure broken --reward reward.py:red --output new/p.jsonl", "'broken'"),
+    ("prompts mix prompts.txt --measure model --reward reward.py:none --output new/p.jsonl", "has no 'none'"),
+    ("prompts encode recipe.yaml --model=broken --cache new", "cannot load the model 'broken'"),
+    ("compare grid nowhere --output new/grid.png", "no run at nowhere"),
+    ("compare grid runs/run --prompts none.txt --output new/grid.png", "prompts none.txt: no such file"),
+    ("compare grid runs/run --columns steps --values x --output new/grid.png", "expected whole numbers"),
+    ("compare vote broken --prompts prompts.txt --output new/pairs.jsonl", "cannot load the model 'broken'"),
+    ("compare vote model --prompts prompts.txt --lora none --output new/pairs.jsonl", "no weights at none"),
+    ("compare vote nowhere --output new/pairs.jsonl", "nowhere: expected a finished run"),
+    ("compare methods --methods mix_grpo,nope --output new", "unknown method 'nope'"),
+    ("compare methods --methods mix_grpo --evaluations 10 --output new/bench", "got 10, but the first epoch"),
+    ("compare methods --methods rpo --output new/bench", "rpo: method rpo pulls to the first image of recorded pairs"),
+    ("compare methods --methods hypo --model starter_text --output new", "hypo: parts.data is PreferencePairs"),
+    ("compare methods --methods grpo --model starter_text --evaluations 9000 --output new", "alone may take 12,288"),
+    ("new method class --output new", "got the name 'class'"),
+    ("taste broken --prompts prompts.txt --train.steps=4 --output new --port 0", "cannot load the model 'broken'"),
+    ("taste model --prompts none.txt --output new --port 0", "prompts none.txt: no such file"),
+    ("prepare none.yaml", "no recipe at none.yaml"),
+    ("contrib evolve recipe.yaml --output new", "adapter.init is not set")])
+def test_a_rejected_command_leaves_nothing(world, line, error, monkeypatch, capsys):
+    monkeypatch.chdir(world)
+    before = tree(world)
+    assert error in error_line(capsys, *line.split()) and tree(world) == before
+
+
+def test_a_rejected_align_leaves_nothing(world, monkeypatch):
+    monkeypatch.chdir(world)
+    before = tree(world)
+    for options in ({"model": "broken"}, {"model": "model", "adapter": {"targets": ["to_qq"]}}):
+        with pytest.raises(UserError):
+            flowgrpo.align(rewards="reward.py:red", prompts="prompts.txt", output="new", tracker="none", **options)
+    assert tree(world) == before
+
+
+@pytest.mark.parametrize("line, written", [
+    ("sample {} --prompts prompts.txt --steps 2 --output out", "out/prompts.jsonl"),
+    ("eval {} --rewards reward.py:red --suite prompts.txt --steps 2 --output out", "out/results.json"),
+    ("prompts mix prompts.txt --measure {} --reward reward.py:red --low 0 --high 1 --samples 1 --output out/p.jsonl",
+     "out/p.jsonl")])
+def test_the_right_command_follows_a_wrong_one_in_a_folder_that_was_there(world, line, written, monkeypatch, capsys):
+    monkeypatch.chdir(world)
+    shutil.rmtree("out", ignore_errors=True)
+    (world / "out" / "p.rates" / "samples").mkdir(parents=True)
+    assert "'broken'" in error_line(capsys, *line.format("broken").split())
+    assert main(line.format("model").split()) == 0, capsys.readouterr().err
+    assert (world / written).is_file()
+
+
+def test_a_budget_that_is_measured_to_be_too_small_leaves_nothing(tmp_path, capsys):
+    line = "compare methods --model starter_text --methods dpo --reference dpo --evaluations 13000 --jobs 1 --prompts 2"
+    said = error_line(capsys, *line.split(), "--output", tmp_path / "bench")
+    assert "got 13,000, but the first epoch of dpo takes " in said and not [*tmp_path.iterdir()]

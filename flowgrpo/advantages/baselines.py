@@ -34,7 +34,7 @@ from flowgrpo.types import Context
 METRICS = {"logp": "logp", "length": "lengths", "entropy": "entropy"}  # of Conditional: fields of a context
 
 
-@part("advantage")
+@part("advantage", teaches=True)
 class VirtualBest(AdvantageRule):
     """`virtual_best` of the weighted sum, whose largest possible value is `best` (NGRPO, 2509.18851)."""
 
@@ -59,7 +59,7 @@ class First(AdvantageRule):
         return (total - total[:, :1]).nan_to_num(0).clamp(-self.clamp, self.clamp)
 
 
-@part("advantage", target="noise", reads_baseline=True)
+@part("advantage", target="noise", reads_baseline=True, teaches=True)
 class SameNoise(AdvantageRule):
     """Weighted sum less that of the deterministic sample from the same initial noise, the ODE's: ReMax (2310.10505) for
     denoisers, where it stands for the greedy completion.
@@ -82,7 +82,7 @@ class SameNoise(AdvantageRule):
         return gains.nan_to_num(0).clamp(-self.clamp, self.clamp)
 
 
-@part("advantage", single=True, compares=False)
+@part("advantage", single=True, compares=False, teaches=True)
 class NoBaseline(AdvantageRule):
     """Weighted sum of the rewards itself, 0 without any: for a value model (`value`), or rewards as labels."""
 
@@ -114,6 +114,10 @@ class Conditional(AdvantageRule):
     clamp: Clamp = 5.0
 
     @property
+    def teaches(self) -> bool:  # type: ignore[override]
+        return self.upper != 1
+
+    @property
     def needs(self) -> tuple[str, ...]:  # type: ignore[override]
         return {"length": ("lengths",), "entropy": ("entropy",)}.get(self.metric, ())
 
@@ -123,7 +127,7 @@ class Conditional(AdvantageRule):
         return conditional(total, metric, self.mu, self.upper).clamp(-self.clamp, self.clamp)
 
 
-@part("advantage")
+@part("advantage", teaches=True)
 class ShiftedMean(AdvantageRule):
     """Reward less its group's mean and a constant `shift` (AsymRE; its code takes -0.1, analysed in 2509.24203).
 
@@ -140,7 +144,7 @@ class ShiftedMean(AdvantageRule):
 
 
 def virtual_best(rewards: Tensor, best: float) -> Tensor:
-    """Return rewards [P, G] less the mean, over the deviation (ddof 0), of their group and one more sample of reward
+    """Rewards [P, G] less the mean, over the deviation (ddof 0), of their group and one more sample of reward
     `best`: [P, G].
 
     A group that is all wrong is pushed away, by -1/sqrt(G); one that is all best stays at 0 (NGRPO, 2509.18851, its
@@ -158,7 +162,7 @@ def virtual_best(rewards: Tensor, best: float) -> Tensor:
 
 
 def conditional(rewards: Tensor, metric: Tensor, mu: float, factor: float = 1.0) -> Tensor:
-    """Return mu * (f - mean f of the other half) + (1 - mu) * (r - mean r of the own half), [P, G].
+    """mu * (f - mean f of the other half) + (1 - mu) * (r - mean r of the own half), [P, G].
 
     f is `factor` * r in the upper half of the `metric` [P, G], and r in the lower one. A group is halved at the median
     of the metric, ties by position; the middle sample of an odd group goes to the upper half. Neither half is assumed
@@ -166,25 +170,20 @@ def conditional(rewards: Tensor, metric: Tensor, mu: float, factor: float = 1.0)
     mu 1/2 and halves of one size it is r less the group's mean. A half without rewards has the group's mean. A group
     that agrees has advantage 0 at factor 1 alone.
     """
-    upper = upper_half(metric)
+    upper = metric.argsort(dim=1, stable=True).argsort(dim=1) >= metric.shape[1] // 2
     compared = torch.where(upper, factor * rewards, rewards)
-    (own_high, own_low), (high, low) = (_half_means(each, upper) for each in (rewards, compared))
+
+    def half_means(values: Tensor) -> list[Tensor]:
+        """Mean [P, 1] of the upper half, and of the lower; of the group for a half without rewards."""
+        mean = values.nanmean(dim=1, keepdim=True)
+        halves = (values.masked_fill(~half, torch.nan).nanmean(dim=1, keepdim=True) for half in (upper, ~upper))
+        return [torch.where(half.isnan(), mean, half) for half in halves]
+
+    (own_high, own_low), (high, low) = half_means(rewards), half_means(compared)
     across = compared - torch.where(upper, low, high)
     within = rewards - torch.where(upper, own_high, own_low)
     nothing = rewards.isnan() | (zero_variance(rewards)[:, None] if factor == 1 else torch.zeros_like(upper))
     return (mu * across + (1 - mu) * within).masked_fill(nothing, 0)
-
-
-def _half_means(rewards: Tensor, upper: Tensor) -> tuple[Tensor, ...]:
-    """Return the mean of rewards [P, G] in the upper half, bool [P, G], and in the lower half: [P, 1] each."""
-    mean = rewards.nanmean(dim=1, keepdim=True)
-    halves = (rewards.masked_fill(~half, torch.nan).nanmean(dim=1, keepdim=True) for half in (upper, ~upper))
-    return tuple(torch.where(half.isnan(), mean, half) for half in halves)
-
-
-def upper_half(metric: Tensor) -> Tensor:
-    """Return the last G - G//2 samples of each group by the metric [P, G], ties by position: bool [P, G]."""
-    return metric.argsort(dim=1, stable=True).argsort(dim=1) >= metric.shape[1] // 2
 
 
 @part("advantage", target="edits")
@@ -214,17 +213,19 @@ class Correctness(AdvantageRule):
     """1 - p for a right sample and -p for a wrong one, p the share of right ones in the group, for losses that need
     both (NFT for text, 2505.18116; DisCO, 2505.12366).
 
-    Right is a reward above the group's mean: of rewards 0 and 1 those with 1. A group that agrees has advantage 0.
+    Right is a reward above the group's mean by more than rounding: of rewards 0 and 1 those with 1. A group that agrees
+    has advantage 0.
     """
 
     def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
         total = weighted_sum(rewards, weights)
-        right = (total > total.nanmean(dim=1, keepdim=True)).to(total.dtype).masked_fill(total.isnan(), torch.nan)
+        noise = RELATIVE_NOISE * total.abs().nan_to_num(0).amax(1, keepdim=True)
+        right = (centre(total) > noise).to(total.dtype).masked_fill(total.isnan(), torch.nan)
         advantage = right - right.nanmean(dim=1, keepdim=True)
         return advantage.nan_to_num(0).masked_fill(zero_variance(total)[:, None], 0)
 
 
-@part("advantage", single=True)
+@part("advantage", single=True, teaches=True)
 class Signed(AdvantageRule):
     """`positive` for a right sample and -`negative` for a wrong one, without comparison in the group (2506.01347).
 

@@ -49,7 +49,7 @@ class OutcomeHead:
 
 
 def outcome_weights(logits: Tensor, classes: Tensor, mask: Tensor) -> Tensor:
-    """Return the probability of its row's class at every token, over the row's mean: [B,L], 0 where mask is false.
+    """Probability of its row's class at every token, over the row's mean: [B,L], 0 where mask is false.
 
     logits: [k,C] of the k tokens of the mask [B,L], row by row; classes: int64 [B].
     """
@@ -60,7 +60,7 @@ def outcome_weights(logits: Tensor, classes: Tensor, mask: Tensor) -> Tensor:
 
 def over_traces(rewards: Tensor, values: Tensor, steps: Tensor, mask: Tensor, gamma: float, decay: float
                 ) -> tuple[Tensor, Tensor]:
-    """Return advantages and returns of tokens, [B,L] each, 0 where mask is false (TraceRL, 2509.06949, its value
+    """Advantages and returns of tokens, [B,L] each, 0 where mask is false (TraceRL, 2509.06949, its value
     model).
 
     rewards: [B], of the tokens of a trace's last step.
@@ -90,7 +90,7 @@ def over_traces(rewards: Tensor, values: Tensor, steps: Tensor, mask: Tensor, ga
 
 
 def value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float) -> Tensor:
-    """Return max((V - R)^2, (V_old + clip(V - V_old) - R)^2) / 2 of values, old ones and returns, all [n]: [n]."""
+    """max((V - R)^2, (V_old + clip(V - V_old) - R)^2) / 2 of values, old ones and returns, all [n]: [n]."""
     near = old + (values - old).clamp(-clip, clip)
     return torch.maximum((values - returns).square(), (near - returns).square()) / 2
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo.parts import Above, AtLeast, OneOf, part
-from flowgrpo.types import Context, wide
+from flowgrpo.types import Context, InDouble, wide
 
 RELATIVE_NOISE = 1e-6
 SCALES = ("group", "batch", "none", "leave_one_out")  # of group_relative; an Advantage also has "running"
@@ -33,10 +33,11 @@ MEASURED = {"logp": "log-probabilities", "lengths": "lengths", "entropy": "entro
             "reference": "log-probabilities under the reference"}
 
 
-class AdvantageRule:
+class AdvantageRule(InDouble):
     """Comparison of the rewards of a group: base class.
 
     single: it compares no samples of one group with each other, so a group may be one sample.
+    teaches: a group whose samples earn the same may have advantages other than 0.
     needs: what it reads that is not measured for every method: "entropy", the policy's; "lengths", of completions;
         "reference", log-probabilities under the reference; "drift", how far the policy moves in an epoch.
     reads_baseline: it compares with the deterministic sample from the same initial noise (`SampleMeasures.baseline`).
@@ -45,7 +46,7 @@ class AdvantageRule:
     keeps_prior: it keeps a prior value of every prompt, which a redraw may read.
     """
 
-    single = False
+    single = teaches = False
     needs: tuple[str, ...] = ()
     reads_baseline = False
     adapts_weights = keeps_prior = False
@@ -55,11 +56,11 @@ class AdvantageRule:
         """Raise ValueError for weights of a run's rewards that it cannot read."""
 
     def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
-        """Return the advantages [P, G]. rewards: [P, G, R], NaN where one does not apply; weights: [R]."""
+        """Advantages [P, G]. rewards: [P, G, R], NaN where one does not apply; weights: [R]."""
         raise NotImplementedError
 
     def prompt_weights(self, memory: dict[str, Any], prompts: Sequence[str]) -> Tensor | None:
-        """Return the sampling weights of prompts, [len(prompts)], from what it has learned; None: all are equal."""
+        """Sampling weights of prompts, [len(prompts)], from what it has learned; None: all are equal."""
         return None
 
 
@@ -81,7 +82,8 @@ class Advantage(AdvantageRule):
     def __post_init__(self) -> None:
         if not 1 <= self.least <= self.buffer:
             raise ValueError(f"least is {self.least} and buffer {self.buffer}, expected 1 <= least <= buffer")
-        object.__setattr__(self, "single", self.scale == "running")  # it compares with a history, or the whole batch
+        for name in ("single", "teaches"):  # it compares with a history, or the whole batch
+            object.__setattr__(self, name, self.scale == "running")
 
     def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
         return combine(rewards, weights, self.scale, self.order, self.clamp, self.trim, context, self.buffer,
@@ -89,7 +91,8 @@ class Advantage(AdvantageRule):
 
 
 def group_relative(rewards: Tensor, scale: str = "group") -> Tensor:
-    """Return rewards [P, G] less their group's mean, over a deviation plus eps: [P, G], float32 or wider.
+    """Rewards [P, G] less their group's mean, over a deviation plus eps: [P, G], float32 or wider, computed in
+    float64.
 
     scale:
       "group"          the group's own deviation, ddof 1, eps 1e-8 (DanceGRPO, MixGRPO);
@@ -99,12 +102,13 @@ def group_relative(rewards: Tensor, scale: str = "group") -> Tensor:
                        division (RLOO, 2402.14740; LOOP, 2502.01600).
     """
     (rewards,) = wide(rewards)
-    return _relative(rewards, scale)
+    return _relative(rewards.double(), scale).to(rewards.dtype)
 
 
 def _relative(rewards: Tensor, scale: str) -> Tensor:
-    """Return `group_relative` of rewards that are float32 or wider."""
-    _require_one_of("scale", scale, SCALES)
+    """`group_relative` of float64 rewards."""
+    if scale not in SCALES:
+        raise ValueError(f"scale is {scale!r}, expected one of {', '.join(SCALES)}")
     if rewards.ndim != 2:
         raise ValueError(f"rewards have shape {tuple(rewards.shape)}, expected [prompts, samples per prompt]")
     advantages = centre(rewards)
@@ -120,7 +124,7 @@ def _relative(rewards: Tensor, scale: str) -> Tensor:
 
 
 def running(rewards: Tensor, context: Context, column: int = 0, buffer: int = 32, least: int = 16) -> Tensor:
-    """Return rewards [P, G] less the mean of their prompt's last `buffer` rewards, over their deviation, ddof 0, eps
+    """Rewards [P, G] less the mean of their prompt's last `buffer` rewards, over their deviation, ddof 0, eps
     1e-6.
 
     The present rewards are included. Until a prompt has `least` of them, the statistics of the whole batch are used
@@ -138,8 +142,15 @@ def running(rewards: Tensor, context: Context, column: int = 0, buffer: int = 32
         present = rewards[rows]
         values = present[~present.isnan()]
         if len(values):
-            history = values.new_tensor(_history(seen, prompt, context.run.epoch, values.tolist(), buffer))
-            advantages[rows] = _standardise(present, history if len(history) >= least else everything)
+            # The stored history holds the epochs before, and this epoch's first call.
+            entry = seen.setdefault(prompt, {"epoch": context.run.epoch, "past": [], "present": values.tolist()})
+            if entry["epoch"] != context.run.epoch:
+                past = (entry["past"] + entry["present"])[-buffer:]
+                entry = seen[prompt] = {"epoch": context.run.epoch, "past": past, "present": values.tolist()}
+            history = values.new_tensor((entry["past"] + values.tolist())[-buffer:])
+            known = history if len(history) >= least else everything
+            if not zero_variance(known[None]):
+                advantages[rows] = (present - known.mean()) / (known.std(correction=0) + 1e-6)
     return advantages.masked_fill(rewards.isnan(), 0)
 
 
@@ -164,8 +175,9 @@ def combine(
     trim: the share of a group's samples at either end, rounded down, whose advantages become 0 (0 for none).
     context, buffer and least: for scale "running" only.
     """
-    _require_one_of("order", order, ORDERS)
-    rewards, weights = _check_shapes(rewards, weights)
+    if order not in ORDERS:
+        raise ValueError(f"order is {order!r}, expected one of {', '.join(ORDERS)}")
+    dtype, rewards, weights = _check_shapes(rewards, weights)
 
     def compare(reward: Tensor, column: int) -> Tensor:
         if scale != "running":
@@ -181,23 +193,23 @@ def combine(
     if order == "gdpo":
         silent = (advantages == 0).all(dim=1, keepdim=True)
         advantages = whiten(advantages, ~rewards.isnan().all(dim=2)).masked_fill(silent, 0)
-    return trim_extremes(advantages, trim).clamp(-clamp, clamp)
+    return trim_extremes(advantages, trim).clamp(-clamp, clamp).to(dtype)
 
 
 def weighted_sum(rewards: Tensor, weights: Tensor | Sequence[float]) -> Tensor:
-    """Return the weighted sum of several rewards [P, G, R]: [P, G].
+    """Weighted sum of several rewards [P, G, R]: [P, G].
 
     A missing reward is replaced by its group's mean, so its presence moves no sample. A sample without any is NaN.
     """
-    rewards, weights = _check_shapes(rewards, weights)
+    dtype, rewards, weights = _check_shapes(rewards, weights)
     missing = rewards.isnan()
     means = rewards.nanmean(dim=1, keepdim=True).nan_to_num(0)
     total = (torch.where(missing, means, rewards) * weights).sum(dim=2)
-    return total.masked_fill(missing.all(dim=2), torch.nan)
+    return total.masked_fill(missing.all(dim=2), torch.nan).to(dtype)
 
 
 def whiten(values: Tensor, applies: Tensor) -> Tensor:
-    """Return values [P, G] less their mean, over their deviation (ddof 0, eps 1e-4), of all those where `applies`.
+    """Values [P, G] less their mean, over their deviation (ddof 0, eps 1e-4), of all those where `applies`.
 
     The others are 0, and so are all if they differ by rounding alone.
     """
@@ -209,7 +221,7 @@ def whiten(values: Tensor, applies: Tensor) -> Tensor:
 
 
 def trim_extremes(advantages: Tensor, share: float) -> Tensor:
-    """Return advantages [P, G] with 0 for the floor(share * G) lowest and highest of a group each; ties by position."""
+    """Advantages [P, G] with 0 for the floor(share * G) lowest and highest of a group each; ties by position."""
     size = advantages.shape[1]
     cut = int(share * size + 1e-9)  # 0.29 * 100 is 28.999999999999996
     ranked = advantages.argsort(dim=1, stable=True)
@@ -217,8 +229,8 @@ def trim_extremes(advantages: Tensor, share: float) -> Tensor:
 
 
 def below(rewards: Tensor, width: int) -> Tensor:
-    """Return the value of every node of a balanced tree, the mean reward of the `width` leaves below it: [P, G, R] to
-    [P, G/width, R] (BranchGRPO, 2509.06040).
+    """Value of every node of a balanced tree, the mean reward of the `width` leaves below it: [P, G, R] to [P, G/width,
+    R] (BranchGRPO, 2509.06040).
 
     NaN if no leaf has one.
     """
@@ -226,8 +238,8 @@ def below(rewards: Tensor, width: int) -> Tensor:
 
 
 def zero_variance(rewards: Tensor) -> Tensor:
-    """Return the groups of rewards [P, G] without variance or with fewer than two applicable rewards: bool [P]."""
-    return _without_variance(*wide(rewards))
+    """Groups of rewards [P, G] without variance or with fewer than two applicable rewards: bool [P]."""
+    return _without_variance(rewards.double())
 
 
 def _without_variance(rewards: Tensor) -> Tensor:
@@ -236,34 +248,26 @@ def _without_variance(rewards: Tensor) -> Tensor:
 
 
 def centre(rewards: Tensor) -> Tensor:
-    """Return rewards [P, G] less their group's mean, 0 where not applicable."""
+    """Rewards [P, G] less their group's mean, 0 where not applicable."""
     return (rewards - rewards.nanmean(dim=1, keepdim=True)).masked_fill(rewards.isnan(), 0)
 
 
 def group_std(rewards: Tensor, ddof: int = 1) -> Tensor:
-    """Return the deviation of each group's applicable rewards [P, G], 0 if there are at most ddof: [P]."""
+    """Deviation of each group's applicable rewards [P, G], 0 if there are at most ddof: [P]."""
     count = (~rewards.isnan()).sum(dim=1) - ddof
     return (centre(rewards).square().sum(dim=1) / count.clamp(min=1)).sqrt()
 
 
 def rows_of(prompts: Sequence[str]) -> dict[str, list[int]]:
-    """Return the group indices of every prompt, in the order of their first appearance."""
+    """Group indices of every prompt, in the order of their first appearance."""
     rows: dict[str, list[int]] = {}
     for row, prompt in enumerate(prompts):
         rows.setdefault(prompt, []).append(row)
     return rows
 
 
-def sample_logp(context: Context | None, rewards: Tensor, part: str) -> Tensor:
-    """Return the old log-probability of every sample, [P, G], for rewards [P, G] or [P, G, R].
-
-    part: the name of the part that reads it, for the error.
-    """
-    return of_samples(context, "logp", rewards, part)
-
-
 def of_samples(context: Context | None, name: str, rewards: Tensor, part: str) -> Tensor:
-    """Return what a context has of every sample, [P, G], for rewards [P, G] or [P, G, R]: one of `MEASURED`.
+    """What a context has of every sample, [P, G], for rewards [P, G] or [P, G, R]: one of `MEASURED`.
 
     part: the name of the part that reads it, for the error.
     """
@@ -278,36 +282,16 @@ def of_samples(context: Context | None, name: str, rewards: Tensor, part: str) -
     return values
 
 
-def _history(seen: dict[str, Any], prompt: str, epoch: int, values: list[float], buffer: int) -> list[float]:
-    """Return the last `buffer` rewards of a prompt, including the present `values`; updates the stored history."""
-    entry = seen.setdefault(prompt, {"epoch": epoch, "past": [], "present": values})
-    if entry["epoch"] != epoch:
-        past = (entry["past"] + entry["present"])[-buffer:]
-        entry = seen[prompt] = {"epoch": epoch, "past": past, "present": values}
-    return (entry["past"] + values)[-buffer:]
-
-
-def _standardise(values: Tensor, known: Tensor) -> Tensor:
-    """Return values less the mean of `known` [n], over their deviation, ddof 0, eps 1e-6; zeros if it is rounding."""
-    if zero_variance(known[None]):
-        return torch.zeros_like(values)
-    return (values - known.mean()) / (known.std(correction=0) + 1e-6)
-
-
-def _check_shapes(rewards: Tensor, weights: Tensor | Sequence[float]) -> tuple[Tensor, Tensor]:
-    (rewards,) = wide(rewards)
+def _check_shapes(rewards: Tensor, weights: Tensor | Sequence[float]) -> tuple[torch.dtype, Tensor, Tensor]:
+    """Dtype of results, float32 at least, and rewards and weights in float64."""
+    dtype, rewards = wide(rewards)[0].dtype, rewards.double()
     weights = torch.as_tensor(weights, dtype=rewards.dtype, device=rewards.device)
     if rewards.ndim != 3 or weights.shape != rewards.shape[2:]:
         raise ValueError(
             f"rewards have shape {tuple(rewards.shape)} and weights {tuple(weights.shape)}, "
             "expected [prompts, samples, rewards] and one weight per reward"
         )
-    return rewards, weights
-
-
-def _require_one_of(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ValueError(f"{name} is {value!r}, expected one of {', '.join(known)}")
+    return dtype, rewards, weights
 
 
 POOLED_SCALES = ("group", "none", "leave_one_out")

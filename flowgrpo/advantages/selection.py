@@ -113,7 +113,7 @@ class WidthPruning:
         return self._prune(_siblings(scores, context))
 
     def nodes(self, scores: Tensor, siblings: int | None) -> Tensor:
-        """Return the kept inner nodes of one depth: scores [P, N] to bool [P, N].
+        """Kept inner nodes of one depth: scores [P, N] to bool [P, N].
 
         siblings: nodes that leave one state; None before the first split, where nothing has siblings.
         """
@@ -190,7 +190,7 @@ class PairedGroups:
 
 
 def of_nodes(part: Callable[..., Tensor] | None, leaves: Tensor, scores: Tensor, splits: Sequence[int]) -> Tensor:
-    """Return the trained inner nodes of one depth: bool [P, N].
+    """Trained inner nodes of one depth: bool [P, N].
 
     A selection with `nodes` decides by their scores [P, N]; otherwise nodes with a kept leaf below are trained, leaves
     bool [P, G]. splits: children per state of the tree's splits, in order.
@@ -201,7 +201,7 @@ def of_nodes(part: Callable[..., Tensor] | None, leaves: Tensor, scores: Tensor,
 
 
 def siblings(nodes: int, leaves: int, splits: Sequence[int]) -> int | None:
-    """Return how many of the nodes of a depth leave one state; None if the depth has as many nodes as roots.
+    """How many of the nodes of a depth leave one state; None if the depth has as many nodes as roots.
 
     nodes, leaves: per prompt. splits: children per state of the tree's splits, in order.
     """
@@ -214,7 +214,7 @@ def siblings(nodes: int, leaves: int, splits: Sequence[int]) -> int | None:
 
 
 def widest(scores: Tensor, n: int) -> Tensor:
-    """Return the n samples of each group of scores [P, G] with the largest variance: bool [P, G].
+    """The n samples of each group of scores [P, G] with the largest variance: bool [P, G].
 
     They are always some of the lowest, at least one, and some of the highest, at least one: n - 1 subsets are tried.
     """
@@ -226,7 +226,7 @@ def widest(scores: Tensor, n: int) -> Tensor:
 
 
 def _siblings(scores: Tensor, context: Context | None) -> Tensor:
-    """Return leaf scores [P, G] by the state that they leave at the last split: [P, n, siblings].
+    """Leaf scores [P, G] by the state that they leave at the last split: [P, n, siblings].
 
     Without a listed split the samples of a group are siblings.
     """
@@ -235,7 +235,6 @@ def _siblings(scores: Tensor, context: Context | None) -> Tensor:
 
 
 def _at(scores: Tensor, positions: Tensor) -> Tensor:
-    """Return a mask, true at the positions along the last dimension: bool, shaped as scores."""
     return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, positions, True)
 
 

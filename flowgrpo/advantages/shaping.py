@@ -7,43 +7,75 @@ NaN, a reward that does not apply to a sample, stays NaN.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Annotated
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from flowgrpo.advantages.group import sample_logp, weighted_sum
+from flowgrpo.advantages.group import of_samples, weighted_sum, zero_variance
+from flowgrpo.errors import UserError
 from flowgrpo.parts import Above, AtLeast, part
-from flowgrpo.types import Context, wide
+from flowgrpo.types import Context, InDouble, wide
 
 LABELS, DROPS = 2407_12164, 2509_24203  # separate the draws of labels and of dropped samples from others of an epoch
 
 
-class Shaping:
+class Shaping(InDouble):
     """Rewards before they are compared: base class.
 
     merges: several rewards become one, of weight 1.
+    teaches: it is the method's own signal, so that samples of a group that earn the same may differ by it (`shape`).
     reads_reference: it reads a likelihood of every sample under the method's reference, from the context.
     reads_answers: it is about answers that join their group.
     of_lengths: samples of one length compare with it as without it.
     """
 
-    merges = reads_reference = reads_answers = of_lengths = False
+    merges = teaches = reads_reference = reads_answers = of_lengths = False
 
     def __call__(self, rewards: Tensor, context: Context | None = None) -> Tensor:
-        """Return the rewards [P, G, R], [P, G, 1] if it merges them; NaN where none applies."""
+        """Rewards [P, G, R], [P, G, 1] if it merges them; NaN where none applies."""
         raise NotImplementedError
 
 
-@part("shaping")
+def shape(rewards: Tensor, weights: Sequence[float], shaping: Shaping | None, context: Context, alone: bool) -> Tensor:
+    """Rewards [P, G, R] less the samples' penalty, and shaped: [P, G, R], [P, G, 1] if the shaping merges them.
+
+    Whether a group teaches is decided before both, here alone: where all samples have the same weighted sum of rewards
+    (`zero_variance`; DAPO's filter of its released code), neither penalties nor lengths nor lots tell them apart, and
+    the group keeps its rewards. Exceptions: a shaping that `teaches`, and a method that compares no samples of a group
+    (alone).
+    Raises UserError for a shaped reward that overflows.
+    """
+    totals, less = weighted_sum(rewards, weights)[..., None], penalised(rewards, context)
+    silent = zero_variance(totals[..., 0])[:, None, None] & (not alone)
+    shaped = less = torch.where(silent, rewards, less)
+    if shaping is not None:
+        shaped = shaping(less, context)
+        if not shaping.teaches:
+            shaped = torch.where(silent, totals if shaping.merges else rewards, shaped)
+    if shaped.isinf().any():
+        known = rewards[~rewards.isnan()]
+        raise UserError(f"parts.shaping {type(shaping).__name__}: rewards from {known.min().item():g} to "
+                        f"{known.max().item():g} overflow, expected smaller ones: scale them first")
+    return shaped
+
+
+def penalised(rewards: Tensor, context: Context) -> Tensor:
+    """Rewards [P, G, R] less the samples' penalty."""
+    penalty = context.samples.penalty
+    return rewards if penalty is None else rewards - penalty[..., None].to(rewards)
+
+
+@part("shaping", teaches=True)
 class Unlikely(Shaping):
     """`unlikely` by the samples' old log-probabilities, from the context (Rewarding the Unlikely, 2506.02355)."""
 
     beta: Annotated[float, AtLeast(0, to=1)] = 0.25
 
     def __call__(self, rewards: Tensor, context: Context | None = None) -> Tensor:
-        return unlikely(rewards, sample_logp(context, rewards, "Unlikely"), self.beta)
+        return unlikely(rewards, of_samples(context, "logp", rewards, "Unlikely"), self.beta)
 
 
 @part("shaping")
@@ -59,8 +91,7 @@ class WinRate(Shaping):
         done = torch.zeros(rewards.shape[2], dtype=torch.bool, device=rewards.device)
         if context is not None and context.rewards.win_rates:
             done = torch.as_tensor(context.rewards.win_rates, device=rewards.device)
-        before, after = wide(rewards, to_win_rates(rewards, self.margin))
-        return torch.where(done, before, after)
+        return torch.where(done, rewards, to_win_rates(rewards, self.margin))
 
 
 @part("shaping")
@@ -71,20 +102,18 @@ class Binary(Shaping):
     threshold: float
 
     def __call__(self, rewards: Tensor, context: Context | None = None) -> Tensor:
-        (rewards,) = wide(rewards)
         return (rewards >= self.threshold).to(rewards).masked_fill(rewards.isnan(), torch.nan)
 
 
 @part("shaping", target="texts", of_lengths=True)
 class Overlong(Shaping):
     """Rewards less DAPO's soft overlong punishment (2503.14476, equation 13): 0 up to the last `share` of the tokens
-    that a completion may have, then linear growth to 1 at the last one."""
+    that a completion may have, then linear growth to 1 at the last one. A group that agrees has none (`shape`)."""
 
     share: Annotated[float, Above(0, to=1)] = 0.2
 
     def __call__(self, rewards: Tensor, context: Context | None = None) -> Tensor:
         assert context is not None and context.samples.lengths is not None, "Overlong needs a context with lengths"
-        (rewards,) = wide(rewards)
         free = (1 - self.share) * context.samples.longest
         punished = ((context.samples.lengths.to(rewards) - free) / (context.samples.longest - free)).clamp(min=0)
         return rewards - punished[..., None]
@@ -105,7 +134,7 @@ class BradleyTerry(Shaping):
 
     def __call__(self, rewards: Tensor, context: Context | None = None) -> Tensor:
         context = context or Context()
-        (totals,) = wide(weighted_sum(rewards, context.rewards.weights or [1.0] * rewards.shape[2])[..., None])
+        totals = weighted_sum(rewards, context.rewards.weights or [1.0] * rewards.shape[2])[..., None]
         draw = np.random.default_rng((LABELS, context.run.epoch))
         noise = torch.from_numpy(draw.gumbel(size=tuple(totals.shape))).to(totals)
         return to_win_rates(self.scale * totals + noise)  # a difference of two Gumbels is logistic
@@ -124,7 +153,6 @@ class Balanced(Shaping):
 
     def __call__(self, rewards: Tensor, context: Context | None = None) -> Tensor:
         context = context or Context()
-        (rewards,) = wide(rewards)
         totals = weighted_sum(rewards, context.rewards.weights or [1.0] * rewards.shape[2])
         good = totals >= self.right
         bad = ~good & ~totals.isnan()
@@ -149,18 +177,17 @@ class Compressed(Shaping):
     low: Annotated[float, Above(0)] = 5.0
 
     def __call__(self, rewards: Tensor, context: Context | None = None) -> Tensor:
-        (rewards,) = wide(rewards)
         over = (rewards - self.threshold).clamp(min=0).log1p() * self.high
         under = ((self.threshold - rewards).clamp(min=0) * self.low).expm1() / math.expm1(self.low)
         return self.threshold + torch.where(rewards < self.threshold, -under, over)
 
 
 def unlikely(rewards: Tensor, logp: Tensor, beta: float) -> Tensor:
-    """Return rewards [P, G, R] times 1 - beta (G - rank) / G, rank 0 the sample of the highest logp [P, G] of its
+    """Rewards [P, G, R] times 1 - beta (G - rank) / G, rank 0 the sample of the highest logp [P, G] of its
     group.
 
-    Among equal rewards the rarer sample earns more, and a reward of 0 stays 0 (2506.02355). Ties of logp go by
-    position.
+    Among equal rewards the rarer sample earns more, which is the method's own signal, and a reward of 0 stays 0
+    (2506.02355). Ties of logp go by position.
     Raises ValueError for a reward below 0, for which the factor would reverse the order.
     """
     (rewards,) = wide(rewards)
@@ -173,7 +200,7 @@ def unlikely(rewards: Tensor, logp: Tensor, beta: float) -> Tensor:
 
 
 def win_rates(wins: Tensor) -> Tensor:
-    """Return the share of its comparisons that each sample won: wins [..., G, G] to [..., G].
+    """Share of its comparisons that each sample won: wins [..., G, G] to [..., G].
 
     wins[i, j] is 1 where i beat j, 0 where it lost, 1/2 at a tie, and NaN without a comparison; the diagonal does not
     count. If all are compared the rates sum to G/2. NaN for a sample that was never compared (Pref-GRPO, 2508.20751;
@@ -185,7 +212,7 @@ def win_rates(wins: Tensor) -> Tensor:
 
 
 def to_win_rates(rewards: Tensor, margin: float = 0.0) -> Tensor:
-    """Return pointwise rewards [P, G, R] as win rates of a pairwise judge of each group: [P, G, R].
+    """Pointwise rewards [P, G, R] as win rates of a pairwise judge of each group: [P, G, R].
 
     A sample beats another if its reward is larger by more than `margin`, and ties within it. The size of gaps no longer
     counts, so tiny gaps are not amplified by a tiny deviation. A sample without the reward, or alone with it, has NaN.

@@ -23,12 +23,12 @@ from flowgrpo.types import Completions, Context, Segmented, unwrap, wide
 
 
 def cut_points(logp: Tensor, mask: Tensor, below: float) -> Tensor:
-    """Return the tokens drawn with a probability below `below`, where completions diverge: bool [m, L]."""
+    """Tokens drawn with a probability below `below`, where completions diverge: bool [m, L]."""
     return (logp.exp() < below) & mask
 
 
 def segments_of(cuts: Tensor, interval: int) -> Tensor:
-    """Return the segment of each token, int64 [m, L] from 0, of cut points bool [m, L].
+    """Segment of each token, int64 [m, L] from 0, of cut points bool [m, L].
 
     A segment begins with a cut point and holds `interval` of them, the last one fewer. Tokens before the first cut
     point belong to the first segment.
@@ -37,7 +37,7 @@ def segments_of(cuts: Tensor, interval: int) -> Tensor:
 
 
 def starts_of(segments: Tensor, mask: Tensor) -> list[tuple[int, int, int]]:
-    """Return (row, segment, index of its first token) of all segments but the first of a row.
+    """(row, segment, index of its first token) of all segments but the first of a row.
 
     segments: int64 [m, L]; mask: bool [m, L], true for drawn tokens.
     """
@@ -46,8 +46,7 @@ def starts_of(segments: Tensor, mask: Tensor) -> list[tuple[int, int, int]]:
 
 
 def chain(values: Tensor, segments: Tensor, rewards: Tensor) -> Tensor:
-    """Return the value that every token's segment added, [m, L]: that of the state behind it less that of the state
-    before.
+    """Value that every token's segment added, [m, L]: that of the state behind it less that of the state before.
 
     values: [m, S], of the state before each segment, NaN beyond a row's last one.
     rewards: [m], the value behind the last segment.
@@ -60,7 +59,7 @@ def chain(values: Tensor, segments: Tensor, rewards: Tensor) -> Tensor:
 
 
 def steps_of(ids: Tensor, mask: Tensor, every: int, ends: Collection[int] = ()) -> Tensor:
-    """Return the step of each token, int64 [m, L] from 0.
+    """Step of each token, int64 [m, L] from 0.
 
     A step is `every` tokens, or ends with a token of `ends` if any are given. Masked tokens belong to the last step
     before them.
@@ -74,7 +73,7 @@ def steps_of(ids: Tensor, mask: Tensor, every: int, ends: Collection[int] = ()) 
 
 
 def anchors(ids: Tensor, steps: Tensor, mask: Tensor, groups: Tensor) -> Tensor:
-    """Return the state before each step and behind the last one, int64 [m, T + 1]; -1 beyond a row's end.
+    """State before each step and behind the last one, int64 [m, T + 1]; -1 beyond a row's end.
 
     Two rows share a state if they have the same prompt (`groups`, int64 [m]) and the same tokens so far.
     """
@@ -90,7 +89,7 @@ def anchors(ids: Tensor, steps: Tensor, mask: Tensor, groups: Tensor) -> Tensor:
 
 
 def step_advantages(states: Tensor, rewards: Tensor, gamma: float, divide: bool = True) -> Tensor:
-    """Return GiGPO's step-relative advantages (2505.10978, equations 6 to 9): [m, T].
+    """GiGPO's step-relative advantages (2505.10978, equations 6 to 9): [m, T].
 
     states: int64 [m, T], the state before each step, -1 for none.
     rewards: [m], at the end.
@@ -117,7 +116,7 @@ def step_advantages(states: Tensor, rewards: Tensor, gamma: float, divide: bool 
 
 
 def shared_values(states: Tensor, rewards: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the value of each state to the samples that pass through it, and their number: both [m, T].
+    """Value of each state to the samples that pass through it, and their number: both [m, T].
 
     states: int64 [m, T], equal where samples share one, -1 for none.
     rewards: [m], NaN for none.
@@ -137,7 +136,7 @@ def shared_values(states: Tensor, rewards: Tensor) -> tuple[Tensor, Tensor]:
 
 def mean_step_advantage(ids: Tensor, steps: Tensor, mask: Tensor, groups: Tensor, advantages: Tensor,
                         history: int) -> Tensor:
-    """Return the mean advantage of all rows that take the same step, of each token: [m, L].
+    """Mean advantage of all rows that take the same step, of each token: [m, L].
 
     steps: int64 [m, L], of each token; groups: int64 [m]; advantages: [m].
 
@@ -180,7 +179,7 @@ class Progress:
     rewards: tuple[str, ...] = ()
 
     def bonuses(self, rewards: Tensor, context: Context) -> Tensor:
-        """Return the bonus of every trained step, [P, G, K]. rewards: [P, G, R], of the samples."""
+        """Bonus of every trained step, [P, G, K]. rewards: [P, G, R], of the samples."""
         weights = select_weights(dict(zip(context.rewards.names, context.rewards.weights)), self.rewards)
         columns = [number for number, name in enumerate(context.rewards.names) if name in weights]
         final = weighted_sum(rewards[..., columns], list(weights.values()))
@@ -188,7 +187,7 @@ class Progress:
 
 
 def progress(values: Tensor, final: Tensor, discount: float = 0.0) -> Tensor:
-    """Return the progress of K steps, [P, G, K]: the value behind a step less that before it.
+    """Progress of K steps, [P, G, K]: the value behind a step less that before it.
 
     values: [P, G, K], of the states before the steps. final: [P, G], behind the last one.
     discount: a step's result is its progress plus `discount` times the result of the next step.
@@ -203,7 +202,7 @@ def progress(values: Tensor, final: Tensor, discount: float = 0.0) -> Tensor:
 
 
 def select_weights(weights: Mapping[str, float], names: Sequence[str] = ()) -> dict[str, float]:
-    """Return the weights of the rewards `names`, 1 in place of 0; without names all of them, unchanged."""
+    """Weights of the rewards `names`, 1 in place of 0; without names all of them, unchanged."""
     return {name: weight or 1.0 for name, weight in weights.items() if name in names} if names else dict(weights)
 
 
@@ -212,23 +211,24 @@ class TokenCredit:
 
     samples: continuations per segment that estimate the value of its first state; 0: none are drawn.
     causal: it needs tokens that are drawn one after the other.
-    needs: as of an `AdvantageRule`.
+    needs, teaches: as of an `AdvantageRule`.
     """
 
     samples: int = 0
-    causal = False
+    causal = teaches = False
     needs: tuple[str, ...] = ()
 
     def __call__(self, taken: Any, advantages: Tensor, totals: Tensor) -> Tensor:
-        """Return the advantages [m] or [m, L]."""
+        """Advantages [m] or [m, L]."""
         raise NotImplementedError
 
     def segments(self, logp: Tensor, mask: Tensor) -> Tensor:
-        """Return the segment of every token, int64 [m, L], of one that draws continuations."""
+        """Segment of every token, int64 [m, L], of one that draws continuations."""
         raise NotImplementedError
 
 
-@part("spread", target="texts", causal=True, jointly={"cut interval samples": "above 0 to 1, and 1 or more"})
+@part("spread", target="texts", causal=True, teaches=True,
+      jointly={"cut interval samples": "above 0 to 1, and 1 or more"})
 class SegmentChain(TokenCredit):
     """Advantage of a token as the change of value over its segment, from Monte-Carlo continuations (SPO-chain,
     2505.23564): `segments.chain`.
@@ -245,8 +245,7 @@ class SegmentChain(TokenCredit):
     masked: bool = True
 
     def segments(self, logp: Tensor, mask: Tensor) -> Tensor:
-        """Return the segment of each token, int64 [m, L], of log-probabilities [m, L] and the mask of drawn tokens [m,
-        L]."""
+        """Segment of each token, int64 [m, L], of log-probabilities [m, L] and the mask of drawn tokens [m, L]."""
         return segments_of(cut_points(logp, mask, self.cut), self.interval)
 
     def __call__(self, taken: Completions, advantages: Tensor, totals: Tensor) -> Tensor:

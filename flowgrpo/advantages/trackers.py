@@ -12,15 +12,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from flowgrpo.advantages.group import (
-    RELATIVE_NOISE,
-    AdvantageRule,
-    Clamp,
-    group_relative,
-    rows_of,
-    weighted_sum,
-    whiten,
-)
+from flowgrpo.advantages import group
 from flowgrpo.errors import UserError
 from flowgrpo.parts import Above, AtLeast, part
 from flowgrpo.types import Context, RunState
@@ -28,7 +20,7 @@ from flowgrpo.types import Context, RunState
 
 def update_state(memory: dict[str, Any], part: str, key: str, epoch: int, start: list[float],
                  change: Callable[[list[float]], list[float]]) -> tuple[list[float], list[float]]:
-    """Return the state of a key before this epoch, and with it.
+    """State of a key before this epoch, and with it.
 
     memory[part] holds the states, which begin as `start`. The first call of an epoch changes them; later ones, for the
     inner nodes of a tree or after a resume, return the same.
@@ -41,19 +33,19 @@ def update_state(memory: dict[str, Any], part: str, key: str, epoch: int, start:
 
 
 def mean_of(counts: Sequence[float]) -> float:
-    """Return the mean of a state [number, sum, ...]; 0 of no number."""
+    """Mean of a state [number, sum, ...]; 0 of no number."""
     return counts[1] / counts[0] if counts[0] else 0.0
 
 
 def require_rates(part: str, total: Tensor) -> None:
     """Raise UserError for rewards [P, G] outside 0 to 1, which are no success rates."""
-    if (total < -RELATIVE_NOISE).any() or (total > 1 + RELATIVE_NOISE).any():
+    if (total < -group.RELATIVE_NOISE).any() or (total > 1 + group.RELATIVE_NOISE).any():
         known = total[~total.isnan()]
         raise UserError(f"{part}: rewards from {known.min().item():g} to {known.max().item():g}, expected within 0 "
                         "to 1, as a success rate: scale the weights, or shape the rewards first")
 
 
-class Tracked(AdvantageRule):
+class Tracked(group.AdvantageRule):
     """Comparison with the history of a prompt: base class, which goes through the prompts."""
 
     clamp: float
@@ -61,23 +53,24 @@ class Tracked(AdvantageRule):
     def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
         assert context is not None, f"{type(self).__name__} compares with earlier epochs: it needs a context"
         assert len(context.groups.prompts) == len(rewards), (len(context.groups.prompts), rewards.shape)
-        total = weighted_sum(rewards, weights)
+        total = group.weighted_sum(rewards, weights)
         advantages = torch.zeros_like(total)
-        for prompt, rows in rows_of(context.groups.prompts).items():
+        for prompt, rows in group.rows_of(context.groups.prompts).items():
             if not total[rows].isnan().all():
                 advantages[rows] = self.visit(prompt, total[rows], context.run)
         return self.finish(advantages.masked_fill(total.isnan(), 0), ~total.isnan()).clamp(-self.clamp, self.clamp)
 
     def visit(self, prompt: str, rewards: Tensor, run: RunState) -> Tensor:
-        """Return the advantages of all groups [n, G] of a prompt, and count their rewards, NaN where none applies."""
+        """Advantages of all groups [n, G] of a prompt, and count their rewards, NaN where none applies."""
         raise NotImplementedError
 
     def finish(self, advantages: Tensor, applies: Tensor) -> Tensor:
-        """Return the advantages [P, G] of an epoch; applies: bool [P, G]."""
+        """Advantages [P, G] of an epoch; applies: bool [P, G]."""
         return advantages
 
 
-@part("advantage", single=True, needs=("drift",), jointly={"evidence floor": "evidence above 0 and floor 0 or more"})
+@part("advantage", single=True, teaches=True, needs=("drift",),
+      jointly={"evidence floor": "evidence above 0 and floor 0 or more"})
 class ValueTracker(Tracked):
     """Success rate tracked for every prompt as its baseline, then normalised over the batch (SPO, 2509.13232).
 
@@ -100,7 +93,7 @@ class ValueTracker(Tracked):
     prior: float = 0.5
     evidence: Annotated[float, Above(0)] = 8.0
     floor: Annotated[float, AtLeast(0)] = 0.05
-    clamp: Clamp = 5.0
+    clamp: group.Clamp = 5.0
 
     def __post_init__(self) -> None:
         if not self.half > 0 or not 0 <= self.least <= self.most <= 1 or not 0 <= self.prior <= 1:
@@ -121,10 +114,10 @@ class ValueTracker(Tracked):
         return rewards - mean_of(before)
 
     def finish(self, advantages: Tensor, applies: Tensor) -> Tensor:
-        return whiten(advantages, applies)
+        return group.whiten(advantages, applies)
 
     def prompt_weights(self, memory: dict[str, Any], prompts: Sequence[str]) -> Tensor:
-        """Return the sampling weight of each prompt, in proportion to sqrt(v (1 - v)) + floor: float64 [len(prompts)].
+        """Sampling weight of each prompt, in proportion to sqrt(v (1 - v)) + floor: float64 [len(prompts)].
 
         A prompt that was never seen has the rate `prior`.
         """
@@ -134,7 +127,7 @@ class ValueTracker(Tracked):
         return (v * (1 - v)).clamp(min=0).sqrt() + self.floor
 
 
-@part("advantage")
+@part("advantage", teaches=True)
 class SmoothStandardised(Tracked):
     """Advantage by the present group's mean and std, smoothed with that by all rewards of the prompt so far
     (DCPO, 2509.02333).
@@ -147,10 +140,10 @@ class SmoothStandardised(Tracked):
     memory["SmoothStandardised"] holds visits, number, sum and sum of squares of every prompt's rewards.
     """
 
-    clamp: Clamp = 5.0
+    clamp: group.Clamp = 5.0
 
     def visit(self, prompt: str, rewards: Tensor, run: RunState) -> Tensor:
-        values = rewards[~rewards.isnan()].double()
+        values = rewards[~rewards.isnan()]
         added = [1.0, float(len(values)), values.sum().item(), values.square().sum().item()]
         _, (visits, count, total, squares) = update_state(
             run.memory, "SmoothStandardised", prompt, run.epoch, [0.0] * 4,
@@ -158,15 +151,15 @@ class SmoothStandardised(Tracked):
         mean = total / count
         spread = (max(squares - count * mean * mean, 0.0) / max(count - 1, 1)) ** 0.5
         history = torch.zeros_like(rewards)
-        if spread > RELATIVE_NOISE * max(abs(mean), spread):
+        if spread > group.RELATIVE_NOISE * max(abs(mean), spread):
             history = (rewards - mean) / (spread + 1e-8)
-        present = group_relative(rewards.reshape(1, -1)).view_as(rewards)
+        present = group.group_relative(rewards.reshape(1, -1)).view_as(rewards)
         by_present = ((visits - 1) * present + history) / visits
         by_history = (present + (visits - 1) * history) / visits
         return torch.where(by_present.abs() < by_history.abs(), by_present, by_history)
 
 
-@part("advantage", keeps_prior=True, jointly={"keep prior evidence": "0 to 1 each, and above 0"})
+@part("advantage", keeps_prior=True, teaches=True, jointly={"keep prior evidence": "0 to 1 each, and above 0"})
 class PriorBlend(Tracked):
     """Reward less a baseline between a prior value of the prompt and the group's mean, weighted for the smallest mean
     squared error (V0.5).
@@ -184,7 +177,7 @@ class PriorBlend(Tracked):
     keep: Annotated[float, AtLeast(0, to=1)] = 0.7
     prior: Annotated[float, AtLeast(0, to=1)] = 0.5
     evidence: Annotated[float, Above(0)] = 2.0
-    clamp: Clamp = 5.0
+    clamp: group.Clamp = 5.0
 
     def visit(self, prompt: str, rewards: Tensor, run: RunState) -> Tensor:
         require_rates("PriorBlend", rewards)
@@ -199,8 +192,8 @@ class PriorBlend(Tracked):
 
 
 def prior_weight(prior: float, mean: float, count: int) -> float:
-    """Return the weight of a prior success rate beside the mean of `count` rewards: s / (s + bias^2), 1 where both are
-    0. s = prior (1 - prior) / count; bias^2 = (mean - prior)^2."""
+    """Weight of a prior success rate beside the mean of `count` rewards: s / (s + bias^2), 1 where both are 0. s =
+    prior (1 - prior) / count; bias^2 = (mean - prior)^2."""
     noise = prior * (1 - prior) / count
     bias = (mean - prior) ** 2
     return noise / (noise + bias) if noise + bias else 1.0

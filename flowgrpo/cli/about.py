@@ -47,11 +47,15 @@ def check(
 
     others = "recipe", "gpu", "processes", "json", "verbose", "trust"
     model, options = recipe_and_options(arguments or [], "model", others)
+    # What stands in the model's place may be a recipe, or a slip of one.
     if recipe is None and model is not None and (Path(model).suffix in (".yaml", ".yml") or model in recipes.names()
                                                  and (gpu or model not in FOLDERS) and not Path(model).exists()):
         model, recipe = None, model
-    if recipe is None and model is not None:
-        _require_known(model, [*recipes.names(), *FOLDERS])
+    if recipe is None and model is not None and not Path(model).exists():
+        names = [*recipes.names(), *FOLDERS]
+        if model not in names and re.fullmatch(r"[a-z0-9_.-]+", model):  # no path, no hub id and no class
+            if (hint := nearest(model, names)).startswith(":"):
+                raise UserError(f"no model or recipe {model!r}{hint}")
     if gpu is not None:
         from flowgrpo.cli.dry_run import predict
 
@@ -63,6 +67,7 @@ def check(
         raise UserError("flowgrpo check needs a MODEL or a recipe")
     from flowgrpo.tools.check.report import of_class, report
 
+    # What the recipe lacks here, before a model is loaded.
     if recipe is not None and config is not None and not as_json:
         from flowgrpo.cli.prepare import show, size
         from flowgrpo.tools.check.needs import needs
@@ -85,14 +90,6 @@ def check(
             typer.echo(f"{key:<{width}}  {value}")
     if not result["supported"]:
         raise typer.Exit(2)
-
-
-def _require_known(model: str, names: list[str]) -> None:
-    """Raise UserError for a typo in the name of a recipe or a starter: no path, no hub id and no class."""
-    if model in names or not re.fullmatch(r"[a-z0-9_.-]+", model) or Path(model).exists():
-        return
-    if (hint := nearest(model, names)).startswith(":"):
-        raise UserError(f"no model or recipe {model!r}{hint}")
 
 
 def _plain(value: Any) -> str:
@@ -158,7 +155,6 @@ def parts(
 
 
 def _presets(module: str) -> list[list[str]]:
-    """Return (name, summary, source) of the presets of a module."""
     file = Path(__file__).parent.parent.joinpath(*module.split(".")).with_suffix(".py")
     tree = ast.parse(file.read_text(encoding="utf-8"))
     return [[node.name, *_summary(ast.get_docstring(node) or "")] for node in tree.body
@@ -199,13 +195,11 @@ def recipes(
 
 
 def _row(name: str) -> list[str]:
-    """Return the cells of a recipe."""
     from flowgrpo.cli.reproduce import of_recipe
     from flowgrpo.config import parse
     from flowgrpo.config import recipes as packaged
 
     config = parse.load(name)
     said = COMPUTED.search((packaged.FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
-    computed = of_recipe(name) or ([said["gpus"], said["hours"], said["peak"]] if said else
-                                   ["any, or a CPU", "-", "-"])
+    computed = of_recipe(name) or ([said["gpus"], said["hours"], said["peak"]] if said else ["any, or a CPU", "-", "-"])
     return [name, config.model.rpartition("/")[2], config.method, ", ".join(config.trained), *computed]

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -51,16 +51,17 @@ def vote(
     ballot = Ballot(comparisons, names, output, seed)
     with server(ballot, port) as serving:
         typer.echo(f"{quantity(len(ballot.comparisons), 'pair')}, {len(ballot.verdicts)} with a vote: "
-                   f"{address(serving)} "
-                   "(Ctrl-C ends it)")
+                   f"{address(serving)} (Ctrl-C ends it)")
         with contextlib.suppress(KeyboardInterrupt):
             serving.serve_forever()
-    _show(ballot.summary(), output)
+    heads, *rows = ballot.table()
+    print_table(heads, rows)
+    typer.echo(f"{output}: intervals are Wilson's, without ties")
 
 
 def _pairs(places: list[Path], loras: list[Path], prompts: Path | None, count: int, seed: int, output: Path
            ) -> tuple[list[Comparison], tuple[str, str]]:
-    """Return the pairs and the names of their sides."""
+    """Pairs and the names of their sides."""
     if not loras and prompts is None:
         from flowgrpo.tools.vote import sources
 
@@ -72,15 +73,6 @@ def _pairs(places: list[Path], loras: list[Path], prompts: Path | None, count: i
     return drawn.pairs(places[0], loras, prompts, count, seed, output.with_name(f"{output.stem}-images"))
 
 
-def _show(summary: dict[str, Any], output: Path) -> None:
-    """Print the numbers of votes, and the share that prefers B."""
-    a, b = summary["a"], summary["b"]
-    print_table(["prompts", "votes", f"for {b}", "ties", f"share for {b} over {a}, 95 %"],
-                [[name, str(row["votes"]), str(row["b"]), str(row["ties"]), row["share"]]
-                 for name, row in summary["rows"].items()])
-    typer.echo(f"{output}: intervals are Wilson's, without ties")
-
-
 @compare_app.command("methods", short_help="Compare methods on a packaged model from the same budget.")
 def bench(
     methods: Annotated[str, typer.Option(metavar="A,B", show_default=False, help="Methods to compare, separated by "
@@ -89,8 +81,9 @@ def bench(
     output: Annotated[Path, typer.Option(show_default=False, help="The folder of the bench. One that was interrupted "
                                          "continues there, and finished runs are kept.")],
     model: Annotated[BenchModel, typer.Option(help="The packaged model that all methods train.")] = "starter",
-    evaluations: Annotated[int, typer.Option(min=1, help="Denoiser evaluations that each run spends in training; of "
-                                             "starter_text, tokens through the model.")] = 40_000,
+    evaluations: Annotated[int | None, typer.Option(min=1, help="Denoiser evaluations that each run may spend in "
+                                                    "training; of starter_text, tokens through the model. Without: "
+                                                    "40,000, of starter_text 800,000.")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each method, with seeds from 0 on.")] = 3,
     reference: Annotated[str | None, typer.Option(help="The method that others are compared with; without: flow_grpo, "
                                                   "of starter_text grpo. It runs even if --methods lacks it.")] = None,
@@ -104,11 +97,12 @@ def bench(
     trusted: Trusted = False,
 ) -> None:
     """Compare methods on a packaged model from the same budget: accuracy with intervals and tests, cost, KL and
-    diversity. Writes results.md, results.json and index.html."""
+    diversity. Writes results.md, .csv, .tex and .json, index.html and curves.pdf."""
     from flowgrpo.tools.bench import models
     from flowgrpo.tools.bench.bench import run
     from flowgrpo.tools.bench.plan import Request
 
+    of = models.model(model)
     given, swept = ([name.strip() for name in names.split(",") if name.strip()] for names in (methods, sweep))
-    run(Request(given, model, reference or models.model(model).reference, evaluations, seeds, points, prompts, swept,
+    run(Request(given, model, reference or of.reference, evaluations or of.evaluations, seeds, points, prompts, swept,
                 output, trusted), jobs)

@@ -32,10 +32,13 @@ def evolve(
     config = settings_for(output, arguments, ("generations", "population", "spread"), trusted=trusted)
     if config.adapter.init is None:
         raise UserError("adapter.init is not set: set it to a trained LoRA, whose singular values are evolved")
-    from flowgrpo.policies.weights.lora_files import require_lora
-
-    require_lora("adapter.init", config.adapter.init)
+    from flowgrpo.methods.setup import Setup
+    from flowgrpo.methods.validate import resolve
+    from flowgrpo.policies import build, options
     from flowgrpo.tools import evolve
+
+    kind = build.kind(config)
+    options.require_init(Setup(config, kind, resolve(config, build.process(kind))))
 
     policy, value = _value(config)
     lines = evolve.evolve(policy.weights, value, evolve.Settings(generations, population, spread, config.seed),
@@ -44,7 +47,7 @@ def evolve(
 
 
 def _value(config: Any) -> tuple[Any, Any]:
-    """Return the policy of a configuration, and the mean weighted reward of its samples in a generation."""
+    """Policy of a configuration, and the mean weighted reward of its samples in a generation."""
     import torch
 
     from flowgrpo import rewards
@@ -105,7 +108,7 @@ def learn_experience(
 
 
 def _sampling(config: Any) -> tuple[Any, Any]:
-    """Return the functions of a configuration that give an epoch's prompts, and their groups with rewards."""
+    """Functions of a configuration that give an epoch's prompts, and their groups with rewards."""
     import torch
 
     from flowgrpo import rewards

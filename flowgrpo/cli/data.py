@@ -11,11 +11,11 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from flowgrpo.cli.options import Trusted, parse_rewards, recipe_and_options, recipe_argument
+from flowgrpo.cli.options import Trusted, parse_rewards, recipe_and_options, recipe_argument, require_new_file
 from flowgrpo.cli.root import prompts_app
 from flowgrpo.errors import UserError
 from flowgrpo.nouns import inflect, quantity
-from flowgrpo.storage import atomic
+from flowgrpo.storage import atomic, paths
 
 By = Literal["hardest", "variance", "middling"]
 
@@ -50,44 +50,37 @@ def data(
     seed: Annotated[int, typer.Option(min=0, help="Seed of the mixture.")] = 0,
 ) -> None:
     """Write a prompt file from others: without duplicates, by success rates, in a mixture."""
-    if output.exists() or output.suffix != ".jsonl":
-        raise UserError(f"--output: got {output}, expected a .jsonl file that does not exist yet")
+    require_new_file(output)
     sources = {"--rates": rates, "--measure": measure, "--likelihood": likelihood}
     known = [name for name, given in sources.items() if given]
     if len(known) > 1 or not known and (keep or (low, high) != (0.0, 1.0)):
         raise UserError("--keep, --low and --high select by success rate: expected one of --rates, --measure and "
                         f"--likelihood, got {' and '.join(known) or 'none'}")
+    from flowgrpo.data import selection
+    from flowgrpo.data import sets as known_sets
+
     names, weights = _parse_weights(sets)
-    pools = _distinct([_load_set(name) for name in names], dedupe, near)
+    pools: list[list[Any]] = []
+    for name in names:
+        if note := known_sets.note_on_test_sets(name):
+            typer.echo(note, err=True)
+        pools.append(known_sets.resolve_prompts(name))
+    if dedupe or near is not None:
+        pools = _split_by_set(selection.deduplicate([prompt for pool in pools for prompt in pool], near), pools)
     if mixture is not None:
         weights = _surrogate_weights(mixture, names, seed)
     if known:
         found = _rates(pools, output, names, rates, measure, likelihood, reward, samples)
-        pools = _filter_by_rate(pools, found, low, high, by, keep)
+        pools = [selection.within(pool, found, low, high) for pool in pools]
+        if keep:
+            ranked = selection.rank([prompt for pool in pools for prompt in pool], found, by)
+            pools = _split_by_set(ranked[:keep], pools)
     _write(output, pools, weights, count, seed)
 
 
-def _distinct(pools: list[list[Any]], dedupe: bool, near: float | None) -> list[list[Any]]:
-    """Return the sets without prompts that repeat one, if the user requests it."""
-    from flowgrpo.data.selection import deduplicate
-
-    if not dedupe and near is None:
-        return pools
-    return _split_by_set(deduplicate([prompt for pool in pools for prompt in pool], near), pools)
-
-
-def _filter_by_rate(pools: list[list[Any]], rates: dict[str, list[float]], low: float, high: float, by: str,
-                    keep: int | None) -> list[list[Any]]:
-    """Return the sets with the prompts of these rates, and of these the first `keep` of the rank."""
-    from flowgrpo.data.selection import rank, within
-
-    pools = [within(pool, rates, low, high) for pool in pools]
-    prompts = [prompt for pool in pools for prompt in pool]
-    return _split_by_set(rank(prompts, rates, by)[:keep], pools) if keep else pools
-
 
 def _parse_weights(sets: Sequence[str]) -> tuple[list[str], list[float]]:
-    """Return the names of sets and their weights, 1 where none is given."""
+    """Names of sets and their weights, 1 where none is given."""
     names, weights = [], []
     for given in sets:
         name, mark, weight = given.rpartition("=")
@@ -102,22 +95,13 @@ def _parse_weights(sets: Sequence[str]) -> tuple[list[str], list[float]]:
     return names, weights
 
 
-def _load_set(name: str) -> list[Any]:
-    from flowgrpo.data import sets
-
-    if note := sets.note_on_test_sets(name):
-        typer.echo(note, err=True)
-    return sets.resolve_prompts(name)
-
-
 def _split_by_set(kept: Sequence[Any], pools: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    """Return the kept prompts set by set, in their order."""
     of = {id(prompt): place for place, pool in enumerate(pools) for prompt in pool}
     return [[prompt for prompt in kept if of[id(prompt)] == place] for place in range(len(pools))]
 
 
 def _surrogate_weights(tried: Path, names: Sequence[str], seed: int) -> list[float]:
-    """Return the weights that a surrogate of the tried mixtures likes best; print them."""
+    """Weights that a surrogate of the tried mixtures likes best; print them."""
     from flowgrpo.data.selection import best_mixture
 
     try:
@@ -136,7 +120,7 @@ def _surrogate_weights(tried: Path, names: Sequence[str], seed: int) -> list[flo
 
 def _rates(pools: Sequence[Sequence[Any]], output: Path, names: Sequence[str], rates: Path | None,
            measure: str | None, likelihood: str | None, reward: str | None, samples: int) -> dict[str, list[float]]:
-    """Return the success rates by prompt key."""
+    """Success rates by prompt key."""
     from flowgrpo.evaluation import rates as recorded
 
     prompts = [prompt for pool in pools for prompt in pool]
@@ -146,19 +130,19 @@ def _rates(pools: Sequence[Sequence[Any]], output: Path, names: Sequence[str], r
         return recorded.likelihoods(_language_model(likelihood), prompts)
     if reward is None:
         raise UserError("--measure: needs --reward, the reward that gives the rate")
-    from flowgrpo.data.prompts import as_line
+    from flowgrpo.data.prompts import to_jsonl
     from flowgrpo.evaluation.evaluate import evaluate
 
     folder = output.with_suffix(".rates")
-    folder.mkdir(parents=True, exist_ok=True)
     file = folder / "prompts.jsonl"
-    atomic.write_text(file, "".join(json.dumps(as_line(prompt), ensure_ascii=False) + "\n" for prompt in prompts))
-    evaluate(str(measure), str(file), parse_rewards(reward), folder / "samples", samples=samples)
+    with paths.undone(folder):
+        atomic.write_text(file, to_jsonl(prompts))
+        evaluate(str(measure), str(file), parse_rewards(reward), folder / "samples", samples=samples)
     return recorded.load(folder / "samples", [str(file)])
 
 
 def _language_model(model: str) -> Any:
-    """Return a causal language model as a policy."""
+    """Causal language model as a policy."""
     import torch
 
     from flowgrpo.config import parse
@@ -177,14 +161,14 @@ def _language_model(model: str) -> Any:
 def _write(output: Path, pools: Sequence[Sequence[Any]], weights: Sequence[float], count: int | None, seed: int
            ) -> None:
     """Write the mixture of the sets. Raises UserError if no prompt is left."""
-    from flowgrpo.data.prompts import as_line
+    from flowgrpo.data.prompts import to_jsonl
     from flowgrpo.data.selection import mix
 
     left = [(pool, weight) for pool, weight in zip(pools, weights) if pool and weight > 0]
     if not left:
         raise UserError("no prompt is left: choose a wider --low and --high, or other rates")
     prompts = mix([pool for pool, _ in left], [weight for _, weight in left], count, seed)
-    atomic.write_text(output, "".join(json.dumps(as_line(prompt), ensure_ascii=False) + "\n" for prompt in prompts))
+    atomic.write_text(output, to_jsonl(prompts))
     typer.echo(f"{output}: {quantity(len(prompts), 'prompt')}")
 
 

@@ -86,12 +86,15 @@ def sample(
         typer.echo(images.sample_file(model, prompts, output, lora=weights, steps=steps, guidance=guidance, rlg=weight,
                                       batch=batch, temperature=temperature, key=key, enhancer=rewriter,
                                       generates=generates, **drawn))
-    elif _writes(model, weights, weight):
+    elif _writes(model, weights, weight):  # of a language model: texts, or images of image tokens
         from flowgrpo.text import evaluation as texts
 
         if rewriter is not None:
             raise UserError("--enhancer: rewrites the prompts of a pipeline; leave it out for a language model")
-        if _draws(weights, generates):
+        from flowgrpo.policies.checkpoints import config_of
+
+        trained = config_of(weights)
+        if (generates or (trained.text.generates if trained else "text")) == "image":
             if image is not None or steps is not None:
                 raise UserError(f"--{'steps' if image is None else 'image'}: image tokens are generated one after the "
                                 "other, from a text only: leave it out")
@@ -125,10 +128,8 @@ def _print(lines: Sequence[object]) -> None:
 
 def _require_options(prompt: list[str] | None, prompts: Path | None, image: Path | None, output: Path,
                      of_files: dict[str, object]) -> None:
-    """Raise UserError for options of `sample` that do not go together.
-
-    of_files: options that --prompts alone reads, by name.
-    """
+    """Raise UserError for options of `sample` that do not go together. of_files: options that --prompts alone reads, by
+    name."""
     if bool(prompt) == (prompts is not None):
         raise UserError(f"got {'both' if prompt else 'neither'}, expected --prompt TEXT or --prompts FILE")
     if prompts is not None and image is not None:
@@ -143,7 +144,7 @@ def _require_options(prompt: list[str] | None, prompts: Path | None, image: Path
 
 
 def _source(model: str, lora: str | None, epoch: int | None, weight: float | None) -> tuple[str, Path | None]:
-    """Return (model, weights or None). Raises UserError for a weight of RLG without weights."""
+    """(model, weights or None). Raises UserError for a weight of RLG without weights."""
     from flowgrpo.policies import checkpoints
 
     model, weights = checkpoints.source(model, lora, epoch)
@@ -153,10 +154,8 @@ def _source(model: str, lora: str | None, epoch: int | None, weight: float | Non
 
 
 def _writes(model: str, run: Path | None = None, weight: float | None = None) -> bool:
-    """Return True for a language model, judged by the run that trained it, the model's files or the hub.
-
-    Raises UserError for a language model with a weight of RLG.
-    """
+    """True for a language model, judged by the run that trained it, the model's files or the hub. Raises UserError for
+    a language model with a weight of RLG."""
     from flowgrpo.policies.build import writes
     from flowgrpo.policies.checkpoints import config_of
     from flowgrpo.starter import FOLDERS
@@ -170,14 +169,6 @@ def _writes(model: str, run: Path | None = None, weight: float | None = None) ->
         if weight is not None:
             raise UserError("--rlg: weights the velocities of a denoiser; leave it out for a language model")
     return written
-
-
-def _draws(run: Path | None, generates: str | None) -> bool:
-    """Return True for images of a language model, as asked or as the run trained it."""
-    from flowgrpo.policies.checkpoints import config_of
-
-    config = config_of(run)
-    return (generates or (config.text.generates if config else "text")) == "image"
 
 
 @compare_app.command("grid", short_help="Show the base and a run on the same prompts and seeds.")

@@ -42,8 +42,7 @@ def predict(model: str | None, recipe: str | None, overrides: dict[str, str], na
     from flowgrpo.policies import build, options
     from flowgrpo.policies.weights import memory_options, sharding
 
-    config, told = options.fitting(parse.load(recipe, overrides | ({} if model is None else {"model": model}),
-                                               trusted))
+    config, told = options.fitting(parse.load(recipe, overrides | ({} if model is None else {"model": model}), trusted))
     kind = build.kind(config)
     setup = Setup(config, kind, validate.resolve(config, build.process(kind)))
     keys_read.check(setup)
@@ -61,7 +60,7 @@ def predict(model: str | None, recipe: str | None, overrides: dict[str, str], na
 
 
 def _predict(config: Config, name: str, gpu: GPU, processes: int) -> dict[str, Any]:
-    """Return the report of a recipe by dry runs, whose phases are shown on stderr."""
+    """Report of a recipe by dry runs, whose phases are shown on stderr."""
     from flowgrpo.tools.dry_run import estimate, fit
 
     with _show_phases(name, estimate.LOG):
@@ -79,8 +78,8 @@ def _predict(config: Config, name: str, gpu: GPU, processes: int) -> dict[str, A
 
 
 def _of_taste(config: Config, name: str, gpu: GPU, processes: int) -> dict[str, float] | None:
-    """Return seconds per click and the peak of a session of `flowgrpo taste` on the recipe's model; None where it is
-    not one of few steps."""
+    """Seconds per click and the peak of a session of `flowgrpo taste` on the recipe's model; None where it is not one
+    of few steps."""
     from flowgrpo.contrib.taste import session
     from flowgrpo.policies.pipelines import few_steps
     from flowgrpo.tools.dry_run import estimate
@@ -113,7 +112,7 @@ def _show_phases(gpu: str, log: logging.Logger) -> Iterator[None]:
 
 
 def _key(config: Config, name: str, processes: int) -> str | None:
-    """Return what a report depends on, as a digest; None for a model, or a recipe's code, that is not known here."""
+    """What a report depends on, as a digest; None for a model, or a recipe's code, that is not known here."""
     from importlib.metadata import version
 
     import flowgrpo
@@ -125,7 +124,7 @@ def _key(config: Config, name: str, processes: int) -> str | None:
     if ".py" in recipe:
         return None
     if described.is_dir():
-        model: Any = {str(file): file.read_text(encoding="utf-8") for file in sorted(described.rglob("*.json"))
+        model: Any = {str(file): file.read_bytes() for file in sorted(described.rglob("*.json"))
                       if file.stat().st_size < 2**20}
     elif (model := repr(MODELS.get(config.model) or LANGUAGE.get(config.model))) == "None":
         return None
@@ -137,7 +136,7 @@ def _key(config: Config, name: str, processes: int) -> str | None:
 
 
 def _cache_report(key: str | None, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return a report from the cache of this user, which it is put into; a damaged or closed cache is not used."""
+    """Report from the cache of this user, which it is put into; a damaged or closed cache is not used."""
     from flowgrpo.storage import atomic
 
     if key is None:
@@ -158,7 +157,7 @@ def _cache_report(key: str | None, make: Callable[[], dict[str, Any]]) -> dict[s
 
 def _report(model: str, name: str, gpu: GPU, counts: Estimate, settings: dict[str, Any], better: Estimate
             ) -> dict[str, Any]:
-    """Return the report: memory in GiB, FLOPs in 10^12, for one process and an epoch."""
+    """Report: memory in GiB, FLOPs in 10^12, for one process and an epoch."""
     from flowgrpo.gpus import CONTEXT
     from flowgrpo.tools.dry_run.estimate import gib
 
@@ -180,7 +179,7 @@ def _report(model: str, name: str, gpu: GPU, counts: Estimate, settings: dict[st
 
 
 def summary(report: dict[str, Any]) -> str:
-    """Return a line that says whether the recipe fits; if it does not, a second one with the settings that do."""
+    """Line that says whether the recipe fits; if it does not, a second one with the settings that do."""
     hours, count = report["hours"], report["processes"]
     gpus = f"one {report['gpu']}" if count == 1 else f"{count} {report['gpu']}"
     line = (f"{'does not fit' if report['above'] else 'fits'}: {report['peak']:.1f} of {report['room']:.1f} GiB, "
@@ -219,7 +218,6 @@ def _page(report: dict[str, Any]) -> None:
 
 
 def _feature_keys() -> list[str]:
-    """Return keys of features whose values the report shows."""
     from flowgrpo.config import features
 
     return [key for feature in features.dry_runs(features.all()) for key in feature.reported]

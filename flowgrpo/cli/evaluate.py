@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -39,7 +39,16 @@ def evaluate(
     context: typer.Context,
     source: Annotated[str, typer.Argument(metavar="MODEL_OR_RUN", help="A model, or a finished run or its checkpoint, "
                                           "as for sample.")],
-    suite: Annotated[str, typer.Option(metavar="NAME|PATH", help=SUITE)],
+    suite: Annotated[str, typer.Option(metavar="NAME|PATH", help=SUITE)] = "",
+    on: Annotated[str, typer.Option(metavar="MODEL", help="In place of --suite: a distilled sibling of the run's "
+                                    "model, on which the run's LoRA is measured with the run's held-out prompts and "
+                                    "rewards: how much of the gain is kept.")] = "",
+    on_lora: Annotated[str | None, typer.Option(metavar="FILE", help="With --on: a LoRA that distils, fused into that "
+                                                "model first.")] = None,
+    on_steps: Annotated[int | None, typer.Option(min=1, help="Steps of --on; without: its card's.")] = None,
+    on_guidance: Annotated[float | None, typer.Option(min=0, help="Guidance scale of --on; without: its "
+                                                      "card's.")] = None,
+    weights: Annotated[str, typer.Option(metavar="W,W", help="With --on: weights of the run's LoRA.")] = "1",
     output: Annotated[Path | None, typer.Option(help="The folder of samples, scores and tables (without: "
                                                 "RUN/eval/SUITE or runs/eval/MODEL/SUITE). The same command "
                                                 "continues.")] = None,
@@ -72,8 +81,13 @@ def evaluate(
     trust_run: Annotated[bool, typer.Option(trust.FLAG, help=TRUST)] = False,
 ) -> None:
     """Score a model on a suite of prompts, by several rewards, and against its base."""
-    weights = weights_of(rlg)
-    if base and len(weights) > 1:
+    if on:
+        return _on_sibling(context, source, on)
+    if not suite:
+        raise UserError("expected --suite, a set of prompts, or --on, a distilled sibling of a run's model")
+    _require_read(context, "--suite", ("on_lora", "on_steps", "on_guidance", "weights"))
+    branches = weights_of(rlg)
+    if base and len(branches) > 1:
         raise UserError("--base: several weights of --rlg are compared side by side; leave it out: 0 is the base")
     from flowgrpo.evaluation import evaluate as evaluation
 
@@ -83,7 +97,7 @@ def evaluate(
     try:
         results = evaluation.evaluate(
             local_source(source), suite, named, output, lora=local_lora(lora), base=base, samples=samples, steps=steps,
-            guidance=guidance, seed=seed, features=features, rlg=weights, batch=batch, temperature=temperature,
+            guidance=guidance, seed=seed, features=features, rlg=branches, batch=batch, temperature=temperature,
             max_tokens=max_tokens, precision=precision, epoch=epoch, best_of=best_of, by=scorer, generates=generates,
             enhancer=enhancer and local_source(enhancer),
             distance=[name.strip() for name in distance.split(",")] if distance else [])
@@ -91,21 +105,47 @@ def evaluate(
         typer.echo(f"flowgrpo: interrupted; the same command continues with what is in {output}", err=True)
         raise
     if results:  # the first of several processes has them
-        _show(results, output, ["rlg.png"] if len(weights) > 1 else [])
+        from flowgrpo.evaluation import findings
+
+        findings.show(results)
+        files = ["table.md", "results.json", "grid.png", *(["rlg.png"] if len(branches) > 1 else [])]
+        typer.echo(", ".join(str(output / name) for name in files))
+
+
+def _on_sibling(context: typer.Context, source: str, model: str) -> None:
+    """Measure a run's LoRA on a sibling of its model, and print the table."""
+    given = context.params
+    _require_read(context, "--on", tuple(name for name in given if not name.startswith("on") and name not in (
+        "source", "weights", "precision", "trust_run")))
+    weights = weights_of(given["weights"], "--weights")
+    if not weights or 0 in weights or len({*weights}) < len(weights):
+        raise UserError(f"--weights: got {given['weights']!r}, expected different numbers above 0; the plain sibling "
+                        "is always measured")
+    from flowgrpo.evaluation import kept, siblings
+    from flowgrpo.evaluation.statistics import show
+    from flowgrpo.log import plain_console
+
+    opening(context, given["trust_run"])
+    path, found = siblings.evaluate(local_source(source), model, local_lora(given["on_lora"]), given["on_steps"],
+                                    given["on_guidance"], weights, given["precision"])
+    lines = kept.table(found)
+    show(plain_console(), kept.sentence(found), f"{found['prompts']} held-out prompts, 95 % intervals; of the "
+         "looks: of the sibling's", lines[0], lines[1:])
+    typer.echo(f"{path}, {path.with_suffix('.png')}")
+
+
+def _require_read(context: typer.Context, option: str, unread: tuple[str, ...]) -> None:
+    """Raise UserError for an option on the command line that does not go with another one."""
+    for name in unread:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise UserError(f"--{name.replace('_', '-')}: does not go with {option}: leave it out")
 
 
 def folder_of(source: str, suite: str) -> Path:
-    """Return the folder of an evaluation for which none was named."""
     def short(name: str) -> str:
         return re.sub(r"[^\w.-]+", "_", Path(name).stem if Path(name).is_file() else name.strip("/.")) or "suite"
 
     run = Path(source)
     return run / "eval" / short(suite) if (run / "config.yaml").is_file() else \
         Path("runs") / "eval" / short(source) / short(suite)
-
-
-def _show(results: dict[str, Any], output: Path, further: list[str]) -> None:
-    from flowgrpo.evaluation import findings
-
-    findings.show(results)
-    typer.echo(", ".join(str(output / name) for name in ["table.md", "results.json", "grid.png", *further]))

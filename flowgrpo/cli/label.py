@@ -53,30 +53,23 @@ def label(
     rules = rules_of(rewards)
     from flowgrpo.tools.vote import judged, labels
 
-    labels.require_output(output)
-    labels.require_aspects(rules)
-    _require_drawing(places, prompts, {"--lora": lora, "--temperature": temperature, "--batch": batch,
-                                      "--precision": precision})
+    labels.require(output, rules)
+    if prompts is not None and len(places) != 1:
+        raise UserError(f"--prompts: goes with one model or run, got {len(places)}")
+    drawing = {"--lora": lora, "--temperature": temperature, "--batch": batch, "--precision": precision}
+    for option, value in drawing.items() if prompts is None else ():
+        if value is not None:
+            raise UserError(f"{option}: goes with --prompts: leave it out")
     opening(context, trust_run, rules)
-    folders = [Path(place) for place in places] if prompts is None else [_sample(places[0], prompts, output, dict(
-        lora=local_lora(lora), count=count, seed=seed, batch=batch, precision=precision, key=key,
-        temperature=temperature))]
+    folders = [Path(place) for place in places] if prompts is None else [_sample(
+        places[0], prompts, output, rules, dict(lora=local_lora(lora), count=count, seed=seed, batch=batch,
+                                                precision=precision, key=key, temperature=temperature))]
     result = labels.label(judged.groups(folders, key), rules, output, labels.Choice(every, least, tie))
     for name, (number, said) in result.failed.items():
         typer.echo(f"left out: {quantity(number, 'sample')} that {name!r} failed on, which the same command scores "
-                   "again; the "
-                   f"last: {said}", err=True)
+                   f"again; the last: {said}", err=True)
     typer.echo(f"{output}: {quantity(result.pairs, 'pair')} of {quantity(result.prompts, 'prompt')}, {result.without} "
                "of which have none")
-
-
-def _require_drawing(places: list[str], prompts: str | None, options: dict[str, object]) -> None:
-    """Raise UserError for options of drawing without --prompts, and for several models with it."""
-    if prompts is not None and len(places) != 1:
-        raise UserError(f"--prompts: goes with one model or run, got {len(places)}")
-    for option, value in options.items() if prompts is None else ():
-        if value is not None:
-            raise UserError(f"{option}: goes with --prompts: leave it out")
 
 
 def rules_of(text: str) -> dict[str, RewardRule]:
@@ -87,24 +80,28 @@ def rules_of(text: str) -> dict[str, RewardRule]:
         given: Any = {name.strip(): 1.0 for name in text.split(",") if name.strip()}
     elif not (given := parse.read_yaml(Path(text))):
         raise UserError(f"{text}: expected rewards with their rules, such as colour: {{use: judge, weight: 2}}")
+    else:
+        parse.require_own(text, {"reward": given}, flag=None)
     return dict(parse.validate({"reward": given}, where=text).trained) if given else {}
 
 
-def _sample(source: str, prompts: str, output: Path, options: dict[str, Any]) -> Path:
+def _sample(source: str, prompts: str, output: Path, rules: dict[str, RewardRule], options: dict[str, Any]) -> Path:
     """Draw samples of prompts into the folder STEM-samples beside `output`, and return it; those that it has are
     kept."""
-    import json
-
+    from flowgrpo import rewards
     from flowgrpo.data import sets
-    from flowgrpo.data.prompts import as_line
+    from flowgrpo.data.prompts import to_jsonl
     from flowgrpo.evaluation import images
-    from flowgrpo.storage import atomic
+    from flowgrpo.storage import atomic, paths
 
+    with rewards.lazily():  # finds mistakes before a model is loaded
+        rewards.compose(rules)
     if note := sets.note_on_test_sets(prompts):
         typer.echo(note, err=True)
     given = sets.resolve_prompts(prompts)
     folder = output.with_name(f"{output.stem}-samples")
     listing = folder.with_name(f"{output.stem}-prompts.jsonl")
-    atomic.write_text(listing, "".join(json.dumps(as_line(prompt), ensure_ascii=False) + "\n" for prompt in given))
-    images.sample_file(local_source(source), listing, folder, **options)
+    with paths.undone(listing, folder):
+        atomic.write_text(listing, to_jsonl(given))
+        images.sample_file(local_source(source), listing, folder, **options)
     return folder

@@ -32,27 +32,19 @@ def new(
     """Write a commented file to begin with: NAME.py and its test, or NAME.yaml. No file is overwritten."""
     texts = {output / pattern.format(name): (TEMPLATES / f"{template}.txt").read_text(encoding="utf-8")
              for template, pattern in FILES[kind].items()}
-    _require_name(name, "".join(texts.values()))
+    if not re.fullmatch(r"[A-Za-z]\w*", name, re.ASCII) or keyword.iskeyword(name):
+        raise UserError(f"got the name {name!r}, expected letters, digits and underscores, such as my_loss")
+    title = "".join(word[:1].upper() + word[1:] for word in name.split("_"))
+    if title == name:  # the class in a method's file is not the function
+        title = f"{name}Loss"
+    imported = re.findall(r"\w+", " ".join(re.findall(r"^(?:from|import) .*", "".join(texts.values()), re.M)))
+    if name in sys.stdlib_module_names or not {name, title}.isdisjoint(imported):
+        raise UserError(f"got the name {name!r}, which Python or flowgrpo has already: expected another one, such as "
+                        f"my_{name}")
     if existing := [str(path) for path in texts if path.exists()]:
         raise UserError(f"no file is overwritten, and there is {' and '.join(existing)}: give another name, or "
                         "--output another folder")
     paths.require_folder(output)
     for path, text in texts.items():
-        atomic.write_text(path, text.replace("[[NAME]]", name).replace("[[CLASS]]", _class(name)))
+        atomic.write_text(path, text.replace("[[NAME]]", name).replace("[[CLASS]]", title))
         typer.echo(path)
-
-
-def _require_name(name: str, text: str) -> None:
-    """Raise UserError for a name that is not Python's, or that a module of Python or an import of the text has."""
-    if not re.fullmatch(r"[A-Za-z]\w*", name, re.ASCII) or keyword.iskeyword(name):
-        raise UserError(f"got the name {name!r}, expected letters, digits and underscores, such as my_loss")
-    imported = re.findall(r"\w+", " ".join(re.findall(r"^(?:from|import) .*", text, re.M)))
-    if name in sys.stdlib_module_names or not {name, _class(name)}.isdisjoint(imported):
-        raise UserError(f"got the name {name!r}, which Python or flowgrpo has already: expected another one, such as "
-                        f"my_{name}")
-
-
-def _class(name: str) -> str:
-    """Return the name of the class in a method's file, my_loss -> MyLoss; not the function's."""
-    title = "".join(word[:1].upper() + word[1:] for word in name.split("_"))
-    return title if title != name else f"{title}Loss"

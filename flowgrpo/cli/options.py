@@ -19,8 +19,8 @@ RUN = f"A finished run's folder, its checkpoint (RUN/checkpoints/epoch-00050, or
 LORA = f"A finished run's folder or checkpoint; a LoRA's folder or .safetensors file; or {HUB_NAME}"
 TRUST = "Execute code that the run's recipe names: FILE.py:NAME of rewards, methods and parts, trust_remote_code, " \
         "and rewards with an address. Without: only what this command line names."
-Trusted = Annotated[bool, typer.Option(trust.RECIPE_FLAG, help="Let a recipe that is neither packaged nor below the "
-                                       "working folder execute code, read keys, reach addresses and write elsewhere.")]
+Trusted = Annotated[bool, typer.Option(trust.RECIPE_FLAG, help="Let the recipe do all that it says: send keys to its "
+                                       "addresses and, if it is not yours, execute code and write elsewhere.")]
 RLG = "Sample with base + W * (tuned - base): 0 the base, 1 the tuned model, above 1 beyond it (RLG). Other weights " \
       "run the denoiser twice as often."
 GENERATES = ("What a language model makes: text, or image by an image head, as of Janus. Without: what the run "
@@ -46,44 +46,42 @@ def opening(context: typer.Context, trusted: bool, *named: object) -> None:
 
 
 def local(given: Path) -> Path:
-    """Return the folder of a run here, or download that of `hub:OWNER/NAME[@REVISION]`."""
+    """Folder of a run here, or download that of `hub:OWNER/NAME[@REVISION]`."""
     return Path(local_source(str(given)))
 
 
 def local_source(given: str) -> str:
-    """Return a model or run as it is given, or the folder of a run that was downloaded from the hub."""
+    """Model or run as it is given, or the folder of a run that was downloaded from the hub."""
     return str(hub.download(given)) if hub.is_named(given) else given
 
 
 def local_lora(given: str | Path | None) -> str | None:
-    """Return the place of a LoRA here, or download that of `OWNER/NAME[@REVISION]`."""
+    """Place of a LoRA here, or download that of `OWNER/NAME[@REVISION]`."""
     if given is None or not hub.is_lora(str(given)):
         return None if given is None else str(given)
     return str(hub.download(str(given)))
 
 
 def page_of(given: Path, run: Path, name: str) -> Path:
-    """Return the default path of a file made from a run: in its folder, or here for a run of the hub."""
+    """Default path of a file made from a run: in its folder, or here for a run of the hub."""
     return Path(name) if hub.is_named(str(given)) else places.default_output(run, name)
 
 
 def one_weight(text: str | None) -> float | None:
-    """Return the single weight of --rlg."""
     weights = weights_of(text)
     if len(weights) > 1:
         raise UserError(f"--rlg: got {text!r}, expected one number from 0 up")
     return weights[0] if weights else None
 
 
-def weights_of(text: str | None) -> list[float]:
-    """Parse the weights of --rlg.
-    Raises UserError for anything but finite numbers from 0 up."""
+def weights_of(text: str | None, option: str = "--rlg") -> list[float]:
+    """Parse the weights of an option. Raises UserError for anything but finite numbers from 0 up."""
     try:
         weights = [] if text is None else [float(value) for value in text.split(",")]
     except ValueError:
         weights = [-1.0]
     if not all(0 <= weight < float("inf") for weight in weights):
-        raise UserError(f"--rlg: got {text!r}, expected numbers from 0 up")
+        raise UserError(f"{option}: got {text!r}, expected numbers from 0 up")
     return weights
 
 
@@ -107,8 +105,14 @@ def parse_reward_arguments(reward: str, args: str) -> dict[str, Any]:
     return parse.validate({"reward": {reward: {"args": parse.parse_value("args", args)}}}).trained[reward].args
 
 
+def require_new_file(output: Path) -> None:
+    """Raise UserError for an --output that is there already, or no .jsonl file."""
+    if output.exists() or output.suffix != ".jsonl":
+        raise UserError(f"--output: got {output}, expected a .jsonl file that does not exist yet")
+
+
 def recipe_argument(meaning: str) -> Any:
-    """Return the declaration of the argument `RECIPE|--KEY=VALUE`. meaning: its help."""
+    """Declaration of the argument `RECIPE|--KEY=VALUE`. meaning: its help."""
     return typer.Argument(metavar="RECIPE|--KEY=VALUE", show_default=False, help=meaning)
 
 
@@ -120,6 +124,8 @@ def recipe_and_options(arguments: list[str], noun: str = "recipe",
     noun: of what stands in the recipe's place. others: the command's options that are no keys, for hints.
     Raises UserError for an unknown key, and for two recipes.
     """
+    from flowgrpo.config import parse, schema
+
     named: list[str] = []
     options: dict[str, str] = {}
     rest = iter(arguments)
@@ -129,21 +135,16 @@ def recipe_and_options(arguments: list[str], noun: str = "recipe",
             continue
         key, equals, value = argument.lstrip("-").partition("=")
         key = key.replace("-", "_")  # the key held_out is the option --held-out too
-        _check_key(argument.partition("=")[0], key, others)
+        option = argument.partition("=")[0]
+        if not option.startswith("--") or not schema.owner(key):
+            hint = parse.nearest_key(key, [*schema.keys(), *others, "help"])
+            raise UserError(f"unknown option {option}" + hint.replace("'", "'--", 1))
         if not equals:
             value = next(rest, "--")
             if value.startswith("--"):
                 raise UserError(f"option {argument} needs a value: {argument}=VALUE")
         if options.setdefault(key, value) != value:
-            raise UserError(f"{argument.partition('=')[0]} is given twice, {options[key]} and {value}: expected once")
+            raise UserError(f"{option} is given twice, {options[key]} and {value}: expected once")
     if len(named) > 1:
         raise UserError(f"expected one {noun}, got {' and '.join(named)} (values follow their option: --KEY=VALUE)")
     return next(iter(named), None), options
-
-
-def _check_key(option: str, key: str, others: tuple[str, ...]) -> None:
-    from flowgrpo.config import parse, schema
-
-    if not option.startswith("--") or not schema.owner(key):
-        hint = parse.nearest_key(key, [*schema.keys(), *others, "help"])
-        raise UserError(f"unknown option {option}" + hint.replace("'", "'--", 1))

@@ -52,12 +52,16 @@ def prepare(
     if not missing:
         typer.echo(f"nothing is missing: {command}")
         return
+    # What only the user can do comes before anything is installed or downloaded.
     if first := [need for need in missing if need.accept]:
         raise UserError("; ".join(f"{need.name}: {need.accept}" for need in first) + ": then the same command again")
     if unknown := [need.name for need in missing if need.what != "extra" and not need.files]:
         raise UserError("the hub does not answer: where there is a network, "
                         + ", ".join(f"`hf download {name}`" for name in unknown))
-    _require_room(missing)
+    to_fetch, free = sum(need.to_fetch for need in missing) - needs.begun(missing), _free()
+    if to_fetch > free:
+        raise UserError(f"{to_fetch:.1f} GB are to be downloaded, and {free:.1f} GB are free: make room, or name "
+                        "another disk in HF_HOME")
     if not yes:
         if not sys.stdin.isatty():
             raise UserError("nothing was installed or downloaded: give --yes")
@@ -90,32 +94,20 @@ def show(found: Sequence[Need]) -> None:
 
 
 def _free() -> float:
-    """Return the free gigabytes of the disk of the hub's cache."""
     from huggingface_hub import constants
 
     cache = Path(constants.HF_HUB_CACHE)
     return shutil.disk_usage(next(folder for folder in (cache, *cache.parents) if folder.exists())).free / 1e9
 
 
-def _require_room(missing: Sequence[Need]) -> None:
-    """Raise UserError if what is missing does not fit on the disk of the hub's cache."""
-    from flowgrpo.tools.check import needs
-
-    size, free = sum(need.to_fetch for need in missing) - needs.begun(missing), _free()
-    if size > free:
-        raise UserError(f"{size:.1f} GB are to be downloaded, and {free:.1f} GB are free: make room, or name another "
-                        "disk in HF_HOME")
-
-
 def _gigabytes(need: Need) -> str:
-    """Return the cell of a size; nothing of an extra, whose packages pip sizes."""
     if need.gigabytes is None:
         return "" if need.what == "extra" else "?"
     return "<0.1" if need.gigabytes < 0.05 else f"{need.gigabytes:.1f}"
 
 
 def size(model: str) -> float | None:
-    """Return the gigabytes of a published model, computed from its parameters at two bytes each; None for another."""
+    """Gigabytes of a published model, computed from its parameters at two bytes each; None for another."""
     from flowgrpo import published
 
     if model not in published.MODELS:
@@ -130,10 +122,8 @@ def size(model: str) -> float | None:
 
 
 def install(extras: Sequence[str]) -> None:
-    """Install the packages of extras, at the versions of constraints.txt where this is a clone.
-
-    Raises UserError if pip fails.
-    """
+    """Install the packages of extras, at the versions of constraints.txt where this is a clone. Raises UserError if pip
+    fails."""
     if not extras:
         return
     packages = requirements(extras)
@@ -146,7 +136,7 @@ def install(extras: Sequence[str]) -> None:
 
 
 def requirements(extras: Sequence[str]) -> list[str]:
-    """Return the requirements of extras, as flowgrpo's metadata states them."""
+    """Requirements of extras, as flowgrpo's metadata states them."""
     found = []
     for line in importlib.metadata.requires("flowgrpo") or []:
         requirement, _, marker = line.partition(";")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from flowgrpo.cli.options import require_new_file
 from flowgrpo.cli.root import list_app, print_table, prompts_app
 from flowgrpo.errors import UserError, nearest
 from flowgrpo.nouns import quantity
@@ -47,7 +49,7 @@ def prompts(
 
 
 def _preview(name: str, count: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return facts of a set, and some of its training prompts, spread evenly over it."""
+    """Facts of a set, and some of its training prompts, spread evenly over it."""
     from flowgrpo.data import sets
     from flowgrpo.data.hub import is_dataset
     from flowgrpo.data.prompts import as_line
@@ -84,22 +86,29 @@ def write_prompts(
     key_env: Annotated[str | None, typer.Option(help="Likewise: the environment variable with the key.")] = None,
 ) -> None:
     """Write a prompt file from templates with slots, or by a language model."""
-    from flowgrpo.data.prompt_writer import load_templates
-    from flowgrpo.data.prompts import as_line
+    from flowgrpo.data.prompt_writer import load_templates, variants
+    from flowgrpo.data.prompts import Prompt, load_prompts, to_jsonl
+    from flowgrpo.rewards.vlm_judge.client import Endpoint
 
     if sum(given is not None for given in (templates, about, like)) != 1:
         raise UserError("write-prompts: expected a file of templates, --about SUBJECT or --like FILE")
-    if output.exists() or output.suffix != ".jsonl":
-        raise UserError(f"--output: got {output}, expected a .jsonl file that does not exist yet")
+    require_new_file(output)
     if templates is not None:
-        lines = [as_line(prompt) for prompt in load_templates(templates).write(count, seed)]
-    elif like is not None:
-        lines = [as_line(prompt) for prompt in _variants(like, count, url, model, key_env)]
+        made = load_templates(templates).write(count, seed)
     else:
-        lines = [{"prompt": text} for text in _request_prompts(str(about), count, url, model, key_env)]
-    atomic.write_text(output, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
-    fewer = f", all that there are of the {count}" if len(lines) < count else ""
-    typer.echo(f"{output}: {quantity(len(lines), 'prompt')}{fewer}")
+        known = [] if like is None else load_prompts(like)
+        endpoint = Endpoint(url=url, model=model, key_env=key_env, temperature=1.0, max_tokens=4096)
+
+        def ask(messages: list[dict[str, Any]]) -> str:
+            return endpoint.ask(lambda _: messages, 1)[0].text
+
+        if like is not None:  # as many variants of each as make `count`
+            made = variants(known, -(-count // len(known)), ask)[:count]
+        else:
+            made = [Prompt(text) for text in _request_prompts(str(about), count, ask)]
+    atomic.write_text(output, to_jsonl(made))
+    fewer = f", all that there are of the {count}" if len(made) < count else ""
+    typer.echo(f"{output}: {quantity(len(made), 'prompt')}{fewer}")
 
 
 @prompts_app.command("proxy", short_help="Write prompts whose answer is known by construction.")
@@ -115,42 +124,27 @@ def proxy_prompts(
     """Write prompts whose right answer is known by construction: a caption's error, critiques of solutions, or
     inverted choices."""
     from flowgrpo.data.prompt_writer import caption_errors, critiques, with_inversions
-    from flowgrpo.data.prompts import as_line, load_prompts
+    from flowgrpo.data.prompts import load_prompts, to_jsonl
 
     if kind not in ("caption_error", "critique", "inversion"):
         raise UserError(f"proxy-prompts: got {kind!r}, expected caption_error, critique or inversion")
-    if output.exists() or output.suffix != ".jsonl":
-        raise UserError(f"--output: got {output}, expected a .jsonl file that does not exist yet")
+    require_new_file(output)
     prompts = load_prompts(file)
     made = {"caption_error": lambda: caption_errors(prompts, seed), "inversion": lambda: with_inversions(prompts),
             "critique": lambda: critiques(prompts, share, seed)}[kind]()
-    atomic.write_text(output, "".join(json.dumps(as_line(prompt), ensure_ascii=False) + "\n" for prompt in made))
+    atomic.write_text(output, to_jsonl(made))
     typer.echo(f"{output}: {quantity(len(made), 'prompt')}")
 
 
-def _variants(file: Path, count: int, url: str, model: str | None, key_env: str | None) -> list[Any]:
-    """Return variants of a file's prompts by a language model, as many of each as make `count`."""
-    from flowgrpo.data.prompt_writer import variants
-    from flowgrpo.data.prompts import load_prompts
-    from flowgrpo.rewards.vlm_judge.client import Endpoint
-
-    known = load_prompts(file)
-    endpoint = Endpoint(url=url, model=model, key_env=key_env, temperature=1.0, max_tokens=4096)
-    each = -(-count // len(known))
-    return variants(known, each, lambda messages: endpoint.ask(lambda _: messages, 1)[0].text)[:count]
-
-
-def _request_prompts(about: str, count: int, url: str, model: str | None, key_env: str | None) -> list[str]:
-    """Return prompts of a language model, each once. Raises UserError if the endpoint does not answer."""
+def _request_prompts(about: str, count: int, ask: Callable[[list[dict[str, Any]]], str]) -> list[str]:
+    """Prompts of a language model, each once; `ask` sends it messages."""
     from flowgrpo.data.prompt_writer import of_answer, request
-    from flowgrpo.rewards.vlm_judge.client import Endpoint
 
-    endpoint = Endpoint(url=url, model=model, key_env=key_env, temperature=1.0, max_tokens=4096)
     texts: dict[str, None] = {}
     empty = 0
     while len(texts) < count and empty < EMPTY:
         messages = request(about, min(AT_ONCE, count - len(texts)), list(texts)[-AT_ONCE:])
         before = len(texts)
-        texts |= dict.fromkeys(of_answer(endpoint.ask(lambda _: messages, 1)[0].text))
+        texts |= dict.fromkeys(of_answer(ask(messages)))
         empty = empty + 1 if len(texts) == before else 0
     return list(texts)[:count]

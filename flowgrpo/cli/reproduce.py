@@ -40,7 +40,6 @@ class Result:
 
     @property
     def hours(self) -> float:
-        """Hours of the training."""
         return self.epochs * self.seconds / 3600
 
 
@@ -101,7 +100,6 @@ def reproduce(
 
 
 def commands(recipe: str, result: Result, folder: Path, processes: int, further: list[str]) -> list[list[str]]:
-    """Return the commands that check, train and evaluate. further: keys of the configuration."""
     launch = ["accelerate", "launch", "--multi_gpu", "--num_processes", str(processes), "-m", "flowgrpo"] \
         if processes > 1 else ["flowgrpo"]
     return [["flowgrpo", "prepare", "--yes", recipe, *further],
@@ -110,18 +108,16 @@ def commands(recipe: str, result: Result, folder: Path, processes: int, further:
 
 
 def of_recipe(name: str) -> list[str]:
-    """Return GPUs, hours and peak GiB of a paper's recipe, computed; empty for another recipe."""
+    """GPUs, hours and peak GiB of a paper's recipe, computed; empty for another recipe."""
     return next(([f"{PROCESSES} {GPU} (80 GB)", f"{result.hours:.0f}", f"{result.peak:.1f}"]
                  for paper, result in RESULTS.items() if result.recipe is None and name == recipe_of(paper)), [])
 
 
 def recipe_of(paper: str) -> str:
-    """Return the recipe of a PAPER/RESULT."""
     return RESULTS[paper].recipe or f"papers/{paper.replace('/', '_')}"
 
 
 def cost(result: Result) -> str:
-    """Return the computed cost of the training."""
     hours = result.hours
     return (f"training, computed: {result.peak:.1f} GiB on each of {PROCESSES} {GPU}, {result.seconds:.0f} s an epoch, "
             f"{hours:.0f} h for {result.epochs:,} epochs, {hours * PROCESSES:,.0f} GPU-hours")

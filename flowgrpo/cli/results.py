@@ -93,7 +93,6 @@ def report(
 
         if output is not None:
             paths.require_file(output)
-            output.parent.mkdir(parents=True, exist_ok=True)
         typer.echo(comparison.write(runs, output))
         return
     if output is not None:

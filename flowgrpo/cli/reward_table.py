@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
@@ -29,53 +30,49 @@ AT_ONCE = 16  # files of one size that a reward sees together
 
 
 def list_rewards() -> list[dict[str, Any]]:
-    """Return the facts of every reward that has a name, None where it states none. No reward is instantiated.
+    """Facts of every reward that has a name, None where it states none. No reward is instantiated.
 
     Facts of built-in rewards are read from a file, since their modules load torch. A package's reward that fails to
     import has its error under "broken", and does not hide the others.
     """
     built_in = json.loads(FACTS.read_text(encoding="utf-8"))
-    return [_facts_row(name, *_of_file(built_in[name]) if name in built_in else facts_of(name)) for name in names()]
+    rows = []
+    for name in names():
+        if (facts := built_in.get(name)) is not None:
+            limits = facts["range"] and tuple(facts["range"])
+            known = About(facts["modality"], limits, facts["needs"], facts["licence"])
+            does, found_by, broken = facts["does"], facts["found_by"], None
+        else:
+            (known, does, broken), found_by = facts_of(name), ""
+        rows.append({"name": name, "modality": known.modality, "range": known.range, "needs": known.needs,
+                     "licence": known.licence, "installed": False if broken else known.installed, "does": does,
+                     "found_by": found_by, "source": source(name), "broken": broken})
+    return rows
 
 
 def facts_of(name: str) -> tuple[About, str, str | None]:
-    """Return what a reward states of itself, its description, and the error of one that does not import."""
+    """What a reward states of itself, its first sentence, and the error of one that does not import."""
     try:
         thing = locate(name)
     except UserError as error:
         return About(), "", str(error)
-    return about(thing), (getattr(thing, "__doc__", None) or "").strip().partition("\n")[0].rstrip("."), None
+    first = " ".join((getattr(thing, "__doc__", None) or "").strip().partition("\n\n")[0].split())
+    return about(thing), re.split(r"(?<=[^.][^.A-Z])\. (?=[A-Z`])", first)[0].rstrip("."), None
 
 
-def _of_file(facts: dict[str, Any]) -> tuple[About, str, None]:
-    limits = facts["range"] and tuple(facts["range"])
-    return About(facts["modality"], limits, facts["needs"], facts["licence"]), facts["does"], None
-
-
-def _facts_row(name: str, known: About, does: str, broken: str | None) -> dict[str, Any]:
-    return {"name": name, "modality": known.modality, "range": known.range, "needs": known.needs,
-            "licence": known.licence, "installed": False if broken else known.installed, "does": does,
-            "source": source(name), "broken": broken}
-
-
-def group_by_modality(rewards: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Return rewards by the title of what they judge, in the order of the titles; no empty groups."""
-    groups: dict[str, list[dict[str, Any]]] = {title: [] for title in TITLES}
-    for reward in rewards:
-        modalities = set((reward["modality"] or "").split("/"))
-        groups[TITLES[3 if not reward["modality"] else 2 if {"text"} < modalities else "text" in modalities]
-               ].append(reward)
-    return {title: group for title, group in groups.items() if group}
+def range_of(reward: dict[str, Any]) -> str:
+    """Its lowest and highest score, such as "0 to inf"; empty where it states none."""
+    return "" if reward["range"] is None else \
+        f"{_format_bound(reward['range'][0], '-')} to {_format_bound(reward['range'][1])}"
 
 
 def cells(reward: dict[str, Any]) -> list[str]:
-    """Return a table row: name, modality, range, needs, licence, installed."""
-    low_high = "?" if reward["range"] is None else \
-        f"{_format_bound(reward['range'][0], '-')} to {_format_bound(reward['range'][1])}"
-    installed = {True: "yes", False: "no", None: "?"}[reward["installed"]]
-    needs = "nothing" if reward["needs"] == "" else reward["needs"] or "?"
-    return [reward["name"], reward["modality"] or "?", low_high, needs, reward["licence"] or "?",
-            "broken" if reward["broken"] else installed]
+    """Table row: name, what it does, and its facts where it states them: modality, range, needs, and the licence unless
+    it is Apache-2.0."""
+    needs = reward["needs"] and f"needs {reward['needs']}" + " (not installed)" * (reward["installed"] is False)
+    licence = (reward["licence"] or "").removeprefix("Apache-2.0").removeprefix(", ")
+    facts = [reward["modality"], range_of(reward), needs, licence]
+    return [reward["name"], reward["does"], "broken" if reward["broken"] else ", ".join(filter(None, facts)) or "?"]
 
 
 def _format_bound(value: float | None, sign: str = "") -> str:
@@ -84,7 +81,7 @@ def _format_bound(value: float | None, sign: str = "") -> str:
 
 def score_files(name: str, arguments: dict[str, Any], files: Sequence[Path], prompts: Sequence[Prompt]
                 ) -> list[float | Failed]:
-    """Return the scores of files, each with its prompt, by the reward of that name; NaN where it does not apply.
+    """Scores of files, each with its prompt, by the reward of that name; NaN where it does not apply.
 
     A file is an image; a folder of images, an animated GIF or WebP, or an .mp4 and its like, is a video; a .txt file a
     text.

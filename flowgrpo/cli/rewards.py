@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Annotated
@@ -21,7 +22,8 @@ def rewards(
     words: Words = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with what each does.")] = False,
 ) -> None:
-    """List the rewards that --reward takes by name: what they judge, their range, needs and licence."""
+    """List the rewards that --reward takes by name: what each does, its range, its needs, and its licence unless it
+    is Apache-2.0. Words such as sharp, style, hands or nsfw find those for it."""
     from flowgrpo.cli import reward_table as table
 
     listed = [reward for reward in table.list_rewards() if has_words(words, reward.values())]
@@ -30,13 +32,18 @@ def rewards(
     if as_json:
         typer.echo(json.dumps(listed, indent=2))
         return
-    for title, group in table.group_by_modality(listed).items():
-        print_table([f"rewards {title}", "modality", "range", "needs", "licence", "installed"],
-                    [table.cells(reward) for reward in group])
+    groups: dict[str, list[list[str]]] = {title: [] for title in table.TITLES}
+    for reward in listed:
+        modalities = set((reward["modality"] or "").split("/"))
+        place = 3 if not reward["modality"] else 2 if {"text"} < modalities else "text" in modalities
+        groups[table.TITLES[place]].append(table.cells(reward))
+    for title, rows in groups.items():
+        if rows:
+            print_table([f"rewards {title}", "what it does", "facts"], rows)
     for reward in listed:
         if reward["broken"]:
             typer.echo(reward["broken"])
-    typer.echo('Needs are installed as "flowgrpo[NAME]" or by their own name; ?: the reward does not state it.')
+    typer.echo('Needs are installed as "flowgrpo[NAME]" or by their own name. `flowgrpo docs rewards` helps to choose.')
 
 
 @reward_app.command("score", short_help="Score image, video or text files with a reward.")
@@ -124,7 +131,10 @@ def train_reward(
     from flowgrpo.data.pairs import aspects, load_pairs, split
 
     texts = model is not None
-    sides = split(load_pairs(pairs, texts), _share_or_file(held_out), texts)
+    share: float | str = held_out
+    with contextlib.suppress(ValueError):  # the name of a file
+        share = float(held_out)
+    sides = split(load_pairs(pairs, texts), share, texts)
     aspects(*sides)  # report mistakes before torch is loaded
     from flowgrpo.tools.learned_rewards import training
 
@@ -135,13 +145,6 @@ def train_reward(
                 [[name, f"{accuracy.mean:.3f}", f"{accuracy.low:.3f} to {accuracy.high:.3f}", str(accuracy.prompts)]
                  for name, accuracy in accuracies.items()])
     typer.echo(f"Accuracies are of the held-out pairs, which chose the epoch too. Use it as --reward {output}")
-
-
-def _share_or_file(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text
 
 
 @reward_app.command("train-text", short_help="Train a linear reward of completions from labels or pairs.")

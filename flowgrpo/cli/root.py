@@ -1,6 +1,4 @@
-"""Typer application of all commands, in panels and groups, `main`, which runs it, and the tables that commands print.
-
-"""
+"""Typer application of all commands, in panels and groups, `main`, which runs it, and the tables that they print."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from flowgrpo import __version__
+from flowgrpo import __version__, trust
 from flowgrpo.distributed import launchers
 from flowgrpo.distributed.signals import exit_code, leave
 from flowgrpo.errors import UserError
@@ -33,7 +31,7 @@ UsageError: Any = typer.BadParameter.__base__
 # Commands of the first screen, in order. Below it stand `compare`, `verify` and `contrib`; all others are in groups.
 ORDER = ("demo", "train", "taste", "check", "prepare", "list", "sample", "eval", "report", "export", "push", "new",
          "reward", "prompts")
-# Names of earlier versions, which work for one more release.
+# Names of 0.1, which work until 0.3.
 RENAMED = {"encode": "prompts encode", "data": "prompts mix", "write-prompts": "prompts write",
            "proxy-prompts": "prompts proxy", "methods": "list methods", "rewards": "list rewards", "runs": "list runs",
            "score": "reward score", "train-reward": "reward train", "train-text-reward": "reward train-text",
@@ -48,38 +46,28 @@ class Commands(TyperGroup):
     """
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Return the names, those of the first screen first."""
         return [*ORDER, *(name for name in self.commands if name not in ORDER)]
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Resolve the first argument. An earlier name prints a line with the new one."""
-        if (new := current_command(args)) is not None:
-            typer.echo(f"flowgrpo: `flowgrpo {args[0]}` is now `flowgrpo {new}`; the earlier name goes with the next "
-                       "release", err=True)
+        new = RENAMED.get(args[0])
+        if args[0] == "prompts":  # now the name of a group; alone, or with a set's name, it was `list prompts`
+            own = {command.name for command in prompts_app.registered_commands}
+            new = "list prompts" if len(args) < 2 or args[1] not in own | {"--help"} else None
+        if new is not None:
+            typer.echo(f"flowgrpo: `flowgrpo {args[0]}` is now `flowgrpo {new}`; the earlier name ends with 0.3",
+                       err=True)
             args = [*new.split(), *args[1:]]
         return super().resolve_command(ctx, args)
-
-
-def current_command(args: list[str]) -> str | None:
-    """Return the present name of a command line with an earlier one; None for others."""
-    if args[0] != "prompts":
-        return RENAMED.get(args[0])
-    listed = len(args) < 2 or args[1] not in {*_names(prompts_app), "--help"}
-    return "list prompts" if listed else None
-
-
-def _names(group: typer.Typer) -> list[str]:
-    return [command.name or "" for command in group.registered_commands]
 
 
 app = typer.Typer(name="flowgrpo", cls=Commands, no_args_is_help=True, add_completion=False,
                   pretty_exceptions_enable=False, rich_markup_mode="rich", help="Align diffusers generators and "
                   "language models to a reward by group-relative RL.", epilog="Also: [bold]flowgrpo compare[/], "
-                  "[bold]reproduce[/], [bold]verify[/] and [bold]contrib[/].")
+                  "[bold]reproduce[/], [bold]verify[/], [bold]contrib[/], [bold]docs[/] and [bold]constraints[/].")
 
 
 def _group(name: str, about: str, **shown: Any) -> typer.Typer:
-    """Return a group of commands, added to the program."""
     group = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
     app.add_typer(group, name=name, help=about, **shown)
     return group
@@ -108,7 +96,7 @@ def _flowgrpo(
 
 @functools.cache
 def program() -> Any:
-    """Return all commands as one click command. They are built once: it reads the types of every option."""
+    """All commands as one click command. They are built once: it reads the types of every option."""
     return typer.main.get_command(app)
 
 
@@ -132,7 +120,8 @@ def _run(arguments: list[str] | None) -> int:
     forget_changed()
     try:
         given = [_at_home(argument) for argument in (sys.argv[1:] if arguments is None else arguments)]
-        return program()(given, prog_name="flowgrpo", standalone_mode=False) or 0
+        with trust.command():
+            return program()(given, prog_name="flowgrpo", standalone_mode=False) or 0
     except (KeyboardInterrupt, typer.Abort):
         return 130
     except UserError as error:
@@ -140,20 +129,29 @@ def _run(arguments: list[str] | None) -> int:
     except UsageError as error:
         message = error.format_message() + _describe_value(error, sys.argv[1:] if arguments is None else arguments)
     except Exception as error:
-        refusal = paths.refusal(error) or import_failure(error) or _without_room(error)
+        refusal = paths.refusal(error) or import_failure(error)
         if refusal is None:
-            raise
+            from flowgrpo.device import ran_out
+
+            if not ran_out(error):
+                raise
+            first = next(iter(str(error).splitlines()), "")[:300]
+            refusal = f"out of memory ({first or type(error).__name__}): ask for less at once, smaller samples or a " \
+                "smaller model"
         message = refusal
     finally:
-        _leave_group()
-    launchers.let_the_first_speak()
+        # Of a launcher's process, which may abort although its work is done if it exits with live threads.
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+    launchers.let_the_first_speak(line(message))
     if message:  # Typer's error for a call without a command is the help text it has already printed
         print(f"flowgrpo: error: {line(message)}", file=sys.stderr)
     return 2
 
 
 def _at_home(argument: str) -> str:
-    """Return an argument with the home folder in place of the ~ of --KEY=~/PATH or of a quoted ~/PATH."""
+    """Argument with the home folder in place of the ~ of --KEY=~/PATH or of a quoted ~/PATH."""
     key, equals, value = argument.partition("=") if argument.startswith("--") else ("", "", argument)
     if key in ("--prompt", "--negative-prompt", "--negative_prompt", "--text.system"):
         return argument
@@ -163,7 +161,7 @@ def _at_home(argument: str) -> str:
 
 
 def _describe_value(error: Any, arguments: list[str]) -> str:
-    """Return the end of a message on an option's value: the value, where the message does not have it."""
+    """End of a message on an option's value: the value, where the message does not have it."""
     names = getattr(getattr(error, "param", None), "opts", [])
     for place, argument in enumerate(arguments):
         name, equals, value = argument.partition("=")
@@ -173,31 +171,14 @@ def _describe_value(error: Any, arguments: list[str]) -> str:
     return ""
 
 
-def _without_room(error: Exception) -> str | None:
-    """Return the message for an error that says that memory ran out; None for other errors."""
-    from flowgrpo.device import ran_out
-
-    first = next(iter(str(error).splitlines()), "")[:300]
-    return f"out of memory ({first or type(error).__name__}): ask for less at once, smaller samples or a smaller " \
-        "model" if ran_out(error) else None
-
-
-def _leave_group() -> None:
-    """End the process group of a launcher's processes. A process that exits with live threads may abort although its
-    work is done."""
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-
-
 def has_words(words: list[str] | None, cells: Iterable[Any]) -> bool:
-    """Return True if the cells of a row have all words, in upper or lower case."""
+    """True if the cells of a row have all words, in upper or lower case."""
     row = " ".join(map(str, cells)).lower()
     return all(word.lower() in row for word in words or [])
 
 
 def no_row(of: str, words: list[str] | None) -> UserError:
-    """Return the error of `flowgrpo list OF WORD...` if no row has the words."""
+    """Error of `flowgrpo list OF WORD...` if no row has the words."""
     told = " and ".join(map(repr, words or []))
     return UserError(f"no {of.removesuffix('s')} has {told}: `flowgrpo list {of}` lists all")
 

@@ -31,7 +31,6 @@ def runs(
 
 
 def _cells(run: Run) -> list[str]:
-    """Return a run's row; a line of it for each reward."""
     rewards = list(dict.fromkeys([*run.before, *run.after]))
     before, after = ("\n".join(_number(values.get(name)) for name in rewards) for values in (run.before, run.after))
     total = "?" if run.total is None else str(run.total)

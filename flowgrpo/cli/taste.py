@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from flowgrpo.cli.options import recipe_and_options
 from flowgrpo.cli.root import TRAIN, app
 from flowgrpo.errors import UserError
-from flowgrpo.nouns import quantity
 
 
 @app.command("taste", rich_help_panel=TRAIN, short_help="Train a few-step model on your own clicks, in a browser.",
@@ -27,6 +26,9 @@ def taste(
                                              help="A LoRA to start from: a run, a folder or a file.")] = None,
     minutes: Annotated[float, typer.Option(min=0.1, help="Length of the session; it may be ended before.")] = 20.0,
     output: Annotated[Path, typer.Option(metavar="NAME", help="The folder of the session.")] = Path("taste"),
+    sees: Annotated[str | None, typer.Option(metavar="REWARD", show_default=False, help="A reward of images and "
+                                             "prompts that is installed, such as clip_score: its score is a feature of "
+                                             "the learned taste.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the session in that folder.")] = False,
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")] = 8890,
 ) -> int:
@@ -36,14 +38,15 @@ def taste(
     The page's Finish button, the end of the time and Ctrl-C end a session: it then writes the LoRA, the votes as
     pairs.jsonl, the learned taste as a reward, and a report.
     """
+    from flowgrpo.cli.train import UNTRAINED
     from flowgrpo.contrib.taste import session
-    from flowgrpo.contrib.taste.loop import ROUNDS, VOTES, Taste
+    from flowgrpo.contrib.taste.loop import VOTES, Taste
     from flowgrpo.contrib.taste.votes import VoteLog
     from flowgrpo.policies.pipelines import few_steps
     from flowgrpo.tools.vote.live import LiveBallot
     from flowgrpo.tools.vote.server import address, server
 
-    others = ("prompts", "lora", "minutes", "output", "resume", "port")
+    others = ("prompts", "lora", "minutes", "output", "sees", "resume", "port")
     model, options = recipe_and_options(arguments or [], noun="model", others=others)
     if model is None:
         raise UserError("expected a model, such as `flowgrpo taste starter_consistency`")
@@ -57,27 +60,9 @@ def taste(
         thread.start()
         typer.echo(f"{address(serving)} (vote there, once the model is loaded; its Finish button or Ctrl-C ends the "
                    "session)")
-        epochs = session.train(config, Taste(live, config.folder), resume)
+        epochs = session.train(config, Taste(live, config.folder, sees=sees), resume)
         summary = session.finish(config, live.log, epochs)
         serving.shutdown()
-    return _print_summary(config.folder, live, -(-epochs // ROUNDS), summary)
-
-
-def _print_summary(folder: Path, live: Any, learned: int, summary: dict[str, Any]) -> int:
-    """Print what a session has left; return the command's exit code."""
-    from flowgrpo.cli.train import UNTRAINED
-    from flowgrpo.contrib.taste.session import PAIRS, REWARD
-
-    clicks, against = sum(".q" in name for name in live.log.votes), live.against()
-    typer.echo(f"{quantity(clicks, 'click')}, {learned} {'batch' if learned == 1 else 'batches'} learned: "
-               f"votes in {folder / PAIRS}")
-    if against:
-        typer.echo(f"against the base you preferred the tuned model in {against['wins']:g} of {against['of']} blind "
-                   f"pairs, a tie as one half: {against['share']}")
-    if not summary:
-        typer.echo(f"nothing is trained, since no batch of clicks is complete: --output {folder} --resume goes on")
-        return UNTRAINED
-    for sentence in summary["trained"]["said"][:1]:
+    for sentence in session.sentences(config.folder, live.log, live.against(), summary):
         typer.echo(sentence)
-    typer.echo(f"your taste as a reward: --reward {folder / REWARD}")
-    return UNTRAINED if summary["trained"]["nothing"] else 0
+    return UNTRAINED if not summary or summary["trained"]["nothing"] else 0

@@ -87,9 +87,7 @@ def demo(
 
 def _run(settings: Any, resume: bool | Literal["auto"], asked: str = "") -> int:
     """Validate a configuration's inputs, announce the run and run it. Returns 0, or UNTRAINED if it trained nothing.
-
-    asked: the words of the command line, for the command that downloads what is missing.
-    """
+    asked: the words of the command line, for the command that downloads what is missing."""
     check_inputs(settings)
     if asked and os.environ.get("RANK", "0") == "0":
         from flowgrpo.cli import prepare
@@ -102,7 +100,10 @@ def _run(settings: Any, resume: bool | Literal["auto"], asked: str = "") -> int:
                                 f"`flowgrpo prepare {asked}`"
                                 + "; of a local copy of the model, --model=FOLDER" * (settings.model in away))
             typer.echo(f"to install and download all of it: flowgrpo prepare {asked}")
-    _grow_segments(settings)
+    # Phases of a run need blocks of different sizes, so that segments of CUDA's allocator have to grow. The user's own
+    # settings stay. vLLM, which sleeps during training, refuses such segments.
+    if sys.platform == "linux" and settings.text.engine != "vllm" and not any(name in os.environ for name in ALLOCATOR):
+        os.environ[ALLOCATOR[0]] = "expandable_segments:True"
     from flowgrpo.training.announcement import announce
 
     settings = announce(settings)
@@ -117,22 +118,10 @@ def _run(settings: Any, resume: bool | Literal["auto"], asked: str = "") -> int:
     return UNTRAINED
 
 
-def _grow_segments(settings: Any) -> None:
-    """Let segments of CUDA's allocator grow, since phases of a run need blocks of different sizes.
-
-    Settings of the user stay. vLLM, which sleeps during training, refuses such segments.
-    """
-    if sys.platform == "linux" and settings.text.engine != "vllm" and not any(name in os.environ for name in ALLOCATOR):
-        os.environ[ALLOCATOR[0]] = "expandable_segments:True"
-
-
 def settings_for(output: Path, arguments: list[str] | None, others: tuple[str, ...],
                  defaults: dict[str, str] | None = None, trusted: bool = False) -> Any:
-    """Return the validated configuration of a command that writes `output`. Raises UserError if that exists.
-
-    others: as of `recipe_and_options`. defaults: keys that the command line may override. trusted: as of
-    `parse.load`.
-    """
+    """Validated configuration of a command that writes `output`. Raises UserError if that exists. others: as of
+    `recipe_and_options`. defaults: keys that the command line may override. trusted: as of `parse.load`."""
     from flowgrpo.config import parse
 
     recipe, options = recipe_and_options(arguments or [], others=(*others, "trust"))

@@ -70,7 +70,6 @@ def verify(
 
 
 def _config(model: str, options: dict[str, str], precision: str, lora: str | None) -> Any:
-    """Return the configuration of a precision and a LoRA."""
     from flowgrpo.config import parse
     from flowgrpo.contrib.engine.verify import adapter_of
 
@@ -80,7 +79,6 @@ def _config(model: str, options: dict[str, str], precision: str, lora: str | Non
 
 
 def _policy(config: Any, lora: str | None, seed: int) -> Any:
-    """Return the policy of a configuration, with the LoRA if there is one."""
     from flowgrpo.contrib.engine.verify import randomise_lora
     from flowgrpo.device import pick_device
     from flowgrpo.policies import build

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_args
+from typing import Annotated, Any, ClassVar, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
@@ -21,15 +21,10 @@ class Section(BaseModel):
     """Section of a recipe: frozen, unknown keys are errors, numbers are finite and no truth values.
 
     kinds: of models that read its keys, unless a key says others; empty: all.
-    Features add keys (`config.features`), which a type checker does not know.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=False, allow_inf_nan=False)
     kinds: ClassVar[tuple[str, ...]] = ()
-
-    if TYPE_CHECKING:
-        def __getattr__(self, name: str) -> Any:
-            """Return the value of a feature's key."""
 
     @field_validator("*", mode="before")
     @classmethod
@@ -42,6 +37,21 @@ class Section(BaseModel):
             if kinds & {int, float} and not kinds & {bool, Any}:
                 raise ValueError("a number")
         return value
+
+
+class FeatureKeys(Section):
+    """Keys that a feature adds to a section of the configuration, each `Keys.read(config).name`.
+
+    section: its name, "" for the top of the configuration. A section that there is not is this class itself.
+    """
+
+    section: ClassVar[str] = ""
+
+    @classmethod
+    def read(cls, config: Section) -> Self:
+        """The feature's values in a configuration, which was validated as a whole."""
+        values = getattr(config, cls.section) if cls.section else config
+        return cls.model_construct(**{name: getattr(values, name) for name in cls.model_fields})  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
@@ -74,19 +84,17 @@ class Key:
 
 def key(default: Any, *when: When, of: tuple[str, ...] = (), after: str | None = None, writes: bool = False,
         **field: Any) -> Any:
-    """Return the field of a key, as `pydantic.Field`, with its facts (`Key`)."""
+    """Field of a key, as `pydantic.Field`, with its facts (`Key`)."""
     made = Field(default, **field)
     made.metadata.append(Key(of, when, after, writes))
     return made
 
 
 def facts(field: FieldInfo) -> Key:
-    """Return the facts of a field."""
     return next((each for each in field.metadata if isinstance(each, Key)), Key())
 
 
 def types(annotation: Any) -> Iterator[Any]:
-    """Yield the types that an annotation is made of."""
     if not (inner := get_args(annotation)):
         yield annotation
     for each in inner:

@@ -16,7 +16,8 @@ from typing import Any, ClassVar, TypeAlias
 
 from pydantic.fields import FieldInfo
 
-from flowgrpo.config.base import Section, facts
+from flowgrpo import packages
+from flowgrpo.config.base import FeatureKeys, facts
 from flowgrpo.config.schema import Config, fields
 from flowgrpo.errors import UserError
 from flowgrpo.user_code import call_user_code, group_entry_points
@@ -33,11 +34,10 @@ class Feature:
 
     name: by which the order of extensions lists it.
     wanted: truth of a configuration and its method that switch it on.
-    keys: by a section's name ("" for the top), the class that has its keys there, whose validators are not taken. A
-    section that there is not is that class itself.
+    keys: classes of its keys, one a section. Their validators are not taken.
     extension: place of its `training.extension.Extension`.
     memory: place of a function (phases, measured) that adds what it keeps to the memory of `check`, by phase and part;
-    measured: a `check.memory.Measured`.
+    measured: a `training.memory.Measured`.
     dry_run: place of its `DryRun`.
     charts: of its metrics in the report, by key: title and note.
     page: of the documentation, which has its keys.
@@ -45,7 +45,7 @@ class Feature:
 
     name: str
     wanted: Callable[[Config, Any], Any]
-    keys: Mapping[str, type[Section]] = field(default_factory=dict)
+    keys: tuple[type[FeatureKeys], ...] = ()
     extension: Place = None
     memory: Place = None
     dry_run: Place = None
@@ -64,28 +64,26 @@ class DryRun:
     reported: ClassVar[tuple[str, ...]] = ()
 
     def resolve_auto(self, config: Config, processes: int, fits: Callable[[Config], bool]) -> Config:
-        """Return a recipe with a value in place of `auto`. fits: True for a recipe that the GPU holds."""
+        """Recipe with a value in place of `auto`. fits: True for a recipe that the GPU holds."""
         return config
 
     def require(self, config: Config, processes: int) -> None:
         """Raise UserError for a recipe that does not go with it."""
 
     def run(self, config: Config) -> Config:
-        """Return the recipe whose epoch is run and counted."""
+        """Recipe whose epoch is run and counted."""
         return config
 
     def begin(self, trainer: Any) -> None:
         """Change the trainer of that epoch."""
 
     def waiting(self, config: Config) -> int:
-        """Return the number of epochs whose samples wait beside the present one."""
+        """Number of epochs whose samples wait beside the present one."""
         return 0
 
     def count(self, phases: dict[str, Any], calls: Any, times: float) -> None:
-        """Change the phases of the whole epoch (`dry_run.meta_gpu.Phase`).
-
-        calls: those of the epoch that was run (`dry_run.repeats.Repeats`). times: the whole epoch over that one.
-        """
+        """Change the phases of the whole epoch (`dry_run.meta_gpu.Phase`). calls: those of the epoch that was run
+        (`dry_run.repeats.Repeats`). times: the whole epoch over that one."""
 
 
 KNOWN: dict[str, Feature] = {}
@@ -94,7 +92,7 @@ FAILED: list[UserError] = []
 
 def add(*features: Feature) -> None:
     """Add features, and their keys to the configuration. Raises ValueError for a key that there is."""
-    grown = {name for feature in features for name, keys in feature.keys.items() if _grow(name, keys)}
+    grown = {keys.section for feature in features for keys in feature.keys if _grow(keys)}
     KNOWN.update({feature.name: feature for feature in features})
     for name in grown - {""}:
         section: Any = Config.model_fields[name].annotation
@@ -106,7 +104,6 @@ def add(*features: Feature) -> None:
 
 
 def all() -> list[Feature]:
-    """Return all features, in the order in which they were added."""
     return list(KNOWN.values())
 
 
@@ -116,15 +113,11 @@ def active_features(config: Config, method: Any) -> Iterator[Feature]:
 
 
 def at(place: Place) -> Any:
-    """Return what a place names."""
-    if not isinstance(place, str):
-        return place
-    module, name = place.split(":")
-    return getattr(import_module(module), name)
+    return packages.load(place) if isinstance(place, str) else place
 
 
 def dry_runs(features: Iterable[Feature]) -> list[DryRun]:
-    """Return what a dry run does for some features."""
+    """What a dry run does for some features."""
     return [at(feature.dry_run)() for feature in features if feature.dry_run]
 
 
@@ -145,8 +138,9 @@ def require() -> None:
         raise error
 
 
-def _grow(name: str, keys: type[Section]) -> bool:
-    """Put keys into a section, each where its `after` says. Return False for a section of their own."""
+def _grow(keys: type[FeatureKeys]) -> bool:
+    """Put keys into their section, each where its `after` says; False for a section of their own."""
+    name = keys.section
     if name and name not in Config.model_fields:
         Config.model_fields[name] = FieldInfo(annotation=keys, default=keys())
         return False

@@ -27,6 +27,7 @@ class BatchShape:
     updates: optimizer steps per pass over them.
     slices: slices of every group, each of consecutive samples; 1 if groups are whole.
     sampled: the micro-batch with which the epoch's parts were sampled.
+    generation_batch: completions that are drawn at once; a run that is out of memory lowers it too. 0: all.
     """
 
     prompts: int
@@ -35,8 +36,10 @@ class BatchShape:
     updates: int
     slices: int = 1
     sampled: int = 0
+    generation_batch: int = 0
 
     def __post_init__(self) -> None:
+        self.generation_batch = self.generation_batch or self.samples
         self.start_turn()
 
     def start_turn(self) -> None:
@@ -51,25 +54,26 @@ class BatchShape:
     def parts(self) -> int:
         return -(-self.prompts // prompts_per_part(self.group, self.micro_batch))
 
+    @property
+    def lowered_generation(self) -> int | None:
+        """`generation_batch`, if it is not all of a turn."""
+        return self.generation_batch if self.generation_batch < self.samples else None
+
     def repeat_per_slice(self, prompts: Sequence[T]) -> list[T]:
-        """Return the prompt of every slice of their groups; the prompts themselves if groups are whole."""
+        """Prompt of every slice of their groups; the prompts themselves if groups are whole."""
         return [prompt for prompt in prompts for _ in range(self.slices)]
 
     def part_of(self, rank: int, first: int) -> int:
-        """Return a number that puts the parts of all processes in order; slices of one part have the same.
-
-        first: place of the part's first group or slice among those of the process.
-        """
+        """Number that puts the parts of all processes in order; slices of one part have the same. first: place of the
+        part's first group or slice among those of the process."""
         if self.slices == 1:
             return (rank << 32) + first
         together = prompts_per_part(self.group * self.slices, self.sampled)
         return (rank * self.prompts + first) // (together * self.slices)
 
     def part_sizes(self, rank: int, count: int) -> list[int]:
-        """Return the sizes of the parts of `count` groups or slices of a process.
-
-        A slice is sampled with others of the part that one process would make of their groups.
-        """
+        """Sizes of the parts of `count` groups or slices of a process. A slice is sampled with others of the part that
+        one process would make of their groups."""
         together = prompts_per_part(self.group, self.sampled)
         if self.slices == 1:
             return [min(together, count - first) for first in range(0, count, together)]
@@ -90,16 +94,15 @@ def geometry(train: Train, processes: int = 1) -> BatchShape:
                         f" samples that {processes} processes cannot share evenly: use {low} or {low + unit} prompts")
     share = train.prompts * train.group // processes
     size = math.gcd(share, train.group)
-    shape = BatchShape(share // size, size, train.rows, train.updates, train.group // size)
+    shape = BatchShape(share // size, size, train.rows, train.updates, train.group // size,
+                       generation_batch=train.generation_batch or 0)
     _require_updates(train, shape, processes)
     return shape
 
 
 def teams(members: int, processes: int) -> int:
-    """Return the number of teams of `members` processes that share the tokens of their rows.
-
-    Raises UserError if they do not divide the processes.
-    """
+    """Number of teams of `members` processes that share the tokens of their rows. Raises UserError if they do not
+    divide the processes."""
     if processes % members:
         fits = [count for count in range(1, processes + 1) if processes % count == 0]
         raise UserError(f"memory.context_parallel is {members}, which does not divide the {processes} processes: use "
@@ -126,12 +129,12 @@ def _require_updates(train: Train, shape: BatchShape, processes: int) -> None:
 
 
 def _fits(together: int, shape: BatchShape, processes: int) -> int:
-    """Return the most prompts, at most `together`, that may make a part: of several processes a divisor of their P."""
+    """Most prompts, at most `together`, that may make a part: of several processes a divisor of their P."""
     if processes == 1:
         return together
     return max((n for n in range(1, together + 1) if shape.prompts % n == 0), default=1)
 
 
 def prompts_per_part(group: int, micro_batch: int) -> int:
-    """Return the number of prompts sampled together: as many whole groups as a micro-batch holds, at least one."""
+    """Number of prompts sampled together: as many whole groups as a micro-batch holds, at least one."""
     return max(micro_batch // group, 1)

@@ -24,34 +24,35 @@ def load(recipe: str | Path | None, overrides: dict[str, Any] | None = None, tru
 
     A recipe is a file, or the name of a packaged one, and may extend another one: see recipes.py.
     trusted: it may execute code and reach addresses wherever it comes from; a run's folder is governed by
-    `trust.opening`. Raises UserError, in one line, for
-    a missing or broken file, an unknown key, a wrong type or range, and for what it may not; the error names the
-    recipe, or the option of an override.
+    `trust.opening`. Raises UserError for a missing or broken file, an unknown key, a wrong type or range, and for what
+    it may not; the error names the recipe, or the option of an override.
     """
     raw = read_recipe(recipe) if recipe else {}
-    for path, given in (overrides or {}).items():
-        _assign(raw, path, parse_value(path, given) if isinstance(given, str) else given)
+    given = {path: parse_value(path, value) if isinstance(value, str) else value
+             for path, value in (overrides or {}).items()}
+    for path, value in given.items():
+        _assign(raw, path, value)
     if recipe and not trusted:
-        require_own(recipe, raw, overrides or {})
+        require_own(recipe, raw, given, given)
     return validate(raw)
 
 
-def require_own(recipe: str | Path, raw: dict[str, Any], given: Iterable[str] = (),
+def require_own(recipe: str | Path, raw: dict[str, Any], given: Iterable[str] = (), named: object = (),
                 flag: str | None = trust.RECIPE_FLAG) -> None:
-    """Raise UserError if a recipe, or one that it extends, comes from elsewhere and does more than train here.
+    """Raise UserError if a recipe, or one that it extends, does more than train here, without the user's agreement.
 
-    raw: its keys, with `given`, the dotted ones of the command line, in place. flag: the command's that allows it.
+    raw: its keys, with `given`, the dotted ones of the command line, in place. named: their values. flag: the
+    command's that allows it.
     """
-    if foreign := next((file for file in _files(recipes.locate(recipe)) if not recipes.is_own(file)), None):
+    files = [file for file in _files(recipes.locate(recipe)) if not recipes.is_packaged(file)]
+    if files:
+        first = next(filter(recipes.foreign, files), files[0])
         written = [key for key, field in fields().items() if facts(field).writes]
-        trust.require_own(foreign, raw, given, flag, written)
+        trust.require_own(first, files, raw, recipes.foreign(first), given, named, flag, written)
 
 
 def read_recipe(recipe: str | Path) -> dict[str, Any]:
-    """Return the keys of a recipe, a file or a packaged name, with those of recipes that it extends and its name.
-
-    Raises UserError as `load`.
-    """
+    """Keys of a recipe, with those of recipes that it extends and its name. Raises UserError as `load`."""
     path = recipes.locate(recipe)
     raw = _read_recipe(path)
     raw.setdefault("name", path.stem)
@@ -60,7 +61,6 @@ def read_recipe(recipe: str | Path) -> dict[str, Any]:
 
 
 def _files(path: Path) -> Iterator[Path]:
-    """Yield the files of a recipe that was read: its own, and those that it extends."""
     below: list[Path] = []
     base: Path | None = path
     while base is not None:
@@ -70,7 +70,7 @@ def _files(path: Path) -> Iterator[Path]:
 
 
 def _read_recipe(path: Path, below: Sequence[Path] = ()) -> dict[str, Any]:
-    """Return a recipe's keys, with those of the recipe that it extends. below: recipes that extend it."""
+    """A recipe's keys, with those of the recipe that it extends. below: recipes that extend it."""
     raw = read_yaml(path)
     base = recipes.base_of(raw, path, below)
     if base is None:
@@ -81,10 +81,7 @@ def _read_recipe(path: Path, below: Sequence[Path] = ()) -> dict[str, Any]:
 
 
 def validate(raw: dict[str, Any], where: str = "the options") -> Config:
-    """Validate a nested dictionary.
-
-    Raises UserError with the path of the first wrong key.
-    """
+    """Validate a nested dictionary. Raises UserError with the path of the first wrong key."""
     features.require()
     _require_text(raw, where)
     try:
@@ -97,7 +94,7 @@ TEXTS = ("name", "negative_prompt", "text.system")  # keys of texts that are no 
 
 
 def _at_home(value: Any, where: str, path: str = "") -> Any:
-    """Return a value with the home folder in place of each ~/ that begins a text or a key."""
+    """Value with the home folder in place of each ~/ that begins a text or a key."""
     if isinstance(value, dict):
         return {_at_home(key, where, path): _at_home(inner, where, f"{path}.{key}".lstrip("."))
                 for key, inner in value.items()}
@@ -110,7 +107,6 @@ def _at_home(value: Any, where: str, path: str = "") -> Any:
 
 
 def _require_text(value: Any, where: str, path: str = "") -> None:
-    """Raise UserError for a text that can be no name and no UTF-8, with its dotted key."""
     if isinstance(value, str) and (why := unsafe(value)):
         raise UserError(f"{where}: {path}: got {value!r}, expected a text without {why}")
     entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
@@ -122,7 +118,8 @@ def _require_text(value: Any, where: str, path: str = "") -> None:
 def read_yaml(path: Path) -> dict[str, Any]:
     """Read a recipe as nested dictionaries, unchecked.
 
-    The configuration that a run of an earlier version wrote comes with the keys of today.
+    The configuration that a run wrote comes with the keys of today, and with the files of the run's folder where that
+    is now, copied or renamed.
     Raises UserError for a missing or broken file.
     """
     if why := unfit(path):
@@ -134,7 +131,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     raw = yaml_text.read(path)
     if not isinstance({} if raw is None else raw, dict):
         raise UserError(f"{path}: expected keys with values at the top, got a {type(raw).__name__}")
-    return migrate(raw) if raw and WRITTEN <= raw.keys() else raw or {}
+    return _in_place(migrate(raw), path.parent) if raw and WRITTEN <= raw.keys() else raw or {}
 
 
 RENAMED = {"picture": "image"}  # sections by the names that they had before
@@ -142,10 +139,8 @@ WRITTEN = {"name", "model", "method", "reward", "prompts", "output", "seed", "de
 
 
 def migrate(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return what a run recorded, its sections and the keys that its phases set under their names of today.
-
-    Completions were evaluated at a temperature of 0 before its default was None, which is 0 for them.
-    """
+    """What a run recorded, its sections and the keys that its phases set under their names of today. Completions were
+    evaluated at a temperature of 0 before its default was None, which is 0 for them."""
     raw = {RENAMED.get(key, key): value for key, value in raw.items()}
     if isinstance(text := raw.get("text"), dict) and "generates" not in text and text.get("eval_temperature") == 0:
         raw["text"] = text | {"eval_temperature": None}
@@ -156,8 +151,30 @@ def migrate(raw: dict[str, Any]) -> dict[str, Any]:
     return raw
 
 
+def _in_place(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """What a run recorded, with the place of each file below its folder as it was replaced by the one that is in
+    `folder`."""
+    was = Path(str(raw["output"]), str(raw["name"]))
+    if was.resolve() == folder.resolve():
+        return raw
+
+    def moved(value: Any, path: str = "") -> Any:
+        if isinstance(value, dict):
+            return {moved(key): moved(inner, f"{path}.{key}".lstrip(".")) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [moved(inner, path) for inner in value]
+        for begin in (f"{was}/", f"{was.resolve()}/") if isinstance(value, str) and path not in TEXTS else ():
+            if (name := value.removeprefix("./")).startswith(begin):
+                place = folder / name[len(begin):]
+                file = str(place).rpartition(":")[0] if ".py:" in place.name else place
+                return str(place) if Path(file).exists() else value
+        return value
+
+    return {key: value if key == "output" else moved(value, key) for key, value in raw.items()}
+
+
 def new_name(key: object) -> str | None:
-    """Return the name of today of a dotted key that was renamed with its section; None for any other."""
+    """Name of today of a dotted key that was renamed with its section; None for any other."""
     section, dot, rest = str(key).partition(".")
     return RENAMED[section] + dot + rest if section in RENAMED else None
 
@@ -188,7 +205,10 @@ def _explain(errors: Sequence[Any]) -> str:
     if "." in first and errors[0]["loc"] == (first,) and first in keys():
         section, _, name = first.rpartition(".")
         return f"unknown key {first!r}: in a file, write {name!r} below {section!r}"
-    errors = [error | {"loc": _without_tags(error)} for error in errors]
+    # The names of a union's branches stand in an error's path; an unknown key, at its end, may look like one.
+    errors = [error | {"loc": tuple(part for place, part in enumerate(error["loc"])
+                                    if place in (0, len(error["loc"]) - (error["type"] == "extra_forbidden"))
+                                    or not _UNION_TAG.match(str(part)))} for error in errors]
     key = owner(_key_path(errors[0]["loc"])) or first
     # A union reports every type it tried; the deepest path is the likely one.
     tried = [error for error in errors if f"{_key_path(error['loc'])}.".startswith(f"{key}.")] or list(errors)
@@ -197,32 +217,25 @@ def _explain(errors: Sequence[Any]) -> str:
     unknown = next((error["loc"] for error in tried if error["type"] == "extra_forbidden"), None)
     if unknown:
         return f"unknown key {_key_path(unknown)!r}{_nearest_of(unknown)}"
-    expected = " or ".join(dict.fromkeys(_expectation(error["msg"]) for error in tried))
-    return f"{_key_path(tried[0]['loc'])}: got {tried[0]['input']!r}, expected {expected}"
-
-
-def _without_tags(error: Any) -> tuple[str | int, ...]:
-    """Return an error's path without the names of a union's branches; an unknown key may look like one."""
-    loc = error["loc"]
-    last = len(loc) - 1 if error["type"] == "extra_forbidden" else len(loc)
-    return tuple(part for place, part in enumerate(loc)
-                 if place in (0, last) or not _UNION_TAG.match(str(part)))
+    expected = []
+    for message in (error["msg"] for error in tried):
+        for pattern, words in _PHRASES:
+            message = re.sub(pattern, words, message)
+        expected.append(message[0].lower() + message[1:])
+    return f"{_key_path(tried[0]['loc'])}: got {tried[0]['input']!r}, expected {' or '.join(dict.fromkeys(expected))}"
 
 
 # pydantic's names of the branches of a union
 _UNION_TAG = re.compile(r"(bool|str|(constrained-)?(int|float)|Fused|IPAdapter|AutoRate)$|<|(dict|list|literal)\[")
 
 
-def _rule(key: str | None) -> type[Section] | None:
-    """Return the section within a key's value: in a list, by names, or in place of a number. None: there is none."""
-    annotation = fields()[key].annotation if key in fields() else None
-    return next((kind for kind in types(annotation) if isinstance(kind, type) and issubclass(kind, Section)), None)
-
-
 def _nearest_of(unknown: tuple[str | int, ...]) -> str:
-    """Return `nearest` for an unknown key by its path, which may be within a reward's rule."""
+    """`nearest` for an unknown key by its path, which may be within a reward's rule."""
     path = _key_path(unknown)
-    rule = _rule(owner(path))
+    key = owner(path)
+    annotation = fields()[key].annotation if key in fields() else None
+    # The section within the key's value: in a list, by names, or in place of a number.
+    rule = next((kind for kind in types(annotation) if isinstance(kind, type) and issubclass(kind, Section)), None)
     if rule is None:
         return nearest_key(path, keys() if "." in path else [*keys(), *sections()])
     within = next(part for part in reversed(unknown[:-1]) if isinstance(part, str))  # a transform's index is in between
@@ -235,13 +248,7 @@ def _key_path(location: tuple[str | int, ...]) -> str:
     return ".".join(str(part) for part in location)
 
 
-def _expectation(message: str) -> str:
-    """Return Pydantic's message as the end of a sentence that begins with "expected"."""
-    for pattern, words in _PHRASES:
-        message = re.sub(pattern, words, message)
-    return message[0].lower() + message[1:]
-
-
+# pydantic's messages, made to follow "expected"
 _PHRASES = (
     (r"^Input should be a valid dictionary or instance of .*", "keys with values"),
     (r"^Input should be (?=greater|less)", "a number "),
@@ -280,10 +287,8 @@ _KEY_OF = {name: key for key, names in ELSEWHERE.items() for name in names}
 
 
 def nearest_key(path: str, choices: list[str]) -> str:
-    """Return `nearest` for an unknown key; if none is near, the keys of its section.
-
-    A name that other libraries have for a key finds it, and so does the one that it had before.
-    """
+    """`nearest` for an unknown key; if none is near, the keys of its section. A name that other libraries have for a
+    key finds it, and so does the one that it had before."""
     if now := new_name(path):
         return f": it is called {now!r} now"
     if known := _KEY_OF.get(path.rpartition(".")[2]):

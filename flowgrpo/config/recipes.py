@@ -25,23 +25,33 @@ FOLDER = Path(__file__).parents[1] / "recipes"  # a link to configs/ in a clone,
 
 
 def names() -> list[str]:
-    """Return the names of the packaged recipes."""
     return sorted(file.stem for file in FOLDER.glob("*.yaml"))
 
 
 def papers() -> list[str]:
-    """Return the names of the packaged recipes of papers, such as papers/flow_grpo_ocr."""
     return sorted(f"papers/{file.stem}" for file in (FOLDER / "papers").glob("*.yaml"))
 
 
-def is_own(recipe: Path) -> bool:
-    """Return True for a packaged recipe, and for one below the working folder; a link counts as what it leads to."""
-    return any(recipe.resolve().is_relative_to(folder) for folder in (FOLDER.resolve(), Path.cwd().resolve()))
+def is_packaged(recipe: Path) -> bool:
+    """True for a recipe of the package; a link counts as what it leads to."""
+    return recipe.resolve().is_relative_to(FOLDER.resolve())
+
+
+def foreign(recipe: Path) -> str | None:
+    """Where a recipe lies that is not the user's, in words; None for one below the working folder, as for a packaged
+    one. One in a repository that lies below the working folder was cloned there."""
+    file, here = recipe.resolve(), Path.cwd().resolve()
+    if is_packaged(file):
+        return None
+    if not file.is_relative_to(here):
+        return "neither packaged nor below the working folder"
+    between = file.parents[:len(file.parents) - len(here.parents) - 1]
+    return "in a repository of its own" if any((folder / ".git").exists() for folder in between) else None
 
 
 def locate(given: str | Path) -> Path:
-    """Return the file of a recipe: the file itself if there is one, else the packaged recipe of that name, such as
-    sdxl_24gb or papers/flow_grpo_ocr.
+    """File of a recipe: the file itself if there is one, else the packaged recipe of that name, such as sdxl_24gb or
+    papers/flow_grpo_ocr.
 
     Raises UserError for a name that is neither. A path that is no name is returned as it is, whether it exists or not.
     """
@@ -88,7 +98,7 @@ def base_of(raw: dict[str, Any], path: Path, below: Sequence[Path]) -> Path | No
 
 
 def merge(base: dict[str, Any], raw: dict[str, Any]) -> dict[str, Any]:
-    """Return a recipe's keys over those of its base."""
+    """A recipe's keys over those of its base."""
     left = {key: value for key, value in base.items() if key != "name"}
     if "method" in raw:
         left.pop("parts", None)
@@ -96,7 +106,7 @@ def merge(base: dict[str, Any], raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def keys_set(raw: dict[str, Any]) -> list[str]:
-    """Return the dotted keys that a recipe sets, as `merged` takes them: those of sections, and the others whole."""
+    """Dotted keys that a recipe sets, as `merge` takes them: those of sections, and the others whole."""
     inner = {*sections(), "parts"}
     return [path for key, value in raw.items() for path in
             ([f"{key}.{name}" for name in value] if key in inner and isinstance(value, dict) else [key])]

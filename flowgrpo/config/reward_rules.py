@@ -10,7 +10,7 @@ The normalisation of a reward is not set here. The method's advantage normalises
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
@@ -18,7 +18,7 @@ from flowgrpo.config.base import Section
 
 
 def _kind(value: Any) -> str:
-    """Return the branch of a union that a value belongs to: an error names that branch alone, and not its tag in <>."""
+    """Branch of a union that a value belongs to: an error names that branch alone, and not its tag in <>."""
     return "<keys>" if isinstance(value, (dict, Section)) else "<value>"
 
 
@@ -40,7 +40,7 @@ class Change(Section):
         return self
 
     def at(self, progress: float) -> float:
-        """Return the value at a share of the run, 0 in the first epoch and 1 in the last."""
+        """Value at a share of the run, 0 in the first epoch and 1 in the last."""
         share = min(1.0, progress / self.until)
         if self.stages is not None:
             share = min(int(share * self.stages), self.stages - 1) / (self.stages - 1)
@@ -53,26 +53,25 @@ Moving = Annotated[Annotated[float, Tag("<value>")] | Annotated[Change, Tag("<ke
 
 
 def value_at(value: float | Change, progress: float) -> float:
-    """Return a value, or that of a `Change` at a share of the run."""
+    """Value, or that of a `Change` at a share of the run."""
     return value.at(progress) if isinstance(value, Change) else value
 
 
-def _require_order(bounds: tuple[float | Change, float | Change]) -> None:
-    """Raise ValueError if the lower bound does not stay below the upper one, at the run's ends and at 100 places
-    between."""
-    if not all(value_at(bounds[0], place / 100) < value_at(bounds[1], place / 100) for place in range(101)):
-        raise ValueError("the lower bound below the upper one, throughout the run")
+class Bounded(Section):
+    """Transform of which the first key is a pair of bounds, in order at the run's ends and at 100 places between."""
+
+    @model_validator(mode="after")
+    def _check_order(self) -> Self:
+        low, high = getattr(self, next(iter(type(self).model_fields)))
+        if not all(value_at(low, place / 100) < value_at(high, place / 100) for place in range(101)):
+            raise ValueError("the lower bound below the upper one, throughout the run")
+        return self
 
 
-class Clip(Section):
+class Clip(Bounded):
     """Bound the score to [low, high]."""
 
     clip: tuple[Moving, Moving]
-
-    @model_validator(mode="after")
-    def _check_order(self) -> Clip:
-        _require_order(self.clip)
-        return self
 
 
 class Threshold(Section):
@@ -81,27 +80,17 @@ class Threshold(Section):
     threshold: Moving
 
 
-class Stretch(Section):
+class Stretch(Bounded):
     """0 up to the lower bound, 1 from the upper one on, linear between them."""
 
     stretch: tuple[Moving, Moving]
 
-    @model_validator(mode="after")
-    def _check_order(self) -> Stretch:
-        _require_order(self.stretch)
-        return self
 
-
-class Band(Section):
+class Band(Bounded):
     """1 within [low, high], falling linearly to 0 at a distance of `margin`; a margin of 0 is a step."""
 
     band: tuple[Moving, Moving]
     margin: float = Field(0.0, ge=0)
-
-    @model_validator(mode="after")
-    def _check_order(self) -> Band:
-        _require_order(self.band)
-        return self
 
 
 class Budget(Section):
@@ -151,7 +140,7 @@ class Limit(Section):
         return 1 if self.at_most is None else -1
 
     def violation(self, mean: float) -> float:
-        """Return how far a mean is beyond the bound, below 0 where it is kept."""
+        """How far a mean is beyond the bound, below 0 where it is kept."""
         return mean - self.at_most if self.at_most is not None else (self.at_least or 0.0) - mean
 
     def __str__(self) -> str:
@@ -207,12 +196,12 @@ class RewardRule(WatchRule):
 
     @property
     def strength(self) -> str:
-        """Return what a run makes of the reward: its weight, or its limit."""
+        """What a run makes of the reward: its weight, or its limit."""
         return f"weight {self.weight:g}" if self.limit is None else str(self.limit)
 
     @property
     def direction(self) -> float:
-        """Return the weight, or the sign of a limited reward's multiplier: below 0 if the reward is to fall."""
+        """Weight, or the sign of a limited reward's multiplier: below 0 if the reward is to fall."""
         return self.weight if self.limit is None else self.limit.sign
 
 

@@ -119,7 +119,6 @@ class Config(Section):
 
     @property
     def _has_labels(self) -> bool:
-        """True if the labels of recorded pairs come from their file."""
         return self.preferences is not None and self.labels == "file"
 
     @property
@@ -164,7 +163,7 @@ class Config(Section):
 
 @functools.cache
 def fields(section: type[Section] = Config, prefix: str = "") -> dict[str, FieldInfo]:
-    """Return all dotted keys of the configuration with their fields, in order. `features.add` clears what is kept."""
+    """All dotted keys of the configuration with their fields, in order. `features.add` clears what is kept."""
     dotted: dict[str, FieldInfo] = {}
     for name, field in section.model_fields.items():
         inner = getattr(field.annotation, "model_fields", None) is not None
@@ -174,16 +173,13 @@ def fields(section: type[Section] = Config, prefix: str = "") -> dict[str, Field
 
 
 def keys() -> list[str]:
-    """Return all dotted keys of the configuration."""
     return list(fields())
 
 
 def owner(path: str) -> str | None:
-    """Return the key that a dotted path sets: itself, or the key whose value contains it (`parts` for
-    parts.plan.size)."""
+    """Key that a dotted path sets: itself, or the key whose value contains it (`parts` for parts.plan.size)."""
     return next((key for key in keys() if path == key or path.startswith(key + ".")), None)
 
 
 def sections() -> list[str]:
-    """Return the dotted names of the configuration's sections."""
     return sorted({key.rpartition(".")[0] for key in keys()} - {""})

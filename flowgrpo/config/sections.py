@@ -15,6 +15,15 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[float, Field(gt=0)]
 STEPS = 10_000  # denoising steps at most
 PIXELS = 2**28  # of an image, or of all frames of a clip
+# Arguments of a pipeline's call that other keys set: those of `image`, which may stand in `call` alone, and the others.
+OF_IMAGE = {"height": "height", "width": "width", "num_frames": "frames", "fps": "fps", "frame_rate": "fps",
+            "target_fps": "fps"}
+ELSEWHERE = {"prompt": "prompts", "negative_prompt": "negative_prompt",
+             "num_inference_steps": "train.steps or eval.steps", "guidance": "train.guidance or eval.guidance",
+             **dict.fromkeys(["generator", "latents"], "seed"),
+             **dict.fromkeys(["num_images_per_prompt", "num_videos_per_prompt"], "train.group or eval.samples"),
+             **dict.fromkeys(["output_type", "return_dict", "callback_on_step_end", "prompt_embeds",
+                              "negative_prompt_embeds"], "every call")}
 
 
 class Image(Section):
@@ -36,8 +45,11 @@ class Image(Section):
         for height, width in [(self.height or 8, self.width or 8), *self.sizes]:
             if (pixels := height * width * (self.frames or 1)) > PIXELS:
                 raise ValueError(f"height x width x frames of {PIXELS:,} pixels at most, got {pixels:,}")
-        if self.fps is not None and (given := {"fps", "frame_rate", "target_fps"} & self.call.keys()):
-            raise ValueError(f"fps is {self.fps:g}, and call has {given.pop()} too: leave one out")
+        for name in self.call:
+            if name in ELSEWHERE:
+                raise ValueError(f"call has {name}, which {ELSEWHERE[name]} sets: leave it out of call")
+            if (key := OF_IMAGE.get(name)) and (own := getattr(self, key)):
+                raise ValueError(f"{key} is {own:g}, and call has {name} too: leave one out")
         return self
 
 
@@ -70,7 +82,7 @@ class Text(Section):
                                  "or with `penalty` taken off")
     penalty: float = key(1.0, When(lambda c, m: c.text.truncated == "penalise",
                                    "text.truncated is {0.text.truncated!r}", "set text.truncated: penalise"),
-                         of=LANGUAGE, gt=0, description="of `truncated: penalise`, off every transformed reward")
+                         of=LANGUAGE, gt=0, description="of `truncated: penalise`, off unequal groups' rewards")
     shared_prefix: bool = key(True, of=OF_PREFIXES, description="read a prompt once for all samples of its group, "
                                                               "where the model allows it")
     eval_temperature: float | None = Field(None, ge=0, description="of the evaluation; 0 takes the likeliest token; "
@@ -87,8 +99,7 @@ class Text(Section):
     correction: Literal["tis", "mis", "none"] = key(
         "tis", DRAWN_APART, of=OF_PREFIXES, description="weight of tokens of an engine, or of half "
         "precision, by r = trainer's probability / theirs: min(r, cap), 0 above the cap, or none")
-    correction_cap: float = key(2.0, DRAWN_APART, CORRECTED, of=OF_PREFIXES, ge=1,
-                                description="largest r")
+    correction_cap: float = key(2.0, DRAWN_APART, CORRECTED, of=OF_PREFIXES, ge=1, description="largest r")
     correction_level: Literal["token", "sequence"] = key(
         "token", DRAWN_APART, CORRECTED, of=OF_PREFIXES, description="r of a token, or of its completion")
 
@@ -148,7 +159,7 @@ class Load(Section):
 
     @property
     def loras_with_scales(self) -> list[Fused]:
-        """LoRAs of `lora` with their scales."""
+        """`lora` with the scale 1 for each that is only a path."""
         return [Fused(path=lora) if isinstance(lora, str) else lora for lora in self.lora]
 
     @property
@@ -246,6 +257,9 @@ class Train(Optimizer):
     group: int = Field(12, ge=1, description="samples per prompt; 1 where the method compares no samples of a group")
     micro_batch: Rows | Literal["auto"] = Field(8, description="rows that go through the denoiser at once; `auto`: as "
                                                 "many as fit")
+    generation_batch: int | None = key(None, of=(*LANGUAGE, *IMAGE_TOKENS), ge=1,
+                                       description="completions that a process samples at once; None: all of a turn; "
+                                       "halved when memory runs out")
     pack: bool = key(False, of=DENOISERS, description="several steps in one batch of a replay, where that saves calls "
                                                       "of the denoiser; see docs/performance.md")
     updates: int = Field(1, ge=1, description="optimizer steps per pass over an epoch's samples")
@@ -258,15 +272,16 @@ class Train(Optimizer):
         "sigmas, as models that predict noise always have")
     shift: float = key(3.0, HAS_GRID, When(lambda c, m: c.train.grid != "stock",
                                            "train.grid is 'stock', the pipeline's own", "set train.grid: shifted"),
-                       of=DENOISERS, gt=0, description="the shift of the `shifted` sigma grid")
+                       of=DENOISERS, gt=0, description="shift of the `shifted` grid")
     checkpointing: bool | Share | Literal["auto"] = Field(
         False, description="gradient checkpointing: all blocks of the denoiser, or the share that recomputes, such "
                            "as 0.5; `auto`: as few as fit")
     compile: bool = key(False, of=DENOISERS, description="torch.compile for the denoiser's blocks")
     ema: float = key(0.0, When(lambda c, m: c.eval.weights == "ema", "eval.weights is {0.eval.weights!r}",
                                "set eval.weights: ema"),
-                     ge=0, lt=1, description="decay of the moving average of the weights; 0 keeps none")
-    save_every: int = Field(50, ge=1, description="epochs between checkpoints; the last epoch is always saved")
+                     ge=0, lt=1, description="decay of the weights' moving average, at most (1 + k) / (10 + k) at "
+                     "update k; 0: none")
+    save_every: int = Field(50, ge=1, description="epochs between checkpoints; the last is always saved")
     keep: int = Field(2, ge=1, description="checkpoints kept")
 
     @property
@@ -332,10 +347,9 @@ class Eval(Section):
     """Evaluation on held-out prompts, with the pipeline's own scheduler."""
 
     steps: int = key(20, of=DENOISERS, ge=1, le=STEPS, description="denoising steps of the evaluation")
-    guidance: float = key(4.5, of=(*DENOISERS, *IMAGE_TOKENS), ge=0,
-                          description="guidance scale of the evaluation, before and after alike")
+    guidance: float = key(4.5, of=(*DENOISERS, *IMAGE_TOKENS), ge=0, description="guidance scale of the evaluation")
     frames: int | None = key(None, of=DENOISERS, ge=1, le=2**16, description="number of frames of the evaluation's "
-                             "clips; None: `image.frames`, as in training")
+                             "clips; None: `image.frames`")
     every: int = Field(0, ge=0, description="epochs between images and held-out scores; 0: only before and after")
     prompts: int = Field(64, ge=0, description="held-out prompts, evenly spread over the file; 0: no evaluation")
     samples: int = Field(1, ge=1, description="images per held-out prompt: the group of a reward")

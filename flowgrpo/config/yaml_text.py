@@ -20,6 +20,8 @@ class Loader(yaml.SafeLoader):
     """YAML 1.1 without its surprises: 1e-4 is a number, not a text; 1:30 and 2024-01-01 are texts, not 90 and a date;
     of truth values there are true and false, and yes, no, on and off are texts.
 
+    Its values are those of JSON: other tags, such as !!binary and !!set, are errors.
+
     Raises ConstructorError for a key that stands twice, nesting deeper than DEEPEST, more values than MOST, an alias
     within its own anchor, a number of more than DIGITS digits or with a leading 0, and a text with a NUL or half of a
     surrogate pair.
@@ -76,6 +78,8 @@ class Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+Loader.yaml_constructors = {tag: make for tag, make in yaml.SafeLoader.yaml_constructors.items()
+                            if str(tag).rpartition(":")[2] not in ("binary", "omap", "pairs", "set", "timestamp")}
 Loader.add_constructor("tag:yaml.org,2002:int", Loader.construct_yaml_int)
 
 
@@ -101,7 +105,7 @@ for _yaml in (Loader, Dumper):
 
 
 def parse(text: str) -> Any:
-    """Return the value of a YAML text. Raises yaml.YAMLError for a broken text, and as `Loader` does."""
+    """Value of a YAML text. Raises yaml.YAMLError for a broken text, and as `Loader` does."""
     try:
         return yaml.load(text, Loader)
     except (ValueError, OverflowError, RecursionError) as error:  # a number in a directive or an escape
@@ -109,10 +113,8 @@ def parse(text: str) -> Any:
 
 
 def read(path: Path) -> Any:
-    """Return the value of a YAML file.
-
-    Raises UserError for a file that is not regular, larger than LARGEST, not UTF-8 or not YAML.
-    """
+    """Value of a YAML file. Raises UserError for a file that is not regular, larger than LARGEST, not UTF-8 or not
+    YAML."""
     if why := unfit(path):
         raise UserError(f"{path} {why}")
     require_size(path, LARGEST, str(path))
@@ -125,7 +127,7 @@ def read(path: Path) -> Any:
 
 
 def describe_error(error: Exception) -> str:
-    """Return what is wrong with a YAML text, with line and column where they are known."""
+    """What is wrong with a YAML text, with line and column where they are known."""
     mark = getattr(error, "problem_mark", None)
     if mark:
         return f"{getattr(error, 'problem')} (line {mark.line + 1}, column {mark.column + 1})"

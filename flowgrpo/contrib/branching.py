@@ -56,7 +56,7 @@ class CriticalTokens:
         return [reorder(concatenate(pieces), torch.cat([rows, new]).argsort())]
 
     def places(self, uncertain: Tensor, mask: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
-        """Return a place of each completion, int64 [b], among its `top` largest values of `uncertain` [b,L]."""
+        """Place of each completion, int64 [b], among its `top` largest values of `uncertain` [b,L]."""
         ranked = uncertain.masked_fill(~mask, -torch.inf).argsort(dim=1, descending=True, stable=True)
         tops = mask.sum(1).clamp(1, self.top).tolist()
         lots = [int(torch.randint(top, (), generator=generator)) for top, generator in zip(tops, generators)]
@@ -64,7 +64,7 @@ class CriticalTokens:
 
     def uncertainty(self, policy: CausalModel, tokenized: TokenizedPrompts, completions: SampledCompletions,
                     decoding: Decoding) -> Tensor:
-        """Return how uncertain the policy was at each token of the completions, [b,L]."""
+        """How uncertain the policy was at each token of the completions, [b,L]."""
         with torch.no_grad():
             scored = policy.log_probs(tokenized, torch.arange(len(completions.ids)), completions.ids, completions.mask,
                                       decoding, entropy=True)
@@ -100,7 +100,7 @@ class SemanticBranches(CriticalTokens):
 
 
 def semantic_entropy(log_probs: Tensor, embeddings: Tensor, candidates: int) -> Tensor:
-    """Return -H sum over i != j of p_i p_j cos(e_i, e_j) of log_probs [n,V] of the next token: [n] (ROSE, 2601.05053,
+    """-H sum over i != j of p_i p_j cos(e_i, e_j) of log_probs [n,V] of the next token: [n] (ROSE, 2601.05053,
     its released code).
 
     H: the entropy of the token, in nats. e: embeddings [V,D]. The sum is over pairs of the likeliest `candidates`.

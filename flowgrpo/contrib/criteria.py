@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from flowgrpo.errors import UserError
 from flowgrpo.escaped import one_line
-from flowgrpo.rewards.about import About
+from flowgrpo.files import text_of
+from flowgrpo.rewards.about import About, built_in
 from flowgrpo.rewards.failures import Failed
 from flowgrpo.rewards.vlm_judge.client import Answer, Endpoint, user
 from flowgrpo.rewards.vlm_judge.judge import LICENCE, Asking, fill_template, text_part
@@ -45,19 +46,18 @@ class CachedWriter(Generic[T]):
         self.known = self._read(self.file) if self.file and self.file.is_file() else {}
 
     def read(self, entries: object) -> list[T]:
-        """Return the entries of the file. Raises UserError for others."""
+        """Entries of the file. Raises UserError for others."""
         raise NotImplementedError
 
     def parse(self, answer: Answer) -> list[T]:
-        """Return the valid entries in a model's answer; none if it declined or was cut off."""
+        """Valid entries in a model's answer; none if it declined or was cut off."""
         raise NotImplementedError
 
     def plain(self, entry: T) -> Any:
-        """Return an entry for the file."""
         raise NotImplementedError
 
     def __call__(self, prompts: Sequence[str]) -> dict[str, list[T]]:
-        """Return the entries of every prompt; none for one without a valid entry from the model."""
+        """Entries of every prompt; none for one without a valid entry from the model."""
         new = [prompt for prompt in dict.fromkeys(prompts) if prompt not in self.known]
         answers = self.endpoint.ask(
             lambda i: user([{"type": "text", "text": self.template.replace("{prompt}", new[i])}]), len(new))
@@ -72,7 +72,7 @@ class CachedWriter(Generic[T]):
 
     def _read(self, file: Path) -> dict[str, list[T]]:
         known = {}
-        for count, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        for count, line in enumerate(text_of(file, what=self.noun).splitlines(), 1):
             try:
                 entry = json.loads(line)
                 known[entry["prompt"]] = self.read(entry[self.noun])
@@ -100,6 +100,7 @@ class Criterion(NamedTuple):
     needed: bool = False
 
 
+@built_in("judge_rubric", "hands face anatomy fingers style vlm gpt llm criteria checklist")
 @dataclass(frozen=True, eq=False, kw_only=True)
 class JudgeRubric(Asking):
     """Weighted share of criteria that a model finds fulfilled; undecided ones are left out.
@@ -154,6 +155,7 @@ class JudgeRubric(Asking):
         return [values.get(row) for row in range(len(prompts))]
 
 
+@built_in("text_judge_rubric", "llm gpt checklist style")
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TextJudgeRubric(Tagged, JudgeRubric):
     """Weighted share of criteria that a model finds fulfilled by a completion.
@@ -170,7 +172,7 @@ class TextJudgeRubric(Tagged, JudgeRubric):
 
 
 def answers(text: str, count: int) -> list[bool | None]:
-    """Return for each of `count` numbered criteria whether it is met: from JSON, {"1": "yes", ...}, or lines ("2. no");
+    """For each of `count` numbered criteria whether it is met: from JSON, {"1": "yes", ...}, or lines ("2. no");
     None if unstated or contradictory."""
     readings: list[set[bool | None]] = [set() for _ in range(count)]
     text = "" if declines(text) else conclusion(text)
@@ -184,7 +186,7 @@ def answers(text: str, count: int) -> list[bool | None]:
 
 
 def share(met: Sequence[bool | None], criteria: Sequence[Criterion]) -> float | None:
-    """Return the weight of the met criteria over that of the positive ones, both of those with an answer, in [0, 1].
+    """Weight of the met criteria over that of the positive ones, both of those with an answer, in [0, 1].
 
     Met criteria of negative weight lower it. 0 where a needed one is unmet, or one of negative weight is met that was
     needed to stay away. None if no positive one, and no veto, has an answer.
@@ -198,7 +200,7 @@ def share(met: Sequence[bool | None], criteria: Sequence[Criterion]) -> float | 
 
 
 def parse_criteria(criteria: object) -> list[Criterion]:
-    """Return criteria with their weights, 1 if not given.
+    """Criteria with their weights, 1 if not given.
     Raises UserError for anything else than a list of these."""
     result = []
     for criterion in criteria if isinstance(criteria, (list, tuple)) else [criteria]:
@@ -221,8 +223,7 @@ class CriteriaWriter(CachedWriter[Criterion]):
         return parse_criteria(entries)
 
     def parse(self, answer: Answer) -> list[Criterion]:
-        """Return the valid criteria in a model's answer, whatever surrounds them; none if it declined or was cut off.
-        """
+        """Valid criteria in a model's answer, whatever surrounds them; none if it declined or was cut off."""
         written: list[Criterion] = []
         for entry in () if answer.refused or answer.cut or declines(answer.text) else objects(conclusion(answer.text)):
             try:

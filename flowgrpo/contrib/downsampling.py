@@ -43,7 +43,7 @@ class _Downsampled:
         return torch.ones_like(scores, dtype=torch.bool)
 
     def before(self, rewards: Tensor, weights: Sequence[float], context: Context) -> Tensor:
-        """Return the samples that are kept, bool [P, G]; one without a reward is not."""
+        """Samples that are kept, bool [P, G]; one without a reward is not."""
         named = select_weights(dict(zip(context.rewards.names, weights)), self.rewards)
         columns = [number for number, name in enumerate(context.rewards.names) if name in named]
         of = [named[context.rewards.names[number]] for number in columns]
@@ -61,11 +61,11 @@ class _Downsampled:
         return keep
 
     def counts(self, right: int, wrong: int) -> tuple[int, int]:
-        """Return how many of the right and of the wrong samples are kept."""
+        """How many of the right and of the wrong samples are kept."""
         raise NotImplementedError
 
     def ranks(self, quality: Tensor, lots: Tensor) -> tuple[Tensor, Tensor]:
-        """Return by what right and wrong samples of a group are ranked, [G] each; the largest are kept."""
+        """By what right and wrong samples of a group are ranked, [G] each; the largest are kept."""
         raise NotImplementedError
 
 

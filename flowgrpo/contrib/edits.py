@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flowgrpo.data.images import CROP, SQUEEZE, fit_of, read_image
 from flowgrpo.errors import UserError
-from flowgrpo.rewards.about import About
+from flowgrpo.rewards.about import About, built_in
 from flowgrpo.rewards.failures import Failed
 from flowgrpo.rewards.guards import SIDE, ssim
 from flowgrpo.rewards.preprocessing import grey, tensor_of
@@ -26,6 +26,7 @@ from flowgrpo.rewards.vlm_judge.parse import parser
 AXES = ("instruction", "preservation", "quality")
 
 
+@built_in("edit_judge", "vlm gpt instruction editing")
 @dataclass(frozen=True, eq=False, kw_only=True)
 class EditJudge(Asking):
     """Mark of an edit by a judge that sees source and output: of instruction, preservation and quality, 0 to 1.
@@ -71,6 +72,7 @@ class EditJudge(Asking):
 MEASURES = ("ssim", "distance")
 
 
+@built_in("preservation", "edit unchanged similar")
 @dataclass(frozen=True)
 class Preservation:
     """Likeness of an edit to its source image, outside of the region that the edit may change.

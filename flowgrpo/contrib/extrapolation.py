@@ -11,19 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowgrpo.contrib.features import ExtrapolationKeys
 from flowgrpo.methods import capabilities
 from flowgrpo.methods.setup import Setup
 from flowgrpo.storage.checkpoint import Tensors
 from flowgrpo.training.epoch import Epoch
-from flowgrpo.training.extension import Extension, Metrics
-from flowgrpo.training.run import Run
+from flowgrpo.training.extension import Extension, Metrics, Run
 from flowgrpo.training.state import within
 
 RATES = torch.logspace(-3, 0.5, 141, dtype=torch.float64)  # of saturation per epoch; the least is nearly a line
 
 
 def rank_one(path: Tensor) -> tuple[Tensor, Tensor]:
-    """Return c [M] and u [n] of weights path [M,n]: c[t] u is the best rank-1 approximation of path[t] - path[0]."""
+    """c [M] and u [n] of weights path [M,n]: c[t] u is the best rank-1 approximation of path[t] - path[0]."""
     apart = (path - path[0]).double()
     values, vectors = torch.linalg.eigh(apart @ apart.T)
     size = values[-1].clamp(min=0).sqrt()
@@ -34,7 +34,7 @@ def rank_one(path: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def growth(c: Tensor, horizon: int) -> float:
-    """Return by how much c grows in the next `horizon` epochs, by the curve a (1 - exp(-r t)) that fits c [M] best."""
+    """By how much c grows in the next `horizon` epochs, by the curve a (1 - exp(-r t)) that fits c [M] best."""
     t = torch.arange(len(c), dtype=torch.float64)
     curves = -torch.expm1(-RATES[:, None] * t)
     a = (curves @ c) / curves.square().sum(1)
@@ -56,14 +56,15 @@ class Extrapolation(Extension):
 
     def __init__(self, trainer: Run):
         super().__init__(trainer)
-        self.every, self.horizon = trainer.config.train.extrapolate_every, trainer.config.train.extrapolate
+        settings = ExtrapolationKeys.read(trainer.config)
+        self.every, self.horizon = settings.extrapolate_every, settings.extrapolate
         self.path: list[dict[str, Tensor]] = []
         self.held: dict[str, Tensor] = {}
         self.reward = self.before = 0.0
 
     @classmethod
     def enabled_by(cls, setup: Setup) -> str:
-        return f"train.extrapolate is {setup.config.train.extrapolate}"
+        return f"train.extrapolate is {ExtrapolationKeys.read(setup.config).extrapolate}"
 
     def on_drawn(self, epoch: Epoch) -> None:
         self.reward = epoch.groups.totals.nanmean().item()
@@ -95,13 +96,11 @@ class Extrapolation(Extension):
         return values[-1] + (growth(c.cpu(), self.horizon) * u).view(values.shape[1:]).to(values)
 
     def state(self) -> tuple[Tensors, dict[str, Any]]:
-        """Return the path and the weights before a jump, for a checkpoint."""
         tensors = {f"{place}/{key}": value for place, snapshot in enumerate(self.path)
                    for key, value in snapshot.items()} | {f"held/{key}": value for key, value in self.held.items()}
         return tensors, {"path": len(self.path), "before": self.before}
 
     def load_state(self, tensors: Tensors, values: dict[str, Any]) -> None:
-        """Restore the state of a checkpoint; without any, start anew."""
         place = self.trainer.policy.weights.place
         self.path = [place(within(tensors, f"{number}/")) for number in range(values.get("path", 0))]
         self.held, self.before = place(within(tensors, "held/")), values.get("before", 0.0)

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 
-from flowgrpo.config.sections import Rollout
+from flowgrpo.contrib.features import CacheKeys, EngineKeys
 from flowgrpo.errors import UserError
 from flowgrpo.methods import capabilities
 from flowgrpo.methods.setup import Setup
@@ -20,8 +20,7 @@ from flowgrpo.policies.pipelines.load import denoisers
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.samplers.scheduler import Segment
 from flowgrpo.training.epoch import Epoch
-from flowgrpo.training.extension import Extension, Metrics
-from flowgrpo.training.run import Run
+from flowgrpo.training.extension import Extension, Metrics, Run
 
 MAG = "mag"
 EVERY_STEP = 1e9  # a threshold at which all steps are skipped that can be
@@ -30,12 +29,12 @@ EVERY_STEP = 1e9  # a threshold at which all steps are skipped that can be
 class FeatureCache:
     """Feature cache of denoisers, around calls that do several steps.
 
-    settings: the recipe's section. dtype: of the denoisers' arithmetic.
+    settings: the recipe's keys. dtype: of the denoisers' arithmetic.
     ratios: of `mag`, of the norms of the blocks' outputs from step to step [T]; empty before they are measured.
     calls, computed: how often the blocks (of `taylorseer` their attention) were called, and how often they ran.
     """
 
-    def __init__(self, denoisers: Mapping[str, Any], settings: Rollout, dtype: torch.dtype):
+    def __init__(self, denoisers: Mapping[str, Any], settings: CacheKeys, dtype: torch.dtype):
         self.denoisers, self.settings, self.dtype = denoisers, settings, dtype
         self.ratios: list[float] = []
         self.calls = self.computed = 0
@@ -73,7 +72,7 @@ class FeatureCache:
             self.ratios = next((state.calibration_ratios for state in states), [])  # of the first branch
 
     def config(self, steps: int, ratios: list[float], threshold: float | None = None) -> Any:
-        """Return diffusers' configuration for a call of so many steps. threshold: in place of the recipe's."""
+        """Diffusers' configuration for a call of so many steps. threshold: in place of the recipe's."""
         import diffusers
 
         own = self.settings
@@ -97,7 +96,9 @@ class FeatureCache:
                 module.enable_cache(config)
                 enabled.append(module)
             for hook in self.hooks():
-                self._count_calls(hook.fn_ref)
+                reference = hook.fn_ref
+                reference.forward = self._counting("calls", reference.forward)
+                reference.original_forward = self._counting("computed", reference.original_forward)
             yield
         finally:
             for module in enabled:
@@ -114,17 +115,12 @@ class FeatureCache:
                 registry = getattr(part, "_diffusers_hook", None)
                 yield from (hook for hook in getattr(registry, "hooks", {}).values() if hasattr(hook, "state_manager"))
 
-    def _count_calls(self, reference: Any) -> None:
-        """Count a hook's calls, and those that run its block."""
-        reference.forward = self._counting("calls", reference.forward)
-        reference.original_forward = self._counting("computed", reference.original_forward)
-
     def _counting(self, name: str, function: Callable) -> Callable:
-        def count_call(*args: Any, **kwargs: Any) -> Any:
+        def counted(*args: Any, **kwargs: Any) -> Any:
             setattr(self, name, getattr(self, name) + 1)
             return function(*args, **kwargs)
 
-        return count_call
+        return counted
 
 
 class RolloutCache(Extension):
@@ -136,12 +132,12 @@ class RolloutCache(Extension):
     def __init__(self, trainer: Run):
         super().__init__(trainer)
         policy = cast(PipelinePolicy, trainer.policy)
-        self.cache = FeatureCache(policy.denoisers, trainer.config.rollout, policy.dtype)
+        self.cache = FeatureCache(policy.denoisers, CacheKeys.read(trainer.config), policy.dtype)
         self._try()
 
     @classmethod
     def enabled_by(cls, setup: Setup) -> str:
-        return f"rollout.cache is {setup.config.rollout.cache}"
+        return f"rollout.cache is {CacheKeys.read(setup.config).cache}"
 
     @classmethod
     def require(cls, setup: Setup) -> None:
@@ -152,14 +148,14 @@ class RolloutCache(Extension):
             if not hasattr(module, "enable_cache"):
                 raise UserError(f"rollout.cache: got {type(module).__name__}, expected a model with diffusers' feature "
                                 "caches (`enable_cache`): leave rollout.cache out")
-        if len(found) > 1 and setup.config.rollout.cache == MAG:
+        if len(found) > 1 and CacheKeys.read(setup.config).cache == MAG:
             raise UserError(f"rollout.cache is {MAG}, which counts the steps of one denoiser, but "
                             f"{type(setup.loaded).__name__} has {len(found)}: use first_block or taylorseer")
 
     @classmethod
     def conflicts(cls, setup: Setup) -> dict[str, bool]:
         memory = setup.config.memory
-        return {"rollout.engine, which draws": setup.config.rollout.engine is not None,
+        return {"rollout.engine, which draws": EngineKeys.read(setup.config).engine is not None,
                 "train.compile, whose blocks are compiled without it": setup.config.train.compile,
                 "memory.context_parallel, whose processes would skip different steps": memory.context_parallel > 1,
                 "memory.offload, whose blocks come in a fixed order": memory.offload != "none"}
@@ -173,6 +169,7 @@ class RolloutCache(Extension):
         rollouts: Any = self.trainer.rollouts
         spec = rollouts.explorations(0)[0]
         row = rollouts.conditioning([self.trainer.prompts[0]])
+        # The trial leaves no trace: counters and random numbers are put back at its end.
         before, states, cache = policy.evaluations, torch.get_rng_state(), self.cache
         contexts = [cache.skipping_all, cache.measuring] if cache.settings.cache == MAG else [cache.skipping_all]
         try:
@@ -207,13 +204,12 @@ class RolloutCache(Extension):
 
     @contextlib.contextmanager
     def around_epoch(self) -> Iterator[None]:
-        """Context manager: the policy samples with the cache."""
-        self.cache.settings = self.trainer.config.rollout
+        self.cache.settings = CacheKeys.read(self.trainer.config)
         with self._around(self.cache):
             yield
 
     def on_trained(self, epoch: Epoch) -> Metrics:
-        """Return the share of the blocks' calls that ran, of all processes."""
+        """Share of the blocks' calls that ran, of all processes."""
         calls, computed = self.trainer.processes.total([self.cache.calls, self.cache.computed])
         self.cache.calls = self.cache.computed = 0
         return {"rollout/computed": computed / calls} if calls else {}

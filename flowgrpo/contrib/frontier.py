@@ -10,10 +10,11 @@ if two tests over the same held-out prompts and seeds agree:
 - No eval-only reward is below its best measurement so far, the base's included.
 
 Both are paired one-sided t-tests at 5 %, the complement of `statistics.CONFIDENCE`, shared by the eval-only rewards
-(Bonferroni). A best value stays what later ones are compared with, so that a slow fall adds up. The level is not shared
-by the measurements too. A best of many lies above its own mean, so that some measurements without a fall are passed
-over; a later one is kept then. A fall that is not seen costs more: hacked weights. On simulated curves of Gao et al.
-the looser level keeps weights nearer to the peak, and on flat ones it costs 1 % of the trained reward (`test_rule`).
+(Bonferroni). A best value stays what later ones are compared with, so that a slow fall adds up. The level is shared by
+the measurements, too, where a fall is reported, and not where weights are chosen. A best of many lies above its own
+mean, so that some measurements without a fall are passed over; a later one is kept then. A fall that is not seen costs
+more: hacked weights. On simulated curves of Gao et al. the looser level keeps weights nearer to the peak, and on flat
+ones it costs 1 % of the trained reward.
 """
 
 from __future__ import annotations
@@ -27,14 +28,15 @@ import numpy as np
 
 from flowgrpo import rewards
 from flowgrpo.config.reward_rules import Band, Budget
-from flowgrpo.contrib.guard import fell_paired, of_prompts
+from flowgrpo.contrib.features import PhaseKeys
+from flowgrpo.contrib.guard import fell_paired, prompt_means
 from flowgrpo.errors import UserError
+from flowgrpo.evaluation.measured import halves
 from flowgrpo.evaluation.statistics import CONFIDENCE
 from flowgrpo.methods.setup import Setup
 from flowgrpo.storage.checkpoint import Tensors
 from flowgrpo.storage.json_files import finite
-from flowgrpo.training.extension import Extension, Metrics
-from flowgrpo.training.run import Run
+from flowgrpo.training.extension import Extension, Metrics, Run
 
 if TYPE_CHECKING:
     from flowgrpo.evaluation.measured import Measured
@@ -49,7 +51,7 @@ class Frontier:
 
     weights: of the trained rewards, by name; all other rewards are eval-only.
     base: scores of the base. best: highest scores so far of each eval-only reward. kept: scores of the kept weights,
-    empty before there are any. value: their trained reward.
+    empty before there are any. value: their trained reward. measurements: of the whole run.
     """
 
     weights: Mapping[str, float]
@@ -57,6 +59,7 @@ class Frontier:
     best: Scores = field(default_factory=dict)
     kept: Scores = field(default_factory=dict)
     value: float = 0.0
+    measurements: int = 1
 
     def begin(self, base: Scores) -> None:
         """Start anew from the scores of the base."""
@@ -66,27 +69,27 @@ class Frontier:
     def see(self, now: Scores) -> tuple[bool, list[str]]:
         """Record a measurement; return True if its weights are to be kept, and the eval-only rewards that it lost
         although its trained reward is above that of the kept weights."""
-        fallen = self._find_declines(now)
+        # Eval-only rewards below their best by more than chance, where weights are chosen and where falls are reported.
+        fallen, reported = ([name for name, best in self.best.items()
+                             if fell_paired(best, now[name], LEVEL / count / len(self.best))]
+                            for count in (1, self.measurements))
         for name, best in self.best.items():
             if mean(now[name]) > mean(best) or np.isnan(best).all():
                 self.best[name] = now[name]
         if not self.kept:
-            gain, gained = weighted_score(self.weights, now), True
+            nothing = {name: [0.0 if value == value else value for value in now[name]] for name in self.weights}
+            gain, gained = mean(change(self.weights, nothing, now)), True
         else:
             moved = change(self.weights, self.kept, now)
             gain, gained = mean(moved), fell_paired(moved.tolist(), [0.0] * len(moved), LEVEL)
         keeps = not np.isnan(gain) and (not self.kept or (gained and not fallen))
         if keeps:
             self.kept, self.value = now, self.value + gain
-        return keeps, fallen if gained else []
-
-    def _find_declines(self, now: Scores) -> list[str]:
-        """Return the eval-only rewards below their best by more than chance."""
-        return [name for name, best in self.best.items() if fell_paired(best, now[name], LEVEL / len(self.best))]
+        return keeps, reported if gained else []
 
 
 def change(weights: Mapping[str, float], before: Scores, now: Scores) -> np.ndarray:
-    """Return the change of the weighted sum of trained rewards of each prompt [N].
+    """Change of the weighted sum of trained rewards of each prompt [N].
 
     A reward that applies to a prompt in neither measurement changes nothing; NaN where it applies in one of them alone,
     and where none applies.
@@ -97,20 +100,14 @@ def change(weights: Mapping[str, float], before: Scores, now: Scores) -> np.ndar
     return np.where(absent.all(0), np.nan, np.array([*weights.values()]) @ moved)
 
 
-def weighted_score(weights: Mapping[str, float], now: Scores) -> float:
-    """Return the mean of the weighted sum of trained rewards; NaN where none applies."""
-    return mean(change(weights, {name: [0.0 if value == value else value for value in now[name]] for name in weights},
-                       now))
-
-
 def mean(values: Iterable[float]) -> float:
-    """Return the mean of the values that are not NaN; NaN without any."""
+    """Mean of the values that are not NaN; NaN without any."""
     known = [value for value in values if value == value]
     return float(np.mean(known)) if known else float("nan")
 
 
 NAME = "frontier"
-SCORES = ("base", "best", "kept")  # of a `rule.Frontier`
+SCORES = ("base", "best", "kept")  # of a `Frontier`
 
 
 class KeepFrontier(Extension):
@@ -126,7 +123,8 @@ class KeepFrontier(Extension):
     def __init__(self, trainer: Run):
         super().__init__(trainer)
         self.run = trainer
-        self.rule = Frontier(_nonzero(trainer.config.rewards))
+        self.rule = Frontier(_nonzero(trainer.config.rewards),
+                             measurements=max(trainer.config.train.epochs // trainer.config.eval.every, 1))
         self.eval_only: list[str] = []
         self.beyond: dict[int, list[str]] = {}
 
@@ -137,7 +135,7 @@ class KeepFrontier(Extension):
     @classmethod
     def conflicts(cls, setup: Setup) -> dict[str, bool]:
         rules = setup.config.trained.values()
-        return {"phases, whose prompts and rewards change": bool(setup.config.phases),
+        return {"phases, whose prompts and rewards change": bool(PhaseKeys.read(setup.config).phases),
                 "a reward's limit, whose multiplier changes": any(each.limit for each in rules),
                 "the transforms band and budget, which do not rise with a reward":
                     any(isinstance(change, (Band, Budget)) for each in rules for change in each.transform)}
@@ -154,8 +152,9 @@ class KeepFrontier(Extension):
             raise UserError(f"{asked}, but no eval-only reward is measured, so that reward hacking cannot be seen: "
                             "name one under eval.rewards (one that compares with the base is a distance and does not "
                             "count)")
-        if (count := min(config.eval.prompts, len(setup.split[1]))) < 2:
-            raise UserError(f"{asked}, which compares held-out prompts: got {count}, expected at least 2")
+        if (count := min(config.eval.prompts, len(halves(setup.split[1])[0]))) < 2:
+            raise UserError(f"{asked}, which compares held-out prompts: got {count}, expected at least 2 in the half "
+                            "that chooses")
 
     def on_base(self, measured: Measured, functions: Mapping[str, Any]) -> None:
         """Begin with the base's scores, unless a resumed run began with the same."""
@@ -167,7 +166,7 @@ class KeepFrontier(Extension):
             self._begin(base)
 
     def judge(self, measured: Measured) -> Metrics:
-        """Return the trained reward of weights that are to be kept, NaN for others."""
+        """Trained reward of weights that are to be kept, NaN for others."""
         if not self.run.progress.best.weights:  # none yet, or forgotten, as they were measured in another way
             self._begin(self.rule.base)
         keeps, fallen = self.rule.see(self._scores(measured))
@@ -176,7 +175,6 @@ class KeepFrontier(Extension):
         return {NAME: self.rule.value if keeps else math.nan}
 
     def on_measured(self, measured: Measured) -> Metrics:
-        """Return the epoch of the kept weights."""
         return {"frontier/epoch": self.run.progress.best.best.epoch}
 
     def _begin(self, base: Scores) -> None:
@@ -184,23 +182,19 @@ class KeepFrontier(Extension):
         self.beyond = {}
 
     def _scores(self, measured: Measured) -> Scores:
-        """Return the mean of each held-out prompt, of the rewards that the rule reads."""
         samples = self.run.config.eval.samples
-        return {name: of_prompts(measured.scores[name], samples) for name in [*self.rule.weights, *self.eval_only]}
+        return {name: prompt_means(measured.scores[name], samples) for name in [*self.rule.weights, *self.eval_only]}
 
     def summary(self) -> str | None:
-        """Return the epochs beyond the frontier, for the run's summary."""
         if not self.beyond:
             return None
         named = f"epoch{'s' * (len(self.beyond) > 1)} {', '.join(map(str, self.beyond))}"
         fallen = sorted({name for names in self.beyond.values() for name in names})
-        return (f"beyond the frontier: {named}, by a higher trained reward and a lower "
-                f"{' and '.join(fallen)}")
+        return (f"beyond the frontier: {named}, by a higher trained reward and a lower {' and '.join(fallen)}")
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
     def state(self) -> tuple[Tensors, dict[str, Any]]:
-        """Return the measurements so far, for a checkpoint."""
         kept = {key: finite(getattr(self.rule, key)) for key in SCORES}
         return {}, kept | {"value": self.rule.value, "beyond": [*self.beyond.items()]}
 
@@ -218,5 +212,5 @@ def _nonzero(weights: Mapping[str, float]) -> dict[str, float]:
 
 
 def _eval_only(measured: Mapping[str, Any], weights: Mapping[str, float]) -> list[str]:
-    """Return the measured rewards that are neither trained on nor distances to the base."""
+    """Measured rewards that are neither trained on nor distances to the base."""
     return [name for name, reward in measured.items() if not weights.get(name) and not rewards.sees_base(reward)]

@@ -17,8 +17,7 @@ from flowgrpo.parts import AtLeast, part
 from flowgrpo.rollouts.base import Encoded
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.training.epoch import Epoch
-from flowgrpo.training.extension import Extension, Metrics
-from flowgrpo.training.run import Run
+from flowgrpo.training.extension import Extension, Metrics, Run
 from flowgrpo.training.state import record_of, tensors_of
 
 
@@ -49,7 +48,7 @@ class GroupReplay:
     recompose: bool = False
 
     def odds(self, sizes: Sequence[float], logps: Sequence[float]) -> np.ndarray:
-        """Return the probabilities of groups by their mean |advantages| and mean log-probabilities."""
+        """Probabilities of groups by their mean |advantages| and mean log-probabilities."""
         if not len(sizes):
             return np.empty(0)
         scores = self.alpha * np.log(np.array(sizes)) + self.certain * np.array(logps)
@@ -57,15 +56,15 @@ class GroupReplay:
         return odds / odds.sum()
 
     def choose(self, sizes: Sequence[float], logps: Sequence[float], count: int, seed: Sequence[int]) -> list[int]:
-        """Return the places of `count` different groups, or of all if there are fewer."""
+        """Places of `count` different groups, or of all if there are fewer."""
         count = min(count, len(sizes))
         return np.random.default_rng(seed).choice(len(sizes), count, replace=False,
                                                   p=self.odds(sizes, logps)).tolist() if count else []
 
 
 def priority(advantages: Tensor, lengths: Tensor) -> Tensor:
-    """Return the samples [m] of a group that train at once: the shorter half, rounded up, of those with an advantage
-    above 0, and the longer half of those below 0: bool [m]."""
+    """Samples [m] of a group that train at once: the shorter half, rounded up, of those with an advantage above 0, and
+    the longer half of those below 0: bool [m]."""
     first = torch.zeros(len(advantages), dtype=torch.bool)
     for side, keys in ((advantages > 0, lengths), (advantages < 0, -lengths)):
         places = side.nonzero()[:, 0]
@@ -132,25 +131,29 @@ class ReplayedGroups(Extension):
 
     def replace_groups(self, parts: list[Part], conditioning: Encoded, prompts: Sequence[Prompt], epoch: int,
                        weights: dict[int, float]) -> tuple[list[Part], Encoded]:
-        """Return the parts of an epoch with recorded groups in place of those without advantages, and the conditioning
-        of all their prompts.
+        """Parts of an epoch with recorded groups in place of those without advantages, and the conditioning of all
+        their prompts.
 
         A recorded group is drawn of those of earlier epochs.
         prompts: of this process's groups. weights: of the epoch's steps.
         """
         known = [group for group in self.groups if 0 < epoch - group.epoch <= self.part.age]
         single = {place: alone for part in parts for place in part.groups
-                  if (alone := select_groups(part, [place])) is not None}
+                  if (alone := select_group(part, place)) is not None}
         silent = [place for place, alone in single.items() if not size_of(alone)]
         taken = [known[place] for place in self.part.choose(
             [group.size for group in known], [group.logp for group in known],
             len(silent) + round(self.part.more * len(single)), [self.seed, epoch, self.processes.rank, SALT])]
         dropped = {*silent[:len(taken)]}
         fresh = {place: alone for place, alone in single.items() if place not in {*silent}}
-        now = {place: self._priority(alone) for place, alone in fresh.items()} if self.part.recompose else {}
+        now = {place: priority(alone.advantages[0].cpu(), alone.transitions[0].old.mask.sum(1).cpu())
+               for place, alone in fresh.items()} if self.part.recompose else {}
         self.fresh = []
         for place, alone in fresh.items():
-            waits = alone if not now else select_samples(alone, ~now[place])
+            waits: Part | None = alone
+            if now:  # left out ones count where the others of the group are trained
+                waits = replace(alone, left_out=()).with_advantages(
+                    alone.advantages, [~now[place] for _ in alone.transitions], alone.rewards)
             if waits is not None and size_of(waits):
                 self.fresh.append(record(waits, prompts[place], epoch, weights))
         left = [self._drop_groups(part, dropped, now) for part in parts]
@@ -162,12 +165,8 @@ class ReplayedGroups(Extension):
             reindex(group.part, len(prompts) + number) for number, group in enumerate(taken)], conditioning
 
     @staticmethod
-    def _priority(part: Part) -> Tensor:
-        return priority(part.advantages[0].cpu(), part.transitions[0].old.mask.sum(1).cpu())
-
-    @staticmethod
     def _drop_groups(part: Part, dropped: set[int], now: dict[int, Tensor]) -> Part | None:
-        """Return what of a part is trained; the part itself if that is all."""
+        """What of a part is trained; the part itself if that is all."""
         if not now and not dropped & {*part.groups}:
             return part
         masks = []
@@ -177,6 +176,7 @@ class ReplayedGroups(Extension):
             for place in {*part.groups} & now.keys():
                 keep[of == place] = now[place]
             masks.append(keep)
+        part = replace(part, left_out=tuple(place for place in part.left_out if place not in dropped))
         return part.with_advantages(part.advantages, masks, part.rewards)
 
     def keep(self, epoch: int) -> dict[str, float]:
@@ -188,7 +188,6 @@ class ReplayedGroups(Extension):
         return {"replayed_groups": count} | ({"replay_age": ages / count} if count else {})
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the groups, for a checkpoint."""
         tensors: dict[str, Tensor] = {}
         listed = []
         for number, group in enumerate(self.groups):
@@ -200,12 +199,11 @@ class ReplayedGroups(Extension):
                 kinds.append([type(taken).__name__, taken.step])
             guided = {"guided": asdict(group.prompt.guided)} if group.prompt.guided else {}
             listed.append(guided | {"prompt": as_line(group.prompt), "epoch": group.epoch, "size": group.size,
-                           "logp": group.logp, "steps": kinds,
+                           "logp": group.logp, "steps": kinds, "left_out": len(group.part.left_out),
                            "weights": [*map(list, (group.part.weights or {}).items())]})
         return tensors, {"groups": listed}
 
     def load_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
-        """Restore the groups of a checkpoint."""
         self.groups = []
         for number, entry in enumerate(values.get("groups", ())):
             transitions, advantages, totals = [], [], []
@@ -218,14 +216,15 @@ class ReplayedGroups(Extension):
             specs = self.trainer.rollouts.explorations(entry["epoch"])
             part = Part(range(1), torch.zeros(len(transitions[0].old.logp), dtype=torch.int64),
                         specs[0] if specs else None, tuple(transitions), (), tuple(advantages),
-                        rewards=tuple(totals), weights={step: weight for step, weight in entry["weights"]})
+                        rewards=tuple(totals), weights={step: weight for step, weight in entry["weights"]},
+                        left_out=(0,) * entry.get("left_out", 0))
             [prompt] = of_records([entry["prompt"]])
             prompt = replace(prompt, guided=Guidance(**entry["guided"])) if "guided" in entry else prompt
             self.groups.append(Recorded(prompt, entry["epoch"], part, entry["size"], entry["logp"]))
 
 
 def record(part: Part, prompt: Prompt, epoch: int, weights: dict[int, float]) -> Recorded:
-    """Return a group with its tensors on the CPU and the weights of its steps."""
+    """Group with its tensors on the CPU and the weights of its steps."""
     transitions = tuple(record_of(type(taken).__name__, taken.step, tensors_of(taken)) for taken in part.transitions)
     old = [taken.old for taken in transitions]
     logp = sum((each.logp * each.mask).sum().item() for each in old) / max(sum(int(each.mask.sum()) for each in old), 1)
@@ -236,26 +235,21 @@ def record(part: Part, prompt: Prompt, epoch: int, weights: dict[int, float]) ->
     return Recorded(prompt, epoch, reindex(kept, 0), size_of(kept), logp)
 
 
-def select_groups(part: Part, places: Sequence[int]) -> Part | None:
-    """Return the part of these groups alone; None if nothing of them is trained."""
-    at = torch.tensor([*places])
-    return part.with_advantages(part.advantages, [torch.isin(taken.prompts[taken.parent].cpu(), at)
+def select_group(part: Part, place: int) -> Part | None:
+    """Part of one group alone; None if nothing of it is trained."""
+    part = replace(part, left_out=tuple(other for other in part.left_out if other == place))
+    return part.with_advantages(part.advantages, [taken.prompts[taken.parent].cpu() == place
                                                   for taken in part.transitions], part.rewards)
 
 
-def select_samples(part: Part, keep: Tensor) -> Part | None:
-    """Return the part with the samples `keep` (bool [m]) alone."""
-    return part.with_advantages(part.advantages, [keep for _ in part.transitions], part.rewards)
-
-
 def reindex(part: Part, place: int) -> Part:
-    """Return a part of one group as the group `place` of an epoch, with the prompt of that place."""
+    """Part of one group as the group `place` of an epoch, with the prompt of that place."""
     transitions = tuple(replace(taken, prompts=torch.full_like(taken.prompts, place)) for taken in part.transitions)
     return replace(part, groups=range(place, place + 1), prompts=torch.full_like(part.prompts, place),
-                   transitions=transitions)
+                   transitions=transitions, left_out=(place,) * len(part.left_out))
 
 
 def size_of(part: Part) -> float:
-    """Return the mean |advantage| of a part's trained decisions."""
+    """Mean |advantage| of a part's trained decisions."""
     values = torch.cat([advantage.flatten().abs() for advantage in part.advantages])
     return values.double().mean().item()

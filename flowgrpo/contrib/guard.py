@@ -28,6 +28,7 @@ import torch
 from scipy import stats
 
 from flowgrpo.config.schema import Config
+from flowgrpo.contrib.features import ExtrapolationKeys, GuardKeys, PhaseKeys
 from flowgrpo.curriculum.order import EpochPermutation
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.looks import APART, EDGES, Looks
@@ -37,8 +38,7 @@ from flowgrpo.policies.weights import adapters
 from flowgrpo.storage import checkpoint
 from flowgrpo.storage.checkpoint import Stateful, Tensors
 from flowgrpo.training.epoch import Epoch
-from flowgrpo.training.extension import Extension, Metrics
-from flowgrpo.training.run import Run
+from flowgrpo.training.extension import Extension, Metrics, Run
 from flowgrpo.training.state import within
 from flowgrpo.types import unwrap
 
@@ -50,18 +50,18 @@ SIGNALS = ("grad_norm", "log_ratio_max", "kl")  # metrics of an update, which ar
 LEAST = 3  # values before a spike can be told
 
 
-def of_pairs(false_alarms: float, count: int) -> float:
-    """Return the level of one test, of all pairs of `count` measurements."""
+def pair_level(false_alarms: float, count: int) -> float:
+    """Level of one test, of all pairs of `count` measurements."""
     return false_alarms / KINDS / max(count * (count - 1) / 2, 1)
 
 
-def of_spikes(false_alarms: float, epochs: int) -> float:
-    """Return the level of one test of one signal in one epoch."""
+def spike_level(false_alarms: float, epochs: int) -> float:
+    """Level of one test of one signal in one epoch."""
     return false_alarms / KINDS / (epochs * len(SIGNALS))
 
 
 def fell(best: Sequence[float], now: Sequence[float], level: float) -> bool:
-    """Return True if the mean of independent values is below that of the best ones, by Welch's one-sided t-test."""
+    """True if the mean of independent values is below that of the best ones, by Welch's one-sided t-test."""
     if min(len(best), len(now)) < 2:
         return False
     (one, other), apart = (np.var(of, ddof=1) / len(of) for of in (best, now)), np.mean(best) - np.mean(now)
@@ -72,7 +72,7 @@ def fell(best: Sequence[float], now: Sequence[float], level: float) -> bool:
 
 
 def fell_paired(best: Sequence[float], now: Sequence[float], level: float) -> bool:
-    """Return True if values of the same prompts and seeds are below the best ones, by the paired t-test.
+    """True if values of the same prompts and seeds are below the best ones, by the paired t-test.
 
     Pairs with a NaN are left out.
     """
@@ -85,8 +85,8 @@ def fell_paired(best: Sequence[float], now: Sequence[float], level: float) -> bo
 
 
 def limit(before: Sequence[float], level: float) -> float:
-    """Return the largest value that the ones before allow: the upper bound of the prediction interval of their
-    logarithms. It is infinite for fewer than LEAST values, and for equal ones, which have no spread."""
+    """Largest value that the ones before allow: the upper bound of the prediction interval of their logarithms. It is
+    infinite for fewer than LEAST values, and for equal ones, which have no spread."""
     logs = np.log(before)
     if len(logs) < LEAST or not (spread := logs.std(ddof=1)):
         return math.inf
@@ -95,19 +95,14 @@ def limit(before: Sequence[float], level: float) -> float:
 
 
 def reward_of(config: Config) -> str:
-    """Return the reward whose fall on held-out prompts the guard sees."""
+    """Reward whose fall on held-out prompts the guard sees."""
     best = config.eval.best if config.eval.best in config.trained | config.extra_rewards else None
-    return config.guard.reward or best or max(config.rewards, key=config.rewards.__getitem__)
+    return GuardKeys.read(config).reward or best or max(config.rewards, key=config.rewards.__getitem__)
 
 
-def limits(settings: Any) -> dict[str, float]:
-    """Return the limits of looks that are set, by name."""
+def limits(settings: GuardKeys) -> dict[str, float]:
+    """Limits of looks that are set, by name."""
     return {name: value for name in (EDGES, APART) if (value := getattr(settings, name)) is not None}
-
-
-def set_keys(settings: Any) -> dict[str, float]:
-    """Return the keys that switch the guard on, those that are set."""
-    return ({"window": settings.window} if settings.window else {}) | limits(settings)
 
 
 @dataclass(frozen=True)
@@ -125,7 +120,7 @@ def followers(run: Run) -> Iterator[tuple[str, Stateful]]:
 
 
 def snapshot(run: Run) -> Good:
-    """Return a copy of what the run trains."""
+    """Copy of what the run trains."""
     tensors: Tensors = {f"weights/{key}": value for key, value in run.policy.weights.named.items()}
     tensors |= {f"ema/{key}": value for key, value in (run.optimization.ema or {}).items()}
     tensors |= {f"optimizer/{key}": value
@@ -163,7 +158,7 @@ class Guard(Extension):
 
     def __init__(self, trainer: Run):
         super().__init__(trainer)
-        self.settings, self.epochs, self.run = trainer.config.guard, trainer.config.train.epochs, trainer
+        self.settings, self.epochs, self.run = GuardKeys.read(trainer.config), trainer.config.train.epochs, trainer
         self.good: Good | None = None
         self.before: Good | None = None
         self.recent: deque[list[float]] = deque(maxlen=self.settings.window)
@@ -177,21 +172,29 @@ class Guard(Extension):
 
     @classmethod
     def best_by(cls, config: Config) -> str | None:
-        return reward_of(config) if config.guard.window and config.guard.best and config.eval.every else None
+        settings = GuardKeys.read(config)
+        return reward_of(config) if settings.window and settings.best and config.eval.every else None
+
+    @classmethod
+    def chooses(cls, config: Config) -> bool:
+        """True for a window, which reads rewards; limits of looks make no reward look better than it is."""
+        return bool(GuardKeys.read(config).window)
 
     @classmethod
     def enabled_by(cls, setup: Setup) -> str:
-        return ", ".join(f"guard.{name} is {value:g}" for name, value in set_keys(setup.config.guard).items())
+        settings = GuardKeys.read(setup.config)
+        known = ({"window": settings.window} if settings.window else {}) | limits(settings)
+        return ", ".join(f"guard.{name} is {value:g}" for name, value in known.items())
 
     @classmethod
     def requirements(cls, setup: Setup) -> frozenset[str]:
-        """Return its needs: a window compares the rewards of the weights that an epoch begins with; looks do not."""
-        return cls.needs | ({capabilities.PRESENT_WEIGHTS} if setup.config.guard.window else frozenset())
+        """Needs of the rule: a window compares the rewards of the weights that an epoch begins with; looks do not."""
+        return cls.needs | ({capabilities.PRESENT_WEIGHTS} if GuardKeys.read(setup.config).window else frozenset())
 
     @classmethod
     def conflicts(cls, setup: Setup) -> dict[str, bool]:
-        return {"phases, whose prompts and rewards change": bool(setup.config.phases),
-                "train.extrapolate, which moves the weights too": setup.config.train.extrapolate > 0,
+        return {"phases, whose prompts and rewards change": bool(PhaseKeys.read(setup.config).phases),
+                "train.extrapolate, which moves the weights too": ExtrapolationKeys.read(setup.config).extrapolate > 0,
                 f"{_unsteady(setup.config, setup.method)} without eval.every":
                     bool(_unsteady(setup.config, setup.method)) and not setup.config.eval.every}
 
@@ -199,7 +202,7 @@ class Guard(Extension):
     def require(cls, setup: Setup) -> None:
         """Raise UserError for a held-out reward that is not measured, or is better the lower it is."""
         config = setup.config
-        if not config.eval.every or not config.guard.window:
+        if not config.eval.every or not GuardKeys.read(config).window:
             return
         name = reward_of(config)
         if name not in setup.measured:
@@ -226,18 +229,26 @@ class Guard(Extension):
 
     def on_trained(self, epoch: Epoch) -> Metrics:
         """Go back if the training reward fell or the update is a spike; return the number of returns so far."""
-        before = unwrap(self.before)
-        if fall := self._fall():
-            self._return_to_good(fall)
+        before, steady = unwrap(self.before), not _unsteady(self.run.config, self.run.method)
+        since = [value for values in [*self.recent][-self.since:] for value in values]  # the best window ended
+        if self.window and steady and fell(self.window, since, pair_level(self.settings.false_alarms, self.epochs)):
+            self._return_to_good(f"the training reward fell from {np.mean(self.window):.4g} to {np.mean(since):.4g}")
         else:
-            self._keep_best(before)
-            if spike := self._odd_weights() or self._spike(epoch.metrics):
+            # The last window, if it is the best so far; its weights are the good ones if none was measured.
+            now = [value for values in self.recent for value in values]
+            if len(self.recent) >= self.settings.window and now and not (
+                    self.window and np.mean(now) < np.mean(self.window)):
+                self.window, self.since = now, 0
+                self.good = self.good if self.held_out else before
+            weights = {**self.run.policy.weights.named, **(self.run.optimization.ema or {})}
+            odd = self.run.processes.any(bool(adapters.odd(weights)))
+            if spike := "weights are not finite" if odd else self._spike(epoch.metrics):
                 self._go_back(before, spike)
         self.before = None
         return {"guard/returns": len(self.returns)}
 
     def judge(self, measured: Measured) -> Metrics:
-        """Return NaN as the reward that chooses the kept weights, for weights beyond the limits of looks."""
+        """NaN as the reward that chooses the kept weights, for weights beyond the limits of looks."""
         by = self.run.progress.best.best.reward
         return {by: math.nan} if by and self._beyond(measured.looks) else {}
 
@@ -252,8 +263,9 @@ class Guard(Extension):
         return {"guard/returns": len(self.returns)}
 
     def _beyond(self, now: Looks) -> str:
-        """Describe looks beyond a limit; empty without."""
-        shares, most = now.of(self.base), limits(self.settings)
+        """Describe looks beyond a limit that differ from the base's by more than chance; empty without."""
+        shares = {name: share for name, share in now.relative_to(self.base).items() if share.certain}
+        most = limits(self.settings)
         if shares.get(EDGES, 0.0) > most.get(EDGES, math.inf):
             return f"edges became {shares[EDGES]:.2f} times as wide as the base's (guard.{EDGES} {most[EDGES]:g})"
         if shares.get(APART, math.inf) < most.get(APART, 0.0):
@@ -267,8 +279,8 @@ class Guard(Extension):
         how = fingerprint(settings, measured)
         if how != self.how:  # a resumed run may measure in another way
             self.how, self.held_out = how, []
-        now = of_prompts(measured.scores[name], settings.samples)
-        level = of_pairs(self.settings.false_alarms, self.epochs // settings.every)
+        now = prompt_means(measured.scores[name], settings.samples)
+        level = pair_level(self.settings.false_alarms, self.epochs // settings.every)
         if not np.isnan(now).all():
             if not self.held_out or np.nanmean(now) > np.nanmean(self.held_out):
                 self.held_out, self.good = now, snapshot(self.run)
@@ -278,32 +290,9 @@ class Guard(Extension):
 
     # --- band --------------------------------------------------------------------------------------------------------
 
-    def _fall(self) -> str:
-        """Describe the fall of the training reward since its best window, if there is one."""
-        if not self.window or _unsteady(self.run.config, self.run.method):
-            return ""
-        now = [value for values in [*self.recent][-self.since:] for value in values]
-        if not fell(self.window, now, of_pairs(self.settings.false_alarms, self.epochs)):
-            return ""
-        return f"the training reward fell from {np.mean(self.window):.4g} to {np.mean(now):.4g}"
-
-    def _keep_best(self, before: Good) -> None:
-        """Take the last window, if it is the best so far; its weights are the good ones if none was measured."""
-        now = [value for values in self.recent for value in values]
-        if len(self.recent) < self.settings.window or not now or (self.window and np.mean(now) < np.mean(self.window)):
-            return
-        self.window, self.since = now, 0
-        if not self.held_out:
-            self.good = before
-
-    def _odd_weights(self) -> str:
-        """Describe weights that are not finite, on any process."""
-        weights = {**self.run.policy.weights.named, **(self.run.optimization.ema or {})}
-        return "weights are not finite" if self.run.processes.any(bool(adapters.odd(weights))) else ""
-
     def _spike(self, metrics: Metrics) -> str:
         """Describe a signal of the last update that is out of its band, or add all to the band."""
-        level = of_spikes(self.settings.false_alarms, self.epochs)
+        level = spike_level(self.settings.false_alarms, self.epochs)
         values = {key: metrics[key] for key in SIGNALS if metrics.get(key)}
         for key, value in values.items():
             if math.isfinite(value) and value > (bound := limit(self.signals[key], level)):
@@ -316,14 +305,12 @@ class Guard(Extension):
         return ""
 
     def _return_to_good(self, why: str) -> None:
-        """Restore the good weights, and forget the training rewards of others."""
         self._go_back(unwrap(self.good), why)
         self.recent.clear()
         self.since = 0
         self.window = [] if self.held_out else self.window
 
     def _go_back(self, to: Good, why: str) -> None:
-        """Restore weights, and lower the learning rate."""
         restore(self.run, to)
         self.run.optimization.scale *= self.settings.lr
         self.returns.append(f"epoch {self.run.epoch + (self.before is not None)}: {why}, so that the run went back to "
@@ -331,13 +318,11 @@ class Guard(Extension):
         self.run.log(f"{self.returns[-1]}, with {self.settings.lr:g} of the learning rate")
 
     def summary(self) -> str | None:
-        """Return the returns, for the run's summary."""
         return "; ".join(self.returns) or None
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
     def state(self) -> tuple[Tensors, dict[str, Any]]:
-        """Return the good weights and the band, for a checkpoint."""
         good = self.good or snapshot(self.run)
         return dict(good.tensors), {
             "good": good.epoch, "recent": [*self.recent], "window": self.window, "since": self.since, "how": self.how,
@@ -365,14 +350,14 @@ def _unsteady(config: Any, method: Any) -> str:
     return "a reward's limit, whose multiplier changes," if any(rule.limit for rule in config.trained.values()) else ""
 
 
-def of_prompts(scores: list[float], samples: int) -> list[float]:
-    """Return the mean of each prompt's scores that apply; NaN where none does."""
+def prompt_means(scores: list[float], samples: int) -> list[float]:
+    """Mean of each prompt's scores that apply; NaN where none does."""
     rows = np.asarray(scores, dtype=np.float64).reshape(-1, samples)
     there = ~np.isnan(rows)
     return (np.where(there, rows, 0).sum(1) / np.where(there.any(1), there.sum(1), np.nan)).tolist()
 
 
 def fingerprint(settings: Any, measured: Measured) -> str:
-    """Return a hash of the settings and the prompts of a measurement: those that are equal are compared in pairs."""
+    """Hash of the settings and the prompts of a measurement: those that are equal are compared in pairs."""
     how = settings.model_dump_json(exclude={"every", "best", "stop", "weights", "grid"})
     return hashlib.sha256(repr((how, [prompt.text for prompt in measured.prompts])).encode()).hexdigest()

@@ -62,7 +62,7 @@ class HintLength:
                             "own: leave it out")
 
     def begin(self, prompts: Sequence[Prompt], drawn: EpochBatch) -> list[Prompt]:
-        """Return the prompts of an epoch's first turn, with hints of the predicted shares."""
+        """Prompts of an epoch's first turn, with hints of the predicted shares."""
         known = drawn.memory.get(KEY, {})
         return [self.add_hint(prompt, self.share(known.get(prompt.unguided.key, []), drawn.epoch, self.least(prompt)))
                 for prompt in prompts]
@@ -82,11 +82,10 @@ class HintLength:
         return [(None, prompt) for prompt in longer]
 
     def learn(self, drawn: EpochBatch) -> None:
-        """Keep the pairs of an epoch for later ones."""
         drawn.memory[KEY] = self.collect_pairs(drawn)
 
     def collect_pairs(self, drawn: EpochBatch) -> dict[str, list[list[float]]]:
-        """Return the pairs of all prompts, those of the present epoch included."""
+        """Pairs of all prompts, those of the present epoch included."""
         known = {key: [*pairs] for key, pairs in drawn.memory.get(KEY, {}).items()}
         for prompt, totals in zip(drawn.prompts, drawn.totals):
             rewards = totals[~totals.isnan()].double()
@@ -98,11 +97,11 @@ class HintLength:
         return {key: pairs[-self.keep:] for key, pairs in known.items()}
 
     def least(self, prompt: Prompt) -> float:
-        """Return the smallest share of a prompt: -1 if its image can be noised, else 0."""
+        """Smallest share of a prompt: -1 if its image can be noised, else 0."""
         return -1.0 if self.noise and prompt.image is not None else 0.0
 
     def share(self, pairs: Sequence[Sequence[float]], epoch: int, least: float = 0.0) -> float:
-        """Return the share, `least` to 1, at which the accuracy is the target by the fitted model; 0 without pairs."""
+        """Share, `least` to 1, at which the accuracy is the target by the fitted model; 0 without pairs."""
         if not pairs:
             return 0.0
         slope, offset = fit_logistic([(share, (rate * count + 0.5) / (count + 1), count * self.decay ** (epoch - then))
@@ -110,8 +109,8 @@ class HintLength:
         return min(max((math.log(self.target / (1 - self.target)) - offset) / slope, least), 1.0)
 
     def add_hint(self, prompt: Prompt, share: float) -> Prompt:
-        """Return the prompt with that share of its solution as a hint, without one if it is empty; below 0 with noise
-        on its image."""
+        """Prompt with that share of its solution as a hint, without one if it is empty; below 0 with noise on its
+        image."""
         if share < 0:
             return replace(prompt, guided=Guidance(prompt.text, learned=self.learned, level=share,
                                                    noise=-share * self.noise))
@@ -123,7 +122,7 @@ class HintLength:
 
 
 def fit_logistic(pairs: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
-    """Return the slope, LEAST at least, and the offset of the logistic model of most likelihood.
+    """Slope, LEAST at least, and the offset of the logistic model of most likelihood.
 
     pairs: (share, rate, weight); the prior WHOLE is added.
     """
@@ -136,7 +135,7 @@ def fit_logistic(pairs: Sequence[tuple[float, float, float]]) -> tuple[float, fl
 
 
 def _newton(inputs: Any, rates: Any, weights: Any, values: Any, constant: Any = 0.0) -> Any:
-    """Return the maximum of a weighted logistic likelihood, by damped Newton steps; a small ridge keeps it finite."""
+    """Maximum of a weighted logistic likelihood, by damped Newton steps; a small ridge keeps it finite."""
     for _ in range(50):
         odds = 1 / (1 + np.exp(-(inputs @ values + constant)))
         slope = inputs.T @ (weights * (rates - odds)) - 1e-4 * values

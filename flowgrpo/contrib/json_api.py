@@ -1,4 +1,4 @@
-"""Reward behind a JSON API of anybody's: a request per sample, made by a template, and one number of its answer.
+"""Reward behind any JSON API: a request per sample, made of a template, and one number at a path of its answer.
 
     reward:
       brand:
@@ -11,8 +11,6 @@
         on_error: skip
 
 Retries, deadlines and the limits of an answer are those of `Service`.
-
-JSON of a request, made of a template and a sample, and values at a path of an answer.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from urllib.parse import parse_qsl, urlsplit
 from flowgrpo.errors import UserError, nearest
 from flowgrpo.escaped import one_line
 from flowgrpo.nouns import quantity
-from flowgrpo.rewards.about import About
+from flowgrpo.rewards.about import About, built_in
 from flowgrpo.rewards.failures import Failed, TimedOut
 from flowgrpo.rewards.remote.exchange import Later, Service, Unanswered, as_json, environment_key, seconds, side_by_side
 from flowgrpo.rewards.vlm_judge.judge import ENCODINGS, data_url, frame_index
@@ -69,13 +67,13 @@ class Template:
 
     @property
     def sends(self) -> list[str]:
-        """Return what requests hold, in words, for what a run prints."""
+        """What requests hold, in words, for what a run prints."""
         words = {"prompt": "prompts", "metadata": "metadata", "text": "texts", "image": "images", "frames": "frames"}
         names = {name.partition(".")[0] for name in _slots(self.json)}
         return [word for name, word in words.items() if name in names] or ["requests"]
 
     def fill(self, output: Tensor | str, prompt: str, entry: dict[str, Any]) -> Any:
-        """Return the JSON of a sample.
+        """The JSON of a sample.
 
         output: an image [3, H, W] or a video [F, 3, H, W] in [0, 1], or a text. entry: the prompt's metadata.
         Raises Failed for metadata that the prompt lacks and an image that is not finite, UserError for a slot of
@@ -84,7 +82,6 @@ class Template:
         return _fill(self.json, {name: self._value(name, output, prompt, entry) for name in {*_slots(self.json)}})
 
     def _value(self, name: str, output: Tensor | str, prompt: str, entry: dict[str, Any]) -> Any:
-        """Return what a slot is replaced by."""
         if name == "prompt":
             return prompt
         if name.startswith("metadata"):
@@ -107,7 +104,7 @@ class Template:
 
 
 def value_at(value: Any, path: str, whose: str) -> Any:
-    """Return the value at a path of keys and of places in lists, joined by dots; "" is the whole value.
+    """Value at a path of keys and of places in lists, joined by dots; "" is the whole value.
     Raises Failed, which begins with `whose`, if there is none."""
     for part in path.split(".") if path else ():
         if isinstance(value, dict) and part in value:
@@ -120,14 +117,12 @@ def value_at(value: Any, path: str, whose: str) -> Any:
 
 
 def _describe(value: Any) -> str:
-    """Return what a path can go into, in some words."""
     if isinstance(value, dict):
         return f"an object of {one_line(', '.join(map(str, value)))[:200] or 'no keys'}"
     return f"a list of {len(value)}" if isinstance(value, list) else f"a value of type {type(value).__name__}"
 
 
 def _slots(template: Any) -> Iterator[str]:
-    """Yield the names of a template's slots."""
     if isinstance(template, str):
         yield from SLOT.findall(template)
     elif isinstance(template, (dict, list)):
@@ -136,7 +131,7 @@ def _slots(template: Any) -> Iterator[str]:
 
 
 def _fill(template: Any, values: Mapping[str, Any]) -> Any:
-    """Return a template with its slots replaced; what stands in a value is not replaced again."""
+    """Template with its slots replaced; what stands in a value is not replaced again."""
     if isinstance(template, dict):
         return {key: _fill(inner, values) for key, inner in template.items()}
     if isinstance(template, list):
@@ -191,6 +186,7 @@ class Meter:
             print(f"{self.who}: {quantity(self.requests, 'request')} cost {self.total_cost:.10g}", file=sys.stderr)
 
 
+@built_in("http", "api server service remote own scorer")
 class Http:
     """Score of a JSON API: a request per sample, and one number of the answer.
 
@@ -246,7 +242,7 @@ class Http:
 
     def __call__(self, outputs: Tensor | Sequence[Tensor] | Sequence[str], prompts: Sequence[str],
                  metadata: Sequence[dict[str, Any]]) -> list[float | None | Failed]:
-        """Return B scores, None where the API answers null, Failed where it rejects a sample. outputs: as for any
+        """B scores, None where the API answers null, Failed where it rejects a sample. outputs: as for any
         reward."""
         def one(part: range) -> float | None | Failed:
             row = part.start
@@ -262,7 +258,6 @@ class Http:
         return side_by_side(one, [range(row, row + 1) for row in range(len(prompts))], self.concurrency)
 
     def _attempt(self, url: str, body: bytes) -> Any:
-        """Return the JSON of one answer."""
         time.sleep(self.meter.begin(time.monotonic()))
         return self._service.request("POST", url, body, _json, self._raise_for_status)
 
@@ -285,7 +280,7 @@ class Http:
 
 
 def _number(value: Any) -> float | None:
-    """Return a score; an answer's own text is in no message, since it may hold what was sent."""
+    """Score; an answer's own text is in no message, since it may hold what was sent."""
     if value is None:
         return None
     if not isinstance(value, (bool, int, float)) or not abs(value) <= LARGEST:
@@ -295,7 +290,7 @@ def _number(value: Any) -> float | None:
 
 
 def _json(body: bytes) -> Any:
-    """Return the JSON of an answer.
+    """The JSON of an answer.
     Raises ValueError for anything else."""
     try:
         return json.loads(body)
@@ -311,7 +306,7 @@ def _require(expected: str, **settings: tuple[object, bool]) -> None:
 
 
 def _public(headers: Mapping[str, str]) -> dict[str, str]:
-    """Return headers as texts.
+    """Headers as texts.
     Raises UserError for one that may hold a secret."""
     for name in headers:
         if SECRET.search(name):

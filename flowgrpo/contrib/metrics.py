@@ -7,9 +7,8 @@ the base model's image of the same noise.
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, ClassVar
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo.errors import UserError, nearest
-from flowgrpo.packages import import_failure
+from flowgrpo.packages import import_optional
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.local_model import LocalModel
 
@@ -73,10 +72,10 @@ class Adapted(LocalModel):
             object.__setattr__(self, name, value)
 
     def _module(self, name: str) -> ModuleType:
-        return package(name, self.who)
+        return import_optional(name, None, self.who)
 
     def __call__(self, images: Tensor, prompts: Sequence[str], base: Tensor | None = None) -> Tensor | list[None]:
-        """Return B scores, None without the base's images that it compares with."""
+        """B scores, None without the base's images that it compares with."""
         if self.base and base is None:
             return [None] * len(prompts)
         scores = []
@@ -89,8 +88,7 @@ class Adapted(LocalModel):
         return self.sign * torch.cat(scores)
 
     def _scores(self, images: Tensor, prompts: list[str], reference: Tensor | None) -> Tensor:
-        """Return the metric's own values [B] of images [B, 3, H, W] in [0, 1]. reference: the base's, where `base`.
-        """
+        """Metric's own values [B] of images [B, 3, H, W] in [0, 1]. reference: the base's, where `base`."""
         raise NotImplementedError
 
 
@@ -182,7 +180,6 @@ class Torchmetrics(Adapted):
         super().__post_init__()
 
     def _class(self) -> Any:
-        """Return the class of the metric."""
         homes = [self._module("torchmetrics.image"), self._module("torchmetrics.multimodal")]
         found = next((getattr(home, self.metric) for home in homes if hasattr(home, self.metric)), None)
         if found is None or not inspect.isclass(found):
@@ -195,42 +192,26 @@ class Torchmetrics(Adapted):
 
     def _scores(self, images: Tensor, prompts: list[str], reference: Tensor | None) -> Tensor:
         [metric] = self.models
-        return torch.stack([self._one(metric, images[row:row + 1], prompts[row],
-                                      None if reference is None else reference[row:row + 1])
-                            for row in range(len(prompts))])
-
-    def _one(self, metric: Callable[..., Tensor], image: Tensor, prompt: str, reference: Tensor | None) -> Tensor:
-        """Return the value of one image [1, 3, H, W]."""
-        if vars(self)["_prompted"]:
-            value = metric((image * 255).round().to(torch.uint8), [prompt])
-        else:
-            value = metric(image) if reference is None else metric(image, reference)
-        if not isinstance(value, Tensor) or value.numel() != 1:
-            raise UserError(f"{self.who} has several values for an image: choose options that leave one")
-        return value.reshape(())
+        values = []
+        for row, prompt in enumerate(prompts):
+            image = images[row:row + 1]
+            if vars(self)["_prompted"]:
+                value = metric((image * 255).round().to(torch.uint8), [prompt])
+            else:
+                value = metric(image) if reference is None else metric(image, reference[row:row + 1])
+            if not isinstance(value, Tensor) or value.numel() != 1:
+                raise UserError(f"{self.who} has several values for an image: choose options that leave one")
+            values.append(value.reshape(()))
+        return torch.stack(values)
 
 
 ADAPTERS: dict[str, type[Adapted]] = {"imscore": Imscore, "pyiqa": Pyiqa, "torchmetrics": Torchmetrics}
 
 
 def find_adapter(name: str) -> functools.partial[Adapted] | None:
-    """Return the adapter of PACKAGE:NAME, to be made; None for any other name."""
+    """Adapter of PACKAGE:NAME, to be made; None for any other name."""
     origin, _, metric = name.partition(":")
     return functools.partial(ADAPTERS[origin], metric=metric) if metric and origin in ADAPTERS else None
-
-
-def package(name: str, who: str) -> ModuleType:
-    """Import a module of another package and return it.
-    Raises UserError, which begins with `who`, with the command that installs it."""
-    try:
-        return importlib.import_module(name)
-    except Exception as error:  # a package that does not fit raises anything
-        if told := import_failure(error):
-            raise UserError(f"{who}: {told}") from error
-        if not isinstance(error, ImportError):
-            raise
-        lacking = (error.name or name).partition(".")[0]
-        raise UserError(f"{who} needs {lacking} ({' '.join(str(error).split())}): pip install {lacking}") from None
 
 
 def _require_of_one(who: str, metric: str) -> None:
@@ -239,6 +220,6 @@ def _require_of_one(who: str, metric: str) -> None:
 
 
 def _near(name: str, known: list[str]) -> str:
-    """Return `nearest`, or where all are listed."""
+    """`nearest`, or where all are listed."""
     told = nearest(name, known)
     return told if told.startswith(":") else f", but {len(known)} others"

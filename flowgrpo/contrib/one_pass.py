@@ -19,6 +19,7 @@ from torch import Tensor
 
 from flowgrpo.config.features import DryRun
 from flowgrpo.config.schema import Config
+from flowgrpo.contrib.features import OnePassKeys
 from flowgrpo.device import AUTO, free_memory, ran_out
 from flowgrpo.errors import UserError
 from flowgrpo.methods import capabilities, targets
@@ -29,16 +30,15 @@ from flowgrpo.policies.pipelines import encoded_prompts
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.rollouts.denoising import DenoisingRollouts
 from flowgrpo.rollouts.targets import RecordedSteps, Replayed
-from flowgrpo.samplers import replay
-from flowgrpo.samplers.growth import Grower, Nodes, explore
+from flowgrpo.samplers import cost
+from flowgrpo.samplers.growth import Grower, Nodes, explore, replay
 from flowgrpo.samplers.preview import Judge
 from flowgrpo.samplers.rollout import C, Part, RolloutSpec, Seed
 from flowgrpo.training import extensions, memory, reward_memory
 from flowgrpo.training.batch_size import MOST
 from flowgrpo.training.epoch import Epoch
-from flowgrpo.training.extension import Extension, Metrics
+from flowgrpo.training.extension import Extension, Metrics, Run
 from flowgrpo.training.memory import Measured, plan_first_epoch
-from flowgrpo.training.run import Run
 
 
 class HeldOutputs:
@@ -53,18 +53,18 @@ class HeldOutputs:
         self._read: tuple[int, int, Tensor] | None = None  # a step, how many of its states are read, and its leaf
 
     def covers(self, part: Part) -> bool:
-        """Return True if the graphs of all steps of a part are there."""
+        """True if the graphs of all steps of a part are there."""
         return all(taken.step in self.outputs for taken in part.transitions)
 
     def score(self, part: Part, conditioning: Any, micro_batch: int) -> Replayed:
         """Score the transitions of the part, as a replay would, and hand their gradients on to the weights."""
         self._read = None  # of an earlier reading that broke off
-        yield from replay.replay(self, conditioning, part, micro_batch)
+        yield from replay(self, conditioning, part, micro_batch)
         self.backward()
 
     def replay(self, conditioning: Any, x: Tensor, grid: Tensor, step: int | Tensor, timesteps: Tensor | None = None
                ) -> Tensor:
-        """Return the outputs [b,*D] at the next b states of a step, whose gradient `backward` hands on."""
+        """Outputs [b,*D] at the next b states of a step, whose gradient `backward` hands on."""
         assert isinstance(step, int), "outputs are held step by step"
         if self._read is None or self._read[0] != step:
             self.backward()
@@ -83,13 +83,13 @@ class HeldOutputs:
             torch.autograd.backward(outputs, leaf.grad.split([len(each) for each in outputs]))
 
     def of_states(self, left: dict[int, Tensor]) -> HeldOutputs:
-        """Return the outputs at some states. left: by step their places among those of the step, ascending."""
+        """Outputs at some states. left: by step their places among those of the step, ascending."""
         return HeldOutputs(self.device, {step: _select_rows(self.outputs[step], places) for step, places in left.items()
                                          if step in self.outputs})
 
 
 def _select_rows(outputs: Sequence[Tensor], places: Tensor) -> list[Tensor]:
-    """Return the rows at places of outputs that follow on each other; one without any is left out."""
+    """Rows at places of outputs that follow on each other; one without any is left out."""
     found, first = [], 0
     for each in outputs:
         own = places[(places >= first) & (places < first + len(each))] - first
@@ -150,8 +150,7 @@ class HeldSteps(RecordedSteps):
     A part is replayed as ever before its advantages are known, without gradients, and once its graphs are read.
     """
 
-    def sample(self, conditioning: Any, explorations: list[RolloutSpec], seed: Seed, judge: Judge
-               ) -> Iterator[Part]:
+    def sample(self, conditioning: Any, explorations: list[RolloutSpec], seed: Seed, judge: Judge) -> Iterator[Part]:
         """Yield whole groups with their graphs. Raises UserError where memory does not hold them."""
         try:
             yield from explore(self.policy, conditioning, explorations, self.micro_batch, seed,
@@ -172,22 +171,13 @@ class HeldSteps(RecordedSteps):
 
 def add(phases: dict[str, dict[str, int]], measured: Measured) -> None:
     """Add the activations of all trained states to the phases, in the place of those of an update's micro-batch."""
-    if measured.config.train.one_pass is not True:  # `auto`, which this decides
+    if OnePassKeys.read(measured.config).one_pass is not True:  # `auto`, which this decides
         return
     _, _, explorations = plan_first_epoch(measured.policy, measured.config, measured.conditioning)
-    states = measured.config.train.prompts * sum(states_per_prompt(exploration) for exploration in explorations)
+    states = cost.update(explorations, measured.config.train.prompts, 1)  # each is evaluated once
     for name in ("rollout", "decode", "update"):
         phases[name]["graphs of the rollout"] = measured.activations * states
     phases["update"]["activations"] = 0
-
-
-def states_per_prompt(exploration: RolloutSpec) -> int:
-    """Return the number of states of one prompt that a trained step leaves, each of which is evaluated once."""
-    nodes, count = exploration.roots, 0
-    for step in range(exploration.steps):
-        count += nodes * (step in exploration.schedule.trained)
-        nodes *= exploration.splits.get(step, 1)
-    return count
 
 
 class OnePass(Extension):
@@ -202,13 +192,14 @@ class OnePass(Extension):
 
     def __init__(self, trainer: Run):
         super().__init__(trainer)
-        train = trainer.config.train
-        self.holds = train.one_pass is True or train.one_pass == AUTO and _can_keep_graphs(trainer)
+        one_pass = OnePassKeys.read(trainer.config).one_pass
+        self.holds = one_pass is True or one_pass == AUTO and _can_keep_graphs(trainer)
         self.states = 0
 
     @classmethod
     def enabled_by(cls, setup: Setup) -> str:
-        return "train.one_pass is true" if setup.config.train.one_pass is True else ""  # `auto` is false there
+        present = OnePassKeys.read(setup.config).one_pass is True  # `auto` may not be
+        return "train.one_pass is true" if present else ""
 
     @classmethod
     def conflicts(cls, setup: Setup) -> dict[str, bool]:
@@ -230,7 +221,6 @@ class OnePass(Extension):
 
     @contextlib.contextmanager
     def around_epoch(self) -> Iterator[None]:
-        """Context manager: the trainer's rollouts keep graphs."""
         rollouts = cast(DenoisingRollouts, self.trainer.rollouts)
         before = rollouts.target
         if self.holds:
@@ -271,14 +261,14 @@ class OnePassDryRun(DryRun):
     holding: ClassVar = ("rollout", "decode", "base", "reward", "update")  # phases
 
     def resolve_auto(self, config: Config, processes: int, fits: Callable[[Config], bool]) -> Config:
-        """Return a recipe with a value in place of `auto`: true where it goes with the run and fits."""
-        if config.train.one_pass != AUTO:
+        """Recipe with a value in place of `auto`: true where it goes with the run and fits."""
+        if OnePassKeys.read(config).one_pass != AUTO:
             return config
         held, goes = _with(config, True), not any(extensions.obstacles(OnePass, setup_of(config, processes)))
         return held if goes and fits(held) else _with(config, False)
 
     def require(self, config: Config, processes: int) -> None:
-        if config.train.one_pass is True:
+        if OnePassKeys.read(config).one_pass is True:
             extensions.require(OnePass, setup_of(config, processes))
 
     def run(self, config: Config) -> Config:
@@ -302,12 +292,12 @@ def _with(config: Config, one_pass: bool) -> Config:
 
 
 def setup_of(config: Config, processes: int) -> Setup:
-    """Return what is known of a pipeline's run by its recipe alone."""
+    """What is known of a pipeline's run by its recipe alone."""
     return Setup(config, build.PIPELINE, resolve(config), processes=processes)
 
 
 def _can_keep_graphs(trainer: Run) -> bool:
-    """Return True if a run can keep its graphs and all processes have the memory for them; say so."""
+    """True if a run can keep its graphs and all processes have the memory for them; say so."""
     setup = Setup(trainer.config, build.PIPELINE, trainer.method, processes=trainer.processes.count)
     fits, reason = False, next(extensions.obstacles(OnePass, setup), "")
     if not reason:
@@ -321,7 +311,7 @@ def _can_keep_graphs(trainer: Run) -> bool:
 
 
 def _graph_bytes(trainer: Run) -> float:
-    """Return the bytes of this process with the graphs; infinite where those of a reward model are not known."""
+    """Bytes of this process with the graphs; infinite where those of a reward model are not known."""
     config, policy, prompt = trainer.config, cast(PipelinePolicy, trainer.policy), trainer.prompts[0]
     sizes = reward_memory.reward_weights(config)
     if any(size is None for size in sizes.values()):

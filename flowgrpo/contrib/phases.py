@@ -13,7 +13,7 @@ from flowgrpo import domains, rewards
 from flowgrpo.config.geometry import geometry
 from flowgrpo.config.parse import new_name, validate
 from flowgrpo.config.schema import Config
-from flowgrpo.contrib.features import Phase
+from flowgrpo.contrib.features import Phase, PhaseKeys
 from flowgrpo.curriculum.history import RATES, record
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.device import require_generators
@@ -23,8 +23,7 @@ from flowgrpo.methods.setup import Setup
 from flowgrpo.methods.validate import check_supervised, resolve
 from flowgrpo.policies import build, options
 from flowgrpo.text.policies import engines
-from flowgrpo.training.extension import Extension
-from flowgrpo.training.run import Run
+from flowgrpo.training.extension import Extension, Run
 
 if TYPE_CHECKING:
     from flowgrpo.curriculum.epoch_batch import EpochBatch
@@ -50,12 +49,10 @@ class Carried:
 
     @property
     def reads_diversity(self) -> bool:
-        """Return True if the inner curriculum reads diversity."""
         return getattr(self.inner, "reads_diversity", False)
 
     @property
     def reads_norms(self) -> bool:
-        """Return True if the inner curriculum reads norms of gradients."""
         return getattr(self.inner, "reads_norms", False)
 
     def __call__(self, pool: Sequence[Prompt], count: int, epoch: int, seed: int, weights: Sequence[float] | None,
@@ -88,11 +85,11 @@ NUMBER = "phase"  # key of the memory: the present phase's number
 
 
 def config_of(config: Config, number: int) -> Config:
-    """Return the configuration of a phase; of the time before the first one, -1, the recipe's own. Raises UserError."""
+    """Configuration of a phase; of the time before the first one, -1, the recipe's own. Raises UserError."""
     if number < 0:
         return config
     raw = config.model_dump(mode="json") | {"phases": []}
-    for key, value in config.phases[number].set.items():
+    for key, value in PhaseKeys.read(config).phases[number].set.items():
         if key not in CHANGES:
             hint = f": it is called {now!r} now" if (now := new_name(key)) else nearest(key, list(CHANGES))
             raise UserError(f"phases[{number}].set: {key!r} cannot change within a run{hint}; "
@@ -103,52 +100,15 @@ def config_of(config: Config, number: int) -> Config:
 
 
 def begins(config: Config) -> list[int]:
-    """Return the epoch with which every phase begins, counted from 0."""
+    """Epoch with which every phase begins, counted from 0."""
     epochs = config.train.epochs
-    return [int(phase.at) if phase.at >= 1 else round(phase.at * epochs) for phase in config.phases]
+    return [int(phase.at) if phase.at >= 1 else round(phase.at * epochs) for phase in PhaseKeys.read(config).phases]
 
 
 def matches(prompt: Prompt, when: dict[str, Any]) -> bool:
-    """Return True if the prompt's metadata has these values, or of a list one of them."""
+    """True if the prompt's metadata has these values, or of a list one of them."""
     return all(prompt.metadata.get(key) in (value if isinstance(value, list) else [value])
                for key, value in when.items())
-
-
-def _require(setup: Setup) -> None:
-    """Raise UserError for phases that do not fit the run."""
-    config, process = setup.config, build.process(setup.kind)
-    starts = begins(config)
-    if starts != sorted(set(starts)):
-        raise UserError(f"phases begin after {starts} epochs: expected rising numbers under `at`")
-    if engines.uses_engine(config):
-        raise UserError("phases are set, but an engine generates the completions, which keeps its length and batch: "
-                        "leave text.engine and text.engine_precision out")
-    for number, phase in enumerate(config.phases):
-        where, changed = f"phases[{number}]", config_of(config, number)
-        require_generators(geometry(changed.train, setup.processes).samples, "samples of an epoch of a phase")
-        inner = replace(setup, config=changed, method=resolve(changed, process), where=f"{where}.set: ")
-        keys_read.check(inner)
-        check_supervised(inner)
-        if process == "masks" and "text.max_tokens" in phase.set:
-            raise UserError(f"{where}.set: text.max_tokens is fixed for a masked language model: leave it out")
-        if unknown := sorted(phase.weights.keys() - config.rewards.keys()):
-            raise UserError(f"{where}.weights: no reward {unknown[0]!r}{nearest(unknown[0], list(config.rewards))}")
-        if not any(matches(prompt, phase.when) for prompt in setup.split[0]):
-            raise UserError(f"{where}.when: no training prompt has {phase.when}: expected values of its metadata")
-        rewards.require_values(f"{where}.when", phase.when, [prompt.metadata for prompt in setup.split[0]])
-        _require_read(phase, where, first=starts[number] == 0)
-    if not setup.method.for_tokens and setup.method.denoising.learned_noise:
-        kernel = type(setup.method.denoising.kernel).__name__
-        raise UserError(f"phases are set, but the kernel {kernel} is trained with one grid: leave one of them out")
-
-
-def _require_read(phase: Phase, where: str, first: bool) -> None:
-    """Raise UserError for a key of a phase that the run would not read. first: the run begins with the phase."""
-    idle = {"reach": first and phase.reach is not None, "carry": bool(phase.carry) and (first or not phase.when)}
-    for key in (key for key, applies in idle.items() if applies):
-        why = "the run begins with this phase" if first else f"{where}.when is empty, so that all prompts are its own"
-        raise UserError(f"{where}.{key} is {getattr(phase, key)!r}, but {why}: {'' if first else 'set when, or '}"
-                        f"leave {key} out")
 
 
 class Phases(Extension):
@@ -158,26 +118,57 @@ class Phases(Extension):
         super().__init__(trainer)
         config = trainer.config
         self.config, self.number, self.begins = config, -1, begins(config)
-        self.carries = any(phase.carry for phase in config.phases)
+        self.carries = any(phase.carry for phase in PhaseKeys.read(config).phases)
 
     @classmethod
     def require(cls, setup: Setup) -> None:
-        _require(setup)
+        config, process = setup.config, build.process(setup.kind)
+        starts = begins(config)
+        if starts != sorted(set(starts)):
+            raise UserError(f"phases begin after {starts} epochs: expected rising numbers under `at`")
+        if engines.uses_engine(config):
+            raise UserError("phases are set, but an engine generates the completions, which keeps its length and "
+                            "batch: leave text.engine and text.engine_precision out")
+        # Each phase passes the checks of a run of its own, before the first one begins.
+        for number, phase in enumerate(PhaseKeys.read(config).phases):
+            where, changed = f"phases[{number}]", config_of(config, number)
+            require_generators(geometry(changed.train, setup.processes).samples, "samples of an epoch of a phase")
+            inner = replace(setup, config=changed, method=resolve(changed, process), where=f"{where}.set: ")
+            keys_read.check(inner)
+            check_supervised(inner)
+            if process == "masks" and "text.max_tokens" in phase.set:
+                raise UserError(f"{where}.set: text.max_tokens is fixed for a masked language model: leave it out")
+            if unknown := sorted(phase.weights.keys() - config.rewards.keys()):
+                raise UserError(f"{where}.weights: no reward {unknown[0]!r}{nearest(unknown[0], list(config.rewards))}")
+            if not any(matches(prompt, phase.when) for prompt in setup.split[0]):
+                raise UserError(f"{where}.when: no training prompt has {phase.when}: expected values of its metadata")
+            rewards.require_values(f"{where}.when", phase.when, [prompt.metadata for prompt in setup.split[0]])
+            # Settings that would do nothing are mistakes: name why they have no effect.
+            first = starts[number] == 0  # the run begins with the phase
+            idle = {"reach": first and phase.reach is not None,
+                    "carry": bool(phase.carry) and (first or not phase.when)}
+            why, cure = ("the run begins with this phase", "") if first else (
+                f"{where}.when is empty, so that all prompts are its own", "set when, or ")
+            for key in (key for key, applies in idle.items() if applies):
+                raise UserError(f"{where}.{key} is {getattr(phase, key)!r}, but {why}: {cure}leave {key} out")
+        if not setup.method.for_tokens and setup.method.denoising.learned_noise:
+            kernel = type(setup.method.denoising.kernel).__name__
+            raise UserError(f"phases are set, but the kernel {kernel} is trained with one grid: leave one of them out")
 
     @classmethod
     def require_model(cls, setup: Setup) -> None:
         options.require_frames(setup, {f"phases[{number}].set image.frames": phase.set.get("image.frames")
-                                       for number, phase in enumerate(setup.config.phases)})
+                                       for number, phase in enumerate(PhaseKeys.read(setup.config).phases)})
 
     @classmethod
     def missing(cls, setup: Setup) -> dict[str, str]:
         return {capabilities.RECORDABLE: "phases, which change what is drawn"}
 
-    def of(self, memory: dict[str, Any], epoch: int) -> int:
-        """Return the number of an epoch's phase: the last that has begun, or the next if its reward is reached."""
+    def number_at(self, memory: dict[str, Any], epoch: int) -> int:
+        """Number of an epoch's phase: the last that has begun, or the next if its reward is reached."""
         number = max([memory.get(NUMBER, -1), *(n for n, begin in enumerate(self.begins) if begin <= epoch)])
         if number + 1 < len(self.begins):
-            reach, mean = self.config.phases[number + 1].reach, memory.get(MEAN)
+            reach, mean = PhaseKeys.read(self.config).phases[number + 1].reach, memory.get(MEAN)
             number += reach is not None and mean is not None and mean >= reach
         return number
 
@@ -187,10 +178,11 @@ class Phases(Extension):
         again behind it."""
         trainer = self.trainer
         policy: Any = trainer.policy
-        number = self.of(trainer.memory, trainer.epoch)
-        phase = self.config.phases[number] if number >= 0 else Phase(at=0)
+        number = self.number_at(trainer.memory, trainer.epoch)
+        phase = PhaseKeys.read(self.config).phases[number] if number >= 0 else Phase(at=0)
         config = config_of(self.config, number)
         held = trainer.prompts, trainer.method
+        # What a phase changes is held here: evaluations between epochs are the recipe's.
         text, call = getattr(policy, "text", None), dict(getattr(policy, "call", {}))
         try:
             if text is not None:
@@ -224,7 +216,7 @@ class Phases(Extension):
         trainer.config = trainer.optimization.config = config
         trainer.geometry = geometry(config.train, trainer.processes.count)
         trainer.geometry.micro_batch = min(trainer.geometry.micro_batch, lowered)
-        trainer.rollouts = domains.of(trainer.policy.process).rollouts(
+        trainer.rollouts = domains.sampled_by(trainer.policy.process).rollouts(
             config, trainer.policy, trainer.method, trainer.geometry, trainer.processes, trainer.clock,
             first=trainer.prompts[0])
         for name in ("decodes", "rollout_evaluations", "saved_evaluations", "old_policy"):

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flowgrpo.errors import UserError
 from flowgrpo.packages import import_optional
-from flowgrpo.rewards.about import About, with_facts
+from flowgrpo.rewards.about import About, built_in, with_facts
 from flowgrpo.rewards.preprocessing import grey
 from flowgrpo.rewards.video_motion import LICENCE, flows
 
@@ -28,13 +28,14 @@ FASTEST = 0.05  # share of the fastest pixels that give a clip's speed, as in VB
 
 
 def fastest(flow: np.ndarray) -> np.ndarray:
-    """Return the flow [N, 2] of the fastest twentieth of the pixels of each step of a clip [F-1, H, W, 2]."""
+    """Flow [N, 2] of the fastest twentieth of the pixels of each step of a clip [F-1, H, W, 2]."""
     steps = flow.reshape(len(flow), -1, 2)
     count = max(1, int(FASTEST * steps.shape[1]))
     rows = np.argpartition(-np.linalg.norm(steps, axis=-1), count - 1, axis=1)[:, :count]
     return np.take_along_axis(steps, rows[..., None], 1).reshape(-1, 2)
 
 
+@built_in("flow_amount", "motion movement dynamic fast")
 @dataclass(frozen=True)
 class FlowAmount:
     """Speed of a clip: mean of the fastest twentieth of its pixels, per frame, as a share of the shorter side."""
@@ -49,6 +50,7 @@ class FlowAmount:
         return [float(np.linalg.norm(fastest(flow), axis=-1).mean() / side) for flow in flows(videos)]
 
 
+@built_in("flow_direction", "motion movement camera pan")
 @dataclass(frozen=True)
 class FlowDirection:
     """Share of a clip's motion in the wanted direction: 1 all of it, -1 all opposite, 0 across or none.
@@ -79,7 +81,7 @@ class FlowDirection:
 
 
 def along(moves: np.ndarray, way: np.ndarray) -> float:
-    """Return the share of moves [N, 2] along a unit vector, in [-1, 1]; 0 for a still clip."""
+    """Share of moves [N, 2] along a unit vector, in [-1, 1]; 0 for a still clip."""
     length = np.linalg.norm(moves, axis=-1).sum()
     return float((moves @ way).sum() / length) if length > STILL * len(moves) else 0.0
 
@@ -89,6 +91,7 @@ ACTIVE, FLAT = 0.1, 0.1  # minimum variance of a block that counts; standard dev
 WINDOW = 7 / 6  # standard deviation of the 7 x 7 Gaussian, in pixels
 
 
+@built_in("piqe", "noise blur artefact artifact iqa no-reference")
 @with_facts(About(modality="image", range=(0, 1), needs="", licence="Apache-2.0"))
 def piqe(images: Tensor, prompts: Sequence[str]) -> list[float]:
     """Quality of an image, 1 - PIQE / 100 within [0, 1]: 1 without noise and blocks, 0 without any structure."""
@@ -96,34 +99,24 @@ def piqe(images: Tensor, prompts: Sequence[str]) -> list[float]:
 
 
 def distortion(light: np.ndarray) -> float:
-    """Return the PIQE of a luminance [H, W] from 0 to 255: 0 (good) to about 100 (bad)."""
-    blocks = _blocks(_normalise_contrast(np.pad(light, [(0, -size % BLOCK) for size in light.shape], mode="symmetric")))
-    variance = blocks.var((1, 2), ddof=1)
-    active, variance = blocks[variance > ACTIVE], variance[variance > ACTIVE]
-    harm = _artefact(active) * (1 - variance) + _noisy(active, variance) * variance
-    return float(100 * (harm.sum() + 1) / (len(active) + 1))
-
-
-def _normalise_contrast(light: np.ndarray) -> np.ndarray:
-    """Return the mean-subtracted, contrast-normalised luminance."""
+    """The PIQE of a luminance [H, W] from 0 to 255: 0 (good) to about 100 (bad)."""
     def blur(values: np.ndarray) -> np.ndarray:
         return ndimage.gaussian_filter(values, WINDOW, radius=3, mode="nearest")
 
+    # Mean-subtracted, contrast-normalised luminance, in blocks [N, 16, 16] that are not flat.
+    light = np.pad(light, [(0, -size % BLOCK) for size in light.shape], mode="symmetric")
     mean = blur(light)
-    return (light - mean) / (np.sqrt(np.abs(blur(light**2) - mean**2)) + 1)
-
-
-def _blocks(values: np.ndarray) -> np.ndarray:
-    """Return the blocks [N, 16, 16] of [H, W]."""
+    values = (light - mean) / (np.sqrt(np.abs(blur(light**2) - mean**2)) + 1)
     h, w = (size // BLOCK for size in values.shape)
-    return values.reshape(h, BLOCK, w, BLOCK).swapaxes(1, 2).reshape(-1, BLOCK, BLOCK)
-
-
-def _artefact(blocks: np.ndarray) -> np.ndarray:
-    """True for each block with a flat stretch on one of its four edges."""
-    edges = np.stack([blocks[:, 0], blocks[:, -1], blocks[:, :, 0], blocks[:, :, -1]], 1)
+    blocks = values.reshape(h, BLOCK, w, BLOCK).swapaxes(1, 2).reshape(-1, BLOCK, BLOCK)
+    variance = blocks.var((1, 2), ddof=1)
+    active, variance = blocks[variance > ACTIVE], variance[variance > ACTIVE]
+    # An artefact is a flat stretch on one of a block's four edges.
+    edges = np.stack([active[:, 0], active[:, -1], active[:, :, 0], active[:, :, -1]], 1)
     stretches = np.lib.stride_tricks.sliding_window_view(edges, STRETCH, -1)
-    return (stretches.std(-1, ddof=1) < FLAT).any((1, 2))
+    artefact = (stretches.std(-1, ddof=1) < FLAT).any((1, 2))
+    harm = artefact * (1 - variance) + _noisy(active, variance) * variance
+    return float(100 * (harm.sum() + 1) / (len(active) + 1))
 
 
 def _noisy(blocks: np.ndarray, variance: np.ndarray) -> np.ndarray:

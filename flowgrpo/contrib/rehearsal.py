@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
@@ -21,9 +20,8 @@ from flowgrpo.parts import Above, OneOf, part
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.text.policies import engines
 from flowgrpo.training.epoch import Epoch
-from flowgrpo.training.extension import Extension, Metrics
+from flowgrpo.training.extension import Extension, Metrics, Run
 from flowgrpo.training.optimizer import decisions
-from flowgrpo.training.run import Run
 from flowgrpo.training.scoring import Scoring
 from flowgrpo.types import unwrap
 
@@ -65,36 +63,34 @@ class RehearsedSamples(Extension):
             self.conditioning = rollouts.conditioning(batch, 0)
             judge = partial(scoring.total, batch)
             for part, outputs in rollouts.sample(self.conditioning, 0, judge, partial(scoring.value, batch)):
-                parts.append(part if self.part.least is None else self._select_solved(part, outputs[0], judge))
+                solved: Part | None = part
+                if self.part.least is not None:  # without decisions whose samples earn less in the mean
+                    latents = part.finals[0].float().cpu() if part.finals else None
+                    totals = judge(outputs[0], rollouts.geometry.group, part.prompts, latents).flatten()
+                    keep = [totals.view(len(taken.parent), -1).nanmean(1) >= self.part.least
+                            for taken in part.transitions]
+                    solved = part.with_advantages([torch.zeros(len(each)) for each in keep], keep)
+                parts.append(solved)
         self.parts = [replace(part, finals=()) for part in parts if part is not None]
         if not self.processes.any(bool(self.parts)):
             raise UserError(f"parts.rehearsal.least is {self.part.least}, which no sample of the base model reaches: "
                             "lower it, or leave it out")
 
-    def _select_solved(self, part: Part, outputs: Any, judge: Callable[..., Tensor]) -> Part | None:
-        """Return the part without the decisions whose samples earn less than `least` in the mean."""
-        latents = part.finals[0].float().cpu() if part.finals else None
-        totals = judge(outputs, self.trainer.rollouts.geometry.group, part.prompts, latents).flatten()
-        least = unwrap(self.part.least)
-        keep = [totals.view(len(taken.parent), -1).nanmean(1) >= least for taken in part.transitions]
-        return part.with_advantages([torch.zeros(len(each)) for each in keep], keep)
-
     def on_backward(self, update: int) -> None:
-        """Add the gradient of one part's divergence, that of the update's turn."""
-        trainer = self.trainer
-        parts, reduction = self.parts or [], self.trainer.rollouts.method.loss.reduction
+        """Add the gradient of one part's divergence, that of the update's turn: a mean over decisions, whatever the
+        loss."""
+        trainer, parts = self.trainer, self.parts or []
         part = parts[update % len(parts)] if parts else None
-        [count] = self.processes.total([decisions([part] if part else [], reduction)])
+        [count] = self.processes.total([decisions([part] if part else [])])
         total = torch.zeros(())
         for k, rows, new in self.trainer.rollouts.replay(part, self.conditioning) if part else ():
             old = part.transitions[k].old.rows(rows).to(new.logp.device)
-            loss = reduce_loss(self.part(new.logp, old.logp), reduction(new.mask), count)
+            loss = reduce_loss(self.part(new.logp, old.logp), new.mask, count)
             trainer.optimization.backward(loss)
             total = total + loss.detach().cpu()
         self.means.append(total / self.part.weight)
 
     def on_trained(self, epoch: Epoch) -> Metrics:
-        """Return the mean divergence of the epoch's updates, over all processes."""
         means, self.means = self.means, []
         return {"rehearsal": self.processes.gather(torch.stack(means).mean()[None]).sum().item()} if means else {}
 
@@ -127,7 +123,7 @@ class Rehearsal:
             raise ValueError(f"Rehearsal: alpha is {self.alpha}, expected another number: 1 is forward_kl")
 
     def __call__(self, logp: Tensor, base: Tensor) -> Tensor:
-        """Return weight * f(u) of log-probabilities [B, N] of the policy and of the base model: [B, N]."""
+        """weight * f(u) of log-probabilities [B, N] of the policy and of the base model: [B, N]."""
         log_ratio = logp - base
         if self.divergence == "forward_kl":
             return -self.weight * log_ratio

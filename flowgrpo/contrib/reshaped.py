@@ -19,7 +19,6 @@ from flowgrpo.advantages.group import (
     Advantage,
     AdvantageRule,
     of_samples,
-    sample_logp,
     weighted_sum,
     whiten,
     zero_variance,
@@ -44,6 +43,10 @@ class Reshaped(AdvantageRule):
         return self.advantage.single
 
     @property
+    def teaches(self) -> bool:  # type: ignore[override]
+        return self.advantage.teaches
+
+    @property
     def needs(self) -> tuple[str, ...]:  # type: ignore[override]
         return (*self.further, *self.advantage.needs)
 
@@ -55,7 +58,7 @@ class Reshaped(AdvantageRule):
         return self.reshape(advantages, total, context).masked_fill(total.isnan(), 0)
 
     def reshape(self, advantages: Tensor, total: Tensor, context: Context | None) -> Tensor:
-        """Return the advantages [P, G]. total: the weighted sums of the rewards [P, G], NaN where none applies."""
+        """Advantages [P, G]. total: the weighted sums of the rewards [P, G], NaN where none applies."""
         raise NotImplementedError
 
     def require_inner(self) -> None:
@@ -97,19 +100,17 @@ class Difficulty(Reshaped):
             alike = torch.tensor([[one == other for other in tasks] for one in tasks]).to(total)
             weight = weight * difficulty(alike @ mean / alike.sum(1), self.curve, self.power)
         if self.given is not None:
-            weight = weight * total.new_tensor([self._read_difficulty(of) for of in metadata])
+            stated = [of.get(str(self.given), 1.0) for of in metadata]
+            for value in stated:
+                if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+                    raise ValueError(f"Difficulty: a prompt's metadata has {self.given}: {value!r}, expected a number "
+                                     "of 0 or more")
+            weight = weight * total.new_tensor([float(value) for value in stated])
         return advantages * weight[:, None]
-
-    def _read_difficulty(self, metadata: dict[str, Any]) -> float:
-        value = metadata.get(str(self.given), 1.0)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-            raise ValueError(f"Difficulty: a prompt's metadata has {self.given}: {value!r}, expected a number of 0 or "
-                             "more")
-        return float(value)
 
 
 def difficulty(mean: Tensor, curve: str, power: float) -> Tensor:
-    """Return the weight of groups with the mean rewards `mean` [P], by a curve of `Difficulty`: [P].
+    """Weight of groups with the mean rewards `mean` [P], by a curve of `Difficulty`: [P].
 
     Raises ValueError for a mean outside 0 to 1, where a curve may not fall or not exist.
     """
@@ -152,7 +153,7 @@ class Confidence(Reshaped):
         return ("reference",) if self.against == "reference" else ()
 
     def reshape(self, advantages: Tensor, total: Tensor, context: Context | None) -> Tensor:
-        logp = sample_logp(context, total, "Confidence").to(total)
+        logp = of_samples(context, "logp", total, "Confidence").to(total)
         if self.against == "group":
             shift = logp - logp.mean(1, keepdim=True)
         else:
@@ -163,7 +164,7 @@ class Confidence(Reshaped):
         return torch.where(changed, advantages * factor, advantages).clamp(-self.clamp, self.clamp)
 
 
-@part("advantage", jointly={"alpha kappa clamp": "0 or more each, and above 0"})
+@part("advantage", teaches=True, jointly={"alpha kappa clamp": "0 or more each, and above 0"})
 class Unconfident(Reshaped):
     """Advantages plus alpha times how unlikely the sample is: how far its mean log-probability is below its group's, in
     groups with a right sample (ARM of ProGRPO). Of two equal samples the less likely has the larger advantage.
@@ -184,7 +185,7 @@ class Unconfident(Reshaped):
         self.require_inner()
 
     def reshape(self, advantages: Tensor, total: Tensor, context: Context | None) -> Tensor:
-        logp = sample_logp(context, total, "Unconfident").to(total)
+        logp = of_samples(context, "logp", total, "Unconfident").to(total)
         term = self.alpha * (logp.mean(1, keepdim=True) - logp)
         if self.kappa:
             bound = advantages.abs() / self.kappa
@@ -193,7 +194,7 @@ class Unconfident(Reshaped):
         return torch.where(solved, advantages + term, advantages).clamp(-self.clamp, self.clamp)
 
 
-@part("advantage")
+@part("advantage", teaches=True)
 class Consistency(Reshaped):
     """Advantages blended with those of whole groups, so that a group that agrees still learns: w A + (1 - w) g (COPO,
     2508.04138).
@@ -218,7 +219,7 @@ class Consistency(Reshaped):
 
 
 def outcome_entropy(rewards: Tensor) -> Tensor:
-    """Return the entropy of the outcomes of each group of rewards [P, G], over the logarithm of their number: [P].
+    """Entropy of the outcomes of each group of rewards [P, G], over the logarithm of their number: [P].
 
     Outcomes are equal rewards; NaN is left out. 0 for a single outcome.
     """

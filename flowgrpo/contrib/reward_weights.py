@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flowgrpo.advantages.group import SCALES, AdvantageRule, Clamp, combine, group_relative, weighted_sum
 from flowgrpo.parts import AtLeast, OneOf, part
-from flowgrpo.types import Context, wide
+from flowgrpo.types import Context
 
 
 @part("advantage", adapts_weights=True)
@@ -33,7 +33,6 @@ class Influence(AdvantageRule):
             raise ValueError(f"Influence: the weights are {list(weights)}, expected 0 or more, and one above")
 
     def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
-        (rewards,) = wide(rewards)
         weights = torch.as_tensor(weights, dtype=rewards.dtype, device=rewards.device)
         if rewards.ndim != 3 or weights.shape != rewards.shape[2:]:
             raise ValueError(f"rewards have shape {tuple(rewards.shape)} and weights {tuple(weights.shape)}, expected "
@@ -45,7 +44,7 @@ class Influence(AdvantageRule):
         return (advantages * moved).sum(2).clamp(-self.clamp, self.clamp)
 
     def _initial_weights(self, weights: Tensor, context: Context | None) -> Tensor:
-        """Return the weights as of the end of the epoch before; calls of one epoch all start from them."""
+        """Weights as of the end of the epoch before; calls of one epoch all start from them."""
         if context is None:
             return weights
         run = context.run
@@ -59,7 +58,7 @@ class Influence(AdvantageRule):
 
 
 def mirror_descent(advantages: Tensor, weights: Tensor, rate: float) -> Tensor:
-    """Return weights [R] after a step of mirror descent on their simplex: w_k exp(rate I_k), scaled to the sum they
+    """Weights [R] after a step of mirror descent on their simplex: w_k exp(rate I_k), scaled to the sum they
     had.
 
     I_k = mean(A_k sum_j v_j A_j) over all samples, v the weights over their sum. It measures how far the common step
@@ -97,7 +96,6 @@ class Hypervolume(AdvantageRule):
 
     def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
         assert context is not None, "Hypervolume compares with earlier epochs: it needs a context"
-        (rewards,) = wide(rewards)
         means = [value - self.least for value in rewards.flatten(0, 1).nanmean(0).nan_to_num(self.least).tolist()]
         run = context.run
         known = run.memory.setdefault("hypervolume", {"epoch": run.epoch, "front": [], "present": means})
@@ -110,7 +108,7 @@ class Hypervolume(AdvantageRule):
 
 
 def front(points: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Return the points that no other one equals or exceeds everywhere, in their order; of equal ones the first."""
+    """Points that no other one equals or exceeds everywhere, in their order; of equal ones the first."""
     kept: list[list[float]] = []
     for point in map(list, points):
         if not any(all(a >= b for a, b in zip(other, point)) for other in kept):
@@ -119,7 +117,7 @@ def front(points: Sequence[Sequence[float]]) -> list[list[float]]:
 
 
 def hypervolume(points: Sequence[Sequence[float]]) -> float:
-    """Return the volume of the union of the boxes from 0 to each of the points, of which all have the same length."""
+    """Volume of the union of the boxes from 0 to each of the points, of which all have the same length."""
     inside = [list(point) for point in points if min(point) > 0]
     if not inside:
         return 0.0
@@ -151,7 +149,7 @@ class HardPrompts(AdvantageRule):
 
 
 def difficulty(rewards: Tensor) -> Tensor:
-    """Return the difficulty [P] of groups of rewards [P, G], 1 in the mean; 1 for a group without a reward."""
+    """Difficulty [P] of groups of rewards [P, G], 1 in the mean; 1 for a group without a reward."""
     means = rewards.nanmean(1)
     gaps = rewards.nan_to_num(-torch.inf).amax(1) - means
 
@@ -163,7 +161,7 @@ def difficulty(rewards: Tensor) -> Tensor:
     return (product / product.nanmean()).nan_to_num(1.0)
 
 
-@part("advantage")
+@part("advantage", teaches=True)
 class ForwardCorrected(AdvantageRule):
     """Weights of a verdict, 0 or 1, of a verifier that misses right samples at a rate: the rate for 1, less 1 for 0.
 
@@ -183,7 +181,7 @@ class ForwardCorrected(AdvantageRule):
                              "verdict with misses set, or the verdict and its recheck without")
 
     def __call__(self, rewards: Tensor, weights: Tensor | Sequence[float], context: Context | None = None) -> Tensor:
-        (verdict, *_) = wide(rewards[..., 0])
+        verdict = rewards[..., 0]
         rate = self.misses if self.misses is not None else self._false_negative_rate(rewards, context)
         return (rate - 1 + verdict).masked_fill(verdict.isnan(), 0)
 
@@ -191,8 +189,7 @@ class ForwardCorrected(AdvantageRule):
         assert context is not None, "ForwardCorrected counts over the run: it needs a context"
         verdict, recheck = rewards.unbind(2)
         asked = (verdict == 0) & ~recheck.isnan()
-        counts = [int((verdict == 1).sum()), int((verdict == 0).sum()), int(asked.sum()),
-                  float(recheck[asked].sum())]
+        counts = [int((verdict == 1).sum()), int((verdict == 0).sum()), int(asked.sum()), float(recheck[asked].sum())]
         run = context.run
         known = run.memory.setdefault("misses", {"epoch": run.epoch, "before": [0, 0, 0, 0], "after": counts})
         if known["epoch"] != run.epoch:

@@ -14,7 +14,7 @@ from flowgrpo.parts import AtLeast, part
 from flowgrpo.types import Context, RunState
 
 
-@part("advantage", single=True)
+@part("advantage", single=True, teaches=True)
 class RiskAverse(AdvantageRule):
     """Mixed value-at-risk weights of RiskPO (2510.00911) as an advantage, over bundles of several prompts.
 
@@ -57,7 +57,7 @@ class RiskAverse(AdvantageRule):
         return advantages.repeat_interleave(self.bundle, dim=0)[:len(total)].masked_fill(total.isnan(), 0)
 
     def _track_quantiles(self, scores: Tensor, run: RunState) -> list[float]:
-        """Return both quantiles and the deviation of the scores, averaged with those of earlier epochs."""
+        """Both quantiles and the deviation of the scores, averaged with those of earlier epochs."""
         known = scores[~scores.isnan()]
         now = [*known.quantile(known.new_tensor([self.alpha, self.beta])).tolist(), known.std(correction=0).item()]
 
@@ -69,7 +69,7 @@ class RiskAverse(AdvantageRule):
 
 def risk_weights(rewards: Tensor, low: Tensor | float, high: Tensor | float, alpha: float, beta: float, omega: float
                  ) -> Tensor:
-    """Return the weights of grad log p in the gradient of MVaR, for rewards [P, G]: [P, G], all <= 0.
+    """Weights of grad log p in the gradient of MVaR, for rewards [P, G]: [P, G], all <= 0.
 
     MVaR = (1 + omega) * mean of the lowest alpha + mean of the rewards between the quantiles alpha and beta, which are
     low and high. Its weights: (1 + omega) min(r - low, 0) / alpha + (clip(r, low, high) - high) / (beta - alpha)

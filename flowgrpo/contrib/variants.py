@@ -17,8 +17,7 @@ from flowgrpo.parts import part
 from flowgrpo.samplers.rollout import Part, seeder
 from flowgrpo.text.rewards.answer_keys import strip_thoughts
 from flowgrpo.training.epoch import Epoch
-from flowgrpo.training.extension import Extension
-from flowgrpo.training.run import Run
+from flowgrpo.training.extension import Extension, Run
 from flowgrpo.types import Completions
 
 if TYPE_CHECKING:
@@ -90,7 +89,7 @@ class Variants(Extension):
 
 
 def _of_part(run: Run, curriculum: Variations, part: Part, prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Return a variant of each prompt of a part with right and wrong samples; none where the policy writes nothing."""
+    """Variant of each prompt of a part with right and wrong samples; none where the policy writes nothing."""
     policy: Any = run.policy
     [taken], [rewards] = part.transitions, part.rewards
     assert isinstance(taken, Completions)
@@ -101,7 +100,7 @@ def _of_part(run: Run, curriculum: Variations, part: Part, prompts: Sequence[Pro
         if good.all() or not good.any():
             continue
         row, prompt = int(rows[good][0]), prompts[place]
-        solution = str(policy.detokenize(taken.ids[row:row + 1], taken.old.mask[row:row + 1])[0])
+        solution = str(policy.detokenize(taken.ids[row:row + 1], taken.old.mask[row:row + 1], [prompt.shown])[0])
         shown = curriculum.template.format(prompt=prompt.text, solution=solution)
         try:
             policy.require_context([shown])
@@ -110,6 +109,6 @@ def _of_part(run: Run, curriculum: Variations, part: Part, prompts: Sequence[Pro
         seed = seeder(run.config.seed, run.epoch, TURN)
         sampled = policy.sample(policy.encode([shown], images=[prompt.brings]), run.method.generation.decoding,
                                 policy.generators([seed(place, 0)]), torch.zeros(1, dtype=torch.bool))
-        if text := strip_thoughts(str(sampled.texts[0])).strip():
+        if text := strip_thoughts(sampled.texts[0]).strip():
             written.append(replace(prompt, text=text))
     return written

@@ -19,19 +19,20 @@ from torch import Tensor
 from flowgrpo.data.prompts import USER_PROMPT
 from flowgrpo.errors import UserError
 from flowgrpo.escaped import one_line
+from flowgrpo.rewards.about import built_in
 from flowgrpo.rewards.combine import LIKE_ITS_PARTS, Combined, where_any
 from flowgrpo.rewards.failures import Failed, numbers
 from flowgrpo.rewards.reward import Batch
 
 
 def ternary(score: Tensor, right: float, wrong: float) -> Tensor:
-    """Return 1 from `right` on, -1 up to `wrong`, and 0 between and for a sample without an answer (NaN): abstaining
+    """1 from `right` on, -1 up to `wrong`, and 0 between and for a sample without an answer (NaN): abstaining
     costs less than being wrong (TruthRL). [B] -> [B]."""
     return (score >= right).to(score) - (score <= wrong).to(score)
 
 
 def checklist(scores: Tensor, thresholds: Sequence[float]) -> Tensor:
-    """Return the share of applicable items that reach their threshold (ACE-RL); NaN if none applies. [B, R] -> [B]."""
+    """Share of applicable items that reach their threshold (ACE-RL); NaN if none applies. [B, R] -> [B]."""
     met = (scores >= scores.new_tensor(thresholds)).sum(1)
     return where_any(scores, met / (~scores.isnan()).sum(1).clamp(min=1).to(scores))
 
@@ -44,7 +45,20 @@ def correct_verdict(score: Tensor, false_positive: float, false_negative: float)
 
 
 @dataclass(frozen=True, eq=False)
-class Ternary(Combined):
+class OfOne(Combined):
+    """Score made of one reward's: base class, whose score is that one."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require(len(self.rewards) == 1, "rewards", "one reward")
+
+    def combine(self, scores: Tensor) -> Tensor:
+        return scores[:, 0]
+
+
+@built_in("ternary")
+@dataclass(frozen=True, eq=False)
+class Ternary(OfOne):
     """1 if a reward reaches `right`, -1 up to `wrong`, else 0, also for None."""
 
     right: float = 1.0
@@ -53,13 +67,13 @@ class Ternary(Combined):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require(len(self.rewards) == 1, "rewards", "one reward")
         self._require(self.wrong < self.right, "wrong", f"less than right, which is {self.right!r}")
 
     def combine(self, scores: Tensor) -> Tensor:
         return ternary(scores[:, 0], self.right, self.wrong)
 
 
+@built_in("checklist", "combine several")
 @dataclass(frozen=True, eq=False)
 class Checklist(Combined):
     """Share of several rewards that reach their thresholds (1 for each by default), among those that apply."""
@@ -76,8 +90,9 @@ class Checklist(Combined):
         return checklist(scores, [1.0] * scores.shape[1] if self.thresholds is None else self.thresholds)
 
 
+@built_in("corrected")
 @dataclass(frozen=True, eq=False)
-class Corrected(Combined):
+class Corrected(OfOne):
     """Verdict, 0 or 1, of a verifier with known error rates, corrected to be unbiased."""
 
     false_positive: float = 0.0
@@ -86,7 +101,6 @@ class Corrected(Combined):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require(len(self.rewards) == 1, "rewards", "one reward")
         for name in ("false_positive", "false_negative"):
             self._require(0 <= getattr(self, name) < 1, name, "a rate from 0 to below 1")
         self._require(self.false_positive + self.false_negative < 1, "false_positive",
@@ -96,17 +110,14 @@ class Corrected(Combined):
         return correct_verdict(scores[:, 0], self.false_positive, self.false_negative)
 
 
-# --- pure ------------------------------------------------------------------------------------------------------------
-
-
 def ngrams(text: str, n: int) -> set[tuple[str, ...]]:
-    """Return the word n-grams of a text in lower case; of a shorter text, all its words."""
+    """Word n-grams of a text in lower case; of a shorter text, all its words."""
     words = text.casefold().split()
     return {tuple(words[i:i + n]) for i in range(max(1, len(words) - n + 1))}
 
 
 def progress(success: Tensor, apart: Tensor, most: float) -> Tensor:
-    """Return 1 for successes, and for failures most * sigmoid(-z), z the distance to the nearest success, standardised
+    """1 for successes, and for failures most * sigmoid(-z), z the distance to the nearest success, standardised
     over the group's failures; 0 for failures of a group without a success.
 
     success: bool [G]. apart: [G, G], distances between samples. Returns [G].
@@ -120,11 +131,9 @@ def progress(success: Tensor, apart: Tensor, most: float) -> Tensor:
     return values
 
 
-# --- for a recipe ----------------------------------------------------------------------------------------------------
-
-
+@built_in("progress")
 @dataclass(frozen=True, eq=False)
-class Progress(Combined):
+class Progress(OfOne):
     """1 for a success, and for a failure its nearness to the successes of its group, below 1 (SRPO).
 
     rewards: one verdict, with `right`, the score from which on it is a success. features: of images as in
@@ -141,7 +150,6 @@ class Progress(Combined):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require(len(self.rewards) == 1, "rewards", "one reward")
         self._require(0 < self.most < 1, "most", "above 0 and below 1")
 
     def __call__(self, batch: Batch) -> list[float | None | Failed]:
@@ -156,7 +164,7 @@ class Progress(Combined):
         return values
 
     def _apart(self, outputs: Tensor | list[str]) -> Tensor:
-        """Return the distances between the samples of a group, [G, G]."""
+        """Distances between the samples of a group, [G, G]."""
         if isinstance(outputs, Tensor):
             from flowgrpo.rewards.guards import extractor
 
@@ -168,11 +176,8 @@ class Progress(Combined):
         return torch.tensor([[1 - likeness(one, other) for other in words] for one in words], dtype=torch.float64)
 
 
-# --- pure ------------------------------------------------------------------------------------------------------------
-
-
 def votes(scores: Tensor) -> Tensor:
-    """Return the verdict of voters that give probabilities of "right": 1, 0, or 0.5 at a tie. [B, R] -> [B].
+    """Verdict of voters that give probabilities of "right": 1, 0, or 0.5 at a tie. [B, R] -> [B].
 
     A voter votes for the likelier side. Its vote counts by its certainty |2 p - 1|, the self-consistency of a voter
     that is asked many times (RLCCF): a certain voter outvotes two unsure ones, and equally certain ones decide by
@@ -184,7 +189,7 @@ def votes(scores: Tensor) -> Tensor:
 
 
 def fapo_reward(scores: Tensor, right: float, sound: float) -> Tensor:
-    """Return FAPO's reward of (answer, process): -1 for a wrong answer, 1 for a right one by a sound process, 0 for a
+    """FAPO's reward of (answer, process): -1 for a wrong answer, 1 for a right one by a sound process, 0 for a
     right one by a flawed process. [B, 2] -> [B].
 
     A flawed sample is above the mean of a group that is mostly wrong, and below that of a group mostly right. NaN if
@@ -195,9 +200,7 @@ def fapo_reward(scores: Tensor, right: float, sound: float) -> Tensor:
     return value.masked_fill(answer.isnan(), torch.nan)
 
 
-# --- for a recipe ----------------------------------------------------------------------------------------------------
-
-
+@built_in("votes", "ensemble majority")
 @dataclass(frozen=True, eq=False)
 class Votes(Combined):
     """Verdict of several verifiers that score from 0 to 1, each vote weighted by its certainty."""
@@ -210,6 +213,7 @@ class Votes(Combined):
         return votes(scores)
 
 
+@built_in("flawed")
 @dataclass(frozen=True, eq=False)
 class Flawed(Combined):
     """-1 for a wrong answer, 1 for a right one by a sound process, 0 for a right one by a flawed process (FAPO).
@@ -229,6 +233,7 @@ class Flawed(Combined):
         return fapo_reward(scores, self.right, self.sound)
 
 
+@built_in("rechecked")
 @dataclass(frozen=True, eq=False)
 class Rechecked(Combined):
     """Verdict of a second verifier on some of the samples that the first one rejects; None for the others.
@@ -270,8 +275,9 @@ def is_sampled(output: Tensor | str, prompt: str, share: float) -> bool:
     return int.from_bytes(digest[:8], "big") < share * 2**64
 
 
+@built_in("scaled")
 @dataclass(frozen=True, eq=False)
-class Scaled(Combined):
+class Scaled(OfOne):
     """Reward times its prompt's difficulty, a number of 0 or more in the metadata; times 1 without it (RewardMap).
 
     key: of the metadata. It is of effect with an advantage that does not divide by the group's deviation, such as
@@ -279,10 +285,6 @@ class Scaled(Combined):
     """
 
     key: str = "difficulty"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._require(len(self.rewards) == 1, "rewards", "one reward")
 
     def __call__(self, batch: Batch) -> list[float | None | Failed]:
         factors = [entry.get(self.key, 1) for entry in batch.metadata]
@@ -294,12 +296,10 @@ class Scaled(Combined):
         return [value if value is None or isinstance(value, Failed) else value * factor
                 for value, factor in zip(values, factors)]
 
-    def combine(self, scores: Tensor) -> Tensor:
-        return scores[:, 0]
 
-
+@built_in("user_prompt")
 @dataclass(frozen=True, eq=False)
-class UserPrompt(Combined):
+class UserPrompt(OfOne):
     """Score of a reward for the user's prompt in the metadata, in place of the rewritten prompt that was sampled from.
 
     key: of the metadata; a prompt without it is the user's.
@@ -307,13 +307,6 @@ class UserPrompt(Combined):
 
     key: str = USER_PROMPT
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._require(len(self.rewards) == 1, "rewards", "one reward")
-
     def __call__(self, batch: Batch) -> list[float | None | Failed]:
         users = [str(entry.get(self.key, prompt)) for prompt, entry in zip(batch.prompts, batch.metadata)]
         return super().__call__(replace(batch, prompts=users))
-
-    def combine(self, scores: Tensor) -> Tensor:
-        return scores[:, 0]

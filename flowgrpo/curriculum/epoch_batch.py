@@ -76,23 +76,18 @@ class EpochBatch:
         self._totals.append(totals)
 
     def replace(self, pairs: Sequence[tuple[int | None, Prompt]]) -> list[Prompt]:
-        """Return the prompts of the next turn, each of which replaces a group, or adds one if its place is None.
-
-        Their number is divisible by the number of processes; it may be 0.
-        """
+        """The prompts of the next turn, each of which replaces a group, or adds one if its place is None.
+        Their number is divisible by the number of processes; it may be 0."""
         pairs = pairs[:len(pairs) // self.processes.count * self.processes.count]
         self.replaced |= {place for place, _ in pairs if place is not None}
         return [prompt for _, prompt in pairs]
 
     def own(self) -> list[Prompt]:
-        """Return this process's prompts, turn by turn."""
         return [self.prompts[place] for place in self._own()]
 
     def prompts_and_scores(self) -> tuple[list[Prompt], Tensor]:
-        """Return the prompts, process by process, and the scores [P,G,R] of their groups.
-
-        A replaced group has NaN, so it is neither compared nor trained.
-        """
+        """The prompts, process by process, and the scores [P,G,R] of their groups.
+        A replaced group has NaN, so it is neither compared nor trained."""
         if self.turn == 1:
             return self.prompts, self._scores[0]
         scores = torch.cat(self._scores)
@@ -101,7 +96,6 @@ class EpochBatch:
         return [self.prompts[place] for place in order.tolist()], scores[order]
 
     def metrics(self) -> dict[str, int]:
-        """Return the numbers of replaced and of additional groups, if any."""
         extra = len(self.prompts) - len(self.replaced) - len(self.turns[0])
         return ({"redrawn_groups": len(self.replaced)} if self.replaced else {}) | (
             {"extra_groups": extra} if extra else {})

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import numpy as np
 import torch
 
-from flowgrpo.curriculum.order import KEY, learn, of, require_rate, update_beta
+from flowgrpo.curriculum.order import KEY, learn, posteriors, require_rate, update_beta
 from flowgrpo.data import sets
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.parts import Above, AtLeast, part
@@ -30,9 +30,7 @@ LONGEST = 16  # rates kept per prompt
 
 def record(memory: dict[str, Any], drawn: EpochBatch) -> None:
     """Append the mean reward of every prompt's standing groups of an epoch; of rewards within 0 to 1, a success rate.
-
-    Raises UserError for rewards outside 0 to 1.
-    """
+    Raises UserError for rewards outside 0 to 1."""
     known, kinds = memory.setdefault(RATES, {}), memory.setdefault(DIVERSITY, {})
     sampled: dict[str, list[float]] = {}
     keys = {prompt.key for prompt in drawn.pool}
@@ -47,7 +45,7 @@ def record(memory: dict[str, Any], drawn: EpochBatch) -> None:
 
 
 def last_rate(memory: dict[str, Any], prompt: Prompt) -> float | None:
-    """Return the newest success rate of a prompt; None if it was never sampled."""
+    """The newest success rate of a prompt; None if it was never sampled."""
     rates = memory.get(RATES, {}).get(prompt.key)
     return rates[-1] if rates else None
 
@@ -84,7 +82,6 @@ class VarianceSampling:
         return [pool[place] for place in chosen] + others
 
     def score(self, memory: dict[str, Any], prompt: Prompt) -> float:
-        """Return the score of a prompt."""
         rate = last_rate(memory, prompt)
         if rate is None:
             return self.variance / 4 + self.diversity
@@ -115,7 +112,7 @@ class InformationGain:
                  memory: dict[str, Any], group: int) -> list[Prompt]:
         most = max(min(self.candidates * count, len(pool)), count)
         candidates = sets.draw(list(pool), most, epoch, seed, weights)
-        rates = np.random.default_rng([seed, epoch, 0]).beta(*of(memory, candidates, self.prior).T)
+        rates = np.random.default_rng([seed, epoch, 0]).beta(*posteriors(memory, candidates, self.prior).T)
         gains = rates * (1 - rates) ** self.power
         return [candidates[place] for place in (-gains).argsort(kind="stable")[:count]]
 
@@ -159,7 +156,7 @@ class Retention:
         return sets.draw(kept, count, epoch, seed)
 
     def rank(self, memory: dict[str, Any], pool: Sequence[Prompt]) -> list[Prompt]:
-        """Return the prompts in the order of retention; equal ones in the pool's."""
+        """The prompts in the order of retention; equal ones in the pool's."""
         known = memory.get(RATES, {})
 
         def rank(prompt: Prompt) -> tuple[bool, float]:
@@ -227,7 +224,7 @@ class GradientVariance:
     def __call__(self, pool: Sequence[Prompt], count: int, epoch: int, seed: int, weights: Sequence[float] | None,
                  memory: dict[str, Any], group: int) -> list[Prompt]:
         drawn = sets.draw(list(pool), min(max(count // self.each, 1), len(pool)), epoch, seed, weights)
-        a, b = of(memory, drawn, self.prior).T
+        a, b = posteriors(memory, drawn, self.prior).T
         known = memory.get(NORMS, {})
         usual = sum(known.values()) / len(known) if known else 1.0
         norms = [known.get(prompt.key, usual) for prompt in drawn]
@@ -244,25 +241,22 @@ class GradientVariance:
         known |= {key: math.sqrt(sum(values) / len(values)) for key, values in squares.items() if values}
 
 
-def share_out(rates: Sequence[float], norms: Sequence[float], units: int, alpha: float, beta: float,
-               least: int = 1) -> list[int]:
-    """Return the units of each prompt, `least` at least: in proportion to G / sqrt(p + alpha / p^(beta - 1)) for the
-    rate p and the norm G (2505.02391).
-
-    The least ones are set first, then all others by the largest remainder, ties by position.
-    """
+def share_out(rates: Sequence[float], norms: Sequence[float], units: int, alpha: float, beta: float) -> list[int]:
+    """The units of each prompt, one at least: in proportion to G / sqrt(p + alpha / p^(beta - 1)) for the rate p
+    and the norm G (2505.02391).
+    These are set first, then all others by the largest remainder, ties by position."""
     odds = [norm / math.sqrt(max(rate, 1e-9) + alpha / max(rate, 1e-9) ** (beta - 1))
             for rate, norm in zip(rates, norms)]
     total = sum(odds)
     exact = [units * share / total if total else units / len(odds) for share in odds]
-    counts = [max(math.floor(share), least) for share in exact]
+    counts = [max(math.floor(share), 1) for share in exact]
     for _ in range(units - sum(counts)):
         counts[max(range(len(counts)), key=lambda at: exact[at] - counts[at])] += 1
-    while sum(counts) > max(units, least * len(counts)):
-        counts[max((at for at in range(len(counts)) if counts[at] > least), key=lambda at: counts[at] - exact[at])] -= 1
+    while sum(counts) > max(units, len(counts)):
+        counts[max((at for at in range(len(counts)) if counts[at] > 1), key=lambda at: counts[at] - exact[at])] -= 1
     return counts
 
 
 def gradient_norms(logp: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return the norm of each row's gradient by the logits of its drawn tokens, sqrt(sum (1 - p)^2): [m, L] to [m]."""
+    """The norm of each row's gradient by the logits of its drawn tokens, sqrt(sum (1 - p)^2): [m, L] to [m]."""
     return ((1 - logp.float().exp()) * mask).square().sum(1).sqrt()

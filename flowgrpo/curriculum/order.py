@@ -60,7 +60,7 @@ class ThompsonSampling:
                  memory: dict[str, Any], group: int) -> list[Prompt]:
         most = max(min(self.candidates * count, len(pool)), count)
         candidates = sets.draw(list(pool), most, epoch, seed, weights)
-        rates = np.random.default_rng([seed, epoch, 0]).beta(*of(memory, candidates, self.prior).T)
+        rates = np.random.default_rng([seed, epoch, 0]).beta(*posteriors(memory, candidates, self.prior).T)
         return [candidates[place] for place in np.abs(rates - self.target).argsort(kind="stable")[:count]]
 
     def learn(self, memory: dict[str, Any], drawn: EpochBatch) -> None:
@@ -70,8 +70,8 @@ class ThompsonSampling:
 KEY = "beliefs"
 
 
-def of(memory: dict[str, Any], prompts: Sequence[Prompt], prior: float) -> np.ndarray:
-    """Return (a, b) of the posterior Beta(a, b) of every prompt: [n, 2]; Beta(prior, prior) if it was never sampled."""
+def posteriors(memory: dict[str, Any], prompts: Sequence[Prompt], prior: float) -> np.ndarray:
+    """(a, b) of the posterior Beta(a, b) of every prompt: [n, 2]; Beta(prior, prior) if it was never sampled."""
     known = memory.get(KEY, {})
     return np.array([known.get(prompt.key, (prior, prior)) for prompt in prompts])
 
@@ -88,7 +88,7 @@ def learn(memory: dict[str, Any], drawn: EpochBatch, keep: float, prior: float) 
 
 
 def update_beta(a: float, b: float, share: float, samples: int, keep: float, prior: float) -> tuple[float, float]:
-    """Return (a, b) after `samples` samples, a share of them right; keep < 1 forgets, towards the prior."""
+    """(a, b) after `samples` samples, a share of them right; keep < 1 forgets, towards the prior."""
     begin = (1 - keep) * prior
     return keep * a + begin + share * samples, keep * b + begin + (1 - share) * samples
 
@@ -117,7 +117,7 @@ class Knapsack:
     def __call__(self, pool: Sequence[Prompt], count: int, epoch: int, seed: int, weights: Sequence[float] | None,
                  memory: dict[str, Any], group: int) -> list[Prompt]:
         drawn = sets.draw(list(pool), min(max(count // self.each, 1), len(pool)), epoch, seed, weights)
-        a, b = of(memory, drawn, self.prior).T
+        a, b = posteriors(memory, drawn, self.prior).T
         groups = allocate((a / (a + b)).tolist(), count, group)
         return [prompt for prompt, number in zip(drawn, groups) for _ in range(number)]
 
@@ -126,16 +126,14 @@ class Knapsack:
 
 
 def value(samples: int, rate: float) -> float:
-    """Return the value of `samples` samples N of a prompt of success rate p: (1 - p^N - (1 - p)^N) p (1 - p)^2, the
+    """The value of `samples` samples N of a prompt of success rate p: (1 - p^N - (1 - p)^N) p (1 - p)^2, the
     probability that they differ times the gain of a step on them (2509.25849)."""
     return (1 - rate ** samples - (1 - rate) ** samples) * rate * (1 - rate) ** 2
 
 
 def allocate(rates: Sequence[float], units: int, size: int, least: int = 1) -> list[int]:
-    """Return the number of units of `size` samples per prompt, `least` at least, that maximises the sum of `value`.
-
-    The value is concave in N, so each unit in turn goes where it adds most, ties by position.
-    """
+    """The number of units of `size` samples per prompt, `least` at least, that maximises the sum of `value`.
+    The value is concave in N, so each unit in turn goes where it adds most, ties by position."""
     counts = [least] * len(rates)
 
     def gain(place: int) -> float:

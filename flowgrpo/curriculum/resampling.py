@@ -17,7 +17,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
-from torch import Tensor
 
 from flowgrpo.advantages.group import RELATIVE_NOISE, zero_variance
 from flowgrpo.advantages.trackers import mean_of
@@ -60,12 +59,11 @@ class Expansion:
         require_no_scale("expansion", self.scale, of_text)
 
     def __call__(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Return the prompts with their guidance; those that have some already stay."""
+        """The prompts with their guidance; those that have some already stay."""
         return [prompt if prompt.guided else replace(prompt, guided=Guidance(
             self.expand(prompt), self.scale, self.learned)) for prompt in prompts]
 
     def expand(self, prompt: Prompt) -> str:
-        """Return the text under which a prompt is sampled."""
         own = prompt.metadata.get(self.key) if self.key else None
         return self.text.replace("{prompt}", prompt.text) if own is None else str(own)
 
@@ -111,20 +109,20 @@ class AdditionalGroups:
         known = drawn.memory.get("PriorBlend", {})
         if drawn.turn > 1:
             return []
-        return [(None, prompt) for prompt, rewards in zip(drawn.prompts, drawn.totals)
-                if prompt.key in known and self._conflicts(mean_of(known[prompt.key]["after"]), rewards)]
-
-    def _conflicts(self, prior: float, rewards: Tensor) -> bool:
-        values = rewards[~rewards.isnan()]
-        noise = math.sqrt(max(prior * (1 - prior), 0.0) / max(len(values), 1))
-        return bool(len(values)) and abs(values.mean().item() - prior) > self.deviations * noise + RELATIVE_NOISE
+        pairs: list[tuple[None, Prompt]] = []
+        for prompt, rewards in zip(drawn.prompts, drawn.totals):
+            if prompt.key not in known or not len(values := rewards[~rewards.isnan()]):
+                continue
+            prior = mean_of(known[prompt.key]["after"])
+            noise = math.sqrt(max(prior * (1 - prior), 0.0) / len(values))
+            if abs(values.mean().item() - prior) > self.deviations * noise + RELATIVE_NOISE:
+                pairs.append((None, prompt))
+        return pairs
 
 
 def fresh(pool: Sequence[Prompt], count: int, drawn: Sequence[Prompt], seed: Sequence[int]) -> list[Prompt]:
-    """Return `count` prompts of the pool, the least often drawn first, at random among these, by their weights.
-
-    A prompt is repeated only if count exceeds the pool.
-    """
+    """`count` prompts of the pool, the least often drawn first, at random among these, by their weights.
+    A prompt is repeated only if count exceeds the pool."""
     times = Counter(prompt.key for prompt in drawn)
     lots = np.random.default_rng(seed).exponential(size=len(pool)) / [prompt.weight for prompt in pool]
     order = sorted(range(len(pool)), key=lambda place: (times[pool[place].key], lots[place]))
@@ -175,7 +173,7 @@ class Hints:
         return [(place, prompt) for place, prompt in helped if prompt is not None]
 
     def add_hint(self, prompt: Prompt) -> Prompt | None:
-        """Return the prompt with one more hint; None if none is left."""
+        """The prompt with one more hint; None if none is left."""
         hints = self.hints(prompt.metadata)
         given = 1 + int(prompt.guided.level if prompt.guided else 0)
         if given > len(hints):
@@ -185,7 +183,7 @@ class Hints:
         return replace(prompt, guided=Guidance(text, self.scale, self.learned, given))
 
     def hints(self, metadata: dict[str, Any]) -> list[str]:
-        """Return the hints of a prompt's metadata: its hints, or ever longer beginnings of its solution."""
+        """The hints of a prompt's metadata: its hints, or ever longer beginnings of its solution."""
         if not self.shares:
             given = [str(hint) for hint in metadata.get("hints", self.usual)]
             return given if given or self.scale is None else [""]
@@ -193,13 +191,13 @@ class Hints:
 
 
 def failing(drawn: EpochBatch, fail: float) -> list[bool]:
-    """Return True for every group without a sample whose weighted reward is above `fail`."""
+    """True for every group without a sample whose weighted reward is above `fail`."""
     best = drawn.totals.nan_to_num(float("-inf")).amax(1)
     return (best <= fail + RELATIVE_NOISE * abs(fail)).tolist()
 
 
 def beginning(metadata: dict[str, Any], share: float) -> str:
-    """Return that share of the words of a prompt's solution, one at least; empty for share 0 and without a solution."""
+    """That share of the words of a prompt's solution, one at least; empty for share 0 and without a solution."""
     words = str(metadata.get("solution") or "").split()
     return " ".join(words[:max(1, round(share * len(words)))]) if share > 0 else ""
 
@@ -242,7 +240,7 @@ class ExtraRollouts:
         return pairs
 
     def groups(self, rate: float, samples: int, size: int) -> int:
-        """Return the further groups of `size` for a prompt with so many samples of this rate."""
+        """The further groups of `size` for a prompt with so many samples of this rate."""
         if rate >= 0.5:
             return 0
         if rate <= 0:

@@ -47,7 +47,6 @@ class HubPrompts:
 
 
 def is_dataset(source: Path | str) -> bool:
-    """Return True for a dataset of the hub."""
     return isinstance(source, str) and source.startswith(PREFIX)
 
 
@@ -81,7 +80,7 @@ def _flag(source: str, name: str, given: dict[str, str]) -> bool:
 
 
 def load(source: str) -> list[Prompt]:
-    """Return the prompts of a dataset. Raises UserError if it cannot be loaded or has no such column."""
+    """Prompts of a dataset. Raises UserError if it cannot be loaded or has no such column."""
     wanted = parse(source)
     rows = _rows(source, wanted)
     first = next(rows, None)
@@ -92,7 +91,9 @@ def load(source: str) -> list[Prompt]:
     if wanted.unique:
         texts = dict.fromkeys(str(row[column]).strip() for row in whole if row[column])
         whole = ({column: text} for text in texts)
-    return of_rows((_rename(row, column) for row in itertools.islice(whole, wanted.limit)), Path(source))
+    named = ({key: value for key, value in row.items() if key not in (column, "image")} | {"prompt": row[column]}
+             for row in itertools.islice(whole, wanted.limit))
+    return of_rows(named, Path(source))
 
 
 def _rows(source: str, dataset: HubPrompts) -> Iterator[dict[str, Any]]:
@@ -118,8 +119,3 @@ def _column(source: str, wanted: str | None, row: dict[str, Any]) -> str:
         raise UserError(f"prompts {source}: there is no column {wanted or 'prompt'!r}; there are {', '.join(row)}: "
                         "name one by ?column=NAME")
     return column
-
-
-def _rename(row: dict[str, Any], column: str) -> dict[str, Any]:
-    """Return the row with its prompt under `prompt`; an image's column is left out."""
-    return {key: value for key, value in row.items() if key not in (column, "image")} | {"prompt": row[column]}

@@ -33,7 +33,7 @@ _seen: dict[str, Size] = {}  # by file: the size that a pipeline squeezed it to
 
 
 def read_image(path: str | Path, size: Size | None = None, opaque: bool = False, fit: str | None = None) -> Image:
-    """Return the image of a file as upright RGB; with a size, as a model that draws in that size saw it.
+    """Image of a file as upright RGB; with a size, as a model that draws in that size saw it.
 
     fit: "squeeze" to scale it without regard to its proportions, "crop" to scale it to fill the size and to cut the
     sides that stand over; None: as `fit_of`. Transparency is laid on white; opaque: refused. Raises UserError if it is
@@ -53,7 +53,7 @@ def read_image(path: str | Path, size: Size | None = None, opaque: bool = False,
 
 
 def fit_of(path: str | Path, size: Size) -> str:
-    """Return how a pipeline of this process brought a file's image to a size: "squeeze", or "crop" where none did."""
+    """How a pipeline of this process brought a file's image to a size: "squeeze", or "crop" where none did."""
     return SQUEEZE if _seen.get(str(Path(path).resolve())) == size else CROP
 
 
@@ -64,7 +64,7 @@ def note_seen(image: Any, size: Size) -> None:
 
 
 def noised_image(path: str | Path, deviation: float, seed: int) -> Image:
-    """Return the image of a file with Gaussian noise on its values from 0 to 1. Raises UserError if it is none."""
+    """Image of a file with Gaussian noise on its values from 0 to 1. Raises UserError if it is none."""
     import numpy as np
     from PIL import Image
 
@@ -74,7 +74,7 @@ def noised_image(path: str | Path, deviation: float, seed: int) -> Image:
 
 
 def image_size(path: str | Path) -> Size:
-    """Return (height, width) of an image's file, upright, from its header. Raises UserError if it is no image."""
+    """(height, width) of an image's file, upright, from its header. Raises UserError if it is no image."""
     require_open()
     with open_checked(path) as image:
         require_single(image)
@@ -114,15 +114,14 @@ def _decode(clip: Clip) -> tuple[Image, ...]:
         frames.append(_fit(frame, clip.size))
         if sum(kept.width * kept.height for kept in frames) > PIXELS:
             raise UserError(f"{clip.path} has more than {PIXELS:,} pixels in its first "
-                            f"{quantity(len(frames), 'frame')}: scale it "
-                            "down")
+                            f"{quantity(len(frames), 'frame')}: scale it down")
         if len(frames) == clip.count:
             return tuple(frames)
     raise UserError(f"{clip.path} has {quantity(len(frames), 'frame')}, expected {clip.count}")
 
 
 def frame_count(path: str | Path) -> int:
-    """Return the number of frames of a clip. Raises UserError if it is none, or has no frame."""
+    """Number of frames of a clip. Raises UserError if it is none, or has no frame."""
     require_open()
     path = Path(path)
     if path.is_dir():
@@ -174,7 +173,7 @@ def _frames(path: Path) -> Iterator[Image]:
 
 
 def _by_pillow(path: Path) -> bool:
-    """Return True for a clip in a format of images, by its first bytes and its name. UserError for an empty file."""
+    """True for a clip in a format of images, by its first bytes and its name. UserError for an empty file."""
     if why := unfit(path):
         raise UserError(f"{address(path) or path} cannot be read as a video (it {why})")
     with path.open("rb") as file:
@@ -186,7 +185,6 @@ def _by_pillow(path: Path) -> bool:
 
 
 def _open_video(path: Path) -> tuple[Any, Any]:
-    """Return an open video and OpenCV, which reads it."""
     from flowgrpo.packages import import_optional
 
     cv2: Any = import_optional("cv2", "video", str(path))
@@ -201,10 +199,8 @@ def _open_video(path: Path) -> tuple[Any, Any]:
 
 
 def stills(folder: Path) -> list[Path]:
-    """Return the images of a folder in the order of their names, numbers in them by value: frame2, frame10.
-
-    Raises UserError for images of a format that is not read, and for two of one name.
-    """
+    """Images of a folder in the order of their names, numbers in them by value: frame2, frame10. Raises UserError for
+    images of a format that is not read, and for two of one name."""
     files = [file for file in folder.iterdir() if not file.name.startswith(".")]
     if other := sorted(file.name for file in files if file.suffix.lower() in UNREAD):
         raise UserError(f"{folder} holds {other[0]}, expected frames of {', '.join(STILLS)}: convert it")
@@ -216,7 +212,6 @@ def stills(folder: Path) -> list[Path]:
 
 
 def _natural(file: Path) -> tuple[list[tuple[int, str]], str]:
-    """Return the key of a file's place: its name, in which digits count as a number."""
     parts = re.split(r"(\d+)", file.stem)
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts if part], file.name
 

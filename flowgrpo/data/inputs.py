@@ -45,7 +45,7 @@ class Inputs:
     place: str = field(default="a prompt", compare=False)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what is there by its key; one reference image under `image`, several under `images`."""
+        """What is there by its key; one reference image under `image`, several under `images`."""
         images = {"image": self.images[0]} if len(self.images) == 1 else {"images": self.images} if self.images else {}
         others = {key: getattr(self, key) for key in (*FILES, SCALE)}
         return images | {key: value for key, value in others.items() if value is not None}
@@ -57,8 +57,7 @@ class Inputs:
                 yield key, path
 
     def metadata(self) -> dict[str, Any]:
-        """Return what rewards see: full paths under the same keys. The first of several images is under `image` too.
-        """
+        """What rewards see: full paths under the same keys. The first of several images is under `image` too."""
         facts: dict[str, Any] = {"image": str(Path(self.images[0]).resolve())} if self.images else {}
         for key, value in self.as_dict().items():
             facts[key] = value if key == SCALE else [str(Path(path).resolve()) for path in value] \
@@ -72,23 +71,19 @@ class Inputs:
         return "\n".join(f"{key}={value}" for key, value in given if key not in ("image", "images"))
 
     def error(self, key: str, what: str) -> UserError:
-        """Return the error for one key of this prompt."""
         return UserError(f"{self.place}, {key!r}: {what}")
 
 
 def read_inputs(record: dict[str, Any], path: Path, line: int) -> Inputs:
-    """Return the files that a record of the prompt file `path` names.
-
-    Raises UserError with file, line and key: for another type, an absent file, and `image` beside `images`.
-    """
+    """Files that a record of the prompt file `path` names. Raises UserError with file, line and key: for another type,
+    an absent file, and `image` beside `images`."""
     inputs = Inputs(place=f"prompts {path}, line {line}")
     values: dict[str, Any] = {key: _file(inputs, key, record[key], path) for key in ("image", *FILES)
                               if record.get(key) is not None}
     if record.get("images") is not None:
         if "image" in values:
             raise inputs.error("images", "got `image` and `images`: put all images into `images`")
-        values["images"] = tuple(_file(inputs, "images", name, path)
-                                 for name in _entries(inputs, record["images"]))
+        values["images"] = tuple(_file(inputs, "images", name, path) for name in _entries(inputs, record["images"]))
     if "image" in values:
         values["images"] = (values.pop("image"),)
     if record.get(SCALE) is not None:
@@ -97,7 +92,7 @@ def read_inputs(record: dict[str, Any], path: Path, line: int) -> Inputs:
 
 
 def _entries(inputs: Inputs, names: Any) -> list[Any]:
-    """Return the entries of `images`; a text, of a table's cell, is a JSON list or paths with semicolons between."""
+    """Entries of `images`; a text, of a table's cell, is a JSON list or paths with semicolons between."""
     if isinstance(names, str) and names.lstrip().startswith("["):
         try:
             names = parse_json(names)
@@ -109,7 +104,6 @@ def _entries(inputs: Inputs, names: Any) -> list[Any]:
         raise inputs.error("images", f"expected a list of paths, got {excerpt(names)}: a single path goes under "
                            "`image`")
     return names
-
 
 
 @functools.cache
@@ -141,7 +135,6 @@ def _file(inputs: Inputs, key: str, name: Any, file: Path) -> str:
 
 
 def _nearest(path: Path) -> str:
-    """Return the nearest file of the same folder, as the end of an error."""
     if not path.parent.is_dir():
         return f"; there is no folder {path.parent}"
     close = difflib.get_close_matches(path.name, sorted(other.name for other in path.parent.iterdir()), n=1)

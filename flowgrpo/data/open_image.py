@@ -73,7 +73,6 @@ def open_checked(path: str | Path, most: int = PIXELS, what: str = "an image") -
 
 
 def _unidentified_reason(path: Path) -> str:
-    """Return why Pillow does not know a file."""
     with path.open("rb") as file:
         start = file.read(64)
     if not start:
@@ -93,8 +92,8 @@ def _starts_as_tiff(path: str | Path) -> bool:
 
 
 def orientation(image: Image) -> int:
-    """Return an image's EXIF orientation, 1 to 8; 1 where there is none, where the EXIF is damaged, and for a TIFF,
-    which Pillow turns as it loads it."""
+    """An image's EXIF orientation, 1 to 8; 1 where there is none, where the EXIF is damaged, and for a TIFF, which
+    Pillow turns as it loads it."""
     try:
         value = None if image.format == "TIFF" else image.getexif().get(ORIENTATION)
     except Exception:  # broken EXIF can raise anything
@@ -103,7 +102,7 @@ def orientation(image: Image) -> int:
 
 
 def upright(image: Image) -> Image:
-    """Return an image turned and mirrored as its EXIF orientation says."""
+    """Image turned and mirrored as its EXIF orientation says."""
     from PIL.Image import Transpose
 
     turns = {2: Transpose.FLIP_LEFT_RIGHT, 3: Transpose.ROTATE_180, 4: Transpose.FLIP_TOP_BOTTOM,
@@ -113,12 +112,17 @@ def upright(image: Image) -> Image:
 
 
 def pages(image: Image) -> list[int]:
-    """Return the numbers of a file's frames or pages, without the previews of a TIFF and the still image of an APNG."""
+    """Numbers of a file's frames or pages, without the previews of a TIFF and the still image of an APNG."""
     numbers = range(getattr(image, "n_frames", 1))
     if image.format == "TIFF" and len(numbers) > 1:
-        kept = [page for page in numbers if not _of_page(image, page, SUBFILE, 0) & 1] or [0]
+        kept = []
+        for page in numbers:
+            image.seek(page)
+            tags: Any = getattr(image, "tag_v2")  # of this page
+            if not int(_first(tags.get(SUBFILE, 0))) & 1:
+                kept.append(page)
         image.seek(0)
-        return kept
+        return kept or [0]
     return [*numbers][1 if image.info.get("default_image") and len(numbers) > 1 else 0:]
 
 
@@ -129,14 +133,8 @@ def require_single(image: Image) -> None:
                       "`video`")
 
 
-def _of_page(image: Any, page: int, tag: int, default: int) -> int:
-    image.seek(page)
-    value = image.tag_v2.get(tag, default)
-    return int(value[0] if isinstance(value, tuple) else value)
-
-
 def levels(image: Image) -> np.ndarray | None:
-    """Return the samples [H, W] in [0, 1], float32, of a grey image of more than 8 bits; None for other images.
+    """Samples [H, W] in [0, 1], float32, of a grey image of more than 8 bits; None for other images.
 
     Integers of 16 bits, and TIFFs of 12, have their full range. Values of 32 bits have none: floats from 0 to 1 are
     taken, and integers that end between 256 and 65,535, as 16 bits. Raises Unclear for others.
@@ -171,10 +169,8 @@ def _first(value: Any) -> Any:
 
 
 def rgb(image: Image, opaque: bool = False) -> Image:
-    """Return an image as upright RGB in sRGB: profiles are applied, samples of more bits rounded to 8.
-
-    Transparency is laid on white; opaque: refused. Raises Unclear for that, and for values of an unknown range.
-    """
+    """Image as upright RGB in sRGB: profiles are applied, samples of more bits rounded to 8. Transparency is laid on
+    white; opaque: refused. Raises Unclear for that, and for values of an unknown range."""
     import numpy as np
     from PIL import Image
 
@@ -197,7 +193,7 @@ def rgb(image: Image, opaque: bool = False) -> Image:
 
 
 def _alpha(image: Image) -> Image | None:
-    """Return the opacity of an image as mode L; None for an opaque one."""
+    """Opacity of an image as mode L; None for an opaque one."""
     import numpy as np
     from PIL import Image
 
@@ -210,7 +206,7 @@ def _alpha(image: Image) -> Image | None:
 
 
 def _to_srgb(image: Image, profile: bytes | None) -> Image:
-    """Return an image's colours as RGB in sRGB, whatever its transparency. profile: its ICC profile."""
+    """An image's colours as RGB in sRGB, whatever its transparency. profile: its ICC profile."""
     import io
 
     from PIL import ImageCms

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,11 @@ from flowgrpo.config.schema import Config
 from flowgrpo.data import sets
 from flowgrpo.data.prompts import LARGEST, Prompt
 from flowgrpo.errors import UserError, nearest
-from flowgrpo.files import beside, parse_json, require_ending, require_size, unfit, unsafe
+from flowgrpo.files import beside, parse_json, require_ending, text_of, unfit, unsafe
 
-KEYS = ("prompt", "chosen", "rejected", "aspects", "margins")
 OVERALL = "overall"
 ASPECT = re.compile(r"[\w-]+")  # the name of one
 WORTH = {"chosen": 1.0, "rejected": 0.0, "tie": 0.5}
-DEMONSTRATION_KEYS = ("prompt", "image", "text", "reward", "source")
 Prompts = list[Prompt]
 
 
@@ -50,27 +48,54 @@ class Pair:
 
 
 def load_pairs(path: str | Path, text: bool = False) -> list[Pair]:
-    """Read a .jsonl file of pairs. text: `chosen` and `rejected` are texts, not paths of images.
-
-    Raises UserError with the file and the line of a mistake.
-    """
+    """Read a .jsonl file of pairs. text: `chosen` and `rejected` are texts, not paths of images. Raises UserError with
+    the file and the line of a mistake."""
     path = Path(path)
-    require_ending(path, (".jsonl",), "pairs")
-    if why := unfit(path):
-        raise UserError(f"pairs {path}: {'no such file' if why == 'does not exist' else why}")
-    require_size(path, LARGEST, f"pairs {path}")
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except UnicodeDecodeError as error:
-        raise UserError(f"pairs {path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
-    pairs = [_pair(line, path, number, text) for number, line in enumerate(lines, 1) if line.strip()]
+    pairs = []
+    for place, record in _records(path, "pairs", ("prompt", "chosen", "rejected", "aspects", "margins"),
+                                  "prompt, chosen and rejected"):
+        prompt = _text(record.get("prompt"), "prompt", place)
+        chosen, rejected = (_text(record.get(key), key, place, blank=True) if text else
+                            _image(record.get(key), key, place, path) for key in ("chosen", "rejected"))
+        if chosen == rejected:
+            raise UserError(f"{place}: chosen and rejected are the same {'text' if text else 'image'}, "
+                            f"{record['chosen'][:200]}")
+        verdicts = _verdicts(record.get("aspects"), place)
+        margins = {} if record.get("margins") is None else record["margins"]
+        if not isinstance(margins, dict) or not all(type(value) in (int, float) and abs(value) < math.inf
+                                                    for value in margins.values()):
+            raise UserError(f"{place}: expected an object of aspects and finite numbers under 'margins', got "
+                            f"{margins!r}")
+        pairs.append(Pair(prompt.strip(), chosen, rejected, verdicts,
+                          {name: float(value) for name, value in margins.items()}))
     if not pairs:
         raise UserError(f"pairs {path}: the file holds no pair")
     return pairs
 
 
+def _records(path: Path, what: str, keys: Sequence[str], needed: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the objects of a .jsonl file, each with its place, which begins errors. needed: keys, in words."""
+    require_ending(path, (".jsonl",), what)
+    for number, row in enumerate(text_of(path, LARGEST, what).split("\n"), 1):
+        place = f"{what} {path}, line {number}"
+        if not row.strip():
+            continue
+        try:
+            record = parse_json(row)
+        except json.JSONDecodeError as error:
+            raise UserError(f"{place}: not valid JSON: {error.msg} (column {error.colno})") from None
+        if not isinstance(record, dict):
+            raise UserError(f"{place}: expected an object with the keys {needed}, got {record!r}")
+        if "picture" in record and "image" in keys and "image" not in record:  # the key's name before
+            record["image"] = record.pop("picture")
+        for key in record:
+            if key not in keys:
+                raise UserError(f"{place}: unknown key {key!r}{nearest(key, list(keys))}")
+        yield place, record
+
+
 def without_ties(pairs: Sequence[Pair]) -> list[Pair]:
-    """Return the pairs without the ties of `overall`, each with its preferred side as `chosen`."""
+    """Pairs without the ties of `overall`, each with its preferred side as `chosen`."""
     return [pair if pair.verdicts[OVERALL] else Pair(pair.prompt, pair.rejected, pair.chosen)
             for pair in pairs if pair.verdicts[OVERALL] != 0.5]
 
@@ -96,10 +121,8 @@ def split(pairs: list[Pair], held_out: float | str, text: bool = False) -> tuple
 
 
 def aspects(train: Sequence[Pair], held: Sequence[Pair]) -> list[str]:
-    """Return the names of all aspects, in order of appearance.
-
-    Raises UserError for one without a preference in any training pair, and if no held-out pair has a preference.
-    """
+    """Names of all aspects, in order of appearance. Raises UserError for one without a preference in any training pair,
+    and if no held-out pair has a preference."""
     names = list(dict.fromkeys(name for pair in (*train, *held) for name in pair.verdicts))
     for name in names:
         if not any(pair.verdicts.get(name, 0.5) != 0.5 for pair in train):
@@ -111,74 +134,37 @@ def aspects(train: Sequence[Pair], held: Sequence[Pair]) -> list[str]:
     return names
 
 
-def _pair(row: str, path: Path, line: int, text: bool) -> Pair:
-    try:
-        record = parse_json(row)
-    except json.JSONDecodeError as error:
-        raise _wrong(path, line, f"not valid JSON: {error.msg} (column {error.colno})") from None
-    if not isinstance(record, dict):
-        raise _wrong(path, line, f"expected an object with the keys prompt, chosen and rejected, got {record!r}")
-    for key in record:
-        if key not in KEYS:
-            raise _wrong(path, line, f"unknown key {key!r}{nearest(key, list(KEYS))}")
-    prompt = record.get("prompt")
-    if not isinstance(prompt, str) or not prompt.strip():
-        raise _wrong(path, line, f"expected a text under 'prompt', got {prompt!r}")
-    if why := unsafe(prompt):
-        raise _wrong(path, line, f"the text under 'prompt' holds {why}")
-    chosen, rejected = ((_text if text else _image)(record.get(key), key, path, line)
-                        for key in ("chosen", "rejected"))
-    if chosen == rejected:
-        what = "text" if text else "image"
-        raise _wrong(path, line, f"chosen and rejected are the same {what}, {record['chosen'][:200]}")
-    return Pair(prompt.strip(), chosen, rejected, _verdicts(record.get("aspects"), path, line),
-                _margins(record.get("margins"), path, line))
-
-
-def _text(given: Any, key: str, path: Path, line: int) -> str:
-    if not isinstance(given, str):
-        raise _wrong(path, line, f"expected a text under {key!r}, got {given!r}")
+def _text(given: Any, key: str, place: str, blank: bool = False) -> str:
+    if not isinstance(given, str) or not (blank or given.strip()):
+        raise UserError(f"{place}: expected a text under {key!r}, got {given!r}")
     if why := unsafe(given):
-        raise _wrong(path, line, f"the text under {key!r} holds {why}")
+        raise UserError(f"{place}: the text under {key!r} holds {why}")
     return given
 
 
-def _image(name: Any, key: str, path: Path, line: int) -> Path:
+def _image(name: Any, key: str, place: str, file: Path) -> Path:
     if not isinstance(name, str) or not name:
-        raise _wrong(path, line, f"expected the path of an image under {key!r}, got {name!r}")
+        raise UserError(f"{place}: expected the path of an image under {key!r}, got {name!r}")
     try:
-        image = beside(path, name)
+        image = beside(file, name)
     except UserError as error:
-        raise _wrong(path, line, str(error)) from None
+        raise UserError(f"{place}: {error}") from None
     if why := unfit(image):
-        raise _wrong(path, line, f"no image at {image}" + ("" if why == "does not exist" else f": it {why}"))
+        raise UserError(f"{place}: no image at {image}" + ("" if why == "does not exist" else f": it {why}"))
     return image
 
 
-def _verdicts(given: Any, path: Path, line: int) -> dict[str, float]:
-    if given is None:
-        return {OVERALL: 1.0}
+def _verdicts(given: Any, place: str) -> dict[str, float]:
+    given = {} if given is None else given
     if not isinstance(given, dict):
-        raise _wrong(path, line, f"expected an object of names and verdicts under 'aspects', got {given!r}")
+        raise UserError(f"{place}: expected an object of names and verdicts under 'aspects', got {given!r}")
     for name, verdict in given.items():
         if not ASPECT.fullmatch(name):
-            raise _wrong(path, line, f"the aspect {name!r} is no name: expected letters, digits, _ and - alone")
+            raise UserError(f"{place}: the aspect {name!r} is no name: expected letters, digits, _ and - only")
         if not isinstance(verdict, str) or verdict not in WORTH:
-            raise _wrong(path, line, f"aspect {name!r}: expected \"chosen\", \"rejected\" or \"tie\", got {verdict!r}")
+            raise UserError(f"{place}: aspect {name!r}: expected \"chosen\", \"rejected\" or \"tie\", got {verdict!r}")
     return {OVERALL: 1.0} | {name: WORTH[verdict] for name, verdict in given.items()}
 
-
-def _margins(given: Any, path: Path, line: int) -> dict[str, float]:
-    if given is None:
-        return {}
-    if not isinstance(given, dict) or not all(type(value) in (int, float) and abs(value) < math.inf
-                                              for value in given.values()):
-        raise _wrong(path, line, f"expected an object of aspects and finite numbers under 'margins', got {given!r}")
-    return {name: float(value) for name, value in given.items()}
-
-
-def _wrong(path: Path, line: int, what: str) -> UserError:
-    return UserError(f"pairs {path}, line {line}: {what}")
 
 
 @dataclass(frozen=True)
@@ -195,64 +181,26 @@ class Demonstration:
 def load_demonstrations(path: str | Path) -> list[Demonstration]:
     """Read a .jsonl file of demonstrations. Raises UserError with the file and the line of a mistake."""
     path = Path(path)
-    require_ending(path, (".jsonl",), "demonstrations")
-    if why := unfit(path):
-        raise UserError(f"demonstrations {path}: {'no such file' if why == 'does not exist' else why}")
-    require_size(path, LARGEST, f"demonstrations {path}")
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except UnicodeDecodeError as error:
-        raise UserError(f"demonstrations {path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
-    records = [_demonstration(line, path, number) for number, line in enumerate(lines, 1) if line.strip()]
-    if not records:
+    demonstrations = []
+    for place, record in _records(path, "demonstrations", ("prompt", "image", "text", "reward", "source"),
+                                  "prompt and image or text"):
+        if ("image" in record) == ("text" in record):
+            raise UserError(f"{place}: expected either 'image' or 'text'")
+        for key in ("prompt", "image", "text", "source"):
+            if key in record or key == "prompt":
+                _text(record.get(key), key, place)
+        image = _image(record["image"], "image", place, path) if "image" in record else None
+        reward = record.get("reward", 1.0)
+        if isinstance(reward, bool) or not isinstance(reward, (int, float)) or not math.isfinite(reward):
+            raise UserError(f"{place}: expected a number under 'reward', got {reward!r}")
+        demonstrations.append(Demonstration(record["prompt"].strip(), image, record.get("text"), float(reward),
+                                            record.get("source", "")))
+    if not demonstrations:
         raise UserError(f"demonstrations {path}: the file holds no demonstration")
-    return records
-
-
-def _demonstration(line: str, path: Path, number: int) -> Demonstration:
-    try:
-        record = parse_json(line)
-    except json.JSONDecodeError as error:
-        raise _wrong_demonstration(path, number, f"not valid JSON: {error.msg} (column {error.colno})") from None
-    if not isinstance(record, dict):
-        raise _wrong_demonstration(path, number, f"expected an object with the keys prompt and image or text, "
-                                                 f"got {record!r}")
-    if "picture" in record and "image" not in record:  # the key's name before
-        record["image"] = record.pop("picture")
-    for key in record:
-        if key not in DEMONSTRATION_KEYS:
-            raise _wrong_demonstration(path, number, f"unknown key {key!r}{nearest(key, list(DEMONSTRATION_KEYS))}")
-    if ("image" in record) == ("text" in record):
-        raise _wrong_demonstration(path, number, "expected either 'image' or 'text'")
-    texts = {key: record[key] for key in ("prompt", "image", "text", "source") if key in record}
-    for key, value in {"prompt": None, **texts}.items():
-        if not isinstance(value, str) or not value.strip():
-            raise _wrong_demonstration(path, number, f"expected a text under {key!r}, got {value!r}")
-        if why := unsafe(value):
-            raise _wrong_demonstration(path, number, f"the text under {key!r} holds {why}")
-    try:
-        image = beside(path, record["image"]) if "image" in record else None
-    except UserError as error:
-        raise _wrong_demonstration(path, number, str(error)) from None
-    if image is not None and (why := unfit(image)):
-        raise _wrong_demonstration(path, number, f"no image at {image}"
-                                   + ("" if why == "does not exist" else f": it {why}"))
-    return Demonstration(record["prompt"].strip(), image, record.get("text"),
-                         _number(record.get("reward", 1.0), path, number), record.get("source", ""))
-
-
-def _number(value: Any, path: Path, line: int) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise _wrong_demonstration(path, line, f"expected a number under 'reward', got {value!r}")
-    return float(value)
-
-
-def _wrong_demonstration(path: Path, line: int, what: str) -> UserError:
-    return UserError(f"demonstrations {path}, line {line}: {what}")
-
+    return demonstrations
 
 def in_place(config: Config, split: tuple[Prompts, Prompts], text: bool = False) -> tuple[Prompts, Prompts]:
-    """Return the (training, held-out) prompts; with `preferences`, its pairs replace the training ones.
+    """(training, held-out) prompts; with `preferences`, its pairs replace the training ones.
 
     text: the pairs are of texts. A prompt stands for one pair. Its metadata has the files, or the texts, `chosen` and
     `rejected`, the verdict `preferred`, 1 for the chosen one, and the metadata that the prompt file has for the same
@@ -270,9 +218,9 @@ def in_place(config: Config, split: tuple[Prompts, Prompts], text: bool = False)
     if not pairs:
         raise UserError(f"preferences {config.preferences}: every pair is a tie or one of a held-out prompt, which "
                         "leaves none to train on")
-    return [_prompt(known.get(pair.prompt, Prompt(pair.prompt)), pair) for pair in pairs], held
-
-
-def _prompt(prompt: Prompt, pair: Pair) -> Prompt:
-    metadata = {"chosen": str(pair.chosen), "rejected": str(pair.rejected), "preferred": pair.verdicts[OVERALL]}
-    return replace(prompt, metadata=prompt.metadata | metadata)
+    prompts = []
+    for pair in pairs:
+        prompt = known.get(pair.prompt, Prompt(pair.prompt))
+        facts = {"chosen": str(pair.chosen), "rejected": str(pair.rejected), "preferred": pair.verdicts[OVERALL]}
+        prompts.append(replace(prompt, metadata=prompt.metadata | facts))
+    return prompts, held

@@ -35,8 +35,6 @@ FIND = ("One expression of this caption of the picture is wrong. Name it exactly
         "<answer> tags.\nCaption: {caption}")
 JUDGE = ("Below are a question and a solution. Say whether the solution is right: end with <answer>right</answer> or "
          "<answer>wrong</answer>.\nQuestion: {question}\nSolution: {solution}")
-
-
 INVERT = "{question}\nName the choices that do NOT answer this question, all of them, in <answer> tags, such as A, C."
 
 
@@ -52,7 +50,7 @@ class Templates:
     metadata: Mapping[str, Any]
 
     def write(self, count: int, seed: int) -> list[Prompt]:
-        """Return at most `count` different prompts, drawn evenly over the templates."""
+        """At most `count` different prompts, drawn evenly over the templates."""
         rng = np.random.default_rng(seed)
         drawn = [self._fill(template, rng) for template in self.templates]
         prompts: dict[str, Prompt] = {}
@@ -84,14 +82,13 @@ class Templates:
 
 
 def _random_below(rng: np.random.Generator, below: int) -> int:
-    """Return a number from 0 to below - 1, which may have any number of digits."""
     if below < 2**63:
         return int(rng.integers(below))
     return int.from_bytes(rng.bytes(below.bit_length() // 8 + 8), "big") % below
 
 
 def slots_of(template: str) -> list[str]:
-    """Return the names of a template's slots, each once."""
+    """Names of a template's slots, each once."""
     return list(dict.fromkeys(name for _, name, _, _ in string.Formatter().parse(template) if name is not None))
 
 
@@ -113,7 +110,7 @@ def load_templates(path: Path) -> Templates:
 
 
 def _words(path: Path, name: str, words: Any) -> dict[str, Any]:
-    """Return a slot's words with their values: a list's words stand for themselves."""
+    """A slot's words with their values: a list's words stand for themselves."""
     if not isinstance(words, (list, dict)) or not words:
         raise UserError(f"{path}: slots.{name}: got {words!r}, expected a list of words, or words with values")
     return {str(word): words[word] if isinstance(words, dict) else word for word in words}
@@ -133,13 +130,13 @@ def _require_slots(path: Path, template: Any, slots: Mapping[str, Any]) -> None:
 
 
 def of_answer(text: str) -> list[str]:
-    """Return the prompts of a language model's answer: its lines, without numbers, bullets and quotes around."""
+    """Prompts of a language model's answer: its lines, without numbers, bullets and quotes around."""
     lines = (BULLET.sub("", line).strip().strip('"') for line in text.splitlines())
     return [line for line in lines if line and not line.endswith(":")]
 
 
 def request(about: str, count: int, known: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the messages that ask a language model for prompts; known: some that it is not to repeat."""
+    """Messages that ask a language model for prompts; known: some that it is not to repeat."""
     text = (f"Write {count} prompts for a text-to-image model about: {about}. Vary subjects, wording and length. One "
             "prompt per line, without numbers, quotes or comments.")
     if known:
@@ -147,23 +144,16 @@ def request(about: str, count: int, known: Sequence[str]) -> list[dict[str, Any]
     return [{"role": "user", "content": text}]
 
 
-def variant_request(prompt: str, count: int) -> list[dict[str, Any]]:
-    """Return the messages that ask a language model for variants of a prompt with the same answer (variational problem
-    synthesis, SvS)."""
-    text = (f"Rewrite the following {count} times. Keep every fact that its answer or a check of the result depends "
-            "on: numbers, names, colours, relations, and what is asked. Change wording, order and setting. One version "
-            f"per line, without numbers, quotes or comments.\n\n{prompt}")
-    return [{"role": "user", "content": text}]
-
 
 def variants(prompts: Sequence[Prompt], count: int, ask: Callable[[list[dict[str, Any]]], str]) -> list[Prompt]:
-    """Return up to `count` variants of every prompt, with its metadata: the reference answer or check stays.
-
-    ask: from messages to a language model's answer. A variant that repeats its prompt, or another one, is left out.
-    """
+    """Up to `count` variants of every prompt, with its metadata: the reference answer or check stays (variational
+    problem synthesis, SvS)."""
     known, written = {prompt.text for prompt in prompts}, []
     for prompt in prompts:
-        for text in of_answer(ask(variant_request(prompt.text, count)))[:count]:
+        text = (f"Rewrite the following {count} times. Keep every fact that its answer or a check of the result "
+                "depends on: numbers, names, colours, relations, and what is asked. Change wording, order and setting. "
+                f"One version per line, without numbers, quotes or comments.\n\n{prompt.text}")
+        for text in of_answer(ask([{"role": "user", "content": text}]))[:count]:
             if text not in known:
                 known.add(text)
                 written.append(replace(prompt, text=text))
@@ -171,7 +161,7 @@ def variants(prompts: Sequence[Prompt], count: int, ask: Callable[[list[dict[str
 
 
 def with_inversions(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Return prompts with choices, each followed by its inversion, whose answer is all other choices (TW-GRPO).
+    """Prompts with choices, each followed by its inversion, whose answer is all other choices (TW-GRPO).
 
     The metadata have `choices`, the labels of the choices in the text, and `answer`, one of them or a list. Prompts
     that have none are left out. Raises UserError if none has them, and for an answer that is no choice.
@@ -196,8 +186,8 @@ def with_inversions(prompts: Sequence[Prompt]) -> list[Prompt]:
 
 
 def corrupt(caption: str, rng: random.Random) -> tuple[str, str, str] | None:
-    """Return a caption with one expression exchanged, the wrong expression, and the right one; None if it has none that
-    can be exchanged. The wrong one stands in it once."""
+    """Caption with one expression exchanged, the wrong expression, and the right one; None if it has none that can be
+    exchanged. The wrong one stands in it once."""
     places = list(_WORD.finditer(caption))
     rng.shuffle(places)
     for place in places:
@@ -211,7 +201,7 @@ def corrupt(caption: str, rng: random.Random) -> tuple[str, str, str] | None:
 
 
 def caption_errors(prompts: Sequence[Prompt], seed: int = 0) -> list[Prompt]:
-    """Return a prompt to find the error for each prompt whose metadata has a `caption` that can hold one.
+    """Prompt to find the error for each prompt whose metadata has a `caption` that can hold one.
 
     The wrong expression is metadata.answer, the right one metadata.right; images stay. The same seed makes the same
     errors. Raises UserError if no prompt yields one.
@@ -225,14 +215,13 @@ def caption_errors(prompts: Sequence[Prompt], seed: int = 0) -> list[Prompt]:
             made.append(replace(prompt, text=FIND.format(caption=text), metadata=prompt.metadata | {
                 "task": "caption_error", "answer": wrong, "right": right}))
     if not made:
-        raise UserError(f"none of {quantity(len(prompts), 'prompt')} has a caption in which a word can be "
-                        "exchanged: expected "
-                        "metadata.caption, a text with a colour, a number, a place or the like")
+        raise UserError(f"none of {quantity(len(prompts), 'prompt')} has a caption in which a word can be exchanged: "
+                        "expected metadata.caption, a text with a colour, a number, a place or the like")
     return made
 
 
 def critiques(prompts: Sequence[Prompt], share: float = 0.2, seed: int = 0) -> list[Prompt]:
-    """Return prompts, and critiques of their solutions as a share of all of them.
+    """Prompts, and critiques of their solutions as a share of all of them.
 
     A prompt's metadata has `solutions`, a list of {"text": ..., "right": true}. As many critiques of right solutions as
     of wrong ones are drawn, as far as there are. Raises UserError if there are too few for the share.

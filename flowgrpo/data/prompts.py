@@ -5,7 +5,7 @@ A prompt file is one of
 - `.jsonl`: one object per line with `prompt` and optionally `negative_prompt`, `metadata` (an object passed to the
   rewards; those for text read `answer` there), `weight` (a positive number), and the files of inputs.py (paths
   relative to the prompt file; rewards find the full paths in the metadata). Other keys, such as `answer`, go into the
-  metadata, unless they look like a slip of these;
+  metadata, unless they are one letter off one of these;
 - `.csv`: the same names as columns; `metadata` cells hold JSON, empty cells count as absent;
 - `.parquet` (of the hub's datasets; extra `parquet`): the same names as columns. Other columns go into the metadata;
   columns of bytes, such as images, are left out.
@@ -31,13 +31,13 @@ from typing import Any
 
 from flowgrpo.data import inputs as files
 from flowgrpo.data.inputs import Inputs
-from flowgrpo.errors import UserError, excerpt, nearest
-from flowgrpo.files import parse_json, require_ending, require_size, unfit, unsafe
+from flowgrpo.errors import UserError, excerpt, slip
+from flowgrpo.files import parse_json, require_ending, text_of, unsafe
 
 ANSWERS = ("solution", "answer")  # of a prompt's metadata: the first that it has
 KEYS = ("prompt", "negative_prompt", "metadata", "weight", *files.KEYS)
 QUESTIONS = ("question", "problem", "messages")  # keys in place of `prompt`
-GENEVAL = {"prompt", "tag", "include"}  # its other keys are facts, whatever their names
+WORDS = {*KEYS, *QUESTIONS, "height"}  # that are no slip of a key
 USER_PROMPT = "user_prompt"  # metadata key of the prompt that a rewritten prompt comes from
 LARGEST = 2**28  # bytes of a file
 LONGEST, LONGEST_TEXT = 20_000, 1_000_000  # characters of a prompt of a pipeline, and of a language model
@@ -94,9 +94,7 @@ class Prompt:
     @property
     def key(self) -> str:
         """Identity of a prompt: the text, with its hints if it is sampled with any, and the files if there are any.
-
-        Groups with teachers' answers, whose rewards are not the policy's alone, have an identity of their own.
-        """
+        Groups with teachers' answers, whose rewards are not the policy's alone, have an identity of their own."""
         text = self.guided.text if self.guided and self.guided.level else self.text
         answers = ["with answers"] if self.guided and self.guided.answers else []
         answers += [f"with noise {self.guided.noise:g}"] if self.guided and self.guided.noise else []
@@ -127,10 +125,8 @@ class Prompt:
 
 
 def of_records(records: Sequence[str | dict[str, Any] | Prompt]) -> list[Prompt]:
-    """Return prompts of texts, of dictionaries with the keys of a .jsonl file's lines, or of prompts as they are.
-
-    An image's path is relative to the working directory. Raises UserError with the number of a wrong record.
-    """
+    """Prompts of texts, of dictionaries with the keys of a .jsonl file's lines, or of prompts as they are. An image's
+    path is relative to the working directory. Raises UserError with the number of a wrong record."""
     listed = Path("list")
     prompts = [record if isinstance(record, Prompt) else
                _prompt({"prompt": record} if isinstance(record, str) else _of_line(record, listed, number), listed,
@@ -145,7 +141,7 @@ def of_records(records: Sequence[str | dict[str, Any] | Prompt]) -> list[Prompt]
 
 
 def as_line(prompt: Prompt) -> dict[str, Any]:
-    """Return a prompt as a line of a .jsonl file, with the full paths of its files."""
+    """Prompt as a line of a .jsonl file, with the full paths of its files."""
     line: dict[str, Any] = {"prompt": prompt.text}
     if prompt.metadata:
         line["metadata"] = prompt.metadata
@@ -156,23 +152,17 @@ def as_line(prompt: Prompt) -> dict[str, Any]:
     return line if prompt.weight == 1 else line | {"weight": prompt.weight}
 
 
-def load_prompts(path: str | Path) -> list[Prompt]:
-    """Read a .txt, .jsonl, .csv or .parquet file.
+def to_jsonl(prompts: Iterable[Prompt]) -> str:
+    """Content of a .jsonl file of prompts."""
+    return "".join(json.dumps(as_line(prompt), ensure_ascii=False) + "\n" for prompt in prompts)
 
-    Raises UserError with the file and the line of a mistake.
-    """
+
+def load_prompts(path: str | Path) -> list[Prompt]:
+    """Read a .txt, .jsonl, .csv or .parquet file. Raises UserError with the file and the line of a mistake."""
     path = Path(path)
     readers = {".txt": _read_txt, ".jsonl": _read_jsonl, ".csv": _read_csv, ".parquet": _read_parquet}
     require_ending(path, tuple(readers), "prompts")
-    if why := unfit(path):
-        raise UserError(f"prompts {path}: {'no such file' if why == 'does not exist' else why}")
-    require_size(path, LARGEST, f"prompts {path}")
-    try:
-        text = path.read_text(encoding="utf-8-sig") if path.suffix != ".parquet" else ""
-    except UnicodeDecodeError as error:
-        raise UserError(f"prompts {path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
-    except OSError as error:
-        raise UserError(f"prompts {path} cannot be read ({error.strerror or error})") from None
+    text = text_of(path, LARGEST, "prompts", binary=path.suffix == ".parquet")
     prompts = []
     for line, record in readers[path.suffix](text, path):
         prompts.append(_prompt(record, path, line))
@@ -208,19 +198,23 @@ def _read_jsonl(text: str, path: Path) -> Records:
 
 
 def _of_line(row: Any, path: Path, line: int) -> Any:
-    """Convert a line's object to our keys. Raises UserError for a key that looks like a slip of one of them."""
     if not isinstance(row, dict):
         return row
-    for key in () if GENEVAL <= row.keys() else row.keys() - {*KEYS, *QUESTIONS}:
-        hint = nearest(key, list(KEYS))
-        if "did you mean" in hint:
-            raise _wrong(path, line, f"unknown key {key!r}{hint} (other facts go into `metadata`)")
+    _require_spelt(row, path, line)
     return _with_facts(row, path, line) if row.keys() - set(KEYS) or isinstance(row.get("prompt"), list) else row
 
 
+def _require_spelt(names: Iterable[str], path: Path, line: int) -> None:
+    """Raise UserError for a key or column that is one letter off one of ours; any other name is metadata."""
+    for name in names:
+        if name not in WORDS and (meant := slip(name, KEYS)):
+            raise _wrong(path, line, f"unknown key {name!r}: did you mean {meant!r}? (as a fact it goes into "
+                                     "`metadata`)")
+
+
 def _with_prompt(row: dict[str, Any], path: Path, line: int) -> dict[str, Any]:
-    """Return a row with `prompt`, where it has a question or messages in its place. Raises UserError for messages that
-    are no single question."""
+    """Row with `prompt`, where it has a question or messages in its place. Raises UserError for messages that are no
+    single question."""
     if "prompt" not in row and (name := next((key for key in QUESTIONS if key in row), None)):
         row = {"prompt": row[name]} | {key: value for key, value in row.items() if key != name}
     if isinstance(turns := row.get("prompt"), list):
@@ -238,7 +232,6 @@ def _with_prompt(row: dict[str, Any], path: Path, line: int) -> dict[str, Any]:
 
 
 def _message_text(content: Any, path: Path, line: int) -> str:
-    """Return the text of a message, also one in parts."""
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     if not all(isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
                for part in parts):
@@ -247,18 +240,11 @@ def _message_text(content: Any, path: Path, line: int) -> str:
     return "\n".join(part["text"] for part in parts)
 
 
-def _final(answer: Any, path: Path, line: int) -> Any:
-    """Return an answer, of GSM8K's solutions (2110.14168) the number behind ####."""
-    _, mark, final = answer.rpartition("####") if isinstance(answer, str) else ("", "", "")
-    if mark and not final.strip():
-        raise _wrong(path, line, f"expected an answer behind '####' under 'answer', got {answer[-60:]!r}")
-    return final.strip().replace(",", "") if mark else answer
-
-
 def _read_csv(text: str, path: Path) -> Records:
     reader = csv.DictReader(io.StringIO(text, newline=""), strict=True, skipinitialspace=True)
     try:
         headings = reader.fieldnames or ()
+        _require_spelt(headings, path, 1)
         if text.strip() and not {"prompt", *QUESTIONS[:2]} & {*headings}:
             raise _wrong(path, 1, f"expected the heading 'prompt' in the first line, got {reader.fieldnames!r}")
         if len(set(headings)) < len(headings):
@@ -274,11 +260,8 @@ def _read_csv(text: str, path: Path) -> Records:
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a .parquet file as JSON values, without columns of bytes.
-
-    Dates and times become ISO 8601 texts, NaN null.
-    Raises UserError if pyarrow is missing, for a damaged file, and for more than ROWS rows.
-    """
+    """Rows of a .parquet file as JSON values, without columns of bytes. Dates and times become ISO 8601 texts, NaN
+    null. Raises UserError if pyarrow is missing, for a damaged file, and for more than ROWS rows."""
     from flowgrpo.packages import import_optional
 
     parquet = import_optional("pyarrow.parquet", "parquet", str(path))
@@ -297,7 +280,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _json_value(value: Any) -> Any:
-    """Return a cell's value as JSON has it; a value without a JSON form, such as a duration, as its text."""
+    """A cell's value as JSON has it; a value without a JSON form, such as a duration, as its text."""
     if isinstance(value, dict):
         return {key: _json_value(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
@@ -312,11 +295,13 @@ def _json_value(value: Any) -> Any:
 
 
 def _read_parquet(_: str, path: Path) -> Records:
-    return _of_columns(rows(path), path)
+    table = rows(path)
+    _require_spelt(table[0] if table else (), path, 1)
+    return _of_columns(table, path)
 
 
 def of_rows(table: Iterable[dict[str, Any]], path: Path) -> list[Prompt]:
-    """Return the prompts of a table's rows, as of a .parquet file; path: the table's name in messages."""
+    """Prompts of a table's rows, as of a .parquet file; path: the table's name in messages."""
     records = _of_columns((_json_value(row) for row in table), path)
     return [_prompt(record, path, line) for line, record in records]
 
@@ -338,8 +323,12 @@ def _with_facts(row: dict[str, Any], path: Path, line: int) -> dict[str, Any]:
     elif isinstance(metadata, dict):
         metadata = _drop_none(metadata)  # a structure has the keys of all rows
     facts = {key: row.pop(key) for key in [*row] if key not in KEYS}
-    if "answer" in facts:
-        facts["answer"] = _final(facts["answer"], path, line)
+    answer = facts.get("answer")
+    if isinstance(answer, str) and "####" in answer:  # of GSM8K's solutions (2110.14168) the number behind it
+        final = answer.rpartition("####")[2].strip()
+        if not final:
+            raise _wrong(path, line, f"expected an answer behind '####' under 'answer', got {answer[-60:]!r}")
+        facts["answer"] = final.replace(",", "")
     return row | {"metadata": facts | metadata if isinstance(metadata, dict) else metadata}
 
 
@@ -388,5 +377,5 @@ def _wrong(path: Path, line: int, what: str) -> UserError:
 
 
 def answer_of(prompt: Prompt) -> str | None:
-    """Return the answer in a prompt's metadata, or None without one."""
+    """Answer in a prompt's metadata; None without one."""
     return next((str(prompt.metadata[key]) for key in ANSWERS if prompt.metadata.get(key) is not None), None)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from flowgrpo.config.reward_rules import RewardRule
 from flowgrpo.config.schema import Config
+from flowgrpo.data.inputs import KEYS, SCALE
 from flowgrpo.data.prompts import Prompt, as_line
 from flowgrpo.errors import UserError
 from flowgrpo.files import WEIGHTS
@@ -22,7 +23,7 @@ OUTPUT = Config.model_fields["output"].default
 
 
 def model(loaded: object) -> str:
-    """Return the folder or hub id of a pipeline, or of the model of a tuple; without one its class name."""
+    """Folder or hub id of a pipeline, or of the model of a tuple; without one its class name."""
     loaded = loaded[0] if isinstance(loaded, tuple) else loaded
     return str(getattr(loaded, "name_or_path", None) or type(loaded).__name__)
 
@@ -35,10 +36,8 @@ def require_place(model: str) -> None:
 
 
 def require_no_slip(model: str) -> None:
-    """Raise UserError for a near miss of a packaged model's or a local folder's name.
-
-    A hub's owner/name is one if a folder of the owner's name here has a similar entry, or if it is below OUTPUT.
-    """
+    """Raise UserError for a near miss of a packaged model's or a local folder's name. A hub's owner/name is one if a
+    folder of the owner's name here has a similar entry, or if it is below OUTPUT."""
     if model in FOLDERS or Path(model).exists() or Path(model).suffix in WEIGHTS:
         return
     inside = Path(model).parent if "/" in model else None
@@ -57,7 +56,7 @@ def require_no_slip(model: str) -> None:
 
 
 def place(thing: object) -> str | None:
-    """Return FILE.py:NAME of a function or class at the top level of a user's file; None for others."""
+    """FILE.py:NAME of a function or class at the top level of a user's file; None for others."""
     module = sys.modules.get(getattr(thing, "__module__", None) or "")
     file, name = getattr(module, "__file__", None) or "", getattr(thing, "__name__", "")
     if not file.endswith(".py") or getattr(module, name, None) is not thing \
@@ -67,7 +66,7 @@ def place(thing: object) -> str | None:
 
 
 def rule(use: str | None, given: object) -> object:
-    """Return the rule of a reward: a weight or keys, with the place of its function, if it has one."""
+    """Rule of a reward: a weight or keys, with the place of its function, if it has one."""
     if use is None:
         return given
     if isinstance(given, RewardRule):
@@ -76,11 +75,18 @@ def rule(use: str | None, given: object) -> object:
 
 
 def prompt_lines(config: Config, prompts: Sequence[Prompt] | None) -> str | None:
-    """Return the content of the run's own prompt file, before its folder is archived; None if the configuration names
-    another file."""
+    """Content of the run's own prompt file, before its folder is archived; None if the configuration names another
+    file. Files in the run's folder have paths relative to it, which hold where it is copied to."""
     path = config.folder / PROMPTS
     if Path(config.prompts) != path:
         return None
     if prompts is None:
         return path.read_text(encoding="utf-8")
-    return "".join(json.dumps(as_line(prompt), ensure_ascii=False) + "\n" for prompt in prompts)
+    begin, lines = f"{config.folder.resolve()}/", [as_line(prompt) for prompt in prompts]
+    for prompt, line in zip(prompts, lines):
+        if any(str(Path(file).resolve()).startswith(begin) for _, file in prompt.inputs.paths()):
+            facts = prompt.inputs.metadata()  # which reading the line adds again
+            line["metadata"] = {key: value for key, value in prompt.metadata.items() if facts.get(key) != value}
+            line |= {key: [each.removeprefix(begin) for each in value] if isinstance(value, (list, tuple)) else
+                     value.removeprefix(begin) for key, value in line.items() if key in KEYS and key != SCALE}
+    return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)

@@ -26,18 +26,18 @@ _WORDS = re.compile(r"\w+|[^\w\s]")
 
 
 def words_of(text: str) -> list[str]:
-    """Return the words of a text in lower case, without punctuation."""
+    """Words of a text in lower case, without punctuation."""
     return _WORD.findall(text.lower())
 
 
 def grams(text: str, size: int) -> frozenset[tuple[str, ...]]:
-    """Return the n-grams of a text's words; of a shorter text all its words."""
+    """N-grams of a text's words; of a shorter text all its words."""
     words = words_of(text)
     return frozenset(tuple(words[at:at + size]) for at in range(max(len(words) - size + 1, 1)))
 
 
 def deduplicate(prompts: Sequence[Prompt], near: float | None = None, size: int = 3) -> list[Prompt]:
-    """Return the prompts without repetitions, the first one of each kept.
+    """Prompts without repetitions, the first one of each kept.
 
     Two texts are the same if their words are; and near each other if the share of n-grams that both have, among those
     that either has (Jaccard), is at least `near`. Prompts with different files are never the same.
@@ -65,20 +65,20 @@ def deduplicate(prompts: Sequence[Prompt], near: float | None = None, size: int 
 
 
 def within(prompts: Sequence[Prompt], rates: Rates, low: float, high: float) -> list[Prompt]:
-    """Return the prompts whose newest success rate is from low to high; of those without one, none."""
+    """Prompts whose newest success rate is from low to high; of those without one, none."""
     return [prompt for prompt in prompts if rates.get(prompt.key) and low <= rates[prompt.key][-1] <= high]
 
 
 def rank(prompts: Sequence[Prompt], rates: Rates, by: str) -> list[Prompt]:
-    """Return the prompts that have rates by rank: "hardest", the lowest newest rate first; "variance", the largest
-    variance of all rates first; "middling", the newest rate nearest to 1/2 first. Equal ones stay in order."""
+    """Prompts that have rates by rank: "hardest", the lowest newest rate first; "variance", the largest variance of all
+    rates first; "middling", the newest rate nearest to 1/2 first. Equal ones stay in order."""
     value = {"hardest": lambda past: past[-1], "variance": lambda past: -float(np.var(past)),
              "middling": lambda past: abs(past[-1] - 0.5)}[by]
     return sorted((prompt for prompt in prompts if rates.get(prompt.key)), key=lambda prompt: value(rates[prompt.key]))
 
 
 def mix(sets: Sequence[Sequence[Prompt]], weights: Sequence[float], count: int | None, seed: int) -> list[Prompt]:
-    """Return the prompts of several sets in proportion to `weights`.
+    """Prompts of several sets in proportion to `weights`.
 
     With a count, so many prompts, drawn at random from each set. Without one, all prompts, whose own weights then give
     the sets their shares of what training draws.
@@ -98,16 +98,16 @@ def mix(sets: Sequence[Sequence[Prompt]], weights: Sequence[float], count: int |
     for number, (prompts, taken) in enumerate(zip(sets, numbers), 1):
         if taken > len(prompts):
             raise UserError(f"--count {count}: set {number} has {quantity(len(prompts), 'prompt')}, and its share is "
-                            f"{taken}: give "
-                            f"it a smaller weight, or a --count of at most {int(len(prompts) / shares[number - 1])}")
+                            f"{taken}: give it a smaller weight, or a --count of at most "
+                            f"{int(len(prompts) / shares[number - 1])}")
     rng = np.random.default_rng(seed)
     return [prompts[place] for prompts, taken in zip(sets, numbers)
             for place in sorted(rng.permutation(len(prompts))[:taken])]
 
 
 def best_mixture(mixtures: Sequence[Sequence[float]], scores: Sequence[float], seed: int = 0) -> np.ndarray:
-    """Return the mixture [k] with the largest predicted score, of a quadratic surrogate that is fitted to the scores
-    [n] of tried mixtures [n,k] (MoDoMoDo, 2505.24871).
+    """Mixture [k] with the largest predicted score, of a quadratic surrogate that is fitted to the scores [n] of tried
+    mixtures [n,k] (MoDoMoDo, 2505.24871).
 
     Mixtures are divided by their sums. On the simplex the quadratic is sum b_i x_i + sum b_ij x_i x_j, i < j. Raises
     UserError for fewer mixtures than it has coefficients.
@@ -129,14 +129,14 @@ def best_mixture(mixtures: Sequence[Sequence[float]], scores: Sequence[float], s
 
 
 def _quadratic(mixtures: np.ndarray) -> np.ndarray:
-    """Return the terms of the surrogate: [n, k + k (k - 1) / 2]."""
+    """Terms of the surrogate: [n, k + k (k - 1) / 2]."""
     pairs = [mixtures[:, i] * mixtures[:, j] for i, j in itertools.combinations(range(mixtures.shape[1]), 2)]
     return np.column_stack([mixtures, *pairs])
 
 
 @functools.lru_cache(maxsize=65536)
 def features(text: str, width: int = WIDTH) -> np.ndarray:
-    """Return the counts of a text's words and pairs of words, hashed to `width` places, of length 1: [width]."""
+    """Counts of a text's words and pairs of words, hashed to `width` places, of length 1: [width]."""
     words, counts = _WORDS.findall(text.lower()), np.zeros(width)
     for gram in [*words, *(" ".join(pair) for pair in zip(words, words[1:]))]:
         counts[zlib.crc32(gram.encode()) % width] += 1

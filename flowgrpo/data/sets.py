@@ -118,7 +118,7 @@ INSTEAD = {"image": "general, pickapic or ocr", "video": "general_video", "text"
 
 
 def test_set(prompts: str) -> str | None:
-    """Return the name of the test set that `prompts` is: by its name, its file or its place on the hub."""
+    """Name of the test set that `prompts` is: by its name, its file or its place on the hub."""
     if prompts in SETS:
         return prompts if SETS[prompts].role == "test" else None
     given = prompts if hub.is_dataset(prompts) else Path(prompts).resolve()
@@ -127,43 +127,31 @@ def test_set(prompts: str) -> str | None:
 
 
 def test_files() -> list[Path]:
-    """Return the packaged files that models are compared on, without those of the starters."""
+    """Packaged files that models are compared on, without those of the starters."""
     return [side for one in SETS.values() for side in one.tests if isinstance(side, Path) and side.parent == FOLDER]
 
 
-def require_training_set(prompts: str) -> None:
-    """Raise UserError for a test set."""
-    if name := test_set(prompts):
-        one = SETS[name]
-        raise UserError(f"prompts: {prompts} is a test set ({one.source}), on which a model that trained on it cannot "
-                        f"be compared: train on {INSTEAD[one.kind]}, or on your own; `eval --suite {name}` measures on "
-                        "it. With train_on_test_set: true the run goes ahead, and its report and card say so")
-
-
 def note_on_test_sets(prompts: str) -> str | None:
-    """Return a note for files that are made from a test set, which no run can refuse any more; None for others."""
+    """Note for files that are made from a test set, which no run can refuse any more; None for others."""
     return f"note: {prompts} is a test set: evaluate on what is made of it, and do not train on it" \
         if test_set(prompts) else None
 
 
 def caution(prompts: str) -> str:
-    """Return what the report and the card of a run with `train_on_test_set` say."""
+    """What the report and the card of a run with `train_on_test_set` say."""
     name = Path(prompts).name if test_set(prompts) != prompts else prompts
     return (f"Trained on {name}, a test set (train_on_test_set): no score on it, held-out prompts included, can be "
             "compared with that of a model that was not")
 
 
 def load(source: Path | str) -> list[Prompt]:
-    """Return the prompts of a file, or of the hub (`hub:OWNER/NAME`).
-    Raises UserError if there are none."""
+    """Prompts of a file, or of the hub (`hub:OWNER/NAME`). Raises UserError if there are none."""
     return hub.load(str(source)) if hub.is_dataset(source) else load_prompts(source)
 
 
 def resolve_prompts(prompts: Path | str) -> list[Prompt]:
-    """Return what --prompts means in every command: the training side of a set by its name, a file, or hub:OWNER/NAME.
-
-    Raises UserError if there are none.
-    """
+    """What --prompts means in every command: the training side of a set by its name, a file, or hub:OWNER/NAME. Raises
+    UserError if there are none."""
     name = str(prompts)
     if name in SETS:
         return load(SETS[name].train)
@@ -174,7 +162,7 @@ def resolve_prompts(prompts: Path | str) -> list[Prompt]:
 
 
 def prompts_to_show(config: Config, prompts: Path | str | None) -> list[Prompt]:
-    """Return the prompts of a file or a set (`given`), or the configuration's held-out ones."""
+    """Prompts of a file or a set (`given`), or the configuration's held-out ones."""
     return resolve_prompts(prompts) if prompts else resolve(config)[1]
 
 
@@ -210,7 +198,7 @@ def _share(texts: list[str], share: float, seed: int) -> set[str]:
 
 def draw(prompts: list[Prompt], count: int, epoch: int, seed: int,
          factors: Sequence[float] | None = None) -> list[Prompt]:
-    """Return the prompts of one epoch: a pure function of its arguments, the same on every process and after a resume.
+    """Prompts of one epoch: a pure function of its arguments, the same on every process and after a resume.
 
     No prompt is repeated in an epoch unless `count` exceeds their number n. Then each occurs count // n times, and only
     the rest is drawn. With equal weights, epochs walk through the data: every n draws in a row, counted from the start,
@@ -232,10 +220,8 @@ def draw(prompts: list[Prompt], count: int, epoch: int, seed: int,
 
 
 def _walk(n: int, count: int, epoch: int, seed: int) -> np.ndarray:
-    """Return indices [count] at `epoch * count` of an endless sequence of permutations of n > count.
-
-    If an epoch crosses the end of one permutation, the next begins with indices that the epoch does not have yet.
-    """
+    """Indices [count] at `epoch * count` of an endless sequence of permutations of n > count. If an epoch crosses the
+    end of one permutation, the next begins with indices that the epoch does not have yet."""
     if not count:
         return np.empty(0, int)
     start, order = epoch * count, np.empty(0, int)
@@ -255,8 +241,12 @@ def require_suited(config: Config) -> None:
 
     The default share is accepted: a run's saved configuration has it. Recorded pairs replace the training prompts.
     """
-    if not config.train_on_test_set and config.preferences is None:
-        require_training_set(config.prompts)
+    if not config.train_on_test_set and config.preferences is None and (name := test_set(config.prompts)):
+        one = SETS[name]
+        raise UserError(f"prompts: {config.prompts} is a test set ({one.source}), on which a model that trained on it "
+                        f"cannot be compared: train on {INSTEAD[one.kind]}, or on your own; `eval --suite {name}` "
+                        "measures on it. With train_on_test_set: true the run goes ahead, and its report and card say "
+                        "so")
     usual = config.held_out == Config.model_fields["held_out"].default
     if _held_out_side(config.prompts) and isinstance(config.held_out, float) and not usual:
         raise UserError(f"held_out: got {config.held_out!r}, but prompts: {config.prompts} brings held-out prompts of "
@@ -264,10 +254,8 @@ def require_suited(config: Config) -> None:
 
 
 def resolve(config: Config) -> tuple[list[Prompt], list[Prompt]]:
-    """Return the (training, held-out) prompts of a configuration.
-
-    `prompts` names a set of `sets.SETS`, a file, or a dataset of the hub. The held-out side of a set replaces a share.
-    """
+    """(training, held-out) prompts of a configuration. `prompts` names a set of `sets.SETS`, a file, or a dataset of
+    the hub. The held-out side of a set replaces a share."""
     named = SETS.get(config.prompts)
     prompts = load(named.train if named else config.prompts)
     share = isinstance(config.held_out, float)
@@ -275,6 +263,5 @@ def resolve(config: Config) -> tuple[list[Prompt], list[Prompt]]:
 
 
 def _held_out_side(prompts: str) -> str | None:
-    """Return the file, or the hub's name, of a set's own held-out side."""
     side = SETS[prompts].held_out if prompts in SETS else None
     return None if side is None else str(side)

@@ -31,7 +31,7 @@ _known: dict[str, str | None] = {}  # by `_state`: why a file cannot be read, No
 
 
 def _state(place: Place) -> str:
-    """Return what a verdict holds for; of a folder, its newest file counts."""
+    """What a verdict holds for; of a folder, its newest file counts."""
     path = Path(place[0])
     try:
         files = [path, *path.iterdir()] if path.is_dir() else [path]
@@ -42,7 +42,7 @@ def _state(place: Place) -> str:
 
 
 def _verdict(place: Place) -> str | None:
-    """Return why a file cannot be read; None for one that was decoded in full, of a clip so many frames."""
+    """Why a file cannot be read; None for one that was decoded in full, of a clip so many frames."""
     path, key, frames = place
     try:
         if key != "video":
@@ -60,13 +60,13 @@ def _verdict(place: Place) -> str | None:
 
 
 def places(prompt: Prompt, frames: int | None = None) -> list[Place]:
-    """Return the files of a prompt. frames: of a clip that are read; None: all."""
+    """Files of a prompt. frames: of a clip that are read; None: all."""
     _named.update((path, prompt.inputs.place) for _, path in prompt.inputs.paths())
     return [(path, key, frames) for key, path in prompt.inputs.paths()]
 
 
 def fault(prompt: Prompt, frames: int | None = None) -> UserError | None:
-    """Return the error of a prompt's first file that cannot be read as it is now; a file is decoded once."""
+    """Error of a prompt's first file that cannot be read as it is now; a file is decoded once."""
     for place in places(prompt, frames):
         state = _state(place)
         if state not in _known:
@@ -77,13 +77,13 @@ def fault(prompt: Prompt, frames: int | None = None) -> UserError | None:
 
 
 def count_lost(prompts: Iterable[Prompt]) -> int:
-    """Return the number of prompts with a file that is known not to be readable."""
+    """Number of prompts with a file that is known not to be readable."""
     bad = {json.loads(state)[0] for state, why in _known.items() if why is not None}
     return sum(any(str(Path(path).resolve()) in bad for _, path in prompt.inputs.paths()) for prompt in prompts)
 
 
 def place_of(path: str) -> str:
-    """Return the place of a prompt that names a file, as the begin of a message; empty if it is not known."""
+    """Place of a prompt that names a file, as the begin of a message; empty if it is not known."""
     return f"{_named[path]}: " if path in _named else ""
 
 
@@ -97,9 +97,7 @@ def forget(path: str) -> None:
 def decode(prompts: Iterable[Prompt], frames: int | None = None, folder: Path | None = None, shown: bool = True
            ) -> list[tuple[Prompt, UserError]]:
     """Decode all files of prompts in parallel; return the prompts with one that cannot be read, and their errors.
-
-    folder: of the runs, which keeps what was found. shown: with a bar.
-    """
+    folder: of the runs, which keeps what was found. shown: with a bar."""
     prompts = list(prompts)
     file = None if folder is None else folder / FILE
     if file is not None and file.is_file():
@@ -139,10 +137,8 @@ def require_left(lost: Sequence[tuple[Prompt, UserError]], left: dict[str, Any])
 
 def stand_ins(batch: Sequence[Prompt], lost: Sequence[bool], prompts: Sequence[Prompt], frames: int | None = None
               ) -> list[Prompt]:
-    """Return the batch with the next prompt that is sound in the place of each lost one.
-
-    prompts: all of training, in order. Raises UserError where none is sound.
-    """
+    """Batch with the next prompt that is sound in the place of each lost one. prompts: all of training, in order.
+    Raises UserError where none is sound."""
     order = {prompt.key: place for place, prompt in enumerate(prompts)}
     taken = {prompt.key for prompt, gone in zip(batch, lost) if not gone}
     kept = []

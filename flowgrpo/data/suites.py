@@ -19,6 +19,7 @@ from typing import Any
 from flowgrpo.data import hub, prompts, sets, sources
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
+from flowgrpo.files import text_of
 
 SHIPPED = {name: named.suite for name, named in sets.SETS.items() if named.suite}
 ENDINGS = (".jsonl", ".csv", ".tsv", ".txt", ".parquet")
@@ -55,7 +56,7 @@ class Suite:
 
     @property
     def categories(self) -> dict[str, list[int]]:
-        """Return the indices of the prompts of each category, categories in the order of their first prompt."""
+        """Indices of the prompts of each category, categories in the order of their first prompt."""
         indices: dict[str, list[int]] = {}
         for number, case in enumerate(self.cases):
             for category in case.categories:
@@ -112,7 +113,7 @@ def _folder(path: Path) -> Found:
         files = list(filter(accepts, files)) or files
     if not files:
         raise UserError(f"suite {path}: the folder holds no file that ends in {', '.join(ENDINGS)}")
-    texts = [_lines(_text(file)) if file.suffix == ".txt" else [] for file in files]
+    texts = [_lines(text_of(file, what="suite")) if file.suffix == ".txt" else [] for file in files]
     if len(files) > 1 and all(len(lines) == 1 for lines in texts):
         return _dpg([{"id": file.stem, "prompt": lines[0]} for file, lines in zip(files, texts)])
     read = [_file(file) for file in files]
@@ -126,36 +127,23 @@ def _file(path: Path) -> Found:
     if path.suffix not in ENDINGS:
         raise UserError(f"suite {path}: expected a file that ends in {', '.join(ENDINGS)}")
     if path.suffix == ".txt":
-        return _plain(path.stem, _lines(_text(path)))
+        return _plain(path.stem, _lines(text_of(path, what="suite")))
     records = _records(path)
     if not records:
         return "empty", []
     keys = set(records[0])
-    if any(holds(keys) for holds, _ in FORMATS):
-        _require_texts(path, records)
-    for holds, read in FORMATS:
-        if holds(keys):
-            try:
-                return read(records)
-            except (KeyError, TypeError, AttributeError, ValueError) as error:
-                raise UserError(f"suite {path}: a record is not like the first one, which has {sorted(keys)} "
-                                f"({type(error).__name__}: {error})") from None
-    return "flowgrpo", [Case(prompt, _own_category(prompt)) for prompt in prompts.load_prompts(path)]
-
-
-def _require_texts(path: Path, records: list[dict[str, Any]]) -> None:
-    """Raise UserError if a record of a published format has no text where one belongs."""
+    read = next((read for holds, read in FORMATS if holds(keys)), None)
+    if read is None:
+        return "flowgrpo", [Case(prompt, _own_category(prompt)) for prompt in prompts.load_prompts(path)]
     for number, record in enumerate(records, 1):
         for key in WRITTEN:
             if not isinstance(record.get(key, ""), str):
                 raise UserError(f"suite {path}, record {number}: expected a text under {key!r}, got {record[key]!r}")
-
-
-def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UserError(f"suite {path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
+        return read(records)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise UserError(f"suite {path}: a record is not like the first one, which has {sorted(keys)} "
+                        f"({type(error).__name__}: {error})") from None
 
 
 def _lines(text: str) -> list[str]:
@@ -165,7 +153,7 @@ def _lines(text: str) -> list[str]:
 def _records(path: Path) -> list[dict[str, Any]]:
     if path.suffix == ".parquet":
         return prompts.rows(path)
-    text = _text(path)
+    text = text_of(path, what="suite")
     if path.suffix == ".jsonl":
         return [_object(path, number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     # PartiPrompts has unpaired quotes in its prompts and no quoted fields

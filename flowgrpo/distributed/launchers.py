@@ -9,6 +9,8 @@ would load weights on the first process alone.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import os
 import signal
@@ -16,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, MutableMapping
+from pathlib import Path
 from typing import Any
 
 from flowgrpo.errors import UserError
@@ -29,7 +32,6 @@ PLAIN = "use accelerate launch --multi_gpu, or configs/accelerate/one_machine.ya
 
 
 def accelerate_kinds(environment: Mapping[str, str], prefixes: tuple[str, ...] = (THEIRS, OURS)) -> list[str]:
-    """Return what accelerate was configured for, of KINDS."""
     return [kind for kind in KINDS if any(_true(environment, f"{prefix}{kind}") for prefix in prefixes)]
 
 
@@ -37,17 +39,9 @@ def _true(environment: Mapping[str, str], name: str) -> bool:
     return environment.get(name, "false").lower() == "true"
 
 
-def require_taken(environment: Mapping[str, str]) -> None:
-    """Raise UserError for a configuration of accelerate's that this command does not read."""
-    for kind in accelerate_kinds(environment, (THEIRS,)):
-        raise UserError(f"launched with {kind}, which only flowgrpo train and align read: {PLAIN}")
-
-
 def take_over(environment: MutableMapping[str, str]) -> dict[str, Any]:
-    """Return the keys of the recipe that stand for accelerate's configuration, and turn it off in the environment.
-
-    Raises UserError for what a run cannot do.
-    """
+    """Take the keys of the recipe that stand for accelerate's configuration, and turn it off in the environment.
+    Raises UserError for what a run cannot do."""
     keys = accelerate_keys(environment)
     for kind in accelerate_kinds(environment, (THEIRS,)):
         environment.update({f"{THEIRS}{kind}": "false", f"{OURS}{kind}": "true"})
@@ -55,10 +49,7 @@ def take_over(environment: MutableMapping[str, str]) -> dict[str, Any]:
 
 
 def accelerate_keys(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return the keys of the recipe that stand for accelerate's configuration.
-
-    Raises UserError for what a run cannot do.
-    """
+    """The keys of the recipe that stand for accelerate's configuration. Raises UserError for what a run cannot do."""
     kinds = accelerate_kinds(environment)
     for kind in ("DEEPSPEED", "MEGATRON_LM"):
         if kind in kinds:
@@ -70,7 +61,7 @@ def accelerate_keys(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _of_fsdp(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return the key of accelerate's FSDP besides sharding. Raises UserError for other options than a run has."""
+    """The key of accelerate's FSDP besides sharding. Raises UserError for other options than a run has."""
     version = environment.get("FSDP_VERSION", "1")
     wrong = {f"fsdp_version {version}, expected 2: set fsdp_version: 2": version != "2",
              "fsdp_offload_params: true, which does not go with sharding: set it to false":
@@ -83,10 +74,8 @@ def _of_fsdp(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _of_sizes(environment: Mapping[str, str], fsdp: bool) -> dict[str, Any]:
-    """Return the keys for the sizes of a ParallelismConfig. fsdp: FSDP is on too.
-
-    Raises UserError for sizes that a run cannot have.
-    """
+    """The keys for the sizes of a ParallelismConfig. fsdp: FSDP is on too.
+    Raises UserError for sizes that a run cannot have."""
     names = ("DP_REPLICATE", "DP_SHARD", "CP", "SP", "TP")
     sizes = {name: int(environment.get(f"PARALLELISM_CONFIG_{name}_SIZE", "1")) for name in names}
     replicate, shard, tokens, sequence, tensor = sizes.values()
@@ -98,6 +87,7 @@ def _of_sizes(environment: Mapping[str, str], fsdp: bool) -> dict[str, Any]:
     if tokens > 1 and sequence > 1:
         raise UserError(f"{said}of cp_size {tokens} and sp_size {sequence}, which are the same here: set one of them "
                         "to 1")
+    # The sizes have to account for all processes.
     product = replicate * shard * members
     if product not in (1, count):
         raise UserError(f"{said}whose sizes multiply to {product}, but there are {count} processes: set dp_shard_size, "
@@ -108,6 +98,7 @@ def _of_sizes(environment: Mapping[str, str], fsdp: bool) -> dict[str, Any]:
     keys: dict[str, Any] = {"memory.context_parallel": members} if members > 1 else {}
     if shards == 1:
         return keys
+    # Copies of shards are those of nodes here, so that only gradients cross the network.
     node = int(environment.get("LOCAL_WORLD_SIZE", count))
     if replicate > 1 and shard * members != node:
         raise UserError(f"{said}of dp_replicate_size {replicate}, but its shards of {shard * members} processes are "
@@ -118,9 +109,8 @@ def _of_sizes(environment: Mapping[str, str], fsdp: bool) -> dict[str, Any]:
 
 def main(command: list[str]) -> int:
     """Run `torchrun` or `accelerate launch` with its arguments, without a log and traceback of theirs at its end.
-
-    Returns 0; 130 after a signal, which is passed on to the processes; else the exit code of the first that failed.
-    """
+    Returns 0; 130 after a signal, which is passed on to the processes; else the exit code of the first that failed."""
+    # Let the launcher pass on the signals of a stop, and wait until a checkpoint is written.
     for name in ("PET_SIGNALS_TO_HANDLE", "TORCHELASTIC_SIGNALS_TO_HANDLE"):
         os.environ.setdefault(name, HEARD)
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SECONDS)
@@ -131,6 +121,7 @@ def main(command: list[str]) -> int:
     if "LOGLEVEL" not in os.environ:  # torch's own name for it
         logging.disable(logging.ERROR)
     sys.argv = command
+    # Each end that is no fault of the launcher becomes an exit code and at most one line.
     try:
         if command[:1] == ["torchrun"]:
             run.main()
@@ -141,7 +132,8 @@ def main(command: list[str]) -> int:
         else:
             raise UserError(f"got {' '.join(command[:2]) or 'no command'}, expected torchrun or accelerate launch")
     except SignalException:
-        _ignore()
+        for name in HEARD.split(","):  # further signals of the stop
+            signal.signal(signal.Signals[name], signal.SIG_IGN)
         return 130
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
@@ -154,24 +146,26 @@ def main(command: list[str]) -> int:
     return 0
 
 
-def let_the_first_speak() -> None:
+def let_the_first_speak(text: str = "") -> None:
     """Wait before this process prints an error, unless it is the first: torch's launcher then ends it as soon as the
-    first one, which has the same error as a rule, has printed it."""
-    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("RANK", "0") != "0":
+    first one, which has the same error as a rule, has printed it.
+    Behind it plain `torchrun` prints a traceback of its own and a report, which no process that it starts can prevent.
+    text: the error, which that report then has as its cause."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    if os.environ.get("RANK", "0") != "0":
         time.sleep(FIRST)
+    if text and (file := os.environ.get("TORCHELASTIC_ERROR_FILE")):
+        with contextlib.suppress(OSError):
+            cause = {"message": f"flowgrpo: error: {text}", "extraInfo": {"timestamp": int(time.time())}}
+            Path(file).write_text(json.dumps({"message": cause}), encoding="utf-8")
 
 
 def _code(code: int, who: str) -> int:
-    """Return the exit code for that of a process, which is printed if a signal killed it. who: the process."""
+    """who: the process, which is named if a signal killed it."""
     if code < 0:
         _say(f"{who} was killed by {signal.Signals(-code).name}")
     return code if code > 0 else 128 - code
-
-
-def _ignore() -> None:
-    """Ignore further signals of a stop."""
-    for name in HEARD.split(","):
-        signal.signal(signal.Signals[name], signal.SIG_IGN)
 
 
 def _say(text: str) -> None:

@@ -79,7 +79,6 @@ class Processes:
 
     @property
     def first(self) -> bool:
-        """True on the process that writes and prints."""
         return self.rank == 0 and self.member == 0
 
     @property
@@ -88,54 +87,49 @@ class Processes:
         return self.member == 0
 
     def own(self, whole: Rows) -> Rows:
-        """Return this process's share of a list or of a tensor's rows that all processes have; `gather` is the
-        inverse."""
+        """This process's share of a list or of a tensor's rows that all processes have; the inverse of `gather`."""
         low, high = (len(whole) * rank // self.count for rank in (self.rank, self.rank + 1))
         return whole[low:high]
 
     def most(self, whole: Sized) -> int:
-        """Return the size of the largest share."""
         return -(-len(whole) // self.count)
 
     def gather(self, values: Tensor) -> Tensor:
-        """Return the rows [n,...] of all processes, in the order of their ranks; n may differ per process, and may be
-        0."""
-        return self.of_team(self._gather(values))
+        """Rows [n,...] of all processes, in the order of their ranks; n may differ per process, and may be 0."""
+        if self.count > 1:
+            # The shapes of all processes' values, padded with zeros: int64 [processes,DIMENSIONS].
+            shape = torch.tensor([*values.shape] + [0] * (DIMENSIONS - values.ndim), device=self.device)
+            every = [torch.empty_like(shape) for _ in range(self.count)]
+            distributed.all_gather(every, shape, self.peers)
+            shapes = torch.stack(every).cpu()
+            if shapes[:, 0].any():
+                largest = shapes[shapes[:, 0].argmax()].tolist()
+                padded = torch.zeros([size for size in largest if size], dtype=values.dtype, device=self.device)
+                padded[:len(values)] = values.reshape(len(values), *padded.shape[1:])
+                gathered = [torch.empty_like(padded) for _ in range(self.count)]
+                distributed.all_gather(gathered, padded, self.peers)
+                values = torch.cat([rows[:n] for rows, n in zip(gathered, shapes[:, 0].tolist())]).to(values.device)
+        return self.of_team(values)
 
     def gather_named(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the rows [n,...] of all processes by name, gathered at once: every process has the same names, in any
-        order, and each value n rows of one dtype and at most one further dimension."""
+        """The rows [n,...] of all processes by name, gathered at once: every process has the same names, in any order,
+        and each value n rows of one dtype and at most one further dimension."""
         order = sorted(values)
         columns = [value if value.ndim > 1 else value[:, None] for value in map(values.__getitem__, order)]
         parts = self.gather(torch.cat(columns, 1)).split([column.shape[1] for column in columns], 1)
         return {name: part if values[name].ndim > 1 else part[:, 0] for name, part in zip(order, parts)}
 
     def of_team(self, values: Tensor) -> Tensor:
-        """Return the values of the team's first member."""
+        """The values of the team's first member."""
         if self.members == 1 or not values.numel():
             return values
         shared = values.to(self.device).contiguous()
         distributed.broadcast(shared, self.rank * self.members, self.team)
         return shared.to(values.device)
 
-    def _gather(self, values: Tensor) -> Tensor:
-        if self.count == 1:
-            return values
-        shapes = self._shapes(values)
-        most = shapes[shapes[:, 0].argmax()].tolist()
-        if not most[0]:
-            return values
-        padded = torch.zeros([size for size in most if size], dtype=values.dtype, device=self.device)
-        padded[:len(values)] = values.reshape(len(values), *padded.shape[1:])
-        gathered = [torch.empty_like(padded) for _ in range(self.count)]
-        distributed.all_gather(gathered, padded, self.peers)
-        return torch.cat([rows[:n] for rows, n in zip(gathered, shapes[:, 0].tolist())]).to(values.device)
-
     def gather_samples(self, samples: list[Tensor] | list[str]) -> Tensor | list[str]:
-        """Return the samples of all processes, in the order of their ranks.
-
-        Images or clips of one shape are one tensor, an empty one without any; texts are a list.
-        """
+        """The samples of all processes, in the order of their ranks.
+        Images or clips of one shape are one tensor, an empty one without any; texts are a list."""
         if self.count > 1:
             gathered: list[Any] = [None] * self.count
             distributed.all_gather_object(gathered, [sample.cpu() if torch.is_tensor(sample) else sample
@@ -145,15 +139,8 @@ class Processes:
             return cast("list[str]", samples)
         return torch.stack(cast("list[Tensor]", samples)) if samples else torch.empty(0)
 
-    def _shapes(self, values: Tensor) -> Tensor:
-        """Return the shapes of all processes' values, padded with zeros: int64 [processes,DIMENSIONS]."""
-        shape = torch.tensor([*values.shape] + [0] * (DIMENSIONS - values.ndim), device=self.device)
-        shapes = [torch.empty_like(shape) for _ in range(self.count)]
-        distributed.all_gather(shapes, shape, self.peers)
-        return torch.stack(shapes).cpu()
-
     def total(self, numbers: Sequence[int]) -> list[int]:
-        """Return the sums over all processes, of a team its first member's, one per number."""
+        """Sums over all processes, of a team its first member's, one per number."""
         if self.count * self.members == 1:
             return list(numbers)
         summed = torch.tensor([int(number) for number in numbers], device=self.device)
@@ -166,7 +153,6 @@ class Processes:
         return self._set(flag, None) if self.count * self.members > 1 else bool(flag)
 
     def any_of_team(self, flag: bool) -> bool:
-        """True if the flag is set on a member of this team."""
         return self._set(flag, self.team) if self.members > 1 else flag
 
     def _set(self, flag: bool, group: Any) -> bool:
@@ -211,20 +197,16 @@ class Processes:
                 raise Stopped(ELSEWHERE) if otherwise else OutOfMemoryElsewhere("out of memory on another process")
 
     def alike(self, calls: Callable[[], object]) -> AbstractContextManager[Callable[[int], object]]:
-        """Return a context, inside `collective`, in which sharded processes with the same calls make them without
+        """A context, inside `collective`, in which sharded processes with the same calls make them without
         agreeing on each: `Lockstep.in_step`.
-
-        calls: returns what this process's calls go by; equal values have the same `repr` everywhere.
-        """
+        calls: returns what this process's calls go by; equal values have the same `repr` everywhere."""
         return nullcontext(lambda number: None) if self.lockstep is None else \
             self.lockstep.in_step(zlib.crc32(repr(calls()).encode()))
 
     def in_step(self, parts: Sequence[T], calls: Callable[[Sequence[T], Processes], object],
                 before: Callable[[], object] = lambda: None) -> Iterator[T]:
         """Yield parts, `alike` by what `calls` returns of them and this object.
-
-        before: called before each part, where a process may still leave with the others.
-        """
+        before: called before each part, where a process may still leave with the others."""
         with self.alike(lambda: calls(parts, self)) as begin:
             for number, part in enumerate(parts):
                 before()
@@ -233,10 +215,8 @@ class Processes:
 
     def add_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Sum the gradients of all processes, in one flat tensor. Members of a team each have a part of their sum.
-
         A parameter without a gradient here counts as zeros; one that got none anywhere keeps none. FSDP2 has summed
-        those of sharded parameters in the backward pass.
-        """
+        those of sharded parameters in the backward pass."""
         if self.count * self.members == 1:
             return
         parameters = [parameter for parameter in parameters if not is_shard(parameter)]
@@ -272,12 +252,11 @@ def _failing(error: Exception) -> Iterator[None]:
 
 
 def make_accelerator(device: str) -> Accelerator:
-    """Return the accelerator; launch, device and collectives are accelerate's.
-
-    Raises UserError if it was configured to shard the model, and the run has not taken that over (`launchers`).
-    """
+    """The accelerator; launch, device and collectives are accelerate's.
+    Raises UserError if it was configured to shard the model, and the run has not taken that over (`launchers`)."""
     from accelerate import Accelerator, InitProcessGroupKwargs
 
-    launchers.require_taken(os.environ)
+    for kind in launchers.accelerate_kinds(os.environ, (launchers.THEIRS,)):
+        raise UserError(f"launched with {kind}, which only flowgrpo train and align read: {launchers.PLAIN}")
     patience = InitProcessGroupKwargs(timeout=PATIENCE)
     return Accelerator(cpu=device == "cpu", kwargs_handlers=[patience])

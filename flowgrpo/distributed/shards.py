@@ -31,10 +31,7 @@ class Lockstep:
         self.alike = False  # all make the same calls now, without a word
 
     def join(self, kind: int, step: int = 0) -> None:
-        """Return when all processes do this.
-
-        Raises Stopped if another process leaves.
-        """
+        """Wait until all processes do this. Raises Stopped if another process leaves."""
         if self.alike:
             return
         while (now := self._pressing(kind, step)) != (kind, step):
@@ -42,10 +39,7 @@ class Lockstep:
         self.beside = None
 
     def meet(self, value: int) -> bool:
-        """Return True if all processes meet here with the same value.
-
-        Raises Stopped if another process leaves.
-        """
+        """True if all processes meet here with the same value. Raises Stopped if another process leaves."""
         calls = self._exchange_calls(MEET, value)
         if (LEAVE, 0) in calls:
             self._follow(LEAVE, 0)
@@ -55,10 +49,8 @@ class Lockstep:
     @contextmanager
     def in_step(self, value: int) -> Iterator[Callable[[int], object]]:
         """Context manager in which calls are not announced, if all processes make the same: `value` stands for them.
-
         Yields what all call before each part, with its number, so that one that leaves there leaves with the others. A
-        process that fails within a part leaves alone: the others may wait in the denoiser, until `watch` ends them.
-        """
+        process that fails within a part leaves alone: the others may wait in the denoiser, until `watch` ends them."""
         self.alike = self.meet(value)
         try:
             yield self.meet if self.alike else _announce_nothing
@@ -86,13 +78,11 @@ class Lockstep:
         self.beside = None
 
     def _pressing(self, kind: int, step: int) -> tuple[int, int]:
-        """Return the most urgent of the announced calls, (kind, step)."""
         calls = self._exchange_calls(kind, step)
         assert max(calls)[0] not in (RUN, MEET) or min(calls) == max(calls), f"processes do not sample alike: {calls}"
         return max(calls)
 
     def _exchange_calls(self, kind: int, step: int) -> list[tuple[int, int]]:
-        """Return the calls that all processes announce, (kind, step) each."""
         call = torch.tensor([kind, step], device=self.device)
         gathered = [torch.empty_like(call) for _ in range(distributed.get_world_size())]
         distributed.all_gather(gathered, call)
@@ -104,18 +94,17 @@ def _announce_nothing(number: int) -> None:
 
 
 def is_shard(tensor: Tensor) -> bool:
-    """Return True if this process holds only some rows of the tensor."""
     return hasattr(tensor, "device_mesh")
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return the rows [r,...] of this process, in the same memory; a whole tensor itself."""
+    """Rows [r,...] of this process, in the same memory; a whole tensor itself."""
     sharded: Any = tensor
     return sharded._local_tensor if is_shard(tensor) else tensor
 
 
 def like(values: Tensor, parameter: Tensor) -> Tensor:
-    """Return the rows `values` [r,...] of this process as a tensor that is sharded like the parameter."""
+    """The rows `values` [r,...] of this process as a tensor that is sharded like the parameter."""
     from torch.distributed.tensor import DTensor
 
     model: Any = parameter
@@ -124,14 +113,14 @@ def like(values: Tensor, parameter: Tensor) -> Tensor:
 
 
 def rows(parameter: Tensor) -> slice:
-    """Return the rows of this process among all those of a sharded parameter."""
+    """The rows of this process among all those of a sharded parameter."""
     index, count, _ = place(parameter)
     size = -(-len(parameter) // count)
     return slice(min(index * size, len(parameter)), min((index + 1) * size, len(parameter)))
 
 
 def place(parameter: Tensor) -> tuple[int, int, bool]:
-    """Return (index of this process's shard, number of shards, True on the first process that holds this shard)."""
+    """(index of this process's shard, number of shards, True on the first process that holds this shard)."""
     mesh = parameter.device_mesh  # type: ignore[attr-defined]  # [shards], or [copies, shards]
     *copy, index = mesh.get_coordinate()
     return index, mesh.size(mesh.ndim - 1), not any(copy)

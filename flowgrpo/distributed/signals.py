@@ -43,25 +43,14 @@ _limit: list[float] = []  # PATIENCE, within a run of several processes
 class Stopped(KeyboardInterrupt):
     """Stop requested, at a point where the run's state is consistent."""
 
-
-def stop_signals() -> list[signal.Signals]:
-    """Return the signals that request a stop here: those of the system that this process does not ignore.
-
-    `nohup` makes a process ignore SIGHUP.
-    """
-    known = [signal.Signals[name] for name in STOPS if name in signal.Signals.__members__]
-    return [number for number in known if number.name in ("SIGINT", "SIGTERM") or signal.getsignal(number) not in
-            (signal.SIG_IGN, None)]  # None: a handler of a C library
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook's cell shows in place of a traceback."""
+        return ["flowgrpo: stopped; the same call with resume=\"auto\" goes on from what was saved"]
 
 
 def under_launcher() -> bool:
     """True under a launcher or a scheduler, which may pass one stop on by several ways."""
     return any(name in os.environ for name in LAUNCHED)
-
-
-def grace_period(number: int) -> float:
-    """Return the seconds after the first signal within which this one is the same stop."""
-    return SAME_LAUNCHED.get(signal.Signals(number), SAME) if under_launcher() else SAME
 
 
 class Stop:
@@ -87,7 +76,11 @@ class Stop:
         self._restore()
         main = threading.current_thread() is threading.main_thread()
         self._terminals = [number for number in (1, 2) if os.isatty(number)]
-        self._before = {number: signal.signal(number, self._ask) for number in (stop_signals() if main else ())}
+        known = [signal.Signals[name] for name in STOPS if name in signal.Signals.__members__] if main else []
+        # `nohup` makes a process ignore SIGHUP; None is a handler of a C library.
+        caught = [number for number in known if number.name in ("SIGINT", "SIGTERM")
+                  or signal.getsignal(number) not in (signal.SIG_IGN, None)]
+        self._before = {number: signal.signal(number, self._ask) for number in caught}
         _active.append(self)
         _latest[:] = [self]
         return self
@@ -100,7 +93,6 @@ class Stop:
             self._restore()
 
     def _restore(self) -> None:
-        """Bring back the handlers of before."""
         while self._before:
             signal.signal(*self._before.popitem())
 
@@ -110,7 +102,8 @@ class Stop:
         if self._warned and number == signal.SIGTERM and under_launcher():
             self._since = now
         self._warned = repeated and (first or self._warned)
-        if self._since is not None and not repeated and now - self._since > grace_period(number):
+        same = SAME_LAUNCHED.get(signal.Signals(number), SAME) if under_launcher() else SAME
+        if self._since is not None and not repeated and now - self._since > same:
             if self not in _active:
                 self._restore()
                 signal.raise_signal(number)
@@ -118,8 +111,11 @@ class Stop:
             self.code = 128 + number
             raise KeyboardInterrupt
         self.asked, self._since = True, self._since or now
-        if repeated:
-            _leave_terminals(self._terminals)
+        # Output goes nowhere where its terminal is gone: writing to it would fail, and with it the saving.
+        for terminal in (each for each in self._terminals if repeated and not os.isatty(each)):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, terminal)
+            os.close(nowhere)
         if first and os.environ.get("RANK", "0") == "0":
             with suppress(RuntimeError, OSError, ValueError):  # the main program may be in the midst of a line
                 print(STOPPING, file=sys.stderr, flush=True)
@@ -130,17 +126,7 @@ class Stop:
             raise Stopped
 
 
-def _leave_terminals(numbers: list[int]) -> None:
-    """Let output go nowhere where its terminal is gone: writing to it would fail, and with it the saving."""
-    for number in numbers:
-        if not os.isatty(number):
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, number)
-            os.close(nowhere)
-
-
 def exit_code() -> int:
-    """Return the exit code of this process after a KeyboardInterrupt."""
     return _latest[0].code if _latest else 130
 
 
@@ -151,7 +137,6 @@ def ask() -> None:
 
 
 def stop_requested() -> bool:
-    """Return True if the run that trains now was asked to stop."""
     return any(stop.asked for stop in _active)
 
 
@@ -163,9 +148,7 @@ def check() -> None:
 
 def start_thread(call: Callable[[], T]) -> Future[T]:
     """Run `call` in a daemon thread, on the GPU of this one; return its future.
-
-    A call that hangs does not keep the process from ending.
-    """
+    A call that hangs does not keep the process from ending."""
     from flowgrpo.device import current_gpu, use_gpu  # loads torch
 
     future: Future[T] = Future()
@@ -188,11 +171,9 @@ def complete(future: Future[T], call: Callable[[], T]) -> None:
 
 
 def result(future: Future[T], check: Callable[[], None] = check) -> T:
-    """Return the future's result, for which this thread waits.
-
+    """The future's result, for which this thread waits.
     check: raises an error at which the wait ends.
-    Raises UserError after PATIENCE in a run of several processes.
-    """
+    Raises UserError after PATIENCE in a run of several processes."""
     began = time.monotonic()
     while not wait([future], TICK).done:
         check()
@@ -203,7 +184,7 @@ def result(future: Future[T], check: Callable[[], None] = check) -> T:
 
 
 def promptly(call: Callable[[], T]) -> T:
-    """Return `call()`; in the main thread a signal ends the wait for it, whatever it does."""
+    """`call()`; in the main thread a signal ends the wait for it, whatever it does."""
     if threading.current_thread() is not threading.main_thread():
         return call()
     return result(start_thread(call))

@@ -187,7 +187,6 @@ class Watch:
             self._tell(told.encode())
 
     def _tell(self, line: bytes, last: bool = True) -> None:
-        """Send the others a line. last: it is the last one that this process has for them."""
         for link in self._links:
             with contextlib.suppress(OSError), self._sending:  # it is gone, or has the message already
                 link.sendall(line)
@@ -200,7 +199,6 @@ def _name(rank: int | str, host: str) -> str:
 
 
 def _reason(error: BaseException | None) -> str:
-    """Return in one line why a process ends."""
     text = " ".join(str(error).split())
     return (REFUSED + text if isinstance(error, UserError) else "was ended by a second signal"
             if isinstance(error, KeyboardInterrupt) else f"failed ({type(error).__name__}: {text})")[:2000]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from flowgrpo import rewards
@@ -39,33 +40,28 @@ class BestOf:
         A draw without a score is never the best.
         Raises UserError for a prompt of which no draw has a score.
         """
-        return [self._best(drawn[at * self.count:(at + 1) * self.count], prompt, fps)
-                for at, prompt in enumerate(prompts)]
-
-    def _best(self, drawn: Sequence[Any], prompt: Prompt, fps: float | None) -> tuple[int, float]:
-        [column] = promptly(lambda: columns({self.name: self.reward}, list(drawn), [prompt.text] * self.count,
-                                            [prompt.metadata] * self.count, group=self.count, fps=fps))
-        scores = [-math.inf if isinstance(score, Failed) or math.isnan(score) else float(score) for score in column]
-        if max(scores) == -math.inf:
-            raise UserError(f"--by {self.name}: none of the {self.count} samples of {prompt.text[:60]!r} has a score, "
-                            "expected a reward that applies to every prompt")
-        return scores.index(max(scores)), max(scores)
+        best = []
+        for at, prompt in enumerate(prompts):
+            some = list(drawn[at * self.count:(at + 1) * self.count])
+            [column] = promptly(partial(columns, {self.name: self.reward}, some, [prompt.text] * self.count,
+                                        [prompt.metadata] * self.count, group=self.count, fps=fps))
+            scores = [-math.inf if isinstance(score, Failed) or math.isnan(score) else float(score)
+                      for score in column]
+            if max(scores) == -math.inf:
+                raise UserError(f"--by {self.name}: none of the {self.count} samples of {prompt.text[:60]!r} has a "
+                                "score, expected a reward that applies to every prompt")
+            best.append((scores.index(max(scores)), max(scores)))
+        return best
 
     def over(self, hand: Hand) -> Hand:
-        """Return a generator whose samples are the best of several of another one's."""
         return BestHand(hand, self)
 
     def as_json(self) -> dict[str, Any]:
-        """Return how samples are chosen, as evaluations record it."""
         return {"best_of": self.count, "by": self.name}
-
-    def facts(self, score: float) -> dict[str, Any]:
-        """Return how an image was chosen, as its text chunk records it."""
-        return {"Best of": self.count, "Best by": self.name, "Best score": f"{score:g}"}
 
 
 def make(count: int, by: str | dict[str, Any], config: Config | None) -> BestOf | None:
-    """Return the choice that --best-of and --by ask for; None for one draw.
+    """Choice that --best-of and --by ask for; None for one draw.
 
     by: name of a reward, where a run's rewards keep their rules, or its rule by name. config: of the run.
     Raises UserError for one of the two options alone, and for several rewards.
@@ -93,11 +89,9 @@ class BestHand:
 
     @property
     def fps(self) -> float | None:
-        """Return the frames per second of clips."""
         return self.hand.fps
 
     def draw(self, arm: str, prompts: Sequence[Prompt], places: Sequence[Place]) -> list[Any]:
-        """Return a sample per place."""
         tries = [[place._replace(sample=place.sample * self.best.count + number) for place in places]
                  for number in range(self.best.count)]
         drawn = list(zip(*(self.hand.draw(arm, prompts, some) for some in tries)))
@@ -107,7 +101,9 @@ class BestHand:
         return [samples[number] for samples, (number, _) in zip(drawn, picked)]
 
     def facts(self, arm: str, prompt: Prompt, place: Place, sample: Any) -> str | None:
-        """Return how a sample was drawn and chosen, None where that is not stored."""
         drawn, score = self.chosen.pop(place)
         facts = self.hand.facts(arm, prompt, drawn, sample)
-        return None if facts is None else image_files.extend_parameters(facts, self.best.facts(score))
+        if facts is None:
+            return None
+        chosen = {"Best of": self.best.count, "Best by": self.best.name, "Best score": f"{score:g}"}
+        return ", ".join([facts, *(f"{name}: {image_files.quote(value)}" for name, value in chosen.items())])

@@ -10,11 +10,12 @@ from __future__ import annotations
 import base64
 import html
 import io
+import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -39,11 +40,10 @@ from flowgrpo.policies.pipelines.load import rate_ahead
 from flowgrpo.storage import atomic, paths
 from flowgrpo.storage.places import is_checkpoint, list_checkpoints, run_of
 
-if TYPE_CHECKING:
-    from flowgrpo.evaluation.statistics import Interval
-
 HEAD = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; media-src data:; \
+style-src 'unsafe-inline'">
 <meta name="color-scheme" content="light dark">
 <title>{title}</title>
 <style>
@@ -100,8 +100,24 @@ def write_page(path: str | Path, title: str, columns: Sequence[str], rows: Seque
                 for row in rows for image in row.images)
     digits = grid.digits_of(rows)
     text = HEAD.format(title=html.escape(title), columns=heads, rendering="pixelated" if small else "auto")
-    lines = [*(_row(row, digits, fps, sourced) for row in rows),
-             *([_means(summary, digits, sourced)] if summary else [])]
+    lines = []
+    for row in rows:
+        beside = "".join(f"<figure>{_image(picture, fps)}<figcaption>{html.escape(name)}</figcaption></figure>"
+                         for name, picture in row.sources)
+        cells = [f"<td>{beside}</td>"] * sourced
+        for image, scores in zip(row.images, row.scores):
+            shown = "".join(_line(name, value, row.scores[0].get(name, value), digits[name])
+                            for name, value in scores.items())
+            cells.append(f"<td>{_image(image, fps)}{f'<dl>{shown}</dl>' if shown else ''}</td>")
+        lines.append(_prompt(row.caption, len(cells)) + f"<tr>{''.join(cells)}</tr>\n")
+    if summary:  # the columns' means, each above its interval
+        cells = ["<td></td>"] * sourced
+        for means in summary.columns:
+            shown = "".join(_line(name, of.mean, summary.columns[0][name].mean, digits[name],
+                                  f"<small>{bounds(of.low, of.high, digits[name])}</small>")
+                            for name, of in means.items())
+            cells.append(f"<td><dl>{shown}</dl></td>")
+        lines.append(_prompt(summary.label, len(cells)) + f"<tr>{''.join(cells)}</tr>\n")
     atomic.write_text(path, text + "".join(lines) + "</tbody></table>\n</main></body></html>\n")
     return path
 
@@ -109,15 +125,19 @@ def write_page(path: str | Path, title: str, columns: Sequence[str], rows: Seque
 def write_table(path: str | Path, title: str, columns: Sequence[str], rows: Sequence[grid.Row],
                 summary: grid.Summary | None = None) -> Path:
     """Write texts under their columns' names as a Markdown table, each with its scores below; summary: the last row."""
-    path = Path(path)
-    digits = grid.digits_of(rows)
+    path, digits = Path(path), grid.digits_of(rows)
     lines = [["prompt", *map(markdown, columns)], ["---"] * (len(columns) + 1)]
-    lines += [[cell(row.caption),
-               *(_scored_cell(image, scores, digits) for image, scores in zip(row.images, row.scores))]
-              for row in rows]
+    for row in rows:
+        lines.append([cell(row.caption)])
+        for text, scores in zip(row.images, row.scores):
+            assert isinstance(text, str), "a table is of texts"
+            listed = ", ".join(f"{_short(name)} {grid.format_score(value, digits[name])}"
+                               for name, value in scores.items())
+            lines[-1].append(f"{cell(text)}<br>{cell(listed)}" if listed else cell(text))
     if summary:
-        lines.append([summary.label, *(", ".join(f"{cell(_short(name))} {_interval_cell(of, digits[name])}"
-                                                 for name, of in means.items()) for means in summary.columns)])
+        lines.append([summary.label, *(", ".join(
+            f"{cell(_short(name))} {format_interval(of.mean, of.low, of.high, digits[name])}"
+            for name, of in means.items()) for means in summary.columns)])
     table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
     atomic.write_text(path, f"# {markdown(title)}\n\n{table}")
     return path
@@ -127,37 +147,8 @@ def _short(name: str) -> str:
     return name.rpartition("/")[2]
 
 
-def _interval_cell(of: Interval, digits: int) -> str:
-    return format_interval(of.mean, of.low, of.high, digits)
-
-
-def _scored_cell(text: torch.Tensor | str, scores: dict[str, float], digits: Mapping[str, int]) -> str:
-    assert isinstance(text, str), "a table is of texts"
-    listed = ", ".join(f"{_short(name)} {grid.format_score(value, digits[name])}" for name, value in scores.items())
-    return f"{cell(text)}<br>{cell(listed)}" if listed else cell(text)
-
-
-def _row(row: grid.Row, digits: Mapping[str, int], fps: float | None, sourced: bool) -> str:
-    cells = "".join(f"<td>{_image(image, fps)}{_scores(scores, row.scores[0], digits)}</td>"
-                    for image, scores in zip(row.images, row.scores))
-    beside = "".join(f"<figure>{_image(picture, fps)}<figcaption>{html.escape(name)}</figcaption></figure>"
-                     for name, picture in row.sources)
-    cells = f"<td>{beside}</td>{cells}" if sourced else cells
-    return _prompt(row.caption, len(row.images) + sourced) + f"<tr>{cells}</tr>\n"
-
-
 def _prompt(text: str, columns: int) -> str:
     return f'<tr class="prompt"><th scope="row" colspan="{columns}"><span>{html.escape(text)}</span></th></tr>'
-
-
-def _means(summary: grid.Summary, digits: Mapping[str, int], sourced: bool) -> str:
-    """Return the last row: the columns' means with intervals."""
-    cells = ["<td></td>"] * sourced
-    for means in summary.columns:
-        lines = (_line(name, of.mean, summary.columns[0][name].mean, digits[name],
-                       f"<small>{bounds(of.low, of.high, digits[name])}</small>") for name, of in means.items())
-        cells.append(f"<td><dl>{''.join(lines)}</dl></td>")
-    return _prompt(summary.label, len(cells)) + f"<tr>{''.join(cells)}</tr>\n"
 
 
 def _image(image: torch.Tensor | str, fps: float | None) -> str:
@@ -186,11 +177,6 @@ def _data_url(kind: str, content: bytes) -> str:
     return f"data:{kind};base64,{base64.b64encode(content).decode()}"
 
 
-def _scores(scores: dict[str, float], first: dict[str, float], digits: Mapping[str, int]) -> str:
-    lines = (_line(name, value, first.get(name, value), digits[name]) for name, value in scores.items())
-    return f"<dl>{''.join(lines)}</dl>" if scores else ""
-
-
 def _line(name: str, value: float, before: float, digits: int, below: str = "") -> str:
     mark = MARKS[grid.direction(value, before, digits)]
     label = re.sub(r"(?<=[_.])", "<wbr>", html.escape(_short(name)))  # a name may break there
@@ -211,10 +197,6 @@ class Column:
     seed: int
     asked: dict[str, Any]
     rlg: float | None = None
-
-    @property
-    def arm(self) -> Arm:
-        return Arm(self.weights, self.asked, self.rlg)
 
 
 @loading.memory_told()
@@ -238,9 +220,10 @@ def columns(run: str | Path, kind: str, values: Sequence[str], prompts: str | Pa
         raise UserError(f"--columns {kind}: is of denoisers, and {run} trained a language model; expected one of "
                         f"{', '.join(known)}")
     if by_tokens:
-        arguments = domains.of("tokens").asked(config, 2 if kind == "seeds" else 1, None)
+        arguments = domains.sampled_by("tokens").asked(config, 2 if kind == "seeds" else 1, None)
     else:
         arguments = samplers.call_arguments(config.model, run)
+    # Everything that can be refused comes before a model is loaded.
     chosen = KINDS[kind](Column("tuned", run, seed, arguments), list(values))
     shown = spread(sets.prompts_to_show(config, prompts), count)
     given_files.require(shown)
@@ -248,20 +231,18 @@ def columns(run: str | Path, kind: str, values: Sequence[str], prompts: str | Pa
     device = loading.place()
     sampler = Texts(config.model, config, None, device) if by_tokens else Pipelines(
         config.model, config, drawing(config.precision if config.adapter.rank else "fp32", device), device)
-
-    def sample_column(column: Column) -> list[Any]:
-        return first_of_each(sampler, column.arm, shown, column.seed)
-
-    drawn: list[list[Any]] = [sample_column(column) for column in chosen]
+    # Samples by column, and the base's of the same seeds where a reward compares with them.
+    drawn = [first_of_each(sampler, Arm(each.weights, each.asked, each.rlg), shown, each.seed) for each in chosen]
     bases: list[Any] = [None] * len(chosen)
     if any(map(rewards.sees_base, functions.values())):
-        bases = [torch.stack(sample_column(replace(column, weights=None, rlg=None))) for column in chosen]
+        bases = [torch.stack(first_of_each(sampler, Arm(None, each.asked), shown, each.seed)) for each in chosen]
     fps = None if by_tokens else rate_ahead(config.model, config.load, arguments, config.fps)
     scores = [captions(functions, samples if written else torch.stack(samples), shown, base, fps)
               for samples, base in zip(drawn, bases)]
     rows = [Row(prompt.text, [images[i] for images in drawn],
                 [dict(zip(functions, values[i].tolist())) for values in scores],
-                sources.of(prompt, frames_of(drawn[0][i]))) for i, prompt in enumerate(shown)]
+                sources.read_sources(prompt, frames_of(drawn[0][i]))) for i, prompt in enumerate(shown)]
+    # The page: a table of texts, or images with what says how they were drawn.
     names, title = [column.name for column in chosen], f"{config.name}: {kind}"
     means = means_of([dict(zip(functions, values.T[:, :, None].numpy())) for values in scores])
     first = write_table(output.with_suffix(".md"), title, names, rows, means) if written else \
@@ -278,7 +259,7 @@ def _checkpoints(tuned: Column, values: list[str]) -> list[Column]:
     """Columns by epoch, 0 for the base; without values the base and every kept checkpoint."""
     assert tuned.weights is not None
     folders = list_checkpoints(run_of(tuned.weights))
-    epochs = [_number("checkpoints", value, int) for value in values] or [0, *folders]
+    epochs = _numbers("checkpoints", values, int) or [0, *folders]
     missing = [epoch for epoch in epochs if epoch and epoch not in folders]
     if missing or not folders:
         which = f"of epoch {missing[0]}" if missing else "at all"
@@ -304,43 +285,33 @@ def _runs(tuned: Column, values: list[str]) -> list[Column]:
     return chosen
 
 
-def _seeds(tuned: Column, values: list[str]) -> list[Column]:
-    numbers = [_number("seeds", value, int) for value in values or SEEDS]
-    return [replace(tuned, name=f"seed {number}", seed=number) for number in numbers]
-
-
-def _guidance(tuned: Column, values: list[str]) -> list[Column]:
-    return _argument_columns(tuned, "guidance", "guidance", values, float)
-
-
-def _steps(tuned: Column, values: list[str]) -> list[Column]:
-    return _argument_columns(tuned, "steps", "num_inference_steps", values, int, least=1)
-
-
-def _rlg(tuned: Column, values: list[str]) -> list[Column]:
-    numbers = [_number("rlg", value, float) for value in values or RLG]
-    return [replace(tuned, name=f"rlg {number:g}", rlg=number) for number in numbers]
-
-
-KINDS: dict[str, Callable[[Column, list[str]], list[Column]]] = {
-    "checkpoints": _checkpoints, "runs": _runs, "seeds": _seeds, "guidance": _guidance, "steps": _steps, "rlg": _rlg}
-
-
 def _argument_columns(tuned: Column, kind: str, argument: str, values: list[str], number: type, least: float = 0
                       ) -> list[Column]:
     if not values:
         raise UserError(f"--columns {kind}: expected --values with a number for each column, such as --values 1,2,4")
-    numbers = [_number(kind, value, number, least) for value in values]
     return [replace(tuned, name=f"{kind} {parsed:g}", asked=tuned.asked | {argument: parsed})
-            for parsed in numbers]
+            for parsed in _numbers(kind, values, number, least)]
 
 
-def _number(kind: str, value: str, number: type, least: float = 0) -> Any:
-    try:
-        parsed = number(value)
-    except ValueError:
-        parsed = None
-    if parsed is None or not least <= parsed < float("inf"):
-        raise UserError(f"--columns {kind}: got {value!r} in --values, expected {'whole ' * (number is int)}numbers "
-                        f"from {least} up, parted by commas")
+def _numbers(kind: str, values: Sequence[str], number: type, least: float = 0) -> list[Any]:
+    parsed: list[Any] = []
+    for value in values:
+        try:
+            parsed.append(number(value))
+        except ValueError:
+            parsed.append(math.nan)
+        if not least <= parsed[-1] < math.inf:
+            raise UserError(f"--columns {kind}: got {value!r} in --values, expected {'whole ' * (number is int)}"
+                            f"numbers from {least} up, parted by commas")
     return parsed
+
+
+KINDS: dict[str, Callable[[Column, list[str]], list[Column]]] = {
+    "checkpoints": _checkpoints,
+    "runs": _runs,
+    "seeds": lambda tuned, values: [replace(tuned, name=f"seed {number}", seed=number)
+                                    for number in _numbers("seeds", values or SEEDS, int)],
+    "guidance": lambda tuned, values: _argument_columns(tuned, "guidance", "guidance", values, float),
+    "steps": lambda tuned, values: _argument_columns(tuned, "steps", "num_inference_steps", values, int, least=1),
+    "rlg": lambda tuned, values: [replace(tuned, name=f"rlg {number:g}", rlg=number)
+                                  for number in _numbers("rlg", values or RLG, float)]}

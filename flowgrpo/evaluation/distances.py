@@ -28,7 +28,7 @@ MOST = 32  # images of a reward
 
 
 def fid(one: Tensor, other: Tensor) -> float:
-    """Return the Frechet distance of two Gaussians with the means and covariances of features [N, D] and [M, D].
+    """Frechet distance of two Gaussians with the means and covariances of features [N, D] and [M, D].
 
     |m1 - m2|^2 + tr(S1 + S2 - 2 (S1 S2)^(1/2)), Heusel et al. 2017 (1706.08500), equation 6; the covariances have a
     divisor of N - 1, as in torchmetrics. Computed in float64. It is biased upwards by few images.
@@ -43,20 +43,16 @@ def fid(one: Tensor, other: Tensor) -> float:
 
 
 def kid(one: Tensor, other: Tensor) -> float:
-    """Return the unbiased squared MMD of features [N, D] and [M, D] under the kernel (x y / D + 1)^3.
+    """Unbiased squared MMD of features [N, D] and [M, D] under the kernel (x y / D + 1)^3.
 
     Binkowski et al. 2018 (1801.01401), section 3; of all images, where torchmetrics averages over random subsets.
     Computed in float64. An unbiased estimate may be below 0.
     """
     one, other = one.double(), other.double()
-    n, m = len(one), len(other)
-    within = [(kernel.sum() - kernel.trace()) / (k * (k - 1))
-              for kernel, k in ((_cubic(one, one), n), (_cubic(other, other), m))]
-    return float(within[0] + within[1] - 2 * _cubic(one, other).mean())
-
-
-def _cubic(one: Tensor, other: Tensor) -> Tensor:
-    return (one @ other.T / one.shape[1] + 1) ** 3
+    pairs = ((one, one), (other, other), (one, other))
+    *alike, mixed = ((x @ y.T / x.shape[1] + 1) ** 3 for x, y in pairs)
+    within = [(kernel.sum() - kernel.trace()) / (len(kernel) * (len(kernel) - 1)) for kernel in alike]
+    return float(within[0] + within[1] - 2 * mixed.mean())
 
 
 DISTANCES: dict[str, Callable[[Tensor, Tensor], float]] = {"fid": fid, "kid": kid}
@@ -74,29 +70,27 @@ def require(names: Sequence[str], features: str | Callable, images: int, size: t
     if names and features == "pixels":
         raise UserError("--distance: is of the features of a network: add --features inception (those of published FID)"
                         ", --features clip, or path/to/file.py:function")
-    least = {name: LEAST if name == "kid" else _count(features, size) + 1 for name in names}
-    for name, count in least.items():
+    for name in names:
+        count = LEAST
+        if name == "fid":
+            made = torch.as_tensor(guards.extractor(features)(torch.zeros(2, 3, *size)))
+            count = int(made.flatten(1).shape[1]) + 1
         if images < count:
             raise UserError(f"--distance {name}: got {images} images of each model, expected at least {count}"
                             f"{', one more than there are features' if name == 'fid' else ''}: raise --samples, or use "
                             f"a longer suite{', or kid' if name == 'fid' else ''}")
 
 
-def _count(features: str | Callable, size: tuple[int, int]) -> int:
-    """Return the number of features of an image."""
-    return int(torch.as_tensor(guards.extractor(features)(torch.zeros(2, 3, *size))).flatten(1).shape[1])
-
-
 def measure_distances(names: Sequence[str], features: str | Callable, base: Iterable[Tensor], tuned: Iterable[Tensor]
              ) -> dict[str, Any]:
-    """Return the distances by name, the features and the number of images of each set.
+    """Distances by name, the features and the number of images of each set.
 
     base, tuned: batches of images [B, 3, H, W] in [0, 1], or of clips [B, F, 3, H, W], of which the middle frame is
     taken. Raises UserError for features that are not finite.
     """
     extract = guards.extractor(features)
-    sets = [torch.cat([torch.as_tensor(extract(_images(batch))).detach().cpu().flatten(1) for batch in batches])
-            for batches in (base, tuned)]
+    sets = [torch.cat([torch.as_tensor(extract(batch if batch.ndim == 4 else batch[:, batch.shape[1] // 2]))
+                       .detach().cpu().flatten(1) for batch in batches]) for batches in (base, tuned)]
     for each in sets:
         if not each.isfinite().all():
             raise UserError("--distance: --features returned nan or inf")
@@ -104,13 +98,9 @@ def measure_distances(names: Sequence[str], features: str | Callable, base: Iter
     return {"features": shown, "images": len(sets[0]), **{name: DISTANCES[name](*sets) for name in names}}
 
 
-def _images(batch: Tensor) -> Tensor:
-    return batch if batch.ndim == 4 else batch[:, batch.shape[1] // 2]
-
-
 def structure(base: Tensor | list[str], tuned: Tensor | list[str]) -> dict[str, Any] | None:
-    """Return the mean SSIM of pairs of images [N, 3, H, W] of the same prompts and seeds, and their number; None for
-    anything else, and for images smaller than SSIM's window.
+    """Mean SSIM of pairs of images [N, 3, H, W] of the same prompts and seeds, and their number; None for anything
+    else, and for images smaller than SSIM's window.
 
     Images are rounded to 8 bits, as in a run's files, and averaged down to a shorter side of about SHORT, as the
     authors of SSIM advise.
@@ -120,14 +110,13 @@ def structure(base: Tensor | list[str], tuned: Tensor | list[str]) -> dict[str, 
     factor = max(1, round(min(base.shape[-2:]) / SHORT))
     if not len(base) or min(base.shape[-2:]) // factor < guards.SIDE:
         return None
-    pairs = ((_small(one, factor), _small(other, factor)) for one, other in zip(base, tuned))
-    return {"ssim": sum(guards.ssim(one, other).mean().item() for one, other in pairs) / len(base),
-            "images": len(base)}
 
+    def small(image: Tensor) -> Tensor:
+        light = grey(torch.from_numpy(eight_bit(image)).movedim(-1, -3) / 255)
+        return torch.nn.functional.avg_pool2d(light[None], factor)[0]
 
-def _small(image: Tensor, factor: int) -> Tensor:
-    light = grey(torch.from_numpy(eight_bit(image)).movedim(-1, -3) / 255)
-    return torch.nn.functional.avg_pool2d(light[None], factor)[0]
+    ssims = [guards.ssim(small(one), small(other)).mean().item() for one, other in zip(base, tuned)]
+    return {"ssim": sum(ssims) / len(base), "images": len(base)}
 
 
 @dataclass(frozen=True)
@@ -138,13 +127,19 @@ class Shuffled:
     others: dict[str, dict[int, Prompt]]
 
     @classmethod
-    def of(cls, functions: Mapping[str, Any], prompts: Sequence[Prompt]) -> Shuffled:
-        """Return the rewards that score one sample by itself in this process, if PAIRS of the first MOST prompts have
-        another prompt."""
-        others = {name: _others([i for i, prompt in enumerate(prompts[:MOST])
-                                 if getattr(reward, "rule", WatchRule()).applies(prompt.metadata)], prompts)
-                  for name, reward in functions.items() if _alone(reward)}
-        others = {name: paired for name, paired in others.items() if len(paired) >= PAIRS}
+    def choose(cls, functions: Mapping[str, Any], prompts: Sequence[Prompt]) -> Shuffled:
+        """Rewards that score one sample by itself in this process, if PAIRS of the first MOST prompts have another
+        prompt."""
+        others = {}
+        for name, reward in functions.items():
+            parts = rewards.inside(reward)
+            reads = {read for part in parts for read in part.reads if not read.startswith("metadata.")}
+            if any(part.unit != "sample" for part in parts) or not reads <= {FPS} or rewards.slow(reward):
+                continue
+            rows = [i for i, prompt in enumerate(prompts[:MOST])
+                    if getattr(reward, "rule", WatchRule()).applies(prompt.metadata)]
+            if len(paired := _others(rows, prompts)) >= PAIRS:
+                others[name] = paired
         made = {name: functions[name] for name in others}
         return cls({name: rewards.for_trial(reward) if isinstance(reward, rewards.Composed) else reward
                     for name, reward in made.items()}, others)
@@ -169,16 +164,9 @@ class Shuffled:
         return scores
 
 
-def _alone(reward: Any) -> bool:
-    """True if a reward scores one sample by itself, in this process, and reads nothing else."""
-    parts = rewards.inside(reward)
-    reads = {read for part in parts for read in part.reads if not read.startswith("metadata.")}
-    return all(part.unit == "sample" for part in parts) and reads <= {FPS} and not rewards.slow(reward)
-
-
 def _others(indices: list[int], prompts: Sequence[Prompt]) -> dict[int, Prompt]:
-    """Return another prompt for each index: that half the list away, or at the distance that gives most of them
-    another text or other metadata. Those that get their own are left out."""
+    """Another prompt for each index: that half the list away, or at the distance that gives most of them another text
+    or other metadata. Those that get their own are left out."""
     found: dict[int, Prompt] = {}
     count = len(indices)
     for shift in sorted(range(1, count), key=lambda shift: abs(shift - count // 2)):

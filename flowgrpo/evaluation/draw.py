@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,6 @@ from flowgrpo.evaluation.samplers import Pipelines, Texts
 from flowgrpo.policies import build, loading
 from flowgrpo.rewards import guards
 from flowgrpo.samplers.rollout import seeder
-from flowgrpo.types import Completion
 from flowgrpo.version import __version__
 
 if TYPE_CHECKING:
@@ -41,7 +39,6 @@ class Painter:
 
     @property
     def fps(self) -> float | None:
-        """Return the frames per second of clips, once the pipeline is loaded."""
         return self.plan.fps
 
     def draw(self, arm: str, prompts: Sequence[Prompt], places: Sequence[Place]) -> list[torch.Tensor]:
@@ -57,7 +54,7 @@ class Painter:
             loading.require_fit(self.plan.model, self.plan.tuned, loading.files_of(self.plan.config, self.plan.model))
 
     def facts(self, arm: str, prompt: Prompt, place: Place, sample: torch.Tensor) -> str:
-        """Return how an image was drawn, as AUTOMATIC1111 and ComfyUI read it."""
+        """How an image was drawn, as AUTOMATIC1111 and ComfyUI read it."""
         plan, weight = self.plan, self.plan.arms[arm]
         if arm not in self.settings:
             tuned = plan.tuned if weight else None
@@ -69,7 +66,6 @@ class Painter:
                                         self.settings[arm], negative)
 
     def _rewrite(self, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
-        """Return the prompts that images are drawn from: the users', or as an enhancer rewrites them."""
         return self.plan.enhancer(prompts) if self.plan.enhancer else prompts
 
 
@@ -82,24 +78,20 @@ class Writer:
         self.plan, self.seed_of = plan, seeder(plan.seed, 0)
         self.sampler = Texts(plan.model, plan.config, plan.precision, device)
 
-    def draw(self, arm: str, prompts: Sequence[Prompt], places: Sequence[Place]) -> list[Completion]:
-        """Write one completion per place, each sampled only from the seed of its place."""
+    def draw(self, arm: str, prompts: Sequence[Prompt], places: Sequence[Place]) -> list[Any]:
+        """Write a completion, or draw an image [3, H, W] in [0, 1], per place, from the seed of its place alone."""
         return self.sampler.draw(self.plan.arm(arm), prompts,
                                  [self.seed_of(place.prompt, place.sample) for place in places])
 
-    def facts(self, arm: str, prompt: Prompt, place: Place, sample: Completion) -> None:
-        """Return nothing: a text stores no settings."""
+    def facts(self, arm: str, prompt: Prompt, place: Place, sample: Any) -> None:
+        """A text stores no settings."""
 
 
 class Drawer(Writer):
     """Draw with a language model that has an image head."""
 
-    def draw(self, arm: str, prompts: Sequence[Prompt], places: Sequence[Place]) -> list[Any]:
-        """Draw images [3, H, W] in [0, 1], each from the seed of its place alone."""
-        return super().draw(arm, prompts, places)
-
     def facts(self, arm: str, prompt: Prompt, place: Place, sample: Any) -> Any:
-        """Return how an image was drawn, as AUTOMATIC1111 and ComfyUI read it."""
+        """As of `Painter`."""
         plan = self.plan
         settings = {"Temperature": plan.asked["eval_temperature"], "CFG scale": plan.asked["guidance"],
                     "Model": Path(plan.model).name,
@@ -109,35 +101,37 @@ class Drawer(Writer):
 
 
 def text_distance(samples: Sequence[str]) -> float:
-    """Return the mean distance between texts of a prompt, 0 (equal) to 1 (nothing in common): 1 minus the Jaccard
-    similarity of their word bigrams."""
+    """Mean distance between texts of a prompt, 0 (equal) to 1 (nothing in common): 1 minus the Jaccard similarity of
+    their word bigrams."""
     pairs = [set(itertools.pairwise(["", *text.split(), ""])) for text in samples]
     apart = [1 - len(one & other) / len(one | other) for one, other in itertools.combinations(pairs, 2)]
     return sum(apart) / len(apart)
 
 
-def image_distance(features: Callable, samples: torch.Tensor) -> float:
-    """Return the mean feature distance between images of a prompt; for clips that of their middle frames."""
-    images = samples if samples.ndim == 4 else samples[:, samples.shape[1] // 2]
-    return guards.distances(torch.as_tensor(features(images))[None]).mean().item()
+def _between_images(features: str | Callable) -> Callable[[torch.Tensor], float]:
+    """Make the mean feature distance between images of a prompt; for clips that of their middle frames."""
+    extract = guards.extractor(features)
+
+    def apart(samples: torch.Tensor) -> float:
+        images = samples if samples.ndim == 4 else samples[:, samples.shape[1] // 2]
+        return guards.distances(torch.as_tensor(extract(images))[None]).mean().item()
+
+    return apart
 
 
-def of_words(features: str | Callable) -> Callable:
-    """Return the distance of texts, which has no features.
-    Raises UserError if features are requested."""
+def _between_texts(features: str | Callable) -> Callable[[Sequence[str]], float]:
     if features != "pixels":
         raise UserError("--features: are of images; leave it out for a language model")
     return text_distance
 
 
-IMAGES = Medium("image", Painter, Ledger, lambda features: partial(image_distance, guards.extractor(features)), 1,
-                  None)
-TEXTS = Medium("text", Writer, TextLedger, of_words, 8, "text")
-DRAWINGS = Medium("image", Drawer, Ledger, IMAGES.apart, 8, "image")
+IMAGES = Medium("image", Painter, Ledger, _between_images, 1, None)
+TEXTS = Medium("text", Writer, TextLedger, _between_texts, 8, "text")
+DRAWINGS = Medium("image", Drawer, Ledger, _between_images, 8, "image")
 
 
 def medium_of(model: str, config: Config | None, generates: str | None = None) -> Medium:
-    """Return what a model makes: images or clips by denoising, texts, or images by image tokens.
+    """What a model makes: images or clips by denoising, texts, or images by image tokens.
 
     config: of the run that tuned it. generates: "text" or "image", of a language model; None as the run has it, or
     texts.

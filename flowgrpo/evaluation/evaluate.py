@@ -12,7 +12,7 @@ import contextlib
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,12 @@ from flowgrpo.config.reward_rules import WatchRule
 from flowgrpo.config.schema import Config
 from flowgrpo.data.suites import Suite, load_suite
 from flowgrpo.device import require_generators
-from flowgrpo.distributed.processes import Processes
+from flowgrpo.distributed.processes import PATIENCE, Processes
 from flowgrpo.distributed.signals import promptly
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import best_of as choice
 from flowgrpo.evaluation import distances, draw, findings, held_out, run_rewards, samplers
-from flowgrpo.evaluation.plan import BASE, TUNED, BaseLedger, Medium, Place, Plan, digest
+from flowgrpo.evaluation.plan import BASE, TUNED, BaseLedger, Place, Plan, digest
 from flowgrpo.log import bar
 from flowgrpo.policies import checkpoints, loading
 from flowgrpo.rewards import Failed
@@ -70,31 +70,47 @@ def evaluate(source: str, suite: str, names: Sequence[str] | dict[str, WatchRule
     per call (None: 1 image, 8 texts) this holds up to rounding.
     Raises UserError for what cannot be loaded, and for a folder that holds another evaluation.
     """
+    from accelerate import PartialState
+
     plan = make_plan(source, lora, base, samples, steps, guidance, seed, rlg, temperature, max_tokens, precision,
                      epoch, best_of, by, enhancer, generates)
-    processes, apart = _processes(), plan.medium.apart(features)
+    # Refuse what does not go together, before anything is drawn.
+    processes = Processes(PartialState(cpu=not torch.cuda.is_available(), timeout=PATIENCE))
+    apart = plan.medium.apart(features)
     if processes.first:
         paths.require_folder(output)
     chosen, functions = load_suite(suite), run_rewards.rewards_by_name(plan.config, names)
     require_generators(len(chosen.cases) * samples, "samples")
     if distance:
-        _require_distance(plan, distance, features, len(chosen.cases) * samples)
+        if plan.medium is draw.TEXTS:
+            raise UserError("--distance: is of images, and the model writes completions: leave it out")
+        if plan.arms.keys() != {BASE, TUNED}:
+            raise UserError("--distance: is of the tuned images to the base's: add --base")
+        side = (plan.config or Config()).image
+        distances.require(distance, features, len(chosen.cases) * samples,
+                          (side.height or distances.SIDE, side.width or distances.SIDE))
     if plan.medium.modality:
         rewards.require_modality(functions, plan.medium.modality)
     rewards.require_routes(functions, [prompt.metadata for prompt in chosen.prompts])
+    # Take up what earlier calls have drawn and scored in this folder.
     ledger = plan.medium.ledger(Path(output), processes.rank)
     settings = plan.as_json() | {"suite": digest([str(case) for case in chosen.cases]),
                               "rewards": held_out.rules(functions)}
     ledger.check(settings)
     edited = rewards.edited_rewards(ledger.code(), functions)
-    known = _stored_scores(ledger, plan, functions, edited)
+    # Scores that are kept: not those of edited rewards, nor those that lacked a base if there is one now.
+    again = {name for name, reward in functions.items() if plan.base_arm and rewards.sees_base(reward)}
+    known = {place: {name: value for name, value in scores.items()
+                     if name not in edited and (name not in again or not math.isnan(value))}
+             for place, scores in ledger.read().items() if ledger.has(place)}
     processes.wait()  # the remaining work is the same for all: no one writes before all have read
-    if processes.first:
-        if edited:
-            print(f"the file of {', '.join(edited)} has changed since it scored these samples: they are scored again",
-                  file=sys.stderr)
-        ledger.settle(settings, rewards.code_hashes(functions), edited)
-    failed = _make(plan, chosen, functions, ledger, known, processes, batch or plan.medium.together)
+    if processes.first and edited:
+        print(f"the file of {', '.join(edited)} has changed since it scored these samples: they are scored again",
+              file=sys.stderr)
+    with paths.undone(ledger.folder):
+        if processes.first:
+            ledger.settle(settings, rewards.code_hashes(functions), edited)
+        failed = _make(plan, chosen, functions, ledger, known, processes, batch or plan.medium.together)
     if not processes.first:
         return {}
     return findings.write(plan, chosen, functions, ledger, failed, apart, (distance, features))
@@ -112,13 +128,22 @@ def make_plan(source: str, lora: str | Path | None, base: bool, samples: int, st
         raise UserError("--base compares with a result: give a run, or a model and --lora")
     if tuned is None and rlg:
         raise UserError("--rlg guides a result away from its base: give a run, or a model and --lora")
+    if tuned is not None:
+        loading.require_weights(tuned)
     config = checkpoints.config_of(tuned)
     medium = draw.medium_of(model, config, generates)
-    _require_fitting(medium, {"steps": steps, "guidance": guidance, "rlg": rlg or None, "enhancer": enhancer},
-                     {"temperature": temperature, "max-tokens": max_tokens})
+    # Options of another medium would have no effect.
+    of_images: dict[str, Any] = {"steps": steps, "guidance": guidance, "rlg": rlg or None, "enhancer": enhancer}
+    of_texts: dict[str, Any] = {"temperature": temperature, "max-tokens": max_tokens}
+    unread, whose = (of_texts, "a language model") if medium is draw.IMAGES else (of_images, "a denoiser")
+    if medium is draw.DRAWINGS:  # it has a guidance, and as many tokens as its grid
+        unread = of_images | {"guidance": None, "max-tokens": max_tokens}
+    for name, value in unread.items():
+        if value is not None:
+            raise UserError(f"--{name}: is of {whose}, and the model generates {medium.unit}s: leave it out")
     if medium is not draw.IMAGES:
-        arguments = domains.of("tokens").asked(config, samples * best_of, temperature, max_tokens, generates, guidance,
-                                               model)
+        asked = domains.sampled_by("tokens").asked
+        arguments = asked(config, samples * best_of, temperature, max_tokens, generates, guidance, model)
     else:
         arguments = samplers.call_arguments(model, tuned, steps, guidance)
     arms = {BASE: 0.0} if base or tuned is None else {}
@@ -128,35 +153,6 @@ def make_plan(source: str, lora: str | Path | None, base: bool, samples: int, st
         raise UserError(f"--rlg: got a weight twice in {', '.join(f'{weight:g}' for weight in rlg)}")
     return Plan(model, tuned, arms, "sweep" if len(rlg) > 1 else next(iter(rlg), None), config, arguments, samples,
                 seed, medium, precision, choice.make(best_of, by, config), samplers.make_enhancer(enhancer, seed))
-
-
-def _require_fitting(medium: Medium, of_images: dict[str, Any], of_texts: dict[str, Any]) -> None:
-    """Raise UserError for an option of the other medium, which would have no effect."""
-    unread, of = (of_texts, "a language model") if medium is draw.IMAGES else (of_images, "a denoiser")
-    if medium is draw.DRAWINGS:  # it has a guidance, and as many tokens as its grid
-        unread = of_images | {"guidance": None, "max-tokens": of_texts["max-tokens"]}
-    for name, value in unread.items():
-        if value is not None:
-            raise UserError(f"--{name}: is of {of}, and the model generates {medium.unit}s: leave it out")
-
-
-def _require_distance(plan: Plan, distance: Sequence[str], features: str | Callable, images: int) -> None:
-    """Raise UserError for a distance without two sets of images, or with too few. images: of each set."""
-    if plan.medium is draw.TEXTS:
-        raise UserError("--distance: is of images, and the model writes completions: leave it out")
-    if plan.arms.keys() != {BASE, TUNED}:
-        raise UserError("--distance: is of the tuned images to the base's: add --base")
-    side = (plan.config or Config()).image
-    distances.require(distance, features, images, (side.height or distances.SIDE, side.width or distances.SIDE))
-
-
-def _processes() -> Processes:
-    """Return the launcher's processes, or this one without a launcher."""
-    from accelerate import PartialState
-
-    from flowgrpo.distributed.processes import PATIENCE
-
-    return Processes(PartialState(cpu=not torch.cuda.is_available(), timeout=PATIENCE))
 
 
 # --- drawing and scoring ---------------------------------------------------------------------------------------------
@@ -172,7 +168,10 @@ def _make(plan: Plan, suite: Suite, functions: dict[str, Any], ledger: BaseLedge
         remaining = processes.own([place for place in places if not functions.keys() <= known.get(place, {}).keys()])
         with processes.collective(), bar(total=len(remaining), title=f"{suite.name}, {arm}", unit=plan.medium.unit,
                                          shown=processes.first) as shown:
-            for part, some in enumerate(_parts(remaining, batch, at_once)):
+            # A few samples first, so that a reward's mistake costs seconds.
+            starts = [0, *range(batch, len(remaining), at_once)] if remaining else []
+            for part, (start, end) in enumerate(zip(starts, [*starts[1:], len(remaining)])):
+                some = remaining[start:end]
                 missing = [place for place in some if not ledger.has(place)]
                 for first in range(0, len(missing), batch):
                     places = missing[first:first + batch]
@@ -184,22 +183,6 @@ def _make(plan: Plan, suite: Suite, functions: dict[str, Any], ledger: BaseLedge
                     failed += _score(some, suite, functions, ledger, known, plan.base_arm, plan.fps)
                 shown.update(len(some))
     return dict(zip(functions, processes.total([failed[name] for name in functions])))
-
-
-def _parts(places: Sequence[Place], first: int, rest: int) -> list[Sequence[Place]]:
-    """Split places into scoring calls: a few samples first, so that a reward's mistake costs seconds."""
-    starts = [0, *range(first, len(places), rest)] if places else []
-    return [places[start:end] for start, end in zip(starts, [*starts[1:], len(places)])]
-
-
-def _stored_scores(ledger: BaseLedger, plan: Plan, functions: dict[str, Any], edited: Collection[str]
-                   ) -> dict[Place, dict[str, float]]:
-    """Return the valid scores of existing samples. Those of edited rewards are computed again, and those that lacked a
-    base if there is one now."""
-    again = {name for name, reward in functions.items() if plan.base_arm and rewards.sees_base(reward)}
-    return {place: {name: value for name, value in scores.items()
-                    if name not in edited and (name not in again or not math.isnan(value))}
-            for place, scores in ledger.read().items() if ledger.has(place)}
 
 
 def _score(places: Sequence[Place], suite: Suite, functions: dict[str, Any], ledger: BaseLedger,

@@ -25,8 +25,8 @@ from flowgrpo.evaluation.pages.grid import Row, draw_grid
 from flowgrpo.evaluation.plan import BASE, TUNED, BaseLedger, Place, Plan
 from flowgrpo.evaluation.statistics import (
     ALL,
-    BOOTSTRAP,
     CONFIDENCE,
+    STUDENT,
     WILSON,
     Interval,
     Scores,
@@ -60,13 +60,13 @@ def summarise(suite: Suite, scores: dict[str, dict[str, np.ndarray]], spread: di
     table = Scores(scores, {ALL: list(range(len(suite.cases)))} | suite.categories)
     arms = table.means()
     summary: dict[str, Any] = {"confidence": CONFIDENCE, "arms": arms, "category_means": {
-        arm: {name: _over_categories(categories) for name, categories in of_arm.items()}
-        for arm, of_arm in arms.items()},
-        "diversity": {arm: interval(values, BOOTSTRAP).as_json() for arm, values in spread.items()}}
+        arm: {name: mean_of([Interval(**entry) for category, entry in categories.items() if category != ALL]).as_json()
+              for name, categories in of_arm.items()} for arm, of_arm in arms.items()},
+        "diversity": {arm: interval(values, STUDENT).as_json() for arm, values in spread.items()}}
     if scores.keys() != {"base", "tuned"}:
         return summary | {"compared": {}, "drift": []}
     moved, won = table.pairs(change), table.pairs(win_rate)
-    closer = interval(spread["tuned"] - spread["base"], BOOTSTRAP) if spread else None
+    closer = change(spread["base"], spread["tuned"], STUDENT) if spread else None
     if closer is not None:
         summary["diversity"]["change"] = closer.as_json()
     changes = {name: Interval(**of_reward[ALL]) for name, of_reward in moved.items()}
@@ -74,12 +74,8 @@ def summarise(suite: Suite, scores: dict[str, dict[str, np.ndarray]], spread: di
                       "drift": drift(changes, trained, closer, unit)}
 
 
-def _over_categories(categories: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    return mean_of([Interval(**entry) for name, entry in categories.items() if name != ALL]).as_json()
-
-
 def table(results: dict[str, Any], reward: str) -> tuple[list[str], list[list[str]]]:
-    """Return the headings and lines of one reward's table: a line per category, all prompts last."""
+    """Headings and lines of one reward's table: a line per category, all prompts last."""
     arms, compared = results["arms"], results["compared"].get(reward)
     first = next(iter(arms.values()))[reward]
     moved = [entry["mean"] for entry in compared["change"].values()] if compared else []
@@ -102,7 +98,7 @@ def methods(results: dict[str, Any], reward: str) -> str:
 
 
 def notes(results: dict[str, Any]) -> list[str]:
-    """Return the notes below the tables, one sentence each."""
+    """Notes below the tables, one sentence each."""
     said = []
     for name in next(iter(results["arms"].values())):
         means = {arm: of_arm[name] for arm, of_arm in results["category_means"].items()}
@@ -130,13 +126,11 @@ def notes(results: dict[str, Any]) -> list[str]:
 
 
 def title(results: dict[str, Any], reward: str) -> str:
-    """Return the heading of a reward's table: suite and sample counts."""
     suite = results["suite"]
     return f"{reward} on {suite['name']} ({quantity(suite['prompts'], 'prompt')}, {results['samples']} per prompt)"
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """Return `table.md`: a table per reward, and the notes below them."""
     parts = []
     for reward in next(iter(results["arms"].values())):
         heads, lines = table(results, reward)
@@ -149,7 +143,6 @@ def markdown(results: dict[str, Any]) -> str:
 
 
 def show(results: dict[str, Any]) -> None:
-    """Print the tables."""
     console = plain_console()
     for reward in next(iter(results["arms"].values())):
         print_table(console, title(results, reward), methods(results, reward), *table(results, reward))
@@ -158,8 +151,8 @@ def show(results: dict[str, Any]) -> None:
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
-    """Return pass@k, the probability that one of k samples is right, as the unbiased estimate from n samples with c
-    right: 1 - C(n - c, k) / C(n, k) (Codex, 2107.03374, equation 1).
+    """Probability that one of k samples is right, by the unbiased estimate from n samples with c right:
+    1 - C(n - c, k) / C(n, k) (Codex, 2107.03374, equation 1).
     Raises ValueError unless 1 <= k <= n and 0 <= c <= n."""
     if not 1 <= k <= samples or not 0 <= right <= samples:
         raise ValueError(f"pass@{k} of {samples} samples, {right} of them right: expected k from 1 and right from 0 to "
@@ -168,7 +161,7 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
 
 
 def majority(answers: Sequence[Hashable | None], scores: Sequence[float]) -> float:
-    """Return the score of the most common answer to a prompt; on a tie the mean over the tied answers.
+    """Score of the most common answer to a prompt; on a tie the mean over the tied answers.
 
     answers: None for a sample without an answer, which gets no vote. With no answers at all the score is 0. NaN if a
     score is NaN.
@@ -183,19 +176,18 @@ def majority(answers: Sequence[Hashable | None], scores: Sequence[float]) -> flo
 
 
 def powers(samples: int) -> list[int]:
-    """Return 1, 2, 4, ... up to the number of samples, and that number."""
+    """1, 2, 4, ... up to the number of samples, and that number."""
     return sorted({*(2**i for i in range(samples.bit_length())), samples})
 
 
 def verdicts(rewards: dict[str, Any]) -> list[str]:
-    """Return the rewards that may mean right and wrong: range 0 to 1, or unknown. A best score of 0, as of a penalty,
-    is not a failure."""
+    """Rewards that may mean right and wrong: range 0 to 1, or unknown. A best score of 0, as of a penalty, is not a
+    failure."""
     return [name for name, reward in rewards.items() if about(reward).range in (None, (0, 1))]
 
 
 def tries(scores: dict[str, np.ndarray], answers: dict[str, list[list[Hashable | None]]]) -> dict[str, dict[str, Any]]:
-    """Return pass@k of every reward whose scores are all 0 or 1, and maj@n of those with answers, with intervals over
-    prompts.
+    """Pass@k of every reward whose scores are all 0 or 1, and maj@n of those with answers, with intervals over prompts.
 
     scores: by reward [N,S], NaN where it does not apply. answers: by the rewards that extract answers from texts,
     [N,S].
@@ -206,16 +198,13 @@ def tries(scores: dict[str, np.ndarray], answers: dict[str, list[list[Hashable |
         if count < 2 or not there.any() or not np.isin(values[there], (0, 1)).all():
             continue
         right = values[there].sum(1).astype(int)
-        results[name] = {f"pass@{k}": _wilson_interval([pass_at_k(count, c, k) for c in right.tolist()], count)
-                         for k in powers(count)}
+        found = {f"pass@{k}": [pass_at_k(count, c, k) for c in right.tolist()] for k in powers(count)}
         if name in answers:
-            votes = [majority(*both) for both, applies in zip(zip(answers[name], values), there) if applies]
-            results[name][f"maj@{count}"] = _wilson_interval(votes, count)
+            found[f"maj@{count}"] = [majority(*both) for both, applies in zip(zip(answers[name], values), there)
+                                     if applies]
+        results[name] = {what: interval(np.array(of_prompts)[:, None], WILSON, count).as_json()
+                         for what, of_prompts in found.items()}
     return results
-
-
-def _wilson_interval(values: Sequence[float], samples: int) -> dict[str, Any]:
-    return interval(np.array(values)[:, None], WILSON, samples).as_json()
 
 
 def write(plan: Plan, suite: Suite, functions: dict[str, Any], ledger: BaseLedger, failed: dict[str, int],
@@ -225,33 +214,43 @@ def write(plan: Plan, suite: Suite, functions: dict[str, Any], ledger: BaseLedge
     failed: the number of samples without a score, by reward. apart: the distance between a prompt's samples.
     distance: names of distances between the tuned and the base's images, and their features.
     """
-    known, shape = ledger.read(), (len(suite.cases), plan.samples)
-    scores = {arm: {name: np.array([[known[place].get(name, math.nan) for place in row] for row in _places(arm, shape)])
-                    for name in functions} for arm in plan.arms}
-    spread = {arm: np.array([[apart(ledger.batch(row))] for row in _places(arm, shape)]) for arm in plan.arms} \
+    known, prompts = ledger.read(), len(suite.cases)
+    places = {arm: [[Place(arm, i, k) for k in range(plan.samples)] for i in range(prompts)] for arm in plan.arms}
+    scores = {arm: {name: np.array([[known[place].get(name, math.nan) for place in row] for row in rows])
+                    for name in functions} for arm, rows in places.items()}
+    spread = {arm: np.array([[apart(ledger.batch(row))] for row in rows]) for arm, rows in places.items()} \
         if plan.samples > 1 else {}
+    extract = {name: reward.function.answer for name, reward in functions.items()
+               if hasattr(reward.function, "answer")}  # rewards that extract an answer from a text
+    answers = {arm: {name: [[answer(text) for text in ledger.batch(row)] for row in rows]
+                     for name, answer in extract.items()} for arm, rows in places.items()}
     trained = list(plan.config.trained) if plan.config else None
     summary = summarise(suite, scores, spread, trained, f"{plan.medium.unit}s")
-    results = {"suite": {"name": suite.name, "format": suite.form, "prompts": shape[0],
+    results = {"suite": {"name": suite.name, "format": suite.form, "prompts": prompts,
                          "trained": count_trained(plan.config, suite)}, **plan.as_json(),
                "unit": plan.medium.unit, "failed": failed, **summary,
-               "tries": {arm: tries({name: scores[arm][name] for name in verdicts(functions)},
-                                    _answers(arm, shape, functions, ledger)) for arm in plan.arms}}
+               "tries": {arm: tries({name: scores[arm][name] for name in verdicts(functions)}, answers[arm])
+                         for arm in plan.arms}}
     if distance[0]:
-        base, tuned = ((ledger.batch(row) for row in _places(arm, shape)) for arm in (BASE, TUNED))
+        base, tuned = ((ledger.batch(row) for row in places[arm]) for arm in (BASE, TUNED))
         results["distances"] = distances.measure_distances(*distance, base, tuned)
     text = json.dumps(finite(results), indent=2)
     atomic.write_text(ledger.folder / "results.json", text + "\n")
     atomic.write_text(ledger.folder / "table.md", markdown(results))
-    _page(plan, suite, scores, ledger)
+    rows = []  # of a page of some prompts, evenly over the suite, with the first sample of each arm
+    for i in measured.evenly(prompts, SHOWN):
+        prompt, samples = suite.cases[i].prompt, [ledger.load(Place(arm, i, 0)) for arm in plan.arms]
+        numbers = [{name: float(values[i, 0]) for name, values in scores[arm].items()} for arm in plan.arms]
+        rows.append(Row(prompt.text, samples, numbers, sources.read_sources(prompt, frames_of(samples[0]))))
+    draw_grid(ledger.folder / "grid.png", list(plan.arms), rows, means_of([scores[arm] for arm in plan.arms]),
+              fps=plan.fps)
     if plan.rlg == "sweep":
         figures.plot(figures.curves(plan.arms, results["arms"]), ledger.folder / "rlg.png")
     return results
 
 
 def count_trained(config: Config | None, suite: Suite) -> int:
-    """Return the number of a suite's prompts on which a run trained; 0 where its prompts are of the hub, or not there
-    any more."""
+    """Number of a suite's prompts on which a run trained; 0 where its prompts are of the hub, or not there any more."""
     named = None if config is None else sets.SETS.get(config.prompts)
     if config is None or hub.is_dataset(named.train if named else config.prompts):
         return 0
@@ -261,26 +260,3 @@ def count_trained(config: Config | None, suite: Suite) -> int:
         return 0
     keys = {prompt.key for prompt in train}
     return sum(case.prompt.key in keys for case in suite.cases)
-
-
-def _places(arm: str, shape: tuple[int, int]) -> list[list[Place]]:
-    """Return the places of N prompts with S samples each."""
-    return [[Place(arm, i, k) for k in range(shape[1])] for i in range(shape[0])]
-
-
-def _answers(arm: str, shape: tuple[int, int], functions: dict[str, Any], ledger: BaseLedger) -> dict[str, list]:
-    """Return the answers of an arm's texts [N,S], by the rewards that extract an answer."""
-    reading = {name: reward.function for name, reward in functions.items() if hasattr(reward.function, "answer")}
-    return {name: [[function.answer(text) for text in ledger.batch(row)] for row in _places(arm, shape)]
-            for name, function in reading.items()}
-
-
-def _page(plan: Plan, suite: Suite, scores: dict[str, dict[str, np.ndarray]], ledger: BaseLedger) -> None:
-    """Write a page of some prompts, evenly over the suite, with the first sample of each arm."""
-    rows = []
-    for i in measured.evenly(len(suite.cases), SHOWN):
-        prompt, samples = suite.cases[i].prompt, [ledger.load(Place(arm, i, 0)) for arm in plan.arms]
-        numbers = [{name: float(values[i, 0]) for name, values in scores[arm].items()} for arm in plan.arms]
-        rows.append(Row(prompt.text, samples, numbers, sources.of(prompt, frames_of(samples[0]))))
-    draw_grid(ledger.folder / "grid.png", list(plan.arms), rows, means_of([scores[arm] for arm in plan.arms]),
-              fps=plan.fps)

@@ -1,7 +1,8 @@
 """Before and after: score and show the same held-out prompts and seeds with the pipeline's own scheduler.
 
 The base is measured first, with the same sampler and guidance as the tuned model. The reported gain is thus over the
-user's starting point, on prompts never trained on.
+user's starting point, on prompts never trained on. Where evaluations choose the weights, it is on prompts and seeds
+that chose nothing (`sides`).
 """
 
 from __future__ import annotations
@@ -26,12 +27,23 @@ from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.escaped import plain
 from flowgrpo.evaluation import image_files, looks
-from flowgrpo.evaluation.measured import EVAL_SEED, Generating, Measured, evenly, measure, readable, spread
+from flowgrpo.evaluation.measured import (
+    ANEW_SEED,
+    EVAL_SEED,
+    Generating,
+    Measured,
+    evenly,
+    halves,
+    measure,
+    readable,
+    spread,
+)
 from flowgrpo.evaluation.pages.before_after import arrays, draw_pairs, image_prompts, means_of, rows
 from flowgrpo.evaluation.pages.clips import save_clip, tall, untall
 from flowgrpo.evaluation.pages.grid import draw_grid
 from flowgrpo.evaluation.report import report, snapshots
-from flowgrpo.evaluation.statistics import ALL, Rows, Scores, blind, cells, show
+from flowgrpo.evaluation.report.snapshots import CHOOSING
+from flowgrpo.evaluation.statistics import ALL, LEAST, Rows, Scores, blind, cells, show
 from flowgrpo.evaluation.trainer import Trainer
 from flowgrpo.log import plain_console
 from flowgrpo.nouns import SAMPLE, inflect, quantity
@@ -41,13 +53,33 @@ from flowgrpo.policies.weights.adapters import require_saved
 from flowgrpo.storage import atomic
 from flowgrpo.storage.json_files import finite, read_object
 
+NEW_SEEDS = "measured anew on seeds that chose nothing"
+NEW = "measured anew on prompts and seeds that chose nothing"
+
+
+def sides(trainer: Trainer) -> tuple[list[Prompt], list[Prompt]]:
+    """Held-out prompts that evaluations on the way measure, and those that are reported before and after.
+
+    They are the same, unless the evaluations choose the weights (`eval.best`, `eval.stop`, a guard's window): the best
+    of many measurements is high by luck too. New seeds alone remove what is luck of the noise. They leave what a
+    checkpoint does to these very prompts, which is no gain on others, and is all there is where a language model
+    decodes greedily: of 20 checkpoints without an effect the best is said to have risen in a third of all runs. Hence
+    the prompts are parted (`halves`), and the reported ones have seeds of their own, too. Simulated in
+    scripts/measure/false_sentences.py. It costs one more measurement of the base.
+    """
+    both = (trainer.held_out, trainer.held_out)
+    one, other = (spread(side, trainer.config.eval.prompts)
+                  for side in (halves(trainer.held_out) if trainer.progress.best.anew else both))
+    return one, other
+
 
 def _measure(trainer: Trainer, functions: dict[str, Any], title: str,
-             reference: Callable[[], AbstractContextManager[None]] | None = None, shuffle: Collection[str] = ()
-             ) -> Measured:
+             reference: Callable[[], AbstractContextManager[None]] | None = None, shuffle: Collection[str] = (),
+             reported: bool = True) -> Measured:
+    """reported: measure the reported prompts, else those of evaluations on the way."""
     settings, config = trainer.config.eval, trainer.config
     policy = cast(Generating, trainer.policy)
-    prompts = spread(trainer.held_out, settings.prompts)
+    prompts = sides(trainer)[reported]
     frames = settings.frames or config.call.get("num_frames")
     sound, lost = readable(prompts, frames, trainer.processes, title)
     with clips_of(policy, settings.frames):
@@ -56,60 +88,81 @@ def _measure(trainer: Trainer, functions: dict[str, Any], title: str,
             guidance=settings.guidance, samples=settings.samples, micro_batch=trainer.geometry.micro_batch,
             negative=config.negative_prompt, keep=settings.grid, title=title, encode=trainer.rollouts.encode,
             prepare=trainer.rollouts.prepare, processes=trainer.processes, reference=reference,
-            shuffle=shuffle, model=config.model), "evaluation")
+            shuffle=shuffle, model=config.model, run_seed=seed(trainer, reported)), "evaluation")
     return measured.without(prompts, lost, settings.grid) if any(lost) else measured
 
 
+def seed(trainer: Trainer, reported: bool) -> int:
+    return ANEW_SEED if reported and trainer.progress.best.anew else EVAL_SEED
+
+
 def before(trainer: Trainer, functions: dict[str, Any], folder: Path, reuse: bool) -> Measured:
-    """Return the base's scores, measured once per run and kept as its first stage.
+    """The base's scores on the prompts of evaluations on the way, measured once per run and kept as its first stage.
 
     A resumed run reads them back if it measures in the same way.
     """
-    measured = _base(trainer, functions, folder, reuse)
-    if trainer.processes.first:
-        snapshots.stage(folder, "before", 0, measured)
-    return measured
-
-
-def _base(trainer: Trainer, functions: dict[str, Any], folder: Path, reuse: bool) -> Measured:
+    anew, (choosing, reported) = trainer.progress.best.anew, sides(trainer)
     if trainer.processes.first:
         snapshots.write(folder / snapshots.FOLDER / "ranges.json",
                         {name: rewards.about(reward).range for name, reward in functions.items()})
-    path, evaluations = folder / "before.json", trainer.policy.evaluations
-    settings = measurement_settings(trainer.config, spread(trainer.held_out, trainer.config.eval.prompts), functions)
+        if anew:
+            few = f"; a change is told from {LEAST} on: give more held-out prompts" * (len(reported) < LEAST)
+            print(f"held-out prompts: {len(choosing)} choose the weights; at the end {len(reported)} others, with "
+                  f"other seeds, measure these and the base{few}", flush=True)
+        else:
+            for file in (folder / f"{CHOOSING}.json", folder / snapshots.FOLDER / f"{CHOOSING}.json"):
+                file.unlink(missing_ok=True)
+    return _base(trainer, functions, folder, reuse, CHOOSING if anew else "before")
+
+
+def _base(trainer: Trainer, functions: dict[str, Any], folder: Path, reuse: bool, name: str) -> Measured:
+    """The base's scores on the reported prompts, `before`, or on those that choose, and keep them as a stage."""
+    path, evaluations, reported = folder / f"{name}.json", trainer.policy.evaluations, name == "before"
+    start = reported != trainer.progress.best.anew  # the run's first measurement
+    settings = measurement_settings(trainer.config, sides(trainer)[reported], functions, seed(trainer, reported))
     known = read_object(path, "remove it, and the base is measured again") if reuse and path.exists() else {}
-    was, edited = current_settings(known.get("settings", {})), rewards.edited_rewards(known.get("code", {}), functions)
-    if edited and trainer.processes.first:
+    was, edited = migrate(known.get("settings", {})), rewards.edited_rewards(known.get("code", {}), functions)
+    if was:  # a key that an earlier measurement lacks had its default
+        was = {"seed": EVAL_SEED} | was | {
+            section: Config.model_fields[section].default.model_dump(mode="json") | was.get(section, {})
+            for section in ("image", "text")}
+    if edited and trainer.processes.first and start:
         print(f"resumed with reward: the file of {', '.join(edited)} has changed, so that the base is measured again",
               flush=True)
-    if was == settings and not edited and (kept := _read_before(trainer, folder, known)):
+    if was == settings and not edited and (kept := _read_before(trainer, folder, known, name)):
+        if trainer.processes.first:
+            snapshots.stage(folder, name, 0, kept)
         return kept
-    if reuse and (edited or {**was, "grid": settings["grid"]} != settings):
+    if reuse and start and (edited or {**was, "grid": settings["grid"]} != settings):
         trainer.progress.best.forget()
     with trainer.policy.reference():
-        measured = _measure(trainer, functions, "held-out prompts, before",
-                            shuffle=[name for name in functions if name in trainer.config.trained])
+        measured = _measure(trainer, functions, f"{'' if start else 'other '}held-out prompts, before",
+                            shuffle=[name for name in functions if name in trainer.config.trained], reported=reported)
     trainer.policy.evaluations = evaluations
     if trainer.processes.first:
-        write_before(folder, measured, settings, rewards.code_hashes(functions))
-        for _, said in blind(measured.scores, measured.shuffled):
+        write_before(folder, measured, settings, rewards.code_hashes(functions), name)
+        for _, said in blind(measured.scores, measured.shuffled) if start else ():
             print(said, flush=True)
+        snapshots.stage(folder, name, 0, measured)
     return measured
 
 
-def _read_before(trainer: Trainer, folder: Path, known: dict[str, Any]) -> Measured | None:
-    """Return the base's samples and scores as `write_before` wrote them; None, with a line, for damaged images."""
-    prompts, images = spread(trainer.held_out, trainer.config.eval.prompts), torch.empty(0)
+def _read_before(trainer: Trainer, folder: Path, known: dict[str, Any], name: str) -> Measured | None:
+    """The base's samples and scores as `write_before` wrote them; None, with a line, for damaged images."""
+    from torchvision.transforms.functional import to_tensor
+
+    prompts, images, kept = sides(trainer)[name == "before"], torch.empty(0), []
     try:
-        kept = [untall(_image(file), known.get("frames"))
-                for file in sorted((folder / "before").glob("[0-9]*.png"))]
+        for file in sorted((folder / name).glob("[0-9]*.png")):
+            with open_checked(file) as image:
+                kept.append(untall(to_tensor(rgb(image)), known.get("frames")))
         images = torch.stack(kept) if kept else images
         shown = len(evenly(len(prompts), trainer.config.eval.grid))
         if not known.get("texts") and len(kept) != shown:
             raise ValueError(f"{len(kept)} images, expected {shown}")
     except (UserError, RuntimeError, ValueError, TypeError) as error:  # torch's, for other shapes
         if trainer.processes.first:
-            print(f"{folder / 'before'} is damaged ({' '.join(str(error).split())[:120]}): the base is measured again",
+            print(f"{folder / name} is damaged ({' '.join(str(error).split())[:120]}): the base is measured again",
                   flush=True)
         return None
     return Measured([p for p in prompts for _ in range(trainer.config.eval.samples)], known["scores"],
@@ -117,82 +170,82 @@ def _read_before(trainer: Trainer, folder: Path, known: dict[str, Any]) -> Measu
                     looks=looks.read(known.get("looks")))
 
 
-def _image(file: Path) -> torch.Tensor:
-    """Return the pixels [3, H, W] of an image of the base. Raises UserError for a file that is none."""
-    from torchvision.transforms.functional import to_tensor
-
-    with open_checked(file) as image:
-        return to_tensor(rgb(image))
-
-
-def measurement_settings(config: Config, prompts: list[Prompt], functions: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that the base's scores depend on, in their JSON form."""
+def measurement_settings(config: Config, prompts: list[Prompt], functions: dict[str, Any], seed: int = EVAL_SEED
+                         ) -> dict[str, Any]:
+    """Settings that the base's scores depend on, in their JSON form."""
     of = config.model_dump(mode="json", include={"model", "precision", "negative_prompt", "image", "text"})
     settings = of | config.eval.model_dump(mode="json", exclude={"every", "best", "stop", "weights"}) | {
-        "rewards": rules(functions), "shown": [[p.text, p.negative, p.image, p.metadata] for p in prompts]}
+        "rewards": rules(functions), "shown": [[p.text, p.negative, p.image, p.metadata] for p in prompts],
+        "seed": seed}
     return json.loads(json.dumps(settings, default=str))
 
 
-def current_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of an earlier measurement under the keys of today; a key that it lacks has its default."""
-    was = migrate(settings)
-    return was and was | {name: Config.model_fields[name].default.model_dump(mode="json") | was.get(name, {})
-                          for name in ("image", "text")}
-
-
 def rules(functions: dict[str, Any]) -> dict[str, Any]:
-    """Return each reward's rule as far as its scores depend on it; training options are left out."""
+    """Each reward's rule as far as its scores depend on it; training options are left out."""
     said = {name: getattr(reward, "rule", WatchRule()).model_dump(mode="json") for name, reward in functions.items()}
     return {name: {key: rule[key] for key in ("use", "args", "when")} for name, rule in said.items()}
 
 
-def write_before(folder: Path, measured: Measured, settings: dict[str, Any], code: dict[str, str] | None = None
-                 ) -> None:
-    """Write the base's samples, its scores, the settings of the measurement, and the hashes of the rewards' files."""
+def write_before(folder: Path, measured: Measured, settings: dict[str, Any], code: dict[str, str] | None = None,
+                 name: str = "before") -> None:
+    """Write the base's samples, its scores, the settings of the measurement, and the hashes of the rewards' files.
+
+    name: of the file and of the samples' folder.
+    """
     from torchvision.utils import save_image
 
     texts, frames = measured.images if isinstance(measured.images, list) else None, None
     if texts is None:
-        (folder / "before.json").unlink(missing_ok=True)  # first, as it says that the samples are there
-        atomic.remove(folder / "before")
-        atomic.make_folder(folder / "before")
+        (folder / f"{name}.json").unlink(missing_ok=True)  # first, as it says that the samples are there
+        atomic.remove(folder / name)
+        atomic.make_folder(folder / name)
         frames = measured.images.shape[1] if measured.images.ndim == 5 else None
         for i, image in enumerate(measured.images):
-            with atomic.replacing(folder / "before" / f"{i:03d}.png") as file:
+            with atomic.replacing(folder / name / f"{i:03d}.png") as file:
                 save_image(tall(image), file, format="png")
             if frames is not None:
-                save_clip(folder / "before" / f"{i:03d}.webp", image, fps=measured.fps)
+                save_clip(folder / name / f"{i:03d}.webp", image, fps=measured.fps)
     content = {"settings": settings, "code": code or {}, "scores": measured.scores, "failed": measured.failed,
                "frames": frames, "texts": texts, "shuffled": measured.shuffled, "looks": measured.looks.as_json()}
-    atomic.write_text(folder / "before.json", json.dumps(finite(content)))
+    atomic.write_text(folder / f"{name}.json", json.dumps(finite(content)))
 
 
 def finish(trainer: Trainer, functions: dict[str, Any], folder: Path, base: Measured, began: float, resumed: bool
            ) -> dict[str, Any]:
     """Save the result, measure it, draw before/after pairs, and write `summary.json`.
 
-    began: time.perf_counter() when the run, or its resumption, began.
+    base: as of `before`. began: time.perf_counter() when the run, or its resumption, began.
     """
+    # The saved weights are measured, which need not be the last ones.
     config, policy, first, progress = trainer.config, trainer.policy, trainer.processes.first, trainer.progress
     [evaluations] = trainer.processes.total([policy.evaluations])
+    change = progress.change(trainer.processes)
     with policy.weights.swap(progress.best.weights or trainer.optimization.evaluated_weights()):
+        share = progress.change(trainer.processes) / change if change and not progress.best.weights else 1.0
         require_saved(policy.weights.named, trainer.epoch, trainer.processes.any)
         said = policy.weights.save(folder) if first or policy.weights.sharded else ""
-        after = _measure(trainer, functions, "held-out prompts, after", policy.reference)
+        if progress.best.anew:
+            base = _base(trainer, functions, folder, True, "before")
+        after = _measure(trainer, functions, f"{'other ' * progress.best.anew}held-out prompts, after",
+                         policy.reference)
         trainer.extensions.on_finished(after)
-    base = base.beside(after)
+    base, (choosing, reported) = base.beside(after), sides(trainer)
+    anew = None if not progress.best.anew else NEW_SEEDS if choosing == reported else NEW
     summary = {
         "name": config.name, "model": config.model, "method": config.method, "seed": config.seed,
         "evaluation": {"prompts": len(base.prompts), "lost": sum(after.lost), "samples": config.eval.samples,
-                       "steps": config.eval.steps, "guidance": config.eval.guidance, "seed": EVAL_SEED,
-                       "of": describe_sampling(policy, config, len(base.prompts))},
+                       "steps": config.eval.steps, "guidance": config.eval.guidance, "seed": seed(trainer, True),
+                       "anew": anew, "of": describe_sampling(policy, config, len(base.prompts))},
         "before": base.mean(), "after": after.mean(),
         "tasks": {name: {"before": base.by_task(name), "after": after.by_task(name)} for name in functions},
         "compared": compare_rewards(base, after, config.eval.samples),
         "structure": after.structure(base),
-        "looks": {"before": base.looks.as_json(), "after": after.looks.as_json()},
+        "looks": {"before": base.looks.means(), "after": after.looks.means(), "of_base": {
+            name: share.interval.as_json() for name, share in after.looks.relative_to(base.looks).items()
+            if share.interval}},
         "seconds": round(progress.seconds, 1), "epochs": trainer.epoch, "updates": trainer.optimization.update,
-        "kept": "; ".join(filter(None, [progress.best.summary(), *trainer.extensions.summary()])) or None,
+        "kept": "; ".join(filter(None, [
+            progress.best.summary(), describe_average(config, share), *trainer.extensions.summary()])) or None,
         "denoiser_evaluations": evaluations, "unit": policy.unit,
         "samples": progress.sampled,
         "rollout_evaluations_per_sample": round(trainer.rollouts.rollout_evaluations / max(progress.sampled, 1), 3),
@@ -202,9 +255,18 @@ def finish(trainer: Trainer, functions: dict[str, Any], folder: Path, base: Meas
         "reward_failures": {"trained": trainer.scoring.reward_failures, "before": base.failed, "after": after.failed,
                             "errors": trainer.scoring.errors},
         "rewards": {"trained": config.rewards, "measured": list(functions)}}
+    # Files: the pairs, the summary, the last stage of the report, and the report, whose sentences are printed.
     if first:
         summary["trained"] = report.training_facts(config, folder, trainer.scoring.errors)
-        _draw_after(folder, base, after, config)
+        if base.prompts:  # pairs, the samples after training, and what their prompts bring
+            names, of = ("before", "after"), image_prompts(base)
+            brought = image_files.save_sources(folder, of, base.images)
+            if not isinstance(after.images, list):
+                image_files.save_rows(folder / "after", after.images, after.fps)
+            draw_pairs(folder / "before_after.png", base, after, facts=image_files.facts(
+                folder, names, of, () if isinstance(after.images, list) else names, brought, model=config.model,
+                seed=seed(trainer, True),
+                call={"num_inference_steps": config.eval.steps, "guidance": config.eval.guidance}))
         summary |= {"total_seconds": round(time.perf_counter() - began, 1), "resumed": resumed}
         atomic.write_text(folder / "summary.json", json.dumps(finite(summary), indent=2) + "\n")
         snapshots.stage(folder, "after", progress.best.best.epoch if progress.best.weights else trainer.epoch, after)
@@ -214,8 +276,16 @@ def finish(trainer: Trainer, functions: dict[str, Any], folder: Path, base: Meas
     return summary
 
 
+def describe_average(config: Config, share: float) -> str | None:
+    """Describe a saved moving average that holds only this share of the change of the weights; None from half on."""
+    if config.eval.weights != "ema" or share >= 0.5:
+        return None
+    return (f"the saved weights are the moving average, which holds {100 * share:.2g} % of what was trained so far: "
+            f"lower train.ema ({config.train.ema:g}), train longer, or set eval.weights: current")
+
+
 def compare_rewards(base: Measured, after: Measured, samples: int) -> dict[str, Rows]:
-    """Return for each reward a row per `task` of the prompts' metadata, and one of all prompts, the last.
+    """For each reward a row per `task` of the prompts' metadata, and one of all prompts, the last.
 
     samples: per prompt. A row has the intervals `before`, `after` and `change` as dictionaries.
     """
@@ -229,21 +299,6 @@ def compare_rewards(base: Measured, after: Measured, samples: int) -> dict[str, 
     means, changes = scores.means(), scores.pairs()
     return {name: {category: {arm: of_arm[name][category] for arm, of_arm in means.items()} | {"change": moved}
                    for category, moved in of_reward.items()} for name, of_reward in changes.items()}
-
-
-def _draw_after(folder: Path, base: Measured, after: Measured, config: Config) -> None:
-    """Write before_after.png, the samples after training that are no texts to `after`, and what their prompts bring to
-    `source`."""
-    if not base.prompts:  # eval.prompts: 0
-        return
-    names, of = ("before", "after"), image_prompts(base)
-    brought = image_files.save_sources(folder, of, base.images)
-    if not isinstance(after.images, list):
-        image_files.save_rows(folder / "after", after.images, after.fps)
-    draw_pairs(folder / "before_after.png", base, after, facts=image_files.facts(
-        folder, names, of, () if isinstance(after.images, list) else names,
-        brought, model=config.model, seed=EVAL_SEED,
-        call={"num_inference_steps": config.eval.steps, "guidance": config.eval.guidance}))
 
 
 def describe_sampling(policy: Policy, config: Config, count: int) -> str:
@@ -262,7 +317,8 @@ def sample_images(trainer: Trainer, functions: dict[str, Any], folder: Path) -> 
     """Measure held-out scores during training, and write a grid page per epoch to `samples/`; return the scores."""
     evaluations = trainer.policy.evaluations
     with trainer.policy.weights.swap(trainer.optimization.evaluated_weights()):
-        measured = _measure(trainer, functions, f"held-out prompts, epoch {trainer.epoch}", trainer.policy.reference)
+        measured = _measure(trainer, functions, f"held-out prompts, epoch {trainer.epoch}", trainer.policy.reference,
+                            reported=False)
     trainer.policy.evaluations = evaluations
     if trainer.processes.first:
         draw_grid(folder / "samples" / f"epoch-{trainer.epoch:05d}.png", [f"epoch {trainer.epoch}"], rows(measured),
@@ -278,9 +334,9 @@ def print_report(summary: dict[str, Any], said: str, folder: Path, verdict: Sequ
     """
     console, of = plain_console(), summary["evaluation"]
     for name, tasks in summary["compared"].items():
-        show(console, f"{name} on {of['prompts']} held-out {of['of']}",
-             f"95 % intervals: {tasks[ALL]['before']['method']}", ("task", "before", "after", "change"), cells(tasks),
-             rule=True)
+        caption = "; ".join(filter(None, [f"95 % intervals: {tasks[ALL]['before']['method']}", of.get("anew")]))
+        show(console, f"{name} on {of['prompts']} held-out {of['of']}", caption,
+             ("task", "before", "after", "change"), cells(tasks), rule=True)
     first = "-" if summary["max_first_log_ratio"] is None else f"{summary['max_first_log_ratio']:.1e}"
     console.print(f"{describe_time(summary)}; {summary['denoiser_evaluations']:,} {summary['unit']} "
                   f"({summary['rollout_evaluations_per_sample']:.2f} per sample in the rollout; shared "

@@ -50,13 +50,13 @@ def save(path: Path, image: torch.Tensor, parameters: str, fps: float | None = N
 
 
 def settings(pipe: Any, model: str, arguments: dict[str, Any], run: Path | None, rlg: float | None) -> dict[str, Any]:
-    """Return what all images of a call share, by the names of AUTOMATIC1111.
+    """What all images of a call share, by the names of AUTOMATIC1111.
 
     arguments: of the call; the pipeline's defaults stand for absent steps and guidance. run: a finished run, its
     checkpoint, a folder with a LoRA, or its file.
     """
     accepted = inspect.signature(pipe.__call__).parameters
-    scale = guidance_argument(accepted, arguments, denoisers(pipe).values())
+    scale = guidance_argument(accepted, denoisers(pipe).values())
     return {"Steps": arguments.get("num_inference_steps", accepted["num_inference_steps"].default),
             "Sampler": type(pipe.scheduler).__name__,
             "CFG scale": arguments.get("guidance", accepted[scale].default if scale in accepted else None),
@@ -65,8 +65,8 @@ def settings(pipe: Any, model: str, arguments: dict[str, Any], run: Path | None,
 
 
 def parameters(prompt: str, seed: int, image: torch.Tensor, settings: dict[str, Any], negative: str = "") -> str:
-    """Return how an image [3, H, W] or clip [F, 3, H, W] was drawn, in AUTOMATIC1111's notation: the prompt, the
-    negative prompt (without that line ComfyUI reads nothing), and a line of settings.
+    """How an image [3, H, W] or clip [F, 3, H, W] was drawn, in AUTOMATIC1111's notation: the prompt, the negative
+    prompt (without that line ComfyUI reads nothing), and a line of settings.
 
     seed: of the image's own noise.
     """
@@ -75,26 +75,20 @@ def parameters(prompt: str, seed: int, image: torch.Tensor, settings: dict[str, 
     return f"{prompt}\nNegative prompt: {negative}\n{line}"
 
 
-def extend_parameters(parameters: str, fields: dict[str, Any]) -> str:
-    """Return `parameters` with further fields behind its line of settings."""
-    return ", ".join([parameters, *(f"{name}: {quote(value)}" for name, value in fields.items())])
-
-
 def quote(value: object) -> str:
-    """Return a value as AUTOMATIC1111 writes it: in quotes if it has a comma, a colon or a line break."""
+    """Quote a value as AUTOMATIC1111 does, if it has a comma, a colon or a line break."""
     text = str(value)
     return json.dumps(text, ensure_ascii=False) if re.search(r"[,:\n]", text) else text
 
 
 def lora_hashes(run: Path | None) -> str | None:
-    """Return name and hash of the files of trained weights, None without any."""
     files = weight_files(run) if run is not None else []
     return ", ".join(f"{name}: {tensors_hash(file)[:12]}" for name, file in files) or None
 
 
 def weight_files(run: Path) -> list[tuple[str, Path]]:
-    """Return the files of trained weights with names: the LoRA of a run, or of its parts, its whole weights, or the
-    state of a checkpoint. What `flowgrpo export` writes into the run's folder is none of them."""
+    """Files of trained weights with names: the LoRA of a run, or of its parts, its whole weights, or the state of a
+    checkpoint. What `flowgrpo export` writes into the run's folder is none of them."""
     if run.is_file():
         return [(run.parent.name, run)]
     if (run / STATE).is_file():
@@ -106,9 +100,9 @@ def weight_files(run: Path) -> list[tuple[str, Path]]:
 
 def facts(run: Path, columns: Sequence[str], prompts: Sequence[Prompt], folders: Sequence[str] = (),
           sources: Sequence[Sequence[str]] = (), **further: Any) -> dict[str, str]:
-    """Return the text chunk `flowgrpo` of a page of images: JSON with the run, its hashes, columns, prompts and their
-    tasks. folders: of the columns' images, relative to the page. sources: likewise, of each prompt the files of what
-    it brings."""
+    """Text chunk `flowgrpo` of a page of images: JSON with the run, its hashes, columns, prompts and their tasks.
+    folders: of the columns' images, relative to the page. sources: likewise, of each prompt the files of what it
+    brings."""
     told = {"version": __version__, "run": run.resolve().name, "weights": lora_hashes(run), "columns": list(columns),
             "prompts": [prompt.text for prompt in prompts],
             "tasks": [prompt.metadata.get("task") for prompt in prompts], "folders": list(folders),
@@ -117,15 +111,15 @@ def facts(run: Path, columns: Sequence[str], prompts: Sequence[Prompt], folders:
 
 
 def tensors_hash(file: Path) -> str:
-    """Return the SHA-256 of a safetensors file's tensors, without its header: AUTOMATIC1111's hash of a LoRA."""
+    """SHA-256 of a safetensors file's tensors, without its header: AUTOMATIC1111's hash of a LoRA."""
     with file.open("rb") as opened:
         opened.seek(8 + int.from_bytes(opened.read(8), "little"))
         return hashlib.sha256(opened.read()).hexdigest()
 
 
 def free(path: Path) -> Path:
-    """Return a path that does not exist: this one, or with the first free number from 2 on behind its name. The mp4 of
-    a WebP is to be free, too."""
+    """Path that does not exist: this one, or with the first free number from 2 on behind its name. The mp4 of a WebP is
+    to be free, too."""
     number = 2
     while path.exists() or (path.suffix.lower() == ".webp" and path.with_suffix(".mp4").exists()):
         path, number = path.with_name(f"{path.stem.rpartition('~')[0] or path.stem}~{number}{path.suffix}"), number + 1

@@ -28,7 +28,7 @@ from flowgrpo.evaluation.evaluate import make_plan
 from flowgrpo.evaluation.measured import Measured, spread
 from flowgrpo.evaluation.pages import clips
 from flowgrpo.evaluation.pages.before_after import captions, draw_pairs
-from flowgrpo.evaluation.plan import BASE, TUNED, Arm, BaseLedger, Hand, Place, Plan, digest
+from flowgrpo.evaluation.plan import BASE, TUNED, Arm, Hand, Place, Plan, digest
 from flowgrpo.evaluation.samplers import Enhancer, Pipelines, first_of_each
 from flowgrpo.log import bar
 from flowgrpo.nouns import SAMPLE
@@ -99,7 +99,7 @@ def sample(model: str, lora: str | Path | None, prompts: list[str], count: int, 
 
 
 def draw_files(hand: Hand, arm: str, prompts: Sequence[Prompt], count: int, folder: Path, names: Iterator[str],
-           unit: str, fps: float | None = None) -> Iterator[Path]:
+               unit: str, fps: float | None = None) -> Iterator[Path]:
     """Draw `count` images per prompt and yield their paths; each is saved before the next is drawn."""
     places = (Place(arm, i, k) for i in range(len(prompts)) for k in range(count))
     for place in bar(places, total=len(prompts) * count, title="sampling", unit=unit):
@@ -117,7 +117,7 @@ def require_disk(output: str | Path, files: int) -> None:
 
 
 def one_file(output: str | Path, count: int, endings: Sequence[str] = tuple(itertools.chain(*FILES.values()))) -> bool:
-    """Return whether `output` is the file of one sample, by its ending, and no folder.
+    """Whether `output` is the file of one sample, by its ending, and no folder.
 
     Raises UserError if it cannot be written, or is a file and there are several samples.
     """
@@ -203,9 +203,18 @@ def sample_file(source: str, prompts: str | Path, output: str | Path, *, lora: s
     ledger = plan.medium.ledger(Path(output))
     settings = plan.as_json() | {"prompt file": digest([repr(prompt) for prompt in given]), "rewards": {}}
     ledger.check(settings)
-    ledger.settle(settings)
     places = [Place(arm, i, k) for i in range(len(given)) for k in range(count)]
-    _draw(plan, given, places, ledger, batch or plan.medium.together)
+    with paths.undone(ledger.folder):
+        ledger.settle(settings)
+        hand = plan.drawer(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        together = batch or plan.medium.together
+        missing = [place for place in places if not ledger.has(place)]
+        with bar(total=len(places), done=len(places) - len(missing), title="sampling", unit=plan.medium.unit) as shown:
+            for first in range(0, len(missing), together):
+                some = missing[first:first + together]
+                for place, drawn in zip(some, hand.draw(arm, [given[place.prompt] for place in some], some)):
+                    ledger.save(place, drawn, hand.facts(arm, given[place.prompt], place, drawn), hand.fps)
+                shown.update(len(some))
     name, path = key or KEYS[plan.medium], ledger.folder / FILE
     lines = [as_line(_with_sample(given[place.prompt], name, ledger.entry(place))) for place in places]
     atomic.write_text(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
@@ -213,22 +222,9 @@ def sample_file(source: str, prompts: str | Path, output: str | Path, *, lora: s
 
 
 def _with_sample(prompt: Prompt, key: str, sample: str) -> Prompt:
-    """Return a prompt whose metadata has a sample under `key`. For PROMPT: with the sample as its text, and the user's
-    text in its metadata; a sample without a text changes nothing."""
+    """Prompt whose metadata has a sample under `key`. For PROMPT: with the sample as its text, and the user's text in
+    its metadata; a sample without a text changes nothing."""
     if key != PROMPT:
         return replace(prompt, metadata=prompt.metadata | {key: sample})
-    text = domains.of("tokens").rewritten(sample) or prompt.text
+    text = domains.sampled_by("tokens").rewritten(sample) or prompt.text
     return replace(prompt, text=text, metadata={USER_PROMPT: prompt.text} | prompt.metadata)
-
-
-def _draw(plan: Plan, prompts: Sequence[Prompt], places: Sequence[Place], ledger: BaseLedger, batch: int) -> None:
-    """Make the missing samples, `batch` per call, and save each call's immediately."""
-    hand = plan.drawer(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    missing = [place for place in places if not ledger.has(place)]
-    with bar(total=len(places), done=len(places) - len(missing), title="sampling", unit=plan.medium.unit) as shown:
-        for first in range(0, len(missing), batch):
-            some = missing[first:first + batch]
-            for place, drawn in zip(some, hand.draw(some[0].arm, [prompts[place.prompt] for place in some], some)):
-                ledger.save(place, drawn, hand.facts(place.arm, prompts[place.prompt], place, drawn),
-                            hand.fps)
-            shown.update(len(some))

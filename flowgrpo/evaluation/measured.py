@@ -11,6 +11,7 @@ from functools import partial
 from itertools import chain
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from flowgrpo import rewards
@@ -28,27 +29,28 @@ from flowgrpo.samplers.rollout import seeder
 
 GREY = 0.5  # in the place of an image that could not be made
 EVAL_SEED = 20_000  # independent of the run's seed, so that runs are compared on the same images
+ANEW_SEED = EVAL_SEED + 1  # of what is reported of weights that evaluations chose
 
 
 class Generating(Protocol):
-    """Pipeline or language model that generates samples from encoded prompts; modality: image, video or text."""
+    """Pipeline or language model that generates samples from encoded prompts; modality: image, video or text.
+
+    fps: frames per second of clips; None for others. encode: takes prompts, negative prompts and images to the
+    conditioning. generate: takes conditioning, generators, steps and guidance to images or texts.
+    """
 
     modality: str
 
     @property
-    def fps(self) -> float | None:
-        """Return the frames per second of clips; None for others."""
+    def fps(self) -> float | None: ...
 
     @property
-    def encode(self) -> Callable[..., Any]:
-        """Return the function from prompts, negative prompts and images to the conditioning."""
+    def encode(self) -> Callable[..., Any]: ...
 
-    def generators(self, seeds: Iterable[int]) -> list[torch.Generator]:
-        """Return a generator per seed."""
+    def generators(self, seeds: Iterable[int]) -> list[torch.Generator]: ...
 
     @property
-    def generate(self) -> Callable[..., Any]:
-        """Return the function from conditioning, generators, steps and guidance to images or texts."""
+    def generate(self) -> Callable[..., Any]: ...
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ class Measured:
                                            for name, values in getattr(self, key).items()})
 
     def without(self, prompts: list[Prompt], lost: list[bool], keep: int) -> Measured:
-        """Return the scores without those of lost prompts, in whose place others were measured, with grey images.
+        """Scores without those of lost prompts, in whose place others were measured, with grey images.
 
         prompts: as they were meant, [n]; lost: [n]. keep: number of prompts whose image is kept.
         """
@@ -100,7 +102,7 @@ class Measured:
                        images=images, lost=gone)
 
     def beside(self, other: Measured) -> Measured:
-        """Return the scores of the samples that another measurement has not lost."""
+        """Keep the scores of the samples that another measurement has not lost."""
         return self._blank(other.lost) if other.lost else self
 
     def _blank(self, gone: list[bool]) -> Measured:
@@ -109,7 +111,7 @@ class Measured:
         return replace(self, scores=scores, shuffled=shuffled)
 
     def structure(self, base: Measured) -> dict[str, Any] | None:
-        """Return the likeness of the images to the base's; see `distances.structure`."""
+        """Likeness of the images to the base's, by `distances.structure`."""
         one, other = base.images, self.images
         if any(self.lost) and isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
             made = [not bool((image == GREY).all()) for image in other]
@@ -120,7 +122,7 @@ class Measured:
         return {name: _mean(values) for name, values in self.scores.items()}
 
     def by_task(self, name: str) -> dict[str, float]:
-        """Return the mean of one reward per `task` of the prompts' metadata, as text; empty if they have none."""
+        """Mean of one reward per `task` of the prompts' metadata, as text; empty if they have none."""
         tasks = defaultdict(list)
         for prompt, score in zip(self.prompts, self.scores[name]):
             if "task" in prompt.metadata:
@@ -129,25 +131,35 @@ class Measured:
 
 
 def _mean(values: list[float]) -> float:
-    """Return the mean of the scores that apply (not NaN); NaN if none does."""
     applicable = [value for value in values if not math.isnan(value)]
     return sum(applicable) / len(applicable) if applicable else math.nan
 
 
 def spread(prompts: list[Prompt], count: int) -> list[Prompt]:
-    """Return at most `count` prompts, evenly spaced over the list."""
     return [prompts[i] for i in evenly(len(prompts), count)]
 
 
 def evenly(total: int, count: int) -> list[int]:
-    """Return at most `count` of `total` indices, evenly spaced."""
+    """At most `count` of `total` indices, evenly spaced."""
     count = min(count, total)
     return [i * total // count for i in range(count)]
 
 
+def halves(prompts: list[Prompt]) -> tuple[list[Prompt], list[Prompt]]:
+    """Prompts in two halves that share no text: of each two neighbours one, by a coin with a fixed seed, so that both
+    halves have the mix of an ordered file. Of fewer than two texts both have all."""
+    texts = {key: number for number, key in enumerate(dict.fromkeys(prompt.key for prompt in prompts))}
+    coins = np.random.default_rng(EVAL_SEED).integers(0, 2, len(texts) // 2 + 1)
+    sides: tuple[list[Prompt], list[Prompt]] = ([], [])
+    for prompt in prompts:
+        number = texts[prompt.key]
+        sides[(number + coins[number // 2]) % 2].append(prompt)
+    return sides if all(sides) else (prompts, prompts)
+
+
 def readable(prompts: list[Prompt], frames: int | None, processes: Processes, title: str
              ) -> tuple[list[Prompt], list[bool]]:
-    """Return prompts with others in the place of those whose files cannot be read any more, and which these are.
+    """Prompts with others in the place of those whose files cannot be read any more, and which these are.
 
     frames: number of frames that are read of a source video. title: of the measurement, for the line of each.
     """
@@ -166,7 +178,7 @@ def measure(policy: Generating, prompts: list[Prompt], functions: dict[str, Any]
             encode: Callable[..., Any] | None = None, prepare: Callable[[list[Prompt]], None] | None = None,
             processes: Processes = Processes(),
             reference: Callable[[], AbstractContextManager[None]] | None = None, shuffle: Collection[str] = (),
-            model: str | None = None) -> Measured:
+            model: str | None = None, run_seed: int = EVAL_SEED) -> Measured:
     """Generate `samples` images per prompt with the pipeline's own scheduler, or texts, and score them.
 
     keep: number of prompts, evenly spaced, whose first image is kept.
@@ -175,17 +187,19 @@ def measure(policy: Generating, prompts: list[Prompt], functions: dict[str, Any]
     reference: returns a context manager in which the policy is its base. Rewards that compare with the base get its
     images from the same seeds. None: the policy is its base already.
     shuffle: names of rewards that also score images under other prompts, where they can.
-    model: the name by which `looks` are measured, of images; None: they are not.
+    model: the name by which `looks` are measured, of images; None: they are not. run_seed: of `seeder`.
     """
+    # Rows (prompt, sample), of which this process has its own; a reward that compares samples needs whole groups.
     encode, viewed = encode or policy.encode, model is not None and policy.modality != "text"
-    seed, kept = seeder(EVAL_SEED, 0), set(evenly(len(prompts), keep))
+    seed, kept = seeder(run_seed, 0), set(evenly(len(prompts), keep))
     rows = [(i, k) for i in range(len(prompts)) for k in range(samples)]
     whole = any(map(pairwise.sees_groups, functions.values()))
     local = [(i, k) for i in processes.own(range(len(prompts))) for k in range(samples)] if whole else \
         processes.own(rows)
     twins = [(i, 1) for i in evenly(len(prompts), looks.twins(len(prompts), samples))] if viewed else []
     scoring = Scoring(functions, samples if whole else 1, policy, processes.reports)
-    shuffled = Shuffled.of({name: functions[name] for name in shuffle} if policy.modality == "image" else {}, prompts)
+    named = {name: functions[name] for name in shuffle} if policy.modality == "image" else {}
+    shuffled = Shuffled.choose(named, prompts)
     under_others = [torch.empty(0, len(shuffled.rewards))]
     images, features, seconds = list[Any](), [looks.features([])], [looks.features([])]
     shown = bar(total=len(local) + len(processes.own(twins)), title=title, unit=SAMPLE[policy.modality],
@@ -205,13 +219,17 @@ def measure(policy: Generating, prompts: list[Prompt], functions: dict[str, Any]
             yield local_batch, given, conditioning, [seed(i, k) for i, k in batch]
             shown.update(len(local_batch))
 
+    # Sample and score; then the second images of some prompts, which are only looked at.
     with processes.collective(), shown:
         if prepare is not None and rows:
             prepare([prompts[i] for i in dict.fromkeys(i for i, _ in local or rows[:1])])
         for batch, of, conditioning, seeds in batches(local, rows):
-            (outputs, latents), base = _with_base(
-                partial(_generate, policy, conditioning, seeds, steps, guidance, scoring.undecoded), reference,
-                scoring.compared)
+            draw = partial(_generate, policy, conditioning, seeds, steps, guidance, scoring.undecoded)
+            outputs, latents = draw()
+            base = outputs if scoring.compared else None  # the base is its own reference
+            if scoring.compared and reference is not None:
+                with reference():
+                    base = draw()[0]
             if not batch:
                 continue
             scoring.add(of, outputs, base, latents)
@@ -226,6 +244,7 @@ def measure(policy: Generating, prompts: list[Prompt], functions: dict[str, Any]
             outputs, _ = _generate(policy, conditioning, seeds, steps, guidance, False)
             seconds.append(looks.features(outputs[:len(batch)], str(model)))
     rewards.leave(functions.values())
+    # All processes get the results of all, in the order of `rows`.
     columns = processes.gather(torch.cat(scoring.scores)).T.tolist()
     others = processes.gather(torch.cat(under_others)).T.tolist() if shuffled.rewards else []
     found = (torch.cat([processes.gather(torch.cat(features)), processes.gather(torch.cat(seconds))]),
@@ -256,7 +275,9 @@ class Scoring:
         self._held.append((prompts, samples, base, latents))
         if sum(len(held) for held, *_ in self._held) % self.group:
             return
-        given, drawn, bases, clean = _join(self._held)
+        joined: list[Any] = [parts[0] if len(parts) == 1 or parts[0] is None else torch.cat(parts)
+                             if isinstance(parts[0], torch.Tensor) else [*chain(*parts)] for parts in zip(*self._held)]
+        given, drawn, bases, clean = joined
         self._held = []
         if not self.reports:
             self.scores.append(torch.zeros(len(given), len(self.functions)))
@@ -267,31 +288,10 @@ class Scoring:
             policy=self.policy, fps=self.policy.fps)))
 
 
-def _join(held: list[tuple[list[Prompt], Any, Any, Any]]) -> tuple[list[Prompt], Any, Any, Any]:
-    """Return prompts, samples, the base's and latents of several batches as one."""
-    if len(held) == 1:
-        return held[0]
-    prompts, *others = zip(*held)
-    joined = [None if of[0] is None else torch.cat(of) if isinstance(of[0], torch.Tensor) else [*chain(*of)]
-              for of in others]
-    return [*chain(*prompts)], joined[0], joined[1], joined[2]
-
-
 def _generate(policy: Any, conditioning: Any, seeds: list[int], steps: int, guidance: float, undecoded: bool
               ) -> tuple[Any, Any]:
-    """Return samples and, if `undecoded`, their latents."""
     drawn = conditioning, policy.generators(seeds), steps, guidance
     if not undecoded:
         return policy.generate(*drawn), None
     latents = policy.generate(*drawn, output_type="latent")
     return policy.decode(latents.to(policy.device, policy.dtype), conditioning).cpu(), latents
-
-
-def _with_base(draw: Callable[[], Any], reference: Callable[[], AbstractContextManager[None]] | None, compared: bool
-               ) -> tuple[Any, Any]:
-    """Draw samples with their latents, and the base's samples if they are compared; the base is its own reference."""
-    drawn = draw()
-    if not compared or reference is None:
-        return drawn, drawn[0] if compared else None
-    with reference():
-        return drawn, draw()[0]

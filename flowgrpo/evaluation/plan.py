@@ -52,9 +52,12 @@ class BaseLedger(Generic[Sample, Batch]):
         self.folder, self.own = folder, folder / f"scores-{rank}.jsonl"
 
     def check(self, settings: dict[str, Any]) -> None:
-        """Raise UserError if the folder holds an evaluation with other settings; rewards may be added to it."""
+        """Raise UserError if the folder holds an evaluation with other settings; rewards may be added to it.
+
+        Settings without a sample, such as those of a model that could not be loaded, bind nothing.
+        """
         path = self.folder / SETTINGS
-        if not path.is_file():
+        if not path.is_file() or all(file == path for file in self.folder.rglob("*") if file.is_file()):
             return
         known = self._settings()
         for key in dict.fromkeys([*settings, *known]):
@@ -70,7 +73,7 @@ class BaseLedger(Generic[Sample, Batch]):
                                 "another --output, or remove that folder")
 
     def code(self) -> dict[str, str]:
-        """Return the hashes of the rewards' files when they scored."""
+        """Hashes of the rewards' files when they scored."""
         return self._settings().get(CODE, {}) if (self.folder / SETTINGS).is_file() else {}
 
     def settle(self, settings: dict[str, Any], code: dict[str, str] | None = None, edited: Collection[str] = ()
@@ -85,15 +88,15 @@ class BaseLedger(Generic[Sample, Batch]):
         for file in sorted(self.folder.glob("scores-*.jsonl")) if edited else ():
             lines = [entry | {"scores": {name: value for name, value in entry["scores"].items() if name not in edited}}
                      for entry in entries(self.folder, file.name)]
-            _replace(file, "".join(json.dumps(line) + "\n" for line in lines))
+            atomic.write_text(file, "".join(json.dumps(line) + "\n" for line in lines))
         of_rewards = {"rewards": known | settings["rewards"], CODE: code}
-        _replace(path, json.dumps(settings | of_rewards, indent=2) + "\n")
+        atomic.write_text(path, json.dumps(settings | of_rewards, indent=2) + "\n")
 
     def _settings(self) -> dict[str, Any]:
         return read_object(self.folder / SETTINGS, "give another --output, or remove that folder", rewards=dict)
 
     def read(self) -> dict[Place, dict[str, float]]:
-        """Return the scores of all processes and earlier calls; NaN where a reward does not apply."""
+        """Scores of all processes and earlier calls; NaN where a reward does not apply."""
         known: dict[Place, dict[str, float]] = {}
         for entry in entries(self.folder, "scores-*.jsonl"):
             scores = {name: math.nan if value is None else value for name, value in entry["scores"].items()}
@@ -106,11 +109,10 @@ class BaseLedger(Generic[Sample, Batch]):
         append(self.own, {"place": place, "scores": known})
 
     def has(self, place: Place) -> bool:
-        """Return True if the sample exists."""
         raise NotImplementedError
 
     def entry(self, place: Place) -> str:
-        """Return the sample's entry in a prompt file."""
+        """The sample's entry in a prompt file."""
         raise NotImplementedError
 
     def save(self, place: Place, sample: Sample, facts: str | None = None, fps: float | None = None) -> None:
@@ -118,11 +120,10 @@ class BaseLedger(Generic[Sample, Batch]):
         raise NotImplementedError
 
     def load(self, place: Place) -> Sample:
-        """Return a stored sample."""
         raise NotImplementedError
 
     def batch(self, places: Sequence[Place]) -> Batch:
-        """Return several samples, the form that rewards take."""
+        """Several samples, the form that rewards take."""
         raise NotImplementedError
 
 
@@ -130,14 +131,13 @@ class Ledger(BaseLedger[torch.Tensor, torch.Tensor]):
     """Folder of an evaluation of images or clips, as one process writes it."""
 
     def has(self, place: Place) -> bool:
-        """Return True if the image exists."""
         return self.image(place).is_file()
 
     def image(self, place: Place) -> Path:
         return self.folder / "pictures" / place.arm / f"{place.prompt:05d}-{place.sample:02d}.png"
 
     def entry(self, place: Place) -> str:
-        """Return the sample's entry in a prompt file: the absolute path of an image, or of a clip's animated WebP."""
+        """Absolute path of an image, or of a clip's animated WebP."""
         path = self.image(place).resolve()
         clip = path.with_suffix(".webp")
         return str(clip if clip.is_file() else path)
@@ -170,7 +170,6 @@ class Ledger(BaseLedger[torch.Tensor, torch.Tensor]):
                             "generates it again") from None
 
     def batch(self, places: Sequence[Place]) -> torch.Tensor:
-        """Stack several images or clips of one size, the form that rewards take."""
         return torch.stack([self.load(place) for place in places])
 
 
@@ -187,10 +186,6 @@ def append(path: Path, entry: dict[str, Any]) -> None:
     atomic.append_line(path, json.dumps(entry))
 
 
-def _replace(path: Path, text: str) -> None:
-    atomic.write_text(path, text)
-
-
 class TextLedger(BaseLedger[Completion, list[Completion]]):
     """Folder of an evaluation of texts, as one process writes it: `texts-RANK.jsonl` in addition to its scores."""
 
@@ -200,35 +195,36 @@ class TextLedger(BaseLedger[Completion, list[Completion]]):
         self._texts: dict[Place, Completion] | None = None
 
     def has(self, place: Place) -> bool:
-        """Return True if the text exists, from this process or an earlier call."""
+        """True if the text exists, from this process or an earlier call."""
         if self._texts is None:
-            self._texts = self._read_texts()
+            self._read_texts()
+        assert self._texts is not None
         return place in self._texts
 
     def entry(self, place: Place) -> str:
-        """Return the text itself."""
         return str(self.load(place))
 
     def save(self, place: Place, sample: Completion, facts: str | None = None, fps: float | None = None) -> None:
         """Add a line. facts, fps: not stored."""
-        append(self.written, {"place": place, "text": str(sample), "tokens": sample.tokens})
+        opened = {"opened": sample.opened} if sample.opened else {}
+        append(self.written, {"place": place, "text": str(sample), "tokens": sample.tokens} | opened)
         if self._texts is not None:
             self._texts[place] = sample
 
     def load(self, place: Place) -> Completion:
         """Return the text, of any process."""
         if not self.has(place):
-            self._texts = self._read_texts()  # other processes have written since
+            self._read_texts()  # other processes have written since
         assert self._texts is not None  # `has` reads them
         return self._texts[place]
 
     def batch(self, places: Sequence[Place]) -> list[Completion]:
-        """Return several texts, the form that rewards take."""
         return [self.load(place) for place in places]
 
-    def _read_texts(self) -> dict[Place, Completion]:
-        return {Place(*entry["place"]): Completion(entry["text"], entry["tokens"])
-                for entry in entries(self.folder, "texts-*.jsonl")}
+    def _read_texts(self) -> None:
+        self._texts = {
+            Place(*entry["place"]): Completion(entry["text"], entry["tokens"], opened=entry.get("opened", ""))
+            for entry in entries(self.folder, "texts-*.jsonl")}
 
 
 @dataclass(frozen=True)
@@ -246,23 +242,20 @@ class Arm:
 
 
 class BestOf(Protocol):
-    """Choice of one of several draws (`best_of.BestOf`)."""
+    """Choice of one of several draws (`best_of.BestOf`); as_json: how, as evaluations record it."""
 
     def over(self, hand: Hand) -> Hand:
         """Return a generator whose samples are the best of several of another one's."""
 
-    def as_json(self) -> dict[str, Any]:
-        """Return how samples are chosen."""
+    def as_json(self) -> dict[str, Any]: ...
 
 
 class Enhancer(Protocol):
-    """Rewriter of prompts (`enhancer.Enhancer`)."""
+    """Rewriter of prompts' texts (`samplers.Enhancer`); as_json: how, as evaluations record it."""
 
-    def __call__(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Return the prompts with rewritten texts."""
+    def __call__(self, prompts: Sequence[Prompt]) -> list[Prompt]: ...
 
-    def as_json(self) -> dict[str, Any]:
-        """Return how prompts are rewritten."""
+    def as_json(self) -> dict[str, Any]: ...
 
 
 class Hand(Protocol):
@@ -275,7 +268,7 @@ class Hand(Protocol):
         """Return a sample per place."""
 
     def facts(self, arm: str, prompt: Prompt, place: Place, sample: Any) -> str | None:
-        """Return how a sample was drawn, None where that is not stored."""
+        """How a sample was drawn, None where that is not stored."""
 
 
 @dataclass(frozen=True)
@@ -325,12 +318,11 @@ class Plan:
     enhancer: Enhancer | None = None
 
     def drawer(self, device: torch.device) -> Hand:
-        """Return what makes the samples."""
         hand = self.medium.hand(self, device)
         return hand if self.best is None else self.best.over(hand)
 
     def arm(self, name: str) -> Arm:
-        """Return the arm of that name. With RLG all arms but the base are blends of one loaded pair."""
+        """Arm of that name. With RLG all arms but the base are blends of one loaded pair."""
         weight = self.arms[name]
         return Arm(self.tuned if weight else None, self.asked) if self.rlg is None else Arm(
             self.tuned, self.asked, weight)
@@ -341,7 +333,7 @@ class Plan:
 
     @functools.cached_property
     def fps(self) -> float | None:
-        """Return the frames per second of clips; None for completions."""
+        """Frames per second of clips; None for completions."""
         if self.medium.modality is not None:
             return None
         files = self.config.load if self.config is not None and self.config.model == self.model else Load()
@@ -349,11 +341,11 @@ class Plan:
 
     @property
     def base_arm(self) -> str | None:
-        """Return the first arm that draws with the base, if any."""
+        """First arm that draws with the base, if any."""
         return next((arm for arm, weight in self.arms.items() if weight == 0), None)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the settings that the images depend on, besides the prompts."""
+        """Settings that the images depend on, besides the prompts."""
         return {"model": self.model, "tuned": str(self.tuned) if self.tuned else None,
                 "weights": weights_digest(self.tuned),
                 "samples": self.samples, "seed": self.seed, "call": self.asked, "negative_prompt": self.negative,
@@ -362,12 +354,12 @@ class Plan:
 
 
 def weights_digest(path: Path | None) -> str | None:
-    """Return a digest of the weights of a run, a checkpoint or a LoRA; exports beside them do not change it."""
+    """Digest of the weights of a run, a checkpoint or a LoRA; exports beside them do not change it."""
     return None if path is None else digest([file.read_bytes() for _, file in weight_files(path)])
 
 
 def digest(parts: Sequence[str | bytes]) -> str:
-    """Return sixteen hexadecimal digits that identify contents."""
+    """Sixteen hexadecimal digits that identify contents."""
     hashed = hashlib.sha256()
     for part in parts:
         hashed.update(part.encode() if isinstance(part, str) else part)

@@ -23,13 +23,22 @@ Rates = dict[str, list[float]]
 
 
 def load(source: Path, sets: Sequence[str], reward: str | None = None) -> Rates:
-    """Return the success rates by prompt key, the oldest first.
+    """Success rates by prompt key, the oldest first.
 
     source: the output of `flowgrpo eval` on one of the sets, a run whose curriculum records rates, or a .jsonl of
     {"prompt": TEXT, "rate": NUMBER}. reward: of an evaluation; None: its only one. Raises UserError.
     """
     if source.suffix == ".jsonl":
-        return _of_file(source)
+        given: Rates = {}
+        try:
+            for line in source.read_text(encoding="utf-8").splitlines():
+                if line.strip():
+                    entry = json.loads(line)
+                    given.setdefault(entry["prompt"], []).append(float(entry["rate"]))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"--rates {source}: expected lines such as {{\"prompt\": \"a cat\", \"rate\": 0.5}} "
+                            f"({error!r})") from None
+        return given
     if (source / SETTINGS).is_file() and any(source.glob("scores-*.jsonl")):
         return _of_evaluation(source, sets, reward)
     if kept := checkpoints(source / "checkpoints"):
@@ -41,19 +50,6 @@ def load(source: Path, sets: Sequence[str], reward: str | None = None) -> Rates:
                         "parts.curriculum: {type: Retention}, or give the output of `flowgrpo eval`")
     raise UserError(f"--rates: got {source}, expected the output of `flowgrpo eval`, a run's folder with a checkpoint, "
                     "or a .jsonl of prompts with their rates")
-
-
-def _of_file(source: Path) -> Rates:
-    rates: Rates = {}
-    try:
-        for line in source.read_text(encoding="utf-8").splitlines():
-            if line.strip():
-                entry = json.loads(line)
-                rates.setdefault(entry["prompt"], []).append(float(entry["rate"]))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"--rates {source}: expected lines such as {{\"prompt\": \"a cat\", \"rate\": 0.5}} ({error!r})"
-                        ) from None
-    return rates
 
 
 def _of_evaluation(source: Path, sets: Sequence[str], reward: str | None) -> Rates:
@@ -78,8 +74,8 @@ def _of_evaluation(source: Path, sets: Sequence[str], reward: str | None) -> Rat
 
 @torch.no_grad()
 def likelihoods(policy: Any, prompts: Sequence[Prompt]) -> Rates:
-    """Return the likelihood of every prompt's answer under a causal language model: exp of the mean log-probability of
-    its tokens and its end. Prompts without an answer are left out."""
+    """Likelihood of every prompt's answer under a causal language model: exp of the mean log-probability of its tokens
+    and its end. Prompts without an answer are left out."""
     rates: Rates = {}
     for prompt in prompts:
         if (answer := answer_of(prompt)) is None:

@@ -16,7 +16,7 @@ WHY = "executes code or sends samples to an address that the run's folder names"
 
 
 def rewards_of_run(config: Config) -> dict[str, Any]:
-    """Return a run's rewards, made, for samples that are scored alone; none if all are left out."""
+    """A run's rewards, made, for samples that are scored alone; none if all are left out."""
     trained, extra = rules(config)
     if not trained and not extra:
         return {}
@@ -24,7 +24,7 @@ def rewards_of_run(config: Config) -> dict[str, Any]:
 
 
 def rules(config: Config, needed: bool = False) -> tuple[dict[str, RewardRule], dict[str, WatchRule]]:
-    """Return the rules of a run's trained and eval-only rewards; those left out are printed.
+    """Rules of a run's trained and eval-only rewards; those left out are printed.
 
     needed: raise UserError if all are left out.
     """
@@ -39,24 +39,23 @@ def rules(config: Config, needed: bool = False) -> tuple[dict[str, RewardRule], 
 
 
 def rule(config: Config | None, name: str) -> WatchRule:
-    """Return a run's rule of the reward of that name; without one, the default.
+    """A run's rule of the reward of that name; without one, the default.
 
     Raises UserError for a rule that executes code or reaches an address.
     """
     known = (config.trained | config.extra_rewards).get(name, WatchRule()) if config else WatchRule()
-    if _reaches_out(name, known):
+    if trust.reaches_out(known.use or name, known.args):
         raise UserError(f"reward {name!r} {WHY}: give its rule in --rewards FILE.yaml, or add {trust.FLAG} if you "
                         "trust the run")
     return known
 
 
 def rewards_by_name(config: Config | None, names: Sequence[str] | dict[str, WatchRule]) -> dict[str, Any]:
-    """Return rewards by their names or rules, made; the run's where none is named.
+    """Rewards by their names or rules, made; the run's where none is named.
 
     Raises UserError if there are none.
     """
-    chosen: dict[str, WatchRule] = names if isinstance(names, dict) else \
-        {name: rule(config, name) for name in names}
+    chosen = names if isinstance(names, dict) else {name: rule(config, name) for name in names}
     if config and not chosen:
         of_trained, of_extra = rules(config, needed=True)
         chosen = of_trained | of_extra
@@ -70,8 +69,4 @@ def rewards_by_name(config: Config | None, names: Sequence[str] | dict[str, Watc
 
 
 def _local_rules(given: dict[str, Rule]) -> dict[str, Rule]:
-    return {label: each for label, each in given.items() if not _reaches_out(label, each)}
-
-
-def _reaches_out(label: str, rule: WatchRule) -> bool:
-    return trust.reaches_out(rule.use or label, rule.args)
+    return {label: each for label, each in given.items() if not trust.reaches_out(each.use or label, each.args)}

@@ -53,8 +53,7 @@ def require_format(folder: Path) -> Iterator[None]:
 
 
 def list_runs(folder: Path) -> list[Run]:
-    """Return the runs in a folder, or the run that the folder is, the newest first. Raises UserError if there are
-    none."""
+    """Runs in a folder, or the run that the folder is, the newest first. Raises UserError if there are none."""
     files = [*folder.glob(CONFIG), *folder.glob(f"*/{CONFIG}")]
     if not files:
         raise UserError(f"no run in {folder}: expected a folder that holds runs, which a recipe names as `output`")
@@ -62,10 +61,9 @@ def list_runs(folder: Path) -> list[Run]:
 
 
 def read(folder: Path) -> Run:
-    """Return the run of a folder, as far as its files can be read."""
-    metrics = folder / "metrics.jsonl"
-    name = folder.resolve().name
-    changed = max(file.stat().st_mtime for file in (folder / CONFIG, metrics) if file.is_file())
+    """Read the run of a folder, as far as its files can be read."""
+    name, files = folder.resolve().name, (folder / CONFIG, folder / "metrics.jsonl")
+    changed = max(file.stat().st_mtime for file in files if file.is_file())
     try:
         with require_format(folder):
             return _read_run(folder, name, changed)
@@ -75,12 +73,11 @@ def read(folder: Path) -> Run:
 
 def _read_run(folder: Path, name: str, changed: float) -> Run:
     config, lines = read_yaml(folder / CONFIG), read_lines(folder / "metrics.jsonl", "epoch")
-    summary = _read(folder / "summary.json")
-    scores = _read(folder / "before.json").get("scores", {})
+    summary = read_object(folder / "summary.json", MEND) if (folder / "summary.json").is_file() else {}
     epochs = lines[-1]["epoch"] if lines else 0
     finished = bool(summary) and summary["epochs"] >= epochs
     held: dict[str, Any] = next((line for line in reversed(lines) if any(key.startswith(HELD_OUT) for key in line)), {})
-    before = {reward: _mean(values) for reward, values in scores.items()}
+    before = means_of_base(folder)
     after = {key.removeprefix(HELD_OUT): value for key, value in held.items() if key.startswith(HELD_OUT)}
     if finished:
         before, after = summary["before"], summary["after"]
@@ -94,11 +91,14 @@ def _read_run(folder: Path, name: str, changed: float) -> Run:
                changed)
 
 
-def _read(path: Path) -> dict[str, Any]:
-    return read_object(path, MEND) if path.is_file() else {}
+def means_of_base(folder: Path) -> dict[str, float | None]:
+    """The base's mean rewards on the prompts of the run's evaluations on the way; empty before they are known."""
+    first = next((path for path in (folder / "choosing.json", folder / "before.json") if path.is_file()), None)
+    scores = read_object(first, MEND).get("scores", {}) if first else {}
+    return {reward: mean(values) for reward, values in scores.items()}
 
 
-def _mean(values: list[float | None]) -> float | None:
-    """Return the mean of the scores that apply; None if none does."""
+def mean(values: list[float | None]) -> float | None:
+    """Mean of the scores that apply; None if none does."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None

@@ -30,8 +30,9 @@ from flowgrpo.log import bar
 from flowgrpo.policies import build, checkpoints, loading
 from flowgrpo.policies.checkpoints import config_of
 from flowgrpo.policies.pipelines import edits, few_steps, frames, prompt_inputs
-from flowgrpo.policies.pipelines.call import disable_safety_checker, guidance_argument, seed_steps
+from flowgrpo.policies.pipelines.call import disable_safety_checker, guidance_argument, schedule, seed_steps
 from flowgrpo.policies.pipelines.load import denoisers
+from flowgrpo.policies.pipelines.modular import guided, guiders
 from flowgrpo.policies.pipelines.rlg import Branches
 from flowgrpo.policies.weights.adapters import culprit
 from flowgrpo.rewards.reward import require_finite
@@ -46,8 +47,8 @@ INSTRUCTION = ("Rewrite the user's prompt for a text-to-image model. Keep what i
 
 def call_arguments(model: str, lora: Path | None, steps: int | None = None, guidance: float | None = None
                    ) -> dict[str, Any]:
-    """Return the arguments of the pipeline's calls besides prompt and seed. The guidance scale is `guidance`, whatever
-    the pipeline calls it, and the frames per second are `fps`.
+    """Arguments of the pipeline's calls besides prompt and seed. The guidance scale is `guidance`, whatever the
+    pipeline calls it, and the frames per second are `fps`.
 
     lora: a run's `eval` and `image` set what is absent; otherwise a starter's card, what fits a model of few steps,
     or the pipeline does.
@@ -78,14 +79,16 @@ def draw_one(pipe: Any, prompt: Prompt, seed: int, arguments: dict[str, Any], ne
     """
     if (editing := edits.edit_policy_of(pipe)) is not None:
         return editing.draw([prompt], [seed], arguments, negative)[0]
-    generator, image = torch.Generator().manual_seed(seed), _input_arguments(pipe, prompt, arguments)
+    generator = torch.Generator().manual_seed(seed)
+    brought = prompt_inputs.decode_inputs(pipe, prompt.inputs, arguments) if prompt.brings is not None else {}
+    image = {name: value.frames if isinstance(value, Clip) else value for name, value in brought.items()}
     with seed_steps(pipe.scheduler, generator), _explain_refusal(pipe, prompt, arguments, image):
         images = call(pipe, arguments, prompt=prompt.text, generator=generator, output_type="pt", **image,
                     negative_prompt=negative if prompt.negative is None else prompt.negative)
     if images.ndim not in (4, 5):
         raise UserError(f"{type(pipe).__name__} gives {list(images.shape)}: only images [1, 3, H, W] and clips "
                         "[1, F, 3, H, W] can be written")
-    return images[0].float().cpu()
+    return frames.rgb(images[0], pipe).float().cpu()
 
 
 def call(pipe: Any, arguments: dict[str, Any], **inputs: Any) -> torch.Tensor:
@@ -96,15 +99,15 @@ def call(pipe: Any, arguments: dict[str, Any], **inputs: Any) -> torch.Tensor:
     if "fps" in arguments and (name := frames.fps_argument(type(pipe))):
         merged[name] = arguments["fps"]
     if "guidance" in arguments:
-        merged[guidance_argument(accepted, arguments, denoisers(pipe).values())] = arguments["guidance"]
-    return pipe(**{key: value for key, value in merged.items() if key in accepted}, return_dict=False)[0]
-
-
-def _input_arguments(pipe: Any, prompt: Prompt, call: dict[str, Any]) -> dict[str, Any]:
-    """Return what a prompt brings beside its text as arguments of a call.
-    Raises UserError for an unreadable file, and for one that the pipeline does not take."""
-    values = prompt_inputs.decode_inputs(pipe, prompt.inputs, call) if prompt.brings is not None else {}
-    return {name: value.frames if isinstance(value, Clip) else value for name, value in values.items()}
+        merged[guidance_argument(accepted, denoisers(pipe).values())] = arguments["guidance"]
+        merged |= schedule(accepted, arguments["guidance"], merged.get("num_inference_steps", 0))
+    merged = {key: value for key, value in merged.items() if key in accepted}
+    scaled = guiders(pipe) if "guidance" in arguments else []
+    with torch.no_grad(), guided(scaled, arguments.get("guidance", 1.0), None, 0):
+        made = inspect.unwrap(type(pipe).__call__)(pipe, **merged, return_dict=False)[0]
+    if merged.get("output_type") == "pt":
+        frames.require_made(merged.get("num_frames"), made, pipe, merged.get("height"), merged.get("width"))
+    return made
 
 
 @contextlib.contextmanager
@@ -172,7 +175,8 @@ class Together:
             images = []
         # The second image: the first would match even if all rows had its noise or prompt.
         alone = draw_one(pipe, prompts[1], seeds[1], arguments, negative)
-        self.works = bool(images) and _same(images, alone)
+        self.works = bool(images) and images[1].shape == alone.shape and bool(
+            (images[1] - alone).abs().mean() <= SHARE * (images[1] - images[0]).abs().mean())
         if self.works:
             return images
         tqdm.write(f"{type(pipe).__name__} does not draw several prompts in one call as it draws each: one at a time")
@@ -180,17 +184,10 @@ class Together:
                 for i, (prompt, seed) in enumerate(zip(prompts, seeds))]
 
 
-def _same(images: Sequence[torch.Tensor], alone: torch.Tensor) -> bool:
-    if images[1].shape != alone.shape:
-        return False
-    return bool((images[1] - alone).abs().mean() <= SHARE * (images[1] - images[0]).abs().mean())
-
-
 @torch.no_grad()
 def _call_pipeline(pipe: Any, prompts: Sequence[Prompt], seeds: Sequence[int], arguments: dict[str, Any],
                    negative: str) -> torch.Tensor:
-    """Return the output of one call, [B, ...].
-    Raises ValueError unless it has one image or clip per prompt."""
+    """Raises ValueError unless the output [B, ...] has one image or clip per prompt."""
     own = [torch.Generator().manual_seed(seed) for seed in seeds]
     with seed_steps(pipe.scheduler, own):
         images = call(pipe, arguments, prompt=[prompt.text for prompt in prompts], output_type="pt", generator=own,
@@ -198,7 +195,7 @@ def _call_pipeline(pipe: Any, prompts: Sequence[Prompt], seeds: Sequence[int], a
                                          for prompt in prompts])
     if images.ndim not in (4, 5) or len(images) != len(prompts):
         raise ValueError(f"expected {len(prompts)} images or clips, got {list(images.shape)}")
-    return images.float().cpu()
+    return frames.rgb(images, pipe).float().cpu()
 
 
 class Sampler(Protocol):
@@ -220,7 +217,6 @@ def tell(threads: Threads) -> None:
 
 
 def first_of_each(sampler: Sampler, arm: Arm, prompts: Sequence[Prompt], seed: int) -> list[Any]:
-    """Return the first sample of every prompt."""
     sampler.load(arm)  # before the bar: what cannot be loaded is one line
     of, places = seeder(seed, 0), range(len(prompts))
     parts = [places[at:at + sampler.together] for at in range(0, len(prompts), sampler.together)]
@@ -239,7 +235,7 @@ class Pipelines:
 
     def __init__(self, model: str, config: Config, precision: str, device: torch.device):
         self.model, self.config, self.precision, self.device = model, config, precision, device
-        self.threads = Threads.of(device)
+        self.threads = Threads.for_device(device)
         self.pipe: Any = None
         self.loaded: Path | None = None
         self.branches: Branches | None = None
@@ -271,16 +267,13 @@ class Pipelines:
             self.pipe = loading.make_pipeline(self.model, self.precision, self.config.trust_remote_code, self.device,
                                              self.config.memory, loading.files_of(self.config, self.model))
         if self.loaded is None and arm.weights is not None and arm.rlg != 0:
-            self._tune(arm.weights, arm.rlg)
+            self.loaded = arm.weights
+            if arm.rlg is None:
+                loading.load_tuned(self.pipe, arm.weights)
+            else:
+                self.branches = loading.load_branches(self.pipe, arm.weights)
         require_steps(self.pipe.scheduler, arm.asked.get("num_inference_steps"))
         return self.pipe
-
-    def _tune(self, weights: Path, rlg: float | None) -> None:
-        self.loaded = weights
-        if rlg is None:
-            loading.load_tuned(self.pipe, weights)
-        else:
-            self.branches = loading.load_branches(self.pipe, weights)
 
 
 class Texts:
@@ -293,7 +286,7 @@ class Texts:
 
     def __init__(self, model: str, config: Config | None, precision: str | None, device: torch.device):
         self.model, self.config, self.precision, self.device = model, config, precision, device
-        self.threads = Threads.of(device)
+        self.threads = Threads.for_device(device)
         self.arm: Arm | None = None
         self.policy: Any = None
 
@@ -310,8 +303,8 @@ class Texts:
         """Load the model with an arm's weights and settings, unless they are in it, and return it."""
         if self.policy is None or arm != self.arm:
             self.policy = None  # two models at once may not fit
-            self.policy = domains.of("tokens").sampler(self.model, self.config, arm.asked, arm.weights, self.device,
-                                                       self.precision)
+            sampler = domains.sampled_by("tokens").sampler
+            self.policy = sampler(self.model, self.config, arm.asked, arm.weights, self.device, self.precision)
             self.arm = arm
         return self.policy
 
@@ -333,28 +326,23 @@ class Enhancer:
             raise UserError(f"--enhancer {source}: generates images, expected a language model, or a run that trained "
                             "one")
         self.sampler = Texts(model, run, None, loading.place())
-        asked = domains.of("tokens").asked(run, 1, None)
+        asked = domains.sampled_by("tokens").asked(run, 1, None)
         self.arm = Arm(self.weights, asked | ({} if run else {"system": INSTRUCTION}))
         self.known: dict[str, str] = {}
 
     def __call__(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Return the prompts with rewritten texts."""
         missing = [text for text in dict.fromkeys(prompt.text for prompt in prompts) if text not in self.known]
         together = self.sampler.together
         for at in bar(range(0, len(missing), together), title="rewriting"):
-            self._rewrite(missing[at:at + together])
+            some = missing[at:at + together]
+            seeds = [noise_seed(self.seed, None, text, 0) for text in some]
+            written = self.sampler.draw(self.arm, [Prompt(text) for text in some], seeds)
+            self.known.update(zip(some, map(domains.sampled_by("tokens").rewritten, written)))
         return [replace(prompt, text=self.known[prompt.text]) for prompt in prompts]
 
-    def _rewrite(self, some: Sequence[str]) -> None:
-        seeds = [noise_seed(self.seed, None, text, 0) for text in some]
-        written = self.sampler.draw(self.arm, [Prompt(text) for text in some], seeds)
-        self.known.update(zip(some, map(domains.of("tokens").rewritten, written)))
-
     def as_json(self) -> dict[str, Any]:
-        """Return how prompts are rewritten, as evaluations record it."""
         return {"enhancer": self.source, "enhancer_weights": weights_digest(self.weights)}
 
 
 def make_enhancer(source: str | None, seed: int = 0) -> Enhancer | None:
-    """Return the enhancer of --enhancer; None without one."""
     return None if source is None else Enhancer(source, seed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
@@ -23,19 +23,19 @@ class Epoch(Protocol):
 
 
 class Best(Protocol):
-    """Best weights of a run, empty without any."""
+    """Best weights of a run, empty without any, and their epoch. anew: evaluations on the way choose the weights."""
 
     weights: dict[str, Tensor]
+    anew: bool
 
     @property
-    def best(self) -> Epoch:
-        """Return the epoch of these weights."""
+    def best(self) -> Epoch: ...
 
     def forget(self) -> None:
         """Reset, if earlier measurements were made in another way."""
 
     def summary(self) -> str | None:
-        """Return the kept epoch and the reason of the end, if there is anything to report."""
+        """Kept epoch and the reason of the end, if there is anything to report."""
 
 
 class FirstRatio(Protocol):
@@ -51,21 +51,22 @@ class Extremes(Protocol):
     """Best and worst samples of the last epoch."""
 
     def as_json(self, fps: float | None = None) -> dict[str, list[dict[str, Any]]]:
-        """Return both lists for JSON. fps: frames per second of clips."""
+        """Both lists for JSON. fps: frames per second of clips."""
 
 
 class Scoring(Protocol):
-    """Samples of the last epoch, and failures of rewards so far."""
+    """Trained rewards, samples of the last epoch, failures of rewards so far, and the last error of each here."""
 
     reward_failures: dict[str, int]
 
     @property
-    def errors(self) -> dict[str, str]:
-        """Return the last error of each reward on this process."""
+    def functions(self) -> Mapping[str, Any]: ...
 
     @property
-    def extremes(self) -> Extremes:
-        """Return the best and worst samples of the last epoch."""
+    def errors(self) -> dict[str, str]: ...
+
+    @property
+    def extremes(self) -> Extremes: ...
 
 
 class Optimization(Protocol):
@@ -75,19 +76,21 @@ class Optimization(Protocol):
     skipped: int
 
     def evaluated_weights(self) -> dict[str, Tensor]:
-        """Return the weights that are measured and saved."""
+        """Weights that are measured and saved."""
 
 
 class Progress(Protocol):
-    """Counters of a run, and its best weights so far."""
+    """Counters of a run, its best weights so far, and the measure of how far the present ones are from the first."""
 
     sampled: int
     seconds: float
     reward_seconds: float
 
     @property
-    def best(self) -> Best:
-        """Return the best weights so far."""
+    def best(self) -> Best: ...
+
+    @property
+    def change(self) -> Callable[[Processes], float]: ...
 
 
 class Extended(Protocol):
@@ -97,7 +100,7 @@ class Extended(Protocol):
         """Give them the last measurement of the run."""
 
     def summary(self) -> list[str]:
-        """Return what they say in the run's summary."""
+        """What they say in the run's summary."""
 
 
 class Trainer(Protocol):
@@ -112,24 +115,19 @@ class Trainer(Protocol):
     epoch: int
 
     @property
-    def optimization(self) -> Optimization:
-        """Return the optimizer with its counters."""
+    def optimization(self) -> Optimization: ...
 
     @property
-    def progress(self) -> Progress:
-        """Return what the run has done so far."""
+    def progress(self) -> Progress: ...
 
     @property
-    def extensions(self) -> Extended:
-        """Return the features that most runs lack."""
+    def extensions(self) -> Extended: ...
 
     @property
-    def first_ratio(self) -> FirstRatio:
-        """Return the result of the check before the first update."""
+    def first_ratio(self) -> FirstRatio: ...
 
     @property
-    def scoring(self) -> Scoring:
-        """Return the state of scoring."""
+    def scoring(self) -> Scoring: ...
 
     def with_oom_retry(self, work: Callable[[], T], phase: str = "") -> T:
         """Return work(), repeated with half the micro-batch each time that memory runs out."""

@@ -45,7 +45,7 @@ class Family:
     kohya: bool = False
 
     def place(self, cls: str, layer: str) -> Place:
-        """Return a layer's place among the original names. Raises UserError for one without a name."""
+        """Layer's place among the original names. Raises UserError for one without a name."""
         for pattern, replacement in self.native:
             if re.fullmatch(pattern, layer):
                 name, _, part = re.sub(pattern, replacement, layer).partition("|")
@@ -60,7 +60,7 @@ FUSED = {"kv_proj": "kv", "linear1": "qkvm", "qkv": "qkv", "qkv_x": "qkv", "qkv_
 
 def joint(blocks: str, first: str, second: str, up: str, down: str, first_mlp: str, second_mlp: str
           ) -> tuple[tuple[str, str], ...]:
-    """Return the rules of blocks with two streams of fused attention. up, down: layers of an MLP."""
+    """Rules of blocks with two streams of fused attention. up, down: layers of an MLP."""
     start, to = rf"{blocks}\.(\d+)\.", r"\1."
     return ((start + r"attn\.to_([qkv])", to + first + r".qkv|\2"),
             (start + r"attn\.add_([qkv])_proj", to + second + r".qkv|\2"),
@@ -116,6 +116,7 @@ FAMILIES = {
     "QwenImageTransformer2DModel": Family(NATIVE, own=True), "ZImageTransformer2DModel": Family(NATIVE, own=True),
     "Krea2Transformer2DModel": Family(DIFFUSERS, own=True), "ErnieImageTransformer2DModel": Family(DIFFUSERS, own=True),
     "HiDreamImageTransformer2DModel": Family(DIFFUSERS, own=True),
+    "QwenImage21Transformer2DModel": Family(DIFFUSERS, own=True),
     "Lumina2Transformer2DModel": Family(native=LUMINA, kohya=True),
     "LTXVideoTransformer3DModel": Family(native=LTX), "LTX2VideoTransformer3DModel": Family(native=LTX),
     "WanTransformer3DModel": Family(native=WAN), "WanVACETransformer3DModel": Family(native=WAN),
@@ -129,9 +130,9 @@ ENCODERS = {"UNet2DConditionModel": CLIP, "SD3Transformer2DModel": CLIP | T5, "F
 PLACES = {"text_encoder": "lora_te1_", "text_encoder_2": "lora_te2_", "text_encoder_3": "lora_te3_"}
 
 
-def classes(model: str) -> dict[str, str]:
-    """Return the classes of a pipeline's parts, from its index.
-    model: a starter's name, a directory, a hub id, or the name of a pipeline class.
+def classes(model: str, revision: str | None = None) -> dict[str, str]:
+    """Classes of a pipeline's parts, from its index.
+    model: a starter's name, a directory, a hub id, or the name of a pipeline class. revision: on the hub.
     Raises UserError if it has no index."""
     import diffusers
 
@@ -140,7 +141,7 @@ def classes(model: str) -> dict[str, str]:
         return {name: getattr(cls, "__name__", str(cls).partition(" |")[0].rpartition(".")[2])
                 for name, cls in taken.items()}
     try:
-        index = diffusers.DiffusionPipeline.load_config(FOLDERS.get(model, model))
+        index = diffusers.DiffusionPipeline.load_config(FOLDERS.get(model, model), revision=revision)
     except Exception as error:  # the hub or third-party files can raise anything
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(f"the parts of the model {model!r} cannot be read ({first}): expected a directory with a "
@@ -148,13 +149,8 @@ def classes(model: str) -> dict[str, str]:
     return {name: str(value[1]) for name, value in index.items() if isinstance(value, list)}
 
 
-def plays_own(parts: set[str], known: dict[str, str]) -> bool:
-    """Return True if ComfyUI reads the file of `load_lora_weights` of these parts. known: result of `classes`."""
-    return all(known.get(part) in FAMILIES and FAMILIES[known[part]].own for part in parts)
-
-
 def namer(part: str, known: dict[str, str], program: Program = "comfyui") -> Callable[[str], Place]:
-    """Return the function from a diffusers layer name to a program's, for the part `part`. known: result of `classes`.
+    """Function from a diffusers layer name to a program's, for the part `part`. known: result of `classes`.
     Raises UserError for a part that the program has no names for."""
     denoiser = known.get("unet", known.get("transformer", ""))
     cls, family = known.get(part, ""), FAMILIES.get(known.get(part, ""))
@@ -171,8 +167,11 @@ def namer(part: str, known: dict[str, str], program: Program = "comfyui") -> Cal
 
         return native
     if part in PLACES and cls in ENCODERS.get(denoiser, ()):
-        return lambda layer: Place(_join_layer(_encoder(part, cls, known, program),
-                                               _clip(layer) if cls in CLIP else layer))
+        start = PLACES[part]
+        if program == "kohya":  # whose scripts have other names for the T5 of FLUX and the CLIP of SD 1.5
+            alone = "unet" in known and "text_encoder_2" not in known
+            start = "lora_te3_" if cls in T5 else "lora_te_" if alone else start
+        return lambda layer: Place(_join_layer(start, _clip(layer) if cls in CLIP else layer))
     has = "ComfyUI has" if program == "comfyui" else "the scripts of kohya have"
     raise UserError(f"{has} no name for the {part} ({cls or 'of an unknown class'}): use --form merged, or load the "
                     "run's own file with diffusers")
@@ -180,13 +179,6 @@ def namer(part: str, known: dict[str, str], program: Program = "comfyui") -> Cal
 
 def _join_layer(prefix: str, layer: str) -> str:
     return prefix + (layer.replace(".", "_") if prefix.endswith("_") else layer)
-
-
-def _encoder(part: str, cls: str, known: dict[str, str], program: Program) -> str:
-    """Return the prefix of a text encoder; kohya's scripts have others for the T5 of FLUX and the CLIP of SD 1.5."""
-    if program == "kohya" and cls in T5:
-        return "lora_te3_"
-    return "lora_te_" if program == "kohya" and "unet" in known and "text_encoder_2" not in known else PLACES[part]
 
 
 def _clip(layer: str) -> str:

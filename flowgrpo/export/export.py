@@ -20,7 +20,6 @@ from flowgrpo.device import DTYPES, pick_device
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.runs import require_format
 from flowgrpo.export import comfy_names, model_card, run_lora
-from flowgrpo.policies import sources
 from flowgrpo.policies.checkpoints import run_config
 from flowgrpo.policies.pipelines import edits
 from flowgrpo.policies.policy import resolve_precision
@@ -37,7 +36,7 @@ SECOND = "transformer_2"  # the expert of the low-noise steps
 
 
 def load_finished(run: Path) -> tuple[Config, dict[str, Any]]:
-    """Return a run's configuration and summary.
+    """Run's configuration and summary.
     Raises UserError if the folder is not a finished run."""
     if not (run_of(run) / "summary.json").is_file():
         raise UserError(f"{run} has no summary.json: {unfinished(run_of(run))}")
@@ -55,8 +54,11 @@ def lora(run: Path, output: Path, program: comfy_names.Program = "comfyui") -> l
     Raises UserError for a run without a LoRA, for a part that has no name there, and for a DoRA: these programs take
     its lengths from the base's weights, peft from the tuned ones.
     """
-    parts = run_lora.read(run)
-    return _write_lora(run, output, parts, comfy_names.classes(load(run / "config.yaml").model), program)
+    from flowgrpo.policies.pipelines.load import config_source
+
+    parts, config = run_lora.read(run), load(run / "config.yaml")
+    known = comfy_names.classes(config_source(config.model, config.load), config.load.revision)
+    return _write_lora(run, output, parts, known, program)
 
 
 def for_comfyui(config: Config, run: Path, policy: Any) -> str | None:
@@ -69,7 +71,8 @@ def for_comfyui(config: Config, run: Path, policy: Any) -> str | None:
         return None
     known = {name: type(part).__name__ for name, part in pipe.components.items()}
     parts = run_lora.read(run)
-    stock = (run / LORA_FILE).is_file() and comfy_names.plays_own(set(parts), known)
+    families = [comfy_names.FAMILIES.get(known.get(part, "")) for part in parts]
+    stock = (run / LORA_FILE).is_file() and all(family is not None and family.own for family in families)
     if stock and SECOND not in parts and not _dora(parts):
         return None
     try:
@@ -80,7 +83,6 @@ def for_comfyui(config: Config, run: Path, policy: Any) -> str | None:
 
 
 def comfyui_file(folder: Path, name: str) -> Path:
-    """Return the path of a run's LoRA for ComfyUI. name: of the run."""
     return folder / COMFYUI / f"{Path(name).name}.safetensors"
 
 
@@ -132,7 +134,7 @@ def _rename_tensors(name: Callable[[str], comfy_names.Place], tensors: dict[str,
 
 
 def _fuse_parts(layer: str, found: dict[str, dict[str, torch.Tensor]], parts: str) -> dict[str, torch.Tensor]:
-    """Return a layer's matrices and alpha; of a fused layer one LoRA of its parts, block by block.
+    """Layer's matrices and alpha; of a fused layer one LoRA of its parts, block by block.
 
     found: matrices by part. parts: all of a fused layer; the MLP "m" of q, k, v and an MLP may have no LoRA.
     Raises UserError for a LoRA of only some parts, and for one without both matrices.
@@ -174,7 +176,7 @@ def write_merged(run: Path, output: Path) -> Path:
 def _merge_language_model(config: Config, run: Path, output: Path) -> None:
     from flowgrpo.policies.weights import adapters
 
-    texts = domains.of("tokens")
+    texts = domains.sampled_by("tokens")
     options = {} if config.adapter.rank else {"model": str(run / "model"), "load": Load()}
     model, reader = texts.load(config.model_copy(update={"precision": "fp32"} | options))
     if config.adapter.rank:
@@ -191,7 +193,9 @@ def _merge_pipeline(config: Config, run: Path, output: Path) -> None:
 
     if (run / edits.FILE).is_file():
         raise UserError(f"{run} holds an edit policy, which merges into no pipeline: use it by `flowgrpo sample`")
-    sources.require_full(config.load)
+    if config.load.gguf:
+        raise UserError(f"load.denoiser is {config.load.denoiser!r}, whose quantised weights take no LoRA in: use the "
+                        "LoRA's own file, or --form comfyui")
     stock = _modules(load_pipeline(config.model, config.precision, config.trust_remote_code, files=config.load))
     kinds = {name: {key: value.dtype for key, value in module.state_dict().items()} for name, module in stock.items()}
     del stock  # free memory before the whole model is loaded again

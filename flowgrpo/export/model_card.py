@@ -6,9 +6,8 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from flowgrpo.config.reward_rules import WatchRule
 from flowgrpo.config.schema import Config
 from flowgrpo.data import sets
 from flowgrpo.escaped import code, code_block, line, markdown
+from flowgrpo.evaluation import kept
 from flowgrpo.evaluation.image_files import weight_files
 from flowgrpo.evaluation.pages import figures
 from flowgrpo.evaluation.pages.sources import FOLDER as SOURCES
@@ -27,18 +27,20 @@ from flowgrpo.evaluation.report.verdict import untrained_lines
 from flowgrpo.evaluation.statistics import ALL, Rows, decimals, digits_of, format_interval, format_value
 from flowgrpo.export import run_lora
 from flowgrpo.export.usage import snippet, task
+from flowgrpo.files import metadata_of, text_of
 from flowgrpo.nouns import SAMPLE, quantity
 from flowgrpo.policies import sources
 from flowgrpo.rewards.find import ALIASES, BUILT_IN
 from flowgrpo.starter import FOLDERS
 from flowgrpo.storage import atomic
-from flowgrpo.storage.json_files import read_object
+from flowgrpo.storage.json_files import read_lines, read_object
 from flowgrpo.version import __version__
 
 FOLDER, PAIRS = "images", 4  # of the gallery, in the run's folder
 IMAGE = "data:image/webp;base64,"
 OF_WEIGHTS = ("model", "checkpoint", "head", "revision", "head_revision")
 TOKENS = "tokens"  # unit of a language model's count
+HUB_ID = r"[\w.-]+/[\w.-]+"
 LICENCES = ("license", "license_name", "license_link")
 PROMPTS = {"image": "a photo of a cat", "clip": "a cat walks", "completion": "Hello"}
 
@@ -59,48 +61,36 @@ class Pair:
 
 def gallery(run: Path) -> list[Pair]:
     """Write images of the first held-out prompts, before and after, to `images/`; return them, or texts."""
-    sides = [_cards(run, name) for name in ("before", "after")]
+    files = [run / snapshots.FOLDER / f"{name}.json" for name in ("before", "after")]
+    sides = [read_object(file, snapshots.MEND).get("cards", []) if file.is_file() else [] for file in files]
     for old in (*(run / FOLDER).glob("[ab]*-[0-9].webp"), *(run / FOLDER).glob("source-[0-9]-*")):
         old.unlink()
     pairs = []
     for number, (before, after) in enumerate(list(zip(*sides))[:PAIRS]):
-        brought = tuple(_copy_sources(run, number))
-        if "text" in before:
-            pairs.append(Pair(line(before["prompt"]), line(before["text"]), line(after["text"]), False, brought))
-        else:
-            first, second = (_write_image(run, f"{name}-{number}.webp", card["picture"])
-                             for name, card in (("before", before), ("after", after)))
-            pairs.append(Pair(line(before["prompt"]), first, second, True, brought))
+        # What the prompt brings, by key and number.
+        stems = {file: file.stem.split("-")[1:] for file in (run / SOURCES).glob(f"{number:03d}-*")}
+        brought = []
+        for file, (key, *_) in sorted(stems.items(), key=lambda item: (item[1][0], int("".join(item[1][1:]) or 0))):
+            path = f"{FOLDER}/source-{number}-{file.name.partition('-')[2]}"
+            atomic.write_bytes(run / path, file.read_bytes())
+            brought.append((key, path))
+        drawn = "text" not in before
+        shown = []
+        for name, card in (("before", before), ("after", after)):
+            shown.append(f"{FOLDER}/{name}-{number}.webp" if drawn else line(card["text"]))
+            if drawn:
+                atomic.write_bytes(run / shown[-1], base64.b64decode(card["picture"].removeprefix(IMAGE)))
+        pairs.append(Pair(line(before["prompt"]), shown[0], shown[1], drawn, tuple(brought)))
     return pairs
 
 
-def _copy_sources(run: Path, number: int) -> Iterator[tuple[str, str]]:
-    """Copy what a held-out prompt brings to `images/`, and yield each key with the path."""
-    files = {file: file.stem.split("-")[1:] for file in (run / SOURCES).glob(f"{number:03d}-*")}
-    for file, (key, *_) in sorted(files.items(), key=lambda item: (item[1][0], int("".join(item[1][1:]) or 0))):
-        ending = file.name.partition("-")[2]
-        atomic.write_bytes(run / FOLDER / f"source-{number}-{ending}", file.read_bytes())
-        yield key, f"{FOLDER}/source-{number}-{ending}"
-
-
-def _cards(run: Path, name: str) -> list[dict[str, Any]]:
-    file = run / snapshots.FOLDER / f"{name}.json"
-    return read_object(file, snapshots.MEND).get("cards", []) if file.is_file() else []
-
-
-def _write_image(run: Path, name: str, url: str) -> str:
-    atomic.write_bytes(run / FOLDER / name, base64.b64decode(url.removeprefix(IMAGE)))
-    return f"{FOLDER}/{name}"
-
-
 def widget(pairs: Sequence[Pair]) -> list[dict[str, Any]]:
-    """Return the hub's gallery of tuned samples, with the source of each that has one."""
+    """Hub's gallery of tuned samples, with the source of each that has one."""
     return [({"src": pair.brought[0][1], "prompt": pair.prompt} if pair.brought else {})
             | {"text": pair.prompt, "output": {"url" if pair.drawn else "text": pair.after}} for pair in pairs]
 
 
-def beside(pairs: Sequence[Pair]) -> str:
-    """Return the table of samples before and after."""
+def sample_table(pairs: Sequence[Pair]) -> str:
     sourced = any(pair.brought for pair in pairs)
     rows = [[markdown(pair.prompt), *[" ".join(f"![{key}]({file})" for key, file in pair.brought)] * sourced,
              *(f"![]({side})" if pair.drawn else markdown(side) for side in (pair.before, pair.after))]
@@ -109,16 +99,21 @@ def beside(pairs: Sequence[Pair]) -> str:
 
 
 def prompts(config: Config) -> str:
-    """Return the table of the prompts' sides: set or file, number of lines, SHA-256; and that a test set was trained
-    on."""
+    """Table of the prompts' sides: set or file, number of lines, SHA-256; and that a test set was trained on."""
     known = sets.SETS.get(config.prompts)
     shared = isinstance(config.held_out, float)
     held_out = known.held_out if known and known.held_out and shared else config.held_out
     sides = {"training": known.train if known else config.prompts,
              "held out": f"{held_out:.0%} of these" if isinstance(held_out, float) else held_out}
     name = config.prompts if known else line(Path(config.prompts).name)
-    rows = [[side, code(name if side == "training" or known else Path(str(place)).name), *_file_facts(Path(place))]
-            for side, place in sides.items()]
+    rows = []
+    for side, place in sides.items():
+        file, facts = Path(place), ["-" if "of these" not in str(place) else str(place), "-"]
+        if file.is_file():
+            content = file.read_bytes()
+            facts = [f"{sum(bool(row.strip()) for row in content.splitlines()):,}",
+                     f"`{hashlib.sha256(content).hexdigest()}`"]
+        rows.append([side, code(name if side == "training" or known else Path(str(place)).name), *facts])
     if isinstance(held_out, float) and Path(config.prompts).is_file():
         for row, part in zip(rows, sets.resolve(config)):
             row[2] = f"{len(part):,}"
@@ -126,16 +121,8 @@ def prompts(config: Config) -> str:
     return note + _table([["split", "set", "number", "SHA-256"], *rows])
 
 
-def _file_facts(file: Path) -> list[str]:
-    """Return the number of a file's lines, and its hash; dashes for what is no file here."""
-    if not file.is_file():
-        return ["-" if "of these" not in str(file) else str(file), "-"]
-    content = file.read_bytes()
-    return [f"{sum(bool(row.strip()) for row in content.splitlines()):,}", f"`{hashlib.sha256(content).hexdigest()}`"]
-
-
 def rewards(config: Config) -> str:
-    """Return the list of rewards with what tells their version."""
+    """List of rewards with what tells their version."""
     return "\n".join(f"- {code(label)}{', eval-only' * (label not in config.rewards)}: {_version(label, rule)}"
                      for label, rule in (config.trained | config.extra_rewards).items())
 
@@ -152,22 +139,18 @@ def _version(label: str, rule: WatchRule) -> str:
 
 
 def method(config: Config) -> str:
-    """Return the method and its changed parts."""
     parts = yaml.safe_dump(config.parts, default_flow_style=True, width=10_000).strip() if config.parts else ""
     return code(config.method) + (f" with {code(parts)}" if parts else "")
 
 
-def environment_line(run: Path) -> str:
-    """Return hardware, commit and versions of the run."""
+def _machine(run: Path) -> dict[str, Any]:
     file = run / snapshots.FOLDER / "machine.json"
-    known = read_object(file, snapshots.MEND) if file.is_file() else {"flowgrpo": __version__}
-    return ", ".join(f"{key} {markdown(str(value))}" for key, value in known.items() if key not in ("system", "cores"))
+    return read_object(file, snapshots.MEND) if file.is_file() else {}
 
 
 def cost(summary: dict[str, Any], run: Path) -> str:
-    """Return the training's cost as measured: samples, evaluations, hours of the devices."""
-    file = run / snapshots.FOLDER / "machine.json"
-    machine = read_object(file, snapshots.MEND) if file.is_file() else {}
+    """Training's cost as measured: samples, evaluations, hours of the devices."""
+    machine = _machine(run)
     processes = int(machine.get("processes", 1))
     hours = summary["seconds"] * processes / 3600
     samples = summary.get("samples", summary.get("sampled_pictures"))  # the key's name before
@@ -178,12 +161,11 @@ def cost(summary: dict[str, Any], run: Path) -> str:
 
 
 def hashes(run: Path) -> str:
-    """Return the list of weight files with their SHA-256."""
+    """List of weight files with their SHA-256."""
     return "\n".join(f"- {code(file.relative_to(run).as_posix())}: `{sha256(file)}`" for _, file in weight_files(run))
 
 
 def sha256(file: Path) -> str:
-    """Return the SHA-256 of a file."""
     hashed = hashlib.sha256()
     with file.open("rb") as opened:
         while block := opened.read(1 << 20):
@@ -196,7 +178,7 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def text(config: Config, summary: dict[str, Any], run: Path, place: str) -> str:
-    """Return the card, and write its gallery. place: what the snippet loads the weights from."""
+    """The card, whose gallery is written to the run. place: what the snippet loads the weights from."""
     lora, licence, pairs = has_lora(config, run), licence_of(config.model), gallery(run)
     sample = _sample(config, summary, run)
     front = yaml.safe_dump(metadata(config, licence, sample, lora, pairs), sort_keys=False).rstrip()
@@ -204,24 +186,34 @@ def text(config: Config, summary: dict[str, Any], run: Path, place: str) -> str:
     page = "before_after.webp" if (run / "before_after.webp").is_file() else "before_after.png"
     first = "".join(f"**{markdown(sentence)}**\n\n" for sentence in untrained_lines(summary))
     doing = "was to be trained" if summary.get("trained", {}).get("nothing") else "trained"
+    machine = _machine(run) or {"flowgrpo": __version__}
+    made_with = ", ".join(f"{key} {markdown(str(value))}" for key, value in machine.items()
+                          if key not in ("system", "cores"))
     parts = {
         "": f"{first}{code(config.model)} {doing} by flowgrpo with {code(config.method)} on {_reward_sum(config)}."
             f"{_base(config)}",
         "Usage": code_block(snippet(config, run, place, prompt, brought), "python"),
-        "Result": "\n\n".join([results(config, summary), *([beside(pairs)] if pairs else []),
+        "Result": "\n\n".join([results(config, summary), *_siblings(run), *([sample_table(pairs)] if pairs else []),
                                f"{code(page)} shows a {sample} of held-out prompts before and after training, with "
                                "its scores, and the means of all held-out prompts:",
                                f"![The same prompts and seeds before and after]({page})",
                                "![Rewards over training](curves.png)"]),
         "Prompts": prompts(config),
         "Rewards": rewards(config),
-        "Training": f"{settings(config, summary, run)}\n\nMade with: {environment_line(run)}.\n\nAll settings "
+        "Training": f"{settings(config, summary, run)}\n\nMade with: {made_with}.\n\nAll settings "
                     "are in `config.yaml`, the numbers of each epoch in `metrics.jsonl`.",
         "Files": f"{_files(run)}SHA-256 of the weights:\n\n{hashes(run)}",
         "Limits": limits(config, summary),
         "Licence": _licence(config, licence)}
     body = "\n\n".join((f"## {head}\n\n" if head else "") + part for head, part in parts.items())
     return f"---\n{front}\n---\n\n# {markdown(config.name)}\n\n{body}\n"
+
+
+def _siblings(run: Path) -> list[str]:
+    """List of what distilled siblings of the base keep of the gain; empty without any."""
+    said = [f"- {markdown(kept.sentence(found))} (95 % interval, {found['prompts']} held-out prompts)"
+            for found in kept.read(run).values()]
+    return ["\n".join(said)] if said else []
 
 
 def limits(config: Config, summary: dict[str, Any]) -> str:
@@ -239,25 +231,38 @@ def limits(config: Config, summary: dict[str, Any]) -> str:
 
 
 def _licence(config: Config, licence: dict[str, str]) -> str:
+    base = f"Of the base model {code(config.model)}: {_terms(licence)}. These weights are derived from it."
     if not licence:
-        return (f"Of the base model {code(config.model)}: unknown, since neither its folder nor its card here names "
+        base = (f"Of the base model {code(config.model)}: unknown, since neither its folder nor its card here names "
                 "one. These weights are derived from it: look its licence up before you share or use them.")
-    return f"Of the base model {code(config.model)}: {code(licence['license'])}. These weights are derived from it."
+    begun, fused = config.adapter.init, [lora.path for lora in config.load.loras_with_scales]
+    others = [("the LoRA", begun, ", from which the training began"), ("the denoiser", config.load.denoiser, ""),
+              *(("the LoRA", path, ", which is part of the base") for path in fused)]
+    return "\n\n".join([base, *(f"Of {what} {code(place)}{role}: {_terms(licence_of(place))}."
+                                for what, place, role in others if place)])
+
+
+def _terms(licence: dict[str, str]) -> str:
+    return " ".join(code(licence[key]) for key in LICENCES[:2] if key in licence) or "licence not stated"
 
 
 def _base(config: Config) -> str:
-    """Return a sentence on the base of a LoRA whose base is not the model alone."""
-    if not any((config.load.lora, config.load.denoiser, config.load.controlnet, config.load.ip_adapter)):
-        return ""
-    return f"\n\nIts base is {sources.base(config.model, config.load)}: on another base the weights do something else."
+    """Return sentences on the base of a LoRA whose base is not the model alone, and on the LoRA that it began from."""
+    base = sources.base(config.model, config.load)
+    told = "" if base == f"`{config.model}`" else \
+        f"\n\nIts base is {base}: on another base the weights do something else."
+    if config.adapter.init is not None:
+        told += f"\n\nIt began from the LoRA {code(config.adapter.init)} (adapter.init), which it holds."
+    return told
 
 
 def metadata(config: Config, licence: dict[str, str], sample: str, lora: bool, pairs: Sequence[Pair] = ()
              ) -> dict[str, Any]:
-    """Return the hub's metadata. A base model that is no hub id has no entry, since the hub would refuse it."""
+    """Hub's metadata. A base model that is no hub id has no entry, since the hub would refuse it."""
     of_tokens = sample == "completion" or config.text.generates == "image"
     library = "diffusers" if not of_tokens else "peft" if lora else "transformers"
-    on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", config.model) and not Path(config.model).is_dir()
+    on_hub = re.fullmatch(HUB_ID, config.model) and not Path(config.model).is_dir() and not sources.is_file(
+        config.model)
     base = {"base_model": config.model, "base_model_relation": "adapter" if lora else "finetune"} if on_hub else {}
     return {**base, "library_name": library, "license": "other", **licence,
             "pipeline_tag": task(config, sample, pairs[0].brought if pairs else ()),
@@ -265,17 +270,20 @@ def metadata(config: Config, licence: dict[str, str], sample: str, lora: bool, p
             **({"widget": widget(pairs)} if pairs else {})}
 
 
-def licence_of(model: str) -> dict[str, str]:
-    """Return the licence that the card of a model names: in its folder, or in the hub's cache on this machine."""
-    folder, file = Path(FOLDERS.get(model, model)), None
-    if folder.is_dir():
-        file = folder / "README.md"
-    else:
+def licence_of(place: str) -> dict[str, str]:
+    """Licence of a model or LoRA: of its file's metadata (modelspec), of the card in its folder or beside its file, or
+    of its card in the hub's cache on this machine. Raises UserError for a card that is no UTF-8."""
+    path, file = Path(FOLDERS.get(place, place)), None
+    if path.is_file() or path.is_dir():
+        if path.suffix == ".safetensors" and (said := metadata_of(path).get("modelspec.license", "").strip()):
+            return {"license": "other", "license_name": line(said)}
+        file = (path if path.is_dir() else path.parent) / "README.md"
+    elif re.fullmatch(HUB_ID, place):
         from huggingface_hub import try_to_load_from_cache
 
-        known = try_to_load_from_cache(model, "README.md") if "/" in model else None
+        known = try_to_load_from_cache(place, "README.md")
         file = Path(known) if isinstance(known, str) else None
-    front = re.match(r"---\s*\n(.*?)\n---", file.read_text(encoding="utf-8"), re.S) if file and file.is_file() else None
+    front = re.match(r"---\s*\n(.*?)\n---", text_of(file), re.S) if file and file.is_file() else None
     try:
         entries = yaml.safe_load(front[1]) if front else {}
     except yaml.YAMLError:
@@ -285,21 +293,21 @@ def licence_of(model: str) -> dict[str, str]:
 
 
 def _files(run: Path) -> str:
-    """Return a sentence on the file for ComfyUI, of a run that has one."""
+    """Sentence on the file for ComfyUI, of a run that has one."""
     made = sorted(run.glob("comfyui/*.safetensors"))
     named = " and ".join(code(file.relative_to(run).as_posix()) for file in made)
     return f"For ComfyUI: {named}, at strength 1. All other programs: the files below.\n\n" if made else ""
 
 
 def has_lora(config: Config, run: Path) -> bool:
-    """Return True for a run with a LoRA, in place of whole weights or an edit policy."""
+    """True for a run with a LoRA, in place of whole weights or an edit policy."""
     from flowgrpo.policies.pipelines import edits
 
     return config.adapter.rank > 0 and not (run / edits.FILE).is_file()
 
 
 def results(config: Config, summary: dict[str, Any]) -> str:
-    """Return the table of held-out means, with intervals where the run has them, and what they are means of."""
+    """Table of held-out means, with intervals where the run has them, and what they are means of."""
     evaluation, compared = summary["evaluation"], summary.get("compared", {})
     heads = ["reward", "before", "after", "change", "trained on"]
     lines = [heads, ["---", "---:", "---:", "---:", "---"]]
@@ -310,7 +318,8 @@ def results(config: Config, summary: dict[str, Any]) -> str:
     methods = dict.fromkeys(rows[ALL]["before"]["method"] for rows in compared.values())
     scheduler = "" if summary["unit"] == TOKENS else ", with the pipeline's own scheduler"
     intervals = f" 95 % intervals: {', '.join(methods)}." if methods else ""
-    return f"{table}\n\nMeans over {evaluation['prompts']} held-out {evaluation['of']}{scheduler}.{intervals}"
+    anew = f", {evaluation['anew']}" if evaluation.get("anew") else ""
+    return f"{table}\n\nMeans over {evaluation['prompts']} held-out {evaluation['of']}{scheduler}{anew}.{intervals}"
 
 
 def _row(rows: Rows) -> list[str]:
@@ -326,7 +335,6 @@ def _plain(before: float | None, after: float | None) -> list[str]:
 
 
 def settings(config: Config, summary: dict[str, Any], run: Path) -> str:
-    """Return the table of the settings that matter."""
     train, writes = config.train, summary["unit"] == TOKENS
     sampling = f"up to {config.text.max_tokens} tokens" if writes else f"{train.steps}, guidance {train.guidance:g}"
     if config.text.generates == "image":
@@ -353,7 +361,6 @@ def _reward_sum(config: Config) -> str:
 
 
 def _sample(config: Config, summary: dict[str, Any], run: Path) -> str:
-    """Return the name of a sample."""
     if summary["unit"] == TOKENS:
         return SAMPLE[config.text.generates]
     return SAMPLE["video" if (run / "before_after.webp").is_file() else "image"]
@@ -362,7 +369,7 @@ def _sample(config: Config, summary: dict[str, Any], run: Path) -> str:
 def curves(run: Path, path: Path, unit: str) -> None:
     """Plot the mean of every reward of a run against its count, one colour each, held-out means as dots.
     unit: name of the counted unit."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    lines = read_lines(run / "metrics.jsonl", "evaluations")
     with figures.figure_style() as pyplot:
         figure, axes = pyplot.subplots(figsize=(7, 4))
         styles: dict[str, dict[str, Any]] = {}

@@ -23,7 +23,7 @@ OF_MODELS = ("generation_config.json", "tokenizer*", "special_tokens_map.json", 
 
 
 def files(run: Path) -> list[Path]:
-    """Return the files of a run's folder that are uploaded, relative to it, in order; no links."""
+    """Files of a run's folder that are uploaded, relative to it, in order; no links."""
     patterns = [*TOP, *(f"{part}/{name}" for part in PARTS for name in OF_PARTS),
                 *(f"model/{name}" for name in OF_MODELS)]
     chosen = {path for pattern in patterns for path in run.glob(pattern)}

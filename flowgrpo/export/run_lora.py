@@ -8,30 +8,29 @@ from typing import Any
 import torch
 
 from flowgrpo.errors import UserError
-from flowgrpo.files import parse_json, tensors_of
+from flowgrpo.files import tensors_of
 from flowgrpo.policies.pipelines import edits
 from flowgrpo.policies.weights import adapters
-from flowgrpo.policies.weights.lora_files import LORA_FILE
-from flowgrpo.storage.json_files import read_object
+from flowgrpo.policies.weights.lora_files import LORA_FILE, below
 
 Parts = dict[str, tuple[dict[str, torch.Tensor], dict[str, Any]]]
 WRITTEN = "expected a file that `flowgrpo train` wrote"
 
 
 def read(run: Path) -> Parts:
-    """Return a run's LoRA by part: tensors by module, and the peft configuration.
+    """Run's LoRA by part: tensors by module, and the peft configuration.
 
     Reads diffusers' file, the second expert's separate file, or peft's file where diffusers has no loader.
     Raises UserError for a run without a LoRA, for weights that are not finite, and for a file that does not state its
     alpha.
     """
     parts = _stock(run / LORA_FILE) if (run / LORA_FILE).is_file() else {}
-    for file in sorted(run.glob(f"*/{LORA_FILE}")):
+    for file in below(run, LORA_FILE):
         stock = _stock(file)
         if len(stock) != 1:
             raise UserError(f"{file} holds the LoRAs of {', '.join(stock)}, expected those of one part")
         [parts[file.parent.name]] = stock.values()
-    for file in sorted(run.glob(f"*/{adapters.CONFIG}")):
+    for file in below(run, adapters.CONFIG):
         parts[file.parent.name] = tensors_of(file.with_name(adapters.WEIGHTS))[0], _of_peft(file)
     for tensors, _ in parts.values():
         adapters.require_read(run, tensors)
@@ -46,13 +45,13 @@ def read(run: Path) -> Parts:
 
 
 def describe_rank(run: Path) -> str:
-    """Return the rank and alpha of a run's LoRA as its files have them, such as "rank 16, alpha 16"; empty without one.
+    """Rank and alpha of a run's LoRA as its files have them, such as "rank 16, alpha 16"; empty without one.
 
     Raises UserError for a file that does not state them.
     """
-    stock = [run / LORA_FILE, *sorted(run.glob(f"*/{LORA_FILE}"))]
+    stock = [run / LORA_FILE, *below(run, LORA_FILE)]
     found = [adapter for file in stock if file.is_file() for _, adapter in _stock(file).values()]
-    found += [_of_peft(file) for file in (run / adapters.CONFIG, *sorted(run.glob(f"*/{adapters.CONFIG}")))
+    found += [_of_peft(file) for file in (run / adapters.CONFIG, *below(run, adapters.CONFIG))
               if file.is_file()]
     kinds = {"use_rslora": ", rsLoRA", "use_dora": ", DoRA"}
     return "; ".join(dict.fromkeys(
@@ -61,7 +60,7 @@ def describe_rank(run: Path) -> str:
 
 
 def scale(adapter: dict[str, Any], layer: str, rank: int) -> float:
-    """Return the scale of a layer: alpha / rank, or alpha / sqrt(rank) for rsLoRA (2312.03732)."""
+    """Scale of a layer: alpha / rank, or alpha / sqrt(rank) for rsLoRA (2312.03732)."""
     from peft.utils.other import get_pattern_key
 
     own: dict[str, float] = adapter.get("alpha_pattern") or {}
@@ -71,10 +70,7 @@ def scale(adapter: dict[str, Any], layer: str, rank: int) -> float:
 
 def _stock(file: Path) -> Parts:
     tensors, metadata = tensors_of(file)
-    try:
-        said = dict(parse_json(metadata.get("lora_adapter_metadata", "{}")))
-    except (TypeError, ValueError) as error:
-        raise UserError(f"{file} has no readable lora_adapter_metadata ({error}): {WRITTEN}") from None
+    said = adapters.said_of(file, metadata, whole=False)
     parts = dict.fromkeys(key.partition(".")[0] for key in tensors)
     loras: dict[str, Any] = {part: tuple({key.removeprefix(f"{part}."): value for key, value in those.items()
                              if key.startswith(f"{part}.")} for those in (tensors, said)) for part in parts}
@@ -84,7 +80,7 @@ def _stock(file: Path) -> Parts:
 
 
 def _of_peft(file: Path) -> dict[str, Any]:
-    return _require_scale(file, read_object(file, WRITTEN))
+    return _require_scale(file, adapters.said_of(file.with_name(adapters.WEIGHTS), {}, whole=False))
 
 
 def _require_scale(file: Path, adapter: dict[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,22 @@ from flowgrpo.policies import build, sources
 from flowgrpo.policies.pipelines import edits, prompt_inputs
 from flowgrpo.policies.pipelines.call import guidance_argument
 from flowgrpo.policies.pipelines.frames import is_video, with_fps
-from flowgrpo.policies.pipelines.load import MERGED, rate_ahead
-from flowgrpo.policies.weights.lora_files import LORA_FILE
+from flowgrpo.policies.pipelines.load import (
+    MERGED,
+    config_source,
+    denoiser_names,
+    encoders_apart,
+    index_ahead,
+    rate_ahead,
+)
+from flowgrpo.policies.weights.lora_files import LORA_FILE, below
 from flowgrpo.published import MODELS
 from flowgrpo.starter import FOLDERS
+from flowgrpo.storage.json_files import read_object
 
-INDEX = "model_index.json"
 TASKS = {"image": ("text-to-image", "image-to-image"), "clip": ("text-to-video", "image-to-video"),
          "completion": ("text-generation", "image-text-to-text")}  # by sample: from a text, and from an image too
+LOADED = "expected what the model was loaded from"
 DTYPE = {"bf16": "torch.bfloat16", "fp16": "torch.float16", "fp32": "torch.float32"}
 
 
@@ -56,7 +63,7 @@ def _source(model: str) -> tuple[list[str], str]:
 
 
 def _path(place: str, file: str) -> str:
-    """Return the expression for the path of a file of the run. place: as of `snippet`."""
+    """Expression for the path of a file of the run. place: as of `snippet`."""
     return repr(f"{place}/{file}") if Path(place).is_dir() else f"hf_hub_download({place!r}, {file!r})"
 
 
@@ -95,20 +102,12 @@ def _opening(cls: Any, config: Config, place: str, brought: Sequence[tuple[str, 
 
 
 def _of_pipeline(config: Config, run: Path, place: str, prompt: str, brought: Sequence[tuple[str, str]]) -> list[str]:
-    imports, source = _source(config.model)
-    index, dtype = _index(config.model), DTYPE.get(config.precision, "torch.float32")
-    absent = "".join(f", {name}=None" for name, value in index.items() if isinstance(value, list) and value[0] is None)
-    further = f"dtype={dtype}{_at(config, 'variant', 'revision')}{absent}"
-    made = f"pipe = DiffusionPipeline.from_pretrained({source}, {further})"
-    needed = ["from diffusers import DiffusionPipeline"]
-    if config.model in MERGED or sources.needs_assembly(config.model, config.load):
-        imports, needed = ["from flowgrpo.policies.pipelines.load import load_pipeline"], []
-        named, further = _load_arguments(config)
-        imports, made = imports + named, f"pipe = load_pipeline({config.model!r}{further})"
+    index = _index(config)
     cls = _class(index)
+    imports, made = _making(config, index, cls)
     accepted = list(prompt_inputs.call_parameters(cls)) if cls else []
-    embedded = _embeds_guidance(config.model, index)
-    scale = "guidance_scale" if embedded else guidance_argument(accepted, config.call, ())
+    embedded = _embeds_guidance(config, index)
+    scale = "guidance_scale" if embedded else guidance_argument(accepted)
     call = {"num_inference_steps": config.eval.steps, scale: config.eval.guidance, **config.eval_call}
     if cls and is_video(cls):
         call = with_fps(cls, call, config.fps)
@@ -123,13 +122,57 @@ def _of_pipeline(config: Config, run: Path, place: str, prompt: str, brought: Se
     if "guider" in index:  # the guidance of such a pipeline is no argument of its call
         loading.append(f"pipe.guider = pipe.guider.new(guidance_scale={config.eval.guidance!r})")
     if cls and is_video(cls):
-        needed.append("from diffusers.utils import export_to_video")
+        imports.append("from diffusers.utils import export_to_video")
         shown = [f"frames = pipe({arguments}).frames[0]", 'export_to_video(frames, "clip.mp4", '
                  f"fps={rate_ahead(config.model, config.load, call, config.fps):g})"]
     else:
         shown = [f"image = pipe({arguments}).images[0]", 'image.save("image.png")']
-    return ["import torch", *sorted({*needed, *imports, *more}), "", made, *loading,
+    return ["import torch", *sorted({*imports, *more}), "", *made, *loading,
             'pipe.to("cuda" if torch.cuda.is_available() else "cpu")', *lines, *shown]
+
+
+def _making(config: Config, index: dict[str, Any], cls: Any) -> tuple[list[str], list[str]]:
+    """Return imports and lines that make `pipe`: with diffusers alone, where it loads what the run did by itself."""
+    import diffusers
+
+    files, whole, dtype = config.load, sources.is_file(config.model), DTYPE.get(config.precision, "torch.float32")
+    given = {**dict.fromkeys(denoiser_names(index), files.denoiser), "vae": files.vae}
+    parts = {name: (file, str(index[name][1])) for name, file in given.items() if file and name in index}
+    kinds = [*(getattr(diffusers, kind) for _, kind in parts.values()), *([cls] if whole else [])]
+    # What diffusers alone does not load is loaded as the run did.
+    ours = files.lora or files.scheduler or files.controlnet or files.ip_adapter or files.textual_inversion
+    if config.model in MERGED or ours or len(parts) < bool(files.denoiser) + bool(files.vae) or not all(
+            hasattr(kind, "from_single_file") for kind in kinds):
+        set_files = {name: value for name, value in files.model_dump(exclude_defaults=True).items() if value}
+        loads = ", ".join(f"{name}={value!r}" for name, value in set_files.items())
+        arguments = f", {config.precision!r}, files=Load({loads})" if loads else ""
+        return ["from flowgrpo.policies.pipelines.load import load_pipeline",
+                *["from flowgrpo.config.sections import Load"] * bool(loads)], [
+            f"pipe = load_pipeline({config.model!r}{arguments})"]
+    folder = files.config or config_source(config.model, files) if whole else config.model
+    imports, source = _source(folder)
+    lines, absent = [], [name for name, value in index.items() if isinstance(value, list) and value[0] is None]
+    for name, (file, kind) in parts.items():  # parts from files of their own, given to the pipeline
+        arguments = f"{file!r}, dtype={dtype}"
+        if sources.is_file(file):
+            arguments += f", config={source}, subfolder={name!r}"
+            arguments += f", config_revision={files.revision!r}" if files.revision else ""
+        if file == files.denoiser and files.gguf:
+            arguments += f", quantization_config=GGUFQuantizationConfig(compute_dtype={dtype})"
+            imports.append("from diffusers import GGUFQuantizationConfig")
+        imports.append(f"from diffusers import {kind}")
+        lines.append(f"{name} = {kind}.from_{'single_file' if sources.is_file(file) else 'pretrained'}({arguments})")
+    encoders = encoders_apart(config.model, folder, index) if whole and Path(config.model).is_file() else {}
+    for name, encoder in encoders.items():
+        imports.append(f"from transformers import {encoder.__name__}")
+        lines.append(f"{name} = {encoder.__name__}.from_pretrained({source}, subfolder={name!r}, dtype={dtype})")
+    # The pipeline: a part that its index leaves out stays None.
+    name = cls.__name__ if whole else "DiffusionPipeline"
+    arguments = f"from_single_file({config.model!r}, " if whole else f"from_pretrained({source}, "
+    arguments += f"config={source}, " if files.config else ""
+    arguments += f"dtype={dtype}{_at(config, 'variant', 'revision')}"
+    arguments += "".join(f", {part}={None if part in absent else part}" for part in (*parts, *encoders, *absent))
+    return [*imports, f"from diffusers import {name}"], [*lines, f"pipe = {name}.{arguments})"]
 
 
 def _loading(run: Path, place: str) -> tuple[list[str], list[str]]:
@@ -137,9 +180,9 @@ def _loading(run: Path, place: str) -> tuple[list[str], list[str]]:
     imports, lines = [], []
     if (run / LORA_FILE).is_file():
         lines.append(f"pipe.load_lora_weights({place!r})")
-    for file in sorted(run.glob(f"*/{LORA_FILE}")):
+    for file in below(run, LORA_FILE):
         lines.append(f"pipe.load_lora_weights({place!r}, subfolder={file.parent.name!r}, load_into_transformer_2=True)")
-    parts = [file.parent.name for file in sorted(run.glob("*/adapter_config.json"))]
+    parts = [file.parent.name for file in below(run, "adapter_config.json")]
     if parts:  # of a class without a loader
         imports = ["from flowgrpo.policies.weights.lora_files import load_lora", "from pathlib import Path"]
         named, folder = ", ".join(f"{part!r}: pipe.{part}" for part in parts), repr(place)
@@ -147,7 +190,7 @@ def _loading(run: Path, place: str) -> tuple[list[str], list[str]]:
             imports.append("from huggingface_hub import snapshot_download")
             folder = f"snapshot_download({place!r})"
         lines.append(f"load_lora(pipe, {{{named}}}, Path({folder}))")
-    for file in sorted(run.glob("*/config.json")) if not lines else []:
+    for file in below(run, "config.json") if not lines else []:
         part = file.parent.name
         lines.append(f"pipe.{part} = type(pipe.{part}).from_pretrained({place!r}, subfolder={part!r}, "
                      f"dtype=pipe.{part}.dtype)")
@@ -156,7 +199,12 @@ def _loading(run: Path, place: str) -> tuple[list[str], list[str]]:
 
 def _of_language(config: Config, place: str, prompt: str) -> list[str]:
     imports, source = _source(config.model)
-    templated = config.text.template is not False and _has_template(config.model)
+    folder = Path(FOLDERS.get(config.model, config.model))
+    kept = folder / "tokenizer_config.json"
+    # A hub's language model is taken to have a chat template.
+    template = not folder.is_dir() or (folder / "chat_template.jinja").is_file() or (
+        kept.is_file() and "chat_template" in read_object(kept, LOADED))
+    templated = config.text.template is not False and template
     said = [{"role": "system", "content": config.text.system}] if config.text.system and templated else []
     text = f"{config.text.system}\n{prompt}" if config.text.system and not templated else prompt
     asked = (f"inputs = tokenizer.apply_chat_template({[*said, {'role': 'user', 'content': prompt}]!r}, "
@@ -197,67 +245,45 @@ def _of_drawing(config: Config, place: str, prompt: str) -> list[str]:
             'Image.fromarray(pixels.clamp(0, 255).round().to(torch.uint8).cpu().numpy()).save("image.png")']
 
 
-def _load_arguments(config: Config) -> tuple[list[str], str]:
-    """Return imports and arguments of `load_pipeline` besides the model."""
-    files = {name: value for name, value in config.load.model_dump(exclude_defaults=True).items() if value}
-    if not files:
-        return [], ""
-    given = ", ".join(f"{name}={value!r}" for name, value in files.items())
-    return ["from flowgrpo.config.sections import Load"], f", {config.precision!r}, files=Load({given})"
-
-
 def _at(config: Config, *names: str) -> str:
-    """Return the set ones of these `load` settings as arguments of a call."""
+    """Set ones of these `load` settings as arguments of a call."""
     return "".join(f", {name}={value!r}" for name in names if (value := getattr(config.load, name)) is not None)
 
 
-def _index(model: str) -> dict[str, Any]:
-    """Return a pipeline's index, of a folder or of a published model; empty for another."""
-    file = Path(FOLDERS.get(model, model)) / INDEX
-    if file.is_file():
-        return json.loads(file.read_text(encoding="utf-8"))
-    known = MODELS.get(model)
-    return {"_class_name": known.pipeline} | {name: ["", kind] for name, (kind, _) in known.parts.items()} if known \
-        else {}
+def _index(config: Config) -> dict[str, Any]:
+    """Pipeline's index, of files on this machine or of a published model; empty for another."""
+    index = index_ahead(config.model, config.load)
+    known = MODELS.get(config.model)
+    return index or ({"_class_name": known.pipeline} | {name: ["", kind] for name, (kind, _) in known.parts.items()}
+                     if known else {})
 
 
-def _embeds_guidance(model: str, index: dict[str, Any]) -> bool:
+def _embeds_guidance(config: Config, index: dict[str, Any]) -> bool:
     """True if a part of a folder's or published pipeline takes the guidance scale as an input."""
     import diffusers
 
-    if model in MODELS and not Path(model).is_dir():
-        parts = [(getattr(diffusers, kind), config) for kind, config in MODELS[model].parts.values()
+    if config.model in MODELS and not Path(config.model).is_dir():
+        parts = [(getattr(diffusers, kind), described) for kind, described in MODELS[config.model].parts.values()
                  if hasattr(diffusers, kind)]
         defaults = [inspect.signature(cls).parameters.get("guidance_embeds") for cls, _ in parts]
-        return any(config.get("guidance_embeds", default is not None and default.default)
-                   for default, (_, config) in zip(defaults, parts))
-    files = (Path(FOLDERS.get(model, model)) / name / "config.json" for name in index)
-    return any(json.loads(file.read_text(encoding="utf-8")).get("guidance_embeds") for file in files if file.is_file())
+        return any(described.get("guidance_embeds", default is not None and default.default)
+                   for default, (_, described) in zip(defaults, parts))
+    files = (Path(index.get("_folder", "")) / name / "config.json" for name in index)
+    return any(read_object(file, LOADED).get("guidance_embeds") for file in files if file.is_file())
 
 
 def _class(index: dict[str, Any]) -> Any:
-    """Return the class of a pipeline's index; None for an unknown one."""
     import diffusers
 
     return getattr(diffusers, str(index.get("_class_name")), None)
 
 
 def task(config: Config, sample: str, brought: Sequence[tuple[str, str]]) -> str:
-    """Return the hub's name of a model's task. sample: name of a sample. brought: what the first prompt brings."""
-    keys, cls = {key for key, _ in brought}, _class(_index(config.model))
+    """Hub's name of a model's task. sample: name of a sample. brought: what the first prompt brings."""
+    keys, cls = {key for key, _ in brought}, _class(_index(config))
     sample = "clip" if cls and is_video(cls) else sample
     if not keys and cls and prompt_inputs.needs_image(cls):
         keys = {"image"}
     if "video" in keys and sample == "clip":
         return "video-to-video"
     return TASKS[sample][bool(keys - {"ip_adapter_image"})]
-
-
-def _has_template(model: str) -> bool:
-    """Return True for a folder whose tokenizer has a chat template; a hub's language model is taken to have one."""
-    folder = Path(FOLDERS.get(model, model))
-    if not folder.is_dir():
-        return True
-    settings = folder / "tokenizer_config.json"
-    return (folder / "chat_template.jinja").is_file() or (
-        settings.is_file() and "chat_template" in json.loads(settings.read_text(encoding="utf-8")))

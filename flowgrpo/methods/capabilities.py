@@ -23,7 +23,7 @@ ALL = (PRESENT_WEIGHTS, ONE_DRAW, AS_LEARNED, ONE_POLICY, OWN_SAMPLES, RECORDABL
 
 
 def lacking(setup: Setup) -> dict[str, list[str]]:
-    """Return the capabilities that settings and parts of the core take from a run, each with the reasons in words."""
+    """The capabilities that settings and parts of the core take from a run, each with the reasons in words."""
     config, method = setup.config, setup.method
     reasons = [
         (LORA, "adapter.rank: 0, which trains all weights in place of a LoRA", not config.adapter.rank),

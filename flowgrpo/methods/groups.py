@@ -13,6 +13,7 @@ from flowgrpo.advantages.shaping import Shaping
 from flowgrpo.advantages.token_credit import TokenCredit
 from flowgrpo.config.schema import Config
 from flowgrpo.errors import UserError
+from flowgrpo.methods.distillation import DistributionMatching
 from flowgrpo.methods.parts import Kernel, Plan, Reduction, Reference, Rehearsal, Selection, Solver, StepWeight
 from flowgrpo.methods.supervised import DataLoss
 from flowgrpo.objectives import reductions, references
@@ -22,7 +23,7 @@ from flowgrpo.objectives.surrogates import Surrogate
 from flowgrpo.parts import part
 from flowgrpo.samplers import kernels, old_policy, plans
 from flowgrpo.samplers.grids import TailPoints
-from flowgrpo.samplers.noise import LearnedNoise
+from flowgrpo.samplers.kernels import LearnedNoise
 from flowgrpo.samplers.preview import Preview, Pruning
 
 
@@ -85,12 +86,11 @@ class Denoising:
     of_text: ClassVar[bool] = False
 
     def fits(self, method: Any, process: str) -> bool:
-        """Return True if it samples models of this process."""
         return process not in OF_TEXT
 
     @property
     def noisy(self) -> str:
-        """Return which steps draw noise, as the plan says: "every", "none" or, where it says nothing, "some"."""
+        """Which steps draw noise, as the plan says: "every", "none" or, where it says nothing, "some"."""
         return str(getattr(self.plan, "noisy", "some"))
 
     def __post_init__(self) -> None:
@@ -100,7 +100,7 @@ class Denoising:
 
     @property
     def learned_noise(self) -> LearnedNoise | None:
-        """Return the kernel if a network that is trained gives the std of every latent value; None for another."""
+        """The kernel if a network that is trained gives the std of every latent value; None for another."""
         return self.kernel if isinstance(self.kernel, LearnedNoise) else None
 
 
@@ -123,6 +123,12 @@ class Credit:
     value: ValueHead | OutcomeHead | Recall | None = None
     progress: token_credit.Progress | None = None
 
+    @property
+    def teaches(self) -> bool:
+        """True where a group whose samples earn the same may be trained: by a history, lengths, steps, labels."""
+        return self.progress is not None or any(part is not None and part.teaches for part in (
+            self.shaping, self.advantage, self.spread))
+
 
 @dataclass(frozen=True)
 class Loss:
@@ -135,6 +141,7 @@ class Loss:
     kl: the regulariser, and reference: the policy that it holds to.
     rehearsal: divergence from the base model on its own recorded samples; None: none.
     data: a supervised term beside the loss; None: none.
+    distil: the match of a few-step student's distribution with the teacher's; None: none.
     """
 
     log_ratio: LogRatio = objectives.PlainRatio()
@@ -145,6 +152,7 @@ class Loss:
     reference: Reference = references.Base()
     rehearsal: Rehearsal | None = None
     data: DataLoss | None = None
+    distil: DistributionMatching | None = None
 
     @property
     def reads_means(self) -> bool:

@@ -15,7 +15,7 @@ from flowgrpo.methods.setup import Setup
 
 
 def kinds(key: str) -> tuple[str, ...]:
-    """Return the kinds of models (`policies.build`) that read a key; empty: all."""
+    """The kinds of models (`policies.build`) that read a key; empty: all."""
     section = key.rpartition(".")[0]
     owner = Config.model_fields[section].annotation if section else Config
     return facts(fields()[key]).kinds or getattr(owner, "kinds")
@@ -57,5 +57,4 @@ def require_process(config: Config, process: str) -> None:
 
 
 def _non_default_keys(config: Config) -> Iterator[tuple[str, Key]]:
-    """Yield the dotted keys whose value is not the default, with their facts."""
     return ((key, facts(field)) for key, field in fields().items() if attrgetter(key)(config) != field.default)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -20,9 +20,9 @@ from flowgrpo.methods.parts import Curriculum, GroupReplay, Redraw
 from flowgrpo.methods.targets import NoisedFinals, RecordedSteps, Rollout, Target, TokenRollout
 from flowgrpo.objectives import forward_process
 from flowgrpo.objectives.supervised import LayerTuning
-from flowgrpo.samplers import kernels, noise, noised_finals, plans
+from flowgrpo.samplers import kernels, noised_finals, plans
 from flowgrpo.samplers.grids import compress_tail
-from flowgrpo.samplers.rollout import RolloutSpec
+from flowgrpo.samplers.rollout import RolloutSpec, drop_quiet_steps
 
 # Of a flow and of a variance-preserving process.
 _FORMS: dict[Any, Any] = {kernels.FlowDDIM: kernels.DDIM, kernels.CPS: kernels.VPCPS}
@@ -65,10 +65,8 @@ class Method:
                              "expected one that is, `flowgrpo list methods` lists presets of each")
 
     def having(self, **parts: Any) -> Method:
-        """Return the method with these parts in place of its present ones, by their names; whole groups first.
-
-        Raises ValueError for a part that none of its groups has.
-        """
+        """The method with these parts in place of its present ones, by their names; whole groups first.
+        Raises ValueError for a part that none of its groups has."""
         names = _fields(Method)
         method = replace(self, **{name: part for name, part in parts.items() if name in names})
         changes: dict[str, dict[str, Any]] = {}
@@ -78,26 +76,22 @@ class Method:
         return replace(method, **{group: replace(getattr(method, group), **inner) for group, inner in changes.items()})
 
     def group_of(self, name: str) -> str:
-        """Return the group that has a part of this name. Raises ValueError if there is none."""
+        """The group that has a part of this name. Raises ValueError if there is none."""
         for group in _GROUPS:
             if name in _fields(type(getattr(self, group))):
                 return group
         raise ValueError(f"a method that trains {self.target.trains} reads no {name}")
 
     def parts(self) -> dict[str, Any]:
-        """Return all parts by name, those of groups in their order."""
-        return dict(self._parts())
-
-    def _parts(self) -> Iterator[tuple[str, Any]]:
+        """By name, those of groups in their order."""
+        found: dict[str, Any] = {}
         for name in _fields(Method):
             part = getattr(self, name)
-            if name in _GROUPS:
-                yield from ((inner, getattr(part, inner)) for inner in _fields(type(part)))
-            else:
-                yield name, part
+            found |= {inner: getattr(part, inner) for inner in _fields(type(part))} if name in _GROUPS else {name: part}
+        return found
 
     def fits(self, process: str) -> bool:
-        """Return True if the rollout samples models of this process; an unmasking one cannot draw left to right."""
+        """True if the rollout samples models of this process; an unmasking one cannot draw left to right."""
         return self.rollout.fits(self, process)
 
     @property
@@ -121,8 +115,8 @@ class Method:
                          "methods` lists the methods of every kind")
 
     def on(self, process: str, given: Collection[str] = ()) -> Method:
-        """Return the method as a process samples it: a "flow", a variance-preserving one ("vp"), "tokens" one after
-        the other, "image tokens", or "masks" that become tokens.
+        """The method as a process samples it: a "flow", a variance-preserving one ("vp"), "tokens" one after the other,
+        "image tokens", or "masks" that become tokens.
 
         FlowDDIM and DDIM are one formula in two coordinates, so are CPS and VPCPS, and Euler stands for the
         deterministic step of either; Decoding unmasks as Unmasking does. What else is of flow matching alone has a
@@ -149,7 +143,7 @@ class Method:
         return (self.having(kernel=kernels.DDIM(0.0)) if silent else self)._on_vp(given)
 
     def of_flows_alone(self) -> list[str]:
-        """Return the names of the parts that a variance-preserving process cannot have."""
+        """The names of the parts that a variance-preserving process cannot have."""
         denoising = self.denoising
         step_weight = self.loss.step_weight
         takes = {"kernel": type(_inner(denoising.kernel)) in (*_FORMS, *_FORMS.values()),
@@ -181,18 +175,16 @@ class Method:
 
     def explorations(self, grid: torch.Tensor, group: int, shift: float | None, epoch: int, seed: int,
                      timesteps: torch.Tensor | None = None) -> list[RolloutSpec]:
-        """Return the explorations of an epoch: one per schedule of the plan, for every prompt.
-
+        """The explorations of an epoch: one per schedule of the plan, for every prompt.
         grid and timesteps are those of `make_grid`; shift is the grid's, None of a pipeline's own. Steps whose noise is
-        too small are not trained (`quiet_steps`).
-        Raises ValueError if the plan does not fit the grid or group, or if no trained step is left.
-        """
+        too small are not trained (`noise.quiet`).
+        Raises ValueError if the plan does not fit the grid or group, or if no trained step is left."""
         specs = self.plan_explorations(grid, group, shift, epoch, seed, timesteps)
-        return noise.drop_quiet_steps(specs) if self.scores_noise else specs
+        return drop_quiet_steps(specs) if self.scores_noise else specs
 
     def plan_explorations(self, grid: torch.Tensor, group: int, shift: float | None, epoch: int, seed: int,
                           timesteps: torch.Tensor | None = None) -> list[RolloutSpec]:
-        """Return the `explorations` with all trained steps of the plan."""
+        """The `explorations` with all trained steps of the plan."""
         denoising = self.denoising
         specs = []
         planned = denoising.plan(len(grid) - 1, epoch, seed)
@@ -203,15 +195,13 @@ class Method:
             roots = denoising.roots or max(1, group // math.prod(schedule.children))
             specs.append(RolloutSpec(kept, schedule, denoising.kernel, denoising.solver, group, roots,
                                      denoising.strides, self.reads_means, self.reads_old_means, timesteps,
-                                     keep_clean=self.credit.progress is not None))
+                                     keep_clean=self.credit.progress is not None or self.loss.distil is not None))
         return specs
 
     def noising_spec(self, grid: torch.Tensor, group: int, epoch: int, seed: int,
                      alphas: torch.Tensor | None = None) -> RolloutSpec | None:
         """Return when an epoch noises its finals; None where the target is another. ValueError where no time is left.
-
-        alphas: the alpha-bars of all timesteps, of a variance-preserving process alone.
-        """
+        alphas: the alpha-bars of all timesteps, of a variance-preserving process alone."""
         if not isinstance(self.target, NoisedFinals):
             return None
         times = self.target.times(grid, epoch, seed)
@@ -220,13 +210,11 @@ class Method:
 
     @property
     def denoising(self) -> Denoising:
-        """Return the rollout of a pipeline's method."""
         assert isinstance(self.rollout, Denoising), "a language model's method"
         return self.rollout
 
     @property
     def generation(self) -> TokenRollout:
-        """Return the rollout of a language model's method."""
         assert self.for_tokens, "a pipeline's method"
         return cast(TokenRollout, self.rollout)
 
@@ -243,7 +231,7 @@ class Method:
 
     @property
     def tuning(self) -> LayerTuning:
-        """Return the supervised term of recorded steps; weight 0 of other targets."""
+        """The supervised term of recorded steps; weight 0 of other targets."""
         return self.target.tuning if isinstance(self.target, RecordedSteps) else _UNTUNED
 
     @property
@@ -258,7 +246,6 @@ class Method:
 
     @property
     def judges_by_reference(self) -> bool:
-        """True where the shaping of rewards reads the reference's scores."""
         return self.credit.shaping is not None and self.credit.shaping.reads_reference
 
     @property
@@ -268,7 +255,7 @@ class Method:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Return what the credit reads that is measured for it: `AdvantageRule.needs`."""
+        """What the credit reads that is measured for it: `AdvantageRule.needs`."""
         spread = self.credit.spread
         return frozenset(self.credit.advantage.needs) | frozenset(spread.needs if spread else ())
 
@@ -301,7 +288,6 @@ class Method:
 
 
 def _inner(kernel: Any) -> Any:
-    """Return the kernel itself, or the one whose noise it anneals."""
     return kernel.kernel if isinstance(kernel, kernels.AnnealedNoise) else kernel
 
 
@@ -313,7 +299,7 @@ _FIELDS: dict[type, tuple[str, ...]] = {}
 
 
 def _fields(record: type[Any]) -> tuple[str, ...]:
-    """Return the names of a dataclass's fields, looked up once."""
+    """The names of a dataclass's fields, looked up once."""
     if record not in _FIELDS:
         _FIELDS[record] = tuple(field.name for field in dataclasses.fields(record))
     return _FIELDS[record]

@@ -43,7 +43,7 @@ def preset(*names: str) -> Method:
 
 
 def _preset(name: str) -> Callable[..., Method]:
-    """Return the preset of a name, of FILE.py:NAME or of an installed package. Raises UserError."""
+    """The preset of a name, of FILE.py:NAME or of an installed package. Raises UserError."""
     if name in PRESETS:
         return PRESETS[name]
     points = {} if ".py:" in name else group_entry_points(registry.PRESET_GROUP)
@@ -58,7 +58,7 @@ def _preset(name: str) -> Callable[..., Method]:
 
 
 def _apply(name: str, function: Any, method: Method) -> Method:
-    """Return function(method). Raises UserError if that fails or is no method."""
+    """function(method). Raises UserError if that fails or is no method."""
     if isinstance(function, type) and dataclasses.is_dataclass(function):
         place = next((place for place, base in registry.BASES.items() if issubclass(function, base)), "PLACE")
         raise UserError(f"method {name}: got a part, expected a function from a method to a method: name the part by "
@@ -75,43 +75,39 @@ def _apply(name: str, function: Any, method: Method) -> Method:
 
 def with_parts(method: Method, parts: dict[str, Any]) -> Method:
     """Lay a recipe's `parts` over a method: {"plan": {"size": 2}, "kernel": {"type": "CPS", "level": 0.8}}.
-
-    A part is named by its field, whichever group has it; the target comes first. Raises UserError.
-    """
+    A part is named by its field, whichever group has it; the target comes first. Raises UserError."""
     for name in sorted(parts, key=lambda name: name != "target"):
         present = method.parts() | {"target": method.target}
         if name not in present:
             if name in registry.NAMES:
-                raise UserError(reads.refusal(method, name, f"parts.{name} {_type_of(parts[name])}"))
+                value = parts[name]
+                kind = value["type"] if isinstance(value, dict) and "type" in value else value
+                raise UserError(reads.refusal(method, name, f"parts.{name} {kind}"))
             raise UserError(f"unknown key parts.{name}{nearest(name, list(present))}")
         part = _overlay_value(present[name], parts[name], f"parts.{name}", _optional(*_holder(method, name)))
         method = _build(method.having, {name: part}, "parts")
     return method
 
 
-def _type_of(value: Any) -> Any:
-    return value["type"] if isinstance(value, dict) and "type" in value else value
-
-
 def _holder(method: Method, name: str) -> tuple[Any, str]:
-    """Return the record that has the part `name`, the method or one of its groups, and the name."""
     return (method if hasattr(method, name) else getattr(method, method.group_of(name))), name
 
 
 def _optional(record: Any, name: str) -> bool:
-    """Return True if a field of a record may be None."""
     return any(str(field.type).endswith("| None") for field in dataclasses.fields(record) if field.name == name)
 
 
 def _overlay_value(part: Any, value: Any, path: str, optional: bool) -> Any:
-    """Return a field's part with a recipe's value laid over it. optional: the field may be None."""
+    """A field's part with a recipe's value laid over it. optional: the field may be None."""
     if value is None and optional:
         return None
     if dataclasses.is_dataclass(part) and not isinstance(value, dict):
         raise UserError(f"{path}: got {value!r}, expected keys with values, such as {{type: {type(part).__name__}}}")
     if isinstance(value, bool) and type(part) in (int, float):
         raise UserError(f"{path}: got {value!r}, expected a number")
-    return _overlay(part, value, path) if _is_nested(part, value) else value
+    # A mapping for a part, for the place of an absent one, or in a number's place.
+    nested = isinstance(value, dict) and (part is None or dataclasses.is_dataclass(part) or "type" in value)
+    return _overlay(part, value, path) if nested else value
 
 
 def _overlay(part: Any, changes: dict[str, Any], path: str) -> Any:
@@ -139,7 +135,7 @@ def _overlay(part: Any, changes: dict[str, Any], path: str) -> Any:
 
 
 def _part_type(part: Any, name: Any, path: str) -> type:
-    """Return the type of that name, which goes where `part` stands, or to the place that the path ends with."""
+    """The type of that name, which goes where `part` stands, or to the place that the path ends with."""
     place = registry.place_of(type(part)) or _place(path)
     if name in registry.GIVEN:
         return registry.GIVEN[name]
@@ -161,24 +157,18 @@ def _part_type(part: Any, name: Any, path: str) -> type:
 
 
 def _place(path: str) -> str:
-    """Return the place of an absent part, by the end of its path."""
+    """The place of an absent part, by the end of its path."""
     name = path.rpartition(".")[2]
     return next((place for place in registry.MODULES if place.rpartition(".")[2] == name), name)
 
 
 def _require_place(cls: Any, name: str, place: str, path: str) -> type:
-    """Return the class of a file or package as a part. Raises UserError if it cannot stand in this place."""
+    """The class of a file or package as a part. Raises UserError if it cannot stand in this place."""
     base = registry.BASES.get(place, object)
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls) and issubclass(cls, base)):
         of = f" that extends {base.__module__}.{base.__name__}" if base is not object else ""
         raise UserError(f"{path}.type: got {name}, expected a frozen dataclass{of}")
     return cls
-
-
-def _is_nested(part: Any, value: Any) -> bool:
-    """Return True if a recipe's value is a mapping for a part, for the place of an absent one, or in a number's place.
-    """
-    return isinstance(value, dict) and (part is None or dataclasses.is_dataclass(part) or "type" in value)
 
 
 def _build(make: Callable[..., Any], values: dict[str, Any], path: str) -> Any:
@@ -189,7 +179,7 @@ def _build(make: Callable[..., Any], values: dict[str, Any], path: str) -> Any:
 
 
 def overlays(method: str) -> dict[str, tuple[Method, Method]]:
-    """Return the method before and after each preset of a chain that changes another one, by name."""
+    """The method before and after each preset of a chain that changes another one, by name."""
     pairs = {}
     names = [name.strip() for name in method.split("+")]
     for count, name in enumerate(names):
@@ -200,11 +190,9 @@ def overlays(method: str) -> dict[str, tuple[Method, Method]]:
 
 
 def preset_and_parts(method: Method) -> tuple[str, dict[str, Any]]:
-    """Return (preset, parts) of which a recipe makes the same method.
-
+    """(preset, parts) of which a recipe makes the same method.
     A class of FILE.py is recorded by its place, another one by its name alone: this process knows it from now on, other
-    ones ask for the object. Raises UserError for a part that is no dataclass, and for a value that YAML cannot hold.
-    """
+    ones ask for the object. Raises UserError for a part that is no dataclass, and for a value that YAML cannot hold."""
     name, base = min(_candidates(method).items(), key=lambda item: len(_differing(item[1], method)))
     parts = {key: _describe(part, base.parts().get(key), f"method.{key}")
              for key, part in _differing(base, method).items()}
@@ -216,21 +204,18 @@ def preset_and_parts(method: Method) -> tuple[str, dict[str, Any]]:
 
 
 def _candidates(method: Method) -> dict[str, Method]:
-    """Return the presets with the method's rollout, and with its target where there are any."""
     made = {name: PRESETS[name]() for name in PRESETS if method.for_tokens or name not in {*OF_TEXT, *TEXT_ALONE}}
     alike = {name: preset for name, preset in made.items() if type(preset.rollout) is type(method.rollout)}
     return {name: preset for name, preset in alike.items() if type(preset.target) is type(method.target)} or alike
 
 
 def _differing(base: Method, method: Method) -> dict[str, Any]:
-    """Return the parts of a method that the base has not, or has otherwise."""
     present = base.parts()
     return {name: part for name, part in method.parts().items()
             if name not in present or _plain(present[name]) != _plain(part)}
 
 
 def _plain(value: Any) -> Any:
-    """Return a part in values that compare by their content."""
     if dataclasses.is_dataclass(value):
         return type(value).__name__, {field.name: _plain(getattr(value, field.name))
                                       for field in dataclasses.fields(value)}
@@ -238,7 +223,7 @@ def _plain(value: Any) -> Any:
 
 
 def _describe(value: Any, present: Any, path: str) -> Any:
-    """Return a part as a recipe has it: its type, and its fields that differ from the present part's or the default."""
+    """A part as a recipe has it: its type, and its fields that differ from the present part's or the default."""
     if not dataclasses.is_dataclass(value):
         return _value(value, path)
     cls: Any = type(value)
@@ -260,7 +245,7 @@ def _value(value: Any, path: str) -> Any:
 
 
 def _type_name(cls: type) -> str:
-    """Return the name of a part's class, under which this process has it from now on."""
+    """The name of a part's class, under which this process has it from now on."""
     if registry.TYPES.get(cls.__name__) is cls:
         return cls.__name__
     value = f"{cls.__module__}:{cls.__qualname__}"

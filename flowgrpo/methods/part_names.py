@@ -1,6 +1,6 @@
-"""Parts by their place and module.
+"""Parts by their place and module; presets of language models by their module.
 
-`scripts/docs/build_docs.py` writes this file from the decorators `flowgrpo.parts.part`.
+`scripts/docs/build_docs.py` writes this file from the decorators `flowgrpo.parts.part` and the public functions.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ MODULES: dict[str, dict[str, str]] = {
         "methods.targets": "RecordedSteps JointDensity NoisedFinals RewardGradient LatentEdits",
         "text.targets": "Completions ImageTokens RelaxedTraces"},
     "kernel": {
-        "samplers.kernels": "ODE FlowSDE DanceSDE CPS FlowDDIM DDIM VPCPS AnnealedNoise",
-        "samplers.noise": "LearnedNoise"},
+        "samplers.kernels": "ODE FlowSDE DanceSDE CPS FlowDDIM DDIM VPCPS AnnealedNoise LearnedNoise"},
     "decoding": {
         "text.samplers.decoding": "Decoding WithAnswers Unmasking",
         "contrib.annealing": "AnnealedDecoding SpanDecoding"},
@@ -25,8 +24,7 @@ MODULES: dict[str, dict[str, str]] = {
     "shaping": {
         "advantages.shaping": "Unlikely WinRate Binary Overlong BradleyTerry Balanced Compressed",
         "text.credit": "ExpertReward LengthSwitch ExitDecay",
-        "contrib.consistency": "LikelihoodConsistency",
-        "contrib.episodic": "Episodic"},
+        "contrib.shapings": "LikelihoodConsistency Episodic"},
     "advantage": {
         "advantages.baselines": "VirtualBest First SameNoise NoBaseline Unrewarded Conditional ShiftedMean Paired "
                                 "Correctness Signed Decoupled",
@@ -49,8 +47,7 @@ MODULES: dict[str, dict[str, str]] = {
                                  "RewardAscent ActorCritic",
         "text.losses": "EntropyBonus HighEntropy ConflictTokens LikelihoodFloor ExpertMixture Calibrated "
                        "RandomPolicyValue RewardLabels",
-        "contrib.policy_shaping": "PolicyShaping",
-        "contrib.token_weights": "TokenWeights"},
+        "contrib.surrogates": "PolicyShaping TokenWeights"},
     "step_weight": {
         "objectives.reductions": "Uniform InverseDelta Sigma NoiseLevel"},
     "reduction": {
@@ -63,6 +60,8 @@ MODULES: dict[str, dict[str, str]] = {
         "objectives.references": "Base EMA PreviousPolicy WeightAverage Teacher Teachers Soup SelfTeacher"},
     "rehearsal": {
         "contrib.rehearsal": "Rehearsal"},
+    "distil": {
+        "methods.distillation": "DistributionMatching RewardedMatching"},
     "tuning": {
         "objectives.supervised": "LayerTuning"},
     "data": {
@@ -96,14 +95,13 @@ MODULES: dict[str, dict[str, str]] = {
     "curriculum": {
         "curriculum.history": "VarianceSampling InformationGain Retention OppositePairs GradientVariance",
         "curriculum.order": "EpochPermutation ThompsonSampling Knapsack",
-        "contrib.categories": "CategoryBandit",
-        "contrib.prediction": "PredictedDifficulty",
+        "contrib.curricula": "CategoryBandit PredictedDifficulty",
         "contrib.variants": "Variations"},
     "expansion": {
         "curriculum.resampling": "Expansion"},
     "redraw": {
         "curriculum.resampling": "DynamicSampling AdditionalGroups Hints ExtraRollouts",
-        "text.rollouts.completions": "TeacherAnswers",
+        "text.rollouts.teachers": "TeacherAnswers",
         "contrib.hint_length": "HintLength"},
     "replay": {
         "contrib.group_replay": "GroupReplay"},
@@ -115,3 +113,9 @@ MODULES: dict[str, dict[str, str]] = {
         "advantages.gae": "ValueHead OutcomeHead Recall"},
     "edit": {
         "samplers.latent_edits": "Edit"}}
+PRESETS: dict[str, str] = {
+    "text.presets.completions": "grpo dr_grpo dapo dcpo gspo cispo rloo reinforce_pp remax ppo topr nft disco "
+                                "reg_grpo real pacs rover sdpo dpo simpo hypo trpa w_reinforce gtpo grpo_lambda "
+                                "spo_chain spo_tree gigpo s_grpo latr trace_rl trace_rl_value unirl unirl_sft",
+    "text.presets.overlays": "entropy_bonus high_entropy llds visurf rl_plus chord relift",
+    "text.presets.relaxed": "drakes"}

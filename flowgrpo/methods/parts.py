@@ -34,21 +34,21 @@ class Kernel(Protocol):
     """Transition of a step that draws noise."""
 
     def __call__(self, x: Tensor, v: Tensor, grid: Tensor, i: int) -> Gaussian:
-        """Return the Gaussian of the state at grid[i+1]. x, v: [B,*D] at grid[i]; grid: [T+1], falling."""
+        """The Gaussian of the state at grid[i+1]. x, v: [B,*D] at grid[i]; grid: [T+1], falling."""
 
 
 class Plan(Protocol):
     """Choice of the steps that draw noise, split and are trained."""
 
     def __call__(self, steps: int, epoch: int, seed: int) -> Schedule | tuple[Schedule, ...]:
-        """Return the schedule of an epoch, or several of which every prompt has each. Raises ValueError."""
+        """The schedule of an epoch, or several of which every prompt has each. Raises ValueError."""
 
 
 class Solver(Protocol):
     """Deterministic step."""
 
     def __call__(self, x: Tensor, v: Tensor, grid: Tensor, i: int, previous: Tensor | None) -> Tensor:
-        """Return the state [B,*D] at grid[i+1]. previous: the data predicted at step i-1, or None."""
+        """The state [B,*D] at grid[i+1]. previous: the data predicted at step i-1, or None."""
 
 
 class GroupDraw(Protocol):
@@ -61,11 +61,11 @@ class GroupDraw(Protocol):
 
     @property
     def leaves(self) -> int:
-        """Return the number whose multiple the size of a group is."""
+        """The number whose multiple the size of a group is."""
 
     def __call__(self, policy: Any, tokenized: Any, decoding: Any, generators: Sequence[Generator], greedy: Tensor,
                  group: int, micro_batch: int) -> list[Any]:
-        """Return completions of the prompts `tokenized`, [B] in whole groups. greedy: bool [B]."""
+        """Completions of the prompts `tokenized`, [B] in whole groups. greedy: bool [B]."""
 
 
 # --- targets ---------------------------------------------------------------------------------------------------------
@@ -79,7 +79,7 @@ class Times(Protocol):
         """True for one noise for the samples of a group."""
 
     def __call__(self, grid: Tensor, epoch: int, seed: int) -> Tensor:
-        """Return the falling times [K] of an epoch, in the grid's dtype."""
+        """The falling times [K] of an epoch, in the grid's dtype."""
 
 
 class Backprop(Protocol):
@@ -87,7 +87,7 @@ class Backprop(Protocol):
 
     def __call__(self, policy: Any, conditioning: Any, x: Tensor, exploration: RolloutSpec, step: int,
                  generators: Sequence[Generator]) -> Tensor:
-        """Return the data [B,*D] that the states x [B,*D] of a step become."""
+        """The data [B,*D] that the states x [B,*D] of a step become."""
 
 
 # --- credit ----------------------------------------------------------------------------------------------------------
@@ -97,7 +97,7 @@ class Selection(Protocol):
     """Choice of the samples that are trained."""
 
     def __call__(self, scores: Tensor, context: Context | None = None) -> Tensor:
-        """Return the mask of the trained samples, bool [P,G]. scores: their advantages [P,G]."""
+        """The mask of the trained samples, bool [P,G]. scores: their advantages [P,G]."""
 
 
 # --- loss ------------------------------------------------------------------------------------------------------------
@@ -108,17 +108,17 @@ class StepWeight(Protocol):
 
     def __call__(self, kernel: Callable[[Tensor, Tensor, Tensor, int], Gaussian], grid: Tensor, steps: Sequence[int]
                  ) -> Tensor:
-        """Return the weights [K] of the trained steps, K of them."""
+        """The weights [K] of the trained steps, K of them."""
 
 
 class Reduction(Protocol):
     """Mean over decisions."""
 
     def __call__(self, mask: Tensor) -> Tensor:
-        """Return the weights [B,N] of decisions. mask: bool [B,N], true where one is trained."""
+        """The weights [B,N] of decisions. mask: bool [B,N], true where one is trained."""
 
     def count(self, mask: Tensor) -> int:
-        """Return what rows add to the divisor of an optimizer step's loss."""
+        """What rows add to the divisor of an optimizer step's loss."""
 
 
 class Reference(Protocol):
@@ -126,7 +126,7 @@ class Reference(Protocol):
 
     def __call__(self, held: list[dict[str, Tensor]], now: Callable[[], dict[str, Tensor]], epoch: int
                  ) -> list[dict[str, Tensor]]:
-        """Return the snapshots of weights to hold, for the epoch that begins; none: the base model."""
+        """The snapshots of weights to hold, for the epoch that begins; none: the base model."""
 
 
 class Rehearsal(Protocol):
@@ -134,14 +134,14 @@ class Rehearsal(Protocol):
 
     @property
     def weight(self) -> float:
-        """Return the factor of the divergence, above 0."""
+        """The factor of the divergence, above 0."""
 
     @property
     def least(self) -> float | None:
-        """Return the total reward below which a sample is left out; None: none is."""
+        """The total reward below which a sample is left out; None: none is."""
 
     def __call__(self, logp: Tensor, base: Tensor) -> Tensor:
-        """Return the weighted divergence [B, N] of log-probabilities [B, N] of the policy and of the base model."""
+        """The weighted divergence [B, N] of log-probabilities [B, N] of the policy and of the base model."""
 
 
 # --- prompts ---------------------------------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ class Curriculum(Protocol):
 
     def __call__(self, pool: Sequence[Prompt], count: int, epoch: int, seed: int, weights: Sequence[float] | None,
                  memory: dict[str, Any], group: int) -> list[Prompt]:
-        """Return `count` prompts of the pool. weights: their weights, None if all are equal."""
+        """`count` prompts of the pool. weights: their weights, None if all are equal."""
 
     def learn(self, memory: dict[str, Any], drawn: EpochBatch) -> None:
         """Learn from an epoch's rewards. memory: what a checkpoint keeps."""
@@ -166,7 +166,7 @@ class Redraw(Protocol):
     """
 
     def __call__(self, drawn: EpochBatch) -> Sequence[tuple[int | None, Prompt]]:
-        """Return pairs (index of a group, the prompt that replaces it); of an additional group the index is None."""
+        """Pairs (index of a group, the prompt that replaces it); of an additional group the index is None."""
 
 
 class GroupReplay(Protocol):
@@ -174,7 +174,7 @@ class GroupReplay(Protocol):
 
     @property
     def recompose(self) -> bool:
-        """Return True if it trains a part of a group now and the other part later."""
+        """True if it trains a part of a group now and the other part later."""
 
     def choose(self, sizes: Sequence[float], logps: Sequence[float], count: int, seed: Sequence[int]) -> list[int]:
-        """Return the places of `count` groups. sizes: their mean |advantages|; logps: their mean log-probabilities."""
+        """The places of `count` groups. sizes: their mean |advantages|; logps: their mean log-probabilities."""

@@ -12,12 +12,6 @@ from flowgrpo.methods import registry, targets
 from flowgrpo.methods.method import Method
 from flowgrpo.objectives import surrogates
 
-
-def _by_critic(method: Method) -> bool:
-    """Return True for a method of edits whose loss reads the critic alone."""
-    return isinstance(method.loss.surrogate, surrogates.ActorCritic) and not method.loss.surrogate.ratio
-
-
 # Of a part that is read, what leaves it without effect: a test of the method, and its cure.
 _IDLE: dict[str, tuple[Callable[[Method], bool], str]] = {
     "kernel": (lambda m: m.denoising.noisy == "none", "its plan draws no noise"),
@@ -25,7 +19,8 @@ _IDLE: dict[str, tuple[Callable[[Method], bool], str]] = {
         lambda m: m.denoising.noisy == "every", "its plan leaves no two deterministic steps in a row")),
     "reference": (lambda m: not objectives.is_active(m.loss.kl) and not m.compares_with_reference,
                   "it is read by a KL alone, whose weight is 0: set parts.kl.weight"),
-    "advantage": (lambda m: (isinstance(m.target, targets.RewardGradient) or _by_critic(m)) and
+    "advantage": (lambda m: (isinstance(m.target, targets.RewardGradient) or isinstance(
+                      m.loss.surrogate, surrogates.ActorCritic) and not m.loss.surrogate.ratio) and
                   m.credit.selection is None,
                   "its surrogate follows the reward itself or a critic of it, and its selection keeps all samples"),
     "shaping": (lambda m: isinstance(m.target, targets.RewardGradient) and m.credit.selection is None,
@@ -33,22 +28,20 @@ _IDLE: dict[str, tuple[Callable[[Method], bool], str]] = {
 
 
 def names(method: Method) -> list[str]:
-    """Return the names of the parts that the method's target reads, in the order of the groups."""
+    """The names of the parts that the method's target reads, in the order of the groups."""
     return [name for name in method.parts() if name not in method.target.unread]
 
 
 def places(method: Method) -> list[str]:
-    """Return the names of the parts that are read and have an effect, in the order of the groups."""
+    """The names of the parts that are read and have an effect, in the order of the groups."""
     return [name for name in names(method) if not (name in _IDLE and _IDLE[name][0](method))]
 
 
 def require_set(host: Method, requested: Method, method: Method, overlays: dict[str, tuple[Method, Method]]) -> None:
     """Raise UserError for a part that the user set and that the method does not read.
-
     host: what the presets make, over which `parts` made the one that is asked for; method: what a run makes of it.
     overlays: of presets that change another, by name,
-    the method before and after; one is refused where nothing that it changes is read.
-    """
+    the method before and after; one is refused where nothing that it changes is read."""
     read = places(method)
     for name, (before, after) in overlays.items():
         changed = _differing_parts(before, after)
@@ -61,7 +54,6 @@ def require_set(host: Method, requested: Method, method: Method, overlays: dict[
 
 
 def refusal(method: Method, name: str, got: str) -> str:
-    """Return the message for a part that the method does not read."""
     return (f"a method that trains {method.target.trains} reads no {name}: got {got}, leave it out; it has: "
             f"{', '.join(places(method))}")
 
@@ -74,19 +66,17 @@ def require_types(method: Method) -> None:
         if part is not None and not _reads(type(part), name, method.target):
             fitting = [other for other in registry.of_place(name) if _reads(registry.TYPES[other], name, method.target)]
             of = _of(type(part))
-            by = f", which reads {' or '.join(sorted(_kinds(of)))}" if of else ""
+            # What is trained by the targets that offer this, and by those made of them.
+            kinds = [cast("type[targets.Target]", registry.TYPES[kind]) for kind in registry.of_place("target")]
+            trained = {target.trains for kind in kinds for target in (kind, *kind.__subclasses__())
+                       if of in target.offers}
+            by = f", which reads {' or '.join(sorted(trained))}" if of else ""
             raise UserError(f"parts.{name}: got {type(part).__name__}{by}, but the method trains "
                             f"{method.target.trains}: expected one of {', '.join(fitting)}")
 
 
-def _kinds(of: str) -> set[str]:
-    """Return the names of what is trained by the targets that offer this, and by those made of them."""
-    kinds = [cast("type[targets.Target]", registry.TYPES[name]) for name in registry.of_place("target")]
-    return {target.trains for kind in kinds for target in (kind, *kind.__subclasses__()) if of in target.offers}
-
-
 def _of(part: type) -> str:
-    """Return what of a target a part is for, of `Target.offers`; empty: it goes with any."""
+    """What of a target a part is for, of `Target.offers`; empty: it goes with any."""
     return str(getattr(part, "reads_target", ""))
 
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from importlib import import_module
 from typing import Any, TypeVar
 
+from flowgrpo import packages
 from flowgrpo.advantages.group import AdvantageRule
 from flowgrpo.advantages.shaping import Shaping
 from flowgrpo.advantages.token_credit import TokenCredit
@@ -37,7 +37,7 @@ class ByName(Mapping[str, T]):
     def __getitem__(self, name: str) -> T:
         found = self.places[name]
         if isinstance(found, str):
-            found = self.places[name] = getattr(import_module(f"flowgrpo.{found}"), name)
+            found = self.places[name] = packages.load(f"flowgrpo.{found}:{name}")
         return found  # type: ignore[no-any-return]  # an object, once it is loaded
 
     def __contains__(self, name: object) -> bool:
@@ -72,11 +72,10 @@ NAMES: set[str] = {"target", "decoding", "draws", "relaxation", "scores"} | {
 
 
 def of_place(place: str) -> list[str]:
-    """Return the names of the parts that go to a place, sorted."""
     return sorted(name for name, at in PLACES.items() if at == place)
 
 
 def place_of(part: type) -> str | None:
-    """Return the place of a part's class; None of a class that no recipe names."""
+    """The place of a part's class; None of a class that no recipe names."""
     name = part.__name__
     return PLACES[name] if name in PLACES and TYPES[name] is part else None

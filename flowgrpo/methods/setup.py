@@ -47,12 +47,11 @@ class Setup:
 
     @property
     def shape(self) -> BatchShape:
-        """Return the batch of a process. Raises UserError if the processes cannot share it."""
+        """The batch of a process. Raises UserError if the processes cannot share it."""
         return geometry(self.config.train, self.processes)
 
     @property
     def prompts(self) -> list[Prompt]:
-        """Return all prompts, those of training first."""
         return [*self.split[0], *self.split[1]]
 
 
@@ -73,8 +72,6 @@ def check_parts(setup: Setup) -> None:
 
 def require_compatible(setting: str, conflicts: Mapping[str, object], otherwise: str = "") -> None:
     """Raise UserError for the first option that conflicts with a setting.
-
-    conflicts: by an option and its cure, in words, True if it conflicts. otherwise: the end of the message.
-    """
+    conflicts: by an option and its cure, in words, True if it conflicts. otherwise: the end of the message."""
     for option in (option for option, conflict in conflicts.items() if conflict):
         raise UserError(f"{setting}, which does not go with {option}{otherwise}")

@@ -56,11 +56,10 @@ class PassRate:
 
     @property
     def collects_own(self) -> bool:
-        """True if it collects samples of the run."""
         return self.solved or self.mastered
 
     def takes(self, right: int, count: int) -> str:
-        """Return what a prompt with `right` of `count` samples gives: "recorded", "own" or "" for nothing."""
+        """What a prompt with `right` of `count` samples gives: "recorded", "own" or "" for nothing."""
         if not count:
             return ""
         if not right:
@@ -133,7 +132,6 @@ class DataLoss:
                              "{{source}} at most besides")
 
     def weight(self, reward: float) -> float:
-        """Return the weight of an example of this reward."""
         return math.exp((reward - 1) / self.beta)
 
 
@@ -241,7 +239,6 @@ class PicturePairs(NoisedData):
 
 
 def _require_pairs(part: PreferencePairs | PicturePairs) -> None:
-    """ValueError for a source that collects, and for weights by reward, which pairs have none of."""
     if not isinstance(part.source, Recorded) or part.beta != math.inf:
         raise ValueError(f"{type(part).__name__}: its source is a file of pairs and it weighs no rewards: expected "
                          "source {type: Recorded, path: FILE.jsonl}, and no beta beside that of loss")

@@ -37,10 +37,10 @@ class TokenRollout(Protocol):
     def draws(self) -> GroupDraw: ...
 
     def fits(self, method: Any, process: str) -> bool:
-        """Return True if it samples models of this process under a method."""
+        """True if it samples models of this process under a method."""
 
     def on(self, method: Any, process: str, given: Collection[str]) -> Any:
-        """Return the method as that process samples it. given: names of parts that the user set."""
+        """The method as that process samples it. given: names of parts that the user set."""
 
 
 Rollout: TypeAlias = Denoising | TokenRollout
@@ -86,15 +86,13 @@ class Target:
         return True
 
     def of_pairs(self) -> Target:
-        """Return the target that scores recorded pairs in its place; itself where there is none."""
+        """The target that scores recorded pairs in its place; itself where there is none."""
         return self
 
     def validate(self, rollout: Rollout, credit: Credit, loss: Loss, explorations: Sequence[RolloutSpec],
                  group: int) -> None:
         """Raise ValueError for parts that do not go together.
-
-        explorations: an epoch's of a pipeline, none of a language model. group: samples per prompt.
-        """
+        explorations: an epoch's of a pipeline, none of a language model. group: samples per prompt."""
 
 
 _OF_TEXT = frozenset({"spread", "reduction"})  # one decision per sample: nothing to spread or to average
@@ -132,7 +130,7 @@ class JointDensity(Target):
     offers: ClassVar[frozenset[str]] = frozenset({"noise", "likelihood", "model", "denoiser"})
     trains_steps: ClassVar[bool] = True
     unread: ClassVar[frozenset[str]] = _OF_TEXT | {"value", "progress", "strides", "step_weight",
-                                                   "rehearsal", "replay"}
+                                                   "rehearsal", "distil", "replay"}
 
     def validate(self, rollout: Rollout, credit: Credit, loss: Loss, explorations: Sequence[RolloutSpec],
                  group: int) -> None:
@@ -155,7 +153,7 @@ class NoisedFinals(Target):
     trains: ClassVar[str] = "noised finals"
     offers: ClassVar[frozenset[str]] = frozenset({"noised finals", "decisions", "model", "denoiser"})
     scores_sampling: ClassVar[bool] = False
-    unread: ClassVar[frozenset[str]] = _OF_TEXT | {"value", "progress", "strides", "replay"}
+    unread: ClassVar[frozenset[str]] = _OF_TEXT | {"value", "progress", "strides", "distil", "replay"}
     packs: ClassVar[bool] = True
 
     def of_pairs(self) -> Target:
@@ -191,7 +189,7 @@ class RewardGradient(Target):
     follows_reward: ClassVar[bool] = True
     unread: ClassVar[frozenset[str]] = _OF_TEXT | {"value", "progress", "pruning", "tail", "strides", "step_weight",
                                                    "kl", "reference", "redraw", "expansion", "rehearsal",
-                                                   "replay"}
+                                                   "distil", "replay"}
     takes: ClassVar[dict[str, type]] = {"surrogate": objectives.RewardAscent, "log_ratio": objectives.PlainRatio}
 
     def validate(self, rollout: Rollout, credit: Credit, loss: Loss, explorations: Sequence[RolloutSpec],
@@ -214,7 +212,7 @@ class LatentEdits(Target):
     offers: ClassVar[frozenset[str]] = frozenset({"edits", "gaussians"})
     scores_sampling: ClassVar[bool] = False
     unread: ClassVar[frozenset[str]] = _OF_TEXT | {"progress", "strides", "preview", "pruning", "lag", "adapted",
-                                                   "step_weight", "rehearsal", "data", "replay"}
+                                                   "step_weight", "rehearsal", "data", "distil", "replay"}
     takes: ClassVar[dict[str, type]] = {"surrogate": ActorCritic}
 
     def validate(self, rollout: Rollout, credit: Credit, loss: Loss, explorations: Sequence[RolloutSpec],

@@ -27,21 +27,21 @@ from flowgrpo.types import Context, PromptGroups
 
 
 def resolve(config: Config, process: str = "flow") -> Method:
-    """Return the method a configuration asks for, its parts tried on the configuration's number of steps and samples.
-
-    Raises UserError where they do not go together, and for a part that the user set and the method does not read.
-    """
+    """The method a configuration asks for, its parts tried on the configuration's number of steps and samples.
+    Raises UserError where they do not go together, and for a part that the user set and the method does not read."""
     base = preset(config.method)
     train = config.train
     base.require_modality(process)  # before parts that the recipe has for another method
     requested = with_parts(base, config.parts)
     method = requested.on(process, given=config.parts)
     if config.preferences is not None:
-        method = on_recorded_pairs(method)
+        method = method.having(target=method.target.of_pairs())
     reads.require_set(base, requested, method, overlays(config.method))
     reads.require_types(method)
     _require_limits(config, method)
-    _require_names(config, method)
+    for place, part in method.parts().items():
+        for name in (name for name in getattr(part, "rewards", ()) if name not in config.rewards):
+            raise UserError(f"parts.{place}.rewards: unknown reward {name!r}{nearest(name, list(config.rewards))}")
     try:
         _require_credit(method, train.group)
         method.credit.advantage.require(list(config.rewards.values()) * len(method.rollout.strides))
@@ -82,12 +82,10 @@ def _require_credit(method: Method, group: int) -> None:
 
 
 def _has(part: object, capability: str) -> bool:
-    """Return whether a part, whose kind has no base class, says that it has a capability."""
     return getattr(part, capability, False) is True
 
 
 def _advantages(capability: str, value: bool) -> str:
-    """Return the names of the advantages whose classes have this value of a capability, joined."""
     return ", ".join(name for name in registry.of_place("advantage")
                      if getattr(registry.TYPES[name], capability, None) is value)
 
@@ -101,14 +99,6 @@ def _require_limits(config: Config, method: Method) -> None:
     if limited and method.credit.advantage.adapts_weights:
         raise UserError(f"reward.{next(iter(limited))}.limit and parts.advantage "
                         f"{type(method.credit.advantage).__name__} both set the weights of rewards: leave one out")
-
-
-def _require_names(config: Config, method: Method) -> None:
-    """Raise UserError for a part that names an unknown reward."""
-    for place, part in method.parts().items():
-        for name in getattr(part, "rewards", ()):
-            if name not in config.rewards:
-                raise UserError(f"parts.{place}.rewards: unknown reward {name!r}{nearest(name, list(config.rewards))}")
 
 
 def _require_loss(method: Method) -> None:
@@ -137,7 +127,7 @@ def _require_loss(method: Method) -> None:
 
 
 def describe_substitutes(config: Config, method: Method) -> str | None:
-    """Return a line on the parts that a variance-preserving process has in place of the requested ones, or None."""
+    """A line on the parts that a variance-preserving process has in place of the requested ones, or None."""
     if method.for_tokens or method.of_flows_alone():  # it stayed as it was
         return None
     requested = with_parts(preset(config.method), config.parts)
@@ -147,7 +137,7 @@ def describe_substitutes(config: Config, method: Method) -> str | None:
 
 
 def _explorations(method: Method, config: Config, process: str) -> list[RolloutSpec]:
-    """Return an epoch's explorations on the configuration's steps and samples. Raises ValueError where they, or the
+    """An epoch's explorations on the configuration's steps and samples. Raises ValueError where they, or the
     transitions of their trained steps, cannot be."""
     train, rollout = config.train, method.denoising
     grid = shift_grid(train.steps, train.shift)
@@ -195,11 +185,6 @@ def _require_noise(method: Method, explorations: list[RolloutSpec]) -> None:
                          f"replace {part}")
 
 
-def on_recorded_pairs(method: Method) -> Method:
-    """Return a method of noised finals or of completions on recorded pairs; another one as it is."""
-    return method.having(target=method.target.of_pairs())
-
-
 def check_recorded_pairs(setup: Setup) -> None:
     """Raise UserError if the method or configuration does not fit recorded pairs, or needs them and has none."""
     config, method = setup.config, setup.method
@@ -211,7 +196,10 @@ def check_recorded_pairs(setup: Setup) -> None:
                             "not set: set it to a file of pairs, or parts.surrogate.similarity: 0")
         return
     _require_recorded(config, method)
-    _require_measured(config)
+    for name, rule in config.extra_rewards.items() if config.labels == "file" else ():
+        for key in (key for key in ("limit", "transform") if getattr(rule, key, None)):
+            raise UserError(f"reward.{name}.{key} is set, but labels is 'file', so that rewards are only measured: "
+                            "leave it out, or set labels: rewards")
     if config.labels == "file" and isinstance(method.credit.shaping, BradleyTerry):
         raise UserError(f"labels is 'file', but method {config.method} samples labels from rewards, and would swap "
                         "some of the file's: set labels: rewards, or parts.shaping: null")
@@ -225,14 +213,6 @@ def check_recorded_pairs(setup: Setup) -> None:
                         "previews of sampled ones: leave sol_rl out")
     if config.train.group != 2:
         raise UserError(f"train.group is {config.train.group}, but preferences brings pairs: set train.group: 2")
-
-
-def _require_measured(config: Config) -> None:
-    """Raise UserError for a training key of a reward that is only measured beside labels from the file."""
-    for name, rule in config.extra_rewards.items() if config.labels == "file" else ():
-        for key in (key for key in ("limit", "transform") if getattr(rule, key, None)):
-            raise UserError(f"reward.{name}.{key} is set, but labels is 'file', so that rewards are only measured: "
-                            "leave it out, or set labels: rewards")
 
 
 def _require_recorded(config: Config, method: Method) -> None:

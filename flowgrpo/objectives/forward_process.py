@@ -173,12 +173,12 @@ def preference_loss(own: Tensor, advantage: Tensor, of: NoisedBatch, beta: float
 
 
 def goodness(advantage: Tensor, most: float) -> Tensor:
-    """Return the advantage [...] as a share of good, [...]: 0 at -most, 1/2 at 0, 1 at most."""
+    """Advantage [...] as a share of good, [...]: 0 at -most, 1/2 at 0, 1 at most."""
     return (advantage / (2 * most) + 0.5).clamp(0, 1)
 
 
 def _scale_free_error(apart: Tensor) -> Tensor:
-    """Return the mean square over the mean absolute value of values [B, 1, *D]: [B, 1].
+    """Mean square over the mean absolute value of values [B, 1, *D]: [B, 1].
 
     The divisor is detached and at least LEAST.
     """
@@ -187,5 +187,5 @@ def _scale_free_error(apart: Tensor) -> Tensor:
 
 
 def _mean(group: Tensor, values: Tensor) -> Tensor:
-    """Return the mean of values [m] over each row's group, bool [b, m]: [b, 1]."""
+    """Mean of values [m] over each row's group, bool [b, m]: [b, 1]."""
     return (group * values).sum(1, keepdim=True) / group.sum(1, keepdim=True)

@@ -26,10 +26,10 @@ class Schedule(Protocol):
     """Weight of each epoch."""
 
     def __call__(self, weight: float, run: RunState) -> float:
-        """Return the weight of the run's epoch. weight: the recipe's."""
+        """Weight of the run's epoch. weight: the recipe's."""
 
     def silent(self, weight: float) -> bool:
-        """Return True if the weight is 0 in every epoch. Raises ValueError for one that it cannot change."""
+        """True if the weight is 0 in every epoch. Raises ValueError for one that it cannot change."""
 
 
 @part("kl.schedule")
@@ -100,7 +100,7 @@ class Penalty:
         return self.weight * self.distance(new, reference)
 
     def distance(self, new: Scored, reference: Scored) -> Tensor:
-        """Return the distance of every decision, [B, N]."""
+        """Distance of every decision, [B, N]."""
         raise NotImplementedError
 
 
@@ -132,7 +132,9 @@ class OutputError(Penalty):
     schedule: Schedule | None = None
 
     def distance(self, new: Scored, reference: Scored) -> Tensor:
-        return output_error(new, reference)
+        assert new.slope is not None, "this part of the method needs recorded slopes"
+        apart = (unwrap(new.mean) - unwrap(reference.mean)).square().flatten(2).mean(dim=2)
+        return apart / like_tensor(new.slope, apart).square()
 
 
 def k1(new: Tensor, reference: Tensor) -> Tensor:
@@ -203,7 +205,7 @@ class SpanKL(SampledKL):
 
 
 def spans(mask: Tensor) -> Tensor:
-    """Return the number, from 0, of the span to which each place of a mask [B, N] belongs: int64 [B, N].
+    """Number, from 0, of the span to which each place of a mask [B, N] belongs: int64 [B, N].
 
     It counts the runs of False before it, so a row that begins with one has no tokens in span 0.
     """
@@ -212,7 +214,7 @@ def spans(mask: Tensor) -> Tensor:
 
 
 def is_active(kl: Penalty) -> bool:
-    """Return True if a KL has a weight above 0 in any epoch, so a reference is read."""
+    """True if a KL has a weight above 0 in any epoch, so a reference is read."""
     return kl.weight > 0 if kl.schedule is None else not kl.schedule.silent(kl.weight)
 
 
@@ -231,22 +233,15 @@ def divergence(new: Scored, other: Scored) -> Tensor:
     return kl(Gaussian(means[0], std), Gaussian(means[1], std)).view(new.logp.shape)
 
 
-def output_error(new: Scored, other: Scored) -> Tensor:
-    """Return the mean squared difference of the outputs behind two policies' means: [B, N]."""
-    assert new.slope is not None, "this part of the method needs recorded slopes"
-    apart = (unwrap(new.mean) - unwrap(other.mean)).square().flatten(2).mean(dim=2)
-    return apart / beside(new.slope, apart).square()
-
-
 def deviations(scored: Scored) -> Tensor:
-    """Return the std of every decision, [B, N], shaped as logp; a number that all share is 0-d, as `beside` has it."""
+    """Std of every decision, [B, N], shaped as logp; a number that all share is 0-d, as `like_tensor` has it."""
     assert scored.std is not None, "this part of the method needs recorded deviations"
-    std = beside(scored.std, scored.logp)
+    std = like_tensor(scored.std, scored.logp)
     return std.expand(scored.logp.shape) if std.ndim else std
 
 
-def beside(values: Tensor, other: Tensor) -> Tensor:
-    """Return a few values, [N] or [B, N], for arithmetic with a tensor of another device, in its dtype.
+def like_tensor(values: Tensor, other: Tensor) -> Tensor:
+    """Few values, [N] or [B, N], for arithmetic with a tensor of another device, in its dtype.
 
     A single one becomes 0-d, which torch takes from the CPU without a copy: no host waits for a GPU.
     """

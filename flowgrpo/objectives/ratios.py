@@ -26,7 +26,7 @@ class LogRatio:
     reads_means = reads_deviations = False
 
     def __call__(self, new: Scored, old: Scored) -> Tensor:
-        """Return the log-ratio [B, N]."""
+        """Log-ratio [B, N]."""
         raise NotImplementedError
 
 
@@ -107,7 +107,7 @@ class Matching(LogRatio):
     power: Annotated[float, Above(0, to=1, words="above 0 and at most 1")] = 1.0
 
     def __call__(self, new: Scored, old: Scored) -> Tensor:
-        return self._of(error(old)) - self._of(error(new))
-
-    def _of(self, value: Tensor) -> Tensor:
-        return value if self.power == 1 else (value.clamp(min=0) + 1e-10).pow(self.power) / self.power
+        before, now = error(old), error(new)
+        if self.power != 1:
+            before, now = ((value.clamp(min=0) + 1e-10).pow(self.power) / self.power for value in (before, now))
+        return before - now

@@ -26,19 +26,25 @@ class TokenMean:
         return int(mask.sum())
 
 
+class OfRows:
+    """Mean over all rows of an optimizer step, as released code has it: also those without a decision, which the loss
+    leaves out (`text.truncated: mask`). Rows that a selection drops, and those without a reward, are none of the step.
+    """
+
+    def count(self, mask: Tensor) -> int:
+        return len(mask)
+
+
 @part("reduction")
-class SequenceMean:
+class SequenceMean(OfRows):
     """Mean over rows of the mean over a row's decisions (GRPO, 2402.03300, equation 3)."""
 
     def __call__(self, mask: Tensor) -> Tensor:
         return mask / mask.sum(1, keepdim=True).clamp(min=1)
 
-    def count(self, mask: Tensor) -> int:
-        return int(mask.any(1).sum())
-
 
 @part("reduction")
-class SequenceSum:
+class SequenceSum(OfRows):
     """Mean over rows of the sum over a row's decisions, the log-probability of a whole completion (RLOO, 2402.14740).
 
     budgeted: divide the sums by the most decisions N that a row can have, one divisor for all (Dr. GRPO, 2503.20783,
@@ -50,8 +56,16 @@ class SequenceSum:
     def __call__(self, mask: Tensor) -> Tensor:
         return mask / mask.shape[1] if self.budgeted else mask
 
-    def count(self, mask: Tensor) -> int:
-        return int(mask.any(1).sum())
+
+class Divisor(int):
+    """Divisor of an optimizer step's loss. tokens: that of what is a mean over trained decisions whatever the loss."""
+
+    tokens: int
+
+    def __new__(cls, count: int, tokens: int) -> Divisor:
+        self = super().__new__(cls, count)
+        self.tokens = tokens
+        return self
 
 
 def reduce_loss(loss: Tensor, weights: Tensor, count: int) -> Tensor:
@@ -62,7 +76,7 @@ def reduce_loss(loss: Tensor, weights: Tensor, count: int) -> Tensor:
 
     The pieces add up to one mean, so masks, windows and processes never change the gradient's scale.
     """
-    return (loss * weights).sum() / count
+    return (loss * weights).sum() / max(count, 1)  # 0 where nothing is trained
 
 
 @part("step_weight")

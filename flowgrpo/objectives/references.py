@@ -125,7 +125,7 @@ class Teachers:
         return held
 
     def place(self, metadata: dict[str, Any]) -> int:
-        """Return the number of the teacher of a prompt; 0 without any. Raises KeyError for a source without one."""
+        """Number of the teacher of a prompt; 0 without any. Raises KeyError for a source without one."""
         return {source: number for number, (source, _) in enumerate(self.models)}[
             str(metadata[self.key])] if self.models else 0
 
@@ -207,18 +207,18 @@ class SelfTeacher:
 
     def prompts(self, texts: list[str], completions: list[str], rewards: list[float], answers: list[str | None]
                 ) -> list[str]:
-        """Return the teacher's prompt of each of a group's samples.
+        """Teacher's prompt of each of a group's samples.
 
         texts: their prompts, all [n]; completions: what was written, "" of images; rewards: the totals; answers: the
         prompts' own, None without one.
         """
-        return [self._prompt(place, text, completions, rewards, answers[place]) for place, text in enumerate(texts)]
-
-    def _prompt(self, place: int, text: str, completions: list[str], rewards: list[float], answer: str | None) -> str:
-        right = [i for i, reward in enumerate(rewards) if reward >= self.right and i != place]
-        wrong = Counter(completions[i] for i, reward in enumerate(rewards) if reward < self.right)
-        known = {"prompt": text, "answer": answer,
-                 "right": completions[max(right, key=lambda i: rewards[i])] if right else None,
-                 "wrong": wrong.most_common(1)[0][0] if wrong else None}
         named = {name for _, name, *_ in string.Formatter().parse(self.template) if name is not None}
-        return text if any(known[name] is None for name in named) else self.template.format(**known)
+        wrong = Counter(completion for completion, reward in zip(completions, rewards) if reward < self.right)
+        shown = []
+        for place, text in enumerate(texts):
+            right = [i for i, reward in enumerate(rewards) if reward >= self.right and i != place]
+            known = {"prompt": text, "answer": answers[place],
+                     "right": completions[max(right, key=lambda i: rewards[i])] if right else None,
+                     "wrong": wrong.most_common(1)[0][0] if wrong else None}
+            shown.append(text if any(known[name] is None for name in named) else self.template.format(**known))
+        return shown

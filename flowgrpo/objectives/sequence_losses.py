@@ -19,7 +19,7 @@ from torch.nn.functional import softplus
 
 from flowgrpo.objectives.surrogates import Surrogate
 from flowgrpo.parts import Above, AtLeast, OneOf, part
-from flowgrpo.types import CompletionBatch, NoisedBatch, Scored, unwrap
+from flowgrpo.types import CompletionBatch, NoisedBatch, unwrap
 
 
 @part("surrogate")
@@ -39,7 +39,7 @@ class TaperedReinforce(Surrogate):
         return -torch.where(advantage < 0, taper, 1.0) * advantage * (1 + log_ratio)
 
     def clip_mask(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
-        """Return the mask where the weight is bounded, which cuts no gradient, bool [B, L]."""
+        """Mask where the weight is bounded, which cuts no gradient, bool [B, L]."""
         return (advantage < 0) & (log_ratio > math.log(self.most))
 
 
@@ -50,7 +50,7 @@ class NegativeAwareText(Surrogate):
 
     r: the token's ratio.
     p: the share of right completions in the group, within 0.02 to 0.98 (its code).
-    A: that of `correctness.Correctness`, 1 - p or -p; where it is 0 so is the loss.
+    A: that of `baselines.Correctness`, 1 - p or -p; where it is 0 so is the loss.
     w: 1 - p with `weight` "linear", whose first gradient is Dr. GRPO's, or sqrt((1 - p) / p) with "sqrt", GRPO's.
     floor: lower bound of the negative ratio; its gradient is kept there.
     """
@@ -66,7 +66,7 @@ class NegativeAwareText(Surrogate):
         return -weight * torch.where(advantage > 0, log_ratio, negative.log()) * (advantage != 0)
 
     def clip_mask(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
-        """Return the mask where the negative ratio is at its floor, which cuts no gradient, bool [B, L]."""
+        """Mask where the negative ratio is at its floor, which cuts no gradient, bool [B, L]."""
         return (advantage < 0) & (self._negative(log_ratio, self._share(advantage)) < self.floor)
 
     def _negative(self, log_ratio: Tensor, share: Tensor) -> Tensor:
@@ -104,8 +104,8 @@ class Discriminative(GroupLoss):
 
     s: of a completion the mean log-probability of its tokens (`score` "log"; temperature 10) or their mean ratio
     ("ratio"; temperature 1). An infinite temperature takes the mean of the wrong ones too (DisCO-b). Right is A > 0,
-    wrong A < 0, as `correctness.Correctness` gives them; the mean over right ones is weighted by A, which
-    `correctness.Decoupled` makes DRPO's. Without both, scores have no gradient. KL is the mean over
+    wrong A < 0, as `baselines.Correctness` gives them; the mean over right ones is weighted by A, which
+    `baselines.Decoupled` makes DRPO's. Without both, scores have no gradient. KL is the mean over
     completions of the mean of log p_old - log p, KL(old || new) on samples of old: over the group, where the paper has
     the whole batch. With `SequenceMean`, whose mean over rows is then that of groups of one size. The returned values
     have this loss's gradient, and its value to first order.
@@ -117,7 +117,7 @@ class Discriminative(GroupLoss):
     delta: Annotated[float, AtLeast(0)] = 1e-4
 
     def statistic(self, compared: CompletionBatch) -> Tensor:
-        """Return the score and the KL estimate of every completion: [b, 2]."""
+        """Score and the KL estimate of every completion: [b, 2]."""
         mask = compared.new.mask
         return torch.stack([_mean(self._scores(compared), mask), _mean(-compared.log_ratio, mask)], 1)
 
@@ -151,7 +151,7 @@ class Regressed(SampleLoss):
     least: Annotated[float, Above(0)] = 0.1
 
     def statistic(self, compared: CompletionBatch | NoisedBatch) -> Tensor:
-        """Return the log-ratio of every sample: [b]."""
+        """Log-ratio of every sample: [b]."""
         return _mean(compared.log_ratio, compared.new.mask)
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch | NoisedBatch) -> Tensor:
@@ -190,7 +190,7 @@ class PairwisePreference(SampleLoss):
         top = peers.advantage.masked_fill(~group, -math.inf).amax(1, keepdim=True)
         scale = self.beta * torch.where(torch.maximum(advantage, peers.advantage) == top, self.best, 1.0)
         apart = sign * scale * (peers.statistic[old.rows, None] - peers.statistic)
-        pairs = self._pairs(peers.advantage, group)
+        pairs = _pairs(peers.advantage, group.to(peers.advantage.dtype))
         share = group.sum(1, keepdim=True) / pairs.clamp(min=1)
         slope = -(sign * scale * torch.sigmoid(-apart)).sum(1, keepdim=True) * share
         value = (softplus(-apart) * sign.abs()).sum(1, keepdim=True) * share / 2
@@ -198,21 +198,14 @@ class PairwisePreference(SampleLoss):
         moved = old.new.logp - old.old.logp
         return value + pull - pull.detach() + self.trust * (moved.expm1() - moved)
 
-    @staticmethod
-    def _pairs(advantage: Tensor, group: Tensor) -> Tensor:
-        """Return the number of pairs of different advantages [m] in each row's group: [b, 1]."""
-        differ = (advantage[:, None] != advantage).to(advantage.dtype)
-        members = group.to(advantage.dtype)
-        return ((members @ differ) * members).sum(1, keepdim=True) / 2
-
 
 def _mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean over the counted tokens of values [b, L]: [b]."""
+    """Mean over the counted tokens of values [b, L]: [b]."""
     return (values * mask).sum(1) / mask.sum(1).clamp(min=1)
 
 
 def _over(values: Tensor, group: Tensor) -> Tensor:
-    """Return the mean over each row's group, bool [b, m], of values [m] or [b, m]: [b, 1]."""
+    """Mean over each row's group, bool [b, m], of values [m] or [b, m]: [b, 1]."""
     return (values * group).sum(1, keepdim=True) / group.sum(1, keepdim=True)
 
 
@@ -250,7 +243,6 @@ class PairLoss(SampleLoss):
 
     @property
     def reads_reference(self) -> bool:  # type: ignore[override]
-        """True if samples are compared with the reference."""
         return self.reference
 
     def statistic(self, compared: CompletionBatch | NoisedBatch) -> Tensor:
@@ -275,7 +267,7 @@ class PairLoss(SampleLoss):
         value = 2 * value - value.detach()  # half of a pair's gradient is its partner's
         if self.likelihood:
             pull = _best(peers.advantage, group, old.rows) * size * (pairs > 0)
-            value = value - self.likelihood * pull * _mean_logp(old.new)
+            value = value - self.likelihood * pull * _mean(old.new.logp, old.new.mask)[:, None]
         return value.expand_as(log_ratio)
 
     def loss(self, h: Tensor) -> Tensor:
@@ -286,18 +278,13 @@ class PairLoss(SampleLoss):
 
 
 def _best(advantage: Tensor, group: Tensor, rows: Tensor) -> Tensor:
-    """Return the share of each row [b] in the best samples of its group [b, m], by the advantages [m]: [b, 1]."""
+    """Share of each row [b] in the best samples of its group [b, m], by the advantages [m]: [b, 1]."""
     highest = advantage.masked_fill(group == 0, -math.inf).amax(1, keepdim=True)
     best = group * (advantage == highest)
     return best.gather(1, rows[:, None]) / best.sum(1, keepdim=True)
 
 
-def _mean_logp(scored: Scored) -> Tensor:
-    """Return the mean log-probability of each row's decisions: [b, 1]."""
-    return (scored.logp * scored.mask).sum(1, keepdim=True) / scored.mask.sum(1, keepdim=True).clamp(min=1)
-
-
 def _pairs(advantage: Tensor, group: Tensor) -> Tensor:
-    """Return the number of pairs of different advantages [m] in each row's group [b, m]: [b, 1]."""
+    """Number of pairs of different advantages [m] in each row's group [b, m]: [b, 1]."""
     differ = (advantage[:, None] != advantage).to(group.dtype)
     return ((group @ differ) * group).sum(1, keepdim=True) / 2

@@ -22,7 +22,7 @@ from typing import Annotated, Literal, Protocol
 import torch
 from torch import Tensor
 
-from flowgrpo.objectives.kl import beside
+from flowgrpo.objectives.kl import like_tensor
 from flowgrpo.parts import Above, AtLeast, part
 from flowgrpo.types import RegressionTarget, Scored, unwrap, wide
 
@@ -45,7 +45,7 @@ class LayerTuning:
     by: Literal["advantage", "progress"] = "advantage"
 
     def weights(self, advantages: Tensor, edges: int, states: int) -> Tensor:
-        """Return the weight w [N] of each group at one step.
+        """Weight w [N] of each group at one step.
 
         advantages: [N, G] of the samples. edges, states: transitions of the step in a group, and states that they
         leave.
@@ -62,7 +62,7 @@ class LayerTuning:
         assert new.mean is not None and new.slope is not None, "LayerTuning needs means and slopes"
         # A mean is affine in the output: the difference of outputs is that of means over the slope.
         apart = (new.mean - regression_target.mean).square().flatten(2).mean(dim=2)
-        return self.weight * regression_target.weight * apart / beside(new.slope, apart).square()
+        return self.weight * regression_target.weight * apart / like_tensor(new.slope, apart).square()
 
 
 class Distribution(Protocol):
@@ -84,7 +84,7 @@ class TokenWeight:
     reads_entropy = False
 
     def __call__(self, logp: Tensor, entropy: Tensor | None, mask: Tensor) -> Tensor:
-        """Return the weights [B, L]."""
+        """Weights [B, L]."""
         raise NotImplementedError
 
     def distribution(self, seed: int) -> Distribution | None:
@@ -189,7 +189,7 @@ class Balance:
     reads_norms = False
 
     def __call__(self, now: Now) -> tuple[float, float]:
-        """Return the weights (RL, data) of an optimizer step. Data of weight 0 are not computed."""
+        """Weights (RL, data) of an optimizer step. Data of weight 0 are not computed."""
         raise NotImplementedError
 
 
@@ -249,7 +249,7 @@ class GradientNorms(Balance):
         return (0.0, 1.0) if data else (1.0, 0.0)
 
     def probability(self, rl: float, data: float) -> float:
-        """Return the probability of data, for the norms of both gradients; 0 where both are 0."""
+        """Probability of data, for the norms of both gradients; 0 where both are 0."""
         whole = data + self.gamma * rl
         return data / whole if whole else 0.0
 

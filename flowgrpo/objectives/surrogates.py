@@ -47,15 +47,19 @@ class Surrogate:
     high: float = math.inf
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Any) -> Tensor:
-        """Return the loss [B, N]. old: `surrogate_input`, or the record of the targets that the surrogate is for."""
+        """Loss [B, N]. old: `surrogate_input`, or the record of the targets that the surrogate is for."""
         raise NotImplementedError
 
     def clip_mask(self, log_ratio: Tensor, advantage: Tensor, old: Any) -> Tensor:
-        """Return the mask where the gradient is cut, bool [B, N]."""
+        """Mask where the gradient is cut, bool [B, N]."""
         return torch.zeros_like(log_ratio, dtype=torch.bool)
 
+    def over_tokens(self, old: Any) -> Tensor | None:
+        """Return what of the loss is a mean over tokens whatever the method's reduction, [B, N]; None: nothing."""
+        return None
+
     def statistic(self, batch: Any) -> Tensor:
-        """Return the statistic [b, ...] of the samples of a batch that a surrogate of groups compares."""
+        """Statistic [b, ...] of the samples of a batch that a surrogate of groups compares."""
         raise NotImplementedError
 
 
@@ -66,12 +70,11 @@ class ClippedSurrogate(Surrogate):
         return ppo(log_ratio.expm1(), advantage, *self.bounds(advantage, old))
 
     def clip_mask(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
-        """Return the mask where the clip cuts the gradient, bool [B, N]: the ratio is out of range on the side A pushes
-        it to."""
+        """Mask where the clip cuts the gradient, bool [B, N]: the ratio is out of range on the side A pushes it to."""
         return cut(log_ratio.expm1(), advantage, *self.bounds(advantage, old))
 
     def bounds(self, advantage: Tensor, old: Tensor | None) -> tuple[float | Tensor, float | Tensor]:
-        """Return the lower and upper bound of r - 1: numbers, [B, 1] or [B, N]."""
+        """Lower and upper bound of r - 1: numbers, [B, 1] or [B, N]."""
         raise NotImplementedError
 
 
@@ -182,9 +185,8 @@ class Origin:
 
 
 def surrogate_input(surrogate: Surrogate, new: Scored, old: Scored, answers: Tensor | None = None) -> Tensor | Origin:
-    """Return the third argument of a surrogate, [B, N]: of a DivergenceMask the divergence from the old policy, of one
-    that reads it the `Origin`, otherwise the old log-probability. answers: bool [B], those that came with their
-    prompts."""
+    """Third argument of a surrogate, [B, N]: of a DivergenceMask the divergence from the old policy, of one that reads
+    it the `Origin`, otherwise the old log-probability. answers: bool [B], those that came with their prompts."""
     if surrogate.reads_guided:
         none = torch.zeros_like(old.mask[:, 0])
         return Origin(new.logp, old.logp, none if old.guided is None else old.guided,
@@ -203,9 +205,6 @@ class Reinforce(Surrogate):
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
         assert advantage.ndim == 2, advantage.shape
         return -advantage * (1 + log_ratio)
-
-    def clip_mask(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
-        return torch.zeros_like(log_ratio, dtype=torch.bool)
 
 
 @part("surrogate", trains=False)
@@ -233,7 +232,7 @@ class TruncatedIS(Surrogate):
         return -weight * advantage * (old + log_ratio)
 
     def clip_mask(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
-        """Return the mask where the weight is bounded, which cuts no gradient, bool [B, N]."""
+        """Mask where the weight is bounded, which cuts no gradient, bool [B, N]."""
         excess = log_ratio.expm1()
         return (excess > self.high) | (excess < -self.low)
 
@@ -269,7 +268,7 @@ def ppo(excess: Tensor, advantage: Tensor, lowest: float | Tensor, highest: floa
 
 
 def cut(excess: Tensor, advantage: Tensor, lowest: float | Tensor, highest: float | Tensor) -> Tensor:
-    """Return the mask where `ppo` has no gradient for a non-zero advantage, bool [B, N]."""
+    """Mask where `ppo` has no gradient for a non-zero advantage, bool [B, N]."""
     return ((advantage > 0) & (excess > highest)) | ((advantage < 0) & (excess < lowest))
 
 
@@ -315,7 +314,6 @@ class ActorCritic(Surrogate):
 
     @property
     def reads_means(self) -> bool:  # type: ignore[override]
-        """True if the loss reads the edit's mean."""
         return self.through > 0
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Seen) -> Tensor:
@@ -325,5 +323,5 @@ class ActorCritic(Surrogate):
         return loss - self.through * unwrap(old.edited).to(log_ratio) if self.through else loss
 
     def clip_mask(self, log_ratio: Tensor, advantage: Tensor, old: Seen | None = None) -> Tensor:
-        """Return the mask where the clip cuts the edit's gradient, bool [B, N]; false without the clipped loss."""
+        """Mask where the clip cuts the edit's gradient, bool [B, N]; false without the clipped loss."""
         return (self.ratio > 0) & cut(log_ratio.expm1(), advantage, -self.low, self.high)

@@ -26,7 +26,6 @@ PIPELINE, CAUSAL_LM, VISION_LM, MASKED_LM = "pipeline", "causal_lm", "vision_lm"
 IMAGE_TOKENS = "image_tokens"  # a language model of images in a run with text.generates: image
 
 
-
 def kind(config: Config, loaded: Any = None) -> str:
     """PIPELINE for a diffusers pipeline, else which language model: CAUSAL_LM, VISION_LM for one that reads images,
     MASKED_LM, or IMAGE_TOKENS for one that draws them, where `text.generates` says so. A folder's files say which, or
@@ -36,7 +35,8 @@ def kind(config: Config, loaded: Any = None) -> str:
         if not isinstance(loaded, tuple):
             return PIPELINE
         described = loaded[0].config.to_dict() | {"architectures": [type(loaded[0]).__name__]}
-        return str(domains.of("tokens").kind(described, config.text.generates))
+        return str(domains.sampled_by("tokens").kind(described, config.text.generates))
+    # A hub id is not asked: whether the method is for tokens tells enough to choose the checks.
     folder = Path(FOLDERS.get(config.model, config.model))
     if not folder.is_dir():
         method = overlay.with_parts(overlay.preset(config.method), config.parts)
@@ -47,10 +47,15 @@ def kind(config: Config, loaded: Any = None) -> str:
         if method.for_tokens and config.text.generates == "image":
             return IMAGE_TOKENS
         return (CAUSAL_LM if method.fits("tokens") else MASKED_LM) if method.for_tokens else PIPELINE
-    if (folder / "model_index.json").is_file():
+    if sources.index_file(folder).is_file():
         return PIPELINE
     if (folder / "config.json").is_file():
-        return str(domains.of("tokens").kind(_read_config(folder), config.text.generates))
+        try:
+            described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise UserError(f"cannot load the model {folder}: its config.json is not JSON ({error})") from None
+        described = described if isinstance(described, dict) else {}
+        return str(domains.sampled_by("tokens").kind(described, config.text.generates))
     if (folder / "config.yaml").is_file():
         base = read_yaml(folder / "config.yaml").get("model")
         raise UserError(f"{config.model} is a run, not a model: give the model that it trained, and its weights with "
@@ -59,16 +64,8 @@ def kind(config: Config, loaded: Any = None) -> str:
                     "pipeline) nor a config.json (a language model)")
 
 
-def is_language(config: Config, loaded: Any = None) -> bool:
-    """Return True for a language model, judged by what is loaded, its files, or the hub."""
-    here = sources.is_file(config.model) or Path(FOLDERS.get(config.model, config.model)).exists()
-    if loaded is not None or here:
-        return kind(config, loaded) != PIPELINE
-    return "/" in config.model and "model_type" in on_hub(config.model, config.load.revision)
-
-
 def writes(model: str, config: Config | None = None) -> bool:
-    """Return True for a language model, judged by the run that trained it, its files, or the hub.
+    """True for a language model, judged by the run that trained it, its files, or the hub.
 
     Raises UserError for a folder that is neither a language model nor a pipeline.
     """
@@ -81,18 +78,18 @@ def writes(model: str, config: Config | None = None) -> bool:
     return kind(Config(model=model) if config is None else config) != PIPELINE
 
 
+def drivable(loaded: Any) -> Any:
+    """What a user has loaded, a ModularPipeline as one that can be driven."""
+    if not hasattr(loaded, "_blocks"):
+        return loaded
+    from flowgrpo.policies.pipelines import modular
+
+    return modular.drivable(loaded)
+
+
 def process(kind: str) -> str:
-    """Return the process with which a method's parts are tried before the model is loaded."""
+    """Process with which a method's parts are tried before the model is loaded."""
     return next(domain.kinds[kind] for domain in domains.all() if kind in domain.kinds)
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    """Read a model's config.json. Raises UserError if it is broken."""
-    try:
-        described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"cannot load the model {folder}: its config.json is not JSON ({error})") from None
-    return described if isinstance(described, dict) else {}
 
 
 def load(config: Config, encoders: bool = True) -> Any:
@@ -102,7 +99,7 @@ def load(config: Config, encoders: bool = True) -> Any:
     """
     if (kind_of_model := kind(config)) != PIPELINE:
         keys_read.require_kind(config, kind_of_model)
-        return domains.of("tokens").load(config)
+        return domains.sampled_by("tokens").load(config)
     from flowgrpo.policies.pipelines.load import ALL, DENOISERS, load_pipeline
 
     return load_pipeline(config.model, config.precision, config.trust_remote_code, config.memory.weights, config.load,
@@ -110,14 +107,14 @@ def load(config: Config, encoders: bool = True) -> Any:
 
 
 def has_checker(config: Config) -> bool:
-    """Return True if a configuration's model has a safety checker, which `load` leaves out."""
+    """True if a configuration's model has a safety checker, which `load` leaves out."""
     from flowgrpo.policies.pipelines import load
 
     return kind(config) == PIPELINE and load.has_checker(config.model, config.load)
 
 
 def skips_text_encoders(config: Config, prompts: Iterable[Prompt]) -> bool:
-    """Return True if a run finds all of its prompts encoded, and neither trains nor asks text encoders."""
+    """True if a run finds all of its prompts encoded, and neither trains nor asks text encoders."""
     method = overlay.with_parts(overlay.preset(config.method), config.parts)
     if config.cache is None or method.for_tokens or isinstance(method.target, LatentEdits) or \
             method.denoising.adapted.encoders:
@@ -128,14 +125,14 @@ def skips_text_encoders(config: Config, prompts: Iterable[Prompt]) -> bool:
 
 
 def modality(loaded: Any) -> str:
-    """Return the modality of a loaded pipeline: "image" or "video"."""
+    """Modality of a loaded pipeline: "image" or "video"."""
     from flowgrpo.policies.pipelines import load
 
     return load.modality(loaded)
 
 
 def modality_ahead(config: Config, loaded: Any = None) -> str | None:
-    """Return the modality of a model that is not loaded yet; None for a pipeline whose model_index.json is not here."""
+    """Modality of a model that is not loaded yet; None for a pipeline whose model_index.json is not here."""
     if (of := kind(config, loaded)) != PIPELINE:
         return "image" if of == IMAGE_TOKENS else "text"
     if loaded is not None:
@@ -150,34 +147,33 @@ def require_inputs(config: Config, prompts: Sequence[Prompt], loaded: Any = None
 
     loaded: the model, once it is loaded; a pipeline on the hub is not known before.
     """
-    if kind(config, loaded) == PIPELINE:
-        require_length(prompts)
-    else:
-        require_length(prompts, LONGEST_TEXT)
-        for prompt in prompts if kind(config, loaded) == IMAGE_TOKENS else ():
-            if prompt.brings is not None:
-                raise UserError(f"the prompt {prompt.text[:60]!r} brings an image, but image tokens are generated from "
-                                "a text only (text.generates: image): leave the image out")
-        prompt_inputs.require_image_alone(prompts, config.model)
-        return
-    from flowgrpo.policies.pipelines import conditioned
+    if (model_kind := kind(config, loaded)) == PIPELINE:
+        from flowgrpo.policies.pipelines import conditioned
 
-    conditioned.require_prompts(config, prompts, loaded)
+        require_length(prompts)
+        conditioned.require_prompts(config, prompts, loaded)
+        return
+    require_length(prompts, LONGEST_TEXT)
+    for prompt in prompts if model_kind == IMAGE_TOKENS else ():
+        if prompt.brings is not None:
+            raise UserError(f"the prompt {prompt.text[:60]!r} brings an image, but image tokens are generated from a "
+                            "text only (text.generates: image): leave the image out")
+    prompt_inputs.require_image_alone(prompts, config.model)
 
 
 def make_policy(config: Config, device: str | torch.device, loaded: Any = None) -> Any:
-    """Return the policy of a configuration.
+    """Policy of a configuration.
 
     loaded: its pipeline or (model, tokenizer or processor), if it is loaded already.
     """
     pipe = load(config) if loaded is None else loaded
     if isinstance(pipe, tuple):
         keys_read.require_kind(config, kind(config, pipe))
-        return domains.of("tokens").policy(config, pipe, config.adapter, device)
+        return domains.sampled_by("tokens").policy(config, pipe, config.adapter, device)
     from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
-    from flowgrpo.samplers import predictions
+    from flowgrpo.samplers.kernels import process
 
-    keys_read.require_process(config, predictions.process(pipe.scheduler))
+    keys_read.require_process(config, process(pipe.scheduler))
     method = overlay.with_parts(overlay.preset(config.method), config.parts)
     options: dict[str, Any] = dict(
         device=device, precision=config.precision, guidance=config.train.guidance, call=config.call,
@@ -190,7 +186,7 @@ def make_policy(config: Config, device: str | torch.device, loaded: Any = None) 
 
 
 def on_hub(model: str, revision: str | None = None) -> dict[str, Any]:
-    """Return the config.json of a hub id; empty if there is none, as for a pipeline."""
+    """The config.json of a hub id; empty if there is none, as for a pipeline."""
     from transformers import PreTrainedConfig
 
     hub.require(model)

@@ -13,7 +13,6 @@ from flowgrpo import domains, trust
 from flowgrpo.config.parse import load as load_config
 from flowgrpo.config.schema import Config
 from flowgrpo.config.sections import Adapter
-from flowgrpo.data import provenance
 from flowgrpo.device import drawing, pick_device
 from flowgrpo.errors import UserError
 from flowgrpo.methods import overlay
@@ -23,7 +22,7 @@ from flowgrpo.policies import build
 from flowgrpo.policies.pipelines import edits
 from flowgrpo.policies.weights import adapters
 from flowgrpo.policies.weights.trainable import TrainableWeights
-from flowgrpo.samplers import noise
+from flowgrpo.samplers.kernels import NOISE_NETWORK
 from flowgrpo.storage import checkpoint
 from flowgrpo.storage.places import CONFIG, is_checkpoint, run_of, weights_of
 
@@ -32,25 +31,22 @@ if TYPE_CHECKING:
 
 
 def run_config(path: Path) -> Config:
-    """Return the configuration of a run's folder, or of the run that saved a checkpoint.
+    """Configuration of a run's folder, or of the run that saved a checkpoint.
 
     Raises UserError if it is none.
     """
     run = run_of(path)
-    config, prompts = load_config(run / CONFIG), run / provenance.PROMPTS
-    config = config.model_copy(update={"trust_remote_code": trust.remote_code(config.trust_remote_code, run)})
-    moved = Path(config.prompts) == config.folder / provenance.PROMPTS and prompts.is_file()  # moved since, or archived
-    return config.model_copy(update={"prompts": str(prompts)}) if moved else config
+    config = load_config(run / CONFIG)
+    return config.model_copy(update={"trust_remote_code": trust.remote_code(config.trust_remote_code, run)})
 
 
 def config_of(path: Path | None) -> Config | None:
-    """Return `run_config` of a run or of its checkpoint; None for other weights, and for none."""
-    known = path is not None and (is_checkpoint(path) or (path / CONFIG).is_file())
-    return run_config(path) if known and path is not None else None
+    """`run_config` of a run or of its checkpoint; None for other weights, and for none."""
+    return run_config(path) if path is not None and (is_checkpoint(path) or (path / CONFIG).is_file()) else None
 
 
 def source(model: str, lora: str | Path | None = None, epoch: int | None = None) -> tuple[str, Path | None]:
-    """Return (model, weights or None) of a command's arguments; a run or its checkpoint stands for both.
+    """(model, weights or None) of a command's arguments; a run or its checkpoint stands for both.
 
     epoch: of the checkpoint in place of the run's result.
     Raises UserError for a run with further weights, and for an epoch without a run or checkpoint.
@@ -68,7 +64,7 @@ def source(model: str, lora: str | Path | None = None, epoch: int | None = None)
 
 
 def holds_edits(path: Path) -> bool:
-    """Return True for the result or a checkpoint of a run that trained an edit policy."""
+    """True for the result or a checkpoint of a run that trained an edit policy."""
     return (path / edits.FILE).is_file() or is_checkpoint(path) and \
         isinstance(_method(run_config(path)).target, LatentEdits)
 
@@ -97,15 +93,15 @@ def load(pipe: Any, path: Path) -> TrainableWeights:
 
 
 def language_policy(config: Config, path: Path, device: str | torch.device = "cpu") -> Any:
-    """Return a language model with a checkpoint's weights. Raises UserError if they belong to another model."""
-    texts = domains.of("tokens")
+    """Language model with a checkpoint's weights. Raises UserError if they belong to another model."""
+    texts = domains.sampled_by("tokens")
     policy = texts.policy(config, texts.load(config), _fresh(config.adapter), device)
     take(policy.weights, config, path)
     return policy
 
 
 def _fresh(adapter: Adapter) -> Adapter:
-    """Return the adapter without the LoRA that it started from, since a checkpoint holds all of it."""
+    """Adapter without the LoRA that it started from, since a checkpoint holds all of it."""
     return adapter.model_copy(update={"init": None})
 
 
@@ -116,7 +112,7 @@ def take(live: TrainableWeights, config: Config, path: Path) -> None:
     """
     room = "ema/" if config.eval.weights == "ema" else "weights/"
     tensors, _ = checkpoint.load(path)
-    beside = f"{room}{noise.NAME}."  # not the pipeline's
+    beside = f"{room}{NOISE_NETWORK}."  # not the pipeline's
     held = {key.removeprefix(room): tensor for key, tensor in tensors.items()
             if key.startswith(room) and not key.startswith(beside)}
     if live.named.keys() != held.keys():

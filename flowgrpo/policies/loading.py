@@ -24,7 +24,7 @@ from flowgrpo.policies.pipelines.call import class_on_device
 from flowgrpo.policies.pipelines.load import denoisers, load_pipeline, text_encoders
 from flowgrpo.policies.pipelines.rlg import Branches
 from flowgrpo.policies.weights import adapters, memory_options
-from flowgrpo.policies.weights.lora_files import LORA_FILE, attach, read, tell
+from flowgrpo.policies.weights.lora_files import LORA_FILE, attach, lora_parts, read, tell
 from flowgrpo.policies.weights.memory_options import Encoders, decode_in_parts, require_quantiser
 from flowgrpo.starter import FOLDERS
 from flowgrpo.storage.places import STATE, is_checkpoint, unfinished
@@ -33,7 +33,7 @@ FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3")  # others are packed, and have
 
 
 def describe_base_model(path: Path) -> str:
-    """Return the model that a run's weights were trained on, as the end of a message; empty for other weights."""
+    """The model that a run's weights were trained on, as the end of a message; empty for other weights."""
     config = config_of(path.parent if path.is_file() else path)
     return "" if config is None else f"; its run was trained on {config.model!r}"
 
@@ -44,10 +44,23 @@ def require_fit(model: str, path: Path, files: Load = Load()) -> None:
     files: where else the model's weights are. What cannot be read without loading the model is left to that.
     """
     folder, origin = Path(FOLDERS.get(model, model)), describe_base_model(path)
-    if not origin or sources.needs_assembly(model, files) or not (folder / "model_index.json").is_file():
+    assembled = any((files.denoiser, files.vae, files.lora, files.controlnet, files.ip_adapter,
+                     files.textual_inversion))
+    if not origin or sources.is_file(model) or assembled or not sources.index_file(folder).is_file():
         return
+    # Read shapes from the headers only: a checkpoint, a file, or the LoRA of a run.
+    file = path / STATE if is_checkpoint(path) else path if path.is_file() else path / LORA_FILE
+    if not file.is_file() or file.suffix != ".safetensors":  # weights in another form
+        return
+    shapes = {key.removeprefix("weights/").replace(".default.weight", ".weight"): shape
+              for key, (_, shape) in shapes_of(file).items() if not key.startswith(("ema/", "optimizer/"))}
+    ups = {key.removesuffix(".lora_B.weight"): shape for key, shape in shapes.items() if key.endswith(".lora_B.weight")}
     known: dict[str, dict[str, tuple[str, list[int]]]] = {}
-    for layer, (inner, outer) in _layers(path).items():
+    # Compare every layer with the folder's weights. Quantised ones have other shapes, and are left to loading.
+    for layer, up in ups.items():
+        if f"{layer}.lora_A.weight" not in shapes or "/" in layer:
+            continue
+        inner, outer = shapes[f"{layer}.lora_A.weight"][1], up[0]
         component, _, name = layer.partition(".")
         if component not in known:
             known[component] = {key: value for file in sorted((folder / component).glob("*.safetensors"))
@@ -61,18 +74,6 @@ def require_fit(model: str, path: Path, files: Load = Load()) -> None:
             there = " x ".join(map(str, shape[:2])) or "absent"
             raise UserError(f"{path} does not fit {model}: the layer {layer} of its LoRA is {outer} x {inner}, and "
                             f"{there} there{origin}")
-
-
-def _layers(path: Path) -> dict[str, tuple[int, int]]:
-    """Return the (inputs, outputs) of the layers of a LoRA by name; empty for weights in another form."""
-    file = path / STATE if is_checkpoint(path) else path if path.is_file() else path / LORA_FILE
-    if not file.is_file() or file.suffix != ".safetensors":
-        return {}
-    shapes = {key.removeprefix("weights/").replace(".default.weight", ".weight"): shape
-              for key, (_, shape) in shapes_of(file).items() if not key.startswith(("ema/", "optimizer/"))}
-    ups = {key.removesuffix(".lora_B.weight"): shape for key, shape in shapes.items() if key.endswith(".lora_B.weight")}
-    return {name: (shapes[f"{name}.lora_A.weight"][1], up[0]) for name, up in ups.items()
-            if f"{name}.lora_A.weight" in shapes and "/" not in name}
 
 
 @contextlib.contextmanager
@@ -90,7 +91,7 @@ def memory_told() -> Iterator[None]:
 
 
 def place(device: torch.device | None = None) -> torch.device:
-    """Return the device that pipelines draw on: a GPU, by default the first, or the CPU if there is none."""
+    """Device that pipelines draw on: a GPU, by default the first, or the CPU if there is none."""
     return torch.device(device or "cuda") if torch.cuda.is_available() else torch.device("cpu")
 
 
@@ -124,19 +125,17 @@ def make_pipeline(model: str, precision: str, trust_remote_code: bool = False, d
 
 
 def files_of(config: Config | None, model: str) -> Load:
-    """Return the `load` settings with which a run loaded its model; the defaults for another model."""
+    """The `load` settings with which a run loaded its model; the defaults for another model."""
     return config.load if config is not None and config.model == model else Load()
 
 
 def load_tuned(pipe: Any, path: Path, told: bool = True) -> None:
     """Load a run's result, its checkpoint, or any LoRA, into a stock pipeline.
 
-    told: print what of a LoRA of others was applied.
-
-    Raises UserError if there is none, or none that fits."""
-    modules = denoisers(pipe)
+    told: print what of a LoRA of others was applied. Raises UserError if there is none, or none that fits.
+    """
+    modules = denoisers(pipe) | text_encoders(pipe)
     trained = [name for name in modules if path.is_dir() and (path / name / "config.json").is_file()]
-    modules |= text_encoders(pipe)
     if checkpoints.is_checkpoint(path):
         _load_checkpoint(pipe, path)
     elif checkpoints.holds_edits(path):
@@ -173,10 +172,8 @@ def require_weights(path: Path) -> None:
     known = any((path / name).is_file() for name in (LORA_FILE, edits.FILE))
     if path.is_file() or checkpoints.is_checkpoint(path) or known or (path / adapters.CONFIG).is_file() or any(
             file for name in (adapters.CONFIG, "config.json") for file in path.glob(f"*/{name}")):
-        if path.is_file() and path.name != edits.FILE:
-            read(path)
-        elif (path / LORA_FILE).is_file():
-            adapters.require_file(path / LORA_FILE)
+        for file in lora_parts(path) if path.name != edits.FILE else ():
+            read(file)
         return
     hint = unfinished(path) if (path / "config.yaml").is_file() else \
         "expected a finished run, a folder with a LoRA, or its file"

@@ -4,6 +4,7 @@ defaults that depend on the model.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 
 from flowgrpo.config.schema import Config
-from flowgrpo.config.sections import PIXELS, Load
+from flowgrpo.config.sections import PIXELS, Image, Load
 from flowgrpo.errors import UserError
 from flowgrpo.methods import keys_read
 from flowgrpo.methods.method import Method
@@ -22,7 +23,7 @@ from flowgrpo.objectives import references
 from flowgrpo.policies import build, sources
 from flowgrpo.policies.pipelines import attention, encoded_prompts, few_steps
 from flowgrpo.policies.pipelines.attention import require_attention
-from flowgrpo.policies.weights import memory_options, sharding
+from flowgrpo.policies.weights import lora_files, memory_options, sharding
 from flowgrpo.policies.weights.lora_files import require_lora
 from flowgrpo.policies.weights.memory_options import require_package, require_quantiser
 from flowgrpo.starter import EVAL, FOLDERS
@@ -31,7 +32,7 @@ OF_LANGUAGE = "grpo"  # the method of a language model whose recipe names none
 
 
 def check_method(config: Config, kind: str, device: str | torch.device) -> Method:
-    """Return the method of a configuration whose keys and options go together, without a run.
+    """Check a configuration's keys and options without a run; return its method.
 
     kind: of the model. Raises UserError on the first problem.
     """
@@ -74,6 +75,19 @@ def require_init(setup: Setup) -> None:
         raise UserError(f"adapter.init is {config.adapter.init!r}, but {what}, so no LoRA is trained: leave it "
                         "out")
     require_lora("adapter.init", config.adapter.init)
+    path, cls, modules, trained = Path(config.adapter.init), None, dict[str, torch.nn.Module](), ["model"]
+    if setup.kind == build.PIPELINE:
+        from flowgrpo.policies.pipelines import load
+
+        cls, modules = load.skeleton(config.model, config.load) if setup.loaded is None else (
+            type(setup.loaded), load.denoisers(setup.loaded) | load.text_encoders(setup.loaded))
+    if (start := lora_files.start_of(path, cls, modules)) is None:  # loading says what it is
+        return
+    if setup.kind == build.PIPELINE:
+        adapted = method.rollout.adapted
+        trained = [name for name in modules or dict.fromkeys(key.partition(".")[0] for key in start.ranks)
+                   if (adapted.encoders if name.startswith(lora_files.ENCODER) else adapted.denoisers)]
+    lora_files.require_start("adapter.init", path, start, config.adapter, trained, modules)
 
 
 def require_memory(setup: Setup) -> None:
@@ -84,10 +98,26 @@ def require_memory(setup: Setup) -> None:
     config, method, device = setup.config, setup.method, torch.device(setup.device)
     weights, adapter = config.memory.weights, config.adapter
     require_attention(config.memory.attention, device, config.precision)
+    setting = f"memory.weights is {weights!r}" if weights != "full" else \
+        f"load.denoiser is {config.load.denoiser!r}" if config.load.gguf else None
+    # What quantises needs its package, its device, and weights that are not loaded yet.
     if weights != "full":
-        _require_quantisable(config, device, setup.loaded is not None)
-    if setting := _quantisation(config):
-        _require_kept(config, method, setting)
+        require_quantiser(weights)
+        if setup.loaded is not None:
+            raise UserError(f"{setting}, but the pipeline is loaded already: quantise it when you load it, with 'full' "
+                            "here")
+        if weights == "nf4" and device.type == "cpu":
+            raise UserError(f"{setting}, which diffusers loads only onto a GPU: use int8 here")
+    if setting:  # what changes or reads quantised weights
+        if not adapter.rank:
+            raise UserError(f"{setting}, but adapter.rank is 0: quantised weights cannot be trained, only a LoRA on "
+                            "them")
+        if adapter.dora:
+            raise UserError(f"{setting}, but adapter.dora reads the lengths of whole weights: set one of them back")
+        preview = method.rollout.preview
+        if preview and preview.precision != "full":
+            raise UserError(f"{setting}, and parts.preview.precision {preview.precision!r}: weights are quantised once")
+    # A LoRA's own options, and what reads its weights as plain products B A.
     if not adapter.rank and (adapter.dora or adapter.rslora):
         raise UserError("adapter.rank is 0, which trains all weights without a LoRA: take adapter.dora and "
                         "adapter.rslora away, or set a rank")
@@ -128,34 +158,6 @@ def _require_models(config: Config, name: str, models: Sequence[str]) -> None:
             raise UserError(f"parts.reference.models: {model!r} is no folder, expected one with a model's weights")
 
 
-def _quantisation(config: Config) -> str | None:
-    """Return the setting by which the denoiser's weights are quantised, None for full weights."""
-    if config.memory.weights != "full":
-        return f"memory.weights is {config.memory.weights!r}"
-    return f"load.denoiser is {config.load.denoiser!r}" if config.load.gguf else None
-
-
-def _require_quantisable(config: Config, device: torch.device, loaded: bool) -> None:
-    setting = f"memory.weights is {config.memory.weights!r}"
-    require_quantiser(config.memory.weights)
-    if loaded:
-        raise UserError(f"{setting}, but the pipeline is loaded already: quantise it when you load it, with 'full' "
-                        "here")
-    if config.memory.weights == "nf4" and device.type == "cpu":
-        raise UserError(f"{setting}, which diffusers loads only onto a GPU: use int8 here")
-
-
-def _require_kept(config: Config, method: Method, setting: str) -> None:
-    """Raise UserError for options that change or read quantised weights. setting: what quantises them."""
-    if not config.adapter.rank:
-        raise UserError(f"{setting}, but adapter.rank is 0: quantised weights cannot be trained, only a LoRA on them")
-    if config.adapter.dora:
-        raise UserError(f"{setting}, but adapter.dora reads the lengths of whole weights: set one of them back")
-    preview = method.rollout.preview
-    if preview and preview.precision != "full":
-        raise UserError(f"{setting}, and parts.preview.precision {preview.precision!r}: weights are quantised once")
-
-
 def require_sizes(setup: Setup) -> None:
     """Raise UserError for options that conflict with `image.sizes`."""
     config, method = setup.config, setup.method
@@ -171,15 +173,29 @@ def require_sizes(setup: Setup) -> None:
     require_compatible("image.sizes is set", wrong)
 
 
+def check_call(setup: Setup) -> None:
+    """Raise UserError for arguments of calls that the model's pipeline does not take, or that other keys set, as far as
+    it is known before it is loaded."""
+    config = setup.config
+    steps = {"eval.steps": config.eval.steps, "train.steps": config.train.steps if config.train.grid == "stock" else 0}
+    for name, (key, count) in itertools.product(("sigmas", "timesteps"), steps.items()):
+        if (given := config.image.call.get(name)) and count and len(given) != count:
+            raise UserError(f"image.call has {len(given)} {name}, and {key} is {count}: set it to {len(given)}, or "
+                            f"leave {name} out")
+    if config.image != Image() and setup.kind == build.PIPELINE and setup.loaded is None:
+        from flowgrpo.policies.pipelines import call, conditioned, prompt_inputs
+
+        if (cls := conditioned.class_of(config)) is not None:
+            _, further, images = prompt_inputs.split_arguments(cls, config.call, config.fps)
+            call.require_arguments(cls, further | images)
+
+
 def check_frames(setup: Setup) -> None:
     """Raise UserError for numbers of frames that the model does not make, as far as it is known."""
     config, call = setup.config, setup.config.call
     frames = config.eval.frames
     if frames and (pixels := frames * call.get("height", 8) * call.get("width", 8)) > PIXELS:
         raise UserError(f"eval.frames is {frames}, whose clips have {pixels:,} pixels: expected {PIXELS:,} at most")
-    if config.image.frames not in (None, call.get("num_frames")):
-        raise UserError(f"image.frames is {config.image.frames}, and image.call has num_frames "
-                        f"{call['num_frames']}: set one of them")
     require_frames(setup, {"eval.frames": frames, "image.frames": call.get("num_frames")})
 
 
@@ -196,7 +212,7 @@ def require_frames(setup: Setup, counts: Mapping[str, int | None]) -> None:
 
 
 def fitting(config: Config, loaded: Any = None) -> tuple[Config, str]:
-    """Return the configuration whose absent keys fit the model, and what is to be said of it; empty for nothing.
+    """Configuration whose absent keys fit the model, and what is to be said of it; empty for nothing.
 
     A language model gets its method, one of image tokens the guidance of its rollout in evaluations, a packaged model
     the evaluation of its card, a model of few steps its method, steps, grid and guidance. The defaults are of other
@@ -206,8 +222,13 @@ def fitting(config: Config, loaded: Any = None) -> tuple[Config, str]:
         scale = config.train.guidance
         config = config.model_copy(update={"eval": config.eval.model_copy(update={"guidance": scale})})
         return fitting(config, loaded)[0], f"eval.guidance {scale:g}, that of the rollout (train.guidance)"
-    if "method" not in config.model_fields_set and build.is_language(config, loaded):
-        return config.model_copy(update={"method": OF_LANGUAGE}), ""
+    # A name that may be of the hub costs a request: only one with a slash is asked for.
+    if "method" not in config.model_fields_set:
+        here = sources.is_file(config.model) or Path(FOLDERS.get(config.model, config.model)).exists()
+        language = build.kind(config, loaded) != build.PIPELINE if loaded is not None or here else \
+            "/" in config.model and "model_type" in build.on_hub(config.model, config.load.revision)
+        if language:
+            return config.model_copy(update={"method": OF_LANGUAGE}), ""
     if isinstance(loaded, tuple):
         return config, ""
     given = config
@@ -215,6 +236,7 @@ def fitting(config: Config, loaded: Any = None) -> tuple[Config, str]:
         own = {"steps": card["num_inference_steps"], "guidance": card["guidance"]}
         config = config.model_copy(update={"eval": config.eval.model_copy(update={
             key: value for key, value in own.items() if key not in config.eval.model_fields_set})})
+    # What the model says of its steps wins over defaults, never over what is given.
     facts = few_steps.ahead(config.model, config.load) if loaded is None else few_steps.of_pipe(
         loaded, config.model, config.load)
     if (why := facts.why) is None or build.kind(config, loaded) != build.PIPELINE:

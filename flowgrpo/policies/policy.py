@@ -24,6 +24,7 @@ class Policy(Protocol):
     process: "flow", "vp", "tokens" or "masks". modality: "image", "video" or "text". unit: what `evaluations` counts.
     exact: the largest |log ratio| that rounding explains in fp32; None in half precision.
     evaluations: rows through a denoiser, or tokens through a language model, so far.
+    fps: frames per second of clips; None for others. turns: the steps in which processes meet if weights are sharded.
     """
 
     weights: TrainableWeights
@@ -36,26 +37,24 @@ class Policy(Protocol):
     evaluations: int
 
     @property
-    def fps(self) -> float | None:
-        """Return the frames per second of clips; None for others."""
+    def fps(self) -> float | None: ...
 
     @property
-    def turns(self) -> Lockstep | None:
-        """Return the steps in which processes meet if weights are sharded; None: they are not."""
+    def turns(self) -> Lockstep | None: ...
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of a loss, 0-d."""
 
     def reference(self, held: Sequence[dict[str, Tensor]] = ()) -> AbstractContextManager[None]:
-        """Return a context in which forwards are those of snapshots, averaged, or of the base model without any."""
+        """Context in which forwards are those of snapshots, averaged, or of the base model without any."""
 
     def generators(self, seeds: Iterable[int]) -> list[Generator]:
-        """Return a generator per seed, on the device on which noise is drawn."""
+        """Generator per seed, on the device on which noise is drawn."""
 
 
 def resolve_precision(config: Config, device: str | torch.device, loaded: Any = None, begun: str | None = None
            ) -> tuple[Config, str]:
-    """Return the configuration with a precision in place of `auto`, and that precision in words, with the reason.
+    """Configuration with a precision in place of `auto`, and that precision in words, with the reason.
 
     loaded: a pipeline, or the tuple of a language model, which keeps its own; begun: the precision in which a resumed
     run began, which it keeps on another machine too.
@@ -63,18 +62,15 @@ def resolve_precision(config: Config, device: str | torch.device, loaded: Any = 
     if config.precision != AUTO:
         return config, config.precision
     chosen, reason = choose(arithmetic(device))
-    present = None if loaded is None else _precision_of(loaded)
+    present = None
+    if loaded is not None:  # None for a dtype that is no precision of a configuration
+        from flowgrpo.policies.pipelines.load import denoisers
+
+        modules = [loaded[0]] if isinstance(loaded, tuple) else list(denoisers(loaded).values())
+        present = next((name for name, dtype in DTYPES.items() if modules and modules[0].dtype == dtype), None)
     if present is not None:
         chosen, reason = present, "that of the loaded model"
     elif begun is not None:
         here = "" if begun == chosen else f"; a new run would take {chosen} here: {reason}"
         chosen, reason = begun, f"as the run began{here}"
     return config.model_copy(update={"precision": chosen}), f"{chosen} (auto: {reason})"
-
-
-def _precision_of(loaded: Any) -> str | None:
-    """Return the precision of a loaded model; None for a dtype that is no precision of a configuration."""
-    from flowgrpo.policies.pipelines.load import denoisers
-
-    modules = [loaded[0]] if isinstance(loaded, tuple) else list(denoisers(loaded).values())
-    return next((name for name, dtype in DTYPES.items() if modules and modules[0].dtype == dtype), None)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 from flowgrpo.config.sections import IPAdapter, Load
 from flowgrpo.errors import UserError
 from flowgrpo.files import WEIGHTS, shapes_of
-from flowgrpo.policies.weights.lora_files import require_lora
+from flowgrpo.packages import present
 from flowgrpo.starter import FOLDERS
 
 CHECKPOINT, QUANTISED = ".safetensors", ".gguf"
@@ -20,19 +19,32 @@ PARTS = (("VAE", ("encoder.", "decoder.", "quant_conv.", "post_quant_conv.", "fi
          ("textual inversion", ("emb_params", "string_to_param", "clip_l", "clip_g"), "load.textual_inversion"))
 
 
+INDICES = ("model_index.json", "modular_model_index.json")  # of a pipeline; of a ModularPipeline
+
+
+def index_file(folder: Path) -> Path:
+    """The index of the pipeline in a folder, which need not be there."""
+    return next((folder / name for name in INDICES if (folder / name).is_file()), folder / INDICES[0])
+
+
+def hub_index(model: str, revision: str | None) -> str:
+    """Download the index of a pipeline on the hub and return its file. OSError where there is none."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    try:
+        return hf_hub_download(model, INDICES[0], revision=revision)
+    except EntryNotFoundError:
+        return hf_hub_download(model, INDICES[1], revision=revision)
+
+
 def is_file(model: str) -> bool:
-    """Return True for a model that is named by a file, be it here or not, and not by a folder or hub id."""
+    """True for a model that is named by a file, be it here or not, and not by a folder or hub id."""
     return not Path(model).is_dir() and (Path(model).is_file() or Path(model).suffix in WEIGHTS)
 
 
-def needs_assembly(model: str, files: Load) -> bool:
-    """Return True for a pipeline that stock `from_pretrained` does not load by itself."""
-    return is_file(model) or any((files.denoiser, files.vae, files.lora, files.controlnet, files.ip_adapter,
-                                   files.textual_inversion))
-
-
 def base(model: str, files: Load) -> str:
-    """Return what a LoRA that was trained on this model needs as its base, in words."""
+    """What a LoRA that was trained on this model needs as its base, in words."""
     parts = [f"`{model}`"] + [f"its denoiser from `{files.denoiser}`"] * (files.denoiser is not None)
     parts += [f"its autoencoder from `{files.vae}`"] * (files.vae is not None)
     parts += [f"the ControlNet `{files.controlnet}`"] * (files.controlnet is not None)
@@ -52,15 +64,24 @@ def require(model: str, files: Load, weights: str = "full") -> None:
         setting = f"model is {model!r}" if files.denoiser is None else f"load.denoiser is {files.denoiser!r}"
         raise UserError(f"memory.weights is {weights!r}, but {setting}, a file, which diffusers does not quantise as "
                         "it reads it: set 'full', take a .gguf file, or save the pipeline as a folder")
+    # The model, and what describes a single file.
     if is_file(model):
         require_pipeline(model)
     elif files.config is not None:
         raise UserError(f"load.config is {files.config!r}, which is of a single file, but model is {model!r}: leave it "
                         "out")
-    if files.config is not None:
-        _require_index(files.config)
+    if files.config is not None and Path(files.config).is_dir() and not index_file(Path(files.config)).is_file():
+        raise UserError(f"load.config is {files.config!r}, a folder without a model_index.json: expected a pipeline's "
+                        "folder or a hub id")
+    # What is loaded beside it, in the order in which loading would read it.
     _require_revision(model, files)
-    _require_loras(files, weights)
+    for lora in files.loras_with_scales:
+        from flowgrpo.policies.weights.lora_files import require_lora  # imports torch, which a report does not need
+
+        require_lora("load.lora", lora.path)
+    if files.lora and (weights != "full" or files.gguf):
+        setting = f"memory.weights is {weights!r}" if weights != "full" else f"load.denoiser is {files.denoiser!r}"
+        raise UserError(f"load.lora is set, but {setting}: a LoRA is fused into full weights, leave one of them out")
     _require_conditioning(files.controlnet, files.ip_adapter)
     for inversion in files.inversions:
         _require_file("load.textual_inversion", inversion.path, (CHECKPOINT,))
@@ -72,17 +93,8 @@ def require(model: str, files: Load, weights: str = "full") -> None:
             _require_file("load.vae", files.vae, (CHECKPOINT,))
     if files.denoiser is not None:
         _require_file("load.denoiser", files.denoiser, (CHECKPOINT, QUANTISED))
-        if files.gguf and importlib.util.find_spec("gguf") is None:
+        if files.gguf and not present("gguf"):
             raise UserError(f"load.denoiser is {files.denoiser!r}, which needs gguf: pip install gguf")
-
-
-def _require_loras(files: Load, weights: str) -> None:
-    for lora in files.loras_with_scales:
-        require_lora("load.lora", lora.path)
-    setting = f"memory.weights is {weights!r}" if weights != "full" else \
-        f"load.denoiser is {files.denoiser!r}" if files.gguf else None
-    if files.lora and setting:
-        raise UserError(f"load.lora is set, but {setting}: a LoRA is fused into full weights, leave one of them out")
 
 
 def _require_conditioning(controlnet: str | None, adapter: IPAdapter | None) -> None:
@@ -98,7 +110,7 @@ def _require_conditioning(controlnet: str | None, adapter: IPAdapter | None) -> 
 
 
 def _local(path: str) -> bool:
-    """Return True for a path, which exists or cannot be a hub id."""
+    """True for a path, which exists or cannot be a hub id."""
     return Path(path).exists() or path.startswith((".", "/", "~")) or path.count("/") != 1
 
 
@@ -114,13 +126,6 @@ def require_pipeline(model: str, for_tokens: bool = False) -> None:
                         for name in keys):
             raise UserError(f"model is {model!r}, which holds a {kind} and no pipeline: give it as {key}, and the "
                             "pipeline's folder, hub id or checkpoint as model")
-
-
-def require_full(files: Load) -> None:
-    """Raise UserError for a denoiser whose weights cannot be changed."""
-    if files.gguf:
-        raise UserError(f"load.denoiser is {files.denoiser!r}, whose quantised weights take no LoRA in: use the LoRA's "
-                        "own file, or --form comfyui")
 
 
 def _require_revision(model: str, files: Load) -> None:
@@ -141,9 +146,3 @@ def _require_file(key: str, path: str, endings: tuple[str, ...]) -> None:
         raise UserError(f"{key} is {path!r}: expected a {' or '.join(endings)} file")
     if not Path(path).is_file():
         raise UserError(f"{key} is {path!r}, but there is no such file: expected a {' or '.join(endings)} file here")
-
-
-def _require_index(config: str) -> None:
-    if Path(config).is_dir() and not (Path(config) / "model_index.json").is_file():
-        raise UserError(f"load.config is {config!r}, a folder without a model_index.json: expected a pipeline's folder "
-                        "or a hub id")

@@ -60,6 +60,18 @@ def differentiable(reward: T) -> T:
     return reward
 
 
+def built_in(name: str, found_by: str = "") -> Callable[[T], T]:
+    """Decorator: the name of a reward of the package, for `reward_names.py`, which `scripts/docs/build_docs.py` writes.
+
+    found_by: words of users by which `flowgrpo list rewards` finds it, where its first sentence lacks them.
+    """
+    def named(reward: T) -> T:
+        reward.found_by = found_by  # type: ignore[attr-defined]  # functions and classes take attributes
+        return reward
+
+    return named
+
+
 def with_facts(facts: About) -> Callable[[T], T]:
     """Decorator: state the facts of a reward, a function."""
     def describe(reward: T) -> T:
@@ -89,32 +101,29 @@ class Pairing:
             raise ValueError(f"comparisons is {self.comparisons}, expected 1 or more, or None for all pairs")
 
     def pairs(self, group: int, prompt: str = "") -> list[tuple[int, int]]:
-        """Return (first, second) of every comparison in a group, a regular tournament that is fixed per prompt.
+        """(first, second) of every comparison in a group, a regular tournament that is fixed per prompt.
 
         The samples are shuffled into a ring. Each meets its nearest neighbours, as first on one side and as second on
         the other, so that position bias harms all equally. Only for an odd number of opponents, one across the ring is
         met in one position.
         Raises ValueError for `comparisons` that are not regular.
         """
-        degree = 2 * self._count(group) // group
-        ring = random.Random(f"{self.seed}/{prompt}").sample(range(group), group)
-        pairs = [(ring[i], ring[(i + away) % group]) for away in range(1, degree // 2 + 1) for i in range(group)]
-        return pairs + [(ring[i], ring[i + group // 2]) for i in range(group // 2 if degree % 2 else 0)]
-
-    def _count(self, group: int) -> int:
         every, unit = group * (group - 1) // 2, group if group % 2 else group // 2
         count = every if self.comparisons is None else min(self.comparisons, every)
         if rest := count % unit:
             nearest = [n for n in (count - rest, count - rest + unit) if n]
             raise ValueError(f"comparisons is {count}, but every sample of a group of {group} is compared equally "
                              f"often: expected {' or '.join(map(str, nearest))}")
-        return count
+        degree = 2 * count // group
+        ring = random.Random(f"{self.seed}/{prompt}").sample(range(group), group)
+        pairs = [(ring[i], ring[(i + away) % group]) for away in range(1, degree // 2 + 1) for i in range(group)]
+        return pairs + [(ring[i], ring[i + group // 2]) for i in range(group // 2 if degree % 2 else 0)]
 
 
 @contextmanager
-def lazily(on: bool = True) -> Iterator[None]:
-    """Context manager: rewards made inside it load their weights at their first call. on: False changes nothing."""
-    token = lazy.set(on or lazy.get())
+def lazily() -> Iterator[None]:
+    """Context manager: rewards made inside it load their weights at their first call."""
+    token = lazy.set(True)
     try:
         yield
     finally:

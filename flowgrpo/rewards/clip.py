@@ -16,15 +16,32 @@ from flowgrpo.data.open_image import require_open
 from flowgrpo.errors import UserError
 from flowgrpo.log import silence_errors
 from flowgrpo.packages import import_optional
-from flowgrpo.rewards.about import About
+from flowgrpo.rewards.about import About, built_in
 from flowgrpo.rewards.local_model import Head, LocalModel, fill, load_pretrained, loading, tensors
 from flowgrpo.rewards.preprocessing import Preparation, read_tensor, straight
 
 SCORES = ("clipscore", "cosine")
 
 
+class OpenClip(LocalModel):
+    """Model of open_clip with its tokenizer."""
+
+    @cached_property
+    def prepare(self) -> Preparation:
+        """Preprocessing of the model's images."""
+        return preprocessing_of(self.models[0], self.reward)
+
+    def _require(self, parts: tuple[Any, ...]) -> None:
+        preprocessing_of(parts[0], self.reward)
+
+    def _cosines(self, images: Tensor, prompts: list[str]) -> Tensor:
+        model, tokenizer = self.models
+        return cosines(model, tokenizer, self.prepare(images.to(self.device)).to(self.float_type), prompts)
+
+
+@built_in("clip_score", "alignment prompt following clip similarity")
 @dataclass(frozen=True)
-class ClipScore(LocalModel):
+class ClipScore(OpenClip):
     """CLIPScore: 2.5 max(cos, 0) of an image's and its prompt's embedding, by the paper's model and prefix (section 3
     of 2104.08718). `clip_cosine` is the plain cosine by a larger model.
 
@@ -48,14 +65,6 @@ class ClipScore(LocalModel):
             raise UserError(f"reward {self.reward!r}: score is {self.score!r}, expected {' or '.join(SCORES)}")
         super().__post_init__()
 
-    def _require(self, parts: tuple[Any, ...]) -> None:
-        preprocessing_of(parts[0], self.reward)
-
-    @cached_property
-    def prepare(self) -> Preparation:
-        """Preprocessing of the model's images."""
-        return preprocessing_of(self.models[0], self.reward)
-
     def _load(self) -> tuple[Any, Any]:
         open_clip = import_optional("open_clip", "clip", f"reward {self.reward!r}")
         with silence_errors("open_clip"), loading(
@@ -70,22 +79,19 @@ class ClipScore(LocalModel):
         return similarities if self.score == "cosine" else 2.5 * similarities.clamp(min=0)
 
     def features(self, images: Tensor) -> Tensor:
-        """Return the unit-length embeddings of images [B, 3, H, W] -> [B, D] on the CPU."""
+        """Unit-length embeddings of images [B, 3, H, W] -> [B, D] on the CPU."""
         return self.score_batches(lambda some, _: self.embed(some), images, [""] * len(images))
 
     def embed(self, images: Tensor) -> Tensor:
-        """Return the same on the model's device, in one batch, with a gradient if required."""
+        """The same on the model's device, in one batch, with a gradient if required."""
         return self.encode_images(self.prepare(images.to(self.device)))
 
     def encode_images(self, pictures: Tensor) -> Tensor:
-        """Return the embeddings of prepared images on the model's device [B, 3, size, size] -> [B, D]."""
+        """Embeddings of prepared images on the model's device [B, 3, size, size] -> [B, D]."""
         return self.models[0].encode_image(pictures.to(self.float_type), normalize=True)
 
-    def _cosines(self, images: Tensor, prompts: list[str]) -> Tensor:
-        model, tokenizer = self.models
-        return cosines(model, tokenizer, self.prepare(images.to(self.device)).to(self.float_type), prompts)
 
-
+@built_in("clip_cosine", "alignment prompt following clip similarity")
 @dataclass(frozen=True)
 class ClipCosine(ClipScore):
     """Cosine of an image's and its prompt's embedding by CLIP ViT-L/14, without a prefix.
@@ -101,25 +107,22 @@ class ClipCosine(ClipScore):
 
 
 def cosines(model: Any, tokenizer: Any, pictures: Tensor, prompts: list[str]) -> Tensor:
-    """Return the cosine of each prepared image [B, 3, H, W] with its prompt under a model of open_clip -> [B].
+    """Cosine of each prepared image [B, 3, H, W] with its prompt under a model of open_clip -> [B].
 
     Without a graph torch's attention has another kernel; its numbers count in both cases.
     """
+    exact: Tensor | None = None
     if pictures.requires_grad and torch.is_grad_enabled():
         with torch.no_grad():
             exact = cosines(model, tokenizer, pictures, prompts)
-        return straight(exact, _cosines(model, tokenizer, pictures, prompts))
-    return _cosines(model, tokenizer, pictures, prompts)
-
-
-def _cosines(model: Any, tokenizer: Any, pictures: Tensor, prompts: list[str]) -> Tensor:
     shown = model.encode_image(pictures, normalize=True)
     said = model.encode_text(tokenizer(prompts).to(pictures.device), normalize=True)
-    return (shown.float() * said.float()).sum(-1)
+    found = (shown.float() * said.float()).sum(-1)
+    return found if exact is None else straight(exact, found)
 
 
 def preprocessing_of(model: Any, reward: str) -> Preparation:
-    """Return the preprocessing of a model of open_clip.
+    """Preprocessing of a model of open_clip.
     Raises UserError for one that is not bicubic or not square."""
     config = getattr(model.visual, "preprocess_cfg", {})
     size = config.get("size", model.visual.image_size)
@@ -137,6 +140,7 @@ class SubjectClip(ClipCosine):
     reward = "subject_score"
 
 
+@built_in("subject_score", "style likeness person face character dreambooth example reference similar")
 @dataclass(frozen=True)
 class SubjectScore(LocalModel):
     """CLIP-I: cosine of the embeddings of an image and of the subject's image that its prompt brings.
@@ -176,21 +180,17 @@ class SubjectScore(LocalModel):
         return scores
 
     def _cosines(self, images: Tensor, paths: list[str]) -> Tensor:
-        """Return the cosine of each image [B,3,H,W] with that of its file: [B]."""
-        subjects = {path: _read(path)[None] for path in paths}
+        require_open()
+        try:
+            subjects = {path: read_tensor(path)[None] for path in dict.fromkeys(paths)}
+        except UserError as error:
+            raise UserError(f"reward 'subject_score': {error}") from None
         shown = self.clip.embed(images)
         embeddings = torch.cat([self.clip.embed(subject) for subject in subjects.values()])
         return (shown * embeddings[[list(subjects).index(path) for path in paths]]).sum(-1)
 
 
-def _read(path: str) -> Tensor:
-    require_open()
-    try:
-        return read_tensor(path)
-    except UserError as error:
-        raise UserError(f"reward 'subject_score': {error}") from None
-
-
+@built_in("aesthetic", "beauty beautiful pretty nice look style")
 @dataclass(frozen=True)
 class Aesthetic(LocalModel):
     """LAION's aesthetic score, trained on ratings from 1 to 10: a head on an image's normalised CLIP embedding.
@@ -237,7 +237,7 @@ class Aesthetic(LocalModel):
 
 
 def make_head(reward: str, state: dict[str, Tensor], where: str) -> torch.nn.Module:
-    """Return the head of a checkpoint: a perceptron (`layers.0.weight` and so on) or a linear one (`weight`)."""
+    """Head of a checkpoint: a perceptron (`layers.0.weight` and so on) or a linear one (`weight`)."""
     state = {key.removeprefix("layers."): value for key, value in state.items()}
     first = state.get("0.weight", state.get("weight"))
     if first is None:
@@ -266,6 +266,7 @@ def perceptron(width: int) -> Head:
     return Head(layers[0], Identity(), layers[1], Identity(), layers[2], Identity(), *layers[3:])
 
 
+@built_in("pickscore", "human preference aesthetic beauty beautiful general quality")
 @dataclass(frozen=True)
 class PickScore(LocalModel):
     """PickScore: the model's logit scale (100) times the cosine of image and prompt, around 15 to 25.
@@ -310,8 +311,9 @@ class PickScore(LocalModel):
         return model.logit_scale.float().exp() * (outputs.image_embeds.float() * outputs.text_embeds.float()).sum(-1)
 
 
+@built_in("hpsv2.1", "human preference aesthetic beauty beautiful general quality")
 @dataclass(frozen=True)
-class HpsV2(LocalModel):
+class HpsV2(OpenClip):
     """HPSv2.1: the cosine of image and prompt, around 0.2 to 0.35; tables print it times 100.
 
     The whole image is scaled to 224 pixels and padded with black; nothing is cropped. As in the release
@@ -333,12 +335,8 @@ class HpsV2(LocalModel):
     differentiable = True
     about = About(modality="image", range=(-1, 1), needs="clip", licence="Apache-2.0")
 
-    def _require(self, parts: tuple[Any, ...]) -> None:
-        preprocessing_of(parts[0], self.reward)
-
     @cached_property
     def prepare(self) -> Preparation:
-        """Preprocessing of the model's images."""
         return Preparation(preprocessing_of(self.models[0], self.reward).size, "longest",
                            scaling="floats" if self.antialias else "unfiltered")
 
@@ -352,11 +350,8 @@ class HpsV2(LocalModel):
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         return self.score_batches(self._cosines, images, prompts)
 
-    def _cosines(self, images: Tensor, prompts: list[str]) -> Tensor:
-        model, tokenizer = self.models
-        return cosines(model, tokenizer, self.prepare(images.to(self.device)).to(self.float_type), prompts)
 
-
+@built_in("hpsv2.0", "human preference aesthetic beauty")
 @dataclass(frozen=True)
 class HpsV20(HpsV2):
     """HPSv2.0: as HPSv2.1, by the weights of the paper (2306.09341).

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from flowgrpo.config.reward_rules import WatchRule
 from flowgrpo.errors import UserError
-from flowgrpo.rewards.about import MODALITIES, About
+from flowgrpo.rewards.about import MODALITIES, About, built_in
 from flowgrpo.rewards.failures import Failed
 from flowgrpo.rewards.reward import PASSED, Batch, Reward
 
@@ -46,8 +46,7 @@ def tiered_sum(scores: Tensor, thresholds: Sequence[float], weights: Sequence[fl
 
 
 def gate(scores: Tensor, thresholds: Sequence[float]) -> Tensor:
-    """Return the last column where every column before it reaches its threshold, else 0. [B, R], R - 1 thresholds ->
-    [B].
+    """Last column where every column before it reaches its threshold, else 0. [B, R], R - 1 thresholds -> [B].
 
     A gate that does not apply is open; NaN where the last column does not apply.
     """
@@ -57,9 +56,9 @@ def gate(scores: Tensor, thresholds: Sequence[float]) -> Tensor:
 
 
 def harmonic(image: Tensor, text: Tensor, share: float) -> Tensor:
-    """Return RPO's reward of subject-driven generation: 1 / (share / image + (1 - share) / text). It is the weighted
-    harmonic mean of the similarities to the subject's image and to the prompt. 0 where one is not above 0. A share
-    of 1 or 0 ignores the other one. [B], [B] -> [B]."""
+    """RPO's reward of subject-driven generation: 1 / (share / image + (1 - share) / text). It is the weighted harmonic
+    mean of the similarities to the subject's image and to the prompt. 0 where one is not above 0. A share of 1 or 0
+    ignores the other one. [B], [B] -> [B]."""
     if share in (0, 1):
         return image if share else text
     positive = (image > 0) & (text > 0)
@@ -69,7 +68,7 @@ def harmonic(image: Tensor, text: Tensor, share: float) -> Tensor:
 
 
 def where_any(scores: Tensor, values: Tensor) -> Tensor:
-    """Return the values, NaN where no column of the scores applies."""
+    """NaN in place of values where no column of the scores applies."""
     return values.masked_fill(scores.isnan().all(1), torch.nan)
 
 
@@ -111,16 +110,16 @@ class Combined(Reward):
             object.__setattr__(self, name, value)
 
     def __call__(self, batch: Batch) -> list[float | None | Failed]:
-        return self.of_rows(self.columns(batch))
+        return self.values(self.columns(batch))
 
     def columns(self, batch: Batch) -> list[list[float | Failed]]:
-        """Return the scores of the parts, one list each."""
+        """Scores of the parts, one list each."""
         from flowgrpo.rewards.score import of_batch
 
         return of_batch(self.made, batch)
 
-    def of_rows(self, columns: Sequence[Sequence[float | Failed]]) -> list[float | None | Failed]:
-        """Return the values of R columns of scores."""
+    def values(self, columns: Sequence[Sequence[float | Failed]]) -> list[float | None | Failed]:
+        """Combine R columns of scores."""
         rows = list(zip(*columns))
         numbers = [[math.nan if isinstance(value, Failed) else value for value in row] for row in rows]
         values = self.combine(torch.tensor(numbers, dtype=torch.float64)).tolist()
@@ -136,7 +135,6 @@ class Combined(Reward):
 
     @property
     def _name(self) -> str:
-        """Return the reward's name in a recipe: that of its class, with underscores."""
         return re.sub(r"(?<!^)(?=[A-Z])", "_", type(self).__name__).lower()
 
     def _rule(self, place: int) -> WatchRule:
@@ -152,10 +150,14 @@ class Combined(Reward):
 
     def _require(self, holds: object, name: str, expected: str) -> None:
         if not holds:
-            raise UserError(f"reward {self._name!r}: {name} is {getattr(self, name)!r}, expected "
-                            f"{expected}")
+            raise UserError(f"reward {self._name!r}: {name} is {getattr(self, name)!r}, expected {expected}")
+
+    def _require_thresholds(self, thresholds: Sequence[float]) -> None:
+        self._require(len(thresholds) == len(self.rewards) - 1, "thresholds",
+                      f"a list of {len(self.rewards) - 1}, one per reward but the last")
 
 
+@built_in("tiered", "combine several weighted")
 @dataclass(frozen=True, eq=False)
 class Tiered(Combined):
     """Weighted sum of tiers, lowest first; one that misses its threshold zeroes those above it."""
@@ -166,8 +168,7 @@ class Tiered(Combined):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require(len(self.thresholds) == len(self.rewards) - 1, "thresholds",
-                      f"a list of {len(self.rewards) - 1}, one per reward but the last")
+        self._require_thresholds(self.thresholds)
         self._require(self.weights is None or len(self.weights) == len(self.rewards), "weights",
                       f"{len(self.rewards)}, one per reward")
 
@@ -175,6 +176,7 @@ class Tiered(Combined):
         return tiered_sum(scores, self.thresholds, self.weights)
 
 
+@built_in("gated", "combine several condition only if")
 @dataclass(frozen=True, eq=False)
 class Gated(Combined):
     """Last of several rewards if the others reach their thresholds, else 0."""
@@ -184,13 +186,13 @@ class Gated(Combined):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require(len(self.thresholds) == len(self.rewards) - 1, "thresholds",
-                      f"a list of {len(self.rewards) - 1}, one per reward but the last")
+        self._require_thresholds(self.thresholds)
 
     def combine(self, scores: Tensor) -> Tensor:
         return gate(scores, self.thresholds)
 
 
+@built_in("harmonic", "likeness person dreambooth")
 @dataclass(frozen=True, eq=False)
 class Harmonic(Combined):
     """Weighted harmonic mean of the similarities to a subject's image and to the prompt (RPO), in this order.

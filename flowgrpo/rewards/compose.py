@@ -58,8 +58,7 @@ def apply_transform(transform: str | Clip | Threshold | Stretch | Band | Budget,
 
 
 def log(scores: Tensor) -> Tensor:
-    """Return the natural logarithm.
-    Raises ValueError for a score that is not above 0."""
+    """Raises ValueError for a score that is not above 0."""
     if (scores <= 0).any():
         raise ValueError(f"log of the score {scores[scores <= 0].min().item():g}, expected above 0: put a clip such as "
                          "{clip: [0.001, 1]} before it")
@@ -67,24 +66,24 @@ def log(scores: Tensor) -> Tensor:
 
 
 def threshold(scores: Tensor, least: float) -> Tensor:
-    """Return 1 where a score is at least `least`, else 0."""
+    """1 where a score is at least `least`, else 0."""
     return (scores >= least).to(scores).masked_fill(scores.isnan(), float("nan"))
 
 
 def stretch(scores: Tensor, low: float, high: float) -> Tensor:
-    """Return 0 up to `low`, 1 from `high` on, linear between."""
+    """0 up to `low`, 1 from `high` on, linear between."""
     return ((scores - low) / (high - low)).clamp(0, 1)
 
 
 def band(scores: Tensor, low: float, high: float, margin: float) -> Tensor:
-    """Return 1 within [low, high], falling linearly to 0 at a distance of `margin`; a margin of 0 is a step."""
+    """1 within [low, high], falling linearly to 0 at a distance of `margin`; a margin of 0 is a step."""
     beyond = (low - scores).maximum(scores - high).clamp(min=0)
     return (1 - beyond / margin).clamp(min=0) if margin else (beyond == 0).to(scores).masked_fill(
         scores.isnan(), float("nan"))
 
 
 def rank(scores: Tensor) -> Tensor:
-    """Return each sample's rank in its group: 0 the lowest, 1 the highest, evenly spaced, ties at their mean rank.
+    """Each sample's rank in its group: 0 the lowest, 1 the highest, evenly spaced, ties at their mean rank.
 
     A sample that is alone with a score gets 1/2, and so does one in a group of equal scores.
     """
@@ -121,16 +120,15 @@ class Composed(Reward):
 
     @property
     def origin(self) -> Any:
-        """Return the function or object."""
         return self.made.origin
 
     def __call__(self, batch: Batch) -> Any:
         return self.ready(batch)
 
-    def come(self) -> None:
+    def bring(self) -> None:
         """Load the weights, or bring them back to their device, where they are not there."""
         if self.placement is not None:
-            self.placement.come()
+            self.placement.bring()
 
 
 def compose(rules: Mapping[str, WatchRule], cache: str | None = None,
@@ -186,9 +184,11 @@ def _require_route(label: str, reward: Reward, every: Sequence[dict[str, Any]]) 
     applicable = [entry for entry in every if rule.applies(entry)]
     if rule.when and not applicable:
         keys = sorted({key for entry in every for key in entry})
+        known = next((key for key in rule.when if key in keys), None)  # of which some values are listed
+        values = sorted({repr(entry[known]) for entry in every if known in entry})[:10]
         raise UserError(f"reward {label!r} applies to no prompt: its `when` is {rule.when}, and the metadata of "
                         f"{quantity(len(every), 'prompt')} has {', '.join(keys) or 'no keys'}"
-                        f"{_values(rule.when, every)}")
+                        + (f" ({known}: {', '.join(values)})" if known is not None else ""))
     for read in reward.reads if applicable else ():
         key = read.partition(".")[2]
         if key and all(entry.get(key) is None for entry in applicable):
@@ -211,16 +211,8 @@ def require_values(where: str, when: Mapping[str, Any], metadata: Iterable[Mappi
                                 nearest(str(value), sorted({str(each) for each in known})))
 
 
-def _values(when: dict[str, Any], every: Sequence[dict[str, Any]]) -> str:
-    """List some values that the first known key of a `when` has among the prompts."""
-    key = next((key for key in when if any(key in entry for entry in every)), None)
-    if key is None:
-        return ""
-    return f" ({key}: {', '.join(sorted({repr(entry[key]) for entry in every if key in entry})[:10])})"
-
-
 def for_trial(reward: Composed) -> Composed:
-    """Return the reward without a cache and with at most one immediate retry."""
+    """Reward without a cache and with at most one immediate retry."""
     policy = reward.rule.on_error
     if isinstance(policy, Retry):
         policy = policy.model_copy(update={"retry": 1, "wait": 0.0})
@@ -234,9 +226,9 @@ def slow(reward: object) -> bool:
 
 
 def reads_sampler(reward: object) -> bool:
-    """True if a reward of images, or one inside it, scores with the model that is trained, which cannot draw meanwhile.
-    """
-    return any(POLICY in part.reads and part.about.modality == "image" for part in inside(reward))
+    """True if a reward of images or videos, or one inside it, scores with the model that is trained, which cannot draw
+    meanwhile."""
+    return any(POLICY in part.reads and part.about.modality in ("image", "video") for part in inside(reward))
 
 
 def require_memory(rewards: Mapping[str, object], processes: int) -> None:
@@ -253,20 +245,18 @@ def remembers(rewards: Mapping[str, object]) -> bool:
 
 
 def transforms_of(reward: object) -> Sequence[Transform]:
-    """Return the transforms of a reward's rule."""
     return getattr(reward.rule, "transform", ()) if isinstance(reward, Composed) else ()
 
 
 def limits_of(rewards: Mapping[str, object]) -> dict[str, Limit]:
-    """Return the constraints of rewards by name, of those that have one."""
+    """Constraints of rewards by name, of those that have one."""
     limits = {name: getattr(reward.rule, "limit", None) if isinstance(reward, Composed) else None
               for name, reward in rewards.items()}
     return {name: limit for name, limit in limits.items() if limit is not None}
 
 
 def transform_scores(rewards: Mapping[str, object], scores: Tensor, progress: float = 0.0) -> Tensor:
-    """Return scores [P, G, n*R] of R rewards, each after the transforms of its rule; the n granularities are
-    concatenated.
+    """Scores [P, G, n*R] of R rewards, each after the transforms of its rule; the n granularities are concatenated.
 
     progress: share of the run, for transforms that move over it.
     Raises UserError, with the reward's name, if a transform rejects a score.

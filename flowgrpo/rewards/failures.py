@@ -51,24 +51,22 @@ class Tally:
     errors: dict[str, str] = field(default_factory=dict)
 
     def add(self, name: str, error: Failed) -> None:
-        """Count a failed sample of a reward."""
         self.failed[name] += 1
         self.said[name] = self.errors[name] = str(error)
 
 
 def first_failed(values: Sequence[float | Failed]) -> Failed | None:
-    """Return the first failure among scores."""
     return next((value for value in values if isinstance(value, Failed)), None)
 
 
 def numbers(values: Sequence[float | Failed]) -> list[float]:
-    """Return the scores, with NaN in place of failures."""
+    """NaN in place of failures."""
     return [math.nan if isinstance(value, Failed) else value for value in values]
 
 
 def score_with_policy(ask: Callable[[Sequence[int]], list[float | Failed]], rows: Sequence[int], policy: str | Retry,
                       unit: int = 1) -> list[float | Failed]:
-    """Return the scores `ask(rows)` under a failure policy; skipped rows hold their failure.
+    """Scores `ask(rows)` under a failure policy; skipped rows hold their failure.
 
     policy: "raise", "skip" or a `Retry`. After a failure, "skip" asks again for every `unit` rows (1, or whole groups)
     separately, so that only rows that fail alone are skipped; not after a time-out, where each would take as long.
@@ -90,7 +88,7 @@ def score_with_policy(ask: Callable[[Sequence[int]], list[float | Failed]], rows
 
 
 def within(seconds: float | None, message: str, call: Callable[[], T]) -> T:
-    """Return the result of `call` within `seconds` (None: no limit).
+    """Result of `call` within `seconds` (None: no limit).
 
     A thread makes the call, so images and models need no copy. A thread cannot be killed: a call that hangs is
     abandoned and keeps its memory (and a processor, if busy) until it returns or the run ends. It does not keep the run
@@ -106,7 +104,7 @@ def within(seconds: float | None, message: str, call: Callable[[], T]) -> T:
 
 
 def with_label(text: str, label: str, use: str | None) -> str:
-    """Return a text that names a reward as its rule does, by `use`, with its label; any other text as it is."""
+    """Text that names a reward as its rule does, by `use`, with its label; any other text as it is."""
     if use in (None, label):
         return text
     if text.startswith(named := f"reward {use!r}"):
@@ -128,5 +126,5 @@ def relabel_errors(label: str, use: str | None) -> Iterator[None]:
 
 
 def labelled(text: str) -> str:
-    """Return `with_label` of a text for the reward that is made."""
+    """`with_label` of a text for the reward that is made."""
     return with_label(text, *_present.get())

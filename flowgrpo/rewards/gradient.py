@@ -30,30 +30,25 @@ def require_gradient(rewards: Mapping[str, RewardFunction | Reward]) -> None:
             raise UserError(f"reward {name!r} is not differentiable, and this method follows a reward's gradient: "
                             "choose one that is, such as scene_soft or pickscore, or a method that needs none, "
                             "such as mix_grpo")
-        for label, part in named_parts(name, reward):
-            _require_plain(label, part)
-
-
-def _require_plain(name: str, reward: Reward) -> None:
-    """Raise UserError for a reward whose inputs or rule a gradient does not reach."""
-    if sees_base(reward):
-        raise UserError(f"reward {name!r} compares with the base's image (base = True), which a method that "
-                        "follows a reward's gradient does not generate: take `base` away")
-    if scores_latents(reward):
-        raise UserError(f"reward {name!r} scores latents, and this method follows a reward's gradient through "
-                        "decoded images: take `scores` away")
-    rule = reward.rule if isinstance(reward, Composed) else WatchRule()
-    if isinstance(rule, RewardRule) and rule.transform:
-        raise UserError(f"reward {name!r} has a transform, which a method that follows its gradient does not see: "
-                        "take the transform away")
-    if rule.on_error != "raise" or rule.timeout:
-        raise UserError(f"reward {name!r} has on_error or timeout, but a method that follows its gradient needs "
-                        "every answer, and waits for it: take them away")
+        for label, part in named_parts(name, reward):  # whose inputs or rule a gradient may not reach
+            if sees_base(part):
+                raise UserError(f"reward {label!r} compares with the base's image (base = True), which a method that "
+                                "follows a reward's gradient does not generate: take `base` away")
+            if scores_latents(part):
+                raise UserError(f"reward {label!r} scores latents, and this method follows a reward's gradient "
+                                "through decoded images: take `scores` away")
+            rule = part.rule if isinstance(part, Composed) else WatchRule()
+            if isinstance(rule, RewardRule) and rule.transform:
+                raise UserError(f"reward {label!r} has a transform, which a method that follows its gradient does not "
+                                "see: take the transform away")
+            if rule.on_error != "raise" or rule.timeout:
+                raise UserError(f"reward {label!r} has on_error or timeout, but a method that follows its gradient "
+                                "needs every answer, and waits for it: take them away")
 
 
 def value(rewards: Mapping[str, RewardFunction | Reward], weights: Mapping[str, float], images: Tensor,
           prompts: Sequence[str], metadata: Sequence[dict[str, Any]]) -> Tensor:
-    """Return the weighted sum [B] of differentiable rewards of images [B, ...], in one graph with them.
+    """Weighted sum [B] of differentiable rewards of images [B, ...], in one graph with them.
 
     A sample that a reward's rule excludes gets nothing from it.
     Raises UserError if a reward raises, or returns anything but a tensor [B] of finite numbers with a gradient.
@@ -70,7 +65,7 @@ def value(rewards: Mapping[str, RewardFunction | Reward], weights: Mapping[str, 
 
 def _score(name: str, reward: RewardFunction | Reward, images: Tensor, prompts: Sequence[str],
            metadata: Sequence[dict[str, Any]]) -> tuple[list[int], Tensor]:
-    """Return the rows that a reward applies to, and its scores of them in the images' graph."""
+    """Rows that a reward applies to, and its scores of them in the images' graph."""
     from flowgrpo.rewards.combine import Combined  # loads torch
 
     rule = reward.rule if isinstance(reward, Composed) else WatchRule()
@@ -78,7 +73,7 @@ def _score(name: str, reward: RewardFunction | Reward, images: Tensor, prompts: 
     if not rows:
         return rows, getattr(images, "weights", images).new_zeros(0)
     if isinstance(reward, Composed):
-        reward.come()
+        reward.bring()
     made = reward.made if isinstance(reward, Composed) else as_reward(reward, name)
     batch = Batch(images[rows], [prompts[i] for i in rows], [metadata[i] for i in rows])
     if isinstance(made, Combined):
@@ -92,7 +87,7 @@ def _score(name: str, reward: RewardFunction | Reward, images: Tensor, prompts: 
 
 def _combine(name: str, reward: Combined, images: Tensor, prompts: Sequence[str],
              metadata: Sequence[dict[str, Any]]) -> Tensor:
-    """Return the combination [B] of a reward's parts in one graph, NaN where it does not apply."""
+    """Combination [B] of a reward's parts in one graph, NaN where it does not apply."""
     import torch
 
     columns = []

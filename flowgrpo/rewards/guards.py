@@ -18,7 +18,7 @@ from torch import Tensor
 from flowgrpo.data.open_image import require_open
 from flowgrpo.errors import UserError
 from flowgrpo.packages import import_optional
-from flowgrpo.rewards.about import About, with_facts
+from flowgrpo.rewards.about import About, built_in, with_facts
 from flowgrpo.rewards.local_model import LocalModel, load_pretrained
 from flowgrpo.rewards.preprocessing import eight_bit, grey, read_tensor
 
@@ -34,14 +34,14 @@ STEADY = 0.01**2, 0.03**2  # SSIM's constants, for values in [0, 1]
 
 
 def pixels(images: Tensor) -> Tensor:
-    """Return the 16 by 16 miniatures [B, 768] of images [B, 3, H, W], scaled so that black and white are 1 apart."""
+    """16 by 16 miniatures [B, 768] of images [B, 3, H, W], scaled so that black and white are 1 apart."""
     small = torch.nn.functional.interpolate(images.detach().cpu().double(), (SMALL, SMALL), mode="area")
     return small.flatten(1) / small[0].numel() ** 0.5
 
 
 def extractor(features: str | dict[str, Any] | Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Return a feature function, images [B, 3, H, W] -> [B, D]: `pixels`, CLIP's of unit length for `clip` (the model
-    of `clip_cosine`, or a dictionary of its arguments), those of FID for `inception`, a given function, or one in a
+    """Feature function, images [B, 3, H, W] -> [B, D]: `pixels`, CLIP's of unit length for `clip` (the model of
+    `clip_cosine`, or a dictionary of its arguments), those of FID for `inception`, a given function, or one in a
     file."""
     if features == "pixels":
         return pixels
@@ -59,7 +59,7 @@ def extractor(features: str | dict[str, Any] | Callable[[Tensor], Tensor]) -> Ca
 
 
 def inception() -> Callable[[Tensor], Tensor]:
-    """Return torchmetrics' feature function of FID: images [B, 3, H, W] in [0, 1] -> [B, 2048], of the InceptionV3 of
+    """Torchmetrics' feature function of FID: images [B, 3, H, W] in [0, 1] -> [B, 2048], of the InceptionV3 of
     torch-fidelity. Raises UserError if a package, or the file of weights in torch's cache, is missing."""
     who = "--features inception"
     import_optional("torch_fidelity", "fid", who)
@@ -83,12 +83,13 @@ def inception() -> Callable[[Tensor], Tensor]:
 
 
 def distances(features: Tensor) -> Tensor:
-    """Return the mean Euclidean distance of each sample to the others of its group. [P, G, D] -> [P, G]."""
+    """Mean Euclidean distance of each sample to the others of its group. [P, G, D] -> [P, G]."""
     features = features.double()
     apart = (features[:, :, None] - features[:, None]).norm(dim=-1)
     return apart.sum(-1) / (features.shape[1] - 1)
 
 
+@built_in("diversity", "variety varied collapse alike different")
 @dataclass(frozen=True)
 class Diversity:
     """Diversity: mean feature distance of a sample to the others of its group.
@@ -112,6 +113,7 @@ class Diversity:
         return distances(features.reshape(len(features) // group, group, -1)).flatten()
 
 
+@built_in("base_similarity", "likeness similar drift preserve")
 @dataclass(frozen=True)
 class BaseSimilarity:
     """Similarity to the base model's image of the prompt: 1 minus the distance of features, 1 for equal features.
@@ -142,18 +144,13 @@ class BaseSimilarity:
         scores: list[float | None] = [None] * len(prompts)
         if rows:
             assert callable(self.features)  # `extractor` made it so
-            bases = torch.stack([self._base(metadata[i], images, base, i) for i in rows])
+            drawn: Any = base  # there for rows without a file
+            bases = torch.stack([_read(metadata[i][self.key], images.shape[-2:]) if self.key in metadata[i]
+                                 else drawn[i] for i in rows])
             apart = (torch.as_tensor(self.features(images[rows])) - torch.as_tensor(self.features(bases))).norm(dim=-1)
             for i, distance in zip(rows, apart.tolist()):
                 scores[i] = 1 - distance
         return scores
-
-    def _base(self, entry: dict[str, Any], images: Tensor, base: Tensor | None, row: int) -> Tensor:
-        """Return the base model's image of a row: the one in its prompt's file, or else the drawn one."""
-        if self.key in entry:
-            return _read(entry[self.key], images.shape[-2:])
-        assert base is not None  # rows without either are left out
-        return base[row]
 
 
 def _read(path: str, size: Sequence[int]) -> Tensor:
@@ -167,6 +164,7 @@ def _read(path: str, size: Sequence[int]) -> Tensor:
     return image if image.shape[-2:] == tuple(size) else resize(image, list(size), antialias=True)
 
 
+@built_in("grid_artefacts", "artifact pattern vae checkerboard")
 @dataclass(frozen=True)
 class GridArtefacts:
     """Minus the share of an image's edges that repeat with the latent grid: 0 none, -1 all.
@@ -196,8 +194,8 @@ class GridArtefacts:
 
 
 def periodic(profile: Tensor, period: int) -> Tensor:
-    """Return the share of the variance of a profile [..., N] that has that period, in [0, 1], less the mean share of
-    white noise. As many whole periods as fit are used; 0 for a flat profile."""
+    """Share of the variance of a profile [..., N] that has that period, in [0, 1], less the mean share of white noise.
+    As many whole periods as fit are used; 0 for a flat profile."""
     count = profile.shape[-1] // period
     power = torch.fft.rfft(profile[..., :count * period]).abs().square()
     length = count * period
@@ -208,6 +206,7 @@ def periodic(profile: Tensor, period: int) -> Tensor:
     return torch.where(total > 1e-12 * power[..., 0], (1 - unexplained).clamp(0, 1), 0)
 
 
+@built_in("over_saturation", "saturated color colour garish burnt contrast")
 @dataclass(frozen=True)
 class OverSaturation:
     """Minus the excess of an image's colourfulness, 0 to -1.
@@ -229,7 +228,7 @@ class OverSaturation:
 
 
 def kilobytes(images: Tensor) -> list[float]:
-    """Return the size of each image as a JPEG, in kilobytes."""
+    """Sizes of images as JPEGs."""
     from PIL import Image
 
     sizes = []
@@ -240,18 +239,21 @@ def kilobytes(images: Tensor) -> list[float]:
     return sizes
 
 
+@built_in("jpeg_compressibility", "simple smooth file size")
 @with_facts(About(modality="image", range=(None, 0), needs="", licence="Apache-2.0"))
 def jpeg_compressibility(images: Tensor, prompts: Sequence[str]) -> list[float]:
     """Minus the size of an image as a JPEG of quality 95, in kilobytes (DDPO)."""
     return [-size for size in kilobytes(images)]
 
 
+@built_in("jpeg_incompressibility", "detail texture file size")
 @with_facts(About(modality="image", range=(0, None), needs="", licence="Apache-2.0"))
 def jpeg_incompressibility(images: Tensor, prompts: Sequence[str]) -> list[float]:
     """Size of an image as a JPEG of quality 95, in kilobytes (DDPO)."""
     return kilobytes(images)
 
 
+@built_in("sharpness", "sharp blur blurry crisp focus detail")
 @with_facts(About(modality="image", range=(0, None), needs="", licence="Apache-2.0"))
 def sharpness(images: Tensor, prompts: Sequence[str]) -> Tensor:
     """Variance of the Laplacian of an image's luminance, in [0, 1], without its outermost pixels."""
@@ -263,18 +265,18 @@ def sharpness(images: Tensor, prompts: Sequence[str]) -> Tensor:
 
 
 def _laplacian(light: Tensor) -> Tensor:
-    """Return the Laplacian [..., H-2, W-2] of luminances [..., H, W]."""
+    """Of luminances [..., H, W]: [..., H-2, W-2]."""
     around = light[..., :-2, 1:-1] + light[..., 2:, 1:-1] + light[..., 1:-1, :-2] + light[..., 1:-1, 2:]
     return around - 4 * light[..., 1:-1, 1:-1]
 
 
 def edge_widths(images: Tensor) -> Tensor:
-    """Return `widths_of` the luminance of images [B, 3, H, W]: [B]."""
+    """`widths_of` for the luminance of images [B, 3, H, W]: [B]."""
     return widths_of(grey(images))
 
 
 def widths_of(light: Tensor) -> Tensor:
-    """Return the mean width [...] of the edges of luminances [..., H, W] in pixels; NaN for one without any.
+    """Mean width [...] of the edges of luminances [..., H, W] in pixels; NaN for one without any.
 
     sqrt(2) times the root mean square of the gradient, over that of the Laplacian: 1 for a step between two pixels, 2 s
     for an edge with the profile of a Gaussian of deviation s > 1. It does not change with contrast, nor with the share
@@ -290,6 +292,7 @@ def widths_of(light: Tensor) -> Tensor:
     return torch.where(bend > FLAT, (2 * slope / bend.clamp(min=FLAT)).sqrt(), torch.nan)
 
 
+@built_in("crispness", "sharp blur blurry focus detail")
 @with_facts(About(modality="image", range=(0, None), needs="", licence="Apache-2.0"))
 def crispness(images: Tensor, prompts: Sequence[str]) -> list[float | None]:
     """Inverse of the mean width of an image's edges in pixels, whatever their contrast and share; None without edges.
@@ -300,7 +303,7 @@ def crispness(images: Tensor, prompts: Sequence[str]) -> list[float | None]:
 
 
 def ssim(one: Tensor, two: Tensor) -> Tensor:
-    """Return SSIM at each place of two luminances [H, W] in [0, 1] that the window fits into: [H-10, W-10]."""
+    """SSIM at each place of two luminances [H, W] in [0, 1] that the window fits into: [H-10, W-10]."""
     places = torch.arange(SIDE, dtype=one.dtype) - SIDE // 2
     line = torch.exp(-places.square() / (2 * DEVIATION**2))
     window = (line[:, None] * line / line.sum() ** 2)[None, None]
@@ -312,6 +315,7 @@ def ssim(one: Tensor, two: Tensor) -> Tensor:
             / ((mean**2 + other**2 + light) * (variance + other_variance + contrast)))
 
 
+@built_in("safety", "nsfw nude porn explicit unsafe filter")
 @dataclass(frozen=True, eq=False)
 class Safety(LocalModel):
     """Probability that an image is safe: 1 minus that of the classes `unsafe`.
@@ -340,10 +344,11 @@ class Safety(LocalModel):
         return classifier, processor, rows
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        return self.score_batches(self._safe, images, prompts)
-
-    def _safe(self, images: Tensor, prompts: list[str]) -> Tensor:
         classifier, processor, rows = self.models
-        inputs = processor(images=list(eight_bit(images)), return_tensors="pt", input_data_format="channels_last")
-        logits = classifier(pixel_values=inputs.pixel_values.to(self.device, self.float_type)).logits.float()
-        return 1 - logits.softmax(-1)[:, rows].sum(-1)
+
+        def safe(images: Tensor, _: list[str]) -> Tensor:
+            inputs = processor(images=list(eight_bit(images)), return_tensors="pt", input_data_format="channels_last")
+            logits = classifier(pixel_values=inputs.pixel_values.to(self.device, self.float_type)).logits.float()
+            return 1 - logits.softmax(-1)[:, rows].sum(-1)
+
+        return self.score_batches(safe, images, prompts)

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from flowgrpo.rewards.about import About
+from flowgrpo.rewards.about import About, built_in
 from flowgrpo.rewards.clip import perceptron
 from flowgrpo.rewards.local_model import LocalModel, fill, load_pretrained, tensors
 from flowgrpo.rewards.preprocessing import Preparation
@@ -38,6 +38,7 @@ NAMES = (  # release's name of a tensor, this network's name
 )
 
 
+@built_in("imagereward", "human preference aesthetic general quality")
 @dataclass(frozen=True)
 class ImageReward(LocalModel):
     """ImageReward: the head's value of an image with its prompt, minus 0.167, divided by 1.033; around -2 to 2.
@@ -100,7 +101,7 @@ def network(vision: dict[str, Any] | None = None, text: dict[str, Any] | None = 
 
 
 def rename_tensors(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the released checkpoint's tensors under this network's names, without those used only in training."""
+    """The released checkpoint's tensors under this network's names, without those used only in training."""
     result = {}
     for key, value in state.items():
         for pattern, name in NAMES:

@@ -54,7 +54,7 @@ class LocalModel:
 
     @property
     def models(self) -> tuple[Any, ...]:
-        """Return the model with its tokenizer and the like, on the device; loaded at the first call."""
+        """Model with its tokenizer and the like, on the device; loaded at the first call."""
         ready = vars(self).get("_ready")
         if ready is None:
             parts = self.parts if self.parts is not None else self._load()
@@ -72,7 +72,7 @@ class LocalModel:
         """Raise UserError for a model that the reward cannot use."""
 
     def _prepare(self, part: Any) -> Any:
-        """Return a part; a network in evaluation mode, on the device and in `dtype`.
+        """A part; a network in evaluation mode, on the device and in `dtype`.
 
         One that was loaded in `dtype` keeps what its library holds in fp32, such as the frequencies of positions.
         """
@@ -84,7 +84,7 @@ class LocalModel:
 
     def score_batches(self, scores: Callable[[Tensor, list[str]], Tensor], images: Tensor, prompts: Sequence[str]
                       ) -> Tensor:
-        """Return `scores` of B images and their prompts, `batch_size` at a time -> [B] float32 on the CPU, in the
+        """`scores` of B images and their prompts, `batch_size` at a time -> [B] float32 on the CPU, in the
         images' graph if they carry one."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and images.requires_grad):
             return torch.cat([scores(images[at:at + self.batch_size], list(prompts[at:at + self.batch_size]))
@@ -112,7 +112,7 @@ def require_arguments(reward: str, dtype: str, device: str | None, batch_size: i
 
 
 def model_arguments(reward: str, dtype: str | None, device: str | None, batch_size: int | None) -> dict[str, Any]:
-    """Return the common arguments that a reward passes on to its models, without those that are None.
+    """Common arguments that a reward passes on to its models, without those that are None.
     Raises UserError as `require_arguments` does."""
     require_arguments(reward, dtype or "fp32", device, 1 if batch_size is None else batch_size)
     named: dict[str, Any] = {"dtype": dtype, "device": device, "batch_size": batch_size}
@@ -120,13 +120,13 @@ def model_arguments(reward: str, dtype: str | None, device: str | None, batch_si
 
 
 def devices() -> list[str]:
-    """Return the names of this machine's devices."""
+    """Names of this machine's devices."""
     gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
     return [*gpus, *["mps"] * torch.backends.mps.is_available(), "cpu"]
 
 
 def resolve_device(device: str | None) -> str:
-    """Return the device of that name; None: for this process's GPU, with its index, or the CPU.
+    """Device of that name; None: for this process's GPU, with its index, or the CPU.
 
     A name without an index would be another GPU in another thread.
     """
@@ -184,7 +184,7 @@ def tensors(reward: str, where: str, revision: str | None, option: str) -> dict[
 
 
 def from_hub(where: str, revision: str | None) -> Path:
-    """Return the local path of the hub's file OWNER/NAME/FILE. Raises FileNotFoundError for another form."""
+    """Local path of the hub's file OWNER/NAME/FILE. Raises FileNotFoundError for another form."""
     if where.count("/") < 2 or where.startswith(("/", ".", "~")):
         raise FileNotFoundError("no such file")
     from huggingface_hub import hf_hub_download

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from flowgrpo.errors import UserError
 from flowgrpo.packages import import_optional
-from flowgrpo.rewards.about import About
+from flowgrpo.rewards.about import About, built_in
 from flowgrpo.rewards.preprocessing import eight_bit
 from flowgrpo.rewards.remote.exchange import side_by_side
 
@@ -51,7 +51,7 @@ QUOTED = (_pattern(DOUBLE, r"(?<!\d){start}([^{ends}]+)[{ends}]"),  # a digit: i
 
 
 def target_text(prompt: str, metadata: dict[str, Any]) -> tuple[str, ...]:
-    """Return what a prompt asks to be written, empty if nothing. Raises UserError for metadata that are none."""
+    """What a prompt asks to be written, empty if nothing. Raises UserError for metadata that are none."""
     given = metadata.get("text")
     if given is None:
         found = next((found for pattern in QUOTED if (found := pattern.search(prompt))), None)
@@ -63,15 +63,15 @@ def target_text(prompt: str, metadata: dict[str, Any]) -> tuple[str, ...]:
 
 
 def plain(text: str) -> str:
-    """Return a text without what does not count: spaces, case (folded) and marks of format; characters in Unicode's
-    form NFKC, quotation marks, dashes and tildes in one form each."""
+    """Text without what does not count: spaces, case (folded) and marks of format; characters in Unicode's form NFKC,
+    quotation marks, dashes and tildes in one form each."""
     folded = unicodedata.normalize("NFKC", text.translate(ONE)).casefold()
     return "".join(letter for letter in unicodedata.normalize("NFKC", folded)
                    if not letter.isspace() and unicodedata.category(letter) != "Cf")
 
 
 def _distances(text: str, target: str, anywhere: bool) -> list[int]:
-    """Return the distances to `target` of the beginnings of `text`, or (anywhere) of their nearest ends."""
+    """Distances to `target` of the beginnings of `text`, or (anywhere) of their nearest ends."""
     row = [0 if anywhere else i for i in range(len(text) + 1)]
     for done, letter in enumerate(target, 1):
         before, row = row, [done]
@@ -81,8 +81,7 @@ def _distances(text: str, target: str, anywhere: bool) -> list[int]:
 
 
 def edits(text: str, target: str, anywhere: bool = False) -> int:
-    """Return the edit distance: the least number of inserted, deleted and substituted characters from `text` to
-    `target`.
+    """Edit distance: the least number of inserted, deleted and substituted characters from `text` to `target`.
 
     anywhere: to `target` from its nearest part of `text` (Sellers 1980).
     """
@@ -91,7 +90,7 @@ def edits(text: str, target: str, anywhere: bool = False) -> int:
 
 
 def whole(text: str, targets: Sequence[str]) -> str:
-    """Return the wanted texts as one, in the order in which their nearest parts stand in `text`."""
+    """Wanted texts as one, in the order in which their nearest parts stand in `text`."""
     def place(target: str) -> int:
         row = _distances(text, target, True)
         return row.index(min(row))
@@ -109,13 +108,13 @@ def contains(text: str, targets: Sequence[str]) -> bool:
 
 
 def exact(text: str, *targets: str) -> float:
-    """Return 1 if exactly the wanted texts are read, in any order, else 0."""
+    """1 if exactly the wanted texts are read, in any order, else 0."""
     text = plain(text)
     return float(text == whole(text, [plain(target) for target in targets]))
 
 
 def edit(text: str, *targets: str) -> float:
-    """Return Flow-GRPO's score: 1 - min(d, n) / n with edit distance d and length n of the text; 1 if it is contained.
+    """Flow-GRPO's score: 1 - min(d, n) / n with edit distance d and length n of the text; 1 if it is contained.
 
     Several texts are one, in the order in which they are read.
     """
@@ -125,7 +124,7 @@ def edit(text: str, *targets: str) -> float:
 
 
 def partial(text: str, *targets: str) -> float:
-    """Return 1 - d / n with the edit distance d to the nearest part of the read text: other writing costs nothing.
+    """1 - d / n with the edit distance d to the nearest part of the read text: other writing costs nothing.
 
     Of several texts d and n are sums.
     """
@@ -136,6 +135,7 @@ def partial(text: str, *targets: str) -> float:
 SCORES = {"edit": edit, "exact": exact, "partial": partial}
 
 
+@built_in("ocr", "spelling letters words typography sign writing render")
 @dataclass(frozen=True)
 class Ocr:
     """Share of the wanted text that an image shows, read by PP-OCRv6; None if the prompt asks for none.
@@ -162,7 +162,7 @@ class Ocr:
 
 
 def read(images: Sequence[np.ndarray]) -> list[str]:
-    """Return the lines of text in each image, bytes [H, W, 3], from top to bottom.
+    """Lines of text in each image, bytes [H, W, 3], from top to bottom.
 
     Images are read by several engines at a time, each on one core. Upside-down text is not turned, as in Flow-GRPO.
     """
@@ -171,7 +171,7 @@ def read(images: Sequence[np.ndarray]) -> list[str]:
 
 
 def engines() -> int:
-    """Return how many images are read at a time: this process's share of the cores, at most MOST."""
+    """Number of images that are read at a time: this process's share of the cores, at most MOST."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(MOST, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
 
@@ -183,21 +183,17 @@ def _read(image: np.ndarray) -> str:
     try:
         engine = _IDLE.pop()
     except IndexError:
-        engine = _engine()
+        # A detector and a recogniser of one thread, of this version of PP-OCR whatever the package's default is.
+        package = _package()
+        weights = {"ocr_version": package.OCRVersion.PPOCRV6, "model_type": package.ModelType.SMALL}
+        threads = {f"EngineConfig.onnxruntime.{kind}_op_num_threads": 1 for kind in ("intra", "inter")}
+        engine = package.RapidOCR(params={"Global.log_level": "error", **threads} | {
+            f"{part}.{key}": value for part in ("Det", "Rec") for key, value in weights.items()})
     try:
         found = engine(image[..., ::-1], use_cls=False)  # it takes blue, green, red
     finally:
         _IDLE.append(engine)
     return " ".join(found.txts or ())
-
-
-def _engine() -> Any:
-    """Return a detector and a recogniser of one thread, of this version of PP-OCR whatever the package's default is."""
-    package = _package()
-    weights = {"ocr_version": package.OCRVersion.PPOCRV6, "model_type": package.ModelType.SMALL}
-    threads = {f"EngineConfig.onnxruntime.{kind}_op_num_threads": 1 for kind in ("intra", "inter")}
-    return package.RapidOCR(params={"Global.log_level": "error", **threads} | {
-        f"{part}.{key}": value for part in ("Det", "Rec") for key, value in weights.items()})
 
 
 def _package() -> Any:

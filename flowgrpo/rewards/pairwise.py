@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from flowgrpo.errors import UserError
-from flowgrpo.rewards.about import About, Pairing, with_facts
+from flowgrpo.rewards.about import About, Pairing, built_in, with_facts
 from flowgrpo.rewards.failures import Failed
 from flowgrpo.rewards.reward import Batch, Function, Reward, as_reward
 
@@ -43,7 +43,7 @@ def judge(name: str, both_orders: bool = False, comparisons: int | None = None, 
 
 
 def pairing(reward: object) -> Pairing | None:
-    """Return a judge's pairing; None for any other reward."""
+    """A judge's pairing; None for any other reward."""
     judge = as_reward(as_reward(reward).origin)
     how = judge.pairing if isinstance(judge, Function) else None
     return Pairing() if how is True else how or None
@@ -63,7 +63,7 @@ def require(rewards: Mapping[str, object], *groups: int) -> None:
 
 
 def held_out_rewards(trained: Mapping[str, T], further: Mapping[str, T], group: int = 1) -> dict[str, T]:
-    """Return the rewards measured on held-out prompts: the further rewards, and the trained ones that can be.
+    """Rewards measured on held-out prompts: the further rewards, and the trained ones that can be.
 
     group: samples of a prompt (`eval.samples`). With several a reward of groups scores them together; with one, and by
     judges of pairs, nothing is measured: win rates of a model against itself average 1/2 before and after.
@@ -98,7 +98,6 @@ class WinRates(Reward):
 
     @property
     def origin(self) -> Any:
-        """Return the judge."""
         return self.judge.origin
 
     def __call__(self, batch: Batch) -> list[float | None]:
@@ -111,7 +110,7 @@ class WinRates(Reward):
         return [None if rate != rate else rate for rate in win_rates(wins).flatten().tolist()]
 
     def _wins(self, batch: Batch, at: int) -> Tensor:
-        """Return the wins among the samples `at` to `at + group`: [G, G], NaN where not compared."""
+        """Wins among the samples `at` to `at + group`: [G, G], NaN where not compared."""
         import torch
 
         pairs = _fitting(self.name, self.how, batch.group, batch.prompts[at])
@@ -125,7 +124,7 @@ class WinRates(Reward):
         return wins.nanmean(0)
 
     def _ask(self, batch: Batch, at: int, pairs: list[tuple[int, int]]) -> list[float]:
-        """Return the judge's answers on pairs of the group that begins at row `at`, NaN for none."""
+        """The judge's answers on pairs of the group that begins at row `at`, NaN for none."""
         sides = [[at + pair[side] for pair in pairs] for side in (0, 1)]
         shown = [batch.samples[rows] if hasattr(batch.samples, "shape") else [batch.samples[row] for row in rows]
                  for rows in sides]
@@ -146,7 +145,7 @@ def _fitting(name: str, how: Pairing, group: int, prompt: str = "") -> list[tupl
 
 
 def _answers(name: str, values: Any, count: int, prompt: str) -> list[float]:
-    """Return `count` numbers from 0 to 1, NaN for None.
+    """`count` numbers from 0 to 1, NaN for None.
     Raises Failed if the judge returned anything else."""
     values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, (list, tuple)) or len(values) != count:
@@ -163,6 +162,7 @@ def _answers(name: str, values: Any, count: int, prompt: str) -> list[float]:
     return answers
 
 
+@built_in("preferred", "dpo pairs votes")
 @with_facts(About(modality="image/text", range=(0, 1), needs="", licence="Apache-2.0"))
 def preferred(outputs: Tensor | Sequence[str], prompts: Sequence[str], metadata: Sequence[dict[str, Any]],
               group: int) -> list[float]:

@@ -34,13 +34,13 @@ class Placement:
         """True if there are weights to load or to move."""
         return self.away or bool(local_models(self.reward))
 
-    def come(self) -> None:
+    def bring(self) -> None:
         """Load what is not loaded, and bring back what left."""
         for model in () if self._loaded else local_models(self.reward):
             model.models
         self._loaded = True
         for group in self.groups.values():
-            group.come()
+            group.load()
 
     def leave(self) -> None:
         """Move the weights off their device, if they have to; nothing that carries their graph may be left."""
@@ -61,7 +61,7 @@ def load(rewards: Iterable[object]) -> None:
     """Load the weights of rewards that were made lazily. Raises UserError if they are unavailable."""
     for reward in rewards:
         if isinstance(placement := getattr(reward, "placement", None), Placement):
-            placement.come()
+            placement.bring()
             placement.leave()
 
 
@@ -74,10 +74,11 @@ def leave(rewards: Iterable[object]) -> None:
 
 
 def weight_bytes(reward: object) -> dict[str, int]:
-    """Return the bytes of a reward's weights by device; a default checkpoint is not read for that."""
+    """Bytes of a reward's weights by device; a default checkpoint is not read for that."""
     sizes: Counter[str] = Counter()
     for model in local_models(reward):
-        if model.parts is None and model.parameters is not None and _default(model):
+        given = any(getattr(model, entry.name) != entry.default for entry in fields(model) if entry.name in CHECKPOINTS)
+        if model.parts is None and model.parameters is not None and not given:  # the default checkpoint
             sizes[str(model.device)] += int(model.parameters * model.float_type.itemsize)
         else:
             model.models
@@ -87,34 +88,27 @@ def weight_bytes(reward: object) -> dict[str, int]:
     return dict(sizes)
 
 
-def _default(model: LocalModel) -> bool:
-    """Return True if no argument names another checkpoint than the default."""
-    return all(getattr(model, entry.name) == entry.default for entry in fields(model) if entry.name in CHECKPOINTS)
-
-
 def local_models(reward: object) -> list[LocalModel]:
-    """Return the models of a reward, loaded or not."""
+    """Models of a reward, loaded or not."""
     from flowgrpo.rewards.local_model import LocalModel
 
     return [part for part, _ in _parts(reward, None, set()) if isinstance(part, LocalModel)]
 
 
 def modules(reward: object) -> list[tuple[torch.nn.Module, torch.device]]:
-    """Return the loaded modules of a reward, each once, with the device on which it scores."""
+    """Loaded modules of a reward, each once, with the device on which it scores."""
     import torch
 
-    return [(part, device or _device(part)) for part, device in _parts(reward, None, set())
-            if isinstance(part, torch.nn.Module)]
-
-
-def _device(module: torch.nn.Module) -> torch.device:
-    import torch
-
-    return next((tensor.device for tensor in [*module.parameters(), *module.buffers()]), torch.device("cpu"))
+    found = []
+    for part, device in _parts(reward, None, set()):
+        if isinstance(part, torch.nn.Module):
+            tensors = [*part.parameters(), *part.buffers()]
+            found.append((part, device or (tensors[0].device if tensors else torch.device("cpu"))))
+    return found
 
 
 def _parts(thing: object, device: torch.device | None, seen: set[int]) -> Iterator[tuple[Any, torch.device | None]]:
-    """Yield the models and modules that an object holds, with the device that the model around them names."""
+    """Models and modules that an object holds, with the device that the model around them names."""
     import torch
 
     from flowgrpo.rewards.local_model import LocalModel
@@ -128,19 +122,16 @@ def _parts(thing: object, device: torch.device | None, seen: set[int]) -> Iterat
     if isinstance(thing, torch.nn.Module):
         yield thing, device
         seen |= {id(module) for module in thing.modules()}
-    for inner in _contents(thing):
-        yield from _parts(inner, device, seen)
-
-
-def _contents(thing: object) -> list[Any]:
-    """Return what an object holds: items of a container, or values of its attributes."""
+    held: Iterable[Any] = ()
     if isinstance(thing, Mapping):
-        return [*thing.values()]
-    if isinstance(thing, (list, tuple, set, frozenset)):
-        return [*thing]
-    if isinstance(thing, functools.partial):
-        return [thing.func, *thing.args, *thing.keywords.values()]
-    if inspect.ismethod(thing):
-        return [thing.__self__]
-    plain = inspect.isclass(thing) or inspect.ismodule(thing) or not hasattr(thing, "__dict__")
-    return [] if plain else [*vars(thing).values()]
+        held = thing.values()
+    elif isinstance(thing, (list, tuple, set, frozenset)):
+        held = thing
+    elif isinstance(thing, functools.partial):
+        held = thing.func, *thing.args, *thing.keywords.values()
+    elif inspect.ismethod(thing):
+        held = [thing.__self__]
+    elif hasattr(thing, "__dict__") and not inspect.isclass(thing) and not inspect.ismodule(thing):
+        held = vars(thing).values()
+    for inner in [*held]:  # a copy: looking at it may fill it
+        yield from _parts(inner, device, seen)

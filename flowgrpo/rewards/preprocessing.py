@@ -46,13 +46,17 @@ class Preparation:
 
     def __call__(self, images: Tensor) -> Tensor:
         images = resize_images(images, self.sides(*images.shape[-2:]), self.scaling)
-        images = _middle(images, self.size, CROPS[self.crop]) / 255
+        # The centre; black where an image is smaller.
+        height, width = (max(self.size - side, 0) for side in images.shape[-2:])
+        images = pad(images, (width // 2, width - width // 2, height // 2, height - height // 2))
+        top, left = (CROPS[self.crop]((side - self.size) / 2) for side in images.shape[-2:])
+        images = images[..., top:top + self.size, left:left + self.size] / 255
         mean, deviation = (torch.tensor(values, device=images.device)[:, None, None]
                            for values in (self.mean, self.deviation))
         return (images - mean) / deviation
 
     def sides(self, height: int, width: int) -> tuple[int, int]:
-        """Return height and width of an image before it is cropped or padded to a square."""
+        """Height and width of an image before it is cropped or padded to a square."""
         if self.fit == "squash":
             return self.size, self.size
         if self.fit == "longest":
@@ -86,21 +90,12 @@ def resize_images(images: Tensor, sides: tuple[int, int], scaling: str = "pil") 
 
 
 def straight(exact: Tensor, smooth: Tensor) -> Tensor:
-    """Return `exact` to the bit, with the gradient of `smooth` where that carries a graph."""
+    """`exact` to the bit, with the gradient of `smooth` where that carries a graph."""
     return exact + (smooth - smooth.detach()) if smooth.requires_grad else exact
 
 
-def _middle(images: Tensor, size: int, start: Callable[[float], int]) -> Tensor:
-    """Return the centre of images, size by size; black where an image is smaller. start: rounds half the surplus."""
-    height, width = images.shape[-2:]
-    lack_h, lack_w = max(size - height, 0), max(size - width, 0)
-    images = pad(images, (lack_w // 2, lack_w - lack_w // 2, lack_h // 2, lack_h - lack_h // 2))
-    top, left = (start((side - size) / 2) for side in images.shape[-2:])
-    return images[..., top:top + size, left:left + size]
-
-
 def tensor_of(image: Image) -> Tensor:
-    """Return an image [3, H, W] in [0, 1], upright; grey of more than 8 bits keeps its levels."""
+    """Image [3, H, W] in [0, 1], upright; grey of more than 8 bits keeps its levels."""
     from torchvision.transforms.functional import to_tensor
 
     wide = levels(upright(image)) if "transparency" not in image.info else None
@@ -108,14 +103,14 @@ def tensor_of(image: Image) -> Tensor:
 
 
 def read_tensor(path: str | Path) -> Tensor:
-    """Return the image of a file, upright: [3, H, W] in [0, 1]. Raises UserError if it is none."""
+    """Image of a file, upright: [3, H, W] in [0, 1]. Raises UserError if it is none."""
     with open_checked(path, FLOATS) as image:
         require_single(image)
         return tensor_of(image)
 
 
 def read_tensors(path: str | Path) -> list[Tensor]:
-    """Return the frames of an animated image, upright, each [3, H, W] in [0, 1]; of a still image one.
+    """Frames of an animated image, upright, each [3, H, W] in [0, 1]; of a still image one.
 
     Raises UserError if it is none, and for more than FLOATS pixels in all frames.
     """
@@ -130,7 +125,7 @@ def read_tensors(path: str | Path) -> list[Tensor]:
 
 
 def video_tensors(path: Path) -> list[Tensor]:
-    """Return the frames of a video, each [3, H, W] in [0, 1]. Raises UserError as `read_tensors` does."""
+    """Frames of a video, each [3, H, W] in [0, 1]. Raises UserError as `read_tensors` does."""
     frames: list[Tensor] = []
     for frame in frames_of(path):
         if (len(frames) + 1) * frame.width * frame.height > FLOATS:
@@ -142,17 +137,17 @@ def video_tensors(path: Path) -> list[Tensor]:
 
 
 def eight_bit(images: Tensor) -> np.ndarray:
-    """Return images [..., 3, H, W] in [0, 1] as bytes [..., H, W, 3], rounded to the nearest."""
+    """Images [..., 3, H, W] in [0, 1] as bytes [..., H, W, 3], rounded to the nearest."""
     return (images.detach().cpu().float() * 255).round().clamp(0, 255).to(torch.uint8).movedim(-3, -1).numpy()
 
 
 def grey(images: Tensor) -> Tensor:
-    """Return the luminance [..., H, W] in [0, 1] of images [..., 3, H, W] in [0, 1], in float64 on the CPU."""
+    """Luminance [..., H, W] in [0, 1] of images [..., 3, H, W] in [0, 1], in float64 on the CPU."""
     return torch.einsum("...chw,c->...hw", images.detach().cpu().double(), torch.tensor(LUMA, dtype=torch.float64))
 
 
 def _alike(path: Path, frames: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the frames of a clip. Raises UserError for none, and for frames of several sizes."""
+    """Raise UserError for no frames of a clip, and for several sizes."""
     sizes = list(dict.fromkeys(f"{frame.shape[-2]} x {frame.shape[-1]}" for frame in frames))
     if len(sizes) != 1:
         raise UserError(f"{path}: " + (f"frames of {' and '.join(sizes[:3])} pixels" if sizes else "no file in it") +

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from flowgrpo.errors import UserError
-from flowgrpo.rewards.about import About
+from flowgrpo.rewards.about import About, built_in
 from flowgrpo.rewards.local_model import Head, LocalModel, fill, from_hub, load_pretrained, loading, tensors
 from flowgrpo.rewards.preprocessing import resize_images
 from flowgrpo.rewards.released_text import strings, texts
@@ -58,7 +58,7 @@ def base(reward: str, name: str, option: str, marks: Sequence[str]) -> tuple[Any
 
 def states(model: Any, processor: Any, kind: str, messages: Sequence[str], shown: Tensor, marks: Sequence[str]
            ) -> Tensor:
-    """Return the last states at the marks in B messages: [B * len(marks), D], in the order in which they stand.
+    """Last states at the marks in B messages: [B * len(marks), D], in the order in which they stand.
 
     kind: image or video. messages: as `message` returns. shown: [B * N, D], the visual network's outputs.
     """
@@ -74,8 +74,7 @@ def states(model: Any, processor: Any, kind: str, messages: Sequence[str], shown
 
 
 def message(processor: Any, kind: str, instruction: str, prompt: str, count: int) -> str:
-    """Return the whole conversation, with `count` placeholders for the image or video. Chat marks in a prompt are
-    removed."""
+    """The whole conversation, with `count` placeholders for the image or video. Chat marks in a prompt are removed."""
     said = instruction.replace(PROMPT, re.sub(r"<\|\w+\|>", "", prompt))
     content = [{"type": kind}, {"type": "text", "text": said}]
     chat = processor.apply_chat_template([{"role": "user", "content": content}], tokenize=False,
@@ -84,12 +83,11 @@ def message(processor: Any, kind: str, instruction: str, prompt: str, count: int
 
 
 def placeholder(kind: str) -> str:
-    """Return the token that stands for a part of an image or a video."""
     return f"<|{kind}_pad|>"
 
 
 def rename_tensors(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the released tensors under the names of Qwen2VLModel, and `rm_head`; without the language head."""
+    """Released tensors under the names of Qwen2VLModel, and `rm_head`; without the language head."""
     result = {}
     for key, value in state.items():
         name = next((re.sub(pattern, here, key) for pattern, here in NAMES if re.match(pattern, key)), None)
@@ -113,6 +111,7 @@ def assemble_model(config: Any, state: dict[str, Tensor], dtype: torch.dtype) ->
     return model
 
 
+@built_in("hpsv3", "human preference aesthetic beauty beautiful general quality")
 @dataclass(frozen=True)
 class HpsV3(LocalModel):
     """HPSv3: mean preference for an image given its prompt, around -5 to 15.
@@ -146,7 +145,11 @@ class HpsV3(LocalModel):
         state = rename_tensors(tensors("hpsv3", self.checkpoint, self.revision, "checkpoint"))
         config, processor = base("hpsv3", self.model, "model", [MARK])
         with loading(f"reward 'hpsv3': {self.checkpoint}", "give the checkpoint that was made for this reward"):
-            head = ranking_head(state)
+            width = state["language_model.embed_tokens.weight"].shape[1]
+            head = Head(nn.Linear(width, 1024), nn.ReLU(), nn.Identity(), nn.Linear(1024, 16), nn.ReLU(),
+                        nn.Linear(16, 2))
+            of_head = [key for key in state if key.startswith("rm_head.")]
+            fill("hpsv3", head, {key.removeprefix("rm_head."): state.pop(key).float() for key in of_head}, "the head")
             return assemble_model(config, state, self.float_type), head, processor
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
@@ -158,20 +161,19 @@ class HpsV3(LocalModel):
         pictures = pictures if pictures.requires_grad else pictures.to(torch.uint8)
         seen = processor.image_processor(images=list(pictures), do_resize=False, return_tensors="pt").to(self.device)
         shown = model.visual(seen.pixel_values.to(model.dtype), grid_thw=seen.image_grid_thw).pooler_output
-        messages = [message(processor, "image", self.text, prompt, len(shown) // len(prompts))
-                    for prompt in prompts]
+        messages = [message(processor, "image", self.text, prompt, len(shown) // len(prompts)) for prompt in prompts]
         return head(states(model, processor, "image", messages, shown, [MARK]).float())[:, 0]
 
 
 def sides(height: int, width: int) -> tuple[int, int]:
-    """Return height and width near AREA, in steps of two patches, as Qwen2-VL's resizing does."""
+    """Height and width near AREA, in steps of two patches, as Qwen2-VL's resizing does."""
     from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
     return smart_resize(height, width, factor=28, min_pixels=AREA, max_pixels=AREA)
 
 
 def hpsv3_instruction(file: str | None) -> str:
-    """Return the instruction in a file; None: the one in the source of the package hpsv3, which is read and not run."""
+    """Instruction in a file; None: the one in the source of the package hpsv3, which is read and not run."""
     if file is None:
         spec = importlib.util.find_spec("hpsv3")
         if spec is None:
@@ -192,15 +194,7 @@ def hpsv3_instruction(file: str | None) -> str:
     return text
 
 
-def ranking_head(state: dict[str, Tensor]) -> nn.Module:
-    """Return the head of a checkpoint, whose tensors are taken out of `state`."""
-    width = state["language_model.embed_tokens.weight"].shape[1]
-    head = Head(nn.Linear(width, 1024), nn.ReLU(), nn.Identity(), nn.Linear(1024, 16), nn.ReLU(), nn.Linear(16, 2))
-    of_head = [key for key in state if key.startswith("rm_head.")]
-    fill("hpsv3", head, {key.removeprefix("rm_head."): state.pop(key).float() for key in of_head}, "the head")
-    return head
-
-
+@built_in("videoalign", "quality motion human preference")
 @dataclass(frozen=True)
 class VideoReward(LocalModel):
     """VideoReward: weighted sum of a video's visual quality, motion quality and text alignment, each around -3 to 3.
@@ -244,9 +238,11 @@ class VideoReward(LocalModel):
         state = tensors("videoalign", str(weights), None, "model")
         with loading(f"reward 'videoalign': {weights}", FIX):
             state = rename_tensors(merge_lora(state, released["peft_lora_config"]))
-            head = linear_head(state)
+            weight = state.pop("rm_head.weight").float()
+            linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+            linear.weight = nn.Parameter(weight, requires_grad=False)
             model = assemble_model(config, state, self.float_type)
-        return model, head, processor, CONSTANTS | (released.get("inference_config") or {})
+        return model, Head(linear), processor, CONSTANTS | (released.get("inference_config") or {})
 
     def __call__(self, videos: Tensor, prompts: Sequence[str], fps: float | None = None) -> Tensor:
         return self.score_batches(partial(self._scores, fps=fps), videos, prompts)
@@ -259,19 +255,17 @@ class VideoReward(LocalModel):
 
     @torch.no_grad()
     def scores(self, videos: Tensor, prompts: list[str], fps: float | None = None) -> Tensor:
-        """Return the head's values [B, 3] of clips [B, F, 3, H, W] in [0, 1], before the constants. fps: of the clips.
+        """The head's values [B, 3] of clips [B, F, 3, H, W] in [0, 1], before the constants. fps: of the clips.
         Raises UserError for clips of one frame."""
         model, head, processor, _ = self.models
         seen = self._patches(videos, fps)
         shown = model.visual(seen.pixel_values_videos.to(model.dtype), grid_thw=seen.video_grid_thw).pooler_output
-        messages = [message(processor, "video", self.text, prompt, len(shown) // len(prompts))
-                    for prompt in prompts]
+        messages = [message(processor, "video", self.text, prompt, len(shown) // len(prompts)) for prompt in prompts]
         hidden = states(model, processor, "video", messages, shown, MARKS)
         values = head(hidden.float()).unflatten(0, (len(prompts), len(AXES)))
         return values.diagonal(dim1=1, dim2=2) if values.shape[-1] == len(AXES) else values[..., 0]
 
     def _patches(self, videos: Tensor, fps: float | None = None) -> Any:
-        """Return Qwen2-VL's patches of clips."""
         from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
         frames = videos[:, frame_indices(videos.shape[1], self.fps or fps or USUAL)]
@@ -285,7 +279,7 @@ class VideoReward(LocalModel):
 
 
 def frame_indices(count: int, fps: float) -> list[int]:
-    """Return the frames of a clip of `count` frames that are seen: 2 a second, evenly spread, an even number.
+    """Frames of a clip of `count` frames that are seen: 2 a second, evenly spread, an even number.
     Raises UserError for fewer than two frames."""
     if count < 2:
         raise UserError("reward 'videoalign': got clips of one frame, expected at least two")
@@ -295,7 +289,7 @@ def frame_indices(count: int, fps: float) -> list[int]:
 
 
 def files(model: str) -> tuple[Path, Path]:
-    """Return the configuration and the weights of the release in a folder, else on the hub.
+    """Configuration and the weights of the release in a folder, else on the hub.
     Raises FileNotFoundError for a folder without them."""
     folder = Path(model)
     if not folder.is_dir():
@@ -307,7 +301,7 @@ def files(model: str) -> tuple[Path, Path]:
 
 
 def merge_lora(state: dict[str, Tensor], lora: dict[str, Any]) -> dict[str, Tensor]:
-    """Return a checkpoint of PEFT with its LoRA added to the weights, under the names without PEFT's parts.
+    """Checkpoint of PEFT with its LoRA added to the weights, under the names without PEFT's parts.
 
     lora: its configuration, with `lora_r` and `lora_alpha`.
     """
@@ -322,16 +316,8 @@ def merge_lora(state: dict[str, Tensor], lora: dict[str, Any]) -> dict[str, Tens
     return result
 
 
-def linear_head(state: dict[str, Tensor]) -> nn.Module:
-    """Return the head of a checkpoint, whose tensor is taken out of `state`."""
-    weight = state.pop("rm_head.weight").float()
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
-    linear.weight = nn.Parameter(weight, requires_grad=False)
-    return Head(linear)
-
-
 def instruction(file: str | None) -> str:
-    """Return the fetched instruction, or that in a file: a text, or the release's source, which is read and not run.
+    """Fetched instruction, or that in a file: a text, or the release's source, which is read and not run.
     """
     if file is None:
         return texts("videoalign", "instruction")["video"]

@@ -40,7 +40,6 @@ class Released:
 
     @property
     def file(self) -> Path:
-        """Return its place in the user's cache."""
         caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         return caches / "flowgrpo" / f"text-{self.sha256[:16]}.txt"
 
@@ -69,7 +68,7 @@ TEXTS = {
 
 
 def texts(reward: str, option: str) -> dict[str, str]:
-    """Return the fetched texts of a reward by what they judge: image or video.
+    """Fetched texts of a reward by what they judge: image or video.
 
     option: the reward's argument that takes another text.
     Raises UserError for a text that is not in the cache, or was changed there.
@@ -128,5 +127,4 @@ def strings(source: str) -> Iterator[str]:
 
 
 def digest(content: bytes) -> str:
-    """Return the SHA-256 of bytes, in hexadecimal."""
     return hashlib.sha256(content).hexdigest()

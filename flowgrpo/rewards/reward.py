@@ -13,7 +13,7 @@ import copy
 import inspect
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -65,26 +65,20 @@ class Batch:
     def __len__(self) -> int:
         return len(self.prompts)
 
-    def rows(self, rows: Sequence[int]) -> Batch:
-        """Return some of the samples."""
-        if list(rows) == list(range(len(self))):
+    def rows(self, rows: Sequence[int], join: Callable[[list[Any]], Any] | None = None) -> Batch:
+        """Some of the samples. join: makes one tensor of a list's, which else stay a list."""
+        if join is None and list(rows) == list(range(len(self))):
             return self
-        return self._of(rows, lambda held: held[list(rows)] if hasattr(held, "shape") else [held[i] for i in rows])
-
-    def of_size(self, rows: Sequence[int]) -> Batch:
-        """Return samples of one size, their outputs in one tensor."""
-        import torch
-
-        return self._of(rows, lambda held: torch.stack([held[i] for i in rows]))
-
-    def _of(self, rows: Sequence[int], some: Any) -> Batch:
-        samples, base, latents = (None if held is None else some(held)
-                                  for held in (self.samples, self.base, self.latents))
+        kept: list[Any] = [
+            None if held is None else join([held[i] for i in rows]) if join is not None else
+            held[list(rows)] if hasattr(held, "shape") else [held[i] for i in rows]
+            for held in (self.samples, self.base, self.latents)]
+        samples, base, latents = kept
         return replace(self, samples=samples, prompts=[self.prompts[i] for i in rows],
                        metadata=[self.metadata[i] for i in rows], base=base, latents=latents)
 
     def view_for(self, name: str, reward: Reward) -> Batch:
-        """Return what a reward of that name is given: its own memory, and the samples, or in their place the latents.
+        """What a reward of that name is given: its own memory, and the samples, or in their place the latents.
 
         Raises UserError for a reward that reads latents where there are none.
         """
@@ -97,7 +91,7 @@ class Batch:
         return replace(self, samples=self.latents, latents=None, memory=own)
 
     def copy(self, tensors: bool) -> Batch:
-        """Return a copy for a reward, which may write into what it is given. tensors: copy those too."""
+        """Copy for a reward, which may write into what it is given. tensors: copy those too."""
         def own(held: Any) -> Any:
             if hasattr(held, "clone"):
                 return held.clone() if tensors else held
@@ -113,7 +107,7 @@ class Batch:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """Return the samples, and the base's, where they are tensors."""
+        """The samples, and the base's, where they are tensors."""
         return [held for held in (self.samples, self.base) if hasattr(held, "clone")]
 
 
@@ -136,11 +130,11 @@ class Reward:
 
     @property
     def origin(self) -> Any:
-        """Return the function or object that it was made of."""
+        """Function or object that it was made of."""
         return self
 
     def __call__(self, batch: Batch) -> Any:
-        """Return B scores: a list, a tensor or an array."""
+        """B scores: a list, a tensor or an array."""
         raise NotImplementedError
 
 
@@ -183,7 +177,6 @@ class Function(Reward):
 
     @property
     def origin(self) -> Any:
-        """Return the function or object."""
         return self.function
 
     def __call__(self, batch: Batch) -> Any:
@@ -210,7 +203,7 @@ class Function(Reward):
             self._takes(3, "(images, ", **dict.fromkeys(further))
 
     def _takes(self, most: int, begins: str, **further: Any) -> int:
-        """Return `most` if the function takes so many values by position, metadata the last, or one fewer."""
+        """`most` if the function takes so many values by position, metadata the last, or one fewer."""
         if self.signature is None:
             return most
         for count in (most, most - 1):
@@ -225,13 +218,13 @@ class Function(Reward):
 
 
 def _signature_target(function: RewardFunction) -> RewardFunction:
-    """Return what has the parameters' names: of a network its `forward`."""
+    """What has the parameters' names: of a network its `forward`."""
     torch = sys.modules.get("torch")
     return function.forward if torch and isinstance(function, torch.nn.Module) else function
 
 
 def as_reward(thing: Any, name: str = "") -> Reward:
-    """Return a function or an object as a reward. name: its label, for messages."""
+    """Function or an object as a reward. name: its label, for messages."""
     return thing if isinstance(thing, Reward) else Function(thing, name)
 
 
@@ -242,7 +235,7 @@ def require_signature(label: str, thing: Any) -> None:
 
 
 def named_parts(name: str, reward: Any) -> Iterator[tuple[str, Reward]]:
-    """Yield a reward and all that it is made of, at any depth, with their names: parts are NAME[0], NAME[1]."""
+    """A reward and all that it is made of, at any depth, with their names: parts are NAME[0], NAME[1]."""
     made = as_reward(reward, name)
     yield name, made
     for place, part in enumerate(made.parts):
@@ -250,18 +243,18 @@ def named_parts(name: str, reward: Any) -> Iterator[tuple[str, Reward]]:
 
 
 def inside(reward: Any) -> list[Reward]:
-    """Return a reward and all that it is made of, at any depth."""
+    """A reward and all that it is made of, at any depth."""
     return [part for _, part in named_parts("", reward)]
 
 
 def modality_of(outputs: object) -> str:
-    """Return the modality of a batch of outputs: images [B,3,H,W], videos [B,F,3,H,W], or texts."""
+    """Modality of a batch of outputs: images [B,3,H,W], videos [B,F,3,H,W], or texts."""
     by_dimensions: dict[int | None, str] = {4: "image", 5: "video"}
     return by_dimensions.get(getattr(outputs, "ndim", None), "text")
 
 
 def about(reward: object) -> About:
-    """Return a reward's facts: all unknown for a plain function without them."""
+    """Facts of a reward: all unknown for a plain function without them."""
     return as_reward(reward).about
 
 
@@ -280,14 +273,13 @@ def is_privileged(reward: object) -> bool:
 
     Built-in rewards say so by the attribute `privileged`; any code from elsewhere may.
     """
-    return any(_is_privileged(part.origin) for part in inside(reward))
-
-
-def _is_privileged(thing: object) -> bool:
-    if isinstance(thing, str):
-        return ".py:" in thing
-    module = getattr(thing, "__module__", None) or type(thing).__module__
-    return not module.startswith("flowgrpo.") or getattr(thing, "privileged", False) is True
+    for part in inside(reward):
+        thing = part.origin
+        module = getattr(thing, "__module__", None) or type(thing).__module__
+        if ".py:" in thing if isinstance(thing, str) else \
+                not module.startswith("flowgrpo.") or getattr(thing, "privileged", False) is True:
+            return True
+    return False
 
 
 def require_latents(rewards: Mapping[str, object], modality: str) -> None:
@@ -330,7 +322,6 @@ class Wrapped(Reward):
 
     @property
     def origin(self) -> Any:
-        """Return the function or object at the centre."""
         return self.reward.origin
 
 
@@ -382,12 +373,11 @@ def require_finite(samples: Any, prompts: Sequence[str], what: str = "sample") -
 
 
 def _writes(batch: Batch) -> list[int]:
-    """Return torch's counts of writes into a batch's tensors."""
     return [held._version for held in batch.tensors if not held.is_inference()]
 
 
 def _numbers(name: str, values: Any, prompts: Sequence[str]) -> list[float | Failed]:
-    """Return B floats, NaN for None, or failures.
+    """B floats, NaN for None, or failures.
     Raises Failed if `values` is anything else."""
     count = len(prompts)
     expected = f"expected {count} number{'s' * (count != 1)}, one per sample (first prompt: {prompts[0]!r})"

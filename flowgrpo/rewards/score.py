@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 # Images or videos in a tensor, or in a list of tensors of several sizes, or texts.
 Shown: TypeAlias = "Tensor | Sequence[Tensor] | Sequence[str]"
 FRAMES, SIDE = 5, 32  # of the clip on which a function is tried
+OPENED = "completion_opened"  # metadata key
 
 
 def score(
@@ -37,7 +38,8 @@ def score(
     rewards: functions, or `Composed` with their rules.
     outputs: images [B, 3, H, W] in [0, 1], videos [B, F, 3, H, W], a list of these without B, of which those of one
     size are scored together, or a list of texts; for a `Completion` the metadata holds the number of tokens as
-    `completion_tokens`. None: nothing was decoded.
+    `completion_tokens`, and the tag that its prompt ends with as `completion_opened` where the prompt's text does not
+    say so, as under a chat template. None: nothing was decoded.
     group: size of the consecutive groups that the B outputs form, for rewards that compare them (pairwise.py); 1: every
     output is scored alone.
     tally: counts the failures.
@@ -63,27 +65,29 @@ def columns(
     latents: Tensor | None = None, policy: Any = None, memory: dict[str, Any] | None = None, epoch: int | None = None,
     fps: float | None = None, training: bool = False,
 ) -> list[list[float | Failed]]:
-    """Return R columns of B numbers as `score` does, but with failures in place.
+    """R columns of B numbers as `score` does, but with failures in place.
 
     NaN only means that a reward does not apply.
     """
     assert all(len(given) == len(prompts) for given in (outputs, metadata, latents) if given is not None)
-    batch = Batch(outputs, list(prompts), list(metadata), group, base, latents, policy, memory, epoch, fps,
-                  training)
+    batch = Batch(outputs, list(prompts), list(metadata), group, base, latents, policy, memory, epoch, fps, training)
     return of_batch(rewards, batch, tally)
 
 
 def of_batch(rewards: Mapping[str, RewardFunction | Reward], batch: Batch, tally: Tally | None = None
              ) -> list[list[float | Failed]]:
-    """Return `columns` of a batch."""
     if isinstance(batch.samples, list) and batch.samples:
         if hasattr(batch.samples[0], "shape"):
             return by_size(batch, lambda alike: of_batch(rewards, alike, tally))
-        batch = _with_tokens(batch)
+        batch = _with_facts(batch)
     batch.require_finite()
-    made = {}
+    made: dict[str, Reward] = {}  # each under its rule, by the label of this call
     for name, reward in rewards.items():
-        made[name] = _ready(name, reward)
+        if isinstance(reward, Composed):
+            made[name] = reward.ready if reward.name == name else replace(reward, name=name).ready
+        else:
+            bare = as_reward(reward, name)
+            made[name] = Checked(name, bare) if bare.unit != "pair" else ready(name, bare)
     if batch.samples is not None:
         require_modality(made, modality_of(batch.samples))
     table = []
@@ -96,21 +100,21 @@ def of_batch(rewards: Mapping[str, RewardFunction | Reward], batch: Batch, tally
     return table
 
 
-def _ready(name: str, reward: RewardFunction | Reward) -> Reward:
-    """Return a reward under its rule, by the label of this call."""
-    if isinstance(reward, Composed):
-        return reward.ready if reward.name == name else replace(reward, name=name).ready
-    made = as_reward(reward, name)
-    return Checked(name, made) if made.unit != "pair" else ready(name, made)
+def _with_facts(batch: Batch) -> Batch:
+    """Batch of completions, whose metadata holds what a text of a reward server or of a file does not."""
+    from flowgrpo.types import Completion, opening_tag
 
-
-def _with_tokens(batch: Batch) -> Batch:
-    """Return a batch of texts; the metadata of completions holds their number of tokens."""
-    from flowgrpo.types import Completion
-
-    return replace(batch, metadata=[
-        entry | {"completion_tokens": text.tokens} if isinstance(text, Completion) else entry
-        for text, entry in zip(batch.samples, batch.metadata)])
+    texts, entries = [], []
+    for text, prompt, entry in zip(batch.samples, batch.prompts, batch.metadata):
+        tag = opening_tag(prompt)
+        if isinstance(text, Completion):
+            facts = {"completion_tokens": text.tokens} if text.tokens is not None else {}
+            entry = entry | facts | ({OPENED: text.opened} if text.opened != tag else {})
+        elif opened := entry.get(OPENED, tag):
+            text = Completion(text, None, opened=str(opened))
+        texts.append(text)
+        entries.append(entry)
+    return replace(batch, samples=texts, metadata=entries)
 
 
 def require_clips(rewards: Mapping[str, Composed], prompt: str, metadata: dict[str, Any]) -> None:
@@ -125,13 +129,14 @@ def require_clips(rewards: Mapping[str, Composed], prompt: str, metadata: dict[s
         failed = _failure(reward, (1, FRAMES, 3, SIDE, SIDE), *given)
         if failed is not None and _failure(reward, (1, 3, SIDE, SIDE), *given) is None:
             used = reward.rule.use or name
+            short = used.rpartition(":")[2]  # without its file
             raise UserError(f"reward {name!r} judges images, but what is generated here is video ({failed}): score "
-                            f'its frames, reward: {{{_short(used)}: {{use: frames, args: {{reward: "{used}"}}}}}}')
+                            f'its frames, reward: {{{short}: {{use: frames, args: {{reward: "{used}"}}}}}}')
 
 
 def _failure(reward: Composed, shape: tuple[int, ...], prompts: Sequence[str], metadata: list[dict[str, Any]]
              ) -> str | None:
-    """Return why a reward does not score a grey sample of this shape; None if it does."""
+    """Why a reward does not score a grey sample of this shape; None if it does."""
     import torch
 
     try:
@@ -139,8 +144,3 @@ def _failure(reward: Composed, shape: tuple[int, ...], prompts: Sequence[str], m
     except UserError as error:
         return str(error).removeprefix("reward 'it' ")
     return None
-
-
-def _short(name: str) -> str:
-    """Return the name of a function, without its file."""
-    return name.rpartition(":")[2]

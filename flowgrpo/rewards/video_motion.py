@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flowgrpo.errors import UserError
 from flowgrpo.packages import import_optional
-from flowgrpo.rewards.about import About, RewardFunction
+from flowgrpo.rewards.about import About, RewardFunction, built_in
 from flowgrpo.rewards.failures import Failed, first_failed
 from flowgrpo.rewards.preprocessing import eight_bit, grey
 from flowgrpo.rewards.reward import Batch, Reward, as_reward
@@ -29,8 +29,7 @@ LIFTS = ("mean", "min")
 
 
 def flows(videos: Tensor) -> list[np.ndarray]:
-    """Return the flow from each frame to the next [F-1, H, W, 2] in pixels (right, down), for videos [B, F, 3, H, W] in
-    [0, 1].
+    """Flow from each frame to the next [F-1, H, W, 2] in pixels (right, down), for videos [B, F, 3, H, W] in [0, 1].
     Raises UserError for clips of one frame, and without OpenCV."""
     cv2 = import_optional("cv2", "video", "optical flow")
     if videos.ndim != 5 or videos.shape[1] < 2:
@@ -42,6 +41,7 @@ def flows(videos: Tensor) -> list[np.ndarray]:
     return [np.stack([method.calc(one, other, None) for one, other in zip(clip, clip[1:])]) for clip in frames]
 
 
+@built_in("temporal_consistency", "flicker smooth steady jitter")
 @dataclass(frozen=True)
 class TemporalConsistency:
     """Temporal consistency: 1 minus the mean difference between a frame and the next one, warped back by the flow.
@@ -60,7 +60,7 @@ class TemporalConsistency:
 
 
 def _difference(one: np.ndarray, other: np.ndarray, flow: np.ndarray) -> float:
-    """Return the mean absolute difference in [0, 1] of two frames, bytes [H, W, 3], along a flow [H, W, 2]."""
+    """Mean absolute difference in [0, 1] of two frames, bytes [H, W, 3], along a flow [H, W, 2]."""
     import cv2
 
     h, w = flow.shape[:2]
@@ -70,6 +70,7 @@ def _difference(one: np.ndarray, other: np.ndarray, flow: np.ndarray) -> float:
     return float(np.abs(warped - one)[inside].mean() / 255) if inside.any() else 1.0
 
 
+@built_in("frames", "video image reward")
 @dataclass(frozen=True, eq=False)
 class Frames(Reward):
     """Mean or minimum score of a clip's frames by a reward of images.
@@ -108,12 +109,10 @@ class Frames(Reward):
         frames = Batch(videos.flatten(0, 1), [prompt for prompt in batch.prompts for _ in range(count)],
                        [entry for entry in batch.metadata for _ in range(count)])
         [scores] = of_batch({"of frames": self.parts[0]}, frames)
-        return [self._aggregate(scores[at:at + count]) for at in range(0, len(scores), count)]
-
-    def _aggregate(self, values: list[float | Failed]) -> float | None | Failed:
-        if failed := first_failed(values):
-            return failed
-        scores = [value for value in values if not isinstance(value, Failed) and not math.isnan(value)]
-        if not scores:
-            return None
-        return min(scores) if self.frames == "min" else sum(scores) / len(scores)
+        lifted: list[float | None | Failed] = []
+        for at in range(0, len(scores), count):
+            values = scores[at:at + count]
+            known = [value for value in values if not isinstance(value, Failed) and not math.isnan(value)]
+            mean = sum(known) / len(known) if known else None
+            lifted.append(first_failed(values) or (min(known) if known and self.frames == "min" else mean))
+        return lifted

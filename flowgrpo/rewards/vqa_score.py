@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from flowgrpo.errors import UserError
-from flowgrpo.rewards.about import About
+from flowgrpo.rewards.about import About, built_in
 from flowgrpo.rewards.local_model import LocalModel, load_pretrained
 from flowgrpo.rewards.preprocessing import Preparation
 
 LONGEST = 128  # tokens of a question
 
 
+@built_in("vqascore", "alignment prompt following faithful")
 @dataclass(frozen=True)
 class VqaScore(LocalModel):
     """VQAScore: the probability of the answer "yes" to whether the image shows its prompt.
@@ -81,8 +82,7 @@ class VqaScore(LocalModel):
         return logits.float().log_softmax(-1).gather(-1, answer[..., None])[..., 0].mean(1).exp()
 
     def _visual_inputs(self, images: Tensor, questions: list[str]) -> Tensor:
-        """Return the language model's visual inputs of the images, [B, queries, D]: the Q-Former reads the question
-        too."""
+        """The language model's visual inputs of the images, [B, queries, D]: the Q-Former reads the question too."""
         model, _, tokenizer = self.models
         pictures = Preparation(model.config.vision_config.image_size)(images.to(self.device))
         features = model.vision_model(pixel_values=pictures.to(model.dtype)).last_hidden_state

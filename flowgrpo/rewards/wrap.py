@@ -40,8 +40,8 @@ FILE = "rewards.sqlite"
 
 def ready(name: str, reward: Reward, rule: WatchRule = WatchRule(), kept: Scores | None = None,
           placement: Placement | None = None) -> Reward:
-    """Return a reward of that label under its rule: `when`, then cached scores, weights on their device, attempts, the
-    time-out, and the check of its answer."""
+    """Reward of that label under its rule: `when`, then cached scores, weights on their device, attempts, the time-out,
+    and the check of its answer."""
     made: Reward = Checked(name, WinRates(name, reward, pairing(reward)) if reward.unit == "pair" else reward)
     if rule.use not in (None, name):
         made = Labelled(name, made, str(rule.use))
@@ -105,7 +105,7 @@ class Placed(Wrapped):
         self.placement = placement
 
     def __call__(self, batch: Batch) -> Any:
-        self.placement.come()
+        self.placement.bring()
         return self.reward(batch)
 
 
@@ -143,17 +143,21 @@ class Where(Wrapped):
 
 
 def by_size(batch: Batch, columns: Callable[[Batch], list[list[float | Failed]]]) -> list[list[float | Failed]]:
-    """Return `columns` of images of several sizes: those of one size are scored together, in the order of the batch.
+    """`columns` of images of several sizes: those of one size are scored together, in the order of the batch.
 
     Raises UserError for a group whose samples differ in size.
     """
+    import torch
+
     alike: dict[tuple[int, ...], list[int]] = {}
     for row, output in enumerate(batch.samples):
         alike.setdefault(tuple(output.shape), []).append(row)
     if any(output.shape != batch.samples[row - row % batch.group].shape for row, output in enumerate(batch.samples)):
         raise UserError(f"the samples of a group of {batch.group} differ in size ({', '.join(map(str, alike))}): "
                         "expected one size in each group")
-    scored = {row: scores for rows in alike.values() for row, scores in zip(rows, zip(*columns(batch.of_size(rows))))}
+    scored: dict[int, tuple[float | Failed, ...]] = {}
+    for rows in alike.values():
+        scored |= zip(rows, zip(*columns(batch.rows(rows, torch.stack))))
     return [list(column) for column in zip(*(scored.get(row, ()) for row in range(len(batch))))]
 
 
@@ -173,7 +177,7 @@ class Scores:
 
     def key(self, output: Tensor | str, prompt: str, metadata: dict[str, Any], base: Tensor | None = None,
             fps: float | None = None) -> str:
-        """Return the hash of a sample, and of the base's sample if compared, and of the frames per second if read.
+        """Hash of a sample, and of the base's sample if compared, and of the frames per second if read.
 
         An image is hashed by its numbers, dtype and shape.
         """
@@ -185,13 +189,11 @@ class Scores:
         return hashed.hexdigest()
 
     def read(self, keys: list[str]) -> dict[str, float]:
-        """Return the cached scores by key."""
         marks = ",".join("?" * len(keys))
         rows = self._with(f"SELECT key, score FROM scores WHERE key IN ({marks})", keys)
         return {key: math.nan if score is None else score for key, score in rows}
 
     def write(self, scores: dict[str, float]) -> None:
-        """Cache scores by key."""
         rows = [(key, self.identity, None if math.isnan(score) else score) for key, score in scores.items()]
         self._with("INSERT OR REPLACE INTO scores VALUES (?, ?, ?)", rows, many=True)
 
@@ -205,7 +207,7 @@ class Scores:
 
 
 def version(name: str, function: RewardFunction) -> str:
-    """Return the hash of a reward's source file, with its package's version if stated, and those of its parts."""
+    """Hash of a reward's source file, with its package's version if stated, and those of its parts."""
     thing = inspect.unwrap(getattr(function, "__func__", function))
     thing = thing if inspect.isfunction(thing) else type(thing)
     try:
@@ -219,7 +221,6 @@ def version(name: str, function: RewardFunction) -> str:
 
 
 def _content(output: Tensor | str) -> tuple[bytes, ...]:
-    """Return the bytes of a text, or of the numbers of an image or video."""
     if isinstance(output, str):
         return (output.encode(),)
     import torch

@@ -15,8 +15,8 @@ from flowgrpo.log import PhaseTimer
 from flowgrpo.methods.method import Method
 from flowgrpo.policies.policy import Policy
 from flowgrpo.rollouts.loss_inputs import LossInputs, SplitGroups
+from flowgrpo.samplers.growth import rescore
 from flowgrpo.samplers.old_policy import OldPolicy
-from flowgrpo.samplers.replay import rescore
 from flowgrpo.samplers.rollout import Part, RolloutSpec, Seed, seeder
 from flowgrpo.storage.checkpoint import Stateful
 from flowgrpo.types import Scored
@@ -73,11 +73,11 @@ class GroupSampler(Generic[C]):
 
     @property
     def exact(self) -> float | None:
-        """Return how closely a replay repeats the rollout's log-probabilities; None where only rounding bounds it."""
+        """How closely a replay repeats the rollout's log-probabilities; None where only rounding bounds it."""
         return self.policy.exact
 
     def seeds(self, epoch: int, turn: int, prompts: int) -> Seed:
-        """Return the seeds of a turn: of the first of this process's prompts, by its place among those of all.
+        """Seeds of a turn: of the first of this process's prompts, by its place among those of all.
 
         turn: how often the epoch has drawn before; its seeds follow those of the turns before. prompts: how many each
         process has in this turn.
@@ -88,14 +88,14 @@ class GroupSampler(Generic[C]):
         seed = seeder(self.config.seed, epoch)
 
         def of_slice(place: int, sample: int) -> int:
-            """Return the seed of a sample of a slice; -1 is the noise that the samples of its group share."""
+            """Seed of a sample of a slice; -1 is the noise that the samples of its group share."""
             prompt, number = divmod(first + place, shape.slices)
             return seed(prompt, sample if sample < 0 else number * shape.group + sample)
 
         return of_slice
 
     def together(self, count: int) -> list[int]:
-        """Return how many of this process's `count` groups, or slices of groups, each part holds."""
+        """How many of this process's `count` groups, or slices of groups, each part holds."""
         return self.geometry.part_sizes(self.processes.rank, count)
 
     def whole_groups(self, count: int) -> Iterator[Groups]:
@@ -105,6 +105,16 @@ class GroupSampler(Generic[C]):
             groups = range(int(prompts[0]), int(prompts[-1]) + 1)
             yield Groups(groups, prompts.repeat_interleave(group), torch.arange(group).repeat(len(prompts)),
                          slice(groups.start * group, groups.stop * group))
+
+    def drawn_together(self, count: int) -> Iterator[list[Groups]]:
+        """The parts of `count` prompts, as many at once as `train.generation_batch` has rows, one at least."""
+        together: list[Groups] = []
+        for groups in self.whole_groups(count):
+            if together and groups.rows.stop - together[0].rows.start > self.geometry.generation_batch:
+                yield together
+                together = []
+            together.append(groups)
+        yield together
 
     def count(self, spent: int) -> None:
         """Add the evaluations of this process's share: every process spends the same."""
@@ -133,7 +143,7 @@ class GroupSampler(Generic[C]):
         raise NotImplementedError
 
     def base(self, part: Part, conditioning: C) -> torch.Tensor | None:
-        """Return the base model's outputs beside a part's; None for a part that has none."""
+        """Base model's outputs beside a part's; None for a part that has none."""
         return None
 
     def replay(self, part: Part, conditioning: C) -> Iterator[tuple[int, slice, Scored]]:
@@ -141,11 +151,11 @@ class GroupSampler(Generic[C]):
         raise NotImplementedError
 
     def rescore(self, part: Part, conditioning: C) -> Part:
-        """Return the part with old scores that are those of its replay."""
+        """Part with old scores that are those of its replay."""
         return rescore(part, self.replay(part, conditioning))
 
     def loss_inputs(self, part: Part, conditioning: C, reference: list[Scored]) -> LossInputs:
-        """Return what gives the surrogate's third argument for every batch of the part's replay."""
+        """What gives the surrogate's third argument for every batch of the part's replay."""
         raise NotImplementedError
 
     def gather_groups(self, parts: list[Part], conditioning: C, reference: Callable[[Part], list[Scored]]) -> None:
@@ -155,21 +165,21 @@ class GroupSampler(Generic[C]):
         """
 
     def step_weights(self, parts: list[Part], epoch: int) -> dict[int, float]:
-        """Return the weight of every trained step, by its index."""
+        """Weight of every trained step, by its index."""
         return {0: 1.0}
 
     def stateful(self) -> dict[str, Stateful]:
-        """Return what has a state in a checkpoint, by name, beside the weights."""
+        """What has a state in a checkpoint, by name, beside the weights."""
         return {}
 
     def explorations(self, epoch: int) -> list[RolloutSpec]:
-        """Return an epoch's plans, one per schedule; none of a language model."""
+        """Epoch's plans, one per schedule; none of a language model."""
         return []
 
     def splits(self, epoch: int) -> tuple[int, ...]:
-        """Return the children per state at each split that the plan lists, in order; none of a language model."""
+        """Children per state at each split that the plan lists, in order; none of a language model."""
         return ()
 
     def metrics(self) -> dict[str, float]:
-        """Return what an epoch's sampling adds to its metrics."""
+        """What an epoch's sampling adds to its metrics."""
         return {}

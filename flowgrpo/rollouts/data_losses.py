@@ -69,11 +69,10 @@ class DataLosses(Protocol):
 
     @property
     def rollouts(self) -> Any:
-        """Return the run's present rollouts."""
         return self.run.rollouts
 
     def divisor(self, examples: Sequence[Example]) -> int:
-        """Return what the summed loss of a batch is divided by."""
+        """What the summed loss of a batch is divided by."""
 
     def __call__(self, examples: Sequence[Example], places: Sequence[int], update: int) -> Iterator[Tensor]:
         """Yield summed losses, 0-d, each with a graph of its own; their sum over the divisor is the batch's loss.
@@ -82,7 +81,7 @@ class DataLosses(Protocol):
         """
 
     def metrics(self, total: Callable[[Sequence[int]], list[int]]) -> dict[str, float]:
-        """Return an epoch's further metrics; all processes call it. total: sums over processes."""
+        """Epoch's further metrics; all processes call it. total: sums over processes."""
         return {}
 
 
@@ -94,18 +93,18 @@ class TextExamples(DataLosses):
         self.policy = cast(Any, run.policy)  # a `CausalLM`
 
     def row(self, text: str) -> Tensor:
-        """Return the tokens [n] of a text, an end included."""
+        """Tokens [n] of a text, an end included."""
         ids = self.policy.tokenizer(text, add_special_tokens=False)["input_ids"]
         return torch.tensor([*ids, self.policy.ends[0]])
 
     def pad(self, rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return rows of tokens as ids [B, L] and mask, bool [B, L]."""
+        """Rows of tokens as ids [B, L] and mask, bool [B, L]."""
         ids = pad_sequence([*rows], batch_first=True, padding_value=self.policy.padding)
         return ids, torch.arange(ids.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
 
 
 def sum_loss(loss: PairLoss, new: Scored, reference: Scored | None, margins: Sequence[float]) -> Tensor:
-    """Return the summed loss of n pairs of these margins.
+    """Summed loss of n pairs of these margins.
 
     new, reference: scores [2 n, L], each chosen sample before its rejected one; None where the loss reads no reference.
     """
@@ -137,7 +136,6 @@ class PairTokenLosses(TextExamples):
             yield self._of(examples[start:start + half])
 
     def _of(self, examples: Sequence[Example]) -> Tensor:
-        """Return the summed loss of some pairs."""
         loss, policy, count = self.part.loss, self.policy, len(examples)
         ids, mask = self.pad([self.row(text) for pair in examples for text in (str(pair.content), pair.rejected)])
         encoded = self.rollouts.conditioning([condition_prompt(self.part.condition, example) for example in examples])
@@ -155,7 +153,7 @@ class TokenLosses(TextExamples):
     part: NextToken
 
     def tokens(self, example: Example) -> Tensor:
-        """Return the tokens [n] of an example's answer, an end included."""
+        """Tokens [n] of an example's answer, an end included."""
         return example.content if isinstance(example.content, Tensor) else self.row(example.content)
 
     def require(self, recorded: Iterable[Example]) -> None:
@@ -196,7 +194,7 @@ class TokenLosses(TextExamples):
         yield part.contrast * (cross_entropy(logits, target, reduction="none") * counts).sum()
 
     def _mean_hidden_states(self, examples: Sequence[Example]) -> Tensor:
-        """Return the mean last hidden states before the tokens of answers, of length 1: [n,H] float32."""
+        """Mean last hidden states before the tokens of answers, of length 1: [n,H] float32."""
         rows = [self.tokens(example) for example in examples]
         ids = pad_sequence(rows, batch_first=True, padding_value=self.policy.padding).to(self.policy.device)
         counts = torch.tensor([len(row) for row in rows], device=ids.device)
@@ -214,12 +212,11 @@ def require_fitting(most: int, prompt: Prompt, count: int, what: str) -> None:
 
 
 def condition_prompt(condition: str, example: Example) -> Prompt:
-    """Return an example's prompt as the model reads it."""
     return replace(example.prompt, text=condition.format(prompt=example.prompt.text, source=example.source))
 
 
 def seed_of(seed: int, update: int, place: int) -> int:
-    """Return the seed of an example's draws. place: its place in the batch of an optimizer step."""
+    """Seed of an example's draws. place: its place in the batch of an optimizer step."""
     return int(np.random.SeedSequence((seed, update, place, DRAWS)).generate_state(1, np.uint64)[0] >> 1)
 
 
@@ -241,8 +238,9 @@ class NoisedLosses(DataLosses):
         policy, seed = self.policy, self.rollouts.config.seed
         prompts = [condition_prompt(self.part.condition, example) for example in examples]
         encoded = DenoisingRollouts.conditioning(self.rollouts, prompts)
-        x0 = torch.cat([self._latent(example, encoded.rows(torch.tensor([row]))) for row, example in
-                        enumerate(examples)]).to(policy.device)
+        x0 = torch.cat([example.content[None] if isinstance(example.content, Tensor)
+                        else self.encoder(example.content, encoded.rows(torch.tensor([row])))[0]
+                        for row, example in enumerate(examples)]).to(policy.device)
         noise = noise_like(x0, policy.generators(seed_of(seed, update, place) for place in places))
         weights = torch.tensor([self.part.weight(example.reward) for example in examples])
         times = self.times(update)
@@ -255,13 +253,12 @@ class NoisedLosses(DataLosses):
             yield (weights.to(output.device) * self.errors(output, target, t)).sum() / (len(times.grid) - 1)
 
     def times(self, update: int) -> RolloutSpec:
-        """Return the times of an optimizer step."""
         alphas = self.policy.stock.alphas_cumprod.cpu() if self.policy.process == "vp" else None
         times = self.part.times(self.rollouts.grid, update, self.rollouts.config.seed)
         return noised_finals.exploration(times, 1, self.rollouts.method.denoising.solver, False, False, alphas)
 
     def errors(self, output: Tensor, target: Tensor, t: float) -> Tensor:
-        """Return the error [B] of predictions [B,*D]; t: sigma, or the alpha-bar of a variance-preserving process."""
+        """Error [B] of predictions [B,*D]; t: sigma, or the alpha-bar of a variance-preserving process."""
         output, target = wide(output, target)
         apart = output - target
         if self.part.space == "data":
@@ -272,16 +269,11 @@ class NoisedLosses(DataLosses):
         return smooth_l1_loss(apart, torch.zeros_like(apart), reduction="none").mean(1)
 
     def teacher(self, encoded: Any, x: Tensor, times: RolloutSpec, k: int) -> Tensor:
-        """Return the teacher's guided prediction [B,*D] at states of the k-th time."""
+        """Teacher's guided prediction [B,*D] at states of the k-th time."""
         assert isinstance(self.part, GuidanceDistillation)
         weights = self.policy.reference() if self.part.base else torch.no_grad()
         with weights, at_guidance(self.policy, self.part.scale):
             return self.policy.replay(encoded, x, times.grid, k, times.timesteps)
-
-    def _latent(self, example: Example, row: Any) -> Tensor:
-        if isinstance(example.content, Tensor):
-            return example.content[None]
-        return self.encoder(example.content, row)[0]
 
 
 class PairNoisedLosses(NoisedLosses):
@@ -295,7 +287,6 @@ class PairNoisedLosses(NoisedLosses):
             yield from self._of(examples[start:start + half], places[start:start + half], update)
 
     def _of(self, examples: Sequence[Example], places: Sequence[int], update: int) -> Iterator[Tensor]:
-        """Yield the summed loss of some pairs at each time, over the number of times."""
         policy, loss = self.policy, self.part.loss
         prompts = [condition_prompt(self.part.condition, example) for example in examples]
         encoded = DenoisingRollouts.conditioning(self.rollouts, prompts).rows(
@@ -303,6 +294,7 @@ class PairNoisedLosses(NoisedLosses):
         files = [file for example in examples for file in (str(example.content), example.rejected)]
         x0 = torch.cat([self.encoder(file, encoded.rows(torch.tensor([row])))[0] for row, file in enumerate(files)]
                        ).to(policy.device)
+        # Both images of a pair get one noise, so that only they differ.
         seeds = (seed_of(self.rollouts.config.seed, update, place) for place in places)
         noise = noise_like(x0[::2], policy.generators(seeds)).repeat_interleave(2, 0)
         times = self.times(update)

@@ -2,6 +2,7 @@
 
 Grids, noise and images are known here alone; the training loop knows of none of them.
 Each group has a size, so that a run trains several resolutions and aspect ratios.
+Samples beside those that are trained are scored here too: previews, clean predictions, deterministic samples.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -26,50 +28,28 @@ from flowgrpo.policies.pipelines import encoded_prompts, probes
 from flowgrpo.policies.pipelines.conditioning import Conditioning, Size
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.pipelines.probes import few_steps
-from flowgrpo.rollouts import measured
+from flowgrpo.policies.weights.low_precision import require_low_precision, with_quantised_weights
 from flowgrpo.rollouts.base import GroupSampler, TotalReward
 from flowgrpo.rollouts.loss_inputs import LossInputs
 from flowgrpo.rollouts.targets import Drawer, Replayed, target
-from flowgrpo.samplers import cost, noise, reward_gradient
-from flowgrpo.samplers.base_samples import BaseImages
+from flowgrpo.samplers import cost, reward_gradient
 from flowgrpo.samplers.grids import make_grid
-from flowgrpo.samplers.noise import LEAST, deviation, message, quiet
-from flowgrpo.samplers.rollout import Part, RolloutSpec, Seed
+from flowgrpo.samplers.growth import BaseImages, deterministic
+from flowgrpo.samplers.kernels import NOISE_NETWORK, Noisy
+from flowgrpo.samplers.preview import contrasting, previews, select_seeds
+from flowgrpo.samplers.rollout import LEAST, Part, RolloutSpec, Seed, deviation, quiet_steps
 from flowgrpo.samplers.scheduler import Segment
 from flowgrpo.types import Gaussian, Scored, unwrap
 
 
 def draw_sizes(sizes: Sequence[Size], keys: Sequence[str], epoch: int, seed: int) -> list[Size]:
-    """Return the (height, width) of each prompt's group in an epoch: all sizes are as likely.
+    """The (height, width) of each prompt's group in an epoch: all sizes are as likely.
 
     A pure function of its arguments: the same on every process, and after a resume.
     keys: of the prompts (`Prompt.key`). Groups of one prompt in an epoch have one size.
     """
     return [sizes[int.from_bytes(hashlib.sha256(f"{seed} {epoch} {key}".encode()).digest()[:8], "big") % len(sizes)]
             for key in keys]
-
-
-def runs(sizes: Sequence[Size]) -> Iterator[tuple[range, Size]]:
-    """Yield consecutive prompts of one size, and that size. sizes: of the prompts."""
-    start = 0
-    for size, same in itertools.groupby(sizes):
-        stop = start + len(list(same))
-        yield range(start, stop), size
-        start = stop
-
-
-def behind(seed: Seed, first: int) -> Seed:
-    """Return the seeds of prompts whose first is the one at place `first`."""
-    return seed if not first else lambda prompt, sample: seed(first + prompt, sample)
-
-
-def shift_indices(part: Part, prompts: int, groups: int) -> Part:
-    """Return the part of later prompts: its prompts and groups are counted from these."""
-    if not prompts:
-        return part
-    taken = tuple(replace(one, prompts=one.prompts + prompts) for one in part.transitions)
-    return replace(part, groups=range(part.groups.start + groups, part.groups.stop + groups),
-                   prompts=part.prompts + prompts, transitions=taken)
 
 
 def require_sizes(policy: PipelinePolicy, encode: Callable[[], Conditioning], sizes: Sequence[Size],
@@ -89,26 +69,18 @@ def require_sizes(policy: PipelinePolicy, encode: Callable[[], Conditioning], si
     conditioning, before = encode(), policy.evaluations
     if conditioning.inputs:
         raise UserError("image.sizes is set, but prompts bring images, whose size is theirs: leave it out")
-    for size in sizes:
-        if (made := _output_size(policy, replace(conditioning, sizes=[size]), name)) != size:
-            raise UserError(f"image.sizes: {name} makes images of {made[0]} x {made[1]} where {size[0]} x {size[1]}"
-                            " are asked for: use sizes that it makes, such as multiples of 16")
-    policy.evaluations = before
-
-
-def _output_size(policy: PipelinePolicy, conditioning: Conditioning, name: str) -> Size:
-    """Return the height and width of an image after one step."""
     grid, timesteps = few_steps(policy, 2)
-    try:
-        x, _ = policy.run(Segment(grid, range(1), timesteps=timesteps), conditioning, None, policy.generators([0]))
-        height, width = policy.decode(x, conditioning).shape[-2:]
-    except torch.OutOfMemoryError:
-        raise
-    except (RuntimeError, TypeError, ValueError) as error:
-        [(height, width)] = conditioning.sizes
-        raise UserError(f"image.sizes: {name} refuses {height} x {width} ({str(error).splitlines()[0][:200]}): use "
-                        "sizes that it takes, or leave image.sizes out") from error
-    return height, width
+    for height, width in sizes:
+        row = replace(conditioning, sizes=[(height, width)])
+        try:
+            x, _ = policy.run(Segment(grid, range(1), timesteps=timesteps), row, None, policy.generators([0]))
+            policy.decode(x, row)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise UserError(f"image.sizes: {name} refuses {height} x {width} ({str(error).splitlines()[0][:200]}): use "
+                            "sizes that it takes, or leave image.sizes out") from error
+    policy.evaluations = before
 
 
 class DenoisingRollouts(GroupSampler[Conditioning]):
@@ -131,9 +103,9 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
         learned = method.denoising.learned_noise
         self.network = learned.network().to(policy.device) if learned else None
         if self.network is not None:
-            policy.weights.add(noise.NAME, self.network)
+            policy.weights.add(NOISE_NETWORK, self.network)
         if method.denoising.preview:
-            measured.require_previews(method.denoising.preview, policy)
+            require_low_precision(method.denoising.preview.precision, policy.device)
         self.target, self.planned = target(self), dict[tuple[int, Size | None], list[RolloutSpec]]()
         self._grids: dict[Size | None, tuple[torch.Tensor, torch.Tensor | None]] = {None: (self.grid, self.timesteps)}
         self._require_noise()
@@ -161,26 +133,28 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
             return
         for epoch in range(train.epochs):
             for spec in method.plan_explorations(*given, epoch, self.config.seed, self.timesteps):
-                found |= {step: deviation(spec, step) for step in quiet(spec)}
+                found |= {step: deviation(spec, step) for step in quiet_steps(spec)}
             try:
                 method.explorations(*given, epoch, self.config.seed, self.timesteps)
             except ValueError as error:
                 raise UserError(f"epoch {epoch + 1}: {error}") from None
         if found and self.processes.first:
-            print(message(found, len(self.grid) - 1), flush=True)
+            listed = ", ".join(f"{step} ({found[step]:.2g})" for step in sorted(found))
+            print(f"of the steps 0 to {len(self.grid) - 2} these are not trained, their deviation is below {LEAST}: "
+                  f"{listed}", flush=True)
 
     @property
     def exact(self) -> float | None:
         return self.policy.exact if self.drawer is None else None
 
     def make_grid(self, steps: int, size: Size | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the grid [steps+1] of images of a size (None: the evaluation's), and its timesteps."""
+        """Grid [steps+1] of images of a size (None: the evaluation's), and its timesteps."""
         train, policy, of = self.config.train, self.policy, [] if size is None else [size]
         return make_grid(train.grid, steps, train.shift, policy.stock, policy.strength, lambda steps:
                          policy.stock_grid(replace(self.conditioning([self.first]), sizes=of), steps))
 
     def grid_of(self, size: Size | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the grid of the rollout's steps for images of a size; the pipeline's own may go by the size."""
+        """Grid of the rollout's steps for images of a size; the pipeline's own may go by the size."""
         if size not in self._grids:
             self._grids[size] = self.make_grid(self.config.train.steps, size)
         return self._grids[size]
@@ -196,55 +170,45 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
             if self.config.train.pack and not self.policy.vector(encoded):
                 raise UserError(f"train.pack is true, but {type(self.policy.pipe).__name__} takes one timestep per "
                                 f"call at guidance {self.policy.guidance:g}: set it to false")
-        if any(p.guided for p in batch):
-            encoded = self._apply_guided_inputs(encoded, batch, epoch)
+        # Prompts under other inputs than their own, with what the loss reads in place.
+        if any(p.guided and p.guided.scale is not None for p in batch):
+            encoded = replace(encoded, scales=[self.policy.guidance if p.guided is None or p.guided.scale is None
+                                               else p.guided.scale for p in batch])
+        if any(p.learned is not p for p in batch) and not self.method.target.scores_sampling:
+            encoded = replace(encoded, learned=self.conditioning([p.learned for p in batch], epoch))
         if epoch is None or not self.config.image.sizes:
             return encoded
         return replace(encoded, sizes=draw_sizes(self.config.image.sizes, [p.unguided.key for p in batch], epoch,
                                                   self.config.seed))
 
-    def _apply_guided_inputs(self, encoded: Conditioning, batch: list[Prompt], epoch: int | None) -> Conditioning:
-        """Return the conditioning of prompts under other inputs than their own, with what the loss reads in place."""
-        if any(p.guided and p.guided.scale is not None for p in batch):
-            encoded = replace(encoded, scales=[self._scale(p) for p in batch])
-        if any(p.learned is not p for p in batch) and not self.method.target.scores_sampling:
-            encoded = replace(encoded, learned=self.conditioning([p.learned for p in batch], epoch))
-        return encoded
-
     def prepare(self, batch: list[Prompt]) -> None:
         """Encode prompts into the memory of prompts, as many as it holds."""
         self.encode.prepare([p.text for p in batch], self._negatives(batch), [p.brings for p in batch])
-
-    def _scale(self, prompt: Prompt) -> float:
-        scale = prompt.guided.scale if prompt.guided else None
-        return self.policy.guidance if scale is None else scale
 
     def _negatives(self, batch: list[Prompt]) -> list[str]:
         return [self.config.negative_prompt if p.negative is None else p.negative for p in batch]
 
     def explorations(self, epoch: int, size: Size | None = None) -> list[RolloutSpec]:
-        """Return an epoch's grids, windows, kernels and solvers for images of a size; the last epoch's are kept."""
+        """Epoch's grids, windows, kernels and solvers for images of a size; the last epoch's are kept."""
         if (epoch, size) not in self.planned:
             train, method = self.config.train, self.method
             if self.network is not None:
                 learned = unwrap(method.denoising.learned_noise)
-                method = method.having(kernel=learned.with_network(self.network, epoch, train.epochs))
+                kernel = Noisy(self.network, learned.low, learned.upper(epoch, train.epochs))
+                method = method.having(kernel=kernel)
             grid, timesteps = self.grid_of(size)
             specs = method.explorations(grid, self.target.samples_per_prompt, self.shift, epoch, self.config.seed,
                                         timesteps)
             self.planned = {key: planned for key, planned in self.planned.items() if key[0] == epoch}
-            self.planned[epoch, size] = [self._slice(spec) for spec in specs]
+            if self.geometry.slices > 1:  # the samples of a slice have the initial noises that they have in its group
+                samples = self.geometry.group
+                specs = [replace(spec, group=samples, roots=samples if spec.alone else spec.roots,
+                                 shared=not spec.alone) for spec in specs]
+            self.planned[epoch, size] = specs
         return self.planned[epoch, size]
 
     def splits(self, epoch: int) -> tuple[int, ...]:
         return self.explorations(epoch)[0].split_widths
-
-    def _slice(self, spec: RolloutSpec) -> RolloutSpec:
-        """Return the sampling of a slice of a group, whose samples have the initial noises that they have in it."""
-        if self.geometry.slices == 1:
-            return spec
-        samples = self.geometry.group
-        return replace(spec, group=samples, roots=samples if spec.alone else spec.roots, shared=not spec.alone)
 
     def sample(self, conditioning: Conditioning, epoch: int, judge: TotalReward,
                value: reward_gradient.Value | None = None, turn: int = 0
@@ -261,9 +225,10 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
         if lags:
             self.old_policy.start_epoch(epoch)
         drawing = self.old_policy.drawing if lags else nullcontext
+        # A cheap preview chooses initial noises.
         if self.method.denoising.preview:
             with drawing():
-                seed = measured.preview_seeds(self, conditioning, seed, judge)
+                seed = self._preview_seeds(conditioning, seed, judge)
         before = self.policy.evaluations
         parts = self._sample(conditioning, epoch, seed, judge)
         while True:
@@ -272,13 +237,18 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
             if part is None:
                 break
             sampled = self.policy.evaluations
-            part = self._record(part, conditioning, epoch, seed)
+            # The transitions that are trained; all processes do alike where they are scored now.
+            learned = conditioning.learned or conditioning
+            with nullcontext() if self.method.target.scores_sampling else self.processes.alike(
+                    lambda: (len(part.prompts), learned.scales and self.processes.rank)):
+                part = self.target.record(part, learned, epoch, seed)
             before += self.policy.evaluations - sampled  # they are the update's
+            # Rewards of samples beside the part's own.
             if self.method.credit.progress is not None:
-                part = measured.score_predictions(self, part, conditioning, judge, self.method.credit.progress)
+                part = self._score_predictions(part, conditioning, judge)
             if self.method.credit.advantage.reads_baseline:
                 sampled = self.policy.evaluations
-                part = measured.score_baselines(self, part, conditioning, judge)
+                part = self._score_baselines(part, conditioning, judge)
                 before += self.policy.evaluations - sampled  # it counts its own
             with self.clock("decode"):
                 images = [self.decode(final, conditioning.rows(part.prompts)) if self.decodes else None
@@ -288,34 +258,80 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
             sampled = self.policy.evaluations
             yield part, images
             before += self.policy.evaluations - sampled  # of the base, which counts its own
-        self._count(self.policy.evaluations - before, explorations)
-
-    def _record(self, part: Part, conditioning: Conditioning, epoch: int, seed: Seed) -> Part:
-        """Return a sampled part with the transitions that are trained, which may be scored; all processes do alike."""
-        learned = conditioning.learned or conditioning
-        if self.method.target.scores_sampling:  # nothing is left to score
-            return self.target.record(part, learned, epoch, seed)
-        with self.processes.alike(lambda: (len(part.prompts), learned.scales and self.processes.rank)):
-            return self.target.record(part, learned, epoch, seed)
+        # The rollout's cost, and what shared prefixes saved of it.
+        spent = self.policy.evaluations - before
+        self.count(spent)
+        alone, shared = (count(explorations, self.geometry.prompts) for count in (cost.alone, cost.rollout))
+        spent *= self.processes.count
+        self.saved_evaluations += round(spent * alone / shared) - spent
 
     def _sample(self, conditioning: Conditioning, epoch: int, seed: Seed, judge: TotalReward) -> Iterator[Part]:
         """Sample a group per prompt, groups of different sizes by themselves."""
 
         def of_states(states: torch.Tensor, prompts: torch.Tensor, pool: int) -> torch.Tensor:
-            return measured.score_states(self, states, prompts + first, conditioning, judge, pool)
+            return self._score_states(states, prompts + first, conditioning, judge, pool)
 
         first, drawer = 0, self.drawer or self.target
         if not conditioning.sizes:
             yield from drawer.sample(conditioning, self.explorations(epoch), seed, of_states)
             return
-        for prompts, size in runs(conditioning.sizes):
-            of = conditioning.rows(torch.tensor([*prompts]))
-            specs, first = self.explorations(epoch, size), prompts.start
-            for part in drawer.sample(of, specs, behind(seed, prompts.start), of_states):
-                yield shift_indices(part, prompts.start, prompts.start * len(specs))
+        for size, same in itertools.groupby(conditioning.sizes):  # consecutive prompts of one size
+            prompts = torch.arange(first, first + len(list(same)))
+            specs = self.explorations(epoch, size)
+            for part in drawer.sample(conditioning.rows(prompts), specs,
+                                      lambda prompt, sample: seed(first + prompt, sample), of_states):
+                # Its prompts and groups are counted from the first of this size.
+                taken = tuple(replace(one, prompts=one.prompts + first) for one in part.transitions)
+                groups = range(part.groups.start + first * len(specs), part.groups.stop + first * len(specs))
+                yield replace(part, groups=groups, prompts=part.prompts + first, transitions=taken)
+            first += len(prompts)
+
+    def _preview_seeds(self, conditioning: Conditioning, seed: Seed, judge: TotalReward) -> Seed:
+        """Seeds of the noises whose cheap previews score best and worst."""
+        preview, before = unwrap(self.method.denoising.preview), self.policy.evaluations
+        with self.clock("preview"):
+            grid, rows = self.make_grid(preview.steps), torch.arange(len(conditioning.prompts))
+            with with_quantised_weights(self.policy, preview.precision):
+                finals = previews(self.policy, conditioning, *grid, preview.pool, self.geometry.micro_batch, seed)
+            self.count(self.policy.evaluations - before)
+            of = conditioning.rows(rows.repeat_interleave(preview.pool))
+            images = self.decode(finals, of) if self.decodes else None
+        with self.clock("reward"):
+            totals = judge(images, preview.pool, None, finals.float().cpu())
+            return select_seeds(seed, contrasting(totals, self.config.train.group))
+
+    def _score_predictions(self, part: Part, conditioning: Conditioning, judge: TotalReward) -> Part:
+        """Part with the rewards of the clean predictions before its trained steps, which are let go."""
+        transitions: Any = part.transitions  # of a pipeline
+        values, leaves = [], len(part.prompts)
+        for taken in transitions:
+            together = len(taken.x) // len(part.groups)
+            totals = self._score_states(unwrap(taken.clean), taken.prompts, conditioning, judge, together,
+                                        unwrap(self.method.credit.progress).rewards)
+            values.append(totals.flatten().repeat_interleave(leaves // len(taken.x)))
+        let_go = tuple(replace(taken, clean=None) for taken in transitions)
+        return replace(part, transitions=let_go).with_measured(predicted=torch.stack(values, 1))
+
+    def _score_baselines(self, part: Part, conditioning: Conditioning, judge: TotalReward) -> Part:
+        """Part with the reward of the deterministic sample from every leaf's initial noise."""
+        before = self.policy.evaluations
+        with self.clock("rollout"), self.old_policy.drawing():
+            finals, prompts, at = deterministic(self.policy, conditioning, part, self.geometry.micro_batch)
+        self.count(self.policy.evaluations - before)
+        rewards = self._score_states(finals, prompts, conditioning, judge, 1).flatten()
+        return part.with_measured(baseline=rewards[at])
+
+    def _score_states(self, finals: torch.Tensor, prompts: torch.Tensor, conditioning: Conditioning,
+                      judge: TotalReward, together: int, names: tuple[str, ...] = ()) -> torch.Tensor:
+        """Total rewards [., together] of final states [n,*D] of the prompts [n]. names: of those that count."""
+        with self.clock("decode"):
+            finals = finals.to(self.policy.device)
+            images = self.decode(finals, conditioning.rows(prompts)) if self.decodes else None
+        with self.clock("reward"):
+            return judge(images, together, prompts, finals.float().cpu(), names)
 
     def base(self, part: Part, conditioning: Conditioning) -> torch.Tensor | None:
-        """Return the base model's images [b,...] beside a part's, from the same initial noises, on the CPU.
+        """Base model's images [b,...] beside a part's, from the same initial noises, on the CPU.
 
         None for a part that came from none.
         """
@@ -335,31 +351,20 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
         rows = torch.arange(len(finals)).split(self.geometry.micro_batch)
         return torch.cat([self.policy.decode(finals[at], conditioning.rows(at)).cpu() for at in rows])
 
-    def _count(self, spent: int, explorations: list[RolloutSpec]) -> None:
-        """Count a rollout's evaluations, and those that shared prefixes saved."""
-        self.count(spent)
-        alone = cost.alone(explorations, self.geometry.prompts)
-        shared = cost.rollout(explorations, self.geometry.prompts)
-        spent *= self.processes.count
-        self.saved_evaluations += round(spent * alone / shared) - spent
-
     def replay(self, part: Part, conditioning: Conditioning) -> Replayed:
-        """Score a part's transitions under the present weights: (place in `part.transitions`, its rows, scores)."""
         return self.target.replay(part, conditioning)
 
     def loss_inputs(self, part: Part, conditioning: Conditioning, reference: list[Scored]) -> LossInputs:
-        """Return what the surrogate reads in addition to ratio and advantage, in every batch of the part's replay."""
         return self.target.loss_inputs(part, conditioning, reference)
 
     def gather_groups(self, parts: list[Part], conditioning: Conditioning,
                       reference: Callable[[Part], list[Scored]]) -> None:
-        """Gather what the loss of these parts compares, if their groups are split over processes; all call it."""
         if self.split_groups is not None:
             self.split_groups.gather((part, self.target.statistics(part, conditioning, reference(part)))
                                    for part in parts)
 
     def step_weights(self, parts: list[Part], epoch: int) -> dict[int, float]:
-        """Return the method's weight of every step that the epoch trains, however the parts are dealt out."""
+        """Method's weight of every step that the epoch trains, however the parts are dealt out."""
         grid, explorations = self.target.steps(epoch)
         if not explorations:
             return {0: 1.0}

@@ -58,7 +58,6 @@ class NoisedInputs:
             self.peers = [self._peers(k, values) for k, values in enumerate(self.statistics(cut))]
 
     def __call__(self, batch: int, k: int, rows: slice, new: Scored, old: Scored) -> NoisedBatch:
-        """Return the inputs of the rows of the k-th recorded step, in this batch of the replay."""
         noised = self._make_batch(batch, k, rows, new, old)
         if not self.surrogate.reads_groups:
             return noised
@@ -74,7 +73,7 @@ class NoisedInputs:
                            measure=self.measure)
 
     def statistics(self, replay: Replay) -> list[Tensor]:
-        """Return the compared statistic [m] of every step's samples, under the present weights."""
+        """Compared statistic [m] of every step's samples, under the present weights."""
         statistics: list[list[Tensor]] = [[] for _ in self.part.transitions]
         for batch, (k, rows, new) in enumerate(replay()):
             old = self.part.transitions[k].old.rows(rows).to(self.device)
@@ -88,9 +87,6 @@ class NoisedInputs:
         return GroupStatistics(statistic.flatten(), to_device(advantage, self.device), prompts)
 
 
-TextReplay = Callable[[], Iterator[tuple[int, slice, Scored]]]
-
-
 class CompletionInputs:
     """Inputs of a `GroupLoss` on completions: a `CompletionBatch`.
 
@@ -100,7 +96,7 @@ class CompletionInputs:
     """
 
     def __init__(self, method: Method, part: Part, reference: Sequence[Scored], device: torch.device,
-                 replay: TextReplay, progress: float = 0.0):
+                 replay: Replay, progress: float = 0.0):
         self.method, self.reference, self.device, self.replay = method, reference, device, replay
         self.progress = progress
         [self.taken], [advantage] = part.transitions, part.advantages
@@ -113,7 +109,6 @@ class CompletionInputs:
         self.seen = not method.loss.surrogate.reads_groups
 
     def __call__(self, batch: int, k: int, rows: slice, new: Scored, old: Scored) -> CompletionBatch:
-        """Return the inputs of these rows of the completions, in this batch of the replay."""
         compared = self._make_batch(batch, rows, new, old)
         if not self.seen:
             self.peers, self.seen = replace(self.peers, statistic=self._statistics(compared)), True
@@ -128,7 +123,7 @@ class CompletionInputs:
 
     @torch.no_grad()
     def _statistics(self, first: CompletionBatch) -> Tensor:
-        """Return the statistic of all completions under the present weights. first: the replay's first batch."""
+        """Statistic of all completions under the present weights. first: the replay's first batch."""
         surrogate = self.method.loss.surrogate
         if len(first.rows) == len(self.taken.ids):
             return surrogate.statistic(first).detach()
@@ -159,18 +154,13 @@ class EditInputs:
         if not self.through:
             return seen
         noise = taken.proposed[rows].to(device) - unwrap(old.mean)[:, 0].to(device)
-        return replace(seen, edited=self._edit_value(taken, of, unwrap(new.mean)[:, 0] + noise))
-
-    def _edit_value(self, taken: Any, of: Tensor, decisions: Tensor) -> Tensor:
-        """Return the value [b, 1] of states `of` [b] moved by decisions [b,*D].
-
-        A base and its edit left the same state, which is valued once.
-        """
+        decisions = unwrap(new.mean)[:, 0] + noise
+        # A base and its edit left the same state, which is valued once.
         left, at, count = of.unique_consecutive(return_inverse=True, return_counts=True)
         first = (count.cumsum(0) - count).to(decisions.device)
         x = self.editor.edit.apply(taken.x[left.to(taken.x.device)].to(decisions.device), decisions[first])
         value = self.editor.value(self.conditioning.rows(taken.prompts[left]), x, frozen=True)
-        return value[at.to(value.device), None]
+        return replace(seen, edited=value[at.to(value.device), None])
 
 
 class SplitGroups:
@@ -187,7 +177,7 @@ class SplitGroups:
         self.table = self.processes.gather(torch.cat([torch.empty(0, COLUMNS, dtype=torch.float64), *rows]))
 
     def peers(self, part: Part, device: torch.device) -> list[tuple[GroupStatistics, int]]:
-        """Return for each recorded step of a part the samples of all processes, and the place of the part's first."""
+        """For each recorded step of a part the samples of all processes, and the place of the part's first."""
         found = []
         for k, taken in enumerate(part.transitions):
             here = (self.table[:, 1] == self._number(part)) & (self.table[:, 2] == taken.step)
@@ -198,7 +188,7 @@ class SplitGroups:
         return found
 
     def _rows(self, part: Part, k: int, statistic: Tensor) -> Tensor:
-        """Return the rows of the table [m,COLUMNS] of the k-th recorded step."""
+        """Rows of the table [m,COLUMNS] of the k-th recorded step."""
         taken = part.transitions[k]
         first = self.processes.rank * self.geometry.prompts
         groups = (first + taken.prompts[taken.parent].cpu()) // self.geometry.slices

@@ -31,13 +31,12 @@ class Paired(Conditioning):
     pairs: list[tuple[str, str]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, encoded: Conditioning, pairs: list[tuple[str, str]]) -> Paired:
-        """Return encoded prompts with their pairs."""
+    def with_pairs(cls, encoded: Conditioning, pairs: list[tuple[str, str]]) -> Paired:
         values = {entry.name: getattr(encoded, entry.name) for entry in fields(Conditioning)}
         return cls(**values, pairs=pairs)
 
     def rows(self, index: torch.Tensor) -> Paired:
-        return Paired.of(super().rows(index), [self.pairs[i] for i in index.tolist()])
+        return Paired.with_pairs(super().rows(index), [self.pairs[i] for i in index.tolist()])
 
 
 class RecordedRollouts(DenoisingRollouts):
@@ -51,8 +50,7 @@ class RecordedRollouts(DenoisingRollouts):
         self.latents = ImageEncoder(policy)
 
     def conditioning(self, batch: list[Prompt], epoch: int | None = None) -> Paired:
-        """Encode prompts of `recorded_pairs`, together with their pairs."""
-        return Paired.of(super().conditioning(batch, epoch),
+        return Paired.with_pairs(super().conditioning(batch, epoch),
                          [(prompt.metadata["chosen"], prompt.metadata["rejected"]) for prompt in batch])
 
     def sample(self, conditioning: Conditioning, epoch: int, judge: TotalReward, value: Value | None = None,

@@ -20,9 +20,8 @@ from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.rollouts.loss_inputs import EditInputs, LossInputs, NoisedInputs, SplitGroups
 from flowgrpo.samplers import joint_density, latent_edits, noised_finals, preview, reward_gradient
-from flowgrpo.samplers.growth import explore
+from flowgrpo.samplers.growth import explore, replay
 from flowgrpo.samplers.old_policy import OldPolicy
-from flowgrpo.samplers.replay import replay
 from flowgrpo.samplers.rollout import Part, RolloutSpec, Seed
 from flowgrpo.types import Scored, unwrap
 
@@ -84,11 +83,11 @@ class RecordedSteps:
                        self.rollouts.together(len(conditioning.prompts)), grower)
 
     def record(self, part: Part, conditioning: Conditioning, epoch: int, seed: Seed) -> Part:
-        """Return a sampled part with the transitions that are trained."""
+        """Sampled part with the transitions that are trained."""
         return part
 
     def score(self, part: Part, images: torch.Tensor, value: reward_gradient.Value | None) -> Part:
-        """Return a part with what its decoded images [b,...] add. value: the reward whose gradient is followed."""
+        """Part with what its decoded images [b,...] add. value: the reward whose gradient is followed."""
         return part
 
     def replay(self, part: Part, conditioning: Conditioning) -> Replayed:
@@ -96,7 +95,7 @@ class RecordedSteps:
         return replay(self.policy, conditioning, part, self.micro_batch, self.pack)
 
     def loss_inputs(self, part: Part, conditioning: Conditioning, reference: Sequence[Scored]) -> LossInputs:
-        """Return what the surrogate reads in addition to ratio and advantage, in every batch of the part's replay."""
+        """What the surrogate reads in addition to ratio and advantage, in every batch of the part's replay."""
         surrogate = self.method.loss.surrogate
         if not isinstance(surrogate, (OfNoised, SampleLoss)):
             return lambda batch, k, rows, new, old: objectives.surrogate_input(surrogate, new, old)
@@ -110,13 +109,13 @@ class RecordedSteps:
                                 (lambda: self.replay(part, conditioning)) if cut else None)
 
     def statistics(self, part: Part, conditioning: Conditioning, reference: Sequence[Scored]) -> list[torch.Tensor]:
-        """Return what the surrogate compares [m] of every step's samples, under the present weights."""
+        """What the surrogate compares [m] of every step's samples, under the present weights."""
         inputs = NoisedInputs(self.method.loss, part, reference, self.policy.device)
         with self.policy.sampling():
             return inputs.statistics(lambda: self.replay(part, conditioning))
 
     def steps(self, epoch: int) -> tuple[torch.Tensor, list[RolloutSpec]]:
-        """Return the grid of the trained steps, and their explorations."""
+        """Grid of the trained steps, and their explorations."""
         return self.rollouts.grid, self.rollouts.explorations(epoch)
 
 
@@ -136,7 +135,6 @@ class NoisedFinals(RecordedSteps):
     own: targets.NoisedFinals
 
     def times(self, epoch: int) -> RolloutSpec:
-        """Return the times at which an epoch's finals are noised."""
         alphas = self.policy.stock.alphas_cumprod.cpu() if self.policy.process == "vp" else None
         shape, seed = self.rollouts.geometry, self.rollouts.config.seed
         return unwrap(self.method.noising_spec(self.rollouts.grid, shape.group, epoch, seed, alphas))
@@ -175,7 +173,7 @@ class LatentEdits(RecordedSteps):
     """Edits of final states by a small policy, and the critic's choice among them and their bases (EXPO)."""
 
     own: targets.LatentEdits
-    policy: Any  # an `edit_policy.EditPolicy`
+    policy: Any  # an `edits.EditPolicy`
 
     @property
     def samples_per_prompt(self) -> int:
@@ -183,7 +181,6 @@ class LatentEdits(RecordedSteps):
 
     @property
     def editor(self) -> Editor:
-        """Return the small policy and its critic."""
         return self.policy.editor
 
     def record(self, part: Part, conditioning: Conditioning, epoch: int, seed: Seed) -> Part:
@@ -207,5 +204,4 @@ TARGETS: dict[type[targets.Target], type[RecordedSteps]] = {
 
 
 def target(rollouts: Rollouts) -> RecordedSteps:
-    """Return the target of the rollouts' method."""
     return TARGETS[type(rollouts.method.target)](rollouts)

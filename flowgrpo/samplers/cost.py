@@ -13,41 +13,36 @@ from flowgrpo.samplers.rollout import RolloutSpec
 
 
 def rollout(explorations: Sequence[RolloutSpec], prompts: int) -> int:
-    """Return the evaluations of the rollout of `prompts` groups in each exploration; their shared prefixes run once."""
+    """Of `prompts` groups in each exploration, whose shared prefixes run once."""
     shared = [spec for spec in explorations if not spec.alone]
-    trunk = max((spec.trunk * spec.roots for spec in shared), default=0)
-    return prompts * (trunk + sum(_suffix_evaluations(spec) for spec in explorations))
+    spent = max((spec.trunk * spec.roots for spec in shared), default=0)
+    for spec in explorations:  # behind the shared prefix, in every granularity
+        settled = spec.deterministic_from
+        spent += sum(states(spec)[0 if spec.alone else spec.trunk:settled])
+        spent += spec.group * sum(tail.steps - settled for tail in spec.tails())
+    return prompts * spent
 
 
 def preview(looked: Preview | None, prompts: int) -> int:
-    """Return the evaluations of the previews of `prompts` prompts at any precision; 0 without a preview."""
+    """Of the previews of `prompts` prompts, at any precision."""
     return prompts * looked.pool * looked.steps if looked else 0
 
 
 def alone(explorations: Sequence[RolloutSpec], prompts: int) -> int:
-    """Return the evaluations of the same samples without sharing: each runs the whole grid."""
+    """Of the same samples as in a `rollout` without sharing: each runs the whole grid."""
     return prompts * sum(spec.group * sum(tail.steps for tail in spec.tails()) for spec in explorations)
 
 
 def update(explorations: Sequence[RolloutSpec], prompts: int, passes: int) -> int:
-    """Return the evaluations of `passes` replays of all trained steps: one with gradients, one of the reference, and so
-    on."""
+    """Of `passes` replays of all trained steps: one with gradients, one of the reference, and so on."""
     return passes * prompts * sum(states(spec)[step] for spec in explorations for step in spec.schedule.trained)
 
 
 def states(exploration: RolloutSpec) -> list[int]:
-    """Return the number of states of one prompt that each step starts from, [T]."""
+    """Number of states of one prompt that each step starts from, [T]."""
     counts = []
     nodes = exploration.roots
     for step in range(exploration.steps):
         counts.append(nodes)
         nodes *= exploration.splits.get(step, 1)
     return counts
-
-
-def _suffix_evaluations(exploration: RolloutSpec) -> int:
-    """Return the evaluations of one prompt behind the shared prefix, in every granularity."""
-    start = 0 if exploration.alone else exploration.trunk
-    nodes = states(exploration)
-    settled = exploration.deterministic_from
-    return sum(nodes[start:settled]) + exploration.group * sum(tail.steps - settled for tail in exploration.tails())

@@ -13,43 +13,34 @@ from torch import Tensor
 
 from flowgrpo.errors import UserError
 from flowgrpo.parts import Above, part
-from flowgrpo.samplers.predictions import prediction, process
+from flowgrpo.samplers.kernels import prediction, process
 from flowgrpo.types import unwrap
 
 
 def make_grid(kind: str, steps: int, shift: float, scheduler: Any, strength: float = 1.0,
               stock: Callable[[int], Tensor] | None = None) -> tuple[Tensor, Tensor | None]:
-    """Return the grid [T+1] and its timesteps [T], with T = int(steps * strength).
+    """Grid [T+1] and its timesteps [T], with T = int(steps * strength).
 
-    A pipeline that starts from an image or a video skips the first steps. stock: the pipeline's own sigmas [steps+1],
-    used by the kind "stock".
-    Raises UserError if no step is left.
+    Flow: sigmas, of the kind "shifted", or "stock": the pipeline's own [steps+1], by `stock`; and None. A
+    variance-preserving process has alpha-bars at the scheduler's spacing, for any kind. A pipeline that starts from an
+    image or a video skips the first steps.
+    Raises UserError if no step is left, or the scheduler has no such grid.
     """
-    whole, timesteps = _whole_grid(kind, steps, shift, scheduler, stock)
+    if process(scheduler) == "vp":
+        try:
+            whole, timesteps = alpha_bars(scheduler, steps)
+        except ValueError as error:
+            raise UserError(str(error)) from None
+    else:
+        whole, timesteps = shift_grid(steps, shift) if kind == "shifted" else unwrap(stock)(steps), None
     skipped = steps - min(int(steps * strength), steps)
     if skipped == steps:
         raise UserError(f"a strength of {strength} leaves none of {steps} steps: take more steps or a larger strength")
     return whole[skipped:], None if timesteps is None else timesteps[skipped:]
 
 
-def _whole_grid(kind: str, steps: int, shift: float, scheduler: Any, stock: Callable[[int], Tensor] | None
-                ) -> tuple[Tensor, Tensor | None]:
-    """Return the grid [steps+1] and its timesteps.
-
-    Flow: sigmas, `shifted` or the pipeline's `stock` ones, and None. Variance-preserving process, for any kind:
-    alpha-bars at the scheduler's spacing and timesteps [steps].
-    Raises UserError if the scheduler has none.
-    """
-    if process(scheduler) == "vp":
-        try:
-            return alpha_bars(scheduler, steps)
-        except ValueError as error:
-            raise UserError(str(error)) from None
-    return (shift_grid(steps, shift) if kind == "shifted" else unwrap(stock)(steps)), None
-
-
 def shift_grid(steps: int, shift: float) -> Tensor:
-    """Return the grid shift(linspace(1, 0, steps+1)), float64 [steps+1], with shift(t) = s*t / (1 + (s-1)*t).
+    """Grid shift(linspace(1, 0, steps+1)), float64 [steps+1], with shift(t) = s*t / (1 + (s-1)*t).
 
     DanceGRPO, MixGRPO and G2RPO train on it (s = 3), and the FLUX family samples with it (s = exp(mu)).
     """
@@ -69,7 +60,7 @@ def require_steps(scheduler: Any, steps: object) -> None:
 
 
 def stock(scheduler: Any, steps: int) -> Tensor:
-    """Return the grid that a diffusers flow scheduler has set, unchanged (float32 [steps+1]).
+    """Grid that a diffusers flow scheduler has set, unchanged (float32 [steps+1]).
 
     If its pipeline set it, it is the pipeline's sampling grid: many pass their scheduler separate sigmas (FLUX,
     Qwen-Image: linspace(1, 1/steps, steps)) and a mu that depends on the image size.
@@ -90,8 +81,7 @@ def stock(scheduler: Any, steps: int) -> Tensor:
 
 
 def alpha_bars(scheduler: Any, steps: int) -> tuple[Tensor, Tensor]:
-    """Return the grid of a variance-preserving process: (alpha-bars [steps+1] rising, float32; timesteps [steps],
-    int64).
+    """Grid of a variance-preserving process: (alpha-bars [steps+1] rising, float32; timesteps [steps], int64).
 
     The timesteps are those that a DDIMScheduler of the scheduler's configuration sets (spacing, steps_offset). A
     distilled model (LCM, TCD) uses its scheduler's own. The alpha-bars are the scheduler's at these timesteps. The last
@@ -172,7 +162,7 @@ def compress_tail(grid: Tensor, after: int, ratio: float | TailPoints, shift: fl
 
 
 def thin_grid(grid: Tensor, after: int, stride: int) -> Tensor:
-    """Return grid[:after+1], then the first and every `stride`-th of the sigmas behind it (G2RPO, 2510.01982).
+    """grid[:after+1], then the first and every `stride`-th of the sigmas behind it (G2RPO, 2510.01982).
 
     The result always ends at 0, which a stride can step over in the released code.
     """

@@ -1,15 +1,18 @@
-"""Growth of a rollout's trees: every state is denoised once for all samples that share it.
+"""Rollout and replay: trees of states grow, are recorded, and are scored again under the present weights.
 
 A prompt's group grows from `roots` initial noises. At the splits of a schedule every state has several children: draws
 from one Gaussian, for one evaluation of the denoiser. A rollout with a shared initial noise is a tree that splits once,
 at the first stochastic step; independent samples are separate roots. All nodes of a step go through the denoiser
 together, in micro-batches. A replay evaluates a state once for all transitions that leave it. The trained steps are
 recorded; a state that two steps share is stored once.
+
+Beside a rollout's, samples without further noise start from its initial noises: of the base model, for rewards that
+compare with them, and of the present one, as a baseline.
 """
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic
@@ -17,11 +20,11 @@ from typing import Generic
 import torch
 
 from flowgrpo import gaussian
-from flowgrpo.config.geometry import prompts_per_part
+from flowgrpo.config.geometry import BatchShape, prompts_per_part
 from flowgrpo.device import put_away, to_device, wait_for_copies
-from flowgrpo.samplers.rollout import C, Denoiser, Part, RolloutSpec, Seed
-from flowgrpo.samplers.scheduler import StepRecord, cat_known, noise_like
-from flowgrpo.types import Scored, Transitions
+from flowgrpo.samplers.rollout import C, Denoiser, Part, Replayer, RolloutSpec, Seed
+from flowgrpo.samplers.scheduler import Segment, StepRecord, cat_known, noise_like
+from flowgrpo.types import Gaussian, Scored, Transitions, unwrap
 
 Predict = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 
@@ -78,8 +81,12 @@ class Grower(Generic[C]):
     def grow(self, groups: range, prompts: torch.Tensor, trunks: dict[int, Nodes]) -> Part:
         exploration = self.exploration
         nodes, at = self._start(prompts, trunks)
+        below = exploration.group // exploration.roots  # leaves of a node
         for step, children in exploration.splits.items():
-            nodes = self._split(self._advance(nodes, at, step), step, children)
+            nodes, below = self._advance(nodes, at, step), below // children
+            nodes = self._draw(nodes, step, children, self._generators([
+                (int(prompt), (row * children + child) * below % exploration.group)
+                for row, prompt in enumerate(nodes.prompts) for child in range(children)]))
             at = step + 1
         if len(exploration.strides) > 1:  # noise behind the last split is drawn once for all granularities
             nodes = self._advance(nodes, at, exploration.deterministic_from)
@@ -93,25 +100,21 @@ class Grower(Generic[C]):
         return Part(groups, nodes.prompts, exploration, transitions, finals, seeds=seeds)
 
     def _start(self, prompts: torch.Tensor, trunks: dict[int, Nodes]) -> tuple[Nodes, int]:
-        """Return the nodes that the samples of the prompts begin from, and their step."""
-        return self._trunk(prompts, trunks), self.exploration.trunk
-
-    def _trunk(self, prompts: torch.Tensor, trunks: dict[int, Nodes]) -> Nodes:
-        """Return the roots of the prompts, run to the first split or noise.
+        """Nodes that the samples of the prompts begin from, and their step: the first split or noise.
 
         Explorations of the same prompts continue from each other's prefixes.
         """
         trunk = self.exploration.trunk
         if self.exploration.alone:
-            return self._roots(prompts)
+            return self._roots(prompts), trunk
         if trunk not in trunks:
             at = max((step for step in trunks if step <= trunk), default=None)
             nodes = self._roots(prompts) if at is None else trunks[at]
             trunks[trunk] = self._advance(nodes, at or 0, trunk)
-        return trunks[trunk]
+        return trunks[trunk], trunk
 
     def _seeds(self, prompts: torch.Tensor) -> list[int]:
-        """Return the seeds of the roots' initial noises: those of the leaves, or of noises that leaves share."""
+        """Seeds of the roots' initial noises: those of the leaves, or of noises that leaves share."""
         roots, alone = self.exploration.roots, self.exploration.alone
         return [self.seed(int(p), self.offset + root if alone else -1 - root) for p in prompts for root in range(roots)]
 
@@ -124,8 +127,7 @@ class Grower(Generic[C]):
         return Nodes(None, prompts.repeat_interleave(roots), generators)
 
     def _generators(self, leaves: list[tuple[int, int]]) -> list[torch.Generator]:
-        """Return the generators of (prompt, leaf), each passed down by the first leaf below a node: no noise is drawn
-        twice."""
+        """Generators of (prompt, leaf), each passed down by the first leaf below a node: no noise is drawn twice."""
         new = [key for key in leaves if key not in self.of_leaf]
         seeds = [self.seed(prompt, self.offset + leaf) for prompt, leaf in new]
         self.of_leaf |= dict(zip(new, self.policy.generators(seeds), strict=True))
@@ -150,14 +152,6 @@ class Grower(Generic[C]):
             recorder.keep(step, nodes.prompts, torch.arange(len(nodes.prompts)), x,
                           recorder.concatenate([record.x_next[step] for record in records]), records)
         return replace(nodes, x=recorder.concatenate(states), x0=cat_known([record.x0 for record in records]))
-
-    def _split(self, nodes: Nodes, step: int, children: int) -> Nodes:
-        """Draw `children` transitions from each state, with one evaluation per state."""
-        group = self.exploration.group
-        width = math.prod(n for later, n in self.exploration.splits.items() if later > step)  # leaves below a child
-        return self._draw(nodes, step, children, self._generators([
-            (int(prompt), (row * children + child) * width % group)
-            for row, prompt in enumerate(nodes.prompts) for child in range(children)]))
 
     def _draw(self, nodes: Nodes, step: int, children: int, generators: list[torch.Generator]) -> Nodes:
         """Draw `children` transitions from each of n states, whose noise is that of the generators, n * children."""
@@ -185,7 +179,7 @@ class Grower(Generic[C]):
         return Nodes(x_next, nodes.prompts[parent], generators, cat_known([record.x0 for record in records]))
 
     def _evaluate(self, prompts: torch.Tensor, x: torch.Tensor, step: int) -> torch.Tensor:
-        """Return the model's output [b,*D] at states of the prompts [b], without a graph."""
+        """Model's output [b,*D] at states of the prompts [b], without a graph."""
         with self.policy.sampling():
             return self.policy.replay(self.conditioning.rows(prompts), x, self.exploration.grid, step,
                                       self.exploration.timesteps).detach()
@@ -211,7 +205,7 @@ class Recorder:
         self._stored: tuple[torch.Tensor, torch.Tensor] | None = None  # the last state, here and on its device
 
     def concatenate(self, states: list[torch.Tensor], before: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the states [b,*D] of micro-batches as one tensor [n,*D], the last result if it has the same states.
+        """States [b,*D] of micro-batches as one tensor [n,*D], the last result if it has the same states.
 
         before: [n,*D], returned in their place if equal.
         """
@@ -242,7 +236,7 @@ class Recorder:
         self.taken[step] = Transitions(step, before, prompts, parent, after, score, clean=clean)
 
     def _put(self, state: torch.Tensor) -> torch.Tensor:
-        """Return the state on the device of recorded states; the last stored one is not copied again."""
+        """State on the device of recorded states; the last stored one is not copied again."""
         if self._stored is None or self._stored[0] is not state:
             self._stored = state, state if state.device == self.states else put_away(state, self.states)
         return self._stored[1]
@@ -251,3 +245,163 @@ class Recorder:
 def cat(values: Sequence[torch.Tensor]) -> torch.Tensor:
     """Concatenate values [n,...] along rows; a single one is not copied."""
     return values[0] if len(values) == 1 else torch.cat(list(values))
+
+
+def sampler_steps(part: Part) -> list[Transitions]:
+    """Recorded steps of a part whose samples are no texts."""
+    steps = []
+    for taken in part.transitions:
+        assert isinstance(taken, Transitions), "completions have no steps of a sampler"
+        steps.append(taken)
+    return steps
+
+
+def replay(policy: Replayer[C], conditioning: C, part: Part, micro_batch: int, pack: bool = False
+           ) -> Iterator[tuple[int, slice, Scored]]:
+    """Score a part's recorded transitions under the policy's present weights, one batch of one step at a time.
+
+    Yields (k, rows, new): new is Scored [b,1] of the transitions `rows` of the k-th recorded step. Scores have
+    gradients where they are enabled. A state is evaluated once for all transitions that leave it.
+
+    pack: denoise states of several steps together where that saves calls; the policy must accept a vector of timesteps.
+    The gradient of a packed batch reaches the weights once, when its last scores are consumed. So call `backward` on
+    each yielded score before asking for the next, and exhaust the iterator.
+    """
+    for batch in _batches([len(taken.x) for taken in sampler_steps(part)], micro_batch, pack):
+        x, v = _evaluate(policy, conditioning, part, batch)
+        # Scores of several steps share one graph of the denoiser, and a graph allows one backward: their gradients are
+        # accumulated at its output first.
+        gathered = v.detach().requires_grad_() if len(batch) > 1 and v.requires_grad else v
+        sizes = [len(states) for _, states in batch]
+        for (k, states), *pair in zip(batch, x.split(sizes), gathered.split(sizes), strict=True):
+            yield k, *_score(part, sampler_steps(part)[k], states, *pair)
+        if gathered is not v and gathered.grad is not None:
+            v.backward(gathered.grad)
+
+
+def calls(part: Part) -> list[tuple[int, int, int]]:
+    """What the calls of a part's replay go by: of every recorded step its place, states and transitions."""
+    return [(taken.step, len(taken.x), len(taken.parent)) for taken in sampler_steps(part)]
+
+
+def _batches(sizes: list[int], micro_batch: int, pack: bool) -> list[list[tuple[int, range]]]:
+    """Batches of the denoiser as lists of (recorded step, its states).
+
+    A batch holds one step, or several where that saves calls. sizes: the number of states of every recorded step.
+    """
+    if not pack or sum(-(-size // micro_batch) for size in sizes) == -(-sum(sizes) // micro_batch):
+        return [[(k, range(size)[at:at + micro_batch])] for k, size in enumerate(sizes)
+                for at in range(0, size, micro_batch)]
+    every = [(k, state) for k, size in enumerate(sizes) for state in range(size)]
+    batches = [every[at:at + micro_batch] for at in range(0, len(every), micro_batch)]
+    steps = [[list(of) for _, of in itertools.groupby(batch, key=lambda state: state[0])] for batch in batches]
+    return [[(of[0][0], range(of[0][1], of[-1][1] + 1)) for of in batch] for batch in steps]
+
+
+def _evaluate(policy: Replayer[C], conditioning: C, part: Part, batch: list[tuple[int, range]]
+               ) -> tuple[torch.Tensor, torch.Tensor]:
+    """States [b,*D] of a batch and the model's output [b,*D]."""
+    exploration = part.exploration
+    steps = sampler_steps(part)
+    assert exploration is not None
+    taken = [(steps[k], states) for k, states in batch]
+    before = [left.x[states.start:states.stop] for left, states in taken]
+    x = to_device(before[0] if len(before) == 1 else torch.cat(before), policy.device)
+    prompts = torch.cat([left.prompts[states.start:states.stop] for left, states in taken])
+    step = taken[0][0].step if len(taken) == 1 else torch.tensor([left.step for left, states in taken for _ in states])
+    return x, policy.replay(conditioning.rows(prompts), x, exploration.grid, step, exploration.timesteps)
+
+
+def _score(part: Part, taken: Transitions, states: range, x: torch.Tensor, v: torch.Tensor) -> tuple[slice, Scored]:
+    """Transitions that leave `states` of one step, and their score.
+
+    x: the states [b,*D]; v: the model output [b,*D].
+    """
+    exploration, device = part.exploration, x.device
+    assert exploration is not None
+    low, high = torch.searchsorted(taken.parent, torch.tensor([states.start, states.stop])).tolist()
+    of = to_device(taken.parent[low:high] - states.start, device)
+    x_next = to_device(taken.x_next[low:high], device)
+    transition = exploration.transition(x, v, exploration.grid, taken.step).rows(of)
+    means = exploration.score_means or exploration.keep_means
+    slope = exploration.slope(taken.step) if means else None
+    return slice(low, high), score(transition, x_next, means, slope)
+
+
+def rescore(part: Part, replayed: Iterator[tuple[int, slice, Scored]]) -> Part:
+    """Part with its old scores replaced by those of its replay, in the replay's grad mode.
+
+    The new scores are stored on the device of the old ones.
+    """
+    scores: list[list[Scored]] = [[] for _ in part.transitions]
+    for k, _, new in replayed:
+        # Detach one by one: never hold two graphs.
+        old = part.transitions[k].old
+        mean = None if old.mean is None else unwrap(new.mean).detach().to(old.mean.device)
+        entropy = None if new.entropy is None else new.entropy.detach()
+        scores[k].append(Scored(new.logp.detach(), new.mask, mean, None if mean is None else new.std, entropy=entropy))
+    transitions = tuple(replace(taken, old=replace(_concatenate(of), guided=taken.old.guided))
+                        for taken, of in zip(part.transitions, scores))
+    return replace(part, transitions=transitions)
+
+
+def score(transition: Gaussian, x_next: torch.Tensor, means: bool, slope: torch.Tensor | None = None) -> Scored:
+    """Log-density of the next states x_next [b,*D] under the transition, as Scored [b,1]."""
+    logp = gaussian.log_prob(transition, x_next)[:, None]
+    kept = (transition.mean[:, None], transition.std.reshape(1), slope) if means else (None, None)
+    return Scored(logp, torch.ones_like(logp, dtype=torch.bool), *kept)
+
+
+def _concatenate(scores: list[Scored]) -> Scored:
+    mean, entropy = (None if values[0] is None else torch.cat([unwrap(value) for value in values])
+                     for values in ([old.mean for old in scores], [old.entropy for old in scores]))
+    return Scored(torch.cat([old.logp for old in scores]), torch.cat([old.mask for old in scores]), mean,
+                  scores[0].std, entropy=entropy)
+
+
+class BaseImages(Generic[C]):
+    """Base model's samples [b,...] of a part's seeds, on the CPU; called with the part and its prompts' conditioning.
+
+    They use the rollout's sigma grid [T+1] (and timesteps [T]) and no noise but the first. Samples that share an
+    initial noise, in this part or the previous one, are drawn once.
+    decode: a function of finals and their conditioning.
+    """
+
+    def __init__(self, policy: Denoiser[C], grid: torch.Tensor, timesteps: torch.Tensor | None, shape: BatchShape,
+                 decode: Callable[[torch.Tensor, C], torch.Tensor]):
+        self.policy = policy
+        self.shape = shape
+        self.decode = decode
+        self.task = Segment(grid, range(len(grid) - 1), timesteps=timesteps)
+        self.known: dict[int, torch.Tensor] = {}
+
+    def __call__(self, part: Part, conditioning: C) -> torch.Tensor:
+        prompts = dict(zip(part.seeds.tolist(), part.prompts.tolist()))
+        missing = [seed for seed in prompts if seed not in self.known]
+        known = self.known
+        self.known = {}
+        with self.policy.reference():
+            for start in range(0, len(missing), self.shape.micro_batch):
+                seeds = missing[start:start + self.shape.micro_batch]
+                rows = conditioning.rows(torch.tensor([prompts[seed] for seed in seeds]))
+                finals, _ = self.policy.run(self.task, rows, None, self.policy.generators(seeds))
+                known |= zip(seeds, self.decode(finals, rows))
+        self.known = {seed: known[seed] for seed in prompts}
+        return torch.stack([self.known[seed] for seed in part.seeds.tolist()])
+
+
+@torch.no_grad()
+def deterministic(policy: Denoiser[C], conditioning: C, part: Part, micro_batch: int
+                  ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sample the present policy from a part's initial noises by the ODE: final states [u,*D] of the u different ones.
+
+    Returns (the states, the prompt of each, int64 [u], the state that each leaf is compared with, int64 [b]).
+    """
+    assert part.seeds is not None and part.exploration is not None, "samples without an initial noise"
+    spec = part.exploration
+    seeds, at = part.seeds.unique(return_inverse=True)
+    prompts = torch.empty_like(seeds).scatter(0, at, part.prompts)
+    task = Segment(spec.grid, range(spec.steps), solver=spec.solver, timesteps=spec.timesteps)
+    finals = [policy.run(task, conditioning.rows(prompts[rows]), None, policy.generators(seeds[rows].tolist()))[0]
+              for rows in torch.arange(len(seeds)).split(micro_batch)]
+    return torch.cat(finals), prompts, at

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from flowgrpo import gaussian
 from flowgrpo.device import to_device
-from flowgrpo.samplers.replay import sampler_steps
+from flowgrpo.samplers.growth import sampler_steps
 from flowgrpo.samplers.rollout import C, Part, Replayer, RolloutSpec
 from flowgrpo.types import Gaussian, Scored, Transitions, unwrap
 
 
 def log_prob(first: Tensor | None, steps: Sequence[Tensor]) -> Tensor:
-    """Return the log-density of a chain over its number of terms, [b].
+    """Log-density of a chain over its number of terms, [b].
 
     ReinFlow (2505.22094), whose code divides so too. It is (log N(x_0; 0, 1) + sum_k log p(x_k+1 | x_k)) / terms.
     first: the state [b,*D] that the chain starts from, standard normal, or None where its density is not known.
@@ -49,7 +49,7 @@ class JointTransitions(Transitions):
 
 
 def join_chains(part: Part) -> Part:
-    """Return the part with one chain per sample in place of its transitions."""
+    """Part with one chain per sample in place of its transitions."""
     links = tuple(sampler_steps(part))
     first = _first(unwrap(part.exploration), links[0], slice(None))
     old = log_prob(first, [link.old.logp[:, 0] for link in links])
@@ -73,20 +73,20 @@ def replay(policy: Replayer[C], conditioning: C, part: Part, micro_batch: int) -
 
 def step_log_prob(policy: Replayer[C], conditioning: C, exploration: RolloutSpec, link: Transitions, rows: slice
                   ) -> Tensor:
-    """Return the log-density [b] of one step."""
+    """Log-density [b] of one step."""
     x, x_next = (to_device(state[rows], policy.device) for state in (link.x, link.x_next))
     v = policy.replay(conditioning, x, exploration.grid, link.step, exploration.timesteps)
     return gaussian.log_prob(exploration.transition(x, v, exploration.grid, link.step), x_next)
 
 
 def _first(exploration: RolloutSpec, taken: Transitions, rows: slice) -> Tensor | None:
-    """Return the states [b,*D] that chains start from, or None unless they are the noise that the pipeline drew."""
+    """States [b,*D] that chains start from, or None unless they are the noise that the pipeline drew."""
     noise = taken.step == 0 and exploration.timesteps is None and float(exploration.grid[0]) > 0.999
     return taken.x[rows].float() if noise else None
 
 
 def merge(links: tuple[Transitions, ...], old: Scored) -> JointTransitions:
-    """Return consecutive transitions, which do not split, as one per sample, with its old score [m,1]."""
+    """Consecutive transitions, which do not split, as one per sample, with its old score [m,1]."""
     first = links[0]
     last = links[-1]
     assert all(torch.equal(link.parent, torch.arange(len(link.x))) for link in links), "a chain that splits"
@@ -94,5 +94,5 @@ def merge(links: tuple[Transitions, ...], old: Scored) -> JointTransitions:
 
 
 def single_score(logp: Tensor) -> Scored:
-    """Return the score of one decision per row, from log-densities [b]."""
+    """Score of one decision per row, from log-densities [b]."""
     return Scored(logp[:, None], torch.ones_like(logp[:, None], dtype=torch.bool))

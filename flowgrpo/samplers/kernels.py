@@ -9,6 +9,9 @@ nothing waits for an accelerator; a grid kept on the CPU gives a std on the CPU.
 
 A solver is the step that draws no noise, `solver(x, v, grid, i, previous) -> x_next`. previous: the x0 predicted at
 step i-1 (`predict_x0`), or None: unknown, or of a solver with `multistep` False.
+
+`LearnedNoise` is a kernel whose deviation is the output of a small network (ReinFlow, 2505.22094). Prediction types of
+a pipeline's scheduler are converted to the noise that variance-preserving kernels read.
 """
 
 from __future__ import annotations
@@ -21,9 +24,11 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
+from flowgrpo.errors import UserError
 from flowgrpo.parts import AtLeast, part
 from flowgrpo.types import Gaussian, wide
 
+VARIANCE_PRESERVING = ("epsilon", "v_prediction", "sample", "consistency")
 Kernel = Callable[[Tensor, Tensor, Tensor, int], Gaussian]
 
 
@@ -160,14 +165,99 @@ class AnnealedNoise:
         return scale_noise(self.kernel, anneal(i, self.highest, self.lowest, self.slow))(x, v, grid, i)
 
 
+NOISE_NETWORK = "noise"  # its name among a policy's weights
+WAVES = 4  # frequencies of the time embedding
+
+
+class NoiseNet(torch.nn.Module):
+    """Noise level of every latent value x at time s, from 0 (the lower bound) to 1 (the upper bound).
+
+    One hidden layer on x and on sines and cosines of s. It reads one value at a time, so it fits latents of any shape.
+    Its initial output is 1/2 everywhere.
+    """
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.value = torch.nn.Linear(1, width)
+        self.time = torch.nn.Linear(2 * WAVES, width)
+        self.level = torch.nn.Linear(width, 1)
+        torch.nn.init.zeros_(self.level.weight)
+        torch.nn.init.zeros_(self.level.bias)
+
+    def forward(self, x: Tensor, sigma: Tensor) -> Tensor:
+        """Levels [B,*D] of states x [B,*D] at sigma, 0-d."""
+        weight = self.value.weight
+        with torch.autocast(x.device.type, enabled=False):  # on in a rollout, off in its replay
+            angles = sigma.to(weight) * math.pi * 2.0 ** torch.arange(WAVES, device=weight.device, dtype=weight.dtype)
+            time = self.time(torch.cat([angles.sin(), angles.cos()]))
+            hidden = torch.nn.functional.silu(self.value(x.to(weight)[..., None]) + time)
+            return (torch.tanh(self.level(hidden)[..., 0]) + 1) / 2
+
+
+class Noisy:
+    """`LearnedNoise` with its network, between two bounds; the gradient of its deviation reaches the network."""
+
+    def __init__(self, network: NoiseNet, low: float, high: float):
+        self.network = network
+        self.low = low
+        self.high = high
+
+    def __call__(self, x: Tensor, v: Tensor, grid: Tensor, i: int) -> Gaussian:
+        return _noisy(x, v, grid, i, self.low, self.high, self.network)
+
+
+@part("kernel", jointly={"hold decay width": "0 to 1, 0 to 1, and 1 or more"})
+class LearnedNoise:
+    """Euler step with noise of std l * sqrt(D), its level l between low and high for every latent value: log l =
+    log low + n (log high - log low), n of a `NoiseNet` on state and time (ReinFlow, 2505.22094).
+
+    The network is trained with the policy and left out at inference. The upper bound stays for the share `hold` of the
+    epochs, then falls along a cosine to low + decay * (high - low). 0 < low <= high.
+    width: of the network's hidden layer.
+
+    Called without a network, it is the kernel that the network starts as. The paper's bounds, deviations of 0.10 and
+    0.24 in four equal steps, are levels of 0.20 and 0.48.
+    """
+
+    low: float = 0.2
+    high: float = 0.48
+    hold: Annotated[float, AtLeast(0, to=1)] = 0.35
+    decay: Annotated[float, AtLeast(0, to=1)] = 0.7
+    width: Annotated[int, AtLeast(1)] = 16
+
+    def __post_init__(self) -> None:
+        if not 0 < self.low <= self.high < math.inf:
+            raise ValueError(f"LearnedNoise: low is {self.low} and high {self.high}, expected 0 < low <= high")
+
+    def __call__(self, x: Tensor, v: Tensor, grid: Tensor, i: int) -> Gaussian:
+        return _noisy(x, v, grid, i, self.low, self.high, lambda x, sigma: torch.full_like(x, 0.5))
+
+    def network(self) -> NoiseNet:
+        return NoiseNet(self.width)
+
+    def upper(self, epoch: int, epochs: int) -> float:
+        """Upper bound in an epoch, counted from 0, of a run of `epochs` epochs."""
+        held = self.hold * epochs
+        gone = min(max(epoch - held, 0) / max(epochs - held, 1), 1)
+        last = self.low + self.decay * (self.high - self.low)
+        return last + (self.high - last) * (1 + math.cos(math.pi * gone)) / 2
+
+
+def _noisy(x: Tensor, v: Tensor, grid: Tensor, i: int, low: float, high: float, network: Any) -> Gaussian:
+    x, v, sigma, after = _at(x, v, grid, i)
+    delta = sigma - after
+    level = torch.exp(math.log(low) + math.log(high / low) * network(x, sigma).to(x))
+    return Gaussian(x - delta * v, level * delta.sqrt())
+
+
 def anneal(t: float, highest: float, lowest: float, slow: float) -> float:
-    """Return max(1 + highest - e^(t/slow), lowest), which is `highest` at t = 0 (EAD's schedule)."""
+    """max(1 + highest - e^(t/slow), lowest), which is `highest` at t = 0 (EAD's schedule)."""
     exponent = t / slow
     return lowest if exponent > math.log(1 + highest) else max(1 + highest - math.exp(exponent), lowest)
 
 
 def scale_noise(kernel: Kernel, factor: float) -> Kernel:
-    """Return the kernel with its noise, its one field (`level` or `eta`), multiplied by `factor`.
+    """Kernel with its noise, its one field (`level` or `eta`), multiplied by `factor`.
 
     Raises ValueError if the product is out of the field's range.
     """
@@ -184,26 +274,26 @@ def scale_noise(kernel: Kernel, factor: float) -> Kernel:
 
 
 def predict_x0(x: Tensor, v: Tensor, sigma: Tensor | float) -> Tensor:
-    """Return the data x - sigma*v predicted from a state and its velocity, [B, *D], float32 or wider."""
+    """Data x - sigma*v predicted from a state and its velocity, [B, *D], float32 or wider."""
     x, v = wide(x, v)
     return x - sigma * v
 
 
 def x0_from_noise(x: Tensor, noise: Tensor, alpha: Tensor | float) -> Tensor:
-    """Return the data predicted from a state at an alpha-bar and its predicted noise, [B, *D], float32 or wider."""
+    """Data predicted from a state at an alpha-bar and its predicted noise, [B, *D], float32 or wider."""
     x, noise = wide(x, noise)
     alpha = torch.as_tensor(alpha, dtype=x.dtype)
     return (x - (1 - alpha).sqrt() * noise) / alpha.sqrt()
 
 
 def euler(x: Tensor, v: Tensor, grid: Tensor, i: int) -> Tensor:
-    """Return x - D*v: [B, *D], float32 or wider."""
+    """x - D*v: [B, *D], float32 or wider."""
     x, v, sigma, after = _at(x, v, grid, i)
     return x - (sigma - after) * v
 
 
 def _at(x: Tensor, v: Tensor, grid: Tensor, i: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return x and v, and grid[i] and grid[i+1] as 0-d tensors, all in the dtype of the computation."""
+    """x and v, and grid[i] and grid[i+1] as 0-d tensors, all in the dtype of the computation."""
     assert 0 <= i < len(grid) - 1, f"step {i} of a grid of {len(grid) - 1} steps"
     dtype = torch.promote_types(v.dtype, torch.promote_types(x.dtype, torch.float32))
     now, after = grid[i : i + 2].to(dtype)
@@ -211,7 +301,7 @@ def _at(x: Tensor, v: Tensor, grid: Tensor, i: int) -> tuple[Tensor, Tensor, Ten
 
 
 def _euler_maruyama(x: Tensor, v: Tensor, sigma: Tensor, after: Tensor, g: Tensor | float) -> Gaussian:
-    """Return one step of the SDE with the ODE's marginals and diffusion g: dx = (v + g^2/(2s) x1) ds + g dw."""
+    """One step of the SDE with the ODE's marginals and diffusion g: dx = (v + g^2/(2s) x1) ds + g dw."""
     delta = sigma - after
     return _pull_to_noise(x, v, sigma, after, pull=g**2 * delta / (2 * sigma), std=g * delta.sqrt())
 
@@ -250,14 +340,78 @@ class DPMSolver2M:
         x, v = wide(x, v)
         sigma, after = grid[i : i + 2].to(x.dtype)
         m0 = predict_x0(x, v, sigma)
-        slope = 0 if previous is None else (m0 - previous) * _step_ratio(grid.to(x.dtype), i)
+        slope: Tensor | float = 0.0
+        if previous is not None:
+            assert i > 0, "step 0 has no previous prediction"
+            # h / h_previous; 0 on the step that ends at sigma 0, where h is infinite.
+            near = grid[i - 1 : i + 2].to(x.dtype)
+            first, second, third = ((1 - near) / near).log()
+            slope = (m0 - previous) * torch.where(near[2] == 0, 0, (third - second) / (second - first))
         # e^-h in closed form: its logarithms are infinite at both ends of the grid.
         decay = (1 - sigma) * after / (sigma * (1 - after))
         return (after / sigma) * x - (1 - after) * (decay - 1) * (m0 + slope / 2)
 
 
-def _step_ratio(grid: Tensor, i: int) -> Tensor:
-    """Return h / h_previous at step i, 0-d; 0 on the step that ends at sigma 0, where h is infinite."""
-    assert i > 0, "step 0 has no previous prediction"
-    before, now, after = ((1 - grid[i - 1 : i + 2]) / grid[i - 1 : i + 2]).log()
-    return torch.where(grid[i + 1] == 0, 0, (after - now) / (now - before))
+FLOWS = ("FlowMatch", "FlowMap")  # in the names of schedulers of flows
+
+
+def prediction(scheduler: Any) -> str:
+    """Prediction type of a pipeline's network, by its scheduler: velocity for flows, consistency for an
+    LCMScheduler, else epsilon, v_prediction or sample."""
+    config = scheduler.config
+    if any(name in type(scheduler).__name__ for name in FLOWS) or config.get("use_flow_sigmas") \
+            or config.get("prediction_type") == "flow_prediction":
+        return "velocity"
+    if hasattr(scheduler, "get_scalings_for_boundary_condition_discrete"):
+        return "consistency"
+    return config.get("prediction_type", "unknown")
+
+
+def process(scheduler: Any) -> str:
+    """Process of a pipeline's scheduler: "flow", or "vp" (variance-preserving, with discrete alpha-bars).
+
+    Raises UserError for any other scheduler.
+    """
+    predicted = prediction(scheduler)
+    if predicted == "velocity":
+        return "flow"
+    if predicted in VARIANCE_PRESERVING and hasattr(scheduler, "alphas_cumprod"):
+        return "vp"
+    raise UserError(f"{type(scheduler).__name__} (prediction {predicted!r}) cannot be driven: expected a scheduler of "
+                    f"flow matching, or one with alphas_cumprod that predicts {', '.join(VARIANCE_PRESERVING)}")
+
+
+def as_noise(scheduler: Any, output: Tensor, x: Tensor, alpha: Tensor, timestep: Tensor) -> Tensor:
+    """Convert a network output of any prediction type to the noise [B,*D] in the state x at the alpha-bar `alpha`.
+
+    x = sqrt(a) x0 + sqrt(1-a) noise, a the alpha-bar. The result is float32 or wider, unless the output is the noise
+    itself, which is returned unchanged.
+    epsilon: the output.
+    v_prediction (2202.00512, appendix D): sqrt(a) v + sqrt(1-a) x.
+    sample: (x - sqrt(a) x0) / sqrt(1-a).
+    consistency (LCM, 2310.04378, section 4.1): the network gives the data z0 in one of the other forms. f = c_skip x +
+        c_out z0 is the model's estimate of the data, and x itself at timestep 0.
+
+    With consistency the returned noise satisfies `x0_from_noise(x, noise, a) == f`, so every kernel steps with f in
+    place of x0. The stock scheduler's multistep consistency step, sqrt(a') f + sqrt(1-a') noise (algorithm 3 there), is
+    the kernel with only fresh noise, `VPCPS(1)`. DDIM(eta) keeps a part of the old noise, x - sqrt(a) f over sqrt(1-a).
+    Either way the recorded density is that of the Gaussian that was drawn.
+    """
+    kind = scheduler.config.get("prediction_type")
+    consistent = prediction(scheduler) == "consistency"
+    if kind == "epsilon" and not consistent:
+        return output
+    x, output = wide(x, output)
+    alpha = alpha.to(x.dtype)
+    if kind == "v_prediction":
+        output = alpha.sqrt() * output + (1 - alpha).sqrt() * x
+    elif kind == "sample":
+        output = _without(x, output, alpha)
+    if consistent:
+        skip, out = scheduler.get_scalings_for_boundary_condition_discrete(timestep.to(x.dtype))
+        output = _without(x, skip * x + out * x0_from_noise(x, output, alpha), alpha)
+    return output
+
+
+def _without(x: Tensor, x0: Tensor, alpha: Tensor) -> Tensor:
+    return (x - alpha.sqrt() * x0) / (1 - alpha).sqrt()

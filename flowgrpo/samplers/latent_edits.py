@@ -15,15 +15,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from flowgrpo import gaussian
 from flowgrpo.parts import Above, AtLeast, part
+from flowgrpo.samplers.growth import replay, rescore
 from flowgrpo.samplers.plans import Schedule
-from flowgrpo.samplers.replay import replay, rescore
-from flowgrpo.samplers.rollout import C, Part, Replayer, RolloutSpec, Seed
+from flowgrpo.samplers.rollout import C, Part, Replayer, RolloutSpec, Seed, fork_seed
 from flowgrpo.samplers.scheduler import noise_like
 from flowgrpo.types import Gaussian, Scored, Transitions, wide
 
@@ -52,15 +51,15 @@ class Edit:
             raise ValueError(f"Edit: width is {self.width}, expected a number that 4 divides")
 
     def bases(self, group: int) -> int:
-        """Return how many bases are drawn for a group of samples in training."""
+        """How many bases are drawn for a group of samples in training."""
         return group // 2 if self.acting == "pairs" else group * self.candidates
 
     def __call__(self, decision: Tensor) -> Tensor:
-        """Return the edit [B,*D], within +-bound, of decisions [B,*D]."""
+        """Edit [B,*D], within +-bound, of decisions [B,*D]."""
         return self.bound * decision.tanh()
 
     def apply(self, x: Tensor, decision: Tensor) -> Tensor:
-        """Return the edited states [B,*D], rounded as x is; x itself where a decision is 0."""
+        """Edited states [B,*D], rounded as x is; x itself where a decision is 0."""
         state, decision = wide(x, decision)
         return (state + self(decision)).to(x.dtype)
 
@@ -70,7 +69,7 @@ class Edit:
         return Gaussian(mean, torch.tensor(self.std, dtype=mean.dtype))
 
     def exploration(self, group: int, solver: Callable, score_means: bool, keep_means: bool) -> RolloutSpec:
-        """Return edits as an exploration in which every state has one step."""
+        """Edits as an exploration in which every state has one step."""
         return RolloutSpec(torch.tensor([1.0, 0.0]), Schedule((0,), (0,)), self.transition, solver, group, group,
                            score_means=score_means, keep_means=keep_means)
 
@@ -104,22 +103,21 @@ class Editor(Replayer[C], Protocol[C]):
 
     def replay(self, conditioning: C, x: Tensor, grid: Tensor | None = None, step: int | Tensor | None = None,
                timesteps: Tensor | None = None) -> Tensor:
-        """Return the means [B,*D] of the decisions at final states x [B,*D]."""
+        """Means [B,*D] of the decisions at final states x [B,*D]."""
 
     def value(self, conditioning: C, x: Tensor) -> Tensor:
-        """Return the critic's value [B] of final states x [B,*D]."""
+        """Critic's value [B] of final states x [B,*D]."""
 
 
 def apply_edits(editor: Editor[C], conditioning: C, part: Part, exploration: RolloutSpec, micro_batch: int,
                 seed: Seed) -> Part:
-    """Return the part with samples in place of its finals, by the present weights: pairs, or those of the acting
-    policy.
+    """Part with samples in place of its finals, by the present weights: pairs, or those of the acting policy.
 
     seed: seeds of the leaves, as in the rollout; the noise of an edit is a separate draw.
     """
     (x0,) = part.finals
     count = editor.edit.bases(exploration.group)
-    seeds = (_fork_seed(seed(int(p), leaf % count)) for leaf, p in enumerate(part.prompts))
+    seeds = (fork_seed(seed(int(p), leaf % count), 2) for leaf, p in enumerate(part.prompts))
     noise = noise_like(x0, [torch.Generator().manual_seed(number) for number in seeds])
     with torch.no_grad():
         means = torch.cat([editor.replay(conditioning.rows(part.prompts[rows]), x0[rows.to(x0.device)])
@@ -140,7 +138,7 @@ def apply_edits(editor: Editor[C], conditioning: C, part: Part, exploration: Rol
 
 
 def _choose(editor: Editor[C], conditioning: C, prompts: Tensor, x0: Tensor, drawn: Tensor, micro_batch: int) -> Tensor:
-    """Return the choices of the acting policy among bases x0 [b,*D] and their edits: int64 [b / candidates].
+    """Choices of the acting policy among bases x0 [b,*D] and their edits: int64 [b / candidates].
 
     `candidates` consecutive bases make a sample. A choice below b is a base, b + k the edit of base k. Ties go to the
     first, bases before edits.
@@ -157,7 +155,7 @@ def _choose(editor: Editor[C], conditioning: C, prompts: Tensor, x0: Tensor, dra
 
 def _record_decisions(editor: Editor[C], part: Part, exploration: RolloutSpec, x0: Tensor, bases: Tensor,
                       parent: Tensor, decisions: Tensor, proposed: Tensor) -> Part:
-    """Return the part with recorded decisions [m,*D], not scored yet, at the bases [n] that samples come from."""
+    """Part with recorded decisions [m,*D], not scored yet, at the bases [n] that samples come from."""
     logp = torch.zeros(len(decisions), 1)
     of = bases[parent]
     unscored = Scored(logp, torch.ones_like(logp, dtype=torch.bool),
@@ -170,7 +168,7 @@ def _record_decisions(editor: Editor[C], part: Part, exploration: RolloutSpec, x
 
 
 def with_rewards(part: Part, rewards: Tensor) -> Part:
-    """Return the part with the rewards [b] of its samples, the targets of the critic."""
+    """Part with the rewards [b] of its samples, the targets of the critic."""
     [taken] = part.transitions
     assert isinstance(taken, Edits), "a part without edits"
     return replace(part, transitions=(replace(taken, rewards=rewards),))
@@ -190,8 +188,3 @@ def on_the_fly(editor: Editor[C], conditioning: C, x: Tensor) -> tuple[Tensor, T
     values = values.transpose(0, 1).flatten(1)
     both = both.unflatten(1, x.shape[:2]).transpose(0, 1).flatten(1, 2)
     return both[torch.arange(len(x)), values.argmax(1).cpu()], values
-
-
-def _fork_seed(seed: int) -> int:
-    """Return a new seed, distinct for each seed and from that of `noised_finals`."""
-    return int(np.random.SeedSequence((seed, 2)).generate_state(1, np.uint64)[0] >> 1)

@@ -15,14 +15,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Annotated
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from flowgrpo.parts import Above, AtLeast, part
+from flowgrpo.samplers.growth import replay, rescore
 from flowgrpo.samplers.plans import Schedule
-from flowgrpo.samplers.replay import replay, rescore
-from flowgrpo.samplers.rollout import C, Denoiser, Part, RolloutSpec, Seed
+from flowgrpo.samplers.rollout import C, Denoiser, Part, RolloutSpec, Seed, fork_seed
 from flowgrpo.samplers.scheduler import noise_like
 from flowgrpo.types import Gaussian, Scored, Transitions, wide
 
@@ -107,7 +106,7 @@ def matching(x: Tensor, v: Tensor, grid: Tensor, i: int) -> Gaussian:
 
 def noise_finals(policy: Denoiser[C], conditioning: C, part: Part, exploration: RolloutSpec, micro_batch: int,
                  seed: Seed, shared: bool, pack: bool = False) -> Part:
-    """Return the part with its finals noised at the times of `exploration` in place of its recorded steps.
+    """Part with its finals noised at the times of `exploration` in place of its recorded steps.
 
     The times are the grid without its last entry. The old scores are those of the policy's present weights.
     seed: seeds of the leaves, as in the rollout; the noise here is a separate draw.
@@ -117,18 +116,22 @@ def noise_finals(policy: Denoiser[C], conditioning: C, part: Part, exploration: 
     group = exploration.group
     vp = exploration.timesteps is not None
     leaves = [-1 if shared else row % group for row in range(len(x0))]
-    generators = policy.generators(_fork_seed(seed(int(p), leaf)) for p, leaf in zip(part.prompts, leaves, strict=True))
-    rows = torch.arange(len(x0))
-    means = exploration.keep_means
-    transitions = tuple(_transitions_at(k, *states, part.prompts, rows, means) for k, states in enumerate(
-        add_noise(x0, noise_like(x0, generators), t, policy.states, vp) for t in exploration.grid[:-1].tolist()))
-    part = replace(part, exploration=exploration, transitions=transitions)
+    seeds = (fork_seed(seed(int(p), leaf), 1) for p, leaf in zip(part.prompts, leaves, strict=True))
+    generators = policy.generators(seeds)
+    rows, logp = torch.arange(len(x0)), torch.zeros(len(x0), 1)
+    transitions = []
+    for k, t in enumerate(exploration.grid[:-1].tolist()):
+        x, target = add_noise(x0, noise_like(x0, generators), t, policy.states, vp)
+        unscored = Scored(logp, torch.ones_like(logp, dtype=torch.bool),
+                          target[:, None] if exploration.keep_means else None)
+        transitions.append(Transitions(k, x, part.prompts, rows, target, unscored))
+    part = replace(part, exploration=exploration, transitions=tuple(transitions))
     with policy.sampling():
         return rescore(part, replay(policy, conditioning, part, micro_batch, pack))
 
 
 def add_noise(x0: Tensor, noise: Tensor, t: float, device: torch.device, vp: bool) -> tuple[Tensor, Tensor]:
-    """Return x_t and its target, [b,*D], rounded as the network sees them, on the device of recorded states.
+    """x_t and its target, [b,*D], rounded as the network sees them, on the device of recorded states.
 
     t: sigma, or the alpha-bar of a variance-preserving process.
     """
@@ -137,16 +140,9 @@ def add_noise(x0: Tensor, noise: Tensor, t: float, device: torch.device, vp: boo
     return x.to(x0.dtype).to(device), target.to(x0.dtype).to(device)
 
 
-def _transitions_at(k: int, x: Tensor, target: Tensor, prompts: Tensor, rows: Tensor, means: bool) -> Transitions:
-    """Return the transitions of the k-th time, not yet scored."""
-    logp = torch.zeros(len(x), 1)
-    unscored = Scored(logp, torch.ones_like(logp, dtype=torch.bool), target[:, None] if means else None)
-    return Transitions(k, x, prompts, rows, target, unscored)
-
-
 def exploration(times: Tensor, group: int, solver: Callable, score_means: bool, keep_means: bool,
                 alphas: Tensor | None = None) -> RolloutSpec:
-    """Return noised finals as an exploration: its grid holds the times, with one transition per leaf at each.
+    """Noised finals as an exploration: its grid holds the times, with one transition per leaf at each.
 
     alphas: [N], the alpha-bars of a variance-preserving process's timesteps; a time t is then timestep int(t N).
     """
@@ -157,8 +153,3 @@ def exploration(times: Tensor, group: int, solver: Callable, score_means: bool, 
         times = alphas[timesteps]
     return RolloutSpec(torch.cat([times, times.new_zeros(1)]), Schedule(every, every), matching, solver, group, group,
                        score_means=score_means, keep_means=keep_means, timesteps=timesteps)
-
-
-def _fork_seed(seed: int) -> int:
-    """Return a new seed, distinct for each seed."""
-    return int(np.random.SeedSequence((seed, 1)).generate_state(1, np.uint64)[0] >> 1)

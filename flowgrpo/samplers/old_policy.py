@@ -44,13 +44,13 @@ class Weights(Protocol):
     """Trained weights, of which snapshots can be taken."""
 
     def copy_for_average(self) -> Snapshot:
-        """Return a copy of the weights, on their device if it is small."""
+        """Copy of the weights, on their device if it is small."""
 
     def place(self, values: Snapshot) -> Snapshot:
-        """Return values of the weights on the device of `copy_for_average`."""
+        """Values of the weights on the device of `copy_for_average`."""
 
     def reference(self, held: Sequence[Snapshot] = ()) -> AbstractContextManager[None]:
-        """Return a context in which forwards are those of snapshots, averaged, or of the base model without any."""
+        """Context in which forwards are those of snapshots, averaged, or of the base model without any."""
 
 
 class OldPolicy:
@@ -89,7 +89,6 @@ class OldPolicy:
         return self.old() if self.lag.draws else contextlib.nullcontext()
 
     def state(self) -> tuple[Snapshot, dict[str, Any]]:
-        """Return the old weights and their epoch, for a checkpoint."""
         return self.held or {}, {"epoch": self.epoch}
 
     def load_state(self, tensors: Snapshot, values: dict[str, Any]) -> None:

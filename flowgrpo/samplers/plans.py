@@ -255,7 +255,13 @@ class Sliding:
         places = list(range(self.start, last + 1, self.stride))
         if not self.roll_back and places[-1] < last:
             places.append(last)
-        ends = list(accumulate(self._stay(place, steps) for place in places))
+        stays = [self.every] * len(places)  # epochs at each place
+        if self.order == "decay":
+            shares = [place / max(1, steps - 2) for place in places]
+            stays = [max(self.every_min, int(self.every * (1 - p) + self.every_min * p)) for p in shares]
+        if self.order == "exp_decay":
+            stays = [math.ceil(self.every * math.exp(-self.rate * max(0, place - self.threshold))) for place in places]
+        ends = list(accumulate(stays))
         if self.roll_back:
             epoch %= ends[-1]
         return places[min(bisect_right(ends, epoch), len(places) - 1)]
@@ -269,15 +275,6 @@ class Sliding:
                 + (f" (parts: {{plan: {{size: {limit - self.start}}}}})" if limit > self.start else "")
                 + ", more steps, or a method that trains every step (flow_grpo, ddpo; of consistency models rlcm)")
         return limit - self.size
-
-    def _stay(self, first: int, steps: int) -> int:
-        """Return the number of epochs that the window stays at `first`."""
-        if self.order == "decay":
-            p = first / max(1, steps - 2)
-            return max(self.every_min, int(self.every * (1 - p) + self.every_min * p))
-        if self.order == "exp_decay":
-            return math.ceil(self.every * math.exp(-self.rate * max(0, first - self.threshold)))
-        return self.every
 
 
 @part("plan")
@@ -301,15 +298,13 @@ class TreeWindow:
 
 
 def _trainable(steps: int) -> int:
-    """Return the number of steps that can be trained: all but the last."""
     if steps < 2:
         raise ValueError(f"steps is {steps}, expected 2 or more: the last one is never trained")
     return steps - 1
 
 
 def _limit(steps: int, stop: float | None) -> int:
-    """Return the step below which a plan stays: `stop`, a share of the steps if below 1; by default all but the
-    last."""
+    """Step below which a plan stays: `stop`, a share of the steps if below 1; by default all but the last."""
     return min(_trainable(steps), steps if stop is None else int(stop * steps if stop < 1 else stop))
 
 

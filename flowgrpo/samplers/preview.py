@@ -42,8 +42,7 @@ class Preview:
 
 def previews(policy: Denoiser[C], conditioning: C, grid: torch.Tensor, timesteps: torch.Tensor | None, pool: int,
              micro_batch: int, seed: Seed) -> torch.Tensor:
-    """Return the final states [P*pool,*D] of deterministic runs from the noises seed(prompt, 0) to seed(prompt,
-    pool-1).
+    """Final states [P*pool,*D] of deterministic runs from the noises seed(prompt, 0) to seed(prompt, pool-1).
 
     grid and timesteps are those of `make_grid`.
     """
@@ -57,8 +56,7 @@ def previews(policy: Denoiser[C], conditioning: C, grid: torch.Tensor, timesteps
 
 
 def contrasting(scores: torch.Tensor, group: int) -> torch.Tensor:
-    """Return the indices of the group/2 largest and the group/2 smallest of the scores [P,pool]: int64 [P,group], best
-    first.
+    """Indices of the group/2 largest and the group/2 smallest of the scores [P,pool]: int64 [P,group], best first.
 
     A noise without a score (NaN) is chosen only if there are too few others.
     Raises UserError if the group is odd or larger than the pool.
@@ -71,7 +69,7 @@ def contrasting(scores: torch.Tensor, group: int) -> torch.Tensor:
 
 
 def _rank(scores: torch.Tensor) -> torch.Tensor:
-    """Return the indices of scores [n], largest first; NaN, which sorts as the largest, goes in the middle."""
+    """Indices of scores [n], largest first; NaN, which sorts as the largest, goes in the middle."""
     ranked = scores.argsort(descending=True, stable=True)
     lost = int(scores.isnan().sum())
     middle = (len(scores) + lost) // 2
@@ -89,7 +87,7 @@ def require_choice(explorations: Sequence[RolloutSpec], pool: int) -> None:
 
 
 def select_seeds(seed: Seed, places: torch.Tensor) -> Seed:
-    """Return seed(prompt, sample) of the chosen noises: sample k of a prompt is noise places[prompt, k]."""
+    """seed(prompt, sample) of the chosen noises: sample k of a prompt is noise places[prompt, k]."""
     return lambda prompt, sample: seed(prompt, int(places[prompt, sample]))
 
 
@@ -115,18 +113,23 @@ class Pruning:
     step: Annotated[float, Above(0)] = 0.4
     right: float | None = None
 
-    def at(self, steps: int) -> int:
-        """Return the step before which samples are stopped. Raises ValueError if it is not before the last."""
+    def stop_step(self, steps: int) -> int:
+        """Step before which samples are stopped. Raises ValueError if it is not before the last."""
         step = max(1, round(self.step * steps)) if self.step < 1 else int(self.step)
         if step > steps - 1:
             raise ValueError(f"Pruning: step is {self.step:g}, expected at most {steps - 1} of {steps} steps")
         return step
 
     def choose(self, scores: torch.Tensor, group: int) -> torch.Tensor:
-        """Return the samples that go on, int64 [P,group], ascending, of scores [P,pool]."""
+        """Samples that go on, int64 [P,group], ascending, of scores [P,pool]."""
         if self.right is None:
             return contrasting(scores, group).sort(dim=1)[0]
-        return torch.stack([torch.tensor(_choose_balanced((row >= self.right).tolist(), group)) for row in scores])
+        chosen = []
+        for row in (scores >= self.right).tolist():  # as near to half as possible are right, the first of each kind
+            wins, losses = ([place for place, one in enumerate(row) if one is kind] for kind in (True, False))
+            count = min(len(wins), max(group // 2, group - len(losses)))
+            chosen.append(sorted(wins[:count] + losses[:group - count]))
+        return torch.tensor(chosen)
 
     def require(self, explorations: Sequence[RolloutSpec], group: int) -> None:
         """Raise ValueError unless every sample of a group has a separate initial noise, once per epoch."""
@@ -134,17 +137,10 @@ class Pruning:
         if others or spec.roots < group or spec.splits or len(spec.strides) > 1:
             raise ValueError("pruning begins samples that share no state, finished once: set parts: {roots: null} and "
                              "a plan without splits")
-        self.at(spec.steps)
+        self.stop_step(spec.steps)
         if self.pool < group:
             raise ValueError(f"Pruning: pool is {self.pool}, expected at least the group of {group}")
         self.choose(torch.zeros(1, self.pool), group)
-
-
-def _choose_balanced(right: list[bool], group: int) -> list[int]:
-    """Return `group` places of which as near to half as possible are right, the first of each kind, ascending."""
-    wins, losses = ([place for place, one in enumerate(right) if one is kind] for kind in (True, False))
-    count = min(len(wins), max(group // 2, group - len(losses)))
-    return sorted(wins[:count] + losses[:group - count])
 
 
 class PrunedGrower(Grower[C]):
@@ -159,7 +155,7 @@ class PrunedGrower(Grower[C]):
     def _start(self, prompts: torch.Tensor, trunks: dict[int, Nodes]) -> tuple[Nodes, int]:
         pool = self.pruning.pool
         group = self.exploration.group
-        step = self.pruning.at(self.exploration.steps)
+        step = self.pruning.stop_step(self.exploration.steps)
         leaves = [(int(p), leaf) for p in prompts for leaf in range(pool)]
         nodes = self._advance(Nodes(None, prompts.repeat_interleave(pool), self._generators(leaves)), 0, step)
         places = self.pruning.choose(self.judge(self._clean(nodes, step), nodes.prompts, pool), group)
@@ -172,16 +168,14 @@ class PrunedGrower(Grower[C]):
         return Nodes(x, nodes.prompts[rows], [nodes.generators[row] for row in rows.tolist()], x0), step
 
     def _clean(self, nodes: Nodes, step: int) -> torch.Tensor:
-        """Return the clean data [n,*D] predicted at the nodes of a step, by one more evaluation of each."""
+        """Clean data [n,*D] predicted at the nodes of a step, by one more evaluation of each."""
         exploration = self.exploration
         states = nodes.x
         found = []
         assert states is not None, "samples that have not begun"
         for rows in torch.arange(len(nodes.prompts)).split(self.micro_batch):
             x = states[to_device(rows, states.device)]
-            with self.policy.sampling():
-                v = self.policy.replay(self.conditioning.rows(nodes.prompts[rows]), x, exploration.grid, step,
-                                       exploration.timesteps).detach()
+            v = self._evaluate(nodes.prompts[rows], x, step)
             found.append(exploration.task(step, step + 1).predict_x0(x, v, step))
         return torch.cat(found)
 

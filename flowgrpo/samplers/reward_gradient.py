@@ -114,7 +114,7 @@ def explore(policy: Denoiser[C], conditioning: C, exploration: RolloutSpec, endi
 
 def _sample(policy: Denoiser[C], conditioning: C, exploration: RolloutSpec, ending: Ending,
             generators: list[torch.Generator]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the states at the start of the graph and their final data, each [b,*D].
+    """States at the start of the graph and their final data, each [b,*D].
 
     The generators keep their state at the start of the graph.
     """
@@ -126,7 +126,7 @@ def _sample(policy: Denoiser[C], conditioning: C, exploration: RolloutSpec, endi
 
 def score_images(part: Part, images: torch.Tensor, value: Value, device: torch.device,
                  micro_batch: int) -> RewardGradientRollout:
-    """Return the part with the rewards of its images [b,...] as old scores, computed in the batches of its replay."""
+    """Part with the rewards of its images [b,...] as old scores, computed in the batches of its replay."""
     with torch.no_grad():
         rewards = [value(part.prompts[at], images[at].to(device))
                    for at in torch.arange(len(images)).split(micro_batch)]
@@ -157,6 +157,6 @@ def _reward_score(reward: torch.Tensor) -> Scored:
 
 
 def _task(exploration: RolloutSpec, start: int, stop: int, generators: list[torch.Generator]) -> Segment:
-    """Return a segment of the rollout that records nothing; the last step of the grid never draws noise."""
+    """Segment of the rollout that records nothing; the last step of the grid never draws noise."""
     task = exploration.task(start, stop, generators)
     return replace(task, stochastic=task.stochastic - {exploration.steps - 1}, recorded=frozenset())

@@ -17,7 +17,7 @@ import torch
 from torch import Generator, Tensor
 
 from flowgrpo.samplers import grids
-from flowgrpo.samplers.kernels import Kernel, predict_x0, scale_noise, x0_from_noise
+from flowgrpo.samplers.kernels import Kernel, LearnedNoise, Noisy, predict_x0, scale_noise, x0_from_noise
 from flowgrpo.samplers.plans import Schedule
 from flowgrpo.samplers.scheduler import Segment, StepRecord
 from flowgrpo.types import Completions, Gaussian, Scored, Transitions, unwrap
@@ -26,7 +26,7 @@ Seed = Callable[[int, int], int]
 
 
 def noise_seed(seed: int, epoch: int | None, prompt: str, number: int) -> int:
-    """Return the seed of a prompt's noise of that number, the same for all rewrites of the prompt.
+    """Seed of a prompt's noise of that number, the same for all rewrites of the prompt.
 
     epoch: None for noise that is the same in every epoch.
     """
@@ -82,7 +82,7 @@ class RolloutSpec:
 
     @functools.cached_property
     def splits(self) -> dict[int, int]:
-        """Return the children per state of each step at which the tree splits.
+        """Children per state of each step at which the tree splits.
 
         If the schedule names none, the first stochastic step splits every root into the samples that share it.
         """
@@ -93,7 +93,7 @@ class RolloutSpec:
 
     @property
     def split_widths(self) -> tuple[int, ...]:
-        """Return the children per state of the splits that the schedule lists, in order."""
+        """Children per state of the splits that the schedule lists, in order."""
         return tuple(n for n in self.schedule.children if n > 1)
 
     @functools.cached_property
@@ -103,25 +103,25 @@ class RolloutSpec:
 
     @functools.cached_property
     def trunk(self) -> int:
-        """Return the number of steps before all splits and noise, the same for every schedule of a prompt."""
+        """Number of steps before all splits and noise, the same for every schedule of a prompt."""
         return min((next(iter(self.splits), 0), *self.schedule.stochastic[:1]))
 
     @functools.cached_property
     def deterministic_from(self) -> int:
-        """Return the first step behind all noise and splits; from here on the granularities differ."""
+        """First step behind all noise and splits; from here on the granularities differ."""
         return max(self.schedule.stochastic, default=-1) + 1
 
     def transition(self, x: torch.Tensor, v: torch.Tensor, grid: torch.Tensor, i: int) -> Gaussian:
-        """Return the kernel's transition, with the schedule's factor on the noise of step i."""
+        """Kernel's transition, with the schedule's factor on the noise of step i."""
         noise = dict(zip(self.schedule.stochastic, self.schedule.noise)).get(i, 1.0)
         return (self.kernel if noise == 1 else scale_noise(self.kernel, noise))(x, v, grid, i)
 
     def slope(self, step: int) -> torch.Tensor:
-        """Return the derivative [1] of the transition's mean by the model's output; the mean is affine in it."""
+        """Derivative [1] of the transition's mean by the model's output; the mean is affine in it."""
         return self.transition(self.grid.new_zeros(1, 1), self.grid.new_ones(1, 1), self.grid, step).mean[0]
 
     def predict_x0(self, x: torch.Tensor, mean: torch.Tensor, step: int) -> torch.Tensor:
-        """Return the clean data predicted at states x [n,*D], from the mean [n,*D] of a transition that leaves each."""
+        """Clean data predicted at states x [n,*D], from the mean [n,*D] of a transition that leaves each."""
         rest = self.transition(x, torch.zeros_like(x), self.grid, step).mean
         v = (mean - rest) / self.slope(step).to(mean)
         return (predict_x0 if self.timesteps is None else x0_from_noise)(x, v, self.grid[step])
@@ -131,9 +131,48 @@ class RolloutSpec:
                        frozenset(self.schedule.trained), generators, timesteps=self.timesteps)
 
     def tails(self) -> list[RolloutSpec]:
-        """Return one exploration per stride; they differ behind the last noise."""
+        """One exploration per stride; they differ behind the last noise."""
         return [self if stride == 1 else replace(self, grid=grids.thin_grid(self.grid, self.deterministic_from, stride))
                 for stride in self.strides]
+
+
+LEAST = 0.02  # deviation of a step that is trained
+
+
+def deviation(spec: RolloutSpec, step: int) -> float:
+    """Deviation of the whole step of a rollout, in units of the latent; of learned noise its lower bound."""
+    if isinstance(spec.kernel, (LearnedNoise, Noisy)):
+        return spec.kernel.low * (spec.grid[step] - spec.grid[step + 1]).abs().sqrt().item()
+    zero = spec.grid.new_zeros(1, 1)
+    return spec.transition(zero, zero, spec.grid, step).std.item()
+
+
+def quiet_steps(spec: RolloutSpec) -> tuple[int, ...]:
+    """Trained steps whose deviation is below `LEAST`.
+
+    The gradient of a step's log-probability grows with 1 / std^2. On a grid that ends in a short step, such as SD3.5's
+    own (0.278, 0.009, 0), the last trained step of a posterior kernel has nearly all of an epoch's squared gradient,
+    and a half-precision state is rounded by a fifth of its deviation.
+    """
+    return tuple(step for step in spec.schedule.trained if deviation(spec, step) < LEAST)
+
+
+def drop_quiet_steps(specs: Sequence[RolloutSpec]) -> list[RolloutSpec]:
+    """Drop quiet steps from the trained ones of an epoch's rollouts, and rollouts that train no other.
+
+    Quiet steps are drawn as before. Raises ValueError where no trained step is left.
+    """
+    found = [(spec, quiet_steps(spec)) for spec in specs]
+    if not any(steps for _, steps in found):
+        return list(specs)
+    kept = [(spec, tuple(step for step in spec.schedule.trained if step not in steps)) for spec, steps in found]
+    left = [replace(spec, schedule=replace(spec.schedule, trained=steps)) for spec, steps in kept if steps]
+    if not left:
+        spec, steps = found[0]
+        raise ValueError(f"the trained steps {list(steps)} of {spec.steps} have a std of at most "
+                         f"{max(deviation(spec, step) for step in steps):.2g} under {spec.kernel}, expected {LEAST} or "
+                         "more: use more noise, fewer steps, train.grid: shifted, or a plan that trains earlier ones")
+    return left
 
 
 @dataclass(frozen=True)
@@ -148,6 +187,7 @@ class Part:
     rewards: [m] per trained step, the total reward of each transition's samples, once they are known.
     seeds: int64 [b], of the initial noise of each leaf (None: no initial noise).
     weights: of its steps in the loss, of a part of an earlier epoch (None: those of the present one).
+    left_out: the prompt of each completion that the loss leaves out, by which a loss of rows divides too.
     measured: [b, ...] by name, what was measured of each leaf:
         penalty [b], subtracted from every reward of a leaf before rewards are compared;
         reference [b], log-probability under the reference, the mean over the recorded steps;
@@ -164,6 +204,7 @@ class Part:
     seeds: torch.Tensor | None = None
     rewards: tuple[torch.Tensor, ...] = ()
     weights: dict[int, float] | None = None
+    left_out: tuple[int, ...] = ()
     measured: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -174,11 +215,10 @@ class Part:
             assert each is None or len(each) == len(self.prompts), (each.shape, self.prompts.shape)
 
     def with_measured(self, **values: torch.Tensor) -> Part:
-        """Return the part with further measurements of each leaf."""
         return replace(self, measured=self.measured | values)
 
     def leaves(self) -> dict[str, torch.Tensor]:
-        """Return what is known of each leaf by name, float64 [b, ...] on the CPU: what was measured, and of its
+        """What is known of each leaf by name, float64 [b, ...] on the CPU: what was measured, and of its
         decisions
 
             logp [b], log-probability under the policy that drew it, the mean over the recorded steps
@@ -189,27 +229,25 @@ class Part:
         found = {"logp": torch.stack(self._per_leaf(lambda old: _mean(old.logp, old.mask))).mean(0),
                  "lengths": torch.stack(self._per_leaf(lambda old: old.mask.sum(1))).sum(0)} | self.measured
         if all(taken.old.entropy is not None for taken in self.transitions):
-            found["entropy"] = torch.stack(
-                self._per_leaf(lambda old: _mean(unwrap(old.entropy), old.mask))).mean(0)
+            found["entropy"] = torch.stack(self._per_leaf(lambda old: _mean(unwrap(old.entropy), old.mask))).mean(0)
         expert = self.transitions[-1].expert  # of texts alone
         if expert is not None:
             found["expert"] = expert
         return {name: value.cpu().double() for name, value in found.items()}
 
     def advantage(self, k: int, rows: slice | torch.Tensor) -> torch.Tensor:
-        """Return the advantage of rows of the k-th trained step: [b, 1], or one per decision, [b, N]."""
+        """Advantage of rows of the k-th trained step: [b, 1], or one per decision, [b, N]."""
         advantage = self.advantages[k][rows]
         return advantage[:, None] if advantage.ndim == 1 else advantage
 
     def _per_leaf(self, value: Callable[[Scored], torch.Tensor]) -> list[torch.Tensor]:
-        """Return a value [m] of each step's transitions, gathered by leaf: [b] each."""
+        """Value [m] of each step's transitions, gathered by leaf: [b] each."""
         return [value(taken.old).repeat_interleave(len(self.prompts) // len(taken.parent))
                 for taken in self.transitions]
 
     def with_advantages(self, advantages: Sequence[torch.Tensor], keep: Sequence[torch.Tensor],
                         rewards: Sequence[torch.Tensor] | None = None) -> Part | None:
-        """Return the part with an advantage [m] per transition, restricted to transitions with `keep` true (bool [m])
-        that count.
+        """Part with an advantage [m] per transition, restricted to transitions with `keep` true (bool [m]) that count.
 
         All sequences have one entry per trained step; rewards: the total rewards [m]. None if nothing is kept.
         """
@@ -223,18 +261,18 @@ class Part:
 
 
 def leaves_of(parts: Sequence[Part]) -> dict[str, torch.Tensor]:
-    """Return the `leaves` of parts, one behind the other; all parts have the same names."""
+    """Join the `leaves` of parts, which all have the same names."""
     leaves = [part.leaves() for part in parts]
     return {name: torch.cat([each[name] for each in leaves]) for name in leaves[0]}
 
 
 def _mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return the means [m] of values [m, N] where the mask is true; 0 where it is nowhere."""
+    """Means [m] of values [m, N] where the mask is true; 0 where it is nowhere."""
     return (values * mask).sum(1) / mask.sum(1).clamp(min=1)
 
 
 def seeder(run_seed: int, epoch: int, first: int = 0) -> Seed:
-    """Return seed(prompt, sample), a function of (run seed, epoch, first + prompt, sample) alone.
+    """seed(prompt, sample), a function of (run seed, epoch, first + prompt, sample) alone.
 
     It does not depend on the process or the micro-batch. sample may be negative: -1 is the first noise that a prompt's
     samples share. first: of this process's prompts, its place among those of all.
@@ -247,8 +285,13 @@ def seeder(run_seed: int, epoch: int, first: int = 0) -> Seed:
     return seed
 
 
+def fork_seed(seed: int, purpose: int) -> int:
+    """New seed, distinct for each seed and purpose: 1 for noised finals, 2 for edits."""
+    return int(np.random.SeedSequence((seed, purpose)).generate_state(1, np.uint64)[0] >> 1)
+
+
 def generators(seeds: Iterable[int]) -> list[torch.Generator]:
-    """Return one CPU generator per row, so that what is drawn does not depend on device, process or micro-batch."""
+    """One CPU generator per row, so that what is drawn does not depend on device, process or micro-batch."""
     return [torch.Generator().manual_seed(int(seed)) for seed in seeds]
 
 
@@ -257,10 +300,10 @@ class EncodedPrompts(Protocol):
 
     @property
     def prompts(self) -> Sequence[str]:
-        """Return the texts, one per row."""
+        """Texts, one per row."""
 
     def rows(self: E, index: Tensor) -> E:
-        """Return the rows `index` (int64 [B]); a row may be taken several times."""
+        """Rows `index` (int64 [B]); a row may be taken several times."""
 
 
 E = TypeVar("E", bound=EncodedPrompts)
@@ -281,27 +324,27 @@ class Replayer(Protocol[C]):
 
     def replay(self, conditioning: C, x: Tensor, grid: Tensor, step: int | Tensor, timesteps: Tensor | None = None
                ) -> Tensor:
-        """Return the model output [B,*D] at one step, or at a step per row, with gradients where enabled."""
+        """Model output [B,*D] at one step, or at a step per row, with gradients where enabled."""
 
 
 class Denoiser(Replayer[C], Protocol[C]):
     """Policy that samples by segments of a noise grid."""
 
     def generators(self, seeds: Iterable[int]) -> list[Generator]:
-        """Return a generator per seed, on the device on which noise is drawn."""
+        """Generator per seed, on the device on which noise is drawn."""
 
     def sampling(self) -> AbstractContextManager[Any]:
-        """Return the grad mode of rollouts."""
+        """Grad mode of rollouts."""
 
     def reference(self, held: Sequence[dict[str, Tensor]] = ()) -> AbstractContextManager[None]:
-        """Return a context in which forwards are those of snapshots, averaged, or of the base model without any."""
+        """Context in which forwards are those of snapshots, averaged, or of the base model without any."""
 
     def run(self, task: Segment, conditioning: C, latents: Tensor | None, generators: list[Generator],
             x0: Tensor | None = None) -> tuple[Tensor, StepRecord]:
         """Run a segment of the grid: the last state [B,*D] and the record of the task."""
 
     def unroll(self, task: Segment, conditioning: C, latents: Tensor, checkpointing: bool = False) -> Tensor:
-        """Return the last state [B,*D] of a segment, in one graph of all its steps."""
+        """Last state [B,*D] of a segment, in one graph of all its steps."""
 
     def image(self, latents: Tensor, conditioning: C) -> Tensor:
-        """Return the decoded images [B,...] in [0, 1], with gradients where enabled."""
+        """Decoded images [B,...] in [0, 1], with gradients where enabled."""

@@ -17,8 +17,7 @@ from diffusers.utils.torch_utils import randn_tensor
 
 from flowgrpo import gaussian, types
 from flowgrpo.device import to_device
-from flowgrpo.samplers.kernels import DDIM, Euler, Kernel, predict_x0, x0_from_noise
-from flowgrpo.samplers.predictions import as_noise, process
+from flowgrpo.samplers.kernels import DDIM, Euler, Kernel, as_noise, predict_x0, process, x0_from_noise
 from flowgrpo.types import unwrap
 
 
@@ -28,11 +27,13 @@ class Quirk:
 
     state: index of the state among the arguments after the output.
     idle: steps that a task without any step takes nevertheless; they leave the state unchanged.
+    ahead: the network reads the timestep of the next step too (a flow map), so that an idle step ends a segment.
     host: its sigmas stay on the CPU, as the stock class has them: pipelines read them there (Wan, Cosmos 2.5).
     """
 
     state: int = 1
     idle: int = 0
+    ahead: bool = False
     host: bool = False
 
 
@@ -46,7 +47,7 @@ QUIRKS = {
 
 
 def noise_like(x: torch.Tensor, generators: list[torch.Generator] | None) -> torch.Tensor:
-    """Return standard normal noise for the states x [B,*D], in float32, each row from its own generator: [B,*D]."""
+    """Draw standard normal noise for the states x [B,*D], in float32, each row from its own generator: [B,*D]."""
     drawn = randn_tensor(x.shape, generator=generators, device=torch.device("cpu"), dtype=torch.float32)
     return to_device(drawn, x.device)
 
@@ -61,7 +62,7 @@ class Segment:
         solver's error).
     generators: of the rows' noise, B of them; needed if a step is stochastic.
     timesteps: int64 [T], of a variance-preserving process only: its grid holds alpha-bars, its model output is the
-        noise (see predictions.as_noise), and its deterministic steps are DDIM's.
+        noise (see `kernels.as_noise`), and its deterministic steps are DDIM's.
     rows: int64 [B], of a replay only, the step of every row if they differ.
     copies: how often the denoiser's batch repeats the rows (see `probes.copies` in policies/pipelines).
     unrolled: gradients go through all steps, from the last state back to the first.
@@ -84,23 +85,17 @@ class Segment:
         return replace(self, steps=range(step, step + 1))
 
     def at_rows(self, rows: torch.Tensor, copies: int) -> Segment:
-        """Return the replay of one step per row."""
+        """Replay of one step per row."""
         assert self.replay
         return replace(self.at_step(int(rows[0])), rows=rows, copies=copies)
 
-    def of_state(self, values: torch.Tensor, x: torch.Tensor, i: int) -> torch.Tensor:
-        """Return the value of step i among the grid's or the timesteps' `values`, or of each row's step, shaped for
-        x."""
-        return values[i] if self.rows is None else to_device(values[self.rows], x.device).view(-1, *[1] * (x.ndim - 1))
-
     def of_rows(self, at: slice) -> Segment:
-        """Return the task of some rows."""
         task = self if self.generators is None else replace(self, generators=self.generators[at])
         return task if self.rows is None else task.at_rows(self.rows[at], self.copies)
 
     def deterministic_step(self, x: torch.Tensor, v: torch.Tensor, i: int,
                            previous: torch.Tensor | None) -> torch.Tensor:
-        """Return the state [B,*D] after the deterministic step i; previous: the x0 predicted at the step before."""
+        """State [B,*D] after the deterministic step i; previous: the x0 predicted at the step before."""
         if self.timesteps is not None:
             assert isinstance(self.solver, Euler), self.solver
             return DDIM(0.0)(x, v, self.grid, i).mean
@@ -109,11 +104,11 @@ class Segment:
 
     @property
     def multistep(self) -> bool:
-        """Return True if the solver reads the data predicted at the step before; a solver that does not say so does."""
+        """True if the solver reads the data predicted at the step before; a solver that does not say so does."""
         return getattr(self.solver, "multistep", True)
 
     def predict_x0(self, x: torch.Tensor, v: torch.Tensor, i: int) -> torch.Tensor:
-        """Return the data [B,*D] predicted from the state x and the model output v of step i."""
+        """Data [B,*D] predicted from the state x and the model output v of step i."""
         return (predict_x0 if self.timesteps is None else x0_from_noise)(x, v, self.grid[i])
 
 
@@ -141,7 +136,7 @@ class StepRecord:
 
     @staticmethod
     def merge(records: Sequence[StepRecord]) -> StepRecord:
-        """Return one record of several states that a pipeline denoises in parallel, flattened and concatenated."""
+        """One record of several states that a pipeline denoises in parallel, flattened and concatenated."""
         if len(records) == 1:
             return records[0]
 
@@ -164,7 +159,7 @@ class StepRecord:
 
     @staticmethod
     def concatenate(records: Sequence[StepRecord]) -> StepRecord:
-        """Return one record of all rows."""
+        """One record of all rows."""
         first = records[0]
         x, x_next, logp = ({step: torch.cat([getattr(record, name)[step] for record in records]) for step in first.x}
                            for name in ("x", "x_next", "logp"))
@@ -182,7 +177,6 @@ class StepRecord:
 
 
 def _deviation(gaussians: list[types.Gaussian], joined: Callable[[list[torch.Tensor]], torch.Tensor]) -> torch.Tensor:
-    """Return the deviation of several transitions of one step: a common number, or one per value of each."""
     std, mean = gaussians[0].std, gaussians[0].mean
     return std if std.ndim < mean.ndim else joined([one.std for one in gaussians])
 
@@ -212,7 +206,7 @@ class PolicyScheduler:
 
     @staticmethod
     def over(stock: Any) -> PolicyScheduler:
-        """Return a policy scheduler with the class and the configuration of `stock` (some pipelines test the class)."""
+        """Policy scheduler with the class and the configuration of `stock` (some pipelines test the class)."""
         name = type(stock).__name__
         attributes = {"process": process(stock), "quirk": QUIRKS.get(name, Quirk()),
                       "inverted": bool(stock.config.get("invert_sigmas"))}
@@ -236,7 +230,7 @@ class PolicyScheduler:
         return self.record
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PolicyScheduler:
-        """Return a companion, for a second state that the pipeline denoises in parallel (LTX-2's sound)."""
+        """Companion, for a second state that the pipeline denoises in parallel (LTX-2's sound)."""
         twin = type(self).from_config(self.config)
         twin.quirk, twin.halved = self.quirk, self.halved
         twin.follow(self.task, self.record.x0, self.state)
@@ -245,15 +239,15 @@ class PolicyScheduler:
         return twin
 
     def take_record(self) -> StepRecord:
-        """Return the record of the call, of which the scheduler holds nothing then; with companions, of all states in
-        one [B,N]."""
+        """Record of the call, of which the scheduler holds nothing then; with companions, of all states in one [B,N].
+        """
         record = StepRecord.merge([self.record, *(twin.record for twin in self.companions)])
         self.record = StepRecord()
         self.companions = []
         return record
 
     def _own(self, value: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
-        """Return this scheduler's part of `value`, which holds the states of all companions, in the shape of x."""
+        """This scheduler's part of `value`, which holds the states of all companions, in the shape of x."""
         if value is None or value.shape == x.shape:
             return value
         before = 0
@@ -265,9 +259,12 @@ class PolicyScheduler:
     def set_timesteps(self, num_inference_steps: int | None = None, device: str | torch.device | None = None,
                       timesteps: Any = None, sigmas: Any = None, mu: float | None = None, **_: Any) -> None:
         """Set the task's steps, whatever the pipeline asks for."""
+        if "task" not in vars(self):  # a class that sets steps when it is made
+            return
         task = self.task
         first = task.steps.start
-        self._pending = [None] * self.idle + list(task.steps)
+        stop = task.steps.stop + (self.quirk.ahead and 0 < len(task.steps) and task.steps.stop + 1 < len(task.grid))
+        self._pending = [None] * self.idle + list(task.steps) + [None] * (stop - task.steps.stop)
         self.num_inference_steps = len(self._pending)
         grid = (1 - task.grid if self.inverted else task.grid).float()
         every = grid * self.config.num_train_timesteps
@@ -277,8 +274,8 @@ class PolicyScheduler:
             back = 1 / mu if self.config.time_shift_type == "linear" else -mu
             every = self.time_shift(back, 1.0, grid) * self.config.num_train_timesteps
         # A pipeline that reads sigmas counts its own steps. An idle step has the index of the first.
-        self.sigmas = torch.cat([grid[first:first + 1]] * self.idle + [grid[first:task.steps.stop + 1]])
-        self.timesteps = torch.cat([every[first:first + 1]] * self.idle + [every[first:task.steps.stop]])
+        self.sigmas = torch.cat([grid[first:first + 1]] * self.idle + [grid[first:stop + 1]])
+        self.timesteps = torch.cat([every[first:first + 1]] * self.idle + [every[first:stop]])
         if task.rows is not None:
             every = to_device(every, device)
             vector = every[to_device(task.rows, every.device)].repeat(task.copies)
@@ -291,7 +288,7 @@ class PolicyScheduler:
 
     @property
     def idling(self) -> bool:
-        """Return True if the next step is an idle one."""
+        """True if the next step is an idle one."""
         return bool(self._pending) and self._pending[0] is None
 
     def scale_model_input(self, sample: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
@@ -299,7 +296,7 @@ class PolicyScheduler:
 
     def add_noise(self, original_samples: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor | float
                   ) -> torch.Tensor:
-        """Return the state [B,*D] at `timesteps` (one, or one per row) with the data `original_samples`."""
+        """State [B,*D] at `timesteps` (one, or one per row) with the data `original_samples`."""
         at = torch.as_tensor(timesteps, device=noise.device).reshape(-1, *[1] * (noise.ndim - 1))
         if self.process == "vp":
             alpha = self.alphas_cumprod.to(noise)[at.long()]
@@ -318,6 +315,9 @@ class PolicyScheduler:
              ) -> SimpleNamespace | tuple[torch.Tensor, torch.Tensor]:
         """Advance the state [B,*D] by one step of the task. The next state keeps its dtype, as the network sees it."""
         x = args[self.quirk.state] if sample is None else sample
+        x = x if x._base is None else x.clone()  # some pipelines write the next state into their own tensor
+        if model_output.shape[1] == 2 * x.shape[1] and self.config.get("variance_type") in ("learned", "learned_range"):
+            model_output = model_output.chunk(2, 1)[0]  # without the variance, which transitions here set themselves
         i = self._pending.pop(0)
         if not (self.task.replay or self.task.unrolled):
             model_output = model_output.detach()  # a compiled policy samples in grad mode
@@ -326,7 +326,7 @@ class PolicyScheduler:
         if self.inverted or per_token_timesteps is not None:
             model_output = -model_output  # these velocities point towards the data
         if i is None:
-            x_next = x if self.state is None else unwrap(self._own(self.state, x)).to(x)
+            x_next = x if self.state is None or self.record.last is not None else unwrap(self._own(self.state, x)).to(x)
         else:
             x_next = self._next_state(model_output, x, i)
         self.record.last = x_next
@@ -336,7 +336,9 @@ class PolicyScheduler:
     def _next_state(self, output: torch.Tensor, x: torch.Tensor, i: int) -> torch.Tensor:
         task = self.task
         if self.process == "vp":
-            alpha, timestep = (task.of_state(values, x, i) for values in (task.grid, unwrap(task.timesteps)))
+            tables = task.grid, unwrap(task.timesteps)
+            alpha, timestep = (table[i] for table in tables) if task.rows is None else (
+                to_device(table[task.rows], x.device).view(-1, *[1] * (x.ndim - 1)) for table in tables)
             output = as_noise(self, output, x, alpha, timestep)
         if task.replay:
             self.record.output = output

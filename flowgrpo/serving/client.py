@@ -21,11 +21,11 @@ from flowgrpo.rewards.remote.exchange import (
     Unanswered,
     addresses,
     brief,
-    is_here,
     seconds,
     side_by_side,
 )
 from flowgrpo.serving import wire
+from flowgrpo.trust import is_here
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -75,8 +75,8 @@ class Remote:
 
     def __call__(self, outputs: Tensor | Sequence[str], prompts: Sequence[str], metadata: Sequence[dict[str, Any]],
                  group: int = 1) -> list[float | None | Failed]:
-        """Return B scores, None where the reward does not apply, Failed where it has no answer. outputs: as for any
-        reward. group: the size of the groups."""
+        """B scores, None where the reward does not apply, Failed where it has no answer. outputs: as for any reward.
+        group: the size of the groups."""
         samples = [wire.pack(*sample, self.exact) for sample in zip(outputs, prompts, metadata)]
         pixels = outputs.shape[1:].numel() // 3 if hasattr(outputs, "shape") else 0
         try:
@@ -123,22 +123,19 @@ class Remote:
 
 
 def bound_token(file: str | Path | None, urls: Sequence[str]) -> Key | None:
-    """Return the token for these URLs; None without one, and for that of the environment if HOSTS names other hosts.
-
-    HOSTS are also those of the user's own network, to which a token may go unencrypted.
-    """
+    """Token for these URLs; None without one, and for that of the environment if HOSTS names other hosts. HOSTS are
+    also those of the user's own network, to which a token may go unencrypted."""
     value = token(file)
     hosts = frozenset(host for name in os.environ.get(HOSTS, "").split(",") if (host := name.strip().lower()))
     if value is None or file is None and hosts and not all((host := urlsplit(url).hostname or "") in hosts
                                                            or is_here(host) for url in urls):
         return None
-    return Key(value, f"the token of the file {file}" if file else f"the token in {TOKEN}", hosts,
-               f"; within a network of your own, {HOSTS}=HOST allows it")
+    return Key(value, f"the token of the file {file}" if file else f"the token in {TOKEN}", str(file or TOKEN), hosts,
+               f"; within a network of your own, {HOSTS}=HOST allows it", file is None and bool(hosts))
 
 
 def token(file: str | Path | None) -> str | None:
-    """Return the token in a file, or else in the environment; None if there is none.
-    Raises UserError for an invalid one."""
+    """Token in a file, or else in the environment; None if there is none. Raises UserError for an invalid one."""
     if file is None:
         value, source = os.environ.get(TOKEN), f"the environment variable {TOKEN}"
         if value is None:

@@ -44,7 +44,7 @@ class Metrics:
             self._within[place] += seconds <= bound
 
     def text(self) -> str:
-        """Return all metrics."""
+        """All metrics."""
         count = sum(self._statuses.values())
         lines = ["# TYPE flowgrpo_reward_requests_total counter",
                  *(f'flowgrpo_reward_requests_total{{status="{status}"}} {number}'
@@ -60,7 +60,7 @@ class Metrics:
 
 
 def names(host: str) -> frozenset[str]:
-    """Return the names of a server that listens on `host`: that one, this machine's, and the loopback's."""
+    """Names of a server that listens on `host`: that one, this machine's, and the loopback's."""
     return frozenset(name.lower() for name in (*NAMES, host, socket.gethostname()))
 
 
@@ -145,11 +145,6 @@ class Gate:
         if self.draining:
             raise Refused(503, "the server is stopping: ask another one, or come back later", LATER)
 
-    def require_small(self, length: str) -> None:
-        """Raise Refused if the Content-Length of a request, empty where it has none, is above the limit."""
-        if length.isdecimal() and int(length[:20]) > self._size:
-            raise self._too_large(unread=True)
-
     def _too_large(self, unread: bool = False) -> Refused:
         return Refused(413, f"a request of more than {self._size / 2**20:g} MiB: send less at once, or start the "
                             "server with a larger --max-mb", unread=unread)
@@ -160,11 +155,11 @@ class Gate:
             await self._unless_stopped(self._read(receive, bytearray(), keep=False), self._bounds.read)
 
     @asynccontextmanager
-    async def body(self, receive: Receive) -> AsyncIterator[bytearray]:
-        """Context manager: the whole body of a request.
-
-        Raises Refused if it does not arrive in time, is too large, or finds no room.
-        """
+    async def body(self, receive: Receive, announced: str = "") -> AsyncIterator[bytearray]:
+        """Context manager: the whole body of a request. announced: its Content-Length, empty where it has none. Raises
+        Refused if it does not arrive in time, is too large, or finds no room."""
+        if announced.isdecimal() and int(announced[:20]) > self._size:
+            raise self._too_large(unread=True)
         if self._readers >= self._bounds.readers:
             raise Refused(503, f"{self._readers} requests are arriving already: come back later", LATER)
         content = bytearray()
@@ -199,10 +194,8 @@ class Gate:
 
     @asynccontextmanager
     async def turn(self, receive: Receive) -> AsyncIterator[None]:
-        """Context manager: the turn of a request whose body has arrived.
-
-        Raises Refused if too many wait, the server stops, or the client has gone meanwhile.
-        """
+        """Context manager: the turn of a request whose body has arrived. Raises Refused if too many wait, the server
+        stops, or the client has gone meanwhile."""
         if self._metrics.queue >= self._bounds.queue:
             raise Refused(503, f"{self._metrics.queue} requests are waiting already: come back later", LATER)
         self._metrics.queue += 1
@@ -239,7 +232,6 @@ class Gate:
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:
-    """Return when the client has closed its connection."""
     while (await receive())["type"] != "http.disconnect":
         pass
 

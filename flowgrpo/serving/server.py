@@ -48,7 +48,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
 def url_name(name: str) -> str:
-    """Return the name in the URL: the reward's; for one in a file, that of its function or class."""
+    """Name in the URL: the reward's; for one in a file, that of its function or class."""
     return name.rpartition(":")[2] if ".py:" in name else name
 
 
@@ -86,7 +86,7 @@ class Application:
             await send({"type": "http.response.body", "body": b""})
 
     def _fact(self, method: str, path: str, headers: dict[str, str]) -> tuple[str, bytes]:
-        """Return content type and body of a GET request."""
+        """Content type and body of a GET request."""
         self._require_allowed(headers, open_to_all=path == "/health")
         if method != "GET" or path not in ("/health", "/info", "/metrics"):
             status = 404 if method in ("GET", "HEAD") else 405
@@ -99,7 +99,7 @@ class Application:
         return JSON, _json({"status": "ok"})
 
     async def _answer_and_count(self, path: str, headers: dict[str, str], receive: Receive) -> bytes:
-        """Return the answer of a POST request, which the metrics count."""
+        """Answer of a POST request, which the metrics count."""
         began, status = time.monotonic(), 500
         self.metrics.in_flight += 1
         try:
@@ -122,8 +122,7 @@ class Application:
         if (coding := headers.get("content-encoding", "").strip().lower()) not in ("", "identity"):
             raise Refused(415, f"got the Content-Encoding {coding[:40]!r}, expected none: send the JSON itself")
         self.gate.require_running()
-        self.gate.require_small(headers.get("content-length", ""))
-        async with self.gate.body(receive) as body, self.gate.turn(receive):
+        async with self.gate.body(receive, headers.get("content-length", "")) as body, self.gate.turn(receive):
             return _json(await in_thread(lambda: score_request(self.info.name, self._reward, body, self.info.limits)))
 
     def _require_allowed(self, headers: dict[str, str], open_to_all: bool = False) -> None:
@@ -142,9 +141,8 @@ class Application:
 
 
 def score_request(name: str, reward: RewardFunction, body: bytes | bytearray, limits: wire.Limits) -> dict[str, Any]:
-    """Return the answer to a request.
-    Raises Refused: 400 for an invalid request or the user's mistake; 413 if too large; 422 if the reward fails on these
-    samples; 500 for our own error."""
+    """Answer to a request. Raises Refused: 400 for an invalid request or the user's mistake; 413 if too large; 422 if
+    the reward fails on these samples; 500 for our own error."""
     try:
         batch = wire.unpack(body, limits)
         with refuse_opening():
@@ -171,7 +169,7 @@ CUT = 1  # seconds for answers to be sent after `Bounds.drain`
 
 def serve(name: str, reward: RewardFunction, host: str, port: int, limits: wire.Limits, token: str | None,
           log: Callable[[str], None] = print, bounds: Bounds = Bounds()) -> None:
-    """Serve a reward until the process gets SIGTERM or SIGINT; `say` gets its address. port 0: any free one.
+    """Serve a reward until the process gets SIGTERM or SIGINT; `log` gets its address. port 0: any free one.
 
     token: None asks for none, except of a privileged reward, for which one is made and printed.
     Raises UserError if it cannot listen there.
@@ -184,22 +182,17 @@ def serve(name: str, reward: RewardFunction, host: str, port: int, limits: wire.
     assert isinstance(address[0], str)  # the IP address
     place = f"[{host}]" if ":" in host else host
     fresh = secrets.token_urlsafe(32) if token is None and is_privileged(reward) else None
+    asked = "asks for its token" if token is not None or fresh else \
+        "open to everybody on this machine (no token)" if is_loopback(address[0]) else \
+        "open to everybody who reaches this machine (no token: set --token-file)"
     log(f"reward {url_name(name)!r} at http://{place}:{listening.getsockname()[1]}/{quote(url_name(name), safe='')}, "
-        f"{_openness(address[0], token or fresh)}")
+        f"{asked}")
     if fresh:
         log(f"This reward may run code, read files or use a key, so a token was made: {TOKEN}={fresh}")
     application = Application(name, reward, limits, token or fresh, names(host), bounds)
     config = uvicorn.Config(application, log_level="warning", access_log=False, server_header=False, lifespan="off",
                             ws="none", http="h11", timeout_graceful_shutdown=CUT)
     Server(config, application, bounds, log).run(sockets=[listening])
-
-
-def _openness(address: str, token: str | None) -> str:
-    if token is not None:
-        return "asks for its token"
-    if is_loopback(address):
-        return "open to everybody on this machine (no token)"
-    return "open to everybody who reaches this machine (no token: set --token-file)"
 
 
 class Server(uvicorn.Server):
@@ -220,7 +213,7 @@ class Server(uvicorn.Server):
             self.should_exit = self.force_exit = True
 
     async def on_tick(self, counter: int) -> bool:
-        """Return True if the server has to end. Called ten times a second."""
+        """True if the server has to end. Called ten times a second."""
         gate = self._application.gate
         if self._until is not None:
             if not gate.draining:
@@ -244,5 +237,5 @@ class Server(uvicorn.Server):
 
 
 def application(name: str, reward: RewardFunction, limits: wire.Limits, token: str | None) -> Application:
-    """Return the server of this machine alone as an ASGI application."""
+    """Server of this machine alone as an ASGI application."""
     return Application(name, reward, limits, token, names("127.0.0.1"))

@@ -65,13 +65,11 @@ class Info:
     limits: Limits
 
     def as_json(self) -> dict[str, Any]:
-        """Return the JSON form."""
         return {"format": FORMAT, **asdict(self)}
 
     @classmethod
     def read(cls, body: bytes) -> Info:
-        """Parse the JSON form.
-        Raises ValueError for anything else."""
+        """Parse the JSON form. Raises ValueError for anything else."""
         record = _object(body)
         try:
             limits, facts = Limits(**record["limits"]), dict(record["about"])
@@ -99,7 +97,6 @@ def pack(output: Tensor | str, prompt: str, metadata: dict[str, Any], exact: boo
 
 
 def request(samples: Sequence[bytes], group: int = 1) -> bytes:
-    """Return the body of a request."""
     return b'{"format": %d, "group": %d, "samples": [%s]}' % (FORMAT, group, b", ".join(samples))
 
 
@@ -125,12 +122,11 @@ def split_requests(sizes: Sequence[int], pixels: int, limits: Limits, unit: int 
 
 
 def _size(sizes: Sequence[int], part: range) -> int:
-    """Return the bytes of a request, or slightly more."""
     return 64 + sum(sizes[row] + 2 for row in part)
 
 
 def answer(values: Sequence[float | Failed]) -> dict[str, Any]:
-    """Return the answer with these scores, NaN where the reward does not apply."""
+    """Answer with these scores, NaN where the reward does not apply."""
     failed = {str(place): one_line(value) for place, value in enumerate(values) if isinstance(value, Failed)}
     entries = [None if math.isnan(value) else value for value in numbers(values)]
     return {"format": FORMAT, "scores": entries} | ({"failed": failed} if failed else {})
@@ -154,7 +150,7 @@ def scores(body: bytes, count: int) -> list[float | None | Failed]:
 
 
 def refusal(body: bytes) -> str | None:
-    """Return the line of a refusal; None if the body is none."""
+    """The `error` of a JSON body, in one line; None for any other body."""
     try:
         record = json.loads(body)
     except (ValueError, RecursionError):
@@ -176,7 +172,6 @@ def _content(output: Tensor | str, exact: bool) -> dict[str, Any]:
 
 
 def _png(image: np.ndarray) -> str:
-    """Return bytes [H, W, 3] as base64 of a PNG."""
     from PIL import Image
 
     file = io.BytesIO()
@@ -201,8 +196,7 @@ class Request:
 
 
 def unpack(body: bytes | bytearray, limits: Limits) -> Request:
-    """Parse a request.
-    Raises ValueError, and TooLarge beyond the limits."""
+    """Parse a request. Raises ValueError, and TooLarge beyond the limits."""
     record = _object(body)
     samples, group = record.get("samples"), record.get("group", 1)
     if not isinstance(samples, list) or not samples or not all(isinstance(sample, dict) for sample in samples):
@@ -257,7 +251,7 @@ def _text(content: object, _: _Budget) -> str:
 
 
 def _images(content: object, budget: _Budget) -> Tensor:
-    """Return an image, bytes [3, H, W], or the frames of a video [F, 3, H, W]."""
+    """Image, bytes [3, H, W], or the frames of a video [F, 3, H, W]."""
     import torch
 
     if not isinstance(content, list):

@@ -48,11 +48,11 @@ class Problem:
 
     @property
     def held_out(self) -> bool:
-        """Return True for one set of numbers in ten, whatever their order."""
+        """True for one set of numbers in ten, whatever their order."""
         return zlib.crc32("+".join(map(str, sorted(self.numbers))).encode()) % 10 == 0
 
     def careless(self, dice: random.Random) -> list[int]:
-        """Return partial sums of the careless pupil, who goes on from a wrong one."""
+        """Partial sums of the careless pupil, who goes on from a wrong one."""
         return self._with_slips(lambda rate: dice.random() < rate)
 
     @property
@@ -61,20 +61,23 @@ class Problem:
         return self._with_slips(lambda rate: rate > 0.5)
 
     def _with_slips(self, slips: Callable[[float], bool]) -> list[int]:
-        return [*accumulate(self.numbers, lambda total, number: total + number + sum(
-            ten * slip for ten, rate, slip in _slips(total, number) if slips(rate)))][1:]
+        def add(total: int, number: int) -> int:
+            # Units and tens of both; zeros are added without fault.
+            pairs = [(ten, sorted((total // ten % 10, number // ten % 10))) for ten in (1, 10)]
+            facts = [(ten, *FACTS[a, b]) for ten, (a, b) in pairs if a]
+            return total + number + sum(ten * slip for ten, rate, slip in facts if slips(rate))
+
+        return [*accumulate(self.numbers, add)][1:]
 
 
 def solution(steps: Sequence[int]) -> str:
-    """Return partial sums as the model writes them."""
+    """Partial sums as the model writes them."""
     return ";".join(map(str, steps))
 
 
 def _facts() -> dict[tuple[int, int], tuple[float, int]]:
-    """Return (rate, slip) by digits a <= b, from 1 to 9: the pupil's a + b is wrong by the slip.
-
-    A slip is one too few, one too many or, of a fact with a carry, the carry forgotten.
-    """
+    """(rate, slip) by digits a <= b, from 1 to 9: the pupil's a + b is wrong by the slip. A slip is one too few, one
+    too many or, of a fact with a carry, the carry forgotten."""
     facts = sorted(((a, b) for a in range(1, 10) for b in range(a, 10)),
                    key=lambda fact: zlib.crc32("{}+{}".format(*fact).encode()))
     slips = ((-1, 1), (-10, -1, 1))
@@ -86,14 +89,8 @@ def _facts() -> dict[tuple[int, int], tuple[float, int]]:
 FACTS = _facts()
 
 
-def _slips(total: int, number: int) -> list[tuple[int, float, int]]:
-    """Return (ten, rate, slip) for the units and the tens of a step; zeros are added without fault."""
-    pairs = [(ten, sorted((total // ten % 10, number // ten % 10))) for ten in (1, 10)]
-    return [(ten, *FACTS[a, b]) for ten, (a, b) in pairs if a]
-
-
 def draw(dice: random.Random, held_out: bool, count: int | None = None) -> Problem:
-    """Return a random problem of one side of the split; count: how many numbers it has."""
+    """Random problem of one side of the split; count: how many numbers it has."""
     count = count or dice.choices([*COUNTS], [*COUNTS.values()])[0]
     while True:
         problem = Problem(tuple(dice.randint(SMALLEST, LARGEST) for _ in range(count)))
@@ -102,7 +99,7 @@ def draw(dice: random.Random, held_out: bool, count: int | None = None) -> Probl
 
 
 def choose_problems(held_out: bool, count: int, seed: int) -> list[Problem]:
-    """Return `count` different problems of one side, those with few numbers first."""
+    """`count` different problems of one side, those with few numbers first."""
     dice, problems = random.Random(seed), set[Problem]()
     while len(problems) < count:
         problems.add(draw(dice, held_out))

@@ -25,10 +25,8 @@ Placed = tuple[str, str, tuple[int, int]]  # shape, colour, centre (x, y) in pix
 
 
 def place(claims: Claims, rng: np.random.Generator) -> list[Placed]:
-    """Objects of a scene for which `claims` are true; everything they leave open is random.
-
-    Of two objects without a relation the first is on the left, as in `scenes.render`.
-    """
+    """Objects of a scene for which `claims` are true; everything they leave open is random. Of two objects without a
+    relation the first is on the left, as in `scenes.render`."""
     named = [(claim.shape, claim.colour or str(rng.choice(list(COLOURS))))
              for claim in claims.objects for _ in range(claim.count)]
     relation = claims.relation or ("left of" if len(claims.objects) == 2 else None)

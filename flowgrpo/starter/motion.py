@@ -63,10 +63,8 @@ _PROMPT = re.compile(rf"a (?P<colour>{'|'.join(COLOURS)}) (?P<shape>{'|'.join(SH
 
 
 def parse(prompt: str) -> Clip:
-    """Read a prompt of this world, such as "a red circle moves left".
-
-    Raises ValueError if it is outside the grammar.
-    """
+    """Read a prompt of this world, such as "a red circle moves left". Raises ValueError if it is outside the
+    grammar."""
     match = _PROMPT.fullmatch(" ".join(prompt.lower().strip().rstrip(".").split()))
     if not match:
         raise ValueError(f"the motion reward cannot read the prompt {prompt!r}: expected 'a COLOUR SHAPE DOES', such "
@@ -76,16 +74,13 @@ def parse(prompt: str) -> Clip:
 
 
 def is_held_out(clip: Clip) -> bool:
-    """Return True for one clip in six: neither the starter's own training nor any alignment may see it.
-
-    Of every shape, colour and motion, and of every pair of these, five in six are seen in other combinations.
-    """
+    """True for one clip in six: neither the starter's own training nor any alignment may see it. Of every shape, colour
+    and motion, and of every pair of these, five in six are seen in other combinations."""
     places = SHAPES.index(clip.shape), list(COLOURS).index(clip.colour), list(MOTIONS).index(clip.motion)
     return sum(places) % 6 == 0
 
 
 def clips(held: bool) -> list[Clip]:
-    """Return all clips on one side of `is_held_out`, in the order of the motions."""
     every = (Clip(shape, colour, motion) for motion, shape, colour in product(MOTIONS, SHAPES, COLOURS))
     return [clip for clip in every if is_held_out(clip) == held]
 
@@ -93,10 +88,8 @@ def clips(held: bool) -> list[Clip]:
 # --- drawing ---------------------------------------------------------------------------------------------------------
 
 def render(clip: Clip, rng: np.random.Generator, jolted: bool = False) -> np.ndarray:
-    """Draw frames [FRAMES, 3, SIZE, SIZE] in [0, 1] for which `clip` is true; place, pace and size are random.
-
-    jolted: as filmed by hand: from one frame on everything is shifted by some pixels, so the clip is not true.
-    """
+    """Draw frames [FRAMES, 3, SIZE, SIZE] in [0, 1] for which `clip` is true; place, pace and size are random. jolted:
+    as filmed by hand: from one frame on everything is shifted by some pixels, so the clip is not true."""
     centres, radii = _path(clip.motion, rng, jolted)
     ground = rng.uniform(0.93, 1.0) - rng.uniform(0, 0.03, 3)
     paint = np.clip(np.array(COLOURS[clip.colour]) + rng.uniform(-0.04, 0.04, 3), 0, 1)
@@ -122,7 +115,6 @@ def _path(motion: str, rng: np.random.Generator, jolted: bool) -> tuple[np.ndarr
 
 
 def _mask(shape: str, radius: float, centre: np.ndarray) -> np.ndarray:
-    """`scenes.coverage`, computed only where the shape is."""
     side = 2 * int(np.ceil(1.25 * radius)) + 2
     left, top = np.clip(np.floor(centre).astype(int) - side // 2, 0, SIZE - side)
     mask = np.zeros((SIZE, SIZE))

@@ -88,10 +88,8 @@ _JOIN = re.compile(rf" (and|{'|'.join(RELATIONS)}) ")
 
 
 def parse(prompt: str) -> Claims:
-    """Read a prompt of this world, such as "a drawing of two red stars" or "a ring above a cross".
-
-    Raises ValueError if the prompt is outside the grammar.
-    """
+    """Read a prompt of this world, such as "a drawing of two red stars" or "a ring above a cross". Raises ValueError if
+    the prompt is outside the grammar."""
     text = " ".join(prompt.lower().strip().rstrip(".").split()).removesuffix(VERIFIED)
     prefix = next((p for p in PREFIXES if p and text.startswith(p)), "")
     parts = _JOIN.split(text[len(prefix):])
@@ -108,7 +106,7 @@ def parse(prompt: str) -> Claims:
 
 
 def is_held_out(claims: Claims, prefix: str = "") -> bool:
-    """Return True for prompts that no alignment may see."""
+    """True for prompts that no alignment may see."""
     if any((claim.shape, claim.colour) in HELD_PAIRS for claim in claims.objects):
         return True
     if claims.relation:
@@ -117,8 +115,8 @@ def is_held_out(claims: Claims, prefix: str = "") -> bool:
 
 
 def is_reserved(claims: Claims, prefix: str = "") -> bool:
-    """Return True for prompts that alignment never trains on: the held-out ones, and of tasks with few prompts one in
-    three more."""
+    """True for prompts that alignment never trains on: the held-out ones, and of tasks with few prompts one in three
+    more."""
     few = claims.task in ("single", "counting", "two")
     return is_held_out(claims, prefix) or (few and zlib.crc32(claims.caption(prefix).encode()) % 3 == 0)
 
@@ -150,7 +148,7 @@ def sample_prompt(rng: np.random.Generator, task: str, held: bool, rule: Callabl
 # --- wrong captions ---------------------------------------------------------------------------------------------------
 
 def misread(claims: Claims) -> Claims:
-    """Return what a careless annotator saw in the place of `claims`: one of them is wrong, always in the same way.
+    """What a careless annotator saw in the place of `claims`: one of them is wrong, always in the same way.
 
     The next shape, colour, number or side takes the right one's place; of two coloured objects in the order of COLOURS
     the colours are exchanged. No misreading leads back to its origin.
@@ -259,8 +257,7 @@ def _with_colour(claim: Claim, rng: np.random.Generator) -> Claim:
 
 
 def _layout(n: int, relation: str | None, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Return radii [n] and centres [n, 2] in pixels: apart from each other and from the border, in the asked
-    relation."""
+    """Radii [n] and centres [n, 2] in pixels: apart from each other and from the border, in the asked relation."""
     low, high = {1: (10, 15), 2: (9, 12), 3: (8, 10.5), 4: (7.5, 9.5)}[n]
     while True:
         radii = np.full(n, rng.uniform(low, high))
@@ -271,7 +268,7 @@ def _layout(n: int, relation: str | None, rng: np.random.Generator) -> tuple[np.
 
 
 def in_relation(centres: np.ndarray, relation: str) -> bool:
-    """Return True if the first of two centres [2, 2] stands on this side of the second, and clearly so."""
+    """True if the first of two centres [2, 2] stands on this side of the second, and clearly so."""
     along = (centres[0] - centres[1]) @ np.array(RELATIONS[relation])
     across = np.abs((centres[0] - centres[1]) @ np.array(RELATIONS[relation])[::-1])
     return bool(along > 1.3 * across)

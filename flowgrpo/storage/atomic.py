@@ -37,13 +37,6 @@ def sync(path: Path) -> None:
         os.close(opened)
 
 
-def sync_tree(folder: Path) -> None:
-    """Force all files and folders below a folder to the disk, and then the folder."""
-    for path in sorted(folder.rglob("*"), reverse=True):
-        sync(path)
-    sync(folder)
-
-
 def make_folder(folder: Path) -> None:
     """Make a folder and the missing ones above it, durably."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
@@ -69,10 +62,8 @@ def remove(folder: Path) -> None:
 @contextlib.contextmanager
 def replacing(path: Path, shared: bool = False) -> Iterator[Path]:
     """Context manager: yield a temporary path; the file written there takes the place of `path` at the end.
-
     After an exception `path` is as before, and the temporary file is deleted. shared: several processes may write
-    the same file.
-    """
+    the same file."""
     make_folder(path.parent)
     temporary = path.with_name(f".{path.name}.{uuid4().hex}.tmp" if shared else f".{path.name}.tmp")
     try:
@@ -85,13 +76,11 @@ def replacing(path: Path, shared: bool = False) -> Iterator[Path]:
 
 
 def write_bytes(path: Path, content: bytes, shared: bool = False) -> None:
-    """Write a file of bytes."""
     with replacing(path, shared) as temporary:
         temporary.write_bytes(content)
 
 
 def write_text(path: Path, text: str, shared: bool = False) -> None:
-    """Write a file of text, as UTF-8."""
     write_bytes(path, text.encode("utf-8"), shared)
 
 
@@ -112,18 +101,16 @@ def append_line(path: Path, line: str) -> None:
 @contextlib.contextmanager
 def filling(folder: Path) -> Iterator[Path]:
     """Context manager: yield a temporary folder; the files written there get their places in `folder` at the end.
-
-    Other files of `folder` stay. After an exception it is as before.
-    """
+    Other files of `folder` stay. After an exception it is as before."""
     make_folder(folder)
     temporary = folder / ".files.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     try:
         yield temporary
-        sync_tree(temporary)
-        places = {file: folder / file.relative_to(temporary) for file in sorted(temporary.rglob("*"))
-                  if file.is_file()}
+        for path in (*sorted(temporary.rglob("*"), reverse=True), temporary):
+            sync(path)
+        places = {file: folder / file.relative_to(temporary) for file in sorted(temporary.rglob("*")) if file.is_file()}
         for parent in {place.parent: None for place in places.values()}:
             make_folder(parent)
         for file, place in places.items():
@@ -142,28 +129,27 @@ class Background:
 
     @property
     def busy(self) -> bool:
-        """True while a write is running."""
         return self._running is not None and not self._running.done()
 
     def start(self, write: Callable[[], object]) -> None:
         """Call `write` in a thread, after the write before it. Raises the error of that one."""
         self.wait()
         self._running = future = Future[None]()
-        threading.Thread(target=_complete, args=(future, write), daemon=True, name=NAME).start()
+
+        def complete() -> None:
+            try:
+                write()
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+
+        threading.Thread(target=complete, daemon=True, name=NAME).start()
 
     def wait(self) -> None:
-        """Return when no write is running. Raises the error of the last one, once; a signal's handler may end it."""
+        """Wait for the running write. Raises the error of the last one, once; a signal's handler may end it."""
         if (running := self._running) is not None:
             error = running.exception()
             self._running = None
             if error is not None:
                 raise error
-
-
-def _complete(future: Future[None], write: Callable[[], object]) -> None:
-    try:
-        write()
-    except BaseException as error:
-        future.set_exception(error)
-    else:
-        future.set_result(None)

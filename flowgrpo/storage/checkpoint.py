@@ -38,7 +38,7 @@ class Stateful(Protocol):
     """Part of a run with a state of its own in every checkpoint."""
 
     def state(self) -> tuple[Tensors, dict[str, Any]]:
-        """Return the tensors and the values (JSON) to keep."""
+        """The tensors and the values (JSON) to keep."""
 
     def load_state(self, tensors: Tensors, values: dict[str, Any]) -> None:
         """Restore what `state` returned; without any, start anew."""
@@ -56,9 +56,7 @@ def begin(folder: Path, epoch: int) -> Path:
 
 def save_shard(folder: Path, epoch: int, tensors: Tensors, index: int, count: int) -> None:
     """Write one of `count` shards of tensors into the folder that `begin` made: their rows in it.
-
-    Raises UserError if that folder is not there.
-    """
+    Raises UserError if that folder is not there."""
     temporary = _temporary(folder, epoch)
     if not temporary.is_dir():
         raise UserError(f"{folder} is not the folder that the first process writes to: with memory.shard, put `output` "
@@ -68,11 +66,9 @@ def save_shard(folder: Path, epoch: int, tensors: Tensors, index: int, count: in
 
 def save(folder: Path, epoch: int, tensors: Tensors, state: dict[str, Any], keep: int, begun: bool = False) -> Path:
     """Write `folder/epoch-00042` and delete checkpoints that are neither the newest nor of the `keep` to be kept.
-
     These are the newest ones whose last update was made, with weights that have not grown; if there are fewer, others
     too.
-    begun: `begin` was called, and the shards are written.
-    """
+    begun: `begin` was called, and the shards are written."""
     target, temporary = folder / checkpoint_name(epoch), _temporary(folder, epoch)
     if not begun:
         begin(folder, epoch)
@@ -83,41 +79,20 @@ def save(folder: Path, epoch: int, tensors: Tensors, state: dict[str, Any], keep
         atomic.rename(target, _backup_path(target))
     atomic.rename(temporary, target)
     shutil.rmtree(_backup_path(target), ignore_errors=True)
-    for old in _superfluous(list(checkpoints(folder).values()), keep):
-        atomic.remove(old)
+    known = list(checkpoints(folder).values())
+    kept = [*sorted(reversed(known), key=lambda path: is_marked(path, UNSTEADY))[:keep], known[-1]]
+    for path in known:
+        if path not in kept:
+            atomic.remove(path)
     return target
 
 
-def _superfluous(known: list[Path], keep: int) -> list[Path]:
-    """Return the checkpoints, of `known` in the order of their epochs, that are to be deleted."""
-    kept = [*sorted(reversed(known), key=_unsteady)[:keep], known[-1]]
-    return [path for path in known if path not in kept]
-
-
-def _unsteady(folder: Path) -> bool:
-    """Return True if the last update before a checkpoint was skipped or its weights have grown, or it is damaged."""
+def is_marked(folder: Path, mark: str) -> bool:
+    """True for a checkpoint with the mark UNSTEADY or GROWN, and for one that cannot be read."""
     try:
-        return bool(_values(folder).get(UNSTEADY))
+        return bool(_values(folder).get(mark))
     except (OSError, ValueError, RecursionError):
         return True
-
-
-def has_diverged(folder: Path) -> bool:
-    """Return True for a checkpoint whose weights have grown beyond use, or that cannot be read."""
-    try:
-        return bool(_values(folder).get(GROWN))
-    except (OSError, ValueError, RecursionError):
-        return True
-
-
-def undo_replacing(folder: Path) -> None:
-    """Give checkpoints their names back that a kill kept from being replaced."""
-    for replaced in folder.glob(".epoch-*.replaced"):
-        target = folder / replaced.name.removeprefix(".").removesuffix(".replaced")
-        if target.is_dir():
-            shutil.rmtree(replaced)
-        else:
-            atomic.rename(replaced, target)
 
 
 def _backup_path(target: Path) -> Path:
@@ -135,16 +110,14 @@ def _write(file: Path, tensors: Tensors) -> None:
 
 
 def latest(folder: Path) -> Path | None:
-    """Return the checkpoint with the highest epoch, unchecked; None without one."""
+    """The checkpoint with the highest epoch, unchecked; None without one."""
     return next(reversed(checkpoints(folder).values()), None)
 
 
 def damage(folder: Path, required: Mapping[str, type | tuple[type, ...]] = MappingProxyType({})) -> str | None:
-    """Return the damage of a checkpoint in words; None if it is whole.
-
+    """The damage of a checkpoint in words; None if it is whole.
     All its files are read once: compared with the manifest, where there is one, and for their form. required: types of
-    values by key, None among them for one that earlier versions lack; numbers are 0 or more.
-    """
+    values by key, None among them for one that earlier versions lack; numbers are 0 or more."""
     if manifest.has_manifest(folder) and (difference := manifest.difference(folder)):
         return difference
     try:
@@ -173,7 +146,7 @@ def _values(folder: Path) -> dict[str, Any]:
 
 
 def manifest_note(folder: Path) -> str | None:
-    """Return a sentence about a checkpoint without a manifest; None with one."""
+    """A sentence about a checkpoint without a manifest; None with one."""
     return None if manifest.has_manifest(folder) else \
         f"{folder} has no {manifest.MANIFEST}, as it is of an older run: its checksums cannot be verified"
 
@@ -200,7 +173,7 @@ class Reader:
         return torch.Size(shapes[0] if len(shapes) == 1 else [sum(shape[0] for shape in shapes), *shapes[0][1:]])
 
     def misfit(self) -> str | None:
-        """Return in words which weights are no floats, or what the optimizer's state lacks; None if all is there."""
+        """In words which weights are no floats, or what the optimizer's state lacks; None if all is there."""
         states: dict[str, set[str]] = {}
         for key, files in self.parts.items():
             room, _, name = key.partition("/")
@@ -213,7 +186,7 @@ class Reader:
                      if known - held), None)
 
     def read(self, key: str, rows: slice | None = None) -> torch.Tensor:
-        """Return a tensor, or its `rows` with a start and a stop."""
+        """A tensor, or its `rows` with a start and a stop."""
         if len(self.parts[key]) == 1 and rows is None:
             return self.parts[key][0].get_tensor(key)
         if rows is None:
@@ -230,11 +203,9 @@ class Reader:
 
 def load(folder: Path, rows: Callable[[str], slice | None] = lambda key: None, verify: bool = True
          ) -> tuple[Tensors, dict[str, Any]]:
-    """Return the (tensors, state) that `save` wrote; whole tensors, or those rows of a key that `rows` names.
-
+    """The (tensors, state) that `save` wrote; whole tensors, or those rows of a key that `rows` names.
     verify: compare with the manifest first; a line on stderr says if there is none.
-    Raises UserError if they cannot be read.
-    """
+    Raises UserError if they cannot be read."""
     try:
         if verify and (line := manifest_note(folder)):
             print(line, file=sys.stderr)
@@ -247,7 +218,7 @@ def load(folder: Path, rows: Callable[[str], slice | None] = lambda key: None, v
 
 
 def shapes(folder: Path) -> dict[str, torch.Size]:
-    """Return the shapes of a checkpoint's whole tensors. Raises UserError if they cannot be read."""
+    """The shapes of a checkpoint's whole tensors. Raises UserError if they cannot be read."""
     try:
         return Reader(folder).shapes
     except Exception as error:
@@ -255,7 +226,7 @@ def shapes(folder: Path) -> dict[str, torch.Size]:
 
 
 def unreadable(folder: Path, error: Exception) -> UserError:
-    """Return the one-line error for a checkpoint that cannot be read, with the fix."""
+    """The one-line error for a checkpoint that cannot be read, with the fix."""
     known = checkpoints(folder.parent)
     epoch = next((epoch for epoch, path in known.items() if path.name == folder.name), 0)
     earlier = [other.name for number, other in known.items() if number < epoch]
@@ -266,23 +237,19 @@ def unreadable(folder: Path, error: Exception) -> UserError:
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Return an optimizer's state as flat tensors `0.exp_avg`, `0.step`, ...; integers become int64 tensors."""
-    return {f"{index}.{key}": torch.as_tensor(value) for index, values in optimizer.state_dict()["state"].items()
-            for key, value in _flat(values).items()}
-
-
-def _flat(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values without bitsandbytes' extra level; its tables are cloned, as a file cannot share them."""
-    nested = [inner for value in values.values() if isinstance(value, dict) for inner in value.items()]
-    return {key: value for key, value in values.items() if not isinstance(value, dict)} | \
-        {key: value.clone() for key, value in nested}
+    """An optimizer's state as flat tensors `0.exp_avg`, `0.step`, ...; integers become int64 tensors."""
+    flat: dict[str, torch.Tensor] = {}
+    for index, values in optimizer.state_dict()["state"].items():
+        for key, value in values.items():
+            # The extra level is bitsandbytes'; its tables are cloned, as a file cannot share them.
+            inner = {name: table.clone() for name, table in value.items()} if isinstance(value, dict) else {key: value}
+            flat |= {f"{index}.{name}": torch.as_tensor(each) for name, each in inner.items()}
+    return flat
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor]) -> None:
     """Load the state that `optimizer_tensors` flattened into an optimizer; its groups stay unchanged.
-
-    Raises ValueError for a state that lacks a tensor, or has one of another shape than its parameter.
-    """
+    Raises ValueError for a state that lacks a tensor, or has one of another shape than its parameter."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state: dict[int, dict[str, torch.Tensor | int]] = {}
     for name, tensor in tensors.items():
@@ -305,12 +272,15 @@ def load_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Te
 
 def newest_whole(folder: Path, log: Callable[[str], None], required: Mapping[str, type | tuple[type, ...]]
                  ) -> Path | None:
-    """Return the checkpoint of the highest epoch that is whole; None without one.
-
+    """The checkpoint of the highest epoch that is whole; None without one.
     A damaged one is renamed to NAME.damaged and reported in a line, as are folders of other names and a checkpoint
-    without checksums. folder: of all checkpoints. required: types of the values that a checkpoint has to hold.
-    """
-    undo_replacing(folder)
+    without checksums. folder: of all checkpoints. required: types of the values that a checkpoint has to hold."""
+    for replaced in folder.glob(".epoch-*.replaced"):  # names that a kill kept from being given back
+        target = folder / replaced.name.removeprefix(".").removesuffix(".replaced")
+        if target.is_dir():
+            shutil.rmtree(replaced)
+        else:
+            atomic.rename(replaced, target)
     for name in foreign(folder):
         log(f"ignored {folder / name}: it is no checkpoint, expected a name such as epoch-00042")
     for path in reversed(list(checkpoints(folder).values())):

@@ -15,8 +15,7 @@ GROUPS = ("reward/", "held_out/", "seconds/", "memory/")  # first parts of names
 
 
 def finite(value: Any) -> Any:
-    """Return the value with null for numbers without a JSON form, such as the mean of a reward that applied to no
-    sample."""
+    """Null takes the place of a number without a JSON form, such as the mean of a reward that applied to no sample."""
     if isinstance(value, dict):
         return {key: finite(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
@@ -26,10 +25,8 @@ def finite(value: Any) -> Any:
 
 def read_object(path: Path, mend: str, **kinds: type) -> dict[str, Any]:
     """Read the JSON object in a file, with values of these types under these keys.
-
     mend: the fix at the end of the error.
-    Raises UserError if the file holds something else.
-    """
+    Raises UserError if the file holds something else."""
     if path.exists() and (why := unfit(path)):
         raise UserError(f"{path} is damaged (it {why}): {mend}")
     try:
@@ -48,10 +45,8 @@ def read_object(path: Path, mend: str, **kinds: type) -> dict[str, Any]:
 
 def read_lines(path: Path, *numbers: str) -> list[dict[str, Any]]:
     """Read the objects of a JSON-lines file that have numbers under these keys; none if there is no file.
-
     A last line that is still being written, or that a kill cut off, is skipped.
-    Raises UserError with the line that is damaged: NaN and infinities are no JSON.
-    """
+    Raises UserError with the line that is damaged: NaN and infinities are no JSON."""
     try:
         lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
     except OSError as error:
@@ -60,7 +55,7 @@ def read_lines(path: Path, *numbers: str) -> list[dict[str, Any]]:
 
 
 def decode(text: str) -> Any:
-    """Return the value of a JSON text. Raises ValueError for one with NaN or an infinity, also as 1e999."""
+    """The value of a JSON text. Raises ValueError for one with NaN or an infinity, also as 1e999."""
     return json.loads(text, parse_constant=_number, parse_float=_number)
 
 

@@ -15,7 +15,7 @@ BLOCK = 2**22  # bytes read at once
 
 
 def sha256(file: Path) -> str:
-    """Return the SHA-256 of a file's bytes, in hexadecimal digits."""
+    """In hexadecimal digits."""
     hashed = hashlib.sha256()
     with file.open("rb") as opened:
         while block := opened.read(BLOCK):
@@ -31,12 +31,12 @@ def write(folder: Path) -> None:
 
 
 def has_manifest(folder: Path) -> bool:
-    """Return True if the folder has a manifest; checkpoints of older runs have none."""
+    """True if the folder has a manifest; checkpoints of older runs have none."""
     return (folder / MANIFEST).is_file()
 
 
 def difference(folder: Path) -> str | None:
-    """Return the first difference between a folder's files and its manifest; None if there is none, or no manifest."""
+    """The first difference between a folder's files and its manifest; None if there is none, or no manifest."""
     if not has_manifest(folder):
         return None
     try:

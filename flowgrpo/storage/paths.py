@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from flowgrpo.errors import UserError
@@ -18,14 +19,13 @@ ENDINGS = {f".{ending}" for ending in (
     "apng avif bmp gif heic jpeg jpg png svg tif tiff webp avi mkv mov mp4 webm mp3 wav bat bin ckpt csv doc exe gguf "
     "gz htm html ipynb js json jsonl log md npy npz onnx parquet pdf pkl ps psd pt pth py safetensors sh tar tex toml "
     "tsv txt xml xls xlsx yaml yml zip").split()}
+IDLE = ("settings.json", "prompts.jsonl")  # of an evaluation that has made nothing yet
 BROKEN = (errno.EIO, errno.ESTALE, errno.ENXIO, errno.ENODEV, errno.EROFS, errno.EBADMSG)  # of a disk or its server
 
 
 def require_folder(path: str | Path, other: str = "") -> None:
     """Raise UserError if no file can be written below the folder `path`, or if its name is that of a file.
-
-    The folder need not exist, and is not left behind. other: what may be named besides, for the error.
-    """
+    The folder need not exist, and is not left behind. other: what may be named besides, for the error."""
     if (ending := Path(path).suffix.lower()) in ENDINGS and not Path(path).is_dir():
         raise UserError(f"{path}: got the name of a {ending} file, expected that of a folder{other}")
     _try(Path(path), Path(path))
@@ -36,12 +36,28 @@ def require_file(path: str | Path) -> None:
     _try(Path(path), Path(path).parent)
 
 
+@contextlib.contextmanager
+def undone(*places: Path) -> Iterator[None]:
+    """Context manager around what fills files and folders: after an error the new ones are removed, unless one of them
+    has more than the IDLE files, so that a corrected command finds nothing of a rejected one."""
+    new = [place for place in places if not place.exists()]
+    made = [parent for place in new for parent in place.parents if not parent.exists()]
+    try:
+        yield
+    except BaseException:
+        if all(file.name in IDLE for place in new for file in place.rglob("*") if file.is_file()):
+            for place in new:
+                shutil.rmtree(place) if place.is_dir() else place.unlink(missing_ok=True)
+            for parent in sorted(made, reverse=True):
+                with contextlib.suppress(OSError):
+                    parent.rmdir()
+        raise
+
+
 def require_room(folder: Path, needed: int, what: str,
                  way: str = "make room, lower train.keep, or name another output") -> None:
     """Raise UserError if the disk of `folder`, which need not exist, has less than `needed` bytes left.
-
-    way: the fix.
-    """
+    way: the fix."""
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(there).free
     if free < needed:
@@ -49,7 +65,6 @@ def require_room(folder: Path, needed: int, what: str,
 
 
 def _size(count: int) -> str:
-    """Return bytes in the largest unit in which they are 1 or more."""
     power = min(max(count.bit_length() - 1, 0) // 10, 3)
     return f"{count / 1024**power:,.{0 if power < 3 else 1}f} {('bytes', 'KiB', 'MiB', 'GiB')[power]}"
 
@@ -74,8 +89,7 @@ def _try(path: Path, folder: Path) -> None:
 
 
 def refusal(error: Exception) -> str | None:
-    """Return the message for an error by which the system refused a file or had no room for it; None for other
-    errors."""
+    """The message for an error by which the system refused a file or had no room for it; None for other errors."""
     if isinstance(error, OSError) and error.filename is not None:
         return f"{os.fsdecode(error.filename2 or error.filename)}: {error.strerror}"  # the second: of a renaming
     match = re.search(r"\(os error (\d+)\)", str(error))  # the wording of Rust libraries such as safetensors
@@ -90,20 +104,13 @@ def refusal(error: Exception) -> str | None:
 
 def readable(place: Path) -> None:
     """Set the default mode of new files on safetensors files, which are written for their owner alone.
-
-    place: a file, or a folder, whose files are changed recursively.
-    """
-    mask = _mask()
+    place: a file, or a folder, whose files are changed recursively."""
+    status = Path("/proc/self/status")
+    if status.is_file() and (match := re.search(r"^Umask:\s*([0-7]+)$", status.read_text(), re.MULTILINE)):
+        mask = int(match[1], 8)
+    else:  # the system does not report it: set it for a moment, in which other threads' files would get this mode
+        mask = os.umask(0o077)
+        os.umask(mask)
     for file in (place, *place.rglob("*.safetensors")):
         if file.is_file():
             file.chmod(0o666 & ~mask)
-
-
-def _mask() -> int:
-    """Return the process's mask of new files' modes. Where the system does not report it, set it for a moment."""
-    status = Path("/proc/self/status")
-    if status.is_file() and (match := re.search(r"^Umask:\s*([0-7]+)$", status.read_text(), re.MULTILINE)):
-        return int(match[1], 8)
-    mask = os.umask(0o077)  # other threads' files would get this mode
-    os.umask(mask)
-    return mask

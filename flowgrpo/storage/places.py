@@ -23,32 +23,28 @@ NAMED = re.compile(r"epoch-(\d{5,})")  # folder of a checkpoint
 
 
 def checkpoint_name(epoch: int) -> str:
-    """Return the name of a checkpoint's folder: epoch-00042."""
     return f"epoch-{epoch:05d}"
 
 
 def epoch_of(folder: Path) -> int:
-    """Return the epoch of a checkpoint by its folder's name."""
     return int(folder.name.removeprefix("epoch-"))
 
 
 def checkpoints(folder: Path) -> dict[int, Path]:
-    """Return the checkpoints in a run's folder of checkpoints by epoch, in the order of the numbers."""
+    """The checkpoints in a run's folder of checkpoints by epoch, in the order of the numbers."""
     matches = [(NAMED.fullmatch(path.name), path) for path in folder.glob("epoch-*")]
     return {epoch: path for epoch, path in sorted((int(match[1]), path) for match, path in matches if match)}
 
 
 def foreign(folder: Path) -> list[str]:
-    """Return the names in a folder of checkpoints that look like one and are none, such as epoch-copy.
-
-    Damaged checkpoints that a run has set aside are left out.
-    """
+    """The names in a folder of checkpoints that look like one and are none, such as epoch-copy.
+    Damaged checkpoints that a run has set aside are left out."""
     return sorted(path.name for path in folder.glob("epoch-*")
                   if not NAMED.fullmatch(path.name) and ".damaged" not in path.name)
 
 
 def list_checkpoints(run: Path) -> dict[int, Path]:
-    """Return a run's checkpoints by epoch; print a line on stderr about other folders beside them."""
+    """List a run's checkpoints by epoch, and other folders beside them in a line on stderr."""
     for name in foreign(run / "checkpoints"):
         print(f"ignored {run / 'checkpoints' / name}: it is no checkpoint, expected a name such as epoch-00042",
               file=sys.stderr)
@@ -56,15 +52,12 @@ def list_checkpoints(run: Path) -> dict[int, Path]:
 
 
 def is_checkpoint(path: Path | None) -> bool:
-    """Return True for a folder that a run saved as a checkpoint."""
     return path is not None and (path / STATE).is_file()
 
 
 def run_of(path: Path) -> Path:
-    """Return the folder of a run, given that folder, one of its checkpoints or a LoRA file in it.
-
-    Raises UserError if the path is of no run.
-    """
+    """The folder of a run, given that folder, one of its checkpoints or a LoRA file in it.
+    Raises UserError if the path is of no run."""
     if not path.exists():
         raise UserError(f"no run at {path}: expected the folder that `flowgrpo train` wrote, or one of its checkpoints")
     run = path.parent.parent if is_checkpoint(path) else path.parent if path.is_file() else path
@@ -77,10 +70,8 @@ def run_of(path: Path) -> Path:
 
 
 def weights_of(path: Path, epoch: int | None = None) -> Path:
-    """Return the place of a run's weights: its folder for the result, or the checkpoint of an epoch.
-
-    path: as of `run_of`. Raises UserError if the path is of no run, or the epoch has no checkpoint.
-    """
+    """The place of a run's weights: its folder for the result, or the checkpoint of an epoch.
+    path: as of `run_of`. Raises UserError if the path is of no run, or the epoch has no checkpoint."""
     run = run_of(path)
     if epoch is None:
         return path if is_checkpoint(path) else run
@@ -94,10 +85,8 @@ def weights_of(path: Path, epoch: int | None = None) -> Path:
 
 
 def default_output(path: Path, name: str) -> Path:
-    """Return the default path of a file made from weights: in the run's folder, of a checkpoint with its epoch.
-
-    Example: kohya.safetensors, kohya-epoch-00010.safetensors.
-    """
+    """The default path of a file made from weights: in the run's folder, of a checkpoint with its epoch.
+    Example: kohya.safetensors, kohya-epoch-00010.safetensors."""
     if not is_checkpoint(path):
         return path / name
     return run_of(path) / Path(name).with_stem(f"{Path(name).stem}-{path.name}")
@@ -109,9 +98,7 @@ LOCK = ".lock"  # in the folder of an active run
 @contextlib.contextmanager
 def lock_run(folder: Path) -> Iterator[None]:
     """Context manager: lock the folder against other runs; without effect on a file system without locks.
-
-    Raises UserError if another run has it.
-    """
+    Raises UserError if another run has it."""
     atomic.make_folder(folder)
     lock = FileLock(folder / LOCK)
     try:
@@ -128,7 +115,6 @@ def lock_run(folder: Path) -> Iterator[None]:
 
 
 def is_held(folder: Path) -> bool:
-    """Return True if a run is writing to the folder."""
     if not (folder / LOCK).is_file():
         return False
     try:
@@ -139,6 +125,6 @@ def is_held(folder: Path) -> bool:
 
 
 def unfinished(folder: Path) -> str:
-    """Return the end of a message on a run without weights: that it trains now, or that it stopped."""
+    """The end of a message on a run without weights: that it trains now, or that it stopped."""
     return "the run is training: wait for its end, or name one of its checkpoints" if is_held(folder) else \
         "the run has not finished: --resume it"

@@ -4,52 +4,11 @@ from __future__ import annotations
 
 from flowgrpo.domains import Domain, Place
 
-REWARDS = {
-    "majority": "flowgrpo.text.rewards.majority:Majority",
-    "pseudo_labels": "flowgrpo.text.rewards.majority:PseudoLabels",
-    "refined_labels": "flowgrpo.text.rewards.majority:RefinedLabels",
-    "exact_match": "flowgrpo.text.rewards.rules:ExactMatch",
-    "numeric_match": "flowgrpo.text.rewards.numeric:NumericMatch",
-    "math_answer": "flowgrpo.text.rewards.numeric:MathAnswer",
-    "step_match": "flowgrpo.text.rewards.rules:StepMatch",
-    "format_tags": "flowgrpo.text.rewards.rules:FormatTags",
-    "text_length": "flowgrpo.text.rewards.rules:Length",
-    "completion_length": "flowgrpo.text.rewards.rules:CompletionLength",
-    "length_curve": "flowgrpo.text.rewards.rules:LengthCurve",
-    "box_iou": "flowgrpo.text.rewards.boxes:BoxIoU",
-    "box_format": "flowgrpo.text.rewards.boxes:BoxFormat",
-    "time_iou": "flowgrpo.text.rewards.boxes:TimeIoU",
-    "overlong": "flowgrpo.text.rewards.rules:Overlong",
-    "repetition": "flowgrpo.text.rewards.rules:Repetition",
-    "distinct": "flowgrpo.text.rewards.rules:Distinct",
-    "text_diversity": "flowgrpo.text.rewards.embeddings:TextDiversity",
-    "reference_band": "flowgrpo.text.rewards.embeddings:ReferenceBand",
-    "json_schema": "flowgrpo.text.rewards.code_tests:JsonSchema",
-    "code_run": "flowgrpo.text.rewards.code_tests:CodeRun",
-    "rubric": "flowgrpo.text.rewards.judge:Rubric",
-    "text_judge": "flowgrpo.text.rewards.judge:TextJudge",
-    "reference_likelihood": "flowgrpo.text.rewards.models:ReferenceLikelihood",
-    "reasoning_depth": "flowgrpo.text.rewards.models:ReasoningDepth",
-    "multi_choice": "flowgrpo.text.rewards.rules:MultiChoice",
-    "pictured": "flowgrpo.text.rewards.pictured:Pictured",
-    "svg_render": "flowgrpo.text.rewards.code_tests:SvgRender",
-    "translation": "flowgrpo.text.rewards.rules:Translation",
-    "semantic_similarity": "flowgrpo.text.rewards.embeddings:SemanticSimilarity",
-    "text_scorer": "flowgrpo.text.rewards.embeddings:TextScorer",
-    "reward_model": "flowgrpo.text.rewards.models:RewardModel",
-}
 DOMAIN = Domain(
     processes=("tokens", "masks", "image tokens"),
     kinds={"causal_lm": "tokens", "vision_lm": "tokens", "masked_lm": "masks", "image_tokens": "image tokens"},
     rollouts=Place("flowgrpo.text.rollouts.recorded:make_rollouts"), memory=Place("flowgrpo.text.memory:memory"),
-    presets={
-        "text.presets.overlays": "entropy_bonus high_entropy llds visurf rl_plus chord relift",
-        "text.presets.relaxed": "drakes",
-        "text.presets.completions":
-            "grpo dr_grpo dapo dcpo gspo cispo rloo reinforce_pp remax ppo topr nft disco reg_grpo real pacs rover "
-            "sdpo dpo simpo hypo trpa w_reinforce gtpo grpo_lambda spo_chain spo_tree gigpo s_grpo latr trace_rl "
-            "trace_rl_value unirl unirl_sft"},
-    base_methods=("text.presets.relaxed",), modifiers=("text.presets.overlays",), rewards=REWARDS,
+    base_methods=("text.presets.relaxed",), modifiers=("text.presets.overlays",),
     kind=Place("flowgrpo.text.policies.kinds:kind_of"), load=Place("flowgrpo.text.policies.kinds:load"),
     policy=Place("flowgrpo.text.policies.kinds:make_policy"),
     attach=Place("flowgrpo.text.policies.text_weights:attach"),

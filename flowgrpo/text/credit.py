@@ -16,7 +16,7 @@ from flowgrpo.advantages.shaping import Shaping
 from flowgrpo.advantages.token_credit import TokenCredit, chain
 from flowgrpo.errors import UserError
 from flowgrpo.parts import AtLeast, OneOf, part
-from flowgrpo.types import Completions, Context, Segmented, unwrap, wide
+from flowgrpo.types import Completions, Context, Segmented, unwrap
 
 if TYPE_CHECKING:
     from flowgrpo.config.schema import Config
@@ -55,20 +55,14 @@ class ExpertReward(Shaping):
             zero = torch.where(rewards.isnan(), rewards, torch.zeros_like(rewards))
             rewards = torch.where(expert[..., None] & lost, zero, rewards)
         if self.smooth:
-            rewards = smooth_rewards(rewards, expert, known.rewards.weights or [1.0] * rewards.shape[2])
+            totals = weighted_sum(rewards, known.rewards.weights or [1.0] * rewards.shape[2])
+            best = totals.masked_fill(expert | totals.isnan(), -torch.inf).amax(1, keepdim=True)  # of the samples
+            mean = rewards.masked_fill(expert[..., None], torch.nan).nanmean(1, keepdim=True)
+            rewards = torch.where((expert & (best >= totals))[..., None], mean, rewards)
         return rewards if self.shaping is None else self.shaping(rewards, context)
 
 
-def smooth_rewards(rewards: Tensor, expert: Tensor, weights: Sequence[float]) -> Tensor:
-    """Return the rewards [P, G, R] with those of answers replaced by the samples' mean, where a sample's weighted sum
-    reaches the answer's. expert: bool [P, G]."""
-    totals = weighted_sum(rewards, weights)
-    best = totals.masked_fill(expert | totals.isnan(), -torch.inf).amax(1, keepdim=True)
-    mean = rewards.masked_fill(expert[..., None], torch.nan).nanmean(1, keepdim=True)
-    return torch.where((expert & (best >= totals))[..., None], mean, rewards)
-
-
-@part("shaping", target="texts", jointly={"top least alpha": "0 to 1 each"})
+@part("shaping", target="texts", teaches=True, jointly={"top least alpha": "0 to 1 each"})
 class LengthSwitch(Shaping):
     """Right samples earn less the longer they are, in groups with a high share of right ones; other groups are
     unchanged (GRPO-lambda, 2505.18086).
@@ -76,7 +70,8 @@ class LengthSwitch(Shaping):
     Right is a sample whose first reward reaches `right`. Groups are ranked by their share of right ones over the whole
     batch. The length term `penalise_length` applies to the upper `top` of them, rounded up, ties by position, and only
     at a share of at least `least`. top: 0.2, of the published runs as we know them; with top 1, `least` decides; with 0
-    no group has it. Wrong samples and all other rewards are unchanged.
+    no group has it. Wrong samples and all other rewards are unchanged. The length is the method's own signal: groups
+    that are all right learn by it.
     """
 
     top: Annotated[float, AtLeast(0, to=1)] = 0.2
@@ -86,32 +81,23 @@ class LengthSwitch(Shaping):
 
     def __call__(self, rewards: Tensor, context: Context | None = None) -> Tensor:
         assert context is not None and context.samples.lengths is not None, "LengthSwitch needs a context with lengths"
-        (rewards,) = wide(rewards)
         right = rewards[..., 0] >= self.right
-        on = self.active_groups(right, ~rewards[..., 0].isnan())
+        # Groups with the length term, bool [P]: of the highest shares of right samples.
+        share = right.sum(1) / (~rewards[..., 0].isnan()).sum(1).clamp(min=1)
+        count = math.ceil(self.top * len(share) - 1e-9)
+        on = torch.zeros_like(share, dtype=torch.bool)
+        on[share.argsort(descending=True, stable=True)[:count]] = True
+        on &= share >= self.least
         shorter = penalise_length(rewards[..., 0], right, context.samples.lengths, self.alpha)
         first = torch.where(on[:, None] & right, shorter, rewards[..., 0])
         return torch.cat([first[..., None], rewards[..., 1:]], dim=2)
 
-    def active_groups(self, right: Tensor, applies: Tensor) -> Tensor:
-        """Return the groups with the length term: bool [P].
-
-        right, applies: bool [P, G], the samples that are right, and those that have the reward.
-        """
-        share = right.sum(1) / applies.sum(1).clamp(min=1)
-        count = math.ceil(self.top * len(share) - 1e-9)
-        upper = torch.zeros_like(share, dtype=torch.bool)
-        upper[share.argsort(descending=True, stable=True)[:count]] = True
-        return upper & (share >= self.least)
-
 
 def penalise_length(rewards: Tensor, right: Tensor, lengths: Tensor, alpha: float) -> Tensor:
-    """Return rewards [P, G] times 1 - alpha sigmoid(z): [P, G].
-
+    """Rewards [P, G] times 1 - alpha sigmoid(z): [P, G].
     z is the length [P, G] less the mean length of the group's right samples (bool [P, G]), over their deviation (ddof
     0, eps 1e-6). This is the penalty of "Training Language Models to Reason Efficiently" (2502.04463); as the length
-    term of GRPO-lambda it is a reconstruction.
-    """
+    term of GRPO-lambda it is a reconstruction."""
     long = lengths.to(rewards)
     count = right.sum(1, keepdim=True).clamp(min=1)
     mean = (long * right).sum(1, keepdim=True) / count
@@ -119,19 +105,19 @@ def penalise_length(rewards: Tensor, right: Tensor, lengths: Tensor, alpha: floa
     return rewards * (1 - alpha * ((long - mean) / (spread + 1e-6)).sigmoid())
 
 
-@part("shaping", target="texts")
+@part("shaping", target="texts", teaches=True)
 class ExitDecay(Shaping):
     """Exponential decay of a group's right samples: the first keeps its reward, and each further one has half of the
     one before (S-GRPO, 2505.07686, whose group is one thought left at ever later places: `EarlyExits`).
 
     Right is a sample whose first reward reaches `right`; of that reward the N-th right one keeps 1 / 2^(N - 1). Wrong
-    samples and all other rewards are unchanged.
+    samples and all other rewards are unchanged. The place is the method's own signal: groups that are all right learn
+    by it.
     """
 
     right: float = 1.0
 
     def __call__(self, rewards: Tensor, context: Context | None = None) -> Tensor:
-        (rewards,) = wide(rewards)
         right = rewards[..., 0] >= self.right
         before = (right.long().cumsum(1) - right.long()).to(rewards)
         first = torch.where(right, rewards[..., 0] * 0.5 ** before, rewards[..., 0])
@@ -141,7 +127,7 @@ class ExitDecay(Shaping):
 KINDS = ("group", "blame", "progress", "potential", "last")
 
 
-@part("spread", target="texts", causal=True)
+@part("spread", target="texts", causal=True, teaches=True)
 class StepScores(TokenCredit):
     """Advantage of a token with the credit of its step: `outcome` times the sample's, plus `weight` times that credit.
 
@@ -185,7 +171,7 @@ class StepScores(TokenCredit):
                              f"ends {self.ends!r}, expected 0 or more, 0 or more, 1 or more, and a text")
 
     def majority_vote(self, scores: Tensor) -> Tensor:
-        """Return the score of each step, [n], from those of its votes [n, votes]; NaN if none applies."""
+        """The score of each step, [n], from those of its votes [n, votes]; NaN if none applies."""
         if self.votes == 1:
             return scores[:, 0]
         share = torch.where(scores.isnan(), torch.nan, (scores >= self.right).to(scores)).nanmean(1)
@@ -203,7 +189,7 @@ class StepScores(TokenCredit):
         return (self.outcome * advantages[:, None].to(credit) + weight * credit) * mask
 
     def _credit(self, segments: Tensor, scores: Tensor, totals: Tensor) -> Tensor:
-        """Return the credit of every token's step, [m, L]."""
+        """The credit of every token's step, [m, L]."""
         if self.kind in ("progress", "potential"):
             outcome = totals if self.kind == "progress" else torch.zeros_like(totals)
             first = outcome.nanmean(1, keepdim=True).expand_as(totals).reshape(-1, 1).to(scores)
@@ -222,17 +208,15 @@ class StepScores(TokenCredit):
 
 
 def with_gains(scores: Tensor, gain: float) -> Tensor:
-    """Return scores [m, S] of steps, each with `gain` times its change from the step before; a missing step before
-    (NaN) adds nothing."""
+    """Scores [m, S] of steps, each with `gain` times its change from the step before; a missing step before (NaN) adds
+    nothing."""
     change = scores[:, 1:] - scores[:, :-1]
     return torch.cat([scores[:, :1], scores[:, 1:] + gain * change.nan_to_num(0)], 1) if gain else scores
 
 
 def text_steps(ids: Sequence[int], ends: str, text: Callable[[Sequence[int]], str]) -> list[int]:
-    """Return the place behind each step of a completion's tokens [n]. text: of tokens.
-
-    A step ends with the token that completes `ends`; the last one with the completion.
-    """
+    """The place behind each step of a completion's tokens [n]. text: of tokens.
+    A step ends with the token that completes `ends`; the last one with the completion."""
     places, start = [], 0
     for place in range(1, len(ids) + 1):
         if place == len(ids) or ends in text(ids[start:place]):
@@ -242,10 +226,8 @@ def text_steps(ids: Sequence[int], ends: str, text: Callable[[Sequence[int]], st
 
 
 def merge_steps(segments: Tensor, scores: Tensor, right: float) -> tuple[Tensor, Tensor]:
-    """Return the segments [m, L] and scores [m, S] with neighbouring steps merged that are right, or wrong, alike.
-
-    A merged step has the mean of its scores. Steps without a score (NaN) are wrong.
-    """
+    """The segments [m, L] and scores [m, S] with neighbouring steps merged that are right, or wrong, alike.
+    A merged step has the mean of its scores. Steps without a score (NaN) are wrong."""
     known = torch.arange(scores.shape[1]) <= segments.amax(1, keepdim=True)
     good = scores >= right
     number = torch.nn.functional.pad((good[:, 1:] != good[:, :-1]).long().cumsum(1), (1, 0))

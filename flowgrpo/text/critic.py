@@ -48,7 +48,7 @@ class Critic:
         self.seen: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def __call__(self, parts: Sequence[Part], conditioning: Encoded) -> list[Part]:
-        """Return the parts with advantages [m,L] of tokens in place of those [m] of completions."""
+        """The parts with advantages [m,L] of tokens in place of those [m] of completions."""
         self.seen = []
         return [self._assign_credit(part, cast("TokenizedPrompts", conditioning)) for part in parts]
 
@@ -64,7 +64,6 @@ class Critic:
         return replace(part, advantages=(advantages,))
 
     def values(self, hidden: Tensor) -> Tensor:
-        """Return the values [k] of states [k,H]."""
         return self.head(hidden.to(self.policy.device, torch.float32))[:, 0]
 
     def fit(self) -> dict[str, float]:
@@ -89,7 +88,6 @@ class Critic:
         return loss.item()
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the head and its optimizer's state, for a checkpoint."""
         optimizer = checkpoint.optimizer_tensors(self.optimizer)
         return dict(self.head.state_dict()) | {f"optimizer.{key}": tensor for key, tensor in optimizer.items()}, {}
 

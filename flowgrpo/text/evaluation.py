@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 
-from flowgrpo.config.schema import Config
 from flowgrpo.data import sets
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.device import require_generators
 from flowgrpo.evaluation import best_of as choice
 from flowgrpo.evaluation import draw, images, run_rewards
-from flowgrpo.evaluation.measured import Measured, measure, spread
+from flowgrpo.evaluation.measured import measure, spread
 from flowgrpo.evaluation.pages.before_after import draw_pairs
 from flowgrpo.evaluation.plan import BASE, TUNED, Arm, Plan
 from flowgrpo.evaluation.samplers import Texts
@@ -54,10 +53,8 @@ def sample_images(model: str, lora: Path | None, prompts: list[str], count: int,
              best_of: int = 1, by: str | dict[str, Any] = "") -> list[Path]:
     """Draw `count` images per prompt by image tokens to the folder `output`, or one to the PNG `output`; return their
     paths, in order.
-
     guidance, temperature: None takes the run's, or 5 and 1. Other arguments: see `sample`.
-    Raises UserError for a model or weights that do not load.
-    """
+    Raises UserError for a model or weights that do not load."""
     one = images.one_file(output, len(prompts) * count, images.FILES["image"])
     images.require_disk(output, len(prompts) * count)
     config, arm = config_of(lora), BASE if lora is None else TUNED
@@ -72,21 +69,15 @@ def sample_images(model: str, lora: Path | None, prompts: list[str], count: int,
 
 def grid(run: Path, prompts: Path | None, count: int, seed: int, output: Path) -> Path:
     """Write base and tuned completions of `count` prompts side by side, with the run's rewards; returns `output`.
-
     prompts: a prompt file, or None for the run's held-out prompts.
-    Raises UserError for a folder without finished weights.
-    """
+    Raises UserError for a folder without finished weights."""
     config = run_config(run)
     config = settings(config.model, config, {})
     paths.require_file(output)
     chosen = spread(sets.prompts_to_show(config, prompts), count)
     functions = run_rewards.rewards_of_run(config)
-    base, after = (_load_and_measure(config, lora, chosen, functions) for lora in (None, run))
+    base, after = (measure(load(config, lora), chosen, functions, steps=0, guidance=config.eval.guidance, samples=1,
+                           micro_batch=config.train.rows, keep=len(chosen), title=title)
+                   for lora, title in ((None, "base"), (run, "tuned")))
     draw_pairs(output, base, after)
     return output
-
-
-def _load_and_measure(config: Config, lora: Path | None, prompts: list[Prompt], functions: dict[str, Any]) -> Measured:
-    policy = load(config, lora)
-    return measure(policy, prompts, functions, steps=0, guidance=config.eval.guidance, samples=1,
-                   micro_batch=config.train.rows, keep=len(prompts), title="base" if lora is None else "tuned")

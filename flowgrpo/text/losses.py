@@ -17,6 +17,8 @@ from flowgrpo.objectives.surrogates import Surrogate
 from flowgrpo.parts import Above, AtLeast, OneOf, part
 from flowgrpo.types import CompletionBatch, NoisedBatch, unwrap
 
+ROUNDING = 1e-5  # of a text's log-probability: its replay in a batch of another size differs by less
+
 
 class WrappedLoss(Surrogate):
     """Surrogate over another one that reads at most the old log-probability; its range is that of the inner one."""
@@ -41,13 +43,19 @@ class WrappedLoss(Surrogate):
 @part("surrogate", reads_entropy=True)
 class EntropyBonus(WrappedLoss, GroupLoss):
     """Surrogate loss minus weight * entropy of every token's distribution, in nats, [B, L]: PPO's bonus
-    (1707.06347, equation 9), which keeps a policy from settling on one answer."""
+    (1707.06347, equation 9), which keeps a policy from settling on one answer.
+
+    It is the mean over the trained tokens, also in a loss of rows, without weights of tokens (TRL).
+    """
 
     surrogate: Surrogate = Clip(0.2, 0.2)
     weight: Annotated[float, Above(-math.inf, below=math.inf)] = 0.01
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch) -> Tensor:
-        return self.surrogate(log_ratio, advantage, old.old.logp) - self.weight * unwrap(old.new.entropy)
+        return self.surrogate(log_ratio, advantage, old.old.logp) + self.over_tokens(old)
+
+    def over_tokens(self, old: CompletionBatch) -> Tensor:
+        return -self.weight * unwrap(old.new.entropy)
 
     def clip_mask(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch) -> Tensor:
         return self.surrogate.clip_mask(log_ratio, advantage, old.old.logp)
@@ -76,7 +84,6 @@ class HighEntropy(WrappedLoss, GroupLoss):
         return self.by == "advantage"
 
     def statistic(self, compared: CompletionBatch) -> Tensor:
-        """Return the entropies, -inf where a token does not count: [b, L]."""
         return unwrap(compared.new.entropy).masked_fill(~compared.new.mask, -math.inf)
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch) -> Tensor:
@@ -86,20 +93,19 @@ class HighEntropy(WrappedLoss, GroupLoss):
         return self.surrogate.clip_mask(log_ratio, advantage, old.old.logp) & self.token_mask(old)
 
     def token_mask(self, compared: CompletionBatch) -> Tensor:
-        """Return the trained tokens, bool [b, L]; all tokens tied at the threshold are trained."""
+        """The trained tokens, bool [b, L]; all tokens tied at the threshold are trained."""
         peers = unwrap(compared.peers)
         entropies, group = peers.statistic, peers.group
         if self.by == "advantage":
             entropies = (entropies * peers.advantage.abs()[:, None]).masked_fill(~compared.mask, -math.inf)
         selected = torch.zeros_like(compared.mask)
+        share = self.share if self.last is None else self.share + (self.last - self.share) * compared.progress
         for label in group.unique():
-            selected[group == label] = self._largest(entropies[group == label], compared.progress)
+            own = entropies[group == label]
+            counted = own[own > -math.inf]
+            least = counted.topk(max(math.ceil(share * len(counted) - 1e-9), 1))[0][-1]
+            selected[group == label] = own >= least
         return selected[compared.rows]
-
-    def _largest(self, entropies: Tensor, progress: float) -> Tensor:
-        counted = entropies[entropies > -math.inf]
-        share = self.share if self.last is None else self.share + (self.last - self.share) * progress
-        return entropies >= counted.topk(max(math.ceil(share * len(counted) - 1e-9), 1))[0][-1]
 
 
 @part("surrogate", reads_advantages=True,
@@ -128,7 +134,6 @@ class ConflictTokens(WrappedLoss, GroupLoss):
         return self.reads_entropy
 
     def statistic(self, compared: CompletionBatch) -> Tensor:
-        """Return the mean entropy of every completion's tokens: [b]."""
         mask = compared.new.mask
         return (unwrap(compared.new.entropy) * mask).sum(1) / mask.sum(1).clamp(min=1)
 
@@ -139,7 +144,7 @@ class ConflictTokens(WrappedLoss, GroupLoss):
         return self.surrogate.clip_mask(log_ratio, advantage, old.old.logp) & (self.weights(old) > 0)
 
     def weights(self, compared: CompletionBatch) -> Tensor:
-        """Return the factor of every token's loss: [b, L]."""
+        """The factor of every token's loss: [b, L]."""
         peers, conflicting = unwrap(compared.peers), torch.zeros_like(compared.mask)
         for label in peers.group.unique():
             at = peers.group == label
@@ -159,14 +164,14 @@ class LikelihoodFloor(WrappedLoss):
     A >= 0 whose log-probability fell as a whole (LLDS, 2512.04220).
 
     It keeps good texts from becoming unlikely with the bad ones they resemble. The term is 0, with no gradient, at the
-    first update.
+    first update: a text that fell by ROUNDING or less has not fallen.
     """
 
     surrogate: Surrogate = Clip(0.2, 0.2)
     weight: Annotated[float, AtLeast(0)] = 0.1
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
-        fell = (advantage >= 0) & (log_ratio.sum(1, keepdim=True) < 0)
+        fell = (advantage >= 0) & (log_ratio.sum(1, keepdim=True) < -ROUNDING)
         return self.surrogate(log_ratio, advantage, old) + self.weight * torch.relu(-log_ratio) * fell
 
     def clip_mask(self, log_ratio: Tensor, advantage: Tensor, old: Tensor | None = None) -> Tensor:
@@ -216,7 +221,6 @@ class Calibrated(WrappedLoss, GroupLoss):
     slope: Annotated[float, AtLeast(0, to=1)] = 0.5
 
     def statistic(self, compared: CompletionBatch) -> Tensor:
-        """Return the old log-probabilities of every token: [b, L]."""
         return compared.old.logp
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch) -> Tensor:
@@ -231,10 +235,8 @@ class Calibrated(WrappedLoss, GroupLoss):
 
 
 def conflicts(ids: Tensor, mask: Tensor, advantage: Tensor) -> Tensor:
-    """Return the conflict tokens of one group's completions ids [n, L]: bool [n, L].
-
-    mask: the tokens that count, bool [n, L]; advantage: [n].
-    """
+    """The conflict tokens of one group's completions ids [n, L]: bool [n, L].
+    mask: the tokens that count, bool [n, L]; advantage: [n]."""
     lengths = torch.arange(1, mask.shape[1] + 1, device=ids.device).mul(mask).amax(1)
     places = torch.arange(ids.shape[1], device=ids.device)
     from_end = (lengths[:, None] - 1 - places) % ids.shape[1]  # its own inverse among the places that count
@@ -244,8 +246,6 @@ def conflicts(ids: Tensor, mask: Tensor, advantage: Tensor) -> Tensor:
 
 
 def _run(ids: Tensor, mask: Tensor, advantage: Tensor) -> Tensor:
-    """Return the gapless run of tokens from the first on that occur at their place in a good and in a bad
-    completion."""
     same = (ids[:, None] == ids) & mask[:, None] & mask
     good, bad = (same & sign[:, None] for sign in (advantage > 0, advantage < 0))
     return (good.any(1) & bad.any(1)).long().cumprod(1).bool()
@@ -304,7 +304,6 @@ class RewardLabels(SampleLoss):
         return unwrap(batch.measure)(batch.new, other)
 
     def statistic(self, batch: CompletionBatch | NoisedBatch) -> Tensor:
-        """Return s of every sample: [b]."""
         return (self._ratio(batch) * batch.new.mask).sum(1) / batch.new.mask.sum(1).clamp(min=1)
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, old: CompletionBatch | NoisedBatch) -> Tensor:
@@ -316,10 +315,8 @@ class RewardLabels(SampleLoss):
         return value + slope * (ratio - ratio.detach())
 
     def losses(self, logits: Tensor, labels: Tensor, same: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the loss of each sample's group and its slope by the sample's logit times the group's size, [m] both.
-
-        logits, labels: [m]; same: [m, m], 1 for two samples of one group.
-        """
+        """The loss of each sample's group and its slope by the sample's logit times the group's size, [m] both.
+        logits, labels: [m]; same: [m, m], 1 for two samples of one group."""
         size = same.sum(1)
         if self.form == "anchor":
             right, wrong = (self._log_partition(z, weight, same) for z,
@@ -335,7 +332,7 @@ class RewardLabels(SampleLoss):
 
     @staticmethod
     def _log_partition(z: Tensor, weight: Tensor, same: Tensor) -> tuple[Tensor, Tensor]:
-        """Return log(1 + sum w e^z) over each sample's group, and the sample's share of that sum: [m] both."""
+        """log(1 + sum w e^z) over each sample's group, and the sample's share of that sum: [m] both."""
         scores = z + weight.log()
         total = torch.logaddexp((scores + same.log()).logsumexp(1), torch.zeros_like(z))
         return total, (scores - total).exp()

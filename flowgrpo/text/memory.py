@@ -23,27 +23,28 @@ CHUNK = 1024  # tokens whose logits are held at once (tokens.score)
 
 def memory(policy: CausalLM, config: Config, conditioning: TokenizedPrompts, rewards: int = 0
            ) -> dict[str, dict[str, int]]:
-    """Return bytes on the device, by phase and part, for one process of the run `config`, with prompts like the first
-    of `conditioning` and completions of `text.max_tokens`. Phases: rollout, update.
+    """Bytes on the device, by phase and part, for one process of the run `config`, with prompts like the first of
+    `conditioning` and completions of `text.max_tokens`. Phases: rollout, update.
     rewards: bytes of reward models on the device, among them a pipeline that draws for `pictured`; with
     `memory.rewards: cpu` they are there in the rollout alone.
 
-    Cache and activations are measured on short completions and grow linearly with the length. Attention that keeps a
-    square of the length needs more; a prompt prefix shared by a group needs less. Temporary memory of kernels is not
-    counted.
+    The rollout draws `train.generation_batch` completions at once; a run that is out of memory draws fewer. Cache and
+    activations are measured on short completions and grow linearly with the length. Attention that keeps a square of
+    the length needs more; a prompt prefix shared by a group needs less. Temporary memory of kernels is not counted.
     """
     trained_ids = {id(parameter) for parameter in policy.weights.parameters()}
     frozen = [tensor for tensor in [*policy.model.parameters(), *policy.model.buffers()]
               if id(tensor) not in trained_ids]
     trained = sum(parameter.numel() for parameter in policy.weights.parameters()) * FULL
     held = {"model": tensor_bytes(frozen), "trained": trained} | averages(config, policy, trained)
-    rows, row = geometry(config.train).micro_batch, conditioning.rows(torch.tensor([0]))
+    shape, row = geometry(config.train), conditioning.rows(torch.tensor([0]))
+    rows, together = shape.micro_batch, min(shape.generation_batch, shape.samples)
     evaluations = policy.evaluations
     masked = hasattr(policy, "mask")
-    most, drawn = policy.most(config.text), rows * policy.rows_drawn
+    most, drawn = policy.most(config.text), together * policy.rows_drawn
     cache = {} if masked else {"cache": drawn * _at(most, lambda length: _cache(policy, row, length))}
     if isinstance(policy, ImageLM):
-        cache["decoder"] = min(rows, DECODED) * _decoder(policy)
+        cache["decoder"] = min(together, DECODED) * _decoder(policy)
     activations = rows * _at(most, lambda length: _activations(policy, row, length))
     moments = {"adamw": 2 * trained, "adamw8bit": trained // 2}[config.train.optimizer]
     update = {"gradients and optimizer": trained + moments, "activations": activations}
@@ -56,19 +57,17 @@ def memory(policy: CausalLM, config: Config, conditioning: TokenizedPrompts, rew
 
 
 def _at(most: int, size: Callable[[int], int]) -> int:
-    """Extrapolate a size to a completion of `most` tokens, from a short and a longer one."""
     short, long = size(SHORT), size(LONG)
     return short + (long - short) * (most - SHORT) // (LONG - SHORT)
 
 
 def _tokens(policy: CausalLM, row: TokenizedPrompts, length: int) -> torch.Tensor:
-    """Return tokens [1,length] that continue the prompt with its own tokens."""
     tokens = policy.probe(row).tolist()[-1:] if not hasattr(policy, "mask") else [policy.mask]
     return torch.tensor([list(itertools.islice(itertools.cycle(tokens), length))], device=policy.device)
 
 
 def _activations(policy: CausalLM, row: TokenizedPrompts, length: int) -> int:
-    """Return bytes that the forward of one row keeps for its backward."""
+    """Bytes that the forward of one row keeps for its backward."""
     ids = _tokens(policy, row, length)
     with policy._arithmetic():
         if hasattr(policy, "mask"):
@@ -80,8 +79,8 @@ def _activations(policy: CausalLM, row: TokenizedPrompts, length: int) -> int:
 
 @torch.no_grad()
 def _decoder(policy: ImageLM) -> int:
-    """Return bytes that decoding one image holds at once, at most: input and output of its largest layer, twice for
-    the branch beside it."""
+    """Bytes that decoding one image holds at once, at most: input and output of its largest layer, twice for the branch
+    beside it."""
     sizes: list[int] = []
 
     def measure(_module: torch.nn.Module, given: Any, made: Any) -> None:
@@ -99,7 +98,7 @@ def _decoder(policy: ImageLM) -> int:
 
 @torch.no_grad()
 def _cache(policy: CausalLM, row: TokenizedPrompts, length: int) -> int:
-    """Return bytes of one row's keys and values; 0 for a model that stores them in another form."""
+    """Bytes of one row's keys and values; 0 for a model that stores them in another form."""
     inputs, _ = policy._concatenate(row, _tokens(policy, row, length + 1))
     with policy._arithmetic():
         outputs = policy.body(**policy.read(inputs), use_cache=True, **policy._beside(row, inputs.shape[1]))

@@ -39,7 +39,7 @@ class TextGeneration:
     pruning: ClassVar[None] = None
 
     def fits(self, method: Method, process: str) -> bool:
-        """Return True if it samples models of this process under a method; an unmasking cannot draw left to right."""
+        """True if it samples models of this process under a method; an unmasking cannot draw left to right."""
         if process not in OF_TEXT or method.asks_about_images and process != "image tokens":
             return False
         if process == "masks":  # answers have no trace
@@ -50,9 +50,9 @@ class TextGeneration:
         return not isinstance(self.decoding, Unmasking)
 
     def on(self, method: Method, process: str, given: Collection[str]) -> Method:
-        """Return the method as a process samples it: "tokens" one after the other, "masks" that become tokens, or
-        "image tokens", as many for each image, so that a shaping that only compares lengths is left out, unless it was
-        given. Raises UserError for image tokens of a model that writes texts."""
+        """The method as a process samples it: "tokens" one after the other, "masks" that become tokens, or "image
+        tokens", as many for each image, so that a shaping that only compares lengths is left out, unless it was given.
+        Raises UserError for image tokens of a model that writes texts."""
         target = method.target
         if process == "masks":
             unmasking = self.decoding if isinstance(self.decoding, Unmasking) else Unmasking(*astuple(self.decoding))
@@ -76,7 +76,7 @@ class Completions(Target):
     offers: ClassVar[frozenset[str]] = frozenset({"tokens", "texts", "likelihood", "decisions", "model"})
     of: ClassVar[type] = TextGeneration
     has_logp: ClassVar[bool] = True
-    unread: ClassVar[frozenset[str]] = frozenset({"step_weight", "progress"})
+    unread: ClassVar[frozenset[str]] = frozenset({"step_weight", "progress", "distil"})
 
     def of_pairs(self) -> Target:
         return RecordedCompletions() if type(self) is Completions else self
@@ -164,7 +164,7 @@ class RelaxedTraces(Target):
     of: ClassVar[type] = TextGeneration
     unread: ClassVar[frozenset[str]] = frozenset({"step_weight", "reduction", "kl", "reference", "draws", "spread",
                                                   "redraw", "expansion", "value", "progress", "rehearsal",
-                                                  "data", "replay"})
+                                                  "data", "distil", "replay"})
     takes: ClassVar[dict[str, type]] = {"surrogate": objectives.RewardAscent, "log_ratio": objectives.PlainRatio,
                                         "decoding": Unmasking}
 

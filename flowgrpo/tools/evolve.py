@@ -58,10 +58,8 @@ class SingularValues:
 
 
 def factors(b: Tensor, a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (Q [m, r], s [r], V [r, n]) with Q diag(s) V = b a, the singular value decomposition of the product.
-
-    b: [m, r]; a: [r, n], r at most m and n. No matrix larger than these is made.
-    """
+    """(Q [m, r], s [r], V [r, n]) with Q diag(s) V = b a, the singular value decomposition of the product. b: [m, r];
+    a: [r, n], r at most m and n. No matrix larger than these is made."""
     (q, upper), (p, lower) = torch.linalg.qr(b.double()), torch.linalg.qr(a.double().T)
     u, values, v = torch.linalg.svd(upper @ lower.T)
     return (q @ u).to(b), values, (v @ p.T).to(a)
@@ -95,7 +93,7 @@ class SeparableCMA:
         self.length = math.sqrt(d) * (1 - 1 / (4 * d) + 1 / (21 * d * d))
 
     def points(self) -> np.ndarray:
-        """Return a generation: [size, d]."""
+        """Generation: [size, d]."""
         rng = np.random.default_rng([self.seed, self.generation])
         self.drawn = rng.normal(size=(self.size, len(self.mean)))
         return self.mean + self.step * self.axes * self.drawn
@@ -133,9 +131,7 @@ class Settings:
 def evolve(weights: TrainableWeights, value: Callable[[int], float], settings: Settings,
            log: Callable[[str], None] = print) -> list[dict[str, Any]]:
     """Search the singular values for a large value, and leave the search's mean in place; return a line per generation.
-
-    value: of the weights that are in place, in a generation. A value that is NaN counts as the least.
-    """
+    value: of the weights that are in place, in a generation. A value that is NaN counts as the least."""
     space = SingularValues(weights)
     search = SeparableCMA(np.zeros(len(space.first)), settings.spread, settings.population, settings.seed)
     lines = []

@@ -31,18 +31,16 @@ class Library:
     longest: int = 32
 
     def text(self) -> str:
-        """Return the numbered lessons; empty without any."""
+        """Numbered lessons; empty without any."""
         return "\n".join(f"{number}. {entry}" for number, entry in enumerate(self.entries, 1))
 
     def before(self, prompt: str) -> str:
-        """Return a prompt behind the lessons."""
+        """Prompt behind the lessons."""
         return f"Lessons from earlier tasks:\n{self.text()}\n\n{prompt}" if self.entries else prompt
 
     def edit(self, answer: str, most: int) -> int:
-        """Apply the first valid edits of a language model's answer, and return their number.
-
-        Numbers are those of the library before the edits.
-        """
+        """Apply the first valid edits of a language model's answer, and return their number. Numbers are those of the
+        library before the edits."""
         entries: dict[int, str] = dict(enumerate(self.entries, 1))
         added: list[str] = []
         done = 0
@@ -65,7 +63,7 @@ class Library:
 
 
 def request(prompt: str, texts: Sequence[str], rewards: Sequence[float], library: Library, most: int) -> str:
-    """Return the question that compares a group: its texts from the best to the worst, and the library."""
+    """Question that compares a group: its texts from the best to the worst, and the library."""
     ranked = sorted(zip(rewards, texts), key=lambda pair: -pair[0])
     answers = "\n".join(f"Answer with reward {reward:g}:\n{text[:SHOWN]}\n" for reward, text in ranked)
     return ASK.format(prompt=prompt, answers=answers, library=library.text() or "(empty)", most=most)

@@ -30,7 +30,7 @@ def announce(config: Config, pipe: Any = None) -> Config:
 
 
 def fit_model(config: Config, pipe: Any = None) -> tuple[Config, str]:
-    """Return a configuration with defaults that fit its model, and what is to be said of them; empty for nothing."""
+    """A configuration with defaults that fit its model, and what is to be said of them; empty for nothing."""
     if "method" in config.model_fields_set and {"steps", "guidance"} <= config.eval.model_fields_set:
         return config, ""
     from flowgrpo.policies import options  # loads torch
@@ -39,7 +39,7 @@ def fit_model(config: Config, pipe: Any = None) -> tuple[Config, str]:
 
 
 def lines(config: Config, loaded: bool = False, told: str = "") -> Iterator[str]:
-    """Return the lines that say what a run does, after the first one."""
+    """The lines that say what a run does, after the first one."""
     place = "loaded already" if loaded else origin(config.model)
     yield f"model: {config.model} ({place})" + (f"; {told}" if told else "")
     yield f"method: {config.method}" + (f", parts: {config.parts}" if config.parts else "")
@@ -52,7 +52,6 @@ def lines(config: Config, loaded: bool = False, told: str = "") -> Iterator[str]
 
 
 def origin(model: str) -> str:
-    """Return where a model's files come from."""
     if model in FOLDERS:
         return "packaged"
     if Path(model).is_file():
@@ -61,7 +60,6 @@ def origin(model: str) -> str:
 
 
 def describe_model(loaded: Any) -> str:
-    """Return the class and the number of parameters of a loaded pipeline, or of a (model, tokenizer or processor)."""
     parts = [loaded[0]] if isinstance(loaded, tuple) else [part for part in loaded.components.values()
                                                            if hasattr(part, "parameters")]
     count = sum(parameter.numel() for part in parts for parameter in part.parameters())

@@ -53,10 +53,8 @@ class Choice:
 
 
 def choose(sizes: Sequence[int], shares: Iterable[float], room: float, estimate: Estimate) -> Choice | None:
-    """Return the largest micro-batch that fits `room` bytes with the first share of blocks with which any fits.
-
-    None if nothing fits.
-    """
+    """The largest micro-batch that fits `room` bytes with the first share of blocks with which any fits.
+    None if nothing fits."""
     for share in shares:
         fitting = [size for size in sizes if estimate(size, share) <= room]
         if fitting:
@@ -65,7 +63,7 @@ def choose(sizes: Sequence[int], shares: Iterable[float], room: float, estimate:
 
 
 def micro_batches(config: Config, processes: int) -> list[int]:
-    """Return the micro-batches to choose from: powers of two up to the samples of a process, or the configured one."""
+    """The micro-batches to choose from: powers of two up to the samples of a process, or the configured one."""
     if config.train.micro_batch != AUTO:
         return [config.train.rows]
     samples, sizes = config.train.group * config.train.prompts // processes, []
@@ -79,11 +77,9 @@ def micro_batches(config: Config, processes: int) -> list[int]:
 
 
 def fit_micro_batch(config: Config, policy: Any, prompt: Prompt, processes: Processes) -> Config:
-    """Return the configuration with numbers in place of `auto`, the same on all processes, and set up the policy.
-
+    """Put numbers in place of `auto`, the same on all processes, and set up the policy: the configuration.
     prompt: one on which the memory is measured. The choice is printed with its reason. Raises UserError if not even one
-    row fits.
-    """
+    row fits."""
     train = config.train
     if AUTO not in (train.micro_batch, train.checkpointing):
         return config
@@ -99,45 +95,40 @@ def fit_micro_batch(config: Config, policy: Any, prompt: Prompt, processes: Proc
     if train.checkpointing == AUTO and len(shares) > 1:
         policy.checkpoint(chosen.checkpointing)
     if processes.first:
-        print(_describe_choice(chosen, sizes, room, estimate), flush=True)
+        share, larger = chosen.checkpointing, [size for size in sizes if size > chosen.micro_batch]
+        more = f"; {larger[0]} would take {estimate(larger[0], share) / GIB:.3g}" if larger else ""
+        without = f"; with less checkpointing not even {min(sizes)} fits" if share else ""
+        print(f"train.micro_batch: {chosen.micro_batch}, train.checkpointing: {str(_key(share)).lower()} (auto: "
+              f"{chosen.size / GIB:.3g} GiB of {room / GIB:.3g}, {MOST:.0%} of the free memory{more}{without})",
+              flush=True)
     keys = {"micro_batch": chosen.micro_batch, "checkpointing": _key(chosen.checkpointing)}
     return config.model_copy(update={"train": train.model_copy(update=keys)})
 
 
-def _describe_choice(chosen: Choice, sizes: Sequence[int], room: float, estimate: Estimate) -> str:
-    """Return the choice in words, with its reason."""
-    share = chosen.checkpointing
-    larger = [size for size in sizes if size > chosen.micro_batch]
-    more = f"; {larger[0]} would take {estimate(larger[0], share) / GIB:.3g}" if larger else ""
-    without = f"; with less checkpointing not even {min(sizes)} fits" if share else ""
-    return (f"train.micro_batch: {chosen.micro_batch}, train.checkpointing: {str(_key(share)).lower()} (auto: "
-            f"{chosen.size / GIB:.3g} GiB of {room / GIB:.3g}, {MOST:.0%} of the free memory{more}{without})")
-
-
 def _key(share: float) -> bool | float:
-    """Return a share as train.checkpointing has it."""
     return bool(share) if share in (0, 1) else share
 
 
 def measure_estimate(config: Config, policy: Any, prompt: Prompt) -> tuple[Estimate, Sequence[float]]:
-    """Return the estimate of a run with its policy, measured on one prompt, and the shares to choose from.
-
+    """The estimate of a run with its policy, measured on one prompt, and the shares to choose from.
     Every phase is linear in the micro-batch. The activations of an update are linear in the share of blocks that
-    recompute, beside the one block that recomputes at a time.
-    """
+    recompute, beside the one block that recomputes at a time."""
     negative = config.negative_prompt if prompt.negative is None else prompt.negative
     text = policy.unit == "tokens"
     encode = policy.encode if text else encoded_prompts.prompt_cache(config, policy, policy.live)
     conditioning, before = encode([prompt.text], [negative], [prompt.brings]), policy.evaluations
     if config.image.sizes:
         conditioning = replace(conditioning, sizes=[max(config.image.sizes, key=math.prod)])
-    memory = domains.of(policy.process).memory
+    memory = domains.sampled_by(policy.process).memory
 
     def phases(rows: int) -> dict[str, dict[str, int]]:
-        train = config.train.model_copy(update={"micro_batch": rows})
+        # Completions that are drawn at once become as few as the rows of a micro-batch where memory runs out.
+        train = config.train.model_copy(update={"micro_batch": rows, "generation_batch": rows})
         return memory(policy, config.model_copy(update={"train": train}), conditioning)
 
+    # Two measurements fix each phase's line: what it costs at all, and what a row adds.
     once, twice = ({name: sum(parts.values()) for name, parts in phases(rows).items()} for rows in (1, 2))
+    # A third one, with every block recomputed, tells what recomputing saves.
     saved, shares = 0, [config.train.recompute_share]
     if config.train.checkpointing == AUTO:
         with contextlib.suppress(UserError):  # a model without blocks
@@ -155,7 +146,6 @@ def measure_estimate(config: Config, policy: Any, prompt: Prompt) -> tuple[Estim
 
 
 def _blocks(policy: Any) -> int:
-    """Return the number of a policy's blocks."""
     if policy.unit == "tokens":
         return max(getattr(policy.model.config.get_text_config(), "num_hidden_layers", 1), 1)
     return max(sum(len(blocks(module)) for module in policy.denoisers.values()), 1)

@@ -40,10 +40,12 @@ class Peak:
 class BestWeights:
     """State of `eval.best` and `eval.stop`; weights: those of the best epoch on the CPU, empty without one.
 
-    by: the reward of the best weights where `eval.best` names none.
+    by: the reward of the best weights where `eval.best` names none. anew: evaluations on the way choose the weights, so
+    that others are reported (`held_out.sides`).
     """
 
-    def __init__(self, settings: Eval, by: str | None = None):
+    def __init__(self, settings: Eval, by: str | None = None, anew: bool = False):
+        self.anew = anew
         self.patience = settings.stop.patience if settings.stop else None
         self.best, self.stop = Peak(settings.best or by), Peak(settings.stop.reward if settings.stop else None)
         self.weights: dict[str, Tensor] = {}
@@ -65,8 +67,7 @@ class BestWeights:
         return self.patience is not None and self.stop.since >= self.patience
 
     def summary(self) -> str | None:
-        """Return the kept epoch and the reason of the end, for the run's summary; None if there is nothing to
-        report."""
+        """The kept epoch and the reason of the end, for the run's summary; None if there is nothing to report."""
         said = []
         if self.weights:
             said.append(f"kept the weights of epoch {self.best.epoch}, the best by held-out {self.best.reward} "
@@ -78,7 +79,6 @@ class BestWeights:
         return "; ".join(said) or None
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the kept weights and the peaks, for a checkpoint."""
         return self.weights, {"best": asdict(self.best), "stop": asdict(self.stop)}
 
     def load_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:

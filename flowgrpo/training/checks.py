@@ -35,17 +35,10 @@ def check_prompts(setup: Setup) -> None:
     build.require_inputs(setup.config, setup.prompts, setup.loaded)
 
 
-def _frames(setup: Setup) -> int | None:
-    """Return the number of frames that are read of a source video."""
-    return setup.config.call.get("num_frames")
-
-
 def _without_lost(setup: Setup) -> Setup:
-    """Return the setup of a resumed run without prompts whose files were damaged since, and report them.
-
-    Raises UserError if none of training, or of the held-out ones, is left.
-    """
-    lost = sources.decode(setup.prompts, _frames(setup), Path(setup.config.output), setup.first)
+    """Leave out, and report, prompts of a resumed run whose files were damaged since.
+    Raises UserError if none of training, or of the held-out ones, is left."""
+    lost = sources.decode(setup.prompts, setup.config.call.get("num_frames"), Path(setup.config.output), setup.first)
     gone = {prompt.key for prompt, _ in lost}
     train, held = ([prompt for prompt in side if prompt.key not in gone] for side in setup.split)
     sources.require_left(lost, {"training": train, "held-out": held or not setup.split[1]})
@@ -61,8 +54,8 @@ OF_MACHINE: tuple[Check, ...] = (batch_size.check_epoch, options.check, sharding
 OF_REWARDS: tuple[Check, ...] = (reward_demands.check, reward_demands.check_whole_groups)
 OF_PROMPTS: tuple[Check, ...] = (batch_size.check_evaluation, check_prompts, reward_demands.check_modality,
                                  reward_demands.check_clips, extensions.check, check_parts,
-                                 reward_demands.check_routes, best.check, options.check_frames,
-                                 extensions.check_model)
+                                 reward_demands.check_routes, best.check, options.check_call,
+                                 options.check_frames, extensions.check_model)
 OF_MODEL: tuple[Check, ...] = (reward_demands.check_modality, check_prompts, options.check_frames,
                                extensions.check_model)  # once it is loaded
 
@@ -90,36 +83,35 @@ class Ready:
 def check(config: Config, resume: bool | Literal["auto"] = False, pipe: Any = None,
           functions: RewardFunctions | None = None, prompts: list[Prompt] | None = None) -> Ready:
     """Validate configuration, rewards, prompts and run folder before anything is loaded or written.
-
-    Raises UserError on the first problem.
-    """
+    Raises UserError on the first problem."""
     began = time.perf_counter()
     setup, launched = check_keys(config, pipe)
     setup, accelerator, precision = machine.place_setup(setup, resume)
     for line in launched if setup.first else ():
         print(line, flush=True)
     require(OF_MACHINE, setup)
-    setup = _with_rewards(setup, functions)
+    config, away = setup.config, setup.config.memory.rewards == "cpu"
+    with rewards.lazily():  # no weights are fetched yet: a reward may turn out not to serve
+        setup = replace(setup, trained=rewards.compose(config.trained, config.cache, functions, away),
+                        extra_rewards=rewards.compose(config.extra_rewards, config.cache, functions, away))
     require(OF_REWARDS, setup)
     setup = _with_prompts(setup, prompts)
     setup = _without_lost(setup) if setup.resumes else setup
     require(OF_PROMPTS, setup)
     if setup.first and not setup.resumes:
-        sources.require(setup.prompts, _frames(setup), Path(setup.config.output))
+        sources.require(setup.prompts, setup.config.call.get("num_frames"), Path(setup.config.output))
     if setup.first:  # finds mistakes, and makes the trial
         rewards.load([*setup.trained.values(), *setup.extra_rewards.values()])
     last, changes, repeated = _resume_point(setup, accelerator)
     if setup.first:
         paths.require_folder(setup.config.folder)
-    return Ready(setup, precision, accelerator, last, changes, Threads.of(setup.device), repeated, began)
+    return Ready(setup, precision, accelerator, last, changes, Threads.for_device(setup.device), repeated, began)
 
 
 def check_keys(config: Config, pipe: Any = None) -> tuple[Setup, list[str]]:
-    """Return the setup of a configuration whose keys suit the model's kind and the method, and a line on each key that
+    """The setup of a configuration whose keys suit the model's kind and the method, and a line on each key that
     accelerate's configuration set.
-
-    Raises UserError on the first problem.
-    """
+    Raises UserError on the first problem."""
     device, kind = pick_device(config.device), build.kind(config, pipe)
     config, launched = machine.as_launched(config, kind)
     setup = Setup(config, kind, resolve(config, build.process(kind)), loaded=pipe, device=device)
@@ -133,20 +125,9 @@ def require(checks: tuple[Check, ...], setup: Setup) -> None:
         each(setup)
 
 
-def _with_rewards(setup: Setup, functions: RewardFunctions | None) -> Setup:
-    """Return the setup with its rewards. No weights are fetched yet: a reward may turn out not to serve."""
-    config = setup.config
-    away = config.memory.rewards == "cpu"
-    with rewards.lazily():
-        return replace(setup, trained=rewards.compose(config.trained, config.cache, functions, away),
-                       extra_rewards=rewards.compose(config.extra_rewards, config.cache, functions, away))
-
-
 def _with_prompts(setup: Setup, prompts: list[Prompt] | None) -> Setup:
-    """Return the setup with its prompts, and with what is measured on held-out ones.
-
-    prompts: objects that replace those of the configuration.
-    """
+    """The setup with its prompts, and with what is measured on held-out ones.
+    prompts: objects that replace those of the configuration."""
     config = setup.config
     measured = {}
     if config.eval.prompts:
@@ -161,12 +142,12 @@ def _with_prompts(setup: Setup, prompts: list[Prompt] | None) -> Setup:
 
 
 def _resume_point(setup: Setup, accelerator: Accelerator) -> tuple[Path | None, list[str], dict[int, int]]:
-    """Return the checkpoint to resume from, the changes since then, and the threads of the epochs to repeat; (None, [],
-    {}) for a run that begins."""
+    """The checkpoint to resume from, the changes since then, and the threads of the epochs to repeat; (None, [], {})
+    for a run that begins."""
     if not setup.resumes:
         return None, [], {}
     config = setup.config
     last = run_folder.last_whole(config, accelerator)
     changed = run_folder.require_same(config, last)
-    return (last, changed + run_folder.changes(config.folder, run_folder.of_run(config, setup.split)),
+    return (last, changed + run_folder.changes(config.folder, run_folder.hash_inputs(config, setup.split)),
             run_folder.threads_by_epoch(config, last, accelerator))

@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 from flowgrpo.advantages.group import below, weighted_sum
-from flowgrpo.advantages.selection import of_nodes
+from flowgrpo.advantages.selection import DropZeroVariance, of_nodes
+from flowgrpo.advantages.shaping import penalised, shape
 from flowgrpo.methods.method import Method
 from flowgrpo.methods.targets import LatentEdits
 from flowgrpo.objectives.supervised import LayerTuning
 from flowgrpo.samplers.latent_edits import with_rewards
 from flowgrpo.samplers.rollout import Part, leaves_of
 from flowgrpo.training.epoch import Epoch
-from flowgrpo.training.run import Run
+from flowgrpo.training.extension import Run
 from flowgrpo.types import (
     Completions,
     Context,
@@ -32,12 +33,13 @@ from flowgrpo.types import (
 
 
 def slices(values: Tensor, count: int) -> Tensor:
-    """Return values [P,G,...] by the `count` S slices of each group: [P*S,G/S,...]."""
+    """Values [P,G,...] by the `count` S slices of each group: [P*S,G/S,...]."""
     return values if count == 1 else values.unflatten(1, (count, -1)).flatten(0, 1)
 
 
 def compare(trainer: Run, epoch: Epoch) -> list[Part]:
-    """Return this process's parts of an epoch with their advantages; of what is not trained nothing is left."""
+    """This process's parts of an epoch with their advantages; of what is not trained nothing is left but the
+    number of completions that the loss leaves out: `Epoch.left_out`."""
     method, scoring, processes = trainer.method, trainer.scoring, trainer.processes
     prompts, scores = epoch.groups.prompts_and_scores()
     weights = list(scoring.weights.values()) * len(method.rollout.strides)
@@ -45,11 +47,12 @@ def compare(trainer: Run, epoch: Epoch) -> list[Part]:
     parts = list(credit(method, epoch.parts, scoring.transform(scores), weights, context,
                         lambda values: processes.own(slices(values, trainer.geometry.slices))))
     epoch.metrics |= {name: float(value) for name, value in context.run.metrics.items()}
-    return [part for part in parts if part is not None]
+    epoch.left_out = [part for part in parts if part is not None and not part.transitions]
+    return [part for part in parts if part is not None and part.transitions]
 
 
 def context_of(trainer: Run, epoch: Epoch, keys: list[str]) -> Context:
-    """Return what credit reads besides rewards, of all processes in one order of prompts. keys: of all groups."""
+    """What credit reads besides rewards, of all processes in one order of prompts. keys: of all groups."""
     scoring, strides = trainer.scoring, len(trainer.method.rollout.strides)
     groups, samples = _groups(trainer, epoch, keys), _samples(trainer, epoch.parts)
     weights = scoring.weights
@@ -87,27 +90,37 @@ def _samples(trainer: Run, parts: list[Part]) -> SampleMeasures:
 
 def credit(method: Method, parts: list[Part], rewards: Tensor, weights: list[float], context: Context,
            local: Callable[[Tensor], Tensor]) -> Iterator[Part | None]:
-    """Assign every transition its advantage; None for a part of which nothing is left to train.
+    """Assign every transition its advantage, float32; None for a part of which nothing is left to train. A part whose
+    completions the loss leaves out, all of them, has no transitions.
 
     A transition has the mean reward of the samples below it, compared with those of its depth in the group. Transitions
-    that the method does not train, and samples to which no reward applies, are left out. The samples' penalty is
-    subtracted first.
-    rewards: [P,G,R] of all processes, NaN where one does not apply.
+    that the method does not train, and samples to which no reward applies, are left out.
+    rewards: [P,G,R] of all processes, NaN where one does not apply. They are compared in float64: squares and sums of
+        all float32 numbers are finite there.
     weights: of the R rewards.
     parts: those of this process; `local` selects its rows from those of all.
     """
-    penalty = context.samples.penalty
-    less = rewards if penalty is None else rewards - penalty[..., None].to(rewards)
     shaping, selection, spread = method.credit.shaping, method.credit.selection, method.credit.spread
+    rewards = rewards.double()
+    totals, compared = local(weighted_sum(rewards, weights)), rewards
     if hasattr(selection, "before"):  # others are compared without the samples that it leaves out
-        less = less.masked_fill(~selection.before(less, weights, context)[..., None], torch.nan)
-    shaped, totals = shaping(less, context) if shaping else less, local(weighted_sum(rewards, weights))
+        kept_before = selection.before(penalised(rewards, context), weights, context)
+        compared = rewards.masked_fill(~kept_before[..., None], torch.nan)
+    # Neither the advantage, nor the loss, nor a filter compares the samples of a group with each other.
+    alone = method.credit.advantage.single and not (
+        method.loss.surrogate.reads_labels or isinstance(selection, DropZeroVariance))
+    shaped = shape(compared, weights, shaping, context, alone)
     weights = [1.0] if shaping and shaping.merges else weights
-    advantage, leaves = method.credit.advantage(shaped, weights, context), ~less.isnan().all(2)
+    advantage, leaves = method.credit.advantage(shaped, weights, context), ~compared.isnan().all(2)
     leaves = selection(advantage, context) & leaves if selection else leaves
-    # By the number of samples below a transition, and the place of its step where that has a bonus.
+    # Advantages and kept samples by node: the number of samples below a transition, and the place of its step where
+    # that has a bonus.
     advantage_of, kept_of = {(1, -1): local(advantage)}, {(1, -1): local(leaves)}
-    bonuses = _bonuses(method, parts, rewards, context)
+    progress = method.credit.progress
+    assert progress is None or len({len(part.transitions) for part in parts}) <= 1, \
+        "samples have different numbers of trained steps"
+    bonuses = None if progress is None else progress.bonuses(rewards, context)  # [P,G,K], of every trained step
+    # Each transition of a part has the values of its node.
     for part in parts:
         at, advantages, kept, earned = slice(part.groups.start, part.groups.stop), [], [], []
         for place, taken in enumerate(part.transitions):
@@ -121,30 +134,24 @@ def credit(method: Method, parts: list[Part], rewards: Tensor, weights: list[flo
                 inner = leaves if width == 1 else of_nodes(selection, leaves, advantage, context.groups.splits)
                 kept_of[node] = local(inner & ~values.isnan().all(2))
             alike = advantage_of[node][at].flatten()
-            advantages.append(spread(cast(Completions, taken), alike, totals[at]) if spread else alike)
+            advantages.append((spread(cast(Completions, taken), alike, totals[at]) if spread else alike).float())
             kept.append(kept_of[node][at].flatten())
-            earned.append(totals[at].flatten().view(-1, width).nanmean(1))
+            earned.append(totals[at].flatten().view(-1, width).nanmean(1).float())
         if method.tuning.weight:
-            part = towards_best(part, advantage_of[1, -1][at], method.tuning)
+            part = towards_best(part, advantage_of[1, -1][at].float(), method.tuning)
         if isinstance(method.target, LatentEdits):
-            part = with_rewards(part, local(weighted_sum(shaped, weights))[at].flatten())
-        yield part.with_advantages(advantages, kept, earned)
-
-
-def _bonuses(method: Method, parts: list[Part], rewards: Tensor, context: Context) -> Tensor | None:
-    """Return the bonus [P,G,K] of every trained step; None if the method gives none."""
-    if method.credit.progress is None:
-        return None
-    assert len({len(part.transitions) for part in parts}) <= 1, "samples have different numbers of trained steps"
-    return method.credit.progress.bonuses(rewards, context)
+            part = with_rewards(part, local(weighted_sum(shaped, weights).float())[at].flatten())
+        part = replace(part, left_out=tuple(
+            place for taken, at in zip(part.transitions, kept) if taken.left_out is not None
+            for place in taken.prompts[at.cpu() & taken.left_out.cpu()].tolist()))
+        trained = part.with_advantages(advantages, kept, earned)
+        yield replace(part, transitions=()) if trained is None and part.left_out else trained
 
 
 def _at_node(method: Method, shaped: Tensor, weights: list[float], context: Context, width: int, bonus: Tensor | None
              ) -> tuple[Tensor, Tensor]:
-    """Return the advantages [P,G/width] of nodes above `width` leaves, and what they compare [P,G/width,R].
-
-    bonus: [P,G] of the leaves at the nodes' step, one more reward.
-    """
+    """The advantages [P,G/width] of nodes above `width` leaves, and what they compare [P,G/width,R].
+    bonus: [P,G] of the leaves at the nodes' step, one more reward."""
     context, progress = replace(context, run=copy.deepcopy(context.run)), method.credit.progress
     if bonus is not None and progress is not None:
         bonus = bonus.to(shaped).masked_fill(shaped.isnan().all(2), torch.nan)
@@ -157,24 +164,22 @@ def _at_node(method: Method, shaped: Tensor, weights: list[float], context: Cont
 
 
 def towards_best(part: Part, advantages: Tensor, tuning: LayerTuning) -> Part:
-    """Return the part with a goal for each of its transitions, from the best leaf of its group.
-
+    """The part with a goal for each of its transitions, from the best leaf of its group.
     The goal is the mean that the transition would have with the output v* of the policy on the path to the best leaf,
     and its weight by `tuning`. advantages: [N, G] of the leaves of the part's N groups. The part must have its means
-    recorded.
-    """
-    return replace(part, transitions=tuple(_add_target(taken, part, advantages, tuning) for taken in part.transitions))
-
-
-def _add_target(taken: Any, part: Part, advantages: Tensor, tuning: LayerTuning) -> Transitions:
-    assert taken.old.mean is not None, "LayerTuning needs recorded means"
-    exploration, groups, edges = part.exploration, len(advantages), len(taken.parent)
-    width, best = len(part.prompts) // edges, advantages.argmax(1)
-    weight = tuning.weights(advantages, edges // groups, len(taken.x) // groups)
-    of_best = torch.arange(groups) * (edges // groups) + best.cpu() // width
-    parent, group = taken.parent, torch.arange(edges) // (edges // groups)
-    rest = exploration.transition(taken.x, torch.zeros_like(taken.x), exploration.grid, taken.step).mean
-    device = rest.device
-    drawn = taken.old.mean[of_best.to(device), 0] - rest[parent[of_best].to(device)]  # slope * v*
-    mean = rest[parent.to(device)] + drawn[group.to(device)]
-    return replace(taken, regression_target=RegressionTarget(mean[:, None], weight.cpu()[group, None].to(mean)))
+    recorded."""
+    exploration, groups, best = part.exploration, len(advantages), advantages.argmax(1)
+    transitions: list[Transitions] = []
+    for taken in cast(Any, part.transitions):
+        assert taken.old.mean is not None, "LayerTuning needs recorded means"
+        edges, parent = len(taken.parent), taken.parent
+        weight = tuning.weights(advantages, edges // groups, len(taken.x) // groups)
+        of_best = torch.arange(groups) * (edges // groups) + best.cpu() // (len(part.prompts) // edges)
+        group = torch.arange(edges) // (edges // groups)
+        rest = exploration.transition(taken.x, torch.zeros_like(taken.x), exploration.grid, taken.step).mean
+        device = rest.device
+        drawn = taken.old.mean[of_best.to(device), 0] - rest[parent[of_best].to(device)]  # slope * v*
+        mean = rest[parent.to(device)] + drawn[group.to(device)]
+        target = RegressionTarget(mean[:, None], weight.cpu()[group, None].to(mean))
+        transitions.append(replace(taken, regression_target=target))
+    return replace(part, transitions=tuple(transitions))

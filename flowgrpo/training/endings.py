@@ -14,24 +14,27 @@ from typing import Any, TypeVar
 import torch
 
 from flowgrpo.config.geometry import BatchShape
+from flowgrpo.config.schema import Config
 from flowgrpo.device import ran_out
 from flowgrpo.distributed.processes import OutOfMemoryElsewhere, Processes
 from flowgrpo.distributed.signals import Stopped
 from flowgrpo.errors import NotFinite, UserError
 from flowgrpo.evaluation.report import symptoms
+from flowgrpo.policies.policy import Policy
 from flowgrpo.policies.weights import adapters
 from flowgrpo.policies.weights.change import UNUSABLE
 from flowgrpo.storage import checkpoint
 from flowgrpo.storage.places import checkpoints
 from flowgrpo.training import state
-from flowgrpo.training.run import Run
+from flowgrpo.training.extension import Run
 
 T = TypeVar("T")
 
 
 def with_oom_retry(work: Callable[[], T], shape: BatchShape, processes: Processes, phase: Callable[[], str],
-           log: Callable[[str], None]) -> T:
-    """Return work(); each time that memory runs out, halve `shape.micro_batch` and repeat it from its beginning.
+                   log: Callable[[str], None], draws_tokens: bool = False) -> T:
+    """work(); each time that memory runs out, halve `shape.micro_batch` and repeat it from its
+    beginning; where it draws tokens, `shape.generation_batch` as long as that is not smaller.
 
     work: leaves nothing behind if it fails. On several processes all fail alike, by `Processes.together`.
     phase: the name of the phase that failed.
@@ -44,30 +47,25 @@ def with_oom_retry(work: Callable[[], T], shape: BatchShape, processes: Processe
         except (MemoryError, RuntimeError) as error:
             if not ran_out(error):
                 raise
-            reason = why(error)
+            reason = first_line(error)
             place = "on another process" if isinstance(error, OutOfMemoryElsewhere) else f"in the {phase()}"
-        if shape.micro_batch == 1 or processes.lockstep is not None or processes.members > 1:
-            raise UserError(f"out of memory {place} with train.micro_batch {shape.micro_batch} ({reason}): "
-                            f"{'lower it, ' if shape.micro_batch > 1 else ''}set train.checkpointing: true or another "
+        size = "generation_batch" if draws_tokens and shape.generation_batch >= shape.micro_batch else "micro_batch"
+        rows = getattr(shape, size)
+        if rows == 1 or processes.lockstep is not None or processes.members > 1:
+            raise UserError(f"out of memory {place} with train.{size} {rows} ({reason}): "
+                            f"{'lower it, ' if rows > 1 else ''}set train.checkpointing: true or another "
                             "of the options that docs/performance.md lists in order, or take a larger device")
         # Here the error and its frames are gone, and with them the tensors that they held.
-        free()
-        log(f"out of memory {place}: train.micro_batch {shape.micro_batch} -> {shape.micro_batch // 2} from "
-            "here on")
-        shape.micro_batch //= 2
+        gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+        log(f"out of memory {place}: train.{size} {rows} -> {rows // 2} from here on")
+        setattr(shape, size, rows // 2)
         processes.parted = False
 
 
-def why(error: BaseException) -> str:
-    """Return the first line of an error that says that memory ran out."""
+def first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), "") or type(error).__name__
-
-
-def free() -> None:
-    """Return unused memory to the device."""
-    gc.collect()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
 
 
 def report(trainer: Run, text: str) -> None:
@@ -80,9 +78,7 @@ def report(trainer: Run, text: str) -> None:
 @contextmanager
 def save_on_stop(trainer: Run, folder: Path) -> Iterator[None]:
     """Context manager around the epochs: save the last whole one if a stop or an error ends them.
-
-    A checkpoint that is being written is waited for, except by a second signal.
-    """
+    A checkpoint that is being written is waited for, except by a second signal."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -92,7 +88,7 @@ def save_on_stop(trainer: Run, folder: Path) -> Iterator[None]:
         save_whole(trainer, folder, trainer.processes.parted)
         if isinstance(error, OutOfMemoryElsewhere):
             raise Stopped(str(error)) from None
-        raise UserError(f"out of memory ({why(error)}): lower train.micro_batch (now "
+        raise UserError(f"out of memory ({first_line(error)}): lower train.micro_batch (now "
                         f"{trainer.geometry.micro_batch}) or set train.checkpointing: true; --resume goes on from the "
                         "last checkpoint") from None
     except Stopped:
@@ -126,9 +122,7 @@ def evaluating(trainer: Run, folder: Path, which: str) -> Iterator[None]:
 @contextmanager
 def explain_not_finite(trainer: Run, folder: Path) -> Iterator[None]:
     """Context manager: to the error for samples that are not finite, add its most likely cause and the way on.
-
-    Raises UserError in place of it.
-    """
+    Raises UserError in place of it."""
     try:
         yield
     except NotFinite as error:
@@ -136,7 +130,7 @@ def explain_not_finite(trainer: Run, folder: Path) -> Iterator[None]:
 
 
 def _cause(trainer: Run, folder: Path) -> str:
-    """Return the cause of samples that are not finite: trained weights first, then those of the model, then the
+    """The cause of samples that are not finite: trained weights first, then those of the model, then the
     precision."""
     change = trainer.progress.saved_counters.get("change", 0.0)
     if not change < symptoms.GROWN:
@@ -165,11 +159,11 @@ def require_usable(trainer: Run, folder: Path, change: float) -> None:
 
 
 def _way_back(trainer: Run, folder: Path) -> str:
-    """Return the advice to go on from the last good checkpoint, or to begin anew. A checkpoint whose weights have grown
-    is set aside."""
+    """The advice to go on from the last good checkpoint, or to begin anew. A checkpoint whose weights have grown is set
+    aside."""
     trainer.progress.saving.finish_writing()
     places = checkpoints(folder / "checkpoints")
-    good = [epoch for epoch, path in places.items() if not checkpoint.has_diverged(path)]
+    good = [epoch for epoch, path in places.items() if not checkpoint.is_marked(path, checkpoint.GROWN)]
     for epoch in places.keys() - good:
         with suppress(OSError):  # another process has
             checkpoint.set_aside(places[epoch])
@@ -178,11 +172,9 @@ def _way_back(trainer: Run, folder: Path) -> str:
 
 def save_whole(trainer: Run, folder: Path, wait: bool = True, spoiled: bool = False) -> bool:
     """Save an interrupted run, unless the broken epoch has already changed the weights: it will be run again.
-
     spoiled: samples of these weights are not finite on this process, so that they are not saved.
     wait: for the other processes, which have to be here too; weights that changed on one of them are not whole.
-    Returns True if it was saved.
-    """
+    Returns True if it was saved."""
     if wait:
         trainer.progress.saving.look(wait=True)
     else:
@@ -195,16 +187,9 @@ def save_whole(trainer: Run, folder: Path, wait: bool = True, spoiled: bool = Fa
     return whole
 
 
-def export_for_comfyui(trainer: Run, folder: Path) -> None:
+def export_for_comfyui(config: Config, folder: Path, policy: Policy) -> None:
     """Write a file for ComfyUI if it does not read the run's own, and print which file it takes."""
     from flowgrpo.export.export import for_comfyui
 
-    if trainer.processes.first and (told := for_comfyui(trainer.config, folder, trainer.policy)):
+    if told := for_comfyui(config, folder, policy):
         print(told, flush=True)
-
-
-def of_all(trainer: Run, summary: dict[str, Any]) -> dict[str, Any]:
-    """Return the summary when the first process has written everything; every process then knows whether nothing was
-    trained (`trained.nothing`), and the first alone has the sentences (`trained.said`)."""
-    trained = summary.get("trained", {"said": []})
-    return summary | {"trained": trained | {"nothing": trainer.processes.any(trained.get("nothing", False))}}

@@ -20,6 +20,7 @@ class Epoch:
     parts: samples of this process; `credit.compare` gives them their advantages.
     conditioning: `own` as the loss reads it; sampled: as the samples were drawn, None for the same.
     weights: of the steps of the loss, by step.
+    left_out: parts without transitions, all of whose completions the loss leaves out.
     metrics: the epoch's line of metrics.jsonl.
     """
 
@@ -30,3 +31,4 @@ class Epoch:
     sampled: Encoded | None = None
     weights: dict[int, float] = field(default_factory=dict)
     metrics: dict[str, Any] = field(default_factory=dict)
+    left_out: list[Part] = field(default_factory=list)

@@ -20,7 +20,7 @@ from flowgrpo.methods.supervised import DataLoss, Explained, NextToken, PassRate
 from flowgrpo.rollouts.data_losses import Example
 from flowgrpo.samplers.rollout import Part, seeder
 from flowgrpo.training.credit import slices
-from flowgrpo.training.run import Run
+from flowgrpo.training.extension import Run
 from flowgrpo.types import Completions
 
 TURN = 7_000  # separates the draws of explanations from those of an epoch's samples
@@ -28,17 +28,14 @@ TURN = 7_000  # separates the draws of explanations from those of an epoch's sam
 
 def first_explanation(run: Run, source: Explained, prompt: Prompt, place: int, right: Sequence[Tensor],
               wrong: Sequence[Tensor]) -> list[Tensor]:
-    """Return the first explanation of a prompt whose total reward reaches `source.right`, as tokens [n], in a list;
-    none if none does, if a side has no sample, or if the richer prompt does not fit the model's context.
-
-    place: of the prompt in its epoch. right, wrong: tokens of its samples.
-    """
+    """The first explanation of a prompt whose total reward reaches `source.right`, as tokens [n], in a list; none if
+    none does, if a side has no sample, or if the richer prompt does not fit the model's context.
+    place: of the prompt in its epoch. right, wrong: tokens of its samples."""
     policy: Any = run.policy
     losers = Counter(_text(policy, ids) for ids in wrong)
     if not right or not losers:
         return []
-    shown = source.template.format(prompt=prompt.text, right=_text(policy, right[0]),
-                                   wrong=losers.most_common(1)[0][0])
+    shown = source.template.format(prompt=prompt.text, right=_text(policy, right[0]), wrong=losers.most_common(1)[0][0])
     try:
         policy.require_context([shown])
     except UserError:
@@ -79,13 +76,12 @@ class Examples:
 
     @property
     def pool(self) -> list[Example]:
-        """Return the examples from which a batch is drawn."""
         if isinstance(self.source, PassRate):
             return self.collected
         return [example for examples in self.recorded.values() for example in examples]
 
     def sample(self, count: int, update: int) -> list[Example]:
-        """Return `count` different examples, or all if there are fewer, by the run's seed and the step."""
+        """`count` different examples, or all if there are fewer, by the run's seed and the step."""
         pool = self.pool
         return random.Random(f"data/{self.run.config.seed}/{update}").sample(pool, min(count, len(pool)))
 
@@ -103,15 +99,14 @@ class Examples:
 
     def collect(self, epoch_batch: EpochBatch, totals: Tensor, parts: Sequence[Part]) -> None:
         """Classify an epoch's prompts by their pass rates, and add what they give.
-
         totals: [groups,G] of all processes, in the order of their groups, NaN where no reward applies. parts: of this
-        process, with all of its groups.
-        """
+        process, with all of its groups."""
         if not isinstance(self.source, PassRate):
             return
         processes, geometry = self.run.processes, self.run.geometry
         prompts = {prompt.key: prompt for prompt in epoch_batch.prompts}
         index = {key: place for place, key in enumerate(prompts)}
+        # Count the right and the scored samples of every prompt, over all processes.
         first = epoch_batch.turn == 1
         own = processes.own(geometry.repeat_per_slice(epoch_batch.prompts)) if first else epoch_batch.own()
         local = processes.own(slices(totals, geometry.slices))
@@ -121,11 +116,13 @@ class Examples:
         passed = torch.zeros(len(index), 2, dtype=torch.int64)
         gathered = processes.gather(counts)
         passed.index_add_(0, gathered[:, 0], gathered[:, 1:])
+        # Collect the samples that the source can take for examples: the right ones, or explanations made of both.
         winners = self._winners(of_group, right, parts)
         if isinstance(self.source, Explained):
             losers = self._winners(of_group, ~right & ~local.isnan(), parts)
             winners = {place: first_explanation(self.run, self.source, prompt, place, winners.get(place, []),
                                         losers.get(place, [])) for place, prompt in enumerate(prompts.values())}
+        # The newest epoch decides: what an earlier one collected of the same prompt goes.
         for (key, prompt), (good, count) in zip(prompts.items(), passed.tolist()):
             takes = self.source.takes(good, count)
             if count:
@@ -137,12 +134,15 @@ class Examples:
         self.collected = self.collected[-self.source.kept:]
 
     def _winners(self, of_group: list[int], right: Tensor, parts: Sequence[Part]) -> dict[int, list[Tensor]]:
-        """Return the right samples of all processes by the indices of their prompts; right: bool [n,G], of this
-        process's groups."""
+        """The right samples of all processes by the indices of their prompts; right: bool [n,G], of this process's
+        groups."""
         contents, indices = [], []
         for part in parts:
             good = right[part.groups.start:part.groups.stop].flatten().cpu()
-            contents.append(_contents(part)[good])
+            # Final states [b,*D], or tokens [b,L] with -1 where none counts.
+            [*_, last] = part.transitions or (None,)
+            tokens = last.ids.masked_fill(~last.old.mask, -1) if isinstance(last, Completions) else None
+            contents.append((part.finals[0].detach() if tokens is None else tokens).cpu()[good])
             indices.append(torch.tensor(of_group)[part.groups.start:part.groups.stop].repeat_interleave(
                 right.shape[1])[good])
         gathered, at = (self.run.processes.gather(torch.cat(values)) for values in (contents, indices))
@@ -156,7 +156,6 @@ class Examples:
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the examples that were collected at the end of the last whole epoch, for a checkpoint."""
         tensors = {str(i): example.content for i, example in enumerate(self.marked)
                    if isinstance(example.content, Tensor)}
         lines = [{"prompt": as_line(example.prompt), "reward": example.reward, "source": example.source}
@@ -177,21 +176,11 @@ class Examples:
         self.marked = list(self.collected)
 
 
-def _contents(part: Part) -> Tensor:
-    """Return what a part's samples are on the CPU: final states [b,*D], or tokens [b,L] with -1 where none counts."""
-    [*_, last] = part.transitions or (None,)
-    if isinstance(last, Completions):
-        return last.ids.masked_fill(~last.old.mask, -1).cpu()
-    return part.finals[0].detach().cpu()
-
-
 def load_examples(path: str, prompts: Sequence[Prompt], held_out: Sequence[Prompt], text: bool
                   ) -> dict[str, list[Example]]:
-    """Return the recorded examples by the text of their prompt, without those of held-out prompts.
-
+    """The recorded examples by the text of their prompt, without those of held-out prompts.
     path: of a file; empty: the answers in the training prompts' metadata, for a language model.
-    Raises UserError for images in a file for a language model, and for answers in one for a pipeline.
-    """
+    Raises UserError for images in a file for a language model, and for answers in one for a pipeline."""
     known, unseen = {prompt.text: prompt for prompt in prompts}, {prompt.text for prompt in held_out}
     examples: dict[str, list[Example]] = {}
     if not path:
@@ -213,7 +202,7 @@ def load_examples(path: str, prompts: Sequence[Prompt], held_out: Sequence[Promp
 
 
 def pairs(path: str, prompts: Sequence[Prompt], held_out: Sequence[Prompt], text: bool) -> dict[str, list[Example]]:
-    """Return the pairs of a file by the text of their prompt, as `recorded` does; ties are left out."""
+    """The pairs of a file by the text of their prompt, as `recorded` does; ties are left out."""
     known, unseen = {prompt.text: prompt for prompt in prompts}, {prompt.text for prompt in held_out}
     examples: dict[str, list[Example]] = {}
     for pair in without_ties(load_pairs(path, text)):

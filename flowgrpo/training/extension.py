@@ -6,23 +6,74 @@ checks, its state in a checkpoint and its metrics.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, TypeVar
 
 from torch import Tensor
 
+from flowgrpo.config.geometry import BatchShape
 from flowgrpo.config.schema import Config
+from flowgrpo.data.prompts import Prompt
+from flowgrpo.distributed.processes import Processes
+from flowgrpo.distributed.signals import Stop
+from flowgrpo.log import PhaseTimer
+from flowgrpo.methods.method import Method
 from flowgrpo.methods.setup import Setup
+from flowgrpo.objectives.reductions import Divisor
+from flowgrpo.policies.policy import Policy
+from flowgrpo.rollouts.base import GroupSampler
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.training.epoch import Epoch
-from flowgrpo.training.run import Run
+from flowgrpo.training.first_ratio import FirstRatio
+from flowgrpo.training.kl_reference import KLReference
+from flowgrpo.training.optimizer import Optimization
+from flowgrpo.training.progress import Progress
+from flowgrpo.training.scoring import Scoring
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
+
     from flowgrpo.evaluation.measured import Measured
 
+T = TypeVar("T")
+
 Metrics: TypeAlias = dict[str, Any]
-Step: TypeAlias = tuple[list[Part], int]  # parts of one optimizer step, and its decisions on all processes
+Step: TypeAlias = tuple[list[Part], Divisor]  # parts of one optimizer step, and the divisor over all processes
+
+
+class Run(Protocol):
+    """Attributes of a `train.Trainer`, which says what each is.
+
+    A phase replaces config, geometry, rollouts, prompts and method, so that they are read when they are needed.
+    """
+
+    config: Config
+    accelerator: Accelerator
+    policy: Policy
+    prompts: list[Prompt]
+    held_out: list[Prompt]
+    method: Method
+    processes: Processes
+    geometry: BatchShape
+    memory: dict[str, Any]
+    scoring: Scoring
+    clock: PhaseTimer
+    stop: Stop
+    log: Callable[[str], None]
+    rollouts: GroupSampler[Any]
+    optimization: Optimization
+    kl_reference: KLReference
+    first_ratio: FirstRatio
+    epoch: int
+    progress: Progress
+    extensions: Extensions
+
+    def run_epoch(self) -> dict[str, Any]:
+        """Run one epoch; return its metrics."""
+
+    def with_oom_retry(self, work: Callable[[], T], phase: str = "") -> T:
+        """work(), repeated with half the micro-batch each time that memory runs out."""
 
 
 class Extension:
@@ -39,6 +90,7 @@ class Extension:
     judges: ClassVar[tuple[str, ...]] = ()
     needs: ClassVar[frozenset[str]] = frozenset()
     changes: ClassVar[bool] = False  # its state, before an epoch's first update: the epoch cannot be left then
+    seconds_left: Callable[[], float | None] | None = None  # of a run that ends by the clock, and not by its epochs
 
     @classmethod
     def require(cls, setup: Setup) -> None:
@@ -50,26 +102,31 @@ class Extension:
 
     @classmethod
     def best_by(cls, config: Config) -> str | None:
-        """Return the reward by whose best measurement weights are kept for the end, unless `eval.best` names one."""
+        """The reward by whose best measurement weights are kept for the end, unless `eval.best` names one."""
+
+    @classmethod
+    def chooses(cls, config: Config) -> bool:
+        """True if evaluations on the way decide which weights the run ends with."""
+        return cls.best_by(config) is not None
 
     @classmethod
     def enabled_by(cls, setup: Setup) -> str:
-        """Return how the run asks for it, as a refusal begins; empty: it stays off where it does not go."""
+        """How the run asks for it, as a refusal begins; empty: it stays off where it does not go."""
         return f"the extension {cls.__name__} is on"
 
     @classmethod
     def requirements(cls, setup: Setup) -> frozenset[str]:
-        """Return what this run must have: `needs`, where no setting adds to it."""
+        """What this run must have: `needs`, where no setting adds to it."""
         return cls.needs
 
     @classmethod
     def missing(cls, setup: Setup) -> dict[str, str]:
-        """Return which capabilities a run with it lacks, each with the reason, as a refusal of another names it."""
+        """Which capabilities a run with it lacks, each with the reason, as a refusal of another names it."""
         return {}
 
     @classmethod
     def conflicts(cls, setup: Setup) -> dict[str, bool]:
-        """Return what it does not go with besides the lack of what it needs, in words, and whether it applies."""
+        """What it does not go with besides the lack of what it needs, in words, and whether it applies."""
         return {}
 
     def __init__(self, trainer: Run):
@@ -80,7 +137,7 @@ class Extension:
         return nullcontext()
 
     def draw_epoch(self) -> Epoch | None:
-        """Return an epoch that is sampled and scored, in place of the trainer's draw; None: the trainer draws."""
+        """An epoch that is sampled and scored, in place of the trainer's draw; None: the trainer draws."""
         return None
 
     def on_drawn(self, epoch: Epoch) -> None:
@@ -90,7 +147,7 @@ class Extension:
         """Read or replace parts that have advantages, before their first update."""
 
     def add_steps(self, steps: Iterable[Step]) -> Iterable[Step]:
-        """Return the optimizer steps of one pass over an epoch."""
+        """The optimizer steps of one pass over an epoch."""
         return steps
 
     def on_backward(self, update: int) -> None:
@@ -103,31 +160,29 @@ class Extension:
         """Change the weights of the optimizer's step, before their moving average."""
 
     def on_trained(self, epoch: Epoch) -> Metrics:
-        """Return metrics of an epoch whose updates are done."""
+        """Metrics of an epoch whose updates are done."""
         return {}
 
     def on_base(self, measured: Measured, functions: Mapping[str, Any]) -> None:
         """Read the base's measurement, before the first epoch of a run or of its resumption.
-
-        functions: the measured rewards by name.
-        """
+        functions: the measured rewards by name."""
 
     def judge(self, measured: Measured) -> Metrics:
-        """Return the values of `judges` for an evaluation on the way: larger is better, NaN is no value."""
+        """The values of `judges` for an evaluation on the way: larger is better, NaN is no value."""
         return {}
 
     def on_measured(self, measured: Measured) -> Metrics:
-        """Return metrics of an evaluation on the way, whose weights may be replaced."""
+        """Metrics of an evaluation on the way, whose weights may be replaced."""
         return {}
 
     def on_finished(self, measured: Measured) -> None:
         """Read the last measurement of a run, under the weights that it keeps."""
 
     def summary(self) -> str | None:
-        """Return what the run's summary and its report say of it."""
+        """What the run's summary and its report say of it."""
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return (tensors, values) for a checkpoint."""
+        """(tensors, values) for a checkpoint."""
         return {}, {}
 
     def load_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
@@ -146,6 +201,11 @@ class Extensions:
     @property
     def change(self) -> bool:
         return any(extension.changes for extension in self.present)
+
+    @property
+    def seconds_left(self) -> Callable[[], float | None] | None:
+        """What tells how long the run may still take, if one knows."""
+        return next((extension.seconds_left for extension in self.present if extension.seconds_left), None)
 
     def around_epoch(self) -> ExitStack:
         stack = ExitStack()

@@ -43,14 +43,14 @@ class FirstRatio:
         self.rescore = False
 
     @classmethod
-    def of(cls, rollouts: GroupSampler[Any]) -> FirstRatio:
-        """Return the check of a run's rollouts; texts have no upper bound of rounding."""
+    def for_rollouts(cls, rollouts: GroupSampler[Any]) -> FirstRatio:
+        """Texts have no upper bound of rounding."""
         policy, loss = rollouts.policy, rollouts.method.loss
         return cls(rollouts, loss.surrogate, rollouts.exact, math.inf if policy.unit == "tokens" else ROUNDED,
                    loss.log_ratio)
 
     def __call__(self, parts: list[Part], conditioning: Encoded, log: Callable[[str], None]) -> list[Part]:
-        """Return the parts, with old scores that agree with the replay; only the first batch of a run is checked.
+        """The parts, with old scores that agree with the replay; only the first batch of a run is checked.
 
         In fp32 the run stops above `exact`, or above MARGIN times what half the micro-batch changes, at most MOST:
         batches of other sizes are summed in another order, and old scores may be of one. Otherwise the limit is a tenth
@@ -67,6 +67,7 @@ class FirstRatio:
         if math.isnan(plain):
             raise UserError("the first |log ratio| is nan: log-probabilities of the rollout or of its replay are not "
                             "finite: look at the precision (fp16 overflows), at the model's weights and at train.lr")
+        # In fp32 the machine itself tells how large rounding is: what another size of batch changes.
         if self.exact and found > self.limit:
             again, spread = self._spreads(parts, conditioning)
             if again <= self.exact:  # what changes by itself is no rounding
@@ -74,6 +75,7 @@ class FirstRatio:
             if found <= self.limit:
                 log(f"first |log ratio| {found:.1e} is above {self.exact:.0e}, and half the micro-batch alone changes "
                     f"log-probabilities by {spread:.1e}: the limit is {self.limit:.1e}")
+        # In half precision a difference of rounding is repaired, and a larger one is a fault of the pipeline.
         if not self.exact and not plain <= max(self.most, self.limit):
             raise UserError(f"the first |log ratio| is {plain:.1e}, and rounding makes less than {self.most:.1e} of "
                             "it: replay and rollout disagree; look for an argument of the pipeline's call that depends "
@@ -84,6 +86,7 @@ class FirstRatio:
             (_, left), rescore = self._largest(parts, conditioning), True
             log(f"first |log ratio| {found:.1e} is above a tenth of the clip range ({self.limit:.1e}); old "
                 f"log-probabilities are computed again as the replay does: {left:.1e}")
+        # What neither explains would train on wrong ratios, so that the run ends here.
         if not left <= self.limit:  # true for NaN too
             raise UserError(f"the first |log ratio| is {left:.1e}, expected at most {self.limit:.1e}: replay and "
                             "rollout disagree; look for dropout, a random module or a guidance that differs, and try "
@@ -93,9 +96,7 @@ class FirstRatio:
 
     def check(self, epoch: Epoch, rollouts: GroupSampler[Any], log: Callable[[str], None]) -> None:
         """Check the first epoch's parts; give later ones the old scores of their replay where that is needed.
-
-        rollouts: the present ones. say: prints a line.
-        """
+        rollouts: the present ones. say: prints a line."""
         self.rollouts = rollouts
         epoch.parts = self(epoch.parts, epoch.sampled or epoch.conditioning, log)
 
@@ -104,8 +105,8 @@ class FirstRatio:
             return [self.rollouts.rescore(part, conditioning) for part in parts]
 
     def _spreads(self, parts: list[Part], conditioning: Encoded) -> tuple[float, float]:
-        """Return the largest differences of the first part's log-probabilities between two replays at the run's
-        micro-batch, and to one at half of it (at 2 in place of 1)."""
+        """The largest differences of the first part's log-probabilities between two replays at the run's micro-batch,
+        and to one at half of it (at 2 in place of 1)."""
         shape = self.rollouts.geometry
         run, scores = shape.micro_batch, []
         try:
@@ -124,7 +125,7 @@ class FirstRatio:
         return again, half
 
     def _largest(self, parts: list[Part], conditioning: Encoded) -> tuple[float, float]:
-        """Return the largest difference of log-probabilities, and the method's largest |log ratio|; NaN if one is."""
+        """The largest difference of log-probabilities, and the method's largest |log ratio|; NaN if one is."""
         maxima = []
         with self.processes.collective():
             for part in parts:

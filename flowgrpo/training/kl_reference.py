@@ -20,7 +20,7 @@ from flowgrpo.objectives import at_epoch, is_active
 from flowgrpo.objectives.references import SelfTeacher, Soup, Teachers
 from flowgrpo.policies.policy import Policy
 from flowgrpo.rollouts.base import Encoded, GroupSampler
-from flowgrpo.samplers.replay import calls, rescore
+from flowgrpo.samplers.growth import calls, rescore
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.types import Completions, RunState, Scored
@@ -53,9 +53,7 @@ class KLReference:
 
     def start_epoch(self, drawn: Epoch, rollouts: GroupSampler[Any], epoch: int, epochs: int) -> None:
         """Set the KL's weight for an epoch, and drop the last one's scores.
-
-        drawn: the epoch's samples; rollouts: replay them.
-        """
+        drawn: the epoch's samples; rollouts: replay them."""
         if self.active:
             self.kl = at_epoch(self.method.loss.kl, RunState(epoch, epochs, self.memory))
         self.cached = {}
@@ -67,7 +65,6 @@ class KLReference:
 
     @property
     def is_read(self) -> bool:
-        """Return True if this epoch's KL or the surrogate reads the reference's scores."""
         return bool(self.kl.weight) or self.method.loss.surrogate.reads_reference
 
     def score_samples(self, parts: list[Part], replay: Replay, processes: Processes) -> None:
@@ -83,10 +80,8 @@ class KLReference:
 
     def score_all(self, parts: list[Part], processes: Processes) -> None:
         """Score all parts of an epoch at once if the reference's weights are large, or sharded.
-
         Large ones take long to put in place. Of sharded ones all processes have the reference in place until the last
-        one is done with it.
-        """
+        one is done with it."""
         weights = self.policy.weights
         if self.is_read and (weights.large or weights.sharded) and not self._teacher and not self._present:
             with self.policy.reference(self.snapshots), processes.collective():
@@ -95,15 +90,13 @@ class KLReference:
                     self.cached[id(part)] = self._offload_scores(self.replay(part))
 
     def calls_of(self, parts: Sequence[Part], processes: Processes) -> list[Any]:
-        """Return what the denoiser's calls of this process go by, in an update of parts or in their scoring.
-
-        Of prompts with guidance scales of their own nothing is known: the rank stands for them.
-        """
+        """What the denoiser's calls of this process go by, in an update of parts or in their scoring.
+        Of prompts with guidance scales of their own nothing is known: the rank stands for them."""
         scales = getattr(self.conditioning, "scales", None)
         return [(processes.rank if scales else None, id(part) in self.cached, calls(part)) for part in parts]
 
     def scores(self, part: Part) -> list[Scored]:
-        """Return the reference's scores of a part's transitions, if this epoch's KL or the surrogate needs them."""
+        """The reference's scores of a part's transitions, if this epoch's KL or the surrogate needs them."""
         if not self.is_read:
             return []
         if id(part) in self.cached:
@@ -116,7 +109,7 @@ class KLReference:
 
     @torch.no_grad()
     def leaves(self, part: Part, replay: Replay) -> torch.Tensor:
-        """Return the reference's mean log-probability of each leaf of a part: float64 [b]."""
+        """The reference's mean log-probability of each leaf of a part: float64 [b]."""
         with self._in_place():
             return rescore(part, replay(part)).leaves()["logp"]
 
@@ -126,14 +119,11 @@ class KLReference:
 
     @property
     def _present(self) -> bool:
-        """Return True if the reference is the present policy under other prompts."""
         return isinstance(self.method.loss.reference, SelfTeacher)
 
     def penalty(self, new: Scored, reference: Scored, rewards: torch.Tensor) -> torch.Tensor:
-        """Return the KL [b,N] of scored decisions, 0 for samples of a reward that the reference leaves out.
-
-        rewards: [b], the total rewards.
-        """
+        """The KL [b,N] of scored decisions, 0 for samples of a reward that the reference leaves out.
+        rewards: [b], the total rewards."""
         penalty = self.kl(new, reference.to(self.policy.device))
         below = getattr(self.method.loss.reference, "only_below", None)
         return penalty if below is None else penalty * (rewards < below)[:, None].to(penalty)
@@ -148,9 +138,7 @@ class KLReference:
 
     def end(self, epoch: int, measured: float | None) -> dict[str, float]:
         """Store the mean KL after an epoch's last update, if it was `measured`, and set up the next reference.
-
-        Returns the KL's metrics.
-        """
+        Returns the KL's metrics."""
         self.cached, self.conditioning = {}, None  # freed before the next rollout
         self.snapshots = self.next(self.snapshots, epoch + 1)
         if not self.active:
@@ -159,7 +147,7 @@ class KLReference:
         return {"kl_weight": self.kl.weight}
 
     def state(self) -> tuple[Snapshot, dict[str, Any]]:
-        """Return the snapshots, numbered, for a checkpoint."""
+        """The snapshots, numbered, for a checkpoint."""
         numbered = enumerate(self.snapshots)
         return {f"{i}/{key}": tensor for i, snapshot in numbered for key, tensor in snapshot.items()}, {}
 
@@ -174,7 +162,7 @@ class KLReference:
             self.snapshots = list(held.values()) or self.next([], values["epoch"])
 
     def next(self, held: list[Snapshot], epoch: int) -> list[Snapshot]:
-        """Return the snapshots of an epoch's reference, from those held before and the weights it starts with."""
+        """The snapshots of an epoch's reference, from those held before and the weights it starts with."""
         if not self.active and not self.method.compares_with_reference:
             return []
         soup = self.method.loss.reference
@@ -198,7 +186,6 @@ class TeachersReference(KLReference):
         self.of = torch.tensor([self._teachers.place(prompt.metadata) for prompt in drawn.own], dtype=torch.int64)
 
     def next(self, held: list[Snapshot], epoch: int) -> list[Snapshot]:
-        """Return the teachers' weights."""
         if not self.active:
             return []
         return held or [self.policy.weights.soup([path], ()) for _, path in self._teachers.models]
@@ -207,17 +194,11 @@ class TeachersReference(KLReference):
         """Do nothing: a part is scored when it is trained."""
 
     def scores(self, part: Part) -> list[Scored]:
-        """Return the scores of a part's transitions by the teachers of their prompts."""
+        """The scores of a part's transitions by the teachers of their prompts."""
         if not self.is_read:
             return []
-        if id(part) not in self.cached:
-            scores = self._score(part)
-            if not self.keep:
-                return scores
-            self.cached[id(part)] = [score.to(self.policy.states) for score in scores]
-        return self.cached[id(part)]
-
-    def _score(self, part: Part) -> list[Scored]:
+        if id(part) in self.cached:
+            return self.cached[id(part)]
         found: list[Scored] = []
         for number in self.of[part.prompts.cpu()].unique().tolist():
             with self.policy.reference(self.snapshots[number:number + 1]):
@@ -225,11 +206,13 @@ class TeachersReference(KLReference):
             own = [self.of[part.transitions[k].prompts[rows].cpu()] == number for k, rows, _ in replayed]
             scores = [score for _, _, score in replayed]
             found = [join_rows(*pair) for pair in zip(found, scores, own, strict=True)] if found else scores
+        if self.keep:
+            found = self.cached[id(part)] = [score.to(self.policy.states) for score in found]
         return found
 
 
 def join_rows(one: Scored, other: Scored, rows: Tensor) -> Scored:
-    """Return a score with these rows, bool [b], of another one."""
+    """A score with these rows, bool [b], of another one."""
     def select(first: Tensor | None, second: Tensor | None) -> Tensor | None:
         if first is None or second is None or len(first) != len(rows):
             return first  # of all rows alike
@@ -258,7 +241,7 @@ class SelfTeacherReference(KLReference):
         return super().end(epoch, measured)
 
     def of_images(self) -> Encoded:
-        """Return the encoded richer prompts, made at their first use."""
+        """The encoded richer prompts, made at their first use."""
         if self.richer is None:
             texts = self.teacher.prompts([p.shown for p in self.prompts], [""] * len(self.prompts),
                                          [0.0] * len(self.prompts), [answer_of(p) for p in self.prompts])
@@ -281,9 +264,10 @@ class SelfTeacherReference(KLReference):
         return rollouts.replay(replace(part, transitions=(alone,)), of)
 
     def of_texts(self, taken: Completions, rewards: list[float]) -> list[Prompt]:
-        """Return the teacher's prompt of each completion, as its group and their rewards make it."""
-        written = [str(text) for text in cast(Any, self.policy).detokenize(taken.ids, taken.old.mask)]
+        """The teacher's prompt of each completion, as its group and their rewards make it."""
         prompts = [self.prompts[place] for place in taken.prompts.tolist()]
+        written = [str(text) for text in cast(Any, self.policy).detokenize(taken.ids, taken.old.mask,
+                                                                           [prompt.shown for prompt in prompts])]
         for place in taken.prompts.unique():
             rows = (taken.prompts == place).nonzero()[:, 0].tolist()
             texts = self.teacher.prompts([prompts[row].shown for row in rows], [written[row] for row in rows],
@@ -294,6 +278,6 @@ class SelfTeacherReference(KLReference):
 
 
 def make_reference(train: Train, method: Method, policy: Policy, memory: dict[str, Any]) -> KLReference:
-    """Return the reference of a method. memory: of its parts."""
+    """A teacher's distribution where the method names one, else the base model's. memory: of its parts."""
     kinds: dict[type, type[KLReference]] = {SelfTeacher: SelfTeacherReference, Teachers: TeachersReference}
     return kinds.get(type(method.loss.reference), KLReference)(train, method, policy, memory)

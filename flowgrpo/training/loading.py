@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -26,11 +26,8 @@ from flowgrpo.starter import FOLDERS
 from flowgrpo.training import announcement
 
 
-def of_machine(precision: str, device: str | torch.device) -> Iterator[str]:
-    """Return hints on a run's use of a CPU; none on another device.
-
-    precision: as the recipe asks for, `auto` included.
-    """
+def machine_hints(precision: str, device: str | torch.device) -> Iterator[str]:
+    """Hints on a run's use of a CPU; none on another device. precision: as the recipe asks for, `auto` included."""
     if torch.device(device).type != "cpu":
         return
     if precision == "bf16" and (speed := bf16_speed()) < 1:
@@ -38,7 +35,7 @@ def of_machine(precision: str, device: str | torch.device) -> Iterator[str]:
                "--precision=fp32")
 
 
-def of_steps(config: Config, method: Method, pipe: Any) -> Iterator[str]:
+def few_step_hints(config: Config, method: Method, pipe: Any) -> Iterator[str]:
     """Yield hints on a model of few steps: on default steps or guidance, where only the loaded model shows what it is,
     and on a method that blurs such models."""
     facts = few_steps.of_pipe(pipe, config.model, config.load)
@@ -56,15 +53,13 @@ def of_steps(config: Config, method: Method, pipe: Any) -> Iterator[str]:
                f"--method={facts.method}, which trains the model's own steps, or set a limit: docs/reward_hacking.md")
 
 
-def before(setup: Setup, precision: str, asked: str) -> Iterator[str]:
+def lines_before_loading(setup: Setup, precision: str, asked: str) -> Iterator[str]:
     """Yield the lines of a run whose model is not loaded yet.
-
-    precision: in words; asked: as the recipe has it, `auto` included.
-    """
+    precision: in words; asked: as the recipe has it, `auto` included."""
     count = setup.all_processes
     yield f"device: {describe(setup.device)}, {count} process{'es' * (count > 1)}"
     yield f"precision: {precision}"
-    yield from of_machine(asked, setup.device)
+    yield from machine_hints(asked, setup.device)
 
 
 def load(setup: Setup) -> Any:
@@ -87,9 +82,7 @@ def load(setup: Setup) -> Any:
 
 def _encode_ahead(setup: Setup) -> None:
     """Encode all prompts of a run into its cache by text encoders alone, which are then released.
-
-    They are on the run's device, or on the CPU where they do not fit. Raises UserError for several processes.
-    """
+    They are on the run's device, or on the CPU where they do not fit. Raises UserError for several processes."""
     from flowgrpo.log import bar
     from flowgrpo.policies.pipelines import encoded_prompts
 
@@ -112,27 +105,20 @@ def _encode_ahead(setup: Setup) -> None:
     print(f"encoded {filled.new:,} of {filled.prompts:,} prompts in {filled.folder}", flush=True)
 
 
-def behind(config: Config, method: Method, policy: Policy, prompts: list[Prompt]) -> Iterator[str]:
+def lines_after_loading(config: Config, method: Method, policy: Policy, prompts: list[Prompt]) -> Iterator[str]:
     """Yield the lines on what a loaded model does otherwise than the recipe says."""
     if line := describe_substitutes(config, method):
         yield line
     preview = method.rollout.preview
     if preview and (line := notice(preview.precision, policy.device)):
         yield line
-    if line := _without_template(config, method, policy):
-        yield line
+    if method.for_tokens and config.text.template is None and config.model not in FOLDERS:
+        reader = getattr(policy, "processor", None) or cast(Any, policy).tokenizer
+        if not getattr(reader, "chat_template", None):
+            yield ("the tokenizer has no chat template, so prompts stay as they are: an instruct model needs its own "
+                   "(chat_template.jinja in its folder); text.template: false leaves this line out")
     if isinstance(policy, PipelinePolicy):
-        yield from of_steps(config, method, policy.pipe)
+        yield from few_step_hints(config, method, policy.pipe)
     texts = [prompt.text for prompt in prompts]
     if isinstance(policy, PipelinePolicy) and (line := padding.cut(policy.pipe, config.call, texts)):
         yield line
-
-
-def _without_template(config: Config, method: Method, policy: Any) -> str | None:
-    """Return the line on a language model without a chat template, unless the recipe or the package knows of it."""
-    if not method.for_tokens or config.text.template is not None or config.model in FOLDERS:
-        return None
-    reader = getattr(policy, "processor", None) or policy.tokenizer
-    return None if getattr(reader, "chat_template", None) else \
-        "the tokenizer has no chat template, so prompts stay as they are: an instruct model needs its own " \
-        "(chat_template.jinja in its folder); text.template: false leaves this line out"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from flowgrpo.config.geometry import teams
 from flowgrpo.config.schema import Config
+from flowgrpo.device import AUTO
 from flowgrpo.distributed import launchers
 from flowgrpo.distributed.processes import make_accelerator
 from flowgrpo.errors import UserError
@@ -21,10 +22,8 @@ if TYPE_CHECKING:
 
 
 def as_launched(config: Config, kind: str) -> tuple[Config, list[str]]:
-    """Return the configuration with what accelerate was configured for, and a line on each key that this sets.
-
-    Raises UserError for a recipe that says otherwise, and for a language model.
-    """
+    """The configuration with what accelerate was configured for, and a line on each key that this sets.
+    Raises UserError for a recipe that says otherwise, and for a language model."""
     lines = []
     for key, value in launchers.take_over(os.environ).items():
         if kind != build.PIPELINE:
@@ -43,22 +42,23 @@ def as_launched(config: Config, kind: str) -> tuple[Config, list[str]]:
 
 
 def place_setup(setup: Setup, resume: bool | Literal["auto"]) -> tuple[Setup, Accelerator, str]:
-    """Return the setup on its device and processes, accelerate's object, and the precision in words."""
+    """The setup on its device and processes, accelerate's object, and the precision in words."""
+    from accelerate.utils import broadcast_object_list
+
     config = setup.config
     accelerator = make_accelerator(str(setup.device))  # before rewards: it selects the GPU that they will use
     count, first = accelerator.num_processes, accelerator.is_main_process
     device = accelerator.device if count > 1 else setup.device
     resumes = run_folder.resumes(config, accelerator, resume)
-    config, precision = _resolve_precision(replace(setup, config=config, device=device, first=first, resumes=resumes))
+    # A resumed run goes on with what `auto` chose when it began; the first process chooses the precision for all.
+    began = run_folder.began_with(config) if resumes else None
+    if began is not None:
+        train = config.train
+        chosen = {key: getattr(began.train, key) for key in ("micro_batch", "checkpointing")
+                  if getattr(train, key) == AUTO}
+        config = config.model_copy(update={"train": train.model_copy(update=chosen)})
+    precision = None if began is None else began.precision
+    resolved = [resolve_precision(config, device, setup.loaded, precision) if first else None]
+    config, told = broadcast_object_list(resolved)[0]
     return replace(setup, config=config, device=device, processes=teams(config.memory.context_parallel, count),
-                   all_processes=count, first=first, resumes=resumes), accelerator, precision
-
-
-def _resolve_precision(setup: Setup) -> tuple[Config, str]:
-    """Return the configuration with the precision that the first process chooses for all, and its description."""
-    from accelerate.utils import broadcast_object_list
-
-    begun = run_folder.precision(setup.config) if setup.resumes else None
-    config = run_folder.with_batch(setup.config) if setup.resumes else setup.config
-    chosen = [resolve_precision(config, setup.device, setup.loaded, begun) if setup.first else None]
-    return broadcast_object_list(chosen)[0]
+                   all_processes=count, first=first, resumes=resumes), accelerator, told

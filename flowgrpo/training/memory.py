@@ -45,7 +45,7 @@ class Measured:
 
 def memory(policy: PipelinePolicy, config: Config, conditioning: Conditioning, rewards: int = 0
            ) -> dict[str, dict[str, int]]:
-    """Return bytes on the device, by phase and part, for one process of the run `config` with the policy's pipeline.
+    """Bytes on the device, by phase and part, for one process of the run `config` with the policy's pipeline.
 
     conditioning: that of one prompt. rewards: bytes of reward models on the device; with `memory.rewards: cpu` they are
     there in rollout and decode alone, as one part is scored while the next is sampled.
@@ -60,7 +60,11 @@ def memory(policy: PipelinePolicy, config: Config, conditioning: Conditioning, r
     """
     trained = sum(p.numel() for p in policy.weights.parameters()) * FULL
     held = _weights(policy) | {"trained": trained} | averages(config, policy, trained)
-    x, activations = _one_row(policy, conditioning)
+    # One state [1,*D], and the bytes that a replay of one row keeps for its backward.
+    grid, timesteps = few_steps(policy, 2)
+    x, _ = policy.run(Segment(grid, range(1), timesteps=timesteps), conditioning, None, policy.generators([0]))
+    modules = [part for part in policy.pipe.components.values() if isinstance(part, torch.nn.Module)]
+    activations = activation_bytes(modules, lambda: policy.replay(conditioning, x, grid, 1, timesteps))
     kept_here = policy.states == policy.device
     recorded = _rollout_bytes(policy, config, conditioning, x) if kept_here else 0
     states = {"recorded states": recorded}
@@ -84,28 +88,24 @@ def memory(policy: PipelinePolicy, config: Config, conditioning: Conditioning, r
 
 
 def averages(config: Config, policy: Policy, trained: int) -> dict[str, int]:
-    """Return bytes of the averages of the trained weights on the device: `train.ema` and an old policy; {} for none.
-
-    trained: bytes of those weights. Averages of large ones wait on the host.
-    """
+    """Bytes of the averages of the trained weights on the device: `train.ema` and an old policy; {} for none.
+    trained: bytes of those weights. Averages of large ones wait on the host."""
     lag = validate.resolve(config, policy.process).rollout.lag
     count = 0 if policy.weights.large else bool(config.train.ema) + bool(lag.most)
     return {"averages": count * trained} if count else {}
 
 
 def total(phase: dict[str, int]) -> float:
-    """Return the GiB of a phase."""
     return round(sum(phase.values()) / 2**30, 3)
 
 
 def weights_gib(parts: Iterable[object]) -> float:
-    """Return the GiB of the weights of all given parts that have any."""
     modules = [part for part in parts if isinstance(part, torch.nn.Module)]
     return total({"": tensor_bytes(tensor for part in modules for tensor in [*part.parameters(), *part.buffers()])})
 
 
 def _weights(policy: PipelinePolicy) -> dict[str, int]:
-    """Return bytes of the frozen weights: text encoders, denoisers, VAE, and the rest."""
+    """Bytes of the frozen weights: text encoders, denoisers, VAE, and the rest."""
     trained = {id(parameter) for parameter in policy.weights.parameters()}
     sizes = {"text encoders": 0, "denoisers": 0, "vae": 0, "other": 0}
     for name, module in policy.pipe.components.items():
@@ -124,28 +124,20 @@ def _weights(policy: PipelinePolicy) -> dict[str, int]:
 
 
 def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of tensors, quantised ones as stored."""
+    """The bytes of tensors, quantised ones as stored."""
     return sum(part.numel() * part.element_size() for tensor in tensors for part in _storage_tensors(tensor))
 
 
 def _storage_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the stored tensors: of a quantised one its integers and their scales."""
+    """The stored tensors: of a quantised one its integers and their scales."""
     if hasattr(tensor, "__tensor_flatten__"):
         return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
     scales = getattr(getattr(tensor, "quant_state", None), "absmax", None)
     return [tensor] if scales is None else [tensor, scales]
 
 
-def _one_row(policy: PipelinePolicy, conditioning: Conditioning) -> tuple[torch.Tensor, int]:
-    """Return (one state [1,*D], bytes that a replay of one row keeps for its backward)."""
-    grid, timesteps = few_steps(policy, 2)
-    x, _ = policy.run(Segment(grid, range(1), timesteps=timesteps), conditioning, None, policy.generators([0]))
-    modules = [part for part in policy.pipe.components.values() if isinstance(part, torch.nn.Module)]
-    return x, activation_bytes(modules, lambda: policy.replay(conditioning, x, grid, 1, timesteps))
-
-
 def activation_bytes(modules: Iterable[torch.nn.Module], forward: Callable[[], torch.Tensor]) -> int:
-    """Return the bytes that `forward` keeps for its backward, without the modules' weights."""
+    """The bytes that `forward` keeps for its backward, without the modules' weights."""
     weights = {part.untyped_storage().data_ptr() for module in modules for p in module.parameters()
                for part in _storage_tensors(p)}
     sizes: dict[int, int] = {}
@@ -165,8 +157,7 @@ def activation_bytes(modules: Iterable[torch.nn.Module], forward: Callable[[], t
 
 
 def _decoding(policy: PipelinePolicy, conditioning: Conditioning, x: torch.Tensor, rows: int) -> int:
-    """Return the peak bytes of decoding `rows` rows: those of one row, plus the increment of a second for each other.
-    """
+    """The peak bytes of decoding `rows` rows: those of one row, plus the increment of a second for each other."""
     def peak(count: int) -> int:
         latents, of = torch.cat([x] * count), conditioning.rows(torch.zeros(count, dtype=torch.int64))
         with Peak() as seen:
@@ -179,6 +170,13 @@ def _decoding(policy: PipelinePolicy, conditioning: Conditioning, x: torch.Tenso
 
 class Peak(TorchDispatchMode):
     """Context manager: `most` is the peak number of bytes of newly made tensors."""
+
+    supports_higher_order_operators = True  # such as flex_attention
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """True: torch.compile works inside."""
+        return True
 
     def __init__(self):
         super().__init__()
@@ -196,8 +194,8 @@ class Peak(TorchDispatchMode):
 
 
 def _rollout_bytes(policy: PipelinePolicy, config: Config, conditioning: Conditioning, x: torch.Tensor) -> int:
-    """Return bytes of what an epoch's rollout keeps: the states around every trained step and at the end, each in the
-    dtype of x, one state, and fp32 means of the old policy if the loss reads them."""
+    """Bytes of what an epoch's rollout keeps: the states around every trained step and at the end, each in the dtype of
+    x, one state, and fp32 means of the old policy if the loss reads them."""
     train, (method, grid, explorations) = config.train, plan_first_epoch(policy, config, conditioning)
     noised = method.noising_spec(grid, train.group, 0, config.seed)
     if noised is not None:  # states, targets, old velocities, and finals of the sampled part
@@ -210,7 +208,7 @@ def _rollout_bytes(policy: PipelinePolicy, config: Config, conditioning: Conditi
 
 def plan_first_epoch(policy: PipelinePolicy, config: Config, conditioning: Conditioning
              ) -> tuple[Method, torch.Tensor, list[RolloutSpec]]:
-    """Return the method of a run, its grid, and its explorations in the first epoch."""
+    """The method of a run, its grid, and its explorations in the first epoch."""
     train, method = config.train, validate.resolve(config, policy.process)
     grid, timesteps = make_grid(train.grid, train.steps, train.shift, policy.stock, policy.strength,
                                 partial(policy.stock_grid, conditioning))
@@ -218,7 +216,7 @@ def plan_first_epoch(policy: PipelinePolicy, config: Config, conditioning: Condi
 
 
 def _per_group(exploration: RolloutSpec) -> tuple[int, int]:
-    """Return the number of recorded states and means of one prompt; x_next of one step is x of the next."""
+    """The number of recorded states and means of one prompt; x_next of one step is x of the next."""
     nodes, count, means, before = exploration.roots, 0, 0, None
     for step in range(exploration.steps):
         children = exploration.splits.get(step, 1)

@@ -5,7 +5,6 @@ or Trackio.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import io
 import json
 import math
@@ -15,6 +14,7 @@ import tempfile
 import time
 import uuid
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -26,20 +26,19 @@ from flowgrpo.config.schema import Config
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.report import report, snapshots, symptoms
-from flowgrpo.evaluation.report.symptoms import Symptom
 from flowgrpo.evaluation.runs import HELD_OUT
 from flowgrpo.methods.setup import Setup
+from flowgrpo.notebook import Cell, in_notebook
+from flowgrpo.packages import present
+from flowgrpo.rewards import about
 from flowgrpo.storage import atomic
 from flowgrpo.storage.json_files import finite, read_lines, read_object
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from PIL import Image
 
     from flowgrpo.evaluation.trainer import Trainer
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
-    from PIL import Image
 
     # Captions, and images, clips or texts.
     Samples: TypeAlias = list[tuple[str, Image.Image | snapshots.Video | str]]
@@ -61,7 +60,6 @@ class TensorBoard:
         self.writer.add_text("config", "".join(f"    {line}\n" for line in config.yaml().splitlines()), epoch)
 
     def log(self, values: dict[str, float], step: int | None) -> None:
-        """Add the metrics of an epoch."""
         for key, value in values.items():
             self.writer.add_scalar(key, value, step)
         self.writer.flush()
@@ -70,27 +68,23 @@ class TensorBoard:
         """Add an image or an animated GIF for each sample, and a text with the captions, which images have none of
         here."""
         import numpy as np
+        from tensorboard.compat.proto.summary_pb2 import Summary
 
         lines = []
         for number, (caption, sample) in enumerate(samples, 1):
             lines.append(f"{number}. {caption}" + (f"\n\n        {sample}" if isinstance(sample, str) else ""))
             if isinstance(sample, snapshots.Video):
-                self._move(f"{name}/{number}", sample, step)
+                # `SummaryWriter.add_video` writes the same GIF, and needs moviepy.
+                width, height = sample.frames[0].size
+                image = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=sample.gif())
+                self.writer._get_file_writer().add_summary(
+                    Summary(value=[Summary.Value(tag=f"{name}/{number}", image=image)]), step)
             elif not isinstance(sample, str):
                 self.writer.add_image(f"{name}/{number}", np.asarray(sample), step, dataformats="HWC")
         self.writer.add_text(f"{name}/samples", "\n".join(lines), step)
         self.writer.flush()
 
-    def _move(self, tag: str, video: snapshots.Video, step: int) -> None:
-        """Add a clip. `SummaryWriter.add_video` writes the same GIF, and needs moviepy."""
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        width, height = video.frames[0].size
-        image = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=video.gif())
-        self.writer._get_file_writer().add_summary(Summary(value=[Summary.Value(tag=tag, image=image)]), step)
-
     def alert(self, name: str, text: str, step: int) -> None:
-        """Add a line on a symptom."""
         self.writer.add_text(f"alerts/{name}", text, step)
         self.writer.flush()
 
@@ -109,11 +103,9 @@ class WandB:
                                     **self.run_arguments(config, run_id))
 
     def run_arguments(self, config: Config, run_id: str) -> dict[str, str]:
-        """Return the arguments that identify a run."""
         return {"name": config.name, "id": run_id}
 
     def log(self, values: dict[str, Any], step: int | None) -> None:
-        """Add the metrics of an epoch, or samples."""
         self.run.log(values, step=step)
 
     def show(self, name: str, samples: Samples, step: int) -> None:
@@ -128,7 +120,7 @@ class WandB:
             self.log(self.image_entries(name, images), step)
 
     def moving(self, video: snapshots.Video, caption: str) -> Any:
-        """Return a clip as mp4, or without an encoder as GIF."""
+        """A clip as mp4, or without an encoder as GIF."""
         content, ending = video.file()
         return self.module.Video(io.BytesIO(content), caption=caption, format=ending)
 
@@ -137,7 +129,6 @@ class WandB:
         self.run.alert(title=f"{name} at epoch {step}", text=text, level="WARN")
 
     def image_entries(self, name: str, images: list[Any]) -> dict[str, Any]:
-        """Return images under their keys."""
         return {name: images}
 
     def finish(self) -> None:
@@ -181,28 +172,21 @@ def check(setup: Setup) -> None:
     name = setup.config.tracker
     if name == "none":
         return
-    if importlib.util.find_spec(name) is None:
+    if not present(name):
         raise UserError(f"tracker is {name!r}, but its package is not installed: pip install {name}, or set tracker "
                         "to tensorboard or none")
-    if name == "wandb" and not _is_logged_in():
-        raise UserError("tracker is 'wandb', but it has no key: `wandb login`, or set WANDB_API_KEY, "
-                        "WANDB_MODE=offline or another tracker")
+    asks = os.environ.get("WANDB_MODE") not in ("offline", "disabled", "dryrun") and not sys.stdin.isatty()
+    if name == "wandb" and asks:  # there is no terminal to answer its prompt for a key
+        import wandb
 
-
-def _is_logged_in() -> bool:
-    """True if wandb starts without a prompt, or a terminal is there to answer, or if that is unknown."""
-    if os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun") or sys.stdin.isatty():
-        return True
-    import wandb
-
-    return bool(getattr(getattr(wandb, "api", None), "api_key", "unknown"))
+        if not getattr(getattr(wandb, "api", None), "api_key", "unknown"):
+            raise UserError("tracker is 'wandb', but it has no key: `wandb login`, or set WANDB_API_KEY, "
+                            "WANDB_MODE=offline or another tracker")
 
 
 def start(accelerator: Accelerator, config: Config, epoch: int = 0, resumed: bool = False) -> None:
     """Open the tracker in the first process, after every check, so a rejected run leaves no empty one.
-
-    epoch: the number of epochs that are done. Raises UserError if it does not open.
-    """
+    epoch: the number of epochs that are done. Raises UserError if it does not open."""
     if config.tracker == "none" or not accelerator.is_main_process:
         return
     run_id = identity(config, resumed)
@@ -214,7 +198,7 @@ def start(accelerator: Accelerator, config: Config, epoch: int = 0, resumed: boo
 
 
 def identity(config: Config, resumed: bool) -> str:
-    """Return the id of the run with its tracker: of a resumed run the earlier one, else a new one, which is kept."""
+    """The id of the run with its tracker: of a resumed run the earlier one, else a new one, which is kept."""
     file = config.folder / FILE
     if resumed and file.is_file():
         kept = read_object(file, "remove it, and the tracker begins a new run", tracker=str, id=str)
@@ -227,24 +211,18 @@ def identity(config: Config, resumed: bool) -> str:
 
 def show(accelerator: Accelerator, run: Path, step: int, *names: str) -> None:
     """Send samples of a run's snapshots to its tracker, after so many epochs.
-
     names: `before` and `after`, the held-out prompts; `best` and `worst`, samples of the last epoch. What the prompts
-    bring is sent as `source`, `best_source` and `worst_source`.
-    """
+    bring is sent as `source`, `best_source` and `worst_source`."""
     for name in names if accelerator.trackers else ():
         last = name in ("best", "worst")
         content = read_object(run / snapshots.FOLDER / f"{'last' if last else name}.json", snapshots.MEND)
         cards = content[name if last else "cards"]
-        for key, samples in ((f"{name}_source" if last else "source", _prompt_images(cards)),
+        brought = [(f"{card['prompt']} ({source['name']})", snapshots.content(source))
+                   for card in cards for source in card.get("sources", ())]
+        for key, samples in ((f"{name}_source" if last else "source", brought),
                              (name, [(caption(card), snapshots.content(card)) for card in cards])):
             for tracker in accelerator.trackers if samples else ():
                 tracker.show(key, samples, step)
-
-
-def _prompt_images(cards: list[dict[str, Any]]) -> Samples:
-    """Return what the prompts of samples bring, with captions: their prompt and its name."""
-    return [(f"{card['prompt']} ({source['name']})", snapshots.content(source))
-            for card in cards for source in card.get("sources", ())]
 
 
 def log_held_out(accelerator: Accelerator, means: dict[str, float], step: int) -> None:
@@ -252,28 +230,27 @@ def log_held_out(accelerator: Accelerator, means: dict[str, float], step: int) -
     accelerator.log({f"{HELD_OUT}{name}": mean for name, mean in means.items() if math.isfinite(mean)}, step=step)
 
 
-def alert(accelerator: Accelerator, symptom: Symptom, epoch: int) -> None:
-    """Send a symptom of the last epochs to the run's tracker."""
-    for tracker in accelerator.trackers:
-        tracker.alert(symptom.name, symptom.text, epoch)
-
-
 def caption(card: dict[str, Any]) -> str:
-    """Return the prompt of a sample with its scores."""
     scores = [f"{name} {score:.3g}" for name, score in card["scores"].items() if score is not None]
     return f"{card['prompt']} ({', '.join(scores)})" if scores else card["prompt"]
 
 
 class Log:
-    """Metrics of one run, one line of JSON per epoch, appended as they come; written by the first process."""
+    """Metrics of one run, one line of JSON per epoch, appended as they come; written by the first process.
 
-    def __init__(self, folder: Path, accelerator: Accelerator, total: int, first: int):
+    left: as `Extension.seconds_left`.
+    """
+
+    def __init__(self, folder: Path, accelerator: Accelerator, total: int, first: int,
+                 left: Callable[[], float | None] | None = None):
         self.path, self.accelerator, self.speaks = folder / "metrics.jsonl", accelerator, accelerator.is_main_process
         known = [line for line in read_lines(self.path, "epoch") if line["epoch"] <= first] if self.speaks else []
         self.start, self.recent = known[:symptoms.START], deque(known, maxlen=symptoms.FLAT)
         self.alerted = set[str]()
-        self.bar = tqdm(total=total, initial=first, desc="training", unit="epoch",
-                        disable=None if self.speaks else True)  # None: where there is no terminal
+        self.left, self.cell = left, Cell() if self.speaks and in_notebook() else None
+        self.bar = tqdm(total=total if left is None else None, initial=first, desc="training", unit="epoch",
+                        file=self.cell, ncols=self.cell and 100,  # below: None leaves it out without a terminal
+                        disable=not self.speaks or (None if self.cell is None else False))
         self.total, self.first, self.began = total, first, time.monotonic()
 
     def epoch(self, epoch: int, metrics: dict[str, Any], shown: dict[str, str]) -> None:
@@ -284,13 +261,19 @@ class Log:
         self.start += [line] if len(self.start) < symptoms.START else []
         atomic.append_line(self.path, json.dumps(line))
         self.accelerator.log({k: v for k, v in metrics.items() if isinstance(v, (int, float))}, step=epoch)
+        if self.cell is not None:
+            for name in (key for key in metrics if key.startswith("reward/") and key.endswith("/mean")):
+                self.cell.values.setdefault(name, []).append(metrics[name])
         self.bar.set_postfix(shown)
         self.bar.update()
         if self.bar.disable:
             took = time.monotonic() - self.began
-            left = took / max(epoch - self.first, 1) * (self.total - epoch)
-            passed, coming = (tqdm.format_interval(seconds) for seconds in (took, left))
-            print(f"epoch {epoch} of {self.total} ({passed}, {coming} left): "
+            left: float | None = took / max(epoch - self.first, 1) * (self.total - epoch)
+            of = f" of {self.total}"
+            if self.left is not None:
+                of, left = "", self.left()
+            passed, coming = (tqdm.format_interval(seconds) for seconds in (took, left or 0))
+            print(f"epoch {epoch}{of} ({passed}{f', {coming} left' if left is not None else ''}): "
                   + ", ".join(f"{key}={value}" for key, value in shown.items()), file=sys.stderr, flush=True)
 
     def amend(self, metrics: dict[str, float]) -> None:
@@ -304,26 +287,20 @@ class Log:
 
     def report(self, trainer: Trainer) -> None:
         """Alert to new symptoms, write the report where one is due, and send the best and worst samples to the tracker.
-
-        Those of the last epoch follow with the samples after training.
-        """
+        Those of the last epoch follow with the samples after training."""
         folder = self.path.parent
         if self.speaks:
-            self._alert(symptoms.of_run(trainer.config, self._read(), trainer.first_ratio.clip), trainer.epoch)
+            ranges = {name: about(function).range for name, function in trainer.scoring.functions.items()}
+            # Symptoms read the first lines of the run, and the last ones; each is told once, until it is gone.
+            read = [*(line for line in self.start if line["epoch"] < self.recent[0]["epoch"]), *self.recent]
+            present = symptoms.of_run(trainer.config, read, trainer.first_ratio.clip, ranges)
+            for symptom in (each for each in present if each.name not in self.alerted):
+                self.log(f"alert, epoch {trainer.epoch}: {symptom.text}")
+                for tracker in self.accelerator.trackers:
+                    tracker.alert(symptom.name, symptom.text, trainer.epoch)
+            self.alerted = {symptom.name for symptom in present}
         if report.during(trainer, folder) and trainer.epoch < trainer.config.train.epochs:
             show(self.accelerator, folder, trainer.epoch, "best", "worst")
-
-    def _read(self) -> list[dict[str, Any]]:
-        """Return the lines that symptoms read: the first of the run, and the last ones."""
-        return [*(line for line in self.start if line["epoch"] < self.recent[0]["epoch"]), *self.recent]
-
-    def _alert(self, present: list[symptoms.Symptom], epoch: int) -> None:
-        """Print a line on each symptom that the epoch before did not have, and send it to the tracker."""
-        for symptom in present:
-            if symptom.name not in self.alerted:
-                self.log(f"alert, epoch {epoch}: {symptom.text}")
-                alert(self.accelerator, symptom, epoch)
-        self.alerted = {symptom.name for symptom in present}
 
     def log(self, text: str) -> None:
         """Print a line above the progress bar."""
@@ -335,43 +312,58 @@ class Log:
 
 
 class UpdateStats:
-    """Statistics of an epoch's updates, per grid step; read once, at the end."""
+    """Statistics of an epoch's updates: sums, counts and maxima per grid step; read once, at the end."""
 
     def __init__(self):
         self.norms: list[torch.Tensor] = []
-        self.decisions: list[torch.Tensor] = []  # [n,6]: step, log-ratio, clipped, loss, KL, mask
+        # [8] of a batch: step, decisions, sums of loss, clipped, ratio and KL, decisions with a KL, largest |log-ratio|
+        self.batches: list[torch.Tensor] = []
 
     def add(self, step: int, mask: Tensor, log_ratio: Tensor, clipped: Tensor, loss: Tensor, kl: Tensor | None = None
             ) -> None:
         """Add a batch, all [B,N]; mask: the decisions that count; kl: to the reference, None if it was not measured."""
-        columns = (torch.full_like(log_ratio, step), log_ratio, clipped, loss,
-                   torch.full_like(log_ratio, torch.nan) if kl is None else kl, mask)
-        self.decisions.append(torch.stack([value.detach().float().flatten() for value in columns], 1))
+        kept, log_ratio = mask > 0, log_ratio.detach().float()
+
+        def total(values: Tensor) -> Tensor:
+            return values.detach().float().where(kept, 0).sum()
+
+        decisions, none = kept.sum().float(), log_ratio.new_zeros(())
+        self.batches.append(torch.stack([
+            log_ratio.new_full((), step), decisions, total(loss), total(clipped), total(log_ratio.exp()),
+            none if kl is None else total(kl), none if kl is None else decisions,
+            log_ratio.abs().where(kept, 0).max()]))
 
     def summary(self, processes: Processes = Processes()) -> dict[str, Any]:
-        """Return means over the decisions of all processes, which have the same norms.
+        """Means over the decisions of all processes, which have the same norms.
 
         trained_updates: those with a gradient that was finite and not 0.
         """
         norms = torch.stack(self.norms).cpu() if self.norms else torch.zeros(1)
         trained = {"trained_updates": int((norms.isfinite() & (norms > 0)).sum())}
-        decisions = torch.cat(self.decisions).cpu() if self.decisions else torch.empty(0, 6)
-        decisions = processes.gather(decisions[decisions[:, 5] > 0, :5])
-        if not len(decisions):
+        batches = torch.stack(self.batches).cpu().double() if self.batches else torch.empty(0, 8, dtype=torch.float64)
+        steps = merge_steps(processes.gather(merge_steps(batches[batches[:, 1] > 0])))
+        if not len(steps):
             return {"loss": 0.0, "grad_norm": 0.0} | trained
-        of, log_ratio, clipped, loss, kl = decisions.unbind(1)
-        steps = [int(step) for step in of.unique()]
-        return {"loss": loss.mean().item(),
+        of, decisions, loss, clipped, ratio, kl, measured, largest = steps.unbind(1)
+        named = [(int(step), *row) for step, *row in zip(of, (ratio / decisions).tolist(),
+                                                         (clipped / decisions).tolist())]
+        return {"loss": (loss.sum() / decisions.sum()).item(),
                 "grad_norm": norms.mean().item(),
                 **trained,
-                "log_ratio_max": log_ratio.abs().max().item(),
-                "clip_fraction": clipped.mean().item(),
-                **({} if kl.isnan().all() else {"kl": kl.nanmean().item()}),
-                **{f"ratio/step_{step}": log_ratio[of == step].exp().mean().item() for step in steps},
-                **{f"clip_fraction/step_{step}": clipped[of == step].mean().item() for step in steps}}
+                "log_ratio_max": largest.max().item(),
+                "clip_fraction": (clipped.sum() / decisions.sum()).item(),
+                **({"kl": (kl.sum() / measured.sum()).item()} if measured.any() else {}),
+                **{f"ratio/step_{step}": mean for step, mean, _ in named},
+                **{f"clip_fraction/step_{step}": share for step, _, share in named}}
+
+
+def merge_steps(rows: Tensor) -> Tensor:
+    """Merge rows [n,8] of `UpdateStats` into one per grid step, in their order."""
+    merged = [rows[rows[:, 0] == step] for step in rows[:, 0].unique()]
+    return torch.stack([torch.cat([some[0, :1], some[:, 1:7].sum(0), some[:, 7:].amax(0)]) for some in merged]
+                       ) if merged else rows
 
 
 def progress_metrics(metrics: dict[str, Any], config: Config) -> dict[str, str]:
-    """Return the metrics of an epoch for the progress bar."""
     rewards_now = {name: f"{metrics[f'reward/{name}/mean']:.3f}" for name in config.rewards}
     return rewards_now | {"clip": f"{metrics.get('clip_fraction', 0):.2f}", "grad": f"{metrics['grad_norm']:.2g}"}

@@ -17,7 +17,7 @@ from flowgrpo.distributed.processes import Processes
 from flowgrpo.distributed.shards import is_shard, local
 from flowgrpo.errors import UserError
 from flowgrpo.methods.parts import Reduction
-from flowgrpo.objectives.reductions import TokenMean
+from flowgrpo.objectives.reductions import Divisor, OfRows, TokenMean
 from flowgrpo.policies.policy import Policy
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.types import unwrap
@@ -26,43 +26,45 @@ EPS_SHARE = 0.25  # share of the step that AdamW's eps takes, from which on it i
 
 
 def shares(parts: list[Part], geometry: BatchShape, processes: Processes, reduction: Reduction
-           ) -> list[tuple[list[Part], int]]:
-    """Return the parts of each optimizer step on this process, and its number of decisions over all processes.
+           ) -> list[tuple[list[Part], Divisor]]:
+    """The parts of each optimizer step on this process, and its divisor over all processes. A step without a trained
+    part is left out.
 
     A part is assigned to a step by its place among the parts of all processes, so their number changes no step. Slices
-    of one part have one place.
+    of one part have one place. A part without transitions, whose completions are all left out, has a place where it
+    counts in a divisor.
     """
+    if not isinstance(reduction, OfRows):
+        parts = [part for part in parts if part.transitions]
     numbers = [geometry.part_of(processes.rank, part.groups.start) for part in parts]
     everywhere = sorted(set(processes.gather(torch.tensor(numbers, dtype=torch.int64)).tolist()))
     steps = chunks(parts, geometry.updates, [everywhere.index(number) for number in numbers], len(everywhere))
-    counts = processes.total([decisions(step, reduction) for step in steps])
-    return list(zip(steps, counts))
+    trained = [[part for part in step if part.transitions] for step in steps]
+    here = [decisions(step, reduction) for step in steps]
+    counts = processes.total([*here, *(count.tokens for count in here), *map(len, trained)])
+    return [(share, Divisor(count, tokens)) for share, count, tokens, parts_left in zip(
+        trained, counts, counts[len(steps):], counts[2 * len(steps):]) if parts_left]
 
 
 def chunks(parts: list[Part], count: int, places: Sequence[int] | None = None, total: int | None = None
            ) -> list[list[Part]]:
     """Distribute `parts` over at most `count` optimizer steps, as evenly as possible.
-
-    Of `total` parts these have the given places, by default all: part i goes to step i % count.
-    """
+    Of `total` parts these have the given places, by default all: part i goes to step i % count."""
     places = range(len(parts)) if places is None else places
     steps = min(count, len(parts) if total is None else total)
     return [[part for part, place in zip(parts, places) if place % count == step] for step in range(steps)]
 
 
-def decisions(parts: list[Part], reduction: Reduction = TokenMean()) -> int:
-    """Return the divisor of one optimizer step's loss: its trained decisions, or its rows."""
+def decisions(parts: list[Part], reduction: Reduction = TokenMean()) -> Divisor:
     masks = [transitions.old.mask for part in parts for transitions in part.transitions]
-    return sum(map(reduction.count, masks))
+    left_out = sum(len(getattr(part, "left_out", ())) for part in parts) if isinstance(reduction, OfRows) else 0
+    return Divisor(sum(map(reduction.count, masks)) + left_out, sum(int(mask.sum()) for mask in masks))
 
 
 def make_optimizer(train: Train, parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """Return AdamW over the parameters: in one kernel on CUDA, or with its two moments in 8 bits (2110.02861,
-    bitsandbytes).
-
+    """AdamW over the parameters: in one kernel on CUDA, or with its two moments in 8 bits (2110.02861, bitsandbytes).
     Of the latter, tensors of fewer than 4,096 values keep their moments in 32 bits.
-    Raises UserError without parameters.
-    """
+    Raises UserError without parameters."""
     if not parameters:
         raise UserError("no weight is trained: the model has none that the adapter or the method names; look at "
                         "`flowgrpo check MODEL`, which lists the denoisers and the LoRA's layers")
@@ -80,9 +82,7 @@ def make_optimizer(train: Train, parameters: Sequence[torch.nn.Parameter]) -> to
 @torch.no_grad()
 def clip_sharded(parameters: Sequence[torch.nn.Parameter], most: float) -> torch.Tensor:
     """Scale gradients, some of which are sharded, so that their norm over all parameters and shards is at most `most`.
-
-    Returns the norm before, 0-d, equal on all processes.
-    """
+    Returns the norm before, 0-d, equal on all processes."""
     sharded = [parameter for parameter in parameters if is_shard(parameter)]
     gradients = [[local(parameter.grad) for parameter in parameters
                   if parameter.grad is not None and is_shard(parameter) == kind] for kind in (True, False)]
@@ -98,28 +98,15 @@ def clip_sharded(parameters: Sequence[torch.nn.Parameter], most: float) -> torch
 
 def update_average(average: dict[str, torch.Tensor], named: dict[str, torch.nn.Parameter], decay: float) -> None:
     """Move an average towards the present parameters, on its device: decay * average + (1 - decay) * parameters.
-
-    Of sharded parameters it holds this process's rows.
-    """
+    Of sharded parameters it holds this process's rows."""
     kept = [average[key] for key in named]
     if kept:  # one kernel for all on a GPU
         torch._foreach_lerp_(kept, [local(parameter).detach().to(each.device) for each, parameter in
                                     zip(kept, named.values(), strict=True)], 1 - decay)
 
 
-def make_scaler(precision: str, device: torch.device) -> torch.amp.GradScaler:
-    """Return the loss scaler, active for fp16 only.
-
-    The gradients of millions of decisions and latents underflow in fp16. So the loss is scaled up, and the gradients
-    down again. If they overflow, the step is skipped and the scale halved.
-    """
-    scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
-    scaler.scale(torch.zeros((), device=device))  # creates the scale: a process may have nothing to train at first
-    return scaler
-
-
 def rate(update: int, total: int, train: Train) -> float:
-    """Return the factor of the learning rate: linear warm-up, then the schedule down to 0 at the last update."""
+    """The factor of the learning rate: linear warm-up, then the schedule down to 0 at the last update."""
     if update < train.warmup:
         return (update + 1) / train.warmup
     left = max(1 - (update - train.warmup) / max(total - train.warmup, 1), 0.0)
@@ -142,7 +129,10 @@ class Optimization:
         self.policy = policy
         self.parameters = policy.weights.parameters()
         self.optimizer = make_optimizer(config.train, self.parameters)
-        self.scaler = make_scaler(config.precision, policy.device)
+        # The gradients of millions of decisions and latents underflow in fp16. So the loss is scaled up, and the
+        # gradients down again. If they overflow, the step is skipped and the scale halved.
+        self.scaler = torch.amp.GradScaler(policy.device.type, enabled=config.precision == "fp16")
+        self.scaler.scale(torch.zeros((), device=policy.device))  # creates the scale: there may be nothing to train
         self.ema = policy.weights.copy_for_average() if config.train.ema else None
         self.update = 0
         self.scale = 1.0
@@ -164,9 +154,7 @@ class Optimization:
 
     def step(self, stepped: Callable[[], None] = lambda: None) -> torch.Tensor:
         """Clip the gradient and step; return its norm before, 0-d. One that is not finite is skipped and counted.
-
-        stepped: called behind a step, before the moving average.
-        """
+        stepped: called behind a step, before the moving average."""
         train = self.config.train
         has_gradients = any(parameter.grad is not None for parameter in self.parameters)  # not if no sample is
         if has_gradients:
@@ -185,16 +173,13 @@ class Optimization:
             self._step()
             self.scaler.update()
             stepped()
-        if self.ema is not None:
-            update_average(self.ema, self.policy.weights.named, train.ema)
+        if self.ema is not None:  # the k-th time by (1 + k) / (10 + k) at most, k from 0, as diffusers and Flow-GRPO do
+            update_average(self.ema, self.policy.weights.named, min(self.update / (9 + self.update), train.ema))
         return norm
 
     def eps_share(self, norm: float) -> dict[str, float]:
-        """Return `adam_eps_share`: the share of AdamW's denominator, sqrt(v) + eps, that eps is, if it is at least
-        EPS_SHARE.
-
-        norm: of the gradient, mean over the epoch's updates; the root mean square of its values stands for sqrt(v).
-        """
+        """`adam_eps_share`: the share of AdamW's denominator, sqrt(v) + eps, that eps is, if it is at least EPS_SHARE.
+        norm: of the gradient, mean over the epoch's updates; the root mean square of its values stands for sqrt(v)."""
         values = sum(parameter.numel() for parameter in self.parameters)
         typical = min(norm, self.config.train.clip_grad) / math.sqrt(values)
         share = self.config.train.eps / (typical + self.config.train.eps) if typical > 0 else 0.0
@@ -211,7 +196,7 @@ class Optimization:
             raise UserError(f"the optimizer's step overflows with train.lr {used:g}: expected a lower one") from None
 
     def evaluated_weights(self) -> dict[str, torch.Tensor]:
-        """Return the weights that are measured and saved: `eval.weights`."""
+        """The weights that are measured and saved: `eval.weights`."""
         if self.config.eval.weights == "ema":
             return unwrap(self.ema)
         return self.policy.weights.snapshot()

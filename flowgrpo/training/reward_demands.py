@@ -39,9 +39,7 @@ def check(setup: Setup) -> None:
 
 def check_modality(setup: Setup) -> None:
     """Raise UserError for a reward that judges another modality than the model's, or what it does not have.
-
-    A pipeline on the hub is not known before it is loaded.
-    """
+    A pipeline on the hub is not known before it is loaded."""
     known = {**setup.trained, **setup.extra_rewards}
     if modality := build.modality_ahead(setup.config, setup.loaded):
         rewards.require_modality(known, modality)
@@ -82,7 +80,7 @@ def check_whole_groups(setup: Setup) -> None:
 
 
 def _reasons(config: Config, method: Method, processes: int) -> dict[str, bool]:
-    """Return what needs whole groups, and whether this method or configuration has it."""
+    """What needs whole groups, and whether this method or configuration has it."""
     reasons = {"parts.redraw replaces whole groups": method.redraw is not None,
                "memory.shard takes processes that sample alike, each samples of one group":
                    config.memory.shard and processes % config.train.prompts != 0,

@@ -17,7 +17,7 @@ from flowgrpo.training import memory
 
 
 def reward_weights(config: Config) -> dict[str, dict[str, int] | None]:
-    """Return the bytes by device of each reward of a recipe that has weights; None for one that cannot be made here."""
+    """The bytes by device of each reward of a recipe that has weights; None for one that cannot be made here."""
     sizes: dict[str, dict[str, int] | None] = {}
     for label, rule in (config.trained | config.extra_rewards).items():
         try:
@@ -30,7 +30,7 @@ def reward_weights(config: Config) -> dict[str, dict[str, int] | None]:
 
 
 def on_device(sizes: dict[str, dict[str, int] | None], device: torch.device) -> int:
-    """Return the bytes of rewards on one device; a name without an index is its first."""
+    """The bytes of rewards on one device; a name without an index is its first."""
     def same(name: str) -> bool:
         other = torch.device(name)
         return other.type == device.type and (other.index or 0) == (device.index or 0)
@@ -39,7 +39,7 @@ def on_device(sizes: dict[str, dict[str, int] | None], device: torch.device) -> 
 
 
 def describe_rewards(sizes: dict[str, dict[str, int] | None], config: Config) -> dict[str, Any]:
-    """Return the report's entry of each reward: GiB, and its device; "unknown" for one that cannot be made here."""
+    """The report's entry of each reward: GiB, and its device; "unknown" for one that cannot be made here."""
     away = config.memory.rewards == "cpu"
     return {label: "unknown" if of is None else ", ".join(
         f"{size / 2**30:.3f} GiB on {name}"
@@ -48,7 +48,7 @@ def describe_rewards(sizes: dict[str, dict[str, int] | None], config: Config) ->
 
 
 def parts_that_leave(config: Config) -> list[str]:
-    """Return what leaves the device while it has nothing to do."""
+    """What leaves the device while it has nothing to do."""
     room = config.memory
     parts = {"text encoders": room.encoders == "cpu", "recorded states": room.states == "cpu",
              "reward models": room.rewards == "cpu"}
@@ -57,11 +57,9 @@ def parts_that_leave(config: Config) -> list[str]:
 
 def memory_entries(recipe: Config | None, config: Config, device: torch.device,
                    phases: Callable[[int], dict[str, dict[str, int]]]) -> dict[str, Any]:
-    """Return the report's entries of memory and of reward models.
-
+    """The report's entries of memory and of reward models.
     recipe: None for a check without one, whose rewards do not count. phases: bytes by phase and part, from those of
-    the rewards on `device`.
-    """
+    the rewards on `device`."""
     sizes = reward_weights(recipe) if recipe else {}
     found = phases(on_device(sizes, device))
     told = {"rewards": describe_rewards(sizes, config), "leaves_device": parts_that_leave(config)}

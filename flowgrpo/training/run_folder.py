@@ -8,12 +8,13 @@ import contextlib
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from flowgrpo import trust
 from flowgrpo.config.parse import load
 from flowgrpo.config.schema import Config, sections
 from flowgrpo.data import provenance
@@ -50,11 +51,9 @@ Split = tuple[list[Prompt], list[Prompt]]
 
 
 def resumes(config: Config, accelerator: Accelerator, asked: bool | Literal["auto"]) -> bool:
-    """Return True if the run resumes: as asked, or with "auto" if the first process finds a run in its folder.
-
+    """True if the run resumes: as asked, or with "auto" if the first process finds a run in its folder.
     A run of which all checkpoints are damaged begins anew: a restarted job has to go on. The earlier folder is kept
-    under another name, as that of any earlier run.
-    """
+    under another name, as that of any earlier run."""
     if asked != AUTO:
         return bool(asked)
     from accelerate.utils import broadcast_object_list
@@ -68,17 +67,15 @@ def resumes(config: Config, accelerator: Accelerator, asked: bool | Literal["aut
 
 
 def _whole(folder: Path) -> bool:
-    """Return True if a run has a whole checkpoint. One above READ_TWICE counts unread: `last_whole` reads it."""
+    """True if a run has a whole checkpoint. One above READ_TWICE counts unread: `last_whole` reads it."""
     return any(sum(file.stat().st_size for file in path.iterdir()) > READ_TWICE or
                checkpoint.damage(path, state.REQUIRED) is None
                for path in reversed(checkpoints(folder / "checkpoints").values()))
 
 
 def last_whole(config: Config, accelerator: Accelerator) -> Path:
-    """Return the newest whole checkpoint of the configuration's run: the one that the first process chooses for all.
-
-    The first process sets damaged ones aside. Raises UserError without one.
-    """
+    """The newest whole checkpoint of the configuration's run: the one that the first process chooses for all.
+    The first process sets damaged ones aside. Raises UserError without one."""
     from accelerate.utils import broadcast_object_list
 
     folder, first = config.folder / "checkpoints", accelerator.is_main_process
@@ -93,7 +90,7 @@ def last_whole(config: Config, accelerator: Accelerator) -> Path:
 
 
 def threads_by_epoch(config: Config, last: Path, accelerator: Accelerator) -> dict[int, int]:
-    """Return torch's threads on a CPU in each epoch after the checkpoint `last`, as metrics.jsonl has them."""
+    """Torch's threads on a CPU in each epoch after the checkpoint `last`, as metrics.jsonl has them."""
     from accelerate.utils import broadcast_object_list
 
     rows: list[Any] = []
@@ -105,10 +102,8 @@ def threads_by_epoch(config: Config, last: Path, accelerator: Accelerator) -> di
 
 
 def require_same(config: Config, last: Path) -> list[str]:
-    """Return the changes since the run that left the checkpoint `last`, such as "train.lr: 0.001, was 0.0005".
-
-    Raises UserError if a change does not fit its weights, or takes back epochs.
-    """
+    """The changes since the run that left the checkpoint `last`, such as "train.lr: 0.001, was 0.0005".
+    Raises UserError if a change does not fit its weights, or takes back epochs."""
     epoch, changes = epoch_of(last), []
     if epoch > config.train.epochs:
         raise UserError(f"--resume: train.epochs is {config.train.epochs}, but {epoch} are done: expected as many, or "
@@ -125,24 +120,14 @@ def require_same(config: Config, last: Path) -> list[str]:
     return changes
 
 
-def precision(config: Config) -> str | None:
-    """Return the precision of the run in the configuration's folder; None if no run has recorded one."""
+def began_with(config: Config) -> Config | None:
+    """The configuration that the run in the folder began with; None if no run has recorded one."""
     file = config.folder / "config.yaml"
-    return load(file).precision if file.is_file() else None
-
-
-def with_batch(config: Config) -> Config:
-    """Return the configuration with the micro-batch and the checkpointing that the folder's run chose for `auto`."""
-    file = config.folder / "config.yaml"
-    if not file.is_file():
-        return config
-    train, began = config.train, load(file).train
-    chosen = {key: getattr(began, key) for key in ("micro_batch", "checkpointing") if getattr(train, key) == AUTO}
-    return config.model_copy(update={"train": train.model_copy(update=chosen)})
+    return load(file) if file.is_file() else None
 
 
 def _flat(nested: dict[str, Any], above: str = "") -> dict[str, Any]:
-    """Return the values of sections under dotted keys; values that the user names (parts, rewards) stay whole."""
+    """The values of sections under dotted keys; values that the user names (parts, rewards) stay whole."""
     values: dict[str, Any] = {}
     for key, value in nested.items():
         if isinstance(value, dict) and f"{above}{key}" in sections():
@@ -169,9 +154,7 @@ def require_free(folder: Path) -> None:
 
 def require_outside(config: Config) -> None:
     """Raise UserError if the run's folder is to be archived and holds files that this run reads.
-
-    Its own list of prompts is exempt: it is written again.
-    """
+    Its own list of prompts is exempt: it is written again."""
     folder = config.folder
     if not holds_run(folder):
         return
@@ -193,9 +176,7 @@ def holds_run(folder: Path) -> bool:
 
 def set_aside(folder: Path) -> Path | None:
     """Rename the folder of a run that has left something; return the new name, None if there was nothing.
-
-    Raises UserError if it cannot be renamed.
-    """
+    Raises UserError if it cannot be renamed."""
     if not holds_run(folder):
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # checkpoints before any epoch
         return None
@@ -221,26 +202,24 @@ def crash_kept(folder: Path) -> Iterator[None]:
 
 def keep_lines(path: Path, epoch: int, log: Callable[[str], None] = print) -> None:
     """Drop the metrics of epochs that will be run (again), and a last line that a kill cut off.
-
-    A damaged last line is moved to NAME.damaged and reported. Raises UserError for another damaged line.
-    """
+    A damaged last line is moved to NAME.damaged and reported. Raises UserError for another damaged line."""
     if not path.exists():
         return
     content = path.read_bytes()
     lines = content.split(b"\n")[:-1]
-    if lines and _number(lines[-1]) is None:
+    if lines and "epoch" not in _row(lines[-1]):
         aside = path.with_name(f"{path.name}.damaged")
         atomic.append_line(aside, lines.pop().decode("utf-8", "backslashreplace"))
         log(f"{path}: the last line is damaged: it is now in {aside.name}")
         atomic.write_bytes(path, b"".join(line + b"\n" for line in lines))
     read_lines(path, "epoch")  # raises
-    kept = b"".join(line + b"\n" for line in lines if (_number(line) or 0) <= epoch)
+    kept = b"".join(line + b"\n" for line in lines if _row(line).get("epoch", 0) <= epoch)
     if kept != content:
         atomic.write_bytes(path, kept)
 
 
 def _row(line: bytes) -> dict[str, Any]:
-    """Return the metrics of a line that has an epoch; {} if it is damaged."""
+    """The metrics of a line that has an epoch; {} if it is damaged."""
     try:
         row = decode(line.decode())
         return row if isinstance(row["epoch"], (int, float)) else {}
@@ -248,60 +227,29 @@ def _row(line: bytes) -> dict[str, Any]:
         return {}
 
 
-def _number(line: bytes) -> float | None:
-    """Return the epoch of a line of metrics; None if it is damaged."""
-    return _row(line).get("epoch")
-
-
-def of_run(config: Config, split: Split) -> dict[str, Any]:
-    """Return hashes of the user's code files by path, versions of packages, and hashes of the prompts.
-
-    split: training and held-out prompts.
-    """
-    files = sorted({path for path in code_files(config.model_dump(mode="json")) if path.is_file()})
+def hash_inputs(config: Config, split: Split) -> dict[str, Any]:
+    """Hashes of the user's code files by path, versions of packages, and hashes of the prompts.
+    split: training and held-out prompts."""
+    named = {file for text in trust.texts(config) for file in trust.code_files(text)}
+    files = sorted(file for file in named if file.is_file())
     rules = config.trained | config.extra_rewards
     points = group_entry_points(GROUP)
-    named = {rule.use or label for label, rule in rules.items()}
-    dists = {point.dist.name for name, point in points.items() if name in named and point.dist}
+    used = {rule.use or label for label, rule in rules.items()}
+    dists = {point.dist.name for name, point in points.items() if name in used and point.dist}
     return {"code": {str(path): sha256(path) for path in files},
             "packages": {name: version(name) for name in (*PACKAGES, *sorted(dists))},
-            "prompts": {side: prompt_hashes(prompts) for side, prompts in zip(("training", "held-out"), split)}}
-
-
-def code_files(value: object) -> Iterator[Path]:
-    """Yield the files of all names FILE.py:NAME in keys and values of a configuration."""
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from code_files(key)
-            yield from code_files(inner)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from code_files(inner)
-    elif isinstance(value, str) and ".py:" in value:
-        yield Path(value.rpartition(":")[0]).resolve()
-
-
-def prompt_hashes(prompts: Sequence[Prompt]) -> dict[str, str]:
-    """Return the hashes of the prompts' texts, and of all that stands beside the texts."""
-    texts = [[prompt.text, prompt.negative] for prompt in prompts]
-    beside = [[prompt.metadata, prompt.weight] for prompt in prompts]
-    return {"texts": _hash(texts), "metadata": _hash(beside)}
+            "prompts": {side: {"texts": _hash([[prompt.text, prompt.negative] for prompt in prompts]),
+                               "metadata": _hash([[prompt.metadata, prompt.weight] for prompt in prompts])}
+                        for side, prompts in zip(("training", "held-out"), split)}}
 
 
 def _hash(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def write_inputs(folder: Path, inputs: dict[str, Any]) -> None:
-    """Write the inputs of a run into its folder."""
-    atomic.write_text(folder / FILE, json.dumps(inputs, indent=1) + "\n")
-
-
 def changes(folder: Path, now: dict[str, Any]) -> list[str]:
-    """Return in words what differs from the inputs that the run in the folder began or went on with.
-
-    Empty for a run of an earlier version, which has not recorded them.
-    """
+    """In words what differs from the inputs that the run in the folder began or went on with.
+    Empty for a run of an earlier version, which has not recorded them."""
     if not (folder / FILE).is_file():
         return []
     try:
@@ -339,12 +287,10 @@ def lock_folder(config: Config, epoch: int, resumed: bool, changes: list[str]) -
 
 def write_files(setup: Setup, epoch: int, policy: Policy, precision: str, listed: str | None) -> None:
     """Write the prompts, the hashes of all inputs, and the machine of a run.
-
     epoch: the epochs that are done. precision: in words. listed: content of the run's own prompt file; None: it has
-    none.
-    """
+    none."""
     config, folder = setup.config, setup.config.folder
     if listed is not None:
         atomic.write_text(folder / provenance.PROMPTS, listed)
-    write_inputs(folder, of_run(config, setup.split))
+    atomic.write_text(folder / FILE, json.dumps(hash_inputs(config, setup.split), indent=1) + "\n")
     snapshots.begin(folder, epoch, setup.device, setup.processes, precision, SAMPLE[policy.modality], policy.unit)

@@ -23,7 +23,7 @@ from flowgrpo.nouns import quantity
 from flowgrpo.rollouts.base import Encoded, Outputs
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.training.epoch import Epoch
-from flowgrpo.training.run import Run
+from flowgrpo.training.extension import Run
 from flowgrpo.training.scoring import Scoring
 
 
@@ -36,19 +36,18 @@ def draw(trainer: Run) -> Epoch:
 
 
 def new_epoch(trainer: Run) -> Epoch:
-    """Return the trainer's epoch without groups, and tell its rewards that it begins."""
+    """The trainer's epoch without groups, and tell its rewards that it begins."""
     trainer.scoring.start_epoch(trainer.epoch, trainer.config.train.epochs, trainer.memory)
     return Epoch(empty_batch(trainer, trainer.epoch))
 
 
 def empty_batch(trainer: Run, epoch: int) -> EpochBatch:
-    """Return the record of an epoch's prompts and scores, without groups."""
     return EpochBatch(trainer.prompts, epoch, trainer.config.train.epochs, trainer.config.seed, trainer.processes,
                       trainer.memory)
 
 
 def choose_prompts(trainer: Run, epoch: int, count: int | None = None) -> list[Prompt]:
-    """Return the prompts with which an epoch begins, of all processes. count: None means `train.prompts`."""
+    """The prompts with which an epoch begins, of all processes. count: None means `train.prompts`."""
     train, rule, weights = trainer.config.train, trainer.method.credit.advantage, None
     if type(rule).prompt_weights is not AdvantageRule.prompt_weights:  # few rules read them, and the prompts are many
         weights = rule.prompt_weights(trainer.memory, [prompt.key for prompt in trainer.prompts])
@@ -59,7 +58,7 @@ def choose_prompts(trainer: Run, epoch: int, count: int | None = None) -> list[P
 
 
 def readable(trainer: Run, batch: list[Prompt], epoch: int) -> list[Prompt]:
-    """Return the prompts of all processes, with others in the place of those whose files cannot be read any more."""
+    """The prompts of all processes, with others in the place of those whose files cannot be read any more."""
     if all(prompt.image is None and prompt.inputs == NOTHING for prompt in batch):
         return batch
     frames = trainer.config.call.get("num_frames")
@@ -77,9 +76,7 @@ def readable(trainer: Run, batch: list[Prompt], epoch: int) -> list[Prompt]:
 
 def draw_groups(trainer: Run, epoch: Epoch, batch: list[Prompt]) -> list[Part]:
     """Sample and score a group for each prompt, and add them to the epoch; return the parts of this process.
-
-    batch: of all processes.
-    """
+    batch: of all processes."""
     scoring, own = trainer.scoring, trainer.processes.own(trainer.geometry.repeat_per_slice(batch))
     parts, epoch.conditioning, scores = trainer.with_oom_retry(partial(sample, trainer, own, epoch.groups.turn))
     scores = trainer.processes.gather(scores).flatten(0, 1).unflatten(0, (-1, trainer.config.train.group))
@@ -94,11 +91,9 @@ def draw_groups(trainer: Run, epoch: Epoch, batch: list[Prompt]) -> list[Part]:
 
 def sample(trainer: Run, batch: list[Prompt], turn: int = 0) -> tuple[list[Part], Encoded, torch.Tensor]:
     """Sample and score groups of this process's prompts; a thread scores one part while the next one is sampled.
-
     turn: the number of earlier draws in the epoch, so every turn has separate noise.
     Returns (the parts, the prompts' conditioning, scores [groups,G,R]); samples finished in several granularities have
-    R scores in each.
-    """
+    R scores in each."""
     parts: list[Part] = []
     pending: list[Future[torch.Tensor]] = []
     scoring = trainer.scoring
@@ -136,18 +131,16 @@ def submit(trainer: Run, scoring: Scoring, scorer: Scorer, batch: list[Prompt], 
 
 
 def columns(trainer: Run, scores: list[torch.Tensor]) -> torch.Tensor:
-    """Return the scores [groups,G,R] of parts; samples finished in several granularities have R scores in each."""
+    """The scores [groups,G,R] of parts; samples finished in several granularities have R scores in each."""
     strides = len(trainer.method.rollout.strides)
     joined = [torch.cat(scores[stride::strides]) for stride in range(strides)]
     return torch.cat(joined, 1).unflatten(0, (-1, trainer.geometry.group))
 
 
 def group_signals(trainer: Run, parts: list[Part], groups: int) -> tuple[Sequence[float], Sequence[torch.Tensor]]:
-    """Return (diversity, norms of gradients [G]) of every group of a turn of all processes; () for what the curriculum
-    does not read, and for norms of images.
-
-    parts: of this process; groups: the number of all.
-    """
+    """(diversity, norms of gradients [G]) of every group of a turn of all processes; () for what the curriculum does
+    not read, and for norms of images.
+    parts: of this process; groups: the number of all."""
     curriculum, norms = trainer.method.curriculum, ()
     if getattr(curriculum, "reads_norms", False) and trainer.policy.unit == "tokens":
         olds = [part.transitions[0].old for part in parts]
@@ -174,7 +167,6 @@ class Scorer:
         self._after = None if after is None else after._idle
 
     def start(self) -> Scorer:
-        """Start the thread."""
         threading.Thread(target=self._work, args=(current_gpu(),), daemon=True, name="rewards").start()
         return self
 
@@ -193,13 +185,12 @@ class Scorer:
             signals.result(self._idle, self.stop.check)
 
     def submit(self, function: Callable[..., torch.Tensor], *arguments: Any) -> Future[torch.Tensor]:
-        """Return the future of `function(*arguments)`."""
         future = Future[torch.Tensor]()
         self._calls.put((future, partial(function, *arguments)))
         return future
 
     def results(self, futures: list[Future[torch.Tensor]]) -> list[torch.Tensor]:
-        """Return the results in order. Raises Stopped when a stop was requested."""
+        """The results in order. Raises Stopped when a stop was requested."""
         self._begun.set()
         return [signals.result(future, self.stop.check) for future in futures]
 

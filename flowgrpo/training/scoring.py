@@ -46,21 +46,17 @@ class Limits:
 
     @property
     def multipliers(self) -> dict[str, float]:
-        """Return the present multipliers by name."""
         known = self.memory.get("limits", {})
         return {name: known.get(name, limit.start) for name, limit in self.limits.items()}
 
     def reward_weights(self, weights: Mapping[str, float]) -> dict[str, float]:
-        """Return the weights of all rewards under the present multipliers."""
         multipliers = self.multipliers
         signed = {name: limit.sign * multipliers[name] for name, limit in self.limits.items()}
         return {name: signed.get(name, weight) / (1 + sum(multipliers.values())) for name, weight in weights.items()}
 
     def learn(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Move the multipliers by an epoch's mean rewards; return metrics of violations and multipliers.
-
-        A reward without a score in the epoch keeps its multiplier.
-        """
+        A reward without a score in the epoch keeps its multiplier."""
         violations = {name: limit.violation(metrics[f"reward/{name}/mean"]) for name, limit in self.limits.items()}
         moved = {name: multiplier if math.isnan(violations[name]) else
                  max(0.0, multiplier + self.limits[name].rate * violations[name])
@@ -111,17 +107,15 @@ class Scoring:
 
     @property
     def reads_outputs(self) -> bool:
-        """Return True if samples are decoded: not where all rewards score latents."""
+        """True if samples are decoded: not where all rewards score latents."""
         return not all(map(rewards.scores_latents, self.functions.values()))
 
     @property
     def errors(self) -> dict[str, str]:
-        """Return the last error of each reward on this process."""
         return self._tally.errors
 
     @property
     def weights(self) -> dict[str, float]:
-        """Return the rewards' present weights, by name."""
         return self.given if self.limits is None else self.limits.reward_weights(self.given)
 
     def start_epoch(self, epoch: int, epochs: int, memory: dict[str, Any]) -> None:
@@ -152,7 +146,7 @@ class Scoring:
         self._tally.said.update(tally.said)
 
     def fork(self) -> Scoring:
-        """Return a copy that counts and keeps samples of another epoch; rewards and their lock are shared."""
+        """A copy that counts and keeps samples of another epoch; rewards and their lock are shared."""
         other = copy.copy(self)
         other.start_turn()
         return other
@@ -163,8 +157,8 @@ class Scoring:
             other.extremes, other._tally, other._diversities, other._before)
 
     def diversities(self, curriculum: Any, groups: int) -> list[float]:
-        """Return the diversity of every group of the last turn of all processes; none if the curriculum reads none, or
-        groups have none."""
+        """The diversity of every group of the last turn of all processes; none if the curriculum reads none, or groups
+        have none."""
         if not getattr(curriculum, "reads_diversity", False):
             return []
         last = self._diversities[max(self._diversities)] if self._diversities else []
@@ -172,12 +166,12 @@ class Scoring:
         return values.view(groups, -1).mean(1).tolist() if len(values) and len(values) % groups == 0 else []
 
     def latents(self, finals: Sequence[torch.Tensor], count: int) -> list[torch.Tensor | None]:
-        """Return the clean latents of `count` granularities on the CPU, in fp32; None where no reward scores them."""
+        """The clean latents of `count` granularities on the CPU, in fp32; None where no reward scores them."""
         return [final.float().cpu() for final in finals] if self.reads_latents else [None] * count
 
     def judge(self, batch: list[Prompt], rows: torch.Tensor, outputs: Outputs | None,
               latents: torch.Tensor | None = None, base: torch.Tensor | None = None) -> torch.Tensor:
-        """Return `score` of samples that are trained on; keep the best and the worst decoded ones for display."""
+        """Call `score` for samples that are trained on, and keep the best and the worst decoded ones for display."""
         scores = self.score(batch, rows, outputs, self.group, base, latents)
         if outputs is not None:
             totals = self.sum_rewards(scores.unflatten(0, (-1, self.group))).flatten()
@@ -187,10 +181,8 @@ class Scoring:
 
     def score(self, batch: list[Prompt], rows: torch.Tensor, outputs: Outputs | None, group: int,
               base: torch.Tensor | None = None, latents: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the rewards [b,R] of outputs of the prompts `rows` [b], whole groups of the given size.
-
-        outputs: None where nothing is decoded. base: the base model's outputs. latents: the clean latents.
-        """
+        """The rewards [b,R] of outputs of the prompts `rows` [b], whole groups of the given size.
+        outputs: None where nothing is decoded. base: the base model's outputs. latents: the clean latents."""
         return self._score(self.functions, [batch[p] for p in rows], outputs, group, base, latents)
 
     def _score(self, functions: RewardFunctions, of: list[Prompt], outputs: Outputs | None, group: int,
@@ -207,8 +199,8 @@ class Scoring:
 
     def total(self, batch: list[Prompt], outputs: Outputs | None, group: int, rows: torch.Tensor | None = None,
               latents: torch.Tensor | None = None, names: Sequence[str] = ()) -> torch.Tensor:
-        """Return the weighted sum of rewards [.,group] of outputs of the prompts `rows`, group for each; None: of all
-        in turn. names: of the rewards that count; empty: all."""
+        """The weighted sum of rewards [.,group] of outputs of the prompts `rows`, group for each; None: of all in turn.
+        names: of the rewards that count; empty: all."""
         rows = torch.arange(len(batch)).repeat_interleave(group) if rows is None else rows
         weights = select_weights(self.weights, names)
         functions = {name: self.functions[name] for name in weights}
@@ -218,7 +210,7 @@ class Scoring:
         return weighted_sum(shaped, list(weights.values()))
 
     def value(self, batch: list[Prompt], rows: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
-        """Return the weighted sum of rewards [b] of images of the prompts `rows` [b], with its gradient."""
+        """The weighted sum of rewards [b] of images of the prompts `rows` [b], with its gradient."""
         of = [batch[p] for p in rows]
         return rewards.value(self.functions, self.weights, images, [p.text for p in of], [p.metadata for p in of])
 
@@ -228,24 +220,23 @@ class Scoring:
             rewards.leave(self.functions.values())
 
     def transform(self, scores: torch.Tensor) -> torch.Tensor:
-        """Return scores [P,G,R] after the rewards' transforms, in every granularity that R holds."""
+        """Scores [P,G,R] after the rewards' transforms, float64, in every granularity that R holds."""
+        scores = scores.double()
         return rewards.transform_scores(self.functions, scores, self.progress) if self.transforms else scores
 
     def sum_rewards(self, scores: torch.Tensor) -> torch.Tensor:
-        """Return `weighted_sum` [P,G] of scores [P,G,R], after the rewards' transforms."""
+        """`weighted_sum` [P,G] of scores [P,G,R], after the rewards' transforms."""
         return weighted_sum(self.transform(scores), list(self.weights.values()))
 
     def metrics(self, grouped: torch.Tensor, log: Callable[[str], None]) -> dict[str, float]:
-        """Return the metrics of scores [groups,G,R].
-
+        """The metrics of scores [groups,G,R].
         Per reward, before its transforms: mean, deviation and number of failures. After them: the share, of the groups
         it applies to, whose samples all score the same. In several granularities, those of the first, the whole grid,
-        are reported.
-        """
+        are reported."""
         metrics: dict[str, Any] = {}
         failed, weights = self._take_failures(log), self.weights
         for name, scores, compared in zip(self.functions, grouped.unbind(-1), self.transform(grouped).unbind(-1)):
-            present = scores[~scores.isnan()]
+            present = scores[~scores.isnan()].double()
             spread = present.std().item() if len(present) > 1 else 0.0
             groups = compared[~compared.isnan().all(1)]
             self.spreads[name] = abs(weights[name]) * group_std(groups).mean().item()
@@ -257,16 +248,14 @@ class Scoring:
         return metrics | ({"diversity": diversities.mean().item()} if len(diversities) else {})
 
     def epoch_metrics(self, groups: Any, epoch: int, log: Callable[[str], None]) -> dict[str, float]:
-        """Return the metrics of an epoch's first turn. Raises UserError if no sample of the first epoch has a score."""
+        """The metrics of an epoch's first turn. Raises UserError if no sample of the first epoch has a score."""
         metrics = self.metrics(groups.first, log)
         self.require_scores(metrics, groups.prompts[0].text, epoch, log)
         return metrics
 
     def require_scores(self, metrics: dict[str, float], prompt: str, epoch: int, log: Callable[[str], None]) -> None:
         """Raise UserError if no sample of the first epoch, 0, has a score, though none was left out as a failure.
-
-        In later epochs it is reported, once. prompt: an example from the epoch, for the message.
-        """
+        In later epochs it is reported, once. prompt: an example from the epoch, for the message."""
         means, failed = ([metrics[f"reward/{name}/{what}"] for name in self.functions] for what in ("mean", "failed"))
         if not all(map(math.isnan, means)):
             return
@@ -279,7 +268,7 @@ class Scoring:
         self._unscored = True
 
     def _take_failures(self, log: Callable[[str], None]) -> dict[str, int]:
-        """Return the number of samples on which each reward failed in this epoch, on all processes; report and add them
+        """Report and count the samples on which each reward failed in this epoch, on all processes, and add them
         up."""
         tally, names = self._tally, list(self.functions)
         failed = dict(zip(names, self.processes.total([tally.failed[name] for name in names])))
@@ -292,17 +281,16 @@ class Scoring:
 
 
 def diversity(outputs: Outputs, group: int) -> list[float]:
-    """Return how far the samples of every group are apart; nothing for groups of one.
-
+    """How far the samples of every group are apart; nothing for groups of one.
     Images and videos: the mean standard deviation of a value in [0, 1], over a grid of at most 64 x 64 pixels. Texts:
-    the share of the samples that repeat none before them.
-    """
-    return [_diversity(outputs[start:start + group]) for start in range(0, len(outputs), group)] if group > 1 else []
-
-
-def _diversity(samples: Outputs) -> float:
-    if isinstance(samples[0], str):
-        return (len({*samples}) - 1) / (len(samples) - 1)
-    steps = [max(1, size // 64) for size in samples[0].shape[-2:]]
-    shown = torch.stack([cast(torch.Tensor, sample)[..., ::steps[0], ::steps[1]].float() for sample in samples])
-    return shown.std(0).mean().item()
+    the share of the samples that repeat none before them."""
+    values = []
+    for start in range(0, len(outputs), group) if group > 1 else ():
+        samples = outputs[start:start + group]
+        if isinstance(samples[0], str):
+            values.append((len({*samples}) - 1) / (len(samples) - 1))
+            continue
+        steps = [max(1, size // 64) for size in samples[0].shape[-2:]]
+        shown = torch.stack([cast(torch.Tensor, sample)[..., ::steps[0], ::steps[1]].float() for sample in samples])
+        values.append(shown.std(0).mean().item())
+    return values

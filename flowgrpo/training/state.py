@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from types import NoneType
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo import types
+from flowgrpo.device import free_memory
 from flowgrpo.distributed import shards
 from flowgrpo.errors import UserError
 from flowgrpo.policies.weights import adapters
@@ -24,8 +27,9 @@ from flowgrpo.samplers.rollout import Part
 from flowgrpo.storage import checkpoint
 from flowgrpo.storage.checkpoint import Tensors
 from flowgrpo.storage.places import checkpoints
-from flowgrpo.training.run import Run
+from flowgrpo.training.extension import Run
 
+LARGE = 2**28  # bytes of a process's tensors; a smaller checkpoint is written without a thread
 SNAPSHOTS = ("weights", "ema", "old", "best", "reference")  # parts of a checkpoint that have the weights' names
 # Counters of a checkpoint, with the attribute of the run that has each.
 COUNTERS = {"epoch": "epoch", "update": "optimization.update", "skipped": "optimization.skipped",
@@ -37,31 +41,33 @@ NUMBER = (int, float)
 REQUIRED: dict[str, type | tuple[type, ...]] = {  # values of checkpoints, with their types; None: where they have it
     **dict.fromkeys(COUNTERS, (*NUMBER, NoneType)), **dict.fromkeys(SAMPLING, NUMBER),
     "epoch": int, "update": (int, NoneType), "memory": dict, "reward_failures": dict, "evaluations": NUMBER,
-    "rescore": bool, "micro_batch": (list, NoneType), "first_log_ratio": (*NUMBER, NoneType),
+    "rescore": bool, "micro_batch": (list, NoneType), "generation_batch": (list, NoneType),
+    "first_log_ratio": (*NUMBER, NoneType),
     "loss_scale": (dict, NoneType)}
 KINDS = {kind.__name__: kind for kind in (types.Transitions, types.Completions, types.Traces, types.Segmented)}
 
 
 def counters(trainer: Run) -> dict[str, Any]:
-    """Return the counters of a run, apart from its weights: the same on all processes."""
+    """The counters of a run, apart from its weights: the same on all processes."""
     [evaluations] = trainer.processes.total([trainer.policy.evaluations])
     return {key: attrgetter(place)(trainer) for key, place in COUNTERS.items()} | {
         key: getattr(trainer.rollouts, key) for key in SAMPLING} | {
         "reward_failures": trainer.scoring.reward_failures, "evaluations": evaluations,
         "micro_batch": [trainer.config.train.micro_batch, trainer.geometry.micro_batch],
+        "generation_batch": [trainer.config.train.generation_batch, trainer.geometry.lowered_generation],
         "first_log_ratio": trainer.first_ratio.max_log_ratio, "rescore": trainer.first_ratio.rescore,
         "loss_scale": trainer.optimization.scaler.state_dict(), "memory": copy.deepcopy(trainer.memory)}
 
 
 def stateful(trainer: Run) -> dict[str, checkpoint.Stateful]:
-    """Return the parts of a run that keep a state of their own, by their names in a checkpoint."""
+    """The parts of a run that keep a state of their own, by their names in a checkpoint."""
     parts: dict[str, checkpoint.Stateful] = {
         "old": trainer.rollouts.old_policy, "best": trainer.progress.best, "reference": trainer.kl_reference}
     return parts | trainer.rollouts.stateful() | trainer.extensions.stateful()
 
 
 def contents(trainer: Run) -> tuple[checkpoint.Tensors, dict[str, Any]]:
-    """Return the (tensors, values) of a checkpoint as of the end of the last whole epoch; of shards, this process's."""
+    """The (tensors, values) of a checkpoint as of the end of the last whole epoch; of shards, this process's."""
     tensors: checkpoint.Tensors = {f"weights/{k}": v for k, v in trainer.policy.weights.named.items()}
     tensors |= {f"ema/{k}": v for k, v in (trainer.optimization.ema or {}).items()}
     states = {name: part.state() for name, part in stateful(trainer).items()}
@@ -72,21 +78,73 @@ def contents(trainer: Run) -> tuple[checkpoint.Tensors, dict[str, Any]]:
 
 def save(trainer: Run, folder: Path, wait: bool = True) -> None:
     """Write a checkpoint of everything, as of the end of the last whole epoch, unless weights are not finite.
-
     The first process writes it, and every process the shards that it holds.
     wait: until all processes are here; without them, sharded weights cannot be saved, and nothing is written.
-    Raises UserError for weights that are not finite on any process.
-    """
+    Raises UserError for weights that are not finite on any process."""
     require_finite(trainer, wait)
     processes, place, keep = trainer.processes, folder / "checkpoints", trainer.config.train.keep
     if trainer.policy.weights.sharded:
-        if wait:
-            _save_shards(trainer, place, keep)
+        if not wait:
+            return
+        # One file per shard; if a process fails, all leave, and it is no checkpoint.
+        shard = begin_shards(trainer, place)
+        with processes.collective():
+            if shard.writes:
+                checkpoint.save_shard(place, trainer.epoch, shard.parts, shard.index, shard.count)
+        with processes.collective():
+            if processes.first:
+                checkpoint.save(place, trainer.epoch, shard.whole, shard.values, keep, begun=True)
         return
     if processes.first:
         checkpoint.save(place, trainer.epoch, *contents(trainer), keep)
     if wait:
         processes.wait()  # a process that left would have the others ended, in the midst of writing
+
+
+def save_epoch(trainer: Run, folder: Path, last: bool) -> None:
+    """Save a checkpoint as of the end of the last whole epoch; a thread writes a large one while training goes on.
+    last: return when it is written.
+    Raises the error of an earlier write, and UserError for weights that are not finite."""
+    processes, saving, sharded = trainer.processes, trainer.progress.saving, trainer.policy.weights.sharded
+    saving.look(wait=True)
+    # All decide alike, by the processes that write: a thread needs a copy, which has to fit into the host's memory.
+    small = False
+    if not last and (processes.first or sharded):
+        size = sum(shards.local(tensor).nbytes for tensor in contents(trainer)[0].values())
+        small = size < LARGE or 2 * size > available_memory()
+    if last or processes.any(small):
+        save(trainer, folder)
+        return
+    require_finite(trainer)
+    place, epoch, keep = folder / "checkpoints", trainer.epoch, trainer.config.train.keep
+    steps: list[Callable[[], object]] = []
+    if sharded:
+        shard = begin_shards(trainer, place)
+        whole, values = _copy(shard.whole, shard.values)
+        rows, _ = _copy(shard.parts, {})
+        steps = [partial(checkpoint.save_shard, place, epoch, rows, shard.index, shard.count)
+                 if shard.writes else _write_nothing,
+                 partial(checkpoint.save, place, epoch, whole, values, keep, begun=True)
+                 if processes.first else _write_nothing]
+    elif processes.first:
+        steps = [partial(checkpoint.save, place, epoch, *_copy(*contents(trainer)), keep)]
+    saving.start(steps)
+
+
+def available_memory() -> int:
+    """Bytes of the host's memory that this process can have beside those that it holds."""
+    import psutil
+
+    return free_memory("cpu") - psutil.Process().memory_info().rss
+
+
+def _copy(tensors: Tensors, values: dict[str, Any]) -> tuple[Tensors, dict[str, Any]]:
+    """Copies that training does not change, the tensors in the host's memory."""
+    return {key: tensor.detach().to("cpu", copy=True) for key, tensor in tensors.items()}, copy.deepcopy(values)
+
+
+def _write_nothing() -> None:
+    """Step of a process whose part another one writes."""
 
 
 def require_finite(trainer: Run, wait: bool = True, epoch: int | None = None) -> None:
@@ -124,25 +182,8 @@ def begin_shards(trainer: Run, place: Path) -> Shard:
     return Shard(parts, whole, values, index, count, writes)
 
 
-def _save_shards(trainer: Run, place: Path, keep: int) -> None:
-    """Write a checkpoint with one file per shard; if a process fails, all leave, and it is not one."""
-    processes, shard = trainer.processes, begin_shards(trainer, place)
-    with processes.collective():
-        if shard.writes:
-            checkpoint.save_shard(place, trainer.epoch, shard.parts, shard.index, shard.count)
-    with processes.collective():
-        if processes.first:
-            checkpoint.save(place, trainer.epoch, shard.whole, shard.values, keep, begun=True)
-
-
-def size(trainer: Run) -> int:
-    """Return the bytes of the tensors that this process holds of a checkpoint."""
-    tensors, _ = contents(trainer)
-    return sum(shards.local(tensor).nbytes for tensor in tensors.values())
-
-
 def owner(trainer: Run, key: str, dimensions: int) -> torch.Tensor | None:
-    """Return the sharded parameter whose rows a checkpoint's tensor has; None for a tensor that is not sharded."""
+    """The sharded parameter whose rows a checkpoint's tensor has; None for a tensor that is not sharded."""
     weights, (room, name) = trainer.policy.weights, key.split("/", 1)
     if room == "optimizer" and dimensions:
         parameter = weights.parameters()[int(name.split(".")[0])]
@@ -154,11 +195,9 @@ def owner(trainer: Run, key: str, dimensions: int) -> torch.Tensor | None:
 
 
 def room(trainer: Run) -> int:
-    """Return the bytes that a run's checkpoints will take in addition to the present ones.
-
+    """The bytes that a run's checkpoints will take in addition to the present ones.
     They hold weights, averages and snapshots of them, and the optimizer's state, for `keep` checkpoints and one that is
-    being written.
-    """
+    being written."""
     train, weights = trainer.config.train, list(trainer.policy.weights.named.values())
     one = sum(tensor.numel() * tensor.element_size() for tensor in weights)
     averages = (trainer.optimization.ema is not None) + (trainer.progress.best.best.reward is not None)
@@ -171,10 +210,8 @@ def room(trainer: Run) -> int:
 
 
 def restore(trainer: Run, folder: Path) -> None:
-    """Load the state of a checkpoint that is whole, as `recovery.newest_whole` returns it.
-
-    Raises UserError if it is of other weights, or its state does not fit the run.
-    """
+    """Load the state of a checkpoint that is whole, as `checkpoint.newest_whole` returns it.
+    Raises UserError if it is of other weights, or its state does not fit the run."""
     try:
         _restore(trainer, folder)
     except (UserError, torch.OutOfMemoryError):
@@ -184,11 +221,13 @@ def restore(trainer: Run, folder: Path) -> None:
 
 
 def _restore(trainer: Run, folder: Path) -> None:
+    # Nothing is replaced before the checkpoint is known to be of these weights.
     weights, shapes = trainer.policy.weights, checkpoint.shapes(folder)
     live = {f"weights/{key}": parameter.shape for key, parameter in weights.named.items()}
     if live != {key: shape for key, shape in shapes.items() if key.startswith("weights/")}:
         raise UserError(f"--resume: {folder} holds other weights than are trained now: keep model and adapter as "
                         "in the run's config.yaml, or give the run another name")
+    # Read the tensors, of sharded ones the rows of this process, and group them by the part that has them.
     owners = {key: owner(trainer, key, len(shape)) for key, shape in shapes.items()}
 
     def rows(key: str) -> slice | None:
@@ -207,20 +246,23 @@ def _restore(trainer: Run, folder: Path) -> None:
         for key, tensor in taken[room].items():
             if not tensor.is_floating_point():
                 raise ValueError(f"{room}/{key} is of {tensor.dtype}")
+    # Weights, optimizer and average; then the parts with a state of their own.
     weights.load(taken["weights"])
     checkpoint.load_optimizer(trainer.optimization.optimizer, taken["optimizer"])
     if trainer.optimization.ema is not None:
         trainer.optimization.ema = weights.place(taken["ema"]) or weights.copy_for_average()
     for name, part in stateful(trainer).items():
         part.load_state(taken[name], {"epoch": state["epoch"]} | state.get(name, {}))
+    # Counters, and what they depend on.
     for key, place in COUNTERS.items():
         holder, _, name = place.rpartition(".")
         setattr(attrgetter(holder)(trainer) if holder else trainer, name, state.get(key, 0))
     for key in SAMPLING:
         setattr(trainer.rollouts, key, state[key])
-    configured, lowered = state.get("micro_batch", (None, None))
-    if configured == trainer.config.train.micro_batch:  # as the run lowered it when it was out of memory
-        trainer.geometry.micro_batch = lowered
+    for size in ("micro_batch", "generation_batch"):  # as the run lowered them when it was out of memory
+        configured, lowered = state.get(size) or (None, None)
+        if lowered is not None and configured == getattr(trainer.config.train, size):
+            setattr(trainer.geometry, size, lowered)
     trainer.scoring.reward_failures = state["reward_failures"]
     trainer.policy.evaluations = state["evaluations"] if trainer.processes.first else 0
     trainer.first_ratio.max_log_ratio, trainer.first_ratio.rescore = state["first_log_ratio"], state["rescore"]
@@ -232,21 +274,20 @@ def _restore(trainer: Run, folder: Path) -> None:
 
 
 def tensors_of(taken: Any) -> Tensors:
-    """Return the tensors of a record, on the CPU, by field; those of its score under `old.`."""
+    """The tensors of a record, on the CPU, by field; those of its score under `old.`."""
     values = {field.name: getattr(taken, field.name) for field in fields(taken) if field.name != "old"}
     values |= {f"old.{field.name}": getattr(taken.old, field.name) for field in fields(taken.old)}
     return {name: value.detach().cpu() for name, value in values.items() if isinstance(value, Tensor)}
 
 
 def record_of(kind: str, step: int, given: Tensors) -> Any:
-    """Return a record of its tensors."""
     old = types.Scored(**{name.removeprefix("old."): value for name, value in given.items() if name.startswith("old.")})
     rest: dict[str, Any] = {name: value for name, value in given.items() if not name.startswith("old.")}
     return KINDS[kind](**rest | ({"step": step} if kind == "Transitions" else {}), old=old)
 
 
 def store_part(part: Part) -> tuple[Tensors, dict[str, Any]]:
-    """Return the (tensors, values) of a sampled part, which has no advantages yet."""
+    """The (tensors, values) of a sampled part, which has no advantages yet."""
     single = {"prompts": part.prompts} | ({} if part.seeds is None else {"seeds": part.seeds}) | part.measured
     tensors = {name: value.cpu().clone() for name, value in single.items()}
     tensors |= {f"final.{place}": final.cpu().clone() for place, final in enumerate(part.finals)}
@@ -257,7 +298,7 @@ def store_part(part: Part) -> tuple[Tensors, dict[str, Any]]:
 
 
 def restore_part(tensors: Tensors, values: dict[str, Any], rollouts: GroupSampler[Any], epoch: int) -> Part:
-    """Return the part of `stored`. epoch: the one that drew it."""
+    """The part of `stored`. epoch: the one that drew it."""
     transitions = tuple(record_of(kind, step, within(tensors, f"{place}."))
                         for place, (kind, step) in enumerate(values["steps"]))
     specs = rollouts.explorations(epoch)
@@ -268,5 +309,4 @@ def restore_part(tensors: Tensors, values: dict[str, Any], rollouts: GroupSample
 
 
 def within(tensors: Tensors, prefix: str) -> Tensors:
-    """Return the tensors whose names begin with a prefix, without it."""
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}

@@ -24,7 +24,6 @@ from flowgrpo.distributed.signals import promptly
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.measured import Generating, measure, spread
 from flowgrpo.nouns import quantity
-from flowgrpo.policies.pipelines.frames import require_made
 from flowgrpo.policies.policy import Policy
 from flowgrpo.rewards import Composed
 from flowgrpo.rewards.gradient import require_graph
@@ -33,7 +32,7 @@ from flowgrpo.rewards.remote import exchange
 from flowgrpo.rollouts.base import Outputs
 from flowgrpo.storage import paths
 from flowgrpo.training import state
-from flowgrpo.training.run import Run
+from flowgrpo.training.extension import Run
 from flowgrpo.training.scoring import RewardFunctions
 
 SAMPLES = 2  # per batch: one alone would not reveal a reward that always returns one number
@@ -64,21 +63,20 @@ class Batch:
 
     @property
     def metadata(self) -> list[dict[str, Any]]:
-        """Return a copy, which a reward may change."""
+        """A copy, which a reward may change."""
         return copy.deepcopy([prompt.metadata for prompt in self.prompts])
 
 
 def require(trainer: Run, measured: RewardFunctions) -> None:
     """Try the rewards of a run: the trained ones on training prompts, the other `measured` ones on held-out prompts.
     Check its prompts and the free space on its disk.
-
     Every process draws the samples, as sharded weights require; the first one scores them.
-    Raises UserError for the first mistake.
-    """
+    Raises UserError for the first mistake."""
     trained = trainer.scoring.functions
     eval_only = {name: reward for name, reward in measured.items() if name not in trained}
     held = spread(trainer.held_out, trainer.config.eval.prompts)
     with trainer.processes.collective(), _unseen(trainer.policy):
+        # Prompts come first: what does not fit into the context fails without a sample.
         if trainer.policy.unit == "tokens":
             plain = [prompt.text for prompt in [*trainer.prompts, *held] if prompt.brings is None]
             cast(Any, trainer.policy).require_context(plain)
@@ -88,11 +86,13 @@ def require(trainer: Run, measured: RewardFunctions) -> None:
         batches = _batches(trained, trainer.prompts, trainer.geometry.group, samples)
         further = _batches(eval_only, held, 1, samples)
         if trainer.processes.first:
+            # One process scores: a server that the rewards ask sees each trial once.
             paths.require_room(trainer.config.folder, state.room(trainer), "the run's checkpoints")
             with exchange.brief():
                 scored = [score_trial(batch) for batch in batches]
                 for batch in further:
                     score_trial(batch)
+                # A reward may refuse a size: try all of them, but a slow one only once.
                 for batch, size in itertools.product(batches, trainer.config.image.sizes):
                     if not rewards.slow(batch.reward.function):
                         score_trial(replace(batch, outputs=samples(batch.prompts, size)))
@@ -101,15 +101,17 @@ def require(trainer: Run, measured: RewardFunctions) -> None:
                                   batch.metadata)
             rewards.leave(measured.values())
             rewards.leave(trained.values())
-            if batches and not any(scored) and not any(_skips_trial(batch.reward) for batch in batches):
+            # A reward of groups, a slow one, and one whose extension brings its scores may have none in a trial.
+            may_skip = any(sees_groups(batch.reward.function) or rewards.slow(batch.reward.function)
+                           or any(getattr(part.origin, "brings", None) is not None
+                                  for part in rewards.inside(batch.reward)) for batch in batches)
+            if batches and not any(scored) and not may_skip:
                 _require_real_scores(trainer)
 
 
 def _require_extremes(trainer: Run, prompts: list[Prompt]) -> None:
     """Encode the prompts with the smallest, largest, widest and tallest images, which a pipeline may refuse.
-
-    They stay encoded for the run. Raises UserError that names the prompt.
-    """
+    They stay encoded for the run. Raises UserError that names the prompt."""
     if trainer.policy.unit == "tokens" or trainer.processes.count * trainer.processes.members > 1:
         return
     sizes = {}
@@ -131,10 +133,8 @@ def _require_extremes(trainer: Run, prompts: list[Prompt]) -> None:
 
 def score_trial(batch: Batch) -> bool:
     """Score a batch; return True if a sample has a score, or failed where its rule allows that.
-
     A reward that is slow to answer, or fails under `on_error: skip`, is reported.
-    Raises UserError as `rewards.score`.
-    """
+    Raises UserError as `rewards.score`."""
     name, count, tally = batch.name, len(batch.prompts), rewards.Tally()
     outputs = batch.outputs if isinstance(batch.outputs, list) else batch.outputs.clone()
     with _notices(name, count):
@@ -166,14 +166,8 @@ def _notices(name: str, count: int) -> Iterator[None]:
         ended.set()
 
 
-def _skips_trial(reward: Composed) -> bool:
-    """Return True for a reward of groups, a slow one, and one whose extension brings its scores."""
-    return sees_groups(reward.function) or rewards.slow(reward.function) or \
-        any(getattr(part.origin, "brings", None) is not None for part in rewards.inside(reward))
-
-
 def _batches(functions: RewardFunctions, prompts: list[Prompt], group: int, samples: Samples) -> list[Batch]:
-    """Return the batch of each reward; a reward that applies to none of the prompts is left out."""
+    """The batch of each reward; a reward that applies to none of the prompts is left out."""
     batches = []
     for name, reward in functions.items():
         reward = reward if isinstance(reward, Composed) else Composed(reward)
@@ -198,17 +192,15 @@ class Samples:
         self._known: dict[tuple[tuple[int, int] | None, tuple[str, ...]], Outputs] = {}
 
     def __call__(self, rows: list[Prompt], size: tuple[int, int] | None = None) -> Outputs:
-        """Return outputs of these prompts, one each: two are drawn; further images are blends of these.
-
-        size: height and width of images; None: those of evaluations.
-        """
+        """Outputs of these prompts, one each: two are drawn; further images are blends of these.
+        size: height and width of images; None: those of evaluations."""
         key = size, tuple(prompt.key for prompt in rows)
         if key not in self._known:
             self._known[key] = self._sample(rows, size)
         return self._known[key]
 
     def latents(self, rows: list[Prompt], size: tuple[int, int] | None = None) -> torch.Tensor:
-        """Return the latents of these prompts' outputs, one each; size: as of the call."""
+        """The latents of these prompts' outputs, one each; size: as of the call."""
         return cast(torch.Tensor, self._sample(rows, size, "latent"))
 
     @torch.no_grad()
@@ -229,15 +221,13 @@ class Samples:
                                            torch.zeros(len(some), dtype=torch.bool)).texts
             return [drawn[i % len(drawn)] for i in range(len(rows))]
         drawn = self.policy.of_noise(conditioning, generators, output_type)
-        if output_type == "pt" and self.policy.unit != "tokens":
-            require_made(self.policy.call.get("num_frames"), drawn, self.policy.pipe)
         if len(rows) == len(some):
             return drawn
         share = torch.linspace(0, 1, len(rows)).view(-1, *[1] * (drawn.ndim - 1))
         return torch.lerp(drawn[:1], drawn[1:], share)
 
     def in_graph(self, batch: Batch) -> Any:
-        """Return the outputs for a reward whose gradient is followed: for texts, their prompts' own tokens."""
+        """The outputs for a reward whose gradient is followed: for texts, their prompts' own tokens."""
         if self.policy.modality != "text":
             assert isinstance(batch.outputs, torch.Tensor)
             return batch.outputs.to(self.policy.device).clone().requires_grad_()
@@ -246,7 +236,6 @@ class Samples:
 
 @contextlib.contextmanager
 def _short(policy: Any) -> Iterator[None]:
-    """Context manager: sample completions of a few tokens."""
     text = policy.text
     policy.text = text.model_copy(update={"max_tokens": min(text.max_tokens, TOKENS)})
     try:
@@ -257,7 +246,6 @@ def _short(policy: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _unseen(policy: Policy) -> Iterator[None]:
-    """Context manager: count no evaluation, and restore the random state at the end."""
     evaluations = policy.evaluations
     try:
         with device.random_state_kept(policy.device):
@@ -268,9 +256,7 @@ def _unseen(policy: Policy) -> Iterator[None]:
 
 def _require_real_scores(trainer: Run) -> None:
     """Raise UserError if no trained reward has a score for real samples either, of prompts spread evenly over all.
-
-    The first epoch would report the same. With several processes, which would all have to draw, it is left to that.
-    """
+    The first epoch would report the same. With several processes, which would all have to draw, it is left to that."""
     if trainer.processes.count * trainer.processes.members > 1:
         return
     settings, functions = trainer.config.eval, trainer.scoring.functions

@@ -1,32 +1,16 @@
-"""Trainers under TRL's names, thin over `align`: a script of GRPO, RLOO or DDPO runs with this import.
+"""Trainers that are built as TRL's are, over `align`: `DDPOTrainer`, which TRL has no more, and `FlowGRPOTrainer`."""
 
-    from flowgrpo.trl import GRPOConfig, GRPOTrainer
+from typing import NoReturn
 
-What their loops do otherwise is in docs/reference/python.md.
-"""
+from flowgrpo.errors import UserError
+from flowgrpo.trl.ddpo import DDPOConfig, DDPOTrainer, DefaultDDPOStableDiffusionPipeline
+from flowgrpo.trl.grpo import FlowGRPOConfig, FlowGRPOTrainer
 
-from __future__ import annotations
-
-import importlib
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from flowgrpo.trl.config import FlowGRPOConfig, GRPOConfig, RLOOConfig
-    from flowgrpo.trl.ddpo import DDPOConfig, DDPOTrainer, DefaultDDPOStableDiffusionPipeline
-    from flowgrpo.trl.grpo import FlowGRPOTrainer, GRPOTrainer, RLOOTrainer
-    from flowgrpo.trl.scripts import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
-
-__all__ = ["DDPOConfig", "DDPOTrainer", "DefaultDDPOStableDiffusionPipeline", "FlowGRPOConfig", "FlowGRPOTrainer",
-           "GRPOConfig", "GRPOTrainer", "ModelConfig", "RLOOConfig", "RLOOTrainer", "ScriptArguments", "TrlParser",
-           "get_peft_config", "get_quantization_config"]
-_HOMES = {"config": ("FlowGRPOConfig", "GRPOConfig", "RLOOConfig"),
-          "ddpo": ("DDPOConfig", "DDPOTrainer", "DefaultDDPOStableDiffusionPipeline"),
-          "grpo": ("FlowGRPOTrainer", "GRPOTrainer", "RLOOTrainer"),
-          "scripts": ("ModelConfig", "ScriptArguments", "TrlParser", "get_peft_config", "get_quantization_config")}
+__all__ = ["DDPOConfig", "DDPOTrainer", "DefaultDDPOStableDiffusionPipeline", "FlowGRPOConfig", "FlowGRPOTrainer"]
 
 
-def __getattr__(name: str) -> Any:
-    for module, names in _HOMES.items():
-        if name in names:
-            return getattr(importlib.import_module(f"flowgrpo.trl.{module}"), name)
+def __getattr__(name: str) -> NoReturn:
+    if name in ("GRPOConfig", "GRPOTrainer", "RLOOConfig", "RLOOTrainer"):
+        raise UserError(f"flowgrpo.trl has no {name}: run a language model's script by TRL itself, or call "
+                        "flowgrpo.align(model, rewards, prompts, 'grpo')")
     raise AttributeError(f"module 'flowgrpo.trl' has no attribute {name!r}")

@@ -1,17 +1,21 @@
-"""Arguments of the classes under TRL's names, which are checked when an object is made: names that are unknown, and
-values that the model or the method does not take.
-"""
+"""Arguments of the trainers, checked when an object is made: unknown names, and values out of range."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
+from flowgrpo.arguments import OMITTED, build_config
 from flowgrpo.errors import UserError, nearest
+from flowgrpo.parts import Range
+from flowgrpo.rewards.find import locate
+from flowgrpo.training import announcement, checks
 
-LISTED = 20  # arguments at most that an error lists
+if TYPE_CHECKING:
+    from flowgrpo.arguments import Options
 
 
 class UnknownArgument(UserError, TypeError):
@@ -19,45 +23,54 @@ class UnknownArgument(UserError, TypeError):
 
 
 class NamedArguments:
-    """Base of classes that raise UnknownArgument for all arguments of unknown names, before anything else is looked at.
-    """
+    """Base of classes that raise UnknownArgument for all arguments of unknown names, before any other check."""
 
     def __new__(cls, *_: Any, **given: Any) -> Any:
-        parameters = inspect.signature(cls.__init__).parameters.values()
-        known = [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)][1:]
-        if not any(each.kind is each.VAR_KEYWORD for each in parameters):
-            require_known(cls.__name__, list(given), known, f"help(flowgrpo.trl.{cls.__name__})")
+        known = [*inspect.signature(cls.__init__).parameters][1:]
+        wrong = []
+        for name in given:
+            if name not in known:
+                end = nearest(name, known)
+                wrong.append(f"unknown argument {name!r}" + (
+                    f"; help(flowgrpo.trl.{cls.__name__}) lists all" if end[0] == ";" and len(known) > 15 else end))
+        if wrong:
+            raise UnknownArgument(f"{cls.__name__}: {' '.join(wrong)}")
         return super().__new__(cls)
 
 
-def require_known(where: str, given: list[str], known: list[str], place: str) -> None:
-    """Raise UnknownArgument for names that are not known, each with the nearest. place: of the list of all."""
-    told = []
-    for name in given:
-        if name not in known:
-            end = nearest(name, known)
-            told.append(f"unknown argument {name!r}"
-                        + (f"; {place} lists all" if len(known) > LISTED and end.startswith(";") else end))
-    if told:
-        raise UnknownArgument(f"{where}: {' '.join(told)}")
-
-
-def check(model: Any, rewards: dict[Any, Any], prompts: Any, keys: dict[str, Any],
-          require_kind: Callable[[str], None] | None = None) -> None:
-    """Raise UserError for arguments of `align` that its configuration, the method or the model's kind does not take.
-
-    require_kind: a further check of the model's kind (`policies.build`). No weights are loaded.
+def wrong_numbers(config: Any, ranges: Mapping[str, Range | int]) -> Iterator[str]:
+    """Yield what is wrong of fields that are not in their range, or no integers of the least. None is in every range.
     """
-    from flowgrpo.arguments import OMITTED, build_config  # these load torch, and a configuration needs none
-    from flowgrpo.policies import build
-    from flowgrpo.rewards.find import locate
-    from flowgrpo.training import announcement, checks
+    for name, taken in ranges.items():
+        value, whole = getattr(config, name), isinstance(taken, int)
+        number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+        if value is not None and not (number and (value >= taken if isinstance(taken, int) else taken.takes(value))):
+            yield f"{name}: got {value!r}, expected " + (
+                f"an integer of {taken} or more" if whole else str(taken) if number else "a number")
 
-    config, functions = build_config(model, rewards, prompts, OMITTED, None, keys)
+
+def with_options(keys: Mapping[str, Any], options: Any) -> dict[str, Any]:
+    """Put options over the keys of a configuration. Raises UserError if they are no dictionary."""
+    if not isinstance(options, Mapping):
+        raise UserError(f"options: got {' '.join(repr(options).split())[:80]}, expected a dictionary of flowgrpo's "
+                        "keys")
+    result = dict(keys)
+    for key, value in options.items():
+        below = result.get(key)
+        result[key] = with_options(below, value) if isinstance(below, dict) and isinstance(value, Mapping) else value
+    return result
+
+
+def processes() -> int:
+    """Number of processes of the run."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def check(model: Any, rewards: dict[Any, Any], prompts: Any, keys: dict[str, Any]) -> None:
+    """Raise UserError for arguments that `align` would reject before it loads a model."""
+    config, functions = build_config(model, rewards, prompts, OMITTED, None, cast("Options", keys))
     pipe = None if isinstance(model, (str, Path)) else model
     config, _ = announcement.fit_model(config, pipe)
-    if require_kind is not None:
-        require_kind(build.kind(config, pipe))
     checks.check_keys(config, pipe)
     for label, rule in (config.trained | config.extra_rewards).items():
         if label not in functions:

@@ -1,16 +1,12 @@
-"""TRL's DDPO trainer, which TRL has no more: `DDPOConfig`, `DDPOTrainer` and its pipeline.
-
-    from flowgrpo.trl import DDPOConfig, DDPOTrainer, DefaultDDPOStableDiffusionPipeline
-
-A script of TRL's DDPO runs with this import. What its loop does otherwise is in docs/reference/python.md.
-"""
+"""TRL's DDPO trainer, which TRL has no more. What its loop does otherwise is in docs/reference/python.md."""
 
 from __future__ import annotations
 
 import json
 import math
+import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,13 +15,13 @@ import torch
 
 from flowgrpo.errors import UserError
 from flowgrpo.parts import Above, AtLeast, Range
+from flowgrpo.rewards.preprocessing import eight_bit
+from flowgrpo.rewards.reward import Batch, Wrapped, as_reward
 from flowgrpo.run import align
-from flowgrpo.trl.arguments import NamedArguments, check
-from flowgrpo.trl.config import SENT, mapping, over, processes, wrong_numbers
-from flowgrpo.trl.epochs import Epochs, copy_weights
+from flowgrpo.storage import atomic
+from flowgrpo.trl.arguments import NamedArguments, check, processes, with_options, wrong_numbers
 
 DRAWS = 2000  # calls of a prompt function, at most
-PLAIN = {"no": "fp32", "fp16": "fp16", "bf16": "bf16"}
 
 
 @dataclass
@@ -87,36 +83,38 @@ class DDPOConfig(NamedArguments):
         self.keys(None)
 
     def keys(self, rank: int | None) -> dict[str, Any]:
-        """Return flowgrpo's configuration. rank: of the LoRA, None for the default.
+        """Flowgrpo's configuration. rank: of the LoRA, None for the default.
 
         Raises UserError for samples that optimizer steps do not divide, and for what is not supported.
         """
-        wrong = [*wrong_numbers(self, COUNTS, RANGES)]
+        wrong = [*wrong_numbers(self, RANGES)]
         if not self.train_cfg:
             wrong.append("train_cfg is False, which is not supported: training replays the guidance of the rollout; "
                          "set sample_guidance_scale to 1")
         if self.push_to_hub:
-            wrong.append(f"push_to_hub: got {self.push_to_hub!r}, which is not supported: {SENT}")
+            wrong.append(f"push_to_hub: got {self.push_to_hub!r}, which is not supported: flowgrpo push "
+                         "RUN OWNER/NAME uploads a run")
         if wrong:
             raise UserError("; ".join(wrong))
+        # DDPO counts an optimizer step in samples, the loop here in updates of an epoch.
         batch = self.train_batch_size * self.train_gradient_accumulation_steps * processes()
         if self.samples % batch:
             raise UserError(f"an epoch has {self.samples} samples (sample_batch_size x sample_num_batches_per_epoch), "
                             f"expected a multiple of an optimizer step's {batch} (train_batch_size x "
                             "train_gradient_accumulation_steps): change one")
-        tracked = self.per_prompt_stat_tracking
-        history = {"buffer": self.per_prompt_stat_tracking_buffer_size,
-                   "least": self.per_prompt_stat_tracking_min_count} if tracked else \
-            {"buffer": WHOLE, "least": WHOLE}  # so that all samples of the epoch are compared
-        plan = {} if self.train_timestep_fraction >= 1 else \
-            {"plan": {"type": "RandomSubset", "fraction": self.train_timestep_fraction}}
+        # Advantages: of a prompt's last rewards, or, with a buffer that no prompt fills, of the whole epoch.
+        past = {"buffer": self.per_prompt_stat_tracking_buffer_size, "least": self.per_prompt_stat_tracking_min_count}
+        if not self.per_prompt_stat_tracking:  # all samples of the epoch are compared
+            past = {"buffer": 2**30, "least": 2**30}
+        plan = {"plan": {"type": "RandomSubset", "fraction": self.train_timestep_fraction}}
+        # Every sample is a group of its own: DDPO compares with the past, not within a group.
         made: dict[str, Any] = {
             "name": self.exp_name, "output": self.output_dir, "method": "ddpo", "seed": self.seed,
             "tracker": self.log_with or "none", "negative_prompt": self.negative_prompts,
-            "precision": PLAIN.get(self.mixed_precision, self.mixed_precision),
-            "parts": {"advantage": {"clamp": self.train_adv_clip_max} | history,
+            "precision": "fp32" if self.mixed_precision == "no" else self.mixed_precision,
+            "parts": {"advantage": {"clamp": self.train_adv_clip_max} | past,
                       "surrogate": {"low": self.train_clip_range, "high": self.train_clip_range},
-                      "kernel": {"eta": self.sample_eta}} | plan,
+                      "kernel": {"eta": self.sample_eta}} | (plan if self.train_timestep_fraction < 1 else {}),
             "train": {"epochs": self.num_epochs, "prompts": self.samples, "group": 1,
                       "micro_batch": self.train_batch_size, "updates": self.samples // batch,
                       "inner_epochs": self.train_num_inner_epochs, "steps": self.sample_num_steps,
@@ -129,21 +127,19 @@ class DDPOConfig(NamedArguments):
             "eval": {"steps": self.sample_num_steps, "guidance": self.sample_guidance_scale}}
         if rank is not None:
             made["adapter"] = {"rank": rank}
-        return over(made, mapping(self.options))
+        return with_options(made, self.options)
 
 
 # Settings of TRL's that have no counterpart, or that every run does.
 UNREAD = ("tracker_kwargs", "accelerator_kwargs", "project_kwargs", "tracker_project_name", "logdir", "allow_tf32",
           "async_reward_computation", "max_workers")
-WHOLE = 2**30
-COUNTS = dict.fromkeys((
+RANGES: dict[str, Range | int] = {**dict.fromkeys((
     "num_epochs", "sample_batch_size", "sample_num_batches_per_epoch", "sample_num_steps", "train_batch_size",
-    "train_gradient_accumulation_steps", "train_num_inner_epochs", "save_freq", "num_checkpoint_limit"), 1) | {
-        "seed": 0}
-RANGES: dict[str, Range] = {
-    "train_learning_rate": Above(0), "train_adam_weight_decay": AtLeast(0), "train_adam_beta1": AtLeast(0, below=1),
-    "train_adam_beta2": AtLeast(0, below=1), "train_adam_epsilon": AtLeast(0), "train_max_grad_norm": AtLeast(0),
-    "train_adv_clip_max": Above(0), "train_clip_range": AtLeast(0, to=1), "train_timestep_fraction": Above(0, to=1)}
+    "train_gradient_accumulation_steps", "train_num_inner_epochs", "save_freq", "num_checkpoint_limit"), 1),
+    "seed": 0, "train_learning_rate": Above(0), "train_adam_weight_decay": AtLeast(0),
+    "train_adam_beta1": AtLeast(0, below=1), "train_adam_beta2": AtLeast(0, below=1), "train_adam_epsilon": AtLeast(0),
+    "train_max_grad_norm": AtLeast(0), "train_adv_clip_max": Above(0), "train_clip_range": AtLeast(0, to=1),
+    "train_timestep_fraction": Above(0, to=1)}
 
 
 class DefaultDDPOStableDiffusionPipeline(NamedArguments):
@@ -164,8 +160,7 @@ class DefaultDDPOStableDiffusionPipeline(NamedArguments):
             raise UserError(f"pretrained_model_name: {pretrained_model_name!r} does not load "
                             f"({' '.join(str(error).split())[:200]}): expected a folder of a Stable Diffusion, or a "
                             "hub id OWNER/NAME") from None
-        self.sd_pipeline.scheduler = DDIMScheduler.from_config(self.sd_pipeline.scheduler.config,
-                                                                 clip_sample=False)
+        self.sd_pipeline.scheduler = DDIMScheduler.from_config(self.sd_pipeline.scheduler.config, clip_sample=False)
         self.use_lora = use_lora
 
 
@@ -188,51 +183,101 @@ class DDPOTrainer(NamedArguments):
         self.pipeline = sd_pipeline if wrapper is None else wrapper.sd_pipeline
         self._rank = 0 if wrapper is not None and not wrapper.use_lora else None
         keys = config.keys(self._rank)
-        self.prompts = _collect_prompts(prompt_function, config)
-        self.epochs = Epochs([], config, image_samples_hook)
-        self.reward = _of_ddpo(reward_function)
-        default = DDPOConfig()
+        counts: Counter[str] = Counter()  # of prompts with their metadata, which are their weights
+        for _ in range(min(config.samples * config.num_epochs, DRAWS)):
+            text, metadata = prompt_function()
+            counts[json.dumps({"prompt": str(text), "metadata": metadata or {}})] += 1
+        self.prompts = [json.loads(line) | {"weight": count} for line, count in counts.items()]
+        self._hook, self.reward = image_samples_hook, _of_ddpo(reward_function)
         check(self.pipeline, {self.reward: 1.0}, self.prompts, keys)
-        if given := [name for name in UNREAD if getattr(config, name) != getattr(default, name)]:
+        if given := [name for name in UNREAD if getattr(config, name) != getattr(DDPOConfig(), name)]:
             print(f"DDPOConfig: {', '.join(given)}: not read here")
 
     @property
     def folder(self) -> Path:
-        """Folder of the run."""
         return Path(self.config.output_dir) / self.config.exp_name
 
     def train(self, epochs: int | None = None) -> dict[str, Any]:
         """Train, and return the content of summary.json. epochs: in place of the configuration's."""
         keys = self.config.keys(self._rank)
         if epochs is not None:
-            keys = over(keys, {"train": {"epochs": epochs}})
-        with self.epochs.of(self.folder):
-            return align(self.pipeline, self.epochs.watching({self.reward: 1.0}), self.prompts,
-                         resume=bool(self.config.resume_from), **keys)
+            keys = with_options(keys, {"train": {"epochs": epochs}})
+        hooked = None if self._hook is None else Hooked(self.reward, self._hook, self.folder / "hook")
+        rewards: dict[Any, Any] = {self.reward: 1.0} if hooked is None else {hooked: {"weight": 1.0}}
+        summary = align(self.pipeline, rewards, self.prompts, resume=bool(self.config.resume_from), **keys)
+        if hooked is not None:
+            hooked.end_epoch()
+        return summary
 
     def save_model(self, output_dir: str) -> None:
-        """Copy the trained weights of the run into a folder."""
-        copy_weights(self.folder, output_dir)
+        """Copy the trained weights of the run into another folder."""
+        files, folder = sorted(self.folder.glob("*.safetensors")), Path(output_dir)
+        if not files:
+            raise UserError(f"no trained weights in {self.folder}: call train() first")
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in files:
+            if self.folder.resolve() != folder.resolve():
+                atomic.write_bytes(folder / file.name, file.read_bytes())
 
     def push_to_hub(self, *_: Any, **__: Any) -> None:
         """Raise UserError: a command does it, which shows first what it sends."""
         raise UserError(f"push_to_hub: not supported here: flowgrpo push {self.folder}")
 
 
+class Hooked(Wrapped):
+    """Reward that collects an epoch's samples for an image hook; the first samples of an epoch end the one before."""
+
+    def __init__(self, function: Callable[..., Any], hook: Callable[..., Any], folder: Path) -> None:
+        super().__init__(function.__name__, as_reward(function, function.__name__))
+        self.__name__, self.hook, self.log = function.__name__, hook, Log(folder)
+        self.epoch, self.batches = -1, list[list[Any]]()
+        self._lock = threading.Lock()
+
+    def __call__(self, batch: Batch) -> Any:
+        scores = self.reward(batch)
+        if batch.epoch is not None:
+            with self._lock:
+                if batch.epoch != self.epoch:
+                    self.end_epoch()
+                    self.epoch = batch.epoch
+                self.batches.append([batch.samples, tuple(batch.prompts), tuple(batch.metadata),
+                                     torch.as_tensor(scores, dtype=torch.float32), {}])
+        return scores
+
+    def end_epoch(self) -> None:
+        if self.epoch >= 0:
+            self.hook(self.batches, self.epoch, self.log)
+        self.batches = []
+
+
+class Log:
+    """Place of what an image hook logs: files in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def log_images(self, images: Mapping[str, Any], step: int, **_: Any) -> None:
+        """Write images [1, 3, H, W] in [0, 1] as PNGs, with their captions in captions.json."""
+        from PIL import Image
+
+        folder = self.folder / f"epoch_{step:04}"
+        folder.mkdir(parents=True, exist_ok=True)
+        for number, image in enumerate(images.values()):
+            Image.fromarray(eight_bit(torch.as_tensor(image).reshape(-1, *image.shape[-3:])[0])).save(
+                folder / f"{number:03}.png")
+        atomic.write_text(folder / "captions.json", json.dumps(list(images), ensure_ascii=False, indent=1))
+
+    def log(self, values: Mapping[str, Any], step: int | None = None, **_: Any) -> None:
+        """Add a line to log.jsonl."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / "log.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step} | dict(values), default=str) + "\n")
+
+
 def _of_ddpo(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a reward function of TRL's DDPO, which gives (rewards, facts), as `align` takes it."""
     def of_ddpo(images: torch.Tensor, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]) -> Any:
         answer = function(images, tuple(prompts), tuple(metadata))
         return answer[0] if isinstance(answer, tuple) and len(answer) == 2 else answer
 
     of_ddpo.__name__ = getattr(function, "__name__", type(function).__name__).strip("_")
     return of_ddpo
-
-
-def _collect_prompts(prompt_function: Callable[[], tuple[str, Any]], config: DDPOConfig) -> list[dict[str, Any]]:
-    """Return the prompts that a function gives, each once, with its frequency as weight."""
-    counts: Counter[str] = Counter()
-    for _ in range(min(config.samples * config.num_epochs, DRAWS)):
-        text, metadata = prompt_function()
-        counts[json.dumps({"prompt": str(text), "metadata": metadata or {}})] += 1
-    return [json.loads(line) | {"weight": count} for line, count in counts.items()]

@@ -52,7 +52,7 @@ def compbench(folder: Path, side: str) -> list[dict[str, Any]]:
     for row in rows:
         prompt, metadata = row["prompt"], row["metadata"]
         if metadata["category"] in ("color", "shape", "texture", "numeracy", "complex"):
-            metadata["noun_phrases"] = phrases.of(prompt, {})
+            metadata["noun_phrases"] = phrases.noun_phrases(prompt, {})
         if metadata["category"] == "complex":
             metadata["without_adjectives"] = phrases.without_adjectives(prompt, {})
             if prompt.lower().rstrip(".") in both:

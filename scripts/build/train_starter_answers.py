@@ -33,7 +33,7 @@ from flowgrpo.contrib.learned_rewards.preference_networks import Film
 from flowgrpo.contrib.questions.question_answers import ByFolder, QuestionAnswers
 from flowgrpo.contrib.questions.questions import Question, of_claims
 from flowgrpo.contrib.questions.scene_answers import CHOICES, KINDS, Thing, all_questions, read_question, things
-from flowgrpo.evaluation.statistics import BOOTSTRAP, interval
+from flowgrpo.evaluation.statistics import STUDENT, interval
 from flowgrpo.rewards.starter.scene import read, scene
 from flowgrpo.starter import scenes
 from flowgrpo.tools.learned_rewards.training import Settings, fit, share
@@ -240,7 +240,7 @@ def chosen(model: Path, file: Path) -> dict[str, Any]:
     right = torch.tensor(scene(shown.images / 255, shown.prompts)).view(-1, GROUP)
     best = right.gather(1, scores.argmax(1, keepdim=True))
     return {"drawn": interval(right.numpy()).as_json(), "chosen": interval(best.numpy()).as_json(),
-            "gain": interval((best - right.mean(1, keepdim=True)).numpy(), BOOTSTRAP).as_json()}
+            "gain": interval((best - right.mean(1, keepdim=True)).numpy(), STUDENT).as_json()}
 
 
 def main() -> None:

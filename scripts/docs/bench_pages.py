@@ -14,7 +14,6 @@ import argparse
 import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -23,27 +22,28 @@ from build_docs import page_of
 
 from flowgrpo.config import validate
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation.pages.figures import COLOURS, FAINT, INK, figure_style, save
 from flowgrpo.evaluation.statistics import format_value
 from flowgrpo.methods.presets import PRESETS
 from flowgrpo.storage import atomic
 from flowgrpo.tools.bench import models, table
-from flowgrpo.tools.bench.page import count as brief
+from flowgrpo.tools.bench.page import draw
+from flowgrpo.tools.bench.table import probability
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 DATA = "data/bench_results.json"
 TEXTS = ("method", "model", "verdict")  # columns that are no numbers
-COLUMNS = 5  # panels beside each other
 HEAD = """# Benchmark
+
+```
+python scripts/docs/bench_pages.py --commands      # the commands of the table
+```
 
 Each method trains the same packaged model with the same budget of evaluations, by
 [`flowgrpo compare methods`](bench.md#statistical-test). Models and worlds are small and favour methods that train early
-steps: the order may differ on large models. p-values have Holm's correction for the number of pairs, intervals none. In
+steps: the order may differ on large models. p-values (bootstrap over prompts and seeds) have Holm's correction. In
 the charts each method is blue, the reference grey and the base dashed; bands are the lowest and the highest seed.
-Commits, settings and changed parts are in `docs/data/bench_results.json`;
-`python scripts/docs/bench_pages.py --commands`
-prints the commands.
+Commits, settings and changed parts are in `docs/data/bench_results.json`.
 """
 
 # --- docs/benchmark.md -----------------------------------------------------------------------------------------------
@@ -110,10 +110,6 @@ def ranged(mean: float, low: float, high: float) -> str:
     return f"{format_value(mean, 3)} ({format_value(low, 3)}, {format_value(high, 3)})"
 
 
-def probability(p: float) -> str:
-    return "< 0.001" if p < 0.001 else f"{p:.3f}"
-
-
 def markdown(rows: table.Rows) -> list[str]:
     heads, body = rows
     return [f"| {' | '.join(line)} |" for line in (
@@ -129,32 +125,6 @@ def wrapped(text: str, indent: str = "") -> str:
 
 def figure_of(name: str) -> str:
     return f"images/benchmark_{name}.png"
-
-
-def draw(model: Mapping[str, Any], path: Path) -> None:
-    """Draw a panel for every method: its curve over the reference's, with bands from the lowest to the highest seed."""
-    reference = next(method for method in model["methods"] if method["label"] == model["reference"])
-    methods = [method for method in model["methods"] if method is not reference] or [reference]
-    rows = -(-len(methods) // COLUMNS)
-    with figure_style() as pyplot:
-        figure, axes = pyplot.subplots(rows, COLUMNS, figsize=(9.5, 1.45 * rows + 0.3), sharex=True, sharey=True,
-                                       squeeze=False)
-        for number, (axis, method) in enumerate(zip_longest(axes.flat, methods)):
-            if method is None:
-                axis.axis("off")
-                continue
-            axis.axhline(model["base"], color=INK, lw=0.8, ls="--", alpha=0.5)
-            for curve, colour in ((reference["curve"], FAINT), (method["curve"], COLOURS[0])):
-                places, means, lows, highs = zip(*curve)
-                axis.fill_between(places, lows, highs, color=colour, alpha=0.2, lw=0)
-                axis.plot(places, means, color=colour, lw=1.4)
-            axis.set_title(textwrap.shorten(method["label"].replace("+", " + "), 26, placeholder=" ..."), fontsize=7.5,
-                           pad=4)
-            axis.xaxis.set_major_locator(pyplot.MaxNLocator(2))
-            axis.xaxis.set_major_formatter(lambda value, _: brief(value))
-            axis.tick_params(labelsize=7, labelbottom=number + COLUMNS >= len(methods))
-        path.parent.mkdir(exist_ok=True)
-        save(figure, path)
 
 
 # --- all of them -----------------------------------------------------------------------------------------------------
@@ -182,6 +152,7 @@ def update(docs: Path, folders: Sequence[Path]) -> list[Path]:
         if file not in figures:
             file.unlink()
     for file, model in figures.items():
+        file.parent.mkdir(exist_ok=True)
         draw(model, file)
     return changed
 

@@ -13,17 +13,17 @@ from typing import Any
 
 from flowgrpo.config.parse import read_yaml
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation.report.snapshots import FOLDER
 from flowgrpo.storage.json_files import read_object
 from flowgrpo.tools.bench import models, table
 from flowgrpo.tools.bench.plan import BENCH
 
 MEND = "run the command of the bench again"
-KEPT = ("model", "unit", "evaluations", "seeds", "points", "prompts", "measured_prompts", "measured", "trained",
-        "watched", "reference", "base", "base_tasks", "goals", "test", "errors")
+KEPT = ("model", "unit", "evaluations", "budget", "seeds", "points", "prompts", "measured_prompts", "measured",
+        "trained", "watched", "reference", "base", "base_tasks", "goals", "test", "errors")
 OF_METHOD = ("label", "given", "adjusted", "accuracy", "low", "high", "lowest", "highest", "gain", "reached", "epochs",
-             "evaluations", "seconds_ratio", "kl", "zero_variance", "diversity", "watched", "tasks", "curve")
-OF_TUNED = ("accuracy", "low", "high", "lowest", "highest", "lr", "clip")
+             "evaluations", "seconds_ratio", "kl", "zero_variance", "diversity", "watched", "tasks", "curve",
+             "difference")
+OF_TUNED = ("accuracy", "low", "high", "lowest", "highest", "lr", "clip", "difference")
 ELSEWHERE = ("model", "tracker", "reward", "eval.rewards", "eval.grid")  # said apart, or they change no number
 DIGITS = 6  # significant ones of kept numbers
 
@@ -31,45 +31,29 @@ DIGITS = 6  # significant ones of kept numbers
 def collected(folder: Path) -> dict[str, Any]:
     """Return what the documentation keeps of a bench's folder.
 
-    limit: `--prompts` of the bench. order: see `order`; tuned_order: of the best of the sweep, null without one.
+    limit: `--prompts` of the bench.
     Raises UserError for a folder without results, or without those of the reference.
     """
     for name in ("results.json", BENCH):
         if not (folder / name).is_file():
             raise UserError(f"{folder}: it has no {name}, expected the folder of a finished `flowgrpo compare methods`")
-    told = read_object(folder / "results.json", MEND, methods=list, differences=list, tuned_differences=list)
+    told = read_object(folder / "results.json", MEND, methods=list)
     runs = [run for method in told["methods"] for run in method["runs"] + method.get("tuned", {}).get("runs", [])]
     if told["reference"] is None:
         raise UserError(f"{folder}: no run of the reference has finished: {MEND}")
     first = next(method["runs"][0] for method in told["methods"] if method["label"] == told["reference"])
-    ranked = table.rank(told)
+    recipe = folder / "runs" / Path(first["folder"]).name / "config.yaml"  # also of a bench that was moved
     return rounded({
-        **{key: told[key] for key in KEPT}, "limit": read_object(folder / BENCH, MEND)["prompts"],
-        **software(machines(folder, runs)),
-        "settings": settings(told["model"], read_yaml(place(folder, first) / "config.yaml")),
-        "order": order([method["label"] for method in ranked], told["differences"]),
-        "tuned_order": order([method["label"] for method in sorted(
-            (method for method in ranked if "tuned" in method), key=lambda method: -method["tuned"]["accuracy"])],
-            told["tuned_differences"]),
-        "methods": [kept(method, told) | {"commits": software(machines(folder, method["runs"]))["commits"]}
-                    for method in ranked]})
+        **{key: told[key] for key in KEPT}, "limit": read_object(folder / BENCH, MEND)["prompts"], **facts(runs),
+        "settings": settings(told["model"], read_yaml(recipe)),
+        "methods": [kept(method) | {"commits": facts(method["runs"])["commits"]} for method in table.rank(told)]})
 
 
-def place(folder: Path, run: Mapping[str, Any]) -> Path:
-    """Return the folder of a run, also of a bench that was moved."""
-    return folder / "runs" / Path(run["folder"]).name
-
-
-def machines(folder: Path, runs: Iterable[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """Return the software and the machine of every run."""
-    return [read_object(place(folder, run) / FOLDER / "machine.json", MEND) for run in runs]
-
-
-def software(told: Iterable[Mapping[str, str]]) -> dict[str, list[str]]:
+def facts(runs: Iterable[Mapping[str, Any]]) -> dict[str, list[str]]:
     """Return commits, versions and precisions of runs, each once."""
-    facts = [(machine.get("commit", "unknown"), machine["flowgrpo"], machine["precision"].split()[0])
-             for machine in told]
-    return {key: list(dict.fromkeys(values)) for key, values in zip(("commits", "versions", "precisions"), zip(*facts))}
+    told = [(machine.get("commit", "unknown"), machine["flowgrpo"], machine["precision"].split()[0])
+            for machine in (run["machine"] for run in runs)]
+    return {key: list(dict.fromkeys(values)) for key, values in zip(("commits", "versions", "precisions"), zip(*told))}
 
 
 def settings(name: str, recipe: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,56 +62,20 @@ def settings(name: str, recipe: Mapping[str, Any]) -> dict[str, Any]:
             for key in models.common_settings(name) if key not in ELSEWHERE}
 
 
-def kept(method: Mapping[str, Any], told: Mapping[str, Any]) -> dict[str, Any]:
+def kept(method: Mapping[str, Any]) -> dict[str, Any]:
     """Return what is kept of a method's results.
 
-    finals: (seed, accuracy) of every run. difference: see `difference`. tuned: the best of the sweep, if there is one.
+    finals: (seed, accuracy) of every run. tuned: the best of the sweep, if there is one.
     """
-    label, reference = method["label"], told["reference"]
-    values = {key: method[key] for key in OF_METHOD} | {
-        "finals": finals(method["runs"]), "difference": difference(told["differences"], label, reference)}
+    values = {key: method[key] for key in OF_METHOD} | {"finals": finals(method["runs"])}
     if tuned := method.get("tuned"):
-        values["tuned"] = {key: tuned[key] for key in OF_TUNED} | {
-            "finals": finals(tuned["runs"]), "difference": difference(told["tuned_differences"], label, reference)}
+        values["tuned"] = {key: tuned[key] for key in OF_TUNED} | {"finals": finals(tuned["runs"])}
     return values
 
 
 def finals(runs: Iterable[Mapping[str, Any]]) -> list[tuple[int, float]]:
     """Return (seed, accuracy) of every run."""
     return [(run["seed"], run["accuracy"]) for run in runs]
-
-
-def difference(pairs: Iterable[Mapping[str, Any]], label: str, reference: str) -> dict[str, Any] | None:
-    """Return the test of a method against the reference, its mean less the reference's; None without such a test."""
-    for pair in pairs:
-        test = {key: pair[key] for key in ("mean", "low", "high", "p", "holm", "order")}
-        if (pair["one"], pair["other"]) == (label, reference):
-            return test
-        if (pair["one"], pair["other"]) == (reference, label):
-            return test | {"mean": -pair["mean"], "low": -pair["high"], "high": -pair["low"], "order": -pair["order"]}
-    return None
-
-
-def order(labels: Sequence[str], pairs: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Return the number of pairs, that of pairs that differ significantly, and the longest chain of methods of which
-    each is significantly above the next.
-
-    labels: the most accurate first. None without pairs.
-    """
-    if not pairs:
-        return None
-    below: dict[str, set[str]] = {label: set() for label in labels}
-    for pair in pairs:
-        if pair["order"]:
-            above, under = (pair["one"], pair["other"])[::pair["order"]]
-            below[above].add(under)
-
-    @functools.cache
-    def chain(label: str) -> list[str]:
-        return [label, *max((chain(other) for other in labels if other in below[label]), key=len, default=[])]
-
-    return {"pairs": len(pairs), "significant": sum(map(len, below.values())), "chain": max(map(chain, labels),
-                                                                                            key=len)}
 
 
 def rounded(value: Any) -> Any:

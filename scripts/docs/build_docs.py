@@ -1,6 +1,7 @@
 """Write docs/configuration.md from the fields of the configuration, docs/methods/index.md from presets,
-docs/reference/parts.md and flowgrpo/methods/part_names.py from parts, the table of docs/reward_catalogue.md from what
-the built-in rewards say of themselves, docs/reference/cli.md from the commands.
+docs/reference/parts.md and flowgrpo/methods/part_names.py from parts, flowgrpo/config/options.py from sections,
+flowgrpo/rewards/reward_names.py and the table of docs/reward_catalogue.md from the built-in rewards,
+docs/reference/cli.md from the commands.
 
     python scripts/docs/build_docs.py            # tests/test_docs.py tells when a file is not current
 """
@@ -163,9 +164,13 @@ $$
 
 PARTS_HEAD = """# Parts of a method
 
+```
+flowgrpo list parts kernel                 # with the range of each field
+```
+
 `parts: {plan: {size: 2}}` changes one field of a part, `parts: {kernel: {type: CPS}}` replaces the part, and `null`
 removes an optional one. In brackets are the fields with their defaults; a field without a default is required.
-`flowgrpo list parts WORD` prints the range of each field. [Methods](../methods/index.md) explains the parts of each
+[Methods](../methods/index.md) explains the parts of each
 preset, and [contracts](../extending.md#contracts) the class that your own part extends.
 """
 
@@ -186,6 +191,7 @@ PLACES = {"target": "what the loss scores",
           "kl.schedule": "the regulariser's weight over the epochs",
           "reference": "the policy that the regulariser holds to",
           "rehearsal": "a divergence from the base on its own samples",
+          "distil": "how a student of few steps is held to its base's distribution",
           "tuning": "a supervised term towards the best sample",
           "data": "a supervised term beside the loss",
           "data.source": "where the examples of a supervised term come from",
@@ -207,9 +213,10 @@ PLACES = {"target": "what the loss scores",
           "progress": "credit of every step, by the reward of its clean prediction",
           "value": "a value model, whose advantages are per token, or how the critic of edits learns",
           "edit": "how a small policy edits final latents"}
-PART_NAMES, PART_NAMES_HEAD = ROOT / "flowgrpo" / "methods" / "part_names.py", '''"""Parts by their place and module.
+PART_NAMES = ROOT / "flowgrpo" / "methods" / "part_names.py"
+PART_NAMES_HEAD = '''"""Parts by their place and module; presets of language models by their module.
 
-`scripts/docs/build_docs.py` writes this file from the decorators `flowgrpo.parts.part`.
+`scripts/docs/build_docs.py` writes this file from the decorators `flowgrpo.parts.part` and the public functions.
 """
 
 from __future__ import annotations
@@ -271,7 +278,37 @@ def part_names() -> str:
                     found[ast.literal_eval(call.args[0])].setdefault(module, []).append(node.name)
     places = [f'    "{place}": {{\n' + ",\n".join(quoted(module, names) for module, names in modules.items()) + "}"
               for place, modules in found.items()]
-    return PART_NAMES_HEAD + ",\n".join(places) + "}\n"
+    presets = {module: [node.name for node in ast.parse(file.read_text(encoding="utf-8")).body
+                        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
+               for module, file in files.items() if module.startswith("text.presets.")}
+    rows = [re.sub("^    ", "", quoted(module, names), flags=re.M) for module, names in presets.items()]
+    return PART_NAMES_HEAD + ",\n".join(places) + "}\nPRESETS: dict[str, str] = {\n" + ",\n".join(rows) + "}\n"
+
+
+REWARD_NAMES = ROOT / "flowgrpo" / "rewards" / "reward_names.py"
+REWARD_NAMES_HEAD = '''"""Rewards of the package by name, each "module:object".
+
+`scripts/docs/build_docs.py` writes this file from the decorators `flowgrpo.rewards.about.built_in`.
+"""
+
+from __future__ import annotations
+
+BUILT_IN = {
+'''
+
+
+def reward_names() -> str:
+    """Text of flowgrpo/rewards/reward_names.py: the objects with the decorator `built_in`, by name."""
+    found: dict[str, str] = {}
+    for file in sorted((ROOT / "flowgrpo").rglob("*.py")):
+        module = ".".join(file.relative_to(ROOT).with_suffix("").parts)
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            for call in getattr(node, "decorator_list", ()):
+                if isinstance(call, ast.Call) and ast.unparse(call.func) == "built_in":
+                    name = ast.literal_eval(call.args[0])
+                    assert name not in found, f"two rewards are called {name}"
+                    found[name] = f"{module}:{node.name}"
+    return REWARD_NAMES_HEAD + "".join(f'    "{name}": "{found[name]}",\n' for name in sorted(found)) + "}\n"
 
 
 def quoted(module: str, names: list[str]) -> str:
@@ -342,6 +379,10 @@ def page_of(name: str) -> str:
 
 
 COMMANDS_HEAD = """# Commands
+
+```sh
+flowgrpo --help
+```
 
 `flowgrpo COMMAND --help` prints every option in full. Defaults are in brackets; an option without one is off, or of
 `train` the recipe's.
@@ -438,7 +479,7 @@ those without a description.
 
 def reward_catalogue() -> str:
     """Text of docs/reward_catalogue.md: what is written there, and the lists of all rewards."""
-    from flowgrpo.cli.reward_table import cells, list_rewards
+    from flowgrpo.cli.reward_table import list_rewards, range_of
     from flowgrpo.rewards import BUILT_IN, locate
 
     kinds: dict[str, list[str]] = {}
@@ -446,8 +487,8 @@ def reward_catalogue() -> str:
     tables = (ROOT / "docs" / "text_rewards.md").read_text(encoding="utf-8")
     described = {name for row in re.findall(r"^- (`[\w, `]+`)", tables, re.M) for name in row.split(", ")}
     for reward in (reward for reward in list_rewards() if reward["name"] in BUILT_IN):
-        _, modality, low_high, needs, licence, _ = cells(reward)
-        facts = [low_high] * ("inf" not in low_high) + [f"needs {needs}"] * (needs != "nothing")
+        modality, low_high, needs, licence = reward["modality"], range_of(reward), reward["needs"], reward["licence"]
+        facts = [low_high] * ("inf" not in low_high) + [f"needs {needs}"] * (needs != "")
         facts += [licence.removeprefix("Apache-2.0, ")] * (licence != "Apache-2.0")
         brackets = f" ({'; '.join(facts)})" if facts else ""
         if f"`{reward['name']}`" in described:  # rewards with the same facts share a line
@@ -465,21 +506,69 @@ def reward_catalogue() -> str:
 def reward_facts() -> str:
     """Return the facts of the built-in rewards as JSON, for a listing that imports none of them."""
     from flowgrpo.cli.reward_table import facts_of
-    from flowgrpo.rewards import BUILT_IN
+    from flowgrpo.rewards import BUILT_IN, locate
 
-    facts = {name: vars(about) | {"does": does} for name in sorted(BUILT_IN) for about, does, _ in [facts_of(name)]}
+    facts = {name: vars(about) | {"does": does, "found_by": locate(name).found_by}  # type: ignore[attr-defined]
+             for name in sorted(BUILT_IN) for about, does, _ in [facts_of(name)]}
     return json.dumps(facts, indent=1, ensure_ascii=False) + "\n"
 
 
-PAGES = {PART_NAMES: part_names,  # first: it is what the others know
+OPTIONS = ROOT / "flowgrpo" / "config" / "options.py"
+OPTIONS_HEAD = '''"""Types of the options of `flowgrpo.align`: the keys of the configuration, sections as dictionaries.
+
+Written by scripts/docs/build_docs.py from the sections and the features. A type checker finds a wrong key or type.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal, TypedDict
+
+'''
+OWN_ARGUMENTS = {"model", "method", "prompts", "reward"}  # of `align`, by name
+
+
+def option_types() -> str:
+    """Text of flowgrpo/config/options.py: a TypedDict for every section, and for what their values hold."""
+    classes: dict[str, str] = {}
+
+    def written(annotation: Any) -> str:
+        origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
+        if origin is typing.Literal:
+            return f"Literal[{', '.join(json.dumps(value) for value in inner)}]"
+        if origin is typing.Annotated:
+            return written(inner[0])
+        if origin in (typing.Union, types.UnionType):
+            return " | ".join(dict.fromkeys(map(written, inner)))
+        if origin in (list, tuple):
+            return f"Sequence[{' | '.join(dict.fromkeys(map(written, inner)))}]"
+        if origin is dict:
+            return f"dict[{', '.join(map(written, inner))}]"
+        if isinstance(annotation, type) and issubclass(annotation, Section):
+            return add(f"{annotation.__name__}Options", annotation)
+        return "None" if annotation is type(None) else "Any" if annotation is Any else annotation.__name__
+
+    def add(name: str, section: type[Section], *left_out: str) -> str:
+        keys = [f"    {key}: {written(field.annotation)}" for key, field in section.model_fields.items()
+                if key not in left_out]
+        lines = [line for key in keys for line in textwrap.wrap(
+            key, 120, subsequent_indent=" " * (key.index("[") + 1 if "[" in key else 8), break_long_words=False)]
+        classes[name] = "\n".join([f"class {name}(TypedDict, total=False):", *lines])
+        return name
+
+    add("Options", config.Config, *OWN_ARGUMENTS)
+    return OPTIONS_HEAD + "\n\n\n".join(["", *classes.values()]).lstrip("\n").join(["\n", "\n"])
+
+
+NAMES = {PART_NAMES: part_names, REWARD_NAMES: reward_names}  # first: they are what the others know
+PAGES = {**NAMES,
          ROOT / "flowgrpo" / "cli" / "built_in.json": reward_facts,  # before pages, which are made of it
-         CONFIGURATION: configuration, METHODS / "index.md": methods_index,
+         OPTIONS: option_types, CONFIGURATION: configuration, METHODS / "index.md": methods_index,
          ROOT / "docs" / "reference" / "parts.md": parts,
          CATALOGUE: reward_catalogue, ROOT / "docs" / "reference" / "cli.md": commands}
 
 if __name__ == "__main__":
-    if PART_NAMES.read_text(encoding="utf-8") != (names := part_names()):
-        PART_NAMES.write_text(names, encoding="utf-8")
+    if stale := {target: text() for target, text in NAMES.items() if target.read_text(encoding="utf-8") != text()}:
+        for target, text in stale.items():
+            target.write_text(text, encoding="utf-8")
         os.execv(sys.executable, [sys.executable, *sys.argv])  # with the new names
     for target, text in PAGES.items():
         target.write_text(text(), encoding="utf-8")

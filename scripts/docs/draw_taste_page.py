@@ -31,11 +31,11 @@ def main(file: Path) -> None:
         images.sample_file("starter_consistency", folder / "prompt.txt", folder / "drawn", count=4, seed=3)
         pictures = tuple(sorted((folder / "drawn").rglob("*.png")))
         live = LiveBallot(VoteLog(folder / "votes.jsonl"), seconds=20 * 60)
-        check = [Question(2, number, prompt.text, pictures[:2], check=True) for number in range(12)]
+        check = [Question(2, number, prompt.text, pictures[:2], check=True) for number in range(36)]
         live.ask(check)
         for number, question in enumerate(check):
-            live.vote(question.name, [0, 1], "tie" if number < 3 else int((live.file(question.name, 0) == pictures[0])
-                                                                          == (number > 3)))
+            live.vote(question.name, [0, 1], "tie" if number < 6 else int((live.file(question.name, 0) == pictures[0])
+                                                                          == (number > 16)))
         live.ask([Question(3, number, prompt.text, pictures) for number in range(20)])
         for number in range(7):
             live.vote(f"3.q{number}", [0, 1, 2, 3], 2)

@@ -38,7 +38,7 @@ from tqdm import tqdm  # noqa: E402
 from flowgrpo.cli import main as command  # noqa: E402
 from flowgrpo.storage import checkpoint  # noqa: E402
 from flowgrpo.storage.places import epoch_of  # noqa: E402
-from flowgrpo.training import epochs  # noqa: E402
+from flowgrpo.training import state  # noqa: E402
 from tests.helpers import features, tiny  # noqa: E402
 
 EPOCHS = 4
@@ -165,7 +165,7 @@ def main() -> int:
     parser.add_argument("--threads", action="store_true", help="checkpoints are written by a thread, as large ones are")
     args = parser.parse_args()
     if args.threads:
-        epochs.LARGE = 0
+        state.LARGE = 0
     torch.set_num_threads(1)
     began, chance, results = time.monotonic(), random.Random(args.seed), []
     kinds, names = ["cut"] * args.cuts + ["kill"] * args.kills, args.features.split(",")

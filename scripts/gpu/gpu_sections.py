@@ -53,7 +53,7 @@ from flowgrpo.samplers.rollout import seeder  # noqa: E402
 from flowgrpo.tools.check import tiny  # noqa: E402
 from flowgrpo.tools.dry_run import from_configs  # noqa: E402
 from flowgrpo.train import Trainer  # noqa: E402
-from flowgrpo.training.epochs import peak  # noqa: E402
+from flowgrpo.training.throughput import peak  # noqa: E402
 
 Line = dict[str, Any]
 GIB = 2**30

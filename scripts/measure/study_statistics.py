@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from flowgrpo.tools.bench.collect import CONFIDENCE, compare, holm
+from flowgrpo.evaluation.statistics import holm
+from flowgrpo.tools.bench.collect import CONFIDENCE, estimate
 
 # Quantities of a run, and whether a higher value is better.
 HIGHER = {"accuracy": True, "pass@8": True, "entropy": True, "kl": False, "diversity": True}
@@ -21,15 +22,15 @@ VERDICTS = {1: "helps", 0: "not shown", -1: "hurts"}
 def compared(without: np.ndarray, having: np.ndarray) -> dict[str, Any]:
     """Return the comparison of scores [S, P] of both arms: means of seeds, difference, interval and p-values.
 
-    p: of the bench's bootstrap over prompts and seeds. welch: of Welch's t-test on the means of seeds, which is
+    p: of the bench's `estimate`, over prompts and seeds. welch: of Welch's t-test on the means of seeds, which is
     stricter with few seeds.
     """
-    [pair] = compare({"with": having, "without": without})
+    found = estimate(having, without)
     sides = having.mean(1), without.mean(1)
     constant = all(np.ptp(side) == 0 for side in sides)
     welch = float(sides[0].mean() == sides[1].mean()) if constant else stats.ttest_ind(*sides, equal_var=False).pvalue
-    return {"without": sides[1].tolist(), "with": sides[0].tolist(), "difference": pair.mean, "low": pair.low,
-            "high": pair.high, "p": pair.p, "welch": float(welch)}
+    return {"without": sides[1].tolist(), "with": sides[0].tolist(), "difference": found.mean, "low": found.low,
+            "high": found.high, "p": found.p, "welch": float(welch)}
 
 
 def judged(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -1,15 +1,17 @@
 """A simulated user of the page of `flowgrpo taste`: does the model take on a taste that no reward of the run knows?
 
-    python scripts/measure/taste_voter.py FOLDER --seeds 0 1 2
-    python scripts/measure/taste_voter.py FOLDER --seeds 0 1 2 --voter random --label random
+    python scripts/measure/taste_voter.py FOLDER --seeds 0 1 2 --voter scripts/measure/tastes.py:blue
+    python scripts/measure/taste_voter.py FOLDER --seeds 0 1 2 --voter random
+    python scripts/measure/taste_voter.py FOLDER --voter mine.py:function           of an image and its prompt
     python scripts/measure/taste_voter.py FOLDER --table                            the table of docs/taste.md
 
-A row names its sessions by `--label`; the file has those of LABELS, the table those of SHOWN.
+The function takes an image [H, W, 3] in [0, 1] and its prompt, and returns a number. The user is another process, which
+reads the page's state and its images over HTTP as a browser does, and chooses the best; a share of the votes (--flips)
+is for another image. Voters without a taste: `random`, `first` (always the first place), `none` (never an image).
 
-The hidden taste is z(scene_graded) + z(share of ink), larger shapes; 15 % of the votes are for another image, and two
-images that are less than TIE apart are a tie. The user is another process, which reads the page's state and its
-images over HTTP as a browser does. Measured are 240 held-out prompts with two noises each: how often the tuned
-model's image is better than the base's from the same noise (ties one half), right images, edges and diversity.
+Measured are 240 held-out prompts with two noises each. *won* is how often the tuned model's image is better than the
+base's from another noise, *paired* than the base's from the same noise; images less than TIE deviations of the base
+apart count one half. Beside them right images, edges and diversity, and what the page itself said.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import runpy
 import subprocess
 import sys
 import threading
@@ -32,46 +35,41 @@ from PIL import Image
 sys.path.append(str(Path(__file__).parents[1] / "docs"))
 from revisions import commit  # noqa: E402 -- a script of the folder beside
 
-TIE, FLIPS = 0.25, 0.15
+TIE = 0.25
 MODEL, SAMPLES = "starter_consistency", 2
 ROOT = Path(__file__).parents[2]
 PAGE, KEPT = ROOT / "docs" / "taste.md", ROOT / "docs" / "data" / "taste_sessions.jsonl"
-OLD, EIGHT = "voted samples", "eight images, two passes"
-LABELS = {"default": "the simulated user", "random": "votes at random",
-          "always": "the same by any head", "always_random": "the same by any head, votes at random",
-          "both": f"{OLD}, head and clicks", "slow": f"{OLD}, head and clicks, half of the rate",
-          "eight": f"{OLD}, head and clicks, {EIGHT}", "head": f"{OLD}, head alone, {EIGHT}",
-          "clicks": f"{OLD}, clicks alone, {EIGHT}", "eight_random": f"{OLD}, {EIGHT}, votes at random"}
-SHOWN = ("default", "random")
-HEAD = """| votes | commit | seeds | won | mean | right images | edges | variety | s per click |
-|---|---|---|---|---:|---|---|---|---|
+NO_TASTE = ("random", "first", "none")
+HEAD = """| taste | commit | seeds | won | mean | paired | right images | edges | variety | page | s per click |
+|---|---|---|---|---:|---|---|---|---|---|---|
 """
 
 
-# --- the hidden taste ------------------------------------------------------------------------------------------------
+# --- the taste -------------------------------------------------------------------------------------------------------
 
-def ink(images: torch.Tensor) -> np.ndarray:
-    """Return the share of each image that is no ground."""
-    ground = images.flatten(2).median(-1).values[:, :, None, None]
-    return ((images - ground).norm(dim=1) > 0.3).float().mean((1, 2)).numpy()
+def taste(voter: str) -> Any:
+    """Return the function FILE.py:NAME; of a voter without a taste one that sees no difference."""
+    if voter in NO_TASTE:
+        return lambda image, prompt: 0.0
+    file, name = voter.rsplit(":", 1)
+    return runpy.run_path(file)[name]
 
 
-def utility(images: torch.Tensor, prompts: list[str], stats: list[float]) -> np.ndarray:
-    """Return the taste for each image. stats: mean and deviation of both parts on the base's images."""
-    from flowgrpo.rewards.starter.scene import scene_graded
-
-    right = np.array(scene_graded(images, prompts))
-    return (right - stats[0]) / stats[1] + (ink(images) - stats[2]) / stats[3]
+def utility(images: torch.Tensor, prompts: list[str], voter: str) -> np.ndarray:
+    """Return the worth of each image [B, 3, H, W] to a voter."""
+    function = taste(voter)
+    pixels = images.permute(0, 2, 3, 1).double().numpy()
+    return np.array([float(function(image, prompt)) for image, prompt in zip(pixels, prompts)])
 
 
 # --- the user --------------------------------------------------------------------------------------------------------
 
-def vote(address: str, clicks: int, seconds: float, seed: int, stats: list[float], kind: str, limit: float) -> None:
+def vote(address: str, clicks: int, seconds: float, seed: int, voter: str, flips: float, limit: float) -> None:
     """Vote until `clicks` questions have an answer or `limit` seconds are over, finish the session, and print how long
     was waited."""
     torch.set_num_threads(1)
     waits: list[float] = []
-    checks = ties = 0
+    checks = 0
 
     def ask(path: str, content: Any = None) -> Any:
         body = None if content is None else json.dumps(content).encode()
@@ -79,31 +77,30 @@ def vote(address: str, clicks: int, seconds: float, seed: int, stats: list[float
         return json.loads(urllib.request.urlopen(request, timeout=60).read())
 
     state, end = ask("state"), time.monotonic() + limit
-    while state["clicks"] < clicks and not state["ended"] and time.monotonic() < end:
+    while state["clicks"] < clicks and state["live"] and time.monotonic() < end:
         began = time.monotonic()
-        while state["question"] is None and not state["ended"]:
+        while state["question"] is None and state["live"]:
             time.sleep(0.02)
             state = ask("state")
         waits.append(time.monotonic() - began)
-        if state["ended"]:
+        if not state["live"]:
             break
         began, question = time.monotonic(), state["question"]
         shown = [*range(question["count"])]
         files = [urllib.request.urlopen(f"{address}{question['name']}/{place}").read() for place in shown]
         pixels = [np.asarray(Image.open(io.BytesIO(file)).convert("RGB")) for file in files]
         images = torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2).float() / 255
-        worth = utility(images, [question["prompt"]] * len(shown), stats)
         rng = np.random.default_rng([1000 + seed, *map(ord, question["name"])])  # the same after a resume
-        order, choice = np.argsort(-worth), int(rng.integers(len(shown)))
-        if kind != "random":
-            choice = int(order[rng.integers(1, len(shown))] if rng.random() < FLIPS else order[0])
-            if worth.max() - worth.min() < TIE:
-                choice, ties = "tie", ties + 1
+        if voter in NO_TASTE:
+            choice: Any = {"random": int(rng.integers(len(shown))), "first": 0, "none": "tie"}[voter]
+        else:
+            order = np.argsort(-utility(images, [state["title"]] * len(shown), voter))
+            choice = int(order[rng.integers(1, len(shown))] if rng.random() < flips else order[0])
         time.sleep(max(0.0, seconds - (time.monotonic() - began)))
         checks += ".c" in question["name"]
         state = ask("vote", {"question": question["name"], "shown": shown, "choice": choice})
     ask("finish", {})
-    print(json.dumps({"clicks": state["clicks"], "checks": checks, "ties": ties, "against": state["against"],
+    print(json.dumps({"clicks": state["clicks"], "checks": checks,
                       "waited": sum(waits[20:]), "longest": max(waits[20:], default=0.0)}))
 
 
@@ -164,36 +161,29 @@ def diversity(images: torch.Tensor) -> float:
     return float(apart.sum((1, 2)).mean() / (SAMPLES * (SAMPLES - 1)))
 
 
-def measured(images: torch.Tensor, stats: list[float] | None = None) -> dict[str, Any]:
-    """Return the measures of images. stats: of the base; None: these are its own."""
-    from flowgrpo.rewards.starter.scene import scene, scene_graded
+def measured(images: torch.Tensor, voter: str) -> dict[str, Any]:
+    """Return the measures of images."""
+    from flowgrpo.rewards.starter.scene import scene
 
     prompts = [text for text in held_out() for _ in range(SAMPLES)]
-    if stats is None:
-        right, size = np.array(scene_graded(images, prompts)), ink(images)
-        stats = [float(value) for value in (right.mean(), right.std(), size.mean(), size.std())]
-    return {"stats": stats, "utility": utility(images, prompts, stats).tolist(),
-            "strict": float(np.mean(scene(images, prompts))), "ink": float(ink(images).mean()),
+    return {"utility": utility(images, prompts, voter).tolist(), "strict": float(np.mean(scene(images, prompts))),
             "edge": edge_width(images), "diversity": diversity(images)}
 
 
-def base_of(folder: Path) -> dict[str, Any]:
-    """Return the base's measures, kept in a file; with those of its images blurred with sigma .5."""
-    from torchvision.transforms.functional import gaussian_blur
-
-    file = folder / "base.json"
+def base_of(folder: Path, voter: str) -> dict[str, Any]:
+    """Return the base's measures; its images are kept in a file."""
+    file = folder / "base.pt"
     if not file.is_file():
-        images = images_of(None)
-        blurred = edge_width(gaussian_blur(images, 5, 0.5))
         folder.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(measured(images) | {"blurred": blurred}))
-    return json.loads(file.read_text())
+        torch.save(images_of(None), file)
+    return measured(torch.load(file), voter)
 
 
-def visible(now: list[float], base: list[float], rows: slice = slice(None)) -> float:
-    """Return the share of images that are better than the base's; those that are less than TIE apart count one half.
-    """
-    apart = (np.array(now) - np.array(base)).reshape(-1, SAMPLES)[rows]
+def won(now: list[float], base: list[float], paired: bool = False) -> float:
+    """Return the share of images that are better than the base's from the other noise of their prompt (paired: from the
+    same one); those that are less than TIE deviations of the base apart count one half."""
+    ours, theirs = (np.array(values).reshape(-1, SAMPLES) for values in (now, base))
+    apart = (ours - (theirs if paired else theirs[:, ::-1])) / max(theirs.std(), 1e-9)
     return float(np.where(np.abs(apart) < TIE, 0.5, apart > 0).mean())
 
 
@@ -202,15 +192,16 @@ def visible(now: list[float], base: list[float], rows: slice = slice(None)) -> f
 def table(rows: list[dict[str, Any]]) -> str:
     """Return the table of sessions, a row per label: every seed's value, or the range of all seeds."""
     lines = []
-    for label in SHOWN:
-        if not (of := sorted((row for row in rows if row["label"] == label), key=lambda row: row["seed"])):
-            continue
-        won = [row["visible"] for row in of]
+    for label in sorted({row["label"] for row in rows}):
+        of = sorted((row for row in rows if row["label"] == label), key=lambda row: row["seed"])
         right, edge, apart, spent = (_range([row[key] for row in of], form) for key, form in (
             ("strict", "+.3f"), ("edge", ".2f"), ("diversity", ".2f"), ("seconds_per_click", ".2f")))
         commits, seeds = ", ".join(sorted({row["commit"] for row in of})), ", ".join(str(row["seed"]) for row in of)
-        lines.append(f"| {LABELS[label]} | {commits} | {seeds} | {', '.join(f'{each:.2f}' for each in won)} | "
-                     f"{np.mean(won):.2f} | {right} | {edge} | {apart} | {spent} |")
+        each, paired = (", ".join(f"{row[key]:.2f}" for row in of) for key in ("won", "paired"))
+        said = ", ".join(row["against"]["share"] if row["against"] else "-" for row in of)
+        mean = np.mean([row["won"] for row in of])
+        lines.append(f"| {label} | {commits} | {seeds} | {each} | {mean:.2f} | {paired} | {right} | {edge} | {apart} | "
+                     f"{said} | {spent} |")
     return HEAD + "\n".join(lines)
 
 
@@ -222,7 +213,7 @@ def _range(values: list[float], form: str) -> str:
 def write_table(folder: Path) -> None:
     """Write the last row of each label and seed of a folder to docs/data, and the table of all to docs/taste.md."""
     rows = {(row["label"], row["seed"]): row for file in (KEPT, folder / "rows.jsonl") if file.is_file()
-            for row in map(json.loads, file.read_text().splitlines()) if row["label"] in LABELS}
+            for row in map(json.loads, file.read_text().splitlines())}
     KEPT.write_text("".join(json.dumps(rows[key]) + "\n" for key in sorted(rows)))
     text = PAGE.read_text()
     begin, end = text.index(HEAD.splitlines()[0]), text.index("\n\n", text.index(HEAD.splitlines()[0]))
@@ -249,29 +240,30 @@ def session(folder: Path, name: str, seed: int, given: argparse.Namespace, base:
     live = LiveBallot(VoteLog(config.folder / VOTES), seed=seed)
     with server(live, 0) as serving:
         threading.Thread(target=serving.serve_forever, daemon=True).start()
-        told = map(str, (given.clicks, given.seconds, seed, json.dumps(base["stats"]), given.voter, given.limit))
+        told = map(str, (given.clicks, given.seconds, seed, given.voter, given.flips, given.limit))
         user = subprocess.Popen([sys.executable, __file__, "vote", address(serving), *told], stdout=subprocess.PIPE,
                                 text=True)
         began, wall = time.process_time(), time.monotonic()
         epochs = of.train(config, Taste(live, config.folder), resume)
         spent, wall = before + time.process_time() - began, time.monotonic() - wall
         kept.write_text(json.dumps(spent))
-        said = json.loads(user.communicate()[0].splitlines()[-1])
+        said = json.loads(user.communicate()[0].splitlines()[-1]) | {"against": live.against()}
         serving.shutdown()
     if said["clicks"] < given.clicks:
         return said
-    of.finish(config, live.log, epochs)
-    now = measured(images_of(config.folder), base["stats"])
+    summary = of.finish(config, live.log, epochs)
+    for sentence in of.sentences(config.folder, live.log, said["against"], summary):
+        print(sentence, flush=True)
+    now = measured(images_of(config.folder), given.voter) if summary else base
     metrics = [json.loads(line) for line in (config.folder / "metrics.jsonl").read_text().splitlines()]
-    foretold = [row.get("taste/foretold") for row in metrics][1:]
+    began = next((row["taste/votes"] for row in metrics if row["trained_updates"]), None)
     return {"name": name, "label": given.label, "commit": commit(), "set": given.set, "seed": seed,
-            "resumed": resume, "visible": visible(now["utility"], base["utility"]),
-            "visible_even": visible(now["utility"], base["utility"], slice(0, None, 2)),
-            "visible_odd": visible(now["utility"], base["utility"], slice(1, None, 2)),
+            "flips": given.flips, "resumed": resume, "won": won(now["utility"], base["utility"]) if summary else 0.5,
+            "paired": won(now["utility"], base["utility"], paired=True) if summary else 0.5,
             "strict": now["strict"] - base["strict"], "edge": now["edge"] / base["edge"],
-            "diversity": now["diversity"] / base["diversity"], "ink": now["ink"] / base["ink"],
-            "seconds_per_click": spent / max(said["clicks"], 1), "wall": wall, "epochs": epochs,
-            "foretold": float(np.nanmean(np.array(foretold, dtype=float))), "kl": metrics[-1].get("kl")} | said
+            "diversity": now["diversity"] / base["diversity"], "seconds_per_click": spent / max(said["clicks"], 1),
+            "wall": wall, "epochs": epochs, "trains_from": began, "evidence": metrics[-1]["taste/evidence"],
+            "kl": metrics[-1].get("kl")} | said
 
 
 def main() -> None:
@@ -282,20 +274,22 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.0, help="of the user per click")
     parser.add_argument("--limit", type=float, default=1e9, help="seconds of a session, after which the same command "
                         "goes on with it")
-    parser.add_argument("--voter", choices=("taste", "random"), default="taste")
+    parser.add_argument("--voter", default=str(Path(__file__).parent / "tastes.py:fits"),
+                        help="FILE.py:function of an image and its prompt, random, first or none")
+    parser.add_argument("--flips", type=float, default=0.25, help="share of the votes for another image")
     parser.add_argument("--set", nargs="*", default=[], help="keys of the run, such as train.lr=5e-4")
-    parser.add_argument("--label", default="default")
+    parser.add_argument("--label", help="of the rows; by default the voter's name")
     parser.add_argument("--table", action="store_true", help="write docs/taste.md's table of the folder's rows")
     given = parser.parse_args()
     if given.table:
         write_table(given.folder)
         return
-    base = base_of(given.folder)
-    print(f"base: strict {base['strict']:.3f}, edge {base['edge']:.3f}; blurred with sigma .5: edge "
-          f"{base['blurred'] / base['edge']:.3f} of it", flush=True)
+    given.label = given.label or given.voter.rpartition(":")[2]
+    base = base_of(given.folder, given.voter)
+    print(f"base: strict {base['strict']:.3f}, edge {base['edge']:.3f}", flush=True)
     for seed in given.seeds:
         row = session(given.folder, f"{given.label}-{seed}", seed, given, base)
-        if "visible" not in row:
+        if "won" not in row:
             print(f"{row['clicks']} of {given.clicks} clicks: the same command goes on", flush=True)
             return
         with (given.folder / "rows.jsonl").open("a") as file:
@@ -306,7 +300,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["vote"]:
-        vote(sys.argv[2], int(sys.argv[3]), float(sys.argv[4]), int(sys.argv[5]), json.loads(sys.argv[6]), sys.argv[7],
+        vote(sys.argv[2], int(sys.argv[3]), float(sys.argv[4]), int(sys.argv[5]), sys.argv[6], float(sys.argv[7]),
              float(sys.argv[8]))
     else:
         main()

@@ -128,7 +128,8 @@ def measured(folder: Path, base: Path, length: int, count: int = 2000) -> tuple[
     answers, kl = policy.sample_relaxed(policy.encode(["="]), torch.zeros(count, dtype=torch.int64),
                                        policy.generators(range(count)), Unmasking(order="random"), GumbelSoftmax(),
                                        held)
-    return motif(policy.texts(answers.argmax(-1)), None).mean().item(), kl.mean().item()
+    texts = policy.texts(answers.argmax(-1), ["="] * count)
+    return motif(texts, None).mean().item(), kl.mean().item()
 
 
 def main() -> None:

@@ -34,7 +34,7 @@ from flowgrpo.data import sets
 from flowgrpo.device import pick_device
 from flowgrpo.distributed.processes import make_accelerator
 from flowgrpo.evaluation.measured import spread
-from flowgrpo.evaluation.statistics import BOOTSTRAP, interval
+from flowgrpo.evaluation.statistics import STUDENT, interval
 from flowgrpo.policies.build import make_policy
 from flowgrpo.policies.policy import resolve_precision
 from flowgrpo.rewards.starter.scene_soft import scene_soft
@@ -150,19 +150,19 @@ def main() -> None:
     both = [np.concatenate([bases[:, :N], each], 1).max(1) for each in (edited, found["possible"])]
     print(told("one base", bases[:, 0]))
     print(told("its edit", edited[:, 0]))
-    print(told("edit less its base", edited - bases[:, :N], BOOTSTRAP))
-    print(told("    as the critic expects", found["expected"], BOOTSTRAP))
-    print(told("the critic's rank correlation within a prompt", ranked(found["values"], bases), BOOTSTRAP))
+    print(told("edit less its base", edited - bases[:, :N], STUDENT))
+    print(told("    as the critic expects", found["expected"], STUDENT))
+    print(told("the critic's rank correlation within a prompt", ranked(found["values"], bases), STUDENT))
     print(told(f"best of {2 * N} bases", best))
     for n in (1, CANDIDATES):
         acts = found[f"acting, of {n}"]
         print(told(f"one image of the acting policy, of {n}", acts[:, 0]))
         print(told(f"best of {2 * N} of its images, of {n}", acts.max(1)))
-        print(told("    difference", acts.max(1) - best, BOOTSTRAP))
+        print(told("    difference", acts.max(1) - best, STUDENT))
     print(told(f"best of {N} bases and {N} edits", both[0]))
-    print(told("    difference", both[0] - best, BOOTSTRAP))
-    print(told("edit by the soft reward less its base", found["possible"] - bases[:, :N], BOOTSTRAP))
-    print(told("    difference with such edits", both[1] - best, BOOTSTRAP))
+    print(told("    difference", both[0] - best, STUDENT))
+    print(told("edit by the soft reward less its base", found["possible"] - bases[:, :N], STUDENT))
+    print(told("    difference with such edits", both[1] - best, STUDENT))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import pytest
 import torch
 from playwright.sync_api import expect
 
-from flowgrpo.contrib.taste.votes import SKIP, TIE, Vote, VoteLog
+from flowgrpo.contrib.taste.votes import SKIP, TIE, VoteLog
 from flowgrpo.evaluation.columns import write_page
 from flowgrpo.evaluation.pages.grid import Row
 from flowgrpo.tools.vote import server
@@ -111,15 +111,16 @@ def test_keys_vote_and_new_images_come_while_it_serves(browser, size, tmp_path):
                 page.keyboard.press("2")
                 expect(prompt).to_have_text("prompt 0 3")
                 page.keyboard.press("s")
-                expect(prompt).to_have_text("The next images are being drawn")
-                assert live.wait(0, never) == {0: Vote((0, 1, 2, 3), 3), 1: Vote((0, 1, 2, 3), TIE),
-                                               2: Vote((0, 1), 1), 3: Vote((0, 1), SKIP)}
+                expect(prompt).to_have_text("The next images are being generated")
+                votes = live.wait(0, never)
+                assert [len(votes[place].shown) for place in range(4)] == [4, 4, 2, 2]
+                assert [votes[place].choice for place in range(4)] == [votes[0].shown[3], TIE, votes[2].shown[1], SKIP]
                 live.tell(updates=1, foretold={"right": 2, "of": 3})
                 live.ask(questions(tmp_path, 1, 1, check=True) + questions(tmp_path, 1, 1))
                 expect(prompt).to_have_text("prompt 1 0")
-                expect(page.locator("#facts")).to_contain_text("the head foretold 2 of the last 3 clicks")
+                expect(page.locator("#facts")).to_contain_text("2 of the last 3 clicks were predicted")
                 page.keyboard.press("1")
-                expect(page.locator("#facts")).to_contain_text("now against the base: ")
+                expect(page.locator("#facts")).to_contain_text("against the base: ")
                 assert overflow(page) <= 0
                 for _ in range(20):
                     page.keyboard.press("Tab")
@@ -131,6 +132,41 @@ def test_keys_vote_and_new_images_come_while_it_serves(browser, size, tmp_path):
             serving.shutdown()
             thread.join()
     assert live.is_finished and list(live.log.votes) == ["0.q0", "0.q1", "0.q2", "0.q3", "1.c0"]
+
+
+def test_quick_keys_wait_for_the_images_of_their_question(browser, tmp_path):
+    """Keys that are pressed at once vote on one question after the other, each once its images are there."""
+    live = LiveBallot(VoteLog(tmp_path / "votes.jsonl"), seconds=600)
+    live.ask(questions(tmp_path, 0, 3))
+    with server.server(live, 0) as serving:
+        thread = threading.Thread(target=serving.serve_forever)
+        thread.start()
+        try:
+            with opened(browser, server.address(serving), DESK) as page:
+                prompt = page.locator("#prompt")
+                expect(prompt).to_have_text("prompt 0 0")
+                held: list = []
+                page.route("**/0.q1/*", held.append)  # its images are late
+                page.evaluate("""() => { for (const key of ["1", "2", "4", "3", "1"])
+                    dispatchEvent(new KeyboardEvent("keydown", {key})); }""")
+                expect(prompt).to_have_text("prompt 0 1")
+                page.wait_for_timeout(300)
+                assert list(live.log.votes) == ["0.q0"]
+                page.unroute("**/0.q1/*")
+                for route in held:
+                    route.continue_()
+                expect(prompt).to_have_text("The next images are being generated")
+                shown = [live.log.votes[f"0.q{number}"] for number in range(3)]
+                assert [vote.shown.index(vote.choice) for vote in shown] == [0, 1, 3]
+                live.ask(questions(tmp_path, 1, 2))  # keys without a question are gone
+                expect(prompt).to_have_text("prompt 1 0")
+                page.locator(".side").nth(2).focus()
+                page.keyboard.press("Enter")
+                expect(prompt).to_have_text("prompt 1 1")
+                assert page.evaluate("[...document.querySelectorAll('.side')].indexOf(document.activeElement)") == 2
+        finally:
+            serving.shutdown()
+            thread.join()
 
 
 ROOT = Path(__file__).parents[2]

@@ -181,3 +181,17 @@ def test_live_it_follows_without_losing_its_place(browser, tmp_path):
         finally:
             serving.shutdown()
             thread.join()
+
+
+def test_a_script_that_got_into_the_file_is_not_run(browser, run, tmp_path):
+    text = (run / "report.html").read_text()
+    for evil in ("<script>document.title = 'theirs'</script>", "<img src=x onerror=\"document.title = 'theirs'\">",
+                 "<a id=e href=\"javascript:document.title='theirs'\">x</a>"):
+        (tmp_path / "report.html").write_text(text.replace("</main>", f"{evil}</main>"))
+        with browser.new_context(viewport=DESK) as context:
+            page, said = context.new_page(), []
+            page.on("console", lambda message, said=said: said.append(message.text))
+            page.goto((tmp_path / "report.html").as_uri())
+            page.evaluate("document.getElementById('e')?.click()")
+            expect(page.locator("h1")).to_have_text("<b>mine")  # the page's own script ran
+            assert page.title() == "<b>mine - flowgrpo report" and "Content Security Policy" in "".join(said)

@@ -14,7 +14,7 @@ from flowgrpo import packages, rewards
 from flowgrpo.cli import main
 from flowgrpo.cli import reward_table as table
 from flowgrpo.rewards import About
-from tests.cli.test_cli import told
+from tests.helpers.refusals import only_line
 
 
 def shown(capsys, *arguments: object) -> str:
@@ -26,19 +26,39 @@ def shown(capsys, *arguments: object) -> str:
 def test_functions_and_built_in_rewards_say_what_they_are():
     assert rewards.about(len) == About() and About().installed is None
     row = {"name": "mine", "modality": None, "range": None, "needs": None, "licence": None, "installed": None,
-           "broken": None}
-    assert table.cells(row) == ["mine", "?", "?", "?", "?", "?"]
-    for name in rewards.BUILT_IN:
-        known = rewards.about(rewards.locate(name))
-        assert None not in (known.modality, known.range, known.needs, known.licence), name
+           "does": "", "broken": None}
+    assert table.cells(row) == ["mine", "", "?"]
+    for row in table.list_rewards():
+        if row["name"] in rewards.BUILT_IN:
+            assert None not in (row["modality"], row["range"], row["needs"], row["licence"]), row
+            assert len(row["does"].split()) > 4 and row["does"].count("(") == row["does"].count(")"), row  # whole
+
+
+# What a user calls a thing, and the rewards for it that he should be shown.
+CALLED = {"sharp": "sharpness crispness deqa", "blurry": "sharpness crispness", "style": "likeness scene_style judge",
+          "likeness": "likeness subject_score", "example": "likeness semantic_similarity", "face": "judge likeness",
+          "hands": "judge judge_rubric question_answers", "nsfw": "safety", "spelling": "ocr",
+          "count": "geneval t2i_compbench", "colour": "geneval over_saturation", "color": "geneval over_saturation",
+          "aesthetic": "aesthetic pickscore hpsv3", "beautiful": "aesthetic hpsv2.1", "flicker": "temporal_flickering",
+          "prompt following": "vqascore geneval clip_score", "variety": "diversity text_diversity",
+          "math": "math_answer numeric_match", "short": "text_length", "gpt": "judge text_judge",
+          "motion": "flow_amount"}
+
+
+@pytest.mark.parametrize("said", CALLED)
+def test_rewards_are_found_by_what_people_call_things(said, capsys):
+    found = {row["name"] for row in json.loads(shown(capsys, "rewards", *said.split(), "--json"))}
+    assert set(CALLED[said].split()) <= found and len(found) <= 25
 
 
 @pytest.mark.parametrize("bounds, cell", [
     ((0, 1), "0 to 1"), ((-0.5, 2.25), "-0.5 to 2.25"), ((None, 0), "-inf to 0"), ((0, None), "0 to inf")])
 def test_a_range_is_told(bounds, cell):
     row = {"name": "mine", "modality": "image", "range": bounds, "needs": "", "licence": "MIT", "installed": True,
-           "broken": None}
-    assert table.cells(row) == ["mine", "image", cell, "nothing", "MIT", "yes"]
+           "does": "Mine", "broken": None}
+    assert table.cells(row) == ["mine", "Mine", f"image, {cell}, MIT"]
+    lacking = row | {"needs": "no_such_package", "installed": False}
+    assert table.cells(lacking) == ["mine", "Mine", f"image, {cell}, needs no_such_package (not installed), MIT"]
 
 
 @pytest.fixture
@@ -65,11 +85,12 @@ def test_what_is_installed_is_seen_without_an_import(metadata, needs, there):
 def test_the_table(capsys):
     out = shown(capsys, "rewards")
     [line] = [line for line in out.splitlines() if line.startswith(" scene_graded")]
-    assert line.split() == ["scene_graded", "image", "0", "to", "1", "nothing", "Apache-2.0", "yes"]
+    assert line.split()[:2] == ["scene_graded", "Degree"] and line.split()[-4:] == ["image,", "0", "to", "1"]
     [scene] = [row for row in json.loads(shown(capsys, "rewards", "--json")) if row["name"] == "scene"]
     assert scene == {"name": "scene", "modality": "image", "range": [0, 1], "needs": "", "licence": "Apache-2.0",
                      "installed": True, "does": "1.0 where an image shows exactly what its prompt claims and nothing "
-                                                "else, otherwise 0.0", "source": "built in", "broken": None}
+                                                "else, otherwise 0.0", "found_by": "count counting colour color shape",
+                     "source": "built in", "broken": None}
 
 
 def test_a_broken_package_does_not_hide_the_others(tmp_path, monkeypatch, capsys):
@@ -81,7 +102,7 @@ def test_a_broken_package_does_not_hide_the_others(tmp_path, monkeypatch, capsys
     out = shown(capsys, "rewards")
     assert "scene_graded" in out and "reward 'broken_one' does not import: ModuleNotFoundError" in out
     [line] = [line for line in out.splitlines() if line.startswith(" broken_one")]
-    assert line.split() == ["broken_one", "?", "?", "?", "?", "broken"]
+    assert line.split() == ["broken_one", "broken"]
 
 
 def test_the_table_imports_nothing_heavy():
@@ -140,7 +161,7 @@ def test_each_file_has_the_prompt_and_metadata_of_its_line(files, tmp_path, caps
     (tmp_path / "p.jsonl").write_text('{"prompt": "a", "metadata": {"more": 5}}\n{"prompt": "skip"}\n')
     found = scores(shown(capsys, "reward", "score", "mine.py:level", *files[:2], "--prompts", "p.jsonl", "--json"))
     assert found == [5, None]
-    assert "p.jsonl has 2 prompts for 4 files, expected one for each" in told(
+    assert "p.jsonl has 2 prompts for 4 files, expected one for each" in only_line(
         capsys, "reward", "score", "mine.py:level", *files, "--prompts", "p.jsonl")
 
 
@@ -153,7 +174,7 @@ def test_videos_and_texts_are_scored_likewise(files, tmp_path, capsys):
     pictures[0].save("moving.gif", save_all=True, append_images=pictures[1:])
     found = scores(shown(capsys, "reward", "score", "mine.py:frames", "clip", "moving.gif", "--json"))
     assert found == pytest.approx([3.4, 5.0], abs=1e-6)
-    assert "reward 'mine.py:frames' judges video, but what is generated here is image" in told(
+    assert "reward 'mine.py:frames' judges video, but what is generated here is image" in only_line(
         capsys, "reward", "score", "mine.py:frames", "0.png")
     (tmp_path / "answer.txt").write_text("four")
     found = scores(shown(capsys, "reward", "score", "mine.py:Length", "answer.txt", "--json", "--args", "{per: 2}"))
@@ -193,4 +214,4 @@ def png_head(width: int, height: int) -> bytes:
 def test_mistakes_are_told(files, tmp_path, arguments, line, capsys):
     (tmp_path / "empty").mkdir()
     (tmp_path / "huge.png").write_bytes(png_head(20_000, 20_000))
-    assert line in told(capsys, "reward", "score", *arguments)
+    assert line in only_line(capsys, "reward", "score", *arguments)

@@ -18,9 +18,8 @@ from flowgrpo.config import load
 from flowgrpo.config.geometry import geometry
 from flowgrpo.methods.validate import resolve
 from flowgrpo.storage.places import CONFIG
-from tests.cli.test_cli import told
 from tests.helpers import tiny
-from tests.helpers.refusals import error_line
+from tests.helpers.refusals import error_line, only_line
 
 
 @pytest.mark.parametrize("kind, name", [("method", "my_loss"), ("method", "Loss"), ("reward", "my_reward")])
@@ -52,7 +51,7 @@ def test_the_written_recipe_loads(tmp_path):
 @pytest.mark.parametrize("kind, existing", [("method", "a.py"), ("reward", "test_a.py"), ("recipe", "a.yaml")])
 def test_no_file_is_overwritten(kind, existing, tmp_path, capsys):
     (tmp_path / existing).write_text("mine\n")
-    line = told(capsys, "new", kind, "a", "--output", tmp_path)
+    line = only_line(capsys, "new", kind, "a", "--output", tmp_path)
     assert f"no file is overwritten, and there is {tmp_path / existing}: give another name" in line
     assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [(existing, "mine\n")]
 
@@ -67,7 +66,7 @@ def test_no_file_is_overwritten(kind, existing, tmp_path, capsys):
     ("reward", "rewards", "got the name 'rewards', which Python or flowgrpo has already"),
     ("loss", "mine", "'loss' is not one of 'method', 'reward', 'recipe'")])
 def test_names_that_cannot_be_used_are_refused(kind, name, line, tmp_path, capsys):
-    assert line in told(capsys, "new", kind, name, "--output", tmp_path / "new")
+    assert line in only_line(capsys, "new", kind, name, "--output", tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 
@@ -221,11 +220,12 @@ def test_a_session_by_the_command(tmp_path, monkeypatch, capfd):
     ended.set()
     thread.join()
     out, err = capfd.readouterr()
-    assert code == UNTRAINED, err  # five votes predict no sixth
-    assert "Nothing was trained in 8 epochs: taste gave every sample 0" in out
-    assert "5 clicks, 2 batches learned: votes in" in out and f"--reward {Path('mine') / 'taste'}" in out
-    for name in ("pytorch_lora_weights.safetensors", "pairs.jsonl", "taste/reward.json", "report.html"):
-        assert (tmp_path / "mine" / name).is_file(), name
+    assert code == UNTRAINED, err  # five votes are no evidence
+    assert f"5 clicks, 5 of them for an image: votes in {Path('mine') / 'pairs.jsonl'}" in out
+    assert "nothing is trained, and no LoRA is written, since the clicks could be chance: their evidence of a" in out
+    assert (tmp_path / "mine" / "pairs.jsonl").is_file() and not (tmp_path / "mine" / "taste").exists()
+    assert not (tmp_path / "mine" / "pytorch_lora_weights.safetensors").exists()
+    assert re.search(r"epoch 8 \(00:\d\d, 0[45]:\d\d left\): taste=", err) and " of 2000" not in err
 
 
 @pytest.mark.parametrize("body, cause", [

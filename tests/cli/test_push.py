@@ -171,3 +171,15 @@ def test_a_run_of_the_hub_executes_nothing_that_it_names(shared, trained, tmp_pa
     shared.files["me/mine"]["config.yaml"] = config.encode()
     assert said(capsys, "grid", "hub:me/mine", "--prompts=p.txt", "--count=1").strip() == "grid.png"
     assert not (tmp_path / "marker").exists() and json.loads(shared.files["me/mine"]["summary.json"])
+
+
+@pytest.mark.parametrize("command", [("push", "me/x", "--dry-run"), ("export", "--form=card")])
+@pytest.mark.parametrize("name, told", [
+    ("model/README.md", "model/README.md: not UTF-8 text (invalid continuation byte at byte 26): save it as UTF-8"),
+    ("metrics.jsonl", "metrics.jsonl, line 1: damaged"), ("summary.json", "summary.json is damaged ('utf-8'"),
+    ("config.yaml", "config.yaml is not valid YAML: 'utf-8' codec can't decode")])
+def test_a_file_in_another_encoding_is_one_line(command, name, told, trained, tmp_path, capsys):
+    run = shutil.copytree(trained, tmp_path / "mine")
+    (run / "config.yaml").write_text((run / "config.yaml").read_text().replace(str(trained), str(run)))
+    (run / name).write_bytes("---\nlicense: mit\n---\n# Modèle\n".encode("latin-1"))
+    assert f"{run}/{told}" in error_line(capsys, command[0], run, *command[1:])

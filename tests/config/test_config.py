@@ -55,6 +55,28 @@ def test_numbers_with_exponents_and_overrides(tmp_path):
     assert config.load(None, {"reward": "{a: 2, b: 0.5}"}).rewards == {"a": 2.0, "b": 0.5}
 
 
+def test_files_of_a_runs_folder_are_found_where_it_was_copied_to(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    raw = {"name": "a", "output": "runs", "model": "starter", "reward": {"runs/a/r.py:f": 2.0, "runs/b/r.py:f": 1.0},
+           "prompts": "runs/a/p.jsonl", "held_out": str(tmp_path / "runs" / "a" / "h.jsonl"),
+           "negative_prompt": "runs/a/p.jsonl", "preferences": "runs/a/gone.jsonl",
+           "adapter": {"init": "runs/a/first"}, "cache": "./runs/a/cache"}
+    for folder in ("runs/a", "copy", "runs/a.1"):
+        for made in ("first", "cache"):
+            Path(folder, made).mkdir(parents=True)
+        for name in ("r.py", "p.jsonl", "h.jsonl"):
+            Path(folder, name).touch()
+        Path(folder, "config.yaml").write_text(config.validate(raw).yaml())
+    for folder in ("copy", "runs/a.1"):
+        found = config.load(f"{folder}/config.yaml")
+        assert [*found.reward] == [f"{folder}/r.py:f", "runs/b/r.py:f"] and found.prompts == f"{folder}/p.jsonl"
+        assert (found.held_out, found.cache) == (f"{folder}/h.jsonl", f"{folder}/cache")
+        assert found.adapter.init == f"{folder}/first" and found.preferences == "runs/a/gone.jsonl"
+        assert found.negative_prompt == "runs/a/p.jsonl" and found.folder == Path("runs/a")
+    for place in ("runs/a/config.yaml", tmp_path / "runs" / "a" / "config.yaml"):
+        assert config.load(place) == config.validate(raw)  # where it was
+
+
 @pytest.mark.parametrize("raw, told", [
     ({"trian": {"lr": 1}}, "unknown key 'trian': did you mean 'train'?"),
     ({"train": {"group_size": 8}}, "unknown key 'train.group_size': did you mean 'train.group'?"),
@@ -107,6 +129,27 @@ def test_what_an_earlier_run_recorded_opens_under_the_names_of_today(tmp_path):
     ({"reward": {}}, "reward: got {}, expected at least 1 item")])
 def test_wrong_types_and_ranges_have_their_path(raw, told):
     assert message(config.validate, raw, "r.yaml") == f"r.yaml: {told}"
+
+
+@pytest.mark.parametrize("image, told", [
+    ({"height": 24, "call": {"height": 16}}, "height is 24, and call has height too: leave one out"),
+    ({"width": 24, "call": {"height": 16, "width": 24}}, "width is 24, and call has width too: leave one out"),
+    ({"frames": 5, "call": {"num_frames": 9}}, "frames is 5, and call has num_frames too: leave one out"),
+    *(({"fps": 8, "call": {name: 24}}, f"fps is 8, and call has {name} too: leave one out")
+      for name in ("fps", "frame_rate", "target_fps")),
+    *(({"call": {name: 1}}, f"call has {name}, which {key} sets: leave it out of call") for name, key in {
+        "prompt": "prompts", "negative_prompt": "negative_prompt", "num_inference_steps": "train.steps or eval.steps",
+        "guidance": "train.guidance or eval.guidance", "generator": "seed", "latents": "seed",
+        "num_images_per_prompt": "train.group or eval.samples", "num_videos_per_prompt": "train.group or eval.samples",
+        "output_type": "every call", "return_dict": "every call", "callback_on_step_end": "every call",
+        "prompt_embeds": "every call", "negative_prompt_embeds": "every call"}.items()),
+    *(({"call": {name: 16}}, "") for name in ("height", "width", "num_frames", "frame_rate", "max_sequence_length")),
+    ({"sizes": [[16, 24]], "call": {"height": 16, "width": 16}}, "")])  # of evaluations
+def test_an_argument_of_a_call_has_one_key(image, told):
+    if told:
+        assert message(config.validate, {"image": image}).endswith(f"expected {told}")
+    else:
+        assert image["call"].items() <= config.validate({"image": image}).call.items()
 
 
 @pytest.mark.parametrize("text, told", [

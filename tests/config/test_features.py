@@ -10,17 +10,16 @@ from pathlib import Path
 import pytest
 
 from flowgrpo.config import Config, features, keys
-from flowgrpo.config.base import Section, key
+from flowgrpo.config.base import FeatureKeys, key
 from flowgrpo.config.schema import fields
 from flowgrpo.contrib import features as ours
 from flowgrpo.training import extensions
 
 ROOT = Path(__file__).parents[2]
 RECORDS = [each for each in vars(ours).values() if isinstance(each, features.Feature)]
-KEYS = {f"{section}.{name}".lstrip(".") for each in RECORDS for section, cls in each.keys.items()
-        for name in cls.model_fields}
+KEYS = {f"{cls.section}.{name}".lstrip(".") for each in RECORDS for cls in each.keys for name in cls.model_fields}
 # Features that a part of the method switches on: the table of parts has their modules, and `Method` their names.
-BY_PARTS = {"variants", "rehearsal", "group_replay", "held_out_answers"}
+BY_PARTS = {"variants", "rehearsal", "distillation", "group_replay", "held_out_answers"}
 TABLE = "flowgrpo/training/extensions/__init__.py"  # the one table of their names
 ABOVE = ("contrib/", "serving/", "tools/bench/", "tools/vote/")  # rooms above the core
 
@@ -29,21 +28,21 @@ def found(pattern: str) -> list[str]:
     """Lines of the core that match, as file:line."""
     return [f"{file.relative_to(ROOT)}:{number}: {line.strip()}"
             for file in sorted((ROOT / "flowgrpo").rglob("*.py"))
-            if not str(file.relative_to(ROOT / "flowgrpo")).startswith(ABOVE)
+            if not str(file.relative_to(ROOT / "flowgrpo")).startswith((*ABOVE, "config/options.py"))
             for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1) if re.search(pattern, line)]
 
 
 # --- the core --------------------------------------------------------------------------------------------------------
 @pytest.mark.fast
 def test_the_core_names_no_key_module_or_class_of_a_feature():
-    assert len(KEYS) == 23
+    assert len(KEYS) == 27
     dotted = [re.escape(each) for each in KEYS if "." in each] + [r"config\.phases"]
     assert found(rf"\b({'|'.join(dotted)})\b") == []
     modules = {each.extension.removeprefix("flowgrpo.").split(":")[0] for each in RECORDS if each.name not in BY_PARTS}
     classes = {each.extension.split(":")[1] for each in RECORDS} - {"Guard", "Phases", "EngineRollouts"}  # other things
-    assert len(RECORDS) == 13 and len(modules) == 9
+    assert len(RECORDS) == 15 and len(modules) == 10
     assert found(rf"\b({'|'.join([*map(re.escape, modules), *classes])})\b") == []
-    words = {"phases", "engine", "frontier", "guard"}  # of everyday: those of a GPU, a rate, an answer
+    words = {"phases", "engine", "frontier", "guard", "sibling"}  # of everyday: those of a GPU, a rate, an answer
     names = {each.name for each in RECORDS} - BY_PARTS - words
     assert names == {"feature_cache", "staleness", "one_pass", "step_size", "extrapolation"}
     assert {line.split(":")[0] for line in found(rf"\b({'|'.join(names)})\b")} == {TABLE}
@@ -60,10 +59,10 @@ def test_records_load_nothing_of_what_they_name():
 # --- records ---------------------------------------------------------------------------------------------------------
 def test_keys_of_features_are_keys_of_the_configuration_where_their_fields_say():
     assert KEYS < {*keys()}
-    for name, cls in ((name, cls) for each in RECORDS for name, cls in each.keys.items()):
-        section = getattr(Config(), name) if name else Config()
+    for cls in (cls for each in RECORDS for cls in each.keys):
         for each, field in cls.model_fields.items():
-            assert getattr(section, each) == field.default == fields()[f"{name}.{each}".lstrip(".")].default
+            assert getattr(cls.read(Config()), each) == field.default
+            assert fields()[f"{cls.section}.{each}".lstrip(".")].default == field.default
     order = keys()
     for before, after in (("train.inner_epochs", "train.one_pass"), ("train.ema", "train.staleness"),
                           ("train.staleness_cap", "train.extrapolate"), ("text.penalty", "text.over_provision"),
@@ -73,46 +72,57 @@ def test_keys_of_features_are_keys_of_the_configuration_where_their_fields_say()
     assert next(each for each in order if each.startswith("guard.")) == "guard.window"
 
 
+def test_a_feature_reads_its_values_from_their_section():
+    config = Config.model_validate({"train": {"lr": 1e-3, "one_pass": "auto"}, "guard": {"window": 3},
+                                    "phases": [{"at": 0.5, "set": {"train.group": 4}}]})
+    assert ours.OnePassKeys.read(config).one_pass == "auto" and not ours.OnePassKeys.read(Config()).one_pass
+    assert ours.GuardKeys.read(config).window == 3 and ours.GuardKeys.read(config).active
+    assert [phase.set for phase in ours.PhaseKeys.read(config).phases] == [{"train.group": 4}]
+
+
 @pytest.mark.parametrize("feature", RECORDS, ids=lambda feature: feature.name)
 def test_a_features_page_has_its_keys(feature):
     page = (ROOT / feature.page).read_text(encoding="utf-8")
-    missing = [name for cls in feature.keys.values() for name in cls.model_fields if name not in page]
+    missing = [name for cls in feature.keys for name in cls.model_fields if name not in page]
     assert not missing
 
 
 def test_a_key_that_there_is_cannot_be_added():
-    class Again(Section):
+    class Again(FeatureKeys):
+        section = "train"
         lr: float = key(1.0)
 
     before = keys()
     with pytest.raises(ValueError, match="^a feature's key 'train.lr' is there already: use another name"):
-        features.add(features.Feature(name="again", wanted=lambda config, method: True, keys={"train": Again}))
+        features.add(features.Feature(name="again", wanted=lambda config, method: True, keys=(Again,)))
     assert keys() == before and "again" not in features.KNOWN
 
 
 # --- a feature of another package, in one file -----------------------------------------------------------------------
 ECHO = '''
-from flowgrpo.config.base import DENOISERS, Section, When, key
+from flowgrpo.config.base import DENOISERS, FeatureKeys, When, key
 from flowgrpo.config.features import DryRun, Feature, add
 from flowgrpo.training.extension import Extension
 
 
-class TrainKeys(Section):
+class TrainKeys(FeatureKeys):
+    section = "train"
     echo: int = key(0, of=DENOISERS, after="epochs", ge=0, description="times")
     echo_gain: float = key(1.0, When(lambda c, m: c.train.echo > 0, "train.echo is 0", "set train.echo"))
 
 
-class OwnKeys(Section):
+class OwnKeys(FeatureKeys):
+    section = "own"
     name: str = key("own")
 
 
 class Echo(Extension):
     def on_trained(self, epoch):
-        return {"echo": self.trainer.config.train.echo}
+        return {"echo": TrainKeys.read(self.trainer.config).echo}
 
 
 def memory(phases, measured):
-    phases["update"]["echoes"] = measured.config.train.echo * 1000
+    phases["update"]["echoes"] = TrainKeys.read(measured.config).echo * 1000
 
 
 class Dry(DryRun):
@@ -123,7 +133,7 @@ class Dry(DryRun):
         phases["update"].allocated += 1000
 
 
-add(Feature(name="echo", wanted=lambda config, method: config.train.echo, keys={"train": TrainKeys, "own": OwnKeys},
+add(Feature(name="echo", wanted=lambda config, method: TrainKeys.read(config).echo, keys=(TrainKeys, OwnKeys),
             extension=Echo, memory=memory, dry_run=Dry, charts={"echo": ("Echo", "heard")}))
 '''
 

@@ -8,9 +8,9 @@ import torch
 
 from flowgrpo.contrib import extrapolation as extrapolation
 from flowgrpo.errors import UserError
-from flowgrpo.training import extensions, state
+from flowgrpo.training import extensions
 from flowgrpo.training.epoch import Epoch
-from tests.helpers import loop, tiny, tiny_text
+from tests.helpers import loop, tiny, tiny_runs, tiny_text
 from tests.helpers.tiny_runs import next_epochs
 
 
@@ -65,8 +65,7 @@ def test_a_jump_that_lowers_the_reward_is_taken_back():
     before, jumped = loop.extension(made, "Extrapolation").held, made.policy.weights.snapshot()
     assert any(not torch.equal(before[key], jumped[key]) for key in before)
     assert next_epochs(made, 1)[0]["extrapolation"] == -1
-    for key, tensor in made.policy.weights.snapshot().items():
-        assert torch.equal(tensor, before[key])
+    tiny_runs.assert_same_weights(made, before)
     assert [line for line in made.lines if "restored" in line] == [
         "epoch 4: reward 0.25 after an extrapolation, 0.3 before it: its weights are restored"]
     assert [line["extrapolation"] for line in next_epochs(made, 3)] == [0, 0, 1]
@@ -100,11 +99,9 @@ def test_a_resumed_run_jumps_and_takes_back_alike(done, tmp_path):
     rewards = [0.1, 0.2, 0.3, 0.2, 0.3]
     made, other = run(rewards), run(rewards)
     next_epochs(made, done)
-    state.save(made, tmp_path)
-    state.restore(other, tmp_path / "checkpoints" / f"epoch-{done:05d}")
+    tiny_runs.resume(made, other, tmp_path)
     assert next_epochs(made, 5 - done) == next_epochs(other, 5 - done)
-    for key, tensor in made.policy.weights.snapshot().items():
-        assert torch.equal(tensor, other.policy.weights.snapshot()[key])
+    tiny_runs.assert_same_weights(made, other)
 
 
 @pytest.mark.parametrize("options, named", [
@@ -122,7 +119,6 @@ def test_a_jump_is_behind_all_else_of_its_epoch_and_the_next_reference_behind_it
     for each in (made, plain):
         next_epochs(each, 3)
     [held] = made.kl_reference.snapshots
-    for key, tensor in made.policy.weights.snapshot().items():
-        assert torch.equal(held[key], tensor)
+    tiny_runs.assert_same_weights(made, held)
     assert any(not torch.equal(held[key], tensor) for key, tensor in plain.policy.weights.snapshot().items())
     assert made.memory["drift"] == plain.memory["drift"] > 0  # of the update alone

@@ -21,8 +21,8 @@ from flowgrpo.samplers.grids import shift_grid
 from flowgrpo.samplers.scheduler import Segment
 from flowgrpo.tools.check import tiny as pipelines
 from flowgrpo.train import Trainer
-from flowgrpo.training import extensions, state
-from tests.helpers import loop, tiny
+from flowgrpo.training import extensions
+from tests.helpers import loop, tiny, tiny_runs
 
 STEPS = 6
 GRID = shift_grid(STEPS, 3.0)
@@ -182,8 +182,7 @@ def test_ratios_of_mag_go_on_from_a_checkpoint(tmp_path):
     [one], [two] = ([e for e in t.extensions.present if isinstance(e, RolloutCache)] for t in (made, other))
     assert one.cache.ratios == two.cache.ratios and len(one.cache.ratios) == 6
     one.cache.ratios[2] += 0.5
-    state.save(made, tmp_path)
-    state.restore(other, tmp_path / "checkpoints" / "epoch-00000")
+    tiny_runs.resume(made, other, tmp_path)
     assert two.cache.ratios == one.cache.ratios
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from flowgrpo.contrib.frontier import LEVEL, Frontier, KeepFrontier, change, weighted_score
+from flowgrpo.contrib.frontier import LEVEL, Frontier, KeepFrontier, change
 from flowgrpo.contrib.guard import reward_of
 from flowgrpo.data import sets
 from flowgrpo.data.prompts import Prompt
@@ -122,7 +122,7 @@ def test_it_stops_where_the_frontier_ends(tmp_path):
 
 def test_a_guarded_run_keeps_it_too(tmp_path):
     config = settings("image", tmp_path, guard__window=4)
-    assert reward_of(config) == "hacked" and extensions.best_by(config, resolve(config)) == "frontier"
+    assert reward_of(config) == "hacked" and extensions.best_weights(config, resolve(config)).best.reward == "frontier"
     assert go("image", config)["kept"].startswith("kept the weights of epoch 3")
 
 
@@ -304,4 +304,6 @@ def test_the_value_is_the_trained_reward_and_several_by_hand():
     now = {"a": [2, nan, nan, 5, 4], "b": [1, 2, nan, 1, nan]}
     # 1 - 2; b alone; none; a in one alone; b in one alone
     assert change(weights, before, now) == pytest.approx([-1, 2, nan, nan, nan], nan_ok=True)
-    assert weighted_score(weights, {"a": [1, nan, nan], "b": [1, 2, nan]}) == pytest.approx((-1 - 4) / 2)
+    first = Frontier(weights)
+    first.see({"a": [1, nan, nan], "b": [1, 2, nan]})
+    assert first.value == pytest.approx((-1 - 4) / 2)

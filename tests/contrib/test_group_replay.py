@@ -99,13 +99,11 @@ def test_recorded_groups_are_in_the_checkpoint_and_the_next_epoch_is_the_same(ki
     made.run_epoch()
     made.epoch = 1
     made.progress.saved_counters = state.counters(made)
-    state.save(made, tmp_path)
-    state.restore(other, tmp_path / "checkpoints" / "epoch-00001")
+    tiny_runs.resume(made, other, tmp_path)
     other.epoch = 1
     one, two = made.run_epoch(), other.run_epoch()
     assert one["replayed_groups"] == 1 and one["grad_norm"] == two["grad_norm"] and one["loss"] == two["loss"]
-    for key, tensor in made.policy.weights.snapshot().items():
-        assert torch.equal(tensor, other.policy.weights.snapshot()[key])
+    tiny_runs.assert_same_weights(made, other)
 
 
 @pytest.mark.parametrize("learned", [True, False])

@@ -17,9 +17,9 @@ from flowgrpo.evaluation.measured import Measured
 from flowgrpo.evaluation.report import report
 from flowgrpo.methods.validate import resolve
 from flowgrpo.run import run
-from flowgrpo.training import extensions, state
+from flowgrpo.training import extensions
 from flowgrpo.training.checks import check
-from tests.helpers import loop, tiny, tiny_text
+from tests.helpers import loop, tiny, tiny_runs, tiny_text
 from tests.helpers.tiny_runs import next_epochs
 from tests.training.test_best import Aim, epochs, in_file, same, saved, weights_of
 
@@ -146,8 +146,7 @@ def test_a_resumed_run_is_the_same(done, tmp_path):
     """Before the band is full, before a return, and behind one."""
     made, other = turning(range(AT, AT + 1)), turning(range(AT, AT + 1))
     next_epochs(made, done)
-    state.save(made, tmp_path)
-    state.restore(other, tmp_path / "checkpoints" / f"epoch-{done:05d}")
+    tiny_runs.resume(made, other, tmp_path)
     assert next_epochs(made, 12 - done) == next_epochs(other, 12 - done)
     assert same_state(snapshot(made), snapshot(other)) and same_state(guard_of(made).good, guard_of(other).good)
     assert guard_of(made).returns == guard_of(other).returns != []
@@ -225,7 +224,7 @@ def test_a_run_that_is_resumed_behind_a_return_ends_alike(fallen, tmp_path):
 def test_the_reward_of_the_held_out_prompts():
     def by(**options):
         config = tiny.config(**options)
-        return extensions.best_by(config, resolve(config))
+        return extensions.best_weights(config, resolve(config)).best.reward
     on = {"guard__window": 2, "eval__every": 1}
     assert by(guard__window=2) is None and by(**on) == "red"
     assert by(**on, reward={"a": 1.0, "b": 2.0}) == "b"
@@ -307,9 +306,9 @@ def test_the_first_weights_are_good_and_those_beyond_the_limits_not_the_best():
 
 def test_levels_and_limits_by_hand():
     pairs = 20 * 19 / 2
-    assert guard.of_pairs(0.01, 20) * pairs == pytest.approx(0.01 / 3)
-    assert guard.of_spikes(0.01, 20) * 20 * 3 == pytest.approx(0.01 / 3)
-    assert guard.of_pairs(0.01, 1) == pytest.approx(0.01 / 3)
+    assert guard.pair_level(0.01, 20) * pairs == pytest.approx(0.01 / 3)
+    assert guard.spike_level(0.01, 20) * 20 * 3 == pytest.approx(0.01 / 3)
+    assert guard.pair_level(0.01, 1) == pytest.approx(0.01 / 3)
     assert guard.fell([1, 1], [0, 0], 1e-9) and not guard.fell([0, 0], [1, 1], 0.4)
     assert guard.fell_paired([1, 1], [0, 0], 1e-9) and not guard.fell_paired([1, 1], [1, 1], 0.4)
     assert not guard.fell([1], [0, 0], 0.4) and not guard.fell_paired([1], [0], 0.4)
@@ -336,7 +335,7 @@ def test_falls_are_those_of_welch_and_of_pairs(seed):
 
 def test_runs_without_a_fall_go_back_no_more_often_than_said():
     """400 runs of 12 epochs x 8 groups with one mean, each window of two epochs against the best before it."""
-    rng, level, alarms = np.random.default_rng(0), guard.of_pairs(0.3, 12), 0
+    rng, level, alarms = np.random.default_rng(0), guard.pair_level(0.3, 12), 0
     for _ in range(400):
         rewards = rng.random((12, 8))
         alarms += any(guard.fell(rewards[i:i + 2].ravel(), rewards[j:j + 2].ravel(), level)
@@ -345,7 +344,7 @@ def test_runs_without_a_fall_go_back_no_more_often_than_said():
 
 
 def test_updates_without_a_spike_go_back_no_more_often_than_said():
-    rng, level = np.random.default_rng(0), guard.of_spikes(0.3, 12)
+    rng, level = np.random.default_rng(0), guard.spike_level(0.3, 12)
     runs = rng.lognormal(0, 0.5, (400, 12))
     alarms = sum(any(run[k] > guard.limit(run[max(0, k - 4):k], level) for k in range(12)) for run in runs)
     assert alarms / 400 < 0.1 / 3 + 3 * math.sqrt(0.033 / 400)

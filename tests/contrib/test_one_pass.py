@@ -16,9 +16,9 @@ from flowgrpo.errors import UserError
 from flowgrpo.methods import keys_read
 from flowgrpo.samplers import growth
 from flowgrpo.samplers.grids import shift_grid
+from flowgrpo.samplers.growth import replay
 from flowgrpo.samplers.kernels import Euler, FlowSDE
 from flowgrpo.samplers.plans import Schedule
-from flowgrpo.samplers.replay import replay
 from flowgrpo.samplers.rollout import RolloutSpec, seeder
 from flowgrpo.samplers.scheduler import StepRecord, noise_like
 from flowgrpo.training import credit, extensions, memory, sampling
@@ -172,8 +172,7 @@ def test_golden_runs_are_equal_with_one_pass_on_and_off(kind, method):
         for key, value in golden_files.selected(method, other).items():
             assert value == pytest.approx(own[key], rel=2e-3, abs=5e-5), key
     assert fewer < calls
-    for key, value in weights.items():
-        assert torch.allclose(value, others[key], rtol=1e-3, atol=2e-5), key
+    tiny_runs.assert_same_weights(weights, others, rtol=1e-3, atol=2e-5)
 
 
 BESIDE = ["phases_of_prompts", "phases_of_sizes", "two_sizes", "extrapolate", "self_teacher", "supervised",
@@ -187,8 +186,7 @@ def test_rare_features_of_the_loop_train_alike_beside_it(feature):
         made = features.trainer("image", *names, epochs=3)
         tiny_runs.next_epochs(made, 3)
         found.append(made.policy.weights.snapshot())
-    for key, value in found[0].items():
-        assert torch.allclose(value, found[1][key], rtol=1e-3, atol=2e-5), key
+    tiny_runs.assert_same_weights(*found, rtol=1e-3, atol=2e-5)
 
 
 def test_the_first_update_has_the_replays_gradient_and_a_ratio_of_exactly_one():
@@ -268,8 +266,7 @@ def test_options_of_a_run_train_alike_beside_it(options):
         made = trainer(train__one_pass=one_pass, **options)
         tiny_runs.epochs(made)
         found.append(made.policy.weights.snapshot())
-    for key, value in found[0].items():
-        assert torch.allclose(value, found[1][key], rtol=1e-3, atol=2e-5), key
+    tiny_runs.assert_same_weights(*found, rtol=1e-3, atol=2e-5)
 
 
 def test_outside_of_an_epoch_rollouts_keep_nothing():

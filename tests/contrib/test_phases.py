@@ -17,7 +17,7 @@ from flowgrpo.policies import build
 from flowgrpo.tools.check.tiny import videos
 from flowgrpo.train import Trainer
 from flowgrpo.training import state
-from tests.helpers import loop, tiny, tiny_text
+from tests.helpers import loop, tiny, tiny_runs, tiny_text
 from tests.helpers.refusals import message
 
 PROMPTS = [Prompt(text, metadata={"sign": text[1] if text[1] in "+-" else "other"}) for text in tiny_text.PROMPTS]
@@ -33,9 +33,9 @@ def test_the_phase_of_an_epoch_by_its_number_its_share_and_a_reward():
     listed = [{"at": 2}, {"at": 0.5}, {"at": 15, "reach": 0.8}]
     made = loop.extension(tiny_text.trainer(train__epochs=20, phases=listed), "Phases")
     assert made.begins == [2, 10, 15]
-    assert [made.of({}, epoch) for epoch in (0, 1, 2, 9, 10, 14, 15)] == [-1, -1, 0, 0, 1, 1, 2]
-    assert [made.of({"phase_mean": mean}, 11) for mean in (0.7, 0.8)] == [1, 2]
-    assert made.of({"phase_mean": 0.1, "phase": 2}, 12) == 2  # once begun, it stays
+    assert [made.number_at({}, epoch) for epoch in (0, 1, 2, 9, 10, 14, 15)] == [-1, -1, 0, 0, 1, 1, 2]
+    assert [made.number_at({"phase_mean": mean}, 11) for mean in (0.7, 0.8)] == [1, 2]
+    assert made.number_at({"phase_mean": 0.1, "phase": 2}, 12) == 2  # once begun, it stays
 
 
 def test_a_phase_changes_what_it_sets_and_evaluations_keep_their_own():
@@ -101,13 +101,11 @@ def test_a_resumed_run_goes_on_in_its_phase(tmp_path):
         made.run_epoch()
     made.epoch = 2
     made.progress.saved_counters = state.counters(made)
-    state.save(made, tmp_path)
-    state.restore(other, tmp_path / "checkpoints" / "epoch-00002")
+    tiny_runs.resume(made, other, tmp_path)
     other.epoch = 2
     one, two = made.run_epoch(), other.run_epoch()
     assert made.geometry.group == other.geometry.group == 6 and one["loss"] == two["loss"]
-    for key, tensor in made.policy.weights.snapshot().items():
-        assert torch.equal(tensor, other.policy.weights.snapshot()[key])
+    tiny_runs.assert_same_weights(made, other)
     assert np.isfinite(one["grad_norm"]) and made.memory == other.memory
 
 
@@ -133,7 +131,9 @@ def test_impossible_phases(listed, told):
 
 def test_a_phase_of_videos_has_other_frames():
     pipe, call = videos.FACTORIES["WanPipeline"](0)
-    settings = tiny.config(image__call=call, parts={"plan": {"size": 2}}, train__epochs=3, train__group=2,
+    sizes = {"image__height": call["height"], "image__width": call["width"], "image__frames": call["num_frames"],
+             "image__call": {"max_sequence_length": call["max_sequence_length"]}}
+    settings = tiny.config(**sizes, parts={"plan": {"size": 2}}, train__epochs=3, train__group=2,
                            phases=[{"at": 1, "set": {"image.frames": 1}}])
     policy = build.make_policy(settings, torch.device("cpu"), pipe)
     made = Trainer(settings, Accelerator(cpu=True), policy,

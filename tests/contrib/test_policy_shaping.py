@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from flowgrpo.contrib.policy_shaping import PolicyShaping
+from flowgrpo.contrib.surrogates import PolicyShaping
 from flowgrpo.objectives import Clip, DivergenceMask, surrogate_input
 from flowgrpo.types import Scored
 from tests.helpers.refusals import message

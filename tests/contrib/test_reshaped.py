@@ -8,13 +8,12 @@ import torch
 
 from flowgrpo.advantages.baselines import Conditional, Signed
 from flowgrpo.advantages.group import Advantage, group_relative
-from flowgrpo.contrib.consistency import LikelihoodConsistency
-from flowgrpo.contrib.episodic import Episodic
 from flowgrpo.contrib.reshaped import Confidence, Consistency, Difficulty, Unconfident, difficulty, outcome_entropy
 from flowgrpo.contrib.risk import RiskAverse, risk_weights
+from flowgrpo.contrib.shapings import Episodic, LikelihoodConsistency
 from flowgrpo.errors import UserError
 from flowgrpo.methods.validate import resolve
-from flowgrpo.samplers.replay import rescore
+from flowgrpo.samplers.growth import rescore
 from flowgrpo.training import sampling
 from flowgrpo.training.credit import context_of
 from flowgrpo.types import Completions, Context, PromptGroups, RewardColumns, RunState, SampleMeasures, Scored

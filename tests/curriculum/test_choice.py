@@ -11,8 +11,7 @@ import torch
 
 from flowgrpo.advantages.group import Pooled, group_relative
 from flowgrpo.config import Config
-from flowgrpo.contrib.categories import CategoryBandit
-from flowgrpo.contrib.prediction import PredictedDifficulty, predict_rates
+from flowgrpo.contrib.curricula import CategoryBandit, PredictedDifficulty, predict_rates
 from flowgrpo.contrib.variants import Variations
 from flowgrpo.curriculum import order
 from flowgrpo.curriculum.epoch_batch import EpochBatch

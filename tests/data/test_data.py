@@ -1,5 +1,6 @@
 """Prompts: what files, hub datasets and sources hold, what is held out, and which prompts an epoch samples."""
 
+import itertools
 import json
 import math
 import runpy
@@ -18,7 +19,7 @@ from flowgrpo.config import Config
 from flowgrpo.data import hub, sets, sources
 from flowgrpo.data.prompts import STARTER, Prompt, load_prompts, of_records
 from flowgrpo.data.sets import draw, resolve, split
-from flowgrpo.errors import UserError
+from flowgrpo.errors import UserError, slip
 from flowgrpo.starter import scenes
 from tests.helpers.refusals import message
 
@@ -198,6 +199,44 @@ def test_without_pyarrow_parquet_says_what_to_install(tmp_path, monkeypatch):
 def test_mistakes_are_told_with_file_and_line(name, text, told, tmp_path):
     file = write(tmp_path, name, text)
     assert told in message(load_prompts, file) and str(file) in message(load_prompts, file)
+
+
+# Names of facts that files have, and slips of our keys, by what they are a slip of.
+USUAL = ("prompt_id image_id image_url video_id meta negative image_path image_file image_size video_url video_path "
+         "mask masks mask_path images_url prompt_en prompt_zh prompt_text prompt_type original_prompt source_image "
+         "image_1 image1 image2 first_frame last_frame control control_type height width id weighting tag "
+         "class caption idx positive_prompt prompt_weight control_images_dir metadata_file").split()
+SLIPS = {"promt": "prompt", "prompts": "prompt", "pormpt": "prompt", "Prompt": "prompt", "metdata": "metadata",
+         "meta_data": "metadata", "weigth": "weight", "weights": "weight", "imge": "image", "imgae": "image",
+         "mask_imag": "mask_image", "negative-prompt": "negative_prompt", "negativePrompt": "negative_prompt",
+         "vidoe": "video", "lastimage": "last_image", "controll_image": "control_image"}
+
+
+def one_row(folder: Path, ending: str, row: dict[str, str]) -> Path:
+    if ending == "parquet":
+        return table(folder / "p.parquet", [row])
+    return write(folder, f"p.{ending}", json.dumps(row) if ending == "jsonl" else
+                 f"{','.join(row)}\n{','.join(row.values())}\n")
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "csv", "parquet"])
+def test_other_keys_are_metadata_and_one_letter_off_a_key_is_a_slip(ending, tmp_path):
+    facts = {name: "x" for name in USUAL}
+    assert load_prompts(one_row(tmp_path, ending, {"prompt": "a"} | facts)) == [Prompt("a", metadata=facts)]
+    for name, meant in SLIPS.items():
+        file = one_row(tmp_path, ending, {"prompt": "a", name: "x"})
+        assert message(load_prompts, file) == f"prompts {file}, line 1: unknown key {name!r}: did you mean " \
+            f"{meant!r}? (as a fact it goes into `metadata`)"
+
+
+def test_a_slip_is_one_letter_more_less_or_other_or_two_exchanged():
+    words = ["", *map("".join, (each for length in range(1, 5) for each in itertools.product("ab", repeat=length)))]
+    for word in words:
+        near = {word[:at] + letter + word[at:] for at in range(len(word) + 1) for letter in "ab"}
+        near |= {word[:at] + word[at + 1:] for at in range(len(word))}
+        near |= {word[:at] + letter + word[at + 1:] for at in range(len(word)) for letter in "ab"}
+        near |= {word[:at] + word[at + 1] + word[at] + word[at + 2:] for at in range(len(word) - 1)}
+        assert {other for other in words if slip(word, [other]) == other} == near & {*words} | {word}
 
 
 def test_missing_files_and_names_without_owner():

@@ -232,7 +232,7 @@ def test_the_recorded_texts_are_the_groups_with_their_log_probabilities(tmp_path
     [part], conditioning, scores = sampling.sample(run, run.prompts)
     [taken] = part.transitions
     told = {(prompt, chosen, rejected) for prompt, chosen, rejected in RIGHT}
-    texts = run.policy.detokenize(taken.ids, taken.old.mask)
+    texts = run.policy.detokenize(taken.ids, taken.old.mask, [""] * len(taken.ids))
     assert {(prompt.text, texts[2 * i], texts[2 * i + 1]) for i, prompt in enumerate(run.prompts)} == told
     ends = taken.ids.gather(1, taken.old.mask.sum(1, keepdim=True) - 1)[:, 0]
     assert (ends == run.policy.ends[0]).all() and scores[..., 0].tolist() == [[1, 0]] * 4

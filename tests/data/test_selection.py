@@ -12,7 +12,6 @@ from flowgrpo.data.prompt_writer import (
     critiques,
     load_templates,
     of_answer,
-    variant_request,
     variants,
     with_inversions,
 )
@@ -65,10 +64,16 @@ def test_mixtures_by_weights_and_by_the_surrogate():
 def test_variants_keep_references_and_lines_lose_numbers():
     known = [Prompt("3 owls", metadata={"count": 3}, weight=2.0), Prompt("a cat")]
     answers = {"3 owls": "1. three owls\n2. 3 owls\n3. owls, three of them", "a cat": "three owls\na small cat"}
-    written = variants(known, 3, lambda messages: answers[messages[0]["content"].rpartition("\n")[2]])
+    asked = []
+
+    def ask(messages):
+        asked.append(messages[0]["content"])
+        return answers[asked[-1].rpartition("\n")[2]]
+
+    written = variants(known, 3, ask)
     assert [(prompt.text, prompt.metadata, prompt.weight) for prompt in written] == [
         ("three owls", {"count": 3}, 2.0), ("owls, three of them", {"count": 3}, 2.0), ("a small cat", {}, 1.0)]
-    assert "3 times" in variant_request("x", 3)[0]["content"]
+    assert all("3 times" in text for text in asked) and len(asked) == 2
     answer = 'Here are two prompts:\n1. "a red hat"\n2) two owls\n\n- 3 cats'
     assert of_answer(answer) == ["a red hat", "two owls", "3 cats"]
 

@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from unittest import mock
 
@@ -193,3 +195,18 @@ def test_the_error_of_all_processes_is_printed_by_the_first(rank, seconds, monke
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     launchers.let_the_first_speak()
     assert waited == seconds
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_the_first_of_two_processes_prints_an_error_that_torchruns_own_report_repeats(plain, tmp_path):
+    arguments = ["torchrun", "--nproc_per_node", "2", "--master_port", str(free_ports(1)[0]), "-m", "flowgrpo", "train",
+                 "starter", "--train.lrr=3"]
+    command = [sys.executable, *(["-m", "torch.distributed.run", *arguments[1:]] if plain else
+                                 ["-m", "flowgrpo.distributed.launchers", *arguments])]
+    found = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env={**os.environ})
+    error = "flowgrpo: error: unknown option --train.lrr: did you mean '--train.lr'?"
+    assert found.stderr.splitlines().count(error) == 1 and not found.stdout
+    if plain:  # its traceback cannot be prevented
+        assert found.returncode == 1 and f"traceback : {error}" in found.stderr
+    else:
+        assert found.returncode == 2 and found.stderr.splitlines() == [error]

@@ -18,7 +18,6 @@ from flowgrpo.distributed import shards
 from flowgrpo.errors import UserError
 from flowgrpo.policies.weights import sharding
 from flowgrpo.storage import checkpoint
-from flowgrpo.training import epochs as saves
 from flowgrpo.training import state
 from tests.distributed.test_processes import REWARD, SMALL, arguments, half_flat, held, join_anew
 from tests.helpers import tiny
@@ -87,8 +86,8 @@ def one_of_two(folder: Path) -> None:
         metrics = epochs(trainer, 0, 1)
         if case == "full":
             state.save(trainer, folder / "of two")
-            saves.LARGE = 0  # from here on, checkpoints are written by threads
-            trainer.progress.saving(folder / "by threads", last=False)
+            state.LARGE = 0  # from here on, checkpoints are written by threads
+            state.save_epoch(trainer, folder / "by threads", last=False)
         metrics += epochs(trainer, 1, 2)
         trainer.progress.saving.look(wait=True)
         leave(folder, case, trainer, metrics)

@@ -38,11 +38,6 @@ from tests.text.test_text_evaluate import SHORT, finished, save
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return tiny.save(tiny.sd3(), tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="module")
 def runs(tmp_path_factory, model):
     """Two finished runs; the first has a checkpoint of its last weights, and one of the base's (an untrained LoRA)."""
     folder = tmp_path_factory.mktemp("runs")

@@ -73,7 +73,7 @@ def test_a_policy_has_its_frames_again_and_the_base_is_measured_again(tmp_path):
 
 
 @pytest.mark.parametrize("name, count, told", [
-    (WAN, 4, "eval.frames is 4, but WanPipeline takes 1 more than a multiple of 2: expected 3"),
+    (WAN, 4, "eval.frames is 4, but WanPipeline takes 1 more than a multiple of 2: expected 3 or 5"),
     ("WanVideoToVideoPipeline", 5, "has the frames of its source video: leave it out"),
     ("StableDiffusion3Pipeline", 5, "StableDiffusion3Pipeline takes no number of frames: leave it out")])
 def test_frames_that_a_pipeline_does_not_take_are_refused(name, count, told, tmp_path):
@@ -93,9 +93,6 @@ def test_clips_beyond_the_limits_are_refused(tmp_path):
     with pytest.raises(UserError, match="image.frames is 4, but WanPipeline takes 1 more than a multiple of 2"):
         options.check_frames(loop.setup(settings(tmp_path, None, model=str(tmp_path / "wan"), image__frames=4,
                                                  image__call={}), "pipeline"))
-    with pytest.raises(UserError, match="image.frames is 5, and image.call has num_frames 9"):
-        options.check_frames(loop.setup(settings(tmp_path, None, image__frames=5, image__call={"num_frames": 9}),
-                                        "pipeline"))
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +127,7 @@ def test_the_cost_of_an_evaluation_is_that_of_its_steps(tmp_path):
 
 @pytest.mark.parametrize("name, count, expected", [
     (WAN, 4, "image.frames is 4, but WanPipeline takes 1 more than a multiple of 2: expected 3"),
-    (WAN, 6, "image.frames is 6, but WanPipeline takes 1 more than a multiple of 2: expected 5"),
+    (WAN, 6, "image.frames is 6, but WanPipeline takes 1 more than a multiple of 2: expected 5 or 7"),
     ("LTXPipeline", 8, "image.frames is 8, but LTXPipeline takes 1 more than a multiple of")])
 def test_frames_of_training_are_those_that_the_pipeline_makes(name, count, expected, tmp_path):
     pipe = make(name)[0]

@@ -22,7 +22,6 @@ from flowgrpo.evaluation.plan import Ledger, Place
 from flowgrpo.storage.json_files import finite
 from flowgrpo.user_code import forget_changed
 from tests.evaluation.test_images import make_run, stock
-from tests.helpers import tiny
 from tests.helpers.forked import Forked
 
 SUITE = [("a dog", "animals"), ("a cat", "animals"), ("a hat", "things"), ("a cup", "things"), ("fog", "weather")]
@@ -44,11 +43,6 @@ def fragile(images, prompts):
         os.kill(os.getpid(), signal.SIGKILL)
     return images[:, 0].mean((1, 2)).tolist()
 '''
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return tiny.save(tiny.sd3(), tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +87,7 @@ def test_means_and_pairs_are_those_of_the_images(found):
     told = results["compared"][bright]
     assert told["change"]["all prompts"]["mean"] == pytest.approx((tuned - base).mean(), abs=1e-6)
     assert told["win_rate"]["all prompts"]["mean"] == pytest.approx((tuned > base).mean(), abs=1e-6)
-    expected = statistics.interval((tuned > base).astype(float), statistics.BOOTSTRAP)
+    expected = statistics.interval((tuned > base).astype(float), statistics.STUDENT)
     assert told["win_rate"]["all prompts"]["low"] == pytest.approx(expected.low, abs=1e-6)
     opposite = results["compared"][dark]["win_rate"]["all prompts"]["mean"]
     assert opposite == pytest.approx(1 - told["win_rate"]["all prompts"]["mean"], abs=1e-6)
@@ -155,7 +149,7 @@ def test_what_is_written(found):
                                                 ["all prompts", "5"]]
         assert all("| " + " | ".join(line) + " |" in text for line in lines)
     how = [findings.methods(results, name) for name in names]
-    assert all(told.startswith("95 % intervals: ") and told.endswith("bootstrap over prompts") for told in how)
+    assert all(told.startswith("95 % intervals: ") and told.endswith("Student's t over prompts") for told in how)
     assert all(told in text for told in [*how, *results["drift"]])
     assert Image.open(folder / "grid.png").width > 400
 

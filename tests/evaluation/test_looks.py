@@ -22,7 +22,7 @@ from flowgrpo.evaluation.evaluate import evaluate
 from flowgrpo.evaluation.looks import Looks
 from flowgrpo.evaluation.report import report
 from flowgrpo.evaluation.report.verdict import sentences
-from flowgrpo.evaluation.statistics import blind
+from flowgrpo.evaluation.statistics import blind, change
 from flowgrpo.rewards import About
 from flowgrpo.rewards.find import find
 from flowgrpo.rewards.guards import edge_widths
@@ -108,15 +108,55 @@ def test_contours_and_diversity_by_hand():
 
 def test_shares_and_second_images():
     base = Looks(2.0, 0.4)
-    assert Looks(2.5, 0.2).of(base) == {"edge_width": 1.25, "diversity": 0.5}
-    assert Looks().of(base) == Looks(1.0, 1.0).of(Looks()) == Looks(1.0, 1.0).of(Looks(0.0, 0.0)) == {}
+    assert Looks(2.5, 0.2).relative_to(base) == {"edge_width": 1.25, "diversity": 0.5}
+    assert not any(one.relative_to(other) for one, other in (
+        (Looks(), base), (Looks(1.0, 1.0), Looks()), (Looks(1.0, 1.0), Looks(0.0, 0.0))))
     assert looks.describe_looks({"edge_width": 1.25, "diversity": 0.5}) == [
         ("warn", "Edges are 1.25 times as wide as the base's: the images are blurred."),
         ("warn", "Images of a prompt are 0.50 times as far apart as the base's: they became alike.")]
     assert [tone for tone, _ in looks.describe_looks({"edge_width": 1.05, "diversity": 0.95})] == ["plain", "plain"]
     assert looks.describe_looks({}) == [] and looks.read(json.loads(json.dumps(base.as_json()))) == base
-    assert looks.read(None).of(base) == looks.read(Looks().as_json()).of(base) == {}
+    assert looks.read(None).relative_to(base) == looks.read(Looks().as_json()).relative_to(base) == {}
+    assert base.relative_to(base)["diversity"].certain  # without the prompts' values, the number alone counts
     assert [looks.twins(*given) for given in ((64, 1), (240, 1), (6, 1), (64, 2))] == [8, 30, 6, 0]
+
+
+def looked(widths: list[float], apart: list[float | None]) -> Looks:
+    return Looks(np.mean(widths), np.mean([value for value in apart if value is not None]),
+                 {"edge_width": widths, "diversity": apart})
+
+
+def test_looks_are_compared_by_prompts():
+    """By hand: distances 0.4 become 0.3, with a change of 0.1 +- 0.08 of eight prompts: t is 1/4 per sqrt(8 - 1)."""
+    none: list[float | None] = [None] * 8
+    base = looked([2.0] * 16, [0.4] * 8 + none)
+    sure, unsure = (looked([2.5] * 16, [0.3 + side * spread for side in (-1, 1)] * 4 + none) for spread in (0.02, 0.16))
+    for now, certain in ((sure, True), (unsure, False)):
+        now = looks.read(json.loads(json.dumps(now.as_json())))
+        shares = now.relative_to(looks.read(json.loads(json.dumps(base.as_json()))))
+        found = shares["diversity"]
+        moved = change(np.full((8, 1), 0.4), np.array(now.of_prompts["diversity"][:8])[:, None])
+        assert found == pytest.approx(0.75) and found.interval.prompts == 8 and found.certain is certain
+        assert (found.interval.low, found.interval.high) == pytest.approx((1 + moved.low / 0.4, 1 + moved.high / 0.4))
+        assert shares["edge_width"] == 1.25 and shares["edge_width"].certain
+        ends = f"(95 %: {found.interval.low:.2f} to {found.interval.high:.2f})" + (
+            ": they became alike." if certain else ", which may be chance.")
+        assert looks.describe_looks(shares) == [
+            ("warn", "Edges are 1.25 times as wide as the base's (95 %: 1.25 to 1.25): the images are blurred."),
+            ("warn" if certain else "plain", f"Images of a prompt are 0.75 times as far apart as the base's {ends}")]
+    few = looked([2.5] * 7, [0.2] * 7).relative_to(looked([2.0] * 7, [0.4] * 7))
+    assert [(tone, text.partition("): ")[2]) for tone, text in looks.describe_looks(few)] == [
+        ("plain", "too few prompts to tell (at least 8).")] * 2
+    other = looked([2.5] * 7, [0.2] * 7).relative_to(base)  # of another number of prompts, the means
+    assert other == pytest.approx({"edge_width": 1.25, "diversity": 0.5}) and other["diversity"].interval is None
+
+
+def test_a_lost_prompt_keeps_its_place():
+    found = looks.features(rendered(4, 2))
+    whole, without = (looks.measure_looks(found, [0, 0, 1, 1], lost) for lost in ((), [False, True]))
+    assert without.of_prompts == {name: [values[0], None] for name, values in whole.of_prompts.items()}
+    shares = without.relative_to(whole)
+    assert shares == {"edge_width": 1, "diversity": 1} and shares["diversity"].interval.prompts == 1
 
 
 @pytest.mark.parametrize("samples", [1, 2])
@@ -129,12 +169,13 @@ def test_a_run_reports_the_looks_of_its_held_out_images(tmp_path, samples):
     stages = report.read_stages(config.folder)
     assert looks.read(stages[0]["looks"]) == before and looks.read(stages[-1]["looks"]) == after
     lines = [json.loads(line) for line in (config.folder / "metrics.jsonl").read_text().splitlines()]
-    assert {key: lines[-1][f"of_base/{key}"] for key in ("edge_width", "diversity")} == pytest.approx(after.of(before))
+    share = after.relative_to(before)
+    assert {key: lines[-1][f"of_base/{key}"] for key in ("edge_width", "diversity")} == pytest.approx(share)
     found = report.data(config.folder)
     [chart] = [chart for chart in found["charts"] if chart["title"] == "Looks, of the base"]
     assert [series["label"] for series in chart["series"]] == ["edge width", "diversity within a prompt"]
     assert all(series["y"][0] == 1 and series["x"] == [0, 1, 2, 2] for series in chart["series"])
-    assert any(sentence["text"].startswith(f"Edges are {after.of(before)['edge_width']:.2f} times as wide")
+    assert any(sentence["text"].startswith(f"Edges are {share['edge_width']:.2f} times as wide")
                for sentence in found["sentences"])
 
 
@@ -286,7 +327,7 @@ class Based:
 
 
 def test_prompts_are_shuffled_and_none_gets_its_own():
-    shuffled = Shuffled.of({"fits": fits, "remote": Remote(), "group": Group(), "based": Based()}, PROMPTS)
+    shuffled = Shuffled.choose({"fits": fits, "remote": Remote(), "group": Group(), "based": Based()}, PROMPTS)
     assert [*shuffled.rewards] == ["fits"] and len(shuffled.others["fits"]) == 32
     states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
     scores = shuffled.score([0, None, 20, 35], IMAGES[[0, 1, 20, 35]], POLICY)[:, 0]
@@ -294,16 +335,16 @@ def test_prompts_are_shuffled_and_none_gets_its_own():
     assert (random.getstate(), np.random.get_state()[1].tolist()) == states[:2]
     assert torch.equal(torch.get_rng_state(), states[2])
     reward = rewards.Composed(fits, WatchRule(when={"even": True}), name="fits")
-    [others] = Shuffled.of({"fits": reward}, PROMPTS).others.values()
+    [others] = Shuffled.choose({"fits": reward}, PROMPTS).others.values()
     assert {i: other.metadata["value"] for i, other in others.items()} == {i: (i + 16) % 32 for i in range(0, 32, 2)}
     # Of 16 prompts that are 8, twice, another one is 7 or 9 away; of 7 prompts, and of one 16 times, there is none.
-    [others] = Shuffled.of({"fits": fits}, PROMPTS[:8] * 2).others.values()
+    [others] = Shuffled.choose({"fits": fits}, PROMPTS[:8] * 2).others.values()
     assert len(others) == 16 and all(other.metadata["value"] == (i + 7) % 8 for i, other in others.items())
-    assert not Shuffled.of({"fits": fits}, PROMPTS[:7]).rewards
-    assert not Shuffled.of({"fits": fits}, PROMPTS[:1] * 16).rewards
+    assert not Shuffled.choose({"fits": fits}, PROMPTS[:7]).rewards
+    assert not Shuffled.choose({"fits": fits}, PROMPTS[:1] * 16).rewards
     def fails(images, prompts, metadata):
         raise KeyError("value")
-    assert Shuffled.of({"it": fails}, PROMPTS).score([0, 1], IMAGES[:2], POLICY).isnan().all()
+    assert Shuffled.choose({"it": fails}, PROMPTS).score([0, 1], IMAGES[:2], POLICY).isnan().all()
 
 
 OWN = [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7]  # mean 0.35
@@ -318,7 +359,7 @@ MAY = ("reward 'x' may not tell whether an image fits its prompt: on 8 images {}
     ([0.5] * 8, [0.5] * 8, ("warn", SAME.format("0.500 against 0.500"))),
     ([1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0], [0.0] * 8,
      ("plain", MAY.format("0.000", "0.250", "-0.120 to +0.591"))),
-    (OWN, OWN[::-1], ("plain", MAY.format("0.350", "0.350", "-0.325 to +0.300"))),
+    (OWN, OWN[::-1], ("plain", MAY.format("0.350", "0.350", "-0.511 to +0.511"))),
     (OWN, OWN, ("plain", "reward 'x' does not read the prompt: 8 images have the same scores under other prompts")),
     (OWN, [value - 0.1 for value in OWN], None), (OWN, [math.nan, *OWN[1:]], None), (OWN, [None, *OWN[1:]], None),
     ([1.0] * 8, [0.0] * 8, None)])

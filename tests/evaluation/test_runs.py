@@ -25,10 +25,10 @@ from flowgrpo.run import run
 from flowgrpo.storage.places import lock_run
 from flowgrpo.tools.vote.ballot import Ballot
 from flowgrpo.tools.vote.sources import pairs
-from tests.cli.test_cli import told
 from tests.fuzz import CORPUS
 from tests.helpers import tiny
 from tests.helpers.refusals import error_line, message
+from tests.helpers.refusals import only_line as told
 
 
 def written(output, name: str, epochs: int, time: int, finished: bool = True, **options):

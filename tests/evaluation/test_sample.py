@@ -34,11 +34,6 @@ from tests.helpers import tiny, tiny_text
 from tests.helpers.refusals import error_line, message
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return tiny.save(tiny.sd3(), tmp_path_factory.mktemp("model") / "tiny")
-
-
 def comfy(text: str) -> tuple[str, str, dict[str, str]]:
     """(prompt, negative prompt, settings) as ComfyUI's import of AUTOMATIC1111's notation reads them."""
     steps = text.rindex("\nSteps:")
@@ -212,9 +207,15 @@ def test_texts_stand_in_the_file_itself(tmp_path):
     (["--prompts", "no.txt"], "prompts no.txt: no such file"),
     (["--prompts", "no.txt", "--temperature", "1"], "--temperature: is of a language model"),
     (["--prompts", "no.txt", "--key", "prompt"], "--key prompt: makes a text the prompt of its line"),
-    (["--prompt", "x", "--enhancer", "starter"], "--enhancer starter: generates images, expected a language model")])
-def test_mistakes_are_told(options, line, capsys):
-    assert line in error_line(capsys, "sample", "starter", *options)
+    (["--prompt", "x", "--enhancer", "starter"], "--enhancer starter: generates images, expected a language model"),
+    *((["--prompt", "x", *options], line) for options, line in (
+        (["--guidance", "inf"], "--guidance: got inf, expected a finite number"), (["--guidance", "nan"], "--guidance"),
+        (["--best-of", "1000000000", "--by", "sharpness"],
+         "1,000,000,000 candidates of one sample (--best-of) need 4,709 GiB"),
+        (["--steps", "10001"], "--steps: got 10001, expected 10000 at most")))])
+def test_mistakes_are_told(options, line, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert line in error_line(capsys, "sample", "starter", *options) and not list(tmp_path.iterdir())
 
 
 @pytest.fixture(scope="module")

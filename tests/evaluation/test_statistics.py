@@ -3,33 +3,38 @@
 import itertools
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 
 from flowgrpo import rewards
 from flowgrpo.cli.root import print_table
 from flowgrpo.data.prompts import Prompt
-from flowgrpo.evaluation import findings, held_out
+from flowgrpo.evaluation import findings, held_out, statistics
 from flowgrpo.evaluation.findings import majority, pass_at_k, powers, tries, verdicts
 from flowgrpo.evaluation.held_out import compare_rewards
 from flowgrpo.evaluation.measured import Measured
 from flowgrpo.evaluation.statistics import (
-    BOOTSTRAP,
+    STUDENT,
     WILSON,
     Interval,
     cells,
     change,
     decimals,
+    directions,
     drift,
+    holm,
     interval,
     mean_of,
     method_of,
     win_rate,
     wins,
 )
+from scripts.measure import false_sentences
 from tests.helpers.refusals import message
 
 NAN = math.nan
@@ -45,10 +50,118 @@ def test_a_share_has_wilsons_interval(hits, count):
     assert found.high == pytest.approx(min((middle + half) / (1 + z * z / count), 1), abs=1e-10)
 
 
+def test_a_ratio_of_paired_means_has_fiellers_interval():
+    first, second = np.array([1.0, 2.0, 3.0, 4.0]), np.array([1.0, 1.0, 2.0, 4.0])
+    found = statistics.ratio(first, second)
+    assert found.mean == pytest.approx(0.8) and found.prompts == 4  # 2 over 2.5
+    for end in (found.low, found.high):  # at its ends a t-test of second - r first is at 5 %
+        assert stats.ttest_1samp(second - end * first, 0).pvalue == pytest.approx(0.05)
+    # By hand: t = 3.182446, k = t^2 / (4 * 6.25) = .405119, xx = 5/3, xy = 5/3, yy = 2; 1 - k xx = .324802.
+    reach = math.sqrt(0.405119 * (2 - 1.6 * 5 / 3 + 0.64 * 5 / 3 - 0.405119 * (10 / 3 - 25 / 9)))
+    assert found.low == pytest.approx((0.8 - 0.405119 * 5 / 3 - reach) / 0.324802, rel=1e-4)
+    twice = statistics.ratio(first, 2 * first)
+    assert twice.low == pytest.approx(twice.mean) == pytest.approx(twice.high) == pytest.approx(2)
+    gaps = statistics.ratio(np.array([math.nan, *first, 9]), np.array([1, *second, math.nan]))
+    assert gaps == found
+
+
+@pytest.mark.parametrize("first", [[1.0, -1.0, 1.0, -0.5], [0.0, 0.0, 0.0], [1.0]])
+def test_a_ratio_to_what_may_be_nothing_has_no_interval(first):
+    found = statistics.ratio(np.array(first), np.ones(len(first)))
+    assert math.isnan(found.low) and math.isnan(found.high)
+
+
+@pytest.mark.parametrize("values, adjusted", [
+    ([], []), ([0.04], [0.04]), ([0.5, 0.9], [1.0, 1.0]),
+    ([0.01, 0.04, 0.03, 0.005], [0.03, 0.06, 0.06, 0.02]),  # .005 * 4, .01 * 3, .03 * 2, and .04 not below .06
+    ([0.03, 0.01, 0.6, 0.02], [0.06, 0.04, 0.6, 0.06]),  # .01 * 4, .02 * 3, .03 * 2, .6
+    ([0.02, 0.02, 0.02], [0.06, 0.06, 0.06])])
+def test_holms_p_values_by_hand(values, adjusted):
+    assert holm(values) == pytest.approx(adjusted)
+
+
+def test_a_mean_has_students_interval_widened_for_skewness():
+    """Hall's polynomial t + c t^2 + c^2 t^3 / 3 + c / 2 with c = skewness / (3 sqrt(n)) is a quantile of Student's t at
+    each end, for a skewness of 0 and of the sample's with 2/3 of sqrt(6 / n) less and more; the widest of them counts.
+    """
+    for values in ([-1.0, 1.0] * 10, [0.0] * 15 + [1.0, 2.0, 4.0, 7.0, 9.0], [1.0, 2.0]):
+        count, mean, error = len(values), np.mean(values), np.std(values, ddof=1) / math.sqrt(len(values))
+        skewness = np.mean((values - mean) ** 3) / np.std(values, ddof=1) ** 3
+        roots: dict[int, list[float]] = {1: [], -1: []}
+        for gamma in (0.0, *(skewness + side * 2 / 3 * math.sqrt(6 / count) for side in (-1, 1))):
+            c = gamma / (3 * math.sqrt(count))
+            for side, found in roots.items():
+                of = np.roots([c * c / 3, c, 1, c / 2 - side * stats.t.isf(0.025, count - 1)])
+                found.append(float(of[np.abs(of.imag) < 1e-9].real[0]))
+        found = change(np.zeros((count, 1)), np.array(values)[:, None])
+        assert found.low == pytest.approx(mean - max(roots[1]) * error, rel=1e-6)
+        assert found.high == pytest.approx(mean - min(roots[-1]) * error, rel=1e-6)
+
+
+@pytest.mark.parametrize("before, after", [
+    (np.zeros(24), np.arange(24) ** 2 / 100), (np.array([0.0, 1.0] * 20), np.array([1.0, 1.0, 0.0, 1.0] * 10)),
+    (np.array([1.0] * 20 + [0.0] * 5), np.array([0.0] * 14 + [1.0] * 11))])
+def test_p_is_what_is_left_of_the_widest_interval_that_excludes_no_change(before, after, monkeypatch):
+    found = change(before[:, None], after[:, None])
+    assert (found.p < 0.05) == (not found.low <= 0 <= found.high)
+    monkeypatch.setattr(statistics, "Z", stats.norm.isf(found.p / 2))
+    monkeypatch.setattr(statistics, "CONFIDENCE", 1 - found.p)
+    same = change(before[:, None], after[:, None])
+    assert min(abs(same.low), abs(same.high)) == pytest.approx(0, abs=1e-7) and same.p == found.p
+    assert "p" in found.as_json() and "p" not in interval(after[:, None]).as_json()
+    constant = np.full((5, 1), 0.3)
+    assert change(constant, constant).p == 1 and change(constant, constant + 0.1).p == 0
+
+
+def test_of_several_changes_those_count_that_holm_leaves():
+    """Of 0.01, 0.02 and 0.04 all: 3 x 0.01, 2 x 0.02 and 0.04 are below 0.05. Of 0.02, 0.03 and 0.04 none: 3 x 0.02 is
+    not."""
+    def ways(*ps: float, prompts: int = 20) -> list[int]:
+        return [*directions({str(i): Interval((-1) ** i, -2.0, 2.0, STUDENT, prompts, p) for i, p in enumerate(ps)}
+                            ).values()]
+
+    assert ways(0.01, 0.02, 0.04) == [1, -1, 1] and ways(0.02, 0.03, 0.04) == [0, 0, 0] and ways(0.04) == [1]
+    assert ways(0.001, 0.6, 0.02, 0.03) == [1, 0, 0, 0]
+    assert ways(0.001, prompts=19) == [0] and directions({}) == {}
+    few = Interval(1.0, 0.5, 1.5, STUDENT, 3, 0.04)  # is not counted
+    assert directions({"few": few, "a": Interval(1.0, 0.5, 1.5, STUDENT, 20, 0.04)}) == {"few": 0, "a": 1}
+    held = {name: replace(moved(-0.1), p=0.02) for name in "bcd"}
+    assert drift({"a": replace(UP, p=0.04)} | held, ["a"]) == [
+        "a rose by 0.200 (95 %: +0.190 to +0.210); no held-out reward (b, c, d) fell by more than chance"]
+
+
+def most(runs: int) -> int:
+    """Runs of which one in twenty says something false: so many or fewer, in 999 of 1,000 cases."""
+    return int(stats.binom.ppf(0.999, runs, 0.05))
+
+
+@pytest.mark.parametrize("kind", false_sentences.NOISES)
+@pytest.mark.parametrize("persistent", [False, True])
+def test_the_best_of_twenty_evaluations_is_not_said_to_have_risen(kind, persistent):
+    rng = np.random.default_rng(4)
+    found = [false_sentences.rises(rng, kind, 20, 20, persistent) for _ in range(100)]
+    new, same = (sum(each[rule] for each in found) for rule in ("new prompts", "same"))
+    assert new <= most(100) and new < same
+    assert persistent or sum(each["new seeds"] for each in found) <= most(100)
+
+
+@pytest.mark.parametrize("kind, prompts", [("normal", 20), ("skewed", 24), ("verdicts", 20)])
+def test_ten_rewards_that_changed_nothing_are_not_said_to_have_fallen(kind, prompts):
+    rng = np.random.default_rng(5)
+    each, said = np.array([false_sentences.hacked(rng, kind, prompts, 10) for _ in range(100)]).sum(0)
+    assert said <= most(100) < each
+
+
+def test_images_that_are_as_the_bases_are_not_said_to_be_alike():
+    generator = torch.Generator().manual_seed(6)
+    said, means = zip(*(false_sentences.warned(generator, 8) for _ in range(60)))
+    assert sum(map(bool, said)) <= 2 < sum(means)
+
+
 def test_dependent_samples_count_as_far_as_they_differ():
     scores = np.random.default_rng(1).normal(2.0, 0.5, (400, 1))
     found, half = interval(scores), 1.96 * scores.std() / 20
-    assert found.method == BOOTSTRAP and found.mean == pytest.approx(scores.mean(), abs=1e-12)
+    assert found.method == STUDENT and found.mean == pytest.approx(scores.mean(), abs=1e-12)
     assert found.low == pytest.approx(found.mean - half, abs=0.1 * half)
     assert found.high == pytest.approx(found.mean + half, abs=0.1 * half)
     assert found == interval(scores)
@@ -73,12 +186,12 @@ def test_methods_and_scores_that_apply():
     assert none.prompts == 0 and math.isnan(none.mean)
     # A category where every score happens to be 1 has the interval of the others.
     graded, strict = np.array([[1.0], [1.0], [0.4]]), np.array([[1.0, 0.0], [1.0, NAN], [0.0, 0.0]])
-    assert (method_of(graded), method_of(strict), method_of(strict, graded)) == (BOOTSTRAP, WILSON, BOOTSTRAP)
-    assert method_of(np.array([[NAN]])) == BOOTSTRAP
+    assert (method_of(graded), method_of(strict), method_of(strict, graded)) == (STUDENT, WILSON, STUDENT)
+    assert method_of(np.array([[NAN]])) == STUDENT
     part = interval(graded[:2], method_of(graded))
-    assert (part.mean, part.low, part.high, part.method) == (1.0, 1.0, 1.0, BOOTSTRAP)
+    assert (part.mean, part.low, part.high, part.method) == (1.0, 1.0, 1.0, STUDENT)
     alone = interval(graded[:1], method_of(graded))
-    assert math.isnan(alone.low) and math.isnan(alone.high) and alone.method == BOOTSTRAP
+    assert math.isnan(alone.low) and math.isnan(alone.high) and alone.method == STUDENT
 
 
 @pytest.mark.parametrize("both, one, other, neither, expected", [
@@ -99,14 +212,14 @@ def test_changes_wins_and_categories():
     before, after = np.zeros((10, 1)), np.array([1.0] + [0.0] * 9)[:, None]
     found = change(before, after)
     assert found.mean == pytest.approx(0.1) and found.low < 0 < found.high
-    assert interval(after - before, BOOTSTRAP).low == 0
+    assert interval(after - before, STUDENT).low == 0  # within the scores; a change may lie beyond
     graded = change(before + 0.25, after + 0.25)
-    assert graded == interval(after - before, BOOTSTRAP)
+    assert (graded.mean, graded.method) == (pytest.approx(0.1), STUDENT) and graded.low < 0 < graded.high
     before, after = np.array([[1.0], [NAN], [0.0]]), np.array([[1.0], [1.0], [1.0]])
     assert (change(before, after).mean, change(before, after).prompts) == (0.5, 2)
     assert math.isnan(change(np.array([[NAN]]), np.array([[1.0]])).mean)
-    parts = [Interval(0.5, 0.4, 0.7, BOOTSTRAP, 10), Interval(0.7, 0.4, 0.9, BOOTSTRAP, 5),
-             Interval(NAN, NAN, NAN, BOOTSTRAP, 0)]
+    parts = [Interval(0.5, 0.4, 0.7, STUDENT, 10), Interval(0.7, 0.4, 0.9, STUDENT, 5),
+             Interval(NAN, NAN, NAN, STUDENT, 0)]
     found = mean_of(parts)
     assert (found.mean, found.prompts) == (pytest.approx(0.6), 15)
     assert found.low == pytest.approx(0.6 - math.sqrt(0.1**2 + 0.3**2) / 2)
@@ -116,7 +229,7 @@ def test_changes_wins_and_categories():
 
 
 def moved(mean: float, half: float = 0.01) -> Interval:
-    return Interval(mean, mean - half, mean + half, BOOTSTRAP, 100)
+    return Interval(mean, mean - half, mean + half, STUDENT, 100)
 
 
 UP, DOWN, SAME = moved(0.2), moved(-0.1), moved(0.001)
@@ -140,7 +253,7 @@ def test_drift_is_said_in_words(changes, trained, expected):
 
 
 def test_nothing_is_said_on_few_prompts_and_alike_images_are_told():
-    few = Interval(0.2, 0.1, 0.3, BOOTSTRAP, 19)
+    few = Interval(0.2, 0.1, 0.3, STUDENT, 19)
     said = "nothing is said of drift in {}: it has scores on 19 prompts, and at least 20 are needed"
     assert drift({"b": few}, ["a"], DOWN) == [said.format("b")]
     assert drift({"a": UP, "b": few}, ["a"]) == [
@@ -256,12 +369,12 @@ def test_scores_that_do_not_apply_are_a_dash_in_the_table_and_null_in_the_file(t
 
 
 def test_all_rows_of_a_table_have_intervals_of_one_kind(capsys):
-    """A task whose graded scores are all 1 has a bootstrap's interval as the others; of one prompt there is none."""
+    """A task whose graded scores are all 1 has Student's interval as the others; of one prompt there is none."""
     tasks = "aab"
     before, after = measured(0.25, 0.75, 1.0, tasks=tasks), measured(1.0, 1.0, 1.0, tasks=tasks)
     rows = compare_rewards(before, after, 1)["[b]"]
-    assert {entry["method"] for row in rows.values() for entry in row.values()} == {"bootstrap over prompts"}
-    assert cells(rows) == [["a", "0.500 [0.250, 0.750]", "1.000 [1.000, 1.000]", "+0.500 [+0.250, +0.750]"],
+    assert {entry["method"] for row in rows.values() for entry in row.values()} == {"Student's t over prompts"}
+    assert cells(rows) == [["a", "0.500 [0.250, 0.750]", "1.000 [1.000, 1.000]", "+0.500 [-2.677, +3.677]"],
                            ["b", "1.000", "1.000", "0.000"], *cells(rows)[2:]]
     strict = compare_rewards(measured(0, 1, 1, tasks=tasks), measured(1, 1, 1, tasks=tasks), 1)["[b]"]
     assert {entry["method"] for row in strict.values() for entry in row.values()} == {"Wilson"}

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -20,13 +21,17 @@ from flowgrpo.evaluation.plan import digest, weights_digest
 from flowgrpo.export import comfy_names, export, run_lora
 from flowgrpo.export.comfy_names import Place
 from flowgrpo.policies.loading import load_tuned
-from flowgrpo.policies.pipelines.load import denoisers, load_pipeline
+from flowgrpo.policies.pipelines.load import denoisers, load_pipeline, text_encoders
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
+from flowgrpo.policies.weights import adapters
 from flowgrpo.policies.weights.adapters import merge
 from flowgrpo.policies.weights.lora_files import LORA_FILE
+from flowgrpo.policies.weights.trainable import TrainableWeights
 from flowgrpo.storage.manifest import order_metadata
+from flowgrpo.text.policies.causal_lm import CausalLM
+from flowgrpo.text.policies.text_weights import load_causal_lm
 from flowgrpo.tools.check.tiny import make
-from tests.helpers import tiny, tiny_text
+from tests.helpers import tiny, tiny_masked, tiny_text, tiny_vision
 from tests.helpers.refusals import message
 
 SUMMARY = {"before": {"bright": 0.25}, "after": {"bright": 0.5},
@@ -394,6 +399,80 @@ def test_a_merged_model_says_what_the_policy_says(tmp_path, rank, capsys):
     torch.testing.assert_close(logits(merged), logits(own.model), rtol=1e-5, atol=1e-5)
     assert (logits(base) - logits(merged)).abs().max() > 1e-3
     assert AutoTokenizer.from_pretrained(run / "merged")("1+2=").input_ids == own.tokenizer("1+2=").input_ids
+
+
+@pytest.mark.parametrize("targets", [["lm_head"], ["lm_head", "q_proj", "down_proj"]])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_lora_of_an_output_layer_leaves_embeddings_that_are_tied_to_it(targets, tied, tmp_path):
+    """peft#2018, #2777: merged in place, it would change what the model reads, too."""
+    for each in tiny_text.model(tie_word_embeddings=tied):
+        each.save_pretrained(tmp_path / "base")
+    base, reader = load_causal_lm(str(tmp_path / "base"))
+    settings = tiny_text.config(model=str(tmp_path / "base"), adapter__targets=str(targets))
+    assert (base.lm_head.weight is base.get_input_embeddings().weight) == tied
+    before, embedded = logits(base), base.get_input_embeddings().weight.clone()
+    tiny_text.stir(CausalLM(base, reader, settings.adapter, settings.text)).weights.save(tmp_path)
+    (tmp_path / "config.yaml").write_text(settings.yaml())
+    (tmp_path / "summary.json").write_text(json.dumps(TEXT_SUMMARY))
+    assert main(["export", str(tmp_path), "--form=merged"]) == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    adapted = logits(PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path))
+    torch.testing.assert_close(logits(merged), adapted, rtol=1e-5, atol=1e-5)
+    assert torch.equal(merged.get_input_embeddings().weight, embedded) and not merged.config.tie_word_embeddings
+    assert (before - adapted).abs().max() > 0.1
+
+
+def tied_model(name: str):
+    """A vision model, or a masked one whose output layer has the biases of another part too."""
+    if name == "BERT":
+        model = tiny_masked.model()[0].eval()
+        model.cls.predictions.bias.data.normal_()
+        return model, "cls.predictions.decoder"
+    made, _ = getattr(tiny_vision, name)()
+    made.config.tie_word_embeddings = made.config.text_config.tie_word_embeddings = True
+    return type(made)(made.config), "lm_head"
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen", "BERT"])
+@torch.no_grad()
+def test_other_kinds_of_models_are_untied_too(name, tmp_path):
+    (model, head), ids = tied_model(name), torch.tensor([[13, 14, 2]])
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    adapters.add(model, LoraConfig(r=2, target_modules=[head], init_lora_weights=False), "default")
+    expected = model(input_ids=ids).logits
+    merge(model)
+    model.save_pretrained(tmp_path)
+    torch.testing.assert_close(type(model).from_pretrained(tmp_path).eval()(input_ids=ids).logits, expected, rtol=1e-5,
+                               atol=1e-5)
+
+
+def test_tied_weights_that_no_configuration_unties_are_refused():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4, bias=False))
+    model[1].weight = model[0].weight
+    adapters.add(model, LoraConfig(r=2, target_modules=["1"]), "default")
+    assert "the LoRA of 1 does not merge: its weight is another layer's too" in message(merge, model)
+
+
+@pytest.mark.parametrize("rank", [2, 0])
+def test_tied_text_encoders_are_loaded_as_they_were_trained(rank, tmp_path):
+    """The T5 of FLUX has its embeddings under two names."""
+    pipe, _ = make("FluxPipeline")
+    encoders = text_encoders(pipe)
+    assert encoders["text_encoder_2"].shared.weight is encoders["text_encoder_2"].encoder.embed_tokens.weight
+    adapter = Adapter(rank=rank, encoder_targets=["q_proj", "q"])
+    weights = TrainableWeights(pipe, denoisers(pipe) | encoders, adapter)
+    with torch.no_grad():
+        for parameter in weights.parameters():
+            parameter += 0.1
+    weights.save(tmp_path)
+    again, _ = make("FluxPipeline")
+    load_tuned(again, tmp_path)
+    for name, module in (denoisers(pipe) | encoders).items():
+        merge(module)
+        merge(getattr(again, name))
+        found = getattr(again, name).state_dict()
+        for key, value in module.state_dict().items():
+            torch.testing.assert_close(found[key], value, rtol=1e-5, atol=1e-5)
 
 
 def test_a_merged_model_is_added_up_in_fp32_and_rounded_to_the_runs_precision(tmp_path):

@@ -9,8 +9,9 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from PIL import Image
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
+from flowgrpo.cli import main
 from flowgrpo.config import load, validate
 from flowgrpo.data import sets
 from flowgrpo.data.inputs import Inputs
@@ -22,14 +23,18 @@ from flowgrpo.evaluation.pages import sources
 from flowgrpo.evaluation.report import snapshots
 from flowgrpo.evaluation.report.snapshots import commit, data_url, write
 from flowgrpo.evaluation.samplers import call_arguments, draw_one
-from flowgrpo.export import export, model_card, usage
+from flowgrpo.export import comfy_names, export, model_card, run_lora, usage
+from flowgrpo.policies.loading import load_tuned
 from flowgrpo.policies.pipelines.frames import is_video
+from flowgrpo.policies.pipelines.load import denoisers, load_pipeline
 from flowgrpo.policies.pipelines.prompt_inputs import IMAGES
+from flowgrpo.policies.weights.adapters import merge
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.storage.json_files import finite
 from flowgrpo.tools.check.tiny import make
 from tests.export.test_export import SUMMARY, finished, make_run
 from tests.helpers import tiny
+from tests.policies.pipelines.test_single_file import checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +130,59 @@ def test_the_snippet_draws_what_sample_does_under_guidance(name, tmp_path):
     assert ours.std() > 0
     theirs = torch.from_numpy(np.array(here["image"])).permute(2, 0, 1)
     assert torch.equal((ours * 255).round().to(torch.uint8), theirs)
+
+
+SINGLE = {"StableDiffusionPipeline": ("comfyui", "kohya"), "StableDiffusionXLPipeline": ("comfyui", "kohya"),
+          "StableDiffusion3Pipeline": ("comfyui", "kohya"), "FluxPipeline": ("comfyui", "kohya"),
+          "WanPipeline": ("comfyui",)}  # forms of the denoiser, by pipeline
+
+
+@pytest.mark.parametrize("rank", [2, 0])
+@pytest.mark.parametrize("name", SINGLE)
+def test_a_run_on_a_single_file_is_exported_and_its_snippet_is_of_diffusers_alone(name, rank, tmp_path, monkeypatch):
+    """Of Wan diffusers reads the denoiser alone, `load.denoiser`. Text encoders are in the configuration's folder."""
+    pipe, call = make(name)
+    run = make_run(tmp_path / "run", pipe, call, rank, eval={"steps": 2})
+    for parameter in denoisers(pipe)["unet" if hasattr(pipe, "unet") else "transformer"].parameters():
+        parameter.data += 0.01  # not the folder's own
+    file, folder = checkpoint(pipe, tmp_path / "model.safetensors"), str(run / "model")
+    plain = load(run / "config.yaml")
+    given = {"load": {"denoiser": file}} if name == "WanPipeline" else {"model": file, "load": {"config": folder}}
+    (run / "config.yaml").write_text(validate(plain.model_dump() | given).yaml())
+    monkeypatch.chdir(tmp_path)
+    for form in SINGLE[name] if rank else ():
+        assert main(["export", str(run), "--form", form, "--output", f"{form}.safetensors"]) == 0
+        known = comfy_names.classes(folder)
+        expected = export._write_lora(run, tmp_path / "whole.safetensors", run_lora.read(run), known, form)
+        assert load_file(f"{form}.safetensors").keys() == load_file(*expected).keys()
+    assert main(["export", str(run), "--form=card"]) == 0
+    lines = code((run / "README.md").read_text())
+    assert "flowgrpo" not in lines and ".from_single_file(" in lines
+    here: dict = {}
+    exec(re.sub(r"(?m)^(image|frames|export_to_video|image.save).*\n?", "", lines), here)
+    config = load(run / "config.yaml")
+    ours = load_pipeline(config.model, "fp32", files=config.load)
+    load_tuned(ours, run)
+    for part, module in ours.components.items():
+        if isinstance(module, torch.nn.Module):
+            merge(module)
+            merge(here["pipe"].components[part])
+            found = here["pipe"].components[part].state_dict()
+            assert found.keys() == module.state_dict().keys()
+            assert all(torch.equal(found[key], value) for key, value in module.state_dict().items())
+
+
+def test_the_licence_of_a_file_is_that_of_its_metadata_or_of_the_card_beside_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, said in (("plain", {}), ("said", {"modelspec.license": "CreativeML Open RAIL++-M"})):
+        save_file({"a": torch.ones(1)}, f"{name}.safetensors", said)
+    told = {"license": "other", "license_name": "CreativeML Open RAIL++-M"}
+    assert model_card.licence_of("said.safetensors") == told and model_card.licence_of("plain.safetensors") == {}
+    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n")
+    assert model_card.licence_of("plain.safetensors") == {"license": "mit"}
+    config = validate({"model": "models/said.safetensors", "reward": "bright"})
+    assert "base_model" not in model_card.metadata(config, told, "image", True)  # a path is no hub id
+    assert "`other` `CreativeML Open RAIL++-M`. These" in model_card._licence(config, told)
 
 
 SMALL = {"height": 16, "width": 16}

@@ -214,10 +214,10 @@ def lora(case: tuple[str, float], folder: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from flowgrpo.policies.weights import adapters
+    from flowgrpo.policies.weights import adapters, lora_files
     values = torch.full((2, 2), case[1], dtype=torch.float64).to(getattr(torch, case[0]))
     save_file({f"transformer.a.lora_{side}.weight": values.clone() for side in "AB"}, folder / "lora.safetensors")
-    adapters.require_file(folder / "lora.safetensors")
+    lora_files.read(folder / "lora.safetensors")
     if not values.is_floating_point() or not values.float().abs().max() <= adapters.LARGEST:
         raise Broken(f"{values.dtype} of {case[1]} was read")
 

@@ -6,7 +6,7 @@ from flowgrpo.cli import main
 from flowgrpo.errors import UserError
 
 
-def message(call, *arguments, error: type[BaseException] = UserError, **keywords) -> str:
+def message(call, /, *arguments, error: type[BaseException] = UserError, **keywords) -> str:
     """Return what the error of a call says."""
     with pytest.raises(error) as caught:
         call(*arguments, **keywords)
@@ -22,3 +22,12 @@ def error_line(capsys, *arguments: object) -> str:
     [line] = [line for line in said if line and "\r" not in line and not line.endswith(" ...")]
     assert line.startswith("flowgrpo: error: ")
     return line
+
+
+def only_line(capsys, *arguments: object) -> str:
+    """Return the line of a command that exits with code 2 and prints nothing else, progress neither."""
+    capsys.readouterr()
+    assert main([str(argument) for argument in arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1 and captured.err.startswith("flowgrpo: error: ")
+    return captured.err

@@ -3,6 +3,9 @@ causal and of a masked language model."""
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +14,8 @@ from accelerate import Accelerator
 from flowgrpo.config import Config
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.policies import build
+from flowgrpo.run import run
+from flowgrpo.storage import checkpoint
 from flowgrpo.text.rewards.embeddings import letters
 from flowgrpo.train import Trainer
 from flowgrpo.training import state
@@ -104,3 +109,32 @@ def next_epochs(made, count: int) -> list[dict]:
         made.epoch += 1
         made.progress.saved_counters = state.counters(made)
     return lines
+
+
+def resume(made, other, folder: Path) -> None:
+    """Save a run in this folder, and go on with another one from there."""
+    state.save(made, folder)
+    state.restore(other, checkpoint.latest(folder / "checkpoints"))
+
+
+def whole_and_resumed(arguments: Callable[..., Any], folder: Path, **options: Any) -> tuple[Path, Path]:
+    """The folders of a run of three epochs, and of one that lost its third, which it ran again when it was resumed.
+    arguments: of `run`, anew for each call: settings of a folder and of options, and a dictionary."""
+    whole, given = arguments(folder / "whole", train__epochs=3, **options)
+    run(whole, **given)
+    part, given = arguments(folder / "parts", train__epochs=3, train__save_every=2, train__keep=3, **options)
+    run(part, **given)
+    for name in ("after.json", "last.json"):
+        (part.folder / "report" / name).unlink()
+    shutil.rmtree(part.folder / "checkpoints" / "epoch-00003")
+    _, given = arguments(folder / "parts")
+    run(part, resume=True, **given)
+    return whole.folder, part.folder
+
+
+def assert_same_weights(made, other, rtol: float = 0.0, atol: float = 0.0) -> None:
+    """Require that two runs, or snapshots of weights, have the same trained weights."""
+    one, two = (each if isinstance(each, dict) else each.policy.weights.snapshot() for each in (made, other))
+    assert one.keys() == two.keys()
+    for key, tensor in one.items():
+        torch.testing.assert_close(tensor, two[key], rtol=rtol, atol=atol)

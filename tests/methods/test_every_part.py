@@ -159,9 +159,9 @@ VALUES = {"tail": 0.5, "roots": 2, "strides": [1, 2]}
 SAME = {"Influence", "MergedSteps", "Soup", "Hypervolume", "HardPrompts", "ODE", "Teacher", "Teachers",
         "AdditionalGroups", "OppositePairs", "Episodic",
         "PicturePairs"}  # needs images: tests/training/test_pair_term.py
-# What is first seen in a second epoch.
+# What is first seen in a second epoch, or where a prompt comes again, in the third.
 LATER = {"EMA", "PreviousPolicy", "WeightAverage", "Linear", "Adaptive", "Lag", "ThompsonSampling", "Knapsack",
-         "Pooled", "ValueTracker", "SmoothStandardised", "CategoryBandit", "VarianceSampling",
+         "Pooled", "ValueTracker", "CategoryBandit", "VarianceSampling",
          "InformationGain", "Retention", "OppositePairs", "PredictedDifficulty", "GroupReplay", "GradientVariance",
          "OutcomeHead", "Variations"}
 
@@ -229,7 +229,8 @@ def test_every_part_that_is_taken_trains_otherwise(kind, host):
             continue
         base, parts = BESIDE.get(name, {}), recipe(name)
         # In a first pass all ratios are 1.
-        length = 1 + (name in LATER), 1 + (place_of(name) in ("surrogate", "log_ratio"))
+        length = 1 + (name in LATER) + 2 * (name == "SmoothStandardised"), 1 + (
+            place_of(name) in ("surrogate", "log_ratio")) + (name == "LikelihoodFloor")  # where a good text has fallen
         own, found = answer(kind, host, base), answer(kind, host, parts)
         if isinstance(found, str) or found == own:
             continue

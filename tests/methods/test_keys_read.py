@@ -10,6 +10,7 @@ from flowgrpo.config import Config, keys, load
 from flowgrpo.config import validate as validated
 from flowgrpo.config.base import facts
 from flowgrpo.config.schema import fields
+from flowgrpo.contrib.features import On
 from flowgrpo.errors import UserError
 from flowgrpo.methods import keys_read, validate
 from flowgrpo.policies import build
@@ -31,7 +32,8 @@ OTHER = {"load.config": "folder", "load.denoiser": "file.safetensors", "load.lor
          "rollout.cache": "mag", "rollout.cache_threshold": 0.5, "rollout.cache_interval": 2,
          "preferences": "pairs.jsonl", "labels": "rewards", "adapter.encoder_targets": ["q"], "train.compile": True,
          "train.pack": True, "train.one_pass": True, "train.steps": 4, "train.guidance": 2.0, "train.grid": "stock",
-         "train.shift": 1.0,
+         "train.shift": 1.0, "train.generation_batch": 4, "train.sibling": "replay",
+         "eval.on": {"model": "starter_consistency"},
          "eval.steps": 4, "eval.guidance": 1.0, "eval.frames": 9,
          "text.generates": "image", "text.max_tokens": 7, "text.system": "Be kind.", "text.template": True,
          "text.truncated": "mask", "text.penalty": 2.0, "text.shared_prefix": False, "text.eval_temperature": 0.5,
@@ -71,6 +73,7 @@ def test_a_key_that_a_kind_of_model_does_not_read_is_refused_and_others_are_not(
 # Keys with a value, what leaves them unread beside it, the reason that is given, and what has them read instead.
 TEXT, PAIRS = {"method": "grpo", "model": "starter_text"}, {"preferences": "pairs.jsonl", "train.group": 2}
 DPO = {"method": "diffusion_dpo", **PAIRS}
+ON = {"eval.on": {"model": "starter_consistency"}}
 IDLE = [
     ("cache", "folder", TEXT, "no reward keeps its scores",
      TEXT | {"reward": {"numeric_match": {"cache": True}}}),
@@ -108,6 +111,12 @@ IDLE = [
       for key, value in (("false_alarms", 0.1), ("reward", "red"), ("lr", 0.1), ("best", False))),
     *((f"guard.{key}", value, {"guard.window": 2}, "eval.every is 0", {"guard.window": 2, "eval.every": 1})
       for key, value in (("reward", "red"), ("best", False), ("edge_width", 1.1), ("diversity", 0.9))),
+    ("eval.on", On(model="starter_consistency"), {"eval.prompts": 0}, "eval.prompts is 0", {}),
+    ("train.sibling", "replay", {}, "eval.on is not set", ON),
+    ("train.sibling_share", 0.3, ON | {"train.sibling": "orthogonal"}, "train.sibling is 'orthogonal'",
+     ON | {"train.sibling": "replay"}),
+    ("train.sibling_rank", 8, ON | {"train.sibling": "replay"}, "train.sibling is 'replay'",
+     ON | {"train.sibling": "orthogonal"}),
     ("train.ema", 0.9, {}, "eval.weights is 'current'", {"eval.weights": "ema"}),
     ("adapter.alpha", 8.0, {"adapter.rank": 0}, "adapter.rank is 0", {}),
     ("adapter.targets", ["to_q"], {"adapter.rank": 0}, "adapter.rank is 0", TEXT),

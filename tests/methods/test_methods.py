@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from flowgrpo.advantages.baselines import Correctness, First, NoBaseline, Signed
+from flowgrpo.advantages.baselines import Correctness, First, NoBaseline, Signed, Unrewarded
 from flowgrpo.advantages.gae import ValueHead
 from flowgrpo.advantages.group import Advantage
 from flowgrpo.advantages.selection import BestWorst, ButFirst, DropZeroVariance, Extremes
@@ -15,6 +15,7 @@ from flowgrpo.advantages.trackers import SmoothStandardised
 from flowgrpo.config import load
 from flowgrpo.errors import UserError
 from flowgrpo.methods import preset, registry
+from flowgrpo.methods.distillation import DistributionMatching, RewardedMatching
 from flowgrpo.methods.method import Method
 from flowgrpo.methods.overlay import with_parts
 from flowgrpo.methods.presets import presets_for
@@ -51,7 +52,7 @@ from flowgrpo.objectives.sequence_losses import (
 )
 from flowgrpo.objectives.supervised import LayerTuning, Uncertain, WarmupCosine
 from flowgrpo.samplers.grids import TailPoints
-from flowgrpo.samplers.kernels import CPS, DanceSDE, DPMSolver2M, Euler, FlowDDIM, FlowSDE
+from flowgrpo.samplers.kernels import CPS, VPCPS, DanceSDE, DPMSolver2M, Euler, FlowDDIM, FlowSDE
 from flowgrpo.samplers.plans import AllSteps, Branches, EachStep, GrowingTail, RandomSubset, Single, Sliding, TreeWindow
 from flowgrpo.text.credit import ExitDecay, ExpertReward, LengthSwitch
 from flowgrpo.text.losses import (
@@ -90,6 +91,10 @@ PUBLISHED = {
     "pref_grpo": (FlowSDE(0.7), RandomSubset(0.6), Euler(), 1.0, True, "group", "advantages", 1e-4, 0.0),
     "b2_diffurl": (FlowDDIM(1.0), GrowingTail(4, 0.7, 1.0, 100), Euler(), 1.0, False, "running", "rewards", 0.1, 0.0),
     "rlcm": (CPS(1.0), AllSteps(), Euler(), 1.0, False, "running", "rewards", 1e-4, 0.0)}
+# Students of few steps, whose own loss is beside that of their match: advantage, and what holds them to the base.
+DISTILLED = {"dmd2": (Unrewarded(), DistributionMatching()),
+             "dmdr": (Advantage("group", "rewards"), DistributionMatching(blend=0.25)),
+             "tdm_r1": (Advantage("group", "rewards"), RewardedMatching())}
 CLAMPS = {"rlcm": 10.0}  # of the advantage
 # What a preset has beside these.
 OTHER = {"tempflow_grpo": {"step_weight": NoiseLevel()}, "granular_grpo": {"strides": (1, 2, 3)},
@@ -194,8 +199,16 @@ def test_published_defaults(name):
 
 
 def test_every_preset_has_its_defaults_published_here():
-    assert set(presets_for("flow")) == {*PUBLISHED, *OVERLAYS, *NOISED, *GRADIENT, *LEARNED, *EDITS}
+    assert set(presets_for("flow")) == {*PUBLISHED, *DISTILLED, *OVERLAYS, *NOISED, *GRADIENT, *LEARNED, *EDITS}
     assert set(presets_for("tokens")) == set(OF_TOKENS)
+
+
+@pytest.mark.parametrize("name", DISTILLED)
+def test_distilled_defaults(name):
+    parts = preset(name).parts()
+    assert (parts["kernel"], parts["plan"], parts["roots"], parts["kl"].weight) == (CPS(1.0), AllSteps(), None, 0)
+    assert (parts["advantage"], parts["distil"]) == DISTILLED[name]
+    assert preset(name).on("vp").parts()["kernel"] == VPCPS(1.0)
 
 
 def test_guard_changes_the_objective_of_any_host_and_nothing_else():

@@ -100,7 +100,7 @@ def test_the_label_is_the_advantages_reward(weights):
     context = Context(rewards=RewardColumns(weights=weights), groups=PromptGroups(["a", "b"]))
     [found] = credit(method, [part], scores, weights, context, lambda values: values)
     expected = combine(f64([[1, 0], [0, 1]])[..., None], [1.0], "batch", "rewards")
-    close(found.advantages[0], expected.flatten().tolist())
+    torch.testing.assert_close(found.advantages[0].double(), expected.flatten(), rtol=0, atol=1e-6)
 
 
 def test_labels_of_larger_groups_are_one_order_and_agree_with_pairs():

@@ -11,9 +11,9 @@ from flowgrpo.methods import preset
 from flowgrpo.methods.overlay import with_parts
 from flowgrpo.objectives import ESTIMATORS, GaussianKL, OutputError, SampledKL, at_epoch, is_active, k1, k2, k3
 from flowgrpo.objectives.kl import Adaptive, Linear, SpanKL, spans
+from flowgrpo.samplers.growth import score
 from flowgrpo.samplers.kernels import CPS, DDIM, DanceSDE, Euler, FlowDDIM, FlowSDE
 from flowgrpo.samplers.plans import Schedule
-from flowgrpo.samplers.replay import score
 from flowgrpo.samplers.rollout import RolloutSpec
 from flowgrpo.storage import checkpoint
 from flowgrpo.training import sampling, state

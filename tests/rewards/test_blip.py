@@ -7,7 +7,6 @@ from torch.nn.functional import gelu, layer_norm
 
 from flowgrpo.errors import UserError
 from flowgrpo.rewards import image_reward, local_model
-from flowgrpo.rewards.find import find
 from flowgrpo.rewards.image_reward import ImageReward
 from flowgrpo.rewards.vqa_score import VqaScore
 from tests.helpers.refusals import message
@@ -134,14 +133,3 @@ def test_braces_and_decoders(answering):
         config = type("Config", (), {"use_decoder_only_language_model": True})
 
     assert "no InstructBLIP on an encoder-decoder" in message(lambda: VqaScore(parts=(Decoder(), *answering[1:])))
-
-
-@pytest.mark.parametrize("name, arguments, told", [
-    ("imagereward", {"checkpoint": "/no/ImageReward.pt"}, "/no/ImageReward.pt cannot be loaded .*: fetch it and give"),
-    ("vqascore", {"model": "/no/folder"}, "/no/folder cannot be loaded .*: fetch it and give its folder as args"),
-    ("vqascore", {"question": "Is it so?"}, "question is 'Is it so.', expected one with {} for the prompt"),
-    ("vqascore", {"dtype": "int8"}, "dtype is 'int8', expected fp32, bf16, fp16")])
-def test_mistakes_are_told_in_one_line(name, arguments, told):
-    with pytest.raises(UserError, match=told) as error:
-        find(name, arguments)
-    assert "\n" not in str(error.value) and name in str(error.value)

@@ -156,31 +156,6 @@ def test_compositions_compose_and_judge_what_their_parts_judge():
         rewards.score({"it": rewards.find("gated", {"rewards": ["piqe"]})}, torch.zeros(1, 2, 3, 8, 8), [""], [{}])
 
 
-@pytest.mark.parametrize("name, args, told", [
-    ("checklist", {"rewards": ["sharpness", "flow_amount"]}, "expected rewards that judge the same: images, videos"),
-    ("tiered", {"rewards": []}, r"rewards is \[\], expected a list of rewards"),
-    ("tiered", {"rewards": "ocr"}, "rewards is 'ocr', expected a list of rewards"),
-    ("tiered", {"rewards": [RED, GREEN]}, r"thresholds is \(\), expected a list of 1, one per reward but the last"),
-    ("tiered", {"rewards": [RED], "weights": [1, 2]}, r"weights is \[1, 2\], expected 1, one per reward"),
-    ("gated", {"rewards": [RED], "thresholds": [1]}, r"thresholds is \[1\], expected a list of 0, one per reward but"),
-    ("ternary", {"rewards": [RED, GREEN]}, "expected one reward"),
-    ("ternary", {"rewards": [RED], "right": 0.5, "wrong": 0.5}, "wrong is 0.5, expected less than right, which is 0.5"),
-    ("checklist", {"rewards": [RED], "thresholds": []}, r"thresholds is \[\], expected 1, one per reward"),
-    ("harmonic", {"rewards": [RED]}, "expected two rewards"),
-    ("harmonic", {"rewards": [RED, GREEN], "share": 1.5}, "share is 1.5, expected a number from 0 to 1"),
-    ("corrected", {"rewards": [RED], "false_positive": 1}, "false_positive is 1, expected a rate from 0 to below 1"),
-    ("corrected", {"rewards": [RED], "false_positive": 0.5, "false_negative": 0.5},
-     "false_positive is 0.5, expected less than 1 - false_negative, 0.5: such a verdict says nothing"),
-    ("gated", {"rewards": ["sharpnes"]}, "unknown reward 'sharpnes'"),
-    ("gated", {"rewards": ["diversity"]}, "expected rewards that score one sample at a time, not whole groups"),
-    ("gated", {"rewards": [{"use": "ocr", "weight": 2}]}, r"gated\[0\]: weight: got 2, extra inputs are not permitted"),
-])
-def test_mistakes_are_told_in_one_line(name, args, told):
-    with pytest.raises(UserError, match=told) as error:
-        rewards.find(name, args)
-    assert "\n" not in str(error.value)
-
-
 def near(found: torch.Tensor, expected: list) -> None:
     torch.testing.assert_close(found, torch.tensor(expected, dtype=found.dtype), rtol=0, atol=1e-10, equal_nan=True)
 

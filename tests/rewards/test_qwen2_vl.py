@@ -33,7 +33,7 @@ from flowgrpo.rewards.qwen2_vl import (
     rename_tensors,
 )
 from flowgrpo.rewards.released_text import TEXTS, Released, fetch, strings, texts
-from tests.rewards.vlm_judge.test_judge import QUICK, endpoint, parts, said, shades
+from tests.helpers.chat_endpoint import QUICK, endpoint, parts, said, shades
 
 PROMPTS = ["a red cube", "two dogs", "a cat on a mat"]
 TEXT = "rate the picture of {text_prompt} now : <|Reward|> end"

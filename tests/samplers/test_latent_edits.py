@@ -16,7 +16,7 @@ from flowgrpo.cli import main
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.plan import Ledger, Place
-from flowgrpo.evaluation.statistics import BOOTSTRAP, interval
+from flowgrpo.evaluation.statistics import STUDENT, interval
 from flowgrpo.export.export import card, lora, write_merged
 from flowgrpo.files import tensors_of
 from flowgrpo.methods import preset
@@ -37,15 +37,15 @@ from flowgrpo.policies.pipelines.edits import (
 from flowgrpo.rollouts import loss_inputs
 from flowgrpo.run import run
 from flowgrpo.samplers import latent_edits
+from flowgrpo.samplers.growth import replay
 from flowgrpo.samplers.kernels import Euler
 from flowgrpo.samplers.latent_edits import Edit
-from flowgrpo.samplers.replay import replay
-from flowgrpo.samplers.rollout import Part, seeder
+from flowgrpo.samplers.rollout import Part, fork_seed, seeder
 from flowgrpo.training import state
 from flowgrpo.training.credit import credit
 from flowgrpo.types import Context, PromptGroups
 from tests.evaluation.test_images import pixels
-from tests.helpers import tiny
+from tests.helpers import tiny, tiny_runs
 
 BY_RATIO = {"surrogate": ActorCritic(0.2, 0.2, 0.5, through=0.0, ratio=1.0), "advantage": Paired()}
 CENTRE = torch.tensor([2.0, -1.0])  # where the toy's reward is highest
@@ -153,7 +153,7 @@ def test_a_sample_is_the_critics_choice_of_its_bases_and_their_edits():
     part = sampled(editor, method, 2, 4)
     [taken] = part.transitions
     x0 = torch.randn(24, 2, generator=torch.Generator().manual_seed(0))
-    forks = [latent_edits._fork_seed(seeder(0, 0)(leaf // 12, leaf % 12)) for leaf in range(24)]
+    forks = [fork_seed(seeder(0, 0)(leaf // 12, leaf % 12), 2) for leaf in range(24)]
     noise = torch.cat([torch.randn(1, 2, generator=torch.Generator().manual_seed(each)) for each in forks])
     drawn = editor.replay(asked(2).rows(torch.arange(2).repeat_interleave(12)), x0).detach() + 0.3 * noise
     edits, kept = x0 + 0.4 * drawn.tanh(), 0
@@ -332,7 +332,7 @@ def test_best_of_base_and_edited_is_not_worse_than_best_of_as_many_bases(toy):
     by_critic = reward(chosen) - reward(x[torch.arange(400), bases])
     by_scorer = reward(both).max(1).values - reward(x).max(1).values
     for gain in (by_critic, by_scorer):
-        assert interval(gain.detach().numpy()[:, None].astype(np.float64), BOOTSTRAP).low > 0
+        assert interval(gain.detach().numpy()[:, None].astype(np.float64), STUDENT).low > 0
 
 
 def test_equal_values_leave_the_first_base():
@@ -389,12 +389,10 @@ def test_a_run_saves_what_draws_its_images_and_resumes(tmp_path):
     again = policy(edit=folder)
     trainer = tiny.trainer(policy=policy(), method="expo", parts__edit__width=8, parts__edit__depth=1)
     state.restore(trainer, sorted((folder / "checkpoints").glob("epoch-*"))[-1])
-    for key, value in trainer.policy.weights.snapshot().items():
-        assert torch.equal(again.weights.snapshot()[key], value)
+    tiny_runs.assert_same_weights(trainer, again.weights.snapshot())
     pipe = tiny.sd3()
     load_tuned(pipe, sorted((folder / "checkpoints").glob("epoch-*"))[-1])
-    for key, value in edit_policy_of(pipe).weights.snapshot().items():
-        assert torch.equal(again.weights.snapshot()[key], value)
+    tiny_runs.assert_same_weights(edit_policy_of(pipe).weights.snapshot(), again.weights.snapshot())
     with pytest.raises(UserError, match="--rlg: .* holds an edit policy, which leaves the denoiser as it is"):
         load_branches(tiny.sd3(), folder)
     with pytest.raises(UserError, match="holds an edit policy, which merges into no pipeline"):

@@ -12,8 +12,8 @@ from flowgrpo.errors import UserError
 from flowgrpo.methods import preset
 from flowgrpo.samplers.grids import shift_grid
 from flowgrpo.samplers.kernels import CPS, DDIM, ODE, DanceSDE, FlowDDIM, FlowSDE
-from flowgrpo.samplers.noise import deviation
 from flowgrpo.samplers.plans import ORDERS, AllSteps, EachStep, NoSteps, RandomSubset, Schedule, Single, Sliding
+from flowgrpo.samplers.rollout import deviation
 from tests.helpers import tiny
 from tests.helpers.tables import stock
 

@@ -16,7 +16,7 @@ from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.samplers import joint_density
 from flowgrpo.samplers.grids import shift_grid
 from flowgrpo.samplers.joint_density import JointTransitions
-from flowgrpo.samplers.noise import LearnedNoise, NoiseNet, Noisy
+from flowgrpo.samplers.kernels import LearnedNoise, NoiseNet, Noisy
 from flowgrpo.samplers.plans import AllSteps
 from flowgrpo.training import sampling
 from tests.helpers import tiny
@@ -60,7 +60,7 @@ def test_it_starts_between_its_bounds_everywhere():
     kernel, x, v = LearnedNoise(0.2, 0.48), draw(2, 3), draw(2, 3, seed=1)
     expected = math.sqrt(0.2 * 0.48) * math.sqrt(0.3)
     close(kernel(x, v, GRID, 1).std, [[expected] * 3] * 2)
-    close(kernel.with_network(kernel.network().double(), 0, 10)(x, v, GRID, 1).std, [[expected] * 3] * 2)
+    close(Noisy(kernel.network().double(), kernel.low, kernel.high)(x, v, GRID, 1).std, [[expected] * 3] * 2)
 
 
 def test_the_upper_bound_holds_and_then_falls_along_a_cosine():

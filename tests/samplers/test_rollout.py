@@ -11,11 +11,10 @@ from flowgrpo.config.sections import Adapter
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.samplers import cost
 from flowgrpo.samplers.grids import compress_tail, shift_grid, thin_grid
-from flowgrpo.samplers.growth import explore
+from flowgrpo.samplers.growth import explore, replay, rescore
 from flowgrpo.samplers.kernels import DPMSolver2M, Euler, FlowSDE
 from flowgrpo.samplers.plans import AllSteps, RandomSubset, Schedule, Sliding
 from flowgrpo.samplers.preview import Pruning
-from flowgrpo.samplers.replay import replay, rescore
 from flowgrpo.samplers.rollout import RolloutSpec, seeder
 from flowgrpo.samplers.scheduler import Segment
 from flowgrpo.training import sampling

@@ -24,11 +24,22 @@ from flowgrpo.methods.overlay import with_parts
 from flowgrpo.methods.validate import describe_substitutes, resolve
 from flowgrpo.objectives import InverseDelta
 from flowgrpo.samplers.grids import alpha_bars, make_grid
-from flowgrpo.samplers.growth import explore
-from flowgrpo.samplers.kernels import CPS, DDIM, VPCPS, DanceSDE, DPMSolver2M, Euler, FlowDDIM, FlowSDE, x0_from_noise
+from flowgrpo.samplers.growth import explore, replay
+from flowgrpo.samplers.kernels import (
+    CPS,
+    DDIM,
+    VPCPS,
+    DanceSDE,
+    DPMSolver2M,
+    Euler,
+    FlowDDIM,
+    FlowSDE,
+    as_noise,
+    prediction,
+    process,
+    x0_from_noise,
+)
 from flowgrpo.samplers.plans import Schedule
-from flowgrpo.samplers.predictions import as_noise, prediction, process
-from flowgrpo.samplers.replay import replay
 from flowgrpo.samplers.rollout import RolloutSpec, seeder
 from flowgrpo.samplers.scheduler import PolicyScheduler, Segment
 from flowgrpo.tools.check import report

@@ -31,7 +31,6 @@ import yaml
 from PIL import Image
 
 from flowgrpo import config, rewards
-from flowgrpo.cli import main
 from flowgrpo.config.reward_rules import Retry, RewardRule
 from flowgrpo.errors import UserError
 from flowgrpo.rewards import About, Composed, Failed, Tally
@@ -41,7 +40,8 @@ from flowgrpo.serving import wire
 from flowgrpo.serving.client import TOKEN, Remote, addresses, token
 from flowgrpo.serving.server import application, url_name
 from flowgrpo.serving.wire import Limits, TooLarge
-from tests.helpers.refusals import message
+from flowgrpo.types import Completion
+from tests.helpers.refusals import message, only_line
 
 PROMPTS = ["a", "bb", "ccc", "dddd", "eeeee"]
 FACTS = [{"task": "größe", "count": i} for i in range(5)]
@@ -301,7 +301,10 @@ def test_texts_metadata_and_exact_floats():
     with serving(rewards.find("exact_match")) as url:
         remote = Remote(url, **QUICK)
         found = rewards.score({"r": remote}, ["gr\u00f6\u00dfe\u2028", "b", ""], PROMPTS[:3], facts)
+        thought = rewards.score({"r": remote}, [Completion("x", 1, opened=tag) for tag in ("", "<think>")],
+                                PROMPTS[:2], [{"answer": "x"}] * 2)
     assert remote.about.modality == "text" and found[:, 0].nan_to_num(9).tolist() == [1, 9, 0]
+    assert thought[:, 0].tolist() == [1, 0]
     with serving(lambda images, prompts: images[:, 0, 0, 0]) as url:
         fine = torch.full((1, 3, 4, 4), 0.1234567)
         assert Remote(url, exact=True, **QUICK)(fine, ["p"], [{}]) == [fine[0, 0, 0, 0].item()]
@@ -675,23 +678,17 @@ def test_what_is_no_reward_server_is_told(told):
     assert message(wire.Info.read, told, error=ValueError)
 
 
-def told(capsys, *arguments: object) -> str:
-    assert main(["reward", "serve", *map(str, arguments)]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == "" and captured.err.count("\n") == 1
-    return captured.err
-
-
 def test_mistakes_of_the_command_are_told(capsys, tmp_path, monkeypatch):
-    assert "unknown reward 'scenne': did you mean 'scene'?" in told(capsys, "scenne")
-    assert "cannot be read" in told(capsys, "scene", "--token-file", tmp_path / "none")
-    assert "--max-batch" in told(capsys, "scene", "--max-batch", 0)
-    assert "takes no argument 'lang'" in told(capsys, "ocr", "--args", "{lang: en}")
+    assert "unknown reward 'scenne': did you mean 'scene'?" in only_line(capsys, "reward", "serve", "scenne")
+    assert "cannot be read" in only_line(capsys, "reward", "serve", "scene", "--token-file", tmp_path / "none")
+    assert "--max-batch" in only_line(capsys, "reward", "serve", "scene", "--max-batch", 0)
+    assert "takes no argument 'lang'" in only_line(capsys, "reward", "serve", "ocr", "--args", "{lang: en}")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert f"cannot listen on 127.0.0.1 port {port}" in told(capsys, "scene", "--port", port)
+        told = only_line(capsys, "reward", "serve", "scene", "--port", port)
+        assert f"cannot listen on 127.0.0.1 port {port}" in told
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    assert "pip install 'flowgrpo[server]'" in told(capsys, "scene")
+    assert "pip install 'flowgrpo[server]'" in only_line(capsys, "reward", "serve", "scene")
 
 
 def test_the_help_loads_neither_torch_nor_a_server():

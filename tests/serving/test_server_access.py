@@ -13,6 +13,7 @@ import time
 
 import pytest
 import torch
+from open_clip.model import CLIP
 from PIL import Image
 from safetensors.torch import save
 
@@ -20,7 +21,7 @@ from flowgrpo import rewards
 from flowgrpo.contrib.edits import Preservation
 from flowgrpo.data import images
 from flowgrpo.errors import UserError
-from flowgrpo.rewards import clip
+from flowgrpo.rewards.clip import SubjectScore
 from flowgrpo.rewards.guards import BaseSimilarity
 from flowgrpo.rewards.reward import is_privileged
 from flowgrpo.rewards.vlm_judge.judge import Judge
@@ -30,6 +31,7 @@ from flowgrpo.serving.gate import Bounds, Refused
 from flowgrpo.serving.server import score_request
 from tests.helpers.refusals import message
 from tests.helpers.reward_server import JSON, held_reward, lengths, raw, request, running, status_of
+from tests.helpers.tiny_scorers import TINY
 
 
 # --- who may ask -----------------------------------------------------------------------------------------------------
@@ -122,6 +124,7 @@ REFUSAL = "this reward reads files that the metadata name, and a reward server o
     (BaseSimilarity(), "base_image"), (Preservation(), "image"), (Preservation(key="video"), "video"),
     (Judge(model="m", show=("output", "source")), "image"), (Judge(model="m", show=("output", "source")), "images"),
     (Judge(model="m", show=("output", "source")), "video"), (Preservation(key="control_image"), "control_image"),
+    (SubjectScore(device="cpu", parts=(CLIP(**TINY).eval(), None)), "subject"),
 ], ids=lambda value: value if isinstance(value, str) else type(value).__name__)
 def test_a_path_of_a_client_is_not_opened(reward, key, tmp_path):
     there, absent = tmp_path / "there.png", tmp_path / "absent.png"
@@ -138,8 +141,7 @@ def test_a_path_of_a_client_is_not_opened(reward, key, tmp_path):
 
 @pytest.mark.parametrize("reader", [
     images.read_image, images.image_size, images.frame_count, lambda path: images.Clip.of(path, 1),
-    clip._read,
-], ids=["picture", "size", "frames", "clip", "subject"])
+], ids=["picture", "size", "frames", "clip"])
 def test_no_reader_opens_a_path_of_a_client(reader, tmp_path):
     Image.new("RGB", (4, 4)).save(tmp_path / "there.png")
     def reading(outputs, prompts, metadata):

@@ -19,8 +19,9 @@ import pytest
 import torch
 
 from flowgrpo.contrib.engine import client
-from flowgrpo.contrib.engine.client import Engine, Request
+from flowgrpo.contrib.engine.client import Engine
 from tests.contrib.engine.server import FIELDS, TinyEngine, packed, serving
+from tests.contrib.engine.test_client import request
 from tests.helpers import tiny
 
 VERSION = "0.5.23"
@@ -118,12 +119,6 @@ class Release(TinyEngine):
     def v1_set_lora(self, body: dict[str, Any]) -> tuple[int, Any]:
         assert body.keys() <= fields("SetLoraReq", f"{ENTRIES}/control_requests.py").keys()
         return super().v1_set_lora(body)
-
-
-def request(**changes: Any) -> Request:
-    given = dict(prompt="red", negative="", seeds=(3, 2**60), steps=4, sde="sde", level=0.7, noisy=(0, 1, 2),
-                 states=(0, 1, 2, 3, 4), means=True, further={"guidance_scale": 1.0, **tiny.CALL})
-    return Request(**{**given, **changes})
 
 
 def test_the_release_has_the_clients_paths():

@@ -1,7 +1,6 @@
 """Credit of a text's steps, the length term, and TraceRL's value model, by hand and in runs."""
 
 import math
-import shutil
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from flowgrpo.advantages.baselines import NoBaseline
 from flowgrpo.advantages.gae import OutcomeHead, ValueHead, outcome_weights, over_traces, value_loss
 from flowgrpo.errors import UserError
 from flowgrpo.methods import validate
-from flowgrpo.run import run
 from flowgrpo.storage import checkpoint
 from flowgrpo.text.credit import LengthSwitch, StepScores, merge_steps, penalise_length, text_steps
 from flowgrpo.text.policies.masked_lm import MaskedLM
@@ -327,22 +325,14 @@ def test_epochs_train_policy_and_values_and_the_first_ratio_is_one():
 
 def test_a_resumed_run_goes_on_bit_for_bit_with_its_values(tmp_path):
     def arguments(folder, **options):
-        settings = tiny.config(folder, method="trace_rl_value", reward="adenines", train__epochs=3, **options)
+        settings = tiny.config(folder, method="trace_rl_value", reward="adenines", **options)
         return settings, dict(pipe=tiny_dna.model(steps=0), functions={"adenines": adenines},
                               prompts=[tiny.Prompt("=" * n) for n in (1, 2, 3, 4)])
-    whole, given = arguments(tmp_path / "whole")
-    run(whole, **given)
-    part, given = arguments(tmp_path / "parts", train__save_every=2, train__keep=3)
-    run(part, **given)
-    for name in ("after.json", "last.json"):
-        (part.folder / "report" / name).unlink()
-    shutil.rmtree(part.folder / "checkpoints" / "epoch-00003")
-    _, given = arguments(tmp_path / "parts")
-    run(part, resume=True, **given)
-    one, two = (checkpoint.load(folder / "checkpoints" / "epoch-00003")[0] for folder in (whole.folder, part.folder))
+    whole, part = tiny_runs.whole_and_resumed(arguments, tmp_path)
+    one, two = (checkpoint.load(folder / "checkpoints" / "epoch-00003")[0] for folder in (whole, part))
     assert one["critic/weight"].abs().max() > 0 and {"critic/bias", "critic/optimizer.0.exp_avg"} <= one.keys()
     assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
-    assert all("lora_" in key for key in load_file(whole.folder / "adapter_model.safetensors"))  # no value model
+    assert all("lora_" in key for key in load_file(whole / "adapter_model.safetensors"))  # no value model
 
 
 def test_a_critic_of_outcomes_learns_to_tell_them_and_keeps_the_mean():

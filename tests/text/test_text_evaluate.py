@@ -146,6 +146,21 @@ def test_one_greedy_text_of_a_model_alone(world, tmp_path):
     assert results["arms"].keys() == {"base"} and results["tries"] == {"base": {}} and results["diversity"] == {}
 
 
+def test_an_evaluation_sees_what_the_chat_template_ends_with(world, tmp_path):
+    """Also where texts are read from its folder, for a further reward."""
+    model, tokenizer = tiny.model()
+    tokenizer.chat_template += "<think>"
+    lm = save(tmp_path / "lm", (model, tokenizer))
+    (tmp_path / "tag.py").write_text("def tag(texts, prompts):\n"
+                                     "    return [float(text.opened == '<think>') for text in texts]\n"
+                                     "def again(texts, prompts):\n    return tag(texts, prompts)\n")
+    for names in (["tag"], ["tag", "again"]):
+        evaluate(str(lm), str(world / "suite.jsonl"), [f"{tmp_path}/tag.py:{name}" for name in names], tmp_path / "out",
+                 max_tokens=3, precision="fp32")
+        rows = [json.loads(line) for line in (tmp_path / "out" / "scores-0.jsonl").read_text().splitlines()]
+        assert rows and all(set(row["scores"].values()) == {1.0} for row in rows)
+
+
 def test_masked_models_and_models_that_read_images(tmp_path):
     masked = save(tmp_path / "masked", tiny_masked.model())
     (tmp_path / "suite.txt").write_text("1+2=\n7+8=\n")

@@ -12,8 +12,8 @@ from flowgrpo.tools.evolve import SeparableCMA, Settings, SingularValues, evolve
 from flowgrpo.tools.experience import Library, learn, request
 from flowgrpo.tools.experience import Settings as ExperienceSettings
 from tests.helpers import tiny, tiny_text
+from tests.helpers.chat_endpoint import endpoint, said
 from tests.helpers.refusals import message
-from tests.rewards.vlm_judge.test_judge import endpoint, said
 
 
 def products(weights) -> list[torch.Tensor]:

@@ -10,13 +10,18 @@ from safetensors.torch import load_file
 
 from flowgrpo.config import load
 from flowgrpo.config.sections import Eval
+from flowgrpo.data import sets
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
-from flowgrpo.evaluation.report import report
+from flowgrpo.evaluation import runs
+from flowgrpo.evaluation.measured import ANEW_SEED, EVAL_SEED, halves, measure
+from flowgrpo.evaluation.report import comparison, report
+from flowgrpo.export import model_card
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.run import run
 from flowgrpo.storage import checkpoint
 from flowgrpo.training.best import BestWeights
+from flowgrpo.training.state import within
 from tests.helpers import tiny
 
 PEAK = [0.1, 0.3, 0.9, 0.4, 0.9, 0.2, 0.1, 0.0]  # what the held-out reward says of the evaluations on the way
@@ -86,13 +91,81 @@ def test_it_stops_when_nothing_better_came(both):
     assert json.loads((config.folder / "summary.json").read_text())["kept"] == summary["kept"]
 
 
-def test_the_best_weights_are_what_is_saved_and_evaluated(both):
+def test_the_best_weights_are_saved_and_measured_on_prompts_and_seeds_that_chose_nothing(both):
     config, summary = both
-    lines = [json.loads(line) for line in (config.folder / "metrics.jsonl").read_text().splitlines()]
     assert same(saved(config.folder), in_file(config, 3))
     assert not same(saved(config.folder), in_file(config, 6))
-    assert summary["after"]["red"] == pytest.approx(lines[2]["held_out/red"], abs=1e-7)
-    assert summary["after"]["red"] != pytest.approx(lines[5]["held_out/red"], abs=1e-7)
+    choosing, reported = halves(sets.split([Prompt(text) for text in tiny.PROMPTS], 0.3, sets.SPLIT_SEED)[1])
+    assert choosing and reported and not {p.text for p in choosing} & {p.text for p in reported}
+    for name, prompts in (("choosing", choosing), ("before", reported)):
+        known = json.loads((config.folder / f"{name}.json").read_text())
+        assert [text for text, *_ in known["settings"]["shown"]] == [prompt.text for prompt in prompts]
+    assert (summary["evaluation"]["seed"], ANEW_SEED) == (ANEW_SEED, EVAL_SEED + 1)
+
+    made = tiny.trainer()
+
+    def red(seed: int) -> float:
+        return measure(made.policy, reported, {"red": tiny.red}, steps=3, guidance=1.0, samples=1, micro_batch=4,
+                       run_seed=seed).mean()["red"]
+
+    assert red(ANEW_SEED) == pytest.approx(summary["before"]["red"], abs=1e-6) != pytest.approx(red(EVAL_SEED))
+    tensors, _ = checkpoint.load(config.folder / "checkpoints" / "epoch-00003")
+    made.policy.weights.load(within(tensors, "weights/"))
+    assert red(ANEW_SEED) == pytest.approx(summary["after"]["red"], abs=1e-6) != pytest.approx(summary["before"]["red"])
+
+
+def test_report_card_and_lists_of_runs_have_the_new_numbers_and_curves_the_others(both):
+    config, summary = both
+    told = report.data(config.folder)
+    [said] = [each["text"] for each in told["sentences"] if each["text"].startswith("red, trained on")]
+    ends = [f"{summary[when]['red']:.3f}" for when in ("before", "after")]
+    assert "on 1 held-out image that chose nothing" in said and all(end in said for end in ends)
+    assert [(stage["label"], stage["base"]) for stage in told["stages"][-2:]] == [
+        ("before training, other prompts", 7), ("after training", 7)]
+    assert model_card.results(config, summary).startswith("| reward | before")
+    assert "measured anew on prompts and seeds that chose nothing" in model_card.results(config, summary)
+    assert runs.read(config.folder).after == summary["after"]
+    lines = comparison.epoch_metrics(config.folder)
+    assert [line["held_out/aim"] for line in lines] == pytest.approx([0.0, *PEAK[:6]])
+    before = json.loads((config.folder / "choosing.json").read_text())["scores"]["red"]
+    assert lines[0]["held_out/red"] == pytest.approx(before[0]) != summary["before"]["red"]
+
+
+@pytest.mark.parametrize("end", [7, 8])
+def test_a_run_that_dies_in_the_last_measurements_ends_as_an_unbroken_one(both, tmp_path, end):
+    """Of the base, then of the kept weights. What was measured is not measured again."""
+    config, _ = both
+    again = settings(tmp_path, eval__best="aim", eval__stop={"reward": "aim", "patience": 3})
+    with pytest.raises(UserError, match="fell over"):
+        go(again, Aim(end=end))
+    aim = Aim(done=end)
+    go(again, aim, resume=True)
+    assert aim.calls == 9
+    one, other = (json.loads((folder / "summary.json").read_text()) for folder in (config.folder, again.folder))
+    assert all(one[key] == other[key] for key in ("before", "after", "kept", "compared", "looks"))
+    aim = Aim(done=9)
+    go(again, aim, resume=True)
+    assert aim.calls == 10  # the kept weights, as of every finished run, and not the base
+
+
+@pytest.mark.parametrize("options, expected", [
+    ({}, False), ({"eval__best": "red"}, True), ({"eval__stop": {"reward": "red", "patience": 1}}, True),
+    ({"guard__window": 2}, True), ({"guard__window": 2, "guard__best": False}, True),
+    ({"guard__edge_width": 1.1}, False), ({"guard__window": 2, "eval__every": 0}, False)])
+def test_runs_whose_evaluations_choose_their_weights(options, expected):
+    assert tiny.trainer(**{"eval__every": 1} | options).progress.best.anew is expected
+
+
+def test_halves_share_no_text_and_have_the_mix_of_an_ordered_file():
+    prompts = [Prompt(f"{kind} {i}") for kind in "ab" for i in range(40)] + [Prompt("a 0")]
+    one, other = halves(prompts)
+    assert sorted(one + other, key=repr) == sorted(prompts, key=repr)
+    assert not {prompt.text for prompt in one} & {prompt.text for prompt in other}
+    counts = [sum(prompt.text.startswith("a") for prompt in side) for side in (one, other)]
+    assert sorted(counts) == [20, 21] and {len(one), len(other)} == {40, 41}
+    assert halves(prompts[:1]) == (prompts[:1], prompts[:1]) and halves([]) == ([], [])
+    odd = [prompt for prompt in one if int(prompt.text[2:]) % 2]
+    assert 10 < len(odd) < 30  # two kinds in turn are on both sides
 
 
 def test_the_report_shows_the_decline_and_says_what_was_kept(both):

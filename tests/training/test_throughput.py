@@ -9,8 +9,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from flowgrpo.log import PhaseTimer
-from flowgrpo.training import epochs
-from flowgrpo.training.epochs import FlopMeter, peak
+from flowgrpo.training import throughput
+from flowgrpo.training.throughput import FlopMeter, Throughput, peak
 from tests.helpers import tiny
 
 
@@ -76,14 +76,14 @@ def test_flops_of_an_epoch_are_those_of_its_evaluations_and_backwards(make, chec
     assert counter.get_total_flops() == pytest.approx(2 * per_row, rel=1e-3)
 
 
-def meter_of(trainer) -> epochs.Throughput:
-    return epochs.Throughput(trainer.config, trainer.policy, trainer.processes)
+def meter_of(trainer) -> Throughput:
+    return Throughput(trainer.config, trainer.policy, trainer.processes)
 
 
 def test_an_epochs_throughput_by_hand(monkeypatch):
     """4 seconds: 16 samples, 96 evaluations in this process, and a half of the peak."""
     now = iter([10.0, 14.0])
-    monkeypatch.setattr(epochs, "perf_counter", lambda: next(now))
+    monkeypatch.setattr(throughput, "perf_counter", lambda: next(now))
     trainer, sampled = tiny.trainer(), iter([8, 24])
     measured = meter_of(trainer)
     measured.meter, measured.peak = FlopMeter([], 1), 500.0

@@ -32,7 +32,7 @@ from torch import Tensor
 from flowgrpo.errors import UserError
 from flowgrpo.escaped import one_line
 from flowgrpo.nouns import quantity
-from flowgrpo.rewards.remote.exchange import as_json, tell
+from flowgrpo.rewards.remote.exchange import announce, as_json
 
 DEPTH = 64  # of containers within each other
 # By the first byte: the form of a number, and that of the length of a text, of bytes, of a list and of a map.
@@ -46,8 +46,8 @@ _CONSTANTS = {0xc0: None, 0xc2: False, 0xc3: True}
 
 
 def unpack(content: bytes, most: int = 2**20) -> Any:
-    """Return the value of a message. Raises ValueError for another form, for an extension, for bytes behind it, and for
-    more than `most` values."""
+    """Value of a message. Raises ValueError for another form, for an extension, for bytes behind it, and for more than
+    `most` values."""
     reader = _Reader(content, most)
     try:
         value = reader.value(0)
@@ -63,7 +63,6 @@ class _Reader:
         self.content, self.at, self.left = content, 0, most
 
     def value(self, depth: int) -> Any:
-        """Return the next value."""
         if depth > DEPTH:
             raise ValueError(f"the message has more than {DEPTH} containers within each other")
         self.left -= 1
@@ -71,6 +70,7 @@ class _Reader:
             raise ValueError("the message has too many values")
         first = self.content[self.at]
         self.at += 1
+        # Kinds in the order of the format's table: small integers, constants, numbers, short and long containers.
         if first < 0x80 or first >= 0xe0:
             return first if first < 0x80 else first - 256
         if first in _CONSTANTS:
@@ -159,7 +159,6 @@ class Request:
     further: Mapping[str, Any] = field(default_factory=dict)
 
     def body(self) -> dict[str, Any]:
-        """Return the JSON of the request."""
         own = {key: self.further[key] for key in NAMED if key in self.further}
         rest: dict[str, Any] = {key: value for key, value in self.further.items() if key not in NAMED}
         if len(self.seeds) > 1:
@@ -213,10 +212,10 @@ class Engine:
                             "http://127.0.0.1:30000")
         self.url, self.timeout, self.retries, self.wait = url.rstrip("/"), timeout, retries, wait
         self._parts = parts
-        tell(f"rollout.engine sends prompts and the folder of the LoRA to {self.url}")
+        announce("rollout.engine", ["prompts", "the folder of the LoRA"], [self.url])
 
     def rollout(self, request: Request) -> list[Sample]:
-        """Return the samples of a request, in the order of its seeds."""
+        """Samples of a request, in the order of its seeds."""
         answer = self._request("POST", ROLLOUT, request.body())
         if not isinstance(answer, list) or not all(isinstance(each, dict) for each in answer):
             raise EngineError("answer", f"{self.url}/rollout/generate answered {_kind(answer)}, expected a list of "
@@ -240,7 +239,7 @@ class Engine:
         self._request("POST", "/v1/unmerge_lora_weights", {"target": "all"})
 
     def compare_hashes(self, module: str, hashes: Mapping[str, str]) -> tuple[bool, str]:
-        """Return whether the engine holds tensors with these SHA-256, by name, and what it says."""
+        """Whether the engine holds tensors with these SHA-256, by name, and what it says."""
         answer = self._request("POST", "/update_weights_from_tensor_checker",
                                {"target_module": module, "expected_named_tensors_sha256": dict(hashes)},
                                refusals=(400,))
@@ -249,22 +248,20 @@ class Engine:
         return answer.get("success") is True, str(answer.get("message", ""))
 
     def checksum(self, modules: Sequence[str]) -> dict[str, str]:
-        """Return the SHA-256 of all weights of modules, by their names."""
+        """The SHA-256 of all weights of modules, by their names."""
         answer = self._request("POST", "/get_weights_checksum", {"module_names": list(modules)})
         if not isinstance(answer, dict) or any(not isinstance(answer.get(name), str) for name in modules):
             raise EngineError("answer", f"{self.url}: its checksum of {', '.join(modules)} is {_kind(answer)}")
         return {name: answer[name] for name in modules}
 
     def release(self) -> None:
-        """Have the engine leave the GPU's memory."""
         self._require_success("/release_memory_occupation")
 
     def resume(self) -> None:
-        """Have the engine take the GPU's memory again."""
         self._require_success("/resume_memory_occupation")
 
     def info(self) -> dict[str, Any]:
-        """Return what the server says of itself: its version, its model."""
+        """What the server says of itself: its version, its model."""
         found: dict[str, Any] = {}
         for path in ("/model_info", "/server_info"):
             answer = self._request("GET", path)
@@ -284,6 +281,7 @@ class Engine:
         trajectory, debug = (self._object(answer, key) for key in ("dit_trajectory", "rollout_debug_tensors"))
         states, logp, sigmas = (self._tensor(of.get(key), key) for of, key in (
             (trajectory, "latents"), (answer, "rollout_log_probs"), (trajectory, "sigmas")))
+        # Check everything that arithmetic would take in silence: order, number, shape, finite values.
         listed, expected = trajectory.get("latent_step_indices"), list(request.states)
         if listed is not None and (sent := self._tensor(listed, "latent_step_indices", False).tolist()) != expected:
             raise EngineError("answer", f"{self.url} sent the states {str(sent)[:200]}, asked for {expected}")
@@ -304,14 +302,13 @@ class Engine:
         return Sample(states, logp.float(), sigmas.float(), *further)
 
     def _object(self, answer: dict[str, Any], key: str) -> dict[str, Any]:
-        """Return an object of an answer, empty if there is none."""
         value = answer.get(key) or {}
         if not isinstance(value, dict):
             raise EngineError("answer", f"{self.url} sent {_kind(value)} as {key}, expected an object")
         return value
 
     def _tensor(self, value: Any, name: str, floats: bool = True) -> Tensor:
-        """Return a tensor of an answer: bytes of safetensors, or their base64 of earlier releases."""
+        """Tensor of an answer: bytes of safetensors, or their base64 of earlier releases."""
         data = value.get("data") if isinstance(value, dict) else None
         try:
             found = load(data if isinstance(data, bytes) else base64.b64decode(data or "", validate=True))["t"]
@@ -324,7 +321,7 @@ class Engine:
         return found
 
     def _request(self, method: str, path: str, body: Any = None, refusals: tuple[int, ...] = ()) -> Any:
-        """Return an answer's value. refusals: statuses whose answer is returned too."""
+        """Answer's value. refusals: statuses whose answer is returned too."""
         wait = self.wait
         for attempt in range(self.retries + 1):
             try:
@@ -344,6 +341,7 @@ class Engine:
         sent = None if body is None else as_json("rollout.engine", "a request", body)
         connection = kind(parts.hostname or "", parts.port, timeout=min(CONNECT, self.timeout))
         try:
+            # Connecting has a short limit of its own: a server that is down is found before the long one of an answer.
             try:
                 connection.connect()
             except TimeoutError:
@@ -352,6 +350,7 @@ class Engine:
             connection.request(method, parts.path.rstrip("/") + path, sent,
                                {"Content-Type": "application/json", "Accept": "application/msgpack, application/json"})
             answer = connection.getresponse()
+            # Tensors come with samples alone: a longer answer of another kind is not read.
             largest = LARGEST if path == ROLLOUT and answer.status == 200 else SMALL
             content = self._content(answer, late, connection, largest)
         except TimeoutError:
@@ -361,13 +360,14 @@ class Engine:
             raise _Passing(str(error) or type(error).__name__) from None
         finally:
             connection.close()
+        # A server that is starting or busy is asked again; another status is final.
         if answer.status >= 500 and answer.status not in refusals:
             raise _Passing(f"answered {answer.status}{_error_reason(content)}")
         if answer.status != 200 and answer.status not in refusals:
             cure = ": is it an SGLang-Diffusion server of 0.5.23 or later?" if answer.status in (404, 405) else ""
             raise EngineError("answer", f"{self.url}{path} answered {answer.status}{_error_reason(content)}{cure}")
         packed = "msgpack" in (answer.headers.get("Content-Type") or "")
-        try:
+        try:  # of a hostile server too: values are counted before they take memory
             if not packed and content.count(b",") > VALUES:
                 raise ValueError("it has too many values")
             return unpack(content, VALUES) if packed else json.loads(content)
@@ -377,7 +377,7 @@ class Engine:
 
     def _content(self, answer: http.client.HTTPResponse, late: float, connection: http.client.HTTPConnection,
                  largest: int) -> bytes:
-        """Return an answer's bytes, `largest` at most. Raises TimeoutError when it is late."""
+        """Answer's bytes, `largest` at most. Raises TimeoutError when it is late."""
         found, size = [], 0
         while True:
             left = late - time.monotonic()
@@ -398,7 +398,7 @@ class Engine:
 
 
 def _error_reason(content: bytes) -> str:
-    """Return the reason in an error's answer, behind a colon."""
+    """Reason in an error's answer, behind a colon."""
     try:
         value = json.loads(content)
     except (ValueError, RecursionError):
@@ -414,11 +414,11 @@ def _kind(value: Any) -> str:
 
 
 def close(one: Tensor, other: Tensor, most: float) -> bool:
-    """Return True if two tensors of one shape differ by at most `most` anywhere."""
+    """True if two tensors of one shape differ by at most `most` anywhere."""
     return one.shape == other.shape and not math.isnan(gap := float((one.double() - other.double()).abs().max())) \
         and gap <= most
 
 
 def stack(samples: Sequence[Sample], name: str) -> Tensor:
-    """Return a field of samples as one tensor [b,...]."""
+    """Field of samples as one tensor [b,...]."""
     return torch.stack([getattr(sample, name) for sample in samples])

@@ -21,8 +21,8 @@ from flowgrpo.objectives.ratios import LogRatio, PlainRatio
 from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.samplers.grids import shift_grid, stock
+from flowgrpo.samplers.growth import replay, sampler_steps
 from flowgrpo.samplers.kernels import CPS, FlowSDE
-from flowgrpo.samplers.replay import replay, sampler_steps
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.types import unwrap
 
@@ -32,14 +32,13 @@ SHIFTS = (1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 7.0, 8.0, 12.0)  # of sig
 
 
 def weights(policy: PipelinePolicy, lora: bool) -> AbstractContextManager[Any]:
-    """Return the context of forwards with the LoRA, or of the base model."""
     return contextlib.nullcontext() if lora or policy.weights is None else policy.reference()
 
 
 @torch.no_grad()
 def by_step(policy: PipelinePolicy, conditioning: Conditioning, part: Part, micro_batch: int,
             log_ratios: Sequence[LogRatio] = (PlainRatio(),)) -> Tensor:
-    """Return each |log-ratio| [M,b,K] of an engine's samples at their K steps with noise; NaN becomes
+    """Each |log-ratio| [M,b,K] of an engine's samples at their K steps with noise; NaN becomes
     infinite."""
     found = torch.zeros(len(log_ratios), len(part.prompts), len(part.transitions))
     for k, rows, new in replay(policy, conditioning, part, micro_batch):
@@ -57,13 +56,16 @@ def find_faults(policy: PipelinePolicy, conditioning: Conditioning, part: Part, 
     """
     first = torch.stack([sample.states[0] for sample in samples]).flatten(1)
     if len(first.unique(dim=0)) < len(first):
-        one, other = _equal(first)
+        one, other = next((one, other) for one in range(len(first)) for other in range(one + 1, len(first))
+                          if torch.equal(first[one], first[other]))
         yield f"repeated seed: samples {one} and {other} of {len(first)} have one initial noise"
     elif (places := _places(first, alone)) is not None and places != list(range(len(first))):
         moved = next(place for place, of in enumerate(places) if of != place)
         yield f"shuffled batch: sample {moved} of a request of {micro_batch} is sample {places[moved]} of those that " \
               "come one by one"
-    rounded = policy.precision == "fp32" and all(_is_half(sample.states[1:]) for sample in samples)
+    later = [sample.states[1:] for sample in samples]
+    rounded = policy.precision == "fp32" and all(torch.equal(states.to(torch.bfloat16).to(states.dtype), states)
+                                                 for states in later)
     if rounded:
         yield "bf16 states: all values of the states are of bf16, and the pipeline computes in fp32: serve the model " \
               "in fp32, or compare with --precision bf16"
@@ -128,11 +130,15 @@ def _grids(policy: PipelinePolicy, steps: int, shift: float) -> Iterator[Tensor]
 
 def _find_swapped_prompts(policy: PipelinePolicy, conditioning: Conditioning, part: Part, micro_batch: int, lora: bool
                           ) -> tuple[str, float]:
-    """Return which sample fits another prompt than its own, and the largest |log ratio| if all are of those."""
-    count = len(conditioning.prompts)
+    """Which sample fits another prompt than its own, and the largest |log ratio| if all are of those."""
+    found = []  # of each prompt, the ratios [b] with all samples under it
     with weights(policy, lora):
-        each = torch.stack([by_step(policy, conditioning, _under(part, prompt), micro_batch)[0].amax(1)
-                            for prompt in range(count)])  # [P,b]
+        for prompt in range(len(conditioning.prompts)):
+            transitions = tuple(replace(taken, prompts=torch.full_like(taken.prompts, prompt))
+                                for taken in sampler_steps(part))
+            under = replace(part, transitions=transitions)
+            found.append(by_step(policy, conditioning, under, micro_batch)[0].amax(1))
+    each = torch.stack(found)  # [P,b]
     fits = each.argmin(0)
     moved = (fits != part.prompts.cpu()).nonzero().flatten().tolist()
     row = moved[0] if moved else 0
@@ -140,16 +146,10 @@ def _find_swapped_prompts(policy: PipelinePolicy, conditioning: Conditioning, pa
            f"{int(fits[row])}", float(each.amin(0).max())
 
 
-def _under(part: Part, prompt: int) -> Part:
-    """Return the part with all its samples under one prompt."""
-    transitions = tuple(replace(taken, prompts=torch.full_like(taken.prompts, prompt)) for taken in sampler_steps(part))
-    return replace(part, transitions=transitions)
-
-
 @torch.no_grad()
 def _outputs(policy: PipelinePolicy, conditioning: Conditioning, part: Part, samples: Sequence[Sample],
              micro_batch: int, lora: bool) -> tuple[float, float]:
-    """Return the root mean squares of the difference of model outputs at the recorded states, and of the outputs."""
+    """Root mean squares of the difference of model outputs at the recorded states, and of the outputs."""
     spec, gaps, sizes = unwrap(part.exploration), [], []
     for taken in sampler_steps(part):
         for rows in torch.arange(len(samples)).split(micro_batch):
@@ -162,23 +162,9 @@ def _outputs(policy: PipelinePolicy, conditioning: Conditioning, part: Part, sam
     return float(torch.stack(gaps).mean().sqrt()), float(torch.stack(sizes).mean().sqrt())
 
 
-def _equal(first: Tensor) -> tuple[int, int]:
-    """Return the first two places of equal rows."""
-    for one in range(len(first)):
-        for other in range(one + 1, len(first)):
-            if torch.equal(first[one], first[other]):
-                return one, other
-    raise AssertionError("no rows are equal")
-
-
 def _places(first: Tensor, alone: Sequence[Sample]) -> list[int] | None:
-    """Return for each initial state [b,n] the sample with the same one among those drawn alone; None where one has
+    """For each initial state [b,n] the sample with the same one among those drawn alone; None where one has
     none, as of an engine whose noise depends on the request."""
     own = torch.stack([sample.states[0] for sample in alone]).flatten(1)
     same = [[place for place, other in enumerate(own) if torch.equal(row, other)] for row in first]
     return [places[0] for places in same] if all(same) else None
-
-
-def _is_half(states: Tensor) -> bool:
-    """Return True if all values are exact in bf16."""
-    return torch.equal(states.to(torch.bfloat16).to(states.dtype), states)

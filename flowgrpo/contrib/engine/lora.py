@@ -20,7 +20,7 @@ MISSING = "missing "  # in the words of a server whose modules have other names,
 
 
 def sha256(tensor: Tensor) -> str:
-    """Return the SHA-256 of a tensor as the engine computes it: of its dtype, its shape and its bytes."""
+    """The SHA-256 of a tensor as the engine computes it: of its dtype, its shape and its bytes."""
     import torch
 
     tensor = tensor.detach().cpu().contiguous()
@@ -30,7 +30,7 @@ def sha256(tensor: Tensor) -> str:
 
 
 def hashes(file: Path) -> dict[str, str]:
-    """Return the SHA-256 of a LoRA file's tensors, by their names in the engine's module."""
+    """The SHA-256 of a LoRA file's tensors, by their names in the engine's module."""
     return {name.removeprefix(PREFIX).removesuffix(".weight"): sha256(tensor)
             for name, tensor in load_file(file).items()}
 
@@ -94,7 +94,6 @@ class LoraSender:
                                                   f"{said}; has it another client?")
 
     def close(self) -> None:
-        """Delete what was written."""
         if self._own is not None:
             self._own.cleanup()
         else:

@@ -6,22 +6,23 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from flowgrpo.config.geometry import BatchShape
 from flowgrpo.config.schema import Config
 from flowgrpo.contrib.engine.client import Engine, EngineError, Request, Sample, close, stack
 from flowgrpo.contrib.engine.lora import LoraSender
+from flowgrpo.contrib.features import EngineKeys, OnePassKeys
 from flowgrpo.errors import UserError
 from flowgrpo.methods import targets
 from flowgrpo.methods.method import Method
 from flowgrpo.methods.setup import Setup
-from flowgrpo.policies.pipelines.conditioning import Conditioning, Size
+from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.rewards.reward import sees_base
+from flowgrpo.rollouts.denoising import DenoisingRollouts
 from flowgrpo.samplers.kernels import CPS, Euler, FlowSDE
 from flowgrpo.samplers.rollout import Part, RolloutSpec, Seed
 from flowgrpo.training.extension import Extension
@@ -32,7 +33,7 @@ DRAWN = (targets.RecordedSteps, targets.JointDensity, targets.NoisedFinals)
 
 
 def sde(spec: RolloutSpec) -> tuple[str, float]:
-    """Return the engine's name of a rollout's noise, and its level; ("ode", 0) for a rollout without noise."""
+    """Engine's name of a rollout's noise, and its level; ("ode", 0) for a rollout without noise."""
     if not spec.schedule.stochastic:
         return "ode", 0.0
     level: float = getattr(spec.kernel, "level")
@@ -53,7 +54,7 @@ def of_method(config: Config, method: Method) -> Iterator[str]:
         "text encoders that are trained": denoising.adapted.encoders,
         "adapter.rank: 0, whose weights are no LoRA": not config.adapter.rank,
         "adapter.dora: true": config.adapter.dora,
-        "train.one_pass, whose graphs are the trainer's": bool(config.train.one_pass),
+        "train.one_pass, whose graphs are the trainer's": bool(OnePassKeys.read(config).one_pass),
         "memory.shard, whose processes share every call": bool(config.memory.shard)}
     yield from (need for need, applies in needs.items() if applies)
 
@@ -101,17 +102,6 @@ TOGETHER = 8  # requests that wait for the engine at the same time
 SAME = 1e-5  # difference of two sigmas that are the same, in float32
 
 
-class Rollouts(Protocol):
-    """Rollouts of a pipeline as an engine's sampler reads them (`rollouts.denoising.DenoisingRollouts`)."""
-
-    policy: PipelinePolicy
-    geometry: BatchShape
-
-    def together(self, count: int) -> list[int]: ...
-
-    def grid_of(self, size: Size | None) -> tuple[Tensor, Tensor | None]: ...
-
-
 class EngineSampler:
     """Sampler of a run's groups by an engine, in the place of its pipeline.
 
@@ -119,7 +109,7 @@ class EngineSampler:
     release: the engine leaves the GPU's memory between two rollouts.
     """
 
-    def __init__(self, engine: Engine, lora: LoraSender, rollouts: Rollouts, release: bool):
+    def __init__(self, engine: Engine, lora: LoraSender, rollouts: DenoisingRollouts, release: bool):
         self.engine, self.lora, self.rollouts, self.release = engine, lora, rollouts, release
 
     def sample(self, conditioning: Conditioning, explorations: list[RolloutSpec], seed: Seed, judge: object
@@ -149,13 +139,12 @@ class EngineSampler:
 
 
 def sample_requests(engine: Engine, asked: Sequence[Request], mapped: Callable[..., Any] = map) -> list[Sample]:
-    """Return the samples of requests, in their order."""
     return [sample for samples in mapped(engine.rollout, asked) for sample in samples]
 
 
 def requests(policy: PipelinePolicy, conditioning: Conditioning, prompts: Sequence[int], seeds: Sequence[Sequence[int]],
              spec: RolloutSpec, most: int, means: bool = False) -> list[Request]:
-    """Return the requests for samples of prompts, of at most `most` samples each. seeds: of each prompt's samples.
+    """Requests for samples of prompts, of at most `most` samples each. seeds: of each prompt's samples.
 
     Raises UserError for prompts with inputs that are not sent.
     """
@@ -177,7 +166,7 @@ def requests(policy: PipelinePolicy, conditioning: Conditioning, prompts: Sequen
 
 def part_of(policy: PipelinePolicy, conditioning: Conditioning, samples: Sequence[Sample], groups: range,
             prompts: Tensor, spec: RolloutSpec) -> Part:
-    """Return the part that an engine's samples are. prompts: int64 [b], of each.
+    """Part that an engine's samples are. prompts: int64 [b], of each.
 
     Its log-probabilities are the engine's; it has no seeds, since the engine's noise is not the pipeline's.
     Raises EngineError for sigmas or states that are not those of the pipeline.
@@ -199,7 +188,7 @@ def part_of(policy: PipelinePolicy, conditioning: Conditioning, samples: Sequenc
 
 
 def _score(samples: Sequence[Sample], logp: Tensor, step: int, spec: RolloutSpec, device: torch.device) -> Scored:
-    """Return the engine's score [b,1] of a step, with its means where the loss reads them."""
+    """Engine's score [b,1] of a step, with its means where the loss reads them."""
     mean = std = None
     if spec.keep_means:
         mean = torch.stack([unwrap(sample.means)[step] for sample in samples])[:, None].float().to(device)
@@ -234,8 +223,8 @@ class EngineRollouts(Extension):
 
     def __init__(self, trainer: Any):
         super().__init__(trainer)
-        own = trainer.config.rollout
-        self.engine = Engine(own.engine, own.timeout, own.retries)
+        own = EngineKeys.read(trainer.config)
+        self.engine = Engine(unwrap(own.engine), own.timeout, own.retries)
         self.lora = LoraSender(self.engine, own.folder)
         rollouts = trainer.rollouts
         for spec in rollouts.explorations(0):
@@ -250,10 +239,10 @@ class EngineRollouts(Extension):
         check(setup)
 
     def _attach_engine(self) -> None:
-        """Have the present rollouts draw by the engine."""
         rollouts: Any = self.trainer.rollouts  # those of a denoiser, as the check of the run says
         if rollouts.drawer is None:
-            rollouts.drawer = EngineSampler(self.engine, self.lora, rollouts, self.trainer.config.rollout.release)
+            release = EngineKeys.read(self.trainer.config).release
+            rollouts.drawer = EngineSampler(self.engine, self.lora, rollouts, release)
 
     @contextlib.contextmanager
     def around_epoch(self) -> Iterator[None]:

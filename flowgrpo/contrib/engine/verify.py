@@ -78,7 +78,7 @@ class Row:
 
 def rows(engine: Engine, policy_of: Callable[[str], PipelinePolicy], precisions: Sequence[str], asked: Asked,
          sender: LoraSender | None) -> list[Row]:
-    """Return the rows of all precisions, batches and, with a sender, of the base model and of the LoRA.
+    """Rows of all precisions, batches and, with a sender, of the base model and of the LoRA.
 
     policy_of: the policy of a precision, whose adapter "default" is the LoRA. Raises EngineError where the engine gives
     no samples.
@@ -102,7 +102,7 @@ def rows(engine: Engine, policy_of: Callable[[str], PipelinePolicy], precisions:
 
 
 def rollout_spec(policy: PipelinePolicy, conditioning: Conditioning, asked: Asked) -> RolloutSpec:
-    """Return the rollout on the pipeline's own sigmas, with noise in all steps but the last."""
+    """Rollout on the pipeline's own sigmas, with noise in all steps but the last."""
     if policy.process != "flow":
         raise UserError("flowgrpo verify: got a pipeline that predicts noise or v, expected a flow: a stock engine "
                         "samples no noise for others")
@@ -116,7 +116,7 @@ def rollout_spec(policy: PipelinePolicy, conditioning: Conditioning, asked: Aske
 
 def _sample(engine: Engine, policy: PipelinePolicy, conditioning: Conditioning, spec: RolloutSpec, asked: Asked,
             sender: LoraSender | None) -> dict[tuple[bool, int], list[Sample]]:
-    """Return the samples by (with the LoRA, samples of a request); all have the same seeds."""
+    """Samples by (with the LoRA, samples of a request); all have the same seeds."""
     of, places = seeder(asked.seed, 0), range(len(asked.prompts))
     seeds = [[of(prompt, sample) for sample in range(asked.count)] for prompt in places]
     found = {}
@@ -146,7 +146,7 @@ def _row(policy: PipelinePolicy, conditioning: Conditioning, spec: RolloutSpec, 
 
 
 def table(found: Sequence[Row]) -> list[str]:
-    """Return the lines of a table of rows, and lines on what the engine allows."""
+    """Lines of a table of rows, and lines on what the engine allows."""
     steps = max(len(row.by_step) for row in found)
     lines = [f"first |log ratio|, by step 0 to {steps - 1}:"]
     for row in found:
@@ -164,7 +164,7 @@ def table(found: Sequence[Row]) -> list[str]:
 
 
 def adapter_of(path: Path) -> dict[str, Any]:
-    """Return the keys of the section `adapter` of a LoRA: its rank, scale and targets, and the file as its values.
+    """Keys of the section `adapter` of a LoRA: its rank, scale and targets, and the file as its values.
 
     Raises UserError for a file without them.
     """

@@ -47,8 +47,8 @@ class Description:
     """Content of `reward.json`: aspects in the order of the network's outputs, the network, and its measurements.
 
     network: {"kind": "film", "size": S}, {"kind": "clip", "model": NAME, "pretrained": TAG_OR_FILE}, {"kind":
-    "denoiser", "model": SOURCE, "call": ARGUMENTS, "width": F} of `flowgrpo taste`, or of texts {"kind": "language",
-    "model": SOURCE, "frozen": BOOL}.
+    "denoiser", "model": SOURCE, "call": ARGUMENTS, "width": F, "evidence": BOOL, "sees": REWARD} of `flowgrpo
+    taste`, or of texts {"kind": "language", "model": SOURCE, "frozen": BOOL}.
     """
 
     aspects: dict[str, Aspect]
@@ -56,7 +56,6 @@ class Description:
     measured: dict[str, Any] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
-        """Write a folder's `reward.json`."""
         text = json.dumps({"form": FORM, **asdict(self)}, indent=2)
         atomic.write_text(folder / FILE, text + "\n")
 
@@ -116,7 +115,7 @@ class Preference(LocalModel):
         return ((self.scores(images, prompts).double() - mean) / deviation) @ weight
 
     def scores(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        """Return the network's raw scores [B, A]; their differences between images of a prompt are log-odds."""
+        """Network's raw scores [B, A]; their differences between images of a prompt are log-odds."""
         return self.score_batches(self._scores, images, prompts)
 
     def _scores(self, images: Tensor, prompts: list[str]) -> Tensor:
@@ -134,7 +133,7 @@ class TextPreference(Preference):
     about = About(modality="text", range=(None, None), needs="", licence="Apache-2.0, weights of your own")
 
     def scores(self, texts: Sequence[str], prompts: Sequence[str]) -> Tensor:  # type: ignore[override]
-        """Return the network's raw scores [B, A]; their differences between texts of a prompt are log-odds."""
+        """Network's raw scores [B, A]; their differences between texts of a prompt are log-odds."""
         network, size = self.models[0], self.batch_size
         with torch.no_grad():
             return torch.cat([network(**network.rows(texts[at:at + size], prompts[at:at + size])).float().cpu()
@@ -142,7 +141,7 @@ class TextPreference(Preference):
 
 
 def reward_factory(folder: Path, aspect: str | None) -> partial[Preference]:
-    """Return the reward of a folder, or of one of its aspects, not yet instantiated.
+    """Reward of a folder, or of one of its aspects, not yet instantiated.
     Raises UserError for an unknown aspect."""
     known = Description.read(folder)
     _weights(str(folder), known, aspect, None)
@@ -152,7 +151,6 @@ def reward_factory(folder: Path, aspect: str | None) -> partial[Preference]:
 
 
 def _weights(folder: str, known: Description, aspect: str | None, weights: dict[str, float] | None) -> dict[str, float]:
-    """Return the weight of every aspect."""
     if aspect is not None and weights is not None:
         raise UserError(f"reward {folder!r}: got the aspect {aspect!r} and weights, expected one of them")
     given = weights or {} if aspect is None else {aspect: 1.0}
@@ -189,7 +187,8 @@ def read_network(folder: Path, known: Description, device: str, dtype: str = "fp
                 build_text_head(folder, len(known.aspects))
         elif known.network["kind"] == DENOISER:
             policy = frozen_policy(known.network["model"], known.network["call"], device)
-            network = DenoiserHead(policy, known.network["width"])
+            network = DenoiserHead(policy, known.network["width"], known.network.get("evidence", False),
+                                   known.network.get("sees"))
         else:
             clip = ClipScore(known.network["model"], known.network["pretrained"], device=device, dtype=dtype)
             network = ClipHead(clip, len(known.aspects))

@@ -55,7 +55,7 @@ class Film(nn.Module):
         return min(self.tokenizer.model_max_length, getattr(self.text.config, "max_position_embeddings", 256))
 
     def rows(self, prepared: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
-        """Return images uint8 [B, 3, S, S], ids and mask [B, L]."""
+        """Images uint8 [B, 3, S, S], ids and mask [B, L]."""
         tokens = self.tokenizer(list(prompts), padding="max_length", truncation=True, max_length=self.longest,
                                 return_tensors="pt")
         return {"images": (prepared * 255).round().to(torch.uint8), "ids": tokens.input_ids.to(prepared.device),
@@ -65,18 +65,18 @@ class Film(nn.Module):
         return self.score_features(self.image_features(images), ids, mask)
 
     def image_features(self, images: Tensor) -> Tensor:
-        """Return prompt-independent features of images [B, 3, S, S], [B, WIDTH, S / 8, S / 8]."""
+        """Prompt-independent features of images [B, 3, S, S], [B, WIDTH, S / 8, S / 8]."""
         return self.trunk(images.to(next(self.head.parameters()).dtype) / 127.5 - 1)
 
     def score_features(self, seen: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
-        """Return the scores [B, A] of `image_features` with the prompts' ids and mask [B, L]."""
+        """Scores [B, A] of `image_features` with the prompts' ids and mask [B, L]."""
         text = self._encode_prompts(ids, mask)
         for block in self.blocks:
             seen = block(seen, text)
         return self.head(torch.cat([seen.mean((2, 3)), seen.amax((2, 3)), text], 1))
 
     def _encode_prompts(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """Return the mean of a prompt's states [B, width]; repeated prompts are encoded once."""
+        """Mean of a prompt's states [B, width]; repeated prompts are encoded once."""
         both, places = torch.stack([ids, mask], 1).unique(dim=0, return_inverse=True)
         ids, mask = both.unbind(1)
         states = self.text(input_ids=ids, attention_mask=mask).last_hidden_state
@@ -117,7 +117,7 @@ class ClipHead(nn.Module):
 
     @torch.no_grad()
     def rows(self, prepared: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
-        """Return features [B, 3 W] of embeddings of width W."""
+        """Features [B, 3 W] of embeddings of width W."""
         images = prepared.to(self.device, self.float_type)
         text, seen = self._encode_prompts(prompts), self.parts[0].encode_image(images, normalize=True)
         scale = text.shape[-1] ** 0.5  # scales the numbers of a normalised embedding to around 1
@@ -160,7 +160,7 @@ def build_film(folder: Path, aspects: int, size: int) -> Film:
 
 
 def _text_class(place: str, **where: str) -> tuple[Any, Any]:
-    """Return the transformers class that a configuration names, and the configuration."""
+    """Transformers class that a configuration names, and the configuration."""
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(place, trust_remote_code=False, **where)

@@ -45,8 +45,8 @@ class TextHead(nn.Module):
         return min(LONGEST, getattr(self.config.get_text_config(), "max_position_embeddings", LONGEST))
 
     def tokens(self, prompt: str, text: str) -> list[int]:
-        """Return a prompt and its completion as tokens: in the chat template if there is one, else one after the other
-        with an end; the last `longest` of them."""
+        """Prompt and its completion as tokens: in the chat template if there is one, else one after the other with an
+        end; the last `longest` of them."""
         tokenizer: Any = self.tokenizer
         if getattr(tokenizer, "chat_template", None):
             turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": text}]
@@ -57,7 +57,7 @@ class TextHead(nn.Module):
         return ids[-self.longest:]
 
     def rows(self, texts: Sequence[str], prompts: Sequence[str]) -> dict[str, Tensor]:
-        """Return ids and mask [B, longest], padded at the end; of a frozen body its last states [B, W]."""
+        """Ids and mask [B, longest], padded at the end; of a frozen body its last states [B, W]."""
         rows = [self.tokens(prompt, text) for prompt, text in zip(prompts, texts)]
         ids, mask = torch.zeros(2, len(rows), self.longest, dtype=torch.int64)
         for row, tokens in enumerate(rows):
@@ -70,12 +70,12 @@ class TextHead(nn.Module):
             return {"states": self._last(ids, mask).float()}
 
     def forward(self, **rows: Tensor) -> Tensor:
-        """Return the scores [B, A] of `rows`."""
+        """Scores [B, A] of `rows`."""
         states = rows["states"] if self.frozen else self._last(rows["ids"], rows["mask"])
         return self.head(states.to(next(self.head.parameters()).dtype))
 
     def _last(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """Return the states [B, W] at the last tokens of ids [B, L]."""
+        """States [B, W] at the last tokens of ids [B, L]."""
         [body], length = self.parts, int(mask.sum(1).max())
         body.to(ids.device)
         states = body(input_ids=ids[:, :length], attention_mask=mask[:, :length], use_cache=False).last_hidden_state
@@ -91,11 +91,13 @@ def on_model(source: str, aspects: int, frozen: bool) -> TextHead:
     from transformers import AutoModel, AutoTokenizer
 
     place = str(FOLDERS.get(source, source))
-    with loading(f"language model {source}", "expected starter_text, or a folder or hub id of a language model",
-                 place):
+    with loading(f"language model {source}", "expected starter_text, or a folder or hub id of a language model", place):
         tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
         body = AutoModel.from_pretrained(place, dtype=torch.float32, trust_remote_code=False, use_safetensors=True)
-    return TextHead(_causal(source, body).eval().requires_grad_(not frozen), tokenizer, aspects, frozen)
+    if body.config.is_encoder_decoder:
+        raise UserError(f"--model {source}: {type(body).__name__} has an encoder and a decoder, expected a causal "
+                        "language model")
+    return TextHead(body.eval().requires_grad_(not frozen), tokenizer, aspects, frozen)
 
 
 def build_text_head(folder: Path, aspects: int) -> TextHead:
@@ -104,11 +106,3 @@ def build_text_head(folder: Path, aspects: int) -> TextHead:
 
     body = AutoModel.from_config(AutoConfig.from_pretrained(folder / LANGUAGE, trust_remote_code=False))
     return TextHead(body.eval(), AutoTokenizer.from_pretrained(folder / TOKENIZER, trust_remote_code=False), aspects)
-
-
-def _causal(source: str, body: Any) -> Any:
-    """Return the body of a model without an encoder of its own. Raises UserError for another one."""
-    if body.config.is_encoder_decoder:
-        raise UserError(f"--model {source}: {type(body).__name__} has an encoder and a decoder, expected a causal "
-                        "language model")
-    return body

@@ -26,8 +26,7 @@ from flowgrpo.methods.supervised import SelfAnswers
 from flowgrpo.rewards.starter.scene import read
 from flowgrpo.rollouts.data_losses import DataLosses, Example, condition_prompt, seed_of
 from flowgrpo.starter import lattice, scenes
-from flowgrpo.training.extension import Extension, Metrics
-from flowgrpo.training.run import Run
+from flowgrpo.training.extension import Extension, Metrics, Run
 
 OWN = "self_answers"  # the reward by these answers
 GREY = 0.5
@@ -47,7 +46,7 @@ class Asked:
 
 
 def reader_of(policy: Any, length: int) -> Any:
-    """Return the policy of answers, of `length` tokens at most, by the weights of one that draws images; made once.
+    """Policy of answers, of `length` tokens at most, by the weights of one that draws images; made once.
 
     Raises UserError for a model that only draws."""
     if not hasattr(policy, "answering"):
@@ -63,14 +62,14 @@ def reader_of(policy: Any, length: int) -> Any:
 # --- questions -------------------------------------------------------------------------------------------------------
 
 def of_scene(image: Tensor, dice: random.Random) -> tuple[str, str] | None:
-    """Return a balanced question about an image [3,64,64] of the starter's world and its answer; None where a blob in
-    it is no object, or it is empty."""
+    """Balanced question about an image [3,64,64] of the starter's world and its answer; None where a blob in it is no
+    object, or it is empty."""
     seen = things(read(image))
     return sample_question(seen, dice) if seen and all(each.shape and each.colour for each in seen) else None
 
 
 def of_claims(prompt: Prompt, dice: random.Random) -> tuple[str, str]:
-    """Return a question of a prompt and the prompt's answer: kinds are equally likely, and in them yes and no.
+    """Question of a prompt and the prompt's answer: kinds are equally likely, and in them yes and no.
 
     Raises UserError for a prompt without questions."""
     kinds: dict[tuple[str, ...], list[Question]] = {}
@@ -86,7 +85,7 @@ def of_claims(prompt: Prompt, dice: random.Random) -> tuple[str, str]:
 
 def sample_questions(part: SelfAnswers, prompts: Sequence[Prompt], pictures: Tensor, dice: random.Random
                      ) -> list[Asked]:
-    """Return the questions about images [B,3,H,W] of these prompts, as the model reads them."""
+    """Questions about images [B,3,H,W] of these prompts, as the model reads them."""
     found = []
     for row, (prompt, image) in enumerate(zip(prompts, pictures)):
         for _ in range(part.questions):
@@ -98,7 +97,7 @@ def sample_questions(part: SelfAnswers, prompts: Sequence[Prompt], pictures: Ten
 
 
 def as_processor_images(pictures: Tensor) -> list[Any]:
-    """Return images [B,3,H,W] in [0, 1] as images that processors read."""
+    """Images [B,3,H,W] in [0, 1] as images that processors read."""
     from PIL import Image
 
     return [Image.fromarray(np.ascontiguousarray(image)) for image in
@@ -106,12 +105,11 @@ def as_processor_images(pictures: Tensor) -> list[Any]:
 
 
 def encode_questions(reader: Any, asked: Sequence[Asked], images: Sequence[Any]) -> Any:
-    """Return questions with their images as the reader's prompts."""
     return reader.encode([each.question for each in asked], images=[images[each.row] for each in asked])
 
 
 def tokens(reader: Any, answers: Sequence[str]) -> tuple[Tensor, Tensor]:
-    """Return answers with their ends as ids [n,L] and mask, bool [n,L]."""
+    """Answers with their ends as ids [n,L] and mask, bool [n,L]."""
     rows = [torch.tensor([*reader.tokenizer(answer, add_special_tokens=False)["input_ids"], reader.ends[0]])
             for answer in answers]
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=reader.padding)
@@ -119,13 +117,12 @@ def tokens(reader: Any, answers: Sequence[str]) -> tuple[Tensor, Tensor]:
 
 
 def normalise_answer(text: str) -> str:
-    """Return an answer's words for a comparison: in lower case, without its full stop."""
     return " ".join(text.lower().split()).rstrip(".")
 
 
 @torch.no_grad()
 def check_answers(reader: Any, asked: Sequence[Asked], pictures: Tensor) -> list[bool]:
-    """Return whether the likeliest answer to each question is right. images: [B,3,H,W]."""
+    """Whether the likeliest answer to each question is right. images: [B,3,H,W]."""
     from flowgrpo.text.samplers.decoding import Decoding
 
     images, right = as_processor_images(pictures), []
@@ -156,6 +153,8 @@ class AnswerLosses(DataLosses):
         return len(examples)
 
     def __call__(self, examples: Sequence[Example], places: Sequence[int], update: int) -> Iterator[Tensor]:
+        from flowgrpo.text.samplers.decoding import Decoding
+
         ids = torch.stack([cast(Tensor, example.content) for example in examples])
         pictures = self.policy.decode_cached(ids)
         seed = seed_of(self.rollouts.config.seed, update, places[0])
@@ -168,10 +167,14 @@ class AnswerLosses(DataLosses):
             rows = torch.tensor([each.row for each in asked])
             yield (weights[rows].to(losses) * losses).sum() / self.part.questions
         if self.part.images:
-            yield self.part.images * self._of_images(examples, ids, weights)
+            # The summed cross entropy of the images, each the mean of its tokens'.
+            given = self.rollouts.conditioning([example.prompt for example in examples])
+            scored = self.policy.log_probs(given, torch.arange(len(ids)), ids, torch.ones_like(ids, dtype=torch.bool),
+                                           Decoding())
+            yield self.part.images * -(weights.to(scored.logp) * scored.logp.mean(1)).sum()
 
     def _of_answers(self, asked: Sequence[Asked], images: Sequence[Any], seed: int) -> tuple[Tensor, Tensor]:
-        """Return the loss of each of n questions [n], and how right its answers are [n]."""
+        """Loss of each of n questions [n], and how right its answers are [n]."""
         from flowgrpo.text.samplers.decoding import Decoding
 
         read, count = encode_questions(self.reader, asked, images), self.part.samples
@@ -188,15 +191,6 @@ class AnswerLosses(DataLosses):
         logp = self.reader.log_probs(read, of, drawn.ids, drawn.mask, Decoding()).logp.sum(1)
         return policy_gradient(logp.view(-1, count), right.view(-1, count).to(logp)), right.view(-1, count).mean(1)
 
-    def _of_images(self, examples: Sequence[Example], ids: Tensor, weights: Tensor) -> Tensor:
-        """Return the summed cross entropy of images, each the mean of its tokens'."""
-        from flowgrpo.text.samplers.decoding import Decoding
-
-        given = self.rollouts.conditioning([example.prompt for example in examples])
-        scored = self.policy.log_probs(given, torch.arange(len(ids)), ids, torch.ones_like(ids, dtype=torch.bool),
-                                       Decoding())
-        return -(weights.to(scored.logp) * scored.logp.mean(1)).sum()
-
     def metrics(self, total: Callable[[Sequence[int]], list[int]]) -> dict[str, float]:
         right, count = total(self.counted)
         self.counted = [0, 0]
@@ -204,7 +198,7 @@ class AnswerLosses(DataLosses):
 
 
 def policy_gradient(logp: Tensor, right: Tensor) -> Tensor:
-    """Return GRPO's loss [n] of K answers drawn to each of n questions: the mean of -A log p, A their rewards less the
+    """GRPO's loss [n] of K answers drawn to each of n questions: the mean of -A log p, A their rewards less the
     mean of the K, without a division.
 
     One step is made of a draw, so that the ratio is 1. logp: of whole answers [n,K]; right: their rewards [n,K].
@@ -244,6 +238,8 @@ class HeldOutAnswers(Extension):
         return self._answer_accuracy(measured)
 
     def on_finished(self, measured: Measured) -> None:
+        if self.trainer.progress.best.anew:  # the base answered about other prompts
+            self.found = []
         self.found.append(self._answer_accuracy(measured))
 
     def summary(self) -> str | None:
@@ -254,8 +250,18 @@ class HeldOutAnswers(Extension):
         return "held-out answers: " + " -> ".join(told)
 
     def _answer_accuracy(self, measured: Measured) -> Metrics:
-        """Return the shares of right answers about what an evaluation holds out; empty where nothing can be asked."""
-        prompts, pictures = (self._scenes if self.part.reader == "scene" else self._right)(measured)
+        """Shares of right answers about what an evaluation holds out; empty where nothing can be asked."""
+        samples = self.trainer.config.eval.samples
+        if self.part.reader == "scene":  # a rendered scene [3,64,64] of each held-out prompt, `ASKED` times
+            rng, prompts = np.random.default_rng(0), measured.prompts[::samples] * ASKED
+            drawn = [lattice.paint(lattice.place(scenes.parse(prompt.text), rng)) for prompt in prompts]
+            pictures = torch.from_numpy(np.stack(drawn))
+        else:  # the shown held-out images that the first reward finds right
+            of = [samples * place for place in evenly(len(measured.prompts) // samples, len(measured.images))]
+            score = next(iter(measured.scores.values()))
+            right = [place for place, row in enumerate(of) if score[row] >= self.part.source.right]
+            prompts = [measured.prompts[of[place]] for place in right]
+            pictures = torch.as_tensor(measured.images)[right]
         asked = sample_questions(self.part, prompts, pictures, random.Random(0)) if prompts else []
         if not asked:
             return {}
@@ -266,17 +272,3 @@ class HeldOutAnswers(Extension):
         self.trainer.policy.evaluations = before
         first = next(iter(measured.mean().values()))
         return {"answers/right": shares[0], "answers/hidden": shares[1], "answers/imbalance": abs(first - shares[0])}
-
-    def _scenes(self, measured: Measured) -> tuple[list[Prompt], Tensor]:
-        """Return the held-out prompts, each `ASKED` times, and a rendered scene [3,64,64] of each."""
-        rng, prompts = np.random.default_rng(0), measured.prompts[::self.trainer.config.eval.samples] * ASKED
-        drawn = [lattice.paint(lattice.place(scenes.parse(prompt.text), rng)) for prompt in prompts]
-        return prompts, torch.from_numpy(np.stack(drawn))
-
-    def _right(self, measured: Measured) -> tuple[list[Prompt], Tensor]:
-        """Return the shown held-out images that the first reward finds right, [n,3,H,W], and their prompts."""
-        samples, pictures = self.trainer.config.eval.samples, measured.images
-        of = [samples * place for place in evenly(len(measured.prompts) // samples, len(pictures))]
-        first = next(iter(measured.scores.values()))
-        right = [place for place, row in enumerate(of) if first[row] >= self.part.source.right]
-        return [measured.prompts[of[place]] for place in right], torch.as_tensor(pictures)[right]

@@ -12,15 +12,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from flowgrpo.contrib.questions.question_answers import find_choice
-from flowgrpo.contrib.questions.questions import Question, of_list
+from flowgrpo.contrib.questions.questions import of_list
 from flowgrpo.errors import UserError
-from flowgrpo.rewards.about import About
+from flowgrpo.rewards.about import About, built_in
 from flowgrpo.rewards.failures import Failed
 from flowgrpo.rewards.vlm_judge.client import Answer
 from flowgrpo.rewards.vlm_judge.judge import LICENCE, fill_template, text_part
 from flowgrpo.text.rewards.judge import Tagged
 
 
+@built_in("caption_answers")
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CaptionAnswers(Tagged):
     """Share of questions that a language model answers rightly from only a caption.
@@ -53,8 +54,9 @@ class CaptionAnswers(Tagged):
 
         def question(place: int) -> list[dict[str, Any]]:
             row, entry, order = asked[place]
-            text = fill_template(self._question, question=entry.question,
-                                 choices=", ".join(rotate_choices(entry, order)))
+            by = order % len(entry.choices)
+            choices = ", ".join(entry.choices[by:] + entry.choices[:by])
+            text = fill_template(self._question, question=entry.question, choices=choices)
             return [*self._parts(completions[row]), text_part(text)]
 
         def read(answer: Answer, place: int) -> float | None:
@@ -65,15 +67,5 @@ class CaptionAnswers(Tagged):
         values: list[list[float | Failed]] = [[] for _ in prompts]
         for (row, _, _), value in zip(asked, self._values(question, read, len(asked)), strict=True):
             values[row].append(value)
-        return [_mean(answered) for answered in values]
-
-
-def rotate_choices(question: Question, order: int) -> tuple[str, ...]:
-    """Return a question's choices, rotated by so many places."""
-    by = order % len(question.choices)
-    return question.choices[by:] + question.choices[:by]
-
-
-def _mean(values: Sequence[float | Failed]) -> float | None | Failed:
-    known = [value for value in values if not isinstance(value, Failed)]
-    return sum(known) / len(known) if known else next(iter(values), None)
+        known = [[value for value in answered if not isinstance(value, Failed)] for answered in values]
+        return [sum(some) / len(some) if some else next(iter(answered), None) for some, answered in zip(known, values)]

@@ -34,9 +34,8 @@ class Phrases:
     key: str = "noun_phrases"
     _loaded: list[Any] = field(init=False, repr=False, default_factory=list)
 
-    def of(self, prompt: str, metadata: dict[str, Any]) -> list[str]:
-        """Return the noun phrases of a prompt.
-        Raises UserError for metadata that are no list of texts, and without spaCy."""
+    def noun_phrases(self, prompt: str, metadata: dict[str, Any]) -> list[str]:
+        """Raises UserError for metadata that are no list of texts, and without spaCy."""
         if self.key not in metadata:
             return [chunk.text for chunk in self._read(prompt).noun_chunks]
         phrases = metadata[self.key]
@@ -46,7 +45,7 @@ class Phrases:
         return phrases
 
     def without_adjectives(self, prompt: str, metadata: dict[str, Any]) -> str:
-        """Return a prompt without its adjectives, by its metadata under that name or by spaCy.
+        """Prompt without its adjectives, by its metadata under that name or by spaCy.
         Raises UserError without spaCy."""
         if "without_adjectives" in metadata:
             return str(metadata["without_adjectives"])
@@ -66,12 +65,12 @@ class Phrases:
 
 
 def relation(prompt: str) -> str | None:
-    """Return the first of RELATIONS that a prompt names, None for none."""
+    """First of RELATIONS that a prompt names, None for none."""
     return next((words for words in RELATIONS if words in prompt.lower()), None)
 
 
 def find_relation(prompt: str, phrases: Sequence[str] | None = None) -> tuple[str, str, str] | None:
-    """Return the relation that a prompt names with the objects before and after it, without articles; None for none.
+    """Relation that a prompt names with the objects before and after it, without articles; None for none.
 
     phrases: noun phrases of a sentence, of which the nearest ones count; None for a prompt that has no other words.
     """
@@ -91,14 +90,14 @@ def find_relation(prompt: str, phrases: Sequence[str] | None = None) -> tuple[st
 
 
 def count_objects(phrases: Sequence[str]) -> list[tuple[str, int]]:
-    """Return the objects that noun phrases count, in the singular, with their numbers: "three cats" is ("cat", 3)."""
+    """Objects that noun phrases count, in the singular, with their numbers: "three cats" is ("cat", 3)."""
     split = [phrase.lower().strip(" .,").partition(" ") for phrase in phrases]
     return [(singular(name) if NUMBERS[number] > 1 else name, NUMBERS[number])
             for number, _, name in split if number in NUMBERS and name]
 
 
 def singular(name: str) -> str:
-    """Return the singular of an English noun, of the last word of several."""
+    """Singular of an English noun, of the last word of several."""
     first, _, last = name.rpartition(" ")
     if last in IRREGULAR:
         last = IRREGULAR[last]

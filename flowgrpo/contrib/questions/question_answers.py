@@ -24,7 +24,7 @@ from torch import Tensor
 from flowgrpo.contrib.learned_rewards.preference import Description, Preference
 from flowgrpo.contrib.questions.questions import NUMBERS, Question, Writer, of_list, of_prompt
 from flowgrpo.errors import UserError
-from flowgrpo.rewards.about import TRAINED, About
+from flowgrpo.rewards.about import TRAINED, About, built_in
 from flowgrpo.rewards.failures import Failed
 from flowgrpo.rewards.local_model import model_arguments
 from flowgrpo.rewards.vlm_judge.client import Answer
@@ -60,30 +60,28 @@ class ByFolder:
 
     def right(self, images: Tensor, questions: Sequence[tuple[int, Question]]) -> list[float]:
         """Score n questions. images: [B, 3, H, W] in [0, 1]. questions: n pairs of an image's row and its question."""
-        return [self._worth(p, question.choices.index(question.answer))
-                for (_, question), p in zip(questions, self.probabilities(images, questions), strict=True)]
-
-    def _worth(self, p: Tensor, right: int) -> float:
-        """Return the score of a question from its choices' probabilities. right: place of the right one."""
-        if self.score == "logit":
-            return float(p[right].log() - (1 - p[right]).log())
-        return float(p[right] if self.score == "probability" else p.argmax() == right)
+        scores = []
+        for (_, question), p in zip(questions, self.probabilities(images, questions), strict=True):
+            right = question.choices.index(question.answer)
+            if self.score == "logit":
+                scores.append(float(p[right].log() - (1 - p[right]).log()))
+            else:
+                scores.append(float(p[right] if self.score == "probability" else p.argmax() == right))
+        return scores
 
     def probabilities(self, images: Tensor, questions: Sequence[tuple[int, Question]]) -> list[Tensor]:
-        """Return each question's probabilities of its choices, float64."""
-        places = [self._places(question) for _, question in questions]
+        """Each question's probabilities of its choices, float64."""
+        places = []
+        for _, question in questions:
+            if strange := [choice for choice in question.choices if choice not in self.names]:
+                raise UserError(f"reward 'question_answers': {self.folder!r} knows no answer {strange[0]!r}, which "
+                                f"{question.question!r} offers, expected some of {', '.join(self.names)}")
+            places.append([self.names.index(choice) for choice in question.choices])
         if not questions:
             return []
         scores = self.model.scores(torch.as_tensor(images)[[row for row, _ in questions]],
                                    [question.question for _, question in questions]).double().cpu()
         return [logits[at].softmax(0) for logits, at in zip(scores, places)]
-
-    def _places(self, question: Question) -> list[int]:
-        strange = [choice for choice in question.choices if choice not in self.names]
-        if strange:
-            raise UserError(f"reward 'question_answers': {self.folder!r} knows no answer {strange[0]!r}, which "
-                            f"{question.question!r} offers, expected some of {', '.join(self.names)}")
-        return [self.names.index(choice) for choice in question.choices]
 
 
 BY, SCORES = ("vqa", "judge"), ("share", "probability", "logit")
@@ -97,12 +95,13 @@ class Answering(VqaScore):
     reward, within = "question_answers", "vqa"
 
 
+@built_in("question_answers", "hands face anatomy count alignment prompt following vqa tifa judge vlm")
 @dataclass(frozen=True, eq=False, kw_only=True)
 class QuestionAnswers:
     """Share of the prompt's questions that a model answers correctly about the image.
 
     by: "vqa", the model of `vqascore`, with its arguments in `vqa`; "judge", with those of `judge.Asking` in `judge`,
-    whose template holds {question} and {choices}; or the folder of a network for `learned_answers`.
+    whose template holds {question} and {choices}; or the folder of a network for `ByFolder`.
     score: "share", of questions whose right answer is chosen; or, which a judge does not give, "probability", the mean
     probability p of the right answers, or "logit", the mean of log p - log(1 - p), without bounds: of a network for
     yes and no the difference of their scores.
@@ -208,7 +207,7 @@ class ByVqa:
         return (expected > likeliest).float().tolist()
 
     def _probabilities(self, images: Tensor, rows: list[tuple[int, Question, str]]) -> Tensor:
-        """Return the probability of each (image's row, question, answer): [n]."""
+        """Probability of each (image's row, question, answer): [n]."""
         probabilities = torch.empty(len(rows))
         for answer in dict.fromkeys(answer for _, _, answer in rows):
             at = [i for i, row in enumerate(rows) if row[2] == answer]
@@ -243,7 +242,7 @@ class ByJudge(Asking):
 
 
 def find_choice(text: str, choices: Sequence[str]) -> str | None:
-    """Return the one choice that an answer names, after its last `Answer:` if it has one; digits match number words."""
+    """One choice that an answer names, after its last `Answer:` if it has one; digits match number words."""
     if declines(text):
         return None
     said = re.split(r"\banswer\s*(?:is|:|=)", conclusion(text).lower())[-1]

@@ -49,7 +49,7 @@ class Question:
 
 
 def plural(noun: str) -> str:
-    """Return the plural of an English noun, such as those of GenEval's classes."""
+    """Plural of an English noun, such as those of GenEval's classes."""
     if noun in PLURALS:
         return PLURALS[noun]
     if noun.endswith(("s", "x", "ch", "sh")):
@@ -59,8 +59,8 @@ def plural(noun: str) -> str:
 
 def of_prompt(prompt: str, metadata: dict[str, Any], key: str = "questions", present: bool = False
               ) -> list[Question] | None:
-    """Return the questions of a prompt: those under `key` in its metadata, or of GenEval's metadata, or of a prompt of
-    the starter's world. None for another prompt.
+    """Questions of a prompt: those under `key` in its metadata, or of GenEval's metadata, or of a prompt of the
+    starter's world. None for another prompt.
 
     present: ask of the starter's prompts also whether the named shapes are there. Otherwise the answer is always no.
 
@@ -78,8 +78,7 @@ def of_prompt(prompt: str, metadata: dict[str, Any], key: str = "questions", pre
 
 
 def of_clauses(metadata: dict[str, Any]) -> list[Question]:
-    """Return the questions of GenEval's clauses: {"include": [{"class", "count", "color", "position"}], "exclude":
-    [...]}.
+    """Questions of GenEval's clauses: {"include": [{"class", "count", "color", "position"}], "exclude": [...]}.
 
     For an included class, the question for its number covers its exclusion. If several clauses include a class, only
     its total number is asked for: "the star" could be any of a red and a blue one.
@@ -102,7 +101,8 @@ def _is_there(noun: str, answer: str) -> Question:
 
 
 def _how_many(noun: str, count: int) -> Question:
-    return Question(f"How many {plural(noun)} are in the picture?", number(count), _around(count))
+    return Question(f"How many {plural(noun)} are in the picture?", number(count),
+                    tuple(number(other) for other in range(count + 3)))
 
 
 def _of_clause(clause: dict[str, Any], include: Sequence[dict[str, Any]],
@@ -125,9 +125,9 @@ def _of_clause(clause: dict[str, Any], include: Sequence[dict[str, Any]],
 
 
 def of_claims(claims: Claims) -> list[Question]:
-    """Return the questions of a prompt of the starter's world, where an image may show only what its prompt says.
-    All things are counted. Every claimed shape, a single one too, and every other shape is asked for. Asking whether a
-    ring is there would get the same answer for one and for three."""
+    """Questions of a prompt of the starter's world, where an image may show only what its prompt says. All things are
+    counted. Every claimed shape, a single one too, and every other shape is asked for. Asking whether a ring is there
+    would get the same answer for one and for three."""
     include: list[dict[str, Any]] = [{"class": claim.shape, "count": claim.count, "color": claim.colour}
                                      for claim in claims.objects]
     if claims.relation:
@@ -141,7 +141,7 @@ def of_claims(claims: Claims) -> list[Question]:
 
 
 def of_list(entries: object) -> list[Question]:
-    """Return questions from a list in metadata or a model's answer: {"question", "answer", "choices"}, the last yes and
+    """Questions from a list in metadata or a model's answer: {"question", "answer", "choices"}, the last yes and
     no if absent.
     Raises UserError for any other form."""
     if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
@@ -154,18 +154,13 @@ def of_list(entries: object) -> list[Question]:
 
 
 def number(count: int) -> str:
-    """Return a count for a sentence: a word if there is one, else digits."""
+    """Count for a sentence: a word if there is one, else digits."""
     return NUMBERS[count] if count < len(NUMBERS) else str(count)
 
 
 def article(noun: str) -> str:
-    """Return the indefinite article of a noun, by its first letter."""
+    """Indefinite article of a noun, by its first letter."""
     return "an" if noun[:1] in "aeiou" else "a"
-
-
-def _around(count: int) -> tuple[str, ...]:
-    """Return the numbers from none to two more."""
-    return tuple(number(other) for other in range(count + 3))
 
 
 class Writer(CachedWriter[Question]):
@@ -180,20 +175,16 @@ class Writer(CachedWriter[Question]):
         return of_list(entries)
 
     def parse(self, answer: Answer) -> list[Question]:
-        return parse_questions(answer)
+        """Valid questions in a model's answer, whatever surrounds them; none if it declined or was cut off."""
+        if answer.refused or answer.cut or declines(answer.text):
+            return []
+        questions: list[Question] = []
+        for entry in objects(conclusion(answer.text)):
+            try:
+                questions += of_list([entry])
+            except UserError:  # another object
+                continue
+        return questions
 
     def plain(self, entry: Question) -> Any:
         return asdict(entry)
-
-
-def parse_questions(answer: Answer) -> list[Question]:
-    """Return the valid questions in a model's answer, whatever surrounds them; none if it declined or was cut off."""
-    if answer.refused or answer.cut or declines(answer.text):
-        return []
-    questions = []
-    for entry in objects(conclusion(answer.text)):
-        try:
-            questions += of_list([entry])
-        except UserError:  # another object
-            continue
-    return questions

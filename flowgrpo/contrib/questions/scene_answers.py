@@ -38,7 +38,6 @@ Things = Sequence[Thing]
 
 
 def things(reading: Reading) -> list[Thing]:
-    """All that is in an image."""
     return [Thing(each.shape, each.colour, each.centre) for each in reading.objects]
 
 
@@ -72,43 +71,29 @@ def read_question(text: str) -> tuple[str, Callable[[Things], str | None]]:
     for kind, form in _FORMS.items():
         if match := re.fullmatch(form, text):
             said = [PLURALS.get(part, part) for part in match.groups()]
-            return kind, lambda seen: _ANSWERS[kind](seen, *said)
+            return kind, lambda seen: _answer(kind, seen, *said)
     raise ValueError(f"no question about the starter's world: {text!r}")
 
 
-def _exists(seen: Things, colour: str | None, shape: str) -> str:
-    return "yes" if any(each.shape == shape and colour in (None, each.colour) for each in seen) else "no"
-
-
-def _total(seen: Things) -> str | None:
-    return COUNTED[len(seen)] if len(seen) < len(COUNTED) else None
-
-
-def _count(seen: Things, shape: str) -> str | None:
-    count = sum(each.shape == shape for each in seen)
-    return COUNTED[count] if count < len(COUNTED) else None
-
-
-def _colour(seen: Things, shape: str) -> str | None:
-    colours = {each.colour for each in seen if each.shape == shape}
-    return colours.pop() if len(colours) == 1 else None
-
-
-def _where(seen: Things, shape: str, other: str) -> str | None:
-    """Direction that is nearest to the line of centres, if all pairs have the same."""
-    lines = [np.subtract(a.centre, b.centre) for a in seen if a.shape == shape for b in seen if b.shape == other]
+def _answer(kind: str, seen: Things, *said: str) -> str | None:
+    """Right answer to a question of a kind, by the groups of its form in `_FORMS`; None for none."""
+    if kind == "exists":
+        colour, shape = said
+        return "yes" if any(each.shape == shape and colour in (None, each.colour) for each in seen) else "no"
+    if kind in ("total", "count"):
+        count = sum(each.shape in said for each in seen) if said else len(seen)
+        return COUNTED[count] if count < len(COUNTED) else None
+    if kind == "colour":
+        colours = {each.colour for each in seen if each.shape == said[0]}
+        return colours.pop() if len(colours) == 1 else None
+    # The direction that is nearest to the line of centres, if all pairs have the same.
+    first, other = said[0], said[-1]
+    lines = [np.subtract(a.centre, b.centre) for a in seen if a.shape == first for b in seen if b.shape == other]
     found = {max(RELATIONS, key=lambda relation: line @ np.array(RELATIONS[relation])) for line in lines}
-    return PLACES[found.pop()] if len(found) == 1 else None
-
-
-def _relation_answer(seen: Things, shape: str, relation: str, other: str) -> str | None:
-    found = _where(seen, shape, other)
-    return None if found is None else "yes" if found == PLACES[relation] else "no"
-
-
-_ANSWERS: dict[str, Callable[..., str | None]] = {
-    "exists": _exists, "total": _total, "count": _count, "colour": _colour, "where": _where,
-    "related": _relation_answer}
+    if len(found) != 1:
+        return None
+    where = PLACES[found.pop()]
+    return where if kind == "where" else "yes" if where == PLACES[said[1]] else "no"
 
 
 Answer = Callable[[Things], str | None]

@@ -17,10 +17,11 @@ from flowgrpo.contrib.questions import answer_losses
 from flowgrpo.contrib.questions.answer_losses import Asked
 from flowgrpo.contrib.questions.questions import of_prompt
 from flowgrpo.errors import UserError
-from flowgrpo.rewards.about import About
+from flowgrpo.rewards.about import About, built_in
 from flowgrpo.rewards.failures import Failed
 
 
+@built_in("self_answers")
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SelfAnswers:
     """Share of the prompt's questions that the trained model itself answers as the prompt says (UniRL, 2505.23380).

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from flowgrpo.contrib.questions.phrases import Phrases, count_objects, find_relation, relation
 from flowgrpo.errors import UserError
-from flowgrpo.rewards.about import About
+from flowgrpo.rewards.about import About, built_in
 from flowgrpo.rewards.clip import ClipScore
 from flowgrpo.rewards.geneval.detectors import Detection, Detector, detector, in_process, load_detector
 from flowgrpo.rewards.local_model import LocalModel, load_pretrained, model_arguments
@@ -55,7 +55,7 @@ class BlipVqa(LocalModel):
                 load_pretrained("t2i_compbench", AutoTokenizer, self.model, self.revision, "model", "vqa"))
 
     def __call__(self, images: Tensor, questions: Sequence[str]) -> Tensor:
-        """Return the probability for each image [B, 3, H, W] in [0, 1] and its question: [B] on the CPU."""
+        """Probability for each image [B, 3, H, W] in [0, 1] and its question: [B] on the CPU."""
         return self.score_batches(self._probabilities, images, questions)
 
     def _probabilities(self, images: Tensor, questions: list[str]) -> Tensor:
@@ -74,7 +74,7 @@ class BlipVqa(LocalModel):
 
 
 def plain(question: str) -> str:
-    """Return a question as BLIP was trained on it: lower case, without punctuation but the question mark."""
+    """Question as BLIP was trained on it: lower case, without punctuation but the question mark."""
     return re.sub(r'[.!"()*#:;~]', "", question.lower()).rstrip()
 
 
@@ -100,7 +100,7 @@ class Owl(LocalModel):
 
     @torch.no_grad()
     def __call__(self, images: Tensor, names: Sequence[Sequence[str]]) -> list[list[Detection]]:
-        """Return the detections in images [B, 3, H, W] in [0, 1] of each one's own names, highest score first."""
+        """Detections in images [B, 3, H, W] in [0, 1] of each one's own names, highest score first."""
         listed = [list(dict.fromkeys(some)) for some in names]
         detections: list[list[Detection]] = [[] for _ in listed]
         for count in {len(some) for some in listed} - {0}:  # of equal number: padded names would be detected too
@@ -112,7 +112,7 @@ class Owl(LocalModel):
         return detections
 
     def _detections(self, images: Tensor, names: list[list[str]]) -> list[list[Detection]]:
-        """Return the detections of images with equally many names."""
+        """Detections of images with equally many names."""
         model, processor = self.models
         pictures = (images.float() * 255).round().clamp(0, 255).to(torch.uint8).cpu()
         inputs = processor(text=[[f"a photo of a {name}" for name in some] for some in names], images=list(pictures),
@@ -121,16 +121,13 @@ class Owl(LocalModel):
         outputs.logits, outputs.pred_boxes = outputs.logits.float(), outputs.pred_boxes.float()
         seen = processor.image_processor.post_process_object_detection(
             outputs, threshold=self.least, target_sizes=[tuple(images.shape[-2:])] * len(names))
-        return [_sort_detections(some, *(one[key].tolist() for key in ("boxes", "labels", "scores")))
-                for some, one in zip(names, seen)]
-
-
-def _sort_detections(names: list[str], boxes: list[list[float]], labels: list[int], scores: list[float]
-                     ) -> list[Detection]:
-    """Return detections, highest score first."""
-    detections = [Detection((left, top, right, bottom), names[label], score)
-                  for (left, top, right, bottom), label, score in zip(boxes, labels, scores)]
-    return sorted(detections, key=lambda one: -one.score)
+        found = []
+        for some, one in zip(names, seen):
+            boxes, labels, scores = (one[key].tolist() for key in ("boxes", "labels", "scores"))
+            detections = [Detection((left, top, right, bottom), some[label], score)
+                          for (left, top, right, bottom), label, score in zip(boxes, labels, scores)]
+            found.append(sorted(detections, key=lambda each: -each.score))
+        return found
 
 
 ATTRIBUTES = ("color", "shape", "texture")
@@ -157,6 +154,7 @@ class CompBenchClip(ClipScore):
     reward, parameters = "t2i_compbench", 151e6
 
 
+@built_in("t2i_compbench", "count counting color texture shape composition spatial alignment prompt following")
 @dataclass(frozen=True, eq=False, kw_only=True)
 class T2ICompBench:
     """T2I-CompBench's score of the dimension that a prompt's metadata names; None for another one, such as 3d_spatial.
@@ -218,7 +216,7 @@ class T2ICompBench:
 
     def _attributes(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]],
                     sentences: list[bool]) -> list[float]:
-        phrases = [self.phrases.of(prompt, entry)[:MOST] for prompt, entry in zip(prompts, metadata)]
+        phrases = [self.phrases.noun_phrases(prompt, entry)[:MOST] for prompt, entry in zip(prompts, metadata)]
         rows = [row for row, some in enumerate(phrases) for _ in some]
         if not rows:
             return [1.0] * len(prompts)
@@ -228,7 +226,7 @@ class T2ICompBench:
 
     def _places(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]],
                 sentences: list[bool]) -> list[float]:
-        claims = [find_relation(prompt, self.phrases.of(prompt, entry) if sentence else None)
+        claims = [find_relation(prompt, self.phrases.noun_phrases(prompt, entry) if sentence else None)
                   for prompt, entry, sentence in zip(prompts, metadata, sentences)]
         side = max(images.shape[-2:])
         found = self._detect(images, [claim[1:] if claim else () for claim in claims])
@@ -240,7 +238,7 @@ class T2ICompBench:
 
     def _numbers(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]],
                  sentences: list[bool]) -> list[float]:
-        claims = [count_objects(self.phrases.of(prompt, entry)) for prompt, entry in zip(prompts, metadata)]
+        claims = [count_objects(self.phrases.noun_phrases(prompt, entry)) for prompt, entry in zip(prompts, metadata)]
         seen = self._detect(images, [[name for name, _ in claim] for claim in claims])
         return [in_number(some, list(zip(self._detector_labels([name for name, _ in claim]),
                                          (count for _, count in claim))))
@@ -253,14 +251,12 @@ class T2ICompBench:
         return self._models["clip"](images, texts).tolist()
 
     def _detect(self, images: Tensor, names: Sequence[Sequence[str]]) -> list[list[Detection]]:
-        """Return the detections above the threshold in each image, highest score first."""
         detect = self._models["detector"]
         seen = detect(images, list(map(self._detector_labels, names))) if isinstance(detect, Owl) else detect(images)
         kept = [[one for one in (Detection(*each) for each in some) if one.score > self.threshold] for some in seen]
         return [sorted(some, key=lambda one: -one.score) for some in kept]
 
     def _detector_labels(self, names: Sequence[str]) -> list[str]:
-        """Return the names by which the detector knows objects."""
         table = PEOPLE if isinstance(self._models["detector"], Owl) else KNOWN_AS
         return [table.get(name, name) for name in names]
 
@@ -274,7 +270,7 @@ class T2ICompBench:
 
 
 def _parts(dimension: str | None, prompt: str, metadata: dict[str, Any]) -> tuple[str, ...]:
-    """Return the judgements of which a prompt's score is the mean.
+    """Judgements of which a prompt's score is the mean.
 
     A complex prompt without a word of place has an action; one with a place has an action besides if its metadata's
     `action` is true.
@@ -290,8 +286,8 @@ def _parts(dimension: str | None, prompt: str, metadata: dict[str, Any]) -> tupl
 
 
 def in_place(seen: Sequence[Detection], one: str, other: str, words: str, side: int) -> float:
-    """Return the score of two objects and their relation: a quarter of each one's detection score and half of the
-    relation's credit; 0 if that is below a half. side: the longer one of the image, in pixels."""
+    """Score of two objects and their relation: a quarter of each one's detection score and half of the relation's
+    credit; 0 if that is below a half. side: the longer one of the image, in pixels."""
     first, second = (next((each for each in seen if each.label == name), None) for name in (one, other))
     score = sum(0.25 * each.score for each in (first, second) if each is not None)
     if first is not None and second is not None:
@@ -300,7 +296,7 @@ def in_place(seen: Sequence[Detection], one: str, other: str, words: str, side: 
 
 
 def relation_score(box: Sequence[float], other: Sequence[float], words: str, side: int) -> float:
-    """Return the credit in [0, 1] of a relation between two boxes (left, top, right, bottom)."""
+    """Credit in [0, 1] of a relation between two boxes (left, top, right, bottom)."""
     x, y = ((other[i] + other[i + 2] - box[i] - box[i + 2]) / 2 for i in (0, 1))
     if words in BESIDE:
         near = NEAR * side
@@ -314,19 +310,19 @@ def relation_score(box: Sequence[float], other: Sequence[float], words: str, sid
 
 
 def in_number(seen: Sequence[Detection], claims: Sequence[tuple[str, int]]) -> float:
-    """Return the mean over the claimed objects of 1/2 if it is there and 1/2 more if its number is right."""
+    """Mean over the claimed objects of 1/2 if it is there and 1/2 more if its number is right."""
+    def twice(*pair: Detection) -> bool:
+        """True for two boxes of one object, most of either in the other, their last pixels included."""
+        box, other = ((left - 0.5, top - 0.5, right + 0.5, bottom + 0.5)
+                      for left, top, right, bottom in (each.box for each in pair))
+        return _overlap(box, other) > SAME * min(_area(box), _area(other))
+
     kept: list[Detection] = []
     for one in seen:
-        if not any(one.label == other.label and _twice(one.box, other.box) for other in kept):
+        if not any(one.label == other.label and twice(one, other) for other in kept):
             kept.append(one)
     counts = [(sum(one.label == name for one in kept), number) for name, number in claims]
     return sum((count > 0) / 2 + (count == number) / 2 for count, number in counts) / max(len(claims), 1)
-
-
-def _twice(box: Sequence[float], other: Sequence[float]) -> bool:
-    """True for two boxes of one object, most of either in the other, their last pixels included."""
-    box, other = ((left - 0.5, top - 0.5, right + 0.5, bottom + 0.5) for left, top, right, bottom in (box, other))
-    return _overlap(box, other) > SAME * min(_area(box), _area(other))
 
 
 def _overlap(box: Sequence[float], other: Sequence[float]) -> float:

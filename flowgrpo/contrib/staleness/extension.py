@@ -25,15 +25,15 @@ from torch import Tensor
 
 from flowgrpo.config.features import DryRun
 from flowgrpo.config.schema import Config
+from flowgrpo.contrib.features import PartialRolloutKeys, StalenessKeys
 from flowgrpo.contrib.staleness.partial_rollouts import make_pool, older, oldest
 from flowgrpo.data.prompts import Prompt, as_line, of_records
 from flowgrpo.methods import capabilities
-from flowgrpo.methods.method import Method
 from flowgrpo.methods.setup import Setup
 from flowgrpo.objectives.ratios import LogRatio
 from flowgrpo.rewards.reward import EPOCH, MEMORY, POLICY, inside
 from flowgrpo.rollouts.base import Encoded, Outputs
-from flowgrpo.samplers.replay import rescore
+from flowgrpo.samplers.growth import rescore
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.storage.checkpoint import Tensors
 from flowgrpo.text.credit import StepScores
@@ -41,9 +41,8 @@ from flowgrpo.text.policies import engines
 from flowgrpo.text.samplers.groups import Independent
 from flowgrpo.training import sampling
 from flowgrpo.training.epoch import Epoch
-from flowgrpo.training.extension import Extension, Metrics
+from flowgrpo.training.extension import Extension, Metrics, Run
 from flowgrpo.training.memory import Measured
-from flowgrpo.training.run import Run
 from flowgrpo.training.scoring import Scoring
 from flowgrpo.training.state import restore_part, store_part, within
 from flowgrpo.types import Completion, Scored, unwrap
@@ -52,49 +51,17 @@ from flowgrpo.types import Completion, Scored, unwrap
 def add(phases: dict[str, dict[str, int]], measured: Measured) -> None:
     """Add the recorded states of the epochs that wait to all phases."""
     for parts in phases.values():
-        parts["epochs drawn ahead"] = measured.recorded * measured.config.train.staleness
+        parts["epochs drawn ahead"] = measured.recorded * StalenessKeys.read(measured.config).staleness
 
 
 def behaviour_weights(log_ratio: Tensor, mask: Tensor, cap: float) -> Tensor:
-    """Return the weight pi_prox / pi_behaviour [B, N] of every decision, without a gradient.
+    """Weight pi_prox / pi_behaviour [B, N] of every decision, without a gradient.
 
     It is 0 above the cap and 1 where mask is false. log_ratio: [B, N], the method's log-ratio of the proximal policy to
     the behaviour policy. mask: bool [B, N].
     """
     excess = log_ratio.detach().masked_fill(~mask, 0.0)
     return excess.exp().masked_fill(excess > math.log(cap), 0.0)
-
-
-def conflicts(setup: Setup) -> dict[str, bool]:
-    """Return what keeps a run from staleness or partial rollouts, besides what it lacks, in words, and whether it
-    applies."""
-    config, method = setup.config, setup.method
-    loss, parts = method.loss, [(name, part) for name, reward in setup.trained.items() for part in inside(reward)]
-    wrong = {
-        "memory.context_parallel, whose first process scores": config.memory.context_parallel > 1,
-        f"a method that trains {method.target.trains}": not method.target.has_logp,
-        f"the surrogate {type(loss.surrogate).__name__}, which compares samples": loss.surrogate.reads_groups,
-        f"the reference {type(loss.reference).__name__}, whose prompts are of one epoch": method.teaches_itself,
-        "memory.rewards: cpu": config.memory.rewards == "cpu"}
-    if config.text.over_provision:
-        wrong = {f"{setup.all_processes} processes": setup.all_processes > 1} | wrong | _of_partial(config, method)
-    wrong |= {f"the reward {name!r}, which remembers earlier epochs": True for name, part in parts
-              if {MEMORY, EPOCH} & part.reads}
-    return wrong | {f"the reward {name!r}, which reads the policy": True for name, part in parts
-                    if POLICY in part.reads}
-
-
-def _of_partial(config: Config, method: Method) -> dict[str, bool]:
-    """Return what keeps completions from being continued, in words, and whether it applies."""
-    rollout, spread = method.generation, method.credit.spread
-    return {
-        "text.engine or text.engine_precision, which draw whole completions": engines.uses_engine(config),
-        f"parts.draws {type(rollout.draws).__name__}": not isinstance(rollout.draws, Independent),
-        "greedy samples or answers in a group": bool(rollout.decoding.greedy or rollout.decoding.expert),
-        f"parts.spread {type(spread).__name__}, which draws or scores segments":
-            isinstance(spread, StepScores) or bool(spread and spread.samples),
-        f"the surrogate {type(method.loss.surrogate).__name__}, which reads all tokens":
-            method.loss.surrogate.reads_uniform}
 
 
 @dataclass(eq=False)
@@ -131,8 +98,8 @@ class Staleness(Extension):
 
     def __init__(self, trainer: Run):
         super().__init__(trainer)
-        train, self.run, self.pool = trainer.config.train, trainer, make_pool(trainer)
-        self.bound, self.cap = train.staleness, train.staleness_cap
+        settings, self.run, self.pool = StalenessKeys.read(trainer.config), trainer, make_pool(trainer)
+        self.bound, self.cap = settings.staleness, settings.staleness_cap
         self.queue: list[Drawn] = []
         self.current: Drawn | None = None
         self.weights: list[torch.Tensor] = []  # [n] of the decisions that older weights drew, of the present epoch
@@ -141,17 +108,38 @@ class Staleness(Extension):
 
     @classmethod
     def enabled_by(cls, setup: Setup) -> str:
-        extra, staleness = setup.config.text.over_provision, setup.config.train.staleness
+        extra = PartialRolloutKeys.read(setup.config).over_provision
+        staleness = StalenessKeys.read(setup.config).staleness
         return f"text.over_provision is {extra:g}" if extra else f"train.staleness is {staleness}"
 
     @classmethod
     def missing(cls, setup: Setup) -> dict[str, str]:
-        key = "train.staleness" if setup.config.train.staleness else "text.over_provision"
+        key = "train.staleness" if StalenessKeys.read(setup.config).staleness else "text.over_provision"
         return {capabilities.PRESENT_WEIGHTS: f"{key}, whose samples earlier weights drew"}
 
     @classmethod
     def conflicts(cls, setup: Setup) -> dict[str, bool]:
-        return conflicts(setup)
+        config, method = setup.config, setup.method
+        loss, parts = method.loss, [(name, part) for name, reward in setup.trained.items() for part in inside(reward)]
+        wrong = {
+            "memory.context_parallel, whose first process scores": config.memory.context_parallel > 1,
+            f"a method that trains {method.target.trains}": not method.target.has_logp,
+            f"the surrogate {type(loss.surrogate).__name__}, which compares samples": loss.surrogate.reads_groups,
+            f"the reference {type(loss.reference).__name__}, whose prompts are of one epoch": method.teaches_itself,
+            "memory.rewards: cpu": config.memory.rewards == "cpu"}
+        if PartialRolloutKeys.read(config).over_provision:
+            rollout, spread = method.generation, method.credit.spread
+            wrong = {f"{setup.all_processes} processes": setup.all_processes > 1} | wrong | {
+                "text.engine or text.engine_precision, which draw whole completions": engines.uses_engine(config),
+                f"parts.draws {type(rollout.draws).__name__}": not isinstance(rollout.draws, Independent),
+                "greedy samples or answers in a group": bool(rollout.decoding.greedy or rollout.decoding.expert),
+                f"parts.spread {type(spread).__name__}, which draws or scores segments":
+                    isinstance(spread, StepScores) or bool(spread and spread.samples),
+                f"the surrogate {type(loss.surrogate).__name__}, which reads all tokens": loss.surrogate.reads_uniform}
+        wrong |= {f"the reward {name!r}, which remembers earlier epochs": True for name, part in parts
+                  if {MEMORY, EPOCH} & part.reads}
+        return wrong | {f"the reward {name!r}, which reads the policy": True for name, part in parts
+                        if POLICY in part.reads}
 
     # --- one epoch ---------------------------------------------------------------------------------------------------
 
@@ -209,7 +197,6 @@ class Staleness(Extension):
         return drawn
 
     def _score(self, drawn: Drawn) -> None:
-        """Begin to score an epoch that is sampled."""
         with self._scoring(drawn):
             drawn.conditioning = self.run.rollouts.conditioning(drawn.prompts, drawn.epoch)
             for part, outputs in zip(drawn.parts, drawn.outputs):
@@ -234,7 +221,7 @@ class Staleness(Extension):
                                          outputs, drawn.conditioning)
 
     def _finish_epoch(self, drawn: Drawn) -> Epoch:
-        """Return an epoch with its scores, and parts whose old policy is the present one."""
+        """Epoch with its scores, and parts whose old policy is the present one."""
         run, every = self.run, self.run.config.eval.every
         with run.clock("reward"), run.processes.collective():
             scores = sampling.columns(run, unwrap(drawn.scorer).results(drawn.pending))
@@ -254,7 +241,7 @@ class Staleness(Extension):
         return Epoch(epoch_batch, drawn.prompts, parts, drawn.conditioning)
 
     def decouple(self, drawn: Drawn) -> list[Part]:
-        """Return the parts of an epoch that older weights drew, scored by the present ones."""
+        """Parts of an epoch that older weights drew, scored by the present ones."""
         run, self.weights = self.run, []
         with torch.no_grad(), run.clock("rescore"), run.processes.collective():
             parts = [decouple_part(part, run.rollouts.replay(part, drawn.conditioning), run.method.loss.log_ratio,
@@ -265,7 +252,7 @@ class Staleness(Extension):
         return parts
 
     def on_trained(self, epoch: Epoch) -> Metrics:
-        """Return how stale the present epoch is: by how many epochs its weights are older, and of its decisions the
+        """How stale the present epoch is: by how many epochs its weights are older, and of its decisions the
         mean weight and the share above the cap. Of partial rollouts, the share of the trained tokens that are
         older than their epoch's draw, and the number of groups that go on."""
         assert self.current is not None, "no epoch is drawn"
@@ -285,7 +272,7 @@ class Staleness(Extension):
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
     def state(self) -> tuple[Tensors, dict[str, Any]]:
-        """Return the epochs that were drawn at the end of the last whole epoch, for a checkpoint.
+        """Epochs that were drawn at the end of the last whole epoch, for a checkpoint.
 
         Their samples and outputs are stored, their scores are computed again after a resume. Of several processes each
         has its own samples, and nothing is stored: a resumed run samples these epochs anew, by its present weights.
@@ -302,7 +289,11 @@ class Staleness(Extension):
             parts = []
             for number, (part, outputs) in enumerate(zip(drawn.parts, drawn.outputs)):
                 kept, of = store_part(part)
-                shown, texts = _of_outputs(outputs)
+                shown = {f"output.{granularity}": output.cpu().clone() for granularity, output in enumerate(outputs)
+                         if isinstance(output, torch.Tensor)}
+                # Texts with their tokens' number and the tags before them.
+                texts = [[[str(text), getattr(text, "tokens", 0), getattr(text, "opened", "")] for text in output]
+                         if isinstance(output, list) else None for output in outputs]
                 tensors |= {f"{place}.{number}.{name}": value for name, value in (kept | shown).items()}
                 parts.append(of | {"outputs": texts})
             listed.append({"epoch": drawn.epoch, "at": drawn.at, "update": drawn.update, "older": drawn.older,
@@ -321,7 +312,9 @@ class Staleness(Extension):
             for number, part in enumerate(entry["parts"]):
                 own = within(tensors, f"{place}.{number}.")
                 drawn.parts.append(restore_part(own, part, self.run.rollouts, drawn.epoch))
-                drawn.outputs.append(_outputs_of(own, part["outputs"]))
+                drawn.outputs.append([own.get(f"output.{granularity}") if of is None else
+                                      [Completion(text, tokens, (), *opened) for text, tokens, *opened in of]
+                                      for granularity, of in enumerate(part["outputs"])])
             self.queue.append(drawn)
         if self.pool is not None:
             self.pool.load_state(within(tensors, "pool."), values.get("pool", {}))
@@ -336,7 +329,7 @@ class StaleDryRun(DryRun):
         trainer.extensions.present = [Rescored(each) if isinstance(each, Staleness) else each for each in present]
 
     def waiting(self, config: Config) -> int:
-        return config.train.staleness
+        return StalenessKeys.read(config).staleness
 
 
 class Rescored(Extension):
@@ -356,7 +349,7 @@ class Rescored(Extension):
 
 
 def decouple_part(part: Part, replayed: Iterator[tuple[int, slice, Scored]], log_ratio: LogRatio, cap: float) -> Part:
-    """Return a part that older weights drew, whose old scores are those of its replay, the proximal policy's.
+    """Part that older weights drew, whose old scores are those of its replay, the proximal policy's.
 
     Its decisions are weighted by `behaviour_weights`, times the correction that they have.
     """
@@ -373,16 +366,3 @@ def decouple_part(part: Part, replayed: Iterator[tuple[int, slice, Scored]], log
     return replace(proximal, transitions=tuple(
         replace(taken, importance=weight if before.importance is None else weight * before.importance.to(weight))
         for taken, before, weight in zip(proximal.transitions, part.transitions, weights)))
-
-
-def _of_outputs(outputs: Sequence[Outputs | None]) -> tuple[Tensors, list[Any]]:
-    """Return the outputs of a part per granularity: images as tensors, texts with their numbers of tokens."""
-    images = {f"output.{place}": output.cpu().clone() for place, output in enumerate(outputs)
-                if isinstance(output, torch.Tensor)}
-    return images, [[[str(text), getattr(text, "tokens", 0)] for text in output] if isinstance(output, list) else None
-                      for output in outputs]
-
-
-def _outputs_of(tensors: Tensors, texts: list[Any]) -> list[Outputs | None]:
-    return [tensors.get(f"output.{place}") if of is None else [Completion(*text) for text in of]
-            for place, of in enumerate(texts)]

@@ -8,14 +8,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any, cast
 
+from flowgrpo.contrib.features import PartialRolloutKeys
 from flowgrpo.data.prompts import Prompt, as_line, of_records
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.storage.checkpoint import Tensors
 from flowgrpo.text.policies.causal_lm import CausalLM
 from flowgrpo.text.rollouts.completions import TextRollouts
-from flowgrpo.text.samplers.importance import Begun, begin, complete_groups, go_on
+from flowgrpo.text.samplers.importance import Begun, begin, complete_groups, continue_groups
 from flowgrpo.training import sampling
-from flowgrpo.training.run import Run
+from flowgrpo.training.extension import Run
 from flowgrpo.training.state import within
 
 
@@ -35,9 +36,9 @@ class Pool:
     """
 
     def __init__(self, run: Run):
-        self.run, text = run, run.config.text
+        self.run, keys = run, PartialRolloutKeys.read(run.config)
         self.policy = cast(CausalLM, run.policy)
-        self.extra, self.chunk = math.ceil(text.over_provision * run.config.train.prompts), text.chunk
+        self.extra, self.chunk = math.ceil(keys.over_provision * run.config.train.prompts), keys.chunk
         self.groups: list[Waiting] = []
         self.fresh: list[tuple[Prompt, list[int]]] = []
         self.asked = 0
@@ -51,15 +52,20 @@ class Pool:
         fresh, asked, waiting = [*self.fresh], self.asked, [*self.groups]
         missing = max(min(train.prompts + self.extra, train.prompts * (train.epochs - epoch)) - len(waiting), 0)
         while len(fresh) < missing:
-            fresh += self._plan_groups(asked)
+            # The groups of the next epoch of a run without over-provision: prompts, and the seeds of samples.
+            batch = sampling.choose_prompts(run, asked)
+            seed = run.rollouts.seeds(asked, 0, len(batch))
+            fresh += [(prompt, [seed(place, sample) for sample in range(run.geometry.group)])
+                      for place, prompt in enumerate(batch)]
             asked += 1
         waiting += [Waiting(prompt, begin(seeds, self.policy.text.max_tokens)) for prompt, seeds in fresh[:missing]]
         tokenized, before = run.rollouts.conditioning([of.prompt for of in waiting], epoch), run.policy.evaluations
         with run.clock("rollout"):
             while sum(of.group.whole for of in waiting) < train.prompts:
                 run.stop.check()
-                groups = go_on(self.policy, tokenized, [of.group for of in waiting], run.method.generation.decoding,
-                               self.chunk, run.geometry.micro_batch, run.optimization.update)
+                groups = continue_groups(self.policy, tokenized, [of.group for of in waiting],
+                                         run.method.generation.decoding, self.chunk, run.geometry.micro_batch,
+                                         run.optimization.update)
                 waiting = [Waiting(of.prompt, group) for of, group in zip(waiting, groups)]
         run.rollouts.count(run.policy.evaluations - before)
         whole = [place for place, of in enumerate(waiting) if of.group.whole][:train.prompts]
@@ -67,21 +73,15 @@ class Pool:
         self.groups = [of for place, of in enumerate(waiting) if place not in whole]
         return [waiting[place] for place in whole]
 
-    def _plan_groups(self, epoch: int) -> list[tuple[Prompt, list[int]]]:
-        """Return the groups of an epoch of a run without over-provision: their prompts and the seeds of samples."""
-        batch, group = sampling.choose_prompts(self.run, epoch), self.run.geometry.group
-        seed = self.run.rollouts.seeds(epoch, 0, len(batch))
-        return [(prompt, [seed(place, sample) for sample in range(group)]) for place, prompt in enumerate(batch)]
-
     def parts(self, whole: list[Waiting]) -> Iterator[tuple[Part, list[list[str]]]]:
         """Yield whole groups as parts, with their texts."""
         rollouts = cast(TextRollouts, self.run.rollouts)
         for groups, prompts, _, _ in rollouts.whole_groups(len(whole)):
-            batch = complete_groups(self.policy, [whole[place].group for place in groups])
+            of = [whole[place] for place in groups]
+            batch = complete_groups(self.policy, [each.prompt.shown for each in of], [each.group for each in of])
             yield rollouts.target.record(groups, prompts, [batch]), [list(batch.texts)]
 
     def state(self) -> tuple[Tensors, dict[str, Any]]:
-        """Return the groups that are begun, for a checkpoint."""
         tensors = {f"{place}.{name.name}": getattr(of.group, name.name) for place, of in enumerate(self.groups)
                    for name in fields(Begun)}
         return tensors, {"begun": [as_line(of.prompt) for of in self.groups], "asked": self.asked,
@@ -97,16 +97,16 @@ class Pool:
 
 
 def older(whole: list[Waiting], version: int) -> tuple[int, int]:
-    """Return the number of tokens of groups that older weights than `version` drew, and the number of all."""
+    """Number of tokens of groups that older weights than `version` drew, and the number of all."""
     drawn = [of.group.versions[of.group.token_mask] for of in whole]
     return sum(int((versions < version).sum()) for versions in drawn), sum(len(versions) for versions in drawn)
 
 
 def oldest(whole: list[Waiting]) -> int:
-    """Return the number of the oldest weights that drew a token of groups."""
+    """Number of the oldest weights that drew a token of groups."""
     return min(int(of.group.versions[of.group.token_mask].min()) for of in whole)
 
 
 def make_pool(run: Run) -> Pool | None:
-    """Return the pool of a run; None without over-provision."""
-    return Pool(run) if run.config.text.over_provision else None
+    """Pool of a run; None without over-provision."""
+    return Pool(run) if PartialRolloutKeys.read(run.config).over_provision else None

@@ -4,10 +4,9 @@ The first updates of a run are measured. Adam's direction does not depend on the
 by scaling the change of the weights: no sample and no gradient is lost, and the optimizer's moments stay as they are.
 Then the mean factor of the second half of these updates is kept, and the schedule goes on.
 
-Sizes of steps: the calibration of a learning rate, without a model.
-
-A signal s is linear in a small step. Rounding adds a floor f that is independent of what was learned and hardly depends
-on the step, so that what is read is sqrt(s^2 + f^2). Therefore a step is read at several times its size.
+`step_factor` sizes a step. Its signal s is linear in a small step. Rounding adds a floor f that is independent of what
+was learned and hardly depends on the step, so that what is read is sqrt(s^2 + f^2). Therefore a step is read at several
+times its size.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowgrpo.contrib.features import PhaseKeys
 from flowgrpo.contrib.step_size.signals import Reading, Signal, Tokens, Velocity
 from flowgrpo.errors import UserError
 from flowgrpo.methods import targets
@@ -44,13 +44,13 @@ HIGHEST = 1.0  # learning rate at most
 
 
 def rounding(read: float, signal: float) -> float:
-    """Return the floor f of what is read of a step, sqrt(signal^2 + f^2)."""
+    """Floor f of what is read of a step, sqrt(signal^2 + f^2)."""
     return math.sqrt(max(read**2 - signal**2, 0.0))
 
 
 def step_factor(signal: Measure, target: float, most: float = math.inf, known: float | None = None
                 ) -> tuple[float, float]:
-    """Return the factor of a step with which its signal is the target, and this signal.
+    """Factor of a step with which its signal is the target, and this signal.
 
     A factor is scaled by what its signal lacks until the target is between the signals of two factors; then it is
     interpolated, since a signal that grows with the square of the step would jump from one side to the other for ever.
@@ -80,8 +80,8 @@ def step_factor(signal: Measure, target: float, most: float = math.inf, known: f
 
 
 def _crossing(below: tuple[float, float], above: tuple[float, float], target: float) -> float:
-    """Return the factor at which the line through two (factor, signal), in logarithms, is the target; their geometric
-    mean where it has no line."""
+    """Factor at which the line through two (factor, signal), in logarithms, is the target; their geometric mean where
+    it has no line."""
     (low, small), (high, large) = below, above
     share = math.log(target / small) / math.log(large / small) if small > 0 and math.isfinite(large) else 0.5
     return low * (high / low)**share
@@ -141,7 +141,7 @@ class Calibration:
         return factor
 
     def _step(self, signal: Measure, target: float, most: float) -> tuple[float, float, bool]:
-        """Return the factor of a step, its signal, and whether it is scaled."""
+        """Factor of a step, its signal, and whether it is scaled."""
         if self.floor is None:
             return *step_factor(signal, target, most), True
         known = signal(1.0)
@@ -184,7 +184,7 @@ class StepSize(Extension):
         can = method.target.has_logp or isinstance(method.target, targets.NoisedFinals)
         wrong = {f"a method that trains {method.target.trains}": not can or config.preferences is not None,
                  f"train.warmup {config.train.warmup}, in whose place it stands": config.train.warmup > 0,
-                 "phases that set train.lr": any("train.lr" in phase.set for phase in config.phases),
+                 "phases that set train.lr": any("train.lr" in phase.set for phase in PhaseKeys.read(config).phases),
                  "memory.shard": bool(config.memory.shard),
                  "memory.context_parallel": config.memory.context_parallel > 1}
         for reason in (reason for reason, applies in wrong.items() if applies):
@@ -234,26 +234,17 @@ class StepSize(Extension):
 
         if left > 0:
             self.calibration(measure, left, train.first_lr * self.calibration.scale)
-            self._require_floor(signal.name)
+            found = self.calibration
+            # Of the first update, whose step is sized; a large later floor may flatten instead.
+            if found.done == 1 and unwrap(found.floor) > found.highest_floor:
+                raise UserError(f"train.lr is auto, but only rounding gives a {signal.name} of {found.floor:.2g}, "
+                                f"expected at most {found.highest_floor:.2g}, {found.reach / 2:g} times the target: "
+                                "set precision: fp32, or train.lr to a number")
             optimization.scale = self.calibration.scale
-            if self.calibration.is_finished:
-                self._tell(signal.name)
+            if found.is_finished and self.trainer.processes.first:
+                self.trainer.log(f"train.lr: {self.base_rate:.3g} (auto: after {quantity(found.done, 'update')}, "
+                                 f"{signal.name} {found.moved:.2g} of {found.target:.2g} at the whole rate)")
         self.reading, self.before = after, {}
-
-    def _require_floor(self, name: str) -> None:
-        """Raise UserError after the first update, whose step is sized; a large later one may flatten instead."""
-        found = self.calibration
-        if found.done == 1 and unwrap(found.floor) > found.highest_floor:
-            raise UserError(f"train.lr is auto, but only rounding gives a {name} of {found.floor:.2g}, expected at "
-                            f"most {found.highest_floor:.2g}, {found.reach / 2:g} times the target: set precision: "
-                            "fp32, or train.lr to a number")
-
-    def _tell(self, name: str) -> None:
-        found = self.calibration
-        if self.trainer.processes.first:
-            self.trainer.log(f"train.lr: {self.base_rate:.3g} (auto: after {quantity(found.done, 'update')}, {name} "
-                             f"{found.moved:.2g} "
-                             f"of {found.target:.2g} at the whole rate)")
 
     @property
     def base_rate(self) -> float:
@@ -261,7 +252,7 @@ class StepSize(Extension):
         return float(self.trainer.config.train.first_lr * self.calibration.scale)
 
     def on_trained(self, epoch: Epoch) -> Metrics:
-        """Return the rate, and of a measured epoch its last signal and the floor."""
+        """Rate, and of a measured epoch its last signal and the floor."""
         known = self.calibration
         measured = {} if self.signal is None or known.floor is None else \
             {"step_size/moved": known.moved, "step_size/floor": known.floor}
@@ -269,7 +260,6 @@ class StepSize(Extension):
         return {"step_size/rate": self.base_rate} | measured
 
     def state(self) -> tuple[Tensors, dict[str, Any]]:
-        """Return the calibration, for a checkpoint."""
         return {}, asdict(self.calibration)
 
     def load_state(self, tensors: Tensors, values: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ in the step while the step is small.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeAlias
 
@@ -33,20 +33,20 @@ class Signal(Protocol):
     reach: float
 
     def rollout_reading(self) -> Reading | None:
-        """Return the reading that the rollout recorded; None: it has to be replayed."""
+        """Reading that the rollout recorded; None: it has to be replayed."""
 
     def read(self) -> Reading:
         """Replay the decisions under the present weights."""
 
     def sums(self, before: Reading, after: Reading) -> list[float]:
-        """Return (sum of changes, what it is divided by), which are added over processes."""
+        """(sum of changes, what it is divided by), which are added over processes."""
 
     def size(self, change: float, divisor: float) -> float:
-        """Return the signal of these sums."""
+        """Signal of these sums."""
 
 
 def spread(sizes: Sequence[int], count: int) -> list[Tensor]:
-    """Return the places of `count` rows among tables of these sizes, evenly spread over all: int64, one tensor each.
+    """Places of `count` rows among tables of these sizes, evenly spread over all: int64, one tensor each.
 
     A table may get none. All rows are taken if there are fewer.
     """
@@ -61,13 +61,13 @@ def spread(sizes: Sequence[int], count: int) -> list[Tensor]:
 
 
 def relative(before: Reading, after: Reading) -> list[float]:
-    """Return the squared norms (of the change, of what it was) of velocities."""
+    """Squared norms (of the change, of what it was) of velocities."""
     change = sum((new.double() - old.double()).square().sum().item() for old, new in zip(before, after, strict=True))
     return [change, sum(old.double().square().sum().item() for old in before)]
 
 
 def divergence(before: Reading, after: Reading) -> list[float]:
-    """Return (sum of the KL of completions in nats, their number), from log-probabilities [m,L] of drawn tokens, which
+    """(sum of the KL of completions in nats, their number), from log-probabilities [m,L] of drawn tokens, which
     are 0 elsewhere.
 
     KL(before || after) of a token is estimated by exp(d) - 1 - d, with d the change of its log-probability (Schulman's
@@ -102,15 +102,16 @@ class Velocity:
         return None
 
     def read(self) -> Reading:
-        return [self._velocity(*state) for state in self.states]
-
-    def _velocity(self, part: Part, k: int, rows: Tensor) -> Tensor:
-        """Return the model's output [b,*D] at some states of a recorded step."""
-        policy, taken, spec = self.trainer.policy, part.transitions[k], part.exploration
-        assert isinstance(taken, Transitions) and spec is not None
-        x = to_device(taken.x[rows.to(taken.x.device)], policy.device)
-        output = policy.replay(self.conditioning.rows(taken.prompts[rows]), x, spec.grid, taken.step, spec.timesteps)
-        return output.detach().float()
+        """Model's output [b,*D] at the states."""
+        policy, found = self.trainer.policy, list[Tensor]()
+        for part, k, rows in self.states:
+            taken, spec = part.transitions[k], part.exploration
+            assert isinstance(taken, Transitions) and spec is not None
+            x = to_device(taken.x[rows.to(taken.x.device)], policy.device)
+            output = policy.replay(self.conditioning.rows(taken.prompts[rows]), x, spec.grid, taken.step,
+                                   spec.timesteps)
+            found.append(output.detach().float())
+        return found
 
     def sums(self, before: Reading, after: Reading) -> list[float]:
         return relative(before, after)
@@ -133,21 +134,19 @@ class Tokens:
                       for (part, of), rows, some in zip(taken, drawn, spread([*map(len, drawn)], count)) if len(some)]
 
     def rollout_reading(self) -> Reading | None:
-        """Return the scores of the rollout, unless an older policy drew it."""
+        """Scores of the rollout, unless an older policy drew it."""
         if self.trainer.method.rollout.lag.most:
             return None
         return [self._mask_logp(part.transitions[0].old.logp, part) for part in self.parts]
 
     def read(self) -> Reading:
-        return [self._mask_logp(torch.cat([*self._scores(part)]), part) for part in self.parts]
-
-    def _scores(self, part: Part) -> Iterator[Tensor]:
-        for _, _, new in self.trainer.rollouts.replay(part, self.conditioning):
-            yield new.logp.detach()
+        replay = self.trainer.rollouts.replay
+        return [self._mask_logp(torch.cat([new.logp.detach() for _, _, new in replay(part, self.conditioning)]), part)
+                for part in self.parts]
 
     @staticmethod
     def _mask_logp(logp: Tensor, part: Part) -> Tensor:
-        """Return log-probabilities [m,L] on the CPU, 0 where a token does not count."""
+        """Log-probabilities [m,L] on the CPU, 0 where a token does not count."""
         return logp.cpu().float().masked_fill(~part.transitions[0].old.mask.cpu(), 0.0)
 
     def sums(self, before: Reading, after: Reading) -> list[float]:

@@ -1,13 +1,16 @@
-"""Head on frozen features that learns a taste from votes: Plackett-Luce on the best of several, Bradley-Terry on two.
+"""Head on frozen features that learns a taste from votes, and the evidence that the votes have one.
 
 The score of an image is linear in its features, s = w z. The probability that it is the best of those shown is
-softmax(s). The loss is the cross-entropy to the vote's shares, of which a tie gives each the same, plus a ridge on w.
-It is convex; Newton's method solves it. The ridge is the best of a few by approximate leave-one-out (Rad and Maleki,
-1801.10243, on groups of rows): with A = Z H^-1 Z' of a vote's rows, p their probabilities and W = diag(p) - p p', its
-scores without it are s + A (1 - W A)^-1 (p - y).
+softmax(s): Plackett-Luce, of two images Bradley-Terry. A taste may change: w has the prior N(0, v) and drifts to it,
+w <- a w + sqrt(1 - a^2) N(0, v) at each vote, with a^h = 1/2 after h votes. A vote updates mean and covariance of w by
+Laplace's approximation (an iterated Kalman filter). Several v and h are tried as experts. Each predicts a vote before
+it learns from it; the mixture trusts an expert by these predictions, with a fixed share for all (Herbster and Warmuth,
+1998). So neither the ridge 1 / v nor the discount a is chosen by looking at the votes twice.
 
-A head beats chance if votes that are left out are likelier by it than by equal shares, by more than one standard error
-of the mean difference (the rule of Breiman and others, 1984).
+Evidence. A gambler begins with 1 and stakes all of it on each vote by the mixture's probabilities q; if one of k images
+is chosen, the capital becomes k q(chosen) times as much. Images are shown in random places. So whoever chooses without
+looking, by chance or by place, chooses each with probability 1 / k, and the capital is a martingale: in 5 % of such
+sessions at most it ever reaches 20 (Ville, 1939), however often one looks (Ramdas and others, 2210.01948).
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import TypeAlias
 
 import torch
@@ -22,120 +26,171 @@ from torch import Tensor
 
 from flowgrpo.contrib.taste.votes import Vote
 
-RIDGES = (1e-3, 1e-2, 1e-1, 1.0)  # per vote, of features of mean square 1 / F
-ITERATIONS = 30
-DIRECTIONS = 256  # of the features' largest spread, which a head looks at where there are more
+DEVIATIONS = (0.7, 2.0)  # of scores within a question, by the prior, of each block of features
+HALF_LIVES = (math.inf, 60.0, 20.0)  # votes
+SHARE = 0.01  # of the trust, which all experts get at each vote
+DIRECTIONS = 256  # of a block of features, which a head looks at: those in which the first images differ
+CHANCE = 0.05  # of sessions without a taste, which are taken for one with a taste
+NEWTON = 8  # steps at most
+LENGTHS = torch.tensor([1.0, 0.5, 0.25, 0.1, 0.03, 0.0], dtype=torch.double)  # of a step, of which the best is taken
 Seen: TypeAlias = tuple[Tensor, list[float]]  # features [k, F] of the images shown, and the vote's shares [k]
 
 
 def observe(features: Tensor, vote: Vote) -> Seen | None:
-    """Return what a vote teaches; None for a skipped one. features: [n, F] of all images of its question."""
+    """What a vote teaches; None for a skipped one. features: [n, F] of all images of its question."""
     return None if vote.target is None else (features[list(vote.shown)], vote.target)
 
 
 @dataclass(frozen=True)
 class Head:
-    """Linear score of features [B, F]: (features - mean) / scale @ weight.
+    """Linear score of features [B, F]: features / scale @ weight."""
 
-    ridge: chosen, 0 of an empty head. gain: mean log-likelihood of a vote that is left out, above chance, in nats;
-    error: its standard error.
-    """
-
-    mean: Tensor
     scale: Tensor
     weight: Tensor
-    ridge: float = 0.0
-    gain: float = 0.0
-    error: float = 0.0
-
-    def beats_chance(self, errors: float = 1.0) -> bool:
-        """Return True if it predicts votes better than chance, by more than so many standard errors."""
-        return self.gain > errors * self.error
 
     def __call__(self, features: Tensor) -> Tensor:
-        """Return scores [B], float64. Differences between images of a prompt are log-odds."""
-        return ((features.double() - self.mean) / self.scale) @ self.weight
-
-    def right(self, votes: Sequence[Seen]) -> tuple[int, int]:
-        """Return how many of the decided votes it foretells, and their number."""
-        decided = [(of, target) for of, target in votes if max(target) == 1]
-        return sum(int(self(of).argmax()) == target.index(1.0) for of, target in decided), len(decided)
+        """Scores [B], float64. Differences between images of a prompt are log-odds."""
+        return (features.double() / self.scale) @ self.weight
 
 
-def fit_head(votes: Sequence[Seen], ridges: Sequence[float] = RIDGES) -> Head:
-    """Return the head of all votes. It scores 0 where there are none."""
-    rows = torch.cat([of for of, _ in votes]).double() if votes else torch.zeros(1, 1, dtype=torch.double)
-    mean, spread = rows.mean(0), rows.std(0, correction=0)
-    scale = torch.where(spread > 1e-8 * rows.abs().amax(0).clamp(min=1e-30), spread, torch.inf) * rows.shape[1]**0.5
-    nothing = Head(mean, scale, torch.zeros_like(mean))
-    if not votes:
-        return nothing
-    z, basis = _reduce((rows - mean) / scale)
-    sizes = [len(target) for _, target in votes]
-    shares = [torch.tensor(target, dtype=torch.double) for _, target in votes]
-    groups = list(zip(z.split(sizes), shares))
-    found = {ridge: _leave_one_out(groups, ridge * len(votes)) for ridge in ridges}
-    ridge = max(found, key=lambda one: float(found[one][0].mean()))
-    gains, w = found[ridge]
-    error = float(gains.std()) / len(votes)**0.5 if len(votes) > 1 else math.inf
-    return Head(mean, scale, basis @ w, ridge, float(gains.mean()), error)
+def spread(questions: Tensor, blocks: Sequence[int]) -> Tensor:
+    """The scale [F] of features [Q, n, F]: divided by it, the variance within a question, summed over a block,
+    is 1; inf for a constant feature."""
+    features = questions.double()
+    deviation = features.var(1).mean(0).sqrt()
+    known = deviation > 1e-8 * features.abs().amax((0, 1)).clamp(min=1e-30)
+    widths = torch.cat([torch.full((width,), float(width), dtype=torch.double) for width in blocks])
+    return torch.where(known, deviation, torch.inf) * widths.sqrt()
 
 
-def _reduce(z: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (z in coordinates of its own rows' space [N, r], the basis [F, r]): a ridge's solution lies in it.
+class Belief:
+    """What the votes so far tell of a taste: an expert for each prior and half-life, and the trust in each.
 
-    r is DIRECTIONS at most.
+    first: features [Q, n, F] of the first questions, which give the scale of all. blocks: widths of the blocks of
+    features, which sum to F; each gives the scores the same variance.
+    votes: learned. capital: the logarithm of the gambler's; most: its largest value so far.
     """
-    if z.shape[1] <= min(z.shape[0], DIRECTIONS):
-        return z, torch.eye(z.shape[1], dtype=z.dtype)
-    wide = z.shape[1] > z.shape[0]
-    values, vectors = torch.linalg.eigh(z @ z.T if wide else z.T @ z)
-    kept = [at for at in range(len(values))[-DIRECTIONS:] if values[at] > 1e-12 * values[-1].clamp(min=1e-300)]
-    basis = z.T @ (vectors[:, kept] / values[kept].sqrt()) if wide else vectors[:, kept]
-    return z @ basis, basis
+
+    def __init__(self, first: Tensor, blocks: Sequence[int], deviations: Sequence[float] = DEVIATIONS,
+                 half_lives: Sequence[float] = HALF_LIVES, share: float = SHARE):
+        experts = [*product(half_lives, deviations)]
+        self.blocks, self.scale, self.share = [*blocks], spread(first, blocks), share
+        self.decay = torch.tensor([0.5 ** (1 / half) for half, _ in experts], dtype=torch.double)
+        self.prior = torch.tensor([deviation for _, deviation in experts], dtype=torch.double).square()
+        self.trust = torch.full((len(experts),), 1 / len(experts), dtype=torch.double)
+        self.bases = [torch.zeros(width, 0, dtype=torch.double) for width in blocks]  # [F of the block, directions]
+        self.block = torch.zeros(0, dtype=torch.long)  # of each of the R coordinates
+        self.mean = torch.zeros(len(experts), 0, dtype=torch.double)  # [E, R]
+        self.covariance = torch.zeros(len(experts), 0, 0, dtype=torch.double)  # [E, R, R]
+        self.votes, self.capital, self.most = 0, 0.0, 0.0
+
+    @property
+    def evidence(self) -> float:
+        """The largest capital so far, at most 1e300."""
+        return math.exp(min(self.most, math.log(1e300)))
+
+    @property
+    def convinced(self) -> bool:
+        """True once votes without a taste would have reached the capital in at most CHANCE of sessions."""
+        return self.evidence >= 1 / CHANCE
+
+    def learn(self, votes: Sequence[Seen]) -> tuple[int, int]:
+        """Predict votes and learn from them, one by one; return how many of the decided ones were predicted, and their
+        number."""
+        scaled = [features.double() / self.scale for features, _ in votes]
+        rows = [features - features.mean(0) for features in scaled]
+        if rows:
+            self._look(torch.cat(rows))
+        right = decided = 0
+        for row, (_, target) in zip(rows, votes):
+            # The row in the directions that are looked at, [k, R].
+            at = row.new_zeros(len(row), len(self.block))
+            for number, part in enumerate(row.split(self.blocks, 1)):
+                at[:, self.block == number] = part @ self.bases[number]
+            # Predict before learning: only then is a right prediction evidence of a taste.
+            self._drift()
+            gains, scores = self.covariance @ at.T, self.mean @ at.T  # [E, R, k], [E, k]
+            predicted = _predict(scores, at @ gains)
+            if max(target) == 1:
+                chosen = target.index(1.0)
+                decided, right = decided + 1, right + int((self.trust @ predicted).argmax() == chosen)
+                self._bet(predicted[:, chosen], len(target))
+            self._update(scores, at @ gains, gains, torch.tensor(target, dtype=torch.double))
+            self.votes += 1
+        return right, decided
+
+    def head(self) -> Head:
+        """The mean of the experts by the trust in them."""
+        weight = self.trust @ self.mean
+        return Head(self.scale, torch.cat([basis @ weight[self.block == number]
+                                           for number, basis in enumerate(self.bases)]))
+
+    def _look(self, rows: Tensor) -> None:
+        """Add the directions of rows [N, F] that are new, up to DIRECTIONS of a block. Earlier predictions stay as
+        they were: of a new direction no vote so far has said anything."""
+        for number, part in enumerate(rows.split(self.blocks, 1)):
+            basis = self.bases[number]
+            for _ in range(2):  # twice: the first leaves rounding
+                part = part - part @ basis @ basis.T
+            _, values, found = torch.linalg.svd(part, full_matrices=False)
+            new = found[values > 1e-3][:DIRECTIONS - basis.shape[1]].T
+            self.bases[number] = torch.cat([basis, new], 1)
+            count, known = new.shape[1], len(self.block)
+            self.block = torch.cat([self.block, torch.full((count,), number)])
+            self.mean = torch.nn.functional.pad(self.mean, (0, count))
+            self.covariance = torch.nn.functional.pad(self.covariance, (0, count, 0, count))
+            at = torch.arange(known, known + count)
+            self.covariance[:, at, at] = self.prior[:, None]
+
+    def _drift(self) -> None:
+        square = self.decay.square()
+        self.mean *= self.decay[:, None]
+        self.covariance *= square[:, None, None]
+        self.covariance.diagonal(dim1=1, dim2=2).add_(((1 - square) * self.prior)[:, None])
+
+    def _bet(self, probability: Tensor, images: int) -> None:
+        """Let the gambler win or lose a vote, of which each expert gave the chosen image a probability [E]."""
+        mixed = float(self.trust @ probability)
+        self.capital += math.log(images * mixed)
+        self.most = max(self.most, self.capital)
+        self.trust = (1 - self.share) * self.trust * probability / mixed + self.share / len(self.trust)
+
+    def _update(self, s0: Tensor, a: Tensor, gains: Tensor, target: Tensor) -> None:
+        """Learn from a vote: the scores are s0 + A u at the mode, where u = target - softmax.
+
+        s0: [E, k], with the covariance a [E, k, k]; gains: their covariance with w, [E, R, k].
+        """
+        eye = torch.eye(len(target), dtype=a.dtype)
+        u = torch.zeros_like(s0)
+
+        def scores(u: Tensor) -> Tensor:
+            return s0 + (a @ u[..., None])[..., 0]
+
+        def posterior(u: Tensor) -> Tensor:
+            return (target * scores(u).log_softmax(-1)).sum(-1) - (u * (scores(u) - s0)).sum(-1) / 2
+
+        for _ in range(NEWTON):
+            p = scores(u).softmax(-1)
+            step = torch.linalg.solve(eye + _curvature(p) @ a, u - target + p)
+            if step.abs().max() < 1e-9:
+                break
+            tried = u - LENGTHS[:, None, None] * step
+            u = tried[posterior(tried).argmax(0), torch.arange(len(u))]
+        curvature = _curvature(scores(u).softmax(-1))
+        self.mean = self.mean + (gains @ u[..., None])[..., 0]
+        self.covariance.baddbmm_(gains @ torch.linalg.solve(eye + curvature @ a, curvature), gains.mT, alpha=-1)
 
 
-def fit_ridge(groups: Sequence[Seen] | Sequence[tuple[Tensor, Tensor]], ridge: float) -> tuple[Tensor, Tensor]:
-    """Return (w [r], the Hessian [r, r]) at the minimum of the summed cross-entropies + ridge |w|^2 / 2."""
-    width = groups[0][0].shape[1]
-    w, eye = torch.zeros(width, dtype=torch.double), torch.eye(width, dtype=torch.double)
-    stacked: dict[int, tuple[Tensor, Tensor]] = {}
-    for size in {len(target) for _, target in groups}:
-        of = [(z, torch.as_tensor(target, dtype=torch.double)) for z, target in groups if len(target) == size]
-        stacked[size] = torch.stack([z for z, _ in of]), torch.stack([target for _, target in of])
-    for _ in range(ITERATIONS):
-        gradient, hessian = ridge * w, ridge * eye
-        for z, target in stacked.values():
-            p = (z @ w).softmax(1)
-            gradient = gradient + torch.einsum("vkr,vk->r", z, p - target)
-            centred = (z - torch.einsum("vk,vkr->vr", p, z)[:, None]) * p.sqrt()[..., None]
-            flat = centred.flatten(0, 1)
-            hessian = hessian + flat.T @ flat
-        step = torch.linalg.solve(hessian, gradient)
-        slope, now, length = float(gradient @ step), _loss(stacked, w, ridge), 1.0
-        while length > 1e-4 and _loss(stacked, w - length * step, ridge) > now - 1e-4 * length * slope:
-            length /= 2
-        w = w - length * step
-        if slope < 1e-12 * (1 + abs(now)):
-            break
-    return w, hessian
+def _predict(scores: Tensor, covariance: Tensor) -> Tensor:
+    """The probabilities [E, k] that images are chosen, of scores [E, k] with a covariance [E, k, k].
+
+    Scores shrink by the variance of their differences, 2 v, as in MacKay (1992): s / sqrt(1 + pi 2 v / 8).
+    """
+    images = scores.shape[1]
+    variance = (covariance.diagonal(dim1=1, dim2=2).sum(1) - covariance.sum((1, 2)) / images) / (images - 1)
+    return (scores / (1 + math.pi / 4 * variance).sqrt()[:, None]).softmax(1)
 
 
-def _loss(stacked: dict[int, tuple[Tensor, Tensor]], w: Tensor, ridge: float) -> float:
-    losses = [-(target * (z @ w).log_softmax(1)).sum() for z, target in stacked.values()]
-    return float(torch.stack(losses).sum() + ridge / 2 * w @ w)
-
-
-def _leave_one_out(groups: Sequence[tuple[Tensor, Tensor]], ridge: float) -> tuple[Tensor, Tensor]:
-    """Return (log-likelihoods [N] of votes that are left out one by one, above those of chance; w)."""
-    w, hessian = fit_ridge(groups, ridge)
-    inverse = torch.linalg.inv(hessian)
-    gains = []
-    for z, target in groups:
-        s = z @ w
-        p = s.softmax(0)
-        a = z @ inverse @ z.T
-        without = s + a @ torch.linalg.solve(torch.eye(len(s), dtype=s.dtype) - (p.diag() - torch.outer(p, p)) @ a,
-                                             p - target)
-        gains.append(target @ without.log_softmax(0) + math.log(len(s)))
-    return torch.stack(gains), w
+def _curvature(p: Tensor) -> Tensor:
+    """diag(p) - p p' [E, k, k] of probabilities p [E, k]."""
+    return p.diag_embed() - p[..., None] * p[..., None, :]

@@ -2,42 +2,43 @@
 
 Batch b of questions is a few epochs long. The first of them waits for the votes on the batch and fits the head to all
 votes so far. Each of them draws fresh samples by the present weights, the head scores these, and the weights learn from
-the scores: votes are few and each trains the head for good, samples are many and each trains the weights once. While
-the head does not beat chance all samples have the same reward. Batch b + 1 is drawn before batch b is learned, so that
+the scores: votes are few and each trains the head for good, samples are many and each trains the weights once. Until
+there is evidence of a taste all samples have the same reward. Batch b + 1 is drawn before batch b is learned, so that
 the user votes on it meanwhile. What the run trains depends on the votes alone, never on their times.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from flowgrpo.contrib.learned_rewards.denoiser_head import states
-from flowgrpo.contrib.taste.head import Head, Seen, fit_head, observe
+from flowgrpo.contrib.learned_rewards.denoiser_head import EVIDENCE, states, without_prompts
+from flowgrpo.contrib.taste.head import CHANCE, Belief, Head, Seen, observe
 from flowgrpo.contrib.taste.votes import Question, Vote, VoteLog
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.pages.clips import as_image
 from flowgrpo.methods import capabilities
 from flowgrpo.methods.setup import Setup
-from flowgrpo.nouns import quantity
 from flowgrpo.rewards.about import About
+from flowgrpo.rewards.find import find
+from flowgrpo.rewards.score import score
 from flowgrpo.rollouts.base import Encoded
 from flowgrpo.samplers.rollout import Part, seeder
 from flowgrpo.storage import atomic
 from flowgrpo.storage.checkpoint import Tensors
 from flowgrpo.training import sampling
 from flowgrpo.training.epoch import Epoch
-from flowgrpo.training.extension import Extension, Metrics
-from flowgrpo.training.run import Run
+from flowgrpo.training.extension import Extension, Metrics, Run
 from flowgrpo.types import unwrap
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 
 SHOWN = 4  # images of a question
 ROUNDS = 4  # epochs of fresh samples for each batch of votes
-CHECKS = 5  # blind pairs before each batch
+CHECKS = 12  # blind pairs before each batch: eight batches tell .60 from .50
 CHECK_SEED = 40_000  # of the noises of checks, apart from those of training and evaluation
 IMAGES, FEATURES, VOTES = "pictures", "features", "votes.jsonl"  # in the run's folder
 
@@ -59,26 +60,31 @@ class Voter(Protocol):
         """Add questions."""
 
     def wait(self, batch: int, check: Callable[[], None]) -> dict[int, Vote] | None:
-        """Return the votes on a batch once all of it has one, by places; None if the session ends before."""
+        """The votes on a batch once all of it has one, by places; None if the session ends before."""
 
     def tell(self, **facts: Any) -> None:
         """Show facts."""
+
+    @property
+    def seconds_left(self) -> float | None:
+        """The seconds that are left; None without a limit."""
 
 
 class Taste:
     """Reward of the user's votes. The trainer does not call it for the samples it trains on: its extension draws them.
 
-    folder: of the run. checks: blind pairs before each batch. rounds: epochs of a batch. errors: standard errors by
-    which a head must predict votes better than chance before the weights learn from it. Outside of training no sample
-    has a score.
+    folder: of the run. checks: blind pairs before each batch. rounds: epochs of a batch. evidence: capital of the
+    head's gambler from where the weights learn from its scores. sees: name of a reward whose score is a feature too.
+    Outside of training no sample has a score.
     """
 
     about = About(modality="image", range=(None, None), needs="", licence="Apache-2.0")
     brings: ClassVar[Any]  # VotedEpochs, which is defined below
 
     def __init__(self, voter: Voter, folder: Path, checks: int = CHECKS, rounds: int = ROUNDS,
-                 errors: float = 1.0):
-        self.voter, self.folder, self.checks, self.rounds, self.errors = voter, folder, checks, rounds, errors
+                 evidence: float = 1 / CHANCE, sees: str | None = None):
+        self.voter, self.folder, self.checks, self.rounds, self.evidence = voter, folder, checks, rounds, evidence
+        self.sees = {} if sees is None else {sees: find(sees)}
 
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]) -> list[None]:
         return [None] * len(prompts)
@@ -97,7 +103,7 @@ class Drawn:
 
 
 def head_rewards(head: Head, features: Tensor) -> Tensor:
-    """Return the rewards [P, G] of samples, float32: the head's scores less their group's mean, in deviations of the
+    """The rewards [P, G] of samples, float32: the head's scores less their group's mean, in deviations of the
     batch. features: [P, G, F]."""
     scores = head(features.flatten(0, 1)).view(features.shape[:2])
     scores = scores - scores.mean(1, keepdim=True)
@@ -106,19 +112,41 @@ def head_rewards(head: Head, features: Tensor) -> Tensor:
 
 
 def features_file(folder: Path, batch: int) -> Path:
-    """Return the file of a batch's features, "shown" [questions, images, F]."""
+    """The file of a batch's features, "features" [questions, images, F]."""
     return folder / FEATURES / f"{batch:05d}.safetensors"
 
 
-def read_observations(folder: Path, log: VoteLog, batches: int) -> list[Seen]:
-    """Return what the votes on the first batches teach, from the features that a run's folder keeps."""
-    taught: list[Seen] = []
+def read_features(folder: Path, batch: int) -> Tensor:
+    """The features of a batch; raises UserError for those of an earlier version."""
+    found = load_file(features_file(folder, batch))
+    if "features" not in found:
+        raise UserError(f"--resume: the session in {folder} is of an earlier version, whose features are others: begin "
+                        f"a new one, or train on its {VOTES}")
+    return found["features"]
+
+
+def read_observations(folder: Path, log: VoteLog, batch: int) -> list[Seen]:
+    """What the votes on a batch teach, from the features that a run's folder keeps."""
+    if not (votes := log.of(batch)):
+        return []
+    features = read_features(folder, batch)
+    return [each for place, vote in sorted(votes.items()) if (each := observe(features[place], vote)) is not None]
+
+
+def seen_by(folder: Path) -> str:
+    """The reward whose score is a feature of a session, an empty text if there is none."""
+    with safe_open(features_file(folder, 0), "pt") as file:
+        return str((file.metadata() or {}).get("sees", ""))
+
+
+def read_belief(folder: Path, log: VoteLog, batches: int) -> Belief:
+    """The belief after the votes on the first batches, one batch after the other."""
+    first = read_features(folder, 0)
+    evidence = EVIDENCE + bool(seen_by(folder))
+    belief = Belief(first, [first.shape[-1] - evidence, evidence])
     for batch in range(batches):
-        if votes := log.of(batch):
-            features = load_file(features_file(folder, batch))["shown"]
-            taught += [each for place, vote in sorted(votes.items())
-                       if (each := observe(features[place], vote)) is not None]
-    return taught
+        belief.learn(read_observations(folder, log, batch))
+    return belief
 
 
 class VotedEpochs(Extension):
@@ -134,9 +162,9 @@ class VotedEpochs(Extension):
         self.run, self.taste, self.voter, self.folder = trainer, taste, taste.voter, taste.folder
         self.queue: list[Drawn] = []
         self.unasked: list[Drawn] = []  # of a checkpoint's queue
-        self.head = fit_head([])
-        self.taught: list[Seen] = []
+        self.belief: Belief | None = None
         self.metrics: Metrics = {}
+        self.seconds_left = lambda: self.voter.seconds_left
 
     @classmethod
     def enabled_by(cls, setup: Setup) -> str:
@@ -160,16 +188,21 @@ class VotedEpochs(Extension):
         for drawn in self.unasked:
             self.voter.ask(self._questions(drawn))
         self.unasked = []
-        self._fit(batch if turn == 0 else batch + 1)  # a resumed run's head
+        if self.belief is None and features_file(self.folder, 0).is_file():
+            was, now = seen_by(self.folder), "".join(self.taste.sees)
+            if was != now:
+                raise UserError(f"--resume: the head of {self.folder} {f'sees {was}' if was else 'sees no reward'}: "
+                                f"give {f'--sees {was}' if was else 'no --sees'}")
+        if self.belief is None and run.epoch:  # of a resumed run
+            self.belief = read_belief(self.folder, self.voter.log, batch + bool(turn))
         if turn == 0:
             self._learn(batch)
         return run.with_oom_retry(self._sample_epoch)
 
-    def _fit(self, batches: int) -> None:
-        """Fit the head to the votes on the first batches, unless it is."""
-        if batches and not self.taught:
-            self.taught = read_observations(self.folder, self.voter.log, batches)
-            self.head = fit_head(self.taught)
+    @property
+    def convinced(self) -> bool:
+        """True once the votes are evidence of a taste."""
+        return self.belief is not None and self.belief.evidence >= self.taste.evidence
 
     def _learn(self, batch: int) -> None:
         """Draw the batch behind the present one, wait for the votes on the present one, and fit the head to all."""
@@ -183,31 +216,28 @@ class VotedEpochs(Extension):
         if votes is None:
             run.stop.asked = True
             run.stop.check()
-        features = load_file(features_file(self.folder, batch))["shown"]
-        of = [each for place, vote in sorted(unwrap(votes).items())
-              if (each := observe(features[place], vote)) is not None]
-        right, decided = self.head.right(of) if self.taught else (0, 0)
-        self.taught = self.taught + of
-        self.head = fit_head(self.taught)
-        if not self.head.beats_chance(self.taste.errors):
-            run.log(f"epoch {run.epoch + 1}: after {quantity(len(self.taught), 'vote')} the learned taste does not "
-                    "predict one better than chance, so that this batch teaches the weights nothing")
+        self.belief = self.belief or read_belief(self.folder, self.voter.log, 0)
+        right, decided = self.belief.learn(read_observations(self.folder, self.voter.log, batch))
+        evidence, needed = self.belief.evidence, self.taste.evidence
+        if not self.convinced:
+            run.log(f"epoch {run.epoch + 1}: the evidence of a taste is {evidence:.2g} of {needed:g}, so that this "
+                    "batch teaches the weights nothing")
         self.queue = self.queue[1:]
-        self.metrics = {"taste/votes": len(self.taught), "taste/ridge": self.head.ridge,
-                        "taste/gain": self.head.gain, "taste/gain_error": self.head.error,
+        self.metrics = {"taste/votes": self.belief.votes, "taste/evidence": evidence,
                         "taste/foretold": right / decided if decided else float("nan")}
-        self.voter.tell(updates=run.optimization.update,
-                         **{"foretold": {"right": right, "of": decided}} if decided else {})
+        self.voter.tell(updates=run.optimization.update, evidence=evidence, needed=needed,
+                        **{"foretold": {"right": right, "of": decided}} if decided else {})
 
     def _sample_epoch(self) -> Epoch:
-        """Return an epoch of fresh samples, with the head's scores as rewards."""
+        """An epoch of fresh samples, with the head's scores as rewards."""
         run, group = self.run, self.run.config.train.group
         prompts = sampling.choose_prompts(run, run.epoch)
         drawn = [*self._sample_parts(prompts, run.epoch)]
         with run.clock("reward"):
             features = torch.cat([of for _, _, of, _ in drawn]).unflatten(0, (-1, group))
-            scores = (head_rewards(self.head, features) if self.head.beats_chance(self.taste.errors) else
-                      features.new_zeros(features.shape[:2]).float())[..., None]
+            scores = head_rewards(unwrap(self.belief).head(), features) if self.convinced else \
+                torch.zeros(features.shape[:2])
+            scores = scores[..., None]
         batch = sampling.empty_batch(run, run.epoch)
         batch.add(prompts, scores, run.scoring.sum_rewards(scores))
         run.scoring.end_epoch()
@@ -216,17 +246,28 @@ class VotedEpochs(Extension):
 
     def _sample_parts(self, prompts: list[Prompt], epoch: int, turn: int = 0
                       ) -> Iterator[tuple[Encoded, Part, Tensor, Tensor | None]]:
-        """Yield parts with their conditioning, features [rows, F] and images; turn 0 decodes none."""
+        """Yield parts with their conditioning, features [rows, F] and images; turn 0 decodes none, and has features
+        where they are read."""
         run, scoring, policy = self.run, self.run.scoring, cast(Any, self.run.policy)
         scoring.start_epoch(epoch, run.config.train.epochs, run.memory)
         scoring.start_turn()
         run.geometry.start_turn()
         run.rollouts.old_policy.updates = run.optimization.update
-        run.rollouts.decodes = turn > 0
+        reads = turn > 0 or self.convinced
+        run.rollouts.decodes = turn > 0 or reads and len(self.taste.sees) > 0
         encoded = cast(Any, run.rollouts.conditioning(prompts, epoch))
+        empty = cast(Any, run.rollouts.conditioning([replace(prompts[0].unguided, text="")]))
         for part, outputs in sampling.sample_parts(run, scoring, encoded, prompts, epoch, turn):
-            with run.clock("features"), policy.reference():
-                features = states(policy, part.finals[0], encoded.rows(part.prompts))
+            latents, rows = part.finals[0], encoded.rows(part.prompts)
+            features = torch.zeros(len(latents), 0)
+            if reads:
+                with run.clock("features"), policy.reference():
+                    features = states(policy, latents, rows, without_prompts(rows, empty))
+                    if self.taste.sees:
+                        of = [prompts[at] for at in part.prompts.tolist()]
+                        seen = score(self.taste.sees, cast(Any, outputs[0]), [prompt.text for prompt in of],
+                                     [prompt.metadata for prompt in of])
+                        features = torch.cat([features, seen.nan_to_num()], 1)
             yield encoded, part, features, cast(Tensor | None, outputs[0])
 
     # --- questions ---------------------------------------------------------------------------------------------------
@@ -244,31 +285,32 @@ class VotedEpochs(Extension):
                 place += 1
         atomic.make_folder(self.folder / FEATURES)
         with atomic.replacing(features_file(self.folder, batch)) as file:
-            save_file({"shown": torch.cat(features).contiguous()}, file)
-        checks = self._sample_checks(batch) if run.optimization.update else []
+            save_file({"features": torch.cat(features).contiguous()}, file, {"sees": "".join(self.taste.sees)})
+        checks = self._sample_checks(batch) if run.optimization.update and self.convinced else []
         return Drawn(batch, [prompt.text for prompt in prompts], checks)
 
     def _sample_checks(self, batch: int) -> list[str]:
-        """Draw held-out prompts with the base and with the present weights, from the same noises."""
+        """Draw held-out prompts with the base and with the present weights, from other noises."""
         run, count, settings = self.run, self.taste.checks, self.run.config.eval
         held, policy = run.held_out, cast(Any, run.policy)
         prompts = [held[(batch * count + place) % len(held)] for place in range(count)]
         if not prompts:
             return []
-        seeds = [seeder(CHECK_SEED, batch)(place, 0) for place in range(count)]
+        # Other noises on each side: equal ones would show which image is whose.
+        seeds = [[seeder(CHECK_SEED, batch)(place, side) for place in range(count)] for side in (0, 1)]
         encoded = cast(Any, run.rollouts.conditioning(prompts))
         before = policy.evaluations
 
-        def images() -> Tensor:
+        def images(side: int) -> Tensor:
             rows = torch.arange(count).split(run.geometry.micro_batch)
-            return torch.cat([policy.generate(encoded.rows(at), policy.generators([seeds[row] for row in at]),
+            return torch.cat([policy.generate(encoded.rows(at), policy.generators([seeds[side][row] for row in at]),
                                               settings.steps, settings.guidance) for at in rows])
 
         with run.clock("checks"):
             with policy.weights.swap(run.optimization.evaluated_weights()):
-                now = images()
+                now = images(1)
             with policy.reference():
-                base = images()
+                base = images(0)
         policy.evaluations = before
         for place in range(count):
             for file, image in zip(self._files(batch, "c", place, 2), (base[place], now[place])):
@@ -279,7 +321,6 @@ class VotedEpochs(Extension):
         return tuple(self.folder / IMAGES / f"{batch:04d}-{kind}{place:02d}-{shown}.png" for shown in range(count))
 
     def _questions(self, drawn: Drawn) -> list[Question]:
-        """Return a batch's checks, and then its questions."""
         shown = min(SHOWN, self.run.config.train.group)
         asked = [Question(drawn.batch, place, text, self._files(drawn.batch, "c", place, 2), check=True)
                  for place, text in enumerate(drawn.checks)]
@@ -287,19 +328,20 @@ class VotedEpochs(Extension):
                         for place, text in enumerate(drawn.prompts)]
 
     def on_trained(self, epoch: Epoch) -> Metrics:
-        """Return the number of votes that taught the head, and the share of the last batch that it foretold."""
+        """The number of votes that taught the head, its evidence, and the share of the last batch that it
+        foretold."""
         self.voter.tell(updates=self.run.optimization.update)
         return self.metrics
 
     def on_measured(self, measured: Measured) -> Metrics:
         """Show the looks of held-out images, as shares of the base's."""
-        self.voter.tell(looks=measured.looks.of(self.run.progress.base))
+        self.voter.tell(looks=measured.looks.relative_to(self.run.progress.base))
         return {}
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
     def state(self) -> tuple[Tensors, dict[str, Any]]:
-        """Return the batches that wait for their votes; their images and features are files of the run's folder."""
+        """The batches that wait for their votes; their images and features are files of the run's folder."""
         return {}, {"drawn": [asdict(drawn) for drawn in self.queue]}
 
     def load_state(self, tensors: Tensors, values: dict[str, Any]) -> None:
@@ -312,7 +354,7 @@ class VotedEpochs(Extension):
         self.unasked = [*self.queue]
 
     def _is_whole(self, drawn: Drawn) -> bool:
-        """Return True if all images of a batch are there: a power cut can lose those of the last seconds."""
+        """True if all images of a batch are there: a power cut can lose those of the last seconds."""
         files = [file for question in self._questions(drawn) for file in question.files]
         return all(file.is_file() and file.stat().st_size for file in files)
 

@@ -13,18 +13,20 @@ from typing import Any
 from flowgrpo.config import parse
 from flowgrpo.config.schema import Config
 from flowgrpo.contrib.learned_rewards import preference
-from flowgrpo.contrib.learned_rewards.denoiser_head import DENOISER, DenoiserHead
-from flowgrpo.contrib.taste.head import Head, fit_head
-from flowgrpo.contrib.taste.loop import CHECKS, FEATURES, ROUNDS, VOTES, Taste, read_observations
+from flowgrpo.contrib.learned_rewards.denoiser_head import DENOISER, LOOKS, DenoiserHead
+from flowgrpo.contrib.taste.head import CHANCE, Belief, Head
+from flowgrpo.contrib.taste.loop import CHECKS, FEATURES, ROUNDS, VOTES, Taste, read_belief, seen_by
 from flowgrpo.contrib.taste.votes import VoteLog
 from flowgrpo.data import provenance, sets
 from flowgrpo.data.pairs import OVERALL
 from flowgrpo.distributed.signals import Stopped
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation.looks import ALIKE, WIDE, twins
+from flowgrpo.nouns import quantity
 from flowgrpo.policies import build, loading
 from flowgrpo.run import run
 from flowgrpo.storage import paths
+from flowgrpo.storage.json_files import read_lines
 from flowgrpo.storage.places import CONFIG, checkpoints
 
 REWARD = "taste"  # name of the run's reward, and of the folder of the learned one
@@ -48,7 +50,7 @@ OWN: dict[str, dict[str, Any]] = {
 
 def session_config(model: str, prompts: str, lora: str | None, output: Path, options: Mapping[str, Any], resume: bool
                    ) -> Config:
-    """Return the configuration of a session in the folder `output`. options: further keys, dotted, as texts.
+    """The configuration of a session in the folder `output`. options: further keys, dotted, as texts.
 
     Raises UserError for a folder that holds something else, prompts that are missing, a LoRA that is none, and a model
     that writes completions.
@@ -74,7 +76,7 @@ def session_config(model: str, prompts: str, lora: str | None, output: Path, opt
 
 
 def of_recipe(recipe: Config) -> Config:
-    """Return the configuration of a session on a recipe's model, size, memory and adapter, for a dry run."""
+    """The configuration of a session on a recipe's model, size, memory and adapter, for a dry run."""
     rows = max(size for size in ROWS if size <= recipe.train.rows)
     kept = {name: getattr(recipe, name).model_dump(exclude_unset=True)
             for name in ("load", "image", "adapter", "memory")}
@@ -87,13 +89,13 @@ def of_recipe(recipe: Config) -> Config:
 
 
 def seconds_per_click(taken: Callable[[str], float], steps: int) -> float:
-    """Return the seconds of a batch per click: to draw, to learn from fresh samples, to check, to hold within limits.
+    """The seconds of a batch per click: to draw, to learn from fresh samples, to check, to hold within limits.
 
-    taken: seconds of a phase of `of_recipe`'s epoch. The head reads a sample in one step.
+    taken: seconds of a phase of `of_recipe`'s epoch. The head looks at a sample in LOOKS steps.
     """
     clicks, drawn = DEFAULTS["train.prompts"], DEFAULTS["train.prompts"] * DEFAULTS["train.group"]
     shown = 2 * CHECKS + MEASURED + twins(MEASURED, 1)
-    draw, look = taken("rollout") + taken("decode"), taken("rollout") / steps
+    draw, look = taken("rollout") + taken("decode"), LOOKS * taken("rollout") / steps
     learn = ROUNDS * (taken("encode") + taken("rollout") + look + taken("update"))
     return float((taken("encode") + draw * (1 + shown / drawn) + look + learn) / clicks)
 
@@ -107,33 +109,66 @@ def train(config: Config, taste: Taste, resume: bool) -> int:
     return max(checkpoints(config.folder / "checkpoints"), default=0)
 
 
-def head_of(folder: Path, log: VoteLog) -> Head:
-    """Return the head of all votes of a session, those of a batch that is not whole too."""
+def belief_of(folder: Path, log: VoteLog) -> Belief | None:
+    """The belief after all votes of a session, those of a batch that is not whole too; None before the first
+    images."""
     batches = [int(file.stem) for file in (folder / FEATURES).glob("*.safetensors")]
-    return fit_head(read_observations(folder, log, max(batches, default=-1) + 1))
+    return read_belief(folder, log, max(batches) + 1) if batches else None
 
 
 def save_head(folder: Path, head: Head, config: Config, measured: Mapping[str, Any]) -> None:
     """Write a head as a folder that `--reward` takes. config: of the pipeline whose states it scores."""
     network, width = DenoiserHead(None, len(head.weight)), len(head.weight)
-    for name in ("mean", "scale", "weight"):
-        getattr(network, name).copy_(getattr(head, name))
+    network.scale.copy_(head.scale)
+    network.weight.copy_(head.weight)
     known = preference.Description({OVERALL: preference.Aspect()},
-                                   {"kind": DENOISER, "model": config.model, "call": config.call, "width": width},
+                                   {"kind": DENOISER, "model": config.model, "call": config.call, "width": width,
+                                    "evidence": True, "sees": seen_by(config.folder)},
                                    dict(measured))
     preference.save(folder, network, known)
 
 
+def trained_epochs(folder: Path) -> int:
+    """The number of epochs of a session that made an update."""
+    return sum(bool(line.get("trained_updates")) for line in read_lines(folder / "metrics.jsonl", "epoch"))
+
+
 def finish(config: Config, log: VoteLog, epochs: int) -> dict[str, Any]:
-    """Write pairs, head, LoRA and report of a session; return the run's summary, empty if no batch was learned."""
+    """Write the pairs of a session, the head once there is evidence of a taste, and LoRA and report once the weights
+    have learned from it; return the run's summary, empty if they have not."""
     folder = config.folder
     log.write_pairs(folder / PAIRS)
-    head = head_of(folder, log)
-    if not bool(head.weight.any()) or not epochs:
+    belief, trained = belief_of(folder, log), trained_epochs(folder)
+    if belief is None or not (trained or belief.convinced):
         return {}
-    votes = sum(vote.target is not None and ".q" in name for name, vote in log.votes.items())
-    save_head(folder / REWARD, head, config, {"votes": votes, "ridge": head.ridge})
+    save_head(folder / REWARD, belief.head(), config, {"votes": belief.votes, "evidence": belief.evidence})
+    if not trained:
+        return {}
     (folder / "before.json").unlink(missing_ok=True)  # the base is measured again, by the head
     known = {"train": config.train.model_copy(update={"epochs": epochs})}
     return run(config.model_copy(update=known), True,
                functions={REWARD: preference.reward_factory(folder / REWARD, None)()})
+
+
+def sentences(folder: Path, log: VoteLog, against: Mapping[str, Any] | None, summary: Mapping[str, Any]) -> list[str]:
+    """What the command says at the end of a session. against: of the ballot. summary: of `finish`."""
+    asked = [vote.choice for name, vote in log.votes.items() if ".q" in name]
+    chosen, belief = sum(isinstance(choice, int) for choice in asked), belief_of(folder, log)
+    said = [f"{quantity(len(asked), 'click')}, {chosen} of them for an image: votes in {folder / PAIRS}"]
+    if summary and against:
+        said.append(f"of {quantity(against['of'], 'blind pair')} with the base, from other noises, you preferred the "
+                    f"trained model in {against['wins']:g}, a tie as one half: {against['share']}")
+    if not summary:
+        why = "no image was chosen" if not chosen else "no batch of clicks is complete"
+        if belief is not None and belief.convinced:
+            why = "the clicks tell a taste, and the session ended before the model learned it"
+        elif belief is not None and chosen and read_lines(folder / "metrics.jsonl", "epoch"):
+            why = (f"the clicks could be chance: their evidence of a taste is {belief.evidence:.2g} of "
+                   f"{1 / CHANCE:g}")
+        said.append(f"nothing is trained, and no LoRA is written, since {why}: --output {folder} --resume goes on")
+    else:
+        trained = summary["trained"]["said"][:1]
+        said += trained or [f"the model learned in {quantity(trained_epochs(folder), 'epoch')}"]
+    if belief is not None and belief.convinced:
+        said.append(f"your taste as a reward: --reward {folder / REWARD}")
+    return said

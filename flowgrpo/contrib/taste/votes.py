@@ -47,7 +47,7 @@ class Vote:
 
     @property
     def target(self) -> list[float] | None:
-        """Return the shares of the shown images, which sum to 1; None for a skipped question."""
+        """The shares of the shown images, which sum to 1; None for a skipped question."""
         if self.choice == SKIP:
             return None
         return [1 / len(self.shown) if self.choice == TIE else float(place == self.choice) for place in self.shown]
@@ -85,7 +85,7 @@ class VoteLog:
     def add(self, question: Question, vote: Vote) -> None:
         """Keep a vote, in place of an earlier one. Raises OSError if it cannot be written; then nothing is kept."""
         self._append({"question": question.name, "prompt": question.prompt, "shown": vote.shown, "choice": vote.choice,
-                      "files": [_relative(file, self.file.parent) for file in question.files]})
+                      "files": [relative(file, self.file.parent) for file in question.files]})
 
     def undo(self, name: str) -> None:
         """Take a vote back; raises as `add`."""
@@ -96,7 +96,7 @@ class VoteLog:
         self._read(row)
 
     def of(self, batch: int) -> dict[int, Vote]:
-        """Return the votes on a batch that is learned from, by their places."""
+        """The votes on a batch that is learned from, by their places."""
         return {question.place: self.votes[name] for name, question in self.questions.items()
                 if name in self.votes and question.batch == batch and not question.check}
 
@@ -110,14 +110,15 @@ class VoteLog:
         return len(rows)
 
 
-def _relative(file: Path, folder: Path) -> str:
+def relative(file: Path, folder: Path) -> str:
+    """The path of a file as a line in a folder's file of pairs has it."""
     return Path(os.path.relpath(file.resolve(), folder.resolve())).as_posix()
 
 
 def _rows(question: Question, vote: Vote, folder: Path) -> Sequence[dict[str, Any]]:
     def row(chosen: int, rejected: int, **further: Any) -> dict[str, Any]:
-        return {"prompt": question.prompt, "chosen": _relative(question.files[chosen], folder),
-                "rejected": _relative(question.files[rejected], folder), **further}
+        return {"prompt": question.prompt, "chosen": relative(question.files[chosen], folder),
+                "rejected": relative(question.files[rejected], folder), **further}
 
     if isinstance(vote.choice, int):
         return [row(vote.choice, place) for place in vote.shown if place != vote.choice]

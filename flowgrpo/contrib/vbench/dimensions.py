@@ -19,16 +19,17 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import interpolate, normalize
 
+from flowgrpo import trust
 from flowgrpo.errors import UserError
 from flowgrpo.packages import import_optional
-from flowgrpo.rewards.about import About, with_facts
+from flowgrpo.rewards.about import About, built_in, with_facts
 from flowgrpo.rewards.local_model import LocalModel, load_pretrained, require_arguments, resolve_device
 from flowgrpo.rewards.preprocessing import DEVIATION, MEAN, eight_bit
 
@@ -37,7 +38,7 @@ IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
 def eight_bit_levels(videos: Tensor, reward: str) -> Tensor:
-    """Return videos [B, F, 3, H, W] in [0, 1] as float32 levels 0 to 255.
+    """Videos [B, F, 3, H, W] in [0, 1] as float32 levels 0 to 255.
     Raises UserError for clips of one frame."""
     if videos.ndim != 5 or videos.shape[1] < 2:
         raise UserError(f"reward {reward!r}: got videos of shape {list(videos.shape)}, expected [B, F, 3, H, W] with "
@@ -45,6 +46,7 @@ def eight_bit_levels(videos: Tensor, reward: str) -> Tensor:
     return (videos.float() * 255).round().clamp(0, 255)
 
 
+@built_in("temporal_flickering", "smooth steady jitter stable")
 @with_facts(About(modality="video", range=(0, 1), needs="", licence="Apache-2.0"))
 def temporal_flickering(videos: Tensor, prompts: Sequence[str]) -> Tensor:
     """VBench's temporal flickering: 1 minus the mean absolute difference of neighbouring frames, 1 for a still clip."""
@@ -53,7 +55,7 @@ def temporal_flickering(videos: Tensor, prompts: Sequence[str]) -> Tensor:
 
 
 def consistency(features: Tensor) -> Tensor:
-    """Return the consistency [B] of frames with features [B, F, D], F of 2 or more."""
+    """Consistency [B] of frames with features [B, F, D], F of 2 or more."""
     features = normalize(features.float(), dim=-1)
     rest = features[:, 1:]
     before, first = ((rest * other).sum(-1).clamp(min=0) for other in (features[:, :-1], features[:, :1]))
@@ -69,16 +71,17 @@ class _Consistency(LocalModel):
 
     model: str = ""
     revision: str | None = None
+    network: ClassVar[str]  # its class in transformers
     about = About(modality="video", range=(0, 1), needs="", licence="Apache-2.0, the model's")
 
     def _load(self) -> tuple[Any]:
-        return (load_pretrained(self.reward, self._kind(), self.model, self.revision, "model", dtype=self.float_type),)
+        import transformers
 
-    def _kind(self) -> Any:
-        raise NotImplementedError
+        kind = getattr(transformers, self.network)
+        return (load_pretrained(self.reward, kind, self.model, self.revision, "model", dtype=self.float_type),)
 
     def _features(self, frames: Tensor) -> Tensor:
-        """Return the features [N, D] of frames [N, 3, H, W], float32 levels 0 to 255 on the model's device."""
+        """Features [N, D] of frames [N, 3, H, W], float32 levels 0 to 255 on the model's device."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -89,6 +92,7 @@ class _Consistency(LocalModel):
         return consistency(features.unflatten(0, videos.shape[:2]))
 
 
+@built_in("subject_consistency", "identity character likeness steady")
 @dataclass(frozen=True)
 class SubjectConsistency(_Consistency):
     """VBench's subject consistency: cosines of DINO ViT-B/16 features of a clip's frames, 1 for a still clip.
@@ -99,12 +103,7 @@ class SubjectConsistency(_Consistency):
     """
 
     model: str = "facebook/dino-vitb16"
-    reward, parameters = "subject_consistency", 86.4e6
-
-    def _kind(self) -> Any:
-        from transformers import ViTModel
-
-        return ViTModel
+    reward, parameters, network = "subject_consistency", 86.4e6, "ViTModel"
 
     def _features(self, frames: Tensor) -> Tensor:
         frames = _normalise(interpolate(frames, _sides(frames), mode="bilinear"), *IMAGENET)
@@ -112,6 +111,7 @@ class SubjectConsistency(_Consistency):
         return states.last_hidden_state[:, 0]
 
 
+@built_in("background_consistency", "steady stable")
 @dataclass(frozen=True)
 class BackgroundConsistency(_Consistency):
     """VBench's background consistency: cosines of CLIP ViT-B/32 embeddings of a clip's frames, 1 for a still clip.
@@ -122,12 +122,7 @@ class BackgroundConsistency(_Consistency):
     """
 
     model: str = "openai/clip-vit-base-patch32"
-    reward, parameters = "background_consistency", 87.8e6
-
-    def _kind(self) -> Any:
-        from transformers import CLIPVisionModelWithProjection
-
-        return CLIPVisionModelWithProjection
+    reward, parameters, network = "background_consistency", 87.8e6, "CLIPVisionModelWithProjection"
 
     def _features(self, frames: Tensor) -> Tensor:
         frames = interpolate(frames, _sides(frames), mode="bicubic")
@@ -138,7 +133,7 @@ class BackgroundConsistency(_Consistency):
 
 
 def _sides(frames: Tensor) -> tuple[int, int]:
-    """Return the height and width whose shorter one is SIZE, as torchvision's resizing does."""
+    """Height and width whose shorter one is SIZE, as torchvision's resizing does."""
     height, width = frames.shape[-2:]
     short = min(height, width)
     return int(SIZE * height / short), int(SIZE * width / short)
@@ -160,6 +155,7 @@ CHILD = Path(__file__).with_name("vbench_child.py")
 INSTALL = "python -m venv vbench && vbench/bin/pip install vbench"
 
 
+@built_in("vbench", "quality benchmark")
 @dataclass(frozen=True)
 class VBench:
     """One dimension of VBench for each clip, scored by VBench's own package in a process of its own.
@@ -189,6 +185,8 @@ class VBench:
                             f"{', '.join(PLAIN + WITH_FACTS)}")
         require_arguments("vbench", "fp32", self.device, 1)
         import_optional("cv2", "video", "reward 'vbench'")
+        if self.python is not None:
+            trust.require(Path(self.python).resolve(), "reward 'vbench'", self.python)
         object.__setattr__(self, "python", self.python or sys.executable)
         found = self._run(["-c", "import importlib.util, sys; sys.exit(importlib.util.find_spec('vbench') is None)"])
         if found.returncode:
@@ -216,7 +214,7 @@ class VBench:
 
     def _package_scores(self, clips: Sequence[Tensor], asked: dict[str, dict[str, Any]], fps: float
                         ) -> dict[str, float]:
-        """Return the package's scores of clips [F, 3, H, W] by their names, the keys of `asked`."""
+        """Package's scores of clips [F, 3, H, W] by their names, the keys of `asked`."""
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             (folder / "videos").mkdir()

@@ -1,4 +1,4 @@
-"""Process of `vbench_package.VBench`: scores the videos of a folder by the package vbench. It imports nothing else.
+"""Process of `dimensions.VBench`: scores the videos of a folder by the package vbench. It imports nothing else.
 
     python vbench_child.py FOLDER    # reads FOLDER/asked.json and FOLDER/videos, writes FOLDER/answer.json
 """

@@ -49,7 +49,7 @@ def draw_pairs(path: Path, base: Measured, after: Measured, names: tuple[str, st
 
 
 def means_of(columns: Sequence[Mapping[str, np.ndarray]]) -> Summary | None:
-    """Return the means of columns of scores [N, S] by reward; None for a single prompt, or without rewards."""
+    """Means of columns of scores [N, S] by reward; None for a single prompt, or without rewards."""
     prompts = max((len(scores) for scores in columns[0].values()), default=0)
     if prompts < 2:
         return None
@@ -59,27 +59,27 @@ def means_of(columns: Sequence[Mapping[str, np.ndarray]]) -> Summary | None:
 
 
 def arrays(measured: Measured) -> dict[str, np.ndarray]:
-    """Return the scores [N, S] of N prompts by reward."""
+    """Scores [N, S] of N prompts by reward."""
     prompts = len({id(prompt) for prompt in measured.prompts})
     return {name: np.array(values).reshape(prompts, -1) for name, values in measured.scores.items()}
 
 
 def rows(measured: Measured) -> list[Row]:
-    """Return a row of one column for each kept image."""
+    """Row of one column for each kept image."""
     count = len({id(prompt) for prompt in measured.prompts})
     if not count:
         return []
     samples, places = len(measured.prompts) // count, evenly(count, len(measured.images))
     return [Row(prompt.text, [image], [{name: values[i * samples] for name, values in measured.scores.items()}],
-                sources.of(prompt, frames_of(image)))
+                sources.read_sources(prompt, frames_of(image)))
             for i, prompt, image in zip(places, image_prompts(measured), measured.images)]
 
 
 def frames_of(image: torch.Tensor | str) -> int | None:
-    """Return the number of frames of a clip [F, 3, H, W]; None for others."""
+    """Number of frames of a clip [F, 3, H, W]; None for others."""
     return len(image) if not isinstance(image, str) and image.ndim == 4 else None
 
 
 def image_prompts(measured: Measured) -> list[Prompt]:
-    """Return the prompt of each kept image."""
+    """Prompt of each kept image."""
     return spread(list({id(prompt): prompt for prompt in measured.prompts}.values()), len(measured.images))

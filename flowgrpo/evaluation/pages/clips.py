@@ -33,7 +33,7 @@ MOMENTS = 48  # frames of an animated page
 
 
 def encoder() -> str | None:
-    """Return the path of ffmpeg; None if there is none."""
+    """Path of ffmpeg; None if there is none."""
     try:
         import imageio_ffmpeg
 
@@ -49,12 +49,14 @@ def require(what: str) -> None:
 
 
 def encode(frames: Sequence[Image.Image], seconds: float, comment: str = "") -> bytes | None:
-    """Return RGB images of one size as an mp4; None, with a line printed once, if it cannot be encoded.
+    """RGB images of one size as an mp4; None, with a line printed once, if it cannot be encoded.
 
     H.264 halves the resolution of colours: small images are enlarged by a whole factor, to at most SMALL pixels, and
     odd sizes grow by a repeated pixel.
     seconds: of the clip. comment: metadata.
     """
+    import numpy as np
+
     program = encoder()
     if program is None:
         _warn(f"clips are saved as WebP alone: {MISSING}")
@@ -66,23 +68,17 @@ def encode(frames: Sequence[Image.Image], seconds: float, comment: str = "") -> 
         file = Path(folder) / "clip.mp4"
         command = [program, "-loglevel", "error", *source, "-i", "-", "-vf", COLOURS, *CODEC,
                    "-metadata", f"comment={comment}", str(file)]
-        pixels = b"".join(_pixels(frame, factor, width, height) for frame in frames)
-        done = subprocess.run(command, input=pixels, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        pixels = []
+        for frame in frames:  # enlarged, and grown to this size by repeating the last column and row
+            shown = np.asarray(frame.convert("RGB")).repeat(factor, 0).repeat(factor, 1)
+            grown = (0, height - shown.shape[0]), (0, width - shown.shape[1]), (0, 0)
+            pixels.append(np.pad(shown, grown, mode="edge").tobytes())
+        done = subprocess.run(command, input=b"".join(pixels), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         if done.returncode == 0 and file.is_file():
             return file.read_bytes()
     said = " ".join(done.stderr.decode(errors="replace").split())[:160]
     _warn(f"clips are saved as WebP alone: {program} failed ({said or f'exit status {done.returncode}'}); {MISSING}")
     return None
-
-
-def _pixels(frame: Image.Image, factor: int, width: int, height: int) -> bytes:
-    """Return the pixels of a frame, enlarged by a factor, and grown to this size by repeating its last column and row.
-    """
-    import numpy as np
-
-    pixels = np.asarray(frame.convert("RGB")).repeat(factor, 0).repeat(factor, 1)
-    grown = (0, height - pixels.shape[0]), (0, width - pixels.shape[1]), (0, 0)
-    return np.pad(pixels, grown, mode="edge").tobytes()
 
 
 @functools.cache
@@ -98,13 +94,13 @@ def as_image(image: torch.Tensor) -> Image.Image:
 
 
 def seconds_of(frames: int, fps: float | None) -> float:
-    """Return the length of a clip. fps: frames per second; None: USUAL."""
+    """fps: frames per second; None: USUAL."""
     return frames / (fps or USUAL)
 
 
 def durations(seconds: float, frames: int, unit: int = 1) -> list[int]:
-    """Return the milliseconds of each of the frames that share so many seconds, in whole units of `unit` ms, one at
-    least; rounding does not add up."""
+    """Milliseconds of each of the frames that share so many seconds, in whole units of `unit` ms, one at least;
+    rounding does not add up."""
     ends = [round(1000 * seconds * i / frames / unit) for i in range(frames + 1)]
     return [max(1, end - start) * unit for start, end in itertools.pairwise(ends)]
 
@@ -122,7 +118,7 @@ def animate(path: str | Path, frames: Sequence[Image.Image], seconds: float, fac
 
 
 def comment(text: str) -> bytes:
-    """Return EXIF data with a user comment."""
+    """EXIF data with a user comment."""
     exif = Image.Exif()
     exif.get_ifd(ExifTags.IFD.Exif)[ExifTags.Base.UserComment] = b"UNICODE\0" + text.encode("utf-16-be")
     return exif.tobytes()
@@ -132,7 +128,6 @@ def save_clip(path: str | Path, clip: torch.Tensor, facts: str | None = None, fp
     """Write a clip [F, 3, H, W] in [0, 1] as `animate` does, or for a path that ends with .mp4 as that alone.
 
     fps: frames per second; None: USUAL.
-
     Raises UserError if such an mp4 cannot be encoded.
     """
     path, frames, seconds = Path(path), [as_image(frame) for frame in clip], seconds_of(len(clip), fps)
@@ -146,13 +141,13 @@ def save_clip(path: str | Path, clip: torch.Tensor, facts: str | None = None, fp
 
 
 def moving(images: Sequence[torch.Tensor | str]) -> list[float]:
-    """Return the moments, in [0, 1], at which a page of images, clips and texts is drawn; empty without clips."""
+    """Moments, in [0, 1], at which a page of images, clips and texts is drawn; empty without clips."""
     count = min(max((len(image) for image in images if getattr(image, "ndim", 0) == 4), default=0), MOMENTS)
     return [i / max(count - 1, 1) for i in range(count)]
 
 
 def still(image: torch.Tensor, moment: float) -> torch.Tensor:
-    """Return the frame [3, H, W] of an image or a clip at a moment in [0, 1]."""
+    """Frame [3, H, W] of an image or a clip at a moment in [0, 1]."""
     return image if image.ndim == 3 else image[round(moment * (len(image) - 1))]
 
 

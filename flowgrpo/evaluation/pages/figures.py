@@ -43,16 +43,18 @@ def _style() -> Any:
 
 
 def line_style(number: int) -> dict[str, Any]:
-    """Return colour and dashes that distinguish the n-th line from the others."""
+    """Colour and dashes that distinguish the n-th line from the others."""
     return {"color": COLOURS[number % len(COLOURS)], "ls": DASHES[number // len(COLOURS) % len(DASHES)]}
 
 
 def save(figure: Any, path: Path) -> None:
-    """Write the figure as PNG, without a time stamp or version, and close it."""
+    """Write the figure as PNG or PDF, by the path's ending, without a time stamp or version, and close it."""
     from matplotlib import pyplot
 
+    kind = path.suffix[1:]
+    unsaid = {"png": ["Software"], "pdf": ["Creator", "Producer", "CreationDate"]}[kind]
     with atomic.replacing(path) as file:
-        figure.savefig(file, format="png", dpi=DPI, metadata={"Software": None})
+        figure.savefig(file, format=kind, dpi=DPI, metadata=dict.fromkeys(unsaid))
     pyplot.close(figure)
 
 
@@ -66,8 +68,7 @@ class Curve(NamedTuple):
 
 
 def curves(arms: Mapping[str, float], results: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, Curve]:
-    """Return a curve per reward. arms: the weight of each arm. results: of an evaluation, by arm, reward and
-    category."""
+    """Curve per reward. arms: the weight of each arm. results: of an evaluation, by arm, reward and category."""
     def curve(reward: str) -> Curve:
         entries = [results[arm][reward][ALL] for arm in arms]
         return Curve(list(arms.values()), *([entry[key] for entry in entries] for key in ("mean", "low", "high")))

@@ -1,4 +1,4 @@
-"""Pages of images: before and after side by side with their scores, or a plain contact sheet. Their font is DejaVu
+"""Pages of images: before and after side by side with their scores. Their font is DejaVu
 Sans, which comes with matplotlib; installed fonts have the letters that it lacks.
 """
 
@@ -13,7 +13,7 @@ import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
@@ -47,7 +47,7 @@ class Font:
         return round(self.size * 1.4)
 
     def getlength(self, text: str) -> float:
-        """Return the width of a line in pixels."""
+        """Width of a line in pixels."""
         return sum(font.getlength(run) for font, run in self._runs(text))
 
     def draw(self, pen: ImageDraw.ImageDraw, at: tuple[float, float], text: str, colour: str) -> None:
@@ -84,7 +84,7 @@ def _load_font(path: str, size: int) -> ImageFont.FreeTypeFont:
 
 @functools.cache
 def _holder(letter: str) -> str:
-    """Return the font that has this letter. Without one, warn once and draw a box."""
+    """Font that has this letter. Without one, warn once and draw a box."""
     if _has(_own(), letter):
         return _own()
     fallback = next((path for path in _find_fonts() if _has(path, letter)), None)
@@ -98,7 +98,7 @@ def _holder(letter: str) -> str:
 
 @functools.cache
 def _find_fonts() -> tuple[str, ...]:
-    """Return the installed scalable fonts, upright sans serif first."""
+    """Installed scalable fonts, upright sans serif first."""
     from matplotlib.font_manager import fontManager
 
     fonts = sorted(fontManager.ttflist, key=lambda font: (font.style != "normal", font.weight not in (400, "normal"),
@@ -168,7 +168,8 @@ def draw_grid(path: str | Path, columns: Sequence[str], rows: Sequence[Row], sum
     with atomic.replacing(path) as file:
         _render(columns, rows, summary).save(file, format="PNG", pnginfo=chunks)
     if moments := moving([image for row in rows for image in row.images]):
-        stills = ([replace(row, images=[_still(image, at) for image in row.images], sources=[
+        assert not any(isinstance(image, str) for row in rows for image in row.images), "no texts beside clips"
+        stills = ([replace(row, images=[still(cast("torch.Tensor", image), at) for image in row.images], sources=[
             Source(name, still(picture, at)) for name, picture in row.sources]) for row in rows] for at in moments)
         seconds = seconds_of(max(len(image) for row in rows for image in row.images), fps)
         animate(path.with_suffix(".webp"), [_render(columns, at, summary) for at in stills], seconds)
@@ -176,20 +177,18 @@ def draw_grid(path: str | Path, columns: Sequence[str], rows: Sequence[Row], sum
 
 
 def digits_of(rows: Sequence[Row]) -> dict[str, int]:
-    """Return the decimals of each reward on a page."""
     names = dict.fromkeys(name for row in rows for scores in row.scores for name in scores)
     return {name: decimals(scores.get(name) for row in rows for scores in row.scores) for name in names}
 
 
 def direction(value: float, before: float, digits: int) -> int:
-    """Return 1 if a value is shown above the one before, -1 below, 0 otherwise."""
+    """1 if a value is shown above the one before, -1 below, 0 otherwise."""
     if math.isnan(value) or math.isnan(before) or format_score(value, digits) == format_score(before, digits):
         return 0
     return 1 if value > before else -1
 
 
 def format_score(value: float, digits: int) -> str:
-    """Return a score as text, n/a for NaN."""
     return "n/a" if math.isnan(value) else format_value(value, digits)
 
 
@@ -205,26 +204,10 @@ def _render(columns: Sequence[str], rows: Sequence[Row], summary: Summary | None
     return _page(cards, columns if any(columns) else (), cell, end, lead)
 
 
-def _still(image: torch.Tensor | str, moment: float) -> torch.Tensor:
-    assert not isinstance(image, str), "no texts beside clips"
-    return still(image, moment)
-
-
-def contact(path: str | Path, images: Sequence[torch.Tensor], captions: Sequence[str]) -> Path:
-    """Write a PNG of images ([3, H, W] in [0, 1]) or clips ([F, 3, H, W]), each above its caption."""
-    assert len(images) == len(captions)
-    return draw_grid(path, [""], [Row(caption, [image], [{}]) for image, caption in zip(images, captions)])
-
-
 def _tile(image: torch.Tensor | str) -> Image.Image:
-    if isinstance(image, str):
-        return _text_image(image)
-    return _image(image) if image.ndim == 3 else _strip(image)
-
-
-def _text_image(text: str) -> Image.Image:
-    """Draw the first LINES lines of a text as an image."""
-    paragraphs = text.splitlines() or [""]
+    if not isinstance(image, str):
+        return _image(image) if image.ndim == 3 else _strip(image)
+    paragraphs = image.splitlines() or [""]  # a text: its first LINES lines
     lines = [line for paragraph in paragraphs for line in _wrap(paragraph, CAPTION, LARGEST - 16, LINES)][:LINES]
     page = Image.new("RGB", (LARGEST, 16 + len(lines) * CAPTION.height), WRITTEN)
     for number, line in enumerate(lines):
@@ -258,7 +241,7 @@ def _strip(clip: torch.Tensor) -> Image.Image:
 
 
 def _beside(sources: Sequence[Source]) -> Image.Image:
-    """Return the sources of a prompt as one image: several are smaller, two in a line, each above its name."""
+    """Sources of a prompt as one image: several are smaller, two in a line, each above its name."""
     tiles = [_tile(picture) for _, picture in sources]
     if len(tiles) == 1:
         return tiles[0]
@@ -279,7 +262,7 @@ def _beside(sources: Sequence[Source]) -> Image.Image:
 
 def _card(row: Row, images: Sequence[Image.Image], cell: tuple[int, int], digits: Mapping[str, int],
           beside: Image.Image | None = None, lead: int = 0) -> Image.Image:
-    """Return the card of a row. beside: its sources; lead: the width in which they stand."""
+    """Card of a row. beside: its sources; lead: the width in which they stand."""
     width = lead + len(images) * (cell[0] + BETWEEN_IMAGES) - BETWEEN_IMAGES
     caption = _wrap(row.caption, CAPTION, width)
     told, lines = len(caption) * CAPTION.height, max(len(scores) for scores in row.scores)
@@ -338,7 +321,14 @@ def _summary(summary: Summary, columns: Sequence[str], width: int, total: int, d
 def _page(cards: Sequence[Image.Image], columns: Sequence[str], cell: tuple[int, int], end: Image.Image | None,
           lead: int = 0) -> Image.Image:
     table = len(columns) > BESIDE
-    across = 1 if table else min(range(1, len(cards) + 1), key=lambda n: _misfit(cards, n))
+
+    def misfit(across: int) -> float:  # of a page's shape from ASPECT, plus its share of empty places
+        lines = math.ceil(len(cards) / across)
+        height = lines * (max(card.height for card in cards) + BETWEEN_CARDS)
+        empty = (across * lines - len(cards)) / len(cards)
+        return abs(math.log(across * (cards[0].width + BETWEEN_CARDS) / height / ASPECT)) + empty
+
+    across = 1 if table else min(range(1, len(cards) + 1), key=misfit)
     lines = [cards[start:start + across] for start in range(0, len(cards), across)]
     headed = range(0, len(lines), REPEATED if table else len(lines)) if columns else range(0)
     head = HEADING.height + 6
@@ -363,14 +353,6 @@ def _page(cards: Sequence[Image.Image], columns: Sequence[str], cell: tuple[int,
     return page
 
 
-def _misfit(cards: Sequence[Image.Image], across: int) -> float:
-    """Return the distance of a page with so many cards side by side from ASPECT, plus its share of empty places."""
-    lines = math.ceil(len(cards) / across)
-    height = lines * (max(card.height for card in cards) + BETWEEN_CARDS)
-    empty = (across * lines - len(cards)) / len(cards)
-    return abs(math.log(across * (cards[0].width + BETWEEN_CARDS) / height / ASPECT)) + empty
-
-
 def _headings(pen: ImageDraw.ImageDraw, at: tuple[int, int], columns: Sequence[str], width: int) -> None:
     for column, name in enumerate(columns):
         heading = _shorten(name, HEADING, width)
@@ -392,7 +374,7 @@ def _wrap(text: str, font: Font, width: int, most: int = 4) -> list[str]:
 
 
 def _shorten(text: str, font: Font, width: float) -> str:
-    """Return the text, or the longest beginning that fits with an ellipsis."""
+    """Cut to the longest beginning that fits with an ellipsis."""
     if font.getlength(text) <= width:
         return text
     fitting = bisect.bisect_right(range(len(text)), width, key=lambda count: font.getlength(text[:count] + "..."))

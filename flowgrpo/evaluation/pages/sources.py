@@ -32,8 +32,8 @@ class Source(NamedTuple):
     image: torch.Tensor
 
 
-def of(prompt: Prompt, frames: int | None = None) -> list[Source]:
-    """Return what a prompt brings, in order, as upright RGB; a file that cannot be read any more is left out.
+def read_sources(prompt: Prompt, frames: int | None = None) -> list[Source]:
+    """What a prompt brings, in order, as upright RGB; a file that cannot be read any more is left out.
 
     frames: number of frames of a source video; None: all.
     """
@@ -44,18 +44,13 @@ def of(prompt: Prompt, frames: int | None = None) -> list[Source]:
     for key, images in _read(prompt, frames):
         tensors = [to_tensor(_within(image, SHOWN).convert("RGB")) for image in images]
         found.append(Source(NAMES[key], torch.stack(tensors) if key == "video" else tensors[0]))
-    return number_sources(found)
-
-
-def number_sources(sources: Sequence[Source]) -> list[Source]:
-    """Return sources with numbers behind names that several have."""
-    count, seen = Counter(source.name for source in sources), Counter[str]()
-    named = []
-    for source in sources:
+    # Numbers behind names that several have.
+    count, seen = Counter(source.name for source in found), Counter[str]()
+    for place, source in enumerate(found):
         seen[source.name] += 1
-        several = f" {seen[source.name]}" if count[source.name] > 1 else ""
-        named.append(source._replace(name=source.name + several))
-    return named
+        if count[source.name] > 1:
+            found[place] = source._replace(name=f"{source.name} {seen[source.name]}")
+    return found
 
 
 def save(folder: Path, prompts: Sequence[Prompt], frames: int | None = None) -> list[list[str]]:
@@ -65,27 +60,23 @@ def save(folder: Path, prompts: Sequence[Prompt], frames: int | None = None) -> 
         for file in folder.iterdir():
             if re.fullmatch(r"\d+-\w+(-\d+)?\.(png|webp)", file.name):
                 file.unlink()
-    return [[_save(folder, f"{number:03d}-{name}", key, images) for name, key, images in _label_sources(prompt, frames)]
-            for number, prompt in enumerate(prompts)]
-
-
-def _label_sources(prompt: Prompt, frames: int | None) -> Iterator[tuple[str, str, list[Image.Image]]]:
-    seen = Counter[str]()
-    for key, images in _read(prompt, frames):
-        key = "image" if key == "images" else key
-        yield f"{key}-{seen[key]}" if seen[key] else key, key, images
-        seen[key] += 1
-
-
-def _save(folder: Path, name: str, key: str, images: list[Image.Image]) -> str:
-    file = folder / f"{name}.{'webp' if key == 'video' else 'png'}"
-    first, *rest = [_within(image, KEPT) for image in images]
-    with atomic.replacing(file) as place:
-        if key == "video":
-            first.save(place, format="WEBP", save_all=True, append_images=rest, lossless=True, loop=0)
-        else:
-            first.save(place, format="PNG")
-    return file.name
+    names: list[list[str]] = []
+    for number, prompt in enumerate(prompts):
+        names.append([])
+        seen = Counter[str]()
+        for key, images in _read(prompt, frames):
+            key = "image" if key == "images" else key
+            name = f"{key}-{seen[key]}" if seen[key] else key
+            seen[key] += 1
+            file = folder / f"{number:03d}-{name}.{'webp' if key == 'video' else 'png'}"
+            first, *rest = [_within(image, KEPT) for image in images]
+            with atomic.replacing(file) as place:
+                if key == "video":
+                    first.save(place, format="WEBP", save_all=True, append_images=rest, lossless=True, loop=0)
+                else:
+                    first.save(place, format="PNG")
+            names[-1].append(file.name)
+    return names
 
 
 def _read(prompt: Prompt, frames: int | None) -> Iterator[tuple[str, list[Image.Image]]]:
@@ -104,7 +95,6 @@ def _read(prompt: Prompt, frames: int | None) -> Iterator[tuple[str, list[Image.
 
 
 def _within(image: Image.Image, side: int) -> Image.Image:
-    """Return an image whose longer side is at most `side` pixels."""
     factor = side / max(image.size)
     if factor >= 1:
         return image

@@ -11,7 +11,7 @@ from typing import Any
 from flowgrpo.config.parse import read_yaml
 from flowgrpo.errors import UserError
 from flowgrpo.escaped import plain
-from flowgrpo.evaluation.runs import HELD_OUT, read
+from flowgrpo.evaluation.runs import HELD_OUT, means_of_base, read
 from flowgrpo.storage import atomic
 from flowgrpo.storage.json_files import read_lines
 from flowgrpo.storage.places import CONFIG, run_of
@@ -68,23 +68,28 @@ def write(runs: Sequence[Path], output: Path | None = None) -> Path:
 
 
 def epoch_metrics(folder: Path) -> list[dict[str, Any]]:
-    """Return the metrics of a run's epochs, with the held-out rewards before the first one and after the last one."""
+    """Metrics of a run's epochs, with the held-out rewards before the first one and after the last one, as far as they
+    are of the same prompts."""
     lines, run = read_lines(folder / "metrics.jsonl", "epoch"), read(folder)
-    last = lines[-1] if lines and run.state == "finished" else {}
+    last = lines[-1] if lines and run.state == "finished" and not (folder / "choosing.json").is_file() else {}
     ends = {f"{HELD_OUT}{name}": value for name, value in run.after.items()} if last else {}
-    before = {f"{HELD_OUT}{name}": value for name, value in run.before.items()}
+    before = {f"{HELD_OUT}{name}": value for name, value in means_of_base(folder).items()}
     return [{"epoch": 0} | before, *lines[:-1], *([ends | last] if last else lines[-1:])]
 
 
 def page(runs: Sequence[Compared]) -> str:
-    """Return the HTML of the comparison."""
     title = _text(" and ".join(run.label for run in runs))
-    return "".join([HEAD.format(title=title, width=WIDTH), legend(runs), *charts(runs), table(runs),
+    legend = "".join(f'<li><span style="border-color: {COLOURS[at % len(COLOURS)]}; border-top-style: '
+                     f'{"dashed" if at >= len(COLOURS) else "solid"}"></span>{_text(run.label)}</li>'
+                     for at, run in enumerate(runs))
+    charts = [f"<h2>{_text(name)}, {kind}</h2>\n{chart(lines, f'{name}, {kind}')}"
+              for (name, kind), lines in curves(runs).items()]
+    return "".join([HEAD.format(title=title, width=WIDTH), f"<ul>{legend}</ul>\n", *charts, table(runs),
                     "</body></html>\n"])
 
 
 def flat(nested: dict[str, Any], above: str = "") -> dict[str, Any]:
-    """Return the values of nested dictionaries under dotted keys."""
+    """Values of nested dictionaries under dotted keys."""
     values: dict[str, Any] = {}
     for key, value in nested.items():
         values |= flat(value, f"{above}{key}.") if isinstance(value, dict) else {f"{above}{key}": value}
@@ -92,23 +97,20 @@ def flat(nested: dict[str, Any], above: str = "") -> dict[str, Any]:
 
 
 def differing(runs: Sequence[Compared]) -> dict[str, list[str]]:
-    """Return the settings that differ, with the value of each run; empty where a run has no such key."""
+    """Settings that differ, with the value of each run; empty where a run has no such key."""
     keys = dict.fromkeys(key for run in runs for key in run.settings if key not in APART)
-    rows = {key: [_format(run.settings[key]) if key in run.settings else "" for run in runs] for key in keys}
+    rows = {key: ["" if key not in run.settings else "none" if run.settings[key] is None else str(run.settings[key])
+                  for run in runs] for key in keys}
     return {key: values for key, values in rows.items() if len(set(values)) > 1}
 
 
 def _text(text: str) -> str:
-    """Return a text of others for HTML, its control characters and changes of direction written out."""
+    """Text of others for HTML, its control characters and changes of direction written out."""
     return html.escape(plain(text))
 
 
-def _format(value: Any) -> str:
-    return "none" if value is None else str(value)
-
-
 def curves(runs: Sequence[Compared]) -> dict[tuple[str, str], list[list[tuple[int, float]]]]:
-    """Return the curves of each reward and kind of sample: of every run its points (epoch, mean)."""
+    """Curves of each reward and kind of sample: of every run its points (epoch, mean)."""
     keys = dict.fromkeys(key for run in runs for line in run.lines for key in line)
     rewards = [key.removeprefix("reward/").removesuffix("/mean") for key in keys
                if key.startswith("reward/") and key.endswith("/mean")]
@@ -119,22 +121,8 @@ def curves(runs: Sequence[Compared]) -> dict[tuple[str, str], list[list[tuple[in
     return {key: lines for key, lines in drawn.items() if any(lines)}
 
 
-def legend(runs: Sequence[Compared]) -> str:
-    """Return the list of runs with the colours of their curves."""
-    items = [f'<li><span style="border-color: {COLOURS[at % len(COLOURS)]}; border-top-style: '
-             f'{"dashed" if at >= len(COLOURS) else "solid"}"></span>{_text(run.label)}</li>'
-             for at, run in enumerate(runs)]
-    return f"<ul>{''.join(items)}</ul>\n"
-
-
-def charts(runs: Sequence[Compared]) -> list[str]:
-    """Return a heading and a chart for each reward and kind of sample."""
-    return [f"<h2>{_text(name)}, {kind}</h2>\n{chart(lines, f'{name}, {kind}')}"
-            for (name, kind), lines in curves(runs).items()]
-
-
 def chart(lines: list[list[tuple[int, float]]], label: str) -> str:
-    """Return curves as SVG, with the lowest and the highest value at the left and the epochs below."""
+    """Curves as SVG, with the lowest and the highest value at the left and the epochs below."""
     epochs = [epoch for points in lines for epoch, _ in points]
     values = [value for points in lines for _, value in points]
     (first, last), (low, high) = (min(epochs), max(epochs)), (min(values), max(values))
@@ -163,7 +151,6 @@ def chart(lines: list[list[tuple[int, float]]], label: str) -> str:
 
 
 def table(runs: Sequence[Compared]) -> str:
-    """Return the table of the settings that differ."""
     rows = differing(runs)
     if not rows:
         return "<h2>Settings</h2>\n<p>All settings are the same.</p>\n"

@@ -4,6 +4,7 @@ that of a running run to browsers of this machine.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import html
 import json
@@ -16,10 +17,11 @@ from flowgrpo import loopback
 from flowgrpo.config import features
 from flowgrpo.config.parse import load
 from flowgrpo.config.schema import Config
-from flowgrpo.evaluation import looks
+from flowgrpo.evaluation import kept, looks
 from flowgrpo.evaluation.report import snapshots
-from flowgrpo.evaluation.report.verdict import Nouns, changes, mean, outcome, sentences
-from flowgrpo.evaluation.runs import require_format
+from flowgrpo.evaluation.report.snapshots import CHOOSING
+from flowgrpo.evaluation.report.verdict import Nouns, changes, outcome, sentences
+from flowgrpo.evaluation.runs import mean, require_format
 from flowgrpo.evaluation.statistics import cells, decimals
 from flowgrpo.storage import atomic
 from flowgrpo.storage.json_files import read_lines, read_object
@@ -53,14 +55,17 @@ def write(run: Path) -> Path:
 
 
 def page(content: dict[str, Any], live: bool = False) -> str:
-    """Return the HTML of a report's data. live: the page asks its server for newer data."""
+    """HTML of a report's data, whose policy knows its one script by its hash. live: the page asks its server for newer
+    data."""
+    template = TEMPLATE.read_text(encoding="utf-8")
+    script = hashlib.sha256(template.partition("<script>")[2].partition("</script>")[0].encode()).digest()
     filled = {"TITLE": html.escape(content["title"]), "DATA": embed(content), "LIVE": " data-live" if live else "",
-              "CONNECT": "; connect-src 'self'" if live else ""}
-    return re.sub(r"\[\[([A-Z]+)\]\]", lambda match: filled[match[1]], TEMPLATE.read_text(encoding="utf-8"))
+              "CONNECT": "; connect-src 'self'" if live else "", "SCRIPT": base64.b64encode(script).decode()}
+    return re.sub(r"\[\[([A-Z]+)\]\]", lambda match: filled[match[1]], template)
 
 
 def embed(content: dict[str, Any]) -> str:
-    """Return JSON that is safe in a <script>: it neither ends the element nor reads as an address."""
+    """JSON that is safe in a <script>: it neither ends the element nor reads as an address."""
     text = json.dumps(content, allow_nan=False, separators=(",", ":"))
     for sign in "<>&":
         text = text.replace(sign, f"\\u{ord(sign):04x}")
@@ -68,10 +73,9 @@ def embed(content: dict[str, Any]) -> str:
 
 
 def data(run: Path) -> dict[str, Any]:
-    """Return all data of a report.
+    """All data of a report.
     Raises UserError for a folder that is not a run, and for a damaged file."""
-    run = run_of(run)
-    with require_format(run):
+    with require_format(run := run_of(run)):
         return _data(run)
 
 
@@ -79,82 +83,113 @@ def _data(run: Path) -> dict[str, Any]:
     config, lines, stages = load(run / "config.yaml"), read_lines(run / "metrics.jsonl", *PLAIN), read_stages(run)
     last = _read(run / snapshots.FOLDER / "last.json", first_ratio=dict, best=list, worst=list)
     finished = bool(stages) and stages[-1]["name"] == "after"
-    reward_changes, summary = changes(config, stages), _read(run / "summary.json") if finished else {}
+    path, pair = parted(stages)
+    reward_changes, summary = changes(config, pair), _read(run / "summary.json") if finished else {}
     ranges = _read(run / snapshots.FOLDER / "ranges.json")
-    drawn, zeros = without_zeros(charts(config, lines, stages, ranges), lines)
+    drawn = charts(config, lines, path, ranges)
+    zeros = [chart["title"] for chart in drawn if chart["kind"] != "reward" and not any(
+        any(series["y"]) if "y" in series else any(line.get(series["key"]) for line in lines)
+        for series in chart["series"])]  # diagnostics that are 0 in every epoch are named alone
     nouns = Nouns(**_read(run / snapshots.FOLDER / "nouns.json"))
     return {"title": config.name, "finished": finished,
             "sentences": sentences(config, lines, reward_changes, last, finished, summary.get("kept"), nouns,
-                                   summary.get("structure"), stages[0] if stages else None,
-                                   shares(stages)[-1][1] if len(stages) > 1 else None,
-                                   summary.get("reward_failures", {}).get("errors", {})),
+                                   summary.get("structure"), pair[0] if pair else None,
+                                   shares(pair)[-1][1] if len(stages) > 1 else None,
+                                   summary.get("reward_failures", {}).get("errors", {}), ranges,
+                                   len(path) < len(stages)),
             "sample": nouns.sample,
-            "changes": [each.as_json() for each in reward_changes if each.has_scores and lines],
+            "changes": [each.as_json() for each in reward_changes if each.count and lines],
             "tasks": {name: cells(rows) for name, rows in summary.get("compared", {}).items() if len(rows) > 1},
-            "digits": digits(stages, last),
-            "metrics": columns(lines), "charts": drawn, "zeros": zeros, "stages": thin(stages),
+            "siblings": siblings(run), "digits": digits(stages, last),
+            "metrics": columns(lines), "charts": [chart for chart in drawn if chart["title"] not in zeros],
+            "zeros": zeros, "stages": thin(stages),
             "extremes": {key: last.get(key, []) for key in ("best", "worst")} | {"epoch": last.get("epoch")},
             "phases": phases(lines), "machine": _read(run / snapshots.FOLDER / "machine.json"), "config": config.yaml()}
 
 
 def training_facts(config: Config, run: Path, errors: dict[str, str]) -> dict[str, Any]:
-    """Return what a run's summary says of its training: the epochs that trained, if none did, and both in words.
+    """What a run's summary says of its training: the epochs that trained, if none did, and both in words.
     errors: as of `outcome`."""
-    ended = outcome(config, read_lines(run / "metrics.jsonl", *PLAIN), errors)
+    ended = outcome(config, read_lines(run / "metrics.jsonl", *PLAIN), errors,
+                    _read(run / snapshots.FOLDER / "ranges.json"))
     return {"epochs": ended.epochs - len(ended.idle), "nothing": ended.nothing, "said": ended.sentences}
 
 
 def source_mark(run: Path) -> str:
-    """Return a mark that changes with the report's source files: of their names, sizes, inodes and times.
+    """Mark that changes with the report's source files: of their names, sizes, inodes and times.
 
     A time that goes back is a change as well.
     """
-    files = [run / "config.yaml", run / "metrics.jsonl", *sorted((run / snapshots.FOLDER).glob("*.json"))]
-    marks = [(file.name, _mark(file)) for file in files]
+    marks: list[tuple[str, tuple[int, int, int] | None]] = []
+    for file in (run / "config.yaml", run / "metrics.jsonl", *sorted((run / snapshots.FOLDER).glob("*.json")),
+                 *sorted((run / kept.FOLDER).glob("*.json"))):
+        try:
+            facts = file.stat()
+            marks.append((file.name, (facts.st_size, facts.st_ino, facts.st_mtime_ns)))
+        except OSError:  # it is gone
+            marks.append((file.name, None))
     return hashlib.sha256(repr(marks).encode()).hexdigest()[:32]
 
 
-def _mark(file: Path) -> tuple[int, int, int] | None:
-    """Return size, inode and time of a file; None if it is gone."""
-    try:
-        facts = file.stat()
-    except OSError:
-        return None
-    return facts.st_size, facts.st_ino, facts.st_mtime_ns
+def siblings(run: Path) -> list[dict[str, Any]]:
+    """Results on siblings of the run's model: a sentence, a table, and its page of images, empty without one."""
+    shown = []
+    for file, found in kept.read(run).items():
+        page = file.with_suffix(".png")
+        content = base64.b64encode(page.read_bytes()).decode("ascii") if page.is_file() else ""
+        shown.append({"said": kept.sentence(found), "table": kept.table(found),
+                      "page": content and f"data:image/png;base64,{content}"})
+    return shown
 
 
 def columns(lines: list[dict[str, Any]]) -> dict[str, list[Any]]:
-    """Return each metric's values, epoch by epoch; None where an epoch has none."""
+    """Each metric's values, epoch by epoch; None where an epoch has none."""
     keys = dict.fromkeys(key for line in lines for key in line)
     return {key: [line.get(key) for line in lines] for key in keys}
 
 
 def read_stages(run: Path) -> list[dict[str, Any]]:
-    """Return the stages of the held-out prompts, in order: before, epochs, after."""
+    """Stages of the held-out prompts, in order: before, epochs, after. Of a run whose evaluations choose the weights:
+    those on the prompts that choose, and at its end before and after on the others."""
     files = [file for file in (run / snapshots.FOLDER).glob("*.json") if file.stem not in snapshots.FACTS]
     stages = [_read(file, name=str, epoch=int, scores=dict, cards=list) for file in files]
-    return sorted(stages, key=lambda stage: (stage["name"] == "after", stage["epoch"]))
+    if any(stage["name"] == CHOOSING for stage in stages) and not any(stage["name"] == "after" for stage in stages):
+        stages = [stage for stage in stages if stage["name"] != "before"]
+    order = ("before", "after") if any(stage["name"] == CHOOSING for stage in stages) else ("after",)
+    return sorted(stages, key=lambda stage: (stage["name"] in order, stage["epoch"]))
 
 
-def shares(stages: list[dict[str, Any]]) -> list[tuple[int, dict[str, float]]]:
-    """Return each stage's epoch and its looks as shares of the first one's, the base's."""
-    return [(stage["epoch"], looks.read(stage.get("looks")).of(looks.read(stages[0].get("looks")))) for stage in stages]
+def parted(stages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Stages on the prompts of evaluations on the way, from the base on, and the base and the last stage of what is
+    reported."""
+    apart = len(stages) > 2 and [stages[at]["name"] for at in (0, -2, -1)] == [CHOOSING, "before", "after"]
+    return (stages[:-2], stages[-2:]) if apart else (stages, stages[:1] + stages[1:][-1:])
+
+
+def shares(stages: list[dict[str, Any]]) -> list[tuple[int, dict[str, looks.Share]]]:
+    """Each stage's epoch and its looks as shares of the first one's, the base's."""
+    seen = [looks.read(stage.get("looks")) for stage in stages]
+    return [(stage["epoch"], look.relative_to(seen[0])) for stage, look in zip(stages, seen)]
 
 
 def digits(stages: list[dict[str, Any]], last: dict[str, Any]) -> dict[str, int]:
-    """Return the decimals of each reward below the samples."""
+    """Decimals of each reward below the samples."""
     cards = [card for stage in stages for card in stage["cards"]] + last.get("best", []) + last.get("worst", [])
     names = dict.fromkeys(name for card in cards for name in card["scores"])
     return {name: decimals(card["scores"].get(name) for card in cards) for name in names}
 
 
 def thin(stages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the slider's stages: at most STAGES, evenly spaced, with the first and the last."""
-    count = min(STAGES, len(stages))
-    places = [i * (len(stages) - 1) // max(count - 1, 1) for i in range(count)]
-    names = {"before": "before training", "after": "after training"}
-    return [{"label": names.get(stages[i]["name"], f"epoch {stages[i]['epoch']}"), "cards": stages[i]["cards"]}
-            for i in places]
+    """The slider's stages: at most STAGES on the way, evenly spaced, with the first and the last, and those on prompts
+    that chose nothing. base: place of the base on the same prompts."""
+    (path, _), names = parted(stages), {"before": "before training", CHOOSING: "before training",
+                                        "after": "after training"}
+    count = min(STAGES, len(path))
+    shown = [(path[i * (len(path) - 1) // max(count - 1, 1)], 0) for i in range(count)]
+    shown += [(stage, count) for stage in stages[len(path):]]
+    return [{"label": names.get(stage["name"], f"epoch {stage['epoch']}")
+             + ", other prompts" * (stage["name"] == "before" and base > 0), "cards": stage["cards"], "base": base}
+            for stage, base in shown]
 
 
 def _read(path: Path, **kinds: type) -> dict[str, Any]:
@@ -192,77 +227,57 @@ PLAIN = ("epoch", "evaluations", "seconds")  # axes, not diagnostics; every line
 
 def charts(config: Config, lines: list[dict[str, Any]], stages: list[dict[str, Any]],
            ranges: dict[str, list[float | None]]) -> list[dict[str, Any]]:
-    """Return a chart for every reward and every diagnostic: {title, note, kind, series}, of a reward also its `range`.
+    """Chart for every reward and every diagnostic: {title, note, kind, series}, of a reward also its `range`.
 
     A series is {label} with the `key` of a metric, optionally its deviation's key as `band` and the `size` of the
     chart's unit, or with x and y.
     """
-    reward_charts = [_reward(config, name, lines, stages) | {"range": ranges.get(name) or _score_range(name, stages)}
+    reward_charts = [_reward(config, name, lines, stages, ranges.get(name))
                      for name in (config.trained | config.extra_rewards)]
     rest = [key for key in columns(lines) if key not in PLAIN
             and not re.fullmatch(rf"reward/.+/(mean|std)|held_out/.+|{looks.LOOKS}.+", key)]
-    gathered = [_chart(title, note, pattern, rest, lines) for title, note, pattern in GATHERED]
-    gathered = [_in_bytes(chart, lines) if "{unit}" in chart["note"] else chart for chart in gathered]
+    gathered = []
+    for title, note, pattern in GATHERED:
+        found = [(match[1], key) for key in rest if (match := re.fullmatch(pattern, key))]
+        values = [line.get(key) or 0 for _, key in found for line in lines]
+        if title.startswith("Failed") and not any(values):
+            continue
+        series: list[dict[str, Any]] = [{"label": label, "key": key} for label, key in sorted(
+            found, key=lambda pair: _natural(pair[0]))]
+        if "{unit}" in note:  # the largest unit that the largest value reaches
+            unit, size = next((each for each in BYTES if max(values, default=0) >= each[1]), BYTES[-1])
+            note, series = note.format(unit=unit), [one | {"size": size} for one in series]
+        gathered.append({"title": title, "note": note, "kind": "steps" if "step" in pattern else "lines",
+                         "series": series})
     alone = [key for key in rest if not any(re.fullmatch(pattern, key) for _, _, pattern in GATHERED)
              and any(isinstance(line.get(key), (int, float)) for line in lines)]
     single = [{"title": title, "note": note, "kind": "lines", "series": [{"label": key, "key": key}]}
               for key in sorted(alone, key=lambda key: (list(ALONE) + [key]).index(key))
               for title, note in [ALONE.get(key, (key, ""))]]
-    return [chart for chart in [*reward_charts, _looks(stages), *single, *gathered] if chart["series"]]
-
-
-def without_zeros(all_charts: list[dict[str, Any]], lines: list[dict[str, Any]]
-                  ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the charts without diagnostics that are 0 in every epoch, and the titles of these."""
-    flat = [chart["title"] for chart in all_charts if chart["kind"] != "reward" and not any(
-        any(series["y"]) if "y" in series else any(line.get(series["key"]) for line in lines)
-        for series in chart["series"])]
-    return [chart for chart in all_charts if chart["title"] not in flat], flat
-
-
-def _score_range(name: str, stages: list[dict[str, Any]]) -> list[float] | None:
-    """Return [0, 1] if all held-out scores lie there; None means unknown."""
-    scores = [score for stage in stages for score in stage["scores"].get(name, []) if score is not None]
-    return [0, 1] if scores and all(0 <= score <= 1 for score in scores) else None
-
-
-def _chart(title: str, note: str, pattern: str, keys: list[str], lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return a chart of the keys that match. The chart of failures has no curve if nothing failed."""
-    curves = [(match[1], key) for key in keys if (match := re.fullmatch(pattern, key))]
-    if title.startswith("Failed") and not any(line.get(key) for line in lines for _, key in curves):
-        curves = []
-    return {"title": title, "note": note, "kind": "steps" if "step" in pattern else "lines",
-            "series": [{"label": label, "key": key}
-                       for label, key in sorted(curves, key=lambda pair: _natural(pair[0]))]}
-
-
-def _in_bytes(chart: dict[str, Any], lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return a chart of bytes in the largest unit that its largest value reaches."""
-    values = [line.get(series["key"]) or 0 for series in chart["series"] for line in lines]
-    unit, size = next((each for each in BYTES if max(values, default=0) >= each[1]), BYTES[-1])
-    return chart | {"note": chart["note"].format(unit=unit),
-                    "series": [series | {"size": size} for series in chart["series"]]}
+    points = shares(stages)
+    drawn = {label: [(epoch, found[name]) for epoch, found in points if name in found]
+             for name, label in ((looks.EDGES, "edge width"), (looks.APART, "diversity within a prompt"))}
+    looked = {"title": "Looks, of the base", "kind": "lines",
+              "note": "1 as the base; wider edges: blurred; less diversity: images of a prompt become alike",
+              "series": [{"label": label, "x": [x for x, _ in curve], "y": [y for _, y in curve]}
+                         for label, curve in drawn.items() if len(curve) > 1]}
+    return [chart for chart in [*reward_charts, looked, *single, *gathered] if chart["series"]]
 
 
 def _natural(label: str) -> tuple[str, int]:
-    """Return a sort key that puts step 2 before step 10."""
+    """Sort key that puts step 2 before step 10."""
     name, _, number = label.rpartition("_")
     return (name, int(number)) if number.isdigit() else ("", 0)
 
 
-def _looks(stages: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the chart of the held-out images' looks, as shares of the base's; without a curve for texts."""
-    points = shares(stages)
-    curves = {label: [(epoch, found[name]) for epoch, found in points if name in found]
-              for name, label in ((looks.EDGES, "edge width"), (looks.APART, "diversity within a prompt"))}
-    return {"title": "Looks, of the base", "kind": "lines",
-            "note": "1 as the base; wider edges: blurred; less diversity: images of a prompt become alike",
-            "series": [{"label": label, "x": [x for x, _ in curve], "y": [y for _, y in curve]}
-                       for label, curve in curves.items() if len(curve) > 1]}
+def _reward(config: Config, name: str, lines: list[dict[str, Any]], stages: list[dict[str, Any]],
+            known: list[float | None] | None) -> dict[str, Any]:
+    """A reward's chart: mean over the samples of each epoch, and on the held-out prompts.
 
-
-def _reward(config: Config, name: str, lines: list[dict[str, Any]], stages: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return a reward's chart: mean over the samples of each epoch, and on the held-out prompts."""
+    known: its range; else [0, 1] if all held-out scores lie there, or None.
+    """
+    scores = [score for stage in stages for score in stage["scores"].get(name, []) if score is not None]
+    within = [0, 1] if scores and all(0 <= score <= 1 for score in scores) else None
     series: list[dict[str, Any]] = [
         {"label": "training samples", "key": f"reward/{name}/mean", "band": f"reward/{name}/std"}] \
         if any(f"reward/{name}/mean" in line for line in lines) else []
@@ -274,11 +289,11 @@ def _reward(config: Config, name: str, lines: list[dict[str, Any]], stages: list
         series.append({"label": "held-out prompts", "x": [x for x, _ in points], "y": [y for _, y in points]})
     trained = name in config.rewards
     return {"title": name, "note": f"trained on, {config.trained[name].strength}" if trained else "eval-only",
-            "kind": "reward", "series": series}
+            "kind": "reward", "series": series, "range": known or within}
 
 
 def phases(lines: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the seconds of all epochs so far per phase, the longest first."""
+    """Seconds of all epochs so far per phase, the longest first."""
     total: dict[str, float] = {}
     for line in lines:
         for key, value in line.items():
@@ -288,7 +303,7 @@ def phases(lines: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def server(run: Path, port: int) -> ThreadingHTTPServer:
-    """Return a server of `/`, the report, and `/data.json`, its data, both made on request. It serves nothing else.
+    """Server of `/`, the report, and `/data.json`, its data, both made on request. It serves nothing else.
 
     port: 0 takes a free one.
     Raises UserError if the port is taken, or the folder is not a run.
@@ -303,21 +318,17 @@ class Live:
     """
 
     def __init__(self, run: Path) -> None:
-        self._run = run
+        self.run = run
         self._text = json.dumps(data(run), allow_nan=False)
 
-    def version(self) -> str:
-        """Return a mark that changes with the run's files."""
-        return f'"{source_mark(self._run)}"'
-
     def content(self) -> dict[str, Any]:
-        """Return the report's data.
+        """The report's data.
 
         Where it cannot be made, the data of the last time, with one line about the fault under `notice`.
         """
         notice = None
         try:
-            self._text = json.dumps(data(self._run), allow_nan=False)
+            self._text = json.dumps(data(self.run), allow_nan=False)
         except Exception as error:  # of half-written, damaged and deleted files
             notice = f"Not up to date: {' '.join(str(error).split())[:300] or type(error).__name__}"
         return json.loads(self._text) | {"notice": notice}
@@ -331,7 +342,7 @@ class Handler(loopback.Handler):
     def get(self) -> None:
         if self.path not in ("/", "/data.json"):
             raise loopback.Refused(404, "no such page")
-        version = self.live.version()
+        version = f'"{source_mark(self.live.run)}"'
         if self.headers.get("If-None-Match") == version:
             self.send_response(304)
             self.end_headers()

@@ -4,6 +4,8 @@
     ranges.json                                 lowest and highest score of each reward, where they are known
     before.json, epoch-00020.json, after.json   the same held-out prompts and seeds at these times: a stage each; the
                                                 first has what the prompts bring, too
+    choosing.json                               the base on the prompts of the epochs' stages, where these choose the
+                                                weights: then the other two are of other prompts
     last.json                                   the best and worst samples of the last epoch, and the first-ratio check
 
 Images are stored in them as data URLs, encoded once, so a report only reads these files.
@@ -29,7 +31,7 @@ from flowgrpo import domains
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.evaluation.pages import clips
 from flowgrpo.evaluation.pages.clips import as_image, durations, moving, seconds_of, still
-from flowgrpo.evaluation.pages.sources import Source, of
+from flowgrpo.evaluation.pages.sources import Source, read_sources
 from flowgrpo.packages import version
 from flowgrpo.storage import atomic
 from flowgrpo.storage.json_files import finite, read_object
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from flowgrpo.evaluation.trainer import Trainer
 
 FOLDER = "report"
+CHOOSING = "choosing"  # stage, file and samples of the base on the prompts of evaluations that choose the weights
 FACTS = ("machine", "nouns", "last", "ranges")  # files that are no stages
 VIDEO = f"data:{clips.TYPE};base64,"
 SIDE = 320  # maximum longer side of a kept image, in pixels
@@ -59,11 +62,10 @@ class Video:
     mp4: bytes | None
 
     def file(self) -> tuple[bytes, str]:
-        """Return the clip as mp4, or without one as GIF, and the ending of its name."""
+        """Clip as mp4, or without one as GIF, and the ending of its name."""
         return (self.mp4, "mp4") if self.mp4 else (self.gif(), "gif")
 
     def gif(self) -> bytes:
-        """Return the clip as an animated GIF."""
         file = io.BytesIO()
         self.frames[0].save(file, "GIF", save_all=True, append_images=self.frames[1:], loop=0,
                             duration=durations(self.seconds, len(self.frames), 10))
@@ -102,11 +104,13 @@ class Extremes:
                 _insert(kept, sign, (sums[at], prompt, scores[at].tolist(), outputs[at]))
 
     def as_json(self, fps: float | None = None) -> dict[str, list[dict[str, Any]]]:
-        """Return both lists for JSON, the most extreme sample first. fps: frames per second of clips."""
-        return {side: [{"prompt": prompt.text, "scores": finite(dict(zip(self.names, scores))),
-                        **sample_as_json(output, fps),
-                        **sources_as_json(of(prompt, len(output) if getattr(output, "ndim", 0) == 4 else None), fps)}
-                       for _, prompt, scores, output in kept]
+        """Both lists for JSON, the most extreme sample first. fps: frames per second of clips."""
+        def shown(prompt: Prompt, scores: list[float], output: torch.Tensor | str) -> dict[str, Any]:
+            frames = len(output) if getattr(output, "ndim", 0) == 4 else None
+            return {"prompt": prompt.text, "scores": finite(dict(zip(self.names, scores))),
+                    **sample_as_json(output, fps), **sources_as_json(read_sources(prompt, frames), fps)}
+
+        return {side: [shown(*sample) for _, *sample in kept]
                 for side, kept in (("best", self.best), ("worst", self.worst))}
 
 
@@ -129,8 +133,8 @@ def _identity(prompt: Prompt) -> tuple[str, Any]:
 
 
 def sample_as_json(output: torch.Tensor | str, fps: float | None = None) -> dict[str, str]:
-    """Return a sample for JSON: an image [3,H,W] or clip [F,3,H,W] as a data URL, of a clip also as a video if there
-    is an encoder, a text unchanged, with the image that a reward drew from it. fps: frames per second."""
+    """Sample for JSON: an image [3,H,W] or clip [F,3,H,W] as a data URL, of a clip also as a video if there is an
+    encoder, a text unchanged, with the image that a reward drew from it. fps: frames per second."""
     if isinstance(output, str):
         image = getattr(output, "image", None)
         return {"text": output} | ({} if image is None else {"picture": data_url(image)})
@@ -139,7 +143,7 @@ def sample_as_json(output: torch.Tensor | str, fps: float | None = None) -> dict
 
 
 def sources_as_json(sources: Sequence[Source], fps: float | None = None) -> dict[str, list[dict[str, str]]]:
-    """Return the sources of a prompt for JSON, each as `shown` with its name; empty without any."""
+    """Each as `sample_as_json` with its name; empty without any."""
     return {"sources": [{"name": name, **sample_as_json(image, fps)} for name, image in sources]} if sources else {}
 
 
@@ -161,7 +165,7 @@ def video_url(clip: torch.Tensor, fps: float | None = None) -> str | None:
 
 
 def _frames(output: torch.Tensor) -> list[Image.Image]:
-    """Return an image, or the frames of a clip, at most SIDE pixels long."""
+    """An image, or the frames of a clip, at most SIDE pixels long."""
     frames = [as_image(output)] if output.ndim == 3 else [as_image(still(output, at)) for at in moving([output])]
     factor = SIDE / max(frames[0].size)
     if factor >= 1:
@@ -171,7 +175,7 @@ def _frames(output: torch.Tensor) -> list[Image.Image]:
 
 
 def content(card: dict[str, Any]) -> Image.Image | Video | str:
-    """Return the sample of a stored card: an image, a clip, or a text."""
+    """Sample of a stored card: an image, a clip, or a text."""
     if "text" in card:
         return card["text"]
     image = Image.open(io.BytesIO(_bytes(card["picture"])))
@@ -207,18 +211,17 @@ def machine(device: str | torch.device, processes: int, precision: str) -> dict[
     """Describe hardware, precision, versions, and the boundary of a model's code if a reward has one, in words."""
     from flowgrpo.device import describe
 
-    used = [domain.boundary.function_if_imported for domain in domains.all()
-            if domain.boundary]  # by a reward that runs code
-    boundary = next((told() for told in used if told), None)
+    used = [domain.boundary.function_if_imported for domain in domains.all() if domain.boundary]
+    boundary = next((told() for told in used if told), None)  # of a model's code, if a reward runs it
     return {"device": describe(device), "precision": precision, "processes": str(processes),
-            "cores": str(os.cpu_count()),
-            "system": f"{platform.system()} {platform.machine()}", "Python": platform.python_version(),
+            "cores": str(os.cpu_count()), "system": f"{platform.system()} {platform.machine()}",
+            "Python": platform.python_version(),
             **({"code boundary": boundary} if boundary else {}),
             **{package: version(package) for package in PACKAGES}, **commit()}
 
 
 def commit() -> dict[str, str]:
-    """Return the commit of this package under `commit`, marked where files differ; empty outside its own repository."""
+    """Commit of this package under `commit`, marked where files differ; empty outside its own repository."""
     root = Path(__file__).parents[3]
 
     def git(*arguments: str) -> str:
@@ -239,7 +242,7 @@ def stage(run: Path, name: str, epoch: int, measured: Measured) -> None:
     from flowgrpo.evaluation.pages.before_after import rows
 
     images = [{"prompt": row.caption, "scores": finite(row.scores[0]), **sample_as_json(row.images[0], measured.fps),
-                 **(sources_as_json(row.sources, measured.fps) if name == "before" else {})} for row in rows(measured)]
+                 **(sources_as_json(row.sources, measured.fps) if not epoch else {})} for row in rows(measured)]
     write(run / FOLDER / f"{name}.json", {"name": name, "epoch": epoch, "scores": finite(measured.scores),
                                           "shuffled": finite(measured.shuffled), "cards": images,
                                           "looks": measured.looks.as_json()})
@@ -256,5 +259,4 @@ def last(run: Path, trainer: Trainer) -> None:
 
 
 def write(path: Path, content: object) -> None:
-    """Write a JSON file."""
     atomic.write_text(path, json.dumps(content, allow_nan=False))

@@ -4,15 +4,16 @@ of the last epochs."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from flowgrpo.config.schema import Config
 from flowgrpo.evaluation.statistics import decimals, format_value
 
+Scale: TypeAlias = Sequence[float | None]  # lowest and highest score of a reward, None for no bound
 # Epochs after which a flat reward, a clip fraction, equal rewards and a collapse are symptoms.
 FLAT, CLIPPED, EQUAL, COLLAPSED = 20, 10, 5, 3
 START = FLAT // 2  # first epochs of a run: a reward that rose since then and stays there is not flat
@@ -20,7 +21,9 @@ START = FLAT // 2  # first epochs of a run: a reward that rose since then and st
 SAME, STILL, FADED = 1e-3, 1e-4, 1e-3
 MOST = 0.9  # share of zero-variance groups from which on it is a symptom
 CERTAIN = 2.0  # standard errors of a rise
+CENTRED = 1e-5  # mean of a reward over its deviation, which is rounding
 GROWN = 3.0  # change of the weights, as `policies.weights.change`, that is more than the base's own size
+CEILING = 0.95  # share of a reward's range from which on its prompts are as good as solved
 SMALL = 0.1  # largest |log ratio| over the clip range, below which the clip never acts
 
 
@@ -32,23 +35,43 @@ class Symptom:
     text: str
 
 
-def of_run(config: Config, lines: Sequence[dict[str, Any]], clip: float | None) -> list[Symptom]:
-    """Return the symptoms after the last of a run's lines of metrics, of which the first START and the last FLAT are
-    read.
+def solved(direction: float, means: Sequence[float | None], known: Scale | None, share: float = CEILING) -> bool:
+    """True if a reward's means are all at its best score, as far as its range is known.
+
+    direction: below 0 if it is to fall. known: its lowest and highest score. share: of the range, where both are known;
+    with one alone they are that.
+    """
+    low, high = known or (None, None)
+    best, worst = (high, low) if direction > 0 else (low, high)
+    if best is None or not means:
+        return False
+    apart = 1e-6 * abs(best) if worst is None else (1 - share) * abs(best - worst) + 1e-6 * abs(best)
+    return all(mean is not None and abs(best - mean) <= apart for mean in means)
+
+
+def of_run(config: Config, lines: Sequence[dict[str, Any]], clip: float | None,
+           ranges: Mapping[str, Scale | None] = {}) -> list[Symptom]:
+    """Symptoms after the last of a run's lines of metrics, of which the first START and the last FLAT are read. Of a
+    run whose trained rewards are at their ceiling a reward or a gradient that stays is no symptom.
 
     clip: the narrower side of the clip range; None without a clip, or if it is unknown.
+    ranges: lowest and highest score of each reward.
     """
-    texts = {"flat reward": _flat(config, lines[-FLAT:], lines[:START]),
-             "equal rewards": _equal(config, lines[-EQUAL:]),
-             "clip fraction": _clip_symptom(config, lines[-CLIPPED:], clip),
+    weighted = [name for name, weight in config.rewards.items() if weight]
+    done = bool(weighted) and all(solved(config.trained[name].direction, [
+        line.get(f"reward/{name}/mean") for line in lines[-EQUAL:]], ranges.get(name)) for name in weighted)
+    texts = {"flat reward": None if done else _flat(config, lines[-FLAT:], lines[:START]),
+             "equal rewards": _equal(config, lines[-EQUAL:], done),
+             "clip fraction": None if done else _clip_symptom(config, lines[-CLIPPED:], clip),
              "skipped updates": _skip_symptom(config, lines[-1:]),
-             "collapse": _collapse_symptom(lines[-FLAT:]), "large weights": _growth_symptom(config, lines[-1:]),
-             "small gradient": _tiny(config, lines[-1:])}
+             "collapse": None if done else _collapse_symptom(lines[-FLAT:]),
+             "large weights": _growth_symptom(config, lines[-1:]),
+             "small gradient": None if done else _tiny(config, lines[-1:])}
     return [Symptom(name, text) for name, text in texts.items() if text]
 
 
 def _column(lines: Sequence[dict[str, Any]], key: str, count: int) -> np.ndarray | None:
-    """Return a metric of `count` lines; None if there are fewer, or one lacks it."""
+    """A metric of `count` lines; None if there are fewer, or one lacks it."""
     values = [line.get(key) for line in lines]
     known = [float(value) for value in values if isinstance(value, (int, float)) and math.isfinite(value)]
     return np.array(known) if len(known) == count else None
@@ -63,10 +86,17 @@ def _flat(config: Config, lines: Sequence[dict[str, Any]], start: Sequence[dict[
         values = _column(lines, f"reward/{name}/mean", FLAT)
         if values is None:
             continue
+        spreads = _column(lines, f"reward/{name}/std", FLAT)
+        if spreads is not None and np.abs(values).max() <= CENTRED * spreads.max():
+            continue  # in every group its mean is 0, whatever the samples are
         first, second = np.split(values, 2)
         begun = _column(start, f"reward/{name}/mean", START)
-        if any(_rose(earlier, second, rule.direction) for earlier in (first, begun) if earlier is not None):
-            return None
+        for earlier in (first, begun):  # better by more than CERTAIN standard errors of means of as many epochs
+            if earlier is None:
+                continue
+            error = math.sqrt((earlier.var(ddof=1) + second.var(ddof=1)) / len(earlier))
+            if math.copysign(1, rule.direction) * (second.mean() - earlier.mean()) > CERTAIN * error:
+                return None
         digits = decimals([first.mean(), second.mean()])
         moves.append(f"{name} {format_value(first.mean(), digits)} to {format_value(second.mean(), digits)}")
     if not moves:
@@ -75,22 +105,17 @@ def _flat(config: Config, lines: Sequence[dict[str, Any]], start: Sequence[dict[
             "weight, the clip fraction and the zero-variance groups; a reward at its ceiling is done")
 
 
-def _rose(first: np.ndarray, second: np.ndarray, direction: float) -> bool:
-    """True if the mean of as many epochs is better by more than CERTAIN standard errors."""
-    error = math.sqrt((first.var(ddof=1) + second.var(ddof=1)) / len(first))
-    return math.copysign(1, direction) * (second.mean() - first.mean()) > CERTAIN * error
-
-
-def _equal(config: Config, lines: Sequence[dict[str, Any]]) -> str | None:
-    """Describe groups in which all samples earn the same of every reward."""
+def _equal(config: Config, lines: Sequence[dict[str, Any]], done: bool) -> str | None:
+    """Describe groups in which all samples earn the same of every reward. done: the best score, as a rule."""
     shares = [_column(lines, f"reward/{name}/zero_variance_groups", EQUAL) for name in config.rewards]
     if config.train.group < 2 or not shares or any(share is None for share in shares):
         return None
     share = np.min(np.stack([values for values in shares if values is not None]), 0).mean()
     if share < MOST:
         return None
-    return (f"{100 * share:.0f} % of the groups of {EQUAL} epochs have equal rewards and teach nothing: look at the "
-            "prompts' difficulty, a reward with values in between, and train.group")
+    return (f"{100 * share:.0f} % of the groups of {EQUAL} epochs have equal rewards and teach nothing: "
+            + ("nearly all samples have the best score, so take harder prompts" if done else
+               "look at the prompts' difficulty, a reward with values in between, and train.group"))
 
 
 def _clip_symptom(config: Config, lines: Sequence[dict[str, Any]], clip: float | None) -> str | None:

@@ -1,7 +1,7 @@
 """Named methods: functions from a Method to a Method, which hold what differs.
 
 A new one adds at most one part, one preset and one test. Every public function of the modules here is a preset, and so
-is every one that a domain names.
+is every one of `text.presets`, which `part_names` names.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from collections.abc import Callable, Iterable
 from types import ModuleType
 
 from flowgrpo import domains
+from flowgrpo.methods import part_names
 from flowgrpo.methods.method import Method
 from flowgrpo.methods.presets import denoising, finals, overlays
 from flowgrpo.methods.registry import ByName
 
 
 def of_module(module: ModuleType) -> dict[str, Callable[..., Method]]:
-    """Return the presets of a module by name."""
     return {name: function for name, function in vars(module).items() if inspect.isfunction(function)
             and function.__module__ == module.__name__ and not name.startswith("_")}
 
 
-OF_DOMAINS = {module: names.split() for domain in domains.all() for module, names in domain.presets.items()}
+OF_DOMAINS = {module: names.split() for module, names in part_names.PRESETS.items()}
 OF_TEXT: dict[str, str] = {name: module for module, names in OF_DOMAINS.items() for name in names}
 PRESETS: ByName[Callable[..., Method]] = ByName(
     {**of_module(denoising), **of_module(overlays), **of_module(finals), **OF_TEXT})
@@ -40,5 +40,5 @@ TEXT_ALONE = {"kdrl"}  # modifiers of any base method that make one of language 
 
 
 def presets_for(process: str) -> list[str]:
-    """Return the presets for a process, such as "tokens"."""
+    """The presets for a process, such as "tokens"."""
     return [name for name, make in PRESETS.items() if make().fits(process)]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from flowgrpo import objectives
-from flowgrpo.advantages import group, selection, shaping
+from flowgrpo.advantages import baselines, group, selection, shaping
 from flowgrpo.methods import targets
+from flowgrpo.methods.distillation import DistributionMatching, RewardedMatching
 from flowgrpo.methods.method import Method
 from flowgrpo.objectives import supervised
-from flowgrpo.samplers import kernels, noise, plans
+from flowgrpo.samplers import kernels, plans
 
 
 def flow_grpo(method: Method = Method()) -> Method:
@@ -130,7 +131,7 @@ def reinflow(method: Method = Method()) -> Method:
 
     Advantages are those of the group, in place of the paper's critic; its entropy bonus is left out.
     """
-    return method.having(kernel=noise.LearnedNoise(), plan=plans.AllSteps(), roots=None,
+    return method.having(kernel=kernels.LearnedNoise(), plan=plans.AllSteps(), roots=None,
                          target=targets.JointDensity(),
                          advantage=group.Advantage(scale="batch", order="rewards"), log_ratio=objectives.PlainRatio(),
                          surrogate=objectives.Clip(1e-3, 1e-3), step_weight=objectives.Uniform(),
@@ -142,3 +143,32 @@ def rlcm(method: Method = Method()) -> Method:
     (2404.03673)."""
     return ddpo(method).having(kernel=kernels.CPS(1.0), surrogate=objectives.Clip(1e-4, 1e-4),
                                advantage=group.Advantage(scale="running", order="rewards", clamp=10.0))
+
+
+def dmd2(method: Method = Method()) -> Method:
+    """DMD2: a student of few steps matches the distribution of its base, without rewards (2405.14867).
+
+    Multistep sampling with fresh noise, by which states of training are those of inference. Without the GAN loss, which
+    needs real images.
+    """
+    return method.having(kernel=kernels.CPS(1.0), plan=plans.AllSteps(), roots=None,
+                         advantage=baselines.Unrewarded(), kl=objectives.GaussianKL(0.0),
+                         distil=DistributionMatching())
+
+
+def dmdr(method: Method = Method()) -> Method:
+    """DMDR: the student's own steps are rewarded by GRPO while they match the base's distribution (2511.13649).
+
+    The match holds the reward, in the place of a KL.
+    """
+    return dmd2(method).having(advantage=group.Advantage(scale="group", order="rewards"),
+                               distil=DistributionMatching(blend=0.25))
+
+
+def tdm_r1(method: Method = Method()) -> Method:
+    """TDM-R1: a student of few steps follows its base, and a surrogate that learns the reward on its samples
+    (2603.07700).
+
+    The surrogate learns from final samples of multistep sampling, in place of the states of a deterministic one.
+    """
+    return dmdr(method).having(distil=RewardedMatching())

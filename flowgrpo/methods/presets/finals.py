@@ -68,7 +68,6 @@ def rpo(method: Method = Method()) -> Method:
 
 
 def _forward(method: Method, times: Times, **parts: Any) -> Method:
-    """Return a method of noised finals: rollouts without noise, each from its own, and what `parts` say."""
     usual = {"plan": plans.NoSteps(), "roots": None, "log_ratio": objectives.Matching(),
              "advantage": group.Advantage(scale="batch", order="rewards"), "step_weight": objectives.Uniform()}
     return method.having(target=targets.NoisedFinals(times), **usual | parts)
@@ -101,7 +100,6 @@ def alignprop(method: Method = Method()) -> Method:
 
 
 def _backprop(method: Method, ending: Backprop) -> Method:
-    """Return a method that follows the reward's gradient, on a deterministic rollout."""
     return method.having(target=targets.RewardGradient(ending), kernel=kernels.FlowDDIM(0.0), roots=None,
                          advantage=group.Advantage(scale="group", order="rewards"), log_ratio=objectives.PlainRatio(),
                          surrogate=objectives.RewardAscent(), step_weight=objectives.Uniform(),

@@ -78,7 +78,7 @@ def kdrl(method: Method = Method()) -> Method:
     The teacher is `reference.model`.
     """
     if method == Method():
-        method = domains.of("tokens").base_method(method)
+        method = domains.sampled_by("tokens").base_method(method)
     kl: Any = objectives.SampledKL(0.0, "k2") if method.for_tokens else method.loss.kl
     return method.having(kl=replace(kl, weight=5e-3, schedule=Linear(1e-3)), reference=references.Teacher())
 

@@ -5,7 +5,6 @@ team of processes shares the tokens of its rows (Ulysses).
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.log import quiet
 from flowgrpo.methods.setup import Setup, require_compatible
 from flowgrpo.methods.targets import LatentEdits, RewardGradient
+from flowgrpo.packages import present
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def require_attention(name: str, device: torch.device, precision: str) -> None:
         return
     kernel = KERNELS[name]
     setting, fix = f"memory.attention is {name!r}", "use auto"
-    if kernel.package and importlib.util.find_spec(kernel.package) is None:
+    if kernel.package and not present(kernel.package):
         raise UserError(f"{setting}, which needs the package {kernel.package}: install it, or {fix}")
     here = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     if here < kernel.capability:

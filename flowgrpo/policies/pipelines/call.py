@@ -22,14 +22,22 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from flowgrpo.errors import UserError
+from flowgrpo.errors import UserError, nearest
 from flowgrpo.policies.pipelines.conditioning import Conditioning, concatenate, digest
-from flowgrpo.policies.pipelines.frames import is_video, rate_of
+from flowgrpo.policies.pipelines.frames import is_video, rate_of, rgb
 from flowgrpo.policies.pipelines.load import denoisers, takes_timestep
+from flowgrpo.policies.pipelines.modular import guided, guiders
 from flowgrpo.policies.weights.forwards import FUSED, plain
 from flowgrpo.policies.weights.memory_options import Encoders
 from flowgrpo.samplers.rollout import generators
 from flowgrpo.samplers.scheduler import PolicyScheduler, Segment, StepRecord
+
+SCHEDULE = "guidance_schedule"
+
+
+def schedule(accepts: Collection[str], scale: float, steps: int) -> dict[str, Any]:
+    """Return the argument with a scale for every place in the loop, for pipelines that have it: one for all."""
+    return {SCHEDULE: None if "guidance_scale" in accepts else [scale] * steps} if SCHEDULE in accepts else {}
 
 
 def class_on_device(stock: type, device: torch.device) -> type:
@@ -54,23 +62,25 @@ class PipelineCall:
         self.fps = rate_of(pipe, call, fps) if is_video(type(pipe)) else None
         self._call = inspect.unwrap(type(pipe).__call__)
         self._kinds = type(pipe), class_on_device(type(pipe), device)
-        guider = pipe.components.get("guider")  # guidance of some pipelines is a part of theirs
-        self._guider = guider if hasattr(guider, "guidance_scale") else None
+        self._guiders = guiders(pipe)
         self.accepts = inspect.signature(self._call).parameters
         self.stock = pipe.scheduler
         self.scheduler = PolicyScheduler.over(pipe.scheduler)
         strength = self.accepts.get("strength")
         self.strength = call.get("strength", strength.default) if strength else 1.0  # share of the steps to do
-        if strength:  # these pipelines cannot do without a step
+        if strength or getattr(pipe, "needs_step", False):  # these pipelines cannot do without a step
             self.scheduler.quirk = replace(self.scheduler.quirk, idle=1)
         self.denoisers = denoisers(pipe)
-        self.scale = guidance_argument(self.accepts, call, self.denoisers.values())
+        if any(getattr(module.config, "flow_map", False) for module in self.denoisers.values()):
+            self.scheduler.quirk = replace(self.scheduler.quirk, ahead=True)
+        self.scale = guidance_argument(self.accepts, self.denoisers.values())
         self._memo = EncoderCache({name: part for name, part in pipe.components.items()
                                    if isinstance(part, torch.nn.Module) and name not in trained
                                    and not takes_timestep(part)})
         self._idle = IdleSteps(self.scheduler, self.denoisers, skipped)
         self.casts = dtype != torch.float32  # autocast surrounds calls
         self.around_rollout: Callable[[Segment], contextlib.AbstractContextManager] | None = None  # given its task
+        self.heard: list[torch.Tensor] | None = None  # what calls give beside their clips, while somebody listens
         self.loads: bool | None = None  # whether a state has to be put in place by an idle step; known once it is tried
 
     def try_loading(self, first: Callable[..., torch.Tensor]) -> None:
@@ -125,11 +135,18 @@ class PipelineCall:
         if conditioning.layout.alone and options.get("generator"):
             options["generator"] = options["generator"][0]
         given |= {"return_dict": False, self.scale: guidance} | options
+        given |= schedule(self.accepts, guidance, given.get("num_inference_steps", 0))
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._ours(encode, guidance, self.stock if task is None else self.scheduler))
+            stack.enter_context(self._ours(encode, self.stock if task is None else self.scheduler))
+            if self._guiders:
+                stack.enter_context(guided(self._guiders, guidance, task, self.scheduler.idle if task else 0))
             for context in self._contexts(conditioning, task, options.get("generator")):
                 stack.enter_context(context)
-            out = self._call(self.pipe, **{k: v for k, v in given.items() if k in self.accepts})[0]
+            out, *beside = self._call(self.pipe, **{k: v for k, v in given.items() if k in self.accepts})
+        if self.heard is not None and beside:
+            self.heard.append(beside[0])
+        if given.get("output_type") == "pt":
+            out = rgb(out, self.pipe)
         if task is None:
             record = None
         elif self.scheduler.companions:
@@ -142,13 +159,9 @@ class PipelineCall:
         return (out if last is None or kept else last), record
 
     @contextlib.contextmanager
-    def _ours(self, encode: Callable, guidance: float, scheduler: Any) -> Iterator[None]:
-        """Context manager: the pipeline has this scheduler and `encode_prompt`, knows its device, and its guider, where
-        guidance is a part of its own, has this scale."""
-        pipe, guider, (stock, ours) = self.pipe, self._guider, self._kinds
-        before = None if guider is None else guider.guidance_scale
-        if guider is not None:
-            guider.guidance_scale = guidance
+    def _ours(self, encode: Callable, scheduler: Any) -> Iterator[None]:
+        """Context manager: the pipeline has this scheduler and `encode_prompt`, and knows its device."""
+        pipe, (stock, ours) = self.pipe, self._kinds
         pipe.scheduler, pipe.encode_prompt, pipe.__class__ = scheduler, encode, ours
         try:
             yield
@@ -156,8 +169,6 @@ class PipelineCall:
             pipe.__class__ = stock
             pipe.scheduler = self.stock
             del pipe.encode_prompt
-            if guider is not None:
-                guider.guidance_scale = before
 
     def _contexts(self, conditioning: Conditioning, task: Segment | None, generator: Any
                   ) -> Iterator[contextlib.AbstractContextManager]:
@@ -177,7 +188,8 @@ class PipelineCall:
             yield self._memo()
         if self.around_rollout is not None and not task.replay:
             yield self.around_rollout(task)
-        if self.scheduler.idle or self.loads is None:  # a first call does not idle, but shows what denoisers return
+        # A first call does not idle, but shows what denoisers return.
+        if self.scheduler.idle or self.scheduler.quirk.ahead or self.loads is None:
             yield self._idle()
 
     def _step_arguments(self, task: Segment) -> dict[str, Any]:
@@ -186,7 +198,9 @@ class PipelineCall:
         A strength below 1 leaves out the first steps. The call then gets twice as many and a strength of 0.5, so that
         nothing is rounded.
         """
-        self.scheduler.halved = self.strength < 1
+        # An LCMScheduler leaves them out by itself.
+        self.scheduler.halved = self.strength < 1 and "strength" not in inspect.signature(
+            self.stock.set_timesteps).parameters
         steps = len(task.steps) + self.scheduler.idle
         if self.scheduler.halved:
             return {"num_inference_steps": 2 * steps, "strength": 0.5}
@@ -284,17 +298,30 @@ def at_guidance(policy: Any, scale: float) -> Iterator[None]:
         policy.guidance = before
 
 
-def guidance_argument(accepted: Collection[str], call: Collection[str], denoisers: Iterable[torch.nn.Module]) -> str:
+def guidance_argument(accepted: Collection[str], denoisers: Iterable[torch.nn.Module] = ()) -> str:
     """Return the name of the argument that sets a pipeline's guidance scale.
 
-    It is `true_cfg_scale` if the pipeline has it, no denoiser has its guidance embedded, and `call`, the arguments that
-    the user gives, does not set it; else `guidance_scale`.
+    It is `true_cfg_scale` if the pipeline has it and no denoiser has its guidance embedded; else `guidance_scale`.
 
     accepted: the names of the arguments that the pipeline's call takes.
     """
     embedded = any(getattr(module.config, "guidance_embeds", False) for module in denoisers)
-    true = "true_cfg_scale" in accepted and "true_cfg_scale" not in call and not embedded
-    return "true_cfg_scale" if true else "guidance_scale"
+    return "true_cfg_scale" if "true_cfg_scale" in accepted and not embedded else "guidance_scale"
+
+
+def require_arguments(cls: type, call: Collection[str], denoisers: Iterable[torch.nn.Module] | None = None) -> None:
+    """Raise UserError for arguments of `image` that calls of a pipeline class do not take, or that another key sets.
+
+    denoisers: None before they are loaded, when it is not known whether guidance is embedded.
+    """
+    accepted = inspect.signature(inspect.unwrap(cls.__call__)).parameters
+    if unknown := sorted(set(call) - set(accepted)):
+        raise UserError(f"`image`: {cls.__name__} takes no {unknown[0]!r}"
+                        f"{nearest(unknown[0], sorted(set(accepted) - {'self'}))}")
+    scale = guidance_argument(accepted, denoisers or ())
+    if scale in call and (denoisers is not None or scale == "guidance_scale"):
+        raise UserError(f"call has {scale}, which the key guidance sets (train.guidance, eval.guidance): leave it out "
+                        "of call")
 
 
 class _Set(Exception):
@@ -381,12 +408,17 @@ class IdleSteps:
 
 
 def _shape(value: Any) -> Any:
+    if isinstance(value, list):  # of tensors, one per row
+        return [_shape(row) for row in value]
     return (value.shape, value.dtype, value.device) if torch.is_tensor(value) else None
 
 
 def _zeros(shapes: tuple, times: float) -> tuple:
-    return tuple(shape and torch.zeros((round(shape[0][0] * times), *shape[0][1:]), dtype=shape[1], device=shape[2])
-                 for shape in shapes)
+    def one(shape: Any, times: float) -> Any:
+        if isinstance(shape, list):
+            return [one(shape[0], 1) for _ in range(round(len(shape) * times))]
+        return shape and torch.zeros((round(shape[0][0] * times), *shape[0][1:]), dtype=shape[1], device=shape[2])
+    return tuple(one(shape, times) for shape in shapes)
 
 
 # --- reference images, encoded once --------------------------------------------------------------------------------
@@ -457,7 +489,9 @@ def join(parts: list[Any]) -> Any:
 
 # --- prompts, encoded by a call without steps ------------------------------------------------------------------------
 
+ALONE = ("PRXPipeline",)  # their guided loops take one prompt: the timestep is repeated twice, whatever the rows
 Kinds = frozenset[tuple[str, bool]]
+PLAIN = (bool, int, float, str, torch.dtype)  # of values that may serve all prompts
 
 
 class EncodePrompt:
@@ -488,7 +522,7 @@ class EncodePrompt:
             # Lengths alone would not tell: 77 tokens may meet 77 prompts. What grows with the prompts is theirs.
             one, two = self._calls(twice.rows(torch.tensor([0])), guidance), self._calls(twice, guidance)
             self._shared = tuple(tuple(map(_is_shared, *values)) for values in zip(one, two, strict=True))
-            self.one_per_call = bool(twice.inputs) and not stay_apart()
+            self.one_per_call = type(self.driver.pipe).__name__ in ALONE or bool(twice.inputs) and not stay_apart()
         except torch.OutOfMemoryError:
             raise
         # What a pipeline for one prompt may raise; if it is something else, the next call raises it again.
@@ -536,7 +570,7 @@ class EncodePrompt:
 
         def remember(*args: Any, **kwargs: Any) -> Any:
             if not self.encoders.here:
-                self.encoders.come()
+                self.encoders.load()
             values = self._encode(*args, **kwargs)
             self._bare = not isinstance(values, tuple)
             calls.append((values,) if self._bare else values)
@@ -561,6 +595,8 @@ def _is_shared(one: Any, two: Any) -> bool:
 
     Raises ValueError if it grows with them without a row for each: bounds of sequences, rows in another dimension.
     """
+    if isinstance(one, PLAIN) and one == two:
+        return True
     if not torch.is_tensor(one) and not isinstance(one, list):
         return False
     shapes = [value.shape if torch.is_tensor(value) else (len(value),) for value in (one, two)]

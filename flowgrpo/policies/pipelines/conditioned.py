@@ -18,7 +18,8 @@ from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
 from flowgrpo.files import tensors_of
 from flowgrpo.nouns import quantity
-from flowgrpo.policies.pipelines import prompt_inputs
+from flowgrpo.policies import sources
+from flowgrpo.policies.pipelines import modular, prompt_inputs
 from flowgrpo.policies.weights.lora_files import tell
 from flowgrpo.starter import FOLDERS
 
@@ -155,24 +156,22 @@ def require_prompts(config: Config, prompts: Sequence[Prompt], pipe: Any = None)
     if pipe is None and config.load.controlnet is None and config.load.ip_adapter is None and not any(
             prompt.brings is not None for prompt in prompts) and not prompt_inputs.EDITORS.search(_class_name(config)):
         return
-    cls = type(pipe) if pipe is not None else _class_of(config)
+    cls = type(pipe) if pipe is not None else class_of(config)
     present = has_ip_adapter(pipe) if pipe is not None else config.load.ip_adapter is not None or None
     if cls is not None:
         prompt_inputs.require(cls, prompts, config.call, present, None if pipe is None else needs_last(pipe))
 
 
-def _class_of(config: Config) -> Any:
+def class_of(config: Config) -> Any:
     """Return the class of the pipeline that a run will load; None where no local folder says it."""
-    import diffusers
-
     if not (name := _class_name(config)):
         return None
-    return controlnet_class(name) if config.load.controlnet is not None else getattr(diffusers, name, None)
+    return controlnet_class(name) if config.load.controlnet is not None else modular.class_of(name)
 
 
 def _class_name(config: Config) -> str:
     """Return the name of the pipeline's class by a local folder; "" where none says it."""
-    index = Path(FOLDERS.get(config.model, config.model)) / "model_index.json"
+    index = sources.index_file(Path(FOLDERS.get(config.model, config.model)))
     try:
         return str(json.loads(index.read_text(encoding="utf-8"))["_class_name"])
     except (OSError, ValueError, LookupError, TypeError):  # loading will say what is wrong

@@ -140,7 +140,7 @@ class Conditioning:
         """
         if len(set(self.sizes)) > 1:
             raise ValueError(f"rows of sizes {sorted(set(self.sizes))} in one call: expected one size")
-        given: dict[str, Any] = dict(zip(("height", "width"), self.sizes[0])) if self.sizes else {}
+        given: dict[str, Any] = dict(self.size)
         for name, values in self.inputs.items():
             shown = [value.frames if isinstance(value, Clip) else value for value in values]
             given[name] = shown[0] if self.layout.alone or name in SHARED else shown
@@ -148,6 +148,11 @@ class Conditioning:
         given["prompt"] = self.prompts[0] if self.layout.alone else list(self.prompts)
         given["negative_prompt"] = self.negatives[0] if self.layout.alone else list(self.negatives)
         return given
+
+    @property
+    def size(self) -> dict[str, int]:
+        """Height and width of the first row as arguments of a call; none where all rows have those of every call."""
+        return dict(zip(("height", "width"), self.sizes[0])) if self.sizes else {}
 
     def scale(self, usual: float) -> float:
         """Return the rows' guidance scale: `usual`, or their own. Raises ValueError for several scales."""

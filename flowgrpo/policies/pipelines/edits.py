@@ -144,7 +144,7 @@ class EditWeights(TrainableWeights):
     def __init__(self, editor: Editor):
         self.editor, self.adapter, self.modules, self.added = editor, Adapter(rank=0), {}, {}
         self.named = dict(editor.networks.named_parameters())
-        self._first = self.snapshot()
+        self.first = self.snapshot()
 
     def save(self, folder: Path) -> str:
         """Write the networks and how they are made, read them back and compare. Returns a sentence for the log."""
@@ -221,7 +221,7 @@ class EditPolicy(PipelinePolicy):
         arguments: `num_inference_steps` and `guidance` of the call; without, the pipeline's defaults. Its others are
         those that the policy has. negative: for a prompt without its own.
         """
-        scale, accepts = guidance_argument(self.accepts, self.call, self.denoisers.values()), self.accepts
+        scale, accepts = guidance_argument(self.accepts, self.denoisers.values()), self.accepts
         guidance = arguments.get("guidance", accepts[scale].default if scale in accepts else self.guidance)
         if guidance != self.guidance:  # prompts are encoded as a call with it encodes them
             self.guidance, self.encode_prompt = guidance, EncodePrompt(self.driver, self.encoders, self.live)

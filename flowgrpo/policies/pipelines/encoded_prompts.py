@@ -159,12 +159,10 @@ def identity(config: Config) -> str:
 def _files(config: Config) -> Iterator[bytes]:
     folder = Path(FOLDERS.get(config.model, config.model))
     if not folder.is_dir():
-        from huggingface_hub import hf_hub_download
-
-        index = hf_hub_download(config.model, "model_index.json", revision=config.load.revision)
+        index = sources.hub_index(config.model, config.load.revision)
         yield f"{config.model} {Path(index).parent.name}".encode()  # the snapshot's folder has the commit's name
         return
-    yield (folder / "model_index.json").read_bytes()
+    yield sources.index_file(folder).read_bytes()
     for file in sorted(file for part in ("text_encoder*", "tokenizer*") for file in folder.glob(f"{part}/**/*")):
         if file.is_file():
             yield f"{file.relative_to(folder).as_posix()} {file.stat().st_size}".encode()

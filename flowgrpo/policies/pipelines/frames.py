@@ -1,4 +1,4 @@
-"""Frames of clips: how many a second, how many a pipeline makes, and `eval.frames`, another number of them."""
+"""What a pipeline makes: its images' channels, frames of clips, their number and how many a second."""
 
 from __future__ import annotations
 
@@ -7,14 +7,19 @@ import inspect
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flowgrpo.errors import UserError
 from flowgrpo.nouns import quantity
+from flowgrpo.policies import sources
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Attributes of pipelines: frames of one latent frame.
 FACTORS = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio", "vae_temporal_scale_factor")
 IRREGULAR = ("AllegroPipeline",)  # their frames are no 1 more than a multiple
+DROPPED = {"HunyuanVideoImageToVideoPipeline": 4}  # first frames, those of its image, that some of its models cut off
 ARGUMENTS = ("fps", "frame_rate", "target_fps")  # of a pipeline's call: the rate that the model is told
 # Frames per second of the models whose pipelines are not told, by the beginning of the pipeline's name; the longest
 # beginning counts. Of the models' own scripts, else of diffusers' examples.
@@ -105,16 +110,17 @@ def require(key: str, count: int, pipe: Any) -> None:
             raise UserError(f"{key} is {count}, but {cls.__name__} {why}: leave it out (expected the default, None)")
         return
     if cls.__name__ not in IRREGULAR and (count - 1) % every:
+        below = count - (count - 1) % every
         raise UserError(f"{key} is {count}, but {cls.__name__} takes 1 more than a multiple of {every}: expected "
-                        f"{count - (count - 1) % every}")
+                        f"{below} or {below + every}")
 
 
 def ahead(folder: Path) -> tuple[Any, int] | None:
     """Return (class, frames of one latent frame) of the pipeline in a folder, before it is loaded; None if unknown."""
-    import diffusers
+    from flowgrpo.policies.pipelines import modular  # imports torch, which the page of a report does not need
 
     try:
-        cls = getattr(diffusers, json.loads((folder / "model_index.json").read_text("utf-8"))["_class_name"])
+        cls = modular.class_of(json.loads(sources.index_file(folder).read_text("utf-8"))["_class_name"])
         vae = json.loads((folder / "vae" / "config.json").read_text("utf-8"))
     except (OSError, ValueError, LookupError, AttributeError, TypeError):  # loading says what is wrong
         return None
@@ -123,9 +129,43 @@ def ahead(folder: Path) -> tuple[Any, int] | None:
         2 ** sum(halved) if isinstance(halved, list) else 1)
 
 
-def require_made(count: int | None, clips: Any, pipe: Any) -> None:
-    """Raise UserError for clips [B, F, 3, H, W] of another number of frames than `image.frames`. None: any."""
-    if count is not None and clips.ndim == 5 and clips.shape[1] != count:
-        raise UserError(f"image.frames is {count}, but {type(pipe).__name__} makes clips of "
-                        f"{quantity(clips.shape[1], 'frame')}: "
-                        f"expected {clips.shape[1]}")
+def require_made(count: int | None, made: Any, pipe: Any, height: int | None = None, width: int | None = None) -> None:
+    """Raise UserError for images [B, 3, H, W] or clips [B, F, 3, H, W] that are not as their call asked: several
+    pipelines round sizes and numbers of frames, and only log it. None: any."""
+    name = type(pipe).__name__
+    if count is not None and made.ndim == 5 and made.shape[1] not in (count, count - DROPPED.get(name, 0)):
+        raise UserError(f"image.frames is {count}, but {name} makes clips of "
+                        f"{quantity(made.shape[1], 'frame')}: expected {made.shape[1]}")
+    sides = {"height": (height or made.shape[-2], made.shape[-2]), "width": (width or made.shape[-1], made.shape[-1])}
+    if any(asked != side for asked, side in sides.values()):
+        rounded = [2**power for power in range(1, 10) if all(asked >> power << power == side
+                                                             for asked, side in sides.values())]
+        expected = fitting_sides({"height": height, "width": width}, rounded[-1]) if rounded else \
+            " and ".join(f"{key} {side}" for key, (_, side) in sides.items())
+        raise UserError(f"image.height x image.width is {' x '.join(str(asked) for asked, _ in sides.values())}, but "
+                        f"{name} makes {' x '.join(str(side) for _, side in sides.values())}: expected {expected}")
+
+
+def fitting_sides(asked: Mapping[str, Any], multiple: int) -> str:
+    """Return the multiples around each height and width that is none, in words."""
+    around = {key: [side for side in (asked[key] // multiple * multiple, -(-asked[key] // multiple) * multiple) if side]
+              for key in ("height", "width") if isinstance(asked.get(key), int) and asked[key] % multiple}
+    return " and ".join(f"{key} {' or '.join(map(str, sides))}" for key, sides in around.items())
+
+
+def rgb(images: Tensor, pipe: Any) -> Tensor:
+    """Images or frames [..., C, H, W] in [0, 1] as rewards, guards, grids and files read them, [..., 3, H, W].
+
+    Four channels are composed on white by the fourth, the opacity; one channel is repeated. Gradients pass.
+    Raises UserError for any other number of channels.
+    """
+    channels = images.shape[-3]
+    if channels == 3:
+        return images
+    if channels == 4:
+        colours, opacity = images.split([3, 1], -3)
+        return colours * opacity + (1 - opacity)
+    if channels != 1:
+        raise UserError(f"{type(pipe).__name__} makes images of {channels} channels: expected 1 (grey), 3 (RGB) or 4 "
+                        "(RGB and opacity)")
+    return images.expand(*images.shape[:-3], 3, *images.shape[-2:])

@@ -12,6 +12,7 @@ from torch import Tensor
 from flowgrpo.data.images import read_image
 from flowgrpo.errors import UserError
 from flowgrpo.policies.pipelines.conditioning import Conditioning
+from flowgrpo.policies.pipelines.frames import rgb
 from flowgrpo.samplers.scheduler import Segment
 
 if TYPE_CHECKING:
@@ -72,6 +73,8 @@ class ImageEncoder:
     @torch.no_grad()
     def _encode(self, image: Tensor, row: Conditioning) -> Tensor:
         """Return the latent [1,*D] of an image [1,3,H,W]."""
+        if getattr(self.vae.config, "in_channels", 3) == 4:  # the fourth channel is the opacity
+            image = torch.cat([image, torch.ones_like(image[:, :1])], 1)
         plain = mode(self.vae, (2 * image - 1).to(self.policy.device, self.vae.dtype))
         latent = self._pack(scale_latents(plain, self.vae.config))
         message = f"{self.key}: the images of {type(self.policy.pipe).__name__} cannot be encoded"
@@ -101,7 +104,8 @@ class ImageEncoder:
         """Return the mean difference between the pipeline's decoding of a latent and the autoencoder's."""
         shown = self.vae.decode(plain, return_dict=False)[0]
         shown = shown[:, :, 0] if shown.ndim == 5 else shown
-        return (self.policy.decode(latent, row) - (shown.float() / 2 + 0.5).clamp(0, 1)).abs().mean().item()
+        shown = rgb((shown.float() / 2 + 0.5).clamp(0, 1), self.policy.pipe)
+        return (self.policy.decode(latent, row) - shown).abs().mean().item()
 
 
 def read(path: str | Path, size: tuple[int, int], key: str = "preferences") -> Tensor:

@@ -18,15 +18,16 @@ from flowgrpo.config.sections import Load
 from flowgrpo.data import provenance
 from flowgrpo.device import DTYPES
 from flowgrpo.errors import UserError, nearest
-from flowgrpo.files import tensors_of
+from flowgrpo.files import shapes_of, tensors_of
 from flowgrpo.log import quiet
 from flowgrpo.methods.groups import Adapted
 from flowgrpo.policies import sources
-from flowgrpo.policies.pipelines import conditioned, frames, prompt_inputs
+from flowgrpo.policies.pipelines import conditioned, frames, modular, prompt_inputs
 from flowgrpo.policies.weights.lora_files import fuse
 from flowgrpo.policies.weights.low_precision import repair_zero_rows
 from flowgrpo.policies.weights.memory_options import quantisation
-from flowgrpo.samplers.predictions import prediction
+from flowgrpo.published import MODELS
+from flowgrpo.samplers.kernels import prediction
 from flowgrpo.starter import FOLDERS, MERGED
 from flowgrpo.types import unwrap
 
@@ -49,14 +50,7 @@ def infer_pipeline(file: str) -> str:
 
 def _shapes(file: str) -> dict[str, torch.Tensor]:
     """Return tensors of a safetensors file by name, with their shapes and without their values."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(file, "pt") as opened:
-            return {key: torch.empty(opened.get_slice(key).get_shape(), device="meta")
-                    for key in opened.keys()}  # noqa: SIM118, not a dictionary
-    except SafetensorError as error:
-        raise UserError(f"cannot read {file} ({error}): expected a .safetensors file") from None
+    return {key: torch.empty(shape, device="meta") for key, (_, shape) in shapes_of(file).items()}
 
 
 def pipeline(file: str, source: str, index: dict[str, Any], dtype: torch.dtype, parts: dict[str, Any]) -> Any:
@@ -69,28 +63,30 @@ def pipeline(file: str, source: str, index: dict[str, Any], dtype: torch.dtype, 
 
     cls = getattr(diffusers, index["_class_name"])
     if not hasattr(cls, "from_single_file"):
-        raise UserError(f"cannot load the model {file!r}: diffusers reads no {cls.__name__} from a single file, "
-                        "expected a pipeline's folder or a hub id")
-    pipe = cls.from_single_file(file, config=source, dtype=dtype, **_encoders(file, source, index, dtype), **parts)
+        raise UserError(f"cannot load the model {file!r}: diffusers reads no {cls.__name__} from a single file: set "
+                        f"model to {source!r}, or a folder or hub id like it, and load.denoiser to the file")
+    encoders = {name: kind.from_pretrained(Path(source) / name, dtype=dtype)
+                for name, kind in encoders_apart(file, source, index).items()}
+    pipe = cls.from_single_file(file, config=source, dtype=dtype, **encoders, **parts)
     for name, part in pipe.components.items():
         if isinstance(part, torch.nn.Module):
             _require_complete(file, name, part)
     return pipe
 
 
-def _encoders(file: str, source: str, index: dict[str, Any], dtype: torch.dtype) -> dict[str, torch.nn.Module]:
-    """Load the text encoders whose weights the folder `source` has and the checkpoint lacks."""
+def encoders_apart(file: str, source: str, index: dict[str, Any]) -> dict[str, Any]:
+    """Return the classes of the text encoders whose weights the folder `source` has and the checkpoint lacks."""
     import transformers
     from diffusers.loaders.single_file_utils import is_clip_model_in_single_file, is_t5_in_single_file
 
-    parts, shapes = {}, _shapes(file)
+    there, shapes = {}, _shapes(file)
     for name, value in index.items():
         if isinstance(value, list) and value[0] == "transformers" and any((Path(source) / name).glob("model*.safet*")):
             cls = getattr(transformers, value[1])
             t5 = "T5" in cls.__name__ and is_t5_in_single_file(shapes)
             if not t5 and not is_clip_model_in_single_file(cls, shapes):
-                parts[name] = cls.from_pretrained(Path(source) / name, dtype=dtype)
-    return parts
+                there[name] = cls
+    return there
 
 
 def denoiser(files: Load, source: str, index: dict[str, Any], names: list[str], dtype: torch.dtype
@@ -162,9 +158,7 @@ def modality(pipe: Any) -> str:
 
 def modality_ahead(model: str, files: Load = Load()) -> str | None:
     """Return the modality of a model by the class in its model_index.json; None if there is none on this machine."""
-    import diffusers
-
-    cls = getattr(diffusers, str(index_ahead(model, files).get("_class_name")), None)
+    cls = modular.class_of(index_ahead(model, files).get("_class_name"))
     return None if cls is None else "video" if frames.is_video(cls) else "image"
 
 
@@ -172,24 +166,46 @@ def index_ahead(model: str, files: Load = Load()) -> dict[str, Any]:
     """Return a model's model_index.json, with its folder as `_folder`; empty if there is none on this machine."""
     from huggingface_hub import try_to_load_from_cache
 
-    if sources.is_file(model) and files.config is None:
-        return {}
-    source, name = _source(model, files), "model_index.json"
-    file: Any = Path(source) / name
-    if not file.is_file() and source.count("/") == 1:
-        file = try_to_load_from_cache(source, name, revision=files.revision)
     try:
+        source = config_source(model, files)
+        file: Any = sources.index_file(Path(source))
+        if not file.is_file() and source.count("/") == 1:
+            cached = [try_to_load_from_cache(source, name, revision=files.revision) for name in sources.INDICES]
+            file = next(path for path in cached if isinstance(path, str))
         return json.loads(Path(file).read_text(encoding="utf-8")) | {"_folder": str(Path(file).parent)}
-    except (OSError, TypeError, ValueError):  # loading says what is wrong
+    except (OSError, StopIteration, TypeError, ValueError):  # loading says what is wrong
         return {}
+
+
+def skeleton(model: str, files: Load = Load()) -> tuple[Any, dict[str, torch.nn.Module]]:
+    """Return the class of a model's pipeline, None for an unknown one, and its denoisers and text encoders by name,
+    without values; none where their configurations are not on this machine."""
+    import diffusers
+    import transformers
+    from accelerate import init_empty_weights
+
+    index, modules = index_ahead(model, files), dict[str, torch.nn.Module]()
+    cls = modular.class_of(index.get("_class_name") or getattr(MODELS.get(model), "pipeline", None))
+    names = [*denoiser_names(index), *(name for name, value in index.items() if name.startswith("text_encoder")
+                                       and isinstance(value, list) and value[0] == "transformers")]
+    try:
+        with quiet(), init_empty_weights():
+            for name in names:
+                kind, place = getattr(diffusers, index[name][1], None), {"subfolder": name}
+                if kind is not None:
+                    modules[name] = kind.from_config(kind.load_config(index["_folder"], **place))
+                else:
+                    kind = getattr(transformers, index[name][1])
+                    modules[name] = kind(kind.config_class.from_pretrained(index["_folder"], **place))
+    except Exception:  # of third-party files; loading says what is wrong
+        return cls, {}
+    return cls, modules
 
 
 def rate_ahead(model: str, files: Load, call: Mapping[str, Any], fps: float | None = None) -> float:
     """Return `frames.rate` of a model by its files on this machine, `image.fps` or USUAL where they are not there."""
-    import diffusers
-
     index, denoiser = index_ahead(model, files), dict[str, Any]()
-    cls = getattr(diffusers, str(index.get("_class_name")), None)
+    cls = modular.class_of(index.get("_class_name"))
     if cls is None or not frames.is_video(cls):
         return fps or frames.USUAL
     with contextlib.suppress(OSError, ValueError):
@@ -228,7 +244,7 @@ def trainable_modules(pipe: Any, adapted: Adapted) -> dict[str, torch.nn.Module]
     return modules | encoders
 
 
-def _denoiser_names(index: dict[str, Any]) -> list[str]:
+def denoiser_names(index: dict[str, Any]) -> list[str]:
     """Return the denoisers of a pipeline that is not loaded yet, by its model_index.json."""
     import diffusers
 
@@ -253,7 +269,7 @@ def load_pipeline(model: str, precision: str = "fp32", trust_remote_code: bool =
 
     for library in (diffusers_logging, transformers_logging):
         library.disable_progress_bar()
-    source = _source(model, files)
+    source = config_source(model, files)
     _require_source(model, source, files)
     try:
         with quiet():  # of components in another class than the pipeline's usual one, such as a small autoencoder
@@ -295,16 +311,31 @@ def _require_source(model: str, source: str, files: Load) -> None:
                         "folder of a pipeline like it") from None
 
 
-def _source(model: str, files: Load) -> str:
-    """Return the folder or hub id of a model's configuration."""
+def config_source(model: str, files: Load) -> str:
+    """Return the folder or hub id of a model's configuration.
+
+    Raises UserError for a file that is not here or no safetensors file, without `load.config`.
+    """
     return files.config or infer_pipeline(model) if sources.is_file(model) else str(FOLDERS.get(model, model))
 
 
 def has_checker(model: str, files: Load = Load()) -> bool:
     """Return True for a pipeline with a safety checker, by its model_index.json."""
-    from diffusers import DiffusionPipeline
+    return _has_checker(read_index(config_source(model, files), files.revision))
 
-    return _has_checker(DiffusionPipeline.load_config(_source(model, files), revision=files.revision))
+
+def read_index(source: str, revision: str | None = None) -> dict[str, Any]:
+    """Return the index of a pipeline in a folder or on the hub. OSError where there is none."""
+    from diffusers import DiffusionPipeline, ModularPipeline
+
+    try:
+        return DiffusionPipeline.load_config(source, revision=revision)
+    except OSError:
+        with contextlib.suppress(OSError):
+            index = dict(ModularPipeline.load_config(source, revision=revision))
+            return index | {name: [*(value[:2] if value[0] else value[2]["type_hint"]), value[2]]
+                            for name, value in index.items() if isinstance(value, (list, tuple)) and len(value) == 3}
+        raise
 
 
 def _has_checker(index: dict[str, Any]) -> bool:
@@ -317,11 +348,11 @@ def _read(model: str, source: str, files: Load, dtype: torch.dtype, weights: str
     """Read a pipeline. source: folder or hub id of its configuration."""
     from diffusers import DiffusionPipeline
 
-    index = DiffusionPipeline.load_config(source, revision=files.revision)
+    index = read_index(source, files.revision)
     # A component that the index names as absent has to be passed as None, unless its class calls it optional.
     parts: dict[str, Any] = {name: None for name, value in index.items()
                              if isinstance(value, list) and value[0] is None}
-    names, whole = _denoiser_names(index), sources.is_file(model)
+    names, whole = denoiser_names(index), sources.is_file(model)
     if _has_checker(index) and not checker:
         parts |= {"safety_checker": None} | {key: False for key in index if key == "requires_safety_checker"}
     if only == DENOISERS:
@@ -335,8 +366,11 @@ def _read(model: str, source: str, files: Load, dtype: torch.dtype, weights: str
     if whole:
         return pipeline(model, source, index, dtype, parts)
     lower = quantisation(names, weights, dtype)
-    pipe = DiffusionPipeline.from_pretrained(source, dtype=dtype, quantization_config=lower, variant=files.variant,
-                                             revision=files.revision, trust_remote_code=trust_remote_code, **parts)
+    if "_blocks_class_name" in index:
+        pipe = modular.load(source, dtype, trust_remote_code, files, parts, lower.quant_mapping if lower else {})
+    else:
+        pipe = DiffusionPipeline.from_pretrained(source, dtype=dtype, quantization_config=lower, variant=files.variant,
+                                                 revision=files.revision, trust_remote_code=trust_remote_code, **parts)
     if weights == "fp8":
         for module in denoisers(pipe).values():
             repair_zero_rows(module)
@@ -361,7 +395,7 @@ def _without_values(index: dict[str, Any], source: str, files: Load, dtype: torc
 def _missing(folder: Path) -> str | None:
     """Return what a pipeline's folder lacks of the parts in its index; None if it lacks none, or is no such folder."""
     try:
-        index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
+        index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))  # of no ModularPipeline
     except (OSError, ValueError):
         return None
     parts = [name for name, value in index.items() if isinstance(value, list) and value[0] is not None]
@@ -389,11 +423,12 @@ def _replace_scheduler(scheduler: Any, keys: Mapping[str, Any]) -> Any:
 
 def _require_scheduler(model: str, pipe: Any) -> None:
     """Raise UserError for a pipeline of a flow with a scheduler of another process."""
-    expected = str(inspect.signature(type(pipe).__init__).parameters["scheduler"].annotation)
+    named = inspect.signature(type(pipe).__init__).parameters.get("scheduler")  # a ModularPipeline's has none
+    expected = str(named and named.annotation)
     other = hasattr(pipe.scheduler, "alphas_cumprod") and prediction(pipe.scheduler) not in ("velocity", "consistency")
     if "FlowMatch" in expected and other:
-        named = expected.rpartition(".")[2].strip("'>")
-        raise UserError(f"the model {model!r}: {type(pipe).__name__} is of a flow and expects a {named}, but its "
+        kind = expected.rpartition(".")[2].strip("'>")
+        raise UserError(f"the model {model!r}: {type(pipe).__name__} is of a flow and expects a {kind}, but its "
                         f"scheduler is a {type(pipe.scheduler).__name__}: put the right one into model_index.json and "
                         "the folder scheduler")
 

@@ -17,12 +17,13 @@ import torch
 from flowgrpo.config.sections import Adapter, Memory
 from flowgrpo.device import DTYPES
 from flowgrpo.distributed import shards
-from flowgrpo.errors import UserError, nearest
+from flowgrpo.errors import UserError
 from flowgrpo.methods.groups import Adapted
 from flowgrpo.policies.pipelines import attention
 from flowgrpo.policies.pipelines.attention import use_attention
-from flowgrpo.policies.pipelines.call import EncodePrompt, PipelineCall, silence_warnings, until_set
+from flowgrpo.policies.pipelines.call import EncodePrompt, PipelineCall, require_arguments, silence_warnings, until_set
 from flowgrpo.policies.pipelines.conditioning import Conditioning
+from flowgrpo.policies.pipelines.frames import require_made
 from flowgrpo.policies.pipelines.load import modality, trainable_modules
 from flowgrpo.policies.pipelines.probes import copies, stay_apart
 from flowgrpo.policies.pipelines.prompt_inputs import SHARED, images_of, one_line, split_arguments, watch
@@ -116,9 +117,7 @@ class PipelinePolicy:
         return self.driver.fps
 
     def _check_call(self) -> None:
-        if unknown := sorted(set(self.call | self.given) - set(self.accepts)):
-            raise UserError(f"`image`: {type(self.pipe).__name__} takes no {unknown[0]!r}"
-                            f"{nearest(unknown[0], sorted(set(self.accepts) - {'self'}))}")
+        require_arguments(type(self.pipe), self.call | self.given, self.denoisers.values())
         for name in PLACED.keys() & self.call.keys():
             if self.call[name] not in (PLACED[name], [PLACED[name]]):
                 raise UserError(f"`image`: {name} goes by the place in the loop of {type(self.pipe).__name__}, of "
@@ -284,15 +283,33 @@ class PipelinePolicy:
         """
         task = Segment(torch.zeros(1), range(0))
         with one_line(self.pipe, self.call):
-            return self._drive(conditioning, task, self.guidance, latents=latents, output_type="pt")[0].float()
+            images = self._drive(conditioning, task, self.guidance, latents=latents, output_type="pt")[0].float()
+        return self._as_asked(images, conditioning)
+
+    @torch.no_grad()
+    def sound(self, latents: torch.Tensor, prompts: Sequence[str]) -> tuple[torch.Tensor, int]:
+        """Return the sound [B, channels, N] of clean latents on the CPU, and its samples per second.
+
+        Raises UserError for a pipeline that makes none.
+        """
+        rate = getattr(getattr(getattr(self.pipe, "vocoder", None), "config", None), "output_sampling_rate", None)
+        if rate is None:
+            raise UserError(f"{type(self.pipe).__name__} makes no sound: leave rewards of sound out, or take LTX-2")
+        conditioning, heard = self.encode(list(prompts)), list[torch.Tensor]()
+        self.driver.heard = heard
+        try:
+            self.image(latents.to(self.device, self.dtype), conditioning)
+        finally:
+            self.driver.heard = None
+        return torch.cat(heard).float().cpu(), rate
 
     @torch.no_grad()
     def of_noise(self, conditioning: Conditioning, generators: Sequence[torch.Generator], output_type: str = "pt"
                  ) -> torch.Tensor:
         """Return the pipeline's decoded initial noise on the CPU, in its images' form; "latent": not decoded."""
         task = Segment(torch.zeros(1), range(0))
-        return self._drive(conditioning, task, self.guidance, generator=generators,
-                           output_type=output_type)[0].float().cpu()
+        drawn = self._drive(conditioning, task, self.guidance, generator=generators, output_type=output_type)[0]
+        return self._as_asked(drawn.float().cpu(), conditioning, output_type)
 
     @torch.no_grad()
     def generate(self, conditioning: Conditioning, generators: list[torch.Generator], steps: int, guidance: float,
@@ -301,8 +318,16 @@ class PipelinePolicy:
         grids.require_steps(self.stock, steps)
         self._announce(shards.RUN, steps)
         with one_line(self.pipe, self.call):
-            return self._drive(conditioning, None, guidance, generator=generators, num_inference_steps=steps,
-                               output_type=output_type)[0].float().cpu()
+            drawn = self._drive(conditioning, None, guidance, generator=generators, num_inference_steps=steps,
+                                output_type=output_type)[0].float().cpu()
+        return self._as_asked(drawn, conditioning, output_type)
+
+    def _as_asked(self, drawn: torch.Tensor, conditioning: Conditioning, output_type: str = "pt") -> torch.Tensor:
+        """Return what a call gave. Raises UserError for images of another size or number of frames."""
+        if output_type == "pt":
+            asked = self.call | conditioning.size
+            require_made(asked.get("num_frames"), drawn, self.pipe, asked.get("height"), asked.get("width"))
+        return drawn
 
     @torch.no_grad()
     def stock_grid(self, conditioning: Conditioning, steps: int) -> torch.Tensor:

@@ -17,7 +17,7 @@ from flowgrpo.data.prompts import Prompt
 from flowgrpo.device import ran_out
 from flowgrpo.errors import UserError
 from flowgrpo.nouns import quantity
-from flowgrpo.policies.pipelines.frames import is_video, with_fps
+from flowgrpo.policies.pipelines.frames import fitting_sides, is_video, with_fps
 
 # What a pipeline raises that refuses its arguments.
 REFUSALS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, RuntimeError,
@@ -236,6 +236,9 @@ def refusal(pipe: Any, error: Exception, images: Sequence[Any] | None, pictures:
     if isinstance(error, UserError) or ran_out(error):
         return None
     plain, said = isinstance(error, (TypeError, ValueError)), " ".join(str(error).split())[:300]
+    divisor = re.search(r"divisible by (\d+)", said) if plain else None
+    expected = fitting_sides(call, int(divisor[1])) if divisor else ""
+    said = f"{said.rstrip('.')}; expected {expected}" if expected else said
     own = not plain and is_video(type(pipe)) and "num_frames" not in call
     return UserError(f"{describe_bad_images(images, pictures)}{type(pipe).__name__} refuses its arguments: "
                      f"{said if plain else f'{type(error).__name__}: {said}'}"

@@ -15,7 +15,7 @@ import torch
 from flowgrpo.errors import UserError
 from flowgrpo.policies.pipelines.load import DENOISERS, denoisers, load_pipeline
 from flowgrpo.policies.weights.trainable import disable_adapters, lora_layers
-from flowgrpo.samplers.predictions import prediction
+from flowgrpo.samplers.kernels import prediction
 from flowgrpo.types import wide
 
 if TYPE_CHECKING:

@@ -4,6 +4,8 @@ which are refused before weights are saved and when they are read.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from copy import copy
 from pathlib import Path
@@ -14,8 +16,9 @@ from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from flowgrpo.distributed.shards import local
-from flowgrpo.errors import UserError
-from flowgrpo.files import tensors_of
+from flowgrpo.errors import UserError, excerpt
+from flowgrpo.files import parse_json
+from flowgrpo.storage.json_files import read_object
 from flowgrpo.storage.manifest import order_config
 
 if TYPE_CHECKING:
@@ -25,16 +28,15 @@ if TYPE_CHECKING:
 INTEGERS = ("alpha", "position_ids", "num_batches_tracked")  # ends of names of tensors that may hold integers
 NO_NUMBERS = (torch.bool, torch.complex32, torch.complex64, torch.complex128)
 LARGEST = 1e6  # of a weight; those of trained adapters are below 100
-SIDES = [(one, other) for names in ((".lora_A.", ".lora_B."), (".lora_down.", ".lora_up.")) for one, other in
-         (names, names[::-1])]
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+METADATA = "lora_adapter_metadata"  # of diffusers' files
 WRAPPED = "base_model.model."  # of the names in files that `PeftModel.from_pretrained` reads
 SCALED = ".lora_B.weight"
 
 
 @torch.no_grad()
 def odd(tensors: Mapping[str, torch.Tensor]) -> str | None:
-    """Return the name of the first tensor that holds NaN or an infinity; None if all are finite.
+    """Name of the first tensor that holds NaN or an infinity; None if all are finite.
 
     Of a sharded one this process's rows are read, of a quantized one (torchao) its scales.
     """
@@ -48,7 +50,7 @@ def odd(tensors: Mapping[str, torch.Tensor]) -> str | None:
 
 
 def _plain(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors that one is made of: itself, unless it wraps others, which may lack `isfinite`."""
+    """Tensors that one is made of: itself, unless it wraps others, which may lack `isfinite`."""
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor]
     inner: Any = tensor
@@ -56,7 +58,7 @@ def _plain(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def culprit(parts: Mapping[str, Any], buffers: bool = True) -> str | None:
-    """Return the line about the first weight of a model's parts that is not finite; None if all are.
+    """Line about the first weight of a model's parts that is not finite; None if all are.
 
     parts: modules by name; anything else is not looked at. buffers: look at these too.
     """
@@ -93,17 +95,35 @@ def require_read(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
                             "diverged, take those of an earlier checkpoint")
 
 
-def require_file(path: Path, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
-    """Raise UserError if a LoRA's file holds weights that are not finite, or a layer with one side alone.
+def said_of(file: Path, metadata: Mapping[str, str], whole: bool = True) -> dict[str, Any]:
+    """What a LoRA's file says of itself: peft's configuration beside it, or diffusers' metadata with the part before
+    each key, as in `unet.r`; empty without either.
 
-    tensors: of the file, if it has been read.
+    whole: a rank and an alpha have to be there. Raises UserError for another kind of adapter, and for a rank or an
+    alpha that is none.
     """
-    tensors = tensors_of(path)[0] if tensors is None else tensors
-    require_read(path, tensors)
-    for key in tensors:
-        for side, other in SIDES:
-            if side in key and (absent := key.replace(side, other)) not in tensors:
-                raise UserError(f"{path}: a LoRA with {key}, but without {absent}: expected both sides of every layer")
+    beside = file.with_name(CONFIG)
+    if file.name == WEIGHTS and beside.is_file():
+        file, said = beside, read_object(beside, "expected peft's configuration of a LoRA")
+    else:
+        try:
+            said = dict(parse_json(metadata.get(METADATA, "{}")))
+        except (TypeError, ValueError) as error:
+            raise UserError(f"{file} has no readable {METADATA} ({error}): expected that of diffusers") from None
+    for prefix in dict.fromkeys(key[:key.rfind(".") + 1] for key in said):
+        if (kind := said.get(f"{prefix}peft_type") or "LORA") != "LORA":
+            raise UserError(f"{file} is of a {kind}, expected a LoRA")
+        for name, noun, least, expected in (("r", "rank", 1, "a whole number of 1 or more"),
+                                            ("lora_alpha", "alpha", -math.inf, "a number")):
+            several = said.get(f"{prefix}{noun}_pattern") or {}
+            values = [*several.values()] if isinstance(several, dict) else [several]
+            for value in [said.get(prefix + name), *values] if whole or prefix + name in said else values:
+                if type(value) not in ((int,) if name == "r" else (int, float)) or not least <= value < math.inf:
+                    raise UserError(f"{file} does not say its {noun}: {prefix}{name} is {excerpt(value)}, expected "
+                                    f"{expected}: write it again with the tool that made it")
+            if not isinstance(several, dict):
+                raise UserError(f"{file}: its {prefix}{noun}_pattern is {excerpt(several)}, expected one by layer")
+    return said
 
 
 def add(module: torch.nn.Module, config: LoraConfig, name: str) -> None:
@@ -115,12 +135,12 @@ def add(module: torch.nn.Module, config: LoraConfig, name: str) -> None:
 
 
 def adapter_configs(module: torch.nn.Module) -> dict[str, Any]:
-    """Return the configuration of each of a module's adapters, by its name."""
+    """Configuration of each of a module's adapters, by its name."""
     return getattr(module, "peft_config", None) or {}
 
 
 def fold_alpha(module: Any) -> tuple[LoraConfig, dict[str, torch.Tensor]]:
-    """Return the configuration and weights of the adapter "default" as files hold them: alpha equal to the rank.
+    """Configuration and weights of the adapter "default" as files hold them: alpha equal to the rank.
 
     Each layer's scale is in its B, so that programs that read no alpha apply the whole LoRA.
     """
@@ -151,7 +171,7 @@ def save(module: Any, folder: Path, wrapped: bool = False) -> None:
 
 
 def same(layer: LoraLayer, name: str) -> bool:
-    """Return True if a layer's adapter of that name has the weights that `fold_alpha` makes of "default"."""
+    """True if a layer's adapter of that name has the weights that `fold_alpha` makes of "default"."""
     parts: list[Any] = [layer.lora_A, layer.lora_B, layer.lora_magnitude_vector]
     sides = [(part[name].weight, part["default"].weight * (layer.scaling["default"] if part is layer.lora_B else 1))
              for part in parts if "default" in part and name in part]
@@ -169,6 +189,7 @@ def load(module: torch.nn.Module, folder: Path, name: str = "default") -> None:
     from peft import LoraConfig
     from peft.functional import inject_adapter_in_model, set_peft_model_state_dict
 
+    said_of(folder / WEIGHTS, {})
     state = {key.removeprefix(WRAPPED): value for key, value in load_file(folder / WEIGHTS).items()}
     require_read(folder / WEIGHTS, state)
     inject_adapter_in_model(LoraConfig.from_pretrained(str(folder)), module, name)
@@ -193,12 +214,38 @@ def delete(module: Any, name: str) -> None:
 
 
 def merge(module: torch.nn.Module) -> None:
-    """Merge a module's LoRA into its weights and remove it; a module without one is unchanged."""
+    """Merge a module's LoRA into its weights and remove it; a module without one is unchanged.
+
+    Where a weight with a LoRA is another layer's too, such as an output layer's that is tied to the embeddings, every
+    layer gets its own first. Raises UserError for a model whose configuration cannot say so.
+    """
     from peft.tuners.lora import LoraLayer
 
-    for layer in [part for part in module.modules() if isinstance(part, LoraLayer)]:
+    layers = {key: part for key, part in module.named_modules() if isinstance(part, LoraLayer)}
+    uses = Counter(id(value) for part in module.modules() for value in part._parameters.values())
+    if shared := [key for key, layer in layers.items() if uses[id(layer.get_base_layer().weight)] > 1]:
+        _untie(module, shared[0])
+    for layer in layers.values():
         layer.merge()
     remove(module)
+
+
+def _untie(module: Any, key: str) -> None:
+    """Give every layer its own weights, and have the module's files hold them. key: of a layer with a tied one."""
+    config: Any = getattr(module, "config", None)
+    tied = [each for each in (config, getattr(config, "get_text_config", lambda: None)())
+            if getattr(each, "tie_word_embeddings", False)]
+    if not tied:
+        raise UserError(f"the LoRA of {key} does not merge: its weight is another layer's too, and the configuration "
+                        f"of {type(module).__name__} has no tie_word_embeddings: use the LoRA's own file")
+    for each in tied:
+        each.tie_word_embeddings = False
+    seen: set[int] = set()
+    for part in module.modules():
+        for name, value in part._parameters.items():
+            if value is not None and id(value) in seen:
+                part._parameters[name] = torch.nn.Parameter(value.detach().clone(), value.requires_grad)
+            seen.add(id(value))
 
 
 def remove(module: torch.nn.Module) -> None:

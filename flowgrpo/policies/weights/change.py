@@ -35,8 +35,7 @@ class Change:
 
     @torch.no_grad()
     def __call__(self, processes: Processes) -> float:
-        """Return the largest change of a layer: |W - W_0|_F / sqrt(outputs), 0 for none, NaN or infinite where weights
-        are.
+        """Largest change of a layer: |W - W_0|_F / sqrt(outputs), 0 for none, NaN or infinite where weights are.
 
         It is the root mean square of what W - W_0 adds to the layer's outputs for inputs of root mean square 1, so that
         W_0 has about 1. Of a LoRA W - W_0 is scale B A, less that of `adapter.init`. Of sharded whole weights this
@@ -62,7 +61,7 @@ class Change:
 
 
 def _as_matrix(tensor: Tensor) -> Tensor:
-    """Return a parameter as a matrix [outputs, rest], whole, in float64, or float32 where the device has no other."""
+    """[outputs, rest], whole, in float64, or float32 where the device has no other."""
     whole: Tensor = tensor.full_tensor() if is_shard(tensor) else tensor  # type: ignore[attr-defined]
     matrix = whole.detach().reshape(len(whole), -1) if whole.ndim else whole.detach().view(1, 1)
     return matrix.float() if matrix.device.type == "mps" else matrix.double()
@@ -79,8 +78,13 @@ def restore_pipeline(loaded: Any) -> Iterator[None]:
     """
     components = () if loaded is None else loaded if isinstance(loaded, tuple) else loaded.components.values()
     parts = [part for part in components if isinstance(part, torch.nn.Module)]
-    for part in parts:
-        _take_off_left(part)
+    for part in parts:  # what an earlier run left; a LoRA that was loaded since stays
+        left, present = _left.pop(part, None), [*adapters.adapter_configs(part).values()]
+        if len(present) == 1 and present[0] is left:
+            adapters.remove(part)
+        for module in part.modules():
+            if module in _before:
+                _restore(module, _before.pop(module))
     bare = [part for part in parts if not lora_layers(part)]
     states: dict[torch.nn.Module, State] = {
         module: ({*module._forward_pre_hooks}, vars(module).get("forward")) for part in parts
@@ -93,20 +97,8 @@ def restore_pipeline(loaded: Any) -> Iterator[None]:
         for module, state in states.items():
             _restore(module, state)
         raise
-    _left.update({part: present["default"] for part in bare if "default"
-                  in (present := adapters.adapter_configs(part))})
+    _left.update({part: known["default"] for part in bare if "default" in (known := adapters.adapter_configs(part))})
     _before.update(states)
-
-
-def _take_off_left(part: torch.nn.Module) -> None:
-    """Remove what an earlier run left on a module; a LoRA that was loaded since stays."""
-    left = _left.pop(part, None)
-    present = [*adapters.adapter_configs(part).values()]
-    if len(present) == 1 and present[0] is left:
-        adapters.remove(part)
-    for module in part.modules():
-        if module in _before:
-            _restore(module, _before.pop(module))
 
 
 def _restore(module: torch.nn.Module, state: State) -> None:

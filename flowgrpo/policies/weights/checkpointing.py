@@ -90,7 +90,7 @@ def recompute_forwards(modules: Iterable[torch.nn.Module], context: Context) -> 
 
 
 def _again(forward: Callable, context: Context, block: torch.nn.Module | None = None) -> Callable:
-    """Return `forward` of the block, checkpointed where gradients are recorded."""
+    """`forward` of the block, checkpointed where gradients are recorded."""
     def answer(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)

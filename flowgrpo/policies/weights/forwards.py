@@ -39,7 +39,7 @@ def _plain(layer: Any) -> bool:
 
 
 def _lora(layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Return the base layer's output plus those of the active LoRAs, [..., out], for x [..., in]."""
+    """The base layer's output plus those of the active LoRAs, [..., out], for x [..., in]."""
     if layer.disable_adapters or layer.merged:
         return layer.base_layer(x, *args, **kwargs)
     y = layer.base_layer(x.flatten(0, -2) if x.is_contiguous() else x, *args, **kwargs)
@@ -85,7 +85,7 @@ def fuse_text_norms(model: torch.nn.Module, device: torch.device) -> int:
 
 @torch.no_grad()
 def _agrees(layer: Any) -> bool:
-    """Return True if a layer's class computes what torch's kernel does, in a trial in fp32."""
+    """True if a layer's class computes what torch's kernel does, in a trial in fp32."""
     trial, generator = copy.deepcopy(layer).to_empty(device="cpu").float(), torch.Generator().manual_seed(0)
     trial.weight.copy_(torch.randn(trial.weight.shape, generator=generator))
     x = torch.randn(3, len(trial.weight), generator=generator)
@@ -94,6 +94,13 @@ def _agrees(layer: Any) -> bool:
     except TypeError:  # one with a gate
         return False
     return bool(torch.allclose(found, F.rms_norm(x, x.shape[-1:], trial.weight, _eps(trial)), atol=1e-5))
+
+
+def _rms_norm(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    """X [..., D] over its root mean square, times the weight [D]; stock's where their dtypes differ."""
+    if layer.weight is not None and layer.weight.dtype != x.dtype:
+        return type(layer).forward(layer, x)
+    return F.rms_norm(x, x.shape[-1:], layer.weight, _eps(layer))
 
 
 def _fuse_rms_norms(layers: list[Any]) -> int:
@@ -106,17 +113,10 @@ def _eps(layer: Any) -> float | None:
     return getattr(layer, "variance_epsilon", getattr(layer, "eps", None))
 
 
-def _rms_norm(layer: Any, x: torch.Tensor) -> torch.Tensor:
-    """Return x [..., D] over its root mean square, times the weight [D]; stock's where their dtypes differ."""
-    if layer.weight is not None and layer.weight.dtype != x.dtype:
-        return type(layer).forward(layer, x)
-    return F.rms_norm(x, x.shape[-1:], layer.weight, _eps(layer))
-
-
 def plain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
           dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False
           ) -> torch.Tensor:
-    """Return softmax(q k^T * scale + mask) v, [..., N, D], as `F.scaled_dot_product_attention`.
+    """Softmax(q k^T * scale + mask) v, [..., N, D], as `F.scaled_dot_product_attention`.
 
     What it lacks goes there.
     """
@@ -139,15 +139,15 @@ def contiguous_inputs(modules: Iterable[torch.nn.Module], device: torch.device) 
     for module in modules if device.type == "cpu" else ():
         for layer in module.modules():
             if isinstance(layer, torch.nn.Linear):
-                layer.register_forward_pre_hook(_contiguous)
+                layer.register_forward_pre_hook(contiguous)
 
 
-def _contiguous(_layer: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def contiguous(_layer: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(value.contiguous() if isinstance(value, Tensor) else value for value in args)
 
 
 def blocks(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return a denoiser's blocks, the entries of its module lists."""
+    """Blocks of a denoiser, the entries of its module lists."""
     return [block for part in module.children() if isinstance(part, torch.nn.ModuleList) for block in part]
 
 

@@ -11,7 +11,7 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,8 @@ from flowgrpo.storage.places import CONFIG, is_checkpoint, unfinished
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
 
+    from flowgrpo.config.sections import Adapter
+
 SIDE = re.compile(r"^(?P<layer>.+?)(?:[._]lora\w*?)?[._](?P<side>A|B|down|up)(?:\.\w+)?\.weight$")
 KOHYA = "lora_"  # beginning of layers' names
 ALPHA = ".alpha"
@@ -45,6 +47,8 @@ WITHIN = 1e-2  # relative, of |B A|^2 where A and B were rounded to bf16: four t
 SIZES = re.compile(r"size mismatch for (\S+): .*?torch\.Size\((\[.*?\])\).*?torch\.Size\((\[.*?\])\)")  # torch's own
 LORA_FILE = "pytorch_lora_weights.safetensors"
 INIT, LIVE = "init", "default"  # adapters: the LoRA from which a run starts while it is read, and the trained one
+ENCODER, INNER = "text_encoder", "text_model."  # beginnings of the names of parts, and of some layers of them
+PART = re.compile(r"unet|prior|decoder|model|(unconditional_)?transformer|(transformer|text_encoder)(_\d)?")
 PIPELINE = "load_lora_weights"
 EXPERT = "load_lora_weights(load_into_transformer_2=True)"
 PEFT = "peft.inject_adapter_in_model"
@@ -55,11 +59,13 @@ class Held:
     """LoRA of one file or of several: its tensors, and what its layers change.
 
     sizes: of each layer, the squared norm of scale * B A; without the scale where metadata state it. described: whether
-    they do. magnitudes: of a DoRA, the sum of squares. changed: tensors differ from the file's.
+    they do. alphas: that layers have. magnitudes: of a DoRA, the sum of squares. changed: tensors differ from the
+    file's.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     sizes: dict[str, float] = field(default_factory=dict)
+    alphas: set[float] = field(default_factory=set)
     magnitudes: float = 0.0
     described: bool = False
     changed: bool = False
@@ -72,14 +78,15 @@ def read(path: Path) -> Held:
     or stand beside peft's names, they are multiplied into the weights: diffusers mixes them up, or refuses them. A file
     of kohya's without alphas gets those of the scale 1.
 
-    Raises UserError for another kind of adapter, a DoRA of kohya's form, a layer without one of its sides, and for
-    values that are not finite.
+    Raises UserError for another kind of adapter, a DoRA of kohya's form, a layer without one of its sides or of rank 0,
+    and for values that are not finite.
     """
     tensors, metadata = tensors_of(path)
     _require_kind(path, tensors)
-    adapters.require_file(path, tensors)
-    of_peft = path.name == adapters.WEIGHTS and path.with_name(adapters.CONFIG).is_file()
-    held = Held(dict(tensors), described=of_peft or "lora_adapter_metadata" in metadata)
+    adapters.require_read(path, tensors)
+    said = adapters.said_of(path, metadata)
+    held = Held(dict(tensors), described=bool(said) or adapters.METADATA in metadata)
+    # Both sides of every layer, and its scale.
     sides: dict[str, dict[str, str]] = {}
     for key in tensors:
         if match := SIDE.match(key):
@@ -87,11 +94,19 @@ def read(path: Path) -> Held:
     scales: dict[str, float] = {}
     for layer, of in sides.items():
         if len(of) < 2:
-            raise UserError(f"{path}: the layer {layer} lacks one of its sides: expected both sides of every layer")
+            raise UserError(f"{path}: a LoRA with {next(iter(of.values()))}, but without its other side: expected both "
+                            "sides of every layer")
         rank, alpha = tensors[of["down"]].shape[0], tensors.get(layer + ALPHA)
+        if not tensors[of["down"]].numel() or not tensors[of["up"]].numel():
+            raise UserError(f"{path}: the layer {layer} has rank {rank} and no values, expected a rank of 1 or more")
+        if alpha is not None and alpha.numel() != 1:
+            raise UserError(f"{path}: {layer}{ALPHA} holds {alpha.numel()} values, expected one number")
         scales[layer] = 1.0 if held.described or alpha is None else float(alpha) / rank
         held.sizes[layer] = scales[layer]**2 * _size(tensors[of["down"]], tensors[of["up"]])
+    # What diffusers would not read as it is: alphas that differ, and files of kohya's without any.
     alphas = {float(tensors[layer + ALPHA]) if layer + ALPHA in tensors else None for layer in sides}
+    held.alphas = {value for key, value in said.items() if key.endswith("lora_alpha")} if held.described else {
+        scale * tensors[sides[layer]["down"]].shape[0] for layer, scale in scales.items()}
     peft = any(".lora_B" in of["up"] for of in sides.values())  # beside its names diffusers reads no alpha
     if not held.described and (len(alphas) > 1 or peft and alphas != {None}):
         held.changed = True
@@ -109,11 +124,10 @@ def read(path: Path) -> Held:
 
 
 def join(files: list[Held]) -> Held:
-    """Return one record of several files, which are a folder's."""
     if len(files) == 1:
         return files[0]
     sizes = {f"{number}.{layer}": size for number, held in enumerate(files) for layer, size in held.sizes.items()}
-    return Held({}, sizes, sum(held.magnitudes for held in files), all(held.described for held in files))
+    return Held({}, sizes, set(), sum(held.magnitudes for held in files), all(held.described for held in files))
 
 
 def _require_kind(path: Path, tensors: Iterable[str]) -> None:
@@ -132,7 +146,7 @@ def _require_kind(path: Path, tensors: Iterable[str]) -> None:
 
 
 def _size(down: Tensor, up: Tensor) -> float:
-    """Return the squared norm of B A, without making it. down: [r, ...], up: [out, r, ...]."""
+    """Squared norm of B A, without making it. down: [r, ...], up: [out, r, ...]."""
     a, b = down.reshape(down.shape[0], -1).double(), up.reshape(up.shape[0], -1).double()
     if b.shape[1] != a.shape[0]:  # convolutions whose up side has a kernel
         return float(a.square().sum() * b.square().sum())
@@ -140,7 +154,7 @@ def _size(down: Tensor, up: Tensor) -> float:
 
 
 def require_applied(path: Path, held: Held, pipe: Any, parts: dict[str, torch.nn.Module], adapter: str) -> str:
-    """Return how many layers of which parts a loaded LoRA changes, in words.
+    """How many layers of which parts a loaded LoRA changes, in words.
 
     held: what its files hold. parts: modules of the pipeline, by name. Raises UserError where that is not all that the
     files hold: a loader splits a layer of several projections, but the squared norms of all changes have one sum.
@@ -165,6 +179,7 @@ def require_applied(path: Path, held: Held, pipe: Any, parts: dict[str, torch.nn
                 magnitudes += float(magnitude[adapter].weight.detach().double().square().sum())
     if not counts:
         raise UserError(f"{path} holds no LoRA layer for {type(pipe).__name__}: {doubt(held)}")
+    # Loaders drop what they do not know without an error: compare sums of squares with the files'.
     _require_all(path, held, type(pipe).__name__, sizes, sum(counts.values()))
     if not _near(magnitudes, held.magnitudes, WITHIN):
         raise UserError(f"{path}: the lengths of its DoRA do not reach {type(pipe).__name__} as they are: convert it "
@@ -174,7 +189,7 @@ def require_applied(path: Path, held: Held, pipe: Any, parts: dict[str, torch.nn
 
 
 def doubt(held: Held) -> str:
-    """Return why none of a LoRA's layers may have been found, by the form of their names."""
+    """Why none of a LoRA's layers may have been found, by the form of their names."""
     if held.sizes and all(layer.startswith(adapters.WRAPPED) for layer in held.sizes):
         return "its names are peft's: expected its adapter_config.json beside it, or a LoRA of this model"
     if held.sizes and all(layer.startswith(KOHYA) for layer in held.sizes):
@@ -207,11 +222,13 @@ def _range(values: set[float]) -> str:
 
 
 def loader(pipe: Any, name: str) -> str:
-    """Return the loader of a LoRA of the denoiser or text encoder `name` of a stock pipeline: PIPELINE, EXPERT (Wan
-    2.2) or PEFT."""
+    """Loader of a LoRA of the denoiser or text encoder `name` of a stock pipeline: PIPELINE, EXPERT (Wan 2.2) or
+    PEFT."""
     writes = inspect.signature(getattr(pipe, "save_lora_weights", lambda: None)).parameters
     if not name.startswith("text_encoder") and not hasattr(getattr(pipe, name), "load_lora_adapter"):
         return PEFT
+    if "text_encoder_2_lora_layers" in writes and not hasattr(pipe, "text_encoder_2"):
+        return PEFT  # Kolors' further pipelines have SDXL's loader, which reads a part that they lack
     if f"{name}_lora_layers" in writes and f"{name}_lora_adapter_metadata" in writes:
         return PIPELINE
     second = name == "transformer_2" and name in getattr(pipe, "_lora_loadable_modules", ())
@@ -221,16 +238,16 @@ def loader(pipe: Any, name: str) -> str:
 def load_lora(pipe: Any, modules: dict[str, torch.nn.Module], folder: Path, adapter: str = "default") -> list[str]:
     """Load the LoRA that `Weights.save` wrote into a stock pipeline; return the loaders used, none without a LoRA.
 
-    modules: those of the pipeline that may have one, by name. Raises UserError for weights that are not finite.
+    modules: those of the pipeline that may have one, by name. Raises UserError as `read`.
     """
     used = []
     if (folder / LORA_FILE).is_file():
-        adapters.require_file(folder / LORA_FILE)
+        read(folder / LORA_FILE)
         pipe.load_lora_weights(folder, weight_name=LORA_FILE, adapter_name=adapter)
         used.append(PIPELINE)
     for name, module in modules.items():
         if (folder / name / LORA_FILE).is_file():
-            adapters.require_file(folder / name / LORA_FILE)
+            read(folder / name / LORA_FILE)
             pipe.load_lora_weights(folder / name, weight_name=LORA_FILE, adapter_name=adapter,
                                    load_into_transformer_2=True)
             used.append(EXPERT)
@@ -240,12 +257,27 @@ def load_lora(pipe: Any, modules: dict[str, torch.nn.Module], folder: Path, adap
     return used
 
 
+def below(folder: Path, name: str) -> list[Path]:
+    """Files of this name in the folders of parts; others, such as of a LoRA that a run began from, are not the folder's
+    own."""
+    return [file for file in sorted(folder.glob(f"*/{name}")) if PART.fullmatch(file.parent.name)]
+
+
+def lora_parts(path: Path) -> list[Path]:
+    """Files of a LoRA: the path itself, or those in a folder and in the folders of its parts."""
+    if path.is_file():
+        return [path]
+    return [file for name in (LORA_FILE, adapters.WEIGHTS) for file in (path / name, *below(path, name))
+            if file.is_file()]
+
+
 def require_lora(setting: str, given: str) -> None:
-    """Raise UserError if a path is neither a LoRA's file nor a folder with one. setting: what names it."""
+    """Raise UserError if a path is neither a LoRA's file nor a folder with one, or is damaged. setting: what names it.
+    """
     path = Path(given)
-    if path.is_file() and path.suffix == ".safetensors" or (path / LORA_FILE).is_file() or any(
-            path.glob(f"*/{LORA_FILE}")) or any(path.glob(adapters.CONFIG)) or any(
-            path.glob(f"*/{adapters.CONFIG}")):
+    if (files := lora_parts(path)) and all(file.suffix == ".safetensors" for file in files):
+        for file in files:
+            read(file)
         return
     hint = "expected a finished run, a folder with a LoRA, or its .safetensors file"
     if is_checkpoint(path):
@@ -263,9 +295,7 @@ def attach(pipe: Any, modules: dict[str, torch.nn.Module], path: Path, adapter: 
     load, or in part.
     """
     path = path.parent if path.name == adapters.WEIGHTS and path.with_name(adapters.CONFIG).is_file() else path
-    files = [path, *(file for name in (LORA_FILE, adapters.WEIGHTS)
-                     for file in [path / name, *sorted(path.glob(f"*/{name}"))])]
-    held = join([read(file) for file in files if file.is_file()])
+    held = join([read(file) for file in lora_parts(path)])
     try:
         with quiet():  # a second adapter, and none for the text encoders, are intended
             if path.is_file():
@@ -273,30 +303,29 @@ def attach(pipe: Any, modules: dict[str, torch.nn.Module], path: Path, adapter: 
                     "pretrained_model_name_or_path_or_dict": path.parent, "weight_name": path.name}
                 pipe.load_lora_weights(**given, adapter_name=adapter)
             elif (path / adapters.CONFIG).is_file():
-                adapters.load(_of_peft(pipe, modules, path, held), path, adapter)
+                names = {layer.removeprefix(adapters.WRAPPED) for layer in held.sizes}
+                owner = next((module for module in modules.values()
+                              if names <= {name for name, _ in module.named_modules()}), None)
+                if owner is None:
+                    raise UserError(f"{path} holds no LoRA layer for {type(pipe).__name__}: {doubt(held)}")
+                adapters.load(owner, path, adapter)
             else:
                 load_lora(pipe, modules, path, adapter)
     except UserError:
         raise
     except Exception as error:  # third-party files can raise anything
-        said = " ".join(str(error).split())
-        if sizes := SIZES.search(said):
-            said = f"size mismatch for {sizes[1]}, {sizes[2]} in the file and {sizes[3]} in the model"
-        if isinstance(error, KeyError):  # of a converter that expects all layers
-            said = f"as diffusers reads its form, the file lacks {said}; {doubt(held)}"
-        why = import_failure(error) or said[:300]
-        raise UserError(f"{path} does not load into {type(pipe).__name__}: {why}") from error
+        raise _unread(path, type(pipe), held, error) from error
     parts = {name: part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
     return require_applied(path, held, pipe, parts, adapter)
 
 
-def _of_peft(pipe: Any, modules: dict[str, torch.nn.Module], path: Path, held: Held) -> torch.nn.Module:
-    """Return the module whose layers a peft folder's LoRA has. Raises UserError if there is none."""
-    names = {layer.removeprefix(adapters.WRAPPED) for layer in held.sizes}
-    for module in modules.values():
-        if names <= {name for name, _ in module.named_modules()}:
-            return module
-    raise UserError(f"{path} holds no LoRA layer for {type(pipe).__name__}: {doubt(held)}")
+def _unread(path: Path, cls: Any, held: Held, error: Exception) -> UserError:
+    said = " ".join(str(error).split())
+    if sizes := SIZES.search(said):
+        said = f"size mismatch for {sizes[1]}, {sizes[2]} in the file and {sizes[3]} in the model"
+    if isinstance(error, KeyError):  # of a converter that expects all layers
+        said = f"as diffusers reads its form, the file lacks {said}; {doubt(held)}"
+    return UserError(f"{path} does not load into {cls.__name__}: {import_failure(error) or said[:300]}")
 
 
 def tell(line: str) -> None:
@@ -334,51 +363,161 @@ def fuse(pipe: Any, modules: dict[str, torch.nn.Module], path: Path, scale: floa
 
 # --- a LoRA from which a run starts ----------------------------------------------------------------------------------
 
-def require_layers(setting: str, path: Path, modules: dict[str, torch.nn.Module], layers: dict[str, LoraLayer],
-                   others: dict[str, torch.nn.Module]) -> None:
-    """Raise UserError if the LoRA of a path has other layers than the trained one.
+@dataclass(frozen=True)
+class Start:
+    """LoRA from which a run starts: the rank of each of its layers, by part and name; the alpha of all, None where they
+    differ; and whether it is a DoRA."""
 
-    setting: the key that names the path. modules: trained ones. layers: of these modules, that have either LoRA.
-    others: modules that are not trained.
+    ranks: dict[str, int]
+    alpha: float | None
+    dora: bool
+
+
+def ends(key: str, target: str) -> bool:
+    return key == target or key.endswith(f".{target}")
+
+
+def layer_names(module: torch.nn.Module) -> list[str]:
+    """Layers of a module that can have a LoRA, or have one."""
+    return [key.removesuffix(".base_layer") for key, part in module.named_modules()
+            if isinstance(part, (torch.nn.Linear, torch.nn.Conv2d)) and ".lora_" not in key]
+
+
+def start_of(path: Path, cls: Any, modules: Mapping[str, torch.nn.Module]) -> Start | None:
+    """What the files of a LoRA hold, by diffusers' names; None where these are not known without the model.
+
+    cls: of the pipeline. modules: its denoisers and text encoders, which need no values; none where they are not known.
+    Raises UserError as `read`, and where diffusers does not read the files' form.
     """
-    for name, other in others.items():
-        if INIT in adapters.adapter_configs(other):
-            raise UserError(f"{setting} {path}: its LoRA is also of the {name}, but the run trains "
-                            f"{' and '.join(modules)}: expected a LoRA of only these")
-    for key, layer in layers.items():
-        has, expected = INIT in layer.lora_A, LIVE in layer.lora_A
-        if has != expected:
-            what = "has no layer" if expected else "has a layer"
-            raise UserError(f"{setting} {path}: its LoRA {what} {key}, which adapter.targets "
-                            f"{'do' if expected else 'do not'} name: set adapter.targets to those of the LoRA")
+    # Ranks of the layers by the names of the files, which a converter of the pipeline's class may change.
+    ranks, alphas, dora = dict[str, int](), set[float](), False
+    for file in lora_parts(path):
+        held, part = read(file), "" if file == path or file.parent == path else file.parent.name
+        state, alphas, dora = held.tensors, alphas | held.alphas, dora or held.magnitudes > 0
+        if file.name != adapters.WEIGHTS and hasattr(cls, "lora_state_dict"):
+            from diffusers.utils import convert_state_dict_to_diffusers, convert_unet_state_dict_to_peft
+
+            unet: Any = modules.get("unet")  # by whose layers SDXL's blocks are numbered
+            try:
+                with quiet():
+                    converted = cls.lora_state_dict(dict(state), **({"unet_config": unet.config} if unet else {}))
+            except Exception as error:  # third-party files can raise anything
+                raise _unread(path, cls, held, error) from error
+            state = converted[0] if isinstance(converted, tuple) else converted
+            # Loaders rename the layers of kohya's files for a U-Net and for CLIP in a second step.
+            encoders = {key: value for key, value in state.items() if key.startswith(ENCODER)}
+            others = {key: value for key, value in state.items() if key not in encoders}
+            if "lora_A" not in next(iter(others), "lora_A"):
+                others = convert_unet_state_dict_to_peft(others)
+            state = (encoders and convert_state_dict_to_diffusers(encoders)) | others
+        names = {match["layer"].removeprefix(adapters.WRAPPED): tensor.shape[0] for key, tensor in state.items()
+                 if (match := SIDE.match(key)) and match["side"] in ("A", "down")}
+        if file.name == adapters.WEIGHTS:
+            part = part or next((name for name, module in modules.items()
+                                 if names.keys() <= {*layer_names(module)}), "model")
+            names = {f"{part}.{name}": rank for name, rank in names.items()}
+        ranks |= {f"{part}.{name.partition('.')[2]}" if part else name: rank for name, rank in names.items()}
+    # Match the names with the layers that are there; one that is nowhere means that the model has to tell.
+    known = {part: {*layer_names(module)} for part, module in modules.items()}
+    found: dict[str, int] = {}
+    for name, rank in ranks.items():  # by the name in its part, which some versions of transformers begin with INNER
+        part, _, layer = name.partition(".")
+        names_there = [f"{part}.{each}" for each in (layer, layer.removeprefix(INNER), INNER + layer)
+                       if each in known.get(part, ())] if known else [name] * bool(PART.fullmatch(part))
+        if not names_there:
+            return None
+        found[names_there[0]] = rank
+    return Start(found, alphas.pop() if len(alphas) == 1 else None, dora) if found else None
 
 
-def require_same(path: Path, modules: dict[str, torch.nn.Module], layers: dict[str, LoraLayer],
-                 others: dict[str, torch.nn.Module]) -> None:
-    """Raise UserError if the LoRA of a path differs from the trained one in its layers, ranks or form.
+def live_start(layers: Mapping[str, LoraLayer]) -> Start:
+    """What the LoRA beside the trained one, INIT, is of. layers: by part and name, with or without it."""
+    own = {key: layer for key, layer in layers.items() if INIT in layer.lora_A}
+    alphas = {layer.scaling[INIT] * layer.r[INIT] for layer in own.values()}
+    return Start({key: layer.r[INIT] for key, layer in own.items()}, alphas.pop() if len(alphas) == 1 else None,
+                 any(INIT in layer.lora_magnitude_vector for layer in own.values()))
 
-    Arguments: as of `require_layers`.
+
+def targets_for(layers: Iterable[str], others: Iterable[str]) -> list[str]:
+    """Shortest targets that name all of these layers and none of the others."""
+    taken = {key[at:] for key in others for at in (0, *(match.end() for match in re.finditer(r"\.", key)))}
+    found = set()
+    for layer in layers:
+        starts = (0, *(match.end() for match in re.finditer(r"\.", layer)))
+        found.add(next((end for at in reversed(starts) if (end := layer[at:]) not in taken and not
+                        end.partition(".")[0].isdigit()), layer))
+    return sorted(found)
+
+
+def require_start(setting: str, path: Path, start: Start, adapter: Adapter, trained: Iterable[str],
+                  modules: Mapping[str, torch.nn.Module], ranks: bool = True) -> None:
+    """Raise UserError with all that the LoRA of a path and the trained one differ in, and the settings that mend it.
+
+    setting: the key that names the path. trained: parts that the run trains. modules: by part; those that are not known
+    are not compared. ranks: compare these, and the form, too.
     """
-    require_layers("adapter.init", path, modules, layers, others)
-    for layer in layers.values():
-        ranks = [layer.r[name] for name in (INIT, LIVE)]
-        if ranks[0] != ranks[1]:
-            raise UserError(f"adapter.init {path}: its LoRA has rank {ranks[0]}, expected adapter.rank {ranks[1]}: set "
-                            f"adapter.rank to {ranks[0]}")
-        if (INIT in layer.lora_magnitude_vector) != (LIVE in layer.lora_magnitude_vector):
-            raise UserError(f"adapter.init {path}: one of its LoRA and the trained one is a DoRA: set adapter.dora to "
-                            f"{str(INIT in layer.lora_magnitude_vector).lower()}")
+    trained, by_part = [*trained], dict[str, set[str]]()
+    for name in start.ranks:
+        part, _, layer = name.partition(".")
+        by_part.setdefault(part, set()).add(layer)
+    said, sizes = [], sorted(set(start.ranks.values()))
+    if ranks and sizes != [adapter.rank]:
+        said.append(f"has rank {' and '.join(map(str, sizes))}, expected adapter.rank {adapter.rank}")
+    if ranks and start.dora != adapter.dora:
+        said.append(f"is {'a' if start.dora else 'no'} DoRA, expected adapter.dora {str(start.dora).lower()}")
+    if further := [part for part in by_part if part not in trained]:
+        said.append(f"is also of the {' and '.join(further)}, but the run trains {' and '.join(trained)}")
+    if lacking := [part for part in trained if part not in by_part]:
+        said.append(f"is not of the {' and '.join(lacking)}, which the run trains")
+    # One layer that differs is named for each part: more would hide the setting that mends them all.
+    for part in (part for part in trained if part in by_part and part in modules):
+        option = "encoder_targets" if part.startswith(ENCODER) else "targets"
+        there = layer_names(modules[part])
+        wanted = {key for key in there if any(ends(key, target) for target in getattr(adapter, option))}
+        if beyond := sorted(by_part[part] - wanted):
+            said.append(f"has a layer {part}.{beyond[0]}, which adapter.{option} do not name")
+        elif absent := sorted(wanted - by_part[part]):
+            said.append(f"has no layer {part}.{absent[0]}, which adapter.{option} do name")
+    if said:
+        raise UserError(f"{setting} {path}: its LoRA {'; it '.join(said)}: "
+                        f"{_settings(start, by_part, modules, adapter if ranks else None)}")
+
+
+def _settings(start: Start, by_part: dict[str, set[str]], modules: Mapping[str, torch.nn.Module],
+              adapter: Adapter | None) -> str:
+    """Settings of a run that can start from a LoRA, or why none can. adapter: None for targets alone."""
+    sizes = sorted(set(start.ranks.values()))
+    encoders = [part for part in by_part if part.startswith(ENCODER)]
+    untouched = [part for part in modules if part.startswith(ENCODER) and part not in by_part]
+    why = f"all layers of a run have one rank, but these have {' and '.join(map(str, sizes))}" if len(sizes) > 1 else \
+        f"a run trains all text encoders or none, but it has no {untouched[0]}" if encoders and untouched else \
+        "a run's DoRA is of denoisers" if start.dora and encoders else ""
+    if why and adapter:
+        return f"{why}: no run starts from it; fuse it into the model by load.lora, and train another one"
+    given: dict[str, object] = {}
+    if adapter:
+        given = {"adapter.rank": sizes[0]} | ({"adapter.alpha": f"{start.alpha:g}"} if (start.alpha or 0) > 0 else {})
+        given |= {"adapter.dora": str(start.dora).lower()} if start.dora or adapter.dora else {}
+    for option, parts in (("targets", by_part.keys() - encoders), ("encoder_targets", encoders)):
+        layers = {key for part in parts for key in by_part[part]}
+        others = {key for part in parts if part in modules for key in layer_names(modules[part])} - layers
+        given |= {f"adapter.{option}": f"[{','.join(targets_for(layers, others))}]"} if layers else {}
+    if encoders:
+        given |= {"parts.adapted.encoders": "true"} | (
+            {"parts.adapted.denoisers": "false"} if len(encoders) == len(by_part) else {})
+    return "set " + " ".join(f"--{key}={value}" for key, value in given.items())
 
 
 @torch.no_grad()
 def initial_values(path: Path, named: dict[str, torch.nn.Parameter], layers: dict[str, LoraLayer]
                    ) -> dict[str, torch.Tensor]:
-    """Return the LoRA's values by the names of the trained parameters, which act with the live scale as with its own.
+    """The LoRA's values by the names of the trained parameters, which act with the live scale as with its own.
 
     They come from the files where these have the names that `save` writes: loaded layers are in the model's precision.
     """
-    loaded = {f"{key}.{part}.{LIVE}{ending}": value for key, layer in layers.items()
-              for part, ending, value in _parts(layer)}
+    loaded = {f"{key}.{part}.{LIVE}.weight": getattr(layer, part)[INIT].weight.data.clone()
+              for key, layer in layers.items() for part in ("lora_A", "lora_B", "lora_magnitude_vector")
+              if INIT in getattr(layer, part)}
     exact = dict(_tensors(path))
     values = {key: exact.get(key.replace(f".{LIVE}", ""), loaded[key]) for key in named if key in loaded}
     for key, layer in layers.items():
@@ -389,7 +528,7 @@ def initial_values(path: Path, named: dict[str, torch.nn.Parameter], layers: dic
 
 
 def whole_values(path: Path, named: dict[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:
-    """Return the values of all weights in a model's folder, or in a run's that trained them.
+    """Values of all weights in a model's folder, or in a run's that trained them.
 
     Raises UserError for a weight that is not there, or has another shape.
     """
@@ -404,21 +543,14 @@ def whole_values(path: Path, named: dict[str, torch.nn.Parameter]) -> dict[str, 
     return {key: values[key].float() for key in named}
 
 
-def _parts(layer: Any) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Yield a layer's parts, the end of their parameters' names, and the values of the LoRA that is read."""
-    for part in ("lora_A", "lora_B", "lora_magnitude_vector"):
-        if INIT in getattr(layer, part):
-            yield part, ".weight", getattr(layer, part)[INIT].weight.data.clone()
-
-
 def _tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a path's files, with names that begin with their module's."""
+    """Tensors of a path's files, with names that begin with their module's."""
     folder = path.parent if path.is_file() else path
-    for file in [path] if path.is_file() else [folder / LORA_FILE, *folder.glob(f"*/{LORA_FILE}")]:
+    for file in [path] if path.is_file() else [folder / LORA_FILE, *below(folder, LORA_FILE)]:
         for key, value in read(file).tensors.items() if file.is_file() else ():
             _, _, rest = key.partition(".")
             yield (key if file.parent == folder else f"{file.parent.name}.{rest}"), value
-    for file in (folder / adapters.WEIGHTS, *folder.glob(f"*/{adapters.WEIGHTS}")) if path.is_dir() else ():
+    for file in (folder / adapters.WEIGHTS, *below(folder, adapters.WEIGHTS)) if path.is_dir() else ():
         for key, value in tensors_of(file)[0].items() if file.is_file() else ():
             name = "model" if file.parent == folder else file.parent.name  # a language model's lies in the folder
             yield f"{name}.{key.removeprefix(adapters.WRAPPED)}", value

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
 
 from flowgrpo.errors import UserError
+from flowgrpo.packages import present
+from flowgrpo.policies.weights.forwards import contiguous
 
 LEAST = 1e-12  # lower bound of the largest value of an fp8 input's row; without one a row of zeros would be 0 / 0
 UNIT = 16  # both sides of a weight are multiples of it: the products of every low precision need that
@@ -30,28 +31,28 @@ class Denoising(Protocol):
 
 
 def lowest_precision(capability: tuple[int, int]) -> str:
-    """Return the lowest precision whose products a GPU of this compute capability computes; (0, 0): another device."""
+    """Lowest precision whose products a GPU of this compute capability computes; (0, 0): another device."""
     return next(precision for precision, lowest in LOWEST.items() if capability >= lowest)
 
 
 def capability(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability of a CUDA device, (0, 0) of another one."""
+    """Compute capability of a CUDA device, (0, 0) of another one."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
 def resolve_auto(precision: str, device: torch.device) -> str:
-    """Return the precision that "auto" takes on a device; any other one itself.
+    """Precision that "auto" takes on a device; any other one itself.
 
     It is the one that suits a GPU, and "full" on other devices and without torchao.
     """
     if precision != "auto":
         return precision
-    here = device.type == "cuda" and importlib.util.find_spec("torchao") is not None
+    here = device.type == "cuda" and present("torchao")
     return lowest_precision(capability(device)) if here else "full"
 
 
 def notice(precision: str, device: torch.device) -> str | None:
-    """Return a line on the precision that "auto" takes on a device; None for any other precision."""
+    """Line on the precision that "auto" takes on a device; None for any other precision."""
     if precision != "auto":
         return None
     if (taken := resolve_auto(precision, device)) != "full":
@@ -65,7 +66,7 @@ def require_low_precision(precision: str, device: torch.device) -> None:
     """Raise UserError if previews in this precision need torchao or a GPU that is not here; "auto" never does."""
     if precision in ("full", "auto"):
         return
-    if importlib.util.find_spec("torchao") is None:
+    if not present("torchao"):
         raise UserError(f"previews in {precision} need torchao: pip install 'flowgrpo[torchao]', or set "
                         "parts: {preview: {precision: full}}")
     if (here := capability(device)) < LOWEST[precision]:
@@ -90,23 +91,21 @@ def with_quantised_weights(policy: Denoising, precision: str) -> Iterator[None]:
         return
     require_low_precision(precision, policy.device)
     with contextlib.ExitStack() as restored, torch.no_grad():
-        for layer in _layers(policy):
+        layers = [layer for module in policy.denoisers.values() for name, layer in module.named_modules()
+                  if isinstance(layer, torch.nn.Linear) and "lora_" not in name]
+        for layer in layers:
+            if any(side % UNIT for side in layer.weight.shape):
+                continue
             weight = _quantise(layer.weight, precision)
             restored.callback(setattr, layer, "weight", layer.weight)
-            restored.callback(layer.register_forward_pre_hook(_contiguous).remove)
+            # torchao's NVFP4 cannot multiply a slice of a batch, such as the text part of a joint attention.
+            restored.callback(layer.register_forward_pre_hook(contiguous).remove)
             layer.weight = weight
         yield
 
 
-def _layers(policy: Denoising) -> list[torch.nn.Linear]:
-    """Return the linear layers of the denoisers that can be quantised, without those of a LoRA."""
-    layers = [layer for module in policy.denoisers.values() for name, layer in module.named_modules()
-              if isinstance(layer, torch.nn.Linear) and "lora_" not in name]
-    return [layer for layer in layers if not any(side % UNIT for side in layer.weight.shape)]
-
-
 def _quantise(weight: torch.Tensor, precision: str) -> torch.nn.Parameter:
-    """Return a quantised copy of a weight [out, in]."""
+    """Quantised copy of a weight [out, in]."""
     from torchao.quantization import quantize_
 
     alone = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
@@ -127,21 +126,15 @@ def repair_zero_rows(module: torch.nn.Module) -> None:
         weight.scale.masked_fill_(zero, 1)
 
 
-def _contiguous(_layer: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """Make inputs contiguous: torchao's NVFP4 cannot multiply a slice of a batch, such as the text part of a joint
-    attention."""
-    return tuple(value.contiguous() for value in inputs)
-
-
 @functools.cache
 def exact_int8() -> bool:
-    """Return True if this CPU's products of int8 matrices do not overflow, as those of a CPU without VNNI may."""
+    """True if this CPU's products of int8 matrices do not overflow, as those of a CPU without VNNI may."""
     a, b = torch.full((32, 64), 127, dtype=torch.int8), torch.full((64, 32), 127, dtype=torch.int8)
     return bool((torch._int_mm(a, b) == 64 * 127 * 127).all())
 
 
 def form(precision: str, dtype: torch.dtype, inputs: bool = True) -> Any:
-    """Return torchao's configuration of a low precision for weights of this dtype.
+    """Torchao's configuration of a low precision for weights of this dtype.
 
     inputs: quantise inputs of int8 layers too.
     """

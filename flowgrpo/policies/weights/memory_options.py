@@ -5,7 +5,6 @@ parts.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
@@ -17,6 +16,7 @@ from flowgrpo.config.sections import Memory
 from flowgrpo.errors import UserError
 from flowgrpo.host_weights import HostWeights, Offloaded, move_rest
 from flowgrpo.methods.setup import Setup, require_compatible
+from flowgrpo.packages import present
 from flowgrpo.policies.weights.checkpointing import WRONG, supports_checkpointing
 from flowgrpo.policies.weights.forwards import blocks
 
@@ -81,7 +81,7 @@ def offload(module: torch.nn.Module, device: torch.device, level: str) -> list[H
 
 
 def later(memory: Memory) -> bool:
-    """Return True if denoisers do not come to the device with the other parts of a pipeline."""
+    """True if denoisers do not come to the device with the other parts of a pipeline."""
     return memory.denoiser != "keep" or memory.offload != "none"
 
 
@@ -108,7 +108,7 @@ def turns(denoisers: Sequence[torch.nn.Module], encoders: Waiting, device: torch
 
     def come(*_: Any) -> None:
         encoders.offload()
-        weights.come()
+        weights.load()
 
     for module in denoisers:
         move_rest(module, device, [module])
@@ -121,7 +121,7 @@ def _bring(part: torch.nn.Module, group: HostWeights) -> None:
 
     @functools.wraps(forward)
     def answer(*args: Any, **kwargs: Any) -> Any:
-        group.come()
+        group.load()
         try:
             return forward(*args, **kwargs)
         finally:
@@ -139,12 +139,12 @@ def require_quantiser(weights: str) -> None:
 
 def require_package(setting: str, package: str) -> None:
     """Raise UserError if a package is not installed; setting: the option that needs it, with its value."""
-    if importlib.util.find_spec(package) is None:
+    if not present(package):
         raise UserError(f"{setting}, which needs {package}: pip install 'flowgrpo[{package}]'")
 
 
 def quantisation(names: Iterable[str], weights: str, dtype: torch.dtype) -> Any:
-    """Return diffusers' quantisation config for the components `names`; None for full weights.
+    """Diffusers' quantisation config for the components `names`; None for full weights.
 
     int8: integers with a scale per row of a weight, by torchao. fp8: floats of 4 bits of exponent and 3 of mantissa
     (e4m3) with a scale per row, by torchao; products are in `dtype`. nf4: 4 bits of a normal distribution's quantiles
@@ -200,7 +200,7 @@ class Encoders(Offloaded):
                 given.arguments |= {"device": torch.device("cpu")} if "device" in taken.parameters else {}
                 return tree_map_only(torch.Tensor, lambda value: value.to(self.device),
                                      encode(*given.args, **given.kwargs))
-            self.come()
+            self.load()
             try:
                 return encode(*args, **kwargs)
             finally:
@@ -208,11 +208,11 @@ class Encoders(Offloaded):
 
         pipe.encode_prompt = encode_on_device
 
-    def come(self) -> None:
+    def load(self) -> None:
         """Copy the encoders to the device, where `beside` gives them room."""
         if self.beside is not None and not self.here:
             self.beside.offload()
-        super().come()
+        super().load()
 
 
 ONE_BY_ONE = ("AutoencoderKLHunyuanVideo15",)  # in diffusers 0.42 their attention mask serves one clip alone

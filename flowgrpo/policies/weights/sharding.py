@@ -92,7 +92,7 @@ def require(shard: bool | str, trained: bool, count: int, environment: Mapping[s
 
 
 def of_node(count: int, environment: Mapping[str, str]) -> int:
-    """Return the number of processes of each node, from the launcher's LOCAL_WORLD_SIZE; count: of all nodes.
+    """Number of processes of each node, from the launcher's LOCAL_WORLD_SIZE; count: of all nodes.
 
     Raises UserError if nodes differ in it, or have one process each.
     """
@@ -104,7 +104,7 @@ def of_node(count: int, environment: Mapping[str, str]) -> int:
 
 
 def mesh(shard: bool | str, device: torch.device) -> DeviceMesh | None:
-    """Return the mesh of processes over which weights are sharded; None if they are not.
+    """Mesh of processes over which weights are sharded; None if they are not.
 
     It is [processes], or with `nodes` [nodes, processes of a node]: shards are copied along the first dimension.
     """
@@ -145,27 +145,23 @@ def shard(module: torch.nn.Module, over: DeviceMesh, device: torch.device, whole
     options: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(
         param_dtype=precision, reduce_dtype=torch.float32, cast_forward_inputs=False)} if trained else {}
     for part in [*blocks(module), module]:
-        if trained:
-            _widen(part)
+        for tensor in (*part.parameters(), *part.buffers()) if trained else ():
+            if tensor.is_floating_point() and tensor.dtype != torch.float32:
+                tensor.data = tensor.data.float()
         kept |= _apart(part, kept)
         # Nothing stays collected between calls, not even the root: reading a state dict, as the saving process does
         # alone, frees it, and the next call would find it on some processes only.
         fully_shard(part, mesh=over, ignored_params=kept, reshard_after_forward=True, **options)
-        if trained:
-            _sum(part)
+        if trained:  # gradients of all processes are added, not averaged: their losses have one divisor already
+            sharded: Any = part
+            sharded.set_force_sum_reduction_for_comms(True)
+            sharded.set_gradient_divide_factor(1.0)
     for parameter in kept:
         parameter.data = parameter.data.to(device)
 
 
-def _widen(part: torch.nn.Module) -> None:
-    """Turn a part's weights and buffers into fp32."""
-    for tensor in (*part.parameters(), *part.buffers()):
-        if tensor.is_floating_point() and tensor.dtype != torch.float32:
-            tensor.data = tensor.data.float()
-
-
 def _apart(part: torch.nn.Module, kept: set[torch.nn.Parameter]) -> set[torch.nn.Parameter]:
-    """Return the weights of a part that cannot be collected with its others."""
+    """Weights of a part that cannot be collected with its others."""
     left = {parameter for parameter in part.parameters() if parameter not in kept and not is_shard(parameter)}
     values: Counter[torch.dtype] = Counter()
     for parameter in left:
@@ -174,14 +170,8 @@ def _apart(part: torch.nn.Module, kept: set[torch.nn.Parameter]) -> set[torch.nn
     return {parameter for parameter in left if parameter.ndim == 0 or parameter.dtype != most}
 
 
-def _sum(part: Any) -> None:
-    """Let FSDP2 add the gradients of all processes, whose losses have one divisor already, instead of averaging."""
-    part.set_force_sum_reduction_for_comms(True)
-    part.set_gradient_divide_factor(1.0)
-
-
 def state_dict(module: torch.nn.Module, keep: bool) -> dict[str, torch.Tensor]:
-    """Return the whole weights of a sharded module on the CPU; every process calls it, and those with `keep` get them.
+    """Whole weights of a sharded module on the CPU; every process calls it, and those with `keep` get them.
 
     One tensor at a time is whole on the device.
     """
@@ -194,7 +184,7 @@ def state_dict(module: torch.nn.Module, keep: bool) -> dict[str, torch.Tensor]:
 
 
 def twin(module: Any, values: dict[str, torch.Tensor]) -> Any:
-    """Return an unsharded module of diffusers with the same configuration as a sharded one, and these weights."""
+    """Unsharded module of diffusers with the same configuration as a sharded one, and these weights."""
     from accelerate import init_empty_weights
     from torch.distributed.fsdp import FSDPModule
 

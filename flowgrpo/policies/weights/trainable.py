@@ -15,7 +15,7 @@ from flowgrpo.distributed.shards import is_shard, local
 from flowgrpo.errors import UserError, nearest
 from flowgrpo.log import quiet
 from flowgrpo.policies.weights import adapters, lora_files, sharding
-from flowgrpo.policies.weights.lora_files import EXPERT, LORA_FILE, PEFT, PIPELINE, attach, loader, save_stock
+from flowgrpo.policies.weights.lora_files import EXPERT, LORA_FILE, PEFT, PIPELINE, attach, ends, loader, save_stock
 from flowgrpo.storage import atomic, paths
 
 if TYPE_CHECKING:
@@ -25,12 +25,7 @@ COPIES = 4  # of a trained parameter in fp32: value, gradient, AdamW's two momen
 KEPT = 2**30  # bytes of trained weights whose averages stay on the device: of a LoRA, not of a whole denoiser
 
 
-def _ends(key: str, target: str) -> bool:
-    return key == target or key.endswith(f".{target}")
-
-
 def lora_layers(module: torch.nn.Module) -> dict[str, LoraLayer]:
-    """Return the layers of a module that have an adapter, by key."""
     from peft.tuners.lora import LoraLayer
 
     return {key: layer for key, layer in module.named_modules() if isinstance(layer, LoraLayer)}
@@ -38,7 +33,6 @@ def lora_layers(module: torch.nn.Module) -> dict[str, LoraLayer]:
 
 @contextlib.contextmanager
 def disable_adapters(layers: Collection[LoraLayer]) -> Iterator[None]:
-    """Context manager: disable the adapters of the layers."""
     for layer in layers:
         layer.enable_adapters(False)
     try:
@@ -72,18 +66,23 @@ class TrainableWeights:
                 (module.float() if unsharded else module).requires_grad_(True)
         self.named: dict[str, torch.nn.Parameter] = {}
         self.added: dict[str, torch.nn.Module] = {}
-        self._first: dict[str, torch.Tensor] = {}
+        self.first: dict[str, torch.Tensor] = {}  # of the parameters that no adapter can switch off, on the CPU
         if adapter.rank or unsharded:
             self.hold()
         if adapter.init is not None:
-            self._start(Path(adapter.init))
+            path = Path(adapter.init)
+            with self._beside(path, lora_files.INIT) as applied:
+                self._require_start("adapter.init", path)
+                lora_files.tell(f"adapter.init {applied}")
+                values = lora_files.initial_values(path, self.named, self.layers())
+            self.load(values)
 
     def hold(self) -> None:
         """Take the trainable parameters that the modules have now; without a LoRA their values are the reference."""
         self.named = {f"{name}.{key}": parameter for name, module in self.modules.items()
                       for key, parameter in module.named_parameters() if parameter.requires_grad}
         self.sharded = any(map(is_shard, self.named.values()))
-        self._first = {} if self.adapter.rank else self.snapshot()
+        self.first = {} if self.adapter.rank else self.snapshot()
 
     def _require_targets(self) -> None:
         """Raise UserError for a name in a list of targets, other than the default one, that matches no module."""
@@ -91,7 +90,7 @@ class TrainableWeights:
             targets: list[str] = getattr(self.adapter, option)
             keys = [key for name, module in self.modules.items() if name.startswith("text_encoder") == encoders
                     for key, each in module.named_modules() if isinstance(each, (torch.nn.Linear, torch.nn.Conv2d))]
-            lost = [target for target in targets if not any(_ends(key, target) for key in keys)]
+            lost = [target for target in targets if not any(ends(key, target) for key in keys)]
             if keys and targets != getattr(Adapter(), option) and 0 < len(lost) < len(targets):
                 present = sorted({".".join(key.split(".")[-1 - key.split(".")[-1].isdigit():]) for key in keys})
                 raise UserError(f"adapter.{option}: {lost[0]!r} matches no module of the {' or '.join(self.modules)}"
@@ -100,13 +99,26 @@ class TrainableWeights:
     def _add_lora(self, name: str, module: Any) -> None:
         from peft import LoraConfig
 
+        # An adapter of the user's own would be trained or saved along: name the call that takes it off.
         if present := adapters.adapter_configs(module):
-            raise UserError(f"the {name} has an adapter already ({', '.join(present)}): {self._way_off(name, module)}")
+            way_off = "load it anew, without its adapter"
+            if name in getattr(self.pipe, "_lora_loadable_modules", ()):
+                way_off = ("pipe.unload_lora_weights() takes it off (and pipe.fuse_lora() before that keeps what it "
+                           "does)")
+            elif hasattr(module, "delete_adapters"):  # a denoiser of diffusers
+                way_off = f"pipe.{name}.delete_adapters({[*module.peft_config][0]!r}) takes it off"
+            raise UserError(f"the {name} has an adapter already ({', '.join(present)}): {way_off}")
         adapters.remove(module)  # peft leaves empty layers of a deleted adapter
+        # Targets are the ends of layers' names, as peft reads them; list them whole, to count what they cost.
         option = "encoder_targets" if name.startswith("text_encoder") else "targets"
         rank, targets = self.adapter.rank, getattr(self.adapter, option)
         keys = sorted(key for key, m in module.named_modules() if isinstance(m, (torch.nn.Linear, torch.nn.Conv2d))
-                      and any(_ends(key, target) for target in targets))
+                      and any(ends(key, target) for target in targets))
+        if targets == Adapter().targets and not any(ends(key, "to_q") for key in keys):
+            # Queries have another name, such as `to_query`: the linear layers of classes of attention.
+            keys = sorted({f"{place}.{key}" for place, part in module.named_modules()
+                           if "Attention" in type(part).__name__
+                           for key, layer in part.named_modules() if isinstance(layer, torch.nn.Linear)})
         if not keys:
             names = sorted({key.split(".")[-1] for key, m in module.named_modules() if isinstance(m, torch.nn.Linear)})
             raise UserError(f"adapter.{option} {targets} match no module of the {name}: its linear layers are called "
@@ -117,6 +129,7 @@ class TrainableWeights:
                             use_dora=self.adapter.dora, use_rslora=self.adapter.rslora,
                             base_model_name_or_path=self._base_name(module))
         adapters.add(module, config, "default")
+        # The optimizer needs fp32: small updates vanish in bf16.
         for parameter in module.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
@@ -134,44 +147,38 @@ class TrainableWeights:
                                 f"{needed / 2**30:,.0f} GiB, and the {place.type} has {free / 2**30:,.0f} GiB left: "
                                 f"expected {max(free // (sides * 4 * COPIES), 1)} at most")
 
-    def _start(self, path: Path) -> None:
-        """Copy an existing LoRA's values. Raises UserError if its layers or ranks are others."""
-        with self._beside(path, lora_files.INIT) as applied:
-            lora_files.require_same(path, self.modules, self.layers(), self._others())
-            lora_files.tell(f"adapter.init {applied}")
-            values = lora_files.initial_values(path, self.named, self.layers())
-        self.load(values)
+    def _require_start(self, setting: str, path: Path, ranks: bool = True) -> None:
+        """Raise UserError as `lora_files.require_start` for the LoRA that is beside the live one."""
+        others = {name: module for name, module in self._others().items() if name.startswith(lora_files.ENCODER)
+                  or lora_layers(module)}
+        start = lora_files.live_start(self.layers() | {f"{name}.{key}": layer for name, module in others.items()
+                                                       for key, layer in lora_layers(module).items()})
+        lora_files.require_start(setting, path, start, self.adapter, self.modules, self.modules | others, ranks)
 
     def soup(self, paths: Sequence[str], shares: Sequence[float]) -> dict[str, torch.Tensor]:
-        """Return values that act as the average of LoRAs at paths, or of whole models where no LoRA is trained.
+        """Values that act as the average of LoRAs at paths, or of whole models where no LoRA is trained.
 
         shares: of each, summing to 1; empty for equal ones. Raises UserError for one of other layers or shapes.
         """
-        weights = [share * len(paths) for share in shares] or [1.0] * len(paths)
-        return self.average([self._scale_values(Path(path), weight) for path, weight in zip(paths, weights)])
-
-    def _scale_values(self, path: Path, weight: float) -> dict[str, torch.Tensor]:
-        """Return the values at a path, multiplied: of a LoRA its B alone."""
-        if not self.adapter.rank:
-            return {key: weight * value for key, value in lora_files.whole_values(path, self.named).items()}
-        with self._beside(path, lora_files.INIT):
-            lora_files.require_layers("parts.reference.models", path, self.modules, self.layers(), self._others())
-            values = lora_files.initial_values(path, self.named, self.layers())
-        return {key: value.cpu() * (weight if ".lora_B." in key else 1) for key, value in values.items()}
+        weighted = []
+        for path, weight in zip(map(Path, paths), [share * len(paths) for share in shares] or [1.0] * len(paths)):
+            if not self.adapter.rank:
+                whole = lora_files.whole_values(path, self.named)
+                weighted.append({key: weight * value for key, value in whole.items()})
+                continue
+            with self._beside(path, lora_files.INIT):
+                self._require_start("parts.reference.models", path, ranks=False)
+                values = lora_files.initial_values(path, self.named, self.layers())
+            weighted.append({key: value.cpu() * (weight if ".lora_B." in key else 1)  # of a LoRA its B alone
+                             for key, value in values.items()})
+        return self.average(weighted)
 
     def _others(self) -> dict[str, torch.nn.Module]:
-        """Return the pipeline's modules that are not trained."""
         return {name: part for name, part in self.pipe.components.items()
                 if isinstance(part, torch.nn.Module) and name not in self.modules}
 
     def _attach(self, path: Path, adapter: str) -> str:
         return attach(self.pipe, self.modules, path, adapter)
-
-    def _detach(self, adapter: str) -> None:
-        for module in (*self.modules.values(), *self._others().values()):
-            adapters.delete(module, adapter)
-        for layer in self.layers().values():
-            layer.set_adapter("default")
 
     @contextlib.contextmanager
     def _beside(self, path: Path, adapter: str) -> Iterator[str]:
@@ -182,20 +189,15 @@ class TrainableWeights:
             yield self._attach(path, adapter)
         finally:
             with quiet():
-                self._detach(adapter)
+                for module in (*self.modules.values(), *self._others().values()):
+                    adapters.delete(module, adapter)
+                for layer in self.layers().values():
+                    layer.set_adapter("default")
             for key, parameter in self.named.items():
                 parameter.data = live[key]
 
-    def _way_off(self, name: str, module: Any) -> str:
-        """Return the instruction for removing the adapters of a module."""
-        if name in getattr(self.pipe, "_lora_loadable_modules", ()):
-            return "pipe.unload_lora_weights() takes it off (and pipe.fuse_lora() before that keeps what it does)"
-        if hasattr(module, "delete_adapters"):  # a denoiser of diffusers
-            return f"pipe.{name}.delete_adapters({[*module.peft_config][0]!r}) takes it off"
-        return "load it anew, without its adapter"
-
     def _base_name(self, module: Any) -> str | None:
-        """Return the model that the files of a LoRA name as its base; None for a pipeline's part."""
+        """Model that the files of a LoRA name as its base; None for a pipeline's part."""
         return None
 
     def add(self, name: str, module: torch.nn.Module) -> None:
@@ -203,12 +205,7 @@ class TrainableWeights:
         added = {f"{name}.{key}": parameter for key, parameter in module.named_parameters()}
         self.added[name] = module
         self.named |= added
-        self._first |= {key: parameter.detach().to("cpu", copy=True) for key, parameter in added.items()}
-
-    @property
-    def first(self) -> dict[str, torch.Tensor]:
-        """Return the first values of the parameters that no adapter can switch off, on the CPU."""
-        return self._first
+        self.first |= {key: parameter.detach().to("cpu", copy=True) for key, parameter in added.items()}
 
     def parameters(self) -> list[torch.nn.Parameter]:
         return list(self.named.values())
@@ -216,7 +213,7 @@ class TrainableWeights:
     @contextlib.contextmanager
     def base(self) -> Iterator[None]:
         """Context manager: use the base model."""
-        with disable_adapters(self.layers().values()), self.swap(self._first):
+        with disable_adapters(self.layers().values()), self.swap(self.first):
             yield
 
     @contextlib.contextmanager
@@ -236,18 +233,19 @@ class TrainableWeights:
                 parameter.data = kept[key]
 
     def average(self, snapshots: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """Return values that act as the average of all snapshots.
+        """Values that act as the average of all snapshots.
 
         For all weights it is their mean. For n LoRAs it is one of n times the rank, since the mean of the products B A
         is not the product of the means.
         """
-        def average_of(key: str) -> torch.Tensor:
+        if len(snapshots) == 1:
+            return snapshots[0]
+        averages = {}
+        for key in self.named:
             values = [snapshot[key] for snapshot in snapshots]
-            if ".lora_" not in key:
-                return torch.stack(values).mean(0)
-            return torch.cat(values, 0) if ".lora_A." in key else torch.cat(values, 1) / len(values)
-
-        return {key: average_of(key) for key in self.named} if len(snapshots) > 1 else snapshots[0]
+            averages[key] = torch.stack(values).mean(0) if ".lora_" not in key else torch.cat(values, 0) \
+                if ".lora_A." in key else torch.cat(values, 1) / len(values)
+        return averages
 
     @contextlib.contextmanager
     def swap(self, values: dict[str, torch.Tensor]) -> Iterator[None]:
@@ -269,24 +267,21 @@ class TrainableWeights:
         return {key: local(parameter).detach().to("cpu", copy=True) for key, parameter in self.named.items()}
 
     def copies(self, keys: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Return copies of these parameters on their device."""
         return {key: local(self.named[key]).detach().clone() for key in keys}
 
     def copy_for_average(self) -> dict[str, torch.Tensor]:
-        """Return a copy of the weights for an average of them: on their device if `large` is false, or on the CPU."""
-        if self.large:
-            return self.snapshot()
-        return self.copies(self.named)
+        """Copy of the weights for an average of them: on their device if `large` is false, or on the CPU."""
+        return self.snapshot() if self.large else self.copies(self.named)
 
     def place(self, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return values of the weights on the device of `copy_for_average`."""
+        """Move values of the weights to the device of `copy_for_average`."""
         if self.large:
             return {key: value.cpu() for key, value in values.items()}
         return {key: value.to(local(self.named[key]).device) for key, value in values.items()}
 
     @property
     def large(self) -> bool:
-        """Return True if a copy of the weights takes more than KEPT bytes: room on the device, time to bring it."""
+        """True if a copy of the weights takes more than KEPT bytes: room on the device, time to bring it."""
         return sum(local(parameter).nbytes for parameter in self.named.values()) > KEPT
 
     def save(self, folder: Path) -> str:
@@ -300,8 +295,17 @@ class TrainableWeights:
         if not self.adapter.rank:
             modules: dict[str, Any] = self.modules
             for name, module in modules.items():
-                self._save_all(module, folder / name)
+                if self.sharded:  # the first process gathers all weights
+                    first = torch.distributed.get_rank() == 0
+                    values = sharding.state_dict(module, keep=first)
+                    if not first:
+                        continue
+                    module = sharding.twin(module, values)
+                with atomic.filling(folder / name) as place:
+                    module.save_pretrained(place, safe_serialization=True)
+                    paths.readable(place)
             return f"saved all weights of {', '.join(self.modules)} to {folder}"
+        # Each module's LoRA goes into the form of its loader: the pipeline's, an expert's own file, or peft's folder.
         by = {name: loader(self.pipe, name) for name in self.modules}
         named = [name for name, how in by.items() if how == PIPELINE]
         with atomic.filling(folder) as place:
@@ -313,30 +317,14 @@ class TrainableWeights:
                 elif by[name] == PEFT:
                     adapters.save(self.modules[name], place / name)
             paths.readable(place)
-        self._verify(folder)
-        where = folder / LORA_FILE if named else folder
-        return f"saved {where}; read back by {', '.join(sorted(set(by.values())))}: same weights, same scale"
-
-    def _save_all(self, module: Any, folder: Path) -> None:
-        """Write all weights of a module, which the first process gathers if they are sharded."""
-        if self.sharded:
-            first = torch.distributed.get_rank() == 0
-            values = sharding.state_dict(module, keep=first)
-            if not first:
-                return
-            module = sharding.twin(module, values)
-        with atomic.filling(folder) as place:
-            module.save_pretrained(place, safe_serialization=True)
-            paths.readable(place)
-
-    def layers(self) -> dict[str, LoraLayer]:
-        """Return the layers with an adapter, by module and key."""
-        return {f"{name}.{key}": layer for name, module in self.modules.items()
-                for key, layer in lora_layers(module).items()}
-
-    def _verify(self, folder: Path) -> None:
-        """Load the files as a user would, in addition to the live adapter, and compare every weight and scale."""
+        # The files are loaded as a user would, in addition to the live adapter.
         with self._beside(folder, "check"):
             for key, layer in self.layers().items():
                 if not adapters.same(layer, "check"):
                     raise RuntimeError(f"{folder} does not give {key} back as it was saved")
+        where = folder / LORA_FILE if named else folder
+        return f"saved {where}; read back by {', '.join(sorted(set(by.values())))}: same weights, same scale"
+
+    def layers(self) -> dict[str, LoraLayer]:
+        return {f"{name}.{key}": layer for name, module in self.modules.items()
+                for key, layer in lora_layers(module).items()}

@@ -36,14 +36,18 @@ GREY = 0x99  # of the background
 
 
 def colour(image: np.ndarray, box: Sequence[float]) -> str | None:
-    """Return the colour inside a box (left, top, right, bottom) of an image, bytes [H, W, 3]; None for none of the
-    ten, and for a box outside the image."""
-    names, counts = np.unique(pixel_colours(_middle(image, box)), return_counts=True)
+    """Colour inside a box (left, top, right, bottom) of an image, bytes [H, W, 3]; None for none of the ten, and for a
+    box outside the image."""
+    middle = []  # of the box; no pixels if it lies outside the image
+    for low, high, size in ((box[1], box[3], image.shape[0]), (box[0], box[2], image.shape[1])):
+        centre, half = (low + high) / 2, MIDDLE * (high - low) / 2
+        middle.append(slice(max(math.floor(centre - half), 0), min(max(math.ceil(centre + half), 0), size)))
+    names, counts = np.unique(pixel_colours(image[tuple(middle)].reshape(-1, 3)), return_counts=True)
     return str(names[counts.argmax()]) or None if len(names) else None
 
 
 def pixel_colours(pixels: np.ndarray) -> np.ndarray:
-    """Return the colour names of bytes [..., 3], "" for none."""
+    """Colour names of bytes [..., 3], "" for none."""
     channels = np.asarray(pixels, dtype=np.float64) / 255
     high, spread = channels.max(-1), np.ptp(channels, -1)
     saturation, hue = spread / np.maximum(high, 1e-9), _hue(channels, high, spread)
@@ -57,21 +61,12 @@ def pixel_colours(pixels: np.ndarray) -> np.ndarray:
 
 
 def _hue(channels: np.ndarray, high: np.ndarray, spread: np.ndarray) -> np.ndarray:
-    """Return the hue in degrees in [0, 360), 0 for a grey."""
+    """Hue in degrees in [0, 360), 0 for a grey."""
     red, green, blue = np.moveaxis(channels, -1, 0)
     with np.errstate(invalid="ignore", divide="ignore"):
         sixth = np.select([high == red, high == green], [(green - blue) / spread % 6, (blue - red) / spread + 2],
                           (red - green) / spread + 4)
     return np.where(spread > 0, 60 * sixth, 0)
-
-
-def _middle(image: np.ndarray, box: Sequence[float]) -> np.ndarray:
-    """Return the pixels [N, 3] in the middle of a box; none if it lies outside the image."""
-    parts = []
-    for low, high, size in ((box[1], box[3], image.shape[0]), (box[0], box[2], image.shape[1])):
-        centre, half = (low + high) / 2, MIDDLE * (high - low) / 2
-        parts.append(slice(max(math.floor(centre - half), 0), min(max(math.ceil(centre + half), 0), size)))
-    return image[tuple(parts)].reshape(-1, 3)
 
 
 TEXTS = ("a photo of a {colour} {label}", "a photo of a {colour}-colored {label}", "a photo of a {colour} object")
@@ -108,22 +103,18 @@ class ClipColours:
     @torch.no_grad()
     def __call__(self, image: np.ndarray, objects: Sequence[Detection], label: str) -> list[str | None]:
         if label not in self._texts:
-            self._texts[label] = self._embed_colours(label)
+            model, tokenizer = self.clip.models
+            texts = [text.format(colour=colour, label=label) for colour in NAMES for text in TEXTS]
+            embedded = model.encode_text(tokenizer(texts).to(self.clip.device), normalize=True).float().cpu()
+            means = embedded.unflatten(0, (len(NAMES), len(TEXTS))).mean(1)
+            self._texts[label] = normalize(means, dim=-1)
         images = torch.cat([self.clip.prepare(cut(image, one).to(self.clip.device)) for one in objects])
         shown = torch.cat([self.clip.encode_images(some).float().cpu() for some in images.split(self.batch_size)])
         return [NAMES[best] for best in (shown @ self._texts[label].T).argmax(1).tolist()]
 
-    def _embed_colours(self, label: str) -> Tensor:
-        """Return the embeddings of the ten colours of an object [10, D], of unit length, on the CPU."""
-        model, tokenizer = self.clip.models
-        texts = [text.format(colour=colour, label=label) for colour in NAMES for text in TEXTS]
-        embedded = model.encode_text(tokenizer(texts).to(self.clip.device), normalize=True).float().cpu()
-        return normalize(embedded.unflatten(0, (len(NAMES), len(TEXTS))).mean(1), dim=-1)
-
 
 def cut(image: np.ndarray, one: Detection) -> Tensor:
-    """Return an object's part of an image, bytes [H, W, 3], as a tensor [1, 3, h, w] in [0, 1]; grey outside its
-    mask."""
+    """An object's part of an image, bytes [H, W, 3], as a tensor [1, 3, h, w] in [0, 1]; grey outside its mask."""
     if one.mask is not None:
         image = np.where(one.mask[..., None], image, np.uint8(GREY))
     left, top, right, bottom = (round(side) for side in one.box)

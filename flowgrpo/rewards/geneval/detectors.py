@@ -24,6 +24,7 @@ from torch.nn.functional import interpolate
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.local_model import LocalModel, loading
 from flowgrpo.rewards.preprocessing import eight_bit
+from flowgrpo.rewards.remote.exchange import announce
 
 OBJECTS = tuple("""person,bicycle,car,motorcycle,airplane,bus,train,truck,boat,traffic light,fire hydrant,stop sign,
 parking meter,bench,bird,cat,dog,horse,sheep,cow,elephant,bear,zebra,giraffe,backpack,umbrella,handbag,tie,suitcase,
@@ -54,7 +55,7 @@ Detector = Callable[[Tensor], list[list[Detection]]]
 
 
 def canonical_label(label: str) -> str:
-    """Return GenEval's name of an object that a detector calls by another one."""
+    """GenEval's name of an object that a detector calls by another one."""
     return ALIASES.get(label, label)
 
 
@@ -73,12 +74,12 @@ def load_detector(detector: LocalModel, name: str, model: str, revision: str | N
 
 
 def in_process(name: str) -> bool:
-    """Return True for the name of a detector that is a `LocalModel`."""
+    """True for the name of a detector that is a `LocalModel`."""
     return not (name.startswith(ADDRESSES) or ".py:" in name)
 
 
 def detector(name: str, **arguments: Any) -> Detector:
-    """Return the detector of that name. arguments: of `LocalModel`, for one that is `in_process`.
+    """Detector of that name. arguments: of `LocalModel`, for one that is `in_process`.
 
     Raises UserError for one that does not exist or lacks its package.
     """
@@ -90,7 +91,6 @@ def detector(name: str, **arguments: Any) -> Detector:
         return load(name)
     kind, _, model = name.partition(":")
     if kind == "mask2former":
-
         return Mask2Former(**arguments | ({"model": model} if model else {}))
     return Torchvision(name, **arguments)
 
@@ -177,8 +177,17 @@ class Remote:
     url: str
     timeout: float = 60.0
 
+    def __post_init__(self) -> None:
+        announce("a detector", ["images"], [self.url])
+
     def __call__(self, images: Tensor) -> list[list[Detection]]:
-        body = json.dumps({"format": 1, "images": [_png(image) for image in eight_bit(images)]}).encode()
+        from PIL import Image
+
+        shown = []
+        for image in eight_bit(images):
+            Image.fromarray(image).save(file := io.BytesIO(), "PNG")
+            shown.append(base64.b64encode(file.getvalue()).decode())
+        body = json.dumps({"format": 1, "images": shown}).encode()
         try:
             status, _, answer = self._client.exchange("POST", self.url, body, self.timeout, self.timeout)
             if status != 200:
@@ -186,7 +195,12 @@ class Remote:
             detections = json.loads(answer)["detections"]
             if len(detections) != len(images):
                 raise ValueError(f"{len(detections)} answers, expected {len(images)}")
-            return [[_as_detection(**entry) for entry in image] for image in detections]
+
+            def read(box: list[float], label: str, score: float) -> Detection:
+                left, top, right, bottom = map(float, box)
+                return Detection((left, top, right, bottom), canonical_label(str(label)), float(score))
+
+            return [[read(**entry) for entry in image] for image in detections]
         except (*self._client.faults, ValueError, TypeError, KeyError, RecursionError) as error:
             raise RuntimeError(f"the detector at {self.url} did not answer as it should: {error!r}") from None
 
@@ -195,19 +209,6 @@ class Remote:
         from flowgrpo.rewards.remote.http import Client
 
         return Client({"Content-Type": "application/json"}, connections=8)
-
-
-def _as_detection(box: list[float], label: str, score: float) -> Detection:
-    left, top, right, bottom = map(float, box)
-    return Detection((left, top, right, bottom), canonical_label(str(label)), float(score))
-
-
-def _png(image: np.ndarray) -> str:
-    from PIL import Image
-
-    kept = io.BytesIO()
-    Image.fromarray(image).save(kept, "PNG")
-    return base64.b64encode(kept.getvalue()).decode()
 
 
 @dataclass(frozen=True)
@@ -230,7 +231,7 @@ class Mask2Former(LocalModel):
         from transformers import AutoImageProcessor, Mask2FormerForUniversalSegmentation
 
         return load_detector(self, "mask2former", self.model, self.revision, Mask2FormerForUniversalSegmentation,
-                        AutoImageProcessor)
+                             AutoImageProcessor)
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -253,7 +254,7 @@ class Mask2Former(LocalModel):
                 for logits, one, part in zip(outputs.class_queries_logits, maps, there)]
 
     def _objects(self, logits: Tensor, maps: Tensor, size: torch.Size) -> list[Detection]:
-        """Return the detections of an image of `size` (H, W).
+        """Detections of an image of `size` (H, W).
 
         logits: [Q, classes + 1] of the queries' classes, the last one for none. maps: [Q, h, w] of their masks.
         """
@@ -266,11 +267,10 @@ class Mask2Former(LocalModel):
         inside = (maps.sigmoid() * masks).flatten(1).sum(1) / (masks.flatten(1).sum(1) + 1e-6)
         scores = (probabilities * inside).tolist()
         names = [self.labels[label] for label in (pairs % classes).tolist()]
-        return [Detection(_box(mask), name, score, mask.cpu().numpy())
-                for mask, name, score in zip(masks, names, scores) if score > self.least]
-
-
-def _box(mask: Tensor) -> tuple[float, float, float, float]:
-    """Return the box (left, top, right, bottom) of a mask [H, W] with at least one pixel."""
-    rows, columns = mask.any(1).nonzero(), mask.any(0).nonzero()
-    return float(columns[0]), float(rows[0]), float(columns[-1] + 1), float(rows[-1] + 1)
+        found = []
+        for mask, name, score in zip(masks, names, scores):
+            if score > self.least:  # so that the mask has a pixel
+                rows, columns = mask.any(1).nonzero(), mask.any(0).nonzero()
+                box = float(columns[0]), float(rows[0]), float(columns[-1] + 1), float(rows[-1] + 1)
+                found.append(Detection(box, name, score, mask.cpu().numpy()))
+        return found

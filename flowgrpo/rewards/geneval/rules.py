@@ -24,7 +24,7 @@ import numpy as np
 from torch import Tensor
 
 from flowgrpo.errors import UserError, nearest
-from flowgrpo.rewards.about import About
+from flowgrpo.rewards.about import About, built_in
 from flowgrpo.rewards.geneval.colours import NAMES, ClipColours, colour
 from flowgrpo.rewards.geneval.detectors import Detection, Detector, detector, in_process
 from flowgrpo.rewards.local_model import model_arguments
@@ -36,7 +36,7 @@ Namer = Callable[[np.ndarray, Sequence[Detection], str], "list[str | None]"]
 
 
 def relations(box: Sequence[float], other: Sequence[float], threshold: float = 0.1) -> set[str]:
-    """Return the directions of a box from another: none, one or two of `RELATIONS`.
+    """Directions of a box from another: none, one or two of `RELATIONS`.
 
     The offset of the centres is shortened on each axis by `threshold` of both boxes' sizes. A direction holds if the
     rest exceeds half of the whole offset.
@@ -51,7 +51,7 @@ def relations(box: Sequence[float], other: Sequence[float], threshold: float = 0
 
 
 def by_pixels(image: np.ndarray, objects: Sequence[Detection], label: str) -> list[str | None]:
-    """Return the colours of detections in an image, bytes [H, W, 3], measured in the middle of their boxes."""
+    """Colours of detections in an image, bytes [H, W, 3], measured in the middle of their boxes."""
     return [colour(image, one.box) for one in objects]
 
 
@@ -67,7 +67,7 @@ class Rules:
     colours: Namer = by_pixels
 
     def objects(self, detections: Sequence[Detection], tag: str | None) -> dict[str, list[Detection]]:
-        """Return the detections that count, by class, highest score first."""
+        """Detections that count, by class, highest score first."""
         least = self.counting_threshold if tag == "counting" else self.threshold
         kept: dict[str, list[Detection]] = defaultdict(list)
         for detection in sorted(detections, key=lambda detection: -detection.score):
@@ -76,7 +76,7 @@ class Rules:
         return kept
 
     def strict(self, image: np.ndarray, detections: Sequence[Detection], metadata: dict[str, Any]) -> float:
-        """Return 1 if an image, bytes [H, W, 3], meets every clause of its metadata, else 0."""
+        """1 if an image, bytes [H, W, 3], meets every clause of its metadata, else 0."""
         objects = self.objects(detections, metadata.get("tag"))
         matched: list[list[Detection] | None] = []
         for clause in metadata["include"]:
@@ -87,8 +87,8 @@ class Rules:
         return float(not excluded and None not in matched)
 
     def graded(self, image: np.ndarray, detections: Sequence[Detection], metadata: dict[str, Any]) -> float:
-        """Return the mean over the demands of the `include` clauses. A class's count gives 1 - |found - wanted| /
-        wanted, at least 0. Its colour and its position give 1 if they and the count are right, else 0.
+        """Mean over the demands of the `include` clauses. A class's count gives 1 - |found - wanted| / wanted, at least
+        0. Its colour and its position give 1 if they and the count are right, else 0.
 
         Too many cost as much as too few; `exclude` is ignored. Flow-GRPO's own reward is `flow_grpo`.
         """
@@ -105,7 +105,7 @@ class Rules:
         return sum(credits) / len(credits)
 
     def flow_grpo(self, image: np.ndarray, detections: Sequence[Detection], metadata: dict[str, Any]) -> float:
-        """Return Flow-GRPO's training reward (2505.05470; reward_server/gen_eval.py of its reward server).
+        """Flow-GRPO's training reward (2505.05470; reward_server/gen_eval.py of its reward server).
 
         The mean of these credits of the `include` clauses. Number: 1 - |found - wanted| / wanted, which can be below 0;
         if it is wrong, one 0 for colour and position together. Colour: the same of the objects that have it. Position,
@@ -131,7 +131,7 @@ class Rules:
         return sum(credits) / len(credits)
 
     def _stands(self, those: list[Detection], clause: dict[str, Any], matched: list[list[Detection] | None]) -> bool:
-        """Return if all objects of a clause are where it says, from all those of its target."""
+        """True if all objects of a clause are where it says, from all those of its target."""
         relation, target = clause["position"]
         others = matched[target]
         return others is not None and all(relation in relations(one.box, other.box, self.position_threshold)
@@ -139,7 +139,7 @@ class Rules:
 
     def _attributes(self, image: np.ndarray, those: list[Detection], clause: dict[str, Any],
                     matched: list[list[Detection] | None]) -> list[bool]:
-        """Return, for the colour and the position that a clause demands, if the objects have them."""
+        """For the colour and the position that a clause demands, whether the objects have them."""
         right = []
         if "color" in clause:
             names = self.colours(image, those, clause["class"])
@@ -149,6 +149,7 @@ class Rules:
         return right
 
 
+@built_in("geneval", "count counting color composition spatial position alignment prompt following")
 @dataclass(frozen=True)
 class GenEval:
     """GenEval: 1 if an image has the objects of its prompt's metadata in number, colour and position, else 0.
@@ -188,17 +189,13 @@ class GenEval:
             raise UserError(f"reward {self.reward!r}: got {', '.join(given)}, which the detector {self.detector!r} "
                             "does not take: leave them out, or name mask2former or one of torchvision's")
         if isinstance(self.colours, str):
-            object.__setattr__(self, "colours", self._namer(self.colours, given))
+            if self.colours not in COLOURS or self.clip and self.colours != "clip":
+                raise UserError(f"reward {self.reward!r}: colours is {self.colours!r} and clip {self.clip}, expected "
+                                f"{' or '.join(COLOURS)}, and arguments in clip only for the latter")
+            namer: Namer = by_pixels if self.colours == "pixels" else ClipColours(**given | self.clip)
+            object.__setattr__(self, "colours", namer)
         if isinstance(self.detector, str):
             object.__setattr__(self, "detector", detector(self.detector, **given if local else {}))
-
-    def _namer(self, name: str, given: dict[str, Any]) -> Namer:
-        if name not in COLOURS or self.clip and name != "clip":
-            raise UserError(f"reward {self.reward!r}: colours is {name!r} and clip {self.clip}, expected "
-                            f"{' or '.join(COLOURS)}, and arguments in clip only for the latter")
-        if name == "pixels":
-            return by_pixels
-        return ClipColours(**given | self.clip)
 
     @property
     def made_of(self) -> list[str | Detector]:
@@ -221,6 +218,7 @@ class GenEval:
         return scores
 
 
+@built_in("geneval_fast", "count counting color composition spatial alignment prompt following")
 @dataclass(frozen=True)
 class GenEvalFast(GenEval):
     """GenEval's rules with a fast detector and measured colours: near its numbers, not comparable with them.

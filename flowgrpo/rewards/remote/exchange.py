@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import functools
-import ipaddress
 import itertools
 import json
 import math
@@ -22,10 +21,12 @@ from email.utils import parsedate_to_datetime
 from typing import TypeVar
 from urllib.parse import quote, urlsplit
 
+from flowgrpo import trust
 from flowgrpo.errors import UserError
 from flowgrpo.escaped import one_line
 from flowgrpo.nouns import quantity
 from flowgrpo.rewards.failures import LONGEST_WAIT, TimedOut, labelled
+from flowgrpo.trust import is_here
 
 CONNECT = 10.0  # seconds within which a live server accepts a connection
 REST = 30.0  # seconds for which a failed URL is used only if all others failed as well
@@ -53,7 +54,7 @@ def brief() -> Iterator[None]:
 
 
 def trying() -> bool:
-    """Return True in `brief`: what is asked for is a trial."""
+    """True in `brief`: what is asked for is a trial."""
     return _brief > 0
 
 
@@ -109,34 +110,37 @@ class Places:
 
 @dataclass(frozen=True)
 class Key:
-    """Secret of a request's header. source: in words, for what a run prints. plain: hosts of the user's own network, to
-    which it may also go unencrypted. further: the end of the error for other hosts."""
+    """Secret of a request's header. source: in words, for what a run prints. name: of its variable or file. plain:
+    hosts of the user's own network, to which it may also go unencrypted. further: the end of the error for other hosts.
+    agreed: the environment names the hosts that get it."""
 
     value: str = field(repr=False)
     source: str
+    name: str = ""
     plain: frozenset[str] = frozenset()
     further: str = ""
+    agreed: bool = False
 
     def require_private(self, who: str, urls: Sequence[str]) -> None:
         """Raise UserError for the first URL by which the key would leave this machine unencrypted."""
         import httpx
 
         for url in urls:
-            parts = httpx.URL(url)  # reads hosts as the requests do
+            parts = httpx.URL(url)
             if parts.scheme != "https" and not is_here(parts.host) and parts.host not in self.plain:
                 raise UserError(f"{who}: {self.source} would go to {_without_query(url)} unencrypted: use https://, or "
                                 f"a tunnel, `ssh -N -L 8000:127.0.0.1:PORT {parts.host}` and http://127.0.0.1:8000"
                                 f"{self.further}")
 
     def mask(self, text: str) -> str:
-        """Return a text that a server sent, with MASK for the key; MASK alone if it repeats the key encoded."""
+        """Text that a server sent, with MASK for the key; MASK alone if it repeats the key encoded."""
         text = text.replace(self.value, MASK)
         bare = "".join(text.split()).lower()
         return MASK if any(form in bare for form in self._forms) else text
 
     @functools.cached_property
     def _forms(self) -> frozenset[str]:
-        """Return the key in small letters as a text may hold it: itself, reversed, escaped, in base64 or hexadecimal.
+        """The key in small letters as a text may hold it: itself, reversed, escaped, in base64 or hexadecimal.
         Of base64, which depends on the place, the letters that any place gives."""
         data, forms = self.value.encode(), {self.value, self.value[::-1], self.value.encode().hex()}
         for letter in (r"\u{:04x}", r"\x{:02x}", "%{:02x}", "&#{};", "&#x{:x};"):
@@ -150,7 +154,7 @@ class Key:
 
 
 def environment_key(who: str, variable: str | None) -> Key | None:
-    """Return the key in an environment variable; None for no variable.
+    """Key in an environment variable; None for no variable.
     Raises UserError, which contains neither the key nor what is no variable's name, if there is none."""
     if variable is None:
         return None
@@ -161,11 +165,11 @@ def environment_key(who: str, variable: str | None) -> Key | None:
     if not key or not all("!" <= character <= "~" for character in key):
         raise UserError(f"{who}: key_env is {variable!r}: expected an environment variable of that name, with a key of "
                         "printable ASCII without spaces")
-    return Key(key, f"the key in {variable}")
+    return Key(key, f"the key in {variable}", variable)
 
 
 def as_json(who: str, name: str, value: object) -> bytes:
-    """Return a value as JSON. Raises UserError for one that JSON does not have, such as NaN or a date."""
+    """Value as JSON. Raises UserError for one that JSON does not have, such as NaN or a date."""
     try:
         return json.dumps(value, allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
@@ -173,16 +177,29 @@ def as_json(who: str, name: str, value: object) -> bytes:
                         "false, null, lists and objects of these") from None
 
 
-def is_here(host: str) -> bool:
-    """Return True for a name or an address of this machine alone."""
+def announce(who: str, sent: Sequence[str], urls: Sequence[str], key: Key | None = None) -> str:
+    """Print what goes where, `sent` in words, and return `who` with the label of the reward that is made.
+
+    Raises UserError for an address, and for a key, that may not leave this machine.
+    """
+    import httpx
+
     try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+        away = [url for url in urls if not is_here(httpx.URL(url).host)]  # reads hosts as the requests do
+    except httpx.InvalidURL as error:
+        raise UserError(f"{who}: {one_line(urls)}: expected an address that HTTP knows ({one_line(error)})") from None
+    if key is not None:
+        key.require_private(who, urls)
+    trust.require_address(who, away, *((key.source, key.name) if key and not key.agreed else ()))
+    listed = [*sent, *([key.source] if key else [])]
+    who = labelled(who)
+    tell(f"{who} sends {', '.join(listed[:-1])}{' and ' if listed[1:] else ''}{listed[-1]} to "
+         f"{', '.join(map(_without_query, urls))}")
+    return who
 
 
 def tell(line: str) -> None:
-    """Print to stderr what goes where, once in the first process."""
+    """Print a line to stderr, once in the first process."""
     if line not in _told and os.environ.get("RANK", "0") == "0":
         _told.add(line)
         print(line, file=sys.stderr, flush=True)
@@ -205,18 +222,13 @@ class Service:
                  key: Key | None = None) -> None:
         from flowgrpo.rewards.remote.http import Client  # here: httpx takes time to import
 
-        if key is not None:
-            key.require_private(who, urls)
-        listed = [*sent, *([key.source] if key else [])]
-        who = labelled(who)
-        tell(f"{who} sends {', '.join(listed[:-1])} and {listed[-1]} to {', '.join(map(_without_query, urls))}")
-        self.who, self.timeout, self.wait, self.key = who, timeout, wait, key
+        self.who, self.timeout, self.wait, self.key = announce(who, sent, urls, key), timeout, wait, key
         self.urls, self.attempts, self._places = len(urls), retries + len(urls), Places(urls)
         self._random = random.Random()  # leaves the run's random state untouched
         self._http = Client({"Content-Type": "application/json"} | headers, connections)
 
     def try_urls(self, attempt: Callable[[str], T]) -> T:
-        """Return `attempt(url)` of the first URL with a proper answer.
+        """`attempt(url)` of the first URL with a proper answer.
         Raises TimedOut if none has one, and in `brief` UserError if no server is there."""
         began = time.monotonic()
         for number in range(1, self.attempts + 1):
@@ -227,32 +239,28 @@ class Service:
                 last = error
             wait = self.wait * 2.0 ** (number - 1) * self._random.uniform(0.5, 1.5)
             wait = min(max(wait, getattr(last, "seconds", 0.0)), LONGEST_WAIT)
-            if _brief and self._gives_up(last, number, time.monotonic() + wait - began) or number == self.attempts:
+            if _brief and number >= self.urls and isinstance(last, Absent):
+                raise UserError(f"{self.who}: {last}: is a server running there, and is the URL right?")
+            late = time.monotonic() + wait - began > BRIEF and not isinstance(last, Later)  # a server may ask for it
+            if _brief and late or number == self.attempts:
                 break
             time.sleep(wait)
         raise TimedOut(f"{self.who}: {last} (asked {quantity(number, 'time')})")
 
-    def _gives_up(self, last: Unanswered, attempts: int, seconds: float) -> bool:
-        """True if, in `brief`, the next attempt, so many seconds after the first, is skipped; not if a server asks for
-        it.
-        Raises UserError if every URL was tried and the last is `Absent`."""
-        if attempts >= self.urls and isinstance(last, Absent):
-            raise UserError(f"{self.who}: {last}: is a server running there, and is the URL right?")
-        return seconds > BRIEF and not isinstance(last, Later)
-
     def request(self, method: str, url: str, body: bytes | None, read: Callable[[bytes], T],
                 refused: Callable[[str, int, Mapping[str, str], bytes], U]) -> T | U:
-        """Return `read` of an answer, or `refused(url, status, headers, answer)` for a status other than 200.
+        """`read` of an answer, or `refused(url, status, headers, answer)` for a status other than 200.
         Raises Unanswered if none came in time, or a redirect; `Absent` without a connection, and if `read` raises
         ValueError."""
         import httpx
 
+        connect = min(self.timeout, BRIEF_CONNECT if _brief else CONNECT)
         try:
-            status, headers, answer = self._http.exchange(method, url, body, self.timeout, self._connect())
+            status, headers, answer = self._http.exchange(method, url, body, self.timeout, connect)
             if status == 200:
                 return read(answer)
         except httpx.ConnectTimeout:
-            raise Absent(f"{url} took no connection within {self._connect():g} s") from None
+            raise Absent(f"{url} took no connection within {connect:g} s") from None
         except httpx.TimeoutException:
             raise Unanswered(f"{url} gave no answer within {self.timeout:g} s") from None
         except self._http.faults as error:
@@ -268,21 +276,15 @@ class Service:
         return refused(url, status, headers, answer)
 
     def quote(self, text: str) -> str:
-        """Return a text of a server as one line for a message, without the key."""
+        """Text of a server as one line for a message, without the key."""
         return one_line(self.key.mask(text) if self.key else text)
 
-    def _connect(self) -> float:
-        """Return the connection timeout in seconds."""
-        return min(self.timeout, BRIEF_CONNECT if _brief else CONNECT)
 
-
-def _without_query(url: str) -> str:
-    """Return a URL without its query, which may hold a secret."""
+def _without_query(url: str) -> str:  # which may hold a secret
     return url.partition("?")[0]
 
 
 def is_address(name: str) -> bool:
-    """True if a reward's name is a URL."""
     return name.startswith(("http://", "https://"))
 
 
@@ -302,7 +304,7 @@ def addresses(urls: str, who: str = "", expected: str = "http://host:port/NAME")
 
 
 def seconds(after: str) -> float:
-    """Return a Retry-After in seconds, given as a number or a date; 0 for anything else."""
+    """Retry-After in seconds, given as a number or a date; 0 for anything else."""
     try:
         wait = float(after)
     except ValueError:

@@ -33,15 +33,9 @@ def _event_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-def _loop() -> asyncio.AbstractEventLoop:
-    """Return the event loop of all requests of this process, in a thread of its own."""
-    with _one:  # else two threads that come first make two
-        return _event_loop()
-
-
 @functools.cache
 def _authorities() -> ssl.SSLContext:
-    """Return the certificate authorities of the system, and those of certifi."""
+    """Certificate authorities of the system, and those of certifi."""
     context = ssl.create_default_context()
     context.load_verify_locations(certifi.where())
     return context
@@ -59,13 +53,15 @@ class Client:
 
     def exchange(self, method: str, url: str, body: bytes | None, timeout: float, connect: float
                  ) -> tuple[int, dict[str, str], bytes]:
-        """Return an answer's status, its headers by their names in small letters, and its unpacked body.
+        """An answer's status, its headers by their names in small letters, and its unpacked body.
 
         timeout: seconds of all of it. connect: those of the connection.
         Raises an httpx exception if no answer came in time; ValueError for one that is too long or has another
         encoding.
         """
-        return asyncio.run_coroutine_threadsafe(self._exchange(method, url, body, timeout, connect), _loop()).result()
+        with _one:  # else two threads that come first make two loops
+            loop = _event_loop()
+        return asyncio.run_coroutine_threadsafe(self._exchange(method, url, body, timeout, connect), loop).result()
 
     async def _exchange(self, method: str, url: str, body: bytes | None, timeout: float, connect: float
                         ) -> tuple[int, dict[str, str], bytes]:
@@ -117,7 +113,7 @@ class Body:
         return machine is not None and machine.eof
 
     def whole(self) -> bytes:
-        """Return the bytes. Raises ValueError for a compressed body that is cut off."""
+        """Bytes. Raises ValueError for a compressed body that is cut off."""
         if self._machine and not self._machine.eof:
             raise ValueError(f"its {self._coding} is cut off")
         return bytes(self._content)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flowgrpo.rewards.about import About, with_facts
+from flowgrpo.rewards.about import About, built_in, with_facts
 from flowgrpo.rewards.starter.scene import FLOOR, Reading, ramp, read
 from flowgrpo.starter.motion import MOTIONS, Clip, parse
 from flowgrpo.starter.scenes import SIZE
@@ -89,13 +89,12 @@ def read_clips(videos: Tensor | np.ndarray) -> tuple[tuple[Reading, ...], ...]:
 
 @lru_cache(maxsize=1)
 def _readings(data: bytes, shape: tuple[int, ...]) -> tuple[tuple[Reading, ...], ...]:
-    """Return the readings of a batch, cached: all three rewards use the same one."""
+    """Cached: all three rewards of a batch use the same one."""
     videos = torch.from_numpy(np.frombuffer(data, np.float32).reshape(shape).copy())
     return tuple(tuple(read(frame) for frame in clip) for clip in videos)
 
 
 def _pair_with_claims(videos: Tensor | np.ndarray, prompts: Sequence[str]) -> list[tuple[tuple[Reading, ...], Clip]]:
-    """Pair the readings of each video with its prompt's claims."""
     claims, seen = [parse(prompt) for prompt in prompts], read_clips(videos)
     if len(seen) != len(claims):
         raise ValueError(f"the motion reward got {len(seen)} videos and {len(claims)} prompts, expected one prompt for "
@@ -103,6 +102,7 @@ def _pair_with_claims(videos: Tensor | np.ndarray, prompts: Sequence[str]) -> li
     return list(zip(seen, claims))
 
 
+@built_in("motion_graded")
 @with_facts(ABOUT)
 def motion_graded(videos: Tensor | np.ndarray, prompts: Sequence[str],
                   metadata: Sequence[dict[str, Any]] | None = None) -> list[float]:
@@ -117,6 +117,7 @@ def motion_graded(videos: Tensor | np.ndarray, prompts: Sequence[str],
     return [_grade(track(frames), MOTIONS[clip.motion]) for frames, clip in _pair_with_claims(videos, prompts)]
 
 
+@built_in("motion")
 @with_facts(ABOUT)
 def motion(videos: Tensor | np.ndarray, prompts: Sequence[str],
            metadata: Sequence[dict[str, Any]] | None = None) -> list[float]:
@@ -127,6 +128,7 @@ def motion(videos: Tensor | np.ndarray, prompts: Sequence[str],
     return [float(grade == 1.0) for grade in motion_graded(videos, prompts)]
 
 
+@built_in("appearance")
 @with_facts(ABOUT)
 def appearance(videos: Tensor | np.ndarray, prompts: Sequence[str],
                metadata: Sequence[dict[str, Any]] | None = None) -> list[float]:
@@ -134,28 +136,20 @@ def appearance(videos: Tensor | np.ndarray, prompts: Sequence[str],
 
     This is `scene` of every frame. Arguments and errors are those of `motion_graded`.
     """
-    return [float(all(_shows(frame, clip) for frame in frames)) for frames, clip in _pair_with_claims(videos, prompts)]
-
-
-def _shows(frame: Reading, clip: Clip) -> bool:
-    return frame.ground == 1 and [(blob.shape, blob.colour) for blob in frame.objects] == [(clip.shape, clip.colour)]
+    return [float(all(frame.ground == 1 and [(blob.shape, blob.colour) for blob in frame.objects]
+                      == [(clip.shape, clip.colour)] for frame in frames))
+            for frames, clip in _pair_with_claims(videos, prompts)]
 
 
 def _grade(trail: Track | None, claim: tuple[int, int, int]) -> float:
-    """Return the credit of a track for a claim: the signs of (x, y, size)."""
+    """Credit of a track for a claim: the signs of (x, y, size)."""
     if trail is None:
         return 0.0
     velocity, growth = trail.velocities.mean(0), trail.growths.mean()
-    course = _course(velocity, np.array(claim[:2]))
+    claimed, speed = np.array(claim[:2]), np.linalg.norm(velocity)
+    course = ramp(speed, PACE) * ramp(velocity @ claimed / max(speed, 1e-6), HEADING) if claimed.any() else \
+        ramp(speed, DRIFT)
     size = ramp(growth * claim[2], GROWTH) if claim[2] else ramp(abs(growth), SWELL)
     uneven = np.linalg.norm(trail.velocities - velocity, axis=1).max()
     evenness = ramp(uneven, UNEVEN) * ramp(np.abs(trail.growths - growth).max(), PULSE)
     return float(trail.legible * np.prod(FLOOR + (1 - FLOOR) * np.array([course, size, evenness])))
-
-
-def _course(velocity: np.ndarray, claimed: np.ndarray) -> float:
-    """Return the credit of a mean velocity [2] for a claimed direction [2], or for none (0, 0)."""
-    speed = np.linalg.norm(velocity)
-    if not claimed.any():
-        return float(ramp(speed, DRIFT))
-    return float(ramp(speed, PACE) * ramp(velocity @ claimed / max(speed, 1e-6), HEADING))

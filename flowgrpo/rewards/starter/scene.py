@@ -22,7 +22,7 @@ from scipy import ndimage
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from flowgrpo.rewards.about import About, with_facts
+from flowgrpo.rewards.about import About, built_in, with_facts
 from flowgrpo.starter.scenes import COLOURS, RELATIONS, SHAPES, SIZE, coverage, parse
 
 ABOUT = About(modality="image", range=(0, 1), needs="", licence="Apache-2.0")
@@ -51,7 +51,7 @@ FLOOR = 0.25  # remaining credit for a wrong shape, a wrong colour or a wrong re
 
 
 def ramp(x, ramp: tuple[float, float]):
-    """Return 0 up to the ramp's first bound, 1 from its second on, and a line between; of every element of x."""
+    """0 up to the ramp's first bound, 1 from its second on, and a line between; of every element of x."""
     return np.clip((x - ramp[0]) / (ramp[1] - ramp[0]), 0.0, 1.0)
 
 
@@ -65,7 +65,7 @@ _FINE, _REACH = 64, 1.5  # pixels per radius of the table of distances, and its 
 
 
 def _outline(shape: str) -> tuple[np.ndarray, float, float, float]:
-    """Return, for a shape of radius 1: signed distance to it on a fine grid (negative inside), area, perimeter, y of
+    """For a shape of radius 1: signed distance to it on a fine grid (negative inside), area, perimeter, y of
     the centroid."""
     half = int(_FINE * _REACH)
     mask = coverage(shape, _FINE, (half, half), 2 * half)
@@ -80,16 +80,6 @@ def _outline(shape: str) -> tuple[np.ndarray, float, float, float]:
 
 _table, _area, _perimeter, _lift = (np.array(part) for part in zip(*map(_outline, SHAPES)))
 _PALETTE = np.array(list(COLOURS.values()))
-
-
-def _templates(radius: np.ndarray, centre: np.ndarray, width: np.ndarray, window: tuple[slice, slice]) -> np.ndarray:
-    """Return masks [6, h, w] of the six shapes with these radii [6], centroid (x, y) and widths of their edges [6]."""
-    middles = centre[1] - _lift * radius, np.full(len(SHAPES), centre[0])
-    row, column = (
-        np.clip((_pixel_axis(part) - middle[:, None]) / radius[:, None] * _FINE + _REACH * _FINE,
-                0, len(_table[0]) - 1).astype(np.intp) for part, middle in zip(window, middles))
-    distance = _table[np.arange(len(SHAPES))[:, None, None], row[:, :, None], column[:, None, :]]
-    return np.clip(0.5 - distance * (radius / width)[:, None, None], 0, 1)
 
 
 def _pixel_axis(part: slice) -> np.ndarray:
@@ -142,7 +132,7 @@ def read(image: Tensor | np.ndarray) -> Reading:
 
 
 def detect(image: Tensor | np.ndarray) -> list[Detected]:
-    """Return all blobs of an image [3, 64, 64] in [0, 1], largest first; non-objects have `shape` or `colour` None."""
+    """All blobs of an image [3, 64, 64] in [0, 1], largest first; non-objects have `shape` or `colour` None."""
     return list(read(image).objects)
 
 
@@ -158,7 +148,7 @@ def _pixels(images: Tensor | np.ndarray) -> np.ndarray:
 
 
 def _read(image: np.ndarray) -> Reading:
-    """Read an image [3, 64, 64]."""
+    """Blobs and ground of an image, float32 [3, 64, 64] in [0, 1]."""
     offset = image - np.median(image, (1, 2), keepdims=True)
     distance = _length(offset)
     labels, around = _blobs(distance > STANDS_OUT)
@@ -181,7 +171,7 @@ def _read(image: np.ndarray) -> Reading:
 
 @lru_cache(maxsize=512)
 def _read_once(pixels: bytes) -> Reading:
-    """Read an image, float32 [3, 64, 64]; `scene` and `scene_graded` of one batch share it."""
+    """pixels: float32 [3, 64, 64]. `scene` and `scene_graded` of one batch share the reading."""
     return _read(np.frombuffer(pixels, np.float32).reshape(3, SIZE, SIZE))
 
 
@@ -193,8 +183,7 @@ _CROSS, _BLOCK = ndimage.generate_binary_structure(2, 1), ndimage.generate_binar
 
 
 def _blobs(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return labels 1, 2, ... of the connected blobs by falling size, and the same dilated by 3 pixels, to hold the
-    edges."""
+    """Labels 1, 2, ... of the connected blobs by falling size, and the same dilated by 3 pixels, to hold the edges."""
     labels, _ = ndimage.label(mask)
     sizes = np.bincount(labels.ravel())
     sizes[0] = 0
@@ -234,7 +223,13 @@ def _compare(alpha: np.ndarray, area: float, centre: np.ndarray,
     radius = np.sqrt(area / _area)
     # Across an edge that is a ramp of width w, alpha (1 - alpha) integrates to w / 6.
     width = 6 * (alpha * (1 - alpha)).sum() / (_perimeter * radius)
-    templates = _templates(radius, centre, np.clip(width, 1, 4), window)
+    # Masks [6, h, w] of the shapes with these radii, centroid and softness, from the table of distances.
+    middles = centre[1] - _lift * radius, np.full(len(SHAPES), centre[0])
+    row, column = (
+        np.clip((_pixel_axis(part) - middle[:, None]) / radius[:, None] * _FINE + _REACH * _FINE,
+                0, len(_table[0]) - 1).astype(np.intp) for part, middle in zip(window, middles))
+    distance = _table[np.arange(len(SHAPES))[:, None, None], row[:, :, None], column[:, None, :]]
+    templates = np.clip(0.5 - distance * (radius / np.clip(width, 1, 4))[:, None, None], 0, 1)
     shared = np.minimum(templates, alpha).sum((1, 2))
     overlap = shared / (2 * area - shared)
     second, best = np.argsort(overlap)[-2:]
@@ -244,7 +239,7 @@ def _compare(alpha: np.ndarray, area: float, centre: np.ndarray,
 
 
 def _moments(alpha: np.ndarray, window: tuple[slice, slice]) -> tuple[float, np.ndarray, float]:
-    """Return area, centroid (x, y) and shortest over longest axis of a mask [h, w]."""
+    """Area, centroid (x, y) and shortest over longest axis of a mask [h, w]."""
     y, x = map(_pixel_axis, window)
     area, column, row = alpha.sum(), alpha.sum(0), alpha.sum(1)
     centre = np.array([column @ x, row @ y]) / area
@@ -257,7 +252,7 @@ def _moments(alpha: np.ndarray, window: tuple[slice, slice]) -> tuple[float, np.
 # --- the rewards -----------------------------------------------------------------------------------------------------
 
 def edge_widths(images: Tensor | np.ndarray) -> list[float]:
-    """Return the mean width in pixels of the contours of each image's objects; NaN for an image without objects.
+    """Mean width in pixels of the contours of each image's objects; NaN for an image without objects.
 
     Drawn shapes have 1, and the shapes of an image do not change it by their number or size. An object here is a blob
     of one paint that is neither tiny nor stretched.
@@ -270,6 +265,7 @@ def edge_widths(images: Tensor | np.ndarray) -> list[float]:
     return [float(np.mean(found)) if found else float("nan") for found in widths]
 
 
+@built_in("scene_edge_width")
 @with_facts(About(modality="image", range=(0, None), needs="", licence="Apache-2.0"))
 def scene_edge_width(images: Tensor | np.ndarray, prompts: Sequence[str],
                      metadata: Sequence[dict[str, Any]] | None = None) -> list[float | None]:
@@ -300,6 +296,7 @@ def _slots(prompt: str) -> _Slots:
     return _Slots(shapes, colours, first, np.array(RELATIONS[claims.relation]) if claims.relation else None)
 
 
+@built_in("scene_graded", "count counting colour color shape")
 @with_facts(ABOUT)
 def scene_graded(images: Tensor | np.ndarray, prompts: Sequence[str],
                  metadata: Sequence[dict[str, Any]] | None = None) -> list[float]:
@@ -320,6 +317,7 @@ def scene_graded(images: Tensor | np.ndarray, prompts: Sequence[str],
     return [_grade(_read_once(image.tobytes()), slot) for image, slot in zip(pixels, slots)]
 
 
+@built_in("scene", "count counting colour color shape")
 @with_facts(ABOUT)
 def scene(images: Tensor | np.ndarray, prompts: Sequence[str],
           metadata: Sequence[dict[str, Any]] | None = None) -> list[float]:
@@ -334,7 +332,11 @@ def _grade(reading: Reading, slots: _Slots) -> float:
     if not reading.objects:
         return 0.0
     centres = np.array([blob.centre for blob in reading.objects])
-    credit = _credit(reading.objects, slots)
+    # Of each blob as each claimed object: [blobs, slots].
+    shapes = np.array([blob.shapes for blob in reading.objects])[:, slots.shapes]
+    colours = np.array([[*blob.colours, blob.colours.max()] for blob in reading.objects])[:, slots.colours]
+    whole = np.array([blob.crispness * blob.unity for blob in reading.objects])
+    credit = whole[:, None] * _above_floor(shapes) * _above_floor(colours)
     # If shapes and colours leave a choice (a ring left of a ring), the relation decides.
     hint = 0.0 if slots.direction is None else 1e-4 / SIZE * np.outer(centres @ slots.direction, 2 * slots.first - 1)
     taken, slot = linear_sum_assignment(credit + hint, maximize=True)
@@ -343,16 +345,8 @@ def _grade(reading: Reading, slots: _Slots) -> float:
     return float(reading.ground * shown * _direction(centres[taken], slots.first[slot], slots.direction))
 
 
-def _credit(objects: Sequence[Detected], slots: _Slots) -> np.ndarray:
-    """Return the credit [blobs, slots] of each blob as each claimed object."""
-    shapes = np.array([blob.shapes for blob in objects])[:, slots.shapes]
-    colours = np.array([[*blob.colours, blob.colours.max()] for blob in objects])[:, slots.colours]
-    whole = np.array([blob.crispness * blob.unity for blob in objects])
-    return whole[:, None] * _above_floor(shapes) * _above_floor(colours)
-
-
 def _direction(centres: np.ndarray, first: np.ndarray, direction: np.ndarray | None) -> float:
-    """Return the credit of a relation: the worst pair of a first and another object; 1 if none is claimed."""
+    """Credit of a relation: the worst pair of a first and another object; 1 if none is claimed."""
     if direction is None:
         return 1.0
     if first.all() or not first.any():

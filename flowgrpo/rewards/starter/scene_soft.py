@@ -4,6 +4,7 @@ areas with crisp edges, without grain, blur or shading.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flowgrpo.rewards.about import About, differentiable, with_facts
+from flowgrpo.rewards.about import About, built_in, differentiable, with_facts
 from flowgrpo.rewards.guards import widths_of
 from flowgrpo.starter import scenes
 from flowgrpo.starter.scenes import COLOURS, RELATIONS, SHAPES, SIZE, Claims, coverage, parse
@@ -40,8 +41,8 @@ RENDERED, SEED = 256, 0  # scenes of the reference
 
 @lru_cache(maxsize=8)
 def _bank(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the transforms [2, 6, radii, WIDTH, WIDTH//2+1] of the templates of six shapes and of the rest of their
-    discs, centred at pixel 0, and the templates' areas [6, radii]."""
+    """Transforms [2, 6, radii, WIDTH, WIDTH//2+1] of the templates of six shapes and of the rest of their discs,
+    centred at pixel 0, and the templates' areas [6, radii]."""
     middle = (WIDTH // 2 + 0.5, WIDTH // 2 + 0.5)
     shapes = np.array([[coverage(shape, radius, middle, WIDTH) for radius in RADII] for shape in SHAPES])
     discs = np.array([coverage("circle", REACH * radius / 0.97, middle, WIDTH) for radius in RADII])  # circle: 0.97
@@ -50,7 +51,7 @@ def _bank(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def membership(images: Tensor) -> Tensor:
-    """Return the degree in [0, 1] of each colour at every pixel: [B, 6, H, W] of images [B, 3, H, W].
+    """Degree in [0, 1] of each colour at every pixel: [B, 6, H, W] of images [B, 3, H, W].
 
     A sigmoid of the pixel's progress from the ground to the paint, times its closeness to that line.
     """
@@ -62,25 +63,26 @@ def membership(images: Tensor) -> Tensor:
 
 
 def foreground(images: Tensor) -> Tensor:
-    """Return every pixel's difference from the ground, in [0, 1]: [B, H, W] of images [B, 3, H, W]."""
+    """Every pixel's difference from the ground, in [0, 1]: [B, H, W] of images [B, 3, H, W]."""
     far = (images - GROUND).square().sum(1) / STRANGE**2
     return far.square() / (far.square() + 1)
 
 
 def overlaps(colours: Tensor, paint: Tensor) -> Tensor:
-    """Return the intersection over union of every colour [n, H, W] with the templates centred at every pixel: [n, 6,
-    radii, H, W]. The union is that of the template and of any paint [H, W] in its disc."""
+    """Intersection over union of every colour [n, H, W] with the templates centred at every pixel: [n, 6, radii, H, W].
+    The union is that of the template and of any paint [H, W] in its disc."""
     bank, area = _bank(paint.dtype, paint.device)
     shared, around = _correlate(colours, bank[0]), _correlate(paint[None], bank[1])
     return shared / (area[..., None, None] + around)
 
 
 def _correlate(maps: Tensor, transforms: Tensor) -> Tensor:
-    """Return sums [n, ..., H, W] of maps [n, H, W] under templates, given by their transforms, at every pixel."""
+    """Sums [n, ..., H, W] of maps [n, H, W] under templates, given by their transforms, at every pixel."""
     waves = torch.fft.rfft2(maps, (WIDTH, WIDTH))[:, None, None] * transforms
     return torch.fft.irfft2(waves, (WIDTH, WIDTH))[..., :SIZE, :SIZE]
 
 
+@built_in("scene_soft")
 @differentiable
 @with_facts(About(modality="image", range=(0, 1), needs="", licence="Apache-2.0"))
 def scene_soft(images: Tensor, prompts: Sequence[str], metadata: Sequence[dict[str, Any]] | None = None) -> Tensor:
@@ -101,9 +103,14 @@ def scene_soft(images: Tensor, prompts: Sequence[str], metadata: Sequence[dict[s
 
 
 def _score(maps: Tensor, paint: Tensor, claims: Claims) -> Tensor:
-    """Return the score of one image, from its colours [6, H, W] and its paint [H, W]."""
+    """Score of one image, from its colours [6, H, W] and its paint [H, W]."""
     slots = [number for number, claim in enumerate(claims.objects) for _ in range(claim.count)]
-    names = _claimed_colours(maps, claims)
+    named = {claim.colour for claim in claims.objects}
+    if None in named:  # its colour is open: those present in the image
+        mass = maps.detach().sum((1, 2))
+        there = (mass > FAINT) | (mass == mass.max())
+        named |= {name for name, present in zip(COLOURS, there.tolist()) if present}
+    names = [name for name in COLOURS if name in named]
     colours = maps[[list(COLOURS).index(name) for name in names]]
     over = overlaps(colours, paint)
     best = over.amax(2)  # of all radii: [colours, 6, H, W]
@@ -111,25 +118,16 @@ def _score(maps: Tensor, paint: Tensor, claims: Claims) -> Tensor:
     credit = best * (SHARPNESS * compared).softmax(1)
     taken = _places(credit.detach(), over.detach(), claims, slots, names)
     shown = sum(credit[colour, SHAPES.index(claims.objects[slot].shape), y, x] for slot, colour, y, x, _ in taken)
-    elsewhere = (paint * _outside(taken, paint)).sum() / OBJECT
+    outside = torch.stack([_distance(place, paint) > REACH * place[-1] + 1.5 for place in taken]).all(0)
+    elsewhere = (paint * outside.to(paint)).sum() / OBJECT
     return _direction(colours, taken, claims) * shown / (len(slots) + elsewhere)
-
-
-def _claimed_colours(maps: Tensor, claims: Claims) -> list[str]:
-    """Return the colours that the claims name and, if one leaves its colour open, those present in the image."""
-    named = {claim.colour for claim in claims.objects}
-    if None in named:
-        mass = maps.detach().sum((1, 2))
-        there = (mass > FAINT) | (mass == mass.max())
-        named |= {name for name, present in zip(COLOURS, there.tolist()) if present}
-    return [name for name in COLOURS if name in named]
 
 
 Place = tuple[int, int, int, int, float]  # slot, colour, row, column, radius
 
 
 def _places(credit: Tensor, over: Tensor, claims: Claims, slots: list[int], names: list[str]) -> list[Place]:
-    """Return the places of the claimed objects, the best credited first; each place is used once."""
+    """Places of the claimed objects, the best credited first; each place is used once."""
     free, left, taken = torch.ones_like(credit[0, 0]), list(slots), []
     while left:
         best: dict[int, tuple[float, int, int, int]] = {}
@@ -148,22 +146,22 @@ def _places(credit: Tensor, over: Tensor, claims: Claims, slots: list[int], name
     return taken
 
 
-def _outside(taken: list[Place], like: Tensor) -> Tensor:
-    """Return 1 outside every template's disc, else 0: [H, W]."""
-    return torch.stack([_distance(place, like) > REACH * place[-1] + 1.5 for place in taken]).all(0).to(like)
-
-
 def _distance(place: Place, like: Tensor) -> Tensor:
-    """Return every pixel's distance from a place: [H, W]."""
+    """Every pixel's distance from a place: [H, W]."""
     axis = torch.arange(SIZE, device=like.device, dtype=like.dtype)
     return torch.hypot(axis[:, None] - place[2], axis[None, :] - place[3])
 
 
 def _direction(colours: Tensor, taken: list[Place], claims: Claims) -> Tensor | float:
-    """Return the credit of a relation: the worst pair of a first and another object; 1.0 if none is claimed."""
+    """Credit of a relation: the worst pair of a first and another object; 1.0 if none is claimed."""
     if claims.relation is None:
         return 1.0
-    centres = {number: [_centroid(colours, place) for place in taken if place[0] == number] for number in (0, 1)}
+    centres: dict[int, list[Tensor]] = defaultdict(list)  # (x, y) of a place's colour around it
+    axis = torch.arange(SIZE, device=colours.device, dtype=colours.dtype)
+    for place in taken:
+        mass = colours[place[1]] * (_distance(place, colours) <= REACH * place[-1])
+        centroid = torch.stack([mass.sum(0) @ axis, mass.sum(1) @ axis]) / (mass.sum() + 1e-3)
+        centres[place[0]].append(centroid)
     line = torch.stack([first - other for first in centres[0] for other in centres[1]])
     cosine = line @ line.new_tensor(RELATIONS[claims.relation]) / (line.norm(dim=1) + 1e-3)
     if claims.objects[0] == claims.objects[1]:
@@ -172,17 +170,9 @@ def _direction(colours: Tensor, taken: list[Place], claims: Claims) -> Tensor | 
     return FLOOR + (1 - FLOOR) * ((way + holds) / 2).amin()
 
 
-def _centroid(colours: Tensor, place: Place) -> Tensor:
-    """Return the centroid (x, y) of a place's colour around it: [2]."""
-    _, colour, _, _, radius = place
-    mass = colours[colour] * (_distance(place, colours) <= REACH * radius)
-    axis = torch.arange(SIZE, device=colours.device, dtype=colours.dtype)
-    return torch.stack([mass.sum(0) @ axis, mass.sum(1) @ axis]) / (mass.sum() + 1e-3)
-
-
 def gradients(images: np.ndarray) -> np.ndarray:
-    """Return histograms [B, 12], each of sum 1, of the gradients of images [B, 3, H, W]: their length in sRGB per
-    pixel, a mean over the channels."""
+    """Histograms [B, 12], each of sum 1, of the gradients of images [B, 3, H, W]: their length in sRGB per pixel, a
+    mean over the channels."""
     across, down = np.diff(images, axis=3)[:, :, :-1], np.diff(images, axis=2)[:, :, :, :-1]
     lengths = np.hypot(across, down).mean(1)
     return np.stack([np.histogram(each, BOUNDS)[0] / each.size for each in lengths])
@@ -190,7 +180,7 @@ def gradients(images: np.ndarray) -> np.ndarray:
 
 @cache
 def reference() -> tuple[np.ndarray, float]:
-    """Return the mean histogram [12] and the mean edge width of rendered scenes, their tasks in turn."""
+    """Mean histogram [12] and the mean edge width of rendered scenes, their tasks in turn."""
     rng = np.random.default_rng(SEED)
     tasks = (scenes.TASKS[i % len(scenes.TASKS)] for i in range(RENDERED))
     rendered = np.stack([scenes.render(scenes.sample_claims(rng, task), rng) for task in tasks]).transpose(0, 3, 1, 2)
@@ -198,10 +188,10 @@ def reference() -> tuple[np.ndarray, float]:
 
 
 def _widths(images: np.ndarray) -> Tensor:
-    """Return the mean edge width [B] of the channels of images [B, 3, H, W]; NaN for an image without edges."""
     return widths_of(torch.from_numpy(images)).nanmean(1)
 
 
+@built_in("scene_style", "style look")
 @with_facts(ABOUT)
 def scene_style(images: Tensor | np.ndarray, prompts: Sequence[str], metadata: Sequence[dict[str, Any]] | None = None
                 ) -> list[float]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from flowgrpo.errors import UserError
@@ -114,69 +115,52 @@ class Endpoint:
             object.__setattr__(self, name, value)
 
     def ask(self, messages: Callable[[int], list[dict[str, Any]]], count: int) -> list[Answer]:
-        """Return the answers to `messages(0)` to `messages(count - 1)`, in order, with `concurrency` requests at a
-        time."""
+        """Answers to `messages(0)` to `messages(count - 1)`, in order, with `concurrency` requests at a time."""
 
         def one(part: range) -> Answer:
             body = {"messages": messages(part.start), "temperature": self.temperature, "max_tokens": self.max_tokens}
-            return self._complete({key: value for key, value in (body | self.extra).items() if value is not None})
+            body = {key: value for key, value in (body | self.extra).items() if value is not None}
+            return self._service.try_urls(partial(self._attempt, body=body))
 
         return side_by_side(one, [range(i, i + 1) for i in range(count)], self.concurrency)
 
-    def _complete(self, body: dict[str, Any]) -> Answer:
-        return self._service.try_urls(lambda url: self._attempt(url, body))
-
     def _attempt(self, url: str, body: dict[str, Any]) -> Answer:
-        """Return a URL's answer. Own keys that it refuses are sent as it takes them, once each."""
+        """A URL's answer. Own keys that it refuses are sent as it takes them, once each."""
         while True:
-            sent = {"model": self.model or self._only_model(url)} | self._in_dialect(url, body)
-
-            def handle_error(url: str, status: int, headers: Mapping[str, str], reply: bytes) -> Answer:
-                return self._handle_error(url, status, headers, reply, sent)
-
+            names = [self.model] if self.model else [name for name, _ in self._models(url)]
+            if len(names) != 1:
+                raise UserError(f"{WHO}: {url} serves {len(names)} models: set model to one of "
+                                f"{self._service.quote(', '.join(names)) or 'them'}")
+            sent = {"model": names[0]} | self._in_dialect(url, body)
             try:
                 return self._service.request("POST", f"{url}/chat/completions", json.dumps(sent).encode(), answer,
-                                             handle_error)
+                                             partial(self._handle_error, sent=sent))
             except _Unknown as error:
-                self._learn(url, error.keys)
-
-    def _learn(self, url: str, keys: Sequence[str]) -> None:
-        with self._lock:
-            for key in keys:
-                self._dialects.setdefault(url, {})[key] = name = DIALECT[key]
-                tell(f"{self._service.who}: {url} does not take {key}: it is "
-                     + (f"sent as {name}" if name else "left out"))
+                with self._lock:
+                    for key in error.keys:
+                        self._dialects.setdefault(url, {})[key] = name = DIALECT[key]
+                        tell(f"{self._service.who}: {url} does not take {key}: it is "
+                             + (f"sent as {name}" if name else "left out"))
 
     def _in_dialect(self, url: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Return a request in the keys that a URL takes. Without the key for it, the beginning of an answer is left
-        out too."""
+        """Request in the keys that a URL takes. Without the key for it, the beginning of an answer is left out too."""
         known = dict(self._dialects.get(url, {}))
-        if body.get(PREFILL) and PREFILL not in self._given and self._owner(url) not in GOING_ON:
-            known |= {PREFILL: None, "add_generation_prompt": None}
+        if body.get(PREFILL) and PREFILL not in self._given:
+            try:
+                owner = next(iter(self._models(url)), ("", ""))[1]
+            except (Absent, UserError):  # it lists no models
+                owner = ""
+                with self._lock:
+                    self._served[url] = []
+            if owner not in GOING_ON:
+                known |= {PREFILL: None, "add_generation_prompt": None}
         sent = {name: value for key, value in body.items() if (name := known.get(key, key)) is not None}
         if body.get(PREFILL) and PREFILL not in sent and sent["messages"][-1]["role"] == "assistant":
             sent["messages"] = sent["messages"][:-1]
         return sent
 
-    def _owner(self, url: str) -> str:
-        """Return the `owned_by` of a URL's models; empty where it lists none."""
-        try:
-            return next(iter(self._models(url)), ("", ""))[1]
-        except (Absent, UserError):
-            with self._lock:
-                self._served[url] = []
-            return ""
-
-    def _only_model(self, url: str) -> str:
-        """Return the only model served at a URL."""
-        names = [name for name, _ in self._models(url)]
-        if len(names) != 1:
-            raise UserError(f"{WHO}: {url} serves {len(names)} models: set model to one of "
-                            f"{self._service.quote(', '.join(names)) or 'them'}")
-        return names[0]
-
     def _models(self, url: str) -> list[tuple[str, str]]:
-        """Return the names and the owners of the models served at a URL, asked for once."""
+        """Names and owners of the models served at a URL, asked for once."""
         with self._lock:
             if url not in self._served:
                 listed = self._service.request("GET", f"{url}/models", None, _models, self._handle_error)
@@ -186,7 +170,7 @@ class Endpoint:
 
     def _handle_error(self, url: str, status: int, headers: Mapping[str, str], body: bytes,
                       sent: Mapping[str, Any] = {}) -> Answer:
-        """Return a refusal of the service; else raise the error for a status: the user's, this request's, a transient
+        """A refusal of the service; else raises the error for a status: the user's, this request's, a transient
         one, or that of keys which the server does not take.
 
         sent: the request.
@@ -205,19 +189,14 @@ class Endpoint:
                             f"serve the model {self.model!r}?)")
         if 400 <= status < 500 and any(code in FILTERED for code in codes):
             return Answer("", refused=True)
-        self._require_possible(status, f"{message} {error['param']}", sent)
+        if status in (400, 422) and _UNKNOWN.search(why := f"{message} {error['param']}"):
+            if keys := [key for key in DIALECT if key in sent and key not in self._given
+                        and re.search(rf"\b{key}\b", why)]:
+                raise _Unknown(keys)
         if 400 <= status < 500 and status not in PASSING:
             raise (UserError if trying() else Failed)(f"{WHO}: {message}")
         after = headers.get("retry-after")
         raise Later(message, seconds(after)) if after else Unanswered(message)
-
-    def _require_possible(self, status: int, reason: str, sent: Mapping[str, Any]) -> None:
-        """Raise _Unknown for own keys of a request that a server refuses by name."""
-        if status in (400, 422) and _UNKNOWN.search(reason):
-            keys = [key for key in DIALECT if key in sent and key not in self._given
-                    and re.search(rf"\b{key}\b", reason)]
-            if keys:
-                raise _Unknown(keys)
 
 
 def answer(body: bytes) -> Answer:
@@ -231,7 +210,11 @@ def answer(body: bytes) -> Answer:
         streams = stream.startswith((b"data:", b"event:", b":"))
         choice = _parse_stream(body) if streams else json.loads(body)["choices"][0]
         message, reason = choice["message"], choice.get("finish_reason")
-        text = _text(message.get("content")) or "\n".join(_arguments(message))
+        text = _text(message.get("content"))
+        if not text:
+            calls = [call["function"] for call in message.get("tool_calls") or ()]
+            given = [call.get("arguments") or "" for call in [*calls, message.get("function_call") or {}]]
+            text = "\n".join(each if isinstance(each, str) else json.dumps(each) for each in given)
         if not text and reason != "length":
             text = _text(message.get("reasoning_content")) or _text(message.get("reasoning"))
         refused = bool(message.get("refusal")) or reason == "content_filter"
@@ -242,7 +225,7 @@ def answer(body: bytes) -> Answer:
 
 
 def _text(content: Any) -> str:
-    """Return the text of a message's content: a text, parts of it, or None. Raises TypeError for anything else."""
+    """content: a text, parts of it, or None. Raises TypeError for anything else."""
     if isinstance(content, list):
         content = "".join(part if isinstance(part, str) else part["text"] for part in content
                           if isinstance(part, str) or part.get("type") in ("text", "output_text"))
@@ -251,17 +234,8 @@ def _text(content: Any) -> str:
     return content or ""
 
 
-def _arguments(message: dict[str, Any]) -> Iterator[str]:
-    """Yield the arguments, JSON, of a message's calls of tools."""
-    calls = [call["function"] for call in message.get("tool_calls") or ()] + [message.get("function_call") or {}]
-    for call in calls:
-        given = call.get("arguments") or ""
-        yield given if isinstance(given, str) else json.dumps(given)
-
-
 def _parse_stream(body: bytes) -> dict[str, Any]:
-    """Return the choice that the events of a stream make together. Raises ValueError if they make none, or end within
-    it."""
+    """Choice that the events of a stream make together. Raises ValueError if they make none, or end within it."""
     message: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": []}
     tokens: list[Any] = []
     reason, ended = None, False
@@ -273,8 +247,11 @@ def _parse_stream(body: bytes) -> dict[str, Any]:
             message["content"] += _text(delta.get("content"))
             message["reasoning_content"] += _text(delta.get("reasoning_content")) or _text(delta.get("reasoning"))
             message["refusal"] = message.get("refusal") or delta.get("refusal")
-            for call in delta.get("tool_calls") or ():
-                _add_call(message["tool_calls"], call)
+            calls = message["tool_calls"]
+            for part in delta.get("tool_calls") or ():  # one of a new index begins another call
+                if not calls or part.get("index", 0) != calls[-1]["index"]:
+                    calls.append({"index": part.get("index", 0), "function": {"arguments": ""}})
+                calls[-1]["function"]["arguments"] += (part.get("function") or {}).get("arguments") or ""
             tokens += (choice.get("logprobs") or {}).get("content") or ()
             reason = choice.get("finish_reason") or reason
     if not (ended or reason):
@@ -282,22 +259,15 @@ def _parse_stream(body: bytes) -> dict[str, Any]:
     return {"message": message, "finish_reason": reason, "logprobs": {"content": tokens}}
 
 
-def _add_call(calls: list[dict[str, Any]], part: dict[str, Any]) -> None:
-    """Add a part of a tool's call: one of a new index begins another call."""
-    if not calls or part.get("index", 0) != calls[-1]["index"]:
-        calls.append({"index": part.get("index", 0), "function": {"arguments": ""}})
-    calls[-1]["function"]["arguments"] += (part.get("function") or {}).get("arguments") or ""
-
-
 def _tokens(logprobs: Any) -> tuple[tuple[str, dict[str, float]], ...]:
-    """Return tokens with their alternatives; alternatives that differ only in spaces stay separate."""
+    """Tokens with their alternatives; alternatives that differ only in spaces stay separate."""
     content = (logprobs or {}).get("content") or ()
     return tuple((token["token"], {other["token"]: float(other["logprob"]) for other in token["top_logprobs"]})
                  for token in content if token.get("top_logprobs"))
 
 
 def _models(body: bytes) -> list[tuple[str, str]]:
-    """Return the names and owners of a list of models. Raises ValueError for anything else."""
+    """Names and owners of a list of models. Raises ValueError for anything else."""
     try:
         return [(str(model["id"]), str(model.get("owned_by", ""))) for model in json.loads(body)["data"]]
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError):
@@ -305,7 +275,7 @@ def _models(body: bytes) -> list[tuple[str, str]]:
 
 
 def _error(body: bytes) -> dict[str, str]:
-    """Return the message, code, type and param of a server's refusal, empty where it states none.
+    """Message, code, type and param of a server's refusal, empty where it states none.
 
     The message is under `error`, `message` or `detail`, a text or a list of pydantic's errors, or is the body itself.
     """
@@ -322,7 +292,7 @@ def _error(body: bytes) -> dict[str, str]:
 
 
 def _reason(value: Any) -> str:
-    """Return a reason as a text: of pydantic's errors the places and what is wrong there."""
+    """Reason as a text: of pydantic's errors the places and what is wrong there."""
     if isinstance(value, list):
         return "; ".join(map(_reason, value[:3]))
     if isinstance(value, dict):
@@ -333,6 +303,6 @@ def _reason(value: Any) -> str:
 
 
 def user(parts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages of one question. Text alone goes as a text, which every server takes."""
+    """Messages of one question. Text alone goes as a text, which every server takes."""
     texts = [part["text"] for part in parts if part["type"] == "text"]
     return [{"role": "user", "content": "\n".join(texts) if len(texts) == len(parts) else list(parts)}]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from flowgrpo.data.open_image import require_open
 from flowgrpo.errors import UserError
 from flowgrpo.escaped import one_line
-from flowgrpo.rewards.about import About, Pairing
+from flowgrpo.rewards.about import About, Pairing, built_in
 from flowgrpo.rewards.failures import Failed
 from flowgrpo.rewards.reward import modality_of
 from flowgrpo.rewards.vlm_judge.client import Answer, Endpoint, user
@@ -33,14 +33,14 @@ LICENCE = "Apache-2.0, the model's"
 
 
 def frame_index(count: int, number: int) -> list[int]:
-    """Return `number` of `count` frames, evenly spaced from first to last; the middle one for one, all if fewer."""
+    """`number` of `count` frames, evenly spaced from first to last; the middle one for one, all if fewer."""
     if number >= count:
         return list(range(count))
     return [count // 2] if number == 1 else [round(i * (count - 1) / (number - 1)) for i in range(number)]
 
 
 def data_url(picture: Tensor, longest: int, encoding: str) -> str:
-    """Return an image [3, H, W] in [0, 1] as an 8-bit data URL, its longer side at most `longest` pixels.
+    """Image [3, H, W] in [0, 1] as an 8-bit data URL, its longer side at most `longest` pixels.
     Raises Failed for an image that holds NaN or an infinity."""
     from PIL import Image
 
@@ -57,17 +57,15 @@ def data_url(picture: Tensor, longest: int, encoding: str) -> str:
 
 
 def image_part(url: str) -> dict[str, Any]:
-    """Return an image's part of a message."""
     return {"type": "image_url", "image_url": {"url": url}}
 
 
 def text_part(text: str) -> dict[str, Any]:
-    """Return a text's part of a message."""
     return {"type": "text", "text": text}
 
 
 def sources(entry: dict[str, Any]) -> tuple[str, list[str]]:
-    """Return (the metadata key, the paths) of what a prompt's output is made from; ("", []) for none."""
+    """(the metadata key, the paths) of what a prompt's output is made from; ("", []) for none."""
     for key in ("images", "image", "video"):
         if key in entry:
             return key, [str(path) for path in entry[key]] if isinstance(entry[key], list) else [str(entry[key])]
@@ -75,7 +73,7 @@ def sources(entry: dict[str, Any]) -> tuple[str, list[str]]:
 
 
 def source_parts(entry: dict[str, Any], frames: int, longest: int, encoding: str) -> list[dict[str, Any]]:
-    """Return the labelled source images of a prompt, or `frames` frames of its source video, as parts of a message.
+    """Labelled source images of a prompt, or `frames` frames of its source video, as parts of a message.
 
     entry: the prompt's metadata; without a source there are no parts. Raises UserError for an unreadable file.
     """
@@ -94,7 +92,7 @@ def source_parts(entry: dict[str, Any], frames: int, longest: int, encoding: str
 
 @functools.lru_cache(maxsize=KEPT)
 def _urls(path: str, modified: int, video: bool, frames: int, longest: int, encoding: str) -> tuple[str, ...]:
-    """Return a source's images as data URLs. modified: of the file, which a changed one differs in."""
+    """A source's images as data URLs. modified: of the file, which a changed one differs in."""
     from flowgrpo.data.images import Clip, frame_count, read_image
     from flowgrpo.rewards.preprocessing import tensor_of
 
@@ -134,26 +132,36 @@ class Asking(Endpoint):
                             f"expected {' or '.join(ENCODINGS)}, and 1 or more")
         if not {"output"} <= set(self.show) <= set(SHOWN):
             raise UserError(f"a judge has show {list(self.show)!r}: expected [output] or [output, source]")
-        self._set(_question=_read(self.template))
+        question = self.template
+        if question.endswith(".txt"):
+            try:
+                question = Path(question).expanduser().read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise UserError(f"a judge's template {question} cannot be read ({type(error).__name__})") from None
+        self._set(_question=question)
 
     def _values(self, question: Callable[[int], list[dict[str, Any]]], read: Callable[[Answer, int], float | None],
                 count: int) -> list[float | Failed]:
-        """Return `read(answer, i)` of the answers to `question(i)`, content parts, for i < count; Failed for None."""
+        """`read(answer, i)` of the answers to `question(i)`, content parts, for i < count; Failed for None."""
         replies = self.ask(lambda i: self._messages(question(i)), count)
-        values = [None if reply.refused else read(reply, i) for i, reply in enumerate(replies)]
-        return [Failed(_failure_line(reply)) if value is None else value for reply, value in zip(replies, values)]
+        values: list[Any] = [None if reply.refused else read(reply, i) for i, reply in enumerate(replies)]
+        for row, reply in enumerate(replies):
+            if values[row] is None:
+                why = "declined" if reply.refused else "was cut off at max_tokens" if reply.cut else \
+                    "gave no answer in the form"
+                values[row] = Failed(f"a judge {why}: {one_line(reply.text[-200:])!r}")
+        return values
 
     def _messages(self, parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the messages of one question, made of content parts."""
         return user(parts)
 
     def _question_for(self, modality: str) -> str:
-        """Return the question about outputs of a modality, with {prompt} in it."""
+        """Question about outputs of a modality, with {prompt} in it."""
         return self._question
 
     def _pointwise(self, outputs: Tensor | Sequence[Tensor] | Sequence[str], prompts: Sequence[str],
                    metadata: Sequence[dict[str, Any]], read: Callable[[Answer], float | None]) -> list[float | Failed]:
-        """Return a value per output, shown before the question, after its source where that is shown."""
+        """A value per output, shown before the question, after its source where that is shown."""
         asked = self._question_for(modality_of(outputs))
 
         def question(row: int) -> list[dict[str, Any]]:
@@ -162,25 +170,25 @@ class Asking(Endpoint):
         return self._values(question, lambda answer, _: read(answer), len(prompts))
 
     def _source(self, metadata: Sequence[dict[str, Any]], row: int) -> list[dict[str, Any]]:
-        """Return the source of a row as parts of a message; none where it has none, or where it is not shown."""
         if "source" not in self.show or not metadata:
             return []
         return source_parts(metadata[row], self.frames, self.longest, self.encoding)
 
     def _message_parts(self, outputs: Tensor | Sequence[Tensor] | Sequence[str], metadata: Sequence[dict[str, Any]],
                        row: int) -> list[dict[str, Any]]:
-        """Return an output as parts of a message, after its source where that is shown."""
+        """An output as parts of a message, after its source where that is shown."""
         source = self._source(metadata, row)
         return [*source, *[text_part("Output:")] * bool(source), *self._parts(outputs[row])]
 
     def _parts(self, output: Tensor | str) -> list[dict[str, Any]]:
-        """Return an image [3, H, W], the frames of a video [F, 3, H, W] or a text, as parts of a message."""
+        """Image [3, H, W], the frames of a video [F, 3, H, W] or a text, as parts of a message."""
         if isinstance(output, str):
             return [text_part(output)]
         return [image_part(data_url(picture, self.longest, self.encoding))
                 for picture in (output[None] if output.ndim == 3 else output[frame_index(len(output), self.frames)])]
 
 
+@built_in("judge", "hands face anatomy fingers style aesthetic vlm gpt llm your own question api")
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Judge(Asking):
     """Score that a model behind an OpenAI-compatible endpoint gives an output; Failed if it gives none.
@@ -206,6 +214,7 @@ class Judge(Asking):
                                lambda answer: None if answer.cut else self._parser(answer.text))
 
 
+@built_in("judge_pairs", "hands face anatomy style vlm gpt llm comparison preference")
 @dataclass(frozen=True, eq=False, kw_only=True)
 class JudgePairs(Asking):
     """Preference of a model between two outputs, as win rates within a group; a pair without an answer does not count.
@@ -231,7 +240,7 @@ class JudgePairs(Asking):
 
     def __call__(self, first: Tensor | Sequence[str], second: Tensor | Sequence[str], prompts: Sequence[str],
                  metadata: Sequence[dict[str, Any]] = ()) -> list[float | Failed]:
-        """Return B values: 1 where the first is better, 0 where the second is, 0.5 at a tie, Failed for no answer."""
+        """B values: 1 where the first is better, 0 where the second is, 0.5 at a tie, Failed for no answer."""
         modality = modality_of(first)
         asked = self._question_for(modality)
 
@@ -243,26 +252,10 @@ class JudgePairs(Asking):
         return self._values(question, lambda answer, _: None if answer.cut else self._parser(answer.text), len(prompts))
 
     def _label(self, modality: str, number: int) -> list[dict[str, Any]]:
-        """Return what stands before the first (1) and the second (2) output."""
+        """What stands before the first (1) and the second (2) output."""
         return [text_part(f"{NOUNS[modality]} {number}:")]
 
 
 def fill_template(template: str, **texts: str) -> str:
-    """Return a template with each {name} replaced by its text; other braces stay, and so do those inside the texts."""
+    """Template with each {name} replaced by its text; other braces stay, and so do those inside the texts."""
     return re.sub("|".join(rf"\{{{name}\}}" for name in texts), lambda match: texts[match[0][1:-1]], template)
-
-
-def _read(template: str) -> str:
-    """Return a template, or the content of its file."""
-    if not template.endswith(".txt"):
-        return template
-    try:
-        return Path(template).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"a judge's template {template} cannot be read ({type(error).__name__})") from None
-
-
-def _failure_line(answer: Answer) -> str:
-    """Return in one line why an answer counts as none."""
-    why = "declined" if answer.refused else "was cut off at max_tokens" if answer.cut else "gave no answer in the form"
-    return f"a judge {why}: {one_line(answer.text[-200:])!r}"

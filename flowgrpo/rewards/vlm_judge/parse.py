@@ -6,6 +6,7 @@ are skipped. A number outside its range, a refusal or two contradicting answers 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -34,9 +35,9 @@ _FORMS = ("expected `score in [0, 10]`, `json KEY`, `json KEY in [0, 10]`, or a 
 
 
 def parser(parse: str, scale: Sequence[float] | None = None) -> Callable[[str], float | None]:
-    """Return a parser, text -> score, for `parse`: "score in [lo, hi]", "json KEY", "json KEY in [lo, hi]", or a
-    regular expression whose group is the number and whose last match counts. scale: lowest and highest mark, mapped to
-    0 and 1; others are no answer.
+    """Parser, text -> score, for `parse`: "score in [lo, hi]", "json KEY", "json KEY in [lo, hi]", or a regular
+    expression whose group is the number and whose last match counts. scale: lowest and highest mark, mapped to 0 and 1;
+    others are no answer.
     Raises UserError for any other `parse`.
     """
     low_high = None if scale is None else _range(scale, "scale")
@@ -52,13 +53,13 @@ def parser(parse: str, scale: Sequence[float] | None = None) -> Callable[[str], 
 
 
 def strip_reasoning(text: str) -> str:
-    """Return an answer without the reasoning before it; empty if that never ended."""
+    """Answer without the reasoning before it; empty if that never ended."""
     text = text[-LONGEST:].rpartition("</think>")[2]
     return "" if "<think>" in text else text.strip()
 
 
 def conclusion(text: str) -> str:
-    """Return the conclusion of an answer: without reasoning and markup, inside its last <answer> if there is one."""
+    """Conclusion of an answer: without reasoning and markup, inside its last <answer> if there is one."""
     text = strip_reasoning(text).replace("\u2019", "'")
     inner = re.findall(r"<answer>(.*?)</answer>", text, re.S | re.I)
     return re.sub(r"`|\*\*|__|(?<!\w)[*_](?=\w)|(?<=\w)[*_](?!\w)", "", inner[-1] if inner else text).strip()
@@ -72,10 +73,13 @@ def declines(text: str) -> bool:
 # --- one output ------------------------------------------------------------------------------------------------------
 
 def _reader(parse: str) -> tuple[Callable[[str, Range | None], float | None], Range | None]:
-    """Return the reader of a score, and the range that `parse` states."""
+    """Reader of a score, and the range that `parse` states."""
     form = re.fullmatch(r"(score|json\s+\S+)(?:\s+in\s*(\[.*\]))?", parse.strip())
     if form and (form[2] or form[1] != "score"):
-        limits = _range(_list(form[2]), parse) if form[2] else None
+        values = None
+        with contextlib.suppress(ValueError):
+            values = json.loads(form[2] or "null")
+        limits = _range(values, parse) if form[2] else None
         key = form[1].partition("json")[2].strip()
         return lambda text, known: (_read_key(conclusion(text), (key,), known) if key else
                                     _read_score(conclusion(text), known)), limits
@@ -84,7 +88,7 @@ def _reader(parse: str) -> tuple[Callable[[str, Range | None], float | None], Ra
 
 
 def _last(parse: str, forms: str) -> Callable[[str], str | None]:
-    """Return a function, text -> content of a regular expression's one group in its last match; None without a match.
+    """Function, text -> content of a regular expression's one group in its last match; None without a match.
     """
     try:
         pattern = re.compile(parse, re.S)
@@ -93,13 +97,6 @@ def _last(parse: str, forms: str) -> Callable[[str], str | None]:
     if pattern.groups != 1:
         raise UserError(f"a judge's parse is {parse!r}, which has {pattern.groups} groups: {forms}")
     return lambda text: next(reversed(pattern.findall(strip_reasoning(text))), None)
-
-
-def _list(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None
 
 
 def _range(values: Any, source: str) -> Range:
@@ -121,21 +118,21 @@ def _read_score(text: str, known: Range | None) -> float | None:
     for pattern in (_LAST_LABEL, _LABELLED, _FRACTION):
         if matches := pattern.findall(text):
             number, whole = matches[-1]
-            return _of(number, whole, known)
+            return _mark(number, whole, known)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     for line in (*lines[-1:], *lines[:1]):
         if match := _ALONE.fullmatch(line):
-            return _of(match[1], match[2], known)
+            return _mark(match[1], match[2], known)
     return None
 
 
-def _of(number: str, whole: str | None, known: Range | None) -> float | None:
+def _mark(number: str, whole: str | None, known: Range | None) -> float | None:
     """Read a mark out of `whole`; None if that is not the highest mark."""
     return None if whole and known and float(whole) != known[1] else float(number)
 
 
 def _read_key(text: str, keys: Sequence[str], known: Range | None) -> float | None:
-    """Return the number under the first of some keys, in the last JSON object that has it."""
+    """The number under the first of some keys, in the last JSON object that has it."""
     every = list(objects(text))
     for key in keys:
         values = [record[key] for record in every if key in record]
@@ -149,7 +146,7 @@ def _number(value: object, known: Range | None) -> float | None:
     if isinstance(value, str):
         match = _ALONE.fullmatch(value.strip())
         marks: dict[bool | None, float] = {True: 1.0, False: 0.0}
-        return _of(match[1], match[2], known) if match else marks.get(yes(value))
+        return _mark(match[1], match[2], known) if match else marks.get(yes(value))
     return float(value) if isinstance(value, (bool, int)) and abs(value) < 2**53 or isinstance(value, float) else None
 
 
@@ -158,7 +155,7 @@ _WORDS = {**dict.fromkeys(("yes", "true", "1", "met", "fulfilled", "satisfied", 
 
 
 def yes(value: object) -> bool | None:
-    """Return True for a word that says yes, False for one that says no, None for any other value."""
+    """True for a word that says yes, False for one that says no, None for any other value."""
     return _WORDS.get(" ".join(str(value).lower().strip(" .\"'").split()))
 
 
@@ -201,7 +198,7 @@ _KEYS = ("better", "winner", "preferred", "verdict", "choice", "answer")
 
 
 def verdict(text: str) -> float | None:
-    """Return 1 if an answer prefers the first of two, 0 the second, 0.5 for a tie; the last statement counts."""
+    """1 if an answer prefers the first of two, 0 the second, 0.5 for a tie; the last statement counts."""
     if declines(text):
         return None
     text = conclusion(text)
@@ -215,8 +212,8 @@ def verdict(text: str) -> float | None:
 
 
 def verdict_parser(parse: str) -> Callable[[str], float | None]:
-    """Return a parser, text -> 1, 0, 0.5 or None, for "verdict", or for a regular expression whose group names one of
-    the two (1, 2, A, B, first, second), or a tie.
+    """Parser, text -> 1, 0, 0.5 or None, for "verdict", or for a regular expression whose group names one of the two
+    (1, 2, A, B, first, second), or a tie.
     Raises UserError for neither."""
     if parse == "verdict":
         return verdict
@@ -248,14 +245,14 @@ def _preference(match: re.Match[str]) -> float | None:
 # --- levels ----------------------------------------------------------------------------------------------------------
 
 def level(text: str) -> float | None:
-    """Return the value of the one level that an answer names: excellent 5, good 4, fair 3, poor 2, bad 1."""
+    """Value of the one level that an answer names: excellent 5, good 4, fair 3, poor 2, bad 1."""
     words = set(re.findall(rf"(?<!not )\b({'|'.join(LEVELS)})\b", "" if declines(text) else conclusion(text).lower()))
     return LEVELS[words.pop()] if len(words) == 1 else None
 
 
 def expected_level(tokens: Sequence[tuple[str, Mapping[str, float]]]) -> float | None:
-    """Return the mean of the levels under their probabilities, normalised over the five (DeQA-Score, 2501.11561;
-    Q-Align, 2312.17090), at the first token that names one; None if there is none.
+    """Mean of the levels under their probabilities, normalised over the five (DeQA-Score, 2501.11561; Q-Align,
+    2312.17090), at the first token that names one; None if there is none.
 
     tokens: those of an answer, each with its likeliest alternatives and their log-probabilities; a missing level counts
     as improbable. A token may be a level's beginning of two letters or more.
@@ -273,6 +270,5 @@ def expected_level(tokens: Sequence[tuple[str, Mapping[str, float]]]) -> float |
 
 
 def _begins(token: str) -> float | None:
-    """Return the level that a token is, or begins."""
     word = token.strip(" \u0120\u2581").lower()
     return next((value for name, value in LEVELS.items() if len(word) >= 2 and name.startswith(word)), None)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from flowgrpo.rewards.about import About
+from flowgrpo.rewards.about import About, built_in
 from flowgrpo.rewards.failures import Failed
 from flowgrpo.rewards.released_text import texts
 from flowgrpo.rewards.reward import modality_of
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 MARKS = {"image": "score in [1, 5]", "video": "score in [1, 10]"}
 
 
+@built_in("unified_reward", "human preference quality aesthetic judge")
 @dataclass(frozen=True, eq=False, kw_only=True)
 class UnifiedReward(Asking):
     """UnifiedReward's mark after "Final Score:": 1 to 5 of an image, 1 to 10 of a video (2503.05236).
@@ -49,13 +50,13 @@ class UnifiedReward(Asking):
     def __call__(self, outputs: Tensor, prompts: Sequence[str],
                  metadata: Sequence[dict[str, Any]] = ()) -> list[float | Failed]:
         read = self._parsers[modality_of(outputs)]
-        return self._pointwise(outputs, prompts, metadata,
-                               lambda answer: None if answer.cut else read(answer.text))
+        return self._pointwise(outputs, prompts, metadata, lambda answer: None if answer.cut else read(answer.text))
 
     def _question_for(self, modality: str) -> str:
         return self._questions.get(modality, self._question)
 
 
+@built_in("unified_reward_pairs", "human preference quality aesthetic judge")
 @dataclass(frozen=True, eq=False, kw_only=True)
 class UnifiedRewardPairs(JudgePairs):
     """UnifiedReward's choice between two images or videos, as win rates within a group (2503.05236).
@@ -80,6 +81,7 @@ class UnifiedRewardPairs(JudgePairs):
         return [] if modality == "image" and self._questions else super()._label(modality, number)
 
 
+@built_in("deqa", "noise blur artefact artifact sharp technical iqa")
 @dataclass(frozen=True, eq=False, kw_only=True)
 class DeQA(Asking):
     """Quality of an image as DeQA-Score: the mean of the levels bad (1) to excellent (5) under their probabilities.
@@ -107,12 +109,12 @@ class DeQA(Asking):
 
     def __call__(self, images: Tensor, prompts: Sequence[str],
                  metadata: Sequence[dict[str, Any]] = ()) -> list[float | Failed]:
-        return self._pointwise(images, prompts, metadata, self._level)
+        def read(answer: Answer) -> float | None:
+            expected = None if declines(answer.text) else expected_level(answer.tokens)
+            return level(answer.text) if expected is None else expected
+
+        return self._pointwise(images, prompts, metadata, read)
 
     def _messages(self, parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
         begun = [{"role": "assistant", "content": self.begun}] if self.begun else []
         return [*super()._messages(parts), *begun]
-
-    def _level(self, answer: Answer) -> float | None:
-        expected = None if declines(answer.text) else expected_level(answer.tokens)
-        return level(answer.text) if expected is None else expected

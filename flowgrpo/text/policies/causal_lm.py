@@ -21,18 +21,10 @@ from flowgrpo.policies.weights.adapters import culprit
 from flowgrpo.policies.weights.checkpointing import recompute
 from flowgrpo.policies.weights.forwards import fuse_text_norms
 from flowgrpo.samplers.rollout import generators
-from flowgrpo.text.policies.text_weights import (
-    Teachers,
-    TextWeights,
-    cache_name,
-    load_causal_lm,
-    plain_generation,
-    present,
-    special_tokens,
-)
+from flowgrpo.text.policies import text_weights
 from flowgrpo.text.samplers.decoding import Decoding, Draw, TokenDistribution, completion_masks, score, uniforms
 from flowgrpo.text.samplers.language_model import SampledCompletions, TokenizedPrompts
-from flowgrpo.types import Completion, Completions, Scored, wide
+from flowgrpo.types import Completion, Completions, Scored, opening_tag, wide
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 EXACT = 1e-4  # |log ratio|; measured: 2e-5 with 30 layers and 49,152 tokens, 5e-7 with 4 layers
@@ -59,20 +51,20 @@ class CausalLM:
     def __init__(self, model: Any, tokenizer: Any, adapter: Adapter | None, text: Text, *,
                  device: str | torch.device = "cpu", precision: str = "fp32", checkpointing: float = 0.0):
         self.model, self.tokenizer, self.text = model, tokenizer, text
-        self._cache = cache_name(self.body)
+        self._cache = text_weights.cache_name(self.body)
         self.device, self.dtype = torch.device(device), DTYPES[precision]
         self.states, self.exact = torch.device("cpu"), EXACT if precision == "fp32" else None
         self.evaluations = 0  # tokens that went through the model, padding included
-        self.ends, self.padding = special_tokens(model, tokenizer)
+        self.ends, self.padding = text_weights.special_tokens(model, tokenizer, text.template)
         if model.dtype != self.dtype:
             raise UserError(f"the model is in {model.dtype}, but precision is {precision!r}, which expects "
                             f"{self.dtype}: load it with that dtype, or set precision")
-        plain_generation(model, self.ends, self.padding)
+        text_weights.plain_generation(model, self.ends, self.padding)
         model.to(self.device).eval().requires_grad_(False)
         fuse_text_norms(model, self.device)
         if adapter and adapter.targets == Adapter().targets:
-            adapter = adapter.model_copy(update={"targets": present(model, TARGETS)})
-        self.weights: Any = TextWeights(tokenizer, {"model": model}, adapter) if adapter else None
+            adapter = adapter.model_copy(update={"targets": text_weights.present(model, TARGETS)})
+        self.weights: Any = text_weights.TextWeights(tokenizer, {"model": model}, adapter) if adapter else None
         if checkpointing:
             recompute(model, checkpointing)
         self.checkpointing = float(checkpointing)
@@ -80,7 +72,7 @@ class CausalLM:
         # Determined by a trial: logits are the head's, prefixes shareable.
         self._head_alone: bool | None = None
         self._apart: str | None = None  # why prefixes are not shared; "" if they are
-        self.precision, self.teacher = precision, Teachers(self)
+        self.precision, self.teacher = precision, text_weights.Teachers(self)
 
     def checkpoint(self, share: float) -> None:
         """Recompute this share of the layers in the backward pass, from here on."""
@@ -94,7 +86,7 @@ class CausalLM:
     # --- parts of the model ------------------------------------------------------------------------------------------
 
     def body_of(self, model: Any) -> Any:
-        """Return the part of a model that makes states [B,S,H] of its inputs."""
+        """The part of a model that makes states [B,S,H] of its inputs."""
         return model.base_model
 
     @property
@@ -108,7 +100,6 @@ class CausalLM:
         return self.model.get_output_embeddings()
 
     def read(self, ids: Tensor) -> dict[str, Tensor]:
-        """Return the body's input for tokens ids [B,S]."""
         return {"input_ids": ids}
 
     @property
@@ -117,15 +108,13 @@ class CausalLM:
         return 1
 
     def _generate_arguments(self) -> dict[str, Any]:
-        """Return further arguments of `generate`."""
         return {}
 
     def columns(self, ids: Tensor) -> Tensor:
-        """Return the head's column of each token; ids: int64, any shape."""
         return ids
 
     def probe(self, tokenized: TokenizedPrompts) -> Tensor:
-        """Return a few tokens [n] that a completion of the first prompt may have, for trials."""
+        """A few tokens [n] that a completion of the first prompt may have, for trials."""
         return tokenized.ids[0][:3]
 
     # --- prompts and samples -----------------------------------------------------------------------------------------
@@ -136,22 +125,30 @@ class CausalLM:
             raise UserError(f"{type(self.model).__name__} takes no image, but a prompt brings one: leave it out")
         return TokenizedPrompts(list(prompts), [self._tokens(prompt) for prompt in prompts])
 
-    def _tokens(self, prompt: str) -> Tensor:
-        text, has = self.text, bool(getattr(self.tokenizer, "chat_template", None))
-        if text.template and not has:
+    @property
+    def templated(self) -> bool:
+        """True if prompts are written in the chat template."""
+        has = bool(getattr(self.tokenizer, "chat_template", None))
+        if self.text.template and not has:
             raise UserError("text.template is true, but the tokenizer has no chat template: set it to false")
-        if has and text.template is not False:
-            said = [{"role": "system", "content": text.system}] if text.system else []
-            try:
-                written = self.tokenizer.apply_chat_template([*said, {"role": "user", "content": prompt}],
-                                                             tokenize=False, add_generation_prompt=True)
-            except Exception as error:  # a template can raise anything, such as for a system prompt
-                raise UserError(f"the chat template of {type(self.tokenizer).__name__} fails on the prompt {prompt!r} "
-                                f"({' '.join(str(error).split())[:200]}): set text.template: false, or leave out "
-                                "what it refuses, such as text.system") from error
-            ids = self.tokenizer(written, add_special_tokens=False)["input_ids"]
-        else:
-            ids = self.tokenizer(f"{text.system}\n{prompt}" if text.system else prompt)["input_ids"]
+        return has and self.text.template is not False
+
+    def written(self, prompt: str) -> str:
+        """A prompt as the model reads it, in the chat template if configured."""
+        system = self.text.system
+        if not self.templated:
+            return f"{system}\n{prompt}" if system else prompt
+        said = [{"role": "system", "content": system}] if system else []
+        try:
+            return str(self.tokenizer.apply_chat_template([*said, {"role": "user", "content": prompt}],
+                                                          tokenize=False, add_generation_prompt=True))
+        except Exception as error:  # a template can raise anything, such as for a system prompt
+            raise UserError(f"the chat template of {type(self.tokenizer).__name__} fails on the prompt {prompt!r} "
+                            f"({' '.join(str(error).split())[:200]}): set text.template: false, or leave out "
+                            "what it refuses, such as text.system") from error
+
+    def _tokens(self, prompt: str) -> Tensor:
+        ids = self.tokenizer(self.written(prompt), add_special_tokens=not self.templated)["input_ids"]
         if not ids:
             raise UserError(f"the prompt {prompt!r} has no token: expected a text that the tokenizer knows")
         return torch.tensor(ids)
@@ -166,15 +163,13 @@ class CausalLM:
             if most and length + self.text.max_tokens > most:
                 raise UserError(f"the prompt {prompt[:60]!r} has {length} tokens and its completion up to "
                                 f"{self.text.max_tokens}, but the model's context is {most} tokens: lower "
-                                "text.max_tokens (max_completion_length from TRL), or shorten the prompt")
+                                "text.max_tokens, or shorten the prompt")
 
     @torch.no_grad()
     def sample(self, tokenized: TokenizedPrompts, decoding: Decoding, generators: Sequence[torch.Generator],
                greedy: Tensor) -> SampledCompletions:
         """Sample a completion of each row from its own generator; greedy: bool [B], rows of most likely tokens.
-
-        The tokens of a row depend on its generator alone, not on other rows.
-        """
+        The tokens of a row depend on its generator alone, not on other rows."""
         from transformers import GenerationMixin, LogitsProcessorList
 
         most = self.text.max_tokens
@@ -187,55 +182,59 @@ class CausalLM:
                 logits_processor=LogitsProcessorList([draw]), **self._generate_arguments(),
                 **self._beside(tokenized, ids.shape[1], before=True))[:, ids.shape[1]:]
         mask, cut = completion_masks(tokens, self.ends)
-        texts = self.detokenize(tokens, mask)
+        texts = self.detokenize(tokens, mask, tokenized.prompts)
         short = 0, most - tokens.shape[1]
         logp = self._sound(draw.log_probs().masked_fill(~mask, 0.0), tokenized)
         ids, logp, mask = (pad(values, short).cpu() for values in (tokens, logp, mask))
         return SampledCompletions(ids, logp, mask, cut.cpu(), texts)
 
     def _sound(self, logp: Tensor, tokenized: TokenizedPrompts) -> Tensor:
-        """Return log-probabilities [B,L] of drawn tokens. Raises NotFinite if one is NaN, with the weight that is."""
+        """Raises NotFinite if a log-probability is NaN, with the weight that is."""
         if logp.isnan().any():
             prompt = tokenized.prompts[int(logp.isnan().any(1).long().argmax())]
             raise NotFinite(f"the completion of the prompt {prompt[:60]!r} has probabilities of NaN", culprit(
                 {"model": self.model}) or "look at the precision (--precision=bf16, or fp32), and at train.lr")
         return logp
 
-    def detokenize(self, ids: Tensor, mask: Tensor) -> list[Completion]:
-        """Return the texts of ids [B,L] where mask is true."""
-        tokens = [row[at] for row, at in zip(ids, mask)]
-        texts = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
-        return [Completion(text, len(row), tuple(row.tolist())) for text, row in zip(texts, tokens)]
+    def detokenize(self, ids: Tensor, mask: Tensor, prompts: Sequence[str]) -> list[Completion]:
+        """The texts of ids [B,L] where mask is true, written for the prompts [B]."""
+        tokens, ends = [row[at] for row, at in zip(ids, mask)], torch.tensor(self.ends, device=ids.device)
+        # An end of the generation config need not be a special token of the tokenizer.
+        texts = self.tokenizer.batch_decode([row[~torch.isin(row, ends)] for row in tokens], skip_special_tokens=True)
+        return [Completion(text, len(row), tuple(row.tolist()), tag)
+                for text, row, tag in zip(texts, tokens, self.opened(prompts), strict=True)]
 
-    def generate(self, tokenized: TokenizedPrompts, generators: Sequence[torch.Generator], *_: Any
-                 ) -> list[Completion]:
-        """Return completions for evaluation: at `text.eval_temperature`."""
+    def opened(self, prompts: Sequence[str]) -> list[str]:
+        """The tag that each prompt ends with as the model reads it, such as <think>; "" for none."""
+        tags = {prompt: opening_tag(self.written(prompt)) for prompt in set(prompts)}
+        return [tags[prompt] for prompt in prompts]
+
+    def generate(self, tokenized: TokenizedPrompts, generators: Sequence[torch.Generator], *_: Any) -> list[Completion]:
         warm = self.text.eval_temperature
         greedy = torch.full((len(tokenized.ids),), not warm)
         return self.sample(tokenized, Decoding(warm or 1.0), generators, greedy).texts
 
     def _pad_left(self, tokenized: TokenizedPrompts) -> tuple[Tensor, Tensor]:
-        """Return ids and mask, int64 [B,S] both, padded on the left, since a completion follows the prompt."""
+        """Padded on the left, since a completion follows the prompt: ids and mask, int64 [B,S] both."""
         longest = max(len(ids) for ids in tokenized.ids)
         ids = torch.stack([pad(row, (longest - len(row), 0), value=self.padding) for row in tokenized.ids])
         mask = torch.stack([pad(torch.ones_like(row), (longest - len(row), 0)) for row in tokenized.ids])
         return ids.to(self.device), mask.to(self.device)
 
     def _beside(self, tokenized: TokenizedPrompts, length: int, before: bool = False) -> dict[str, Tensor]:
-        """Return the model's inputs besides tokens [B,length], padded before or behind the prompts; none for texts."""
+        """The model's inputs besides tokens [B,length], padded before or behind the prompts; none for texts."""
         return {}
 
     # --- replay ------------------------------------------------------------------------------------------------------
 
     @property
     def plain(self) -> Decoding:
-        """Return the distribution of tokens as the model has it."""
         return Decoding()
 
     def log_probs(self, tokenized: TokenizedPrompts, prompts: Tensor, ids: Tensor, mask: Tensor,
                   decoding: TokenDistribution, entropy: bool | str = False) -> Scored:
-        """Return the score [B,L] of completions ids [B,L] of the prompts [B] (indices in `tokenized`), 0 where mask is
-        false, with gradients where they are enabled; with `entropy`, the entropies too."""
+        """The score [B,L] of completions ids [B,L] of the prompts [B] (indices in `tokenized`), 0 where mask is false,
+        with gradients where they are enabled; with `entropy`, the entropies too."""
         most = ids.shape[1]
         length = int((mask * torch.arange(1, most + 1, device=mask.device)).max().clamp(min=1))  # to the last one
         ids, kept = ids[:, :length].to(self.device), mask[:, :length].to(self.device)
@@ -250,18 +249,24 @@ class CausalLM:
             if self.head_alone(tokenized):
                 scores = score(hidden[kept], self.head, self.columns(ids[kept]), decoding, entropy=entropy, heat=heat)
             else:
-                scores = self._by_logits(tokenized.rows(prompts), ids, kept, decoding, entropy, heat)
+                # The model does more than its head: from its own logits, all held in memory.
+                own = tokenized.rows(prompts)
+                inputs, places = self._concatenate(own, ids)
+                logits = self.model(input_ids=inputs, use_cache=False, **self._beside(own, inputs.shape[1])).logits
+                rows = torch.arange(len(ids), device=self.device)[:, None].expand_as(places)
+                scores = score(logits[rows[kept], places[kept]], lambda logits: logits, ids[kept], decoding,
+                               entropy=entropy, heat=heat)
         logp, *rest = (pad(torch.zeros(kept.shape, device=self.device).masked_scatter(kept, values), (0, most - length))
                        for values in (scores.unbind(1) if entropy else [scores]))
         return Scored(logp, mask.to(self.device), entropy=rest[0] if rest else None)
 
     def states_before(self, tokenized: TokenizedPrompts, ids: Tensor) -> Tensor:
-        """Return the states [B,L,H] before each token of the completions ids [B,L], the inputs of its distribution."""
+        """The states [B,L,H] before each token of the completions ids [B,L], the inputs of its distribution."""
         with self._arithmetic():
             return self._whole(tokenized, ids)
 
     def _whole(self, tokenized: TokenizedPrompts, ids: Tensor) -> Tensor:
-        """Return the states [B,L,H] before each token of the completions ids [B,L], every row read from its start."""
+        """The states [B,L,H] before each token of the completions ids [B,L], every row read from its start."""
         inputs, places = self._concatenate(tokenized, ids)
         states = self.body(**self.read(inputs), use_cache=False,
                            **self._beside(tokenized, inputs.shape[1])).last_hidden_state
@@ -270,8 +275,8 @@ class CausalLM:
     @torch.no_grad()
     def last_hidden_states(self, tokenized: TokenizedPrompts, taken: Completions, decoding: Decoding,
                            together: int) -> tuple[Tensor, Tensor]:
-        """Return the last hidden states [k,H], float32 or wider, of the k counted tokens, row by row, and the steps of
-        all tokens, int64 [m,L]: every place is one."""
+        """The last hidden states [k,H], float32 or wider, of the k counted tokens, row by row, and the steps of all
+        tokens, int64 [m,L]: every place is one."""
         hidden = []
         for rows in torch.arange(len(taken.ids)).split(together):
             with self._arithmetic():
@@ -290,12 +295,12 @@ class CausalLM:
         return self.model.get_output_embeddings().weight.shape[0]
 
     def most(self, text: Text) -> int:
-        """Return L, the most tokens of a completion under these settings."""
+        """L, the most tokens of a completion under these settings."""
         return text.max_tokens
 
     def _concatenate(self, tokenized: TokenizedPrompts, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return prompts and completions [B,S], padded on the right, where it has no effect, and the indices [B,L] of
-        the states that predict the completions' tokens."""
+        """Prompts and completions [B,S], padded on the right, where it has no effect, and the indices [B,L] of the
+        states that predict the completions' tokens."""
         lengths = torch.tensor([len(prompt) for prompt in tokenized.ids], device=self.device)
         rows = [torch.cat([prompt.to(self.device), completion[:-1]]) for prompt, completion in zip(tokenized.ids, ids)]
         inputs = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=self.padding)
@@ -320,22 +325,12 @@ class CausalLM:
         return torch.cat([first, states], 1)
 
     def _positions(self, tokenized: TokenizedPrompts, inputs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Return positions of the left-padded prompts' tokens [P,S], and of the first one behind each prompt [P,1]."""
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         return positions, positions[:, -1:] + 1
 
-    def _by_logits(self, tokenized: TokenizedPrompts, ids: Tensor, kept: Tensor, decoding: TokenDistribution,
-                   entropy: bool | str, heat: Tensor | None) -> Tensor:
-        """Return log p [n] from the model's own logits, all held in memory: for models that do more than their head."""
-        inputs, places = self._concatenate(tokenized, ids)
-        logits = self.model(input_ids=inputs, use_cache=False, **self._beside(tokenized, inputs.shape[1])).logits
-        rows = torch.arange(len(ids), device=self.device)[:, None].expand_as(places)
-        return score(logits[rows[kept], places[kept]], lambda logits: logits, ids[kept], decoding, entropy=entropy,
-                     heat=heat)
-
     @torch.no_grad()
     def head_alone(self, tokenized: TokenizedPrompts) -> bool:
-        """Return True if the model's logits are its head applied to its states: determined by a trial, once."""
+        """True if the model's logits are its head applied to its states: determined by a trial, once."""
         if self._head_alone is None:
             before, ids = self.evaluations, tokenized.ids[0][None].to(self.device)
             beside = self._beside(tokenized.rows(torch.tensor([0])), ids.shape[1])
@@ -346,12 +341,12 @@ class CausalLM:
         return self._head_alone
 
     def shares(self, tokenized: TokenizedPrompts) -> bool:
-        """Return True if completions can be read behind a prompt's cache: determined by a trial, once."""
+        """True if completions can be read behind a prompt's cache: determined by a trial, once."""
         return not self.reason_not_shared(tokenized)
 
     @torch.no_grad()
     def reason_not_shared(self, tokenized: TokenizedPrompts) -> str:
-        """Return the reason why a prompt is read once for each of its completions; empty if they share its cache."""
+        """The reason why a prompt is read once for each of its completions; empty if they share its cache."""
         if self._apart is None:
             self._apart = RECOMPUTED if self.checkpointing else self._try_prefixes(
                 tokenized.rows(torch.tensor([0])), self.probe(tokenized))
@@ -378,7 +373,6 @@ class CausalLM:
     # --- state in a checkpoint ---------------------------------------------------------------------------------------
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the result of the trial, so that a resumed run computes as it began."""
         return {}, {"apart": self._apart}
 
     def load_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
@@ -399,7 +393,7 @@ class CausalLM:
 
     def another(self, model: str) -> tuple[Any, Any]:
         """Load another model of this kind, and its tokenizer."""
-        return load_causal_lm(model, self.precision)
+        return text_weights.load_causal_lm(model, self.precision)
 
     def _arithmetic(self) -> contextlib.AbstractContextManager[Any]:
         half = self.dtype != torch.float32
@@ -413,7 +407,7 @@ class CausalLM:
 
 
 def relative_error(one: Tensor, other: Tensor) -> float:
-    """Return the distance of logits [...,V] from `other`, over the spread of these; without each row's constant, which
-    changes no probability."""
+    """The distance of logits [...,V] from `other`, over the spread of these; without each row's constant, which changes
+    no probability."""
     apart, size = (values.float() - values.float().mean(-1, keepdim=True) for values in (one - other, other))
     return (apart.norm() / size.norm().clamp(min=torch.finfo(torch.float32).tiny)).item()

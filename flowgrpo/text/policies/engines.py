@@ -3,7 +3,7 @@
 An engine has
 `sync(policy)`: take over its present weights;
 `sample(asked, decoding, generators, greedy)`: that of `CausalLM`, tokens and the engine's own log-probabilities;
-`together`: the number of rows per call (None: all);
+`limited`: a call takes the rows that `train.generation_batch` says, and not all;
 `evaluations`: the number of processed tokens.
 """
 
@@ -27,6 +27,7 @@ from flowgrpo.packages import import_optional
 from flowgrpo.policies import checkpoints
 from flowgrpo.policies.policy import resolve_precision
 from flowgrpo.policies.weights import adapters
+from flowgrpo.policies.weights.lora_files import read
 from flowgrpo.starter import FOLDERS, TOKEN_GUIDANCE
 from flowgrpo.storage.places import unfinished
 from flowgrpo.text.policies import kinds
@@ -41,28 +42,27 @@ RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # supported by vLLM
 
 
 def uses_engine(config: Config) -> bool:
-    """Return True if completions are drawn by another program, or in another precision, than is trained."""
     return config.text.engine == "vllm" or config.text.engine_precision not in (None, config.precision)
 
 
 def make(config: Config, policy: CausalLM, processes: int = 1) -> Copy | VLLM:
     """Create the engine of a configuration.
-
-    Raises UserError if it cannot sample for this policy, or if vLLM is missing.
-    """
+    Raises UserError if it cannot sample for this policy, or if vLLM is missing."""
     if policy.process == "masks":
         raise UserError("text.engine and text.engine_precision: are for models that write one token after the other; "
                         "leave them out for a masked language model")
     if config.text.engine == "transformers":
-        return Copy(policy, unwrap(config.text.engine_precision), config.train.rows)
+        return Copy(policy, unwrap(config.text.engine_precision))
     return VLLM(config, policy, processes)
 
 
 class Copy:
     """`generate` of a copy of the model in another precision, without the state of training."""
 
-    def __init__(self, policy: CausalLM, precision: str, together: int):
-        self.together, self.own = together, copy.deepcopy(policy)
+    limited = True
+
+    def __init__(self, policy: CausalLM, precision: str):
+        self.own = copy.deepcopy(policy)
         self.own.dtype, self.own.evaluations = DTYPES[precision], 0
         self.own.model.to(self.own.dtype).requires_grad_(False)
 
@@ -88,7 +88,7 @@ class VLLM:
     Raises UserError for unsupported settings: images, all weights, a DoRA, several processes.
     """
 
-    together = None
+    limited = False
 
     def __init__(self, config: Config, policy: CausalLM, processes: int):
         _require(config, policy, processes)
@@ -127,11 +127,10 @@ class VLLM:
             self.llm.sleep(level=1)
         rows = read_outputs(requests)
         self.evaluations += sum(len(ids) for ids in tokenized.ids) + sum(len(ids) for ids, _ in rows)
-        return pack_completions(self.policy, rows)
+        return pack_completions(self.policy, tokenized.prompts, rows)
 
     def _settings(self, decoding: Decoding, seed: int, greedy: bool) -> Any:
-        """Return vLLM's sampling parameters: temperature 0 is greedy; log-probabilities are those of drawn tokens
-        only."""
+        """Temperature 0 is greedy; log-probabilities are those of drawn tokens only."""
         return self.vllm.SamplingParams(
             temperature=0.0 if greedy else decoding.temperature, top_p=decoding.top_p, top_k=decoding.top_k or -1,
             min_p=decoding.min_p, seed=seed % 2**63, max_tokens=self.policy.text.max_tokens, logprobs=0,
@@ -155,7 +154,6 @@ def _require(config: Config, policy: CausalLM, processes: int) -> None:
 
 
 def read_outputs(requests: Sequence[Any]) -> list[tuple[list[int], list[float]]]:
-    """Return the tokens of vLLM's requests, the end included, and their log-probabilities."""
     rows = []
     for request in requests:
         [output] = request.outputs
@@ -164,11 +162,10 @@ def read_outputs(requests: Sequence[Any]) -> list[tuple[list[int], list[float]]]
     return rows
 
 
-def pack_completions(policy: CausalLM, rows: Sequence[tuple[Sequence[int], Sequence[float]]]) -> SampledCompletions:
-    """Return an engine's completions, (tokens, log-probabilities) each, as the policy's `SampledCompletions`.
-
-    Tokens behind an end are dropped.
-    """
+def pack_completions(policy: CausalLM, prompts: Sequence[str], rows: Sequence[tuple[Sequence[int], Sequence[float]]]
+                     ) -> SampledCompletions:
+    """An engine's completions, (tokens, log-probabilities) of each prompt, as the policy's `SampledCompletions`.
+    Tokens behind an end are dropped."""
     most = policy.text.max_tokens
     ids = torch.full((len(rows), most), policy.padding)
     logp, mask = torch.zeros(ids.shape), torch.zeros(ids.shape, dtype=torch.bool)
@@ -178,12 +175,12 @@ def pack_completions(policy: CausalLM, rows: Sequence[tuple[Sequence[int], Seque
         count = min(len(tokens) if end is None else end + 1, most)
         ids[row, :count], logp[row, :count] = torch.tensor(tokens[:count]), torch.tensor(values[:count])
         mask[row, :count], cut[row] = True, end is None or end >= most
-    return SampledCompletions(ids, logp, mask, cut, policy.detokenize(ids, mask))
+    return SampledCompletions(ids, logp, mask, cut, policy.detokenize(ids, mask, prompts))
 
 
 def settings(model: str, run: Config | None, text: dict[str, Any], device: str | torch.device = "cpu",
              precision: str | None = None) -> Config:
-    """Return the configuration of a language model's sampling: that of the run that trained it, with `text` on top.
+    """The configuration of a language model's sampling: that of the run that trained it, with `text` on top.
     precision: as in `drawing`."""
     known = Config(method="grpo") if run is None else run
     files, shown = known.load if known.model == model else Load(), known.eval
@@ -196,12 +193,10 @@ def settings(model: str, run: Config | None, text: dict[str, Any], device: str |
 
 def sampling_settings(run: Config | None, count: int, temperature: float | None, max_tokens: int | None = None,
                       generates: str | None = None, guidance: float | None = None, model: str = "") -> dict[str, Any]:
-    """Return the `text` settings that completions depend on, of a run or the defaults, for `count` completions per
-    prompt. The default temperature of several is 1, and that of images.
-
+    """The `text` settings that completions depend on, of a run or the defaults, for `count` completions per prompt. The
+    default temperature of several is 1, and that of images.
     generates: what completions are, None as the run has it. guidance: of images, None as the run evaluates; without a
-    run as the card of the starter `model` says, or the model's own default.
-    """
+    run as the card of the starter `model` says, or the model's own default."""
     known = Config() if run is None else run
     text = known.text
     if (generates or text.generates) == "image":
@@ -229,11 +224,13 @@ def load(config: Config, lora: Path | None, device: str | torch.device = "cpu") 
         config, lora = config.model_copy(update={"model": str(lora / "model"), "load": Load()}), None
     if lora is not None and checkpoints.is_checkpoint(lora):
         return checkpoints.language_policy(config, lora, device)
+    if lora is not None and not (lora / adapters.CONFIG).is_file():
+        hint = unfinished(lora) if (lora / "config.yaml").is_file() else \
+            "expected a finished run, or a folder with an adapter"
+        raise UserError(f"no weights at {lora} ({adapters.CONFIG} is missing): {hint}")
+    if lora is not None:
+        read(lora / adapters.WEIGHTS)
     loaded, reader = kinds.load(config)
     if lora is not None:
-        if not (lora / adapters.CONFIG).is_file():
-            hint = unfinished(lora) if (lora / "config.yaml").is_file() else \
-                "expected a finished run, or a folder with an adapter"
-            raise UserError(f"no weights at {lora} ({adapters.CONFIG} is missing): {hint}")
         attach(loaded, lora)
     return kinds.make_policy(config, (loaded, reader), None, device)

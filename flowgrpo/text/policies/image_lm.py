@@ -67,12 +67,11 @@ class Guided:
         return chosen
 
     def log_probs(self) -> Tensor:
-        """Return the scores [B,L] of the drawn tokens."""
         return torch.cat(self.scores, 1) if self.conditional else self.draw.log_probs()
 
 
 def guide_logits(own: Tensor, other: Tensor, scale: float) -> Tensor:
-    """Return other + scale (own - other), float32 or wider: logits of a prompt's row and of the row without it."""
+    """other + scale (own - other), float32 or wider: logits of a prompt's row and of the row without it."""
     own, other = wide(own, other)
     return own if scale == 1 else other + scale * (own - other)
 
@@ -110,18 +109,14 @@ class ImageLM(CausalLM):
         if self.weights:
             self.weights.pipe = processor
             if adapter and not adapter.rank:
-                self._freeze(() if answers else UNREAD)
+                for name, part in self.model.named_modules():  # neither the autoencoder, nor what is not read
+                    if name.rpartition(".")[2] in ("vqmodel", *(() if answers else UNREAD)):
+                        part.requires_grad_(False)
+                self.weights.hold()
         self.guidance, self.shown, self.conditional = float(guidance), float(shown), conditional
         self.exact = self.exact and EXACT * (2 * self.guidance - 1)  # rounding of both halves adds up
         self._head_alone = True
         self.painted: dict[bytes, Tensor] = {}  # images by their tokens, the newest last
-
-    def _freeze(self, further: Sequence[str]) -> None:
-        """Train neither the autoencoder nor these parts, which `self.weights` then leaves out."""
-        for name, part in self.model.named_modules():
-            if name.rpartition(".")[2] in ("vqmodel", *further):
-                part.requires_grad_(False)
-        self.weights.hold()
 
     # --- parts of the model ------------------------------------------------------------------------------------------
 
@@ -163,7 +158,6 @@ class ImageLM(CausalLM):
         return self.model.config.vq_config.num_embeddings
 
     def read(self, ids: Tensor) -> dict[str, Tensor]:
-        """Return the embeddings [B,S,H] of text and image tokens."""
         drawn = ids >= self.first
         texts = self.model.get_input_embeddings()(ids.masked_fill(drawn, self.padding))
         if not drawn.any():
@@ -172,7 +166,6 @@ class ImageLM(CausalLM):
         return {"inputs_embeds": texts.masked_scatter(drawn[..., None], images.to(texts.dtype))}
 
     def columns(self, ids: Tensor) -> Tensor:
-        """Return the codes of image tokens."""
         return ids - self.first
 
     def probe(self, tokenized: TokenizedPrompts) -> Tensor:
@@ -182,9 +175,7 @@ class ImageLM(CausalLM):
 
     def encode(self, prompts: list[str], negatives: Sequence[str] = (), images: Sequence[Any] = ()) -> TokenizedPrompts:
         """Tokenize the prompts, in the chat template if configured, with the token that begins an image behind each.
-
-        Raises UserError for a reference image.
-        """
+        Raises UserError for a reference image."""
         if any(image is not None for image in images):
             raise UserError(f"{type(self.model).__name__} generates images from a text only, but a prompt brings an "
                             "image: leave it out, or train its answers (text.generates: text)")
@@ -196,7 +187,7 @@ class ImageLM(CausalLM):
         return template_inputs(self.processor, self.text, prompt, generation_mode="image")["input_ids"][0]
 
     def without(self, ids: Tensor) -> Tensor:
-        """Return a prompt's tokens without its text, of the same length: what guidance leads away from."""
+        """A prompt's tokens without its text, of the same length: what guidance leads away from."""
         kept = (ids == self.begin) | (ids == self.model.generation_config.bos_token_id)
         return ids.masked_fill(~kept, self.padding)
 
@@ -207,10 +198,8 @@ class ImageLM(CausalLM):
         return self._sample(tokenized, decoding, generators, greedy, self.guidance)
 
     def generate(self, tokenized: TokenizedPrompts, generators: Sequence[torch.Generator], *drawn: Any) -> Any:
-        """Return images [B,3,H,W] for evaluation, at `text.eval_temperature`.
-
-        drawn: the number of steps, of denoisers, and the guidance; without them it is `eval.guidance`.
-        """
+        """Images [B,3,H,W] for evaluation, at `text.eval_temperature`.
+        drawn: the number of steps, of denoisers, and the guidance; without them it is `eval.guidance`."""
         _, guidance = drawn or (0, self.shown)
         warm = 1.0 if self.text.eval_temperature is None else self.text.eval_temperature
         greedy = torch.full((len(tokenized.ids),), not warm)
@@ -219,7 +208,7 @@ class ImageLM(CausalLM):
 
     def of_noise(self, tokenized: TokenizedPrompts, generators: Sequence[torch.Generator], output_type: str = "pt"
                  ) -> Tensor:
-        """Return images of random tokens [B,3,H,W], without a call of the language model."""
+        """Images of random tokens [B,3,H,W], without a call of the language model."""
         return self.decode(self.first + torch.stack([torch.randint(self.choices, (self.grid,), generator=each)
                                                      for each in generators]))
 
@@ -245,8 +234,8 @@ class ImageLM(CausalLM):
         return SampledImages(ids, self._sound(logp, tokenized), mask, ~mask.any(1), [], images=self.decode(ids))
 
     def _sample_without_guidance(self, ids: Tensor, mask: Tensor, draw: Draw) -> Tensor:
-        """Return image tokens [B,L] behind the left-padded prompts ids [B,S], by the loop of the model's `generate`
-        with one row for each image."""
+        """Image tokens [B,L] behind the left-padded prompts ids [B,S], by the loop of the model's `generate` with one
+        row for each image."""
         given, tokens, positions = ids, ids[:, :0], (mask.cumsum(1) - 1).clamp(min=0)
         cache: dict[str, Any] = {}
         for _ in range(self.grid):
@@ -260,7 +249,7 @@ class ImageLM(CausalLM):
 
     @torch.no_grad()
     def decode(self, ids: Tensor) -> Tensor:
-        """Return the images [B,3,H,W] in [0, 1] of their tokens ids [B,L], float32 on the CPU, as the processor's
+        """The images [B,3,H,W] in [0, 1] of their tokens ids [B,L], float32 on the CPU, as the processor's
         `postprocess` makes them, before its rounding."""
         with self._arithmetic():
             drawn = [self.model.decode_image_tokens(self.columns(some).to(self.device)).float().cpu()
@@ -276,14 +265,14 @@ class ImageLM(CausalLM):
         return images
 
     def decode_cached(self, ids: Tensor) -> Tensor:
-        """Return the images of tokens as `decode` does; those that were decoded last are not decoded again."""
+        """The images of tokens as `decode` does; those that were decoded last are not decoded again."""
         shown = [self.painted.get(row.numpy().tobytes()) for row in ids.cpu()]
         new = [at for at, image in enumerate(shown) if image is None]
         for at, image in zip(new, self.decode(ids[new]) if new else ()):  # which may drop others of these
             shown[at] = image
         return torch.stack([unwrap(image) for image in shown])
 
-    def detokenize(self, ids: Tensor, mask: Tensor) -> Any:
+    def detokenize(self, ids: Tensor, mask: Tensor, prompts: Sequence[str]) -> Any:
         raise NotImplementedError("image tokens are no text")
 
     def require_context(self, prompts: Sequence[str]) -> None:
@@ -301,7 +290,7 @@ class ImageLM(CausalLM):
     # --- replay ------------------------------------------------------------------------------------------------------
 
     def _whole(self, tokenized: TokenizedPrompts, ids: Tensor) -> Tensor:
-        """Return the states [B,L,H] before each image token, with guidance [B,L,2H]: of the prompts and without."""
+        """The states [B,L,H] before each image token, with guidance [B,L,2H]: of the prompts and without."""
         if self.halves == 1:
             return super()._whole(tokenized, ids)
         both = super()._whole(self._both(tokenized), torch.cat([ids, ids]))
@@ -314,7 +303,6 @@ class ImageLM(CausalLM):
         return torch.cat(super()._behind_prefixes(self._both(tokenized), places, torch.cat([ids, ids])).chunk(2), -1)
 
     def _both(self, tokenized: TokenizedPrompts) -> TokenizedPrompts:
-        """Return the prompts, and behind them the same without their texts."""
         return TokenizedPrompts(tokenized.prompts * 2, [*tokenized.ids, *map(self.without, tokenized.ids)])
 
     # --- what every policy has ---------------------------------------------------------------------------------------
@@ -324,7 +312,7 @@ class ImageLM(CausalLM):
         return body, processor.tokenizer
 
     def answering(self, text: Text) -> VisionLM:
-        """Return a policy of answers about images by the same weights; text: of its completions."""
+        """A policy of answers about images by the same weights; text: of its completions."""
         kept = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         own = self.model.generation_config
         reader = VisionLM(self.model, self.processor, None, text, device=self.device, precision=self.precision)
@@ -337,9 +325,8 @@ class ImageLM(CausalLM):
 
 def with_processor(config: Config, loaded: tuple[Any, Any], adapter: Adapter | None, method: Any = None,
                    **settings: Any) -> CausalLM:
-    """Return the policy of a model and its processor: of texts about images, or with a method of `ImageTokens` of
-    images. Where the method asks about its images, weights that only answers go through are trained as well.
-    """
+    """The policy of a model and its processor: of texts about images, or with a method of `ImageTokens` of images.
+    Where the method asks about its images, weights that only answers go through are trained as well."""
     if method is None:
         return VisionLM(*loaded, adapter, config.text, **settings)
     return ImageLM(*loaded, adapter, config.text, guidance=config.train.guidance, shown=config.eval.guidance,
@@ -357,7 +344,7 @@ def require_grid(model: Any) -> None:
 
 
 def tokens_of(model: Any) -> tuple[int, int]:
-    """Return the tokens that begin an image and that stand for a left out text. Raises UserError if one is unknown."""
+    """The tokens that begin an image and that stand for a left out text. Raises UserError if one is unknown."""
     config = model.generation_config
     known = {"generation_kwargs.boi_token_id": (getattr(config, "generation_kwargs", None) or {}).get("boi_token_id"),
              "pad_token_id": config.pad_token_id, "bos_token_id": config.bos_token_id}

@@ -27,10 +27,8 @@ DIFFUSION = ("llada", "dream")  # families of masked language models whose class
 
 
 def kind_of(described: dict[str, Any], draws: str = "text") -> str:
-    """Return the kind of language model of a config.json, from the names of its classes and its family.
-
-    draws: what its completions are. Raises UserError for an image of a model without an image head.
-    """
+    """The kind of language model of a config.json, from the names of its classes and its family.
+    draws: what its completions are. Raises UserError for an image of a model without an image head."""
     if draws == "image":
         if described.get("model_type") not in DRAWING:
             name = (described.get("architectures") or ["the model"])[0]
@@ -47,7 +45,7 @@ def kind_of(described: dict[str, Any], draws: str = "text") -> str:
 
 
 def reads_images(described: dict[str, Any]) -> bool:
-    """Return True if transformers lists this config.json's model for image and text to text."""
+    """True if transformers lists this config.json's model for image and text to text."""
     from transformers.models.auto import modeling_auto
 
     both = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
@@ -76,10 +74,8 @@ def load(config: Config) -> tuple[Any, Any]:
 
 def make_policy(config: Config, loaded: tuple[Any, Any], adapter: Adapter | None,
                     device: str | torch.device = "cpu") -> CausalLM:
-    """Return the policy of a loaded language model and its tokenizer or processor.
-
-    adapter: what is trained of it, None for nothing.
-    """
+    """The policy of a loaded language model and its tokenizer or processor.
+    adapter: what is trained of it, None for nothing."""
     settings: dict[str, Any] = dict(device=device, precision=config.precision,
                                     checkpointing=config.train.recompute_share)
     if build.kind(config, loaded) == MASKED_LM:

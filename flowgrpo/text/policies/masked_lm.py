@@ -84,7 +84,7 @@ class MaskedLM(CausalLM):
             prompts, at = self._together(tokenized, rows), rows.to(self.device)
             ids[at], steps[at], logp[at] = self._unmask(prompts, unmasking, draws[at], lots[at], greedy[at])
         mask, cut = completion_masks(ids, self.ends)
-        texts = self.detokenize(ids, mask)
+        texts = self.detokenize(ids, mask, tokenized.prompts)
         if unmasking.shrink > 1:
             logp = self.log_probs(tokenized, torch.arange(count), ids, mask, unmasking, steps, count).logp
         logp = self._sound(logp.masked_fill(~mask, 0.0), tokenized)
@@ -92,7 +92,7 @@ class MaskedLM(CausalLM):
 
     def _unmask(self, prompts: Tensor, unmasking: Unmasking, draws: Tensor, lots: Tensor, greedy: Tensor
                 ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return ids, steps and log-probabilities [n,L] of answers to prompts [n,S]."""
+        """Ids, steps and log-probabilities [n,L] of answers to prompts [n,S]."""
         ids = torch.full(draws.shape, self.mask, device=self.device)
         steps, logp = torch.zeros_like(ids), self._zeros(ids)
         for step, (first, end, count) in enumerate(unmasking.schedule(ids.shape[1])):
@@ -109,12 +109,10 @@ class MaskedLM(CausalLM):
         return ids, steps, logp
 
     def _zeros(self, ids: Tensor) -> Tensor:
-        """Return zero log-probabilities, shaped as ids."""
         return torch.zeros(ids.shape, dtype=torch.promote_types(self.model.dtype, torch.float32), device=self.device)
 
-    def generate(self, tokenized: TokenizedPrompts, generators: Sequence[torch.Generator], *_: Any
-                 ) -> list[Completion]:
-        """Return answers for evaluation: at `text.eval_temperature`, without cuts."""
+    def generate(self, tokenized: TokenizedPrompts, generators: Sequence[torch.Generator], *_: Any) -> list[Completion]:
+        """Answers for evaluation: at `text.eval_temperature`, without cuts."""
         warm, unmasking = self.text.eval_temperature, self.unmasking
         greedy = torch.full((len(tokenized.ids),), not warm)
         plain = Unmasking(warm or 1.0, per_step=unmasking.per_step, block=unmasking.block, order=unmasking.order)
@@ -125,8 +123,8 @@ class MaskedLM(CausalLM):
     def log_probs(self, tokenized: TokenizedPrompts, prompts: Tensor, ids: Tensor,  # type: ignore[override]
                   mask: Tensor, unmasking: Unmasking, steps: Tensor, together: int,
                   entropy: bool | str = False) -> Scored:
-        """Return the score [b,L] of traces (ids, steps [b,L]) of the prompts [b] (indices in `tokenized`), 0 where mask
-        is false.
+        """The score [b,L] of traces (ids, steps [b,L]) of the prompts [b] (indices in `tokenized`), 0 where mask is
+        false.
 
         It has gradients where they are enabled, and with `entropy` the entropies. A state has the tokens of earlier
         evaluations and masks for the others. Only states with a counted token are evaluated, `together` at once. Beyond
@@ -150,8 +148,8 @@ class MaskedLM(CausalLM):
 
     def _in_states(self, evaluate: Callable[..., Tensor], tokenized: TokenizedPrompts, prompts: Tensor, ids: Tensor,
                    mask: Tensor, unmasking: Unmasking, steps: Tensor, together: int) -> Tensor:
-        """Return `evaluate`, called as `_score`, of the k tokens where mask is true, each in its own state: [k,...],
-        row by row."""
+        """`evaluate`, called as `_score`, of the k tokens where mask is true, each in its own state: [k,...], row by
+        row."""
         ids, mask = ids.to(self.device), mask.to(self.device)
         turns, where = unmasking.scorings(steps.to(self.device), ids.shape[1]), mask.nonzero()
         states, of = torch.stack([where[:, 0], turns[mask]], 1).unique(dim=0, return_inverse=True)
@@ -170,7 +168,7 @@ class MaskedLM(CausalLM):
 
     def _score(self, prompts: Tensor, answers: Tensor, row: Tensor, place: Tensor, ids: Tensor, unmasking: Unmasking,
                entropy: bool | str) -> Tensor:
-        """Return `score` of the tokens ids [k] at the places [k] of the rows [k] of answers [n,L] to prompts [n,S]."""
+        """`score` of the tokens ids [k] at the places [k] of the rows [k] of answers [n,L] to prompts [n,S]."""
         with self._arithmetic():
             return score(self._logits(prompts, answers)[row, place], self._suppress_mask, ids, unmasking,
                          entropy=entropy)
@@ -179,7 +177,7 @@ class MaskedLM(CausalLM):
         return load_masked_lm(model, self.precision)
 
     def _last_hidden_states(self, prompts: Tensor, answers: Tensor, row: Tensor, place: Tensor, *_: Any) -> Tensor:
-        """Return the last hidden states [k,H], float32 or wider, that are the inputs of `_score`'s logits."""
+        """The last hidden states [k,H], float32 or wider, that are the inputs of `_score`'s logits."""
         inputs = torch.cat([prompts, answers], 1)
         self.evaluations += inputs.numel()
         with self._arithmetic():
@@ -190,11 +188,9 @@ class MaskedLM(CausalLM):
 
     def sample_relaxed(self, tokenized: TokenizedPrompts, prompts: Tensor, generators: Sequence[torch.Generator],
                        unmasking: Unmasking, part: GumbelSoftmax, base: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return answers [b,L,V], one-hot, of the prompts [b] (indices in `tokenized`), and the KL [b] of their process
-        to that of the weights `base`, by name as in `weights.named`.
-
-        Both have gradients where they are enabled. generators: of each row's noise.
-        """
+        """Answers [b,L,V], one-hot, of the prompts [b] (indices in `tokenized`), and the KL [b] of their process to
+        that of the weights `base`, by name as in `weights.named`.
+        Both have gradients where they are enabled. generators: of each row's noise."""
         shape, results = (self.text.max_tokens, self._table()[1].shape[0]), []
         groups = self._by_length(tokenized, prompts)
         lots = uniforms(generators, shape[0]).to(self.device, torch.promote_types(self.model.dtype, torch.float32))
@@ -210,10 +206,8 @@ class MaskedLM(CausalLM):
         return answers, kl
 
     def _of_weights(self, prompts: Tensor, base: dict[str, Tensor] | None, x: Tensor) -> Tensor:
-        """Return the logits [n,L,V] behind prompts [n,S] of answers as weights of tokens x [n,L,V].
-
-        They are those of the present weights, or of `base`.
-        """
+        """The logits [n,L,V] behind prompts [n,S] of answers as weights of tokens x [n,L,V].
+        They are those of the present weights, or of `base`."""
         if self.checkpointing and torch.is_grad_enabled():
             return checkpoint(self._soft_logits, prompts, base, x, use_reentrant=False)
         return self._soft_logits(prompts, base, x)
@@ -230,38 +224,33 @@ class MaskedLM(CausalLM):
         return self._suppress_mask(logits[:, prompts.shape[1] - self.shift:inputs.shape[1] - self.shift])
 
     def _table(self) -> tuple[str, Tensor]:
-        """Return the name and the weights [V,H] of the embedding."""
         table = self.model.get_input_embeddings().weight
         return next(key for key, parameter in self.model.named_parameters() if parameter is table), table
 
-    def texts(self, ids: Tensor) -> list[Completion]:
-        """Return the texts of answers ids [b,L], each up to its first end."""
-        return self.detokenize(ids, completion_masks(ids, self.ends)[0])
+    def texts(self, ids: Tensor, prompts: Sequence[str]) -> list[Completion]:
+        """The texts of answers ids [b,L] to the prompts [b], each up to its first end."""
+        return self.detokenize(ids, completion_masks(ids, self.ends)[0], prompts)
 
     def vocabulary(self) -> list[str]:
-        """Return the text of every token of the model's vocabulary; "" if the tokenizer has none."""
+        """The text of every token of the model's vocabulary; "" if the tokenizer has none."""
         known = {i: text for text, i in self.tokenizer.get_vocab().items()}
         return [known.get(i, "") for i in range(self._table()[1].shape[0])]
 
     # --- the model ---------------------------------------------------------------------------------------------------
 
     def _logits(self, prompts: Tensor, answers: Tensor) -> Tensor:
-        """Return the model's logits [n,L,V] of answers [n,L] behind prompts [n,S], in its own precision."""
         inputs = torch.cat([prompts, answers], 1)
         self.evaluations += inputs.numel()
         return self.model(input_ids=inputs).logits[:, prompts.shape[1] - self.shift:inputs.shape[1] - self.shift]
 
     def _suppress_mask(self, logits: Tensor) -> Tensor:
-        """Return logits without the mask token, which is not an answer."""
         return logits.index_fill(-1, torch.tensor([self.mask], device=logits.device), -torch.inf)
 
     def _together(self, tokenized: TokenizedPrompts, rows: Tensor) -> Tensor:
-        """Return the prompts `rows` [n], all of one length: [n,S]."""
         return torch.stack([tokenized.ids[i] for i in rows.tolist()]).to(self.device)
 
     @staticmethod
     def _by_length(tokenized: TokenizedPrompts, prompts: Tensor) -> list[Tensor]:
-        """Return the indices in `prompts` (int64 [n]), grouped by their prompts' lengths."""
         lengths = torch.tensor([len(tokenized.ids[i]) for i in prompts.tolist()])
         return [(lengths == length).nonzero()[:, 0] for length in lengths.unique().tolist()]
 
@@ -270,10 +259,8 @@ def load_masked_lm(model: str, precision: str = "fp32", trust_remote_code: bool 
                    ) -> tuple[Any, Any]:
     """Load (model, tokenizer) from a directory or a hub id: a masked LM of transformers, or one with custom code, if
     allowed.
-
     files: variant and revision.
-    Raises UserError if it does not load.
-    """
+    Raises UserError if it does not load."""
     from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, AutoTokenizer
     from transformers.utils import logging
 

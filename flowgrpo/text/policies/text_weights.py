@@ -24,7 +24,7 @@ from flowgrpo.storage import atomic, paths
 
 
 def present(model: torch.nn.Module, targets: list[str]) -> list[str]:
-    """Return the targets that name a module of the model; all of them if none does."""
+    """The targets that name a module of the model; all of them if none does."""
     names = {key.rpartition(".")[2] for key, _ in model.named_modules()}
     return [target for target in targets if target in names] or targets
 
@@ -69,9 +69,7 @@ class TextWeights(TrainableWeights):
 
 def attach(model: torch.nn.Module, folder: Path, adapter: str = "default") -> None:
     """Load the LoRA of a folder into a language model, as an adapter of that name.
-
-    Raises UserError if it does not load.
-    """
+    Raises UserError if it does not load."""
     try:
         with quiet():
             adapters.load(model, folder, adapter)
@@ -86,10 +84,8 @@ def load_causal_lm(model: str, precision: str = "fp32", trust_remote_code: bool 
                    classes: Sequence[str] = ("AutoModelForCausalLM", "AutoTokenizer"), files: Load = Load()
                    ) -> tuple[Any, Any]:
     """Load (model, tokenizer): a starter's name, a directory or a hub id.
-
     classes: of transformers. files: variant and revision.
-    Raises UserError if it does not load.
-    """
+    Raises UserError if it does not load."""
     import transformers
     from transformers.utils import logging
 
@@ -107,20 +103,28 @@ def load_causal_lm(model: str, precision: str = "fp32", trust_remote_code: bool 
 
 
 def at_revision(files: Load) -> dict[str, str]:
-    """Return the argument of transformers' `from_pretrained` for a revision; without one its own default applies."""
     return {} if files.revision is None else {"revision": files.revision}
 
 
-def special_tokens(model: Any, tokenizer: Any) -> tuple[list[int], int]:
-    """Return the tokens that end a completion, and the padding token. Raises UserError if none ends one."""
+def special_tokens(model: Any, tokenizer: Any, template: bool | None = None) -> tuple[list[int], int]:
+    """The tokens that end a completion, and the padding token. Raises UserError if none ends one.
+    Either those of the model's generation config or the tokenizer's end it (TRL#7039): a ChatML fine-tune often changes
+    one alone. The first is written behind a given answer: the chat template's, unless template is False, or the
+    tokenizer's."""
     config = getattr(model, "generation_config", None)  # a model without `generate` has none
-    ends = config.eos_token_id if config else None
-    ends = tokenizer.eos_token_id if ends is None else ends
-    if ends is None:
+    known = config.eos_token_id if config else None
+    ends = dict.fromkeys([tokenizer.eos_token_id, *(known if isinstance(known, (list, tuple)) else [known])])
+    ends.pop(None, None)
+    if not ends:
         raise UserError("neither the model nor its tokenizer says which token ends a completion: set the tokenizer's "
                         "eos_token")
-    ends = list(ends) if isinstance(ends, (list, tuple)) else [ends]
-    return ends, ends[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    answer, written = "flowgrpo", ""
+    with contextlib.suppress(Exception):  # a template can be missing, or raise anything
+        turns = [{"role": "user", "content": answer}, {"role": "assistant", "content": answer}]
+        written = "" if template is False else tokenizer.apply_chat_template(turns, tokenize=False)
+    behind = tokenizer(written.rpartition(answer)[2], add_special_tokens=False)["input_ids"]
+    ordered = list(dict.fromkeys([*(token for token in behind if token in ends), *ends]))
+    return ordered, ordered[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
 
 
 def plain_generation(model: Any, ends: list[int], padding: int) -> None:
@@ -136,7 +140,7 @@ def plain_generation(model: Any, ends: list[int], padding: int) -> None:
 
 
 def cache_name(decoder: Any) -> str:
-    """Return the name of the cache in a decoder's arguments and outputs: transformers renames it to `cache`, and drops
+    """The name of the cache in a decoder's arguments and outputs: transformers renames it to `cache`, and drops
     `past_key_values` in 5.40."""
     return "cache" if "cache" in inspect.signature(type(decoder).forward).parameters else "past_key_values"
 
@@ -154,7 +158,7 @@ class Taught(Protocol):
         """Load another model of its kind, and its tokenizer."""
 
     def body_of(self, model: Any) -> Any:
-        """Return the part of a model that makes states."""
+        """The part of a model that makes states."""
 
     def _count(self, _module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Count the tokens of a forward."""
@@ -173,9 +177,7 @@ class Teachers:
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Context manager: the teacher is the policy's model.
-
-        Raises UserError if it does not load or has another tokenizer.
-        """
+        Raises UserError if it does not load or has another tokenizer."""
         state = self._state()
         self._set(*self.known.get(name) or (self._load(name), None, None))
         try:
@@ -186,7 +188,6 @@ class Teachers:
             self._set(*state)
 
     def _state(self) -> tuple[Any, bool | None, str | None]:
-        """Return the model, and the results of its trials."""
         return self.policy.model, self.policy._head_alone, self.policy._apart
 
     def _set(self, model: Any, head_alone: bool | None, apart: str | None) -> None:

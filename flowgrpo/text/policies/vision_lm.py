@@ -41,7 +41,7 @@ class Shown(TokenizedPrompts):
     images: list[dict[str, Tensor]]
 
     def rows(self, index: Tensor) -> Shown:
-        """Return the rows `index` (int64 [B]); a row may be taken several times."""
+        """The rows `index` (int64 [B]); a row may be taken several times."""
         return Shown(*([values[i] for i in index.tolist()] for values in
                        (self.prompts, self.ids, self.by_token, self.images)))
 
@@ -87,13 +87,13 @@ class VisionLM(CausalLM):
     # --- prompts -----------------------------------------------------------------------------------------------------
 
     def encode(self, prompts: list[str], negatives: Sequence[str] = (), images: Sequence[Any] = ()) -> Shown:
-        """Return the tokens of the prompts and the model's image inputs; images: an image or its file each, or None."""
+        """The tokens of the prompts and the model's image inputs; images: an image or its file each, or None."""
         rows = [self._read(*row) for row in zip(prompts, images or [None] * len(prompts), strict=True)]
         return Shown(list(prompts), *map(list, zip(*rows)))
 
     def _read(self, prompt: str, image: Any) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-        """Return a prompt's ids [S], its values by token, and those of its image."""
-        if self.text.template is False or not self.processor.chat_template:
+        """A prompt's ids [S], its values by token, and those of its image."""
+        if not self._by_processor:
             if image is not None:
                 raise UserError("a prompt brings an image, which needs the processor's chat template: leave "
                                 "text.template out, or take a processor that has one")
@@ -103,9 +103,15 @@ class VisionLM(CausalLM):
         by_token = {name: value[0] for name, value in inputs.items() if value.shape[:2] == (1, len(ids))}
         return ids, by_token, {name: value for name, value in inputs.items() if name not in by_token}
 
-    def _stand_in(self, ids: Tensor) -> Tensor:
-        """Return the mask of placeholder ids, bool."""
-        return torch.isin(ids, torch.tensor(self.placeholders, dtype=torch.int64))
+    @property
+    def _by_processor(self) -> bool:
+        return self.text.template is not False and bool(self.processor.chat_template)
+
+    def written(self, prompt: str) -> str:
+        if not self._by_processor:
+            return super().written(prompt)
+        return str(self.processor.apply_chat_template(_turns(self.text, prompt), add_generation_prompt=True,
+                                                      tokenize=False))
 
     def _beside(self, tokenized: TokenizedPrompts, length: int, before: bool = False) -> dict[str, Tensor]:
         assert isinstance(tokenized, Shown), type(tokenized)
@@ -128,7 +134,7 @@ class VisionLM(CausalLM):
         return super().log_probs(tokenized, prompts, ids, mask, Permitted(decoding, barred), entropy)
 
     def _positions(self, tokenized: TokenizedPrompts, inputs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Return positions [3,P,S] for a family whose image tokens have rows and columns (M-RoPE, 2409.12191)."""
+        """Positions [3,P,S] for a family whose image tokens have rows and columns (M-RoPE, 2409.12191)."""
         index = getattr(self.model.base_model, "get_rope_index", None)
         if index is None:
             return super()._positions(tokenized, inputs, mask)
@@ -149,28 +155,23 @@ class VisionLM(CausalLM):
         return self._apart
 
     def probe(self, tokenized: TokenizedPrompts) -> Tensor:
-        return tokenized.ids[0][~self._stand_in(tokenized.ids[0])][:3]
+        ids = tokenized.ids[0]
+        return ids[~torch.isin(ids, torch.tensor(self.placeholders, dtype=torch.int64))][:3]
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """As in `CausalLM`, with the place of the trial: with an image or without."""
         return {}, {"apart": self._apart, "tried": self._tried}
 
     def load_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
-        """As in `CausalLM`."""
         super().load_state(tensors, values)
         self._tried = values.get("tried", False) and self._apart is not None
 
 
 def template_inputs(processor: Any, text: Text, prompt: str, image: Any = None, **asked: Any) -> dict[str, Tensor]:
-    """Return a processor's tensors of a prompt, and of an image before it, in its chat template.
-
+    """A processor's tensors of a prompt, and of an image before it, in its chat template.
     asked: further arguments of the processor.
-    Raises UserError if it cannot read them.
-    """
-    said = [{"type": "image", "image": _open_image(image)}] if image is not None else []
-    turns = [{"role": "user", "content": [*said, {"type": "text", "text": prompt}]}]
-    if text.system:  # a list, as for the prompt: not every template takes a text
-        turns.insert(0, {"role": "system", "content": [{"type": "text", "text": text.system}]})
+    Raises UserError if it cannot read them."""
+    turns = _turns(text, prompt, image)
     try:
         inputs = processor.apply_chat_template(turns, add_generation_prompt=True, tokenize=True, return_dict=True,
                                                return_tensors="pt", processor_kwargs=asked)
@@ -180,12 +181,17 @@ def template_inputs(processor: Any, text: Text, prompt: str, image: Any = None, 
     return {name: value for name, value in inputs.items() if torch.is_tensor(value) and name != "attention_mask"}
 
 
-def _open_image(image: Any) -> Any:
-    return read_image(image) if isinstance(image, (str, Path)) else image
+def _turns(text: Text, prompt: str, image: Any = None) -> list[dict[str, Any]]:
+    """The turns of a conversation; each content is a list, since not every template takes a text."""
+    if isinstance(image, (str, Path)):
+        image = read_image(image)
+    said = [{"type": "image", "image": image}] if image is not None else []
+    system = [{"role": "system", "content": [{"type": "text", "text": text.system}]}] if text.system else []
+    return [*system, {"role": "user", "content": [*said, {"type": "text", "text": prompt}]}]
 
 
 def _by_token(tokenized: Shown, length: int, before: bool, device: torch.device) -> dict[str, Tensor]:
-    """Return the values of tokens [B,length,...], padded with 0 as the tokens are; 0 too for completions."""
+    """The values of tokens [B,length,...], padded with 0 as the tokens are; 0 too for completions."""
     inputs = {}
     for name, like in {name: value for row in tokenized.by_token for name, value in row.items()}.items():
         rows = []
@@ -197,7 +203,7 @@ def _by_token(tokenized: Shown, length: int, before: bool, device: torch.device)
 
 
 def _images(tokenized: Shown, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the image inputs, concatenated; further dimensions are padded with 0, as processors do it."""
+    """The image inputs, concatenated; further dimensions are padded with 0, as processors do it."""
     inputs = {}
     for name in sorted({name for row in tokenized.images for name in row}):
         values = [row[name] for row in tokenized.images if name in row]
@@ -210,10 +216,8 @@ def _images(tokenized: Shown, device: torch.device, dtype: torch.dtype) -> dict[
 
 
 def language_layers(model: Any) -> list[str]:
-    """Return the names of the language model's layers that get an adapter.
-
-    If it is not a separate module, these are their last names alone.
-    """
+    """The names of the language model's layers that get an adapter.
+    If it is not a separate module, these are their last names alone."""
     decoder = model.get_decoder()
     root = next(name for name, module in model.named_modules() if module is decoder)
     layers = [f"{root}.{name}" for name, module in decoder.named_modules()

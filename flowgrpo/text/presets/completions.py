@@ -173,8 +173,7 @@ def gtpo(method: Method = Method()) -> Method:
 
     Completions with a mean entropy above log 2 are left out, in groups that have others.
     """
-    return grpo(method).having(surrogate=losses.ConflictTokens(most_entropy=math.log(2)),
-                               kl=objectives.SampledKL(0.0))
+    return grpo(method).having(surrogate=losses.ConflictTokens(most_entropy=math.log(2)), kl=objectives.SampledKL(0.0))
 
 
 def grpo_lambda(method: Method = Method()) -> Method:
@@ -200,8 +199,7 @@ def gigpo(method: Method = Method()) -> Method:
 
 def s_grpo(method: Method = Method()) -> Method:
     """S-GRPO: one chain of thought is left early in several ways; earlier right answers earn more (2505.07686)."""
-    return grpo(method).having(draws=groups.EarlyExits(), shaping=credit.ExitDecay(),
-                               kl=objectives.SampledKL(0.0))
+    return grpo(method).having(draws=groups.EarlyExits(), shaping=credit.ExitDecay(), kl=objectives.SampledKL(0.0))
 
 
 def latr(method: Method = Method()) -> Method:

@@ -48,8 +48,7 @@ def chord(method: Method = Method()) -> Method:
     """CHORD over a base method of causal language models, GRPO without one: cross-entropy of answers added to the loss,
     its weight rising and falling, uncertain tokens first (2508.11408)."""
     method = method if method.for_tokens else grpo(method)
-    return method.having(data=supervised.NextToken(balance=WarmupCosine(),
-                                                   token_weight=Uncertain()))
+    return method.having(data=supervised.NextToken(balance=WarmupCosine(), token_weight=Uncertain()))
 
 
 def relift(method: Method = Method()) -> Method:

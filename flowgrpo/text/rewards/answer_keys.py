@@ -16,14 +16,27 @@ from flowgrpo.escaped import one_line
 LICENCE = "Apache-2.0"
 T = TypeVar("T")
 
-_LABEL = re.compile(r"\b(?:final\s+)?answer\b\W{0,4}?(?:\s+is\b|:|=)[ \t]*(\S[^\n]*?)(?=\.\s|\n|$)", re.I)
+# An answer's label: "answer is", "Answer:", "**Final answer** =", "答案是", or a heading alone on its line; then what
+# follows it, on the same line or the next one that is not blank, to the end of the sentence or of its display.
+_LABEL = re.compile(
+    "(?:(?<![^\\W_])answer(?![^\\W_])[*_`\"')]{0,4}(?:\\s+is\\b|\\s{0,3}[:=\uff1a])"
+    "|\u7b54\u6848[*_ ]{0,4}(?:\u5e94\u8be5?|\u5c31)?[\u662f\u4e3a:=\uff1a]"
+    "|^[ \\t>#*_]*(?:the\\s+)?(?:final\\s+)?(?:answer|\u7b54\u6848)[ \\t*_#]*$)[ \\t*_`:=\uff1a]*\\s*", re.I | re.M)
+_LABELLED = re.compile("\\$\\$.{1,500}?\\$\\$|\\\\\\[.{1,500}?\\\\\\]"
+                       "|\\S[^\\n]*?(?=[.!]?[ \\t]{0,8}(?:\\n|\\Z)|\\.\\s|\u3002)", re.S)
 _HASHES = re.compile(r"####[ \t]*(\S[^\n]*)")
-_BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.S)
+# The line of GSM8K; a numbered heading is none.
+_HASHED_NUMBER = re.compile(r"####(?![ \t]*\d+[.)][ \t]+\D)[ \t]*([-+\u2212$\u20ac\u00a3\\ ]{0,4}[\d.][^\n]*)")
+_BRACES = re.compile(r"\\(boxed|fbox)(?:\s*\{|\s+([^\s{}$\\][^{}$\n\\]*))|\\.|[{}]", re.S)
+_REASON = re.compile(r"(?<=[\w.)%$*])[,;(\u2014]? ?\(?\b(?:because|since|check)\b.*", re.I | re.S)
+_TEXT_COMMAND = re.compile(r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|math(?:bf|it|rm|sf|tt)|[mh]box|emph|operatorname)\s*"
+                           r"(?=\{)")
 
 
 def strip_thoughts(text: str) -> str:
-    """Return a completion without its thoughts: the part after the last </think>, up to a <think> never closed."""
-    return text.rpartition("</think>")[2].partition("<think>")[0]
+    """A completion without its thoughts: the part after the last </think>, up to a <think> never closed.
+    The tag with which a `Completion`'s prompt ends belongs to it."""
+    return (getattr(text, "opened", "") + text).rpartition("</think>")[2].partition("<think>")[0]
 
 
 # Blocks of code between fences of CommonMark, at the beginning of a line or with a language; one that is never closed,
@@ -33,20 +46,40 @@ _FENCED = re.compile(r"(?:^[ \t]*|(?=[`~]{3,}[ \t]*\w))(`{3,}|~{3,})[ \t]*([^\s`
 
 
 def code_blocks(text: str, *languages: str) -> list[str]:
-    """Return the blocks of code of a text in one of these languages, such as "" and "python", whatever their versions.
-    """
+    """The blocks of code of a text in one of these languages, such as "" and "python", whatever their versions."""
     return [code for _, language, code in _FENCED.findall(text) if language.lower().rstrip("0123456789.") in languages]
 
 
 def final_answer(text: str) -> str | None:
-    """Return the answer that a completion states: `explicit_answer`, or else the text after its last "answer is",
-    "answer:" or "answer =", to the end of the sentence; None if it states none.
+    """The answer that a completion states, whole; None if it states none.
 
+    It is the first of these that there is, of one kind the last one: the content of <answer> tags, or of a box within;
+    of LaTeX's \\boxed, else of its \\fbox; a number behind ####; what is behind "answer is", "answer:" or a heading
+    "Answer", there or on the next line, to the end of the sentence; any line behind ####.
     Thoughts (see `strip_thoughts`) do not count.
     """
     text = strip_thoughts(text)
-    answer = explicit_answer(text)
-    return _last(_LABEL, text) if answer is None else answer
+    tagged = answer_tag(text) or ""
+    readers = (lambda: last_box(tagged), lambda: tagged, lambda: last_box(text), lambda: _last(_HASHED_NUMBER, text),
+               lambda: _labelled(text), lambda: _last(_HASHES, text))
+    return next((answer.strip() for read in readers if (answer := read()) and answer.strip()), None)
+
+
+def _labelled(text: str) -> str | None:
+    for label in reversed([*_LABEL.finditer(text)]):
+        if match := _LABELLED.match(text, label.end()):
+            answer = match[0].strip("*_` \t")
+            return answer.removeprefix("- ") if "\n" in label[0] else answer  # a list's dash is no sign
+    return None
+
+
+def without_reason(text: str) -> str:
+    """A text up to a reason in it, ", because 9 * 2 = 18" or " (check: 9 * 2 = 18)"."""
+    return _REASON.sub("", text)
+
+
+def without_commands(text: str) -> str:
+    return _TEXT_COMMAND.sub("", text)
 
 
 _ABSTAINED = re.compile(
@@ -58,36 +91,35 @@ _ABSTAINED = re.compile(
 
 def abstains(text: str) -> bool:
     """True if a completion says that it does not know: in the answer that it states, or else after its thoughts."""
-    text = text.replace("\u2019", "'")
     statement = final_answer(text)
-    return _ABSTAINED.search(strip_thoughts(text) if statement is None else statement) is not None
-
-
-def explicit_answer(text: str) -> str | None:
-    """Return the content of the last <answer> tags, or else of LaTeX's last \\boxed{}, or else of the line after the
-    last ####; None if there is none."""
-    return next((answer.strip() for answer in (answer_tag(text), last_box(text), _last(_HASHES, text))
-                 if answer is not None and answer.strip()), None)
+    return _ABSTAINED.search((strip_thoughts(text) if statement is None else statement).replace("\u2019", "'")
+                             ) is not None
 
 
 def answer_tag(text: str) -> str | None:
-    """Return the content of the last closed <answer>; None if there is none."""
     end = text.rfind("</answer>")
     start = text.rfind("<answer>", 0, max(end, 0))
     return text[start + len("<answer>"):end] if start >= 0 else None
 
 
 def last_box(text: str) -> str | None:
-    """Return the content of the \\boxed{...} that ends last; None if none has matching braces."""
-    begun: list[tuple[bool, int]] = []
-    last = None
+    """The content of the \\boxed that ends last, else of the \\fbox, the innermost of boxes around one another; None if
+    none has matching braces. \\boxed 5 goes to the next dollar or the end of the sentence (MATH's rule)."""
+    begun: list[tuple[str | None, int, int]] = []
+    last: dict[str, str] = {}
+    inner, content = (-1, -1), ""  # span and content of the box that was closed last
     for match in _BRACES.finditer(text):
-        if match[0].endswith("{") and match[0] != "\\{":
-            begun.append((match[0] != "{", match.end()))
+        if match[2]:
+            last[match[1]] = match[2].partition(". ")[0].strip(" .")
+        elif match[0].endswith("{") and match[0] != "\\{":
+            begun.append((match[1], match.start(), match.end()))
         elif match[0] == "}" and begun:
-            is_box, start = begun.pop()
-            last = text[start:match.start()] if is_box else last
-    return last
+            name, at, start = begun.pop()
+            if name:
+                around = inner[0] >= start and not (text[start:inner[0]] + text[inner[1]:match.start()]).strip()
+                content = content if around else text[start:match.start()]
+                last[name], inner = content, (at, match.end())
+    return last.get("boxed", last.get("fbox"))
 
 
 def _last(pattern: re.Pattern[str], text: str) -> str | None:
@@ -97,10 +129,8 @@ def _last(pattern: re.Pattern[str], text: str) -> str | None:
 
 def keys(reward: str, metadata: Sequence[dict[str, Any]], key: str, prompts: Sequence[str],
          read: Callable[[object], T]) -> list[T | None]:
-    """Return `read` of each prompt's entry under `key`; None where there is none.
-
-    Raises UserError that names the reward, the key and the prompt if `read` raises ValueError.
-    """
+    """`read` of each prompt's entry under `key`; None where there is none.
+    Raises UserError that names the reward, the key and the prompt if `read` raises ValueError."""
     result: list[T | None] = []
     for entry, prompt in zip(metadata, prompts):
         value = entry.get(key)
@@ -115,7 +145,7 @@ def keys(reward: str, metadata: Sequence[dict[str, Any]], key: str, prompts: Seq
 
 
 def several(value: object) -> list[str]:
-    """Return an answer key as the texts that it accepts: a text, a number, or a list of these.
+    """An answer key as the texts that it accepts: a text, a number, or a list of these.
     Raises ValueError for any other."""
     accepted = value if isinstance(value, list) else [value]
     if not accepted or not all(type(answer) in (str, int, float) and str(answer).strip() for answer in accepted):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flowgrpo.errors import UserError
-from flowgrpo.rewards.about import About
+from flowgrpo.rewards.about import About, built_in
 from flowgrpo.text.rewards.answer_keys import LICENCE, final_answer, keys, strip_thoughts
 
 Box = tuple[float, float, float, float]
@@ -19,12 +19,11 @@ _SPAN = re.compile(rf"{_TIME}\s*(?:-|\u2013|,|to\b|and\b)\s*{_TIME}", re.I)
 
 
 def boxes(text: str) -> list[Box]:
-    """Return the boxes [left, top, right, bottom] that a text names, in order."""
     return [(float(a), float(b), float(c), float(d)) for a, b, c, d in _BOX.findall(text)]
 
 
 def iou(first: Box, second: Box) -> float:
-    """Return the area that two boxes share over that of their union; 0 for a box without an area."""
+    """The area that two boxes share over that of their union; 0 for a box without an area."""
     width = min(first[2], second[2]) - max(first[0], second[0])
     height = min(first[3], second[3]) - max(first[1], second[1])
     shared = max(0.0, width) * max(0.0, height)
@@ -33,8 +32,8 @@ def iou(first: Box, second: Box) -> float:
 
 
 def match_score(named: Sequence[Box], wanted: Sequence[Box]) -> float:
-    """Return the sum of the IoU of pairs of boxes over the larger number of boxes: a missed box and a superfluous one
-    both count 0. Pairs are formed from the best IoU on, each box in one."""
+    """The sum of the IoU of pairs of boxes over the larger number of boxes: a missed box and a superfluous one both
+    count 0. Pairs are formed from the best IoU on, each box in one."""
     pairs = sorted(((iou(box, other), -i, -j) for i, box in enumerate(named) for j, other in enumerate(wanted)),
                    reverse=True)
     total, used = 0.0, (set[int](), set[int]())
@@ -57,6 +56,7 @@ def _boxes(value: object) -> list[Box]:
     return [(float(a), float(b), float(c), float(d)) for a, b, c, d in entries]
 
 
+@built_in("box_iou")
 @dataclass(frozen=True)
 class BoxIoU:
     """Mean IoU of the boxes that a completion's answer names with those in the metadata (Visual-RFT).
@@ -78,6 +78,7 @@ class BoxIoU:
                 for text, known in zip(completions, wanted)]
 
 
+@built_in("box_format")
 @dataclass(frozen=True)
 class BoxFormat:
     """1 if a completion, thoughts included, names a box and all its boxes are sound, otherwise 0 (GRIT).
@@ -92,7 +93,13 @@ class BoxFormat:
     def __call__(self, completions: Sequence[str], prompts: Sequence[str],
                  metadata: Sequence[dict[str, Any]]) -> list[float]:
         sizes = keys("box_format", metadata, self.key, prompts, _size)
-        return [float(_sound(boxes(text), size)) for text, size in zip(completions, sizes)]
+        scores = []
+        for text, size in zip(completions, sizes):
+            named, (width, height) = boxes(text), size or (float("inf"), float("inf"))
+            sound = all(0 <= left < right <= width and 0 <= top < bottom <= height
+                        for left, top, right, bottom in named)
+            scores.append(float(bool(named) and sound))
+        return scores
 
 
 def _size(value: object) -> tuple[float, float]:
@@ -101,14 +108,8 @@ def _size(value: object) -> tuple[float, float]:
     raise ValueError("expected [width, height]")
 
 
-def _sound(named: Sequence[Box], size: tuple[float, float] | None) -> bool:
-    width, height = size or (float("inf"), float("inf"))
-    return bool(named) and all(0 <= left < right <= width and 0 <= top < bottom <= height
-                               for left, top, right, bottom in named)
-
-
 def seconds(text: str) -> float:
-    """Return a time, such as 12.5, 1:05 or 1:02:03.5, in seconds."""
+    """A time, such as 12.5, 1:05 or 1:02:03.5, in seconds."""
     total = 0.0
     for part in text.split(":"):
         total = 60 * total + float(part)
@@ -116,13 +117,13 @@ def seconds(text: str) -> float:
 
 
 def span(text: str) -> tuple[float, float] | None:
-    """Return the last span of time that a text names, such as "12.5 to 20 s", "[12.5, 20]" or "0:05-0:20"."""
+    """The last span of time that a text names, such as "12.5 to 20 s", "[12.5, 20]" or "0:05-0:20"."""
     spans = _SPAN.findall(text)
     return (seconds(spans[-1][0]), seconds(spans[-1][1])) if spans else None
 
 
 def time_iou(first: tuple[float, float], second: tuple[float, float]) -> float:
-    """Return the time that two spans share over that of their union; 0 for a span without a length."""
+    """The time that two spans share over that of their union; 0 for a span without a length."""
     shared = max(0.0, min(first[1], second[1]) - max(first[0], second[0]))
     lengths = [end - start for start, end in (first, second)]
     return shared / (sum(lengths) - shared) if min(lengths) > 0 else 0.0
@@ -135,6 +136,7 @@ def _span(value: object) -> tuple[float, float]:
     raise ValueError("expected [start, end] in seconds")
 
 
+@built_in("time_iou")
 @dataclass(frozen=True)
 class TimeIoU:
     """IoU of the span of time that a completion's answer names with the one in the metadata.

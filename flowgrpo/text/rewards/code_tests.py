@@ -17,7 +17,7 @@ from flowgrpo.data.open_image import require_open
 from flowgrpo.errors import UserError
 from flowgrpo.escaped import one_line
 from flowgrpo.packages import import_optional
-from flowgrpo.rewards.about import About
+from flowgrpo.rewards.about import About, built_in
 from flowgrpo.rewards.remote.exchange import side_by_side
 from flowgrpo.text.rewards.answer_keys import LICENCE, answer_tag, code_blocks, keys, strip_thoughts
 from flowgrpo.text.rewards.sandbox.choose import choose
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 
 def code_of(text: str) -> str:
-    """Return the last block of Python of a completion, or all text after its thoughts if there is none."""
     text = strip_thoughts(text)
     blocks = code_blocks(text, "", "python", "py")
     return blocks[-1] if blocks else text
@@ -41,7 +40,10 @@ def read_tests(value: object) -> Checks:
     if isinstance(value, list) and value:
         if all(isinstance(test, str) for test in value):
             for test in value:
-                _require_python(test)
+                try:
+                    compile(test, "test", "exec", dont_inherit=True)
+                except (SyntaxError, ValueError) as error:
+                    raise ValueError(f"and {test[:60]!r} in it is not Python ({error})") from None
             return Checks(asserts=tuple(value))
         if all(isinstance(test, dict) and test.keys() == {"input", "output"} and
                all(isinstance(text, str) for text in test.values()) for test in value):
@@ -49,13 +51,7 @@ def read_tests(value: object) -> Checks:
     raise ValueError("expected a list of strings, such as [\"assert f(2) == 4\"], or of {input: text, output: text}")
 
 
-def _require_python(test: str) -> None:
-    try:
-        compile(test, "test", "exec", dont_inherit=True)
-    except (SyntaxError, ValueError) as error:
-        raise ValueError(f"and {test[:60]!r} in it is not Python ({error})") from None
-
-
+@built_in("code_run", "programming unit test sandbox")
 @dataclass(frozen=True)
 class CodeRun:
     """Share of its prompt's tests that a completion's Python code passes, run within a boundary (docs/security.md).
@@ -124,7 +120,7 @@ class CodeRun:
         return share if self.pace is None else pace_score(share, verdict.seconds, self.pace)
 
     def _score_failure(self, code: str, tests: Checks) -> float:
-        """Return the outcome of code that fails a test, from further runs of it."""
+        """The outcome of code that fails a test, from further runs of it."""
         def passes(source: str) -> bool:
             limits = Limits(self.seconds, self.memory, self.files)
             return all(run(source, Checks(asserts=("pass",)), limits, self.boundary).passed)
@@ -135,14 +131,14 @@ class CodeRun:
 
 
 def pace_score(share: float, seconds: float, pace: float) -> float:
-    """Return half the share of passed tests, and for code that passes all of them 1/2 + 1/2 pace / (pace + seconds).
-    Slow right code scores more than fast wrong code."""
+    """Half the share of passed tests, and for code that passes all of them 1/2 + 1/2 pace / (pace + seconds). Slow
+    right code scores more than fast wrong code."""
     return share / 2 if share < 1 else 0.5 + 0.5 * pace / (pace + seconds)
 
 
 def find_json(text: str) -> Any:
-    """Return the JSON of a completion: its last block of code that holds some, or else all text in its
-    <answer> tags or, without these, after its thoughts.
+    """The JSON of a completion: its last block of code that holds some, or else all text in its <answer> tags or,
+    without these, after its thoughts.
     Raises ValueError if that is not JSON; NaN and infinities are not."""
     text = strip_thoughts(text)
     inside = answer_tag(text)
@@ -166,7 +162,7 @@ def _parse_json(text: str) -> Any:
 
 
 def validator(schema: object) -> Any:
-    """Return a schema's validator; references lead nowhere outside it.
+    """A schema's validator; references lead nowhere outside it.
     Raises ValueError for an invalid schema."""
     from jsonschema import SchemaError, validators
     from referencing import Registry
@@ -182,8 +178,8 @@ def validator(schema: object) -> Any:
 
 
 def grade(value: object, check: Any) -> float:
-    """Return 1 if a value fits; else k / (n + 1) if k of the n keys that the schema requires at its top are present and
-    fit separately."""
+    """1 if a value fits; else k / (n + 1) if k of the n keys that the schema requires at its top are present and fit
+    separately."""
     if check.is_valid(value):
         return 1.0
     schema = check.schema if isinstance(check.schema, dict) else {}
@@ -194,6 +190,7 @@ def grade(value: object, check: Any) -> float:
     return sum(right) / (len(right) + 1)
 
 
+@built_in("json_schema", "structured output format")
 @dataclass(frozen=True)
 class JsonSchema:
     """1 if a completion's JSON fits a JSON schema; otherwise less, by the required keys that fit.
@@ -250,7 +247,6 @@ USES = 64  # <use> elements, each of which may repeat others
 
 
 def svg_of(text: str) -> str | None:
-    """Return the last <svg> element of a completion, after its thoughts; None if there is none."""
     elements = _SVG.findall(strip_thoughts(text))
     return elements[-1] if elements else None
 
@@ -261,11 +257,9 @@ def sound(code: str, longest: int) -> bool:
 
 
 def similarity(image: Tensor, reference: Tensor, edges: float) -> float:
-    """Return the likeness of two images [3, H, W] in [0, 1]: 1 for equal ones.
-
+    """The likeness of two images [3, H, W] in [0, 1]: 1 for equal ones.
     It is 1 less the root of the mean squared difference, and with the weight `edges` the share that the steps between
-    neighbouring pixels have in common: 1 less their mean absolute difference over the sum of their means.
-    """
+    neighbouring pixels have in common: 1 less their mean absolute difference over the sum of their means."""
     apart = (image - reference).square().mean().sqrt().item()
     different, total = 0.0, 0.0
     for dim in (-1, -2):
@@ -276,14 +270,13 @@ def similarity(image: Tensor, reference: Tensor, edges: float) -> float:
 
 
 def alike(features: Tensor, others: Tensor) -> float:
-    """Return 1 less half the distance of two features [1, D], scaled to unit length: 1 for equal ones, 0 for opposite
-    ones."""
+    """1 less half the distance of two features [1, D], scaled to unit length: 1 for equal ones, 0 for opposite ones."""
     one, other = (each / each.norm().clamp(min=1e-12) for each in (features, others))
     return 1 - (one - other).norm().item() / 2
 
 
 def render(code: str, height: int, width: int) -> Tensor | None:
-    """Return SVG code as an image [3, height, width] on white; None if it cannot be rendered. No font is loaded."""
+    """SVG code as an image [3, height, width] on white; None if it cannot be rendered. No font is loaded."""
     import torch
     from PIL import Image
 
@@ -301,6 +294,7 @@ def render(code: str, height: int, width: int) -> Tensor | None:
         2, 0, 1).float() / 255
 
 
+@built_in("svg_render", "vector drawing image")
 @dataclass(frozen=True)
 class SvgRender:
     """Likeness of the image that a completion's SVG code makes to a reference image; 0 for code that makes none.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flowgrpo.data.selection import features
 from flowgrpo.errors import UserError, nearest
-from flowgrpo.rewards.about import About
+from flowgrpo.rewards.about import About, built_in
 from flowgrpo.rewards.guards import distances
 from flowgrpo.rewards.local_model import LocalModel, load_pretrained, loading
 from flowgrpo.storage import atomic
@@ -25,9 +25,16 @@ from flowgrpo.text.rewards.rules import normalise
 
 
 def mean_pool(states: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean of the states where the mask is 1, of length 1: [B, L, D], [B, L] -> [B, D] float32."""
+    """The mean of the states where the mask is 1, of length 1: [B, L, D], [B, L] -> [B, D] float32."""
     mean = (states.float() * mask[..., None]).sum(1) / mask.sum(1, keepdim=True).clamp(min=1)
     return torch.nn.functional.normalize(mean, dim=1)
+
+
+def pad_rows(rows: Sequence[list[int]], device: Any, padding: int = 0) -> tuple[Tensor, Tensor]:
+    """Token rows padded at their ends, and their mask, int64 [B,L] both; L is 1 at least."""
+    length = max(1, *map(len, rows))
+    return (torch.tensor([row + [padding] * (length - len(row)) for row in rows], device=device),
+            torch.tensor([[1] * len(row) + [0] * (length - len(row)) for row in rows], device=device))
 
 
 class TextEncoder(LocalModel):
@@ -46,20 +53,18 @@ class TextEncoder(LocalModel):
 
     @torch.no_grad()
     def embed(self, texts: Sequence[str]) -> Tensor:
-        """Return the mean last states of B texts, of length 1: [B, D] float32 on the CPU. Tokens behind the first
-        `longest` are not read; a text without tokens has zeros."""
+        """The mean last states of B texts, of length 1: [B, D] float32 on the CPU. Tokens behind the first `longest`
+        are not read; a text without tokens has zeros."""
         network, tokenizer = self.models[:2]
         rows = [tokenizer(text)["input_ids"][:self.longest] for text in texts]
         parts = []
         for at in range(0, len(rows), self.batch_size):
-            some = rows[at:at + self.batch_size]
-            length = max(1, *map(len, some))
-            ids = torch.tensor([row + [0] * (length - len(row)) for row in some], device=self.device)
-            mask = torch.tensor([[1] * len(row) + [0] * (length - len(row)) for row in some], device=self.device)
+            ids, mask = pad_rows(rows[at:at + self.batch_size], self.device)
             parts.append(mean_pool(network(input_ids=ids, attention_mask=mask).last_hidden_state, mask).cpu())
         return torch.cat(parts)
 
 
+@built_in("semantic_similarity", "meaning similar example reference paraphrase")
 @dataclass(frozen=True, eq=False)
 class SemanticSimilarity(TextEncoder):
     """Cosine of the embeddings of a completion's answer and of its reference, of several the largest.
@@ -98,23 +103,24 @@ class SemanticSimilarity(TextEncoder):
 
 
 def ngrams(text: str, most: int) -> set[tuple[str, ...]]:
-    """Return the n-grams of a text's words, of 1 to `most` words, in lower case."""
+    """The n-grams of a text's words, of 1 to `most` words, in lower case."""
     words = normalise(text).split()
     return {tuple(words[at:at + n]) for n in range(1, most + 1) for at in range(len(words) - n + 1)}
 
 
 def likeness(one: set[tuple[str, ...]], other: set[tuple[str, ...]]) -> float:
-    """Return the share of common n-grams among all of two texts, 1 for two empty ones (Jaccard)."""
+    """The share of common n-grams among all of two texts, 1 for two empty ones (Jaccard)."""
     return len(one & other) / len(one | other) if one | other else 1.0
 
 
 def lexical(texts: Sequence[str], most: int) -> list[float]:
-    """Return the mean of 1 - `likeness` of each text to the others; 0 for a single one."""
+    """The mean of 1 - `likeness` of each text to the others; 0 for a single one."""
     grams, count = [ngrams(text, most) for text in texts], max(len(texts) - 1, 1)
     return [sum(1 - likeness(one, other) for at, other in enumerate(grams) if at != row) / count
             for row, one in enumerate(grams)]
 
 
+@built_in("text_diversity", "variety varied different")
 @dataclass(frozen=True)
 class TextDiversity:
     """Diversity: mean distance of a completion to the others of its group (MultiRole-R1).
@@ -145,6 +151,7 @@ class TextDiversity:
                 for score in lexical(completions[at:at + group], self.ngram)]
 
 
+@built_in("reference_band")
 @dataclass(frozen=True)
 class ReferenceBand:
     """Agreement with the reference answer, as good within a range of std as an exact copy, plus a bonus for
@@ -206,7 +213,7 @@ class SoftTexts:
 
 
 def letters(texts: SoftTexts | Sequence[str], alphabet: Sequence[str]) -> Tensor:
-    """Return the weight of each of A letters at each place of B texts: [B,L,A], a column per letter of `alphabet`.
+    """The weight of each of A letters at each place of B texts: [B,L,A], a column per letter of `alphabet`.
 
     Ordinary texts: float32, 1 or 0, L the length of the longest, a character per place. `SoftTexts`: a token per place,
     in the texts' graph. A reward that reads its texts only by this function is differentiable and works with any
@@ -246,7 +253,6 @@ class LearnedHeads:
     measured: dict[str, Any] = field(default_factory=dict)
 
     def write(self, file: Path) -> None:
-        """Write the file of the reward."""
         atomic.write_text(file, json.dumps({"form": FORM, **asdict(self)}) + "\n")
 
     @classmethod
@@ -264,10 +270,10 @@ class LearnedHeads:
 
 
 def hash_words(texts: Sequence[str]) -> Tensor:
-    """Return the hashed words of texts: [B, WIDTH] float32."""
     return torch.from_numpy(np.stack([features(text, WIDTH) for text in texts])).float()
 
 
+@built_in("text_scorer", "own labels style learned")
 @dataclass(frozen=True, eq=False)
 class TextScorer(TextEncoder):
     """Weighted sum of the aspects that `flowgrpo reward train-text` learned from labelled completions.
@@ -314,7 +320,7 @@ class TextScorer(TextEncoder):
         return [None if row is None else float(row @ weight) for row in scores]
 
     def scores(self, texts: Sequence[str], categories: Sequence[str]) -> list[Tensor | None]:
-        """Return the aspects' scores of each text, [A] float64; None for a category without a head."""
+        """The aspects' scores of each text, [A] float64; None for a category without a head."""
         texts = texts if self.thoughts else [strip_thoughts(text) for text in texts]
         rows = (self.embed(texts) if self.known.encoder else hash_words(texts)).double()
         heads = {name: torch.tensor(head, dtype=torch.float64) for name, head in self.known.heads.items()}

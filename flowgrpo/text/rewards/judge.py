@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from flowgrpo.rewards.about import About
+from flowgrpo.rewards.about import About, built_in
 from flowgrpo.rewards.failures import Failed
 from flowgrpo.rewards.vlm_judge.judge import LICENCE as MODELS_LICENCE
 from flowgrpo.rewards.vlm_judge.judge import Asking, Judge
@@ -33,6 +33,7 @@ class Tagged(Asking):
         return super()._parts(f"<completion>\n{shown}\n</completion>")
 
 
+@built_in("text_judge", "llm gpt quality style")
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TextJudge(Tagged, Judge):
     """Score that a model gives a completion, with the reference answer if there is one; Failed for no answer.
@@ -118,8 +119,8 @@ def _item(value: object) -> Item:
 
 
 def share(text: str, rubric: Sequence[Item]) -> float:
-    """Return the sum of the weights that a text meets, over that of the positive ones, within [0, 1]; 0 if it misses a
-    needed item."""
+    """The sum of the weights that a text meets, over that of the positive ones, within [0, 1]; 0 if it misses a needed
+    item."""
     met = [item.met(text) for item in rubric]
     if not all(good for good, item in zip(met, rubric) if item.needed):
         return 0.0
@@ -127,6 +128,7 @@ def share(text: str, rubric: Sequence[Item]) -> float:
     return min(1.0, max(0.0, total / sum(item.weight for item in rubric if item.weight > 0)))
 
 
+@built_in("rubric")
 @dataclass(frozen=True)
 class Rubric:
     """Weighted share of a checklist of words, patterns and lengths that a completion meets.

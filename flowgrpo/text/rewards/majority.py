@@ -1,15 +1,11 @@
-"""Agreement of a completion's answer with those of its group.
+"""Rewards by majorities of a group's answers: agreement with them, and labels that a run makes or mends from them.
 
     reward: {majority: {args: {score: share, certainty: 0.1}}}
-
-It needs no answer key: it trains on prompts alone.
-
-Labels that a run makes or mends from its own majorities: semi-supervised and noisily labelled prompts.
-
     reward: {pseudo_labels: {args: {similarity: 0.9}}}
 
-These rewards remember the epochs before. Their memory is a run's (`Context.memory`), kept in its checkpoints; they need
-one process.
+`majority` needs no answer key: it trains on prompts alone. `pseudo_labels` and `refined_labels` are for prompts of
+which some have no label, or a wrong one. They remember the epochs before in the memory of the run (`Context.memory`),
+which its checkpoints keep, and need one process.
 """
 
 from __future__ import annotations
@@ -21,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from flowgrpo.errors import UserError
-from flowgrpo.rewards.about import About
+from flowgrpo.rewards.about import About, built_in
 from flowgrpo.text.rewards.answer_keys import LICENCE, keys, several
 from flowgrpo.text.rewards.numeric import NumericMatch
 from flowgrpo.text.rewards.rules import ExactMatch
@@ -30,25 +26,25 @@ from flowgrpo.text.rewards.rules import ExactMatch
 
 
 def mode(answers: Sequence[Hashable | None]) -> Hashable | None:
-    """Return the most frequent answer, of ties the one that appears first; None, no answer, does not count."""
+    """The most frequent answer, of ties the one that appears first; None, no answer, does not count."""
     counts = Counter(answer for answer in answers if answer is not None)
     return max(counts, key=lambda answer: counts[answer]) if counts else None
 
 
 def agreement(answers: Sequence[Hashable | None]) -> list[float]:
-    """Return 1 for the group's most frequent answer (`mode`), otherwise 0 (MM-UPT)."""
+    """1 for the group's most frequent answer (`mode`), otherwise 0 (MM-UPT)."""
     best = mode(answers)
     return [float(answer is not None and answer == best) for answer in answers]
 
 
 def frequencies(answers: Sequence[Hashable | None]) -> list[float]:
-    """Return the share of the group that has a sample's answer (TTRV); 0 for no answer."""
+    """The share of the group that has a sample's answer (TTRV); 0 for no answer."""
     counts = Counter(answers)
     return [0.0 if answer is None else counts[answer] / len(answers) for answer in answers]
 
 
 def certainty(answers: Sequence[Hashable | None]) -> float:
-    """Return 1 less the entropy of a group's answers over that of answers that all differ: 1 where all agree."""
+    """1 less the entropy of a group's answers over that of answers that all differ: 1 where all agree."""
     shares = [count / len(answers) for count in Counter(answers).values()]
     return 1 - sum(-share * math.log(share) for share in shares) / math.log(len(answers)) if len(answers) > 1 else 1.0
 
@@ -56,6 +52,7 @@ def certainty(answers: Sequence[Hashable | None]) -> float:
 # --- for a recipe ----------------------------------------------------------------------------------------------------
 
 
+@built_in("majority")
 @dataclass(frozen=True)
 class Majority:
     """Agreement of a completion's answer with those of its group; no answer key is read.
@@ -91,7 +88,6 @@ class Majority:
 
 
 def reader(kind: str) -> Callable[[str], Hashable | None]:
-    """Return the reader of a completion's answer: None if it has none."""
     if kind == "text":
         return lambda text: ExactMatch().answer(text) or None
     return lambda text: getattr(NumericMatch().answer(text), "value", None)
@@ -101,18 +97,16 @@ def reader(kind: str) -> Callable[[str], Hashable | None]:
 
 
 def slope(values: Sequence[float]) -> float:
-    """Return the slope of the least-squares line through values at 0, 1, 2, ...; 0 for fewer than two."""
+    """The slope of the least-squares line through values at 0, 1, 2, ...; 0 for fewer than two."""
     middle, mean = (len(values) - 1) / 2, sum(values) / max(1, len(values))
     squares = sum((place - middle) ** 2 for place in range(len(values)))
     return sum((place - middle) * (value - mean) for place, value in enumerate(values)) / squares if squares else 0.0
 
 
 def refine_label(history: Sequence[tuple[str | None, float]], window: int) -> str | None:
-    """Return the answer that replaces a label (Online Label Refinement); None: the label stays.
-
+    """The answer that replaces a label (Online Label Refinement); None: the label stays.
     history: of each visit so far the group's majority answer and its share. The last `window` visits have to agree on
-    one answer, and the share of it to rise.
-    """
+    one answer, and the share of it to rise."""
     last = history[-window:]
     answers = {answer for answer, _ in last}
     if len(last) < window or len(answers) > 1 or not slope([share for _, share in last]) > 0:
@@ -121,14 +115,12 @@ def refine_label(history: Sequence[tuple[str | None, float]], window: int) -> st
 
 
 def alike(first: Sequence[float], second: Sequence[float]) -> float:
-    """Return the cosine of two trajectories of pass rates, over their common length; 0 if one has no value above 0."""
     pairs = list(zip(first, second))
     norms = [math.sqrt(sum(pair[side] ** 2 for pair in pairs)) for side in (0, 1)]
     return sum(one * other for one, other in pairs) / (norms[0] * norms[1]) if min(norms) > 0 else 0.0
 
 
 def mean_trajectory(trajectories: Sequence[Sequence[float]]) -> list[float]:
-    """Return the mean of trajectories at every visit, of those that reach it."""
     longest = max(map(len, trajectories), default=0)
     reaching = [[each[place] for each in trajectories if len(each) > place] for place in range(longest)]
     return [sum(values) / len(values) for values in reaching]
@@ -167,7 +159,7 @@ class Remembering:
 
     def _score(self, past: Past, prompt: str, answers: Sequence[Hashable | None],
                label: set[Hashable | None] | None) -> list[float | None]:
-        """Return the scores of a group's answers. label: accepted answers, None if the prompt has no label."""
+        """The scores of a group's answers. label: accepted answers, None if the prompt has no label."""
         raise NotImplementedError
 
 
@@ -179,7 +171,7 @@ class Past:
     epoch: int | None
 
     def visits(self, prompt: str, entry: list[Any]) -> list[list[Any]]:
-        """Return a prompt's visits with the present one behind those of earlier epochs."""
+        """A prompt's visits with the present one behind those of earlier epochs."""
         history = [visit for visit in self.memory.get(prompt, []) if visit[0] != self.epoch]
         history.append([self.epoch, *entry])
         if self.epoch is not None:
@@ -187,6 +179,7 @@ class Past:
         return history
 
 
+@built_in("refined_labels")
 @dataclass(frozen=True, eq=False)
 class RefinedLabels(Remembering):
     """1 for the answer of a prompt's label, which a rising and stable majority replaces (Online Label Refinement).
@@ -216,6 +209,7 @@ class RefinedLabels(Remembering):
         return [float(answer is not None and str(answer) in accepted) for answer in answers]
 
 
+@built_in("pseudo_labels")
 @dataclass(frozen=True, eq=False)
 class PseudoLabels(Remembering):
     """1 for the answer of a prompt's label; without one, for the majority's answer where the prompt is trusted (TraPO).

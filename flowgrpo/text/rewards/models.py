@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from flowgrpo.errors import UserError
-from flowgrpo.rewards.about import About
+from flowgrpo.rewards.about import About, built_in
 from flowgrpo.rewards.local_model import LocalModel, load_pretrained, require_arguments
 from flowgrpo.rewards.vlm_judge.judge import fill_template
 from flowgrpo.text.rewards.answer_keys import LICENCE, keys, several, strip_thoughts
+from flowgrpo.text.rewards.embeddings import pad_rows
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -39,12 +40,11 @@ class PolicyModel(LocalModel):
 
     @property
     def reads_policy(self) -> bool:
-        """True if it scores with the policy that is trained."""
         return self.model == "policy" and self.parts is None
 
     @property
     def models(self) -> tuple[Any, ...]:
-        """Return the model and its tokenizer; nothing of a policy, which is not the reward's to place."""
+        """The model and its tokenizer; nothing of a policy, which is not the reward's to place."""
         return () if self.reads_policy else super().models
 
     def _load(self) -> tuple[Any, Any]:
@@ -55,7 +55,7 @@ class PolicyModel(LocalModel):
         return network, load_pretrained(self.reward, AutoTokenizer, self.model, None, "model")
 
     def _prompt(self, prompt: str, policy: Any) -> tuple[Any, Any, list[int]]:
-        """Return the network, the tokenizer, and a prompt's tokens. policy: the one that is trained, or None."""
+        """The network, the tokenizer, and a prompt's tokens. policy: the one that is trained, or None."""
         if not self.reads_policy:
             network, tokenizer = self.models
             return network, tokenizer, tokenizer(prompt)["input_ids"]
@@ -68,6 +68,7 @@ class PolicyModel(LocalModel):
         return policy.model, policy.tokenizer, policy.encode([prompt]).ids[0].tolist()
 
 
+@built_in("reward_model", "human preference rlhf helpful harmless")
 @dataclass(frozen=True, eq=False)
 class RewardModel(LocalModel):
     """Score that a sequence classification model of transformers gives a prompt with its completion.
@@ -116,7 +117,7 @@ class RewardModel(LocalModel):
 
     @torch.no_grad()
     def __call__(self, completions: Sequence[str], prompts: Sequence[str]) -> list[float | None]:
-        """Return B scores; None for a text without any token, which a template may produce."""
+        """B scores; None for a text without any token, which a template may produce."""
         rows = [self._tokens(prompt, completion) for prompt, completion in zip(prompts, completions)]
         order = sorted((row for row in range(len(rows)) if rows[row]), key=lambda row: len(rows[row]))
         scores: dict[int, float] = {}
@@ -126,7 +127,7 @@ class RewardModel(LocalModel):
         return [scores.get(row) for row in range(len(rows))]
 
     def _tokens(self, prompt: str, completion: str) -> list[int]:
-        """Return a prompt with its completion as tokens, the last `longest` of them."""
+        """A prompt with its completion as tokens, the last `longest` of them."""
         _, tokenizer = self.models
         completion = completion if self.thoughts else strip_thoughts(completion)
         if self.template is not None:
@@ -140,10 +141,9 @@ class RewardModel(LocalModel):
     def _scores(self, rows: Sequence[list[int]]) -> Tensor:
         """Score token rows, padded at their ends -> [B] float32."""
         network, _ = self.models
-        config, length = network.config.get_text_config(), max(map(len, rows))
+        config = network.config.get_text_config()
         padding, before = padding_token(rows, config), config.pad_token_id
-        ids = torch.tensor([row + [padding] * (length - len(row)) for row in rows], device=self.device)
-        mask = torch.tensor([[1] * len(row) + [0] * (length - len(row)) for row in rows], device=self.device)
+        ids, mask = pad_rows(rows, self.device, padding)
         config.pad_token_id = padding
         try:
             return network(input_ids=ids, attention_mask=mask).logits[:, 0].float().cpu()
@@ -152,27 +152,24 @@ class RewardModel(LocalModel):
 
 
 def padding_token(rows: Sequence[list[int]], config: PretrainedConfig) -> int:
-    """Return a padding token: the model's own, or, if one of the rows holds that, the lowest that none holds.
-
+    """A padding token: the model's own, or, if one of the rows holds that, the lowest that none holds.
     Models read the score at the last token that differs from the padding token. In many chat models that is also the
-    token that ends a turn, so the score would be read at the one before it.
-    """
+    token that ends a turn, so the score would be read at the one before it."""
     held = {token for row in rows for token in row}
     preferred = [config.pad_token_id] if config.pad_token_id is not None else []
     return next(token for token in (*preferred, *range(config.vocab_size)) if token not in held)
 
 
 def reflective(logp: Tensor) -> Tensor:
-    """Return DRO's reward of a group: the mean log-probability of the reference's tokens, weighted by their deviation
-    over the group. [G, L] -> [G].
-
-    A token that is as likely behind every reasoning has weight 0. Without any variance all tokens count alike.
-    """
+    """DRO's reward of a group: the mean log-probability of the reference's tokens, weighted by their deviation over the
+    group. [G, L] -> [G].
+    A token that is as likely behind every reasoning has weight 0. Without any variance all tokens count alike."""
     spread = logp.std(0, correction=0)
     spread = spread if spread.max() > 1e-6 else torch.ones_like(spread)
     return logp @ (spread / spread.sum())
 
 
+@built_in("reference_likelihood")
 @dataclass(frozen=True, eq=False)
 class ReferenceLikelihood(PolicyModel):
     """Log-probability of the reference answer behind a completion's reasoning, its tokens weighted as in `reflective`.
@@ -210,7 +207,7 @@ class ReferenceLikelihood(PolicyModel):
 
     @torch.no_grad()
     def log_probs(self, prompt: str, texts: Sequence[str], reference: str, policy: Any = None) -> Tensor:
-        """Return the log-probability of each token of the reference behind each of G texts, float32 [G, L]."""
+        """The log-probability of each token of the reference behind each of G texts, float32 [G, L]."""
         network, tokenizer, begun = self._prompt(prompt, policy)
         wanted = tokenizer(reference, add_special_tokens=False)["input_ids"]
         rows = [begun + tokenizer(self.reasoning(text), add_special_tokens=False)["input_ids"] + wanted
@@ -220,16 +217,14 @@ class ReferenceLikelihood(PolicyModel):
         return torch.cat(values)
 
     def reasoning(self, text: str) -> str:
-        """Return a completion up to its last `before`, or all of it without one, with `before` behind it."""
+        """A completion up to its last `before`, or all of it without one, with `before` behind it."""
         return (text.rpartition(self.before)[0] if self.before and self.before in text else text) + self.before
 
     @staticmethod
     def _log_probs(network: Any, rows: Sequence[list[int]], wanted: Sequence[int]) -> Tensor:
-        """Return `log_probs` of some rows of tokens, which all end in the wanted ones; they are padded at their ends.
-        """
-        device, longest = next(network.parameters()).device, max(map(len, rows))
-        ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=device)
-        mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows], device=device)
+        """`log_probs` of some rows of tokens, which all end in the wanted ones; they are padded at their ends."""
+        device = next(network.parameters()).device
+        ids, mask = pad_rows(rows, device)
         logits = network(input_ids=ids, attention_mask=mask).logits
         places = torch.tensor([[len(row) - len(wanted) - 1 + i for i in range(len(wanted))] for row in rows],
                               device=device)
@@ -242,13 +237,13 @@ NORMS = ("norm", "final_layernorm", "ln_f", "final_layer_norm")  # names of the 
 
 
 def divergence(one: Tensor, other: Tensor) -> Tensor:
-    """Return the Jensen-Shannon divergence, in nats, of distributions with these log-probabilities: [..., V] -> [...].
-    """
+    """The Jensen-Shannon divergence, in nats, of distributions with these log-probabilities: [..., V] -> [...]."""
     mean = torch.logaddexp(one, other) - torch.log(torch.tensor(2.0))
     to_one, to_other = ((logp.exp() * (logp - mean)).nan_to_num(0).sum(-1) for logp in (one, other))
     return (to_one + to_other) / 2
 
 
+@built_in("reasoning_depth")
 @dataclass(frozen=True, eq=False)
 class ReasoningDepth(PolicyModel):
     """Mean divergence between the next-token distributions of the last layer and of the `layers` layers before it, read
@@ -278,7 +273,7 @@ class ReasoningDepth(PolicyModel):
         return [self._one(prompt, completion, policy) for prompt, completion in zip(prompts, completions)]
 
     def _one(self, prompt: str, completion: str, policy: Any) -> float | None:
-        """Return the depth of a completion's last step; None for one without a token."""
+        """The depth of a completion's last step; None for one without a token."""
         network, tokenizer, begun = self._prompt(prompt, policy)
         body = completion[:-len(self.ends)] if completion.endswith(self.ends) else completion
         before = body.rpartition(self.ends)[0]
@@ -293,11 +288,9 @@ class ReasoningDepth(PolicyModel):
 
 
 def depths(network: Any, states: Sequence[Tensor]) -> Tensor:
-    """Return the mean divergence of each token's distribution after the last of its states to those after the others.
-
+    """The mean divergence of each token's distribution after the last of its states to those after the others.
     states: of some last layers in turn, [n, H] each; the last one has the model's norm behind it.
-    Raises UserError for a model whose last norm is unknown.
-    """
+    Raises UserError for a model whose last norm is unknown."""
     body, head = network.base_model, network.get_output_embeddings()
     norm = next((getattr(body, name) for name in NORMS if hasattr(body, name)), None)
     if norm is None:

@@ -23,16 +23,17 @@ from typing import IO, Any
 
 from flowgrpo.errors import UserError
 from flowgrpo.packages import import_optional
-from flowgrpo.rewards.about import About
+from flowgrpo.rewards.about import About, built_in
 from flowgrpo.rewards.failures import Failed
 from flowgrpo.text.rewards.answer_keys import (
     LICENCE,
     abstains,
-    explicit_answer,
     final_answer,
     keys,
     several,
     strip_thoughts,
+    without_commands,
+    without_reason,
 )
 
 DIGITS = 300  # a longer number is rejected, and so is a larger power of ten
@@ -41,14 +42,42 @@ BITS = 4096  # of a numerator or denominator inside an expression
 
 _PLAIN = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,4}(?!\w))?(?!\d)"
 _NUMBER = re.compile(
-    r"(?<![\w.])(?P<sign>(?<![\w.)%])[-+])?(?:[$\u20ac\u00a3]\s?)?"
+    r"(?<![A-Za-z0-9_.])(?P<sign>(?<![\w.)%])[-+])?(?:[$\u20ac\u00a3\u00a5]\s?)?"
     r"(?:(?P<whole>\d+)\s+(?P<part>\d+/\d+)(?![\d/]|\.\d)"
     rf"|(?P<over>{_PLAIN})(?:\s?/\s?(?P<under>{_PLAIN})(?!\s?/))?)(?:\s?(?P<percent>%|percent\b))?")
-_FRAC = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
+_FRAC = re.compile(r"(?P<whole>\d\s*)?\\[dt]?frac\s*(\{[^{}]*\}|\d)\s*(\{[^{}]*\}|\d)")
+_SIGN = re.compile(r"(^|[=:(\u662f\u4e3a]|\b(?:is|equals)\s)\s*([-+])\s+(?=[\d.$])")  # with a space behind it
 _SIGNS = str.maketrans({"\u2212": "-", "\u2013": "-", "\u00d7": "*", "\u00b7": "*", "\u22c5": "*", "\u00f7": "/",
-                        "\u2044": "/", "\u00a0": " ", "\u202f": " "})
+                        "\u2044": "/", "\u00a0": " ", "\u202f": " ", "\u2248": "="})
 _LATEX = (("\\times", "*"), ("\\cdot", "*"), ("\\div", "/"), ("\\left", ""), ("\\right", ""), ("\\%", "%"),
-          ("\\$", ""), ("\\,", ""), ("\\!", ""), ("{,}", ","))
+          ("\\$", ""), ("\\,", ""), ("\\!", ""), ("{,}", ","), ("\\approx", "="), ("\\ ", " "), ("~", " "),
+          ("^\\circ", "\u00b0"), ("^{\\circ}", "\u00b0"))
+# Mathematics within a line. As in Markdown, no space is inside a dollar, and no digit behind the second one.
+_MATHEMATICS = re.compile(r"\$\$.{1,300}?\$\$|\$(?!\s)[^$]{0,300}[^$\s]\$(?!\d)|\\\(.{1,300}?\\\)|\\\[.{1,300}?\\\]")
+_AROUND = " *_\"'`$,;:\u3002"
+_DELIMITERS = re.compile(r"\\[()\[\]]|(?<!\\)[{}]")
+# What makes a number that stands before or behind it a part of other mathematics.
+_OPERAND = (re.compile(r"(?:[\u221a^_]\{?|/\(|\\[a-z]+\s?\{|\\(?:sqrt|pi|log|ln|sin|cos|tan)|sqrt\s?\(|\broot of"
+                       r"|\d\s?(?:[,;]\s|,?\s(?:or|and)\b))\s*\Z"),
+            re.compile(r"\s?(?:[\^_\u221a\u03c0]|\\(?:sqrt|pi|frac|pm))|[abcijknpqrt-z](?![A-Za-z])"))
+# What may stand before and behind the number of a statement: words, and a unit. A letter alone is a variable, but for
+# units behind a space (m, as math-verify has it, also without one) and "a" before a word.
+_OPTION = re.compile(r"\A\(?[A-J]\)?[.):] (?=\S)")
+_LEAD = re.compile(r"(?:[^\W\d_]|(?<=\w)-(?=\w)|[\s'\u2019\",:;*$#\uff1a\uff0c])*")
+_TAIL = re.compile(
+    r"[-,;:(\u2014\uff0c]? ?(?:[^\W\d_]|[\u00b0'\"%$\u20ac\u00a3\u00a5])(?:[^\W\d_]|[\s.,;:'\u2019\"()/*&%-]"
+    r"|[\u00b0$\u20ac\u00a3\u00a5\u3001\uff0c\u3002]|\^ ?[23](?!\d)"
+    r"|(?:(?<=\bfor )|(?<=\bin )|(?<=\bat )|(?<=\bon )|(?<=\bevery )|(?<=\bafter )|(?<=\bwithin )|(?<=\bnot )"
+    r"|(?<=\u4e0d\u662f))\$?\d+(?:[.,]\d+)*)*")
+_FACTOR = re.compile(r"(?<![A-Za-z])[A-Za-z]\s*\Z")
+_VARIABLE = re.compile(r"(?<![A-Za-z'\u2019.])(?:[bcefijkn-ru-zBDEGHMO-UX-Z](?![A-Za-z'\u2019.])|a(?!\w| \w\w))"
+                       r"|\A[A-Za-ln-z](?![A-Za-z])")
+_OTHER_LEAD = re.compile(r"\b(?:not|never|neither|nor|except|than|or|root|sqrt|twice|double|triple|times|plus|over"
+                         r"|ln|log|sin|cos|tan|(?:half|third|quarter|multiple|factor|power) of)\b|n['\u2019]t\b"
+                         r"|[\u4e0d\u975e\u6216\u6839]", re.I)
+_OTHER_TAIL = re.compile(r"\b(?:or|root|squared|cubed|factorial|pi|half|halves|thirds?|quarters?)\b"
+                         r"|[\u6216\u6839\u03c0]", re.I)
+
 
 @dataclass(frozen=True)
 class Number:
@@ -67,22 +96,71 @@ class Number:
 
 
 def plain(text: str) -> str:
-    """Return a text with typographic and LaTeX signs as keyboard ones; \\frac{a}{b} becomes (a)/(b), or a/b of two
-    numbers."""
-    text = text.translate(_SIGNS)
+    """A text with typographic and LaTeX signs as keyboard ones, signs without a space behind them; \\frac{a}{b} becomes
+    (a)/(b), or a/b of two numbers."""
+    text = without_commands(text).translate(_SIGNS)
     for latex, sign in _LATEX:
         text = text.replace(latex, sign)
-    return _FRAC.sub(lambda match: "{}/{}".format(*(part if re.fullmatch(r"[\d.]+", part) else f"({part})"
-                                                    for part in match.groups())), text)
+    return _SIGN.sub(r"\1 \2", _FRAC.sub(_slash, text))
+
+
+def _slash(match: re.Match[str]) -> str:
+    parts = [part.strip("{} ") for part in match.group(2, 3)]
+    number = re.fullmatch(r"-?[\d.]+", parts[0]) and re.fullmatch(r"[\d.]+", parts[1])
+    return (f"{match['whole']} " if match["whole"] else "") + "{}/{}".format(
+        *parts if number else (f"({part})" for part in parts))
 
 
 def last_number(text: str) -> Number | None:
-    """Return the last number in a text: 1,234.5, -7, $18, 2e3, 3/4, 2 1/2, 50 %; None if there is none. The minus of a
-    difference, as in 10-3, is not a sign."""
-    match = None
-    for match in _NUMBER.finditer(plain(text)):
+    """The last number in a text: 1,234.5, -7, $18, 2e3, 3/4, 2 1/2, 50 %; None if there is none. The minus of a
+    difference, as in 10-3, is not a sign.
+    Mathematics that it is in is read as `stated_number` does: \\sqrt{2} and 2x are not 2."""
+    text, match = plain(text), None
+    for match in _NUMBER.finditer(text):
         pass
-    return None if match is None else _number(match)
+    if match is None:
+        return None
+    start, end = text.rfind("\n", 0, match.start()) + 1, text.find("\n", match.end())
+    line, at = text[start:end if end >= 0 else None], match.start() - start
+    for written in _MATHEMATICS.finditer(line):
+        if written.start() <= at < written.end():
+            return stated_number(written[0])
+    before = _OPERAND[0].search(text, max(0, match.start() - 20), match.start())
+    return None if before or _OPERAND[1].match(text, match.end()) else _number(match)
+
+
+def stated_number(statement: str) -> Number | None:
+    """The number that a statement as a whole is; None for other mathematics, for several numbers and for none.
+
+    It is a number with a unit or words around it ("18 cm", "that she has 18 eggs left"), or the right side of an
+    equation whose left side has no number ("x", "m + n", "f(2)") or is arithmetic of that value ("9 * 2 = 18"). A root,
+    a power, a multiple of a variable, an interval, a set, a list ("17, 18", "17 or 18"), a compound ("5 feet 3 inches")
+    and a denial are none of these. Behind "18 eggs" a second number may follow a preposition, as in "for 2 days":
+    GSM8K's rule takes the first one. An option's letter, as in (B) 18, and a reason behind the number are left out.
+    """
+    text = " ".join(_DELIMITERS.sub(" ", plain(statement)).split())
+    text = without_reason(text).rstrip(_AROUND + ".").lstrip(_AROUND)
+    if len(text) > 4 * DIGITS:
+        return None
+    text = _OPTION.sub("", re.sub(r"\b(?:negative|minus) (?=[$\d.])", "-", text), count=1)
+    *left, right = (part.strip() for part in (text[1:-1] if re.fullmatch(r"\([^()]*\)", text) else text).split("="))
+    match = _NUMBER.search(right)
+    if match is None or (number := _number(match)) is None:
+        return None
+    lead, behind = right[:match.start()], right[match.end():]
+    tail = behind.strip(" *\").")
+    alone = (_LEAD.fullmatch(lead) and not _OTHER_LEAD.search(lead) and not _FACTOR.search(lead)
+             and (not tail or _TAIL.fullmatch(tail)) and not _OTHER_TAIL.search(tail) and not _VARIABLE.search(behind))
+    return number if alone and all(_leads_to(side, number) for side in left) else None
+
+
+def _leads_to(side: str, number: Number) -> bool:
+    """True if the left side of an equation names its right side, or is arithmetic of about that value."""
+    named = re.sub(r"_ ?\d+|\( ?\d+ ?\)", "", side)  # an index, an argument
+    if not re.search(r"[\d<>!\u2264\u2265\u2260\u221a]", named):
+        return not _OTHER_LEAD.search(named)
+    value = expression(side)
+    return value is not None and abs(value.value - number.value) <= max(Fraction(1), abs(number.value)) / 100
 
 
 def _number(match: re.Match[str]) -> Number | None:
@@ -100,7 +178,7 @@ def _fraction(over: str, under: str) -> Fraction:
 
 
 def _decimal(text: str) -> Fraction:
-    """Return a decimal number, without its thousands separators.
+    """A decimal number, without its thousands separators.
     Raises ValueError for one that is too long."""
     text = text.replace(",", "")
     _, _, power = text.lower().partition("e")
@@ -110,12 +188,14 @@ def _decimal(text: str) -> Fraction:
 
 
 def expression(text: str) -> Number | None:
-    """Return the exact value of arithmetic with + - * / ** (or ^) and parentheses; None for anything else, for a
-    division by zero and for huge numbers. Nothing is executed: the text's syntax tree is walked."""
+    """The exact value of arithmetic with + - * / ** (or ^) and parentheses; None for anything else, for a division by
+    zero and for huge numbers. Nothing is executed: the text's syntax tree is walked."""
     if len(text) > 4 * DIGITS:
         return None
     text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", plain(text).replace("^", "**").replace("$", "")).strip()
     percent = text.endswith("%")
+    if not re.fullmatch(r"[\d\s.+*/()eE-]+%?", text):  # of which Python's parser would warn
+        return None
     try:
         tree = ast.parse(text.removesuffix("%").strip(), mode="eval")
         if sum(1 for _ in ast.walk(tree)) > NODES:
@@ -153,12 +233,13 @@ _OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.
                ast.Pow: _power}
 
 
+@built_in("numeric_match", "math maths arithmetic correct gsm8k")
 @dataclass(frozen=True)
 class NumericMatch:
     """1 if a completion's number equals the one in the metadata, otherwise 0.
 
-    The number is the last one in the answer that the completion marks (see `answer_keys.final_answer`), or in all of it
-    if it marks none. Commas separate thousands; 1.234,5 is not read as 1234.5.
+    The number is the answer that the completion states (see `answer_keys.final_answer`), read whole as `stated_number`
+    does, or the last one in all of it if it states none. Commas separate thousands; 1.234,5 is not read as 1234.5.
 
     key: of the metadata, a number, arithmetic as in `expression`, or a list of accepted ones; None for a prompt without
     it.
@@ -185,10 +266,9 @@ class NumericMatch:
                 for completion, accepted in zip(completions, references)]
 
     def answer(self, completion: str) -> Number | None:
-        """Return the number that a completion answers; None if there is none."""
         statement = final_answer(completion)
-        answer = strip_thoughts(completion) if statement is None else statement
-        return (expression(answer) if self.expressions else None) or last_number(answer)
+        answer, read = (strip_thoughts(completion), last_number) if statement is None else (statement, stated_number)
+        return (expression(answer) if self.expressions else None) or read(answer)
 
     def _one(self, completion: str, accepted: Sequence[Number]) -> float:
         answer, tolerance = self.answer(completion), Fraction(self.tolerance)
@@ -196,7 +276,7 @@ class NumericMatch:
 
 
 def answer_key(value: object) -> list[Number]:
-    """Return an answer key as its numbers.
+    """An answer key as its numbers.
     Raises ValueError for a text that is neither a number nor arithmetic."""
     numbers = []
     for text in several(value):
@@ -222,7 +302,7 @@ class Worker:
         self._answers: queue.Queue[str] = queue.Queue()
 
     def ask(self, question: Sequence[str | None], seconds: float) -> str | None:
-        """Return the answer to a question; None if none comes within the time, or the process dies of it.
+        """The answer to a question; None if none comes within the time, or the process dies of it.
         Raises Failed if the process does not start."""
         with self._lock:
             if self._process is None:
@@ -263,19 +343,20 @@ class Worker:
 
 
 def _read(lines: IO[str], answers: queue.Queue[str]) -> None:
-    """Put each line into the queue, and "" at the end."""
     with lines:
         for line in lines:
             answers.put(line)
     answers.put("")
 
 
+@built_in("math_answer", "maths correct latex math500")
 @dataclass(frozen=True, eq=False)
 class MathAnswer:
     """1 if a completion's mathematical answer equals the one in the metadata, by math-verify, otherwise 0.
 
-    The answer is the one that the completion marks (see `answer_keys.explicit_answer`: tags, \\boxed{}, ####), or else
-    the one that math-verify finds after the thoughts. LaTeX, sets, intervals, equations and matrices can be compared.
+    The answer is the one that the completion states (see `answer_keys.final_answer`), or else the one that math-verify
+    finds after the thoughts. LaTeX, sets, intervals, equations and matrices can be compared; of an equation the right
+    side counts if the key is none. Of a number among words, as `stated_number` reads it, the number counts.
 
     key: of the metadata, LaTeX with or without $, a number, or a list of accepted ones; None for a prompt without it.
     timeout: seconds for one answer, which scores 0 after that. memory: of the process, in MiB.
@@ -297,8 +378,7 @@ class MathAnswer:
             raise UserError(f"reward 'math_answer': timeout is {self.timeout} and memory {self.memory}, expected both "
                             "above 0")
         import_optional("math_verify", "text", "reward 'math_answer'")
-        object.__setattr__(self, "worker", Worker(sys.executable, str(WORKER), str(self.memory),
-                                                  str(self.timeout)))
+        object.__setattr__(self, "worker", Worker(sys.executable, str(WORKER), str(self.memory), str(self.timeout)))
         object.__setattr__(self, "_readable", set())
 
     def __call__(self, completions: Sequence[str], prompts: Sequence[str],
@@ -308,8 +388,6 @@ class MathAnswer:
                 for completion, accepted in zip(completions, references)]
 
     def _key_as_latex(self, value: object) -> list[str]:
-        """Return an answer key as LaTeX.
-        Raises ValueError if math-verify cannot read it."""
         accepted = [latex(text) for text in several(value)]
         for text in accepted:
             if text not in self._readable and self.worker.ask([text, None], self.timeout) != "yes":
@@ -318,12 +396,26 @@ class MathAnswer:
         return accepted
 
     def _one(self, completion: str, accepted: Sequence[str]) -> float:
-        text = strip_thoughts(completion)[-LONGEST:]
-        statement = explicit_answer(text)
-        answer = text if statement is None else latex(statement)
+        statement, text = final_answer(completion), strip_thoughts(completion)[-LONGEST:].strip()
+        if statement is not None or len(text.split()) == 1:
+            answer = latex(_without_words(statement or text))
+        else:  # math-verify finds no number beside a Chinese character, and takes the last one of a list
+            answer = re.sub(r"(?<=[\u4e00-\u9fff])(?=[-\d])", " ", text)
+            if re.search(r"\d", text) and not re.search(r"[\\$]", text) and last_number(text) is None:
+                return 0.0
         return float(any(self.worker.ask([key, answer], self.timeout) == "yes" for key in accepted))
 
 
+def _without_words(statement: str) -> str:
+    """The number of a statement that is one among words, or a mixed one, and any other statement as it is: math-verify
+    takes words without \\text for variables, and 2 1/2 for 3/2."""
+    statement = re.sub(r"(?<=\d)\\[,;:](?=\d{3}(?!\d))", "", without_reason(statement[-LONGEST:]).rstrip(" ."))
+    plainly, number = without_commands(statement).replace("\\ ", " "), stated_number(statement)
+    if number is None or re.search(r"[\\=]", plainly) or not re.search(r"[^\W\d_]|\d\s+\d", plainly):
+        return statement
+    return f"{number.value * 100}\\%" if number.percent else str(number.value)
+
+
 def latex(text: str) -> str:
-    """Return mathematics in a form that math-verify always finds: in a \\boxed{}, unless it is between dollars."""
+    """Mathematics in a form that math-verify always finds: in a \\boxed{}, unless it is between dollars."""
     return text if "$" in text.replace("\\$", "") or "\\boxed" in text else f"\\boxed{{{text}}}"

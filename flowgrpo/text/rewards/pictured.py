@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from flowgrpo.advantages.group import weighted_sum
-from flowgrpo.config.sections import Load
+from flowgrpo.config.sections import ELSEWHERE, Load
 from flowgrpo.policies.pipelines.call import guidance_argument
 from flowgrpo.policies.pipelines.load import load_pipeline
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
-from flowgrpo.rewards.about import About
+from flowgrpo.rewards.about import About, built_in
 from flowgrpo.rewards.combine import Combined
 from flowgrpo.rewards.failures import Failed, first_failed
 from flowgrpo.rewards.local_model import LocalModel, require_arguments
@@ -37,8 +37,7 @@ NOISES = ("epoch", "prompt")
 
 
 def rewritten(completion: str) -> str:
-    """Return the prompt that a completion states: the text in its last <answer> tags, or all text after its thoughts.
-    """
+    """The prompt that a completion states: the text in its last <answer> tags, or all text after its thoughts."""
     text = strip_thoughts(completion)
     answer = answer_tag(text)
     return (text if answer is None else answer).strip()
@@ -77,15 +76,15 @@ class FrozenPipeline(LocalModel):
         return policy.generate(conditioning, policy.generators(seeds), *self._settings(policy))
 
     def _settings(self, policy: PipelinePolicy) -> tuple[int, float]:
-        """Return steps and guidance: given, of a starter's card, or the pipeline's defaults."""
         accepted = inspect.signature(policy.pipe.__call__).parameters
-        scale = accepted.get(guidance_argument(accepted, policy.call, policy.denoisers.values()))
+        scale = accepted.get(guidance_argument(accepted, policy.denoisers.values()))
         known = {"num_inference_steps": accepted["num_inference_steps"].default,
                  "guidance": scale.default if scale else 1.0} | EVAL.get(self.model, {})
         return (known["num_inference_steps"] if self.steps is None else self.steps,
                 known["guidance"] if self.guidance is None else self.guidance)
 
 
+@built_in("pictured", "prompt enhancer rewriting")
 @dataclass(frozen=True, eq=False)
 class Pictured(Combined):
     """Weighted sum of image rewards of what a frozen pipeline makes of a completion; they judge the user's prompt.
@@ -123,6 +122,8 @@ class Pictured(Combined):
                       f"{len(self.rewards)}, one per reward")
         self._require(self.images >= 1, "images", "1 or more")
         self._require(self.noise in NOISES, "noise", " or ".join(NOISES))
+        self._require(not ELSEWHERE.keys() & self.call.keys(), "call",
+                      f"none of {', '.join(ELSEWHERE)}, which are set for it")
         require_arguments("pictured", self.dtype, self.device, self.batch_size)
         painter = FrozenPipeline(self.pipeline, self.lora, self.steps, self.guidance, self.call, dtype=self.dtype,
                                  device=self.device, batch_size=self.batch_size, parts=given)
@@ -132,10 +133,11 @@ class Pictured(Combined):
 
     def __call__(self, batch: Batch) -> list[float | None | Failed]:
         prompts, outputs, epoch = batch.prompts, batch.samples, batch.epoch if self.noise == "epoch" else None
-        entries = [{key: value for key, value in entry.items() if key != "completion_tokens"}
+        entries = [{key: value for key, value in entry.items() if not key.startswith("completion_")}
                    for entry in batch.metadata]
         texts = [rewritten(text) for text in outputs]
-        first = first_alike(texts, prompts, entries)
+        alike = list(zip(texts, prompts, entries))
+        first = [alike.index(row) for row in alike]  # an image is drawn and scored once for equal rows
         jobs = [(row, number) for row in dict.fromkeys(first) for number in range(self.images)]
         scores: dict[int, list[float | None | Failed]] = {row: [] for row in first}
         shown: dict[int, Tensor] = {}
@@ -156,14 +158,7 @@ class Pictured(Combined):
         return weighted_sum(scores[:, None], self.weights or [1.0] * scores.shape[1])[:, 0]
 
 
-def first_alike(*columns: Sequence[Any]) -> list[int]:
-    """Return for every row of some columns the first row that is equal in all of them."""
-    rows = list(zip(*columns))
-    return [rows.index(row) for row in rows]
-
-
 def mean(values: Sequence[float | None | Failed]) -> float | None | Failed:
-    """Return the mean of the scores, None if there is none, and the first failure if there is one."""
     scores = [value for value in values if value is not None]
     if failed := first_failed(scores):
         return failed
@@ -171,7 +166,7 @@ def mean(values: Sequence[float | None | Failed]) -> float | None | Failed:
 
 
 def small(image: Tensor) -> Tensor:
-    """Return an image [3, H, W] in [0, 1], of a clip [F, 3, H, W] the middle frame, at most SHOWN pixels long."""
+    """An image [3, H, W] in [0, 1], of a clip [F, 3, H, W] the middle frame, at most SHOWN pixels long."""
     image = image[len(image) // 2] if image.ndim == 4 else image
     factor = SHOWN / max(image.shape[1:])
     if factor >= 1:

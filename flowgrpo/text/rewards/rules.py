@@ -12,20 +12,34 @@ from typing import Any
 from flowgrpo.errors import UserError
 from flowgrpo.escaped import one_line
 from flowgrpo.packages import import_optional
-from flowgrpo.rewards.about import About
-from flowgrpo.text.rewards.answer_keys import LICENCE, abstains, final_answer, keys, several, strip_thoughts
+from flowgrpo.rewards.about import About, built_in
+from flowgrpo.text.rewards.answer_keys import (
+    LICENCE,
+    abstains,
+    final_answer,
+    keys,
+    several,
+    strip_thoughts,
+    without_commands,
+    without_reason,
+)
 
-OUTER = " \t\n\r.,;:!?\"'`*_$()[]{}\u00ab\u00bb\u2018\u2019\u201c\u201d\u3002"
+OUTER = " \t\n\r.,;:!?\"'`*_$\\()[]{}\u00ab\u00bb\u2018\u2019\u201c\u201d\u3002"
 
 
 def normalise(text: str, case: bool = False) -> str:
-    """Return a text in NFKC, its spaces single, without punctuation, quotes and Markdown around it; in lower case
-    unless `case` matters. A text of only punctuation stays."""
-    text = " ".join(unicodedata.normalize("NFKC", text).split())
-    text = text.strip(OUTER) or text
+    """A text in NFKC, its spaces single, without punctuation, quotes, Markdown and LaTeX's text commands around it, and
+    without a space behind its sign; in lower case unless `case` matters. A text of only punctuation stays."""
+    text = " ".join(unicodedata.normalize("NFKC", without_commands(text)).replace("\u2212", "-").split())
+    text = re.sub(r"(?<![\w.])\.(?=\d)", "0.", text)
+    inner = text.strip(OUTER)
+    if "," in inner:  # whose brackets mean something: [0, 1] is not (0, 1)
+        inner = text.strip(re.sub(r"[()\[\]{}\\]", "", OUTER))
+    text = re.sub(r"^([-+]) (?=[\d.])", r"\1", inner) or text
     return text if case else text.casefold()
 
 
+@built_in("exact_match", "correct answer equal")
 @dataclass(frozen=True)
 class ExactMatch:
     """1 if a completion's answer equals the one in the metadata after normalising, otherwise 0.
@@ -51,7 +65,6 @@ class ExactMatch:
                 for completion, accepted in zip(completions, references)]
 
     def answer(self, completion: str) -> str:
-        """Return a completion's answer, normalised."""
         answer = final_answer(completion) if self.extract else completion
         return normalise(strip_thoughts(completion) if answer is None else answer, self.case)
 
@@ -59,6 +72,7 @@ class ExactMatch:
         return float(self.answer(completion) in {normalise(text, self.case) for text in accepted})
 
 
+@built_in("format_tags", "think answer reasoning")
 @dataclass(frozen=True)
 class FormatTags:
     """Share of a tag format's demands that a completion meets; 1 if it meets all.
@@ -66,8 +80,8 @@ class FormatTags:
     tags: their names, in order. Demands: each opening and each closing tag exactly once, all of them in order, and text
     inside every pair but none outside. The last two count only if all before them hold.
     graded: false scores 1 for all demands and 0 for less.
-    begun: the prompt ends with the first opening tag, as in some chat templates; the tag then counts as met and may not
-    come again.
+    begun: the prompt ends with the first opening tag; the tag then counts as met and may not come again. A run, and an
+    evaluation, see that by themselves.
     """
 
     tags: Sequence[str] = ("think", "answer")
@@ -83,13 +97,15 @@ class FormatTags:
                             "[think, answer]")
 
     def __call__(self, completions: Sequence[str], prompts: Sequence[str]) -> list[float]:
-        shares = [tag_share(f"<{self.tags[0]}>{text}" if self.begun else text, self.tags) for text in completions]
+        first = f"<{self.tags[0]}>"
+        shares = [tag_share(first + text if self.begun or getattr(text, "opened", "") == first else text, self.tags)
+                  for text in completions]
         return shares if self.graded else [float(share == 1) for share in shares]
 
 
 def tag_share(text: str, tags: Sequence[str]) -> float:
-    """Return the share of 2 T + 2 demands that a text meets: T opening and T closing tags once, their order, and text
-    only inside every pair."""
+    """The share of 2 T + 2 demands that a text meets: T opening and T closing tags once, their order, and text only
+    inside every pair."""
     marks = [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]
     once = [text.count(mark) == 1 for mark in marks]
     places = [text.find(mark) for mark in marks]
@@ -103,10 +119,8 @@ NGRAM_UNITS = ("words", "characters")
 
 
 def distinct(text: str, n: int, unit: str = "words") -> float | None:
-    """Return the share of distinct n-grams of a text (Li et al. 2016, 1510.03055); None if it has none.
-
-    unit: words between spaces, in lower case, or characters without spaces.
-    """
+    """The share of distinct n-grams of a text (Li et al. 2016, 1510.03055); None if it has none.
+    unit: words between spaces, in lower case, or characters without spaces."""
     parts = text.casefold().split()
     parts = list("".join(parts)) if unit == "characters" else parts
     count = len(parts) - n + 1
@@ -118,6 +132,7 @@ def _require_ngrams(reward: str, n: int, unit: str) -> None:
         raise UserError(f"reward {reward!r}: n is {n!r} and unit {unit!r}, expected 1 or more, and words or characters")
 
 
+@built_in("repetition", "repeat loop degenerate")
 @dataclass(frozen=True)
 class Repetition:
     """Minus the share of a completion's n-grams that repeat earlier ones: 0 without repetition.
@@ -137,6 +152,7 @@ class Repetition:
         return [0.0 if share is None else share - 1 for share in shares]
 
 
+@built_in("distinct", "diversity variety repeat")
 @dataclass(frozen=True)
 class Distinct:
     """Share of distinct n-grams of a completion, distinct-n; 0 if it has none.
@@ -161,7 +177,7 @@ TOKENS = "completion_tokens"  # metadata key
 
 def sizes(reward: str, completions: Sequence[str], prompts: Sequence[str], metadata: Sequence[dict[str, Any]],
           unit: str) -> list[float]:
-    """Return the length of each completion: words between spaces, characters, or its metadata's `completion_tokens`.
+    """The length of each completion: words between spaces, characters, or its metadata's `completion_tokens`.
     Raises UserError if that is not a number from 0 up."""
     if unit == "words":
         return [len(text.split()) for text in completions]
@@ -176,14 +192,13 @@ def sizes(reward: str, completions: Sequence[str], prompts: Sequence[str], metad
 
 
 def window(size: float, low: float, high: float, margin: float) -> float:
-    """Return 1 within [low, high], falling linearly to 0 at a distance of `margin`; a margin of 0 is a step."""
+    """1 within [low, high], falling linearly to 0 at a distance of `margin`; a margin of 0 is a step."""
     beyond = max(low - size, size - high, 0)
     return 1.0 if beyond == 0 else max(0.0, 1 - beyond / margin) if margin else 0.0
 
 
 def overlong(size: float, longest: float, buffer: float) -> float:
-    """Return 0 up to longest - buffer, falling linearly to -1 at `longest`, and -1 beyond (DAPO, 2503.14476, equation
-    13)."""
+    """0 up to longest - buffer, falling linearly to -1 at `longest`, and -1 beyond (DAPO, 2503.14476, equation 13)."""
     if size > longest:
         return -1.0
     return min(0.0, (longest - buffer - size) / buffer) if buffer else 0.0
@@ -196,6 +211,7 @@ def _require(reward: str, holds: bool, unit: str, expected: str) -> None:
         raise UserError(f"reward {reward!r}: expected {expected}")
 
 
+@built_in("text_length", "short long concise brevity")
 @dataclass(frozen=True)
 class Length:
     """1 for a completion of wanted length, from `low` to `high`, falling linearly to 0 within a margin.
@@ -219,6 +235,7 @@ class Length:
                 for size in sizes("text_length", completions, prompts, metadata, self.unit)]
 
 
+@built_in("overlong", "short concise truncated")
 @dataclass(frozen=True)
 class Overlong:
     """0 for a completion that ends in time, falling linearly to -1 over the last `buffer` before `longest` (DAPO).
@@ -241,6 +258,7 @@ class Overlong:
                 for size in sizes("overlong", completions, prompts, metadata, self.unit)]
 
 
+@built_in("completion_length", "short long concise brevity tokens")
 @dataclass(frozen=True)
 class CompletionLength:
     """Length of a completion, for a transform such as `{budget: 256}`. unit: as in `Length`."""
@@ -257,11 +275,12 @@ class CompletionLength:
 
 
 def turning(share: float, turn: float) -> float:
-    """Return 1 - (1 - x/p)^2 up to the turning point p, and 1 - 2 ((x - p)/(1 - p))^2 beyond it, x within [0, 1]."""
+    """1 - (1 - x/p)^2 up to the turning point p, and 1 - 2 ((x - p)/(1 - p))^2 beyond it, x within [0, 1]."""
     share = min(1.0, share)
     return 1 - (1 - share / turn) ** 2 if share <= turn else 1 - 2 * ((share - turn) / (1 - turn)) ** 2
 
 
+@built_in("length_curve", "short long concise")
 @dataclass(frozen=True)
 class LengthCurve:
     """Length reward that rises to a turning point and falls beyond it: 0 for an empty completion, -1 at `longest`.
@@ -286,17 +305,28 @@ class LengthCurve:
                 for size in sizes("length_curve", completions, prompts, metadata, self.unit)]
 
 
-_APART = re.compile(r"[,;/&\n]|\band\b|\bor\b", re.I)
+_APART = re.compile(r"(?<!\\)(?:(?<!\d)[,/]|[,/](?!\d))|[;&\n\u3001\uff0c]|\b(?:and|or)\b|[\u548c\u6216]", re.I)
+_OPTION = re.compile(r"(?:(?:option|choice|\u9009\u9879?)\s?)?[ (\[{$\\*_\"'`]*([A-Z])"
+                     r"(?:[)\]}]|[.:]\s|\s\()[ .:)\]}*\\]*[^\s.]", re.I)
+_OF_OPTION = re.compile(r"(?:OPTION|CHOICE|\u9009\u9879?)\s*(?=\W{0,3}[A-Z]\b)")
 
 
-def read_choices(text: str) -> set[str]:
-    """Return the choices that an answer names, in upper case: parts between commas, or the letters of such as "ACD"."""
-    parts = {part.strip(" .()[]{}\t\"'").upper() for part in _APART.split(text)} - {""}
-    letters = "".join(parts)
-    runs = len(parts) == 1 and letters.isalpha() and len(set(letters)) == len(letters) <= 6 and text.strip().isupper()
-    return set(letters) if runs else parts
+def read_choices(text: str, letters: bool = False) -> set[str]:
+    """The choices that an answer names, in upper case: parts between commas, or the letters of such as "ACD".
+    letters: choices are letters; of parts that begin with one, such as (B) Paris or B. Paris, it is the choice, and
+    parts that do not are of its text."""
+    text = without_commands(without_reason(text))
+    parts = [part.strip() for part in _APART.split(text)]
+    found = {match[1].upper() for part in parts if letters and (match := _OPTION.match(part))}
+    named = {normalise(_OF_OPTION.sub("", part.upper())).upper() for part in parts if re.search(r"\w", part)}
+    if found:
+        return found | {part for part in named if len(part) == 1}
+    run = "".join(named)
+    runs = len(named) == 1 and run.isalpha() and len(set(run)) == len(run) <= 6 and text.strip(OUTER).isupper()
+    return set(run) if runs else named
 
 
+@built_in("multi_choice", "quiz correct")
 @dataclass(frozen=True)
 class MultiChoice:
     """Share of choices that answer and reference have in common, among those that either has (TW-GRPO's soft reward, in
@@ -314,11 +344,12 @@ class MultiChoice:
     def __call__(self, completions: Sequence[str], prompts: Sequence[str],
                  metadata: Sequence[dict[str, Any]]) -> list[float | None]:
         references = keys("multi_choice", metadata, self.key, prompts, several)
-        return [None if right is None else self._one(read_choices(final_answer(text) or strip_thoughts(text)),
-                                                     {choice.strip().upper() for choice in right})
-                for text, right in zip(completions, references)]
+        return [None if known is None else self._one(final_answer(text) or strip_thoughts(text),
+                                                     {normalise(choice).upper() for choice in known})
+                for text, known in zip(completions, references)]
 
-    def _one(self, answer: set[str], right: set[str]) -> float:
+    def _one(self, text: str, right: set[str]) -> float:
+        answer = read_choices(text, letters=all(len(choice) == 1 for choice in right))
         if self.strict and answer - right:
             return 0.0
         return len(answer & right) / len(right if self.strict else answer | right)
@@ -327,6 +358,7 @@ class MultiChoice:
 METRICS = ("chrf", "bleu")
 
 
+@built_in("translation", "bleu language")
 @dataclass(frozen=True)
 class Translation:
     """chrF or BLEU of a completion's answer to the references in the metadata, over 100.
@@ -357,6 +389,7 @@ class Translation:
                 for text, references in zip(texts, wanted)]
 
 
+@built_in("step_match")
 @dataclass(frozen=True)
 class StepMatch:
     """Share of a solution's steps that are right up to the first wrong one; 1 for all of them and no more.
@@ -376,8 +409,7 @@ class StepMatch:
 
     def __call__(self, completions: Sequence[str], prompts: Sequence[str],
                  metadata: Sequence[dict[str, Any]]) -> list[float | None]:
-        references = keys("step_match", metadata, self.key, prompts,
-                          lambda value: self.separator.join(several(value)))
+        references = keys("step_match", metadata, self.key, prompts, lambda value: self.separator.join(several(value)))
         return [None if reference is None else self._one(completion, reference)
                 for completion, reference in zip(completions, references)]
 

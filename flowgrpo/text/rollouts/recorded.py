@@ -1,8 +1,5 @@
-"""Rollouts of language models for recorded pairs of texts, and for a reward's gradient through a masked model
-(`gumbel_softmax`).
-
-Make the rollouts of a language model.
-"""
+"""Rollouts of a language model: for recorded pairs of texts, for a reward's gradient through a masked model
+(`gumbel_softmax`), and `make_rollouts`, which chooses among them and `completions.TextRollouts`."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ from flowgrpo.samplers.rollout import Part
 from flowgrpo.text.policies import engines
 from flowgrpo.text.policies.masked_lm import MaskedLM
 from flowgrpo.text.rewards.embeddings import SoftTexts
-from flowgrpo.text.rollouts.completions import TextRollouts
+from flowgrpo.text.rollouts.completions import EngineRollouts, TextRollouts
 from flowgrpo.text.samplers.decoding import completion_masks
 from flowgrpo.text.samplers.gumbel_softmax import GumbelSoftmax
 from flowgrpo.text.samplers.language_model import SampledCompletions, TokenizedPrompts
@@ -43,7 +40,7 @@ class RecordedTextRollouts(TextRollouts):
     """Causal language model whose group of a prompt is its recorded pair, the chosen text first."""
 
     def conditioning(self, batch: list[Prompt], epoch: int | None = None) -> TokenizedPrompts:
-        """Tokenise prompts of `recorded_pairs`; their `answers` are the texts of their pairs, two per prompt."""
+        """Tokenise prompts of recorded pairs; their `answers` are the texts of their pairs, two per prompt."""
         return replace(super().conditioning(batch, epoch),
                        answers=[prompt.metadata[side] for prompt in batch for side in SIDES])
 
@@ -58,16 +55,13 @@ class RecordedTextRollouts(TextRollouts):
                                     f"is {most}: raise it, or leave the pair out")
 
     def tokens(self, text: str) -> Tensor:
-        """Return the tokens [n] of a text, an end included."""
-        return torch.tensor([*self.policy.tokenizer(text, add_special_tokens=False)["input_ids"],
-                             self.policy.ends[0]])
+        """The tokens [n] of a text, an end included."""
+        return torch.tensor([*self.policy.tokenizer(text, add_special_tokens=False)["input_ids"], self.policy.ends[0]])
 
     def sample(self, conditioning: TokenizedPrompts, epoch: int, judge: TotalReward,
                value: RewardValue | None = None, turn: int = 0) -> Iterator[tuple[Part, list[list[str]]]]:
         """Yield the pairs of the prompts, scored by the present policy, each part with its texts.
-
-        judge, value, turn: of methods that draw; unused here.
-        """
+        judge, value, turn: of methods that draw; unused here."""
         for groups, prompts, _, _ in self.whole_groups(len(conditioning.prompts)):
             texts = [str(text) for text in conditioning.answers[2 * groups.start:2 * groups.stop]]
             with self.clock("encode"):
@@ -75,12 +69,11 @@ class RecordedTextRollouts(TextRollouts):
             yield self.target.record(groups, prompts, [recorded]), [[*recorded.texts]]
 
     def rescore(self, part: Part, conditioning: TokenizedPrompts) -> Part:
-        """Return the part with the old scores of its replay, without weights: nothing was drawn."""
         return GroupSampler.rescore(self, part, conditioning)
 
     @torch.no_grad()
     def _to_completions(self, conditioning: TokenizedPrompts, prompts: Tensor, texts: list[str]) -> SampledCompletions:
-        """Return texts of the prompts [B] as completions, with the policy's log-probabilities."""
+        """Texts of the prompts [B] as completions, with the policy's log-probabilities."""
         rows, most = [self.tokens(text) for text in texts], self.config.text.max_tokens
         lengths = torch.tensor([len(row) for row in rows])
         ids = pad_sequence([*rows, torch.zeros(most, dtype=torch.int64)], batch_first=True,
@@ -92,7 +85,8 @@ class RecordedTextRollouts(TextRollouts):
                           for at in torch.arange(len(rows)).split(size)])
         self.policy.evaluations = before  # nothing was drawn
         return SampledCompletions(ids, logp, mask, torch.zeros(len(rows), dtype=torch.bool),
-                                  [Completion(text, int(count)) for text, count in zip(texts, lengths)])
+                                  [Completion(text, int(count), opened=tag) for text, count, tag in zip(
+                                      texts, lengths, self.policy.opened([conditioning.prompts[i] for i in prompts]))])
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +98,7 @@ class Redrawn:
     generators: tuple[torch.Generator, ...]
     old: Scored
     step = 0
-    regression_target = importance = expert = None
+    regression_target = importance = expert = left_out = None
 
     @property
     def parent(self) -> Tensor:
@@ -112,11 +106,9 @@ class Redrawn:
 
     @property
     def counts(self) -> Tensor:
-        """True where an answer counts, bool [m]: everywhere."""
         return torch.ones(len(self.prompts), dtype=torch.bool)
 
     def select(self, keep: Tensor) -> Redrawn | None:
-        """Return the answers where `keep` (bool [m]) is true; None if there are none."""
         generators = tuple(generator for generator, kept in zip(self.generators, keep.tolist(), strict=True) if kept)
         return Redrawn(self.prompts[keep], generators, self.old.rows(keep)) if generators else None
 
@@ -142,7 +134,6 @@ class RelaxedRollouts(TextRollouts):
         self.tokens = tuple(self.policy.vocabulary())
 
     def repeat_prompt(self, prompt: Prompt, count: int) -> SoftTexts:
-        """Return a prompt's own tokens `count` times, as texts with a graph."""
         [ids] = self.policy.encode([prompt.text]).ids
         weights = torch.nn.functional.one_hot(ids, len(self.tokens)).float().to(self.policy.device)
         return SoftTexts(weights.repeat(count, 1, 1).requires_grad_(), self.tokens)
@@ -150,9 +141,7 @@ class RelaxedRollouts(TextRollouts):
     def sample(self, conditioning: TokenizedPrompts, epoch: int, judge: TotalReward,
                value: RewardValue | None = None, turn: int = 0) -> Iterator[tuple[Part, list[list[str]]]]:
         """Sample a group per prompt: yield the parts as they are finished, each with its texts.
-
-        value: the reward whose gradient is followed. turn: how often the epoch has drawn before.
-        """
+        value: the reward whose gradient is followed. turn: how often the epoch has drawn before."""
         before = self.policy.evaluations
         seed = self.seeds(epoch, turn, len(conditioning.prompts))
         now = cast(RelaxedTraces, self.method.target).relaxation.at_epoch(epoch, self.config.train.epochs)
@@ -164,22 +153,20 @@ class RelaxedRollouts(TextRollouts):
             with self.clock("rollout"), torch.no_grad():
                 batches = [self._sample_and_score(part, conditioning, rows) for rows in self._batches(part)]
                 old = Scored(torch.cat([logp for _, logp in batches])[:, None].cpu(), taken.old.mask)
-            texts = [text for answers, _ in batches for text in self.policy.texts(answers.argmax(-1))]
+            texts = self.policy.texts(torch.cat([answers.argmax(-1) for answers, _ in batches]),
+                                      [conditioning.prompts[i] for i in prompts])
             yield replace(part, transitions=(replace(taken, old=old),)), [texts]
         self.count(self.policy.evaluations - before)
 
     def replay(self, part: Part, conditioning: TokenizedPrompts) -> Iterator[tuple[int, slice, Scored]]:
         """Replay a part's noise under the present weights, in micro-batches.
-
-        Yields (0, rows of the part, Scored [b,1] of their rewards less their KLs).
-        """
+        Yields (0, rows of the part, Scored [b,1] of their rewards less their KLs)."""
         assert isinstance(part, Relaxed)
         for rows in self._batches(part):
             scores = self._sample_and_score(part, conditioning, rows)[1][:, None]
             yield 0, rows, Scored(scores, torch.ones_like(scores, dtype=torch.bool))
 
     def loss_inputs(self, part: Part, conditioning: TokenizedPrompts, reference: list[Scored]) -> LossInputs:
-        """Return what the surrogate reads in addition to ratio and advantage."""
         return lambda batch, k, rows, new, old: objectives.surrogate_input(self.method.loss.surrogate, new, old)
 
     def _batches(self, part: Relaxed) -> list[slice]:
@@ -187,7 +174,7 @@ class RelaxedRollouts(TextRollouts):
         return [slice(start, start + most) for start in range(0, len(part.transitions[0].prompts), most)]
 
     def _sample_and_score(self, part: Relaxed, conditioning: TokenizedPrompts, rows: slice) -> tuple[Tensor, Tensor]:
-        """Return the answers [b,L,V] of some rows, one-hot, and their scores [b]."""
+        """The answers [b,L,V] of some rows, one-hot, and their scores [b]."""
         taken: Any
         [taken], relaxation = part.transitions, unwrap(part.relaxation)
         prompts, generators = taken.prompts[rows], [generator.clone_state() for generator in taken.generators[rows]]
@@ -201,15 +188,8 @@ class RelaxedRollouts(TextRollouts):
 def make_rollouts(config: Config, policy: Policy, method: Method, geometry: BatchShape, processes: Processes,
                   clock: PhaseTimer, first: Prompt) -> GroupSampler[Any]:
     """Make what samples and replays a language model. first: a prompt, of which it reads nothing."""
-    given: tuple[Any, ...] = config, policy, method, geometry, processes, clock
-    if isinstance(method.target, RelaxedTraces):
-        return RelaxedRollouts(*given)
-    if isinstance(method.target, RecordedCompletions):
-        return RecordedTextRollouts(*given)
-    if engines.uses_engine(config):
-        from flowgrpo.text.rollouts.completions import EngineRollouts
-
-        return EngineRollouts(*given)
-    from flowgrpo.text.rollouts.completions import TextRollouts
-
-    return TextRollouts(*given)
+    kind: type[TextRollouts] = (
+        RelaxedRollouts if isinstance(method.target, RelaxedTraces) else
+        RecordedTextRollouts if isinstance(method.target, RecordedCompletions) else
+        EngineRollouts if engines.uses_engine(config) else TextRollouts)
+    return kind(config, cast(Any, policy), method, geometry, processes, clock)

@@ -19,29 +19,29 @@ from flowgrpo.samplers.rollout import Part
 from flowgrpo.text import targets
 from flowgrpo.text.credit import StepScores, text_steps
 from flowgrpo.text.samplers.decoding import Unmasking
-from flowgrpo.text.samplers.language_model import LanguageModel, SampledCompletions, TokenizedPrompts
+from flowgrpo.text.samplers.language_model import CausalModel, SampledCompletions, TokenizedPrompts
 from flowgrpo.types import Completion, Completions, Scored, Segmented, Traces, unwrap
 
 if TYPE_CHECKING:
     from flowgrpo.text.policies.masked_lm import SampledTrace
 
-def score_steps(policy: LanguageModel, taken: Completions, spread: StepScores, judge: Callable[..., Tensor]
-                 ) -> Segmented:
-    """Return the completions in steps, with the score of each.
-
-    judge: judge(texts, votes, prompts, None, names) returns the total rewards [., votes] of texts of the prompts.
-    """
+def score_steps(policy: CausalModel, tokenized: TokenizedPrompts, taken: Completions, spread: StepScores,
+                judge: Callable[..., Tensor]) -> Segmented:
+    """The completions in steps, with the score of each.
+    judge: judge(texts, votes, prompts, None, names) returns the total rewards [., votes] of texts of the prompts."""
     def text(ids: Sequence[int]) -> str:
         return policy.tokenizer.decode(ids, skip_special_tokens=True)
 
     segments, texts, of = torch.zeros_like(taken.ids), [], []
+    tags = policy.opened([tokenized.prompts[i] for i in taken.prompts])
     for row, (ids, mask) in enumerate(zip(taken.ids, taken.old.mask.cpu())):
         count = int((mask * torch.arange(1, len(mask) + 1)).max())  # to the last one that counts
         start = 0
         for number, end in enumerate(text_steps(ids[:count].tolist(), spread.ends, text)):
             segments[row, start:] = number
             shown = ids[0 if spread.whole else start:end].tolist()
-            texts += [Completion(text(shown), len(shown))] * spread.votes
+            opened = "" if start and not spread.whole else tags[row]
+            texts += [Completion(text(shown), len(shown), opened=opened)] * spread.votes
             of.append((row, number))
             start = end
     scores = torch.full((len(taken.ids), int(segments.max()) + 1), torch.nan)
@@ -57,7 +57,7 @@ Replayed = Iterator[tuple[int, slice, Scored]]
 
 
 class Rollouts(Protocol):
-    """Rollouts of a language model as its targets read them (`text.TextRollouts`)."""
+    """Rollouts of a language model as its targets read them (`completions.TextRollouts`)."""
 
     config: Config
     policy: Any  # a `CausalLM` or a `MaskedLM`
@@ -83,20 +83,17 @@ class CompletionTokens:
         return self.rollouts.geometry.micro_batch
 
     def record(self, groups: range, prompts: torch.Tensor, batches: Sequence[SampledCompletions]) -> Part:
-        """Return whole groups of completions as a part.
-
-        Completions that were cut off without an end are not trained, or lose the penalty, as `text.truncated` says.
-        """
+        """Whole groups of completions as a part.
+        Completions that were cut off without an end are left out of the loss, or lose the penalty, as `text.truncated`
+        says."""
         ids, logp, mask, cut = (torch.cat([getattr(batch, name) for batch in batches]) for name in
                                 ("ids", "logp", "mask", "cut"))
-        if self.text.truncated == "mask":
-            mask = mask & ~cut[:, None]
         measured = {"penalty": self.text.penalty * cut.float()} if self.text.truncated == "penalise" else {}
         old = Scored(logp.masked_fill(~mask, 0.0), mask)
         experts = self.method.generation.decoding.expert
         expert = torch.cat([unwrap(batch.expert) for batch in batches]) if experts else None
-        return Part(groups, prompts, None, (Completions(ids, prompts, old, expert=expert),), (),
-                    measured=measured)
+        taken = Completions(ids, prompts, old, expert=expert, left_out=cut if self.text.truncated == "mask" else None)
+        return Part(groups, prompts, None, (taken,), (), measured=measured)
 
     def replay(self, part: Part, conditioning: TokenizedPrompts) -> Replayed:
         """Score a part's completions under the present weights: (0, its rows, scores), in micro-batches."""
@@ -108,7 +105,7 @@ class CompletionTokens:
                                                  entropy=self.method.reads_entropy)
 
     def loss_inputs(self, part: Part, conditioning: TokenizedPrompts, reference: Sequence[Scored]) -> LossInputs:
-        """Return what the surrogate reads in addition to ratio and advantage."""
+        """What the surrogate reads in addition to ratio and advantage."""
         surrogate = self.method.loss.surrogate
         if not isinstance(surrogate, GroupLoss):
             given = cast(Completions, part.transitions[0]).expert
@@ -126,7 +123,7 @@ class TraceTokens(CompletionTokens):
     """
 
     def record(self, groups: range, prompts: torch.Tensor, batches: Sequence[SampledCompletions]) -> Part:
-        """Return whole groups of completions, with the steps at which their tokens were drawn."""
+        """Whole groups of completions, with the steps at which their tokens were drawn."""
         part = super().record(groups, prompts, batches)
         [taken] = part.transitions
         steps = torch.cat([cast("SampledTrace", batch).steps for batch in batches])

@@ -22,11 +22,11 @@ class TokenDistribution(Protocol):
     """Distribution of tokens under a model's logits."""
 
     def __call__(self, logits: Tensor, taken: Tensor | None = None) -> Tensor:
-        """Return log-probabilities [n,V] of logits [n,V]; taken: int64 [n], tokens that are never cut."""
+        """Log-probabilities [n,V] of logits [n,V]; taken: int64 [n], tokens that are never cut."""
 
     def temperatures(self, ids: Tensor) -> Tensor | None:
-        """Return the further temperature [B,L] of each place of completions ids [B,L], from the tokens before it; None
-        if all are 1."""
+        """The further temperature [B,L] of each place of completions ids [B,L], from the tokens before it; None if all
+        are 1."""
 
 
 @part("decoding", jointly={"top_p min_p": "above 0 to 1 and 0 to 1"})
@@ -53,10 +53,8 @@ class Decoding:
     causal: ClassVar[bool] = False  # it needs tokens that are drawn one after the other
 
     def __call__(self, logits: Tensor, taken: Tensor | None = None) -> Tensor:
-        """Return log-probabilities [n,V], float32 or wider, of logits [n,V]; -inf where cut.
-
-        taken: int64 [n], tokens that are never cut.
-        """
+        """Log-probabilities [n,V], float32 or wider, of logits [n,V]; -inf where cut.
+        taken: int64 [n], tokens that are never cut."""
         (logits,) = wide(logits)
         logits = logits / self.temperature
         cut = self._cut(logits.detach())
@@ -67,12 +65,12 @@ class Decoding:
         return logits.masked_fill(cut, -torch.inf).log_softmax(-1)
 
     def temperatures(self, ids: Tensor) -> Tensor | None:
-        """Return the further temperature [B,L] of each place of completions ids [B,L], from the tokens before it; None
-        if all are 1. Logits are divided by it first."""
+        """The further temperature [B,L] of each place of completions ids [B,L], from the tokens before it; None if all
+        are 1. Logits are divided by it first."""
         return None
 
     def _cut(self, logits: Tensor) -> Tensor | None:
-        """Return the mask of cut tokens, bool [n,V]; None if nothing is cut."""
+        """The mask of cut tokens, bool [n,V]; None if nothing is cut."""
         left = logits
         if 0 < self.top_k < logits.shape[1]:
             left = left.masked_fill(left < left.topk(self.top_k)[0][:, -1:], -torch.inf)
@@ -101,7 +99,6 @@ class WithAnswers(Decoding):
             raise ValueError(f"WithAnswers: form is {self.form!r}, expected a text with {{answer}}")
 
     def format_answer(self, answer: str) -> str:
-        """Return an answer as the group sees it."""
         return self.form.replace("{answer}", answer)
 
 
@@ -123,7 +120,7 @@ class Unmasking(Decoding):
     shrink: Annotated[int, AtLeast(1)] = 1
 
     def schedule(self, length: int) -> list[tuple[int, int, int]]:
-        """Return (first, end, count) of every step of an answer: of the places first to end, `count` become tokens."""
+        """(first, end, count) of every step of an answer: of the places first to end, `count` become tokens."""
         size = self.block or length
         steps: list[tuple[int, int, int]] = []
         for first in range(0, length, size):
@@ -132,29 +129,24 @@ class Unmasking(Decoding):
         return steps
 
     def choose(self, logits: Tensor, masked: Tensor, lots: Tensor, count: int) -> Tensor:
-        """Return the places [n,count] that become tokens; ties go to the first.
-
+        """The places [n,count] that become tokens; ties go to the first.
         logits: [n,L,V].
         masked: bool [n,L].
-        lots: [n,L], numbers that decide a random order.
-        """
+        lots: [n,L], numbers that decide a random order."""
         rank = lots if self.order == "random" else torch.stack(
             # row by row: V may be large
             [row.amax(-1) - row.logsumexp(-1) for answer in logits for row in wide(answer)])
         return rank.masked_fill(~masked, -torch.inf).argsort(dim=1, descending=True, stable=True)[:, :count]
 
     def scorings(self, steps: Tensor, length: int) -> Tensor:
-        """Return the index, int64, of the replay evaluation that scores the tokens of `steps`, for answers of
-        `length`."""
+        """The index, int64, of the replay evaluation that scores the tokens of `steps`, for answers of `length`."""
         in_block = -(-min(self.block or length, length) // self.per_step)
         return steps // in_block * -(-in_block // self.shrink) + steps % in_block // self.shrink
 
 
 def sample_inverse_cdf(log_probs: Tensor, uniform: Tensor) -> Tensor:
-    """Return the tokens [n] at which the distribution function of log_probs [n,V] passes uniform [n], in [0, 1).
-
-    One number decides a token, so a row's draws do not depend on other rows, on V or on the device.
-    """
+    """The tokens [n] at which the distribution function of log_probs [n,V] passes uniform [n], in [0, 1).
+    One number decides a token, so a row's draws do not depend on other rows, on V or on the device."""
     mass = log_probs.double().exp().cumsum(-1)
     passed = torch.searchsorted(mass, (uniform.double() * mass[:, -1])[:, None], right=True)[:, 0]
     return passed.clamp(max=log_probs.shape[1] - 1)  # V where the mass is NaN
@@ -184,7 +176,7 @@ class Draw:
         return torch.full_like(scores, -torch.inf).scatter(1, taken, 0.0)
 
     def _temperature(self, drawn: Tensor) -> Tensor | None:
-        """Return the temperature [B] of the place behind the tokens drawn so far, [B,t]; None if all are 1."""
+        """The temperature [B] of the place behind the tokens drawn so far, [B,t]; None if all are 1."""
         last, found = drawn.new_zeros(1), []
         for begun, row in zip(self.begun, drawn):
             heat = self.decoding.temperatures(torch.cat([begun.to(drawn), row, last])[None])
@@ -198,39 +190,35 @@ class Draw:
 
 
 def apply_temperature(logits: Tensor, temperature: Tensor | None) -> Tensor:
-    """Return logits [n,V] over the temperature [n] of each row, float32 or wider; None: unchanged."""
+    """Logits [n,V] over the temperature [n] of each row, float32 or wider; None: unchanged."""
     return logits if temperature is None else wide(logits)[0] / temperature.to(logits.device)[:, None]
 
 
 def uniforms(generators: Sequence[torch.Generator], count: int) -> Tensor:
-    """Return [B,count] numbers in [0, 1), each row from its own generator."""
     return torch.stack([torch.rand(count, generator=generator) for generator in generators])
 
 
 def completion_masks(ids: Tensor, ends: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return the mask of drawn tokens and the mask of truncated rows of ids [B,L].
-
+    """The mask of drawn tokens and the mask of truncated rows of ids [B,L].
     Tokens up to and including the first of `ends` were drawn (bool [B,L]). A row without an end was truncated (bool
-    [B]).
-    """
+    [B])."""
     end = torch.isin(ids, torch.tensor(list(ends), device=ids.device))
     return end.long().cumsum(1) - end.long() == 0, ~end.any(1)
 
 
 def score(hidden: Tensor, head: Callable[[Tensor], Tensor], ids: Tensor, decoding: TokenDistribution,
           chunk: int = 1024, entropy: bool | str = False, heat: Tensor | None = None) -> Tensor:
-    """Return log p of the tokens ids [n] under states hidden [n,H], float32 [n], `chunk` tokens at a time.
-
+    """log p of the tokens ids [n] under states hidden [n,H], float32 [n], `chunk` tokens at a time.
     With `entropy`, [n,2]: the second column is the entropy of each distribution; with "uniform" the mean
     log-probability of all tokens. head: maps states to logits. Logits of a chunk are recomputed in the backward pass:
-    no [n,V] is ever held. heat: [n], further temperatures; None: all 1.
-    """
+    no [n,V] is ever held. heat: [n], further temperatures; None: all 1."""
     def part(hidden: Tensor, ids: Tensor, heat: Tensor | None) -> Tensor:
         log_probs = decoding(apply_temperature(head(hidden), heat), ids)
         taken = log_probs.gather(1, ids[:, None])
         if not entropy:
             return taken[:, 0]
-        second = uniform_mean(log_probs) if entropy == "uniform" else entropy_of(log_probs)
+        second = log_probs.masked_fill(log_probs == -torch.inf, 0.0).mean(-1) if entropy == "uniform" \
+            else entropy_of(log_probs)
         return torch.cat([taken, second[:, None]], 1)
 
     pieces = zip(hidden.split(chunk), ids.split(chunk), itertools.repeat(None) if heat is None else heat.split(chunk))
@@ -239,11 +227,6 @@ def score(hidden: Tensor, head: Callable[[Tensor], Tensor], ids: Tensor, decodin
     return torch.cat([checkpoint(part, *piece, use_reentrant=False) for piece in pieces])
 
 
-def uniform_mean(log_probs: Tensor) -> Tensor:
-    """Return the mean of log_probs [n,V] over all tokens: [n]. A cut token adds 0."""
-    return log_probs.masked_fill(log_probs == -torch.inf, 0.0).mean(-1)
-
-
 def entropy_of(log_probs: Tensor) -> Tensor:
-    """Return -sum p log p of distributions log_probs [n,V], in nats: [n]. A cut token adds 0, to the gradient too."""
+    """-sum p log p of distributions log_probs [n,V], in nats: [n]. A cut token adds 0, to the gradient too."""
     return -(log_probs.exp() * log_probs.masked_fill(log_probs == -torch.inf, 0.0)).sum(-1)

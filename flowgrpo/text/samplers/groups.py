@@ -14,9 +14,10 @@ Groups are drawn independently, as trees with shared prefixes, or pruned; contin
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Annotated
+from itertools import chain
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.parts import Above, AtLeast, part
 from flowgrpo.samplers.rollout import Seed
 from flowgrpo.text.samplers.decoding import Decoding, apply_temperature, completion_masks
-from flowgrpo.text.samplers.importance import Begun, begin, complete_groups, go_on
+from flowgrpo.text.samplers.importance import Begun, begin, complete_groups, continue_groups
 from flowgrpo.text.samplers.language_model import CausalModel, SampledCompletions, TokenizedPrompts
 from flowgrpo.types import Completions, Segmented, wide
 
@@ -43,8 +44,15 @@ class Independent:
     def __call__(self, policy: LanguageModel, tokenized: TokenizedPrompts, decoding: Decoding,
                  generators: Sequence[torch.Generator], greedy: Tensor, group: int, micro_batch: int
                  ) -> list[SampledCompletions]:
-        return [policy.sample(tokenized.rows(at), decoding, [generators[i] for i in at], greedy[at])
-                for at in torch.arange(len(generators)).split(micro_batch)]
+        return sample_rows(policy, tokenized, decoding, generators, greedy, torch.arange(len(generators)), micro_batch)
+
+
+def sample_rows(policy: LanguageModel, tokenized: TokenizedPrompts, decoding: Decoding,
+                generators: Sequence[torch.Generator], greedy: Tensor, rows: Tensor, micro_batch: int
+                ) -> list[SampledCompletions]:
+    """Completions of these rows [n] of the prompts, `micro_batch` at a time."""
+    return [policy.sample(tokenized.rows(at), decoding, [generators[i] for i in at], greedy[at])
+            for at in rows.split(micro_batch)]
 
 
 @part("draws")
@@ -66,8 +74,7 @@ class EarlyExits:
                  ) -> list[SampledCompletions]:
         exit, most = tokens_to_insert(policy, "exit", self.exit), policy.text.max_tokens
         whole = torch.arange(group - 1, len(generators), group)
-        leaders = concatenate([policy.sample(tokenized.rows(at), decoding, [generators[i] for i in at], greedy[at])
-                               for at in whole.split(micro_batch)])
+        leaders = concatenate(sample_rows(policy, tokenized, decoding, generators, greedy, whole, micro_batch))
         places = torch.cat([self.places(count_thought_tokens(policy, ids[mask], self.close), group - 1,
                                         most - len(exit) - 1, generators[row])
                             for ids, mask, row in zip(leaders.ids, leaders.mask, whole.tolist())])
@@ -80,7 +87,7 @@ class EarlyExits:
         return [reorder(concatenate([exits, leaders]), torch.cat([rows, whole]).argsort())]
 
     def places(self, length: int, count: int, most: int, generator: torch.Generator) -> Tensor:
-        """Return the exits of a thought of `length` tokens, int64 [count], ascending, at most `most`."""
+        """The exits of a thought of `length` tokens, int64 [count], ascending, at most `most`."""
         return torch.randint(1, max(min(length, most), 1) + 1, (count,), generator=generator).sort()[0]
 
 
@@ -120,10 +127,8 @@ class SecondAttempt:
 
 
 def tokens_to_insert(policy: CausalModel, field: str, text: str) -> Tensor:
-    """Return the tokens of a text that `parts.draws` inserts under the name `field`.
-
-    Raises UserError if they leave no room for an answer.
-    """
+    """The tokens of a text that `parts.draws` inserts under the name `field`.
+    Raises UserError if they leave no room for an answer."""
     ids = torch.tensor(policy.tokenizer(text, add_special_tokens=False)["input_ids"], dtype=torch.long)
     if len(ids) + 2 > policy.text.max_tokens:
         raise UserError(f"text.max_tokens is {policy.text.max_tokens}, but the {field} {text!r} itself has {len(ids)} "
@@ -134,8 +139,8 @@ def tokens_to_insert(policy: CausalModel, field: str, text: str) -> Tensor:
 def resample_from(policy: CausalModel, tokenized: TokenizedPrompts, decoding: Decoding,
                   generators: Sequence[torch.Generator],
                   ids: Tensor, logp: Tensor, places: Tensor, text: Tensor) -> SampledCompletions:
-    """Return completions that repeat ids [b,L], with their logp [b,L], up to `places` [b], go on with the tokens `text`
-    [n], which are not trained, and are drawn from there."""
+    """Completions that repeat ids [b,L], with their logp [b,L], up to `places` [b], go on with the tokens `text` [n],
+    which are not trained, and are drawn from there."""
 
     prefixes = [torch.cat([row[:place], text]) for row, place in zip(ids, places)]
     answers = continue_prefixes(policy, tokenized, prefixes, decoding, generators)
@@ -145,8 +150,7 @@ def resample_from(policy: CausalModel, tokenized: TokenizedPrompts, decoding: De
 
 
 def count_thought_tokens(policy: CausalModel, ids: Tensor, close: str) -> int:
-    """Return the number of a completion's tokens [n] in its thought: those before the text `close`, or before its
-    end."""
+    """The number of a completion's tokens [n] in its thought: those before the text `close`, or before its end."""
     ends = torch.isin(ids, torch.tensor(policy.ends)).nonzero().flatten().tolist()
     length = ends[0] if ends else len(ids)
     mark = policy.tokenizer(close, add_special_tokens=False)["input_ids"]
@@ -155,16 +159,25 @@ def count_thought_tokens(policy: CausalModel, ids: Tensor, close: str) -> int:
 
 
 def concatenate(pieces: Sequence[SampledCompletions]) -> SampledCompletions:
-    """Concatenate samples."""
-    ids, logp, mask, cut = (torch.cat([getattr(piece, name) for piece in pieces]) for name in ("ids", "logp", "mask",
-                                                                                              "cut"))
-    return type(pieces[0])(ids, logp, mask, cut, [text for piece in pieces for text in piece.texts])
+    def joined(values: list[Any]) -> Any:
+        return torch.cat(values) if torch.is_tensor(values[0]) else values[0] and [*chain(*values)]
+
+    return replace(pieces[0], **{field.name: joined([getattr(piece, field.name) for piece in pieces])
+                                 for field in fields(pieces[0])})
 
 
 def reorder(samples: SampledCompletions, order: Tensor) -> SampledCompletions:
-    """Return the samples at the indices `order`, int64 [n], which may repeat or omit some."""
-    return type(samples)(samples.ids[order], samples.logp[order], samples.mask[order], samples.cut[order],
-                         [samples.texts[i] for i in order.tolist()])
+    """The samples at the indices `order`, int64 [n], which may repeat or omit some."""
+    def ordered(values: Any) -> Any:
+        return values[order] if torch.is_tensor(values) else values and [values[i] for i in order.tolist()]
+
+    return replace(samples, **{field.name: ordered(getattr(samples, field.name)) for field in fields(samples)})
+
+
+def split(pieces: Sequence[SampledCompletions], sizes: Sequence[int]) -> Iterator[SampledCompletions]:
+    """The samples in pieces of other sizes."""
+    whole = concatenate(pieces)
+    return iter([reorder(whole, at) for at in torch.arange(len(whole.ids)).split([*sizes])])
 
 
 @part("draws", jointly={"begun tokens": "2 or more, and 1 or more", "lr passes": "above 0, and 1 or more"})
@@ -205,13 +218,14 @@ class PrunedDraws:
         prompts = tokenized.rows(torch.tensor(firsts))
         seeds = [torch.randint(2**62, (self.begun,), generator=generator).tolist() for generator in generators]
         groups = [begin(sum(seeds[first:first + group], []), most) for first in firsts]
-        groups = go_on(policy, prompts, groups, decoding, self.tokens, micro_batch, 0)
+        groups = continue_groups(policy, prompts, groups, decoding, self.tokens, micro_batch, 0)
         groups = [_rows(of, self.choose(chances, group))
                   for of, chances in zip(groups, self.chances(policy, prompts, groups, micro_batch))]
-        return [complete_groups(policy, go_on(policy, prompts, groups, decoding, most - self.tokens, micro_batch, 0))]
+        whole = continue_groups(policy, prompts, groups, decoding, most - self.tokens, micro_batch, 0)
+        return [complete_groups(policy, prompts.prompts, whole)]
 
     def choose(self, chances: Tensor, group: int) -> Tensor:
-        """Return the samples that go on, int64 [group], ascending, of the chances of success [pool]."""
+        """The samples that go on, int64 [group], ascending, of the chances of success [pool]."""
         order = chances.argsort(descending=True, stable=True)
         ends = [torch.cat([order[:best], order[len(order) - group + best:]]) for best in range(group + 1)]
         expected = torch.stack([chances[of].sum() for of in ends])
@@ -220,7 +234,7 @@ class PrunedDraws:
     @torch.no_grad()
     def chances(self, policy: CausalModel, prompts: TokenizedPrompts, groups: Sequence[Begun], micro_batch: int
                 ) -> Tensor:
-        """Return the predicted chances of success of groups that are begun, [P, pool]; 0.5 without a quality head."""
+        """The predicted chances of success of groups that are begun, [P, pool]; 0.5 without a quality head."""
         pool = len(groups[0].ids)
         if policy.quality is None:
             return torch.full((len(groups), pool), 0.5)
@@ -234,8 +248,8 @@ class PrunedDraws:
 @torch.no_grad()
 def states_at(policy: CausalModel, tokenized: TokenizedPrompts, prompts: Tensor, ids: Tensor, places: Tensor,
               micro_batch: int) -> Tensor:
-    """Return the states [n,H], float32 or wider, before the tokens at `places` [n] of completions ids [n,L] of the
-    prompts [n]."""
+    """The states [n,H], float32 or wider, before the tokens at `places` [n] of completions ids [n,L] of the prompts
+    [n]."""
     found = []
     for at in torch.arange(len(ids)).split(micro_batch):
         begun = ids[at, :int(places[at].max()) + 1].to(policy.device)
@@ -250,12 +264,9 @@ def _rows(group: Begun, at: Tensor) -> Begun:
 
 def continue_prefixes(policy: CausalModel, tokenized: TokenizedPrompts, prefixes: Sequence[Tensor], decoding: Decoding,
                       generators: Sequence[torch.Generator]) -> SampledCompletions:
-    """Return one completion per row that begins with its prefix: B whole completions of at most `text.max_tokens`
-    tokens.
-
+    """One completion per row that begins with its prefix: B whole completions of at most `text.max_tokens` tokens.
     A prefix is int64, shorter than `text.max_tokens`, without an end. At its tokens logp is 0 and mask is true.
-    Raises UserError for prompts with images.
-    """
+    Raises UserError for prompts with images."""
     if type(tokenized) is not TokenizedPrompts:
         raise UserError("the method continues completions from the middle, for which prompts with images are not "
                         "made: use another method")
@@ -268,18 +279,17 @@ def continue_prefixes(policy: CausalModel, tokenized: TokenizedPrompts, prefixes
              for (first, none), rest, logp in zip(behind, rests.ids, rests.logp)]
     ids, logp = (torch.stack([pad(row, (0, most - len(row))) for row in column]) for column in zip(*whole))
     mask, cut = completion_masks(ids, policy.ends)
-    return SampledCompletions(ids, logp.masked_fill(~mask, 0.0), mask, cut, policy.detokenize(ids, mask))
+    texts = policy.detokenize(ids, mask, tokenized.prompts)
+    return SampledCompletions(ids, logp.masked_fill(~mask, 0.0), mask, cut, texts)
 
 
 @torch.no_grad()
 def alternatives(policy: CausalModel, tokenized: TokenizedPrompts, ids: Tensor, mask: Tensor, decoding: Decoding
                  ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the most likely other token at each place of completions [B,L], its log-probability, and the largest one.
-
+    """The most likely other token at each place of completions [B,L], its log-probability, and the largest one.
     All are [B,L]. The largest log-probability may be that of the other token. Values are -inf where mask is false or
     nothing else could be drawn.
-    Raises UserError for a model whose logits are not those of its head alone.
-    """
+    Raises UserError for a model whose logits are not those of its head alone."""
     if not policy.head_alone(tokenized):
         raise UserError(f"{type(policy.model).__name__} does more to its logits than its head: use a method that does "
                         "not look for other tokens")
@@ -299,7 +309,7 @@ def alternatives(policy: CausalModel, tokenized: TokenizedPrompts, ids: Tensor, 
 def with_segment_values(policy: CausalModel, tokenized: TokenizedPrompts, taken: Completions, segments: Tensor,
                         starts: Sequence[tuple[int, int, int]], samples: int, decoding: Decoding, seed: Seed,
                         group: int, micro_batch: int, judge: Callable[[list[str], int, Tensor], Tensor]) -> Segmented:
-    """Return the completions, whole groups, with the values of the states before their segments.
+    """The completions, whole groups, with the values of the states before their segments.
 
     A value is the mean reward of `samples` continuations from each of `starts`, (row, segment, place). It is NaN for a
     row's first segment, and where no continuation has a reward.
@@ -349,8 +359,7 @@ class Tree:
                  generators: Sequence[torch.Generator], greedy: Tensor, group: int, micro_batch: int
                  ) -> list[SampledCompletions]:
         rows = torch.arange(0, len(generators), self.leaves)
-        completions = concatenate([policy.sample(tokenized.rows(at), decoding, [generators[i] for i in at], greedy[at])
-                                   for at in rows.split(micro_batch)])
+        completions = concatenate(sample_rows(policy, tokenized, decoding, generators, greedy, rows, micro_batch))
         for depth, count in enumerate(self.children):
             width = math.prod(self.children[depth + 1:])
             parents = torch.arange(len(rows)).repeat_interleave(count - 1)
@@ -364,10 +373,8 @@ class Tree:
 
 def regrown(policy: CausalModel, tokenized: TokenizedPrompts, decoding: Decoding, generators: Sequence[torch.Generator],
             completions: SampledCompletions, places: Tensor) -> SampledCompletions:
-    """Return the completions, each kept up to its place and drawn anew from there.
-
-    places: int64 [b], in tokens. A completion that ends before its place stays unchanged.
-    """
+    """The completions, each kept up to its place and drawn anew from there.
+    places: int64 [b], in tokens. A completion that ends before its place stays unchanged."""
 
     open_ = (completions.mask.sum(1) > places).nonzero().flatten()
     if not len(open_):

@@ -55,7 +55,6 @@ class GumbelSoftmax:
                              "temperatures above 0")
 
     def at_epoch(self, epoch: int, epochs: int) -> GumbelSoftmax:
-        """Return the part at the temperature of an epoch."""
         if self.schedule is None:
             return self
         now = self.schedule(self.temperature, RunState(epoch, epochs))
@@ -63,16 +62,14 @@ class GumbelSoftmax:
 
 
 def straight_through(soft: Tensor) -> Tensor:
-    """Return the exact one-hot of the largest of soft [...,V], with the gradient of soft."""
+    """The exact one-hot of the largest of soft [...,V], with the gradient of soft."""
     hard = one_hot(soft.argmax(-1), soft.shape[-1]).to(soft)
     return hard + (soft - soft.detach())
 
 
 def divergence(log_probs: Tensor, reference: Tensor) -> Tensor:
-    """Return KL(p || q) [...] of log-probabilities [...,V], with 0 log 0 = 0.
-
-    (The paper's rate form, the sum of q - p + p log(p / q), is the same: both sum to 1.)
-    """
+    """KL(p || q) [...] of log-probabilities [...,V], with 0 log 0 = 0.
+    (The paper's rate form, the sum of q - p + p log(p / q), is the same: both sum to 1.)"""
     apart = (log_probs - reference).masked_fill(log_probs == -torch.inf, 0.0)
     return (log_probs.exp() * apart).sum(-1)
 
@@ -97,18 +94,9 @@ def walk(logits: Logits, reference: Logits, x: Tensor, unmasking: Unmasking, par
                 divergences = divergence(log_probs, unmasking(reference(x)[:, first:end]))
                 total = total + (divergences * here).sum(1) * count / here[0].sum()
             at = unmasking.choose(log_probs, here, lots[:, first:end], count)
-            x = _sample_tokens(x, log_probs, gumbels[:, first:end], at, first, part)
+            of = at[..., None].expand(-1, -1, x.shape[2])  # the places [n,count] of the new tokens, from `first` on
+            soft = ((log_probs.gather(1, of) + gumbels[:, first:end].gather(1, of)) / part.temperature).softmax(-1)
+            x = x.scatter(1, of + first, (soft if part.relaxed else straight_through(soft)).to(x.dtype))
         x = x if step >= begin else x.detach()
         masked = masked.scatter(1, at + first, False)
     return straight_through(x), total
-
-
-def _sample_tokens(x: Tensor, log_probs: Tensor, gumbels: Tensor, at: Tensor, first: int,
-                   part: GumbelSoftmax) -> Tensor:
-    """Return the answers x [n,L,V] with tokens drawn at the places `at` [n,count].
-
-    The places of log_probs and gumbels are counted from `first`.
-    """
-    of = at[..., None].expand(-1, -1, x.shape[2])
-    soft = ((log_probs.gather(1, of) + gumbels.gather(1, of)) / part.temperature).softmax(-1)
-    return x.scatter(1, of + first, (soft if part.relaxed else straight_through(soft)).to(x.dtype))

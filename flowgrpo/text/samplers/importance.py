@@ -1,4 +1,4 @@
-"""Importance weights for completions sampled by another program than the trainer.
+"""Importance weights for completions sampled by another program than the trainer; and partial rollouts.
 
 An engine with other kernels or another precision computes other log-probabilities for the same weights. So its samples
 are not quite the policy's. They are weighted by the bounded ratio of the two.
@@ -39,8 +39,7 @@ class Mismatch:
     level: Annotated[str, OneOf(LEVELS)] = "token"
 
     def __call__(self, trainer: Tensor, engine: Tensor, mask: Tensor) -> Tensor:
-        """Return weights [B,L], without a gradient, of log-probabilities [B,L] at the same weights; 1 where mask is
-        false."""
+        """Weights [B,L], without a gradient, of log-probabilities [B,L] at the same weights; 1 where mask is false."""
         excess = self._log_ratio(trainer, engine, mask)
         ratio = excess.clamp(max=math.log(self.cap)).exp()
         if self.how == "none":
@@ -50,7 +49,7 @@ class Mismatch:
         return ratio.masked_fill(~mask, 1.0)
 
     def above(self, trainer: Tensor, engine: Tensor, mask: Tensor) -> Tensor:
-        """Return the mask of r above the cap, bool [B,L]; false where mask is false."""
+        """The mask of r above the cap, bool [B,L]; false where mask is false."""
         return (self._log_ratio(trainer, engine, mask) > math.log(self.cap)) & mask
 
     def _log_ratio(self, trainer: Tensor, engine: Tensor, mask: Tensor) -> Tensor:
@@ -80,30 +79,26 @@ class Begun:
 
     @property
     def whole(self) -> bool:
-        """True if all completions have ended."""
         return bool(self.ended.all())
 
     @property
     def token_mask(self) -> Tensor:
-        """Return the mask of drawn tokens, bool [G, L]."""
         return torch.arange(self.ids.shape[1]) < self.lengths[:, None]
 
 
 def begin(seeds: Sequence[int], most: int) -> Begun:
-    """Return a group without tokens, whose completions have at most `most`."""
+    """A group without tokens, whose completions have at most `most`."""
     ids = torch.zeros(len(seeds), most, dtype=torch.int64)
     none = torch.zeros(len(seeds), dtype=torch.int64)
     return Begun(torch.tensor(seeds), ids, torch.zeros(ids.shape), ids.clone(), none, none.bool())
 
 
-def go_on(policy: CausalModel, tokenized: TokenizedPrompts, groups: Sequence[Begun], decoding: Decoding, chunk: int,
-          micro_batch: int, version: int) -> list[Begun]:
-    """Return the groups with up to `chunk` more tokens of every completion that has not ended, at most `micro_batch`
-    rows at once.
-
+def continue_groups(policy: CausalModel, tokenized: TokenizedPrompts, groups: Sequence[Begun], decoding: Decoding,
+                    chunk: int, micro_batch: int, version: int) -> list[Begun]:
+    """The groups with up to `chunk` more tokens of every completion that has not ended, at most `micro_batch` rows at
+    once.
     tokenized: the prompt of each group. version: the number of the present weights. The tokens of a completion are
-    those of one uninterrupted draw, if the weights stay the same.
-    """
+    those of one uninterrupted draw, if the weights stay the same."""
     longer = [replace(group, ids=group.ids.clone(), logp=group.logp.clone(), versions=group.versions.clone(),
                       lengths=group.lengths.clone(), ended=group.ended.clone()) for group in groups]
     rows = [(place, row) for place, group in enumerate(longer) for row in (~group.ended).nonzero()[:, 0].tolist()]
@@ -138,10 +133,11 @@ def _draw(policy: CausalModel, tokenized: TokenizedPrompts, groups: Sequence[Beg
         group.ended[row] = start + count == group.ids.shape[1] or (count == counts[number] and not more.cut[number])
 
 
-def complete_groups(policy: CausalModel, groups: Sequence[Begun]) -> SampledCompletions:
-    """Return whole groups as one batch of completions, with the stored log-probabilities."""
+def complete_groups(policy: CausalModel, prompts: Sequence[str], groups: Sequence[Begun]) -> SampledCompletions:
+    """Whole groups, each of its prompt, as one batch of completions, with the stored log-probabilities."""
     ids, logp = torch.cat([group.ids for group in groups]), torch.cat([group.logp for group in groups])
     drawn = torch.cat([group.token_mask for group in groups])
     mask, cut = completion_masks(ids, policy.ends)
     mask = mask & drawn
-    return SampledCompletions(ids, logp.masked_fill(~mask, 0.0), mask, cut, policy.detokenize(ids, mask))
+    of = [prompt for prompt, group in zip(prompts, groups, strict=True) for _ in range(len(group.ids))]
+    return SampledCompletions(ids, logp.masked_fill(~mask, 0.0), mask, cut, policy.detokenize(ids, mask, of))

@@ -36,7 +36,7 @@ class TokenizedPrompts:
     begun: Sequence[Tensor] = field(default=(), kw_only=True)
 
     def rows(self, index: Tensor) -> TokenizedPrompts:
-        """Return the rows `index` (int64 [B]); a row may be taken several times."""
+        """The rows `index` (int64 [B]); a row may be taken several times."""
         return TokenizedPrompts([self.prompts[i] for i in index.tolist()], [self.ids[i] for i in index.tolist()])
 
 
@@ -61,7 +61,7 @@ class SampledCompletions:
 
     @property
     def outputs(self) -> Any:
-        """Return what rewards read: the texts; of a model of image tokens, images [B,3,H,W]."""
+        """What rewards read: the texts; of a model of image tokens, images [B,3,H,W]."""
         return self.texts
 
 
@@ -92,32 +92,33 @@ class CausalModel(LanguageModel, Protocol):
     quality: Callable[[Tensor], Tensor] | None
 
     def generators(self, seeds: Iterable[int]) -> list[Generator]:
-        """Return a generator per seed."""
+        """A generator per seed."""
 
-    def detokenize(self, ids: Tensor, mask: Tensor) -> list[Completion]:
-        """Return the texts of ids [B,L] where mask is true."""
+    def detokenize(self, ids: Tensor, mask: Tensor, prompts: Sequence[str]) -> list[Completion]:
+        """The texts of ids [B,L] where mask is true, written for the prompts [B]."""
+
+    def opened(self, prompts: Sequence[str]) -> list[str]:
+        """The tag that each prompt ends with as the model reads it; "" for none."""
 
     def log_probs(self, tokenized: TokenizedPrompts, prompts: Tensor, ids: Tensor, mask: Tensor, decoding: Decoding,
                   entropy: bool | str = False) -> Scored:
-        """Return the score [B,L] of completions ids [B,L] of the prompts [B], 0 where mask is false."""
+        """The score [B,L] of completions ids [B,L] of the prompts [B], 0 where mask is false."""
 
     def states_before(self, tokenized: TokenizedPrompts, ids: Tensor) -> Tensor:
-        """Return the states [B,L,H] before each token of the completions ids [B,L]."""
+        """The states [B,L,H] before each token of the completions ids [B,L]."""
 
     @property
     def head(self) -> Callable[[Tensor], Tensor]:
         """The function from states to logits."""
 
     def head_alone(self, tokenized: TokenizedPrompts) -> bool:
-        """Return True if the model's logits are those of its head alone."""
+        """True if the model's logits are those of its head alone."""
 
 
 @torch.no_grad()
 def rank_answers(policy: CausalModel, tokenized: TokenizedPrompts) -> TokenizedPrompts:
-    """Return the prompts with their answers sorted: first the one that the policy comprehends best (AMPO, 2510.02227).
-
-    It is the one whose reasoning makes the prompt's reference likeliest. Without a reference the order stays.
-    """
+    """The prompts with their answers sorted: first the one that the policy comprehends best (AMPO, 2510.02227).
+    It is the one whose reasoning makes the prompt's reference likeliest. Without a reference the order stays."""
     answers = []
     for place, (texts, reference) in enumerate(zip(tokenized.answers, tokenized.references)):
         if len(texts) > 1 and reference:
@@ -129,8 +130,8 @@ def rank_answers(policy: CausalModel, tokenized: TokenizedPrompts) -> TokenizedP
 
 def comprehension(policy: CausalModel, tokenized: TokenizedPrompts, place: int, texts: Sequence[str], reference: str
                   ) -> list[float]:
-    """Return of each answer the mean log-probability of the reference's tokens behind its reasoning, the text before
-    the last place that has the reference. place: of the prompt."""
+    """Of each answer the mean log-probability of the reference's tokens behind its reasoning, the text before the last
+    place that has the reference. place: of the prompt."""
     def tokens(text: str) -> Tensor:
         return torch.tensor(policy.tokenizer(text, add_special_tokens=False)["input_ids"], dtype=torch.int64)
 
@@ -146,11 +147,9 @@ def comprehension(policy: CausalModel, tokenized: TokenizedPrompts, place: int, 
 @torch.no_grad()
 def with_answers(policy: CausalModel, tokenized: TokenizedPrompts, prompts: Tensor, number: Tensor,
                  completions: SampledCompletions, decoding: Decoding) -> SampledCompletions:
-    """Return completions of the prompts [B], with rows replaced by their prompts' answers.
-
+    """Completions of the prompts [B], with rows replaced by their prompts' answers.
     number: int64 [B], the place of the row's answer among its prompt's; below 0: none. An answer has an end token and
-    the policy's log-probabilities. A prompt with fewer answers, or with too long an answer, keeps its sample.
-    """
+    the policy's log-probabilities. A prompt with fewer answers, or with too long an answer, keeps its sample."""
     known = {row: tokenized.answers[int(prompts[row])] for row in (number >= 0).nonzero()[:, 0].tolist()}
     answers = {row: texts[int(number[row])] for row, texts in known.items() if number[row] < len(texts)}
     tokens = {row: torch.tensor([*policy.tokenizer(text, add_special_tokens=False)["input_ids"], policy.ends[0]])
@@ -165,6 +164,7 @@ def with_answers(policy: CausalModel, tokenized: TokenizedPrompts, prompts: Tens
     for row in rows:
         count = len(tokens[row])
         ids[row, :count], mask[row], cut[row] = tokens[row], torch.arange(ids.shape[1]) < count, False
-        texts[row] = Completion(answers[row], count)
+        [tag] = policy.opened([tokenized.prompts[int(prompts[row])]])
+        texts[row] = Completion(answers[row], count, opened=tag)
     logp[rows] = policy.log_probs(tokenized, prompts[rows], ids[rows], mask[rows], decoding).logp.cpu().to(logp)
     return replace(completions, ids=ids, logp=logp, mask=mask, cut=cut, texts=texts, expert=expert)

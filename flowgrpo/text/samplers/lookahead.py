@@ -45,17 +45,23 @@ class BranchingLookahead:
             return [policy.sample(tokenized.rows(at), decoding, [generators[i] for i in at], greedy[at])
                     for at in rows.split(micro_batch)]
 
+        # The first completion of each group is sampled as it comes; its uncertain tokens are where others can branch.
         rows, most = list(range(0, len(generators), group)), max(round(self.share * group), 1)
         completions = concatenate(sample_rows(torch.tensor(rows)))
         new = self.branches(policy, tokenized.rows(torch.tensor(rows)), completions, decoding, [0] * len(rows), 0)
         waiting, grown = dict(zip(rows, map(deque, new))), dict.fromkeys(rows, 1)
+        # Try waiting branches of all groups together, until a group has its share of them.
         while asking := [row for row in grown if waiting[row] and grown[row] < most][:micro_batch]:
             tries = [waiting[row].popleft() for row in asking]
             numbers = torch.tensor([row + grown[row] for row in asking])
             tried = complete_branches(policy, tokenized.rows(numbers), completions, decoding,
                                       [generators[i] for i in numbers], tries)
             for number, (row, branch) in enumerate(zip(asking, tries)):
-                if not self.apart_from(completions, tried, branch, number):
+                # A branch whose next tokens are nearly its parent's would only repeat it.
+                window = slice(branch.place, branch.place + self.ahead)
+                one, other = (samples.ids[at, window][samples.mask[at, window]].tolist()
+                              for samples, at in ((completions, branch.parent), (tried, number)))
+                if edit_distance(one, other) < self.apart * max(len(one), len(other)):
                     continue
                 at = torch.tensor([number])
                 [more] = self.branches(policy, tokenized.rows(numbers[at]), reorder(tried, at), decoding,
@@ -63,14 +69,14 @@ class BranchingLookahead:
                 completions, rows = concatenate([completions, reorder(tried, at)]), [*rows, int(numbers[number])]
                 grown[row] += 1
                 waiting[row] += more
+        # Groups with too few branches are filled with samples of their own.
         missing = [row + number for row in grown for number in range(grown[row], group)]
         completions = concatenate([completions, *sample_rows(torch.tensor(missing))]) if missing else completions
         return [reorder(completions, torch.tensor(rows + missing).argsort())]
 
     def branches(self, policy: CausalModel, tokenized: TokenizedPrompts, completions: SampledCompletions,
                  decoding: Decoding, after: Sequence[int], first: int) -> list[list[Branch]]:
-        """Return the possible branches of each of the completions [b] from the place `after` on, numbered from
-        `first`."""
+        """The possible branches of each of the completions [b] from the place `after` on, numbered from `first`."""
         from flowgrpo.text.samplers.groups import alternatives
 
         tokens, logp, likeliest = alternatives(policy, tokenized, completions.ids, completions.mask, decoding)
@@ -79,14 +85,6 @@ class BranchingLookahead:
         fits[:, -1] = False  # a branch needs room behind it
         return [[Branch(first + row, at, int(tokens[row, at]), logp[row, at].item())
                  for at in fits[row].nonzero().flatten().tolist() if at >= after[row]] for row in range(len(tokens))]
-
-    def apart_from(self, completions: SampledCompletions, tried: SampledCompletions, branch: Branch, number: int
-                   ) -> bool:
-        """Return True if the tried completion differs enough from the one it left."""
-        window = slice(branch.place, branch.place + self.ahead)
-        one, other = (samples.ids[at, window][samples.mask[at, window]].tolist()
-                      for samples, at in ((completions, branch.parent), (tried, number)))
-        return edit_distance(one, other) >= self.apart * max(len(one), len(other))
 
 
 @dataclass(frozen=True)
@@ -108,7 +106,7 @@ class Branch:
 def complete_branches(policy: CausalModel, tokenized: TokenizedPrompts, completions: SampledCompletions,
                       decoding: Decoding, generators: Sequence[torch.Generator], branches: Sequence[Branch]
                       ) -> SampledCompletions:
-    """Return the completions of these branches, drawn to their end."""
+    """The completions of these branches, drawn to their end."""
     from flowgrpo.text.samplers.groups import continue_prefixes
 
     prefixes = [torch.cat([completions.ids[branch.parent, :branch.place], torch.tensor([branch.token])])
@@ -122,8 +120,7 @@ def complete_branches(policy: CausalModel, tokenized: TokenizedPrompts, completi
 
 
 def edit_distance(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return the Levenshtein distance: the fewest insertions, deletions and substitutions that turn one into the
-    other."""
+    """The Levenshtein distance: the fewest insertions, deletions and substitutions that turn one into the other."""
     before = list(range(len(other) + 1))
     for number, token in enumerate(one, 1):
         now = [number]

@@ -22,26 +22,26 @@ from pathlib import Path
 from tqdm import tqdm
 
 from flowgrpo.config.schema import Config
+from flowgrpo.cores import affinity
 from flowgrpo.errors import UserError
 from flowgrpo.nouns import quantity
 from flowgrpo.storage import atomic, places
 from flowgrpo.storage.json_files import read_lines
 from flowgrpo.tools.bench import collect, page, table
-from flowgrpo.tools.bench.plan import FACTORS, SWEEP, Plan, Request, Run, begin
+from flowgrpo.tools.bench.plan import FACTORS, SWEEP, Plan, Request, Run, TooFew, begin
 
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 LOOK, FEW = 1.0, 3  # seconds between looks at the progress; failures that end the bench if nothing has succeeded
+FILES = "results.md", "results.csv", "results.tex", "results.json", "index.html", "curves.pdf"
 Say = Callable[[str], None]
 
 
 def cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(affinity() or range(os.cpu_count() or 1))
 
 
 def threads_each(jobs: int) -> int:
-    """Return the threads of each of so many jobs: their share of the cores, and at most OMP_NUM_THREADS if it is set.
-    """
+    """Threads of each of so many jobs: their share of the cores, and at most OMP_NUM_THREADS if it is set."""
     asked = os.environ.get("OMP_NUM_THREADS", "")
     return max(min(cores() // jobs, int(asked) if asked.isdecimal() else cores()), 1)
 
@@ -121,15 +121,13 @@ class Workers:
 
 
 def log_of(config: Config) -> Path:
-    """Return the file of what a run printed."""
+    """File of what a run printed."""
     return Path(config.output).parent / "logs" / f"{config.name}.log"
 
 
 def trials(workers: Workers, configs: Sequence[Config]) -> list[dict[str, float]]:
-    """Return the measured cost of an epoch of each configuration; a known one is not measured again.
-
-    Raises UserError with the first error.
-    """
+    """Measured cost of an epoch of each configuration; a known one is not measured again. Raises UserError with the
+    first error."""
     files = [config.folder.with_suffix(".json") for config in configs]
     waiting = {workers.submit("trial", config, file): config for config, file in zip(configs, files)
                if not file.is_file()}
@@ -140,15 +138,13 @@ def trials(workers: Workers, configs: Sequence[Config]) -> list[dict[str, float]
 
 
 def remaining(runs: Sequence[Run]) -> list[Run]:
-    """Return the runs without a result, each once."""
+    """Runs without a result, each once."""
     return [run for run in {run.folder: run for run in runs}.values() if not run.result.is_file()]
 
 
 def perform(workers: Workers, runs: Sequence[Run], log: Say) -> dict[str, str]:
-    """Train the runs that have no result; return the errors of failed ones, by their label.
-
-    Ends early if the first FEW runs fail.
-    """
+    """Train the runs that have no result; return the errors of failed ones, by their label. Ends early if the first FEW
+    runs fail."""
     left = remaining(runs)
     waiting = {workers.submit("sweep" if run.column == SWEEP else "run", run.config, run.result): run for run in left}
     errors: dict[str, str] = {}
@@ -176,20 +172,14 @@ def _progress(runs: Sequence[Run]) -> Iterator[Callable[[], None]]:
               disable=None, dynamic_ncols=True) as bar:
         def update_bar() -> None:
             if not bar.disable:
-                bar.update(sum(map(_epochs, runs)) - bar.n)
+                bar.update(sum(len(read_lines(run.folder / "metrics.jsonl")) for run in runs) - bar.n)
 
         yield update_bar
 
 
-def _epochs(run: Run) -> int:
-    return len(read_lines(run.folder / "metrics.jsonl"))
-
-
 def seconds(runs: Sequence[Run], trial: dict[str, float], evaluations: int, probed: int, jobs: int) -> float:
-    """Return the expected seconds of all remaining runs, from the cost of a measured epoch.
-
-    probed: samples of the diversity of a run.
-    """
+    """Expected seconds of all remaining runs, from the cost of a measured epoch. probed: samples of the diversity of a
+    run."""
     total = 0.0
     for run in remaining(runs):
         every, epochs = run.config.eval.every, run.config.train.epochs
@@ -200,7 +190,7 @@ def seconds(runs: Sequence[Run], trial: dict[str, float], evaluations: int, prob
 
 
 def duration(seconds: float) -> str:
-    """Return seconds in words: "about 40 s", "about 12 min", "about 3.5 h"."""
+    """Seconds in words: "about 40 s", "about 12 min", "about 3.5 h"."""
     if seconds < 100:
         return f"about {seconds:.0f} s"
     return f"about {seconds / 60:.0f} min" if seconds < 6000 else f"about {seconds / 3600:.1f} h"
@@ -216,7 +206,7 @@ class Bench:
     errors: dict[str, str] = field(default_factory=dict)
 
     def measure(self) -> dict[str, float]:
-        """Return the cost of an epoch of the reference; learn that of the methods where it is not known."""
+        """Cost of an epoch of the reference; learn that of the methods where it is not known."""
         plan = self.plan
         entries = plan.unforeseen + [plan.reference] * (plan.reference not in plan.unforeseen)
         costs = trials(self.workers, [plan.trial(entry) for entry in entries])
@@ -225,7 +215,7 @@ class Bench:
         return costs[entries.index(plan.reference)]
 
     def choose_factors(self, sweep: list[Run]) -> dict[str, tuple[float, float]]:
-        """Return the factors (lr, clip) that the finished runs of a sweep choose, by label."""
+        """Factors (lr, clip) that the finished runs of a sweep choose, by label."""
         return collect.best_factors(sweep, self.plan.of.measured)
 
     def train(self, runs: list[Run]) -> None:
@@ -235,12 +225,19 @@ class Bench:
 
 
 def run(request: Request, jobs: int | None = None) -> None:
-    """Run a bench, or what is left of it, and write results.md, results.json and index.html.
+    """Run a bench, or what is left of it, and write FILES. jobs: runs at the same time; None: half of the cores. Raises
+    UserError before anything is written for a request that cannot be run, and at the end if runs failed."""
+    plan, jobs, fresh = Plan(request), jobs or max(cores() // 2, 1), not request.output.exists()
+    try:
+        _run(plan, jobs)
+    except TooFew:  # by what was measured
+        if fresh:
+            atomic.remove(request.output)
+        raise
 
-    jobs: runs at the same time; None: half of the cores.
-    Raises UserError before anything is written for a request that cannot be run, and at the end if runs failed.
-    """
-    plan, jobs = Plan(request), jobs or max(cores() // 2, 1)
+
+def _run(plan: Plan, jobs: int) -> None:
+    request = plan.request
     with places.lock_run(request.output):
         begin(request)
         with Workers(jobs, request.output) as workers:
@@ -248,19 +245,16 @@ def run(request: Request, jobs: int | None = None) -> None:
             print(f"measuring an epoch of {plan.reference.label} ...", flush=True)
             cost = bench.measure()
             published, sweep = plan.published_runs(), plan.sweep()
-            _announce(plan, [*published, *sweep, *_likely(bench, sweep)], cost, jobs, workers.threads)
+            # What follows a sweep, as far as it is known; of methods without one yet, runs unlike the published.
+            unknown = {run.entry.label: (max(FACTORS), 1.0) for run in sweep}
+            likely = plan.confirming(unknown | bench.choose_factors(sweep))
+            likely += plan.tuned_runs(unknown | bench.choose_factors([*sweep, *likely]))
+            _announce(plan, [*published, *sweep, *likely], cost, jobs, workers.threads)
             bench.train(sweep)
             bench.train(published)
             bench.train(confirming := plan.confirming(bench.choose_factors(sweep)))
             bench.train(plan.tuned_runs(bench.choose_factors([*sweep, *confirming])))
         _finish(bench)
-
-
-def _likely(bench: Bench, sweep: list[Run]) -> list[Run]:
-    """Return what follows a sweep, as far as it is known; of methods without one yet, runs unlike the published."""
-    unknown = {run.entry.label: (max(FACTORS), 1.0) for run in sweep}
-    confirming = bench.plan.confirming(unknown | bench.choose_factors(sweep))
-    return [*confirming, *bench.plan.tuned_runs(unknown | bench.choose_factors([*sweep, *confirming]))]
 
 
 def _announce(plan: Plan, runs: list[Run], cost: dict[str, float], jobs: int, threads: int) -> None:
@@ -270,22 +264,21 @@ def _announce(plan: Plan, runs: list[Run], cost: dict[str, float], jobs: int, th
     expected = duration(seconds(runs, cost, request.evaluations, (2 * request.points + 1) * PROMPTS * SAMPLES, jobs))
     kept = len(runs) - len(left)
     print(f"{request.model}: {quantity(len(plan.entries), 'method')}, {quantity(len(left), 'run')} of "
-          f"{request.evaluations:,} evaluations"
-          f"{f' ({kept} more finished)' if kept else ''}, {jobs} at a time with {quantity(threads, 'thread')} each: "
-          f"{expected}",
-          flush=True)
+          f"{request.evaluations:,} evaluations{f' ({kept} more finished)' if kept else ''}, {jobs} at a time with "
+          f"{quantity(threads, 'thread')} each: {expected}", flush=True)
 
 
 def _finish(bench: Bench) -> None:
     """Write and print the results. Raises UserError if a run failed."""
     results, output = collect.write(bench.plan, bench.runs, bench.errors), bench.plan.request.output
     if results["methods"]:
-        atomic.write_text(output / "results.md", table.markdown(results))
-        atomic.write_text(output / "index.html", page.page(results))
+        for name, text in (("results.md", table.markdown), ("results.csv", table.as_csv), ("results.tex", table.latex),
+                           ("index.html", page.page)):
+            atomic.write_text(output / name, text(results))
+        page.draw(results, output / "curves.pdf")
         table.print_tables(results)
-        print(f"{output / 'results.md'}, {output / 'results.json'}, {output / 'index.html'}", flush=True)
+        print(", ".join(str(output / name) for name in FILES), flush=True)
     if bench.errors:
         label, error = next(iter(bench.errors.items()))
         raise UserError(f"{quantity(len(bench.errors), 'run')} failed, the first one {label}: {error}: mend it, and "
-                        "the same "
-                        "command goes on with what is left")
+                        "the same command goes on with what is left")

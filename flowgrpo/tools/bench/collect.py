@@ -1,5 +1,5 @@
-"""Results of a bench, as results.json has them: every finished run, its method's means, and the tests between methods:
-intervals over prompts and seeds, and where a curve reaches an accuracy.
+"""Results of a bench, as results.json has them: every finished run, its method's mean and difference to the reference
+with intervals over seeds and prompts, and where a curve reaches an accuracy.
 """
 
 from __future__ import annotations
@@ -8,132 +8,79 @@ import itertools
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import mean
 from typing import Any
 
 import numpy as np
+from scipy import stats
 
+from flowgrpo.evaluation.report.snapshots import FOLDER, PACKAGES
+from flowgrpo.evaluation.statistics import holm
 from flowgrpo.storage import atomic
 from flowgrpo.storage.json_files import finite, read_lines, read_object
 from flowgrpo.tools.bench import models
 from flowgrpo.tools.bench.models import Entry
 from flowgrpo.tools.bench.plan import AS_PUBLISHED, PUBLISHED, TUNED, Plan, Run
 
-RESAMPLES, AT_ONCE = 10_000, 1000
-FINENESS = 400  # resamples for each pair, so that the smallest p-value stays below 0.005 after Holm's correction
 CONFIDENCE = 0.95
-TEST = ("bootstrap over prompts and seeds, paired by prompt: prompts are drawn with replacement, the same for all "
-        "methods, and seeds for each method apart; two-sided, with Holm's correction over all pairs of methods")
+TEST = ("95 %, seeds and prompts as crossed random factors, t with Satterthwaite's degrees of freedom, two-sided, with "
+        "Holm's correction over the comparisons with the reference")
 SHARES = (0.5, 0.75, 0.9)  # of the reference's gain
 FEWEST = 1e-9  # a gain, or a base's diversity, that is none
 MEND = "remove the run's folder, and the same command trains it again"
 
 
 @dataclass(frozen=True)
-class Difference:
-    """Mean of one method less that of another, its 95 % interval, and the p-value before and after Holm's correction.
+class Estimate:
+    """Mean, or difference of two, its 95 % interval and the p value against 0; NaN where a single seed says nothing of
+    others."""
 
-    order: 1 if the one is significantly above the other, -1 below, 0 neither.
-    """
-
-    one: str
-    other: str
     mean: float
     low: float
     high: float
     p: float
-    holm: float
-
-    @property
-    def order(self) -> int:
-        return 0 if self.holm > 1 - CONFIDENCE else 1 if self.mean > 0 else -1
 
 
-def spread_out(scores: np.ndarray) -> np.ndarray:
-    """Return scores [S, P] with their seeds' distances from the mean seed times sqrt(S / (S - 1)).
+def estimate(one: np.ndarray, other: np.ndarray | None = None) -> Estimate:
+    """Mean of scores [S, P], or its difference to that of other ones [T, P], with an interval.
 
-    A bootstrap of few seeds is too narrow by that factor (rescaled bootstrap; Rao and Wu 1988). One seed stays.
+    A trained model, so a seed, is the unit of replication; all of them answer the same prompts. So seeds and prompts
+    are crossed random factors, and the variance of the mean is (MS_seeds + MS_prompts - MS_rest) / (S P) (Cornfield and
+    Tukey 1956), at least that of either factor alone. Two methods share the prompts, whose differences count, and no
+    seed. The quantile is Student's, with the degrees of freedom of Satterthwaite (1946): two seeds have wide intervals,
+    as a bootstrap of two has not.
     """
-    seeds, mean = len(scores), scores.mean(0)
-    return scores if seeds == 1 else mean + (scores - mean) * math.sqrt(seeds / (seeds - 1))
+    sides, shown = [one] if other is None else [one, other], one.mean(0) - (0.0 if other is None else other.mean(0))
+    mean = float(shown.mean())
+    if min(map(len, sides)) < 2 or len(shown) < 2:
+        return Estimate(mean, math.nan, math.nan, math.nan)
+    parts = [(float(side.mean(1).var(ddof=1)) / len(side), len(side) - 1) for side in sides]
+    of_seeds, of_prompts = sum(variance for variance, _ in parts), float(shown.var(ddof=1)) / len(shown)
+    unexplained = 0.0  # MS_rest / (S P) of each side: what neither seed nor prompt explains
+    for side in sides:
+        rest = side - side.mean(0) - side.mean(1, keepdims=True) + side.mean()
+        unexplained += float((rest**2).sum()) / math.prod(count - 1 for count in side.shape) / side.size
+    variance = max(of_seeds + of_prompts - unexplained, of_seeds, of_prompts)
+    if not variance:
+        return Estimate(mean, mean, mean, float(not mean))
+    freedom = variance**2 / sum(part**2 / count for part, count in (*parts, (of_prompts, len(shown) - 1)))
+    t, error = stats.t(max(freedom, 1.0)), math.sqrt(variance)
+    half = float(t.ppf((1 + CONFIDENCE) / 2)) * error
+    return Estimate(mean, mean - half, mean + half, float(2 * t.sf(abs(mean) / error)))
 
 
-def bootstrap_means(scores: Mapping[str, np.ndarray], resamples: int = RESAMPLES, seed: int = 0
-                    ) -> dict[str, np.ndarray]:
-    """Return resampled means [resamples] of every method: prompts are drawn for all together, seeds for each."""
-    prompts = {array.shape[1] for array in scores.values()}
-    assert len(prompts) == 1, f"methods have scores on {prompts} prompts"
-    [count], rng = prompts, np.random.default_rng(seed)
-    spread = {name: spread_out(array) for name, array in scores.items()}
-    means: dict[str, list[np.ndarray]] = {name: [] for name in scores}
-    for size in _sizes(resamples):
-        weights = _weights(rng, count, size)
-        for name, array in spread.items():
-            means[name].append((weights @ array.T * _weights(rng, len(array), size)).sum(1))
-    return {name: np.concatenate(values) for name, values in means.items()}
-
-
-def _weights(rng: np.random.Generator, count: int, size: int) -> np.ndarray:
-    """Return how often each of `count` things is drawn in `count` draws, as a share, [size, count]."""
-    drawn = rng.integers(0, count, (size, count)) + count * np.arange(size)[:, None]
-    return np.bincount(drawn.ravel(), minlength=size * count).reshape(size, count) / count
-
-
-def _sizes(total: int) -> Iterator[int]:
-    for start in range(0, total, AT_ONCE):
-        yield min(AT_ONCE, total - start)
-
-
-def enumerate_differences(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Return the difference of means for every draw of prompts and seeds, which are equally likely. For tiny tables."""
-    prompts, (one, other) = one.shape[1], map(spread_out, (one, other))
-    draws = [[*itertools.product(range(size), repeat=size)] for size in (prompts, len(one), len(other))]
-    return np.array([one[np.ix_(first, chosen)].mean() - other[np.ix_(second, chosen)].mean()
-                     for chosen, first, second in itertools.product(*draws)])
-
-
-def p_value(differences: np.ndarray) -> float:
-    """Return the two-sided p-value of resampled differences: twice the smaller share beyond 0, at most 1.
-
-    One more resample counts on either side, so that no p-value is 0.
-    """
-    beyond = min((differences <= 0).sum(), (differences >= 0).sum())
-    return min(2 * (int(beyond) + 1) / (len(differences) + 1), 1.0)
-
-
-def holm(values: Sequence[float]) -> list[float]:
-    """Return p-values corrected for their number (Holm 1979): the k-th smallest of m times m - k + 1, never below a
-    smaller one's, at most 1."""
-    corrected, highest = [0.0] * len(values), 0.0
-    for rank, place in enumerate(sorted(range(len(values)), key=values.__getitem__)):
-        highest = max(highest, min(values[place] * (len(values) - rank), 1.0))
-        corrected[place] = highest
-    return corrected
-
-
-def compare(scores: Mapping[str, np.ndarray]) -> list[Difference]:
-    """Return the differences of all pairs of methods."""
-    pairs, tail = [*itertools.combinations(scores, 2)], 50 * (1 - CONFIDENCE)
-    means, values = bootstrap_means(scores, max(RESAMPLES, FINENESS * len(pairs))), []
-    for one, other in pairs:
-        moved = means[one] - means[other]
-        low, high = np.percentile(moved, (tail, 100 - tail))
-        values.append((float(scores[one].mean() - scores[other].mean()), float(low), float(high), p_value(moved)))
-    corrected = holm([value[3] for value in values])
-    return [Difference(*pair, *value, adjusted) for pair, value, adjusted in zip(pairs, values, corrected)]
-
-
-def interval(scores: np.ndarray) -> tuple[float, float]:
-    """Return the 95 % interval of a method's mean, over prompts and seeds, within the range of its scores."""
-    tail = 50 * (1 - CONFIDENCE)
-    low, high = np.percentile(bootstrap_means({"": scores})[""], (tail, 100 - tail)).clip(scores.min(), scores.max())
-    return float(low), float(high)
+def compare(scores: Mapping[str, np.ndarray], reference: str) -> dict[str, dict[str, float]]:
+    """Difference of each other method to the reference: an `Estimate` and `holm`, its p after Holm's correction."""
+    found = {name: estimate(values, scores[reference]) for name, values in scores.items() if name != reference}
+    known = [name for name, each in found.items() if not math.isnan(each.p)]
+    adjusted = dict(zip(known, holm([found[name].p for name in known])))
+    return {name: asdict(each) | {"holm": adjusted.get(name, math.nan)} for name, each in found.items()}
 
 
 def first_crossing(points: Sequence[tuple[float, float]], goal: float) -> float | None:
-    """Return where a curve of (x, y) first reaches a goal, on straight lines between its points; None: nowhere."""
+    """Where a curve of (x, y) first reaches a goal, on straight lines between its points; None: nowhere."""
     if points and points[0][1] >= goal:
         return points[0][0]
     for (before, low), (after, high) in itertools.pairwise(points):
@@ -143,15 +90,13 @@ def first_crossing(points: Sequence[tuple[float, float]], goal: float) -> float 
 
 
 def value_at(points: Sequence[Sequence[float]], place: float) -> float:
-    """Return the y of a curve of (x, y, ...) at an x within it, on straight lines between its points."""
+    """Y of a curve of (x, y, ...) at an x within it, on straight lines between its points."""
     return float(np.interp(place, [x for x, *_ in points], [y for _, y, *_ in points]))
 
 
 def mean_curve(curves: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float, float, float, float]]:
-    """Return (x, mean, lowest, highest) of several curves, at the x of all of their points where each has a value.
-
-    Curves are straight between points.
-    """
+    """(x, mean, lowest, highest) of several curves, at the x of all of their points where each has a value. Curves are
+    straight between points."""
     end = min(curve[-1][0] for curve in curves)
     places = sorted({x for curve in curves for x, _ in curve if x <= end})
     values = np.array([np.interp(places, [x for x, _ in curve], [y for _, y in curve]) for curve in curves])
@@ -161,10 +106,8 @@ def mean_curve(curves: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[fl
 
 def mean_path(paths: Sequence[Sequence[tuple[int, float, float, float]]], of: int
               ) -> list[tuple[float, float, float, float]]:
-    """Return (mean x, mean, lowest, highest) of several paths at the numbers that all have, in their order.
-
-    A path has the columns number, x and further ones, of which `of` is shown. x may fall from one point to the next.
-    """
+    """(mean x, mean, lowest, highest) of several paths at the numbers that all have, in their order. A path has the
+    columns number, x and further ones, of which `of` is shown. x may fall from one point to the next."""
     rows = [{point[0]: point for point in path} for path in paths]
     shared = sorted(set.intersection(*(set(row) for row in rows)))
     columns = [([row[number][1] for row in rows], [row[number][of] for row in rows]) for number in shared]
@@ -172,7 +115,7 @@ def mean_path(paths: Sequence[Sequence[tuple[int, float, float, float]]], of: in
 
 
 def outcome(run: Run, measured: str, watched: Sequence[str]) -> dict[str, Any]:
-    """Return what a finished run says of itself.
+    """What a finished run says of itself.
 
     curve: (evaluations, accuracy) from the base on; frontier: see `frontier`; scores: accuracy of every held-out
     prompt; seconds: of training; zero_variance: mean share of groups whose samples had the same accuracy, None if it
@@ -197,12 +140,13 @@ def outcome(run: Run, measured: str, watched: Sequence[str]) -> dict[str, Any]:
                         for name in watched},
             "zero_variance": mean(shares) if shares else None,
             "base_scores": before, "scores": after, "unit": summary["unit"],
+            "machine": read_object(run.folder / FOLDER / "machine.json", MEND),
             "frontier": frontier(summary["before"][measured], accuracies, probed), **probed}
 
 
 def frontier(base: float, accuracies: dict[int, float], probed: dict[str, Any]
              ) -> list[tuple[int, float, float, float]]:
-    """Return (number, distance, accuracy, diversity) of the base and of every measurement that was probed.
+    """(number, distance, accuracy, diversity) of the base and of every measurement that was probed.
 
     number: of the measurement, 0 of the base; seeds of a method may have measured at different epochs. distance: the
     square root of the KL to the base (Gao et al. 2022, 2210.10760), 0 where the estimate of a small KL is below 0.
@@ -217,7 +161,7 @@ def frontier(base: float, accuracies: dict[int, float], probed: dict[str, Any]
 
 
 def best_factors(runs: Sequence[Run], measured: str) -> dict[str, tuple[float, float]]:
-    """Return the factors (lr, clip) that the finished runs of a sweep choose, by label.
+    """Factors (lr, clip) that the finished runs of a sweep choose, by label.
 
     The winner has the highest validation accuracy of the sweep's first seed; among equals the first of the sweep's
     order, which begins with 1. The published setting (1, 1) stays if the winner's mean over all its seeds is not above
@@ -227,16 +171,16 @@ def best_factors(runs: Sequence[Run], measured: str) -> dict[str, tuple[float, f
     for run in sorted((run for run in runs if run.result.is_file()), key=lambda run: run.seed):
         accuracy = read_object(run.folder / "summary.json", MEND)["after"][measured]
         accuracies[run.entry.label][run.lr, run.clip].append(accuracy)
-    return {label: _best_factors(settings) for label, settings in accuracies.items()}
-
-
-def _best_factors(accuracies: dict[tuple[float, float], list[float]]) -> tuple[float, float]:
-    winner, published = max(accuracies, key=lambda factors: accuracies[factors][0]), accuracies.get(AS_PUBLISHED)
-    return winner if published is None or mean(accuracies[winner]) > published[0] else AS_PUBLISHED
+    best = {}
+    for label, settings in accuracies.items():
+        winner, published = max(settings, key=lambda factors: settings[factors][0]), settings.get(AS_PUBLISHED)
+        moved = published is None or mean(settings[winner]) > published[0]
+        best[label] = winner if moved else AS_PUBLISHED
+    return best
 
 
 def results(plan: Plan, runs: Sequence[Run], errors: dict[str, str]) -> dict[str, Any]:
-    """Return the results of all finished runs; errors: of failed ones, by label."""
+    """Results of all finished runs; errors: of failed ones, by label."""
     request, of = plan.request, plan.of
     finished: dict[str, dict[str, list[dict[str, Any]]]] = {PUBLISHED: defaultdict(list), TUNED: defaultdict(list)}
     factors: dict[str, tuple[float, float]] = {}
@@ -245,6 +189,7 @@ def results(plan: Plan, runs: Sequence[Run], errors: dict[str, str]) -> dict[str
             finished[run.column][run.entry.label].append(outcome(run, of.measured, list(of.watched)))
             if run.column == TUNED:
                 factors[run.entry.label] = run.lr, run.clip
+    # Accuracies that are shares of the reference's gain over the base: a curve's cost is where it reaches them.
     present = [entry for entry in plan.entries if entry.label in finished[PUBLISHED]]
     reference = next((entry.label for entry in present if entry is plan.reference), None)
     some = [run for made in finished[PUBLISHED].values() for run in made]
@@ -253,16 +198,21 @@ def results(plan: Plan, runs: Sequence[Run], errors: dict[str, str]) -> dict[str
     goals = {share: base + share * (final - base) for share in SHARES} \
         if base is not None and final is not None and final - base > FEWEST else {}
     methods = [_method(entry, finished[PUBLISHED][entry.label], goals) for entry in present]
+    moved, best = (compare({label: _scores(each) for label, each in made.items()}, reference)
+                   if reference in made else {} for made in finished.values())
+    # Where methods spent differently, they are compared at the cost that all reached.
     cost = min((float(method["curve"][-1][0]) for method in methods), default=0.0)
     for method in methods:
-        method["at_cost"] = value_at(method["curve"], cost)
+        method["at_cost"], method["difference"] = value_at(method["curve"], cost), moved.get(method["label"])
         if tuned := finished[TUNED].get(method["label"]):
             lr, clip = factors[method["label"]]
-            method["tuned"] = _accuracy(tuned) | {"lr": lr, "clip": clip, "runs": tuned}
+            method["tuned"] = _accuracy(tuned) | {"lr": lr, "clip": clip, "runs": tuned,
+                                                  "difference": best.get(method["label"])}
         method["seconds_ratio"] = _ratio(method["seconds"], [other["seconds"] for other in methods
                                                              if other["label"] == reference])
     return finite({
         "model": request.model, "unit": some[0]["unit"] if some else None, "evaluations": request.evaluations,
+        "budget": "at most" + ", as two measured epochs predict" * bool(plan.unforeseen),
         "cost": cost, "apart": [list(row) for row in models.differences(request.model)],
         "seeds": request.seeds, "points": request.points, "prompts": {side: len(prompts) for side, prompts in
                                                                       plan.sides.items()},
@@ -270,18 +220,18 @@ def results(plan: Plan, runs: Sequence[Run], errors: dict[str, str]) -> dict[str
         "trained": models.common_settings(request.model)["reward"], "watched": list(of.watched), "reference": reference,
         "base": base,
         "base_tasks": some[0]["base_tasks"] if some else {}, "goals": [[share, goal] for share, goal in goals.items()],
-        "methods": methods, "test": TEST, "differences": _differences(finished[PUBLISHED], present),
-        "tuned_differences": _differences(finished[TUNED], present), "errors": errors})
+        "methods": methods, "test": TEST, "errors": errors})
 
 
 def _accuracy(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    values = [run["accuracy"] for run in runs]
-    low, high = interval(_scores(runs))
+    values, scores = [run["accuracy"] for run in runs], _scores(runs)
+    found = estimate(scores)
+    low, high = np.clip((found.low, found.high), scores.min(), scores.max()).tolist()  # NaN stays
     return {"accuracy": mean(values), "lowest": min(values), "highest": max(values), "low": low, "high": high}
 
 
 def _scores(runs: list[dict[str, Any]]) -> np.ndarray:
-    """Return the accuracy of every seed and prompt, [S, P]; 0 where the reward does not apply."""
+    """Accuracy of every seed and prompt, [S, P]; 0 where the reward does not apply."""
     return np.nan_to_num(np.array([run["scores"] for run in runs], dtype=np.float64))
 
 
@@ -290,6 +240,7 @@ def _method(entry: Entry, runs: list[dict[str, Any]], goals: dict[float, float])
     kls, same = ([run[key] for run in runs if run.get(key) is not None] for key in ("kl", "zero_variance"))
     frontiers = [run["frontier"] for run in runs]
     return {"label": entry.label, "given": entry.given, "adjusted": entry.adjusted, "runs": runs, **_accuracy(runs),
+            "seeds": len(runs), "software": software([run["machine"] for run in runs]),
             "frontier": mean_path(frontiers, 2), "diversities": mean_path(frontiers, 3),
             "gain": mean(run["accuracy"] - run["base"] for run in runs), "curve": curve,
             "reached": [first_crossing([(x, value) for x, value, *_ in curve], goal) for goal in goals.values()],
@@ -302,15 +253,14 @@ def _method(entry: Entry, runs: list[dict[str, Any]], goals: dict[float, float])
             **{key: mean(run[key] for run in runs) for key in ("epochs", "evaluations", "seconds")}}
 
 
+def software(machines: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """Versions of packages, and the commit where runs were of a clone; those of different runs one after the other."""
+    return {key: " and ".join(dict.fromkeys(machine.get(key, "no clone") for machine in machines))
+            for key in (*PACKAGES, "commit") if any(key in machine for machine in machines)}
+
+
 def _ratio(value: float, of: list[float]) -> float | None:
     return value / of[0] if of and of[0] > FEWEST else None
-
-
-def _differences(runs: dict[str, list[dict[str, Any]]], present: list[Entry]) -> list[dict[str, Any]]:
-    """Return the tests of all pairs of methods."""
-    scores = {entry.label: _scores(runs[entry.label]) for entry in present if runs.get(entry.label)}
-    pairs = compare(scores) if len(scores) > 1 else []
-    return [asdict(pair) | {"order": pair.order} for pair in pairs]
 
 
 def write(plan: Plan, runs: Sequence[Run], errors: dict[str, str]) -> dict[str, Any]:

@@ -27,8 +27,6 @@ from flowgrpo.storage import atomic
 
 VALIDATION = 5  # one of so many training texts of a task is for validation
 SIDES = ("train", "validation", "held_out")
-
-
 # Keys of the recipe that every bench sets itself, and why.
 OF_BENCH = {
     "method": "the methods are compared",
@@ -58,7 +56,8 @@ class BenchModel:
     process: as in `Method.on`. prompts: name of its set. measured: reward that is the accuracy. watched: rule of a
     reward that is not trained on, by name. differs: dotted keys whose value in the recipe is not the bench's, with the
     bench's and the reason. gradient: `reward` for methods that follow a reward's gradient; None without a
-    differentiable one. reference: default method to compare with, whose sampler also measures the KL.
+    differentiable one. reference: default method to compare with, whose sampler also measures the KL. evaluations: the
+    default budget, which holds an epoch of each method and about as many as the model's recipe has.
     """
 
     process: str
@@ -68,6 +67,7 @@ class BenchModel:
     differs: dict[str, tuple[Any, str]] = field(default_factory=dict)
     reference: str = "flow_grpo"
     gradient: dict[str, float] | None = None
+    evaluations: int = 40_000
     parts_of_kl: dict[str, Any] = field(default_factory=lambda: {"kl": {"type": "GaussianKL", "weight": 1.0}})
 
 
@@ -83,7 +83,8 @@ MODELS: dict[str, BenchModel] = {
     "starter_video": BenchModel(
         "flow", "starter_video", "motion", {"sharpness": {"use": "frames", "args": {"reward": "sharpness"}}}),
     "starter_text": BenchModel(
-        "tokens", "starter_text", "numeric_match", {"repetition": {}}, reference="grpo", parts_of_kl={})}
+        "tokens", "starter_text", "numeric_match", {"repetition": {}}, reference="grpo", evaluations=800_000,
+        parts_of_kl={})}
 SIXTEEN = {"train.prompts": 6, "train.group": 16}  # as many samples as 4 groups of 24
 # What presets need beside their published parts on few steps and small groups: splits that a short grid has, and
 # groups of the size that two, two, two and two make; fewer previews; an edit that learns within the budget.
@@ -96,8 +97,7 @@ ADJUSTED: dict[str, dict[str, Any]] = {
 
 
 def model(name: str) -> BenchModel:
-    """Return a model of a bench.
-    Raises UserError for another name."""
+    """Model of a bench. Raises UserError for another name."""
     if name not in MODELS:
         raise UserError(f"--model: got {name!r}{nearest(name, [*MODELS])}")
     return MODELS[name]
@@ -105,13 +105,12 @@ def model(name: str) -> BenchModel:
 
 @functools.cache
 def _recipe(name: str) -> dict[str, Any]:
-    """Return the dotted keys of a packaged recipe."""
     raw = parse.read_recipe(name)
     return flat(raw | {"reward": raw["reward"] if isinstance(raw["reward"], dict) else {raw["reward"]: 1.0}})
 
 
 def common_settings(name: str) -> dict[str, Any]:
-    """Return the dotted settings of all runs on a model: its recipe's, but OF_BENCH and `BenchModel.differs`."""
+    """Dotted settings of all runs on a model: its recipe's, but OF_BENCH and `BenchModel.differs`."""
     of = MODELS[name]
     kept = {key: value for key, value in _recipe(name).items() if key not in OF_BENCH}
     return kept | {key: value for key, (value, _) in of.differs.items()} | {
@@ -119,12 +118,12 @@ def common_settings(name: str) -> dict[str, Any]:
 
 
 def differences(name: str) -> list[tuple[str, Any, Any, str]]:
-    """Return the keys of `BenchModel.differs` with the recipe's value, None for its default, the bench's, and why."""
+    """Keys of `BenchModel.differs` with the recipe's value, None for its default, the bench's, and why."""
     return [(key, _recipe(name).get(key), value, why) for key, (value, why) in MODELS[name].differs.items()]
 
 
 def flat(nested: dict[str, Any], above: str = "") -> dict[str, Any]:
-    """Return the values of sections under dotted keys; parts and rewards stay whole."""
+    """Values of sections under dotted keys; parts and rewards stay whole."""
     values: dict[str, Any] = {}
     for key, value in nested.items():
         dotted = f"{above}{key}"
@@ -134,7 +133,7 @@ def flat(nested: dict[str, Any], above: str = "") -> dict[str, Any]:
 
 @functools.cache
 def split(name: str) -> dict[str, list[Prompt]]:
-    """Return the prompts of each side: no text is on two of them.
+    """Prompts of each side: no text is on two of them.
 
     The held-out side is that of the packaged set. Of every task's training texts, the fifth with the lowest CRC-32,
     rounded down and at least one, is the validation side; it leaves the training side.
@@ -146,14 +145,10 @@ def split(name: str) -> dict[str, list[Prompt]]:
     train = [prompt for prompt in sets.load(packaged.train) if prompt.key not in keys]
     for prompt in train:
         tasks[prompt.metadata.get("task")].add(prompt.key)
-    chosen = {key for texts in tasks.values()
-              for key in sorted(texts, key=_order)[:max(len(texts) // VALIDATION, 1)]}
+    chosen = {key for texts in tasks.values() for key in sorted(
+        texts, key=lambda text: (zlib.crc32(text.encode()), text))[:max(len(texts) // VALIDATION, 1)]}
     return {"train": [prompt for prompt in train if prompt.key not in chosen],
             "validation": [prompt for prompt in train if prompt.key in chosen], "held_out": held}
-
-
-def _order(text: str) -> tuple[int, str]:
-    return zlib.crc32(text.encode()), text
 
 
 def write_sides(name: str, folder: Path) -> None:
@@ -175,16 +170,16 @@ class Entry:
 
 
 def entries(given: list[str], name: str, of: BenchModel, trusted: bool = False) -> list[Entry]:
-    """Return the methods of a list.
-
-    name: of the model. trusted: as of `parse.load`.
-    Raises UserError for an unknown method, one for other models, and one that is given twice.
-    """
+    """Methods of a list. name: of the model. trusted: as of `parse.load`. Raises UserError for an unknown method, one
+    for other models, and one that is given twice."""
     if twice := [text for text, count in Counter(given).items() if count > 1]:
         raise UserError(f"--methods: {twice[0]} is given twice, expected different methods")
     made = [_of_recipe(Path(text), name, trusted) if text.endswith(RECIPES) else _of_method(text, of) for text in given]
     for entry in made:
-        _require(entry, name, of)
+        if overlay.preset(entry.settings["method"]).on(of.process).target.follows_reward:
+            given_rewards = parse.validate({"reward": entry.settings.get("reward", common_settings(name)["reward"])})
+            with rewards.lazily():
+                rewards.require_gradient(rewards.compose(given_rewards.trained, None))
     common = {label for label, count in Counter(entry.label for entry in made).items() if count > 1}
     return [replace(entry, label=entry.given) if entry.label in common else entry for entry in made]
 
@@ -208,23 +203,13 @@ def _of_recipe(path: Path, name: str, trusted: bool) -> Entry:
     if "model" in raw and config.model != name:
         raise UserError(f"{path}: its model is {config.model}, but the bench is of {name}: give --model "
                         f"{config.model}, or another recipe")
-    settings = {key: value for key, value in flat(raw).items()
-                if key not in SHARED and not key.startswith("eval.")}
+    settings = {key: value for key, value in flat(raw).items() if key not in SHARED and not key.startswith("eval.")}
     settings = {"method": config.method} | settings
     return Entry(path.stem, str(path), settings, settings)
 
 
-def _require(entry: Entry, name: str, of: BenchModel) -> None:
-    """Raise UserError for a method of another kind of model, and for rewards that it cannot follow."""
-    method = overlay.preset(entry.settings["method"]).on(of.process)
-    if method.target.follows_reward:
-        given = parse.validate({"reward": entry.settings.get("reward", common_settings(name)["reward"])})
-        with rewards.lazily():
-            rewards.require_gradient(rewards.compose(given.trained, None))
-
 
 def _merge(one: Any, other: Any) -> Any:
-    """Return nested dictionaries joined; the other's values win."""
     if not (isinstance(one, dict) and isinstance(other, dict)):
         return other
     return one | {key: _merge(one.get(key), value) for key, value in other.items()}
@@ -233,10 +218,8 @@ def _merge(one: Any, other: Any) -> Any:
 # --- sweep -----------------------------------------------------------------------------------------------------------
 
 def scale_entry(entry: Entry, rate: float, lr: float, clip: float) -> dict[str, Any]:
-    """Return an entry's settings with factors on its learning rate and on its clip.
-
-    rate: learning rate without factors. Raises UserError for a clip that the loss refuses.
-    """
+    """An entry's settings with factors on its learning rate and on its clip. rate: learning rate without factors.
+    Raises UserError for a clip that the loss refuses."""
     settings = entry.settings | ({} if lr == 1 else {"train.lr": rate * lr})
     if clip == 1:
         return settings
@@ -246,19 +229,18 @@ def scale_entry(entry: Entry, rate: float, lr: float, clip: float) -> dict[str, 
 
 
 def clip_of(entry: Entry, factor: float) -> dict[str, Any]:
-    """Return the clip's fields of a method's loss times a factor; empty for a loss without a clip."""
+    """The clip's fields of a method's loss times a factor; empty for a loss without a clip."""
     method = overlay.with_parts(overlay.preset(entry.settings["method"]), entry.settings.get("parts", {}))
     return {} if isinstance(method.target, LatentEdits) else _clip(method.loss.surrogate, factor)
 
 
 def _clip(surrogate: Any, factor: float) -> dict[str, Any]:
     values = {field.name: getattr(surrogate, field.name) for field in dataclasses.fields(surrogate)}
-    fields: dict[str, Any] = {key: _scale_bound(key, values[key], factor) for key in CLIPS
-                              if isinstance(values.get(key), float) and math.isfinite(values[key])}
+    fields: dict[str, Any] = {}
+    for key in CLIPS:
+        bound, most = values.get(key), 1.0 if key == "low" else math.inf  # a ratio is at least 0
+        if isinstance(bound, float) and math.isfinite(bound):  # a `low` of 1 bounds nothing, and stays
+            fields[key] = bound if key == "low" and bound == 1 else min(bound * factor, most)
     inner = _clip(values["surrogate"], factor) if dataclasses.is_dataclass(values.get("surrogate")) else {}
     return fields | ({"surrogate": inner} if inner else {})
 
-
-def _scale_bound(name: str, bound: float, factor: float) -> float:
-    """Return a bound times a factor. A ratio is at least 0: a `low` of 1 bounds nothing, stays, and is the largest."""
-    return bound if name == "low" and bound == 1 else min(bound * factor, 1.0 if name == "low" else math.inf)

@@ -7,23 +7,27 @@ from __future__ import annotations
 import html
 import math
 import re
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
+from flowgrpo.evaluation.pages.figures import COLOURS, FAINT, INK, figure_style, save
+from flowgrpo.evaluation.statistics import format_interval
 from flowgrpo.tools.bench import table
 
 Point = tuple[float, float, float, float]  # x, mean, lowest, highest
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 340, 210, 40, 10, 10, 26  # of a panel and its margins
+COLUMNS = 5  # panels of a figure beside each other
 LONGEST = 18  # letters of a bar's label
 SECOND = "var(--accent)"
 FIRST = "var(--faint)"
 STYLE = """:root {
-  --paper: #fcfcfb; --card: #ffffff; --ink: #1f2328; --faint: #5c636d; --line: #d9dce1; --accent: #1d5fd1;
-  --good: #15703a; --warn: #a8320f; --warn-paper: #fdf0e9; --good-paper: #ebf6ef; }
+  --paper: #fcfcfb; --card: #ffffff; --ink: #1f2328; --faint: #5c636d; --line: #d9dce1; --accent: #1d5fd1; }
 @media (prefers-color-scheme: dark) { :root {
-  --paper: #14171b; --card: #1c2026; --ink: #e6e8eb; --faint: #a0a7b1; --line: #363c45; --accent: #7fb0ff;
-  --good: #63cf8d; --warn: #ffa37a; --warn-paper: #33221b; --good-paper: #182b20; } }
+  --paper: #14171b; --card: #1c2026; --ink: #e6e8eb; --faint: #a0a7b1; --line: #363c45; --accent: #7fb0ff; } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--paper); color: var(--ink); font: 16px/1.5 system-ui, sans-serif; }
 main { max-width: 1120px; margin: 0 auto; padding: 20px 16px 64px; }
@@ -46,13 +50,12 @@ th:first-child, td:first-child { text-align: left; padding-left: 0; position: st
   background: var(--paper); white-space: normal; overflow-wrap: break-word; min-width: 12em; max-width: 17em; }
 @media (max-width: 600px) { th:first-child { min-width: 9.5em; max-width: 9.5em; } th, td { padding: 5px 8px; } }
 thead th { vertical-align: bottom; white-space: normal; min-width: 4em; color: var(--faint); font-weight: 600; }
-.above { color: var(--good); background: var(--good-paper); }
-.below { color: var(--warn); background: var(--warn-paper); }
 .key { display: inline-block; width: 18px; height: 0; border-top: 3px solid; margin-right: 6px;
   vertical-align: middle; }
 """
 HEAD = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
 <meta name="color-scheme" content="light dark"><link rel="icon" href="data:,"><title>{title}</title>
 <style>
 {style}</style></head><body><main>
@@ -85,7 +88,7 @@ class Frame:
 
 
 def frame(curves: Sequence[Sequence[Point]]) -> Frame:
-    """Return axes that hold all curves, with round bounds of y."""
+    """Axes that hold all curves, with round bounds of y."""
     low = min(point[2] for curve in curves for point in curve)
     high = max(point[3] for curve in curves for point in curve)
     step = tick(high - low)
@@ -95,7 +98,7 @@ def frame(curves: Sequence[Sequence[Point]]) -> Frame:
 
 
 def tick(span: float) -> float:
-    """Return a round distance of ticks, 1, 2 or 5 times a power of ten, about a quarter of the span; 0.1 of none."""
+    """Round distance of ticks, 1, 2 or 5 times a power of ten, about a quarter of the span; 0.1 of none."""
     if span <= 0:
         return 0.1
     power = 10.0 ** math.floor(math.log10(span / 4))
@@ -103,7 +106,7 @@ def tick(span: float) -> float:
 
 
 def panel(curves: Sequence[Curve], axes: Frame, title: str, goal: float | None = None) -> str:
-    """Return curves with their bands in axes. title: text for screen readers. goal: dashed line."""
+    """Curves with their bands in axes. title: text for screen readers. goal: dashed line."""
     parts = [*_axes(axes)]
     if goal is not None and axes.low <= goal <= axes.high:
         parts.append(f'<path class="goal" d="M{LEFT} {axes.y(goal):.1f}H{WIDTH - RIGHT}"/>')
@@ -133,23 +136,21 @@ def _axes(axes: Frame) -> list[str]:
 
 
 def count(value: float) -> str:
-    """Return a number in short: 20,000 as 20k, 0.1234 as 0.12."""
+    """Number in short: 20,000 as 20k, 0.1234 as 0.12."""
     return f"{value / 1000:g}k" if value >= 10_000 and value % 100 == 0 else \
         f"{value / 1000:.1f}k" if value >= 1000 else f"{value:.0f}" if value >= 100 else f"{value:.2g}"
 
 
 def shorten(name: str) -> str:
-    """Return a label of at most LONGEST letters: the beginning and the end, where presets joined by + differ."""
+    """Label of at most LONGEST letters: the beginning and the end, where presets joined by + differ."""
     end = (LONGEST - 1) // 2
     return name if len(name) <= LONGEST else f"{name[:LONGEST - 1 - end]}…{name[-end:]}"
 
 
 def bars(values: Sequence[tuple[str, float | None, str]], title: str, mark: float | None = None,
          whiskers: Sequence[tuple[float, float]] = (), end: float = 0.0, dots: Sequence[float | None] = ()) -> str:
-    """Return horizontal bars from 0: (label, value, its text). mark: value of a dashed line, such as the base's.
-
-    whiskers: an interval of each bar. end: value that the axis holds at least. dots: a second value of each bar.
-    """
+    """Horizontal bars from 0: (label, value, its text). mark: value of a dashed line, such as the base's. whiskers: an
+    interval of each bar. end: value that the axis holds at least. dots: a second value of each bar."""
     known = [value for value in (*(value for _, value, _ in values), *dots) if value is not None]
     known += [high for _, high in whiskers]
     end = max([*known, end, 0 if mark is None else mark, 1e-12]) * 1.02
@@ -180,18 +181,16 @@ def _svg(width: int, height: int, title: str, parts: Sequence[str]) -> str:
 
 
 def page(results: dict[str, Any]) -> str:
-    """Return the HTML of a bench's results."""
     title = html.escape(f"Methods on {results['model']}")
     first, *rest = (f"<p>{_code(line)}</p>\n" for line in table.notes(results) if line)
     return "".join([
         HEAD.format(title=title, style=STYLE), first,
         _section("Accuracy", _rows(table.accuracies(results)) + _accuracy_bars(results)), *_curves(results),
         _section("Cost", _rows(table.costs(results)) + _cost_bars(results), _code(table.COST)), _tasks(results),
-        *_orders(results), _section("Notes", "".join(rest)) if rest else "", "</main></body></html>\n"])
+        _section("Notes", "".join(rest)) if rest else "", "</main></body></html>\n"])
 
 
 def _code(text: str) -> str:
-    """Return a Markdown paragraph as HTML: its code spans, and all else escaped."""
     return "".join(f"<code>{html.escape(part)}</code>" if number % 2 else html.escape(part)
                    for number, part in enumerate(text.split("`")))
 
@@ -200,14 +199,12 @@ def _section(title: str, content: str, told: str = "") -> str:
     return f"<h2>{title}</h2>\n" + (f'<p class="faint">{told}</p>\n' if told else "") + content
 
 
-def _rows(rows: table.Rows, classes: bool = False) -> str:
-    """Return a table. classes: cells are styled by their text."""
+def _rows(rows: table.Rows) -> str:
     heads, body = rows
     head = "".join(f'<th scope="col">{html.escape(text)}</th>' for text in heads)
     lines = []
     for first, *rest in body:
-        cells = "".join(f'<td{f" class={text}" if classes and text in ("above", "below") else ""}>'
-                        f"{html.escape(text)}</td>" for text in rest)
+        cells = "".join(f"<td>{html.escape(text)}</td>" for text in rest)
         name = re.sub(r"([_+])", r"\1<wbr>", html.escape(first))  # a name may break there
         lines.append(f'<tr><th scope="row">{name}</th>{cells}</tr>\n')
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>\n{"".join(lines)}</tbody></table></div>\n'
@@ -238,16 +235,15 @@ WITHIN = " Diversity is the distance between the samples of a prompt, as a share
 
 
 def _curves(results: dict[str, Any]) -> list[str]:
-    """Return the sections of curves: over evaluations, and over the distance to the base where it was measured."""
     sights = [Sight("curve", "Accuracy", results["unit"], results["unit"]),
-              Sight("frontier", "Accuracy", *DISTANCE, ROOT),
+              Sight("frontier", "Accuracy", *DISTANCE, ROOT),  # where the distance to the base was measured
               Sight("diversities", "Diversity kept", *DISTANCE, WITHIN)]
     return [_panels(results, sight) for sight in sights
             if any(len(method[sight.key]) > 1 for method in results["methods"])]
 
 
 def _panels(results: dict[str, Any], sight: Sight) -> str:
-    """Return a panel per method: its curve over the reference's, in the same axes."""
+    """Panel per method: its curve over the reference's, in the same axes."""
     methods = [method for method in table.rank(results) if len(method[sight.key]) > 1]
     axes = frame([method[sight.key] for method in methods])
     reference = next((method for method in methods if method["label"] == results["reference"]), None)
@@ -260,47 +256,71 @@ def _panels(results: dict[str, Any], sight: Sight) -> str:
 
 
 def _panel(method: dict[str, Any], reference: dict[str, Any] | None, axes: Frame, sight: Sight) -> str:
-    """Return the panel of a method."""
     own = method[sight.key]
     dots = sight.x == DISTANCE[0]
     curves = ([Curve(reference[sight.key], FIRST, dots)] if reference else []) + [Curve(own, SECOND, dots)]
     beside = f", {reference['label']} at {reference[sight.key][-1][1]:.3f}" if reference else ""
     (_, base, *_), (x, last, *_) = own[0], own[-1]
-    told = (f"{method['label']}: {sight.y.lower()} from {base:.3f} to {last:.3f} after {_amount(x)} {sight.unit}"
-            f"{beside}")
+    after = f"{x:,.0f}" if x >= 100 else f"{x:.2g}"
+    told = f"{method['label']}: {sight.y.lower()} from {base:.3f} to {last:.3f} after {after} {sight.unit}{beside}"
     return _figure(method["label"], f"{base:.3f} to {last:.3f}{beside}", panel(curves, axes, told, base))
 
 
-def _amount(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.2g}"
+def draw(results: Mapping[str, Any], path: Path) -> None:
+    """Write a figure, as PNG or PDF: a panel for every method with its accuracy over evaluations, as `_panels`."""
+    reference = next((method for method in results["methods"] if method["label"] == results["reference"]), None)
+    methods = [method for method in results["methods"] if method is not reference] or [reference]
+    rows = -(-len(methods) // COLUMNS)
+    with figure_style() as pyplot:
+        figure, axes = pyplot.subplots(rows, COLUMNS, figsize=(9.5, 1.45 * rows + 0.3), sharex=True, sharey=True,
+                                       squeeze=False)
+        for number, (axis, method) in enumerate(zip_longest(axes.flat, methods)):
+            if method is None:
+                axis.axis("off")
+                continue
+            axis.axhline(results["base"], color=INK, lw=0.8, ls="--", alpha=0.5)
+            curves = [(reference["curve"], FAINT)] if reference else []
+            for curve, colour in (*curves, (method["curve"], COLOURS[0])):
+                places, means, lows, highs = zip(*curve)
+                axis.fill_between(places, lows, highs, color=colour, alpha=0.2, lw=0)
+                axis.plot(places, means, color=colour, lw=1.4)
+            axis.set_title(textwrap.shorten(method["label"].replace("+", " + "), 26, placeholder=" ..."), fontsize=7.5,
+                           pad=4)
+            axis.xaxis.set_major_locator(pyplot.MaxNLocator(2))
+            axis.xaxis.set_major_formatter(lambda value, _: count(value))
+            axis.tick_params(labelsize=7, labelbottom=number + COLUMNS >= len(methods))
+        save(figure, path)
 
 
 # --- bars ------------------------------------------------------------------------------------------------------------
 
 def _accuracy_bars(results: dict[str, Any]) -> str:
-    """Return bars of the accuracy with its intervals, and dots at the best of a sweep."""
+    """Bars of the accuracy with its intervals, and dots at the best of a sweep."""
     methods = table.rank(results)
     tuned = [method["tuned"]["accuracy"] if "tuned" in method else None for method in methods]
     swept = any(best is not None for best in tuned)
-    told = ", ".join(f"{method['label']} {method['accuracy']:.3f} ({method['low']:.3f} to {method['high']:.3f})"
+    told = ", ".join(f"{method['label']} {format_interval(method['accuracy'], method['low'], method['high'], 3)}"
                      + (f", {best:.3f} with the best of the sweep" if best is not None else "")
                      for method, best in zip(methods, tuned, strict=True))
     drawn = bars([(method["label"], method["accuracy"], f"{method['accuracy']:.3f}") for method in methods],
-                 f"Accuracy: {told}", results["base"], [(method["low"], method["high"]) for method in methods],
+                 f"Accuracy: {told}", results["base"], [
+                     tuple(method["accuracy"] if method[end] is None else method[end] for end in ("low", "high"))
+                     for method in methods],
                  dots=tuned if swept else ())
     caption = "with 95 % intervals; the dashed line is the base" + ("; a dot is the best of the sweep" if swept else "")
     return f'<div class="cards" style="margin-top: 14px">\n{_figure("Accuracy", caption, drawn)}</div>\n'
 
 
 def _cost_bars(results: dict[str, Any]) -> str:
-    """Return bars of seconds, KL, diversity and the eval-only rewards."""
     methods = table.rank(results)
     figures = [("Seconds of training", f"as a ratio to {results['reference']}, the dashed line", "seconds_ratio", 1.0),
                ("KL to the base", "per sample, of the trained model", "kl", None),
                ("Diversity kept", "within a prompt, as a share of the base's, the dashed line", "diversity", 1.0)]
-    drawn = [_figure(title, caption, bars([(method["label"], method[key], _number(method[key])) for method in methods],
-                                          _chart_label(title, methods, key), mark))
-             for title, caption, key, mark in figures]
+    drawn = []
+    for title, caption, key, mark in figures:
+        shown = [(method["label"], method[key], _number(method[key])) for method in methods]
+        told = f"{title}: {', '.join(f'{label} {text}' for label, _, text in shown)}"
+        drawn.append(_figure(title, caption, bars(shown, told, mark)))
     for name in results["watched"]:
         values = [(method["label"], method["watched"][name]["after"], _number(method["watched"][name]["after"]))
                   for method in methods]
@@ -311,16 +331,12 @@ def _cost_bars(results: dict[str, Any]) -> str:
     return f'<div class="cards" style="margin-top: 14px">\n{"".join(drawn)}</div>\n'
 
 
-def _chart_label(title: str, methods: list[dict[str, Any]], key: str) -> str:
-    return f"{title}: {', '.join(f'''{method['label']} {_number(method[key])}''' for method in methods)}"
-
-
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3g}"
 
 
 def _tasks(results: dict[str, Any]) -> str:
-    """Return bars of every task's accuracy; nothing for prompts without tasks."""
+    """Bars of every task's accuracy; nothing for prompts without tasks."""
     if not results["base_tasks"]:
         return ""
     methods = table.rank(results)
@@ -330,12 +346,3 @@ def _tasks(results: dict[str, Any]) -> str:
         f"{task}: {', '.join(f'''{method['label']} {method['tasks'][task]:.3f}''' for method in methods)}", base,
         end=highest)) for task, base in results["base_tasks"].items()]
     return _section("Tasks", f'<div class="cards">\n{"".join(figures)}</div>\n')
-
-
-def _orders(results: dict[str, Any]) -> list[str]:
-    """Return the matrices of tests."""
-    told = ("Methods of rows that are significantly above or below that of the column with its number, at 5 %: "
-            f"{html.escape(results['test'])}.")
-    return [_section(title, _rows(table.order(results, key), classes=True), told)
-            for title, key in (("Order", "differences"), ("Order, best of the sweep", "tuned_differences"))
-            if results[key]]

@@ -7,30 +7,29 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import tempfile
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from flowgrpo import rewards
 from flowgrpo.advantages.selection import BestWorst
 from flowgrpo.config import parse
 from flowgrpo.config.schema import Config
+from flowgrpo.contrib.features import StalenessKeys
 from flowgrpo.errors import UserError, nearest
-from flowgrpo.methods import keys_read, validate
+from flowgrpo.methods import validate
 from flowgrpo.methods.method import Method
-from flowgrpo.methods.setup import Setup
 from flowgrpo.methods.targets import LatentEdits
-from flowgrpo.policies import build
 from flowgrpo.samplers import cost
 from flowgrpo.samplers.grids import shift_grid
 from flowgrpo.samplers.reward_gradient import Unroll
-from flowgrpo.samplers.rollout import RolloutSpec
 from flowgrpo.storage import atomic, paths
 from flowgrpo.storage.json_files import read_object
 from flowgrpo.storage.places import LOCK
 from flowgrpo.tools.bench import models
 from flowgrpo.tools.bench.models import Entry, clip_of, entries, scale_entry
+from flowgrpo.training import checks
 from flowgrpo.version import __version__
 
 BENCH, RESULT = "bench.json", "result.json"  # in the folder of a bench, and of a finished run
@@ -43,26 +42,26 @@ ALL = ["all"]  # of the methods are swept
 
 
 def epoch_cost(config: Config, epoch: int, process: str = "flow") -> int:
-    """Return the denoiser evaluations of one epoch, on a pipeline that doubles its batch under guidance.
-
-    Recorded pairs are not drawn; what it took to draw them once is no epoch's.
-    """
+    """Denoiser evaluations of one epoch, on a pipeline that doubles its batch under guidance. Recorded pairs are not
+    drawn; what it took to draw them once is no epoch's."""
     return _cost(config, validate.resolve(config, process), epoch)
 
 
 def _cost(config: Config, method: Method, epoch: int) -> int:
-    """Return the evaluations of one epoch of a resolved method."""
     train = config.train
     drawn = method.target.edit.bases(train.group) if isinstance(method.target, LatentEdits) else train.group
     explorations = method.explorations(shift_grid(train.steps, train.shift), drawn, train.shift, epoch, config.seed)
     doubled = 2 if train.guidance > 1 else 1
     if method.target.follows_reward:
-        target: Any = method.target  # a RewardGradient
-        return doubled * _backprop_cost(config, target.backprop, explorations[0], epoch)
+        target: Any = method.target  # a RewardGradient: each replay runs the steps of the graph
+        [begin], replays = explorations[0].schedule.trained, 1 + (epoch == 0) + train.inner_epochs
+        steps = explorations[0].steps - begin if isinstance(target.backprop, Unroll) else 1
+        return doubled * train.prompts * train.group * (begin + steps * replays)
     if isinstance(method.target, LatentEdits):
         return doubled * cost.rollout(explorations, train.prompts)
     noised = method.noising_spec(shift_grid(train.steps, train.shift), train.group, epoch, config.seed)
-    share = trained_share(method, train.group)
+    # The share of a group's samples that are trained, where their number is known beforehand.
+    share = method.credit.selection.n / train.group if isinstance(method.credit.selection, BestWorst) else 1.0
     cut = method.loss.surrogate.reads_groups and (share * train.group > train.rows or train.pack)
     reference = method.loss.kl.weight > 0 or method.compares_with_reference  # whose scores serve all inner epochs
     measured = len(method.needs & {"entropy", "drift"})  # a replay each
@@ -70,54 +69,49 @@ def _cost(config: Config, method: Method, epoch: int) -> int:
     spent = 0 if config.preferences else cost.rollout(explorations, train.prompts)
     spent += round(share * cost.update([noised] if noised else explorations, train.prompts, passes))
     spent += cost.update([noised], train.prompts, 1) if noised else 0  # the old scores, before samples are chosen
-    if train.staleness and epoch:  # the proximal policy's scores of all samples
+    if StalenessKeys.read(config).staleness and epoch:  # the proximal policy's scores of all samples
         spent += cost.update(explorations, train.prompts, 1)
     spent += cost.preview(method.rollout.preview, train.prompts)
     return doubled * spent
 
 
 def foretells(method: Method) -> bool:
-    """Return True if `epoch_cost` is exact for a denoiser: scores do not decide how many samples are trained."""
-    return method.credit.selection is None or isinstance(method.credit.selection, BestWorst)
+    """True if `epoch_cost` is exact for a denoiser: scores decide neither how many samples are trained nor which groups
+    are drawn again."""
+    return method.redraw is None and (method.credit.selection is None or isinstance(method.credit.selection, BestWorst))
 
-
-def trained_share(method: Method, group: int) -> float:
-    """Return the share of a group's samples that are trained, where their number is known beforehand; else 1."""
-    return method.credit.selection.n / group if isinstance(method.credit.selection, BestWorst) else 1.0
-
-
-def _backprop_cost(config: Config, ending: Any, exploration: RolloutSpec, epoch: int) -> int:
-    """Return the cost of the rollout, and for every replay the steps of the graph."""
-    [begin], train = exploration.schedule.trained, config.train
-    steps = exploration.steps - begin if isinstance(ending, Unroll) else 1
-    return train.prompts * train.group * (begin + steps * (1 + (epoch == 0) + train.inner_epochs))
 
 
 def epochs_for(config: Config, budget: int, process: str = "flow", share: float = 1.0) -> tuple[int, int]:
-    """Return the fewest epochs that reach the budget, and what they cost together.
-
-    share: what an epoch costs, in `epoch_cost`.
-    """
-    total, method = 0, validate.resolve(config, process)
-    for epoch in count():
-        total += round(share * _cost(config, method, epoch))
-        if total >= budget:
-            break
-    return epoch + 1, total
+    """Most epochs within the budget, one at least, and what they cost together. share: what an epoch costs, in
+    `epoch_cost`."""
+    method = validate.resolve(config, process)
+    total = round(share * _cost(config, method, 0))
+    for epoch in count(1):
+        following = round(share * _cost(config, method, epoch))
+        if total + following > budget:
+            return epoch, total
+        total += following
+    raise AssertionError
 
 
 def epochs_of(first: int, following: int, budget: int) -> int:
-    """Return the fewest epochs that reach the budget, from the measured cost of the first epoch and of the next."""
-    return 1 + max(-(-(budget - first) // following), 0)
+    """Most epochs within the budget, one at least, from the measured cost of the first and of the next."""
+    return 1 + max((budget - first) // following, 0)
+
+
+class TooFew(UserError):
+    """Budget that holds no epoch."""
 
 
 @dataclass(frozen=True)
 class Request:
     """Comparison that a bench makes.
 
-    methods: as given, without the reference if it is to be added. evaluations: of every run. points: measurements of
-    the held-out accuracy during training, the last at its end. prompts: of each measured side, at most. sweep: of the
-    methods, those to sweep, or ALL. trusted: recipes among them may execute code and reach addresses.
+    methods: as given, without the reference if it is to be added. evaluations: of every run in training, at most.
+    points: measurements of the held-out accuracy during training, the last at its end. prompts: of each measured side,
+    at most. sweep: of the methods, those to sweep, or ALL. trusted: recipes among them may execute code and reach
+    addresses.
     """
 
     methods: list[str]
@@ -184,37 +178,44 @@ class Plan:
         self.measured: dict[str, tuple[int, int]] = {}
         self.sides = models.split(request.model)
         require_same(request)
-        for entry in self.entries:
-            self._require(entry)
+        with tempfile.TemporaryDirectory() as place:
+            models.write_sides(request.model, Path(place))
+            for entry in self.entries:
+                self._require(entry, Path(place))
 
     @property
     def counts_evaluations(self) -> bool:
-        """Return True if the model is a denoiser, whose evaluations count; else tokens do."""
+        """True if the model is a denoiser, whose evaluations count; else tokens do."""
         return self.of.process != "tokens"
 
-    def _require(self, entry: Entry) -> None:
-        config = self._config(entry, entry.settings, 0)
-        method = validate.resolve(config, self.of.process)
-        kind = build.PIPELINE if self.counts_evaluations else build.CAUSAL_LM
-        keys_read.check(Setup(config, kind, method, where=f"{entry.label}: "))
-        rewards.compose(config.trained | config.extra_rewards, None)
+    def _require(self, entry: Entry, prompts: Path) -> None:
+        """Make the checks of a run, with the files of its prompts in a folder."""
+        train = self._config(entry, entry.settings, 0)
+        places = {"prompts": str(prompts / "train.jsonl"), "held_out": str(prompts / "held_out.jsonl")}
+        config = self._with_folder(entry, train.model_copy(update=places), "runs")
+        try:
+            method = checks.check(config).setup.method
+        except UserError as error:
+            raise UserError(f"{entry.label}: {error}") from error
         if self.counts_evaluations:
-            self._afford(entry, epochs_for(config, 1, self.of.process)[1])
+            self._afford(entry, _cost(config, method, 0), "the first epoch of {} takes")
+        else:
+            least = config.train.prompts * config.train.group * config.text.max_tokens
+            self._afford(entry, least, "the completions of an epoch of {} alone may take")
         if not self.counts_evaluations or not foretells(method):
             self.unforeseen.append(entry)
 
-    def _afford(self, entry: Entry, cost: int) -> None:
+    def _afford(self, entry: Entry, cost: int, what: str) -> None:
         if cost > self.request.evaluations:
-            raise UserError(f"--evaluations: got {self.request.evaluations:,}, but the first epoch of {entry.label} "
-                            f"takes {cost:,}: expected at least as many")
+            raise TooFew(f"--evaluations: got {self.request.evaluations:,}, but {what.format(entry.label)} {cost:,}: "
+                         "expected at least as many")
 
     def learn(self, entry: Entry, first: int, following: int) -> None:
         """Keep the measured evaluations of a method's first epoch and of the next."""
-        self._afford(entry, first)
+        self._afford(entry, first, "the first epoch of {} takes")
         self.measured[entry.given] = first, following
 
     def _config(self, entry: Entry, settings: dict[str, Any], seed: int, side: str = "held_out") -> Config:
-        """Return the configuration of a run, without its length, name and folder."""
         sides = self.request.output / "prompts"
         count = len(self.sides[side])
         return parse.load(None, models.common_settings(self.request.model) | settings | {
@@ -222,13 +223,12 @@ class Plan:
             "eval.prompts": min(self.request.prompts or count, count)})
 
     def trial(self, entry: Entry) -> Config:
-        """Return the configuration of a method's measured epochs."""
         config = self._config(entry, entry.settings, 0)
         train = config.train.model_copy(update={"epochs": 2})
         return self._with_folder(entry, config.model_copy(update={"train": train}), "trials")
 
     def run(self, entry: Entry, seed: int, column: str, lr: float = 1.0, clip: float = 1.0) -> Run:
-        """Return a run of a method, with factors on its learning rate and clip."""
+        """Run of a method, with factors on its learning rate and clip."""
         side = "validation" if column == SWEEP else "held_out"
         rate = self._config(entry, entry.settings, seed).train.first_lr
         config = self._config(entry, scale_entry(entry, rate, lr, clip), seed, side)
@@ -242,7 +242,7 @@ class Plan:
                    foretold)
 
     def _length(self, entry: Entry, config: Config) -> tuple[int, int | None]:
-        """Return the epochs that reach the budget, and their evaluations if these are known."""
+        """Epochs within the budget, and their evaluations if these are known."""
         budget, process = self.request.evaluations, self.of.process
         if entry not in self.unforeseen:
             return epochs_for(config, budget, process)
@@ -252,32 +252,32 @@ class Plan:
         return epochs_for(config, budget, process, following / epoch_cost(config, 1, process))[0], None
 
     def published_runs(self) -> list[Run]:
-        """Return the runs with published parts, seed by seed, so that an interrupted bench has all methods."""
+        """Runs with published parts, seed by seed, so that an interrupted bench has all methods."""
         return [self.run(entry, seed, PUBLISHED) for seed in range(self.request.seeds) for entry in self.entries]
 
     def sweep(self) -> list[Run]:
-        """Return the runs of the sweep, with a seed that no column reports."""
-        return [self.run(entry, self.request.seeds, SWEEP, lr, clip) for entry in self.swept
-                for lr in FACTORS for clip in (FACTORS if self._clips(entry) else FACTORS[:1])]
+        """Runs of the sweep, with a seed that no column reports."""
+        runs = []
+        for entry in self.swept:
+            config = self._config(entry, entry.settings, 0)
+            # In the first update of an epoch all ratios are 1, so that a clip acts in later ones alone.
+            several = config.train.updates * config.train.inner_epochs > 1 or StalenessKeys.read(config).staleness > 0
+            clips = FACTORS if clip_of(entry, 1.0) and several else FACTORS[:1]
+            runs += [self.run(entry, self.request.seeds, SWEEP, lr, clip) for lr in FACTORS for clip in clips]
+        return runs
 
     def confirming(self, best: dict[str, tuple[float, float]]) -> list[Run]:
-        """Return the runs of a sweep's winners, by label, with further seeds that no column reports."""
+        """Runs of a sweep's winners, by label, with further seeds that no column reports."""
         first = self.request.seeds + 1
         return [self.run(entry, seed, SWEEP, *best[entry.label]) for seed in range(first, first + CONFIRMING)
                 for entry in self.entries if best.get(entry.label, AS_PUBLISHED) != AS_PUBLISHED]
 
-    def _clips(self, entry: Entry) -> bool:
-        """Return True if a clip can act: in the first update of an epoch all ratios are 1."""
-        train = self._config(entry, entry.settings, 0).train
-        return bool(clip_of(entry, 1.0)) and (train.updates * train.inner_epochs > 1 or train.staleness > 0)
-
     def tuned_runs(self, best: dict[str, tuple[float, float]]) -> list[Run]:
-        """Return the runs with the chosen factors (lr, clip), by label; those of factors 1 are the published ones."""
+        """Runs with the chosen factors (lr, clip), by label; those of factors 1 are the published ones."""
         return [self.run(entry, seed, TUNED, *best[entry.label]) for seed in range(self.request.seeds)
                 for entry in self.entries if entry.label in best]
 
     def _with_folder(self, entry: Entry, config: Config, folder: str) -> Config:
-        """Return the configuration with its folder, whose name has the hash of what the run depends on."""
         name = f"{re.sub(r'[^A-Za-z0-9_+-]+', '_', entry.label)}-seed{config.seed}-{self._hash(config)}"
         return config.model_copy(update={"name": name, "output": str(self.request.output / folder)})
 
@@ -295,16 +295,19 @@ def _digest(path: Path) -> str:
 
 
 def settings(request: Request) -> dict[str, Any]:
-    """Return what all runs of a bench share; methods, seeds and the reference may be added later."""
+    """What all runs of a bench share; methods, seeds and the reference may be added later."""
     return {"model": request.model, "evaluations": request.evaluations, "points": request.points,
             "prompts": request.prompts}
 
 
 def require_same(request: Request) -> None:
-    """Raise UserError if the output folder holds something else than this bench, or cannot be written."""
+    """Raise UserError if the output folder holds something else than this bench, or cannot be written. A bench without
+    a finished run may still be given other settings."""
     folder, file = request.output, request.output / BENCH
     paths.require_folder(folder)
     if file.is_file():
+        if not any(folder.glob(f"runs/*/{RESULT}")):
+            return
         known = read_object(file, "name another --output")
         for key, value in settings(request).items():
             if known.get(key) != value:

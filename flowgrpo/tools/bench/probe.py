@@ -20,7 +20,7 @@ from flowgrpo.distributed.processes import make_accelerator
 from flowgrpo.evaluation import draw
 from flowgrpo.evaluation.measured import EVAL_SEED, measure, spread
 from flowgrpo.methods.targets import LatentEdits
-from flowgrpo.objectives.kl import divergence, k1
+from flowgrpo.objectives.kl import divergence, k3
 from flowgrpo.policies.build import make_policy
 from flowgrpo.policies.policy import Policy, resolve_precision
 from flowgrpo.rewards import pairwise
@@ -35,7 +35,7 @@ TIMED = 8  # prompts of the timed evaluation
 
 
 def trainer_of(config: Config, policy: Policy | None = None) -> Trainer:
-    """Return the trainer of a configuration, as a run has it before its first epoch; nothing is written."""
+    """Trainer of a configuration, as a run has it before its first epoch; nothing is written."""
     device = pick_device(config.device)
     config, _ = resolve_precision(config, device)
     trained: dict[str, Any] = {**rewards.compose(config.trained, config.cache)}
@@ -44,10 +44,8 @@ def trainer_of(config: Config, policy: Policy | None = None) -> Trainer:
 
 
 def trial(config: Config) -> dict[str, float]:
-    """Run two epochs and a small evaluation; return their cost.
-
-    first, following: evaluations of the epochs. seconds: of the second one. measuring: seconds per held-out prompt.
-    """
+    """Run two epochs and a small evaluation; return their cost. first, following: evaluations of the epochs. seconds:
+    of the second one. measuring: seconds per held-out prompt."""
     trainer, spent, seconds = trainer_of(config), [0], []
     for trainer.epoch in range(2):
         start = time.perf_counter()
@@ -65,12 +63,12 @@ def trial(config: Config) -> dict[str, float]:
 
 
 def epochs_to_measure(epochs: list[int], every: int) -> list[int]:
-    """Return the epochs of a run's checkpoints, in order, that `eval.every` measures, and the last; 0: only this."""
+    """Epochs of a run's checkpoints, in order, that `eval.every` measures, and the last; 0: only this."""
     return [epoch for epoch in epochs if epoch == epochs[-1] or (every and epoch % every == 0)]
 
 
 def final_measures(folder: Path) -> dict[str, Any]:
-    """Return diversity and KL of a finished run, of its held-out prompts.
+    """Diversity and KL of a finished run, of its held-out prompts.
 
     diversity: mean distance between the samples of a prompt, of the base and of the tuned model, as `flowgrpo eval`
     measures it. kl: see `kl_to_base`; None for a method that leaves the model unchanged and edits its latents.
@@ -82,24 +80,21 @@ def final_measures(folder: Path) -> dict[str, Any]:
     trainer, folders = trainer_of(config), checkpoints(folder / "checkpoints")
     assert folders, f"{folder} has no checkpoint"
     prompts = spread(trainer.held_out, min(PROMPTS, config.eval.prompts))
-    points = [{"epoch": epoch} | _checkpoint_measures(trainer, folders[epoch], prompts)
-              for epoch in epochs_to_measure(sorted(folders), config.eval.every)]
+    points: list[dict[str, Any]] = []
+    for epoch in epochs_to_measure(sorted(folders), config.eval.every):
+        state.restore(trainer, folders[epoch])
+        policy = trainer.policy
+        with torch.no_grad(), policy.weights.swap(trainer.optimization.evaluated_weights()):
+            kl = None if isinstance(trainer.method.target, LatentEdits) else mean(
+                kl_to_base(trainer.config, policy, prompts))
+            points.append({"epoch": epoch, "kl": kl, "diversity": mean(diversity(trainer, prompts))})
     with torch.no_grad(), trainer.policy.reference():
         base = mean(diversity(trainer, prompts))
     return {"kl": points[-1]["kl"], "diversity": {"base": base, "tuned": points[-1]["diversity"]}, "points": points}
 
 
-def _checkpoint_measures(trainer: Trainer, folder: Path, prompts: list[Prompt]) -> dict[str, float | None]:
-    """Return KL and diversity of a checkpoint's weights."""
-    state.restore(trainer, folder)
-    config, policy = trainer.config, trainer.policy
-    with torch.no_grad(), policy.weights.swap(trainer.optimization.evaluated_weights()):
-        kl = None if isinstance(trainer.method.target, LatentEdits) else mean(kl_to_base(config, policy, prompts))
-        return {"kl": kl, "diversity": mean(diversity(trainer, prompts))}
-
-
 def diversity(trainer: Trainer, prompts: list[Prompt]) -> list[float]:
-    """Return the mean distance between SAMPLES samples of every prompt, with the evaluation's sampler."""
+    """Mean distance between SAMPLES samples of every prompt, with the evaluation's sampler."""
     policy, settings, seed = cast(Any, trainer.policy), trainer.config.eval, seeder(EVAL_SEED, 0)
     apart = (draw.TEXTS if policy.modality == "text" else draw.IMAGES).apart("pixels")
     rollouts, distances = cast(Any, trainer.rollouts), []
@@ -113,10 +108,10 @@ def diversity(trainer: Trainer, prompts: list[Prompt]) -> list[float]:
 
 
 def kl_to_base(config: Config, policy: Policy, prompts: list[Prompt]) -> list[float]:
-    """Return KL(tuned || base) per sample of every prompt, on SAMPLES samples of the tuned model.
+    """KL(tuned || base) per sample of every prompt, on SAMPLES samples of the tuned model.
 
     Denoisers: the sum over steps of `gaussian.kl`, with the sampler of the model's default reference method. Texts: the
-    sum over tokens of the difference of log-probabilities.
+    sum over tokens of `k3`, which is never negative.
     """
     of, shared = models.MODELS[config.model], models.common_settings(config.model)
     sampler = parse.load(None, shared | {
@@ -128,7 +123,7 @@ def kl_to_base(config: Config, policy: Policy, prompts: list[Prompt]) -> list[fl
     tuned = _scores(trainer, parts, conditioning)
     with policy.reference():  # text encoders that were trained are the base's too
         base = _scores(trainer, parts, trainer.rollouts.conditioning(prompts))
-    distance = divergence if of.process != "tokens" else lambda new, old: k1(new.logp, old.logp)
+    distance = divergence if of.process != "tokens" else lambda new, old: k3(new.logp, old.logp)
     totals = [torch.zeros(len(part.prompts), dtype=torch.float64) for part in parts]
     for (part, rows, new), (_, _, old) in zip(tuned, base):
         totals[part][rows] += (distance(new, old) * new.mask).sum(1).double().cpu()
@@ -136,7 +131,6 @@ def kl_to_base(config: Config, policy: Policy, prompts: list[Prompt]) -> list[fl
 
 
 def _scores(trainer: Trainer, parts: Sequence[Part], conditioning: Any) -> list[tuple[int, slice, Any]]:
-    """Return the scores of all parts' decisions with their part and its samples."""
     return [(number, rows, scored) for number, part in enumerate(parts)
             for _, rows, scored in trainer.rollouts.replay(part, conditioning)]
 

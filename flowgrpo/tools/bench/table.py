@@ -1,89 +1,97 @@
-"""Tables of a bench: results.md, and the lines that the terminal shows."""
+"""Tables of a bench: results.md, results.csv, results.tex, and the lines that the terminal shows."""
 
 from __future__ import annotations
 
+import csv
+import io
 import math
+import re
+from statistics import mean
 from typing import Any
 
 import yaml
 
-from flowgrpo.evaluation.statistics import format_value
+from flowgrpo.evaluation.statistics import format_interval, format_value
 
 Rows = tuple[list[str], list[list[str]]]  # headings and lines
-COST = ("`to 50%`: evaluations to that share of the reference's gain over the base; `spent`: all evaluations of "
-        "training; `seconds`: of training, as a ratio to the reference's; `zero variance`: share of groups whose "
-        "samples all had the same accuracy in training; `KL`: to the base, per sample; `diversity`: "
-        "distance between a prompt's samples, as a share of the base's; then rewards that were not trained on, before "
-        "and after.")
+COST = ("`to 50%`: evaluations to that share of the reference's gain over the base; `seconds`: of training, as a ratio "
+        "to the reference's; `zero variance`: share of groups whose samples all had the same accuracy in training; "
+        "`KL`: to the base, per sample; `diversity`: distance between a prompt's samples, as a share of the base's; "
+        "then rewards that were not trained on, before and after.")
 SAME = 0.01  # of a cost, below which two are equal
-MARKS = {1: "above", -1: "below", 0: ""}
+LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}",
+         ">": r"\textgreater{}", "|": r"\textbar{}"} | {character: f"\\{character}" for character in "&%$#_{}"}
 
 
 def accuracies(results: dict[str, Any]) -> Rows:
-    """Return accuracy and gain of every method, of the published parts and of the best of the sweep.
+    """The paper's table: accuracy of every method and its difference to the reference, and what was spent; of the
+    published parts and of the best of the sweep.
 
     Where methods spent differently, also the accuracy at the cost that all reached.
     """
     swept = any("tuned" in method for method in results["methods"])
     equal = [f"at {results['cost']:,.0f}"] if unequal(results) else []
-    heads = ["method", "accuracy", "95 %", "seeds", "gain", *equal] + ["best of sweep", "its lr, clip"] * swept
-    rows = [["base", format_value(results["base"], 3)] + [""] * (len(heads) - 2)]
+    heads = ["method", "seeds", "accuracy, 95 %", "difference, 95 %", "p (Holm)", *equal, "spent",
+             *["best of sweep, 95 %", "its lr, clip", "its difference, 95 %", "its p (Holm)"] * swept]
+    rows = [["base", "", format_value(results["base"], 3)] + [""] * (len(heads) - 3)]
     for method in rank(results):
-        row = [method["label"], format_value(method["accuracy"], 3), f"{method['low']:.3f} to {method['high']:.3f}",
-               f"{method['lowest']:.3f} to {method['highest']:.3f}", format_value(method["gain"], 3, "+"),
-               *([format_value(method["at_cost"], 3)] if equal else [])]
-        rows.append(row + (_tuned_cells(method) if swept else []))
+        row = [method["label"], str(method["seeds"]), _accuracy(method), *_difference(method, results["reference"]),
+               *([format_value(method["at_cost"], 3)] if equal else []), f"{method['evaluations']:,.0f}"]
+        if swept:
+            tuned = method.get("tuned")
+            row += ["-"] * 4 if tuned is None else [
+                _accuracy(tuned), f"x{tuned['lr']:.3g}, x{tuned['clip']:.3g}",
+                *_difference(method, results["reference"], tuned)]
+        rows.append(row)
     return heads, rows
 
 
+def _accuracy(method: dict[str, Any]) -> str:
+    return format_interval(method["accuracy"], method["low"], method["high"], 3)
+
+
+def _difference(method: dict[str, Any], reference: str | None, of: dict[str, Any] | None = None) -> list[str]:
+    if method["label"] == reference:
+        return ["reference", ""]
+    found = (of or method)["difference"]
+    return ["-", "-"] if found is None else [
+        format_interval(found["mean"], found["low"], found["high"], 3, "+"), probability(found["holm"])]
+
+
+def probability(p: float | None) -> str:
+    return "-" if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}"
+
+
 def unequal(results: dict[str, Any]) -> bool:
-    """Return True if a method spent more than another, by more than SAME of it."""
+    """True if a method spent more than another, by more than SAME of it."""
     cost = results.get("cost")  # results of earlier versions have none
     return cost is not None and any(method["curve"][-1][0] > cost * (1 + SAME) for method in results["methods"])
 
 
-def _tuned_cells(method: dict[str, Any]) -> list[str]:
-    if (tuned := method.get("tuned")) is None:
-        return ["-", "-"]
-    return [f"{tuned['accuracy']:.3f}", f"x{tuned['lr']:.3g}, x{tuned['clip']:.3g}"]
-
-
 def costs(results: dict[str, Any]) -> Rows:
-    """Return what every method spent: evaluations to shares of the reference's gain, seconds, KL and diversity.
-    `COST` says what the columns are."""
+    """What every method spent: evaluations to shares of the reference's gain, seconds, KL and diversity. `COST` says
+    what the columns are."""
     shares = [f"to {share:.0%}" for share, _ in results["goals"]]
-    heads = ["method", *shares, "spent", "epochs", "seconds", "zero variance", "KL", "diversity", *results["watched"]]
-    rows = [[method["label"], *(_count(value) for value in method["reached"]), f"{method['evaluations']:,.0f}",
-             f"{method['epochs']:.0f}", _times(method["seconds_ratio"]), _share(method["zero_variance"]),
-             _number(method["kl"]), _share(method["diversity"]),
-             *(f"{_number(value['before'])} -> {_number(value['after'])}" for value in method["watched"].values())]
-            for method in rank(results)]
+    heads = ["method", *shares, "epochs", "seconds", "zero variance", "KL", "diversity", *results["watched"]]
+    rows = []
+    for method in rank(results):
+        ratio = method["seconds_ratio"]
+        watched = (f"{_number(value['before'])} -> {_number(value['after'])}" for value in method["watched"].values())
+        rows.append([method["label"], *(_count(value) for value in method["reached"]), f"{method['epochs']:.0f}",
+                     "-" if ratio is None else f"x{ratio:.2f}", _share(method["zero_variance"]),
+                     _number(method["kl"]), _share(method["diversity"]), *watched])
     return heads, rows
 
 
 def tasks(results: dict[str, Any]) -> Rows:
-    """Return the accuracy of every task."""
     names = list(results["base_tasks"])
     rows = [["base", *(format_value(results["base_tasks"][name], 3) for name in names)]]
     return ["method", *names], rows + [[method["label"], *(format_value(method["tasks"][name], 3) for name in names)]
                                        for method in rank(results)]
 
 
-def order(results: dict[str, Any], key: str = "differences") -> Rows:
-    """Return the matrix of tests: whether the method of a row is significantly above or below that of a column, which
-    has the row's number."""
-    signs = {}
-    for pair in results[key]:
-        signs[pair["one"], pair["other"]] = pair["order"]
-        signs[pair["other"], pair["one"]] = -pair["order"]
-    labels = [method["label"] for method in rank(results) if any(method["label"] in pair for pair in signs)]
-    numbers = [str(number) for number in range(1, len(labels) + 1)]
-    return ["", *numbers], [[f"{number} {row}", *("=" if row == column else MARKS[signs[row, column]]
-                                                  for column in labels)] for number, row in zip(numbers, labels)]
-
-
 def rank(results: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the methods, the most accurate first."""
+    """Methods, the most accurate first."""
     return sorted(results["methods"], key=lambda method: -method["accuracy"])
 
 
@@ -95,40 +103,81 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3g}"
 
 
-def _times(value: float | None) -> str:
-    return "-" if value is None else f"x{value:.2f}"
-
-
 def _share(value: float | None) -> str:
     return "-" if value is None else f"{value:.0%}"
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """Return the Markdown of a bench."""
     lines = [f"# Bench of {results['model']}", "", *notes(results)]
-    for title, rows in (("Accuracy", accuracies(results)), ("Cost", costs(results)), ("Tasks", tasks(results))):
-        lines += ["", f"## {title}", "", *([COST, ""] if title == "Cost" else []), *_markdown(rows)]
-    for title, key in (("Order", "differences"), ("Order, best of the sweep", "tuned_differences")):
-        if results[key]:
-            lines += ["", f"## {title}", "", "Methods of rows that are significantly above or below that of the column "
-                      f"with its number, at 5 %: {results['test']}.", "", *_markdown(order(results, key))]
+    for title, rows in (("Accuracy", accuracies), ("Cost", costs), ("Tasks", tasks)):
+        heads, body = rows(results)
+        lines += ["", f"## {title}", "", *([COST, ""] if title == "Cost" else [])]
+        lines += [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |"
+                  for line in (heads, ["---", *["---:"] * (len(heads) - 1)], *body)]
     return "\n".join(lines) + "\n"
 
 
-def _markdown(rows: Rows) -> list[str]:
-    heads, body = rows
-    return [f"| {' | '.join(line)} |" for line in (heads, ["---", *["---:"] * (len(heads) - 1)], *body)]
+def latex(results: dict[str, Any]) -> str:
+    heads, body = accuracies(results)
+    caption = " ".join(escaped(note.replace("`", "")) for note in notes(results) if note)
+    head, *lines = (" & ".join(map(escaped, line)) + r" \\" for line in (heads, *body))
+    return "\n".join([
+        r"% \usepackage{booktabs}", r"\begin{table}", r"\centering", rf"\caption{{{caption}}}",
+        rf"\begin{{tabular}}{{l{'r' * (len(heads) - 1)}}}", r"\toprule", head, r"\midrule", *lines, r"\bottomrule",
+        r"\end{tabular}", r"\end{table}", ""])
+
+
+def escaped(text: str) -> str:
+    """Text as LaTeX shows it, signs of numbers as minus signs."""
+    text = "".join(LATEX.get(character, character) for character in " ".join(text.split()))
+    return re.sub(r"^\[", "{[}", re.sub(r"(?<![\w.])-(?=\d)", "$-$", text))  # a line that begins with [ is a length
+
+
+def as_csv(results: dict[str, Any]) -> str:
+    """Line per method, and one more for its best of the sweep, with all digits; empty where nothing is known."""
+    lines = []
+    for method in rank(results):
+        for column, found in (("published", method), ("sweep", method.get("tuned"))):
+            if found is None:
+                continue
+            moved, runs = found["difference"] or {}, found["runs"]
+            lines.append({
+                "model": results["model"], "method": method["label"], "settings": column,
+                "lr_factor": found.get("lr", 1.0), "clip_factor": found.get("clip", 1.0),
+                "seeds": " ".join(str(run["seed"]) for run in runs), "prompts": results["measured_prompts"],
+                "measured": results["measured"], "base": results["base"],
+                **{key: found[key] for key in ("accuracy", "low", "high")}, "reference": results["reference"],
+                "difference": moved.get("mean"),
+                **{f"difference_{key}": moved.get(key) for key in ("low", "high")}, "p": moved.get("p"),
+                "p_holm": moved.get("holm"), "budget": results["evaluations"],
+                "spent": mean(run["evaluations"] for run in runs), "unit": results["unit"],
+                **{"commit": ""} | method["software"]})
+    file = io.StringIO()
+    writer = csv.DictWriter(file, lines[0], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    return file.getvalue()
 
 
 def notes(results: dict[str, Any]) -> list[str]:
-    """Return what a reader needs to know of the bench, a paragraph each."""
+    """What a reader needs to know of the bench, a paragraph each."""
     trained = ", ".join(results["trained"])
-    lines = [f"{results['evaluations']:,} {results['unit'] or 'evaluations'} per run (the epoch that reaches them is "
-             f"finished), seeds 0 to {results['seeds'] - 1}. Accuracy is `{results['measured']}` on "
-             f"{results['measured_prompts']} held-out prompts. Training rewards: {trained}. Reference: "
-             f"`{results['reference']}`."]
+    budget = results.get("budget", "the epoch that reaches them is finished")  # of earlier versions
+    lines = [f"{results['evaluations']:,} {results['unit'] or 'evaluations'} per run ({budget}), seeds 0 to "
+             f"{results['seeds'] - 1}. Accuracy is `{results['measured']}` on {results['measured_prompts']} held-out "
+             f"prompts. Training rewards: {trained}. Reference: `{results['reference']}`."]
+    if "budget" in results:
+        lines[0] += f" Intervals and p: {results['test']}. `spent` is of training alone, the mean of seeds."
+    if made := {", ".join(f"{key} {value}" for key, value in method["software"].items())
+                for method in results["methods"] if "software" in method}:
+        lines.append(f"Made with {'; '.join(sorted(made))}.")
     if results["seeds"] == 1:
-        lines.append("One seed: intervals and tests are over prompts alone, and another seed may change the order.")
+        lines.append("One seed: it says nothing of other seeds, so there is no interval and no test.")
+    for method in results["methods"]:
+        most = max((run["evaluations"] for run in method.get("runs", [])), default=0)
+        if most > results["evaluations"]:
+            lines.append(f"`{method['label']}` spent up to {most:,}, above the budget: its epochs cost more than the "
+                         "two that were measured.")
     if unequal(results):
         lines.append(f"Equal cost is in {results['unit']}. Methods end with a whole epoch, so some spent more: `at "
                      f"{results['cost']:,.0f}` is the accuracy there, between two measurements on a straight line. "
@@ -146,7 +195,6 @@ def notes(results: dict[str, Any]) -> list[str]:
 
 
 def _inline(value: Any) -> str:
-    """Return a value as a recipe writes it, in one line."""
     return yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=math.inf).split("\n...")[0].strip()
 
 

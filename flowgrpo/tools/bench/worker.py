@@ -40,7 +40,7 @@ class Tasks:
         self.reader.start()
 
     def next(self) -> Task | None:
-        """Return the next task, which goes on from here; None when the stream has ended."""
+        """Next task, which goes on from here; None when the stream has ended."""
         task = self.waiting.get()
         self.busy.set()
         return None if self.ended.is_set() else task
@@ -84,7 +84,10 @@ def _redirect_output(log: Path) -> Iterator[None]:
 def perform(task: Task) -> dict[str, str]:
     """Do a task; return its answer. An error of one run leaves the others their turn."""
     try:
-        result = _trial(task) if task["kind"] == "trial" else _run(task)
+        from flowgrpo.config import parse
+        from flowgrpo.tools.bench import probe
+
+        result: dict[str, Any] = probe.trial(parse.load(task["config"])) if task["kind"] == "trial" else _run(task)
     except UserError as error:
         return {"error": " ".join(str(error).split())}
     except Exception as error:
@@ -92,13 +95,6 @@ def perform(task: Task) -> dict[str, str]:
         return {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
     atomic.write_text(Path(task["result"]), json.dumps(result))
     return {}
-
-
-def _trial(task: Task) -> dict[str, Any]:
-    from flowgrpo.config import parse
-    from flowgrpo.tools.bench import probe
-
-    return probe.trial(parse.load(task["config"]))
 
 
 def _run(task: Task) -> dict[str, Any]:

@@ -55,10 +55,12 @@ def drive(model: str | tuple[Any, Any], recipe: Config | None, device: str, resu
                "weights": memory.weights_gib(loaded)}
     require_whole({"model": loaded[0]})
     method = options.check_method(config, kind, device)
+    # A policy of two short completions: what a report says of it needs no more.
     torch.manual_seed(0)  # initial adapter weights, so that a report is repeatable
     policy = kinds.make_policy(_brief(config), loaded, config.adapter, device)
     result |= _reader(policy) | _sizes(policy, config)
-    image: Any = _image() if kind == build.VISION_LM else None  # the processor takes more than a file
+    # The processor takes more than a file.
+    image: Any = Image.linear_gradient("L").resize((64, 64)).convert("RGB") if kind == build.VISION_LM else None
     first = Prompt(PROMPT, image=image)
     rollouts = make_rollouts(_brief(config), policy, method, geometry(_brief(config).train), Processes(), PhaseTimer(),
                              first)
@@ -73,7 +75,9 @@ def drive(model: str | tuple[Any, Any], recipe: Config | None, device: str, resu
     result["lora_grad"] = gradient_norm([policy.model], policy.weights)
     if policy.dtype == torch.float32 and not config.adapter.dora:
         given = _with_prompt_tokens(policy, part, conditioning)
-        result["gradient_error"] = gradient_error(lambda: _size(rollouts, given, conditioning), policy.weights)
+        result["gradient_error"] = gradient_error(lambda: torch.cat([
+            new.logp.double().square().mean(1) for *_, new in rollouts.replay(given, conditioning)]).mean(),
+            policy.weights)
         require_exact(result)
     with TemporaryDirectory() as folder:
         policy.weights.save(Path(folder))  # reads the file back and raises if it differs
@@ -91,18 +95,12 @@ def _load(model: str | tuple[Any, Any], config: Config) -> tuple:
 
 
 def _brief(config: Config) -> Config:
-    """Return the configuration with one group of two short completions."""
     return config.model_copy(update={
         "text": config.text.model_copy(update={"max_tokens": TOKENS, "truncated": "keep"}),
         "train": config.train.model_copy(update={"prompts": 1, "group": GROUP, "micro_batch": GROUP, "updates": 1})})
 
 
-def _image() -> Image.Image:
-    return Image.linear_gradient("L").resize((64, 64)).convert("RGB")
-
-
 def _reader(policy: CausalLM) -> dict[str, Any]:
-    """Return the tokenizer's part of the report."""
     reader, tokens = policy.tokenizer, policy.tokenizer.convert_ids_to_tokens
     pads = reader.pad_token_id is not None
     template = getattr(getattr(policy, "processor", None), "chat_template", None)  # only a processor may have one
@@ -124,8 +122,7 @@ def _sizes(policy: CausalLM, config: Config) -> dict[str, Any]:
 
 def _check_replay(rollouts: GroupSampler[Any], part: Part, conditioning: TokenizedPrompts, result: dict[str, Any]
                   ) -> None:
-    """Replay the sampled completions with gradients.
-    Raises UserError if replay and rollout disagree in fp32."""
+    """Replay the sampled completions with gradients. Raises UserError if replay and rollout disagree in fp32."""
     [taken], exact = part.transitions, rollouts.policy.exact
     result |= {"completion_tokens": int(taken.old.mask.sum(1).max()), "first_log_ratio": 0.0}
     for _, rows, new in rollouts.replay(part, conditioning):
@@ -138,8 +135,8 @@ def _check_replay(rollouts: GroupSampler[Any], part: Part, conditioning: Tokeniz
 
 
 def _with_prompt_tokens(policy: CausalLM, part: Part, conditioning: TokenizedPrompts) -> Part:
-    """Return the part with the prompt's text, or a few image tokens, repeated, in place of the sampled tokens. If a
-    model is sure of its own tokens, log-probabilities of 0 say nothing about their gradient."""
+    """Part with the prompt's text, or a few image tokens, repeated, in place of the sampled tokens. If a model is sure
+    of its own tokens, log-probabilities of 0 say nothing about their gradient."""
     [taken] = part.transitions
     assert isinstance(taken, Completions)
     text = itertools.cycle(policy.tokenizer(PROMPT, add_special_tokens=False)["input_ids"] if policy.modality == "text"
@@ -147,7 +144,3 @@ def _with_prompt_tokens(policy: CausalLM, part: Part, conditioning: TokenizedPro
     ids = torch.tensor([list(itertools.islice(text, taken.ids.shape[1]))]).expand_as(taken.ids).contiguous()
     old = Scored(torch.zeros(ids.shape), torch.ones_like(ids, dtype=torch.bool))
     return replace(part, transitions=(replace(taken, ids=ids, old=old),))
-
-
-def _size(rollouts: GroupSampler[Any], part: Part, conditioning: TokenizedPrompts) -> torch.Tensor:
-    return torch.cat([new.logp.double().square().mean(1) for *_, new in rollouts.replay(part, conditioning)]).mean()

@@ -81,10 +81,8 @@ class Need:
 
 
 def needs(config: Config, sizes: Callable[[str], float | None] = lambda _: None) -> list[Need]:
-    """Return what a configuration needs, the missing first.
-
-    sizes: gigabytes of a published model, for when the hub does not answer.
-    """
+    """What a configuration needs, the missing first. sizes: gigabytes of a published model, for when the hub does not
+    answer."""
     found = [Need("extra", extra, present(extra)) for extra in extras(config)]
     licence, gated = model_licences().get(config.model, ("", False))
     if REPOSITORY.fullmatch(config.model) and not Path(config.model).exists():
@@ -98,26 +96,25 @@ def needs(config: Config, sizes: Callable[[str], float | None] = lambda _: None)
 
 
 def missing(config: Config, sizes: Callable[[str], float | None] = lambda _: None) -> list[Need]:
-    """Return what a run lacks, as `needs`; nothing for a single extra or reward, whose own error says what to do."""
+    """What a run lacks, as `needs`; nothing for a single extra or reward, whose own error says what to do."""
     lacking = [need for need in needs(config, sizes) if not need.here]
     return lacking if len(lacking) > 1 or any(need.what == "model" for need in lacking) else []
 
 
 def begun(found: Iterable[Need]) -> float:
-    """Return the gigabytes of files that were downloaded in part."""
+    """Gigabytes of files that were downloaded in part."""
     return sum(part.stat().st_size for name in {need.name for need in found if need.what != "extra"}
                for part in _blobs(name).glob(f"*{PARTIAL}")) / 1e9
 
 
 def out_of_reach(lacking: Iterable[Need]) -> list[str]:
-    """Return the names of repositories for which the hub does not answer, and of which the cache holds nothing."""
+    """Names of repositories for which the hub does not answer, and of which the cache holds nothing."""
     return [need.name for need in lacking if need.what != "extra" and not need.files and not need.accept
             and not _blobs(need.name).parent.is_dir()]
 
 
 def extras(config: Config) -> list[str]:
-    """Return the extras of flowgrpo that a configuration needs: by its prompts, rewards, weights, optimizer, tracker.
-    """
+    """Extras of flowgrpo that a configuration needs: by its prompts, rewards, weights, optimizer, tracker."""
     of_hub = config.prompts in SETS and not SETS[config.prompts].is_packaged
     named = [PACKAGES.get(config.memory.weights, ""), "bitsandbytes" * (config.train.optimizer == "adamw8bit"),
              "datasets" * of_hub, config.tracker * (config.tracker in ("wandb", "trackio"))]
@@ -128,7 +125,7 @@ def extras(config: Config) -> list[str]:
 
 @functools.cache
 def model_licences() -> dict[str, tuple[str, bool]]:
-    """Return the licence by model of the packaged recipes, as their first lines state it, and whether it is gated."""
+    """Licence by model of the packaged recipes, as their first lines state it, and whether it is gated."""
     found = {}
     for name in recipes.names():
         text = (recipes.FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
@@ -138,8 +135,8 @@ def model_licences() -> dict[str, tuple[str, bool]]:
 
 
 def _build_reward(label: str, rule: WatchRule) -> Any:
-    """Return a reward without its weights; its class where a package that it needs is missing; None for one that is
-    not built in."""
+    """Reward without its weights; its class where a package that it needs is missing; None for one that is not built
+    in."""
     name = rule.use or label
     if ALIASES.get(name, name) not in BUILT_IN:
         return None
@@ -186,7 +183,7 @@ def _of_reward(label: str, rule: WatchRule) -> Iterator[tuple[str, str | None, b
 
 def _repository(what: str, name: str, revision: str | None, file: str | None, weights: bool, licence: str,
                 variant: str | None, gigabytes: float | None) -> Need:
-    """Return the need of a repository: of one file of it, or of those that are read. weights: False for a tokenizer."""
+    """Need of a repository: of one file of it, or of those that are read. weights: False for a tokenizer."""
     from huggingface_hub import HfApi, constants, try_to_load_from_cache
 
     def is_cached(path: str) -> bool:
@@ -212,7 +209,7 @@ def _repository(what: str, name: str, revision: str | None, file: str | None, we
 
 
 def _to_accept(name: str) -> str:
-    """Return what the user has to do before a gated repository gives its files; "" if it does."""
+    """What the user has to do before a gated repository gives its files; "" if it does."""
     from huggingface_hub import HfApi, constants
 
     try:
@@ -224,9 +221,7 @@ def _to_accept(name: str) -> str:
 
 def choose_files(files: Iterable[File], weights: bool = True, variant: str | None = None) -> Iterator[File]:
     """Yield the files of a repository that diffusers or transformers read: one form of the weights of each folder.
-
-    weights: False for a tokenizer alone. variant: such as fp16.
-    """
+    weights: False for a tokenizer alone. variant: such as fp16."""
     files = [file for file in files if not file.name.startswith(".")]
     pipeline = any(file.name == "model_index.json" for file in files)
     folders: dict[str, list[File]] = {}
@@ -252,10 +247,8 @@ def choose_files(files: Iterable[File], weights: bool = True, variant: str | Non
 
 
 def fetch(found: Iterable[Need], advance: Callable[[int], None] = lambda _: None) -> None:
-    """Download what is missing of repositories into the hub's cache. advance: receives bytes as they come.
-
-    Raises UserError for the first file that cannot be had; files that are whole stay.
-    """
+    """Download what is missing of repositories into the hub's cache. advance: receives bytes as they come. Raises
+    UserError for the first file that cannot be had; files that are whole stay."""
     from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 
     jobs = list(dict.fromkeys((need.name, need.revision, file) for need in found for file in need.missing))
@@ -276,7 +269,6 @@ def fetch(found: Iterable[Need], advance: Callable[[int], None] = lambda _: None
 
 
 def _blobs(repository: str) -> Path:
-    """Return the folder of a repository's content in the hub's cache."""
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 
@@ -320,8 +312,7 @@ def _stream(url: str, partial: Path, file: File, advance: Callable[[int], None],
         begun = partial.stat().st_size if partial.exists() else 0
         if begun >= file.size and partial.exists():
             break
-        headers = build_hf_headers() | {"Accept-Encoding": "identity"} | (
-            {"Range": f"bytes={begun}-"} if begun else {})
+        headers = build_hf_headers() | {"Accept-Encoding": "identity"} | ({"Range": f"bytes={begun}-"} if begun else {})
         try:
             with get_session().stream("GET", url, headers=headers, follow_redirects=True) as response:
                 hf_raise_for_status(response)

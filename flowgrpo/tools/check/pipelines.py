@@ -5,8 +5,9 @@ Language models: language.py.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,6 +22,7 @@ from flowgrpo.methods.method import Method
 from flowgrpo.methods.presets.denoising import mix_grpo
 from flowgrpo.policies import build, options
 from flowgrpo.policies.pipelines import conditioned, few_steps, probes
+from flowgrpo.policies.pipelines.call import SCHEDULE
 from flowgrpo.policies.pipelines.conditioned import has_ip_adapter
 from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
@@ -29,7 +31,7 @@ from flowgrpo.policies.policy import resolve_precision
 from flowgrpo.policies.weights.lora_files import loader
 from flowgrpo.samplers import cost
 from flowgrpo.samplers.grids import shift_grid
-from flowgrpo.samplers.predictions import prediction
+from flowgrpo.samplers.kernels import prediction
 from flowgrpo.samplers.scheduler import Segment
 from flowgrpo.tools.check import loading, replays
 from flowgrpo.tools.check.replays import GROUP, RANK
@@ -121,8 +123,9 @@ def _sizes(policy: PipelinePolicy, adapter: Adapter) -> dict[str, Any]:
     sizes = [p.numel() for module in policy.denoisers.values() for p in module.parameters()
              if not adapter.rank or p not in ours]
     targets = dict.fromkeys([*adapter.targets, *adapter.encoder_targets])
+    found = [target for target in targets if any(name.endswith("." + target) for name in names)]
     return {"parameters": sum(sizes), "lora_parameters": sum(p.numel() for p in ours),
-            "lora_targets": [target for target in targets if any(name.endswith("." + target) for name in names)]}
+            "lora_targets": found or sorted({name.rpartition(".")[2] for name in names})}
 
 
 def _guidance(policy: PipelinePolicy, conditioning: Conditioning) -> str:
@@ -130,10 +133,13 @@ def _guidance(policy: PipelinePolicy, conditioning: Conditioning) -> str:
     turns it off)."""
     rows, (grid, timesteps) = {}, probes.few_steps(policy, 2)
     for policy.guidance in (4.0, 0.0, 1.0):
-        with _count_batches(policy) as batches:
+        rejects = () if policy.guidance else (ValueError,)  # some pipelines take no scale below 1, at which it is off
+        with _count_batches(policy) as batches, suppress(*rejects):
             policy.run(Segment(grid, range(1), timesteps=timesteps), conditioning, None, policy.generators([0]))
         rows[policy.guidance] = batches
-    off = min((1.0, 0.0), key=lambda scale: sum(rows[scale]))
+    off = min((1.0, 0.0), key=lambda scale: sum(rows[scale]) or math.inf)
+    if SCHEDULE in policy.accepts:
+        return "by a second denoiser, in every step"
     if sum(rows[4.0]) == sum(rows[off]):
         embedded = any(getattr(module.config, "guidance_embeds", False)
                        or getattr(module.config, "time_cond_proj_dim", None) for module in policy.denoisers.values())

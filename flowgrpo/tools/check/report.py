@@ -68,7 +68,10 @@ def report(model: str | tuple[Any, Any], config: Config | None = None, device: s
     device = _device(device)
     try:
         with torch.random.fork_rng(), matmul_precision("fp32", device):
-            if is_text(model):
+            # A language model: a loaded one, the name of a transformers class or family, a folder or a hub id.
+            text = hasattr(model[0], "get_input_embeddings") if not isinstance(model, str) else \
+                not model.endswith("Pipeline") and (tiny.is_language_model(model) or build.writes(model))
+            if text:
                 from flowgrpo.text.rewards.sandbox.choose import describe_boundary as boundaries
                 from flowgrpo.tools.check import language as language
 
@@ -83,32 +86,21 @@ def report(model: str | tuple[Any, Any], config: Config | None = None, device: s
     except Exception as error:  # third-party pipelines can raise anything; the error is the answer
         message = " ".join(str(error).split()) or "no message"
         if ran_out(error):
-            result |= {"supported": None, "reason": _room(result, device)}
+            weights = f", where the weights alone take {result['weights']} GiB" if "weights" in result else ""
+            options = "" if "kind" in result else ", memory.weights: int8, memory.encoders: cpu, smaller images"
+            result |= {"supported": None, "reason": (
+                f"memory ran out on {device}{weights}, so that nothing is known: give a --recipe with precision: bf16, "
+                f"train.checkpointing, train.micro_batch: 1{options}, or take "
+                + ("--device cpu" if device == "cuda" else "a machine with more"))}
         else:
             result["reason"] = message if isinstance(error, UserError) else f"{type(error).__name__}: {message}"
     return dict.fromkeys((*result, *fields)) | result
 
 
-def is_text(model: Any) -> bool:
-    """Return True for a language model: a loaded one, the name of a transformers class or family, a folder or a hub id.
-    """
-    if not isinstance(model, str):
-        return hasattr(model[0], "get_input_embeddings")
-    return not model.endswith("Pipeline") and (tiny.is_language_model(model) or build.writes(model))
-
-
 def of_class(model: str) -> bool:
-    """Return True for the name of a class of which a tiny random instance is made."""
+    """True for the name of a class of which a tiny random instance is made."""
     return model not in FOLDERS and not Path(model).exists() and (
         model in tiny.factories() or tiny.is_language_model(model))
-
-
-def _room(result: dict[str, Any], device: str) -> str:
-    weights = f", where the weights alone take {result['weights']} GiB" if "weights" in result else ""
-    options = "" if "kind" in result else ", memory.weights: int8, memory.encoders: cpu, smaller images"
-    return (f"memory ran out on {device}{weights}, so that nothing is known: give a --recipe with precision: bf16, "
-            f"train.checkpointing, train.micro_batch: 1{options}, or take "
-            + ("--device cpu" if device == "cuda" else "a machine with more"))
 
 
 def _notes(config: Config | None) -> list[str]:

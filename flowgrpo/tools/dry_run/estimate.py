@@ -49,11 +49,9 @@ from flowgrpo.train import Trainer
 FEW = (1, 2)  # denoising steps that are run: their difference is the cost of a step
 
 
-def of(trainer: Trainer, meta: MetaGPU, processes: int) -> Phase:
-    """Return the phase of one evaluation on one of so many processes: its peak, and the cost of all held-out samples.
-
-    The stock scheduler's own arithmetic is that of a rollout's.
-    """
+def count_evaluation(trainer: Trainer, meta: MetaGPU, processes: int) -> Phase:
+    """Phase of one evaluation on one of so many processes: its peak, and the cost of all held-out samples. The stock
+    scheduler's own arithmetic is that of a rollout's."""
     settings, rows = trainer.config.eval, trainer.geometry.micro_batch
     drawn = settings.prompts * settings.samples + looks.twins(settings.prompts, settings.samples)
     total = max(1, math.ceil(drawn / processes))
@@ -73,7 +71,7 @@ def of(trainer: Trainer, meta: MetaGPU, processes: int) -> Phase:
 
 @torch.no_grad()
 def _run(trainer: Trainer, meta: MetaGPU, rows: int, steps: int) -> Phase:
-    """Return the counts of sampling and decoding so many rows with so many steps."""
+    """Counts of sampling and decoding so many rows with so many steps."""
     policy, rollouts, config = cast(Any, trainer.policy), cast(Any, trainer.rollouts), trainer.config
     settings, prompt = config.eval, trainer.prompts[0]
     conditioning = rollouts.encode([prompt.text], [config.negative_prompt], [prompt.brings])
@@ -122,7 +120,7 @@ class Estimate:
     away: frozenset[str] = frozenset()
 
     def peak_bytes(self, phase: str) -> float:
-        """Return the bytes of tensors that are in use in a phase at most, reward models included."""
+        """Bytes of tensors that are in use in a phase at most, reward models included."""
         return self.phases[phase].allocated + (0 if phase in self.away else self.rewards)
 
     @property
@@ -131,7 +129,7 @@ class Estimate:
         return max(map(self.peak_bytes, self.phases))
 
     def above(self, room: float) -> list[str]:
-        """Return the phases that need more than `room` bytes."""
+        """Phases that need more than `room` bytes."""
         return [name for name in self.phases if self.peak_bytes(name) > room]
 
     @property
@@ -140,7 +138,6 @@ class Estimate:
         return sum(self.phase_seconds(name) for name in self.phases if name != EVALUATION)
 
     def phase_seconds(self, name: str) -> float:
-        """Return the seconds of a phase."""
         return self.phases[name].duration * self.factors.get(name, 1.0)
 
     @property
@@ -152,10 +149,8 @@ class Estimate:
         return f"computed, corrected by {factors} as {self.source}"
 
     def correct(self, gpu: str, model: str, table: Path = MEASURED) -> Estimate:
-        """Return the estimate with the factors that were measured on this card for the model's pipeline, if any are.
-
-        table: {card: {pipeline: {phase: factor, "commit": commit}}}, which scripts/gpu/gpu_minutes.py writes.
-        """
+        """Estimate with the factors that were measured on this card for the model's pipeline, if any are. table: {card:
+        {pipeline: {phase: factor, "commit": commit}}}, which scripts/gpu/gpu_minutes.py writes."""
         known, card = find(model), gpu_key(gpu)
         found = json.loads(table.read_text(encoding="utf-8")).get(card, {}).get(known.pipeline if known else "", {})
         factors = {name: found[name] for name in ORDER if name in found}
@@ -200,6 +195,7 @@ def dry_run(config: Config, gpu: GPU = GPUS["H100"], processes: int = 1, pipe: A
     rare = features.dry_runs(features.active_features(config, validate.resolve(config)))
     for feature in rare:
         feature.require(config, processes)
+    # As few prompts as make all optimizer steps; the rest of the epoch is extrapolated.
     few = min(shape.prompts, prompts_per_part(shape.group, shape.micro_batch) * config.train.updates)
     meta, short = MetaGPU(gpu), _short(config, few, rare)
     with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(devices=[]):
@@ -215,12 +211,14 @@ def dry_run(config: Config, gpu: GPU = GPUS["H100"], processes: int = 1, pipe: A
             clock = trainer.clock = trainer.rollouts.clock = _Phases(meta, encoders)
             replay_waits = _count_replay_waits(trainer, meta)
             trainer.run_epoch()
-            evaluated = None if config.eval.frames is None else of(trainer, meta, processes)
+            evaluated = None if config.eval.frames is None else count_evaluation(trainer, meta, processes)
+    # Phases grow with the prompts that were left out; an evaluation was counted whole.
     phases = _extrapolate(meta, clock, shape.prompts, few, sum(feature.waiting(config) for feature in rare))
     if evaluated is not None:
         phases[EVALUATION] = evaluated
     for feature in rare:
         feature.count(phases, calls, shape.prompts / few)
+    # Rewards are added last: they run on the device beside the policy, unless they leave it.
     estimate = Estimate(phases, reward_bytes(config),
                         _each(calls.step_waits, calls.steps), _each(replay_waits, calls.replays))
     away = {"encode": config.memory.encoders == "ahead" or config.memory.rewards == "cpu",
@@ -230,7 +228,7 @@ def dry_run(config: Config, gpu: GPU = GPUS["H100"], processes: int = 1, pipe: A
 
 
 def _prepare_recipe(config: Config) -> Config:
-    """Return the recipe with a precision and its largest size. Raises UserError for what a dry run does not cover."""
+    """Recipe with a precision and its largest size. Raises UserError for what a dry run does not cover."""
     if config.precision == AUTO:
         config = config.model_copy(update={"precision": "bf16"})
     wrong = {"language models": kind(config) != PIPELINE, "adapter.dora": config.adapter.dora,
@@ -249,7 +247,7 @@ def _prepare_recipe(config: Config) -> Config:
 
 
 def _short(config: Config, prompts: int, rare: Sequence[DryRun]) -> Config:
-    """Return the recipe as it is run, with fewer prompts and without what needs values or several processes."""
+    """Recipe as it is run, with fewer prompts and without what needs values or several processes."""
     for feature in rare:
         config = feature.run(config)
     train = {"prompts": prompts, "compile": False, "optimizer": "adamw"}
@@ -262,10 +260,8 @@ def _short(config: Config, prompts: int, rare: Sequence[DryRun]) -> Config:
 
 
 def _image(policy: Any, folder: Path) -> str | None:
-    """Write an image of the call's size, for a pipeline that takes one; return its file.
-
-    Named prompt sets have no images, and a pipeline that takes texts alone as well draws from them.
-    """
+    """Write an image of the call's size, for a pipeline that takes one; return its file. Named prompt sets have no
+    images, and a pipeline that takes texts alone as well draws from them."""
     if "image" not in policy.accepts:
         return None
     from PIL import Image
@@ -275,10 +271,8 @@ def _image(policy: Any, folder: Path) -> str | None:
     return str(file)
 
 
-def _trainer(config: Config, policy: Any, image: str | None, meta: MetaGPU, rare: Sequence[DryRun]
-             ) -> Trainer:
-    """Return a trainer in the state of a later epoch: with other prompts, the optimizer's moments, and the old policy.
-    """
+def _trainer(config: Config, policy: Any, image: str | None, meta: MetaGPU, rare: Sequence[DryRun]) -> Trainer:
+    """Trainer in the state of a later epoch: with other prompts, the optimizer's moments, and the old policy."""
     first, *later = (Prompt(f"{PROMPT} {number}", image=image) for number in range(config.train.prompts + 1))
     alone: Any = SimpleNamespace(process_index=0, num_processes=1, device=torch.device("cpu"), is_main_process=True)
     trainer = Trainer(config, alone, policy, {name: _any for name in config.trained}, ([first, *later[1:]], []))
@@ -297,16 +291,13 @@ def _trainer(config: Config, policy: Any, image: str | None, meta: MetaGPU, rare
 
 
 def _any(images: torch.Tensor, prompts: list[str]) -> list[float]:
-    """Return scores that differ, for samples without values."""
     drawn = random.Random(len(prompts))
     return [drawn.random() for _ in prompts]
 
 
 def _count_replay_waits(trainer: Trainer, meta: MetaGPU) -> Counter[str]:
-    """Count what makes the host wait while parts are replayed; the counts fill in while the trainer runs.
-
-    Optimizer steps are counted as a phase of their own, and so are large weights that come once an epoch.
-    """
+    """Count what makes the host wait while parts are replayed; the counts fill in while the trainer runs. Optimizer
+    steps are counted as a phase of their own, and so are large weights that come once an epoch."""
     waits, backward, step = Counter[str](), trainer.backward, trainer.optimization.step
     weights: Any = trainer.policy.weights
     load = weights.load
@@ -332,15 +323,13 @@ def _count_replay_waits(trainer: Trainer, meta: MetaGPU) -> Counter[str]:
 
 
 def _each(waits: Counter[str], times: int) -> dict[str, float]:
-    """Return the counts of a single one of `times`, without what happens less often than each time."""
+    """Counts of a single one of `times`, without what happens less often than each time."""
     return {reason: count / times for reason, count in waits.items() if count >= times > 0}
 
 
 def _extrapolate(meta: MetaGPU, clock: _Phases, prompts: int, few: int, waiting: int) -> dict[str, Phase]:
-    """Return the phases of an epoch of `prompts`, of which `few` were run with all optimizer steps.
-
-    waiting: epochs whose samples wait beside it.
-    """
+    """Phases of an epoch of `prompts`, of which `few` were run with all optimizer steps. waiting: epochs whose samples
+    wait beside it."""
     times, phases = prompts / few, {}
     states = max(clock.drawn - (clock.began or 0), 0) / few  # of one prompt
     for name in (name for name in ORDER if name in meta.phases):
@@ -359,5 +348,4 @@ def _extrapolate(meta: MetaGPU, clock: _Phases, prompts: int, few: int, waiting:
 
 
 def gib(count: float) -> float:
-    """Return bytes as GiB."""
     return count / GIB

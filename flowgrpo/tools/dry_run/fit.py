@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 from flowgrpo.config import features
@@ -34,7 +35,7 @@ OPTIONS: list[tuple[str, Any, Any, frozenset[str]]] = [
 
 
 def epoch(config: Config, gpu: GPU, processes: int = 1, pipe: Any = None) -> Estimate:
-    """Return the counts of an epoch: of a pipeline, or of a model of image tokens."""
+    """Counts of an epoch: of a pipeline, or of a model of image tokens."""
     if pipe is None and kind(config) == IMAGE_TOKENS:
         from flowgrpo.tools.dry_run import tokens
 
@@ -43,7 +44,7 @@ def epoch(config: Config, gpu: GPU, processes: int = 1, pipe: Any = None) -> Est
 
 
 def with_options(config: Config, options: dict[str, Any]) -> Config:
-    """Return a recipe with other values of options such as `memory.vae`."""
+    """Recipe with other values of options such as `memory.vae`."""
     for name, value in options.items():
         section, key = name.split(".")
         inner = getattr(config, section).model_copy(update={key: value})
@@ -51,9 +52,9 @@ def with_options(config: Config, options: dict[str, Any]) -> Config:
     return config
 
 
-def nearest_settings(config: Config, gpu: GPU, estimate: Estimate, processes: int = 1, pipe: Any = None
+def nearest_settings(config: Config, gpu: GPU, estimate: Estimate, processes: int = 1
                      ) -> tuple[dict[str, Any], Estimate]:
-    """Return changes of a recipe that make it fit, as {"memory.vae": "sliced"}, and its estimate with them.
+    """Changes of a recipe that make it fit, as {"memory.vae": "sliced"}, and its estimate with them.
 
     estimate: of the recipe as it is. Options are tried in the documented order, cheapest first, and only those that
     help a phase that does not fit; the first that fits ends the search. Then those that are not needed are taken back.
@@ -68,12 +69,12 @@ def nearest_settings(config: Config, gpu: GPU, estimate: Estimate, processes: in
             return settings, estimate
         try:
             trial = settings | dict([option])
-            estimate, settings = epoch(with_options(config, trial), gpu, processes, pipe), trial
+            estimate, settings = epoch(with_options(config, trial), gpu, processes), trial
         except UserError:  # an autoencoder without slices, a micro-batch that does not divide
             refused.add(option)
     for name in list(settings)[:-1]:
         without = {key: value for key, value in settings.items() if key != name}
-        trial_estimate = epoch(with_options(config, without), gpu, processes, pipe)
+        trial_estimate = epoch(with_options(config, without), gpu, processes)
         if not trial_estimate.above(gpu.room):
             estimate, settings = trial_estimate, without
     return settings, estimate
@@ -98,16 +99,24 @@ def _options(config: Config, above: list[str]) -> Iterator[tuple[str, Any]]:
 def batch_settings(config: Config, room: float, pipe: Any = None, processes: int = 1,
                    micro_batches: Sequence[int] = (), checkpointing: Sequence[bool] = (False, True)
                    ) -> dict[str, Any] | None:
-    """Return the micro-batch and the checkpointing of the fastest epoch that fits `room` bytes.
+    """Micro-batch and the checkpointing of the fastest epoch that fits `room` bytes.
 
     The result is {"micro_batch": 8, "checkpointing": False}: of each setting of checkpointing the largest micro-batch
     that fits, and of these the one with fewer seconds. None if nothing fits.
-    config: its micro_batch and checkpointing are not read. room: as `GPU.room`, or the
-    free bytes of a device less a few per cent. pipe: as in `dry_run`. micro_batches, checkpointing: those to choose
-    from; without micro_batches the divisors of the group, and whole groups. A dry run takes seconds to half a minute,
-    and there are about four for each setting of checkpointing. Raises UserError for what a dry run does not cover.
+    config: its micro_batch and checkpointing are not read. room: as `GPU.room`, or the free bytes of a device less a
+    few per cent. pipe: as in `dry_run`. micro_batches, checkpointing: those to choose from; without micro_batches the
+    divisors of the group, and whole groups that divide the prompts. A dry run takes seconds to half a minute, and there
+    are about four for each setting of checkpointing. Raises UserError for what a dry run does not cover.
     """
-    sizes = sorted(micro_batches) or _micro_batches(config, processes)
+    sizes = sorted(micro_batches)
+    if not sizes:
+        group, prompts = config.train.group, config.train.prompts // processes
+        parts = [size for size in range(1, group) if group % size == 0]
+        wholes = [group * count for count in range(1, prompts + 1) if prompts % count == 0]
+        for size in [*parts, *wholes]:
+            with suppress(UserError):  # of a size that the optimizer steps do not go with
+                geometry(with_options(config, {"train.micro_batch": size}).train, processes)
+                sizes.append(size)
     best: list[tuple[float, int, bool]] = []
     for setting in checkpointing:
         estimates: dict[int, Estimate] = {}
@@ -124,7 +133,7 @@ def batch_settings(config: Config, room: float, pipe: Any = None, processes: int
 
 
 def settle(config: Config, gpu: GPU, processes: int = 1) -> Config:
-    """Return a recipe with values in place of `auto`: those that fit the GPU, or else that take the least memory."""
+    """Recipe with values in place of `auto`: those that fit the GPU, or else that take the least memory."""
     config = _batch(config, gpu, processes)
     for feature in features.dry_runs(features.all()):
         config = feature.resolve_auto(config, processes, lambda held: not epoch(held, gpu, processes).above(gpu.room))
@@ -140,19 +149,3 @@ def _batch(config: Config, gpu: GPU, processes: int) -> Config:
     chosen = batch_settings(config, gpu.room, None, processes, sizes, shares)
     least = {"micro_batch": min(sizes, default=1), "checkpointing": shares[-1]}
     return config.model_copy(update={"train": train.model_copy(update=chosen or least)})
-
-
-def _micro_batches(config: Config, processes: int) -> list[int]:
-    """Return micro-batches that divide the group, and whole groups that divide the epoch's prompts."""
-    group, prompts = config.train.group, config.train.prompts // processes
-    sizes = [size for size in range(1, group) if group % size == 0]
-    sizes += [group * count for count in range(1, prompts + 1) if prompts % count == 0]
-    return [size for size in sizes if _valid(with_options(config, {"train.micro_batch": size}), processes)]
-
-
-def _valid(config: Config, processes: int) -> bool:
-    try:
-        geometry(config.train, processes)
-    except UserError:
-        return False
-    return True

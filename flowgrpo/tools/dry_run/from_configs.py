@@ -29,34 +29,32 @@ TEMPLATE = ("{% set content = messages[-1]['content'] %}{% if content is string 
 
 
 def pipeline(model: str, dtype: torch.dtype) -> Any:
-    """Return a pipeline with weights of this dtype and no values.
+    """Pipeline with weights of this dtype and no values.
 
     model: a packaged configuration's hub id or pipeline class, a starter's name, a folder, or another hub id, of which
     configurations and tokenizers are fetched. Raises UserError if there is no such pipeline.
     """
     known = None if Path(model).is_dir() else published.find(model)
     with quiet():
-        pipe = _of_folder(_folder(model), dtype) if known is None else _of_published(known, dtype)
+        pipe = _of_folder(_folder(model), dtype) if known is None else assemble(
+            known, lambda name, kind, config: part(kind, config, dtype))
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
 
 def like(pipe: Any) -> Any:
-    """Return a loaded pipeline's twin on the meta device, in its dtypes."""
-    components = {name: _twin(part) if isinstance(part, torch.nn.Module) else part
-                  for name, part in pipe.components.items()}
+    """Loaded pipeline's twin on the meta device, in its dtypes."""
+    components: dict[str, Any] = dict(pipe.components)
+    for name, module in components.items():
+        if isinstance(module, torch.nn.Module):
+            loaded: Any = module
+            components[name] = _of_diffusers(type(loaded), dict(loaded.config), loaded.dtype) \
+                if hasattr(loaded, "load_config") else _of_transformers(type(loaded), loaded.config, loaded.dtype)
     options = {key: value for key, value in pipe.config.items() if not key.startswith("_") and key not in components}
     with quiet():
         twin = type(pipe)(**components, **options)
     twin.set_progress_bar_config(disable=True)
     return twin
-
-
-def _twin(module: Any) -> torch.nn.Module:
-    kind, dtype = type(module), module.dtype
-    if hasattr(kind, "load_config"):
-        return _of_diffusers(kind, dict(module.config), dtype)
-    return _of_transformers(kind, module.config, dtype)
 
 
 @contextlib.contextmanager
@@ -72,7 +70,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _of_diffusers(kind: Any, config: dict[str, Any], dtype: torch.dtype) -> torch.nn.Module:
-    """Return a model as diffusers loads it: some of its modules stay in fp32."""
+    """Model as diffusers loads it: some of its modules stay in fp32."""
     with _default_dtype(dtype):
         module = kind.from_config(config)
     kept = getattr(module, "_keep_in_fp32_modules", None) or ()
@@ -89,12 +87,8 @@ def _of_transformers(kind: Any, config: Any, dtype: torch.dtype) -> torch.nn.Mod
 
 # --- a packaged configuration ----------------------------------------------------------------------------------------
 
-def _of_published(known: published.Published, dtype: torch.dtype) -> Any:
-    return assemble(known, lambda name, kind, config: part(kind, config, dtype))
-
-
 def assemble(known: published.Published, make: Callable[[str, str, dict[str, Any]], Any]) -> Any:
-    """Return a published pipeline with stand-in tokenizers, its components made by `make(name, class, config)`."""
+    """Published pipeline with stand-in tokenizers, its components made by `make(name, class, config)`."""
     import diffusers
 
     components = {name: make(name, kind, config) for name, (kind, config) in known.parts.items()}
@@ -109,10 +103,8 @@ def assemble(known: published.Published, make: Callable[[str, str, dict[str, Any
 
 
 def _processor(kind: str, tokens: PreTrainedTokenizerBase, config: Any) -> Any:
-    """Return a processor of images of Qwen2-VL's family.
-
-    The tokenizer learns the tokens of images, and the configuration of the text encoder their numbers.
-    """
+    """Processor of images of Qwen2-VL's family. The tokenizer learns the tokens of images, and the configuration of the
+    text encoder their numbers."""
     import transformers
 
     tokens.add_special_tokens({"additional_special_tokens": list(VISION_TOKENS.values())})
@@ -123,10 +115,8 @@ def _processor(kind: str, tokens: PreTrainedTokenizerBase, config: Any) -> Any:
 
 
 def part(kind: str, config: dict[str, Any], dtype: torch.dtype) -> Any:
-    """Return a component of a class of diffusers or transformers: a module without values, a scheduler or a guider.
-
-    kind: name of the class; below diffusers with its module, such as pipelines.ltx2.LTX2TextConnectors.
-    """
+    """Component of a class of diffusers or transformers: a module without values, a scheduler or a guider. kind: name
+    of the class; below diffusers with its module, such as pipelines.ltx2.LTX2TextConnectors."""
     import diffusers
     import transformers
 
@@ -139,7 +129,7 @@ def part(kind: str, config: dict[str, Any], dtype: torch.dtype) -> Any:
 
 
 def tokenizer(length: int) -> PreTrainedTokenizerBase:
-    """Return a tokenizer whose tokens are words and punctuation marks; all but numbers below 100 are unknown."""
+    """Tokenizer whose tokens are words and punctuation marks; all but numbers below 100 are unknown."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -184,7 +174,6 @@ def _of_folder(folder: Path, dtype: torch.dtype) -> Any:
 
 
 def _component(folder: Path, name: str, library: str | None, kind: str | None, dtype: torch.dtype) -> Any:
-    """Return a component: modules without weights, all else as it is loaded."""
     if library is None or kind is None:
         return None
     import diffusers

@@ -48,7 +48,7 @@ _composite = F.rms_norm
 
 def rms_norm(x: torch.Tensor, normalized_shape: list[int], weight: torch.Tensor | None = None, eps: float | None = None
              ) -> torch.Tensor:
-    """Return the normalisation as `F.rms_norm`: on meta one kernel each way, where CUDA has one."""
+    """Normalisation as `F.rms_norm`: on meta one kernel each way, where CUDA has one."""
     if not x.is_meta or len(normalized_shape) != 1 or weight is not None and weight.dtype != x.dtype:
         return _composite(x, normalized_shape, weight, eps)
     return _RMSNorm.apply(x, weight)  # type: ignore[no-untyped-call]
@@ -57,8 +57,8 @@ def rms_norm(x: torch.Tensor, normalized_shape: list[int], weight: torch.Tensor 
 def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
           dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False
           ) -> torch.Tensor:
-    """Return attention as `F.scaled_dot_product_attention`: on meta flash attention without a mask, else the efficient
-    kernel, which a GPU would take."""
+    """Attention as `F.scaled_dot_product_attention`: on meta flash attention without a mask, else the efficient kernel,
+    which a GPU would take."""
     if not query.is_meta:
         return torch._C._nn.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal,
                                                          scale=scale, enable_gqa=enable_gqa)
@@ -82,7 +82,6 @@ def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_
 
 
 def _four(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor [..., H, N, D] with one leading dimension."""
     return tensor[None] if tensor.ndim == 3 else tensor.flatten(0, -4)
 
 
@@ -114,7 +113,6 @@ class Autocast(TorchFunctionMode):
         return function(*args, **kwargs)
 
     def lower(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor in the lower precision."""
         if not tensor.is_floating_point() or tensor.dtype in (self.dtype, torch.float64):
             return tensor
         if not (tensor.requires_grad and tensor.is_leaf):
@@ -149,8 +147,8 @@ class HostValues:
     def __init__(self) -> None:
         self._copies: dict[int, torch.UntypedStorage] = {}
 
-    def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return the value of a meta tensor, which shares its memory with that of its views; None if unknown."""
+    def read(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Value of a meta tensor, which shares its memory with that of its views; None if unknown."""
         copy = self._copies.get(tensor.untyped_storage()._cdata)
         if copy is None:
             return None
@@ -165,7 +163,7 @@ class HostValues:
         if storage._cdata not in self._copies:
             self._copies[storage._cdata] = torch.UntypedStorage(storage.nbytes(), device="cpu")
             weakref.finalize(storage, self._copies.pop, storage._cdata, None)
-        known = self.of(tensor)
+        known = self.read(tensor)
         assert known is not None
         known.copy_(value)
 
@@ -188,6 +186,6 @@ class HostValues:
         self._copies.pop(tensor.untyped_storage()._cdata, None)
 
     def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        value = self.of(tensor) if tensor.is_meta else tensor
+        value = self.read(tensor) if tensor.is_meta else tensor
         assert value is not None
         return value

@@ -54,12 +54,18 @@ class Allocator:
         self._numbers = itertools.count()
 
     def take(self, size: int) -> Block:
-        """Return a block for `size` bytes: the smallest free one that holds it, else one of a new segment."""
+        """Block for `size` bytes: the smallest free one that holds it, else one of a new segment."""
         size = max(-(-size // ROUND) * ROUND, ROUND)
         small = size <= SMALL
         free = self._free[small]
         place = bisect.bisect_left(free, (size, -1))
-        block = free.pop(place)[2] if place < len(free) else self._segment(size, small)
+        if place < len(free):
+            block = free.pop(place)[2]
+        else:
+            step = SEGMENTS[0]
+            whole = SEGMENTS[not small] if small or size < WHOLE_SEGMENT else -(-size // step) * step
+            self.reserved += whole
+            block = Block(whole, small, next(self._numbers))
         rest = block.size - size
         if rest >= ROUND if small else rest > SMALL:
             block.size = size
@@ -81,12 +87,6 @@ class Allocator:
         if block.behind is not None and not block.behind.used:
             block = self._merge_blocks(block, block.behind, drop=block.behind)
         self._keep(block)
-
-    def _segment(self, size: int, small: bool) -> Block:
-        step = SEGMENTS[0]
-        whole = SEGMENTS[not small] if small or size < WHOLE_SEGMENT else -(-size // step) * step
-        self.reserved += whole
-        return Block(whole, small, next(self._numbers))
 
     def _merge_blocks(self, first: Block, second: Block, drop: Block) -> Block:
         free = self._free[drop.small]
@@ -155,7 +155,7 @@ _tensor, _cast = torch.tensor, torch.autocast
 
 
 def from_host(data: Any, *, device: Any = None, **options: Any) -> torch.Tensor:
-    """Return `torch.tensor`'s result; on the meta device as a copy of the host's, whose values are known."""
+    """`torch.tensor`'s result; on the meta device as a copy of the host's, whose values are known."""
     if device is None or torch.device(device) != META:
         return _tensor(data, device=device, **options)
     return _tensor(data, **options).to(META)
@@ -207,9 +207,7 @@ class MetaGPU(TorchDispatchMode):
     @contextlib.contextmanager
     def _checkpoints(self) -> Iterator[None]:
         """Context manager: torch's checkpointing restores the pretended autocast in a recomputed forward, as CUDA's.
-
-        Inside a backward no mode of functions is active.
-        """
+        Inside a backward no mode of functions is active."""
         stock: Any = torch
         before = stock.amp.is_autocast_available, stock.is_autocast_enabled, stock.get_autocast_dtype
         own, cast = META.type, stock.amp.autocast
@@ -253,10 +251,8 @@ class MetaGPU(TorchDispatchMode):
 
     @contextlib.contextmanager
     def measure(self, since: int | None = None) -> Iterator[Phase]:
-        """Context manager: counts of the work inside, which are the phase's too.
-
-        since: bytes in use before the work, of which its own bytes are counted; None: those at the beginning.
-        """
+        """Context manager: counts of the work inside, which are the phase's too. since: bytes in use before the work,
+        of which its own bytes are counted; None: those at the beginning."""
         before, work = self.phase, Phase()
         base = self.memory.in_use if since is None else since
         self.phase = work
@@ -281,6 +277,7 @@ class MetaGPU(TorchDispatchMode):
         if not inputs and (made is None or torch.device(made) != META):
             return function(*args, **kwargs)
         name = function._schema.name.partition("::")[2]
+        # Operations whose result the host needs: a device would be waited for.
         if name in ("_local_scalar_dense", "is_nonzero", "equal", "nonzero"):
             return self._read(function, name, args)
         if name in UNIQUE:
@@ -292,6 +289,7 @@ class MetaGPU(TorchDispatchMode):
             args = self._without_masks(name, args)
         if name in ("_to_copy", "copy_") and (copied := self._copy_to_host(name, args, kwargs)) is not None:
             return copied
+        # All others run without values; their memory and arithmetic are counted.
         result = function(*args, **kwargs)
         outputs = [*_tensors([result])]
         self.hold(outputs, self.share)
@@ -353,12 +351,18 @@ class MetaGPU(TorchDispatchMode):
     # --- what the host waits for -------------------------------------------------------------------------------------
 
     def _wait(self, reason: str) -> None:
-        self.phase.waits[f"{reason}: {_caller()}"] += 1
+        place = "unknown"  # the nearest line outside of torch that the operation came from
+        for frame in _frames(2):
+            file = frame.f_code.co_filename
+            if "/tools/dry_run/" not in file.replace("/tests/tools/", "/tests/") and "/torch/" not in file:
+                place = f"{'/'.join(file.split('/')[-2:])}:{frame.f_lineno}"
+                break
+        self.phase.waits[f"{reason}: {place}"] += 1
 
     def _read(self, function: Any, name: str, args: Any) -> Any:
-        """Return a value that the host reads, or the places that are not zero, which it counts."""
+        """Value that the host reads, or the places that are not zero, which it counts."""
         self._wait({"_local_scalar_dense": "item", "is_nonzero": "bool"}.get(name, name))
-        known = [self.values.of(value) if _on_meta(value) else value for value in args]
+        known = [self.values.read(value) if _on_meta(value) else value for value in args]
         if all(value is not None for value in known):
             value = function(*known)
             return self._to_device(value) if torch.is_tensor(value) else value
@@ -370,39 +374,36 @@ class MetaGPU(TorchDispatchMode):
         return True if tensor.dtype == torch.bool or name == "is_nonzero" else 0.0 if tensor.is_floating_point() else 1
 
     def _unique(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """Return the distinct values of a tensor, for which the host waits; unknown ones are all distinct."""
+        """Distinct values of a tensor, for which the host waits; unknown ones are all distinct."""
         self._wait("unique")
         source = args[0]
-        known = self.values.of(source) if _on_meta(source) else source
+        known = self.values.read(source) if _on_meta(source) else source
         if known is None:
             known = torch.arange(source.numel(), device="cpu").reshape(source.shape).to(source.dtype)
         return tuple(self._to_device(value) for value in function(known, *args[1:], **kwargs))
 
     def _to_device(self, value: torch.Tensor) -> torch.Tensor:
-        """Return a tensor on the pretended GPU, whose values are known."""
         copy = value.to(META)
         self.hold([copy])
         self.values.set(copy, value)
         return copy
 
     def _length(self, repeats: torch.Tensor) -> int:
-        """Return the sum of repetitions, for which the host waits; one each if they are unknown."""
+        """Sum of repetitions, for which the host waits; one each if they are unknown."""
         self._wait("length")
-        known = self.values.of(repeats)
+        known = self.values.read(repeats)
         return repeats.numel() if known is None else int(known.sum())
 
     def _without_masks(self, name: str, args: Any) -> Any:
-        """Replace masks among the indices by the places that they select; unknown ones select everything.
-
-        Indices on the host are copied, and block.
-        """
+        """Replace masks among the indices by the places that they select; unknown ones select everything. Indices on
+        the host are copied, and block."""
         indices: list[Any] = []
         for index in args[1]:
             if torch.is_tensor(index) and not index.is_meta:
                 self._wait("from the host")
             if _on_meta(index) and index.dtype == torch.bool:
                 self._wait("mask")
-                known = self.values.of(index)
+                known = self.values.read(index)
                 places = (torch.ones(index.shape, dtype=torch.bool) if known is None else known).nonzero()
                 indices += [column.to(META) for column in places.unbind(1)]
             else:
@@ -410,7 +411,7 @@ class MetaGPU(TorchDispatchMode):
         return args[0], indices, *args[2:]
 
     def _copy_to_host(self, name: str, args: Any, kwargs: Any) -> torch.Tensor | None:
-        """Return the host's copy of a meta tensor; None for other copies. Copies that block are counted."""
+        """The host's copy of a meta tensor; None for other copies. Copies that block are counted."""
         source = args[1] if name == "copy_" else args[0]
         place = args[0].device if name == "copy_" else torch.device(kwargs.get("device") or source.device)
         if source.device == place:
@@ -421,7 +422,7 @@ class MetaGPU(TorchDispatchMode):
                 self._wait("to the host")
             if name == "copy_":
                 return args[0]
-            known = self.values.of(source)
+            known = self.values.read(source)
             if known is not None:
                 return known.to(kwargs.get("dtype") or known.dtype, copy=True)
             shape = source.shape if source.numel() * source.element_size() <= WHOLE else ()
@@ -442,7 +443,6 @@ def _on_meta(value: Any) -> bool:
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Yield the tensors on the meta device among the arguments of an operation, which are values and lists of them."""
     for value in values:
         if _on_meta(value):
             yield value
@@ -457,15 +457,6 @@ def _frames(first: int) -> Iterator[Any]:
         frame = frame.f_back  # type: ignore[assignment]  # None at the end
 
 
-def _caller() -> str:
-    """Return the nearest line outside of torch that the operation came from."""
-    for frame in _frames(2):
-        file = frame.f_code.co_filename
-        if "/tools/dry_run/" not in file.replace("/tests/tools/", "/tests/") and "/torch/" not in file:
-            return f"{'/'.join(file.split('/')[-2:])}:{frame.f_lineno}"
-    return "unknown"
-
-
 def _within(copy: Any) -> bool:
-    """Return True within a function of `device` whose copies do not block."""
+    """True within a function of `device` whose copies do not block."""
     return any(frame.f_code is copy.__code__ for frame, _ in zip(_frames(2), range(10)))

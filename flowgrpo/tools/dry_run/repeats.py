@@ -24,11 +24,10 @@ class Shape:
     dtype: torch.dtype
 
     @staticmethod
-    def of(tensor: torch.Tensor) -> Shape:
+    def of_tensor(tensor: torch.Tensor) -> Shape:
         return Shape(tensor.shape, tensor.stride(), tensor.dtype)
 
     def empty(self) -> torch.Tensor:
-        """Return a new tensor of the shape."""
         return torch.empty_strided(self.size, self.strides, dtype=self.dtype, device=META)
 
 
@@ -56,14 +55,14 @@ class Repeats:
         policy.replay, policy.backward = self._replay(policy.replay), self._backward(policy.backward)
 
     def _once(self, key: Any, call: Callable[[], Any]) -> Any:
-        """Return the call's outputs; of a repeated one they are new tensors of the same shapes."""
+        """The call's outputs; of a repeated one they are new tensors of the same shapes."""
         if key in self._calls:
             work, shapes = self._calls[key]
             self.gpu.repeat(work)
             return tree_map_only(Shape, Shape.empty, shapes)
         with self.gpu.measure() as work:
             outputs = call()
-        self._calls[key] = work, tree_map_only(torch.Tensor, Shape.of, outputs)
+        self._calls[key] = work, tree_map_only(torch.Tensor, Shape.of_tensor, outputs)
         return outputs
 
     def _forward(self, module: torch.nn.Module, forward: Callable) -> Callable:
@@ -78,7 +77,7 @@ class Repeats:
         return answer
 
     def _repeat_arithmetic(self, forward: Callable) -> Callable:
-        """Return a forward with the arithmetic of the first one if a backward pass calls it again."""
+        """Forward with the arithmetic of the first one if a backward pass calls it again."""
         @functools.wraps(forward)
         def answer(*args: Any, **kwargs: Any) -> Any:
             if self.gpu.autocast is not None:
@@ -118,7 +117,9 @@ class Repeats:
             self.replays += 1
             if not self.policy.weights.adapter.rank:  # the first replay of an update is to stand for the others
                 self._hold_gradients(self.policy.weights.parameters())
-            key = "replay", _key(conditioning.calls, x), self._expert(grid, step)
+            boundary = self.policy.pipe.config.get("boundary_ratio")  # between two denoisers, which share the grid
+            first = boundary is not None and bool((grid[step] >= boundary).all())
+            key = "replay", _key(conditioning.calls, x), first
             before = self.gpu.memory.in_use
             self._replayed = key, before
             with self.gpu.measure() as work:
@@ -146,18 +147,11 @@ class Repeats:
         return answer
 
     def _hold_gradients(self, parameters: list[torch.nn.Parameter]) -> None:
-        """Make the gradients that parameters lack."""
         with self.gpu.sharding():
             for part in parameters:
                 part.grad = torch.empty_like(part) if part.grad is None else part.grad
 
-    def _expert(self, grid: torch.Tensor, step: Any) -> bool:
-        """Return True for a step of the first of two denoisers, which share the grid."""
-        boundary = self.policy.pipe.config.get("boundary_ratio")
-        return boundary is not None and bool((grid[step] >= boundary).all())
-
 
 def _key(*values: Any) -> tuple[Any, ...]:
-    """Return what a call's arguments have in common with those of its repetitions."""
-    return tuple(Shape.of(leaf) if torch.is_tensor(leaf) else
+    return tuple(Shape.of_tensor(leaf) if torch.is_tensor(leaf) else
                  leaf if isinstance(leaf, (int, float, str)) else type(leaf) for leaf in tree_leaves(values))

@@ -37,11 +37,8 @@ BEGIN = 3  # the token that begins an image, of the stand-in tokenizer
 
 
 def dry_run(config: Config, gpu: GPU, processes: int = 1) -> Estimate:
-    """Return the counts of an epoch on one of so many processes.
-
-    With `parts.data` of `SelfAnswers` all images are asked about, as if all were right; the epoch has fewer questions
-    where some are wrong. Raises UserError for what is not covered.
-    """
+    """Counts of an epoch on one of so many processes. With `parts.data` of `SelfAnswers` all images are asked about, as
+    if all were right; the epoch has fewer questions where some are wrong. Raises UserError for what is not covered."""
     config = _prepare_recipe(config)
     method = validate.resolve(config, build.process(build.IMAGE_TOKENS))
     shape, meta = geometry(config.train, processes), MetaGPU(gpu)
@@ -52,7 +49,7 @@ def dry_run(config: Config, gpu: GPU, processes: int = 1) -> Estimate:
         parts = -(-shape.samples // (shape.micro_batch * processes))
         with meta.running():
             run.begin()
-            run.count_rollout(parts)
+            run.count_rollout(min(shape.generation_batch, shape.samples), shape.samples)
             if config.precision != "fp32":
                 run.count_replay("rescore", parts, backward=False)
             if method.loss.kl.weight:
@@ -60,14 +57,15 @@ def dry_run(config: Config, gpu: GPU, processes: int = 1) -> Estimate:
             run.count_replay("update", parts * config.train.inner_epochs, backward=True)
             if isinstance(data := method.loss.data, SelfAnswers):
                 run.count_questions(data, parts)
-            run.count_steps(config.train.inner_epochs * config.train.updates)
+            with run.counting("update", config.train.inner_epochs * config.train.updates):
+                run.optimizer.step()
     phases = {name: meta.phases[name] for name in (*ORDER, ANSWERS) if name in meta.phases}
     estimate = Estimate(phases, reward_bytes(config))
     return replace(estimate, first=LOADING + GROWTH * gib(estimate.peak))
 
 
 def _prepare_recipe(config: Config) -> Config:
-    """Return the recipe with a precision. Raises UserError for what a dry run of image tokens does not cover."""
+    """Recipe with a precision. Raises UserError for what a dry run of image tokens does not cover."""
     if config.precision == AUTO:
         config = config.model_copy(update={"precision": "bf16"})
     for name in (name for name, applies in {"adapter.dora": config.adapter.dora, "memory.shard": config.memory.shard,
@@ -78,7 +76,6 @@ def _prepare_recipe(config: Config) -> Config:
 
 
 def _policy(config: Config) -> ImageLM:
-    """Return the policy of the model without values, with a stand-in tokenizer."""
     import transformers
 
     folder = Path(from_configs.FOLDERS.get(config.model, config.model))
@@ -154,13 +151,18 @@ class _Epoch:
         table = self.policy.model.get_input_embeddings()
         return table(torch.zeros(rows, length, dtype=torch.int64, device=META))
 
-    def count_rollout(self, parts: int) -> None:
-        """Count the rollout of so many micro-batches, and their decoding."""
-        policy = self.policy
-        self.read("rollout", self.rows * policy.rows_drawn, len(self.prompt), getattr(policy.model.model, HEAD),
-                  policy.grid, parts)
-        some = min(self.rows, DECODED)
-        with self.counting("decode", parts * -(-self.rows // some)):
+    def count_rollout(self, rows: int, samples: int) -> None:
+        """Count the rollout of so many samples, `rows` at once, and their decoding. As a run that is out of memory, it
+        draws half as many while their cache does not fit."""
+        policy, text = self.policy, self.policy.model.config.get_text_config()
+        width = text.num_key_value_heads * (text.hidden_size // text.num_attention_heads)
+        cache = 2 * text.num_hidden_layers * width * (len(self.prompt) + policy.grid) * policy.dtype.itemsize
+        while rows > self.rows and rows * policy.rows_drawn * cache > self.meta.gpu.room - self.meta.memory.in_use:
+            rows //= 2
+        self.read("rollout", rows * policy.rows_drawn, len(self.prompt), getattr(policy.model.model, HEAD), policy.grid,
+                  -(-samples // rows))
+        some = min(rows, DECODED)
+        with self.counting("decode", -(-samples // some)):
             policy.decode(torch.full((some, policy.grid), policy.first))
 
     def count_replay(self, name: str, times: int, backward: bool) -> None:
@@ -191,8 +193,3 @@ class _Epoch:
                 states = policy.body(inputs_embeds=self.embed(rows, length + data.length), use_cache=False)
                 logits = model.lm_head(states.last_hidden_state[:, -data.length:])
                 policy.backward(logits.float().log_softmax(-1).sum())
-
-    def count_steps(self, times: int) -> None:
-        """Count so many optimizer steps."""
-        with self.counting("update", times):
-            self.optimizer.step()

@@ -22,15 +22,16 @@ STORED = {"full": 1.0, "int8": 0.5, "fp8": 0.5, "nf4": 0.28}  # bytes of a linea
 
 
 def hold(meta: MetaGPU, policy: Any, memory: Memory, processes: int) -> Any:
-    """Count a policy's weights; return its text encoders, which come and go without copies.
-
-    processes: over which `memory.shard` shares weights of the denoisers.
-    """
+    """Count a policy's weights; return its text encoders, which come and go without copies. processes: over which
+    `memory.shard` shares weights of the denoisers."""
     encoders, turns, ahead = policy.encoders, memory.denoiser == "cpu", memory.encoders == "ahead"
     stored, count = STORED[memory.weights], processes if memory.shard else 1
+    # Weights that wait on the host take room only while their block is computed.
     if memory.offload != "none":
         for module in policy.denoisers.values():
-            _hold_offloaded(meta, module, stored)
+            for block in blocks(module):  # of what waits on the host, the largest that comes at a time: a whole block
+                meta.hold(_frozen_tensors([block]), 0.0)
+                meta.spare = max(meta.spare, round(stored * _bytes(_frozen_tensors([block]))))
     if count > 1 and not policy.weights.adapter.rank:
         _shard_trained(meta, policy, count)
     for module in policy.denoisers.values():
@@ -38,9 +39,10 @@ def hold(meta: MetaGPU, policy: Any, memory: Memory, processes: int) -> Any:
     parts = [part for part in policy.pipe.components.values() if isinstance(part, torch.nn.Module)]
     meta.hold(_tensors(part for part in parts if encoders.here or part not in encoders.modules))
 
+    # Encoders come and go as a run moves them; with `ahead` nothing else is on the device beside them.
     others = _tensors(part for part in parts if part not in [*encoders.modules, *policy.denoisers.values()])
 
-    def come() -> None:
+    def load() -> None:
         if not encoders.here:
             tensors = _tensors(encoders.modules)
             if turns or ahead:
@@ -62,15 +64,13 @@ def hold(meta: MetaGPU, policy: Any, memory: Memory, processes: int) -> Any:
             if turns:
                 meta.bus(round(stored * _bytes(_frozen_tensors(policy.denoisers.values()))), fixed=True)
 
-    encoders.come, encoders.offload = come, leave
+    encoders.load, encoders.offload = load, leave
     return encoders
 
 
 def _hold_denoiser(meta: MetaGPU, module: torch.nn.Module, stored: float, processes: int) -> None:
-    """Count a denoiser's frozen weights: linear layers as they are stored, and all of them shared over processes.
-
-    A quantised layer is restored for its product, and two shared blocks are collected at a time.
-    """
+    """Count a denoiser's frozen weights: linear layers as they are stored, and all of them shared over processes. A
+    quantised layer is restored for its product, and two shared blocks are collected at a time."""
     linear = [part.weight for key, part in module.named_modules()
               if isinstance(part, torch.nn.Linear) and "lora_" not in key]
     if stored < 1:
@@ -83,10 +83,8 @@ def _hold_denoiser(meta: MetaGPU, module: torch.nn.Module, stored: float, proces
 
 
 def _shard_trained(meta: MetaGPU, policy: Any, processes: int) -> None:
-    """Count trained weights, and what is made of them, as shards in fp32; the tensors are as they are collected.
-
-    Two blocks are collected at a time. The gradients of one wait for their sum, which is in fp32.
-    """
+    """Count trained weights, and what is made of them, as shards in fp32; the tensors are as they are collected. Two
+    blocks are collected at a time. The gradients of one wait for their sum, which is in fp32."""
     weights = policy.weights
     for parameter in weights.parameters():
         parameter.data = parameter.data.to(policy.dtype)
@@ -95,24 +93,13 @@ def _shard_trained(meta: MetaGPU, policy: Any, processes: int) -> None:
     meta.shard(weights.parameters())
     for block in (block for module in policy.denoisers.values() for block in blocks(module)):
         meta.spare = max(meta.spare, 3 * _bytes(_tensors([block])) + 4 * sum(p.numel() for p in block.parameters()))
-    weights.copies = _as_shards(meta, weights.copies)
+    made = weights.copies
 
-
-def _as_shards(meta: MetaGPU, made: Any) -> Any:
-    def answer(*args: Any) -> Any:
+    def make_shards(*args: Any) -> Any:
         with meta.sharding():
             return made(*args)
-    return answer
 
-
-def _hold_offloaded(meta: MetaGPU, module: torch.nn.Module, stored: float) -> None:
-    """Count none of the frozen weights that wait on the host, but of those that come at a time the largest.
-
-    The backward of a recomputed block needs all of its layers.
-    """
-    for block in blocks(module):
-        meta.hold(_frozen_tensors([block]), 0.0)
-        meta.spare = max(meta.spare, round(stored * _bytes(_frozen_tensors([block]))))
+    weights.copies = make_shards
 
 
 def _frozen_tensors(modules: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
@@ -128,13 +115,14 @@ def _bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def reward_bytes(config: Config) -> float:
-    """Return the bytes of a recipe's rewards, trained and measured; a model that several of them use counts once each.
-    """
-    return sum(_bytes_of(name) for name in _names(config))
+    """Bytes of a recipe's rewards, trained and measured; a model that several of them use counts once each."""
+    rules = config.trained | config.extra_rewards
+    names = {inner for name, rule in rules.items() for inner in (rule.use or name, *_inner(rule.args))}
+    return sum(map(_bytes_of, names))
 
 
 def _bytes_of(name: str) -> float:
-    """Return the bytes of a reward's default checkpoint in its default dtype; 0 for a reward without one."""
+    """Bytes of a reward's default checkpoint in its default dtype; 0 for a reward without one."""
     try:
         thing = locate(name)
     except UserError:
@@ -142,11 +130,6 @@ def _bytes_of(name: str) -> float:
     if not (inspect.isclass(thing) and issubclass(thing, LocalModel) and thing.parameters is not None):
         return 0
     return thing.parameters * DTYPES[inspect.signature(thing).parameters["dtype"].default].itemsize
-
-
-def _names(config: Config) -> Iterable[str]:
-    rules = config.trained | config.extra_rewards
-    return {inner for name, rule in rules.items() for inner in (rule.use or name, *_inner(rule.args))}
 
 
 def _inner(value: Any) -> Iterable[str]:

@@ -16,7 +16,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -75,23 +74,20 @@ def _parse_line(line: str, path: Path, number: int) -> LabelledText:
     for key in set(KEYS) & record.keys() - {"labels"}:
         if not isinstance(record[key], str) or not record[key].strip() or unsafe(record[key]):
             raise wrong(f"expected a text under {key!r}, got {str(record[key])[:60]!r}")
-    labels = _labels(record.get("labels", {OVERALL: 1.0} if "text" in record else {}), wrong)
-    return LabelledText(record.get("text") or record["chosen"], labels, record.get("rejected"),
-                        record.get("prompt", ""), record.get("category", ""))
-
-
-def _labels(labels: Any, wrong: Any) -> dict[str, float]:
+    labels = record.get("labels", {OVERALL: 1.0} if "text" in record else {})
     if not isinstance(labels, dict) or not all(
             isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
             for value in labels.values()):
         raise wrong(f"expected names and numbers under 'labels', got {str(labels)[:60]}")
-    return {name: float(value) for name, value in labels.items()}
+    labels = {name: float(value) for name, value in labels.items()}
+    return LabelledText(record.get("text") or record["chosen"], labels, record.get("rejected"),
+                        record.get("prompt", ""), record.get("category", ""))
 
 
 def degrade(text: str, seed: int) -> str:
-    """Return a text that argues worse: one of its sentences or lines left out, two of them exchanged, or a number
-    changed, by the seed in turn; a text that has none of these loses its second half (Posterior-GRPO's degraded
-    reasoning, by rules in place of a language model)."""
+    """Text that argues worse: one of its sentences or lines left out, two of them exchanged, or a number changed, by
+    the seed in turn; a text that has none of these loses its second half (Posterior-GRPO's degraded reasoning, by rules
+    in place of a language model)."""
     rng, steps = np.random.default_rng(seed), [step for step in _STEPS.split(text) if step.strip()]
     numbers = [*_NUMBER.finditer(text)]
     for way in (seed % 3, (seed + 1) % 3, (seed + 2) % 3):
@@ -129,7 +125,7 @@ class Settings:
 
 
 def fit(rows: Tensor, labels: Tensor, penalty: float, kind: str) -> Tensor:
-    """Return weights and intercept [D + 1] of a linear head with the least loss + penalty / 2 * |weights|^2.
+    """Weights and intercept [D + 1] of a linear head with the least loss + penalty / 2 * |weights|^2.
 
     rows: [N, D]; labels: [N]. The loss is half the squared errors, or the cross-entropies of labels 0 and 1; of pairs,
     rows are differences and the intercept is 0.
@@ -157,7 +153,7 @@ def fit(rows: Tensor, labels: Tensor, penalty: float, kind: str) -> Tensor:
 
 
 def evaluate_head(rows: Tensor, labels: Tensor, head: Tensor, kind: str) -> float:
-    """Return R2 of the labels, or the share of labels, or of pairs, on whose side the head is."""
+    """R2 of the labels, or the share of labels, or of pairs, on whose side the head is."""
     scores = rows.double() @ head[:-1] + head[-1]
     if kind == SQUARED:
         spread = (labels - labels.mean()).square().sum()
@@ -166,7 +162,6 @@ def evaluate_head(rows: Tensor, labels: Tensor, head: Tensor, kind: str) -> floa
 
 
 def kind_of(labels: Sequence[float], pairs: bool) -> str:
-    """Return what labels are learned by."""
     return PAIRS if pairs else LOGISTIC if set(labels) <= {0.0, 1.0} else SQUARED
 
 
@@ -178,6 +173,7 @@ def train(texts: Sequence[LabelledText], output: Path, settings: Settings) -> li
     """
     if output.exists():
         raise UserError(f"{output} exists already: name another file, or remove that one")
+    # Damaged copies stand in for the rejected texts that unlabelled ones lack.
     if settings.degrade:
         texts = [LabelledText(text.text, {}, degrade(text.text, number), text.prompt, text.category)
                  for number, text in enumerate(texts)]
@@ -189,6 +185,7 @@ def train(texts: Sequence[LabelledText], output: Path, settings: Settings) -> li
         if sorted(text.labels) != aspects:
             raise UserError(f"the text {text.text[:40]!r} has the labels {', '.join(sorted(text.labels))}, expected "
                             f"{', '.join(aspects)}, as the others have")
+    # Texts are encoded once: all heads of all categories read the same rows.
     rows, held = _rows(texts, settings.encoder), _held_out_mask(texts, settings)
     heads, results = {}, []
     for category in sorted({text.category for text in texts}):
@@ -210,14 +207,13 @@ def train(texts: Sequence[LabelledText], output: Path, settings: Settings) -> li
 
 
 def _rows(texts: Sequence[LabelledText], encoder: str | None) -> Tensor:
-    """Return the features of texts, or the differences of pairs: [N, D]."""
     embed = SemanticSimilarity(encoder).embed if encoder else hash_words
     rows = embed([text.text for text in texts])
     return rows - embed([text.rejected or "" for text in texts]) if texts[0].rejected is not None else rows
 
 
 def _held_out_mask(texts: Sequence[LabelledText], settings: Settings) -> Tensor:
-    """Return the held-out texts, bool [N]; texts of one prompt are on one side."""
+    """Held-out texts, bool [N]; texts of one prompt are on one side."""
     labels = [text.prompt or f"\0{number}" for number, text in enumerate(texts)]
     different = sorted(set(labels))
     if len(different) < 2:

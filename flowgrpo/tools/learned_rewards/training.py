@@ -92,33 +92,27 @@ class Settings:
 
 
 def bradley_terry(margins: Tensor, verdicts: Tensor) -> Tensor:
-    """Return -y log sigmoid(d) - (1 - y) log sigmoid(-d), a scalar, the mean over the verdicts that are not NaN; of
-    ties, y is 1/2.
-
-    Its gradient is (sigmoid(d) - y) / their number. margins, verdicts: [N, A].
-    """
+    """-y log sigmoid(d) - (1 - y) log sigmoid(-d), a scalar, the mean over the verdicts that are not NaN; of ties, y is
+    1/2. Its gradient is (sigmoid(d) - y) / their number. margins, verdicts: [N, A]."""
     there = ~verdicts.isnan()
     d, y = margins[there], verdicts[there].to(margins)
     return (y * softplus(-d) + (1 - y) * softplus(d)).mean()
 
 
 def right(margins: Tensor, verdicts: Tensor) -> Tensor:
-    """Return 1 if the preferred image has the higher score, 1/2 for equal scores, 0 otherwise: [N, A] -> [N, A].
-
-    NaN if no image is preferred.
-    """
+    """1 if the preferred image has the higher score, 1/2 for equal scores, 0 otherwise: [N, A] -> [N, A]. NaN if no
+    image is preferred."""
     sided = margins.sign() * (2 * verdicts - 1).sign()
     return torch.where(verdicts.isnan() | (verdicts == 0.5), torch.nan, (sided + 1) / 2)
 
 
 def accuracy(margins: Tensor, verdicts: Tensor, prompts: Sequence[str]) -> Interval:
-    """Return the share of pairs [N] ordered right, the mean of the prompts' means, with its 95 % interval over
-    prompts."""
+    """Share of pairs [N] ordered right, the mean of the prompts' means, with its 95 % interval over prompts."""
     return share(right(margins, verdicts).tolist(), prompts)
 
 
 def share(marks: Sequence[float], prompts: Sequence[str]) -> Interval:
-    """Return the mean of the prompts' means of marks [N], NaN left out, with its 95 % interval over prompts."""
+    """Mean of the prompts' means of marks [N], NaN left out, with its 95 % interval over prompts."""
     of = defaultdict(list)
     for prompt, value in zip(prompts, marks):
         of[prompt].append(value)
@@ -127,7 +121,7 @@ def share(marks: Sequence[float], prompts: Sequence[str]) -> Interval:
 
 
 def families(pairs: Sequence[Pair]) -> list[list[int]]:
-    """Return the pairs' indices, grouped by shared samples, directly or through others."""
+    """The pairs' indices, grouped by shared samples, directly or through others."""
     leads: dict[Hashable, Hashable] = {}
 
     def lead(sample: Hashable) -> Hashable:
@@ -147,10 +141,8 @@ def families(pairs: Sequence[Pair]) -> list[list[int]]:
 
 
 def batches(grouped: list[list[int]], size: int, rng: np.random.Generator) -> Iterator[list[int]]:
-    """Return all pairs' indices in random order, `size` at a time or slightly more.
-
-    Pairs that share a sample are in one batch: over several batches, such a sample is memorised.
-    """
+    """All pairs' indices in random order, `size` at a time or slightly more. Pairs that share a sample are in one
+    batch: over several batches, such a sample is memorised."""
     batch: list[int] = []
     for at in rng.permutation(len(grouped)):
         batch += grouped[at]
@@ -175,24 +167,30 @@ def train(trained: Sequence[Pair], held: Sequence[Pair], output: Path, settings:
     apart = _apart(trained, names, settings.margins)
     torch.manual_seed(settings.seed)
     network = _network(settings, len(names), device)
-    _tell_cut(network, {pair.prompt for pair in (*trained, *held)})
+    if isinstance(network, Film):  # whose small text encoder truncates
+        prompts = sorted({pair.prompt for pair in (*trained, *held)})
+        if longer := sum(len(ids) > network.longest for ids in network.tokenizer(prompts).input_ids):
+            tqdm.write(f"{longer} of {len(prompts)} prompts have more than the {network.longest} tokens that the text "
+                       "encoder reads: what follows is not seen", file=sys.stderr)
     sides = [(_rows(network, side, title), _verdicts(side, names)) for side, title in
              ((trained, "reading pairs"), (held, "reading held-out pairs"))]
     best = _fit(network, trained, (*sides[0], apart), sides[1], settings, device)
     scores = _scores(network, sides[1][0], settings, device)
     accuracies = {name: accuracy((scores[0] - scores[1])[:, i], sides[1][1][:, i], [pair.prompt for pair in held])
                   for i, name in enumerate(names)}
-    save(output, network, Description(_aspects(names, scores), settings.network, {
-        "accuracy": {name: _interval_json(result) for name, result in accuracies.items()}, "epoch": best,
+    flat = scores.flatten(0, 1).double()
+    scales = {name: Aspect(1.0, middle, spread or 1.0)
+              for name, middle, spread in zip(names, flat.mean(0).tolist(), flat.std(0).tolist())}
+    told = {name: {key: None if value != value else value for key, value in result.as_json().items()}
+            for name, result in accuracies.items()}
+    save(output, network, Description(scales, settings.network, {
+        "accuracy": told, "epoch": best,
         "pairs": {"train": len(trained), "held_out": len(held)}, "settings": asdict(settings)}))
     return accuracies
 
 
 def _device(name: str | None) -> str:
-    """Return the device of that name, None for a GPU if there is one.
-
-    Raises UserError if torch cannot use it.
-    """
+    """Device of that name, None for a GPU if there is one. Raises UserError if torch cannot use it."""
     try:
         return str(torch.empty(0, device=resolve_device(name)).device)
     except (RuntimeError, AssertionError):
@@ -209,25 +207,14 @@ def _network(settings: Settings, aspects: int, device: str) -> Network:
     return ClipHead(clip, aspects).to(device)
 
 
-def _tell_cut(network: Network, prompts: set[str]) -> None:
-    """Report the number of prompts that a small text encoder truncates."""
-    if isinstance(network, Film):
-        longer = sum(len(ids) > network.longest for ids in network.tokenizer(sorted(prompts)).input_ids)
-        if longer:
-            tqdm.write(f"{longer} of {len(prompts)} prompts have more than the {network.longest} tokens that the text "
-                       "encoder reads: what follows is not seen", file=sys.stderr)
-
-
 def _verdicts(pairs: Sequence[Pair], names: Sequence[str]) -> Tensor:
-    """[N, A]."""
+    """Which side each aspect prefers, [N, A]; NaN where a pair has no verdict."""
     return torch.tensor([[pair.verdicts.get(name, math.nan) for name in names] for pair in pairs])
 
 
 def _apart(pairs: Sequence[Pair], names: Sequence[str], weight: float) -> Tensor:
-    """Return by how much chosen is to be better than rejected, weight * margin, 0 where a pair has none: [N, A].
-
-    Raises UserError for a weight where no pair has a margin.
-    """
+    """By how much chosen is to be better than rejected, weight * margin, 0 where a pair has none: [N, A]. Raises
+    UserError for a weight where no pair has a margin."""
     if weight and not any(pair.margins for pair in pairs):
         raise UserError("--margins: no training pair has a margin: expected pairs of `flowgrpo reward label`, or leave "
                         "it out")
@@ -235,7 +222,7 @@ def _apart(pairs: Sequence[Pair], names: Sequence[str], weight: float) -> Tensor
 
 
 def _rows(network: Network, pairs: Sequence[Pair], title: str) -> Rows:
-    """Return the network's inputs of the pairs' samples and prompts, on the CPU."""
+    """The network's inputs of the pairs' samples and prompts, on the CPU."""
     shown = [(pair.prompt, sample) for side in ("chosen", "rejected") for pair in pairs
              for sample in [getattr(pair, side)]]
     parts = []
@@ -273,6 +260,7 @@ def fit(network: nn.Module, epochs: Sequence[Sequence[B]], loss_of: Callable[[B]
     for epoch, parts in enumerate(epochs, 1):
         network.train()
         for numbers in parts:
+            # A warm-up over a twentieth of the steps, and then down to 0.
             for group in optimizer.param_groups:
                 group["lr"] = settings.lr * min((step + 1) / max(total // 20, 1), 1 - step / total)
             loss = loss_of(numbers)
@@ -288,6 +276,7 @@ def fit(network: nn.Module, epochs: Sequence[Sequence[B]], loss_of: Callable[[B]
         shown.set_postfix(epoch=epoch, held_out=f"{score:.3f}", held_out_loss=f"{-negative:.3f}")
         if shown.disable:
             print(f"epoch {epoch} of {len(epochs)}: held_out={score:.3f}, held_out_loss={-negative:.3f}", flush=True)
+        # Accuracy ties are common on few pairs: the loss decides among them.
         if (score, negative) > best[:2]:
             best = (score, negative, epoch, copy.deepcopy(network.state_dict()))
         elif epoch - best[2] >= settings.patience:
@@ -307,7 +296,6 @@ def _loss(network: nn.Module, side: tuple[Rows, Tensor, Tensor], numbers: list[i
 
 
 def _evaluate(network: nn.Module, held: tuple[Rows, Tensor], settings: Settings, device: str) -> tuple[float, float]:
-    """Return the share of right verdicts on the held-out pairs, and minus the loss."""
     scores = _scores(network, held[0], settings, device)
     margins = scores[0] - scores[1]
     return right(margins, held[1]).nanmean().item(), -bradley_terry(margins, held[1]).item()
@@ -322,14 +310,3 @@ def _scores(network: nn.Module, rows: Rows, settings: Settings, device: str) -> 
     scores = [network(**{key: value[at:at + AT_ONCE].to(device) for key, value in flat.items()}).float().cpu()
               for at in range(0, count, AT_ONCE)]
     return torch.cat(scores).unflatten(0, (2, -1))
-
-
-def _aspects(names: Sequence[str], scores: Tensor) -> dict[str, Aspect]:
-    """Return the aspects with weight 1 each, and the scale of the scores [2, N, A]."""
-    mean, deviation = (values.tolist() for values in (scores.flatten(0, 1).double().mean(0),
-                                                      scores.flatten(0, 1).double().std(0)))
-    return {name: Aspect(1.0, mean[i], deviation[i] or 1.0) for i, name in enumerate(names)}
-
-
-def _interval_json(estimate: Interval) -> dict[str, Any]:
-    return {key: None if value != value else value for key, value in estimate.as_json().items()}

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
+from flowgrpo.contrib.taste.votes import SKIP, TIE, relative
 from flowgrpo.data.pairs import OVERALL, load_pairs
 from flowgrpo.evaluation.statistics import ALL, WILSON, Interval, format_interval, interval
+from flowgrpo.loopback import Refused
 from flowgrpo.storage import atomic
-
-CHOICES = ("left", "right", "tie", "skip")
 
 
 @dataclass(frozen=True)
@@ -43,16 +42,15 @@ class Comparison:
         return self.prompt.strip(), frozenset((self.a.resolve(), self.b.resolve()))
 
 
-class Changed(Exception):
-    """Error: another program has written to the file of pairs."""
-
-
 class Ballot:
     """Pairs in random order with random sides, and the verdicts on them, written at each vote.
 
+    A pair's name is its number; its image at place 0 is the left one.
     names: of the sides A and B. seed: of order and sides.
     Raises UserError if `output` holds something else than pairs.
     """
+
+    command = "flowgrpo compare vote"
 
     def __init__(self, comparisons: Sequence[Comparison], names: tuple[str, str], output: Path, seed: int = 0):
         self.comparisons, self.output, self.names = comparisons, output, names
@@ -84,49 +82,63 @@ class Ballot:
             self.history.append(number)
 
     def state(self) -> dict[str, Any]:
-        """Return what the page shows: progress, the present pair and the number of the next one; at the end the
-        summary."""
+        """What the page shows; at the end the table."""
         with self._lock:
             seen = set(self.history)
             waiting = [number for number in self.order if number not in seen]
-            shown = self._question_json(waiting[0]) if waiting else None
-            return {"done": len(self.verdicts), "total": len(self.comparisons), "undo": bool(self.history),
-                    "skipped": len(self.history) - len(self.verdicts), "pair": shown,
-                    "next": waiting[1] if len(waiting) > 1 else None, "summary": None if waiting else self.summary()}
+            skipped, (a, b) = len(self.history) - len(self.verdicts), self.names
+            shown: dict[str, Any] = {"title": "No pair is left", "question": None, "facts": (
+                f"Share of the votes for {b} over {a}, without ties, with Wilson's interval. Ctrl-C ends the command."
+                + " Skipped pairs are asked again at the next start." * bool(skipped))}
+            if waiting:
+                name, comparison = str(waiting[0]), self.comparisons[waiting[0]]
+                shown = {"title": comparison.prompt, "facts": "", "question": {
+                    "name": name, "count": 2, "sources": len(comparison.sources),
+                    "video": [self.file(name, place, ".mp4") is not None for place in (0, 1)]}}
+            return shown | {"done": len(self.verdicts), "total": len(self.comparisons), "undo": bool(self.history),
+                            "progress": f"{len(self.verdicts)} of {len(self.comparisons)}"
+                            + f", {skipped} skipped" * bool(skipped),
+                            "next": {"name": str(waiting[1]), "count": 2} if len(waiting) > 1 else None,
+                            "summary": None if waiting else self.table()}
 
-    def _question_json(self, number: int) -> dict[str, Any]:
-        return {"id": number, "prompt": self.comparisons[number].prompt,
-                "sources": len(self.comparisons[number].sources),
-                "video": {side: self.file(number, side, ".mp4") is not None for side in ("left", "right")}}
+    def count(self, name: str) -> int | None:
+        """Number of images of a pair; None if there is no such pair."""
+        return 2 if name.isdecimal() and int(name) < len(self.comparisons) else None
 
-    def file(self, number: int, side: str, ending: str = "") -> Path | None:
-        """Return the file on a side of a pair; ending: of the same clip in another form, None if there is none."""
-        comparison = self.comparisons[number]
-        path = comparison.b if (side == "left") == self.b_left[number] else comparison.a
+    def file(self, name: str, place: int, ending: str = "") -> Path | None:
+        """File at a place of a pair; ending: of the same clip in another form. None if there is none."""
+        if self.count(name) is None or place > 1:
+            return None
+        comparison = self.comparisons[int(name)]
+        path = comparison.b if (place == 0) == self.b_left[int(name)] else comparison.a
         if ending:
             path = path.with_suffix(ending) if path.suffix == ".webp" else Path()
         return path if path.is_file() else None
 
-    def source(self, number: int, place: int) -> Path | None:
-        """Return the file of an image that a pair's prompt brings; None if there is none."""
-        files = self.comparisons[number].sources
+    def source(self, name: str, place: int) -> Path | None:
+        """File of an image that a pair's prompt brings; None if there is none."""
+        files = self.comparisons[int(name)].sources if self.count(name) else ()
         return files[place] if place < len(files) and files[place].is_file() else None
 
-    def vote(self, number: int, choice: str) -> None:
-        """Keep a verdict of CHOICES, in place of an earlier one on the same pair; a skipped pair has none.
+    def vote(self, name: str, shown: Sequence[int], choice: int | str) -> None:
+        """Keep a verdict in place of an earlier one on the same pair: a place, TIE, or SKIP, which leaves it without.
 
-        Raises Changed, and OSError if the file cannot be written; then nothing is kept.
+        Raises Refused if another program has written to the file, and OSError if it cannot be written; then nothing is
+        kept.
         """
+        number = int(name)
         with self._lock:
             rows = {other: row for other, row in self._rows.items() if other != number}
             verdicts = {other: worth for other, worth in self.verdicts.items() if other != number}
-            if choice != "skip":
-                left = 1.0 if self.b_left[number] else 0.0
-                verdicts[number] = 0.5 if choice == "tie" else left if choice == "left" else 1 - left
+            if choice != SKIP:
+                verdicts[number] = 0.5 if choice == TIE else float((choice == 0) == self.b_left[number])
                 rows[number] = self._row(self.comparisons[number], verdicts[number])
             self._write(rows)
             self.verdicts = verdicts
             self.history = [other for other in self.history if other != number] + [number]
+
+    def finish(self) -> None:
+        raise Refused(404, "no such page: Ctrl-C ends the command")
 
     def undo(self) -> None:
         """Take back the last vote or skip, of earlier sessions too; raises as `vote` does."""
@@ -140,46 +152,45 @@ class Ballot:
             self.order = [number] + [other for other in self.order if other != number]
 
     def _row(self, comparison: Comparison, worth: float) -> dict[str, Any]:
-        """Return a line of the file. worth: 1 for B, 0 for A, 1/2 for a tie."""
+        """Line of the file. worth: 1 for B, 0 for A, 1/2 for a tie."""
         chosen, rejected = (comparison.b, comparison.a) if worth == 1 else (comparison.a, comparison.b)
-        row = {"prompt": comparison.prompt, "chosen": self._relative(chosen), "rejected": self._relative(rejected)}
-        return row | ({"aspects": {OVERALL: "tie"}} if worth == 0.5 else {})
-
-    def _relative(self, path: Path) -> str:
-        return Path(os.path.relpath(path.resolve(), self.output.parent.resolve())).as_posix()
+        folder = self.output.parent
+        row = {"prompt": comparison.prompt, "chosen": relative(chosen, folder), "rejected": relative(rejected, folder)}
+        return row | ({"aspects": {OVERALL: TIE}} if worth == 0.5 else {})
 
     def _write(self, rows: dict[int, dict[str, Any]]) -> None:
-        """Write all rows, in place of the file."""
         if rows == self._rows:
             return
         if self._file_stamp() != self._stamp:
-            raise Changed(f"another program has changed {self.output}: start `flowgrpo compare vote` again")
+            raise Refused(409, f"another program has changed {self.output}: start `{self.command}` again")
         atomic.write_text(self.output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows.values()))
         self._rows, self._stamp = rows, self._file_stamp()
 
     def _file_stamp(self) -> tuple[int, int] | None:
-        """Return time and size of the file; None without one."""
         if not self.output.is_file():
             return None
         facts = self.output.stat()
         return facts.st_mtime_ns, facts.st_size
 
-    def summary(self) -> dict[str, Any]:
-        """Return numbers of votes, and the share of those for A or B that prefer B, of all prompts and by category."""
+    def summary(self) -> dict[str, dict[str, Any]]:
+        """`count_votes` of all prompts, and by category if there are several."""
         places: dict[str, list[float]] = {ALL: []}
         for number, worth in sorted(self.verdicts.items()):
             places[ALL].append(worth)
             if self.comparisons[number].category is not None:
                 places.setdefault(str(self.comparisons[number].category), []).append(worth)
         rows = {name: count_votes(worths) for name, worths in places.items()}
-        if len(rows) == 2:  # one category is all prompts
-            rows = {ALL: rows[ALL]}
-        return {"a": self.names[0], "b": self.names[1], "rows": rows,
-                "skipped": len(self.history) - len(self.verdicts)}
+        return {ALL: rows[ALL]} if len(rows) == 2 else rows  # one category is all prompts
+
+    def table(self) -> list[list[str]]:
+        a, b = self.names
+        return [["prompts", "votes", f"for {b}", "ties", f"share for {b} over {a}, 95 %"],
+                *([name, str(row["votes"]), str(row["b"]), str(row["ties"]), row["share"]]
+                  for name, row in self.summary().items())]
 
 
 def count_votes(worths: Sequence[float]) -> dict[str, Any]:
-    """Return votes, ties, votes for B, and the share that prefers B with Wilson's 95 % interval; ties are left out."""
+    """Votes, ties, votes for B, and the share that prefers B with Wilson's 95 % interval; ties are left out."""
     decided = [worth for worth in worths if worth != 0.5]
     share = interval(np.array(decided, dtype=np.float64)[:, None], WILSON) if decided else \
         Interval(math.nan, math.nan, math.nan, WILSON, 0)

@@ -3,18 +3,17 @@ of a model."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from flowgrpo.data import sets
-from flowgrpo.data.prompts import Prompt, as_line
+from flowgrpo.data.prompts import to_jsonl
 from flowgrpo.errors import UserError
 from flowgrpo.evaluation import images
 from flowgrpo.evaluation.measured import spread
 from flowgrpo.policies import loading
 from flowgrpo.policies.checkpoints import config_of
-from flowgrpo.storage import atomic
+from flowgrpo.storage import atomic, paths
 from flowgrpo.tools.vote.ballot import Comparison
 from flowgrpo.tools.vote.sources import Sides, of_folders
 
@@ -40,16 +39,13 @@ def pairs(source: Path, loras: Sequence[Path], prompts: Path | None, count: int,
     for lora in loras:
         loading.require_weights(lora)
     listing = folder / "prompts.jsonl"
-    atomic.write_text(listing, _lines(chosen))
     model = config.model if config is not None else str(source)
     sides: list[Path | None] = [None] * (2 - len(loras)) + [*loras]
-    for number, (name, side) in enumerate(zip("ab", sides)):
-        own = seed if loras else seed + number
-        images.sample_file(model, listing, folder / name, lora=side, seed=own, key="base_image")
+    with paths.undone(folder):
+        atomic.write_text(listing, to_jsonl(chosen))
+        for number, (name, side) in enumerate(zip("ab", sides)):
+            own = seed if loras else seed + number
+            images.sample_file(model, listing, folder / name, lora=side, seed=own, key="base_image")
     names = [side.resolve().name if side is not None else "base" for side in sides] if loras else \
         [f"seed {seed}", f"seed {seed + 1}"]
     return of_folders(folder / "a", folder / "b")[0], (names[0], names[1])
-
-
-def _lines(prompts: Sequence[Prompt]) -> str:
-    return "".join(json.dumps(as_line(prompt), ensure_ascii=False) + "\n" for prompt in prompts)

@@ -47,7 +47,7 @@ class Group:
 
 
 def groups(folders: Sequence[Path], key: str | None = None) -> list[Group]:
-    """Return the samples of folders by prompt, in order of appearance; prompts with one sample are left out.
+    """Samples of folders by prompt, in order of appearance; prompts with one sample are left out.
 
     A folder is one of `flowgrpo sample --prompts`, or one of images that name their prompt (`sources.listed`).
     key: under which its prompts.jsonl names a sample; None: one of KEYS.
@@ -78,7 +78,14 @@ def _of_folder(folder: Path, key: str | None) -> Iterator[tuple[Prompt, str | Pa
         if name is not None:
             listed_here, sample = True, prompt.metadata[name]
             rest = {other: value for other, value in prompt.metadata.items() if other != name}
-            yield replace(prompt, metadata=rest), _existing(folder, sample) if _is_image(name, sample) else sample
+            # A key of the user's own names texts or images.
+            if name == "base_image" or name != "base_text" and sample.endswith(ENDINGS) and Path(sample).is_absolute():
+                path = own_image(folder, sample)
+                if path is None:
+                    raise UserError(f"no image at {folder / sample}, which prompts.jsonl names: sample it again, or "
+                                    "remove its line")
+                sample = path
+            yield replace(prompt, metadata=rest), sample
     if not listed_here:
         if not folder.is_dir():
             raise UserError(f"no folder at {folder}: expected a folder of samples, or --prompts too, with a model")
@@ -87,17 +94,6 @@ def _of_folder(folder: Path, key: str | None) -> Iterator[tuple[Prompt, str | Pa
             raise UserError(f"{folder} holds no samples: expected what `flowgrpo sample --prompts` writes, or images")
         yield from ((prompt, path) for path, prompt in images.values())
 
-
-def _is_image(key: str, sample: str) -> bool:
-    """Return True if a sample is the path of an image, which `flowgrpo sample` writes as an absolute one."""
-    return key == "base_image" or key != "base_text" and sample.endswith(ENDINGS) and Path(sample).is_absolute()
-
-
-def _existing(folder: Path, name: str) -> Path:
-    path = own_image(folder, name)
-    if path is None:
-        raise UserError(f"no image at {folder / name}, which prompts.jsonl names: sample it again, or remove its line")
-    return path
 
 
 class Scores:
@@ -113,8 +109,7 @@ class Scores:
             for line in known if isinstance(line, dict) and {"group", "rule", "scores"} <= line.keys()}
 
     def __call__(self, groups: Sequence[Group]) -> list[torch.Tensor]:
-        """Return the scores [G, R] of every group, NaN where a reward does not apply or has failed; missing ones are
-        computed."""
+        """Scores [G, R] of every group, NaN where a reward does not apply or has failed; missing ones are computed."""
         digests = [group.digest for group in groups]
         missing = [place for place, digest in enumerate(digests)
                    if any((digest, rule) not in self.known for rule in self.rules.values())]

@@ -36,9 +36,8 @@ class Choice:
     tie: float = 0.0
 
     def pairs(self, totals: Tensor) -> list[tuple[int, int]]:
-        """Return (chosen, rejected) of the totals [G] of a prompt's samples; one with NaN is in no pair."""
-        ranked = [place for place in totals.argsort(descending=True, stable=True).tolist()
-                  if not totals[place].isnan()]
+        """(chosen, rejected) of the totals [G] of a prompt's samples; one with NaN is in no pair."""
+        ranked = [place for place in totals.argsort(descending=True, stable=True).tolist() if not totals[place].isnan()]
         ends = list(zip(ranked[:1], ranked[-1:]))
         pairs = [(good, bad) for at, good in enumerate(ranked) for bad in ranked[at + 1:]] if self.every else ends
         return [(good, bad) for good, bad in pairs if float(totals[good] - totals[bad]) > self.least]
@@ -55,8 +54,13 @@ class Labelled:
     failed: dict[str, tuple[int, str]]
 
 
-def require_aspects(rules: dict[str, RewardRule]) -> None:
-    """Raise UserError for no reward, and for several of which one has a name that no aspect can have."""
+def require(output: Path, rules: dict[str, RewardRule]) -> None:
+    """Raise UserError for a file that this command did not write, and for rewards that cannot name aspects."""
+    if output.suffix != ".jsonl":
+        raise UserError(f"--output {output}: expected a .jsonl file")
+    paths.require_file(output)
+    if output.exists() and not scores_file(output).is_file():
+        raise UserError(f"--output {output} holds pairs that this command did not write: name another file")
     if not rules:
         raise UserError("--rewards: expected the names of rewards, such as --rewards scene (`flowgrpo list rewards` "
                         "lists them)")
@@ -94,22 +98,12 @@ def label(groups: Sequence[Group], rules: dict[str, RewardRule], output: Path, c
 
 
 def scores_file(output: Path) -> Path:
-    """Return the file of scores beside a file of pairs."""
     return output.with_suffix(".scores.jsonl")
-
-
-def require_output(output: Path) -> None:
-    """Raise UserError for anything but a .jsonl file that does not exist yet or that this command wrote."""
-    if output.suffix != ".jsonl":
-        raise UserError(f"--output {output}: expected a .jsonl file")
-    paths.require_file(output)
-    if output.exists() and not scores_file(output).is_file():
-        raise UserError(f"--output {output} holds pairs that this command did not write: name another file")
 
 
 def _rows(group: Group, scores: Tensor, composed: dict[str, Composed], weights: Sequence[float], folder: Path,
           choice: Choice) -> list[dict[str, Any]]:
-    """Return the lines of a prompt's pairs. scores: [G, R]; weights: of the R rewards."""
+    """Lines of a prompt's pairs. scores: [G, R]; weights: of the R rewards."""
     shaped = rewards.transform_scores(composed, scores[None])
     [totals] = weighted_sum(shaped, weights)
     signed = shaped[0] * torch.tensor(weights, dtype=shaped.dtype).sign()

@@ -5,6 +5,7 @@ One thread asks, and learns from whole batches; those of the page show and vote.
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
@@ -16,22 +17,24 @@ import numpy as np
 
 from flowgrpo.contrib.taste.votes import SKIP, TIE, Question, Vote, VoteLog
 from flowgrpo.evaluation.statistics import WILSON, format_interval, interval
+from flowgrpo.loopback import Refused
+from flowgrpo.nouns import quantity
 
-RECENT = 20  # checks that the page counts: earlier ones are of weights that have changed since
+RECENT = 100  # checks that are counted: 96 tell .60 from .50, and earlier ones are of weights that have changed since
+LOOKS = {"edge_width": "width of edges", "diversity": "variety"}
 TICK = 0.2  # seconds between two looks of the loop at its own stop
-
-
-class Late(Exception):
-    """Error: a vote on a question that is not asked, or whose batch is learned."""
 
 
 class LiveBallot:
     """Questions in the order in which they were asked, and the votes on them, those of earlier sessions too.
 
-    log: file of the votes. seed: of the sides of checks.
+    log: file of the votes. seed: of the images' places on the page, which are random, so that a place tells nothing of
+    an image.
     clock: seconds that the session may take; it begins with the first question. None: no limit.
     facts: what the loop tells the page. ended: the user has finished, or the time is over.
     """
+
+    command = "flowgrpo taste"
 
     def __init__(self, log: VoteLog, seconds: float | None = None, seed: int = 0,
                  clock: Callable[[], float] = time.monotonic):
@@ -45,7 +48,7 @@ class LiveBallot:
 
     @property
     def output(self) -> Path:
-        """Return the file of the votes."""
+        """The file of the votes."""
         return self.log.file
 
     # --- the loop ----------------------------------------------------------------------------------------------------
@@ -59,7 +62,7 @@ class LiveBallot:
             self._begun = self.clock() if self._begun is None else self._begun
 
     def wait(self, batch: int, check: Callable[[], None]) -> dict[int, Vote] | None:
-        """Return the votes on a batch by their places once all of it has one, and close it; None if the session ends.
+        """Close a batch once all of it has a vote: the votes by their places; None if the session ends.
 
         check: called several times a second, may raise.
         """
@@ -74,7 +77,6 @@ class LiveBallot:
                 self._changed.wait(TICK)
 
     def _open(self, batch: int | None = None) -> list[str]:
-        """Return the questions without a vote, of one batch or of all."""
         return [name for name, question in self.questions.items() if name not in self.log.votes
                 and batch in (None, question.batch)]
 
@@ -85,7 +87,7 @@ class LiveBallot:
 
     @property
     def seconds_left(self) -> float | None:
-        """Return the seconds that are left; None without a limit."""
+        """The seconds that are left; None without a limit."""
         if self.seconds is None or self._begun is None:
             return self.seconds
         return max(0.0, self.seconds - (self.clock() - self._begun))
@@ -103,41 +105,64 @@ class LiveBallot:
     # --- the page ----------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return what the page shows: the present question, the number of the next one, progress, and facts."""
+        """What the page shows: of the present batch, how much is done."""
         with self._changed:
-            waiting = [] if self.is_finished else self._open()
-            shown = self.questions[waiting[0]] if waiting else None
-            of = [question for question in self.questions.values() if shown and question.batch == shown.batch]
-            return {"question": shown and {"name": shown.name, "prompt": shown.prompt, "count": len(shown.files)},
-                    "next": next(({"name": name, "count": len(self.questions[name].files)} for name in waiting[1:2]),
-                                 None),
-                    "clicks": sum(".q" in name for name in self.log.votes),
+            ended, waiting = self.is_finished, [] if self.is_finished else self._open()
+            asked = [self.questions[name] for name in waiting[:2]]
+            of = [question for question in self.questions.values() if asked and question.batch == asked[0].batch]
+            clicks, left = sum(".q" in name for name in self.log.votes), self.seconds_left
+            first, then = [{"name": each.name, "count": len(each.files)} for each in asked] + [None] * (2 - len(asked))
+            return {"title": "The session has ended: the terminal says where the LoRA is" if ended else
+                    asked[0].prompt if asked else "The next images are being generated",
+                    "question": first, "next": then, "clicks": clicks, "live": not ended,
+                    "progress": quantity(clicks, "click")
+                    + (f", {math.ceil(left / 60)} min left" if left is not None else ""),
                     "total": len(of), "done": sum(each.name in self.log.votes for each in of),
-                    "undo": self._last() is not None and not self.is_finished, "left": self.seconds_left,
-                    "ended": self.is_finished,
-                    "against": self.against(), **self.facts}
+                    "undo": self._last() is not None and not ended, "facts": self._facts()}
 
-    def file(self, name: str, place: int) -> Path | None:
-        """Return the image at a place of the page; of a check the sides are random."""
+    def _facts(self) -> str:
+        against, facts, said = self.against(), self.facts, []
+        if against:
+            said.append(f"against the base: {against['wins']:g} of {against['of']} blind pairs, {against['share']}")
+        elif "evidence" in facts and not facts.get("updates"):
+            said.append(f"evidence of a taste: {facts['evidence']:.2g} of {facts['needed']:g}, from where it trains")
+        if foretold := facts.get("foretold"):
+            said.append(f"{foretold['right']} of the last {foretold['of']} clicks were predicted")
+        said += [f"{what} {facts['looks'][name]:.2f} of the base's" for name, what in LOOKS.items()
+                 if facts.get("looks", {}).get(name)]
+        if facts.get("updates"):
+            said.append(quantity(facts["updates"], "update"))
+        return " \u00b7 ".join(said)
+
+    def count(self, name: str) -> int | None:
+        """Number of images of a question; None if it was not asked."""
+        return len(self.questions[name].files) if name in self.questions else None
+
+    def file(self, name: str, place: int, ending: str = "") -> Path | None:
+        """The image at a place of the page; the places are random."""
         question = self.questions.get(name)
-        if question is None or place >= len(question.files):
+        if question is None or ending or place >= len(question.files):
             return None
         path = question.files[self._place(question, place)]
         return path if path.is_file() else None
 
+    def source(self, name: str, place: int) -> Path | None:
+        return None
+
     def _place(self, question: Question, place: int) -> int:
-        flip = question.check and random.Random(f"{self.seed}/{question.name}").random() < 0.5
-        return len(question.files) - 1 - place if flip else place
+        order = [*range(len(question.files))]
+        random.Random(f"{self.seed}/{question.name}").shuffle(order)
+        return order[place]
 
     def vote(self, name: str, shown: Sequence[int], choice: int | str) -> None:
         """Keep a vote. shown: places of the page; choice: one of them, TIE or SKIP.
 
-        Raises Late, and OSError if it cannot be written; then nothing is kept.
+        Raises Refused for a question that is closed, and OSError if it cannot be written; then nothing is kept.
         """
         with self._changed:
             question = self.questions.get(name)
             if question is None or question.batch <= self._learned or self.is_finished:
-                raise Late("this question is closed: its batch is learned, or the session has ended")
+                raise Refused(409, "this question is closed: its batch is learned, or the session has ended")
             places = tuple(self._place(question, place) for place in shown)
             at = choice if isinstance(choice, str) else self._place(question, choice)
             self.log.add(question, Vote(places, at))
@@ -154,8 +179,8 @@ class LiveBallot:
                      and self.questions[name].batch > self._learned), None)
 
     def against(self) -> dict[str, Any] | None:
-        """Return how often the present model won its last checks against the base, a tie as one half, with Wilson's 95
-        % interval; None before the first."""
+        """How often the model won its last blind pairs with the base, from other noises, a tie as one half, with
+        Wilson's 95 % interval; None before the first."""
         worths = [1.0 if vote.choice == 1 else 0.5 if vote.choice == TIE else 0.0
                   for name, vote in self.log.votes.items() if ".c" in name and vote.choice != SKIP][-RECENT:]
         if not worths:

@@ -25,10 +25,8 @@ Sides = tuple[str, str]  # names of A and B
 
 
 def pairs(places: Sequence[Path]) -> tuple[list[Comparison], Sides]:
-    """Return the pairs of a run, of the PNG of a grid page, or of two folders, and the names of their sides.
-
-    Raises UserError for anything else, and if no images are there.
-    """
+    """Pairs of a run, of the PNG of a grid page, or of two folders, and the names of their sides. Raises UserError for
+    anything else, and if no images are there."""
     if len(places) == 2:
         return of_folders(places[0], places[1])
     if len(places) != 1:
@@ -43,10 +41,7 @@ def pairs(places: Sequence[Path]) -> tuple[list[Comparison], Sides]:
 
 
 def of_page(page: Path) -> tuple[list[Comparison], Sides]:
-    """Return the pairs of a page: of its first and its last column.
-
-    Raises UserError for a page without images beside it.
-    """
+    """Pairs of a page: of its first and its last column. Raises UserError for a page without images beside it."""
     facts = _facts(page)
     folders, names, prompts = (_texts(facts.get(key)) for key in ("folders", "columns", "prompts"))
     tasks = _texts(facts.get("tasks"), str, NoneType)
@@ -56,36 +51,32 @@ def of_page(page: Path) -> tuple[list[Comparison], Sides]:
     sides = [page.parent / folders[at] for at in (0, -1)]
     if not all(side.resolve().is_relative_to(page.parent.resolve()) for side in sides):
         raise UserError(f"{page} names images outside its folder: expected what `flowgrpo compare grid` wrote")
-    try:
-        columns = [_numbered_images(side) for side in sides]
-    except OSError as error:
-        raise UserError(f"{page} names a folder that cannot be read ({error.strerror}): sample it again") from None
+    columns = []
+    for side in sides:
+        try:
+            files = sorted(file for file in side.glob("*") if re.fullmatch(r"\d+\.(png|webp)", file.name))
+        except OSError as error:
+            raise UserError(f"{page} names a folder that cannot be read ({error.strerror}): sample it again") from None
+        columns.append([file for file in files if file.suffix == ".webp"] or files)  # of clips the WebPs
     if not all(len(column) == len(prompts) > 0 for column in columns):
         raise UserError(f"{page} has {quantity(len(prompts), 'prompt')}, but {len(columns[0])} and {len(columns[1])} "
-                        "images in "
-                        f"{sides[0]} and {sides[1]}: sample it again")
+                        f"images in {sides[0]} and {sides[1]}: sample it again")
     tasks = tasks if len(tasks) == len(prompts) else [None] * len(prompts)
-    return [Comparison(prompt, a, b, task, brought) for prompt, a, b, task, brought
-            in zip(prompts, *columns, tasks, _source_files(page, facts, len(prompts)))], (names[0], names[-1])
-
-
-def _source_files(page: Path, facts: dict[str, Any], count: int) -> list[tuple[Path, ...]]:
-    """Return the files of what each of so many prompts brings; those outside of the page's folder are left out."""
+    # What each prompt brings, but for files outside of the page's folder.
     listed, folder = facts.get("sources"), page.parent.resolve()
     rows = [[page.parent / name for name in _texts(names)] for names in listed] if isinstance(listed, list) else []
-    kept = [tuple(file for file in row if file.suffix in ENDINGS and file.resolve().is_relative_to(folder))
-            for row in rows]
-    return kept if len(kept) == count else [()] * count
-
+    brought = [tuple(file for file in row if file.suffix in ENDINGS and file.resolve().is_relative_to(folder))
+               for row in rows]
+    brought = brought if len(brought) == len(prompts) else [()] * len(prompts)
+    return [Comparison(*row) for row in zip(prompts, *columns, tasks, brought)], (names[0], names[-1])
 
 def _texts(value: Any, *kinds: type) -> list[Any]:
-    """Return a list of texts, or of values of other kinds; an empty one for anything else, and for a NUL in a text."""
     whole = isinstance(value, list) and all(isinstance(text, kinds or str) and not unsafe(str(text)) for text in value)
     return value if whole else []
 
 
 def _facts(page: Path) -> dict[str, Any]:
-    """Return the JSON of a page's text chunk `flowgrpo`; empty without one."""
+    """JSON of a page's text chunk `flowgrpo`; empty without one."""
     if not page.is_file():
         raise UserError(f"no images at {page}: expected a finished run, or the PNG that `flowgrpo compare grid` "
                         "wrote")
@@ -97,14 +88,8 @@ def _facts(page: Path) -> dict[str, Any]:
     return facts if isinstance(facts, dict) else {}
 
 
-def _numbered_images(folder: Path) -> list[Path]:
-    """Return the images 000.png, 001.png, ... of a folder, of clips the WebPs."""
-    files = sorted(file for file in folder.glob("*") if re.fullmatch(r"\d+\.(png|webp)", file.name))
-    return [file for file in files if file.suffix == ".webp"] or files
-
-
 def of_folders(a: Path, b: Path) -> tuple[list[Comparison], Sides]:
-    """Return the pairs of two folders: images of the same file name; others are left out.
+    """Pairs of two folders: images of the same file name; others are left out.
 
     A prompt is that of the folder's prompts.jsonl (`flowgrpo sample --prompts`), else what the image says of its
     drawing, else the text of a .txt file of the same name, else the file's name.
@@ -127,17 +112,14 @@ def of_folders(a: Path, b: Path) -> tuple[list[Comparison], Sides]:
                             "expected the same prompt under the same name")
         brought = tuple(Path(path) for key, path in prompt.inputs.paths() if key != "video")
         comparisons.append(Comparison(prompt.text, one, other, prompt.metadata.get("task"), brought))
-    return comparisons, _names(a, b)
-
-
-def _names(a: Path, b: Path) -> Sides:
-    """Return the folders' names, or their paths if these are equal."""
     first, second = a.resolve(), b.resolve()
-    return (first.name, second.name) if first.name != second.name else (str(a), str(b))
+    names = (first.name, second.name) if first.name != second.name else (str(a), str(b))
+    return comparisons, names
+
 
 
 def list_images(folder: Path) -> dict[str, tuple[Path, Prompt]]:
-    """Return the images of a folder and their prompts by file name; none if it has none."""
+    """Images of a folder and their prompts by file name; none if it has none."""
     listing = folder / "prompts.jsonl"
     if listing.is_file():
         given = [(own_image(folder, str(prompt.metadata.get("base_image", ""))), prompt)
@@ -151,7 +133,7 @@ def list_images(folder: Path) -> dict[str, tuple[Path, Prompt]]:
 
 
 def own_image(folder: Path, name: str) -> Path | None:
-    """Return the image that a folder's prompts.jsonl names; None if there is no such file.
+    """Image that a folder's prompts.jsonl names; None if there is no such file.
 
     A whole path, as `sample` writes it, is that of the same file in a folder that was moved or copied since.
     Raises UserError for a file outside the folder, and for one that is no image by its ending."""
@@ -168,7 +150,6 @@ def own_image(folder: Path, name: str) -> Path | None:
 
 
 def _prompt(file: Path) -> str:
-    """Return the prompt of an image."""
     try:
         with open_checked(file) as image:
             said = facts(image)
@@ -181,7 +162,7 @@ def _prompt(file: Path) -> str:
 
 
 def facts(image: Image.Image) -> str:
-    """Return what a file says of its generation: a PNG's parameters, or the EXIF user comment; empty without either."""
+    """What a file says of its generation: a PNG's parameters, or the EXIF user comment; empty without either."""
     if said := image.info.get("parameters"):
         return str(said)
     content = image.getexif().get_ifd(ExifTags.IFD.Exif).get(ExifTags.Base.UserComment, b"")

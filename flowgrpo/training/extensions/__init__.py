@@ -18,14 +18,14 @@ from flowgrpo.methods import capabilities
 from flowgrpo.methods.method import Method
 from flowgrpo.methods.setup import Setup
 from flowgrpo.rewards import inside
-from flowgrpo.training.extension import Extension, Extensions
-from flowgrpo.training.run import Run
+from flowgrpo.training.best import BestWeights
+from flowgrpo.training.extension import Extension, Extensions, Run
 from flowgrpo.user_code import group_entry_points
 
 # Features in the order in which their extensions are called. Others come behind them; the last ones move the weights.
 ORDER = ("phases", "engine", "feature_cache", "staleness", "one_pass", "resampling", "constraints", "hints",
-         "measured_credit", "supervised", "value_model", "held_out_answers", "variants", "rehearsal", "group_replay",
-         "step_size", "frontier", "extrapolation", "guard")
+         "measured_credit", "supervised", "value_model", "held_out_answers", "variants", "rehearsal", "distillation",
+         "group_replay", "step_size", "frontier", "sibling", "extrapolation", "guard")
 
 HERE = "flowgrpo.training.extensions"
 features.add(
@@ -43,7 +43,7 @@ features.add(
 
 
 def list_extensions() -> list[Feature]:
-    """Return the features that have an extension, in the order in which these are called."""
+    """The features that have an extension, in the order in which these are called."""
     last = len(ORDER)
     return sorted((feature for feature in features.all() if feature.extension),
                   key=lambda feature: ORDER.index(feature.name) if feature.name in ORDER else last)
@@ -60,27 +60,27 @@ def active_extensions(config: Config, method: Method) -> Iterator[type[Extension
 
 
 def extensions_of_rewards(functions: Mapping[str, Any]) -> list[tuple[Any, Any]]:
-    """Return the extensions that trained rewards bring, each with its reward. functions: by name."""
+    """The extensions that trained rewards bring, each with its reward. functions: by name."""
     origins = [part.origin for reward in functions.values() for part in inside(reward)]
     return [(origin.brings, origin) for origin in origins if getattr(origin, "brings", None) is not None]
 
 
-def of(trainer: Run) -> Extensions:
-    """Return the extensions of a trainer."""
+def make_extensions(trainer: Run) -> Extensions:
     first = [extension(trainer, reward) for extension, reward in extensions_of_rewards(trainer.scoring.functions)]
     return Extensions(first + [extension(trainer) for extension in active_extensions(trainer.config, trainer.method)])
 
 
 def selector_names(config: Config, method: Method) -> list[str]:
-    """Return the names of values by which weights can be chosen, beside rewards."""
+    """The names of values by which weights can be chosen, beside rewards."""
     return [name for extension in active_extensions(config, method) for name in extension.judges]
 
 
-def best_by(config: Config, method: Method) -> str | None:
-    """Return the reward by which the best measured weights are kept for the end; None: the last weights are."""
-    return config.eval.best or next((by for extension in active_extensions(config, method)
-                                     if (by := extension.best_by(config))),
-                                    None)
+def best_weights(config: Config, method: Method) -> BestWeights:
+    """Best weights of a run that has measured none: by `eval.best`, or as the first extension asks that does."""
+    active, settings = [*active_extensions(config, method)], config.eval
+    by = settings.best or next((by for extension in active if (by := extension.best_by(config))), None)
+    chosen = bool(settings.best or settings.stop) or any(extension.chooses(config) for extension in active)
+    return BestWeights(settings, by, anew=bool(settings.every) and chosen)
 
 
 def check(setup: Setup) -> None:
@@ -96,7 +96,6 @@ def check_model(setup: Setup) -> None:
 
 
 def _all(setup: Setup) -> list[type[Extension]]:
-    """Return the extensions of a run, those of its rewards too."""
     return [extension for extension, _ in extensions_of_rewards(setup.trained)
             ] + [*active_extensions(setup.config, setup.method)]
 

@@ -24,9 +24,8 @@ from flowgrpo.rollouts.base import Encoded
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.storage import checkpoint
 from flowgrpo.training.epoch import Epoch
-from flowgrpo.training.extension import Extension, Metrics
+from flowgrpo.training.extension import Extension, Metrics, Run
 from flowgrpo.training.kl_reference import KLReference
-from flowgrpo.training.run import Run
 from flowgrpo.types import Scored, unwrap
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ class Recalling:
         self.states = self.prompts = self.of = self.rewards = torch.zeros(0)
 
     def __call__(self, parts: list[Part], conditioning: Encoded) -> list[Part]:
-        """Return the parts unchanged; store their samples."""
+        """Store the samples of the parts, which stay as they are."""
         taken = [edits for part in parts for edits in part.transitions]
         if taken:
             states = [self.editor.edit.apply(edits.x[edits.parent], edits.x_next).cpu() for edits in taken]
@@ -56,9 +55,7 @@ class Recalling:
 
     def remember(self, states: Tensor, prompts: Tensor, of: Tensor, rewards: Tensor) -> None:
         """Add samples [m]; of: [m], their indices among prompts [P,T,E].
-
-        Samples of another shape, with prompts of another length, are dropped.
-        """
+        Samples of another shape, with prompts of another length, are dropped."""
         if self.states.shape[1:] != states.shape[1:] or self.prompts.shape[1:] != prompts.shape[1:]:
             self.states, self.of, self.rewards = states[:0], of[:0], rewards[:0]
             self.prompts = prompts[:0]
@@ -93,7 +90,7 @@ class Recalling:
         return loss.item()
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the first process's buffer and the optimizer's state, for a checkpoint."""
+        """The first process's buffer and the optimizer's state, for a checkpoint."""
         optimizer = checkpoint.optimizer_tensors(self.optimizer)
         return {"states": self.states, "prompts": self.prompts, "of": self.of, "rewards": self.rewards,
                 "fits": torch.tensor(self.fits)} | {f"optimizer.{key}": tensor for key, tensor in optimizer.items()}, {}
@@ -127,10 +124,10 @@ class MeasuredCredit(Extension):
         return parts
 
     def on_trained(self, epoch: Epoch) -> Metrics:
-        trainer = self.trainer
-        if "drift" in trainer.method.needs:
-            trainer.with_oom_retry(partial(add_drift, trainer.method, trainer.memory, epoch.parts, self._replay(epoch),
-                                   trainer.processes), "update")
+        trainer, method, memory = self.trainer, self.trainer.method, self.trainer.memory
+        if "drift" in method.needs and method.target.has_logp:
+            work = partial(drift, epoch.parts, self._replay(epoch), trainer.processes)
+            memory["drift"] = memory.get("drift", 0.0) + trainer.with_oom_retry(work, "update")
         return {}
 
     def _replay(self, epoch: Epoch) -> Replay:
@@ -140,35 +137,29 @@ class MeasuredCredit(Extension):
 @torch.no_grad()
 def measure_decisions(method: Method, parts: list[Part], replay: Replay, reference: KLReference, processes: Processes
              ) -> list[Part]:
-    """Return the parts with the entropies of their decisions and their log-probabilities under the reference, as far
-    as the credit reads them; the policy is still the one that drew them."""
+    """The parts with the entropies of their decisions and their log-probabilities under the reference, as far as the
+    credit reads them; the policy is still the one that drew them."""
     if "entropy" in method.needs:
         with processes.collective():
-            parts = [_with_entropies(part, replay(part)) for part in parts]
+            measured = []
+            for part in parts:
+                entropies = [torch.zeros_like(taken.old.logp) for taken in part.transitions]
+                for k, rows, new in replay(part):
+                    entropies[k][rows] = unwrap(new.entropy).to(entropies[k])
+                transitions = tuple(replace(taken, old=replace(taken.old, entropy=entropy))
+                                    for taken, entropy in zip(part.transitions, entropies))
+                measured.append(replace(part, transitions=transitions))
+            parts = measured
     if "reference" in method.needs:
         with processes.collective():
             parts = [part.with_measured(reference=reference.leaves(part, replay)) for part in parts]
     return parts
 
 
-def _with_entropies(part: Part, replayed: Iterator[tuple[int, slice, Scored]]) -> Part:
-    entropies = [torch.zeros_like(taken.old.logp) for taken in part.transitions]
-    for k, rows, new in replayed:
-        entropies[k][rows] = unwrap(new.entropy).to(entropies[k])
-    return replace(part, transitions=tuple(replace(taken, old=replace(taken.old, entropy=entropy))
-                                           for taken, entropy in zip(part.transitions, entropies)))
-
-
-def add_drift(method: Method, memory: dict[str, Any], parts: list[Part], replay: Replay, processes: Processes) -> None:
-    """Add an epoch's `drift` to memory["drift"], where decisions have a log-probability."""
-    if method.target.has_logp:
-        memory["drift"] = memory.get("drift", 0.0) + drift(parts, replay, processes)
-
-
 @torch.no_grad()
 def drift(parts: list[Part], replay: Replay, processes: Processes) -> float:
-    """Return the KL of the policy that drew the parts to the present one: the mean of r - 1 - log r over the decisions
-    of all processes, without those drawn under guidance that is not learned; 0 without any."""
+    """The KL of the policy that drew the parts to the present one: the mean of r - 1 - log r over the decisions of all
+    processes, without those drawn under guidance that is not learned; 0 without any."""
     terms = [torch.empty(0)]
     with processes.collective():
         for part in parts:
@@ -190,7 +181,9 @@ class ValueModel(Extension):
 
     def __init__(self, trainer: Run):
         super().__init__(trainer)
-        self.critic: Any = _critic(trainer)
+        part, policy = trainer.method.credit.value, cast(Any, trainer.policy)  # of edits, or of texts
+        self.critic: Any = Recalling(part, policy.editor, trainer.processes) if isinstance(part, Recall) else \
+            domains.sampled_by(policy.process).critic(trainer.method, policy, trainer.geometry, trainer.processes)
 
     def on_credited(self, epoch: Epoch) -> None:
         self.critic.geometry = self.trainer.geometry
@@ -205,12 +198,3 @@ class ValueModel(Extension):
 
     def load_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
         self.critic.load_state(tensors, values)
-
-
-def _critic(trainer: Run) -> Any:
-    """Return the value model of edits, or of a language model, or the quality head of its draws."""
-    part = trainer.method.credit.value
-    policy: Any = trainer.policy  # of edits, or of texts
-    if isinstance(part, Recall):
-        return Recalling(part, policy.editor, trainer.processes)
-    return domains.of(policy.process).critic(trainer.method, policy, trainer.geometry, trainer.processes)

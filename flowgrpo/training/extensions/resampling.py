@@ -48,14 +48,19 @@ class Resampling(Extension):
         return epoch
 
     def _shift_and_mark(self, parts: Sequence[Part], prompts: Sequence[Prompt], earlier: int) -> list[Part]:
-        """Return the parts of a turn, behind the groups of earlier ones; decisions that were drawn under another input
-        than the one that is learned are marked."""
+        """The parts of a turn, behind the groups of earlier ones; decisions that were drawn under another input than
+        the one that is learned are marked."""
         off = torch.tensor([prompt.learned is not prompt for prompt in prompts])
         if off.any() and self.trainer.method.target.scores_sampling:
             parts = [replace(part, transitions=tuple(replace(taken, old=replace(
                 taken.old, guided=off[taken.prompts[taken.parent].cpu()].to(taken.old.logp.device)))
                 for taken in part.transitions)) for part in parts]
-        return [shift_groups(part, earlier) if earlier else part for part in parts]
+        if earlier:  # groups, one per prompt
+            parts = [replace(part, groups=range(part.groups.start + earlier, part.groups.stop + earlier),
+                             prompts=part.prompts + earlier,
+                             transitions=tuple(replace(taken, prompts=taken.prompts + earlier)
+                                               for taken in part.transitions)) for part in parts]
+        return [*parts]
 
     def _expand(self, batch: list[Prompt]) -> list[Prompt]:
         expansion = self.trainer.method.expansion
@@ -63,10 +68,3 @@ class Resampling(Extension):
 
     def _encode(self, prompts: list[Prompt]) -> Any:
         return self.trainer.rollouts.conditioning(prompts, self.trainer.epoch)
-
-
-def shift_groups(part: Part, by: int) -> Part:
-    """Return the part of a later turn, shifted by the `by` groups of earlier turns, one per prompt."""
-    transitions = tuple(replace(taken, prompts=taken.prompts + by) for taken in part.transitions)
-    return replace(part, groups=range(part.groups.start + by, part.groups.stop + by), prompts=part.prompts + by,
-                   transitions=transitions)

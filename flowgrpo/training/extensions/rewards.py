@@ -7,10 +7,11 @@ from collections.abc import Callable
 from torch import Tensor
 
 from flowgrpo.advantages.group import Advantage, AdvantageRule, group_std, weighted_sum
+from flowgrpo.evaluation.report.symptoms import CEILING, solved
+from flowgrpo.rewards import about
 from flowgrpo.training import extensions
 from flowgrpo.training.epoch import Epoch
-from flowgrpo.training.extension import Extension
-from flowgrpo.training.run import Run
+from flowgrpo.training.extension import Extension, Run
 
 STARVED = 5  # deviation of a batch's rewards over that within its groups
 TIMES = 100  # one reward's weighted deviation over another's, from which only the first counts
@@ -22,6 +23,9 @@ class RewardHints(Extension):
     def __init__(self, trainer: Run):
         super().__init__(trainer)
         self.advantage, self._printed = trainer.method.credit.advantage, set[str]()
+        functions, rules = trainer.scoring.functions, trainer.config.trained
+        self.ranges = {name: about(function).range for name, function in functions.items()}
+        self.directions = {name: rules[name].direction if name in rules else 1.0 for name in functions}
         self._silent = bool(extensions.extensions_of_rewards(trainer.scoring.functions))
 
     def on_drawn(self, epoch: Epoch) -> None:
@@ -47,16 +51,26 @@ class RewardHints(Extension):
     def epoch(self, metrics: dict[str, float], spreads: dict[str, float], epoch: int, log: Callable[[str], None]
               ) -> None:
         """Print what an epoch's rewards show. spreads: of each reward within groups, times its weight."""
-        silent = [name for name in spreads if metrics[f"reward/{name}/zero_variance_groups"] == 1]
-        if len(silent) == len(spreads):
-            self._once("all", log, f"epoch {epoch + 1}: in every group all samples earn the same, so nothing is "
-                       "learned: take a reward with values in between, prompts of another difficulty, or a larger "
-                       "train.group")
+        names = [name for name in spreads if self.directions[name]]  # of another weight than 0
+        silent = [name for name in names if metrics[f"reward/{name}/zero_variance_groups"] == 1]
+        best = [name for name in names if solved(self.directions[name], [metrics[f"reward/{name}/mean"]],
+                                                 self.ranges[name], 1 if name in silent else CEILING)]
+        if silent == names:
+            if self.trainer.method.credit.teaches:
+                return
+            self._once("solved" if best == names else "all", log, f"epoch {epoch + 1}: " + (
+                f"all samples have the best score of {' and of '.join(names)}, so that nothing is left to learn from "
+                "these prompts: take harder ones" if best == names else
+                "in every group all samples earn the same, so nothing is learned: take a reward with values in "
+                "between, prompts of another difficulty, or a larger train.group"))
             return
         for name in silent:
-            self._once(name, log, f"epoch {epoch + 1}: reward {name!r} is the same for all samples of every group "
-                       f"(mean {metrics[f'reward/{name}/mean']:.4g}), so that it teaches nothing")
-        ranked = sorted((name for name in spreads if spreads[name] > 0), key=lambda name: spreads[name])
+            self._once(name, log, f"epoch {epoch + 1}: reward {name!r} is " + (
+                "at its best score for all samples, so that it teaches nothing more" if name in best else
+                f"the same for all samples of every group (mean {metrics[f'reward/{name}/mean']:.4g}), so that it "
+                "teaches nothing"))
+        ranked = sorted((name for name in names if spreads[name] > 0 and name not in best),
+                        key=lambda name: spreads[name])
         if len(ranked) > 1 and adds(self.advantage) and spreads[ranked[-1]] >= TIMES * spreads[ranked[0]]:
             small, large = ranked[0], ranked[-1]
             self._once("scale", log, f"epoch {epoch + 1}: reward {large!r} varies by {spreads[large]:.3g} within "
@@ -71,7 +85,7 @@ class RewardHints(Extension):
 
 
 def adds(advantage: AdvantageRule) -> bool:
-    """Return True for a rule that adds weighted rewards of any scale, and does not scale each of them first."""
+    """True for a rule that adds weighted rewards of any scale, and does not scale each of them first."""
     if isinstance(advantage, Advantage):
         return advantage.order == "rewards" or advantage.scale in ("none", "leave_one_out")
     return not advantage.adapts_weights

@@ -5,22 +5,22 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Sequence
 from functools import partial
-from importlib import import_module
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from flowgrpo import packages
 from flowgrpo.methods.supervised import DataLoss, NextToken, NoisedData, PicturePairs, PreferencePairs, SelfAnswers
+from flowgrpo.objectives.reductions import Divisor
 from flowgrpo.objectives.supervised import Now
 from flowgrpo.rollouts.data_losses import DataLosses, Example, PairTokenLosses, TokenLosses
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.examples import Examples
-from flowgrpo.training.extension import Extension, Metrics, Step
-from flowgrpo.training.run import Run
+from flowgrpo.training.extension import Extension, Metrics, Run, Step
 from flowgrpo.types import unwrap
 
-OF_ANSWERS = "flowgrpo.contrib.questions.answer_losses"  # of `SelfAnswers`
+OF_ANSWERS = "flowgrpo.contrib.questions.answer_losses:AnswerLosses"  # of `SelfAnswers`
 MEMORY = "data"  # signals of earlier epochs, in the memory of the method's parts
 ALONE = "data_updates"  # steps of examples alone so far, likewise
 
@@ -61,16 +61,14 @@ class Supervised(Extension):
             if not self.batch:
                 return
             update = optimization.update
-            yield [], 0
+            yield [], Divisor(0, 0)
             optimization.unscheduled += optimization.update - update
             memory[ALONE] = optimization.unscheduled
             self.batch = []
 
     def on_gradients(self, update: int) -> None:
         """Replace the parameters' gradients, of all processes, by their balance with the data gradient.
-
-        update: the number of earlier optimizer steps.
-        """
+        update: the number of earlier optimizer steps."""
         part, parameters = self.part, self.trainer.policy.weights.parameters()
         if part.apart and not self.batch:
             return
@@ -105,12 +103,12 @@ class Supervised(Extension):
         self.losses.append(total)
 
     def now(self, update: int) -> Now:
-        """Return what a balance reads, without the gradients' norms."""
+        """What a balance reads, without the gradients' norms."""
         drawn = random.Random(f"balance/{self.trainer.config.seed}/{update}").random()
         return Now(update, drawn, signals=self.trainer.memory.get(MEMORY, {}))
 
     def on_trained(self, epoch: Epoch) -> Metrics:
-        """Return the epoch's metrics, and keep its signals for later epochs; all processes call it."""
+        """Give the epoch's metrics, and keep its signals for later epochs; all processes call it."""
         self.examples.mark()
         metrics: dict[str, float] = {"data/examples": len(self.examples.pool)}
         if self.losses:
@@ -125,11 +123,9 @@ class Supervised(Extension):
         return metrics
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the collected examples, for a checkpoint."""
         return self.examples.state()
 
     def load_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
-        """Restore the collected examples of a checkpoint."""
         self.examples.load_state(tensors, values)
 
 
@@ -139,7 +135,7 @@ def _losses(part: DataLoss, run: Run) -> DataLosses:
     if isinstance(part, PreferencePairs):
         return PairTokenLosses(part, run)
     if isinstance(part, SelfAnswers):
-        return import_module(OF_ANSWERS).AnswerLosses(part, run)
+        return packages.load(OF_ANSWERS)(part, run)
     from flowgrpo.rollouts.data_losses import NoisedLosses, PairNoisedLosses
 
     if isinstance(part, PicturePairs):
@@ -148,13 +144,13 @@ def _losses(part: DataLoss, run: Run) -> DataLosses:
 
 
 def norm(gradients: Sequence[Tensor | None]) -> float:
-    """Return the Euclidean norm of gradients together; None counts as zeros."""
+    """The Euclidean norm of gradients together; None counts as zeros."""
     present = [gradient for gradient in gradients if gradient is not None]
     return torch.nn.utils.get_total_norm(present).item() if present else 0.0
 
 
 def combine_gradients(one: Tensor | None, a: float, two: Tensor | None, b: float) -> Tensor | None:
-    """Return a * one + b * two, in the place of a gradient; None counts as zeros, and so does what has weight 0."""
+    """a * one + b * two, in the place of a gradient; None counts as zeros, and so does what has weight 0."""
     one, two = one if a else None, two if b else None
     if one is None or two is None:
         only, weight = (one, a) if two is None else (two, b)

@@ -20,6 +20,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from safetensors.torch import save
 
 from flowgrpo.samplers.kernels import CPS, FlowSDE
+from tests.helpers import tiny
 
 FAULTS = ("wrong sigma", "unsaid sigma", "another LoRA", "no LoRA", "bf16 states", "dropped request", "repeated seed",
           "time-out", "wrong kernel", "shuffled batch", "mixed prompts", "no tensor", "pickle", "names")
@@ -57,6 +58,12 @@ def packed(value: Any) -> bytes:
 def tensor(value: torch.Tensor) -> dict[str, Any]:
     return {"__tensor__": True, "data": save({"t": value.contiguous()}), "shape": list(value.shape),
             "dtype": str(value.dtype)}
+
+
+def engine_names(policy_weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """LoRA weights of a policy as they are in a file, by the names of `TinyEngine.held`."""
+    return {key.removeprefix("transformer.").replace(".default.weight", ""): value
+            for key, value in tiny.in_file(policy_weights).items()}
 
 
 class Steps(FlowMatchEulerDiscreteScheduler):

@@ -16,7 +16,7 @@ from flowgrpo.contrib.engine import client, lora
 from flowgrpo.contrib.engine.client import Engine, EngineError, Request
 from flowgrpo.errors import UserError
 from flowgrpo.samplers.kernels import CPS, FlowSDE
-from tests.contrib.engine.server import TinyEngine, packed, serving
+from tests.contrib.engine.server import TinyEngine, engine_names, packed, serving
 from tests.helpers import tiny
 from tests.helpers.refusals import message
 
@@ -148,8 +148,7 @@ def test_a_lora_is_sent_where_it_changed_and_compared(fault, tmp_path):
         assert sender.sync(policy.pipe, ["transformer"])
         assert first == ["000001"] and [each.name for each in tmp_path.iterdir()] == ["000002"]
         held = own.held()
-        for key, value in tiny.in_file(policy.weights.named).items():
-            name = key.removeprefix("transformer.").replace(".default.weight", "")
+        for name, value in engine_names(policy.weights.named).items():
             assert torch.equal(held[f"fused.{name}" if fault else name], value)
         own.v1_unmerge_lora_weights({})  # another client
         assert "another LoRA than the one that was sent" in message(sender.require_held, error=EngineError)
@@ -183,6 +182,8 @@ def states(value):
 
 
 STATES = torch.zeros(5, 1, 4, 4)
+SENT = {"prompt": "red", "rollout_log_probs": tensor_of(torch.zeros(4)),
+        "dit_trajectory": {"latents": tensor_of(STATES), "sigmas": tensor_of(torch.linspace(1, 0, 5))}}
 
 
 @pytest.mark.parametrize("change, told", [
@@ -205,10 +206,8 @@ STATES = torch.zeros(5, 1, 4, 4)
      "sent the states"),
     (without("sigmas"), "sent no tensor sigmas")])
 def test_a_sample_of_another_form_is_a_line(change, told):
-    good = {"prompt": "red", "rollout_log_probs": tensor_of(torch.zeros(4)),
-            "dit_trajectory": {"latents": tensor_of(STATES), "sigmas": tensor_of(torch.linspace(1, 0, 5))}}
-    engine = Engine("http://127.0.0.1:1")
-    assert engine._sample(copy.deepcopy(good), request(means=False)).states.shape == STATES.shape
+    engine, good = Engine("http://127.0.0.1:1"), copy.deepcopy(SENT)
+    assert engine._sample(copy.deepcopy(SENT), request(means=False)).states.shape == STATES.shape
     change(good)
     with pytest.raises(EngineError, match=re.escape(told)):
         engine._sample(good, request(means=False))
@@ -219,10 +218,8 @@ def test_a_sample_of_another_form_is_a_line(change, told):
     (torch.zeros(4, 4, 4), "of the shape [4, 4, 4]"), (torch.tensor(0.0), "of the shape []"),
     (torch.full((4, 1, 4, 4), math.nan), "expected [4, 1, 4, 4], all finite")])
 def test_means_of_another_form_are_a_line(means, told):
-    sent = {"prompt": "red", "rollout_log_probs": tensor_of(torch.zeros(4)),
-            "dit_trajectory": {"latents": tensor_of(STATES), "sigmas": tensor_of(torch.linspace(1, 0, 5))},
-            "rollout_debug_tensors": {"rollout_prev_sample_means": tensor_of(means),
-                                      "rollout_model_outputs": tensor_of(torch.zeros(4, 1, 4, 4))}}
+    sent = SENT | {"rollout_debug_tensors": {"rollout_prev_sample_means": tensor_of(means),
+                                             "rollout_model_outputs": tensor_of(torch.zeros(4, 1, 4, 4))}}
     with pytest.raises(EngineError, match=re.escape(told)):
         Engine("http://127.0.0.1:1")._sample(sent, request())
 

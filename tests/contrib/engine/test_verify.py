@@ -79,69 +79,41 @@ def test_a_model_without_a_flow_is_refused():
     assert "expected a flow" in message(lambda: verify.rollout_spec(policy, policy.encode(["red"]), ASKED))
 
 
-# The eight faults, and where each shows.
+# --- the faults, and where each shows --------------------------------------------------------------------------------
 EVERY = [(False, 1), (False, 2), (True, 1), (True, 2)]
+OF_TWO = [place for place in EVERY if place[1] > 1]
+SHIFTED = ("sde", "wrong sigma", EVERY)
 
 
-def test_wrong_or_unused_sigmas_are_named():
-    assert named(rows("wrong sigma")) == {place: ["wrong sigma"] for place in EVERY}
-    found = rows("unsaid sigma")
-    assert named(found) == {place: ["wrong sigma"] for place in EVERY}
-    assert "sigmas of the shift 3.5 and sends others" in found[0].found[0]
+@pytest.mark.parametrize("fault, kind, name, places, told", [
+    ("wrong sigma", *SHIFTED, ""), ("unsaid sigma", *SHIFTED, "sigmas of the shift 3.5 and sends others"),
+    ("no LoRA", "sde", "another LoRA", EVERY[2:], "draws without the LoRA, from the base model"),
+    ("bf16 states", "sde", "bf16 states", EVERY, ""),
+    ("repeated seed", "sde", "repeated seed", OF_TWO, "samples 0 and 1 of 4 have one initial noise"),
+    ("wrong kernel", "sde", "wrong kernel", EVERY, "draws by CPS"),
+    ("wrong kernel", "cps", "wrong kernel", EVERY, "draws by FlowSDE"),
+    ("shuffled batch", "sde", "shuffled batch", OF_TWO,
+     "sample 0 of a request of 2 is sample 1 of those that come one by one"),
+    ("mixed prompts", "sde", "shuffled batch", EVERY[:2], "sample 0, of prompt 0, was drawn for prompt 1")])
+def test_a_fault_of_the_rows_is_named(fault, kind, name, places, told):
+    found = rows(fault, Asked(("red", "blue"), count=2, steps=4, kind=kind), lora=fault != "mixed prompts")
+    assert named(found) == {place: [name] for place in places}
+    assert told in next(row for row in found if row.found).found[0]
 
 
-def test_a_lora_without_effect_is_named():
-    found = rows("no LoRA")
-    assert named(found) == {(True, 1): ["another LoRA"], (True, 2): ["another LoRA"]}
-    assert "draws without the LoRA, from the base model" in found[-1].found[0]
-
-
-def test_another_lora_is_named_by_its_checksum():
-    with pytest.raises(EngineError, match="holds another LoRA") as error:
-        rows("another LoRA")
-    assert error.value.fault == "another LoRA"
-
-
-def test_states_in_half_precision_are_named():
-    assert named(rows("bf16 states")) == {place: ["bf16 states"] for place in EVERY}
-
-
-def test_a_dropped_request_is_named():
-    with pytest.raises(EngineError, match="sent 1 of 2 samples") as error:
-        rows("dropped request")
-    assert error.value.fault == "dropped request"
-
-
-def test_a_repeated_seed_is_named():
-    found = rows("repeated seed")
-    assert named(found) == {place: ["repeated seed"] for place in EVERY if place[1] > 1}
-    assert "samples 0 and 1 of 4 have one initial noise" in found[1].found[0]
-
-
-def test_a_time_out_is_named():
-    with pytest.raises(EngineError, match="did not answer within 0.2 s") as error:
-        rows("time-out", lora=False, timeout=0.2)
-    assert error.value.fault == "time-out"
-
-
-@pytest.mark.parametrize("kind, drawn", [("sde", "CPS"), ("cps", "FlowSDE")])
-def test_a_wrong_kernel_is_named(kind, drawn):
-    found = rows("wrong kernel", Asked(("red", "blue"), count=2, steps=4, kind=kind))
-    assert named(found) == {place: ["wrong kernel"] for place in EVERY}
-    assert f"draws by {drawn}" in found[0].found[0]
-
-
-def test_outputs_of_another_batch_prompt_or_weights_are_named():
-    found = rows("shuffled batch")
-    assert named(found) == {place: ["shuffled batch"] for place in EVERY if place[1] > 1}
-    assert "sample 0 of a request of 2 is sample 1 of those that come one by one" in found[1].found[0]
-    found = rows("mixed prompts", lora=False)
-    assert named(found) == {(False, 1): ["shuffled batch"], (False, 2): ["shuffled batch"]}
-    assert "sample 0, of prompt 0, was drawn for prompt 1" in found[0].found[0]
-    own = TinyEngine(tiny.sd3(seed=1))
-    with serving(own) as url:
+def test_outputs_of_other_weights_are_named():
+    with serving(TinyEngine(tiny.sd3(seed=1))) as url:
         found = verify.rows(Engine(url), policy_of, ("fp32",), ASKED, None)
     assert {name for names in named(found).values() for name in names} == {"other model outputs"}
+
+
+@pytest.mark.parametrize("fault, options, told", [
+    ("another LoRA", {}, "holds another LoRA"), ("dropped request", {}, "sent 1 of 2 samples"),
+    ("time-out", {"lora": False, "timeout": 0.2}, "did not answer within 0.2 s")])
+def test_a_fault_of_an_answer_is_named(fault, options, told):
+    with pytest.raises(EngineError, match=told) as error:
+        rows(fault, **options)
+    assert error.value.fault == fault
 
 
 def test_the_table_says_the_widest_ratio_of_each_precision():

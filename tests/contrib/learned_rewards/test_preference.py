@@ -29,8 +29,8 @@ from flowgrpo.starter.scenes import PREFIXES, SHAPES, is_reserved, parse
 from flowgrpo.tools.check.tiny.images import FLUX_CALL, flux
 from flowgrpo.tools.learned_rewards.training import Settings, _apart, accuracy, batches, bradley_terry, families, right
 from flowgrpo.tools.learned_rewards.training import train as train_reward
-from tests.cli.test_cli import told
 from tests.helpers import tiny
+from tests.helpers.refusals import only_line as told
 
 NAN = math.nan
 

@@ -3,13 +3,12 @@
 from pathlib import Path
 
 import pytest
-import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 
 from flowgrpo.distributed.processes import Processes
 from tests.distributed.test_split_groups import launch
-from tests.helpers import tiny
+from tests.helpers import tiny, tiny_runs
 
 SMALL = dict(train__group=4, train__lr=1e-3, train__steps=4)
 # Whole groups on each process, one of which may have none to train, and halves of one group.
@@ -48,6 +47,5 @@ def folder(tmp_path_factory):
 def test_shares_on_two_processes_train_as_one_process_that_replays(case, folder):
     weights = trained(case, one_pass=False)[0].policy.weights.snapshot()
     first, second = (load_file(folder / f"{case}{rank}.safetensors") for rank in (0, 1))
-    for key, value in weights.items():
-        assert torch.equal(first[key], second[key])
-        torch.testing.assert_close(first[key], value, rtol=0, atol=1e-5)
+    tiny_runs.assert_same_weights(first, second)
+    tiny_runs.assert_same_weights(first, weights, atol=1e-5)

@@ -8,16 +8,16 @@ import torch
 
 from flowgrpo.contrib.questions.caption_answers import CaptionAnswers
 from flowgrpo.contrib.questions.question_answers import QuestionAnswers, find_choice
-from flowgrpo.contrib.questions.questions import Question, of_claims, of_clauses, of_list, parse_questions, plural
+from flowgrpo.contrib.questions.questions import Question, Writer, of_claims, of_clauses, of_list, plural
 from flowgrpo.errors import UserError
 from flowgrpo.rewards import find, score
 from flowgrpo.rewards.failures import Failed, Tally
 from flowgrpo.rewards.vlm_judge.client import Answer
 from flowgrpo.starter.scenes import parse
+from tests.helpers.chat_endpoint import QUICK, endpoint, level_of, parts, said, shades
 from tests.helpers.refusals import message
 from tests.helpers.tiny_blip import normalised, pictures
 from tests.rewards.conftest import answering  # noqa: F401 a fixture
-from tests.rewards.vlm_judge.test_judge import QUICK, endpoint, level_of, parts, said, shades
 
 YES_NO, PLACES = ("yes", "no"), ("left", "right", "above", "below")
 TWO = Question("How many dogs are there?", "two", ("one", "two", "three"))
@@ -83,8 +83,9 @@ def test_what_is_no_question_is_refused(entries):
     (f"<think>{{}}</think>Here: {json.dumps(SAID)} {{\"question\": 1}} {{broken", 1), ("None.", 0), ("", 0),
     ("I'm sorry, but I can't help with that. " + json.dumps(SAID), 0)])
 def test_the_proper_questions_of_a_models_answer_are_read(text, count):
-    assert parse_questions(Answer(text)) == [TWO] * count
-    assert parse_questions(Answer(text, cut=True)) == parse_questions(Answer(text, refused=True)) == []
+    writer = Writer({})
+    assert writer.parse(Answer(text)) == [TWO] * count
+    assert writer.parse(Answer(text, cut=True)) == writer.parse(Answer(text, refused=True)) == []
 
 
 @pytest.mark.parametrize("text, choice", [

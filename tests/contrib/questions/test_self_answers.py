@@ -30,7 +30,6 @@ from flowgrpo.methods.validate import resolve
 from flowgrpo.rewards import compose
 from flowgrpo.rollouts.data_losses import Example
 from flowgrpo.starter import lattice, scenes
-from flowgrpo.storage import checkpoint
 from flowgrpo.train import Trainer
 from flowgrpo.training import state
 from flowgrpo.training.sampling import Scorer
@@ -226,8 +225,7 @@ def test_a_resumed_run_answers_as_if_nothing_had_happened(tmp_path):
     made, other = (trainer(data={"batch": 5}) for _ in range(2))
     tiny_runs.epochs(made, 2)
     made.epoch, made.progress.saved_counters = 2, state.counters(made) | {"epoch": 2}
-    state.save(made, tmp_path)
-    state.restore(other, checkpoint.latest(tmp_path / "checkpoints"))
+    tiny_runs.resume(made, other, tmp_path)
     whole, resumed = made.run_epoch(), other.run_epoch()
     for key in ("data/loss", "data/accuracy", "reward/bright/mean"):
         assert whole[key] == resumed[key]
@@ -244,23 +242,23 @@ def test_the_reward_reads_the_model_once_nothing_is_sampled_any_more():
 
 
 # --- what is held out ------------------------------------------------------------------------------------------------
-def test_answers_about_held_out_images_are_measured_shown_and_hidden():
-    made = trainer()
+def test_answers_about_held_out_images_are_measured_shown_and_hidden(monkeypatch):
+    made, asked_about = trainer(), []
+    monkeypatch.setattr(answer_losses, "sample_questions", lambda part, prompts, pictures, dice: (
+        asked_about.append([prompt.text for prompt in prompts]) or sample_questions(part, prompts, pictures, dice)))
     watch = loop.extension(made, "HeldOutAnswers")
     pictures = made.policy.decode(torch.stack([each.content for each in drawn(made)]))
     measured = Measured(ASKED, {"bright": [1.0, -1.0, 1.0]}, pictures)
-    assert watch._right(measured)[0] == [ASKED[0], ASKED[2]]  # those that are found right, at least 0 here
     watch.on_base(measured, {})
     watch.on_finished(measured)
     before, after = watch.found
+    assert asked_about == [["1+1=", "3+1="]] * 2  # those that are found right, at least 0 here
     assert before == after and before.keys() == {"answers/right", "answers/hidden", "answers/imbalance"}
     assert before["answers/imbalance"] == pytest.approx(abs(1 / 3 - before["answers/right"]))
     assert watch.summary().startswith(f"held-out answers: right {before['answers/right']:.3f}, hidden ")
     watch.part = SelfAnswers(reader="scene")
-    prompts, scenes_shown = watch._scenes(Measured([Prompt("a star"), Prompt("two rings")], {}, torch.empty(0)))
-    assert len(prompts) == len(scenes_shown) == 4 and {prompt.text for prompt in prompts} == {"a star", "two rings"}
-    asked = sample_questions(watch.part, prompts, scenes_shown, random.Random(0))
-    assert len(asked) == 4
+    watch.on_measured(Measured([Prompt("a star"), Prompt("two rings")], {"bright": [1.0, 0.0]}, torch.empty(0)))
+    assert asked_about[2] == ["a star", "two rings"] * 2
     assert "HeldOutAnswers" not in loop.names(trainer("grpo", parts={}))
 
 

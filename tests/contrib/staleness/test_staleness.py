@@ -17,7 +17,7 @@ from flowgrpo.training import sampling, state
 from flowgrpo.training.extensions import require
 from tests.helpers import loop, tiny, tiny_runs, tiny_text
 from tests.helpers.refusals import message
-from tests.helpers.tiny_runs import next_epochs
+from tests.helpers.tiny_runs import assert_same_weights, next_epochs
 
 
 def length(completions, prompts):
@@ -33,11 +33,6 @@ def trainer(kind: str, staleness: int = 0, rewards=None, **options):
     if kind == "masks":
         return tiny_runs.trainer("masks", tiny_runs.config("masks", "grpo", **usual | options))
     return tiny_text.trainer(rewards=rewards or {"short": length}, **usual | options)
-
-
-def assert_same(made, other) -> None:
-    for key, tensor in made.policy.weights.snapshot().items():
-        assert torch.equal(tensor, other.policy.weights.snapshot()[key]), key
 
 
 # --- the loss --------------------------------------------------------------------------------------------------------
@@ -101,7 +96,7 @@ def test_without_staleness_it_is_the_synchronous_run_bit_for_bit(kind):
     assert loop.extension(other, "Staleness").bound == 0
     for one, two in zip(next_epochs(made, 3), next_epochs(other, 3)):
         assert one == {key: value for key, value in two.items() if not key.startswith("staleness/")}
-    assert_same(made, other)
+    assert_same_weights(made, other)
     assert made.memory == other.memory and made.progress.sampled == other.progress.sampled
 
 
@@ -206,12 +201,11 @@ def test_a_reward_that_fails_in_the_thread_is_reported_as_without_one():
 def test_a_resumed_run_goes_on_to_the_same_bit(kind, tmp_path):
     made, other = trainer(kind, 2), trainer(kind, 2)
     next_epochs(made, 2)
-    state.save(made, tmp_path)
-    state.restore(other, tmp_path / "checkpoints" / "epoch-00002")
+    tiny_runs.resume(made, other, tmp_path)
     assert [drawn.epoch for drawn in loop.extension(other, "Staleness").queue] == [2, 3]
     for one, two in zip(next_epochs(made, 3), next_epochs(other, 3)):
         assert one == two and one["staleness/epochs"] == 2
-    assert_same(made, other)
+    assert_same_weights(made, other)
     assert made.progress.saved_counters == other.progress.saved_counters
     assert made.scoring.extremes.as_json() == other.scoring.extremes.as_json()
 
@@ -236,7 +230,7 @@ def test_a_stop_while_a_reward_hangs_saves_what_was_drawn(tmp_path):
     assert [drawn.epoch for drawn in loop.extension(other, "Staleness").queue] == [1]
     expected = next_epochs(whole, 4)[1:]
     assert next_epochs(other, 3) == expected
-    assert_same(other, whole)
+    assert_same_weights(other, whole)
 
 
 @pytest.mark.parametrize("options, named", [
@@ -287,8 +281,8 @@ def test_a_completion_in_pieces_is_the_one_that_is_drawn_at_once():
                           torch.zeros(4, dtype=torch.bool))
     groups = [importance.begin([3, 4], 12), importance.begin([5, 6], 12)]
     for version in range(6):
-        groups = importance.go_on(policy, prompts, groups, Decoding(), 2, 3, version)
-    pieces = importance.complete_groups(policy, groups)
+        groups = importance.continue_groups(policy, prompts, groups, Decoding(), 2, 3, version)
+    pieces = importance.complete_groups(policy, prompts.prompts, groups)
     assert torch.equal(pieces.ids[pieces.mask], whole.ids[whole.mask]) and torch.equal(pieces.mask, whole.mask)
     assert torch.equal(pieces.cut, whole.cut) and pieces.texts == whole.texts
     torch.testing.assert_close(pieces.logp, whole.logp, rtol=0, atol=1e-5)
@@ -303,7 +297,7 @@ def test_every_token_keeps_the_log_probability_of_the_weights_that_drew_it():
     prompts, groups = policy.encode(["1+2="]), [importance.begin([7, 8, 9], 6)]
     scores = {}
     for version in range(2):
-        groups = importance.go_on(policy, prompts, groups, Decoding(), 3, 8, version)
+        groups = importance.continue_groups(policy, prompts, groups, Decoding(), 3, 8, version)
         [group] = groups
         scores[version] = policy.log_probs(prompts, torch.zeros(3, dtype=torch.int64), group.ids, group.token_mask,
                                            Decoding()).logp.detach()
@@ -380,22 +374,19 @@ def test_an_epoch_ends_when_enough_groups_are_whole():
 def test_a_resumed_run_goes_on_with_unfinished_completions(tmp_path):
     made, other = partial_trainer(), partial_trainer()
     next_epochs(made, 2)
-    state.save(made, tmp_path)
-    state.restore(other, tmp_path / "checkpoints" / "epoch-00002")
+    tiny_runs.resume(made, other, tmp_path)
     [waiting] = loop.extension(other, "Staleness").pool.groups
     assert not waiting.group.whole and 0 < waiting.group.lengths.min()
     assert next_epochs(made, 2) == next_epochs(other, 2)
     assert made.progress.saved_counters == other.progress.saved_counters
-    for key, tensor in made.policy.weights.snapshot().items():
-        assert torch.equal(tensor, other.policy.weights.snapshot()[key])
+    assert_same_weights(made, other)
 
 
 def test_a_checkpoint_amid_an_epoch_has_the_completions_of_the_one_before(tmp_path):
     made, other, whole = partial_trainer(), partial_trainer(), partial_trainer()
     next_epochs(made, 1)
     loop.extension(made, "Staleness").draw_epoch()  # of an epoch that is stopped
-    state.save(made, tmp_path)
-    state.restore(other, tmp_path / "checkpoints" / "epoch-00001")
+    tiny_runs.resume(made, other, tmp_path)
     assert next_epochs(other, 3) == next_epochs(whole, 4)[1:]
 
 

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 
@@ -13,7 +12,7 @@ from flowgrpo.distributed.signals import Stopped
 from flowgrpo.errors import UserError
 from flowgrpo.training import state
 from tests.distributed.test_split_groups import launch
-from tests.helpers import loop, tiny, tiny_text
+from tests.helpers import loop, tiny, tiny_runs, tiny_text
 
 EPOCHS = 4
 SMALL = dict(train__group=4, train__lr=1e-2, train__steps=4, train__epochs=EPOCHS, train__prompts=2,
@@ -120,8 +119,7 @@ def test_two_processes_train_as_one(case, folder):
             assert len(names) > 5
             assert {name: ours[name] for name in names} == pytest.approx({name: theirs[name] for name in names},
                                                                          rel=1e-3, abs=1e-5)
-        for key, value in load_file(folder / f"{case}{rank}.safetensors").items():
-            torch.testing.assert_close(value, weights[key], rtol=0, atol=2e-5)
+        tiny_runs.assert_same_weights(load_file(folder / f"{case}{rank}.safetensors"), weights, atol=2e-5)
 
 
 def test_resumed_and_failed_runs_of_two(folder):

@@ -1,86 +1,143 @@
-"""The head of votes: closed forms, leave-one-out against refits, and features that say nothing."""
+"""The head of votes: closed forms, the capital as a martingale, sessions without a taste, and minds that change."""
 
+import itertools
 import math
 
 import pytest
 import torch
 
-from flowgrpo.contrib.taste import head
-from flowgrpo.contrib.taste.head import fit_head, fit_ridge, observe
+from flowgrpo.contrib.taste.head import CHANCE, Belief, observe
 from flowgrpo.contrib.taste.votes import SKIP, TIE, Vote
 
-GENERATOR = torch.Generator().manual_seed(0)
+UNIT = torch.tensor([[[0.5**0.5], [-(0.5**0.5)]]])  # a question whose features have the variance 1
+PAIR = torch.tensor([[1.0], [0.0]])
 
 
-def of_taste(count: int, width: int = 6, shown: int = 4) -> list[head.Seen]:
-    """Votes for the largest first feature."""
-    drawn = torch.randn(count, shown, width, generator=GENERATOR)
-    return [(z, [float(place == int(z[:, 0].argmax())) for place in range(shown)]) for z in drawn]
+def best(features, chosen):
+    return features, [float(place == chosen) for place in range(len(features))]
 
 
-def test_shares_of_votes_by_hand_and_ties():
-    """Without a ridge, 3 of 4 votes for a difference of 1 give w = log 3; with one, w solves p - 3/4 = -ridge w / 4."""
-    pair = torch.tensor([[1.0], [0.0]], dtype=torch.double)
-    votes = [(pair, [1.0, 0.0])] * 3 + [(pair, [0.0, 1.0])]
-    assert fit_ridge(votes, 1e-9)[0].item() == pytest.approx(math.log(3), abs=1e-6)
-    w = fit_ridge(votes, 2.0)[0].item()
-    assert 4 / (1 + math.exp(-w)) - 3 == pytest.approx(-2 * w, abs=1e-9)
-    # A feature per image: softmax(w) are the shares 1/2, 1/3 and 1/6, up to a constant.
-    votes = [(torch.eye(3, dtype=torch.double), [float(place == best) for place in range(3)])
-             for best in (0, 0, 0, 1, 1, 2)]
-    w = fit_ridge(votes, 1e-9)[0]
-    assert (w - w[2]).tolist() == pytest.approx([math.log(3), math.log(2), 0.0], abs=1e-5)
-    assert fit_ridge([(pair, [0.5, 0.5])] * 5, 0.1)[0].item() == pytest.approx(0.0, abs=1e-12)
+def of_taste(count, generator, width=6, shown=4, sign=1):
+    """Votes for the largest first feature, or for the smallest."""
+    drawn = torch.randn(count, shown, width, generator=generator)
+    return [best(z, int((sign * z[:, 0]).argmax())) for z in drawn]
 
 
-def test_leave_one_out_and_gains_are_those_of_refits():
-    votes = [(z.double(), torch.tensor(target, dtype=torch.double)) for z, target in of_taste(30, 4)]
-    for ridge in (0.5, 5.0):
-        exact = 0.0
-        for left in range(len(votes)):
-            w = fit_ridge([vote for place, vote in enumerate(votes) if place != left], ridge)[0]
-            exact -= float(votes[left][1] @ (votes[left][0] @ w).log_softmax(0))
-        gains = head._leave_one_out(votes, ridge)[0] - math.log(4)
-        assert float(-gains.mean()) == pytest.approx(exact / len(votes), rel=0.02)
-    votes = of_taste(30, 3)
-    learned, gains = fit_head(votes, [0.1]), []
-    rows = (torch.cat([z for z, _ in votes]).double() - learned.mean) / learned.scale
-    groups = [(z, torch.tensor(target, dtype=torch.double)) for z, (_, target) in zip(rows.split(4), votes)]
-    for left, (z, target) in enumerate(groups):
-        w = fit_ridge([vote for place, vote in enumerate(groups) if place != left], 0.1 * len(votes))[0]
-        gains.append(float(target @ (z @ w).log_softmax(0)) + math.log(4))
-    assert learned.gain == pytest.approx(sum(gains) / 30, rel=0.02)
-    assert learned.error == pytest.approx(torch.tensor(gains).std().item() / 30**0.5, rel=0.05)
+def believed(votes, blocks=(6,), **options):
+    belief = Belief(torch.stack([features for features, _ in votes[:20]]), blocks, **options)
+    for at in range(0, len(votes), 20):
+        belief.learn(votes[at:at + 20])
+    return belief
 
 
-@pytest.mark.parametrize("width", [6, 300], ids=["few features", "more features than pictures"])
+def test_a_vote_on_a_pair_by_hand():
+    """The mode of log sigmoid(w) - w^2 / 2 v solves w = v (1 - sigmoid(w)); the variance there is 1 / (1 / v + p q)."""
+    belief = Belief(UNIT, [1], deviations=[1.5], half_lives=[math.inf])
+    belief.learn([best(PAIR, 0)])
+    w, v = float(belief.head().weight), 1.5**2
+    p = 1 / (1 + math.exp(-w))
+    assert w == pytest.approx(v * (1 - p), rel=1e-6)
+    assert float(belief.covariance) == pytest.approx(1 / (1 / v + p * (1 - p)), rel=1e-5)
+    assert belief.capital == pytest.approx(0)  # the first prediction is one half
+    predicted = 1 / (1 + math.exp(-w / math.sqrt(1 + math.pi / 8 * float(belief.covariance))))
+    belief.learn([best(PAIR, 1)])
+    assert belief.capital == pytest.approx(math.log(2 * (1 - predicted)), rel=1e-6) and belief.most == 0
+    tied = Belief(UNIT, [1])
+    assert tied.learn([(PAIR, [0.5, 0.5])]) == (0, 0) and tied.capital == 0 and tied.votes == 1
+    assert float(tied.head().weight) == pytest.approx(0, abs=1e-9)
+
+
+def test_old_votes_lose_their_weight_by_half_lives():
+    belief = Belief(UNIT, [1], deviations=[1.5], half_lives=[5])
+    belief.learn([best(PAIR, 0)])
+    mean, variance = float(belief.mean), float(belief.covariance)
+    for _ in range(5):
+        belief._drift()
+    assert float(belief.mean) == pytest.approx(mean / 2)
+    assert float(belief.covariance) == pytest.approx(2.25 - (2.25 - variance) / 4)  # on the way back to the prior
+
+
+def test_trust_follows_predictions_and_leaves_every_expert_a_share():
+    belief = Belief(UNIT, [1], deviations=[1.0, 2.0], half_lives=[math.inf], share=0.1)
+    belief._bet(torch.tensor([0.5, 0.25], dtype=torch.double), 4)
+    assert belief.capital == pytest.approx(math.log(4 * 0.375))
+    assert belief.trust.tolist() == pytest.approx([0.9 * 2 / 3 + 0.05, 0.9 / 3 + 0.05])
+
+
+def test_the_capital_of_choices_without_a_taste_has_the_mean_one():
+    """Over all choices of four questions, whose images may be four, two or tied, and however features look."""
+    generator = torch.Generator().manual_seed(3)
+    shown = [torch.randn(k, 5, generator=generator) * 3 for k in (4, 2, 4, 3)]
+    first = torch.randn(6, 4, 5, generator=generator)
+    capitals = []
+    for choices in itertools.product(*(range(len(features)) for features in shown)):
+        belief = Belief(first, [3, 2])
+        belief.learn([best(shown[0], choices[0]), best(shown[1], choices[1])])
+        belief.learn([(shown[0], [0.25] * 4), best(shown[2], choices[2]), best(shown[3], choices[3])])
+        capitals.append(math.exp(belief.capital))
+    assert len(capitals) == 96 and sum(capitals) / 96 == pytest.approx(1, abs=1e-9)
+    assert max(capitals) > 2 and min(capitals) < 0.5
+
+
+@pytest.mark.parametrize("width", [6, 300], ids=["few features", "more features than votes"])
+def test_predictions_do_not_go_by_what_comes_later(width):
+    votes = of_taste(40, torch.Generator().manual_seed(0), width)
+    first = torch.stack([features for features, _ in votes[:20]])
+    whole, parts = Belief(first, [width]), Belief(first, [width])
+    assert whole.learn(votes) == tuple(map(sum, zip(parts.learn(votes[:20]), parts.learn(votes[20:]))))
+    assert whole.capital == pytest.approx(parts.capital, abs=1e-6)
+    assert torch.allclose(whole.head().weight, parts.head().weight, atol=1e-7)
+
+
+@pytest.mark.parametrize("width", [6, 300], ids=["few features", "more features than votes"])
 def test_a_taste_is_learned(width):
-    learned = fit_head(of_taste(120, width))
-    right, decided = learned.right(of_taste(200, width))
-    assert decided == 200 and right > (170 if width == 6 else 60)  # 50 by chance
+    generator = torch.Generator().manual_seed(1)
+    belief = believed(of_taste(120, generator, width), [width])
+    head, unseen = belief.head(), of_taste(200, generator, width)
+    right = sum(int(head(features).argmax()) == target.index(1.0) for features, target in unseen)
+    assert right > (170 if width == 6 else 80)  # 50 by chance
+    assert belief.convinced or width == 300
 
 
-def test_the_solution_of_rows_beats_chance():
-    votes = of_taste(10, 60)
-    z = torch.cat([of for of, _ in votes]).double()
-    reduced, basis = head._reduce(z)
-    whole = fit_ridge([(of.double(), target) for of, target in votes], 0.3)[0]
-    own = basis @ fit_ridge([(of, target) for of, (_, target) in zip(reduced.split(4), votes)], 0.3)[0]
-    assert torch.allclose(whole, own, atol=1e-8)
-    assert fit_head(of_taste(40)).beats_chance()
-    drawn = of_taste(200)
-    random = [(z, drawn[place - 1][1]) for place, (z, _) in enumerate(drawn)]
-    learned = fit_head(random)
-    assert not learned.beats_chance() and learned.gain < 2 * learned.error
-    assert not fit_head([]).beats_chance() and not fit_head(drawn[:1]).beats_chance()
+def test_a_block_of_few_features_is_seen_beside_one_of_many():
+    generator = torch.Generator().manual_seed(2)
+    drawn = torch.randn(260, 4, 302, generator=generator)
+    votes = [best(z, int(z[:, 301].argmax())) for z in drawn]
+    right = []
+    for blocks in ([300, 2], [302]):
+        head = believed(votes[:60], blocks).head()
+        right.append(sum(int(head(features).argmax()) == target.index(1.0) for features, target in votes[60:]))
+    assert right[0] > right[1] + 50
+
+
+def test_a_mind_that_changes_is_followed():
+    """After 60 votes for a taste and 20 against it; without a discount the old taste still holds."""
+    generator = torch.Generator().manual_seed(4)
+    votes = of_taste(60, generator) + of_taste(20, generator, sign=-1)
+    assert float(believed(votes).head().weight[0]) < -1
+    assert float(believed(votes, half_lives=[math.inf]).head().weight[0]) > 1
+
+
+def test_sessions_without_a_taste_are_hardly_ever_taken_for_one():
+    """Random choices, always the first and the places in turn, of images in random places: looked at after every vote,
+    over 240 sessions of 25 votes."""
+    generator = torch.Generator().manual_seed(5)
+    taken = 0
+    for session in range(240):
+        features, places = torch.randn(25, 4, 8, generator=generator), torch.rand(25, 4, generator=generator).argsort(1)
+        at_random = torch.randint(4, (25,), generator=generator)
+        chosen = (at_random, torch.zeros(25, dtype=torch.long), torch.arange(25) % 4)[session % 3]
+        votes = [best(features[at], int(places[at, chosen[at]])) for at in range(25)]
+        taken += believed(votes, [6, 2], deviations=[1.0], half_lives=[math.inf, 10]).convinced
+    assert taken <= CHANCE * 240
 
 
 def test_votes_teach_and_constant_features_score_nothing():
-    assert fit_head([])(torch.randn(3, 1)).tolist() == [0, 0, 0]
-    same = fit_head([(torch.ones(4, 5), [1.0, 0, 0, 0])])
-    assert same(torch.ones(2, 5)).tolist() == [0, 0] and torch.isfinite(same.weight).all()
+    same = Belief(torch.ones(3, 4, 5), [5])
+    same.learn([best(torch.ones(4, 5), 0)])
+    assert same.head()(torch.ones(2, 5)).tolist() == [0, 0] and same.capital == pytest.approx(0)
     features = torch.arange(8.0).view(4, 2)
     assert observe(features, Vote((0, 1, 2, 3), SKIP)) is None
     rows, shares = observe(features, Vote((1, 0), TIE))
     assert rows.tolist() == [[2, 3], [0, 1]] and shares == [0.5, 0.5]
-    assert fit_head([(features, [0.0, 0, 0, 1])]).right([(features, [0.25] * 4), (features, [0.0, 0, 0, 1])]) == (1, 1)
+    assert same.learn([]) == (0, 0)

@@ -4,15 +4,15 @@ import json
 import os
 import random
 import signal
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from flowgrpo import rewards
 from flowgrpo.contrib.taste import loop, session
-from flowgrpo.contrib.taste.head import fit_head
+from flowgrpo.contrib.taste.head import Head
 from flowgrpo.contrib.taste.loop import FEATURES, VOTES, Taste, head_rewards
 from flowgrpo.contrib.taste.votes import SKIP, TIE, VoteLog
 from flowgrpo.data.pairs import load_pairs
@@ -58,14 +58,15 @@ def config(model, output, **options):
                        eval__prompts=1, parts={"kl": {"weight": 0.03}}, **parts)
 
 
-def sat(config, votes: int, resume: bool = False, errors: float = -1e9) -> int:
+def sat(config, votes: int, resume: bool = False, evidence: float = 1e-9, sees: str | None = None) -> int:
     """Sit through a session of so many votes in all; return the number of learned batches, of two epochs each.
 
-    errors: so few votes never beat chance, and teach the weights all the same.
+    evidence: so few votes are none of a taste, and teach the weights all the same.
     """
     config.folder.mkdir(parents=True, exist_ok=True)
     user = Scripted(VoteLog(config.folder / VOTES), votes)
-    epochs = session.train(config, Taste(user, config.folder, checks=1, rounds=2, errors=errors), resume)
+    taste = Taste(user, config.folder, checks=1, rounds=2, evidence=evidence, sees=sees)
+    epochs = session.train(config, taste, resume)
     assert epochs % 2 == 0
     return epochs // 2
 
@@ -87,7 +88,8 @@ def test_a_session_that_was_stopped_goes_on_to_the_same_weights(model, tmp_path)
     lines = [json.loads(line) for line in (whole.folder / "metrics.jsonl").read_text().splitlines()]
     again = [json.loads(line) for line in (parted.folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["loss"] for line in lines] == [line["loss"] for line in again] and len(lines) == 8
-    assert lines[0]["taste/foretold"] is None and lines[-1]["taste/votes"] <= 8
+    assert lines[-1]["taste/votes"] <= 8
+    assert all(line["taste/evidence"] >= 1 for line in lines)
 
 
 def test_a_run_that_ended_within_a_batch_goes_on_to_the_same_weights(model, tmp_path):
@@ -95,7 +97,7 @@ def test_a_run_that_ended_within_a_batch_goes_on_to_the_same_weights(model, tmp_
     assert sat(whole, 7) == 3
     short = parted.model_copy(update={"train": parted.train.model_copy(update={"epochs": 3})})
     short.folder.mkdir(parents=True)
-    assert session.train(short, Taste(Scripted(VoteLog(short.folder / VOTES), 7), short.folder, 1, 2, -1e9), False) == 3
+    assert session.train(short, Taste(Scripted(VoteLog(short.folder / VOTES), 7), short.folder, 1, 2, 1e-9), False) == 3
     assert sat(parted, 7, resume=True) == 3
     one, other = weights_of(whole), weights_of(parted)
     assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
@@ -135,14 +137,18 @@ def test_a_kill_loses_the_click_in_hand_alone(model, tmp_path):
 
 
 def test_images_beyond_the_limits_bring_the_last_good_weights_back(model, tmp_path):
-    """The looks of held-out images need no vote. A session goes on, also from a checkpoint of the first weights."""
+    """The looks of held-out images need no vote. A session goes on, also from a checkpoint of the first weights, which
+    are there again after each epoch that is beyond a limit, and gone after each that is not."""
     limits = {"eval__every": 1, "guard__edge_width": 1 + 1e-9, "guard__diversity": 1 - 1e-9}
     of = config(model, tmp_path, **limits)
     assert sat(of, 4) == 2 and sat(of, 7, resume=True) == 3
     lines = [json.loads(line) for line in (of.folder / "metrics.jsonl").read_text().splitlines()]
-    assert [line["guard/returns"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    returns = [0, *(line["guard/returns"] for line in lines)]
+    returned = [now - before for before, now in zip(returns, returns[1:])]
+    assert len(lines) == 6 and {*returned} <= {0, 1} and returned[0] == 1 and sum(returned) > 1
     weights = weights_of(of)
-    assert all(not weights[key].any() for key in weights if "lora_B" in key) and any("lora_B" in key for key in weights)
+    assert any("lora_B" in key for key in weights)
+    assert all(not weights[key].any() for key in weights if "lora_B" in key) == returned[-1]
     assert all(line["grad_norm"] > 0 and line["held_out/taste"] is None for line in lines)  # nobody votes on these
 
 
@@ -177,6 +183,10 @@ def test_what_a_session_leaves(model, tmp_path, capsys):
     learned = sat(of, 7)
     log = VoteLog(of.folder / VOTES)
     summary = session.finish(of, log, 2 * learned)
+    against = {"wins": 1.5, "of": 2, "share": "0.75 [0.30, 0.95]"}
+    said = session.sentences(of.folder, log, against, summary)
+    assert said[1:] == ["of 2 blind pairs with the base, from other noises, you preferred the trained model in 1.5, a "
+                        "tie as one half: 0.75 [0.30, 0.95]", "the model learned in 6 epochs"]
     assert summary["epochs"] == 6 and (of.folder / "pytorch_lora_weights.safetensors").is_file()
     assert (of.folder / "report.html").is_file() and len(list((of.folder / "after").glob("*.png")))
     assert all(pair.chosen.is_file() for pair in load_pairs(of.folder / session.PAIRS))
@@ -216,21 +226,62 @@ def test_what_votes_do_not_go_with(model, tmp_path):
 
 
 def test_rewards_of_a_batch_by_hand():
-    head = replace(fit_head([]), mean=torch.zeros(1), scale=torch.ones(1),
-                   weight=torch.tensor([2.0], dtype=torch.double))
+    head = Head(scale=torch.ones(1), weight=torch.tensor([2.0], dtype=torch.double))
     features = torch.tensor([[[0.0], [1.0]], [[2.0], [5.0]]])
     root = ((1 + 1 + 9 + 9) / 4)**0.5  # scores 0, 2, 4, 10 less their means
     assert head_rewards(head, features).flatten().tolist() == pytest.approx([-1 / root, 1 / root, -3 / root, 3 / root])
-    assert head_rewards(fit_head([]), features).abs().max() == 0
+    assert head_rewards(Head(head.scale, head.weight * 0), features).abs().max() == 0
 
 
-def test_votes_that_predict_none_leave_the_weights_where_they_were(model, tmp_path, capsys):
-    """No sample is better than another, and the session still leaves a LoRA."""
+def test_votes_without_a_taste_leave_the_weights_where_they_were_and_no_lora(model, tmp_path, capsys):
     of = config(model, tmp_path)
-    assert sat(of, 4, errors=1e9) == 2
+    assert sat(of, 4, evidence=20) == 2
     weights = weights_of(of)
     assert all(not weights[key].any() for key in weights if "lora_B" in key) and any("lora_B" in key for key in weights)
-    assert "does not predict one better than chance" in (shown := capsys.readouterr().out)
-    assert "all samples earn the same" not in shown
-    session.finish(of, VoteLog(of.folder / VOTES), 4)
-    assert (of.folder / "pytorch_lora_weights.safetensors").is_file()
+    assert " of 20, so that this batch teaches the weights nothing" in capsys.readouterr().out
+    log = VoteLog(of.folder / VOTES)
+    assert session.finish(of, log, 4) == {} and not list(of.folder.glob("*.safetensors"))
+    assert not (of.folder / session.REWARD).exists() and not any(".c" in name for name in log.votes)
+    said = session.sentences(of.folder, log, None, {})
+    assert said[0].startswith(f"{sum('.q' in name for name in log.votes)} clicks, ") and len(said) == 2
+    assert "nothing is trained, and no LoRA is written, since the clicks could be chance: their evidence" in said[1]
+
+
+def test_a_head_that_sees_a_reward_too(model, tmp_path):
+    """Its score is the last feature, of a session and of the reward that it leaves."""
+    of = config(model, tmp_path)
+    assert sat(of, 4, sees="sharpness") == 2
+    with pytest.raises(UserError, match="sees sharpness: give --sees sharpness"):
+        sat(of, 7, resume=True)
+    assert sat(of, 7, resume=True, sees="sharpness") == 3
+    plain = config(model, tmp_path / "plain")
+    assert sat(plain, 2) == 1
+    seen, without = (loop.read_features(each.folder, 0) for each in (of, plain))
+    assert torch.equal(seen[..., :-1], without)
+    assert session.finish(of, VoteLog(of.folder / VOTES), 6)["epochs"] == 6
+    reward, pictures = rewards.find(str(of.folder / session.REWARD)), torch.rand(2, 3, 16, 16)
+    rows = reward.models[0].rows(pictures, ["red", "blue"])["features"]
+    assert rows[:, -1].tolist() == pytest.approx([float(one) for one in rewards.find("sharpness")(pictures, ["", ""])])
+
+
+def test_a_session_of_other_features_is_told(model, tmp_path):
+    of = config(model, tmp_path)
+    assert sat(of, 2) == 1
+    save_file({"shown": torch.zeros(2, 4, 3)}, of.folder / FEATURES / "00000.safetensors")
+    with pytest.raises(UserError, match="of an earlier version, whose features are others: begin a new one"):
+        sat(of, 4, resume=True)
+
+
+def test_what_is_said_of_sessions_that_chose_nothing_or_ended_early(model, tmp_path, monkeypatch):
+    of = config(model, tmp_path / "none")
+    monkeypatch.setattr(random.Random, "choice", lambda self, of: TIE)
+    assert sat(of, 4, evidence=20) == 2
+    log = VoteLog(of.folder / VOTES)
+    assert session.finish(of, log, 4) == {}
+    assert session.sentences(of.folder, log, None, {})[0].startswith("4 clicks, 0 of them for an image: votes in ")
+    assert "since no image was chosen: --output" in session.sentences(of.folder, log, None, {})[1]
+    monkeypatch.undo()
+    early = config(model, tmp_path / "early")
+    assert sat(early, 1) == 0
+    said = session.sentences(early.folder, VoteLog(early.folder / VOTES), None, {})
+    assert said[0].startswith("1 click, ") and "since no " in said[1]

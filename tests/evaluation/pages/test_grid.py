@@ -9,7 +9,7 @@ from PIL import Image, ImageColor, ImageDraw
 
 from flowgrpo.evaluation.pages import grid
 from flowgrpo.evaluation.pages.before_after import means_of
-from flowgrpo.evaluation.pages.grid import Font, Row, contact, draw_grid
+from flowgrpo.evaluation.pages.grid import Font, Row, draw_grid
 
 
 def flat(colour: tuple[float, float, float], height: int = 64, width: int = 64) -> torch.Tensor:
@@ -74,8 +74,8 @@ def test_captions_and_sheets_without_headings(tmp_path):
     assert len(lines) == 4 and lines[-1].endswith("...") and grid.CAPTION.getlength(lines[-1]) <= 190
     assert grid._wrap("w" * 500, grid.CAPTION, 190)[0].endswith("...")
     assert grid._wrap("", grid.CAPTION, 190) == [""]
-    sheet = Image.open(contact(tmp_path / "c.png", [RED] * 6, ["a red square"] * 6))
-    titled = Image.open(draw_grid(tmp_path / "t.png", ["title"], [Row("a red square", [RED], [{}])] * 6))
+    sheet, titled = (Image.open(draw_grid(tmp_path / "a.png", [head], [Row("a red square", [RED], [{}])] * 6))
+                     for head in ("", "title"))
     assert area(sheet, "#ff0000") == area(titled, "#ff0000") == 6 * 190 ** 2
     assert sheet.width == titled.width and sheet.height < titled.height
     assert sheet.getpixel((grid.MARGIN + 1, grid.MARGIN + 1)) == (255, 0, 0)

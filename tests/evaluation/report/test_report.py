@@ -12,6 +12,7 @@ import threading
 from http.client import HTTPConnection
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -193,7 +194,7 @@ def test_changes_and_test_sets_are_told():
     _, [change] = judged({"a": [0.0, 0.0, 1.0, None, 0.5]}, {"a": [1.0, 0.5, 1.0, 0.3, None]}, {"a": 1.0})
     assert (change.before.mean, change.count, change.weight) == (pytest.approx(1 / 3), 3, 1.0)
     assert change.now.mean == pytest.approx(2.5 / 3) and change.change.mean == pytest.approx(0.5)
-    assert (change.change.low, change.change.high) == (0.0, 1.0)  # of 1, 0.5, 0
+    assert change.change.low < 0 and change.change.high > 1  # of 1, 0.5, 0
     assert change.way == 0 and change.few
     # With the option, in the second sentence; without it nowhere.
     for declared in (False, True):
@@ -213,7 +214,7 @@ def test_cards_have_intervals_and_few_prompts_no_verdict():
     _, [change] = judged({"a": [0.25, 0.75] * 12}, {"a": [0.5] * 24}, {"a": 1.0})
     before, now, moved = change.as_json()["lines"]
     assert before[:2] == ["before", "0.500"] and now == ["now", "0.500", "[0.500, 0.500]"]
-    assert before[2] == "[0.396, 0.604]" and moved == ["change", "0.000", "[-0.104, +0.104]"]
+    assert before[2] == "[0.386, 0.614]" and moved == ["change", "0.000", "[-0.114, +0.114]"]
     assert change.as_json()["way"] == 0
     _, [change] = judged({"a": [0.0] * 6}, {"a": [1.0, 1.0, 0.0, 0.0, 0.5, None]}, {"a": 1.0}, samples=2)
     assert change.change.prompts == 3 and change.count == 5 and change.change.mean == pytest.approx(0.5)
@@ -240,6 +241,22 @@ def test_reward_hacking_is_hinted_at(trained, weight, watched, hinted):
     assert not any("No reward was eval-only" in text for text in texts)
 
 
+def test_of_several_rewards_those_are_named_that_holm_leaves():
+    """Each of six falls is beyond its 95 % interval, at p = 0.02; among six it may be chance, and among one not."""
+    steps = np.sin(np.arange(24))
+    fall = (steps - steps.mean()) / steps.std() - 0.54
+    for count in (1, 6):
+        names = [f"held {i}" for i in range(count)]
+        was = {"a": LOW} | dict.fromkeys(names, [0.0] * 24)
+        config, found = judged(was, {"a": HIGH} | dict.fromkeys(names, fall.tolist()), {"a": 1.0})
+        assert all(0.01 < each.change.p < 0.05 and each.change.high < 0 for each in found[1:])
+        told = [each["text"] for each in verdict.sentences(config, [{"epoch": 1, "evaluations": 5, "seconds": 3.0}],
+                                                           found, {}, True)]
+        assert any(text.startswith("Possible reward hacking") for text in told) == (count == 1)
+        ends = "-0.540, 95 %: " if count == 1 else "which may be chance among 6 eval-only rewards."
+        assert sum(ends in text for text in told) == count
+
+
 @pytest.mark.parametrize("sample, other", [("image", "over_saturation"), ("completion", "completion_length")])
 def test_a_run_without_an_eval_only_reward_says_how_to_add_one(sample, other):
     config, found = judged({"a": LOW}, {"a": HIGH}, {"a": 1.0})
@@ -247,7 +264,7 @@ def test_a_run_without_an_eval_only_reward_says_how_to_add_one(sample, other):
                              nouns=verdict.Nouns(sample))
     assert {"tone": "plain", "text": "No reward was eval-only, that is measured and not trained on, so reward hacking, "
             f"in which a score rises and the {sample}s get worse, would not show in these numbers: add one to the next "
-            f"run, such as --eval.rewards=[{other}], and look at the {sample}s."} in told
+            f"run's eval.rewards, such as {other}, and look at the {sample}s."} in told
     assert validate({"reward": "a", "eval": {"rewards": [other]}}).extra_rewards.keys() == {other}
 
 
@@ -260,8 +277,8 @@ def test_the_summary_in_words(tmp_path):
     told = [each["text"] for each in report.data(run)["sentences"]]
     assert told[0] == ("starter was trained on scene (weight 2) with mix_grpo: 4 of 4 epochs, 40 denoiser evaluations, "
                        "6 s of training.")
-    assert told[1] == ("scene, trained on, rose from 0.125 to 0.875 on 24 held-out images (+0.750, 95 %: +0.646 to "
-                       "+0.854).")
+    assert told[1] == ("scene, trained on, rose from 0.125 to 0.875 on 24 held-out images (+0.750, 95 %: +0.636 to "
+                       "+0.864).")
     assert told[2] == ("piqe, eval-only, fell from 0.500 to 0.250 on 25 held-out images (-0.250, 95 %: -0.250 to "
                        "-0.250).")
     assert told[3].startswith("Possible reward hacking")

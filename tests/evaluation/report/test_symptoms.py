@@ -12,6 +12,7 @@ REWARDS = {"reward": {"a": 1.0, "b": 1.0}}
 NONE = {"mean": None, "std": 0.0, "failed": 8, "zero_variance_groups": None}
 HALF = {"mean": 0.5, "std": 0.0, "failed": 0, "zero_variance_groups": 1.0}
 GROUPS = {"mean": 0.4, "std": 0.1, "failed": 0, "zero_variance_groups": 1.0}
+TOP = {"mean": 1.0, "std": 0.0, "failed": 0, "zero_variance_groups": 1.0}
 VARIES = {"mean": 0.4, "std": 0.1, "failed": 0, "zero_variance_groups": 0.0}
 
 
@@ -39,12 +40,20 @@ def line(epoch, updates=1, skipped=0, change=0.01, **rewards):
      "2 of 3 epochs trained nothing (epochs 2 to 3): a gave no score."),
     (["a", "b"], [line(1, a=NONE, b=VARIES), line(2, a=VARIES, b=VARIES), line(3, a=NONE, b=VARIES)],
      "a gave no score in 2 epochs (epochs 1 and 3)."),
-    (["a"], [line(1, a=VARIES), line(2, a=HALF)], "")])
+    (["a"], [line(1, a=VARIES), line(2, a=HALF)], ""),
+    # Solved, from the start or from some epoch on; of the other reward the best score is not known.
+    (["top"], [line(1, 0, top=TOP)],
+     "Nothing was trained in 1 epoch: top gave every sample 1, its best score: take harder prompts. These are the"),
+    (["top"], [line(1, top=TOP)], "The rewards taught nothing: top gave every sample 1, its best score: take harder"),
+    (["top"], [line(1, top=VARIES), line(2, 0, top=TOP)],
+     "1 of 2 epochs trained nothing (epoch 2): top gave every sample 1, its best score: take harder prompts."),
+    (["top"], [line(1, 0, top=TOP | {"mean": 0.0})], "Nothing was trained in 1 epoch: top gave every sample 0. These"),
+    (["a"], [line(1, 0, a=TOP)], "Nothing was trained in 1 epoch: a gave every sample 1. These")])
 def test_what_was_not_trained_is_told(rewards, lines, said):
     config = validate({"reward": dict.fromkeys(rewards, 1.0)})
-    [*told] = outcome(config, lines).sentences
+    [*told] = outcome(config, lines, ranges={"top": [0, 1]}).sentences
     assert len(told) == bool(said) and "".join(told).startswith(said)
-    shown = [each["text"] for each in sentences(config, lines, [], {}, True)]
+    shown = [each["text"] for each in sentences(config, lines, [], {}, True, ranges={"top": [0, 1]})]
     nothing = said.startswith("Nothing")
     assert f"starter {'was to be' if nothing else 'was'} trained on" in shown[nothing or said.startswith("The rewards")]
     assert not said or told[0] in shown[:2]
@@ -103,6 +112,14 @@ def test_a_reward_that_does_not_improve(slope, weight, flat):
     assert names({"reward": {"a": weight}}, lines([9.0, *noisy(slope)])) == ["flat reward"] * flat
 
 
+def test_a_reward_that_is_centred_in_its_groups_has_no_level_that_could_rise():
+    """The same means are a symptom where they are not rounding, or where no deviation is known."""
+    centred = [1e-8 * value for value in noisy(0.0)]
+    assert names({"reward": {"a": 1.0}}, [line | {"reward/a/std": 1.0} for line in lines(centred)]) == []
+    assert names({"reward": {"a": 1.0}}, [line | {"reward/a/std": 1e-8} for line in lines(centred)]) == ["flat reward"]
+    assert names({"reward": {"a": 1.0}}, lines(centred)) == ["flat reward"]
+
+
 def test_rewards_and_gradients_of_symptoms():
     """A run whose reward rose by .5 in its first epochs, and has been level for the last FLAT ones."""
     early = [value - 0.5 for value in noisy(0.0, START)]
@@ -119,6 +136,26 @@ def test_rewards_and_gradients_of_symptoms():
     [small] = of_run(validate({"reward": {"a": 1.0}}), [metrics[0] | {"adam_eps_share": 2 / 3}], None)
     assert "about 5.0e-09, and AdamW's eps 1e-08, so that a step is 0.33 of train.lr: set train.eps to 5e-11" in \
         small.text
+
+
+ENDED = {"clip_fraction": 0.0, "log_ratio_max": 0.0, "grad_norm": 1e-9, "diversity": 1e-4, "adam_eps_share": 0.9}
+
+
+@pytest.mark.parametrize("mean, weight, zero, known, found", [
+    (1.0, 1.0, 1.0, [0, 1], ["equal rewards"]), (0.96, 1.0, 0.9, [0, 1], ["equal rewards"]),
+    (0.96, 1.0, 0.5, [0, 1], []), (0.0, -1.0, 0.5, [0, None], []), (1.0, 1.0, 0.5, [None, 1], []),
+    *((mean, weight, 0.5, known, ["flat reward", "clip fraction", "collapse", "small gradient"]) for
+      mean, weight, known in ((0.9, 1.0, [0, 1]), (0.0, 1.0, [0, 1]), (1.0, -1.0, [0, 1]), (1.0, 1.0, None),
+                              (0.99, 1.0, [None, 1])))])
+def test_a_run_whose_prompts_are_solved_has_no_symptom_but_that(mean, weight, zero, known, found):
+    """Rewards stay, the policy does too, and gradients vanish: at the ceiling that is the end, elsewhere a fault."""
+    config = validate({"reward": {"a": weight}, "train": {"updates": 2, "prompts": 4}})
+    begun = [{"epoch": 1, "grad_norm": 5.0}]
+    metrics = begun + [one | ENDED for one in lines([mean] * (FLAT - 1), zero=zero)]
+    metrics[0] |= {"reward/a/mean": mean}
+    told = of_run(config, metrics, 1e-4, {"a": known})
+    assert [symptom.name for symptom in told] == found
+    assert found != ["equal rewards"] or told[0].text.endswith("have the best score, so take harder prompts")
 
 
 def test_labels_of_a_file_have_no_reward_to_improve(tmp_path):

@@ -23,20 +23,25 @@ from flowgrpo.policies.pipelines.probes import other
 from flowgrpo.policies.weights.forwards import fuse_norms
 from flowgrpo.policies.weights.lora_files import load_lora
 from flowgrpo.samplers.grids import make_grid
-from flowgrpo.samplers.growth import explore
+from flowgrpo.samplers.growth import explore, replay
 from flowgrpo.samplers.kernels import Euler, FlowDDIM
 from flowgrpo.samplers.plans import Schedule
-from flowgrpo.samplers.replay import replay
 from flowgrpo.samplers.rollout import RolloutSpec, seeder
 from flowgrpo.samplers.scheduler import Segment
 from flowgrpo.tools.check import report, tiny
+from flowgrpo.tools.check.tiny import derived
+from scripts.docs.build_pipelines import live
+from tests.helpers.refusals import message
 
-FACTORIES = tiny.factories()
+# Of those with the parts of others (test_derived.py) only some: ways of guidance, sound, a timestep ahead.
+DERIVED = {f"{name}ModularPipeline" for name in ("Flux3Distilled", "LTX2", "QwenImage")}
+FACTORIES = {name: make for name, make in tiny.factories().items() if name not in derived.FACTORIES or name in DERIVED}
 PUT_BACK = "does not go on from the middle of its loop as the whole loop does"
 # Classes that cannot be driven, and what `check` says of them.
 UNFIT = {
     # They put their image back in after every step, under the noise of the whole run.
     "FluxInpaintPipeline": PUT_BACK,
+    "Flux2KleinKVPipeline": PUT_BACK,  # it keeps what its first step reads of the reference
     "QwenImageInpaintPipeline": PUT_BACK,
     "StableDiffusionInpaintPipeline (4 channels)": PUT_BACK,
     "HiDreamImagePipeline": "a part of the model runs without gradients",  # its experts, outside of training mode
@@ -50,7 +55,28 @@ NORMS = {*(f"{name}Pipeline" for name in (
     "QwenImageEdit", "QwenImageEditPlus", "Sana", "SanaVideo", "StableDiffusion3", "StableDiffusion3ControlNet",
     "ZImage")), "HunyuanVideoImageToVideoPipeline (token_replace)"}
 # Classes without a guidance scale, or whose scale does nothing at 1.
-UNGUIDED: set[str] = set()
+UNGUIDED = {"Flux3DistilledModularPipeline"}
+# Heights and widths around 18 x 30 (of multiples of 128 around 250 x 270), by what sides are multiples of; "up" is
+# rounded up, "area" is the same form with the model's own number of pixels.
+AROUND = {4: ([16, 20], [28, 32]), 8: ([16, 24], [24, 32]), 16: ([16, 32], [16, 32]), 32: ([32], [32]),
+          128: ([128, 256], [256, 384]), "wide": ([224, 256], [256, 288]), "up": ([20], [32]), "area": ([12], [20])}
+SIZED = {4: "AuraFlow Bria Chroma ErnieImage Flux2Klein Flux2 FluxControlNet FluxFill FluxInpaint Flux HunyuanVideo15 "
+            "Ideogram4 LongCatImage OvisImage PRX QwenImageInpaint QwenImage StableDiffusion3 WanVACE ZImage",
+         8: "Allegro AnimateDiff CogVideoXImageToVideo CogVideoX CogVideoXVideoToVideo CogView3Plus Kolors "
+            "LatentConsistencyModel Latte Mochi PixArtAlpha PixArtSigma StableDiffusion3ControlNet "
+            "StableDiffusionPAG StableDiffusion StableDiffusionXLPAG StableDiffusionXL",
+         16: "CogView4 HunyuanDiT HunyuanSkyreelsImageToVideo HunyuanVideoImageToVideo HunyuanVideo Lumina2 "
+             "SkyReelsV2ImageToVideo SkyReelsV2 WanImageToVideo Wan WanVideoToVideo",
+         32: "LTX2ImageToVideo LTX2 LTXCondition LTXImageToVideo LTX Sana SanaVideo",
+         128: "QwenImageEdit QwenImageEditPlus", "wide": "QwenImage21", "up": "Krea2",
+         "area": "FluxKontext HiDreamImage",
+         # The size of their image, whatever it is, or any even one.
+         "any": "HunyuanImage StableDiffusionControlNet StableDiffusionInpaint StableDiffusionXLControlNet"}
+# Tiny models whose positions, or whose patches beside what their class checks, allow no size around.
+ONE_SIZE = {"AllegroPipeline", "AuraFlowPipeline", "StableDiffusion3Pipeline", "StableDiffusion3ControlNetPipeline"}
+# Calls without a height, with one of few sizes, and classes that have no `encode_prompt`.
+UNSIZED = {"Kandinsky5T2IPipeline", "StableDiffusionImg2ImgPipeline", "StableDiffusionInstructPix2PixPipeline",
+           "OmniGenPipeline"}
 STEPS, GUIDANCE = 3, 3.0
 PROMPTS, NEGATIVES = ["red", "sky"], ["old", "old"]  # of three tokens each
 BATCH = 5e-5  # of the output's largest number: what another batch size may change in fp32
@@ -258,7 +284,8 @@ def stock_latents(pipe: Any, call: dict[str, Any]) -> torch.Tensor:
     options = dict(prompt="red", negative_prompt="old", num_inference_steps=2, output_type="latent", return_dict=False,
                    generator=torch.Generator().manual_seed(1), **call)
     takes = inspect.signature(type(pipe).__call__).parameters
-    return pipe(**{key: value for key, value in options.items() if key in takes})[0]
+    with torch.no_grad():
+        return inspect.unwrap(type(pipe).__call__)(pipe, **{k: value for k, value in options.items() if k in takes})[0]
 
 
 @pytest.mark.parametrize("name", sorted(UNFIT))
@@ -271,10 +298,35 @@ def test_the_page_tells_of_every_class():
     """The page is written by scripts/docs/build_pipelines.py; verdicts are those of the tests above."""
     page = (Path(__file__).parents[3] / "docs" / "pipelines.md").read_text()
     works, _, fails = page.partition("Not supported:")
-    rows = re.findall(r"^\| [\w, ]+ \| [^|]+ \| (\w[^|]+) \|$", works, re.M)[1:]
-    assert {name.rstrip("\u2020") for row in rows for name in re.split(r", (?=[A-Z])", row)} == {*FACTORIES} - {*UNFIT}
+    fails, _, others = fails.partition("The other classes")
+    rows = re.findall(r"^\| \w+ \| \w+ \| [^|]+ \| (\w[^|]+) \|$", works, re.M)[1:]
+    told = {name.rstrip("\u2020\u2021") for row in rows for name in re.split(r", (?=[A-Z])", row)}
+    assert told == {*tiny.factories()} - {*UNFIT}
     reasons = {name: reason for names, reason in re.findall(r"^\| (\w+Pipeline[^|]*) \| ([^|]+) \|$", fails, re.M)
                for name in names.split(", ")}
     assert reasons.keys() == UNFIT.keys()
     assert set(UNFIT) == set(tiny.UNFIT)
     assert all(reason in reasons[name] for name, reason in UNFIT.items())
+    named = {name.partition(" ")[0] for name in {*told, *UNFIT, *re.findall(r"\w+Pipeline\b", others)}}
+    assert {*live()} <= named  # every class of the installed diffusers
+
+
+# --- sizes -----------------------------------------------------------------------------------------------------------
+def made(name: str, height: int, width: int) -> list[int]:
+    pipe, call = FACTORIES[name](0)
+    policy = PipelinePolicy(pipe, None, call=call | {"height": height, "width": width})
+    return [*policy.of_noise(policy.encode(["red"]), policy.generators([0])).shape[-2:]]
+
+
+@pytest.mark.parametrize("name", sorted(FACTORIES.keys() - UNSIZED - DERIVED))
+def test_a_size_is_made_as_asked_or_is_a_line_with_those_around_it(name):
+    [how] = [how for how, names in SIZED.items() if name.split()[0].removesuffix("Pipeline") in names.split()]
+    asked = (250, 270) if how in (128, "wide") else (18, 30)
+    if how == "any":
+        assert made(name, *asked) == [*asked]
+        return
+    heights, widths = AROUND[how]
+    line = message(made, name, *asked)
+    assert line.endswith(f"expected height {' or '.join(map(str, heights))} and width {' or '.join(map(str, widths))}")
+    for height, width in zip(heights, widths) if name not in ONE_SIZE else ():
+        assert made(name, height, width) == [height, width]

@@ -6,8 +6,9 @@ from PIL import Image
 from torchvision.transforms.functional import to_tensor
 
 from flowgrpo.errors import UserError
+from flowgrpo.policies.pipelines.frames import rgb
 from flowgrpo.policies.pipelines.image_latents import START, ImageEncoder, mode, read, scale_latents
-from flowgrpo.tools.check.tiny import images
+from flowgrpo.tools.check.tiny import images, newest
 from tests.helpers import tiny
 
 
@@ -34,7 +35,7 @@ def test_an_autoencoders_latents_by_its_config():
     torch.testing.assert_close(scale_latents(z, moments | {"scaling_factor": 4.0}), 4 * wanted)
 
 
-@pytest.mark.parametrize("make", [images.sd3, images.flux, images.qwen_image])
+@pytest.mark.parametrize("make", [images.sd3, images.flux, images.qwen_image, newest.qwen_image_21])
 def test_a_round_trip_through_the_pipeline_is_one_through_its_autoencoder(make, tmp_path):
     """Packed or not, of images or of videos of one frame: pipelines' own decoding is the judge."""
     policy = policy_of(make())
@@ -45,10 +46,12 @@ def test_a_round_trip_through_the_pipeline_is_one_through_its_autoencoder(make, 
     torch.testing.assert_close(picture, shown, atol=1e-6, rtol=0)
     assert latent.shape == drawn.shape and latent.dtype == drawn.dtype
     vae = policy.pipe.vae
+    opaque = torch.ones(vae.config.get("in_channels", 3) - 3, *shown.shape[1:])
     with torch.no_grad():
-        kept = vae.decode(mode(vae, 2 * shown[None] - 1), return_dict=False)[0]
+        kept = vae.decode(mode(vae, 2 * torch.cat([shown, opaque])[None] - 1), return_dict=False)[0]
     kept = kept[:, :, 0] if kept.ndim == 5 else kept
-    torch.testing.assert_close(policy.decode(latent, row), (kept / 2 + 0.5).clamp(0, 1), atol=1e-5, rtol=0)
+    kept = rgb((kept / 2 + 0.5).clamp(0, 1), policy.pipe)
+    torch.testing.assert_close(policy.decode(latent, row), kept, atol=1e-5, rtol=0)
     assert not torch.equal(policy.decode(latent, row), policy.decode(drawn, row))
 
 

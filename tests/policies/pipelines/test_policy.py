@@ -13,7 +13,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.methods import preset
 from flowgrpo.methods.presets import presets_for
 from flowgrpo.methods.targets import RecordedSteps
-from flowgrpo.policies import build
+from flowgrpo.policies import build, options
 from flowgrpo.policies.loading import make_pipeline
 from flowgrpo.policies.pipelines.conditioning import Conditioning
 from flowgrpo.policies.pipelines.load import load_pipeline
@@ -21,16 +21,16 @@ from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.policies.weights import adapters
 from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.samplers.grids import shift_grid
-from flowgrpo.samplers.growth import explore
+from flowgrpo.samplers.growth import explore, replay
 from flowgrpo.samplers.kernels import Euler, FlowSDE
 from flowgrpo.samplers.plans import Schedule
-from flowgrpo.samplers.replay import replay
 from flowgrpo.samplers.rollout import RolloutSpec, seeder
 from flowgrpo.samplers.scheduler import Segment
 from flowgrpo.tools.check import tiny as tiny_pipelines
 from flowgrpo.tools.check.report import report
 from flowgrpo.training import announcement
-from tests.helpers import tiny
+from tests.helpers import loop, tiny
+from tests.helpers.refusals import message
 from tests.helpers.tables import near
 
 # The others are met in tests/samplers/test_noised_finals.py, tests/samplers/test_reward_gradient.py and
@@ -203,6 +203,41 @@ def test_arguments_that_the_pipeline_does_not_take_are_told():
         PipelinePolicy(tiny.sd3(), Adapter(), call={"num_frames": 8})
     with pytest.raises(UserError, match="takes no 'max_sequence_len'.*did you mean 'max_sequence_length'"):
         PipelinePolicy(tiny.sd3(), Adapter(), call={"max_sequence_len": 8})
+
+
+@pytest.mark.parametrize("name, scale, other", [
+    ("FluxPipeline", "guidance_scale", "true_cfg_scale"), ("StableDiffusion3Pipeline", "guidance_scale", None),
+    ("QwenImagePipeline", "true_cfg_scale", "guidance_scale"), ("WanPipeline", "guidance_scale", "guidance_scale_2")])
+def test_the_scale_of_the_guidance_is_no_argument_of_a_call(name, scale, other, tmp_path):
+    """Of FLUX it is embedded, and of Qwen-Image it is that of a second forward."""
+    pipe, needed = tiny_pipelines.make(name)
+    told = f"call has {scale}, which the key guidance sets (train.guidance, eval.guidance): leave it out of call"
+    assert message(PipelinePolicy, pipe, None, call=needed | {scale: 3.0}) == told
+    if other:
+        assert other in PipelinePolicy(pipe, None, call=needed | {other: 3.0}).call
+    pipe.save_pretrained(tmp_path / "model")
+    settings = tiny.config(model=str(tmp_path / "model"), image__call={scale: 3.0})
+    known = name in ("StableDiffusion3Pipeline", "WanPipeline")  # before it is loaded: it has one scale only
+    assert not known or message(options.check_call, loop.setup(settings, "pipeline")) == told
+
+
+def test_arguments_of_a_call_are_checked_before_a_folder_is_loaded(tmp_path):
+    tiny.sd3().save_pretrained(tmp_path)
+    for call, told in (({"max_sequence_len": 2}, "takes no 'max_sequence_len': did you mean 'max_sequence_length'?"),
+                       ({"num_frames": 5}, "takes no 'num_frames'")):
+        setup = loop.setup(tiny.config(model=str(tmp_path), image__call=call), "pipeline")
+        assert told in message(options.check_call, setup)
+    options.check_call(loop.setup(tiny.config(model="none/here", image__call={"max_sequence_len": 2}), "pipeline"))
+
+
+@pytest.mark.parametrize("grid, train, evaluated, told", [
+    ("stock", 4, 4, ""), ("shifted", 9, 4, ""),
+    ("shifted", 4, 9, "image.call has 4 sigmas, and eval.steps is 9: set it to 4, or leave sigmas out"),
+    ("stock", 9, 4, "image.call has 4 sigmas, and train.steps is 9: set it to 4, or leave sigmas out")])
+def test_sigmas_of_a_call_are_as_many_as_its_steps(grid, train, evaluated, told):
+    setup = loop.setup(tiny.config(model="none/here", image__call={"sigmas": [1.0, 0.75, 0.5, 0.25]}, train__grid=grid,
+                                   train__steps=train, eval__steps=evaluated, parts={"plan": {"size": 2}}), "pipeline")
+    assert message(options.check_call, setup) == told if told else options.check_call(setup) is None
 
 
 def test_arguments_that_the_pipeline_refuses_are_told():

@@ -12,7 +12,7 @@ from flowgrpo.objectives.kl import Linear
 from flowgrpo.objectives.references import Teacher, Teachers
 from flowgrpo.policies.options import check_method
 from flowgrpo.policies.pipelines.load import load_pipeline
-from flowgrpo.samplers.replay import replay
+from flowgrpo.samplers.growth import replay
 from flowgrpo.training import sampling, state
 from flowgrpo.training.kl_reference import join_rows
 from flowgrpo.training.metrics import UpdateStats

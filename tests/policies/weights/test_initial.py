@@ -73,15 +73,15 @@ def test_a_language_model_starts_from_a_lora(tmp_path):
     policy.weights.save(tmp_path)
     again = CausalLM(*tiny_text.model(), Adapter(rank=2, init=str(tmp_path)), Text())
     assert equal(again.weights.snapshot(), policy.weights.snapshot())
-    with pytest.raises(UserError, match="has rank 2, expected adapter.rank 3: set adapter.rank to 2"):
+    with pytest.raises(UserError, match="has rank 2, expected adapter.rank 3: set --adapter.rank=2 "):
         CausalLM(*tiny_text.model(), Adapter(rank=3, init=str(tmp_path)), Text())
 
 
 @pytest.mark.parametrize("adapter, told", [
-    ({"rank": 4}, "its LoRA has rank 2, expected adapter.rank 4: set adapter.rank to 2"),
+    ({"rank": 4}, "its LoRA has rank 2, expected adapter.rank 4: set --adapter.rank=2 --adapter.alpha=2 --adapter.tar"),
     ({"targets": ["to_q"]}, "has a layer transformer.transformer_blocks"),
     ({"targets": [*Adapter().targets, "proj_out"]}, "has no layer transformer.proj_out, which adapter.targets do name"),
-    ({"dora": True}, "set adapter.dora to false")])
+    ({"dora": True}, "its LoRA is no DoRA, expected adapter.dora false: set --adapter.rank=2 ")])
 def test_a_lora_that_differs_is_refused(adapter, told, tmp_path):
     saved(tmp_path)
     pipe = tiny.sd3()
@@ -104,7 +104,10 @@ def check(**settings) -> None:
 
 def test_it_is_looked_for_before_anything_is_loaded(tmp_path):
     saved(tmp_path / "lora")
-    check(adapter={"init": str(tmp_path / "lora")})
+    model = str(tiny.save(tiny.sd3(), tmp_path / "model"))
+    check(adapter={"init": str(tmp_path / "lora"), "rank": 2}, model=model)
+    with pytest.raises(UserError, match="its LoRA has rank 2, expected adapter.rank 32: set --adapter.rank=2"):
+        check(adapter={"init": str(tmp_path / "lora")}, model=model)
     with pytest.raises(UserError, match="^adapter.init is .*, but adapter.rank is 0, so no LoRA is trained"):
         check(adapter={"init": str(tmp_path / "lora"), "rank": 0})
     (tmp_path / "run").mkdir()

@@ -1,12 +1,14 @@
 """LoRA files of others, in every form and at every door: applied exactly, or refused in a line with counts."""
 
 import json
+import math
 import re
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from flowgrpo.cli import main
 from flowgrpo.config.sections import Adapter
 from flowgrpo.errors import UserError
 from flowgrpo.policies import loading
@@ -15,6 +17,7 @@ from flowgrpo.policies.weights import adapters, lora_files
 from flowgrpo.policies.weights.trainable import TrainableWeights
 from flowgrpo.tools.check.tiny import make
 from tests.helpers import tiny
+from tests.helpers.refusals import error_line
 
 RANK = 2
 
@@ -246,7 +249,7 @@ def test_a_family_reads_a_form_exactly_or_refuses_it(family, form, towers, alpha
     base = make(CLASSES[family])[0]
     save_file(written(family, base, form, towers, alpha), tmp_path / "a.safetensors")
     if door == "init" and towers:
-        with pytest.raises(UserError, match="its LoRA is also of the text_encoder, but the run trains"):
+        with pytest.raises(UserError, match=r"its LoRA is also of the text_encoder( and \w+)?, but the run trains"):
             of_family(family, tmp_path / "a.safetensors", door)
         return
     found = of_family(family, tmp_path / "a.safetensors", door)
@@ -283,3 +286,113 @@ def test_what_a_family_does_not_read_is_refused_at_every_door(form, door, tmp_pa
     save_file(make_tensors(make(CLASSES[family])[0]), tmp_path / "a.safetensors")
     with pytest.raises(UserError, match=rf"a\.safetensors.* {re.escape(told)}|a\.safetensors {re.escape(told)}"):
         of_family(family, tmp_path / "a.safetensors", door)
+
+
+# --- a LoRA that is damaged, or that a run cannot start from: said before the model is loaded -----------------------
+LAYER = "down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q"
+A, B = torch.ones(2, 8), torch.ones(8, 2)
+KOHYA = "lora_unet_" + LAYER.replace(".", "_")
+SAID = {"r": 2, "lora_alpha": 2, "target_modules": [LAYER], "peft_type": "LORA"}
+OTHER_NUMBERS = [*(({"r": value}, "does not say its rank: {prefix}r is .*, expected a whole number of 1 or more")
+                   for value in (0, -2, "two", None, True, 2.5, [2])),
+                 *(({"lora_alpha": value}, "{prefix}lora_alpha is .*, expected a number") for value in ("x", None)),
+                 ({"rank_pattern": {LAYER: 0}}, "{prefix}r is 0"), ({"alpha_pattern": 3}, "alpha_pattern is 3"),
+                 ({"lora_alpha": math.nan}, "NaN|unet.lora_alpha is nan"), ({"peft_type": "LOHA"}, "is of a LOHA")]
+
+
+def without_weights(folder):
+    """A model's folder whose weights are damaged, so that loading it fails."""
+    tiny.save(tiny.sd15(), folder)
+    for file in folder.rglob("*.safetensors"):
+        file.write_bytes(b"damaged")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return without_weights(tmp_path_factory.mktemp("damaged"))
+
+
+@pytest.mark.parametrize("form", ["diffusers", "peft"])
+@pytest.mark.parametrize("number, told", OTHER_NUMBERS)
+def test_a_rank_or_alpha_that_is_no_number_is_told_before_loading(number, told, form, model, tmp_path, capsys):
+    said = SAID | number
+    if form == "peft":
+        (tmp_path / adapters.CONFIG).write_text(json.dumps(said))
+        file = tmp_path / adapters.WEIGHTS
+    else:
+        file = tmp_path / "a.safetensors"
+    prefix = "" if form == "peft" else "unet."
+    save_file({f"{'base_model.model.' if form == 'peft' else 'unet.'}{LAYER}.lora_{side}.weight": value
+               for side, value in (("A", A), ("B", B))}, file,
+              {adapters.METADATA: json.dumps({f"unet.{key}": value for key, value in said.items()})})
+    for given in (file, tmp_path) if form == "peft" else (file,):
+        line = error_line(capsys, "sample", model, "--prompt=x", "--lora", given)
+        assert re.search(told.format(prefix=prefix), line), line
+
+
+@pytest.mark.parametrize("tensors, told", [
+    ({f"{KOHYA}.lora_down.weight": A[:0], f"{KOHYA}.lora_up.weight": B[:, :0], f"{KOHYA}.alpha": torch.tensor(1.0)},
+     "has rank 0 and no values, expected a rank of 1 or more"),
+    ({f"unet.{LAYER}.lora_A.weight": A[:0], f"unet.{LAYER}.lora_B.weight": B[:, :0]}, "has rank 0 and no values"),
+    ({f"{KOHYA}.lora_down.weight": A, f"{KOHYA}.lora_up.weight": B, f"{KOHYA}.alpha": torch.ones(3)},
+     "alpha holds 3 values, expected one number"),
+    ({f"{KOHYA}.lora_down.weight": A, f"{KOHYA}.lora_up.weight": B, f"{KOHYA}.alpha": torch.tensor(math.nan)},
+     "alpha holds NaN")])
+def test_a_damaged_lora_is_one_line_at_every_door_before_the_model_is_loaded(tensors, told, model, tmp_path, capsys):
+    save_file(tensors, tmp_path / "a.safetensors")
+    assert told in error_line(capsys, "sample", model, "--prompt=x", "--lora", tmp_path / "a.safetensors")
+    run = ["train", f"--model={model}", "--prompts=general", "--reward=sharpness"]
+    for option in (f"--adapter.init={tmp_path}/a.safetensors", f"--load.lora=[{tmp_path}/a.safetensors]"):
+        assert told in error_line(capsys, *run, option)
+
+
+def test_the_settings_of_kohyas_usual_file_are_told_at_once_and_begin_a_run(tmp_path, capsys):
+    """Of the U-Net's projections and feed-forwards and of the text encoder."""
+    base = tiny.sd15()
+    tensors = kohya(base, BOTH, alpha=1.0)
+    for name, module in base.unet.named_modules():
+        if name.endswith(("ff.net.0.proj", "ff.net.2", "to_out.0", "to_k")):
+            key, (out, into) = "lora_unet_" + name.replace(".", "_"), module.weight.shape
+            tensors |= {f"{key}.lora_down.weight": torch.ones(RANK, into), f"{key}.alpha": torch.tensor(1.0),
+                        f"{key}.lora_up.weight": torch.ones(out, RANK)}
+    save_file(tensors, tmp_path / "a.safetensors", {"modelspec.license": "CC-BY-4.0"})
+    common = ["--prompts=starter", "--reward=sharpness", f"--adapter.init={tmp_path / 'a.safetensors'}", "--device=cpu",
+              f"--output={tmp_path}", "--name=run", "--precision=fp32", "--tracker=none", "--train.epochs=1",
+              "--train.prompts=1", "--train.group=2", "--train.micro_batch=2", "--train.steps=6", "--eval.prompts=2",
+              "--eval.steps=2", "--adapter.targets=[to_q]"]
+    line = error_line(capsys, "train", f"--model={without_weights(tmp_path / 'damaged')}", *common)
+    assert "its LoRA has rank 2, expected adapter.rank 32; it is also of the text_encoder, but the run trains unet; " \
+        "it has a layer unet.down_blocks" in line
+    settings = line.partition(": set ")[2].split()
+    assert settings == ["--adapter.rank=2", "--adapter.alpha=1", "--adapter.targets=[net.2,proj,to_k,to_out.0,to_q,"
+                        "to_v]", "--adapter.encoder_targets=[out_proj,q_proj]", "--parts.adapted.encoders=true"]
+    model = tiny.save(base, tmp_path / "model")
+    assert main(["train", f"--model={model}", *common[:-1], *settings]) == 0
+    assert "LoRA applied to 4 layers of the text_encoder, 40 layers of the unet, rank 2" in capsys.readouterr().err
+    assert main(["export", str(tmp_path / "run"), "--form=card"]) == 0
+    card = (tmp_path / "run" / "README.md").read_text()
+    assert f"It began from the LoRA `{tmp_path / 'a.safetensors'}` (adapter.init)" in card
+    assert f"Of the LoRA `{tmp_path / 'a.safetensors'}`, from which the training began: `other` `CC-BY-4.0`." in card
+
+
+@pytest.mark.parametrize("layers, others, expected", [
+    (["a.0.to_q", "a.1.to_q"], ["a.0.to_k"], ["to_q"]), (["a.0.x.to_q"], ["a.0.y.to_q"], ["x.to_q"]),
+    (["a.0.to_q"], ["a.1.to_q"], ["a.0.to_q"]), (["a.ff.net.2", "b.ff.net.2"], ["a.norm.2"], ["net.2"]),
+    (["to_q"], ["a.to_q"], ["to_q"]), (["a.to_out.0"], [], ["to_out.0"])])
+def test_the_shortest_targets_of_layers(layers, others, expected):
+    assert lora_files.targets_for(layers, others) == expected
+
+
+@pytest.mark.parametrize("family, change, told", [
+    ("flux", lambda tensors: tensors, "a run trains all text encoders or none, but it has no text_encoder_2: no run "
+     "starts from it; fuse it into the model by load.lora"),
+    ("sdxl", lambda tensors: tensors | {key: torch.cat([value, value], int("up" in key)) for key, value in
+                                        [*tensors.items()][:2]}, "one rank, but these have 2 and 4: no run starts")])
+def test_what_no_run_starts_from_is_said_with_another_way(family, change, told, tmp_path):
+    pipe = make(CLASSES[family])[0]
+    save_file(change(written(family, pipe, "kohya", True, None)), tmp_path / "a.safetensors")
+    modules = denoisers(pipe) | text_encoders(pipe)
+    start = lora_files.start_of(tmp_path / "a.safetensors", type(pipe), modules)
+    with pytest.raises(UserError, match=told):
+        lora_files.require_start("adapter.init", tmp_path / "a.safetensors", start, Adapter(), denoisers(pipe), modules)

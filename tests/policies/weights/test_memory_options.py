@@ -27,10 +27,9 @@ from flowgrpo.policies.weights.lora_files import LORA_FILE
 from flowgrpo.policies.weights.trainable import TrainableWeights
 from flowgrpo.run import run
 from flowgrpo.samplers.grids import shift_grid
-from flowgrpo.samplers.growth import explore
+from flowgrpo.samplers.growth import explore, replay
 from flowgrpo.samplers.kernels import Euler, FlowSDE
 from flowgrpo.samplers.plans import Schedule
-from flowgrpo.samplers.replay import replay
 from flowgrpo.samplers.rollout import RolloutSpec, seeder
 from flowgrpo.samplers.scheduler import Segment
 from flowgrpo.storage import checkpoint
@@ -172,7 +171,7 @@ def test_a_pipeline_that_is_loaded_already_is_not_quantised():
 def test_only_text_encoders_leave():
     pipe = tiny.sd3()
     encoders = memory_options.Encoders(pipe, torch.device("meta"), "cpu")
-    encoders.come()
+    encoders.load()
     encoders.offload()
     where = {name: part.device.type for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
     assert where == {"text_encoder": "cpu", "text_encoder_2": "cpu", "transformer": "meta", "vae": "meta"}
@@ -200,7 +199,7 @@ def test_text_encoders_are_copied_to_the_device_and_not_back():
                for tensor in [*module.parameters(), *module.buffers()]}
     with Moves() as moves:
         for _ in range(2):
-            encoders.come()
+            encoders.load()
             assert {tensor.device.type for module in encoders.modules
                     for tensor in [*module.parameters(), *module.buffers()]} == {"meta"}
             assert pipe.text_encoder.twin.embeddings.token_embedding.weight is \

@@ -3,11 +3,8 @@ detectors' own arithmetic."""
 
 import base64
 import io
-import json
 import math
 import os
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import numpy as np
 import pytest
@@ -19,6 +16,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.rewards.geneval import colours, detectors
 from flowgrpo.rewards.geneval.detectors import OBJECTS, Detection
 from flowgrpo.rewards.geneval.rules import GenEvalFast, Rules, relations
+from tests.helpers.chat_endpoint import endpoint
 from tests.helpers.refusals import message
 
 PROMPT = "a photo"
@@ -285,30 +283,18 @@ def test_a_model_of_torchvision():
             assert {one.label for one in detections} <= {"computer mouse", "dog", "cat"}
 
 
-class Answering(BaseHTTPRequestHandler):
-    """Answers with one box per image, whose score is the image's mean."""
-
-    def do_POST(self):
-        sent = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        pictures = [np.array(Image.open(io.BytesIO(base64.b64decode(image)))) for image in sent["images"]]
-        answers = [[{"box": [0, 1, 2, 3], "label": "mouse", "score": float(picture.mean()) / 255}]
-                   for picture in pictures]
-        body = json.dumps({"detections": answers[:1] if self.path == "/short" else answers}).encode()
-        self.send_response(500 if self.path == "/broken" else 200)
-        self.end_headers()
-        self.wfile.write(b"<html>" if self.path == "/garbage" else body)
-
-    def log_message(self, *_):
-        pass
-
-
 @pytest.fixture
 def address():
-    server = HTTPServer(("127.0.0.1", 0), Answering)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+    """Answers with one box per image, whose score is the image's mean."""
+    def reply(body, number):
+        pictures = [np.array(Image.open(io.BytesIO(base64.b64decode(image)))) for image in body["images"]]
+        answers = [[{"box": [0, 1, 2, 3], "label": "mouse", "score": float(picture.mean()) / 255}]
+                   for picture in pictures]
+        path = server.seen[-1][0]
+        found = b"<html>" if path == "/garbage" else {"detections": answers[:1] if path == "/short" else answers}
+        return 500 if path == "/broken" else 200, {}, found
+    with endpoint(reply) as server:
+        yield server.url.removesuffix("/v1")
 
 
 def test_a_remote_detector(address):

@@ -1,15 +1,11 @@
 """Judges: what their answers say, and what they make of every answer and fault of an endpoint, a real HTTP server."""
 
-import base64
-import io
 import json
 import math
 import re
 import threading
-from contextlib import contextmanager
 from datetime import datetime, timedelta, timezone
 from email.utils import format_datetime
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
@@ -27,6 +23,7 @@ from flowgrpo.rewards.remote.exchange import brief, seconds
 from flowgrpo.rewards.vlm_judge.judge import Judge, JudgePairs, data_url, fill_template, frame_index
 from flowgrpo.rewards.vlm_judge.parse import expected_level, level, parser, verdict, verdict_parser
 from flowgrpo.rewards.vlm_judge.released import DeQA
+from tests.helpers.chat_endpoint import ONE, QUICK, endpoint, level_of, opened, parts, said, shades
 from tests.helpers.refusals import message
 
 # --- what an answer says ---------------------------------------------------------------------------------------------
@@ -147,13 +144,6 @@ def test_frames_are_spread(count, wanted, rows):
     assert frame_index(count, wanted) == rows
 
 
-def opened(url: str) -> Image.Image:
-    found = re.fullmatch(r"data:image/(png|webp);base64,(.+)", url)
-    picture = Image.open(io.BytesIO(base64.b64decode(found[2], validate=True)))
-    assert picture.format.lower() == found[1]
-    return picture
-
-
 def test_images_are_sent_as_they_are_or_smaller():
     picture = torch.rand(3, 8, 20, generator=torch.Generator().manual_seed(0))
     got = torch.from_numpy(np.array(opened(data_url(picture, 20, "png")))).movedim(-1, 0)
@@ -164,87 +154,6 @@ def test_images_are_sent_as_they_are_or_smaller():
 
 
 # --- an endpoint -----------------------------------------------------------------------------------------------------
-def said(text, reason: str = "stop", **more) -> tuple[int, dict, dict]:
-    message = {"role": "assistant", "content": text} | more.pop("message", {})
-    return 200, {}, {"choices": [{"index": 0, "message": message, "finish_reason": reason} | more]}
-
-
-class Script(BaseHTTPRequestHandler):
-    """Answers with what `server.reply(body, number of the request)` says: (status, headers, JSON, bytes or None); None
-    closes the connection, and an Event is waited for before the answer."""
-
-    protocol_version = "HTTP/1.1"
-
-    def do_GET(self):
-        self.answer(*self.server.models)
-
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        with self.server.lock:
-            self.server.seen.append((self.path, dict(self.headers), body))
-            number = len(self.server.seen)
-        self.answer(*self.server.reply(body, number))
-
-    def answer(self, status, headers, content):
-        if isinstance(content, threading.Event):
-            content.wait(20)
-            content = None
-        if content is None:
-            self.close_connection = True
-            return
-        content = content if isinstance(content, bytes) else json.dumps(content).encode()
-        self.send_response(status)
-        for name, value in ({"Content-Length": str(len(content))} | headers).items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, *_):
-        pass
-
-
-@contextmanager
-def endpoint(reply):
-    """A scripted endpoint -> it, with its address under `url` and what it was asked under `seen`. reply: a function of
-    (body, number), or a list of answers, one after another, the last one for all that follow."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Script)
-    server.reply = reply if callable(reply) else lambda _, number: reply[min(number, len(reply)) - 1]
-    server.models = (200, {}, {"data": [{"id": "only-one", "owned_by": "vllm"}]})
-    server.seen, server.lock, server.daemon_threads = [], threading.Lock(), True
-    server.url = f"http://127.0.0.1:{server.server_address[1]}/v1"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-
-
-def shades(*levels: int) -> torch.Tensor:
-    """Grey images of these levels, of 255."""
-    return torch.tensor(levels)[:, None, None, None].expand(-1, 3, 4, 4) / 255
-
-
-QUICK = {"model": "m", "wait": 0.001, "retries": 2, "timeout": 20}
-ONE = torch.zeros(1, 3, 4, 4)
-
-
-def parts(body: dict, kind: str) -> list:
-    [question] = body["messages"]
-    assert question["role"] == "user"
-    content = question["content"]
-    listed = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    return [part[kind] for part in listed if part["type"] == kind]
-
-
-def level_of(body: dict) -> int:
-    """The red of the only image that a question shows."""
-    [shown] = parts(body, "image_url")
-    return opened(shown["url"]).getpixel((0, 0))[0]
-
-
 def answered(values: list) -> list:
     return ["failed" if isinstance(value, Failed) else value for value in values]
 

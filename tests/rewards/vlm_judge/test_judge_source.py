@@ -10,8 +10,9 @@ from flowgrpo.contrib.criteria import JudgeRubric
 from flowgrpo.contrib.edits import EditJudge
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.vlm_judge.judge import Judge, JudgePairs
+from tests.helpers.chat_endpoint import ONE, QUICK, endpoint, opened, parts, said, shades
 from tests.helpers.refusals import message
-from tests.rewards.vlm_judge.test_judge import ONE, QUICK, answered, endpoint, opened, parts, said, shades
+from tests.rewards.vlm_judge.test_judge import answered
 
 
 @pytest.fixture

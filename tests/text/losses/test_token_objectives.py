@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flowgrpo.contrib.token_weights import TokenWeights, disagreement
+from flowgrpo.contrib.surrogates import TokenWeights, disagreement
 from flowgrpo.errors import UserError
 from flowgrpo.methods import preset
 from flowgrpo.methods.overlay import with_parts

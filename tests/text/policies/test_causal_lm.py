@@ -1,5 +1,7 @@
 """A language model as a policy: completions, their densities, what a group shares, its files, and a teacher."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -13,10 +15,11 @@ from flowgrpo.objectives.references import Teacher
 from flowgrpo.policies import build
 from flowgrpo.policies.weights.checkpointing import recompute
 from flowgrpo.text.policies.causal_lm import RECOMPUTED, CausalLM, relative_error
+from flowgrpo.text.rewards.answer_keys import strip_thoughts
 from flowgrpo.text.samplers.decoding import Decoding
 from flowgrpo.training import sampling
 from flowgrpo.types import RunState, Scored
-from tests.helpers import loop
+from tests.helpers import loop, tiny_masked, tiny_vision
 from tests.helpers import tiny as tiny_images
 from tests.helpers import tiny_text as tiny
 from tests.helpers.refusals import message
@@ -86,6 +89,34 @@ def test_greedy_rows_are_those_of_generate_without_penalties():
     _, plain = sampled(tiny.policy())
     _, found = sampled(tiny.policy(loaded))
     assert torch.equal(plain.ids, found.ids)
+
+
+# Ids of the tiny tokenizer: 2 is </s>, 15 stands for ChatML's <|im_end|>; a template that writes it behind a turn.
+CHATML = "{% for message in messages %}{{ message['content'] }}=\n{% endfor %}"
+
+
+@pytest.mark.parametrize("tokenizers, configs, template, kept", [
+    ("</s>", 2, None, [2]), ("</s>", None, None, [2]), (None, 2, None, [2]), (None, [2, 5], None, [2, 5]),
+    ("=", 2, None, [15, 2]),  # a fine-tune that changed its tokenizer alone (TRL#7039)
+    ("</s>", 15, None, [2, 15]), ("</s>", [15, 2], None, [2, 15]), ("=", [2, 5], None, [15, 2, 5]),
+    ("</s>", [2, 15], CHATML, [15, 2]),  # as of Gemma, whose template ends a turn by another token than the tokenizer
+    ("</s>", 2, CHATML, [2])])
+def test_either_end_of_a_turn_ends_a_completion(tokenizers, configs, template, kept):
+    loaded = tiny.model()
+    assert loaded[1]("=", add_special_tokens=False)["input_ids"] == [15]
+    loaded[1].eos_token, loaded[1].chat_template = tokenizers, template or loaded[1].chat_template
+    loaded[0].generation_config.eos_token_id = configs
+    own = tiny.policy(loaded, max_tokens=24)
+    assert own.ends == kept
+    assert template is None or tiny.policy(tiny.model(), template=False).ends == [2]
+    _, found = sampled(own, ["1+2="] * 64, range(64))
+    ended = set()
+    for row, mask, cut, text in zip(found.ids.tolist(), found.mask, found.cut, found.texts):
+        first = next((place for place, token in enumerate(row) if token in kept), None)
+        assert mask.sum() == (24 if first is None else first + 1) and cut == (first is None)
+        assert text.count("=") == (0 if 15 in kept else row.count(15)) and text.tokens == mask.sum()
+        ended |= set() if first is None else {row[first]}
+    assert ended == set(kept)  # every one is seen
 
 
 # --- replays ---------------------------------------------------------------------------------------------------------
@@ -195,6 +226,29 @@ def test_refusals_of_language_models():
     assert "no chat template" in message(lambda: tiny.policy((model, tokenizer), template=True).encode(["1+2="]))
     with pytest.raises(UserError, match="precision is 'bf16'"):
         CausalLM(*tiny.model(), tiny.Adapter(rank=2), tiny.Text(), precision="bf16")
+
+
+@pytest.mark.parametrize("made", [tiny.policy, tiny_masked.policy, partial(tiny_vision.policy, "llava")])
+@pytest.mark.parametrize("end, tag", [("<think>\n", "<think>"), ("<|assistant|>", ""),
+                                      ("<think>\n\n</think>\n\n", "")])
+def test_completions_carry_the_tag_that_a_chat_template_ends_with(made, end, tag):
+    own = made()
+    getattr(own, "processor", own.tokenizer).chat_template += "{{ '" + end.replace("\n", "\\n") + "' }}"
+    asked, decoding = own.encode(ASKED), getattr(own, "unmasking", Decoding())
+    drawn = own.sample(asked, decoding, own.generators(range(4)), torch.zeros(4, dtype=torch.bool)).texts
+    assert [text.opened for text in [*drawn, *own.generate(asked, own.generators(range(4)))]] == [tag] * 8
+    own.text = own.text.model_copy(update={"template": False})  # the prompt itself is all that the model reads
+    assert own.opened(["1+<think>", "<think>1+"]) == ["<think>", ""]
+
+
+def test_a_run_pays_no_thought_that_its_template_opens():
+    def scores(end: str) -> torch.Tensor:
+        own = tiny.policy()
+        own.tokenizer.chat_template += end
+        trainer = tiny.trainer(own, {"any": lambda texts, prompts: [
+            float(bool(strip_thoughts(text))) for text in texts]}, text__template=True)
+        return loop.draw(trainer).groups.totals
+    assert scores("").sum() > 0 and not scores("<think>").any()
 
 
 def test_the_reference_is_the_base_and_prompts_have_their_template():

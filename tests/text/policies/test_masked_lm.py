@@ -3,7 +3,6 @@
 import itertools
 import json
 import math
-import shutil
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ from flowgrpo.text.samplers.decoding import Decoding, Unmasking
 from flowgrpo.training import sampling
 from flowgrpo.training.metrics import UpdateStats
 from flowgrpo.training.optimizer import decisions
-from tests.helpers import loop
+from tests.helpers import loop, tiny_runs
 from tests.helpers import tiny_text as tiny
 from tests.helpers.refusals import message
 from tests.helpers.tiny_masked import model, policy
@@ -357,16 +356,8 @@ def test_a_run_leaves_its_adapter_and_its_numbers(tmp_path):
 
 
 def test_a_resumed_run_goes_on_bit_for_bit(tmp_path):
-    whole, given = arguments(tmp_path / "whole", train__epochs=3)
-    run(whole, **given)
-    part, given = arguments(tmp_path / "parts", train__epochs=3, train__save_every=2, train__keep=3)
-    run(part, **given)
-    for name in ("after.json", "last.json"):
-        (part.folder / "report" / name).unlink()
-    shutil.rmtree(part.folder / "checkpoints" / "epoch-00003")
-    _, given = arguments(tmp_path / "parts")
-    run(part, resume=True, **given)
-    one, two = (folder / "adapter_model.safetensors" for folder in (whole.folder, part.folder))
+    one, two = (folder / "adapter_model.safetensors"
+                for folder in tiny_runs.whole_and_resumed(arguments, tmp_path))
     assert one.read_bytes() == two.read_bytes()
 
 

@@ -18,6 +18,7 @@ from flowgrpo.text.samplers.decoding import Decoding
 from tests.helpers import tiny_text
 from tests.helpers import tiny_vision as tiny
 from tests.helpers.refusals import message
+from tests.text.policies.test_causal_lm import replayed
 
 PROMPTS = ["1+2=", "90;1=", "5;66=", "1+2="]
 FAMILIES = pytest.mark.parametrize("family", sorted(tiny.FAMILIES))
@@ -34,11 +35,6 @@ def images(tmp_path):
 def sampled(own: VisionLM, images, prompts=PROMPTS, seeds=(1, 2, 3, 4), decoding=Decoding()):
     asked = own.encode(list(prompts), images=images)
     return asked, own.sample(asked, decoding, own.generators(seeds), torch.zeros(len(prompts), dtype=torch.bool))
-
-
-def replayed(own: VisionLM, asked, found, decoding=Decoding(), prompts=None):
-    prompts = torch.arange(len(found.ids)) if prompts is None else prompts
-    return own.log_probs(asked, prompts, found.ids, found.mask, decoding)
 
 
 def by_hand(own: VisionLM, family: str, images, found, prompts=PROMPTS, temperature=1.0) -> torch.Tensor:

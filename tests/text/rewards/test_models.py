@@ -37,9 +37,9 @@ from flowgrpo.tools.learned_rewards.text_training import (
     train,
 )
 from tests.helpers import tiny_text
+from tests.helpers.chat_endpoint import QUICK, endpoint, parts, said
 from tests.helpers.refusals import message
 from tests.helpers.tables import close, f64
-from tests.rewards.vlm_judge.test_judge import QUICK, endpoint, parts, said
 
 
 # --- judges ----------------------------------------------------------------------------------------------------------

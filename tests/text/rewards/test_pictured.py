@@ -119,6 +119,7 @@ def test_rewritten(completion, text):
 
 @pytest.mark.parametrize("options, said", [
     ({"images": 0}, "images is 0, expected 1 or more"),
+    ({"call": {"num_inference_steps": 2}}, "call is .*, expected none of prompt, negative_prompt, num_inference_steps"),
     ({"noise": "step"}, "noise is 'step', expected epoch or prompt"),
     ({"weights": [1, 2]}, "weights is .* expected 1, one per reward"), ({"rewards": ["exact_match"]}, "of images"),
     ({"batch_size": 0}, "batch_size is 0"), ({"dtype": "int4"}, "dtype is 'int4'"),

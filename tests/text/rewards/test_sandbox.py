@@ -94,12 +94,12 @@ def test_a_wrapper_that_confines_nothing_is_found_out(monkeypatch, tmp_path):
 
 # --- what faults were found by ---------------------------------------------------------------------------------------
 # Kinds that work here. Without any, the tests below show that the code does not run at all.
-KINDS = [kind for kind in WORKING if kind != "wasmtime"] or [None]  # its cases are at the end
+KINDS = [kind for kind in WORKING if kind != "wasmtime"] or [None]  # its own cases are at the end
 
 
-def battery(test):
+def battery(test, kinds=KINDS):
     """Run a test within every boundary that works; where none does, test that the reward refuses instead."""
-    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("kind", kinds)
     @functools.wraps(test)
     def each(kind, *arguments, **options):
         if kind is not None:
@@ -108,6 +108,10 @@ def battery(test):
         if not WORKING:
             assert "no boundary for it" in message(choose.choose, accept_risk=False)
     return each
+
+
+everywhere = functools.partial(battery, kinds=[*WORKING] or [None])
+ABSENT = ("SyntaxError", "NameError")
 
 
 def test_the_battery_without_a_boundary_tests_the_refusal(monkeypatch, tmp_path):
@@ -144,12 +148,16 @@ WRITES = {
     "device node": "os.mknod('/tmp/disk', 0o60600, os.makedev(254, 0))"}
 
 
-@battery
+@everywhere
 @pytest.mark.parametrize("way", WRITES)
 def test_nothing_outside_is_written(kind, way, tmp_path):
     (tmp_path / "kept").write_text("mine")
     raised = refusal(WORKING[kind], f"FOLDER = {str(tmp_path)!r}\n{WRITES[way]}")
-    assert raised and not raised.startswith(("SyntaxError", "NameError", "AttributeError")), raised
+    if kind == "wasmtime":
+        own = way == "Python's own files"  # a copy in the memory of this one instance
+        assert own or raised and not raised.startswith(ABSENT), raised
+    else:
+        assert raised and not raised.startswith((*ABSENT, "AttributeError")), raised
     assert [file.name for file in tmp_path.iterdir()] == ["kept"] and (tmp_path / "kept").read_text() == "mine"
 
 
@@ -179,11 +187,15 @@ PROCESSES = {
                      "if libc.unshare(0x10000000) < 0: raise OSError(ctypes.get_errno(), '')"}
 
 
-@battery
+@everywhere
 @pytest.mark.parametrize("way", PROCESSES)
 def test_no_process_is_started(kind, way):
-    raised = refusal(WORKING[kind], f"CLONE = 220 if os.uname().machine == 'aarch64' else 56\n{PROCESSES[way]}")
-    assert raised in ("PermissionError EPERM", "BlockingIOError EAGAIN", "OSError EPERM")
+    clone = "56" if kind == "wasmtime" else "220 if os.uname().machine == 'aarch64' else 56"
+    raised = refusal(WORKING[kind], f"CLONE = {clone}\n{PROCESSES[way]}")
+    if kind == "wasmtime":
+        assert raised and not raised.startswith(ABSENT), raised
+    else:
+        assert raised in ("PermissionError EPERM", "BlockingIOError EAGAIN", "OSError EPERM")
 
 
 @battery
@@ -308,15 +320,15 @@ def test_memory_that_no_limit_counts_is_refused(kind, call):
     assert refusal(WORKING[kind], call) == "PermissionError EPERM"
 
 
-@battery
+@everywhere
 def test_a_flood_of_output_ends(kind):
     output = program("while True: print('a' * 1000)", "", Limits(seconds=60, files=1), WORKING[kind])
     assert output.status is None and len(output.text) == 2**20
 
 
-@battery
+@everywhere
 @pytest.mark.parametrize("code", [
-    "while True: pass", "import time; time.sleep(600)",
+    "while True: pass", "import time; time.sleep(600)", "def f(): f()\nf()",
     "import signal, time\nfor n in range(1, 32):\n    try: signal.signal(n, signal.SIG_IGN)\n"
     "    except OSError: pass\ntime.sleep(600)",
     "import os, time\nos.close(1)\ntime.sleep(600)"])
@@ -387,7 +399,7 @@ KEPT = ("assert f(1) == 4", "assert abs(f(1) - 4) < 1e-6", "x = f(1)\nif x != 4:
         "assert not f(1) != 4", "import math\nassert math.isclose(f(1), 4)")
 
 
-@battery
+@everywhere
 @pytest.mark.parametrize("way", FORGED)
 def test_no_verdict_is_forged(kind, way):
     passed = run(FORGED[way], Checks(asserts=KEPT), Limits(seconds=3), WORKING[kind]).passed
@@ -447,7 +459,6 @@ def test_accepted_risk_keeps_limits_and_verdict(tmp_path, monkeypatch):
 
 
 BOX = WORKING.get("wasmtime")
-ABSENT = ("SyntaxError", "NameError")
 
 
 def boxed(test):
@@ -465,23 +476,6 @@ def test_a_file_that_is_another_is_refused(tmp_path):
     (tmp_path / boundaries.FILE).write_bytes(b"\0asm")
     with pytest.raises(UserError, match="is not the known CPython for WebAssembly: its SHA-256 differs"):
         boundaries.compile_module(tmp_path / boundaries.FILE)
-
-
-@boxed
-@pytest.mark.parametrize("way", WRITES)
-def test_nothing_is_written(way, tmp_path):
-    (tmp_path / "kept").write_text("mine")
-    raised = refusal(BOX, f"FOLDER = {str(tmp_path)!r}\n{WRITES[way]}")
-    own = way == "Python's own files"  # a copy in the memory of this one instance
-    assert own or raised and not raised.startswith(ABSENT), raised
-    assert [file.name for file in tmp_path.iterdir()] == ["kept"] and (tmp_path / "kept").read_text() == "mine"
-
-
-@boxed
-@pytest.mark.parametrize("way", PROCESSES)
-def test_wasm_starts_no_process(way):
-    raised = refusal(BOX, PROCESSES[way].replace("CLONE", "56"))
-    assert raised and not raised.startswith(ABSENT), raised
 
 
 @boxed
@@ -504,12 +498,6 @@ def test_the_code_sees_its_job_and_its_library():
 
 
 @boxed
-@pytest.mark.parametrize("way", FORGED)
-def test_wasm_forges_no_verdict(way):
-    assert run(FORGED[way], Checks(asserts=KEPT), Limits(seconds=3), BOX).passed == (False,) * 5
-
-
-@boxed
 def test_code_is_scored():
     tests = ["assert f([1, 2]) == [2, 4]", "assert f([1]) == [1]", "x = []\nassert f(x) is not x", "assert g(f)"]
     code = "import re, heapq\nprint('said')\ndef f(x): return [2 * y for y in x]\ndef g(h): return h([1]) == [2]"
@@ -523,19 +511,6 @@ def test_code_is_scored():
 @pytest.mark.parametrize("code", ["x = bytearray(2**30)", "x = []\nwhile True: x.append(bytes(2**20))"])
 def test_memory_is_limited(code):
     assert refusal(BOX, code, Limits(seconds=60, memory=128)) == "MemoryError"
-
-
-@boxed
-@pytest.mark.parametrize("code", ["while True: pass", "import time; time.sleep(600)",
-                                  "import os, time\nos.close(1)\ntime.sleep(600)", "def f(): f()\nf()"])
-def test_time_and_the_stack_are_limited(code):
-    assert program(code, "", Limits(seconds=1), BOX).status != 0
-
-
-@boxed
-def test_wasm_floods_end():
-    output = program("while True: print('a' * 1000)", "", Limits(seconds=60, files=1), BOX)
-    assert output.status is None and len(output.text) == 2**20
 
 
 @boxed

@@ -1,9 +1,12 @@
 """Rewards for text without a model: what completions score, by tables, and what is told of a wrong answer key."""
 
+import copy as copying
 import json
+import pickle
 import subprocess
 import sys
 import threading
+import warnings
 from fractions import Fraction
 
 import pytest
@@ -11,7 +14,7 @@ import torch
 
 from flowgrpo import rewards
 from flowgrpo.config.reward_rules import RewardRule
-from flowgrpo.text.rewards.answer_keys import abstains, explicit_answer, final_answer, last_box, strip_thoughts
+from flowgrpo.text.rewards.answer_keys import abstains, final_answer, last_box, strip_thoughts
 from flowgrpo.text.rewards.code_tests import JsonSchema
 from flowgrpo.text.rewards.judge import Rubric
 from flowgrpo.text.rewards.numeric import MathAnswer, NumericMatch, Worker, answer_key, expression, last_number
@@ -22,6 +25,7 @@ from flowgrpo.text.rewards.rules import (
     FormatTags,
     Length,
     LengthCurve,
+    MultiChoice,
     Overlong,
     Repetition,
     StepMatch,
@@ -32,6 +36,7 @@ from flowgrpo.text.rewards.rules import (
     turning,
     window,
 )
+from flowgrpo.types import Completion, opening_tag
 from tests.helpers.refusals import message
 
 
@@ -41,21 +46,25 @@ def one(reward, completion: str, **metadata) -> float | None:
     return None if found != found else found
 
 
+@pytest.fixture(scope="module")
+def mathematics():
+    return MathAnswer(timeout=20)
+
+
 # --- the answer of a completion --------------------------------------------------------------------------------------
 @pytest.mark.parametrize("text, answer", [
     ("It is <answer> 5 </answer>.", "5"), ("<answer>4</answer> no, <answer>5</answer>", "5"),
     (r"so \boxed{\frac{1}{2}}.", r"\frac{1}{2}"), (r"\boxed{1} then \boxed{2}", "2"), (r"\boxed{1} and \boxed{2", "1"),
     (r"\boxed{\{1, 2\}}", r"\{1, 2\}"), ("text\n#### 1,234\n", "1,234"), ("The answer is 5. Check: 7.", "5"),
-    ("Final answer: x = 3", "x = 3"), ("**Answer:** cat", "** cat"), ("answer = 9", "9"), ("the answers vary", None),
+    ("Final answer: x = 3", "x = 3"), ("**Answer:** cat", "cat"), ("answer = 9", "9"), ("the answers vary", None),
     ("", None), ("five", None), ("<think>answer: 3</think>It is 4", None), ("<think>answer: 3", None),
-    ("3 \\boxed{3}</think>\n\\boxed{4}", "4"), (r"<answer>\boxed{5}</answer>", r"\boxed{5}"), ("#### \n", None),
+    ("3 \\boxed{3}</think>\n\\boxed{4}", "4"), (r"<answer>\boxed{5}</answer>", "5"), ("#### \n", None),
 ])
 def test_the_answer_that_is_stated(text, answer):
     assert final_answer(text) == answer
 
 
 def test_marks_tags_and_thoughts():
-    assert explicit_answer("The answer is 5.") is None and explicit_answer("#### 5") == "5"
     assert [*map(strip_thoughts, ("<think>a</think> b <think>c", "a</think>b", "a"))] == [" b ", "b", "a"]
     assert last_box("\\boxed{" * 40_000) is None and last_box("}" * 40_000 + r"\boxed{a}") == "a"
     assert one(FormatTags(begun=True), "a</think><answer>b</answer>") == 1
@@ -63,6 +72,34 @@ def test_marks_tags_and_thoughts():
     assert one(FormatTags(tags=["plan"]), "<plan>x</plan>") == 1
     for tags in ([], ["a", "a"], "think", ["a b"], [3]):
         assert "expected different names" in message(FormatTags, tags=tags)
+
+
+def test_a_thought_that_the_prompt_opens_and_that_never_closes_is_no_answer(mathematics):
+    """A chat template that ends in <think>: what is written is a thought up to its </think> (TRL#6966)."""
+    def scores(text, opened, prompt="p", **facts):
+        found = rewards.score({type(each).__name__: each for each in (NumericMatch(), ExactMatch(), MultiChoice(),
+                                                                      mathematics)},
+                              [text if opened is None else Completion(text, 1, opened=opened)], [prompt],
+                              [{"answer": "18"} | facts])
+        return found[0].tolist()
+    for text in ("18", "\\boxed{18}", "The answer is 18.", "#### 18", "<answer>18</answer>"):
+        assert scores(text, "<think>") == [0] * 4 and 1 in scores(text, "")
+    assert scores("17, or is it?</think>18", "<think>") == [1] * 4
+    assert scores("18", None, "2 * 9 = ?\n<think>\n") == [0] * 4  # a text of a file, whose prompt is all there is
+    assert scores("18", None, completion_opened="<think>") == [0] * 4  # as a reward server is sent it
+    assert scores("18", "", "Think between <think> and </think>, begin with <think>") == [1] * 4  # in a chat template
+    assert abstains(Completion("I don't know", 1, opened="<think>")) is False
+
+
+def test_the_tag_that_the_prompt_ends_with_belongs_to_the_format():
+    opened = Completion("a</think><answer>b</answer>", 9, opened="<think>")
+    assert one(FormatTags(), opened) == 1 and one(FormatTags(), str(opened)) < 1
+    assert one(FormatTags(), Completion("<think>a</think><answer>b</answer>", 9, opened="<think>")) < 1
+    assert one(FormatTags(tags=["plan", "answer"]), opened) < 1
+    assert [*map(opening_tag, ("a\n<think>\n", "<think>", "a <think> b", "a <", "<|assistant|>", ""))] == [
+        "<think>", "<think>", "", "", "", ""]
+    for copy in (pickle.loads(pickle.dumps(opened)), copying.deepcopy(opened)):
+        assert copy == opened and (copy.tokens, copy.opened) == (9, "<think>")
 
 
 # --- exact -----------------------------------------------------------------------------------------------------------
@@ -126,9 +163,12 @@ def test_the_last_number(text, value):
     ("0.1+0.2", "3/10"), (r"3 \times 4", "12"), ("7\u00f72", "7/2"), (r"\frac{1+1}{4}", "1/2"), ("- 5", "-5"),
     ("9**9**9", None), ("1/0", None), ("__import__('os').system('x')", None), ("a", None), ("1 if 1 else 2", None),
     ("2**0.5", None), ("1e400", None), ("(" * 1000, None), ("-" * 1000 + "1", None), ("1+" * 300 + "1", None),
+    ("1or 2", None), ("1e", None),
     ("True", None), ("'1'", None), ("1,2", None), ("0x10", None), ("", None), ("\0", None), ("1_000", None)])
 def test_arithmetic_is_worked_out_without_running_it(text, value):
-    found = expression(text)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = expression(text)
     assert (found and found.value) == (value and Fraction(value))
 
 
@@ -138,7 +178,7 @@ def test_arithmetic_is_worked_out_without_running_it(text, value):
     ("1,000", "1000", 1),
     ("0.5", "1/2", 1), ("0.3333333333", "1/3", 1), ("0.333", "1/3", 0), ("27", "3*(4+5)", 1), ("3*(4+5)", 27, 0),
     ("50%", "50%", 1), ("50", "50%", 1), ("0.5", "50%", 1), ("50%", 50, 1), ("50%", 0.5, 1), ("5%", "50%", 0),
-    ("-3", "3", 0), ("4", [3, 4], 1), (r"\boxed{2\frac12}", "2.5", 0), (r"\boxed{2 \frac{1}{2}}", "2.5", 1)])
+    ("-3", "3", 0), ("4", [3, 4], 1), (r"\boxed{2\frac12}", "2.5", 1), (r"\boxed{2 \frac{1}{2}}", "2.5", 1)])
 def test_numeric_match(completion, key, score):
     assert one(NumericMatch(), completion, answer=key) == score
 
@@ -150,11 +190,6 @@ def test_a_numeric_key_that_is_none_is_told(key):
 
 
 # --- mathematics -----------------------------------------------------------------------------------------------------
-@pytest.fixture(scope="module")
-def mathematics():
-    return MathAnswer(timeout=20)
-
-
 @pytest.mark.parametrize("completion, key, score", [
     (r"So it is \boxed{\frac{1}{2}}.", "1/2", 1), (r"\boxed{0.5}", r"\frac{1}{2}", 1), (r"\boxed{2}", "1/2", 0),
     (r"\boxed{x^2 + 2x + 1}", "$(x+1)^2$", 1), (r"<answer>(0, 1]</answer>", r"(0, 1]", 1), ("#### 18", 18, 1),
@@ -352,8 +387,12 @@ def test_whatever_a_model_repeats_is_read():
     """Every reader is about linear in the length of a completion; a quadratic one would take minutes here."""
     for text in ("\\boxed{" * 20_000, "<answer>" * 20_000, "answer is " * 20_000, "1,234" * 20_000, "#### " * 20_000,
                  "1 1/" * 20_000, "```json\n" * 20_000, "<think>" * 20_000, "-" * 100_000, " \n" * 50_000,
-                 "1." * 50_000):
-        for reward in (ExactMatch(), NumericMatch(), FormatTags(), Repetition(), JsonSchema(SCHEMA)):
+                 "1." * 50_000, "answer:\n" * 20_000, "\\fbox 1" * 20_000, "$a" * 20_000 + " 3", "\\(" * 20_000 + " 3",
+                 "(A) x, " * 20_000, "\\frac{" * 20_000, "\\boxed{a" * 20_000 + "}" * 20_000,
+                 "\\boxed{" + "\\boxed{1} " * 20_000 + "}", "\\boxed{3 a" + " " * 100_000 + "<}",
+                 "\\boxed{3 a " + "for 2. " * 150 + "<}", "\\boxed{" + "a-'" * 300 + "< 3}",
+                 "\\boxed{" + "1=" * 500 + "}"):
+        for reward in (ExactMatch(), NumericMatch(), MultiChoice(), FormatTags(), Repetition(), JsonSchema(SCHEMA)):
             assert one(reward, text, answer=3) <= 1
 
 

@@ -15,7 +15,7 @@ from flowgrpo.methods.validate import resolve
 from flowgrpo.objectives import Clip, Reinforce
 from flowgrpo.text.credit import ExpertReward
 from flowgrpo.text.losses import Calibrated, ExpertMixture
-from flowgrpo.text.rollouts.completions import TeacherAnswers, solutions_of
+from flowgrpo.text.rollouts.teachers import TeacherAnswers, solutions_of
 from flowgrpo.text.samplers.decoding import Decoding, WithAnswers
 from flowgrpo.training.credit import context_of
 from flowgrpo.types import CompletionBatch, Context, GroupStatistics, RewardColumns, SampleMeasures, Scored
@@ -287,7 +287,8 @@ def test_the_answers_that_the_policy_comprehends_best_join_a_group_that_failed()
     drawn, parts, learned = epoch.groups, epoch.parts, epoch.conditioning
     [first], [second] = (part.transitions for part in parts)
     assert drawn.turn == 2 and not first.expert.any() and second.expert.tolist() == [False, False, True, True]
-    assert own.policy.detokenize(second.ids, second.old.mask)[2:] == [text for _, text in best[:2]]
+    written = own.policy.detokenize(second.ids, second.old.mask, [""] * len(second.ids))
+    assert written[2:] == [text for _, text in best[:2]]
     assert epoch.sampled is None and second.old.guided is None
     credited = loop.credit(own, parts, torch.rand(2, 4, 1), ["5;1=", "x"])
     metrics = loop.learn(own, credited, learned, epoch.own)

@@ -108,9 +108,9 @@ def test_scores_are_log_probabilities_with_their_gradient_whatever_the_chunk(chu
 # --- reductions ------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("reduction, weights, count", [
     (TokenMean(), [[1, 1, 0], [1, 0, 0], [0, 0, 0]], 3),
-    (SequenceMean(), [[0.5, 0.5, 0], [1, 0, 0], [0, 0, 0]], 2),
-    (SequenceSum(), [[1, 1, 0], [1, 0, 0], [0, 0, 0]], 2),
-    (SequenceSum(budgeted=True), [[1 / 3, 1 / 3, 0], [1 / 3, 0, 0], [0, 0, 0]], 2)])
+    (SequenceMean(), [[0.5, 0.5, 0], [1, 0, 0], [0, 0, 0]], 3),
+    (SequenceSum(), [[1, 1, 0], [1, 0, 0], [0, 0, 0]], 3),
+    (SequenceSum(budgeted=True), [[1 / 3, 1 / 3, 0], [1 / 3, 0, 0], [0, 0, 0]], 3)])
 def test_reductions_by_hand(reduction, weights, count):
     close(reduction(MASK).to(F64), weights, 1e-7)
     assert reduction.count(MASK) == count
@@ -142,7 +142,7 @@ def test_gspo_is_the_clipped_objective_of_whole_completions():
     loss = reduce_loss(Clip(0.02, 0.03)(log_ratio, advantage), SequenceMean()(MASK).to(F64), SequenceMean().count(MASK))
     ratios = torch.stack([(new - old)[0, :2].mean().exp(), (new - old)[1, 0].exp()])
     side = advantage[:2, 0]
-    expected = -torch.minimum(ratios * side, ratios.clamp(0.98, 1.03) * side).mean()
+    expected = -torch.minimum(ratios * side, ratios.clamp(0.98, 1.03) * side).sum() / 3  # of all rows
     close(loss.detach(), expected.item(), 1e-7)
     [found], [wanted] = torch.autograd.grad(loss, new, retain_graph=True), torch.autograd.grad(expected, new)
     close(found, wanted, 1e-7)
@@ -161,7 +161,7 @@ def test_truncated_weights_leave_every_token_its_gradient():
 def test_sums_tails_and_first_samples():
     new, advantage = draws(3, 3).requires_grad_(), torch.tensor([[1.0], [-2.0], [0.5]], dtype=F64)
     reduce_loss(Reinforce()(new - new.detach(), advantage), SequenceSum()(MASK), SequenceSum().count(MASK)).backward()
-    close(new.grad, -advantage * MASK / 2)
+    close(new.grad, -advantage * MASK / 3)
     context = Context(samples=SampleMeasures(lengths=torch.tensor([[4, 8, 9, 10]]), longest=10))
     rewards = torch.tensor([[[1.0], [1.0], [1.0], [torch.nan]]], dtype=F64)
     close(Overlong(0.2)(rewards, context)[0, :, 0], [1, 1, 0.5, math.nan])

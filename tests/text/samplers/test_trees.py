@@ -9,16 +9,8 @@ from flowgrpo import methods
 from flowgrpo.errors import UserError
 from flowgrpo.methods import validate
 from flowgrpo.text.credit import ExitDecay, StepScores, with_gains
+from flowgrpo.text.samplers import groups
 from flowgrpo.text.samplers.decoding import Decoding
-from flowgrpo.text.samplers.groups import (
-    EarlyExits,
-    Independent,
-    SecondAttempt,
-    Tree,
-    alternatives,
-    concatenate,
-    count_thought_tokens,
-)
 from flowgrpo.text.samplers.lookahead import BranchingLookahead, edit_distance
 from tests.helpers import tiny_text
 from tests.helpers.refusals import message
@@ -32,7 +24,7 @@ def drawn(part, micro_batch: int = 8, prompts: int = 2, group: int = 4, kernel=D
 
 
 def test_groups_are_trees_that_split_what_goes_on():
-    _, _, [made] = drawn(Tree((2, 2), 2), group=8)
+    _, _, [made] = drawn(groups.Tree((2, 2), 2), group=8)
     kept = made.ids * made.mask
     for first in range(0, 16, 4):
         own = kept[first:first + 4]
@@ -40,7 +32,7 @@ def test_groups_are_trees_that_split_what_goes_on():
         assert torch.equal(own[0, :4], own[1, :4]) and torch.equal(own[2, :4], own[3, :4])
         assert torch.equal(made.logp[first, :2], made.logp[first + 3, :2])
     assert len({tuple(row.tolist()) for row in kept[:8]}) > 3 and not torch.equal(kept[0, :2], kept[4, :2])
-    _, _, [made] = drawn(Tree((4,), 9))
+    _, _, [made] = drawn(groups.Tree((4,), 9))
     assert all(len({tuple(row.tolist()) for row in (made.ids * made.mask)[at:at + 4]}) == 1 for at in (0, 4))
     with pytest.raises(UserError, match="draws is Tree with 4 leaves"):
         validate.resolve(tiny_text.config(method="spo_tree", train__group=6), "tokens")
@@ -50,12 +42,12 @@ def test_groups_are_trees_that_split_what_goes_on():
 
 @pytest.mark.fast
 def test_trees_and_branches_are_what_a_replay_finds():
-    own, asked, [made] = drawn(Tree((2, 2), 1), 16, group=8)
+    own, asked, [made] = drawn(groups.Tree((2, 2), 1), 16, group=8)
     found = own.log_probs(asked, torch.arange(16), made.ids, made.mask, Decoding())
     assert (found.logp - made.logp)[made.mask].abs().max() <= 1e-5
-    [small] = drawn(Tree((2, 2), 1), 3, group=8)[2]
+    [small] = drawn(groups.Tree((2, 2), 1), 3, group=8)[2]
     assert torch.equal(small.ids * small.mask, made.ids * made.mask) and small.texts == made.texts
-    [alone] = drawn(Tree((2, 2), 1), 16, prompts=1, group=8)[2]
+    [alone] = drawn(groups.Tree((2, 2), 1), 16, prompts=1, group=8)[2]
     assert torch.equal(alone.ids * alone.mask, (made.ids * made.mask)[:8])
     own, asked, made = sample_groups(WAVERING)
     found = own.log_probs(asked, torch.arange(8), made.ids, made.mask, Decoding())
@@ -87,7 +79,7 @@ def test_edit_distances_by_hand(one, other, distance):
 
 def test_the_likeliest_other_token():
     own, asked, made = sample_groups(BranchingLookahead(share=0.0))
-    tokens, logp, likeliest = alternatives(own, asked, made.ids, made.mask, Decoding(0.7))
+    tokens, logp, likeliest = groups.alternatives(own, asked, made.ids, made.mask, Decoding(0.7))
     inputs = torch.cat([asked.ids[1], made.ids[1]])
     with torch.no_grad():
         whole = (own.model(inputs[None]).logits[0] / 0.7).log_softmax(-1)[len(asked.ids[1]) - 1:]
@@ -121,7 +113,7 @@ def test_sure_models_and_impossible_branches():
     assert "BranchingLookahead: likely is 2" in message(BranchingLookahead, likely=2.0, error=ValueError)
 
 
-PART = EarlyExits(exit="=", close="+")
+PART = groups.EarlyExits(exit="=", close="+")
 
 
 def test_a_group_is_one_thought_left_at_ever_later_places():
@@ -136,7 +128,7 @@ def test_a_group_is_one_thought_left_at_ever_later_places():
             assert torch.equal(made.logp[row, :place], made.logp[first + 3, :place])
             assert made.logp[row, place] == 0 and made.mask[row, place + 1]
             shown.append(place)
-        thought = count_thought_tokens(own, leader[made.mask[first + 3]], "+")
+        thought = groups.count_thought_tokens(own, leader[made.mask[first + 3]], "+")
         assert shown == sorted(shown) and 1 <= shown[0] <= shown[-1] <= thought
     assert len(made.texts) == 8
 
@@ -154,19 +146,19 @@ def test_replays_find_what_was_drawn_alone():
 
 
 def test_places_of_a_thought():
-    own, asked, made = drawn(Independent(), 3)
+    own, asked, made = drawn(groups.Independent(), 3)
     assert [len(each.ids) for each in made] == [3, 3, 2]
     again = own.sample(asked.rows(torch.tensor([5])), Decoding(), own.generators([5]), torch.tensor([False]))
     assert again.texts[0] == made[1].texts[2]
-    found = EarlyExits().places(4, 4000, 100, torch.Generator().manual_seed(0))
+    found = groups.EarlyExits().places(4, 4000, 100, torch.Generator().manual_seed(0))
     assert found.bincount().tolist()[0] == 0 and all(abs(count - 1000) < 150 for count in found.bincount()[1:].tolist())
-    assert EarlyExits().places(50, 3, 2, torch.Generator()).max() <= 2
-    assert EarlyExits().places(0, 2, 5, torch.Generator()).tolist() == [1, 1]
+    assert groups.EarlyExits().places(50, 3, 2, torch.Generator()).max() <= 2
+    assert groups.EarlyExits().places(0, 2, 5, torch.Generator()).tolist() == [1, 1]
     own = tiny_text.policy()
     ids = {text: own.tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("12+3", "123")}
-    assert count_thought_tokens(own, torch.tensor(ids["12+3"]), "+") == 2
-    assert count_thought_tokens(own, torch.tensor(ids["123"]), "+") == 3
-    assert count_thought_tokens(own, torch.tensor([*ids["12+3"], own.ends[0]]), "") == 4
+    assert groups.count_thought_tokens(own, torch.tensor(ids["12+3"]), "+") == 2
+    assert groups.count_thought_tokens(own, torch.tensor(ids["123"]), "+") == 3
+    assert groups.count_thought_tokens(own, torch.tensor([*ids["12+3"], own.ends[0]]), "") == 4
 
 
 @pytest.mark.fast
@@ -181,16 +173,16 @@ def test_serial_groups_halve_rewards():
         float(len(text)) for text in texts]}, method="s_grpo", text__max_tokens=9,
         parts={"draws": {"exit": "=", "close": "+"}})
     assert trainer.run_epoch()["grad_norm"] > 0 and trainer.first_ratio.max_log_ratio <= 1e-5
-    assert "max_tokens is 9, but the exit" in message(lambda: drawn(EarlyExits(exit="12345678")))
+    assert "max_tokens is 9, but the exit" in message(lambda: drawn(groups.EarlyExits(exit="12345678")))
     assert "a method of causal language models" in message(lambda: methods.preset("s_grpo").on("masks"))
 
 
 def test_a_second_attempt_follows_the_first_and_a_text_that_is_not_trained():
-    own, asked, pieces = drawn(SecondAttempt(again="=+", share=0.5), micro_batch=3)
-    made, again = concatenate(pieces), own.tokenizer("=+", add_special_tokens=False)["input_ids"]
+    own, asked, pieces = drawn(groups.SecondAttempt(again="=+", share=0.5), micro_batch=3)
+    made, again = groups.concatenate(pieces), own.tokenizer("=+", add_special_tokens=False)["input_ids"]
     alone = own.sample(asked, Decoding(), own.generators(range(8)), torch.zeros(8, dtype=torch.bool))
     for row in range(8):
-        thought = count_thought_tokens(own, alone.ids[row][alone.mask[row]], "")
+        thought = groups.count_thought_tokens(own, alone.ids[row][alone.mask[row]], "")
         first = alone.ids[row, :min(3, thought)].tolist()  # 3 of 9 - 2 tokens
         assert made.ids[row, :len(first) + 2].tolist() == first + again
         assert made.mask[row, :len(first) + 3].tolist() == [True] * len(first) + [False] * 2 + [True]

@@ -1,74 +1,90 @@
 """Statistics of a bench against closed forms, its choice of a sweep, probes, and charts."""
 
+import csv
+import io
 import json
 import re
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from flowgrpo.tools.bench import collect, page, table
 from flowgrpo.tools.bench.collect import (
-    Difference,
     best_factors,
-    bootstrap_means,
-    compare,
+    estimate,
     first_crossing,
     frontier,
-    holm,
-    interval,
     mean_curve,
     mean_path,
-    p_value,
     value_at,
 )
 from flowgrpo.tools.bench.page import LONGEST, bars, shorten
 from flowgrpo.tools.bench.probe import epochs_to_measure
 
-ONE, OTHER = np.array([[1.0, 0.25], [0.5, 0.0]]), np.array([[0.0, 0.25], [0.25, 0.5]])
+ONE, OTHER = np.array([[3.0, 1.0], [5.0, 3.0]]), np.array([[1.0, 2.0], [0.0, 0.0]])
 
 
-def test_resamples_pair_prompts_and_not_seeds():
-    """2 prompts and 2 seeds: 4 draws of prompts, 4 of either method's seeds, 64 in all, equally likely."""
-    every, drawn = collect.enumerate_differences(ONE, OTHER), bootstrap_means({"a": ONE, "b": OTHER}, 200_000)
-    differences = drawn["a"] - drawn["b"]
-    assert len(every) == 64 and every.mean() == pytest.approx(ONE.mean() - OTHER.mean())
-    assert differences.mean() == pytest.approx(every.mean(), abs=0.005)
-    assert differences.std() == pytest.approx(every.std(), rel=0.01)
-    for value, count in zip(*np.unique(every.round(9), return_counts=True)):
-        assert np.isclose(differences, value).mean() == pytest.approx(count / 64, abs=0.006)
-    # A constant lead on every prompt has no spread over prompts; that over seeds is s^2 / S of each method.
+def test_seeds_and_prompts_are_crossed_factors():
+    """The table of ONE has rows 2 and 4, columns 4 and 2, and no rest: a variance of the mean of 2/2 + 2/2 = 2, of
+    degrees 2^2 / (1/1 + 1/1) = 2, of which the quantile of .975 is 4.30265."""
+    found = estimate(ONE)
+    assert found.mean == 3.0 and found.high - 3.0 == pytest.approx(4.30265 * 2**0.5, rel=1e-5)
+    assert 3.0 - found.low == pytest.approx(found.high - 3.0)
+    # Means of seeds 2 and 4, 1.5 and 0: variances 1 and .5625. Differences of prompts 3.5 and 1: 1.5625. The rest of
+    # OTHER is -+.25 in each place, its mean square .25, its part of the variance .0625. So 3.0625 in all, of degrees
+    # 3.0625^2 / (1 + .5625^2 + 1.5625^2).
+    found, freedom = estimate(ONE, OTHER), 3.0625**2 / (1 + 0.5625**2 + 1.5625**2)
+    assert found.mean == 2.25 and found.p == pytest.approx(2 * stats.t.sf(2.25 / 1.75, freedom))
+    assert found.low == pytest.approx(2.25 - stats.t.ppf(0.975, freedom) * 1.75)
+    turned = estimate(OTHER, ONE)
+    assert (turned.mean, turned.low, turned.high) == pytest.approx((-2.25, -found.high, -found.low))
+
+
+def test_prompts_that_are_hard_for_both_say_nothing_of_the_difference():
+    """Equal on each prompt but for a shift of each seed: Welch's test of the seeds is left."""
     hard = np.random.default_rng(0).normal(size=50)
-    same = np.tile(hard, (3, 1))
-    moved = bootstrap_means({"a": same + 0.1, "b": same})
-    assert np.ptp(moved["a"] - moved["b"]) == pytest.approx(0, abs=1e-12) and np.std(moved["a"]) > 0.05
-    seeds = np.array([[0.0], [1.0], [2.0]])  # s^2 = 1, S = 3
-    assert bootstrap_means({"a": np.tile(seeds, (1, 4))}, 100_000)["a"].var() == pytest.approx(1 / 3, rel=0.02)
+    one, other = (np.add.outer(np.array(shifts), hard) for shifts in ([0.1, 0.2, 0.4], [0.0, 0.3, 0.1]))
+    expected = stats.ttest_ind(one.mean(1), other.mean(1), equal_var=False)
+    found = estimate(one, other)
+    assert found.p == pytest.approx(expected.pvalue)
+    assert (found.low, found.high) == pytest.approx(tuple(expected.confidence_interval()))
 
 
-def test_spreads_and_p_values_by_hand():
-    drawn = bootstrap_means({"a": np.array([[0.0, 1.0, 1.0, 0.0]])}, 100_000)["a"]
-    assert drawn.mean() == pytest.approx(0.5, abs=0.005) and drawn.var() == pytest.approx(0.25 / 4, rel=0.02)
-    assert interval(np.ones((1, 5))) == (1.0, 1.0)
-    assert interval(np.array([[1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, 0.0]]))[1] == 1.0  # and not above
-    assert p_value(np.array([1.0, 2.0, 3.0])) == 2 / 4  # none at or below 0: one resample more on either side
-    assert p_value(np.array([-1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0])) == 4 / 8
-    assert p_value(np.zeros(9)) == 1.0
-    # sorted: 0.01 * 4, 0.02 * 3, 0.03 * 2 below the one before, 0.6
-    assert holm([0.03, 0.01, 0.6, 0.02]) == pytest.approx([0.06, 0.04, 0.6, 0.06])
-    assert holm([0.5, 0.9]) == [1.0, 1.0] and holm([]) == []
+@pytest.mark.parametrize("one, other, expected", [
+    (np.ones((1, 9)), None, (1.0, np.nan, np.nan, np.nan)),  # one seed, or one prompt
+    (np.ones((3, 9)), np.zeros((1, 9)), (1.0, np.nan, np.nan, np.nan)),
+    (np.ones((3, 1)), np.zeros((3, 1)), (1.0, np.nan, np.nan, np.nan)),
+    (np.ones((3, 9)), np.zeros((3, 9)), (1.0, 1.0, 1.0, 0.0)),
+    (np.ones((3, 9)), np.ones((2, 9)), (0.0, 0.0, 0.0, 1.0))])
+def test_what_has_no_spread_or_no_replication(one, other, expected):
+    found = estimate(one, other)
+    assert (found.mean, found.low, found.high, found.p) == pytest.approx(expected, nan_ok=True)
 
 
-def test_an_order_is_significant_or_none():
+@pytest.mark.parametrize("seeds, of_seeds", [(2, 0.05), (3, 0.05), (3, 0.0)])
+def test_methods_without_a_difference_are_seldom_told_apart(seeds, of_seeds):
+    """400 benches of two methods that are the same: at most 5 % below .05, and three standard errors of that."""
+    rng, false = np.random.default_rng(0), 0
+    for _ in range(400):
+        hard = rng.normal(0.5, 0.25, 60)
+        one, other = (hard + rng.normal(0, 0.05, 60) + rng.normal(0, of_seeds, (seeds, 1))
+                      + rng.normal(0, 0.2, (seeds, 60)) for _ in range(2))
+        false += estimate(one, other).p < 0.05
+    assert false / 400 <= 0.05 + 3 * (0.05 * 0.95 / 400) ** 0.5
+
+
+def test_all_are_compared_with_the_reference_and_corrected_together():
     rng = np.random.default_rng(0)
-    hard = rng.random(200)
-    low, high = ((hard < share).astype(float)[None].repeat(3, 0) for share in (0.4, 0.6))
-    pairs = {(pair.one, pair.other): pair for pair in compare({"low": low, "high": high, "again": low})}
-    assert [pairs[pair].order for pair in (("low", "high"), ("low", "again"), ("high", "again"))] == [-1, 0, 1]
-    first = pairs["low", "high"]
-    assert first.mean == pytest.approx(low.mean() - high.mean()) and first.low < first.mean < first.high < 0
-    assert first.holm == pytest.approx(3 * first.p) and pairs["low", "again"].p == 1.0
-    assert Difference("a", "b", 0.1, 0.0, 0.2, 0.02, 0.051).order == 0
+    scores = {name: (rng.random((3, 200)) < share).astype(float) for name, share in
+              (("a", 0.4), ("b", 0.6), ("c", 0.4))} | {"d": np.ones((1, 200))}
+    found = collect.compare(scores, "a")
+    assert found.keys() == {"b", "c", "d"}
+    assert found["b"]["holm"] == pytest.approx(2 * found["b"]["p"]) and found["b"]["holm"] < 0.05
+    assert found["c"]["holm"] == found["c"]["p"] > found["b"]["p"] and np.isnan(found["d"]["holm"])  # d has one seed
+    assert found["b"]["mean"] == pytest.approx(scores["b"].mean() - scores["a"].mean())
 
 
 def test_goals_and_mean_curves_by_hand():
@@ -166,24 +182,79 @@ def test_the_page_draws_a_curve_per_method_over_the_distance():
     assert len(page._curves(results)) == 1
 
 
-@pytest.mark.parametrize("spent, shown", [((1000, 1005), False), ((1000, 1200), True)])
-def test_methods_that_spent_differently_are_compared_at_the_cost_that_both_reached(spent, shown):
+def told(spent=(1000, 1005), **changes) -> dict[str, Any]:
+    """Return the results of two methods, a the reference, with two seeds each."""
     curves = [[(0, 0.2, 0.2, 0.2), (1000, 0.5, 0.5, 0.5)], [(0, 0.2, 0.2, 0.2), (800, 0.4, 0.4, 0.4), (0, 0.6, 0, 1)]]
     for curve, end in zip(curves, spent):
         curve[-1] = (end, *curve[-1][1:])
+    moved = {"mean": -0.1, "low": -0.25, "high": 0.05, "p": 0.0004, "holm": 0.0008}
+    software = {"flowgrpo": "0.1.0", "torch": "2.8.0", "commit": "0123abc"}
     methods = [{"label": label, "accuracy": curve[-1][1], "low": 0.1, "high": 0.9, "lowest": 0.2, "highest": 0.8,
-                "gain": 0.3, "curve": curve, "at_cost": value_at(curve, 1000), "adjusted": {}}
-               for label, curve in zip(("a", "b"), curves)]
-    told = {"methods": methods, "base": 0.2, "cost": 1000, "unit": "tokens", "evaluations": 900, "seeds": 2,
+                "gain": 0.3, "curve": curve, "at_cost": value_at(curve, 1000), "adjusted": {}, "seeds": 2,
+                "runs": [{"seed": seed, "evaluations": curve[-1][0]} for seed in (0, 1)], "software": software,
+                "evaluations": curve[-1][0], "difference": None if label == "a" else moved}
+               for label, curve in zip(("a", "b_1&2"), curves)]
+    return {"methods": methods, "base": 0.2, "cost": 1000, "unit": "tokens", "evaluations": 1200, "seeds": 2,
             "trained": {"r": 1.0}, "measured": "r", "measured_prompts": 8, "reference": "a", "errors": {},
-            "model": "starter",
-            "apart": [["train.lr", "auto", 0.002, "one for all"], ["train.group", None, 4, "fewer"]]}
-    heads, rows = table.accuracies(told)
-    assert ("at 1,000" in heads) == shown == any("Equal cost is in tokens." in line for line in table.notes(told))
+            "model": "starter", "budget": "at most", "test": "a test",
+            "apart": [["train.lr", "auto", 0.002, "one for all"], ["train.group", None, 4, "fewer"]]} | changes
+
+
+@pytest.mark.parametrize("spent, shown", [((1000, 1005), False), ((1000, 1200), True)])
+def test_methods_that_spent_differently_are_compared_at_the_cost_that_both_reached(spent, shown):
+    results = told(spent)
+    heads, rows = table.accuracies(results)
+    assert ("at 1,000" in heads) == shown == any("Equal cost is in tokens." in line for line in table.notes(results))
     if shown:
         assert [row[heads.index("at 1,000")] for row in rows] == ["", "0.500", "0.500"]
     assert ("Unlike the recipe `starter`: `train.lr: 0.002` for `auto` (one for all); `train.group: 4` for the default "
-            "(fewer).") in table.notes(told)
+            "(fewer).") in table.notes(results)
+
+
+def test_the_papers_table_as_markdown_latex_and_csv():
+    results = told()
+    results["methods"][1]["tuned"] = {"accuracy": 0.75, "low": 0.5, "high": 1.0, "lr": 3.0, "clip": 1.0,
+                                      "difference": None, "runs": [{"seed": 0, "evaluations": 900}]}
+    heads, rows = table.accuracies(results)
+    assert heads == ["method", "seeds", "accuracy, 95 %", "difference, 95 %", "p (Holm)", "spent",
+                     "best of sweep, 95 %", "its lr, clip", "its difference, 95 %", "its p (Holm)"]
+    assert rows == [["base", "", "0.200"] + [""] * 7,
+                    ["b_1&2", "2", "0.600 [0.100, 0.900]", "-0.100 [-0.250, +0.050]", "< 0.001", "1,005",
+                     "0.750 [0.500, 1.000]", "x3, x1", "-", "-"],
+                    ["a", "2", "0.500 [0.100, 0.900]", "reference", "", "1,000", "-", "-", "-", "-"]]
+    tex = table.latex(results)
+    assert r"b\_1\&2 & 2 & 0.600 [0.100, 0.900] & $-$0.100 [$-$0.250, +0.050] & \textless{} 0.001 & 1,005 &" in tex
+    assert tex.count(r" \\") == 4 and r"\begin{tabular}{lrrrrrrrrr}" in tex
+    assert "Made with flowgrpo 0.1.0, torch 2.8.0, commit 0123abc." in tex
+    assert tex.index(r"\toprule") < tex.index("accuracy, 95 \\%") < tex.index(r"\midrule") < tex.index(r"\bottomrule")
+    lines = [*csv.DictReader(io.StringIO(table.as_csv(results)))]
+    assert [(line["method"], line["settings"], line["seeds"], line["spent"]) for line in lines] == [
+        ("b_1&2", "published", "0 1", "1005"), ("b_1&2", "sweep", "0", "900"), ("a", "published", "0 1", "1000")]
+    assert [lines[0][key] for key in ("difference", "difference_low", "difference_high", "p", "p_holm", "commit",
+                                      "torch")] == ["-0.1", "-0.25", "0.05", "0.0004", "0.0008", "0123abc", "2.8.0"]
+    assert lines[2]["difference"] == lines[2]["p"] == "" and lines[0]["budget"] == "1200"
+
+
+@pytest.mark.parametrize("text, shown", [
+    ("a_b & 5 % #1 $x", r"a\_b \& 5 \% \#1 \$x"),
+    ("{x}~^\\", r"\{x\}\textasciitilde{}\textasciicircum{}\textbackslash{}"),
+    ("p < 0.001\n", r"p \textless{} 0.001"), ("-0.5 to -1, mix-2", r"$-$0.5 to $-$1, mix-2")])
+def test_latex_shows_what_was_meant(text, shown):
+    assert table.escaped(text) == shown
+
+
+def test_what_was_spent_above_the_budget_and_a_single_seed_are_told():
+    notes = table.notes(told((1000, 1300), seeds=1))
+    assert any("`b_1&2` spent up to 1,300, above the budget" in line for line in notes)
+    assert any(line.startswith("One seed:") for line in notes)
+    old = {key: value for key, value in told().items() if key != "budget"}  # of an earlier version
+    assert "(the epoch that reaches them is finished)" in table.notes(old)[0]
+
+
+def test_versions_of_runs_are_named_once():
+    machines = [{"flowgrpo": "1", "torch": "2", "commit": "a"}, {"flowgrpo": "1", "torch": "3"}]
+    assert collect.software(machines) == {"flowgrpo": "1", "torch": "2 and 3", "commit": "a and no clone",
+                                          } and collect.software(machines[1:]) == {"flowgrpo": "1", "torch": "3"}
 
 
 @pytest.mark.parametrize("every, expected", [(0, [30]), (10, [10, 20, 30]), (20, [20, 30]), (7, [30])])

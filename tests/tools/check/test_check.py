@@ -13,10 +13,9 @@ from flowgrpo.errors import UserError
 from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
 from flowgrpo.samplers import cost
 from flowgrpo.samplers.grids import shift_grid
-from flowgrpo.samplers.growth import explore
+from flowgrpo.samplers.growth import explore, replay
 from flowgrpo.samplers.kernels import Euler, FlowSDE
 from flowgrpo.samplers.plans import Schedule
-from flowgrpo.samplers.replay import replay
 from flowgrpo.samplers.rollout import RolloutSpec, seeder
 from flowgrpo.text.policies.causal_lm import TARGETS
 from flowgrpo.text.rewards.sandbox import choose
@@ -202,12 +201,12 @@ def test_the_device_is_asked_for(capsys):
 
 
 def test_of_a_class_without_a_tiny_instance_nothing_is_known(capsys):
-    assert main(["check", "FluxImg2ImgPipeline"]) == 2
+    assert main(["check", "HunyuanDiTPAGPipeline"]) == 2
     assert capsys.readouterr().out.splitlines() == [
-        "model      FluxImg2ImgPipeline", "supported  unknown",
-        "reason     there is no tiny instance of FluxImg2ImgPipeline, so that nothing is known of it: give a directory "
-        "or a hub id of such a pipeline"]
-    assert report.report("FluxImg2ImgPipeline")["supported"] is None
+        "model      HunyuanDiTPAGPipeline", "supported  unknown",
+        "reason     there is no tiny instance of HunyuanDiTPAGPipeline, so that nothing is known of it: give a "
+        "directory or a hub id of such a pipeline"]
+    assert report.report("HunyuanDiTPAGPipeline")["supported"] is None
 
 
 def test_the_command_exits_with_2_where_it_cannot(model, tmp_path, capsys):
@@ -257,7 +256,7 @@ def test_a_model_that_can_be_trained(language_model):
 
 def test_memory_by_hand(tmp_path, language_model):
     (tmp_path / "recipe.yaml").write_text("method: grpo\nprecision: fp32\ntext: {max_tokens: 1000}\nadapter: "
-                                          "{rank: 64}\ntrain: {micro_batch: 16, group: 16}\n")
+                                          "{rank: 64}\ntrain: {micro_batch: 16, generation_batch: 16, group: 16}\n")
     found = {}
     from flowgrpo.text import memory as text_memory
     from flowgrpo.text.policies import kinds
@@ -265,7 +264,8 @@ def test_memory_by_hand(tmp_path, language_model):
     policy = kinds.make_policy(config, tiny_text.model(), config.adapter)
     asked = policy.encode(["1+2="])
     for rows in (8, 16):
-        own = config.model_copy(update={"train": config.train.model_copy(update={"micro_batch": rows})})
+        train = config.train.model_copy(update={"micro_batch": rows, "generation_batch": rows})
+        own = config.model_copy(update={"train": train})
         found[rows] = text_memory.memory(policy, own, asked)
     trained = 64 * 2 * ((32 + 32) + 2 * (32 + 16) + (32 + 32) + 3 * (32 + 48)) * 4
     assert found[16]["rollout"]["trained"] == trained

@@ -165,7 +165,7 @@ def test_a_disk_that_is_too_small_is_refused_before_a_download(serving, capsys, 
         blobs.mkdir(parents=True)
         (blobs / "x.part").write_bytes(bytes(len(LARGE)))
     assert needs.begun(needs.needs(recipe())) == 2 * len(LARGE) / 1e9
-    prepare._require_room(needs.needs(recipe()))
+    assert main(["prepare", "--yes", f"--model={MODEL}", "--reward=pickscore", "--method=mix_grpo"]) == 0
 
 
 def test_prepare_lists_downloads_and_says_the_next_command(serving, capsys):

@@ -10,9 +10,9 @@ from PIL import Image
 from flowgrpo.cli import main
 from flowgrpo.data.pairs import load_pairs
 from flowgrpo.tools.vote.labels import Choice
+from tests.helpers.chat_endpoint import endpoint, level_of, parts, said
 from tests.helpers.refusals import error_line
 from tests.policies.pipelines.test_image_latents import saved
-from tests.rewards.vlm_judge.test_judge import endpoint, level_of, parts, said
 
 REWARDS = '''
 from pathlib import Path

@@ -14,6 +14,7 @@ from PIL import Image
 
 from flowgrpo.cli import main
 from flowgrpo.config.sections import Adapter
+from flowgrpo.contrib.taste.votes import SKIP, TIE
 from flowgrpo.data.pairs import OVERALL, load_pairs, split
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.errors import UserError
@@ -26,7 +27,7 @@ from flowgrpo.run import run
 from flowgrpo.tools.learned_rewards import training as reward_training
 from flowgrpo.tools.vote import drawn, judged, sources
 from flowgrpo.tools.vote import server as page
-from flowgrpo.tools.vote.ballot import Ballot, Changed, count_votes
+from flowgrpo.tools.vote.ballot import Ballot, count_votes
 from flowgrpo.tools.vote.sources import pairs
 from tests.helpers import ffmpeg, tiny
 from tests.helpers.refusals import error_line, message
@@ -75,6 +76,11 @@ def serving(ballot):
             thread.join()
 
 
+def voted(name, choice):
+    """Vote on a pair as the page sends it."""
+    return {"question": name, "shown": [0, 1], "choice": choice}
+
+
 def rows(ballot):
     return [json.loads(line) for line in ballot.output.read_text().splitlines()]
 
@@ -86,22 +92,22 @@ def test_votes_over_http_are_pairs_that_a_reward_trains_on(ballot, tmp_path):
         state = ask("state")[1]
         assert (state["done"], state["total"], state["undo"]) == (0, COUNT, False)
         shown = set()
-        while state["pair"]:
-            number = state["pair"]["id"]
-            status, content = ask(f"{number}/left")
+        while state["question"]:
+            name = state["question"]["name"]
+            status, content = ask(f"{name}/0")
             (tmp_path / "left.png").write_bytes(content)
             red = Image.open(tmp_path / "left.png").getpixel((1, 1))[0] > 0
             shown.add(red)
-            status, state = ask("vote", {"pair": number, "choice": "right" if red else "left"})  # blue is preferred
+            status, state = ask("vote", voted(name, int(red)))  # blue is preferred
             assert status == 200
     assert shown == {True, False}  # sides change
     for row in rows(first):
         assert set(row) == {"prompt", "chosen", "rejected"} and row["chosen"].startswith("../b/")
     every = load_pairs(first.output)
     assert sorted(pair.prompt for pair in every) == [f"prompt {i}" for i in range(COUNT)]
-    total = state["summary"]["rows"]["all prompts"]
-    assert total == {"votes": COUNT, "ties": 0, "b": COUNT, "share": "1.00 [0.68, 1.00]"}
-    assert (state["summary"]["a"], state["summary"]["b"]) == ("a", "b")
+    assert state["summary"] == [["prompts", "votes", "for b", "ties", "share for b over a, 95 %"],
+                                ["all prompts", "8", "8", "0", "1.00 [0.68, 1.00]"]]
+    assert state["facts"].startswith("Share of the votes for b over a, without ties")
     settings = reward_training.Settings(size=16, epochs=1, batch=4)
     accuracies = reward_training.train(*split(every, 0.25), tmp_path / "reward", settings)
     assert set(accuracies) == {OVERALL} and (tmp_path / "reward" / "reward.json").is_file()
@@ -111,25 +117,25 @@ def test_tie_skip_undo_and_resume(ballot):
     first = ballot(seed=3)
     with serving(first) as ask:
         order = []
-        for choice in ("tie", "skip", "left", "right"):
-            order.append(ask("state")[1]["pair"]["id"])
-            state = ask("vote", {"pair": order[-1], "choice": choice})[1]
-        assert (state["done"], state["skipped"]) == (3, 1)
+        for choice in (TIE, SKIP, 0, 1):
+            order.append(ask("state")[1]["question"]["name"])
+            state = ask("vote", voted(order[-1], choice))[1]
+        assert state["done"] == 3 and state["progress"] == "3 of 8, 1 skipped"
         assert rows(first)[0]["aspects"] == {OVERALL: "tie"} and load_pairs(first.output)[0].verdicts[OVERALL] == 0.5
         state = ask("undo", {})[1]
-        assert state["pair"]["id"] == order[3] and state["done"] == 2 and len(rows(first)) == 2
+        assert state["question"]["name"] == order[3] and state["done"] == 2 and len(rows(first)) == 2
         for place in (2, 1, 0):
             state = ask("undo", {})[1]
-            assert state["pair"]["id"] == order[place]
+            assert state["question"]["name"] == order[place]
         assert not state["undo"] and first.output.read_text() == "" and ask("undo", {})[0] == 200
-        ask("vote", {"pair": order[0], "choice": "left"})
-        ask("vote", {"pair": order[1], "choice": "tie"})
-        assert ask("vote", {"pair": order[1], "choice": "right"})[1]["done"] == 2  # in another window
+        ask("vote", voted(order[0], 0))
+        ask("vote", voted(order[1], TIE))
+        assert ask("vote", voted(order[1], 1))[1]["done"] == 2  # in another window
     again = ballot(seed=3)
     assert again.verdicts == first.verdicts and again.state()["done"] == 2 and again.state()["undo"]
-    assert again.state()["pair"]["id"] == order[2]
+    assert again.state()["question"]["name"] == order[2]
     again.undo()
-    assert len(rows(again)) == 1 and again.state()["pair"]["id"] == order[1]
+    assert len(rows(again)) == 1 and again.state()["question"]["name"] == order[1]
 
 
 def test_rows_of_other_pairs_are_kept(ballot, tmp_path):
@@ -139,15 +145,14 @@ def test_rows_of_other_pairs_are_kept(ballot, tmp_path):
     (tmp_path / "out" / "pairs.jsonl").write_text(json.dumps(other) + "\n")
     first = ballot()
     assert first.state()["done"] == 0 and not first.state()["undo"]
-    first.vote(2, "tie")
+    first.vote("2", [0, 1], TIE)
     first.undo()
-    first.vote(1, "left")
+    first.vote("1", [0, 1], 0)
     assert rows(first)[0] == other and len(rows(first)) == 2
     (tmp_path / "out" / "pairs.jsonl").write_text("")
-    with pytest.raises(Changed, match="another program has changed .*pairs.jsonl: start"):
-        first.vote(3, "left")
     with serving(first) as ask:
-        assert ask("vote", {"pair": 3, "choice": "left"})[0] == 409
+        status, text = ask("vote", voted("3", 0))
+    assert status == 409 and b"another program has changed " in text and b"pairs.jsonl: start `flowgrpo c" in text
     assert 3 not in first.verdicts and first.output.read_text() == ""
 
 
@@ -160,23 +165,24 @@ def test_order_and_sides_are_of_the_seed(ballot):
 def test_its_own_page_is_answered_and_tells_no_side(ballot):
     with serving(ballot()) as ask:
         status, text = ask("")
-        assert status == 200 and b"[[NONCE]]" not in text and b"http" not in text
-        status, state = ask("vote", {"pair": 0, "choice": "left"}, Host="localhost:9", Origin="http://localhost:9")
+        assert status == 200 and b"[[" not in text and b"http" not in text
+        status, state = ask("vote", voted("0", 0), Host="localhost:9", Origin="http://localhost:9")
         assert status == 200 and state["done"] == 1
-        assert set(state["pair"]) == {"id", "prompt", "sources", "video"} and state["summary"] is None
+        assert set(state["question"]) == {"name", "count", "sources", "video"} and state["summary"] is None
 
 
 @pytest.mark.parametrize("path, content, headers, status", [
     ("state", None, {"Host": "evil.example"}, 403),
     ("state", None, {"Origin": "https://evil.example"}, 403),
-    ("vote", {"pair": 0, "choice": "left"}, {"Origin": "null"}, 403),
-    ("vote", {"pair": 0, "choice": "left"}, {"Content-Type": "text/plain"}, 415),
+    ("vote", voted("0", 0), {"Origin": "null"}, 403),
+    ("vote", voted("0", 0), {"Content-Type": "text/plain"}, 415),
     ("vote", b"x" * 5000, {}, 413), ("vote", b"[[[", {}, 400), ("vote", [], {}, 400),
-    ("vote", {"pair": COUNT, "choice": "left"}, {}, 400), ("vote", {"pair": True, "choice": "left"}, {}, 400),
-    ("vote", {"pair": -1, "choice": "left"}, {}, 400), ("vote", {"pair": 0, "choice": "b"}, {}, 400),
-    ("vote", {"pair": 0, "choice": ["left"]}, {}, 400), ("else", {}, {}, 404),
-    ("../a/0.png", None, {}, 404), (f"{COUNT}/left", None, {}, 404), ("0/left.mp4", None, {}, 404),
-    ("0/left.png", None, {}, 404), ("page.html", None, {}, 404)])
+    ("vote", voted(str(COUNT), 0), {}, 400), ("vote", voted(0, 0), {}, 400),
+    ("vote", voted("-1", 0), {}, 400), ("vote", voted("0", "b"), {}, 400),
+    ("vote", voted("0", [0]), {}, 400), ("vote", voted("0", 0) | {"shown": [1, 0]}, {}, 400), ("else", {}, {}, 404),
+    ("finish", {}, {}, 404), ("../a/0.png", None, {}, 404), (f"{COUNT}/0", None, {}, 404), ("0/2", None, {}, 404),
+    ("0/0.mp4", None, {}, 404), ("0/source/0", None, {}, 404), ("0/0.png", None, {}, 404),
+    ("page.html", None, {}, 404)])
 def test_refusals(ballot, path, content, headers, status):
     refusing = ballot()
     with serving(refusing) as ask:
@@ -226,8 +232,8 @@ def test_a_page_of_images_names_its_columns_and_tasks(tmp_path):
     assert Image.open(listed[5].b).getpixel((0, 0)) == (204, 204, 204) and listed[5].prompt == "prompt 5"
     ballot = Ballot(listed, names, tmp_path / "pairs.jsonl")
     for number in range(4):
-        ballot.vote(number, "tie" if not number else "left" if ballot.b_left[number] else "right")
-    shown = ballot.summary()["rows"]
+        ballot.vote(str(number), [0, 1], TIE if not number else int(not ballot.b_left[number]))
+    shown = ballot.summary()
     assert shown["all prompts"] == {"votes": 4, "ties": 1, "b": 3, "share": "1.00 [0.44, 1.00]"}
     assert (shown["few"]["b"], shown["few"]["ties"], shown["many"]["votes"]) == (2, 1, 1)
     (tmp_path / "grid" / "0-base" / "000.png").unlink()
@@ -250,8 +256,8 @@ def test_the_sources_of_edits_stand_above_their_pairs(tmp_path):
     listed, names = pairs([file])
     assert [[source.name for source in each.sources] for each in listed] == [["000-image.png"], ["001-image.png"]]
     ballot = Ballot(listed, names, tmp_path / "pairs.jsonl")
-    assert ballot.state()["pair"]["sources"] == 1 and ballot.source(0, 1) is None
-    assert Image.open(ballot.source(1, 0)).getpixel((0, 0)) == (220, 220, 220)
+    assert ballot.state()["question"]["sources"] == 1 and ballot.source("0", 1) is None
+    assert Image.open(ballot.source("1", 0)).getpixel((0, 0)) == (220, 220, 220)
 
 
 @pytest.mark.fast
@@ -277,8 +283,8 @@ def test_clips_have_a_video_and_its_fallback(tmp_path, monkeypatch):
         Image.new("RGB", (8, 24)).save(tmp_path / name / "000.png")  # the same frames, as a run and `eval` keep them
     with serving(Ballot(*pairs([tmp_path / "a", tmp_path / "b"]), tmp_path / "pairs.jsonl")) as ask:
         assert ask("state")[1]["total"] == 2
-        assert ask("state")[1]["pair"]["video"] == {"left": True, "right": True}
-        assert ask("1/right.mp4") == (200, ffmpeg.BYTES) and ask("1/right")[1][8:12] == b"WEBP"
+        assert ask("state")[1]["question"]["video"] == [True, True]
+        assert ask("1/1.mp4") == (200, ffmpeg.BYTES) and ask("1/1")[1][8:12] == b"WEBP"
 
 
 def test_folders_without_a_common_name_or_prompt(tmp_path):

@@ -35,7 +35,7 @@ INSTALL = "install bubblewrap (the package `bubblewrap` of your system), or pip 
 
 @functools.cache
 def _probe(kind: str, path: str) -> tuple[Boundary | None, str]:
-    """Return the boundary if it works, and else why not."""
+    """The boundary if it works, and else why not."""
     try:
         boundary = KINDS[kind][1](path)
     except (UserError, OSError) as error:
@@ -56,7 +56,7 @@ def _probe(kind: str, path: str) -> tuple[Boundary | None, str]:
 
 
 def available() -> tuple[dict[str, Boundary], list[str]]:
-    """Return the boundaries that hold on this machine by kind, the preferred one first, and why others do not."""
+    """The boundaries that hold on this machine by kind, the preferred one first, and why others do not."""
     working, reasons = {}, []
     for kind, (program_name, _) in KINDS.items():
         if (path := program_path(program_name)) is None:
@@ -71,7 +71,7 @@ def available() -> tuple[dict[str, Boundary], list[str]]:
 
 
 def choose(accept_risk: bool) -> Boundary:
-    """Return the preferred boundary. Raises UserError if there is none, unless `accept_risk`."""
+    """The preferred boundary. Raises UserError if there is none, unless `accept_risk`."""
     working, reasons = available()
     if working or accept_risk:
         boundary = next(iter(working.values()), nothing())
@@ -82,11 +82,10 @@ def choose(accept_risk: bool) -> Boundary:
 
 
 def boundary_in_use() -> str | None:
-    """Return the boundary that this process's rewards chose, in words; None if no reward needed one."""
+    """The boundary that this process's rewards chose, in words; None if no reward needed one."""
     return ", ".join(sorted(_used)) or None
 
 
 def describe_boundary() -> str:
-    """Return the boundary of this machine in words."""
     working, reasons = available()
     return ", ".join(working) if working else f"none ({'; '.join(reasons)})"

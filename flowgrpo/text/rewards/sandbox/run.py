@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -40,17 +39,14 @@ SYSTEM = ("/lib", "/lib32", "/lib64", "/libx32", "/usr/lib", "/usr/lib32", "/usr
 
 
 def wasm_path() -> str | None:
-    """Return the path of CPython's file; None if one of the packages is not installed."""
     places = [spec.origin for name in PACKAGES if (spec := find_spec(name)) is not None and spec.origin]
     file = Path(places[-1]).with_name(FILE) if len(places) == len(PACKAGES) else None
     return str(file) if file is not None and file.is_file() else None
 
 
 def compile_module(file: Path) -> Path:
-    """Return the file of the module in machine code, which is compiled once per version of wasmtime (10 s).
-
-    Raises UserError if the file is not the known one.
-    """
+    """The file of the module in machine code, which is compiled once per version of wasmtime (10 s).
+    Raises UserError if the file is not the known one."""
     content = file.read_bytes()
     if hashlib.sha256(content).hexdigest() != SHA256:
         raise UserError(f"{file} is not the known CPython for WebAssembly: its SHA-256 differs, install it again")
@@ -60,22 +56,14 @@ def compile_module(file: Path) -> Path:
     name = hashlib.sha256(f"{SHA256} {wasmtime.__file__} {library.st_mtime_ns} {os.uname().machine}".encode())
     target = caches / "flowgrpo" / f"python-{name.hexdigest()[:16]}.cwasm"
     engine = wasmtime.Engine()
-    if not target.is_file() or not _loads(partial(wasmtime.Module.deserialize_file, engine, str(target))):
+    try:
+        wasmtime.Module.deserialize_file(engine, str(target))
+    except Exception:  # of wasmtime's kinds: there is no file, or a form of another version
         atomic.write_bytes(target, bytes(wasmtime.Module(engine, content).serialize()), shared=True)
     return target
 
 
-def _loads(load: partial[object]) -> bool:
-    """Return False for a form of another version, which wasmtime refuses."""
-    try:
-        load()
-    except Exception:  # of wasmtime's kinds
-        return False
-    return True
-
-
 def command(python: str, file: str, inside: Path, job: Path) -> list[str]:
-    """Return the command line of a process that runs the compiled `file` for a job."""
     packages = Path(str(import_module("wasmtime").__file__)).parents[1]
     return [python, "-I", "-S", "-B", "-X", "utf8", str(HOST), str(packages), file, str(inside), str(job)]
 
@@ -90,13 +78,11 @@ class Boundary:
 
 
 def python(box: str, job: str) -> list[str]:
-    """Return the command line of the process inside. box: folder that has `inside`. job: the job's folder."""
     code = f"import sys; sys.path.insert(0, {box!r}); from inside.main import main; main({job!r})"
     return [os.path.realpath(sys.executable), "-I", "-S", "-B", "-X", "utf8", "-c", code]
 
 
 def installation() -> list[str]:
-    """Return the paths that this Python needs: its own, and the system's libraries."""
     program = os.path.realpath(sys.executable)
     base = os.path.realpath(sys.base_prefix)
     paths = [*SYSTEM, program, os.path.realpath(sysconfig.get_path("stdlib"))]
@@ -106,14 +92,13 @@ def installation() -> list[str]:
 
 
 def _library(base: str) -> Iterable[str]:
-    """Yield the folder of Python's own shared library, if it is outside `base`."""
     folder = sysconfig.get_config_var("LIBDIR")
     if folder and sysconfig.get_config_var("Py_ENABLE_SHARED") and not os.path.realpath(folder).startswith(base):
         yield os.path.realpath(folder)
 
 
 def bubblewrap(program: str) -> Boundary:
-    """Return the boundary of bubblewrap: new namespaces of every kind, no capabilities, a file system of its own."""
+    """The boundary of bubblewrap: new namespaces of every kind, no capabilities, a file system of its own."""
     command = [program, "--unshare-all", "--unshare-user", "--uid", NOBODY, "--gid", NOBODY, "--hostname", "box",
                "--cap-drop", "ALL", "--die-with-parent", "--new-session", "--clearenv"]
     for name, value in ENVIRONMENT.items():
@@ -132,7 +117,7 @@ def bubblewrap(program: str) -> Boundary:
 
 
 def nsjail(program: str) -> Boundary:
-    """Return the boundary of nsjail: the same namespaces as bubblewrap's."""
+    """The boundary of nsjail: the same namespaces as bubblewrap's."""
     command = [program, "-Mo", "--quiet", "--user", NOBODY, "--group", NOBODY, "--hostname", "box",
                "--disable_proc", "--iface_no_lo", "--disable_rlimits", "--time_limit", "0", "--cwd", "/tmp"]
     for name, value in ENVIRONMENT.items():
@@ -150,13 +135,12 @@ def nsjail(program: str) -> Boundary:
 
 
 def wasmtime(program: str) -> Boundary:
-    """Return the boundary of WebAssembly: a CPython without system calls of its own. program: its file."""
+    """The boundary of WebAssembly: a CPython without system calls of its own. program: its file."""
     file, python = str(compile_module(Path(program))), os.path.realpath(sys.executable)
     return Boundary("wasmtime", lambda job, files: command(python, file, INSIDE, job), writes=False)
 
 
 def nothing() -> Boundary:
-    """Return no boundary: a process of the same user, in a folder of its own."""
     return Boundary("none", lambda job, files: python(str(INSIDE.parent), str(job)))
 
 
@@ -165,7 +149,6 @@ KINDS: dict[str, tuple[str, Callable[[str], Boundary]]] = {
 
 
 def program_path(program: str) -> str | None:
-    """Return the path of a kind's program; None if it is not installed."""
     return wasm_path() if program == "wasmtime" else shutil.which(program)
 
 
@@ -214,10 +197,8 @@ class Verdict:
 
 
 def run(code: str, checks: Checks, limits: Limits, boundary: Boundary) -> Verdict:
-    """Return which tests the code passes within the limits, each pair in a run of its own.
-
-    Raises UserError if the boundary does not start a process.
-    """
+    """Which tests the code passes within the limits, each pair in a run of its own.
+    Raises UserError if the boundary does not start a process."""
     if checks.asserts:
         passed, taken = _run_asserts(code, checks.asserts, limits, boundary)
         return Verdict(tuple(passed), taken)
@@ -228,7 +209,7 @@ def run(code: str, checks: Checks, limits: Limits, boundary: Boundary) -> Verdic
 
 
 def output_lines(text: str) -> list[str]:
-    """Return the printed lines, without trailing spaces and trailing empty lines."""
+    """The printed lines, without trailing spaces and trailing empty lines."""
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
@@ -249,15 +230,13 @@ def program(code: str, given: str, limits: Limits, boundary: Boundary) -> Output
 
 
 def asserts(code: str, tests: Sequence[str], limits: Limits, boundary: Boundary) -> list[bool]:
-    """Return which tests in Python pass against what the code defines; all share the time.
-
-    Raises UserError if the boundary does not start a process.
-    """
+    """Which tests in Python pass against what the code defines; all share the time.
+    Raises UserError if the boundary does not start a process."""
     return _run_asserts(code, tests, limits, boundary)[0]
 
 
 def _run_asserts(code: str, tests: Sequence[str], limits: Limits, boundary: Boundary) -> tuple[list[bool], float]:
-    """Return `asserts`, and the seconds that they took."""
+    """`asserts`, and the seconds that they took."""
     with ExitStack() as stack:
         from_tests, to_code = _pipe(stack)
         from_code, to_tests = _pipe(stack)
@@ -295,18 +274,13 @@ def _process(boundary: Boundary, limits: Limits, given: str, stdin: IO[bytes] | 
         try:
             yield process
         finally:
-            _kill(process)
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process that has not been waited for, with its group; a boundary's first process takes all others along.
-    """
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    for pipe in (process.stdout, process.stderr):
-        if pipe is not None:
-            pipe.close()
+            # With its group; a boundary's first process takes all others along.
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            for pipe in (process.stdout, process.stderr):
+                if pipe is not None:
+                    pipe.close()
 
 
 @contextmanager
@@ -341,7 +315,7 @@ def remove(folder: str) -> None:
 
 
 def _enter(here: int, name: str) -> int:
-    """Return a descriptor of a folder in the folder `here`, which is closed."""
+    """A descriptor of a folder in the folder `here`, which is closed."""
     try:
         return os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=here)
     finally:
@@ -369,8 +343,7 @@ def _wait_until_confined(process: subprocess.Popen[bytes], boundary: Boundary) -
 
 
 def _read(pipe: IO[bytes] | None, longest: int, end: float, until: bytes = b"") -> tuple[bytes, bool]:
-    """Return what a pipe gives, at most `longest` bytes, and whether it came to its end (or to `until`) by the time
-    `end`."""
+    """What a pipe gives, at most `longest` bytes, and whether it came to its end (or to `until`) by the time `end`."""
     assert pipe is not None
     data = bytearray()
     poll = select.poll()  # any number of open files, unlike select

@@ -32,6 +32,7 @@ def main(packages: str, module: str, inside: str, job: str) -> int:
         given: dict[str, Any] = json.load(file)
     engine = wasmtime.Engine()
     code = wasmtime.Module.deserialize_file(engine, module)
+    # The code sees two folders, and of the system its standard streams.
     wasi = wasmtime.WasiConfig()
     wasi.argv = ("python", "-I", "-S", "-B", "-X", "utf8", "-c", CODE)
     wasi.preopen_dir(inside, "/box", fs_mutable=False)
@@ -42,6 +43,7 @@ def main(packages: str, module: str, inside: str, job: str) -> int:
         wasi.inherit_stdin()
     wasi.inherit_stdout()
     wasi.inherit_stderr()
+    # Limits of memory and time come before the first instruction of the code.
     store = wasmtime.Store(engine)
     store.set_wasi(wasi)
     store.set_limits(memory_size=given["memory"], instances=1, memories=1, tables=4)

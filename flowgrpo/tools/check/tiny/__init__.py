@@ -24,15 +24,16 @@ SIZES = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_atte
 ENDINGS = ("ForCausalLM", "ForMaskedLM")
 
 # Classes that cannot be driven, with the reason that `check` prints.
-UNFIT = ("FluxInpaintPipeline", "HiDreamImagePipeline", "OmniGenPipeline", "QwenImageInpaintPipeline",
-         "StableDiffusionInpaintPipeline (4 channels)", "StableDiffusionInstructPix2PixPipeline")
+UNFIT = ("FluxInpaintPipeline", "Flux2KleinKVPipeline", "HiDreamImagePipeline", "OmniGenPipeline",
+         "QwenImageInpaintPipeline", "StableDiffusionInpaintPipeline (4 channels)",
+         "StableDiffusionInstructPix2PixPipeline")
 
 
 def factories() -> dict[str, Factory]:
     """Return all factories by the name of their pipeline class."""
-    from flowgrpo.tools.check.tiny import images, unets, videos
+    from flowgrpo.tools.check.tiny import derived
 
-    return images.FACTORIES | images.NEWEST | unets.FACTORIES | unets.CONDITIONED | videos.FACTORIES
+    return derived.factories() | derived.FACTORIES
 
 
 def make(name: str, seed: int = 0) -> tuple[Any, dict[str, Any]]:

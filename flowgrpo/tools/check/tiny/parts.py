@@ -172,6 +172,21 @@ def qwen_vl(tokens: PreTrainedTokenizerBase) -> PreTrainedModel:
         text_config=text, vision_config=vision, **ids))
 
 
+def qwen3_vl(tokens: PreTrainedTokenizerBase, kind: str = "Qwen3VLForConditionalGeneration", layers: int = 2
+             ) -> PreTrainedModel:
+    """Return a Qwen3-VL of width 16; kind: its class."""
+    import transformers
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    return getattr(transformers, kind)(transformers.Qwen3VLConfig(
+        text_config=sizes | {"num_hidden_layers": layers, "num_key_value_heads": 2, "head_dim": 8,
+                             "vocab_size": len(tokens), "pad_token_id": tokens.pad_token_id,
+                             "rope_parameters": {"mrope_section": [1, 1, 2], "rope_type": "default",
+                                                 "rope_theta": 1e4, "mrope_interleaved": True}},
+        vision_config={"hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "depth": 1, "out_hidden_size": 16,
+                       "deepstack_visual_indexes": [0]}))
+
+
 def qwen_processor(tokens: PreTrainedTokenizerBase) -> ProcessorMixin:
     """Return the processor for `qwen_vl`, for images with an area of up to 56 by 56 pixels."""
     from transformers import Qwen2VLImageProcessor, Qwen2VLProcessor, Qwen2VLVideoProcessor

@@ -75,7 +75,7 @@ def filter_calls() -> bool:
 
 
 def _program(machine: int, column: int) -> bytes:
-    """Return the filter's instructions, 8 bytes each."""
+    """The filter's instructions, 8 bytes each."""
     load, equal, at_least, any_bit, end = 0x20, 0x15, 0x35, 0x45, 0x06  # operations of classic BPF
     allow, kill, refuse = 0x7FFF0000, 0x80000000, 0x00050000
     steps = [(load, 0, 0, 4), (equal, 1, 0, machine), (end, 0, 0, kill), (load, 0, 0, 0)]

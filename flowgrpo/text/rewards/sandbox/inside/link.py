@@ -35,7 +35,7 @@ class Link:
         self.reader = Reader(self._resolve, functions)
 
     def ask(self, operation: str, thing: Any = None, *args: Any, **keywords: Any) -> Any:
-        """Return the other process's answer; raise the exception that it raised there.
+        """The other process's answer; raises the exception that it raised there.
 
         Lists, dictionaries, sets and byte arrays among the arguments take the contents that they have there afterwards.
         """
@@ -123,11 +123,14 @@ def _replace(target: Any, content: Any) -> None:
 class Remote:
     """Object of the other process."""
 
+    _link: Link
+    _number: int
+
     def __init__(self, link: Link, number: int) -> None:
         object.__setattr__(self, "_link", link)
         object.__setattr__(self, "_number", number)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return self._link.ask("getattr", self, name)
 
 

@@ -117,7 +117,7 @@ def run_tests(tests: list[str], report: int) -> None:
 
 
 def modules_of(test: str) -> frozenset[str]:
-    """Return the names of standard modules of which a test reads attributes alone, such as math in `math.isclose`."""
+    """The names of standard modules of which a test reads attributes alone, such as math in `math.isclose`."""
     nodes = [*ast.walk(ast.parse(test))]
     bases = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
     names = [node for node in nodes if isinstance(node, ast.Name)]
@@ -136,7 +136,6 @@ def _passes(test: str, number: int, names: Names) -> bool:
 
 
 def _call(operation: str, thing: Any, args: list, keywords: dict) -> Any:
-    """Call a function of the tests, the only operation that they serve."""
     if operation != "call" or not isinstance(thing, (types.FunctionType, types.MethodType)):
         raise TypeError("the code may only call functions of the tests")
     return thing(*args, **keywords)

@@ -27,10 +27,8 @@ SCALARS = (bool, int, float, str)
 
 
 def encode(value: Any, reference: Callable[[Any], list]) -> Any:
-    """Return a value as JSON. reference: message of an object that does not go by value.
-
-    Subclasses go as the plain type below them, such as a named tuple as a tuple.
-    """
+    """A value as JSON. reference: message of an object that does not go by value.
+    Subclasses go as the plain type below them, such as a named tuple as a tuple."""
     if value is None or type(value) in SCALARS:
         return value
     if isinstance(value, type):
@@ -74,7 +72,7 @@ class Reader:
         self.exceptions: dict[str, type] = {}
 
     def decode(self, message: Any) -> Any:
-        """Return the value of a message. Raises ValueError, TypeError, KeyError for a wrong message."""
+        """The value of a message. Raises ValueError, TypeError, KeyError for a wrong message."""
         if message is None or type(message) in SCALARS:
             return message
         kind, inner = message
@@ -97,7 +95,7 @@ class Reader:
         return self.resolve(kind, inner)
 
     def exception(self, names: list[str]) -> type:
-        """Return the class of an exception with these names of its bases, made here if it is none of Python's."""
+        """The class of an exception with these names of its bases, made here if it is none of Python's."""
         base = next(NAMED[name] for name in names if name in NAMED and issubclass(NAMED[name], BaseException))
         if names[0] == base.__name__:
             return base

@@ -11,18 +11,16 @@ class Nothing(io.TextIOBase):
     """Stream that drops what is written and has nothing to read."""
 
     def write(self, text: str) -> int:
-        """Return the length of the text."""
         return len(text)
 
     def read(self, size: int | None = -1) -> str:
-        """Return the end of the stream."""
         return ""
 
     readline = read  # type: ignore[assignment]
 
 
 def confine(given: dict[str, Any]) -> bool:
-    """Return True: wasmtime holds the limits."""
+    """True: wasmtime holds the limits."""
     return True
 
 

@@ -1,0 +1,353 @@
+"""A distilled sibling of the trained model beside a run: `eval.on`, and `train.sibling`, which keeps the gain there.
+
+The sibling has the layers of the trained model, with other weights: W_sibling = W + difference. Its weights take the
+place of the frozen ones below the LoRA, one pointer a weight, so that one denoiser more is in memory.
+
+What keeps the gain:
+- `replay`: a share of the epochs is sampled and trained on the sibling, on the grid of its own few steps;
+- `orthogonal`: after every optimizer step each layer's LoRA B A becomes (1 - U U^T) B A (1 - V V^T), where U and V are
+  the first singular vectors of the layer's difference, both of which the sibling uses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from flowgrpo.config.schema import Config
+from flowgrpo.contrib.features import EngineKeys, ForSiblingKeys, OnKeys, PhaseKeys
+from flowgrpo.errors import UserError
+from flowgrpo.evaluation import held_out, kept
+from flowgrpo.evaluation.measured import Measured, measure, readable
+from flowgrpo.evaluation.siblings import SHOWN, Sibling, at_weight, sibling_of
+from flowgrpo.methods import capabilities
+from flowgrpo.methods.setup import Setup
+from flowgrpo.policies.pipelines.frames import clips_of
+from flowgrpo.policies.pipelines.load import DENOISERS, denoisers, load_pipeline
+from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
+from flowgrpo.policies.weights.trainable import lora_layers
+from flowgrpo.storage.json_files import read_object
+from flowgrpo.training.epoch import Epoch
+from flowgrpo.training.extension import Extension, Metrics, Run
+from flowgrpo.training.memory import Measured as MeasuredMemory
+
+NAME = "on"  # of the value by which `eval.best` keeps weights
+GUIDANCE = "guidance_embedder"  # of weights that a sibling without a guidance lacks: what they add is 0 there
+LARGE = 1024  # shorter side of a weight from which its first singular vectors are approximate
+SPARE, POWERS = 8, 4  # of that approximation (Halko et al. 2011): further vectors, and iterations
+
+
+def add(phases: dict[str, dict[str, int]], measured: MeasuredMemory) -> None:
+    """Add the sibling's denoisers to all phases."""
+    trained = {id(parameter) for parameter in measured.policy.weights.parameters()}
+    size = sum(value.nbytes for module in measured.policy.denoisers.values() for value in module.parameters()
+               if id(value) not in trained)
+    for parts in phases.values():
+        parts["sibling's denoiser"] = size
+
+
+def setting(config: Config) -> Sibling:
+    """The sibling of `eval.on`. Raises UserError as `sibling_of`."""
+    on = OnKeys.read(config).on
+    assert on is not None
+    return sibling_of(config, on.model or config.model, on.lora, on.steps, on.guidance, on.scheduler,
+                      on.lora_scale, "eval.on")
+
+
+# --- weights ---------------------------------------------------------------------------------------------------------
+
+def match(name: str, module: torch.nn.Module, other: torch.nn.Module) -> dict[str, Tensor]:
+    """Values of a sibling's module for the frozen parameters of the trained one, by its names, where they differ.
+
+    name: of the part. Raises UserError for weights that one of both lacks, or of another shape.
+    """
+    theirs: dict[str, Tensor] = dict(other.named_parameters())
+    values = {}
+    for key, own in module.named_parameters():
+        if ".lora_" in key:
+            continue
+        plain = key.replace(".base_layer", "")
+        value: Tensor | None = theirs.pop(plain, None)
+        if value is None and GUIDANCE in plain:
+            value = torch.zeros_like(own)
+        if value is None or value.shape != own.shape:
+            got = "has no such weight" if value is None else f"has it in the shape {list(value.shape)}"
+            raise UserError(f"eval.on: the sibling's {name} is of another architecture: it {got} as {plain} "
+                            f"{list(own.shape)}: measure it by `flowgrpo eval RUN --on MODEL`")
+        if not torch.equal(value, own.detach().to(value)):
+            values[key] = value.detach().to(own.device, own.dtype)
+    if theirs:
+        raise UserError(f"eval.on: the sibling's {name} has a weight {next(iter(theirs))}, which the trained model "
+                        "lacks: name a LoRA of it under eval.on.lora, or use `flowgrpo eval RUN --on MODEL`")
+    return values
+
+
+def span(difference: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """First left and right singular vectors U [m, k] and V [n, k] of a weight's difference [m, n, ...], k <= rank:
+    those whose singular values are above rounding."""
+    flat = difference.flatten(1).float()
+    if min(flat.shape) > LARGE:
+        with torch.random.fork_rng([flat.device] if flat.is_cuda else []):
+            torch.manual_seed(0)
+            u, sizes, v = torch.svd_lowrank(flat, q=min(rank + SPARE, *flat.shape), niter=POWERS)
+    else:
+        u, sizes, vt = torch.linalg.svd(flat, full_matrices=False)
+        v = vt.T
+    known = int((sizes[:rank] > sizes[0] * 1e-5).sum()) if len(sizes) else 0
+    return u[:, :known].contiguous(), v[:, :known].contiguous()
+
+
+@torch.no_grad()
+def project(down: Tensor, up: Tensor, u: Tensor, v: Tensor) -> None:
+    """Change A [r, n, ...] to A (1 - V V^T) and B [m, r, ...] to (1 - U U^T) B, in place: then U^T B A = 0 = B A V."""
+    a, b = down.flatten(1), up.flatten(1)
+    down -= ((a @ v) @ v.T).view_as(down)
+    up -= (u @ (u.T @ b)).view_as(up)
+
+
+class Worn:
+    """Weights and scheduler of a sibling, which a policy has inside `on`.
+
+    values: by part and name of the frozen parameters, those that differ.
+    """
+
+    def __init__(self, policy: PipelinePolicy, config: Config, sibling: Sibling):
+        pipe = load_pipeline(sibling.model, config.precision, config.trust_remote_code, files=sibling.files(config),
+                             only=DENOISERS, checker=False)
+        others = denoisers(pipe)
+        if others.keys() != policy.denoisers.keys():
+            raise UserError(f"eval.on: {sibling.name} has the denoisers {', '.join(others)}, and the trained model has "
+                            f"{', '.join(policy.denoisers)}: measure it by `flowgrpo eval RUN --on MODEL`")
+        self.policy, self.scheduler = policy, pipe.scheduler
+        self.values = {name: match(name, module, others[name]) for name, module in policy.denoisers.items()}
+        if not any(self.values.values()):
+            raise UserError(f"eval.on: {sibling.name} has the trained model's own weights: expected a distilled one")
+
+    @contextlib.contextmanager
+    def on(self) -> Iterator[None]:
+        """Context manager: the policy is the sibling, below its LoRA, with the sibling's scheduler for evaluations."""
+        policy = self.policy
+        own = {name: dict(module.named_parameters()) for name, module in policy.denoisers.items()}
+        held = {(name, key): own[name][key].data for name, values in self.values.items() for key in values}
+        stock = policy.stock
+        try:
+            for name, key in held:
+                own[name][key].data = self.values[name][key]
+            policy.stock = policy.driver.stock = policy.pipe.scheduler = self.scheduler
+            yield
+        finally:
+            for (name, key), value in held.items():
+                own[name][key].data = value
+            policy.stock = policy.driver.stock = policy.pipe.scheduler = stock
+
+    def spans(self, rank: int) -> dict[str, tuple[Tensor, Tensor]]:
+        """`span` of every layer with a LoRA whose weight differs, by part and name. Raises UserError for none, and for
+        a layer of which nothing is left."""
+        found = {}
+        for name, module in self.policy.denoisers.items():
+            for key, layer in lora_layers(module).items():
+                value = self.values[name].get(f"{key}.base_layer.weight")
+                if value is None:
+                    continue
+                u, v = span(value - cast(Tensor, layer.get_base_layer().weight).detach(), rank)
+                if u.shape[1] >= min(len(u), len(v)):
+                    raise UserError(f"train.sibling_rank is {rank}, which leaves {name}.{key} no direction: expected "
+                                    f"less than {min(len(u), len(v))}")
+                found[f"{name}.{key}"] = u, v
+        if not found:
+            raise UserError("train.sibling is orthogonal, but the sibling differs in none of the layers with a LoRA: "
+                            "use replay")
+        return found
+
+
+# --- the run ---------------------------------------------------------------------------------------------------------
+
+class OnSibling(Extension):
+    """Measurements of a run on its sibling, and what keeps the gain there.
+
+    worn: None in a dry run. base: the sibling's own measurement; now: the last with the LoRA, and the change from it.
+    """
+
+    judges = (NAME,)
+    needs = frozenset({capabilities.LORA, capabilities.WHOLE_WEIGHTS})
+
+    def __init__(self, trainer: Run):
+        super().__init__(trainer)
+        config, self.policy = trainer.config, cast(PipelinePolicy, trainer.policy)
+        self.sibling, self.settings, self.weight = setting(config), ForSiblingKeys.read(config), 1.0
+        if (on := OnKeys.read(config).on) is not None:
+            self.weight = on.weight
+        dry = any(value.is_meta for module in self.policy.denoisers.values() for value in module.parameters())
+        self.worn = None if dry else Worn(self.policy, config, self.sibling)
+        self.spans = self.worn.spans(self.settings.sibling_rank) if self.worn and self.settings.sibling == \
+            "orthogonal" else {}
+        self._project()
+        self.rollouts: Any = None
+        if self.worn and self.settings.sibling == "replay":
+            with self._replaying(self.worn):
+                self.rollouts = self._few_steps(trainer.rollouts)
+        self.functions: Mapping[str, Any] = {}
+        self.base: Measured | None = None
+        self.metrics: Metrics = {}
+        self.said: str | None = None
+
+    # --- what a run must have ----------------------------------------------------------------------------------------
+
+    @classmethod
+    def enabled_by(cls, setup: Setup) -> str:
+        way = ForSiblingKeys.read(setup.config).sibling
+        return f"train.sibling is {way}" if way else "eval.on is set"
+
+    @classmethod
+    def missing(cls, setup: Setup) -> dict[str, str]:
+        if ForSiblingKeys.read(setup.config).sibling != "replay":
+            return {}
+        why = "train.sibling: replay, whose epochs are in turn of two models"
+        return {capabilities.RECORDABLE: why, capabilities.PRESENT_WEIGHTS: why, capabilities.ONE_POLICY: why}
+
+    @classmethod
+    def conflicts(cls, setup: Setup) -> dict[str, bool]:
+        config = setup.config
+        replays = ForSiblingKeys.read(config).sibling == "replay"
+        return {"memory.weights other than full, to which no other weights are given": config.memory.weights != "full",
+                "memory.offload, which moves the weights": config.memory.offload != "none",
+                "a DoRA, whose lengths are of the trained model's weights": config.adapter.dora,
+                "rollout.engine, which has the trained model": replays and EngineKeys.read(config).engine is not None,
+                "phases, which make the rollouts anew": replays and bool(PhaseKeys.read(config).phases)}
+
+    @classmethod
+    def require(cls, setup: Setup) -> None:
+        """Raise UserError for a sibling that is not known as one of few steps, or is the trained model itself."""
+        setting(setup.config)
+
+    # --- measurements ------------------------------------------------------------------------------------------------
+
+    def on_base(self, measured: Measured, functions: Mapping[str, Any]) -> None:
+        self.functions = functions
+        with self.policy.reference():
+            self.base = self._measure("before", False)
+
+    def judge(self, measured: Measured) -> Metrics:
+        """Mean weighted sum of the trained rewards on the sibling, over the held-out prompts."""
+        trainer = self.trainer
+        with trainer.policy.weights.swap(trainer.optimization.evaluated_weights()):
+            found = self._measure(f"epoch {trainer.epoch}", False)
+        assert self.base is not None
+        samples, weights = trainer.config.eval.samples, trainer.config.rewards
+        now, was = (kept.totals(each.scores, weights, samples) for each in (found, self.base))
+        self.metrics = {"on/gain": _mean(now - was)} | {
+            f"on/{name}": float(share) for name, share in found.looks.relative_to(self.base.looks).items()}
+        return {NAME: _mean(now)}
+
+    def on_measured(self, measured: Measured) -> Metrics:
+        return self.metrics
+
+    def on_finished(self, measured: Measured) -> None:
+        """Measure the reported prompts on the sibling, and write the result. measured: on the trained model."""
+        trainer, config, run = self.trainer, self.trainer.config, self.trainer.config.folder
+        base = self.base
+        if base is None or trainer.progress.best.anew:  # other prompts than those on the way
+            with self.policy.reference():
+                base = self._measure("before, other prompts", True)
+        found = self._measure("after", True)
+        if not trainer.processes.first or not measured.prompts:
+            return
+        before = read_object(run / "before.json", "run the training anew", scores=dict)["scores"]
+        own = {name: [float("nan") if value is None else value for value in values] for name, values in before.items()}
+        result = kept.record(config, self.sibling, (own, measured.scores), base, {self.weight: found},
+                                 held_out.seed(trainer, True))
+        kept.write(run, result, base, {self.weight: found})
+        self.said = kept.sentence(result)
+
+    def summary(self) -> str | None:
+        return self.said
+
+    def _measure(self, title: str, reported: bool) -> Measured:
+        """Measure the policy's present weights on the sibling. reported: the reported prompts, else those of
+        evaluations on the way."""
+        assert self.worn is not None
+        trainer, config, policy = self.trainer, self.trainer.config, self.policy
+        layers, rollouts = [*policy.weights.layers().values()], cast(Any, trainer.rollouts)
+        prompts, evaluations, title = held_out.sides(cast(Any, trainer))[reported], policy.evaluations, \
+            f"{self.sibling.name}, {title}"
+        sound, lost = readable(prompts, config.eval.frames or config.call.get("num_frames"), trainer.processes, title)
+        with self._weighted(layers), clips_of(policy, config.eval.frames), self.worn.on():
+            found = trainer.with_oom_retry(lambda: measure(
+                policy, sound, dict(self.functions), steps=self.sibling.steps, guidance=self.sibling.guidance,
+                samples=config.eval.samples, micro_batch=trainer.geometry.micro_batch,
+                negative=config.negative_prompt, keep=min(config.eval.grid, SHOWN), title=title, encode=rollouts.encode,
+                prepare=rollouts.prepare, processes=trainer.processes, reference=policy.reference,
+                model=config.model, run_seed=held_out.seed(cast(Any, trainer), reported)), "evaluation")
+        policy.evaluations = evaluations
+        return found.without(prompts, lost, min(config.eval.grid, SHOWN)) if any(lost) else found
+
+    def _weighted(self, layers: list[Any]) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.weight == 1 else at_weight(layers, self.weight)
+
+    # --- what keeps the gain -----------------------------------------------------------------------------------------
+
+    def replays(self, epoch: int) -> bool:
+        """True for an epoch on the sibling: the first is on the trained model, and both take turns by their shares."""
+        share = self.settings.sibling_share
+        return self.settings.sibling == "replay" and int((epoch + 1) * share) > int(epoch * share)
+
+    @contextlib.contextmanager
+    def around_epoch(self) -> Iterator[None]:
+        if self.worn is None or not self.replays(self.trainer.epoch):
+            yield
+            return
+        trainer, own, counters = self.trainer, cast(Any, self.trainer.rollouts), ("rollout_evaluations",
+                                                                                  "saved_evaluations")
+        for name in ("decodes", "old_policy", *counters):
+            setattr(self.rollouts, name, getattr(own, name))
+        try:
+            with self._replaying(self.worn):
+                trainer.rollouts = self.rollouts
+                yield
+        finally:
+            for name in counters:
+                setattr(own, name, getattr(self.rollouts, name))
+            trainer.rollouts = own
+
+    @contextlib.contextmanager
+    def _replaying(self, worn: Worn) -> Iterator[None]:
+        """Context manager: the policy is the sibling, at its guidance."""
+        guidance, self.policy.guidance = self.policy.guidance, self.sibling.guidance
+        try:
+            with worn.on():
+                yield
+        finally:
+            self.policy.guidance = guidance
+
+    def _few_steps(self, own: Any) -> Any:
+        """Rollouts of the sibling on its own grid. Raises UserError where the method does not go with so few steps."""
+        trainer = self.trainer
+        train = trainer.config.train.model_copy(update={"steps": self.sibling.steps, "grid": "stock",
+                                                        "guidance": self.sibling.guidance})
+        try:
+            return type(own)(trainer.config.model_copy(update={"train": train}), self.policy, trainer.method,
+                             trainer.geometry, trainer.processes, trainer.clock, first=trainer.prompts[0])
+        except (UserError, ValueError) as error:
+            raise UserError(f"train.sibling: replay at {self.sibling.steps} steps: {error}") from error
+
+    def on_stepped(self) -> None:
+        self._project()
+
+    def _project(self) -> None:
+        layers = self.policy.weights.layers() if self.spans else {}
+        for key, (u, v) in self.spans.items():
+            layer = layers[key]
+            project(cast(Tensor, layer.lora_A["default"].weight), cast(Tensor, layer.lora_B["default"].weight),
+                    u.to(layer.lora_A["default"].weight), v.to(layer.lora_A["default"].weight))
+
+    def on_trained(self, epoch: Epoch) -> Metrics:
+        return {"on/epoch": float(self.replays(self.trainer.epoch))} if self.settings.sibling == "replay" else {}
+
+
+def _mean(values: Any) -> float:
+    known = values[values == values]
+    return float(known.mean()) if len(known) else float("nan")

@@ -1,0 +1,160 @@
+"""Result of a run's LoRA on a distilled sibling of its model (siblings.py): how much of the gain is kept.
+
+Kept is the gain on the sibling over the gain on the run's own model at its own steps, paired by prompt
+(`statistics.ratio`). A gain is the change of the weighted sum of the trained rewards.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flowgrpo.config.schema import Config
+from flowgrpo.config.sections import Fused, Load
+from flowgrpo.evaluation.looks import APART, EDGES
+from flowgrpo.evaluation.statistics import ALL, STUDENT, Interval, Scores, change, format_interval, format_value, ratio
+from flowgrpo.storage import atomic
+from flowgrpo.storage.json_files import finite, read_object
+
+if TYPE_CHECKING:
+    from flowgrpo.evaluation.measured import Measured
+
+FOLDER = "on"  # of the results, in the run's folder
+
+
+@dataclass(frozen=True)
+class Sibling:
+    """Distilled model and how it is sampled.
+
+    model: folder, hub id or a packaged model's name. lora: a file that is fused into it first, such as Lightning's,
+    times a scale.
+    scheduler: keys that change its scheduler, as `load.scheduler`.
+    """
+
+    model: str
+    steps: int
+    guidance: float
+    lora: str | None = None
+    scale: float = 1.0
+    scheduler: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Name of the model, and of a LoRA's file."""
+        return " + ".join(Path(place).name for place in (self.model, self.lora) if place)
+
+    def files(self, config: Config) -> Load:
+        """Where its weights are: those of the run where it is the run's model with a LoRA."""
+        files = config.load if self.model == config.model else Load()
+        fused = [Fused(path=self.lora, scale=self.scale)] if self.lora else []
+        return files.model_copy(update={"lora": [*files.lora, *fused],
+                                        "scheduler": {**files.scheduler, **self.scheduler}})
+
+
+def totals(scores: Mapping[str, Sequence[float]], weights: Mapping[str, float], samples: int) -> np.ndarray:
+    """Weighted sum of the trained rewards of each prompt [N], a mean over its samples; NaN where none applies. A reward
+    that does not apply to a sample adds nothing to it."""
+    values = np.array([scores[name] for name in weights if name in scores], dtype=np.float64)
+    factors = np.array([weight for name, weight in weights.items() if name in scores])
+    known = ~np.isnan(values)
+    sums = np.where(known.any(0), (np.where(known, values, 0) * factors[:, None]).sum(0), np.nan).reshape(-1, samples)
+    there = ~np.isnan(sums)
+    return np.where(there.any(1), np.where(there, sums, 0).sum(1) / np.maximum(there.sum(1), 1), np.nan)
+
+
+def record(config: Config, sibling: Sibling, own: tuple[Mapping[str, Sequence[float]], Mapping[str, Sequence[float]]],
+           base: Measured, worn: Mapping[float, Measured], seed: int) -> dict[str, Any]:
+    """Result in its JSON form.
+
+    own: scores before and after training on the run's own model, at its own steps. base: measurement of the sibling;
+    worn: of the sibling with the LoRA, by the LoRA's weight; all of the same prompts and seeds.
+    """
+    from flowgrpo.evaluation.pages.before_after import arrays
+
+    samples = config.eval.samples
+    before, after = (totals(scores, config.rewards, samples) for scores in own)
+    first, measured = totals(base.scores, config.rewards, samples), []
+    for weight, found in worn.items():
+        gain = totals(found.scores, config.rewards, samples) - first
+        compared = Scores({"before": arrays(base), "after": arrays(found)}, {ALL: list(range(len(first)))})
+        shares = found.looks.relative_to(base.looks)
+        measured.append({
+            "weight": weight, "gain": gain_of(first, first + gain).as_json(),
+            "kept": ratio(after - before, gain).as_json(),
+            "rewards": {name: {arm: of_arm[name][ALL] for arm, of_arm in compared.means().items()} | {"change": moved}
+                        for name, moved in ((name, rows[ALL]) for name, rows in compared.pairs().items())},
+            "of_base": {name: share.interval.as_json() for name, share in shares.items() if share.interval}})
+    return finite({
+        "model": sibling.model, "lora": sibling.lora, "scheduler": dict(sibling.scheduler), "name": sibling.name,
+        "steps": sibling.steps, "guidance": sibling.guidance, "prompts": len(first), "samples": samples, "seed": seed,
+        "own": {"model": config.model, "steps": config.eval.steps, "guidance": config.eval.guidance,
+                "gain": gain_of(before, after).as_json()}, "weights": measured})
+
+
+def gain_of(before: np.ndarray, after: np.ndarray) -> Interval:
+    return change(before[:, None], after[:, None], STUDENT)
+
+
+# --- in words --------------------------------------------------------------------------------------------------------
+
+def sentence(found: Mapping[str, Any]) -> str:
+    """The result in words, the weight nearest to 1 first, so that none is chosen by its result:
+    "on NAME at 4 steps: kept 0.79 [0.57, 1.05] of the gain; 0.94 with the LoRA at 0.5"."""
+    place = f"on {found['name']} at {found['steps']} step{'s' * (found['steps'] != 1)}"
+    first, *others = sorted(found["weights"], key=lambda each: abs(each["weight"] - 1))
+    if not _certain(found["own"]["gain"]) or first["kept"]["mean"] is None:
+        return f"{place}: no gain to keep"
+    weight = "" if first["weight"] == 1 else f" with the LoRA at {first['weight']:g}"
+    return "; ".join([f"{place}: kept {_cell(first['kept'])} of the gain{weight}",
+                      *(f"{each['kept']['mean']:.2f} with the LoRA at {each['weight']:g}" for each in others)])
+
+
+def _certain(gain: Mapping[str, Any]) -> bool:
+    return gain["low"] is not None and gain["low"] > 0
+
+
+def _cell(entry: Mapping[str, Any] | None, sign: str = "", digits: int = 2) -> str:
+    return "-" if not entry else format_interval(entry["mean"], entry["low"], entry["high"], digits, sign)
+
+
+def table(found: Mapping[str, Any]) -> list[list[str]]:
+    """Headings and a line per weight: the gain, what is kept of the run's own, each reward, and looks of the
+    sibling's."""
+    names = list(found["weights"][0]["rewards"])
+    lines = [["weight", "gain", "kept", *names, "edge width", "diversity"]]
+    for each in found["weights"]:
+        lines.append([f"{each['weight']:g}", _cell(each["gain"], "+", 3), _cell(each["kept"]),
+                      *(f"{format_value(of['before']['mean'], 3)} to {format_value(of['after']['mean'], 3)}"
+                        for of in each["rewards"].values()),
+                      *(_cell(each["of_base"].get(name)) for name in (EDGES, APART))])
+    return lines
+
+
+def read(run: Path) -> dict[Path, dict[str, Any]]:
+    """Results in a run's folder, by their files."""
+    return {file: read_object(file, "remove it, and measure it again", name=str, weights=list, own=dict)
+            for file in sorted((run / FOLDER).glob("*.json"))}
+
+
+def write(run: Path, found: Mapping[str, Any], base: Measured, worn: Mapping[float, Measured]) -> Path:
+    """Write a result, with a page of images: the sibling's beside those with the LoRA at each weight. Returns the
+    result's path."""
+    from flowgrpo.evaluation.pages.before_after import arrays, means_of, rows
+    from flowgrpo.evaluation.pages.grid import draw_grid
+
+    path = run / FOLDER / (re.sub(r"[^\w.-]+", "_", str(found["name"])) + ".json")
+    atomic.make_folder(path.parent)
+    atomic.write_text(path, json.dumps(found, indent=2) + "\n")
+    columns = [base, *worn.values()]
+    shown = [replace(of[0], images=[row.images[0] for row in of], scores=[row.scores[0] for row in of])
+             for of in zip(*map(rows, columns))]
+    if shown:
+        names = [str(found["name"]), *(f"with the LoRA at {weight:g}" for weight in worn)]
+        draw_grid(path.with_suffix(".png"), names, shown, means_of([arrays(each) for each in columns]), fps=base.fps)
+    return path

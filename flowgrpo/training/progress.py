@@ -1,0 +1,93 @@
+"""Progress of a run: its counters, its best weights so far, and the thread that writes its checkpoints."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+from flowgrpo.cores import Threads
+from flowgrpo.distributed.processes import Processes
+from flowgrpo.evaluation.looks import Looks
+from flowgrpo.policies.policy import Policy
+from flowgrpo.policies.weights.change import Change
+from flowgrpo.storage.atomic import Background
+from flowgrpo.training.best import BestWeights
+
+
+class Saving:
+    """Writes of a checkpoint in a thread, step by step, while training goes on.
+
+    Of sharded weights, every process writes its shard; when all are done, the first one writes the rest and the
+    manifest. Until then it is no checkpoint.
+    """
+
+    def __init__(self, processes: Processes, sharded: bool):
+        self.processes, self.sharded, self.writer = processes, sharded, Background()
+        self._steps: list[Callable[[], object]] = []  # that follow the write which runs
+        self._pending = False  # with sharded weights the same on all processes
+
+    def start(self, steps: Sequence[Callable[[], object]]) -> None:
+        """Begin the first step, if any; each of the others begins at a `look` behind the end of the one before."""
+        first, self._steps = steps[:1], [*steps[1:]]
+        for step in first:
+            self.writer.start(step)
+        self._pending = True
+
+    def look(self, wait: bool = False) -> None:
+        """Raise the error of a write that failed, and go on with the next step of one that is done.
+        wait: return when all is written. With sharded weights every process calls it."""
+        while self._pending:
+            if not wait and (self.processes.any(self.writer.busy) if self.sharded else self.writer.busy):
+                return
+            self._pending = False
+            with self.processes.collective() if self.sharded else nullcontext():
+                self.writer.wait()
+            if self._steps:
+                self.writer.start(self._steps.pop(0))
+                self._pending = True
+
+    def finish_writing(self) -> None:
+        """Wait for this process's own write, without the others; print a line if it failed."""
+        try:
+            self.writer.wait()
+        except Exception as error:
+            print(f"a checkpoint could not be written: {type(error).__name__}: {' '.join(str(error).split())}",
+                  flush=True)
+
+
+@dataclass(eq=False)
+class Progress:
+    """Progress of a run.
+
+    change: how far training has moved the weights, called. best: the best weights that were measured.
+    threads: torch's on a CPU; repeated: those of epochs that the run trained before it was interrupted, by number.
+    sampled: images or completions. seconds: of training, without evaluations; reward_seconds: of them, those that were
+    spent on waiting for rewards. begun: the clock's time at which training would have begun without a pause.
+    evaluation_due: the last epoch is trained, and its evaluation is not done.
+    unscored: epochs in a row, up to the last one, in which each trained reward failed on every sample.
+    saved_counters: the counters at the end of the last whole epoch, as a checkpoint has them.
+    base: looks of the base's held-out images.
+    """
+
+    change: Change
+    best: BestWeights
+    saving: Saving
+    threads: Threads
+    repeated: dict[int, int] = field(default_factory=dict)
+    sampled: int = 0
+    seconds: float = 0.0
+    reward_seconds: float = 0.0
+    begun: float = 0.0
+    evaluation_due: bool = False
+    unscored: Counter[str] = field(default_factory=Counter)
+    saved_counters: dict[str, Any] = field(default_factory=dict)
+    base: Looks = field(default_factory=Looks)
+
+    @classmethod
+    def begin(cls, policy: Policy, processes: Processes, best: BestWeights) -> Progress:
+        """Progress of a run that has trained nothing."""
+        saving = Saving(processes, policy.weights.sharded)
+        return cls(Change(policy.weights), best, saving, Threads.for_device(policy.device))

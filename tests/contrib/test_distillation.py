@@ -1,0 +1,304 @@
+"""Distillation beside a method: whose weights move, what is put back, and what a checkpoint keeps."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from flowgrpo import rewards
+from flowgrpo.errors import UserError
+from flowgrpo.export import export
+from flowgrpo.methods.setup import Setup
+from flowgrpo.methods.validate import resolve
+from flowgrpo.policies.weights.lora_files import LORA_FILE
+from flowgrpo.training import credit, extensions, state
+from tests.helpers import loop, tiny
+
+SMALL = {"distil": {"batch": 8, "fake_updates": 2, "updates": 2, "fake_lr": 0.01}}
+
+
+def trainer(method="dmd2", parts=SMALL, **options):
+    made = tiny.trainer(method=method, parts=parts, train__steps=4, train__lr=1e-2, **options)
+    return made, loop.extension(made, "MatchedStudent")
+
+
+def copies(values):
+    return {key: value.detach().clone() for key, value in values.items()}
+
+
+def same(one, other):
+    return all(torch.equal(one[key], other[key]) for key in one)
+
+
+def test_every_step_of_the_rollout_gives_states_with_the_data_predicted_there():
+    made, spent = trainer()
+    epoch = loop.draw(made)
+    spent.on_drawn(epoch)
+    assert [*spent.states] == [0, 1, 2, 3] and {len(each.x) for each in spent.states.values()} == {8}
+    spec, encoded = spent.spec, epoch.conditioning
+    for step, each in spent.states.items():
+        with torch.no_grad():
+            v = made.policy.replay(encoded.rows(each.prompts), each.x, spec.grid, step, spec.timesteps)
+        torch.testing.assert_close(each.clean, each.x - spec.grid[step] * v, rtol=0, atol=2e-5)
+    # With all noise fresh, the next state is that data, noised: the last one's rest is what its step draws.
+    torch.testing.assert_close(spent.states[3].clean, torch.cat([part.finals[0] for part in epoch.parts]))
+
+
+def test_fake_score_and_student_learn_apart_and_the_base_stays():
+    made, spent = trainer()
+    before, base = copies(spent.live), tiny.weights(made.policy)
+    epoch = loop.draw(made)
+    spent.on_drawn(epoch)
+    for value in made.policy.weights.parameters():
+        value.grad = torch.ones_like(value)
+    spent._gradient(spent.fake)
+    assert same(copies(spent.live), before) and all((v.grad == 1).all() for v in made.policy.weights.parameters())
+    assert all(value.grad is not None for value in spent.fake.values.values())
+    spent.fake.optimizer.step()
+    assert not same(copies(spent.fake.values), before) and same(copies(spent.live), before)
+    kept = copies(spent.fake.values)
+    made.optimization.zero_grad()
+    spent.on_backward(0)
+    assert same(copies(spent.fake.values), kept) and all(v.grad is not None for v in made.policy.weights.parameters())
+    after = tiny.weights(made.policy)
+    assert all(torch.equal(after[key], base[key]) for key in base)
+
+
+@pytest.mark.fast
+def test_equal_scores_give_no_gradient_and_the_weight_scales_it():
+    made, spent = trainer()
+    spent.on_drawn(loop.draw(made))
+    tiny.stir(made.policy)
+    spent.on_backward(0)  # the fake score is the base: B is zero
+    assert all(not value.grad.any() for value in made.policy.weights.parameters())
+    with torch.no_grad():
+        for key, value in spent.fake.values.items():
+            value += 0.1 * torch.randn(value.shape, generator=torch.Generator().manual_seed(len(key)))
+    found = []
+    for weight in (1.0, 2.5):
+        object.__setattr__(spent.part, "weight", weight)
+        made.optimization.zero_grad()
+        spent.on_backward(0)
+        found.append(torch.cat([value.grad.flatten() for value in made.policy.weights.parameters()]))
+    assert found[0].norm() > 0
+    torch.testing.assert_close(found[1], 2.5 * found[0], rtol=1e-4, atol=1e-9)
+
+
+def test_the_teacher_has_its_own_guidance_and_at_first_a_share_of_the_fake_score():
+    found = []
+    for change in ({}, {"scale": 3.0}, {"blend": 0.5, "blend_updates": 4}):
+        made, spent = trainer(parts={"distil": {"batch": 8} | change}, train__guidance=1.0)
+        spent.on_drawn(loop.draw(made))
+        with torch.no_grad():
+            for key, value in spent.fake.values.items():
+                value += 0.1 * torch.randn(value.shape, generator=torch.Generator().manual_seed(len(key)))
+        spent.on_backward(0)
+        found.append(torch.cat([value.grad.flatten() for value in spent.live.values()]))
+    assert all((one - found[0]).norm() > 1e-3 * found[0].norm() for one in found[1:])
+    x = spent.states[1]
+    def scores(update):
+        with spent._teacher(update), torch.no_grad():
+            return made.policy.replay(spent.conditioning.rows(x.prompts), x.x, spent.spec.grid, 1)
+    with spent._base(), torch.no_grad():
+        base = made.policy.replay(spent.conditioning.rows(x.prompts), x.x, spent.spec.grid, 1)
+    # Half of the LoRA at first, a quarter in the middle of the cosine, and none at its end.
+    sizes = [(scores(update) - base).norm().item() for update in (0, 2, 4, 9)]
+    assert sizes[0] > sizes[1] > 0 == sizes[2] == sizes[3] and abs(sizes[1] / sizes[0] - 0.5) < 0.1
+
+
+def test_the_gradient_is_the_directions_by_a_finite_difference():
+    """Along one weight: the sum of directions times the change of the data that the student predicts, over D."""
+    made, spent = trainer()
+    spent.on_drawn(loop.draw(made))
+    tiny.stir(made.policy)
+    with torch.no_grad():
+        for key, value in spent.fake.values.items():
+            value += 0.1 * torch.randn(value.shape, generator=torch.Generator().manual_seed(len(key)))
+    spent.on_backward(3)
+    key, parameter = max(spent.live.items(), key=lambda item: item[1].grad.abs().max())
+    place = int(parameter.grad.abs().argmax())
+    gradient = parameter.grad.flatten()[place].item()
+
+    @torch.no_grad()
+    def value(change: float, directions: list) -> float:
+        parameter.view(-1)[place] += change
+        total = 0.0
+        for number, chunk in enumerate(spent._chunks(1, 3)):
+            encoded, k = spent.conditioning.rows(chunk.states.prompts), chunk.time
+            at, t = spent.spec.grid[chunk.step], chunk.times.grid[k].item()
+            x0 = chunk.states.x - at * made.policy.replay(encoded, chunk.states.x, spent.spec.grid, chunk.step)
+            if len(directions) <= number:
+                x = (1 - t) * x0 + t * chunk.noise
+                with made.policy.weights.base():
+                    real = x - t * made.policy.replay(encoded, x, chunk.times.grid, k)
+                with spent._worn(spent.fake.values):
+                    fake = x - t * made.policy.replay(encoded, x, chunk.times.grid, k)
+                size = (x0 - real).abs().flatten(1).mean(1)
+                directions.append((fake - real) / size[:, None, None, None])
+            total += (directions[number] * x0).double().flatten(1).mean(1).sum().item() / 8
+        parameter.view(-1)[place] -= change
+        return total
+
+    directions: list = []
+    value(0.0, directions)
+    step = 1e-2
+    difference = (value(step, directions) - value(-step, directions)) / (2 * step)
+    assert abs(difference - gradient) < 0.02 * abs(gradient) + 1e-7, (difference, gradient)
+
+
+def test_a_run_without_rewards_replays_nothing_and_one_with_them_adds_both():
+    made, spent = trainer()
+    assert [len(parts) for parts, _ in spent.add_steps([])] == []
+    metrics = made.run_epoch()
+    assert metrics["loss"] == 0 and metrics["distil/gap"] > 0 and metrics["trained_updates"] == 2
+    rewarded, _ = trainer("dmdr")
+    metrics = rewarded.run_epoch()
+    assert "ratio/step_0" in metrics and metrics["distil/fake_loss"] > 0
+    assert rewarded.optimization.update == 2 and rewarded.optimization.unscheduled == 1  # one step is the match's alone
+    plain = tiny.trainer(method="dmdr", parts={"distil": None}, train__steps=4, train__lr=1e-2)
+    plain.run_epoch()
+    assert not same(copies(plain.policy.weights.named), copies(rewarded.policy.weights.named))
+
+
+def test_a_checkpoint_has_the_fake_score_and_its_moments_and_goes_on_bit_by_bit(tmp_path):
+    through, _ = trainer("dmdr")
+    for through.epoch in range(3):
+        through.run_epoch()
+    first, spent = trainer("dmdr")
+    first.run_epoch()
+    first.epoch = 1
+    first.progress.saved_counters = state.counters(first)
+    state.save(first, tmp_path)
+    again, resumed = trainer("dmdr")
+    [saved] = (tmp_path / "checkpoints").iterdir()
+    state.restore(again, saved)
+    assert same(copies(resumed.fake.values), copies(spent.fake.values))
+    for again.epoch in (1, 2):
+        again.run_epoch()
+    assert same(copies(again.policy.weights.named), copies(through.policy.weights.named))
+    assert same(copies(resumed.fake.values), copies(loop.extension(through, "MatchedStudent").fake.values))
+
+
+def test_a_surrogate_learns_what_earns_more_and_draws_the_student():
+    made, spent = trainer("tdm_r1", {"distil": {"batch": 8, "fake_updates": 1, "surrogate_lr": 0.01, "reward": 3.0}})
+    epoch = loop.draw(made)
+    spent.on_drawn(epoch)
+    epoch.parts = credit.compare(made, epoch)
+    spent.on_credited(epoch)
+    assert len(spent.groups) == 2 and all(abs(advantage.sum()) < 1e-4 for _, advantage, _ in spent.groups)
+    alike = copies(spent.surrogate.values)
+    made.optimization.zero_grad()
+    spent.on_backward(0)  # the surrogate and the fake score are the base
+    assert all(not value.grad.any() for value in made.policy.weights.parameters())
+
+    def margin() -> float:
+        """Mean of A (e_base - e) over both groups, at one time and noise: what the surrogate prefers."""
+        times, total = spent._times(0), 0.0
+        for samples, advantage, prompts in spent.groups:
+            noise = torch.randn(samples.shape, generator=torch.Generator().manual_seed(3))
+            with torch.no_grad():
+                with spent._base():
+                    base = spent._errors(samples, noise, prompts, times, 4)
+                with spent._worn(spent.surrogate.values):
+                    total += (advantage * (base - spent._errors(samples, noise, prompts, times, 4))).mean().item()
+        return total
+
+    assert margin() == 0
+    for turn in range(12):
+        spent._gradient(spent.surrogate, turn)
+        spent.surrogate.step()
+    assert margin() > 0 and not same(copies(spent.surrogate.values), alike)
+    made.optimization.zero_grad()
+    spent.on_backward(0)
+    assert any(value.grad.any() for value in made.policy.weights.parameters())
+    assert {key.split("/")[0] for key in spent.state()[0]} == {"fake", "surrogate"}
+    assert "distil/surrogate_weight" in made.run_epoch() and made.optimization.update == 1
+
+
+def test_the_reward_s_own_gradient_is_added():
+    made, spent = trainer(parts={"distil": {"batch": 8, "ascent": 1.0}})
+    spent.on_drawn(loop.draw(made))
+    spent.on_backward(0)  # the scores agree, so that this is the reward's gradient alone
+    before = {key: value.data.clone() for key, value in made.policy.weights.named.items()}
+
+    def reward() -> float:
+        with torch.no_grad():
+            found = [made.scoring.value(spent.own, chunk.states.prompts, made.policy.image(
+                chunk.states.x - spent.spec.grid[chunk.step] * made.policy.replay(
+                    spent.conditioning.rows(chunk.states.prompts), chunk.states.x, spent.spec.grid, chunk.step),
+                spent.conditioning.rows(chunk.states.prompts))) for chunk in spent._chunks(1, 0)]
+        return torch.cat(found).double().mean().item()
+
+    gradient = {key: value.grad for key, value in made.policy.weights.named.items()}
+    size, values = sum(value.square().sum() for value in gradient.values()).item(), []
+    assert size > 0
+    for step in (1.0, -1.0):
+        made.policy.weights.load({key: before[key] - step * 0.01 / size**0.5 * gradient[key] for key in before})
+        values.append(reward())
+    assert abs((values[0] - values[1]) / 0.02 / size**0.5 - 1) < 0.05  # the loss is minus the mean reward
+    with pytest.raises(UserError, match="gradient"):
+        settings = tiny.config(method="dmd2", parts={"distil": {"ascent": 1.0}}, reward="jpeg_compressibility")
+        composed = rewards.compose(settings.trained, settings.cache)
+        extensions.check(Setup(settings, "pipeline", resolve(settings), trained=composed))
+
+
+def test_the_student_is_an_ordinary_lora_and_comfyui_s_file_has_all_of_it(tmp_path):
+    made, spent = trainer()
+    made.run_epoch()
+    made.policy.weights.save(tmp_path)
+    model = tiny.save(tiny.sd3(), tmp_path / "model")
+    (tmp_path / "config.yaml").write_text(made.config.model_copy(update={"model": str(model)}).yaml())
+    own = load_file(tmp_path / LORA_FILE)
+    assert len(own) == len(spent.live)  # the fake score is in no file
+    [file] = export.lora(tmp_path, tmp_path / "student.safetensors")
+    layers, sizes = load_file(file), []
+    for values, up, down in ((own, ".lora_B.weight", ".lora_A.weight"),
+                             (layers, ".lora_up.weight", ".lora_down.weight")):
+        changes = [values[key] @ values[key.replace(up, down)] for key in values if key.endswith(up)]
+        sizes.append(sum(change.double().square().sum().item() for change in changes))
+    assert sizes[0] > 0 and abs(sizes[1] / sizes[0] - 1) < 1e-5
+
+
+def test_encoders_that_the_teacher_reads_too_have_the_reward_s_gradient_alone():
+    parts = SMALL | {"adapted": {"encoders": True}}
+    for text in ("base", "student"):
+        made, spent = trainer("dmd2", parts | {"distil": {"batch": 8, "text": text}},
+                              adapter__encoder_targets=["q_proj"])
+        spent.on_drawn(loop.draw(made))
+        encoders = [value for key, value in made.policy.weights.named.items() if key not in spent.live]
+        with torch.no_grad():
+            for value in [*spent.fake.values.values(), *encoders]:
+                value += 0.1 * torch.randn(value.shape, generator=torch.Generator().manual_seed(value.numel()))
+        for value in encoders:
+            value.grad = torch.ones_like(value)
+        spent.on_backward(0)
+        assert encoders and all((value.grad == 1).all() == (text == "student") for value in encoders)
+        assert any(value.grad.any() for value in spent.live.values())
+
+
+def test_micro_batches_change_no_batch():
+    made, spent = trainer()
+    spent.on_drawn(loop.draw(made))
+    made.geometry.micro_batch = 3
+    chunks = [*spent._chunks(0, 5)]
+    assert sum(len(each.noise) for each in chunks) == 8 and max(len(each.noise) for each in chunks) <= 3
+    assert {each.step for each in chunks} == {0, 1, 2, 3} or len(chunks) < 4
+    again = [*spent._chunks(0, 5)]
+    assert all(torch.equal(one.noise, other.noise) for one, other in zip(chunks, again))
+    assert not torch.equal(chunks[0].noise, next(spent._chunks(0, 6)).noise)
+
+
+def test_what_does_not_go_is_refused_in_a_line():
+    for problem, options in (("precision fp16", {"precision": "fp16"}),
+                             ("adapter.rank: 0", {"adapter__rank": 0}),
+                             ("image.sizes", {"image__sizes": [[16, 16]]}),
+                             ("text: student, where no text encoder", {"parts": {"distil": {"text": "student"}}}),
+                             ("adapted.denoisers: false",
+                              {"parts": SMALL | {"adapted": {"denoisers": False, "encoders": True}}})):
+        settings = tiny.config(**{"method": "dmd2", "parts": SMALL, "train__steps": 4} | options)
+        with pytest.raises(UserError, match=problem) as refused:
+            extensions.check(Setup(settings, "pipeline", resolve(settings)))
+        assert "\n" not in str(refused.value)
+    for method in ("diffusion_nft", "draft", "reinflow", "expo", "grpo"):
+        with pytest.raises(UserError, match="reads no distil"):
+            resolve(tiny.config(method=method, parts={"distil": {"type": "DistributionMatching"}}),
+                    "tokens" if method == "grpo" else "flow")

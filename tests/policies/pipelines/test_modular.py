@@ -1,0 +1,90 @@
+"""ModularPipelines: loaded from a folder, with code of their own where it is trusted; their guiders."""
+
+import json
+
+import pytest
+import torch
+
+from flowgrpo.config.schema import Config
+from flowgrpo.config.sections import Adapter
+from flowgrpo.policies import build
+from flowgrpo.policies.pipelines import modular
+from flowgrpo.policies.pipelines.frames import is_video
+from flowgrpo.policies.pipelines.load import load_pipeline, modality_ahead, skeleton
+from flowgrpo.policies.pipelines.pipeline import PipelinePolicy
+from flowgrpo.policies.pipelines.prompt_inputs import call_parameters
+from flowgrpo.samplers.grids import make_grid
+from flowgrpo.samplers.scheduler import Segment
+from flowgrpo.tools.check import tiny
+from flowgrpo.types import Gaussian
+from tests.helpers.refusals import message
+
+NAME = "QwenImageModularPipeline"
+CODE = '''
+from diffusers import QwenImageAutoBlocks
+
+
+class OwnBlocks(QwenImageAutoBlocks):
+    pass
+'''
+
+
+def drawn(pipe, call):
+    """Images as a user of diffusers asks for them."""
+    return pipe(prompt="red", negative_prompt="old", num_inference_steps=2, output_type="pt",
+                generator=torch.Generator().manual_seed(1), output="images", **call)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    pipe, call = tiny.make(NAME)
+    pipe.save_pretrained(str(folder := tmp_path_factory.mktemp("modular") / "saved"), overwrite_modular_index=True)
+    return folder, drawn(pipe, call), call
+
+
+def test_a_folder_is_loaded_and_known_before(saved):
+    folder, expected, call = saved
+    assert build.kind(Config(model=str(folder))) == build.PIPELINE and modality_ahead(str(folder)) == "image"
+    cls, modules = skeleton(str(folder))
+    assert cls.__name__ == NAME and {"transformer", "text_encoder"} == modules.keys()
+    assert torch.equal(drawn(load_pipeline(str(folder)), call), expected)
+
+
+def test_code_of_a_repository_runs_only_where_it_is_trusted(saved, tmp_path):
+    folder, expected, call = saved
+    for part in folder.iterdir():
+        (tmp_path / part.name).symlink_to(part)
+    (tmp_path / "blocks.py").write_text(CODE)
+    (tmp_path / "modular_config.json").write_text(json.dumps(
+        {"_class_name": "OwnBlocks", "auto_map": {"ModularPipelineBlocks": "blocks.OwnBlocks"}}))
+    assert "trust" in message(load_pipeline, str(tmp_path))
+    pipe = load_pipeline(str(tmp_path), trust_remote_code=True)
+    assert type(pipe._blocks).__name__ == "OwnBlocks" and torch.equal(drawn(pipe, call), expected)
+
+
+def test_a_class_says_what_it_takes_before_anything_is_loaded():
+    cls = modular.class_of("ZImageModularPipeline")
+    assert {"prompt", "height", "generator", "latents"} <= call_parameters(cls).keys() and not is_video(cls)
+    assert not {"strength", "image"} & call_parameters(cls).keys()  # image-to-image has pipelines of its own
+    assert "image" in call_parameters(modular.class_of("QwenImageEditModularPipeline"))
+    assert is_video(modular.class_of("WanModularPipeline")) and modular.class_of("NoPipeline") is None
+
+
+@pytest.mark.parametrize("name", ["HunyuanImagePipeline", "ZImageModularPipeline"])
+def test_a_guider_knows_the_step_of_the_whole_grid(name):
+    """HunyuanImage guides by APG after its step 5, so that a replay of step 7 that believes to be the first differs.
+    Momentum, which a step has of those before it, is off in rollouts and replays, and the guider is left as it was."""
+    pipe, call = tiny.make(name)
+    before = {key: value for key, value in vars(pipe.guider).items() if not key.startswith("_")}
+    policy = PipelinePolicy(pipe, Adapter(rank=2), guidance=3.0, call=call)
+    row, (grid, timesteps) = policy.encode(["red"]), make_grid("shifted", 9, 3.0, policy.stock)
+    step = frozenset({7})
+    task = Segment(grid, range(9), lambda x, v, grid, i: Gaussian(v, torch.ones(())), stochastic=step, recorded=step,
+                   generators=policy.generators([1]), timesteps=timesteps)
+    with torch.no_grad():
+        record = policy.run(task, row, None, policy.generators([1]))[1]
+        replayed = policy.replay(row, record.x[7], grid, 7, timesteps)
+        first = policy.replay(row, record.x[7], grid, 0, timesteps)
+    torch.testing.assert_close(replayed, record.transition[7].mean, rtol=0, atol=1e-6)
+    assert (first - replayed).abs().max() > 1e-3
+    assert before == {key: value for key, value in vars(pipe.guider).items() if not key.startswith("_")}
