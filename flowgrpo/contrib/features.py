@@ -199,7 +199,6 @@ guard = Feature(
     charts={"guard/returns": ("Returns to good weights", "so far: see docs/reward_hacking.md")})
 
 
-
 class On(Section):
     """Distilled sibling of the trained model, on which the LoRA is measured; see docs/few_steps.md."""
 

@@ -281,6 +281,9 @@ def test_the_steps_of_a_sibling_are_its_cards_or_asked_for(turbo, tmp_path):
     lightning = sibling_of(config, "starter", "Lightning-8steps.safetensors")
     assert lightning.steps == 8 and lightning.name == "starter + Lightning-8steps.safetensors"
     assert [lora.path for lora in lightning.files(config).loras_with_scales] == ["Lightning-8steps.safetensors"]
+    hyper = load(None, {"model": "starter", "eval.on": {"lora": "Hyper-FLUX-8steps.safetensors", "lora_scale": 0.125}})
+    assert [(lora.path, lora.scale) for lora in sibling.setting(hyper).files(hyper).loras_with_scales] == [
+        ("Hyper-FLUX-8steps.safetensors", 0.125)]
     for model, said in (("starter", "is the model that the run trained"), ("other", "not known as a model of few")):
         with pytest.raises(UserError, match=said):
             sibling_of(config, model)
