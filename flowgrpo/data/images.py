@@ -97,7 +97,7 @@ class Clip:
     modified: int = 0
 
     @classmethod
-    def of(cls, path: str, count: int, size: Size | None = None) -> Clip:
+    def open(cls, path: str, count: int, size: Size | None = None) -> Clip:
         require_open()
         return cls(path, count, size, Path(path).stat().st_mtime_ns)
 

@@ -141,12 +141,12 @@ def test_a_long_value_is_told_by_its_ends(record):
 def test_a_clip_is_read_from_its_first_frame_on(folder, name, off):
     path = str(folder / name)
     assert frame_count(path) == 4
-    frames = Clip.of(path, 3).frames
+    frames = Clip.open(path, 3).frames
     assert [frame.size for frame in frames] == [(32, 16)] * 3
     shades = [np.asarray(frame).mean() for frame in frames]
     np.testing.assert_allclose(shades, SHADES[:3], atol=off)
-    assert [frame.size for frame in Clip.of(path, 2, (8, 8)).frames] == [(8, 8)] * 2
-    assert "has 4 frames, expected 5" in message(lambda: Clip.of(path, 5).frames)
+    assert [frame.size for frame in Clip.open(path, 2, (8, 8)).frames] == [(8, 8)] * 2
+    assert "has 4 frames, expected 5" in message(lambda: Clip.open(path, 5).frames)
 
 
 @pytest.mark.parametrize("name, off", [("clip.gif", 4), ("clip.mp4", 12)])
@@ -282,7 +282,7 @@ GREYS = [20 * number for number in range(12)]
 def test_frames_of_a_file_are_in_order_and_no_single_image(name, form, tmp_path):
     FRAMES[0].save(tmp_path / name, save_all=True, append_images=FRAMES[1:], **form)
     assert frame_count(tmp_path / name) == 12
-    read = [np.asarray(frame).mean() for frame in Clip.of(str(tmp_path / name), 12).frames]
+    read = [np.asarray(frame).mean() for frame in Clip.open(str(tmp_path / name), 12).frames]
     np.testing.assert_allclose(read, GREYS, atol=1)
     with pytest.raises(UserError, match=r"holds 12 images, expected one: .* `video`"):
         read_image(tmp_path / name)
@@ -291,14 +291,14 @@ def test_frames_of_a_file_are_in_order_and_no_single_image(name, form, tmp_path)
 def test_the_still_image_of_an_animated_png_is_no_frame(tmp_path):
     FRAMES[9].save(tmp_path / "a.png", save_all=True, append_images=FRAMES[:3], default_image=True)
     assert frame_count(tmp_path / "a.png") == 3
-    assert [np.asarray(frame).mean() for frame in Clip.of(str(tmp_path / "a.png"), 3).frames] == GREYS[:3]
+    assert [np.asarray(frame).mean() for frame in Clip.open(str(tmp_path / "a.png"), 3).frames] == GREYS[:3]
 
 
 def test_frames_of_a_folder_go_by_their_numbers(tmp_path):
     for number, frame in enumerate(FRAMES):
         frame.save(tmp_path / f"frame{number}.png")
     (tmp_path / "._frame0.png").write_bytes(b"of a file system")
-    assert [np.asarray(frame).mean() for frame in Clip.of(str(tmp_path), 12).frames] == GREYS
+    assert [np.asarray(frame).mean() for frame in Clip.open(str(tmp_path), 12).frames] == GREYS
     np.testing.assert_allclose(read_output(tmp_path)[:, 0, 0, 0] * 255, GREYS, atol=1e-3)
 
 
@@ -309,7 +309,7 @@ def test_addresses_and_folders_of_several_clips_are_refused(tmp_path):
         read_image("https://a.b/c.png")
     FRAMES[0].save(tmp_path / "f0.png")
     FRAMES[0].resize((4, 4)).save(tmp_path / "f1.png")
-    assert "frame 2 has 4 x 4 pixels, and the first 8 x 8" in message(lambda: Clip.of(str(tmp_path), 2).frames)
+    assert "frame 2 has 4 x 4 pixels, and the first 8 x 8" in message(lambda: Clip.open(str(tmp_path), 2).frames)
     FRAMES[0].save(tmp_path / "f0.bmp")
     assert "holds f0.bmp and f0.png, expected one file for each frame" in message(frame_count, tmp_path)
     (tmp_path / "f2.avif").write_bytes(b"")

@@ -117,7 +117,7 @@ def picture(case: tuple[str, bytes], folder: Path) -> None:
         image_size,
         read_image,
         lambda path: read_image(path, (8, 8)),
-        lambda path: Clip.of(str(path), min(3, frame_count(path)), (8, 8)).frames):
+        lambda path: Clip.open(str(path), min(3, frame_count(path)), (8, 8)).frames):
         try:
             read(file)
         except UserError as error:
@@ -129,7 +129,7 @@ def picture(case: tuple[str, bytes], folder: Path) -> None:
 def video(case: tuple[str, bytes], folder: Path) -> None:
     from flowgrpo.data.images import Clip, frame_count
     file = written(folder, f"clip.{case[0]}", case[1])
-    _ = Clip.of(str(file), min(3, frame_count(file)), (8, 8)).frames
+    _ = Clip.open(str(file), min(3, frame_count(file)), (8, 8)).frames
 
 
 def scored(case: tuple[str, bytes], folder: Path) -> None:

@@ -140,7 +140,7 @@ def test_a_path_of_a_client_is_not_opened(reward, key, tmp_path):
 
 
 @pytest.mark.parametrize("reader", [
-    images.read_image, images.image_size, images.frame_count, lambda path: images.Clip.of(path, 1),
+    images.read_image, images.image_size, images.frame_count, lambda path: images.Clip.open(path, 1),
 ], ids=["picture", "size", "frames", "clip"])
 def test_no_reader_opens_a_path_of_a_client(reader, tmp_path):
     Image.new("RGB", (4, 4)).save(tmp_path / "there.png")

@@ -127,7 +127,7 @@ def read_features(folder: Path, batch: int) -> Tensor:
 
 def read_observations(folder: Path, log: VoteLog, batch: int) -> list[Seen]:
     """What the votes on a batch teach, from the features that a run's folder keeps."""
-    if not (votes := log.of(batch)):
+    if not (votes := log.in_batch(batch)):
         return []
     features = read_features(folder, batch)
     return [each for place, vote in sorted(votes.items()) if (each := observe(features[place], vote)) is not None]

@@ -95,7 +95,7 @@ class VoteLog:
         atomic.append_line(self.file, json.dumps(row, ensure_ascii=False))
         self._read(row)
 
-    def of(self, batch: int) -> dict[int, Vote]:
+    def in_batch(self, batch: int) -> dict[int, Vote]:
         """The votes on a batch that is learned from, by their places."""
         return {question.place: self.votes[name] for name, question in self.questions.items()
                 if name in self.votes and question.batch == batch and not question.check}

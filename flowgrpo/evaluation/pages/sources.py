@@ -87,7 +87,7 @@ def _read(prompt: Prompt, frames: int | None) -> Iterator[tuple[str, list[Image.
     for key, path in prompt.inputs.paths() if isinstance(prompt.inputs, Inputs) else ():
         try:
             if key == "video":
-                yield key, Clip.of(path, min(frames or 2**31, frame_count(path))).frames
+                yield key, Clip.open(path, min(frames or 2**31, frame_count(path))).frames
             else:
                 yield key, [read_image(path)]
         except (OSError, UserError):  # removed or damaged since the run read it

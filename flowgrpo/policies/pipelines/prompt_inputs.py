@@ -338,4 +338,4 @@ def _clip(pipe: Any, inputs: Inputs, call: Mapping[str, Any], size: Size | None)
         raise UserError(f"{quantity(count, 'frame')}, but {type(pipe).__name__} takes 1 more than a multiple of "
                         f"{every}: set "
                         f"image.frames: {max(1, count - (count - 1) % every)}")
-    return Clip.of(inputs.video, count, size)
+    return Clip.open(inputs.video, count, size)

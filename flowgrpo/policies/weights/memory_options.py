@@ -106,13 +106,13 @@ def turns(denoisers: Sequence[torch.nn.Module], encoders: Waiting, device: torch
     """Let denoisers and text encoders be on the device by turns: denoisers come with a forward of one."""
     weights = encoders.beside = HostWeights(denoisers, device)
 
-    def come(*_: Any) -> None:
+    def load_denoisers(*_: Any) -> None:
         encoders.offload()
         weights.load()
 
     for module in denoisers:
         move_rest(module, device, [module])
-        module.register_forward_pre_hook(come)
+        module.register_forward_pre_hook(load_denoisers)
 
 
 def _bring(part: torch.nn.Module, group: HostWeights) -> None:

@@ -98,7 +98,7 @@ def _urls(path: str, modified: int, video: bool, frames: int, longest: int, enco
 
     images = [read_image(path)] if not video else []
     if video:
-        clip = Clip.of(path, frame_count(path)).frames
+        clip = Clip.open(path, frame_count(path)).frames
         images = [clip[at] for at in frame_index(len(clip), frames)]
     return tuple(data_url(tensor_of(picture), longest, encoding) for picture in images)
 

@@ -71,7 +71,7 @@ class LiveBallot:
             with self._changed:
                 if not self._open(batch):
                     self._learned = max(self._learned, batch)
-                    return self.log.of(batch)
+                    return self.log.in_batch(batch)
                 if self.is_finished:
                     return None
                 self._changed.wait(TICK)
