@@ -93,7 +93,8 @@ def test_the_first_ratio_is_one(method, tmp_path):
 
 def test_ten_epochs_of_the_recipe_raise_the_held_out_accuracy(tmp_path):
     torch.manual_seed(0)
-    short = {"output": str(tmp_path), "tracker": "none", "device": "cpu", "train.epochs": 10, "eval.prompts": 100}
+    # Of 100 prompts a difference has a standard error of .06, and seeds gained .23, .32 and .40.
+    short = {"output": str(tmp_path), "tracker": "none", "device": "cpu", "train.epochs": 10, "eval.prompts": 400}
     summary = run(load(RECIPE, short))
     [before], [after] = summary["before"].values(), summary["after"].values()
     assert after > before + 0.1
