@@ -42,7 +42,7 @@ class Config(Section):
                                                  "them; sets with held-out prompts of their own take no share")
     train_on_test_set: bool = Field(False, description="train on `prompts` even if they are a published test set")
     preferences: str | None = key(None, of=(*DENOISERS, *LEFT_TO_RIGHT), min_length=1, description="a .jsonl of pairs "
-                                  "of images or completions, trained on without sampling; see docs/preferences.md")
+                                  "of images or completions, trained on without sampling; see docs/taste.md")
     labels: Literal["file", "rewards"] = key(
         "file", of=(*DENOISERS, *LEFT_TO_RIGHT), description="which side of a pair is better: as the file or the "
                                                              "rewards say")
