@@ -55,6 +55,14 @@ def drivable(pipe: Any) -> Any:
     return pipe
 
 
+def of_parts(cls: Any, parts: Mapping[str, Any]) -> Any:
+    """Return a drivable ModularPipeline of a class, with those of the parts that its blocks name."""
+    pipe = cls()
+    pipe.update_components(**{name: part for name, part in parts.items()
+                              if part is not None and name in pipe._component_specs})
+    return drivable(pipe)
+
+
 def load(source: str, dtype: torch.dtype, trust: bool, files: Load, parts: Mapping[str, Any], lower: Mapping[str, Any]
          ) -> Any:
     """Load a ModularPipeline from a folder or the hub. Code of its repository is run only if it is trusted.
