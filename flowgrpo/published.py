@@ -93,7 +93,7 @@ GEMMA3_12B: Part = "Gemma3ForConditionalGeneration", {
                       "num_attention_heads": 16, "image_size": 896, "patch_size": 14, "vision_use_head": False}}
 # Of LTX-2.5, whose own file was not read: google/gemma-4-12B of 11,959,730,224 parameters.
 GEMMA4_12B: Part = "Gemma4UnifiedForConditionalGeneration", {
-    "text_config": {"hidden_size": 3840, "intermediate_size": 15360, "num_hidden_layers": 48,
+    "text_config": {"vocab_size": 262144, "hidden_size": 3840, "intermediate_size": 15360, "num_hidden_layers": 48,
                     "num_attention_heads": 16, "num_key_value_heads": 8, "num_global_key_value_heads": 1,
                     "attention_k_eq_v": True},
     "vision_config": {"mm_embed_dim": 3840}, "audio_config": {}}

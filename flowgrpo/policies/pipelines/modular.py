@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from flowgrpo.config.sections import Load
+from flowgrpo.errors import UserError
 from flowgrpo.samplers.scheduler import Segment
 
 TEXT, PROMPT, DECODE = "text_encoder", "prompt", "decode"  # names of blocks, or how they begin
@@ -110,7 +111,8 @@ def _read(block: Any) -> list[Any]:
 
 @functools.cache
 def _kind(stock: Any, blocks: Any) -> type:
-    """Subclass of a ModularPipeline's class whose call has the arguments of these blocks."""
+    """Subclass of a ModularPipeline's class whose call has the arguments of these blocks. Raises UserError for blocks
+    that step with several schedulers."""
     from diffusers.modular_pipelines import PipelineState
 
     def run(self: Any, **given: Any) -> tuple[Any, ...]:
@@ -144,6 +146,10 @@ def _kind(stock: Any, blocks: Any) -> type:
         """Do nothing: `drivable` has switched all of them off."""
 
     made = blocks()
+    schedulers = [part.name for part in made.expected_components if part.name.endswith("scheduler")]
+    if len(schedulers) > 1:
+        raise UserError(f"{stock.__name__} steps with {' and '.join(schedulers)}: in one step parts of its state, such "
+                        "as pictures and sound, have noise levels of their own, and a transition here has one")
     # Some loops have to give the output of their last step, and some unpack the state that the scheduler sees.
     body: dict[str, Any] = {"needs_step": True, "register_modules": register_modules, "__module__": stock.__module__,
                             "set_progress_bar_config": set_progress_bar_config}

@@ -118,6 +118,7 @@ ROWS: dict[str, tuple[Any, ...]] = {
     "LTX25Modular": ("LTX2", _ltx25),
     "LTX2Modular": ("LTX2", _ltx2),
     "LTXModular": ("LTX",),
+    "MiniMaxH3Modular": ("",),  # which is refused without parts
     "QwenImage21Modular": ("QwenImage21",),
     "QwenImage21TurboModular": ("QwenImage21",),
     "QwenImageEditModular": ("QwenImageEdit",),
