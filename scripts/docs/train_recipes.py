@@ -198,7 +198,9 @@ def build(name: str, folder: Path, language: Path | None, whole: bool = False) -
         pipe = from_configs.assemble(known, make)
     finally:
         torch.set_default_dtype(before)
-    pipe.save_pretrained(folder / "model")
+    # The index of a ModularPipeline then names the folder's own parts.
+    index = {"overwrite_modular_index": True} if isinstance(pipe, diffusers.ModularPipeline) else {}
+    pipe.save_pretrained(str(folder / "model"), **index)
     write_prompts(folder)
     modules = [part for part in pipe.components.values() if isinstance(part, torch.nn.Module)]
     print(f"{'whole, ' * whole}{sum(p.numel() for part in modules for p in part.parameters()) / 1e6:.0f} M parameters")
