@@ -183,7 +183,11 @@ def build(name: str, folder: Path, language: Path | None, whole: bool = False) -
         if hasattr(diffusers, kind):
             cls = getattr(diffusers, kind)
             denoiser = part in ("unet", "transformer", "transformer_2")
-            return cls(**fewer(cls, config, depths_of(cls, config) if denoiser else {}))
+            made = cls(**fewer(cls, config, depths_of(cls, config) if denoiser else {}))
+            for parameter in made.parameters() if denoiser else ():
+                if parameter.ndim == 2 and not parameter.any():  # ERNIE-Image's last one, which lets no gradient by
+                    torch.nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+            return made
         if hasattr(transformers, kind):
             cls = getattr(transformers, kind)
             return cls(cls.config_class(**fewer(cls.config_class, config, encoder_of(known.pipeline))))
