@@ -11,15 +11,18 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from flowgrpo.config.sections import Load
 from flowgrpo.errors import UserError
+from flowgrpo.policies.sources import INDICES
 from flowgrpo.samplers.scheduler import Segment
 
 TEXT, PROMPT, DECODE = "text_encoder", "prompt", "decode"  # names of blocks, or how they begin
@@ -84,6 +87,17 @@ def load(source: str, dtype: torch.dtype, trust: bool, files: Load, parts: Mappi
             given[name] = spec.load(dtype=dtype, **options)
     pipe.register_components(**given)
     return drivable(pipe)
+
+
+def save(pipe: Any, folder: Path, place: Path) -> None:
+    """Write a pipeline into a folder that is moved to `place`, which the index of a ModularPipeline names."""
+    if not hasattr(pipe, "_component_specs"):
+        pipe.save_pretrained(folder, safe_serialization=True)
+        return
+    pipe.save_pretrained(str(folder), overwrite_modular_index=True)
+    now, then = (json.dumps(str(path))[1:-1] for path in (folder, place.resolve()))
+    index = folder / INDICES[1]
+    index.write_text(index.read_text(encoding="utf-8").replace(now, then), encoding="utf-8")
 
 
 def _tree(block: Any) -> Iterator[Any]:

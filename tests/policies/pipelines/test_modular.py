@@ -52,6 +52,16 @@ def test_a_folder_is_loaded_and_known_before(saved):
     assert torch.equal(drawn(load_pipeline(str(folder)), call), expected)
 
 
+def test_a_folder_that_is_moved_after_it_was_written_is_loaded(saved, tmp_path):
+    """As `export --form merged` writes it: into a temporary folder first."""
+    folder, expected, call = saved
+    modular.save(load_pipeline(str(folder)), tmp_path / "first", tmp_path / "place")
+    (tmp_path / "first").rename(tmp_path / "place")
+    index = (tmp_path / "place" / "modular_model_index.json").read_text()
+    assert str(tmp_path / "place") in index and str(folder) not in index and "first" not in index
+    assert torch.equal(drawn(load_pipeline(str(tmp_path / "place")), call), expected)
+
+
 def test_code_of_a_repository_runs_only_where_it_is_trusted(saved, tmp_path):
     folder, expected, call = saved
     for part in folder.iterdir():
