@@ -47,7 +47,11 @@ QWEN_VL_7B: Part = "Qwen2_5_VLForConditionalGeneration", {
 QWEN3_4B: Part = "Qwen3Model", {
     "vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
     "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960}
-# Of FLUX.2-klein-4B: the same with a language head, which has the embeddings' weights.
+# Of Anima.
+QWEN3_06B: Part = "Qwen3Model", {
+    "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 32768}
+# Of FLUX.2-klein-4B: QWEN3_4B with a language head, which has the embeddings' weights.
 QWEN3_4B_HEAD: Part = "Qwen3ForCausalLM", QWEN3_4B[1] | {"tie_word_embeddings": True}
 # Of FLUX.2-klein-9B.
 QWEN3_8B_HEAD: Part = "Qwen3ForCausalLM", {
@@ -58,6 +62,13 @@ QWEN3_VL_4B: Part = "Qwen3VLModel", {
         "mrope_section": [24, 20, 20], "mrope_interleaved": True, "rope_type": "default", "rope_theta": 5e6}},
     "vision_config": {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16,
                       "out_hidden_size": 2560, "deepstack_visual_indexes": [5, 11, 17]}}
+# Of Qwen-Image-2.1: 8.77B, as its files are.
+QWEN3_VL_8B: Part = "Qwen3VLForConditionalGeneration", {
+    "text_config": QWEN3_8B_HEAD[1] | {"max_position_embeddings": 262144, "rope_parameters": {
+        "mrope_section": [24, 20, 20], "mrope_interleaved": True, "rope_type": "default", "rope_theta": 5e6}},
+    "vision_config": {"out_hidden_size": 4096}}
+# Of FLUX.3: the same as QWEN3_VL_4B with a language head, which has the embeddings' weights.
+QWEN3_VL_4B_HEAD: Part = "Qwen3VLForConditionalGeneration", QWEN3_VL_4B[1] | {"tie_word_embeddings": True}
 MISTRAL_24B: Part = "Mistral3ForConditionalGeneration", {
     "text_config": {"model_type": "mistral", "vocab_size": 131072, "hidden_size": 5120, "intermediate_size": 32768,
                     "num_hidden_layers": 40, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
@@ -80,6 +91,12 @@ GEMMA3_12B: Part = "Gemma3ForConditionalGeneration", {
                     "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256, "sliding_window": 1024},
     "vision_config": {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27,
                       "num_attention_heads": 16, "image_size": 896, "patch_size": 14, "vision_use_head": False}}
+# Of LTX-2.5, whose own file was not read: google/gemma-4-12B of 11,959,730,224 parameters.
+GEMMA4_12B: Part = "Gemma4UnifiedForConditionalGeneration", {
+    "text_config": {"vocab_size": 262144, "hidden_size": 3840, "intermediate_size": 15360, "num_hidden_layers": 48,
+                    "num_attention_heads": 16, "num_key_value_heads": 8, "num_global_key_value_heads": 1,
+                    "attention_k_eq_v": True},
+    "vision_config": {"mm_embed_dim": 3840}, "audio_config": {}}
 LLAMA3_8B: Part = "LlamaModel", {
     "vocab_size": 128320, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
     "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192}
@@ -168,6 +185,34 @@ def _ltx2() -> Published:
         {"tokenizer": 1024})
 
 
+def _ltx25() -> Published:
+    """scripts/convert_ltx2_to_diffusers.py of diffusers: version 2.5, whose parts have 35.03B weights, as published. A
+    head that predicts a clip's length is left out."""
+    gated = {f"{kind}{key}": True for kind in ("", "audio_") for key in ("gated_attn", "cross_attn_mod")}
+    connector = {"num_attention_heads": 32, "num_layers": 8, "num_learnable_registers": 128}
+    connectors = {f"{kind}_connector_{key}": value for kind in ("video", "audio") for key, value in connector.items()}
+    spatial = {"block_out_channels": (256, 512, 1024, 1024), "decoder_block_out_channels": (256, 512, 512, 1024),
+               "layers_per_block": (4, 6, 4, 2, 2), "decoder_layers_per_block": (4, 6, 4, 2, 2),
+               "decoder_spatio_temporal_scaling": (True,) * 4, "decoder_inject_noise": (False,) * 5,
+               "upsample_type": ("spatiotemporal", "spatiotemporal", "temporal", "spatial"),
+               "upsample_residual": (False,) * 4, "upsample_factor": (2, 2, 1, 2),
+               "spatial_compression_ratio": 32, "temporal_compression_ratio": 8}
+    return Published("LTX2Pipeline", {
+        "transformer": ("LTX2VideoTransformer3DModel", gated | {
+            "rope_type": "split", "use_prompt_embeddings": False, "perturbed_attn": True, "ff_bias": False,
+            "use_keyframes_abs_pos_embedding": True}),
+        "connectors": ("pipelines.ltx2.LTX2TextConnectors", connectors | {
+            "caption_channels": 3840, "text_proj_in_factor": 49, "video_connector_attention_head_dim": 128,
+            "audio_connector_attention_head_dim": 64, "video_gated_attn": True, "audio_gated_attn": True,
+            "connector_rope_base_seq_len": 4096, "rope_theta": 10000.0, "rope_double_precision": True,
+            "causal_temporal_positioning": False, "rope_type": "split", "per_modality_projections": True,
+            "video_hidden_dim": 4096, "audio_hidden_dim": 2048, "proj_bias": True}),
+        "vae": ("AutoencoderKLLTX2Video", spatial), "audio_vae": ("AutoencoderKLLTX2Audio", {}),
+        "vocoder": ("pipelines.ltx2.vocoder.LTX2VocoderWithBWE", {}), "text_encoder": GEMMA4_12B,
+        "scheduler": (FLOW, {})},  # of the distilled transformer, whose sigmas are given
+        {"tokenizer": 1024})
+
+
 # scripts/convert_flux2_to_diffusers.py of diffusers: klein-4b
 _KLEIN_4B: dict[str, Part] = {
     "transformer": ("Flux2Transformer2DModel", {
@@ -235,6 +280,13 @@ MODELS: dict[str, Published] = {
             "scheduler": (FLOW, {"use_dynamic_shifting": True, "base_shift": 0.5, "max_shift": 1.15,
                                  "max_image_seq_len": 6400})},
         {"tokenizer": 131072}),
+    # Sizes are the defaults of diffusers' class: 5.5B beside an autoencoder of 0.1B, as published. Its model that
+    # rewrites prompts is left out.
+    "black-forest-labs/flux-3-image-klein-base": Published(
+        "Flux3ModularPipeline", {
+            "transformer": ("Flux3Transformer2DModel", {}), "vae": ("AutoencoderKLFlux2", {}),
+            "text_encoder": QWEN3_VL_4B_HEAD, "scheduler": (FLOW, {"shift": 6.93})},
+        {"tokenizer": 131072}, processor="Qwen3VLProcessor"),
     "lodestones/Chroma1-HD": Published(
         "ChromaPipeline", {
             "transformer": ("ChromaTransformer2DModel", {}), "vae": KL_FLUX, "text_encoder": T5_XXL,
@@ -250,6 +302,34 @@ MODELS: dict[str, Published] = {
             "transformer": ("QwenImageTransformer2DModel", {}), "vae": QWEN_VAE, "text_encoder": QWEN_VL_7B,
             "scheduler": QWEN_GRID},
         {"tokenizer": 131072}),
+    # Sizes are the defaults of diffusers' classes: 7.1B and 32 layers, as published.
+    "Qwen/Qwen-Image-2.1": Published(
+        "QwenImage21Pipeline", {
+            "transformer": ("QwenImage21Transformer2DModel", {}), "vae": ("AutoencoderKLQwenImage21", {}),
+            "text_encoder": QWEN3_VL_8B, "scheduler": QWEN_GRID},  # grid not confirmed; no weight has this size
+        {"processor": 131072}, processor="Qwen3VLProcessor"),
+    # scripts/convert_anima_to_diffusers.py and convert_cosmos_to_diffusers.py of diffusers: 2B-Text2Image
+    "circlestone-labs/Anima-Base-v1.0-Diffusers": Published(
+        "AnimaModularPipeline", {
+            "transformer": ("CosmosTransformer3DModel", {
+                "num_attention_heads": 16, "rope_scale": (1.0, 4.0, 4.0), "extra_pos_embed_type": None}),
+            "text_conditioner": ("AnimaTextConditioner", {}), "vae": QWEN_VAE, "text_encoder": QWEN3_06B,
+            "scheduler": (FLOW, {"shift": 3.0})},
+        {"tokenizer": 131072, "t5_tokenizer": 512}),
+    # scripts/convert_hunyuan_image_to_diffusers.py of diffusers: hunyuanimage2.1; the guider of its documentation
+    "hunyuanvideo-community/HunyuanImage-2.1-Diffusers": Published(
+        "HunyuanImagePipeline", {
+            "transformer": ("HunyuanImageTransformer2DModel", {"text_embed_2_dim": 1472}),
+            "vae": ("AutoencoderKLHunyuanImage", {
+                "in_channels": 3, "out_channels": 3, "latent_channels": 64, "layers_per_block": 2,
+                "block_out_channels": (128, 256, 512, 512, 1024, 1024), "spatial_compression_ratio": 32,
+                "sample_size": 384, "scaling_factor": 0.75289}),
+            "text_encoder": QWEN_VL_7B, "text_encoder_2": BYT5_SMALL,
+            "guider": ("AdaptiveProjectedMixGuidance", {"adaptive_projected_guidance_momentum": -0.5,
+                                                        "adaptive_projected_guidance_rescale": 10.0,
+                                                        "adaptive_projected_guidance_start_step": 5}),
+            "scheduler": (FLOW, {"shift": 5.0})},  # not confirmed; no weight has this size
+        {"tokenizer": 131072, "tokenizer_2": 1024}),
     # Copies of transformer/config.json, scheduler_config.json and text_encoder/config.json on the hub.
     "baidu/ERNIE-Image": Published(
         "ErnieImagePipeline", {
@@ -293,6 +373,7 @@ MODELS: dict[str, Published] = {
             "scheduler": _unipc(5.0), "vae": WAN22_VAE, "text_encoder": UMT5_XXL},
         {"tokenizer": 512}, {"expand_timesteps": True}),
     "Lightricks/LTX-2": _ltx2(),
+    "Lightricks/LTX-2.5-Diffusers": _ltx25(),
     # scripts/convert_hunyuan_video1_5_to_diffusers.py of diffusers: 480p_t2v
     "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v": Published(
         "HunyuanVideo15Pipeline", {

@@ -67,6 +67,11 @@ PIPELINES = {
     "krea2_24gb": ("Krea2Pipeline", "flow"),
     "ernie_image_24gb": ("ErnieImagePipeline", "flow"),
     "qwen_image_2512_24gb": ("QwenImagePipeline", "flow"),
+    "qwen_image_21_24gb": ("QwenImage21Pipeline", "flow"),
+    "hunyuan_image_21_24gb": ("HunyuanImagePipeline", "flow"),
+    "anima_24gb": ("AnimaModularPipeline", "flow"),
+    "flux3_klein_24gb": ("Flux3ModularPipeline", "flow"),
+    "ltx25_80gb": ("LTX2Pipeline", "flow"),
     "z_image_base_24gb": ("ZImagePipeline", "flow"),
     "flux2_klein_9b_24gb": ("Flux2KleinPipeline", "flow"),
     "chroma_24gb": ("ChromaPipeline", "flow")}
@@ -228,7 +233,10 @@ CPS_RECIPES = {
     # sigma' 3/4, 1/2, 1/4
     "flux_schnell_24gb": (shift_grid(4, 1.0), [10.176, 4.5226, 1.1307]),
     # sigma' 0.95809, 0.88398, 0.71750: 1024 tokens, mu 2.03069 of four steps
-    "flux2_klein_short": (shift_grid(4, math.exp(2.03069)), [16.605, 14.136, 9.313])}
+    "flux2_klein_short": (shift_grid(4, math.exp(2.03069)), [16.605, 14.136, 9.313]),
+    # sigma' 0.99375, 0.9875, 0.98125, 0.975, 0.909375, 0.725, 0.421875
+    "ltx25_80gb": (torch.tensor([*load(FOLDER / "ltx25_80gb.yaml").call["sigmas"], 0.0]),
+                   [17.865, 17.641, 17.418, 17.197, 14.96, 9.5086, 3.2197])}
 CPS_RECIPES |= {f"{name}_24gb": CPS_RECIPES[name] for name in ("flux_dev", "z_image")}
 CPS_RECIPES["z_image_short"] = CPS_RECIPES["z_image"]
 CPS_RECIPES |= {f"flux_dev_{name}": CPS_RECIPES["flux_dev"] for name in ("48gb", "8x80")}

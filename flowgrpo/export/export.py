@@ -168,12 +168,12 @@ def write_merged(run: Path, output: Path) -> Path:
     paths.require_folder(output)
     write = _merge_language_model if summary["unit"] == model_card.TOKENS else _merge_pipeline
     with atomic.filling(output) as folder:
-        write(config, run, folder)
+        write(config, run, folder, output)
         paths.readable(folder)
     return output
 
 
-def _merge_language_model(config: Config, run: Path, output: Path) -> None:
+def _merge_language_model(config: Config, run: Path, output: Path, _: Path) -> None:
     from flowgrpo.policies.weights import adapters
 
     texts = domains.sampled_by("tokens")
@@ -186,8 +186,9 @@ def _merge_language_model(config: Config, run: Path, output: Path) -> None:
     reader.save_pretrained(output)
 
 
-def _merge_pipeline(config: Config, run: Path, output: Path) -> None:
+def _merge_pipeline(config: Config, run: Path, output: Path, place: Path) -> None:
     from flowgrpo.policies.loading import load_tuned
+    from flowgrpo.policies.pipelines import modular
     from flowgrpo.policies.pipelines.load import load_pipeline
     from flowgrpo.policies.weights.adapters import merge
 
@@ -205,7 +206,7 @@ def _merge_pipeline(config: Config, run: Path, output: Path) -> None:
         merge(module)
         for key, value in module.state_dict(keep_vars=True).items():
             value.data = value.data.to(kinds[name][key])
-    pipe.save_pretrained(output, safe_serialization=True)
+    modular.save(pipe, output, place)
 
 
 def _modules(pipe: Any) -> dict[str, torch.nn.Module]:

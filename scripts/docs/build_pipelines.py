@@ -64,8 +64,6 @@ REASONS = {
     "is no model's class": "DiffusionPipeline",
     "has no scheduler: its loop steps by itself": "EchoModular",
     "makes a list of layers of a prompt, and no image": "QwenImageLayered",
-    "its state is [tokens, channels] of one clip, without a dimension of samples, and one step has pictures and sound "
-    "at different noise levels (two schedulers, with shifts of 12 and 3)": "MiniMaxH3Modular",
     "its noise levels are EDM's, up to 80, and no kernel here steps in these":
         "CosmosTextToWorld CosmosVideoToWorld Cosmos2TextToImage Cosmos2VideoToWorld",
     "its ControlNet shares layers with its denoiser, so that a LoRA has two names": "ZImageControlNet",

@@ -39,8 +39,9 @@ SIDE, FRAMES, VOCABULARY, TOKENS = 64, 5, 512, 32  # pixels, frames, words of an
 DENOISER = {"num_layers": 2, "num_single_layers": 1, "n_layers": 2, "num_refiner_layers": 1, "n_refiner_layers": 1,
             "layers_per_block": 1}
 ENCODER = {"num_hidden_layers": 2, "num_layers": 1, "depth": 1}
-READ = {"Flux2KleinPipeline": 28, "Flux2Pipeline": 30, "Krea2Pipeline": 35, "HunyuanVideoPipeline": 4,
-        "HunyuanSkyreelsImageToVideoPipeline": 4, "HunyuanVideo15Pipeline": 4, "LTX2Pipeline": 48}
+READ = {"Flux2KleinPipeline": 28, "Flux2Pipeline": 30, "Flux3ModularPipeline": 32, "Krea2Pipeline": 35,
+        "HunyuanVideoPipeline": 4, "HunyuanSkyreelsImageToVideoPipeline": 4, "HunyuanVideo15Pipeline": 4,
+        "LTX2Pipeline": 48}
 NARROW = {"intermediate_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1}
 DEEP = 8  # layers, from which an encoder is narrow
 WIDE = 2500  # width of a denoiser, from which it has one block
@@ -119,16 +120,16 @@ def forced(name: str, folder: Path) -> dict[str, Any]:
 
 def call_keys(config: Any, known: Any) -> dict[str, Any]:
     """Return what shortens a pipeline's call: tokens of a prompt, pixels of an image and of a reference image."""
-    import diffusers
+    from flowgrpo.policies.pipelines import modular
 
-    accepted = inspect.signature(getattr(diffusers, known.pipeline).__call__).parameters
+    accepted = inspect.signature(inspect.unwrap(modular.class_of(known.pipeline).__call__)).parameters
     tokens = 128 if known.pipeline == "LTX2Pipeline" else TOKENS  # whose connectors have as many registers
     keys: dict[str, Any] = {"image.call.max_sequence_length": tokens} if "max_sequence_length" in accepted else {}
     if "use_resolution_binning" in accepted:  # Sana would draw 64 pixels as 512
         keys["image.call.use_resolution_binning"] = False
     if "max_area" in accepted:
         keys |= {"image.call.max_area": SIDE * SIDE, "image.call._auto_resize": False}
-    return keys
+    return keys | ({"image.call.sigmas": None} if "sigmas" in config.image.call else {})  # of more steps
 
 
 # --- the model -------------------------------------------------------------------------------------------------------
@@ -182,7 +183,11 @@ def build(name: str, folder: Path, language: Path | None, whole: bool = False) -
         if hasattr(diffusers, kind):
             cls = getattr(diffusers, kind)
             denoiser = part in ("unet", "transformer", "transformer_2")
-            return cls(**fewer(cls, config, depths_of(cls, config) if denoiser else {}))
+            made = cls(**fewer(cls, config, depths_of(cls, config) if denoiser else {}))
+            for parameter in made.parameters() if denoiser else ():
+                if parameter.ndim == 2 and not parameter.any():  # ERNIE-Image's last one, which lets no gradient by
+                    torch.nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+            return made
         if hasattr(transformers, kind):
             cls = getattr(transformers, kind)
             return cls(cls.config_class(**fewer(cls.config_class, config, encoder_of(known.pipeline))))
@@ -197,7 +202,9 @@ def build(name: str, folder: Path, language: Path | None, whole: bool = False) -
         pipe = from_configs.assemble(known, make)
     finally:
         torch.set_default_dtype(before)
-    pipe.save_pretrained(folder / "model")
+    # The index of a ModularPipeline then names the folder's own parts.
+    index = {"overwrite_modular_index": True} if isinstance(pipe, diffusers.ModularPipeline) else {}
+    pipe.save_pretrained(str(folder / "model"), **index)
     write_prompts(folder)
     modules = [part for part in pipe.components.values() if isinstance(part, torch.nn.Module)]
     print(f"{'whole, ' * whole}{sum(p.numel() for part in modules for p in part.parameters()) / 1e6:.0f} M parameters")

@@ -11,14 +11,18 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from flowgrpo.config.sections import Load
+from flowgrpo.errors import UserError
+from flowgrpo.policies.sources import INDICES
 from flowgrpo.samplers.scheduler import Segment
 
 TEXT, PROMPT, DECODE = "text_encoder", "prompt", "decode"  # names of blocks, or how they begin
@@ -55,6 +59,14 @@ def drivable(pipe: Any) -> Any:
     return pipe
 
 
+def of_parts(cls: Any, parts: Mapping[str, Any]) -> Any:
+    """Return a drivable ModularPipeline of a class, with those of the parts that its blocks name."""
+    pipe = cls()
+    pipe.update_components(**{name: part for name, part in parts.items()
+                              if part is not None and name in pipe._component_specs})
+    return drivable(pipe)
+
+
 def load(source: str, dtype: torch.dtype, trust: bool, files: Load, parts: Mapping[str, Any], lower: Mapping[str, Any]
          ) -> Any:
     """Load a ModularPipeline from a folder or the hub. Code of its repository is run only if it is trusted.
@@ -75,6 +87,17 @@ def load(source: str, dtype: torch.dtype, trust: bool, files: Load, parts: Mappi
             given[name] = spec.load(dtype=dtype, **options)
     pipe.register_components(**given)
     return drivable(pipe)
+
+
+def save(pipe: Any, folder: Path, place: Path) -> None:
+    """Write a pipeline into a folder that is moved to `place`, which the index of a ModularPipeline names."""
+    if not hasattr(pipe, "_component_specs"):
+        pipe.save_pretrained(folder, safe_serialization=True)
+        return
+    pipe.save_pretrained(str(folder), overwrite_modular_index=True)
+    now, then = (json.dumps(str(path))[1:-1] for path in (folder, place.resolve()))
+    index = folder / INDICES[1]
+    index.write_text(index.read_text(encoding="utf-8").replace(now, then), encoding="utf-8")
 
 
 def _tree(block: Any) -> Iterator[Any]:
@@ -102,7 +125,8 @@ def _read(block: Any) -> list[Any]:
 
 @functools.cache
 def _kind(stock: Any, blocks: Any) -> type:
-    """Subclass of a ModularPipeline's class whose call has the arguments of these blocks."""
+    """Subclass of a ModularPipeline's class whose call has the arguments of these blocks. Raises UserError for blocks
+    that step with several schedulers."""
     from diffusers.modular_pipelines import PipelineState
 
     def run(self: Any, **given: Any) -> tuple[Any, ...]:
@@ -136,6 +160,10 @@ def _kind(stock: Any, blocks: Any) -> type:
         """Do nothing: `drivable` has switched all of them off."""
 
     made = blocks()
+    schedulers = [part.name for part in made.expected_components if part.name.endswith("scheduler")]
+    if len(schedulers) > 1:
+        raise UserError(f"{stock.__name__} steps with {' and '.join(schedulers)}: in one step parts of its state, such "
+                        "as pictures and sound, have noise levels of their own, and a transition here has one")
     # Some loops have to give the output of their last step, and some unpack the state that the scheduler sees.
     body: dict[str, Any] = {"needs_step": True, "register_modules": register_modules, "__module__": stock.__module__,
                             "set_progress_bar_config": set_progress_bar_config}

@@ -51,8 +51,12 @@ def checkpoint_blocks(module: torch.nn.Module, context: Context, compiled: bool 
         # By its call, not its forward: a compiled block runs compiled, and a sharded one is collected.
         denoiser: Any = module
         chosen = Share(share)
-        denoiser.enable_gradient_checkpointing(
-            lambda block, *args: _again(block.__call__, context, block)(*args) if chosen(block) else block(*args))
+
+        def recompute(block: Any, *args: Any, **kwargs: Any) -> Any:  # HunyuanImage gives its blocks some by name
+            run = _again(block.__call__, context, block) if chosen(block) else block
+            return run(*args, **kwargs)
+
+        denoiser.enable_gradient_checkpointing(recompute)
         return
     parts, message = blocks(module), f"train.checkpointing is on, but {type(module).__name__}"
     if not parts:

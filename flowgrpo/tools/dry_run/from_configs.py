@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ import torch
 from flowgrpo import published
 from flowgrpo.errors import UserError
 from flowgrpo.log import quiet
+from flowgrpo.policies.pipelines import modular
 from flowgrpo.starter import FOLDERS
 from flowgrpo.tools.dry_run.meta_gpu import META
 
@@ -93,10 +95,14 @@ def assemble(known: published.Published, make: Callable[[str, str, dict[str, Any
 
     components = {name: make(name, kind, config) for name, (kind, config) in known.parts.items()}
     tokenizers: dict[str, Any] = {name: tokenizer(length) for name, length in known.tokenizers.items()}
+    cls = getattr(diffusers, known.pipeline)
     if known.processor:
-        tokenizers["processor"] = _processor(known.processor, tokenizers["tokenizer"],
-                                             components["text_encoder"].config)
-    pipe = getattr(diffusers, known.pipeline)(**components, **tokenizers, **known.options)
+        first = next(iter(tokenizers))  # in whose place it is, unless the class takes both
+        tokenizers["processor" if "processor" in inspect.signature(cls).parameters else first] = _processor(
+            known.processor, tokenizers[first], components["text_encoder"].config)
+    if hasattr(cls, "default_blocks_name"):
+        return modular.of_parts(cls, components | tokenizers)
+    pipe = cls(**components, **tokenizers, **known.options)
     if cropped := getattr(pipe, "prompt_template_encode_start_idx", 0):  # tokens before the prompt; others follow it
         pipe.tokenizer.chat_template = "0 " * cropped + TEMPLATE + " 0"
     return pipe
@@ -110,8 +116,8 @@ def _processor(kind: str, tokens: PreTrainedTokenizerBase, config: Any) -> Any:
     tokens.add_special_tokens({"additional_special_tokens": list(VISION_TOKENS.values())})
     for name, token in VISION_TOKENS.items():
         setattr(config, f"{name}_token_id", tokens.convert_tokens_to_ids(token))
-    return getattr(transformers, kind)(transformers.Qwen2VLImageProcessor(), tokens,
-                                       transformers.Qwen2VLVideoProcessor(), chat_template=TEMPLATE)
+    videos = getattr(transformers, kind.replace("Processor", "VideoProcessor"))
+    return getattr(transformers, kind)(transformers.Qwen2VLImageProcessor(), tokens, videos(), chat_template=TEMPLATE)
 
 
 def part(kind: str, config: dict[str, Any], dtype: torch.dtype) -> Any:

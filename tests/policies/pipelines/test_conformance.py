@@ -45,6 +45,7 @@ UNFIT = {
     "QwenImageInpaintPipeline": PUT_BACK,
     "StableDiffusionInpaintPipeline (4 channels)": PUT_BACK,
     "HiDreamImagePipeline": "a part of the model runs without gradients",  # its experts, outside of training mode
+    "MiniMaxH3ModularPipeline": "steps with scheduler and audio_scheduler",
     "OmniGenPipeline": "has no encode_prompt",
     "StableDiffusionInstructPix2PixPipeline": "has no encode_prompt",
 }

@@ -16,7 +16,9 @@ from flowgrpo.policies.pipelines.prompt_inputs import call_parameters
 from flowgrpo.samplers.grids import make_grid
 from flowgrpo.samplers.scheduler import Segment
 from flowgrpo.tools.check import tiny
+from flowgrpo.tools.check.tiny import newest, parts
 from flowgrpo.types import Gaussian
+from tests.helpers.commands import refusal
 from tests.helpers.refusals import message
 
 NAME = "QwenImageModularPipeline"
@@ -48,6 +50,16 @@ def test_a_folder_is_loaded_and_known_before(saved):
     cls, modules = skeleton(str(folder))
     assert cls.__name__ == NAME and {"transformer", "text_encoder"} == modules.keys()
     assert torch.equal(drawn(load_pipeline(str(folder)), call), expected)
+
+
+def test_a_folder_that_is_moved_after_it_was_written_is_loaded(saved, tmp_path):
+    """As `export --form merged` writes it: into a temporary folder first."""
+    folder, expected, call = saved
+    modular.save(load_pipeline(str(folder)), tmp_path / "first", tmp_path / "place")
+    (tmp_path / "first").rename(tmp_path / "place")
+    index = (tmp_path / "place" / "modular_model_index.json").read_text()
+    assert str(tmp_path / "place") in index and str(folder) not in index and "first" not in index
+    assert torch.equal(drawn(load_pipeline(str(tmp_path / "place")), call), expected)
 
 
 def test_code_of_a_repository_runs_only_where_it_is_trusted(saved, tmp_path):
@@ -88,3 +100,56 @@ def test_a_guider_knows_the_step_of_the_whole_grid(name):
     torch.testing.assert_close(replayed, record.transition[7].mean, rtol=0, atol=1e-6)
     assert (first - replayed).abs().max() > 1e-3
     assert before == {key: value for key, value in vars(pipe.guider).items() if not key.startswith("_")}
+
+
+def minimax_h3():
+    """A tiny MiniMax-H3, and the arguments of its shortest call. Its text encoder is read after fifty layers."""
+    import diffusers
+
+    torch.manual_seed(0)
+    processor = newest.vision_processor()
+    denoiser = diffusers.MiniMaxH3Transformer3DModel(
+        num_attention_heads=2, attention_head_dim=16, hidden_size=32, num_layers=1, num_refiner_layers=1, ffn_dim=32,
+        in_channels=4, audio_in_channels=8, text_dim=16, freq_dim=16, time_embed_hidden_dim=16, time_embed_dim=16,
+        rope_freq_dim=2)
+    vae = diffusers.AutoencoderKLMiniMaxH3(
+        latent_channels=4, block_out_channels=(8, 8), layers_per_block=1, spatial_downsample_factors=(2, 2),
+        temporal_downsample_factors=(2, 2), norm_num_groups=2, decoder_num_layers=1, decoder_num_attention_heads=2,
+        decoder_attention_head_dim=8, latents_mean=(0.0,) * 4, latents_std=(1.0,) * 4)
+    sound = diffusers.AutoencoderKLMiniMaxH3Audio(
+        encoder_dim=4, encoder_rates=(2, 2), latent_dim=32, latent_channels=8, num_attention_heads=2, decoder_dim=16,
+        decoder_rates=(2, 2), decoder_kernel_sizes=(4, 4), latents_mean=[0.0] * 8, latents_std=[1.0] * 8)
+    pipe = diffusers.MiniMaxH3ModularPipeline()
+    pipe.update_components(
+        transformer=denoiser, processor=processor, tokenizer=processor.tokenizer, vae=vae, audio_vae=sound,
+        text_encoder=parts.qwen3_vl(processor.tokenizer, layers=51),
+        scheduler=diffusers.MiniMaxH3Scheduler(shift=12.0), audio_scheduler=diffusers.MiniMaxH3Scheduler(shift=3.0))
+    return pipe, {"height": 16, "width": 16, "num_frames": 124}
+
+
+def test_minimax_h3_steps_pictures_and_sound_at_noise_levels_of_their_own():
+    """Why it is refused, seen in its stock call: two states of rows without a dimension of samples, each with its own
+    timestep in the same step."""
+    pipe, call = minimax_h3()
+    seen = {"scheduler": [], "audio_scheduler": []}
+    for name, steps in seen.items():
+        scheduler = getattr(pipe, name)
+
+        def watched(output, timestep, sample, step=scheduler.step, steps=steps, **options):
+            steps.append((round(float(timestep), 4), tuple(sample.shape)))
+            return step(output, timestep, sample, **options)
+
+        scheduler.step = watched
+    made = pipe(prompt="a robot", num_inference_steps=3, output_type="pt",
+                generator=torch.Generator().manual_seed(0), **call)
+    assert made.get("videos").shape == (1, 124, 3, 16, 16) and made.get("audio").shape == (1, 2, 207 * 4)
+    # t = 1 - s / (2 s - (s - 1)) at the middle of the grid, of shifts of 12 and 3: 1/13 and 1/4.
+    assert seen == {"scheduler": [(0.0, (148, 16)), (round(1 / 13, 4), (148, 16))],
+                    "audio_scheduler": [(0.0, (414, 8)), (0.25, (414, 8))]}
+    assert "H3ModularPipeline steps with scheduler and audio_scheduler: in one step" in message(modular.drivable, pipe)
+
+
+def test_a_command_refuses_two_schedulers_before_it_reads_weights(tmp_path, capsys):
+    index = {"_class_name": "MiniMaxH3ModularPipeline", "_blocks_class_name": "MiniMaxH3Blocks"}
+    (tmp_path / "modular_model_index.json").write_text(json.dumps(index))
+    assert "steps with scheduler and audio_scheduler" in refusal(capsys, {"model": str(tmp_path)}, "starter_video")

@@ -15,9 +15,10 @@ from flowgrpo.tools.check import report, tiny
 from flowgrpo.training import memory
 from tests.helpers import tiny_text
 
-# HunyuanDiT has no checkpointing in diffusers, Chroma's leaves a mask out, PAG's attention is there for a call alone.
+# HunyuanDiT has no checkpointing in diffusers, Chroma's leaves a mask out, PAG's attention is there for a call alone,
+# HunyuanImage gives its blocks arguments by name, and two are ModularPipelines.
 NAMES = ["StableDiffusion3Pipeline", "StableDiffusionPipeline", "WanPipeline", "HunyuanDiTPipeline", "ChromaPipeline",
-         "StableDiffusionPAGPipeline"]
+         "StableDiffusionPAGPipeline", "HunyuanImagePipeline", "AnimaModularPipeline", "Flux3ModularPipeline"]
 
 
 def replayed(name: str, checkpointing: float) -> tuple[torch.Tensor, torch.Tensor, int]:

@@ -24,8 +24,8 @@ SIZES = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_atte
 ENDINGS = ("ForCausalLM", "ForMaskedLM")
 
 # Classes that cannot be driven, with the reason that `check` prints.
-UNFIT = ("FluxInpaintPipeline", "Flux2KleinKVPipeline", "HiDreamImagePipeline", "OmniGenPipeline",
-         "QwenImageInpaintPipeline", "StableDiffusionInpaintPipeline (4 channels)",
+UNFIT = ("FluxInpaintPipeline", "Flux2KleinKVPipeline", "HiDreamImagePipeline", "MiniMaxH3ModularPipeline",
+         "OmniGenPipeline", "QwenImageInpaintPipeline", "StableDiffusionInpaintPipeline (4 channels)",
          "StableDiffusionInstructPix2PixPipeline")
 
 

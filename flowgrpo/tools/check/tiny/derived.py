@@ -118,6 +118,7 @@ ROWS: dict[str, tuple[Any, ...]] = {
     "LTX25Modular": ("LTX2", _ltx25),
     "LTX2Modular": ("LTX2", _ltx2),
     "LTXModular": ("LTX",),
+    "MiniMaxH3Modular": ("",),  # which is refused without parts
     "QwenImage21Modular": ("QwenImage21",),
     "QwenImage21TurboModular": ("QwenImage21",),
     "QwenImageEditModular": ("QwenImageEdit",),
@@ -159,7 +160,7 @@ def build(name: str, seed: int = 0, row: tuple[Any, ...] = ()) -> tuple[Pipeline
     """Build the tiny pipeline of a class as its row, else that of ROWS, says."""
     import diffusers
 
-    from flowgrpo.policies.pipelines.modular import drivable
+    from flowgrpo.policies.pipelines.modular import of_parts
 
     row = row or ROWS[name]
     base, further, arguments = row + (None, {})[len(row) - 1:]
@@ -170,10 +171,7 @@ def build(name: str, seed: int = 0, row: tuple[Any, ...] = ()) -> tuple[Pipeline
     parts |= further(parts) if further else {}
     cls: Any = getattr(diffusers, f"{name}Pipeline")
     if name.endswith("Modular"):
-        pipe: Pipeline = cls()
-        pipe.update_components(**{key: part for key, part in parts.items()
-                                  if part is not None and key in pipe._component_specs})
-        drivable(pipe)
+        pipe: Pipeline = of_parts(cls, parts)
     else:
         pipe = silent(cls(**{key: part for key, part in parts.items() if key in inspect.signature(cls).parameters}))
         for key, value in vars(like).items() if base else ():  # of templates and lengths
