@@ -90,14 +90,6 @@ def widget(pairs: Sequence[Pair]) -> list[dict[str, Any]]:
             | {"text": pair.prompt, "output": {"url" if pair.drawn else "text": pair.after}} for pair in pairs]
 
 
-def sample_table(pairs: Sequence[Pair]) -> str:
-    sourced = any(pair.brought for pair in pairs)
-    rows = [[markdown(pair.prompt), *[" ".join(f"![{key}]({file})" for key, file in pair.brought)] * sourced,
-             *(f"![]({side})" if pair.drawn else markdown(side) for side in (pair.before, pair.after))]
-            for pair in pairs]
-    return _table([["prompt", *["source"] * sourced, "before", "after"], *rows])
-
-
 def prompts(config: Config) -> str:
     """Table of the prompts' sides: set or file, number of lines, SHA-256; and that a test set was trained on."""
     known = sets.SETS.get(config.prompts)
@@ -189,11 +181,16 @@ def text(config: Config, summary: dict[str, Any], run: Path, place: str) -> str:
     machine = _machine(run) or {"flowgrpo": __version__}
     made_with = ", ".join(f"{key} {markdown(str(value))}" for key, value in machine.items()
                           if key not in ("system", "cores"))
+    sourced = any(pair.brought for pair in pairs)
+    samples = [[markdown(pair.prompt), *[" ".join(f"![{key}]({file})" for key, file in pair.brought)] * sourced,
+                *(f"![]({side})" if pair.drawn else markdown(side) for side in (pair.before, pair.after))]
+               for pair in pairs]
+    table = [_table([["prompt", *["source"] * sourced, "before", "after"], *samples])] if pairs else []
     parts = {
         "": f"{first}{code(config.model)} {doing} by flowgrpo with {code(config.method)} on {_reward_sum(config)}."
             f"{_base(config)}",
         "Usage": code_block(snippet(config, run, place, prompt, brought), "python"),
-        "Result": "\n\n".join([results(config, summary), *_siblings(run), *([sample_table(pairs)] if pairs else []),
+        "Result": "\n\n".join([results(config, summary), *_siblings(run), *table,
                                f"{code(page)} shows a {sample} of held-out prompts before and after training, with "
                                "its scores, and the means of all held-out prompts:",
                                f"![The same prompts and seeds before and after]({page})",
@@ -375,7 +372,10 @@ def curves(run: Path, path: Path, unit: str) -> None:
         styles: dict[str, dict[str, Any]] = {}
         for key, series in points(lines).items():
             kind, _, reward = key.partition("/")
-            style, name = styles.setdefault(reward, figures.line_style(len(styles))), reward.rpartition("/")[2]
+            turn, number = divmod(len(styles), len(figures.COLOURS))  # colours first, then dashes
+            style = styles.setdefault(reward, {"color": figures.COLOURS[number],
+                                               "ls": figures.DASHES[turn % len(figures.DASHES)]})
+            name = reward.rpartition("/")[2]
             held_out = kind == "held_out"
             axes.plot(*zip(*series), **(style | ({"ls": "", "marker": "o"} if held_out else {})),
                       label=f"{name}, held out" if held_out else name)
