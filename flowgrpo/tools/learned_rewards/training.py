@@ -166,7 +166,13 @@ def train(trained: Sequence[Pair], held: Sequence[Pair], output: Path, settings:
     names, device = aspects(trained, held), _device(settings.device)
     apart = _apart(trained, names, settings.margins)
     torch.manual_seed(settings.seed)
-    network = _network(settings, len(names), device)
+    if settings.model is not None:
+        network: Network = on_model(settings.model, len(names), settings.frozen)
+    elif settings.clip is None:
+        network = with_text(settings.text, len(names), settings.size)
+    else:
+        network = ClipHead(ClipScore(settings.clip, unwrap(settings.pretrained), device=device), len(names))
+    network = network.to(device)
     if isinstance(network, Film):  # whose small text encoder truncates
         prompts = sorted({pair.prompt for pair in (*trained, *held)})
         if longer := sum(len(ids) > network.longest for ids in network.tokenizer(prompts).input_ids):
@@ -196,15 +202,6 @@ def _device(name: str | None) -> str:
     except (RuntimeError, AssertionError):
         raise UserError(f"device is {name!r}, which torch {torch.__version__} cannot use here: leave it out, or take "
                         "cpu") from None
-
-
-def _network(settings: Settings, aspects: int, device: str) -> Network:
-    if settings.model is not None:
-        return on_model(settings.model, aspects, settings.frozen).to(device)
-    if settings.clip is None:
-        return with_text(settings.text, aspects, settings.size).to(device)
-    clip = ClipScore(settings.clip, unwrap(settings.pretrained), device=device)
-    return ClipHead(clip, aspects).to(device)
 
 
 def _verdicts(pairs: Sequence[Pair], names: Sequence[str]) -> Tensor:
