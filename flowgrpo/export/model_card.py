@@ -34,6 +34,7 @@ from flowgrpo.rewards.find import ALIASES, BUILT_IN
 from flowgrpo.starter import FOLDERS
 from flowgrpo.storage import atomic
 from flowgrpo.storage.json_files import read_lines, read_object
+from flowgrpo.storage.manifest import sha256
 from flowgrpo.version import __version__
 
 FOLDER, PAIRS = "images", 4  # of the gallery, in the run's folder
@@ -157,14 +158,6 @@ def hashes(run: Path) -> str:
     return "\n".join(f"- {code(file.relative_to(run).as_posix())}: `{sha256(file)}`" for _, file in weight_files(run))
 
 
-def sha256(file: Path) -> str:
-    hashed = hashlib.sha256()
-    with file.open("rb") as opened:
-        while block := opened.read(1 << 20):
-            hashed.update(block)
-    return hashed.hexdigest()
-
-
 def _table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in [rows[0], ["---"] * len(rows[0]), *rows[1:]])
 
@@ -207,7 +200,6 @@ def text(config: Config, summary: dict[str, Any], run: Path, place: str) -> str:
 
 
 def _siblings(run: Path) -> list[str]:
-    """List of what distilled siblings of the base keep of the gain; empty without any."""
     said = [f"- {markdown(kept.sentence(found))} (95 % interval, {found['prompts']} held-out prompts)"
             for found in kept.read(run).values()]
     return ["\n".join(said)] if said else []

@@ -295,11 +295,6 @@ _UNTUNED = LayerTuning()
 _GROUPS = ("rollout", "target", "credit", "loss")
 
 
-_FIELDS: dict[type, tuple[str, ...]] = {}
-
-
+@functools.cache
 def _fields(record: type[Any]) -> tuple[str, ...]:
-    """The names of a dataclass's fields, looked up once."""
-    if record not in _FIELDS:
-        _FIELDS[record] = tuple(field.name for field in dataclasses.fields(record))
-    return _FIELDS[record]
+    return tuple(field.name for field in dataclasses.fields(record))

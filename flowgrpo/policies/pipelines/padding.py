@@ -65,7 +65,6 @@ def _has_mixed_lengths(rows: Sequence[tuple[Any, ...]]) -> bool:
 
 
 def _pad_rows(rows: Sequence[tuple[Any, ...]], kinds: tuple[torch.dtype | None, ...]) -> list[tuple[Any, ...]]:
-    """Return the rows of one call with a length per value."""
     filled = [tuple(_mask(row[:v]).to(kind) if value is None and kind is not None else value
                     for v, (value, kind) in enumerate(zip(row, kinds, strict=True))) for row in rows]
     sizes = [max(map(_length, values)) for values in zip(*filled)]  # 0 without an L

@@ -233,7 +233,6 @@ def _rows(network: Network, pairs: Sequence[Pair], title: str) -> Rows:
 
 def _fit(network: nn.Module, pairs: Sequence[Pair], trained: tuple[Rows, Tensor, Tensor],
          held: tuple[Rows, Tensor], settings: Settings, device: str) -> int:
-    """Train, and load the best epoch's weights at the end; return that epoch, counted from 1."""
     grouped, rng = families(pairs), np.random.default_rng(settings.seed)
     epochs = [list(batches(grouped, settings.batch, rng)) for _ in range(settings.epochs)]
     return fit(network, epochs, lambda numbers: _loss(network, trained, numbers, settings, device),
