@@ -221,7 +221,7 @@ def _with_prompt(row: dict[str, Any], path: Path, line: int) -> dict[str, Any]:
         roles, said = [], []
         for turn in turns:
             role, content = (turn.get("role"), turn.get("content")) if isinstance(turn, dict) else (None, "")
-            parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+            parts: list[Any] = content if isinstance(content, list) else [{"type": "text", "text": content}]
             if not all(isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
                        for part in parts):
                 raise _wrong(path, line, f"expected messages of text, got {str(content)[:60]!r}: the path of an image "

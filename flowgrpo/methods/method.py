@@ -295,6 +295,11 @@ _UNTUNED = LayerTuning()
 _GROUPS = ("rollout", "target", "credit", "loss")
 
 
-@functools.cache
+_FIELDS: dict[type, tuple[str, ...]] = {}
+
+
 def _fields(record: type[Any]) -> tuple[str, ...]:
-    return tuple(field.name for field in dataclasses.fields(record))
+    """The names of a dataclass's fields, looked up once."""
+    if record not in _FIELDS:
+        _FIELDS[record] = tuple(field.name for field in dataclasses.fields(record))
+    return _FIELDS[record]
