@@ -91,8 +91,9 @@ def import_failure(error: BaseException) -> str | None:
     as raised. What libraries raise in its place has the failed import as its cause or context."""
     chain = [*causes(error)]
     for each in chain:
-        if told := _too_old_for_transformers(each):
-            return told
+        if least := re.search(r"version of PEFT .* use a version >= ([\d.]+\d)", str(each)):
+            return (f"transformers {version('transformers')} wants peft >= {least[1]}, and peft {version('peft')} is "
+                    f"here: pip install 'peft>={least[1]}', or 'transformers<{version('transformers')}'")
     for each in reversed(chain):
         if isinstance(each, (ImportError, AttributeError)) and (name := _importing(each)):
             return _mismatch(each, name)
@@ -135,14 +136,6 @@ def _lacking(error: BaseException) -> str | None:
     if isinstance(error, AttributeError) and isinstance(error.obj, ModuleType):
         name = error.obj.__name__
     return _distribution(name.partition(".")[0]) if name else None
-
-
-def _too_old_for_transformers(error: BaseException) -> str | None:
-    least = re.search(r"version of PEFT .* use a version >= ([\d.]+\d)", str(error))
-    if least is None:
-        return None
-    return (f"transformers {version('transformers')} wants peft >= {least[1]}, and peft {version('peft')} is here: "
-            f"pip install 'peft>={least[1]}', or 'transformers<{version('transformers')}'")
 
 
 def _requirements(package: str) -> list[str]:

@@ -76,7 +76,8 @@ def prepare(
 
 def show(found: Sequence[Need]) -> None:
     """Print a table of what a recipe needs, and its sum."""
-    rows = [[need.what, need.name, _gigabytes(need), need.licence,
+    rows = [[need.what, need.name, "?" * (need.what != "extra") if need.gigabytes is None else
+             "<0.1" if need.gigabytes < 0.05 else f"{need.gigabytes:.1f}", need.licence,
              need.accept or ("here" if need.here else "partly here" if len(need.missing) < len(need.files) else
                              "missing")] for need in found]
     if not rows:
@@ -98,12 +99,6 @@ def _free() -> float:
 
     cache = Path(constants.HF_HUB_CACHE)
     return shutil.disk_usage(next(folder for folder in (cache, *cache.parents) if folder.exists())).free / 1e9
-
-
-def _gigabytes(need: Need) -> str:
-    if need.gigabytes is None:
-        return "" if need.what == "extra" else "?"
-    return "<0.1" if need.gigabytes < 0.05 else f"{need.gigabytes:.1f}"
 
 
 def size(model: str) -> float | None:

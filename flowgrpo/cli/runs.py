@@ -32,10 +32,7 @@ def runs(
 
 def _cells(run: Run) -> list[str]:
     rewards = list(dict.fromkeys([*run.before, *run.after]))
-    before, after = ("\n".join(_number(values.get(name)) for name in rewards) for values in (run.before, run.after))
+    before, after = ("\n".join("-" if (value := values.get(name)) is None else f"{value:.4g}" for name in rewards)
+                     for values in (run.before, run.after))
     total = "?" if run.total is None else str(run.total)
     return [run.name, run.model, run.method, f"{run.epochs} of {total}", "\n".join(rewards), before, after, run.state]
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"

@@ -290,8 +290,6 @@ def _number(value: Any) -> float | None:
 
 
 def _json(body: bytes) -> Any:
-    """The JSON of an answer.
-    Raises ValueError for anything else."""
     try:
         return json.loads(body)
     except (ValueError, RecursionError):

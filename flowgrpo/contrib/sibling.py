@@ -275,7 +275,8 @@ class OnSibling(Extension):
         prompts, evaluations, title = held_out.sides(cast(Any, trainer))[reported], policy.evaluations, \
             f"{self.sibling.name}, {title}"
         sound, lost = readable(prompts, config.eval.frames or config.call.get("num_frames"), trainer.processes, title)
-        with self._weighted(layers), clips_of(policy, config.eval.frames), self.worn.on():
+        weighted = contextlib.nullcontext() if self.weight == 1 else at_weight(layers, self.weight)
+        with weighted, clips_of(policy, config.eval.frames), self.worn.on():
             found = trainer.with_oom_retry(lambda: measure(
                 policy, sound, dict(self.functions), steps=self.sibling.steps, guidance=self.sibling.guidance,
                 samples=config.eval.samples, micro_batch=trainer.geometry.micro_batch,
@@ -284,9 +285,6 @@ class OnSibling(Extension):
                 model=config.model, run_seed=held_out.seed(cast(Any, trainer), reported)), "evaluation")
         policy.evaluations = evaluations
         return found.without(prompts, lost, min(config.eval.grid, SHOWN)) if any(lost) else found
-
-    def _weighted(self, layers: list[Any]) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self.weight == 1 else at_weight(layers, self.weight)
 
     # --- what keeps the gain -----------------------------------------------------------------------------------------
 

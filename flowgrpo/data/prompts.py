@@ -218,26 +218,24 @@ def _with_prompt(row: dict[str, Any], path: Path, line: int) -> dict[str, Any]:
     if "prompt" not in row and (name := next((key for key in QUESTIONS if key in row), None)):
         row = {"prompt": row[name]} | {key: value for key, value in row.items() if key != name}
     if isinstance(turns := row.get("prompt"), list):
-        said = [(turn.get("role"), _message_text(turn.get("content"), path, line)) if isinstance(turn, dict)
-                else (None, "") for turn in turns]
-        roles = [role for role, _ in said]
+        roles, said = [], []
+        for turn in turns:
+            role, content = (turn.get("role"), turn.get("content")) if isinstance(turn, dict) else (None, "")
+            parts: list[Any] = content if isinstance(content, list) else [{"type": "text", "text": content}]
+            if not all(isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+                       for part in parts):
+                raise _wrong(path, line, f"expected messages of text, got {str(content)[:60]!r}: the path of an image "
+                                         "goes under 'image'")
+            roles.append(role)
+            said.append("\n".join(part["text"] for part in parts))
         if "system" in roles:
             raise _wrong(path, line, "a message of the system: leave it out, and set text.system, which all prompts "
                                      "share")
         if roles not in (["user"], ["user", "assistant"]):
             raise _wrong(path, line, "expected messages of one user, and perhaps the assistant's answer, got the roles "
                                      f"{', '.join(map(str, roles)) or 'of none'}")
-        row = row | {"prompt": said[0][1]} | {"answer": row.get("answer", text) for _, text in said[1:]}
+        row = row | {"prompt": said[0]} | {"answer": row.get("answer", text) for text in said[1:]}
     return row
-
-
-def _message_text(content: Any, path: Path, line: int) -> str:
-    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    if not all(isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
-               for part in parts):
-        raise _wrong(path, line, f"expected messages of text, got {str(content)[:60]!r}: the path of an image goes "
-                                 "under 'image'")
-    return "\n".join(part["text"] for part in parts)
 
 
 def _read_csv(text: str, path: Path) -> Records:

@@ -128,13 +128,6 @@ def require(prompts: Sequence[Prompt], frames: int | None = None, folder: Path |
         raise UserError(f"{wrong[0][1]}{more}")
 
 
-def require_left(lost: Sequence[tuple[Prompt, UserError]], left: dict[str, Any]) -> None:
-    """Raise UserError if prompts were lost, and none of a kind is left. left: by kind, empty for none."""
-    for what, prompts in left.items():
-        if lost and not prompts:
-            raise UserError(f"{lost[0][1]}; no {what} prompt is left whose files can be read: restore them")
-
-
 def stand_ins(batch: Sequence[Prompt], lost: Sequence[bool], prompts: Sequence[Prompt], frames: int | None = None
               ) -> list[Prompt]:
     """Batch with the next prompt that is sound in the place of each lost one. prompts: all of training, in order.

@@ -174,23 +174,6 @@ def _object(path: Path, number: int, line: str) -> dict[str, Any]:
 
 # --- one reader per format -------------------------------------------------------------------------------------------
 
-def _geneval(records: list[dict[str, Any]]) -> Found:
-    """{"tag": "counting", "include": [{"class": "clock", "count": 2}], "prompt": ...}: the category is the tag."""
-    return "geneval", [Case(Prompt(record["prompt"], metadata=_without(record, "prompt")), (record["tag"],))
-                       for record in records]
-
-
-def _parti(records: list[dict[str, Any]]) -> Found:
-    """Columns Prompt, Category, Challenge, Note: the category is the Category, the challenge is kept."""
-    return "partiprompts", [Case(Prompt(record["Prompt"].strip(), metadata={"challenge": record["Challenge"]}),
-                                 (record["Category"],)) for record in records]
-
-
-def _drawbench(records: list[dict[str, Any]]) -> Found:
-    """Columns Prompts, Category."""
-    return "drawbench", [Case(Prompt(record["Prompts"].strip()), (record["Category"],)) for record in records]
-
-
 def _unigen(records: list[dict[str, Any]]) -> Found:
     """Columns prompt_en and sub_dims_en, JSON with `Testpoints` such as "Attribute - Color". A prompt counts in the
     dimension of each test point, the word before the dash. The rest is kept as metadata."""
@@ -250,9 +233,15 @@ def _questions(records: list[dict[str, Any]]) -> Found:
 
 
 FORMATS: tuple[tuple[Callable[[set[str]], bool], Callable[[list[dict[str, Any]]], Found]], ...] = (
-    (lambda keys: {"prompt", "tag", "include"} <= keys, _geneval),
-    (lambda keys: {"Prompt", "Category", "Challenge"} <= keys, _parti),
-    (lambda keys: {"Prompts", "Category"} <= keys, _drawbench),
+    # {"tag": "counting", "include": [{"class": "clock", "count": 2}], "prompt": ...}: the category is the tag.
+    (lambda keys: {"prompt", "tag", "include"} <= keys, lambda records: (
+        "geneval", [Case(Prompt(each["prompt"], metadata=_without(each, "prompt")), (each["tag"],))
+                    for each in records])),
+    (lambda keys: {"Prompt", "Category", "Challenge"} <= keys, lambda records: (
+        "partiprompts", [Case(Prompt(each["Prompt"].strip(), metadata={"challenge": each["Challenge"]}),
+                              (each["Category"],)) for each in records])),
+    (lambda keys: {"Prompts", "Category"} <= keys, lambda records: (
+        "drawbench", [Case(Prompt(each["Prompts"].strip()), (each["Category"],)) for each in records])),
     (lambda keys: bool(keys & set(UNIGEN_TEXT) and keys & set(UNIGEN_FACTS)), _unigen),
     (lambda keys: {"item_id", "text", "question_natural_language"} <= keys, _dpg_questions),
     (lambda keys: {"id", "prompt"} == keys, _dpg),

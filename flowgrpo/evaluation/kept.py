@@ -108,15 +108,12 @@ def sentence(found: Mapping[str, Any]) -> str:
     "on NAME at 4 steps: kept 0.79 [0.57, 1.05] of the gain; 0.94 with the LoRA at 0.5"."""
     place = f"on {found['name']} at {found['steps']} step{'s' * (found['steps'] != 1)}"
     first, *others = sorted(found["weights"], key=lambda each: abs(each["weight"] - 1))
-    if not _certain(found["own"]["gain"]) or first["kept"]["mean"] is None:
+    low = found["own"]["gain"]["low"]
+    if low is None or not low > 0 or first["kept"]["mean"] is None:
         return f"{place}: no gain to keep"
     weight = "" if first["weight"] == 1 else f" with the LoRA at {first['weight']:g}"
     return "; ".join([f"{place}: kept {_cell(first['kept'])} of the gain{weight}",
                       *(f"{each['kept']['mean']:.2f} with the LoRA at {each['weight']:g}" for each in others)])
-
-
-def _certain(gain: Mapping[str, Any]) -> bool:
-    return gain["low"] is not None and gain["low"] > 0
 
 
 def _cell(entry: Mapping[str, Any] | None, sign: str = "", digits: int = 2) -> str:

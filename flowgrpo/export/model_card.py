@@ -34,6 +34,7 @@ from flowgrpo.rewards.find import ALIASES, BUILT_IN
 from flowgrpo.starter import FOLDERS
 from flowgrpo.storage import atomic
 from flowgrpo.storage.json_files import read_lines, read_object
+from flowgrpo.storage.manifest import sha256
 from flowgrpo.version import __version__
 
 FOLDER, PAIRS = "images", 4  # of the gallery, in the run's folder
@@ -88,14 +89,6 @@ def widget(pairs: Sequence[Pair]) -> list[dict[str, Any]]:
     """Hub's gallery of tuned samples, with the source of each that has one."""
     return [({"src": pair.brought[0][1], "prompt": pair.prompt} if pair.brought else {})
             | {"text": pair.prompt, "output": {"url" if pair.drawn else "text": pair.after}} for pair in pairs]
-
-
-def sample_table(pairs: Sequence[Pair]) -> str:
-    sourced = any(pair.brought for pair in pairs)
-    rows = [[markdown(pair.prompt), *[" ".join(f"![{key}]({file})" for key, file in pair.brought)] * sourced,
-             *(f"![]({side})" if pair.drawn else markdown(side) for side in (pair.before, pair.after))]
-            for pair in pairs]
-    return _table([["prompt", *["source"] * sourced, "before", "after"], *rows])
 
 
 def prompts(config: Config) -> str:
@@ -165,14 +158,6 @@ def hashes(run: Path) -> str:
     return "\n".join(f"- {code(file.relative_to(run).as_posix())}: `{sha256(file)}`" for _, file in weight_files(run))
 
 
-def sha256(file: Path) -> str:
-    hashed = hashlib.sha256()
-    with file.open("rb") as opened:
-        while block := opened.read(1 << 20):
-            hashed.update(block)
-    return hashed.hexdigest()
-
-
 def _table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in [rows[0], ["---"] * len(rows[0]), *rows[1:]])
 
@@ -189,11 +174,16 @@ def text(config: Config, summary: dict[str, Any], run: Path, place: str) -> str:
     machine = _machine(run) or {"flowgrpo": __version__}
     made_with = ", ".join(f"{key} {markdown(str(value))}" for key, value in machine.items()
                           if key not in ("system", "cores"))
+    sourced = any(pair.brought for pair in pairs)
+    samples = [[markdown(pair.prompt), *[" ".join(f"![{key}]({file})" for key, file in pair.brought)] * sourced,
+                *(f"![]({side})" if pair.drawn else markdown(side) for side in (pair.before, pair.after))]
+               for pair in pairs]
+    table = [_table([["prompt", *["source"] * sourced, "before", "after"], *samples])] if pairs else []
     parts = {
         "": f"{first}{code(config.model)} {doing} by flowgrpo with {code(config.method)} on {_reward_sum(config)}."
             f"{_base(config)}",
         "Usage": code_block(snippet(config, run, place, prompt, brought), "python"),
-        "Result": "\n\n".join([results(config, summary), *_siblings(run), *([sample_table(pairs)] if pairs else []),
+        "Result": "\n\n".join([results(config, summary), *_siblings(run), *table,
                                f"{code(page)} shows a {sample} of held-out prompts before and after training, with "
                                "its scores, and the means of all held-out prompts:",
                                f"![The same prompts and seeds before and after]({page})",
@@ -210,7 +200,6 @@ def text(config: Config, summary: dict[str, Any], run: Path, place: str) -> str:
 
 
 def _siblings(run: Path) -> list[str]:
-    """List of what distilled siblings of the base keep of the gain; empty without any."""
     said = [f"- {markdown(kept.sentence(found))} (95 % interval, {found['prompts']} held-out prompts)"
             for found in kept.read(run).values()]
     return ["\n".join(said)] if said else []
@@ -375,7 +364,10 @@ def curves(run: Path, path: Path, unit: str) -> None:
         styles: dict[str, dict[str, Any]] = {}
         for key, series in points(lines).items():
             kind, _, reward = key.partition("/")
-            style, name = styles.setdefault(reward, figures.line_style(len(styles))), reward.rpartition("/")[2]
+            turn, number = divmod(len(styles), len(figures.COLOURS))  # colours first, then dashes
+            style = styles.setdefault(reward, {"color": figures.COLOURS[number],
+                                               "ls": figures.DASHES[turn % len(figures.DASHES)]})
+            name = reward.rpartition("/")[2]
             held_out = kind == "held_out"
             axes.plot(*zip(*series), **(style | ({"ls": "", "marker": "o"} if held_out else {})),
                       label=f"{name}, held out" if held_out else name)

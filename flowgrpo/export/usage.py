@@ -56,7 +56,6 @@ def snippet(config: Config, run: Path, place: str, prompt: str, brought: Sequenc
 
 
 def _source(model: str) -> tuple[list[str], str]:
-    """Return imports and the expression that a model is loaded from."""
     if model in FOLDERS:
         return ["from flowgrpo.starter import FOLDERS"], f"str(FOLDERS[{model!r}])"
     return [], repr(model)

@@ -266,7 +266,9 @@ class PairLoss(SampleLoss):
         value = (losses * sign.abs()).sum(1, keepdim=True) * size / (2 * pairs.clamp(min=1))
         value = 2 * value - value.detach()  # half of a pair's gradient is its partner's
         if self.likelihood:
-            pull = _best(peers.advantage, group, old.rows) * size * (pairs > 0)
+            # The pull is each row's share in the best samples of its group, [b, 1].
+            best = group * (peers.advantage == peers.advantage.masked_fill(group == 0, -math.inf).amax(1, keepdim=True))
+            pull = best.gather(1, old.rows[:, None]) / best.sum(1, keepdim=True) * size * (pairs > 0)
             value = value - self.likelihood * pull * _mean(old.new.logp, old.new.mask)[:, None]
         return value.expand_as(log_ratio)
 
@@ -275,13 +277,6 @@ class PairLoss(SampleLoss):
         if self.form == "squared":
             return ((h - 0.5) / self.beta).square()
         return softplus(-h) if self.form == "logistic" else (1 - h).clamp(min=0)
-
-
-def _best(advantage: Tensor, group: Tensor, rows: Tensor) -> Tensor:
-    """Share of each row [b] in the best samples of its group [b, m], by the advantages [m]: [b, 1]."""
-    highest = advantage.masked_fill(group == 0, -math.inf).amax(1, keepdim=True)
-    best = group * (advantage == highest)
-    return best.gather(1, rows[:, None]) / best.sum(1, keepdim=True)
 
 
 def _pairs(advantage: Tensor, group: Tensor) -> Tensor:

@@ -16,7 +16,6 @@ from flowgrpo.errors import UserError
 from flowgrpo.methods import keys_read, overlay
 from flowgrpo.methods.targets import LatentEdits
 from flowgrpo.policies import sources
-from flowgrpo.policies.pipelines import prompt_inputs
 from flowgrpo.starter import FOLDERS
 
 if TYPE_CHECKING:
@@ -154,11 +153,13 @@ def require_inputs(config: Config, prompts: Sequence[Prompt], loaded: Any = None
         conditioned.require_prompts(config, prompts, loaded)
         return
     require_length(prompts, LONGEST_TEXT)
-    for prompt in prompts if model_kind == IMAGE_TOKENS else ():
-        if prompt.brings is not None:
+    for prompt in prompts:
+        if model_kind == IMAGE_TOKENS and prompt.brings is not None:
             raise UserError(f"the prompt {prompt.text[:60]!r} brings an image, but image tokens are generated from a "
                             "text only (text.generates: image): leave the image out")
-    prompt_inputs.require_image_alone(prompts, config.model)
+        for key in prompt.inputs.as_dict().keys() - {"image"}:
+            raise prompt.inputs.error(key, f"{config.model} is a language model, which takes one `image` at most: "
+                                           "leave it out")
 
 
 def make_policy(config: Config, device: str | torch.device, loaded: Any = None) -> Any:

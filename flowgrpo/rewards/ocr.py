@@ -197,6 +197,5 @@ def _read(image: np.ndarray) -> str:
 
 
 def _package() -> Any:
-    """Import the package of the engine. Raises UserError if it, or its runtime, is missing."""
     import_optional("onnxruntime", "ocr", "reward 'ocr'")
     return import_optional("rapidocr", "ocr", "reward 'ocr'")

@@ -14,6 +14,7 @@ from flowgrpo.cores import Threads
 from flowgrpo.data import pairs, sets, sources
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.device import pick_device
+from flowgrpo.errors import UserError
 from flowgrpo.methods import keys_read
 from flowgrpo.methods.setup import Setup, check_parts
 from flowgrpo.methods.validate import resolve
@@ -41,7 +42,9 @@ def _without_lost(setup: Setup) -> Setup:
     lost = sources.decode(setup.prompts, setup.config.call.get("num_frames"), Path(setup.config.output), setup.first)
     gone = {prompt.key for prompt, _ in lost}
     train, held = ([prompt for prompt in side if prompt.key not in gone] for side in setup.split)
-    sources.require_left(lost, {"training": train, "held-out": held or not setup.split[1]})
+    for what, none in (("training", not train), ("held-out", setup.split[1] and not held)):
+        if lost and none:
+            raise UserError(f"{lost[0][1]}; no {what} prompt is left whose files can be read: restore them")
     for number, (_, error) in enumerate(lost if setup.first else (), 1):
         print(f"resume: {error}: the run goes on without this prompt ({number} of {len(setup.prompts)} lost)",
               flush=True)

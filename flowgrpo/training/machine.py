@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from flowgrpo.config.geometry import teams
+from flowgrpo.config.parse import load
 from flowgrpo.config.schema import Config
 from flowgrpo.device import AUTO
 from flowgrpo.distributed import launchers
@@ -51,9 +52,8 @@ def place_setup(setup: Setup, resume: bool | Literal["auto"]) -> tuple[Setup, Ac
     device = accelerator.device if count > 1 else setup.device
     resumes = run_folder.resumes(config, accelerator, resume)
     # A resumed run goes on with what `auto` chose when it began; the first process chooses the precision for all.
-    began = run_folder.began_with(config) if resumes else None
-    if began is not None:
-        train = config.train
+    file, train = config.folder / "config.yaml", config.train
+    if (began := load(file) if resumes and file.is_file() else None) is not None:
         chosen = {key: getattr(began.train, key) for key in ("micro_batch", "checkpointing")
                   if getattr(train, key) == AUTO}
         config = config.model_copy(update={"train": train.model_copy(update=chosen)})

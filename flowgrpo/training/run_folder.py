@@ -120,12 +120,6 @@ def require_same(config: Config, last: Path) -> list[str]:
     return changes
 
 
-def began_with(config: Config) -> Config | None:
-    """The configuration that the run in the folder began with; None if no run has recorded one."""
-    file = config.folder / "config.yaml"
-    return load(file) if file.is_file() else None
-
-
 def _flat(nested: dict[str, Any], above: str = "") -> dict[str, Any]:
     """The values of sections under dotted keys; values that the user names (parts, rewards) stay whole."""
     values: dict[str, Any] = {}

@@ -350,13 +350,11 @@ class VotedEpochs(Extension):
         if any("parts" in entry for entry in waiting):
             raise UserError(f"--resume: the session in {self.folder} is of an earlier version, which learned from the "
                             f"voted samples themselves: begin a new one, or train on its {VOTES}")
-        self.queue = [*takewhile(self._is_whole, (Drawn(**entry) for entry in waiting))]
+        # Of a batch all images have to be there: a power cut can lose those of the last seconds.
+        self.queue = [*takewhile(lambda drawn: all(file.is_file() and file.stat().st_size
+                                                   for question in self._questions(drawn) for file in question.files),
+                                 (Drawn(**entry) for entry in waiting))]
         self.unasked = [*self.queue]
-
-    def _is_whole(self, drawn: Drawn) -> bool:
-        """True if all images of a batch are there: a power cut can lose those of the last seconds."""
-        files = [file for question in self._questions(drawn) for file in question.files]
-        return all(file.is_file() and file.stat().st_size for file in files)
 
 
 def _write(file: Path, image: Tensor) -> None:

@@ -42,11 +42,6 @@ def _style() -> Any:
             "figure.facecolor": PAPER, "axes.facecolor": PAPER, "figure.constrained_layout.use": True}
 
 
-def line_style(number: int) -> dict[str, Any]:
-    """Colour and dashes that distinguish the n-th line from the others."""
-    return {"color": COLOURS[number % len(COLOURS)], "ls": DASHES[number // len(COLOURS) % len(DASHES)]}
-
-
 def save(figure: Any, path: Path) -> None:
     """Write the figure as PNG or PDF, by the path's ending, without a time stamp or version, and close it."""
     from matplotlib import pyplot

@@ -133,13 +133,15 @@ def _identity(prompt: Prompt) -> tuple[str, Any]:
 
 
 def sample_as_json(output: torch.Tensor | str, fps: float | None = None) -> dict[str, str]:
-    """Sample for JSON: an image [3,H,W] or clip [F,3,H,W] as a data URL, of a clip also as a video if there is an
+    """Sample for JSON: an image [3,H,W] or clip [F,3,H,W] as a data URL, of a clip also as an mp4 if there is an
     encoder, a text unchanged, with the image that a reward drew from it. fps: frames per second."""
     if isinstance(output, str):
         image = getattr(output, "image", None)
         return {"text": output} | ({} if image is None else {"picture": data_url(image)})
-    video = video_url(output, fps) if output.ndim == 4 else None
-    return {"picture": data_url(output, fps)} | ({"video": video} if video else {})
+    shown = {"picture": data_url(output, fps)}
+    if output.ndim == 4 and (video := clips.encode(_frames(output), seconds_of(len(output), fps))) is not None:
+        shown["video"] = VIDEO + base64.b64encode(video).decode("ascii")
+    return shown
 
 
 def sources_as_json(sources: Sequence[Source], fps: float | None = None) -> dict[str, list[dict[str, str]]]:
@@ -155,13 +157,6 @@ def data_url(output: torch.Tensor, fps: float | None = None) -> str:
     file = io.BytesIO()
     frames[0].save(file, "WEBP", lossless=max(frames[0].size) <= LOSSLESS, quality=85, **moved)
     return "data:image/webp;base64," + base64.b64encode(file.getvalue()).decode("ascii")
-
-
-def video_url(clip: torch.Tensor, fps: float | None = None) -> str | None:
-    """Encode a clip [F,3,H,W] in [0, 1] as an mp4 data URL, at most SIDE pixels long; None without an encoder."""
-    frames = _frames(clip)
-    video = clips.encode(frames, seconds_of(len(clip), fps))
-    return None if video is None else VIDEO + base64.b64encode(video).decode("ascii")
 
 
 def _frames(output: torch.Tensor) -> list[Image.Image]:

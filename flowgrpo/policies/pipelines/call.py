@@ -131,7 +131,14 @@ class PipelineCall:
             self.scheduler.follow(task, x0, state)
             if state is not None:
                 options |= {"latents": None, "generator": generators(range(len(state)))}
-            options = {"output_type": "latent"} | self._step_arguments(task) | options
+            # A strength below 1 leaves out the first steps, as an LCMScheduler does by itself. The call then gets twice
+            # as many and a strength of 0.5, so that nothing is rounded.
+            self.scheduler.halved = self.strength < 1 and "strength" not in inspect.signature(
+                self.stock.set_timesteps).parameters
+            steps = len(task.steps) + self.scheduler.idle
+            counted = {"num_inference_steps": 2 * steps, "strength": 0.5} if self.scheduler.halved else {
+                "num_inference_steps": max(steps, 2)}  # some pipelines divide by one less
+            options = {"output_type": "latent"} | counted | options
         if conditioning.layout.alone and options.get("generator"):
             options["generator"] = options["generator"][0]
         given |= {"return_dict": False, self.scale: guidance} | options
@@ -191,20 +198,6 @@ class PipelineCall:
         # A first call does not idle, but shows what denoisers return.
         if self.scheduler.idle or self.scheduler.quirk.ahead or self.loads is None:
             yield self._idle()
-
-    def _step_arguments(self, task: Segment) -> dict[str, Any]:
-        """Return the call's number of steps.
-
-        A strength below 1 leaves out the first steps. The call then gets twice as many and a strength of 0.5, so that
-        nothing is rounded.
-        """
-        # An LCMScheduler leaves them out by itself.
-        self.scheduler.halved = self.strength < 1 and "strength" not in inspect.signature(
-            self.stock.set_timesteps).parameters
-        steps = len(task.steps) + self.scheduler.idle
-        if self.scheduler.halved:
-            return {"num_inference_steps": 2 * steps, "strength": 0.5}
-        return {"num_inference_steps": max(steps, 2)}  # some pipelines divide by one less
 
     def arithmetic(self) -> contextlib.AbstractContextManager[Any]:
         """Context manager: arithmetic of the denoisers, autocast where weights of several precisions meet."""

@@ -164,7 +164,12 @@ def load_editor(folder: Path, device: torch.device | str = "cpu") -> Editor:
     try:
         tensors, described = tensors_of(folder / FILE)
         edit, sizes = Edit(**parse_json(described["edit"])), parse_json(described["sizes"])
-        _require_sizes(edit, sizes, tensors)
+        if edit.depth > len(tensors):
+            raise ValueError(f"{edit.depth} blocks, but {len(tensors)} tensors")
+        with torch.device("meta"):  # the shapes are compared before anything is allocated
+            expected = Editor(edit, **sizes, device="meta").networks.state_dict()
+        if {key: x.shape for key, x in expected.items()} != {key: x.shape for key, x in tensors.items()}:
+            raise ValueError(f"its tensors are not those of a width of {edit.width} and {sizes}")
         adapters.require_read(folder / FILE, tensors)
         editor = Editor(edit, **sizes, device=device, states=device)
         editor.networks.load_state_dict(tensors)
@@ -173,16 +178,6 @@ def load_editor(folder: Path, device: torch.device | str = "cpu") -> Editor:
         raise UserError(f"no edit policy at {folder / FILE} ({message}): expected the folder of a finished run that "
                         "trained one") from None
     return editor
-
-
-def _require_sizes(edit: Edit, sizes: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Raise ValueError if networks of these sizes have other tensors than the file; allocates none."""
-    if edit.depth > len(tensors):
-        raise ValueError(f"{edit.depth} blocks, but {len(tensors)} tensors")
-    with torch.device("meta"):
-        expected = Editor(edit, **sizes, device="meta").networks.state_dict()
-    if {key: value.shape for key, value in expected.items()} != {key: value.shape for key, value in tensors.items()}:
-        raise ValueError(f"its tensors are not those of a width of {edit.width} and {sizes}")
 
 
 def _places(count: int, width: int) -> Tensor:

@@ -76,7 +76,13 @@ class ImageEncoder:
         if getattr(self.vae.config, "in_channels", 3) == 4:  # the fourth channel is the opacity
             image = torch.cat([image, torch.ones_like(image[:, :1])], 1)
         plain = mode(self.vae, (2 * image - 1).to(self.policy.device, self.vae.dtype))
-        latent = self._pack(scale_latents(plain, self.vae.config))
+        latent = scale_latents(plain, self.vae.config)
+        if latent.ndim == 5 and self.noise.ndim != 5:
+            latent = latent[:, :, 0]
+        # The pipeline's own shape, by its function if that takes a latent and its shape, as Flux and Qwen-Image's.
+        pack = getattr(self.policy.pipe, "_pack_latents", None)
+        if latent.shape != self.noise.shape and pack is not None and len(inspect.signature(pack).parameters) == 5:
+            latent = pack(latent, *latent.shape)
         message = f"{self.key}: the images of {type(self.policy.pipe).__name__} cannot be encoded"
         if latent.shape[1:] != self.noise.shape[1:]:
             raise UserError(f"{message}: its latents are {list(self.noise.shape[1:])}, and those of its autoencoder "
@@ -87,18 +93,6 @@ class ImageEncoder:
             raise UserError(f"{message}: it decodes what its autoencoder gives to another image ({apart:.2g} apart "
                             "in the mean); use a method that samples its images")
         return latent
-
-    def _pack(self, latent: Tensor) -> Tensor:
-        """Return the latent in the shape that the pipeline works in.
-
-        That is by its own function if it has one that takes a latent and its shape, as Flux and Qwen-Image have.
-        """
-        pack = getattr(self.policy.pipe, "_pack_latents", None)
-        if latent.ndim == 5 and self.noise.ndim != 5:
-            latent = latent[:, :, 0]
-        if latent.shape == self.noise.shape or pack is None or len(inspect.signature(pack).parameters) != 5:
-            return latent
-        return pack(latent, *latent.shape)
 
     def _apart(self, latent: Tensor, plain: Tensor, row: Conditioning) -> float:
         """Return the mean difference between the pipeline's decoding of a latent and the autoencoder's."""

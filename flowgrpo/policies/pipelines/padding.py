@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import torch
+from torch.nn.functional import pad
 
 Calls: TypeAlias = tuple[tuple[Any, ...], ...]  # values of each call of `encode_prompt`
 # Of each value the dtype of the mask that it is where prompts are padded; None: it is no mask, or always there.
@@ -64,11 +65,11 @@ def _has_mixed_lengths(rows: Sequence[tuple[Any, ...]]) -> bool:
 
 
 def _pad_rows(rows: Sequence[tuple[Any, ...]], kinds: tuple[torch.dtype | None, ...]) -> list[tuple[Any, ...]]:
-    """Return the rows of one call with a length per value."""
     filled = [tuple(_mask(row[:v]).to(kind) if value is None and kind is not None else value
                     for v, (value, kind) in enumerate(zip(row, kinds, strict=True))) for row in rows]
-    sizes = [max(map(_length, values)) for values in zip(*filled)]
-    return [tuple(map(_longer, row, sizes)) for row in filled]
+    sizes = [max(map(_length, values)) for values in zip(*filled)]  # 0 without an L
+    return [tuple(pad(value, [0, 0] * (value.ndim - 2) + [0, size - value.shape[1]]) if 0 < _length(value) < size
+                  else value for value, size in zip(row, sizes)) for row in filled]
 
 
 def _length(value: Any) -> int:
@@ -79,13 +80,6 @@ def _mask(before: tuple[Any, ...]) -> torch.Tensor:
     """Return a mask [1, L] of ones for the last of the values before it that has tokens, [1, L, E]."""
     tokens = next(value for value in reversed(before) if torch.is_tensor(value) and value.ndim > 2)
     return torch.ones(tokens.shape[:2], device=tokens.device)
-
-
-def _longer(value: Any, size: int) -> Any:
-    """Return a value [1, L, ...] with zeros up to `size` in place of L; a value without an L as it is."""
-    if _length(value) in (0, size):
-        return value
-    return torch.cat([value, value.new_zeros(len(value), size - value.shape[1], *value.shape[2:])], 1)
 
 
 def _close(rows: list[Any], theirs: Any) -> bool:

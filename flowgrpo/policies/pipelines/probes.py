@@ -149,7 +149,9 @@ def require_middle(policy: Pipeline[P], conditioning: P, segments: bool = True) 
     """
     row, before = conditioning.rows(torch.tensor([0])), policy.evaluations
     whole = _run(policy, row, range(2))
-    apart = _replay_error(policy, row, whole)
+    task = _task(policy, range(2))
+    with torch.no_grad():
+        apart = _off(whole.transition[1].mean, policy.replay(row, whole.x[1], task.grid, 1, task.timesteps))
     if segments:
         first, record = policy.run(_task(policy, range(1)), row, None, policy.generators([SEED]))
         apart = max(apart, _difference(whole, _run(policy, row, range(1, 2), first, record.x0)))
@@ -183,13 +185,6 @@ def _run(policy: Pipeline[P], row: P, steps: range, x: torch.Tensor | None = Non
          x0: torch.Tensor | None = None) -> StepRecord:
     with torch.no_grad():
         return policy.run(_task(policy, steps), row, x, policy.generators([SEED]) if x is None else None, x0)[1]
-
-
-def _replay_error(policy: Pipeline[P], row: P, whole: StepRecord) -> float:
-    task = _task(policy, range(2))
-    with torch.no_grad():
-        output = policy.replay(row, whole.x[1], task.grid, 1, task.timesteps)
-    return _off(whole.transition[1].mean, output)
 
 
 def _difference(one: StepRecord, two: StepRecord) -> float:

@@ -119,14 +119,6 @@ def require(cls: type, prompts: Iterable[Prompt], call: Mapping[str, Any] = {}, 
                                       "draws in its size: set image.height and image.width")
 
 
-def require_image_alone(prompts: Iterable[Prompt], model: str) -> None:
-    """Raise UserError for the first prompt that brings more than one image to a language model."""
-    for prompt in prompts:
-        for key in prompt.inputs.as_dict().keys() - {"image"}:
-            raise prompt.inputs.error(key, f"{model} is a language model, which takes one `image` at most: leave it "
-                                      "out")
-
-
 def _require_key(cls: type, known: Mapping[str, str], inputs: Inputs, key: str) -> None:
     if key in known:
         return

@@ -102,7 +102,6 @@ class Branches:
         return rl_guidance(self._bases(), weight)
 
     def _layers(self) -> dict[str, list[LoraLayer]]:
-        """Return the LoRA layers of each of the pipeline's modules that has any."""
         by_module = {name: list(lora_layers(part).values()) for name, part in self.pipe.components.items()
                      if isinstance(part, torch.nn.Module)}
         return {name: layers for name, layers in by_module.items() if layers}

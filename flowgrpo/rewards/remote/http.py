@@ -35,7 +35,6 @@ def _event_loop() -> asyncio.AbstractEventLoop:
 
 @functools.cache
 def _authorities() -> ssl.SSLContext:
-    """Certificate authorities of the system, and those of certifi."""
     context = ssl.create_default_context()
     context.load_verify_locations(certifi.where())
     return context

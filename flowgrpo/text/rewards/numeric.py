@@ -398,22 +398,19 @@ class MathAnswer:
     def _one(self, completion: str, accepted: Sequence[str]) -> float:
         statement, text = final_answer(completion), strip_thoughts(completion)[-LONGEST:].strip()
         if statement is not None or len(text.split()) == 1:
-            answer = latex(_without_words(statement or text))
+            # math-verify takes words without \text for variables, and 2 1/2 for 3/2: of a statement that is a number
+            # among words, or a mixed one, it gets the number.
+            said = without_reason((statement or text)[-LONGEST:]).rstrip(" .")
+            said = re.sub(r"(?<=\d)\\[,;:](?=\d{3}(?!\d))", "", said)
+            plainly, number = without_commands(said).replace("\\ ", " "), stated_number(said)
+            if number and not re.search(r"[\\=]", plainly) and re.search(r"[^\W\d_]|\d\s+\d", plainly):
+                said = f"{number.value * 100}\\%" if number.percent else str(number.value)
+            answer = latex(said)
         else:  # math-verify finds no number beside a Chinese character, and takes the last one of a list
             answer = re.sub(r"(?<=[\u4e00-\u9fff])(?=[-\d])", " ", text)
             if re.search(r"\d", text) and not re.search(r"[\\$]", text) and last_number(text) is None:
                 return 0.0
         return float(any(self.worker.ask([key, answer], self.timeout) == "yes" for key in accepted))
-
-
-def _without_words(statement: str) -> str:
-    """The number of a statement that is one among words, or a mixed one, and any other statement as it is: math-verify
-    takes words without \\text for variables, and 2 1/2 for 3/2."""
-    statement = re.sub(r"(?<=\d)\\[,;:](?=\d{3}(?!\d))", "", without_reason(statement[-LONGEST:]).rstrip(" ."))
-    plainly, number = without_commands(statement).replace("\\ ", " "), stated_number(statement)
-    if number is None or re.search(r"[\\=]", plainly) or not re.search(r"[^\W\d_]|\d\s+\d", plainly):
-        return statement
-    return f"{number.value * 100}\\%" if number.percent else str(number.value)
 
 
 def latex(text: str) -> str:

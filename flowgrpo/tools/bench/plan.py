@@ -75,13 +75,6 @@ def _cost(config: Config, method: Method, epoch: int) -> int:
     return doubled * spent
 
 
-def foretells(method: Method) -> bool:
-    """True if `epoch_cost` is exact for a denoiser: scores decide neither how many samples are trained nor which groups
-    are drawn again."""
-    return method.redraw is None and (method.credit.selection is None or isinstance(method.credit.selection, BestWorst))
-
-
-
 def epochs_for(config: Config, budget: int, process: str = "flow", share: float = 1.0) -> tuple[int, int]:
     """Most epochs within the budget, one at least, and what they cost together. share: what an epoch costs, in
     `epoch_cost`."""
@@ -202,7 +195,10 @@ class Plan:
         else:
             least = config.train.prompts * config.train.group * config.text.max_tokens
             self._afford(entry, least, "the completions of an epoch of {} alone may take")
-        if not self.counts_evaluations or not foretells(method):
+        # `epoch_cost` is exact for a denoiser whose scores decide neither how many samples are trained nor which groups
+        # are drawn again.
+        exact = method.redraw is None and isinstance(method.credit.selection, BestWorst | None)
+        if not (self.counts_evaluations and exact):
             self.unforeseen.append(entry)
 
     def _afford(self, entry: Entry, cost: int, what: str) -> None:

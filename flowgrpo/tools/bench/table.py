@@ -77,7 +77,8 @@ def costs(results: dict[str, Any]) -> Rows:
     for method in rank(results):
         ratio = method["seconds_ratio"]
         watched = (f"{_number(value['before'])} -> {_number(value['after'])}" for value in method["watched"].values())
-        rows.append([method["label"], *(_count(value) for value in method["reached"]), f"{method['epochs']:.0f}",
+        reached = ("never" if value is None else f"{value:,.0f}" for value in method["reached"])
+        rows.append([method["label"], *reached, f"{method['epochs']:.0f}",
                      "-" if ratio is None else f"x{ratio:.2f}", _share(method["zero_variance"]),
                      _number(method["kl"]), _share(method["diversity"]), *watched])
     return heads, rows
@@ -93,10 +94,6 @@ def tasks(results: dict[str, Any]) -> Rows:
 def rank(results: dict[str, Any]) -> list[dict[str, Any]]:
     """Methods, the most accurate first."""
     return sorted(results["methods"], key=lambda method: -method["accuracy"])
-
-
-def _count(value: float | None) -> str:
-    return "never" if value is None else f"{value:,.0f}"
 
 
 def _number(value: float | None) -> str:

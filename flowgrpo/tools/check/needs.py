@@ -7,7 +7,6 @@ downloads: several files at once, each verified, and continued where a download 
 from __future__ import annotations
 
 import functools
-import hashlib
 import os
 import re
 import threading
@@ -31,6 +30,7 @@ from flowgrpo.rewards.about import SERVER, About, lazily
 from flowgrpo.rewards.failures import relabel_errors
 from flowgrpo.rewards.find import ALIASES, BUILT_IN, find, locate
 from flowgrpo.rewards.placement import CHECKPOINTS, local_models
+from flowgrpo.storage.manifest import sha256
 
 REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # a hub id
 LICENCE = re.compile(r"^# Licence: (?P<name>.+?), (?P<gated>gated|not gated)\b", re.M)  # of a packaged recipe
@@ -329,11 +329,7 @@ def _stream(url: str, partial: Path, file: File, advance: Callable[[int], None],
             if getattr(getattr(error, "response", None), "status_code", 500) < 500 or attempt + 1 == TRIES:
                 raise
             time.sleep(min(0.2 * 2 ** attempt, 5))
-    digest = hashlib.sha256()
-    with partial.open("rb") as read:
-        while piece := read.read(2**24):
-            digest.update(piece)
-    if partial.stat().st_size != file.size or (file.sha and digest.hexdigest() != file.sha):
+    if partial.stat().st_size != file.size or (file.sha and sha256(partial) != file.sha):
         size = partial.stat().st_size
         partial.unlink()
         advance(-size)

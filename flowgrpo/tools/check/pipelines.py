@@ -72,7 +72,9 @@ def drive(model: str | tuple[Any, dict[str, Any]], recipe: Config | None, device
     policy.guidance = config.train.guidance
     result["timesteps_per_call"] = "one per row" if policy.vector(conditioning) else "one"
     replays.check_replay(policy, conditioning, result, min(GROUP, config.train.rows))
-    probes.require_middle(policy, conditioning, recipe is None or _goes_on(method, config))
+    train = config.train
+    probes.require_middle(policy, conditioning, recipe is None or probes.goes_on(method, method.explorations(
+        shift_grid(train.steps, train.shift), train.group, train.shift, 0, config.seed)))
     replays.require_equal(policy, result)
     if policy.dtype == torch.float32 and not config.adapter.dora:
         replays.check_gradient(policy, conditioning, result)
@@ -159,12 +161,6 @@ def _count_batches(policy: PipelinePolicy) -> Iterator[list[int]]:
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _goes_on(method: Method, config: Config) -> bool:
-    train = config.train
-    grid = shift_grid(train.steps, train.shift)
-    return probes.goes_on(method, method.explorations(grid, train.group, train.shift, 0, config.seed))
 
 
 def _cost(recipe: Config | None, method: Method) -> dict[str, float]:

@@ -166,7 +166,13 @@ def train(trained: Sequence[Pair], held: Sequence[Pair], output: Path, settings:
     names, device = aspects(trained, held), _device(settings.device)
     apart = _apart(trained, names, settings.margins)
     torch.manual_seed(settings.seed)
-    network = _network(settings, len(names), device)
+    if settings.model is not None:
+        network: Network = on_model(settings.model, len(names), settings.frozen)
+    elif settings.clip is None:
+        network = with_text(settings.text, len(names), settings.size)
+    else:
+        network = ClipHead(ClipScore(settings.clip, unwrap(settings.pretrained), device=device), len(names))
+    network = network.to(device)
     if isinstance(network, Film):  # whose small text encoder truncates
         prompts = sorted({pair.prompt for pair in (*trained, *held)})
         if longer := sum(len(ids) > network.longest for ids in network.tokenizer(prompts).input_ids):
@@ -198,15 +204,6 @@ def _device(name: str | None) -> str:
                         "cpu") from None
 
 
-def _network(settings: Settings, aspects: int, device: str) -> Network:
-    if settings.model is not None:
-        return on_model(settings.model, aspects, settings.frozen).to(device)
-    if settings.clip is None:
-        return with_text(settings.text, aspects, settings.size).to(device)
-    clip = ClipScore(settings.clip, unwrap(settings.pretrained), device=device)
-    return ClipHead(clip, aspects).to(device)
-
-
 def _verdicts(pairs: Sequence[Pair], names: Sequence[str]) -> Tensor:
     """Which side each aspect prefers, [N, A]; NaN where a pair has no verdict."""
     return torch.tensor([[pair.verdicts.get(name, math.nan) for name in names] for pair in pairs])
@@ -236,7 +233,6 @@ def _rows(network: Network, pairs: Sequence[Pair], title: str) -> Rows:
 
 def _fit(network: nn.Module, pairs: Sequence[Pair], trained: tuple[Rows, Tensor, Tensor],
          held: tuple[Rows, Tensor], settings: Settings, device: str) -> int:
-    """Train, and load the best epoch's weights at the end; return that epoch, counted from 1."""
     grouped, rng = families(pairs), np.random.default_rng(settings.seed)
     epochs = [list(batches(grouped, settings.batch, rng)) for _ in range(settings.epochs)]
     return fit(network, epochs, lambda numbers: _loss(network, trained, numbers, settings, device),

@@ -109,20 +109,17 @@ def run_tests(tests: list[str], report: int) -> None:
     names = Names(link)
     try:
         for number, test in enumerate(tests, 1):
-            names.known, names.modules = frozenset(link.ask("names")), modules_of(test)
+            names.known = frozenset(link.ask("names"))
+            # Standard modules of which the test reads attributes alone, such as math in `math.isclose`.
+            nodes = [*ast.walk(ast.parse(test))]
+            bases = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
+            found = [node for node in nodes if isinstance(node, ast.Name)]
+            otherwise = {node.id for node in found if id(node) not in bases}
+            names.modules = frozenset({node.id for node in found} - otherwise) & sys.stdlib_module_names
             os.write(report, b"1" if _passes(test, number, names) else b"0")
     except BaseException:
         pass
     os._exit(0)
-
-
-def modules_of(test: str) -> frozenset[str]:
-    """The names of standard modules of which a test reads attributes alone, such as math in `math.isclose`."""
-    nodes = [*ast.walk(ast.parse(test))]
-    bases = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
-    names = [node for node in nodes if isinstance(node, ast.Name)]
-    otherwise = {node.id for node in names if id(node) not in bases}
-    return frozenset({node.id for node in names} - otherwise) & sys.stdlib_module_names
 
 
 def _passes(test: str, number: int, names: Names) -> bool:
