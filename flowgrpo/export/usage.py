@@ -9,7 +9,7 @@ from typing import Any
 
 from flowgrpo.config.schema import Config
 from flowgrpo.policies import build, sources
-from flowgrpo.policies.pipelines import edits, prompt_inputs
+from flowgrpo.policies.pipelines import edits, modular, prompt_inputs
 from flowgrpo.policies.pipelines.call import guidance_argument
 from flowgrpo.policies.pipelines.frames import is_video, with_fps
 from flowgrpo.policies.pipelines.load import (
@@ -118,14 +118,24 @@ def _of_pipeline(config: Config, run: Path, place: str, prompt: str, brought: Se
     more += opening
     arguments = ", ".join([f"prompt={prompt!r}", *(f"{key}={name}" for key, name in given.items()),
                            *(f"{key}={value!r}" for key, value in call.items() if key not in given)])
-    if "guider" in index:  # the guidance of such a pipeline is no argument of its call
-        loading.append(f"pipe.guider = pipe.guider.new(guidance_scale={config.eval.guidance!r})")
+    blocks = modular.blocks_of(cls)
+    # The guidance of such a pipeline is no argument of its call.
+    guider = f"pipe.guider.new(guidance_scale={config.eval.guidance!r})"
+    if blocks and "guider" in {part.name for part in blocks.expected_components}:
+        loading.append(f"pipe.update_components(guider={guider})")
+    elif "guider" in index:
+        loading.append(f"pipe.guider = {guider}")
+
+    def first(output: str) -> str:
+        return f"pipe({arguments}, output={blocks.outputs[0].name!r})[0]" if blocks else \
+            f"pipe({arguments}).{output}[0]"
+
     if cls and is_video(cls):
         imports.append("from diffusers.utils import export_to_video")
-        shown = [f"frames = pipe({arguments}).frames[0]", 'export_to_video(frames, "clip.mp4", '
+        shown = [f"frames = {first('frames')}", 'export_to_video(frames, "clip.mp4", '
                  f"fps={rate_ahead(config.model, config.load, call, config.fps):g})"]
     else:
-        shown = [f"image = pipe({arguments}).images[0]", 'image.save("image.png")']
+        shown = [f"image = {first('images')}", 'image.save("image.png")']
     return ["import torch", *sorted({*imports, *more}), "", *made, *loading,
             'pipe.to("cuda" if torch.cuda.is_available() else "cpu")', *lines, *shown]
 
@@ -150,6 +160,10 @@ def _making(config: Config, index: dict[str, Any], cls: Any) -> tuple[list[str],
             f"pipe = load_pipeline({config.model!r}{arguments})"]
     folder = files.config or config_source(config.model, files) if whole else config.model
     imports, source = _source(folder)
+    if modular.blocks_of(cls) and not parts:
+        return ["from diffusers import ModularPipeline"], [
+            f"pipe = ModularPipeline.from_pretrained({source}{_at(config, 'revision')})",
+            f"pipe.load_components(dtype={dtype}{_at(config, 'variant')})"]
     lines, absent = [], [name for name, value in index.items() if isinstance(value, list) and value[0] is None]
     for name, (file, kind) in parts.items():  # parts from files of their own, given to the pipeline
         arguments = f"{file!r}, dtype={dtype}"
@@ -272,9 +286,7 @@ def _embeds_guidance(config: Config, index: dict[str, Any]) -> bool:
 
 
 def _class(index: dict[str, Any]) -> Any:
-    import diffusers
-
-    return getattr(diffusers, str(index.get("_class_name")), None)
+    return modular.class_of(index.get("_class_name"))
 
 
 def task(config: Config, sample: str, brought: Sequence[tuple[str, str]]) -> str:

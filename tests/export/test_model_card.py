@@ -119,6 +119,25 @@ def test_the_snippet_of_a_pipeline_runs_as_it_is(sd3, which, tmp_path, monkeypat
     assert (tuned != np.asarray(Image.open("base.png")).astype(int)).any()
 
 
+@pytest.mark.parametrize("name", ["FluxModularPipeline", "AnimaModularPipeline", "LTXModularPipeline"])
+def test_the_snippet_of_a_modular_pipeline_loads_its_components(name, tmp_path, monkeypatch):
+    """Of the three the first has no guider, the second no loader of LoRAs, and the third makes clips."""
+    run = make_run(tmp_path / "run", *make(name), eval={"steps": 2, "guidance": 3.0})
+    monkeypatch.chdir(tmp_path)
+    config, here = load(run / "config.yaml"), {}
+    lines = code(export.card(run).read_text())
+    assert "ModularPipeline.from_pretrained" in lines and "load_pipeline" not in lines
+    lines = re.sub("= pipe\\(", "= pipe(generator=torch.Generator().manual_seed(3), ", lines)
+    exec(re.sub("(?m)^(export_to_video|image.save).*", "", lines), here)
+    prompt, pipe = re.search("prompt='([^']*)'", lines)[1], load_pipeline(config.model, "fp32")
+    load_tuned(pipe, run)
+    ours = draw_one(pipe, Prompt(prompt), 3, call_arguments(config.model, run))
+    made = here.get("frames", [here.get("image")])  # frames are numbers from 0 to 1
+    theirs = torch.stack([torch.from_numpy(np.array(each)) for each in made]).movedim(-1, 1)
+    theirs = (theirs * 255).round().to(torch.uint8) if theirs.is_floating_point() else theirs
+    assert ours.std() > 0 and torch.equal((ours * 255).round().to(torch.uint8).reshape(theirs.shape), theirs)
+
+
 @pytest.mark.parametrize("name", ["StableDiffusionXLPipeline", "QwenImagePipeline"])
 def test_the_snippet_draws_what_sample_does_under_guidance(name, tmp_path):
     """Without a negative prompt SDXL takes zeros in its place, and Qwen-Image has no guidance."""

@@ -28,6 +28,9 @@ PROMPTS = ["red", "blue", "green", "a cat", "two dogs", "old"]
 
 def save(pipe, folder: Path) -> Path:
     """The pipeline as a directory that `DiffusionPipeline.from_pretrained` reads, its absent parts named as such."""
+    if hasattr(pipe, "_component_specs"):
+        pipe.save_pretrained(str(folder), overwrite_modular_index=True)
+        return folder
     pipe.save_pretrained(folder)
     index = json.loads((folder / "model_index.json").read_text())
     index |= {name: [None, None] for name, part in pipe.components.items() if part is None}

@@ -36,8 +36,16 @@ def class_of(name: str | None) -> Any:
     import diffusers
 
     cls: Any = getattr(diffusers, str(name), None)
-    blocks = getattr(diffusers, getattr(cls, "default_blocks_name", None) or "", None)
-    return cls if blocks is None else _kind(cls, blocks)
+    blocks = blocks_of(cls)
+    return cls if blocks is None else _kind(cls, type(blocks))
+
+
+def blocks_of(cls: Any) -> Any:
+    """Return the blocks of a ModularPipeline's class; None for another class."""
+    import diffusers
+
+    made = getattr(diffusers, getattr(cls, "default_blocks_name", None) or "", None)
+    return made and made()
 
 
 def drivable(pipe: Any) -> Any:
