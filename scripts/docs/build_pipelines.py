@@ -29,13 +29,10 @@ INTRODUCTION = """# Pipelines
 
 You can align any class of the first table without adapter code. It states what `flowgrpo check NAME` says of a tiny
 random instance, with real diffusers code and no weights: rollout and replay agree before any update, with a replay
-error and a log-ratio of at most 1e-6 in fp32. Then an epoch trains. `flowgrpo check MODEL` tests a class that is not
-listed.
+error and a log-ratio of at most 1e-6 in fp32. Then an epoch trains.
 
-With two calls, or a batch of twice the rows, guidance costs twice a plain step. `load_lora_weights` reads a saved LoRA
-into the stock pipeline. A dagger marks classes without it, which need peft: `inject_adapter_in_model` with the folder's
-`adapter_config.json`, then `set_peft_model_state_dict`. The second expert of Wan takes
-`load_lora_weights(load_into_transformer_2=True)` too.
+With two calls, or a batch of twice the rows, guidance costs twice a plain step. A dagger marks classes without
+`load_lora_weights`: the model card of a run loads their LoRA by peft.
 
 ModularPipelines are driven as the others, from a folder or repository with a `modular_model_index.json`; blocks with
 code of their own need `--trust`. Momentum of a guider (APG) is off in rollouts and replays.

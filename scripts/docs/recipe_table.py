@@ -43,9 +43,8 @@ GiB (the peak of each GPU) and hours (of all epochs) are **computed** by
 lower bounds, without rewards and evaluations. **No recipe has run at full size on a GPU unless its row says so**:
 `loads`, a number of epochs, or `curve` (each trained reward has risen on held-out prompts, 95 %).
 
-Not read, for want of a copy: `scheduler/scheduler_config.json` of Qwen-Image-2.1 and of HunyuanImage 2.1, whose steps a
-dry run takes from others (no number here depends on them), and whether FLUX.3 is gated. MiniMax-H3 has no recipe: it is
-[not supported](pipelines.md).
+Not read, for want of a copy: the schedulers' files of Qwen-Image-2.1 and HunyuanImage 2.1, on which no number here
+depends, and whether FLUX.3 is gated.
 
 Check a licence on the model's page before you publish weights. For a gated model, accept its licence there and run
 `hf auth login`.

@@ -171,7 +171,7 @@ def _kind(stock: Any, blocks: Any) -> type:
     schedulers = [part.name for part in made.expected_components if part.name.endswith("scheduler")]
     if len(schedulers) > 1:
         raise UserError(f"{stock.__name__} steps with {' and '.join(schedulers)}: in one step parts of its state, such "
-                        "as pictures and sound, have noise levels of their own, and a transition here has one")
+                        "as images and sound, have noise levels of their own, and a transition here has one")
     # Some loops have to give the output of their last step, and some unpack the state that the scheduler sees.
     body: dict[str, Any] = {"needs_step": True, "register_modules": register_modules, "__module__": stock.__module__,
                             "set_progress_bar_config": set_progress_bar_config}
