@@ -464,8 +464,8 @@ def _made(function: Any, name: str, args: Any, kwargs: Any) -> Any:
     if args and result is args[0] and _shape_key(result) == key[2][0]:
         _shapes[key] = _INTO
     elif not function._schema.is_mutable and \
-            all(_on_meta(made) and made.untyped_storage()._cdata not in before for made in whole):
-        made = [(made.shape, made.stride(), made.dtype) for made in whole]
+            all(made is None or _on_meta(made) and made.untyped_storage()._cdata not in before for made in whole):
+        made = [None if made is None else (made.shape, made.stride(), made.dtype) for made in whole]
         _shapes[key] = made if isinstance(result, tuple) else made[0]
     return result
 
@@ -478,8 +478,8 @@ def _flops(count: Any, args: Any, kwargs: Any, result: Any) -> float:
     return _counted[key]
 
 
-def _empty(shape: Any) -> torch.Tensor:
-    return torch.empty_strided(shape[0], shape[1], dtype=shape[2], device=META)
+def _empty(shape: Any) -> torch.Tensor | None:
+    return None if shape is None else torch.empty_strided(shape[0], shape[1], dtype=shape[2], device=META)
 
 
 def _shape_key(value: Any) -> Any:
