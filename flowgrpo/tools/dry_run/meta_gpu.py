@@ -290,7 +290,7 @@ class MetaGPU(TorchDispatchMode):
         if name in ("_to_copy", "copy_") and (copied := self._copy_to_host(name, args, kwargs)) is not None:
             return copied
         # All others run without values; their memory and arithmetic are counted.
-        result = function(*args, **kwargs)
+        result = _made(function, name, args, kwargs) if inputs else function(*args, **kwargs)
         outputs = [*_tensors([result])]
         self.hold(outputs, self.share)
         if name not in FREE:
@@ -333,7 +333,7 @@ class MetaGPU(TorchDispatchMode):
         traffic = sum(tensor.numel() * tensor.element_size() for tensor in (*read.values(), *written.values()))
         packet = function._overloadpacket
         count = flop_registry.get(IN_PLACE.get(packet, packet))
-        flops = float(count(*args, **kwargs, out_val=result)) if count else 0.0
+        flops = _flops(count, args, kwargs, result) if count else 0.0
         half = bool(outputs) and outputs[0].element_size() < 4
         if attention := "attention" in name:
             self.attentions.add((name, torch.is_grad_enabled(), *(tensor.shape for tensor in inputs[:3])))
@@ -438,8 +438,61 @@ class MetaGPU(TorchDispatchMode):
         return None
 
 
+_INTO = object()  # the result is the first argument
+_shapes: dict[Any, Any] = {}  # of an operation's result, or _INTO, by its arguments; of all dry runs of a process
+_counted: dict[Any, float] = {}  # FLOPs in the same way
+
+
+def _made(function: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """Result of an operation on meta tensors. Most of torch's own shape functions are Python: an operation that was met
+    before with tensors of the same shapes is not run again, and new tensors have the shapes of its first result. One
+    whose result shares memory with its arguments is run each time, unless it is the first of them as it was."""
+    if name in FREE:
+        return function(*args, **kwargs)
+    try:
+        key = function, torch.get_default_dtype(), _shape_key(args), _shape_key(tuple(kwargs.items()))
+        shapes = _shapes.get(key)
+    except TypeError:  # an argument that cannot be compared
+        return function(*args, **kwargs)
+    if shapes is _INTO:
+        return args[0]
+    if shapes is not None:
+        return tuple(map(_empty, shapes)) if isinstance(shapes, list) else _empty(shapes)
+    result = function(*args, **kwargs)
+    whole = result if isinstance(result, tuple) else (result,)
+    before = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs.values()))}
+    if args and result is args[0] and _shape_key(result) == key[2][0]:
+        _shapes[key] = _INTO
+    elif not function._schema.is_mutable and \
+            all(made is None or _on_meta(made) and made.untyped_storage()._cdata not in before for made in whole):
+        made = [None if made is None else (made.shape, made.stride(), made.dtype) for made in whole]
+        _shapes[key] = made if isinstance(result, tuple) else made[0]
+    return result
+
+
+def _flops(count: Any, args: Any, kwargs: Any, result: Any) -> float:
+    """FLOPs of an operation by torch's formula, which is evaluated once for the same shapes."""
+    key = count, _shape_key(args), _shape_key(tuple(kwargs.items()))
+    if key not in _counted:
+        _counted[key] = float(count(*args, **kwargs, out_val=result))
+    return _counted[key]
+
+
+def _empty(shape: Any) -> torch.Tensor | None:
+    return None if shape is None else torch.empty_strided(shape[0], shape[1], dtype=shape[2], device=META)
+
+
+def _shape_key(value: Any) -> Any:
+    """Argument of an operation as what its result's shape can depend on; 1, 1.0 and True differ."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype, value.device
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_shape_key, value))
+    return type(value), value
+
+
 def _on_meta(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.device == META
+    return isinstance(value, torch.Tensor) and value.is_meta
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:

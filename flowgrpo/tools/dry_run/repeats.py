@@ -47,6 +47,7 @@ class Repeats:
         self._calls: dict[Any, tuple[Phase, Any]] = {}
         self._backwards: dict[Any, tuple[Phase, list[torch.nn.Parameter]]] = {}
         self._replayed: tuple[Any, int] = None, 0  # key of the last replay, and bytes in use before it
+        self._layers = list(policy.weights.layers().values())
         for module in policy.denoisers.values():
             for part in module.modules() if policy.driver.casts else ():
                 part.forward = self._repeat_arithmetic(part.forward)
@@ -72,7 +73,7 @@ class Repeats:
                 return forward(*args, **kwargs)
             if self.gpu.autocast is not None:
                 self._cast(module)
-            adapted = not any(layer.disable_adapters for layer in self.policy.weights.layers().values())
+            adapted = not any(layer.disable_adapters for layer in self._layers)
             return self._once((id(module), adapted, _key(args, kwargs)), lambda: forward(*args, **kwargs))
         return answer
 

@@ -29,6 +29,36 @@ def test_flops_bytes_and_seconds_of_a_product_by_hand():
     assert meta.memory.in_use == 4 * 32 * 16 and work.allocated > meta.memory.in_use
 
 
+OPERATIONS = {
+    "integers": lambda x: x.long() + 1, "a whole float": lambda x: x.long() + 1.0, "true": lambda x: x.long() + True,
+    "in half": lambda x: x.half() * x, "transposed": lambda x: x.mT @ x, "in place": lambda x: x.mul_(2).add_(x),
+    "views": lambda x: x.split(2)[1].mT.reshape(-1), "two results": lambda x: torch.topk(x, 2)[1],
+    "last channels": lambda x: F.conv2d(x.reshape(1, 2, 2, 4).to(memory_format=torch.channels_last),
+                                        torch.ones(3, 2, 1, 1)),
+    "other last channels": lambda x: F.conv2d(x.reshape(1, 2, 2, 4), torch.ones(3, 2, 1, 1)),
+    "turned in place": lambda x: x.transpose_(0, 1) + 1, "indexed": lambda x: x[:, torch.tensor([0, 2])],
+    "norm": lambda x: F.layer_norm(x, (4,)), "sums": lambda x: x.cumsum(0).sum(1, keepdim=True)}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_operation_that_is_met_again_has_the_shapes_of_the_first_and_memory_of_its_own(name):
+    with META:  # torch's own shapes
+        expected = OPERATIONS[name](torch.empty(4, 4))
+    meta, found = MetaGPU(SLOW), []
+    with meta.running(), META:
+        for phase in ("first", "second", "third"):
+            x = torch.empty(4, 4)
+            with meta.during(phase):
+                found.append(OPERATIONS[name](x))
+    for result in found:
+        assert (result.shape, result.stride(), result.dtype) == (expected.shape, expected.stride(), expected.dtype)
+    assert len({result.untyped_storage()._cdata for result in found}) == 3  # all of them alive
+    first, second, third = (meta.phases[phase] for phase in ("first", "second", "third"))
+    assert first.kernels == second.kernels == third.kernels > 0
+    assert (first.flops, first.seconds, first.traffic) == (third.flops, third.seconds, third.traffic)
+    assert second.allocated - first.allocated == third.allocated - second.allocated
+
+
 def test_products_in_place_and_the_room_of_a_gpu():
     meta = MetaGPU(SLOW)
     with meta.running(), meta.during("work"):
