@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from flowgrpo.errors import UserError
 from flowgrpo.starter import FOLDERS
@@ -103,6 +103,10 @@ MOCHI = tuple((r"transformer_blocks\.(\d+)\." + pattern, r"blocks.\1." + name) f
     (r"attn1\.to_out\.0", "attn.proj_x"), (r"attn1\.to_add_out", "attn.proj_y"),
     (r"ff\.net\.2", "mlp_x.w2"), (r"ff_context\.net\.2", "mlp_y.w2"))) + (
     (r"time_embed\.pooler\.(to_q|to_kv|to_out)", r"t5_y_embedder.\1"),)
+COSMOS = tuple((r"transformer_blocks\.(\d+)\." + pattern, r"blocks.\1." + name) for pattern, name in (
+    (r"attn1\.to_([qkv])", r"self_attn.\2_proj"), (r"attn1\.to_out\.0", "self_attn.output_proj"),
+    (r"attn2\.to_([qkv])", r"cross_attn.\2_proj"), (r"attn2\.to_out\.0", "cross_attn.output_proj"),
+    (r"ff\.net\.0\.proj", "mlp.layer1"), (r"ff\.net\.2", "mlp.layer2")))
 LTX = ((r"(transformer_blocks\.\d+\.(?:(?:audio_)?(?:attn[12]|ff)|audio_to_video_attn|video_to_audio_attn)\..+)",
         r"\1"),)
 FAMILIES = {
@@ -123,6 +127,7 @@ FAMILIES = {
     "SkyReelsV2Transformer3DModel": Family(native=WAN),
     "HunyuanVideoTransformer3DModel": Family(native=DOUBLE + SINGLE + REFINER),
     "HunyuanVideo15Transformer3DModel": Family(native=DOUBLE + REFINER),
+    "CosmosTransformer3DModel": Family(native=COSMOS),
     "HunyuanDiT2DModel": Family(native=HUNYUAN_DIT), "MochiTransformer3DModel": Family(native=MOCHI),
 }
 CLIP, T5 = {"CLIPTextModel", "CLIPTextModelWithProjection"}, {"T5EncoderModel"}
@@ -140,13 +145,21 @@ def classes(model: str, revision: str | None = None) -> dict[str, str]:
         taken = getattr(diffusers, model).__init__.__annotations__
         return {name: getattr(cls, "__name__", str(cls).partition(" |")[0].rpartition(".")[2])
                 for name, cls in taken.items()}
-    try:
-        index = diffusers.DiffusionPipeline.load_config(FOLDERS.get(model, model), revision=revision)
-    except Exception as error:  # the hub or third-party files can raise anything
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    index: Any = None
+    errors: list[Exception] = []
+    for kind in (diffusers.DiffusionPipeline, diffusers.ModularPipeline):  # whose index has another name
+        try:
+            index = kind.load_config(FOLDERS.get(model, model), revision=revision)
+            break
+        except Exception as error:  # the hub or third-party files can raise anything
+            errors.append(error)
+    if index is None:
+        first = (str(errors[0]).strip().splitlines() or [type(errors[0]).__name__])[0]
         raise UserError(f"the parts of the model {model!r} cannot be read ({first}): expected a directory with a "
-                        "model_index.json, or a hub id that can be reached") from None
-    return {name: str(value[1]) for name, value in index.items() if isinstance(value, list)}
+                        "model_index.json, or a hub id that can be reached")
+    # A component that a ModularPipeline's index does not load itself has its class as a hint alone.
+    return {name: str(value[1] or value[-1]["type_hint"][1]) for name, value in index.items()
+            if isinstance(value, list) and (value[1] or isinstance(value[-1], dict))}
 
 
 def namer(part: str, known: dict[str, str], program: Program = "comfyui") -> Callable[[str], Place]:

@@ -160,10 +160,14 @@ def _making(config: Config, index: dict[str, Any], cls: Any) -> tuple[list[str],
             f"pipe = load_pipeline({config.model!r}{arguments})"]
     folder = files.config or config_source(config.model, files) if whole else config.model
     imports, source = _source(folder)
-    if modular.blocks_of(cls) and not parts:
+    if (blocks := modular.blocks_of(cls)) and not parts:
+        lines = [f"pipe = ModularPipeline.from_pretrained({source}{_at(config, 'revision')})"]
+        if rewriting := modular.rewriting(blocks):
+            lines += ["blocks = pipe.blocks",
+                      *(f"blocks.sub_blocks.pop({name!r})  # prompts as they are" for name in rewriting),
+                      f"pipe = blocks.init_pipeline({source})"]
         return ["from diffusers import ModularPipeline"], [
-            f"pipe = ModularPipeline.from_pretrained({source}{_at(config, 'revision')})",
-            f"pipe.load_components(dtype={dtype}{_at(config, 'variant')})"]
+            *lines, f"pipe.load_components(dtype={dtype}{_at(config, 'variant')})"]
     lines, absent = [], [name for name, value in index.items() if isinstance(value, list) and value[0] is None]
     for name, (file, kind) in parts.items():  # parts from files of their own, given to the pipeline
         arguments = f"{file!r}, dtype={dtype}"

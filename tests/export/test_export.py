@@ -149,6 +149,21 @@ def test_exports_have_the_layers_that_the_programs_load_and_the_whole_change(nam
         torch.testing.assert_close(written, change, rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("name, layer, place", [
+    ("AnimaModularPipeline", "transformer_blocks.0.attn1.to_out.0", "diffusion_model.blocks.0.self_attn.output_proj"),
+    ("AnimaModularPipeline", "transformer_blocks.0.attn2.to_k", "diffusion_model.blocks.0.cross_attn.k_proj"),
+    ("FluxModularPipeline", "transformer_blocks.0.attn.to_q", "lora_transformer_transformer_blocks_0_attn_to_q")])
+def test_a_run_on_a_modular_pipeline_has_a_file_for_comfyui(name, layer, place, tmp_path):
+    """Names of Anima: those of its layers in ComfyUI (comfy/ldm/cosmos/predict2.py), whose loader maps all weights."""
+    run = make_run(tmp_path / "run", *make(name))
+    assert main(["export", str(run), "--form=comfyui", f"--output={tmp_path / 'c.safetensors'}"]) == 0
+    [(own, adapter), *_] = run_lora.read(run).values()
+    found, key = load_file(tmp_path / "c.safetensors"), layer
+    product = own[f"{key}.lora_B.weight"] @ own[f"{key}.lora_A.weight"] * adapter["lora_alpha"] / adapter["r"]
+    up, down = found[f"{place}.lora_up.weight"], found[f"{place}.lora_down.weight"]
+    torch.testing.assert_close(up @ down * found[f"{place}.alpha"] / len(down), product, rtol=1e-5, atol=1e-7)
+
+
 def test_parts_of_a_fused_layer_become_one_lora_block_by_block():
     place = {"to_q": Place("a.linear1", "q", "qkvm"), "to_k": Place("a.linear1", "k", "qkvm"),
              "to_v": Place("a.linear1", "v", "qkvm"), "o": Place("a.o")}

@@ -119,9 +119,10 @@ def test_the_snippet_of_a_pipeline_runs_as_it_is(sd3, which, tmp_path, monkeypat
     assert (tuned != np.asarray(Image.open("base.png")).astype(int)).any()
 
 
-@pytest.mark.parametrize("name", ["FluxModularPipeline", "AnimaModularPipeline", "LTXModularPipeline"])
+@pytest.mark.parametrize("name", ["FluxModularPipeline", "AnimaModularPipeline", "LTXModularPipeline",
+                                  "Flux3ModularPipeline"])
 def test_the_snippet_of_a_modular_pipeline_loads_its_components(name, tmp_path, monkeypatch):
-    """Of the three the first has no guider, the second no loader of LoRAs, and the third makes clips."""
+    """The first has no guider, the second no loader of LoRAs, the third makes clips, and the last rewrites prompts."""
     run = make_run(tmp_path / "run", *make(name), eval={"steps": 2, "guidance": 3.0})
     monkeypatch.chdir(tmp_path)
     config, here = load(run / "config.yaml"), {}

@@ -24,6 +24,7 @@ from flowgrpo.config.sections import Load
 from flowgrpo.errors import UserError
 from flowgrpo.policies.sources import INDICES
 from flowgrpo.samplers.scheduler import Segment
+from flowgrpo.storage import atomic
 
 TEXT, PROMPT, DECODE = "text_encoder", "prompt", "decode"  # names of blocks, or how they begin
 SOUND = "audio"  # an output beside the clips
@@ -85,9 +86,12 @@ def load(source: str, dtype: torch.dtype, trust: bool, files: Load, parts: Mappi
 
     pipe = ModularPipeline.from_pretrained(source, trust_remote_code=trust, revision=files.revision)
     given = {name: part for name, part in parts.items() if name in pipe._component_specs}
+    unread = {part.name for block in rewriting(pipe._blocks).values() for part in block.expected_components} - {
+        part.name for place, block in pipe._blocks.sub_blocks.items() if not place.startswith(PROMPT)
+        for part in block.expected_components}
     for name in pipe.pretrained_component_names:
         spec = pipe._component_specs[name]
-        if name not in given and spec.pretrained_model_name_or_path is not None:
+        if name not in given and name not in unread and spec.pretrained_model_name_or_path is not None:
             own = spec.pretrained_model_name_or_path == source
             options: dict[str, Any] = {"trust_remote_code": True} if trust and own else {}
             options |= {"quantization_config": lower[name]} if name in lower else {}
@@ -105,7 +109,12 @@ def save(pipe: Any, folder: Path, place: Path) -> None:
     pipe.save_pretrained(str(folder), overwrite_modular_index=True)
     now, then = (json.dumps(str(path))[1:-1] for path in (folder, place.resolve()))
     index = folder / INDICES[1]
-    index.write_text(index.read_text(encoding="utf-8").replace(now, then), encoding="utf-8")
+    atomic.write_text(index, index.read_text(encoding="utf-8").replace(now, then))
+
+
+def rewriting(blocks: Any) -> dict[str, Any]:
+    """Return the blocks that rewrite a prompt, by name: their models are not loaded, and prompts stay as they are."""
+    return {place: block for place, block in blocks.sub_blocks.items() if place.startswith(PROMPT)}
 
 
 def _tree(block: Any) -> Iterator[Any]:
