@@ -37,8 +37,10 @@ def class_of(name: str | None) -> Any:
     import diffusers
 
     cls: Any = getattr(diffusers, str(name), None)
-    blocks = blocks_of(cls)
-    return cls if blocks is None else _kind(cls, type(blocks))
+    if (blocks := blocks_of(cls)) is None:
+        return cls
+    made: Any = type(blocks)
+    return _kind(cls, made)
 
 
 def blocks_of(cls: Any) -> Any:
