@@ -73,8 +73,9 @@ def stock(scheduler: Any, steps: int) -> Tensor:
     if scheduler.config.get("invert_sigmas"):
         grid = 1 - grid
     if len(grid) != steps + 1 or grid[0] > 1 or grid[-1] != 0 or not (grid.diff() < 0).all():
+        ends = "" if grid.is_meta else f" from {grid[0]:.4g} to {grid[-1]:.4g}"  # a dry run has no values
         raise ValueError(
-            f"{name} sets {len(grid)} sigmas from {grid[0]:.4g} to {grid[-1]:.4g} for {steps} steps, "
+            f"{name} sets {len(grid)} sigmas{ends} for {steps} steps, "
             f"expected {steps + 1} falling from at most 1 to 0: use a first-order flow-matching scheduler"
         )
     return grid.detach().cpu().clone()
