@@ -277,11 +277,16 @@ def stock(name: str, folder: Path) -> None:
 
 
 def bytes_of(frames: Any) -> Any:
-    """Return images [F, H, W, 3] of a pipeline, PIL images or values in [0, 1], as integers up to 255."""
+    """Return images [F, H, W, 3] of a pipeline, PIL images or values in [0, 1], as integers up to 255. An opacity is
+    composed on white, as `sample` does."""
     import numpy as np
 
     found = np.stack([np.asarray(frame) for frame in frames])
-    return found.astype(int) if found.dtype == np.uint8 else (255 * found).round().astype(int)
+    found = 255.0 * found if found.dtype != np.uint8 else found.astype(float)
+    if found.shape[-1] == 4:
+        opacity = found[..., 3:] / 255
+        found = found[..., :3] * opacity + 255 * (1 - opacity)
+    return found.round().astype(int)
 
 
 # --- steps -----------------------------------------------------------------------------------------------------------
