@@ -45,6 +45,10 @@ def test_the_wheel_runs_its_recipes_and_the_demo(installed, tmp_path):
     assert not packaged.is_symlink() and not any(file.is_symlink() for file in packaged.iterdir())
     assert {file.name: file.read_text() for file in packaged.iterdir()} == \
         {file.name: file.read_text() for file in (ROOT / "configs").glob("*.yaml")}
+    pages = {str(file.relative_to(ROOT / "docs")): file.read_text() for file in (ROOT / "docs").rglob("*.md")}
+    kept = installed / "flowgrpo" / "docs"
+    assert {str(file.relative_to(kept)): file.read_text() for file in kept.rglob("*.md")} == pages
+    assert run(installed, tmp_path, "docs", "rewards").stdout.startswith("# Rewards")
     # The reward is looked for after the recipe is read and before a model is loaded.
     done = run(installed, tmp_path, "train", "sdxl_24gb", "--reward=pickscor")
     assert done.returncode == 2 and "did you mean 'pickscore'" in done.stderr
