@@ -392,7 +392,7 @@ def test_recipes_are_listed_with_what_they_take(capsys):
     assert rows["starter"]["GPUs"] == "any, or a CPU"
     assert main(["list", "recipes", "SDXL", "4090", "hps"]) == 0
     assert [word for word in capsys.readouterr().out.split() if word in rows] == ["sdxl_24gb"]
-    assert main(["list", "recipes", "klein_24"]) == 0
+    assert main(["list", "recipes", "2_klein_24"]) == 0
     assert [word for word in capsys.readouterr().out.split() if word in rows] == ["flux2_klein_24gb"]
     assert main(["list", "recipes", "papers", "--json"]) == 0
     rows = {row["recipe"]: row for row in json.loads(capsys.readouterr().out)}
