@@ -83,12 +83,14 @@ found = {}
 for name in NAMES:
     pipe, call = tiny.make(name)
     with tempfile.TemporaryDirectory() as folder:
-        pipe.save_pretrained(folder)
-        index = json.load(open(f"{folder}/model_index.json"))
-        index |= {key: [None, None] for key, part in pipe.components.items() if part is None}
-        json.dump(index, open(f"{folder}/model_index.json", "w"))
+        modular = hasattr(pipe, "_component_specs")
+        pipe.save_pretrained(folder, **{"overwrite_modular_index": True} if modular else {})
+        if not modular:
+            index = json.load(open(f"{folder}/model_index.json"))
+            index |= {key: [None, None] for key, part in pipe.components.items() if part is None}
+            json.dump(index, open(f"{folder}/model_index.json", "w"))
         loaded = load_pipeline(folder)
-        if hasattr(pipe, "vae_scale_factor"):  # a tiny pipeline's own, which no file keeps
+        if not modular and hasattr(pipe, "vae_scale_factor"):  # a tiny pipeline's own, which no file keeps
             loaded.vae_scale_factor = pipe.vae_scale_factor
         policy = PipelinePolicy(loaded, Adapter(rank=2), call=call)
         found[name] = type(policy.encode(["a cat"])).__name__
