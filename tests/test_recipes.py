@@ -74,7 +74,10 @@ PIPELINES = {
     "ltx25_80gb": ("LTX2Pipeline", "flow"),
     "z_image_base_24gb": ("ZImagePipeline", "flow"),
     "flux2_klein_9b_24gb": ("Flux2KleinPipeline", "flow"),
-    "chroma_24gb": ("ChromaPipeline", "flow")}
+    "chroma_24gb": ("ChromaPipeline", "flow"),
+    "sdxl_4steps_24gb": ("StableDiffusionXLPipeline", "vp"),
+    "z_image_4steps_24gb": ("ZImagePipeline", "flow"),
+    "wan21_1b_4steps_24gb": ("WanPipeline", "flow")}
 # For other GPUs, of the recipe whose name they begin with: one of them, or eight.
 SHORTER = ("sd15_24gb", "sdxl_24gb", "sdxl_48gb", "sd35_medium_24gb", "flux_dev_24gb", "flux_dev_48gb",
            "flux_kontext_48gb", "flux2_klein_24gb", "qwen_image_48gb", "qwen_image_80gb", "z_image_24gb", "sana_24gb",

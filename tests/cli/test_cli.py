@@ -390,7 +390,7 @@ def test_recipes_are_listed_with_what_they_take(capsys):
     assert rows["sdxl_24gb"] == {"recipe": "sdxl_24gb", "model": "stable-diffusion-xl-base-1.0", "method": "mix_grpo",
                                  "reward": "hpsv2.1", "GPUs": "One 4090 (24 GB)", "hours": "42", "peak GiB": "16.8"}
     assert rows["starter"]["GPUs"] == "any, or a CPU"
-    assert main(["list", "recipes", "SDXL", "4090", "hps"]) == 0
+    assert main(["list", "recipes", "SDXL", "mix", "4090", "hps"]) == 0
     assert [word for word in capsys.readouterr().out.split() if word in rows] == ["sdxl_24gb"]
     assert main(["list", "recipes", "2_klein_24"]) == 0
     assert [word for word in capsys.readouterr().out.split() if word in rows] == ["flux2_klein_24gb"]

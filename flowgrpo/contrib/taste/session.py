@@ -35,7 +35,7 @@ MEASURED = 24  # held-out prompts of the report, and of the limits after each ba
 # A batch of clicks is ROUNDS epochs of one update each; a KL to the few-step base holds the trajectory.
 DEFAULTS: dict[str, Any] = {
     "method": "rlcm", "reward": REWARD, "tracker": "none",
-    "parts": {"surrogate": {"low": 0.01, "high": 0.01}, "kl": {"weight": 0.03}},
+    "parts": {"surrogate": {"low": 0.01, "high": 0.01}, "kl": {"weight": 0.003}},
     "train.prompts": 20, "train.group": 4, "train.micro_batch": "auto", "train.inner_epochs": 1, "train.updates": 1,
     "train.epochs": 500 * ROUNDS, "train.steps": 4, "train.guidance": 1.0, "train.grid": "stock",
     "train.schedule": "constant", "train.lr": "auto", "train.save_every": ROUNDS, "train.keep": 2,
@@ -44,7 +44,7 @@ DEFAULTS: dict[str, Any] = {
 ROWS = (1, 2, 4, 8, 20, 40)  # micro-batches that fit DEFAULTS
 # Of models that ship with the package: what their own recipe sets.
 OWN: dict[str, dict[str, Any]] = {
-    "starter_consistency": {"adapter.rank": 16, "train.micro_batch": 40, "train.lr": 1e-3, "adapter.targets": [
+    "starter_consistency": {"adapter.rank": 16, "train.micro_batch": 40, "train.lr": 2e-3, "adapter.targets": [
         "to_q", "to_k", "add_k_proj", "linear_1", "linear_2"]}}
 
 
