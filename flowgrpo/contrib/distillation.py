@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from flowgrpo import rewards
 from flowgrpo.advantages.baselines import Unrewarded
+from flowgrpo.config.features import DryRun
 from flowgrpo.data.prompts import Prompt
 from flowgrpo.methods import capabilities
 from flowgrpo.methods.distillation import RewardedMatching, matching_direction, preference_weights, pull
@@ -403,3 +404,24 @@ class MatchedStudent(Extension):
     @property
     def _learners(self) -> dict[str, Learner]:
         return {"fake": self.fake} | ({} if self.surrogate is None else {"surrogate": self.surrogate})
+
+
+class MatchDryRun(DryRun):
+    """Match of a dry run: counted once an epoch, since more prompts make no more of it, with its optimizers' moments.
+    """
+
+    def begin(self, trainer: Any) -> None:
+        of: Any = next(each for each in trainer.extensions.present if isinstance(each, MatchedStudent))
+
+        def once(work: Callable[..., None]) -> Callable[..., None]:
+            def counted(*given: Any) -> None:
+                with trainer.clock("once"):
+                    work(*given)
+            return counted
+
+        for learner in of._learners.values():
+            for value in learner.values.values():
+                value.grad = torch.zeros_like(value)
+            learner.optimizer.step()
+            learner.step = once(learner.step)
+        of._gradient, of.on_backward = once(of._gradient), once(of.on_backward)

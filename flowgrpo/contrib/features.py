@@ -128,6 +128,7 @@ rehearsal = Feature(name="rehearsal", wanted=lambda config, method: method.loss.
 distillation = Feature(
     name="distillation", wanted=lambda config, method: method.loss.distil,
     extension="flowgrpo.contrib.distillation:MatchedStudent", memory="flowgrpo.contrib.distillation:add",
+    dry_run="flowgrpo.contrib.distillation:MatchDryRun",
     page="docs/methods/other_policies.md", charts={
         "distil/gap": ("Distance of the student to its teacher", "mean size of the direction between both scores")})
 

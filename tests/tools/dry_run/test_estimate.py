@@ -113,6 +113,21 @@ def test_epochs_that_are_drawn_ahead_cost_a_forward_pass_and_their_states(model)
     assert away[1].peak - away[0].peak < one.peak - plain.peak
 
 
+def test_a_match_of_distributions_is_counted_once_an_epoch(model):
+    """Its states are drawn from the whole epoch, so that more prompts make the rollout longer alone, and its fake
+    score's values and moments are there from the beginning."""
+    def phases(prompts, batch, rank):
+        return dry_run(config(model, method="dmd2", train__steps=4, train__prompts=prompts, adapter__rank=rank,
+                              parts__distil={"batch": batch, "fake_updates": 2})).phases
+
+    few, many, twice = phases(4, 8, 4), phases(8, 8, 4), phases(4, 16, 4)
+    assert many["rollout"].flops == 2 * few["rollout"].flops
+    assert many["update"].flops == few["update"].flops > 0
+    assert twice["update"].flops == pytest.approx(2 * few["update"].flops, rel=0.02)
+    states = many["update"].allocated - few["update"].allocated
+    assert states == phases(8, 8, 16)["update"].allocated - phases(4, 8, 16)["update"].allocated > 0
+
+
 def test_costs_grow_with_prompts_but_not_of_encoders(model):
     few, many = (dry_run(config(model, train__prompts=count)).phases for count in (4, 8))
     for name in ("rollout", "update"):
