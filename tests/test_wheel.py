@@ -49,6 +49,7 @@ def test_the_wheel_runs_its_recipes_and_the_demo(installed, tmp_path):
     kept = installed / "flowgrpo" / "docs"
     assert {str(file.relative_to(kept)): file.read_text() for file in kept.rglob("*.md")} == pages
     assert run(installed, tmp_path, "docs", "rewards").stdout.startswith("# Rewards")
+    assert run(installed, tmp_path, "constraints").stdout.strip() == (ROOT / "constraints.txt").read_text().strip()
     # The reward is looked for after the recipe is read and before a model is loaded.
     done = run(installed, tmp_path, "train", "sdxl_24gb", "--reward=pickscor")
     assert done.returncode == 2 and "did you mean 'pickscore'" in done.stderr
