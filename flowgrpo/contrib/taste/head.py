@@ -73,10 +73,13 @@ class Belief:
 
     def __init__(self, first: Tensor, blocks: Sequence[int], deviations: Sequence[float] = DEVIATIONS,
                  half_lives: Sequence[float] = HALF_LIVES, share: float = SHARE):
-        experts = [*product(half_lives, deviations)]
+        # What an expert looks at: one block of the features, or all of them.
+        looks = torch.eye(len(blocks)).tolist() + [[1.0] * len(blocks)] * (len(blocks) > 1)
+        experts = [*product(half_lives, deviations, looks)]
         self.blocks, self.scale, self.share = [*blocks], spread(first, blocks), share
-        self.decay = torch.tensor([0.5 ** (1 / half) for half, _ in experts], dtype=torch.double)
-        self.prior = torch.tensor([deviation for _, deviation in experts], dtype=torch.double).square()
+        self.decay = torch.tensor([0.5 ** (1 / half) for half, _, _ in experts], dtype=torch.double)
+        self.prior = torch.tensor([[deviation * seen for seen in of] for _, deviation, of in experts],
+                                  dtype=torch.double).square()  # [E, blocks]
         self.trust = torch.full((len(experts),), 1 / len(experts), dtype=torch.double)
         self.bases = [torch.zeros(width, 0, dtype=torch.double) for width in blocks]  # [F of the block, directions]
         self.block = torch.zeros(0, dtype=torch.long)  # of each of the R coordinates
@@ -140,13 +143,13 @@ class Belief:
             self.mean = torch.nn.functional.pad(self.mean, (0, count))
             self.covariance = torch.nn.functional.pad(self.covariance, (0, count, 0, count))
             at = torch.arange(known, known + count)
-            self.covariance[:, at, at] = self.prior[:, None]
+            self.covariance[:, at, at] = self.prior[:, number, None]
 
     def _drift(self) -> None:
         square = self.decay.square()
         self.mean *= self.decay[:, None]
         self.covariance *= square[:, None, None]
-        self.covariance.diagonal(dim1=1, dim2=2).add_(((1 - square) * self.prior)[:, None])
+        self.covariance.diagonal(dim1=1, dim2=2).add_((1 - square)[:, None] * self.prior[:, self.block])
 
     def _bet(self, probability: Tensor, images: int) -> None:
         """Let the gambler win or lose a vote, of which each expert gave the chosen image a probability [E]."""

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from flowgrpo.evaluation.measured import Measured
 
 SHOWN = 4  # images of a question
-ROUNDS = 4  # epochs of fresh samples for each batch of votes
+ROUNDS = 8  # epochs of fresh samples for each batch of votes
 CHECKS = 12  # blind pairs before each batch: eight batches tell .60 from .50
 CHECK_SEED = 40_000  # of the noises of checks, apart from those of training and evaluation
 IMAGES, FEATURES, VOTES = "pictures", "features", "votes.jsonl"  # in the run's folder

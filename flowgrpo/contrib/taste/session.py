@@ -44,7 +44,7 @@ DEFAULTS: dict[str, Any] = {
 ROWS = (1, 2, 4, 8, 20, 40)  # micro-batches that fit DEFAULTS
 # Of models that ship with the package: what their own recipe sets.
 OWN: dict[str, dict[str, Any]] = {
-    "starter_consistency": {"adapter.rank": 16, "train.micro_batch": 40, "train.lr": 2e-3, "adapter.targets": [
+    "starter_consistency": {"adapter.rank": 16, "train.micro_batch": 40, "train.lr": 1e-3, "adapter.targets": [
         "to_q", "to_k", "add_k_proj", "linear_1", "linear_2"]}}
 
 
