@@ -128,7 +128,9 @@ def rows(output: Path, arms: list[str], seeds: list[int]) -> list[dict[str, Any]
 
 
 def row(arm: str, seed: str, found: dict[str, Any], teacher: dict[str, Any], cost: tuple[int, int]) -> dict[str, Any]:
-    distance = distances.kid(torch.tensor(found["miniatures"]), torch.tensor(teacher["miniatures"]))
+    ours, theirs = (torch.tensor(each["miniatures"]) for each in (found, teacher))
+    size = ours.shape[1] ** 0.5  # of a miniature, whose values `pixels` divides by it: the kernel expects them whole
+    distance = distances.kid(ours * size, theirs * size)
     return {"arm": arm, "seed": seed, "strict": found["strict"], "evaluations": cost[0], "seconds": cost[1],
             "edges": found["edge_width"] / teacher["edge_width"],
             "diversity": found["diversity"] / teacher["diversity"], "kid": 1000 * distance}

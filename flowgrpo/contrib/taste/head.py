@@ -3,9 +3,10 @@
 The score of an image is linear in its features, s = w z. The probability that it is the best of those shown is
 softmax(s): Plackett-Luce, of two images Bradley-Terry. A taste may change: w has the prior N(0, v) and drifts to it,
 w <- a w + sqrt(1 - a^2) N(0, v) at each vote, with a^h = 1/2 after h votes. A vote updates mean and covariance of w by
-Laplace's approximation (an iterated Kalman filter). Several v and h are tried as experts. Each predicts a vote before
-it learns from it; the mixture trusts an expert by these predictions, with a fixed share for all (Herbster and Warmuth,
-1998). So neither the ridge 1 / v nor the discount a is chosen by looking at the votes twice.
+Laplace's approximation (an iterated Kalman filter). Several v and h, on each block of the features and on all of them,
+are tried as experts. Each predicts a vote before it learns from it; the mixture trusts an expert by these predictions,
+with a fixed share for all (Herbster and Warmuth, 1998). So neither the ridge 1 / v nor the discount a is chosen by
+looking at the votes twice.
 
 Evidence. A gambler begins with 1 and stakes all of it on each vote by the mixture's probabilities q; if one of k images
 is chosen, the capital becomes k q(chosen) times as much. Images are shown in random places. So whoever chooses without

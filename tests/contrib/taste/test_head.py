@@ -64,6 +64,17 @@ def test_trust_follows_predictions_and_leaves_every_expert_a_share():
     assert belief.trust.tolist() == pytest.approx([0.9 * 2 / 3 + 0.05, 0.9 / 3 + 0.05])
 
 
+@pytest.mark.parametrize("block", [0, 1])
+def test_features_that_say_nothing_cost_at_most_two_experts_of_three(block):
+    """A third of the experts looks at the other block alone, and bets as if it were the only one."""
+    votes = of_taste(60, torch.Generator().manual_seed(4), width=4)
+    noise = torch.randn(60, 4, 9, generator=torch.Generator().manual_seed(5))
+    wide = [(torch.cat([z, more] if block == 0 else [more, z], 1), target) for (z, target), more in zip(votes, noise)]
+    alone = believed(votes, [4], share=0)
+    joined = believed(wide, [4, 9] if block == 0 else [9, 4], share=0)
+    assert alone.convinced and joined.capital > alone.capital - math.log(3)
+
+
 def test_the_capital_of_choices_without_a_taste_has_the_mean_one():
     """Over all choices of four questions, whose images may be four, two or tied, and however features look."""
     generator = torch.Generator().manual_seed(3)
