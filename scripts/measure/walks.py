@@ -66,7 +66,7 @@ class Step:
 WALKS: dict[str, tuple[str, tuple[Step, ...]]] = {
     "artist": ("a LoRA for ComfyUI of a model and a card of their own", (
         Step("flowgrpo list rewards style", says="likeness"),
-        Step("flowgrpo check sd15_short --gpu 4090", says="fits: yes"),
+        Step("flowgrpo check sd15_short --gpu 4090", says="^fits"),
         Step(f"flowgrpo train starter {SMALL}", leaves="runs/starter/report.html"),
         Step("flowgrpo export runs/starter", leaves="runs/starter/comfyui/*.safetensors"))),
     "researcher": ("a table of two methods, one of them new", (

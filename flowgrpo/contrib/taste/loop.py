@@ -232,6 +232,8 @@ class VotedEpochs(Extension):
         """An epoch of fresh samples, with the head's scores as rewards."""
         run, group = self.run, self.run.config.train.group
         prompts = sampling.choose_prompts(run, run.epoch)
+        if not self.convinced:  # an epoch that teaches nothing: as small as one can be
+            prompts = prompts[:1]
         drawn = [*self._sample_parts(prompts, run.epoch)]
         with run.clock("reward"):
             features = torch.cat([of for _, _, of, _ in drawn]).unflatten(0, (-1, group))
