@@ -32,10 +32,12 @@ from flowgrpo.storage.places import CONFIG, checkpoints
 REWARD = "taste"  # name of the run's reward, and of the folder of the learned one
 PAIRS = "pairs.jsonl"
 MEASURED = 24  # held-out prompts of the report, and of the limits after each batch
-# A batch of clicks is ROUNDS epochs of one update each; a KL to the few-step base holds the trajectory.
+# A batch of clicks is ROUNDS epochs of one update each; a KL to the few-step base holds the trajectory. GRPO-Guard
+# weighs its steps alike: the plain ratio of a step from s to s' has a gradient of (1 - s') s / s', so that the last
+# steps, which change colours, would drown the first ones, which decide the layout.
 DEFAULTS: dict[str, Any] = {
-    "method": "rlcm", "reward": REWARD, "tracker": "none",
-    "parts": {"surrogate": {"low": 0.01, "high": 0.01}, "kl": {"weight": 0.003}},
+    "method": "rlcm+grpo_guard", "reward": REWARD, "tracker": "none",
+    "parts": {"surrogate": {"low": 0.01, "high": 0.01}, "kl": {"weight": 0.006}},
     "train.prompts": 20, "train.group": 4, "train.micro_batch": "auto", "train.inner_epochs": 1, "train.updates": 1,
     "train.epochs": 500 * ROUNDS, "train.steps": 4, "train.guidance": 1.0, "train.grid": "stock",
     "train.schedule": "constant", "train.lr": "auto", "train.save_every": ROUNDS, "train.keep": 2,
