@@ -14,6 +14,7 @@ import os
 import queue
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -31,7 +32,8 @@ from flowgrpo.tools.bench import collect, page, table
 from flowgrpo.tools.bench.plan import FACTORS, SWEEP, Plan, Request, Run, TooFew, begin
 
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-LOOK, FEW = 1.0, 3  # seconds between looks at the progress; failures that end the bench if nothing has succeeded
+LOOK, QUIET = 1.0, 20.0  # seconds between looks at the progress, and between its lines
+FEW = 3  # failures that end the bench if nothing has succeeded
 FILES = "results.md", "results.csv", "results.tex", "results.json", "index.html", "curves.pdf"
 Say = Callable[[str], None]
 
@@ -149,7 +151,7 @@ def perform(workers: Workers, runs: Sequence[Run], log: Say) -> dict[str, str]:
     waiting = {workers.submit("sweep" if run.column == SWEEP else "run", run.config, run.result): run for run in left}
     errors: dict[str, str] = {}
     done = 0
-    with _progress(left) as shown:
+    with _progress(left, log) as shown:
         while waiting:
             ended, _ = wait(waiting, LOOK, FIRST_COMPLETED)
             shown()
@@ -166,13 +168,21 @@ def perform(workers: Workers, runs: Sequence[Run], log: Say) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _progress(runs: Sequence[Run]) -> Iterator[Callable[[], None]]:
-    """Context manager: yield what brings a bar of all runs' epochs up to date; no bar without a terminal."""
+def _progress(runs: Sequence[Run], log: Say) -> Iterator[Callable[[], None]]:
+    """Context manager: yield what brings a bar of all runs' epochs up to date; without a terminal a line now and then.
+    """
+    said = time.monotonic()
     with tqdm(total=sum(run.config.train.epochs for run in runs), desc="epochs of all runs", unit="epoch",
               disable=None, dynamic_ncols=True) as bar:
         def update_bar() -> None:
-            if not bar.disable:
-                bar.update(sum(len(read_lines(run.folder / "metrics.jsonl")) for run in runs) - bar.n)
+            nonlocal said
+            if bar.disable and time.monotonic() - said < QUIET:
+                return
+            done, said = sum(len(read_lines(run.folder / "metrics.jsonl")) for run in runs), time.monotonic()
+            if bar.disable:
+                log(f"{done} of {bar.total} epochs of all runs")
+            else:
+                bar.update(done - bar.n)
 
         yield update_bar
 
