@@ -11,6 +11,8 @@ Importing the package does not import torch; the names below are loaded at their
 from __future__ import annotations
 
 import importlib
+import sys
+import warnings
 from typing import TYPE_CHECKING
 
 from flowgrpo.version import __version__
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
     from flowgrpo.rewards.pairwise import judge
     from flowgrpo.run import align
     from flowgrpo.trl import FlowGRPOConfig, FlowGRPOTrainer
+
+if "ipykernel" in sys.modules:  # tqdm's warning, at the import of any library that shows bars: a red box in a cell
+    warnings.filterwarnings("ignore", "IProgress not found")
 
 __all__ = ["FlowGRPOConfig", "FlowGRPOTrainer", "UserError", "__version__", "align", "judge", "reward"]
 

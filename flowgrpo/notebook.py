@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import html
 import sys
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +19,6 @@ WIDTH, HEIGHT = 240, 48  # of a curve, in pixels
 def in_notebook() -> bool:
     """True in a process that a Jupyter kernel runs."""
     return "ipykernel" in sys.modules and "IPython" in sys.modules and sys.modules["IPython"].get_ipython() is not None
-
-
-if in_notebook():  # tqdm's warning, at the import of any library that shows bars, is a red box in the first cell
-    warnings.filterwarnings("ignore", "IProgress not found")
 
 
 class Cell:

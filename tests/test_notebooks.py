@@ -38,7 +38,7 @@ def test_a_notebook_runs_and_shows_one_bar_a_run(notebook, tmp_path):
     bars = [html for html in shown if "<pre>training: 100%" in html]
     assert len(bars) == len(runs) and all("<polyline" in bar and "reward/" in bar for bar in bars)
     printed = "".join(output.text for output in trained.outputs if output.output_type == "stream")
-    assert "epoch 1 of 2" not in printed and "saved runs/" in printed
+    assert "epoch 1 of 2" not in printed and "saved runs/" in printed and "IProgress" not in printed
 
 
 def outputs(client, code: str, on_message=lambda content: None) -> list[dict]:
