@@ -158,10 +158,11 @@ def table(kept: dict[str, dict]) -> str:
     """Section of the page: a row per user."""
     rows = [f"| {name} | {about} | {len(walk['commands'])} | {sum(walk['seconds']):.0f} | {sum(walk['cpu']):.0f} | "
             f"{len(walk['stumbles'])} |" for name, (about, _) in WALKS.items() if (walk := kept.get(name))]
-    where = "; ".join(sorted({f"{walk['machine']}, commit {walk['commit']}" for walk in kept.values()}))
+    where, commits = (sorted({walk[name] for walk in kept.values()}) for name in ("machine", "commit"))
     return "\n".join((BEGIN + "| user | first success | commands | seconds | of CPU | stumbles |",
                       "|---|---|---|---|---|---|", *rows, "",
-                      f"After the installation, by `scripts/measure/walks.py`: {where}.", END))
+                      f"After the installation, by `scripts/measure/walks.py`: {'; '.join(where)}; commits "
+                      f"{', '.join(commits)}.", END))
 
 
 def main() -> None:
