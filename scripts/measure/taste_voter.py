@@ -227,6 +227,7 @@ def session(folder: Path, name: str, seed: int, given: argparse.Namespace, base:
     from flowgrpo.contrib.taste import session as of
     from flowgrpo.contrib.taste.loop import VOTES, Taste
     from flowgrpo.contrib.taste.votes import VoteLog
+    from flowgrpo.storage.json_files import read_lines
     from flowgrpo.tools.vote.live import LiveBallot
     from flowgrpo.tools.vote.server import address, server
 
@@ -255,15 +256,16 @@ def session(folder: Path, name: str, seed: int, given: argparse.Namespace, base:
     for sentence in of.sentences(config.folder, live.log, said["against"], summary):
         print(sentence, flush=True)
     now = measured(images_of(config.folder), given.voter) if summary else base
-    metrics = [json.loads(line) for line in (config.folder / "metrics.jsonl").read_text().splitlines()]
+    metrics = read_lines(config.folder / "metrics.jsonl")
     began = next((row["taste/votes"] for row in metrics if row["trained_updates"]), None)
+    last = metrics[-1] if metrics else {}  # of a session that ended in its first batch
     return {"name": name, "label": given.label, "commit": commit(), "set": given.set, "seed": seed,
             "flips": given.flips, "resumed": resume, "won": won(now["utility"], base["utility"]) if summary else 0.5,
             "paired": won(now["utility"], base["utility"], paired=True) if summary else 0.5,
             "strict": now["strict"] - base["strict"], "edge": now["edge"] / base["edge"],
             "diversity": now["diversity"] / base["diversity"], "seconds_per_click": spent / max(said["clicks"], 1),
-            "wall": wall, "epochs": epochs, "trains_from": began, "evidence": metrics[-1]["taste/evidence"],
-            "kl": metrics[-1].get("kl")} | said
+            "wall": wall, "epochs": epochs, "trains_from": began, "evidence": last.get("taste/evidence"),
+            "kl": last.get("kl")} | said
 
 
 def main() -> None:

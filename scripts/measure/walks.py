@@ -66,23 +66,23 @@ class Step:
 
 
 WALKS: dict[str, tuple[str, tuple[Step, ...]]] = {
-    "artist": ("a LoRA for ComfyUI of a model and a card of their own", (
+    "artist": ("a LoRA for ComfyUI", (
         Step("flowgrpo list rewards style", says="likeness"),
         Step("flowgrpo check sd15_short --gpu 4090", says="^fits"),
         Step(f"flowgrpo train starter {SMALL}", leaves="runs/starter/report.html"),
         Step("flowgrpo export runs/starter", leaves="runs/starter/comfyui/*.safetensors"))),
-    "researcher": ("a table of two methods, one of them new", (
+    "researcher": ("a table of two methods", (
         Step("flowgrpo new method soft", leaves="soft.py"),
         Step("flowgrpo compare methods --methods mix_grpo+soft.py:soft,mix_grpo --reference mix_grpo --seeds 1 "
              "--evaluations 2500 --prompts 24 --points 1 --output bench", leaves="bench/results.md"))),
-    "notebook": ("images before and after, in examples/align.ipynb", (
+    "notebook": ("images before and after", (
         Step(f"python notebook.py {shlex.quote(str(ROOT / 'examples' / 'align.ipynb'))}",
              leaves="runs/notebook/before_after.png"),)),
     "engineer": ("a run on a reward of their own", (
         Step("flowgrpo list rewards http", says="http"),
         Step(f"flowgrpo train starter --reward=red.py:red --name=red {SMALL}", leaves="runs/red/summary.json"),
         Step("flowgrpo report runs/red", leaves="runs/red/report.html"))),
-    "wheel": ("a trained toy model, with the pages and versions that the wheel brings", (
+    "wheel": ("the demo", (
         Step("flowgrpo constraints", says="^torch=="),
         Step("flowgrpo docs get_started/laptop", says="# On a laptop"),
         Step(f"flowgrpo demo {SMALL}", leaves="runs/starter/before_after.png")))}
@@ -158,7 +158,8 @@ def table(kept: dict[str, dict]) -> str:
     """Section of the page: a row per user."""
     rows = [f"| {name} | {about} | {len(walk['commands'])} | {sum(walk['seconds']):.0f} | {sum(walk['cpu']):.0f} | "
             f"{len(walk['stumbles'])} |" for name, (about, _) in WALKS.items() if (walk := kept.get(name))]
-    where, commits = (sorted({walk[name] for walk in kept.values()}) for name in ("machine", "commit"))
+    where, commits = (sorted({walk[name].removesuffix("-dirty") for walk in kept.values()})
+                      for name in ("machine", "commit"))
     return "\n".join((BEGIN + "| user | first success | commands | seconds | of CPU | stumbles |",
                       "|---|---|---|---|---|---|", *rows, "",
                       f"After the installation, by `scripts/measure/walks.py`: {'; '.join(where)}; commits "
