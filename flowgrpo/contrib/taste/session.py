@@ -37,7 +37,7 @@ MEASURED = 24  # held-out prompts of the report, and of the limits after each ba
 # steps, which change colours, would drown the first ones, which decide the layout.
 DEFAULTS: dict[str, Any] = {
     "method": "rlcm+grpo_guard", "reward": REWARD, "tracker": "none",
-    "parts": {"surrogate": {"low": 0.01, "high": 0.01}, "kl": {"weight": 0.006}},
+    "parts": {"surrogate": {"low": 0.01, "high": 0.01}, "kl": {"weight": 0.02}},
     "train.prompts": 20, "train.group": 4, "train.micro_batch": "auto", "train.inner_epochs": 1, "train.updates": 1,
     "train.epochs": 500 * ROUNDS, "train.steps": 4, "train.guidance": 1.0, "train.grid": "stock",
     "train.schedule": "constant", "train.lr": "auto", "train.save_every": ROUNDS, "train.keep": 2,
