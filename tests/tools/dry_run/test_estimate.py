@@ -183,10 +183,10 @@ def test_the_packaged_factors_name_cards_phases_and_commits():
 
 
 def test_seconds_per_click_by_hand():
-    """A batch draws 12 s, and 56 images beside its 80; a head looks in three of four steps; four rounds learn."""
+    """A batch draws 12 s, and 56 images beside its 80; a head looks in three of four steps; eight rounds learn."""
     taken = {"encode": 2.0, "rollout": 8.0, "decode": 4.0, "update": 24.0}
     assert session.seconds_per_click(taken.__getitem__, 4) == pytest.approx(
-        (2 + 12 * 136 / 80 + 6 + 4 * (2 + 8 + 6 + 24)) / 20)
+        (2 + 12 * 136 / 80 + 6 + 8 * (2 + 8 + 6 + 24)) / 20)
 
 
 def test_recorded_states_take_their_bytes_for_each_prompt():
