@@ -196,7 +196,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         of = sorted((row for row in rows if row["label"] == label), key=lambda row: row["seed"])
         right, edge, apart, spent = (_range([row[key] for row in of], form) for key, form in (
             ("strict", "+.3f"), ("edge", ".2f"), ("diversity", ".2f"), ("seconds_per_click", ".2f")))
-        commits = ", ".join(sorted({row["commit"].removesuffix("-dirty") for row in of}))
+        commits = ", ".join(sorted({row["commit"] for row in of}))
         seeds = ", ".join(str(row["seed"]) for row in of)
         each, paired = (", ".join(f"{row[key]:.2f}" for row in of) for key in ("won", "paired"))
         said = ", ".join(row["against"]["share"] if row["against"] else "-" for row in of)

@@ -158,8 +158,7 @@ def table(kept: dict[str, dict]) -> str:
     """Section of the page: a row per user."""
     rows = [f"| {name} | {about} | {len(walk['commands'])} | {sum(walk['seconds']):.0f} | {sum(walk['cpu']):.0f} | "
             f"{len(walk['stumbles'])} |" for name, (about, _) in WALKS.items() if (walk := kept.get(name))]
-    where, commits = (sorted({walk[name].removesuffix("-dirty") for walk in kept.values()})
-                      for name in ("machine", "commit"))
+    where, commits = (sorted({walk[name] for walk in kept.values()}) for name in ("machine", "commit"))
     return "\n".join((BEGIN + "| user | first success | commands | seconds | of CPU | stumbles |",
                       "|---|---|---|---|---|---|", *rows, "",
                       f"After the installation, by `scripts/measure/walks.py`: {'; '.join(where)}; commits "
