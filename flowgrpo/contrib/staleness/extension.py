@@ -256,11 +256,12 @@ class Staleness(Extension):
         mean weight and the share above the cap. Of partial rollouts, the share of the trained tokens that are
         older than their epoch's draw, and the number of groups that go on."""
         assert self.current is not None, "no epoch is drawn"
-        values = self.run.processes.gather(torch.cat([torch.empty(0), *self.weights]))
-        values = values if len(values) else torch.ones(1)
+        own = torch.cat([torch.empty(0), *self.weights]).double()
+        sums = torch.stack([own.sum(), (own == 0).sum(), torch.tensor(len(own))])
+        weight, above, count = self.run.processes.gather(sums[None]).sum(0).tolist()
         (before, every), pool = self.current.older, self.pool
-        return {"staleness/epochs": self.current.epoch - self.current.at, "staleness/weight": values.mean().item(),
-                "staleness/above": (values == 0).float().mean().item()} | (
+        return {"staleness/epochs": self.current.epoch - self.current.at,
+                "staleness/weight": weight / count if count else 1.0, "staleness/above": above / max(count, 1)} | (
             {"partial/older": before / every, "partial/groups": len(pool.groups)} if pool else {})
 
     def close(self) -> None:

@@ -160,7 +160,7 @@ def measure_decisions(method: Method, parts: list[Part], replay: Replay, referen
 def drift(parts: list[Part], replay: Replay, processes: Processes) -> float:
     """The KL of the policy that drew the parts to the present one: the mean of r - 1 - log r over the decisions of all
     processes, without those drawn under guidance that is not learned; 0 without any."""
-    terms = [torch.empty(0)]
+    total = torch.zeros(2, dtype=torch.float64)  # sum and number
     with processes.collective():
         for part in parts:
             for k, rows, new in replay(part):
@@ -168,9 +168,10 @@ def drift(parts: list[Part], replay: Replay, processes: Processes) -> float:
                 log_ratio, counted = new.logp.float().cpu() - old.logp.float().cpu(), new.mask.cpu()
                 if old.guided is not None:
                     counted = counted & ~old.guided.cpu()[:, None]
-                terms.append((log_ratio.expm1() - log_ratio)[counted])
-    every = processes.gather(torch.cat(terms))
-    return every.mean().item() if len(every) else 0.0
+                terms = (log_ratio.expm1() - log_ratio).where(counted, 0)
+                total += torch.stack([terms.double().sum(), counted.sum()])
+    value, count = processes.gather(total[None]).sum(0).tolist()
+    return value / count if count else 0.0
 
 
 class ValueModel(Extension):
