@@ -68,7 +68,7 @@ class Trainer:
         self.rollouts.decodes = self.scoring.reads_outputs
         self.extensions = extensions.make_extensions(self)  # some add weights, so that they are before the optimizer
         self.processes.require_equal(policy.weights.parameters())
-        self.optimization = Optimization(config, policy)
+        self.optimization = Optimization(config, policy, self.processes, not self.extensions.add_gradients)
         self.kl_reference = make_reference(config.train, self.method, policy, self.memory)
         self.first_ratio = FirstRatio.for_rollouts(self.rollouts)
         self.epoch = 0
@@ -116,7 +116,7 @@ class Trainer:
             for share, count in self.extensions.add_steps(steps):
                 with self.clock("update"):
                     stats.batches += self.with_oom_retry(partial(self.gradient, epoch, share, count))
-                    self.processes.add_gradients(self.optimization.parameters)
+                    self.optimization.gradients.finish(self.log)
                     self.extensions.on_gradients(self.optimization.update)
                     with self.processes.collective():
                         stats.norms.append(self.optimization.step(self.extensions.on_stepped))
@@ -129,16 +129,17 @@ class Trainer:
         stats = UpdateStats()
         self.optimization.zero_grad()
         self.rollouts.gather_groups(share, epoch.conditioning, self.kl_reference.scores)
-        with self.processes.collective():
+        with self.processes.collective(), self.optimization.gradients.step():
             for part in self.processes.in_step(share, self.kl_reference.calls_of, before=self.stop_if_asked):
-                self.backward(epoch, part, count, stats)
+                self.backward(epoch, part, count, stats, part is share[-1])
             self.extensions.on_backward(self.optimization.update)
         return stats.batches
 
-    def backward(self, epoch: Epoch, part: Part, count: Divisor, stats: UpdateStats) -> None:
+    def backward(self, epoch: Epoch, part: Part, count: Divisor, stats: UpdateStats, last: bool = False) -> None:
         """Add one part's gradient, a batch of one recorded step at a time.
-        count: the divisor of every loss, `decisions` of the whole optimizer step."""
+        count: the divisor of every loss, `decisions` of the whole optimizer step. last: it is the step's last part."""
         method_loss, reference, device = self.method.loss, self.kl_reference, self.policy.device
+        left = sum(len(transitions.old.mask) for transitions in part.transitions)
         # Replay: log-probabilities of the recorded decisions under the present weights.
         reference_scores = reference.scores(part)
         loss_inputs = self.rollouts.loss_inputs(part, epoch.conditioning, reference_scores)
@@ -167,7 +168,8 @@ class Trainer:
             if over_tokens is not None:
                 total = total + reduce_loss(over_tokens, new.mask, count.tokens)
                 loss = loss + over_tokens
-            self.optimization.backward(total)
+            left -= len(new.mask)
+            self.optimization.backward(total, last and not left)
             stats.add(transitions.step, new.mask, log_ratio, clipped, loss,
                       None if penalty is None else penalty / reference.kl.weight)
 

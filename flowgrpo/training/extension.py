@@ -203,6 +203,10 @@ class Extensions:
         return any(extension.changes for extension in self.present)
 
     @property
+    def add_gradients(self) -> bool:
+        return any(type(extension).on_backward is not Extension.on_backward for extension in self.present)
+
+    @property
     def seconds_left(self) -> Callable[[], float | None] | None:
         """What tells how long the run may still take, if one knows."""
         return next((extension.seconds_left for extension in self.present if extension.seconds_left), None)

@@ -13,6 +13,7 @@ from torch import distributed
 from flowgrpo.config.geometry import BatchShape
 from flowgrpo.config.schema import Config
 from flowgrpo.config.sections import Train
+from flowgrpo.distributed.gradients import Buckets, GradientSum
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.distributed.shards import is_shard, local
 from flowgrpo.errors import UserError
@@ -96,6 +97,14 @@ def clip_sharded(parameters: Sequence[torch.nn.Parameter], most: float) -> torch
     return norm
 
 
+def gradient_sum(config: Config, policy: Policy, processes: Processes, alone: bool) -> GradientSum:
+    """How the gradients of a step are summed. alone: no extension adds to them behind the replays' backwards."""
+    parameters = policy.weights.parameters()
+    if config.adapter.rank or policy.weights.sharded or processes.count * processes.members == 1:
+        return GradientSum(processes, parameters)
+    return Buckets(processes, parameters, alone and processes.members == 1)
+
+
 def update_average(average: dict[str, torch.Tensor], named: dict[str, torch.nn.Parameter], decay: float) -> None:
     """Move an average towards the present parameters, on its device: decay * average + (1 - decay) * parameters.
     Of sharded parameters it holds this process's rows."""
@@ -116,7 +125,7 @@ def rate(update: int, total: int, train: Train) -> float:
 class Optimization:
     """Optimizer of a run, with its schedule, loss scale and moving average.
 
-    parameters: what it trains.
+    parameters: what it trains. gradients: their sum over processes.
     update: the steps so far; skipped: those that were left out for a gradient that is not finite. unsteady: the last
     one was left out.
     scale: factor of the learning rate, which extensions may change.
@@ -124,10 +133,11 @@ class Optimization:
     ema: moving average of the trained weights, by name; None without `train.ema`.
     """
 
-    def __init__(self, config: Config, policy: Policy):
+    def __init__(self, config: Config, policy: Policy, processes: Processes, alone: bool = True):
         self.config = config
         self.policy = policy
         self.parameters = policy.weights.parameters()
+        self.gradients = gradient_sum(config, policy, processes, alone)
         self.optimizer = make_optimizer(config.train, self.parameters)
         # The gradients of millions of decisions and latents underflow in fp16. So the loss is scaled up, and the
         # gradients down again. If they overflow, the step is skipped and the scale halved.
@@ -148,8 +158,9 @@ class Optimization:
     def zero_grad(self) -> None:
         self.optimizer.zero_grad()
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """Add the gradient of a loss, which fp16 scales."""
+    def backward(self, loss: torch.Tensor, last: bool = False) -> None:
+        """Add the gradient of a loss, which fp16 scales. last: none of this process's replays follows in the step."""
+        self.gradients.before_backward(last)
         self.policy.backward(self.scaler.scale(loss))
 
     def step(self, stepped: Callable[[], None] = lambda: None) -> torch.Tensor:

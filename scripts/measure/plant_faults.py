@@ -142,7 +142,7 @@ FAULTS = (
     fault("staleness correction dropped from the loss", "train.py",
           "loss = loss * to_device(transitions.importance[rows], device)", "pass", *LOOP),
     fault("gradients of other processes not added", "train.py",
-          "self.processes.add_gradients(self.optimization.parameters)", "pass", "distributed"),
+          "self.optimization.gradients.finish(self.log)", "pass", "distributed"),
     fault("gradients not cleared between steps", "train.py", "        self.optimization.zero_grad()\n", "", *LOOP),
     fault("reference that is the present policy", "training/kl_reference.py",
           "else self.policy.reference(self.snapshots)", "else torch.no_grad()", *LOOP),

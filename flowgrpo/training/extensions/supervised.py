@@ -79,7 +79,7 @@ class Supervised(Extension):
             return
         before = [parameter.grad for parameter in parameters]
         self.trainer.with_oom_retry(partial(self._backward, chosen, update), "update")
-        self.trainer.processes.add_gradients(parameters)
+        self.trainer.optimization.gradients.finish(self.trainer.log)
         if part.balance.reads_norms and not part.apart:
             norms = norm(before), norm([parameter.grad for parameter in parameters])
             weights = part.balance(Now(now.update, now.drawn, norms, now.signals))
@@ -93,7 +93,7 @@ class Supervised(Extension):
         divisor, total = self.loss.divisor(chosen), torch.zeros(())
         for parameter in run.policy.weights.parameters():
             parameter.grad = None
-        with run.processes.collective():
+        with run.processes.collective(), run.optimization.gradients.step():
             own = run.processes.own(places)
             for start in range(own.start, own.stop, run.geometry.micro_batch):
                 at = range(start, min(start + run.geometry.micro_batch, own.stop))
