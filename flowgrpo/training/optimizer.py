@@ -20,6 +20,7 @@ from flowgrpo.errors import UserError
 from flowgrpo.methods.parts import Reduction
 from flowgrpo.objectives.reductions import Divisor, OfRows, TokenMean
 from flowgrpo.policies.policy import Policy
+from flowgrpo.policies.weights.sharding import SumOnce
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.types import unwrap
 
@@ -99,7 +100,9 @@ def clip_sharded(parameters: Sequence[torch.nn.Parameter], most: float) -> torch
 
 def gradient_sum(config: Config, policy: Policy, processes: Processes, alone: bool) -> GradientSum:
     """How the gradients of a step are summed. alone: no extension adds to them behind the replays' backwards."""
-    parameters = policy.weights.parameters()
+    parameters, denoisers = policy.weights.parameters(), [*getattr(policy, "denoisers", {}).values()]
+    if policy.weights.sharded and alone and len(denoisers) == 1:
+        return SumOnce(processes, parameters, denoisers[0])
     if config.adapter.rank or policy.weights.sharded or processes.count * processes.members == 1:
         return GradientSum(processes, parameters)
     return Buckets(processes, parameters, alone and processes.members == 1)

@@ -1,4 +1,4 @@
-"""Sums of gradients over two processes: in buckets as in one call.
+"""Sums of gradients over two processes: in buckets as in one call, and once a step of sharded weights.
 
 `one_of_two` is all that a process does in its launch; it leaves what it found in a folder.
 """
@@ -25,7 +25,7 @@ from tests.helpers.processes import together
 SMALLEST, LARGER = 256, 2**15  # bytes of a bucket
 FULL = SMALL | dict(method="mix_grpo", adapter__rank=0, train__lr=1e-4, train__steps=4, parts__plan__size=2)
 CASES = {"even": {}, "lopsided": dict(parts__selection={"type": "DropZeroVariance"}, train__updates=2),
-         "sharded": dict(train__checkpointing=True)}
+         "sharded": dict(train__checkpointing=True)}  # each step has several micro-batches
 
 
 class Net(torch.nn.Module):
@@ -162,3 +162,14 @@ def test_all_weights_are_trained_as_on_one_process(case, folder, found):
         assert each[case]["updates"] == alone.optimization.update > 1
         if case != "sharded":
             assert LARGER / 2 < max(each[case]["calls"]["allreduce"]) <= LARGER
+
+
+def test_sharded_gradients_are_reduced_once_per_step_from_the_second_on(found):
+    batches = SMALL["train__prompts"] * SMALL["train__group"] * 2 // (2 * SMALL["train__micro_batch"])  # of two steps
+    for each in found:
+        blocks, calls = each["sharded"]["blocks"], each["sharded"]["calls"]["reduce_scatter_base"]
+        assert each["sharded"]["updates"] == 2 and blocks == 3 and batches == 4
+        assert len(calls) == blocks * batches + blocks  # before: 2 * blocks * batches
+    [line] = found[0]["sharded"]["lines"]
+    assert line.startswith("memory.shard: gradients are reduced once per step: whole ones take")
+    assert not found[1]["sharded"]["lines"]

@@ -256,20 +256,9 @@ def test_a_run_of_one_process_cannot_be_sharded(folder, capsys):
 
 @pytest.mark.parametrize("size", ["1", "3"])
 def test_nodes_of_other_sizes_are_refused_in_one_line(size):
-    sharding.require("nodes", True, 4, {"LOCAL_WORLD_SIZE": "2"})
+    sharding.require("nodes", 4, {"LOCAL_WORLD_SIZE": "2"})
     with pytest.raises(UserError, match=f"memory.shard is nodes, but of 4 processes this node has {size}"):
-        sharding.require("nodes", True, 4, {"LOCAL_WORLD_SIZE": size})
-
-
-def test_an_older_torch_is_refused_in_one_line(monkeypatch):
-    from torch.distributed import fsdp
-    monkeypatch.delattr(fsdp.FSDPModule, "set_force_sum_reduction_for_comms")
-    sharding.require(True, False, 2, {})
-    with pytest.raises(UserError, match="cannot sum gradients, as adapter.rank: 0 needs: install torch 2.8 or"):
-        sharding.require(True, True, 2, {})
-    monkeypatch.setattr(fsdp, "fully_shard", lambda module: None)
-    with pytest.raises(UserError, match="FSDP2 of torch .* cannot leave a LoRA whole: install torch 2.7 or later"):
-        sharding.require(True, False, 2, {})
+        sharding.require("nodes", 4, {"LOCAL_WORLD_SIZE": size})
 
 
 def test_scalars_and_weights_of_another_precision_than_most_stay_whole():

@@ -13,16 +13,18 @@ and discards its output: `Lockstep`.
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed
 
-from flowgrpo.distributed.shards import is_shard
+from flowgrpo.device import free_memory
+from flowgrpo.distributed.gradients import GradientSum
+from flowgrpo.distributed.processes import Processes
+from flowgrpo.distributed.shards import is_shard, local
 from flowgrpo.errors import UserError
 from flowgrpo.methods.setup import Setup, require_compatible
 from flowgrpo.methods.targets import JointDensity, LatentEdits, RewardGradient
@@ -32,14 +34,12 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 NODES = "nodes"  # the value of memory.shard that shards within each node
-# First releases of torch with FSDP2's `ignored_params` and with its `set_force_sum_reduction_for_comms`.
-IGNORES, SUMS = "2.7", "2.8"
+MOST = 0.9  # share of the memory that whole gradients may fill
 
 
 def check(setup: Setup) -> None:
-    """Raise UserError if weights are to be sharded, but not by the run's processes or not by this torch."""
-    config = setup.config
-    require(config.memory.shard, not config.adapter.rank, setup.all_processes, os.environ)
+    """Raise UserError if weights are to be sharded, but not by the run's processes."""
+    require(setup.config.memory.shard, setup.all_processes, os.environ)
 
 
 def require_shardable(setup: Setup) -> None:
@@ -68,10 +68,10 @@ def require_shardable(setup: Setup) -> None:
     require_compatible(setting, wrong, ", or memory.shard: false")
 
 
-def require(shard: bool | str, trained: bool, count: int, environment: Mapping[str, str]) -> None:
-    """Raise UserError if weights are to be sharded, but not by these processes or not by this torch.
+def require(shard: bool | str, count: int, environment: Mapping[str, str]) -> None:
+    """Raise UserError if weights are to be sharded, but not by these processes.
 
-    shard: `memory.shard`; trained: all weights are, without a LoRA; count: of processes.
+    shard: `memory.shard`; count: of processes.
     """
     if not shard:
         return
@@ -81,14 +81,6 @@ def require(shard: bool | str, trained: bool, count: int, environment: Mapping[s
                         "--num_processes N -m flowgrpo train RECIPE), or use memory.shard: false")
     if shard == NODES:
         of_node(count, environment)
-    from torch.distributed.fsdp import FSDPModule, fully_shard
-
-    summing = hasattr(FSDPModule, "set_force_sum_reduction_for_comms")
-    if "ignored_params" not in inspect.signature(fully_shard).parameters or trained and not summing:
-        wanted = f"sum gradients, as adapter.rank: 0 needs: install torch {SUMS}" if trained else \
-            f"leave a LoRA whole: install torch {IGNORES}"
-        raise UserError(f"{setting}, but the FSDP2 of torch {torch.__version__} cannot {wanted} or later, or use "
-                        "memory.shard: false")
 
 
 def of_node(count: int, environment: Mapping[str, str]) -> int:
@@ -158,6 +150,39 @@ def shard(module: torch.nn.Module, over: DeviceMesh, device: torch.device, whole
             sharded.set_gradient_divide_factor(1.0)
     for parameter in kept:
         parameter.data = parameter.data.to(device)
+
+
+class SumOnce(GradientSum):
+    """Gradients of one sharded denoiser that stay whole until a step's last backward, where memory allows: each block
+    is reduced once a step. The first step reduces all in every backward, and shows the memory that is left. So does one
+    in which processes make different calls, of which some may have no last backward.
+    """
+
+    def __init__(self, processes: Processes, parameters: Sequence[torch.nn.Parameter], denoiser: torch.nn.Module):
+        super().__init__(processes, parameters)
+        self.denoiser: Any = denoiser
+        self.once: bool | None = None  # None before the first step
+        self._reduces = True
+
+    def before_backward(self, last: bool) -> None:
+        lockstep, before = self.processes.lockstep, self._reduces
+        self._reduces = last or not (self.once and lockstep is not None and lockstep.alike)
+        if self._reduces != before:
+            self.denoiser.set_requires_gradient_sync(self._reduces)
+
+    def finish(self, log: Callable[[str], None]) -> None:
+        assert self._reduces, "the last backward of a step was not known as such"
+        super().finish(log)
+        if self.once is not None:
+            return
+        device = self.processes.device
+        # Whole gradients, and the two moments of AdamW that its first step makes.
+        needed = 4 * sum(each.numel() + 2 * local(each).numel() for each in self.parameters if is_shard(each))
+        free = MOST * free_memory(device) - (torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0)
+        self.once = not self.processes.any(needed > free)
+        if self.processes.first:
+            log(f"memory.shard: gradients are reduced {'once per step' if self.once else 'in every backward'}: "
+                f"whole ones take {needed / 2**30:.3g} GiB with the moments, of {max(free, 0) / 2**30:.3g} free")
 
 
 def _apart(part: torch.nn.Module, kept: set[torch.nn.Parameter]) -> set[torch.nn.Parameter]:
