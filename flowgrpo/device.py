@@ -125,15 +125,39 @@ def default_device() -> str:
     return f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
 
 
-def current_gpu() -> int | None:
-    """Index of this thread's CUDA device; None in a process that has not used CUDA."""
-    return torch.cuda.current_device() if torch.cuda.is_initialized() else None
+def current_stream() -> torch.cuda.Stream | None:
+    """This thread's CUDA stream; None in a process that has not used CUDA."""
+    return torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
 
-def use_gpu(index: int | None) -> None:
-    """Make the CUDA device of this index that of this thread: every new thread begins with device 0. None: leave it."""
-    if index is not None:
-        torch.cuda.set_device(index)
+def use_stream(stream: torch.cuda.Stream | None) -> None:
+    """Put this thread on a stream and its device: every new thread begins with device 0. None: leave it."""
+    if stream is not None:
+        torch.cuda.set_stream(stream)
+
+
+@functools.cache
+def second_stream(gpu: torch.device) -> torch.cuda.Stream:
+    """A stream beside the default one: neither waits for the other. There is one, as freed memory stays with it."""
+    return torch.cuda.Stream(gpu)
+
+
+def hand_over(function: Callable[..., T], *arguments: object) -> Callable[[], T]:
+    """The call `function(*arguments)` for another thread: it waits for this thread's work on the GPU so far, queued
+    copies to the CPU included, and memory of tensors on a GPU is not reused before its own work is done."""
+    if not torch.cuda.is_initialized():
+        return functools.partial(function, *arguments)
+    done = torch.cuda.Event(blocking=True)  # the waiting thread sleeps
+    done.record()
+
+    def call() -> T:
+        done.synchronize()
+        for tensor in arguments:
+            if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        return function(*arguments)
+
+    return call
 
 
 def describe(device: str | torch.device) -> str:

@@ -147,15 +147,15 @@ def check() -> None:
 
 
 def start_thread(call: Callable[[], T]) -> Future[T]:
-    """Run `call` in a daemon thread, on the GPU of this one; return its future.
+    """Run `call` in a daemon thread, on the GPU and the stream of this one; return its future.
     A call that hangs does not keep the process from ending."""
-    from flowgrpo.device import current_gpu, use_gpu  # loads torch
+    from flowgrpo.device import current_stream, use_stream  # loads torch
 
     future: Future[T] = Future()
-    gpu = current_gpu()
+    stream = current_stream()
 
     def work() -> T:
-        use_gpu(gpu)
+        use_stream(stream)
         return call()
 
     threading.Thread(target=complete, args=(future, work), daemon=True).start()

@@ -16,7 +16,7 @@ from flowgrpo.curriculum.epoch_batch import EpochBatch
 from flowgrpo.curriculum.history import gradient_norms
 from flowgrpo.data import sources
 from flowgrpo.data.prompts import NOTHING, Prompt
-from flowgrpo.device import current_gpu, use_gpu
+from flowgrpo.device import current_stream, hand_over, second_stream, use_stream
 from flowgrpo.distributed import signals
 from flowgrpo.distributed.signals import Stop, Stopped
 from flowgrpo.nouns import quantity
@@ -151,6 +151,7 @@ def group_signals(trainer: Run, parts: list[Part], groups: int) -> tuple[Sequenc
 
 class Scorer:
     """Context manager around a rollout. A reward that hangs holds neither a stop nor the end of the process.
+    On a GPU its thread has a stream of its own: rewards and sampler do not wait for each other.
 
     waits: calls begin with `results`, when nothing is sampled any more.
 
@@ -167,7 +168,9 @@ class Scorer:
         self._after = None if after is None else after._idle
 
     def start(self) -> Scorer:
-        threading.Thread(target=self._work, args=(current_gpu(),), daemon=True, name="rewards").start()
+        stream = current_stream()
+        stream = stream and second_stream(stream.device)
+        threading.Thread(target=self._work, args=(stream,), daemon=True, name="rewards").start()
         return self
 
     def end(self, drop: bool = False) -> None:
@@ -186,7 +189,7 @@ class Scorer:
 
     def submit(self, function: Callable[..., torch.Tensor], *arguments: Any) -> Future[torch.Tensor]:
         future = Future[torch.Tensor]()
-        self._calls.put((future, partial(function, *arguments)))
+        self._calls.put((future, hand_over(function, *arguments)))
         return future
 
     def results(self, futures: list[Future[torch.Tensor]]) -> list[torch.Tensor]:
@@ -194,8 +197,8 @@ class Scorer:
         self._begun.set()
         return [signals.result(future, self.stop.check) for future in futures]
 
-    def _work(self, gpu: int | None) -> None:
-        use_gpu(gpu)
+    def _work(self, stream: torch.cuda.Stream | None) -> None:
+        use_stream(stream)
         self._begun.wait()
         if self._after is not None:
             wait([self._after])
