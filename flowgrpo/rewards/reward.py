@@ -15,6 +15,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from flowgrpo.errors import NotFinite, UserError
@@ -84,7 +85,9 @@ class Batch:
         """
         own = self.memory.setdefault(name, {}) if self.memory is not None and MEMORY in reward.reads else None
         if LATENTS not in reward.reads:
-            return replace(self, latents=None, memory=own)
+            device = str(getattr(self.samples, "device", "cpu"))
+            samples = self.samples if device == "cpu" or reads_on(device, reward) else self.on_host
+            return replace(self, samples=samples, latents=None, memory=own)
         if self.latents is None:
             raise UserError(f"reward {name!r} scores latents (scores = 'latents'), but here only decoded samples are "
                             "known: leave it out, and use it by itself in `flowgrpo train`")
@@ -104,6 +107,17 @@ class Batch:
         """Raise NotFinite if a sample, the base's or latents hold NaN or an infinity."""
         for what, held in (("sample", self.samples), ("base's sample", self.base), ("latents", self.latents)):
             require_finite(held, self.prompts, what)
+
+    @cached_property
+    def on_host(self) -> Tensor:
+        """The samples on the CPU."""
+        import torch
+
+        from flowgrpo.device import put_away, wait_for_copies
+
+        host = put_away(self.samples, torch.device("cpu"))
+        wait_for_copies(self.samples.device)
+        return host
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -266,6 +280,12 @@ def sees_base(reward: object) -> bool:
 def scores_latents(reward: object) -> bool:
     """True if a reward scores clean latents, which are not decoded."""
     return LATENTS in as_reward(reward).reads
+
+
+def reads_on(device: str, reward: object) -> bool:
+    """True if a reward takes samples that lie on this device, where its weights are: a differentiable one does."""
+    made = as_reward(reward)
+    return made.differentiable and BASE not in made.reads and str(getattr(made.origin, "device", None)) == device
 
 
 def is_privileged(reward: object) -> bool:

@@ -41,6 +41,8 @@ from flowgrpo.samplers.rollout import LEAST, Part, RolloutSpec, Seed, deviation,
 from flowgrpo.samplers.scheduler import Segment
 from flowgrpo.types import Gaussian, Scored, unwrap
 
+ON_DEVICE = 2**28  # bytes of a part's images that wait on the GPU for their rewards
+
 
 def draw_sizes(sizes: Sequence[Size], keys: Sequence[str], epoch: int, seed: int) -> list[Size]:
     """The (height, width) of each prompt's group in an epoch: all sizes are as likely.
@@ -215,7 +217,7 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
                ) -> Iterator[tuple[Part, list[torch.Tensor | None]]]:
         """Sample a group per prompt: yield the parts as they are finished, each with its images.
 
-        Images [b,...] are on the CPU, once per granularity; None where no reward looks at them.
+        Images [b,...] are those of `decode`, once per granularity; None where no reward looks at them.
         judge: the total reward, by which a method with previews chooses its initial noises.
         value: the one whose gradient a method with `backprop` follows.
         turn: how often the epoch has drawn before.
@@ -341,15 +343,18 @@ class DenoisingRollouts(GroupSampler[Conditioning]):
         with self.clock("base"):
             size = conditioning.sizes[int(part.prompts[0])] if conditioning.sizes else None
             if size not in self._base_images:
-                self._base_images[size] = BaseImages(self.policy, *self.grid_of(size), self.geometry, self.decode)
+                self._base_images[size] = BaseImages(self.policy, *self.grid_of(size), self.geometry,
+                                                     lambda finals, rows: self.decode(finals, rows).cpu())
             images = self._base_images[size](part, conditioning)
         self.count(self.policy.evaluations - before)
         return images
 
     def decode(self, finals: torch.Tensor, conditioning: Conditioning) -> torch.Tensor:
-        """Images on the CPU, decoded in micro-batches."""
+        """Images, decoded in micro-batches: on their GPU if all take at most ON_DEVICE bytes, else on the CPU."""
         rows = torch.arange(len(finals)).split(self.geometry.micro_batch)
-        return torch.cat([self.policy.decode(finals[at], conditioning.rows(at)).cpu() for at in rows])
+        decoded = (self.policy.decode(finals[at], conditioning.rows(at)) for at in rows)
+        return torch.cat([images if images.is_cuda and len(finals) * images[0].nbytes <= ON_DEVICE else images.cpu()
+                          for images in decoded])
 
     def replay(self, part: Part, conditioning: Conditioning) -> Replayed:
         return self.target.replay(part, conditioning)

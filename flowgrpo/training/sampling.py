@@ -126,8 +126,9 @@ def submit(trainer: Run, scoring: Scoring, scorer: Scorer, batch: list[Prompt], 
            outputs: Sequence[Outputs | None], conditioning: Encoded) -> list[Future[torch.Tensor]]:
     """Submit a part's outputs to the rewards; return the futures of their scores, one per granularity."""
     base = trainer.rollouts.base(part, conditioning) if scoring.compares else None
+    shown = [scoring.where_read(output, scorer.behind) for output in outputs]
     return [scorer.submit(scoring.judge, batch, part.prompts, *given, base)
-            for given in zip(outputs, scoring.latents(part.finals, len(outputs)))]
+            for given in zip(shown, scoring.latents(part.finals, len(outputs)))]
 
 
 def columns(trainer: Run, scores: list[torch.Tensor]) -> torch.Tensor:
@@ -191,6 +192,11 @@ class Scorer:
         future = Future[torch.Tensor]()
         self._calls.put((future, hand_over(function, *arguments)))
         return future
+
+    @property
+    def behind(self) -> bool:
+        """True if a call waits for one before it, or for `results`."""
+        return not self._calls.empty()
 
     def results(self, futures: list[Future[torch.Tensor]]) -> list[torch.Tensor]:
         """The results in order. Raises Stopped when a stop was requested."""

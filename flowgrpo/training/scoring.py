@@ -16,6 +16,7 @@ from flowgrpo.advantages.group import group_std, weighted_sum, zero_variance
 from flowgrpo.advantages.token_credit import select_weights
 from flowgrpo.config.reward_rules import Limit
 from flowgrpo.data.prompts import Prompt
+from flowgrpo.device import put_away
 from flowgrpo.distributed import signals
 from flowgrpo.distributed.processes import Processes
 from flowgrpo.errors import UserError
@@ -164,6 +165,14 @@ class Scoring:
         last = self._diversities[max(self._diversities)] if self._diversities else []
         values = self.processes.gather(torch.tensor(last))
         return values.view(groups, -1).mean(1).tolist() if len(values) and len(values) % groups == 0 else []
+
+    def where_read(self, outputs: Outputs | None, behind: bool) -> Outputs | None:
+        """Outputs where their rewards read them: on their GPU if one does so there and none is behind, else on the CPU.
+        A copy is queued (`put_away`)."""
+        if not torch.is_tensor(outputs) or not behind and any(rewards.reads_on(str(outputs.device), function)
+                                                              for function in self.functions.values()):
+            return outputs
+        return put_away(outputs, torch.device("cpu"))
 
     def latents(self, finals: Sequence[torch.Tensor], count: int) -> list[torch.Tensor | None]:
         """The clean latents of `count` granularities on the CPU, in fp32; None where no reward scores them."""

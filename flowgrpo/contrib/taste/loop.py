@@ -270,7 +270,7 @@ class VotedEpochs(Extension):
                         seen = score(self.taste.sees, cast(Any, outputs[0]), [prompt.text for prompt in of],
                                      [prompt.metadata for prompt in of])
                         features = torch.cat([features, seen.nan_to_num()], 1)
-            yield encoded, part, features, cast(Tensor | None, outputs[0])
+            yield encoded, part, features, None if outputs[0] is None else cast(Tensor, outputs[0]).cpu()
 
     # --- questions ---------------------------------------------------------------------------------------------------
 

@@ -122,7 +122,7 @@ def _insert(kept: list[tuple], sign: int, sample: tuple) -> None:
         return
     if not same and len(kept) == EXTREMES and sign * kept[-1][0] >= sign * total:
         return
-    copied = output if isinstance(output, str) else output.clone()  # a view would keep its whole batch alive
+    copied = output if isinstance(output, str) else output.to("cpu", copy=True)  # a view would keep its whole batch
     others = [other for other in kept if _identity(other[1]) != _identity(prompt)]
     kept[:] = sorted([*others, (total, prompt, scores, copied)],
                      key=lambda other: -sign * other[0])[:EXTREMES]
