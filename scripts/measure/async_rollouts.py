@@ -2,7 +2,7 @@
 
     python scripts/measure/async_rollouts.py [--seeds 3] [--epochs 40] [--held-out 180] [--only lockstep async]
 
-The starter learns `scene` and `scene_graded`. The latter also sleeps, per image as long as a process takes to sample one
+The starter learns `scene` and `scene_graded`. The latter sleeps, per image as long as a process takes to sample one
 in lockstep, which a first run measures: so a reward takes as long as the rollout. Both arms have the same samples an
 epoch, and one thread a process. Speed: evaluations over seconds of all epochs but the first two. Accuracy: the share of
 held-out samples that `scene` scores 1.
