@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
@@ -14,6 +15,7 @@ from flowgrpo.data import provenance
 from flowgrpo.data.prompts import Prompt, of_records
 from flowgrpo.device import matmul_precision, without_cudnn_attention
 from flowgrpo.distributed.processes import Processes
+from flowgrpo.distributed.sides import whole
 from flowgrpo.distributed.watch import Watch
 from flowgrpo.evaluation import held_out
 from flowgrpo.log import silence
@@ -38,7 +40,7 @@ def run(config: Config, resume: bool | Literal["auto"] = False, *, pipe: Any = N
     replace those named in the configuration. If the run fails, such a pipe is restored.
     """
     ready = checks.check(config, resume, pipe, functions, prompts)
-    with Watch(Processes(ready.accelerator), ready.setup.config.folder), ready.threads:
+    with Watch(Processes(whole(ready.accelerator)), ready.setup.config.folder), ready.threads:
         return _load_and_run(ready, prompts, config.precision)
 
 
@@ -70,7 +72,7 @@ def _train(ready: Ready, loaded: Any, listed: str | None) -> dict[str, Any]:
         state.restore(trainer, ready.last)
     trainer.progress.threads, trainer.progress.repeated = ready.threads, ready.repeated
     with endings.explain_not_finite(trainer, config.folder):
-        return _run(ready, trainer, listed)
+        return trainer.extensions.whole_run(partial(_run, ready, trainer, listed))
 
 
 def _run(ready: Ready, trainer: Trainer, listed: str | None) -> dict[str, Any]:

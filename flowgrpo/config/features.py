@@ -39,6 +39,8 @@ class Feature:
     memory: place of a function (phases, measured) that adds what it keeps to the memory of `check`, by phase and part;
     measured: a `training.memory.Measured`.
     dry_run: place of its `DryRun`.
+    rollout_ranks: place of a function (configuration, processes) that tells how many of the processes only sample;
+    it raises UserError for a number that does not go.
     charts: of its metrics in the report, by key: title and note.
     page: of the documentation, which has its keys.
     """
@@ -49,6 +51,7 @@ class Feature:
     extension: Place = None
     memory: Place = None
     dry_run: Place = None
+    rollout_ranks: Place = None
     charts: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     page: str = ""
 

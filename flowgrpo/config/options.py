@@ -143,6 +143,7 @@ class TrainOptions(TypedDict, total=False):
     ema: float
     staleness: int
     staleness_cap: float
+    rollout_ranks: int
     extrapolate: int
     extrapolate_every: int
     sibling: Literal["orthogonal", "replay"] | None

@@ -81,6 +81,9 @@ class StalenessKeys(FeatureKeys):
         5.0, When(lambda c, m: c.train.staleness > 0 or c.text.over_provision > 0,
                   "train.staleness and text.over_provision are 0", "set train.staleness or text.over_provision"),
         ge=1, description="largest importance weight of a decision of older weights; larger ones become 0")
+    rollout_ranks: int = key(
+        0, When(lambda c, m: c.train.staleness > 0, "train.staleness is 0", "set train.staleness"),
+        ge=0, description="of several processes, how many only sample and score, while the others train; 0: all do all")
 
 
 class PartialRolloutKeys(FeatureKeys):
@@ -99,7 +102,8 @@ staleness = Feature(
     wanted=lambda config, method: StalenessKeys.read(config).staleness
     or PartialRolloutKeys.read(config).over_provision,
     extension="flowgrpo.contrib.staleness.extension:Staleness", memory="flowgrpo.contrib.staleness.extension:add",
-    dry_run="flowgrpo.contrib.staleness.extension:StaleDryRun", page="docs/performance.md")
+    dry_run="flowgrpo.contrib.staleness.extension:StaleDryRun",
+    rollout_ranks="flowgrpo.contrib.staleness.rollout_ranks:rollout_ranks", page="docs/performance.md")
 
 
 class OnePassKeys(FeatureKeys):
@@ -151,7 +155,7 @@ frontier = Feature(
 
 class ExtrapolationKeys(FeatureKeys):
     section = "train"
-    extrapolate: int = key(0, after="staleness_cap", ge=0, description="epochs by which a LoRA jumps ahead along its "
+    extrapolate: int = key(0, after="rollout_ranks", ge=0, description="epochs by which a LoRA jumps ahead along its "
                            "low-rank path; taken back if the next reward is lower; 0: none; see docs/performance.md")
     extrapolate_every: int = key(8, When(lambda c, m: c.train.extrapolate > 0, "train.extrapolate is 0",
                                          "set train.extrapolate"),

@@ -64,8 +64,10 @@ class Processes:
     def __init__(self, accelerator: Accelerator | None = None, members: int = 1):
         self.rank, self.count, self.device = 0, 1, torch.device("cpu")
         self.members, self.member = members, 0
-        self.peers: Any = None  # the processes of this one's number in every team; None: all
+        self.group: Any = getattr(accelerator, "group", None)  # all processes of a side (`sides`); None: all there are
+        self.peers: Any = self.group  # the processes of this one's number in every team; None: all
         self.team: Any = None
+        self.samples: bool = getattr(accelerator, "samples", False)  # those of a side that trains nothing
         if accelerator is not None:
             self.count, self.device = accelerator.num_processes // members, accelerator.device
             self.rank, self.member = divmod(accelerator.process_index, members)
@@ -79,7 +81,7 @@ class Processes:
 
     @property
     def first(self) -> bool:
-        return self.rank == 0 and self.member == 0
+        return self.rank == 0 and self.member == 0 and not self.samples
 
     @property
     def reports(self) -> bool:
@@ -150,7 +152,7 @@ class Processes:
 
     def any(self, flag: bool) -> bool:
         """True if the flag is set on any process, all members of teams included."""
-        return self._set(flag, None) if self.count * self.members > 1 else bool(flag)
+        return self._set(flag, self.group) if self.count * self.members > 1 else bool(flag)
 
     def any_of_team(self, flag: bool) -> bool:
         return self._set(flag, self.team) if self.members > 1 else flag
@@ -226,7 +228,7 @@ class Processes:
             present = torch.tensor([float(p.grad is not None) for p in parameters], device=self.device)
             flat = torch.cat([present, *(torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten()
                                          for p in parameters)])
-        distributed.all_reduce(flat)
+        distributed.all_reduce(flat, group=self.group)
         anywhere, flat = flat[:len(parameters)].tolist(), flat[len(parameters):]
         for parameter, has_gradient, piece in zip(parameters, anywhere, flat.split([p.numel() for p in parameters])):
             parameter.grad = piece.view_as(parameter) if has_gradient else None
@@ -236,7 +238,7 @@ class Processes:
         """Copy the first process's values to every process, except those of sharded parameters."""
         for parameter in parameters if self.count * self.members > 1 else ():
             if not is_shard(parameter):
-                distributed.broadcast(parameter.data, 0)
+                distributed.broadcast(parameter.data, group=self.group, group_src=0)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, TypeVar
 
 from torch import Tensor
@@ -132,6 +133,10 @@ class Extension:
     def __init__(self, trainer: Run):
         self.trainer = trainer
 
+    def whole_run(self, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The summary of `run()`; of a process that trains nothing, that of another one."""
+        return run()
+
     def around_epoch(self) -> AbstractContextManager[None]:
         """Context manager around an epoch, for settings that hold in it alone."""
         return nullcontext()
@@ -210,6 +215,11 @@ class Extensions:
     def seconds_left(self) -> Callable[[], float | None] | None:
         """What tells how long the run may still take, if one knows."""
         return next((extension.seconds_left for extension in self.present if extension.seconds_left), None)
+
+    def whole_run(self, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        for extension in self.present:
+            run = partial(extension.whole_run, run)
+        return run()
 
     def around_epoch(self) -> ExitStack:
         stack = ExitStack()

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from flowgrpo.config import features
 from flowgrpo.config.geometry import teams
 from flowgrpo.config.parse import load
 from flowgrpo.config.schema import Config
 from flowgrpo.device import AUTO
 from flowgrpo.distributed import launchers
 from flowgrpo.distributed.processes import make_accelerator
+from flowgrpo.distributed.sides import Side
 from flowgrpo.errors import UserError
 from flowgrpo.methods.setup import Setup
 from flowgrpo.policies import build
@@ -43,13 +45,17 @@ def as_launched(config: Config, kind: str) -> tuple[Config, list[str]]:
 
 
 def place_setup(setup: Setup, resume: bool | Literal["auto"]) -> tuple[Setup, Accelerator, str]:
-    """The setup on its device and processes, accelerate's object, and the precision in words."""
+    """The setup on its device and processes, accelerate's object or that of this process's side, and the precision in
+    words."""
     from accelerate.utils import broadcast_object_list
 
     config = setup.config
     accelerator = make_accelerator(str(setup.device))  # before rewards: it selects the GPU that they will use
     count, first = accelerator.num_processes, accelerator.is_main_process
     device = accelerator.device if count > 1 else setup.device
+    samplers = [features.at(feature.rollout_ranks)(config, count) for feature in
+                features.active_features(config, setup.method) if feature.rollout_ranks]
+    side: Any = Side(accelerator, max(samplers)) if any(samplers) else accelerator
     resumes = run_folder.resumes(config, accelerator, resume)
     # A resumed run goes on with what `auto` chose when it began; the first process chooses the precision for all.
     file, train = config.folder / "config.yaml", config.train
@@ -60,5 +66,5 @@ def place_setup(setup: Setup, resume: bool | Literal["auto"]) -> tuple[Setup, Ac
     precision = None if began is None else began.precision
     resolved = [resolve_precision(config, device, setup.loaded, precision) if first else None]
     config, told = broadcast_object_list(resolved)[0]
-    return replace(setup, config=config, device=device, processes=teams(config.memory.context_parallel, count),
-                   all_processes=count, first=first, resumes=resumes), accelerator, told
+    return replace(setup, config=config, device=device, all_processes=count, first=first, resumes=resumes,
+                   processes=teams(config.memory.context_parallel, side.num_processes)), side, told

@@ -157,6 +157,19 @@ class Scoring:
         self.extremes, self._tally, self._diversities, self._before = (
             other.extremes, other._tally, other._diversities, other._before)
 
+    def found(self) -> tuple[Extremes, rewards.Tally, list[float]]:
+        """Samples for display, failures and diversities of a copy of one turn, for the copy of another process."""
+        return self.extremes, self._tally, self._diversities[0]
+
+    def add_found(self, extremes: Extremes, tally: rewards.Tally, diversities: list[float]) -> None:
+        """Add what another process has found, to a copy that has judged nothing."""
+        for total, prompt, scores, output in extremes.best + extremes.worst:
+            self.extremes.add([prompt], [output], *(torch.tensor([each]).double() for each in (scores, total)))
+        self._tally.failed.update(tally.failed)
+        self._tally.said.update(tally.said)
+        self._tally.errors.update(tally.errors)
+        self._diversities[0] += diversities
+
     def diversities(self, curriculum: Any, groups: int) -> list[float]:
         """The diversity of every group of the last turn of all processes; none if the curriculum reads none, or groups
         have none."""

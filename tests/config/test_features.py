@@ -35,7 +35,7 @@ def found(pattern: str) -> list[str]:
 # --- the core --------------------------------------------------------------------------------------------------------
 @pytest.mark.fast
 def test_the_core_names_no_key_module_or_class_of_a_feature():
-    assert len(KEYS) == 27
+    assert len(KEYS) == 28
     dotted = [re.escape(each) for each in KEYS if "." in each] + [r"config\.phases"]
     assert found(rf"\b({'|'.join(dotted)})\b") == []
     modules = {each.extension.removeprefix("flowgrpo.").split(":")[0] for each in RECORDS if each.name not in BY_PARTS}
@@ -65,7 +65,7 @@ def test_keys_of_features_are_keys_of_the_configuration_where_their_fields_say()
             assert fields()[f"{cls.section}.{each}".lstrip(".")].default == field.default
     order = keys()
     for before, after in (("train.inner_epochs", "train.one_pass"), ("train.ema", "train.staleness"),
-                          ("train.staleness_cap", "train.extrapolate"), ("text.penalty", "text.over_provision"),
+                          ("train.rollout_ranks", "train.extrapolate"), ("text.penalty", "text.over_provision"),
                           ("guard.window", "guard.false_alarms"), ("guard.unscored", "guard.best"),
                           ("rollout.release", "rollout.cache")):
         assert order.index(after) == order.index(before) + 1

@@ -106,6 +106,7 @@ IDLE = [
      {"method": "mix_grpo_flash"}),
     ("train.staleness_cap", 2.0, {}, "train.staleness and text.over_provision are 0", {"train.staleness": 1}),
     ("train.staleness_cap", 2.0, TEXT, "text.over_provision are 0", TEXT | {"text.over_provision": 0.5}),
+    ("train.rollout_ranks", 1, {}, "train.staleness is 0", {"train.staleness": 1}),
     ("train.extrapolate_every", 4, {}, "train.extrapolate is 0", {"train.extrapolate": 2}),
     *((f"guard.{key}", value, {}, "guard.window is 0", {"guard.window": 2, "eval.every": 1})
       for key, value in (("false_alarms", 0.1), ("reward", "red"), ("lr", 0.1), ("best", False))),

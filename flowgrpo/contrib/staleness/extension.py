@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,13 +25,16 @@ from torch import Tensor
 from flowgrpo.config.features import DryRun
 from flowgrpo.config.schema import Config
 from flowgrpo.contrib.features import PartialRolloutKeys, StalenessKeys
+from flowgrpo.contrib.staleness.drawn import Drawn
 from flowgrpo.contrib.staleness.partial_rollouts import make_pool, older, oldest
+from flowgrpo.contrib.staleness.rollout_ranks import KEY, RolloutRanks
 from flowgrpo.data.prompts import Prompt, as_line, of_records
+from flowgrpo.distributed.sides import Side
 from flowgrpo.methods import capabilities
 from flowgrpo.methods.setup import Setup
 from flowgrpo.objectives.ratios import LogRatio
 from flowgrpo.rewards.reward import EPOCH, MEMORY, POLICY, inside
-from flowgrpo.rollouts.base import Encoded, Outputs
+from flowgrpo.rollouts.base import Outputs
 from flowgrpo.samplers.growth import rescore
 from flowgrpo.samplers.rollout import Part
 from flowgrpo.storage.checkpoint import Tensors
@@ -43,7 +45,6 @@ from flowgrpo.training import sampling
 from flowgrpo.training.epoch import Epoch
 from flowgrpo.training.extension import Extension, Metrics, Run
 from flowgrpo.training.memory import Measured
-from flowgrpo.training.scoring import Scoring
 from flowgrpo.training.state import restore_part, store_part, within
 from flowgrpo.types import Completion, Scored, unwrap
 
@@ -64,31 +65,6 @@ def behaviour_weights(log_ratio: Tensor, mask: Tensor, cap: float) -> Tensor:
     return excess.exp().masked_fill(excess > math.log(cap), 0.0)
 
 
-@dataclass(eq=False)
-class Drawn:
-    """Epoch that is drawn and waits for its update.
-
-    batch: its prompts on all processes; prompts: those of this one.
-    at: the epoch before whose update it was drawn; update: the optimizer updates of the oldest weights that drew it.
-    older: of partial rollouts, the number of tokens that went before those weights' updates, and of all.
-    conditioning, scoring, scorer: None until an epoch of a checkpoint is scored again.
-    pending: the futures of the scores of every part, one per granularity.
-    """
-
-    epoch: int
-    at: int
-    update: int
-    batch: list[Prompt]
-    prompts: list[Prompt]
-    parts: list[Part] = field(default_factory=list)
-    outputs: list[Sequence[Outputs | None]] = field(default_factory=list)
-    older: tuple[int, int] = (0, 1)
-    conditioning: Encoded | None = None
-    scoring: Scoring | None = None
-    scorer: sampling.Scorer | None = None
-    pending: list[Future[torch.Tensor]] = field(default_factory=list)
-
-
 class Staleness(Extension):
     """Epochs that are drawn ahead. bound: how many, 0 or more. cap: of the weights of their decisions."""
 
@@ -105,12 +81,19 @@ class Staleness(Extension):
         self.weights: list[torch.Tensor] = []  # [n] of the decisions that older weights drew, of the present epoch
         self._before: tuple[int, list[Drawn], Any] = (-1, [], None)  # an epoch, and the queue and pool before it began
         self._last: sampling.Scorer | None = None
+        side: Any = trainer.accelerator
+        self.ranks = RolloutRanks(trainer, side, self.bound) if isinstance(side, Side) else None
 
     @classmethod
     def enabled_by(cls, setup: Setup) -> str:
         extra = PartialRolloutKeys.read(setup.config).over_provision
         staleness = StalenessKeys.read(setup.config).staleness
         return f"text.over_provision is {extra:g}" if extra else f"train.staleness is {staleness}"
+
+    @classmethod
+    def requirements(cls, setup: Setup) -> frozenset[str]:
+        ranks = StalenessKeys.read(setup.config).rollout_ranks
+        return cls.needs | ({capabilities.WHOLE_WEIGHTS} if ranks else set())
 
     @classmethod
     def missing(cls, setup: Setup) -> dict[str, str]:
@@ -126,7 +109,9 @@ class Staleness(Extension):
             f"a method that trains {method.target.trains}": not method.target.has_logp,
             f"the surrogate {type(loss.surrogate).__name__}, which compares samples": loss.surrogate.reads_groups,
             f"the reference {type(loss.reference).__name__}, whose prompts are of one epoch": method.teaches_itself,
-            "memory.rewards: cpu": config.memory.rewards == "cpu"}
+            "memory.rewards: cpu": config.memory.rewards == "cpu",
+            f"{KEY} and text.engine or text.engine_precision, which have not been tried together":
+                StalenessKeys.read(config).rollout_ranks > 0 and engines.uses_engine(config)}
         if PartialRolloutKeys.read(config).over_provision:
             rollout, spread = method.generation, method.credit.spread
             wrong = {f"{setup.all_processes} processes": setup.all_processes > 1} | wrong | {
@@ -141,6 +126,14 @@ class Staleness(Extension):
         return wrong | {f"the reward {name!r}, which reads the policy": True for name, part in parts
                         if POLICY in part.reads}
 
+    # --- the run -----------------------------------------------------------------------------------------------------
+
+    def whole_run(self, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The summary of the run, in which processes may only sample."""
+        if self.ranks is None:
+            return run()
+        return self.ranks.follow(self._sample_epoch) if self.ranks.side.samples else self.ranks.lead(run)
+
     # --- one epoch ---------------------------------------------------------------------------------------------------
 
     def draw_epoch(self) -> Epoch:
@@ -149,6 +142,8 @@ class Staleness(Extension):
         Raises the error of a reward of any epoch that is drawn.
         """
         run, epochs = self.run, self.run.config.train.epochs
+        if self.ranks is not None:
+            return self._receive_epoch(self.ranks)
         self._before = run.epoch, [*self.queue], self.pool and self.pool.state()
         self.queue = [drawn for drawn in self.queue if drawn.epoch >= run.epoch]
         with run.processes.collective():  # a reward that has failed on one process ends the run on all
@@ -221,14 +216,27 @@ class Staleness(Extension):
                                          outputs, drawn.conditioning)
 
     def _finish_epoch(self, drawn: Drawn) -> Epoch:
-        """Epoch with its scores, and parts whose old policy is the present one."""
+        """Epoch with its scores."""
         run, every = self.run, self.run.config.eval.every
         with run.clock("reward"), run.processes.collective():
             scores = sampling.columns(run, unwrap(drawn.scorer).results(drawn.pending))
             if every and (run.epoch + 1) % every == 0:  # an evaluation calls the same rewards
                 for waiting in self.queue:
                     unwrap(waiting.scorer).results(waiting.pending)
-        scores = run.processes.gather(scores).flatten(0, 1).unflatten(0, (-1, run.config.train.group))
+        return self._make_epoch(drawn, run.processes.gather(scores).flatten(0, 1).unflatten(
+            0, (-1, run.config.train.group)))
+
+    def _receive_epoch(self, ranks: RolloutRanks) -> Epoch:
+        """Epoch that other processes have drawn and scored."""
+        run = self.run
+        with run.clock("rollout"), run.processes.collective():
+            self.current, scores = ranks.assemble(ranks.receive())
+        run.clock.seconds["reward"] += 0.0  # rewards are waited for elsewhere
+        return self._make_epoch(self.current, scores)
+
+    def _make_epoch(self, drawn: Drawn, scores: torch.Tensor) -> Epoch:
+        """Epoch of the scores [P,G,R] of all processes, and of parts whose old policy is the present one."""
+        run = self.run
         run.scoring.adopt(unwrap(drawn.scoring))
         run.scoring.start_epoch(run.epoch, run.config.train.epochs, run.memory)
         epoch_batch, count = sampling.empty_batch(run, drawn.epoch), len(run.scoring.functions)
@@ -254,15 +262,20 @@ class Staleness(Extension):
     def on_trained(self, epoch: Epoch) -> Metrics:
         """How stale the present epoch is: by how many epochs its weights are older, and of its decisions the
         mean weight and the share above the cap. Of partial rollouts, the share of the trained tokens that are
-        older than their epoch's draw, and the number of groups that go on."""
+        older than their epoch's draw, and the number of groups that go on. With processes that only sample, the bytes
+        that they sent and received."""
         assert self.current is not None, "no epoch is drawn"
         own = torch.cat([torch.empty(0), *self.weights]).double()
         sums = torch.stack([own.sum(), (own == 0).sum(), torch.tensor(len(own))])
         weight, above, count = self.run.processes.gather(sums[None]).sum(0).tolist()
         (before, every), pool = self.current.older, self.pool
+        sent = {}
+        if self.ranks is not None:
+            self.ranks.publish(self.run.epoch + 1)
+            sent = self.ranks.bytes()
         return {"staleness/epochs": self.current.epoch - self.current.at,
                 "staleness/weight": weight / count if count else 1.0, "staleness/above": above / max(count, 1)} | (
-            {"partial/older": before / every, "partial/groups": len(pool.groups)} if pool else {})
+            {"partial/older": before / every, "partial/groups": len(pool.groups)} if pool else {}) | sent
 
     def close(self) -> None:
         """Drop the scores that are not computed yet."""
@@ -278,6 +291,8 @@ class Staleness(Extension):
         Their samples and outputs are stored, their scores are computed again after a resume. Of several processes each
         has its own samples, and nothing is stored: a resumed run samples these epochs anew, by its present weights.
         """
+        if self.ranks is not None:
+            return self.ranks.state()
         if self.run.processes.count > 1:
             return {}, {}
         begun, queue, pool = self._before
@@ -304,7 +319,9 @@ class Staleness(Extension):
     def load_state(self, tensors: Tensors, values: dict[str, Any]) -> None:
         """Restore the epochs of a checkpoint; the next draw scores them. Several processes sample them anew."""
         self.queue = []
-        if self.run.processes.count > 1:
+        if self.ranks is not None:
+            self.ranks.load_state(tensors, values)
+        if self.ranks is not None or self.run.processes.count > 1:
             return
         for place, entry in enumerate(values.get("drawn", ())):
             prompts = of_records(entry["prompts"])
