@@ -80,8 +80,8 @@ def packaged() -> dict[str, dict[str, Any]]:
 
 
 def _cached(digest: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Profile from the cache of this user, which it is put into; a damaged or closed cache is not used. Other sources or
-    versions of packages make another profile."""
+    """Profile from the cache of this user, which it is put into; a damaged or closed cache is not used. Other sources
+    or versions of packages make another profile."""
     root = Path(flowgrpo.__file__).parent
     sources = [(str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in sorted(root.rglob("*.py"))]
     key = hashlib.sha256(repr([digest, sources, [version(name) for name in (

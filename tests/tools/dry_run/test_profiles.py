@@ -4,21 +4,21 @@ import json
 import re
 from datetime import date
 
+import dry_run_profiles
 import pytest
 
 from flowgrpo.config import load
 from flowgrpo.gpus import GPUS
 from flowgrpo.tools.dry_run import fit, profiles
 from flowgrpo.tools.dry_run.estimate import dry_run
-from tests.helpers.scripts import script
 
 RENEW = "python scripts/docs/dry_run_profiles.py"
 STORED = profiles.packaged()
 
 
 def test_stored_counts_are_of_recipes_as_they_stand():
-    runs = script("docs/dry_run_profiles").runs
-    changed = {found["recipe"] for digest, found in STORED.items() if digest not in runs(found["recipe"])}
+    changed = {found["recipe"] for digest, found in STORED.items()
+               if digest not in dry_run_profiles.runs(found["recipe"])}
     assert not changed, f"these recipes, models or GPUs changed: {RENEW} {' '.join(sorted(changed))}"
 
 
@@ -26,8 +26,9 @@ def test_stored_counts_are_of_recipes_as_they_stand():
 def test_stored_counts_are_those_of_a_dry_run(turn):
     """Two a day, in turn. Lines of sources may move, and versions of diffusers."""
     digest, stored = list(STORED.items())[(2 * date.today().toordinal() + turn) % len(STORED)]
-    tool = script("docs/dry_run_profiles")
-    found = json.loads(json.dumps(tool.profile(stored["recipe"], *tool.runs(stored["recipe"])[digest])))
+    run = dry_run_profiles.runs(stored["recipe"])[digest]
+    found = json.loads(json.dumps(dry_run_profiles.profile(stored["recipe"], *run)))
+    stored = dict(stored)
     for profile in (found, stored):
         profile.pop("commit")
     told = [re.sub(r"\.py:\d+", ".py", json.dumps(profile, sort_keys=True)) for profile in (found, stored)]
@@ -52,7 +53,7 @@ def test_one_dry_run_serves_all_gpus(tmp_path, monkeypatch):
 def test_a_stored_profile_is_read_with_its_commit(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     digest, stored = next(iter(STORED.items()))
-    config, processes = script("docs/dry_run_profiles").runs(stored["recipe"])[digest]
+    config, processes = dry_run_profiles.runs(stored["recipe"])[digest]
     read = fit.epoch(config, GPUS["A100"], processes)
     assert read.stored == stored["commit"] and not (tmp_path / "flowgrpo").exists()
     place = list(GPUS).index("A100")
