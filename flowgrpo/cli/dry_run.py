@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from functools import partial
+from collections.abc import Iterator
+from contextlib import contextmanager
 from operator import attrgetter
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -49,7 +45,7 @@ def predict(model: str | None, recipe: str | None, overrides: dict[str, str], na
     sharding.require_shardable(setup)
     for require in (options.require_ahead, memory_options.require_waiting):
         require(setup)
-    report = _cache_report(_key(config, name, processes), partial(_predict, config, name, gpu, processes))
+    report = _predict(config, name, gpu, processes)
     if told and not as_json:
         typer.echo(f"{config.model}: {told}")
     typer.echo(json.dumps(report, indent=2) if as_json else summary(report))
@@ -61,19 +57,20 @@ def predict(model: str | None, recipe: str | None, overrides: dict[str, str], na
 
 def _predict(config: Config, name: str, gpu: GPU, processes: int) -> dict[str, Any]:
     """Report of a recipe by dry runs, whose phases are shown on stderr."""
-    from flowgrpo.tools.dry_run import estimate, fit
+    from flowgrpo.tools.dry_run import fit
 
-    with _show_phases(name, estimate.LOG):
+    with _show_phases(name):
         config = fit.settle(config, gpu, processes)
         counts = fit.epoch(config, gpu, processes)
         settings, better = ({}, counts) if not counts.above(gpu.room) else fit.nearest_settings(
             config, gpu, counts, processes)
+        taste = _of_taste(config, name, gpu, processes)
     counts, better = (each.correct(name, config.model) for each in (counts, better))
     return _report(config.model, name, gpu, counts, settings, better) | {
         "processes": processes,
         "micro_batch": config.train.micro_batch, "checkpointing": config.train.checkpointing,
         **{key.rpartition(".")[2]: attrgetter(key)(config) for key in _feature_keys()},
-        "taste": _of_taste(config, name, gpu, processes), "epochs": config.train.epochs,
+        "taste": taste, "epochs": config.train.epochs,
         "hours": round(counts.seconds * config.train.epochs / 3600, 4)}
 
 
@@ -82,77 +79,50 @@ def _of_taste(config: Config, name: str, gpu: GPU, processes: int) -> dict[str, 
     of few steps."""
     from flowgrpo.contrib.taste import session
     from flowgrpo.policies.pipelines import few_steps
-    from flowgrpo.tools.dry_run import estimate
+    from flowgrpo.tools.dry_run import estimate, fit
 
     if processes > 1 or (config.image.frames or 1) > 1 or few_steps.ahead(config.model, config.load).why is None:
         return None
     sitting = session.of_recipe(config)
-    counts = estimate.dry_run(sitting, gpu).correct(name, config.model)
+    counts = fit.epoch(sitting, gpu).correct(name, config.model)
     seconds = session.seconds_per_click(lambda phase: counts.phase_seconds(phase) if phase in counts.phases else 0.0,
                                         sitting.train.steps)
     return {"seconds": round(seconds, 2), "peak": round(estimate.gib(counts.peak), 2)}
 
 
 @contextmanager
-def _show_phases(gpu: str, log: logging.Logger) -> Iterator[None]:
-    """Context manager: stderr shows the phases of the dry runs: in a terminal as they begin, otherwise one line."""
-    from flowgrpo.log import status
+def _show_phases(gpu: str) -> Iterator[None]:
+    """Context manager: a bar of the phases of each dry run that is computed; without a terminal one line."""
+    from flowgrpo.log import bar, in_terminal
+    from flowgrpo.tools.dry_run.estimate import LOG, ORDER, START
 
-    said, before = f"dry run on {gpu.upper()}, up to two minutes", log.level
-    with status(said) as update:
-        handler = logging.Handler()
-        handler.emit = lambda record: update(f"{said}: {record.getMessage()}")  # type: ignore[method-assign]
-        log.addHandler(handler)
-        log.setLevel(logging.INFO)
-        try:
-            yield
-        finally:
-            log.removeHandler(handler)
-            log.setLevel(before)
+    title, before = f"dry run on {gpu.upper()}, up to two minutes", LOG.level
+    shown: Any = None
 
+    def show(record: logging.LogRecord) -> None:
+        nonlocal shown
+        phase = record.getMessage()
+        if phase == START:
+            if shown is None:
+                if not in_terminal():
+                    typer.echo(f"{title} ...", err=True)
+                shown = bar(title=title, unit="phase", total=0, shown=in_terminal())
+            shown.n, shown.total = shown.total, shown.total + len(ORDER) + 1
+        elif phase in ORDER:
+            shown.n = max(shown.n, shown.total - len(ORDER) + ORDER.index(phase))
+        shown.set_postfix_str(phase)
 
-def _key(config: Config, name: str, processes: int) -> str | None:
-    """What a report depends on, as a digest; None for a model, or a recipe's code, that is not known here."""
-    from importlib.metadata import version
-
-    import flowgrpo
-    from flowgrpo.gpus import gpu_named
-    from flowgrpo.published import LANGUAGE, MODELS
-    from flowgrpo.tools.dry_run.estimate import MEASURED
-
-    described, recipe = Path(config.load.config or config.model), config.yaml()
-    if ".py" in recipe:
-        return None
-    if described.is_dir():
-        model: Any = {str(file): file.read_bytes() for file in sorted(described.rglob("*.json"))
-                      if file.stat().st_size < 2**20}
-    elif (model := repr(MODELS.get(config.model) or LANGUAGE.get(config.model))) == "None":
-        return None
-    root = Path(flowgrpo.__file__).parent
-    sources = [(str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in sorted(root.rglob("*.py"))]
-    parts = [recipe, name.upper(), gpu_named(name), processes, model, sources, MEASURED.read_text(encoding="utf-8"),
-             [version(name) for name in ("torch", "diffusers", "transformers", "peft")]]
-    return hashlib.sha256(repr(parts).encode()).hexdigest()
-
-
-def _cache_report(key: str | None, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Report from the cache of this user, which it is put into; a damaged or closed cache is not used."""
-    from flowgrpo.storage import atomic
-
-    if key is None:
-        return make()
-    file = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flowgrpo" / f"check-{key[:32]}.json"
+    handler = logging.Handler()
+    handler.emit = show  # type: ignore[method-assign]
+    LOG.addHandler(handler)
+    LOG.setLevel(logging.INFO)
     try:
-        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        if found.get("key") == key:
-            return found["report"]
-    except (OSError, ValueError, AttributeError, KeyError):
-        pass
-    report = make()
-    with suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        atomic.write_text(file, json.dumps({"key": key, "report": report}), shared=True)
-    return report
+        yield
+    finally:
+        LOG.removeHandler(handler)
+        LOG.setLevel(before)
+        if shown is not None:
+            shown.close()
 
 
 def _report(model: str, name: str, gpu: GPU, counts: Estimate, settings: dict[str, Any], better: Estimate
@@ -169,7 +139,8 @@ def _report(model: str, name: str, gpu: GPU, counts: Estimate, settings: dict[st
                     "waits": dict(phase.waits)} for key, phase in counts.phases.items()}
     fits = {"settings": settings, "peak": round(gib(better.peak), 2), "seconds": round(better.seconds, 1),
             "enough": not better.above(gpu.room)}
-    return {"model": model, "gpu": name.upper(), "measured": False, "basis": counts.basis, "phases": phases,
+    return {"model": model, "gpu": name.upper(), "measured": False, "basis": counts.basis, "stored": counts.stored,
+            "phases": phases,
             "rewards": round(gib(counts.rewards), 2), "context": round(gib(CONTEXT), 2),
             "away": f" but {' and '.join(sorted(counts.away))}" * bool(counts.away),
             "peak": round(gib(counts.peak), 2), "room": round(gib(gpu.room), 2), "seconds": round(counts.seconds, 1),
@@ -213,6 +184,8 @@ def _page(report: dict[str, Any]) -> None:
                       "rewards and evaluations",
              "host waits": f"{_waits(report['waits_per_step'])} per rollout step, "
                            f"{_waits(report['waits_per_replay'])} per replayed micro-batch"}
+    if report["stored"]:
+        lines["computed"] = f"at {report['stored']}, and stored"
     for key, text in lines.items():
         typer.echo(f"{key:<11}  {text}")
 

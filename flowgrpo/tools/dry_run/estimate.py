@@ -19,6 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import torch
 
 from flowgrpo.config import features
@@ -59,8 +60,8 @@ def count_evaluation(trainer: Trainer, meta: MetaGPU, processes: int) -> Phase:
     one, two = (_run(trainer, meta, rows, steps) for steps in FEW)
     times, more = total / rows, settings.steps - FEW[0]
 
-    def extrapolate(first: float, second: float) -> float:
-        return times * (first + more * max(second - first, 0))
+    def extrapolate(first: Any, second: Any) -> Any:
+        return times * (first + more * np.maximum(second - first, 0))
 
     waits = {reason: round(extrapolate(one.waits[reason], two.waits[reason])) for reason in one.waits | two.waits}
     return Phase(meta.spare + max(one.allocated, two.allocated), meta.spare + max(one.reserved, two.reserved),
@@ -89,6 +90,7 @@ def _run(trainer: Trainer, meta: MetaGPU, rows: int, steps: int) -> Phase:
 
 
 LOG = logging.getLogger(__name__)  # the phases that a dry run begins
+START = "model"  # what is logged before them
 ORDER = ("encode", "preview", "rollout", "decode", "base", "reward", "rescore", "update")
 ANSWERS = "answers"  # a phase of questions about own images
 EVALUATION = "evaluation"  # a phase beside the epoch
@@ -107,7 +109,7 @@ class Estimate:
     steps: denoising steps of the rollouts that were run. replays: micro-batches that were replayed with a backward.
     step_waits, replay_waits: how often the host waits for the GPU in each of them, by reason; once per call is not.
     first: seconds that a first epoch takes longer, at least. factors: by phase, measured seconds over computed ones;
-    source: where they are measured.
+    source: where they are measured. stored: the commit at which they were computed, if not now.
     """
 
     phases: dict[str, Phase]
@@ -118,6 +120,7 @@ class Estimate:
     factors: dict[str, float] = field(default_factory=dict)
     source: str = ""
     away: frozenset[str] = frozenset()
+    stored: str = ""
 
     def peak_bytes(self, phase: str) -> float:
         """Bytes of tensors that are in use in a phase at most, reward models included."""
@@ -190,6 +193,7 @@ def dry_run(config: Config, gpu: GPU = GPUS["H100"], processes: int = 1, pipe: A
     rest is extrapolated. The state is that of a later epoch: the optimizer has its moments.
     Raises UserError for what a dry run does not cover.
     """
+    LOG.info(START)
     config = _prepare_recipe(config)
     shape = geometry(config.train, processes)
     rare = features.dry_runs(features.active_features(config, validate.resolve(config)))

@@ -14,6 +14,7 @@ from flowgrpo.device import AUTO
 from flowgrpo.errors import UserError
 from flowgrpo.gpus import GPU, GPUS
 from flowgrpo.policies.build import IMAGE_TOKENS, kind
+from flowgrpo.tools.dry_run import profiles
 from flowgrpo.tools.dry_run.estimate import ANSWERS, Estimate, dry_run
 
 # Options in the order of docs/performance.md, cheapest first: what they are changed from, and the phases they help.
@@ -35,12 +36,14 @@ OPTIONS: list[tuple[str, Any, Any, frozenset[str]]] = [
 
 
 def epoch(config: Config, gpu: GPU, processes: int = 1, pipe: Any = None) -> Estimate:
-    """Counts of an epoch: of a pipeline, or of a model of image tokens."""
-    if pipe is None and kind(config) == IMAGE_TOKENS:
-        from flowgrpo.tools.dry_run import tokens
-
-        return tokens.dry_run(config, gpu, processes)
-    return dry_run(config, gpu, processes, pipe)
+    """Counts of an epoch: of a pipeline, or of a model of image tokens. Without `pipe` those known already are read."""
+    if pipe is not None:
+        return dry_run(config, gpu, processes, pipe)
+    if of_tokens := kind(config) == IMAGE_TOKENS:
+        from flowgrpo.tools.dry_run.tokens import dry_run as run
+    else:
+        run = dry_run
+    return profiles.find(config, gpu, processes, lambda on: run(config, on, processes), of_tokens)
 
 
 def with_options(config: Config, options: dict[str, Any]) -> Config:

@@ -29,7 +29,7 @@ from flowgrpo.text.policies.image_lm import DECODED, HEAD, ImageLM
 from flowgrpo.text.samplers.decoding import Decoding
 from flowgrpo.text.samplers.language_model import TokenizedPrompts
 from flowgrpo.tools.dry_run import from_configs
-from flowgrpo.tools.dry_run.estimate import ANSWERS, LOG, ORDER, PROMPT, Estimate, gib
+from flowgrpo.tools.dry_run.estimate import ANSWERS, LOG, ORDER, PROMPT, START, Estimate, gib
 from flowgrpo.tools.dry_run.meta_gpu import META, MetaGPU, Phase
 from flowgrpo.tools.dry_run.weights import reward_bytes
 
@@ -39,6 +39,7 @@ BEGIN = 3  # the token that begins an image, of the stand-in tokenizer
 def dry_run(config: Config, gpu: GPU, processes: int = 1) -> Estimate:
     """Counts of an epoch on one of so many processes. With `parts.data` of `SelfAnswers` all images are asked about, as
     if all were right; the epoch has fewer questions where some are wrong. Raises UserError for what is not covered."""
+    LOG.info(START)
     config = _prepare_recipe(config)
     method = validate.resolve(config, build.process(build.IMAGE_TOKENS))
     shape, meta = geometry(config.train, processes), MetaGPU(gpu)
