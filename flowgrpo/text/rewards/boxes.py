@@ -46,8 +46,7 @@ def match_score(named: Sequence[Box], wanted: Sequence[Box]) -> float:
 
 
 def _boxes(value: object) -> list[Box]:
-    """Parse an answer key: one box, or a list of boxes.
-    Raises ValueError for anything else."""
+    """Parse an answer key: one box, or a list of boxes. Raises ValueError for anything else."""
     entries: list[Any] = value if isinstance(value, list) and value and isinstance(value[0], list) else [value]
     for box in entries:
         if not (isinstance(box, list) and len(box) == 4 and all(type(side) in (int, float) for side in box)
