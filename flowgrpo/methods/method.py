@@ -299,7 +299,6 @@ _FIELDS: dict[type, tuple[str, ...]] = {}
 
 
 def _fields(record: type[Any]) -> tuple[str, ...]:
-    """The names of a dataclass's fields, looked up once."""
     if record not in _FIELDS:
         _FIELDS[record] = tuple(field.name for field in dataclasses.fields(record))
     return _FIELDS[record]

@@ -157,13 +157,11 @@ def _part_type(part: Any, name: Any, path: str) -> type:
 
 
 def _place(path: str) -> str:
-    """The place of an absent part, by the end of its path."""
     name = path.rpartition(".")[2]
     return next((place for place in registry.MODULES if place.rpartition(".")[2] == name), name)
 
 
 def _require_place(cls: Any, name: str, place: str, path: str) -> type:
-    """The class of a file or package as a part. Raises UserError if it cannot stand in this place."""
     base = registry.BASES.get(place, object)
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls) and issubclass(cls, base)):
         of = f" that extends {base.__module__}.{base.__name__}" if base is not object else ""

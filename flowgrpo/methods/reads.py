@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
 from flowgrpo import objectives
 from flowgrpo.errors import UserError
@@ -50,7 +50,9 @@ def require_set(host: Method, requested: Method, method: Method, overlays: dict[
     for name in _differing_parts(host, requested):
         if name not in read:
             why = f" ({_IDLE[name][1]})" if name in _IDLE and name in names(method) else ""
-            raise UserError(refusal(method, name, f"parts.{name} {_short(requested.parts()[name])}{why}"))
+            part = requested.parts()[name]
+            shown = type(part).__name__ if dataclasses.is_dataclass(part) else repr(part)
+            raise UserError(refusal(method, name, f"parts.{name} {shown}{why}"))
 
 
 def refusal(method: Method, name: str, got: str) -> str:
@@ -88,7 +90,3 @@ def _reads(part: type, name: str, target: targets.Target) -> bool:
 def _differing_parts(before: Method, after: Method) -> list[str]:
     old = before.parts()
     return [name for name, part in after.parts().items() if name not in old or old[name] != part]
-
-
-def _short(part: Any) -> str:
-    return type(part).__name__ if dataclasses.is_dataclass(part) else repr(part)

@@ -58,7 +58,6 @@ class TextWeights(TrainableWeights):
         return {}
 
     def _attach(self, path: Path, adapter: str) -> str:
-        """Load a folder's adapter; return what was applied, in words. Raises UserError if it does not load."""
         attach(self.modules["model"], path, adapter)
         count = sum(adapter in layer.lora_A for layer in self.layers().values())
         return f"{path}: LoRA applied to {quantity(count, 'layer')}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from flowgrpo.errors import UserError
 from flowgrpo.escaped import one_line
@@ -142,6 +142,31 @@ def keys(reward: str, metadata: Sequence[dict[str, Any]], key: str, prompts: Seq
             raise UserError(f"reward {reward!r}: metadata.{key} is {one_line(repr(value)[:120])}, {one_line(error)} "
                             f"(prompt: {one_line(prompt[:80])!r})") from None
     return result
+
+
+class Keyed:
+    """Reward of completions, one by one, by an entry of the prompt's metadata; base class.
+
+    key: of the metadata; a prompt without it has no score. abstain: nor has a completion that says it does not know.
+    """
+
+    reward: ClassVar[str]
+    key: str
+    abstain = False
+    keyed = True  # nothing is scored without the key
+
+    def __call__(self, completions: Sequence[str], prompts: Sequence[str],
+                 metadata: Sequence[dict[str, Any]]) -> list[float | None]:
+        known = keys(self.reward, metadata, self.key, prompts, self.read)
+        return [None if accepted is None or (self.abstain and abstains(completion)) else self._one(completion, accepted)
+                for completion, accepted in zip(completions, known)]
+
+    def read(self, value: object) -> Any:
+        """Parse an entry of the metadata. Raises ValueError for none."""
+        return several(value)
+
+    def _one(self, completion: str, accepted: Any) -> float:
+        raise NotImplementedError
 
 
 def several(value: object) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About, built_in
-from flowgrpo.text.rewards.answer_keys import LICENCE, final_answer, keys, strip_thoughts
+from flowgrpo.text.rewards.answer_keys import LICENCE, Keyed, final_answer, keys, strip_thoughts
 
 Box = tuple[float, float, float, float]
 _N = r"\s*(-?\d{1,9}(?:\.\d{1,9})?)\s*"
@@ -45,20 +45,9 @@ def match_score(named: Sequence[Box], wanted: Sequence[Box]) -> float:
     return total / max(len(named), len(wanted), 1)
 
 
-def _boxes(value: object) -> list[Box]:
-    """Parse an answer key: one box, or a list of boxes.
-    Raises ValueError for anything else."""
-    entries: list[Any] = value if isinstance(value, list) and value and isinstance(value[0], list) else [value]
-    for box in entries:
-        if not (isinstance(box, list) and len(box) == 4 and all(type(side) in (int, float) for side in box)
-                and box[0] < box[2] and box[1] < box[3]):
-            raise ValueError("expected a box [left, top, right, bottom], or a list of boxes")
-    return [(float(a), float(b), float(c), float(d)) for a, b, c, d in entries]
-
-
 @built_in("box_iou")
 @dataclass(frozen=True)
-class BoxIoU:
+class BoxIoU(Keyed):
     """Mean IoU of the boxes that a completion's answer names with those in the metadata (Visual-RFT).
 
     A box is [left, top, right, bottom] in the text. The boxes are those of the answer that the completion states (see
@@ -68,14 +57,19 @@ class BoxIoU:
     """
 
     key: str = "boxes"
+    reward = "box_iou"
     about = About(modality="text", range=(0, 1), needs="", licence=LICENCE)
-    keyed = True  # nothing is scored without the key
 
-    def __call__(self, completions: Sequence[str], prompts: Sequence[str],
-                 metadata: Sequence[dict[str, Any]]) -> list[float | None]:
-        wanted = keys("box_iou", metadata, self.key, prompts, _boxes)
-        return [None if known is None else match_score(boxes(final_answer(text) or strip_thoughts(text)), known)
-                for text, known in zip(completions, wanted)]
+    def read(self, value: object) -> list[Box]:
+        entries: list[Any] = value if isinstance(value, list) and value and isinstance(value[0], list) else [value]
+        for box in entries:
+            if not (isinstance(box, list) and len(box) == 4 and all(type(side) in (int, float) for side in box)
+                    and box[0] < box[2] and box[1] < box[3]):
+                raise ValueError("expected a box [left, top, right, bottom], or a list of boxes")
+        return [(float(a), float(b), float(c), float(d)) for a, b, c, d in entries]
+
+    def _one(self, completion: str, accepted: Sequence[Box]) -> float:
+        return match_score(boxes(final_answer(completion) or strip_thoughts(completion)), accepted)
 
 
 @built_in("box_format")
@@ -129,16 +123,9 @@ def time_iou(first: tuple[float, float], second: tuple[float, float]) -> float:
     return shared / (sum(lengths) - shared) if min(lengths) > 0 else 0.0
 
 
-def _span(value: object) -> tuple[float, float]:
-    if (isinstance(value, list) and len(value) == 2 and all(type(time) in (int, float) for time in value)
-            and 0 <= value[0] < value[1]):
-        return float(value[0]), float(value[1])
-    raise ValueError("expected [start, end] in seconds")
-
-
 @built_in("time_iou")
 @dataclass(frozen=True)
-class TimeIoU:
+class TimeIoU(Keyed):
     """IoU of the span of time that a completion's answer names with the one in the metadata.
 
     The span is the last one of the answer that the completion states, or of the text after its thoughts.
@@ -147,19 +134,20 @@ class TimeIoU:
 
     key: str = "span"
     floor: float = 0.0
+    reward = "time_iou"
     about = About(modality="text", range=(0, 1), needs="", licence=LICENCE)
-    keyed = True  # nothing is scored without the key
 
     def __post_init__(self) -> None:
         if not 0 <= self.floor < 1:
             raise UserError(f"reward 'time_iou': floor is {self.floor}, expected from 0 to below 1")
 
-    def __call__(self, completions: Sequence[str], prompts: Sequence[str],
-                 metadata: Sequence[dict[str, Any]]) -> list[float | None]:
-        wanted = keys("time_iou", metadata, self.key, prompts, _span)
-        return [None if known is None else self._one(span(final_answer(text) or strip_thoughts(text)), known)
-                for text, known in zip(completions, wanted)]
+    def read(self, value: object) -> tuple[float, float]:
+        if (isinstance(value, list) and len(value) == 2 and all(type(time) in (int, float) for time in value)
+                and 0 <= value[0] < value[1]):
+            return float(value[0]), float(value[1])
+        raise ValueError("expected [start, end] in seconds")
 
-    def _one(self, named: tuple[float, float] | None, known: tuple[float, float]) -> float:
-        value = 0.0 if named is None else time_iou(named, known)
+    def _one(self, completion: str, accepted: tuple[float, float]) -> float:
+        named = span(final_answer(completion) or strip_thoughts(completion))
+        value = 0.0 if named is None else time_iou(named, accepted)
         return value if value >= self.floor else 0.0

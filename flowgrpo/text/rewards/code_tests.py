@@ -162,8 +162,7 @@ def _parse_json(text: str) -> Any:
 
 
 def validator(schema: object) -> Any:
-    """A schema's validator; references lead nowhere outside it.
-    Raises ValueError for an invalid schema."""
+    """A schema's validator; references lead nowhere outside it. Raises ValueError for an invalid schema."""
     from jsonschema import SchemaError, validators
     from referencing import Registry
 
@@ -211,7 +210,10 @@ class JsonSchema:
     def __post_init__(self) -> None:
         import_optional("jsonschema", "text", "reward 'json_schema'")
         try:
-            object.__setattr__(self, "checked", None if self.schema is None else validator(_read(self.schema)))
+            schema = self.schema
+            if isinstance(schema, str):
+                schema = json.loads(Path(schema).read_text(encoding="utf-8"))
+            object.__setattr__(self, "checked", None if self.schema is None else validator(schema))
         except (OSError, ValueError) as error:
             shown = one_line(repr(self.schema)[:120])
             raise UserError(f"reward 'json_schema': schema is {shown}, {one_line(error)}") from None
@@ -233,10 +235,6 @@ class JsonSchema:
         except (ValueError, RecursionError):
             return 0.0
         return score if self.graded else float(score == 1)
-
-
-def _read(schema: Any) -> Any:
-    return json.loads(Path(schema).read_text(encoding="utf-8")) if isinstance(schema, str) else schema
 
 
 _SVG = re.compile(r"<svg\b.*?</svg\s*>", re.S | re.I)

@@ -220,8 +220,6 @@ def letters(texts: SoftTexts | Sequence[str], alphabet: Sequence[str]) -> Tensor
     method.
     Raises UserError for a letter that is not a token.
     """
-    import torch
-
     if isinstance(texts, SoftTexts):
         if missing := [letter for letter in alphabet if letter not in texts.tokens]:
             raise UserError(f"{missing[0]!r} is none of the model's {len(texts.tokens)} tokens: a reward whose "

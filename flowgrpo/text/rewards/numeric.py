@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from flowgrpo.errors import UserError
 from flowgrpo.packages import import_optional
@@ -27,9 +27,8 @@ from flowgrpo.rewards.about import About, built_in
 from flowgrpo.rewards.failures import Failed
 from flowgrpo.text.rewards.answer_keys import (
     LICENCE,
-    abstains,
+    Keyed,
     final_answer,
-    keys,
     several,
     strip_thoughts,
     without_commands,
@@ -178,8 +177,7 @@ def _fraction(over: str, under: str) -> Fraction:
 
 
 def _decimal(text: str) -> Fraction:
-    """A decimal number, without its thousands separators.
-    Raises ValueError for one that is too long."""
+    """A decimal number, without its thousands separators. Raises ValueError for one that is too long."""
     text = text.replace(",", "")
     _, _, power = text.lower().partition("e")
     if len(text) > DIGITS or abs(int(power or 0)) > DIGITS:
@@ -235,7 +233,7 @@ _OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.
 
 @built_in("numeric_match", "math maths arithmetic correct gsm8k")
 @dataclass(frozen=True)
-class NumericMatch:
+class NumericMatch(Keyed):
     """1 if a completion's number equals the one in the metadata, otherwise 0.
 
     The number is the answer that the completion states (see `answer_keys.final_answer`), read whole as `stated_number`
@@ -252,18 +250,15 @@ class NumericMatch:
     tolerance: float = 1e-9
     expressions: bool = False
     abstain: bool = False
+    reward = "numeric_match"
     about = About(modality="text", range=(0, 1), needs="", licence=LICENCE)
-    keyed = True  # nothing is scored without the key
 
     def __post_init__(self) -> None:
         if not 0 <= self.tolerance < 1:
             raise UserError(f"reward 'numeric_match': tolerance is {self.tolerance}, expected from 0 to below 1")
 
-    def __call__(self, completions: Sequence[str], prompts: Sequence[str],
-                 metadata: Sequence[dict[str, Any]]) -> list[float | None]:
-        references = keys("numeric_match", metadata, self.key, prompts, answer_key)
-        return [None if accepted is None or (self.abstain and abstains(completion)) else self._one(completion, accepted)
-                for completion, accepted in zip(completions, references)]
+    def read(self, value: object) -> list[Number]:
+        return answer_key(value)
 
     def answer(self, completion: str) -> Number | None:
         statement = final_answer(completion)
@@ -276,8 +271,7 @@ class NumericMatch:
 
 
 def answer_key(value: object) -> list[Number]:
-    """An answer key as its numbers.
-    Raises ValueError for a text that is neither a number nor arithmetic."""
+    """An answer key as its numbers. Raises ValueError for a text that is neither a number nor arithmetic."""
     numbers = []
     for text in several(value):
         whole = _NUMBER.fullmatch(plain(text).strip())
@@ -351,7 +345,7 @@ def _read(lines: IO[str], answers: queue.Queue[str]) -> None:
 
 @built_in("math_answer", "maths correct latex math500")
 @dataclass(frozen=True, eq=False)
-class MathAnswer:
+class MathAnswer(Keyed):
     """1 if a completion's mathematical answer equals the one in the metadata, by math-verify, otherwise 0.
 
     The answer is the one that the completion states (see `answer_keys.final_answer`), or else the one that math-verify
@@ -370,8 +364,8 @@ class MathAnswer:
     abstain: bool = False
     worker: Worker = field(init=False, repr=False)
     _readable: set[str] = field(init=False, repr=False)
+    reward = "math_answer"
     about = About(modality="text", range=(0, 1), needs="text", licence="Apache-2.0, MIT packages")
-    keyed = True  # nothing is scored without the key
 
     def __post_init__(self) -> None:
         if not (self.timeout > 0 and self.memory > 0):
@@ -381,13 +375,7 @@ class MathAnswer:
         object.__setattr__(self, "worker", Worker(sys.executable, str(WORKER), str(self.memory), str(self.timeout)))
         object.__setattr__(self, "_readable", set())
 
-    def __call__(self, completions: Sequence[str], prompts: Sequence[str],
-                 metadata: Sequence[dict[str, Any]]) -> list[float | None]:
-        references = keys("math_answer", metadata, self.key, prompts, self._key_as_latex)
-        return [None if accepted is None or (self.abstain and abstains(completion)) else self._one(completion, accepted)
-                for completion, accepted in zip(completions, references)]
-
-    def _key_as_latex(self, value: object) -> list[str]:
+    def read(self, value: object) -> list[str]:
         accepted = [latex(text) for text in several(value)]
         for text in accepted:
             if text not in self._readable and self.worker.ask([text, None], self.timeout) != "yes":

@@ -15,7 +15,7 @@ from flowgrpo.packages import import_optional
 from flowgrpo.rewards.about import About, built_in
 from flowgrpo.text.rewards.answer_keys import (
     LICENCE,
-    abstains,
+    Keyed,
     final_answer,
     keys,
     several,
@@ -41,7 +41,7 @@ def normalise(text: str, case: bool = False) -> str:
 
 @built_in("exact_match", "correct answer equal")
 @dataclass(frozen=True)
-class ExactMatch:
+class ExactMatch(Keyed):
     """1 if a completion's answer equals the one in the metadata after normalising, otherwise 0.
 
     key: of the metadata, a text, a number or a list of accepted ones; None for a prompt without it.
@@ -55,14 +55,8 @@ class ExactMatch:
     extract: bool = True
     case: bool = False
     abstain: bool = False
+    reward = "exact_match"
     about = About(modality="text", range=(0, 1), needs="", licence=LICENCE)
-    keyed = True  # nothing is scored without the key
-
-    def __call__(self, completions: Sequence[str], prompts: Sequence[str],
-                 metadata: Sequence[dict[str, Any]]) -> list[float | None]:
-        references = keys("exact_match", metadata, self.key, prompts, several)
-        return [None if accepted is None or (self.abstain and abstains(completion)) else self._one(completion, accepted)
-                for completion, accepted in zip(completions, references)]
 
     def answer(self, completion: str) -> str:
         answer = final_answer(completion) if self.extract else completion
@@ -328,7 +322,7 @@ def read_choices(text: str, letters: bool = False) -> set[str]:
 
 @built_in("multi_choice", "quiz correct")
 @dataclass(frozen=True)
-class MultiChoice:
+class MultiChoice(Keyed):
     """Share of choices that answer and reference have in common, among those that either has (TW-GRPO's soft reward, in
     a form of ours): 1 for the same set, 0 for none.
 
@@ -338,17 +332,12 @@ class MultiChoice:
 
     key: str = "answer"
     strict: bool = False
+    reward = "multi_choice"
     about = About(modality="text", range=(0, 1), needs="", licence=LICENCE)
-    keyed = True  # nothing is scored without the key
 
-    def __call__(self, completions: Sequence[str], prompts: Sequence[str],
-                 metadata: Sequence[dict[str, Any]]) -> list[float | None]:
-        references = keys("multi_choice", metadata, self.key, prompts, several)
-        return [None if known is None else self._one(final_answer(text) or strip_thoughts(text),
-                                                     {normalise(choice).upper() for choice in known})
-                for text, known in zip(completions, references)]
-
-    def _one(self, text: str, right: set[str]) -> float:
+    def _one(self, completion: str, accepted: Sequence[str]) -> float:
+        right = {normalise(choice).upper() for choice in accepted}
+        text = final_answer(completion) or strip_thoughts(completion)
         answer = read_choices(text, letters=all(len(choice) == 1 for choice in right))
         if self.strict and answer - right:
             return 0.0
@@ -391,7 +380,7 @@ class Translation:
 
 @built_in("step_match")
 @dataclass(frozen=True)
-class StepMatch:
+class StepMatch(Keyed):
     """Share of a solution's steps that are right up to the first wrong one; 1 for all of them and no more.
 
     key: of the metadata, the right steps as one text or a list; None for a prompt without it.
@@ -400,20 +389,17 @@ class StepMatch:
 
     key: str = "solution"
     separator: str = ";"
+    reward = "step_match"
     about = About(modality="text", range=(0, 1), needs="", licence=LICENCE)
-    keyed = True  # nothing is scored without the key
 
     def __post_init__(self) -> None:
         if not self.separator:
             raise UserError("reward 'step_match': separator is empty, expected the text between two steps")
 
-    def __call__(self, completions: Sequence[str], prompts: Sequence[str],
-                 metadata: Sequence[dict[str, Any]]) -> list[float | None]:
-        references = keys("step_match", metadata, self.key, prompts, lambda value: self.separator.join(several(value)))
-        return [None if reference is None else self._one(completion, reference)
-                for completion, reference in zip(completions, references)]
+    def read(self, value: object) -> str:
+        return self.separator.join(several(value))
 
-    def _one(self, completion: str, reference: str) -> float:
-        steps, right = ([normalise(step) for step in text.split(self.separator)] for text in (completion, reference))
+    def _one(self, completion: str, accepted: str) -> float:
+        steps, right = ([normalise(step) for step in text.split(self.separator)] for text in (completion, accepted))
         equal = [step == other for step, other in zip(steps, right)]
         return (equal.index(False) if False in equal else len(equal)) / max(len(steps), len(right))

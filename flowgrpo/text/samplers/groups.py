@@ -219,8 +219,9 @@ class PrunedDraws:
         seeds = [torch.randint(2**62, (self.begun,), generator=generator).tolist() for generator in generators]
         groups = [begin(sum(seeds[first:first + group], []), most) for first in firsts]
         groups = continue_groups(policy, prompts, groups, decoding, self.tokens, micro_batch, 0)
-        groups = [_rows(of, self.choose(chances, group))
-                  for of, chances in zip(groups, self.chances(policy, prompts, groups, micro_batch))]
+        chosen = [self.choose(chances, group) for chances in self.chances(policy, prompts, groups, micro_batch)]
+        groups = [Begun(**{field.name: getattr(of, field.name)[at] for field in fields(of)})
+                  for of, at in zip(groups, chosen)]
         whole = continue_groups(policy, prompts, groups, decoding, most - self.tokens, micro_batch, 0)
         return [complete_groups(policy, prompts.prompts, whole)]
 
@@ -256,10 +257,6 @@ def states_at(policy: CausalModel, tokenized: TokenizedPrompts, prompts: Tensor,
         states = policy.states_before(tokenized.rows(prompts[at]), begun)
         found.append(states[torch.arange(len(at)), places[at].to(states.device)])
     return wide(torch.cat(found))[0]
-
-
-def _rows(group: Begun, at: Tensor) -> Begun:
-    return Begun(**{field.name: getattr(group, field.name)[at] for field in fields(group)})
 
 
 def continue_prefixes(policy: CausalModel, tokenized: TokenizedPrompts, prefixes: Sequence[Tensor], decoding: Decoding,

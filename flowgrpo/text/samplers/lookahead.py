@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo.parts import AtLeast, part
-from flowgrpo.text.samplers.groups import concatenate, reorder
+from flowgrpo.text.samplers.groups import alternatives, concatenate, continue_prefixes, reorder, sample_rows
 
 if TYPE_CHECKING:
     from flowgrpo.text.samplers.decoding import Decoding
@@ -41,13 +41,12 @@ class BranchingLookahead:
     def __call__(self, policy: CausalModel, tokenized: TokenizedPrompts, decoding: Decoding,
                  generators: Sequence[torch.Generator], greedy: Tensor, group: int, micro_batch: int
                  ) -> list[SampledCompletions]:
-        def sample_rows(rows: Tensor) -> list[SampledCompletions]:
-            return [policy.sample(tokenized.rows(at), decoding, [generators[i] for i in at], greedy[at])
-                    for at in rows.split(micro_batch)]
+        def sample(rows: Sequence[int]) -> list[SampledCompletions]:
+            return sample_rows(policy, tokenized, decoding, generators, greedy, torch.tensor(rows), micro_batch)
 
         # The first completion of each group is sampled as it comes; its uncertain tokens are where others can branch.
         rows, most = list(range(0, len(generators), group)), max(round(self.share * group), 1)
-        completions = concatenate(sample_rows(torch.tensor(rows)))
+        completions = concatenate(sample(rows))
         new = self.branches(policy, tokenized.rows(torch.tensor(rows)), completions, decoding, [0] * len(rows), 0)
         waiting, grown = dict(zip(rows, map(deque, new))), dict.fromkeys(rows, 1)
         # Try waiting branches of all groups together, until a group has its share of them.
@@ -71,14 +70,12 @@ class BranchingLookahead:
                 waiting[row] += more
         # Groups with too few branches are filled with samples of their own.
         missing = [row + number for row in grown for number in range(grown[row], group)]
-        completions = concatenate([completions, *sample_rows(torch.tensor(missing))]) if missing else completions
+        completions = concatenate([completions, *sample(missing)]) if missing else completions
         return [reorder(completions, torch.tensor(rows + missing).argsort())]
 
     def branches(self, policy: CausalModel, tokenized: TokenizedPrompts, completions: SampledCompletions,
                  decoding: Decoding, after: Sequence[int], first: int) -> list[list[Branch]]:
         """The possible branches of each of the completions [b] from the place `after` on, numbered from `first`."""
-        from flowgrpo.text.samplers.groups import alternatives
-
         tokens, logp, likeliest = alternatives(policy, tokenized, completions.ids, completions.mask, decoding)
         fits = completions.mask & (logp.exp() > self.likely) & (likeliest.exp() - logp.exp() <= self.gap)
         fits &= ~torch.isin(tokens, torch.tensor(policy.ends))
@@ -107,8 +104,6 @@ def complete_branches(policy: CausalModel, tokenized: TokenizedPrompts, completi
                       decoding: Decoding, generators: Sequence[torch.Generator], branches: Sequence[Branch]
                       ) -> SampledCompletions:
     """The completions of these branches, drawn to their end."""
-    from flowgrpo.text.samplers.groups import continue_prefixes
-
     prefixes = [torch.cat([completions.ids[branch.parent, :branch.place], torch.tensor([branch.token])])
                 for branch in branches]
     drawn = continue_prefixes(policy, tokenized, prefixes, decoding, generators)

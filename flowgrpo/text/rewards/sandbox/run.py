@@ -14,7 +14,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -87,14 +87,11 @@ def installation() -> list[str]:
     base = os.path.realpath(sys.base_prefix)
     paths = [*SYSTEM, program, os.path.realpath(sysconfig.get_path("stdlib"))]
     if base not in ("/", "/usr"):
-        paths += [os.path.join(base, "lib"), *_library(base)]
+        paths.append(os.path.join(base, "lib"))
+        library = os.path.realpath(sysconfig.get_config_var("LIBDIR") or base)
+        if sysconfig.get_config_var("Py_ENABLE_SHARED") and not library.startswith(base):
+            paths.append(library)
     return [path for path in dict.fromkeys(paths) if os.path.lexists(path)]
-
-
-def _library(base: str) -> Iterable[str]:
-    folder = sysconfig.get_config_var("LIBDIR")
-    if folder and sysconfig.get_config_var("Py_ENABLE_SHARED") and not os.path.realpath(folder).startswith(base):
-        yield os.path.realpath(folder)
 
 
 def bubblewrap(program: str) -> Boundary:
@@ -334,7 +331,6 @@ def _without_files(here: int) -> list[str]:
 
 
 def _wait_until_confined(process: subprocess.Popen[bytes], boundary: Boundary) -> None:
-    """Wait until a process has confined itself; raise UserError with the boundary's own message if it does not."""
     line, complete = _read(process.stderr, 1000, time.monotonic() + START, until=b"\n")
     if line != b"started\n":
         reason = " ".join(line.decode("utf-8", "replace").split()) or (

@@ -63,15 +63,9 @@ def run_code(code: str, program: bool) -> None:
     sys.modules[module.__name__], sys.argv[:] = module, [FILE]
     exec(compile(code, FILE, "exec", dont_inherit=True), module.__dict__)
     if link is not None:
-        _any_number()
+        sys.set_int_max_str_digits(0)
         link.objects.append(module.__dict__)
         link.answer_all()
-
-
-def _any_number() -> None:
-    """Read and write numbers of any length; early versions of Python 3.10 have no limit."""
-    if hasattr(sys, "set_int_max_str_digits"):
-        sys.set_int_max_str_digits(0)
 
 
 def _serve(operation: str, thing: Any, args: list, keywords: dict) -> Any:
@@ -105,7 +99,7 @@ class Names(dict):
 def run_tests(tests: list[str], report: int) -> None:
     """Run tests in order, and report each, until the code's process ends."""
     link = Link(to_null(0), to_null(1), _call, functions=False)
-    _any_number()
+    sys.set_int_max_str_digits(0)
     names = Names(link)
     try:
         for number, test in enumerate(tests, 1):
