@@ -238,9 +238,7 @@ def _walk(n: int, count: int, epoch: int, seed: int) -> np.ndarray:
 def require_suited(config: Config) -> None:
     """Raise UserError for a test set that is trained on, unless `train_on_test_set`; and for a held-out share of a set
     that brings held-out prompts, where it would have no effect.
-
-    The default share is accepted: a run's saved configuration has it. Recorded pairs replace the training prompts.
-    """
+    The default share is accepted: a run's saved configuration has it. Recorded pairs replace the training prompts."""
     if not config.train_on_test_set and config.preferences is None and (name := test_set(config.prompts)):
         one = SETS[name]
         raise UserError(f"prompts: {config.prompts} is a test set ({one.source}), on which a model that trained on it "

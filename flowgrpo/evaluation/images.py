@@ -117,10 +117,8 @@ def require_disk(output: str | Path, files: int) -> None:
 
 
 def one_file(output: str | Path, count: int, endings: Sequence[str] = tuple(itertools.chain(*FILES.values()))) -> bool:
-    """Whether `output` is the file of one sample, by its ending, and no folder.
-
-    Raises UserError if it cannot be written, or is a file and there are several samples.
-    """
+    """Whether `output` is the file of one sample, by its ending, and no folder. Raises UserError if it cannot be
+    written, or is a file and there are several samples."""
     ending = Path(output).suffix.lower()
     if ending not in endings or Path(output).is_dir():
         require_folder(output, f" or of one sample's {', '.join(endings)} file")

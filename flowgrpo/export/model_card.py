@@ -48,10 +48,8 @@ PROMPTS = {"image": "a photo of a cat", "clip": "a cat walks", "completion": "He
 
 @dataclass(frozen=True)
 class Pair:
-    """Samples of a prompt before and after: paths of images relative to the run, or texts.
-
-    brought: what the prompt brings, as keys of a prompt file with such paths.
-    """
+    """Samples of a prompt before and after: paths of images relative to the run, or texts. brought: what the prompt
+    brings, as keys of a prompt file with such paths."""
 
     prompt: str
     before: str
@@ -236,7 +234,6 @@ def _terms(licence: dict[str, str]) -> str:
 
 
 def _base(config: Config) -> str:
-    """Return sentences on the base of a LoRA whose base is not the model alone, and on the LoRA that it began from."""
     base = sources.base(config.model, config.load)
     told = "" if base == f"`{config.model}`" else \
         f"\n\nIts base is {base}: on another base the weights do something else."
@@ -282,7 +279,6 @@ def licence_of(place: str) -> dict[str, str]:
 
 
 def _files(run: Path) -> str:
-    """Sentence on the file for ComfyUI, of a run that has one."""
     made = sorted(run.glob("comfyui/*.safetensors"))
     named = " and ".join(code(file.relative_to(run).as_posix()) for file in made)
     return f"For ComfyUI: {named}, at strength 1. All other programs: the files below.\n\n" if made else ""

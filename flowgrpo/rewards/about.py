@@ -62,9 +62,7 @@ def differentiable(reward: T) -> T:
 
 def built_in(name: str, found_by: str = "") -> Callable[[T], T]:
     """Decorator: the name of a reward of the package, for `reward_names.py`, which `scripts/docs/build_docs.py` writes.
-
-    found_by: words of users by which `flowgrpo list rewards` finds it, where its first sentence lacks them.
-    """
+    found_by: words of users by which `flowgrpo list rewards` finds it, where its first sentence lacks them."""
     def named(reward: T) -> T:
         reward.found_by = found_by  # type: ignore[attr-defined]  # functions and classes take attributes
         return reward

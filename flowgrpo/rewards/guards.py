@@ -277,11 +277,9 @@ def edge_widths(images: Tensor) -> Tensor:
 
 def widths_of(light: Tensor) -> Tensor:
     """Mean width [...] of the edges of luminances [..., H, W] in pixels; NaN for one without any.
-
     sqrt(2) times the root mean square of the gradient, over that of the Laplacian: 1 for a step between two pixels, 2 s
     for an edge with the profile of a Gaussian of deviation s > 1. It does not change with contrast, nor with the share
-    of the image that has edges. Noise makes it smaller.
-    """
+    of the image that has edges. Noise makes it smaller."""
     light = light.double()
     if min(light.shape[-2:]) < 3:
         return light.new_full(light.shape[:-2], torch.nan)

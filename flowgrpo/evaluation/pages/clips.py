@@ -50,11 +50,9 @@ def require(what: str) -> None:
 
 def encode(frames: Sequence[Image.Image], seconds: float, comment: str = "") -> bytes | None:
     """RGB images of one size as an mp4; None, with a line printed once, if it cannot be encoded.
-
     H.264 halves the resolution of colours: small images are enlarged by a whole factor, to at most SMALL pixels, and
     odd sizes grow by a repeated pixel.
-    seconds: of the clip. comment: metadata.
-    """
+    seconds: of the clip. comment: metadata."""
     import numpy as np
 
     program = encoder()
@@ -125,11 +123,8 @@ def comment(text: str) -> bytes:
 
 
 def save_clip(path: str | Path, clip: torch.Tensor, facts: str | None = None, fps: float | None = None) -> Path:
-    """Write a clip [F, 3, H, W] in [0, 1] as `animate` does, or for a path that ends with .mp4 as that alone.
-
-    fps: frames per second; None: USUAL.
-    Raises UserError if such an mp4 cannot be encoded.
-    """
+    """Write a clip [F, 3, H, W] in [0, 1] as `animate` does, or for a path that ends with .mp4 as that alone. fps:
+    frames per second; None: USUAL. Raises UserError if such an mp4 cannot be encoded."""
     path, frames, seconds = Path(path), [as_image(frame) for frame in clip], seconds_of(len(clip), fps)
     if path.suffix.lower() != ".mp4":
         return animate(path, frames, seconds, facts)

@@ -62,10 +62,7 @@ def canonical_label(label: str) -> str:
 def load_detector(detector: LocalModel, name: str, model: str, revision: str | None, network: Any, processor: Any
              ) -> tuple[Any, Any]:
     """Load a detector's network, in its dtype, and its processor: classes of transformers, without code from the hub.
-
-    name: of the detector in a recipe. model: a folder or hub id.
-    Raises UserError if they are unavailable.
-    """
+    name: of the detector in a recipe. model: a folder or hub id. Raises UserError if they are unavailable."""
     with loading(f"detector {name}: {model}", f"fetch it and give its folder as args: {{detector: '{name}:FOLDER'}}",
                  model):
         options = {"revision": revision, "trust_remote_code": False}
@@ -79,10 +76,8 @@ def in_process(name: str) -> bool:
 
 
 def detector(name: str, **arguments: Any) -> Detector:
-    """Detector of that name. arguments: of `LocalModel`, for one that is `in_process`.
-
-    Raises UserError for one that does not exist or lacks its package.
-    """
+    """Detector of that name. arguments: of `LocalModel`, for one that is `in_process`. Raises UserError for one that
+    does not exist or lacks its package."""
     if name.startswith(ADDRESSES):
         return Remote(name)
     if ".py:" in name:
@@ -98,10 +93,8 @@ def detector(name: str, **arguments: Any) -> Detector:
 @dataclass(frozen=True)
 class Torchvision(LocalModel):
     """Detection model of torchvision with its COCO weights (BSD-3-Clause), downloaded on first use.
-
-    model: given with `categories` (names by class number), replaces the one of that `name`.
-    dtype (fp32 alone: torchvision's operators take no other), device and batch_size (8): as in `LocalModel`.
-    """
+    model: given with `categories` (names by class number), replaces the one of that `name`. dtype (fp32 alone:
+    torchvision's operators take no other), device and batch_size (8): as in `LocalModel`."""
 
     name: str = "fasterrcnn_resnet50_fpn_v2"
     model: Any = None
@@ -168,11 +161,8 @@ def _reading(name: str, url: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Remote:
-    """Detector behind an address.
-
-    Sends JSON {"format": 1, "images": [PNG in base64, ...]} and expects {"detections": [[{"box": [left, top, right,
-    bottom], "label": "dog", "score": 0.9}, ...], ...]}, one list per image.
-    """
+    """Detector behind an address. Sends JSON {"format": 1, "images": [PNG in base64, ...]} and expects {"detections":
+    [[{"box": [left, top, right, bottom], "label": "dog", "score": 0.9}, ...], ...]}, one list per image."""
 
     url: str
     timeout: float = 60.0
@@ -254,10 +244,8 @@ class Mask2Former(LocalModel):
                 for logits, one, part in zip(outputs.class_queries_logits, maps, there)]
 
     def _objects(self, logits: Tensor, maps: Tensor, size: torch.Size) -> list[Detection]:
-        """Detections of an image of `size` (H, W).
-
-        logits: [Q, classes + 1] of the queries' classes, the last one for none. maps: [Q, h, w] of their masks.
-        """
+        """Detections of an image of `size` (H, W). logits: [Q, classes + 1] of the queries' classes, the last one for
+        none. maps: [Q, h, w] of their masks."""
         classes = logits.shape[1] - 1
         probabilities, pairs = logits.softmax(-1)[:, :-1].flatten().topk(min(MOST, len(logits) * classes))
         likely = probabilities > self.least  # a score is at most this probability

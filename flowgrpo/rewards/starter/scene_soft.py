@@ -51,10 +51,8 @@ def _bank(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def membership(images: Tensor) -> Tensor:
-    """Degree in [0, 1] of each colour at every pixel: [B, 6, H, W] of images [B, 3, H, W].
-
-    A sigmoid of the pixel's progress from the ground to the paint, times its closeness to that line.
-    """
+    """Degree in [0, 1] of each colour at every pixel: [B, 6, H, W] of images [B, 3, H, W]. A sigmoid of the pixel's
+    progress from the ground to the paint, times its closeness to that line."""
     offset = images[:, None] - GROUND
     way = images.new_tensor(list(COLOURS.values()))[None, :, :, None, None] - GROUND
     along = (offset * way).sum(2) / way.square().sum(2)

@@ -73,10 +73,8 @@ def sources(entry: dict[str, Any]) -> tuple[str, list[str]]:
 
 
 def source_parts(entry: dict[str, Any], frames: int, longest: int, encoding: str) -> list[dict[str, Any]]:
-    """Labelled source images of a prompt, or `frames` frames of its source video, as parts of a message.
-
-    entry: the prompt's metadata; without a source there are no parts. Raises UserError for an unreadable file.
-    """
+    """Labelled source images of a prompt, or `frames` frames of its source video, as parts of a message. entry: the
+    prompt's metadata; without a source there are no parts. Raises UserError for an unreadable file."""
     key, paths = sources(entry)
     if paths:
         require_open()
@@ -156,7 +154,6 @@ class Asking(Endpoint):
         return user(parts)
 
     def _question_for(self, modality: str) -> str:
-        """Question about outputs of a modality, with {prompt} in it."""
         return self._question
 
     def _pointwise(self, outputs: Tensor | Sequence[Tensor] | Sequence[str], prompts: Sequence[str],
@@ -176,12 +173,10 @@ class Asking(Endpoint):
 
     def _message_parts(self, outputs: Tensor | Sequence[Tensor] | Sequence[str], metadata: Sequence[dict[str, Any]],
                        row: int) -> list[dict[str, Any]]:
-        """An output as parts of a message, after its source where that is shown."""
         source = self._source(metadata, row)
         return [*source, *[text_part("Output:")] * bool(source), *self._parts(outputs[row])]
 
     def _parts(self, output: Tensor | str) -> list[dict[str, Any]]:
-        """Image [3, H, W], the frames of a video [F, 3, H, W] or a text, as parts of a message."""
         if isinstance(output, str):
             return [text_part(output)]
         return [image_part(data_url(picture, self.longest, self.encoding))
@@ -252,7 +247,6 @@ class JudgePairs(Asking):
         return self._values(question, lambda answer, _: None if answer.cut else self._parser(answer.text), len(prompts))
 
     def _label(self, modality: str, number: int) -> list[dict[str, Any]]:
-        """What stands before the first (1) and the second (2) output."""
         return [text_part(f"{NOUNS[modality]} {number}:")]
 
 
