@@ -86,8 +86,7 @@ class Clip:
     path: of a video, an animated WebP, GIF or PNG, a TIFF of several pages, or a folder of images in the order of
     their names, numbers in them by value. count: frames, from the first on. size: (height, width) that each frame is
     scaled to fill; None leaves them. modified: of the file, so that a changed one is another clip.
-    Raises UserError in `frames` for a clip that is shorter, and for one that cannot be read.
-    """
+    Raises UserError in `frames` for a clip that is shorter, and for one that cannot be read."""
 
     path: str
     count: int
@@ -101,7 +100,6 @@ class Clip:
 
     @property
     def frames(self) -> list[Image]:
-        """RGB images, `count` of them."""
         return list(_decode(self))
 
 

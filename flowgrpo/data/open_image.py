@@ -1,6 +1,5 @@
 """Image files that others made: opened within limits, upright, as RGB of what their maker saw. A reward server opens
-no file that a client names.
-"""
+no file that a client names."""
 
 from __future__ import annotations
 

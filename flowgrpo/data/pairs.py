@@ -161,7 +161,6 @@ def _verdicts(given: Any, place: str) -> dict[str, float]:
     return {OVERALL: 1.0} | {name: WORTH[verdict] for name, verdict in given.items()}
 
 
-
 @dataclass(frozen=True)
 class Demonstration:
     """Recorded output of a prompt: the path of an image, or the text of an answer."""
@@ -193,6 +192,7 @@ def load_demonstrations(path: str | Path) -> list[Demonstration]:
     if not demonstrations:
         raise UserError(f"demonstrations {path}: the file holds no demonstration")
     return demonstrations
+
 
 def in_place(config: Config, split: tuple[Prompts, Prompts], text: bool = False) -> tuple[Prompts, Prompts]:
     """(training, held-out) prompts; with `preferences`, its pairs replace the training ones.

@@ -1,6 +1,5 @@
 """New prompts: from templates with slots, from the lines of a language model's answer, and of proxy tasks, made from
-captions and from scored completions, with `exact_match` as their reward.
-"""
+captions and from scored completions, with `exact_match` as their reward."""
 
 from __future__ import annotations
 
@@ -86,7 +85,6 @@ def _random_below(rng: np.random.Generator, below: int) -> int:
 
 
 def slots_of(template: str) -> list[str]:
-    """Names of a template's slots, each once."""
     return list(dict.fromkeys(name for _, name, _, _ in string.Formatter().parse(template) if name is not None))
 
 
@@ -140,7 +138,6 @@ def request(about: str, count: int, known: Sequence[str]) -> list[dict[str, Any]
     if known:
         text += " Do not repeat any of these:\n" + "\n".join(known)
     return [{"role": "user", "content": text}]
-
 
 
 def variants(prompts: Sequence[Prompt], count: int, ask: Callable[[list[dict[str, Any]]], str]) -> list[Prompt]:

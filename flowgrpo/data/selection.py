@@ -1,6 +1,5 @@
 """Choice of prompts from sets: without duplicates, by recorded success rates, in a mixture; and features of texts
-without a model: hashed words and pairs of words. Pure functions.
-"""
+without a model: hashed words and pairs of words. Pure functions."""
 
 from __future__ import annotations
 

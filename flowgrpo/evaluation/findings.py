@@ -1,6 +1,5 @@
 """Results of an evaluation: base against tuned per reward and category, pass@k and majority vote (maj@n) over the
-samples of a prompt, and the files `results.json`, `table.md`, `grid.png` and, of a sweep, `rlg.png`.
-"""
+samples of a prompt, and the files `results.json`, `table.md`, `grid.png` and, of a sweep, `rlg.png`."""
 
 from __future__ import annotations
 
@@ -88,7 +87,6 @@ def table(results: dict[str, Any], reward: str) -> tuple[list[str], list[list[st
 
 
 def methods(results: dict[str, Any], reward: str) -> str:
-    """Describe the intervals of a reward's table."""
     [used] = {entry["method"] for arm in results["arms"].values() for entry in arm[reward].values()}
     paired = "; of changes and win rates Newcombe's, from the same limits"
     return f"95 % intervals: {used}{paired if used == WILSON and reward in results['compared'] else ''}"

@@ -345,7 +345,6 @@ def print_report(summary: dict[str, Any], said: str, folder: Path, verdict: Sequ
 
 
 def describe_time(summary: dict[str, Any]) -> str:
-    """Describe in words the seconds of a run."""
     since = "since it was resumed" if summary["resumed"] else "in all, with loading and evaluation"
     epochs = " of all epochs" if summary["resumed"] else ""
     return f"{summary['total_seconds']:.0f} s {since}, {summary['seconds']:.0f} s of training{epochs}"

@@ -1,6 +1,5 @@
 """Images as files: PNGs that say how they were drawn, under names that are free; and those of a page one by one,
-full-sized, which `flowgrpo compare vote` shows.
-"""
+full-sized, which `flowgrpo compare vote` shows."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Images from saved weights: those of a LoRA, base against tuned on the same prompts and seeds, and samples of every
-prompt of a file with a prompt file that names them (for `base_similarity`, or texts of a model).
-"""
+prompt of a file with a prompt file that names them (for `base_similarity`, or texts of a model)."""
 
 from __future__ import annotations
 

@@ -44,7 +44,6 @@ class Sibling:
 
     @property
     def name(self) -> str:
-        """Name of the model, and of a LoRA's file."""
         return " + ".join(Path(place).name for place in (self.model, self.lora) if place)
 
     def files(self, config: Config) -> Load:
@@ -130,7 +129,6 @@ def table(found: Mapping[str, Any]) -> list[list[str]]:
 
 
 def read(run: Path) -> dict[Path, dict[str, Any]]:
-    """Results in a run's folder, by their files."""
     return {file: read_object(file, "remove it, and measure it again", name=str, weights=list, own=dict)
             for file in sorted((run / FOLDER).glob("*.json"))}
 

@@ -42,7 +42,6 @@ class Share(float):
 
     @property
     def certain(self) -> bool:
-        """False if the interval holds 1."""
         return self.interval is None or not self.interval.low <= 1 <= self.interval.high
 
 

@@ -1,6 +1,5 @@
 """Plan of an evaluation (model, medium and digest) and its ledger on disk: a PNG per image, or a line per text, and a
-line of scores, written immediately.
-"""
+line of scores, written immediately."""
 
 from __future__ import annotations
 

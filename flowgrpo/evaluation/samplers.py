@@ -52,8 +52,7 @@ def call_arguments(model: str, lora: Path | None, steps: int | None = None, guid
 
     lora: a run's `eval` and `image` set what is absent; otherwise a starter's card, what fits a model of few steps,
     or the pipeline does.
-    Raises UserError for more than STEPS steps, and for a guidance that is not finite.
-    """
+    Raises UserError for more than STEPS steps, and for a guidance that is not finite."""
     if steps is not None and steps > STEPS:
         raise UserError(f"--steps: got {steps}, expected {STEPS} at most")
     if guidance is not None and not math.isfinite(guidance):
@@ -307,8 +306,7 @@ class Enhancer:
     source: model, finished run or checkpoint. A run's `text` settings apply; a model without a run is instructed by
     INSTRUCTION. Rewrites are greedy unless the run's `text.eval_temperature` is set; then they depend on `seed` and the
     text alone.
-    Raises UserError for a model that writes no texts.
-    """
+    Raises UserError for a model that writes no texts."""
 
     def __init__(self, source: str, seed: int = 0):
         self.source, self.seed = source, seed

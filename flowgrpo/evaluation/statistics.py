@@ -1,6 +1,5 @@
 """Statistics of scores: intervals of means, changes and win rates, signs of drift, numbers as text with one number of
-decimals for all values of a reward, and the table of scores by arm, reward, prompt and sample.
-"""
+decimals for all values of a reward, and the table of scores by arm, reward, prompt and sample."""
 
 from __future__ import annotations
 
@@ -86,8 +85,7 @@ def interval(scores: np.ndarray, method: str | None = None, samples: int = 1) ->
     WILSON (1927): of a share, on the effective number of prompts (Kish's design effect, 1965). That is N if the samples
     of each prompt agree, and up to the number of samples. STUDENT: `_student`, within the range of the scores; one
     prompt has no interval, equal ones one without a width.
-    method: None takes `method_of(scores)`. samples: number of samples behind a score.
-    """
+    method: None takes `method_of(scores)`. samples: number of samples behind a score."""
     values, weights = _of_prompts(scores)
     if (method or method_of(scores)) == STUDENT:
         found = _student(values)
@@ -255,8 +253,7 @@ def drift(changes: dict[str, Interval], trained: Iterable[str] | None, diversity
 
     changes: tuned minus base, by reward. trained: the trained rewards, None if unknown. diversity: change of the
     distance between a prompt's samples. unit: name of the samples.
-    A reward with scores on fewer than LEAST prompts is left out.
-    """
+    A reward with scores on fewer than LEAST prompts is left out."""
     few = [f"nothing is said of drift in {name}: it has scores on {quantity(change.prompts, 'prompt')}, and at least "
            f"{LEAST} are needed" for name, change in changes.items() if change.prompts < LEAST]
     changes = {name: change for name, change in changes.items() if change.prompts >= LEAST}
@@ -337,7 +334,6 @@ class Scores:
 
     @cached_property
     def methods(self) -> dict[str, str]:
-        """Method of the intervals, by reward."""
         rewards = next(iter(self.arms.values()))
         return {name: method_of(*(of_arm[name] for of_arm in self.arms.values())) for name in rewards}
 

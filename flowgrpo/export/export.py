@@ -156,8 +156,7 @@ def write_merged(run: Path, output: Path) -> Path:
 
     The LoRA is added to the weights in fp32 and rounded once. Weights that diffusers keeps in fp32 (parts of Wan) stay
     fp32.
-    Raises UserError if the model or the weights do not load.
-    """
+    Raises UserError if the model or the weights do not load."""
     config, summary = load_finished(run)
     config, _ = resolve_precision(config, pick_device(config.device))
     paths.require_folder(output)

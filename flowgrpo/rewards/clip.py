@@ -1,6 +1,5 @@
 """CLIP (2103.00020) as a reward: similarity to the prompt, LAION's aesthetic predictors on its embedding, and models of
-human preference that were tuned from it: PickScore (2305.01569) and HPSv2 (2306.09341).
-"""
+human preference that were tuned from it: PickScore (2305.01569) and HPSv2 (2306.09341)."""
 
 from __future__ import annotations
 
@@ -28,7 +27,6 @@ class OpenClip(LocalModel):
 
     @cached_property
     def prepare(self) -> Preparation:
-        """Preprocessing of the model's images."""
         return preprocessing_of(self.models[0], self.reward)
 
     def _require(self, parts: tuple[Any, ...]) -> None:
@@ -96,8 +94,7 @@ class ClipScore(OpenClip):
 class ClipCosine(ClipScore):
     """Cosine of an image's and its prompt's embedding by CLIP ViT-L/14, without a prefix.
 
-    Arguments: as in `ClipScore`.
-    """
+    Arguments: as in `ClipScore`."""
 
     model: str = "ViT-L-14-quickgelu"
     score: str = "cosine"
@@ -145,8 +142,7 @@ class SubjectScore(LocalModel):
     key: metadata key of the subject's image, a path relative to the working folder; None for a prompt without one.
     `image` is the image that a prompt brings to an editing pipeline; in recorded pairs `chosen` is the subject too.
     model, pretrained and parts: as in `ClipScore`. dtype (fp32), device and batch_size (32): as in `LocalModel`.
-    Raises UserError for an unreadable file, and if open_clip or the weights are missing.
-    """
+    Raises UserError for an unreadable file, and if open_clip or the weights are missing."""
 
     key: str = "subject"
     model: str = "ViT-L-14-quickgelu"
@@ -351,8 +347,7 @@ class HpsV2(OpenClip):
 class HpsV20(HpsV2):
     """HPSv2.0: as HPSv2.1, by the weights of the paper (2306.09341).
 
-    Arguments: as in `HpsV2`.
-    """
+    Arguments: as in `HpsV2`."""
 
     checkpoint: str = "xswu/HPSv2/HPS_v2_compressed.pt"
     reward = "hpsv2.0"

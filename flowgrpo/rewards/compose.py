@@ -1,6 +1,5 @@
 """Composition of a recipe's rewards: each with its rule, made once before a run; and transforms of one reward's scores
-before comparison: [P, G] to [P, G], P groups of G samples.
-"""
+before comparison: [P, G] to [P, G], P groups of G samples."""
 
 from __future__ import annotations
 
@@ -233,7 +232,6 @@ def require_memory(rewards: Mapping[str, object], processes: int) -> None:
 
 
 def remembers(rewards: Mapping[str, object]) -> bool:
-    """True if a reward, or one inside it, has a memory."""
     return any(MEMORY in part.reads for reward in rewards.values() for part in inside(reward))
 
 
@@ -242,7 +240,6 @@ def transforms_of(reward: object) -> Sequence[Transform]:
 
 
 def limits_of(rewards: Mapping[str, object]) -> dict[str, Limit]:
-    """Constraints of rewards by name, of those that have one."""
     limits = {name: getattr(reward.rule, "limit", None) if isinstance(reward, Composed) else None
               for name, reward in rewards.items()}
     return {name: limit for name, limit in limits.items() if limit is not None}

@@ -89,8 +89,7 @@ def within(seconds: float | None, message: str, call: Callable[[], T]) -> T:
     A thread makes the call, so images and models need no copy. A thread cannot be killed: a call that hangs is
     abandoned and keeps its memory (and a processor, if busy) until it returns or the run ends. It does not keep the run
     from ending. A reward that hangs every time leaves one thread behind each time.
-    Raises TimedOut, whose message begins with `message`.
-    """
+    Raises TimedOut, whose message begins with `message`."""
     if seconds is None:
         return call()
     future = start_thread(call)

@@ -77,7 +77,6 @@ def names() -> list[str]:
 
 
 def source(name: str) -> str:
-    """Origin of the reward of that name, for a table."""
     if name in _registered:
         return "registered"
     return "built in" if name in BUILT_IN else f"package {group_entry_points(GROUP)[name].dist.name}"

@@ -46,8 +46,7 @@ class ImageReward(LocalModel):
     checkpoint: a file, or `owner/name/file` on the hub. revision: of the hub. tokenizer: BERT's, a folder or hub id.
     parts: network and tokenizer, ready-made. dtype (fp32; the head's is always), device and batch_size (32): as in
     `LocalModel`.
-    Raises UserError if the weights are unavailable.
-    """
+    Raises UserError if the weights are unavailable."""
 
     checkpoint: str = "THUDM/ImageReward/ImageReward.pt"
     revision: str | None = None

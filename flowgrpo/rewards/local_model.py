@@ -118,7 +118,6 @@ def model_arguments(reward: str, dtype: str | None, device: str | None, batch_si
 
 
 def devices() -> list[str]:
-    """Names of this machine's devices."""
     gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
     return [*gpus, *["mps"] * torch.backends.mps.is_available(), "cpu"]
 

@@ -137,8 +137,7 @@ class Ocr:
     The text is the prompt's `text`, one or a list, else its first part in quotation marks.
 
     score: `edit`, `exact` or `partial`.
-    Raises UserError for another score, for a `text` that is none, and if rapidocr or onnxruntime is missing.
-    """
+    Raises UserError for another score, for a `text` that is none, and if rapidocr or onnxruntime is missing."""
 
     score: str = "edit"
     about = About(modality="image", range=(0, 1), needs="ocr", licence="Apache-2.0")

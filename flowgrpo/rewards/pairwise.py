@@ -50,7 +50,6 @@ def pairing(reward: object) -> Pairing | None:
 
 
 def sees_groups(reward: object) -> bool:
-    """True if a reward compares the samples of a group, two at a time or all of them."""
     return as_reward(reward).unit != "sample"
 
 
@@ -164,8 +163,7 @@ def preferred(outputs: Tensor | Sequence[str], prompts: Sequence[str], metadata:
     """1 for the side of a recorded pair that its file prefers, 0 for the other: only with `preferences`.
 
     The pair is a group, the chosen side first; the metadata holds the verdict.
-    Raises UserError for sampled outputs.
-    """
+    Raises UserError for sampled outputs."""
     if group != 2 or any("preferred" not in entry for entry in metadata):
         raise UserError("reward 'preferred' is what a file says of recorded pairs, and these samples are none: set "
                         "preferences to the file, or choose another reward")

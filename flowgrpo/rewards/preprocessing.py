@@ -34,8 +34,7 @@ class Preparation:
     fit: the side that becomes `size`: the "shortest", with a centre crop; the "longest", centred on black padding; or
     both ("squash").
     scaling: as in `resized`. crop: where a crop of an odd number of pixels begins: at the half rounded to the even
-    number ("torchvision"), or rounded down ("transformers").
-    """
+    number ("torchvision"), or rounded down ("transformers")."""
 
     size: int = 224
     fit: str = "shortest"

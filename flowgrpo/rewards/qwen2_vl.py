@@ -309,8 +309,7 @@ def merge_lora(state: dict[str, Tensor], lora: dict[str, Any]) -> dict[str, Tens
 
 
 def instruction(file: str | None) -> str:
-    """Fetched instruction, or that in a file: a text, or the release's source, which is read and not run.
-    """
+    """Fetched instruction, or that in a file: a text, or the release's source, which is read and not run."""
     if file is None:
         return texts("videoalign", "instruction")["video"]
     with loading(f"reward 'videoalign': {file}", "give prompt_template.py of KwaiVGI/VideoAlign or a text file"):

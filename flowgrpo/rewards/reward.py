@@ -257,12 +257,10 @@ def about(reward: object) -> About:
 
 
 def sees_base(reward: object) -> bool:
-    """True if a reward compares with the base model's samples."""
     return BASE in as_reward(reward).reads
 
 
 def scores_latents(reward: object) -> bool:
-    """True if a reward scores clean latents, which are not decoded."""
     return LATENTS in as_reward(reward).reads
 
 

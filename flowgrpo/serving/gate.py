@@ -135,7 +135,6 @@ class Gate:
         return self._stopping
 
     def require_running(self) -> None:
-        """Raise Refused if the server is stopping."""
         if self.draining:
             raise Refused(503, "the server is stopping: ask another one, or come back later", LATER)
 

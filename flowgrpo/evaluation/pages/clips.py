@@ -1,6 +1,5 @@
 """Clips on disk: an animated WebP and an mp4 for viewing, and a tall image for reading back. H.264 is encoded by
-ffmpeg: that of imageio-ffmpeg (extra `mp4`), or one on the PATH.
-"""
+ffmpeg: that of imageio-ffmpeg (extra `mp4`), or one on the PATH."""
 
 from __future__ import annotations
 

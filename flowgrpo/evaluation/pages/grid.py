@@ -1,6 +1,5 @@
 """Pages of images: before and after side by side with their scores. Their font is DejaVu
-Sans, which comes with matplotlib; installed fonts have the letters that it lacks.
-"""
+Sans, which comes with matplotlib; installed fonts have the letters that it lacks."""
 
 from __future__ import annotations
 

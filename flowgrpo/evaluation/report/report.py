@@ -1,6 +1,5 @@
 """Report of a run: `report.html`, one self-contained file made from the run's folder. `flowgrpo report --live` serves
-that of a running run to browsers of this machine.
-"""
+that of a running run to browsers of this machine."""
 
 from __future__ import annotations
 

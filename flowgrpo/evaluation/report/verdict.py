@@ -1,6 +1,5 @@
 """Summary of a report in plain words: the change on the held-out prompts and its reliability; and the outcome of a run,
-from its lines of metrics: the epochs that trained nothing, and why.
-"""
+from its lines of metrics: the epochs that trained nothing, and why."""
 
 from __future__ import annotations
 
@@ -41,8 +40,7 @@ class Outcome:
     epochs: that are done. idle: those that trained nothing; why: the cause of these.
     silent: epochs in which a trained reward was asked and gave no score, by reward.
     taught: False if no reward told one sample from another in any epoch, though the weights changed.
-    errors: the last error of each reward that failed.
-    """
+    errors: the last error of each reward that failed."""
 
     epochs: int
     idle: tuple[int, ...] = ()
@@ -53,7 +51,6 @@ class Outcome:
 
     @property
     def nothing(self) -> bool:
-        """True if no epoch trained anything."""
         return 0 < self.epochs == len(self.idle)
 
     @property
@@ -167,8 +164,7 @@ class Change:
     weight: in training, of a limited reward its sign; None if eval-only.
     before, now, change: means over prompts, with intervals.
     count: samples that have a score at both times.
-    way: 1: got better, -1: got worse, 0: neither, or it may be chance, among `beside` changes of its kind.
-    """
+    way: 1: got better, -1: got worse, 0: neither, or it may be chance, among `beside` changes of its kind."""
 
     name: str
     weight: float | None
@@ -181,12 +177,10 @@ class Change:
 
     @property
     def few(self) -> bool:
-        """True with too few prompts for a verdict."""
         return self.change.prompts < LEAST
 
     @property
     def digits(self) -> int:
-        """Decimals of its numbers."""
         return decimals([self.before.mean, self.now.mean], [self.change.mean])
 
     def as_json(self) -> dict[str, Any]:

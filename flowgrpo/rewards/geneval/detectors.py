@@ -1,6 +1,5 @@
 """Object detectors for GenEval's rules: boxes of the 80 COCO classes, by torchvision, by Mask2Former (2112.01527), the
-detector of the published evaluation, or by a server.
-"""
+detector of the published evaluation, or by a server."""
 
 from __future__ import annotations
 
@@ -128,7 +127,6 @@ class Torchvision(LocalModel):
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Classes that the model knows, by GenEval's names."""
         return tuple(canonical_label(category) for category in self.categories or ()
                      if category not in ("__background__", "N/A"))
 
@@ -208,8 +206,7 @@ class Mask2Former(LocalModel):
     model, revision: a Mask2Former trained for instances, a folder or hub id. least: minimum score of a returned
     detection.
     parts: model and image processor, ready-made. dtype (fp32), device and batch_size (4): as in `LocalModel`.
-    Raises UserError if the weights are unavailable.
-    """
+    Raises UserError if the weights are unavailable."""
 
     model: str = "facebook/mask2former-swin-small-coco-instance"
     revision: str | None = None
@@ -225,7 +222,6 @@ class Mask2Former(LocalModel):
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Classes that the model knows, by GenEval's names."""
         return tuple(canonical_label(name) for name in self.models[0].config.id2label.values())
 
     @torch.no_grad()

@@ -215,8 +215,7 @@ class GenEval:
 class GenEvalFast(GenEval):
     """GenEval's rules with a fast detector and measured colours: near its numbers, not comparable with them.
 
-    Arguments: as in `GenEval`.
-    """
+    Arguments: as in `GenEval`."""
 
     detector: str | Detector = "fasterrcnn_resnet50_fpn_v2"
     colours: str | Namer = "pixels"

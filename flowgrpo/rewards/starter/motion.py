@@ -118,8 +118,7 @@ def motion(videos: Tensor | np.ndarray, prompts: Sequence[str],
            metadata: Sequence[dict[str, Any]] | None = None) -> list[float]:
     """1.0 if a clip moves at an even pace as its prompt claims, otherwise 0.0.
 
-    Arguments and errors are those of `motion_graded`.
-    """
+    Arguments and errors are those of `motion_graded`."""
     return [float(grade == 1.0) for grade in motion_graded(videos, prompts)]
 
 
@@ -129,8 +128,7 @@ def appearance(videos: Tensor | np.ndarray, prompts: Sequence[str],
                metadata: Sequence[dict[str, Any]] | None = None) -> list[float]:
     """1.0 if every frame shows the claimed shape in the claimed colour and nothing else, otherwise 0.0.
 
-    This is `scene` of every frame. Arguments and errors are those of `motion_graded`.
-    """
+    This is `scene` of every frame. Arguments and errors are those of `motion_graded`."""
     return [float(all(frame.ground == 1 and [(blob.shape, blob.colour) for blob in frame.objects]
                       == [(clip.shape, clip.colour)] for frame in frames))
             for frames, clip in _pair_with_claims(videos, prompts)]

@@ -266,8 +266,7 @@ def scene_edge_width(images: Tensor | np.ndarray, prompts: Sequence[str],
                      metadata: Sequence[dict[str, Any]] | None = None) -> list[float | None]:
     """Mean width in pixels of the contours of an image's objects, which grows with blur; None without objects.
 
-    images: float [B, 3, 64, 64] in [0, 1]. Raises ValueError for other images.
-    """
+    images: float [B, 3, 64, 64] in [0, 1]. Raises ValueError for other images."""
     return [None if width != width else width for width in edge_widths(images)]
 
 
@@ -318,8 +317,7 @@ def scene(images: Tensor | np.ndarray, prompts: Sequence[str],
           metadata: Sequence[dict[str, Any]] | None = None) -> list[float]:
     """1.0 where an image shows exactly what its prompt claims and nothing else, otherwise 0.0.
 
-    Arguments and errors are those of `scene_graded`.
-    """
+    Arguments and errors are those of `scene_graded`."""
     return [float(grade == 1.0) for grade in scene_graded(images, prompts, metadata)]
 
 

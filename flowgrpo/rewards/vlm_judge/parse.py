@@ -87,8 +87,7 @@ def _reader(parse: str) -> tuple[Callable[[str, Range | None], float | None], Ra
 
 
 def _last(parse: str, forms: str) -> Callable[[str], str | None]:
-    """Function, text -> content of a regular expression's one group in its last match; None without a match.
-    """
+    """Function, text -> content of a regular expression's one group in its last match; None without a match."""
     try:
         pattern = re.compile(parse, re.S)
     except re.error as error:
