@@ -33,8 +33,7 @@ class HubPrompts:
     id: OWNER/NAME, or a folder of that form. config: its configuration.
     column: of the prompts; None takes the first of `COLUMNS` that the dataset has. limit: number of rows, None for all.
     streaming: read rows as they arrive, in place of downloading the whole dataset first.
-    unique: take each text once, without the other columns, which belong to one of its rows.
-    """
+    unique: take each text once, without the other columns, which belong to one of its rows."""
 
     id: str
     config: str | None = None
@@ -61,15 +60,12 @@ def parse(source: str) -> HubPrompts:
         if key not in OPTIONS:
             raise UserError(f"prompts {source!r}: unknown option {key!r}{nearest(key, list(OPTIONS))}; there are "
                             f"{', '.join(OPTIONS)}")
+    limit = given.get("limit")
+    if limit is not None and not (limit.isdecimal() and int(limit)):
+        raise UserError(f"prompts {source!r}: limit is {limit!r}, expected a number of rows above 0")
     return HubPrompts(match["id"], match["config"], given.get("column"), given.get("split", "train"),
-                      given.get("revision"), _count(source, given.get("limit")),
+                      given.get("revision"), None if limit is None else int(limit),
                       _flag(source, "streaming", given), _flag(source, "unique", given))
-
-
-def _count(source: str, text: str | None) -> int | None:
-    if text is not None and not (text.isdecimal() and int(text)):
-        raise UserError(f"prompts {source!r}: limit is {text!r}, expected a number of rows above 0")
-    return None if text is None else int(text)
 
 
 def _flag(source: str, name: str, given: dict[str, str]) -> bool:
@@ -86,7 +82,10 @@ def load(source: str) -> list[Prompt]:
     first = next(rows, None)
     if first is None:
         raise UserError(f"prompts {source}: the split {wanted.split!r} holds no row")
-    column = _column(source, wanted.column, first)
+    column = wanted.column or next((name for name in COLUMNS if name in first), None)
+    if column is None or column not in first:
+        raise UserError(f"prompts {source}: there is no column {wanted.column or 'prompt'!r}; there are "
+                        f"{', '.join(first)}: name one by ?column=NAME")
     whole: Iterable[dict[str, Any]] = itertools.chain([first], rows)
     if wanted.unique:
         texts = dict.fromkeys(str(row[column]).strip() for row in whole if row[column])
@@ -109,13 +108,4 @@ def _rows(source: str, dataset: HubPrompts) -> Iterator[dict[str, Any]]:
     features = getattr(rows, "features", None) or {}
     media = {name for name, feature in features.items() if type(feature).__name__ in ("Image", "Audio", "Video")}
     inputs.note_unread(f"prompts {source}", tuple(sorted(media)))
-    for row in rows.remove_columns([*media]) if media else rows:  # type: ignore[attr-defined]
-        yield row
-
-
-def _column(source: str, wanted: str | None, row: dict[str, Any]) -> str:
-    column = wanted or next((name for name in COLUMNS if name in row), None)
-    if column is None or column not in row:
-        raise UserError(f"prompts {source}: there is no column {wanted or 'prompt'!r}; there are {', '.join(row)}: "
-                        "name one by ?column=NAME")
-    return column
+    yield from rows.remove_columns([*media]) if media else rows  # type: ignore[attr-defined]

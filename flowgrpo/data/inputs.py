@@ -51,7 +51,6 @@ class Inputs:
         return images | {key: value for key, value in others.items() if value is not None}
 
     def paths(self) -> Iterator[tuple[str, str]]:
-        """Yield each key with each of its paths."""
         for key, value in self.as_dict().items():
             for path in (value if isinstance(value, tuple) else (value,)) if key != SCALE else ():
                 yield key, path
@@ -86,8 +85,13 @@ def read_inputs(record: dict[str, Any], path: Path, line: int) -> Inputs:
         values["images"] = tuple(_file(inputs, "images", name, path) for name in _entries(inputs, record["images"]))
     if "image" in values:
         values["images"] = (values.pop("image"),)
-    if record.get(SCALE) is not None:
-        values[SCALE] = _scale(inputs, record[SCALE])
+    if (given := record.get(SCALE)) is not None:
+        try:
+            values[SCALE] = math.nan if isinstance(given, bool) else float(given)
+        except (TypeError, ValueError, OverflowError):
+            values[SCALE] = math.nan
+        if not 0 <= values[SCALE] < math.inf:
+            raise inputs.error(SCALE, f"expected a number of 0 or more, such as 0.8, got {excerpt(given)}")
     return Inputs(**values, place=inputs.place)
 
 
@@ -139,13 +143,3 @@ def _nearest(path: Path) -> str:
         return f"; there is no folder {path.parent}"
     close = difflib.get_close_matches(path.name, sorted(other.name for other in path.parent.iterdir()), n=1)
     return f": did you mean {close[0]!r}?" if close else ""
-
-
-def _scale(inputs: Inputs, value: Any) -> float:
-    try:
-        scale = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError, OverflowError):
-        scale = math.nan
-    if not 0 <= scale < math.inf:
-        raise inputs.error(SCALE, f"expected a number of 0 or more, such as 0.8, got {excerpt(value)}")
-    return scale

@@ -69,11 +69,9 @@ class Guidance:
 @dataclass(frozen=True)
 class Prompt:
     """One prompt; `image` is the path of its first reference image, `weight` its relative frequency in training.
-
     inputs: all files that it brings. The metadata holds their full paths under their keys, unless it has such a key
     already.
-    guided: the input under which it is sampled; None: its own. Rewards and reports see `text` and the metadata.
-    """
+    guided: the input under which it is sampled; None: its own. Rewards and reports see `text` and the metadata."""
 
     text: str
     negative: str | None = None
@@ -108,7 +106,6 @@ class Prompt:
 
     @property
     def unguided(self) -> Prompt:
-        """Prompt without guidance."""
         return replace(self, guided=None) if self.guided else self
 
     @property
@@ -153,7 +150,6 @@ def as_line(prompt: Prompt) -> dict[str, Any]:
 
 
 def to_jsonl(prompts: Iterable[Prompt]) -> str:
-    """Content of a .jsonl file of prompts."""
     return "".join(json.dumps(as_line(prompt), ensure_ascii=False) + "\n" for prompt in prompts)
 
 
@@ -173,8 +169,7 @@ def load_prompts(path: str | Path) -> list[Prompt]:
 
 
 def require_length(prompts: Sequence[Prompt], most: int = LONGEST, where: str = "a prompt") -> None:
-    """Raise UserError for a text of more than `most` characters: tokenizers would read it to its end. where: its place.
-    """
+    """Raise UserError for a text of more than `most` characters: tokenizers read it to its end. where: its place."""
     for prompt in prompts:
         for text in (prompt.text, prompt.negative or ""):
             if len(text) > most:

@@ -172,28 +172,24 @@ def split(prompts: list[Prompt], held_out: float | str, seed: int) -> tuple[list
     A share holds out that part of the different texts (rounded, at least one), chosen by a permutation that depends on
     the texts and the seed alone. A path is read as the held-out prompts, and their texts leave the training side. A
     text with another image is another text.
-    Raises UserError if a side is left empty.
-    """
+    Raises UserError if a side is left empty."""
     if isinstance(held_out, str):
         held = load(held_out)
         keys = {prompt.key for prompt in held}
     else:
-        keys = _share(sorted({prompt.key for prompt in prompts}), held_out, seed)
+        if not 0 < held_out < 1:
+            raise UserError(f"held_out: got {held_out!r}, expected a share between 0 and 1, or a prompt file")
+        texts = sorted({prompt.key for prompt in prompts})
+        if len(texts) < 2:
+            raise UserError(f"held_out: {len(texts)} different prompts cannot be parted into training and held-out "
+                            "ones: give more prompts, or a file of held-out prompts")
+        count = max(1, round(held_out * len(texts)))
+        keys = {texts[i] for i in np.random.default_rng(seed).permutation(len(texts))[:count]}
         held = [prompt for prompt in prompts if prompt.key in keys]
     train = [prompt for prompt in prompts if prompt.key not in keys]
     if not train:
         raise UserError(f"held_out: {held_out!r} holds out every prompt and leaves none to train on")
     return train, held
-
-
-def _share(texts: list[str], share: float, seed: int) -> set[str]:
-    if not 0 < share < 1:
-        raise UserError(f"held_out: got {share!r}, expected a share between 0 and 1, or a prompt file")
-    if len(texts) < 2:
-        raise UserError(f"held_out: {len(texts)} different prompts cannot be parted into training and held-out ones: "
-                        f"give more prompts, or a file of held-out prompts")
-    count = max(1, round(share * len(texts)))
-    return {texts[i] for i in np.random.default_rng(seed).permutation(len(texts))[:count]}
 
 
 def draw(prompts: list[Prompt], count: int, epoch: int, seed: int,
@@ -238,9 +234,7 @@ def _walk(n: int, count: int, epoch: int, seed: int) -> np.ndarray:
 def require_suited(config: Config) -> None:
     """Raise UserError for a test set that is trained on, unless `train_on_test_set`; and for a held-out share of a set
     that brings held-out prompts, where it would have no effect.
-
-    The default share is accepted: a run's saved configuration has it. Recorded pairs replace the training prompts.
-    """
+    The default share is accepted: a run's saved configuration has it. Recorded pairs replace the training prompts."""
     if not config.train_on_test_set and config.preferences is None and (name := test_set(config.prompts)):
         one = SETS[name]
         raise UserError(f"prompts: {config.prompts} is a test set ({one.source}), on which a model that trained on it "

@@ -77,7 +77,6 @@ def fault(prompt: Prompt, frames: int | None = None) -> UserError | None:
 
 
 def count_lost(prompts: Iterable[Prompt]) -> int:
-    """Number of prompts with a file that is known not to be readable."""
     bad = {json.loads(state)[0] for state, why in _known.items() if why is not None}
     return sum(any(str(Path(path).resolve()) in bad for _, path in prompt.inputs.paths()) for prompt in prompts)
 

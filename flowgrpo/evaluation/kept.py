@@ -31,11 +31,9 @@ FOLDER = "on"  # of the results, in the run's folder
 @dataclass(frozen=True)
 class Sibling:
     """Distilled model and how it is sampled.
-
     model: folder, hub id or a packaged model's name. lora: a file that is fused into it first, such as Lightning's,
     times a scale.
-    scheduler: keys that change its scheduler, as `load.scheduler`.
-    """
+    scheduler: keys that change its scheduler, as `load.scheduler`."""
 
     model: str
     steps: int
@@ -46,7 +44,6 @@ class Sibling:
 
     @property
     def name(self) -> str:
-        """Name of the model, and of a LoRA's file."""
         return " + ".join(Path(place).name for place in (self.model, self.lora) if place)
 
     def files(self, config: Config) -> Load:
@@ -71,10 +68,8 @@ def totals(scores: Mapping[str, Sequence[float]], weights: Mapping[str, float], 
 def record(config: Config, sibling: Sibling, own: tuple[Mapping[str, Sequence[float]], Mapping[str, Sequence[float]]],
            base: Measured, worn: Mapping[float, Measured], seed: int) -> dict[str, Any]:
     """Result in its JSON form.
-
     own: scores before and after training on the run's own model, at its own steps. base: measurement of the sibling;
-    worn: of the sibling with the LoRA, by the LoRA's weight; all of the same prompts and seeds.
-    """
+    worn: of the sibling with the LoRA, by the LoRA's weight; all of the same prompts and seeds."""
     from flowgrpo.evaluation.pages.before_after import arrays
 
     samples = config.eval.samples
@@ -134,7 +129,6 @@ def table(found: Mapping[str, Any]) -> list[list[str]]:
 
 
 def read(run: Path) -> dict[Path, dict[str, Any]]:
-    """Results in a run's folder, by their files."""
     return {file: read_object(file, "remove it, and measure it again", name=str, weights=list, own=dict)
             for file in sorted((run / FOLDER).glob("*.json"))}
 

@@ -99,6 +99,5 @@ def means_of_base(folder: Path) -> dict[str, float | None]:
 
 
 def mean(values: list[float | None]) -> float | None:
-    """Mean of the scores that apply; None if none does."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None

@@ -1,6 +1,5 @@
 """Model card of a finished run: hub metadata, a usage snippet, the licence, results, and its facts: prompts, rewards,
-method, versions, hashes, cost, images before and after, and the settings that matter.
-"""
+method, versions, hashes, cost, images before and after, and the settings that matter."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from flowgrpo.evaluation.pages import figures
 from flowgrpo.evaluation.pages.sources import FOLDER as SOURCES
 from flowgrpo.evaluation.report import snapshots
 from flowgrpo.evaluation.report.verdict import untrained_lines
-from flowgrpo.evaluation.statistics import ALL, Rows, decimals, digits_of, format_interval, format_value
+from flowgrpo.evaluation.statistics import ALL, decimals, digits_of, format_interval, format_value
 from flowgrpo.export import run_lora
 from flowgrpo.export.usage import snippet, task
 from flowgrpo.files import metadata_of, text_of
@@ -48,10 +47,8 @@ PROMPTS = {"image": "a photo of a cat", "clip": "a cat walks", "completion": "He
 
 @dataclass(frozen=True)
 class Pair:
-    """Samples of a prompt before and after: paths of images relative to the run, or texts.
-
-    brought: what the prompt brings, as keys of a prompt file with such paths.
-    """
+    """Samples of a prompt before and after: paths of images relative to the run, or texts. brought: what the prompt
+    brings, as keys of a prompt file with such paths."""
 
     prompt: str
     before: str
@@ -115,7 +112,6 @@ def prompts(config: Config) -> str:
 
 
 def rewards(config: Config) -> str:
-    """List of rewards with what tells their version."""
     return "\n".join(f"- {code(label)}{', eval-only' * (label not in config.rewards)}: {_version(label, rule)}"
                      for label, rule in (config.trained | config.extra_rewards).items())
 
@@ -154,7 +150,6 @@ def cost(summary: dict[str, Any], run: Path) -> str:
 
 
 def hashes(run: Path) -> str:
-    """List of weight files with their SHA-256."""
     return "\n".join(f"- {code(file.relative_to(run).as_posix())}: `{sha256(file)}`" for _, file in weight_files(run))
 
 
@@ -165,7 +160,8 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 def text(config: Config, summary: dict[str, Any], run: Path, place: str) -> str:
     """The card, whose gallery is written to the run. place: what the snippet loads the weights from."""
     lora, licence, pairs = has_lora(config, run), licence_of(config.model), gallery(run)
-    sample = _sample(config, summary, run)
+    drawn = "video" if (run / "before_after.webp").is_file() else "image"
+    sample = SAMPLE[config.text.generates if summary["unit"] == TOKENS else drawn]
     front = yaml.safe_dump(metadata(config, licence, sample, lora, pairs), sort_keys=False).rstrip()
     prompt, brought = (pairs[0].prompt, pairs[0].brought) if pairs else (PROMPTS[sample], ())
     page = "before_after.webp" if (run / "before_after.webp").is_file() else "before_after.png"
@@ -174,6 +170,9 @@ def text(config: Config, summary: dict[str, Any], run: Path, place: str) -> str:
     machine = _machine(run) or {"flowgrpo": __version__}
     made_with = ", ".join(f"{key} {markdown(str(value))}" for key, value in machine.items()
                           if key not in ("system", "cores"))
+    siblings = "\n".join(
+        f"- {markdown(kept.sentence(found))} (95 % interval, {found['prompts']} held-out prompts)"
+        for found in kept.read(run).values())
     sourced = any(pair.brought for pair in pairs)
     samples = [[markdown(pair.prompt), *[" ".join(f"![{key}]({file})" for key, file in pair.brought)] * sourced,
                 *(f"![]({side})" if pair.drawn else markdown(side) for side in (pair.before, pair.after))]
@@ -183,7 +182,7 @@ def text(config: Config, summary: dict[str, Any], run: Path, place: str) -> str:
         "": f"{first}{code(config.model)} {doing} by flowgrpo with {code(config.method)} on {_reward_sum(config)}."
             f"{_base(config)}",
         "Usage": code_block(snippet(config, run, place, prompt, brought), "python"),
-        "Result": "\n\n".join([results(config, summary), *_siblings(run), *table,
+        "Result": "\n\n".join([results(config, summary), *filter(None, [siblings]), *table,
                                f"{code(page)} shows a {sample} of held-out prompts before and after training, with "
                                "its scores, and the means of all held-out prompts:",
                                f"![The same prompts and seeds before and after]({page})",
@@ -197,12 +196,6 @@ def text(config: Config, summary: dict[str, Any], run: Path, place: str) -> str:
         "Licence": _licence(config, licence)}
     body = "\n\n".join((f"## {head}\n\n" if head else "") + part for head, part in parts.items())
     return f"---\n{front}\n---\n\n# {markdown(config.name)}\n\n{body}\n"
-
-
-def _siblings(run: Path) -> list[str]:
-    said = [f"- {markdown(kept.sentence(found))} (95 % interval, {found['prompts']} held-out prompts)"
-            for found in kept.read(run).values()]
-    return ["\n".join(said)] if said else []
 
 
 def limits(config: Config, summary: dict[str, Any]) -> str:
@@ -236,7 +229,6 @@ def _terms(licence: dict[str, str]) -> str:
 
 
 def _base(config: Config) -> str:
-    """Return sentences on the base of a LoRA whose base is not the model alone, and on the LoRA that it began from."""
     base = sources.base(config.model, config.load)
     told = "" if base == f"`{config.model}`" else \
         f"\n\nIts base is {base}: on another base the weights do something else."
@@ -282,7 +274,6 @@ def licence_of(place: str) -> dict[str, str]:
 
 
 def _files(run: Path) -> str:
-    """Sentence on the file for ComfyUI, of a run that has one."""
     made = sorted(run.glob("comfyui/*.safetensors"))
     named = " and ".join(code(file.relative_to(run).as_posix()) for file in made)
     return f"For ComfyUI: {named}, at strength 1. All other programs: the files below.\n\n" if made else ""
@@ -300,8 +291,17 @@ def results(config: Config, summary: dict[str, Any]) -> str:
     evaluation, compared = summary["evaluation"], summary.get("compared", {})
     heads = ["reward", "before", "after", "change", "trained on"]
     lines = [heads, ["---", "---:", "---:", "---:", "---"]]
-    for name in summary["before"]:
-        row = _row(compared[name]) if name in compared else _plain(summary["before"][name], summary["after"][name])
+    for name, before in summary["before"].items():
+        if name in compared:
+            of_all = compared[name][ALL]
+            digits = digits_of({ALL: of_all})
+            row = [format_interval(of["mean"], of["low"], of["high"], digits, "+" * (key == "change"))
+                   for key, of in of_all.items()]
+        else:
+            after = summary["after"][name]
+            change = None if before is None or after is None else after - before
+            digits = decimals([before, after], [change])
+            row = [format_value(before, digits), format_value(after, digits), format_value(change, digits, "+")]
         lines.append([markdown(name), *row, "yes" if name in config.rewards else "no"])
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     methods = dict.fromkeys(rows[ALL]["before"]["method"] for rows in compared.values())
@@ -309,18 +309,6 @@ def results(config: Config, summary: dict[str, Any]) -> str:
     intervals = f" 95 % intervals: {', '.join(methods)}." if methods else ""
     anew = f", {evaluation['anew']}" if evaluation.get("anew") else ""
     return f"{table}\n\nMeans over {evaluation['prompts']} held-out {evaluation['of']}{scheduler}{anew}.{intervals}"
-
-
-def _row(rows: Rows) -> list[str]:
-    digits = digits_of({ALL: rows[ALL]})
-    return [format_interval(of["mean"], of["low"], of["high"], digits, "+" * (key == "change"))
-            for key, of in rows[ALL].items()]
-
-
-def _plain(before: float | None, after: float | None) -> list[str]:
-    change = None if before is None or after is None else after - before
-    digits = decimals([before, after], [change])
-    return [format_value(before, digits), format_value(after, digits), format_value(change, digits, "+")]
 
 
 def settings(config: Config, summary: dict[str, Any], run: Path) -> str:
@@ -347,12 +335,6 @@ def _reward_sum(config: Config) -> str:
              for name, rule in rules if rule.limit is None]
     limited = [f"{code(name)} {rule.limit}" for name, rule in rules if rule.limit is not None]
     return " + ".join(terms) + (f" with {', '.join(limited)}" if limited else "")
-
-
-def _sample(config: Config, summary: dict[str, Any], run: Path) -> str:
-    if summary["unit"] == TOKENS:
-        return SAMPLE[config.text.generates]
-    return SAMPLE["video" if (run / "before_after.webp").is_file() else "image"]
 
 
 def curves(run: Path, path: Path, unit: str) -> None:

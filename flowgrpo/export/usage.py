@@ -32,11 +32,8 @@ DTYPE = {"bf16": "torch.bfloat16", "fp16": "torch.float16", "fp32": "torch.float
 
 
 def snippet(config: Config, run: Path, place: str, prompt: str, brought: Sequence[tuple[str, str]] = ()) -> str:
-    """Return Python that draws, or writes, for a prompt.
-
-    place: what the run's weights are loaded from: its folder or a repository of a hub. brought: what the prompt brings,
-    as keys of a prompt file with paths below that place.
-    """
+    """Return Python that draws, or writes, for a prompt. place: what the run's weights are loaded from: its folder or a
+    repository of a hub. brought: what the prompt brings, as keys of a prompt file with paths below that place."""
     if (run / edits.FILE).is_file():
         lines = ["from flowgrpo.policies.pipelines.edits import EditPolicy",
                  "from flowgrpo.policies.pipelines.load import load_pipeline", "",
@@ -62,7 +59,6 @@ def _source(model: str) -> tuple[list[str], str]:
 
 
 def _path(place: str, file: str) -> str:
-    """Expression for the path of a file of the run. place: as of `snippet`."""
     return repr(f"{place}/{file}") if Path(place).is_dir() else f"hf_hub_download({place!r}, {file!r})"
 
 
@@ -263,12 +259,10 @@ def _of_drawing(config: Config, place: str, prompt: str) -> list[str]:
 
 
 def _at(config: Config, *names: str) -> str:
-    """Set ones of these `load` settings as arguments of a call."""
     return "".join(f", {name}={value!r}" for name in names if (value := getattr(config.load, name)) is not None)
 
 
 def _index(config: Config) -> dict[str, Any]:
-    """Pipeline's index, of files on this machine or of a published model; empty for another."""
     index = index_ahead(config.model, config.load)
     known = MODELS.get(config.model)
     return index or ({"_class_name": known.pipeline} | {name: ["", kind] for name, (kind, _) in known.parts.items()}

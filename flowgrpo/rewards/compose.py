@@ -1,6 +1,5 @@
 """Composition of a recipe's rewards: each with its rule, made once before a run; and transforms of one reward's scores
-before comparison: [P, G] to [P, G], P groups of G samples.
-"""
+before comparison: [P, G] to [P, G], P groups of G samples."""
 
 from __future__ import annotations
 
@@ -83,10 +82,8 @@ def band(scores: Tensor, low: float, high: float, margin: float) -> Tensor:
 
 
 def rank(scores: Tensor) -> Tensor:
-    """Each sample's rank in its group: 0 the lowest, 1 the highest, evenly spaced, ties at their mean rank.
-
-    A sample that is alone with a score gets 1/2, and so does one in a group of equal scores.
-    """
+    """Each sample's rank in its group: 0 the lowest, 1 the highest, evenly spaced, ties at their mean rank. A sample
+    that is alone with a score gets 1/2, and so does one in a group of equal scores."""
     value, other = scores[..., :, None], scores[..., None, :]
     below, equal = (other < value).sum(-1), (other == value).sum(-1) - 1
     others = (~scores.isnan()).sum(-1, keepdim=True) - 1
@@ -96,11 +93,8 @@ def rank(scores: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Composed(Reward):
-    """Reward with its rule, in the form that `score` calls.
-
-    kept: its cached scores, if cached. placement: where its weights are; None: loaded, where they stay. name: its
-    label. made: the reward. ready: the same under its rule.
-    """
+    """Reward with its rule, in the form that `score` calls. kept: its cached scores, if cached. placement: where its
+    weights are; None: loaded, where they stay. name: its label. made: the reward. ready: the same under its rule."""
 
     function: RewardFunction
     rule: WatchRule = WatchRule()
@@ -134,11 +128,9 @@ class Composed(Reward):
 def compose(rules: Mapping[str, WatchRule], cache: str | None = None,
             given: Mapping[str, RewardFunction] | None = None, away: bool = False) -> dict[str, Composed]:
     """Find and make the rewards of a recipe.
-
     rules: by label, which is the reward's name unless the rule has `use`. cache: the folder of cached scores. given:
     functions by label, which replace those the rules name. away: their weights leave the device between scorings.
-    Raises UserError as `find` does, and for scores to be cached without a folder.
-    """
+    Raises UserError as `find` does, and for scores to be cached without a folder."""
     composed = {label: _compose(label, rule, cache, (given or {}).get(label)) for label, rule in rules.items()}
     composed = {label: replace(reward, placement=Placement(reward.function, away))
                 for label, reward in composed.items()}
@@ -240,7 +232,6 @@ def require_memory(rewards: Mapping[str, object], processes: int) -> None:
 
 
 def remembers(rewards: Mapping[str, object]) -> bool:
-    """True if a reward, or one inside it, has a memory."""
     return any(MEMORY in part.reads for reward in rewards.values() for part in inside(reward))
 
 
@@ -249,7 +240,6 @@ def transforms_of(reward: object) -> Sequence[Transform]:
 
 
 def limits_of(rewards: Mapping[str, object]) -> dict[str, Limit]:
-    """Constraints of rewards by name, of those that have one."""
     limits = {name: getattr(reward.rule, "limit", None) if isinstance(reward, Composed) else None
               for name, reward in rewards.items()}
     return {name: limit for name, limit in limits.items() if limit is not None}
@@ -257,10 +247,8 @@ def limits_of(rewards: Mapping[str, object]) -> dict[str, Limit]:
 
 def transform_scores(rewards: Mapping[str, object], scores: Tensor, progress: float = 0.0) -> Tensor:
     """Scores [P, G, n*R] of R rewards, each after the transforms of its rule; the n granularities are concatenated.
-
     progress: share of the run, for transforms that move over it.
-    Raises UserError, with the reward's name, if a transform rejects a score.
-    """
+    Raises UserError, with the reward's name, if a transform rejects a score."""
     scores, named = scores.clone(), list(rewards.items())
     for column in range(scores.shape[-1]):
         label, reward = named[column % len(named)]

@@ -77,7 +77,6 @@ def names() -> list[str]:
 
 
 def source(name: str) -> str:
-    """Origin of the reward of that name, for a table."""
     if name in _registered:
         return "registered"
     return "built in" if name in BUILT_IN else f"package {group_entry_points(GROUP)[name].dist.name}"
@@ -85,10 +84,8 @@ def source(name: str) -> str:
 
 def find(name: str, arguments: dict[str, Any] | None = None) -> RewardFunction:
     """Reward of that name, ready to be called. arguments: those of its class.
-
     Raises UserError for an unknown name (with the nearest); for a file that is missing, does not import or lacks the
-    function; for arguments that it does not take; and for anything not callable.
-    """
+    function; for arguments that it does not take; and for anything not callable."""
     thing = locate(name)
     if arguments or _is_made(thing):
         _require_arguments(name, thing, arguments or {})
@@ -142,7 +139,6 @@ def present(name: str) -> str:
 
 
 def _is_made(thing: object) -> bool:
-    """True if the object behind a name is a class, or a class with its first argument, the URL of a server."""
     return inspect.isclass(thing.func if isinstance(thing, functools.partial) else thing)
 
 
@@ -165,7 +161,6 @@ def _require_arguments(name: str, thing: Any, arguments: dict[str, Any]) -> None
 
 
 def _near(name: str) -> str:
-    """Names that are like an unknown one, or have it in them, as the end of a message; at most NEAR."""
     slips = difflib.get_close_matches(name, names(), NEAR, LIKE)
     if slips and difflib.SequenceMatcher(None, name, slips[0]).ratio() >= SLIP:
         return f": did you mean {slips[0]!r}?"

@@ -20,8 +20,6 @@ from flowgrpo.user_code import call_user_code
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from flowgrpo.rewards.combine import Combined
-
 
 def require_gradient(rewards: Mapping[str, RewardFunction | Reward]) -> None:
     """Raise UserError for the first reward that is not differentiable, or whose rule changes its scores afterwards."""
@@ -49,10 +47,8 @@ def require_gradient(rewards: Mapping[str, RewardFunction | Reward]) -> None:
 def value(rewards: Mapping[str, RewardFunction | Reward], weights: Mapping[str, float], images: Tensor,
           prompts: Sequence[str], metadata: Sequence[dict[str, Any]]) -> Tensor:
     """Weighted sum [B] of differentiable rewards of images [B, ...], in one graph with them.
-
     A sample that a reward's rule excludes gets nothing from it.
-    Raises UserError if a reward raises, or returns anything but a tensor [B] of finite numbers with a gradient.
-    """
+    Raises UserError if a reward raises, or returns anything but a tensor [B] of finite numbers with a gradient."""
     held = getattr(images, "weights", images)
     require_finite(held.detach(), prompts)
     total = held.new_zeros(len(images))
@@ -77,25 +73,19 @@ def _score(name: str, reward: RewardFunction | Reward, images: Tensor, prompts: 
     made = reward.made if isinstance(reward, Composed) else as_reward(reward, name)
     batch = Batch(images[rows], [prompts[i] for i in rows], [metadata[i] for i in rows])
     if isinstance(made, Combined):
-        scores = _combine(name, made, batch.samples, batch.prompts, batch.metadata)
+        import torch
+
+        columns = []  # of the parts, in one graph; NaN where one does not apply
+        for place, part in enumerate(made.made.values()):
+            own, scores = _score(f"{name}[{place}]", part, batch.samples, batch.prompts, batch.metadata)
+            column = torch.full((len(rows),), torch.nan, dtype=torch.float64, device=scores.device)
+            columns.append(column.index_copy(0, torch.tensor(own, device=scores.device).long(), scores.double()))
+        scores = made.combine(torch.stack([column.to(columns[0].device) for column in columns], 1))
         there = scores.isfinite().nonzero()[:, 0].tolist()
         return [rows[i] for i in there], scores[there]
     message = (f"reward {name!r} raised on {quantity(len(rows), 'sample')} that carry a graph (first prompt: "
                f"{batch.prompts[0]!r})")
     return rows, _validate_scores(name, call_user_code(message, made, batch), batch.samples)
-
-
-def _combine(name: str, reward: Combined, images: Tensor, prompts: Sequence[str],
-             metadata: Sequence[dict[str, Any]]) -> Tensor:
-    """Combination [B] of a reward's parts in one graph, NaN where it does not apply."""
-    import torch
-
-    columns = []
-    for place, part in enumerate(reward.made.values()):
-        rows, scores = _score(f"{name}[{place}]", part, images, prompts, metadata)
-        column = torch.full((len(prompts),), torch.nan, dtype=torch.float64, device=scores.device)
-        columns.append(column.index_copy(0, torch.tensor(rows, device=scores.device).long(), scores.double()))
-    return reward.combine(torch.stack([column.to(columns[0].device) for column in columns], 1))
 
 
 def require_graph(name: str, reward: RewardFunction | Reward, outputs: Tensor, prompts: Sequence[str],

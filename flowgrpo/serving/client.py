@@ -14,16 +14,7 @@ from urllib.parse import unquote, urlsplit
 from flowgrpo.errors import UserError
 from flowgrpo.rewards.about import About
 from flowgrpo.rewards.failures import Failed, TimedOut
-from flowgrpo.rewards.remote.exchange import (
-    Key,
-    Later,
-    Service,
-    Unanswered,
-    addresses,
-    brief,
-    seconds,
-    side_by_side,
-)
+from flowgrpo.rewards.remote.exchange import Key, Later, Service, Unanswered, addresses, brief, seconds, side_by_side
 from flowgrpo.serving import wire
 from flowgrpo.trust import is_here
 
@@ -70,7 +61,6 @@ class Remote:
 
     @property
     def group(self) -> bool:
-        """True if the reward needs whole groups."""
         return self.info.group
 
     def __call__(self, outputs: Tensor | Sequence[str], prompts: Sequence[str], metadata: Sequence[dict[str, Any]],

@@ -398,7 +398,6 @@ def prompts(tmp_path):
 
 
 def cut(prompt) -> None:
-    from pathlib import Path
     path = Path(prompt.image)
     path.write_bytes(path.read_bytes()[:path.stat().st_size // 2])
 

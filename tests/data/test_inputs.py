@@ -253,10 +253,8 @@ def test_orientation_turns_once(ending, tmp_path):
 
 
 def test_a_colour_profile_and_a_gamma_are_applied(tmp_path):
-    lab = ImageCms.createProfile("LAB")
-    profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("XYZ")).tobytes()
     Image.new("RGB", (8, 8), (128,) * 3).save(tmp_path / "bad.png", icc_profile=b"no profile")
-    assert np.asarray(read_image(tmp_path / "bad.png"))[0, 0].tolist() == [128] * 3 and lab and profile
+    assert np.asarray(read_image(tmp_path / "bad.png"))[0, 0].tolist() == [128] * 3
     from PIL import PngImagePlugin
     chunks = PngImagePlugin.PngInfo()
     chunks.add(b"gAMA", (100_000).to_bytes(4, "big"))  # linear

@@ -39,83 +39,67 @@ def write(folder: Path, name: str, content: str | bytes) -> Path:
 LAUGHS = "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9) if i else 'x'}]\n" for i in range(9))
 
 
-@pytest.mark.parametrize(
-    "text, message",
-    [
-        ("train: " + "[" * 20_000, "nested deeper than 64 levels (line 1, column 7"),
-        ("- " * 20_000, "nested deeper than 64 levels"),
-        ("{a: " * 20_000, "nested deeper than 64 levels"),
-        (LAUGHS, "more than 50,000 values (line"),
-        ("parts: &a {plan: *a}", "an alias stands within its own anchor (line 1"),
-        ("seed: " + "9" * 10_000, "a number of 10000 digits (line 1, column 7)"),
-        ("seed: 0x" + "f" * 10_000, "a number of 10002 digits"),
-        ('name: "a\\0b"', "a text with a NUL character (line 1, column 7)"),
-        ('name: "\\ud800"', "a text with half of a surrogate pair"),
-        ('name: "\\U00110000"', "not valid YAML"),
-        ("seed: 2020-13-45", "seed: got '2020-13-45', expected a valid integer"),
-        ("seed: !!bool maybe", "not a valid bool"),
+@pytest.mark.parametrize("text, message", [
+    ("train: " + "[" * 20_000, "nested deeper than 64 levels (line 1, column 7"),
+    ("- " * 20_000, "nested deeper than 64 levels"),
+    ("{a: " * 20_000, "nested deeper than 64 levels"),
+    (LAUGHS, "more than 50,000 values (line"),
+    ("parts: &a {plan: *a}", "an alias stands within its own anchor (line 1"),
+    ("seed: " + "9" * 10_000, "a number of 10000 digits (line 1, column 7)"),
+    ("seed: 0x" + "f" * 10_000, "a number of 10002 digits"),
+    ('name: "a\\0b"', "a text with a NUL character (line 1, column 7)"),
+    ('name: "\\ud800"', "a text with half of a surrogate pair"),
+    ('name: "\\U00110000"', "not valid YAML"),
+    ("seed: 2020-13-45", "seed: got '2020-13-45', expected a valid integer"),
+    ("seed: !!bool maybe", "not a valid bool"),
     ("held_out: !!float ", "not a valid float (line 1, column"),
-        ("true: 1\nTrue: 2", "the key 'True' stands twice (line 2, column 1)"),
-        ("seed: 1\n'seed': 2", "the key 'seed' stands twice (line 2, column 1)"),
-        ("train: {lr: 1, lr: 2}", "the key 'lr' stands twice"),
-        ("a: 1\n" + "# long\n" * 200_000, "1.3 MiB, expected 1 MiB at most"),
-        ("<b>: 1", "unknown key '<b>'"),
-        ("train: {<b>: 1}", "unknown key 'train.<b>'"),
-        ("<: 1\nbool: 2", "unknown key '<'")])
+    ("true: 1\nTrue: 2", "the key 'True' stands twice (line 2, column 1)"),
+    ("seed: 1\n'seed': 2", "the key 'seed' stands twice (line 2, column 1)"),
+    ("train: {lr: 1, lr: 2}", "the key 'lr' stands twice"),
+    ("a: 1\n" + "# long\n" * 200_000, "1.3 MiB, expected 1 MiB at most"),
+    ("<b>: 1", "unknown key '<b>'"),
+    ("train: {<b>: 1}", "unknown key 'train.<b>'"),
+    ("<: 1\nbool: 2", "unknown key '<'")])
 def test_recipes_that_harm_are_refused(tmp_path, text, message):
     assert message in refusal(config.load, write(tmp_path, "recipe.yaml", text))
 
 
 def test_options_that_harm_are_refused():
     assert "nested deeper" in refusal(parse_value, "train.lr", "[" * 20_000)
-    assert "name: got 'a\\x00b', expected a text without a NUL character" in refusal(
-        config.load, None, {"name": "a\0b"}
-    )
+    line = refusal(config.load, None, {"name": "a\0b"})
+    assert "name: got 'a\\x00b', expected a text without a NUL character" in line
     assert "stands twice" in refusal(parse_value, "train", "{lr: 1, lr: 2}")
 
 
 def test_many_wrong_entries_are_explained_at_once(tmp_path):
-    line = refusal(config.validate, {"image": {"sizes": [["x", 1]] * 20_000}})
-    assert line.startswith("the options: image.sizes")
+    assert refusal(config.validate, {"image": {"sizes": [["x", 1]] * 20_000}}).startswith("the options: image.sizes")
 
 
-@pytest.mark.parametrize(
-    "name, text, message",
-    [
-        ("p.jsonl", '{"prompt": "a", "metadata": ' + "[" * 100_000, "nested too deeply"),
-        ("p.jsonl", '{"prompt": "a", "metadata": {"x": ' + "[" * 500 + "]" * 500 + "}}", "nested too deeply"),
-        ("p.jsonl", '{"prompt": "a", "weight": ' + "9" * 10_000 + "}", "a number of 10000 digits"),
-        ("p.jsonl", '{"prompt": "a", "controlnet_conditioning_scale": "1e999"}', "expected a number of 0 or more"),
-        ("p.jsonl", '{"prompt": "a", "prompt": "b"}', "the key 'prompt' stands twice"),
-        ("p.jsonl", '{"prompt": "a\\ud800"}', "half of a surrogate pair"),
-        ("p.jsonl", '{"prompt": "a\\u0000"}', "the text under 'prompt' holds a NUL character"),
-        (
-            "p.jsonl",
-            '{"prompt": "a", "image": "a\\u0000.png"}',
-            "'image': expected a path, got 'a\\x00.png', which holds a NUL"),
-        ("p.jsonl", '{"prompt": "a", "image": "' + "x" * 300 + '.png"}', "File name too long"),
-        ("p.jsonl", '{"prompt": "a", "image": "pipe"}', "'image': no image at"),
-        ("p.jsonl", '{"prompt": "a", "images": "[[[' + "[" * 5000 + '"}', "not a JSON list"),
-        ("p.csv", "prompt,prompt\na,b\n", "expected different headings"),
-        ("p.csv", "prompt,weight\na," + "9" * 400 + "\n", "expected a positive number under 'weight'"),
-        ("p.txt", "a\0b\n", "the text under 'prompt' holds a NUL character")])
+@pytest.mark.parametrize("name, text, message", [
+    ("p.jsonl", '{"prompt": "a", "metadata": ' + "[" * 100_000, "nested too deeply"),
+    ("p.jsonl", '{"prompt": "a", "metadata": {"x": ' + "[" * 500 + "]" * 500 + "}}", "nested too deeply"),
+    ("p.jsonl", '{"prompt": "a", "weight": ' + "9" * 10_000 + "}", "a number of 10000 digits"),
+    ("p.jsonl", '{"prompt": "a", "controlnet_conditioning_scale": "1e999"}', "expected a number of 0 or more"),
+    ("p.jsonl", '{"prompt": "a", "prompt": "b"}', "the key 'prompt' stands twice"),
+    ("p.jsonl", '{"prompt": "a\\ud800"}', "half of a surrogate pair"),
+    ("p.jsonl", '{"prompt": "a\\u0000"}', "the text under 'prompt' holds a NUL character"),
+    ("p.jsonl", '{"prompt": "a", "image": "a\\u0000.png"}',
+     "'image': expected a path, got 'a\\x00.png', which holds a NUL"),
+    ("p.jsonl", '{"prompt": "a", "image": "' + "x" * 300 + '.png"}', "File name too long"),
+    ("p.jsonl", '{"prompt": "a", "image": "pipe"}', "'image': no image at"),
+    ("p.jsonl", '{"prompt": "a", "images": "[[[' + "[" * 5000 + '"}', "not a JSON list"),
+    ("p.csv", "prompt,prompt\na,b\n", "expected different headings"),
+    ("p.csv", "prompt,weight\na," + "9" * 400 + "\n", "expected a positive number under 'weight'"),
+    ("p.txt", "a\0b\n", "the text under 'prompt' holds a NUL character")])
 def test_prompt_files_that_harm_are_refused(tmp_path, name, text, message):
     os.mkfifo(tmp_path / "pipe")
     assert message in refusal(load_prompts, write(tmp_path, name, text))
 
 
-@pytest.mark.parametrize(
-    "read, name",
-    [
-        (read_yaml, "x.yaml"),
-        (load_prompts, "x.jsonl"),
-        (load_pairs, "x.jsonl"),
-        (load_templates, "x.yaml"),
-        (read_image, "x.png"),
-        (image_size, "x.png"),
-        (frame_count, "x.gif"),
-        (frame_count, "x.mp4"),
-        (tensors_of, "x.safetensors")])
+@pytest.mark.parametrize("read, name", [
+    (read_yaml, "x.yaml"), (load_prompts, "x.jsonl"), (load_pairs, "x.jsonl"), (load_templates, "x.yaml"),
+    (read_image, "x.png"), (image_size, "x.png"), (frame_count, "x.gif"), (frame_count, "x.mp4"),
+    (tensors_of, "x.safetensors")])
 def test_a_fifo_a_socket_and_a_device_are_refused_without_waiting(tmp_path, monkeypatch, read, name):
     monkeypatch.chdir(tmp_path)  # the path of a socket is short
     os.mkfifo(name)
@@ -205,17 +189,14 @@ def test_a_video_of_too_large_frames_is_refused(tmp_path):
     frame = b",\0\0\0\0" + struct.pack("<HH", 8191, 8191) + b"\0\x02\x02D\x01\0"
     head = b"GIF89a" + struct.pack("<HH", 8191, 8191) + b"\x80\0\0" + bytes(6)
     file = write(tmp_path, "a.mp4", head + 9 * frame + b";")
-    line = refusal(frame_count, file)
-    assert "has 8191 x 8191 pixels" in line
+    assert "has 8191 x 8191 pixels" in refusal(frame_count, file)
 
 
 # --- the rest --------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    "text, message",
-    [
-        ("templates: ['{a:>999999999}']\nslots: {a: [x]}", "a slot has a format"),
-        ("templates: ['{a}']\nslots: [a]", "slots: got ['a'], expected names with values"),
-        ("templates: ['a']\nmetadata: 3", "metadata: got 3, expected names with values")])
+@pytest.mark.parametrize("text, message", [
+    ("templates: ['{a:>999999999}']\nslots: {a: [x]}", "a slot has a format"),
+    ("templates: ['{a}']\nslots: [a]", "slots: got ['a'], expected names with values"),
+    ("templates: ['a']\nmetadata: 3", "metadata: got 3, expected names with values")])
 def test_templates_that_harm_are_refused(tmp_path, text, message):
     assert message in refusal(load_templates, write(tmp_path, "t.yaml", text))
 
@@ -224,12 +205,10 @@ def test_templates_safetensors_and_json_at_their_limits(tmp_path):
     slots = {f"s{i}": list("abcdefghij") for i in range(25)}
     text = json.dumps({"templates": [" ".join(f"{{{name}}}" for name in slots)], "slots": slots})
     assert len({prompt.text for prompt in load_templates(write(tmp_path, "t.yaml", text)).write(4, 0)}) == 4
-    for header in (
-        b"not JSON",
-        b"[" * 5000,
-        json.dumps({"a": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 4]}}).encode()):
-        assert "cannot be read" in refusal(
-            tensors_of, write(tmp_path, "a.safetensors", struct.pack("<Q", len(header)) + header + b"1234"))
+    beyond = json.dumps({"a": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 4]}}).encode()
+    for header in (b"not JSON", b"[" * 5000, beyond):
+        file = write(tmp_path, "a.safetensors", struct.pack("<Q", len(header)) + header + b"1234")
+        assert "cannot be read" in refusal(tensors_of, file)
     long = struct.pack("<Q", 2**24 + 1) + b" " * (2**24 + 2)
     assert "a header of 16 MiB, expected 16 MiB at most" in refusal(tensors_of, write(tmp_path, "a.safetensors", long))
     assert parse_json('{"a": [1, -2.5e3, "\\ud83d\\ude00", null]}') == {"a": [1, -2500.0, "\U0001f600", None]}

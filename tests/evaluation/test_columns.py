@@ -210,8 +210,7 @@ def test_a_run_without_checkpoints_and_one_of_another_model_are_told(runs, tmp_p
 def test_the_command_line_writes_both_and_knows_every_kind(runs, tmp_path, capsys):
     assert set(ColumnKind.__args__) == set(columns.KINDS)
     code = main(["compare", "grid", str(runs[0]), "--columns", "seeds", "--values", "0,1", "--trust-run",
-                 "--count", "1", "--output",
-                 str(tmp_path / "s.png")])
+                 "--count", "1", "--output", str(tmp_path / "s.png")])
     assert code == 0 and capsys.readouterr().out.split() == [str(tmp_path / "s.png"), str(tmp_path / "s.html")]
     assert "--columns too" in error_line(capsys, "compare", "grid", str(runs[0]), "--values", "0,1")
     assert main(["compare", "grid", str(runs[0]), "--output", "a.html"]) == 2 and "the PNG" in capsys.readouterr().err
@@ -318,8 +317,7 @@ def test_what_is_of_denoisers_is_told(run, tmp_path, capsys):
     with pytest.raises(UserError, match="--columns steps: is of denoisers"):
         columns.columns(run, "steps", ["3"], None, 2, 0, tmp_path / "page.png")
     assert main(["compare", "grid", str(run), "--columns", "seeds", "--values", "1,2", "--count", "1", "--trust-run",
-                 "--output",
-                 str(tmp_path / "one.png")]) == 0
+                 "--output", str(tmp_path / "one.png")]) == 0
     assert capsys.readouterr().out.split() == [str(tmp_path / "one.md"), str(tmp_path / "one.html")]
 
 

@@ -53,7 +53,6 @@ def test_frames_of_evaluations_and_of_training(tmp_path):
     assert json.loads((tmp_path / "run" / "before.json").read_text())["frames"] == own + 4
     assert summary["evaluation"]["of"] == f"clips ({own + 4} frames, 3 steps, guidance 1)"
     assert call_arguments("m", tmp_path / "run")["num_frames"] == own + 4
-    own = make(WAN)[1]["num_frames"]
     ends = [trained(settings(tmp_path / str(count), count))[0] for count in (None, own)]
     for key in ("before", "after"):
         assert ends[0][key] == ends[1][key]

@@ -102,7 +102,6 @@ def test_drift_and_diversity_of_images(found):
                                            pytest.approx(changes[bright].high, abs=1e-6))
     assert results["drift"] == [f"nothing is said of drift in {name}: it has scores on 5 prompts, and at least 20 are "
                                 "needed" for name in (bright, dark)]
-    results, _, folder = found
     for arm in ("base", "tuned"):
         shots = pictures(folder, arm)  # 16 x 16 already, as its miniatures are
         apart = np.sqrt(((shots[:, 0] - shots[:, 1]) ** 2).reshape(len(SUITE), -1).mean(1))

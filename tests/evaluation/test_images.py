@@ -395,8 +395,6 @@ def test_more_images_than_the_disk_holds_are_refused(arguments, tmp_path, model,
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
 
 
-
-
 @pytest.mark.parametrize("command", COMMANDS)
 def test_too_little_memory_is_told_in_one_line(tmp_path, model, monkeypatch, capsys, command):
     run = make_run(tmp_path / "run", model, 0.3)

@@ -563,8 +563,7 @@ def test_an_evaluation_in_batches_gives_the_same_images_and_goes_on(tmp_path, ca
     (tmp_path / "suite.txt").write_text("".join(f"picture {i}\n" for i in range(5)))
     def evaluated(name: str, *options: str) -> tuple[np.ndarray, dict]:
         assert main(["eval", str(run), "--suite", str(tmp_path / "suite.txt"), "--base", "--trust-run",
-                     "--rlg", "1.5", "--samples",
-                     "2", "--output", str(tmp_path / name), *options]) == 0
+                     "--rlg", "1.5", "--samples", "2", "--output", str(tmp_path / name), *options]) == 0
         files = sorted((tmp_path / name / "pictures").rglob("*.png"))
         assert len(files) == 20
         return (np.stack([np.asarray(Image.open(file)) for file in files]).astype(int),

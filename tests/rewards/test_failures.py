@@ -411,7 +411,6 @@ def test_answers_compressed_and_after_a_wait():
     packed_body, plain = Body(" Deflate"), Body("")
     assert packed_body.add(zeros(1, wbits=15)) and packed_body.whole() == bytes(2**20)
     assert not plain.add(b"a") and not plain.add(b"b") and plain.whole() == b"ab"
-    answer = json.dumps({"choices": [{"message": {"content": "7"}}]}).encode()
     endless = repeated(HEAD + b"Content-Encoding: gzip\r\n\r\n" + gzip.compress(answer), b"more")
     with misbehaving(endless) as root:
         assert judge(root, timeout=60) == "7"

@@ -175,9 +175,6 @@ def test_sizes_of_bytes_noise_and_blur():
     assert flat < blurred < clean < noisy
 
 
-# --- JPEG ------------------------------------------------------------------------------------------------------------
-
-
 # --- sharpness -------------------------------------------------------------------------------------------------------
 def test_sharpness_of_blurs_by_hand_and_by_scipy():
     # A checkerboard: the Laplacian is +4 on black and -4 on white, in equal numbers. Columns of which every other is
@@ -228,11 +225,9 @@ def test_probabilities_of_safety_by_size_and_class(folder):
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     assert found.std() > 0.01
     # An image of one colour is the same at every size.
-    reward = rewards.find("safety", {"model": folder, "device": "cpu"})
     shades = torch.rand(4, 3, 1, 1, generator=torch.Generator().manual_seed(2))
     small, large = (reward(shades.expand(-1, -1, side, side), [""] * 4) for side in (16, 50))
     torch.testing.assert_close(small, large, rtol=0, atol=1e-5)
-    reward = rewards.find("safety", {"model": folder, "device": "cpu"})
     images = torch.rand(35, 3, 16, 16, generator=torch.Generator().manual_seed(3))
     torch.testing.assert_close(reward(images, [""] * 35)[32:], reward(images[32:], [""] * 3), rtol=0, atol=1e-6)
     both = rewards.find("safety", {"model": folder, "unsafe": ["NSFW", "normal"], "device": "cpu"})

@@ -1,7 +1,6 @@
 """HPSv3, VideoReward and released texts on a tiny random Qwen2-VL, against one image or clip at a time."""
 
 import json
-import os
 import threading
 from contextlib import contextmanager
 from functools import partial
@@ -17,23 +16,13 @@ from torchvision.transforms.functional import InterpolationMode, resize
 
 from flowgrpo.cli import main
 from flowgrpo.errors import UserError
-from flowgrpo.rewards import find as find_text
 from flowgrpo.rewards import qwen2_vl, released_text
 from flowgrpo.rewards.find import find
 from flowgrpo.rewards.preprocessing import DEVIATION, MEAN
-from flowgrpo.rewards.qwen2_vl import (
-    MARKS,
-    PROMPT,
-    HpsV3,
-    VideoReward,
-    frame_indices,
-    instruction,
-    merge_lora,
-    message,
-    rename_tensors,
-)
+from flowgrpo.rewards.qwen2_vl import MARKS, PROMPT, HpsV3, VideoReward, frame_indices, instruction, message
 from flowgrpo.rewards.released_text import TEXTS, Released, fetch, strings, texts
 from tests.helpers.chat_endpoint import QUICK, endpoint, parts, said, shades
+from tests.helpers.pickles import Command
 
 PROMPTS = ["a red cube", "two dogs", "a cat on a mat"]
 TEXT = "rate the picture of {text_prompt} now : <|Reward|> end"
@@ -202,7 +191,7 @@ def test_marks_and_names_of_hps_v3(release):
     new = {"model.visual.a": value, "model.language_model.layers.0.b": value, "lm_head.weight": value,
            "rm_head.0.bias": value}
     wanted = {"visual.a", "language_model.layers.0.b", "rm_head.0.bias"}
-    assert set(rename_tensors(old)) == wanted and set(rename_tensors(new)) == wanted
+    assert set(qwen2_vl.rename_tensors(old)) == wanted and set(qwen2_vl.rename_tensors(new)) == wanted
 
 
 def test_the_instruction_is_read_from_the_package_and_nothing_is_run(tmp_path, monkeypatch):
@@ -272,20 +261,10 @@ def test_lora_is_added_to_the_weights():
              "base_model.model.a.base_layer.bias": torch.ones(2),
              "base_model.model.a.lora_A.default.weight": torch.tensor([[1.0, 2.0]]),
              "base_model.model.a.lora_B.default.weight": torch.tensor([[1.0], [3.0]]), "b.weight": torch.ones(1)}
-    plain = merge_lora(state, {"lora_r": 1, "lora_alpha": 2})
+    plain = qwen2_vl.merge_lora(state, {"lora_r": 1, "lora_alpha": 2})
     assert plain["a.weight"].tolist() == [[2, 4], [6, 12]] and set(plain) == {"a.weight", "a.bias", "b.weight"}
-    rank_stable = merge_lora(state, {"lora_r": 4, "lora_alpha": 2, "use_rslora": True})
+    rank_stable = qwen2_vl.merge_lora(state, {"lora_r": 4, "lora_alpha": 2, "use_rslora": True})
     assert rank_stable["a.weight"].tolist() == [[1, 2], [3, 6]]
-
-
-class Command:
-    """A pickle that runs a command when it is read."""
-
-    def __init__(self, command: str) -> None:
-        self.command = command
-
-    def __reduce__(self):
-        return os.system, (self.command,)
 
 
 def test_weights_run_nothing_and_safetensors_come_first(videos, tmp_path):
@@ -416,7 +395,7 @@ def test_a_text_is_fetched_word_for_word(released, monkeypatch, capsys, way):
     ("unified_reward_pairs", {"url": "http://127.0.0.1:9/v1"}, "template"), ("videoalign", {}, "instruction")])
 def test_a_reward_without_its_text_names_the_command(released, reward, arguments, option):
     with pytest.raises(UserError) as told:
-        find_text(reward, arguments)
+        find(reward, arguments)
     assert f"`flowgrpo reward fetch {reward}`" in str(told.value) and "\n" not in str(told.value)
     assert f"{{{option}: FILE.txt}}" in str(told.value)
 
@@ -441,7 +420,7 @@ def test_unified_reward_asks_the_released_question_alone(released):
     fetch("unified_reward", released)
     with endpoint([said("cat (object): 1\nhat (object): 0\nFinal Score: 3.5"), said("Final Score: 7"),
                    said("visual quality: 4\nfactual consistency: 2\nFinal Score: 7")]) as server:
-        reward = find_text("unified_reward", {"url": server.url, "concurrency": 1, **QUICK})
+        reward = find("unified_reward", {"url": server.url, "concurrency": 1, **QUICK})
         first, second = reward(shades(1, 2), ["a {cat}"] * 2)
         assert first == 3.5 and not isinstance(second, float)  # an image's marks end at 5
         assert reward(torch.zeros(1, 4, 3, 8, 8), ["a cat"]) == [7]
@@ -456,16 +435,16 @@ def test_unified_reward_asks_the_released_question_alone(released):
 def test_unified_reward_is_divided_as_flow_grpo_does(released):
     fetch("unified_reward", released)
     with endpoint([said("Final Score: 3.5")]) as server:
-        assert find_text("unified_reward", {"url": server.url, "scale": [0, 5], **QUICK})(shades(1), ["a cat"]) == [0.7]
+        assert find("unified_reward", {"url": server.url, "scale": [0, 5], **QUICK})(shades(1), ["a cat"]) == [0.7]
 
 
 def test_unified_reward_pairs_show_images_without_labels(released):
     fetch("unified_reward_pairs", released)
     with endpoint(lambda body, number: said("Image 2 is better.")) as server:
-        reward = find_text("unified_reward_pairs", {"url": server.url, "concurrency": 1, **QUICK})
+        reward = find("unified_reward_pairs", {"url": server.url, "concurrency": 1, **QUICK})
         assert reward(shades(1), shades(2), ["a cat"]) == [0]
         reward(torch.zeros(1, 2, 3, 8, 8), torch.ones(1, 2, 3, 8, 8), ["a dog"])
-        own = find_text("unified_reward_pairs", {"url": server.url, "template": "Which fits {prompt}?", **QUICK})
+        own = find("unified_reward_pairs", {"url": server.url, "template": "Which fits {prompt}?", **QUICK})
         own(shades(1), shades(2), ["a cat"])
     image, video, labelled = [seen[2] for seen in server.seen]
     assert [part["type"] for part in image["messages"][0]["content"]] == ["image_url", "image_url", "text"]

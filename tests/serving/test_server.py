@@ -42,6 +42,7 @@ from flowgrpo.serving.server import application, url_name
 from flowgrpo.serving.wire import Limits, TooLarge
 from flowgrpo.types import Completion
 from tests.helpers.refusals import message, only_line
+from tests.helpers.reward_server import lengths
 
 PROMPTS = ["a", "bb", "ccc", "dddd", "eeeee"]
 FACTS = [{"task": "größe", "count": i} for i in range(5)]
@@ -104,10 +105,6 @@ def brightness(images, prompts, metadata):
 
 
 brightness.about = About(modality="image", range=(0, None), needs="", licence="MIT")
-
-
-def lengths(outputs, prompts):
-    return [len(prompt) for prompt in prompts]
 
 
 def recorded(reward=lengths):

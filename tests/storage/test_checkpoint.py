@@ -22,10 +22,13 @@ def save(folder, epoch, keep=2, value=1.0):
 def test_what_is_saved_is_loaded_and_the_newest_are_kept(tmp_path):
     tensors, state = checkpoint.load(save(tmp_path, 7, value=0.1))
     assert torch.equal(tensors["a/b.c"], torch.full((2, 3), 0.1)) and state == {"epoch": 7, "first": None}
+    assert checkpoint.load(save(tmp_path, 7, value=2.0))[0]["a/b.c"].unique().tolist() == [2.0]  # in place of the first
+    assert len(list(tmp_path.iterdir())) == 1
     for epoch in (2, 9, 10, 100):
         save(tmp_path, epoch)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["epoch-00010", "epoch-00100"]
     assert checkpoint.latest(tmp_path).name == "epoch-00100"
+    assert checkpoint.latest(tmp_path / "absent") is None
 
 
 @pytest.mark.parametrize("skipped, kept", [
@@ -37,14 +40,9 @@ def test_a_checkpoint_after_a_skipped_update_takes_the_place_of_no_good_one(skip
     assert [*checkpoints(tmp_path)] == kept
 
 
-def test_an_epoch_that_is_saved_again_replaces_the_first(tmp_path):
-    save(tmp_path, 3, value=1.0)
-    assert checkpoint.load(save(tmp_path, 3, value=2.0))[0]["a/b.c"].unique().tolist() == [2.0]
-    assert len(list(tmp_path.iterdir())) == 1
-
-
 def test_half_a_checkpoint_is_never_seen(tmp_path):
     """The tensors cannot be written to the end: what was there before stays the newest, and the next save works."""
+    assert checkpoint.latest(tmp_path) is None
     save(tmp_path, 3)
     with pytest.raises(TypeError):  # the state is written last
         checkpoint.save(tmp_path, 4, {"a": torch.ones(1)}, {"epoch": torch.ones(1)}, 2)
@@ -52,10 +50,6 @@ def test_half_a_checkpoint_is_never_seen(tmp_path):
     assert checkpoint.latest(tmp_path).name == "epoch-00003"
     save(tmp_path, 4)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["epoch-00003", "epoch-00004"]
-
-
-def test_where_there_is_none(tmp_path):
-    assert checkpoint.latest(tmp_path) is None and checkpoint.latest(tmp_path / "absent") is None
 
 
 @pytest.mark.parametrize("file", ["state.safetensors", "state.json"])

@@ -81,5 +81,4 @@ def frames_of(image: torch.Tensor | str) -> int | None:
 
 
 def image_prompts(measured: Measured) -> list[Prompt]:
-    """Prompt of each kept image."""
     return spread(list({id(prompt): prompt for prompt in measured.prompts}.values()), len(measured.images))

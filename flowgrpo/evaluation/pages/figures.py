@@ -1,6 +1,5 @@
 """Figures: the style of all (colours, fonts and grid lines of the report, on a light background), and the plot of
-rewards over the RLG weight.
-"""
+rewards over the RLG weight."""
 
 from __future__ import annotations
 
@@ -17,6 +16,15 @@ COLOURS = ("#1d5fd1", "#c2570c", "#0f7f73", "#8b3fb5", "#9a7500", "#c0264f", "#4
 DASHES = ("-", "--", ":", "-.")
 DPI = 140
 PANELS = 3
+STYLE: Any = {
+    "axes.prop_cycle": f"cycler('color', {list(COLOURS)})", "font.family": "DejaVu Sans", "font.size": 10,
+    "text.color": INK, "axes.labelcolor": FAINT, "axes.titlesize": 11, "axes.titleweight": "bold",
+    "axes.titlelocation": "left", "axes.titlepad": 10,
+    "axes.edgecolor": LINE, "axes.spines.top": False, "axes.spines.right": False, "axes.spines.left": False,
+    "axes.grid": True, "axes.grid.axis": "y", "axes.axisbelow": True, "grid.color": LINE, "grid.linewidth": 0.8,
+    "xtick.color": LINE, "ytick.color": LINE, "xtick.labelcolor": FAINT, "ytick.labelcolor": FAINT,
+    "ytick.major.size": 0, "lines.linewidth": 1.8, "lines.markersize": 5, "legend.frameon": False,
+    "figure.facecolor": PAPER, "axes.facecolor": PAPER, "figure.constrained_layout.use": True}
 
 
 @contextmanager
@@ -27,19 +35,8 @@ def figure_style() -> Iterator[Any]:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    with matplotlib.rc_context(_style()):
+    with matplotlib.rc_context(STYLE):
         yield pyplot
-
-
-def _style() -> Any:
-    return {"axes.prop_cycle": f"cycler('color', {list(COLOURS)})", "font.family": "DejaVu Sans", "font.size": 10,
-            "text.color": INK, "axes.labelcolor": FAINT, "axes.titlesize": 11, "axes.titleweight": "bold",
-            "axes.titlelocation": "left", "axes.titlepad": 10,
-            "axes.edgecolor": LINE, "axes.spines.top": False, "axes.spines.right": False, "axes.spines.left": False,
-            "axes.grid": True, "axes.grid.axis": "y", "axes.axisbelow": True, "grid.color": LINE, "grid.linewidth": 0.8,
-            "xtick.color": LINE, "ytick.color": LINE, "xtick.labelcolor": FAINT, "ytick.labelcolor": FAINT,
-            "ytick.major.size": 0, "lines.linewidth": 1.8, "lines.markersize": 5, "legend.frameon": False,
-            "figure.facecolor": PAPER, "axes.facecolor": PAPER, "figure.constrained_layout.use": True}
 
 
 def save(figure: Any, path: Path) -> None:

@@ -1,6 +1,5 @@
 """Pages of images: before and after side by side with their scores. Their font is DejaVu
-Sans, which comes with matplotlib; installed fonts have the letters that it lacks.
-"""
+Sans, which comes with matplotlib; installed fonts have the letters that it lacks."""
 
 from __future__ import annotations
 
@@ -98,7 +97,6 @@ def _holder(letter: str) -> str:
 
 @functools.cache
 def _find_fonts() -> tuple[str, ...]:
-    """Installed scalable fonts, upright sans serif first."""
     from matplotlib.font_manager import fontManager
 
     fonts = sorted(fontManager.ttflist, key=lambda font: (font.style != "normal", font.weight not in (400, "normal"),
@@ -129,10 +127,8 @@ HEADING, CAPTION, SCORE = Font(16), Font(13), Font(12)
 
 @dataclass(frozen=True)
 class Row:
-    """One prompt: one image ([3, H, W] in [0, 1]), clip ([F, 3, H, W]) or text per column, with its scores.
-
-    sources: images that the prompt brings, which stand left of the columns.
-    """
+    """One prompt: one image ([3, H, W] in [0, 1]), clip ([F, 3, H, W]) or text per column, with its scores. sources:
+    images that the prompt brings, which stand left of the columns."""
 
     caption: str
     images: Sequence[torch.Tensor | str]
@@ -154,12 +150,10 @@ class Summary:
 
 def draw_grid(path: str | Path, columns: Sequence[str], rows: Sequence[Row], summary: Summary | None = None,
               facts: Mapping[str, str] | None = None, fps: float | None = None) -> Path:
-    """Write a PNG with a card per row, several cards side by side, and the columns' names above the images. With
-    clips, also write an animated WebP and an mp4 of the same name. The sources of prompts stand left of the columns.
-
+    """Write a PNG with a card per row, several cards side by side, and the columns' names above the images. With clips,
+    also write an animated WebP and an mp4 of the same name. The sources of prompts stand left of the columns.
     A score is green with a triangle up if above that of the row's first image, red with one down if below; NaN is
-    printed as n/a. summary: printed at the end. facts: text chunks of the PNG. fps: frames per second of clips.
-    """
+    printed as n/a. summary: printed at the end. facts: text chunks of the PNG. fps: frames per second of clips."""
     assert rows and all(len(row.images) == len(row.scores) == len(columns) for row in rows)
     path = Path(path)
     chunks = PngInfo()
@@ -374,7 +368,6 @@ def _wrap(text: str, font: Font, width: int, most: int = 4) -> list[str]:
 
 
 def _shorten(text: str, font: Font, width: float) -> str:
-    """Cut to the longest beginning that fits with an ellipsis."""
     if font.getlength(text) <= width:
         return text
     fitting = bisect.bisect_right(range(len(text)), width, key=lambda count: font.getlength(text[:count] + "..."))

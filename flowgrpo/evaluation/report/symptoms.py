@@ -37,10 +37,8 @@ class Symptom:
 
 def solved(direction: float, means: Sequence[float | None], known: Scale | None, share: float = CEILING) -> bool:
     """True if a reward's means are all at its best score, as far as its range is known.
-
     direction: below 0 if it is to fall. known: its lowest and highest score. share: of the range, where both are known;
-    with one alone they are that.
-    """
+    with one alone they are that."""
     low, high = known or (None, None)
     best, worst = (high, low) if direction > 0 else (low, high)
     if best is None or not means:
@@ -53,10 +51,8 @@ def of_run(config: Config, lines: Sequence[dict[str, Any]], clip: float | None,
            ranges: Mapping[str, Scale | None] = {}) -> list[Symptom]:
     """Symptoms after the last of a run's lines of metrics, of which the first START and the last FLAT are read. Of a
     run whose trained rewards are at their ceiling a reward or a gradient that stays is no symptom.
-
     clip: the narrower side of the clip range; None without a clip, or if it is unknown.
-    ranges: lowest and highest score of each reward.
-    """
+    ranges: lowest and highest score of each reward."""
     weighted = [name for name, weight in config.rewards.items() if weight]
     done = bool(weighted) and all(solved(config.trained[name].direction, [
         line.get(f"reward/{name}/mean") for line in lines[-EQUAL:]], ranges.get(name)) for name in weighted)
@@ -71,7 +67,6 @@ def of_run(config: Config, lines: Sequence[dict[str, Any]], clip: float | None,
 
 
 def _column(lines: Sequence[dict[str, Any]], key: str, count: int) -> np.ndarray | None:
-    """A metric of `count` lines; None if there are fewer, or one lacks it."""
     values = [line.get(key) for line in lines]
     known = [float(value) for value in values if isinstance(value, (int, float)) and math.isfinite(value)]
     return np.array(known) if len(known) == count else None
@@ -134,7 +129,6 @@ def _clip_symptom(config: Config, lines: Sequence[dict[str, Any]], clip: float |
 
 
 def _skip_symptom(config: Config, lines: Sequence[dict[str, Any]]) -> str | None:
-    """Describe updates without an effect, as counted since the run began."""
     count = lines[0].get("skipped_updates") if lines else None
     if not count:
         return None
@@ -144,7 +138,6 @@ def _skip_symptom(config: Config, lines: Sequence[dict[str, Any]]) -> str | None
 
 
 def _growth_symptom(config: Config, lines: Sequence[dict[str, Any]]) -> str | None:
-    """Describe weights that training has moved by more than the base's own size."""
     change = _column(lines, "weights/change", 1)
     if change is None or change[0] < GROWN:
         return None

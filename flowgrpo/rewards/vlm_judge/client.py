@@ -53,13 +53,8 @@ class _Unknown(Exception):
 
 @dataclass(frozen=True)
 class Answer:
-    """Answer of a model.
-
-    refused: the model, or the service for it, declined.
-    cut: it reached `max_tokens`.
-    tokens: those of the text, each with its likeliest alternatives and their log-probabilities, if the endpoint gave
-    them.
-    """
+    """Answer of a model. refused: the model, or the service for it, declined. cut: it reached `max_tokens`. tokens:
+    those of the text, each with its likeliest alternatives and their log-probabilities, if the endpoint gave them."""
 
     text: str
     refused: bool = False
@@ -160,7 +155,6 @@ class Endpoint:
         return sent
 
     def _models(self, url: str) -> list[tuple[str, str]]:
-        """Names and owners of the models served at a URL, asked for once."""
         with self._lock:
             if url not in self._served:
                 listed = self._service.request("GET", f"{url}/models", None, _models, self._handle_error)
@@ -170,11 +164,8 @@ class Endpoint:
 
     def _handle_error(self, url: str, status: int, headers: Mapping[str, str], body: bytes,
                       sent: Mapping[str, Any] = {}) -> Answer:
-        """A refusal of the service; else raises the error for a status: the user's, this request's, a transient
-        one, or that of keys which the server does not take.
-
-        sent: the request.
-        """
+        """A refusal of the service; else raises the error for a status: the user's, this request's, a transient one, or
+        that of keys which the server does not take. sent: the request."""
         error = _error(body)
         reason, codes = self._service.quote(error["message"]), (error["code"], error["type"])
         message = f"{url} answered {status}" + (f": {reason}" if reason else "")
@@ -201,10 +192,8 @@ class Endpoint:
 
 def answer(body: bytes) -> Answer:
     """Parse a chat completion as an `Answer`; one that comes as a stream of events is put together.
-
     Where a message has no content, its text is that of its tools' arguments, or of its reasoning if it ended.
-    Raises ValueError for anything else.
-    """
+    Raises ValueError for anything else."""
     try:
         stream = body.lstrip()[:6].lower()
         streams = stream.startswith((b"data:", b"event:", b":"))
@@ -267,7 +256,6 @@ def _tokens(logprobs: Any) -> tuple[tuple[str, dict[str, float]], ...]:
 
 
 def _models(body: bytes) -> list[tuple[str, str]]:
-    """Names and owners of a list of models. Raises ValueError for anything else."""
     try:
         return [(str(model["id"]), str(model.get("owned_by", ""))) for model in json.loads(body)["data"]]
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError):
@@ -275,10 +263,8 @@ def _models(body: bytes) -> list[tuple[str, str]]:
 
 
 def _error(body: bytes) -> dict[str, str]:
-    """Message, code, type and param of a server's refusal, empty where it states none.
-
-    The message is under `error`, `message` or `detail`, a text or a list of pydantic's errors, or is the body itself.
-    """
+    """Message, code, type and param of a server's refusal, empty where it states none. The message is under `error`,
+    `message` or `detail`, a text or a list of pydantic's errors, or is the body itself."""
     try:
         record = json.loads(body)
     except (ValueError, RecursionError):

@@ -1,6 +1,5 @@
 """Judge rewards: a VLM or LLM behind any OpenAI-compatible endpoint scores the outputs. Its messages show them, and the
-source that an edit started from.
-"""
+source that an edit started from."""
 
 from __future__ import annotations
 
@@ -73,10 +72,8 @@ def sources(entry: dict[str, Any]) -> tuple[str, list[str]]:
 
 
 def source_parts(entry: dict[str, Any], frames: int, longest: int, encoding: str) -> list[dict[str, Any]]:
-    """Labelled source images of a prompt, or `frames` frames of its source video, as parts of a message.
-
-    entry: the prompt's metadata; without a source there are no parts. Raises UserError for an unreadable file.
-    """
+    """Labelled source images of a prompt, or `frames` frames of its source video, as parts of a message. entry: the
+    prompt's metadata; without a source there are no parts. Raises UserError for an unreadable file."""
     key, paths = sources(entry)
     if paths:
         require_open()
@@ -156,7 +153,6 @@ class Asking(Endpoint):
         return user(parts)
 
     def _question_for(self, modality: str) -> str:
-        """Question about outputs of a modality, with {prompt} in it."""
         return self._question
 
     def _pointwise(self, outputs: Tensor | Sequence[Tensor] | Sequence[str], prompts: Sequence[str],
@@ -176,12 +172,10 @@ class Asking(Endpoint):
 
     def _message_parts(self, outputs: Tensor | Sequence[Tensor] | Sequence[str], metadata: Sequence[dict[str, Any]],
                        row: int) -> list[dict[str, Any]]:
-        """An output as parts of a message, after its source where that is shown."""
         source = self._source(metadata, row)
         return [*source, *[text_part("Output:")] * bool(source), *self._parts(outputs[row])]
 
     def _parts(self, output: Tensor | str) -> list[dict[str, Any]]:
-        """Image [3, H, W], the frames of a video [F, 3, H, W] or a text, as parts of a message."""
         if isinstance(output, str):
             return [text_part(output)]
         return [image_part(data_url(picture, self.longest, self.encoding))
@@ -194,8 +188,7 @@ class Judge(Asking):
     """Score that a model behind an OpenAI-compatible endpoint gives an output; Failed if it gives none.
 
     parse: reader of the score, see `parse.parser`. scale: lowest and highest mark, mapped to 0 and 1; None for
-    raw marks. Other fields: see `Asking` and `Endpoint`.
-    """
+    raw marks. Other fields: see `Asking` and `Endpoint`."""
 
     template: str = ("Rate from 0 to 10 how well the picture, video or text shown here fulfils this request, and how "
                      "good it is: 0 useless, 10 perfect. Request: {prompt}\nEnd with a line `Score: N`.")
@@ -220,8 +213,7 @@ class JudgePairs(Asking):
     """Preference of a model between two outputs, as win rates within a group; a pair without an answer does not count.
 
     parse: "verdict", or a regular expression as in `parse.verdict_parser`. both_orders, comparisons, seed: as in
-    `pairwise.Pairing`; here every pair is judged in both orders by default.
-    """
+    `pairwise.Pairing`; here every pair is judged in both orders by default."""
 
     template: str = ("Two results of the same request are shown, the first and then the second. Which one fulfils it "
                      "better and is of better quality? Request: {prompt}\nEnd with `Answer: 1`, `Answer: 2` or "
@@ -252,7 +244,6 @@ class JudgePairs(Asking):
         return self._values(question, lambda answer, _: None if answer.cut else self._parser(answer.text), len(prompts))
 
     def _label(self, modality: str, number: int) -> list[dict[str, Any]]:
-        """What stands before the first (1) and the second (2) output."""
         return [text_part(f"{NOUNS[modality]} {number}:")]
 
 

@@ -38,8 +38,7 @@ def parser(parse: str, scale: Sequence[float] | None = None) -> Callable[[str], 
     """Parser, text -> score, for `parse`: "score in [lo, hi]", "json KEY", "json KEY in [lo, hi]", or a regular
     expression whose group is the number and whose last match counts. scale: lowest and highest mark, mapped to 0 and 1;
     others are no answer.
-    Raises UserError for any other `parse`.
-    """
+    Raises UserError for any other `parse`."""
     low_high = None if scale is None else _range(scale, "scale")
     read, limits = _reader(parse)
 
@@ -88,8 +87,7 @@ def _reader(parse: str) -> tuple[Callable[[str, Range | None], float | None], Ra
 
 
 def _last(parse: str, forms: str) -> Callable[[str], str | None]:
-    """Function, text -> content of a regular expression's one group in its last match; None without a match.
-    """
+    """Function, text -> content of a regular expression's one group in its last match; None without a match."""
     try:
         pattern = re.compile(parse, re.S)
     except re.error as error:
@@ -127,12 +125,10 @@ def _read_score(text: str, known: Range | None) -> float | None:
 
 
 def _mark(number: str, whole: str | None, known: Range | None) -> float | None:
-    """Read a mark out of `whole`; None if that is not the highest mark."""
     return None if whole and known and float(whole) != known[1] else float(number)
 
 
 def _read_key(text: str, keys: Sequence[str], known: Range | None) -> float | None:
-    """The number under the first of some keys, in the last JSON object that has it."""
     every = list(objects(text))
     for key in keys:
         values = [record[key] for record in every if key in record]
@@ -142,7 +138,6 @@ def _read_key(text: str, keys: Sequence[str], known: Range | None) -> float | No
 
 
 def _number(value: object, known: Range | None) -> float | None:
-    """Read a JSON value or a text as a number: 8, "8", "8/10", true, "yes"."""
     if isinstance(value, str):
         match = _ALONE.fullmatch(value.strip())
         marks: dict[bool | None, float] = {True: 1.0, False: 0.0}
@@ -213,8 +208,7 @@ def verdict(text: str) -> float | None:
 
 def verdict_parser(parse: str) -> Callable[[str], float | None]:
     """Parser, text -> 1, 0, 0.5 or None, for "verdict", or for a regular expression whose group names one of the two
-    (1, 2, A, B, first, second), or a tie.
-    Raises UserError for neither."""
+    (1, 2, A, B, first, second), or a tie. Raises UserError for neither."""
     if parse == "verdict":
         return verdict
     last = _last(parse, "expected `verdict`, or a regular expression with one group around 1, 2, A, B or tie")
@@ -253,10 +247,8 @@ def level(text: str) -> float | None:
 def expected_level(tokens: Sequence[tuple[str, Mapping[str, float]]]) -> float | None:
     """Mean of the levels under their probabilities, normalised over the five (DeQA-Score, 2501.11561; Q-Align,
     2312.17090), at the first token that names one; None if there is none.
-
     tokens: those of an answer, each with its likeliest alternatives and their log-probabilities; a missing level counts
-    as improbable. A token may be a level's beginning of two letters or more.
-    """
+    as improbable. A token may be a level's beginning of two letters or more."""
     for token, alternatives in tokens:
         if _begins(token) is None:
             continue

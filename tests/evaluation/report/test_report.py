@@ -77,7 +77,6 @@ def test_the_metrics_in_the_file_and_a_line_that_waits(tmp_path):
     assert set(found) == {key for line in lines for key in line}
     for key, values in found.items():
         assert values == [line.get(key) for line in lines]
-    run = make_run(tmp_path / "run")
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"epoch": 5, "lo')
     assert report.data(run)["metrics"]["epoch"] == [1, 2, 3, 4]
@@ -110,7 +109,6 @@ def test_foreign_text_is_no_markup_and_nothing_is_loaded(tmp_path):
     assert not re.search(r"https?://", text, re.I) and "innerHTML" not in text
     found = read(text)
     assert found["title"] == "<b>mine" and found["stages"][0]["cards"][0]["prompt"] == EVIL
-    text = report.write(make_run(tmp_path / "run")).read_text()
     assert re.search(r'Content-Security-Policy" content="default-src \'none\'; img-src data:;', text)
     assert "connect-src" not in text and "<html lang=\"en\">" in text
     assert not re.search(r"<link(?! rel=\"icon\" href=\"data:,\")|@import|url\(|src=\"", text)
@@ -133,14 +131,14 @@ def test_a_slider_of_many_measurements_keeps_both_ends(count):
 
 
 def test_every_metric_in_one_chart_or_named(tmp_path):
-    charts = report.data(make_run(tmp_path / "run"))["charts"]
+    run = make_run(tmp_path / "run")
+    charts = report.data(run)["charts"]
     drawn = [series.get(end) for chart in charts for series in chart["series"] for end in ("key", "band")]
     assert sorted(filter(None, drawn)) == sorted(KEYS)
     by_title = {chart["title"]: chart["series"] for chart in charts}
     assert [series["label"] for series in by_title["Mean ratio per step"]] == ["step_2", "step_10"]
     assert by_title["scene"][1] == {"label": "held-out prompts", "x": [0, 2, 4], "y": [0.125, 0.5, 0.5]}
     assert by_title["piqe"] == [{"label": "held-out prompts", "x": [0, 2, 4], "y": [0.5, 0.5, 0.5]}]
-    run = make_run(tmp_path / "run")
     lines = [json.loads(line) | {"clip_fraction": 0.0, "reward/scene/zero_variance_groups": 0}
              for line in (run / "metrics.jsonl").read_text().splitlines()]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -423,13 +421,12 @@ def test_live_it_follows_the_run(served):
     assert status == 200 and json.loads(text)["metrics"]["epoch"] == [1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize("path", ["/config.yaml", "/../config.yaml", "//etc/passwd", "/report/before.json", "/?x"])
-def test_live_it_gives_nothing_else(served, path):
-    assert ask(served[1], path)[0] in (400, 404)
-
-
-def test_live_it_answers_no_other_host(served):
-    assert ask(served[1], "/", Host="evil.example:80")[0] == 403
+def test_live_it_gives_nothing_else_and_answers_no_other_host(served):
+    for path in ("/config.yaml", "/../config.yaml", "//etc/passwd", "/report/before.json", "/?x"):
+        assert ask(served[1], path)[0] in (400, 404), path
+    others = "evil.example:80", "localhost@evil.example", "127.0.0.1.evil.example", "[localhost", "localhost:x", ""
+    for host in others:
+        assert ask(served[1], "/", Host=host)[0] == 403, host
     assert ask(served[1], "/", Host=f"localhost:{served[1][1]}")[0] == 200
 
 
@@ -493,11 +490,6 @@ def test_live_a_fault_of_one_request_is_answered(served, monkeypatch):
     assert ask(served[1], "/data.json") == (500, "internal error (ZeroDivisionError)")
     monkeypatch.undo()
     assert ask(served[1], "/data.json")[0] == 200
-
-
-@pytest.mark.parametrize("host", ["localhost@evil.example", "127.0.0.1.evil.example", "[localhost", "localhost:x", ""])
-def test_live_a_host_in_another_form_is_refused(served, host):
-    assert ask(served[1], "/", Host=host)[0] == 403
 
 
 def test_a_taken_port_is_told(served):

@@ -17,6 +17,7 @@ from flowgrpo.rewards.geneval import colours, detectors
 from flowgrpo.rewards.geneval.detectors import OBJECTS, Detection
 from flowgrpo.rewards.geneval.rules import GenEvalFast, Rules, relations
 from tests.helpers.chat_endpoint import endpoint
+from tests.helpers.pickles import Command
 from tests.helpers.refusals import message
 
 PROMPT = "a photo"
@@ -219,16 +220,6 @@ def test_detectors_rules_and_names(tmp_path):
 
 
 # --- detectors -------------------------------------------------------------------------------------------------------
-class Command:
-    """A pickle that runs a command when it is read."""
-
-    def __init__(self, command: str) -> None:
-        self.command = command
-
-    def __reduce__(self):
-        return os.system, (self.command,)
-
-
 LIGHT = "ssdlite320_mobilenet_v3_large"
 LIGHT_FILE = "ssdlite320_mobilenet_v3_large_coco-a79551df.pth"
 

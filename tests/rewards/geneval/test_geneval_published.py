@@ -22,7 +22,8 @@ from flowgrpo.rewards.preprocessing import DEVIATION, MEAN
 
 
 # --- the detector ----------------------------------------------------------------------------------------------------
-def tiny():
+@pytest.fixture(scope="module")
+def parts():
     """Mask2Former with five queries and three classes, and a processor."""
     from transformers import (
         Mask2FormerConfig,
@@ -44,11 +45,6 @@ def tiny():
                 parameter.normal_(0, 0.2)
     processor = Mask2FormerImageProcessor(size={"shortest_edge": 48, "longest_edge": 80}, size_divisor=32)
     return model, processor
-
-
-@pytest.fixture(scope="module")
-def parts():
-    return tiny()
 
 
 IMAGES = (torch.rand(3, 3, 24, 36, generator=torch.Generator().manual_seed(1)) * 255).round() / 255
@@ -102,8 +98,6 @@ def test_names_and_common_arguments_of_mask2former(parts, tmp_path):
     with pytest.raises(UserError, match=r"detector mask2former: .*/gone cannot be loaded .*: fetch it and give its "
                                         r"folder as args: \{detector: 'mask2former:FOLDER'\}"):
         detectors.detector(f"mask2former:{tmp_path}/gone")
-    for part in parts:
-        part.save_pretrained(tmp_path)
     options = {"clip": {"parts": (ByHand(), Same), "batch_size": 1}, "colours": "clip", "dtype": "bf16",
                "device": "cpu:0", "batch_size": 2}
     reward = GenEval(detector=f"mask2former:{tmp_path}", **options)

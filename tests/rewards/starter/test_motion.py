@@ -165,8 +165,6 @@ def test_still_jolted_and_cut_clips_are_not_rewarded(drawn):
 
 
 # --- clips made by hand ----------------------------------------------------------------------------------------------
-
-
 LEFT = [(44.0 - 4 * i, 30.0) for i in range(5)]
 
 
@@ -204,7 +202,6 @@ def test_wrong_frames_further_objects_and_empty_clips():
     assert all_three(both, "a red circle moves left")[0] == all_three(both, "a red circle moves left")[2] == 0
     turned = torch.cat([clip[:3], moved(LEFT[3:], colour="blue")])
     assert all_three(turned, "a red circle moves left")[0] == 0
-    clip = moved(LEFT)
     clip[3] = frame("square", centre=LEFT[3])
     assert all_three(clip, "a red circle moves left")[::2] == (1, 0)
     assert scene(clip, ["a red circle"] * 5) == [1, 1, 1, 0, 1]

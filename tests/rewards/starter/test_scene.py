@@ -9,7 +9,6 @@ import torch
 from scipy.ndimage import gaussian_filter
 
 from flowgrpo.rewards import find, require_gradient, score
-from flowgrpo.rewards.find import find as find_reward
 from flowgrpo.rewards.starter.scene import _read_once, detect, read, scene, scene_graded
 from flowgrpo.rewards.starter.scene_soft import (
     foreground,
@@ -21,18 +20,7 @@ from flowgrpo.rewards.starter.scene_soft import (
     scene_style,
 )
 from flowgrpo.starter import scenes
-from flowgrpo.starter.scenes import (
-    COLOURS,
-    RELATIONS,
-    SHAPES,
-    SIZE,
-    TASKS,
-    Claims,
-    coverage,
-    parse,
-    render,
-    sample_claims,
-)
+from flowgrpo.starter.scenes import COLOURS, RELATIONS, SHAPES, SIZE, TASKS, Claims, coverage, parse
 from tests.helpers.refusals import message
 
 
@@ -350,14 +338,14 @@ def changed(claims: Claims, rng: np.random.Generator) -> Claims:
 
 
 def render_scenes(prompts: list[Claims], rng: np.random.Generator) -> torch.Tensor:
-    return torch.from_numpy(np.stack([render(claims, rng) for claims in prompts])).float().movedim(3, 1)
+    return torch.from_numpy(np.stack([scenes.render(claims, rng) for claims in prompts])).float().movedim(3, 1)
 
 
 @torch.no_grad()
 def test_true_images_beat_those_with_one_fact_changed():
     """All of 204 pairs, of every task and kind of change; of 240 others all were right too."""
     rng = np.random.default_rng(7)
-    claims = [sample_claims(rng, TASKS[i % len(TASKS)]) for i in range(204)]
+    claims = [scenes.sample_claims(rng, TASKS[i % len(TASKS)]) for i in range(204)]
     prompts = [each.caption() for each in claims]
     true = scene_soft(render_scenes(claims, rng), prompts)
     false = scene_soft(render_scenes([changed(each, rng) for each in claims], rng), prompts)
@@ -430,7 +418,7 @@ def test_soft_and_style_are_rewards_like_others():
     assert found.shape == (1, 1) and found[0, 0].item() == pytest.approx(scene_soft(picture, ["a red star"]).item())
     assert "got images of shape" in message(lambda: scene_soft(torch.ones(1, 3, 32, 32), ["a star"]), error=ValueError)
     assert scene_soft(torch.ones(0, 3, 64, 64), []).shape == (0,)
-    assert find_reward("scene_style") is scene_style
+    assert find("scene_style") is scene_style
     with pytest.raises(ValueError, match=r"scene_style got images of shape \[3, 64, 64\], expected \[B, 3, H, W\]"):
         scene_style(torch.zeros(3, 64, 64), [""])
 
